@@ -13,6 +13,8 @@ static_assert(TILE_M == 64 * WARPS_M && TILE_N == 32 * WARPS_N, "warps of 64 x 3
 struct FmaSums {
     float at[8][8];
 
+    __device__ __forceinline__ void prepare() {}
+
     __device__ __forceinline__ static int row() { return threadIdx.x / 32 / WARPS_N * 64 + threadIdx.x % 32 / 4; }
     __device__ __forceinline__ static int column() { return threadIdx.x / 32 % WARPS_N * 32 + threadIdx.x % 4; }
 

@@ -11,19 +11,20 @@ from onnxfuse.kernels.conv import matrix
 from onnxfuse.kernels.conv.operands import conv_of
 from onnxfuse.kernels.conv.problem import Conv
 from onnxfuse.kernels.elementwise.channel_scale import channel_scale_plan
+from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.joined import Planner
 from onnxfuse.kernels.tensors import ITEM_BYTES
-from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
+from onnxfuse.runtime.plan import Device, FusedNode, Launch, Plan, TensorSpec
 from onnxfuse.runtime.symint import estimate, for_later_plans
 
 GATE: Final = "gate"
 MAX_EACH: Final = 4  # plans with the gate in front of the product in one kernel, and of two launches
 # Microseconds on an H200, from 18 blocks of EfficientNet-B0 and MobileNetV3 with 32 images: of a channel_scale without
-# any bytes, and for each byte of x; and by how much an operation of a product takes longer in tiles of mma.sync with a
-# gate in front than in the fastest kernel without one.
+# any bytes, and for each byte of x; and by how much an operation of a product takes longer with a gate in front than in
+# the fastest kernel without one, by the kernel: measured for gemm_mma, an estimate for wgmma.
 SCALE_US: Final = 1.3
 SCALE_BYTE_US: Final = 2 / 4.5e6
-GATE_FLOP_US: Final = 7e-9
+GATE_FLOP_US: Final = {"gemm_mma": 7e-9, "gemm_hopper": 1.5e-9, "gemm_hopper_split": 1.5e-9}
 FEW_COLUMNS: Final = 40  # of y: then memory is the limit
 
 
@@ -37,21 +38,19 @@ def plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device, convolu
         return [Plan((y,), ())]
     ways = matrix.implementations(conv, device)[:MAX_EACH]
     one = [Plan((y,), each.steps, each.scratch) for each in ways]
-    is_first = bool(ways) and _is_expected_faster(conv)
+    is_first = bool(ways) and _is_expected_faster(conv, ways[0])
     with for_later_plans(conv.pixels if is_first else 0):
         two = in_two_steps(node, inputs, device, convolution)
     return [*one, *two] if is_first else [*two, *one]
 
 
-def _is_expected_faster(conv: Conv) -> bool:
-    """Return whether a kernel with the gate in front of the product is expected to be faster than two launches.
-
-    For each of those 18 blocks, the measured times agree with this.
-    """
-    if conv.m <= FEW_COLUMNS:
-        return True
-    longer = 2 * conv.c * conv.m * GATE_FLOP_US - conv.c * ITEM_BYTES[conv.dtype] * SCALE_BYTE_US  # for a pixel
-    return bool(estimate(conv.pixels) * longer < SCALE_US)
+def _is_expected_faster(conv: Conv, in_front: Implementation) -> bool:
+    """Return whether a kernel with the gate in front of the product is expected to be faster than two launches."""
+    step = in_front.steps[-1]
+    source = step.kernel.source if isinstance(step, Launch) else ""
+    flops, stored = 2 * conv.c * conv.m, conv.c * ITEM_BYTES[conv.dtype]  # of a pixel
+    longer = 0.0 if conv.m <= FEW_COLUMNS else estimate(conv.pixels) * flops * GATE_FLOP_US[source]
+    return bool(longer < SCALE_US + estimate(conv.pixels) * stored * SCALE_BYTE_US)
 
 
 def in_two_steps(node: FusedNode, inputs: Sequence[TensorSpec], device: Device, convolution: Planner) -> list[Plan]:

@@ -27,11 +27,16 @@
 //               them; the column vectors begin anywhere too. What TMA reads has rows of multiples of 16 bytes
 //   WEIGHTS_CONSTANT   1: no kernel writes the weights, so that the first stages are read before the predecessor has
 //               ended
+//   X_GATE      1: x is multiplied by a gate first (gemm_hopper_gate.cuh). 0, or not defined: it is not
 //   and those of epilogue.cuh
 #pragma once
 #include "types.cuh"
 #include "epilogue.cuh"
 #include "hopper.cuh"
+
+#ifndef X_GATE
+#define X_GATE 0
+#endif
 
 namespace {
 

@@ -9,6 +9,7 @@
 // Macros: those of gemm_hopper.cuh; not PINGPONG. Every block has at least one step of k.
 #pragma once
 #include "gemm_hopper_fragments.cuh"
+#include "gemm_hopper_gate.cuh"
 
 namespace {
 
@@ -48,15 +49,20 @@ struct Exchange {
     }
 };
 
-__device__ __forceinline__ void consume(char* memory, const Barriers& barriers, const Tiles& tiles, int blocks,
-                                        const FragmentOutput& of) {
+__device__ __forceinline__ void consume(char* memory, const Barriers& barriers, const Tiles& tiles, int first_block,
+                                        int blocks, const FragmentOutput& of, const GateOperand& gate) {
     const int consumer = warpgroup() - 1, thread = threadIdx.x % 128, rank = blockIdx.x % SPLIT_K;
     const int above = consumer * CONSUMER_ROWS;
     Ring<STAGES> ring;
     float d[ATOMS][COLUMNS / 2];
-    multiply(d, ring, barriers, hopper::shared_address(memory), above, blocks, consumer, false);
-    const Exchange exchange{reinterpret_cast<float4*>(memory + SUMS_AT), int(threadIdx.x) - 128, rank};
     const int2 origin = tiles.origin(tiles.first());
+#if X_GATE
+    multiply_gated(d, ring, barriers, hopper::shared_address(memory), above, first_block, blocks, consumer, false, gate,
+                   origin.x + above);
+#else
+    multiply(d, ring, barriers, hopper::shared_address(memory), above, blocks, consumer, false);
+#endif
+    const Exchange exchange{reinterpret_cast<float4*>(memory + SUMS_AT), int(threadIdx.x) - 128, rank};
     Fragment own[OWN_EIGHTS];
 #pragma unroll
     for (int i = 0; i < OWN_EIGHTS; ++i) {
@@ -86,7 +92,7 @@ __device__ __forceinline__ void consume(char* memory, const Barriers& barriers, 
 // The kernel, of all threads: y = epilogue(x w) over `blocks` blocks of k.
 template <class Operands>
 __device__ __forceinline__ void run_split(Operands operands, const Weights& weights, const FragmentOutput& output,
-                                          int blocks, int group_m) {
+                                          int blocks, int group_m, const GateOperand& gate = {}) {
     extern __shared__ __align__(1024) char memory[];
     const u32 shared = hopper::shared_address(memory);
     const Barriers barriers{shared + BARRIERS_AT};
@@ -109,7 +115,8 @@ __device__ __forceinline__ void run_split(Operands operands, const Weights& weig
     } else {
         hopper::take_registers<CONSUMER_REGISTERS>();
         wait_for_predecessor();
-        consume(memory, barriers, tiles, min(blocks, range.y * BLOCKS) - range.x * BLOCKS, output);
+        const int first = range.x * BLOCKS;
+        consume(memory, barriers, tiles, first, min(blocks, range.y * BLOCKS) - first, output, gate);
     }
 }
 

@@ -14,6 +14,7 @@
 //   PROGRAM_AHEAD   1: what the program of the epilogue reads for a subtile is loaded while the one before it is finished
 #pragma once
 #include "gemm_hopper.cuh"
+#include "gemm_hopper_gate.cuh"
 
 #ifndef PROGRAM_AHEAD
 #define PROGRAM_AHEAD 0
@@ -234,7 +235,7 @@ template <class Place>
 __device__ __forceinline__ void consume(const Place& place, const Results& results, const TensorMap& residual,
                                         char* memory, Barriers barriers, const Tiles& tiles, const Weights& weights,
                                         const T* extra, const T* scale, float alpha, float beta, int m, int blocks,
-                                        const Program& program) {
+                                        const Program& program, const GateOperand& gate) {
     const u32 shared = hopper::shared_address(memory);
     const int consumer = warpgroup() - 1, thread = threadIdx.x % 128, lane = thread % 32;
     float2* vectors = reinterpret_cast<float2*>(memory + VECTORS_AT) + consumer * VECTORS * TILE_N / 2;
@@ -266,7 +267,12 @@ __device__ __forceinline__ void consume(const Place& place, const Results& resul
             fetched.fetch(pick(results.bias, product), extra, scale, place.column(origin.y + 2 * thread),
                           pick(weights.n, product));
         float d[ATOMS][COLUMNS / 2];
-        multiply(d, ring, barriers, shared, above, blocks, consumer, tile + tiles.step() < tiles.count());
+        const bool pass_on = tile + tiles.step() < tiles.count();
+#if X_GATE
+        multiply_gated(d, ring, barriers, shared, above, 0, blocks, consumer, pass_on, gate, origin.x);
+#else
+        multiply(d, ring, barriers, shared, above, blocks, consumer, pass_on);
+#endif
         if (PINGPONG) ring.skip(steps);
         if (!HAS_RESIDUAL && thread == 0) hopper::store_wait_read<0>();  // TMA has read the last tile's results
         if (VECTORS > 0 && thread < TILE_N / 2) fetched.put(vectors + thread);
@@ -281,7 +287,7 @@ template <class Operands, class Place = MatrixPlace>
 __device__ __forceinline__ void run_tiles(Operands operands, const Weights& weights, const Results& results,
                                           const TensorMap& residual, const T* extra, const T* scale, float alpha,
                                           float beta, int m, int blocks, int group_m, const Place& place = {},
-                                          const Program& program = {}) {
+                                          const Program& program = {}, const GateOperand& gate = {}) {
     extern __shared__ __align__(1024) char memory[];
     const u32 shared = hopper::shared_address(memory);
     const Barriers barriers{shared + BARRIERS_AT};
@@ -306,7 +312,7 @@ __device__ __forceinline__ void run_tiles(Operands operands, const Weights& weig
         hopper::take_registers<CONSUMER_REGISTERS>();
         wait_for_predecessor();
         consume(place, results, residual, memory, barriers, tiles, weights, extra, scale, alpha, beta, m, blocks,
-                program);
+                program, gate);
     }
 }
 

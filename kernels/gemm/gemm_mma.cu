@@ -74,8 +74,7 @@ gemm_mma(const T* x, const T* w, const T* up, const T* bias, const T* extra, con
     wait_for_predecessor();
     MmaSums sums = {};
     if constexpr (X_GATE) {
-        const Gate<K, X_COPY> factors(gate, row, m, pixels);
-        GatedSums<Gate<K, X_COPY>> gated{sums, factors, 0};
+        GatedSums<X_COPY> gated{sums, gate, row, m, pixels};
         multiply_tiles(operands, shared_address(memory), 0, TILES_K, gated);
         sums = gated.sums;
     } else {

@@ -189,6 +189,8 @@ struct Fragments {
 struct MmaSums {
     float at[WEIGHTS][MMA_M][MMA_N][4];
 
+    __device__ __forceinline__ void prepare() {}
+
     // Multiplies a stage and adds the products.
     __device__ __forceinline__ void add(unsigned stage) {
         Fragments fragments[2];
@@ -225,6 +227,9 @@ struct MmaSums {
 //   Stage                  what a thread holds of a stage while it is copied; AHEAD, how many of them it may hold
 //   begin(stage, to, k)    starts the copies of the stage that begins at k, to the address `to` in shared memory
 //   end(stage, to)         stores what went through registers
+// and Sums
+//   prepare()              is called while the first copies are under way
+//   add(stage)             multiplies a stage
 template <class Operands, class Sums>
 __device__ __forceinline__ void multiply_tiles(const Operands& operands, unsigned stages, int first, int last,
                                                Sums& sums) {
@@ -238,6 +243,7 @@ __device__ __forceinline__ void multiply_tiles(const Operands& operands, unsigne
         }
         commit_copies();
     }
+    sums.prepare();
     int reading = 0, writing = STAGES - 1;
 #pragma unroll 1
     for (int tile = first; tile < last; ++tile) {

@@ -93,25 +93,6 @@ __device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned from) 
                      : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
 }
 
-// ---- the elements of a word ---------------------------------------------------------------------------------------
-
-// Products of the elements of two words, each rounded to T.
-__device__ __forceinline__ unsigned multiply_words(f16, unsigned a, unsigned b) {
-    unsigned product;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-    return product;
-}
-
-__device__ __forceinline__ unsigned multiply_words(bf16, unsigned a, unsigned b) {  // sm_80 has no mul of bf16
-    unsigned product;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));
-    return product;
-}
-
-__device__ __forceinline__ unsigned multiply_words(f32, unsigned a, unsigned b) {
-    return __float_as_uint(__uint_as_float(a) * __uint_as_float(b));
-}
-
 // ---- mma ---------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ unsigned nearest_tf32(unsigned bits) {

@@ -86,7 +86,7 @@ CONFIGS: Final = (
 
 def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
     """Return the ways to run it, the expected fastest first; none for another GPU or dtype."""
-    if not all(is_supported(each, device) for each in gemm.products):
+    if not all(is_supported(each, device) for each in gemm.products) or (gemm.gate and padded(gemm, residual=True)[1]):
         return []
     fitting = [config for config in CONFIGS if fits(gemm, config, device)]
     ordered = best_first(fitting, lambda config: cycles(gemm, config, device))
@@ -155,8 +155,8 @@ def fits(gemm: Gemm, config: HopperConfig, device: Device) -> bool:
     if gemm.dtype == "float32":
         return config.accumulators <= MAX_ACCUMULATORS_OF_THREADS
     vectors = column_vectors(gemm) + bool(gemm.residual)
-    if config.pingpong and config.tile_m * config.tile_n > 128 * 128 and vectors > 2:
-        return False  # they would not fit into registers beside the accumulators
+    if config.pingpong and config.tile_m * config.tile_n > 128 * 128 and (vectors > 2 or gemm.gate):
+        return False  # they, or fragments of x, would not fit into registers beside the accumulators
     narrow = tile_columns(gemm, config) % SUBTILE  # threads store rows of whole subtiles
     if narrow and (gemm.up or not gemm.transposed or stores_by_threads(gemm)):
         return False
@@ -267,7 +267,7 @@ def defines(gemm: Gemm, config: HopperConfig, device: Device) -> Defines:
         "TILE_M": config.tile_m, "TILE_N": tile_columns(gemm, config), "PINGPONG": int(config.pingpong),
         "STORE_BY_THREADS": int(stores_by_threads(gemm)), "STAGES": stages(gemm, config, device),
         "SPLIT_K": config.split_k, "CONSUMERS": config.consumers, "K_BLOCK": stage_k(gemm),
-        "PRODUCTS": len(gemm.products),
+        "PRODUCTS": len(gemm.products), "X_GATE": int(gemm.gate is not None),
         "WEIGHTS_CONSTANT": int(all(each.weights_constant for each in gemm.products)), **ahead,
     }  # fmt: skip
 
@@ -291,7 +291,8 @@ def arguments(gemm: Gemm, config: HopperConfig) -> tuple[Argument, ...]:
     vectors = [*(each.bias or ABSENT for each in gemm.products), gemm.extra or ABSENT, gemm.column_scale or ABSENT]
     scalars = [Scalar(gemm.alpha, "float32"), Scalar(gemm.beta, "float32")]
     integers = (gemm.m, *(each.n for each in gemm.products), k, group_m(gemm, config))
-    return (*maps, *results, *vectors, *scalars, *(Scalar(value, "int32") for value in integers))
+    gate = (gemm.gate or ABSENT, Scalar(gemm.gate_rows, "int32"))
+    return (*maps, *results, *vectors, *scalars, *(Scalar(value, "int32") for value in integers), *gate)
 
 
 def weight_map(gemm: Gemm, pointer: Pointer, config: HopperConfig) -> TensorMap:

@@ -68,6 +68,7 @@ GATED_CONFIGS: Final = (
 GATE_CONFIGS: Final = (
     MmaConfig(128, 32, 64, 4, 4, 1, min_blocks=4),
     MmaConfig(64, 32, 64, 4, 4, 1, min_blocks=6),
+    MmaConfig(64, 32, 64, 5, 4, 1, min_blocks=6),
     MmaConfig(64, 64, 128, 4, 2, 2, min_blocks=3),
     MmaConfig(128, 64, 64, 4, 4, 1, min_blocks=3),
     MmaConfig(32, 96, 128, 4, 2, 2, min_blocks=2),

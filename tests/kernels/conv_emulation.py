@@ -17,7 +17,7 @@ from onnxfuse.runtime.plan import Kernel, Launch, Pointer, Scalar
 
 # A GPU stops at a misaligned access; so does the emulation: in its stand-ins, and by these flags everywhere else.
 ALIGNMENT = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
-STOOD_IN = ("types.cuh", "gemm_multiply.cuh")  # headers that cuda_emulated.h replaces
+STOOD_IN = ("types.cuh", "gemm_multiply.cuh", "multiply_words.cuh")  # headers that cuda_emulated.h replaces
 C_TYPES = {"int32": "int", "int64": "long long", "float32": "float"}
 CTYPES = {"int32": ctypes.c_int, "int64": ctypes.c_longlong, "float32": ctypes.c_float}
 

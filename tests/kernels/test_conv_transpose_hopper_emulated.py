@@ -15,14 +15,14 @@ import pytest
 from architectures import H200
 from conv_cases import NUMPY
 from conv_transpose_cases import HOPPER, WITH_VECTORS, ConvTransposeCase
-from hopper_emulation import Map, compiled, map_of
+from hopper_emulation import MULTIPLICATION, Map, compiled, map_of
 from sampling import sampled
 
 from onnxfuse.kernels.conv_transpose import hopper
 from onnxfuse.kernels.gemm.hopper import HopperConfig
 from onnxfuse.runtime.plan import Launch, Pointer, Scalar, TensorMap
 
-SOURCES = ("gemm/gemm_hopper.cuh", "gemm/gemm_hopper_tiles.cuh")
+SOURCES = (*MULTIPLICATION, "gemm/gemm_hopper_tiles.cuh")
 OWN = ("conv_transpose/conv_transpose_operands.cuh", "conv_transpose/conv_transpose_hopper.cu")
 RUN = """
 extern "C" void run(const Map* maps, const T* bias, const T* extra, const T* scale, const int* sizes,

@@ -8,7 +8,7 @@ from conv_cases import ConvCase
 from sampling import sampled
 
 from onnxfuse.kernels.conv import host, matrix
-from onnxfuse.kernels.gemm import mma
+from onnxfuse.kernels.gemm import hopper, mma
 from onnxfuse.runtime.plan import Device, Launch, TensorSpec
 
 # Whole vectors, k that ends inside a stage, and rows that begin anywhere.
@@ -29,9 +29,23 @@ def test_tiles_compile(case: ConvCase, config: mma.MmaConfig, device: Device) ->
     check_compiles(step.kernel, device)
 
 
+HOPPER_CASE = ConvCase(2, 480, 256, (28, 28), (1, 1), extra=("bias", "residual", "gate"))
+
+
+@pytest.mark.parametrize("config", sampled(hopper.CONFIGS, 6), ids=lambda config: config.name)
+def test_wgmmas_compile(config: hopper.HopperConfig) -> None:
+    """Registers hold fragments of x beside the accumulators, and the assembler serializes no wgmma."""
+    gemm = matrix.as_gemm(HOPPER_CASE.problem())
+    if not hopper.fits(gemm, config, H200):
+        pytest.skip("it is not offered")
+    (step,) = hopper.implementation(gemm, config, H200).steps
+    assert isinstance(step, Launch)
+    assert "wgmma" not in check_compiles(step.kernel, H200).log
+
+
 @pytest.mark.parametrize(
     ("c", "m", "side", "launches"),
-    [(32, 16, 112, 1), (144, 24, 56, 1), (480, 80, 14, 1), (672, 112, 14, 2), (1152, 192, 7, 2)],
+    [(32, 16, 112, 1), (144, 24, 56, 1), (672, 112, 14, 1), (1152, 192, 7, 1), (896, 896, 14, 2)],
 )
 def test_how_many_launches_come_first(c: int, m: int, side: int, launches: int) -> None:
     """Two where the product has many operations for each byte of x."""

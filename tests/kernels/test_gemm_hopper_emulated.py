@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from architectures import H200
-from hopper_emulation import Map, compiled, map_of
+from hopper_emulation import MULTIPLICATION, Map, compiled, map_of
 from sampling import sampled
 
 from onnxfuse.kernels.gemm import hopper
@@ -28,6 +28,7 @@ NUMPY = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat1
 LINEAR = ("bias", "column_scale", "residual")
 SLOPES, SHIFTED = ("bias", "slope", "residual"), ("bias", "column_scale", "column_shift")
 GATED = ("bias", "up", "up_bias", "column_scale", "residual")
+GATE_ROWS = 37  # of x, that share a gate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,8 @@ class Case:
     def __str__(self) -> str:
         marks = f"{' residual first' * self.residual_first}{'' if self.aligned else ' misaligned'}"
         layout = f"{'nk' * self.transposed or 'kn'}{marks}"
-        return f"{self.config.name} {self.m}x{self.n}x{self.k} {self.dtype} {layout}"
+        gate = " gate" * ("gate" in self.extra)
+        return f"{self.config.name} {self.m}x{self.n}x{self.k} {self.dtype} {layout}{gate}"
 
 
 # Tiles that end outside y, k that ends inside a stage, rings that go around, consumers with unequal suffixes of tiles;
@@ -82,6 +84,17 @@ CASES = [
     Case(HopperConfig(128, 64, split_k=2), 100, 135, 136, "float16", True, ("residual",), None, residual_first=True),
 ]
 
+# Gates of fewer and of more rows than a tile, and k that ends inside a stage, by each way to divide tiles and k.
+GATES = [
+    Case(HopperConfig(64, 64, pingpong=True), 200, 72, 136, "float16", True, ("bias", "gate"), 2),
+    Case(HopperConfig(128, 64), 200, 72, 200, "bfloat16", False, ("gate",), 2),
+    Case(HopperConfig(128, 128, pingpong=True), 300, 136, 264, "float16", True, ("bias", "residual", "gate"), 2),
+    Case(HopperConfig(128, 192), 200, 392, 264, "bfloat16", True, ("gate",), 1),
+    Case(HopperConfig(192, 192), 300, 392, 200, "float16", True, ("bias", "gate"), 2),
+    Case(HopperConfig(128, 64, split_k=3), 100, 136, 456, "float16", True, ("bias", "residual", "gate"), None),
+    Case(HopperConfig(128, 128, split_k=2), 100, 136, 200, "bfloat16", True, ("gate",), None),
+]
+
 EPILOGUES = [
     Case(HopperConfig(128, 128, pingpong=True), 200, 264, 136, "float16", False, SLOPES, 2),
     Case(HopperConfig(128, 64, split_k=3), 100, 136, 456, "bfloat16", True, SLOPES, None),
@@ -93,7 +106,7 @@ EPILOGUES = [
 def library(kernel: Kernel, folder: Path) -> ctypes.CDLL:
     split = ("gemm/gemm_hopper_fragments.cuh", "gemm/gemm_hopper_split.cuh")
     tiles = split if "split" in kernel.source else ("gemm/gemm_hopper_tiles.cuh",)
-    sources = ("gemm/gemm_hopper.cuh", *tiles, "gemm/gemm_operands.cuh", f"gemm/{kernel.source}.cu")
+    sources = (*MULTIPLICATION, *tiles, "gemm/gemm_operands.cuh", f"gemm/{kernel.source}.cu")
     return compiled(kernel, sources, '#include "gemm_hopper_emulated.h"', folder)
 
 
@@ -104,6 +117,7 @@ def operands(case: Case) -> dict[str, np.ndarray]:
     for suffix, n in zip(("", "_2", "_3"), (case.n, *case.grouped), strict=False):
         weight = (n, case.k) if case.transposed else (case.k, n)
         shapes = {"x": (case.m, case.k), "w": weight, "up": weight, "residual": (case.m, n)}
+        shapes["gate"] = (-(-case.m // GATE_ROWS), case.k)
         names = ("x", "w", *case.extra) if not suffix else ("w", "bias") if suffix == "_3" else ("w",)
         for name in names:
             values = random.standard_normal(shapes.get(name, (n,)))
@@ -114,6 +128,9 @@ def operands(case: Case) -> dict[str, np.ndarray]:
 def expect(case: Case, arrays: dict[str, np.ndarray], suffix: str) -> np.ndarray:
     wide = {name: value.astype(np.float64) for name, value in arrays.items()}
     x, w = wide["x"], wide["w" + suffix].T if case.transposed else wide["w" + suffix]
+    if "gate" in wide:
+        gate = np.repeat(wide["gate"], GATE_ROWS, axis=0)[: case.m]
+        x = (x * gate).astype(NUMPY[case.dtype]).astype(np.float64)
     before, behind = (wide.get("residual", 0) if first == case.residual_first else 0 for first in (True, False))
     y = x @ w + wide.get("bias" + suffix, 0) + before
     y = np.where(y < 0, wide.get("slope", 0) * y, y)
@@ -126,8 +143,9 @@ def product(case: Case, pointers: dict[str, Pointer], suffix: str, output: int) 
     named = {"w": pointers["w" + suffix], "bias": pointers.get("bias" + suffix)}
     n = (case.n, *case.grouped)[output]
     sizes, constant = (case.m, n, case.k, case.dtype, case.transposed, case.aligned), case.dtype == "float16"
-    others = {name: pointers[name] for name in case.extra if name != "bias"} if not suffix else {}
+    others: dict[str, Any] = {name: pointers[name] for name in case.extra if name != "bias"} if not suffix else {}
     activation = "prelu" if "slope" in others else "relu"
+    others |= {"gate_rows": GATE_ROWS} if "gate" in others else {}
     return Gemm(*sizes, x=pointers["x"], y=Pointer("output", output), activation=activation, weights_constant=constant,
                 residual_first=case.residual_first, **named, **others)  # fmt: skip
 
@@ -156,7 +174,7 @@ def copied(copy: Copy, source: np.ndarray) -> np.ndarray:
     return target
 
 
-@pytest.mark.parametrize("case", [*sampled(CASES, 16), *EPILOGUES], ids=str)
+@pytest.mark.parametrize("case", [*sampled(CASES, 16), *sampled(GATES, 3), *EPILOGUES], ids=str)
 def test_matches_float64(case: Case, tmp_path: Path) -> None:
     arrays = operands(case)
     pointers = {name: Pointer("input", i) for i, name in enumerate(arrays)}
@@ -181,10 +199,11 @@ def test_matches_float64(case: Case, tmp_path: Path) -> None:
     biases = (ctypes.c_void_p * 3)(*(address(each and each.bias) for each in every))
     outputs = (ctypes.c_void_p * 3)(*(address(each and each.y) for each in every))
     sizes = (ctypes.c_int * 3)(*(each.n if each else 0 for each in every))
-    (group,) = (each.value for each in step.arguments[-1:] if isinstance(each, Scalar))
+    (group,) = (each.value for each in step.arguments[-3:-2] if isinstance(each, Scalar))
     library(step.kernel, tmp_path).run(
         maps, outputs, address(gemm.residual), biases, address(gemm.extra), address(gemm.column_scale),
-        case.m, sizes, case.k, group, case.blocks or step.grid[0], step.cluster, step.shared,
+        case.m, sizes, case.k, group, address(gemm.gate), gemm.gate_rows, case.blocks or step.grid[0], step.cluster,
+        step.shared,
     )  # fmt: skip
     rounding = {"float16": 2**-11, "bfloat16": 2**-8}[case.dtype]
     for y, suffix in zip(found, suffixes, strict=True):

@@ -17,7 +17,7 @@ from test_templates_squeeze import CASES, DIMS, described
 
 from onnxfuse.kernels.conv import host as conv_host
 from onnxfuse.kernels.conv import matrix
-from onnxfuse.kernels.gemm import mma
+from onnxfuse.kernels.gemm import hopper, mma
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.squeeze import host
 from onnxfuse.runtime.cuda_driver import gpu
@@ -39,9 +39,13 @@ def convs() -> Iterator[ConvCase]:
 
 
 def ways_of(case: ConvCase, device: Device) -> list[Implementation]:
-    """Return the tiles with the gate in front, and what the host offers, two launches among it."""
+    """Return tiles of both kinds with the gate in front, and what the host offers, two launches among it."""
     gemm, node = matrix.as_gemm(case.problem()), case.node()
     tiles = [mma.implementation(gemm, config, device) for config in mma.GATE_CONFIGS]
+    tiles += hopper.implementations(gemm, device)
+    splits = [config for config in hopper.CONFIGS if config.split_k > 1 and hopper.fits(gemm, config, device)]
+    if hopper.implementations(gemm, device) and splits:
+        tiles += [hopper.implementation(gemm, splits[case.c % len(splits)], device)]
     specs = [TensorSpec(a.shape, case.dtype, case.aligned) for a in case.arrays().values()]
     assert conv_host.supports(node, [case.dtype] * len(specs), device) is None
     offered = [

@@ -5,8 +5,8 @@
 #define PROGRAM_GIVEN
 #endif
 extern "C" void run(const Map* maps, T* const* outputs, const T* residual, const T* const* biases, const T* up_bias,
-                    const T* scale, int m, const int* sizes, int k, int group, int grid, int cluster, int shared_bytes,
-                    void* const* given) {
+                    const T* scale, int m, const int* sizes, int k, int group, const T* gate, int pixels, int grid, int cluster,
+                    int shared_bytes, void* const* given) {
     emulated::launch(grid, cluster, shared_bytes, [=] {
         const TensorMap x{maps}, w{maps + 1}, w_2{maps + 2}, w_3{maps + 3}, up{maps + 4};
         const T *bias = biases[0], *bias_2 = biases[1], *bias_3 = biases[2];
@@ -22,7 +22,7 @@ extern "C" void run(const Map* maps, T* const* outputs, const T* residual, const
 #if GATED
                           up,
 #endif
-                          outputs[0], residual, bias, up_bias, scale, 0, 0, m, n, k, group PROGRAM_GIVEN);
+                          outputs[0], residual, bias, up_bias, scale, 0, 0, m, n, k, group, gate, pixels PROGRAM_GIVEN);
 #else
         gemm_hopper(x, EACH_PRODUCT(, w),
 #if GATED
@@ -32,7 +32,7 @@ extern "C" void run(const Map* maps, T* const* outputs, const T* residual, const
 #if HAS_RESIDUAL
                     added,
 #endif
-                    EACH_PRODUCT(, bias), up_bias, scale, 0, 0, m, EACH_PRODUCT(, n), k, group PROGRAM_GIVEN);
+                    EACH_PRODUCT(, bias), up_bias, scale, 0, 0, m, EACH_PRODUCT(, n), k, group, gate, pixels PROGRAM_GIVEN);
 #endif
     });
 }

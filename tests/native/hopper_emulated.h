@@ -124,6 +124,16 @@ void load_bytes(const char* from, u32* to) {
     memcpy(to, from, BYTES);
 }
 
+// Products of the elements of two words, each rounded to T.
+template <class T>
+u32 multiply_words(T type, u32 a, u32 b) {
+    float first[2] = {}, second[2] = {};
+    widen(type, a, first);
+    widen(type, b, second);
+    const float products[2] = {first[0] * second[0], first[1] * second[1]};
+    return narrow(type, products);
+}
+
 template <int N, class T>
 Pack<T, N> load_cached(const T* from) {
     Pack<T, N> loaded{};
