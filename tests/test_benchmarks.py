@@ -25,6 +25,7 @@ WITH_OPTIONS = (
     "conv",
     "cpp_start",
     "cpu",
+    "gates",
     "gemm",
     "kernels",
     "memory",
