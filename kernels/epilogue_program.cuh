@@ -3,6 +3,7 @@
 #pragma once
 #include "types.cuh"
 #include "activations.cuh"
+#include "located.cuh"
 
 namespace program {
 

@@ -13,17 +13,17 @@ from onnxfuse.kernels.epilogue_reads import COLUMN, ROW, are_neighbours, is_alig
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.joined import RESULT, Joined
 from onnxfuse.kernels.region.arguments import Arguments
-from onnxfuse.kernels.region.indices import divided, flat, variable_index
+from onnxfuse.kernels.region.indices import Index, divided, flat, variable_index
 from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.operators import NUMBER, STORED
 from onnxfuse.kernels.region.program import Program, parse
 from onnxfuse.kernels.region.references import Reference
 from onnxfuse.kernels.region.shapes import Shapes, infer
-from onnxfuse.kernels.region.sizes import Sizes, product
+from onnxfuse.kernels.region.sizes import ONE, Size, Sizes, product
 from onnxfuse.kernels.region.writer import Writer
 from onnxfuse.kernels.tensors import element_count
 from onnxfuse.region_operators import ELEMENTWISE, HALVES, VIEWS
-from onnxfuse.runtime.plan import Argument, Kernel, Launch, Plan, Pointer, TensorSpec
+from onnxfuse.runtime.plan import Argument, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 
 OPERANDS: Final = ("of_row", "of_columns", "of_elements")  # what an operand has a value for
 WORDS: Final = {"float16": 1, "bfloat16": 1, "float64": 4, "int64": 4}  # of two elements, by dtype; 2 of the others
@@ -69,7 +69,7 @@ struct Program {{
 {load_of_elements}
     }}
 
-    template <bool ALIGNED, int W>
+{located}    template <bool ALIGNED, int W>
     __device__ __forceinline__ void apply(float (&x0)[W], const float (&residual)[W], const OfRow& of_row,
                                           const OfColumns<W>& of_columns, const OfElements<W>& of_elements,
                                           long long at, int left) const {{
@@ -85,6 +85,12 @@ struct Program {{
 }}  // namespace program
 
 #include "{source}.cu"
+"""
+LOCATED: Final = """\
+    __device__ __forceinline__ Located locate(int batch, int head, int query) const {{
+        const int at = {at}, row = {row};
+        return {{row, at - row * {columns}, at}};
+    }}
 """
 
 
@@ -108,8 +114,9 @@ class EpilogueProgram:
                       self.text.replace("{source}", kernel.source))  # fmt: skip
 
     def launch(self, launch: Launch) -> Launch:
-        """Return a launch with the program in its kernel's epilogue."""
-        kernel, arguments = with_program(launch.kernel, launch.arguments, self)
+        """Return the launch of a norm or an attention with the program behind it: as accurate as y can show."""
+        defines = {"PRECISE": int(self.dtype == "float32"), **launch.kernel.defines}
+        kernel, arguments = with_program(replace(launch.kernel, defines=defines), launch.arguments, self)
         return replace(launch, kernel=kernel, arguments=arguments)
 
 
@@ -132,25 +139,29 @@ def epilogue_program(
     inputs: Sequence[TensorSpec],
     takes_residual: bool,
     stored: Sequence[str] = (),
+    axes: int = 1,
+    strides: tuple[int, int, int] | None = None,
 ) -> tuple[EpilogueProgram, tuple[TensorSpec, ...]] | None:
     """Return the program behind a fused node with the result `y`, and all outputs; None if epilogues cannot hold it.
 
     `takes_residual`: the node has no residual, so that an operand may take its place.  `stored` are the dtypes that the
-    kernel can store, which are those of y unless they are given.  Raises ValueError if shapes do not fit.
+    kernel can store besides that of `y`.  `axes`: how many of the last axes of y are its
+    columns.  `strides`, in elements of y: those of its batch, heads and queries, by which attention locates results.
+    Raises ValueError if shapes do not fit.
     """
     program, sizes, specs = parse(both.behind), Sizes(), both.region_inputs(y, inputs)
     operands = {name: sizes.read(spec.shape) for name, spec in zip(both.behind.operands, specs, strict=True)}
     shapes = infer(program, operands, sizes)
     whole = shapes.of[RESULT]
     dtypes = [program.dtypes[name] for name in both.outputs]
-    kept = next((i for i, dtype in enumerate(dtypes) if dtype in (stored or (y.dtype,))), None)
+    kept = next((dtypes.index(dtype) for dtype in (y.dtype, *stored) if dtype in dtypes), None)
     fits = all(
         len(shapes.of[name]) == len(whole) and all(map(sizes.equal, shapes.of[name], whole)) for name in both.outputs
     )
     is_known = all(each.name in (*ELEMENTWISE, *VIEWS, "Constant") for each in program.operations)
-    if not fits or kept is None or not whole or not is_known:
+    if not fits or kept is None or not whole or not is_known or (strides and element_count(y) >= WORD):
         return None
-    text = _Text(both, program, shapes, kept)
+    text = _Text(both, program, shapes, kept, axes, strides)
     others = [(name, spec) for name, spec in zip(operands, specs, strict=True) if name != RESULT]
     if any(element_count(spec) >= WORD and not text.is_whole(name) for name, spec in others):
         return None
@@ -179,15 +190,21 @@ def plans_in_epilogue(
 class _Text:
     """Writes `struct Program` for the element at `row` and `column` of y, and W - 1 elements behind it in the row."""
 
-    def __init__(self, both: Joined, program: Program, shapes: Shapes, stored: int) -> None:
-        """Take the program, and the index of the output that the kernel stores."""
-        self.both, self.program, self.shapes, self.stored = both, program, shapes, stored
-        *rows, self.columns = whole = shapes.of[RESULT]
-        left, places = variable_index(ROW, product(rows)), [variable_index(COLUMN, self.columns)]
-        for dim in reversed(rows):
-            left, inner = divided(left, dim)
-            places.insert(0, inner)
-        self.place = tuple(places)
+    def __init__(
+        self,
+        both: Joined,
+        program: Program,
+        shapes: Shapes,
+        stored: int,
+        axes: int,
+        strides: tuple[int, int, int] | None,
+    ) -> None:
+        """Take the program, the index of the output that the kernel stores, and what `epilogue_program` is given."""
+        self.both, self.program, self.shapes, self.stored, self.strides = both, program, shapes, stored, strides
+        whole = shapes.of[RESULT]
+        self.columns = product(whole[-axes:])
+        rows = _divided(ROW, whole[:-axes]) if whole[:-axes] else ()
+        self.place = (*rows, *_divided(COLUMN, whole[-axes:]))
         self.whole = flat(self.place, whole)
         self.arguments, self.registers, self.element_bytes = Arguments(shapes.sizes, False), 0, 0
         self.writer = self._writer(self.arguments)
@@ -223,6 +240,7 @@ class _Text:
             if is_first:
                 members.append(f"const {STORED[dtypes[name]]}* {name}")
                 given.append(Pointer("input", self.both.own + others.index(name) - 1))
+        located = self._located(members, given) if self.strides else ""
         results = [self.writer.value(name, self.place).text for name in self.both.outputs]
         for i, name in enumerate(self.both.outputs):
             if i != self.stored:
@@ -239,7 +257,7 @@ class _Text:
         text = TEXT.format(
             operators=" ".join(each.name for each in self.program.operations), residual=int(bool(residual)),
             parameters="".join(f", {each}" for each in members), arguments=", ".join(names),
-            members="".join(f"    {each};\n" for each in members), lines=inner, source="{source}",
+            members="".join(f"    {each};\n" for each in members), lines=inner, source="{source}", located=located,
             **{kind: "\n".join(f"        {each}" for each in parts[kind]) for kind in KINDS if kind != "computing"},
         )  # fmt: skip
         taken = Pointer("input", self.both.own + others.index(residual) - 1) if residual else None
@@ -248,6 +266,17 @@ class _Text:
             text, (*given, *self.arguments.values), y, taken, self.registers, dtypes[self.both.outputs[self.stored]],
             self.element_bytes,
         )  # fmt: skip
+
+    def _located(self, members: list[str], given: list[Argument]) -> str:
+        """Return the function that locates results of attention."""
+        assert self.strides is not None
+        terms = []
+        for name, stride in zip(("batch", "head", "query"), self.strides, strict=True):
+            members.append(f"int {name}_stride")
+            given.append(Scalar(stride, "int32"))
+            terms.append(f"{name} * {name}_stride")
+        row = self.arguments.quotient("at", self.columns) if self.columns != ONE else "at"
+        return LOCATED.format(at=" + ".join(terms), row=row, columns=self.arguments.size(self.columns))
 
     def is_whole(self, name: str) -> bool:
         """Return whether an operand is read where y is, and nowhere else."""
@@ -275,6 +304,15 @@ class _Text:
             f"load_{of}": f"to.{variable}.{'template ' if load.startswith('load<') else ''}{load};",
             "reading": f"{NUMBER[dtype]} {variable}_[{width}];\n        {of}.{variable}.read({variable}_);",
         }
+
+
+def _divided(variable: str, dims: Sequence[Size]) -> Place:
+    """Return the place along axes of which one variable is all."""
+    left, places = variable_index(variable, product(dims)), list[Index]()
+    for dim in reversed(dims):
+        left, inner = divided(left, dim)
+        places.insert(0, inner)
+    return tuple(places)
 
 
 def _output(index: int, stored: str, value: str) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Nodes that elementwise operators have joined: the attribute `program` says what follows the node's own result.
 
-Such a node is a product or a norm with an epilogue of any operators.  Kernels have these as their epilogue, where it
-can hold them (epilogue_program.py); otherwise the plan of the node by itself runs, and behind it that of a region.
+Such a node is a product, a norm or an attention with an epilogue of any operators.  Kernels have these as their
+epilogue, where it can hold them (epilogue_program.py); otherwise the plan of the node by itself runs, and behind it
+that of a region.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Planner: TypeAlias = Callable[[FusedNode, Sequence[TensorSpec], Device], list[Pl
 class Joined:
     """A node in two: the product, and the region that reads its first result and the node's last operands.
 
-    What is called a product here may be a norm.  Its other results are the node's last outputs.
+    What is called a product here may be a norm or an attention.  Its other results are the node's last outputs.
     """
 
     product: FusedNode

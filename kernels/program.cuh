@@ -8,6 +8,8 @@
 //   PROGRAM_ARGUMENTS     what initialises a Program
 #pragma once
 
+#include "located.cuh"
+
 #ifndef HAS_PROGRAM
 #define HAS_PROGRAM 0
 #define PROGRAM_RESIDUAL 0
@@ -21,6 +23,9 @@ struct Program {  // of no operators
     struct OfRow {};
     template <int W> struct OfColumns {};
     template <int W> struct OfElements {};
+
+    // Where in y the results of a query of a head begin, for attention.
+    __device__ __forceinline__ Located locate(int batch, int head, int query) const { return {}; }
 
     // Load these; `left` columns, and the row if it is `inside`, are those of y. ALIGNED: all rows of y begin at
     // multiples of W elements. `at` is the index of the first element.
@@ -40,3 +45,18 @@ struct Program {  // of no operators
 #endif
 
 using program::Program;
+
+// For the W neighbouring results in `values`, which are at `column` of a row of which `to` is the beginning: loads what
+// the program reads, and makes of them what is stored. W divides what y's rows and parts of them begin at.
+template <int W>
+__device__ __forceinline__ void apply_program(const Program& program, const program::Located& to, int column,
+                                              float (&values)[W]) {
+    Program::OfRow of_row;
+    Program::OfColumns<W> of_columns;
+    Program::OfElements<W> of_elements;
+    program.load(of_row, to.row, true);
+    program.template load<true>(of_columns, to.column + column, W);
+    program.template load<true>(of_elements, to.row, to.column + column, to.at + column, W);
+    const float residual[W] = {};
+    program.template apply<true>(values, residual, of_row, of_columns, of_elements, to.at + column, W);
+}

@@ -5,6 +5,7 @@
 //
 // Macros: those of attention_mma.cuh that are named here.
 #include "attention_results.cuh"
+#include "program.cuh"
 
 constexpr int THREADS = 128, MAX_SPLITS = 64;
 constexpr int OUT_VECTORS = HEAD_DIM_V / OUT_WIDTH;
@@ -13,7 +14,7 @@ constexpr int SPLIT_LANES = THREADS / COLUMN_THREADS;
 
 extern "C" __global__ void __launch_bounds__(THREADS) attention_combine(
     OUT_T* out, i64 out_batch, i64 out_head, i64 out_row, int queries, int kv_heads, int splits, int block_rows,
-    const float* partial, const float2* totals) {
+    const float* partial, const float2* totals PROGRAM_PARAMETERS) {
     wait_for_predecessor();
     release_successor();
     __shared__ float2 split_totals[MAX_SPLITS];
@@ -51,6 +52,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_combine(
         if (lane > 0) continue;
 #pragma unroll
         for (float& value : y) value = normalized(value, sum);
+        if constexpr (HAS_PROGRAM) {
+            const int own_head = head % kv_heads * GQA_GROUP + row % GQA_GROUP;
+            const Program program{PROGRAM_ARGUMENTS};
+            apply_program(program, program.locate(head / kv_heads, own_head, row / GQA_GROUP), column, y);
+        }
         store<false, OUT_WIDTH>(to + column, y);
     }
 }

@@ -11,7 +11,7 @@
 #include "attention_decode.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) IN_CLUSTER
-    attention_decode(ATTENTION_PARAMETERS, int splits, float* partial, float2* totals) {
+    attention_decode(ATTENTION_PARAMETERS, int splits, float* partial, float2* totals PROGRAM_PARAMETERS) {
     wait_for_predecessor();
     release_successor();
     const Problem problem{ATTENTION_ARGUMENTS};
@@ -20,5 +20,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) IN_CLUSTER
     const int tiles = (at.end + BLOCK_N - 1) / BLOCK_N, each = (tiles + splits - 1) / splits;
     WarpState warp;
     attend(warp, Tiles{problem, at, min(split * each, tiles), min((split + 1) * each, tiles)});
-    write_rows(warp, Out(problem, at), split, splits, partial, totals);
+    write_rows(warp, Out(problem, at, {PROGRAM_ARGUMENTS}), split, splits, partial, totals);
 }

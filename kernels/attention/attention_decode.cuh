@@ -72,7 +72,7 @@ __device__ __forceinline__ void write_cluster(const BlockResult& share, const Ou
         }
 #pragma unroll
         for (float& value : y) value = normalized(value, combination.sum);
-        store<false, OUT_WIDTH>(out.at(row) + column, y);
+        out.put(row, column, y);
     }
 }
 

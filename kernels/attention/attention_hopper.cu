@@ -40,6 +40,7 @@
 //                  neighbouring keys are one access, 2: if lengths are even. BIAS_T and so on likewise
 #include "attention_hopper_copies.cuh"
 #include "attention_hopper_scores.cuh"
+#include "program.cuh"
 
 // ---- a consumer warpgroup ----------------------------------------------------------------------------------------
 
@@ -76,18 +77,63 @@ __device__ __forceinline__ void rescale(float (&o)[RESULTS], const float (&facto
     for (int i = 0; i < RESULTS; ++i) o[i] *= factor[i / 2 % 2];
 }
 
+constexpr int PAIRS = VALUE_COLUMNS / 8;  // of columns of a row, that a thread has
+#ifndef PROGRAM_PAIRS
+#define PROGRAM_PAIRS 1
+#endif
+
+// The program behind the results of a row: what it reads for PROGRAM_PAIRS pairs of columns at once.
+struct RowResults {
+    const Program& program;
+    program::Located to;
+    bool inside;
+    Program::OfRow of_row;
+    Program::OfColumns<2> of_columns[PROGRAM_PAIRS];
+    Program::OfElements<2> of_elements[PROGRAM_PAIRS];
+
+    __device__ __forceinline__ RowResults(const Program& program, const WorkTile& at, int query, int queries)
+        : program(program), to(program.locate(at.batch, at.head, query)), inside(query < queries) {
+        if constexpr (HAS_PROGRAM) program.load(of_row, to.row, inside);
+    }
+    // Loads what it reads for pairs from the first of several on, before one of these is stored.
+    __device__ __forceinline__ void load(int first) {
+        if constexpr (HAS_PROGRAM) {
+#pragma unroll
+            for (int i = 0; i < PROGRAM_PAIRS; ++i) {
+                const int j = first + i;
+                if (j >= PAIRS) break;
+                program.template load<true>(of_columns[i], to.column + column(j), left(j));
+                program.template load<true>(of_elements[i], to.row, to.column + column(j), to.at + column(j), left(j));
+            }
+        }
+    }
+    __device__ __forceinline__ static int column(int j) { return j * 8 + threadIdx.x % 4 * 2; }
+    __device__ __forceinline__ int left(int j) const { return inside && column(j) < HEAD_DIM_V ? 2 : 0; }
+
+    __device__ __forceinline__ void apply(int j, float (&both)[2]) const {
+        const float residual[2] = {};
+        const int i = j % PROGRAM_PAIRS;
+        if constexpr (HAS_PROGRAM)
+            program.template apply<true>(both, residual, of_row, of_columns[i], of_elements[i], to.at + column(j),
+                                         left(j));
+    }
+};
+
 // Divides the rows by their sums and stores them through shared memory; TMA leaves out what lies beyond the last row
 // and column.
 __device__ __forceinline__ void write(const TensorMap& out, const WorkTile& at, u32 qo, int group, int queries,
-                                      const float (&o)[RESULTS], Softmax& softmax) {
+                                      const float (&o)[RESULTS], Softmax& softmax, const Program& program) {
     const int lane = threadIdx.x % 32, line = threadIdx.x / 32 % 4 * 16 + lane / 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const float sum = softmax.total(r);
         const float factor = sum == 0.0f ? (ZERO_MASKED_ROWS ? 0.0f : __int_as_float(0x7fc00000)) : __frcp_rn(sum);
+        RowResults row(program, at, at.first + group * 64 + line + 8 * r, queries);
 #pragma unroll
-        for (int j = 0; j < VALUE_COLUMNS / 8; ++j) {
-            const float both[2] = {o[4 * j + 2 * r] * factor, o[4 * j + 2 * r + 1] * factor};
+        for (int j = 0; j < PAIRS; ++j) {
+            if (j % PROGRAM_PAIRS == 0) row.load(j);
+            float both[2] = {o[4 * j + 2 * r] * factor, o[4 * j + 2 * r + 1] * factor};
+            row.apply(j, both);
             const u32 to = qo + j / 8 * QO_PANEL + (line + 8 * r) * 128 + (j % 8 ^ line % 8) * 16 + lane % 4 * 4;
             store_word(to, narrow(T(), both));
         }
@@ -231,7 +277,7 @@ attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ Te
                  float small_1, float small_2, float small_3, float small_4, const MASK_T* mask,
                  long long mask_batch, long long mask_head, long long mask_query, const BIAS_T* bias,
                  long long bias_batch, long long bias_head, long long bias_query, const SLOPE_T* slopes,
-                 const unsigned char* flags, const u32* bits, int flags_batch, int flags_head) {
+                 const unsigned char* flags, const u32* bits, int flags_batch, int flags_head PROGRAM_PARAMETERS) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 qo = shared_address(shared);
     const u32 k_buffers = qo + WARPGROUPS * QO_BYTES, v_buffers = k_buffers + STAGES * K_STAGE;
@@ -325,5 +371,5 @@ attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ Te
         if (!reread(barriers.second_pass)) break;
         score_mod.masked = masked_score;
     }
-    write(out, at, qo_group, group, queries, o, softmax);
+    write(out, at, qo_group, group, queries, o, softmax, Program{PROGRAM_ARGUMENTS});
 }

@@ -7,7 +7,8 @@
 #include "attention_mma.cuh"
 #include "attention_mma_shares.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_mma(ATTENTION_PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+attention_mma(ATTENTION_PARAMETERS PROGRAM_PARAMETERS) {
     wait_for_predecessor();
     release_successor();
     const Problem problem{ATTENTION_ARGUMENTS};
@@ -20,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_mma(
             attend(warp, Tiles{problem, at, 0, (at.end + BLOCK_N - 1) / BLOCK_N});
         }
     }
-    const Out result(problem, at);
+    const Out result(problem, at, {PROGRAM_ARGUMENTS});
     if constexpr (WARPS_N == 1) {
         write_warp(warp, result);
     } else {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention_mma.cuh"
+#include "program.cuh"
 
 constexpr int PITCH = PV_SIZE + 8;  // floats of a row, so that the 16-byte stores of eight rows meet no bank twice
 constexpr int OUT_VECTORS = HEAD_DIM_V / OUT_WIDTH;
@@ -12,13 +13,24 @@ struct Out {
     OUT_T* to;
     i64 head, row;
     int first, count;  // rows
+    int batch, first_head;
+    Program program;
 
-    __device__ __forceinline__ Out(const Problem& p, const WorkTile& at)
+    __device__ __forceinline__ Out(const Problem& p, const WorkTile& at, const Program& program = {})
         : to(p.out + at.batch * p.out_batch + (i64)at.kv * GQA_GROUP * p.out_head), head(p.out_head), row(p.out_row),
-          first(at.row), count(min(BLOCK_M, p.queries * GQA_GROUP - at.row)) {}
+          first(at.row), count(min(BLOCK_M, p.queries * GQA_GROUP - at.row)), batch(at.batch),
+          first_head(at.kv * GQA_GROUP), program(program) {}
 
     __device__ __forceinline__ OUT_T* at(int r) const {
         return to + (first + r) % GQA_GROUP * head + (first + r) / GQA_GROUP * row;
+    }
+
+    // Stores W columns of a row.
+    template <int W>
+    __device__ __forceinline__ void put(int r, int column, float (&y)[W]) const {
+        const int query = (first + r) / GQA_GROUP, own_head = first_head + (first + r) % GQA_GROUP;
+        if constexpr (HAS_PROGRAM) apply_program(program, program.locate(batch, own_head, query), column, y);
+        store<false, W>(at(r) + column, y);
     }
 };
 
@@ -29,17 +41,17 @@ __device__ __forceinline__ void write_warp(const WarpState& warp, const Out& out
         for (int half = 0; half < 2; ++half) {
             const int row = warp.row(mt, half);
             if (row >= out.count) continue;
-            OUT_T* to = out.at(row) + 2 * warp.quad;
 #pragma unroll
             for (int vt = 0; vt < V_TILES; ++vt) {
-                const float y[2] = {normalized(warp.o[mt][vt][2 * half], warp.sum[mt][half]),
-                                    normalized(warp.o[mt][vt][2 * half + 1], warp.sum[mt][half])};
+                float y[2] = {normalized(warp.o[mt][vt][2 * half], warp.sum[mt][half]),
+                              normalized(warp.o[mt][vt][2 * half + 1], warp.sum[mt][half])};
                 const int column = 8 * vt + 2 * warp.quad;
                 if (OUT_WIDTH > 1 && column < HEAD_DIM_V) {
-                    store<false, 2>(to + 8 * vt, y);
+                    out.put(row, column, y);
                 } else {
-                    if (column < HEAD_DIM_V) store<false, 1>(to + 8 * vt, {y[0]});
-                    if (column + 1 < HEAD_DIM_V) store<false, 1>(to + 8 * vt + 1, {y[1]});
+                    float one[1] = {y[0]}, other[1] = {y[1]};
+                    if (column < HEAD_DIM_V) out.put(row, column, one);
+                    if (column + 1 < HEAD_DIM_V) out.put(row, column + 1, other);
                 }
             }
         }
@@ -112,6 +124,6 @@ __device__ __forceinline__ void write_combined(const WarpResults& results, const
         sum_warps(results, combination, row, column, y);
 #pragma unroll
         for (float& value : y) value = normalized(value, combination.sum);
-        store<false, OUT_WIDTH>(out.at(row) + column, y);
+        out.put(row, column, y);
     }
 }

@@ -96,14 +96,14 @@ def _clusters(problem: Attention, tiles: int, device: Device) -> list[int]:
 
 def _one_block(problem: Attention, config: MmaAttentionConfig, device: Device, cache: Cache | None) -> Implementation:
     step = _split(problem, config, 1, 1, (ABSENT, ABSENT), device, cache)
-    return Implementation(f"{step.kernel.entry} {config.name}", (step,))
+    return Implementation(f"{step.kernel.entry} {config.name}", (problem.with_program(step),))
 
 
 def _in_cluster(
     problem: Attention, config: MmaAttentionConfig, cluster: int, device: Device, cache: Cache | None
 ) -> Implementation:
     step = _split(problem, config, cluster, cluster, (ABSENT, ABSENT), device, cache)
-    return Implementation(f"{step.kernel.entry} {config.name}, clusters of {cluster}", (step,))
+    return Implementation(f"{step.kernel.entry} {config.name}, clusters of {cluster}", (problem.with_program(step),))
 
 
 def _combined(
@@ -130,7 +130,8 @@ def _combined(
     rows = problem.batch * problem.kv_heads * splits * config.block_m
     scratch = (rows * problem.head_dim_v * 4, rows * 8)
     count = "" if is_symbolic(splits) else f"{splits} "
-    return Implementation(f"{first.kernel.entry} {config.name}, {count}splits", (first, second), scratch)
+    steps = (first, problem.with_program(second))
+    return Implementation(f"{first.kernel.entry} {config.name}, {count}splits", steps, scratch)
 
 
 def _split(

@@ -10,6 +10,7 @@ from typing import Final, Literal
 from onnxfuse.kernels.attention import blocks
 from onnxfuse.kernels.attention.mma import MAX_HEAD_DIM, bias_macro
 from onnxfuse.kernels.attention.problem import Attention, ScoreTensor
+from onnxfuse.kernels.epilogue_program import EpilogueProgram
 from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, STORAGE, Defines
@@ -107,6 +108,7 @@ CONFIGS: Final = {
 CONFIGS_OF_DYNAMIC_LENGTH: Final = {64: 3, 128: 2, 192: 2, 256: 2}  # each is a kernel to compile; see `_few`
 BLOCK_OVERHEAD: Final = 100  # the time that a block takes to begin and to end, in that of a key
 TILE_OVERHEAD: Final = 8  # the time that each tile takes besides its keys, in that of a key
+PROGRAM_REGISTERS: Final = 24  # of a thread, for what a program reads at once
 OTHER_REGISTERS: Final = 28  # of a thread, beside scores, weights, results and what is added to scores
 ADD_MASKED_REGISTERS: Final = 8  # more, for masked scores that are added
 DYNAMIC_PAIRS_REGISTERS: Final = 16  # more, for a mask of two rows, or one and a bias, read in pairs or not
@@ -273,7 +275,7 @@ def _launch(
         *(flags, bits),
         *(Scalar(number, "int32") for number in flag_strides),
     )
-    return Launch(
+    launch = Launch(
         Kernel("attention_hopper", "attention_hopper", _defines(problem, config, mask), arch_specific=True),
         (row_tiles * problem.heads * problem.batch, 1, 1),
         (config.threads, 1, 1),
@@ -281,6 +283,16 @@ def _launch(
         _shared(problem, config),
         pdl=True,
     )
+    if problem.program is None:
+        return launch
+    defines = {**launch.kernel.defines, "PROGRAM_PAIRS": _program_pairs(problem.program)}
+    return problem.with_program(replace(launch, kernel=replace(launch.kernel, defines=defines)))
+
+
+def _program_pairs(program: EpilogueProgram) -> int:
+    """Return for how many pairs of columns of a row a thread holds what a program reads: in PROGRAM_REGISTERS."""
+    of_pair = max(1, program.registers // 16)
+    return max(pairs for pairs in (1, 2, 4, 8) if pairs == 1 or pairs * of_pair <= PROGRAM_REGISTERS)
 
 
 def _shared(problem: Attention, config: HopperAttentionConfig) -> int:

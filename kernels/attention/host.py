@@ -1,20 +1,31 @@
-"""The plans of attention: of q, k and v as they are, over a cache that grows, and after rotary embedding."""
+"""The plans of attention: of q, k and v as they are, over a cache that grows, and after rotary embedding.
+
+Elementwise operators may have joined all but those over a cache.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from onnxfuse.kernels import joined
 from onnxfuse.kernels.attention.implementations import implementations
 from onnxfuse.kernels.attention.mma import MAX_HEAD_DIM
 from onnxfuse.kernels.attention.operands import attention_of, unsupported
 from onnxfuse.kernels.attention.problem import Attention
 from onnxfuse.kernels.attention.with_cache import unsupported_cache, with_cache_candidates
 from onnxfuse.kernels.attention.with_rotary_embedding import rotary_candidates, unsupported_rotary
-from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
+from onnxfuse.kernels.epilogue_program import EpilogueProgram, epilogue_program
+from onnxfuse.kernels.joined import Joined, is_joined
+from onnxfuse.kernels.tensors import STORAGE
+from onnxfuse.runtime.plan import Device, FusedNode, Launch, Plan, TensorSpec
+from onnxfuse.runtime.symint import for_later_plans
 
 
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
     """Return why no kernel runs this node on this device; None if one does."""
+    if is_joined(node):
+        return joined.unsupported(node, input_dtypes, device, supports)
     if node.fusion == "attention_with_cache":
         return unsupported_cache(node, input_dtypes)
     if node.fusion == "attention_with_rotary_embedding":
@@ -24,18 +35,70 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
 
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit."""
+    if is_joined(node):
+        return _joined_candidates(joined.joined(node), inputs, device)
     if node.fusion == "attention_with_cache":
         return with_cache_candidates(node, inputs, device)
     problem, out = attention_of(node, inputs, device)
     if 0 in out.shape:
         return [Plan((out,), ())]
-    if node.fusion == "attention_with_rotary_embedding" and problem.keys:
-        found = rotary_candidates(node, inputs, problem, out, device)
-    else:
-        found = [Plan((out,), each.steps, each.scratch) for each in implementations(problem, device)]
+    found = _plans(node, inputs, problem, out, device)
     if not found:
         raise ValueError(_no_kernel(node, problem, device))
     return found
+
+
+def _plans(
+    node: FusedNode, inputs: Sequence[TensorSpec], problem: Attention, out: TensorSpec, device: Device
+) -> list[Plan]:
+    if node.fusion == "attention_with_rotary_embedding" and problem.keys:
+        return rotary_candidates(node, inputs, problem, out, device)
+    return [Plan((out,), each.steps, each.scratch) for each in implementations(problem, device)]
+
+
+def _joined_candidates(both: Joined, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+    """Return the plans of an attention that operators have joined: in its kernels, and in a launch behind it.
+
+    attention_hopper stores the dtype that it multiplies: where no output has it, the launch behind comes first.
+    """
+    problem, out = attention_of(both.product, inputs[: both.own], device)
+    strides = problem.out.batch_stride, problem.out.head_stride, problem.out.row_stride
+    made = epilogue_program(both, out, inputs, False, tuple(STORAGE), strides=strides)
+    if made is None:
+        return joined.in_two_steps(both, inputs, device, candidates)
+    if 0 in out.shape:
+        return [Plan(made[1], ())]
+    if made[0].dtype == problem.dtype:
+        found = _with_program(both, inputs, problem, made, device)
+        with for_later_plans(*problem.sizes):
+            return [*found, *joined.in_two_steps(both, inputs, device, candidates)]
+    two = joined.in_two_steps(both, inputs, device, candidates)
+    if any(isinstance(step, Launch) and step.kernel.source == "attention_hopper" for step in two[0].steps):
+        with for_later_plans(*problem.sizes):
+            return [*two, *_with_program(both, inputs, problem, made, device)]
+    return [*_with_program(both, inputs, problem, made, device), *two]
+
+
+def _with_program(
+    both: Joined,
+    inputs: Sequence[TensorSpec],
+    problem: Attention,
+    made: tuple[EpilogueProgram, tuple[TensorSpec, ...]],
+    device: Device,
+) -> list[Plan]:
+    """Return the plans whose kernels have the operators behind the attention."""
+    program, outputs = made
+    problem = replace(
+        problem,
+        aligned=all(each.aligned for each in inputs),
+        out=replace(problem.out, pointer=program.y),
+        out_dtype=program.dtype if program.dtype != problem.dtype else "",
+        program=program,
+    )
+    found = _plans(both.product, inputs[: both.own], problem, outputs[0], device)
+    if not found:
+        raise ValueError(_no_kernel(both.product, problem, device))
+    return [replace(each, outputs=outputs) for each in found]
 
 
 def _no_kernel(node: FusedNode, problem: Attention, device: Device) -> str:

@@ -71,7 +71,7 @@ def _implementation(problem: Attention, config: MmaAttentionConfig, device: Devi
     shared = shared_bytes(problem, config, device, config.warps_n > 1)
     pdl = device.arch >= PDL_ARCH
     step = Launch(kernel, (blocks, 1, 1), (config.threads, 1, 1), arguments(problem, row_tiles), shared, pdl=pdl)
-    return Implementation(f"attention_mma {config.name}", (step,))
+    return Implementation(f"attention_mma {config.name}", (problem.with_program(step),))
 
 
 def _ranked(problem: Attention, device: Device) -> list[MmaAttentionConfig]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from onnxfuse.kernels.epilogue_program import EpilogueProgram
 from onnxfuse.kernels.head_tensor import HeadTensor
-from onnxfuse.runtime.plan import Pointer
+from onnxfuse.runtime.plan import Launch, Pointer
 from onnxfuse.runtime.symint import gcd, is_symbolic
 
 MaskKind: TypeAlias = Literal["none", "boolean", "inverted", "additive"]
@@ -96,6 +97,11 @@ class Attention:
     zero_masked_rows: bool = False
     tf32: bool = False  # float32 operands may be rounded to TF32
     out_dtype: str = ""
+    program: EpilogueProgram | None = None  # operators that follow
+
+    def with_program(self, launch: Launch) -> Launch:
+        """Return the launch that stores the results, with the operators that follow."""
+        return self.program.launch(launch) if self.program else launch
 
     @property
     def sizes(self) -> tuple[int, int, int]:

@@ -7,6 +7,7 @@
 //   CHANNEL_PACKS  vectors of a channel, which no vector crosses; `packs`, a Divisor, where the length is an argument
 #include "types.cuh"
 #include "activations.cuh"
+#include "program.cuh"
 #include "rows.cuh"
 #include "statistics.cuh"
 
@@ -24,6 +25,7 @@ struct GroupNorm {
     Divisor packs;
     int length;
     bool streamed;
+    Program program;
     Pack<SCALE_T, 1> scales[CHUNKS];
     Pack<BIAS_T, 1> biases[CHUNKS];
     float shift, slope;
@@ -57,11 +59,17 @@ struct GroupNorm {
 #pragma unroll
         for (int i = 0; i < WIDTH; ++i)
             values[i] = activate::ACTIVATION(fmaf((values[i] - shift) * slope, weight[0], offset[0]), 0.0f, 0.0f);
+        if constexpr (HAS_PROGRAM) {
+            const int channel = pack / CHANNEL_PACKS, column = (pack - channel * int(packs.value)) * WIDTH;
+            const long long at = row * ROW + pack * WIDTH;
+            apply_program(program, {int(row * CHANNELS + channel), 0, at - column}, column, values);
+        }
         store_as(streamed, y + row * ROW + pack * WIDTH, values);
     }
 };
 
 ROW_KERNEL group_norm(const X_T* x, const SCALE_T* scale, const BIAS_T* bias, Y_T* y, float epsilon, u32 packs,
-                      u64 packs_multiplier, int length, long long rows) {
-    each_row(GroupNorm{x, scale, bias, y, epsilon, {packs, packs_multiplier}, length, STREAMED}, rows, length);
+                      u64 packs_multiplier, int length, long long rows PROGRAM_PARAMETERS) {
+    each_row(GroupNorm{x, scale, bias, y, epsilon, {packs, packs_multiplier}, length, STREAMED, {PROGRAM_ARGUMENTS}},
+             rows, length);
 }

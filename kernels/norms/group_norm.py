@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
+from onnxfuse.kernels.epilogue_program import WORD, epilogue_program
+from onnxfuse.kernels.joined import Joined
 from onnxfuse.kernels.norms.any_length import long_rows
-from onnxfuse.kernels.norms.rows import row_launch, row_tiling, streamed_rows
+from onnxfuse.kernels.norms.rows import row_launch, row_tiling, streamed_rows, with_registers_to_spare
 from onnxfuse.kernels.tensors import (
     ITEM_BYTES,
     STORAGE,
@@ -23,8 +26,13 @@ from onnxfuse.runtime.plan import Device, FusedNode, Plan, Pointer, Scalar, Tens
 from onnxfuse.runtime.symint import is_symbolic
 
 
-def group_norm_plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
-    """Return the plan for these shapes.  Raises ValueError if shapes do not fit together."""
+def group_norm_plan(
+    node: FusedNode, inputs: Sequence[TensorSpec], device: Device, both: Joined | None = None
+) -> Plan | None:
+    """Return the plan for these shapes.  Raises ValueError if shapes do not fit together.
+
+    `both` are the node and the operators that have joined it; None if no kernel can hold these.
+    """
     x, scale, bias = (required_spec(node, inputs, name) for name in ("x", "scale", "bias"))
     batch, channels = x.shape[:2]
     groups, spatial = node.integer("groups"), math.prod(x.shape[2:])
@@ -33,14 +41,23 @@ def group_norm_plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Devic
     check_element_count(node, "scale", scale, channels)
     check_element_count(node, "bias", bias, channels)
     y = TensorSpec(x.shape, node.output_dtypes[0], x.aligned)
+    outputs: tuple[TensorSpec, ...] = (y,)
+    program, target = None, Pointer("output", 0)
+    if both is not None:
+        made = epilogue_program(both, y, inputs, False, tuple(STORAGE), axes=len(x.shape) - 2)
+        if made is None or batch * channels >= WORD:
+            return None
+        program, outputs = made
+        y, target = replace(y, dtype=program.dtype), program.y
     rows, length = batch * groups, channels // groups * spatial
     if rows * length == 0:
-        return Plan((y,), ())
-    item_bytes, width = [ITEM_BYTES[x.dtype]], vector_width([x, y], spatial, weights=[scale, bias])
+        return Plan(outputs, ())
+    item_bytes, width = [ITEM_BYTES[x.dtype]], vector_width([x, y], spatial, weights=inputs)
     if is_symbolic(length):
         tiling = long_rows(length, width, device, item_bytes)
     else:
         tiling = row_tiling(rows, length, width, device, item_bytes)
+    tiling = (with_registers_to_spare(tiling) or tiling) if program else tiling
     packs = spatial // tiling.width  # which may be narrower
     defines: Defines = {
         "X_T": STORAGE[x.dtype], "SCALE_T": STORAGE[scale.dtype], "BIAS_T": STORAGE[bias.dtype],
@@ -50,7 +67,7 @@ def group_norm_plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Devic
         "ACTIVATION": node.text("activation", "none"), "PRECISE": 1,
     }  # fmt: skip
     epsilon = Scalar(node.number("epsilon", 1e-5), "float32")
-    pointers = [*(operand_pointer(node, name) for name in ("x", "scale", "bias")), Pointer("output", 0)]
+    pointers = [*(operand_pointer(node, name) for name in ("x", "scale", "bias")), target]
     arguments = [*pointers, epsilon, *divisor(packs), Scalar(length, "int32"), Scalar(rows, "int64")]
     launch = row_launch("group_norm", tiling, rows, defines, arguments, item_bytes, device)
-    return Plan((y,), (launch,))
+    return Plan(outputs, (program.launch(launch) if program else launch,))

@@ -13,7 +13,8 @@ extern __shared__ uint4 norm_memory[];
 static_assert(sizeof(Memory) <= MEMORY_BYTES, "the host reserves as much");
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 1) CLUSTER_DIMS
-group_norm_nhwc(const X_T* x, const SCALE_T* scale, const BIAS_T* bias, Y_T* y, float epsilon, int pixels) {
+group_norm_nhwc(const X_T* x, const SCALE_T* scale, const BIAS_T* bias, Y_T* y, float epsilon,
+                int pixels PROGRAM_PARAMETERS) {
     Memory& memory = *reinterpret_cast<Memory*>(norm_memory);
     Pack<X_T, WIDTH>* slots = reinterpret_cast<Pack<X_T, WIDTH>*>(norm_memory + MEMORY_BYTES / 16) + threadIdx.x;
     const Thread thread;
@@ -67,8 +68,9 @@ group_norm_nhwc(const X_T* x, const SCALE_T* scale, const BIAS_T* bias, Y_T* y, 
     __syncthreads();
     if (!thread.active) return;
     normalization.set(thread, memory.means, memory.slopes);
-    Y_T* to = y + first + (u64)(begin + thread.row) * CHANNELS;
+    const Program program{PROGRAM_ARGUMENTS};
+    const u64 first_pixel = (u64)image * pixels + begin + thread.row;
 #pragma unroll 2
     for (int k = 0; k < count; ++k)
-        normalization.store_result(to + (u64)k * (LANES_P * CHANNELS), slots[k * BLOCK], STREAMED);
+        normalization.store_result(y, first_pixel + k * LANES_P, channel, slots[k * BLOCK], STREAMED, program);
 }

@@ -13,6 +13,7 @@
 #include "types.cuh"
 #include "activations.cuh"
 #include "cluster.cuh"
+#include "program.cuh"
 
 constexpr int VECTORS = SUBSET / WIDTH;
 constexpr int SUBSETS = CHANNELS / SUBSET;
@@ -139,12 +140,16 @@ struct Normalization {
             slopes[i] *= group_slopes[thread.group(i)];
         }
     }
-    __device__ __forceinline__ void store_result(Y_T* to, const Pack<X_T, WIDTH>& raw, bool streamed) const {
+    // Stores the results of a pixel, of which there are as many before it as `pixel` says; `channel` is the thread's.
+    __device__ __forceinline__ void store_result(Y_T* y, u64 pixel, int channel, const Pack<X_T, WIDTH>& raw,
+                                                 bool streamed, const Program& program) const {
         float values[WIDTH];
         unpack(raw, values);
 #pragma unroll
         for (int i = 0; i < WIDTH; ++i)
             values[i] = activate::ACTIVATION(fmaf(values[i] - means[i], slopes[i], offsets[i]), 0.0f, 0.0f);
-        store_as(streamed, to, values);
+        const u64 at = pixel * CHANNELS;
+        if constexpr (HAS_PROGRAM) apply_program(program, {int(pixel), 0, (long long)at}, channel, values);
+        store_as(streamed, y + at + channel, values);
     }
 };

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from onnxfuse.kernels.epilogue_program import WORD, EpilogueProgram, epilogue_program
+from onnxfuse.kernels.joined import Joined
 from onnxfuse.kernels.tensors import (
     ITEM_BYTES,
     PDL_ARCH,
@@ -94,12 +96,26 @@ class GroupNorm:
     defines: Defines
     operands: tuple[Argument, ...]
     epsilon: Scalar
+    outputs: tuple[TensorSpec, ...]
+    program: EpilogueProgram | None = None  # operators that follow
+
+    @property
+    def target(self) -> Pointer:
+        """The output that is y."""
+        return self.program.y if self.program else Pointer("output", 0)
+
+    def with_program(self, launch: Launch) -> Launch:
+        """Return the launch that stores y, with the operators that follow."""
+        return self.program.launch(launch) if self.program else launch
 
 
-def group_norm_nhwc_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+def group_norm_nhwc_plans(
+    node: FusedNode, inputs: Sequence[TensorSpec], device: Device, both: Joined | None = None
+) -> list[Plan]:
     """Return the plans for x (n, *spatial, channels), the expected fastest first.
 
-    Raises ValueError if shapes do not fit together.
+    `both` are the node and the operators that have joined it, which no kernel may be able to hold.  Raises ValueError
+    if shapes do not fit together.
     """
     x, scale, bias = (required_spec(node, inputs, name) for name in ("x", "scale", "bias"))
     images, channels, pixels = x.shape[0], x.shape[-1], math.prod(x.shape[1:-1])
@@ -109,9 +125,17 @@ def group_norm_nhwc_plans(node: FusedNode, inputs: Sequence[TensorSpec], device:
     check_element_count(node, "scale", scale, channels)
     check_element_count(node, "bias", bias, channels)
     y = TensorSpec(x.shape, node.output_dtypes[0], x.aligned)
+    outputs: tuple[TensorSpec, ...] = (y,)
+    program = None
+    if both is not None:
+        made = epilogue_program(both, y, inputs, False, tuple(STORAGE))
+        if made is None or images * pixels >= WORD:
+            return []
+        program, outputs = made
+        y = replace(y, dtype=program.dtype)
     if not images * channels * pixels:
-        return [Plan((y,), ())]
-    width = vector_width([x, y], channels, weights=[scale, bias])
+        return [Plan(outputs, ())]
+    width = vector_width([x, y], channels, weights=inputs)
     defines: Defines = {
         "X_T": STORAGE[x.dtype], "SCALE_T": STORAGE[scale.dtype], "BIAS_T": STORAGE[bias.dtype],
         "Y_T": STORAGE[y.dtype], "CHANNELS": channels, "GROUP": channels // groups,
@@ -121,7 +145,7 @@ def group_norm_nhwc_plans(node: FusedNode, inputs: Sequence[TensorSpec], device:
     norm = GroupNorm(
         images, pixels, channels, channels // groups, width, y, ITEM_BYTES[x.dtype], defines,
         tuple(operand_pointer(node, name) for name in ("x", "scale", "bias")),
-        Scalar(node.number("epsilon", 1e-5), "float32"),
+        Scalar(node.number("epsilon", 1e-5), "float32"), outputs, program,
     )  # fmt: skip
     find = tilings_of_any_size if is_symbolic(images, pixels) else one_launch_tilings
     tilings = find(images, pixels, channels, norm.group, width, norm.item_bytes, device)
@@ -143,13 +167,13 @@ def _one_launch_plan(norm: GroupNorm, tiling: GroupTiling, device: Device) -> Pl
         "STREAMED": _streamed(norm, "SUBSETS * CLUSTER"),
     })  # fmt: skip
     grid = (norm.images * (norm.channels // tiling.subset) * tiling.cluster, 1, 1)
-    arguments = (*norm.operands, Pointer("output", 0), norm.epsilon, Scalar(norm.pixels, "int32"))
+    arguments = (*norm.operands, norm.target, norm.epsilon, Scalar(norm.pixels, "int32"))
     kept = tiling.pixel_bytes(norm.pixels, norm.item_bytes)
     if is_symbolic(kept):
         kept = _room(tiling, kept, norm.item_bytes, device.shared_per_block - memory)
     pdl = device.arch >= PDL_ARCH
     launch = Launch(kernel, grid, (tiling.threads, 1, 1), arguments, memory + kept, tiling.cluster, pdl)
-    return Plan((norm.y,), (launch,))
+    return Plan(norm.outputs, (norm.with_program(launch),))
 
 
 def _room(tiling: GroupTiling, kept: int, item_bytes: int, most: int) -> int:
@@ -192,10 +216,12 @@ def _two_launch_plan(norm: GroupNorm, tiling: GroupTiling, chunks: int, device: 
     block, pdl = (tiling.threads, 1, 1), device.arch >= PDL_ARCH
     passed = {
         "group_norm_nhwc_statistics": (norm.operands[0], partials, *sizes),
-        "group_norm_nhwc_apply": (*norm.operands, partials, Pointer("output", 0), norm.epsilon, *sizes),
+        "group_norm_nhwc_apply": (*norm.operands, partials, norm.target, norm.epsilon, *sizes),
     }
-    steps = tuple(Launch(Kernel(k, k, constants), grid, block, each, pdl=pdl) for k, each in passed.items())
-    return Plan((norm.y,), steps, (norm.images * (norm.channels // norm.group) * chunks * 8,))
+    first, last = (Launch(Kernel(k, k, constants), grid, block, each, pdl=pdl) for k, each in passed.items())
+    return Plan(
+        norm.outputs, (first, norm.with_program(last)), (norm.images * (norm.channels // norm.group) * chunks * 8,)
+    )
 
 
 def one_launch_tilings(

@@ -7,9 +7,9 @@
 
 constexpr int LOADS = 3;
 
-extern "C" __global__ void __launch_bounds__(BLOCK, BLOCK <= 512 && !PRECISE ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(BLOCK, BLOCK <= 512 && !PRECISE && !HAS_PROGRAM ? 2 : 1)
 group_norm_nhwc_apply(const X_T* x, const SCALE_T* scale, const BIAS_T* bias, const float2* partials, Y_T* y,
-                      float epsilon, int pixels, int chunks) {
+                      float epsilon, int pixels, int chunks PROGRAM_PARAMETERS) {
     __shared__ float means[GROUPS], slopes[GROUPS];
     const Thread thread;
     const unsigned reversed = gridDim.x - 1 - blockIdx.x, block = reversed / chunks, chunk = reversed - block * chunks;
@@ -17,7 +17,7 @@ group_norm_nhwc_apply(const X_T* x, const SCALE_T* scale, const BIAS_T* bias, co
     const int each = (pixels + chunks - 1) / chunks;
     const int begin = min(int(chunk) * each, pixels), end = min(begin + each, pixels);
     const int channel = subset * SUBSET + thread.vector * WIDTH;
-    const u64 first = (u64)image * pixels * CHANNELS + channel;
+    const u64 image_pixels = (u64)image * pixels, first = image_pixels * CHANNELS + channel;
     int pixel = begin + thread.row;
     Pack<X_T, WIDTH> raw[LOADS];
     const auto load_pixels = [&] {
@@ -60,12 +60,13 @@ group_norm_nhwc_apply(const X_T* x, const SCALE_T* scale, const BIAS_T* bias, co
     __syncthreads();
     if (!thread.active) return;
     normalization.set(thread, means, slopes);
+    const Program program{PROGRAM_ARGUMENTS};
 #pragma unroll 1
     while (pixel < end) {
 #pragma unroll
         for (int k = 0; k < LOADS; ++k)
             if (pixel + k * LANES_P < end)
-                normalization.store_result(y + first + (u64)(pixel + k * LANES_P) * CHANNELS, raw[k], STREAMED);
+                normalization.store_result(y, image_pixels + pixel + k * LANES_P, channel, raw[k], STREAMED, program);
         pixel += LOADS * LANES_P;
         load_pixels();
     }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from onnxfuse.kernels import joined
-from onnxfuse.kernels.joined import is_joined
+from onnxfuse.kernels.joined import Joined, is_joined
 from onnxfuse.kernels.norms.group_norm import group_norm_plan
 from onnxfuse.kernels.norms.group_norm_nhwc import group_norm_nhwc_plans
 from onnxfuse.kernels.norms.norm import norm_candidates
@@ -33,15 +33,21 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
 
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit."""
-    if is_joined(node):
-        both = joined.joined(node)
-        found = norm_candidates(both.product, inputs, device, both)
-        with for_later_plans(*(inputs[0].shape if found else ())):
-            return [*found, *joined.in_two_steps(both, inputs, device, candidates)]
+    if not is_joined(node):
+        return _plans(node, inputs, device)
+    both = joined.joined(node)
+    found = _plans(both.product, inputs, device, both)
+    with for_later_plans(*(inputs[0].shape if found else ())):
+        return [*found, *joined.in_two_steps(both, inputs, device, candidates)]
+
+
+def _plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device, both: Joined | None = None) -> list[Plan]:
+    """Return the plans of one launch or two; `both` are the node and operators that its kernel may be able to hold."""
     if node.fusion == "softmax":
         return [softmax_plan(node, inputs, device)]
-    if node.fusion == "group_norm":
-        if node.text("layout", "nchw") == "nhwc":
-            return group_norm_nhwc_plans(node, inputs, device)
-        return [group_norm_plan(node, inputs, device)]
-    return norm_candidates(node, inputs, device)
+    if node.fusion != "group_norm":
+        return norm_candidates(node, inputs, device, both)
+    if node.text("layout", "nchw") == "nhwc":
+        return group_norm_nhwc_plans(node, inputs, device, both)
+    plan = group_norm_plan(node, inputs, device, both)
+    return [] if plan is None else [plan]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
 from onnxfuse.kernels.epilogue_program import WORD, epilogue_program
 from onnxfuse.kernels.joined import Joined
 from onnxfuse.kernels.norms.rows import (
-    MAX_GRID,
     USUAL_THREADS,
     USUAL_VALUES,
     RowTiling,
@@ -19,6 +17,7 @@ from onnxfuse.kernels.norms.rows import (
     row_launch,
     row_tiling,
     streamed_rows,
+    with_registers_to_spare,
 )
 from onnxfuse.kernels.tensors import (
     ITEM_BYTES,
@@ -71,13 +70,11 @@ def norm_candidates(
         **_types(node, inputs, results), "ROW": length, "STREAMED": streamed_rows(moved, length, width),
         "WEIGHTS_CONSTANT": all_constant(present(node, inputs, "scale", "bias")),
     }  # fmt: skip
-    if program:
-        defines |= {"PRECISE": int(any(each.dtype == "float32" for each in outputs))}
     arguments = _arguments(node, pointers, len(read) > 1, rows)
     max_threads = MOMENTS_THREADS if node.fusion == "layer_norm" else USUAL_THREADS
     tilings = norm_tilings(rows, length, width, item_bytes, weight_bytes, max_threads, device)
     if program:
-        tilings = [tiling for each in tilings if (tiling := _with_registers_to_spare(each)) is not None]
+        tilings = [tiling for each in tilings if (tiling := with_registers_to_spare(each)) is not None]
     launches = (row_launch(node.fusion, each, rows, defines, arguments, item_bytes, device) for each in tilings)
     return [Plan(outputs, (program.launch(each) if program else each,)) for each in launches]
 
@@ -101,15 +98,6 @@ def norm_tilings(
     if persistent is None or usual.width * usual.chunks < USUAL_VALUES:
         return [usual]
     return [persistent, usual] if persistent_is_faster(usual, persistent, rows, device) else [usual, persistent]
-
-
-def _with_registers_to_spare(tiling: RowTiling) -> RowTiling | None:
-    """Return a tiling for a kernel with a program; None if a block has no registers left for what that reads."""
-    if tiling.threads <= 32:
-        return tiling
-    if tiling.max_blocks < MAX_GRID:
-        return None
-    return replace(tiling, min_blocks=max(1, tiling.min_blocks - 1))
 
 
 def weight_item_bytes(node: FusedNode, inputs: Sequence[TensorSpec]) -> int:

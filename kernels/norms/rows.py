@@ -173,6 +173,13 @@ def persistent_is_faster(usual: RowTiling, persistent: RowTiling, rows: int, dev
     return bool(usual.min_blocks * device.multiprocessors < blocks <= MAX_PERSISTENT_ROUNDS * persistent.max_blocks)
 
 
+def with_registers_to_spare(tiling: RowTiling) -> RowTiling | None:
+    """Return a tiling for a kernel with a program; None if a block has no registers left for what that reads."""
+    if tiling.threads <= 32:
+        return tiling
+    return None if tiling.max_blocks < MAX_GRID else replace(tiling, min_blocks=max(1, tiling.min_blocks - 1))
+
+
 def _rows_of_warps(rows: int, length: int, width: int, few: bool, adds: bool, device: Device) -> RowTiling:
     """Return a tiling that gives each row a warp or less, with fewer rows in a block where blocks would be too few.
 

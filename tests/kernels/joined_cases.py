@@ -1,4 +1,4 @@
-"""Products and norms with elementwise operators in their epilogue: nodes, operands and expected results."""
+"""Products, norms and attention with elementwise operators in their epilogue: nodes, operands and expected results."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
+from attention_cases import Case, formula
 from conv_cases import ConvCase
-from kernel_references import layer_norm, rms_norm
+from kernel_references import group_norm_nhwc, layer_norm, rms_norm
 from region_drafts import NUMPY, RegionProgram
 
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
@@ -68,6 +69,75 @@ class NormCase:
         else:
             y = rms_norm(total, wide["scale"], 1e-5)
         return [y, total][: 1 + self.has_sum]
+
+
+@dataclass(frozen=True)
+class GroupNormCase:
+    """A group norm with SiLU, of images (n, channels, ...) or, channels-last, (n, ..., channels)."""
+
+    shape: tuple[int, ...]
+    groups: int
+    layout: str = "nhwc"
+    dtype: str = "float16"
+
+    def __str__(self) -> str:
+        return f"group_norm {self.layout}"
+
+    @property
+    def channels(self) -> int:
+        return self.shape[1 if self.layout == "nchw" else -1]
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        random = np.random.default_rng(3)
+        shapes = {"x": self.shape, "scale": (self.channels,), "bias": (self.channels,)}
+        return {name: random.standard_normal(shape).astype(NUMPY[self.dtype]) for name, shape in shapes.items()}
+
+    def node(self) -> FusedNode:
+        attributes = {"epsilon": 1e-5, "groups": self.groups, "layout": self.layout, "activation": "silu"}
+        return FusedNode("group_norm", "y", ("x", "scale", "bias"), attributes, (self.dtype,))
+
+    def expect(self, arrays: dict[str, np.ndarray]) -> Sequence[np.ndarray]:
+        x, scale, bias = (array.astype(np.float64) for array in arrays.values())
+        x = np.moveaxis(x, 1, -1) if self.layout == "nchw" else x
+        y = group_norm_nhwc(x, scale, bias, self.groups, 1e-5)
+        y = y / (1 + np.exp(-y))
+        return [np.moveaxis(y, -1, 1) if self.layout == "nchw" else y]
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """An attention."""
+
+    case: Case
+
+    def __str__(self) -> str:
+        case = self.case
+        sizes = f"{case.queries}x{case.keys} of {case.heads}/{case.kv_heads}x{case.size} {case.out_layout}"
+        return f"attention {sizes}{' causal' if case.causal else ''}"
+
+    @property
+    def dtype(self) -> str:
+        return self.case.dtype
+
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the result."""
+        case = self.case
+        hidden, rows = case.heads * case.value_size, case.batch * case.queries
+        return {
+            "packed": (case.batch, case.queries, hidden), "rows": (rows, hidden), "seq_first_rows": (rows, hidden),
+            "bshd": (case.batch, case.queries, case.heads, case.value_size),
+            "seq_first": (case.queries, case.batch, hidden),
+            "bhsd": (case.batch, case.heads, case.queries, case.value_size),
+        }[case.out_layout]  # fmt: skip
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return self.case.inputs()
+
+    def node(self) -> FusedNode:
+        return self.case.node()
+
+    def expect(self, arrays: dict[str, np.ndarray]) -> Sequence[np.ndarray]:
+        return [formula(self.case, arrays)[0]]
 
 
 @dataclass(frozen=True)
@@ -180,6 +250,7 @@ class MadeCase:
                 continue
             given = one.astype(np.float64), expected.astype(np.float64)
             tolerance, least = 2.1 * ROUNDING[dtype], 4e-6 * math.sqrt(self.case.k)
+            in_two_steps |= isinstance(self.case.instead, AttentionCase)  # which rounds probabilities
             if tf32:
                 tolerance, least = tolerance + 2.0**-9, 2.0**-8
             elif in_two_steps:
@@ -278,6 +349,19 @@ def conv_case(kind: str, conv: ConvCase) -> JoinedCase:
 def norm_case(kind: str, norm: NormCase) -> JoinedCase:
     """Return a case of one of these programs behind a norm."""
     return replace(case(kind, lead=norm.lead, n=norm.n, k=norm.n, dtype=norm.dtype), instead=norm)
+
+
+def group_norm_case(kind: str, norm: GroupNormCase) -> JoinedCase:
+    """Return a case of one of these programs behind a group norm."""
+    *lead, n = norm.shape
+    return replace(case(kind, lead=tuple(lead), n=n, k=math.prod(norm.shape), dtype=norm.dtype), instead=norm)
+
+
+def attention_case(kind: str, of: Case) -> JoinedCase:
+    """Return a case of one of these programs behind an attention."""
+    attention = AttentionCase(of)
+    *lead, n = attention.shape()
+    return replace(case(kind, lead=tuple(lead), n=n, k=of.keys, dtype=of.dtype), instead=attention)
 
 
 KINDS = ("chain", "broadcasts", "several", "mixed", "only float32")

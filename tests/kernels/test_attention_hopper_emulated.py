@@ -23,7 +23,8 @@ from onnxfuse.runtime.plan import Kernel, Launch, Pointer, Scalar, TensorMap
 SIZE = 64
 LOWEST = -65504.0
 SLOPE = 0.5
-SOURCES = ("blocks.cuh", "hopper_shape.cuh", "hopper_copies.cuh", "hopper_scores.cuh", "hopper.cu")
+PARTS = ("blocks.cuh", "hopper_shape.cuh", "hopper_copies.cuh", "hopper_scores.cuh", "hopper.cu")
+SOURCES = ("located.cuh", "program.cuh", *(f"attention/attention_{part}" for part in PARTS))
 MEMORY = "extern __shared__ __align__(1024) unsigned char shared[];"
 
 
@@ -141,7 +142,7 @@ def expected_weights(case: Case, arrays: dict[str, np.ndarray]) -> np.ndarray:
 
 def library(kernel: Kernel, numbers: int, folder: Path) -> ctypes.CDLL:
     """Return the kernel's library, which takes so many numbers."""
-    text = "\n".join((KERNELS / "attention" / f"attention_{name}").read_text() for name in SOURCES)
+    text = "\n".join((KERNELS / name).read_text() for name in SOURCES)
     text = re.sub(r"(?m)^#(include|pragma).*$", "", text)
     assert MEMORY in text
     text = re.sub(r"\bTHREADS\b", "BLOCK_THREADS", text.replace(MEMORY, "char* shared = emulated::here->memory;"))

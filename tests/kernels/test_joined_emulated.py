@@ -69,11 +69,14 @@ HOPPER = [
 ]  # fmt: skip
 
 
+STOOD_IN = ("types.cuh", "hopper.cuh", "multiply_words.cuh")  # headers that hopper_emulated.h replaces
+
+
 def library(kernel: Kernel, pointers: int, folder: Path) -> ctypes.CDLL:
     """Return the library of a kernel with a program, which takes so many pointers in an array."""
     whole = kernel_text(kernel)
     parts = zip(["", *PARTS.findall(whole)], PARTS.split(whole)[::2], strict=True)
-    text = re.sub(r"(?m)^#pragma.*$", "", "".join(t for name, t in parts if name not in ("types.cuh", "hopper.cuh")))
+    text = re.sub(r"(?m)^#pragma.*$", "", "".join(t for name, t in parts if name not in STOOD_IN))
     text = text.replace("extern __shared__ __align__(1024) char memory[];", "char* memory = emulated::here->memory;")
     declared = re.search(r"(?m)^#define PROGRAM_PARAMETERS (.*)$", text)
     assert declared is not None
@@ -113,8 +116,8 @@ def run(made: MadeCase, config: HopperConfig, blocks: int | None, folder: Path) 
     assert len(pointers) == len(program.arguments)
     library(step.kernel, len(pointers), folder).run(
         maps, three(address(gemm.y)), address(gemm.residual), three(address(gemm.bias)), None, None, gemm.m,
-        (ctypes.c_int * 3)(gemm.n), gemm.k, hopper.group_m(gemm, config), blocks or step.grid[0], step.cluster,
-        step.shared, (ctypes.c_void_p * (1 + len(pointers)))(*map(address, pointers)),
+        (ctypes.c_int * 3)(gemm.n), gemm.k, hopper.group_m(gemm, config), None, 1, blocks or step.grid[0],
+        step.cluster, step.shared, (ctypes.c_void_p * (1 + len(pointers)))(*map(address, pointers)),
     )  # fmt: skip
     for each in written:
         assert not each[gemm.m].any(), "written beyond the end"

@@ -9,8 +9,19 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from attention_cases import Case
 from conv_cases import ConvCase
-from joined_cases import KINDS, JoinedCase, NormCase, case, conv_case, norm_case
+from joined_cases import (
+    KINDS,
+    GroupNormCase,
+    JoinedCase,
+    NormCase,
+    attention_case,
+    case,
+    conv_case,
+    group_norm_case,
+    norm_case,
+)
 from kernel_hosts import host_of, require_support
 from kernel_runs import compile_all, launch, normal, upload
 from region_drafts import NUMPY
@@ -47,9 +58,28 @@ NORMS = [
     NormCase("layer_norm", (64, 256), 256, "bfloat16"),
 ]  # fmt: skip
 
+# By wgmma and mma.sync, in clusters and splits, in every layout of the result, with heads of odd sizes.
+ATTENTIONS = [
+    Case(batch=2, queries=200, keys=300), Case(queries=300, keys=300, size=128, value_size=128, out_layout="bshd"),
+    Case(heads=8, kv_heads=8, queries=1, keys=2048),
+    Case(batch=2, heads=4, kv_heads=2, queries=70, keys=33, out_layout="seq_first"),
+    Case(queries=513, keys=513, size=256, value_size=256, dtype="bfloat16", operator=True, causal=True),
+    Case(batch=3, queries=37, keys=50, size=24, value_size=24, dtype="float32", out_layout="bhsd"),
+    Case(queries=20, keys=33, size=12, value_size=12, out_layout="rows"),
+    Case(batch=2, heads=6, kv_heads=3, queries=3, keys=1500, size=80, value_size=80, out_layout="seq_first_rows"),
+]  # fmt: skip
+
+GROUP_NORMS = [
+    GroupNormCase((2, 31, 33, 80), 8), GroupNormCase((1, 128, 128, 64), 8),
+    GroupNormCase((2, 9, 7, 96), 4, dtype="bfloat16"),
+    GroupNormCase((2, 64, 33, 36), 8, "nchw"), GroupNormCase((1, 320, 16, 24), 32, "nchw", "float32"),
+]  # fmt: skip
+
 
 def cases() -> Iterator[JoinedCase]:
     for i, kind in enumerate((*KINDS, "modulated")):
+        yield from (attention_case(kind, each) for each in ATTENTIONS[i % 2 :: 2])
+        yield from (group_norm_case(kind, each) for each in GROUP_NORMS[i % 2 :: 2])
         yield from (norm_case(kind, norm) for norm in NORMS[i % 2 :: 2] if norm.n < 65536 or kind == "modulated")
     for i, kind in enumerate(KINDS):  # of all sizes and convolutions, every second one
         for lead, n, k in SIZES[i % 2 :: 2]:
@@ -96,7 +126,8 @@ def test_every_plan(each: JoinedCase, aligned: bool) -> None:
     compile_all((kernel for plan in found for kernel in kernels_of(plan)), cuda_driver.gpu(0))
     for plan in found:
         last = list(kernels_of(plan))[-1]
-        tf32 = each.dtype == "float32" and any("mma" in kernel.source for kernel in kernels_of(plan))
+        on_matrix_units = any("mma" in kernel.source or "hopper" in kernel.source for kernel in kernels_of(plan))
+        tf32 = each.dtype == "float32" and on_matrix_units
         is_library = len(list(kernels_of(plan))) < len(plan.steps)
         made.check(run(plan, made.arrays, aligned), last.source == "region", tf32=tf32 or is_library)
 

@@ -225,6 +225,28 @@ def test_a_norm_that_gives_its_sum_too(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+ATTENTION_INPUTS = "float[batch, 6, 64] qg, float[batch, 6, 32] k, float[batch, 6, 32] v, float[batch, 6, 32] r"
+ATTENTION = """
+    heads := int64[4] {0, 0, 4, 16} flat := int64[3] {0, 0, 32} eights := int64[4] {0, 0, 4, 8} c := float[1] {0.35}
+    h = Reshape(qg, heads) q, g4 = Split <axis = 3>(h) g = Reshape(g4, flat) qt = Transpose <perm = [0, 2, 1, 3]>(q)
+    k4 = Reshape(k, eights) v4 = Reshape(v, eights) kt = Transpose <perm = [0, 2, 3, 1]>(k4)
+    vt = Transpose <perm = [0, 2, 1, 3]>(v4) s = MatMul(qt, kt) ss = Mul(s, c) p = Softmax <axis = -1>(ss)
+    o = MatMul(p, vt) ot = Transpose <perm = [0, 2, 1, 3]>(o) a = Reshape(ot, flat) """
+
+
+@pytest.mark.parametrize(("nodes", "ops"), [
+    ("sg = Sigmoid(g) z = Mul(a, sg)", ["Reshape", "Split", "Reshape", "Sigmoid", "Mul"]),
+    ("sg = Sigmoid(g) m = Mul(a, sg) z = Add(m, r)", ["Reshape", "Split", "Reshape", "Sigmoid", "Mul", "Add"]),
+    ("z = Add(a, r)", ["Add"]),
+], ids=["gate", "gate and residual", "residual"])  # fmt: skip
+def test_what_follows_attention_joins_it(nodes: str, ops: list[str]) -> None:
+    """The gate lies beside the queries, as in Qwen3-Next, and is read there."""
+    source = model_of(f"{ATTENTION} {nodes}", ATTENTION_INPUTS)
+    result, found = joined_of(source)
+    assert found == [("attention", ops)]
+    same(source, result)
+
+
 def test_operators_that_depend_on_the_sum_do_not_join() -> None:
     """The joined node would have to wait for itself."""
     for last in ("z = Mul(n, p)", "q = Mul(n, t) z = Mul(q, p)", "q = Neg(n) z = Mul(q, t)"):
