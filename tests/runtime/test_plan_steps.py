@@ -6,6 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,7 @@ from onnxfuse.errors import UsageError
 from onnxfuse.runtime import planner, run_plan
 from onnxfuse.runtime.native_library import NativeError
 from onnxfuse.runtime.plan import Im2col, Kernel, Launch, Matmul, Matrix, NoAlias, Plan, Pointer, TensorSpec
+from onnxfuse.runtime.run_plan import ReadyPlan
 
 
 @pytest.fixture
@@ -282,6 +284,25 @@ def test_a_launch_may_start_before_the_one_in_front_of_it_ends(gpu: Stage, clust
         assert (gpu.last()[7], gpu.cuda.fake_last_pdl()) == (cluster, pdl)
 
 
+def test_no_launch_starts_early_while_another_stream_has_work(gpu: Stage) -> None:
+    here, elsewhere = (planner.ready_plan(noop(1, True), (), i, provider=CPU) for i in (0, 1))
+
+    def starts_early(plan: ReadyPlan, stream: int) -> bool:
+        plan.run([], [0], stream=stream)
+        return bool(gpu.cuda.fake_last_pdl())
+
+    time.sleep(LONG_AGO)
+    assert all(starts_early(here, 1) for _ in range(3))
+    in_turn = [starts_early(here, 1 + i % 2) for i in range(100)]
+    assert in_turn.count(True) < 50, "two launches of other streams are rarely so far apart"
+    assert starts_early(elsewhere, 3), "streams of another GPU do not count"
+    time.sleep(LONG_AGO)
+    assert starts_early(here, 2)
+    gpu.cuda.fake_capture(1)
+    assert starts_early(here, 3), "a captured graph may run alone"
+    gpu.cuda.fake_capture(0)
+
+
 PDL = """
 import ctypes
 from onnxfuse.runtime import native_library as native
@@ -304,6 +325,9 @@ def test_an_old_driver_starts_launches_one_after_the_other(gpu: Stage, flags: tu
     environment = {**os.environ, "ONNXFUSE_LIBCUDA": str(libcuda)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == (f"{pdl}\n", "")
+
+
+LONG_AGO = 2e-3  # seconds; ten times of kLately in native/stream_use.cc
 
 
 def noop(cluster: int, pdl: bool) -> Plan:

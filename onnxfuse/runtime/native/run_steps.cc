@@ -4,10 +4,12 @@
 #include <stdexcept>
 #include <string>
 
+#include "stream_use.h"
+
 namespace onnxfuse {
 namespace {
 
-void launch(const Driver& driver, const Launch& step, const Memory& memory, Stream stream) {
+void launch(const Driver& driver, const Launch& step, const Memory& memory, Stream stream, bool may_be_early) {
   uint64_t values[kMaxArguments];
   void* arguments[kMaxArguments];
   EncodedTensorMap maps[kMaxTensorMaps];
@@ -23,7 +25,9 @@ void launch(const Driver& driver, const Launch& step, const Memory& memory, Stre
     encode(driver, map.map, memory(map.map.pointer), maps[i]);
     arguments[map.argument] = &maps[i];
   }
-  driver.launch(step.config, stream, arguments);
+  LaunchConfig config = step.config;
+  config.pdl = config.pdl && may_be_early;
+  driver.launch(config, stream, arguments);
 }
 
 void check_no_alias(const NoAlias& pair, void* const* inputs, void* const* outputs) {
@@ -35,6 +39,12 @@ void check_no_alias(const NoAlias& pair, void* const* inputs, void* const* outpu
                            " overlap in memory; required no overlap" + (pair.same_start ? ", or the same start" : ""));
 }
 
+// A launch that starts early holds registers and shared memory while it waits.  Where other streams have work, their
+// kernels could use these.  A captured graph keeps its launches, for runs without others.
+bool may_start_early(const Driver& driver, int device, Stream stream) {
+  return !shares_device(device, stream) || driver.is_capturing(stream);
+}
+
 }  // namespace
 
 void run_steps(const Plan& plan, int device, void* const* inputs, void* const* outputs, void* scratch, Stream stream) {
@@ -43,9 +53,10 @@ void run_steps(const Plan& plan, int device, void* const* inputs, void* const* o
   const Driver& driver = Driver::get();
   const CurrentContext current(driver, driver.context_of(device));
   const Memory memory{inputs, outputs, scratch, plan.scratch.data()};
+  const bool may_be_early = may_start_early(driver, device, stream);
   for (const Step& step : plan.steps) {
     if (const auto* kernel = std::get_if<Launch>(&step)) {
-      launch(driver, *kernel, memory, stream);
+      launch(driver, *kernel, memory, stream, may_be_early);
     } else if (const auto* product = std::get_if<std::unique_ptr<const CublasMatmul>>(&step)) {
       (*product)->run(memory, stream);
     } else {

@@ -1,0 +1,43 @@
+// The last launches on each GPU.
+#include "stream_use.h"
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+
+namespace onnxfuse {
+namespace {
+
+// A stream that was launched to this long ago may still have work.
+constexpr int64_t kLately = 200'000;  // nanoseconds
+constexpr int64_t kNever = -kLately;
+constexpr int kDevices = 64;  // those with larger numbers share the last entry
+
+// Threads that change it at once may take each other's launches for their own; then kernels start early, or do not.
+struct alignas(64) Use {
+  std::atomic<Stream> stream{nullptr};  // that was launched to last
+  std::atomic<int64_t> at{kNever};      // when that was
+  std::atomic<int64_t> others_at{kNever};  // when another stream was launched to last
+};
+Use uses[kDevices];
+
+int64_t now() {
+  const auto time = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
+}
+
+}  // namespace
+
+bool shares_device(int device, Stream stream) {
+  Use& use = uses[device >= 0 && device < kDevices ? device : kDevices - 1];
+  const auto relaxed = std::memory_order_relaxed;
+  const int64_t time = now();
+  if (use.stream.load(relaxed) != stream) {
+    use.others_at.store(use.at.load(relaxed), relaxed);
+    use.stream.store(stream, relaxed);
+  }
+  use.at.store(time, relaxed);
+  return time - use.others_at.load(relaxed) < kLately;
+}
+
+}  // namespace onnxfuse
