@@ -55,6 +55,7 @@ from onnxfuse.bench.machine import device, versions
 from onnxfuse.errors import first_line
 from onnxfuse.ir.save import save
 from onnxfuse.optimizer import optimize
+from onnxfuse.runtime.plan import Aim
 from onnxfuse.tuning.bound_session import default_provider
 from onnxfuse.tuning.dispatch import TunePolicy
 
@@ -159,7 +160,7 @@ def measure(run: Run, part: str, model: Mapping[str, Any]) -> dict[str, Any]:
     options = run.options
     ranges = {} if part == "cache" else dict(options.range or RANGES)
     served = {"original": model["original"], "fused": model["fused"], "provider": options.provider,
-              "tune": options.tune, "ranges": ranges, "seed": options.seed}  # fmt: skip
+              "tune": options.tune, "ranges": ranges, "seed": options.seed, "aim": options.aim}  # fmt: skip
     amounts = {name: getattr(options, name) for name in AMOUNTS}
     if part == "memory":
         found = {each: run.result(part, served=served, engine=each, **amounts) for each in ENGINES}
@@ -204,6 +205,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--starts", type=int, default=3, help="of `cold`, in each way (default 3)")
     add("--tuning", type=float, default=30, help="seconds of `background` while it measures (default 30)")
     add("--tune", choices=get_args(TunePolicy), default="cached", help="that of onnxfuse.InferenceSession")
+    add("--aim", choices=get_args(Aim), default="latency", help="that of onnxfuse.InferenceSession")
     add("--caches", type=Path, help="folder of the caches of onnxfuse and CuPy; default: a new one")
     add("--budget", type=float, default=580, help="stop after so many seconds (default 580)")
     add("--limit", type=float, default=150, help="seconds of a process (default 150)")
@@ -222,7 +224,7 @@ def about(options: argparse.Namespace) -> dict[str, Any]:
     models = {"model": MODEL, "decoder": DECODER}
     return {"schema": 1, "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "provider": options.provider, "device": device(options.provider), "versions": versions(),
-            "tune": options.tune, "seed": options.seed, "ranges": dict(options.range or RANGES),
+            "tune": options.tune, "aim": options.aim, "seed": options.seed, "ranges": dict(options.range or RANGES),
             **{name: str(getattr(options, name) or case.file_name) for name, case in models.items()}}  # fmt: skip
 
 

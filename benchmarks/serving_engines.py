@@ -18,6 +18,7 @@ from peers import TOLERANCE
 
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.runtime import later_kernels
+from onnxfuse.runtime.plan import Aim
 from onnxfuse.session import InferenceSession
 from onnxfuse.tuning.bound_session import (
     PROVIDERS,
@@ -48,6 +49,7 @@ class Served:
     tune: TunePolicy
     ranges: Mapping[str, tuple[int, int]]  # of dynamic dims, both ends included
     seed: int
+    aim: Aim = "latency"
 
     def start(self, engine: str) -> ort.InferenceSession:
         """Open a session from a file: onnxruntime's of the original, or onnxfuse's of the optimized model.
@@ -62,7 +64,7 @@ class Served:
         if engine == "onnxruntime":
             session = ort.InferenceSession(self.original, options, [wanted])
         else:
-            session = InferenceSession(self.fused, options, [wanted], tune=self.tune)
+            session = InferenceSession(self.fused, options, [wanted], tune=self.tune, aim=self.aim)
             later_kernels.wait()
         if session.get_providers()[0] != wanted:
             raise RuntimeError(f"{wanted} does not start")

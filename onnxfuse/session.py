@@ -27,6 +27,7 @@ from onnxfuse.runtime.environment import ALL_OPTIMIZATIONS
 from onnxfuse.runtime.external_data import configured_folder, external_data_folder, external_files, file_outside
 from onnxfuse.runtime.fused_calls import Call, read_calls, read_model, split_functions
 from onnxfuse.runtime.loaded_plans import use_plans
+from onnxfuse.runtime.plan import Aim
 from onnxfuse.runtime.plan_file import PLANS_SUFFIX
 from onnxfuse.runtime.preparation import given_for, preparation
 from onnxfuse.runtime.prepared import GivenTemplate
@@ -65,6 +66,7 @@ def InferenceSession(
     tune: TunePolicy = "cached",
     shapes: Mapping[str, Sequence[int]] | None = None,
     plans: str | os.PathLike[str] | None = None,
+    aim: Aim = "latency",
     **arguments: object,
 ) -> ort.InferenceSession:
     """Open an ordinary onnxruntime session in which fused nodes run as kernels, where this GPU has kernels for them.
@@ -82,15 +84,19 @@ def InferenceSession(
             default model.onnx.plans beside model.onnx, if there is one. A file that does not fit (another GPU, another
             version, a model that has changed) is not used, and a warning says why. It holds machine code: use only
             files that you trust.
+    aim     "throughput": kernels are planned for several runs at once, as threads of a server make them. Products of
+            matrices then take larger tiles, which leave more of the GPU to other runs, and a single run takes longer.
+            Measurements do not count, because they are of kernels alone. A plan file has its own aim.
 
     Other arguments are those of onnxruntime.InferenceSession. Threads may share `sess_options` here, but not with
     onnxruntime.InferenceSession at the same time. If nodes run as kernels, `enable_fallback` is 0 unless it is given,
     and `set_providers` with other providers fails, because these have no kernels.
 
     Raises ModelError for a model with operators or attributes of onnxfuse that this version does not know, UsageError
-    for "now" without a size of every dynamic dim and for plans that do not exist.
+    for "now" without a size of every dynamic dim, for plans that do not exist, and for "now" and "background" with
+    "throughput".
     """
-    _check_tune(tune)
+    _check_words(tune, aim)
     plan_file = _plan_file(path_or_bytes, plans)
     if tune == "now":
         _tune_now(path_or_bytes, sess_options, providers, provider_options, shapes or {})
@@ -103,6 +109,7 @@ def InferenceSession(
         prefer=prefer,
         choice=choice,
         plan_file=plan_file,
+        aim=aim,
         **arguments,
     )
 
@@ -116,6 +123,7 @@ def open_session(
     prefer: Prefer | None,
     choice: PlanChoice,
     plan_file: Path | None = None,
+    aim: Aim = "latency",
     **arguments: object,
 ) -> ort.InferenceSession:
     """Open a session like `InferenceSession`.
@@ -123,13 +131,14 @@ def open_session(
     prefer     which nodes run as kernels and which as bodies; None runs every node with a kernel as one
     choice     which candidate plans of a kernel run
     plan_file  a file with plans, which is used if it fits
+    aim        that of `InferenceSession`
     """
     options = sess_options if sess_options is not None else ort.SessionOptions()
     path = None if isinstance(path_or_bytes, bytes) else Path(path_or_bytes)
     stamp = _stamp(path)
     source = path_or_bytes if isinstance(path_or_bytes, bytes) else Path(path_or_bytes)
     with ThreadPoolExecutor(1) as pool:  # the provider starts while the model is read
-        found = pool.submit(find_target, options, providers, provider_options)
+        found = pool.submit(find_target, options, providers, provider_options, aim)
         model = read_model(source)
         calls = read_calls(model)
     target, given = _find_plans(model, calls, found.result(), choice, plan_file)
@@ -180,11 +189,12 @@ def register(
     tune: TunePolicy = "cached",
     shapes: Mapping[str, Sequence[int]] | None = None,
     plans: str | os.PathLike[str] | None = None,
+    aim: Aim = "latency",
 ) -> tuple[NodeDispatch, ...]:
     """Let a session that onnxruntime makes with these options, this model and these providers run kernels.
 
-    `tune`, `shapes` and `plans` are those of `InferenceSession`, but `tune` may not be "background", because nobody
-    counts the runs of a session that onnxruntime makes. Because the model stays as it is, either all nodes
+    `tune`, `shapes`, `plans` and `aim` are those of `InferenceSession`, but `tune` may not be "background", because
+    nobody counts the runs of a session that onnxruntime makes. Because the model stays as it is, either all nodes
     that call one function run as kernels or none does. Give onnxruntime.InferenceSession enable_fallback=0, so that it
     shows why CUDA failed.
 
@@ -192,7 +202,7 @@ def register(
 
     Raises what `InferenceSession` raises, and UsageError for "background".
     """
-    _check_tune(tune)
+    _check_words(tune, aim)
     if tune == "background":
         raise UsageError("tune='background' needs a session that counts its runs; make it by onnxfuse.InferenceSession")
     plan_file = _plan_file(model, plans)
@@ -202,7 +212,7 @@ def register(
     proto = read_model(source)
     calls = read_calls(proto)
     prefer, choice = _choices(tune)
-    target = find_target(session_options, providers, provider_options)
+    target = find_target(session_options, providers, provider_options, aim)
     target, given = _find_plans(proto, calls, target, choice, plan_file)
     reasons, preferred = _kernel_or_body(proto, calls, given, target, prefer, "")
     kernels = [call for call, why in zip(calls, reasons, strict=True) if why is None]
@@ -317,10 +327,13 @@ def _choices(tune: TunePolicy) -> tuple[Prefer | None, PlanChoice]:
     return prefer, "observed" if tune == "background" else "known"
 
 
-def _check_tune(tune: str) -> None:
-    """Raise UsageError unless `tune` is a word that sessions know."""
-    if tune not in get_args(TunePolicy):
-        raise UsageError(f"tune={tune!r} is none of {', '.join(map(repr, get_args(TunePolicy)))}")
+def _check_words(tune: str, aim: str) -> None:
+    """Raise UsageError unless `tune` and `aim` are words that sessions know, and go together."""
+    for name, word, known in (("tune", tune, get_args(TunePolicy)), ("aim", aim, get_args(Aim))):
+        if word not in known:
+            raise UsageError(f"{name}={word!r} is none of {', '.join(map(repr, known))}")
+    if aim == "throughput" and tune in ("now", "background"):
+        raise UsageError(f"tune={tune!r} measures kernels alone, which says little of aim='throughput'; leave one out")
 
 
 def _tune_now(

@@ -27,6 +27,9 @@ TURN_CYCLES: Final = 25  # of a step of a consumer that multiplies alone: the ne
 SHARED_TILE_CYCLES: Final = 300  # of a tile whose consumers share it, and begin and end together
 PROGRAM_REGISTERS: Final = 64  # beside accumulators and what a program reads; with fewer, some of these are spilled
 MAX_ACCUMULATORS_OF_THREADS: Final = 128  # beside what a thread loads for the epilogue of fp32
+START_CYCLES: Final = 2000.0  # of a block that has a multiprocessor, until its first products
+L2_BYTES: Final = 3950  # that all multiprocessors together read a cycle
+ALONE_SHARE: Final = 0.15  # of a product's own time, in what it costs a shared GPU
 PENALTY: Final = 1e9  # clock cycles, more than any product takes, for a block whose cluster waits for others to end
 
 
@@ -89,7 +92,8 @@ def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
     if not all(is_supported(each, device) for each in gemm.products) or (gemm.gate and padded(gemm, residual=True)[1]):
         return []
     fitting = [config for config in CONFIGS if fits(gemm, config, device)]
-    ordered = best_first(fitting, lambda config: cycles(gemm, config, device))
+    cost = shared_cycles if device.shared else cycles
+    ordered = best_first(fitting, lambda config: cost(gemm, config, device))
     return [implementation(gemm, config, device) for config in ordered[:MAX_CONFIGS]]
 
 
@@ -118,15 +122,12 @@ def cycles(gemm: Gemm, config: HopperConfig, device: Device, row_cycles: float =
     geometric mean, and 9 % at most; of twelve others in TF32, 1.1 %. CLUSTER_CYCLES is from 112 products and
     convolutions of convolutional networks, with m from 196 to 25088.
     """
-    mainloop = -(-gemm.k // (stage_k(gemm) * config.split_k)) * step_cycles(config, row_cycles)
+    mainloop, epilogue = _tile_cycles(gemm, config, row_cycles)
     if config.split_k > 1:  # the blocks exchange their sums; large clusters start late
         others = config.split_k - 1
         exchange = 750 * others + config.tile_m * config.tile_n * 4 * others / config.split_k / 16
         waiting: int = maximum(0, blocks_beyond_room(gemm, config, device))
         return mainloop + exchange + CLUSTER_CYCLES + PENALTY * waiting
-    instructions = 8 + {"none": 0, "gelu": 13}.get(gemm.activation, 10) + 4 * bool(gemm.residual)
-    moved = ITEM_BYTES[gemm.dtype] * (1 + bool(gemm.residual)) / 32  # cycles for what an element of y moves
-    epilogue = config.tile_m * tile_columns(gemm, config) * max(instructions / 128, moved)
     rounds = -(-tile_count(gemm, config) // device.multiprocessors)
     if config.pingpong:  # the other consumer multiplies meanwhile, and waits for what is left
         return rounds * (mainloop + 0.45 * epilogue) + 0.55 * epilogue
@@ -140,6 +141,32 @@ def step_cycles(config: HopperConfig, row_cycles: float = 0.0) -> float:
     shared = 2 * rows + columns + rows * columns / 64  # 128 bytes each, that TMA writes and wgmmas of 64 rows read
     load = (rows + columns) * ROW_BYTES / 56  # bytes a cycle from L2
     return max(0.95 * multiply + 0.4 * shared, load, row_cycles * rows) + TURN_CYCLES * config.pingpong
+
+
+def _tile_cycles(gemm: Gemm, config: HopperConfig, row_cycles: float) -> tuple[float, float]:
+    """Estimate the clock cycles of a tile's products, or of its slice of k, and of an epilogue without a split of k."""
+    instructions = 8 + {"none": 0, "gelu": 13}.get(gemm.activation, 10) + 4 * bool(gemm.residual)
+    moved = ITEM_BYTES[gemm.dtype] * (1 + bool(gemm.residual)) / 32  # cycles for what an element of y moves
+    epilogue = config.tile_m * tile_columns(gemm, config) * max(instructions / 128, moved)
+    return -(-gemm.k // (stage_k(gemm) * config.split_k)) * step_cycles(config, row_cycles), epilogue
+
+
+def shared_cycles(gemm: Gemm, config: HopperConfig, device: Device) -> float:
+    """Estimate what a product takes of a GPU whose multiprocessors other runs use too, in clock cycles of all of it.
+
+    It is the time for which its blocks have multiprocessors, and that of its reads from L2, which all runs share. A
+    part of its own time is added, so that it is not computed by few blocks.
+    """
+    tiles, alone = tile_count(gemm, config), cycles(gemm, config, device)
+    if config.split_k > 1:
+        busy = tiles * config.split_k * alone
+    else:
+        mainloop, epilogue = _tile_cycles(gemm, config, 0.0)
+        tile = mainloop + (0.45 * epilogue if config.pingpong else epilogue + SHARED_TILE_CYCLES)
+        busy = tiles * tile + minimum(tiles, device.multiprocessors) * START_CYCLES
+    stages = -(-gemm.k // stage_k(gemm))
+    reads = tiles * (stages * (stage_bytes(config) / L2_BYTES))
+    return 0.5 * (busy * (1.0 / device.multiprocessors) + reads) + ALONE_SHARE * alone
 
 
 def fits(gemm: Gemm, config: HopperConfig, device: Device) -> bool:

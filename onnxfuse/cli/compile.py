@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,6 +18,9 @@ from onnxfuse.cli.options import (
 )
 from onnxfuse.cli.terminal import console, shown_progress
 
+if TYPE_CHECKING:
+    from onnxfuse.runtime.plan import Aim
+
 
 @click.command(
     "compile",
@@ -30,6 +34,12 @@ from onnxfuse.cli.terminal import console, shown_progress
 @click.option("-o", "--output", "target", type=file_path, help="The file to write.  [default: MODEL.plans]")
 @click.option("--arch", "archs", multiple=True, metavar="sm_90", help="Compile for a compute capability (repeatable).")
 @click.option("--gpu", "gpus", multiple=True, metavar="NAME", help="Compile for a GPU of this name (repeatable).")
+@click.option(
+    "--aim",
+    type=click.Choice(["latency", "throughput"]),
+    default="latency",
+    help="What later sessions should have: fast runs [default], or many runs at once.",
+)
 @kernels_option
 @shape_option
 @option_option
@@ -38,6 +48,7 @@ def compile_command(
     target: Path | None,
     archs: tuple[str, ...],
     gpus: tuple[str, ...],
+    aim: Aim,
     kernels: tuple[Path, ...],
     shapes: tuple[str, ...],
     options: tuple[str, ...],
@@ -58,6 +69,13 @@ def compile_command(
     use_kernels(kernels, "cuda")
     with shown_progress() as progress:
         compiled = compile_file(
-            model, target, archs=archs, gpus=gpus, shapes=shapes, options=options_by_name(options), progress=progress
+            model,
+            target,
+            archs=archs,
+            gpus=gpus,
+            shapes=shapes,
+            options=options_by_name(options),
+            aim=aim,
+            progress=progress,
         )
     console().print(summary(compiled), soft_wrap=True)

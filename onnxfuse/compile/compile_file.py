@@ -20,7 +20,7 @@ from onnxfuse.runtime.call_inputs import dim_names, inputs_of
 from onnxfuse.runtime.environment import allows_tf32, session_environment
 from onnxfuse.runtime.fused_calls import Call, attribute_kinds, read_calls, read_model
 from onnxfuse.runtime.gpu_kinds import gpu_kind, named_gpus
-from onnxfuse.runtime.plan import Device, TensorSpec
+from onnxfuse.runtime.plan import Aim, Device, TensorSpec
 from onnxfuse.runtime.plan_file import PlanFile, write_plan_file
 from onnxfuse.runtime.prepared import PreparedTemplate
 from onnxfuse.runtime.saved_plans import backend_of, compile_kernels, plan_file_of, saved_template
@@ -91,6 +91,7 @@ def compile_file(
     shapes: Sequence[str] = (),
     provider: str = CUDA,
     options: Mapping[str, object] | None = None,
+    aim: Aim = "latency",
     progress: Progress = lambda stage, done, of: None,
 ) -> Compiled:
     """Compile a fused model into a plan file.
@@ -99,6 +100,7 @@ def compile_file(
     gpus     names of GPUs, whose multiprocessors count in the choice between plans
     shapes   the sizes of inputs for which plans are chosen, as "input:1..8x1..512"; all sizes run in any case
     options  of the provider in later sessions: use_tf32 counts, and others where measurements on this machine do
+    aim      "throughput": kernels are planned for several runs at once; measurements, of kernels alone, do not count
 
     Raises UsageError for a model without fused nodes and for GPUs that are not known, KernelError if a kernel does not
     compile, OnnxfuseError if no node has a kernel, PlanFileError if the file cannot be written.
@@ -112,7 +114,8 @@ def compile_file(
     wanted = model_inputs(model) if shapes else []
     ranges = ranges_of_dims(parse_ranges(shapes, wanted), wanted)
     task = _Task(model, calls, provider, options or {}, ranges, progress)
-    found = [_plan(task, device) for device in _devices(task, archs, gpus)]
+    devices = [replace(each, shared=aim == "throughput") for each in _devices(task, archs, gpus)]
+    found = [_plan(task, device) for device in devices]
     templates = [template for each in found for template in each.templates]
     left_out = tuple(each for one in found for each in one.left_out)
     if not templates:

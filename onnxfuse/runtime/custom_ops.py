@@ -77,6 +77,7 @@ def _refuse_clash(
     settings = target.settings(choice)
     flags = (
         (native.TF32, "use_tf32"),
+        (native.SHARED, "aim='throughput'"),
         (native.VERDICTS, "tune other than 'never'"),
         (native.COUNT_RUNS, "tune='background'"),
         (native.CUDA_GRAPH, "enable_cuda_graph with tune='background'"),

@@ -23,6 +23,7 @@ MEASURE: Final = 4
 COUNT_RUNS: Final = 8
 CUDA_GRAPH: Final = 16
 ALL_KERNELS: Final = 32  # of a request, not of a session
+SHARED: Final = 64  # of a session
 PACKAGE: Final = Path(__file__).parent
 HINT: Final = "install a C++17 compiler and run `python -m onnxfuse.runtime.build_native`"
 
@@ -72,6 +73,7 @@ class Request:
     measure: bool  # whether candidates may be timed now
     count_runs: bool  # whether the session's runs are counted, so that candidates are timed between them
     cuda_graph: bool  # whether the session captures its runs
+    shared: bool  # whether other runs use the GPU at the same time
     all_kernels: bool  # whether those for other sizes must be loaded, too
 
 
@@ -192,6 +194,7 @@ def _read(raw: Any) -> Request:
         bool(raw.settings & MEASURE),
         bool(raw.settings & COUNT_RUNS),
         bool(raw.settings & CUDA_GRAPH),
+        bool(raw.settings & SHARED),
         bool(raw.settings & ALL_KERNELS),
     )
 

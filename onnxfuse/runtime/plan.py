@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
 NO_GPU: Final = -1  # the ordinal of a GPU that this machine need not have
+Aim: TypeAlias = Literal["latency", "throughput"]  # of a session: a run takes little time, or many at once do
 Attribute: TypeAlias = int | float | str | list[int] | list[float]
 
 
@@ -29,6 +30,7 @@ class Device:
     multiprocessors: int
     shared_per_block: int  # bytes of dynamic shared memory that a block may opt in to
     tf32: bool = True  # the session allows float32 matrix products to round their operands to TF32
+    shared: bool = False  # other runs use the GPU at the same time, so that plans should leave them much of it
     # Which of the machine's GPUs it is, so that hosts can ask its libraries; NO_GPU if they cannot.
     ordinal: int = field(default=0, compare=False)
 

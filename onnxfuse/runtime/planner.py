@@ -125,7 +125,7 @@ def answer_request(request: native.Request) -> bytes:
     """
     with _lock:
         node = fused_node(request.node, request.attributes)
-        device = device_of(request.provider, request.device, request.tf32)
+        device = device_of(request.provider, request.device, request.tf32, request.shared)
         situation = Situation(node, device, request.provider, request.verdicts)
         of_node = _templates_of_nodes.setdefault(request.kernel, [])
         if request.count_runs:
@@ -247,9 +247,9 @@ def _give(prepared: PreparedTemplate, nodes: Iterable[int]) -> None:
             native.give_template(kernel, data)
 
 
-def device_of(provider: str, ordinal: int, tf32: bool) -> Device:
-    """Return a GPU with a session's setting of TF32."""
-    return dataclasses.replace(backends[provider].device(ordinal), tf32=tf32, ordinal=ordinal)
+def device_of(provider: str, ordinal: int, tf32: bool, shared: bool = False) -> Device:
+    """Return a GPU with a session's settings."""
+    return dataclasses.replace(backends[provider].device(ordinal), tf32=tf32, shared=shared, ordinal=ordinal)
 
 
 def ready_plan(plan: Plan, inputs: Sequence[TensorSpec], ordinal: int = 0, provider: str = CUDA) -> ReadyPlan:

@@ -26,6 +26,7 @@ class Situation:
 def signature(node: FusedNode, inputs: tuple[TensorSpec, ...], device: Device) -> str:
     """Return a text that is equal for nodes, inputs and settings that can share a plan on GPUs of one kind."""
     tensors = [(spec.dtype, spec.shape, spec.aligned, spec.constant) for spec in inputs]
+    settings = [device.tf32, *(["shared"] if device.shared else [])]
     return json.dumps(
-        [node.fusion, node.operands, dict(node.attributes), node.output_dtypes, tensors, device.tf32], sort_keys=True
+        [node.fusion, node.operands, dict(node.attributes), node.output_dtypes, tensors, *settings], sort_keys=True
     )

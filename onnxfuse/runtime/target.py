@@ -21,7 +21,7 @@ from onnxfuse.runtime.environment import (
     is_on,
     session_environment,
 )
-from onnxfuse.runtime.plan import Device
+from onnxfuse.runtime.plan import Aim, Device
 
 ProviderOptions = Mapping[str, object]
 # Which candidate of a kernel runs: the first, the one that was measured to be the fastest, or one that is measured now.
@@ -41,11 +41,12 @@ class Target:
     cuda_graph: bool = False
     options: ProviderOptions = field(default_factory=dict, compare=False)  # of the provider
     optimization: str = ALL_OPTIMIZATIONS  # onnxruntime's level of graph optimization
+    shared: bool = False  # other runs use the GPU at the same time: the session's aim is throughput
 
     @property
     def device(self) -> Device:
-        """Return the GPU with the session's setting of TF32."""
-        return planner.device_of(self.provider, self.ordinal, self.tf32)
+        """Return the GPU with the session's settings."""
+        return planner.device_of(self.provider, self.ordinal, self.tf32, self.shared)
 
     @property
     def environment(self) -> Environment:
@@ -57,6 +58,7 @@ class Target:
         measure, observe = choice == "measured", choice == "observed"
         return (
             native.TF32 * self.tf32
+            | native.SHARED * self.shared
             | native.VERDICTS * (choice != "first")
             | native.MEASURE * measure
             | native.COUNT_RUNS * observe
@@ -73,7 +75,10 @@ class NoTarget:
 
 
 def find_target(
-    options: ort.SessionOptions, providers: Providers | None, provider_options: Sequence[ProviderOptions] | None
+    options: ort.SessionOptions,
+    providers: Providers | None,
+    provider_options: Sequence[ProviderOptions] | None,
+    aim: Aim = "latency",
 ) -> Target | NoTarget:
     """Return where a session with these options and providers runs kernels, or why it runs none.
 
@@ -91,7 +96,9 @@ def find_target(
                 return NoTarget(f"this onnxruntime has no {name}; install onnxruntime-gpu")
             flags = allows_tf32(given), is_on(given.get("enable_cuda_graph", False))
             level = options.graph_optimization_level.name
-            target = Target(name, int(str(given.get("device_id", 0))), *flags, {**given, **more}, level)
+            target = Target(
+                name, int(str(given.get("device_id", 0))), *flags, {**given, **more}, level, aim == "throughput"
+            )
             why = _unusable(target)
             return NoTarget(why) if why else target
     return NoTarget(f"the session does not use {CUDA}", asked=False)

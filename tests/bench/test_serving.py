@@ -67,9 +67,10 @@ def measured(
 
 
 def test_the_file_says_what_was_measured_and_where(measured: dict[str, Any]) -> None:
-    assert set(measured) == {"schema", "date", "provider", "device", "versions", "tune", "seed", "ranges", "model",
-                             "decoder", "parts"}  # fmt: skip
+    assert set(measured) == {"schema", "date", "provider", "device", "versions", "tune", "aim", "seed", "ranges",
+                             "model", "decoder", "parts"}  # fmt: skip
     assert (measured["provider"], measured["tune"], measured["seed"]) == ("cpu", "cached", 0)
+    assert measured["aim"] == "latency"
     assert measured["ranges"] == {"batch": [1, 3], "seq": [2, 32]}
     assert {"python", "onnxfuse", "numpy"} <= set(measured["versions"]) and measured["device"]["name"]
     assert tuple(measured["parts"]) == PARTS

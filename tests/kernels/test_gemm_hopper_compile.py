@@ -52,6 +52,21 @@ def test_compiles_without_spills(config: hopper.HopperConfig, gemm: Gemm) -> Non
     assert "C75" not in log, "the assembler serialises wgmma, or ignores setmaxnreg"
 
 
+@pytest.mark.parametrize("n, k", [(768, 768), (3072, 768), (768, 3072)])
+def test_products_read_less_of_a_shared_gpu(n: int, k: int) -> None:
+    """All runs share the L2 cache, and larger tiles are read less often."""
+
+    def elements_read(m: int, shared: bool) -> int:
+        device = dataclasses.replace(H200, shared=shared)
+        way = hopper.implementations(dataclasses.replace(LINEAR, m=m, n=n, k=k), device)[0]
+        rows, columns = map(int, way.name.split()[1].split("x"))
+        return -(-m // rows) * -(-n // columns) * (rows + columns) * k
+
+    alone, shared = ([elements_read(m, each) for m in (200, 600, 1080, 2000, 4096)] for each in (False, True))
+    assert all(less <= more for less, more in zip(shared, alone, strict=True))
+    assert sum(shared) < 0.95 * sum(alone)
+
+
 @pytest.mark.parametrize("m", [1, 17, 128, 1000, 4096, 8192])
 @pytest.mark.parametrize("gemm", [*PRODUCTS.values(), *ODD.values()], ids=[*PRODUCTS, *ODD])
 def test_launches_fit_the_device(gemm: Gemm, m: int) -> None:
