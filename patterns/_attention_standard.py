@@ -253,14 +253,17 @@ def _repeat_in(columns: str) -> Callable[..., bool]:
 
 
 def _rows_of(table: Term, rows: str, width: str) -> Term:
-    """Return a table of any layout as (cos_batch or 1, rows, width)."""
+    """Return a table that heads share, of any layout, as (cos_batch or 1, rows, width)."""
     own, common = f"cos_batch {rows} {width}", f"{rows} {width}"
+    of_heads = when(table, "heads share a table", lambda: False)
     return choose(
         "table",
         bsd=rearrange(table, f"{own} -> {own}"),
         sd=rearrange(table, f"{common} -> 1 {common}"),
         b1sd=rearrange(table, f"cos_batch 1 {common} -> {own}"),
         bs1d=rearrange(table, f"cos_batch {rows} 1 {width} -> {own}"),
+        bhsd=of_heads,
+        hsd=of_heads,
     )
 
 

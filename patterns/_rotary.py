@@ -1,6 +1,6 @@
 """The spellings of rotary embedding, which rotary_embedding and attention_with_rotary_embedding share."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from onnxfuse.dsl import Term, choose, op, rearrange, require, size
@@ -16,8 +16,27 @@ def require_cos_batch() -> None:
     )
 
 
-def rotated(x: Term, cos: Term, sin: Term, axes: str) -> dict[str, Term]:
+def rotated_rows(x: Term, axes: str, rotate: Callable[[Term, str], dict[str, Term]]) -> dict[str, Term]:
+    """Return what `rotate` makes of x and these axes by its label, where the first `kept` rows may stay as they are.
+
+    So do class tokens and registers of vision transformers, in front of the patches, which have positions.
+    """
+    names = axes.split()
+    at = next(i for i, name in enumerate(names[1:], start=1) if not name.endswith("heads"))
+    first = op.Slice(x, starts=[0], ends=[size("kept")], axes=[at], steps=[1])
+    rest = op.Slice(x, starts=[size("kept")], ends=[END], axes=[at], steps=[1])
+    whole, part = rotate(x, axes), rotate(rest, " ".join((*names[:at], "patches", *names[at + 1 :])))
+    in_order = {label: op.Concat(first, part[label], axis=at) for label in whole if label != "complex_pairs_to_halves"}
+    return {
+        label: choose("first_rows", rotated=term, kept=in_order[label]) if label in in_order else term
+        for label, term in whole.items()
+    }
+
+
+def rotated(x: Term, cos: Term, sin: Term, axes: str, *, of_heads: bool = False) -> dict[str, Term]:
     """Return x * cos + turned(x) * sin by its label, for x of these axes: three, in any order, and the size of a head.
+
+    With `of_heads` each head may have tables of its own.
 
     rotate_half turns all elements of a head, whose halves are pairs; rotate_part turns the first `rotated` ones.
     rotate_pairs and rotate_part_of_pairs do the same where neighbours are pairs.  The forms complex_… multiply pairs as
@@ -31,17 +50,30 @@ def rotated(x: Term, cos: Term, sin: Term, axes: str) -> dict[str, Term]:
     first = op.Slice(x, starts=[0], ends=[size("rotated")], axes=[-1], steps=[1])
     rest = op.Slice(x, starts=[size("rotated")], ends=[END], axes=[-1], steps=[1])
     (leading, whole), part = axes.rsplit(" ", 1), "rotated"
+
+    def by_table(value: Term, turned: Term, count: str) -> Term:
+        return value * _per_head(cos, axes, count, of_heads) + turned * _per_head(sin, axes, count, of_heads)
+
+    def complex_product(a: Term, b: Term) -> tuple[Term, Term]:
+        real, imaginary = (_per_head(table, axes, "half", of_heads) for table in (cos, sin))
+        return a * real - b * imaginary, b * real + a * imaginary
+
     return {
-        "rotate_half": _by_table(x, _turned_halves(x, whole), cos, sin, axes, whole),
-        "rotate_part": op.Concat(_by_table(first, _turned_halves(first, part), cos, sin, axes, part), rest, axis=-1),
-        "rotate_pairs": _by_table(x, _turned_pairs(x, leading, "pairs"), cos, sin, axes, whole),
-        "rotate_part_of_pairs": op.Concat(
-            _by_table(first, _turned_pairs(first, leading, "part"), cos, sin, axes, part), rest, axis=-1
-        ),
-        "complex_halves": op.Concat(*_complex_product(*_halves(x, whole), cos, sin, axes), axis=-1),
-        "complex_pairs": _stacked(_complex_product(*_pairs(x), cos, sin, axes), leading, "half"),
-        "complex_pairs_to_halves": op.Concat(*_complex_product(*_pairs(x), cos, sin, axes), axis=-1),
+        "rotate_half": by_table(x, _turned_halves(x, whole), whole),
+        "rotate_part": op.Concat(by_table(first, _turned_halves(first, part), part), rest, axis=-1),
+        "rotate_pairs": by_table(x, _turned_pairs(x, leading, "pairs"), whole),
+        "rotate_part_of_pairs": op.Concat(by_table(first, _turned_pairs(first, leading, "part"), part), rest, axis=-1),
+        "complex_halves": op.Concat(*complex_product(*_halves(x, whole)), axis=-1),
+        "complex_pairs": _stacked(complex_product(*_pairs(x)), leading, "half"),
+        "complex_pairs_to_halves": op.Concat(*complex_product(*_pairs(x)), axis=-1),
     }
+
+
+def is_sum(rows: object, kept: object, patches: object) -> bool:
+    """Return whether rows are those that stay and the patches behind them, as far as these are numbers."""
+    if isinstance(rows, int) and isinstance(kept, int) and isinstance(patches, int):
+        return kept > 0 and rows == kept + patches
+    return True
 
 
 def _is_part(rotated: object, size: object) -> bool:
@@ -84,19 +116,11 @@ def _stacked(parts: Iterable[Term], leading: str, count: str) -> Term:
     return rearrange(op.Concat(*columns, axis=-1), f"{leading} {count} two -> {leading} ({count} two)")
 
 
-def _complex_product(a: Term, b: Term, cos: Term, sin: Term, axes: str) -> tuple[Term, Term]:
-    """Return (a + i b) (cos + i sin), for tables of the columns that a and b have."""
-    real, imaginary = (_per_head(table, axes, "half") for table in (cos, sin))
-    return a * real - b * imaginary, b * real + a * imaginary
+def _per_head(table: Term, axes: str, count: str, of_heads: bool) -> Term:
+    """Return a table of `count` columns for a tensor with these axes, of size 1 where it broadcasts over the heads.
 
-
-def _by_table(x: Term, turned: Term, cos: Term, sin: Term, axes: str, count: str) -> Term:
-    """Return x * cos + turned * sin, where the last axis of x and of the tables has `count` elements."""
-    return x * _per_head(cos, axes, count) + turned * _per_head(sin, axes, count)
-
-
-def _per_head(table: Term, axes: str, count: str) -> Term:
-    """Return a table that broadcasts over the heads of a tensor with these axes; its own one for heads has size 1."""
+    With `of_heads` the layouts are also those of tables that have as many heads as the tensor.
+    """
     names = ["cos_batch" if name == "batch" else "1" if name.endswith("heads") else name for name in axes.split()]
     result, rows = " ".join((*names[:-1], count)), next(name for name in names[1:] if name != "1")
     without_batch = result.removeprefix("cos_batch ").removeprefix("1 ")
@@ -106,5 +130,11 @@ def _per_head(table: Term, axes: str, count: str) -> Term:
         "b1sd": rearrange(table, f"cos_batch 1 {rows} {count} -> {result}"),
         "bs1d": rearrange(table, f"cos_batch {rows} 1 {count} -> {result}"),
     }
+    if of_heads:
+        heads, each = f"heads {rows} {count}", " ".join((*axes.split()[1:-1], count))
+        layouts |= {
+            "bhsd": rearrange(table, f"cos_batch {heads} -> cos_batch {each}"),
+            "hsd": rearrange(table, f"{heads} -> {each}"),
+        }
     last = "b1sd" if names[1] == "1" else "bs1d"  # any view of another table fits it
     return choose("table", **{label: layouts[label] for label in sorted(layouts, key=lambda label: label == last)})

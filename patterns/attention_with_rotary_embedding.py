@@ -39,7 +39,7 @@ from onnxfuse.patterns._attention_ort import (
 )
 from onnxfuse.patterns._attention_standard import for_batch, packed, rotated_by_operator, standard_attention
 from onnxfuse.patterns._norms import rms_normalized
-from onnxfuse.patterns._rotary import require_cos_batch, rotated
+from onnxfuse.patterns._rotary import is_sum, require_cos_batch, rotated, rotated_rows
 
 Q_AXES, K_AXES = "batch heads queries size", "batch kv_heads keys size"
 
@@ -68,7 +68,8 @@ def by_rotary(x: Term, cos: Term, sin: Term, axes: str, interleaved: Term, num_h
     rows = axes.split()[2]
     tables = (rearrange(table, f"cos_batch {rows} half -> cos_batch {rows} half") for table in (cos, sin))
     operator = op.RotaryEmbedding(x, *tables, interleaved=interleaved, num_heads=num_heads)
-    return choose("rotary", **rotated(x, cos, sin, axes), operator=operator)
+    forms = rotated_rows(x, axes, lambda rows, own: rotated(rows, cos, sin, own))
+    return choose("rotary", **forms, operator=operator)
 
 
 def by_operator(
@@ -137,13 +138,18 @@ def attention_with_rotary_embedding(
 ) -> Term:
     """attention(rotary_embedding(q), rotary_embedding(k), v), for q and k or, where they have scales, their RMS norms
 
-    No other node reads the rotated values: keys that also go to a cache are rotated by a rotary_embedding.
+    No other node reads the rotated values: keys that also go to a cache are rotated by a rotary_embedding.  With
+    `first_rows` kept the first `kept` rows of queries and keys are not rotated, as those of class tokens.
 
     With `--fallback ort` NaN and infinite inputs reach the elements that attention() says.
     """
     require_grouped_heads()
     require("{queries} queries are rotated as {keys} keys are", lambda queries, keys: queries == keys)
     require_cos_batch()
+    require(
+        "{queries} rows are {kept} that stay and {patches} more",
+        lambda queries, kept, patches: is_sum(queries, kept, patches),
+    )
     scores = Scores(mask, bias, slopes, positions, scale, masked_score, is_causal, softcap, cap)
     q_heads = normalized_heads("q", q, "queries", "heads", q_scale, epsilon)
     k_heads = normalized_heads("k", k, "keys", "kv_heads", k_scale, epsilon)

@@ -8,12 +8,13 @@ from onnxfuse.dsl import (
     op,
     packed_slice,
     rearrange,
+    require,
     size,
     stored,
     tensor,
 )
 from onnxfuse.patterns._attention_standard import rotated_by_operator
-from onnxfuse.patterns._rotary import require_cos_batch, rotated
+from onnxfuse.patterns._rotary import is_sum, require_cos_batch, rotated, rotated_rows
 
 
 @fusion(
@@ -31,12 +32,15 @@ def rotary_embedding(
     """y = x * cos + turned(x) * sin, of each head or of its first elements (Su et al. 2021, arXiv:2104.09864)
 
     Pairs of elements are the halves of a head, or neighbours (rotate_pairs).  In the forms complex_… tables have half
-    the columns, and pairs are multiplied by cos + i sin; complex_pairs_to_halves reads neighbours.  y is (batch, heads,
-    seq, size), or (batch, seq, heads, size) with `order` rows_first.  x may be a slice of a packed product of queries,
-    keys and values.  `--emit standard` writes ONNX's RotaryEmbedding where the columns of cos and sin are known to
-    repeat.
+    the columns, and pairs are multiplied by cos + i sin; complex_pairs_to_halves reads neighbours.  Each head has
+    tables of its own where `table` is hsd or bhsd, as with learnt frequencies (Heo et al. 2024, arXiv:2403.13298).
+    With `first_rows` kept the first `kept` rows stay as they are, as those of class tokens, and have no tables.  y is
+    (batch, heads, seq, size), or (batch, seq, heads, size) with `order` rows_first.  x may be a slice of a packed
+    product of queries, keys and values.  `--emit standard` writes ONNX's RotaryEmbedding where heads share tables, and
+    the columns of cos and sin are known to repeat.
     """
     require_cos_batch()
+    require("{seq} rows are {kept} that stay and {patches} more", lambda seq, kept, patches: is_sum(seq, kept, patches))
 
     def heads(axes: str) -> Term:
         return choose(
@@ -50,7 +54,7 @@ def rotary_embedding(
         return rearrange(rows, "batch seq (heads size) -> batch seq heads size")
 
     def by_table(axes: str) -> dict[str, Term]:
-        return rotated(heads(axes), cos, sin, axes)
+        return rotated_rows(heads(axes), axes, lambda x, own: rotated(x, cos, sin, own, of_heads=True))
 
     heads_first, rows_first = by_table("batch heads seq size"), by_table("batch seq heads size")
     written = {

@@ -16,7 +16,7 @@ from onnxfuse.kernels.attention.problem import Attention
 from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.rotary.rotary import Rotary, RotatedHeads, launch
-from onnxfuse.kernels.rotary.rotary_embedding import check_tables, rotary_form, table_spec
+from onnxfuse.kernels.rotary.rotary_embedding import check_tables, kept_rows, rotary_form, table_spec, unsupported_rows
 from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, STORAGE, operand_pointer, operand_spec, required_spec
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Launch, Plan, Pointer, TensorMap, TensorSpec
 
@@ -26,6 +26,8 @@ LENGTH_AXIS: Final = {"packed": 1, "bshd": 1, "seq_first": 0, "bhsd": 2}
 
 def unsupported_rotary(node: FusedNode, input_dtypes: Sequence[str]) -> str | None:
     """Return why no kernel rotates the queries and keys of this node; None if one does."""
+    if reason := unsupported_rows(node):
+        return reason
     dtypes = dict(zip(node.operands, input_dtypes, strict=True))
     for name in ("cos", "sin", "q_scale", "k_scale"):
         if name in dtypes and dtypes[name] not in STORAGE:
@@ -67,7 +69,8 @@ def _rotary(
     cos, sin = table_spec(node, inputs, "cos"), table_spec(node, inputs, "sin")
     form = rotary_form(node, "rotary")
     rotated = cos.shape[-1] * (1 if form.whole_table else 2)
-    check_tables(cos, sin, problem.batch, problem.queries, problem.head_dim, rotated)
+    kept = kept_rows(node)
+    check_tables(cos, sin, (problem.batch, 1, problem.queries - kept), problem.head_dim, rotated)
     keys = required_spec(node, inputs, "k").shape[LENGTH_AXIS[node.text("k_layout", "packed")]]
     if keys != problem.queries:
         raise ValueError(f"{node.fusion}: {problem.queries} queries and {keys} keys; required as many")
@@ -78,7 +81,7 @@ def _rotary(
         problem.batch, problem.queries, problem.head_dim, rotated,
         tuple(RotatedHeads(count, x, y, _scale(node, name)) for name, count, x, y in tensors),
         operand_pointer(node, "cos"), operand_pointer(node, "sin"), cos, sin.dtype, problem.dtype, problem.dtype,
-        all(tensor.aligned for tensor in read), *form,
+        all(tensor.aligned for tensor in read), *form, kept=kept,
         scale_dtype=scales[0].dtype if scales[0] else "", epsilon=node.number("epsilon", 0.0),
     )  # fmt: skip
 

@@ -41,7 +41,10 @@ class RotatedHeads:
 
 @dataclass(frozen=True)
 class Rotary:
-    """A rotation of `rotated` of the `size` elements of every head, by tables of (1 or batch, length, row)."""
+    """A rotation of `rotated` of the `size` elements of every head, by tables of (1 or batch, 1 or heads, length, row).
+
+    The first `kept` rows stay as they are, and have no tables.
+    """
 
     batch: int
     length: int
@@ -58,6 +61,7 @@ class Rotary:
     whole_table: bool  # a row of the tables has `rotated` elements, else half as many
     interleaved: bool = False  # pairs of x are neighbours
     y_interleaved: bool = False  # pairs of y are
+    kept: int = 0
     scale_dtype: str = ""  # of the scales of the norm; "": there is no norm
     epsilon: float = 0.0
 
@@ -89,6 +93,7 @@ def launch(problem: Rotary, device: Device) -> Launch:
         "INTERLEAVED": int(problem.interleaved), "Y_INTERLEAVED": int(problem.y_interleaved),
         "WHOLE_TABLE": int(problem.whole_table),
         "TABLE_BATCHED": int(is_symbolic(table_batch) or table_batch > 1), "THREADS": THREADS,
+        "TABLE_BY_HEADS": int(problem.tables.shape[1] > 1), "KEPT": problem.kept,
         "STREAMED": macro(lambda: moved > STREAMED_FROM_BYTES, f"count > {streamed_threads}", moved),
         "INDEX": "u32" if _max_index(problem) < 2**31 else "u64",
     }  # fmt: skip

@@ -13,6 +13,8 @@
 //   Y_INTERLEAVED    the same of y
 //   WHOLE_TABLE      1: a row of the tables has ROTATED elements, in the order of a head's; 0: it has ROTATED / 2
 //   TABLE_BATCHED    1: each element of the batch has tables of its own
+//   TABLE_BY_HEADS   1: each head of the first tensor has tables of its own, and there is no second one
+//   KEPT             first positions whose elements stay as they are, and for which tables have no rows
 #include "types.cuh"
 
 constexpr int HALF = ROTATED / 2;
@@ -28,6 +30,8 @@ constexpr int TO_SECOND = TABLE_OF_PAIRS ? WIDTH : WHOLE_TABLE ? HALF : 0;  // o
 
 static_assert(HALF % WIDTH == 0 && (SIZE - ROTATED) % WIDTH == 0, "a piece is of one kind");
 static_assert(ALL_GROUPS % ADJACENT_GROUPS == 0, "groups adjacent by adjacent are as many everywhere");
+static_assert(!TABLE_BY_HEADS || MORE_HEADS == 0, "tables of heads are of one tensor");
+static_assert(KEPT == 0 || INTERLEAVED == Y_INTERLEAVED, "elements that stay as they are do not move");
 static_assert(!NORM || (LANES <= 32 && (LANES & (LANES - 1)) == 0), "a head's threads are lanes of a warp");
 
 // Sorts two vectors first0 second0 first1 second1 ... into first and second.
@@ -188,7 +192,7 @@ __device__ __forceinline__ void load(const Heads& heads, int lane, Vectors (&raw
 }
 
 __device__ __forceinline__ void finish(const Heads& heads, const Piece& piece, int k, const Vectors& raw, float factor,
-                                       const Rotation& rotation, bool streamed) {
+                                       const Rotation& rotation, bool turned, bool streamed) {
     Y_T* row = heads.y + k * heads.to;
     float one[WIDTH], other[WIDTH];
     unpack(raw.first, one);
@@ -197,7 +201,7 @@ __device__ __forceinline__ void finish(const Heads& heads, const Piece& piece, i
         unpack(raw.second, other);
         if (NORM) scale_by(other, factor, heads.scale + piece.second);
         if (X_ADJACENT) deinterleave(one, other);
-        rotation.apply(one, other);
+        if (turned) rotation.apply(one, other);
         if (Y_ADJACENT) interleave(one, other);
         store_as(streamed, row + piece.y_second, other);
     }
@@ -218,11 +222,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const INDEX position = outer % seq, outer_heads = outer / seq;
     const int group = int(outer_heads % (ALL_GROUPS / ADJACENT_GROUPS)) * ADJACENT_GROUPS + int(adjacent);
     const INDEX batch = outer_heads / (ALL_GROUPS / ADJACENT_GROUPS);
-    const INDEX table = ((TABLE_BATCHED ? batch : 0) * seq + position) * TABLE_ROW;
     release_successor();
     wait_for_predecessor();
     const bool more = MORE_HEADS > 0 && group >= GROUPS;
     const int head = (more ? group - GROUPS : group) * THREAD_HEADS;
+    const INDEX tables = TABLE_BATCHED ? batch : 0;  // in front of those of this element of the batch
+    const INDEX rows = seq - KEPT;
+    const INDEX table = ((TABLE_BY_HEADS ? tables * HEADS + head : tables) * rows + position - KEPT) * TABLE_ROW;
+    const bool turned = KEPT == 0 || position >= KEPT;
     const Strides from = more ? Strides{more_x_batch, more_x_head, more_x_row} : Strides{x_batch, x_head, x_row};
     const Strides to = more ? Strides{more_y_batch, more_y_head, more_y_row} : Strides{y_batch, y_head, y_row};
     const Heads heads = {
@@ -239,9 +246,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const Piece piece(lane + s * LANES);
         if (!present || !piece.exists) continue;
         Rotation rotation;
-        if (piece.rotated) rotation.load(cos, sin, table, lane + s * LANES);
+        if (piece.rotated && turned) rotation.load(cos, sin, table, lane + s * LANES);
 #pragma unroll
-        for (int k = 0; k < THREAD_HEADS; ++k)
-            if (k < heads.count) finish(heads, piece, k, raw[k][s], factors[k], rotation, STREAMED);
+        for (int k = 0; k < THREAD_HEADS; ++k) {
+            if (k >= heads.count) continue;
+            const bool reads = TABLE_BY_HEADS && k > 0 && piece.rotated && turned;
+            if (reads) rotation.load(cos, sin, table + k * rows * TABLE_ROW, lane + s * LANES);
+            finish(heads, piece, k, raw[k][s], factors[k], rotation, turned, STREAMED);
+        }
     }
 }

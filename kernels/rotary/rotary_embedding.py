@@ -12,6 +12,7 @@ from onnxfuse.kernels.tensors import ITEM_BYTES, known_equal, operand_pointer, r
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, Pointer, TensorSpec
 
 LAYOUTS: Final = ("packed", "bshd", "bhsd")
+TABLE_AXES: Final = {"b": "1 or batch", "h": "heads", "s": "length", "d": "row", "1": "1"}  # in labels of `table`
 
 
 def unsupported_rotary_embedding(node: FusedNode, input_dtypes: Sequence[str]) -> str | None:
@@ -21,7 +22,14 @@ def unsupported_rotary_embedding(node: FusedNode, input_dtypes: Sequence[str]) -
         return f"rotary_embedding: layout is {layout}; the kernel has {', '.join(LAYOUTS)}"
     if node.integer("rotated", node.integer("size", 0)) % 2:
         return f"rotary_embedding: {node.integer('size')} elements are rotated; the kernel takes an even number"
-    return unsupported_dtype(node, input_dtypes)
+    return unsupported_rows(node) or unsupported_dtype(node, input_dtypes)
+
+
+def unsupported_rows(node: FusedNode) -> str | None:
+    """Return why no kernel keeps the first rows of a node; None if one does, or all are rotated."""
+    if node.text("first_rows", "rotated") == "kept" and "kept" not in node.attributes:
+        return f"{node.fusion}: the number of rows that stay as they are is not known"
+    return None
 
 
 def rotary_embedding_plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
@@ -37,7 +45,8 @@ def rotary_embedding_plan(node: FusedNode, inputs: Sequence[TensorSpec], device:
         size = x.shape[-1] // node.integer("num_heads")
     axes, x_heads = _axes(node, x, layout, size)
     batch, length, heads = axes
-    check_tables(cos, sin, batch, length, size, rotated)
+    kept = kept_rows(node)
+    check_tables(cos, sin, (batch, heads, length - kept), size, rotated)
     shape = x.shape if operator else (batch, length, heads, size) if rows_first else (batch, heads, length, size)
     y = TensorSpec(shape, node.output_dtypes[0], x.aligned)
     if 0 in y.shape:
@@ -46,20 +55,24 @@ def rotary_embedding_plan(node: FusedNode, inputs: Sequence[TensorSpec], device:
     problem = Rotary(
         batch, length, size, rotated, (RotatedHeads(heads, x_heads, y_heads),),
         operand_pointer(node, "cos"), operand_pointer(node, "sin"), cos, sin.dtype, x.dtype, y.dtype,
-        all(tensor.aligned for tensor in (x, cos, sin)), *form,
+        all(tensor.aligned for tensor in (x, cos, sin)), *form, kept=kept,
     )  # fmt: skip
     return Plan((y,), (launch(problem, device),))
 
 
+def kept_rows(node: FusedNode) -> int:
+    """Return the number of the first rows that stay as they are."""
+    return node.integer("kept", 0) if node.text("first_rows", "rotated") == "kept" else 0
+
+
 def table_spec(node: FusedNode, inputs: Sequence[TensorSpec], name: str) -> TensorSpec:
-    """Return a table as (batch or 1, length, row), whatever axes of size 1 it has."""
-    spec = required_spec(node, inputs, name)
-    if node.text("table", "bsd") == "sd" and len(spec.shape) == 2:
-        return replace(spec, shape=(1, *spec.shape))
-    axis = {"b1sd": 1, "bs1d": 2}.get(node.text("table", "bsd"))
-    if axis is None or len(spec.shape) != 4 or spec.shape[axis] != 1:
-        return spec
-    return replace(spec, shape=(*spec.shape[:axis], *spec.shape[axis + 1 :]))
+    """Return a table as (1 or batch, 1 or heads, length, row), whatever axes it has in the graph."""
+    spec, layout = required_spec(node, inputs, name), node.text("table", "bsd")
+    sizes = dict(zip(layout, spec.shape, strict=False))
+    if len(spec.shape) != len(layout) or sizes.get("1", 1) != 1:
+        wanted = ", ".join(TABLE_AXES[axis] for axis in layout)
+        raise ValueError(f"{node.fusion}: {name} has shape {list(spec.shape)}; required ({wanted})")
+    return replace(spec, shape=tuple(sizes.get(axis, 1) for axis in "bhsd"))
 
 
 class RotaryForm(NamedTuple):
@@ -109,13 +122,22 @@ def _contiguous_heads(layout: str, axes: tuple[int, int, int], size: int) -> Hea
     return HeadTensor(Pointer("output", 0), length * heads * size, head, row)
 
 
-def check_tables(cos: TensorSpec, sin: TensorSpec, batch: int, length: int, size: int, rotated: int) -> None:
-    """Raise ValueError unless the tables fit (batch, length) and the `rotated` of `size` elements of a head."""
+def check_tables(cos: TensorSpec, sin: TensorSpec, axes: tuple[int, int, int], size: int, rotated: int) -> None:
+    """Raise ValueError unless tables fit axes (batch, heads, length) and the `rotated` of `size` elements of a head."""
+    batch, heads, length = axes
     if rotated % 2 or rotated > size:
         raise ValueError(f"rotary_embedding: {rotated} of {size} elements cannot be rotated in pairs")
     if cos.shape != sin.shape:
-        raise ValueError(f"rotary_embedding: sin has shape {list(sin.shape)}; required {list(cos.shape)}, as cos")
+        found, wanted = (list(_without_one_head(table.shape)) for table in (sin, cos))
+        raise ValueError(f"rotary_embedding: sin has shape {found}; required {wanted}, as cos")
     batched = known_equal(cos.shape[:1], (batch,)) or cos.shape[0] in (1, batch)
     row = cos.shape[-1]
-    if not batched or cos.shape[-2:] != (length, row):
-        raise ValueError(f"rotary_embedding: cos has shape {list(cos.shape)}; required (1 or {batch}, {length}, {row})")
+    if not batched or cos.shape[1] not in (1, heads) or cos.shape[-2:] != (length, row):
+        own = (f"1 or {batch}", 1 if cos.shape[1] == 1 else heads, length, row)
+        required = ", ".join(map(str, _without_one_head(own)))
+        raise ValueError(f"rotary_embedding: cos has shape {list(_without_one_head(cos.shape))}; required ({required})")
+
+
+def _without_one_head(shape: tuple[object, ...]) -> tuple[object, ...]:
+    """Return the shape of a table without the axis for heads where all share the table."""
+    return (shape[0], *shape[2:]) if shape[1] == 1 else shape

@@ -164,6 +164,11 @@ def _rotary(a: Arrays, layout: str) -> list[np.ndarray]:
     return [rotate_half(x, a["cos"][:, None], a["sin"][:, None])]
 
 
+def _rotary_behind_one(a: Arrays) -> list[np.ndarray]:
+    """Return x, of which the first row stays as it is."""
+    return [np.concatenate([a["x"][:, :, :1], rotate_half(a["x"][:, :, 1:], a["cos"], a["sin"])], axis=2)]
+
+
 def _rotary_of_neighbours(a: Arrays, layout: str) -> list[np.ndarray]:
     """Return rows first, by tables that have an axis of size 1 for heads behind their rows."""
     x = a["x"]
@@ -289,6 +294,12 @@ def rotary_cases() -> Iterator[TemplateCase]:
             yield TemplateCase("rotary_embedding", {"x": x, "cos": table, "sin": table},
                                lambda a, of=layout, form=name: _rotary_of_complex(a, of, form),
                                {"layout": layout, "form": name, **size})  # fmt: skip
+    table, by_heads = (8, SEQUENCE, 64), {"layout": "bhsd", "table": "hsd"}
+    yield TemplateCase("rotary_embedding", {"x": (BATCH, 8, -2, 64), "cos": table, "sin": table},
+                       lambda a: [rotate_half(a["x"], a["cos"], a["sin"])], by_heads)  # fmt: skip
+    behind_one = {"layout": "bhsd", "first_rows": "kept", "kept": 1}
+    yield TemplateCase("rotary_embedding", {"x": (BATCH, 8, 38, 64), "cos": (1, 37, 64), "sin": (1, 37, 64)},
+                       _rotary_behind_one, behind_one)  # fmt: skip
     yield TemplateCase("rotary_table", {"positions": (BATCH, SEQUENCE), "frequencies": (32,)}, _table,
                        {"angles": "twice"}, 2)  # fmt: skip
 

@@ -35,6 +35,7 @@ class Rotation:
     interleaved: int = 0
     norm: bool = False
     tables: int = 1  # 1, or one for each element of the batch
+    kept: int = 0  # first rows that stay as they are
 
 
 def check(case: Case, rotation: Rotation, device: Device) -> None:
@@ -64,7 +65,7 @@ def preparation(case: Case, rotation: Rotation, rotated: int) -> dict[str, np.nd
     """Return cos and sin, and the scales of the norms if there are any."""
     random = np.random.default_rng(7)
     row = rotated // 2 if rotation.form == "operator" or rotation.form.startswith("complex") else rotated
-    angles = random.uniform(-3, 3, (rotation.tables, case.queries, row))
+    angles = random.uniform(-3, 3, (rotation.tables, case.queries - rotation.kept, row))
     made = {"cos": np.cos(angles), "sin": np.sin(angles)}
     if rotation.norm:
         made |= {f"{name}_scale": random.uniform(0.5, 1.5, case.size) for name in "qk"}
@@ -81,8 +82,15 @@ def prepared(
         mean = (x**2).mean(-1, keepdims=True)
         x = x / np.sqrt(mean + EPSILON) * more[f"{name}_scale"].astype(FLOATS)
     cos, sin = (more[table].astype(FLOATS)[:, None] for table in ("cos", "sin"))
+    turned = x.copy()
+    turned[..., rotation.kept :, :] = turned_rows(x[..., rotation.kept :, :], cos, sin, rotation, rotated)
+    return joined(turned.astype(NUMPY[case.dtype]), layout)
+
+
+def turned_rows(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, rotation: Rotation, rotated: int) -> np.ndarray:
+    """Return (batch, heads, rows, size) rotated by tables that broadcast to it."""
     if rotation.form.startswith("complex"):
-        return joined(rotate_complex(x, cos, sin, rotation.form).astype(NUMPY[case.dtype]), layout)
+        return rotate_complex(x, cos, sin, rotation.form)
     half = rotated // 2
     neighbours = rotation.interleaved or rotation.form.endswith("pairs")
     first = np.s_[..., 0:rotated:2] if neighbours else np.s_[..., :half]
@@ -92,7 +100,7 @@ def prepared(
     one, other, turned = x[first], x[second], x.copy()
     turned[first] = one * cos[..., ends[0]] - other * sin[..., ends[0]]
     turned[second] = other * cos[..., ends[1]] + one * sin[..., ends[1]]
-    return joined(turned.astype(NUMPY[case.dtype]), layout)
+    return turned
 
 
 def node_of(
@@ -103,7 +111,8 @@ def node_of(
     plain = case.node()
     attributes: dict[str, Any] = {
         **plain.attributes, "rotary": rotation.form, "norm": "rms" if rotation.norm else "none", "epsilon": EPSILON,
-        "interleaved": rotation.interleaved, "size": case.size,
+        "interleaved": rotation.interleaved, "size": case.size, "kept": rotation.kept,
+        "first_rows": "kept" if rotation.kept else "rotated",
     }  # fmt: skip
     node = dataclasses.replace(
         plain, fusion="attention_with_rotary_embedding", operands=tuple(given), attributes=attributes
@@ -121,6 +130,10 @@ FORMS = {
     "complex pairs, norm": Rotation("complex_pairs", norm=True),
     "complex pairs to halves": Rotation("complex_pairs_to_halves"),
     "norm": Rotation(norm=True),
+    "half, first row kept": Rotation(kept=1),
+    "part of pairs, first rows kept, norm": Rotation("rotate_part_of_pairs", rotated=16, norm=True, kept=5),
+    "pairs, first row kept": Rotation("rotate_pairs", kept=1),
+    "complex pairs, first row kept, norm": Rotation("complex_pairs", norm=True, tables=2, kept=1),
     "operator": Rotation("operator", tables=2),
     "operator, interleaved": Rotation("operator", interleaved=1, tables=2),
     "operator, part, norm": Rotation("operator", rotated=8, norm=True, tables=2),

@@ -176,6 +176,39 @@ def test_rotary_embedding_of_neighbours(
 
 
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
+@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize("table", ["hsd", "bhsd"])
+@pytest.mark.parametrize("form", ["rotate_half", "rotate_part", "rotate_pairs", "complex_pairs"])
+@pytest.mark.parametrize(
+    ("batch", "tables", "heads", "seq", "size"), [(2, 1, 6, 16, 64), (3, 3, 5, 7, 20), (1, 1, 16, 1024, 128)]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary_embedding_by_tables_of_heads(
+    device: Device, dtype: str, batch: int, tables: int, heads: int, seq: int, size: int, form: str, table: str,
+    kept: int, aligned: bool,
+) -> None:  # fmt: skip
+    if table == "hsd" and tables > 1:
+        return  # tables of heads that all images share
+    rotated = {"rotate_part": size // 2, "complex_pairs": size}.get(form, size)
+    columns = size // 2 if form == "complex_pairs" else rotated
+    x = normal((batch, heads, seq, size), dtype, 1)
+    cos, sin = (normal((tables, heads, seq - kept, columns), dtype, seed) for seed in (2, 3))
+    shape = cos.shape[1:] if table == "hsd" else cos.shape
+    inputs = {"x": x, "cos": cos.reshape(shape), "sin": sin.reshape(shape)}
+    options = {"form": form, "layout": "bhsd", "table": table, "size": size, "rotated": rotated, "kept": kept}
+    options["first_rows"] = "kept" if kept else "rotated"
+    (y,) = run("rotary_embedding", inputs, [dtype], device, aligned, **options)
+    expected, c, s = x.astype(np.float64), cos.astype(np.float64), sin.astype(np.float64)
+    rows = expected[..., kept:, :]
+    if form == "complex_pairs":
+        rows[...] = rotate_complex(rows, c, s, form)
+    else:
+        rotate = rotate_pairs if form == "rotate_pairs" else rotate_half
+        rows[..., :rotated] = rotate(rows[..., :rotated], c, s)
+    check(y, expected)
+
+
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
 @pytest.mark.parametrize("form", ["complex_halves", "complex_pairs", "complex_pairs_to_halves"])
 @pytest.mark.parametrize("order", ["heads_first", "rows_first"])
 @pytest.mark.parametrize("size", [64, 10, 96])

@@ -9,6 +9,7 @@ from architectures import DEVICES, check_compiles
 
 from onnxfuse.kernels.attention import host
 from onnxfuse.kernels.head_tensor import HeadTensor
+from onnxfuse.kernels.rotary import host as rotary_host
 from onnxfuse.kernels.rotary.rotary import Rotary, RotatedHeads, launch
 from onnxfuse.runtime.plan import Device, FusedNode, Launch, Pointer, Scalar, TensorMap, TensorSpec
 
@@ -23,7 +24,7 @@ CASES = {
 
 def problem(name: str, aligned: bool = True, length: int = 512) -> Rotary:
     heads, kv_heads, size, rotated, dtype, norm = CASES[name]
-    tables = TensorSpec((1, length, rotated), dtype)
+    tables = TensorSpec((1, 1, length, rotated), dtype)
 
     def rows(kind: str, index: int, count: int) -> HeadTensor:
         return HeadTensor(Pointer(kind, index), length * count * size, size, count * size)  # type: ignore[arg-type]
@@ -44,6 +45,26 @@ def problem(name: str, aligned: bool = True, length: int = 512) -> Rotary:
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
 def test_compiles_without_spills(device: Device, name: str, aligned: bool) -> None:
     check_compiles(launch(problem(name, aligned), device).kernel, device)
+
+
+def by_heads(heads: int = 6) -> tuple[FusedNode, list[TensorSpec]]:
+    """Return a node of six heads, and its inputs: x and tables of so many heads."""
+    specs = [TensorSpec((2, 6, 300, 64), "float16"), *[TensorSpec((heads, 300, 64), "float16")] * 2]
+    attributes = {"layout": "bhsd", "table": "hsd", "form": "rotate_pairs", "size": 64}
+    return FusedNode("rotary_embedding", "n", ("x", "cos", "sin"), attributes, ("float16",)), specs
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
+def test_tables_of_heads_compile_without_spills(device: Device) -> None:
+    (plan,) = rotary_host.candidates(*by_heads(), device)
+    (step,) = (step for step in plan.steps if isinstance(step, Launch))
+    assert step.kernel.defines["TABLE_BY_HEADS"] == 1
+    check_compiles(step.kernel, device)
+
+
+def test_tables_of_other_heads_do_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"cos has shape \[1, 4, 300, 64\]; required \(1 or 2, 6, 300, 64\)"):
+        rotary_host.candidates(*by_heads(4), DEVICES[0])
 
 
 def attention(**shapes: tuple[int, ...]) -> tuple[FusedNode, list[TensorSpec]]:

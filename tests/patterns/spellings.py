@@ -265,12 +265,14 @@ def _solution(
 ) -> Mapping[str, Any] | None:
     """Return a size for each name, or None; two names get the same size only if the guards accept no others."""
     multiples, pool, shuffled = dict(divisors), list(POOL), random.Random(fusion.name)
-    order = sorted(names, key=lambda name: not any(name in g.names for g in fusion.guards))  # the constrained first
     start = dict(given)
+    guards = [guard for guard in fusion.guards if (start.keys() | set(names)).issuperset(guard.names)]
+    constrained = [name for guard in sorted(guards, key=lambda each: len(each.names)) for name in guard.names]
+    order = [name for name in dict.fromkeys((*constrained, *names)) if name in names]  # those of one guard together
     known = [start.keys() | set(order[:count]) for count in range(len(order) + 1)]
-    decided = [[g for g in fusion.guards if known[0].issuperset(g.names)]]  # by the number of names that have sizes
+    decided = [[g for g in guards if known[0].issuperset(g.names)]]  # by the number of names that have sizes
     for before, after in itertools.pairwise(known):
-        decided.append([g for g in fusion.guards if after.issuperset(g.names) and not before.issuperset(g.names)])
+        decided.append([g for g in guards if after.issuperset(g.names) and not before.issuperset(g.names)])
 
     tries = itertools.count()
 
