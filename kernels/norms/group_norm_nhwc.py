@@ -40,17 +40,19 @@ MAX_CANDIDATES: Final = 2  # of one launch
 USUAL_IMAGES: Final = (1, 2, 8, 32)  # for which tilings are chosen where the numbers are symbolic
 USUAL_PIXELS: Final = (64, 256, 1024, 4096, 16384)
 MAX_USUAL_TILINGS: Final = 4  # each is a kernel
-# Pixels of an image from which two launches are expected to be faster: on an H200, in fp16, a 256x256x256 image takes
-# 29 us in two and 94 in one, 128x128x512 18 and 31, 64x64x512 8.9 and 13, but two of 32x32x1280 14 and 8.9. That was
-# before sums around one shift of a group; it has not been measured since, and 1024 may be the better bound.
-LARGE_IMAGE: Final = 4096
 LEAST_ROOM: Final = 24 << 10  # bytes of shared memory, from which an image of symbolic size gets a half of it or all
 
-# What one launch is expected to take, in microseconds: the bytes of a multiprocessor's blocks at what it moves alone,
-# or all bytes at what the memory moves, and a barrier over a cluster. Not measured; tuning times the candidates.
-BYTES_PER_MULTIPROCESSOR: Final = 50e3
+# What launches take, in microseconds, from an H200 with 21 shapes in fp16, from 1x32x32x512 to 1x512x512x128, in one
+# launch of up to three tilings and in two: two take 0.8 to 1.3 times their estimate. Of the 18 shapes whose way of the
+# lowest estimate was measured, it is the fastest for 17, and takes 1.03 times as long as that for the other.
+WAVE_US: Final = 3.2  # of blocks that run at a time, with no bytes to move
+BYTES_PER_MULTIPROCESSOR: Final = 30e3
 BYTES_OF_MEMORY: Final = 4.2e6
-CLUSTER_BARRIER: Final = 0.7
+BARRIER_US: Final = 0.1  # for each block of a cluster; chosen so that of equals the smaller cluster comes first
+TWO_LAUNCHES_US: Final = 5.7  # with no bytes to move
+BYTES_OF_TWO_LAUNCHES: Final = 3.4e6
+FULL_CLUSTER: Final = 2  # larger clusters do not fill the chip: in fours, 128 blocks take the time of two waves
+ROOM_OF_CLUSTERS: Final = 0.75  # of the multiprocessors, for those
 
 
 @dataclass(frozen=True)
@@ -153,8 +155,12 @@ def group_norm_nhwc_plans(
     halved = two_launch_tiling(channels, norm.group, width)
     chunks = _chunks(norm, halved, device) if halved is not None else 0
     if halved is not None and (not plans or is_symbolic(chunks) or chunks > 1):
-        large = bool(estimate(pixels) >= LARGE_IMAGE)
-        plans.insert(0 if large else len(plans), _two_launch_plan(norm, halved, chunks, device))
+        moved = estimate(images) * estimate(pixels) * (channels * (norm.item_bytes + ITEM_BYTES[y.dtype]))
+        first = not plans or bool(
+            TWO_LAUNCHES_US + moved / BYTES_OF_TWO_LAUNCHES
+            < _time(tilings[0], estimate(images), estimate(pixels), channels, norm.item_bytes, device)
+        )
+        plans.insert(0 if first else len(plans), _two_launch_plan(norm, halved, chunks, device))
     if not plans:
         raise ValueError(f"group_norm: a group has {norm.group} channels, which are too many for a block")
     return plans
@@ -248,12 +254,13 @@ def _time(tiling: GroupTiling, images: int, pixels: int, channels: int, item_byt
     rows, bytes_of_pixel = math.ceil(pixels / tiling.cluster), tiling.subset * item_bytes
     sectors = bytes_of_pixel + (0 if bytes_of_pixel % SECTOR_BYTES == 0 else SECTOR_BYTES // 2)
     blocks = images * (channels // tiling.subset) * tiling.cluster
-    busiest = math.ceil(blocks / device.multiprocessors)
-    time: float = maximum(
-        busiest * 2 * rows * sectors / BYTES_PER_MULTIPROCESSOR,
+    share = 1 if tiling.cluster <= FULL_CLUSTER else ROOM_OF_CLUSTERS
+    room = int(device.multiprocessors * share) * max(1, THREADS // tiling.threads)
+    busy: float = maximum(
+        math.ceil(blocks / room) * (WAVE_US + 2 * rows * sectors / BYTES_PER_MULTIPROCESSOR),
         blocks * 2 * rows * bytes_of_pixel / BYTES_OF_MEMORY,  # the other half of a sector is in L2
     )
-    return time + (CLUSTER_BARRIER + 0.05 * tiling.cluster if tiling.cluster > 1 else 0.0)
+    return busy + BARRIER_US * tiling.cluster
 
 
 def tilings_of_any_size(
