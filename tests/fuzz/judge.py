@@ -207,9 +207,9 @@ class Session:
 
 
 def rounded_otherwise(model: onnx.ModelProto, seed: int, dtypes: Sequence[int]) -> Iterator[Session]:
-    """Yield the model with each result of these dtypes moved by an ulp, up or down at random, in bodies too.
+    """Yield the model with each element of results of these dtypes moved by up to an ulp at random, in bodies too.
 
-    In float32 each element moves by itself: among scores that are offset by 10000, that is what changes their softmax.
+    Each element moves by itself: among scores that are offset by 10000, that is what changes their softmax.
     """
     typed, opset = inferred(model) or model, next((each.version for each in model.opset_import if not each.domain), 0)
     for shake in range(SHAKES):
@@ -242,32 +242,26 @@ def _shake(
 
 
 def _move(source: str, target: str, dtype: int, random: Random, opset: int) -> list[onnx.NodeProto]:
-    """Return nodes that move a tensor by an ulp: a float32 one element by element, others as a whole."""
-    kind, ulp = helper.tensor_dtype_to_np_dtype(dtype), ULPS[dtype]
-    alone = dtype == TensorProto.FLOAT
-    value = np.asarray(ulp if alone else 1 + random.choice([ulp, -ulp])).astype(kind)
-    constants, factor, nodes = {"factor": value}, f"{target}::factor", list[onnx.NodeProto]()
-    if alone:
-        constants |= {"zero": np.float32(0), "one": np.float32(1), "apart": np.float32(random.uniform(9, 99))}
-        factor = f"{target}::moving"
-        drawn = [
-            _node("RandomUniformLike", target, "shaped", source, low=-1.0, high=1.0, seed=random.uniform(0, 2**16))
-        ]
-        sines = [  # of numbers far apart, as onnxruntime draws none from opset 22 on
-            _node("Size", target, "size", source), _node("Cast", target, "count", "::size", to=TensorProto.FLOAT),
-            _node("Range", target, "numbers", "::zero", "::count", "::one"),
-            _node("Mul", target, "angles", "::numbers", "::apart"), _node("Sin", target, "drawn", "::angles"),
-            _node("Shape", target, "shape", source),
-            _node("Reshape", target, "shaped", "::drawn", "::shape", allowzero=1),
-        ]  # fmt: skip
-        moved = (
-            _node("Mul", target, "small", "::shaped", "::factor"),
-            _node("Add", target, "moving", "::small", "::one"),
-        )
-        nodes = [*(sines if opset >= NO_RANDOM_NUMBERS else drawn), *moved]
+    """Return nodes that move a tensor by up to an ulp, element by element."""
+    constants = {"factor": np.float32(ULPS[dtype]), "zero": np.float32(0), "one": np.float32(1),
+                 "apart": np.float32(random.uniform(9, 99))}  # fmt: skip
+    drawn = [
+        _node("RandomUniformLike", target, "shaped", source, dtype=TensorProto.FLOAT, low=-1.0, high=1.0,
+              seed=random.uniform(0, 2**16))
+    ]  # fmt: skip
+    sines = [  # of numbers far apart, as onnxruntime draws none from opset 22 on
+        _node("Size", target, "size", source), _node("Cast", target, "count", "::size", to=TensorProto.FLOAT),
+        _node("Range", target, "numbers", "::zero", "::count", "::one"),
+        _node("Mul", target, "angles", "::numbers", "::apart"), _node("Sin", target, "drawn", "::angles"),
+        _node("Shape", target, "shape", source),
+        _node("Reshape", target, "shaped", "::drawn", "::shape", allowzero=1),
+    ]  # fmt: skip
     made = [_node("Constant", target, name, value=numpy_helper.from_array(np.asarray(each)))
             for name, each in constants.items()]  # fmt: skip
-    return [*made, *nodes, helper.make_node("Mul", [source, factor], [target])]
+    moved = [_node("Mul", target, "small", "::shaped", "::factor"), _node("Add", target, "wide", "::small", "::one"),
+             _node("Cast", target, "moving", "::wide", to=dtype)]  # fmt: skip
+    nodes = sines if opset >= NO_RANDOM_NUMBERS else drawn
+    return [*made, *nodes, *moved, helper.make_node("Mul", [source, f"{target}::moving"], [target])]
 
 
 def _node(op: str, target: str, output: str, *inputs: str, **attributes: Any) -> onnx.NodeProto:

@@ -311,14 +311,16 @@ def test_an_overflow_that_an_order_of_products_avoids_is_no_difference(right: st
     require_verdict(text.replace("NODES", right), text.replace("NODES", other), {"n": 50}, said)
 
 
+@pytest.mark.parametrize(("kind", "ulp"), [("float", ULP), ("float16", 2.0**-10)])
 @pytest.mark.parametrize("opset", [8, 13, 21, 23])
-def test_rounding_otherwise_moves_each_element_by_itself(opset: int) -> None:
-    text = f'<ir_version: 8, opset_import: ["" : {opset}]> g (float[n] x) => (float[n] y) {{ y = Neg (x) }}'
-    model, ones = onnx.parser.parse_model(text), {"x": np.ones(64, np.float32)}
-    for session in rounded_otherwise(model, 1, [onnx.TensorProto.FLOAT]):
+def test_rounding_otherwise_moves_each_element_by_itself(opset: int, kind: str, ulp: float) -> None:
+    text = f'<ir_version: 8, opset_import: ["" : {opset}]> g ({kind}[n] x) => ({kind}[n] y) {{ y = Neg (x) }}'
+    dtype = onnx.TensorProto.DataType.Value(kind.upper())
+    model, ones = onnx.parser.parse_model(text), {"x": np.ones(64, onnx.helper.tensor_dtype_to_np_dtype(dtype))}
+    for session in rounded_otherwise(model, 1, [dtype]):
         moved = outputs_of(session, ones)
         assert moved, session.error
-        assert len(set(moved["y"])) > 1 and np.abs(moved["y"] + 1).max() <= 2 * ULP
+        assert len(set(moved["y"])) > 1 and np.abs(moved["y"] + 1).max() <= 2 * ulp
 
 
 def test_results_in_bodies_are_moved_too() -> None:
