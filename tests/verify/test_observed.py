@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from onnxfuse.cli import main
+from onnxfuse.verify import observed
 from onnxfuse.verify.compare import NOISE_FACTOR, Verification, compare
 from onnxfuse.verify.observed import NotCompared, what_hides
 
@@ -47,6 +49,24 @@ def test_integers_show_something_where_they_differ() -> None:
     assert what_hides([np.array([3, 3]), np.array([3])]) == "it is 3 for all inputs tried"
     assert what_hides([np.array([3]), np.array([4])]) == ""
     assert what_hides([[np.zeros(0, np.float32)], [np.zeros(0, np.float32)]]) == "it is empty"
+
+
+def test_of_large_outputs_a_part_is_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observed, "SAMPLE", 64)
+    constant = np.full((2, 500), 7, np.float32)
+    assert what_hides([constant, constant]) == "it is 7 for all inputs tried"
+    between = constant.copy()
+    between[1, 499] = 8  # the part leaves it out
+    assert what_hides([between]) == ""
+    looked_at, hidden = list[int](), observed._hidden
+
+    def noted(arrays: Sequence[np.ndarray]) -> str:
+        looked_at.append(sum(each.size for each in arrays))
+        return hidden(arrays)
+
+    monkeypatch.setattr(observed, "_hidden", noted)
+    assert what_hides([np.arange(1000, dtype=np.float32), np.arange(10, dtype=np.float32)]) == ""
+    assert len(looked_at) == 1 and looked_at[0] < 100
 
 
 # Whole models.  Each output is followed by another one, which shows what the first does not.
