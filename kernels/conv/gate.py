@@ -11,6 +11,7 @@ from onnxfuse.kernels.conv import matrix
 from onnxfuse.kernels.conv.operands import conv_of
 from onnxfuse.kernels.conv.problem import Conv
 from onnxfuse.kernels.elementwise.channel_scale import channel_scale_plan
+from onnxfuse.kernels.gemm import hopper
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.joined import Planner
 from onnxfuse.kernels.tensors import ITEM_BYTES
@@ -20,11 +21,12 @@ from onnxfuse.runtime.symint import estimate, for_later_plans
 GATE: Final = "gate"
 MAX_EACH: Final = 4  # plans with the gate in front of the product in one kernel, and of two launches
 # Microseconds on an H200, from 18 blocks of EfficientNet-B0 and MobileNetV3 with 32 images: of a channel_scale without
-# any bytes, and for each byte of x; and by how much an operation of a product takes longer with a gate in front than in
-# the fastest kernel without one, by the kernel: measured for gemm_mma, an estimate for wgmma.
+# any bytes, and for each byte of x; and by how much an operation of a product takes longer in tiles of mma.sync with a
+# gate in front than in the fastest kernel without one. Of wgmma, clock cycles are estimated with and without a gate.
 SCALE_US: Final = 1.3
 SCALE_BYTE_US: Final = 2 / 4.5e6
-GATE_FLOP_US: Final = {"gemm_mma": 7e-9, "gemm_hopper": 1.5e-9, "gemm_hopper_split": 1.5e-9}
+GATE_FLOP_US: Final = 7e-9
+CYCLES_OF_US: Final = 1755
 FEW_COLUMNS: Final = 40  # of y: then memory is the limit
 
 
@@ -38,18 +40,23 @@ def plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device, convolu
         return [Plan((y,), ())]
     ways = matrix.implementations(conv, device)[:MAX_EACH]
     one = [Plan((y,), each.steps, each.scratch) for each in ways]
-    is_first = bool(ways) and _is_expected_faster(conv, ways[0])
+    is_first = bool(ways) and _is_expected_faster(conv, ways[0], device)
     with for_later_plans(conv.pixels if is_first else 0):
         two = in_two_steps(node, inputs, device, convolution)
     return [*one, *two] if is_first else [*two, *one]
 
 
-def _is_expected_faster(conv: Conv, in_front: Implementation) -> bool:
+def _is_expected_faster(conv: Conv, in_front: Implementation, device: Device) -> bool:
     """Return whether a kernel with the gate in front of the product is expected to be faster than two launches."""
-    step = in_front.steps[-1]
-    source = step.kernel.source if isinstance(step, Launch) else ""
+    step, gemm = in_front.steps[-1], matrix.as_gemm(conv)
     flops, stored = 2 * conv.c * conv.m, conv.c * ITEM_BYTES[conv.dtype]  # of a pixel
-    longer = 0.0 if conv.m <= FEW_COLUMNS else estimate(conv.pixels) * flops * GATE_FLOP_US[source]
+    if conv.m <= FEW_COLUMNS:
+        longer = 0.0
+    elif isinstance(step, Launch) and step.kernel.source == "gemm_mma":
+        longer = estimate(conv.pixels) * flops * GATE_FLOP_US
+    else:
+        without = hopper.least_cycles(replace(gemm, gate=None), device)
+        longer = (hopper.least_cycles(gemm, device) - without) / CYCLES_OF_US
     return bool(longer < SCALE_US + estimate(conv.pixels) * stored * SCALE_BYTE_US)
 
 

@@ -24,15 +24,16 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
                 const __grid_constant__ TensorMap residual,
 #endif
                 EACH_PRODUCT(const T*, bias), const T* extra, const T* scale, float alpha, float beta, int m,
-                EACH_PRODUCT(int, n), int k, int group_m, const T* gate, int pixels PROGRAM_PARAMETERS) {
+                EACH_PRODUCT(int, n), int k, int group_m GATE_PARAMETERS PROGRAM_PARAMETERS) {
 #if !GATED
     const TensorMap& up = w;
 #endif
 #if !HAS_RESIDUAL
     const TensorMap& residual = x;
 #endif
+    const Gate gate{GATE_ARGUMENTS};
     const Weights weights{{EACH_PRODUCT(&, w)}, {EACH_PRODUCT(, n)}};
     const Results results{{EACH_PRODUCT(RESULT_REFERENCE, y)}, {EACH_PRODUCT(, bias)}};
-    run_tiles(MatrixOperands{x, weights, up}, weights, results, residual, extra, scale, alpha, beta, m,
-              (k + TILE_K - 1) / TILE_K, group_m, MatrixPlace{}, {PROGRAM_ARGUMENTS}, {gate, m, k, pixels});
+    run_tiles(MatrixOperands{x, weights, up, gate}, weights, results, residual, extra, scale, alpha, beta, m,
+              (k + TILE_K - 1) / TILE_K, group_m, MatrixPlace{}, {PROGRAM_ARGUMENTS}, gate);
 }

@@ -52,7 +52,9 @@ constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;           // 128 (4
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;         // or 128 (32 + 3 * 160)
 
 constexpr int X_BYTES = TILE_M * ROW_BYTES;
-constexpr int STAGE_BYTES = X_BYTES + COLUMNS * ROW_BYTES;
+constexpr int FACTORS_AT = X_BYTES + COLUMNS * ROW_BYTES;              // in a stage
+constexpr int GATE_IMAGES = 8;                                         // at most, that a tile has rows of, with X_GATE
+constexpr int STAGE_BYTES = FACTORS_AT + X_GATE * GATE_IMAGES * ROW_BYTES;
 static_assert((K_BLOCK == TILE_K && sizeof(T) == 2) || (TRANSPOSED && !GATED));
 static_assert(TILE_M % 64 == 0 && TILE_N % (TRANSPOSED && !GATED ? 32 : 64) == 0 && COLUMNS <= 256);
 static_assert(PINGPONG ? CONSUMERS == 2 : TILE_M % (64 * CONSUMERS) == 0);
@@ -157,6 +159,12 @@ struct Tiles {
         const int height = min(group_m, rows - group * group_m);
         return {(group * group_m + within % height) * TILE_M, within / height * TILE_N};
     }
+};
+
+// The factors of a gate, of which `pixels` neighbouring rows of x, those of an image, share k; null without X_GATE.
+struct Gate {
+    const TensorMap* factors;  // images x k
+    int pixels;
 };
 
 // ---- the producer ------------------------------------------------------------------------------------------------

@@ -1,63 +1,80 @@
-// The multiplication of gemm_hopper.cuh with a gate in front of it (gate_rows.cuh).
+// The multiplication of gemm_hopper.cuh with a gate in front of it: x is multiplied by factors, and rounded to T as if
+// the products were stored.
 //
-// wgmma takes fragments of x from registers then: a warp loads them from the stage by ldmatrix, a step of k ahead of the
-// wgmmas, and multiplies them by factors, which it has loaded before it waits for the stage.
+// A stage holds the factors of its elements of k too, in rows for GATE_IMAGES images from the tile's first one on. wgmma
+// takes fragments of x from registers then: a warp loads them and their factors by ldmatrix, which gives each row of x
+// the row of its image, while the wgmmas before are under way.
 //
 // Macros: those of gemm_hopper.cuh, of 16-bit types, not GATED and with whole stages as blocks of k.
 #pragma once
 #include "gemm_hopper.cuh"
-#include "gate_rows.cuh"
-
-namespace {
-
-// The operand of a gate: k factors for every `pixels` of the m rows of x.
-struct GateOperand {
-    const T* factors;
-    int m, k, pixels;
-};
+#include "multiply_words.cuh"
 
 #if X_GATE
 
+namespace {
+
 static_assert(sizeof(T) == 2 && BLOCKS == 1 && !GATED);
 
-// Sums over `blocks` blocks of k from the one with index `first_block` on for this consumer's rows, which begin with row
-// `row` of x and row `first_row` of a stage; else as `multiply`.
+// Where TMA puts the first of the 16-byte chunks of a row: chunk c is at this offset ^ 16 c.
+__device__ __forceinline__ u32 swizzled(int row) { return row * ROW_BYTES + (row % 8 << 4); }
+
+// Sums over `blocks` blocks of k for this consumer's rows, which begin with row `first_row` of the tile; else as
+// `multiply`. `row` is the tile's first row of x, of which an image has `pixels`.
 __device__ __forceinline__ void multiply_gated(float (&d)[ATOMS][COLUMNS / 2], Ring<STAGES>& ring,
-                                               const Barriers& barriers, u32 shared, int first_row, int first_block,
-                                               int blocks, int consumer, bool pass_on, const GateOperand& gate, int row) {
-    constexpr int STEPS = ROW_BYTES / K_BYTES, STEP = K_BYTES / int(sizeof(T));  // of a stage; elements of k
+                                               const Barriers& barriers, u32 shared, int first_row, int blocks,
+                                               int consumer, bool pass_on, int pixels, int row) {
+    constexpr int STEPS = ROW_BYTES / K_BYTES;  // of a stage
+    constexpr int TOGETHER = 2 / ATOMS;         // steps whose wgmmas are under way while the next are prepared
+    static_assert(ATOMS <= 2);
     const int thread = threadIdx.x % 128, lane = thread % 32;
-    const GateRows<ATOMS, 64, 16> rows(gate.factors, row + thread / 32 * 16 + lane / 4, gate.m, gate.pixels, gate.k);
     const u64 w = hopper::matrix_descriptor<ROW_BYTES>(
         shared + X_BYTES, TRANSPOSED ? 16 : TILE_K * ROW_BYTES, 8 * ROW_BYTES);
     constexpr int W_STEP = (TRANSPOSED ? K_BYTES : 16 * ROW_BYTES) / 16;  // in units of 16 bytes
     const u32 w_low = u32(w);
-    // This lane's row of x, and the chunk of 16 bytes in which its first step begins, as TMA swizzles them.
+    // The addresses of this lane's row of x in each atom, and of its factors, at its chunk of the first step.
     const int own = first_row + thread / 32 * 16 + lane % 16;
-    const u32 x = shared + own * ROW_BYTES, chunk = lane / 16, swizzle = own % 8;
-    u32 before = 0, fragments[2][ATOMS][4];  // which wgmmas read until they have ended, beyond their block of k
+    u32 x[ATOMS], factors[ATOMS];
+#pragma unroll
+    for (int atom = 0; atom < ATOMS; ++atom) {
+        const int image = (row + own + 64 * atom) / pixels - row / pixels;
+        x[atom] = shared + swizzled(own + 64 * atom) ^ lane / 16 << 4;
+        factors[atom] = shared + FACTORS_AT + swizzled(image) ^ lane / 16 << 4;
+    }
+    u32 before = 0, fragments[2][TOGETHER][ATOMS][4];  // which wgmmas read until they have ended, beyond their block of k
     if constexpr (PINGPONG) hopper::named_barrier(turn(consumer), 256);
     for (int block = 0; block < blocks; ++block) {
-        u32 factors[STEPS][ATOMS][4];
-#pragma unroll
-        for (int i = 0; i < STEPS; ++i) rows.load(factors[i], (first_block + block) * TILE_K + i * STEP);
         hopper::barrier_wait(barriers.full(ring.at), ring.parity);
         if (PINGPONG && pass_on && block == blocks - 1) hopper::named_barrier_arrive(turn(1 - consumer), 256);
         const u32 stage = ring.at * STAGE_BYTES;
 #pragma unroll
-        for (int i = 0; i < STEPS; ++i) {
-            hopper::wgmma_wait<1>();  // that of the step before the last, whose fragments are overwritten
-            if (i == 1 && block > 0 && thread == 0) hopper::barrier_arrive(before);
+        for (int first = 0; first < STEPS; first += TOGETHER) {
+            u32 loaded[TOGETHER][ATOMS][4], by[TOGETHER][ATOMS][4];
 #pragma unroll
-            for (int atom = 0; atom < ATOMS; ++atom)
-                hopper::load_matrices(x + stage + atom * 64 * ROW_BYTES + ((2 * i + chunk ^ swizzle) << 4),
-                                      fragments[i % 2][atom]);
-            multiply_fragments(fragments[i % 2], factors[i]);
+            for (int i = 0; i < TOGETHER; ++i)
+#pragma unroll
+                for (int atom = 0; atom < ATOMS; ++atom) {
+                    hopper::load_matrices(x[atom] + stage ^ (first + i) * K_BYTES, loaded[i][atom]);
+                    hopper::load_matrices(factors[atom] + stage ^ (first + i) * K_BYTES, by[i][atom]);
+                }
+            hopper::wgmma_wait<1>();  // those before the last, whose fragments are overwritten
+            if (first == TOGETHER && block > 0 && thread == 0) hopper::barrier_arrive(before);
+            u32(&products)[TOGETHER][ATOMS][4] = fragments[first / TOGETHER % 2];
+#pragma unroll
+            for (int i = 0; i < TOGETHER; ++i)
+#pragma unroll
+                for (int atom = 0; atom < ATOMS; ++atom)
+#pragma unroll
+                    for (int part = 0; part < 4; ++part)
+                        products[i][atom][part] = multiply_words(T(), loaded[i][atom][part], by[i][atom][part]);
             hopper::wgmma_fence();
 #pragma unroll
-            for (int atom = 0; atom < ATOMS; ++atom)
-                hopper::wgmma<!TRANSPOSED>(T(), d[atom], fragments[i % 2][atom],
-                                           with_low(w, w_low + stage / 16 + i * W_STEP), block > 0 || i > 0);
+            for (int i = 0; i < TOGETHER; ++i)
+#pragma unroll
+                for (int atom = 0; atom < ATOMS; ++atom)
+                    hopper::wgmma<!TRANSPOSED>(T(), d[atom], products[i][atom],
+                                               with_low(w, w_low + stage / 16 + (first + i) * W_STEP),
+                                               block > 0 || first + i > 0);
             hopper::wgmma_commit();
         }
         before = barriers.empty(ring.at);
@@ -69,6 +86,6 @@ __device__ __forceinline__ void multiply_gated(float (&d)[ATOMS][COLUMNS / 2], R
     for (int atom = 0; atom < ATOMS; ++atom) hopper::settle(d[atom]);
 }
 
-#endif
-
 }  // namespace
+
+#endif

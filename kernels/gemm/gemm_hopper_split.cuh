@@ -49,16 +49,16 @@ struct Exchange {
     }
 };
 
-__device__ __forceinline__ void consume(char* memory, const Barriers& barriers, const Tiles& tiles, int first_block,
-                                        int blocks, const FragmentOutput& of, const GateOperand& gate) {
+__device__ __forceinline__ void consume(char* memory, const Barriers& barriers, const Tiles& tiles, int blocks,
+                                        const FragmentOutput& of, const Gate& gate) {
     const int consumer = warpgroup() - 1, thread = threadIdx.x % 128, rank = blockIdx.x % SPLIT_K;
     const int above = consumer * CONSUMER_ROWS;
     Ring<STAGES> ring;
     float d[ATOMS][COLUMNS / 2];
     const int2 origin = tiles.origin(tiles.first());
 #if X_GATE
-    multiply_gated(d, ring, barriers, hopper::shared_address(memory), above, first_block, blocks, consumer, false, gate,
-                   origin.x + above);
+    multiply_gated(d, ring, barriers, hopper::shared_address(memory), above, blocks, consumer, false, gate.pixels,
+                   origin.x);
 #else
     multiply(d, ring, barriers, hopper::shared_address(memory), above, blocks, consumer, false);
 #endif
@@ -92,7 +92,7 @@ __device__ __forceinline__ void consume(char* memory, const Barriers& barriers, 
 // The kernel, of all threads: y = epilogue(x w) over `blocks` blocks of k.
 template <class Operands>
 __device__ __forceinline__ void run_split(Operands operands, const Weights& weights, const FragmentOutput& output,
-                                          int blocks, int group_m, const GateOperand& gate = {}) {
+                                          int blocks, int group_m, const Gate& gate = {}) {
     extern __shared__ __align__(1024) char memory[];
     const u32 shared = hopper::shared_address(memory);
     const Barriers barriers{shared + BARRIERS_AT};
@@ -100,6 +100,7 @@ __device__ __forceinline__ void run_split(Operands operands, const Weights& weig
         hopper::prefetch(operands.x);
         hopper::prefetch(*weights.maps[0]);
         if constexpr (GATED) hopper::prefetch(operands.up);
+        if constexpr (X_GATE > 0) hopper::prefetch(*gate.factors);
     }
     init_barriers(barriers, 0);
     sync_blocks();
@@ -116,7 +117,7 @@ __device__ __forceinline__ void run_split(Operands operands, const Weights& weig
         hopper::take_registers<CONSUMER_REGISTERS>();
         wait_for_predecessor();
         const int first = range.x * BLOCKS;
-        consume(memory, barriers, tiles, first, min(blocks, range.y * BLOCKS) - first, output, gate);
+        consume(memory, barriers, tiles, min(blocks, range.y * BLOCKS) - first, output, gate);
     }
 }
 

@@ -235,7 +235,7 @@ template <class Place>
 __device__ __forceinline__ void consume(const Place& place, const Results& results, const TensorMap& residual,
                                         char* memory, Barriers barriers, const Tiles& tiles, const Weights& weights,
                                         const T* extra, const T* scale, float alpha, float beta, int m, int blocks,
-                                        const Program& program, const GateOperand& gate) {
+                                        const Program& program, const Gate& gate) {
     const u32 shared = hopper::shared_address(memory);
     const int consumer = warpgroup() - 1, thread = threadIdx.x % 128, lane = thread % 32;
     float2* vectors = reinterpret_cast<float2*>(memory + VECTORS_AT) + consumer * VECTORS * TILE_N / 2;
@@ -269,7 +269,7 @@ __device__ __forceinline__ void consume(const Place& place, const Results& resul
         float d[ATOMS][COLUMNS / 2];
         const bool pass_on = tile + tiles.step() < tiles.count();
 #if X_GATE
-        multiply_gated(d, ring, barriers, shared, above, 0, blocks, consumer, pass_on, gate, origin.x);
+        multiply_gated(d, ring, barriers, shared, above, blocks, consumer, pass_on, gate.pixels, origin.x - above);
 #else
         multiply(d, ring, barriers, shared, above, blocks, consumer, pass_on);
 #endif
@@ -287,7 +287,7 @@ template <class Operands, class Place = MatrixPlace>
 __device__ __forceinline__ void run_tiles(Operands operands, const Weights& weights, const Results& results,
                                           const TensorMap& residual, const T* extra, const T* scale, float alpha,
                                           float beta, int m, int blocks, int group_m, const Place& place = {},
-                                          const Program& program = {}, const GateOperand& gate = {}) {
+                                          const Program& program = {}, const Gate& gate = {}) {
     extern __shared__ __align__(1024) char memory[];
     const u32 shared = hopper::shared_address(memory);
     const Barriers barriers{shared + BARRIERS_AT};
@@ -295,6 +295,7 @@ __device__ __forceinline__ void run_tiles(Operands operands, const Weights& weig
         hopper::prefetch(operands.x);
         for (const TensorMap* map : weights.maps) hopper::prefetch(*map);
         if constexpr (GATED) hopper::prefetch(operands.up);
+        if constexpr (X_GATE > 0) hopper::prefetch(*gate.factors);
         if constexpr (HAS_RESIDUAL) hopper::prefetch(residual);
 #if !STORE_BY_THREADS
         for (Result each : results.y) hopper::prefetch(*each);

@@ -2,6 +2,15 @@
 #pragma once
 #include "gemm_hopper.cuh"
 
+// The gate as parameters of a kernel, and as the members of Gate.
+#if X_GATE
+#define GATE_PARAMETERS , const __grid_constant__ TensorMap factors, int pixels
+#define GATE_ARGUMENTS &factors, pixels
+#else
+#define GATE_PARAMETERS
+#define GATE_ARGUMENTS
+#endif
+
 namespace {
 
 // x and the weights of one product of the launch, at one tile.
@@ -9,6 +18,7 @@ struct MatrixOperands {
     const TensorMap& x;
     const Weights& weights;
     const TensorMap& up;
+    Gate gate;
     const TensorMap* w;
     int row, column;
 
@@ -21,6 +31,8 @@ struct MatrixOperands {
 
     __device__ __forceinline__ void load_x(u32 stage, u32 full, int step) const {
         hopper::load(x, stage, full, step * TILE_K, row);
+        if constexpr (X_GATE > 0)
+            hopper::load(*gate.factors, stage + FACTORS_AT, full, step * TILE_K, row / gate.pixels);
     }
     __device__ __forceinline__ void load_weights(u32 stage, u32 full, int step) const {
         load_weight(*w, stage + X_BYTES, full, step * TILE_K);

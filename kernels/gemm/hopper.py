@@ -15,6 +15,7 @@ from onnxfuse.runtime.symint import always, best_first, maximum, minimum
 
 TILE_K: Final = 64  # elements of 16 bits of k in a stage: the 128 bytes that TMA swizzles
 ROW_BYTES: Final = 128
+GATE_IMAGES: Final = 8  # of which a stage holds factors: after so many rows the swizzle repeats
 SUBTILE: Final = 64  # rows of y that one TMA store writes, and columns where they divide those of a tile
 NARROW_SUBTILE: Final = 32  # columns of y that one TMA store writes of other tiles
 MIN_STAGES: Final = 3
@@ -27,6 +28,7 @@ TURN_CYCLES: Final = 25  # of a step of a consumer that multiplies alone: the ne
 SHARED_TILE_CYCLES: Final = 300  # of a tile whose consumers share it, and begin and end together
 PROGRAM_REGISTERS: Final = 64  # beside accumulators and what a program reads; with fewer, some of these are spilled
 MAX_ACCUMULATORS_OF_THREADS: Final = 128  # beside what a thread loads for the epilogue of fp32
+GATE_STEP_CYCLES: Final = 60.0  # of a stage of k whose x is multiplied by a gate first; an estimate
 START_CYCLES: Final = 2000.0  # of a block that has a multiprocessor, until its first products
 L2_BYTES: Final = 3950  # that all multiprocessors together read a cycle
 ALONE_SHARE: Final = 0.15  # of a product's own time, in what it costs a shared GPU
@@ -134,6 +136,13 @@ def cycles(gemm: Gemm, config: HopperConfig, device: Device, row_cycles: float =
     return rounds * (mainloop + epilogue + SHARED_TILE_CYCLES)
 
 
+def least_cycles(gemm: Gemm, device: Device) -> float:
+    """Return what `cycles` says of the config that it says least of; one must fit."""
+    every = [cycles(gemm, config, device) for config in CONFIGS if fits(gemm, config, device)]
+    least: float = minimum(*every)
+    return least
+
+
 def step_cycles(config: HopperConfig, row_cycles: float = 0.0) -> float:
     """Estimate the clock cycles of a stage of k, as `cycles` does."""
     rows, columns = config.tile_m, config.tile_n
@@ -148,7 +157,8 @@ def _tile_cycles(gemm: Gemm, config: HopperConfig, row_cycles: float) -> tuple[f
     instructions = 8 + {"none": 0, "gelu": 13}.get(gemm.activation, 10) + 4 * bool(gemm.residual)
     moved = ITEM_BYTES[gemm.dtype] * (1 + bool(gemm.residual)) / 32  # cycles for what an element of y moves
     epilogue = config.tile_m * tile_columns(gemm, config) * max(instructions / 128, moved)
-    return -(-gemm.k // (stage_k(gemm) * config.split_k)) * step_cycles(config, row_cycles), epilogue
+    step = step_cycles(config, row_cycles) + (GATE_STEP_CYCLES if gemm.gate else 0.0)
+    return -(-gemm.k // (stage_k(gemm) * config.split_k)) * step, epilogue
 
 
 def shared_cycles(gemm: Gemm, config: HopperConfig, device: Device) -> float:
@@ -178,6 +188,8 @@ def fits(gemm: Gemm, config: HopperConfig, device: Device) -> bool:
         if always(lambda: beyond > 0, beyond):  # where that depends on dynamic sizes, `cycles` says so
             return False
     if not _has_registers(gemm, config) or stages(gemm, config, device) < MIN_STAGES:
+        return False
+    if gemm.gate and (GATE_IMAGES - 1) * gemm.gate_rows < config.tile_m - 1:  # a tile may have rows of more images
         return False
     if gemm.dtype == "float32":
         return config.accumulators <= MAX_ACCUMULATORS_OF_THREADS
@@ -241,14 +253,15 @@ def fixed_bytes(gemm: Gemm, config: HopperConfig) -> int:
     return results + config.consumers * column_vectors(gemm) * tile_columns(gemm, config) * 4 + BARRIER_BYTES
 
 
-def stage_bytes(config: HopperConfig) -> int:
-    """Return the bytes of shared memory of one stage."""
-    return (config.tile_m + config.tile_n) * ROW_BYTES
+def stage_bytes(config: HopperConfig, gate: bool = False) -> int:
+    """Return the bytes of shared memory of one stage, with or without factors of a gate."""
+    return (config.tile_m + config.tile_n + gate * GATE_IMAGES) * ROW_BYTES
 
 
 def stages(gemm: Gemm, config: HopperConfig, device: Device) -> int:
     """Return how many stages fit into shared memory."""
-    return min(MAX_STAGES, (device.shared_per_block - fixed_bytes(gemm, config)) // stage_bytes(config))
+    each = stage_bytes(config, gemm.gate is not None)
+    return min(MAX_STAGES, (device.shared_per_block - fixed_bytes(gemm, config)) // each)
 
 
 def implementation(gemm: Gemm, config: HopperConfig, device: Device) -> Implementation:
@@ -280,7 +293,7 @@ def kernel_launch(
         (blocks, 1, 1),
         (128 * (1 + config.consumers), 1, 1),
         arguments,
-        shared=stages(gemm, config, device) * stage_bytes(config) + fixed_bytes(gemm, config),
+        shared=stages(gemm, config, device) * stage_bytes(config, gemm.gate is not None) + fixed_bytes(gemm, config),
         cluster=config.split_k,
         pdl=True,
     )
@@ -318,7 +331,10 @@ def arguments(gemm: Gemm, config: HopperConfig) -> tuple[Argument, ...]:
     vectors = [*(each.bias or ABSENT for each in gemm.products), gemm.extra or ABSENT, gemm.column_scale or ABSENT]
     scalars = [Scalar(gemm.alpha, "float32"), Scalar(gemm.beta, "float32")]
     integers = (gemm.m, *(each.n for each in gemm.products), k, group_m(gemm, config))
-    gate = (gemm.gate or ABSENT, Scalar(gemm.gate_rows, "int32"))
+    gate: list[Argument] = []
+    if gemm.gate:
+        factors = tensor_map(gemm, gemm.gate, (k, -(-gemm.m // gemm.gate_rows)), (TILE_K, GATE_IMAGES))
+        gate = [factors, Scalar(gemm.gate_rows, "int32")]
     return (*maps, *results, *vectors, *scalars, *(Scalar(value, "int32") for value in integers), *gate)
 
 

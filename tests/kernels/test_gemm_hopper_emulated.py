@@ -191,6 +191,7 @@ def test_matches_float64(case: Case, tmp_path: Path) -> None:
     addresses |= {Pointer("output", i): y.ctypes.data for i, y in enumerate(found)}
     every: list[Gemm | None] = [gemm, *gemm.grouped, None, None][:3]
     order = [gemm.x, *(each and each.w for each in every), gemm.up, *(each and each.y for each in every), gemm.residual]
+    order.append(gemm.gate)
     maps = prepared(step, addresses, order)
 
     def address(pointer: Pointer | None) -> ctypes.c_void_p:
@@ -199,10 +200,10 @@ def test_matches_float64(case: Case, tmp_path: Path) -> None:
     biases = (ctypes.c_void_p * 3)(*(address(each and each.bias) for each in every))
     outputs = (ctypes.c_void_p * 3)(*(address(each and each.y) for each in every))
     sizes = (ctypes.c_int * 3)(*(each.n if each else 0 for each in every))
-    (group,) = (each.value for each in step.arguments[-3:-2] if isinstance(each, Scalar))
+    (group,) = (each.value for each in step.arguments[-3 if gemm.gate else -1 :][:1] if isinstance(each, Scalar))
     library(step.kernel, tmp_path).run(
         maps, outputs, address(gemm.residual), biases, address(gemm.extra), address(gemm.column_scale),
-        case.m, sizes, case.k, group, address(gemm.gate), gemm.gate_rows, case.blocks or step.grid[0], step.cluster,
+        case.m, sizes, case.k, group, gemm.gate_rows, case.blocks or step.grid[0], step.cluster,
         step.shared,
     )  # fmt: skip
     rounding = {"float16": 2**-11, "bfloat16": 2**-8}[case.dtype]

@@ -116,7 +116,7 @@ def run(made: MadeCase, config: HopperConfig, blocks: int | None, folder: Path) 
     assert len(pointers) == len(program.arguments)
     library(step.kernel, len(pointers), folder).run(
         maps, three(address(gemm.y)), address(gemm.residual), three(address(gemm.bias)), None, None, gemm.m,
-        (ctypes.c_int * 3)(gemm.n), gemm.k, hopper.group_m(gemm, config), None, 1, blocks or step.grid[0],
+        (ctypes.c_int * 3)(gemm.n), gemm.k, hopper.group_m(gemm, config), 1, blocks or step.grid[0],
         step.cluster, step.shared, (ctypes.c_void_p * (1 + len(pointers)))(*map(address, pointers)),
     )  # fmt: skip
     for each in written:
