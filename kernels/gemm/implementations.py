@@ -20,6 +20,7 @@ MAX_OF_GATES: Final = 3  # of each kind, with a gate in front of x
 # 62.9; but 100352x64x64 7.8 and 8.0, and 100352x72x24 14.7 and 15.6.
 MANY_ROWS: Final = 1 << 14
 FEW_COLUMNS: Final = 40
+FEW_COLUMNS_OF_GATES: Final = 32
 SHORT_K, COLUMNS_OF_SHORT_K = 16, 64
 
 
@@ -61,13 +62,15 @@ def _behind_a_gate(gemm: Gemm, device: Device) -> list[Implementation]:
     """Return the ways to run a product whose x is multiplied by a gate first.
 
     Of few columns memory is the limit, which tiles of mma.sync, of which many are resident, are nearer to: on an H200,
-    100352x24x144 takes 17.4 us, and a channel_scale and the product 27.7; 6272x112x480 takes 9.7, and 9.6.
+    100352x24x144 takes 17.2 us so, 18.6 in tiles of wgmma, and 27.7 as a channel_scale and the product; 25088x40x240
+    9.8, 8.1 and 13.6.
     """
-    with for_later_plans(gemm.m if gemm.n <= FEW_COLUMNS else 0):
+    few = gemm.n <= FEW_COLUMNS_OF_GATES
+    with for_later_plans(gemm.m if few else 0):
         wgmma = hopper.implementations(gemm, device)[:MAX_OF_GATES]
-    with for_later_plans(gemm.m if wgmma and gemm.n > FEW_COLUMNS else 0):
+    with for_later_plans(gemm.m if wgmma and not few else 0):
         general = mma.implementations(gemm, device)[:MAX_OF_GATES]
-    return [*general, *wgmma] if gemm.n <= FEW_COLUMNS else [*wgmma, *general]
+    return [*general, *wgmma] if few else [*wgmma, *general]
 
 
 def _is_copied(gemm: Gemm, wgmma: Implementation) -> bool:

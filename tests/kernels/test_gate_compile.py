@@ -45,7 +45,7 @@ def test_wgmmas_compile(config: hopper.HopperConfig) -> None:
 
 @pytest.mark.parametrize(
     ("c", "m", "side", "launches"),
-    [(32, 16, 112, 1), (144, 24, 56, 1), (672, 112, 14, 1), (1152, 192, 7, 1), (896, 8192, 14, 2)],
+    [(32, 16, 112, 1), (144, 24, 56, 1), (672, 112, 14, 1), (1152, 192, 7, 1), (896, 896, 14, 1), (896, 8192, 14, 2)],
 )
 def test_how_many_launches_come_first(c: int, m: int, side: int, launches: int) -> None:
     """Two where the product has many operations for each byte of x."""
