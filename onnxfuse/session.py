@@ -85,7 +85,7 @@ def InferenceSession(
             version, a model that has changed) is not used, and a warning says why. It holds machine code: use only
             files that you trust.
     aim     "throughput": kernels are planned for several runs at once, as threads of a server make them. Products of
-            matrices then take larger tiles, which leave more of the GPU to other runs, and a single run takes longer.
+            matrices then leave more of the GPU to other runs (on Hopper GPUs), and a single run takes longer.
             Measurements do not count, because they are of kernels alone. A plan file has its own aim.
 
     Other arguments are those of onnxruntime.InferenceSession. Threads may share `sess_options` here, but not with

@@ -14,7 +14,7 @@
 #define EACH_PRODUCT(before, name) before name, before name##_2, before name##_3
 #endif
 
-extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
+extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), BLOCKS_PER_SM)
     gemm_hopper(const __grid_constant__ TensorMap x, EACH_PRODUCT(const __grid_constant__ TensorMap, w),
 #if GATED
                 const __grid_constant__ TensorMap up,

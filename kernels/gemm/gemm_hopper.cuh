@@ -17,7 +17,7 @@
 //   TILE_M, TILE_N   rows and columns of y in a tile. GATED: two products of that size, side by side
 //   PINGPONG    1: each consumer has tiles of its own; one runs its epilogue while the other multiplies
 //               0: the consumers share a tile, and each has an equal number of its rows (CUTLASS: cooperative)
-//   CONSUMERS   warpgroups that multiply: 2, or 3 that share a tile
+//   CONSUMERS   warpgroups that multiply: 2, or 3 that share a tile, or 1, of which two blocks live on a multiprocessor
 //   STAGES      of the ring
 //   K_BLOCK     elements of k in a block of a stage: those of 128, 64 or 32 bytes. Below 128, TRANSPOSED and not GATED
 //   SPLIT_K     blocks of a cluster, which share a tile, each with a slice of k: 1 but in gemm_hopper_split.cu
@@ -48,8 +48,11 @@ constexpr int BLOCK_ROW_BYTES = sizeof(T) * K_BLOCK;                   // TMA's 
 constexpr int COLUMNS = TILE_N * (1 + GATED);                          // of accumulators: those of up follow those of w
 constexpr int CONSUMER_ROWS = PINGPONG ? TILE_M : TILE_M / CONSUMERS;  // rows of a tile that a consumer computes
 constexpr int ATOMS = CONSUMER_ROWS / 64;                              // wgmmas of 64 rows, one above the other
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;           // 128 (40 + 2 * 232) of the 65536,
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;         // or 128 (32 + 3 * 160)
+// 128 (40 + 2 * 232) of the 65536 registers, 128 (32 + 3 * 160), or 128 (40 + 216) of half of them.
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : CONSUMERS == 2 ? 232 : 216;
+constexpr int BLOCKS_PER_SM = CONSUMERS == 1 ? 2 : 1;
+constexpr bool RESULTS_IN_RING = CONSUMERS == 1;  // the stage behind those of a tile is for its residual and its y
 
 constexpr int X_BYTES = TILE_M * ROW_BYTES;
 constexpr int FACTORS_AT = X_BYTES + COLUMNS * ROW_BYTES;              // in a stage
@@ -169,11 +172,16 @@ struct Gate {
 
 // ---- the producer ------------------------------------------------------------------------------------------------
 
+// What a stage for the results of a tile is filled with.
+struct NoResults {
+    __device__ __forceinline__ void fill(u32 stage, u32 full, int2 origin) const {}
+};
+
 // Called by one thread: fills stages for all tiles of the block. `range`: the first step along k and the one after the
 // last. Operands is that of gemm_operands.cuh and the like.
-template <class Operands>
+template <class Operands, class InRing = NoResults>
 __device__ __forceinline__ void produce(Operands operands, u32 shared, const Barriers& barriers, const Tiles& tiles,
-                                        int2 range) {
+                                        int2 range, const InRing& results = {}) {
     int ahead = 0;  // stages whose weights are loaded already, but not yet x
     if (WEIGHTS_CONSTANT && tiles.first() < tiles.count()) {
         operands.begin(tiles.origin(tiles.first()));
@@ -197,6 +205,11 @@ __device__ __forceinline__ void produce(Operands operands, u32 shared, const Bar
                 operands.load_weights(stage, full, step);
             }
             operands.load_x(stage, full, step);
+            ring.next();
+        }
+        if constexpr (RESULTS_IN_RING) {
+            hopper::barrier_wait(barriers.empty(ring.at), ring.parity ^ 1);
+            results.fill(shared + ring.at * STAGE_BYTES, barriers.full(ring.at), tiles.origin(tile));
             ring.next();
         }
     }

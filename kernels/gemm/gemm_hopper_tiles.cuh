@@ -8,6 +8,7 @@
 //      columns of its accumulators.
 //   3. It applies the epilogue (epilogue.cuh, by fragment), reads the residual by ldmatrix and writes the result in its
 //      place by stmatrix. TMA stores the subtiles while the next tile is multiplied; what lies beyond y is not written.
+// With RESULTS_IN_RING the producer loads the residual, into the stage behind those of the tile, and y is written there.
 // With STORE_BY_THREADS, step 3 ends with stores by threads, row by row in words, because rows of y are not aligned.
 //
 // Macros: those of gemm_hopper.cuh, and
@@ -38,11 +39,12 @@ constexpr int SUBTILE_ROW_BYTES = 2 * SUBTILE_N;  // TMA's swizzle covers them
 constexpr int SUBTILE_COLUMNS = TILE_N / SUBTILE_N;
 constexpr int SUBTILES = ATOMS * SUBTILE_COLUMNS;  // of a consumer's rows of a tile
 static_assert(sizeof(T) == 2 && (!STORE_BY_THREADS || SUBTILE_N == 64));
+static_assert(!RESULTS_IN_RING || (!STORE_BY_THREADS && 2 * TILE_M * TILE_N <= STAGE_BYTES));
 constexpr int VECTORS = HAS_BIAS + HAS_EXTRA + HAS_COLUMN_SCALE;
 
 constexpr int SUBTILE_BYTES = 64 * SUBTILE_ROW_BYTES;
 constexpr int SUBTILES_AT = STAGES * STAGE_BYTES;
-constexpr int VECTORS_AT = SUBTILES_AT + CONSUMERS * SUBTILES * SUBTILE_BYTES;
+constexpr int VECTORS_AT = SUBTILES_AT + (RESULTS_IN_RING ? 0 : CONSUMERS * SUBTILES * SUBTILE_BYTES);
 constexpr int BARRIERS_AT = VECTORS_AT + CONSUMERS * VECTORS * TILE_N * 4;
 
 // The column vectors on their way to shared memory: a thread has two elements of each.
@@ -180,7 +182,7 @@ struct Output {
                                            float alpha, float beta) {
         SubtileLoads loads[1 + PROGRAM_AHEAD];
         if (PROGRAM_AHEAD) load_program(loads[0], origin, 0, m, n);
-        if constexpr (HAS_RESIDUAL) {
+        if constexpr (HAS_RESIDUAL && !RESULTS_IN_RING) {
             hopper::barrier_wait(residual_full, parity);
             parity ^= 1;
         }
@@ -231,13 +233,31 @@ struct Output {
     }
 };
 
+// Fills the stage for the results of a tile with its residual.
+template <class Place>
+struct ResidualInRing {
+    const Place& place;
+    const TensorMap& residual;
+
+    __device__ __forceinline__ void fill(u32 stage, u32 full, int2 origin) const {
+        if constexpr (HAS_RESIDUAL) {
+            hopper::barrier_arrive_expect(full, SUBTILES * SUBTILE_BYTES);
+#pragma unroll
+            for (int i = 0; i < SUBTILES; ++i)
+                place.load(residual, stage + i * SUBTILE_BYTES, full, Output<Place>::subtile_at(origin, i));
+        } else {
+            hopper::barrier_arrive(full);
+        }
+    }
+};
+
 template <class Place>
 __device__ __forceinline__ void consume(const Place& place, const Results& results, const TensorMap& residual,
                                         char* memory, Barriers barriers, const Tiles& tiles, const Weights& weights,
                                         const T* extra, const T* scale, float alpha, float beta, int m, int blocks,
                                         const Program& program, const Gate& gate) {
     const u32 shared = hopper::shared_address(memory);
-    const int consumer = warpgroup() - 1, thread = threadIdx.x % 128, lane = thread % 32;
+    const int consumer = CONSUMERS == 1 ? 0 : warpgroup() - 1, thread = threadIdx.x % 128, lane = thread % 32;
     float2* vectors = reinterpret_cast<float2*>(memory + VECTORS_AT) + consumer * VECTORS * TILE_N / 2;
     const int row = thread / 32 * 16 + lane % 16;
     const int subtiles = SUBTILES_AT + consumer * SUBTILES * SUBTILE_BYTES;
@@ -258,7 +278,7 @@ __device__ __forceinline__ void consume(const Place& place, const Results& resul
         int2 origin = tiles.origin(tile);
         origin.x += above;
         const int product = weights.find(origin.y);
-        if (HAS_RESIDUAL && thread == 0) {
+        if (HAS_RESIDUAL && !RESULTS_IN_RING && thread == 0) {
             if (!PINGPONG) hopper::barrier_wait(barriers.full(ring.at), ring.parity);  // the operands are needed first
             output.fetch_residual(origin);
         }
@@ -274,10 +294,21 @@ __device__ __forceinline__ void consume(const Place& place, const Results& resul
         multiply(d, ring, barriers, shared, above, blocks, consumer, pass_on);
 #endif
         if (PINGPONG) ring.skip(steps);
+        if constexpr (RESULTS_IN_RING) {
+            hopper::barrier_wait(barriers.full(ring.at), ring.parity);
+            output.subtiles = shared + ring.at * STAGE_BYTES;
+        }
         if (!HAS_RESIDUAL && thread == 0) hopper::store_wait_read<0>();  // TMA has read the last tile's results
         if (VECTORS > 0 && thread < TILE_N / 2) fetched.put(vectors + thread);
         if (VECTORS > 0 || !HAS_RESIDUAL) hopper::named_barrier(output.named, 128);
         output.finish(d, pick(results.y, product), origin, m, pick(weights.n, product), alpha, beta);
+        if constexpr (RESULTS_IN_RING) {
+            if (thread == 0) {
+                hopper::store_wait_read<0>();
+                hopper::barrier_arrive(barriers.empty(ring.at));
+            }
+            ring.next();
+        }
     }
     if (thread == 0) hopper::store_wait_read<0>();
 }
@@ -307,7 +338,8 @@ __device__ __forceinline__ void run_tiles(Operands operands, const Weights& weig
     release_successor();
     if (warpgroup() == 0) {
         hopper::give_registers<PRODUCER_REGISTERS>();
-        if (threadIdx.x == 0) produce(operands, shared, barriers, tiles, int2{0, steps_of(blocks)});
+        if (threadIdx.x == 0)
+            produce(operands, shared, barriers, tiles, int2{0, steps_of(blocks)}, ResidualInRing<Place>{place, residual});
         __syncwarp();
     } else {
         hopper::take_registers<CONSUMER_REGISTERS>();

@@ -41,7 +41,7 @@ EVERY_PRODUCT = {**PRODUCTS, **ODD, **OTHERS}
 
 
 @pytest.mark.parametrize("gemm", sampled(EVERY_PRODUCT.values(), 6), ids=[*EVERY_PRODUCT])
-@pytest.mark.parametrize("config", hopper.CONFIGS, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", (*hopper.CONFIGS, *hopper.HALF_CONFIGS), ids=lambda config: config.name)
 def test_compiles_without_spills(config: hopper.HopperConfig, gemm: Gemm) -> None:
     if config.split_k > 1:
         gemm = dataclasses.replace(gemm, m=128, n=768 + gemm.n % 8, k=3072)
@@ -52,9 +52,25 @@ def test_compiles_without_spills(config: hopper.HopperConfig, gemm: Gemm) -> Non
     assert "C75" not in log, "the assembler serialises wgmma, or ignores setmaxnreg"
 
 
-@pytest.mark.parametrize("n, k", [(768, 768), (3072, 768), (768, 3072)])
+@pytest.mark.parametrize("config", hopper.HALF_CONFIGS, ids=lambda config: config.name)
+def test_two_blocks_of_half_a_multiprocessor_fit_on_it(config: hopper.HopperConfig) -> None:
+    step = launch(hopper.implementation(LINEAR, config, H200))
+    assert 2 * (step.shared + 1024) <= H200.shared_per_block + 1024
+    assert 2 * step.block[0] * check_compiles(step.kernel, H200, stack=0).registers <= 1 << 16
+    assert step.grid[0] <= 2 * H200.multiprocessors
+
+
+@pytest.mark.parametrize("m", [100, 1080])
+def test_only_shared_gpus_have_blocks_of_half_a_multiprocessor(m: int) -> None:
+    gemm = dataclasses.replace(LINEAR, m=m, n=768, weights_constant=True)
+    shared = hopper.implementations(gemm, dataclasses.replace(H200, shared=True))
+    assert all(launch(way).kernel.defines["CONSUMERS"] == 1 for way in shared)
+    assert all(launch(way).kernel.defines["CONSUMERS"] > 1 for way in hopper.implementations(gemm, H200))
+
+
+@pytest.mark.parametrize("n, k", [(769, 768), (3073, 768), (769, 3072)])
 def test_products_read_less_of_a_shared_gpu(n: int, k: int) -> None:
-    """All runs share the L2 cache, and larger tiles are read less often."""
+    """All runs share the L2 cache, and of blocks of a whole multiprocessor, larger tiles are read less often."""
 
     def elements_read(m: int, shared: bool) -> int:
         device = dataclasses.replace(H200, shared=shared)

@@ -84,6 +84,15 @@ CASES = [
     Case(HopperConfig(128, 64, split_k=2), 100, 135, 136, "float16", True, ("residual",), None, residual_first=True),
 ]
 
+# One consumer, whose results take a stage of the ring: rings that go around, k of fewer stages than those, no residual.
+HALVES = [
+    Case(HopperConfig(128, 128, half=True), 200, 264, 456, "float16", False, LINEAR, 2),
+    Case(HopperConfig(128, 128, half=True), 300, 264, 136, "bfloat16", True, GATED, 2),
+    Case(HopperConfig(64, 128, half=True), 200, 264, 72, "float16", True, ("residual",), 2),
+    Case(HopperConfig(128, 64, half=True), 300, 136, 328, "float16", True, ("bias",), 3, (136, 72)),
+    Case(HopperConfig(64, 64, half=True), 200, 136, 520, "bfloat16", False, (), 2),
+]
+
 # Gates of fewer and of more rows than a tile, and k that ends inside a stage, by each way to divide tiles and k.
 GATES = [
     Case(HopperConfig(64, 64, pingpong=True), 200, 72, 136, "float16", True, ("bias", "gate"), 2),
@@ -174,7 +183,7 @@ def copied(copy: Copy, source: np.ndarray) -> np.ndarray:
     return target
 
 
-@pytest.mark.parametrize("case", [*sampled(CASES, 16), *sampled(GATES, 3), *EPILOGUES], ids=str)
+@pytest.mark.parametrize("case", [*sampled(CASES, 16), *sampled(GATES, 3), *EPILOGUES, *sampled(HALVES, 3)], ids=str)
 def test_matches_float64(case: Case, tmp_path: Path) -> None:
     arrays = operands(case)
     pointers = {name: Pointer("input", i) for i, name in enumerate(arrays)}

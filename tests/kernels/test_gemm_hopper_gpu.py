@@ -31,13 +31,15 @@ SMALL = (333, 328, 200)
 ODD = [(64, 5257, 768), (130, 264, 41), (1001, 1003, 1005), (300, 1002, 330), (5, 1, 7), (130, 3, 1), (1, 1, 1),
        (2100, 2103, 135), (1000, 1001, 1003), (77, 97, 8191)]  # fmt: skip
 ALL = ("bias", "column_scale", "residual")
-# One config of each kind: pingpong consumers, consumers that share a tile, and blocks that share one.
-KINDS = tuple(next(t for t in hopper.CONFIGS if kind(t)) for kind in (
-    lambda t: t.pingpong, lambda t: not t.pingpong and t.split_k == 1, lambda t: t.split_k > 1))  # fmt: skip
+CONFIGS = (*hopper.CONFIGS, *hopper.HALF_CONFIGS)
+# One config of each kind: pingpong consumers, consumers that share a tile, blocks that share one, and one consumer.
+KINDS = tuple(next(t for t in CONFIGS if kind(t)) for kind in (
+    lambda t: t.pingpong, lambda t: not t.pingpong and t.split_k == 1, lambda t: t.split_k > 1,
+    lambda t: t.half))  # fmt: skip
 
 
 def candidates(
-    case: Case, configs: Sequence[hopper.HopperConfig] = hopper.CONFIGS
+    case: Case, configs: Sequence[hopper.HopperConfig]
 ) -> tuple[list[Implementation], TensorSpec, dict[str, np.ndarray]]:
     arrays, device = case.arrays(), gpu(0)
     if device.arch != 90:
@@ -90,7 +92,7 @@ def compiled(request: pytest.FixtureRequest) -> None:
     wanted = [(item, item.callspec.params.get("case")) for item in request.session.items if hasattr(item, "callspec")]
     for item, case in wanted:
         if isinstance(case, Case) and item.path == request.path:
-            configs = KINDS if "epilogues" in item.originalname else hopper.CONFIGS
+            configs = KINDS if "epilogues" in item.originalname else CONFIGS
             steps = (step for way in candidates(case, configs)[0] for step in way.steps)
             compile_all((step.kernel for step in steps if isinstance(step, Launch)), gpu(0))
 
@@ -113,12 +115,12 @@ def check_all(case: Case, configs: Sequence[hopper.HopperConfig]) -> None:
 
 @pytest.mark.parametrize("case", list(sizes()), ids=str)
 def test_sizes(case: Case) -> None:
-    check_all(case, hopper.CONFIGS)
+    check_all(case, CONFIGS)
 
 
 @pytest.mark.parametrize("case", list(anywhere()), ids=str)
 def test_rows_that_begin_anywhere(case: Case) -> None:
-    check_all(case, hopper.CONFIGS)
+    check_all(case, CONFIGS)
 
 
 @pytest.mark.parametrize("case", list(epilogues_anywhere()), ids=str)
@@ -147,7 +149,7 @@ def test_products_of_one_launch(dtype: str, layout: str, odd: int) -> None:
         outputs.append(y)
     gemm = group(gemms)
     assert gemm is not None
-    configs = [config for config in hopper.CONFIGS if hopper.fits(gemm, config, gpu(0))]
+    configs = [config for config in CONFIGS if hopper.fits(gemm, config, gpu(0))]
     for way in (hopper.implementation(gemm, config, gpu(0)) for config in configs):
         written = [upload(np.full(y.shape, np.nan, NUMPY[dtype])) for y in outputs]
         launch(Plan(tuple(outputs), way.steps, way.scratch), [upload(value) for value in every], written)
