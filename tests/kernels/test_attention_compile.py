@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import attention_cases
 import numpy as np
@@ -215,15 +216,28 @@ def test_no_keys_give_zeros_by_a_launch() -> None:
     assert first_plan(node, inputs, H200).steps
 
 
-def test_plans_of_the_host_begin_with_the_kernel_for_the_shape() -> None:
-    first = {
-        "attention_decode": case(8, (32, 8), 1, 4096, (128, 128)),
-        "attention_hopper": case(8, (12, 12), 512, 512, (64, 64)),
-        "attention_mma": case(1, (12, 12), 128, 128, (64, 64)),
-    }
-    for source, (node, inputs) in first.items():
-        step = first_plan(node, inputs, H200).steps[0]
-        assert isinstance(step, Launch) and step.kernel.source == source
+def keys_mask(batch: int, keys: int) -> tuple[str, tuple[int, ...], str]:
+    return "boolean", (batch, 1, 1, keys), "bool"
+
+
+@pytest.mark.parametrize(
+    ("source", "shape", "more"),
+    [
+        ("attention_decode", (8, (32, 8), 1, 4096, (128, 128)), {}),
+        ("attention_hopper", (8, (12, 12), 512, 512, (64, 64)), {}),
+        ("attention_mma", (1, (12, 12), 128, 128, (64, 64)), {}),  # 3.1 us on an H200, the other 3.2
+        ("attention_hopper", (1, (12, 12), 128, 128, (128, 128)), {}),  # 3.7 and 4.5
+        ("attention_hopper", (8, (12, 12), 128, 128, (64, 64)), {}),  # 4.0 and 8.1
+        ("attention_mma", (8, (12, 12), 16, 16, (64, 64)), {}),  # 2.5 and 2.8
+        ("attention_hopper", (8, (12, 12), 128, 128, (64, 64)), {"mask": keys_mask(8, 128)}),  # 4.7 and 9.2
+        ("attention_mma", (8, (12, 12), 64, 64, (64, 64)), {"mask": ("boolean", (1, 1, 64, 64), "bool")}),  # 4.0, 4.7
+    ],
+)
+def test_plans_of_the_host_begin_with_the_kernel_for_the_shape(
+    source: str, shape: tuple[Any, ...], more: dict[str, Any]
+) -> None:
+    step = first_plan(*case(*shape, **more), H200).steps[0]
+    assert isinstance(step, Launch) and step.kernel.source == source
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------------
