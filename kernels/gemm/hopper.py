@@ -94,8 +94,7 @@ CONFIGS: Final = (
 )
 # For GPUs that several runs share: another block, of any stream, multiplies while one starts, waits or ends. With 4 and
 # 8 threads on a session of a BERT-base, an H200 answers 1761 and 1712 requests/s by CONFIGS, 1832 and 1936 by these,
-# and 1793 and 1814 by the cheapest of both: probably blocks of the one kind wait there until two of the other have
-# ended.
+# and 1793 and 1814 by the cheapest of both: probably blocks of the one kind wait until two of the other have ended.
 HALF_CONFIGS: Final = tuple(HopperConfig(*tile, half=True) for tile in ((128, 128), (64, 128), (128, 64), (64, 64)))
 
 
