@@ -19,8 +19,8 @@ MAX_SLICES: Final = 16
 MIN_STEPS: Final = 4  # stages of k, in a slice
 
 # Cycles of a multiprocessor of an H200.
-START_CYCLES: Final = 1500  # until the first stage has arrived; not measured
-SECOND_LAUNCH_CYCLES: Final = 7000  # not measured; much, so that short products stay in clusters
+START_CYCLES: Final = 1500  # until the first stage has arrived
+SECOND_LAUNCH_CYCLES: Final = 15000  # orders slices and clusters as measured: tests/kernels/test_first_plans.py
 SUM_BYTES: Final = 24  # of sums and of what epilogue.cu moves, each cycle
 
 

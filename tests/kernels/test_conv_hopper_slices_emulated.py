@@ -74,12 +74,3 @@ def test_every_slice_has_stages_and_every_block_a_multiprocessor() -> None:
             assert isinstance(step, Launch)
             assert step.grid[0] * step.grid[2] <= H200.multiprocessors and step.shared <= H200.shared_per_block
             assert gemm.k // 64 >= hopper_slices.MIN_STEPS * config.slices
-
-
-def test_few_tiles_and_long_k_are_in_slices() -> None:
-    """Convolutions of 1280 channels, as of diffusion models: 35 us in pairs of blocks at 16x16."""
-    for size in (16, 8):
-        conv = ConvCase(2, 1280, 1280, (size, size), (3, 3), (), SAME, extra=BOTH).problem()
-        assert hopper.implementations(conv, H200)[0].name.startswith("conv_hopper_slices")
-    conv = ConvCase(2, 640, 640, (32, 32), (3, 3), (), SAME, extra=BOTH).problem()
-    assert hopper.implementations(conv, H200)[0].name == "conv_hopper_split 128x160 k/2"

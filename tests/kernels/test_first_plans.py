@@ -75,6 +75,9 @@ CONVOLUTIONS = [
     (ConvCase(1, 128, 128, (80, 80), (3, 3), (2, 2), SAME), "conv_hopper"),  # 4.3; in slices of k 5.7
     (ConvCase(1, 256, 256, (14, 14), (3, 3), (), SAME), "conv_hopper_split"),  # 5.5; not in slices 6.5
     (ConvCase(8, 256, 256, (20, 20), (3, 3), (), SAME), "conv_hopper"),  # 10.1 and 11.3
+    (ConvCase(2, 1280, 1280, (8, 8), (3, 3), (), SAME), "conv_hopper_split"),  # 14.5; in slices of k 17.6
+    (ConvCase(2, 1280, 1280, (16, 16), (3, 3), (), SAME), "conv_hopper_slices"),  # 29.6; in clusters 35.9
+    (ConvCase(2, 640, 640, (32, 32), (3, 3), (), SAME), "conv_hopper_split"),
 ]
 
 
