@@ -9,7 +9,7 @@ from onnxfuse.kernels.gemm.pad import padded
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, Launch
-from onnxfuse.runtime.symint import for_later_plans, is_symbolic
+from onnxfuse.runtime.symint import estimate, for_later_plans, is_symbolic
 
 MAX_IMPLEMENTATIONS: Final = 8  # each is compiled and timed when a new shape comes
 
@@ -84,13 +84,14 @@ def _is_copied(gemm: Gemm, wgmma: Implementation) -> bool:
 def _fills_tiles(gemm: Gemm, wgmma: Implementation) -> bool:
     """Return whether few rows are enough for wgmma in one step, which has no weights in flight before it starts.
 
-    On an H200, in us by wgmma and by gemm_stream: 49x2048x512 2.4 and 3.9, 32x672x168 2.5 and 2.7, 32x480x120 2.3 and
-    2.5; but 32x168x672 3.1 and 2.6, 32x10x240 3.1 and 2.6.  Numbers of rows that vary are not asked.
+    On an H200, in us by wgmma and by gemm_stream: 49x2048x512 2.7 and 4.0, 33x768x768 3.1 and 3.7, 64x4096x1024 4.1 and
+    4.7, 33x256x256 2.2 and 2.6, 20x512x128 2.0 and 2.1; but 20x768x768 3.1 and 2.6, 20x5120x1024 5.6 and 4.0,
+    32x168x672 3.1 and 2.6. Of eleven products with as many columns as k or more, and k up to 1024, wgmma is the faster
+    one for all numbers of rows from 33 on, with weights in L2 as well as in memory.
     """
-    if is_symbolic(gemm.m) or len(wgmma.steps) > 1 or _is_split(wgmma):
+    if len(wgmma.steps) > 1 or _is_split(wgmma) or gemm.n < gemm.k or gemm.k > 1024:
         return False
-    is_wide = gemm.n >= gemm.k
-    return is_wide and ((gemm.m > 16 and gemm.k <= 256) or (gemm.m > 32 and gemm.k <= 1024))
+    return bool(estimate(gemm.m) > (16 if gemm.k <= 256 else 32))
 
 
 def _is_split(wgmma: Implementation) -> bool:
