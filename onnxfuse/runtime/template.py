@@ -24,7 +24,7 @@ MAX_VARIANTS: Final = 48  # made for speed; more are made where none of these co
 MAX_ALL_VARIANTS: Final = 96
 LARGEST_SIZE: Final = 1 << 16  # of a dim, among the samples
 HALVED_ONCE: Final = {26, 194, 1538}  # sizes that 2 divides and 4 does not, for choices of the width of accesses
-MAX_LOSS: Final = 0.1  # of time at a sample, as the host estimates it, up to which a kernel may be left out
+MAX_LOSS: Final = 0.03  # of time at a sample, as the host estimates it, up to which a kernel may be left out
 MAX_MEAN_LOSS: Final = 0.001  # the same in the mean of all samples
 MAX_TUNED_DISTANCE: Final = 1.0  # from the sizes at which a plan was measured, up to which it counts: a factor of two
 
