@@ -67,8 +67,10 @@ def check_compiles(kernel: Kernel, device: Device, spills: int | None = 0, stack
 def check_attention_compiles(kernel: Kernel, device: Device) -> None:
     """Check that a kernel of attention compiles for a device, and that the assembler does not serialize wgmma."""
     compiled = check_compiles(kernel, device, spills=None)
-    # With LATE_MASK, values that only tiles with mask elements need may be spilled.
-    allowed = 32 if kernel.defines.get("LATE_MASK") else 0
+    # Beside masks, biases and wide results, values that are used once a tile may be spilled: up to twelve words.
+    defines = kernel.defines
+    crowded = defines.get("MASK") or defines.get("BIAS") or int(defines.get("HEAD_DIM_V", 0)) > 128
+    allowed = 48 if crowded else 0
     assert compiled.spill_stores <= allowed, f"{kernel} spills {compiled.spill_stores} bytes on sm_{device.arch}"
     assert "wgmma" not in compiled.log, compiled.log  # "… are serialized due to …"
 

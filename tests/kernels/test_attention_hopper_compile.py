@@ -64,6 +64,7 @@ PROBLEMS = [
     *(problem(size) for size in (8, 32, 64, 128)),
     *(problem(size, dtype="bfloat16", causal=0) for size in (64, 80, 96, 128, 160, 192, 256)),
     *(problem(*sizes, causal=5) for sizes in ((192, 128), (64, 128), (128, 256), (256, 64))),
+    *(problem(*sizes) for sizes in ((96, 64), (128, 64), (192, 64), (256, 128))),
     *(problem(size, **mask) for size in (64, 128, 256) for mask in (BOOLEAN, FINITE, additive("float32"))),
     *(problem(size, bias=scores("float16"), causal=0) for size in (64, 128, 192, 256)),
     *(problem(size, bias=scores("float32"), softcap=30.0, **additive("float32")) for size in (64, 128, 192, 256)),

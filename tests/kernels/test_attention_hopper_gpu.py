@@ -71,6 +71,7 @@ CASES = [
     *(Case(size) for size in (8, 32, 64, 80, 128, 256)),
     *(Case(size, dtype="bfloat16", causal=True) for size in (64, 96, 128, 160, 192, 256)),
     *(Case(*sizes, causal=True) for sizes in ((192, 128), (64, 128), (72, 40))),
+    *(Case(*sizes) for sizes in ((96, 64), (128, 64), (192, 64), (192, 128), (256, 128))),
     Case(64, causal=True, zero_rows=True),
     *(Case(size, amplitude=12.0) for size in (64, 128)),
     *(Case(64, scale=scale) for scale in (-0.2, 2.0)),
