@@ -38,7 +38,9 @@
 //   LATE_MASK      a mask's elements are loaded after the products, during which registers have no room for them
 //   MASK_T, MASK_KEY, MASK_QUERY, MASK_PAIRS   element type; whether it differs along keys and queries; whether two
 //                  neighbouring keys are one access, 2: if lengths are even. BIAS_T and so on likewise
+//   ROTATED   0, or the elements of a query that are rotated: attention_hopper_rotation.cuh
 #include "attention_hopper_copies.cuh"
+#include "attention_hopper_rotation.cuh"
 #include "attention_hopper_scores.cuh"
 #include "program.cuh"
 
@@ -277,7 +279,8 @@ attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ Te
                  float small_1, float small_2, float small_3, float small_4, const MASK_T* mask,
                  long long mask_batch, long long mask_head, long long mask_query, const BIAS_T* bias,
                  long long bias_batch, long long bias_head, long long bias_query, const SLOPE_T* slopes,
-                 const unsigned char* flags, const u32* bits, int flags_batch, int flags_head PROGRAM_PARAMETERS) {
+                 const unsigned char* flags, const u32* bits, int flags_batch, int flags_head
+                 ROTATION_PARAMETERS PROGRAM_PARAMETERS) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 qo = shared_address(shared);
     const u32 k_buffers = qo + WARPGROUPS * QO_BYTES, v_buffers = k_buffers + STAGES * K_STAGE;
@@ -353,7 +356,13 @@ attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ Te
     Softmax softmax;
     float o[RESULTS];
     const float exponent = SCALE_IN_EXPONENT ? scale * LOG2_E : 1.0f;
+#if ROTATED
+    QueryRotation rotation(first, queries, at.batch, cos, sin, table_batch, query_scale, query_epsilon);
+#endif
     barrier_wait(shared_address(&barriers.queries), 0);
+#if ROTATED
+    rotation.apply(reinterpret_cast<char*>(shared) + group * QO_BYTES, 8 + group);
+#endif
 #pragma unroll 1
     for (int pass = 0; pass < 1 + SECOND_PASS; ++pass) {
         softmax = Softmax();

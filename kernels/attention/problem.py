@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 
 from onnxfuse.kernels.epilogue_program import EpilogueProgram
 from onnxfuse.kernels.head_tensor import HeadTensor
+from onnxfuse.kernels.rotary.rotary import Rotary
 from onnxfuse.runtime.plan import Launch, Pointer
 from onnxfuse.runtime.symint import gcd, is_symbolic
 
@@ -98,6 +99,7 @@ class Attention:
     tf32: bool = False  # float32 operands may be rounded to TF32
     out_dtype: str = ""
     program: EpilogueProgram | None = None  # operators that follow
+    rotation: Rotary | None = None  # which makes q and k of two tensors; a kernel may make q itself, and not read it
 
     def with_program(self, launch: Launch) -> Launch:
         """Return the launch that stores the results, with the operators that follow."""

@@ -2,7 +2,8 @@
 
 Every tile of 64 to 192 queries reads a key, so that rotating it while it is loaded would repeat that work. Written once
 and read from L2, it costs as many bytes as it has: for 2048 queries of 32 heads and keys of 8, of 64 elements in fp16,
-21 MB in one launch instead of two, and with norms instead of four.
+21 MB in one launch instead of two, and with norms instead of four. A query is read by one block: attention_hopper.cu
+rotates queries itself, and the launch has keys alone, 4 MB of these 21.
 """
 
 from __future__ import annotations
@@ -45,13 +46,12 @@ def rotary_candidates(
 
     Raises ValueError if the tables do not fit.
     """
-    rotated = _rotated_tensors(problem)
-    first = launch(_rotary(node, inputs, problem, rotated), device)
-    item = ITEM_BYTES[problem.dtype]
-    scratch = tuple(problem.batch * heads.batch_stride * item for heads in rotated)
-    # `_after` adds len(rotated) to the index of every scratch buffer, also to these two.
-    q, k = (replace(heads, pointer=Pointer("scratch", i - len(rotated))) for i, heads in enumerate(rotated))
-    return [_after(first, scratch, each, out) for each in implementations(replace(problem, q=q, k=k), device)]
+    results = _rotated_tensors(problem)
+    rotary = _rotary(node, inputs, problem, results)
+    # `_after` adds the number of results to the index of every scratch buffer, also to these two.
+    q, k = (replace(heads, pointer=Pointer("scratch", i - len(results))) for i, heads in enumerate(results))
+    ways = implementations(replace(problem, q=q, k=k, rotation=rotary), device)
+    return [_after(rotary if _reads(each, q.pointer) else _of_keys(rotary), each, out, device) for each in ways]
 
 
 def _rotated_tensors(problem: Attention) -> tuple[HeadTensor, HeadTensor]:
@@ -61,6 +61,19 @@ def _rotated_tensors(problem: Attention) -> tuple[HeadTensor, HeadTensor]:
         HeadTensor(Pointer("scratch", i), problem.queries * row, problem.head_dim, row) for i, row in enumerate(rows)
     )
     return q, k
+
+
+def _of_keys(rotary: Rotary) -> Rotary:
+    """Return the rotation of the keys alone, to the first scratch buffer."""
+    keys = rotary.tensors[-1]
+    return replace(rotary, tensors=(replace(keys, y=replace(keys.y, pointer=Pointer("scratch", 0))),))
+
+
+def _reads(attention: Implementation, pointer: Pointer) -> bool:
+    """Return whether a kernel reads a tensor."""
+    launches = [step for step in attention.steps if isinstance(step, Launch)]
+    arguments = [argument for step in launches for argument in step.arguments]
+    return any(pointer == (each.pointer if isinstance(each, TensorMap) else each) for each in arguments)
 
 
 def _rotary(
@@ -90,17 +103,19 @@ def _scale(node: FusedNode, name: str) -> Argument:
     return operand_pointer(node, f"{name}_scale") if f"{name}_scale" in node.operands else ABSENT
 
 
-def _after(first: Launch, scratch: tuple[int, ...], attention: Implementation, out: TensorSpec) -> Plan:
-    """Return the plan of `first`, with scratch buffers of these sizes, and then the steps of `attention`."""
+def _after(rotary: Rotary, attention: Implementation, out: TensorSpec, device: Device) -> Plan:
+    """Return the plan of a rotation, whose results are its first scratch buffers, and then the steps of `attention`."""
+    results = [tensor.y for tensor in rotary.tensors]
+    scratch = [rotary.batch * heads.batch_stride * ITEM_BYTES[rotary.y_dtype] for heads in results]
 
     def shifted_argument(argument: Argument) -> Argument:
         if isinstance(argument, TensorMap):
-            return replace(argument, pointer=_shifted(argument.pointer, len(scratch)))
-        return _shifted(argument, len(scratch)) if isinstance(argument, Pointer) else argument
+            return replace(argument, pointer=_shifted(argument.pointer, len(results)))
+        return _shifted(argument, len(results)) if isinstance(argument, Pointer) else argument
 
     launches = [step for step in attention.steps if isinstance(step, Launch)]
     steps = (replace(step, arguments=tuple(map(shifted_argument, step.arguments))) for step in launches)
-    return Plan((out,), (first, *steps), (*scratch, *attention.scratch))
+    return Plan((out,), (launch(rotary, device), *steps), (*scratch, *attention.scratch))
 
 
 def _shifted(pointer: Pointer, by: int) -> Pointer:

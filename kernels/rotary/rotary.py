@@ -85,13 +85,9 @@ def launch(problem: Rotary, device: Device) -> Launch:
     bytes_of_position = problem.size * sum(heads) * (ITEM_BYTES[problem.x_dtype] + ITEM_BYTES[problem.y_dtype])
     streamed_threads = STREAMED_FROM_BYTES // bytes_of_position * (lanes * groups)
     defines: Defines = {
-        "X_T": STORAGE[problem.x_dtype], "COS_T": STORAGE[problem.tables.dtype], "SIN_T": STORAGE[problem.sin_dtype],
-        "Y_T": STORAGE[problem.y_dtype], "SCALE_T": STORAGE[problem.scale_dtype or "float32"],
-        "SIZE": problem.size, "ROTATED": problem.rotated, "HEADS": heads[0], "MORE_HEADS": sum(heads[1:]),
+        **form_defines(problem), "Y_T": STORAGE[problem.y_dtype], "HEADS": heads[0], "MORE_HEADS": sum(heads[1:]),
         "THREAD_HEADS": thread_heads, "ADJACENT_GROUPS": math.gcd(groups, MAX_ADJACENT_GROUPS),
-        "WIDTH": width, "LANES": lanes, "NORM": int(bool(problem.scale_dtype)),
-        "INTERLEAVED": int(problem.interleaved), "Y_INTERLEAVED": int(problem.y_interleaved),
-        "WHOLE_TABLE": int(problem.whole_table),
+        "WIDTH": width, "LANES": lanes,
         "TABLE_BATCHED": int(is_symbolic(table_batch) or table_batch > 1), "THREADS": THREADS,
         "TABLE_BY_HEADS": int(problem.tables.shape[1] > 1), "KEPT": problem.kept,
         "STREAMED": macro(lambda: moved > STREAMED_FROM_BYTES, f"count > {streamed_threads}", moved),
@@ -108,6 +104,16 @@ def launch(problem: Rotary, device: Device) -> Launch:
     )  # fmt: skip
     kernel = Kernel("rotary_embedding", "rotary_embedding", defines)
     return Launch(kernel, (-(-count // THREADS), 1, 1), (THREADS, 1, 1), arguments, pdl=device.arch >= PDL_ARCH)
+
+
+def form_defines(problem: Rotary) -> Defines:
+    """Return the macros of rotation.cuh but WIDTH and LANES."""
+    return {
+        "X_T": STORAGE[problem.x_dtype], "COS_T": STORAGE[problem.tables.dtype], "SIN_T": STORAGE[problem.sin_dtype],
+        "SCALE_T": STORAGE[problem.scale_dtype or "float32"], "SIZE": problem.size, "ROTATED": problem.rotated,
+        "NORM": int(bool(problem.scale_dtype)), "INTERLEAVED": int(problem.interleaved),
+        "Y_INTERLEAVED": int(problem.y_interleaved), "WHOLE_TABLE": int(problem.whole_table),
+    }  # fmt: skip
 
 
 def _width(problem: Rotary) -> int:

@@ -4,129 +4,23 @@
 // The kernel moves each element of x and y once, 4 bytes an element in fp16, and computes in fp32. A thread reads its
 // piece of the tables once for THREAD_HEADS heads.
 //
-//   SIZE             elements of a head; ROTATED of them are rotated, the rest is copied
 //   HEADS            of the first tensor, MORE_HEADS of the second (0: there is none); THREAD_HEADS of them per thread
 //   ADJACENT_GROUPS  groups of THREAD_HEADS heads of one position side by side in a block; divides the number of groups
-//   WIDTH            elements of a vector access; divides ROTATED / 2 and SIZE - ROTATED
-//   LANES            threads of a head; with NORM a power of two up to 32
-//   INTERLEAVED      1: the elements of a pair of x are neighbours; 0: they are ROTATED / 2 apart
-//   Y_INTERLEAVED    the same of y
-//   WHOLE_TABLE      1: a row of the tables has ROTATED elements, in the order of a head's; 0: it has ROTATED / 2
+//   LANES            with NORM a power of two up to 32
 //   TABLE_BATCHED    1: each element of the batch has tables of its own
 //   TABLE_BY_HEADS   1: each head of the first tensor has tables of its own, and there is no second one
 //   KEPT             first positions whose elements stay as they are, and for which tables have no rows
+//   and those of rotation.cuh
 #include "types.cuh"
+#include "rotation.cuh"
 
-constexpr int HALF = ROTATED / 2;
-constexpr int ROTATED_PIECES = HALF / WIDTH;  // of a head, two vectors each
-constexpr int PIECES = ROTATED_PIECES + (SIZE - ROTATED) / WIDTH;
-constexpr int STEPS = (PIECES + LANES - 1) / LANES;  // pieces of a thread
 constexpr int GROUPS = (HEADS + THREAD_HEADS - 1) / THREAD_HEADS;
 constexpr int ALL_GROUPS = GROUPS + (MORE_HEADS + THREAD_HEADS - 1) / THREAD_HEADS;
-constexpr int TABLE_ROW = WHOLE_TABLE ? ROTATED : HALF;
-constexpr bool INSIDE = INTERLEAVED && Y_INTERLEAVED && WIDTH > 1;  // a pair lies in one vector, of x and of y
-constexpr bool TABLE_OF_PAIRS = WHOLE_TABLE && INTERLEAVED && !INSIDE;
-constexpr int TO_SECOND = TABLE_OF_PAIRS ? WIDTH : WHOLE_TABLE ? HALF : 0;  // of a piece of the tables
 
-static_assert(HALF % WIDTH == 0 && (SIZE - ROTATED) % WIDTH == 0, "a piece is of one kind");
 static_assert(ALL_GROUPS % ADJACENT_GROUPS == 0, "groups adjacent by adjacent are as many everywhere");
 static_assert(!TABLE_BY_HEADS || MORE_HEADS == 0, "tables of heads are of one tensor");
 static_assert(KEPT == 0 || INTERLEAVED == Y_INTERLEAVED, "elements that stay as they are do not move");
 static_assert(!NORM || (LANES <= 32 && (LANES & (LANES - 1)) == 0), "a head's threads are lanes of a warp");
-
-// Sorts two vectors first0 second0 first1 second1 ... into first and second.
-__device__ __forceinline__ void deinterleave(float (&first)[WIDTH], float (&second)[WIDTH]) {
-    float both[2 * WIDTH];
-#pragma unroll
-    for (int i = 0; i < WIDTH; ++i) both[i] = first[i], both[WIDTH + i] = second[i];
-#pragma unroll
-    for (int i = 0; i < WIDTH; ++i) first[i] = both[2 * i], second[i] = both[2 * i + 1];
-}
-
-// The inverse of deinterleave.
-__device__ __forceinline__ void interleave(float (&first)[WIDTH], float (&second)[WIDTH]) {
-    float both[2 * WIDTH];
-#pragma unroll
-    for (int i = 0; i < WIDTH; ++i) both[2 * i] = first[i], both[2 * i + 1] = second[i];
-#pragma unroll
-    for (int i = 0; i < WIDTH; ++i) first[i] = both[i], second[i] = both[WIDTH + i];
-}
-
-// The rotation by the angles of one piece of the tables.
-struct Rotation {
-    float cos_first[WIDTH], sin_first[WIDTH], cos_second[WIDTH], sin_second[WIDTH];
-
-    // `at`: the first element of the row of the tables.
-    __device__ __forceinline__ void load(const COS_T* cos, const SIN_T* sin, INDEX at, int piece) {
-        if constexpr (INSIDE && !WHOLE_TABLE) {
-            at += piece * (WIDTH / 2);
-            load_twice(cos + at, cos_first), load_twice(sin + at, sin_first);
-            load_twice(cos + at + HALF / 2, cos_second), load_twice(sin + at + HALF / 2, sin_second);
-            return;
-        }
-        at += piece * WIDTH * (TABLE_OF_PAIRS ? 2 : 1);
-        unpack(load_cached<WIDTH>(cos + at), cos_first);
-        unpack(load_cached<WIDTH>(sin + at), sin_first);
-        unpack(load_cached<WIDTH>(cos + at + TO_SECOND), cos_second);
-        unpack(load_cached<WIDTH>(sin + at + TO_SECOND), sin_second);
-        if (TABLE_OF_PAIRS) deinterleave(cos_first, cos_second), deinterleave(sin_first, sin_second);
-    }
-
-    template <class E>
-    __device__ __forceinline__ static void load_twice(const E* from, float (&to)[WIDTH]) {
-        float values[WIDTH / 2];
-        unpack(load_cached<WIDTH / 2>(from), values);
-#pragma unroll
-        for (int i = 0; i < WIDTH; ++i) to[i] = values[i / 2];
-    }
-
-    __device__ __forceinline__ void apply(float (&first)[WIDTH], float (&second)[WIDTH]) const {
-        if constexpr (INSIDE) {
-            apply_inside(first, cos_first, sin_first), apply_inside(second, cos_second, sin_second);
-        } else {
-#pragma unroll
-            for (int i = 0; i < WIDTH; ++i) {
-                const float one = first[i], other = second[i];
-                first[i] = fmaf(one, cos_first[i], -other * sin_first[i]);
-                second[i] = fmaf(other, cos_second[i], one * sin_second[i]);
-            }
-        }
-    }
-
-    __device__ __forceinline__ static void apply_inside(float (&x)[WIDTH], const float (&cos)[WIDTH],
-                                                        const float (&sin)[WIDTH]) {
-#pragma unroll
-        for (int i = 0; i < WIDTH; i += 2) {
-            const float one = x[i], other = x[i + 1];
-            x[i] = fmaf(one, cos[i], -other * sin[i]);
-            x[i + 1] = fmaf(other, cos[i + 1], one * sin[i + 1]);
-        }
-    }
-};
-
-// Whether the two vectors of a piece are neighbours. Neighbouring threads then read every other 16 bytes at once, which
-// takes as long as if they read all; so vectors of whole pairs are HALF apart.
-constexpr bool X_ADJACENT = INTERLEAVED && !INSIDE, Y_ADJACENT = Y_INTERLEAVED && !INSIDE;
-
-// The indices in a head of x and of y of a thread's elements.
-struct Piece {
-    bool exists, rotated;
-    int first, second, y_first, y_second;
-
-    __device__ __forceinline__ explicit Piece(int piece)
-        : exists(LANES * STEPS == PIECES || piece < PIECES), rotated(piece < ROTATED_PIECES),
-          first(begin(piece, X_ADJACENT)), second(first + (X_ADJACENT ? WIDTH : HALF)),
-          y_first(begin(piece, Y_ADJACENT)), y_second(y_first + (Y_ADJACENT ? WIDTH : HALF)) {}
-
-    __device__ __forceinline__ static int begin(int piece, bool adjacent) {
-        if (piece >= ROTATED_PIECES) return ROTATED + (piece - ROTATED_PIECES) * WIDTH;
-        return piece * WIDTH * (adjacent ? 2 : 1);
-    }
-};
-
-struct Vectors {
-    Pack<X_T, WIDTH> first, second;
-};
 
 // Strides in elements.
 struct Strides {
@@ -136,37 +30,6 @@ struct Strides {
         return b * INDEX(batch) + h * INDEX(head) + position * INDEX(row);
     }
 };
-
-__device__ __forceinline__ float squares(const float (&values)[WIDTH]) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < WIDTH; ++i) sum = fmaf(values[i], values[i], sum);
-    return sum;
-}
-
-__device__ __forceinline__ void scale_by(float (&values)[WIDTH], float factor, const SCALE_T* scale) {
-    float weights[WIDTH];
-    unpack(load_cached<WIDTH>(scale), weights);
-#pragma unroll
-    for (int i = 0; i < WIDTH; ++i) values[i] *= factor * weights[i];
-}
-
-// Returns one over the root mean square of a head, whose pieces are in LANES threads.
-__device__ __forceinline__ float inverse_rms(const Vectors (&raw)[STEPS], int lane, float epsilon) {
-    float sum = 0.0f, values[WIDTH];
-#pragma unroll
-    for (int s = 0; s < STEPS; ++s) {
-        const Piece piece(lane + s * LANES);
-        if (!piece.exists) continue;
-        unpack(raw[s].first, values);
-        sum += squares(values);
-        unpack(raw[s].second, values);
-        sum += piece.rotated ? squares(values) : 0.0f;
-    }
-#pragma unroll
-    for (int offset = LANES / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-    return rsqrtf(sum / SIZE + epsilon);
-}
 
 // THREAD_HEADS heads of a tensor at one position, of which `count` exist.
 struct Heads {
@@ -195,16 +58,8 @@ __device__ __forceinline__ void finish(const Heads& heads, const Piece& piece, i
                                        const Rotation& rotation, bool turned, bool streamed) {
     Y_T* row = heads.y + k * heads.to;
     float one[WIDTH], other[WIDTH];
-    unpack(raw.first, one);
-    if (NORM) scale_by(one, factor, heads.scale + piece.first);
-    if (piece.rotated) {
-        unpack(raw.second, other);
-        if (NORM) scale_by(other, factor, heads.scale + piece.second);
-        if (X_ADJACENT) deinterleave(one, other);
-        if (turned) rotation.apply(one, other);
-        if (Y_ADJACENT) interleave(one, other);
-        store_as(streamed, row + piece.y_second, other);
-    }
+    turn(raw, piece, factor, heads.scale, rotation, turned, one, other);
+    if (piece.rotated) store_as(streamed, row + piece.y_second, other);
     store_as(streamed, row + piece.y_first, one);
 }
 
@@ -246,12 +101,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const Piece piece(lane + s * LANES);
         if (!present || !piece.exists) continue;
         Rotation rotation;
-        if (piece.rotated && turned) rotation.load(cos, sin, table, lane + s * LANES);
+        if (piece.rotated && turned) rotation.load(cos + table, sin + table, lane + s * LANES);
 #pragma unroll
         for (int k = 0; k < THREAD_HEADS; ++k) {
             if (k >= heads.count) continue;
             const bool reads = TABLE_BY_HEADS && k > 0 && piece.rotated && turned;
-            if (reads) rotation.load(cos, sin, table + k * rows * TABLE_ROW, lane + s * LANES);
+            const INDEX own = table + k * rows * TABLE_ROW;
+            if (reads) rotation.load(cos + own, sin + own, lane + s * LANES);
             finish(heads, piece, k, raw[k][s], factors[k], rotation, turned, STREAMED);
         }
     }

@@ -15,7 +15,8 @@ from onnxfuse.kernels.attention import hopper
 from onnxfuse.kernels.attention.implementations import implementations
 from onnxfuse.kernels.attention.problem import Attention, HeadNumbers, ScoreTensor
 from onnxfuse.kernels.head_tensor import HeadTensor
-from onnxfuse.runtime.plan import Launch, Pointer, Scalar, TensorMap
+from onnxfuse.kernels.rotary.rotary import Rotary, RotatedHeads
+from onnxfuse.runtime.plan import Launch, Pointer, Scalar, TensorMap, TensorSpec
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
 
@@ -60,6 +61,16 @@ def float_arguments(launch: Launch) -> list[float]:
     return [float(np.float32(number)) for number in numbers]
 
 
+def turned(head_dim: int, rotated: int, norm: bool = False, tables: str = "float32", **form: Any) -> dict[str, Any]:
+    """Return the change to a problem by which its queries come of a rotation."""
+    q = RotatedHeads(4, heads("input", 0, 4, head_dim), heads("scratch", 0, 4, head_dim), Pointer("input", 5))
+    spec = TensorSpec((2, 1, LENGTH, rotated), tables)
+    return {"rotation": Rotary(
+        2, LENGTH, head_dim, rotated, (q,), Pointer("input", 3), Pointer("input", 4), spec, tables, "float16",
+        "float16", True, **{"whole_table": True, "scale_dtype": "float32" if norm else "", **form},
+    )}  # fmt: skip
+
+
 PROBLEMS = [
     *(problem(size) for size in (8, 32, 64, 128)),
     *(problem(size, dtype="bfloat16", causal=0) for size in (64, 80, 96, 128, 160, 192, 256)),
@@ -80,12 +91,17 @@ PROBLEMS = [
     *(problem(size, softcap=50.0, **CAUSAL) for size in (64, 128, 192, 256)),
     *(problem(size, softcap=50.0, **additive("float16")) for size in (64, 128)),
     problem(64, softcap=50.0, **FINITE),
+    *(problem(size, **turned(size, size, norm)) for size in (80, 128, 192, 256) for norm in (False, True)),
+    *(problem(size, **turned(size, 64, True), **CAUSAL, **SLOPES) for size in (96, 128, 192, 256)),
+    *(problem(size, **turned(size, size, interleaved=True), **BOOLEAN) for size in (128, 256)),
+    problem(128, softcap=50.0, **turned(128, 32, tables="float16", kept=5, interleaved=True, y_interleaved=True)),
 ]
 
 
 def describe(case: Attention) -> str:
     added = [case.mask_kind, *(f"{x.dtype} {x.query_stride} {x.key_stride}" for x in (case.mask, case.bias) if x)]
-    return f"{case.dtype} {case.head_dim}x{case.head_dim_v} {' '.join(added)}{' causal' * (case.causal is not None)}"
+    more = f"{' causal' * (case.causal is not None)}{' turned' * (case.rotation is not None)}"
+    return f"{case.dtype} {case.head_dim}x{case.head_dim_v} {' '.join(added)}{more}"
 
 
 @pytest.mark.parametrize("case", sampled(PROBLEMS, 16), ids=describe)
@@ -134,6 +150,20 @@ def test_blocks_fit_and_boxes_are_as_the_kernel_has_them(case: Attention) -> Non
 )
 def test_what_tensor_maps_cannot_describe_has_no_plan(changes: dict[str, Any]) -> None:
     assert hopper.implementations(dataclasses.replace(problem(64), **changes), H200) == []
+
+
+MISPLACED = RotatedHeads(4, HeadTensor(Pointer("input", 0, 8), LENGTH * 512, 128, 512), heads("scratch", 0, 4, 128))
+
+
+@pytest.mark.parametrize("change", [{}, {"rotated": 24}, {"aligned": False}, {"tensors": (MISPLACED,)}], ids=str)
+def test_queries_are_rotated_in_the_kernel_if_vectors_fit(change: dict[str, Any]) -> None:
+    rotation = dataclasses.replace(turned(128, 64)["rotation"], **change)
+    before = heads("scratch", 0, 4, 128)
+    for way in hopper.implementations(problem(128, q=before, rotation=rotation), H200):
+        launch = way.steps[-1]
+        assert isinstance(launch, Launch) and isinstance(launch.arguments[0], TensorMap)
+        assert ("ROTATED" in launch.kernel.defines) == (not change)
+        assert launch.arguments[0].pointer == (before.pointer if change else Pointer("input", 0))
 
 
 @pytest.mark.parametrize("changes", [{}, {"bias": scores("float16")}, {"softcap": 30.0}, {"scale": -0.5}], ids=str)

@@ -18,14 +18,34 @@ from sampling import sampled
 from onnxfuse.kernels.attention import hopper
 from onnxfuse.kernels.attention.problem import Attention, HeadNumbers, ScoreTensor
 from onnxfuse.kernels.head_tensor import HeadTensor
-from onnxfuse.runtime.plan import Kernel, Launch, Pointer, Scalar, TensorMap
+from onnxfuse.kernels.rotary.rotary import Rotary, RotatedHeads
+from onnxfuse.kernels.tensors import ABSENT
+from onnxfuse.runtime.plan import Kernel, Launch, Pointer, Scalar, TensorMap, TensorSpec
 
 SIZE = 64
 LOWEST = -65504.0
 SLOPE = 0.5
-PARTS = ("blocks.cuh", "hopper_shape.cuh", "hopper_copies.cuh", "hopper_scores.cuh", "hopper.cu")
-SOURCES = ("located.cuh", "program.cuh", *(f"attention/attention_{part}" for part in PARTS))
+EPSILON = 1e-6
+PARTS = ("hopper_shape.cuh", "hopper_copies.cuh", "hopper_rotation.cuh", "hopper_scores.cuh", "hopper.cu")
+ATTENTION = tuple(f"attention/attention_{part}" for part in ("blocks.cuh", *PARTS))
 MEMORY = "extern __shared__ __align__(1024) unsigned char shared[];"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """How queries are rotated: all elements or the first of them, in neighbouring pairs or halves, behind a norm."""
+
+    rotated: int = SIZE
+    pairs: bool = False
+    pairs_after: bool = False
+    whole_table: bool = True
+    norm: bool = False
+    first_rows: int = 0  # that stay as they are
+    tables: str = "float16"
+
+    def __str__(self) -> str:
+        given = [f"{name} {value}" for name, value in vars(self).items() if value != getattr(Turn, name)]
+        return ", ".join(given) or "halves"
 
 
 @dataclass(frozen=True)
@@ -40,6 +60,7 @@ class Case:
     places: int | None = None  # of the first key, by which a slope is multiplied
     causal: bool = False
     kept: float | None = None
+    turn: Turn | None = None
 
     def __str__(self) -> str:
         given = [f"{name}={value}" for name, value in vars(self).items() if value != getattr(Case, name)]
@@ -64,10 +85,20 @@ CASES = [
     Case(cap=50.0, kept=0.6),
     Case(cap=50.0, kept=0.0),
 ]
+TURNED = [
+    Case(turn=Turn()),
+    Case(5, 200, turn=Turn(pairs=True, pairs_after=True)),
+    Case(5, turn=Turn(32, tables="float32")),
+    Case(turn=Turn(pairs=True, whole_table=False)),
+    Case(turn=Turn(norm=True, tables="float32")),
+    Case(causal=True, turn=Turn(16, norm=True, first_rows=3)),
+    Case(kept=0.6, turn=Turn(32, pairs=True, pairs_after=True, whole_table=False, first_rows=70)),
+]
 
 
-@pytest.mark.parametrize("case", sampled(CASES, 8), ids=str)
-def test_matches_float64(case: Case, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", [*sampled(CASES, 8), *sampled(TURNED, 3)], ids=str)
+def test_matches_float64(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "MAX_ROTATED_BEFORE", 0)
     arrays = operands(case)
     inputs = {name: Pointer("input", i) for i, name in enumerate(arrays)}
     found = np.full((case.length, SIZE), np.nan, np.float16)
@@ -80,10 +111,13 @@ def test_matches_float64(case: Case, tmp_path: Path) -> None:
         [each.value for each in step.arguments if isinstance(each, Scalar) and each.type == kind]
         for kind in ("int32", "float32")
     )
+    if case.turn:
+        assert numbers.pop() == EPSILON
     library(step.kernel, len(numbers), tmp_path).run(
         (Map * len(maps))(*maps), (ctypes.c_int * len(integers))(*integers), (ctypes.c_float * len(numbers))(*numbers),
         *(ctypes.c_void_p(addresses.get(inputs.get(name))) for name in ("mask", "positions", "slopes")),
-        step.grid[0], step.shared,
+        (ctypes.c_void_p * 3)(*(addresses.get(inputs.get(name)) for name in ("cos", "sin", "q_scale"))),
+        ctypes.c_float(EPSILON), step.grid[0], step.shared,
     )  # fmt: skip
     weights, values = expected_weights(case, arrays), arrays["v"].astype(np.float64)
     allowed = 2**-10 * (weights @ np.abs(values)) + 1e-4
@@ -101,7 +135,32 @@ def operands(case: Case) -> dict[str, np.ndarray]:
         made["slopes"] = np.array([SLOPE], np.float32)
     if case.kept is not None:
         made["mask"] = random.random(case.length) < case.kept
+    if case.turn:
+        shape = case.length - case.turn.first_rows, case.turn.rotated // (1 if case.turn.whole_table else 2)
+        angles = random.uniform(-3, 3, shape)
+        made |= {"cos": np.cos(angles).astype(case.turn.tables), "sin": np.sin(angles).astype(case.turn.tables)}
+        made |= {"q_scale": random.uniform(0.5, 1.5, SIZE).astype(np.float16)} if case.turn.norm else {}
     return made
+
+
+def turned_queries(turn: Turn, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """Return the queries behind norm and rotation, rounded to float16."""
+    wide = {name: values.astype(np.float64) for name, values in arrays.items()}
+    q, half = wide["q"], turn.rotated // 2
+    if turn.norm:
+        q = q / np.sqrt((q**2).mean(-1, keepdims=True) + EPSILON) * wide["q_scale"]
+
+    def places(pairs: bool) -> tuple[slice, slice]:
+        return (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if pairs else (slice(half), slice(half, 2 * half))
+
+    first, second = places(turn.pairs)
+    at_first, at_second = (first, second) if turn.whole_table else (slice(None), slice(None))
+    rows, y = slice(turn.first_rows, None), q.copy()
+    one, other = q[rows, first], q[rows, second]
+    to_first, to_second = places(turn.pairs_after)
+    y[rows, to_first] = one * wide["cos"][:, at_first] - other * wide["sin"][:, at_first]
+    y[rows, to_second] = other * wide["cos"][:, at_second] + one * wide["sin"][:, at_second]
+    return y.astype(np.float16)
 
 
 def problem(case: Case, inputs: dict[str, Pointer]) -> Attention:
@@ -118,6 +177,16 @@ def problem(case: Case, inputs: dict[str, Pointer]) -> Attention:
         more |= {"mask_kind": "boolean", "mask": of_keys("mask", "bool")}
     if case.causal:
         more |= {"causal": 0, "add_masked_score": True}
+    if turn := case.turn:
+        row = turn.rotated // (1 if turn.whole_table else 2)
+        tables = TensorSpec((1, 1, case.length - turn.first_rows, row), turn.tables)
+        unread = heads(Pointer("scratch", 0))
+        q = RotatedHeads(1, heads(inputs["q"]), unread, inputs.get("q_scale", ABSENT))
+        more["rotation"] = Rotary(
+            1, case.length, SIZE, turn.rotated, (q,), inputs["cos"], inputs["sin"],
+            tables, turn.tables, "float16", "float16", True, turn.whole_table,
+            turn.pairs, turn.pairs_after, turn.first_rows, "float16" if turn.norm else "", EPSILON,
+        )  # fmt: skip
     return Attention(
         1, 1, 1, case.length, case.length, SIZE, SIZE, "float16", True, *(heads(inputs[name]) for name in "qkv"),
         heads(Pointer("output", 0)), scale=SIZE**-0.5, softcap=case.cap, **more,
@@ -126,6 +195,8 @@ def problem(case: Case, inputs: dict[str, Pointer]) -> Attention:
 
 def expected_weights(case: Case, arrays: dict[str, np.ndarray]) -> np.ndarray:
     """Return the weights in float64."""
+    if case.turn:
+        arrays = {**arrays, "q": turned_queries(case.turn, arrays)}
     wide = {name: values.astype(np.float64) for name, values in arrays.items() if name != "mask"}
     scores = wide["q"] @ wide["k"].T * SIZE**-0.5
     if case.cap:
@@ -142,7 +213,9 @@ def expected_weights(case: Case, arrays: dict[str, np.ndarray]) -> np.ndarray:
 
 def library(kernel: Kernel, numbers: int, folder: Path) -> ctypes.CDLL:
     """Return the kernel's library, which takes so many numbers."""
-    text = "\n".join((KERNELS / name).read_text() for name in SOURCES)
+    rotation = ("rotary/rotation.cuh",) if "ROTATED" in kernel.defines else ()
+    sources = ("located.cuh", "program.cuh", *rotation, *ATTENTION)
+    text = "\n".join((KERNELS / name).read_text() for name in sources)
     text = re.sub(r"(?m)^#(include|pragma).*$", "", text)
     assert MEMORY in text
     text = re.sub(r"\bTHREADS\b", "BLOCK_THREADS", text.replace(MEMORY, "char* shared = emulated::here->memory;"))

@@ -150,6 +150,15 @@ def test_forms(device: Device, dtype: str, form: str, layout: str) -> None:
         check(case, FORMS[form], device)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_forms_of_large_heads(device: Device, dtype: str, form: str) -> None:
+    """Hopper's kernel rotates the queries of these itself."""
+    for length in 70, 300:
+        check(Case(2, 4, 2, length, length, 128, 64, dtype, scale=0.09, mask="boolean", zero=True), FORMS[form], device)
+        check(Case(2, 4, 2, length, length, 256, 256, dtype, scale=0.06), FORMS[form], device)
+
+
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("size", [2, 10, 24, 80, 96, 128, 256])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -169,4 +178,5 @@ def test_parts_of_one_product(device: Device, dtype: str, product: str) -> None:
 
 @pytest.mark.parametrize(("batch", "length"), [(0, 5), (2, 0), (3, 1), (1, 2100)])
 def test_lengths(device: Device, batch: int, length: int) -> None:
-    check(Case(batch, 8, 2, length, length, 64, 64, scale=0.125), Rotation(norm=True), device)
+    for size in 64, 128:
+        check(Case(batch, 8, 2, length, length, size, size, scale=0.125), Rotation(norm=True), device)

@@ -67,30 +67,35 @@ def test_tables_of_other_heads_do_not_fit() -> None:
         rotary_host.candidates(*by_heads(4), DEVICES[0])
 
 
-def attention(**shapes: tuple[int, ...]) -> tuple[FusedNode, list[TensorSpec]]:
-    """Return a node with 8 query heads and 2 key heads of 64 elements, and its inputs, some with other `shapes`."""
-    usual = {"q": (2, 300, 512), "k": (2, 300, 128), "v": (2, 300, 128), "cos": (1, 300, 64), "sin": (1, 300, 64)}
+def attention(size: int = 64, **shapes: tuple[int, ...]) -> tuple[FusedNode, list[TensorSpec]]:
+    """Return a node with 8 query heads and 2 key heads of `size`, and its inputs, some with other `shapes`."""
+    usual = {"q": (2, 300, 8 * size), **dict.fromkeys("kv", (2, 300, 2 * size))}
+    usual |= dict.fromkeys(("cos", "sin"), (1, 300, size))
     given = {**usual, "mask": (2, 1, 300, 300), **shapes}
     attributes = {
-        "heads": 8, "kv_heads": 2, "repeats": 4, "size": 64, "value_size": 64, "scale": 0.125, "mask_kind": "boolean",
-        "masked_score": -math.inf, "rotary": "rotate_half", "norm": "none",
+        "heads": 8, "kv_heads": 2, "repeats": 4, "size": size, "value_size": size, "scale": 0.125,
+        "mask_kind": "boolean", "masked_score": -math.inf, "rotary": "rotate_half", "norm": "none",
     }  # fmt: skip
     dtypes = {"mask": "bool"}
     specs = [TensorSpec(shape, dtypes.get(name, "float16")) for name, shape in given.items()]
     return FusedNode("attention_with_rotary_embedding", "n", tuple(given), attributes, ("float16",)), specs
 
 
+@pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
-def test_attention_reads_what_was_rotated(device: Device) -> None:
-    """Rotated queries and keys are the first scratch buffers, the attention kernels' own come after them."""
-    node, specs = attention()
+def test_attention_reads_what_was_rotated(device: Device, size: int) -> None:
+    """Rotated tensors are the first scratch buffers, the attention kernels' own come after them."""
+    node, specs = attention(size)
     for plan in host.candidates(node, specs, device):
         first, *steps = (step for step in plan.steps if isinstance(step, Launch))
         assert first.kernel.source == "rotary_embedding"
-        assert scratch(first) == {0, 1}
+        keys_alone = size > 64 and steps[-1].kernel.source == "attention_hopper"  # which rotates the queries
+        sizes = [2 * 300 * count * size * 2 for count in ((2,) if keys_alone else (8, 2))]
+        assert scratch(first) == set(range(len(sizes)))
         assert set().union(*map(scratch, steps)) == set(range(len(plan.scratch)))
-        assert {0, 1} <= scratch(steps[-1]) | scratch(steps[0])
-        assert plan.scratch[:2] == (2 * 300 * 512 * 2, 2 * 300 * 128 * 2)
+        assert scratch(first) <= scratch(steps[-1]) | scratch(steps[0])
+        assert list(plan.scratch[: len(sizes)]) == sizes
+        check_compiles(first.kernel, device)
 
 
 def scratch(step: Launch) -> set[int]:

@@ -113,6 +113,7 @@ inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
 static float exp2_fast(float x) { return exp2f(x); }
 static float reciprocal(float x) { return 1 / x; }
+inline float rsqrtf(float x) { return 1 / sqrtf(x); }
 
 template <class T, int N>
 struct Pack { u32 words[(N * sizeof(T) + 3) / 4]; };
@@ -438,7 +439,7 @@ inline u32 __ballot_sync(unsigned, bool mine) {
 }
 inline bool __all_sync(unsigned threads, bool mine) { return __ballot_sync(threads, mine) == 0xffffffffu; }
 inline bool __any_sync(unsigned threads, bool mine) { return __ballot_sync(threads, mine) != 0; }
-inline void __syncwarp() {}
+inline void __syncwarp() { emulated::arrive(emulated::here->warps[threadIdx.x / 32].barrier, 32, true); }
 inline void __syncthreads() { emulated::arrive(emulated::here->named[0], emulated::THREADS, true); }
 
 // ---- hopper.cuh --------------------------------------------------------------------------------------------------

@@ -1,0 +1,116 @@
+// The rotary embedding of the queries of a block, in shared memory, by the warpgroup that multiplies them.
+//
+// Each query is of one block only, so that no work is repeated, and what a launch of its own would move, each query
+// twice, is not moved. Keys are rotated once, in front: every block reads all of them.
+//
+// Macros, where ROTATED is not 0: those of rotation.cuh, of which X_T is T and SIZE is HEAD_DIM, and
+//   KEPT_ROWS   first queries that stay as they are, and for which tables have no rows
+#pragma once
+#include "attention_hopper_shape.cuh"
+
+#ifndef ROTATED
+#define ROTATED 0
+#endif
+
+#if !ROTATED
+#define ROTATION_PARAMETERS
+#else
+#include "rotation.cuh"
+
+#define ROTATION_PARAMETERS                                                                                         \
+    , const COS_T *cos, const SIN_T *sin, long long table_batch, const SCALE_T *query_scale, float query_epsilon
+
+static_assert(WIDTH == 8 && LANES >= 2 && LANES <= 8, "vectors are swizzled, and the threads of a row are in a warp");
+static_assert(KEPT_ROWS == 0 || INTERLEAVED == Y_INTERLEAVED, "elements that stay as they are do not move");
+
+// One of the LANES threads of several of the 64 queries of a warpgroup. They are neighbours, because what a warp reads
+// of rows of tables that lie 128 bytes apart takes as long as if it read all of these bytes.
+class QueryRotation {
+    static constexpr int PIECES_OF_ROW = NORM ? PIECES : ROTATED_PIECES;  // those that change
+    static constexpr int OF_THREAD = (PIECES_OF_ROW + LANES - 1) / LANES;
+    static constexpr int ROWS = 64 * LANES / 128, NEXT_ROW = 128 / LANES;  // of a thread
+    static constexpr int ANGLE_WORDS = OF_THREAD * (TABLE_ROW / HALF * WIDTH * (sizeof(COS_T) + sizeof(SIN_T)) / 4);
+    static constexpr int IN_REGISTERS = ANGLE_WORDS < 64 ? 64 / ANGLE_WORDS : 1;  // rows whose angles are there
+    static constexpr int AT_ONCE = ROWS < IN_REGISTERS ? ROWS : IN_REGISTERS;
+
+    const COS_T* cos;
+    const SIN_T* sin;
+    const SCALE_T* scale;
+    float epsilon;
+    int row, lane;             // of the first of its rows, in the warpgroup
+    int first, last;           // rows from `first` to `last` are rotated
+    Rotation angles[AT_ONCE][OF_THREAD];
+
+    __device__ __forceinline__ bool turned(int r) const { return row + r * NEXT_ROW >= first && row + r * NEXT_ROW <= last; }
+
+    __device__ __forceinline__ void load_angles(int from) {
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int table = (row + (from + i) * NEXT_ROW) * TABLE_ROW;
+#pragma unroll
+            for (int j = 0; j < OF_THREAD; ++j)
+                if (turned(from + i) && Piece(lane + j * LANES).rotated)
+                    angles[i][j].load(cos + table, sin + table, lane + j * LANES);
+        }
+    }
+
+    // The 16 bytes from `element` on of row r, in panels of 64 columns.
+    __device__ __forceinline__ uint4& vector(char* queries, int r, int element) const {
+        const int at = row + r * NEXT_ROW;
+        char* const line = queries + element / 64 * QO_PANEL + at * 128;
+        return *reinterpret_cast<uint4*>(line + (element % 64 / WIDTH ^ at % 8) * 16);
+    }
+
+    __device__ __forceinline__ Pack<T, WIDTH> loaded(char* queries, int r, int element) const {
+        const uint4 words = vector(queries, r, element);
+        return {{words.x, words.y, words.z, words.w}};
+    }
+
+    __device__ __forceinline__ void store(char* queries, int r, int element, const float (&values)[WIDTH]) const {
+        const Pack<T, WIDTH> packed = pack<T>(values);
+        vector(queries, r, element) = uint4{packed.words[0], packed.words[1], packed.words[2], packed.words[3]};
+    }
+
+public:
+    // Takes the first angles, while queries may still be on their way. `from`: the first query of the warpgroup.
+    __device__ __forceinline__ QueryRotation(int from, int queries, int batch, const COS_T* cos_tables,
+                                             const SIN_T* sin_tables, long long table_batch, const SCALE_T* scale,
+                                             float epsilon)
+        : scale(scale), epsilon(epsilon), row(threadIdx.x % 128 / LANES), lane(threadIdx.x % LANES),
+          first(KEPT_ROWS - from), last(queries - 1 - from) {
+        const long long table = batch * table_batch + (long long)(from - KEPT_ROWS) * TABLE_ROW;
+        cos = cos_tables + table, sin = sin_tables + table;
+        load_angles(0);
+    }
+
+    // Rotates the queries of the warpgroup, which are there; wgmma may read them afterwards. `barrier`: a named one of
+    // its 128 threads.
+    __device__ __forceinline__ void apply(char* queries, int barrier) {
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            if (r > 0 && r % AT_ONCE == 0) load_angles(r);
+            Vectors raw[OF_THREAD];
+#pragma unroll
+            for (int j = 0; j < OF_THREAD; ++j) {
+                const Piece piece(lane + j * LANES);
+                if (!piece.exists) continue;
+                raw[j].first = loaded(queries, r, piece.first);
+                if (piece.rotated) raw[j].second = loaded(queries, r, piece.second);
+            }
+            const float factor = NORM ? inverse_rms(raw, lane, epsilon) : 1.0f;
+            if (INTERLEAVED != Y_INTERLEAVED) __syncwarp();  // the others have read the row
+#pragma unroll
+            for (int j = 0; j < OF_THREAD; ++j) {
+                const Piece piece(lane + j * LANES);
+                if (!piece.exists || !(NORM || piece.rotated)) continue;
+                float one[WIDTH], other[WIDTH];
+                turn(raw[j], piece, factor, scale, angles[r % AT_ONCE][j], turned(r), one, other);
+                store(queries, r, piece.y_first, one);
+                if (piece.rotated) store(queries, r, piece.y_second, other);
+            }
+        }
+        store_fence();
+        named_barrier(barrier, 128);
+    }
+};
+#endif

@@ -1,0 +1,31 @@
+"""The host side of attention_hopper_rotation.cuh, by which attention_hopper.cu rotates queries in shared memory."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from onnxfuse.kernels.rotary.rotary import Rotary, form_defines
+from onnxfuse.kernels.tensors import Defines
+from onnxfuse.runtime.plan import Argument, Scalar
+from onnxfuse.runtime.symint import is_symbolic
+
+WIDTH: Final = 8  # elements of an access to shared memory; divides half of the elements that are rotated
+MIN_LANES: Final = 2  # threads of a row, of which a warpgroup has 64
+MAX_LANES: Final = 8
+
+
+def defines(rotation: Rotary) -> Defines:
+    """Return the macros of attention_hopper_rotation.cuh."""
+    pieces = rotation.rotated // 2 // WIDTH
+    if rotation.scale_dtype:
+        pieces += (rotation.size - rotation.rotated) // WIDTH
+    lanes = min(MAX_LANES, max(MIN_LANES, 1 << (pieces - 1).bit_length()))
+    return {**form_defines(rotation), "WIDTH": WIDTH, "LANES": lanes, "KEPT_ROWS": rotation.kept}
+
+
+def arguments(rotation: Rotary) -> tuple[Argument, ...]:
+    """Return what attention_hopper.cu takes for the queries, the first tensor, behind its other parameters."""
+    batch, _, length, row = rotation.tables.shape
+    stride = length * row if is_symbolic(batch) or batch > 1 else 0
+    scale = rotation.tensors[0].scale
+    return rotation.cos, rotation.sin, Scalar(stride, "int64"), scale, Scalar(rotation.epsilon, "float32")
