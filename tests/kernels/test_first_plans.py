@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from architectures import H200
 from conv_cases import ConvCase
+from template_checks import concrete_plan, template_of
 
+from onnxfuse.kernels.attention import host as attention_host
 from onnxfuse.kernels.conv import cudnn
 from onnxfuse.kernels.conv import host as conv_host
 from onnxfuse.kernels.gemm import cublaslt
 from onnxfuse.kernels.gemm.implementations import implementations
 from onnxfuse.kernels.gemm.operands import gemm_of
-from onnxfuse.runtime.plan import FusedNode, Launch, Step, TensorSpec
+from onnxfuse.runtime.plan import FusedNode, Launch, Plan, Step, TensorSpec
+from onnxfuse.runtime.template import Template
 
 SAME, WIDE = (1, 1, 1, 1), (2, 2, 2, 2)
 
@@ -121,3 +130,58 @@ def test_convolutions_in_tf32_run_on_wgmma() -> None:
     assert kernel_of(conv_host.implementations(case.problem(), H200)[0].steps[0]) == "conv_hopper_tf32"
     exact = replace(case, tf32=False)  # a session that forbids TF32
     assert {kernel_of(way.steps[0]) for way in conv_host.implementations(exact.problem(), H200)} == {"conv_mma"}
+
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def timed_attention() -> Iterator[tuple[tuple[Any, ...], dict[str, float]]]:
+    """Yield (form, head size, batch, heads, length) and the microseconds of each tiling on an H200."""
+    results = json.loads((RESULTS / "attention_choice-h200-2026-11-24.json").read_text(encoding="utf-8"))
+    for table in (results["tilings_64"], results["tilings_128"]):
+        for row in table["rows"]:
+            yield tuple(row[:5]), dict(zip(table["columns"][5:], row[5:], strict=True))
+
+
+def attention(form: str, size: int, batch: int, heads: int, length: int) -> tuple[FusedNode, list[TensorSpec]]:
+    given = {"heads": heads, "kv_heads": heads, "repeats": 1, "size": size, "value_size": size, "scale": size**-0.5}
+    masked = {"mask_kind": "causal", "masked_score": -65504.0} if form == "causal" else {"mask_kind": "none"}
+    node = FusedNode("attention", "n", ("q", "k", "v"), {**given, **masked}, ("float16",))
+    return node, [TensorSpec((batch, length, heads * size), "float16")] * 3
+
+
+@functools.cache
+def attention_template(form: str, size: int, heads: int) -> Template:
+    return template_of(*attention(form, size, -1, heads, -2), H200)
+
+
+def tiling(plan: Plan) -> str:
+    launch = plan.steps[-1]
+    assert isinstance(launch, Launch)
+    macros = (launch.kernel.defines[name] for name in ("WARPGROUPS", "BLOCK_N", "BLOCKS_PER_SM"))
+    return "{}x{}*{}".format(*macros)
+
+
+def slower(taken: Sequence[tuple[Plan, dict[str, float]]]) -> tuple[float, float]:
+    """Return the time relative to the fastest tiling, in the geometric mean and at most, where Hopper's kernel runs."""
+    here = [(plan, times) for plan, times in taken if kernel_of(plan.steps[-1]) == "attention_hopper"]
+    assert len(here) > 40
+    ratios = [times[tiling(plan)] / min(times.values()) for plan, times in here]
+    return math.exp(sum(map(math.log, ratios)) / len(ratios)), max(ratios)
+
+
+def test_tilings_of_attention_are_fast_ones() -> None:
+    taken = [(attention_host.candidates(*attention(*case), H200)[0], times) for case, times in timed_attention()]
+    mean, most = slower(taken)
+    assert mean < 1.007 and most < 1.12
+
+
+def test_tilings_of_attention_of_any_length_are_fast_ones() -> None:
+    taken = []
+    for (form, size, batch, heads, length), times in timed_attention():
+        template = attention_template(form, size, heads)
+        variant = template.chosen([batch, length])
+        assert variant
+        taken.append((concrete_plan(template, variant, [batch, length]), times))
+    mean, most = slower(taken)
+    assert mean < 1.012 and most < 1.12
