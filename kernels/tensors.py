@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Pointer, Scalar, TensorSpec
-from onnxfuse.runtime.symint import gcd, is_symbolic
+from onnxfuse.runtime.symint import always, expect_equal, gcd, is_symbolic
 
 Defines: TypeAlias = dict[str, int | float | str]  # the compile-time constants (macros) of a kernel
 
@@ -61,6 +61,18 @@ def vector_width(tensors: Sequence[TensorSpec], *extents: int, weights: Sequence
 def known_equal(first: Sequence[int], second: Sequence[int]) -> bool:
     """Return whether two shapes are equal whatever the sizes of dynamic dims are; it takes no guard to say so."""
     return list(map(repr, first)) == list(map(repr, second))  # a symbolic dim is its expression
+
+
+def differs_along(found: int, wanted: int) -> bool | None:
+    """Return whether an operand differs along an axis of `found` elements, not `wanted` ones; None if that cannot be.
+
+    A dynamic axis that is as long is taken to differ, because any stride is right if it has one element.
+    """
+    if always(lambda: found == 1, found):
+        return False
+    if expect_equal(found, wanted):
+        return is_symbolic(found) or found > 1
+    return False if found == 1 else None
 
 
 def macro(value: Callable[[], int | bool], expression: str, *sizes: int) -> int | str:

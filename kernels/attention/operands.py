@@ -10,9 +10,16 @@ from typing import Final, Literal, cast
 from onnxfuse.kernels.attention.mma import MAX_HEAD_DIM
 from onnxfuse.kernels.attention.problem import Attention, HeadNumbers, MaskKind, ScoreTensor
 from onnxfuse.kernels.head_tensor import HeadTensor
-from onnxfuse.kernels.tensors import ITEM_BYTES, STORAGE, operand_spec, required_spec, unsupported_choice
+from onnxfuse.kernels.tensors import (
+    ITEM_BYTES,
+    STORAGE,
+    differs_along,
+    operand_spec,
+    required_spec,
+    unsupported_choice,
+)
 from onnxfuse.runtime.plan import Device, FusedNode, Pointer, TensorSpec
-from onnxfuse.runtime.symint import always, expect_equal, is_symbolic, minimum
+from onnxfuse.runtime.symint import always, expect_equal, minimum
 
 LAYOUTS: Final = ("packed", "seq_first", "bshd", "bhsd")
 OUT_LAYOUTS: Final = ("packed", "rows", "bshd", "seq_first", "seq_first_rows", "bhsd")
@@ -251,7 +258,7 @@ def _score_tensor(
     if tensor is None:
         return None
     shape = (1,) * (4 - len(tensor.shape)) + tensor.shape
-    differs = [_differs(*pair) for pair in zip(shape, full, strict=True)] if len(shape) == 4 else [None]
+    differs = [differs_along(*pair) for pair in zip(shape, full, strict=True)] if len(shape) == 4 else [None]
     if None in differs:
         raise ValueError(
             f"{_name(node)}: {name} has shape {list(tensor.shape)}; required one that broadcasts to {list(full)}"
@@ -269,18 +276,6 @@ def _slopes(node: FusedNode, inputs: Sequence[TensorSpec], heads: int) -> HeadNu
     if tensor.shape != (heads, 1, 1):
         raise ValueError(f"{_name(node)}: slopes have shape {list(tensor.shape)}; required {[heads, 1, 1]}")
     return HeadNumbers(_pointer(node, "slopes"), tensor.dtype)
-
-
-def _differs(found: int, wanted: int) -> bool | None:
-    """Return whether a mask differs along an axis of `found` elements, not `wanted` ones; None if that cannot be.
-
-    A dynamic axis as long as that of the scores is taken to differ, because any stride is right if it has one element.
-    """
-    if always(lambda: found == 1, found):
-        return False
-    if expect_equal(found, wanted):
-        return is_symbolic(found) or found > 1
-    return False if found == 1 else None
 
 
 def _name(node: FusedNode) -> str:

@@ -17,7 +17,13 @@ from onnxfuse.kernels.attention.problem import Attention
 from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.rotary.rotary import Rotary, RotatedHeads, launch
-from onnxfuse.kernels.rotary.rotary_embedding import check_tables, kept_rows, rotary_form, table_spec, unsupported_rows
+from onnxfuse.kernels.rotary.rotary_embedding import (
+    fitting_tables,
+    kept_rows,
+    rotary_form,
+    table_spec,
+    unsupported_rows,
+)
 from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, STORAGE, operand_pointer, operand_spec, required_spec
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Launch, Plan, Pointer, TensorMap, TensorSpec
 
@@ -83,7 +89,7 @@ def _rotary(
     form = rotary_form(node, "rotary")
     rotated = cos.shape[-1] * (1 if form.whole_table else 2)
     kept = kept_rows(node)
-    check_tables(cos, sin, (problem.batch, 1, problem.queries - kept), problem.head_dim, rotated)
+    cos = fitting_tables(cos, sin, (problem.batch, 1, problem.queries - kept), problem.head_dim, rotated)
     keys = required_spec(node, inputs, "k").shape[LENGTH_AXIS[node.text("k_layout", "packed")]]
     if keys != problem.queries:
         raise ValueError(f"{node.fusion}: {problem.queries} queries and {keys} keys; required as many")

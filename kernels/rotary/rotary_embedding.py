@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.kernels.rotary.rotary import Rotary, RotatedHeads, launch
-from onnxfuse.kernels.tensors import ITEM_BYTES, known_equal, operand_pointer, required_spec, unsupported_dtype
+from onnxfuse.kernels.tensors import ITEM_BYTES, differs_along, operand_pointer, required_spec, unsupported_dtype
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, Pointer, TensorSpec
 
 LAYOUTS: Final = ("packed", "bshd", "bhsd")
@@ -46,7 +46,7 @@ def rotary_embedding_plan(node: FusedNode, inputs: Sequence[TensorSpec], device:
     axes, x_heads = _axes(node, x, layout, size)
     batch, length, heads = axes
     kept = kept_rows(node)
-    check_tables(cos, sin, (batch, heads, length - kept), size, rotated)
+    cos = fitting_tables(cos, sin, (batch, heads, length - kept), size, rotated)
     shape = x.shape if operator else (batch, length, heads, size) if rows_first else (batch, heads, length, size)
     y = TensorSpec(shape, node.output_dtypes[0], x.aligned)
     if 0 in y.shape:
@@ -122,20 +122,23 @@ def _contiguous_heads(layout: str, axes: tuple[int, int, int], size: int) -> Hea
     return HeadTensor(Pointer("output", 0), length * heads * size, head, row)
 
 
-def check_tables(cos: TensorSpec, sin: TensorSpec, axes: tuple[int, int, int], size: int, rotated: int) -> None:
-    """Raise ValueError unless tables fit axes (batch, heads, length) and the `rotated` of `size` elements of a head."""
+def fitting_tables(cos: TensorSpec, sin: TensorSpec, axes: tuple[int, int, int], size: int, rotated: int) -> TensorSpec:
+    """Return cos, whose batch is 1 where all share the tables.
+
+    Raises ValueError unless tables fit axes (batch, heads, length) and the `rotated` of `size` elements of a head.
+    """
     batch, heads, length = axes
     if rotated % 2 or rotated > size:
         raise ValueError(f"rotary_embedding: {rotated} of {size} elements cannot be rotated in pairs")
     if cos.shape != sin.shape:
         found, wanted = (list(_without_one_head(table.shape)) for table in (sin, cos))
         raise ValueError(f"rotary_embedding: sin has shape {found}; required {wanted}, as cos")
-    batched = known_equal(cos.shape[:1], (batch,)) or cos.shape[0] in (1, batch)
-    row = cos.shape[-1]
-    if not batched or cos.shape[1] not in (1, heads) or cos.shape[-2:] != (length, row):
+    batched, row = differs_along(cos.shape[0], batch), cos.shape[-1]
+    if batched is None or cos.shape[1] not in (1, heads) or cos.shape[-2:] != (length, row):
         own = (f"1 or {batch}", 1 if cos.shape[1] == 1 else heads, length, row)
         required = ", ".join(map(str, _without_one_head(own)))
         raise ValueError(f"rotary_embedding: cos has shape {list(_without_one_head(cos.shape))}; required ({required})")
+    return cos if batched else replace(cos, shape=(1, *cos.shape[1:]))
 
 
 def _without_one_head(shape: tuple[object, ...]) -> tuple[object, ...]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 
 import pytest
-from architectures import DEVICES, check_compiles
+from architectures import DEVICES, H200, check_compiles
+from template_checks import concrete_plan, template_of
 
 from onnxfuse.kernels.attention import host
 from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.kernels.rotary import host as rotary_host
 from onnxfuse.kernels.rotary.rotary import Rotary, RotatedHeads, launch
 from onnxfuse.runtime.plan import Device, FusedNode, Launch, Pointer, Scalar, TensorMap, TensorSpec
+from onnxfuse.runtime.template import candidates_at
 
 CASES = {
     "llama": (32, 8, 64, 64, "float16", False),
@@ -124,6 +126,25 @@ def test_one_scale_alone_has_no_kernel() -> None:
     node, specs = attention(q_scale=(64,))
     why = host.supports(node, [spec.dtype for spec in specs], DEVICES[0])
     assert why == "attention_with_rotary_embedding: q_scale is float16, k_scale is None; required one dtype"
+
+
+@pytest.mark.parametrize("sizes", [(4, 300, 1), (4, 300, 4), (1, 300, 1)], ids=str)
+def test_tables_of_a_dynamic_number_are_those_of_all_or_of_each_element_of_the_batch(sizes: tuple[int, ...]) -> None:
+    """Positions that are an input may be one row for the whole batch, or one for each element."""
+    batch, length, tables = -1, -2, -3
+    node, specs = attention(
+        128, q=(batch, length, 1024), k=(batch, length, 256), v=(batch, length, 256), cos=(tables, length, 128),
+        sin=(tables, length, 128), mask=(batch, 1, 1, length),
+    )  # fmt: skip
+    template = template_of(node, specs, H200)
+    plan = concrete_plan(template, candidates_at(host, template, sizes)[0], sizes)
+    first, *_, last = (step for step in plan.steps if isinstance(step, Launch))
+    shared = sizes[0] != sizes[2]
+    assert first.kernel.defines["TABLE_BATCHED"] == int(not shared)
+    strides = [each.value for each in last.arguments if isinstance(each, Scalar) and each.type == "int64"]
+    assert last.kernel.defines["ROTATED"] == 128 and strides[-2] == (0 if shared else sizes[1] * 128)
+    variant = template.chosen(sizes)
+    assert shared == (variant is None)
 
 
 @pytest.mark.parametrize("length", [1, 77, 4096])
