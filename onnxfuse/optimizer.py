@@ -371,11 +371,11 @@ def _why_not_fused(result: FusedModel) -> dict[str, str]:
         known = nearest.get(miss.node)
         if miss.matched and (known is None or miss.matched > known.matched):
             nearest[miss.node] = miss
-    reasons: dict[str, str] = {}
+    no_region, reasons = result.no_region, dict[str, str]()
     for label in (node.name or node.output[0] for _, each in result.everywhere() for node in each.model.graph.node):
         found = [f"{nearest[label].fusion.name}: {nearest[label].reason}"] if label in nearest else []
-        if label in result.no_region:
-            found.append(f"{REGION}: {result.no_region[label]}")
+        if label in no_region:
+            found.append(f"{REGION}: {no_region[label]}")
         if found:
             reasons[label] = "; ".join(found)
     return reasons

@@ -23,9 +23,13 @@ from onnxfuse import Report, optimize
 NODES = 10_000
 MANY = 40_000  # 800 blocks of a transformer
 COUNTED = 2_000  # nodes of the model whose calls for each node are counted, with CPython 3.11
-CALLS = {"transformer": 1_600, "decoder": 1_950, "elementwise": 1_620}  # allowed; 1,493, 1,813 and 1,551 found
+COUNTED_OF_REGIONS = 600  # nodes of models that are hard to form regions of
+CALLS = {  # allowed; 1,471, 1,820, 1,256, 1,240, 2,137, 1,656 and 1,642 found
+    "transformer": 1_600, "decoder": 1_950, "elementwise": 1_340,
+    "normalized in turns": 1_330, "differences in turns": 2_300, "embeddings": 1_770, "readers of one": 1_760,
+}  # fmt: skip
 # Seconds of the processor for NODES and for MANY.  On a machine whose two cores eight programs shared, the transformer
-# took 3.6 and 14.6, the decoder 4.3, the elementwise model 3.7.
+# took 3.6 and 14.6, the decoder 4.3, the elementwise model 3.7, those that are hard to form regions of 3.3 to 5.2.
 LIMIT, MANY_LIMIT = 6.0, 25.0
 TRIES = 3  # at most: a run within the limits is enough, as other work slows some runs and not all
 GROWTH = 1.6  # allowed over growth in proportion to the nodes: caches of the processor hold the smaller model
@@ -54,11 +58,12 @@ class Builder:
         self.weights.append(numpy_helper.from_array(np.asarray(value), name))
         return name
 
-    def model(self, output: str) -> onnx.ModelProto:
+    def model(self, *results: str) -> onnx.ModelProto:
         shape = ["batch", "seq", HIDDEN]
         inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)]
         inputs.append(helper.make_tensor_value_info("mask", TensorProto.FLOAT, ["batch", 1, "seq", "seq"]))
-        outputs = [helper.make_tensor_value_info(output, TensorProto.FLOAT, shape)]
+        inputs.append(helper.make_tensor_value_info("ids", TensorProto.INT64, ["batch"]))
+        outputs = [helper.make_tensor_value_info(each, TensorProto.FLOAT, None) for each in results]
         graph = helper.make_graph(self.nodes, "speed", inputs, outputs, self.weights)
         return helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)])
 
@@ -151,6 +156,36 @@ def elementwise(nodes: int) -> onnx.ModelProto:
     return b.model(b.add("Abs", values[-1]))
 
 
+def normalized_in_turns(nodes: int) -> onnx.ModelProto:
+    """Sinkhorn's iterations: no region may hold two reductions that follow each other, and all are of one level."""
+    b, x = Builder(), "x"
+    for i in range(nodes // 2):
+        x = b.add("Sub", x, b.add("ReduceLogSumExp", x, axes=[1 + i % 2]))
+    return b.model(x)
+
+
+def differences_in_turns(nodes: int) -> onnx.ModelProto:
+    """The same, but each iteration reads the first tensor as well, which leads to all others."""
+    b, y = Builder(), "x"
+    x = b.add("Exp", "x")
+    for i in range(nodes // 2):
+        y = b.add("Sub", x, b.add("ReduceMean", y, axes=[1 + i % 2]))
+    return b.model(b.add("Abs", y))
+
+
+def embeddings(nodes: int) -> onnx.ModelProto:
+    """Tables of a recommender, of which one row each becomes a part of one tensor."""
+    b = Builder()
+    return b.model(b.add("Concat", *(b.add("Gather", b.weight(10, 4), "ids") for _ in range(nodes - 1)), axis=1))
+
+
+def readers_of_one(nodes: int) -> onnx.ModelProto:
+    """Operators that all read one tensor."""
+    b = Builder()
+    x = b.add("Sqrt", "x")
+    return b.model(*(b.add("Mul", x, b.weight(HIDDEN)) for _ in range(nodes - 1)))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> Iterator[None]:
     """Loading the patterns and schemas once is no part of the work."""
@@ -166,17 +201,29 @@ def parse_small() -> onnx.ModelProto:
 MODELS: dict[str, Callable[[int], onnx.ModelProto]] = {
     "transformer": transformer, "decoder": decoder, "elementwise": elementwise,
 }  # fmt: skip
+# What is hard to form regions of: clusters of one level that cannot be merged, or that many others read.
+OF_REGIONS: dict[str, Callable[[int], onnx.ModelProto]] = {
+    "normalized in turns": normalized_in_turns, "differences in turns": differences_in_turns,
+    "embeddings": embeddings, "readers of one": readers_of_one,
+}  # fmt: skip
+ALL = {**MODELS, **OF_REGIONS}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_calls_of_functions(name: str) -> None:
-    """They are few for each node, and twice the nodes take hardly more than twice the calls.
+    """They are few for each node, and twice the nodes take hardly more than twice the calls."""
+    assert_calls_grow_with_nodes(name, COUNTED)
 
-    A search for a cycle between regions ends at 256 of them, which the smaller model does not have on a level.
-    """
-    half, whole = calls_of(name, COUNTED // 2), calls_of(name, COUNTED)
-    assert whole <= CALLS[name] * COUNTED, f"{whole / COUNTED:.0f} calls for each node"
-    assert whole <= 2.2 * half, f"{half} calls for {COUNTED // 2} nodes, {whole} for {COUNTED}"
+
+@pytest.mark.parametrize("name", OF_REGIONS)
+def test_calls_of_forming_regions(name: str) -> None:
+    assert_calls_grow_with_nodes(name, COUNTED_OF_REGIONS)
+
+
+def assert_calls_grow_with_nodes(name: str, nodes: int) -> None:
+    half, whole = calls_of(name, nodes // 2), calls_of(name, nodes)
+    assert whole <= CALLS[name] * nodes, f"{whole / nodes:.0f} calls for each node"
+    assert whole <= 2.2 * half, f"{half} calls for {nodes // 2} nodes, {whole} for {nodes}"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -223,6 +270,14 @@ def test_seconds(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", OF_REGIONS)
+def test_seconds_of_forming_regions(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    report, seconds = timed(OF_REGIONS[name](NODES))
+    show(capsys, name, report, seconds)
+    assert report.counts["region"] and seconds < LIMIT, report.seconds
+
+
+@pytest.mark.slow
 def test_seconds_of_a_very_large_model(capsys: pytest.CaptureFixture[str]) -> None:
     model = transformer(MANY)
     report, seconds = timed(model)
@@ -233,7 +288,7 @@ def test_seconds_of_a_very_large_model(capsys: pytest.CaptureFixture[str]) -> No
 @functools.cache
 def calls_of(name: str, nodes: int) -> int:
     """Return how many functions optimizing a model calls."""
-    return calls(MODELS[name](nodes).SerializeToString())
+    return calls(ALL[name](nodes).SerializeToString())
 
 
 def calls(content: bytes) -> int:

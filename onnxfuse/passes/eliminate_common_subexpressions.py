@@ -19,22 +19,22 @@ RANDOM = re.compile("Bernoulli|Dropout|Multinomial|Random.*")
 
 def eliminate_common_subexpressions(graph: Graph, shapes: ShapeInfo) -> int:
     """Merge equal nodes of a sorted graph; return how many were removed."""
-    candidates: dict[Hashable, list[Node]] = {}
-    keys: dict[Node, Hashable] = {}
+    first: dict[Hashable, Node] = {}  # by coarse key, which few nodes share, because exact ones are costly
+    exact: dict[Hashable, Node] = {}  # of the nodes that share a coarse key, the first of each exact one
+    has_exact: set[Node] = set()
     constant_keys: dict[int, Hashable] = {}
     count = 0
     for node in list(graph.nodes):
         coarse_key = node.op, tuple(None if is_constant(t) else id(t) for t in node.inputs)
-        similar = candidates.setdefault(coarse_key, [])
-        similar.append(node)
-        if len(similar) == 1:  # exact keys are costly, and few nodes have similar ones
+        similar = first.setdefault(coarse_key, node)
+        if similar is node:
             continue
-        for other in similar:
-            if other not in keys:
-                keys[other] = _key(graph, other, constant_keys)
-        equal = next((other for other in similar if keys[other] is not None and keys[other] == keys[node]), node)
-        if equal is not node and _merge(graph, equal, node):
-            similar.pop()
+        if similar not in has_exact:
+            has_exact.add(similar)
+            exact.setdefault(_key(graph, similar, constant_keys), similar)
+        key = _key(graph, node, constant_keys)
+        equal = exact.setdefault(key, node)
+        if key is not None and equal is not node and _merge(graph, equal, node):
             count += 1
     if count:
         graph.remove_dead()

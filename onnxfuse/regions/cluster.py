@@ -13,7 +13,7 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
 from onnxfuse.region_operators import GATHERS
 from onnxfuse.regions.pointwise import POINTWISE
-from onnxfuse.regions.rows import Kind, is_reduction, kinds_of
+from onnxfuse.regions.rows import Kind, Rows, is_reduction, kinds_of, rows_of
 from onnxfuse.regions.steps import Step
 
 MAX_STEPS, MAX_OPERANDS, MAX_OUTPUTS = 64, 24, 8
@@ -25,9 +25,9 @@ COSTLY: Final[Mapping[str, int]] = {  # operations of an element; 1 of others
 }
 
 
-@dataclass
+@dataclass(eq=False)
 class Cluster:
-    """Nodes that are merged, and the values at their border."""
+    """Nodes that are merged, and the values at their border.  It equals itself only, so that it may be a key."""
 
     nodes: list[Node]  # in execution order
     operands: dict[str, Tensor]
@@ -35,8 +35,9 @@ class Cluster:
     steps: int
     cost: float  # in bytes
     is_free: bool  # without anything that takes time at run time
-    has_reduction: bool
+    rows: Rows | None  # that are reduced
     repeats: bool  # whether a value may be computed more than once for an element
+    place: int = 0  # in the order of the clusters of its level, in which each is behind those that it reads
 
 
 @dataclass
@@ -59,7 +60,8 @@ class Clusters:
         sizes = {self.count(t) for t in (*operands.values(), *node.outputs)}
         made = Cluster(
             [node], operands, outputs, len(forms), 0.0, op_of(node) in FREE_OPS,
-            any(is_reduction(step) for step in forms), len(sizes) > 1 or node.op in ("Concat", "Pad", *GATHERS),
+            rows_of(self.shapes, node, forms), len(sizes) > 1 or node.op in ("Concat", "Pad", *GATHERS),
+            self.graph.position[node],
         )  # fmt: skip
         made.cost = self._cost(made)
         self.of[node] = made
@@ -78,10 +80,20 @@ class Clusters:
         operands = {t.name: t for node in nodes for t in node.inputs if t.name in read and t.name not in made}
         found = Cluster(
             list(nodes), operands, outputs, len(steps), 0.0, all(op_of(node) in FREE_OPS for node in nodes),
-            any(map(is_reduction, steps)), True,
+            self._rows(nodes), True,
         )  # fmt: skip
         found.cost = self._cost(found)
         return found
+
+    def _rows(self, nodes: Iterable[Node]) -> Rows | None:
+        found = (rows_of(self.shapes, node, self.forms[node]) for node in nodes)
+        return next((rows for rows in found if rows is not None), None)
+
+    def unite(self, parts: Sequence[Cluster]) -> None:
+        """Let clusters that do not depend on each other be one."""
+        if len(parts) > 1:
+            nodes = (node for part in parts for node in part.nodes)
+            self.split(self.part(sorted(nodes, key=self.graph.position.__getitem__)))
 
     def split(self, *parts: Cluster) -> None:
         """Let parts of a cluster be clusters of their own."""
@@ -99,9 +111,13 @@ class Clusters:
         """Return the cluster of the nodes of two, or a sentence that says why they are better apart."""
         if a.steps + b.steps > MAX_STEPS:
             return f"together they have {a.steps + b.steps} operators; at most {MAX_STEPS} are one region"
+        if (read := max(len(a.operands) - len(b.outputs), len(b.operands) - len(a.outputs))) > MAX_OPERANDS:
+            return f"together they have {read} operands or more; at most {MAX_OPERANDS} are operands of one region"
+        if a.rows is not None and b.rows is not None and a.rows != b.rows:
+            return "they reduce over other axes"
         both = Cluster(
             sorted((*a.nodes, *b.nodes), key=self.graph.position.__getitem__), {}, {}, a.steps + b.steps, 0.0,
-            a.is_free and b.is_free, a.has_reduction or b.has_reduction, a.repeats or b.repeats,
+            a.is_free and b.is_free, a.rows or b.rows, a.repeats or b.repeats,
         )  # fmt: skip
         inside = (a, b)
         made = {**a.outputs, **b.outputs}
@@ -111,7 +127,7 @@ class Clusters:
             return f"together they have {len(both.operands)} operands and {len(both.outputs)} outputs; at most " \
                    f"{MAX_OPERANDS} and {MAX_OUTPUTS} are one region"  # fmt: skip
         kinds: dict[str, Kind] | None = {}
-        if both.has_reduction and (kinds := kinds_of(self.shapes, both.nodes, self.forms)) is None:
+        if both.rows is not None and (kinds := kinds_of(self.shapes, both.nodes, self.forms)) is None:
             return "they reduce over other axes, or move the rows that are reduced"
         both.cost = self._cost(both) + (self._repeated(both, kinds or {}) if both.repeats else 0.0)
         if both.cost > a.cost + b.cost:
@@ -125,7 +141,7 @@ class Clusters:
     def _leaves(self, tensor: Tensor, inside: Sequence[Cluster]) -> bool:
         if self.graph.is_kept(tensor):
             return True
-        return any(not any(self.of.get(node) is each for each in inside) for node in consumers(tensor))
+        return any(self.of.get(node) not in inside for node in tensor.outputs)
 
     def _cost(self, cluster: Cluster) -> float:
         """Return the bytes that a cluster reads and writes, and those that could be moved while it is launched."""

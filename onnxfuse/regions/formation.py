@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,9 +15,8 @@ from onnxfuse.regions.cluster import Cluster, Clusters
 from onnxfuse.regions.host import host_nodes
 from onnxfuse.regions.levels import levels
 from onnxfuse.regions.normal_form import MIN_OPSET, normal_form
+from onnxfuse.regions.order import place_of_both
 from onnxfuse.regions.steps import Step
-
-MAX_VISITED = 256  # clusters, in the search for a cycle
 
 
 @dataclass(frozen=True)
@@ -39,34 +38,44 @@ class Merging:
     clusters: Clusters
     level: dict[Node, int]
     reasons: dict[str, str]  # why nodes stay apart, by their labels
+    _front: int = 0  # the place in front of all others
 
-    def with_neighbours(self, node: Node, neighbours: Callable[[Cluster], Sequence[Cluster]]) -> bool:
+    def with_neighbours(self, node: Node, neighbours: Callable[[Cluster], Iterable[Cluster]]) -> bool:
         """Merge the cluster of a node with neighbours of its level, the largest gain first; return whether one was."""
-        own, tried, merged = self.clusters.of[node], set[int](), False
-        while True:
-            tried.add(id(own))
-            found = [gain for other in neighbours(own) if (gain := self._gain(own, other, node, tried)) is not None]
-            if not found:
-                return merged
-            _, other, both = max(found, key=lambda one: one[0])
-            tried.add(id(other))
-            if not _is_acyclic(self.clusters, (other, own), self.level):
-                self.reasons[node_label(node)] = f"with '{node_label(other.nodes[0])}' it would make a cycle"
-                continue
-            for each in both.nodes:
-                self.clusters.of[each] = both
-            own, merged = both, True
+        own, tried, is_merged = self.clusters.of[node], set[Cluster](), False
+        while others := [one for one in dict.fromkeys(neighbours(own)) if one is not own and one not in tried]:
+            tried.update(others)
+            begun = own
+            for other, both in self._by_gain(node, own, others):
+                again = both if own is begun else self._both(node, own, other)
+                if again is not None and self.merge(node, own, other, again):
+                    own, is_merged = again, True
+        return is_merged
 
-    def _gain(self, own: Cluster, other: Cluster, node: Node, tried: set[int]) -> tuple[float, Cluster, Cluster] | None:
-        """Return what merging two clusters saves, the other one and both; None where it cannot be or does not pay."""
-        if id(other) in tried or self.level[other.nodes[0]] != self.level[own.nodes[0]]:
-            return None
+    def _by_gain(self, node: Node, own: Cluster, others: Iterable[Cluster]) -> list[tuple[Cluster, Cluster]]:
+        """Return the clusters with which one can be merged, each with what both become, the largest gain first."""
+        same = [one for one in others if self.level[one.nodes[0]] == self.level[own.nodes[0]]]
+        found = [(other, both) for other in same if (both := self._both(node, own, other)) is not None]
+        return sorted(found, key=lambda each: each[1].cost - each[0].cost)
+
+    def _both(self, node: Node, own: Cluster, other: Cluster) -> Cluster | None:
+        """Return what two clusters become; None, with the reason, where they cannot be merged or that does not pay."""
         both = self.clusters.merged(other, own)
-        if isinstance(both, str):
-            tried.add(id(other))
-            self.reasons[node_label(node)] = f"it is not merged with '{node_label(other.nodes[0])}': {both}"
-            return None
-        return other.cost + own.cost - both.cost, other, both
+        if isinstance(both, Cluster):
+            return both
+        self.reasons[node_label(node)] = f"it is not merged with '{node_label(other.nodes[0])}': {both}"
+        return None
+
+    def merge(self, node: Node, own: Cluster, other: Cluster, both: Cluster) -> bool:
+        """Put `both` in place of two clusters of one level; return False, with the reason, where that makes a cycle."""
+        place = place_of_both(self.clusters, self.level, own, other)
+        if place is None:
+            self.reasons[node_label(node)] = f"with '{node_label(other.nodes[0])}' it would make a cycle"
+            return False
+        both.place = place
+        for each in both.nodes:
+            self.clusters.of[each] = both
+        return True
 
     def latest(self, cluster: Cluster) -> int:
         """Return the latest level at which a cluster can be computed; its own where that is not known."""
@@ -75,10 +84,12 @@ class Merging:
             return self.level[cluster.nodes[0]]
         return min(self.level[node] - (node not in self.clusters.of) for node in readers)
 
-    def move(self, cluster: Cluster, level: int) -> None:
-        """Let the nodes of a cluster be of another level."""
+    def move(self, cluster: Cluster, level: int, place: int | None = None) -> None:
+        """Let the nodes of a cluster be of another level, there at a place, or else in front of all others."""
         for node in cluster.nodes:
             self.level[node] = level
+        self._front -= 1
+        cluster.place = self._front if place is None else place
 
 
 def form_regions(graph: Graph, shapes: ShapeInfo, keep: Set[str] = frozenset()) -> Formed:
@@ -126,49 +137,25 @@ def _merge_all(merging: Merging) -> None:
     for node in merging.graph.nodes:
         if node in clusters.forms:
             clusters.add(node)
-            merging.with_neighbours(node, lambda own, node=node: _read_by(clusters, own, [node]))  # type: ignore[misc]
+            merging.with_neighbours(node, lambda own, node=node: _read_by(clusters, node))  # type: ignore[misc]
     for node in reversed(merging.graph.nodes):
         cluster = clusters.of.get(node)
         if cluster is None or cluster.nodes[-1] is not node:
             continue
-        early, latest = merging.level[node], merging.latest(cluster)
+        early, latest, place = merging.level[node], merging.latest(cluster), cluster.place
         if latest > early:
             merging.move(cluster, latest)
             if not merging.with_neighbours(node, partial(_readers_of, clusters)):
-                merging.move(cluster, early)
+                merging.move(cluster, early, place)
 
 
-def _read_by(clusters: Clusters, own: Cluster, nodes: Sequence[Node]) -> list[Cluster]:
-    """Return the clusters that nodes read, besides their own."""
-    makers = [producer(tensor) for node in nodes for tensor in node.inputs]
-    found = {id(one): one for maker in makers if maker is not None and (one := clusters.of.get(maker)) is not None}
-    return [one for one in found.values() if one is not own]
+def _read_by(clusters: Clusters, node: Node) -> list[Cluster]:
+    """Return the clusters that a node reads, some of them more than once."""
+    makers = [producer(tensor) for tensor in node.inputs]
+    return [clusters.of[maker] for maker in makers if maker is not None and maker in clusters.of]
 
 
 def _readers_of(clusters: Clusters, own: Cluster) -> list[Cluster]:
-    """Return the clusters that read what a cluster computes."""
-    readers = [node for tensor in own.outputs.values() for node in consumers(tensor)]
-    found = {id(one): one for node in readers if (one := clusters.of.get(node)) is not None}
-    return [one for one in found.values() if one is not own]
-
-
-def _is_acyclic(clusters: Clusters, merged: Collection[Cluster], level: Mapping[Node, int]) -> bool:
-    """Return whether clusters of one level, which are merged, depend on themselves through no other cluster."""
-    at, ends = next(level[one.nodes[0]] for one in merged), {id(one) for one in merged}
-    work, seen = list(merged), set(ends)
-    while work:
-        cluster = work.pop()
-        for tensor in cluster.operands.values():
-            maker = producer(tensor)
-            if maker is None or maker not in clusters.of or level[maker] != at:
-                continue
-            before = clusters.of[maker]
-            if id(before) in ends:
-                if id(cluster) not in ends:
-                    return False
-            elif id(before) not in seen:
-                seen.add(id(before))
-                work.append(before)
-                if len(seen) > MAX_VISITED:
-                    return False
-    return True
+    """Return the clusters that read what a cluster computes, some of them more than once."""
+    readers = [node for tensor in own.outputs.values() for node in tensor.outputs]
+    return [clusters.of[node] for node in readers if node in clusters.of]

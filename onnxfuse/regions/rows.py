@@ -48,6 +48,12 @@ def is_reduction(step: Step) -> bool:
     return step.op in REDUCTIONS
 
 
+def rows_of(shapes: ShapeInfo, node: Node, steps: Iterable[Step]) -> Rows | None:
+    """Return the rows that a node reduces; None if it reduces none."""
+    reduction = next((step for step in steps if is_reduction(step)), None)
+    return Rows(shapes.shape(node.inputs[0]) or (), _axes(reduction)) if reduction is not None else None
+
+
 def kinds_of(
     shapes: ShapeInfo, nodes: Iterable[Node], forms: Mapping[Node, tuple[Step, ...]]
 ) -> dict[str, Kind] | None:
