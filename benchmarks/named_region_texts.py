@@ -161,7 +161,7 @@ LANGUAGE: dict[str, tuple[Any, ...]] = {
             one := int64[1] {1} axes := int64[2] {1, 2} least := float16 {-65504} c := int64 {1} sums = Sub (mask, c)
             places = Unsqueeze (sums, axes) f = Cast <to = 10> (places) a = Mul (f, slopes) t = Cast <to = 9> (mask)
             keep = Unsqueeze (t, axes) s = Add (x, a) y = Where (keep, s, least)
-        """, 4, 2,
+        """, 4,
     ),
     "soft capping": (
         "Gemma 2 9B, scores", "float16[B,16,1024,1024] x, bool[1,1,1024,1024] mask", "y", """

@@ -10,7 +10,7 @@ from typing import Final
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.tensor_bytes import FREE_OPS, item_bytes, tensor_bytes
 from onnxfuse.ir.graph import Graph
-from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
+from onnxfuse.ir.node import Node, Tensor, op_of, producer
 from onnxfuse.region_operators import GATHERS
 from onnxfuse.regions.pointwise import POINTWISE
 from onnxfuse.regions.rows import Kind, Rows, is_reduction, kinds_of, rows_of
@@ -19,9 +19,12 @@ from onnxfuse.regions.steps import Step
 MAX_STEPS, MAX_OPERANDS, MAX_OUTPUTS = 64, 24, 8
 LAUNCH_BYTES: Final = 8_000_000  # what an H200 moves at 4 TB/s in the 2 us that a launch takes
 OPERATIONS_PER_BYTE: Final = 8  # what it computes while it moves a byte, of 32 Tflop/s
-COSTLY: Final[Mapping[str, int]] = {  # operations of an element; 1 of others
+OPERATIONS: Final[Mapping[str, int]] = {  # of an element that a step computes, or reduces; 1 of others
+    **dict.fromkeys(("Constant", "Identity", "Reshape", "Squeeze", "Unsqueeze"), 0),
     **dict.fromkeys(("Div", "Sqrt", "Reciprocal", "Exp", "Log", "Tanh", "Sin", "Cos", "Sigmoid", "Softplus"), 8),
-    **dict.fromkeys(("Pow", "Erf", "Gelu", "Mish", "Elu", "Selu", "Mod"), 16),
+    **dict.fromkeys(
+        ("Pow", "Erf", "Gelu", "Mish", "Elu", "Selu", "Mod", "Softmax", "LogSoftmax", "ReduceLogSumExp"), 16
+    ),
 }
 
 
@@ -33,7 +36,8 @@ class Cluster:
     operands: dict[str, Tensor]
     outputs: dict[str, Tensor]
     steps: int
-    cost: float  # in bytes
+    operations: float  # that its elements take
+    cost: float  # in bytes that an H200 could move meanwhile
     is_free: bool  # without anything that takes time at run time
     rows: Rows | None  # that are reduced
     repeats: bool  # whether a value may be computed more than once for an element
@@ -59,9 +63,9 @@ class Clusters:
         outputs = {t.name: t for t in node.outputs if t.outputs or self.graph.is_kept(t)}
         sizes = {self.count(t) for t in (*operands.values(), *node.outputs)}
         made = Cluster(
-            [node], operands, outputs, len(forms), 0.0, op_of(node) in FREE_OPS,
-            rows_of(self.shapes, node, forms), len(sizes) > 1 or node.op in ("Concat", "Pad", *GATHERS),
-            self.graph.position[node],
+            [node], operands, outputs, len(forms), self._work(node) * self._evaluations(node), 0.0,
+            op_of(node) in FREE_OPS, rows_of(self.shapes, node, forms),
+            len(sizes) > 1 or node.op in ("Concat", "Pad", *GATHERS), self.graph.position[node],
         )  # fmt: skip
         made.cost = self._cost(made)
         self.of[node] = made
@@ -75,13 +79,15 @@ class Clusters:
             t.name: t
             for node in nodes
             for t in node.outputs
-            if self.graph.is_kept(t) or any(each not in inside for each in consumers(t))
+            if self.graph.is_kept(t) or any(each not in inside for each in t.outputs)
         }
         operands = {t.name: t for node in nodes for t in node.inputs if t.name in read and t.name not in made}
         found = Cluster(
-            list(nodes), operands, outputs, len(steps), 0.0, all(op_of(node) in FREE_OPS for node in nodes),
+            list(nodes), operands, outputs, len(steps), 0.0, 0.0, all(op_of(node) in FREE_OPS for node in nodes),
             self._rows(nodes), True,
         )  # fmt: skip
+        kinds = kinds_of(self.shapes, nodes, self.forms) if found.rows is not None else None
+        found.operations = self._operations(found, kinds or {})
         found.cost = self._cost(found)
         return found
 
@@ -116,8 +122,8 @@ class Clusters:
         if a.rows is not None and b.rows is not None and a.rows != b.rows:
             return "they reduce over other axes"
         both = Cluster(
-            sorted((*a.nodes, *b.nodes), key=self.graph.position.__getitem__), {}, {}, a.steps + b.steps, 0.0,
-            a.is_free and b.is_free, a.rows or b.rows, a.repeats or b.repeats,
+            sorted((*a.nodes, *b.nodes), key=self.graph.position.__getitem__), {}, {}, a.steps + b.steps,
+            a.operations + b.operations, 0.0, a.is_free and b.is_free, a.rows or b.rows, a.repeats or b.repeats,
         )  # fmt: skip
         inside = (a, b)
         made = {**a.outputs, **b.outputs}
@@ -129,7 +135,9 @@ class Clusters:
         kinds: dict[str, Kind] | None = {}
         if both.rows is not None and (kinds := kinds_of(self.shapes, both.nodes, self.forms)) is None:
             return "they reduce over other axes, or move the rows that are reduced"
-        both.cost = self._cost(both) + (self._repeated(both, kinds or {}) if both.repeats else 0.0)
+        if both.repeats:
+            both.operations = self._operations(both, kinds or {})
+        both.cost = self._cost(both)
         if both.cost > a.cost + b.cost:
             return f"together they would cost {both.cost - a.cost - b.cost:.3g} bytes more"
         return both
@@ -144,7 +152,11 @@ class Clusters:
         return any(self.of.get(node) not in inside for node in tensor.outputs)
 
     def _cost(self, cluster: Cluster) -> float:
-        """Return the bytes that a cluster reads and writes, and those that could be moved while it is launched."""
+        """Return what a cluster costs: its bytes or its operations, whichever take longer, and its launch.
+
+        Kernels compute while they move.  On an H200, regions of benchmarks/regions.py in which repeated operations take
+        more than a tenth of the time of a copy take 1.06 times the longer of the two, and 0.89 times their sum.
+        """
         if cluster.is_free:
             return 0.0
         moved = {**cluster.operands, **cluster.outputs}
@@ -152,20 +164,28 @@ class Clusters:
         for name, tensor in moved.items():
             self.count(tensor)
             total += self._bytes[name]
-        return float(total + LAUNCH_BYTES)
+        return max(total, cluster.operations / OPERATIONS_PER_BYTE) + LAUNCH_BYTES
 
-    def _repeated(self, cluster: Cluster, kinds: Mapping[str, Kind]) -> float:
-        """Return what it costs, in bytes, that elements are computed again for each element that is made of them."""
+    def _work(self, node: Node) -> int:
+        """Return the operations of each element that a node computes, or reduces."""
+        return sum(OPERATIONS.get(step.op, 1) for step in self.forms[node])
+
+    def _evaluations(self, node: Node) -> int:
+        """Return of how many elements a node computes or reduces each once."""
+        tensors = node.inputs[:1] if any(map(is_reduction, self.forms[node])) else node.outputs
+        return max(map(self.count, tensors), default=0)
+
+    def _operations(self, cluster: Cluster, kinds: Mapping[str, Kind]) -> float:
+        """Return the operations of a cluster, in which elements are computed again for each that is made of them."""
         needed: dict[str, float] = {name: float(self.count(t)) for name, t in cluster.outputs.items()}
-        again = 0.0
+        total = 0.0
         for node in reversed(cluster.nodes):
             out = max((self.count(t) for t in node.outputs), default=0)
             evaluated = max((needed.get(t.name, 0.0) for t in node.outputs), default=0.0)
             if kinds.get(node.outputs[0].name) is Kind.ROW:
                 evaluated = min(evaluated, float(out))
-            work = sum(COSTLY.get(step.op, 1) for step in self.forms[node])
-            again += max(evaluated - out, 0.0) * work
             is_pointwise, reduces = node.op in POINTWISE, any(map(is_reduction, self.forms[node]))
+            total += self._work(node) * (max(evaluated - out, 0.0) + self._evaluations(node) if reduces else evaluated)
             for tensor in node.inputs:
                 if (maker := producer(tensor)) is None or self.of.get(maker) is None:
                     continue
@@ -176,4 +196,4 @@ class Clusters:
                     needed[tensor.name] = max(known, evaluated)
                 else:
                     needed[tensor.name] = known + evaluated
-        return again / OPERATIONS_PER_BYTE if math.isfinite(again) else math.inf
+        return total if math.isfinite(total) else math.inf
