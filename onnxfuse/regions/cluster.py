@@ -50,7 +50,7 @@ class Clusters:
 
     graph: Graph
     shapes: ShapeInfo
-    forms: Mapping[Node, tuple[Step, ...]]
+    forms: dict[Node, tuple[Step, ...]]
     of: dict[Node, Cluster] = field(default_factory=dict)
     _counts: dict[str, int] = field(default_factory=dict)
     _bytes: dict[str, int] = field(default_factory=dict)
@@ -71,24 +71,26 @@ class Clusters:
         self.of[node] = made
         return made
 
-    def part(self, nodes: Sequence[Node]) -> Cluster:
-        """Return a cluster of some nodes of one that was made, in execution order; `split` makes it theirs."""
-        steps, inside = [step for node in nodes for step in self.forms[node]], set(nodes)
-        read, made = {name for step in steps for name in step.inputs}, {t.name for node in nodes for t in node.outputs}
-        outputs = {
-            t.name: t
-            for node in nodes
-            for t in node.outputs
-            if self.graph.is_kept(t) or any(each not in inside for each in t.outputs)
-        }
-        operands = {t.name: t for node in nodes for t in node.inputs if t.name in read and t.name not in made}
+    def part(self, nodes: Sequence[Node], outputs: Iterable[Tensor] | None = None) -> Cluster:
+        """Return a cluster of nodes in execution order; `split` makes it theirs.
+
+        Its outputs are what other nodes read, unless they are given.  What cannot be a region costs infinitely much.
+        """
+        inside, made = set(nodes), [t for node in nodes for t in node.outputs]
+        if outputs is None:
+            outputs = [t for t in made if self.graph.is_kept(t) or any(each not in inside for each in t.outputs)]
+        steps, names = [step for node in nodes for step in self.forms[node]], {t.name for t in made}
+        read = {name for step in steps for name in step.inputs} - names
+        operands = {t.name: t for node in nodes for t in node.inputs if t.name in read}
         found = Cluster(
-            list(nodes), operands, outputs, len(steps), 0.0, 0.0, all(op_of(node) in FREE_OPS for node in nodes),
-            self._rows(nodes), True,
+            list(nodes), operands, {t.name: t for t in outputs}, len(steps), math.inf, math.inf,
+            all(op_of(node) in FREE_OPS for node in nodes), self._rows(nodes), True,
         )  # fmt: skip
-        kinds = kinds_of(self.shapes, nodes, self.forms) if found.rows is not None else None
-        found.operations = self._operations(found, kinds or {})
-        found.cost = self._cost(found)
+        kinds = kinds_of(self.shapes, nodes, self.forms) if found.rows is not None else {}
+        is_small = len(steps) <= MAX_STEPS and len(operands) <= MAX_OPERANDS and len(found.outputs) <= MAX_OUTPUTS
+        if kinds is not None and is_small:
+            found.operations = self._operations(found, kinds)
+            found.cost = self._cost(found)
         return found
 
     def _rows(self, nodes: Iterable[Node]) -> Rows | None:
@@ -104,6 +106,11 @@ class Clusters:
     def split(self, *parts: Cluster) -> None:
         """Let parts of a cluster be clusters of their own."""
         self.of.update((node, part) for part in parts for node in part.nodes)
+
+    def bytes(self, tensor: Tensor) -> int:
+        """Return the bytes of a tensor, with assumed sizes for dynamic dims."""
+        self.count(tensor)
+        return self._bytes[tensor.name]
 
     def count(self, tensor: Tensor) -> int:
         """Return the number of elements of a tensor, with assumed sizes for dynamic dims."""
@@ -144,7 +151,7 @@ class Clusters:
 
     def bytes_of(self, tensors: Iterable[Tensor]) -> int:
         """Return the bytes of tensors, with assumed sizes for dynamic dims."""
-        return sum(tensor_bytes(self.shapes.shape(t), self.shapes.dtype(t)) for t in tensors)
+        return sum(map(self.bytes, tensors))
 
     def _leaves(self, tensor: Tensor, inside: Sequence[Cluster]) -> bool:
         if self.graph.is_kept(tensor):
@@ -160,10 +167,7 @@ class Clusters:
         if cluster.is_free:
             return 0.0
         moved = {**cluster.operands, **cluster.outputs}
-        total = 0
-        for name, tensor in moved.items():
-            self.count(tensor)
-            total += self._bytes[name]
+        total = sum(map(self.bytes, moved.values()))
         return max(total, cluster.operations / OPERATIONS_PER_BYTE) + LAUNCH_BYTES
 
     def _work(self, node: Node) -> int:

@@ -11,11 +11,12 @@ from onnxfuse.analysis.tensor_bytes import FREE_OPS
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, consumers, op_of, producer
 from onnxfuse.passes.folded import node_label
+from onnxfuse.regions.borders import settle_borders
 from onnxfuse.regions.cluster import Cluster, Clusters
 from onnxfuse.regions.host import host_nodes
 from onnxfuse.regions.levels import levels
 from onnxfuse.regions.normal_form import MIN_OPSET, normal_form
-from onnxfuse.regions.order import place_of_both
+from onnxfuse.regions.order import merge
 from onnxfuse.regions.steps import Step
 
 
@@ -48,8 +49,12 @@ class Merging:
             begun = own
             for other, both in self._by_gain(node, own, others):
                 again = both if own is begun else self._both(node, own, other)
-                if again is not None and self.merge(node, own, other, again):
+                if again is None:
+                    continue
+                if merge(self.clusters, self.level, own, other, again):
                     own, is_merged = again, True
+                else:
+                    self.reasons[node_label(node)] = f"with '{node_label(other.nodes[0])}' it would make a cycle"
         return is_merged
 
     def _by_gain(self, node: Node, own: Cluster, others: Iterable[Cluster]) -> list[tuple[Cluster, Cluster]]:
@@ -65,17 +70,6 @@ class Merging:
             return both
         self.reasons[node_label(node)] = f"it is not merged with '{node_label(other.nodes[0])}': {both}"
         return None
-
-    def merge(self, node: Node, own: Cluster, other: Cluster, both: Cluster) -> bool:
-        """Put `both` in place of two clusters of one level; return False, with the reason, where that makes a cycle."""
-        place = place_of_both(self.clusters, self.level, own, other)
-        if place is None:
-            self.reasons[node_label(node)] = f"with '{node_label(other.nodes[0])}' it would make a cycle"
-            return False
-        both.place = place
-        for each in both.nodes:
-            self.clusters.of[each] = both
-        return True
 
     def latest(self, cluster: Cluster) -> int:
         """Return the latest level at which a cluster can be computed; its own where that is not known."""
@@ -114,14 +108,16 @@ def form_regions(graph: Graph, shapes: ShapeInfo, keep: Set[str] = frozenset()) 
     clusters = Clusters(graph, shapes, forms)
     merging = Merging(graph, clusters, levels(graph, forms), reasons)
     _merge_all(merging)
-    distinct = {id(one): one for one in (clusters.of[node] for node in forms)}
-    regions = [one for one in distinct.values() if is_worth_it(one)]
+    settle_borders(clusters, merging.level, reasons)
+    in_order = sorted(forms, key=graph.position.__getitem__)
+    distinct = list(dict.fromkeys(clusters.of[node] for node in in_order))
+    regions = [one for one in distinct if is_worth_it(one)]
     inside = {node for one in regions for node in one.nodes}
     for node in forms:
         if node not in inside:
             reasons.setdefault(node_label(node), "nothing beside it can be merged with it")
     outside = {node_label(node) for node in graph.nodes if node not in inside}
-    others = tuple(one for one in distinct.values() if not is_worth_it(one))
+    others = tuple(one for one in distinct if not is_worth_it(one))
     left = {label: why for label, why in reasons.items() if label in outside}
     return Formed(tuple(regions), others, forms, left, merging)
 

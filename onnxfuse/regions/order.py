@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 from onnxfuse.ir.node import Node, producer
 from onnxfuse.regions.cluster import Cluster, Clusters
 
-MAX_VISITED: Final = 128  # clusters, in the search for those between two
+MAX_VISITED: Final = 64  # clusters, in the search for those between two
 Neighbours: TypeAlias = Callable[[Cluster], Iterable[Cluster]]
 
 
@@ -58,6 +58,15 @@ def place_of_both(clusters: Clusters, level: Mapping[Node, int], a: Cluster, b: 
     return places[len(before)]
 
 
+def merge(clusters: Clusters, level: Mapping[Node, int], a: Cluster, b: Cluster, both: Cluster) -> bool:
+    """Put one cluster in place of two of one level; return False, and do nothing, where that could make a cycle."""
+    place = place_of_both(clusters, level, a, b)
+    if place is not None:
+        both.place = place
+        clusters.split(both)
+    return place is not None
+
+
 def _between(first: Cluster, last: Cluster, start: Cluster, neighbours: Neighbours) -> list[Cluster] | None:
     """Return the clusters between the places of two that one of these leads to, in order; None if they are too many."""
     found, work = set[Cluster](), [start]
@@ -74,18 +83,16 @@ def _between(first: Cluster, last: Cluster, start: Cluster, neighbours: Neighbou
 def set_places(clusters: Clusters, level: Mapping[Node, int], of_level: Iterable[Cluster]) -> list[Cluster]:
     """Give all clusters of a level places anew, close to the order of their first nodes; return them in this order."""
     left = {each: len(set(read_by(clusters, level, each))) for each in of_level}
-    position = clusters.graph.position
-    first = {each: position[each.nodes[0]] for each in left}
-    by_first = {place: each for each, place in first.items()}
-    work = [first[each] for each, count in left.items() if not count]
-    heapq.heapify(work)
+    in_order = sorted(left, key=lambda each: clusters.graph.position[each.nodes[0]])  # copies have a place in common
+    number = {each: i for i, each in enumerate(in_order)}
+    work = [number[each] for each in in_order if not left[each]]
     found = list[Cluster]()
     while work:
-        each = by_first[heapq.heappop(work)]
+        each = in_order[heapq.heappop(work)]
         each.place = len(found)
         found.append(each)
         for reader in dict.fromkeys(readers_of(clusters, level, each)):
             left[reader] -= 1
             if not left[reader]:
-                heapq.heappush(work, first[reader])
+                heapq.heappush(work, number[reader])
     return found

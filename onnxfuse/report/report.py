@@ -40,7 +40,7 @@ from onnxfuse.report.operators import OperatorCount
 from onnxfuse.report.similar import group
 from onnxfuse.report.standard import Standard, standard_lines
 from onnxfuse.report.traffic import Traffic
-from onnxfuse.rewrite.replace import REGION, Fused
+from onnxfuse.rewrite.replace import REGION, Fused, count_replaced
 from onnxfuse.spell_out import Stays
 from onnxfuse.verify.compare import Verification
 
@@ -120,7 +120,7 @@ class Report:
         fused = [one for one in self.fused if one.fusion == REGION]
         apart = self.without_regions or self.after
         return RegionGain(
-            len(fused), sum(len(one.replaces) for one in fused), sum(len(one.joined) for one in self.fused),
+            len(fused), count_replaced(fused), sum(len(one.joined) for one in self.fused),
             apart.bytes - self.after.bytes, apart.launches - self.after.launches,
         )  # fmt: skip
 
@@ -270,7 +270,7 @@ def _fused_table(report: Report) -> RenderableType:
         return Line("Nothing was fused.")
     table = columns("Fused", "nodes", "replaced")
     for name, count in report.counts.items():
-        replaced = sum(len(f.replaces) for f in report.fused if f.fusion == name)
+        replaced = count_replaced(one for one in report.fused if one.fusion == name)
         table.add_row(escape(name), str(count), str(replaced))
     return table
 

@@ -15,7 +15,7 @@ from onnxfuse.printing import counted
 from onnxfuse.report.facts import Facts, FusionNote
 from onnxfuse.report.fates import FATES, find_fates
 from onnxfuse.report.similar import group
-from onnxfuse.rewrite.replace import REGION, Fused
+from onnxfuse.rewrite.replace import REGION, Fused, count_replaced
 from onnxfuse.spell_out import Stays
 from onnxfuse.verify.compare import Verification
 
@@ -127,11 +127,9 @@ class Group:
 def groups(report: Shown) -> list[Group]:
     """Return the fusions that were applied, those that replace the most nodes first."""
     notes = report.facts.fusions if report.facts else {}
-    replaced: Counter[str] = Counter()
-    for one in report.fused:
-        replaced[one.fusion] += len(one.replaces)
-    hues = hues_of(replaced)
     counts = Counter(one.fusion for one in report.fused)
+    replaced = {name: count_replaced(one for one in report.fused if one.fusion == name) for name in counts}
+    hues = hues_of(replaced)
     known = {REGION: FusionNote(REGION_FORMULA, "")} | dict(notes)
     found = [
         Group(name, counts[name], count, known.get(name, FusionNote("", "")), hues[name])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Hashable, Mapping, Set
+from collections.abc import Collection, Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -45,6 +45,11 @@ class Fused:
     def match(self) -> str:
         """The name of the match, which is the same in every run; in several bodies, matches may have one name."""
         return f"{self.fusion}:{self.output}"
+
+
+def count_replaced(fused: Iterable[Fused]) -> int:
+    """Return how many nodes fused nodes replace; one that several regions compute counts once."""
+    return len({(one.where, label) for one in fused for label in one.replaces})
 
 
 @dataclass

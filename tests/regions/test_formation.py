@@ -41,16 +41,12 @@ def test_no_cycle_through_a_product() -> None:
 
 
 def test_no_cycle_through_another_region() -> None:
-    """Two reductions over other axes cannot be one region, and what reads both stays with one of them."""
+    """Two reductions over other axes cannot be one region; each computes for itself what both read of x."""
     nodes = (
         "a = Neg(x) b = ReduceMean <axes = [0]> (a) c = Sub(a, b) d = Exp(c) e = ReduceMean <axes = [1]> (d) "
         "f = Sub(d, e) g = Tanh(f) z = Add(g, a)"
     )
-    found = ops_of(nodes)
-    assert sorted(op for ops in found for op in ops) == sorted(
-        ["Neg", "ReduceMean", "Sub", "Exp", "ReduceMean", "Sub", "Tanh", "Add"]
-    )
-    assert len(found) == 2
+    assert ops_of(nodes) == [["Neg", "ReduceMean"], ["Neg", "Sub", "Exp", "ReduceMean", "Sub", "Tanh", "Add"]]
 
 
 def test_several_outputs() -> None:
@@ -194,7 +190,7 @@ def test_one_operator_is_no_region() -> None:
 def test_rows_are_not_moved() -> None:
     """What follows a reduction is transposed: the rows would no longer be where they are reduced."""
     nodes = "a = Neg(x) m = ReduceMax <axes = [1]> (a) c = Sub(a, m) t = Transpose <perm = [1, 0]> (c) z = Exp(t)"
-    assert ops_of(nodes) == [["Neg", "ReduceMax", "Sub"], ["Transpose", "Exp"]]
+    assert ops_of(nodes) == [["Neg", "ReduceMax"], ["Neg", "Sub", "Transpose", "Exp"]]
 
 
 def test_a_second_reduction_of_the_same_rows_joins() -> None:
@@ -206,7 +202,7 @@ def test_a_second_reduction_of_the_same_rows_joins() -> None:
 
 def test_rows_that_are_broadcast_along_other_axes_stay_apart() -> None:
     nodes = "a = Neg(x) m = ReduceMax <axes = [1], keepdims = 0> (a) z = Sub(a, m)"
-    assert ops_of(nodes) == [["Neg", "ReduceMax"]]
+    assert ops_of(nodes) == [["Neg", "ReduceMax"], ["Neg", "Sub"]]
 
 
 @pytest.mark.parametrize(

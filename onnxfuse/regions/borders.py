@@ -1,0 +1,191 @@
+"""Move the borders between regions: what computes a large tensor goes to its readers where that moves fewer bytes.
+
+Regions grow in execution order, so that the Sub of `x - mean(x)` joins the mean.  If a reduction over other rows reads
+the difference, it is written and read again; with the Sub in the region of its reader, x is read in its place.  Where
+several regions read the tensor, each of them gets a copy of the operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Final
+
+from onnxfuse.analysis.tensor_bytes import FREE_OPS
+from onnxfuse.ir.node import Node, Tensor, op_of, producer
+from onnxfuse.passes.folded import node_label
+from onnxfuse.regions.cluster import LAUNCH_BYTES, Cluster, Clusters
+from onnxfuse.regions.normal_form import normal_form
+from onnxfuse.regions.pointwise import POINTWISE
+
+MAX_MOVED: Final = 8  # operators that go to the readers of a tensor
+MAX_READERS: Final = 4  # regions that get them
+MIN_SAVED: Final = 1 / 16  # of the bytes that the regions move, or of the operations that take as long
+
+
+@dataclass(frozen=True)
+class Border:
+    """A tensor between the cluster that computes it and those that read it."""
+
+    tensor: Tensor
+    own: Cluster
+    readers: Sequence[Cluster]
+
+
+@dataclass(frozen=True)
+class Move:
+    """Operators that go to the readers of a tensor: what is left of their cluster, and what the readers become."""
+
+    nodes: Sequence[Node]  # in execution order
+    staying: Set[Node]  # those of them that their cluster needs for something else
+    left: Cluster
+    readers: Sequence[Cluster]
+
+
+def settle_borders(clusters: Clusters, level: dict[Node, int], reasons: dict[str, str]) -> None:
+    """Move operators from the clusters that compute large tensors to those that read them, where that saves bytes.
+
+    `reasons` gets why the nodes that are left may be in no region, by their labels.
+    Tensors are visited from the last to the first: once what computes one has gone, it may be all that reads another.
+    """
+    for node in reversed(list(clusters.graph.nodes)):
+        for tensor in node.outputs if node in clusters.of else ():
+            border = _border(clusters, level, tensor)
+            move = _best_move(clusters, border) if border is not None else None
+            if border is not None and move is not None:
+                _apply(clusters, level, border, move)
+                why = f"'{node_label(node)}' is computed where its result is read, because that moves fewer bytes"
+                reasons.update((node_label(each), why) for each in move.left.nodes)
+
+
+def _border(clusters: Clusters, level: Mapping[Node, int], tensor: Tensor) -> Border | None:
+    """Return the border at a tensor that an elementwise operator computes, and clusters of one level alone read."""
+    maker, of = tensor.inputs[0], clusters.of
+    own = of[maker]
+    if maker.op not in POINTWISE or tensor.name not in own.outputs or clusters.graph.is_kept(tensor):
+        return None
+    readers = dict[Cluster, None]()
+    for node in tensor.outputs:
+        reader = of.get(node)
+        if reader is None or level[node] != level[maker] or len(readers) > MAX_READERS:
+            return None
+        if reader is not own:
+            readers[reader] = None
+    return Border(tensor, own, list(readers)) if 1 <= len(readers) <= MAX_READERS else None
+
+
+def _best_move(clusters: Clusters, border: Border) -> Move | None:
+    """Return the operators that save most bytes if they go to the readers of a tensor; None if none save any."""
+    saved, nodes = max(
+        ((_saved(clusters, border, nodes), nodes) for nodes in _ends(clusters, border)), key=lambda each: each[0]
+    )
+    if saved <= 0:
+        return None
+    staying = _staying(clusters, border, nodes)
+    left = [node for node in border.own.nodes if node in staying or node not in nodes]
+    outputs = {name: tensor for name, tensor in border.own.outputs.items() if tensor is not border.tensor}
+    read = {tensor.name: tensor for tensor in _read(clusters, nodes) if producer(tensor) in left}
+    made = {tensor.name for node in left for tensor in node.outputs}
+    given = {name: tensor for name, tensor in {**outputs, **read}.items() if name in made}
+    own = clusters.part(left, given.values())
+    position = clusters.graph.position.__getitem__
+    readers = [
+        clusters.part(sorted((*nodes, *each.nodes), key=position), each.outputs.values()) for each in border.readers
+    ]
+    before = border.own.cost + sum(each.cost for each in border.readers)
+    after = (own.cost if left else 0.0) + sum(each.cost for each in readers)
+    least = MIN_SAVED * (before - LAUNCH_BYTES * (1 + len(readers)))
+    return Move(nodes, staying, own, readers) if before - after >= least else None
+
+
+def _ends(clusters: Clusters, border: Border) -> Iterator[list[Node]]:
+    """Yield the last operators in front of a tensor: one, and more by that which computes the largest tensor read."""
+    found = [border.tensor.inputs[0]]
+    while len(found) <= MAX_MOVED:
+        yield found
+        read = [
+            t for t in _read(clusters, found) if (maker := producer(t)) is not None and _moves(clusters, border, maker)
+        ]
+        if not read:
+            return
+        maker = max(read, key=clusters.bytes).inputs[0]
+        found = sorted((*found, maker), key=clusters.graph.position.__getitem__)
+
+
+def _moves(clusters: Clusters, border: Border, node: Node) -> bool:
+    """Return whether an operator of the cluster in front of a border is elementwise or a view, with one result."""
+    return clusters.of.get(node) is border.own and (node.op in POINTWISE or op_of(node) in FREE_OPS)
+
+
+def _read(clusters: Clusters, nodes: Sequence[Node]) -> list[Tensor]:
+    """Return the tensors that nodes read and do not compute."""
+    read = {name for node in nodes for step in clusters.forms[node] for name in step.inputs}
+    read -= {tensor.name for node in nodes for tensor in node.outputs}
+    return list({t.name: t for node in nodes for t in node.inputs if t.name in read}.values())
+
+
+def _saved(clusters: Clusters, border: Border, nodes: Sequence[Node]) -> int:
+    """Return the bytes that are saved if operators go to the readers of a tensor, or get lost if that is negative."""
+    staying = _staying(clusters, border, nodes)
+    inside = [node for node in border.own.nodes if node in staying or node not in nodes]
+    read, made = {t.name for node in inside for t in node.inputs}, {t.name for node in inside for t in node.outputs}
+    saved = (1 + len(border.readers)) * clusters.bytes(border.tensor)
+    for tensor in _read(clusters, nodes):
+        readers = sum(tensor.name not in each.operands for each in border.readers)
+        if tensor.name in made:
+            readers += tensor.name not in border.own.outputs
+        elif tensor.name not in read:
+            readers -= 1
+        saved -= readers * clusters.bytes(tensor)
+    return saved
+
+
+def _staying(clusters: Clusters, border: Border, nodes: Sequence[Node]) -> set[Node]:
+    """Return those of the operators that are needed besides for the readers of a tensor."""
+    going, staying = set(nodes), set[Node]()
+    for node in reversed(nodes):
+        for tensor in node.outputs:
+            if tensor is border.tensor:
+                readers = [each for each in tensor.outputs if clusters.of[each] is border.own]
+            else:
+                readers = tensor.outputs
+            if clusters.graph.is_kept(tensor) or any(each not in going or each in staying for each in readers):
+                staying.add(node)
+    return staying
+
+
+def _apply(clusters: Clusters, level: dict[Node, int], border: Border, move: Move) -> None:
+    """Make a move: the first reader gets the operators, or copies of those that stay, and the others get copies."""
+    for i, reader in reversed(list(enumerate(move.readers))):  # the first one's inputs change, if it has copies as well
+        copied = [node for node in move.nodes if i or node in move.staying]
+        if copied:
+            copies = _copies(clusters, reader, copied)
+            level.update(dict.fromkeys(copies, level[border.tensor.inputs[0]]))
+    left = clusters.part(move.left.nodes)  # with fewer outputs, where copies read what other copies compute
+    for before, after in zip((border.own, *border.readers), (left, *move.readers), strict=True):
+        after.place = before.place
+        clusters.split(after)
+
+
+def _copies(clusters: Clusters, reader: Cluster, nodes: Sequence[Node]) -> list[Node]:
+    """Put copies in place of some nodes of a cluster, and return them; other clusters go on reading the nodes."""
+    graph, shapes, made = clusters.graph, clusters.shapes, dict[Node, Node]()
+    for node in nodes:
+        outputs = [graph.variable(tensor.name) for tensor in node.outputs]
+        for copy, tensor in zip(outputs, node.outputs, strict=True):
+            shapes.record(copy, shapes.shape(tensor), shapes.dtype(tensor))
+        copied = graph.add_node(
+            node.op, node.inputs, outputs, node.attrs, name=node_label(node), domain=node.domain or ""
+        )
+        graph.position[copied] = graph.position[node]
+        made[node] = copied
+    renamed = {old.name: new for node in nodes for old, new in zip(node.outputs, made[node].outputs, strict=True)}
+    reader.nodes = [made.get(node, node) for node in reader.nodes]
+    for node in reader.nodes:
+        for i, tensor in enumerate(node.inputs):
+            if tensor.name in renamed:
+                node.inputs[i] = renamed[tensor.name]
+        form = normal_form(graph, shapes, node)
+        assert not isinstance(form, str), form  # it was in a region before
+        clusters.forms[node] = form
+    return list(made.values())
