@@ -13,7 +13,7 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.regions.cluster import Cluster
 from onnxfuse.regions.formation import form_regions, is_worth_it
 from onnxfuse.regions.join import Join, find_join, write_joined
-from onnxfuse.regions.side_by_side import side_by_side
+from onnxfuse.regions.side_by_side import share_launches
 from onnxfuse.regions.write import order_by_reading, write_region
 from onnxfuse.rewrite.replace import REGION, Fused, LocalFunctions, drop_functions
 
@@ -56,7 +56,7 @@ def assign_regions(
                 work.append(join.apart)
         elif (REGION, _first(cluster)) not in exclude:
             apart.append(cluster)
-    apart = [one for one in side_by_side(formed, apart) if is_worth_it(one)]
+    apart = [one for one in share_launches(formed, apart) if is_worth_it(one)]
     for cluster in apart:
         order_by_reading(cluster, formed.forms)
     bodies = {f.name: f for f in graph.functions if f.domain == DOMAIN}

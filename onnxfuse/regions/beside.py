@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,12 +11,13 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.tensor_bytes import FREE_OPS
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import Graph
-from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
+from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
 from onnxfuse.match import Match
 from onnxfuse.passes.folded import node_label
 from onnxfuse.regions.host import host_nodes
 from onnxfuse.regions.normal_form import MIN_OPSET, normal_form
 from onnxfuse.regions.pointwise import POINTWISE
+from onnxfuse.regions.reductions import REDUCTIONS
 
 MAX_VIEWS = 4  # between a match and the operator beside it
 
@@ -24,7 +26,7 @@ MAX_VIEWS = 4  # between a match and the operator beside it
 class LeftToRegions:
     """Says whether a match is left to a region: its nodes and one beside them can be in one, or join a fused node.
 
-    Such a fusion (a softmax, an activation) would read and write a tensor that a region with both does not.  `keep`
+    Such a fusion (a softmax, an activation) would read or write a tensor that a region with both does not.  `keep`
     holds the names of nodes whose fusion must not be left, and labels of nodes that are in no region.  `joining` are
     the fusions that elementwise operators join, where that depends on no layout.
     """
@@ -40,8 +42,9 @@ class LeftToRegions:
         inside = _nodes_up_to_operands(match)
         if self.graph.opset < MIN_OPSET or not all(map(self._may_be_in_region, inside)):
             return False
-        others = (other for node in inside for other in _beside(node) if other not in inside)
-        is_left = any(map(self._may_be_in_region, others)) or any(map(self._may_be_joined, inside))
+        others = itertools.chain(_siblings(self.graph, match, inside), *map(_beside, inside))
+        outside = (other for other in others if other not in inside)
+        is_left = any(map(self._may_be_in_region, outside)) or any(map(self._may_be_joined, inside))
         self.has_left |= is_left
         return is_left
 
@@ -76,6 +79,18 @@ def _nodes_up_to_operands(match: Match) -> set[Node]:
         found |= new
         work += new
     return found
+
+
+def _siblings(graph: Graph, match: Match, inside: Set[Node]) -> Iterator[Node]:
+    """Yield the operators that read an operand of a match in its own order and could be computed before the match."""
+    position = graph.position  # which nodes that were just made do not have
+    first = min(position.get(node, 0) for node in inside)
+    for tensor in match.operands.values():
+        for node in consumers(tensor) if not is_constant(tensor) else ():
+            makers = (producer(each) for each in node.inputs)
+            is_ready = all(maker is None or position.get(maker, first) < first for maker in makers)
+            if is_ready and (op_of(node) in POINTWISE or op_of(node) in REDUCTIONS):
+                yield node
 
 
 def _beside(node: Node) -> Iterator[Node]:

@@ -8,15 +8,15 @@ several regions read the tensor, each of them gets a copy of the operators.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from onnxfuse.analysis.tensor_bytes import FREE_OPS
 from onnxfuse.ir.node import Node, Tensor, op_of, producer
 from onnxfuse.passes.folded import node_label
 from onnxfuse.regions.cluster import LAUNCH_BYTES, Cluster, Clusters
-from onnxfuse.regions.normal_form import normal_form
 from onnxfuse.regions.pointwise import POINTWISE
+from onnxfuse.regions.steps import Step
 
 MAX_MOVED: Final = 8  # operators that go to the readers of a tensor
 MAX_READERS: Final = 4  # regions that get them
@@ -169,23 +169,29 @@ def _apply(clusters: Clusters, level: dict[Node, int], border: Border, move: Mov
 
 def _copies(clusters: Clusters, reader: Cluster, nodes: Sequence[Node]) -> list[Node]:
     """Put copies in place of some nodes of a cluster, and return them; other clusters go on reading the nodes."""
-    graph, shapes, made = clusters.graph, clusters.shapes, dict[Node, Node]()
+    graph, shapes, forms = clusters.graph, clusters.shapes, clusters.forms
+    made, renamed = dict[Node, Node](), dict[str, Tensor]()
     for node in nodes:
         outputs = [graph.variable(tensor.name) for tensor in node.outputs]
         for copy, tensor in zip(outputs, node.outputs, strict=True):
             shapes.record(copy, shapes.shape(tensor), shapes.dtype(tensor))
+            renamed[tensor.name] = copy
         copied = graph.add_node(
             node.op, node.inputs, outputs, node.attrs, name=node_label(node), domain=node.domain or ""
         )
-        graph.position[copied] = graph.position[node]
+        graph.position[copied], forms[copied] = graph.position[node], forms[node]
         made[node] = copied
-    renamed = {old.name: new for node in nodes for old, new in zip(node.outputs, made[node].outputs, strict=True)}
     reader.nodes = [made.get(node, node) for node in reader.nodes]
+    names = {name: tensor.name for name, tensor in renamed.items()}
+    copies = set(made.values())
     for node in reader.nodes:
-        for i, tensor in enumerate(node.inputs):
-            if tensor.name in renamed:
-                node.inputs[i] = renamed[tensor.name]
-        form = normal_form(graph, shapes, node)
-        assert not isinstance(form, str), form  # it was in a region before
-        clusters.forms[node] = form
+        if node in copies or any(tensor.name in renamed for tensor in node.inputs):
+            for i, tensor in enumerate(node.inputs):
+                node.inputs[i] = renamed.get(tensor.name, tensor)
+            forms[node] = tuple(_renamed(step, names) for step in forms[node])
     return list(made.values())
+
+
+def _renamed(step: Step, names: Mapping[str, str]) -> Step:
+    inputs, outputs = (tuple(names.get(name, name) for name in part) for part in (step.inputs, step.outputs))
+    return replace(step, inputs=inputs, outputs=outputs)

@@ -17,6 +17,7 @@ from onnxfuse.regions.rows import Kind, Rows, is_reduction, kinds_of, rows_of
 from onnxfuse.regions.steps import Step
 
 MAX_STEPS, MAX_OPERANDS, MAX_OUTPUTS = 64, 24, 8
+NOTHING_BESIDE: Final = "nothing beside it can be merged with it"  # why a node is in no region
 LAUNCH_BYTES: Final = 8_000_000  # what an H200 moves at 4 TB/s in the 2 us that a launch takes
 OPERATIONS_PER_BYTE: Final = 8  # what it computes while it moves a byte, of 32 Tflop/s
 OPERATIONS: Final[Mapping[str, int]] = {  # of an element that a step computes, or reduces; 1 of others

@@ -12,11 +12,12 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, consumers, op_of, producer
 from onnxfuse.passes.folded import node_label
 from onnxfuse.regions.borders import settle_borders
-from onnxfuse.regions.cluster import Cluster, Clusters
+from onnxfuse.regions.cluster import NOTHING_BESIDE, Cluster, Clusters
 from onnxfuse.regions.host import host_nodes
 from onnxfuse.regions.levels import levels
 from onnxfuse.regions.normal_form import MIN_OPSET, normal_form
 from onnxfuse.regions.order import merge
+from onnxfuse.regions.siblings import is_of_fused, merge_siblings
 from onnxfuse.regions.steps import Step
 
 
@@ -109,13 +110,14 @@ def form_regions(graph: Graph, shapes: ShapeInfo, keep: Set[str] = frozenset()) 
     merging = Merging(graph, clusters, levels(graph, forms), reasons)
     _merge_all(merging)
     settle_borders(clusters, merging.level, reasons)
+    merge_siblings(clusters, merging.level, reasons, dict.fromkeys(clusters.of.values()), is_of_fused)
     in_order = sorted(forms, key=graph.position.__getitem__)
     distinct = list(dict.fromkeys(clusters.of[node] for node in in_order))
     regions = [one for one in distinct if is_worth_it(one)]
     inside = {node for one in regions for node in one.nodes}
     for node in forms:
         if node not in inside:
-            reasons.setdefault(node_label(node), "nothing beside it can be merged with it")
+            reasons.setdefault(node_label(node), NOTHING_BESIDE)
     outside = {node_label(node) for node in graph.nodes if node not in inside}
     others = tuple(one for one in distinct if not is_worth_it(one))
     left = {label: why for label, why in reasons.items() if label in outside}

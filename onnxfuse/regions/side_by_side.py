@@ -10,6 +10,7 @@ from typing import Final
 from onnxfuse.regions.cluster import LAUNCH_BYTES, MAX_OPERANDS, MAX_OUTPUTS, MAX_STEPS, Cluster, Clusters
 from onnxfuse.regions.formation import Formed, Merging
 from onnxfuse.regions.order import read_by, readers_of, set_places
+from onnxfuse.regions.siblings import merge_siblings
 
 MAX_BYTES: Final = LAUNCH_BYTES // 4  # that a small region moves, in a quarter of the time that its launch takes
 MAX_OPEN: Final = 8  # groups of a level that are compared with the next cluster
@@ -44,23 +45,28 @@ class Group:
         return clusters.bytes_of(tensor for name, tensor in cluster.operands.items() if name in self.operands)
 
 
-def side_by_side(formed: Formed, apart: Collection[Cluster]) -> list[Cluster]:
-    """Return the clusters with small ones of one level merged, where these do not depend on each other.
+def share_launches(formed: Formed, apart: Collection[Cluster]) -> list[Cluster]:
+    """Return the clusters with those of one level merged that read the same, or are small and independent.
 
     `apart` are the clusters that join no other node, which may be of one operator.
     """
     merging = formed.merging
     if merging is None:
         return list(apart)
-    small = {one for one in apart if not one.is_free and one.cost - LAUNCH_BYTES <= MAX_BYTES}
+    clusters = merging.clusters
     by_level = defaultdict[int, dict[Cluster, None]](dict)
     for node in formed.forms:
-        cluster = merging.clusters.of[node]
-        by_level[merging.level[node]][cluster] = None
+        by_level[merging.level[node]][clusters.of[node]] = None
+    for of_level in by_level.values():
+        set_places(clusters, merging.level, of_level)
+    apart = merge_siblings(clusters, merging.level, formed.reasons, apart)
+    small = {one for one in apart if not one.is_free and one.cost - LAUNCH_BYTES <= MAX_BYTES}
     for level in sorted({merging.level[one.nodes[0]] for one in small}):
-        for group in _groups(merging, set_places(merging.clusters, merging.level, by_level[level]), small):
-            merging.clusters.unite(group.clusters)
-    return list(dict.fromkeys(merging.clusters.of[one.nodes[0]] for one in apart))
+        of_level = dict.fromkeys(clusters.of[each.nodes[0]] for each in by_level[level])
+        in_order = sorted(of_level, key=lambda each: each.place)
+        for group in _groups(merging, in_order, small):
+            clusters.unite(group.clusters)
+    return list(dict.fromkeys(clusters.of[one.nodes[0]] for one in apart))
 
 
 def _groups(merging: Merging, in_order: Sequence[Cluster], small: Collection[Cluster]) -> Iterable[Group]:

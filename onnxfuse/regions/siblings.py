@@ -1,0 +1,101 @@
+"""Merge regions that read a tensor in the same order, element by element or row by row: their kernel reads it once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+from onnxfuse.analysis.dims import Size
+from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.node import Node, Tensor, producer
+from onnxfuse.passes.folded import node_label
+from onnxfuse.regions.cluster import NOTHING_BESIDE, Cluster, Clusters
+from onnxfuse.regions.order import merge
+from onnxfuse.regions.pointwise import POINTWISE
+from onnxfuse.regions.rows import VIEWS, is_reduction
+
+MAX_OPEN: Final = 4  # clusters that read a tensor and are compared with the next one
+
+
+def is_of_fused(tensor: Tensor) -> bool:
+    """Return whether a fused node computes a tensor."""
+    maker = producer(tensor)
+    return maker is not None and maker.domain == DOMAIN
+
+
+def merge_siblings(
+    clusters: Clusters,
+    level: Mapping[Node, int],
+    reasons: dict[str, str],
+    among: Iterable[Cluster],
+    is_wanted: Callable[[Tensor], bool] = lambda tensor: True,
+) -> list[Cluster]:
+    """Merge clusters of one level that read a wanted tensor in its own order; return what all of them have become.
+
+    Those of the largest tensor are merged first.  The clusters must have places in the order of their level.  `reasons`
+    says by the labels of nodes why these are in no region, and gets what is found here where it knows nothing better.
+    """
+    in_order = sorted(among, key=lambda each: (level[each.nodes[0]], each.place))
+    readers, tensors = defaultdict[str, list[Cluster]](list), dict[str, Tensor]()
+    for cluster in in_order:
+        for name, tensor in cluster.operands.items():
+            readers[name].append(cluster)
+            tensors[name] = tensor
+    shared = [each for name, each in tensors.items() if len(readers[name]) > 1 and is_wanted(each)]
+    for tensor in sorted(shared, key=clusters.bytes, reverse=True):
+        _merge_readers(clusters, level, reasons, tensor, readers[tensor.name])
+    return list(dict.fromkeys(clusters.of[each.nodes[0]] for each in in_order))
+
+
+def _merge_readers(
+    clusters: Clusters, level: Mapping[Node, int], reasons: dict[str, str], tensor: Tensor, readers: Iterable[Cluster]
+) -> None:
+    """Merge the clusters that read a tensor in its own order, each with the first of the last few that takes it."""
+    found = list[Cluster]()
+    for cluster in dict.fromkeys(clusters.of[each.nodes[0]] for each in readers):
+        if not _is_read_in_order(clusters, tensor, cluster):
+            continue
+        for i, other in enumerate(found):
+            why = _merge(clusters, level, other, cluster)
+            if not why:
+                found[i] = clusters.of[cluster.nodes[0]]
+                break
+            because = f"'{node_label(other.nodes[0])}', which reads '{tensor.name}' as well: {why}"
+            for label in map(node_label, cluster.nodes):
+                if reasons.get(label, NOTHING_BESIDE) == NOTHING_BESIDE:
+                    reasons[label] = f"it is not merged with {because}"
+        else:
+            found = [*found[1 - MAX_OPEN :], cluster]
+
+
+def _merge(clusters: Clusters, level: Mapping[Node, int], a: Cluster, b: Cluster) -> str:
+    """Merge two clusters; return why they stay apart, "" if they do not."""
+    if level[a.nodes[0]] != level[b.nodes[0]]:
+        return "other nodes are computed between the two"
+    both = clusters.merged(a, b)
+    if isinstance(both, str):
+        return both
+    return "" if merge(clusters, level, a, b, both) else "together they would make a cycle"
+
+
+def _is_read_in_order(clusters: Clusters, tensor: Tensor, cluster: Cluster) -> bool:
+    """Return whether a cluster reduces rows of a tensor, or has an output whose elements are computed from its own."""
+    dims = _dims(clusters, tensor)
+    names = {tensor.name}
+    for node in cluster.nodes if dims else ():
+        if not any(each.name in names for each in node.inputs):
+            continue
+        if any(map(is_reduction, clusters.forms[node])):
+            return True
+        out = node.outputs[0]
+        if (node.op in POINTWISE or node.op in VIEWS) and _dims(clusters, out) == dims:
+            if out.name in cluster.outputs:
+                return True
+            names.add(out.name)
+    return False
+
+
+def _dims(clusters: Clusters, tensor: Tensor) -> tuple[Size, ...]:
+    """Return the sizes of a tensor but those of one."""
+    return tuple(size for size in clusters.shapes.shape(tensor) or () if size != 1)
