@@ -2,7 +2,8 @@
 
 A padding mask gathered at the ranges of its own axes becomes a Reshape of itself.  `And(x, range >= 0)` becomes `x`;
 if that has fewer axes than the And, the consumers broadcast it.  A mask that is true everywhere vanishes.  The same
-holds for the embedding of token types that are all 0.
+holds for the embedding of token types that are all 0.  Operators that broadcast read what an Expand repeats as it was,
+such as the norms of rows by which F.normalize of PyTorch divides.
 
 An And or Or whose result gets axes of size 1 is computed with these axes, so that each of its operands is a mask in the
 form in which the scores read it.
@@ -28,7 +29,10 @@ from onnxfuse.passes.emit import emit
 from onnxfuse.passes.fold_constants import MAX_GROWTH_BYTES
 from onnxfuse.passes.fold_shapes import reshape_target
 
-BROADCASTING = frozenset({"Add", "And", "Cast", "Mul", "Not", "Or", "Sub", "Where", "Xor"})
+COMPARISONS = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
+BROADCASTING = frozenset(
+    ("Add", "And", "Cast", "Div", "Max", "Min", "Mod", "Mul", "Not", "Or", "Pow", "Sub", "Where", "Xor", *COMPARISONS)
+)
 # By operator: the value that, as all elements of one operand, makes the result the other operand.
 NEUTRAL_MASKS = {"And": True, "Or": False, "Add": 0, "Mul": 1}
 

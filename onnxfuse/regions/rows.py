@@ -96,6 +96,9 @@ def _kind_behind(shapes: ShapeInfo, node: Node, rows: Rows, kinds: Mapping[str, 
     if node.op in VIEWS and node.op != "Identity":
         is_row = kinds[node.inputs[0].name] is Kind.ROW and _is_row(out, rows)
         return Kind.ROW if is_row else None
+    if node.op == "Expand":
+        is_along = kinds[node.inputs[0].name] is Kind.ROW and shapes.shape(node.inputs[0]) == rows.kept
+        return Kind.ELEMENT if is_along and out == rows.shape else None
     if node.op == "GatherElements":
         return Kind.ROW if _takes_one_of_each_row(shapes, node, rows, kinds) else None
     if node.op not in POINTWISE:

@@ -165,6 +165,13 @@ def test_the_embedding_of_several_token_types_stays() -> None:
     assert "Gather" in ops(shrunk(nodes)).split()
 
 
+@pytest.mark.parametrize("op", ["Div", "Max", "Min", "Mod<fmod=1>", "Pow", "Less", "GreaterOrEqual", "Equal"])
+def test_what_is_expanded_for_an_operator_that_broadcasts_is_read_as_it_is(op: str) -> None:
+    """As F.normalize of PyTorch expands the norms of rows before it divides by them."""
+    nodes = f"shape = Shape(x) n = ReduceL2(x, column) e = Expand(n, shape) y = {op}(x, e)"
+    assert ops(shrunk(nodes, "(float[B,N,5] x) => (y)")) == f"ReduceL2 {op.partition('<')[0]}"
+
+
 def test_masks_of_unknown_rank_stay() -> None:
     model = parse("(bool a, bool b) => (y) { c = And(a, b) y = Unsqueeze(c, i0) }", i0=np.array([0]))
     for value in (*model.graph.input, *model.graph.output):

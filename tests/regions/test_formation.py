@@ -114,16 +114,40 @@ def test_a_modulated_norm_is_one_region() -> None:
     assert ops == ["Split", "Unsqueeze", "Unsqueeze", "Add", "Mul", "Add"]
 
 
+NORMALIZED = (  # as PyTorch's F.normalize is exported
+    "em := float {0.000001} n = ReduceL2 <axes = [1], keepdims = 1> (m) c = Clip(n, em) sizes = Shape(m) "
+    "e = Expand(c, sizes) z = Div(m, e)"
+)
+
+
 def test_normalized_embeddings_with_pooling_are_two_regions() -> None:
-    """The mean is over the tokens, the norm over the features; the mask has other rows and is added up by itself."""
+    """The mean is over the tokens, the norm over the features."""
     nodes = (
-        "p := int64[1] {-1} one := int64[1] {1} f = Cast <to = 1> (mask) g = Unsqueeze(f, p) h = Mul(x, g) "
-        "s = ReduceSum <keepdims = 0> (h, one) n = ReduceSum <keepdims = 0> (g, one) m = Div(s, n) "
-        "l = ReduceL2 <axes = [-1]> (m) z = Div(m, l)"
+        "p := int64[1] {-1} one := int64[1] {1} least := float {0.000001} g = Unsqueeze(mask, p) s = Shape(x) "
+        "w = Expand(g, s) f = Cast <to = 1> (w) h = Mul(x, f) t = ReduceSum <keepdims = 0> (h, one) "
+        "a = ReduceSum <keepdims = 0> (f, one) d = Clip(a, least) m = Div(t, d) "
     )
-    found = ops_of(nodes, inputs="float[2, 5, 8] x, int64[2, 5] mask")
-    assert found[-1][-2:] == ["ReduceL2", "Div"]
-    assert found[0][:4] == ["Cast", "Unsqueeze", "Mul", "ReduceSum"]
+    found = ops_of(nodes + NORMALIZED, inputs="float[b, t, 8] x, int64[b, t] mask")
+    pooled = ["Expand", "Cast", "ReduceSum", "Max", "Cast", "Mul", "ReduceSum", "Div"]
+    assert found == [pooled, ["ReduceL2", "Max", "Div"]]
+
+
+def test_normalized_rows_are_one_region() -> None:
+    assert ops_of(NORMALIZED, inputs="float[b, 8] m") == [["ReduceL2", "Max", "Div"]]
+    assert ops_of(NORMALIZED.replace("sizes = Shape(m)", "sizes := int64[2] {6, 8}"), inputs="float[6, 8] m") == [
+        ["ReduceL2", "Max", "Div"]
+    ]
+
+
+def test_a_row_is_expanded_where_it_is_reduced() -> None:
+    nodes = "s := int64[2] {8, 8} m = ReduceMax <axes = [1], keepdims = 1> (x) e = Expand(m, s) z = Exp(e)"
+    assert ops_of(nodes) == [["ReduceMax", "Expand", "Exp"]]
+
+
+def test_a_row_that_is_expanded_along_another_axis_is_not() -> None:
+    """Sixteen rows become 128, of which the second eight have the values of the first."""
+    nodes = "s := int64[3] {2, 8, 8} m = ReduceMax <axes = [1], keepdims = 1> (x) e = Expand(m, s) z = Exp(e)"
+    assert ops_of(nodes) == [["Expand", "Exp"]]
 
 
 def test_log_softmax_and_a_loss_by_labels() -> None:
