@@ -108,6 +108,7 @@ DYNAMO_PLAIN, TS_PLAIN = Variant("dynamo", "dynamo", None), Variant("ts", "ts", 
 DYNAMO_BN = Variant("dynamo_bn", "dynamo", None, keep_batch_norm=True)
 TS_BN = Variant("ts13_bn", "ts", 13, keep_batch_norm=True)
 HALF, HALF_BN = dataclasses.replace(DYNAMO_PLAIN, dtype="fp16"), dataclasses.replace(DYNAMO_BN, dtype="fp16")
+HALF_EAGER = dataclasses.replace(HALF, attention="eager")
 CONVOLUTIONS = (DYNAMO_PLAIN, DYNAMO_BN, TS_BN, HALF_BN)
 
 BERT = {"layers": 2, "heads": 3, "hidden": 24, "intermediate": 32, "vocab": 64, "positions": 32}
@@ -306,6 +307,24 @@ t5_encoder = Architecture(
     TEXT,
 )
 
+
+def deberta(buckets: int, config: Config, variant: Variant, full: Config | None = None) -> Architecture:
+    """Return version 3 of DeBERTa, with so many buckets of relative positions."""
+    build = from_transformers(
+        "DebertaV2Model",
+        "DebertaV2Config",
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+        position_buckets=buckets,
+        max_relative_positions=-1,
+        norm_rel_ebd="layer_norm",
+        share_att_key=True,
+        position_biased_input=False,
+        type_vocab_size=0,
+    )
+    return Architecture("deberta", build, text, HIDDEN, config, (variant,), TEXT, full)
+
+
 ARCHITECTURES = [
     bert,
     gpt2,
@@ -329,27 +348,9 @@ ARCHITECTURES = [
     t5_encoder,
     # With larger weights its softmax is so sharp that half precision is 6 to 12 % off, by every engine.
     dataclasses.replace(t5_encoder, config={}, full=T5_BASE, gain=0.7),
-    Architecture(  # version 3, in its public size alone
-        "deberta",
-        from_transformers(
-            "DebertaV2Model",
-            "DebertaV2Config",
-            relative_attention=True,
-            pos_att_type=["p2c", "c2p"],
-            position_buckets=256,
-            max_relative_positions=-1,
-            norm_rel_ebd="layer_norm",
-            share_att_key=True,
-            position_biased_input=False,
-            type_vocab_size=0,
-        ),
-        text,
-        HIDDEN,
-        {},
-        (dataclasses.replace(DYNAMO, attention="eager"),),
-        TEXT,
-        full=BERT_BASE | {"vocab": 128100},
-    ),
+    dataclasses.replace(t5_encoder, variants=(HALF_EAGER,), gain=0.7),
+    deberta(8, SMALL_BERT, HALF_EAGER),
+    deberta(256, {}, dataclasses.replace(DYNAMO, attention="eager"), full=BERT_BASE | {"vocab": 128100}),
     decoder("qwen3", "Qwen3ForCausalLM", "Qwen3Config", SMALL_LLAMA, TS),
     decoder(
         "phi3",

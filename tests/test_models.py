@@ -85,6 +85,7 @@ def changes(c: Config) -> int:
 
 FUSED: Mapping[str, Formulas] = {
     "bert": POST_NORM | PROJECTIONS | {"gemm_bias_activation": lambda c: THREE_LINEARS * c["layers"] + 1},  # the pooler
+    "deberta": POST_NORM | PROJECTIONS | {"gemm_bias_activation": lambda c: THREE_LINEARS * c["layers"]},
     "gpt2": PRE_NORM | {"gemm_bias_activation": lambda c: FOUR_LINEARS * c["layers"]},
     # and patches and the pooler
     "vit": PRE_NORM | PROJECTIONS | {"gemm_bias_activation": lambda c: THREE_LINEARS * c["layers"] + 2},
@@ -183,6 +184,7 @@ FUSED: Mapping[str, Formulas] = {
 # Products and convolutions that no bias, activation or residual follows, so that nothing is fused.
 PLAIN: Mapping[str, Formulas] = {
     "bert": {},
+    "deberta": {"MatMul": lambda c: 2 * c["layers"]},  # of queries and keys with the relative positions
     "gpt2": {"MatMul": lambda c: 1},  # logits
     "vit": {},
     "llama": {"MatMul": lambda c: 1},  # logits
@@ -252,7 +254,9 @@ LESS_FUSED: Mapping[str, Collection[str]] = {
     "detector_ts11_bn_fp32.onnx": {"split"},  # this exporter divides channels by Slices
 }
 
-EMBEDDINGS = {"bert", "gpt2", "llama", "llama_kvcache", "gemma", "phi3", "qwen3", "t5_encoder", "gpt_neox", "clip_text"}
+EMBEDDINGS = {
+    "bert", "deberta", "gpt2", "llama", "llama_kvcache", "gemma", "phi3", "qwen3", "t5_encoder", "gpt_neox", "clip_text",
+}  # fmt: skip
 LEFT_EMBEDDINGS = {"llama_sdpa_ts_fp16.onnx"}  # the converter has put Casts behind them
 
 
