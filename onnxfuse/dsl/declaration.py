@@ -42,7 +42,7 @@ class Fusion:
     example: Mapping[str, ExampleValue] = field(default_factory=dict)
     last: bool = False
     channels_last: tuple[str, ...] = ()
-    epilogue: bool | Literal["nhwc", "views"] = False
+    epilogue: bool | Literal["nhwc"] = False
 
     def __repr__(self) -> str:  # terms share others, so a repr of them would grow exponentially
         return f"Fusion({self.name})"
@@ -73,7 +73,7 @@ def fusion(
     casts: bool = False,
     last: bool = False,
     channels_last: Sequence[str] = (),
-    epilogue: bool | Literal["nhwc", "views"] = False,
+    epilogue: bool | Literal["nhwc"] = False,
     example: Mapping[str, ExampleValue] | None = None,
 ) -> Callable[[Body], Fusion]:
     """Declare a fusion.
@@ -86,9 +86,8 @@ def fusion(
             is then; the others it reads as they are.  Inside a channels-last region the fused node becomes such a node,
             with the attribute layout="nhwc".  Without this, a region ends at the fusion
     epilogue  with `--epilogues`, elementwise operators that alone read its first output join the fused node, which
-            says them in the attribute `program`, and reads their other operands behind its own, and gives their results
-            in place of that output; "nhwc": a channels-last one; "views": what it reads besides may lie elsewhere in
-            a tensor, as views of it say
+            says them in the attribute `program`, reads their other operands behind its own, through views of these too,
+            and gives their results in place of that output; "nhwc": a channels-last one
     example shapes of operands that neither `dims` nor a rearrange() tells, and values for attributes, for generated
             models: {"x": (2, 4, 6, 6), "w": (6, 4, 3, 3), "strides": [2, 1]}
 

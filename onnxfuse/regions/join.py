@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final
 
 import onnx
 from onnx import helper
@@ -22,8 +21,6 @@ from onnxfuse.regions.steps import Step
 from onnxfuse.regions.write import body, order_by_reading, program
 from onnxfuse.rewrite.replace import Fused, LocalFunctions
 
-VIEWED: Final = "views"  # of the declaration's `epilogue`
-
 
 @dataclass(frozen=True)
 class Join:
@@ -39,7 +36,7 @@ def find_join(formed: Formed, cluster: Cluster, joining: Mapping[str, bool | str
 
     `joining` are the fusions that elementwise operators join, with their declaration's `epilogue`.  Of the nodes of the
     cluster, those that depend on the node's result must be elementwise, and their outputs have its shape.  What they
-    read besides is computed with them, where nothing else reads it and it is elementwise or, with "views", a view.
+    read besides is computed with them, where nothing else reads it and it is elementwise or a view.
     Nothing else may read the result, but it may be an output of the graph.
     """
     merging = formed.merging
@@ -51,7 +48,7 @@ def find_join(formed: Formed, cluster: Cluster, joining: Mapping[str, bool | str
         for tensor in cluster.operands.values()
         if (maker := producer(tensor)) is not None
         and maker.domain == DOMAIN
-        and joining.get(str(maker.attrs["fusion"]), False) in (True, VIEWED, maker.attrs.get("layout"))
+        and joining.get(str(maker.attrs["fusion"]), False) in (True, maker.attrs.get("layout"))
         and "program" not in maker.attrs
         and dtype_name(shapes.dtype(tensor)) in PRODUCTS
         and tensor is maker.outputs[0]
@@ -60,8 +57,7 @@ def find_join(formed: Formed, cluster: Cluster, joining: Mapping[str, bool | str
         and _is_behind_nothing(maker, cluster, merging.level)
     ]
     found.sort(key=lambda tensor: graph.position[tensor.inputs[0]], reverse=True)
-    with_views = (joining[str(tensor.inputs[0].attrs["fusion"])] == VIEWED for tensor in found)
-    joins = (_join(formed, merging, cluster, *each) for each in zip(found, with_views, strict=True))
+    joins = (_join(formed, merging, cluster, tensor) for tensor in found)
     return next((join for join in joins if join is not None), None)
 
 
@@ -75,7 +71,7 @@ def _is_behind_nothing(maker: Node, cluster: Cluster, level: Mapping[Node, int])
     return len(maker.outputs) == 1 or all(each is None or level[each] < level[maker] for each in makers)
 
 
-def _join(formed: Formed, merging: Merging, cluster: Cluster, result: Tensor, with_views: bool) -> Join | None:
+def _join(formed: Formed, merging: Merging, cluster: Cluster, result: Tensor) -> Join | None:
     """Return the part of a cluster that can join the node of a result; None if there is none, or it does not pay."""
     graph, shapes, forms = merging.graph, merging.clusters.shapes, formed.forms
     part, made = set[Node](), {result.name}
@@ -91,9 +87,7 @@ def _join(formed: Formed, merging: Merging, cluster: Cluster, result: Tensor, wi
     for node in reversed(cluster.nodes):
         readers = {reader for tensor in node.outputs for reader in consumers(tensor)}
         is_kept = any(graph.is_kept(tensor) for tensor in node.outputs)
-        is_elementwise = all(step.op in ("Constant", *ELEMENTWISE) for step in forms[node])
-        is_view = with_views and all(map(_is_read_in_place, forms[node]))
-        if readers <= part and not is_kept and (is_elementwise or is_view):
+        if readers <= part and not is_kept and all(map(_is_read_in_place, forms[node])):
             part.add(node)
     left = [node for node in cluster.nodes if node not in part]
     if not left:
@@ -110,11 +104,11 @@ def _join(formed: Formed, merging: Merging, cluster: Cluster, result: Tensor, wi
 
 
 def _is_read_in_place(step: Step) -> bool:
-    """Return whether an epilogue reads through a step: neighbours stay such."""
+    """Return whether an epilogue computes a step, or reads through it so that neighbours stay such."""
     if step.op == "Transpose":
         perm: list[int] = step.attributes["perm"]  # type: ignore[assignment]
         return perm[-1] == len(perm) - 1
-    return step.op in ("Constant", *VIEWS)
+    return step.op in ("Constant", *VIEWS, *ELEMENTWISE)
 
 
 def write_joined(

@@ -122,6 +122,18 @@ def test_a_gated_product() -> None:
     assert joined_of(model_of(nodes))[1] == [("gated_gemm", ["Exp", "Mul"])]
 
 
+def test_the_gate_of_a_product_is_a_part_of_a_tensor() -> None:
+    """It is read where it lies, as the gate in front of the residual of a DiT: no Slice is left."""
+    nodes = (
+        f"{PRODUCT} at := int64[1] {{16}} end := int64[1] {{32}} one := int64[1] {{1}} s = Slice(parts, at, end, one) "
+        "g = Unsqueeze(s, one) d = Mul(c, g) z = Add(d, y)"
+    )
+    source = model_of(nodes, INPUTS + ", float[batch, 96] parts")
+    result, found = joined_of(source)
+    assert found == [("gemm_bias_activation", ["Slice", "Unsqueeze", "Mul", "Add"])]
+    same(source, result)
+
+
 def test_casts_between_the_product_and_a_float32_residual() -> None:
     inputs = "float16[batch, 6, 8] x, float[batch, 6, 16] y"
     nodes = f"{PRODUCT} d = Cast <to = 1>(c) e = Add(d, y) z = Cast <to = 10>(e)"
