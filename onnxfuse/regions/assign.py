@@ -42,15 +42,15 @@ def assign_regions(
     nodes that are in no region.
     """
     formed = form_regions(graph, shapes, keep)
-    joins, apart = dict[str, Join](), list[Cluster]()  # the former by the fused nodes that they join
+    joins, apart = dict[str, tuple[Join, Fused]](), list[Cluster]()  # the former by the results that they read
     records, work = {one.node: one for one in fused}, deque((*formed.regions, *formed.others))
     while work:
         cluster = work.popleft()
         order_by_reading(cluster, formed.forms)
-        join = find_join(formed, cluster, joining)
+        join = find_join(formed, cluster, joining, joins)
         record = records.get(join.result.inputs[0].name) if join is not None else None
         if join is not None and record and (record.fusion, _first(join.cluster)) not in exclude:
-            joins[record.node] = join
+            joins[join.result.name] = join, record
             if join.apart is not None and formed.merging is not None:
                 formed.merging.clusters.split(join.cluster, join.apart)
                 work.append(join.apart)
@@ -61,11 +61,11 @@ def assign_regions(
         order_by_reading(cluster, formed.forms)
     bodies = {f.name: f for f in graph.functions if f.domain == DOMAIN}
     if joins and not graph.is_subgraph:
-        drop_functions(graph, {each.result.inputs[0] for each in joins.values()})
+        drop_functions(graph, {join.result.inputs[0] for join, _ in joins.values()})
     functions = LocalFunctions(graph)
     made = [
-        write_joined(graph, shapes, each.cluster, formed.forms, each.result, bodies, functions, records[name])
-        for name, each in joins.items()
+        write_joined(graph, shapes, join.cluster, formed.forms, join.result, bodies, functions, record)
+        for join, record in joins.values()
     ]
     made += [write_region(graph, shapes, cluster, formed.forms, functions) for cluster in apart]
     if made:

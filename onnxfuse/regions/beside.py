@@ -46,14 +46,11 @@ class LeftToRegions:
         return is_left
 
     def _may_be_joined(self, node: Node) -> bool:
-        """Return whether a node may join a fused node whose result nothing else reads."""
+        """Return whether a node may join the fused node whose result it reads."""
         if op_of(node) not in POINTWISE:
             return False
-        makers = [(made, tensor) for tensor in node.inputs if (made := producer(tensor)) is not None]
-        return any(
-            made.domain == DOMAIN and made.attrs["fusion"] in self.joining and consumers(tensor) == [node]
-            for made, tensor in makers
-        )
+        makers = [made for tensor in node.inputs if (made := producer(tensor)) is not None]
+        return any(made.domain == DOMAIN and made.attrs["fusion"] in self.joining for made in makers)
 
     @cached_property
     def _host(self) -> set[Node]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import onnx
@@ -31,13 +31,17 @@ class Join:
     apart: Cluster | None = None
 
 
-def find_join(formed: Formed, cluster: Cluster, joining: Mapping[str, bool | str]) -> Join | None:
+def find_join(
+    formed: Formed, cluster: Cluster, joining: Mapping[str, bool | str], taken: Collection[str] = frozenset()
+) -> Join | None:
     """Return how a cluster can join a fused node; None if it cannot.
 
-    `joining` are the fusions that elementwise operators join, with their declaration's `epilogue`.  Of the nodes of the
-    cluster, those that depend on the node's result must be elementwise, and their outputs have its shape.  What they
-    read besides is computed with them, where nothing else reads it and it is elementwise or a view.
-    Nothing else may read the result, but it may be an output of the graph.
+    `joining` are the fusions that elementwise operators join, with their declaration's `epilogue`, and `taken` the
+    names of results that others join.  Of the nodes of the cluster, those that depend on the node's result must be
+    elementwise, and their outputs have its shape.  What they read besides is computed with them, where nothing else
+    reads it and it is elementwise or a view.
+
+    The result may be read elsewhere and be an output of the graph: then the joined node gives it too.
     """
     merging = formed.merging
     if merging is None or cluster.is_free:
@@ -52,23 +56,26 @@ def find_join(formed: Formed, cluster: Cluster, joining: Mapping[str, bool | str
         and "program" not in maker.attrs
         and dtype_name(shapes.dtype(tensor)) in PRODUCTS
         and tensor is maker.outputs[0]
-        and all(node in cluster.nodes for node in consumers(tensor))
+        and tensor.name not in taken
         and shapes.shape(tensor) is not None
-        and _is_behind_nothing(maker, cluster, merging.level)
+        and _closes_no_cycle(maker, cluster, merging.level)
     ]
     found.sort(key=lambda tensor: graph.position[tensor.inputs[0]], reverse=True)
     joins = (_join(formed, merging, cluster, tensor) for tensor in found)
     return next((join for join in joins if join is not None), None)
 
 
-def _is_behind_nothing(maker: Node, cluster: Cluster, level: Mapping[Node, int]) -> bool:
-    """Return whether what a cluster reads besides the first result of a node depends on none of the node's results.
+def _closes_no_cycle(maker: Node, cluster: Cluster, level: Mapping[Node, int]) -> bool:
+    """Return whether no path leads from a result of a node to what a cluster reads besides its first result.
 
-    Where that is the only result, it does not, because nothing but the cluster reads it.  Else, what the cluster reads
-    must be of a lower level: then neither this join nor others can close a cycle.
+    Where the cluster alone reads that result, and there is no other, there is none.  Else, what the cluster reads must
+    be of a lower level: then neither this join nor others can close a cycle.
     """
-    makers = (producer(tensor) for tensor in cluster.operands.values() if tensor is not maker.outputs[0])
-    return len(maker.outputs) == 1 or all(each is None or level[each] < level[maker] for each in makers)
+    result = maker.outputs[0]
+    if len(maker.outputs) == 1 and all(node in cluster.nodes for node in consumers(result)):
+        return True
+    makers = (producer(tensor) for tensor in cluster.operands.values() if tensor is not result)
+    return all(each is None or level[each] < level[maker] for each in makers)
 
 
 def _join(formed: Formed, merging: Merging, cluster: Cluster, result: Tensor) -> Join | None:
@@ -127,7 +134,8 @@ def write_joined(
     """
     (maker,) = result.inputs
     others = {name: tensor for name, tensor in cluster.operands.items() if tensor is not result}
-    kept = {result.name: result} if graph.is_kept(result) else {}
+    is_read_elsewhere = any(node not in cluster.nodes for node in consumers(result))
+    kept = {result.name: result} if is_read_elsewhere or graph.is_kept(result) else {}
     joined = replace(cluster, operands={result.name: result, **others}, outputs={**cluster.outputs, **kept})
     inputs, outputs = [*maker.inputs, *others.values()], [*joined.outputs.values(), *maker.outputs[1:]]
     own: dict[str, AttributeValue] = {

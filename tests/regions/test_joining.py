@@ -157,8 +157,25 @@ def test_of_two_products_the_last_takes_what_reads_both() -> None:
     same(model_of(nodes), result)
 
 
+SECOND_READERS = {
+    "f = MatMul(c, square) g = Softmax(f) d = Tanh(c) e = Mul(d, y) z = Neg(e)": {"z", "c"},
+    "d = Tanh(c) z = Mul(d, y) g = MatMul(d, square)": {"z", "d"},
+    "d = Tanh(c) z = Mul(d, y) g = MatMul(d, square) h = MatMul(c, square)": {"z", "d", "c"},
+}
+
+
+@pytest.mark.parametrize("nodes", SECOND_READERS)
+def test_values_that_other_nodes_read_too_are_outputs(nodes: str) -> None:
+    inputs = INPUTS + ", float[16, 16] square"
+    source = model_of(f"{PRODUCT} {nodes}", inputs, "z g" + " h" * ("h =" in nodes))
+    result, found = joined_of(source)
+    assert any(ops for fusion, ops in found if fusion == "gemm_bias_activation")
+    assert [set(node.output) for node in result.graph.node if "bias" in node.input] == [SECOND_READERS[nodes]]
+    same(source, result)
+
+
 NEAR_MISSES = {
-    "another node reads the product": f"{PRODUCT} d = Tanh(c) e = Mul(d, y) f = MatMul(c, w2) z = Sub(e, f)",
+    "it depends on what reads the product": f"{PRODUCT} d = Tanh(c) e = Mul(d, y) f = MatMul(c, square) z = Sub(e, f)",
     "the product is broadcast": f"{PRODUCT} d = Tanh(c) z = Add(d, wide)",
     "a reduction follows": f"{PRODUCT} d = Neg(c) e = ReduceMax <axes = [-1]>(d) z = Sub(d, e)",
     "elements are moved": f"{PRODUCT} d = Tanh(c) e = Transpose <perm = [0, 2, 1]>(d) z = Neg(e)",
@@ -167,7 +184,7 @@ NEAR_MISSES = {
 
 @pytest.mark.parametrize("what", NEAR_MISSES)
 def test_what_does_not_join(what: str) -> None:
-    inputs = INPUTS + (", float[2, batch, 6, 16] wide" if "wide" in NEAR_MISSES[what] else "")
+    inputs = INPUTS + ", float[2, batch, 6, 16] wide, float[16, 16] square"
     source = model_of(NEAR_MISSES[what], inputs)
     result, found = joined_of(source)
     joined = [ops for fusion, ops in found if fusion == "gemm_bias_activation"]
