@@ -11,7 +11,8 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import Graph
 from onnxfuse.regions.cluster import Cluster
-from onnxfuse.regions.formation import form_regions, is_worth_it
+from onnxfuse.regions.formation import Formed, form_regions, is_worth_it
+from onnxfuse.regions.if_joined import IfJoined
 from onnxfuse.regions.join import Join, find_join, write_joined
 from onnxfuse.regions.side_by_side import side_by_side
 from onnxfuse.regions.write import order_by_reading, write_region
@@ -33,13 +34,14 @@ def assign_regions(
     joining: Mapping[str, bool | str] = MappingProxyType({}),
     fused: Collection[Fused] = (),
     keep: Set[str] = frozenset(),
+    if_joined: IfJoined | None = None,
 ) -> RegionResult:
     """Replace the regions of a sorted graph by fused nodes, or join them with fused nodes.
 
     `exclude` holds regions that stay as they are, each by REGION and the name of its first output, and those that join
     no other node, by that node's fusion.  `joining` are the fusions whose nodes elementwise operators join, with their
     declaration's `epilogue`, and `fused` the records of the fused nodes that the graph has.  `keep` holds the labels of
-    nodes that are in no region.
+    nodes that are in no region, and `if_joined` finds what is fused only where operators join it.
     """
     formed = form_regions(graph, shapes, keep)
     joins, apart = dict[str, tuple[Join, Fused]](), list[Cluster]()  # the former by the results that they read
@@ -47,9 +49,9 @@ def assign_regions(
     while work:
         cluster = work.popleft()
         order_by_reading(cluster, formed.forms)
-        join = find_join(formed, cluster, joining, joins)
-        record = records.get(join.result.inputs[0].name) if join is not None else None
-        if join is not None and record and (record.fusion, _first(join.cluster)) not in exclude:
+        join = find_join(formed, cluster, joining, if_joined, joins)
+        record = _record(formed, join, records, if_joined, exclude) if join is not None else None
+        if join is not None and record is not None:
             joins[join.result.name] = join, record
             if join.apart is not None and formed.merging is not None:
                 formed.merging.clusters.split(join.cluster, join.apart)
@@ -73,6 +75,27 @@ def assign_regions(
         graph.sort()
     inside = {label for one in made for label in (*one.replaces, *one.joined)}
     return RegionResult(tuple(made), {label: why for label, why in formed.reasons.items() if label not in inside})
+
+
+def _record(
+    formed: Formed,
+    join: Join,
+    records: Mapping[str, Fused],
+    if_joined: IfJoined | None,
+    exclude: Collection[tuple[str, str]],
+) -> Fused | None:
+    """Return the record of the fused node that a cluster joins, which may have to be made; None if it must not join."""
+    (maker,) = join.result.inputs
+    record = records.get(maker.name)
+    fusion = join.match.fusion.name if join.match else record.fusion if record else ""
+    if (fusion, _first(join.cluster)) in exclude:
+        return None
+    if join.match is None or if_joined is None or formed.merging is None:
+        return record
+    made = if_joined.replace(join.match)
+    if made is not None:
+        formed.merging.level[join.result.inputs[0]] = formed.merging.level[maker]
+    return made
 
 
 def _first(cluster: Cluster) -> str:

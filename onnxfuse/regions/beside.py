@@ -14,6 +14,7 @@ from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
 from onnxfuse.match import Match
 from onnxfuse.passes.folded import node_label
 from onnxfuse.regions.host import host_nodes
+from onnxfuse.regions.if_joined import IfJoined
 from onnxfuse.regions.normal_form import MIN_OPSET, normal_form
 from onnxfuse.regions.pointwise import POINTWISE
 
@@ -26,13 +27,15 @@ class LeftToRegions:
 
     Such a fusion (a softmax, an activation) would read and write a tensor that a region with both does not.  `keep`
     holds the names of nodes whose fusion must not be left, and labels of nodes that are in no region.  `joining` are
-    the fusions that elementwise operators join, where that depends on no layout.
+    the fusions that elementwise operators join, where that depends on no layout, and `if_joined` finds what is fused
+    for that alone.
     """
 
     graph: Graph
     shapes: ShapeInfo
     keep: Set[str]
     joining: Set[str] = frozenset()
+    if_joined: IfJoined | None = None
     has_left: bool = False  # whether a match was left
 
     def __call__(self, match: Match) -> bool:
@@ -46,11 +49,15 @@ class LeftToRegions:
         return is_left
 
     def _may_be_joined(self, node: Node) -> bool:
-        """Return whether a node may join the fused node whose result it reads."""
-        if op_of(node) not in POINTWISE:
-            return False
-        makers = [made for tensor in node.inputs if (made := producer(tensor)) is not None]
-        return any(made.domain == DOMAIN and made.attrs["fusion"] in self.joining for made in makers)
+        """Return whether a node may join the node whose result it reads."""
+        return op_of(node) in POINTWISE and any(map(self._is_joined, node.inputs))
+
+    def _is_joined(self, tensor: Tensor) -> bool:
+        """Return whether operators may join the node that gives a tensor."""
+        maker = producer(tensor)
+        if maker is not None and maker.domain == DOMAIN:
+            return maker.attrs["fusion"] in self.joining
+        return self.if_joined is not None and self.if_joined.at(tensor) is not None
 
     @cached_property
     def _host(self) -> set[Node]:
