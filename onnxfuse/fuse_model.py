@@ -299,6 +299,8 @@ def _fuse_graph(
         if settings.regions:
             if not left:
                 made = assign_regions(graph, shapes, exclude, joining, known, keep, if_joined)
+                standing_nodes = {node.name for node in graph.nodes}  # without norms that are parts of regions
+                known = tuple(one for one in known if one.node in standing_nodes)
             if left_to_regions.has_left:
                 rest = fuse_more([fusion for fusion in settings.fusions if fusion.last]).fused
                 known = (*known, *rest)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Node
 from onnxfuse.regions.cluster import Cluster
 from onnxfuse.regions.formation import Formed, form_regions, is_worth_it
 from onnxfuse.regions.if_joined import IfJoined
 from onnxfuse.regions.join import Join, find_join, write_joined
+from onnxfuse.regions.norms import with_moved_norm, with_norms
 from onnxfuse.regions.side_by_side import side_by_side
 from onnxfuse.regions.write import order_by_reading, write_region
 from onnxfuse.rewrite.replace import REGION, Fused, LocalFunctions, drop_functions
@@ -58,23 +60,50 @@ def assign_regions(
                 work.append(join.apart)
         elif (REGION, _first(cluster)) not in exclude:
             apart.append(cluster)
+    apart, norms = _with_norms(formed, apart, joining, joins, exclude)
     apart = [one for one in side_by_side(formed, apart) if is_worth_it(one)]
     for cluster in apart:
         order_by_reading(cluster, formed.forms)
     bodies = {f.name: f for f in graph.functions if f.domain == DOMAIN}
-    if joins and not graph.is_subgraph:
-        drop_functions(graph, {join.result.inputs[0] for join, _ in joins.values()})
+    if (joins or norms) and not graph.is_subgraph:
+        drop_functions(graph, {*norms, *(join.result.inputs[0] for join, _ in joins.values())})
     functions = LocalFunctions(graph)
     made = [
         write_joined(graph, shapes, join.cluster, formed.forms, join.result, bodies, functions, record)
         for join, record in joins.values()
     ]
-    made += [write_region(graph, shapes, cluster, formed.forms, functions) for cluster in apart]
+    made += [write_region(graph, shapes, cluster, formed.forms, functions, bodies, records) for cluster in apart]
     if made:
         graph.remove_dead()
         graph.sort()
     inside = {label for one in made for label in (*one.replaces, *one.joined)}
     return RegionResult(tuple(made), {label: why for label, why in formed.reasons.items() if label not in inside})
+
+
+def _with_norms(
+    formed: Formed,
+    apart: Collection[Cluster],
+    joining: Mapping[str, bool | str],
+    joins: dict[str, tuple[Join, Fused]],
+    exclude: Collection[tuple[str, str]],
+) -> tuple[list[Cluster], list[Node]]:
+    """Return clusters that join no fused node with the norms that read them, and these norms.
+
+    What has joined such a norm is part of the cluster then, and no longer one of the joins.
+    """
+    found, norms = list[Cluster](), list[Node]()
+    may_be: Callable[[Cluster], bool] = lambda one: (REGION, _first(one)) not in exclude  # noqa: E731
+    for cluster in apart:
+        by_result = {name: join for name, (join, _) in joins.items()}
+        both, taken = with_norms(formed, cluster, joining, by_result, may_be)
+        for norm in taken:
+            joins.pop(norm.outputs[0].name, None)
+        found.append(both)
+        norms += taken
+    for i, cluster in enumerate(found):
+        found[i], taken = with_moved_norm(formed, cluster, joining, may_be)
+        norms += taken
+    return found, norms
 
 
 def _record(

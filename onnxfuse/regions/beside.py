@@ -16,6 +16,7 @@ from onnxfuse.passes.folded import node_label
 from onnxfuse.regions.host import host_nodes
 from onnxfuse.regions.if_joined import IfJoined
 from onnxfuse.regions.normal_form import MIN_OPSET, normal_form
+from onnxfuse.regions.norms import NORMS
 from onnxfuse.regions.pointwise import POINTWISE
 
 MAX_VIEWS = 4  # between a match and the operator beside it
@@ -44,7 +45,9 @@ class LeftToRegions:
         if self.graph.opset < MIN_OPSET or not all(map(self._may_be_in_region, inside)):
             return False
         others = (other for node in inside for other in _beside(node) if other not in inside)
+        behind = (other for node in inside for tensor in node.outputs for other in _behind(tensor, MAX_VIEWS))
         is_left = any(map(self._may_be_in_region, others)) or any(map(self._may_be_joined, inside))
+        is_left = is_left or any(map(self._may_be_taken_in, behind))
         self.has_left |= is_left
         return is_left
 
@@ -58,6 +61,10 @@ class LeftToRegions:
         if maker is not None and maker.domain == DOMAIN:
             return maker.attrs["fusion"] in self.joining
         return self.if_joined is not None and self.if_joined.at(tensor) is not None
+
+    def _may_be_taken_in(self, node: Node) -> bool:
+        """Return whether a node is a fused norm, which may be part of the region whose result it reads."""
+        return node.domain == DOMAIN and node.attrs["fusion"] in NORMS and node.attrs["fusion"] in self.joining
 
     @cached_property
     def _host(self) -> set[Node]:
