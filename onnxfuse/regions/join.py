@@ -22,7 +22,7 @@ from onnxfuse.regions.cluster import MAX_OPERANDS, MAX_OUTPUTS, Cluster
 from onnxfuse.regions.formation import Formed, Merging
 from onnxfuse.regions.if_joined import IfJoined
 from onnxfuse.regions.steps import Step
-from onnxfuse.regions.write import body, order_by_reading, program
+from onnxfuse.regions.write import body, measured_besides, order_by_reading, program
 from onnxfuse.rewrite.replace import Fused, LocalFunctions
 
 
@@ -66,7 +66,7 @@ def find_join(
             and "program" not in maker.attrs
             and dtype_name(shapes.dtype(tensor)) in PRODUCTS
             and shapes.shape(tensor) is not None
-            and _closes_no_cycle(maker, cluster, merging.level)
+            and _closes_no_cycle(maker, cluster, formed.forms, merging.level)
         )
         if maker is None or not may_join:
             continue
@@ -80,7 +80,9 @@ def find_join(
     return next((replace(join, match=match) for join, match in joins if join is not None), None)
 
 
-def _closes_no_cycle(maker: Node, cluster: Cluster, level: Mapping[Node, int]) -> bool:
+def _closes_no_cycle(
+    maker: Node, cluster: Cluster, forms: Mapping[Node, tuple[Step, ...]], level: Mapping[Node, int]
+) -> bool:
     """Return whether no path leads from a result of a node to what a cluster reads besides its first result.
 
     Where the cluster alone reads that result, and there is no other, there is none.  Else, what the cluster reads must
@@ -89,7 +91,8 @@ def _closes_no_cycle(maker: Node, cluster: Cluster, level: Mapping[Node, int]) -
     result = maker.outputs[0]
     if len(maker.outputs) == 1 and all(node in cluster.nodes for node in consumers(result)):
         return True
-    makers = (producer(tensor) for tensor in cluster.operands.values() if tensor is not result)
+    read = (*cluster.operands.values(), *measured_besides(cluster, forms).values())
+    makers = (producer(tensor) for tensor in read if tensor is not result)
     return all(each is None or level[each] < level[maker] for each in makers)
 
 
@@ -165,6 +168,7 @@ def write_joined(
     """
     (maker,) = result.inputs
     others = {name: tensor for name, tensor in cluster.operands.items() if tensor is not result}
+    others |= {name: tensor for name, tensor in measured_besides(cluster, forms).items() if tensor is not result}
     is_read_elsewhere = any(node not in cluster.nodes for node in consumers(result))
     kept = {result.name: result} if is_read_elsewhere or graph.is_kept(result) else {}
     joined = replace(cluster, operands={result.name: result, **others}, outputs={**cluster.outputs, **kept})
@@ -181,7 +185,7 @@ def write_joined(
         "attributes": " ".join(sorted(own)),
         **own,
     }
-    function = functions.add(_body(record.fusion, bodies[maker.op], body(graph, joined, []), list(attributes)))
+    function = functions.add(_body(record.fusion, bodies[maker.op], body(graph, joined, forms, []), list(attributes)))
     joining = tuple(node_label(node) for node in cluster.nodes)
     for node in (maker, *cluster.nodes):
         node.inputs.clear()

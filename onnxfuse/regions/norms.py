@@ -17,7 +17,7 @@ from onnxfuse.regions.cluster import Cluster
 from onnxfuse.regions.formation import Formed, Merging
 from onnxfuse.regions.join import Join
 from onnxfuse.regions.steps import Step, Steps
-from onnxfuse.regions.write import order_by_reading
+from onnxfuse.regions.write import measured_besides, order_by_reading
 
 NORMS: Final = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
 FLOAT: Final = int(TensorProto.FLOAT)
@@ -91,7 +91,9 @@ def _merged(
     clusters, level = merging.clusters, merging.level
     steps = norm_steps(merging.graph, clusters.shapes, norm)
     at = level[cluster.nodes[0]]
-    read = [*norm.inputs, *(join.cluster.operands.values() if join else ())]
+    read = list(norm.inputs)
+    if join:
+        read += [*join.cluster.operands.values(), *measured_besides(join.cluster, formed.forms).values()]
     makers = {id(made): made for tensor in read if (made := producer(tensor)) is not None}
     inside = {id(norm), *map(id, cluster.nodes)}
     if steps is None or any(key not in inside and level[made] >= at for key, made in makers.items()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
 import onnx
@@ -19,6 +20,7 @@ from onnxfuse.ir.serde import node_proto
 from onnxfuse.match.diagnostics import node_name
 from onnxfuse.passes.folded import node_label
 from onnxfuse.regions.cluster import Cluster
+from onnxfuse.regions.computed import nodes_of
 from onnxfuse.regions.steps import Step
 from onnxfuse.rewrite.replace import REGION, Fused, LocalFunctions
 
@@ -53,11 +55,16 @@ def program(shapes: ShapeInfo, region: Cluster, forms: Mapping[Node, tuple[Step,
 
 
 def body(
-    graph: Graph, region: Cluster, attributes: list[str], bodies: Mapping[str, onnx.FunctionProto] | None = None
+    graph: Graph,
+    region: Cluster,
+    forms: Mapping[Node, tuple[Step, ...]],
+    attributes: list[str],
+    bodies: Mapping[str, onnx.FunctionProto] | None = None,
 ) -> onnx.FunctionProto:
     """Return the function that holds the nodes of a region; constants that are no operands stand in it.
 
-    `bodies` are the functions that fused nodes among them call, whose nodes stand in place of these.
+    So do the nodes that compute sizes from dims.  `bodies` are the functions that fused nodes among them call, whose
+    nodes stand in place of these.
     """
     names = {name: f"x{i}" for i, name in enumerate(region.operands)}
     nodes: list[onnx.NodeProto] = []
@@ -69,6 +76,10 @@ def body(
                 value = onnx.numpy_helper.from_array(constant_value(graph, tensor))
                 nodes.append(helper.make_node("Constant", [], [names[tensor.name]], value=value))
                 count += 1
+        for computed in (each for step in forms[node] for each in step.computed):
+            names[computed.name] = f"c{count}"
+            nodes += nodes_of(computed, names, names[computed.name], graph.opset)
+            count += 1
         for output in node.outputs:
             names[output.name] = f"t{count}"
             count += 1
@@ -110,6 +121,7 @@ def write_region(
 
     Fused nodes among them call `bodies`, and `records` say by their names what they have replaced.
     """
+    region = replace(region, operands=region.operands | measured_besides(region, forms))
     outputs: list[Tensor] = list(region.outputs.values())
     own: dict[str, AttributeValue] = {
         "output_ranks": [-1 if (rank := shapes.rank(t)) is None else rank for t in outputs],
@@ -122,7 +134,7 @@ def write_region(
         "attributes": " ".join(sorted(own)),
         **own,
     }
-    function = functions.add(body(graph, region, list(attributes), bodies))
+    function = functions.add(body(graph, region, forms, list(attributes), bodies))
     replaced = tuple(
         label
         for node in region.nodes
@@ -137,6 +149,13 @@ def write_region(
     for tensor in (*outputs, *(tensor for tensor in inputs if not is_constant(tensor))):
         graph.record_type(tensor, shapes.dtype(tensor), shapes.shape(tensor))
     return Fused(REGION, name, replaced, {}, outputs[0].name)
+
+
+def measured_besides(region: Cluster, forms: Mapping[Node, tuple[Step, ...]]) -> dict[str, Tensor]:
+    """Return the tensors of which a region reads nothing but dims, by name."""
+    made = {t.name for node in region.nodes for t in node.outputs}
+    found = (tensor for node in region.nodes for step in forms[node] for tensor in step.measured)
+    return {tensor.name: tensor for tensor in found if tensor.name not in made and tensor.name not in region.operands}
 
 
 def order_by_reading(region: Cluster, forms: Mapping[Node, tuple[Step, ...]]) -> None:
