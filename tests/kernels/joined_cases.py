@@ -299,6 +299,11 @@ def _mixed(lead: tuple[int, ...], n: int) -> Build:
     return build
 
 
+def _of_rows(lead: tuple[int, ...]) -> Build:
+    """Return a program that reads nothing but a factor for each row."""
+    return lambda p, y, operand: [p.op("Mul", p.op("Tanh", y), operand(*lead, 1))]
+
+
 def _only_float32(p: RegionProgram, y: str, operand: Callable[..., str]) -> list[str]:
     return [p.op("Neg", p.op("Cast", y, dtype="float32", to="float32"))]
 
@@ -352,6 +357,7 @@ def case(kind: str, **sizes: object) -> JoinedCase:
         "mixed": _mixed(made.lead, made.n),
         "only float32": _only_float32,
         "modulated": _modulated(made.lead, made.n),
+        "rows": _of_rows(made.lead),
         "reshaped": _reshaped(made.lead, made.n),
     }
     return replace(made, build=builds[kind])
@@ -382,4 +388,4 @@ def attention_case(kind: str, of: Case) -> JoinedCase:
 
 
 KINDS = ("chain", "broadcasts", "several", "mixed", "only float32")
-KINDS_OF_PRODUCTS = (*KINDS, "modulated", "reshaped")
+KINDS_OF_PRODUCTS = (*KINDS, "modulated", "rows", "reshaped")

@@ -17,6 +17,7 @@ from template_checks import template_of, with_dynamic_dims
 from onnxfuse.kernels.conv import cudnn
 from onnxfuse.kernels.gemm import cublaslt, host
 from onnxfuse.kernels.gemm.mma import MMA_ARCH
+from onnxfuse.kernels.joined import joined
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, TensorSpec
 
 PARTS = 16  # of the kernels, of which one is compiled in a plain run
@@ -33,7 +34,7 @@ def cases(device: Device) -> Iterator[JoinedCase]:
         yield case(kind, lead=(3,), n=72, k=200)
         if device.arch < MMA_ARCH:  # more rows are multiplied by cuBLASLt alone there
             continue
-        yield case(kind, lead=(32, 128), n=768, k=768)
+        yield case(kind, lead=(32, 128), n=768 if kind != "rows" else 3072, k=768)
         yield case(kind, lead=(16,), n=1024, k=512)
     for c, m, kernel in ((64, 128, 3), (320, 320, 1), (24, 40, 3)):
         pads = (kernel // 2,) * 4
@@ -77,6 +78,20 @@ def test_the_program_is_in_the_epilogue_first() -> None:
         assert first[-1].source != "region" and "struct Program" in first[-1].text
         last = [step.kernel.source for step in found[-1].steps if isinstance(step, Launch)]
         assert last[-1] == "region" and len(found) <= 8
+
+
+def test_what_reads_numbers_of_rows_takes_the_tiles_of_a_fixed_epilogue() -> None:
+    """A program with more operands needs registers, so that the largest tiles are no candidates."""
+    tiles = {}
+    for kind in ("rows", "chain", "fixed"):
+        made = case("rows" if kind == "fixed" else kind, lead=(32, 128), n=3072, k=768).made()
+        node, specs = made.node(), made.specs()
+        if kind == "fixed":
+            node, specs = joined(node).product, specs[:3]
+        (step,) = host.candidates(node, specs, H200)[0].steps
+        assert isinstance(step, Launch)
+        tiles[kind] = [step.kernel.defines[name] for name in ("TILE_M", "TILE_N", "PINGPONG")]
+    assert tiles == {"rows": [128, 192, 1], "chain": [128, 128, 1], "fixed": [128, 192, 1]}
 
 
 def test_activations_are_as_accurate_as_the_outputs_show() -> None:
