@@ -27,6 +27,7 @@
 //   OPTIONAL_BIAS         1: some products of this launch have a bias; that of the others is null and counts as zeros
 //
 // Elementwise operators that joined the product follow: the `Program` of program.cuh.
+//   STORES_Y              1: y is stored; 0: the program has stored all there is
 //   PROGRAM_RESIDUAL      1: the residual is one of the program's operands, and not added
 #pragma once
 #include "types.cuh"
@@ -154,7 +155,7 @@ struct Epilogue {
                                           alpha, beta);
         }
         program.apply<true>(results, added, loads.of_row, loads.of_columns, loads.of_elements, at, W);
-        store<STREAM>(y + at, results);
+        if constexpr (STORES_Y) store<STREAM>(y + at, results);
     }
 
     // The elements of y in a row of `columns`, from `column` on; `up` is read only if GATED.

@@ -5,7 +5,7 @@ Its operands are broadcast to the shape of y, or read through views: elements th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
@@ -34,6 +34,7 @@ KINDS: Final = (*OPERANDS, *(f"load_{each}" for each in OPERANDS), "reading", "c
 TEXT: Final = """\
 // {operators}
 #define HAS_PROGRAM 1
+#define STORES_Y {stores_y}
 #define PROGRAM_RESIDUAL {residual}
 #define PROGRAM_PARAMETERS {parameters}
 #define PROGRAM_ARGUMENTS {arguments}
@@ -100,17 +101,19 @@ class EpilogueProgram:
 
     text: str
     arguments: tuple[Argument, ...]  # of the launch, behind the kernel's own
-    y: Pointer  # the output that the kernel stores
+    y: Pointer  # the output that the kernel stores; any of them if the program stores all
     residual: (
         Pointer | None
     )  # the operand that takes the place of a residual, so that the kernel loads it as it does one
     registers: int  # of a thread that holds what is read for two columns of two rows, eight times, and stores outputs
     dtype: str  # of y
+    is_precise: bool  # some output is float32
     element_bytes: int  # that are read for an element, or for a column
 
     def kernel(self, kernel: Kernel) -> Kernel:
         """Return a kernel with the program in its epilogue."""
-        return Kernel(kernel.source, kernel.entry, kernel.defines, kernel.arch_specific,
+        defines = {**kernel.defines, "PRECISE": 1} if self.is_precise else kernel.defines
+        return Kernel(kernel.source, kernel.entry, defines, kernel.arch_specific,
                       self.text.replace("{source}", kernel.source))  # fmt: skip
 
     def launch(self, launch: Launch) -> Launch:
@@ -145,28 +148,28 @@ def epilogue_program(
     """Return the program behind a fused node with the result `y`, and all outputs; None if epilogues cannot hold it.
 
     `takes_residual`: the node has no residual, so that an operand may take its place.  `stored` are the dtypes that the
-    kernel can store besides that of `y`.  `axes`: how many of the last axes of y are its
-    columns.  `strides`, in elements of y: those of its batch, heads and queries, by which attention locates results.
-    Raises ValueError if shapes do not fit.
+    kernel can store besides that of `y`; without any, it must be able to leave all stores to the program.  `axes`: how
+    many of the last axes of y are its columns.  `strides`, in elements of y: those of its batch, heads and queries, by
+    which attention locates results.  Raises ValueError if shapes do not fit.
     """
     program, sizes, specs = parse(both.behind), Sizes(), both.region_inputs(y, inputs)
     operands = {name: sizes.read(spec.shape) for name, spec in zip(both.behind.operands, specs, strict=True)}
     shapes = infer(program, operands, sizes)
-    whole = shapes.of[RESULT]
+    places = _places(both, shapes, axes)
     dtypes = [program.dtypes[name] for name in both.outputs]
     kept = next((dtypes.index(dtype) for dtype in (y.dtype, *stored) if dtype in dtypes), None)
-    fits = all(
-        len(shapes.of[name]) == len(whole) and all(map(sizes.equal, shapes.of[name], whole)) for name in both.outputs
-    )
     is_known = all(each.name in (*ELEMENTWISE, *VIEWS, "Constant") for each in program.operations)
-    if not fits or kept is None or not whole or not is_known or (strides and element_count(y) >= WORD):
+    if places is None or not is_known or (kept is None and stored) or (strides and element_count(y) >= WORD):
         return None
-    text = _Text(both, program, shapes, kept, axes, strides)
+    text = _Text(both, program, shapes, places, kept, axes, strides)
     others = [(name, spec) for name, spec in zip(operands, specs, strict=True) if name != RESULT]
-    if any(element_count(spec) >= WORD and not text.is_whole(name) for name, spec in others):
+    is_moved = any(name == RESULT for name, _ in text.reads)
+    if is_moved or any(element_count(spec) >= WORD and not text.is_whole(name) for name, spec in others):
         return None
-    outputs = tuple(TensorSpec(y.shape, dtype, y.aligned) for dtype in dtypes)
-    return text.made(takes_residual), outputs
+    return text.made(takes_residual), tuple(
+        TensorSpec(tuple(map(sizes.value, shapes.of[name])), dtype, y.aligned)
+        for name, dtype in zip(both.outputs, dtypes, strict=True)
+    )
 
 
 def plans_in_epilogue(
@@ -187,6 +190,26 @@ def plans_in_epilogue(
     return [Plan(outputs, each.steps, each.scratch) for each in ways(program)]
 
 
+def _places(both: Joined, shapes: Shapes, axes: int) -> dict[str, Place] | None:
+    """Return where the result and the outputs have the element at a row and column of y; None if one has no such rows.
+
+    An output's axes may divide the elements of y otherwise, if some of the last ones are the columns.
+    """
+    whole, sizes = shapes.of[RESULT], shapes.sizes
+    if not whole:
+        return None
+    rows, columns = product(whole[:-axes]), product(whole[-axes:])
+    found = dict[str, Place]()
+    for name in (RESULT, *both.outputs):
+        shape, first = shapes.of[name], len(whole) - axes  # of the axes that are columns
+        if len(shape) != len(whole) or not all(map(sizes.equal, shape, whole)):
+            first = next((i for i in range(len(shape) - 1, -1, -1) if product(shape[i:]) == columns), -1)
+            if first < 0 or not sizes.equal(product(shape[:first]), rows):
+                return None
+        found[name] = (*_divided(ROW, shape[:first]), *_divided(COLUMN, shape[first:]))
+    return found
+
+
 class _Text:
     """Writes `struct Program` for the element at `row` and `column` of y, and W - 1 elements behind it in the row."""
 
@@ -195,17 +218,16 @@ class _Text:
         both: Joined,
         program: Program,
         shapes: Shapes,
-        stored: int,
+        places: Mapping[str, Place],
+        stored: int | None,
         axes: int,
         strides: tuple[int, int, int] | None,
     ) -> None:
         """Take the program, the index of the output that the kernel stores, and what `epilogue_program` is given."""
         self.both, self.program, self.shapes, self.stored, self.strides = both, program, shapes, stored, strides
-        whole = shapes.of[RESULT]
+        whole, self.places = shapes.of[RESULT], places
         self.columns = product(whole[-axes:])
-        rows = _divided(ROW, whole[:-axes]) if whole[:-axes] else ()
-        self.place = (*rows, *_divided(COLUMN, whole[-axes:]))
-        self.whole = flat(self.place, whole)
+        self.whole = flat(places[RESULT], whole)
         self.arguments, self.registers, self.element_bytes = Arguments(shapes.sizes, False), 0, 0
         self.writer = self._writer(self.arguments)
         self.reads = self._reads()
@@ -213,16 +235,16 @@ class _Text:
     def _writer(self, arguments: Arguments) -> Writer:
         writer = Writer(self.program, self.shapes, arguments, False, {}, depth=3)
         exact = self.program.dtypes[RESULT] not in HALVES
-        writer.keep((RESULT, self.place), Reference("x0[j]", exact=exact))
+        writer.keep((RESULT, self.places[RESULT]), Reference("x0[j]", exact=exact))
         return writer
 
     def _reads(self) -> list[tuple[str, Place]]:
-        """Return the operands that are read, and where."""
+        """Return the operands that are read, and where; the result among them where it is not read in place."""
         draft = self._writer(Arguments(self.shapes.sizes, False))
         for name in self.both.outputs:
-            draft.value(name, self.place)
-        others = self.both.behind.operands[1:]
-        return [(name, place) for name, place in draft.values() if name in others]
+            draft.value(name, self.places[name])
+        in_place = RESULT, self.places[RESULT]
+        return [each for each in draft.values() if each[0] in self.both.behind.operands and each != in_place]
 
     def made(self, takes_residual: bool) -> EpilogueProgram:
         """Return the program."""
@@ -241,14 +263,15 @@ class _Text:
                 members.append(f"const {STORED[dtypes[name]]}* {name}")
                 given.append(Pointer("input", self.both.own + others.index(name) - 1))
         located = self._located(members, given) if self.strides else ""
-        results = [self.writer.value(name, self.place).text for name in self.both.outputs]
+        results = [self.writer.value(name, self.places[name]).text for name in self.both.outputs]
         for i, name in enumerate(self.both.outputs):
             if i != self.stored:
                 lines.append(_output(i, STORED[dtypes[name]], results[i]))
                 members.append(f"{STORED[dtypes[name]]}* y{i}")
                 self.registers += OUTPUT_REGISTERS
                 given.append(Pointer("output", i))
-        lines.append({"computing": f"x0[j] = {results[self.stored]};"})
+        if self.stored is not None:
+            lines.append({"computing": f"x0[j] = {results[self.stored]};"})
         assert not self.writer.accesses
         members += self.arguments.declared
         parts = {kind: [each[kind] for each in lines if kind in each] for kind in KINDS}
@@ -256,15 +279,16 @@ class _Text:
         names = [each.split()[-1].lstrip("*") for each in members]
         text = TEXT.format(
             operators=" ".join(each.name for each in self.program.operations), residual=int(bool(residual)),
+            stores_y=int(self.stored is not None),
             parameters="".join(f", {each}" for each in members), arguments=", ".join(names),
             members="".join(f"    {each};\n" for each in members), lines=inner, source="{source}", located=located,
             **{kind: "\n".join(f"        {each}" for each in parts[kind]) for kind in KINDS if kind != "computing"},
         )  # fmt: skip
         taken = Pointer("input", self.both.own + others.index(residual) - 1) if residual else None
-        y = Pointer("output", self.stored)
+        given_dtypes, stored = [dtypes[name] for name in self.both.outputs], self.stored or 0
         return EpilogueProgram(
-            text, (*given, *self.arguments.values), y, taken, self.registers, dtypes[self.both.outputs[self.stored]],
-            self.element_bytes,
+            text, (*given, *self.arguments.values), Pointer("output", stored), taken, self.registers,
+            given_dtypes[stored], "float32" in given_dtypes, self.element_bytes,
         )  # fmt: skip
 
     def _located(self, members: list[str], given: list[Argument]) -> str:

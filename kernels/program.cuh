@@ -2,8 +2,10 @@
 // kernel's text; here is one of no operators, for kernels without that text.
 //
 // A kernel calls it where it has results in fp32, and stores what it makes of them. The program reads its other operands
-// and stores all outputs but one, which the kernel stores as y. A column is a position on the last axis of y.
+// and stores all outputs but one, which the kernel stores as y. Where no output has a dtype that the kernel stores, the
+// program stores all. A column is a position on the last axis of y.
 //   HAS_PROGRAM           1: there are operators
+//   STORES_Y              1: the kernel stores y; 0: the program stores all outputs
 //   PROGRAM_PARAMETERS    what the kernel takes behind its own parameters
 //   PROGRAM_ARGUMENTS     what initialises a Program
 #pragma once
@@ -12,6 +14,7 @@
 
 #ifndef HAS_PROGRAM
 #define HAS_PROGRAM 0
+#define STORES_Y 1
 #define PROGRAM_RESIDUAL 0
 #define PROGRAM_PARAMETERS
 #define PROGRAM_ARGUMENTS

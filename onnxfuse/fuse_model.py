@@ -39,8 +39,9 @@ from onnxfuse.passes import PIPELINE, WEIGHT_PASSES, Folded
 from onnxfuse.passes.folded import node_label
 from onnxfuse.regions.assign import RegionResult, assign_regions
 from onnxfuse.regions.beside import LeftToRegions
+from onnxfuse.regions.if_joined import IfJoined
 from onnxfuse.report.traffic import Traffic, estimate_traffic
-from onnxfuse.rewrite.replace import Fused
+from onnxfuse.rewrite.replace import Fused, LocalFunctions
 from onnxfuse.rewrite.select import FusionResult, fuse, leave_none, nearness
 from onnxfuse.rewrite.settle_keys import settle_keys
 from onnxfuse.spell_out import Spelled, SpelledOut, Stays, in_terms_of_model, left_over, spell_out
@@ -282,7 +283,9 @@ def _fuse_graph(
         joins = settings.regions is True
         joining = {fusion.name: fusion.epilogue for fusion in settings.fusions if fusion.epilogue and joins}
         of_any_layout = {name for name, epilogue in joining.items() if epilogue != "nhwc"}
-        left_to_regions = LeftToRegions(graph, shapes, keep | spelled, of_any_layout)
+        functions = LocalFunctions(graph, settings.operators, spelling.contrib)
+        if_joined = IfJoined(graph, shapes, settings.fusions if joins else (), functions, exclude, keep)
+        left_to_regions = LeftToRegions(graph, shapes, keep | spelled, of_any_layout, if_joined)
         fusing = fuse_more(
             settings.fusions, leave=left_to_regions if settings.regions else leave_none, progress=progress
         )
@@ -295,7 +298,9 @@ def _fuse_graph(
         made = RegionResult()
         if settings.regions:
             if not left:
-                made = assign_regions(graph, shapes, exclude, joining, known, keep)
+                made = assign_regions(graph, shapes, exclude, joining, known, keep, if_joined)
+                standing_nodes = {node.name for node in graph.nodes}  # without norms that are parts of regions
+                known = tuple(one for one in known if one.node in standing_nodes)
             if left_to_regions.has_left:
                 rest = fuse_more([fusion for fusion in settings.fusions if fusion.last]).fused
                 known = (*known, *rest)

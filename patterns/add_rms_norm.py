@@ -4,7 +4,7 @@ from onnxfuse.dsl import Term, fusion, scalar, tensor, weight
 from onnxfuse.patterns._norms import rms_normalized
 
 
-@fusion(out=("... d", "... d"), casts=True, epilogue="views")
+@fusion(out=("... d", "... d"), casts=True, epilogue=True)
 def add_rms_norm(
     x: Term = tensor("... d"),
     residual: Term = tensor("... d"),

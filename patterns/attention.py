@@ -25,7 +25,7 @@ from onnxfuse.patterns._attention_ort import (
 from onnxfuse.patterns._attention_standard import standard_attention
 
 
-@fusion(out="batch queries (heads value_size)", casts=True, epilogue="views", example={"is_causal": 1, "softcap": 2.0})
+@fusion(out="batch queries (heads value_size)", casts=True, epilogue=True, example={"is_causal": 1, "softcap": 2.0})
 def attention(
     q: Term = tensor(),
     k: Term = tensor(),

@@ -111,7 +111,7 @@ def by_operators(
 @fusion(
     out="batch queries (heads value_size)",
     casts=True,
-    epilogue="views",
+    epilogue=True,
     example={"is_causal": 1, "softcap": 2.0, "interleaved": 1},
 )
 def attention_with_rotary_embedding(

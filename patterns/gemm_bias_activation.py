@@ -21,9 +21,9 @@ def gemm_bias_activation(
     slope is that of a PRelu.
     """
     require(
-        "a bias, an activation, a scale or a residual follows the product",
-        lambda bias, column_scale, residual, activation: (
-            activation != "none" or any(operand is not None for operand in (bias, column_scale, residual))
+        "a bias, an activation, a scale or a residual follows the product, or operators join it",
+        lambda bias, column_scale, residual, activation, joined: (
+            joined or activation != "none" or any(operand is not None for operand in (bias, column_scale, residual))
         ),
     )
     product = linear(x, w, bias)

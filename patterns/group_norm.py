@@ -40,7 +40,7 @@ def per_channel(value: Term, to: str = "") -> Term:
     return either(*(of_rank(rank, rearrange(value, f"{axes} -> {to or axes}")) for rank, axes in layouts))
 
 
-@fusion(out="n channels ...", casts=True, channels_last=["x"], epilogue="views")
+@fusion(out="n channels ...", casts=True, channels_last=["x"], epilogue=True)
 def group_norm(
     x: Term = tensor("n channels ..."),
     scale: Term = weight(),

@@ -4,7 +4,7 @@ from onnxfuse.dsl import Term, fusion, scalar, tensor, weight
 from onnxfuse.patterns._norms import layer_normalized
 
 
-@fusion(out="... d", casts=True, epilogue="views")
+@fusion(out="... d", casts=True, epilogue=True)
 def layer_norm(
     x: Term = tensor("... d"),
     scale: Term = weight("d"),

@@ -27,6 +27,7 @@ WITH_OPTIONS = (
     "cpu",
     "gates",
     "gemm",
+    "gemm_programs",
     "kernels",
     "memory",
     "model_kernels",

@@ -250,13 +250,23 @@ ADDED_BY_NORMS: Mapping[str, Callable[[Config], int]] = {
     "llama_sdpa_ts_fp16.onnx": lambda c: 2,  # the converter has put the first Add and the last into float32
 }  # fmt: skip
 
+# Norms that are parts of a region: behind class tokens and positions, around windows and merged patches, and behind a
+# Transpose or Casts that the exporter has put in front.
+IN_REGIONS: Mapping[str, Mapping[str, int]] = {
+    "vit": {"layer_norm": 1},
+    "swin_eager_dynamo_fp32.onnx": {"layer_norm": 2, "add_layer_norm": 2},
+    "transformer_encoder_dynamo_fp32.onnx": {"add_layer_norm": 2},
+    "llama_sdpa_ts_fp16.onnx": {"rms_norm": 1},
+}
+
 LESS_FUSED: Mapping[str, Collection[str]] = {
     "detector_ts11_bn_fp32.onnx": {"split"},  # this exporter divides channels by Slices
 }
 
 EMBEDDINGS = {
-    "bert", "deberta", "gpt2", "llama", "llama_kvcache", "gemma", "phi3", "qwen3", "t5_encoder", "gpt_neox", "clip_text",
-}  # fmt: skip
+    *("bert", "deberta", "gpt2", "llama", "llama_kvcache", "gemma", "phi3", "qwen3"),
+    *("t5_encoder", "gpt_neox", "clip_text"),
+}
 LEFT_EMBEDDINGS = {"llama_sdpa_ts_fp16.onnx"}  # the converter has put Casts behind them
 
 
@@ -277,6 +287,7 @@ def expected(name: str) -> tuple[Counts, Counts]:
     if architecture in CHANNELS_LAST:
         fused += Counter(of(CHANNELS_LAST[architecture], config)) + Counter(conv_bias_activation=plain.pop("Conv", 0))
         fused -= Counter(conv_bias_activation=2 * fused["squeeze_excite"])  # which are in that node
+    fused -= Counter(IN_REGIONS.get(name, IN_REGIONS.get(architecture, {})))
     for fusion in LESS_FUSED.get(name, ()):
         del fused[fusion]
     return dict(fused), dict(plain)

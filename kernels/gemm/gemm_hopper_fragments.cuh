@@ -58,7 +58,7 @@ struct Fragment {
         loads.apply(of.program, results, added, 0);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            if (left(of, i) <= 0) continue;
+            if (!STORES_Y || left(of, i) <= 0) continue;
             const float both[2] = {results[2 * i], results[2 * i + 1]};
             T* to = of.y + at(of, i);
             if constexpr (STORE_BY_THREADS) {

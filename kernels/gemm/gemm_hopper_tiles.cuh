@@ -173,7 +173,7 @@ struct Output {
             }
 #pragma unroll
             for (int j = 0; j < 4; ++j) words[j] = narrow(T(), &results[j / 2][j % 2 * 2]);
-            hopper::store_matrices(address, words);
+            if constexpr (STORES_Y) hopper::store_matrices(address, words);
         }
     }
 
@@ -196,7 +196,7 @@ struct Output {
         }
         hopper::store_fence();
         hopper::named_barrier(named, 128);
-        store_tile(y, origin, m, n);
+        if constexpr (STORES_Y) store_tile(y, origin, m, n);
     }
 
     template <class Y>  // a template, so that only the branch for Result compiles

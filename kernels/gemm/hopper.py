@@ -27,6 +27,7 @@ CLUSTER_CYCLES: Final = 2700  # of a cluster whose blocks share a tile: they sta
 TURN_CYCLES: Final = 25  # of a step of a consumer that multiplies alone: the next one is not under way
 SHARED_TILE_CYCLES: Final = 300  # of a tile whose consumers share it, and begin and end together
 PROGRAM_REGISTERS: Final = 64  # beside accumulators and what a program reads; with fewer, some of these are spilled
+ROW_REGISTERS: Final = 2  # of a thread, for an operand of two bytes that has a number for each row
 MAX_ACCUMULATORS_OF_THREADS: Final = 128  # beside what a thread loads for the epilogue of fp32
 GATE_STEP_CYCLES: Final = 80.0  # that a stage of k takes longer if x is multiplied by a gate first
 RESERVED_BYTES: Final = 1024  # of shared memory, that the runtime takes for each block
@@ -221,9 +222,14 @@ def fits(gemm: Gemm, config: HopperConfig, device: Device) -> bool:
 
 
 def _has_registers(gemm: Gemm, config: HopperConfig, subtiles: int = 1) -> bool:
-    """Return whether registers hold what a program reads for so many subtiles beside the accumulators."""
-    read = gemm.program.registers * subtiles + PROGRAM_REGISTERS if gemm.program else 0
-    return config.accumulators + read <= config.registers
+    """Return whether registers hold what a program reads for so many subtiles beside the accumulators.
+
+    Beside one column vector at most, a program takes no more of them than the fixed epilogue if it reads nothing. Of a
+    product without a residual, it may read a number for each row as well.
+    """
+    read = gemm.program.registers * subtiles if gemm.program else 0
+    is_little = read <= (0 if gemm.residual else ROW_REGISTERS) and column_vectors(gemm) < 2
+    return config.accumulators + (0 if is_little else read + PROGRAM_REGISTERS) <= config.registers
 
 
 def blocks_beyond_room(gemm: Gemm, config: HopperConfig, device: Device) -> int:
@@ -323,7 +329,8 @@ def kernel_launch(
 
 def defines(gemm: Gemm, config: HopperConfig, device: Device) -> Defines:
     """Return the macros of gemm_hopper.cuh."""
-    ahead = {"PROGRAM_AHEAD": int(_has_registers(gemm, config, subtiles=2))} if gemm.program else {}
+    read = gemm.program.registers if gemm.program else 0
+    ahead = {"PROGRAM_AHEAD": int(read > 0 and _has_registers(gemm, config, subtiles=2))} if gemm.program else {}
     return {
         **gemm.epilogue_defines(), "TRANSPOSED": int(gemm.transposed),
         "TILE_M": config.tile_m, "TILE_N": tile_columns(gemm, config), "PINGPONG": int(config.pingpong),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from onnxfuse.kernels.region.indices import NOTHING, Index, divided, flat, function
 from onnxfuse.kernels.region.program import Operation
-from onnxfuse.kernels.region.shapes import Shapes, axis_of, slice_of
-from onnxfuse.kernels.region.sizes import ONE, Shape, Size, as_size, product
+from onnxfuse.kernels.region.shapes import Shapes, axis_of, sizes_of, slice_of
+from onnxfuse.kernels.region.sizes import ONE, ZERO, Shape, Size, Sizes, product
 
 Place: TypeAlias = tuple[Index, ...]  # of an element: an index for each axis
 
@@ -17,7 +18,8 @@ def source(operation: Operation, output: str, place: Place, shapes: Shapes) -> P
 
     Of the maps it takes all but Concat and those that gather; for a Pad with a constant, the place may lie outside.
     """
-    x, name = shapes.of[operation.inputs[0]], operation.name
+    given, name = [shapes.of[each] for each in operation.inputs], operation.name
+    x = given[0]
     if name == "Transpose":
         perm = operation.integers("perm")
         return tuple(place[perm.index(axis)] for axis in range(len(x)))
@@ -31,14 +33,13 @@ def source(operation: Operation, output: str, place: Place, shapes: Shapes) -> P
     if name == "Expand":
         return broadcast(place, shapes.of[output], x, shapes)
     if name == "Slice":
-        return _sliced(operation, place, x, shapes)
+        return _sliced(operation, place, given, shapes.sizes)
     if name == "Split":
         axis, which = axis_of(operation), operation.outputs.index(output)
-        before = sum(operation.integers("sizes")[:which])
-        return _moved(place, axis, as_size(before))
+        return _moved(place, axis, sum(sizes_of(operation, "sizes", given, shapes.sizes)[:which], ZERO))
     if name == "Tile":
         return tuple(divided(each, dim)[1] for each, dim in zip(place, x, strict=True))
-    return _padded(operation, place, x)
+    return _padded(operation, place, given, shapes.sizes)
 
 
 def _moved(place: Place, axis: int, by: Size) -> Place:
@@ -85,21 +86,23 @@ def reshaped(place: Place, shape: Shape, x: Shape) -> Place:
     return tuple(reversed(found))
 
 
-def _sliced(operation: Operation, place: Place, x: Shape, shapes: Shapes) -> Place:
+def _sliced(operation: Operation, place: Place, given: Sequence[Shape], sizes: Sizes) -> Place:
     found = list(place)
     for axis in operation.integers("axes"):
-        first, step, _ = slice_of(operation, axis, x[axis], shapes.sizes)
+        first, step, _ = slice_of(operation, axis, given, sizes)
         found[axis] = place[axis] * step + first
     return tuple(found)
 
 
-def _padded(operation: Operation, place: Place, x: Shape) -> Place:
-    mode, pads, found = operation.attributes.get("mode", "constant"), operation.integers("pads"), list(place)
+def _padded(operation: Operation, place: Place, given: Sequence[Shape], sizes: Sizes) -> Place:
+    mode, found = operation.attributes.get("mode", "constant"), list(place)
+    pads, x = sizes_of(operation, "pads", given, sizes), given[0]
     for axis, dim in enumerate(x):
-        if pads[axis] or pads[axis + len(x)]:
-            moved = place[axis] + -pads[axis]
-            is_inside = mode == "constant" or (pads[axis] <= 0 and pads[axis + len(x)] <= 0)
-            found[axis] = moved if is_inside else function(mode, moved, dim)
+        begin, end = pads[axis], pads[axis + len(x)]
+        if begin != ZERO or end != ZERO:
+            moved = place[axis] + -begin
+            takes_away = (-begin).is_nonnegative and (-end).is_nonnegative
+            found[axis] = moved if mode == "constant" or takes_away else function(mode, moved, dim)
     return tuple(found)
 
 

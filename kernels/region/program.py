@@ -2,7 +2,8 @@
 
 The program is JSON: "ops" are [operator, inputs, outputs, attributes] in an order in which they can be computed,
 "outputs" are the values that the node gives, and "dtypes" names the dtype of every value.  Operands are x0, x1, ...
-Operators mean what ONNX says, whatever the model's opset; onnxfuse/region_operators.py lists them.
+Operators mean what ONNX says, whatever the model's opset; onnxfuse/region_operators.py lists them.  An integer of an
+attribute may be an expression over the dims of the operator's inputs, as onnxfuse/regions/computed.py says.
 """
 
 from __future__ import annotations

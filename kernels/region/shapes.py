@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from onnxfuse.kernels.region.program import Operation, Program
 from onnxfuse.kernels.region.sizes import ONE, ZERO, Shape, Size, Sizes, as_size, product
@@ -42,31 +42,46 @@ def _output(operation: Operation, shapes: list[Shape], sizes: Sizes, output: int
     if name == "Transpose":
         return tuple(x[axis] for axis in operation.integers("perm"))
     if name == "Reshape":
-        return _reshaped(x, operation.integers("shape"), sizes)
+        return _reshaped(operation, shapes, sizes)
     if name == "Unsqueeze":
         rank, dims = len(x) + len(operation.integers("axes")), iter(x)
         return tuple(ONE if axis in operation.integers("axes") else next(dims) for axis in range(rank))
     if name == "Squeeze":
         return tuple(dim for axis, dim in enumerate(x) if axis not in operation.integers("axes"))
     if name == "Expand":
-        return broadcast([x, tuple(as_size(dim) for dim in operation.integers("shape"))], sizes)
+        return broadcast([x, sizes_of(operation, "shape", shapes, sizes)], sizes)
     if name == "Slice":
-        return _sliced(x, operation, sizes)
+        return _sliced(operation, shapes, sizes)
     if name in ("Concat", "Split", "Gather"):
         return _of_parts(operation, shapes, sizes, output)
     if name == "GatherElements":
         return shapes[1]
     if name == "Pad":
-        pads = operation.integers("pads")
+        pads = sizes_of(operation, "pads", shapes, sizes)
         return tuple(dim + pads[i] + pads[i + len(x)] for i, dim in enumerate(x))
     if name == "Tile":
-        return tuple(dim * repeat for dim, repeat in zip(x, operation.integers("repeats"), strict=True))
+        return tuple(dim * repeat for dim, repeat in zip(x, sizes_of(operation, "repeats", shapes, sizes), strict=True))
     if name in SUMS or name in EXTREMES:
         axes, keeps = reduced_axes(operation), operation.attributes.get("keepdims", 1)
         if name in OF_SOME and any(x[axis] == ZERO for axis in axes):
             raise ValueError(f"region: {name} reduces no elements; required is at least one")
         return tuple(ONE if i in axes else dim for i, dim in enumerate(x) if keeps or i not in axes)
     return x  # Softmax and LogSoftmax
+
+
+def sizes_of(operation: Operation, name: str, shapes: Sequence[Shape], sizes: Sizes) -> tuple[Size, ...]:
+    """Return an attribute that is a list of integers, or of expressions over the dims of the operation's inputs."""
+    return tuple(_size_of(each, shapes, sizes) for each in operation.attributes[name])
+
+
+def _size_of(expression: Any, shapes: Sequence[Shape], sizes: Sizes) -> Size:
+    if not isinstance(expression, list):
+        return as_size(int(expression))
+    operator, *operands = expression
+    if operator == "dim":
+        return shapes[operands[0]][operands[1]]
+    a, b = (_size_of(each, shapes, sizes) for each in operands)
+    return a + b if operator == "+" else a * b if operator == "*" else sizes.computed(operator, a, b)
 
 
 def reduced_axes(operation: Operation) -> tuple[int, ...]:
@@ -101,10 +116,11 @@ def _common(a: Size, b: Size, sizes: Sizes) -> Size:
     raise ValueError(f"region: dims of {sizes.value(a)} and {sizes.value(b)} elements cannot be broadcast")
 
 
-def _reshaped(x: Shape, target: tuple[int, ...], sizes: Sizes) -> Shape:
+def _reshaped(operation: Operation, shapes: Sequence[Shape], sizes: Sizes) -> Shape:
     """Return the shape that a Reshape gives, where 0 copies a dim and -1 stands for what is left."""
-    left = list(x)
-    known = [x[i] if dim == 0 else as_size(dim) for i, dim in enumerate(target) if dim != -1]
+    x, target = shapes[0], operation.attributes["shape"]
+    left, literal = list(x), sizes_of(operation, "shape", shapes, sizes)
+    known = [x[i] if dim == 0 else literal[i] for i, dim in enumerate(target) if dim != -1]
     others = []
     for dim in known:
         if dim in left:
@@ -114,27 +130,31 @@ def _reshaped(x: Shape, target: tuple[int, ...], sizes: Sizes) -> Shape:
     if -1 not in target:
         is_empty = ZERO in x and ZERO in known
         if not is_empty and not sizes.equal(product(left), product(others)):
-            raise ValueError(f"region: Reshape to {list(target)} does not keep the number of elements")
+            raise ValueError(f"region: Reshape to {_text(literal)} does not keep the number of elements")
         free = ONE
     elif product(others) == ZERO:
-        raise ValueError(f"region: Reshape to {list(target)} has no size for -1")
+        raise ValueError(f"region: Reshape to {_text(literal)} has no size for -1")
     else:
         free = sizes.quotient(product(left), product(others))
     dims = iter(known)
     return tuple(free if dim == -1 else next(dims) for dim in target)
 
 
-def _sliced(x: Shape, operation: Operation, sizes: Sizes) -> Shape:
-    found = list(x)
+def _text(shape: Shape) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _sliced(operation: Operation, shapes: Sequence[Shape], sizes: Sizes) -> Shape:
+    found = list(shapes[0])
     for axis in operation.integers("axes"):
-        found[axis] = slice_of(operation, axis, x[axis], sizes)[2]
+        found[axis] = slice_of(operation, axis, shapes, sizes)[2]
     return tuple(found)
 
 
-def slice_of(operation: Operation, axis: int, dim: Size, sizes: Sizes) -> tuple[Size, int, Size]:
-    """Return first place, step and number of places of a Slice along one of its axes."""
-    at = operation.integers("axes").index(axis)
-    start, end = operation.integers("starts")[at], operation.integers("ends")[at]
+def slice_of(operation: Operation, axis: int, shapes: Sequence[Shape], sizes: Sizes) -> tuple[Size, int, Size]:
+    """Return first place, step and number of places of a Slice along one of its axes; `shapes` are its inputs'."""
+    at, dim = operation.integers("axes").index(axis), shapes[0][axis]
+    start, end = (sizes_of(operation, name, shapes, sizes)[at] for name in ("starts", "ends"))
     step = operation.integers("steps")[at] if operation.attributes.get("steps") else 1
     low, high = (ZERO, dim) if step > 0 else (as_size(-1), dim - 1)
     first, last = (_clamped(place, dim, low, high, sizes) for place in (start, end))
@@ -144,12 +164,13 @@ def slice_of(operation: Operation, axis: int, dim: Size, sizes: Sizes) -> tuple[
     return first, step, sizes.ceiling(span, abs(step))
 
 
-def _clamped(place: int, dim: Size, low: Size, high: Size, sizes: Sizes) -> Size:
-    if place < -(1 << 31):
+def _clamped(place: Size, dim: Size, low: Size, high: Size, sizes: Sizes) -> Size:
+    number = place.constant
+    if number is not None and number < -(1 << 31):
         return low
-    if place >= (1 << 31) - 1:
+    if number is not None and number >= (1 << 31) - 1:
         return high
-    at = dim + place if place < 0 else as_size(place)
+    at = place if sizes.at_least(place, ZERO) else dim + place
     if not sizes.at_least(at, low):
         return low
     return at if sizes.at_least(high, at) else high
@@ -161,10 +182,10 @@ def _of_parts(operation: Operation, shapes: list[Shape], sizes: Sizes, output: i
     if operation.name == "Gather":
         return (*x[:axis], *shapes[1], *x[axis + 1 :])
     if operation.name == "Split":
-        parts = operation.integers("sizes")
-        if not sizes.equal(x[axis], as_size(sum(parts))):
-            raise ValueError(f"region: Split makes {sum(parts)} elements of {sizes.value(x[axis])}")
-        return (*x[:axis], as_size(parts[output]), *x[axis + 1 :])
+        parts = sizes_of(operation, "sizes", shapes, sizes)
+        if not sizes.equal(x[axis], sum(parts, ZERO)):
+            raise ValueError(f"region: Split makes {sum(parts, ZERO)} elements of {sizes.value(x[axis])}")
+        return (*x[:axis], parts[output], *x[axis + 1 :])
     found = list(x)
     for shape in shapes[1:]:
         if len(shape) != len(x):

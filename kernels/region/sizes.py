@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import floordiv, mod
 from typing import Final, TypeAlias
 
-from onnxfuse.runtime.symint import SymInt, is_symbolic
+from onnxfuse.runtime.symint import SymInt, is_symbolic, maximum, minimum
 
 Monomial: TypeAlias = tuple[str, ...]  # the names of its variables in order, one as often as its power
 
@@ -165,6 +166,18 @@ class Sizes:
         if b == 0 or a % b != 0:
             raise ValueError(f"a dim of {size} elements cannot be divided by {by}")
         return self.named(f"(({size}) / ({by}))", a // b)
+
+    def computed(self, operator: str, a: Size, b: Size) -> Size:
+        """Return what an operator (//, %, max or min) makes of two sizes: a variable where that is no polynomial."""
+        exact = a.divided(b) if operator in ("//", "%") and b != ZERO else None
+        if exact is not None:
+            return exact if operator == "//" else ZERO
+        x, y = self.value(a), self.value(b)
+        found = {"//": floordiv, "%": mod, "max": maximum, "min": minimum}[operator](x, y)
+        if found == 0:  # a variable is 1 or more
+            return ZERO
+        name = f"{operator}(({a}), ({b}))"
+        return self.named(name, found) if found > 0 else -self.named(f"-{name}", -found)
 
     def ceiling(self, size: Size, by: int) -> Size:
         """Return size / by, rounded up."""

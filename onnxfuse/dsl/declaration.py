@@ -42,7 +42,7 @@ class Fusion:
     example: Mapping[str, ExampleValue] = field(default_factory=dict)
     last: bool = False
     channels_last: tuple[str, ...] = ()
-    epilogue: bool | Literal["nhwc", "views"] = False
+    epilogue: bool | Literal["nhwc"] = False
 
     def __repr__(self) -> str:  # terms share others, so a repr of them would grow exponentially
         return f"Fusion({self.name})"
@@ -60,7 +60,8 @@ def require(sentence: str, holds: Callable[..., bool]) -> None:
     None), or dtype and rank of the first output, the dtypes of the operands by name, or the model's opset; `sentence`
     says what is required and may show them as {name}.  Two relations may be asked for, too: is_multiple(a, b), whether
     operand a is operand b times a constant, and share_symbols(m, n), whether two dimensions depend on a symbol in
-    common, so that they may be equal.
+    common, so that they may be equal.  `joined` is true where operators follow that join the fused node: a fusion that
+    asks for it is tried once more, without the condition that it has otherwise, on what operators could join.
     """
     if not _guards:
         raise PatternError(f"{here()}: require() stands outside a fusion's body")
@@ -73,7 +74,7 @@ def fusion(
     casts: bool = False,
     last: bool = False,
     channels_last: Sequence[str] = (),
-    epilogue: bool | Literal["nhwc", "views"] = False,
+    epilogue: bool | Literal["nhwc"] = False,
     example: Mapping[str, ExampleValue] | None = None,
 ) -> Callable[[Body], Fusion]:
     """Declare a fusion.
@@ -85,10 +86,9 @@ def fusion(
     channels_last  operands (n, channels, spatial axes ...) that a channels-last node reads channels-last, as its output
             is then; the others it reads as they are.  Inside a channels-last region the fused node becomes such a node,
             with the attribute layout="nhwc".  Without this, a region ends at the fusion
-    epilogue  with `--epilogues`, elementwise operators that alone read its first output join the fused node, which
-            says them in the attribute `program`, and reads their other operands behind its own, and gives their results
-            in place of that output; "nhwc": a channels-last one; "views": what it reads besides may lie elsewhere in
-            a tensor, as views of it say
+    epilogue  with `--epilogues`, elementwise operators that read its first output join the fused node, which says them
+            in the attribute `program`, reads their other operands behind its own, through views of these too, and gives
+            their results in place of that output; "nhwc": a channels-last one
     example shapes of operands that neither `dims` nor a rearrange() tells, and values for attributes, for generated
             models: {"x": (2, 4, 6, 6), "w": (6, 4, 3, 3), "strides": [2, 1]}
 

@@ -89,6 +89,7 @@ def guard_holds(m: MatchContext, guard: Guard, root: Tensor, state: State, term:
     """Return whether a condition is true of what was captured; where it is false, its sentence is a miss of `term`."""
     known = {**state.dims, **state.values, **state.operands, **state.choices}
     known |= {"dtype": dtype_name(m.shapes.dtype(root)), "rank": m.shapes.rank(root), "opset": m.graph.opset}
+    known["joined"] = m.joined
     if "dtypes" in guard.names:
         known["dtypes"] = {name: _dtype_name(m, tensor) for name, tensor in state.operands.items()}
     if guard.check(known, RELATIONS):

@@ -28,8 +28,10 @@ FLOAT32_TOLERANCE = 2e-5
 class MatchContext(ABC):
     """One fusion on one graph."""
 
-    def __init__(self, graph: Graph, shapes: ShapeInfo, fusion: Fusion) -> None:
+    def __init__(self, graph: Graph, shapes: ShapeInfo, fusion: Fusion, joined: bool = False) -> None:
+        """`joined`: operators follow that join what is matched."""
         self.graph, self.shapes, self.fusion, self.casts = graph, shapes, fusion, fusion.casts
+        self.joined = joined
         self.nearest = NearestMiss(fusion)
         self.fail = self.nearest.fail
         self.prefilter = Prefilter(fusion, self.float_cast if fusion.casts else None)

@@ -45,8 +45,9 @@ MAX_STEPS_PER_TENSOR = 20_000  # a bound on backtracking, far above what the pat
 class Matcher(MatchContext):
     """Matches one fusion against one graph.  It is the `Matching` of the pattern language."""
 
-    def __init__(self, graph: Graph, shapes: ShapeInfo, fusion: Fusion) -> None:
-        super().__init__(graph, shapes, fusion)
+    def __init__(self, graph: Graph, shapes: ShapeInfo, fusion: Fusion, joined: bool = False) -> None:
+        """Prepare for a fusion; `joined`: operators follow that join what is matched."""
+        super().__init__(graph, shapes, fusion, joined)
         known = fusion_terms(fusion)
         self._visible, self._repeated, self._side_outputs = known.visible, known.repeated, known.side_outputs
         self._views_of_operands = known.views_of_operands

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Node
 from onnxfuse.regions.cluster import Cluster
-from onnxfuse.regions.formation import form_regions, is_worth_it
+from onnxfuse.regions.formation import Formed, form_regions, is_worth_it
+from onnxfuse.regions.if_joined import IfJoined
 from onnxfuse.regions.join import Join, find_join, write_joined
+from onnxfuse.regions.norms import with_moved_norm, with_norms
 from onnxfuse.regions.side_by_side import share_launches
 from onnxfuse.regions.write import order_by_reading, write_region
 from onnxfuse.rewrite.replace import REGION, Fused, LocalFunctions, drop_functions
@@ -33,46 +36,95 @@ def assign_regions(
     joining: Mapping[str, bool | str] = MappingProxyType({}),
     fused: Collection[Fused] = (),
     keep: Set[str] = frozenset(),
+    if_joined: IfJoined | None = None,
 ) -> RegionResult:
     """Replace the regions of a sorted graph by fused nodes, or join them with fused nodes.
 
     `exclude` holds regions that stay as they are, each by REGION and the name of its first output, and those that join
     no other node, by that node's fusion.  `joining` are the fusions whose nodes elementwise operators join, with their
     declaration's `epilogue`, and `fused` the records of the fused nodes that the graph has.  `keep` holds the labels of
-    nodes that are in no region.
+    nodes that are in no region, and `if_joined` finds what is fused only where operators join it.
     """
     formed = form_regions(graph, shapes, keep)
-    joins, apart = dict[str, Join](), list[Cluster]()  # the former by the fused nodes that they join
+    joins, apart = dict[str, tuple[Join, Fused]](), list[Cluster]()  # the former by the results that they read
     records, work = {one.node: one for one in fused}, deque((*formed.regions, *formed.others))
     while work:
         cluster = work.popleft()
         order_by_reading(cluster, formed.forms)
-        join = find_join(formed, cluster, joining)
-        record = records.get(join.result.inputs[0].name) if join is not None else None
-        if join is not None and record and (record.fusion, _first(join.cluster)) not in exclude:
-            joins[record.node] = join
+        join = find_join(formed, cluster, joining, if_joined, joins)
+        record = _record(formed, join, records, if_joined, exclude) if join is not None else None
+        if join is not None and record is not None:
+            joins[join.result.name] = join, record
             if join.apart is not None and formed.merging is not None:
                 formed.merging.clusters.split(join.cluster, join.apart)
                 work.append(join.apart)
         elif (REGION, _first(cluster)) not in exclude:
             apart.append(cluster)
+    apart, norms = _with_norms(formed, apart, joining, joins, exclude)
     apart = [one for one in share_launches(formed, apart) if is_worth_it(one)]
     for cluster in apart:
         order_by_reading(cluster, formed.forms)
     bodies = {f.name: f for f in graph.functions if f.domain == DOMAIN}
-    if joins and not graph.is_subgraph:
-        drop_functions(graph, {each.result.inputs[0] for each in joins.values()})
+    if (joins or norms) and not graph.is_subgraph:
+        drop_functions(graph, {*norms, *(join.result.inputs[0] for join, _ in joins.values())})
     functions = LocalFunctions(graph)
     made = [
-        write_joined(graph, shapes, each.cluster, formed.forms, each.result, bodies, functions, records[name])
-        for name, each in joins.items()
+        write_joined(graph, shapes, join.cluster, formed.forms, join.result, bodies, functions, record)
+        for join, record in joins.values()
     ]
-    made += [write_region(graph, shapes, cluster, formed.forms, functions) for cluster in apart]
+    made += [write_region(graph, shapes, cluster, formed.forms, functions, bodies, records) for cluster in apart]
     if made:
         graph.remove_dead()
         graph.sort()
     inside = {label for one in made for label in (*one.replaces, *one.joined)}
     return RegionResult(tuple(made), {label: why for label, why in formed.reasons.items() if label not in inside})
+
+
+def _with_norms(
+    formed: Formed,
+    apart: Collection[Cluster],
+    joining: Mapping[str, bool | str],
+    joins: dict[str, tuple[Join, Fused]],
+    exclude: Collection[tuple[str, str]],
+) -> tuple[list[Cluster], list[Node]]:
+    """Return clusters that join no fused node with the norms that read them, and these norms.
+
+    What has joined such a norm is part of the cluster then, and no longer one of the joins.
+    """
+    found, norms = list[Cluster](), list[Node]()
+    may_be: Callable[[Cluster], bool] = lambda one: (REGION, _first(one)) not in exclude  # noqa: E731
+    for cluster in apart:
+        by_result = {name: join for name, (join, _) in joins.items()}
+        both, taken = with_norms(formed, cluster, joining, by_result, may_be)
+        for norm in taken:
+            joins.pop(norm.outputs[0].name, None)
+        found.append(both)
+        norms += taken
+    for i, cluster in enumerate(found):
+        found[i], taken = with_moved_norm(formed, cluster, joining, may_be)
+        norms += taken
+    return found, norms
+
+
+def _record(
+    formed: Formed,
+    join: Join,
+    records: Mapping[str, Fused],
+    if_joined: IfJoined | None,
+    exclude: Collection[tuple[str, str]],
+) -> Fused | None:
+    """Return the record of the fused node that a cluster joins, which may have to be made; None if it must not join."""
+    (maker,) = join.result.inputs
+    record = records.get(maker.name)
+    fusion = join.match.fusion.name if join.match else record.fusion if record else ""
+    if (fusion, _first(join.cluster)) in exclude:
+        return None
+    if join.match is None or if_joined is None or formed.merging is None:
+        return record
+    made = if_joined.replace(join.match)
+    if made is not None:
+        formed.merging.level[join.result.inputs[0]] = formed.merging.level[maker]
+    return made
 
 
 def _first(cluster: Cluster) -> str:

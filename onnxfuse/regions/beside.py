@@ -15,7 +15,9 @@ from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, produc
 from onnxfuse.match import Match
 from onnxfuse.passes.folded import node_label
 from onnxfuse.regions.host import host_nodes
+from onnxfuse.regions.if_joined import IfJoined
 from onnxfuse.regions.normal_form import MIN_OPSET, normal_form
+from onnxfuse.regions.norms import NORMS
 from onnxfuse.regions.pointwise import POINTWISE
 from onnxfuse.regions.reductions import REDUCTIONS
 
@@ -28,13 +30,15 @@ class LeftToRegions:
 
     Such a fusion (a softmax, an activation) would read or write a tensor that a region with both does not.  `keep`
     holds the names of nodes whose fusion must not be left, and labels of nodes that are in no region.  `joining` are
-    the fusions that elementwise operators join, where that depends on no layout.
+    the fusions that elementwise operators join, where that depends on no layout, and `if_joined` finds what is fused
+    for that alone.
     """
 
     graph: Graph
     shapes: ShapeInfo
     keep: Set[str]
     joining: Set[str] = frozenset()
+    if_joined: IfJoined | None = None
     has_left: bool = False  # whether a match was left
 
     def __call__(self, match: Match) -> bool:
@@ -44,19 +48,26 @@ class LeftToRegions:
             return False
         others = itertools.chain(_siblings(self.graph, match, inside), *map(_beside, inside))
         outside = (other for other in others if other not in inside)
+        behind = (other for node in inside for tensor in node.outputs for other in _behind(tensor, MAX_VIEWS))
         is_left = any(map(self._may_be_in_region, outside)) or any(map(self._may_be_joined, inside))
+        is_left = is_left or any(map(self._may_be_taken_in, behind))
         self.has_left |= is_left
         return is_left
 
     def _may_be_joined(self, node: Node) -> bool:
-        """Return whether a node may join a fused node whose result nothing else reads."""
-        if op_of(node) not in POINTWISE:
-            return False
-        makers = [(made, tensor) for tensor in node.inputs if (made := producer(tensor)) is not None]
-        return any(
-            made.domain == DOMAIN and made.attrs["fusion"] in self.joining and consumers(tensor) == [node]
-            for made, tensor in makers
-        )
+        """Return whether a node may join the node whose result it reads."""
+        return op_of(node) in POINTWISE and any(map(self._is_joined, node.inputs))
+
+    def _is_joined(self, tensor: Tensor) -> bool:
+        """Return whether operators may join the node that gives a tensor."""
+        maker = producer(tensor)
+        if maker is not None and maker.domain == DOMAIN:
+            return maker.attrs["fusion"] in self.joining
+        return self.if_joined is not None and self.if_joined.at(tensor) is not None
+
+    def _may_be_taken_in(self, node: Node) -> bool:
+        """Return whether a node is a fused norm, which may be part of the region whose result it reads."""
+        return node.domain == DOMAIN and node.attrs["fusion"] in NORMS and node.attrs["fusion"] in self.joining
 
     @cached_property
     def _host(self) -> set[Node]:

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Final
+from itertools import accumulate
 
 import onnx
 from onnx import helper
 
-from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.analysis.dims import product
+from onnxfuse.analysis.shape_info import Shape, ShapeInfo
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, is_constant, producer
+from onnxfuse.match import Match
 from onnxfuse.passes.folded import node_label
 from onnxfuse.region_operators import ELEMENTWISE, PRODUCTS, VIEWS
 from onnxfuse.regions.cluster import MAX_OPERANDS, MAX_OUTPUTS, Cluster
 from onnxfuse.regions.formation import Formed, Merging
+from onnxfuse.regions.if_joined import IfJoined
 from onnxfuse.regions.steps import Step
-from onnxfuse.regions.write import body, order_by_reading, program
+from onnxfuse.regions.write import body, measured_besides, order_by_reading, program
 from onnxfuse.rewrite.replace import Fused, LocalFunctions
-
-VIEWED: Final = "views"  # of the declaration's `epilogue`
 
 
 @dataclass(frozen=True)
@@ -32,68 +33,86 @@ class Join:
     result: Tensor
     cluster: Cluster
     apart: Cluster | None = None
+    match: Match | None = None  # that gives the result, and is replaced by a fused node first
 
 
-def find_join(formed: Formed, cluster: Cluster, joining: Mapping[str, bool | str]) -> Join | None:
+def find_join(
+    formed: Formed,
+    cluster: Cluster,
+    joining: Mapping[str, bool | str],
+    if_joined: IfJoined | None = None,
+    taken: Collection[str] = frozenset(),
+) -> Join | None:
     """Return how a cluster can join a fused node; None if it cannot.
 
-    `joining` are the fusions that elementwise operators join, with their declaration's `epilogue`.  Of the nodes of the
-    cluster, those that depend on the node's result must be elementwise, and their outputs have its shape.  What they
-    read besides is computed with them, where nothing else reads it and it is elementwise or, with "views", a view.
-    Nothing else may read the result, but it may be an output of the graph.
+    `joining` are the fusions that elementwise operators join, with their declaration's `epilogue`; `if_joined` finds
+    what is fused for that alone, and `taken` are the names of results that others join.  Of the nodes of the cluster,
+    those that depend on the node's result must be elementwise or Reshapes, and their outputs have as many elements.
+    What they read besides is computed with them, where nothing else reads it and it is elementwise or a view.
+
+    The result may be read elsewhere and be an output of the graph: then the joined node gives it too.
     """
     merging = formed.merging
     if merging is None or cluster.is_free:
         return None
     graph, shapes = merging.graph, merging.clusters.shapes
-    found = [
-        tensor
-        for tensor in cluster.operands.values()
-        if (maker := producer(tensor)) is not None
-        and maker.domain == DOMAIN
-        and joining.get(str(maker.attrs["fusion"]), False) in (True, VIEWED, maker.attrs.get("layout"))
-        and "program" not in maker.attrs
-        and dtype_name(shapes.dtype(tensor)) in PRODUCTS
-        and tensor is maker.outputs[0]
-        and all(node in cluster.nodes for node in consumers(tensor))
-        and shapes.shape(tensor) is not None
-        and _is_behind_nothing(maker, cluster, merging.level)
-    ]
-    found.sort(key=lambda tensor: graph.position[tensor.inputs[0]], reverse=True)
-    with_views = (joining[str(tensor.inputs[0].attrs["fusion"])] == VIEWED for tensor in found)
-    joins = (_join(formed, merging, cluster, *each) for each in zip(found, with_views, strict=True))
-    return next((join for join in joins if join is not None), None)
+    found = list[tuple[Node, Tensor, Match | None]]()
+    for tensor in cluster.operands.values():
+        maker = producer(tensor)
+        may_join = (
+            maker is not None
+            and tensor is maker.outputs[0]
+            and tensor.name not in taken
+            and "program" not in maker.attrs
+            and dtype_name(shapes.dtype(tensor)) in PRODUCTS
+            and shapes.shape(tensor) is not None
+            and _closes_no_cycle(maker, cluster, formed.forms, merging.level)
+        )
+        if maker is None or not may_join:
+            continue
+        if maker.domain == DOMAIN:
+            if joining.get(str(maker.attrs["fusion"]), False) in (True, maker.attrs.get("layout")):
+                found.append((maker, tensor, None))
+        elif if_joined and (match := if_joined.at(tensor)):
+            found.append((maker, tensor, match))
+    found.sort(key=lambda one: graph.position[one[0]], reverse=True)
+    joins = ((_join(formed, merging, cluster, tensor), match) for _, tensor, match in found)
+    return next((replace(join, match=match) for join, match in joins if join is not None), None)
 
 
-def _is_behind_nothing(maker: Node, cluster: Cluster, level: Mapping[Node, int]) -> bool:
-    """Return whether what a cluster reads besides the first result of a node depends on none of the node's results.
+def _closes_no_cycle(
+    maker: Node, cluster: Cluster, forms: Mapping[Node, tuple[Step, ...]], level: Mapping[Node, int]
+) -> bool:
+    """Return whether no path leads from a result of a node to what a cluster reads besides its first result.
 
-    Where that is the only result, it does not, because nothing but the cluster reads it.  Else, what the cluster reads
-    must be of a lower level: then neither this join nor others can close a cycle.
+    Where the cluster alone reads that result, and there is no other, there is none.  Else, what the cluster reads must
+    be of a lower level: then neither this join nor others can close a cycle.
     """
-    makers = (producer(tensor) for tensor in cluster.operands.values() if tensor is not maker.outputs[0])
-    return len(maker.outputs) == 1 or all(each is None or level[each] < level[maker] for each in makers)
+    result = maker.outputs[0]
+    if len(maker.outputs) == 1 and all(node in cluster.nodes for node in consumers(result)):
+        return True
+    read = (*cluster.operands.values(), *measured_besides(cluster, forms).values())
+    makers = (producer(tensor) for tensor in read if tensor is not result)
+    return all(each is None or level[each] < level[maker] for each in makers)
 
 
-def _join(formed: Formed, merging: Merging, cluster: Cluster, result: Tensor, with_views: bool) -> Join | None:
+def _join(formed: Formed, merging: Merging, cluster: Cluster, result: Tensor) -> Join | None:
     """Return the part of a cluster that can join the node of a result; None if there is none, or it does not pay."""
     graph, shapes, forms = merging.graph, merging.clusters.shapes, formed.forms
     part, made = set[Node](), {result.name}
     for node in cluster.nodes:
         if any(tensor.name in made for tensor in node.inputs):
-            if not all(step.op in ("Constant", *ELEMENTWISE) for step in forms[node]):
+            if not all(map(_keeps_order, forms[node])):
                 return None
             part.add(node)
             made |= {tensor.name for tensor in node.outputs}
     outputs = [t for node in part for t in node.outputs if graph.is_kept(t) or not part.issuperset(consumers(t))]
-    if any(shapes.shape(output) != shapes.shape(result) for output in outputs):
+    if not all(_has_rows_of(shapes.shape(output), shapes.shape(result)) for output in outputs):
         return None
     for node in reversed(cluster.nodes):
         readers = {reader for tensor in node.outputs for reader in consumers(tensor)}
         is_kept = any(graph.is_kept(tensor) for tensor in node.outputs)
-        is_elementwise = all(step.op in ("Constant", *ELEMENTWISE) for step in forms[node])
-        is_view = with_views and all(map(_is_read_in_place, forms[node]))
-        if readers <= part and not is_kept and (is_elementwise or is_view):
+        if readers <= part and not is_kept and all(map(_is_read_in_place, forms[node])):
             part.add(node)
     left = [node for node in cluster.nodes if node not in part]
     if not left:
@@ -109,12 +128,28 @@ def _join(formed: Formed, merging: Merging, cluster: Cluster, result: Tensor, wi
     return Join(result, inside, others)
 
 
+def _keeps_order(step: Step) -> bool:
+    """Return whether elements of what a step gives have the order that they have in what it reads."""
+    return step.op in ("Constant", "Reshape", "Unsqueeze", "Squeeze", *ELEMENTWISE)
+
+
+def _has_rows_of(shape: Shape | None, result: Shape | None) -> bool:
+    """Return whether a shape has as many elements as a result, and whole axes at its end that are the result's last.
+
+    Then a row of the result is one of it, however its axes are divided.
+    """
+    if not shape or not result:
+        return shape == result
+    ends = accumulate(reversed(shape), lambda below, size: below * size)
+    return product(shape) == product(result) and result[-1] in ends
+
+
 def _is_read_in_place(step: Step) -> bool:
-    """Return whether an epilogue reads through a step: neighbours stay such."""
+    """Return whether an epilogue computes a step, or reads through it so that neighbours stay such."""
     if step.op == "Transpose":
         perm: list[int] = step.attributes["perm"]  # type: ignore[assignment]
         return perm[-1] == len(perm) - 1
-    return step.op in ("Constant", *VIEWS)
+    return step.op in ("Constant", *VIEWS, *ELEMENTWISE)
 
 
 def write_joined(
@@ -125,15 +160,17 @@ def write_joined(
     result: Tensor,
     bodies: Mapping[str, onnx.FunctionProto],
     functions: LocalFunctions,
-    product: Fused,
+    record: Fused,
 ) -> Fused:
-    """Replace the nodes of a cluster, and the fused node whose `result` they read, by one; `product` is its record.
+    """Replace the nodes of a cluster, and the fused node whose `result` they read, by one; `record` is its own.
 
     The graph must be sorted afterwards.
     """
     (maker,) = result.inputs
     others = {name: tensor for name, tensor in cluster.operands.items() if tensor is not result}
-    kept = {result.name: result} if graph.is_kept(result) else {}
+    others |= {name: tensor for name, tensor in measured_besides(cluster, forms).items() if tensor is not result}
+    is_read_elsewhere = any(node not in cluster.nodes for node in consumers(result))
+    kept = {result.name: result} if is_read_elsewhere or graph.is_kept(result) else {}
     joined = replace(cluster, operands={result.name: result, **others}, outputs={**cluster.outputs, **kept})
     inputs, outputs = [*maker.inputs, *others.values()], [*joined.outputs.values(), *maker.outputs[1:]]
     own: dict[str, AttributeValue] = {
@@ -142,21 +179,21 @@ def write_joined(
         "program": program(shapes, joined, forms),
     }
     attributes: dict[str, AttributeValue] = {
-        "fusion": product.fusion,
+        "fusion": record.fusion,
         "operands": " ".join([str(maker.attrs["operands"]), *(f"x{i + 1}" for i in range(len(others)))]),
         "output_types": [shapes.dtype(t) for t in outputs],
         "attributes": " ".join(sorted(own)),
         **own,
     }
-    function = functions.add(_body(product.fusion, bodies[maker.op], body(graph, joined, []), list(attributes)))
+    function = functions.add(_body(record.fusion, bodies[maker.op], body(graph, joined, forms, []), list(attributes)))
     joining = tuple(node_label(node) for node in cluster.nodes)
     for node in (maker, *cluster.nodes):
         node.inputs.clear()
         node.outputs.clear()
-    graph.add_node(function, inputs, outputs, attributes, name=product.node, domain=DOMAIN)
+    graph.add_node(function, inputs, outputs, attributes, name=record.node, domain=DOMAIN)
     for tensor in (*outputs, *(tensor for tensor in inputs if not is_constant(tensor))):
         graph.record_type(tensor, shapes.dtype(tensor), shapes.shape(tensor))
-    return replace(product, replaces=(*product.replaces, *joining), output=outputs[0].name, joined=joining)
+    return replace(record, replaces=(*record.replaces, *joining), output=outputs[0].name, joined=joining)
 
 
 def _body(

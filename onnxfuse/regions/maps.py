@@ -8,18 +8,19 @@ from typing import Any, Final
 
 from onnxfuse.analysis.dims import Size
 from onnxfuse.ir.node import is_constant
+from onnxfuse.regions.computed import Expression, by_index
 from onnxfuse.regions.steps import StaysOut, Steps, Writer, axis_of, json_number
 
 HUGE: Final = 2**63 - 1
 
 
 def _reshape(s: Steps) -> None:
-    target = s.ints("shape")
+    target = s.sizes("shape")
     if target is None:
         raise StaysOut("it has no shape")
     if s.integer("allowzero", 0) and 0 in target:
         raise StaysOut("it is given a size of zero")
-    s.end("Reshape", [s.data(0)], shape=target)
+    s.end("Reshape", s.data_and_measured(), shape=target)
 
 
 def _flatten(s: Steps) -> None:
@@ -62,20 +63,20 @@ def _squeeze(s: Steps) -> None:
 
 
 def _expand(s: Steps) -> None:
-    target = s.ints("shape")
+    target = s.sizes("shape")
     if target is None:
         raise StaysOut("it has no shape")
-    s.end("Expand", [s.data(0)], shape=target)
+    s.end("Expand", s.data_and_measured(), shape=target)
 
 
 def _slice(s: Steps) -> None:
-    starts, ends = s.ints("starts"), s.ints("ends")
+    starts, ends = s.sizes("starts"), s.sizes("ends")
     if starts is None or ends is None:
         raise StaysOut("it has no starts or ends")
     axes = s.ints("axes") or list(range(len(starts)))
     steps = (s.ints("steps") if s.graph.opset >= 10 else None) or [1] * len(starts)
     axes = [axis_of(axis, s.rank()) for axis in axes]
-    s.end("Slice", [s.data(0)], axes=axes, starts=starts, ends=ends, steps=steps)
+    s.end("Slice", s.data_and_measured(), axes=axes, starts=starts, ends=ends, steps=steps)
 
 
 def _concat(s: Steps) -> None:
@@ -85,33 +86,31 @@ def _concat(s: Steps) -> None:
 
 def _split(s: Steps) -> None:
     axis, count = axis_of(s.integer("axis", 0), s.rank()), len(s.node.outputs)
-    sizes = s.ints("split")
+    sizes = s.sizes("split")
     if sizes is None:
         total = s.shape(s.node.inputs[0])[axis]
-        if not isinstance(total, int):
-            raise StaysOut("it splits a size that is not known into equal parts")
         part = -(-total // count)
-        sizes = [part] * (count - 1) + [total - part * (count - 1)]
+        sizes = [s.size(each) for each in [part] * (count - 1) + [total - part * (count - 1)]]
     if not all(output.name for output in s.node.outputs):
         raise StaysOut("one of its outputs is left out")
-    s.end("Split", [s.data(0)], axis=axis, sizes=sizes)
+    s.end("Split", s.data_and_measured(), axis=axis, sizes=sizes)
 
 
 def _pad(s: Steps) -> None:
-    rank, pads = s.rank(), s.ints("pads")
+    rank, pads = s.rank(), s.sizes("pads")
     if pads is None:
         raise StaysOut("it has no pads")
     if s.has(3):
         axes = [axis_of(int(axis), rank) for axis in s.constant(s.node.inputs[3]).reshape(-1)]
-        every = [0] * (2 * rank)
+        every: list[Expression] = [0] * (2 * rank)
         for i, axis in enumerate(axes):
             every[axis], every[axis + rank] = pads[i], pads[i + len(axes)]
         pads = every
     value: object = s.constant(s.node.inputs[2]).reshape(-1)[0] if s.has(2) else s.node.attrs.get("value", 0)
     mode = str(s.parameter("mode") or "constant")
-    if mode != "constant" and min(pads) < 0:
-        raise StaysOut(f"it takes elements away in mode {mode}")
-    s.end("Pad", [s.data(0)], pads=pads, mode=mode, value=json_number(value, s.dtype()))
+    if mode != "constant" and not all(isinstance(pad, int) and pad >= 0 for pad in pads):
+        raise StaysOut(f"it may take elements away in mode {mode}")
+    s.end("Pad", s.data_and_measured(), pads=pads, mode=mode, value=json_number(value, s.dtype()))
 
 
 def _gather(s: Steps) -> None:
@@ -133,45 +132,41 @@ def _gather_elements(s: Steps) -> None:
 
 
 def _tile(s: Steps) -> None:
-    repeats = s.ints("repeats")
+    repeats = s.sizes("repeats")
     if repeats is None:
         raise StaysOut("it has no repeats")
-    s.end("Tile", [s.data(0)], repeats=repeats)
+    s.end("Tile", s.data_and_measured(), repeats=repeats)
 
 
 def _blocks(s: Steps, split: Sequence[Size], perm: list[int], joined: Sequence[Size]) -> None:
     """Write a rearrangement of blocks as Reshape, Transpose and Reshape."""
-    for target in (split, joined):
-        if sum(not isinstance(size, int) for size in target) > 1:
-            raise StaysOut("it rearranges sizes that are not known")
-    first, last = ([size if isinstance(size, int) else -1 for size in target] for target in (split, joined))
-    moved = s.emit("Transpose", [s.emit("Reshape", [s.data(0)], shape=first)], perm=perm)
-    s.end("Reshape", [moved], shape=last)
+    first, last = ([s.size(size) for size in target] for target in (split, joined))
+    data = s.data(0)  # behind the last input, whose dims are not those that sizes are computed from
+    moved = s.emit("Transpose", [s.emit("Reshape", [data], shape=first)], perm=perm)
+    s.end("Reshape", [moved, data], shape=[by_index(each, lambda _: 1) for each in last])
 
 
-def _sizes(s: Steps) -> tuple[int, int, Size, Size]:
-    """Return the block size and the channels, rows and columns of an image."""
+def _sizes(s: Steps) -> tuple[int, Size, int, Size, Size]:
+    """Return the block size and the images, channels, rows and columns of a tensor."""
     shape = s.shape(s.node.inputs[0])
     if len(shape) != 4 or not isinstance(shape[1], int):
         raise StaysOut("its channels are not known")
-    return s.integer("blocksize", 1), shape[1], shape[2], shape[3]
+    return s.integer("blocksize", 1), shape[0], shape[1], shape[2], shape[3]
 
 
 def _depth_to_space(s: Steps) -> None:
-    block, channels, height, width = _sizes(s)
+    block, images, channels, height, width = _sizes(s)
     inner = channels // block**2
     crd = s.parameter("mode") == "CRD"
-    split = [0, inner, block, block, height, width] if crd else [0, block, block, inner, height, width]
+    blocks: list[Size] = [inner, block, block] if crd else [block, block, inner]
     perm = [0, 1, 4, 2, 5, 3] if crd else [0, 3, 4, 1, 5, 2]
-    _blocks(s, split, perm, [0, inner, height * block, width * block])
+    _blocks(s, [images, *blocks, height, width], perm, [images, inner, height * block, width * block])
 
 
 def _space_to_depth(s: Steps) -> None:
-    block, channels, height, width = _sizes(s)
-    if not (isinstance(height, int) and isinstance(width, int)):
-        raise StaysOut("it rearranges sizes that are not known")
-    split: list[Size] = [0, channels, height // block, block, width // block, block]
-    _blocks(s, split, [0, 3, 5, 1, 2, 4], [0, channels * block**2, height // block, width // block])
+    block, images, channels, height, width = _sizes(s)
+    split: list[Size] = [images, channels, height // block, block, width // block, block]
+    _blocks(s, split, [0, 3, 5, 1, 2, 4], [images, channels * block**2, height // block, width // block])
 
 
 MAPS: Final[Mapping[str, Writer]] = {

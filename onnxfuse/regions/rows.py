@@ -9,6 +9,7 @@ from typing import Final
 
 from onnxfuse.analysis.dims import Size
 from onnxfuse.analysis.shape_info import Shape, ShapeInfo
+from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.node import Node
 from onnxfuse.region_operators import EXTREMES, REDUCTIONS, SOFTMAXES
 from onnxfuse.regions.pointwise import POINTWISE
@@ -71,7 +72,8 @@ def kinds_of(
             if rows not in (None, found) or kinds.get(node.inputs[0].name) is Kind.ROW:
                 return None
             rows = found
-            kinds[node.outputs[0].name] = Kind.ELEMENT if reduction.op in SOFTMAXES else Kind.ROW
+            gives_rows = reduction.op in SOFTMAXES or node.domain == DOMAIN  # a norm
+            kinds[node.outputs[0].name] = Kind.ELEMENT if gives_rows else Kind.ROW
             continue
         behind = {t.name for t in node.inputs if t.name in kinds}
         if not behind:

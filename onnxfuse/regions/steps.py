@@ -5,19 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from onnx import TensorProto
 
+from onnxfuse.analysis.dims import Size
 from onnxfuse.analysis.shape_info import Shape, ShapeInfo
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.attributes import attribute_or_input
 from onnxfuse.ir.dtypes import Array, dtype_name
 from onnxfuse.ir.graph import Graph, constant_value
-from onnxfuse.ir.node import Node, Tensor, is_constant
+from onnxfuse.ir.node import Node, Tensor, is_constant, is_tensor
 from onnxfuse.region_operators import DTYPES
+from onnxfuse.regions.computed import (
+    ComputedInput,
+    Expression,
+    by_index,
+    expression_of,
+    known_dims,
+    measured,
+    tensors_in,
+)
 
-Value: TypeAlias = "int | float | str | list[int]"  # of an attribute of a step
+Value: TypeAlias = "int | float | str | list[Any]"  # of an attribute of a step; a list may hold expressions
 MAX_RANK: Final = 8
 
 
@@ -27,13 +37,18 @@ class StaysOut(Exception):
 
 @dataclass(frozen=True)
 class Step:
-    """An operator of a program.  Values are tensors of the graph, by name, or `#0`, `#1`, ... inside one node."""
+    """An operator of a program.  Values are tensors of the graph, by name, or `#0`, `#1`, ... inside one node.
+
+    Behind what an operator computes from, the inputs name the tensors of whose dims its attributes are expressions.
+    """
 
     op: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     attributes: Mapping[str, Value]
     dtype: int  # of the outputs
+    measured: tuple[Tensor, ...] = ()  # these tensors, but for the first input
+    computed: tuple[ComputedInput, ...] = ()  # inputs of the node in place of which there are such attributes
 
 
 @dataclass
@@ -45,6 +60,8 @@ class Steps:
     node: Node
     found: list[Step] = field(default_factory=list)
     _count: int = 0
+    _measured: dict[str, Tensor] = field(default_factory=dict)
+    _computed: list[ComputedInput] = field(default_factory=list)
 
     # --- what the node reads -----------------------------------------------------------------------------------------
 
@@ -115,6 +132,44 @@ class Steps:
             return None
         return [int(each) for each in found] if isinstance(found, list) else [int(found)]  # type: ignore[call-overload]
 
+    def sizes(self, name: str) -> list[Expression] | None:
+        """Return a parameter that is a list of integers or of expressions over dims; None where it is absent.
+
+        Expressions refer to the inputs that `data_and_measured` returns.  Raises StaysOut where a size is not known.
+        """
+        found = attribute_or_input(self.graph, self.node, name)
+        if not is_tensor(found):
+            return None if (known := self.ints(name)) is None else [*known]
+        value = self.shapes.value(found)
+        if value is None or value.ndim > 1:
+            raise StaysOut(f"its {name} is computed; required is a constant, or sizes that follow from dims")
+        sources = measured(found)
+        sizes = tuple(self._named(size, name, sources) for size in value.reshape(-1).tolist())
+        self._computed.append(ComputedInput(found.name, self.shapes.dtype(found), value.ndim == 0, sizes))
+        return [self._indexed(each, sources) for each in sizes]
+
+    def size(self, size: Size) -> Expression:
+        """Return a size as an expression over the dims of the first input.  Raises StaysOut where it has others."""
+        return self._indexed(self._named(size, "size", []), [])
+
+    def _named(self, size: Size, name: str, sources: Sequence[Tensor]) -> Expression:
+        usable = [each for each in sources if dtype_name(self.shapes.dtype(each)) in DTYPES]
+        dims = {**known_dims(self.shapes, usable), **known_dims(self.shapes, self.node.inputs[:1])}
+        try:
+            return expression_of(size, dims)
+        except KeyError as error:
+            raise StaysOut(f"its {name} depends on {error.args[0]}, which is no dim of a tensor in front") from error
+
+    def _indexed(self, expression: Expression, sources: Sequence[Tensor]) -> Expression:
+        """Return an expression with indices of inputs, and remember the tensors that it reads besides the first."""
+        first, by_name = self.node.inputs[0].name, {each.name: each for each in sources}
+        self._measured |= {name: by_name[name] for name in tensors_in(expression) if name != first}
+        return by_index(expression, lambda name: 0 if name == first else 1 + list(self._measured).index(name))
+
+    def data_and_measured(self) -> list[str]:
+        """Return the inputs of the last step of a map: the first one, and the tensors whose dims are read."""
+        return [self.data(0), *self._measured]
+
     def integer(self, name: str, default: int) -> int:
         """Return an attribute that is an integer."""
         found = self.parameter(name)
@@ -141,7 +196,8 @@ class Steps:
     def end(self, op: str, inputs: Sequence[str], **attributes: Value) -> None:
         """Add the last step, which computes the outputs of the node."""
         names = tuple(each.name for each in self.node.outputs)
-        self.found.append(Step(op, tuple(inputs), names, attributes, self.out_dtype))
+        beside = tuple(self._measured.values()), tuple(self._computed)
+        self.found.append(Step(op, tuple(inputs), names, attributes, self.out_dtype, *beside))
 
 
 Writer: TypeAlias = Callable[[Steps], None]

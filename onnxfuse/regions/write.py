@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
 import onnx
@@ -19,6 +20,7 @@ from onnxfuse.ir.serde import node_proto
 from onnxfuse.match.diagnostics import node_name
 from onnxfuse.passes.folded import node_label
 from onnxfuse.regions.cluster import Cluster
+from onnxfuse.regions.computed import nodes_of
 from onnxfuse.regions.steps import Step
 from onnxfuse.rewrite.replace import REGION, Fused, LocalFunctions
 
@@ -52,8 +54,18 @@ def program(shapes: ShapeInfo, region: Cluster, forms: Mapping[Node, tuple[Step,
     return json.dumps({"ops": ops, "outputs": outputs, "dtypes": dtypes}, separators=(",", ":"))
 
 
-def body(graph: Graph, region: Cluster, attributes: list[str]) -> onnx.FunctionProto:
-    """Return the function that holds the nodes of a region; constants that are no operands stand in it."""
+def body(
+    graph: Graph,
+    region: Cluster,
+    forms: Mapping[Node, tuple[Step, ...]],
+    attributes: list[str],
+    bodies: Mapping[str, onnx.FunctionProto] | None = None,
+) -> onnx.FunctionProto:
+    """Return the function that holds the nodes of a region; constants that are no operands stand in it.
+
+    So do the nodes that compute sizes from dims.  `bodies` are the functions that fused nodes among them call, whose
+    nodes stand in place of these.
+    """
     names = {name: f"x{i}" for i, name in enumerate(region.operands)}
     nodes: list[onnx.NodeProto] = []
     count = 0
@@ -64,10 +76,18 @@ def body(graph: Graph, region: Cluster, attributes: list[str]) -> onnx.FunctionP
                 value = onnx.numpy_helper.from_array(constant_value(graph, tensor))
                 nodes.append(helper.make_node("Constant", [], [names[tensor.name]], value=value))
                 count += 1
-        proto = node_proto(graph, node)
-        for output in proto.output:
-            names[output] = f"t{count}"
+        for computed in (each for step in forms[node] for each in step.computed):
+            names[computed.name] = f"c{count}"
+            nodes += nodes_of(computed, names, names[computed.name], graph.opset)
             count += 1
+        for output in node.outputs:
+            names[output.name] = f"t{count}"
+            count += 1
+        if node.domain == DOMAIN and bodies:
+            given = [names[t.name] for t in node.inputs], [names[t.name] for t in node.outputs]
+            nodes += _nodes_of(bodies[node.op], *given, f"t{count}_")
+            continue
+        proto = node_proto(graph, node)
         nodes.append(helper.make_node(proto.op_type, [names[n] if n else "" for n in proto.input],
                                       [names[n] for n in proto.output]))  # fmt: skip
         nodes[-1].attribute.extend(proto.attribute)
@@ -77,14 +97,31 @@ def body(graph: Graph, region: Cluster, attributes: list[str]) -> onnx.FunctionP
     return helper.make_function(DOMAIN, REGION, operands, outputs, nodes, opsets, sorted(attributes), doc_string=DOC)
 
 
+def _nodes_of(body: onnx.FunctionProto, inputs: list[str], outputs: list[str], stem: str) -> list[onnx.NodeProto]:
+    """Return the nodes of a function for a call of it; the names of inner values begin with a stem."""
+    names = {"": "", **dict(zip(body.input, inputs, strict=True)), **dict(zip(body.output, outputs, strict=True))}
+    found = list[onnx.NodeProto]()
+    for node in body.node:
+        read, made = ([names.setdefault(name, stem + name) for name in each] for each in (node.input, node.output))
+        found.append(helper.make_node(node.op_type, read, made, domain=node.domain))
+        found[-1].attribute.extend(node.attribute)
+    return found
+
+
 def write_region(
     graph: Graph,
     shapes: ShapeInfo,
     region: Cluster,
     forms: Mapping[Node, tuple[Step, ...]],
     functions: LocalFunctions,
+    bodies: Mapping[str, onnx.FunctionProto],
+    records: Mapping[str, Fused],
 ) -> Fused:
-    """Replace the nodes of a region by a call of its function; the graph must be sorted afterwards."""
+    """Replace the nodes of a region by a call of its function; the graph must be sorted afterwards.
+
+    Fused nodes among them call `bodies`, and `records` say by their names what they have replaced.
+    """
+    region = replace(region, operands=region.operands | measured_besides(region, forms))
     outputs: list[Tensor] = list(region.outputs.values())
     own: dict[str, AttributeValue] = {
         "output_ranks": [-1 if (rank := shapes.rank(t)) is None else rank for t in outputs],
@@ -97,8 +134,12 @@ def write_region(
         "attributes": " ".join(sorted(own)),
         **own,
     }
-    function = functions.add(body(graph, region, list(attributes)))
-    replaced = tuple(node_label(node) for node in region.nodes)
+    function = functions.add(body(graph, region, forms, list(attributes), bodies))
+    replaced = tuple(
+        label
+        for node in region.nodes
+        for label in (records[node.name].replaces if node.domain == DOMAIN else (node_label(node),))
+    )
     name = graph.unique_name(f"{node_name(outputs[0])}/{REGION}")
     inputs = list(region.operands.values())
     for node in region.nodes:
@@ -108,6 +149,13 @@ def write_region(
     for tensor in (*outputs, *(tensor for tensor in inputs if not is_constant(tensor))):
         graph.record_type(tensor, shapes.dtype(tensor), shapes.shape(tensor))
     return Fused(REGION, name, replaced, {}, outputs[0].name)
+
+
+def measured_besides(region: Cluster, forms: Mapping[Node, tuple[Step, ...]]) -> dict[str, Tensor]:
+    """Return the tensors of which a region reads nothing but dims, by name."""
+    made = {t.name for node in region.nodes for t in node.outputs}
+    found = (tensor for node in region.nodes for step in forms[node] for tensor in step.measured)
+    return {tensor.name: tensor for tensor in found if tensor.name not in made and tensor.name not in region.operands}
 
 
 def order_by_reading(region: Cluster, forms: Mapping[Node, tuple[Step, ...]]) -> None:

@@ -299,6 +299,11 @@ def _mixed(lead: tuple[int, ...], n: int) -> Build:
     return build
 
 
+def _of_rows(lead: tuple[int, ...]) -> Build:
+    """Return a program that reads nothing but a factor for each row."""
+    return lambda p, y, operand: [p.op("Mul", p.op("Tanh", y), operand(*lead, 1))]
+
+
 def _only_float32(p: RegionProgram, y: str, operand: Callable[..., str]) -> list[str]:
     return [p.op("Neg", p.op("Cast", y, dtype="float32", to="float32"))]
 
@@ -326,6 +331,22 @@ def _modulated(lead: tuple[int, ...], n: int) -> Build:
     return build
 
 
+def _reshaped(lead: tuple[int, ...], n: int) -> Build:
+    """Return a program whose outputs divide the product's elements by other axes: its rows as one, and columns in two.
+
+    One operand has each of these shapes, and one is broadcast to it.
+    """
+    rows, pair = math.prod(lead), 2 - n % 2
+
+    def build(p: RegionProgram, y: str, operand: Callable[..., str]) -> list[str]:
+        merged = p.op("Reshape", y, shape=[rows, 1, n])
+        added = p.op("Add", merged, operand(rows, 1, n))
+        parts = p.op("Reshape", p.op("Neg", y), shape=[*lead, pair, n // pair])
+        return [p.op("Mul", added, operand(rows, 1, 1)), p.op("Mul", parts, operand(*lead[1:], pair, n // pair))]
+
+    return build
+
+
 def case(kind: str, **sizes: object) -> JoinedCase:
     """Return a case of one of these programs."""
     made = JoinedCase(kind, _only_float32, **sizes)  # type: ignore[arg-type]
@@ -336,6 +357,8 @@ def case(kind: str, **sizes: object) -> JoinedCase:
         "mixed": _mixed(made.lead, made.n),
         "only float32": _only_float32,
         "modulated": _modulated(made.lead, made.n),
+        "rows": _of_rows(made.lead),
+        "reshaped": _reshaped(made.lead, made.n),
     }
     return replace(made, build=builds[kind])
 
@@ -365,3 +388,4 @@ def attention_case(kind: str, of: Case) -> JoinedCase:
 
 
 KINDS = ("chain", "broadcasts", "several", "mixed", "only float32")
+KINDS_OF_PRODUCTS = (*KINDS, "modulated", "rows", "reshaped")

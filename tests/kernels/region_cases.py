@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from region_block_cases import interleaved_axes, kept_rows, prevalent_parts
 from region_drafts import FLOATS, Made, RegionProgram, made, numbers, one
+from region_norm_cases import norms
+from region_size_cases import computed_sizes
 from region_speed_cases import (
     clamp,
     columns,
@@ -232,5 +234,5 @@ def models() -> Iterator[Made]:
 def all_cases() -> dict[str, RegionProgram]:
     """Return all programs by name."""
     of_plans = (stored_reductions, columns, flat_vectors, short_rows, transposed_tiles, row_outputs, repeated_reads,
-                kept_rows, interleaved_axes, prevalent_parts)  # fmt: skip
+                kept_rows, interleaved_axes, prevalent_parts, norms, computed_sizes)  # fmt: skip
     return dict(each for kind in (operators, maps, reductions, *of_plans, models) for each in kind())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS
 from onnxfuse.kernels.region.operators import is_discontinuous
-from onnxfuse.kernels.region.program import Operation
+from onnxfuse.kernels.region.program import Operation, parse
+from onnxfuse.kernels.region.shapes import Shapes, infer, sizes_of
+from onnxfuse.kernels.region.sizes import Sizes
 from onnxfuse.region_operators import COMPARISONS, HALVES, SUMS
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
 
@@ -126,6 +129,13 @@ class _Model:
         self.program, self.nodes, self.count = program, list[onnx.NodeProto](), 0
         self.initializers: list[onnx.TensorProto] = []
 
+    @functools.cached_property
+    def shapes(self) -> Shapes:
+        """The shapes of all values, by which attributes that are computed from dims are numbers."""
+        sizes = Sizes()
+        operands = {name: sizes.read(each.shape) for name, each in self.program.operands.items()}
+        return infer(parse(self.program.node()), operands, sizes)
+
     def model(self) -> onnx.ModelProto:
         for op, inputs, outputs, attributes in self.program.ops:
             self._add(Operation(op, tuple(inputs), tuple(outputs), attributes))
@@ -181,6 +191,13 @@ class _Model:
             return
         if op == "Mod" and self._type(operation.inputs[0]) in (TensorProto.FLOAT, TensorProto.DOUBLE):
             attributes["fmod"] = 1
+        if op in LISTS and op not in SUMS:
+            inputs = inputs[:1]  # others tell sizes
+            given = [self.shapes.of[name] for name in operation.inputs]
+            for key in LISTS[op]:
+                if any(isinstance(each, list) for each in attributes.get(key, ())):
+                    found = sizes_of(operation, key, given, self.shapes.sizes)
+                    attributes[key] = [self.shapes.sizes.value(each) for each in found]
         if op == "Slice" and "steps" not in attributes:
             attributes["steps"] = [1] * len(attributes["axes"])
         for key in LISTS.get(op, ()):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from architectures import DEVICES, H200, T4, check_compiles, to_compile
 from conv_cases import ConvCase
-from joined_cases import KINDS, JoinedCase, case, conv_case
+from joined_cases import KINDS_OF_PRODUCTS, JoinedCase, case, conv_case
 from kernel_hosts import host_of
 from sampling import by_parts
 from template_checks import template_of, with_dynamic_dims
@@ -17,6 +17,7 @@ from template_checks import template_of, with_dynamic_dims
 from onnxfuse.kernels.conv import cudnn
 from onnxfuse.kernels.gemm import cublaslt, host
 from onnxfuse.kernels.gemm.mma import MMA_ARCH
+from onnxfuse.kernels.joined import joined
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, TensorSpec
 
 PARTS = 16  # of the kernels, of which one is compiled in a plain run
@@ -29,14 +30,15 @@ def no_cublaslt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cases(device: Device) -> Iterator[JoinedCase]:
-    for kind in KINDS:
+    for kind in KINDS_OF_PRODUCTS:
         yield case(kind, lead=(3,), n=72, k=200)
         if device.arch < MMA_ARCH:  # more rows are multiplied by cuBLASLt alone there
             continue
-        yield case(kind, lead=(32, 128), n=768, k=768)
+        yield case(kind, lead=(32, 128), n=768 if kind != "rows" else 3072, k=768)
         yield case(kind, lead=(16,), n=1024, k=512)
     for c, m, kernel in ((64, 128, 3), (320, 320, 1), (24, 40, 3)):
         pads = (kernel // 2,) * 4
+        yield conv_case("modulated", ConvCase(2, c, m, (14, 14), (kernel, kernel), (), pads))
         yield conv_case("broadcasts", ConvCase(2, c, m, (14, 14), (kernel, kernel), (), pads))
         yield conv_case("several", ConvCase(1, c, m, (7, 9), (kernel, kernel), (), pads, extra=("bias", "residual")))
     if device.arch < MMA_ARCH:
@@ -69,16 +71,36 @@ def test_compiles_without_spills(device: Device, part: int) -> None:
 
 
 def test_the_program_is_in_the_epilogue_first() -> None:
-    """The plan of two launches, or more, comes last; it is all there is where no output has the product's dtype."""
+    """The plan of two launches, or more, comes last."""
     for each in cases(H200):
         found = plans(each, H200)
         first = [step.kernel for step in found[0].steps if isinstance(step, Launch)]
-        assert (first[-1].source == "region") == (each.name == "only float32")
+        assert first[-1].source != "region" and "struct Program" in first[-1].text
         last = [step.kernel.source for step in found[-1].steps if isinstance(step, Launch)]
         assert last[-1] == "region" and len(found) <= 8
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def test_what_reads_numbers_of_rows_takes_the_tiles_of_a_fixed_epilogue() -> None:
+    """A program with more operands needs registers, so that the largest tiles are no candidates."""
+    tiles = {}
+    for kind in ("rows", "chain", "fixed"):
+        made = case("rows" if kind == "fixed" else kind, lead=(32, 128), n=3072, k=768).made()
+        node, specs = made.node(), made.specs()
+        if kind == "fixed":
+            node, specs = joined(node).product, specs[:3]
+        (step,) = host.candidates(node, specs, H200)[0].steps
+        assert isinstance(step, Launch)
+        tiles[kind] = [step.kernel.defines[name] for name in ("TILE_M", "TILE_N", "PINGPONG")]
+    assert tiles == {"rows": [128, 192, 1], "chain": [128, 128, 1], "fixed": [128, 192, 1]}
+
+
+def test_activations_are_as_accurate_as_the_outputs_show() -> None:
+    for kind, is_precise in (("chain", 0), ("several", 1), ("only float32", 1)):
+        (step,) = plans(case(kind, lead=(32, 128), n=768, k=768), H200)[0].steps
+        assert isinstance(step, Launch) and step.kernel.defines["PRECISE"] == is_precise
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_PRODUCTS[:-1])
 def test_dynamic_rows(kind: str) -> None:
     """One template has plans for all sizes, and its kernels take the sizes that a program reads as arguments."""
     made = case(kind, lead=(5, 13), n=24, k=40).made()
@@ -88,7 +110,7 @@ def test_dynamic_rows(kind: str) -> None:
     assert len(template.kernels) <= 14
     for sizes in ((1, 1), (5, 13), (3, 1), (64, 128), (7, 1001)):
         assert template.chosen(sizes) is not None, sizes
-    assert any(kernel.text and kernel.source != "region" for kernel in template.kernels) == (kind != "only float32")
+    assert any(kernel.text and kernel.source != "region" for kernel in template.kernels)
     for kernel in template.kernels:
         if kernel.text and kernel.source != "region":
             check_compiles(kernel, H200)

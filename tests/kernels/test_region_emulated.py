@@ -16,6 +16,7 @@ from architectures import H200
 from region_cases import all_cases, maps, models, numbers, one
 from region_drafts import RegionProgram, check
 from region_emulation import results
+from region_norm_cases import cases
 from region_random import random_program
 from sampling import sampled
 
@@ -87,6 +88,15 @@ def test_a_nan_is_the_largest_and_the_least_of_a_row(tmp_path: Path) -> None:
     for ((op, axis), program), (own,) in zip(programs.items(), found, strict=True):
         function = np.max if op == "ReduceMax" else np.min
         np.testing.assert_array_equal(own, function(program.operands["x0"], axis, keepdims=True))
+
+
+def test_norms_of_what_precedes_them_against_float64(tmp_path: Path) -> None:
+    every = list(cases())
+    found = results([case.made()[1] for case in every], GPU, tmp_path)
+    for case, outputs in zip(every, found, strict=True):
+        for own, expected in zip(outputs, case.expected(), strict=True):
+            rounding = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}[own.dtype.name]
+            np.testing.assert_allclose(own.astype(np.float64), expected, rounding, rounding, err_msg=case.name)
 
 
 def test_texts_are_the_same_in_every_process() -> None:

@@ -34,6 +34,9 @@ DYNAMIC = {  # cases by name: the dims that are dynamic, and the most kernels of
     "patches (5,)": ((5,), 4),
     "mean pooling (3, 40)": ((3, 40), 16),
     "Reshape (4,)": ((4,), 3),
+    "pixels out of channels": ((5, 14), 3),
+    "rows of 14 padded to a multiple of 4": ((14,), 4),
+    "norm of class tokens and positions, dynamic": ((2,), 1),
     "Concat (4,)": ((4,), 3),
 }
 

@@ -10,7 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 from exported_models import load_exported
-from region_models import assert_programs_agree
+from region_models import assert_programs_agree, regions
 from test_models import INDEX, draw
 
 from onnxfuse import Report, optimize
@@ -67,10 +67,14 @@ def test_few_operators_are_in_no_region() -> None:
 
 @pytest.mark.parametrize("name", [f"{name}.onnx" for name in SAMPLE])
 def test_onnxruntime_runs_the_same_operators_on_the_cpu(name: str, tmp_path: Path) -> None:
-    """It inlines the bodies before its own fusions, so that regions block none of these."""
+    """It inlines the bodies before its own fusions, so that regions block none of these.
+
+    A region takes the dims that its sizes depend on by itself, which may be a Shape more.
+    """
     apart, together = (optimize(load_exported(name), regions=regions, verify=False)[0] for regions in (False, True))
     assert len(together.graph.node) < len(apart.graph.node)
-    assert left_by_onnxruntime(together, tmp_path) == left_by_onnxruntime(apart, tmp_path)
+    found, expected = (left_by_onnxruntime(model, tmp_path) for model in (together, apart))
+    assert found.pop("Shape", 0) <= expected.pop("Shape", 0) + len(regions(together)) and found == expected
 
 
 def left_by_onnxruntime(model: onnx.ModelProto, folder: Path) -> Counter[str]:

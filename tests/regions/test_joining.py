@@ -122,6 +122,18 @@ def test_a_gated_product() -> None:
     assert joined_of(model_of(nodes))[1] == [("gated_gemm", ["Exp", "Mul"])]
 
 
+def test_the_gate_of_a_product_is_a_part_of_a_tensor() -> None:
+    """It is read where it lies, as the gate in front of the residual of a DiT: no Slice is left."""
+    nodes = (
+        f"{PRODUCT} at := int64[1] {{16}} end := int64[1] {{32}} one := int64[1] {{1}} s = Slice(parts, at, end, one) "
+        "g = Unsqueeze(s, one) d = Mul(c, g) z = Add(d, y)"
+    )
+    source = model_of(nodes, INPUTS + ", float[batch, 96] parts")
+    result, found = joined_of(source)
+    assert found == [("gemm_bias_activation", ["Slice", "Unsqueeze", "Mul", "Add"])]
+    same(source, result)
+
+
 def test_casts_between_the_product_and_a_float32_residual() -> None:
     inputs = "float16[batch, 6, 8] x, float[batch, 6, 16] y"
     nodes = f"{PRODUCT} d = Cast <to = 1>(c) e = Add(d, y) z = Cast <to = 10>(e)"
@@ -145,8 +157,64 @@ def test_of_two_products_the_last_takes_what_reads_both() -> None:
     same(model_of(nodes), result)
 
 
+ALONE_INPUTS = INPUTS + ", float[batch, 96] parts, bool[batch, 6, 1] mask"
+ALONE = {
+    "p = MatMul(x, w) z = Cast <to = 10>(p)": ["Cast"],
+    "p = MatMul(x, w) z = Mul(p, r)": ["Mul"],
+    "p = MatMul(x, w) a = Mul(p, r) z = Add(a, y)": ["Mul", "Add"],
+    "p = MatMul(x, w) z = Where(mask, p, y)": ["Where"],
+    "flat := int64[2] {-1, 8} f = Reshape(x, flat) p = MatMul(f, w) six := int64[3] {-1, 6, 16} q = Reshape(p, six) "
+    "z = Add(q, y)": ["Reshape", "Add"],
+    "p = MatMul(x, w) heads := int64[4] {0, 0, 4, 4} q = Reshape(p, heads) e = Mul(q, q) z = Sin(e)":
+        ["Reshape", "Mul", "Sin"],
+    "p = MatMul(x, w) at := int64[1] {16} end := int64[1] {32} one := int64[1] {1} s = Slice(parts, at, end, one) "
+    "g = Unsqueeze(s, one) a = Mul(p, g) z = Add(a, y)": ["Slice", "Unsqueeze", "Mul", "Add"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("nodes", ALONE)
+def test_what_follows_a_product_alone(nodes: str) -> None:
+    """The product is fused because operators join it; a Reshape between them divides its rows or columns otherwise."""
+    source = model_of(nodes, ALONE_INPUTS)
+    result, found = joined_of(source)
+    assert found == [("gemm_bias_activation", ALONE[nodes])]
+    same(source, result)
+
+
+@pytest.mark.parametrize("nodes", [
+    "p = MatMul(x, w) z = ReduceMax <axes = [-1]>(p)", "p = MatMul(x, w) z = Transpose <perm = [0, 2, 1]>(p)",
+    "p = MatMul(x, w) six := int64[3] {-1, 4, 6} q = Reshape(p, six) z = Neg(q)",
+], ids=["a reduction", "moved elements", "other rows"])  # fmt: skip
+def test_a_product_that_nothing_joins_stays(nodes: str) -> None:
+    result, report = optimized(model_of(nodes))
+    assert "MatMul" in {node.op_type for node in result.graph.node} and "gemm_bias_activation" not in report.counts
+
+
+def test_what_is_excluded_leaves_the_product_alone() -> None:
+    source = model_of("p = MatMul(x, w) a = Mul(p, r) z = Add(a, y)")
+    for exclude, kept in (({("gemm_bias_activation", "z")}, {}), (set(), {"": {"p"}})):
+        found = fuse_model(source, None, optimize_fusions(), regions=True, exclude=exclude, keep_nodes=kept)
+        assert [one.fusion for one in found.fusing.fused] == ["region"]
+
+
+SECOND_READERS = {
+    "f = MatMul(c, w2) g = Softmax(f) d = Tanh(c) e = Mul(d, y) z = Neg(e)": {"z", "c"},
+    "d = Tanh(c) z = Mul(d, y) g = MatMul(d, w2)": {"z", "d"},
+    "d = Tanh(c) z = Mul(d, y) g = MatMul(d, w2) h = MatMul(c, w2)": {"z", "d", "c"},
+}
+
+
+@pytest.mark.parametrize("nodes", SECOND_READERS)
+def test_values_that_other_nodes_read_too_are_outputs(nodes: str) -> None:
+    source = model_of(f"{PRODUCT} {nodes}", outputs="z g" + " h" * ("h =" in nodes))
+    result, found = joined_of(source)
+    assert any(ops for fusion, ops in found if fusion == "gemm_bias_activation")
+    assert [set(node.output) for node in result.graph.node if "bias" in node.input] == [SECOND_READERS[nodes]]
+    same(source, result)
+
+
 NEAR_MISSES = {
-    "another node reads the product": f"{PRODUCT} d = Tanh(c) e = Mul(d, y) f = MatMul(c, w2) z = Sub(e, f)",
+    "it depends on what reads the product": f"{PRODUCT} d = Tanh(c) e = Mul(d, y) f = MatMul(c, square) z = Sub(e, f)",
     "the product is broadcast": f"{PRODUCT} d = Tanh(c) z = Add(d, wide)",
     "a reduction follows": f"{PRODUCT} d = Neg(c) e = ReduceMax <axes = [-1]>(d) z = Sub(d, e)",
     "elements are moved": f"{PRODUCT} d = Tanh(c) e = Transpose <perm = [0, 2, 1]>(d) z = Neg(e)",
@@ -155,7 +223,7 @@ NEAR_MISSES = {
 
 @pytest.mark.parametrize("what", NEAR_MISSES)
 def test_what_does_not_join(what: str) -> None:
-    inputs = INPUTS + (", float[2, batch, 6, 16] wide" if "wide" in NEAR_MISSES[what] else "")
+    inputs = INPUTS + ", float[2, batch, 6, 16] wide, float[16, 16] square"
     source = model_of(NEAR_MISSES[what], inputs)
     result, found = joined_of(source)
     joined = [ops for fusion, ops in found if fusion == "gemm_bias_activation"]

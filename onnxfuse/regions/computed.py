@@ -1,0 +1,136 @@
+"""Sizes that a model computes from dims, such as the bound of a Slice: as expressions over the dims of tensors.
+
+An expression is an integer, ["dim", tensor, axis], or an operator and its two operands: "+", "*", "//", "%", "max" or
+"min".  In the function of a region a tensor is meant by its name; in a program, by its index among the inputs of an
+operator.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import onnx
+import onnx.numpy_helper
+from onnx import TensorProto, helper
+
+from onnxfuse.analysis.dims import Dim, NonPolynomial, Size, symbol
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.ir.node import Tensor, is_constant, op_of, producer
+
+Expression: TypeAlias = "int | list[Any]"
+DIM: Final = "dim"
+OPERATORS: Final = {"+": "Add", "*": "Mul", "//": "Div", "%": "Mod", "max": "Max", "min": "Min"}  # of ONNX
+SHAPE_OF_AXES_OPSET: Final = 15  # the first opset whose Shape gives some of the dims
+MAX_FOLLOWED: Final = 24  # nodes from a parameter to the Shapes that it is computed from
+
+
+@dataclass(frozen=True)
+class ComputedInput:
+    """An input of a node that holds sizes, which a function computes from dims by itself."""
+
+    name: str
+    dtype: int
+    is_scalar: bool
+    sizes: tuple[Expression, ...]  # with tensors by their names
+
+
+def expression_of(size: Size, dims: Mapping[Size, Expression]) -> Expression:
+    """Return a size as an expression over known dims.  Raises KeyError for a symbol that is none of them."""
+    if isinstance(size, int):
+        return size
+    if size in dims:
+        return dims[size]
+    terms = []
+    for monomial, factor in size.terms:
+        factors = [_symbol(name, dims) for name in monomial]
+        terms.append(_chain("*", [*factors, *([factor] if factor != 1 or not factors else [])]))
+    return _chain("+", terms)
+
+
+def _symbol(name: str, dims: Mapping[Size, Expression]) -> Expression:
+    known: Dim = symbol(name)
+    if known in dims or not isinstance(name, NonPolynomial):
+        return dims[known]
+    return _chain(name.op.lower(), [expression_of(each, dims) for each in name.args])
+
+
+def _chain(operator: str, operands: Sequence[Expression]) -> Expression:
+    return functools.reduce(lambda left, right: [operator, left, right], operands)
+
+
+def known_dims(shapes: ShapeInfo, tensors: Iterable[Tensor]) -> dict[Size, Expression]:
+    """Return the dynamic dims of tensors as expressions, each by the first of them that has it."""
+    found: dict[Size, Expression] = {}
+    for tensor in tensors:
+        for axis, size in enumerate(shapes.shape(tensor) or ()):
+            if isinstance(size, Dim):
+                found.setdefault(size, [DIM, tensor.name, axis])
+    return found
+
+
+def tensors_in(expression: Expression) -> Iterator[str]:
+    """Yield the names of the tensors whose dims an expression reads."""
+    if isinstance(expression, list) and expression[0] == DIM:
+        yield expression[1]
+    elif isinstance(expression, list):
+        for operand in expression[1:]:
+            yield from tensors_in(operand)
+
+
+def by_index(expression: Expression, index: Callable[[str], int]) -> Expression:
+    """Return an expression with the indices of tensors in place of their names."""
+    if not isinstance(expression, list):
+        return expression
+    if expression[0] == DIM:
+        return [DIM, index(expression[1]), expression[2]]
+    return [expression[0], *(by_index(operand, index) for operand in expression[1:])]
+
+
+def measured(parameter: Tensor) -> list[Tensor]:
+    """Return the tensors whose shapes a parameter is computed from, nearest first."""
+    work, seen, found = [parameter], set[int](), list[Tensor]()
+    while work and len(seen) < MAX_FOLLOWED:
+        node = producer(work.pop(0))
+        if node is None or id(node) in seen:
+            continue
+        seen.add(id(node))
+        if op_of(node) == "Shape":
+            found += [each for each in node.inputs if not is_constant(each)]
+        else:
+            work += [each for each in node.inputs if each.name and not is_constant(each)]
+    return found
+
+
+def nodes_of(computed: ComputedInput, names: Mapping[str, str], result: str, opset: int) -> list[onnx.NodeProto]:
+    """Return the nodes that compute an input of sizes; `names` are those of tensors in the function."""
+    nodes, count = list[onnx.NodeProto](), 0
+
+    def add(op: str, inputs: Sequence[str], **attributes: Any) -> str:
+        nonlocal count
+        count += 1
+        nodes.append(helper.make_node(op, inputs, [f"{result}_{count}"], **attributes))
+        return f"{result}_{count}"
+
+    def number(*values: int) -> str:
+        return add("Constant", [], value=onnx.numpy_helper.from_array(np.array(values, np.int64)))
+
+    def made(expression: Expression) -> str:
+        if not isinstance(expression, list):
+            return number(expression)
+        if expression[0] == DIM:
+            _, tensor, axis = expression
+            if opset >= SHAPE_OF_AXES_OPSET:
+                return add("Shape", [names[tensor]], start=axis, end=axis + 1)
+            return add("Gather", [add("Shape", [names[tensor]]), number(axis)])
+        return add(OPERATORS[expression[0]], [made(operand) for operand in expression[1:]])
+
+    values = [made(each) for each in computed.sizes]
+    value = add("Reshape", [values[0], number()]) if computed.is_scalar else add("Concat", values, axis=0)
+    if computed.dtype != TensorProto.INT64:
+        add("Cast", [value], to=computed.dtype)
+    nodes[-1].output[0] = result
+    return nodes

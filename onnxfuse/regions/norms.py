@@ -1,0 +1,220 @@
+"""Norms that a region takes in: what precedes a norm is then computed where the norm reads its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Final
+
+from onnx import TensorProto
+
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.dtypes import dtype_name
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Node, Tensor, consumers, producer
+from onnxfuse.regions.cluster import Cluster
+from onnxfuse.regions.formation import Formed, Merging
+from onnxfuse.regions.join import Join
+from onnxfuse.regions.steps import Step, Steps
+from onnxfuse.regions.write import measured_besides, order_by_reading
+
+NORMS: Final = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
+FLOAT: Final = int(TensorProto.FLOAT)
+MOVED: Final = "#moved"  # the rows that a norm reads, where they are moved first
+ROW_MAPS: Final = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Split", "Concat")
+
+
+def with_norms(
+    formed: Formed,
+    cluster: Cluster,
+    joining: Mapping[str, bool | str],
+    joins: Mapping[str, Join],
+    may_be: Callable[[Cluster], bool],
+) -> tuple[Cluster, list[Node]]:
+    """Return a cluster with the fused norms that read its results and are best computed with it, and these norms.
+
+    `joining` are the fusions that operators join, and `joins` those that do, by the results that they read: what has
+    joined such a norm is then part of the cluster too.  `may_be` says whether a cluster may be a region.
+    """
+    taken = list[Node]()
+    if formed.merging is None or cluster.is_free or not all(map(_keeps_last_axis, _steps(formed, cluster))):
+        return cluster, taken
+    for norm in _norms_behind(formed, cluster, joining):
+        found = _merged(formed, formed.merging, cluster, norm, joins.get(norm.outputs[0].name), may_be)
+        if found is not None:
+            cluster = found
+            taken.append(norm)
+    return cluster, taken
+
+
+def _steps(formed: Formed, cluster: Cluster) -> Iterator[Step]:
+    return (step for node in cluster.nodes for step in formed.forms[node])
+
+
+def _keeps_last_axis(step: Step) -> bool:
+    """Return whether neighbours along the last axis stay such, so that rows are read by vectors.
+
+    Rows that a Transpose divides would be read element by element: it is faster in a launch of its own.
+    """
+    if step.op == "Transpose":
+        perm: list[int] = step.attributes["perm"]  # type: ignore[assignment]
+        return perm[-1] == len(perm) - 1
+    return step.op != "GatherElements"
+
+
+def _norms_behind(formed: Formed, cluster: Cluster, joining: Mapping[str, bool | str]) -> list[Node]:
+    """Return the norms that read what a cluster computes, in execution order."""
+    assert formed.merging is not None
+    graph = formed.merging.graph
+    readers = {
+        id(node): node
+        for tensor in cluster.outputs.values()
+        for node in consumers(tensor)
+        if node.domain == DOMAIN and node.attrs["fusion"] in NORMS and node.attrs["fusion"] in joining
+    }
+    return sorted(readers.values(), key=graph.position.__getitem__)
+
+
+def _merged(
+    formed: Formed,
+    merging: Merging,
+    cluster: Cluster,
+    norm: Node,
+    join: Join | None,
+    may_be: Callable[[Cluster], bool],
+) -> Cluster | None:
+    """Return a cluster with a norm that reads its result, and with what has joined the norm; None if they stay apart.
+
+    All that they read besides must be of a lower level than the cluster, so that no path leads from it to them.
+    """
+    clusters, level = merging.clusters, merging.level
+    steps = norm_steps(merging.graph, clusters.shapes, norm)
+    at = level[cluster.nodes[0]]
+    read = list(norm.inputs)
+    if join:
+        read += [*join.cluster.operands.values(), *measured_besides(join.cluster, formed.forms).values()]
+    makers = {id(made): made for tensor in read if (made := producer(tensor)) is not None}
+    inside = {id(norm), *map(id, cluster.nodes)}
+    if steps is None or any(key not in inside and level[made] >= at for key, made in makers.items()):
+        return None
+    formed.forms[norm] = steps
+    both: Cluster | str = clusters.merged(cluster, clusters.add(norm))
+    if isinstance(both, Cluster):
+        _belong(merging, both, at)
+        both = clusters.merged(both, join.cluster) if join else both
+    if isinstance(both, Cluster):
+        order_by_reading(both, formed.forms)
+        if may_be(both):
+            _belong(merging, both, at)
+            return both
+    del formed.forms[norm], clusters.of[norm]
+    clusters.split(cluster, *([join.cluster] if join else ()))
+    return None
+
+
+def _belong(merging: Merging, cluster: Cluster, level: int) -> None:
+    """Let nodes be those of a cluster, at its level."""
+    merging.clusters.split(cluster)
+    merging.move(cluster, level)
+
+
+def with_moved_norm(
+    formed: Formed, cluster: Cluster, joining: Mapping[str, bool | str], may_be: Callable[[Cluster], bool]
+) -> tuple[Cluster, list[Node]]:
+    """Return a cluster that moves the rows of a norm, as a window partition does, with the norm, and this norm.
+
+    The norm of moved rows is the same as the moved rows of a norm: the program moves those that the norm reads.
+    Arguments are as in `with_norms`.
+    """
+    norm = _moved_norm(formed, cluster, joining)
+    if norm is None or formed.merging is None or not may_be(cluster):
+        return cluster, []
+    clusters, (output,), last = formed.merging.clusters, cluster.outputs.values(), cluster.nodes[-1]
+    steps = norm_steps(formed.merging.graph, clusters.shapes, norm, moved=output)
+    if steps is None:
+        return cluster, []
+    names = {norm.outputs[0].name: norm.inputs[0].name, output.name: MOVED}
+    for node in cluster.nodes:
+        formed.forms[node] = tuple(_renamed(step, names) for step in formed.forms[node])
+    formed.forms[last] += steps
+    formed.forms[norm] = ()
+    clusters.add(norm)
+    both = clusters.part([norm, *cluster.nodes])
+    both.operands = {tensor.name: tensor for tensor in norm.inputs if tensor.name}
+    _belong(formed.merging, both, formed.merging.level[last])
+    return both, [norm]
+
+
+def _moved_norm(formed: Formed, cluster: Cluster, joining: Mapping[str, bool | str]) -> Node | None:
+    """Return the norm whose rows a cluster moves, and that nothing else reads; None if there is none."""
+    merging = formed.merging
+    if merging is None or cluster.is_free or len(cluster.operands) != 1 or len(cluster.outputs) != 1:
+        return None
+    graph, clusters = merging.graph, merging.clusters
+    (result,), (output,) = cluster.operands.values(), cluster.outputs.values()
+    norm = producer(result)
+    if norm is None or norm.domain != DOMAIN or norm in clusters.of or norm.attrs["fusion"] not in joining:
+        return None
+    has_one_operand = norm.attrs["fusion"] in ("layer_norm", "rms_norm")
+    is_read_here = not graph.is_kept(result) and all(node in cluster.nodes for node in consumers(result))
+    moves_rows = all(_moves_rows(clusters.shapes, node, formed.forms[node]) for node in cluster.nodes)
+    repeats_rows = clusters.count(output) > clusters.count(result)
+    return norm if has_one_operand and is_read_here and moves_rows and not repeats_rows else None
+
+
+def _renamed(step: Step, names: Mapping[str, str]) -> Step:
+    read, made = (tuple(names.get(name, name) for name in side) for side in (step.inputs, step.outputs))
+    return replace(step, inputs=read, outputs=made)
+
+
+def _moves_rows(shapes: ShapeInfo, node: Node, steps: Iterable[Step]) -> bool:
+    """Return whether a node moves rows along the last axis as wholes, and changes nothing in them."""
+    before, after = shapes.shape(node.inputs[0]), [shapes.shape(output) for output in node.outputs]
+    if not before or any(not shape or shape[-1] != before[-1] for shape in after):
+        return False
+    moving = (step.op in ROW_MAPS and _keeps_last_axis(step) for step in steps)
+    return all(moving) and not any(_is_along_last(step, len(before)) for step in steps)
+
+
+def _is_along_last(step: Step, rank: int) -> bool:
+    """Return whether a step takes, joins or adds elements along the last of so many axes."""
+    axes = step.attributes.get("axes", step.attributes.get("axis", []))
+    return rank - 1 in (axes if isinstance(axes, list) else [axes])
+
+
+def norm_steps(graph: Graph, shapes: ShapeInfo, norm: Node, moved: Tensor | None = None) -> tuple[Step, ...] | None:
+    """Return what a fused norm computes, in float32, as steps of a program; None where a weight is no vector.
+
+    With `moved`, its rows are read from the value MOVED, and its result is that tensor.
+    """
+    operands: dict[str, Tensor] = dict(zip(str(norm.attrs["operands"]).split(), norm.inputs, strict=True))
+    rank = shapes.rank(moved or operands["x"])
+    if not rank or any(shapes.rank(operands[name]) != 1 for name in ("scale", "bias") if name in operands):
+        return None
+    s = Steps(graph, shapes, norm)
+
+    def wide(name: str) -> str:
+        value = MOVED if moved and name == "x" else operands[name].name
+        is_wide = shapes.dtype(operands[name]) == FLOAT
+        return value if is_wide else s.emit("Cast", [value], FLOAT, to="float32")
+
+    def op(name: str, *inputs: str) -> str:
+        return s.emit(name, inputs, FLOAT)
+
+    def mean(value: str) -> str:
+        return s.emit("ReduceMean", [value], FLOAT, axes=[rank - 1], keepdims=1)
+
+    def give(value: str, to: Tensor) -> None:
+        dtype = shapes.dtype(to)
+        s.found.append(Step("Cast", (value,), (to.name,), {"to": dtype_name(dtype)}, dtype))
+
+    x = op("Add", wide("x"), wide("residual")) if "residual" in operands else wide("x")
+    centred = op("Sub", x, mean(x)) if "layer_norm" in str(norm.attrs["fusion"]) else x
+    epsilon = s.number(norm.attrs["epsilon"], FLOAT)
+    root = op("Sqrt", op("Add", mean(op("Mul", centred, centred)), epsilon))
+    scaled = op("Mul", op("Div", centred, root), wide("scale"))
+    give(op("Add", scaled, wide("bias")) if "bias" in operands else scaled, moved or norm.outputs[0])
+    for total in norm.outputs[1:]:
+        give(x, total)
+    return tuple(s.found)
