@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import TypeAlias
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Final, TypeAlias
 
-from onnxfuse.analysis.dims import Dim, Monomial, NonPolynomial, Size, non_polynomial, product, symbol
+from onnxfuse.analysis.dims import (
+    Dim,
+    Monomial,
+    NonPolynomial,
+    Size,
+    divide,
+    floor_divide,
+    modulo,
+    non_polynomial,
+    product,
+    symbol,
+)
 
 MAX_OPERANDS = 8  # of a `Max` or `Min` that are compared with each other
 MAX_SUBSTITUTIONS = 4
@@ -79,6 +90,46 @@ def without_min_constants(size: Size, names: Collection[str] | None = None) -> S
     for monomial, coefficient in size.terms:
         total = total + product(_symbol_without_min_constants(name, names) for name in monomial) * coefficient
     return total
+
+
+def substituted(size: Size, numbers: Mapping[str, int]) -> Size:
+    """Return the size with numbers in place of the symbols that have one."""
+    if isinstance(size, int):
+        return size
+    total: Size = 0
+    for monomial, coefficient in size.terms:
+        total = total + product(_substituted_symbol(name, numbers) for name in monomial) * coefficient
+    return total
+
+
+def _substituted_symbol(name: str, numbers: Mapping[str, int]) -> Size:
+    if name in numbers:
+        return numbers[name]
+    if not isinstance(name, NonPolynomial):
+        return symbol(name)
+    args = tuple(substituted(arg, numbers) for arg in name.args)
+    if args == name.args or (name.op in ("//", "%") and args[1] == 0):
+        return symbol(name)
+    return _OPERATIONS[name.op](*args)
+
+
+_OPERATIONS: Final[Mapping[str, Callable[..., Size]]] = {
+    "//": floor_divide, "%": modulo, "Max": maximum, "Min": minimum,
+}  # fmt: skip
+
+
+def solved(size: Size, number: int) -> tuple[str, int] | None:
+    """Return the symbol that must be a number so that the size is `number`, and that number.
+
+    None where the size depends on other symbols too, or no number of at least 1 makes them equal.
+    """
+    if isinstance(size, int):
+        return None
+    (monomial, factor), *others = size.terms
+    if len(monomial) != 1 or any(other for other, _ in others):
+        return None
+    value = divide(number - sum(constant for _, constant in others), factor)
+    return (monomial[0], value) if isinstance(value, int) and value > 0 else None
 
 
 def limited_sizes(size: Size, least: int) -> Iterator[str]:

@@ -10,6 +10,9 @@ from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.node import Node, op_of
 
 RULES = RuleTable[ShapeRule]()
+# Norms whose second input has a number for each channel; that of a GroupNormalization had one for each group before
+# opset 21.
+OF_CHANNELS = frozenset({"BatchNormalization", "GroupNormalization", "InstanceNormalization"})
 
 
 def broadcast(shapes: ShapeInfo, *operands: Shape) -> Shape:
@@ -69,7 +72,10 @@ def _broadcasting(shapes: ShapeInfo, node: Node) -> Shape:
 )  # fmt: skip
 def _same_as_first_input(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
     first = input_shape(shapes, node)
-    if op_of(node) == "BatchNormalization":
+    op = op_of(node)
+    if op in OF_CHANNELS and not (op == "GroupNormalization" and shapes.graph.opset < 21) and len(first) > 1:
+        shapes.require(first[1], input_shape(shapes, node, 1)[0])
+    if op == "BatchNormalization":
         return [first, *([first[1:2]] * 4)]
     return [first] * len(node.outputs)
 

@@ -27,6 +27,7 @@ RULES = RuleTable[ShapeRule]()
 @RULES.rule("Conv", "ConvInteger", "QLinearConv", "com.microsoft::FusedConv")
 def _conv(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
     image, weight = input_shape(shapes, node), input_shape(shapes, node, 3 if op_of(node) == "QLinearConv" else 1)
+    shapes.require(image[1], weight[1] * int_attribute(node, "group", 1))
     kernel = ints_attribute(node, "kernel_shape") or weight[2:]
     return (image[0], weight[0], *_window_counts(node, image[2:], kernel))
 
@@ -92,6 +93,7 @@ def _ceil_mode_count(size: Size, extent: Size, stride: int, before: int, after: 
 @RULES.rule("ConvTranspose")
 def _conv_transpose(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
     image, weight = input_shape(shapes, node), input_shape(shapes, node, 1)
+    shapes.require(image[1], weight[0])
     spatial = image[2:]
     rank = len(spatial)
     strides, dilations = (ints_attribute(node, name) or [1] * rank for name in ("strides", "dilations"))
