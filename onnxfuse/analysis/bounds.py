@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Final, TypeAlias
 
@@ -55,11 +56,14 @@ def lower_bound(size: Size) -> int | None:
 
 @functools.lru_cache(maxsize=65536)  # sizes ask for the bounds of their operands again and again
 def _lower_bound(size: Dim, substitutions: int) -> int | None:
-    """Return a lower bound; at most so many `Max` and `Min`, one inside the other, are replaced by an operand."""
+    """Return a lower bound; at most so many `Max`, `Min` and quotients, one inside the other, are replaced."""
     total: int | None = 0
     for monomial, coefficient in size.terms:
         low = _monomial_bounds(monomial)[0 if coefficient > 0 else 1]
         total = None if low is None or total is None else total + coefficient * low
+    if substitutions:
+        others = (total, _bound_of_quotients(size, substitutions))
+        total = max((bound for bound in others if bound is not None), default=None)
     # -Min(a, b) is at least -a and at least -b; Max(a, b) is at least a and at least b.  The best bound counts.
     for op, sign in (("Min", -1), ("Max", 1)) if substitutions else ():
         for monomial, coefficient in size.terms:
@@ -69,6 +73,29 @@ def _lower_bound(size: Dim, substitutions: int) -> int | None:
                 bounds = [each if isinstance(each, int) else _lower_bound(each, substitutions - 1) for each in replaced]
                 return max((bound for bound in (total, *bounds) if bound is not None), default=None)
     return total
+
+
+def _bound_of_quotients(size: Dim, substitutions: int) -> int | None:
+    """Return a lower bound from those of quotients by numbers: `a//4` is at most a/4 and at least (a - 3)/4.
+
+    `h//2 - 2*(h//4)`, which a Pad adds to an image that was halved and doubled, is at least -1/2 by that, and so 0.
+    """
+    quotients: dict[str, tuple[Size, int]] = {}
+    for name in (monomial[0] for monomial, _ in size.terms if len(monomial) == 1):
+        if isinstance(name, NonPolynomial) and name.op == "//" and isinstance(number := name.args[1], int):
+            quotients[name] = name.args[0], number
+    if not quotients:
+        return None
+    factor = math.lcm(*(number for _, number in quotients.values()))
+    total: Size = 0  # at most so many times the size
+    for monomial, coefficient in size.terms:
+        if len(monomial) == 1 and monomial[0] in quotients:
+            a, number = quotients[monomial[0]]
+            total = total + (a - (number - 1 if coefficient > 0 else 0)) * (coefficient * (factor // number))
+        else:
+            total = total + product(map(symbol, monomial)) * (coefficient * factor)
+    low = total if isinstance(total, int) else _lower_bound(total, substitutions - 1)
+    return None if low is None else -(-low // factor)
 
 
 def upper_bound(size: Size) -> int | None:

@@ -19,6 +19,7 @@ from onnx import TensorProto
 from onnxfuse.analysis.dims import Dim
 from onnxfuse.analysis.onnx_inference import infer_by_onnx
 from onnxfuse.analysis.output_dtypes import output_dtype
+from onnxfuse.analysis.related_sizes import relate_sizes
 from onnxfuse.analysis.rules import apply_rule
 from onnxfuse.analysis.shape_info import PartialShape, Scope, ShapeInfo
 from onnxfuse.analysis.shape_rules import SHAPE_RULES
@@ -110,6 +111,7 @@ def infer_node(shapes: ShapeInfo, node: Node) -> None:
         completed = shapes.completed(output.name, shape and _recordable(shapes, output.name, shape), is_foreign)
         if output.name:  # otherwise the output is left out
             shapes.record(output, completed, output_dtype(shapes, node, i) or shapes.recorded_dtype(output))
+    relate_sizes(shapes, node)
     values = apply_rule(VALUE_RULES.get(op), shapes, node)
     for i, output in enumerate(node.outputs):
         if output.name:

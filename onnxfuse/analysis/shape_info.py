@@ -51,12 +51,13 @@ class Learned:
 
     `not_limited` are names of symbols such as `Min(512, seq)` whose limit the model cannot exceed.  `numbers` are the
     symbols that must be a number, such as the channels of the image of a Conv, by name.  `unknown` are the sizes of
-    which nothing else is known, by what they are the sizes of.
+    which nothing else is known, by what they are the sizes of, and `related` the sizes that they are about as large as.
     """
 
     not_limited: frozenset[str] = frozenset()
     numbers: Mapping[str, int] = field(default_factory=dict)
     unknown: dict[Hashable, Dim] = field(default_factory=dict)
+    related: dict[str, Size] = field(default_factory=dict)
 
 
 class ShapeInfo:
@@ -86,7 +87,7 @@ class ShapeInfo:
         self.not_limited = set(self.known.not_limited)  # and those that were found since
         self._with_numbers: set[str] = set()  # tensors in whose shapes numbers took the place of symbols
         self._required: dict[str, set[int]] = {name: {number} for name, number in self.known.numbers.items()}
-        self._unknown = self.known.unknown
+        self._unknown, self.related = self.known.unknown, self.known.related
         self.numbers, self.is_repeated = scope.numbers, scope.is_repeated
         self._shapes: dict[str, Shape | None] = {name: self._settled(name, each) for name, each in scope.shapes.items()}
         self._dtypes: dict[str, int] = dict(scope.dtypes)
@@ -174,7 +175,7 @@ class ShapeInfo:
     def learned(self) -> Learned:
         """Return what the operators told so far; of a symbol that would have to be two numbers, nothing."""
         numbers = {name: min(found) for name, found in self._required.items() if len(found) == 1}
-        return Learned(frozenset(self.not_limited), numbers, self._unknown)
+        return Learned(frozenset(self.not_limited), numbers, self._unknown, self.related)
 
     def _settled(self, name: str, shape: Shape | None) -> Shape | None:
         """Return a shape with numbers in place of the symbols that must be these."""

@@ -90,7 +90,7 @@ class Regions:
 
     def _use(self, tensor: Tensor) -> _Use:
         shapes = self.model.shapes
-        use = _Use(tensor, tensor_bytes(shapes.shape(tensor), shapes.dtype(tensor)))
+        use = _Use(tensor, tensor_bytes(shapes, shapes.shape(tensor), shapes.dtype(tensor)))
         use.first_readers = int(self.model.graph.is_kept(tensor))
         for reader in consumers(tensor):
             if reader in self.members:
@@ -156,7 +156,7 @@ class Regions:
         before, after = (sum(view.perm is not None for view in chain) for chain in (known, shorter))
         if after == before:  # the border stays a Transpose
             return None
-        return (before - 1 - after) * tensor_bytes(source, self.model.shapes.dtype(tensor))
+        return (before - 1 - after) * tensor_bytes(self.model.shapes, source, self.model.shapes.dtype(tensor))
 
     # --- regions -------------------------------------------------------------------------------------------------
 
@@ -213,7 +213,7 @@ class Regions:
         # A Transpose reads and writes its tensor.
         border = 2 * sum(use.cost() for use in images.values())
         moved = sum(
-            tensor_bytes(shapes.shape(tensor), shapes.dtype(tensor))
+            tensor_bytes(shapes, shapes.shape(tensor), shapes.dtype(tensor))
             for node in convolutions
             for tensor in (*node.inputs, *node.outputs)
             if tensor.name and not is_constant(tensor)

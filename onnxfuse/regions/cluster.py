@@ -91,7 +91,7 @@ class Clusters:
         """Return the number of elements of a tensor, with assumed sizes for dynamic dims."""
         if tensor.name not in self._counts:
             dtype = self.shapes.dtype(tensor)
-            self._bytes[tensor.name] = tensor_bytes(self.shapes.shape(tensor), dtype)
+            self._bytes[tensor.name] = tensor_bytes(self.shapes, self.shapes.shape(tensor), dtype)
             self._counts[tensor.name] = self._bytes[tensor.name] // item_bytes(dtype) if dtype else 0
         return self._counts[tensor.name]
 
@@ -120,7 +120,7 @@ class Clusters:
 
     def bytes_of(self, tensors: Iterable[Tensor]) -> int:
         """Return the bytes of tensors, with assumed sizes for dynamic dims."""
-        return sum(tensor_bytes(self.shapes.shape(t), self.shapes.dtype(t)) for t in tensors)
+        return sum(tensor_bytes(self.shapes, self.shapes.shape(t), self.shapes.dtype(t)) for t in tensors)
 
     def _leaves(self, tensor: Tensor, inside: Sequence[Cluster]) -> bool:
         if self.graph.is_kept(tensor):

@@ -123,6 +123,8 @@ SHAPES = [
     (17, "float[batch,1,seq] x, float[heads,1] z", "y = Add(x, z)", "batch heads seq"),
     (17, "float[a] x, float[b] z", "y = Add(x, z)", "?"),
     (17, "float[a] x, float[8] z", "y = Add(x, z)", "8"),
+    (17, "float[a] x, float[b] z", "u = Concat <axis = 0> (x, x) y = Add(u, z)", "2*a"),  # which is never 1
+    (17, "float[a] x, float[b] z", "u = Concat <axis = 0> (x, x, x) y = Add(z, u)", "3*a"),
     (17, f"{X3}, float[64] z", "c = Less(x, z) y = Where(c, x, z)", "batch seq 64"),
     (6, f"{X3}, float[seq] z", "y = Add <broadcast = 1, axis = 1> (x, z)", "batch seq 64"),
     (17, "float[1024,64] x, int64[batch,seq] z",
