@@ -115,6 +115,22 @@ def test_axes_in_every_opset(opset: int) -> None:
     assert_same(model, result.model, **SIZES)
 
 
+@pytest.mark.parametrize("axes", ["", "int64[2] axes = {3,2}"])
+def test_computed_pads_are_put_into_order(axes: str) -> None:
+    """Those of axes that have none are 0.  An image is padded by half of the batch."""
+    count = "two" if axes else "four"
+    pad = "Pad (a, pads, , axes)" if axes else "Pad (a, pads)"
+    body = f"""s = Shape <end = 1> (a) half = Div (s, two) r = Expand (half, {count}) none = Sub (r, r)
+    {"pads = Concat <axis = 0> (none, r)" if axes else "t = Mul (r, spatial) pads = Concat <axis = 0> (none, t)"}
+    b = {pad}"""
+    weights = "int64[1] two = {2}, int64[1] four = {4}, int64[4] spatial = {0,0,1,3}"
+    model = between(body, f"{weights}, {axes}" if axes else weights)
+    result = converted(model)
+    found = operators(result)
+    assert found["Transpose"] == BORDERS and found["Pad"] == 1
+    assert_same(model, result.model, **SIZES)
+
+
 def test_attributes_of_convolutions() -> None:
     text = """(float[n,8,h,w] x) => (float[n,6,p,q] y)
     <float[8,1,3,5] k1, float[12,4,3,3] k2, float[12] b2, float[6,12,1,1] k3>
@@ -280,6 +296,23 @@ def test_shapes_of_images_are_put_into_order() -> None:
     model.graph.output.append(onnx.helper.make_tensor_value_info("s", onnx.TensorProto.INT64, [2]))
     result = converted(model)
     assert operators(result)["Transpose"] == BORDERS
+    assert_same(model, result.model, **SIZES)
+
+
+def test_places_of_a_shape_are_taken_of_the_channels_last_one() -> None:
+    """So a node that takes a constant place costs no node more."""
+    body = """s = Shape (a)
+    h = Gather (s, two) spatial = Slice (s, starts, ends) t = Slice (s, starts, ends, zeros, steps)
+    p = Concat <axis = 0> (h, spatial, t) f = Cast <to = 1> (p) g = ReduceSum <keepdims = 0> (f) b = Relu (a)"""
+    weights = (
+        "int64[1] two = {-2}, int64[1] starts = {1}, int64[1] ends = {9}, int64[1] zeros = {0}, int64[1] steps = {2}"
+    )
+    model = between(body, weights)
+    model.graph.output.append(onnx.helper.make_tensor_value_info("p", onnx.TensorProto.INT64, [6]))
+    result = converted(model)
+    assert operators(result)["Transpose"] == BORDERS
+    gathers = [node.input[0] for node in result.model.graph.node if node.op_type == "Gather"]
+    assert gathers == ["s/nhwc"] * 3, "the third has the order of the channels-first shape"
     assert_same(model, result.model, **SIZES)
 
 
