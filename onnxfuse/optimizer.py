@@ -224,8 +224,8 @@ def _optimize(
         tuple(taken_back.dropped), first.before, result.after, found.verified, timer.seconds, result.layout,
         result.without_regions, tuple(_subgraphs(result)), first.inlined, result.stays,
         quantized_operators(result.written), what_was_written(result) if is_standard else None,
-        count_operators(original, result.written), _assumed_sizes(result.written), _unmatched(result, fusions, only, known),
-        off,
+        count_operators(original, result.written), _assumed_sizes(result.written),
+        _unmatched(result, fusions, only, known), off,
         gather_facts(original, result.written, path, fusions, _graphs(result), _why_not_fused(result)),
         told, folder,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from onnxfuse.ir.graph import constant_value
 from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of
 from onnxfuse.layout.axes import last_axis, to_first, to_last
 from onnxfuse.layout.conversion import Conversion, Kind, Model, Rule, same_operator
+from onnxfuse.layout.vectors import in_order
 from onnxfuse.layout.writer import Writer, image_rank
 
 # Operators of one tensor, element by element.
@@ -178,19 +179,19 @@ def pad(model: Model, node: Node) -> Conversion | str:
     if axes is None:
         return "its axes are not constant"
     count, places = len(axes), {axis % rank: i for i, axis in enumerate(axes)}
-    # Where the pads of both ends of the permuted axes are among those given; the place behind these is that of a 0.
-    order = [places.get(axis, 2 * count) for axis in to_last(rank)]
-    order += [place + count if place < 2 * count else place for place in order]
+    before = [places.get(axis) for axis in to_last(rank)]  # where the pads of the permuted axes are among those given
+    order = [*before, *(None if place is None else place + count for place in before)]
     pads = integers(model, node, "pads")
     if pads is not None and len(pads) != 2 * count:
         return "it has not two pads for each of its axes"
     if index is None:
-        return same_operator(node, (0,), attributes={"pads": [[*(pads or ()), 0][place] for place in order]})
+        known = [0 if place is None or pads is None else pads[place] for place in order]
+        return same_operator(node, (0,), attributes={"pads": known})
 
     def write(writer: Writer) -> None:
         inputs = [*node.inputs[:axes_index]]
         inputs[0] = writer.image(inputs[0])
-        inputs[index] = writer.in_order(inputs[index], order)
+        inputs[index] = in_order(writer, inputs[index], order)
         writer.rewrite(node, inputs, [writer.computed(node.outputs[0])])
 
     return Conversion(node, Kind.NEUTRAL, (0,), (0,), write)

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from onnx import helper
 
 from onnxfuse.analysis.shape_inference import infer_node
 from onnxfuse.analysis.shape_info import ShapeInfo
@@ -84,26 +83,13 @@ class Writer:
             self._constants[key] = self.graph.constant(f"{constant.name}/nhwc", np.ascontiguousarray(value))
         return self._constants[key]
 
-    def in_order(self, numbers: Tensor, order: Sequence[int]) -> Tensor:
-        """Return those of some numbers that are at these places, be they constant or computed; a 0 stands behind them.
-
-        The numbers are pads, sizes or scales, one or two for each axis of an image.
-        """
-        if is_constant(numbers):
-            value = constant_value(self.graph, numbers)
-            return self.graph.constant(f"{numbers.name}/nhwc", np.append(value, np.zeros(1, value.dtype))[list(order)])
-        (count,) = self.shapes.shape(numbers) or (None,)
-        dtype = self.shapes.dtype(numbers)
-        if count in order:
-            zero = self.graph.constant(f"{numbers.name}/zero", np.zeros(1, helper.tensor_dtype_to_np_dtype(dtype)))
-            numbers = self._inferred("Concat", [numbers, zero], f"{numbers.name}/with_zero")
-        stored = self.graph.constant(f"{numbers.name}/order", np.array(order, np.int64))
-        return self._inferred("Gather", [numbers, stored], f"{numbers.name}/nhwc")
-
-    def _inferred(self, op: str, inputs: Sequence[Tensor], stem: str) -> Tensor:
-        """Return what a new node computes along the first axis, with its type and value as far as they are known."""
+    def computed_by(
+        self, op: str, inputs: Sequence[Tensor], stem: str, attributes: Mapping[str, AttributeValue] | None = None
+    ) -> Tensor:
+        """Return what a new node computes, with its type and value as far as they are known."""
         output = self.graph.variable(stem)
-        infer_node(self.shapes, self.graph.add_node(op, inputs, [output], {"axis": 0}))
+        infer_node(self.shapes, self.graph.add_node(op, inputs, [output], attributes))
+        self.graph.record_type(output, self.shapes.dtype(output), self.shapes.shape(output))
         return output
 
     def weight(self, weight: Constant, layout: WeightLayout) -> Constant:

@@ -262,8 +262,13 @@ def _cannot_run(error: Exception) -> VerificationError:
 
 
 def _input(name: str, value: Array) -> onnx.ValueInfoProto:
+    """Declare an input; of unknown sizes, but for vectors of integers, whose elements stay as many.
+
+    onnxruntime 1.31.1 refuses a Resize with a vector of unknown length, which it takes to be empty.
+    """
     dtype = onnx.TensorProto.STRING if value.dtype.kind == "O" else onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
-    return onnx.helper.make_tensor_value_info(name, dtype, [None] * value.ndim)
+    is_fixed = value.dtype.kind in "iu" and value.ndim == 1
+    return onnx.helper.make_tensor_value_info(name, dtype, value.shape if is_fixed else [None] * value.ndim)
 
 
 def _half(unfused: UnfusedGraph, part: Part) -> str:

@@ -54,6 +54,27 @@ def test_every_channels_last_node_is_a_part() -> None:
     assert (found.wrong, found.not_compared) == ((), ()) and len(found.equal) == len(parts)
 
 
+def test_an_operand_that_only_the_optimized_model_has_is_computed_in_the_part() -> None:
+    """A Resize reads the shape of a tensor that is made of sizes; the part has the nodes that make it."""
+    text = """(float[n,8,h,w] x) => (float[n,8,p,q] y)
+    <float[8,8,3,3] k1, int64[1] zero = {0}, int64[1] two = {2}, int64[1] four = {4}>
+    { a = Conv <pads = [1,1,1,1]> (x, k1) p = AveragePool <kernel_shape = [3,3], strides = [2,2]> (a)
+      s = Shape (p) outer = Slice (s, zero, two) i = Shape (a) inner = Slice (i, two, four)
+      sizes = Concat <axis = 0> (outer, inner) b = Resize (p, , , sizes)
+      y = Conv (b, k1) }"""
+    model = parse(text)
+    result = converted(model)
+    assert result.unfused is not None
+    replaced = {one.node: one.replaces for one in result.fusing.fused}
+    parts = distinct_parts(result.unfused, result.model, replaced, result.layout.originals)
+    (resize,) = (part for part in parts if attribute(part.fused, "fusion") == "resize")
+    assert resize.operands == ["p", "inner"]
+    assert [node.op_type for node in resize.nodes] == [
+        "Transpose", "Constant", "Constant", "Concat", "Reshape", "resize", "Transpose",
+    ]  # fmt: skip
+    assert optimize(model, layout="nhwc", timeout=None)[1].verified.status == "verified"
+
+
 def test_several_outputs_are_one_part() -> None:
     """A Split and a Concat run beside what they replaced, between Transposes of each of their tensors."""
     text = TEXT.replace("f = MaxPool", "g, i = Split <axis = 1, num_outputs = 2> (e) j = Concat <axis = 1> (i, g)"
