@@ -298,6 +298,21 @@ def test_explain_says_where_a_node_went(block: Path) -> None:
     assert result.stdout == "'biased' is part of the gemm_bias_activation node 'active/gemm_bias_activation'\n"
 
 
+def test_explain_says_why_a_convolution_is_channels_first(tmp_path: Path) -> None:
+    """Be it fused, by the name of a node that it replaced, or not, and all of them by the name of the fusion."""
+    text = """g (float[n,8,h,w] x) => (float[n,8,h,w] y) <float[8,8,3,3] k>
+      { [conv] c = Conv <pads = [1, 1, 1, 1]> (x, k)  [act] y = Relu (c) }"""
+    onnx.save(parse(text), tmp_path / "m.onnx")
+    lines = run("explain", tmp_path / "m.onnx", "--node", "conv").stdout.splitlines()
+    assert lines[0] == "'conv' is part of the conv_bias_activation node 'act/conv_bias_activation'"
+    assert lines[1] == "layout: 'act/conv_bias_activation' is channels-first"
+    assert lines[2].startswith("  Transposes around its region would move 268 MB, which is more than 50% of the 134 MB")
+    assert lines[2].endswith("'x' is an input of the graph")
+    assert "\n".join(lines[1:]) in run("explain", tmp_path / "m.onnx", "conv_bias_activation").stdout
+    report = run("optimize", tmp_path / "m.onnx", tmp_path / "o.onnx", "--no-verify").stdout
+    assert "Layout: 1 convolution channels-first\n   1x Transposes around its region" in report
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [

@@ -28,6 +28,22 @@ from onnxfuse.passes.compose_views import VIEWS, View, shorter_chain, view_of
 MAX_BORDER_SHARE: Final = 0.5
 
 
+@dataclass(frozen=True)
+class Refused:
+    """A region that stays channels-first with `auto`: its convolutions, and what decides that.
+
+    `border` and `moved` are the bytes that its Transposes and its convolutions would move; both are 0 where all of its
+    convolutions are products of one pixel.  `widest` is the tensor whose Transpose would move most, and `inward` says
+    that it is channels-first in front of the region.
+    """
+
+    convolutions: tuple[Node, ...]
+    border: int = 0
+    moved: int = 0
+    widest: Tensor | None = None
+    inward: bool = False
+
+
 @dataclass
 class _Use:
     """How a tensor that may be an image is computed and read now."""
@@ -56,6 +72,7 @@ class Regions:
     model: Model
     conversions: Mapping[Node, Conversion]
     members: dict[Node, None] = field(default_factory=dict)  # in execution order
+    refused: list[Refused] = field(default_factory=list)
     _uses: dict[str, _Use] = field(default_factory=dict)
 
     def choose(self, seeds: Iterable[Node], *, only_where_it_pays: bool) -> list[Conversion]:
@@ -69,7 +86,9 @@ class Regions:
         for node in (*order, *reversed(order)):
             self._leave_where_that_saves(node)
         for region in self._connected([node for node in order if node in self.members]):
-            if not starts.intersection(region) or (only_where_it_pays and not self._pays(region)):
+            refused = self._refused(region) if only_where_it_pays and starts.intersection(region) else None
+            self.refused += [refused] if refused is not None else []
+            if not starts.intersection(region) or refused is not None:
                 for node in region:
                     self.members.pop(node)
         return [self.conversions[node] for node in order if node in self.members]
@@ -204,10 +223,11 @@ class Regions:
 
     # --- what pays -----------------------------------------------------------------------------------------------
 
-    def _pays(self, region: Sequence[Node]) -> bool:
-        convolutions = [node for node in region if self.conversions[node].kind is Kind.CONVOLUTION]
+    def _refused(self, region: Sequence[Node]) -> Refused | None:
+        """Return why a region does not pay; None where it does."""
+        convolutions = tuple(node for node in region if self.conversions[node].kind is Kind.CONVOLUTION)
         if all(self._is_gate(node) for node in convolutions):
-            return False
+            return Refused(convolutions)
         shapes = self.model.shapes
         images = {tensor.name: self._uses[tensor.name] for node in region for tensor in self._images(node)}
         # A Transpose reads and writes its tensor.
@@ -218,7 +238,10 @@ class Regions:
             for tensor in (*node.inputs, *node.outputs)
             if tensor.name and not is_constant(tensor)
         )
-        return border <= MAX_BORDER_SHARE * moved
+        if border <= MAX_BORDER_SHARE * moved:
+            return None
+        widest = max(images.values(), key=_Use.cost)
+        return Refused(convolutions, border, moved, widest.tensor, not widest.computed_last)
 
     def _is_gate(self, node: Node) -> bool:
         """Return whether a convolution is a matrix product of one pixel."""

@@ -156,6 +156,7 @@ class Report:
                 "nodes": self.layout.nodes,
                 "transposes": len(self.layout.ends),
                 "ends": [asdict(end) for end in self.layout.ends],
+                "channels_first": [asdict(one) for one in self.layout.stays],
             },
             "regions": asdict(self.regions),
             "estimate": {
