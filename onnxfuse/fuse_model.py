@@ -33,6 +33,7 @@ from onnxfuse.ir.inline_functions import Inlined, inline_functions
 from onnxfuse.ir.serde import read_graph, write_model
 from onnxfuse.layout.assign import LAYOUT, Layout, LayoutResult, assign_layouts
 from onnxfuse.layout.residuals import GATE
+from onnxfuse.layout.stand_ins import put_back, stand_in
 from onnxfuse.layout.wrapped_rules import CONVOLUTION
 from onnxfuse.match import Miss
 from onnxfuse.passes import PIPELINE, WEIGHT_PASSES, Folded
@@ -290,12 +291,12 @@ def _fuse_graph(
         layouts = _assign_layouts(graph, shapes, settings.fusions, settings.layout, fusing.fused, standing)
         left = left_over(graph, shapes, spelling, fusing)
         without_regions = after = estimate_traffic(graph, shapes)
-        standing_nodes = {node.name for node in graph.nodes}  # layouts have put others in place of some
-        known = tuple(one for one in (*fusing.fused, *layouts.fused) if one.node in standing_nodes)
+        known = _standing(graph, (*fusing.fused, *layouts.fused))  # layouts have put others in place of some
         made = RegionResult()
         if settings.regions:
             if not left:
-                made = assign_regions(graph, shapes, exclude, joining, known, keep)
+                made = _form_regions(graph, shapes, exclude, joining, known, keep)
+                known = _standing(graph, known)
             if left_to_regions.has_left:
                 rest = fuse_more([fusion for fusion in settings.fusions if fusion.last]).fused
                 known = (*known, *rest)
@@ -309,6 +310,27 @@ def _fuse_graph(
         graph, written, before, after, tuple(folded), fusing, layouts, without_regions, made, unfused,
         spelling, left, bodies,
     )  # fmt: skip
+
+
+def _form_regions(
+    graph: Graph,
+    shapes: ShapeInfo,
+    exclude: Collection[tuple[str, str]],
+    joining: Mapping[str, bool | str],
+    known: Collection[Fused],
+    keep: Set[str],
+) -> RegionResult:
+    """Make regions, also of operators that channels-last nodes were made of; `known` are the records of fused nodes."""
+    stand_ins = stand_in(graph, known)
+    made = assign_regions(graph, shapes, exclude, joining, known, keep)
+    fused_again = {name for one in put_back(graph, stand_ins) for name in one.replaces}
+    return replace(made, reasons={node: why for node, why in made.reasons.items() if node not in fused_again})
+
+
+def _standing(graph: Graph, fused: Collection[Fused]) -> tuple[Fused, ...]:
+    """Return the records of the fused nodes that a graph has."""
+    names = {node.name for node in graph.nodes}
+    return tuple(one for one in fused if one.node in names)
 
 
 def _fuse_bodies(graph: Graph, shapes: ShapeInfo, settings: Settings, timer: StageTimer) -> Iterator[FusedBody]:
