@@ -197,6 +197,26 @@ def pad(model: Model, node: Node) -> Conversion | str:
     return Conversion(node, Kind.NEUTRAL, (0,), (0,), write)
 
 
+def reshape(model: Model, node: Node) -> Conversion | str:
+    """Axes of pixels are joined or divided, such as those of rows of pixels; images and channels stay what they are."""
+    x, y, target = node.inputs[0], node.outputs[0], node.inputs[-1]
+    before, after = model.shapes.shape(x), model.shapes.shape(y)
+    if not image_rank(model.shapes, x) or not image_rank(model.shapes, y) or before is None or after is None:
+        return NOT_AN_IMAGE
+    channels = after[1]
+    if before[:2] != after[:2] or not isinstance(channels, int) or int_attribute(node, "allowzero", 0):
+        return "it does not keep both its images and its channels"
+
+    def write(writer: Writer) -> None:
+        # A 0 keeps the size at its place, which for pixels is one place earlier in both layouts, and for channels not.
+        value = writer.shapes.exact_value(target)
+        known = {} if value is not None and value[1] == channels else {1: channels}
+        new = in_order(writer, target, to_last(len(after)), known)
+        writer.rewrite(node, [writer.image(x), new], [writer.computed(y)])
+
+    return Conversion(node, Kind.NEUTRAL, (0,), (0,), write)
+
+
 def shape_of(model: Model, node: Node) -> Conversion | str:
     """The shape of a channels-last image is put into the order of a channels-first one.
 
@@ -251,5 +271,6 @@ NEUTRAL_RULES: Final[dict[str, Rule]] = {
     "LogSoftmax": softmax,
     "Slice": slice_,
     "Pad": pad,
+    "Reshape": reshape,
     "Shape": shape_of,
 }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeAlias
 
 import numpy as np
@@ -16,23 +17,37 @@ from onnxfuse.layout.writer import Writer
 Element: TypeAlias = "int | tuple[Tensor, int]"  # a number, or the element of a tensor at a place
 
 
-def in_order(writer: Writer, vector: Tensor, places: Sequence[int | None]) -> Tensor:
+def in_order(
+    writer: Writer, vector: Tensor, places: Sequence[int | None], known: Mapping[int, int] = MappingProxyType({})
+) -> Tensor:
     """Return the elements of a vector at these places, with 0 for a place that is None.
 
-    Of what a Concat computes they are taken from the tensors that it joins, so that shape arithmetic grows by no node
-    where these stay whole.
+    `known` are elements, by place, that are written as these numbers whatever the vector has there.  Of what a Concat
+    computes they are taken from the tensors that it joins, so that shape arithmetic grows by no node where these stay
+    whole.
     """
+    key = vector.name, tuple(places), tuple(known.items())
+    if key not in writer.vectors:
+        writer.vectors[key] = _in_order(writer, vector, places, known)
+    return writer.vectors[key]
+
+
+def _in_order(writer: Writer, vector: Tensor, places: Sequence[int | None], known: Mapping[int, int]) -> Tensor:
     elements = _elements(writer, vector, max((place for place in places if place is not None), default=0) + 1)
-    taken: list[Element] = [0 if place is None else elements[place] for place in places]
+    taken: list[Element] = [0 if place is None else known.get(place, elements[place]) for place in places]
     parts = [_part(writer, vector, list(run)) for _, run in itertools.groupby(taken, _source)]
     return parts[0] if len(parts) == 1 else writer.computed_by("Concat", parts, f"{vector.name}/nhwc", {"axis": 0})
 
 
 def _elements(writer: Writer, vector: Tensor, count: int) -> list[Element]:
-    """Return the elements of a vector of at least so many, by what it is joined of."""
+    """Return the elements of a vector of at least so many, by what it is joined or taken of."""
     if is_constant(vector):
         return [int(number) for number in constant_value(writer.graph, vector).tolist()]
     node = producer(vector)
+    if node is not None and op_of(node) == "Gather" and is_constant(indices := node.inputs[1]):
+        places = constant_value(writer.graph, indices)
+        if places.ndim == 1 and (places >= 0).all() and writer.shapes.rank(node.inputs[0]) == 1:
+            return [(node.inputs[0], int(place)) for place in places]
     if node is not None and op_of(node) == "Concat":
         lengths = [(writer.shapes.shape(part) or (None,))[0] for part in node.inputs]
         known = [length for length in lengths if isinstance(length, int)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,6 +49,7 @@ class Writer:
     borders: list[Border] = field(default_factory=list)
     originals: dict[str, tuple[str, Perm]] = field(default_factory=dict)  # what a new tensor is a Transpose of
     nodes: int = 0  # channels-last ones
+    vectors: dict[Hashable, Tensor] = field(default_factory=dict)  # shapes and pads that were put into order
     _images: dict[str, Tensor] = field(default_factory=dict)  # channels-last versions, by channels-first name
     _computed: dict[str, Tensor] = field(default_factory=dict)  # channels-first tensors that are computed channels-last
     _constants: dict[tuple[str, Perm], Constant] = field(default_factory=dict)

@@ -102,6 +102,25 @@ FPN = """(float[n,3,h,w] x) => (float[n,8,h2,w2] y2, float[n,8,h4,w4] y4, float[
   y2 = Conv <pads = [1,1,1,1]> (p2, o)
 }"""
 
+# Blocks of a SegFormer: rows of pixels, whose feed-forward part has a depthwise convolution of the image again.
+ROWS = """(float[n,3,h,w] x) => (float[n,8,p,q] y)
+<float[16,3,3,3] k0, float[16] g, float[16] b, float[16,32] w1, float[32] b1, float[32,1,3,3] k1, float[32,16] w2,
+ float[8,16,1,1] k2, int64[3] rows = {0,16,-1}, int64[1] wide = {32}, int64[1] narrow = {16}, int64[1] zero = {0},
+ int64[1] one = {1}, int64[1] two = {2}, int64[1] four = {4}, int64[3] wide_rows = {0,32,-1}>
+{
+  a = Conv <pads = [1,1,1,1], strides = [2,2]> (x, k0)
+  s = Shape (a)  n0 = Slice (s, zero, one)  spatial = Slice (s, two, four)
+  r = Reshape (a, rows)  t = Transpose <perm = [0,2,1]> (r)
+  l = LayerNormalization (t, g, b)
+  m0 = MatMul (l, w1)  m = Add (m0, b1)
+  u = Transpose <perm = [0,2,1]> (m)  shape1 = Concat <axis = 0> (n0, wide, spatial)  v = Reshape (u, shape1)
+  c = Conv <pads = [1,1,1,1], group = 32> (v, k1)
+  d = Reshape (c, wide_rows)  e = Transpose <perm = [0,2,1]> (d)  f = Relu (e)
+  i = MatMul (f, w2)  j = Add (i, t)
+  o = Transpose <perm = [0,2,1]> (j)  shape2 = Concat <axis = 0> (n0, narrow, spatial)  z = Reshape (o, shape2)
+  y = Conv (z, k2)
+}"""
+
 
 @pytest.mark.parametrize(
     ("text", "transposes", "sizes"),
@@ -111,6 +130,7 @@ FPN = """(float[n,3,h,w] x) => (float[n,8,h2,w2] y2, float[n,8,h4,w4] y4, float[
         pytest.param(UNET, 1, {}, id="unet"),  # of the output; the stem reads the input as it is
         pytest.param(PADDED_UNET, 1, {"n": 2, "h": 13, "w": 10}, id="padded unet"),
         pytest.param(FPN, 3, {"n": 2, "h": 32, "w": 48}, id="fpn"),
+        pytest.param(ROWS, 1, {"n": 2, "h": 13, "w": 10}, id="rows of pixels"),
     ],
 )
 def test_networks(text: str, transposes: int, sizes: dict[str, int]) -> None:

@@ -376,6 +376,26 @@ def test_group_norm_inside_a_region() -> None:
     assert_same(text, result.model)
 
 
+@pytest.mark.parametrize(
+    ("body", "weights"),
+    [
+        ("r = Reshape (a, rows) s = Exp (r) i = Shape (a) b = Reshape (s, i)", "int64[3] rows = {0,0,-1}"),
+        ("r = Reshape (a, volume) s = Softmax <axis = 1> (r) i = Shape (a) b = Reshape (s, i)",
+         "int64[5] volume = {0,8,0,-1,2}"),
+        ("i = Shape (a) o = Slice (i, zero, two) r0 = Concat <axis = 0> (o, pixels) r = Reshape (a, r0) "
+         "s = LogSoftmax <axis = 2> (r) b = Reshape (s, i)",
+         "int64[1] zero = {0}, int64[1] two = {2}, int64[2] pixels = {-1,5}"),
+    ],
+)  # fmt: skip
+def test_pixels_are_joined_and_divided(body: str, weights: str) -> None:
+    """Images and channels stay, so that the target is put into order; it may be computed."""
+    model = between(body, weights)
+    result = converted(model)
+    found = operators(result)
+    assert found["Transpose"] == BORDERS and found["Reshape"] == 2, result.layout.ends
+    assert_same(model, result.model, **SIZES)
+
+
 def test_shapes_of_images_are_put_into_order() -> None:
     """Only the order of four numbers changes, so that no image is transposed for them."""
     body = "b = Relu (a) s = Shape <start = 2> (b) f = Cast <to = 1> (s) g = ReduceSum <keepdims = 0> (f)"
@@ -471,6 +491,9 @@ def test_rows_of_pixels() -> None:
         ("b = Softmax <axis = 3> (a)", "", 4, "its fusion has no channels-last form"),
         ("b = CumSum (a, s)", "int64 s = {3}", 4, "its operator has no channels-last form"),
         ("b = LRN <size = 3> (a)", "", 4, "its operator has no channels-last form"),
+        ("c = Reshape (a, groups) d = Abs (c) e = Neg (d) b = Reshape (e, image)",
+         "int64[5] groups = {0,2,4,6,10}, int64[4] image = {0,8,6,10}", 4,
+         "it does not keep both its images and its channels"),
         ("b = Resize <mode = \"cubic\"> (a, , scales)", "float[4] scales = {1,1,2,2}", 4,
          "its mode is cubic, neither nearest nor linear"),
         ("b = Resize <mode = \"linear\", antialias = 1> (a, , scales)", "float[4] scales = {1,1,0.5,0.5}", 4,
