@@ -129,7 +129,7 @@ def _choose(
     """Return the conversions of the nodes of the regions around convolutions, and the regions that do not pay."""
     conversions = {node: answer for node, answer in answers.items() if isinstance(answer, Conversion)}
     convolutions = [node for node, answer in conversions.items() if answer.kind is Kind.CONVOLUTION]
-    if not convolutions:
+    if all(answer.kind is Kind.NEUTRAL for answer in conversions.values()):
         return [], []
     regions = Regions(model, conversions)
     return regions.choose(convolutions, only_where_it_pays=only_where_it_pays), regions.refused

@@ -87,6 +87,26 @@ def test_a_gate_alone_is_no_reason() -> None:
     assert layouts(parse(text)) == [None]
 
 
+NHWC_POOL = """(float[n,h,w,8] x) => (float[n,p,q,8] y) <float[4] scales = {1,1,2,2}, float[8] s>
+{ a = Mul (x, s) f = Transpose <perm = [0,3,1,2]> (a)
+  m = MaxPool <kernel_shape = [2,2], strides = [2,2]> (f) r = Resize (m, , scales)
+  l = Transpose <perm = [0,2,3,1]> (r) y = Mul (l, s) }"""
+
+
+@pytest.mark.parametrize("layout", ["auto", "nhwc"])
+def test_pools_of_a_channels_last_model_need_no_convolution(layout: str) -> None:
+    """TensorFlow's images are channels-last; converters put Transposes around each pool and Resize."""
+    model = parse(NHWC_POOL)
+    result = converted(model, layout)
+    assert operators(result) == {"Mul": 2, "max_pool": 1, "resize": 1}
+    assert_same(model, result.model, n=2, h=6, w=10)
+
+
+def test_pools_between_channels_first_images_stay() -> None:
+    text = "(float[n,8,h,w] x) => (float[n,8,p,q] y) { a = Abs (x) y = MaxPool <kernel_shape = [2,2]> (a) }"
+    assert operators(converted(parse(text), "nhwc")) == {"Abs": 1, "MaxPool": 1}
+
+
 def test_two_regions() -> None:
     """Each begins and ends by itself, where an operator between them has no channels-last form."""
     text = """(float[n,8,h,w] x) => (float[n,8,p,q] y) <float[8,8,3,3] k1, float[8,8,3,3] k2>
