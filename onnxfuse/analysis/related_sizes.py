@@ -45,7 +45,12 @@ def _same_axis(shapes: ShapeInfo, node: Node, shape: Shape, axis: int) -> Size |
 
 
 def _rest(shapes: ShapeInfo, node: Node, shape: Shape, axis: int) -> Size | None:
-    """Return the size that a Reshape leaves for an axis, if something is known of all others."""
+    """Return the size that a Reshape leaves for an axis, rounded up, if something is known of all others.
+
+    Assumed sizes need not divide each other, and the view should not look smaller than its source.
+    """
     source, others = shapes.shape(node.inputs[0]), (*shape[:axis], *shape[axis + 1 :])
     are_known = all(not name or name in shapes.related for name in map(_unknown, others))
-    return floor_divide(product(source), product(others)) if source and are_known and 0 not in others else None
+    if source is None or not are_known or 0 in others:
+        return None
+    return floor_divide(product(source) + product(others) - 1, product(others))
