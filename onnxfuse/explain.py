@@ -14,6 +14,7 @@ from onnxfuse.errors import UsageError
 from onnxfuse.fuse_model import FusedModel
 from onnxfuse.ir.inline_functions import Inlined
 from onnxfuse.ir.protos import is_control_flow, nodes, subgraphs
+from onnxfuse.layout.fusions import LAYOUT_FUSIONS
 from onnxfuse.match import Miss
 from onnxfuse.rewrite.replace import REGION, Fused
 from onnxfuse.spell_out import Stays
@@ -29,8 +30,8 @@ def explanations(result: FusedModel, fusion: str | None = None, node: str | None
     found: list[str] = []
     if fusion == REGION or (node and not fusion):
         found += why_in_no_region(result.fused, result.no_region, node)
-    if node or fusion in CONVOLUTIONS:
-        found += why_channels_first(result, node)
+    if node or fusion in CONVOLUTIONS or fusion in LAYOUT_FUSIONS:
+        found += why_channels_first(result, fusion, node)
     if fusion is None:
         found += explain_stays(result.stays, node)
     if fusion != REGION:
@@ -60,14 +61,16 @@ def explain_stays(stays: Iterable[Stays], node: str | None = None) -> list[str]:
     ]
 
 
-def why_channels_first(result: FusedModel, node: str | None = None) -> list[str]:
-    """Return why convolutions are channels-first, in lines for each reason; of a named node that alone.
+def why_channels_first(result: FusedModel, fusion: str | None = None, node: str | None = None) -> list[str]:
+    """Return why convolutions, or operators of a layout's fusion, are channels-first, in lines for each reason.
 
-    The node may be one that a fused convolution replaced, or its output.
+    A named node may be one that a fused convolution replaced, or its output.
     """
     nodes: dict[str, list[str]] = {}
     replaced = {one.node: one.replaces for one in result.fused}
-    for one in result.layout.stays:
+    made = LAYOUT_FUSIONS.get(fusion or "")
+    others = [one for one in result.layout.others if fusion is None or (made and one.op in made.operators)]
+    for one in (*(() if made else result.layout.stays), *others):
         if node in (None, one.node, one.output, *replaced.get(one.node, ())):
             nodes.setdefault(one.reason, []).append(one.node)
     return [

@@ -36,11 +36,12 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
     from onnxfuse.fuse_model import StageTimer, fuse_model
     from onnxfuse.ir.inline_functions import inline_functions
     from onnxfuse.ir.load import load
+    from onnxfuse.layout.fusions import LAYOUT_FUSIONS
     from onnxfuse.rewrite.replace import REGION
 
     fusions = catalogue.with_folders(patterns)
     if fusion:
-        catalogue.require_known(fusion, [*(f.name for f in fusions), REGION])
+        catalogue.require_known(fusion, [*(f.name for f in fusions), REGION, *LAYOUT_FUSIONS])
     model, folder = load(source)
     inlined = inline_functions(model)
     if node and (sentence := where_inside(model, inlined, node)):
@@ -52,7 +53,7 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
         result = fuse_model(model, folder, fusions, regions=True, timer=StageTimer(progress))
     if node and (sentence := where_fused(result.fused_of_model, node)):
         console().print(escape(sentence))
-        for text in why_channels_first(result, node):
+        for text in why_channels_first(result, node=node):
             click.echo(text)
         return
     shown = explanations(result, fusion, node)

@@ -14,10 +14,11 @@ from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
 from onnxfuse.layout.activations import add_activations
 from onnxfuse.layout.axes import Perm
 from onnxfuse.layout.conversion import Conversion, Kind, Model
+from onnxfuse.layout.fusions import LAYOUT_FUSIONS
 from onnxfuse.layout.gates import join_gates
 from onnxfuse.layout.regions import MAX_BORDER_SHARE, Refused, Regions
 from onnxfuse.layout.residuals import Addition, add_residuals, additions, find_residuals
-from onnxfuse.layout.squeezes import join_squeezes
+from onnxfuse.layout.squeezes import SQUEEZE, join_squeezes
 from onnxfuse.layout.transposed_rules import TRANSPOSED_CONVOLUTION
 from onnxfuse.layout.wrapped_rules import CONVOLUTION, conversion
 from onnxfuse.layout.writer import Writer
@@ -41,11 +42,12 @@ class RegionEnd:
 
 @dataclass(frozen=True)
 class ChannelsFirst:
-    """A convolution that stays channels-first, and why, as a sentence."""
+    """A convolution, or another operator of images, that stays channels-first, and why, as a sentence."""
 
     node: str  # its name, or that of its output
     output: str
     reason: str
+    op: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class LayoutResult:
     fused: tuple[Fused, ...] = ()
     ends: tuple[RegionEnd, ...] = ()
     stays: tuple[ChannelsFirst, ...] = ()
+    others: tuple[ChannelsFirst, ...] = ()  # operators that could be one of LAYOUT_FUSIONS
     originals: Mapping[str, tuple[str, Perm]] = field(default_factory=dict)
 
     def original(self, name: str) -> str:
@@ -76,6 +79,7 @@ def assign_layouts(
     channels_last: Mapping[str, Sequence[str]],
     recorded: Collection[Fused] = (),
     exclude: Collection[tuple[str, str]] = frozenset(),
+    left_out: Collection[str] = frozenset(),
 ) -> LayoutResult:
     """Make the regions of a sorted graph channels-last that can be (`nhwc`), or of them those where it pays (`auto`).
 
@@ -86,13 +90,15 @@ def assign_layouts(
     `channels_last` names for each fusion that has a channels-last form the operands that it reads channels-last.
     `recorded` are the records of the fused nodes that there are.  `exclude` holds nodes that stay channels-first, each
     by LAYOUT and the name of its first output, and sums that stay Adds, by the name of a fusion and of the sum.
+    `left_out` are those of LAYOUT_FUSIONS that are not made.
     """
     if layout == "nchw":
         return LayoutResult()
     if graph.opset < MIN_OPSET:
         why = f"the model has opset {graph.opset}, and layouts need opset {MIN_OPSET}"
         return LayoutResult(stays=_stays(dict.fromkeys(filter(_is_convolution, graph.nodes), why)))
-    model = Model(graph, shapes, {f.name: f for f in graph.functions if f.domain == DOMAIN}, channels_last)
+    bodies = {f.name: f for f in graph.functions if f.domain == DOMAIN}
+    model = Model(graph, shapes, bodies, channels_last, left_out)
     kept = {output for name, output in exclude if name == LAYOUT}
     answers = {node: _answer(model, node, kept) for node in graph.nodes}
     chosen, refused = _choose(model, answers, only_where_it_pays=layout == "auto")
@@ -100,8 +106,9 @@ def assign_layouts(
     why_first = {node: f"it is channels-first: {why}" for node, why in reasons.items() if _is_convolution(node)}
     why_first |= {node: _why_refused(graph, one, reasons) for one in refused for node in one.convolutions}
     stays = _stays(why_first)
+    others = _others(graph, {one.node for one in chosen}, reasons)
     if not chosen:
-        return LayoutResult(stays=stays)
+        return LayoutResult(stays=stays, others=others)
     first = node_label(chosen[0].node)
     drop_functions(graph, {one.node for one in chosen if one.kind is not Kind.NEUTRAL})
     adds, known = additions(graph, shapes, {one.node for one in chosen}), frozenset(graph.names)
@@ -116,11 +123,12 @@ def assign_layouts(
         for border in writer.borders
     }
     _compose(graph, shapes, writer, known)
-    merged, vanished = _merge(graph, shapes, writer, adds, known, recorded, exclude)
+    merged, vanished = _merge(graph, shapes, writer, adds, known, recorded, exclude, left_out)
     fused = {one.node: one for one in (*writer.fused, *merged)}
     present = set(graph.nodes)
     standing = tuple(end for node, end in ends.items() if node in present and op_of(node) == "Transpose")
-    return LayoutResult(writer.nodes - vanished, first, tuple(fused.values()), standing, stays, writer.originals)
+    count = writer.nodes - vanished
+    return LayoutResult(count, first, tuple(fused.values()), standing, stays, others, writer.originals)
 
 
 def _choose(
@@ -169,6 +177,7 @@ def _merge(
     known: Collection[str],
     recorded: Collection[Fused],
     exclude: Collection[tuple[str, str]],
+    left_out: Collection[str],
 ) -> tuple[list[Fused], int]:
     """Let fused nodes take in the residuals and activations behind them, and convolutions the gates that they read.
 
@@ -183,7 +192,7 @@ def _merge(
     activated = add_activations(graph, shapes, writer.originals, records, exclude)
     records |= {one.node: one for one in activated}
     gated = join_gates(graph, shapes, records)
-    squeezed = join_squeezes(graph, shapes, records)
+    squeezed = [] if SQUEEZE in left_out else join_squeezes(graph, shapes, records)
     vanished = sum(bool(one.perm) for one in residuals) + len(activated) + len(gated) + 2 * len(squeezed)
     return [*added, *activated, *gated, *squeezed], vanished
 
@@ -233,7 +242,14 @@ def _is_convolution(node: Node) -> bool:
 
 
 def _stays(why: Mapping[Node, str]) -> tuple[ChannelsFirst, ...]:
-    return tuple(ChannelsFirst(node_label(node), node.outputs[0].name, reason) for node, reason in why.items())
+    return tuple(ChannelsFirst(node_label(n), n.outputs[0].name, reason, op_of(n)) for n, reason in why.items())
+
+
+def _others(graph: Graph, chosen: Collection[Node], reasons: Mapping[Node, str]) -> tuple[ChannelsFirst, ...]:
+    """Return why operators that have channels-last kernels stay channels-first."""
+    known = {op for each in LAYOUT_FUSIONS.values() for op in each.operators}
+    left = [node for node in graph.nodes if op_of(node) in known and node not in chosen]
+    return _stays({node: reasons.get(node, "no channels-last convolution gains by it") for node in left})
 
 
 def _why_refused(graph: Graph, one: Refused, reasons: Mapping[Node, str]) -> str:

@@ -71,7 +71,7 @@ def resize(model: Model, node: Node) -> Conversion | str:
             given[LIKE] = _empty(writer, node.inputs[3], _places(node, len(before)), model.shapes.dtype(x))
         writer.call(node, FUSION, body, given, {"x": to_last(len(before))}, own)
 
-    return Conversion(node, Kind.WRAPPED, (0,), (0,), write)
+    return Conversion(node, Kind.WRAPPED, (0,), (0,), write, fusion=FUSION)
 
 
 def _unsupported(model: Model, node: Node) -> str:

@@ -157,7 +157,7 @@ def _wrapped(
 
     images_read = {operands[name].name for name in images}
     reads = tuple(i for i, tensor in enumerate(node.inputs) if tensor.name in images_read)
-    return Conversion(node, kind, reads, (0,), write)
+    return Conversion(node, kind, reads, (0,), write, fusion=fusion)
 
 
 # --- pools, Resize, scales of channels ---------------------------------------------------------------------------
@@ -270,4 +270,7 @@ def conversion(model: Model, node: Node) -> Conversion | str:
     rule = WRAPPED_RULES.get(op) or CHANNEL_RULES.get(op) or NEUTRAL_RULES.get(op)
     if rule is None or not node.inputs or not node.outputs:
         return "its operator has no channels-last form"
-    return rule(model, node)
+    found = rule(model, node)
+    if isinstance(found, str) or found.fusion not in model.left_out:
+        return found
+    return NEUTRAL_RULES[op](model, node) if op in NEUTRAL_RULES else f"the fusion {found.fusion} is left out"

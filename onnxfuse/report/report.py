@@ -156,7 +156,9 @@ class Report:
                 "nodes": self.layout.nodes,
                 "transposes": len(self.layout.ends),
                 "ends": [asdict(end) for end in self.layout.ends],
-                "channels_first": [asdict(one) for one in self.layout.stays],
+                "channels_first": [
+                    {"node": one.node, "output": one.output, "reason": one.reason} for one in self.layout.stays
+                ],
             },
             "regions": asdict(self.regions),
             "estimate": {
