@@ -230,16 +230,17 @@ def shape_of(model: Model, node: Node) -> Conversion | str:
         source, output = node.inputs[0], node.outputs[0]
         if not writer.is_computed_last(source):
             return
-        shapes = writer.shapes
+        shapes, image = writer.shapes, writer.image(source)
         whole = writer.graph.variable(f"{output.name}/nhwc")
         shapes.record(whole, (rank,), shapes.dtype(output))
+        shapes.record_value(whole, np.array(shapes.shape(image), object))
         for reader in consumers(output):
             if (taken := _places_taken(model, reader, len(places))) is not None:
                 _take(writer, whole, places[taken], reader.outputs[0])
                 reader.inputs.clear()
                 reader.outputs.clear()
         _take(writer, whole, places, output)
-        writer.rewrite(node, [writer.image(source)], [whole], {"start": None, "end": None})
+        writer.rewrite(node, [image], [whole], {"start": None, "end": None})
 
     return Conversion(node, Kind.NEUTRAL, (), (), write, reads_either=(0,))
 

@@ -316,6 +316,9 @@ def test_computed_sizes_cost_no_more_nodes() -> None:
     result = converted(model)
     shapes = [node.op_type for node in result.model.graph.node if not node.domain and node.op_type != "Transpose"]
     assert sorted(shapes) == ["Concat", "Gather", "Reshape", "Shape"]
+    like = nodes(result, "resize")[0].input[1]
+    (info,) = (value.type.tensor_type for value in result.model.graph.value_info if value.name == like)
+    assert [dim.dim_param or dim.dim_value for dim in info.shape.dim] == [0, "h", "w"], "which plans need to know"
 
 
 @pytest.mark.parametrize(
