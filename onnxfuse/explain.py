@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import linecache
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final
 
 import onnx
 
@@ -13,9 +14,12 @@ from onnxfuse.errors import UsageError
 from onnxfuse.fuse_model import FusedModel
 from onnxfuse.ir.inline_functions import Inlined
 from onnxfuse.ir.protos import is_control_flow, nodes, subgraphs
+from onnxfuse.layout.fusions import LAYOUT_FUSIONS
 from onnxfuse.match import Miss
 from onnxfuse.rewrite.replace import REGION, Fused
 from onnxfuse.spell_out import Stays
+
+CONVOLUTIONS: Final = ("conv_bias_activation", "conv_transpose_bias_activation")
 
 
 def explanations(result: FusedModel, fusion: str | None = None, node: str | None = None) -> list[str]:
@@ -26,6 +30,8 @@ def explanations(result: FusedModel, fusion: str | None = None, node: str | None
     found: list[str] = []
     if fusion == REGION or (node and not fusion):
         found += why_in_no_region(result.fused, result.no_region, node)
+    if node or fusion in CONVOLUTIONS or fusion in LAYOUT_FUSIONS:
+        found += why_channels_first(result, fusion, node)
     if fusion is None:
         found += explain_stays(result.stays, node)
     if fusion != REGION:
@@ -52,6 +58,24 @@ def explain_stays(stays: Iterable[Stays], node: str | None = None) -> list[str]:
     return [
         f"{op}: '{first}'{f' and {len(more)} more stay' if more else ' stays'} as written\n  {reason}\n"
         for (op, reason), (first, *more) in nodes.items()
+    ]
+
+
+def why_channels_first(result: FusedModel, fusion: str | None = None, node: str | None = None) -> list[str]:
+    """Return why convolutions, or operators of a layout's fusion, are channels-first, in lines for each reason.
+
+    A named node may be one that a fused convolution replaced, or its output.
+    """
+    nodes: dict[str, list[str]] = {}
+    replaced = {one.node: one.replaces for one in result.fused}
+    made = LAYOUT_FUSIONS.get(fusion or "")
+    others = [one for one in result.layout.others if fusion is None or (made and one.op in made.operators)]
+    for one in (*(() if made else result.layout.stays), *others):
+        if node in (None, one.node, one.output, *replaced.get(one.node, ())):
+            nodes.setdefault(one.reason, []).append(one.node)
+    return [
+        f"layout: '{first}'{f' and {len(more)} more are' if more else ' is'} channels-first\n  {reason}\n"
+        for reason, (first, *more) in nodes.items()
     ]
 
 

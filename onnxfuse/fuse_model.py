@@ -33,6 +33,7 @@ from onnxfuse.ir.inline_functions import Inlined, inline_functions
 from onnxfuse.ir.serde import read_graph, write_model
 from onnxfuse.layout.assign import LAYOUT, Layout, LayoutResult, assign_layouts
 from onnxfuse.layout.residuals import GATE
+from onnxfuse.layout.stand_ins import put_back, stand_in
 from onnxfuse.layout.wrapped_rules import CONVOLUTION
 from onnxfuse.match import Miss
 from onnxfuse.passes import PIPELINE, WEIGHT_PASSES, Folded
@@ -89,6 +90,7 @@ class Settings:
     keep_nodes: Mapping[str, Set[str]]  # the labels of nodes that are not fused, by the body that they are in
     where: str = ""  # what reports call the body that is fused; the main graph is ""
     keep_operators: frozenset[str] = frozenset()  # the first outputs of operators that are not spelled out
+    left_out: frozenset[str] = frozenset()  # those of LAYOUT_FUSIONS that are not made
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,7 @@ def fuse_model(
     keep_names: Collection[str] = frozenset(),
     keep_nodes: Mapping[str, Set[str]] = MappingProxyType({}),
     keep_unfused: bool = False,
+    left_out: Collection[str] = frozenset(),
     timer: StageTimer | None = None,
 ) -> FusedModel:
     """Simplify and fuse a model that was loaded, without verifying it.
@@ -203,12 +206,12 @@ def fuse_model(
     holds matches that stay unfused, each by the name of its fusion and of its first output, and nodes that stay
     channels-first, by LAYOUT and the latter.  `keep_names` are tensors that are neither folded nor fused over.
     `keep_nodes` are the labels of nodes that no fusion, region or layout takes, by the body that they are in.
-    `keep_unfused` remembers the graph as it was before fusing.
+    `keep_unfused` remembers the graph as it was before fusing.  `left_out` are fusions of layouts that are not made.
     """
     timer = timer or StageTimer()
     settings = Settings(
         fusions, operators, layout, regions, bodies, change_weights, exclude, frozenset(keep_names), keep_unfused,
-        keep_nodes,
+        keep_nodes, left_out=frozenset(left_out),
     )  # fmt: skip
     with _no_garbage_collection():
         return _fuse_spelled(model, folder, settings, timer)
@@ -290,17 +293,15 @@ def _fuse_graph(
             settings.fusions, leave=left_to_regions if settings.regions else leave_none, progress=progress
         )
         standing = {*exclude, *_kept_outputs(graph, settings.fusions, keep)}
-        layouts = _assign_layouts(graph, shapes, settings.fusions, settings.layout, fusing.fused, standing)
+        layouts = _assign_layouts(graph, shapes, settings, fusing.fused, standing)
         left = left_over(graph, shapes, spelling, fusing)
         without_regions = after = estimate_traffic(graph, shapes)
-        standing_nodes = {node.name for node in graph.nodes}  # layouts have put others in place of some
-        known = tuple(one for one in (*fusing.fused, *layouts.fused) if one.node in standing_nodes)
+        known = _standing(graph, (*fusing.fused, *layouts.fused))  # layouts have put others in place of some
         made = RegionResult()
         if settings.regions:
             if not left:
-                made = assign_regions(graph, shapes, exclude, joining, known, keep, if_joined)
-                standing_nodes = {node.name for node in graph.nodes}  # without norms that are parts of regions
-                known = tuple(one for one in known if one.node in standing_nodes)
+                made = _form_regions(graph, shapes, exclude, joining, known, keep, if_joined)
+                known = _standing(graph, known)  # without norms that are parts of regions
             if left_to_regions.has_left:
                 rest = fuse_more([fusion for fusion in settings.fusions if fusion.last]).fused
                 known = (*known, *rest)
@@ -314,6 +315,28 @@ def _fuse_graph(
         graph, written, before, after, tuple(folded), fusing, layouts, without_regions, made, unfused,
         spelling, left, bodies,
     )  # fmt: skip
+
+
+def _form_regions(
+    graph: Graph,
+    shapes: ShapeInfo,
+    exclude: Collection[tuple[str, str]],
+    joining: Mapping[str, bool | str],
+    known: Collection[Fused],
+    keep: Set[str],
+    if_joined: IfJoined,
+) -> RegionResult:
+    """Make regions, also of operators that channels-last nodes were made of; `known` are the records of fused nodes."""
+    stand_ins = stand_in(graph, known)
+    made = assign_regions(graph, shapes, exclude, joining, known, keep, if_joined)
+    fused_again = {name for one in put_back(graph, stand_ins) for name in one.replaces}
+    return replace(made, reasons={node: why for node, why in made.reasons.items() if node not in fused_again})
+
+
+def _standing(graph: Graph, fused: Collection[Fused]) -> tuple[Fused, ...]:
+    """Return the records of the fused nodes that a graph has."""
+    names = {node.name for node in graph.nodes}
+    return tuple(one for one in fused if one.node in names)
 
 
 def _fuse_bodies(graph: Graph, shapes: ShapeInfo, settings: Settings, timer: StageTimer) -> Iterator[FusedBody]:
@@ -336,15 +359,14 @@ def _kept_outputs(graph: Graph, fusions: Sequence[Fusion], keep: Set[str]) -> It
 def _assign_layouts(
     graph: Graph,
     shapes: ShapeInfo,
-    fusions: Sequence[Fusion],
-    layout: Layout,
+    settings: Settings,
     fused: Collection[Fused],
     exclude: Collection[tuple[str, str]],
 ) -> LayoutResult:
-    if not any(fusion.name == CONVOLUTION for fusion in fusions):  # a channels-last Conv is one of these
+    if not any(fusion.name == CONVOLUTION for fusion in settings.fusions):  # a channels-last Conv is one of these
         return LayoutResult()
-    channels_last = {fusion.name: fusion.channels_last for fusion in fusions}
-    return assign_layouts(graph, shapes, layout, channels_last, fused, exclude)
+    channels_last = {fusion.name: fusion.channels_last for fusion in settings.fusions}
+    return assign_layouts(graph, shapes, settings.layout, channels_last, fused, exclude, settings.left_out)
 
 
 def simplify(graph: Graph, shapes: ShapeInfo, change_weights: bool = True) -> list[Folded]:

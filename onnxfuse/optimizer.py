@@ -29,13 +29,14 @@ from onnxfuse.ir.file_bytes import file_bytes
 from onnxfuse.ir.load import load
 from onnxfuse.ir.protos import nodes
 from onnxfuse.layout.assign import LAYOUT, Layout
+from onnxfuse.layout.fusions import LAYOUT_FUSIONS
 from onnxfuse.match import Miss
 from onnxfuse.passes import Folded
 from onnxfuse.report.facts import gather_facts
 from onnxfuse.report.operators import count_operators
 from onnxfuse.report.outline import Rewritten, outline
 from onnxfuse.report.report import Dropped, Report, Subgraph, quantized_operators
-from onnxfuse.report.unmatched import why_no_region, why_unmatched
+from onnxfuse.report.unmatched import why_no_region, why_not_made, why_unmatched
 from onnxfuse.rewrite.replace import REGION, Fused
 from onnxfuse.unfuse_model import has_fused_nodes, in_operators
 from onnxfuse.verifier import WEIGHT_FOLDING, Verifier
@@ -114,7 +115,7 @@ def optimize(
         raise UsageError(f"fallback is 'onnx' or 'ort', not '{fallback}'")
     _check_layout(layout)
     only, skip = list(only), list(skip)
-    fusions, regions = _selected(only, skip, patterns, regions)
+    fusions, regions, left_out = _selected(only, skip, patterns, regions)
     operators = _operators(fallback, emit, layout, REGION in only)
     half = request(dtype, io, max_error)
     if half and plan is not None:
@@ -126,7 +127,7 @@ def optimize(
     with own_process(timeout if verify else None):
         return _optimize(
             model, fusions, only, operators, layout, regions, None if plan is None else Path(plan), verify, inputs,
-            shapes, tolerance, half, StageTimer(progress),
+            shapes, tolerance, half, left_out, StageTimer(progress),
         )  # fmt: skip
 
 
@@ -145,9 +146,11 @@ def find_matches(
     Raises ModelError if the model cannot be read, UsageError for an unknown fusion.
     """
     _check_layout(layout)
-    fusions, regions = _selected(list(only), list(skip), patterns, regions)
+    fusions, regions, left_out = _selected(list(only), list(skip), patterns, regions)
     original, folder = load(model)
-    result = fuse_model(original, folder, fusions, layout=layout, regions=regions, timer=StageTimer(progress))
+    result = fuse_model(
+        original, folder, fusions, layout=layout, regions=regions, left_out=left_out, timer=StageTimer(progress)
+    )
     name = Path(model).name if isinstance(model, str | os.PathLike) else original.graph.name
     return Choices(name, graph_digest(original), choices_of(result.fused_of_model))
 
@@ -159,12 +162,17 @@ def _check_layout(layout: Layout) -> None:
 
 def _selected(
     only: Sequence[str], skip: Sequence[str], patterns: Iterable[str | os.PathLike[str]], regions: Regions
-) -> tuple[list[Fusion], Regions]:
-    """Return the fusions to apply, and whether there are regions.  Raises UsageError for an unknown fusion."""
-    fusions = catalogue.select(catalogue.with_folders(patterns), only, skip, also=[REGION])
+) -> tuple[list[Fusion], Regions, frozenset[str]]:
+    """Return the fusions to apply, whether there are regions, and which fusions layouts do not make.
+
+    Where `only` names some of the latter, they make no others.  Raises UsageError for an unknown fusion.
+    """
+    fusions = catalogue.select(catalogue.with_folders(patterns), only, skip, also=[REGION, *LAYOUT_FUSIONS])
+    named = LAYOUT_FUSIONS.keys() & set(only)
+    left_out = frozenset(LAYOUT_FUSIONS.keys() & set(skip)) | (LAYOUT_FUSIONS.keys() - named if named else frozenset())
     if REGION in skip or (only and REGION not in only):
-        return fusions, False
-    return fusions, (regions or True) if REGION in only else regions
+        return fusions, False, left_out
+    return fusions, (regions or True) if REGION in only else regions, left_out
 
 
 def _operators(fallback: Literal["onnx", "ort"], emit: Emit, layout: Layout, of_regions: bool) -> OperatorSet:
@@ -192,6 +200,7 @@ def _optimize(
     shapes: Sequence[str],
     tolerance: float | None,
     half: Request | None,
+    left_out: frozenset[str],
     timer: StageTimer,
 ) -> tuple[onnx.ModelProto, Report]:
     """Return the optimized model and its report, as `optimize` does, of fusions that are known."""
@@ -203,7 +212,7 @@ def _optimize(
         source = in_operators(source, folder)[0]
     choices = None if plan is None else read_choices(plan, original)
     options = _Options(
-        fusions, operators, layout, regions, choices, verify, inputs, shapes, tolerance, opset_of(original)
+        fusions, operators, layout, regions, choices, verify, inputs, shapes, tolerance, opset_of(original), left_out
     )
     halving, told = None, None
     if half is None:
@@ -224,8 +233,8 @@ def _optimize(
         tuple(taken_back.dropped), first.before, result.after, found.verified, timer.seconds, result.layout,
         result.without_regions, tuple(_subgraphs(result)), first.inlined, result.stays,
         quantized_operators(result.written), what_was_written(result) if is_standard else None,
-        count_operators(original, result.written), _assumed_sizes(original), _unmatched(result, fusions, only, known),
-        off,
+        count_operators(original, result.written), _assumed_sizes(result.written),
+        _unmatched(result, fusions, only, known), off,
         gather_facts(original, result.written, path, fusions, _graphs(result), _why_not_fused(result)),
         told, folder,
     )  # fmt: skip
@@ -246,6 +255,7 @@ class _Options:
     shapes: Sequence[str]
     tolerance: float | None
     opset: int  # of the original
+    left_out: frozenset[str] = frozenset()  # fusions that layouts do not make
     is_converted: bool = False  # to half precision
 
 
@@ -267,7 +277,9 @@ def _fuse_verified(
     source  the original in the opset in which it is fused
     """
     fuse_again: Callable[..., FusedModel]
-    fuse_again = functools.partial(_fuse, source, folder, options.opset, operators=options.operators, timer=timer)
+    fuse_again = functools.partial(
+        _fuse, source, folder, options.opset, operators=options.operators, left_out=options.left_out, timer=timer
+    )
     chosen = ChosenFuse(fuse_again, options.choices) if options.choices else None
     fuse_again = chosen or fuse_again
     taken_back = TakenBack()
@@ -321,6 +333,8 @@ def _unmatched(
     lacking = [fusion for fusion in fusions if fusion.name in only and fusion.name not in made]
     present = {node.op_type for node in nodes(result.model.graph)} if lacking else set()
     found = why_unmatched(lacking, result.missed, present)
+    others = [name for name in only if name in LAYOUT_FUSIONS and name not in made]
+    found |= {name: why_not_made(LAYOUT_FUSIONS[name], fusions, result.layout, result.model.graph) for name in others}
     return found | ({REGION: why_no_region()} if REGION in only and REGION not in made else {})
 
 

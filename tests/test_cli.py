@@ -298,6 +298,50 @@ def test_explain_says_where_a_node_went(block: Path) -> None:
     assert result.stdout == "'biased' is part of the gemm_bias_activation node 'active/gemm_bias_activation'\n"
 
 
+POOLED = """g (float[n,8,h,w] x) => (float[n,8,h,w] y, float[n,8,p,q] z)
+  <float[8,8,3,3] k>
+  { a = Conv <pads = [1, 1, 1, 1]> (x, k)  [pool] b = MaxPool <kernel_shape = [3, 3], pads = [1, 1, 1, 1]> (a)
+    y = Conv <pads = [1, 1, 1, 1]> (b, k)  z, i = MaxPool <kernel_shape = [2, 2]> (y)  j = Cast <to = 1> (i)
+    l = ReduceSum (j) }"""
+
+
+def test_fusions_that_layouts_make_are_known(tmp_path: Path) -> None:
+    """Every name that the report prints is one that options, `list`, `show` and `explain` know."""
+    model = tmp_path / "m.onnx"
+    onnx.save(parse(POOLED), model)
+
+    def report(*options: str) -> str:
+        done = run("optimize", model, tmp_path / "o.onnx", "--layout", "nhwc", "--no-verify", *options)
+        return " ".join(done.stdout.split())
+
+    assert "max_pool 1" in report()
+    assert "MaxPool 'pool' is channels-first: the fusion max_pool is left out" in report("--skip", "max_pool")
+    assert "layouts make it around convolutions; name conv_bias_activation, too" in report("--only", "max_pool")
+    both = ("--only", "conv_bias_activation", "--only")
+    assert "max_pool 1" in report(*both, "max_pool")
+    assert "it needs one of Resize, Upsample, and the model has none" in report(*both, "resize")
+    assert "max_pool is left out" in report(*both, "resize")
+    assert "max_pool" in run("list").stdout
+    assert run("show", "max_pool").stdout.startswith("max_pool\n\nMaxPool of a channels-last image.")
+    why = run("explain", model, "max_pool").stdout
+    assert why.startswith("layout: 'pool' and 1 more are channels-first\n  no channels-last convolution gains by it")
+
+
+def test_explain_says_why_a_convolution_is_channels_first(tmp_path: Path) -> None:
+    """Be it fused, by the name of a node that it replaced, or not, and all of them by the name of the fusion."""
+    text = """g (float[n,8,h,w] x) => (float[n,8,h,w] y) <float[8,8,3,3] k>
+      { [conv] c = Conv <pads = [1, 1, 1, 1]> (x, k)  [act] y = Relu (c) }"""
+    onnx.save(parse(text), tmp_path / "m.onnx")
+    lines = run("explain", tmp_path / "m.onnx", "--node", "conv").stdout.splitlines()
+    assert lines[0] == "'conv' is part of the conv_bias_activation node 'act/conv_bias_activation'"
+    assert lines[1] == "layout: 'act/conv_bias_activation' is channels-first"
+    assert lines[2].startswith("  Transposes around its region would move 268 MB, which is more than 50% of the 134 MB")
+    assert lines[2].endswith("'x' is an input of the graph")
+    assert "\n".join(lines[1:]) in run("explain", tmp_path / "m.onnx", "conv_bias_activation").stdout
+    report = run("optimize", tmp_path / "m.onnx", tmp_path / "o.onnx", "--no-verify").stdout
+    assert "Layout: 1 convolution channels-first\n   1x Transposes around its region" in report
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [

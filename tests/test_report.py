@@ -31,7 +31,12 @@ SCHEMA: dict[str, Any] = {
     "stays": [{"op": str, "node": str, "reason": str}],
     "quantized": {...: int},
     "dropped": [{"fusion": str, "node": str, "reason": str}],
-    "layout": {"nodes": int, "transposes": int, "ends": [{"tensor": str, "reason": str}]},
+    "layout": {
+        "nodes": int,
+        "transposes": int,
+        "ends": [{"tensor": str, "reason": str}],
+        "channels_first": [{"node": str, "output": str, "reason": str}],
+    },
     "regions": {"nodes": int, "replaced": int, "joined": int, "bytes_saved": int, "launches_saved": int},
     "estimate": {
         "bytes_before": int,

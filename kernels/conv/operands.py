@@ -64,7 +64,7 @@ def conv_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> tu
         (w.shape[-1], w.shape[-2], w.shape[:-2]) if w_hwio else (w.shape[0], w.shape[-1], w.shape[1:-1])
     )
     group = node.integer("group", 1)
-    if group < 1 or c_of_group * group != c or m % group:
+    if group < 1 or m % group or not expect_equal(c, c_of_group * group):
         raise ValueError(
             f"{node_label(node)}: x has {c} channels, w {c_of_group} for each of {group} groups and {m} filters; "
             f"required as many channels as all groups have, and as many filters in each group"
@@ -78,7 +78,7 @@ def conv_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> tu
             sizes, begin, end, kernel, dilations, strides, strict=True
         )
     )
-    geometry = Geometry(n, c, m, sizes, y_sizes, kernel, strides, dilations, begin, end, group)
+    geometry = Geometry(n, c_of_group * group, m, sizes, y_sizes, kernel, strides, dilations, begin, end, group)
     return with_operands(node, inputs, device, geometry, x_nchw=x_nchw, w_hwio=w_hwio)
 
 

@@ -18,7 +18,7 @@ from onnxfuse.kernels.conv.operands import (
 from onnxfuse.kernels.conv.problem import Conv
 from onnxfuse.kernels.tensors import required_spec
 from onnxfuse.runtime.plan import Device, FusedNode, TensorSpec
-from onnxfuse.runtime.symint import maximum
+from onnxfuse.runtime.symint import expect_equal, maximum
 
 MAX_DIMS: Final = 3  # spatial axes
 MAX_STRIDE: Final = 64  # along the width, of a depthwise one: a thread computes as many pixels of y
@@ -50,20 +50,20 @@ def conv_transpose_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Dev
     channels, filters, kernel = (
         (w.shape[-1], w.shape[-2], w.shape[:-2]) if w_hwoi else (w.shape[0], w.shape[-1], w.shape[1:-1])
     )
-    if group < 1 or channels != c or c % group:
+    if group < 1 or channels % group or not expect_equal(c, channels):
         raise ValueError(
             f"{node_label(node)}: x has {c} channels, w {channels}; required as many, in {group} groups of equal size"
         )
-    if w_hwoi and (filters != 1 or group != c):
+    if w_hwoi and (filters != 1 or group != channels):
         raise ValueError(
-            f"{node_label(node)}: w is hwoi with {filters} filters for each of {group} groups of {c} channels; "
+            f"{node_label(node)}: w is hwoi with {filters} filters for each of {group} groups of {channels} channels; "
             f"required one channel and one filter for each group"
         )
     check_kernel_shape(node, kernel)
     strides, dilations = per_axis(node, "strides", rank), per_axis(node, "dilations", rank)
     y_sizes, begin, end = _y_sizes(node, sizes, kernel, strides, dilations)
     m = filters * group
-    geometry = Geometry(x.shape[0], c, m, sizes, y_sizes, kernel, strides, dilations, begin, end, group)
+    geometry = Geometry(x.shape[0], channels, m, sizes, y_sizes, kernel, strides, dilations, begin, end, group)
     return with_operands(node, inputs, device, geometry, w_hwio=w_hwoi, transposed=True)
 
 

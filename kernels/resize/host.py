@@ -17,6 +17,7 @@ from onnxfuse.kernels.tensors import (
     is_streamed,
     macro,
     operand_pointer,
+    operand_spec,
     required_spec,
     unsupported_choice,
     unsupported_dtype,
@@ -25,6 +26,7 @@ from onnxfuse.kernels.tensors import (
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 from onnxfuse.runtime.symint import estimate, is_symbolic, maximum
 
+LIKE: Final = "like"  # the operand whose shape has the sizes of y, where these are computed
 MODES: Final = ("nearest", "linear")
 COORDINATES: Final = ("half_pixel", "asymmetric", "pytorch_half_pixel", "align_corners")
 NEAREST: Final = ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
@@ -53,9 +55,11 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
     for name, default in DEFAULTS.items():
         if node.attributes.get(name, default) != default:
             return f"resize: {name} is {node.attributes[name]}; the kernel has {default}"
+    if LIKE in node.operands:
+        return None
     given = node.attributes.get("scales") or node.attributes.get("sizes")
     if not isinstance(given, list | tuple):
-        return "resize: neither scales nor sizes are known; the kernel needs one of them"
+        return f"resize: it has neither scales nor sizes nor an operand {LIKE}; the kernel needs one of them"
     if len(given) not in RANKS:
         return f"resize: x has {len(given)} axes; the kernel takes {' or '.join(map(str, RANKS))}"
     scales = node.attributes.get("scales")
@@ -65,12 +69,12 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
 
 
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
-    """Return the one plan for x (n, *spatial, channels).
+    """Return the one plan for x (n, *spatial, channels), and of `like` (0, *spatial of y), which is not read.
 
-    Raises ValueError if scales or sizes are of another rank, or change n or channels.
+    Raises ValueError if scales, sizes or `like` are of another rank, or change n or channels.
     """
-    x = required_spec(node, inputs, "x")
-    scales, y_shape = _resized(node, x.shape)
+    x, like = required_spec(node, inputs, "x"), operand_spec(node, inputs, LIKE)
+    scales, y_shape = _resized(node, x.shape) if like is None else _resized_as(like.shape, x.shape)
     if (y_shape[0], y_shape[-1]) != (x.shape[0], x.shape[-1]):
         raise ValueError(f"resize: x has shape {list(x.shape)} and y {list(y_shape)}; required the same n and channels")
     y = TensorSpec(y_shape, node.output_dtypes[0], x.aligned)
@@ -144,9 +148,17 @@ def _resized(node: FusedNode, shape: Sequence[int]) -> tuple[tuple[float, ...], 
     return tuple(_ratio(to, size) for to, size in zip(y_shape, shape, strict=True)), y_shape
 
 
+def _resized_as(like: Sequence[int], shape: Sequence[int]) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """Return the same where an operand has the sizes of y."""
+    if len(like) != len(shape) - 1 or len(shape) not in RANKS:
+        raise ValueError(f"resize: x has shape {list(shape)} and {LIKE} {list(like)}; required one axis less, for n")
+    y_shape = (shape[0], *like[1:], shape[-1])
+    return tuple(_ratio(to, size) for to, size in zip(y_shape, shape, strict=True)), y_shape
+
+
 def _ratio(to: int, size: int) -> float:
     """Return the quotient in float32; of a dynamic size in float64, which gives the same when it is rounded later."""
-    if is_symbolic(size):
+    if is_symbolic(to, size):
         ratio: float = to / maximum(size, 1)
         return ratio
     return float(np.float32(to) / np.float32(size)) if size else 1.0

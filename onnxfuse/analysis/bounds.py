@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import TypeAlias
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Final, TypeAlias
 
-from onnxfuse.analysis.dims import Dim, Monomial, NonPolynomial, Size, non_polynomial, product, symbol
+from onnxfuse.analysis.dims import (
+    Dim,
+    Monomial,
+    NonPolynomial,
+    Size,
+    divide,
+    floor_divide,
+    modulo,
+    non_polynomial,
+    product,
+    symbol,
+)
 
 MAX_OPERANDS = 8  # of a `Max` or `Min` that are compared with each other
 MAX_SUBSTITUTIONS = 4
@@ -44,11 +56,14 @@ def lower_bound(size: Size) -> int | None:
 
 @functools.lru_cache(maxsize=65536)  # sizes ask for the bounds of their operands again and again
 def _lower_bound(size: Dim, substitutions: int) -> int | None:
-    """Return a lower bound; at most so many `Max` and `Min`, one inside the other, are replaced by an operand."""
+    """Return a lower bound; at most so many `Max`, `Min` and quotients, one inside the other, are replaced."""
     total: int | None = 0
     for monomial, coefficient in size.terms:
         low = _monomial_bounds(monomial)[0 if coefficient > 0 else 1]
         total = None if low is None or total is None else total + coefficient * low
+    if substitutions:
+        others = (total, _bound_of_quotients(size, substitutions))
+        total = max((bound for bound in others if bound is not None), default=None)
     # -Min(a, b) is at least -a and at least -b; Max(a, b) is at least a and at least b.  The best bound counts.
     for op, sign in (("Min", -1), ("Max", 1)) if substitutions else ():
         for monomial, coefficient in size.terms:
@@ -58,6 +73,29 @@ def _lower_bound(size: Dim, substitutions: int) -> int | None:
                 bounds = [each if isinstance(each, int) else _lower_bound(each, substitutions - 1) for each in replaced]
                 return max((bound for bound in (total, *bounds) if bound is not None), default=None)
     return total
+
+
+def _bound_of_quotients(size: Dim, substitutions: int) -> int | None:
+    """Return a lower bound from those of quotients by numbers: `a//4` is at most a/4 and at least (a - 3)/4.
+
+    `h//2 - 2*(h//4)`, which a Pad adds to an image that was halved and doubled, is at least -1/2 by that, and so 0.
+    """
+    quotients: dict[str, tuple[Size, int]] = {}
+    for name in (monomial[0] for monomial, _ in size.terms if len(monomial) == 1):
+        if isinstance(name, NonPolynomial) and name.op == "//" and isinstance(number := name.args[1], int):
+            quotients[name] = name.args[0], number
+    if not quotients:
+        return None
+    factor = math.lcm(*(number for _, number in quotients.values()))
+    total: Size = 0  # at most so many times the size
+    for monomial, coefficient in size.terms:
+        if len(monomial) == 1 and monomial[0] in quotients:
+            a, number = quotients[monomial[0]]
+            total = total + (a - (number - 1 if coefficient > 0 else 0)) * (coefficient * (factor // number))
+        else:
+            total = total + product(map(symbol, monomial)) * (coefficient * factor)
+    low = total if isinstance(total, int) else _lower_bound(total, substitutions - 1)
+    return None if low is None else -(-low // factor)
 
 
 def upper_bound(size: Size) -> int | None:
@@ -79,6 +117,46 @@ def without_min_constants(size: Size, names: Collection[str] | None = None) -> S
     for monomial, coefficient in size.terms:
         total = total + product(_symbol_without_min_constants(name, names) for name in monomial) * coefficient
     return total
+
+
+def substituted(size: Size, numbers: Mapping[str, int]) -> Size:
+    """Return the size with numbers in place of the symbols that have one."""
+    if isinstance(size, int):
+        return size
+    total: Size = 0
+    for monomial, coefficient in size.terms:
+        total = total + product(_substituted_symbol(name, numbers) for name in monomial) * coefficient
+    return total
+
+
+def _substituted_symbol(name: str, numbers: Mapping[str, int]) -> Size:
+    if name in numbers:
+        return numbers[name]
+    if not isinstance(name, NonPolynomial):
+        return symbol(name)
+    args = tuple(substituted(arg, numbers) for arg in name.args)
+    if args == name.args or (name.op in ("//", "%") and args[1] == 0):
+        return symbol(name)
+    return _OPERATIONS[name.op](*args)
+
+
+_OPERATIONS: Final[Mapping[str, Callable[..., Size]]] = {
+    "//": floor_divide, "%": modulo, "Max": maximum, "Min": minimum,
+}  # fmt: skip
+
+
+def solved(size: Size, number: int) -> tuple[str, int] | None:
+    """Return the symbol that must be a number so that the size is `number`, and that number.
+
+    None where the size depends on other symbols too, or no number of at least 1 makes them equal.
+    """
+    if isinstance(size, int):
+        return None
+    (monomial, factor), *others = size.terms
+    if len(monomial) != 1 or any(other for other, _ in others):
+        return None
+    value = divide(number - sum(constant for _, constant in others), factor)
+    return (monomial[0], value) if isinstance(value, int) and value > 0 else None
 
 
 def limited_sizes(size: Size, least: int) -> Iterator[str]:

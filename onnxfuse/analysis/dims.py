@@ -202,6 +202,11 @@ def modulo(a: Size, b: Size) -> Size:
     return non_polynomial("%", a, b)
 
 
+def divisor(size: Size) -> int:
+    """Return the largest number that the size is a multiple of, whatever its symbols are."""
+    return math.gcd(*(coefficient for _, coefficient in _terms(size)))
+
+
 def evaluate(size: Size, values: Mapping[str, int]) -> int:
     """Return the size as a number.  Raises KeyError for a symbol without a value."""
     if isinstance(size, int):

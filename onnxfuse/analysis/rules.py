@@ -9,7 +9,7 @@ from onnxfuse.analysis.dims import Dim, Size
 from onnxfuse.analysis.shape_info import MAX_VALUE_ELEMENTS, CannotInfer, PartialShape, Shape, ShapeInfo
 from onnxfuse.ir.attributes import attribute_or_input
 from onnxfuse.ir.dtypes import Array
-from onnxfuse.ir.node import Node, is_tensor, op_of
+from onnxfuse.ir.node import Node, is_tensor, op_of, producer
 
 # A shape rule returns one shape, which then every output has, or a list with a shape for each output.  A dimension or a
 # shape that it cannot tell is None.
@@ -95,6 +95,27 @@ def integers(shapes: ShapeInfo, node: Node, name: str) -> list[Size] | None:
     if not all(isinstance(number, int | Dim) for number in numbers):  # a target of several axes, or of fractions
         raise CannotInfer
     return cast("list[Size]", numbers)
+
+
+def partial_integers(shapes: ShapeInfo, node: Node, index: int) -> list[Size | None]:
+    """Return the elements of an input that is a vector of integers, with None for those that are not known.
+
+    They are known of what a Concat joins.  Raises CannotInfer where not even their number is known.
+    """
+    if not has_input(node, index):
+        raise CannotInfer
+    vector = node.inputs[index]
+    maker = producer(vector)
+    if shapes.exact_value(vector) is None and maker is not None and op_of(maker) == "Concat":
+        parts = [partial_integers(shapes, maker, i) for i in range(len(maker.inputs))]
+        return [size for part in parts for size in part]
+    value = shapes.exact_value(vector)
+    if value is not None and value.ndim == 1:
+        return [size if isinstance(size, int | Dim) else None for size in value]
+    (count,) = input_shape(shapes, node, index)
+    if not isinstance(count, int) or count > MAX_VALUE_ELEMENTS:
+        raise CannotInfer
+    return [None] * count
 
 
 def required(value: T | None) -> T:

@@ -5,8 +5,9 @@ of the whole model.  The shapes that the exporter recorded may belong to other i
 count only behind operators of other domains, where no rule tells the shape, and only if no record of the model
 contradicts what is inferred, and the model has no Slice whose size runtimes disagree about.
 
-A table of 512 positions, of which [:seq] are added to an input of seq tokens, has Min(512, seq) rows.  The Add runs
-only where these are seq, so that the tensors are inferred once more, without that limit.
+Operators tell of the sizes of what they read.  A table of 512 positions, of which [:seq] are added to an input of seq
+tokens, has Min(512, seq) rows; the Add runs only where these are seq.  A Conv runs only on images of as many channels
+as its weights have.  The tensors are then inferred once more, with what was learned.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from onnx import TensorProto
 from onnxfuse.analysis.dims import Dim
 from onnxfuse.analysis.onnx_inference import infer_by_onnx
 from onnxfuse.analysis.output_dtypes import output_dtype
+from onnxfuse.analysis.related_sizes import relate_sizes
 from onnxfuse.analysis.rules import apply_rule
 from onnxfuse.analysis.shape_info import PartialShape, Scope, ShapeInfo
 from onnxfuse.analysis.shape_rules import SHAPE_RULES
@@ -27,6 +29,8 @@ from onnxfuse.ir.dtypes import INTEGER_RANGES
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, op_of
 
+MAX_ROUNDS = 4  # of inference, in each of which operators may tell more of the sizes of their inputs
+
 
 def infer_shapes(graph: Graph, strict: bool = False, scope: Scope | None = None) -> ShapeInfo:
     """Infer the tensors of a sorted graph, and correct the shapes that the model records where they are wrong.
@@ -35,18 +39,22 @@ def infer_shapes(graph: Graph, strict: bool = False, scope: Scope | None = None)
     inputs.
     """
     shapes = _inferred(ShapeInfo(graph, strict, scope=scope))
-    if shapes.not_limited:
-        shapes = _inferred(ShapeInfo(graph, strict, scope=scope, not_limited=shapes.not_limited))
+    for _ in range(MAX_ROUNDS - 1):
+        if shapes.learned() == shapes.known:
+            break
+        shapes = _inferred(ShapeInfo(graph, strict, scope=scope, learned=shapes.learned()))
     _correct_records(shapes, graph.nodes)
     if scope is not None and scope.is_repeated:
         return shapes
     is_stale = any(shapes.contradicts_record(tensor.name) for node in graph.nodes for tensor in node.outputs)
     if is_stale or shapes.infos.has_ambiguous_slices or not any(_needs_records(shapes, node) for node in graph.nodes):
         return shapes
-    return _inferred(ShapeInfo(graph, strict, shapes.infos, scope, shapes.not_limited))
+    return _inferred(ShapeInfo(graph, strict, shapes.infos, scope, shapes.learned()))
 
 
 def _inferred(shapes: ShapeInfo) -> ShapeInfo:
+    for tensor in shapes.graph.linked.inputs:
+        shapes.shape(tensor)
     for node in shapes.graph.nodes:
         infer_node(shapes, node)
     return shapes
@@ -69,10 +77,10 @@ def infer_behind(shapes: ShapeInfo, changed: Collection[Node]) -> None:
 
 
 def _correct_records(shapes: ShapeInfo, nodes: Iterable[Node]) -> None:
-    for node in nodes:
-        for tensor in node.outputs:
-            if shapes.contradicts_record(tensor.name, zeros_count=True):
-                shapes.graph.correct_type(tensor, shapes.dtype(tensor), shapes.shape(tensor))
+    """Correct the recorded types that are wrong, and those that have a symbol in place of a number."""
+    for tensor in (*shapes.graph.linked.inputs, *(tensor for node in nodes for tensor in node.outputs)):
+        if shapes.contradicts_record(tensor.name, zeros_count=True) or shapes.is_settled(tensor.name):
+            shapes.graph.correct_type(tensor, shapes.dtype(tensor), shapes.shape(tensor))
 
 
 def _needs_records(shapes: ShapeInfo, node: Node) -> bool:
@@ -103,6 +111,7 @@ def infer_node(shapes: ShapeInfo, node: Node) -> None:
         completed = shapes.completed(output.name, shape and _recordable(shapes, output.name, shape), is_foreign)
         if output.name:  # otherwise the output is left out
             shapes.record(output, completed, output_dtype(shapes, node, i) or shapes.recorded_dtype(output))
+    relate_sizes(shapes, node)
     values = apply_rule(VALUE_RULES.get(op), shapes, node)
     for i, output in enumerate(node.outputs):
         if output.name:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 import onnx
 
-from onnxfuse.analysis.bounds import without_min_constants
+from onnxfuse.analysis.bounds import solved, substituted, without_min_constants
 from onnxfuse.analysis.dims import UNKNOWN, Dim, Size, is_known, symbol
 from onnxfuse.analysis.value_infos import RecordedSize, ValueInfos
 from onnxfuse.errors import ModelError
@@ -45,6 +45,21 @@ class Scope:
     is_repeated: bool = False
 
 
+@dataclass(frozen=True)
+class Learned:
+    """What the operators of a model tell of the sizes of their inputs.
+
+    `not_limited` are names of symbols such as `Min(512, seq)` whose limit the model cannot exceed.  `numbers` are the
+    symbols that must be a number, such as the channels of the image of a Conv, by name.  `unknown` are the sizes of
+    which nothing else is known, by what they are the sizes of, and `related` the sizes that they are about as large as.
+    """
+
+    not_limited: frozenset[str] = frozenset()
+    numbers: Mapping[str, int] = field(default_factory=dict)
+    unknown: dict[Hashable, Dim] = field(default_factory=dict)
+    related: dict[str, Size] = field(default_factory=dict)
+
+
 class ShapeInfo:
     """Shapes, dtypes and values of a graph's tensors, by name.
 
@@ -57,24 +72,24 @@ class ShapeInfo:
         strict: bool = False,
         infos: ValueInfos | None = None,
         scope: Scope | None = None,
-        not_limited: Collection[str] = (),
+        learned: Learned | None = None,
     ) -> None:
         """Start with what onnx infers; `strict` lets errors of rules out, which else are ignored.
 
         With `infos`, the shapes count that the model records behind operators of other domains than ONNX's.  `scope`
-        is what is known of a subgraph's inputs.  `not_limited` are names of symbols such as `Min(512, seq)` whose limit
-        the model cannot exceed.
+        is what is known of a subgraph's inputs.  `learned` is what an earlier inference found of the sizes.
         """
-        scope = scope or Scope()
+        scope, self.known = scope or Scope(), learned or Learned()
         self.graph = graph
         self.strict = strict
         self.infos = infos or ValueInfos(graph.model)
         self.uses_records = infos is not None
-        self.known_not_limited = frozenset(not_limited)
-        self.not_limited = set(not_limited)  # and those that were found since
-        self._unknown: dict[Hashable, Dim] = {}
+        self.not_limited = set(self.known.not_limited)  # and those that were found since
+        self._with_numbers: set[str] = set()  # tensors in whose shapes numbers took the place of symbols
+        self._required: dict[str, set[int]] = {name: {number} for name, number in self.known.numbers.items()}
+        self._unknown, self.related = self.known.unknown, self.known.related
         self.numbers, self.is_repeated = scope.numbers, scope.is_repeated
-        self._shapes: dict[str, Shape | None] = dict(scope.shapes)
+        self._shapes: dict[str, Shape | None] = {name: self._settled(name, each) for name, each in scope.shapes.items()}
         self._dtypes: dict[str, int] = dict(scope.dtypes)
         self._values: dict[str, Array | None] = dict(scope.values)
 
@@ -85,9 +100,8 @@ class ShapeInfo:
         """
         name = tensor.name
         if name not in self._shapes:
-            self._shapes[name] = (
-                tuple(tensor.shape) if is_constant(tensor) else self._sizes(name, self.infos.shape(name))
-            )
+            known = tuple(tensor.shape) if is_constant(tensor) else self._sizes(name, self.infos.shape(name))
+            self._shapes[name] = self._settled(name, known)
         return self._shapes[name]
 
     def rank(self, tensor: Tensor) -> int | None:
@@ -127,9 +141,9 @@ class ShapeInfo:
 
     def record(self, tensor: Tensor, shape: Sequence[Size] | None, dtype: int) -> None:
         """Record the type of a tensor that a pass made."""
-        if shape is not None and self.known_not_limited:
+        if shape is not None and self.known.not_limited:
             shape = [each if isinstance(each, int) else self._not_limited(each) for each in shape]
-        self._shapes[tensor.name] = None if shape is None else tuple(shape)
+        self._shapes[tensor.name] = self._settled(tensor.name, None if shape is None else tuple(shape))
         self._dtypes[tensor.name] = dtype
         self._values.pop(tensor.name, None)
 
@@ -138,6 +152,9 @@ class ShapeInfo:
 
         Long values, and numbers that the dtype cannot hold (the runtime wraps or rounds them), count as not known.
         """
+        if value is not None and self.known.numbers:
+            sizes = [substituted(each, self.known.numbers) if isinstance(each, Dim) else each for each in value.flat]
+            value = np.array(sizes, object).reshape(value.shape)
         fits = value is not None and value.size <= MAX_VALUE_ELEMENTS and _fits(value, self._dtypes[tensor.name])
         self._values[tensor.name] = value if fits else None
         if value is not None:
@@ -145,7 +162,36 @@ class ShapeInfo:
 
     def _not_limited(self, size: Dim) -> Size:
         """Return a size without limits that the model cannot exceed, because an operator would not run then."""
-        return without_min_constants(size, self.known_not_limited)
+        return without_min_constants(size, self.known.not_limited)
+
+    def require(self, size: Size, number: Size) -> None:
+        """Note that an operator runs only where a size is this number, if it is one.
+
+        What runs several times, or never, tells nothing of the graph around it.
+        """
+        if isinstance(number, int) and not self.is_repeated and (found := solved(size, number)):
+            self._required.setdefault(found[0], set()).add(found[1])
+
+    def learned(self) -> Learned:
+        """Return what the operators told so far; of a symbol that would have to be two numbers, nothing."""
+        numbers = {name: min(found) for name, found in self._required.items() if len(found) == 1}
+        return Learned(frozenset(self.not_limited), numbers, self._unknown, self.related)
+
+    def _settled(self, name: str, shape: Shape | None) -> Shape | None:
+        """Return a shape with numbers in place of the symbols that must be these."""
+        if shape is None or not self.known.numbers:
+            return shape
+        settled = tuple(substituted(size, self.known.numbers) for size in shape)
+        if settled != shape:
+            self._with_numbers.add(name)
+        return settled
+
+    def is_settled(self, name: str) -> bool:
+        """Return whether an operator's requirement tells a size of a tensor that was, or is recorded as, a symbol."""
+        if name in self._with_numbers or not self.known.numbers:
+            return name in self._with_numbers
+        pairs = zip(self._shapes.get(name) or (), self.infos.recorded_shape(name) or (), strict=False)
+        return any(isinstance(size, int) and not isinstance(other, int) for size, other in pairs)
 
     def unknown(self, *key: Hashable) -> Dim:
         """Return a size of which nothing is known; the same one for the same key."""

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from onnx import helper
 
 from onnxfuse.analysis.dims import Size, evaluate, symbols
+from onnxfuse.analysis.shape_info import ShapeInfo
 
 ASSUMED_BATCH, ASSUMED_SIZE = 1, 128  # of dynamic dims: of those whose name contains "batch", and of the others
 
 FREE_OPS = {"Constant", "Shape", "Size", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"}  # move no data
 
 
-def tensor_bytes(shape: Sequence[Size] | None, dtype: int, first_axis: int = 0) -> int:
+def tensor_bytes(shapes: ShapeInfo, shape: Sequence[Size] | None, dtype: int, first_axis: int = 0) -> int:
     """Return the bytes of a tensor of this shape, leaving out the axes before `first_axis`.
 
     `dtype` is an onnx.TensorProto.DataType.  A tensor of unknown rank or dtype counts as 0 bytes, dynamic dims as
-    assumed.
+    assumed: one size for each that the model names, and for others about those that they are computed from.
     """
     if shape is None or not dtype:
         return 0
-    count = 1
-    for size in shape[first_axis:]:
-        assumed = {name: assumed_size(name) for name in symbols(size)}
-        count *= max(evaluate(size, assumed), 0)
+    count = math.prod(max(_number(shapes, size, frozenset()), 0) for size in shape[first_axis:])
     return count * item_bytes(dtype)
+
+
+def _number(shapes: ShapeInfo, size: Size, inside: frozenset[str]) -> int:
+    """Return a size as estimates assume it; `inside` are symbols that it is about as large as, which end the walk."""
+    assumed: dict[str, int] = {}
+    for name in symbols(size):
+        other = None if name in inside else shapes.related.get(name)
+        assumed[name] = assumed_size(name) if other is None else _number(shapes, other, inside | {name})
+    return evaluate(size, assumed)
 
 
 def assumed_size(name: str) -> int:

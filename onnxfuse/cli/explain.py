@@ -27,20 +27,21 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
     """Show where SOURCE nearly matches a fusion.
 
     Each miss names the node that differs, what was found and what the fusion requires.  For the fusion region, and for
-    a single node, it also says why nodes are in no region.
+    a single node, it also says why nodes are in no region; for convolutions, why they are channels-first.
     """
     from rich.markup import escape
 
     from onnxfuse.dsl import catalogue
-    from onnxfuse.explain import explanations, require_node, where_fused, where_inside
+    from onnxfuse.explain import explanations, require_node, where_fused, where_inside, why_channels_first
     from onnxfuse.fuse_model import StageTimer, fuse_model
     from onnxfuse.ir.inline_functions import inline_functions
     from onnxfuse.ir.load import load
+    from onnxfuse.layout.fusions import LAYOUT_FUSIONS
     from onnxfuse.rewrite.replace import REGION
 
     fusions = catalogue.with_folders(patterns)
     if fusion:
-        catalogue.require_known(fusion, [*(f.name for f in fusions), REGION])
+        catalogue.require_known(fusion, [*(f.name for f in fusions), REGION, *LAYOUT_FUSIONS])
     model, folder = load(source)
     inlined = inline_functions(model)
     if node and (sentence := where_inside(model, inlined, node)):
@@ -52,6 +53,8 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
         result = fuse_model(model, folder, fusions, regions=True, timer=StageTimer(progress))
     if node and (sentence := where_fused(result.fused_of_model, node)):
         console().print(escape(sentence))
+        for text in why_channels_first(result, node=node):
+            click.echo(text)
         return
     shown = explanations(result, fusion, node)
     for text in shown[:limit]:

@@ -19,11 +19,13 @@ def list_command(patterns: tuple[Path, ...]) -> None:
 
     from onnxfuse.dsl import catalogue
     from onnxfuse.dsl.documentation import summary
+    from onnxfuse.layout.fusions import LAYOUT_FUSIONS
     from onnxfuse.printing import Line
     from onnxfuse.regions import SUMMARY
     from onnxfuse.rewrite.replace import REGION
 
     rows = {fusion.name: summary(fusion) for fusion in catalogue.with_folders(patterns)} | {REGION: SUMMARY}
+    rows |= {name: each.summary for name, each in LAYOUT_FUSIONS.items()}
     for name, text in sorted(rows.items()):
         console().print(f"[bold]{name}[/]", highlight=False)
         console().print(Line(escape(text), "    "))
@@ -56,17 +58,19 @@ def show_command(
 
     from onnxfuse.dsl import catalogue
     from onnxfuse.dsl.documentation import signature
+    from onnxfuse.layout.fusions import DESCRIPTION as MADE_BY_LAYOUTS
+    from onnxfuse.layout.fusions import LAYOUT_FUSIONS
     from onnxfuse.regions import DESCRIPTION, SUMMARY
     from onnxfuse.rewrite.replace import REGION
 
     fusions = {f.name: f for f in catalogue.with_folders(patterns)}
-    catalogue.require_known(fusion, [*fusions, REGION])
+    catalogue.require_known(fusion, [*fusions, REGION, *LAYOUT_FUSIONS])
     if model is not None or node is not None or cuda:
         _show_regions(fusion, model, node, cuda, arch)
         return
-    if fusion == REGION:
-        text = f"[bold]{REGION}[/]\n\n{escape(SUMMARY)}\n\n{escape(DESCRIPTION)}"
-        console().print(text, highlight=False)
+    if fusion == REGION or fusion not in fusions:
+        texts = (SUMMARY, DESCRIPTION) if fusion == REGION else (LAYOUT_FUSIONS[fusion].summary, MADE_BY_LAYOUTS)
+        console().print("\n\n".join([f"[bold]{fusion}[/]", *map(escape, texts)]), highlight=False)
         return
     found = fusions[fusion]
     text = f"[bold]{escape(signature(found))}[/]\n\n{escape(found.doc)}\n\n{found.span}"

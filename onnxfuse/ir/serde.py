@@ -87,9 +87,9 @@ def write_model(graph: Graph) -> onnx.ModelProto:
     alive |= {v.name for v in (*source.input, *source.output)}
     written = _write_initializers(graph, result, alive)
     infos = {**{info.name: info for info in source.value_info}, **graph.recorded_types}
-    for output in result.output:
-        if output.name in graph.misdeclared and output.name in infos:
-            output.type.CopyFrom(infos[output.name].type)
+    for value in (*result.input, *result.output):
+        if value.name in graph.misdeclared and value.name in infos:
+            value.type.CopyFrom(infos[value.name].type)
     outer = written | {v.name for v in (*source.input, *source.output)}
     result.value_info.extend(info for name, info in infos.items() if name in alive and name not in outer)
     for note in source.quantization_annotation:

@@ -7,24 +7,28 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
 from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.ir.attributes import str_attribute
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import Graph
-from onnxfuse.ir.node import Node, consumers, op_of, producer
+from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
 from onnxfuse.layout.activations import add_activations
 from onnxfuse.layout.axes import Perm
 from onnxfuse.layout.conversion import Conversion, Kind, Model
+from onnxfuse.layout.fusions import LAYOUT_FUSIONS
 from onnxfuse.layout.gates import join_gates
-from onnxfuse.layout.regions import Regions
+from onnxfuse.layout.regions import MAX_BORDER_SHARE, Refused, Regions
 from onnxfuse.layout.residuals import Addition, add_residuals, additions, find_residuals
-from onnxfuse.layout.squeezes import join_squeezes
-from onnxfuse.layout.wrapped_rules import conversion
-from onnxfuse.layout.writer import Border, Writer
+from onnxfuse.layout.squeezes import SQUEEZE, join_squeezes
+from onnxfuse.layout.transposed_rules import TRANSPOSED_CONVOLUTION
+from onnxfuse.layout.wrapped_rules import CONVOLUTION, conversion
+from onnxfuse.layout.writer import Writer
 from onnxfuse.passes.compose_views import compose_views
 from onnxfuse.passes.folded import node_label
 from onnxfuse.rewrite.replace import Fused, LocalFunctions, drop_functions
 
 Layout: TypeAlias = Literal["auto", "nchw", "nhwc"]
 LAYOUT: Final = "layout"  # what reports call this step
+MAX_NODES_BETWEEN: Final = 8  # from a border to the node that a reason names
 MIN_OPSET: Final = 9  # functions hold their constants as Constant nodes of integers
 
 
@@ -34,6 +38,16 @@ class RegionEnd:
 
     tensor: str  # the channels-first one, which has the same name in the original
     reason: str
+
+
+@dataclass(frozen=True)
+class ChannelsFirst:
+    """A convolution, or another operator of images, that stays channels-first, and why, as a sentence."""
+
+    node: str  # its name, or that of its output
+    output: str
+    reason: str
+    op: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,6 +63,8 @@ class LayoutResult:
     first: str = ""  # the name of the first of them
     fused: tuple[Fused, ...] = ()
     ends: tuple[RegionEnd, ...] = ()
+    stays: tuple[ChannelsFirst, ...] = ()
+    others: tuple[ChannelsFirst, ...] = ()  # operators that could be one of LAYOUT_FUSIONS
     originals: Mapping[str, tuple[str, Perm]] = field(default_factory=dict)
 
     def original(self, name: str) -> str:
@@ -63,6 +79,7 @@ def assign_layouts(
     channels_last: Mapping[str, Sequence[str]],
     recorded: Collection[Fused] = (),
     exclude: Collection[tuple[str, str]] = frozenset(),
+    left_out: Collection[str] = frozenset(),
 ) -> LayoutResult:
     """Make the regions of a sorted graph channels-last that can be (`nhwc`), or of them those where it pays (`auto`).
 
@@ -73,15 +90,25 @@ def assign_layouts(
     `channels_last` names for each fusion that has a channels-last form the operands that it reads channels-last.
     `recorded` are the records of the fused nodes that there are.  `exclude` holds nodes that stay channels-first, each
     by LAYOUT and the name of its first output, and sums that stay Adds, by the name of a fusion and of the sum.
+    `left_out` are those of LAYOUT_FUSIONS that are not made.
     """
-    if layout == "nchw" or graph.opset < MIN_OPSET:
+    if layout == "nchw":
         return LayoutResult()
-    model = Model(graph, shapes, {f.name: f for f in graph.functions if f.domain == DOMAIN}, channels_last)
+    if graph.opset < MIN_OPSET:
+        why = f"the model has opset {graph.opset}, and layouts need opset {MIN_OPSET}"
+        return LayoutResult(stays=_stays(dict.fromkeys(filter(_is_convolution, graph.nodes), why)))
+    bodies = {f.name: f for f in graph.functions if f.domain == DOMAIN}
+    model = Model(graph, shapes, bodies, channels_last, left_out)
     kept = {output for name, output in exclude if name == LAYOUT}
     answers = {node: _answer(model, node, kept) for node in graph.nodes}
-    chosen = _choose(model, answers, only_where_it_pays=layout == "auto")
+    chosen, refused = _choose(model, answers, only_where_it_pays=layout == "auto")
+    reasons = {node: answer for node, answer in answers.items() if isinstance(answer, str)}
+    why_first = {node: f"it is channels-first: {why}" for node, why in reasons.items() if _is_convolution(node)}
+    why_first |= {node: _why_refused(graph, one, reasons) for one in refused for node in one.convolutions}
+    stays = _stays(why_first)
+    others = _others(graph, {one.node for one in chosen}, reasons)
     if not chosen:
-        return LayoutResult()
+        return LayoutResult(stays=stays, others=others)
     first = node_label(chosen[0].node)
     drop_functions(graph, {one.node for one in chosen if one.kind is not Kind.NEUTRAL})
     adds, known = additions(graph, shapes, {one.node for one in chosen}), frozenset(graph.names)
@@ -91,25 +118,29 @@ def assign_layouts(
     writer.end_regions()
     graph.remove_dead()  # the nodes that others took the place of
     graph.sort()
-    reasons = {node: answer for node, answer in answers.items() if isinstance(answer, str)}
-    ends = {border.node: _region_end(graph, border, reasons) for border in writer.borders}
+    ends = {
+        border.node: RegionEnd(border.tensor.name, _why_border(graph, border.tensor, border.inward, reasons))
+        for border in writer.borders
+    }
     _compose(graph, shapes, writer, known)
-    merged, vanished = _merge(graph, shapes, writer, adds, known, recorded, exclude)
+    merged, vanished = _merge(graph, shapes, writer, adds, known, recorded, exclude, left_out)
     fused = {one.node: one for one in (*writer.fused, *merged)}
     present = set(graph.nodes)
     standing = tuple(end for node, end in ends.items() if node in present and op_of(node) == "Transpose")
-    return LayoutResult(writer.nodes - vanished, first, tuple(fused.values()), standing, writer.originals)
+    count = writer.nodes - vanished
+    return LayoutResult(count, first, tuple(fused.values()), standing, stays, others, writer.originals)
 
 
 def _choose(
     model: Model, answers: Mapping[Node, Conversion | str], *, only_where_it_pays: bool
-) -> Sequence[Conversion]:
-    """Return the conversions of the nodes of the regions around convolutions."""
+) -> tuple[Sequence[Conversion], Sequence[Refused]]:
+    """Return the conversions of the nodes of the regions around convolutions, and the regions that do not pay."""
     conversions = {node: answer for node, answer in answers.items() if isinstance(answer, Conversion)}
     convolutions = [node for node, answer in conversions.items() if answer.kind is Kind.CONVOLUTION]
-    return (
-        Regions(model, conversions).choose(convolutions, only_where_it_pays=only_where_it_pays) if convolutions else []
-    )
+    if all(answer.kind is Kind.NEUTRAL for answer in conversions.values()):
+        return [], []
+    regions = Regions(model, conversions)
+    return regions.choose(convolutions, only_where_it_pays=only_where_it_pays), regions.refused
 
 
 def _answer(model: Model, node: Node, kept: Collection[str]) -> Conversion | str:
@@ -146,6 +177,7 @@ def _merge(
     known: Collection[str],
     recorded: Collection[Fused],
     exclude: Collection[tuple[str, str]],
+    left_out: Collection[str],
 ) -> tuple[list[Fused], int]:
     """Let fused nodes take in the residuals and activations behind them, and convolutions the gates that they read.
 
@@ -160,24 +192,75 @@ def _merge(
     activated = add_activations(graph, shapes, writer.originals, records, exclude)
     records |= {one.node: one for one in activated}
     gated = join_gates(graph, shapes, records)
-    squeezed = join_squeezes(graph, shapes, records)
+    squeezed = [] if SQUEEZE in left_out else join_squeezes(graph, shapes, records)
     vanished = sum(bool(one.perm) for one in residuals) + len(activated) + len(gated) + 2 * len(squeezed)
     return [*added, *activated, *gated, *squeezed], vanished
 
 
-def _region_end(graph: Graph, border: Border, reasons: Mapping[Node, str]) -> RegionEnd:
-    """Return why a border is where it is: because of the nodes on its channels-first side."""
-    tensor = border.tensor
-    if border.inward:
-        node = producer(tensor)
-        return RegionEnd(tensor.name, _sentence(node, reasons) if node else f"'{tensor.name}' is an input of the graph")
-    if tensor.name in graph.outputs:
-        return RegionEnd(tensor.name, f"'{tensor.name}' is an output of the graph")
-    if graph.is_fixed(tensor.name):
-        return RegionEnd(tensor.name, f"a subgraph reads '{tensor.name}'")
-    return RegionEnd(tensor.name, _sentence(consumers(tensor)[0], reasons))
+# --- reasons -----------------------------------------------------------------------------------------------------
 
 
-def _sentence(node: Node, reasons: Mapping[Node, str]) -> str:
-    why = reasons.get(node, "more bytes would be transposed if it were channels-last")
-    return f"{node.op} '{node_label(node)}' is channels-first: {why}"
+def _why_border(graph: Graph, tensor: Tensor, inward: bool, reasons: Mapping[Node, str]) -> str:
+    """Return why a border is where it is: because of the nodes on the channels-first side of a tensor."""
+    if not inward and tensor.name in graph.outputs:
+        return f"'{tensor.name}' is an output of the graph"
+    if not inward and graph.is_fixed(tensor.name):
+        return f"a subgraph reads '{tensor.name}'"
+    first = _beside(tensor, inward, reasons)
+    if first is None:
+        return f"'{tensor.name}' is an input of the graph"
+    # What is next to it may be on its side because of a node farther away.
+    node: Node | None = first
+    for _ in range(MAX_NODES_BETWEEN):
+        if node is None or node in reasons or not node.inputs:
+            break
+        node = _beside(node.inputs[0] if inward else node.outputs[0], inward, reasons)
+    if node is None or node not in reasons:
+        return f"{_named(first)} is channels-first: more bytes would be transposed if it were channels-last"
+    as_another = "" if node is first else f", as {_named(node)} is"
+    return f"{_named(first)} is channels-first{as_another}: {reasons[node]}"
+
+
+def _beside(tensor: Tensor, inward: bool, reasons: Mapping[Node, str]) -> Node | None:
+    """Return the node that computes a tensor, or the one that reads it and decides its layout; None where none does.
+
+    Of several readers, one without a channels-last form decides; a Shape goes where the others are.
+    """
+    if inward:
+        return producer(tensor)
+    readers = sorted(consumers(tensor), key=lambda node: (node not in reasons, op_of(node) == "Shape"))
+    return readers[0] if readers else None
+
+
+def _named(node: Node) -> str:
+    return f"{node.op} '{node_label(node)}'"
+
+
+def _is_convolution(node: Node) -> bool:
+    fusions = (CONVOLUTION, TRANSPOSED_CONVOLUTION)
+    return op_of(node) in ("Conv", "ConvTranspose") or str_attribute(node, "fusion", "") in fusions
+
+
+def _stays(why: Mapping[Node, str]) -> tuple[ChannelsFirst, ...]:
+    return tuple(ChannelsFirst(node_label(n), n.outputs[0].name, reason, op_of(n)) for n, reason in why.items())
+
+
+def _others(graph: Graph, chosen: Collection[Node], reasons: Mapping[Node, str]) -> tuple[ChannelsFirst, ...]:
+    """Return why operators that have channels-last kernels stay channels-first."""
+    known = {op for each in LAYOUT_FUSIONS.values() for op in each.operators}
+    left = [node for node in graph.nodes if op_of(node) in known and node not in chosen]
+    return _stays({node: reasons.get(node, "no channels-last convolution gains by it") for node in left})
+
+
+def _why_refused(graph: Graph, one: Refused, reasons: Mapping[Node, str]) -> str:
+    if one.widest is None:
+        return "it computes one pixel, for which no layout is faster"
+    why = _why_border(graph, one.widest, one.inward, reasons)
+    return (
+        f"Transposes around its region would move {_megabytes(one.border)}, which is more than {MAX_BORDER_SHARE:.0%} "
+        f"of the {_megabytes(one.moved)} that its convolutions move; most are for '{one.widest.name}': {why}"
+    )
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.3g} MB" if count < 1e9 else f"{count / 1e9:.3g} GB"

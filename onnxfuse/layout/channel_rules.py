@@ -100,7 +100,8 @@ def _call(
         given = {name: writer.image(tensor) for name, tensor in operands.items()}
         writer.call(node, fusion, body, given, {}, {**attributes, "axis": -1}, is_channels_last=True)
 
-    return Conversion(node, Kind.NEUTRAL, tuple(range(len(operands))), tuple(range(len(body.outputs))), write)
+    reads, computes = tuple(range(len(operands))), tuple(range(len(body.outputs)))
+    return Conversion(node, Kind.NEUTRAL, reads, computes, write, fusion=fusion)
 
 
 CHANNEL_RULES: Final[dict[str, Rule]] = {"Concat": concat, "Split": split}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TypeAlias
@@ -39,6 +39,7 @@ class Conversion:
     computes: tuple[int, ...]
     write: Callable[[Writer], None]
     reads_either: tuple[int, ...] = ()
+    fusion: str = ""  # of the fused node that it becomes; "" where it stays an operator
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Model:
     shapes: ShapeInfo
     functions: Mapping[str, onnx.FunctionProto]  # that fused nodes call, by name
     channels_last: Mapping[str, Sequence[str]]  # which operands of a fusion can be channels-last, by its name
+    left_out: Collection[str] = frozenset()  # fusions that are not made
 
 
 # Returns the conversion of a node, or why it stays channels-first: the end of a sentence that begins with the node.

@@ -10,10 +10,12 @@ import numpy as np
 
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import attribute_or_input, input_index, int_attribute
+from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.graph import constant_value
-from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant, op_of
-from onnxfuse.layout.axes import last_axis, permuted, to_first, to_last
+from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of
+from onnxfuse.layout.axes import last_axis, to_first, to_last
 from onnxfuse.layout.conversion import Conversion, Kind, Model, Rule, same_operator
+from onnxfuse.layout.vectors import in_order
 from onnxfuse.layout.writer import Writer, image_rank
 
 # Operators of one tensor, element by element.
@@ -174,43 +176,88 @@ def pad(model: Model, node: Node) -> Conversion | str:
     axes_index, index = (input_index("Pad", name, model.graph.opset) for name in ("axes", "pads"))
     has_axes = axes_index is not None and axes_index < len(node.inputs) and bool(node.inputs[axes_index].name)
     axes = integers(model, node, "axes") if has_axes else list(range(rank))
+    if axes is None:
+        return "its axes are not constant"
+    count, places = len(axes), {axis % rank: i for i, axis in enumerate(axes)}
+    before = [places.get(axis) for axis in to_last(rank)]  # where the pads of the permuted axes are among those given
+    order = [*before, *(None if place is None else place + count for place in before)]
     pads = integers(model, node, "pads")
-    if pads is None or axes is None or len(pads) != 2 * len(axes):
-        return "its pads are not constant"
-    of_axis = {axis % rank: (pads[i], pads[len(axes) + i]) for i, axis in enumerate(axes)}
-    both = permuted([of_axis.get(axis, (0, 0)) for axis in range(rank)], to_last(rank))
-    new = [before for before, _ in both] + [behind for _, behind in both]
+    if pads is not None and len(pads) != 2 * count:
+        return "it has not two pads for each of its axes"
     if index is None:
-        return same_operator(node, (0,), attributes={"pads": new})
+        known = [0 if place is None or pads is None else pads[place] for place in order]
+        return same_operator(node, (0,), attributes={"pads": known})
 
     def write(writer: Writer) -> None:
         inputs = [*node.inputs[:axes_index]]
         inputs[0] = writer.image(inputs[0])
-        inputs[index] = writer.graph.constant(f"{inputs[index].name}/nhwc", np.array(new, np.int64))
+        inputs[index] = in_order(writer, inputs[index], order)
         writer.rewrite(node, inputs, [writer.computed(node.outputs[0])])
 
     return Conversion(node, Kind.NEUTRAL, (0,), (0,), write)
 
 
+def reshape(model: Model, node: Node) -> Conversion | str:
+    """Axes of pixels are joined or divided, such as those of rows of pixels; images and channels stay what they are."""
+    x, y, target = node.inputs[0], node.outputs[0], node.inputs[-1]
+    before, after = model.shapes.shape(x), model.shapes.shape(y)
+    if not image_rank(model.shapes, x) or not image_rank(model.shapes, y) or before is None or after is None:
+        return NOT_AN_IMAGE
+    channels = after[1]
+    if before[:2] != after[:2] or not isinstance(channels, int) or int_attribute(node, "allowzero", 0):
+        return "it does not keep both its images and its channels"
+
+    def write(writer: Writer) -> None:
+        # A 0 keeps the size at its place, which for pixels is one place earlier in both layouts, and for channels not.
+        value = writer.shapes.exact_value(target)
+        known = {} if value is not None and value[1] == channels else {1: channels}
+        new = in_order(writer, target, to_last(len(after)), known)
+        writer.rewrite(node, [writer.image(x), new], [writer.computed(y)])
+
+    return Conversion(node, Kind.NEUTRAL, (0,), (0,), write)
+
+
 def shape_of(model: Model, node: Node) -> Conversion | str:
-    """The shape of a channels-last image is put into the order of a channels-first one."""
+    """The shape of a channels-last image is put into the order of a channels-first one.
+
+    Nodes that take constant places of the shape take other places instead.
+    """
     if not (rank := image_rank(model.shapes, node.inputs[0])):
         return NOT_AN_IMAGE
-    axes = list(range(rank))[int_attribute(node, "start", 0) : int_attribute(node, "end", rank)]
+    places = np.array(to_first(rank))[int_attribute(node, "start", 0) : int_attribute(node, "end", rank)]
 
     def write(writer: Writer) -> None:
         source, output = node.inputs[0], node.outputs[0]
         if not writer.is_computed_last(source):
             return
-        attributes: dict[str, AttributeValue | None] = {"start": None, "end": None}
+        shapes, image = writer.shapes, writer.image(source)
         whole = writer.graph.variable(f"{output.name}/nhwc")
-        shapes = writer.shapes
         shapes.record(whole, (rank,), shapes.dtype(output))
-        order = writer.graph.constant(f"{output.name}/order", np.array([to_first(rank)[a] for a in axes], np.int64))
-        writer.rewrite(node, [writer.image(source)], [whole], attributes)
-        writer.graph.add_node("Gather", [whole, order], [output], {"axis": 0})
+        shapes.record_value(whole, np.array(shapes.shape(image), object))
+        for reader in consumers(output):
+            if (taken := _places_taken(model, reader, len(places))) is not None:
+                _take(writer, whole, places[taken], reader.outputs[0])
+                reader.inputs.clear()
+                reader.outputs.clear()
+        _take(writer, whole, places, output)
+        writer.rewrite(node, [image], [whole], {"start": None, "end": None})
 
     return Conversion(node, Kind.NEUTRAL, (), (), write, reads_either=(0,))
+
+
+def _places_taken(model: Model, node: Node, count: int) -> Array | None:
+    """Return the places that a Gather or a Slice takes of so many; None where they are not constant."""
+    if op_of(node) == "Gather" and is_constant(indices := node.inputs[1]):
+        return constant_value(model.graph, indices)
+    if op_of(node) != "Slice" or attribute_or_input(model.graph, node, "steps") is not None:
+        return None
+    starts, ends = (integers(model, node, name) for name in ("starts", "ends"))
+    return np.arange(count)[starts[0] : ends[0]] if starts and ends else None
+
+
+def _take(writer: Writer, source: Tensor, places: Array, output: Tensor) -> None:
+    stored = writer.graph.constant(f"{output.name}/order", np.array(places, np.int64))
+    writer.graph.add_node("Gather", [source, stored], [output], {"axis": 0})
 
 
 NEUTRAL_RULES: Final[dict[str, Rule]] = {
@@ -225,5 +272,6 @@ NEUTRAL_RULES: Final[dict[str, Rule]] = {
     "LogSoftmax": softmax,
     "Slice": slice_,
     "Pad": pad,
+    "Reshape": reshape,
     "Shape": shape_of,
 }

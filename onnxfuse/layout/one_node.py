@@ -31,13 +31,13 @@ def put_one_node(
     for node in nodes:
         node.inputs.clear()
         node.outputs.clear()
-    op = _function_name(functions, body, str(attributes["fusion"]))
+    op = function_name(functions, body, str(attributes["fusion"]))
     graph.add_node(op, inputs, [output], attributes, name=named.name, domain=DOMAIN)
     graph.record_type(output, shapes.dtype(output), shapes.shape(output))
 
 
-def _function_name(functions: LocalFunctions, body: onnx.FunctionProto, fusion: str) -> str:
-    """Return the name of the function with that body: one that the model has, or a new one."""
+def function_name(functions: LocalFunctions, body: onnx.FunctionProto, fusion: str) -> str:
+    """Return the name of the function with that body: one that the model has, or a new one, named like its fusion."""
     for function in functions.graph.functions:
         body.name = function.name
         if body == function:

@@ -5,6 +5,9 @@ computed in one layout and read in the other costs a Transpose, which reads and 
 meet views which then vanish with it, or which move the tensor anyway, costs nothing.  First in execution order and then
 against it, a neutral node leaves its region where that adds no such bytes, and a pool or the like where it saves some.
 
+Without a convolution, nodes with kernels, such as pools, are a region where Transposes of the model vanish: a model of
+channels-last images has these around each of them.
+
 With `auto`, a region is kept if one of its convolutions computes more than the pixel of a gate, and if its Transposes
 move at most MAX_BORDER_SHARE of the bytes that its convolutions read and write: a Transpose runs at the rate of a copy,
 and channels-first convolutions take about twice as long as channels-last ones (ResNet-50 in float16, batch 32, on an
@@ -23,9 +26,26 @@ from onnxfuse.ir.attributes import ints_attribute
 from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
 from onnxfuse.layout.axes import has_one_pixel, permuted, to_first, to_last
 from onnxfuse.layout.conversion import Conversion, Kind, Model
+from onnxfuse.layout.neutral_rules import REDUCTIONS
 from onnxfuse.passes.compose_views import VIEWS, View, shorter_chain, view_of
 
 MAX_BORDER_SHARE: Final = 0.5
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A region that stays channels-first with `auto`: its convolutions, and what decides that.
+
+    `border` and `moved` are the bytes that its Transposes and its convolutions would move; both are 0 where all of its
+    convolutions are products of one pixel.  `widest` is the tensor whose Transpose would move most, and `inward` says
+    that it is channels-first in front of the region.
+    """
+
+    convolutions: tuple[Node, ...]
+    border: int = 0
+    moved: int = 0
+    widest: Tensor | None = None
+    inward: bool = False
 
 
 @dataclass
@@ -56,20 +76,25 @@ class Regions:
     model: Model
     conversions: Mapping[Node, Conversion]
     members: dict[Node, None] = field(default_factory=dict)  # in execution order
+    refused: list[Refused] = field(default_factory=list)
     _uses: dict[str, _Use] = field(default_factory=dict)
 
     def choose(self, seeds: Iterable[Node], *, only_where_it_pays: bool) -> list[Conversion]:
         """Return the conversions of the nodes that become channels-last, in execution order."""
         starts = set(seeds)
         for region in self._connected(list(self.conversions)):
-            if starts.intersection(region):
+            if starts.intersection(region) or self._has_kernels(region):
                 self.members |= dict.fromkeys(region)
         self._count_uses()
         order = [node for node in self.conversions if node in self.members]
         for node in (*order, *reversed(order)):
             self._leave_where_that_saves(node)
         for region in self._connected([node for node in order if node in self.members]):
-            if not starts.intersection(region) or (only_where_it_pays and not self._pays(region)):
+            has_convolutions = bool(starts.intersection(region))
+            refused = self._refused(region) if only_where_it_pays and has_convolutions else None
+            self.refused += [refused] if refused is not None else []
+            is_kept = refused is None if has_convolutions else self._has_kernels(region) and self._border(region) < 0
+            if not is_kept:
                 for node in region:
                     self.members.pop(node)
         return [self.conversions[node] for node in order if node in self.members]
@@ -90,7 +115,7 @@ class Regions:
 
     def _use(self, tensor: Tensor) -> _Use:
         shapes = self.model.shapes
-        use = _Use(tensor, tensor_bytes(shapes.shape(tensor), shapes.dtype(tensor)))
+        use = _Use(tensor, tensor_bytes(shapes, shapes.shape(tensor), shapes.dtype(tensor)))
         use.first_readers = int(self.model.graph.is_kept(tensor))
         for reader in consumers(tensor):
             if reader in self.members:
@@ -156,7 +181,7 @@ class Regions:
         before, after = (sum(view.perm is not None for view in chain) for chain in (known, shorter))
         if after == before:  # the border stays a Transpose
             return None
-        return (before - 1 - after) * tensor_bytes(source, self.model.shapes.dtype(tensor))
+        return (before - 1 - after) * tensor_bytes(self.model.shapes, source, self.model.shapes.dtype(tensor))
 
     # --- regions -------------------------------------------------------------------------------------------------
 
@@ -204,21 +229,33 @@ class Regions:
 
     # --- what pays -----------------------------------------------------------------------------------------------
 
-    def _pays(self, region: Sequence[Node]) -> bool:
-        convolutions = [node for node in region if self.conversions[node].kind is Kind.CONVOLUTION]
+    def _has_kernels(self, region: Iterable[Node]) -> bool:
+        """Return whether a node, such as a pool, has a channels-last kernel; others, and means, may be in regions."""
+        return any(self.conversions[n].kind is not Kind.NEUTRAL and op_of(n) not in REDUCTIONS for n in region)
+
+    def _border(self, region: Iterable[Node]) -> int:
+        """Return the bytes of a region's borders, less those of the model's Transposes that vanish."""
+        images = {tensor.name: self._uses[tensor.name] for node in region for tensor in self._images(node)}
+        return sum(use.cost() for use in images.values())
+
+    def _refused(self, region: Sequence[Node]) -> Refused | None:
+        """Return why a region does not pay; None where it does."""
+        convolutions = tuple(node for node in region if self.conversions[node].kind is Kind.CONVOLUTION)
         if all(self._is_gate(node) for node in convolutions):
-            return False
+            return Refused(convolutions)
         shapes = self.model.shapes
         images = {tensor.name: self._uses[tensor.name] for node in region for tensor in self._images(node)}
-        # A Transpose reads and writes its tensor.
-        border = 2 * sum(use.cost() for use in images.values())
+        border = 2 * self._border(region)  # a Transpose reads and writes its tensor
         moved = sum(
-            tensor_bytes(shapes.shape(tensor), shapes.dtype(tensor))
+            tensor_bytes(shapes, shapes.shape(tensor), shapes.dtype(tensor))
             for node in convolutions
             for tensor in (*node.inputs, *node.outputs)
             if tensor.name and not is_constant(tensor)
         )
-        return border <= MAX_BORDER_SHARE * moved
+        if border <= MAX_BORDER_SHARE * moved:
+            return None
+        widest = max(images.values(), key=_Use.cost)
+        return Refused(convolutions, border, moved, widest.tensor, not widest.computed_last)
 
     def _is_gate(self, node: Node) -> bool:
         """Return whether a convolution is a matrix product of one pixel."""

@@ -20,7 +20,6 @@ from onnxfuse.layout.axes import (
     Perm,
     WeightLayout,
     has_one_pixel,
-    permuted,
     spatial_axes,
     to_first,
     to_last,
@@ -30,10 +29,12 @@ from onnxfuse.layout.bodies import Body, body_of_function, body_of_node
 from onnxfuse.layout.channel_rules import CHANNEL_RULES
 from onnxfuse.layout.conversion import Conversion, Kind, Model, Rule, not_a_convolution, same_operator
 from onnxfuse.layout.neutral_rules import NEUTRAL_RULES, NOT_AN_IMAGE, integers, reduction
+from onnxfuse.layout.resize_rules import resize
 from onnxfuse.layout.transposed_rules import TRANSPOSED_CONVOLUTION, conv_transpose, fused_conv_transpose
 from onnxfuse.layout.writer import Writer, image_rank
 
 CONVOLUTION: Final = "conv_bias_activation"
+MAX_BLOCK: Final = 8  # pixels of a side of the blocks of DepthToSpace and SpaceToDepth that there is a kernel for
 MAX_STEM_CHANNELS: Final = 4  # of an image that a convolution reads channels-first: a Transpose would cost more
 # Fusions that compute element by element, unless they read slices: their functions stay as they are.
 NEUTRAL_FUSIONS: Final = frozenset({"activation", "gated_activation"})
@@ -156,7 +157,7 @@ def _wrapped(
 
     images_read = {operands[name].name for name in images}
     reads = tuple(i for i, tensor in enumerate(node.inputs) if tensor.name in images_read)
-    return Conversion(node, kind, reads, (0,), write)
+    return Conversion(node, kind, reads, (0,), write, fusion=fusion)
 
 
 # --- pools, Resize, scales of channels ---------------------------------------------------------------------------
@@ -174,6 +175,14 @@ def _of_image(model: Model, node: Node, fusion: str) -> Conversion | str:
     if not image_rank(model.shapes, node.inputs[0]) or model.shapes.dtype(node.inputs[0]) not in FUSIBLE_FLOATS:
         return NOT_AN_IMAGE
     return _wrapped_operator(model, node, fusion, node.attrs)
+
+
+def blocks_of_pixels(model: Model, node: Node, fusion: str) -> Conversion | str:
+    """A DepthToSpace or SpaceToDepth, of blocks that a thread can hold."""
+    size = int_attribute(node, "blocksize", 1)
+    if size > MAX_BLOCK:
+        return f"its blocks have {size} x {size} pixels; the kernel takes up to {MAX_BLOCK} x {MAX_BLOCK}"
+    return _of_image(model, node, fusion)
 
 
 def _reduced(model: Model, node: Node, fusion: str) -> Conversion | str:
@@ -200,44 +209,6 @@ def batch_norm(model: Model, node: Node) -> Conversion | str:
     epsilon = node.attrs.get("epsilon", 1e-5)
     body = body_of_node(node_proto(model.graph, node), names, (), model.graph.opset)
     return _wrapped(node, "batch_norm_activation", operands, ["x"], body, {"activation": "none", "epsilon": epsilon})
-
-
-def resize(model: Model, node: Node) -> Conversion | str:
-    """Scales or sizes are constant, and images and channels stay as many as they are."""
-    x, y = node.inputs[0], node.outputs[0]
-    if not (rank := image_rank(model.shapes, x)) or model.shapes.dtype(x) not in FUSIBLE_FLOATS:
-        return NOT_AN_IMAGE
-    if any(tensor.name and not is_constant(tensor) for tensor in node.inputs[1:]):
-        return "its scales or sizes are not constant"
-    before, after = model.shapes.shape(x), model.shapes.shape(y)
-    if before is None or after is None or before[:2] != after[:2]:
-        return "it may resize other axes than the spatial ones"
-    if str_attribute(node, "mode", "nearest") not in ("nearest", "linear") or int_attribute(node, "antialias", 0):
-        return "its mode is neither nearest nor linear"
-    constants = {
-        name: constant_value(model.graph, tensor)
-        for name, tensor in zip(("roi", "scales", "sizes"), node.inputs[1:], strict=False)
-        if is_constant(tensor)
-    }
-    axes = [axis % rank for axis in axes] if isinstance(axes := node.attrs.get("axes"), list) else range(rank)
-    own = {name: value for name, value in node.attrs.items() if name != "axes"}
-    if constants.get("roi") is not None and constants["roi"].size and "tf_crop" in str(own):
-        return "it crops its image"
-    if "scales" in constants and constants["scales"].size:
-        scales = dict(zip(axes, constants["scales"].tolist(), strict=True))
-        own["scales"] = [float(scales.get(axis, 1.0)) for axis in to_last(rank)]
-    elif "sizes" in constants and "keep_aspect_ratio_policy" not in own:
-        sizes = dict(zip(axes, constants["sizes"].tolist(), strict=True))
-        if not spatial_axes(rank) <= sizes.keys():
-            return "it does not resize every spatial axis"
-        # An axis that the operator leaves out, or one whose size is not known, has the size that it had: 0 says that.
-        known = [
-            sizes[axis] if axis > 1 else size if isinstance(size := before[axis], int) else 0 for axis in range(rank)
-        ]
-        own["sizes"] = list(permuted(known, to_last(rank)))
-    else:
-        return "it states neither scales nor sizes"
-    return _wrapped_operator(model, node, "resize", own)
 
 
 def _wrapped_operator(model: Model, node: Node, fusion: str, attributes: Mapping[str, AttributeValue]) -> Conversion:
@@ -278,7 +249,7 @@ WRAPPED_RULES: Final[dict[str, Rule]] = {
     "BatchNormalization": batch_norm,
     "Conv": convolution,
     "ConvTranspose": conv_transpose,
-    "DepthToSpace": partial(_of_image, fusion="depth_to_space"),
+    "DepthToSpace": partial(blocks_of_pixels, fusion="depth_to_space"),
     "GlobalAveragePool": partial(_of_image, fusion="global_average_pool"),
     "GlobalMaxPool": partial(_of_image, fusion="global_max_pool"),
     "MaxPool": max_pool,
@@ -286,7 +257,8 @@ WRAPPED_RULES: Final[dict[str, Rule]] = {
     "ReduceMax": partial(_reduced, fusion="global_max_pool"),
     "ReduceMean": partial(_reduced, fusion="global_average_pool"),
     "Resize": resize,
-    "SpaceToDepth": partial(_of_image, fusion="space_to_depth"),
+    "SpaceToDepth": partial(blocks_of_pixels, fusion="space_to_depth"),
+    "Upsample": resize,
 }
 
 
@@ -298,4 +270,7 @@ def conversion(model: Model, node: Node) -> Conversion | str:
     rule = WRAPPED_RULES.get(op) or CHANNEL_RULES.get(op) or NEUTRAL_RULES.get(op)
     if rule is None or not node.inputs or not node.outputs:
         return "its operator has no channels-last form"
-    return rule(model, node)
+    found = rule(model, node)
+    if isinstance(found, str) or found.fusion not in model.left_out:
+        return found
+    return NEUTRAL_RULES[op](model, node) if op in NEUTRAL_RULES else f"the fusion {found.fusion} is left out"

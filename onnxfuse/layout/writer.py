@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from onnxfuse.analysis.shape_inference import infer_node
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import Graph, constant_value
@@ -48,6 +49,7 @@ class Writer:
     borders: list[Border] = field(default_factory=list)
     originals: dict[str, tuple[str, Perm]] = field(default_factory=dict)  # what a new tensor is a Transpose of
     nodes: int = 0  # channels-last ones
+    vectors: dict[Hashable, Tensor] = field(default_factory=dict)  # shapes and pads that were put into order
     _images: dict[str, Tensor] = field(default_factory=dict)  # channels-last versions, by channels-first name
     _computed: dict[str, Tensor] = field(default_factory=dict)  # channels-first tensors that are computed channels-last
     _constants: dict[tuple[str, Perm], Constant] = field(default_factory=dict)
@@ -81,6 +83,15 @@ class Writer:
             value = value.reshape((1,) * (rank - value.ndim) + value.shape).transpose(to_last(rank))
             self._constants[key] = self.graph.constant(f"{constant.name}/nhwc", np.ascontiguousarray(value))
         return self._constants[key]
+
+    def computed_by(
+        self, op: str, inputs: Sequence[Tensor], stem: str, attributes: Mapping[str, AttributeValue] | None = None
+    ) -> Tensor:
+        """Return what a new node computes, with its type and value as far as they are known."""
+        output = self.graph.variable(stem)
+        infer_node(self.shapes, self.graph.add_node(op, inputs, [output], attributes))
+        self.graph.record_type(output, self.shapes.dtype(output), self.shapes.shape(output))
+        return output
 
     def weight(self, weight: Constant, layout: WeightLayout) -> Constant:
         """Return the weights of a convolution in this layout; all that share them share that."""

@@ -117,7 +117,7 @@ class Clusters:
         """Return the number of elements of a tensor, with assumed sizes for dynamic dims."""
         if tensor.name not in self._counts:
             dtype = self.shapes.dtype(tensor)
-            self._bytes[tensor.name] = tensor_bytes(self.shapes.shape(tensor), dtype)
+            self._bytes[tensor.name] = tensor_bytes(self.shapes, self.shapes.shape(tensor), dtype)
             self._counts[tensor.name] = self._bytes[tensor.name] // item_bytes(dtype) if dtype else 0
         return self._counts[tensor.name]
 

@@ -66,17 +66,24 @@ def function_lines(inlined: Inlined | None) -> Iterator[Line]:
 
 
 def layout_lines(layout: LayoutResult, everything: bool) -> Iterator[Line]:
-    """Yield how many nodes are channels-last, and why Transposes stand between these and the others."""
-    if not layout.nodes:
-        return
-    total = f"{counted(layout.nodes, 'node')} channels-last, {counted(len(layout.ends), 'Transpose')} at borders"
-    yield Line(f"Layout: {total}")
-    reasons = group(layout.ends, lambda end: end.reason)
-    shown = reasons if everything else reasons[:MAX_SHOWN]
+    """Yield how many nodes are channels-last, why Transposes stand there, and why convolutions are channels-first."""
+    if layout.nodes:
+        total = f"{counted(layout.nodes, 'node')} channels-last, {counted(len(layout.ends), 'Transpose')} at borders"
+        yield Line(f"Layout: {total}")
+        yield from _reason_lines([end.reason for end in layout.ends], "more Transpose", everything)
+    if layout.stays:
+        yield Line(f"Layout: {counted(len(layout.stays), 'convolution')} channels-first")
+        yield from _reason_lines([one.reason for one in layout.stays], "more convolution", everything)
+
+
+def _reason_lines(reasons: Sequence[str], more: str, everything: bool) -> Iterator[Line]:
+    """Yield each reason with how often there is one like it, and how many are not shown."""
+    groups = group(reasons, lambda reason: reason)
+    shown = groups if everything else groups[:MAX_SHOWN]
     for one in shown:
         yield Line(escape(one.sentence), f"{len(one.items):>4}x ")
-    if rest := sum(len(one.items) for one in reasons[len(shown) :]):
-        yield Line(f"and {counted(rest, 'more Transpose')} (--all)", " " * 6)
+    if rest := sum(len(one.items) for one in groups[len(shown) :]):
+        yield Line(f"and {counted(rest, more)} (--all)", " " * 6)
 
 
 def stays_lines(stays: Sequence[Stays]) -> Iterator[Line]:

@@ -156,6 +156,9 @@ class Report:
                 "nodes": self.layout.nodes,
                 "transposes": len(self.layout.ends),
                 "ends": [asdict(end) for end in self.layout.ends],
+                "channels_first": [
+                    {"node": one.node, "output": one.output, "reason": one.reason} for one in self.layout.stays
+                ],
             },
             "regions": asdict(self.regions),
             "estimate": {

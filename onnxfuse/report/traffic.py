@@ -32,7 +32,7 @@ def estimate_traffic(graph: Graph, shapes: ShapeInfo) -> Traffic:
     def size_of(tensor: Tensor, first_axis: int = 0) -> int:
         key = shapes.shape(tensor), shapes.dtype(tensor), first_axis
         if key not in sizes:
-            sizes[key] = tensor_bytes(*key)
+            sizes[key] = tensor_bytes(shapes, *key)
         return sizes[key]
 
     for node in graph.nodes:

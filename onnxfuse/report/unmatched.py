@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Set
 
+import onnx
+
 from onnxfuse.dsl.declaration import Fusion
+from onnxfuse.layout.assign import LayoutResult
+from onnxfuse.layout.fusions import LayoutFusion
+from onnxfuse.layout.wrapped_rules import CONVOLUTION
 from onnxfuse.match import Miss
 from onnxfuse.match.prefilter import may_occur
 from onnxfuse.rewrite.replace import REGION
@@ -23,6 +28,19 @@ def why_unmatched(fusions: Iterable[Fusion], missed: Iterable[Miss], present: Se
 def why_no_region() -> str:
     """Return what to read where `--only region` makes none."""
     return f"no two operators side by side are worth a kernel; `onnxfuse explain MODEL {REGION}` says why for each"
+
+
+def why_not_made(fusion: LayoutFusion, fusions: Iterable[Fusion], layout: LayoutResult, graph: onnx.GraphProto) -> str:
+    """Return why layouts make no node of one of their fusions, in a model that they left like that."""
+    if not any(each.name == CONVOLUTION for each in fusions):
+        return f"layouts make it around convolutions; name {CONVOLUTION}, too"
+    nearest = next((one for one in (*layout.others, *layout.stays) if one.op in fusion.operators), None)
+    if nearest is not None:
+        return f"{nearest.op} '{nearest.node}' is channels-first: {nearest.reason}"
+    if fusion.operators and not any(node.op_type in fusion.operators for node in graph.node):
+        several = len(fusion.operators) > 1
+        return f"it needs {'one of ' if several else ''}{', '.join(fusion.operators)}, and the model has none"
+    return "no channels-last image is used like that"
 
 
 def _why(fusion: Fusion, nearest: Miss | None, present: Set[str]) -> str:

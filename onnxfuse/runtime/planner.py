@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -282,12 +283,16 @@ def _is_measured_since(situation: Situation, given: GivenTemplate) -> bool:
 
 
 def _template_for(situation: Situation, inputs: Sequence[TensorSpec]) -> PreparedTemplate:
-    """Return the template of inputs that a node has met: with the dynamic dims that its model says, or with none."""
+    """Return the template of inputs that a node has met: with the dynamic dims that its model says, or with none.
+
+    It is one without dynamic dims, too, where a host has no plan for those of the model.
+    """
     for dims in _patterns.get(signature(situation.node, (), situation.device), ()):
         if len(dims) == len(inputs):
             pattern = [dataclasses.replace(spec, shape=shape) for spec, shape in zip(inputs, dims, strict=True)]
             if sizes_of(pattern, inputs) is not None:
-                return prepare(situation, pattern)
+                with suppress(ArithmeticError, ValueError):
+                    return prepare(situation, pattern)
     return prepare(situation, inputs)
 
 

@@ -293,10 +293,10 @@ class SymReal:
         return not self.__eq__(0.0)
 
     def __hash__(self) -> int:
-        raise TypeError(f"{self!r} depends on sizes and cannot be a key; compare it instead")
+        raise TypeError("a number that depends on dynamic sizes cannot be a key; compare it instead")
 
     def __float__(self) -> float:
-        raise TypeError(f"{self!r} depends on sizes and is no plain number; use arithmetic and comparisons only")
+        raise TypeError("a number that depends on dynamic sizes is no plain one; use arithmetic and comparisons only")
 
     def __repr__(self) -> str:
         return self.trace.expressions.text(self.number)

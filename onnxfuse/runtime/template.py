@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 
 from onnxfuse.errors import OnnxfuseError
+from onnxfuse.runtime import symint
 from onnxfuse.runtime.expressions import Expressions, Values
 from onnxfuse.runtime.hosts import Host
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, TensorMap, TensorSpec
@@ -162,18 +165,39 @@ def make_template(
 
 
 def candidates_at(host: Host, template: Template, sizes: Sequence[int], record: Trace | None = None) -> list[Variant]:
-    """Return all plans that a host offers at these sizes, the expected fastest first; raises what the host raises.
+    """Return all plans that a host offers at these sizes, the expected fastest first.
 
-    `record`, an empty trace, then has the guards of that answer.
+    `record`, an empty trace, then has the guards of that answer.  Raises what the host raises, and ValueError where it
+    takes what depends on dynamic sizes for a plain number.
     """
     record = record or Trace(template.expressions)
     symbolic = [record.size(i, size) for i, size in enumerate(sizes)]
-    plans = host.candidates(template.node, with_sizes(template.inputs, symbolic), template.device)
+    try:
+        plans = host.candidates(template.node, with_sizes(template.inputs, symbolic), template.device)
+    except TypeError as error:
+        if not symbolic:
+            raise
+        raise ValueError(_no_plan_of_dynamic_sizes(template, error)) from error
     first, *others = (_finished(plan) for plan in plans)
     soft, fixed, hard = tuple(sorted(record.soft.items())), tuple(record.fixed.items()), record.hard
     found = [Variant(first, tuple(sorted(hard.items())), soft, tuple(sizes), fixed)]
     later = tuple(sorted((hard | record.later).items()))
     return [*found, *(Variant(plan, later, soft, tuple(sizes), fixed) for plan in others)]
+
+
+def _no_plan_of_dynamic_sizes(template: Template, error: TypeError) -> str:
+    """Return why a host, which ended with that error, has no plan: it takes what depends on dynamic sizes as a number.
+
+    The line is that of the host, not that of the arithmetic that it calls.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    at = next((f for f in reversed(frames) if Path(f.filename).name != Path(symint.__file__).name), frames[-1])
+    where = f"{Path(at.filename).parent.name}/{Path(at.filename).name}:{at.lineno}"
+    shapes = [list(spec.shape) for spec in template.inputs]
+    return (
+        f"{template.node.fusion}: its host has no plan for shapes {shapes}, where negative numbers are dynamic sizes; "
+        f"a known size is required at {where} ({error})"
+    )
 
 
 def _holds(values: Sequence[Values], guards: Sequence[tuple[int, bool]]) -> Any:

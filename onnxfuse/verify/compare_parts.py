@@ -20,6 +20,7 @@ from onnxfuse.verify.cpu_session import open_session, run
 from onnxfuse.verify.difference import MASK_MAGNITUDE, MASK_MAGNITUDES, describe_misplaced, type_and_shape
 from onnxfuse.verify.drawn_operands import Feeds, draws, operands_by_shape
 from onnxfuse.verify.noise import move_by_one_ulp
+from onnxfuse.verify.own_error import model_in_float64, model_that_rounds, wide_arrays
 from onnxfuse.verify.parts import Part, UnfusedGraph
 from onnxfuse.verify.to_float32 import arrays_to_float32, half_precision_of, model_to_float32
 
@@ -35,8 +36,9 @@ PART_TOLERANCES: Final[Mapping[str, float]] = {
     "float16": 4e-3,  # 2^-11 = 4.9e-4: eight roundings; a fused node rounds once where its nodes rounded each time
     "bfloat16": 3.2e-2,  # 2^-8 = 3.9e-3: eight roundings, as for float16
 }
-# A part may differ by this many times what its outputs move when its operands move by one unit in the last place:
-# scores of attention in the thousands move its probabilities by more than any fixed tolerance.
+# A part may differ by this many times what its outputs move when its operands move by one unit in the last place, or by
+# the roundings of the nodes that it replaced: scores of attention in the thousands move its probabilities by more than
+# any fixed tolerance, and a gate that multiplies large values multiplies the error of its own sigmoid.
 NOISE_FACTOR: Final = 8.0
 
 
@@ -212,9 +214,29 @@ class _Sessions:
     exact: Session | None
     half: str  # the half precision by which errors are judged, "" for none
     in_float32: bool  # both are converted, because onnxruntime's CPU provider cannot run them in bfloat16
+    model: onnx.ModelProto  # of the replaced nodes
+    rounded: Mapping[str, int]  # the tensors of half precision that it computes, and their dtypes
+    folder: Path | None
 
     def feeds(self, feeds: Feeds) -> Feeds:
         return arrays_to_float32(feeds) if self.in_float32 else feeds
+
+    def own_error(self, feeds: Feeds, name: str, old: Array, exact: Array | None) -> float:
+        """Return how far the roundings of the replaced nodes move an output; 0 where onnxruntime cannot tell.
+
+        In half precision they are those of each node's result, on top of the evaluation in float32; else those of
+        onnxruntime's kernels, against float64.
+        """
+        try:
+            if self.half:
+                rounded = run(_open(model_that_rounds(self.model, self.rounded), self.folder), arrays_to_float32(feeds))
+                return 0.0 if exact is None else _largest_distance(rounded[name], exact)
+            exact64 = run(_open(model_in_float64(self.model), self.folder), wide_arrays(feeds))
+            return _largest_distance(exact64[name], old)
+        except VerificationError:
+            raise
+        except Exception:  # whatever onnxruntime raises: an operator has no kernel for the dtype
+            return 0.0
 
 
 def _open_both(
@@ -238,9 +260,12 @@ def _open_both(
         if half != "bfloat16":
             raise _cannot_run(error) from error
         replaced, fused = model_to_float32(replaced), model_to_float32(fused)
-        return _Sessions(_open_or_refuse(replaced, folder), _open_or_refuse(fused, folder), None, half, True)
+        old, new = _open_or_refuse(replaced, folder), _open_or_refuse(fused, folder)
+        return _Sessions(old, new, None, half, True, replaced, {}, folder)
     exact = _open_or_refuse(model_to_float32(replaced), folder) if half else None
-    return _Sessions(old, new, exact, half, False)
+    computed = {o: unfused.types[o][0] for node in part.replaced for o in node.output if o in unfused.types}
+    rounded = {name: dtype for name, dtype in computed.items() if dtype in HALF_PRECISION}
+    return _Sessions(old, new, exact, half, False, replaced, rounded, folder)
 
 
 def _open(model: onnx.ModelProto, folder: Path | None) -> Session:
@@ -262,8 +287,13 @@ def _cannot_run(error: Exception) -> VerificationError:
 
 
 def _input(name: str, value: Array) -> onnx.ValueInfoProto:
+    """Declare an input; of unknown sizes, but for vectors of integers, whose elements stay as many.
+
+    onnxruntime 1.31.1 refuses a Resize with a vector of unknown length, which it takes to be empty.
+    """
     dtype = onnx.TensorProto.STRING if value.dtype.kind == "O" else onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
-    return onnx.helper.make_tensor_value_info(name, dtype, [None] * value.ndim)
+    is_fixed = value.dtype.kind in "iu" and value.ndim == 1
+    return onnx.helper.make_tensor_value_info(name, dtype, value.shape if is_fixed else [None] * value.ndim)
 
 
 def _half(unfused: UnfusedGraph, part: Part) -> str:
@@ -304,7 +334,7 @@ class _Check:
         own = _distance(old, true, finite & np.isfinite(old))
         if (error <= tolerance * scale).all() or (error.max() <= own.max() and half):
             return ""
-        noise = self._noise(old)
+        noise = max(self._noise(old), self.sessions.own_error(self.feeds, self.name, self.old, self.exact))
         excess = error - NOISE_FACTOR * noise
         if (excess <= tolerance * scale).all():
             return ""
@@ -322,9 +352,14 @@ class _Check:
     def _noise(self, old: Array) -> float:
         """Return how far the replaced nodes' output moves when the operands move by one unit in the last place."""
         moved = {name: move_by_one_ulp(name, value) for name, value in self.feeds.items()}
-        other = _wide(np.asarray(run(self.sessions.replaced, self.sessions.feeds(moved))[self.name]))
-        finite = np.isfinite(old) & np.isfinite(other)
-        return float(np.abs(old[finite] - other[finite]).max(initial=0.0))
+        return _largest_distance(run(self.sessions.replaced, self.sessions.feeds(moved))[self.name], old)
+
+
+def _largest_distance(one: object, other: Array) -> float:
+    """Return the largest difference of elements of two arrays that are finite in both."""
+    a, b = _wide(np.asarray(one)), _wide(other)
+    finite = np.isfinite(a) & np.isfinite(b)
+    return float(np.abs(a[finite] - b[finite]).max(initial=0.0))
 
 
 def _says_something(array: Array) -> bool:

@@ -10,14 +10,12 @@ from typing import Final
 import onnx
 
 from onnxfuse.analysis.dims import Dim, Size, evaluate
-from onnxfuse.analysis.shape_inference import infer_shapes
 from onnxfuse.analysis.shape_info import Shape, ShapeInfo
-from onnxfuse.errors import ModelError
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.execution_order import reads
 from onnxfuse.ir.extract import ancestors
-from onnxfuse.ir.serde import read_graph
 from onnxfuse.verify.requested_shapes import Draw
+from onnxfuse.verify.required_sizes import inferred_shapes
 
 MAX_ELEMENTS_GIVEN: Final = 2**15  # of an input: a second of audio, 1024 tokens
 # Of a tensor that the model computes: twelve heads of attention over 512 tokens.  To compare an output of four times as
@@ -40,19 +38,10 @@ def largest_first(
     """
     made = [(draw.sizes, draw.make()) for draw in draws]
     made = [each for each in made if all(array.size <= MAX_ELEMENTS_GIVEN for array in each[1].values())]
-    shapes = _shapes(model, folder) if made else None
+    shapes = inferred_shapes(model, folder) if made else None
     for sizes, feeds in reversed(made):
         if shapes is None or _most_elements(shapes, feeds) <= MAX_ELEMENTS_COMPUTED:
             yield sizes, feeds
-
-
-def _shapes(model: onnx.ModelProto, folder: Path | None) -> ShapeInfo | None:
-    try:
-        graph = read_graph(model, folder)
-        graph.sort()
-    except ModelError:  # of fused nodes of another version, or of a cycle
-        return None
-    return infer_shapes(graph)
 
 
 def _most_elements(shapes: ShapeInfo, feeds: Mapping[str, Array]) -> int:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
 
-import numpy as np
 import onnx
 import onnx.numpy_helper
 from onnx.external_data_helper import uses_external_data
@@ -21,7 +20,7 @@ from onnxfuse.ir.execution_order import reads
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.graphsurgeon import stored_value
 from onnxfuse.ir.node import Constant, Tensor, is_constant
-from onnxfuse.ir.protos import copy_without
+from onnxfuse.ir.protos import copy_without, subgraphs
 from onnxfuse.ir.serde import node_proto
 
 # Between an operand and a replaced node: views, Casts and scalings that have other readers.
@@ -32,8 +31,8 @@ MAX_HASHED_BYTES = 4096  # of a constant; a larger one counts as another one by 
 # The name of a tensor of the original, and the perm of the Transpose of it that stands for it in the optimized model;
 # () where that is the tensor itself under another name.
 Original: TypeAlias = tuple[str, tuple[int, ...]]
-# The name of a tensor of the optimized model, and the target of the Reshape of it that only that model has.
-Reshaped: TypeAlias = tuple[str, tuple[int, ...]]
+# The name of a tensor of the optimized model, and the nodes that compute an operand from it, which only that model has.
+Derived: TypeAlias = tuple[str, tuple[onnx.NodeProto, ...]]
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class Part:
     leaves: tuple[str, ...]  # what the replaced nodes read besides operands and constants
     key: str
     originals: Mapping[str, Original] = field(default_factory=dict)
-    reshaped: Mapping[str, Reshaped] = field(default_factory=dict)
+    derived: Mapping[str, Derived] = field(default_factory=dict)
     equal: list[onnx.NodeProto] = field(default_factory=list)
 
     @property
@@ -122,8 +121,8 @@ class Part:
 
     @property
     def _sources(self) -> list[str]:
-        """The tensors of the optimized model that the fused node reads, or Reshapes of them."""
-        return [self.reshaped[name][0] if name in self.reshaped else name for name in self.fused.input]
+        """The tensors of the optimized model that the fused node reads, or that its operands are computed from."""
+        return [self.derived[name][0] if name in self.derived else name for name in self.fused.input]
 
     @property
     def outputs(self) -> list[str]:
@@ -139,10 +138,7 @@ class Part:
     def nodes(self) -> list[onnx.NodeProto]:
         """The fused node between nodes that make its inputs of `operands`, and `outputs` of its outputs."""
         before = [self._transpose(*self.originals[n], n) for n in dict.fromkeys(self._sources) if n in self.originals]
-        for result, (source, target) in self.reshaped.items():
-            stored = onnx.numpy_helper.from_array(np.array(target, np.int64))
-            before.append(onnx.helper.make_node("Constant", [], [f"{result}/target"], value=stored))
-            before.append(onnx.helper.make_node("Reshape", [source, f"{result}/target"], [result]))
+        before += [node for _, nodes in self.derived.values() for node in nodes]
         after = [
             self._transpose(name, tuple(perm.index(axis) for axis in range(len(perm))), original)
             for name in self.fused.output
@@ -186,13 +182,13 @@ def distinct_parts(
     parts: dict[str, Part] = {}
     functions = {f.name: hashlib.sha256(f.SerializeToString(deterministic=True)).hexdigest()
                  for f in optimized.functions if f.domain == DOMAIN}  # fmt: skip
-    reshapes = _reshapes(unfused, optimized)
+    derive = _Derivations(unfused, optimized, originals)
     for node in optimized.graph.node:
         if node.domain != DOMAIN or node.name not in replaced:
             continue
-        reshaped = {name: reshapes[name] for name in node.input if name in reshapes and name not in originals}
-        sources = {name: (source, ()) for name, (source, _) in reshaped.items()}
-        read = [reshaped[name][0] if name in reshaped else name for name in node.input]
+        derived = {name: found for name in node.input if (found := derive.of(name)) is not None}
+        sources = {name: (source, ()) for name, (source, _) in derived.items()}
+        read = [derived[name][0] if name in derived else name for name in node.input]
         own = {name: originals[name] for name in (*read, *node.output) if name in originals}
         as_original = _renamed(_renamed(node, sources), own)
         nodes, leaves = _between(unfused, as_original, replaced[node.name])
@@ -200,22 +196,62 @@ def distinct_parts(
         as_original, part = _renamed(as_original, again, of_inputs=False), _renamed(node, again, of_inputs=False)
         nodes += tuple(onnx.helper.make_node("Identity", [name], [copy]) for name, (copy, _) in again.items())
         perms = [own[name][1] if name in own else () for name in (*read, *node.output)]
-        targets = [reshaped[name][1] if name in reshaped else () for name in node.input]
-        key = _key(unfused, as_original, nodes, f"{functions.get(node.op_type, '')} {perms} {targets}")
+        made = [_without_names(derived[name][1]) if name in derived else () for name in node.input]
+        key = _key(unfused, as_original, nodes, f"{functions.get(node.op_type, '')} {perms} {made}")
         if key in parts:
             parts[key].equal.append(node)
         else:
-            parts[key] = Part(part, nodes, leaves, key, own, reshaped)
+            parts[key] = Part(part, nodes, leaves, key, own, derived)
     return list(parts.values())
 
 
-def _reshapes(unfused: UnfusedGraph, optimized: onnx.ModelProto) -> dict[str, Reshaped]:
-    """Return the results of Reshapes with constant targets that the original does not have, by their names."""
-    reshapes = (n for n in optimized.graph.node if n.op_type == "Reshape" and not n.domain and len(n.input) > 1)
-    nodes = [n for n in reshapes if n.output[0] not in unfused.types]
-    targets = {n.input[1] for n in nodes}
-    values = {t.name: onnx.numpy_helper.to_array(t) for t in optimized.graph.initializer if t.name in targets}
-    return {n.output[0]: (n.input[0], tuple(map(int, values[n.input[1]]))) for n in nodes if n.input[1] in values}
+class _Derivations:
+    """Finds what operands are computed from that the original does not have: Reshapes, and sizes put into order."""
+
+    def __init__(self, unfused: UnfusedGraph, optimized: onnx.ModelProto, originals: Mapping[str, Original]) -> None:
+        """Take the tensors that the original has, also in another layout, for those that are given."""
+        self.given = {*unfused.types, *originals}
+        self.nodes = {name: n for n in optimized.graph.node if not n.domain for name in n.output}
+        self.constants = {tensor.name: tensor for tensor in optimized.graph.initializer}
+
+    def of(self, name: str) -> Derived | None:
+        """Return the tensor and the nodes that compute an operand from it and from small constants.
+
+        None where the original has the operand, or several tensors are needed.
+        """
+        if name in self.given or name not in self.nodes:
+            return None
+        made: dict[str, onnx.NodeProto] = {}
+        sources = self._sources(name, made)
+        return (min(sources), tuple(made.values())) if len(sources) == 1 and sources <= self.given else None
+
+    def _sources(self, name: str, made: dict[str, onnx.NodeProto]) -> set[str]:
+        """Return what a tensor is computed from, and enter the nodes into `made` in order, by their first outputs."""
+        constant, node = self.constants.get(name), self.nodes.get(name)
+        if constant is not None and constant.ByteSize() <= MAX_HASHED_BYTES:
+            made[name] = onnx.helper.make_node("Constant", [], [name], value=constant)
+            return set()
+        if name in self.given or node is None or any(subgraphs(node)):
+            return {name}
+        if node.output[0] in made:
+            return set()
+        found = set[str]().union(*(self._sources(each, made) for each in node.input if each))
+        made[node.output[0]] = node
+        return found
+
+
+def _without_names(nodes: Iterable[onnx.NodeProto]) -> list[str]:
+    """Return nodes as texts that are equal if the nodes differ by names only."""
+    numbers: dict[str, int] = {}
+    texts = []
+    for node in nodes:
+        bare = onnx.NodeProto(op_type=node.op_type, attribute=node.attribute)
+        for attribute in bare.attribute:
+            if attribute.HasField("t"):
+                attribute.t.name = ""
+        places = [numbers.setdefault(name, len(numbers)) for name in (*node.input, *node.output)]
+        texts.append(f"{bare.SerializeToString(deterministic=True).hex()} {places}")
+    return texts
 
 
 def _original(originals: Mapping[str, Original], name: str) -> str:

@@ -16,6 +16,7 @@ from onnxfuse.errors import UsageError, first_line
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.verify.input_uses import integer_uses
 from onnxfuse.verify.inputs import Input, check_inputs, generate_inputs, model_inputs, sizes_to_try
+from onnxfuse.verify.required_sizes import with_required_sizes
 
 GIVE_INPUTS = "give inputs or sizes that the model accepts: --input x.npz, --shape input:8x512"
 
@@ -33,7 +34,7 @@ def draws(model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Arr
 
     Raises UsageError for shapes that the model does not accept or that do not fit into memory.
     """
-    wanted = model_inputs(model)
+    wanted = with_required_sizes(model, model_inputs(model))
     check_inputs(given, wanted)
     requested = parse_shapes(shapes, wanted)
     dtypes = {each.name: each.dtype for each in wanted}

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from onnxfuse.analysis.bounds import lower_bound, maximum, minimum, upper_bound, without_min_constants
+from onnxfuse.analysis.bounds import (
+    lower_bound,
+    maximum,
+    minimum,
+    solved,
+    substituted,
+    upper_bound,
+    without_min_constants,
+)
 from onnxfuse.analysis.dim_parser import parse_size
 from onnxfuse.analysis.dims import (
     MAX_DEGREE,
@@ -163,6 +171,37 @@ def test_without_min_constants() -> None:
     assert without_min_constants(minimum(512, past + seq) - minimum(512, past)) == seq
     assert without_min_constants(maximum(0, minimum(512, past + seq) - minimum(512, past))) == seq
     assert without_min_constants((seq + 1) // 2) == (seq + 1) // 2
+
+
+@pytest.mark.parametrize(
+    ("text", "low", "high"),
+    [
+        ("h//2 - 2*(h//4)", 0, 1),  # what is padded to where an image was halved and doubled
+        ("h - 2*(h//2)", 0, 1),
+        ("h - 4*((h + 3)//4)", -3, 0),
+        ("(h//2 - 2*(h//4))//2", 0, 0),
+        ("h//4//2 - h//8", 0, 0),
+        ("h//3 - h//4", 0, None),
+        ("h//2 - w//2", None, None),
+    ],
+)
+def test_bounds_of_quotients(text: str, low: int | None, high: int | None) -> None:
+    assert (lower_bound(parse_size(text)), upper_bound(parse_size(text))) == (low, high)
+
+
+def test_sizes_with_numbers_in_place_of_symbols() -> None:
+    size = maximum(seq // 4, past) + 3 * batch * seq
+    assert substituted(size, {"seq": 9}) == maximum(2, past) + 27 * batch
+    assert substituted(size, {"seq//4": 5}) == maximum(5, past) + 3 * batch * seq
+    assert substituted(size, {"seq": 8, "past": 1, "batch": 2}) == 50
+    assert substituted(batch % past, {"past": 0}) == batch % past, "a remainder that no number has"
+
+
+def test_the_symbol_that_makes_a_size_a_number() -> None:
+    assert solved(2 * seq + 4, 64) == ("seq", 30)
+    assert solved(seq // 4, 64) == ("seq//4", 64)
+    for size, number in ((2 * seq + 4, 63), (seq + past, 64), (batch * seq, 64), (seq + 64, 64), (64, 64)):
+        assert solved(size, number) is None
 
 
 def test_a_symbol_without_a_value_is_an_error() -> None:

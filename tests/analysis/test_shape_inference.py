@@ -123,6 +123,8 @@ SHAPES = [
     (17, "float[batch,1,seq] x, float[heads,1] z", "y = Add(x, z)", "batch heads seq"),
     (17, "float[a] x, float[b] z", "y = Add(x, z)", "?"),
     (17, "float[a] x, float[8] z", "y = Add(x, z)", "8"),
+    (17, "float[a] x, float[b] z", "u = Concat <axis = 0> (x, x) y = Add(u, z)", "2*a"),  # which is never 1
+    (17, "float[a] x, float[b] z", "u = Concat <axis = 0> (x, x, x) y = Add(z, u)", "3*a"),
     (17, f"{X3}, float[64] z", "c = Less(x, z) y = Where(c, x, z)", "batch seq 64"),
     (6, f"{X3}, float[seq] z", "y = Add <broadcast = 1, axis = 1> (x, z)", "batch seq 64"),
     (17, "float[1024,64] x, int64[batch,seq] z",
@@ -223,6 +225,10 @@ SHAPES = [
     (17, f"{X4}, float[3,4,2,3] z", 'y = ConvTranspose <strides = [3, 3], auto_pad = "SAME_UPPER"> (x, z)',
      "batch 4 3*h - 1 3*w"),
     (17, X4, "y = MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (x)", "batch 3 h//2 w//2"),
+    (17, f"{X4}, int64[2] z", "t = Concat <axis = 0> (a0, a1, z, a0, a1, z) y = Pad(x, t)", "batch 5 ? ?"),
+    (17, f"{X4}, int64[2] z", "s = Shape <end = 2> (x) t = Concat <axis = 0> (s, z) y = Resize(x, , , t)",
+     "batch 3 ? ?"),
+    (18, f"{X4}, int64[1] z", "t = Concat <axis = 0> (z, a3) y = Resize <axes = [3, 2]> (x, , , t)", "batch 3 3 ?"),
     (17, "float[1,1,5,5] x", "y = MaxPool <kernel_shape = [2, 2], strides = [2, 2], ceil_mode = 1> (x)", "1 1 3 3"),
     (17, "float[1,1,2,2] x", "y = MaxPool <kernel_shape = [3, 3], strides = [3, 1]> (x)", "1 1 1 0"),
     (17, X4, "y = GlobalAveragePool(x)", "batch 3 1 1"),
@@ -414,6 +420,54 @@ def test_a_malformed_node_leaves_its_shape_unknown() -> None:
     assert infer_shapes(graph).shape(named(graph, "y")) is None
     with pytest.raises(IndexError):
         infer_shapes(graph, strict=True)
+
+
+REQUIRED = [
+    (17, "float[n,c,h,w] x, float[8,3,3,3] z", "y = Conv(x, z)", "n 3 h w"),
+    (17, "float[n,c,h,w] x, float[8,2,3,3] z", "y = Conv <group = 4> (x, z)", "n 8 h w"),
+    (17, "float[n,c,h,w] x, float[8,3,3,3] z", "y = ConvTranspose(x, z)", "n 8 h w"),
+    (17, "float[n,c,h,w] x, float[8,4,3,3] z", "u = Concat <axis = 1> (x, x) y = Conv(u, z)", "n 2 h w"),
+    (17, "float[n,c,h,w] x, float[8,4,3,3] z", "u = DepthToSpace <blocksize = 2> (x) y = Conv(u, z)", "n c h w"),
+    (17, "float[n,c,h,w] x, float[6] z", "y = BatchNormalization(x, z, z, z, z)", "n 6 h w"),
+    (17, "float[n,c,h,w] x, float[6] z", "y = InstanceNormalization(x, z, z)", "n 6 h w"),
+    (21, "float[n,c,h,w] x, float[6] z", "y = GroupNormalization <num_groups = 2> (x, z, z)", "n 6 h w"),
+    (18, "float[n,c,h,w] x, float[2] z", "y = GroupNormalization <num_groups = 2> (x, z, z)", "n c h w"),
+    (17, "float[n,s,d] x, float[6,4] z", "y = MatMul(x, z)", "n s 6"),
+    (17, "float[d,n] x, float[4,6] z", "y = Gemm <transA = 1, transB = 1> (x, z)", "6 n"),
+    (17, "float[n,c,h,w] x, float[8,3,3,3] z, float[8,4,3,3] v", "u = Conv(x, z) y = Conv(x, v)", "n c h w"),
+    (17, "float[n,c,h,w] x, float[8,k,3,3] z", "y = Conv(x, z)", "n c h w"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("opset", "inputs", "body", "expected"), REQUIRED)
+def test_a_size_that_an_operator_requires_is_that_number(opset: int, inputs: str, body: str, expected: str) -> None:
+    """Where two operators require different numbers, the model does not run, and nothing is known."""
+    graph, shapes = parsed(inputs, body, opset)
+    assert shown(shapes.shape(graph.linked.inputs[0])) == expected
+
+
+def test_a_size_that_is_lost_and_required_is_known_everywhere() -> None:
+    """A computed Pad may pad any axis; the Conv behind it tells the channels, which are then declared in the file."""
+    body = """u = Pad(x, p) r = Relu(u) z = Conv(r, k) f = Shape(u) c = Gather(f, a1) s = Div(c, a2)
+        q = Concat <axis = 0> (s, c) v = ConstantOfShape(q) y = Add(z, r)"""
+    inputs = "float[n,c,h,w] x, int64[8] p, float[8,8,1,1] k"
+    graph, shapes = parsed(inputs, body, constants="int64[1] a1 = {1}, int64[1] a2 = {2}")
+    assert shown(shapes.shape(named(graph, "u"))) == "? 8 ? ?"
+    assert shown(shapes.shape(named(graph, "v"))) == "4 8"
+    infer_node(shapes, named(graph, "u").inputs[0])
+    assert shown(shapes.shape(named(graph, "u"))) == "? 8 ? ?", "inferring again gives the same sizes"
+    types = {value.name: value.type.tensor_type.shape.dim for value in write_model(graph).graph.value_info}
+    assert types["u"][1].dim_value == 8
+
+
+def test_an_input_is_declared_with_the_size_that_is_required() -> None:
+    """So is what the model records with the name of that size."""
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[n,c,h,w] x, float[8,3,1,1] z) => (y)
+        <float[n,c,h,w] r> { r = Relu(x) y = Conv(r, z) }"""
+    graph, _ = inferred(onnx.parser.parse_model(text))
+    model = write_model(graph)
+    for value in (model.graph.input[0], *(each for each in model.graph.value_info if each.name == "r")):
+        assert [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim] == ["n", 3, "h", "w"]
 
 
 def test_recorded_shapes_that_contradict_the_inputs_are_not_used() -> None:

@@ -129,7 +129,16 @@ def test_sizes_of_0_stay(tmp_path: Path) -> None:
         np.testing.assert_allclose(found, expected, rtol=2e-6, atol=2e-6)
 
 
+def test_one_of_three_says_the_sizes() -> None:
+    node = FusedNode("resize", "n", ("x",), {"layout": "nhwc"}, ("float16",))
+    sentence = "it has neither scales nor sizes nor an operand like"
+    assert sentence in (host_of("resize").supports(node, ["float16"], H200) or "")
+
+
 def test_sizes_that_do_not_fit_are_an_error() -> None:
+    like = FusedNode("resize", "n", ("x", "like"), {"layout": "nhwc"}, ("float16",))
+    with pytest.raises(ValueError, match=r"x has shape \[1, 4, 4, 4\] and like \[0, 8\]; required one axis less"):
+        host_of("resize").candidates(like, [TensorSpec((1, 4, 4, 4), "float16"), TensorSpec((0, 8), "float16")], H200)
     node = FusedNode("resize", "n", ("x",), {"layout": "nhwc", "sizes": [2, 8, 8, 4]}, ("float16",))
     with pytest.raises(ValueError, match="required the same n and channels"):
         host_of("resize").candidates(node, [TensorSpec((1, 4, 4, 4), "float16")], H200)

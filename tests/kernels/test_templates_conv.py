@@ -13,6 +13,7 @@ import pytest
 from architectures import A100, DEVICES, H200, T4, check_compiles, to_compile
 from conv_cases import ConvCase, depthwise, image, large_shapes
 from conv_emulation import run_emulated
+from conv_transpose_cases import ConvTransposeCase
 from dynamic_convs import DynamicConv, convolutions, gated, own_tilings, transposed
 from sampling import by_parts, sampled
 from template_checks import check_template, concrete_plan, template_of
@@ -60,6 +61,31 @@ def test_one_image_of_a_dynamic_batch_has_the_kernel_that_it_has_alone(case: Con
     assert variant
     (step,) = concrete_plan(template, variant, [1]).steps
     assert isinstance(step, Launch) and step.kernel.source == source
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ConvCase(1, 48, 64, (56, 56), (3, 3)),
+        ConvCase(1, 48, 64, (56, 56), (3, 3), dtype="float32"),
+        ConvCase(1, 48, 64, (56, 56), (1, 1)),
+        ConvCase(1, 48, 96, (56, 56), (3, 3), group=4),
+        image(1, 3, 32, (224, 224), (3, 3), (2, 2)),
+        depthwise(1, 48, (56, 56), (3, 3)),
+        ConvTransposeCase(1, 48, 64, (56, 56), (2, 2), (2, 2)),
+    ],
+    ids=str,
+)
+def test_a_dynamic_number_of_channels_is_that_of_the_weights(case: ConvCase | ConvTransposeCase) -> None:
+    """No template is made for other numbers, which no run has: the variants are those of a static number."""
+    x, *others = DynamicConv(case, "nhw").inputs()
+    channels = 1 if case.x_nchw else 3
+    dynamic = replace(x, shape=tuple(-4 if axis == channels else size for axis, size in enumerate(x.shape)))
+    template = template_of(case.node(), [dynamic, *others], H200)
+    static = template_of(case.node(), [x, *others], H200)
+    assert [[repr(kernel) for kernel in each.kernels] for each in template.variants] == [
+        [repr(kernel) for kernel in each.kernels] for each in static.variants
+    ]
 
 
 @pytest.mark.parametrize("device", GPUS, ids=lambda device: device.name)

@@ -131,6 +131,28 @@ def test_a_template_computes_any_size(
             np.testing.assert_allclose(y.astype(np.float32), expected, rtol=slack / 2, atol=slack)
 
 
+@pytest.mark.parametrize("mode", ["nearest", "linear"])
+def test_sizes_that_are_those_of_another_tensor(mode: str, tmp_path: Path) -> None:
+    """A tensor without elements has the sizes of y, which are computed and so none of those of x."""
+    node = FusedNode("resize", "n", ("x", "like"), {"layout": "nhwc", "mode": mode}, ("float32",))
+    inputs = TensorSpec((-1, -2, -3, 24), "float32"), TensorSpec((0, -4, -5), "float32")
+
+    def sizes(seed: int) -> list[int]:
+        chance = random.Random(seed)
+        return [int(8 ** chance.random()), *(int(600 ** chance.random()) for _ in range(4))]
+
+    template = check_template(node, inputs, H200, max_kernels=MAX_KERNELS, sizes=sizes, own_tilings=True)
+    for at in ((2, 9, 30, 18, 60), (1, 33, 10, 7, 3), (1, 1, 1, 3, 2), (2, 5, 6, 5, 6)):
+        n, height, width, y_height, y_width = at
+        variant = template.chosen(at)
+        assert variant
+        x = np.random.default_rng(1).standard_normal((n, height, width, 24)).astype(np.float32)
+        like = np.zeros((0, y_height, y_width), np.float32)
+        (y,) = emulate(concrete_plan(template, variant, at), [x, like], tmp_path)
+        expected = resized(x, {"sizes": [0, y_height, y_width, 0]}, {"mode": mode})
+        np.testing.assert_allclose(y, expected, rtol=1e-5, atol=2e-5)
+
+
 def all_kernels(device: Device) -> list[Kernel]:
     templates = (template_of(*described(*case, dtype), device) for case in CASES for dtype in ("float16", "float32"))
     return [kernel for template in templates for kernel in template.kernels]

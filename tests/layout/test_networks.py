@@ -68,6 +68,59 @@ UNET = """(float[2,4,8,8] x, float[2,16] step) => (float[2,4,8,8] y)
   y = Conv <pads = [1,1,1,1]> (z, k2)
 }"""
 
+# What is halved and doubled is padded to the size of the image that it is joined to, as PyTorch exports it.
+PADDED_UNET = """(float[n,3,h,w] x) => (float[n,2,h,w] y)
+<float[16,3,3,3] k0, float[32,16,3,3] k1, float[32,16,2,2] k2, float[16,32,3,3] k3, float[2,16,1,1] k4,
+ int64 two = {2}, int64 three = {3}, int64[1] zero = {0}, int64[2] zeros = {0,0}>
+{
+  a0 = Conv <pads = [1,1,1,1]> (x, k0)  a = Relu (a0)
+  p = MaxPool <kernel_shape = [2,2], strides = [2,2]> (a)
+  b0 = Conv <pads = [1,1,1,1]> (p, k1)  b = Relu (b0)
+  u = ConvTranspose <strides = [2,2]> (b, k2)
+  sa = Shape (a)  su = Shape (u)
+  h0 = Gather (sa, two)  h1 = Gather (su, two)  dh = Sub (h0, h1)  top = Div (dh, two)  bottom = Sub (dh, top)
+  w0 = Gather (sa, three)  w1 = Gather (su, three)  dw = Sub (w0, w1)  left = Div (dw, two)  right = Sub (dw, left)
+  t1 = Unsqueeze (top, zero)  l1 = Unsqueeze (left, zero)  b1 = Unsqueeze (bottom, zero)  r1 = Unsqueeze (right, zero)
+  pads = Concat <axis = 0> (zeros, t1, l1, zeros, b1, r1)
+  v = Pad (u, pads)
+  j = Concat <axis = 1> (a, v)
+  c0 = Conv <pads = [1,1,1,1]> (j, k3)  c = Relu (c0)
+  y = Conv (c, k4)
+}"""
+FPN = """(float[n,3,h,w] x) => (float[n,8,h2,w2] y2, float[n,8,h4,w4] y4, float[n,8,h8,w8] y8)
+<float[16,3,3,3] k0, float[16,16,3,3] k1, float[16,16,3,3] k2, float[16,16,1,1] i0, float[16,16,1,1] i1,
+ float[16,16,1,1] i2, float[8,16,3,3] o, float[4] scales = {1,1,2,2}>
+{
+  a0 = Conv <pads = [1,1,1,1], strides = [2,2]> (x, k0)  a = Relu (a0)
+  b0 = Conv <pads = [1,1,1,1], strides = [2,2]> (a, k1)  b = Relu (b0)
+  c0 = Conv <pads = [1,1,1,1], strides = [2,2]> (b, k2)  c = Relu (c0)
+  p8 = Conv (c, i2)
+  l4 = Conv (b, i1)  u4 = Resize <mode = "nearest"> (p8, , scales)  p4 = Add (l4, u4)
+  l2 = Conv (a, i0)  u2 = Resize <mode = "nearest"> (p4, , scales)  p2 = Add (l2, u2)
+  y8 = Conv <pads = [1,1,1,1]> (p8, o)
+  y4 = Conv <pads = [1,1,1,1]> (p4, o)
+  y2 = Conv <pads = [1,1,1,1]> (p2, o)
+}"""
+
+# Blocks of a SegFormer: rows of pixels, whose feed-forward part has a depthwise convolution of the image again.
+ROWS = """(float[n,3,h,w] x) => (float[n,8,p,q] y)
+<float[16,3,3,3] k0, float[16] g, float[16] b, float[16,32] w1, float[32] b1, float[32,1,3,3] k1, float[32,16] w2,
+ float[8,16,1,1] k2, int64[3] rows = {0,16,-1}, int64[1] wide = {32}, int64[1] narrow = {16}, int64[1] zero = {0},
+ int64[1] one = {1}, int64[1] two = {2}, int64[1] four = {4}, int64[3] wide_rows = {0,32,-1}>
+{
+  a = Conv <pads = [1,1,1,1], strides = [2,2]> (x, k0)
+  s = Shape (a)  n0 = Slice (s, zero, one)  spatial = Slice (s, two, four)
+  r = Reshape (a, rows)  t = Transpose <perm = [0,2,1]> (r)
+  l = LayerNormalization (t, g, b)
+  m0 = MatMul (l, w1)  m = Add (m0, b1)
+  u = Transpose <perm = [0,2,1]> (m)  shape1 = Concat <axis = 0> (n0, wide, spatial)  v = Reshape (u, shape1)
+  c = Conv <pads = [1,1,1,1], group = 32> (v, k1)
+  d = Reshape (c, wide_rows)  e = Transpose <perm = [0,2,1]> (d)  f = Relu (e)
+  i = MatMul (f, w2)  j = Add (i, t)
+  o = Transpose <perm = [0,2,1]> (j)  shape2 = Concat <axis = 0> (n0, narrow, spatial)  z = Reshape (o, shape2)
+  y = Conv (z, k2)
+}"""
+
 
 @pytest.mark.parametrize(
     ("text", "transposes", "sizes"),
@@ -75,6 +128,9 @@ UNET = """(float[2,4,8,8] x, float[2,16] step) => (float[2,4,8,8] y)
         pytest.param(CSP, 1, {"n": 2, "h": 32, "w": 48}, id="csp"),  # in front of the rows
         pytest.param(DENSE, 0, {"n": 2, "h": 17, "w": 23}, id="dense"),
         pytest.param(UNET, 1, {}, id="unet"),  # of the output; the stem reads the input as it is
+        pytest.param(PADDED_UNET, 1, {"n": 2, "h": 13, "w": 10}, id="padded unet"),
+        pytest.param(FPN, 3, {"n": 2, "h": 32, "w": 48}, id="fpn"),
+        pytest.param(ROWS, 1, {"n": 2, "h": 13, "w": 10}, id="rows of pixels"),
     ],
 )
 def test_networks(text: str, transposes: int, sizes: dict[str, int]) -> None:
@@ -82,7 +138,7 @@ def test_networks(text: str, transposes: int, sizes: dict[str, int]) -> None:
     for tensor in model.graph.initializer:  # variances are positive
         if tensor.name in ("v1", "v2"):
             tensor.CopyFrom(numpy_helper.from_array(abs(numpy_helper.to_array(tensor)) + 1, tensor.name))
-    result = converted(model)
+    result = converted(model, "auto")
     found = operators(result)
     assert found["Transpose"] == transposes, (found, result.layout.ends)
     assert found["Conv"] == found["BatchNormalization"] == found["MaxPool"] == found["Resize"] == 0

@@ -45,11 +45,66 @@ def test_auto_weighs_the_transposes() -> None:
     assert operators(converted(parse(many), "auto")) == {"conv_bias_activation": 6, "Transpose": 2}
 
 
+BETWEEN_LRNS = """(float16[n,16,h,w] x) => (float16[n,16,h,w] y) <float16[16,16,3,3] k>
+{ a = LRN <size = 3> (x) b = Abs (a) [conv] c = Conv <pads = [1,1,1,1]> (b, k) d = Exp (c) y = LRN <size = 3> (d) }"""
+
+
+def test_a_convolution_says_why_it_is_channels_first() -> None:
+    """The bytes that decide, and the operator that a Transpose would stand beside."""
+    result = converted(parse(BETWEEN_LRNS), "auto")
+    (stays,) = result.layout.stays
+    assert (stays.node, stays.output) == ("conv", "c") and stays.reason == (
+        "Transposes around its region would move 268 MB, which is more than 50% of the 134 MB that its convolutions "
+        "move; most are for 'b': Abs 'b' is channels-first, as LRN 'a' is: its operator has no channels-last form"
+    )
+    assert not converted(parse(BETWEEN_LRNS), "nhwc").layout.stays
+    assert not converted(parse(BETWEEN_LRNS), "nchw").layout.stays, "which was asked for"
+
+
+@pytest.mark.parametrize(
+    ("text", "opset", "reason"),
+    [
+        ("(float[n,8,1,1] x) => (float[n,4,1,1] y) <float[4,8,1,1] k> { y = Conv (x, k) }", 20,
+         "it computes one pixel, for which no layout is faster"),
+        ("(float[n,8,h,w] x, float[4,8,1,1] k) => (float[n,4,h,w] y) { y = Conv (x, k) }", 20,
+         "it is channels-first: its weights 'k' are no constant"),
+        ("(double[n,8,h,w] x) => (double[n,4,h,w] y) <double[4,8,1,1] k> { y = ConvTranspose (x, k) }", 20,
+         "it is channels-first: it computes in float64"),
+        ("(float[n,8,h,w] x) => (float[n,4,h,w] y) <float[4,8,1,1] k> { y = Conv (x, k) }", 8,
+         "the model has opset 8, and layouts need opset 9"),
+    ],
+)  # fmt: skip
+def test_reasons_of_convolutions(text: str, opset: int, reason: str) -> None:
+    if "double" in text:
+        text = text.replace("[4,8,1,1] k>", "[8,4,1,1] k>")
+    assert [one.reason for one in converted(parse(text, opset), "auto").layout.stays] == [reason]
+
+
 def test_a_gate_alone_is_no_reason() -> None:
     """Products of one pixel gain nothing, though they need no Transpose either."""
     text = """(float16[n,8,1,1] x) => (float16[n,4,1,1] y) <float16[8,8,1,1] k1, float16[4,8,1,1] k2>
     { a = Conv (x, k1) b = Relu (a) y = Conv (b, k2) }"""
     assert layouts(parse(text)) == [None]
+
+
+NHWC_POOL = """(float[n,h,w,8] x) => (float[n,p,q,8] y) <float[4] scales = {1,1,2,2}, float[8] s>
+{ a = Mul (x, s) f = Transpose <perm = [0,3,1,2]> (a)
+  m = MaxPool <kernel_shape = [2,2], strides = [2,2]> (f) r = Resize (m, , scales)
+  l = Transpose <perm = [0,2,3,1]> (r) y = Mul (l, s) }"""
+
+
+@pytest.mark.parametrize("layout", ["auto", "nhwc"])
+def test_pools_of_a_channels_last_model_need_no_convolution(layout: str) -> None:
+    """TensorFlow's images are channels-last; converters put Transposes around each pool and Resize."""
+    model = parse(NHWC_POOL)
+    result = converted(model, layout)
+    assert operators(result) == {"Mul": 2, "max_pool": 1, "resize": 1}
+    assert_same(model, result.model, n=2, h=6, w=10)
+
+
+def test_pools_between_channels_first_images_stay() -> None:
+    text = "(float[n,8,h,w] x) => (float[n,8,p,q] y) { a = Abs (x) y = MaxPool <kernel_shape = [2,2]> (a) }"
+    assert operators(converted(parse(text), "nhwc")) == {"Abs": 1, "MaxPool": 1}
 
 
 def test_two_regions() -> None:

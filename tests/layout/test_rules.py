@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 from layout_models import assert_same, attribute, converted, nodes, operators, parse
+
+from onnxfuse.layout.wrapped_rules import MAX_BLOCK
+from onnxfuse.runtime.hosts import find_host
 
 # A region: two convolutions around what is tested, of 8 channels, which begin and end at the graph.
 HEAD = "(float[n,8,h,w] x) => (float[n,8,p,q] y) <float[8,8,3,3] k1, float[8,8,3,3] k2 {weights}>"
@@ -112,6 +116,22 @@ def test_axes_in_every_opset(opset: int) -> None:
         "conv_bias_activation": 2, "Transpose": BORDERS, "ReduceMean": 1, "Sub": 1, "Pad": 1, "split": 1, "concat": 1,
         "Slice": 1, "resize": 1,
     }  # fmt: skip
+    assert_same(model, result.model, **SIZES)
+
+
+@pytest.mark.parametrize("axes", ["", "int64[2] axes = {3,2}"])
+def test_computed_pads_are_put_into_order(axes: str) -> None:
+    """Those of axes that have none are 0.  An image is padded by half of the batch."""
+    count = "two" if axes else "four"
+    pad = "Pad (a, pads, , axes)" if axes else "Pad (a, pads)"
+    body = f"""s = Shape <end = 1> (a) half = Div (s, two) r = Expand (half, {count}) none = Sub (r, r)
+    {"pads = Concat <axis = 0> (none, r)" if axes else "t = Mul (r, spatial) pads = Concat <axis = 0> (none, t)"}
+    b = {pad}"""
+    weights = "int64[1] two = {2}, int64[1] four = {4}, int64[4] spatial = {0,0,1,3}"
+    model = between(body, f"{weights}, {axes}" if axes else weights)
+    result = converted(model)
+    found = operators(result)
+    assert found["Transpose"] == BORDERS and found["Pad"] == 1
     assert_same(model, result.model, **SIZES)
 
 
@@ -258,6 +278,92 @@ def test_blocks_of_pixels(body: str, channels: int, mode: str | None) -> None:
     assert_same(model, result.model, **SIZES)
 
 
+RESIZE = """p = AveragePool <kernel_shape = [3,3], strides = [2,2]> (a)
+  s = Shape (p) outer = Slice (s, zero, two) inner = Slice (s, two, four)
+  {spatial} sizes = Concat <axis = 0> (outer, t) b = Resize <mode = "linear"{more}> (p, , , {sizes})"""
+VECTORS = """int64[1] zero = {0}, int64[1] two = {2}, int64[1] four = {4}, int64[1] three = {3},
+  int64[2] known = {13,7}, int64[2] odd = {5,3}"""
+
+
+@pytest.mark.parametrize(
+    ("spatial", "more", "sizes", "expected"),
+    [
+        # of any size: here half as many pixels again, and of another image, and in another order
+        ("u = Mul (inner, three) t = Div (u, two)", "", "sizes", {"operands": "x like"}),
+        ("i = Shape (a) t = Slice (i, two, four)", "", "sizes", {"operands": "x like"}),
+        ("t = Add (inner, odd)", ", axes = [2, 3]", "t", {"operands": "x like"}),
+        ("t = Add (inner, odd)", ", axes = [-1, 2]", "t", {"operands": "x like"}),
+        # multiples of those of the image, and known ones beside a batch that is not
+        ("t = Mul (inner, three)", "", "sizes", {"operands": "x", "scales": [1.0, 3.0, 3.0, 1.0]}),
+        ("t = Mul (inner, two)", ", axes = [2, 3]", "t", {"operands": "x", "scales": [1.0, 2.0, 2.0, 1.0]}),
+        ("t = Identity (known)", "", "sizes", {"operands": "x", "sizes": [0, 13, 7, 8]}),
+    ],
+)
+def test_resizing_to_computed_sizes(spatial: str, more: str, sizes: str, expected: dict[str, object]) -> None:
+    model = between(RESIZE.format(spatial=spatial, more=more, sizes=sizes), VECTORS)
+    result = converted(model)
+    found = operators(result)
+    assert found["Transpose"] == BORDERS and found["resize"] == 1, result.layout.ends
+    (node,) = nodes(result, "resize")
+    assert {name: attribute(node, name) for name in expected} == expected
+    assert len(node.input) == len(str(expected["operands"]).split())
+    assert_same(model, result.model, **SIZES)
+
+
+def test_computed_sizes_cost_no_more_nodes() -> None:
+    """Sizes that are joined of those of two images are taken from the second, without those of the first."""
+    model = between(RESIZE.format(spatial="i = Shape (a) t = Slice (i, two, four)", more="", sizes="sizes"), VECTORS)
+    result = converted(model)
+    shapes = [node.op_type for node in result.model.graph.node if not node.domain and node.op_type != "Transpose"]
+    assert sorted(shapes) == ["Concat", "Gather", "Reshape", "Shape"]
+    like = nodes(result, "resize")[0].input[1]
+    (info,) = (value.type.tensor_type for value in result.model.graph.value_info if value.name == like)
+    assert [dim.dim_param or dim.dim_value for dim in info.shape.dim] == [0, "h", "w"], "which plans need to know"
+
+
+@pytest.mark.parametrize(
+    ("opset", "op", "scales", "mode", "rounding"),
+    [
+        (9, "Upsample", "1,1,2,2", "nearest", "floor"),
+        (9, "Upsample", "1,1,1.5,1", "linear", "floor"),
+        (10, "Resize", "1,1,1,2.5", "nearest", "floor"),
+        (10, "Resize", "1,1,1.5,0.7", "linear", "ceil"),
+        (10, "Resize", "1,1,0.5,0.4", "nearest", "ceil"),
+    ],
+)
+def test_resizing_before_opset_11(opset: int, op: str, scales: str, mode: str, rounding: str) -> None:
+    """Coordinates were asymmetric, and onnxruntime rounds them down where images become larger, else up."""
+    model = between(f'b = {op} <mode = "{mode}"> (a, scales)', f"float[4] scales = {{{scales}}}", opset=opset)
+    result = converted(model)
+    assert operators(result) == {"conv_bias_activation": 2, "Transpose": BORDERS, "resize": 1}
+    (node,) = nodes(result, "resize")
+    assert attribute(node, "coordinate_transformation_mode") == "asymmetric"
+    assert attribute(node, "nearest_mode") == rounding
+    assert_same(model, result.model, **SIZES)
+
+
+def test_symmetric_coordinates_of_whole_scales_are_half_pixels() -> None:
+    coordinates = 'coordinate_transformation_mode = "half_pixel_symmetric"'
+    model = between(f"b = Resize <{coordinates}> (a, , scales)", "float[4] scales = {1,1,2,3}")
+    result = converted(model)
+    (node,) = nodes(result, "resize")
+    assert attribute(node, "coordinate_transformation_mode") == "half_pixel"
+    assert_same(model, result.model, **SIZES)
+
+
+def test_the_largest_blocks_are_those_that_a_kernel_takes() -> None:
+    """Others stay channels-first: a node without a kernel would run between two Transposes."""
+    host: Any = find_host("space_to_depth")
+    assert host.MAX_BLOCK == MAX_BLOCK
+    text = """(float[n,8,h,w] x) => (float[n,8,p,q] y) <float[648,8,1,1] k1, float[8,8,1,1] k2>
+    { a = Conv (x, k1) b = DepthToSpace <blocksize = 9> (a) y = Conv (b, k2) }"""
+    model = parse(text)
+    result = converted(model)
+    assert operators(result)["DepthToSpace"] == 1
+    assert any("its blocks have 9 x 9 pixels; the kernel takes up to 8 x 8" in e.reason for e in result.layout.ends)
+    assert_same(model, result.model, n=1, h=2, w=3)
+
+
 def test_group_norm_inside_a_region() -> None:
     body = """r = Reshape (a, groups) i = InstanceNormalization (r, ones, zeros) t = Reshape (i, shape)
     u = Mul (t, scale) b = Add (u, shift)"""
@@ -273,6 +379,26 @@ def test_group_norm_inside_a_region() -> None:
     assert_same(text, result.model)
 
 
+@pytest.mark.parametrize(
+    ("body", "weights"),
+    [
+        ("r = Reshape (a, rows) s = Exp (r) i = Shape (a) b = Reshape (s, i)", "int64[3] rows = {0,0,-1}"),
+        ("r = Reshape (a, volume) s = Softmax <axis = 1> (r) i = Shape (a) b = Reshape (s, i)",
+         "int64[5] volume = {0,8,0,-1,2}"),
+        ("i = Shape (a) o = Slice (i, zero, two) r0 = Concat <axis = 0> (o, pixels) r = Reshape (a, r0) "
+         "s = LogSoftmax <axis = 2> (r) b = Reshape (s, i)",
+         "int64[1] zero = {0}, int64[1] two = {2}, int64[2] pixels = {-1,5}"),
+    ],
+)  # fmt: skip
+def test_pixels_are_joined_and_divided(body: str, weights: str) -> None:
+    """Images and channels stay, so that the target is put into order; it may be computed."""
+    model = between(body, weights)
+    result = converted(model)
+    found = operators(result)
+    assert found["Transpose"] == BORDERS and found["Reshape"] == 2, result.layout.ends
+    assert_same(model, result.model, **SIZES)
+
+
 def test_shapes_of_images_are_put_into_order() -> None:
     """Only the order of four numbers changes, so that no image is transposed for them."""
     body = "b = Relu (a) s = Shape <start = 2> (b) f = Cast <to = 1> (s) g = ReduceSum <keepdims = 0> (f)"
@@ -280,6 +406,23 @@ def test_shapes_of_images_are_put_into_order() -> None:
     model.graph.output.append(onnx.helper.make_tensor_value_info("s", onnx.TensorProto.INT64, [2]))
     result = converted(model)
     assert operators(result)["Transpose"] == BORDERS
+    assert_same(model, result.model, **SIZES)
+
+
+def test_places_of_a_shape_are_taken_of_the_channels_last_one() -> None:
+    """So a node that takes a constant place costs no node more."""
+    body = """s = Shape (a)
+    h = Gather (s, two) spatial = Slice (s, starts, ends) t = Slice (s, starts, ends, zeros, steps)
+    p = Concat <axis = 0> (h, spatial, t) f = Cast <to = 1> (p) g = ReduceSum <keepdims = 0> (f) b = Relu (a)"""
+    weights = (
+        "int64[1] two = {-2}, int64[1] starts = {1}, int64[1] ends = {9}, int64[1] zeros = {0}, int64[1] steps = {2}"
+    )
+    model = between(body, weights)
+    model.graph.output.append(onnx.helper.make_tensor_value_info("p", onnx.TensorProto.INT64, [6]))
+    result = converted(model)
+    assert operators(result)["Transpose"] == BORDERS
+    gathers = [node.input[0] for node in result.model.graph.node if node.op_type == "Gather"]
+    assert gathers == ["s/nhwc"] * 3, "the third has the order of the channels-first shape"
     assert_same(model, result.model, **SIZES)
 
 
@@ -351,8 +494,23 @@ def test_rows_of_pixels() -> None:
         ("b = Softmax <axis = 3> (a)", "", 4, "its fusion has no channels-last form"),
         ("b = CumSum (a, s)", "int64 s = {3}", 4, "its operator has no channels-last form"),
         ("b = LRN <size = 3> (a)", "", 4, "its operator has no channels-last form"),
+        ("c = Reshape (a, groups) d = Abs (c) e = Neg (d) b = Reshape (e, image)",
+         "int64[5] groups = {0,2,4,6,10}, int64[4] image = {0,8,6,10}", 4,
+         "it does not keep both its images and its channels"),
         ("b = Resize <mode = \"cubic\"> (a, , scales)", "float[4] scales = {1,1,2,2}", 4,
-         "its mode is neither nearest nor linear"),
+         "its mode is cubic, neither nearest nor linear"),
+        ("b = Resize <mode = \"linear\", antialias = 1> (a, , scales)", "float[4] scales = {1,1,0.5,0.5}", 4,
+         "it filters an image that it makes smaller (antialias)"),
+        ("b = Resize <keep_aspect_ratio_policy = \"not_larger\", axes = [2, 3]> (a, , , sizes)",
+         "int64[2] sizes = {9,9}", 4, "it keeps the ratio of its sizes (keep_aspect_ratio_policy is not_larger)"),
+        ("b = Resize <coordinate_transformation_mode = \"half_pixel_symmetric\"> (a, , scales)",
+         "float[4] scales = {1,1,2,1.3}", 4,
+         "its coordinate_transformation_mode is half_pixel_symmetric, and its scales are no integers"),
+        ("b = Resize <coordinate_transformation_mode = \"tf_crop_and_resize\"> (a, roi, scales)",
+         "float[8] roi = {0,0,0,0,1,1,1,1}, float[4] scales = {1,1,2,2}", 4,
+         "its coordinate_transformation_mode is tf_crop_and_resize"),
+        ("t = Shape (a) f = Cast <to = 1> (t) r = Div (f, f) scales = Mul (r, s) b = Resize (a, , scales)",
+         "float[4] s = {1,1,1.5,2}", 4, "its scales are computed"),
         ("m = ReduceMean <keepdims = 0> (a) r = Mul (k, m) b = Conv (a, r)", "float[8,8,3,3] k", 4,
          "its weights 'r' are no constant"),
     ],

@@ -54,6 +54,28 @@ def test_every_channels_last_node_is_a_part() -> None:
     assert (found.wrong, found.not_compared) == ((), ()) and len(found.equal) == len(parts)
 
 
+def test_an_operand_that_only_the_optimized_model_has_is_computed_in_the_part() -> None:
+    """A Resize reads the shape of a tensor that is made of sizes; the part has the nodes that make it."""
+    text = """(float[n,8,h,w] x) => (float[n,8,p,q] y)
+    <float[8,8,3,3] k1, int64[1] zero = {0}, int64[1] two = {2}, int64[1] four = {4}>
+    { a = Conv <pads = [1,1,1,1]> (x, k1) p = AveragePool <kernel_shape = [3,3], strides = [2,2]> (a)
+      s = Shape (p) outer = Slice (s, zero, two) i = Shape (a) inner = Slice (i, two, four)
+      sizes = Concat <axis = 0> (outer, inner) b = Resize (p, , , sizes)
+      y = Conv (b, k1) }"""
+    model = parse(text)
+    result = converted(model)
+    assert result.unfused is not None
+    replaced = {one.node: one.replaces for one in result.fusing.fused}
+    parts = distinct_parts(result.unfused, result.model, replaced, result.layout.originals)
+    (resize,) = (part for part in parts if attribute(part.fused, "fusion") == "resize")
+    assert resize.operands == ["p", "a"], "of which the latter has the sizes"
+    assert [node.op_type for node in resize.nodes] == [
+        "Transpose", "Transpose", "Constant", "Constant", "Shape", "Constant", "Gather", "Concat", "Reshape", "resize",
+        "Transpose",
+    ]  # fmt: skip
+    assert optimize(model, layout="nhwc", timeout=None)[1].verified.status == "verified"
+
+
 def test_several_outputs_are_one_part() -> None:
     """A Split and a Concat run beside what they replaced, between Transposes of each of their tensors."""
     text = TEXT.replace("f = MaxPool", "g, i = Split <axis = 1, num_outputs = 2> (e) j = Concat <axis = 1> (i, g)"
@@ -66,7 +88,7 @@ def test_several_outputs_are_one_part() -> None:
     assert (by_fusion["split"].operands, by_fusion["split"].outputs) == (["e"], ["g", "i"])
     assert (by_fusion["concat"].operands, by_fusion["concat"].outputs) == (["i", "g"], ["j"])
     assert [node.op_type for node in by_fusion["split"].replaced] == ["Split"]
-    _, report = optimize(parse(text), layout="nhwc")
+    _, report = optimize(parse(text), layout="nhwc", regions=False)
     assert report.counts == {"concat": 1, "conv_bias_activation": 3, "max_pool": 1, "split": 1}
     assert report.verified.status == "verified" and report.verified.equal_parts == 6
 

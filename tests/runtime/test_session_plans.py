@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +20,7 @@ from stand_in import CPU, SHIFT, Stage, feed, model, node, stage
 from onnxfuse.compile.compile_file import compile_file
 from onnxfuse.errors import UsageError
 from onnxfuse.runtime import nvrtc, planner, support
+from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 from onnxfuse.runtime.plan_file import read_plan_file, write_plan_file
 from onnxfuse.session import InferenceSession, explain_session, register
 
@@ -201,3 +202,21 @@ def test_a_file_is_for_other_nodes_too_if_they_are_equal(gpu: Stage, path: Path)
     ]
     check(run)
     assert not gpu.kernels("shift").calls
+
+
+def test_a_host_without_plans_for_dynamic_sizes_plans_the_sizes_that_it_meets(
+    gpu: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other nodes of the session are planned when it is made."""
+    own = gpu.kernels("shift").candidates
+
+    def of_numbers(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+        assert float(inputs[0].shape[0] * 1.0) >= 0
+        return list(own(node, inputs, device))
+
+    monkeypatch.setattr(gpu.kernels("shift"), "candidates", of_numbers)
+    run = open_(model(TWO))
+    before = gpu.launches()
+    for n in (2, 3):
+        check(run, n)
+    assert gpu.launches() - before == 6, "three in each run"

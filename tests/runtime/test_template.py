@@ -99,6 +99,19 @@ def test_a_host_that_refuses_is_asked_once() -> None:
         template_of(Tiles((16,), waves, most=0))
 
 
+def test_a_host_that_needs_a_number_where_a_size_is_dynamic_has_no_plan() -> None:
+    """A compiler goes on with the other nodes; the sentence names the line."""
+
+    class OfNumbers(Tiles):
+        def candidates(self, node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+            self.tiles = [int(16 / float(0.5 * inputs[0].shape[0]))]
+            return []
+
+    sentence = r"rows: its host has no plan for shapes \[\[-1, 8\]\],.* required at runtime/test_template.py:\d"
+    with pytest.raises(ValueError, match=sentence):
+        template_of(OfNumbers((16,), waves))
+
+
 class NotOfFewRows(Tiles):
     """The same host, of whose kernels only the first one takes less than three rows."""
 

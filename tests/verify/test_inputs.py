@@ -230,6 +230,17 @@ def test_inputs_that_are_too_small_are_drawn_again_larger(signature: str, weight
     assert feeds(source)[0]["x"].shape == shape
 
 
+def test_images_have_the_channels_of_their_filters() -> None:
+    """Without this, onnxruntime runs the Conv on images of five channels: its blocked layout does not compare them."""
+    body = "k = Constant<value_ints = [16, 16, 3, 3]>()  w = ConstantOfShape(k)  p = MaxPool<kernel_shape = [2, 2]>(x)"
+    source = model("(float[n, c, h, w] x) => (float[n, 16, s, t] y)", f"{body}  z = Conv(p, w)  y = Relu(z)")
+    source.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((16, 16, 3, 3), np.float32), "w"))
+    del source.graph.node[:2]
+    assert {feed["x"].shape[1] for feed in feeds(source)} == {16}
+    with pytest.raises(UsageError, match="input 'x' has shape 1 x 5 x 8 x 8; the model takes n x 16 x h x w"):
+        run_original(source, None, {"x": np.ones((1, 5, 8, 8), np.float32)}, lambda line: None)
+
+
 def test_samples_of_audio_beside_the_state_of_a_network() -> None:
     """The second input has a batch of its own name on its middle axis."""
     body = """t = Constant<value_ints = [1, 1, 250]>()  w = ConstantOfShape(t)  one = Constant<value_ints = [1]>()

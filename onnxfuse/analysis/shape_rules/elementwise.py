@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from onnxfuse.analysis.bounds import limited_sizes, lower_bound, without_min_constants
-from onnxfuse.analysis.dims import Size
+from onnxfuse.analysis.dims import Size, divisor
 from onnxfuse.analysis.rules import RuleTable, ShapeRule, input_shape, normalize_axis
 from onnxfuse.analysis.shape_info import PartialShape, Shape, ShapeInfo
 from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.node import Node, op_of
 
 RULES = RuleTable[ShapeRule]()
+# Norms whose second input has a number for each channel; that of a GroupNormalization had one for each group before
+# opset 21.
+OF_CHANNELS = frozenset({"BatchNormalization", "GroupNormalization", "InstanceNormalization"})
 
 
 def broadcast(shapes: ShapeInfo, *operands: Shape) -> Shape:
@@ -30,7 +33,7 @@ def broadcast_sizes(shapes: ShapeInfo, a: Size, b: Size) -> Size:
         return b if a == 1 else a
     for size in (a, b):  # two sizes that broadcast are equal, or one of them is 1
         low = lower_bound(size)
-        if low is not None and low > 1:
+        if (low is not None and low > 1) or divisor(size) > 1:  # a multiple of 2, such as that of a Resize, is never 1
             return size
     # A size that a slice limits to the length of a table broadcasts with the unlimited one only where it is equal or 1.
     for limited, size in ((b, a), (a, b)):
@@ -69,7 +72,10 @@ def _broadcasting(shapes: ShapeInfo, node: Node) -> Shape:
 )  # fmt: skip
 def _same_as_first_input(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
     first = input_shape(shapes, node)
-    if op_of(node) == "BatchNormalization":
+    op = op_of(node)
+    if op in OF_CHANNELS and not (op == "GroupNormalization" and shapes.graph.opset < 21) and len(first) > 1:
+        shapes.require(first[1], input_shape(shapes, node, 1)[0])
+    if op == "BatchNormalization":
         return [first, *([first[1:2]] * 4)]
     return [first] * len(node.outputs)
 

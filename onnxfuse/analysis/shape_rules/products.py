@@ -12,6 +12,12 @@ from onnxfuse.ir.node import Node, op_of
 RULES = RuleTable[ShapeRule]()
 
 
+def require_equal(shapes: ShapeInfo, a: Size, b: Size) -> None:
+    """Note that a product runs only where two sizes are equal."""
+    shapes.require(a, b)
+    shapes.require(b, a)
+
+
 @RULES.rule(
     "MatMul", "MatMulInteger", "QLinearMatMul", "com.microsoft::FusedMatMul", "com.microsoft::DynamicQuantizeMatMul",
     "com.microsoft::MatMulIntegerToFloat", "com.microsoft::TransposeMatMul", "com.microsoft::GemmFastGelu",
@@ -24,12 +30,14 @@ def _matmul(shapes: ShapeInfo, node: Node) -> Shape:
         b = (*b[1:-1], b[0], b[-1])
     a = (*a[:-2], a[-1], a[-2]) if int_attribute(node, "transA", 0) else a
     b = (*b[:-2], b[-1], b[-2]) if int_attribute(node, "transB", 0) else b
+    require_equal(shapes, a[-1], b[-2] if len(b) > 1 else b[0])
     return (*broadcast(shapes, a[:-2], b[:-2]), *a[-2:-1], *(b[-1:] if len(b) > 1 else ()))
 
 
 @RULES.rule("Gemm", "com.microsoft::FusedGemm")
 def _gemm(shapes: ShapeInfo, node: Node) -> Shape:
     a, b = input_shape(shapes, node), input_shape(shapes, node, 1)
+    require_equal(shapes, a[0 if int_attribute(node, "transA", 0) else 1], b[int_attribute(node, "transB", 0)])
     return (a[1 if int_attribute(node, "transA", 0) else 0], b[0 if int_attribute(node, "transB", 0) else 1])
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from onnxfuse.analysis.bounds import maximum
 from onnxfuse.analysis.dims import Size
-from onnxfuse.analysis.rules import RuleTable, ShapeRule, has_input, input_shape, integers, required
+from onnxfuse.analysis.rules import RuleTable, ShapeRule, has_input, input_shape, integers, partial_integers, required
 from onnxfuse.analysis.shape_info import CannotInfer, Shape, ShapeInfo
 from onnxfuse.ir.attributes import (
     attribute_or_input,
@@ -22,11 +22,13 @@ from onnxfuse.ir.graph import constant_value
 from onnxfuse.ir.node import Node, is_tensor, op_of, producer
 
 RULES = RuleTable[ShapeRule]()
+PADS_ARE_INPUT_SINCE = 11  # the opset
 
 
 @RULES.rule("Conv", "ConvInteger", "QLinearConv", "com.microsoft::FusedConv")
 def _conv(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
     image, weight = input_shape(shapes, node), input_shape(shapes, node, 3 if op_of(node) == "QLinearConv" else 1)
+    shapes.require(image[1], weight[1] * int_attribute(node, "group", 1))
     kernel = ints_attribute(node, "kernel_shape") or weight[2:]
     return (image[0], weight[0], *_window_counts(node, image[2:], kernel))
 
@@ -92,6 +94,7 @@ def _ceil_mode_count(size: Size, extent: Size, stride: int, before: int, after: 
 @RULES.rule("ConvTranspose")
 def _conv_transpose(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
     image, weight = input_shape(shapes, node), input_shape(shapes, node, 1)
+    shapes.require(image[1], weight[0])
     spatial = image[2:]
     rank = len(spatial)
     strides, dilations = (ints_attribute(node, name) or [1] * rank for name in ("strides", "dilations"))
@@ -114,15 +117,21 @@ def _pad(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
     source = input_shape(shapes, node)
     given = integers(shapes, node, "axes") if has_input(node, 3) else None
     axes: Sequence[Size] = range(len(source)) if given is None else [axis % len(source) for axis in given]
+    opset = shapes.graph.opset
     try:
-        pads = integers(shapes, node, "pads" if shapes.graph.opset > 1 else "paddings") or []
+        pads: Sequence[Size | None] = (
+            partial_integers(shapes, node, 1)
+            if opset >= PADS_ARE_INPUT_SINCE
+            else integers(shapes, node, "pads" if opset > 1 else "paddings") or []
+        )
     except CannotInfer:
         return tuple(None if i in axes else size for i, size in enumerate(source))
     result: list[Size | None] = list(source)
     for i, axis in enumerate(axes):
         if not isinstance(axis, int):
             raise CannotInfer
-        result[axis] = source[axis] + pads[i] + pads[i + len(axes)]
+        before, behind = pads[i], pads[i + len(axes)]
+        result[axis] = None if before is None or behind is None else source[axis] + before + behind
     return tuple(result)
 
 
@@ -132,9 +141,8 @@ def _resize(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
     axes = [axis % len(source) for axis in ints_attribute(node, "axes") or range(len(source))]
     if str_attribute(node, "keep_aspect_ratio_policy", "stretch") != "stretch":
         return tuple(None if i in axes else size for i, size in enumerate(source))
-    sizes = integers(shapes, node, "sizes") if has_input(node, 3) else None
-    if sizes:
-        new: list[Size | None] = list(sizes)
+    if has_input(node, 3) and shapes.shape(node.inputs[3]) != (0,):
+        new = partial_integers(shapes, node, 3)
     else:
         new = [_scaled_size(source[axis], scale) for axis, scale in zip(axes, _scales(shapes, node), strict=True)]
     result: list[Size | None] = list(source)

@@ -1,0 +1,41 @@
+"""The fusions that layouts make of single operators of channels-last images, which no pattern names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True)
+class LayoutFusion:
+    """What such a fusion computes, and the operators of which it is made, where these tell it."""
+
+    summary: str
+    operators: tuple[str, ...] = ()
+
+
+LAYOUT_FUSIONS: Final[Mapping[str, LayoutFusion]] = {
+    "average_pool": LayoutFusion("AveragePool of a channels-last image.", ("AveragePool",)),
+    "channel_scale": LayoutFusion(
+        "A channels-last image times one number for each of its channels, with a residual and an activation behind it."
+    ),
+    "concat": LayoutFusion("Channels-last images, joined along their channels.", ("Concat",)),
+    "depth_to_space": LayoutFusion("DepthToSpace of a channels-last image.", ("DepthToSpace",)),
+    "global_average_pool": LayoutFusion(
+        "The mean over all pixels of a channels-last image.", ("GlobalAveragePool", "ReduceMean")
+    ),
+    "global_max_pool": LayoutFusion(
+        "The maximum over all pixels of a channels-last image.", ("GlobalMaxPool", "ReduceMax")
+    ),
+    "max_pool": LayoutFusion("MaxPool of a channels-last image.", ("MaxPool",)),
+    "resize": LayoutFusion("Resize of the pixels of a channels-last image.", ("Resize", "Upsample")),
+    "space_to_depth": LayoutFusion("SpaceToDepth of a channels-last image.", ("SpaceToDepth",)),
+    "split": LayoutFusion("A channels-last image, divided along its channels.", ("Split",)),
+    "squeeze_excite": LayoutFusion(
+        "The mean over all pixels of a channels-last image, and the two small products that make a gate of it."
+    ),
+}
+DESCRIPTION: Final = """\
+Layouts make such nodes where images are channels-last: in regions around convolutions, which are nodes of
+conv_bias_activation or conv_transpose_bias_activation.  `--only` then has to name one of these, too."""

@@ -1,0 +1,222 @@
+"""Resize and Upsample of the spatial axes of images: functions that transpose, with a kernel that does not.
+
+What the kernel multiplies sizes by is an attribute of the node: scales, or sizes.  Sizes that are computed are those of
+an operand without elements, (0, *spatial): a Reshape of an empty constant, which costs nothing, has the shape that the
+Resize was given, so that a plan for all sizes knows that of its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import onnx
+import onnx.numpy_helper
+from onnx import helper
+
+from onnxfuse.analysis.dims import Size, divide
+from onnxfuse.analysis.shape_info import Shape
+from onnxfuse.ir.attributes import attribute_or_input, int_attribute, ints_attribute, str_attribute
+from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
+from onnxfuse.ir.graph import constant_value
+from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, is_constant
+from onnxfuse.ir.serde import node_proto
+from onnxfuse.layout.axes import permuted, spatial_axes, to_last
+from onnxfuse.layout.bodies import Body, body_of_node
+from onnxfuse.layout.conversion import Conversion, Kind, Model
+from onnxfuse.layout.neutral_rules import NOT_AN_IMAGE
+from onnxfuse.layout.vectors import in_order
+from onnxfuse.layout.writer import Writer, image_rank
+
+FUSION: Final = "resize"
+LIKE: Final = "like"  # the operand whose shape says the sizes
+MODES: Final = ("nearest", "linear")
+COORDINATES: Final = ("half_pixel", "asymmetric", "pytorch_half_pixel", "align_corners")
+SYMMETRIC: Final = "half_pixel_symmetric"  # which is half_pixel where nothing is rounded
+BEFORE_COORDINATES: Final = 11  # the opset before which coordinates are asymmetric
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What a Resize makes of its image, as attributes of the node that takes its place; or sizes that are computed."""
+
+    attributes: Mapping[str, AttributeValue]
+    factors: tuple[int, ...] = ()  # of the spatial axes, where sizes that are computed are multiples
+    spatial: tuple[int, ...] = ()  # sizes of these axes, where they are known and others are not
+    is_computed: bool = False
+
+
+def resize(model: Model, node: Node) -> Conversion | str:
+    """Images and channels stay as many as they are; scales are constant, sizes may be computed."""
+    x = node.inputs[0]
+    if not image_rank(model.shapes, x) or model.shapes.dtype(x) not in FUSIBLE_FLOATS:
+        return NOT_AN_IMAGE
+    if reason := _unsupported(model, node):
+        return reason
+    before, after = model.shapes.shape(x), model.shapes.shape(node.outputs[0])
+    if before is None or after is None or before[:2] != after[:2]:
+        return "it may resize other axes than the spatial ones"
+    target = _target(model, node, before, after)
+    if isinstance(target, str):
+        return target
+    body = _body(model, node, target)
+    own = {name: value for name, value in node.attrs.items() if name not in ("axes", "keep_aspect_ratio_policy")}
+    own |= {**_coordinates(model, node), **target.attributes}
+
+    def write(writer: Writer) -> None:
+        given = {"x": writer.image(x)}
+        if target.is_computed:
+            given[LIKE] = _empty(writer, node.inputs[3], _places(node, len(before)), model.shapes.dtype(x))
+        writer.call(node, FUSION, body, given, {"x": to_last(len(before))}, own)
+
+    return Conversion(node, Kind.WRAPPED, (0,), (0,), write, fusion=FUSION)
+
+
+def _unsupported(model: Model, node: Node) -> str:
+    """Return why there is no kernel for a Resize, whatever it resizes to; "" where there is one."""
+    mode, coordinates = (
+        str_attribute(node, name, default)
+        for name, default in (("mode", "nearest"), ("coordinate_transformation_mode", "half_pixel"))
+    )
+    if mode not in MODES:
+        return f"its mode is {mode}, neither nearest nor linear"
+    if coordinates not in (*COORDINATES, SYMMETRIC):
+        return f"its coordinate_transformation_mode is {coordinates}"
+    if int_attribute(node, "antialias", 0):
+        return "it filters an image that it makes smaller (antialias)"
+    return "" if _scales(model, node) or _sizes_of(model, node) is not None else "its scales are computed"
+
+
+def _coordinates(model: Model, node: Node) -> dict[str, AttributeValue]:
+    """Return the attributes for which pixels are read, where the operator has others or none."""
+    if model.graph.opset < BEFORE_COORDINATES:
+        smaller = any(scale < 1 for scale in _scales(model, node).values())
+        return {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "ceil" if smaller else "floor"}
+    is_symmetric = str_attribute(node, "coordinate_transformation_mode", "") == SYMMETRIC
+    return {"coordinate_transformation_mode": "half_pixel"} if is_symmetric else {}
+
+
+def _scales(model: Model, node: Node) -> dict[int, float]:
+    """Return the constant scales of a Resize by axis; none where it has none, or they are computed."""
+    found = attribute_or_input(model.graph, node, "scales")
+    if not isinstance(found, list) or not found:
+        return {}
+    rank = model.shapes.rank(node.inputs[0]) or 0
+    return dict(zip(_axes(node, rank), (float(scale) for scale in found), strict=True))
+
+
+def _sizes_of(model: Model, node: Node) -> Tensor | None:
+    """Return the sizes that a Resize is given; None where it is given scales."""
+    is_given = len(node.inputs) > 3 and node.inputs[3].name and model.graph.opset >= BEFORE_COORDINATES
+    return node.inputs[3] if is_given else None
+
+
+def _axes(node: Node, rank: int) -> list[int]:
+    return [axis % rank for axis in ints_attribute(node, "axes", range(rank))]
+
+
+def _places(node: Node, rank: int) -> dict[int, int]:
+    """Return where the size of each axis is among those that a Resize has."""
+    return {axis: place for place, axis in enumerate(_axes(node, rank))}
+
+
+def _target(model: Model, node: Node, before: Shape, after: Shape) -> _Target | str:
+    """Return what a Resize makes of its image, or why there is no kernel for that."""
+    rank, is_symmetric = len(before), str_attribute(node, "coordinate_transformation_mode", "") == SYMMETRIC
+    if scales := _scales(model, node):
+        exact = [scales.get(axis, 1.0) for axis in to_last(rank)]
+        if is_symmetric and not all(scale.is_integer() for scale in exact):
+            return f"its coordinate_transformation_mode is {SYMMETRIC}, and its scales are no integers"
+        is_rounded = model.graph.opset < BEFORE_COORDINATES and str_attribute(node, "mode", "nearest") == "nearest"
+        if is_rounded and min(exact) < 1 < max(exact):
+            return "it makes one axis larger and another smaller, whose pixels its opset rounds in two ways"
+        return _Target({"scales": exact})
+    policy = str_attribute(node, "keep_aspect_ratio_policy", "stretch")
+    if policy != "stretch":
+        return f"it keeps the ratio of its sizes (keep_aspect_ratio_policy is {policy})"
+    if not spatial_axes(rank) <= _places(node, rank).keys():
+        return "it does not resize every spatial axis"
+    factors = [divide(new, old) for new, old in zip(after[2:], before[2:], strict=True)]
+    is_multiple = all(isinstance(factor, int) and factor > 0 for factor in factors)
+    if is_symmetric and not is_multiple:
+        return (
+            f"its coordinate_transformation_mode is {SYMMETRIC}, and its sizes are no multiples of those of its image"
+        )
+    sizes = _sizes_of(model, node)
+    return _sizes(before, after, tuple(factors) if is_multiple else (), sizes is not None and is_constant(sizes))
+
+
+def _sizes(before: Shape, after: Shape, factors: tuple[Size | None, ...], is_constant: bool) -> _Target:
+    """Return a target of sizes: they are known, multiples of those of the image, or computed.
+
+    An axis of an image whose size is not known has the size 0 in the attribute, and keeps its own.
+    """
+    perm, outer = to_last(len(before)), [size if isinstance(size, int) else 0 for size in before[:2]]
+    known = tuple(size for size in after[2:] if isinstance(size, int))
+    if len(known) == len(after) - 2:
+        own: dict[str, AttributeValue] = {"sizes": list(permuted([*outer, *known], perm))}
+        return _Target(own, spatial=() if is_constant else known)
+    found = tuple(factor for factor in factors if isinstance(factor, int))
+    if found:
+        return _Target({"scales": list(permuted([1.0, 1.0, *map(float, found)], perm))}, factors=found)
+    return _Target({}, is_computed=True)
+
+
+def _empty(writer: Writer, sizes: Tensor, places: Mapping[int, int], dtype: int) -> Tensor:
+    """Return a tensor without elements whose shape has the spatial sizes of a Resize: (0, *spatial)."""
+    graph, spatial = writer.graph, [place for axis, place in sorted(places.items()) if axis > 1]
+    target = in_order(writer, sizes, [None, *spatial])
+    empty = graph.constant(f"{sizes.name}/none", np.zeros(0, helper.tensor_dtype_to_np_dtype(dtype)))
+    return writer.computed_by("Reshape", [empty, target], f"{sizes.name}/{LIKE}")
+
+
+# --- bodies ------------------------------------------------------------------------------------------------------
+
+
+def _body(model: Model, node: Node, target: _Target) -> Body:
+    """Return the Resize with the constants that it reads, and with nodes that compute its sizes where these are."""
+    proto, rank = node_proto(model.graph, node), model.shapes.rank(node.inputs[0]) or 0
+    del proto.output[1:]
+    before: list[onnx.NodeProto] = []
+    if target.factors:
+        scales = np.array([1.0, 1.0, *target.factors], np.float32)[_axes(node, rank)]
+        before, proto.input[2] = [_constant("scales", scales)], "scales"
+        del proto.input[3:]
+    elif target.spatial or target.is_computed:
+        before, proto.input[3] = _nodes_of_sizes(_axes(node, rank), target.spatial, rank), "sizes"
+    made = {name: name for each in before for name in each.output}
+    constants = {t.name: t for t in node.inputs[1:] if t.name in proto.input and is_constant(t)}
+    found = body_of_node(proto, {proto.input[0]: "x", **made}, _stored(model, constants), model.graph.opset)
+    operands = ("x", LIKE) if target.is_computed else ("x",)
+    return replace(found, operands=operands, nodes=(*before, *found.nodes))
+
+
+def _nodes_of_sizes(axes: Sequence[int], spatial: Sequence[int], rank: int) -> list[onnx.NodeProto]:
+    """Return the nodes that compute the `sizes` of these axes: of x, of `spatial`, or of the shape of `like`."""
+    shapes = [
+        helper.make_node("Shape", ["x"], ["x_shape"]),
+        _constant("first", np.arange(2)),
+        helper.make_node("Gather", ["x_shape", "first"], ["outer"], axis=0),
+    ]
+    if spatial:
+        inner = [_constant("spatial", np.array(spatial))]
+    else:
+        inner = [
+            helper.make_node("Shape", [LIKE], ["like_shape"]),
+            _constant("behind", np.arange(1, rank - 1)),
+            helper.make_node("Gather", ["like_shape", "behind"], ["spatial"], axis=0),
+        ]
+    joined = helper.make_node("Concat", ["outer", "spatial"], ["all_sizes"], axis=0)
+    taken = [_constant("axes", np.array(axes)), helper.make_node("Gather", ["all_sizes", "axes"], ["sizes"], axis=0)]
+    return [*shapes, *inner, joined, *taken]
+
+
+def _constant(name: str, value: np.ndarray[tuple[int], np.dtype[np.generic]]) -> onnx.NodeProto:
+    exact = value.astype(np.int64) if value.dtype.kind == "i" else value
+    return helper.make_node("Constant", [], [name], value=onnx.numpy_helper.from_array(exact))
+
+
+def _stored(model: Model, constants: Mapping[str, Constant]) -> list[onnx.TensorProto]:
+    return [onnx.numpy_helper.from_array(constant_value(model.graph, t), name) for name, t in constants.items()]
