@@ -34,6 +34,7 @@ from onnxfuse.layout.transposed_rules import TRANSPOSED_CONVOLUTION, conv_transp
 from onnxfuse.layout.writer import Writer, image_rank
 
 CONVOLUTION: Final = "conv_bias_activation"
+NORM: Final = "group_norm"  # whose kernel takes what follows it
 MAX_STEM_CHANNELS: Final = 4  # of an image that a convolution reads channels-first: a Transpose would cost more
 # Fusions that compute element by element, unless they read slices: their functions stay as they are.
 NEUTRAL_FUSIONS: Final = frozenset({"activation", "gated_activation"})
@@ -252,12 +253,16 @@ def _wrapped_operator(model: Model, node: Node, fusion: str, attributes: Mapping
 
 
 def mul(model: Model, node: Node) -> Conversion | str:
-    """An image times one number for each of its channels is a channel_scale; other products are neutral."""
+    """An image times one number for each of its channels is a channel_scale; other products are neutral.
+
+    So are those that alone read the result of a norm, as in FiLM and AdaIN: the norm's kernel can compute them with the
+    Add that follows.
+    """
     a, b = node.inputs
     shapes = model.shapes
     if image_rank(shapes, a) == image_rank(shapes, b) > 0 and shapes.dtype(a) in FUSIBLE_FLOATS:
         for x, gate in ((a, b), (b, a)):
-            if _is_gate_of(shapes.shape(x), shapes.shape(gate)):
+            if _is_gate_of(shapes.shape(x), shapes.shape(gate)) and not _follows_a_norm(model, node, x):
                 body = body_of_node(
                     node_proto(model.graph, node), {x.name: "x", gate.name: "gate"}, (), model.graph.opset
                 )
@@ -265,6 +270,12 @@ def mul(model: Model, node: Node) -> Conversion | str:
                 attributes: dict[str, AttributeValue] = {"activation": "none"}
                 return _wrapped(node, "channel_scale", operands, list(operands), body, attributes, Kind.NEUTRAL)
     return NEUTRAL_RULES["Mul"](model, node)
+
+
+def _follows_a_norm(model: Model, node: Node, x: Tensor) -> bool:
+    norm = producer(x)
+    is_norm = norm is not None and norm.domain == DOMAIN and str_attribute(norm, "fusion", "") == NORM
+    return is_norm and model.graph.sole_consumer(x) is node
 
 
 def _is_gate_of(image: Shape | None, gate: Shape | None) -> bool:

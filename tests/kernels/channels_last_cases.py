@@ -195,8 +195,9 @@ SMALL = [
     group_norm((2, 65, 33), 3),
     group_norm((1, 700, 64), 64, "none"),
     group_norm((1, 4, 9, 7, 48), 8),
+    group_norm((2, 3, 5, 7, 40), 40),
 ]
-# Sizes of models: ResNet, YOLO, EfficientNet, DenseNet, UNet and the end of a VAE.
+# Sizes of models: ResNet, YOLO, EfficientNet, DenseNet, UNet, the end of a VAE, and the InstanceNorm of an nnU-Net.
 LARGE = [
     pool("max_pool", (32, 112, 112, 64), (3, 3), strides=[2, 2], pads=[1, 1, 1, 1]),
     pool("max_pool", (8, 20, 20, 256), (5, 5), pads=[2, 2, 2, 2]),
@@ -215,6 +216,7 @@ LARGE = [
     group_norm((2, 32, 32, 640), 32),
     group_norm((2, 16, 16, 1280), 32),
     group_norm((1, 512, 512, 128), 32),
+    group_norm((2, 128, 128, 64), 64, "none"),
 ]
 RESIZES: list[tuple[tuple[int, ...], dict[str, Any]]] = [
     ((2, 5, 7, 16), {"scales": [1.0, 2.0, 2.0, 1.0], "coordinate_transformation_mode": "asymmetric",

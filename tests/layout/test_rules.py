@@ -273,6 +273,19 @@ def test_group_norm_inside_a_region() -> None:
     assert_same(text, result.model)
 
 
+def test_a_scale_of_each_image_behind_an_instance_norm() -> None:
+    """It stays a product, which joins the norm, unless something else reads the norm's result."""
+    style = "s = GlobalAveragePool (a) i = InstanceNormalization (a, ones, zeros) m = Mul (i, s) b = Add (m, s)"
+    weights = "float[8] ones = {1,1,1,1,1,1,1,1}, float[8] zeros = {0,0,0,0,0,0,0,0}"
+    pools = {"conv_bias_activation": 2, "Transpose": BORDERS, "global_average_pool": 1, "group_norm": 1}
+    model = between(style, weights)
+    result = converted(model)
+    assert operators(result) == {**pools, "Mul": 1, "Add": 1}
+    assert_same(model, result.model, **SIZES)
+    model = between(style.replace("b = Add (m, s)", "b = Add (m, i)"), weights)
+    assert operators(converted(model)) == {**pools, "channel_scale": 1}
+
+
 def test_shapes_of_images_are_put_into_order() -> None:
     """Only the order of four numbers changes, so that no image is transposed for them."""
     body = "b = Relu (a) s = Shape <start = 2> (b) f = Cast <to = 1> (s) g = ReduceSum <keepdims = 0> (f)"
