@@ -157,7 +157,7 @@ def _wrapped(
 
     images_read = {operands[name].name for name in images}
     reads = tuple(i for i, tensor in enumerate(node.inputs) if tensor.name in images_read)
-    return Conversion(node, kind, reads, (0,), write)
+    return Conversion(node, kind, reads, (0,) if attributes.get("keepdims", 1) else (), write)
 
 
 # --- pools, Resize, scales of channels ---------------------------------------------------------------------------
@@ -183,9 +183,10 @@ def _reduced(model: Model, node: Node, fusion: str) -> Conversion | str:
         return NOT_AN_IMAGE
     is_global = {axis % rank for axis in integers(model, node, "axes") or ()} == spatial_axes(rank)
     is_float = model.shapes.dtype(node.inputs[0]) in FUSIBLE_FLOATS
-    if not (is_global and is_float and int_attribute(node, "keepdims", 1)):
+    if not (is_global and is_float):
         return reduction(model, node)
-    return _wrapped_operator(model, node, fusion, {})
+    keepdims = int_attribute(node, "keepdims", 1)
+    return _wrapped_operator(model, node, fusion, {} if keepdims else {"keepdims": 0})
 
 
 def batch_norm(model: Model, node: Node) -> Conversion | str:
