@@ -356,3 +356,18 @@ def test_an_instance_norm_takes_what_follows_it(layout: Literal["nhwc", "nchw"])
     assert [op for op in program if op in ("Mul", "Add", "LeakyRelu")] == ["Mul", "Add", "LeakyRelu"]
     assert report.counts.get("channel_scale") is None
     same(source, result)
+
+
+def test_a_transposed_convolution_takes_what_follows_it() -> None:
+    """The periodic activation of a vocoder (Snake), in the epilogue."""
+    inputs = "float[batch, 8, 6, 6] x"
+    nodes = (
+        "a = Conv <pads = [1, 1, 1, 1]>(x, k1) b = ConvTranspose <strides = [2, 2]>(a, k2) c = Sin(b) d = Mul(c, c) "
+        "e = Add(b, d) z = Conv(e, k2)"
+    )
+    source = model_of(nodes, inputs)
+    result, report = optimized(source, layout="nhwc")
+    (own,) = (own for node in result.graph.node if "program" in (own := attributes(node)))
+    assert own["fusion"] == "conv_transpose_bias_activation" and report.regions.nodes == 0
+    assert [op for op, *_ in json.loads(own["program"])["ops"]] == ["Sin", "Mul", "Add"]
+    same(source, result)
