@@ -1,13 +1,40 @@
-"""What the fusions of convolutions share."""
+"""What the fusions of convolutions share: the bias aside, all that follows the product."""
 
-from onnxfuse.dsl import Term, either, when
+from onnxfuse.dsl import Term, choose, either, op, rearrange, require, when
+from onnxfuse.patterns._activations import activation
 
 
-def before_activation(product: Term, residual: Term) -> Term:
-    """Return what the activation behind a convolution reads: the sum with the residual, or the product alone."""
+def per_channel(value: Term) -> Term:
+    """Return a weight of one number for each channel of an image, (m, 1, 1)."""
+    return when(rearrange(value, "m 1 1 -> m 1 1"), "the output has two spatial axes", lambda rank: rank == 4)
+
+
+def finished(
+    product: Term, residual: Term, slope: Term, column_scale: Term, column_shift: Term, alpha: Term, beta: Term
+) -> Term:
+    """Return activation(product + residual) * column_scale + column_shift, or with the residual for the shift.
+
+    A slope is that of a PRelu.
+    """
+    require(
+        "an activation or a residual follows the convolution",
+        lambda residual, activation: residual is not None or activation != "none",
+    )
     added = when(
         product + residual,
         "the residual is added before the activation",
         lambda residual_position: residual_position == "before",
     )
-    return either(added, product)
+    total = either(added, product)
+    activated = activation(total, alpha, beta, none=total, prelu=op.PRelu(total, per_channel(slope)))
+    scaled = either(activated * per_channel(column_scale), activated)
+    return choose("residual_position", before=either(_shifted(scaled, column_shift), scaled), after=scaled + residual)
+
+
+def _shifted(scaled: Term, column_shift: Term) -> Term:
+    """Return the sum of an image and a number for each channel."""
+    return when(
+        scaled + per_channel(column_shift),
+        "kernels have either slopes of a PRelu or a shift of channels",
+        lambda activation: activation != "prelu",
+    )

@@ -1,22 +1,7 @@
 """A convolution with the bias, activation and residual that follow it."""
 
-from onnxfuse.dsl import Term, attribute, choose, either, fusion, op, rearrange, require, scalar, tensor, weight, when
-from onnxfuse.patterns._activations import activation
-from onnxfuse.patterns._convolutions import before_activation
-
-
-def per_channel(value: Term) -> Term:
-    """Return a weight of one number for each channel of an image, (m, 1, 1)."""
-    return when(rearrange(value, "m 1 1 -> m 1 1"), "the output has two spatial axes", lambda rank: rank == 4)
-
-
-def shifted(scaled: Term, column_shift: Term) -> Term:
-    """Return the sum of an image and a number for each channel."""
-    return when(
-        scaled + per_channel(column_shift),
-        "kernels have either slopes of a PRelu or a shift of channels",
-        lambda activation: activation != "prelu",
-    )
+from onnxfuse.dsl import Term, attribute, fusion, op, scalar, tensor, weight
+from onnxfuse.patterns._convolutions import finished
 
 
 @fusion(
@@ -54,10 +39,6 @@ def conv_bias_activation(
     The residual is added before the activation in a ResNet, and in the end in the bottlenecks of YOLO.  column_scale
     and column_shift are the affine block behind the activations of PaddlePaddle's models, slope is that of a PRelu.
     """
-    require(
-        "an activation or a residual follows the convolution",
-        lambda residual, activation: residual is not None or activation != "none",
-    )
     product = op.Conv(
         x,
         w,
@@ -69,7 +50,4 @@ def conv_bias_activation(
         pads=pads,
         strides=strides,
     )
-    total = before_activation(product, residual)
-    activated = activation(total, alpha, beta, none=total, prelu=op.PRelu(total, per_channel(slope)))
-    scaled = either(activated * per_channel(column_scale), activated)
-    return choose("residual_position", before=either(shifted(scaled, column_shift), scaled), after=scaled + residual)
+    return finished(product, residual, slope, column_scale, column_shift, alpha, beta)

@@ -1,12 +1,12 @@
 """A transposed convolution with the bias, activation and residual that follow it."""
 
-from onnxfuse.dsl import Term, attribute, choose, fusion, op, require, scalar, tensor, weight
-from onnxfuse.patterns._activations import activation
-from onnxfuse.patterns._convolutions import before_activation
+from onnxfuse.dsl import Term, attribute, fusion, op, scalar, tensor, weight
+from onnxfuse.patterns._convolutions import finished
 
 
 @fusion(
     out="n m ...",
+    epilogue="nhwc",
     example={
         "x": (2, 4, 6, 7),
         "w": (4, 5, 3, 3),
@@ -23,6 +23,9 @@ def conv_transpose_bias_activation(
     x: Term = tensor(),
     w: Term = weight(),
     bias: Term = weight("m", optional=True),
+    slope: Term = weight(optional=True),
+    column_scale: Term = weight(optional=True),
+    column_shift: Term = weight(optional=True),
     residual: Term = tensor("n m ...", optional=True),
     alpha: Term = scalar(optional=True),
     beta: Term = scalar(optional=True),
@@ -35,15 +38,11 @@ def conv_transpose_bias_activation(
     pads: Term = attribute(),
     strides: Term = attribute(),
 ) -> Term:
-    """y = activation(conv_transpose(x, w) + bias + residual), or activation(conv_transpose(x, w) + bias) + residual
+    """y = activation(conv_transpose(x, w) + bias + residual) * column_scale + column_shift, as conv_bias_activation
 
     It enlarges images in decoders: w is (channels, filters / group, spatial...), as ONNX has it.  The residual is the
-    image of that size which an encoder computed.
+    image of that size which an encoder computed; it may be added in the end, in place of the shift.
     """
-    require(
-        "an activation or a residual follows the transposed convolution",
-        lambda residual, activation: residual is not None or activation != "none",
-    )
     product = op.ConvTranspose(
         x,
         w,
@@ -57,6 +56,4 @@ def conv_transpose_bias_activation(
         pads=pads,
         strides=strides,
     )
-    total = before_activation(product, residual)
-    activated = activation(total, alpha, beta, none=total)
-    return choose("residual_position", before=activated, after=activated + residual)
+    return finished(product, residual, slope, column_scale, column_shift, alpha, beta)

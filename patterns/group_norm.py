@@ -1,4 +1,4 @@
-"""GroupNorm of channels-first tensors, and the SiLU that follows it in diffusion models."""
+"""GroupNorm and InstanceNorm of channels-first tensors, and the SiLU that follows a GroupNorm in diffusion models."""
 
 from onnxfuse.dsl import (
     Term,
@@ -49,12 +49,17 @@ def group_norm(
 ) -> Term:
     """y = activation((x - mean) / sqrt(var + epsilon) * scale + bias), with the mean and var of each group of channels
 
-    Wu and He 2018, arXiv:1803.08494.
+    Wu and He 2018, arXiv:1803.08494.  An InstanceNorm (Ulyanov et al. 2016, arXiv:1607.08022) has as many groups as
+    channels.
     """
     require("{channels} channels make {groups} groups", lambda channels, groups: groups and channels % groups == 0)
     require(
         "{channels} channels make {groups} groups of {size}",
         lambda channels, groups, size: size is None or channels == groups * size,
+    )
+    require(
+        "an InstanceNorm has as many groups as channels",
+        lambda scale_layout, channels, groups: "instances" not in scale_layout or channels == groups,
     )
     rows = rearrange(x, "n (groups size) ... -> n groups (size ...)")
     ones, zeros = full(1, "groups"), full(0, "groups")
@@ -72,17 +77,36 @@ def group_norm(
         ),
     )
 
-    def operator(scale: Term, bias: Term) -> Term:
+    def group_operator(scale: Term, bias: Term) -> Term:
         node = op.GroupNormalization(x, scale, bias, num_groups=size("groups"), epsilon=epsilon)
         sentence = "the operator of opset 18, with a scale for each group, is deprecated"
         return when(node, sentence, lambda opset: opset >= 21)
 
+    instances = rearrange(x, "n groups ... -> n groups ...")
+
+    def instance_operator(scale: Term, bias: Term) -> Term:
+        node = op.InstanceNormalization(instances, scale, bias, epsilon=epsilon)
+        return when(node, "x has spatial axes", lambda rank: rank > 2)
+
+    instance = either(
+        instance_operator(full(1, "channels"), full(0, "channels")),
+        *(of_rank(rank, standardized(instances, list(range(2, rank)), epsilon)) for rank in RANKS[1:]),
+    )
+    by_channel = rearrange(scale, "channels -> channels"), rearrange(bias, "channels -> channels")
+    reshaped = per_channel(scale, "channels"), per_channel(bias, "channels")
+    broadcast_scale, broadcast_bias = per_channel(scale), per_channel(bias)
     normalized = choose(
         "scale_layout",
         broadcast=stored(
-            per_channel(bias) + per_channel(scale) * spatial,  # in this order most nodes are ruled out soonest
-            standard=operator(per_channel(scale, "channels"), per_channel(bias, "channels")),
+            broadcast_bias + broadcast_scale * spatial,  # in this order most nodes are ruled out soonest
+            standard=group_operator(*reshaped),
         ),
-        channels=operator(rearrange(scale, "channels -> channels"), rearrange(bias, "channels -> channels")),
+        channels=group_operator(*by_channel),
+        instances=instance_operator(*by_channel),
+        broadcast_instances=stored(
+            broadcast_bias + broadcast_scale * instance,
+            ort=instance_operator(*reshaped),
+            standard=instance_operator(*reshaped),
+        ),
     )
     return choose("activation", silu=silu(normalized), none=normalized)

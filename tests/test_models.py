@@ -219,7 +219,7 @@ PLAIN = PLAIN | dict.fromkeys(LIKE_LLAMA, PLAIN["llama"]) | {"phi3": {"MatMul": 
 CHANNELS_LAST: Mapping[str, Formulas] = {
     "resnet50": {"max_pool": lambda c: 1, "global_average_pool": lambda c: 1},
     "mobilenetv3": {"global_average_pool": lambda c: 1, "squeeze_excite": lambda c: 9},
-    "convnext": {},
+    "convnext": {"global_average_pool": lambda c: 1},  # in front of the last norm
     "mobilenetv3_large": {"global_average_pool": lambda c: 1, "squeeze_excite": lambda c: 8},
     "efficientnet": {"global_average_pool": lambda c: 1, "squeeze_excite": lambda c: 16},
     "densenet": {

@@ -20,9 +20,8 @@ from onnxfuse.kernels.conv import (
     stem,
 )
 from onnxfuse.kernels.conv.operands import conv_of, unsupported
-from onnxfuse.kernels.conv.plans import MAX_IMPLEMENTATIONS, plans, with_library
+from onnxfuse.kernels.conv.plans import joined_plans, plans, with_library
 from onnxfuse.kernels.conv.problem import Conv, of_fewer_axes
-from onnxfuse.kernels.epilogue_program import EpilogueProgram, in_epilogue, plans_in_epilogue
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.joined import is_joined
 from onnxfuse.runtime.plan import Device, FusedNode, Launch, Matmul, Plan, TensorSpec
@@ -84,7 +83,6 @@ KINDS: Final[tuple[Callable[[Conv, Device], list[Implementation]], ...]] = (
 
 
 WITH_PROGRAMS: Final = (_pointwise, hopper.implementations, mma.implementations)
-MAX_EPILOGUES: Final = MAX_IMPLEMENTATIONS - joined.MAX_TWO_STEPS  # implementations with a program in their epilogue
 
 
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
@@ -97,24 +95,11 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit."""
     if is_joined(node):
-        return _with_epilogue(node, inputs, device)
+        return joined_plans(node, inputs, device, conv_of, _of_programs, candidates)
     conv, y = conv_of(node, inputs, device)
     if conv.gate:
         return gate.plans(node, inputs, device, candidates)
     return plans(node, conv, y, lambda: implementations(of_fewer_axes(conv), device))
-
-
-def _with_epilogue(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
-    """Return the plans of a convolution that operators have joined: with these in its epilogue, and then behind it."""
-    both = joined.joined(node)
-    conv, y = conv_of(both.product, inputs[: both.own], device)
-
-    def ways(program: EpilogueProgram) -> list[Implementation]:
-        return _of_programs(in_epilogue(conv, program), device)[:MAX_EPILOGUES]
-
-    found = plans_in_epilogue(both, y, inputs, conv.residual is None, ways)
-    with for_later_plans(conv.pixels if found else 0):
-        return [*found, *joined.in_two_steps(both, inputs, device, candidates)]
 
 
 def _of_programs(conv: Conv, device: Device) -> list[Implementation]:

@@ -50,7 +50,7 @@ __device__ __forceinline__ void add_row(Row& sums, const T* x, const T* w, int a
 extern "C" __global__ void __launch_bounds__(THREADS)
 conv_transpose_depthwise(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual, T* y,
                          float alpha, float beta, int images, int d, int h, int width, int y_d, int y_h, int y_w,
-                         int pad_d, int pad_h, int pad_w) {
+                         int pad_d, int pad_h, int pad_w PROGRAM_PARAMETERS) {
     const int begin = pad_w / STRIDE_W, across = (y_w - 1 + pad_w) / STRIDE_W + 1 - begin;
     const i64 index = i64(blockIdx.x) * THREADS + threadIdx.x;
     const i64 strip = index / VECTORS, row = strip / across;
@@ -76,7 +76,7 @@ conv_transpose_depthwise(const T* x, const T* w, const T* bias, const T* extra, 
                     at, width);
         }
     }
-    const Epilogue epilogue{bias, extra, scale, residual, y, alpha, beta};
+    const Epilogue epilogue{bias, extra, scale, residual, y, alpha, beta, {PROGRAM_ARGUMENTS}};
 #pragma unroll
     for (int phase = 0; phase < STRIDE_W; ++phase) {
         const int column = at * STRIDE_W + phase - pad_w;

@@ -17,6 +17,8 @@
 // filters). Its columns are scattered to the pixels of their phases. Those of one row of y are neighbours in y as they
 // are in w.
 //
+// Elementwise operators that joined the node run in the epilogue, where each access belongs to one pixel of y.
+//
 // Tiles, stages and the main loop are those of gemm_mma.cuh, and x is gathered as conv_gather.cuh says. With SPLIT, the
 // blocks along z each sum over a slice of k, and leave fp32 sums in the layout of y for epilogue.cu to add up.
 //
@@ -54,6 +56,7 @@ static_assert(!TRANSPOSED && !X_NCHW, "w has a row for each channel, and x is ch
 static_assert((SHUFFLED ? ROW : FILTERS) % WIDTH == 0 && TILE_N % WIDTH == 0, "a row of a tile is whole vectors");
 static_assert(WIDE * ITEM % W_COPY == 0, "a row of w is whole copies");
 static_assert(!SHUFFLED || GROUPS == 1, "the columns of a pixel are neighbours");
+static_assert(!HAS_PROGRAM || (!SPLIT && FILTERS % WIDTH == 0), "a program reads what belongs to one pixel, once");
 
 using CopyW = TileCopy<W_ROWS, W_ROW_BYTES, LINE, W_COPY, false, TF32>;
 
@@ -180,6 +183,10 @@ __device__ __forceinline__ void finish(const Epilogue& epilogue, f32* partial, c
         pixel += (row / KERNEL_H * y.h + row % KERNEL_H) * y.w;
         filter = column % ROW;
     }
+    if constexpr (HAS_PROGRAM) {
+        epilogue.finish<WIDTH>(sum, 0, pixel + filter / FILTERS, group * FILTERS + filter % FILTERS, COLUMNS);
+        return;
+    }
     const i64 at = i64(pixel) * COLUMNS + group * FILTERS + filter;
     float values[WIDTH];
 #pragma unroll
@@ -209,7 +216,7 @@ __device__ __forceinline__ void finish_tile(const Epilogue& epilogue, f32* parti
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 conv_transpose_mma(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual, T* y,
                    f32* partial, float alpha, float beta, int images, int d, int h, int width, int y_d, int y_h,
-                   int y_w, int pad_d, int pad_h, int pad_w) {
+                   int y_w, int pad_d, int pad_h, int pad_w PROGRAM_PARAMETERS) {
     extern __shared__ __align__(128) char memory[];
     const Position sizes{y_d, y_h, y_w}, pads{pad_d, pad_h, pad_w};
     const Position counts{(y_d + STRIDE_D - 1) / STRIDE_D, (y_h + STRIDE_H - 1) / STRIDE_H,
@@ -245,6 +252,6 @@ conv_transpose_mma(const T* x, const T* w, const T* bias, const T* extra, const 
     for (int i = threadIdx.x; i < TILE_M; i += THREADS)
         pixels[i] = row + i < positions ? pixel_of(row + i, counts, sizes, phase) : -1;
     __syncthreads();
-    const Epilogue epilogue{bias, extra, scale, residual, y, alpha, beta};
+    const Epilogue epilogue{bias, extra, scale, residual, y, alpha, beta, {PROGRAM_ARGUMENTS}};
     finish_tile(epilogue, partial, staged, pixels, group, column, sizes);
 }

@@ -7,6 +7,7 @@ from typing import Final
 
 from onnxfuse.kernels.conv.problem import Conv
 from onnxfuse.kernels.conv_transpose.mma import geometry_arguments, geometry_defines
+from onnxfuse.kernels.epilogue_program import with_program
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.tensors import ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
 from onnxfuse.runtime.plan import Device, Kernel, Launch
@@ -45,9 +46,8 @@ def implementation(conv: Conv, width: int, device: Device) -> Implementation:
     }  # fmt: skip
     kernel = Kernel("conv_transpose_depthwise", "conv_transpose_depthwise", defines)
     blocks = -(-rows * strips * (conv.c // width) // THREADS)
-    launch = Launch(
-        kernel, (blocks, 1, 1), (THREADS, 1, 1), geometry_arguments(conv), pdl=device.arch >= PDL_ARCH,
-    )  # fmt: skip
+    kernel, arguments = with_program(kernel, geometry_arguments(conv), conv.program)
+    launch = Launch(kernel, (blocks, 1, 1), (THREADS, 1, 1), arguments, pdl=device.arch >= PDL_ARCH)
     return Implementation(f"conv_transpose_depthwise {width}", (launch,))
 
 

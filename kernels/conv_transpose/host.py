@@ -4,25 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from onnxfuse.kernels import joined
 from onnxfuse.kernels.conv import cudnn
-from onnxfuse.kernels.conv.plans import plans, with_library
+from onnxfuse.kernels.conv.plans import joined_plans, plans, with_library
 from onnxfuse.kernels.conv.problem import Conv
 from onnxfuse.kernels.conv_transpose import depthwise, hopper, mma
 from onnxfuse.kernels.conv_transpose.operands import conv_transpose_of, unsupported
 from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.joined import is_joined
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 from onnxfuse.runtime.symint import is_symbolic
 
 
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
     """Return why no kernel runs this node on this device; None if one does."""
+    if is_joined(node):
+        return joined.unsupported(node, input_dtypes, device, supports)
     return unsupported(node, input_dtypes, device)
 
 
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit."""
+    if is_joined(node):
+        return joined_plans(node, inputs, device, conv_transpose_of, _of_programs, candidates)
     conv, y = conv_transpose_of(node, inputs, device)
     return plans(node, conv, y, lambda: implementations(conv, device))
+
+
+def _of_programs(conv: Conv, device: Device) -> list[Implementation]:
+    """Return the ways to run one with a program in its epilogue, which the kernel of wgmma does not take."""
+    return depthwise.implementations(conv, device) or mma.implementations(conv, device)
 
 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:

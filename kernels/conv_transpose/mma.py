@@ -10,6 +10,7 @@ from onnxfuse.kernels.conv.matrix import as_gemm
 from onnxfuse.kernels.conv.mma import MAX_CONFIGS, ConvConfig
 from onnxfuse.kernels.conv.problem import Conv, three
 from onnxfuse.kernels.conv.usual import usual
+from onnxfuse.kernels.epilogue_program import with_program
 from onnxfuse.kernels.gemm.cublaslt import epilogue
 from onnxfuse.kernels.gemm.mma import GROUP_M, MMA_ARCH, MmaConfig
 from onnxfuse.kernels.implementation import Implementation
@@ -49,6 +50,7 @@ def implementation(conv: Conv, config: ConvConfig, device: Device) -> Implementa
     kernel = Kernel("conv_transpose_mma", "conv_transpose_mma", defines(conv, config, device))
     grid, threads = (tile_count(conv, tile), 1, config.slices), (32 * tile.warps_m * tile.warps_n, 1, 1)
     arguments = geometry_arguments(conv, ABSENT if config.slices == 1 else Pointer("scratch", 0))
+    kernel, arguments = with_program(kernel, arguments, conv.program)
     launch = Launch(kernel, grid, threads, arguments, shared(tile), pdl=device.arch >= PDL_ARCH)
     name = config.name(equal, device).replace("conv", "conv_transpose", 1)
     if config.slices == 1:
@@ -126,7 +128,7 @@ def defines(conv: Conv, config: ConvConfig, device: Device) -> Defines:
     tile, equal, shuffled = config.tile, equivalent(conv), is_shuffled(conv)
     x_copy, w_copy = mma.copy_bytes(equal)
     filters, item = conv.m // conv.group, ITEM_BYTES[conv.dtype]
-    row = filters * conv.kernel[-1] if shuffled else filters
+    row = filters * conv.kernel[-1] if shuffled and not conv.program else filters  # which an access may not leave
     vectors = min(x_copy, w_copy) == VECTOR_BYTES and device.arch >= MMA_ARCH
     return {
         **conv.epilogue_defines(), **geometry_defines(conv), "DIMS": len(conv.kernel),

@@ -36,6 +36,16 @@ constexpr int group_lanes() {
 }
 constexpr int GROUP_LANES = group_lanes();
 
+// Rows of threads whose spans are left once `fold_rows` has added up the others. It does so where a span is a whole
+// group: the lanes of a group read rows there, and the spans of a column of rows lie in one bank of shared memory.
+constexpr int COLUMNS = SPANS * VECTORS;
+
+constexpr int folded_rows() {
+    if (GROUP_SPANS > 1 || COLUMNS * LANES_P <= BLOCK) return LANES_P;
+    return COLUMNS < BLOCK ? BLOCK / COLUMNS : 1;
+}
+constexpr int FOLDED_ROWS = folded_rows();
+
 struct GroupMemory {
     float2 spans[LANES_P][SPANS][VECTORS];  // sums of differences, and of their squares
     float means[GROUPS], squares[GROUPS];   // squares around the means
@@ -89,6 +99,22 @@ __device__ __forceinline__ void sum_lanes(float& a, float& b) {
     }
 }
 
+// Adds up the spans of the rows of threads, so that those of the first FOLDED_ROWS are left: threads side by side read
+// columns side by side.
+__device__ __forceinline__ void fold_rows(GroupMemory& memory) {
+    for (int at = threadIdx.x; at < COLUMNS * FOLDED_ROWS; at += BLOCK) {
+        const int column = at % COLUMNS, first = at / COLUMNS;
+        float2 sum = make_float2(0.0f, 0.0f);
+        for (int row = first; row < LANES_P; row += FOLDED_ROWS) {
+            const float2 span = memory.spans[row][column / VECTORS][column % VECTORS];
+            sum.x += span.x;
+            sum.y += span.y;
+        }
+        memory.spans[first][column / VECTORS][column % VECTORS] = sum;
+    }
+    __syncthreads();
+}
+
 // Sets memory.means to the means of the block's groups, over `pixels`, and memory.squares to the squares around these.
 __device__ __forceinline__ void block_moments(GroupMemory& memory, const Thread& thread, const Moments& moments,
                                               const X_T* pixel, int pixels) {
@@ -97,13 +123,14 @@ __device__ __forceinline__ void block_moments(GroupMemory& memory, const Thread&
         for (int i = 0; i < SPANS; ++i) memory.spans[thread.row][i][thread.vector] = make_float2(moments.sums[i], moments.squares[i]);
     }
     __syncthreads();
+    if constexpr (FOLDED_ROWS < LANES_P) fold_rows(memory);
 #pragma unroll
     for (int first = 0; first < GROUPS; first += BLOCK / GROUP_LANES) {
         const int group = first + threadIdx.x / GROUP_LANES;
         float sum = 0.0f, squares = 0.0f, shift = 0.0f;
         if (group < GROUPS) {
             shift = Moments::shift_of(pixel, group);
-            for (int at = threadIdx.x % GROUP_LANES; at < LANES_P * GROUP_SPANS; at += GROUP_LANES) {
+            for (int at = threadIdx.x % GROUP_LANES; at < FOLDED_ROWS * GROUP_SPANS; at += GROUP_LANES) {
                 const int span = group * GROUP_SPANS + at % GROUP_SPANS;
                 const float2 both = memory.spans[at / GROUP_SPANS][span % SPANS][span / SPANS];
                 sum += both.x;

@@ -33,6 +33,8 @@ CLUSTERS: Final = (1, 2, 4, 8)
 THREADS: Final = 512  # of a block, at most, where a pixel has no more vectors
 MAX_THREADS: Final = 1024
 SECTOR_BYTES: Final = 32  # what memory moves at once
+LINE_BYTES: Final = 128  # of the L2 cache
+MAX_MERGED: Final = 32  # groups of a block of two launches, if it has a line of each pixel: those of a usual GroupNorm
 STATIC_BYTES: Final = 48 << 10  # of shared memory of a block, without asking
 MAX_CHUNKS: Final = 256  # of an image, in two launches
 CHUNK_PIXELS: Final = 2  # of a thread, at least
@@ -152,7 +154,7 @@ def group_norm_nhwc_plans(
     find = tilings_of_any_size if is_symbolic(images, pixels) else one_launch_tilings
     tilings = find(images, pixels, channels, norm.group, width, norm.item_bytes, device)
     plans = [_one_launch_plan(norm, tiling, device) for tiling in tilings]
-    halved = two_launch_tiling(channels, norm.group, width)
+    halved = two_launch_tiling(channels, norm.group, width, norm.item_bytes)
     chunks = _chunks(norm, halved, device) if halved is not None else 0
     if halved is not None and (not plans or is_symbolic(chunks) or chunks > 1):
         moved = estimate(images) * estimate(pixels) * (channels * (norm.item_bytes + ITEM_BYTES[y.dtype]))
@@ -294,14 +296,23 @@ def _usual_tilings(
     return tuple(tiling for tiling, _ in counts.most_common(MAX_USUAL_TILINGS))
 
 
-def two_launch_tiling(channels: int, group: int, width: int) -> GroupTiling | None:
-    """Return the tiling of the two launches: as many channels as a block has threads for; None if a group has more."""
-    for subset in reversed(list(_subsets(channels, group, width))):
-        vectors = subset // width
-        tiling = GroupTiling(subset, width, max(1, THREADS // max(1, vectors)))
-        if vectors <= MAX_THREADS and tiling.group_floats(group) * 4 <= STATIC_BYTES:
-            return tiling
-    return None
+def two_launch_tiling(channels: int, group: int, width: int, item_bytes: int) -> GroupTiling | None:
+    """Return the tiling of the two launches; None if a group has more channels than a block has threads for.
+
+    A block has as many channels as it has threads for. It has fewer, of a line at least, where it would merge the
+    partials of more than MAX_MERGED groups, because it reads those of all chunks. There are fewer chunks then as well.
+    """
+    fitting = [
+        tiling
+        for subset in _subsets(channels, group, width)
+        for tiling in [GroupTiling(subset, width, max(1, THREADS // (subset // width)))]
+        if subset // width <= MAX_THREADS and tiling.group_floats(group) * 4 <= STATIC_BYTES
+    ]
+    few = [tiling for tiling in fitting if tiling.subset // group <= MAX_MERGED]
+    lines = [tiling for tiling in fitting if tiling.subset * item_bytes >= LINE_BYTES]
+    if few and few[-1].subset * item_bytes >= LINE_BYTES:
+        return few[-1]
+    return lines[0] if lines else fitting[-1] if fitting else None
 
 
 def _subsets(channels: int, group: int, width: int) -> Iterator[int]:

@@ -59,7 +59,7 @@ def global_tiling(
 
 
 def global_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
-    """Return the plans for x (n, *spatial, channels); y is (n, 1, ..., channels).
+    """Return the plans for x (n, *spatial, channels); y is (n, 1, ..., channels), or (n, channels) with keepdims 0.
 
     The mean of no pixels is 0, and the largest of them -inf, as onnxruntime's reductions have it.  Raises ValueError if
     x has no spatial axis.
@@ -68,7 +68,8 @@ def global_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
     if len(x.shape) < 3:
         raise ValueError(f"{node.fusion}: x has shape {list(x.shape)}; required axes between n and channels")
     images, channels, pixels = x.shape[0], x.shape[-1], math.prod(x.shape[1:-1])
-    y = TensorSpec((images, *(1,) * (len(x.shape) - 2), channels), node.output_dtypes[0], x.aligned)
+    ones = (1,) * (len(x.shape) - 2) if node.integer("keepdims", 1) else ()
+    y = TensorSpec((images, *ones, channels), node.output_dtypes[0], x.aligned)
     if not images * channels:
         return [Plan((y,), ())]
     share = 1 / maximum(pixels, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from onnxfuse.activations import ACTIVATIONS
@@ -99,14 +99,18 @@ def _is_expected_faster(problem: Problem, defines: Mapping[str, int | float | st
 
 
 def problem_of(node: FusedNode, inputs: Sequence[TensorSpec]) -> Problem:
-    """Return the sizes of a node.  Raises ValueError if shapes do not fit."""
+    """Return the sizes of a node.  Raises ValueError if shapes do not fit.
+
+    The weights are those of convolutions, (results, 1, ..., columns), or of products of rows, (results, columns).
+    """
     x, w, w_2 = (required_spec(node, inputs, name) for name in ("x", "w", "w_2"))
     rank = len(x.shape)
-    if rank < 3 or len(w.shape) != rank or len(w_2.shape) != rank:
+    if rank < 3 or len(w.shape) not in (2, rank) or len(w_2.shape) != len(w.shape):
         raise ValueError(f"{node.fusion}: x has shape {list(x.shape)}, w {list(w.shape)} and w_2 {list(w_2.shape)}; "
-                         f"required one rank, of at least 3")  # fmt: skip
+                         f"required at least 3 axes of x, and as many of w and w_2, or two")  # fmt: skip
     channels, squeezed, ones = x.shape[-1], w.shape[0], (1,) * (rank - 2)
-    expected = {"w": (squeezed, *ones, channels), "w_2": (channels, *ones, squeezed), "bias": (squeezed,),
+    taps = ones[: len(w.shape) - 2]
+    expected = {"w": (squeezed, *taps, channels), "w_2": (channels, *taps, squeezed), "bias": (squeezed,),
                 "bias_2": (channels,)}  # fmt: skip
     for name, shape in expected.items():
         index = node.input_index(name)
@@ -169,13 +173,15 @@ def _parameters(node: FusedNode, suffix: str) -> tuple[float, float]:
 
 def _in_three_steps(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return a plan of the mean and the two products."""
-    index = {name: i for i, name in enumerate(node.operands)}
+    index, axes = {name: i for i, name in enumerate(node.operands)}, len(inputs[0].shape) - 2
     pool = FusedNode("global_average_pool", node.name, ("x",), {"layout": "nhwc"}, node.output_dtypes)
     plan, read = global_plans(pool, [inputs[index["x"]]], device)[0], [index["x"]]
     for suffix in ("", "_2"):
-        product, names = _product(node, suffix, len(inputs[0].shape) - 2), [f"{name}{suffix}" for name in ("w", "bias")]
+        product, names = _product(node, suffix, axes), [f"{name}{suffix}" for name in ("w", "bias")]
         own = [index[name] for name in names if name in index]
         specs = [plan.outputs[0], *(inputs[i] for i in own)]
+        w = specs[1]
+        specs[1] = replace(w, shape=(w.shape[0], *(1,) * axes, w.shape[-1]))
         behind = conv.candidates(product, specs, device)[0]
         plan = chained(plan, behind, read, [None, *own])
         read = list(range(len(node.operands)))

@@ -192,7 +192,7 @@ def _merge(
     activated = add_activations(graph, shapes, writer.originals, records, exclude)
     records |= {one.node: one for one in activated}
     gated = join_gates(graph, shapes, records)
-    squeezed = [] if SQUEEZE in left_out else join_squeezes(graph, shapes, records)
+    squeezed = [] if SQUEEZE in left_out else join_squeezes(graph, shapes, records, writer.originals)
     vanished = sum(bool(one.perm) for one in residuals) + len(activated) + len(gated) + 2 * len(squeezed)
     return [*added, *activated, *gated, *squeezed], vanished
 

@@ -92,8 +92,7 @@ def followed_by(
     """
     result = onnx.FunctionProto()
     result.CopyFrom(body)
-    taken = {*body.input, *(name for node in body.node for name in (*node.input, *node.output))}
-    end = next(name for i in itertools.count(1) if (name := f"t{i}") not in taken)
+    end = _next_value(body)
     operands = [body.output[0], operand] if operand else [body.output[0]]
     result.input.extend(operands[1:])
     node = helper.make_node(op, operands, [end], domain="")
@@ -102,6 +101,22 @@ def followed_by(
     result.output[:] = [end]
     result.attribute[:] = sorted(attributes)
     return result
+
+
+def times(body: onnx.FunctionProto, value: str) -> onnx.FunctionProto:
+    """Return a body whose result is multiplied by another one of its values."""
+    result = onnx.FunctionProto()
+    result.CopyFrom(body)
+    end = _next_value(body)
+    result.node.append(helper.make_node("Mul", [value, body.output[0]], [end], domain=""))
+    result.output[:] = [end]
+    return result
+
+
+def _next_value(body: onnx.FunctionProto) -> str:
+    """Return a new name for a value, as fusing numbers values."""
+    taken = {*body.input, *(name for node in body.node for name in (*node.input, *node.output))}
+    return next(name for i in itertools.count(1) if (name := f"t{i}") not in taken)
 
 
 def behind(

@@ -217,6 +217,15 @@ def reshape(model: Model, node: Node) -> Conversion | str:
     return Conversion(node, Kind.NEUTRAL, (0,), (0,), write)
 
 
+def gather(model: Model, node: Node) -> Conversion | str:
+    """Gather along the permuted axis, as a shuffle of channels does; with a list of indices, which keeps the axes."""
+    if not (rank := image_rank(model.shapes, node.inputs[0])):
+        return NOT_AN_IMAGE
+    if model.shapes.rank(node.inputs[1]) != 1:
+        return "its indices are no list, so that its result has other axes"
+    return same_operator(node, (0,), attributes={"axis": last_axis(int_attribute(node, "axis", 0), rank)})
+
+
 def shape_of(model: Model, node: Node) -> Conversion | str:
     """The shape of a channels-last image is put into the order of a channels-first one.
 
@@ -271,6 +280,7 @@ NEUTRAL_RULES: Final[dict[str, Rule]] = {
     "Softmax": softmax,
     "LogSoftmax": softmax,
     "Slice": slice_,
+    "Gather": gather,
     "Pad": pad,
     "Reshape": reshape,
     "Shape": shape_of,

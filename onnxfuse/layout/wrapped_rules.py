@@ -35,6 +35,7 @@ from onnxfuse.layout.writer import Writer, image_rank
 
 CONVOLUTION: Final = "conv_bias_activation"
 MAX_BLOCK: Final = 8  # pixels of a side of the blocks of DepthToSpace and SpaceToDepth that there is a kernel for
+NORM: Final = "group_norm"  # whose kernel takes what follows it
 MAX_STEM_CHANNELS: Final = 4  # of an image that a convolution reads channels-first: a Transpose would cost more
 # Fusions that compute element by element, unless they read slices: their functions stay as they are.
 NEUTRAL_FUSIONS: Final = frozenset({"activation", "gated_activation"})
@@ -157,7 +158,7 @@ def _wrapped(
 
     images_read = {operands[name].name for name in images}
     reads = tuple(i for i, tensor in enumerate(node.inputs) if tensor.name in images_read)
-    return Conversion(node, kind, reads, (0,), write, fusion=fusion)
+    return Conversion(node, kind, reads, (0,) if attributes.get("keepdims", 1) else (), write, fusion=fusion)
 
 
 # --- pools, Resize, scales of channels ---------------------------------------------------------------------------
@@ -191,9 +192,10 @@ def _reduced(model: Model, node: Node, fusion: str) -> Conversion | str:
         return NOT_AN_IMAGE
     is_global = {axis % rank for axis in integers(model, node, "axes") or ()} == spatial_axes(rank)
     is_float = model.shapes.dtype(node.inputs[0]) in FUSIBLE_FLOATS
-    if not (is_global and is_float and int_attribute(node, "keepdims", 1)):
+    if not (is_global and is_float):
         return reduction(model, node)
-    return _wrapped_operator(model, node, fusion, {})
+    keepdims = int_attribute(node, "keepdims", 1)
+    return _wrapped_operator(model, node, fusion, {} if keepdims else {"keepdims": 0})
 
 
 def batch_norm(model: Model, node: Node) -> Conversion | str:
@@ -223,12 +225,16 @@ def _wrapped_operator(model: Model, node: Node, fusion: str, attributes: Mapping
 
 
 def mul(model: Model, node: Node) -> Conversion | str:
-    """An image times one number for each of its channels is a channel_scale; other products are neutral."""
+    """An image times one number for each of its channels is a channel_scale; other products are neutral.
+
+    So are those that alone read the result of a norm, as in FiLM and AdaIN: the norm's kernel can compute them with the
+    Add that follows.
+    """
     a, b = node.inputs
     shapes = model.shapes
     if image_rank(shapes, a) == image_rank(shapes, b) > 0 and shapes.dtype(a) in FUSIBLE_FLOATS:
         for x, gate in ((a, b), (b, a)):
-            if _is_gate_of(shapes.shape(x), shapes.shape(gate)):
+            if _is_gate_of(shapes.shape(x), shapes.shape(gate)) and not _follows_a_norm(model, node, x):
                 body = body_of_node(
                     node_proto(model.graph, node), {x.name: "x", gate.name: "gate"}, (), model.graph.opset
                 )
@@ -236,6 +242,12 @@ def mul(model: Model, node: Node) -> Conversion | str:
                 attributes: dict[str, AttributeValue] = {"activation": "none"}
                 return _wrapped(node, "channel_scale", operands, list(operands), body, attributes, Kind.NEUTRAL)
     return NEUTRAL_RULES["Mul"](model, node)
+
+
+def _follows_a_norm(model: Model, node: Node, x: Tensor) -> bool:
+    norm = producer(x)
+    is_norm = norm is not None and norm.domain == DOMAIN and str_attribute(norm, "fusion", "") == NORM
+    return is_norm and model.graph.sole_consumer(x) is node
 
 
 def _is_gate_of(image: Shape | None, gate: Shape | None) -> bool:

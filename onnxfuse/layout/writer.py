@@ -171,11 +171,14 @@ class Writer:
 
         `operands` are what the call reads, by the names that the body has for them.  `perms` are the perms of those
         that are transposed versions of what the body reads.  `attributes` are those of the fused node, `fusion` aside.
-        The outputs of the body are channels-first images, unless it `is_channels_last`.
+        The outputs of the body that have the axes of images are channels-first, unless it `is_channels_last`.
         """
         self.nodes += 1
         outputs = node.outputs[: len(body.outputs)]
-        ranks = [image_rank(self.shapes, output) for output in outputs]
+        ranks = [self.shapes.rank(output) or 0 for output in outputs]
+        perms_of_outputs = {
+            name: to_last(rank) for name, rank in zip(body.outputs, ranks, strict=True) if rank in IMAGE_RANKS
+        }
         own: dict[str, AttributeValue] = {**attributes, "layout": "nhwc", "output_ranks": ranks}
         stated = "fusion", "operands", "output_types", "attributes"
         own = {name: value for name, value in own.items() if name not in stated}
@@ -189,15 +192,18 @@ class Writer:
         inner = dict(zip(operands, body.operands, strict=True))
         function = channels_last_function(
             fusion, body, {inner[name]: perm for name, perm in perms.items()},
-            {} if is_channels_last else dict(zip(body.outputs, map(to_last, ranks), strict=True)), list(every),
+            {} if is_channels_last else perms_of_outputs, list(every),
         )  # fmt: skip
         name = node.name if node.domain == DOMAIN else self.graph.unique_name(f"{node_name(outputs[0])}/{fusion}")
         if name not in self.recorded:
             self.fused.append(Fused(fusion, name, (node.name or outputs[0].name,), {}, outputs[0].name))
         node.inputs.clear()
         node.outputs.clear()
-        op, images = self.functions.add(function), [self.computed(output) for output in outputs]
-        self.graph.add_node(op, operands.values(), images, every, name=name, domain=DOMAIN)
+        made = [
+            self.computed(tensor) if output in perms_of_outputs else tensor
+            for output, tensor in zip(body.outputs, outputs, strict=True)
+        ]
+        self.graph.add_node(self.functions.add(function), operands.values(), made, every, name=name, domain=DOMAIN)
 
 
 def image_rank(shapes: ShapeInfo, tensor: Tensor) -> int:

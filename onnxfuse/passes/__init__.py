@@ -11,6 +11,7 @@ from onnxfuse.passes.conv_to_matmul import conv_to_matmul
 from onnxfuse.passes.factor_biases import factor_biases
 from onnxfuse.passes.fold_batch_norm import fold_batch_norm
 from onnxfuse.passes.fold_constants import fold_constants
+from onnxfuse.passes.fold_pads import fold_pads
 from onnxfuse.passes.fold_quantized_weights import fold_quantized_weights
 from onnxfuse.passes.fold_shapes import fold_shapes
 from onnxfuse.passes.folded import Folded
@@ -52,6 +53,7 @@ PIPELINE: tuple[Pass, ...] = (
     factor_biases,  # which stand alone by then
     spell_pairs,
     spell_activations,  # before a scale of theirs is folded into the operator in front
+    fold_pads,  # where Transposes meet windows; before a pass asks whether a convolution has pads
     unbroadcast_masks,  # follows the index arithmetic of masks through constants and views
     conv_to_matmul,  # makes products, into whose weights the next pass can fold
     fold_batch_norm,

@@ -14,7 +14,7 @@ import numpy as np
 
 from onnxfuse.analysis.shape_inference import infer_node
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.ir.attributes import attribute_or_input, number_parameter
+from onnxfuse.ir.attributes import attribute_or_input, ints_attribute, number_parameter
 from onnxfuse.ir.dtypes import Array, is_exact_cast
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
@@ -63,11 +63,11 @@ def fold_batch_norm(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
 
 
 def _fold_after(graph: Graph, shapes: ShapeInfo, node: Node) -> list[Folded]:
-    """Fold the chain of steps that reads the node's output."""
+    """Fold the chain of steps that reads the node's output, or a Transpose of it."""
     channels = output_channels(graph, shapes, node)
-    steps = _steps_after(graph, shapes, node, channels)
+    steps = _steps_after(graph, shapes, node, node.outputs[0], channels)
     if not _is_worth_folding(node, steps):
-        return []
+        return _fold_behind_transpose(graph, shapes, node, channels)
     end = steps[-1].node.outputs[0]
     new = scale_outputs(graph, node, channels, *_compose(steps))
     if new is None:
@@ -89,10 +89,29 @@ def _fold_after(graph: Graph, shapes: ShapeInfo, node: Node) -> list[Folded]:
     return folded
 
 
-def _steps_after(graph: Graph, shapes: ShapeInfo, node: Node, channels: Channels) -> list[AffineStep]:
-    """Return the chain of steps that follows the node's output, up to the last result of that output's dtype."""
+def _fold_behind_transpose(graph: Graph, shapes: ShapeInfo, node: Node, channels: Channels) -> list[Folded]:
+    """Fold the chain of steps behind the Transpose that alone reads a convolution, as channels-last models have it."""
+    view = graph.sole_consumer(node.outputs[0])
+    perm = ints_attribute(view, "perm") if view is not None and op_of(view) == "Transpose" else None
+    if view is None or perm is None or not op_of(node).startswith("Conv") or channels.rank != len(perm):
+        return []
+    axis = perm.index(channels.rank - channels.axis_from_end)
+    moved = Channels(channels.rank, channels.rank - axis, channels.count)
+    steps = _steps_after(graph, shapes, node, view.outputs[0], moved)
+    new = scale_outputs(graph, node, channels, *_compose(steps)) if _is_worth_folding(node, steps) else None
+    if new is None:
+        return []
+    end = steps[-1].node.outputs[0]
+    folded = _disconnect(steps, node)
+    set_weights(graph, node, new)
+    graph.replace(end, view.outputs[0])
+    return folded
+
+
+def _steps_after(graph: Graph, shapes: ShapeInfo, node: Node, start: Tensor, channels: Channels) -> list[AffineStep]:
+    """Return the chain of steps from `start` on, the output or a Transpose of it, up to the last one of its dtype."""
     steps: list[AffineStep] = []
-    end = node.outputs[0]
+    end = start
     dtype = shapes.dtype(end)
     while consumer := graph.sole_consumer(end):
         cast_dtype = shapes.dtype(consumer.outputs[0])

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.ir.attributes import int_attribute
+from onnxfuse.ir.attributes import attribute_default, int_attribute
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.graphsurgeon import make_constant
@@ -21,6 +21,8 @@ from onnxfuse.passes.folded import Folded, node_label
 QUANTIZING: Final = frozenset({"QuantizeLinear", "DequantizeLinear"})
 IN_INTEGERS: Final = ("DynamicQuantize", "QLinear", "ConvInteger", "MatMulInteger", "com.microsoft::")
 INTEGERS: Final = ("int8", "uint8", "int32")
+FLOATS: Final = ("float32", "float16")
+FIRST_WITH_PRECISION: Final = 23  # the opset
 CONVOLUTIONS: Final = frozenset({"Conv", "ConvTranspose"})
 VIEWS: Final = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Identity", "Cast"})  # of weights
 
@@ -71,7 +73,7 @@ def _value(graph: Graph, node: Node) -> Array | None:
     """Return what onnxruntime computes for a DequantizeLinear; None for dtypes and blocks that are not known here."""
     source = producer(node.inputs[0])
     values = _constant(graph, node, 0) if source is None else _quantized(graph, source)
-    if values is None or values.dtype.name not in INTEGERS:
+    if values is None or values.dtype.name not in INTEGERS or not _is_plain(graph, node):
         return None
     scale, zero = _scale_and_zero(graph, node, values)
     if scale is None:
@@ -81,16 +83,30 @@ def _value(graph: Graph, node: Node) -> Array | None:
 
 
 def _quantized(graph: Graph, node: Node) -> Array | None:
-    """Return what onnxruntime computes for a QuantizeLinear of float32 to 8 bits."""
+    """Return what onnxruntime computes for a QuantizeLinear of float32 or float16 to 8 bits.
+
+    The quotient of float16 is rounded to float16 from opset 23 on, which has an attribute for its precision.
+    """
     values, zero_point = _constant(graph, node, 0), _constant(graph, node, 2)
     dtype = np.dtype(np.uint8) if zero_point is None else zero_point.dtype
-    if values is None or values.dtype != np.float32 or dtype.name not in INTEGERS[:2] or set(node.attrs) - {"axis"}:
+    if values is None or values.dtype.name not in FLOATS or dtype.name not in INTEGERS[:2]:
         return None
     scale, zero = _scale_and_zero(graph, node, values)
-    if scale is None or scale.dtype != np.float32 or not np.isfinite(values).all():
+    if scale is None or scale.dtype != values.dtype or not np.isfinite(values).all() or not _is_plain(graph, node):
         return None
+    if graph.opset < FIRST_WITH_PRECISION:
+        values, scale = values.astype(np.float32), scale.astype(np.float32)
+    with np.errstate(over="ignore"):
+        quotient = (values / scale).astype(np.float64)
     limits = np.iinfo(dtype)
-    return np.clip(np.rint(values / scale).astype(np.float64) + zero, limits.min, limits.max).astype(dtype)
+    rounded: Array = np.clip(np.rint(quotient) + zero, limits.min, limits.max).astype(dtype)
+    return rounded
+
+
+def _is_plain(graph: Graph, node: Node) -> bool:
+    """Return whether all attributes but the axis are as their operator has them by default."""
+    others = ((name, value) for name, value in node.attrs.items() if name != "axis")
+    return all(value == attribute_default(op_of(node), name, graph.opset) for name, value in others)
 
 
 def _constant(graph: Graph, node: Node, index: int) -> Array | None:
@@ -103,7 +119,7 @@ def _scale_and_zero(graph: Graph, node: Node, values: Array) -> tuple[Array | No
     """Return the scale and the zero point, as they broadcast; None for a scale of blocks, of 0, or not finite."""
     scale, zero = _constant(graph, node, 1), _constant(graph, node, 2)
     offset: Array = np.zeros((), np.int64) if zero is None else zero.astype(np.int64)
-    if scale is None or scale.dtype.name not in ("float32", "float16") or int_attribute(node, "block_size", 0):
+    if scale is None or scale.dtype.name not in FLOATS or int_attribute(node, "block_size", 0):
         return None, offset
     axis, shape = int_attribute(node, "axis", 1), [1] * values.ndim
     if scale.size > 1:

@@ -11,8 +11,8 @@ from onnxfuse.ir.node import Node
 class Folded:
     """A node that vanished, and what its effect was folded into."""
 
-    # constant, shape, batch_norm, scale, bias, cast, half, branch (an If whose condition is known), or carried (what no
-    # iteration of a Loop changes)
+    # constant, shape, batch_norm, scale, bias, cast, half, pad, branch (an If whose condition is known), or carried
+    # (what no iteration of a Loop changes)
     kind: str
     node: str  # the label of the node
     into: str  # the name of a tensor, or the label of a node

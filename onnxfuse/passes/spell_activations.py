@@ -13,18 +13,23 @@ from typing import Final
 
 import numpy as np
 from onnx import TensorProto
+from onnx.helper import tensor_dtype_to_np_dtype
 
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.ir.attributes import attribute_or_input
+from onnxfuse.ir.attributes import attribute_or_input, schema
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.graph import Graph, constant_number, constant_value
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant, op_of, producer
 from onnxfuse.passes.emit import emit
 
-# The distance from 1 to the next number, by dtype; the rules are for these dtypes.
+# What schemas call the dtypes that the rules are for, and the distance from 1 to the next number.
+ONNX_NAMES: Final[Mapping[int, str]] = {
+    TensorProto.FLOAT: "float", TensorProto.FLOAT16: "float16", TensorProto.BFLOAT16: "bfloat16",
+}  # fmt: skip
 UNIT_ROUNDING: Final[Mapping[int, float]] = {
     TensorProto.FLOAT: 2.0**-23,
     TensorProto.FLOAT16: 2.0**-10,
+    TensorProto.BFLOAT16: 2.0**-7,
 }
 # What may compute the argument of a hard sigmoid, which is then fused with it: not every CUDA provider has it alone.
 FUSED_PRODUCERS: Final = frozenset({"Conv", "Gemm", "MatMul", "BatchNormalization", "Add", "Sub", "Mul"})
@@ -36,13 +41,19 @@ def spell_activations(graph: Graph, shapes: ShapeInfo) -> int:
         return 0
     count = 0
     for node in list(graph.nodes):
-        rule = RULES.get(op_of(node))
-        if rule and node.outputs and shapes.dtype(node.outputs[0]) in UNIT_ROUNDING:
+        written, rule = RULES.get(op_of(node), ("", None))
+        if rule and node.outputs and _exists(written, shapes.dtype(node.outputs[0]), graph.opset):
             count += rule(graph, shapes, node)
     if count:
         graph.remove_dead()
         graph.sort()
     return count
+
+
+def _exists(op: str, dtype: int, opset: int) -> bool:
+    """Return whether an opset has an operator for a dtype; bfloat16 came last."""
+    found = schema(op, opset)
+    return found is not None and f"tensor({ONNX_NAMES.get(dtype)})" in found.inputs[0].types
 
 
 # --- constants beside an operator ----------------------------------------------------------------------------------
@@ -213,7 +224,7 @@ def _spell_prelu(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
         slopes = _slopes(graph, x, other, node)
         if slopes is None or not _broadcasts_into(slopes, shapes, x):
             continue
-        slopes = (slopes if op_of(node) == "Add" else -slopes).astype(_slopes_dtype(shapes, x))
+        slopes = (slopes if op_of(node) == "Add" else -slopes).astype(tensor_dtype_to_np_dtype(shapes.dtype(x)))
         if not np.isfinite(slopes).all():
             return False
         end = node.outputs[0]
@@ -222,11 +233,6 @@ def _spell_prelu(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
         graph.add_node("PRelu", [x, graph.constant(f"{x.name}_slopes", slopes)], [end], name=node.name)
         return True
     return False
-
-
-def _slopes_dtype(shapes: ShapeInfo, x: Tensor) -> type[np.floating]:
-    """Return the dtype of slopes, which is that of x."""
-    return np.float32 if shapes.dtype(x) == TensorProto.FLOAT else np.float16
 
 
 def _slopes(graph: Graph, x: Tensor, product: Tensor, reader: Node) -> Array | None:
@@ -268,10 +274,11 @@ def _broadcasts_into(slopes: Array, shapes: ShapeInfo, x: Tensor) -> bool:
     return all(size in (1, other) for size, other in sizes)
 
 
+# By the operator that a spelling ends with: the one that is written, and the rule.
 RULES: Final = {
-    "Clip": _spell_hard_sigmoid,
-    "Min": _spell_hard_sigmoid,
-    "PRelu": _spell_leaky_relu,
-    "Add": _spell_prelu,
-    "Sub": _spell_prelu,
+    "Clip": ("HardSigmoid", _spell_hard_sigmoid),
+    "Min": ("HardSigmoid", _spell_hard_sigmoid),
+    "PRelu": ("LeakyRelu", _spell_leaky_relu),
+    "Add": ("PRelu", _spell_prelu),
+    "Sub": ("PRelu", _spell_prelu),
 }

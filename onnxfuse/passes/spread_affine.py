@@ -54,7 +54,7 @@ def _is_convolution(x: Tensor) -> bool:
 
 def _is_convolution_alone(x: Tensor) -> bool:
     node = producer(x)
-    return node is not None and op_of(node) == "Conv"
+    return node is not None and op_of(node) in ("Conv", "ConvTranspose")
 
 
 def _spread_behind(graph: Graph, shapes: ShapeInfo, activation: Node) -> int:

@@ -27,7 +27,7 @@ from onnxfuse.dsl.terms import (
     Term,
     Value,
 )
-from onnxfuse.dsl.words import Choose, When
+from onnxfuse.dsl.words import Choose, Precision, When
 from onnxfuse.ir.attributes import input_index, schema
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import FLOAT_BITS, FLOATS, Array
@@ -35,6 +35,7 @@ from onnxfuse.rewrite.rearrange_body import reshape_targets, write_rearrange
 from onnxfuse.rewrite.variant import Variant
 
 BOOLEAN_OPS = {"IsNaN", "Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual", "And", "Or", "Not"}
+BFLOAT16, FLOAT = "tensor(bfloat16)", "tensor(float)"  # as schemas name them
 ORT_DOMAIN = "com.microsoft"
 REFUSED: Final = "onnxfuse.refused"
 
@@ -220,11 +221,32 @@ class BodyBuilder:
     # --- terms ---------------------------------------------------------------------------------------------------
 
     def can_write_operator(self, term: Apply) -> bool:
-        """Return whether the opset has an operator, and its inputs and attributes can be written."""
-        known = term.op.startswith(ORT_DOMAIN) or schema(term.op, self.opset) is not None
+        """Return whether the opset has an operator for the dtype, and its inputs and attributes can be written."""
+        known = term.op.startswith(ORT_DOMAIN) or self._has(term)
         return known and all(map(self._is_static, term.attributes.values())) and all(
             self.can_write(item) or self._may_lack(term.op, index, item) for index, item in enumerate(term.inputs)
         )  # fmt: skip
+
+    def _has(self, term: Apply) -> bool:
+        """Return whether the opset has an operator, for bfloat16 where it reads that: old opsets have few of these."""
+        found = schema(term.op, self.opset)
+        if found is None:
+            return False
+        narrow = any(operand.dtype == TensorProto.BFLOAT16 for operand in self._operands.values())
+        if not narrow or not found.inputs or not term.inputs or self._dtype(term.inputs[0]) != TensorProto.BFLOAT16:
+            return True
+        return BFLOAT16 in found.inputs[0].types or FLOAT not in found.inputs[0].types
+
+    def _dtype(self, term: Term) -> int | None:
+        """Return the dtype of a term that is not written yet: that of its first operand, or what this is cast to."""
+        if isinstance(term, Precision):
+            return TensorProto.FLOAT if term.like is None else self._dtype(term.like)
+        if isinstance(term, Capture):
+            return self._operands[term.name].dtype if term.name in self._operands else None
+        if isinstance(term, Apply) and (term.op == "Shape" or term.op in BOOLEAN_OPS):
+            return TensorProto.INT64 if term.op == "Shape" else TensorProto.BOOL
+        parts = [term.labelled(self.label(term.name))] if isinstance(term, Choose) else term.parts
+        return next((dtype for part in parts if (dtype := self._dtype(part)) is not None), None)
 
     def _is_static(self, wanted: object) -> bool:
         """Return whether an attribute can be written: one that depends on sizes known at run time only cannot."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol, TypeAlias
 
 from onnx import TensorProto
@@ -15,7 +15,17 @@ from onnxfuse.errors import PatternError
 
 UNCHANGED: Final = "unchanged"
 PLACEHOLDER: Final = None  # an axis of size 1 that is squeezed away again
-Target: TypeAlias = list[int | None] | str  # the sizes of a Reshape, or UNCHANGED
+
+
+@dataclass(frozen=True)
+class Ones:
+    """Axes of size 1 that vanish, by their indices before, and new ones, by their indices after."""
+
+    squeezed: tuple[int, ...]
+    new: tuple[int, ...]
+
+
+Target: TypeAlias = list[int | None] | Ones | str  # the sizes of a Reshape, axes that it need not name, or UNCHANGED
 
 
 class ViewBuilder(Protocol):
@@ -172,7 +182,9 @@ def _target(
         target.append(size if isinstance(size, int) and size != 0 else 0 if same else -1)
     if target.count(-1) > 1:
         return None
-    return (_with_placeholders(target, wanted, present) if {0, -1} <= set(target) else None) or target
+    if not {0, -1} <= set(target):
+        return target
+    return _with_placeholders(target, wanted, present) or _ones(wanted, present) or target
 
 
 def _with_placeholders(
@@ -193,9 +205,20 @@ def _with_placeholders(
     return result
 
 
+def _ones(wanted: Sequence[tuple[str, ...]], present: Sequence[tuple[str, ...]]) -> Ones | None:
+    """Return the axes of size 1 in which two shapes differ, so that no Reshape is needed; None if they differ else."""
+    if [names for names in wanted if names] != [names for names in present if names]:
+        return None
+    squeezed, new = (tuple(i for i, names in enumerate(axes) if not names) for axes in (present, wanted))
+    return Ones(squeezed, new)
+
+
 def _reshape(builder: ViewBuilder, value: Value, target: Target) -> Value:
     if isinstance(target, str):  # UNCHANGED
         return value
+    if isinstance(target, Ones):
+        value = _with_axes(builder, "Squeeze", value, target.squeezed) if target.squeezed else value
+        return _with_axes(builder, "Unsqueeze", value, target.new) if target.new else value
     placeholders = [i for i, size in enumerate(target) if not isinstance(size, int)]
     sizes = builder.constant([size if isinstance(size, int) else 1 for size in target], TensorProto.INT64)
     value = builder.node("Reshape", [value, sizes], value.dtype)

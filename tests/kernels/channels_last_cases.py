@@ -98,6 +98,11 @@ def normalized(case: Case, x: np.ndarray, scale: np.ndarray, bias: np.ndarray) -
     return activated(case, normal)
 
 
+def keeps_axes(case: Case) -> bool:
+    """Return whether the result of a global pool has the axes of pixels."""
+    return bool(case.attributes.get("keepdims", 1))
+
+
 def batch_normalized(case: Case, x: np.ndarray, *weights: np.ndarray) -> np.ndarray:
     scale, bias, mean, var = weights
     return activated(case, (x - mean) * scale / np.sqrt(var + case.attributes["epsilon"]) + bias)
@@ -122,8 +127,8 @@ def to_depth(case: Case, x: np.ndarray) -> np.ndarray:
 FORMULAS: Mapping[str, Callable[..., np.ndarray]] = {
     "max_pool": pooled,
     "average_pool": pooled,
-    "global_average_pool": lambda case, x: x.mean(tuple(range(1, x.ndim - 1)), keepdims=True),
-    "global_max_pool": lambda case, x: x.max(tuple(range(1, x.ndim - 1)), keepdims=True),
+    "global_average_pool": lambda case, x: x.mean(tuple(range(1, x.ndim - 1)), keepdims=keeps_axes(case)),
+    "global_max_pool": lambda case, x: x.max(tuple(range(1, x.ndim - 1)), keepdims=keeps_axes(case)),
     "channel_scale": lambda case, x, gate, residual=0.0: activated(case, x * gate + residual),
     "depth_to_space": to_space,
     "space_to_depth": to_depth,
@@ -169,6 +174,7 @@ SMALL = [
     Case("global_average_pool", (2, 7, 7, 80)),
     Case("global_average_pool", (1, 60, 60, 24)),
     Case("global_average_pool", (3, 5, 7, 9, 5)),
+    Case("global_average_pool", (2, 7, 7, 80), {"keepdims": 0}),
     Case("global_max_pool", (2, 7, 7, 80)),
     Case("global_max_pool", (1, 61, 60, 3)),
     Case("global_max_pool", (2, 500, 24)),
@@ -195,8 +201,9 @@ SMALL = [
     group_norm((2, 65, 33), 3),
     group_norm((1, 700, 64), 64, "none"),
     group_norm((1, 4, 9, 7, 48), 8),
+    group_norm((2, 3, 5, 7, 40), 40),
 ]
-# Sizes of models: ResNet, YOLO, EfficientNet, DenseNet, UNet and the end of a VAE.
+# Sizes of models: ResNet, YOLO, EfficientNet, DenseNet, UNet, the end of a VAE, and the InstanceNorm of an nnU-Net.
 LARGE = [
     pool("max_pool", (32, 112, 112, 64), (3, 3), strides=[2, 2], pads=[1, 1, 1, 1]),
     pool("max_pool", (8, 20, 20, 256), (5, 5), pads=[2, 2, 2, 2]),
@@ -215,6 +222,7 @@ LARGE = [
     group_norm((2, 32, 32, 640), 32),
     group_norm((2, 16, 16, 1280), 32),
     group_norm((1, 512, 512, 128), 32),
+    group_norm((2, 128, 128, 64), 64, "none"),
 ]
 RESIZES: list[tuple[tuple[int, ...], dict[str, Any]]] = [
     ((2, 5, 7, 16), {"scales": [1.0, 2.0, 2.0, 1.0], "coordinate_transformation_mode": "asymmetric",

@@ -44,15 +44,16 @@ class SqueezeCase:
     biases: tuple[str, ...] = ("bias", "bias_2")
     activations: tuple[str, str] = ("silu", "sigmoid")
     aligned: bool = True
+    rows: bool = False  # whether the weights are those of products of rows
 
     def __str__(self) -> str:
         sizes = "x".join(map(str, self.sizes))
         marks = [f"{self.n}x{sizes} {self.channels}-{self.squeezed}", self.dtype, *self.biases, *self.activations]
-        return " ".join([*marks, *([] if self.aligned else ["misaligned"])])
+        return " ".join([*marks, *([] if self.aligned else ["misaligned"]), *(["rows"] if self.rows else [])])
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the operands."""
-        ones, c, s = (1,) * len(self.sizes), self.channels, self.squeezed
+        ones, c, s = () if self.rows else (1,) * len(self.sizes), self.channels, self.squeezed
         shapes = {"x": (self.n, *self.sizes, c), "w": (s, *ones, c), "bias": (s,), "w_2": (c, *ones, s), "bias_2": (c,)}
         scales = {"w": 3 / math.sqrt(c), "w_2": 1 / math.sqrt(s)}
         random = np.random.default_rng(3)
@@ -95,3 +96,4 @@ def squeezes() -> Iterator[SqueezeCase]:
     yield SqueezeCase(1, (0, 3), 16, 2)
     yield SqueezeCase(2, (61, 67), 96, 4, "float32", activations=("relu", "none"))
     yield SqueezeCase(1, (1, 1), 4104, 12)
+    yield SqueezeCase(2, (6, 5), 48, 12, rows=True)

@@ -226,6 +226,7 @@ def norm_cases() -> Iterator[TemplateCase]:
         ((BATCH, 2, SEQUENCE, OTHER), 1),
         ((BATCH, 320, 64, 64), 32),
         ((BATCH, 60, 7, 7), 4),
+        ((BATCH, 24, SEQUENCE, OTHER), 24),
     ):
         yield TemplateCase(
             "group_norm", {"x": x, "scale": x[1:2], "bias": x[1:2]}, lambda a, g=groups: _group_norm_nchw(a, g),
@@ -235,7 +236,7 @@ def norm_cases() -> Iterator[TemplateCase]:
 
 def group_norm_nhwc_cases() -> Iterator[TemplateCase]:
     """Yield group norms of channels-last images of any number or size."""
-    for c, groups in ((320, 32), (64, 8), (60, 4)):
+    for c, groups in ((320, 32), (64, 8), (60, 4), (48, 48)):
         for spatial in ((SEQUENCE, OTHER), (16, 16)):
             yield TemplateCase(
                 "group_norm", {"x": (BATCH, *spatial, c), "scale": (c,), "bias": (c,)},

@@ -54,3 +54,14 @@ def test_how_many_launches_compute_a_gate(device: Device) -> None:
     small, large = SqueezeCase(32, (14, 14), 480, 20), SqueezeCase(1, (640, 640), 32, 8)
     counts = [[len(plan.steps) for plan in host.candidates(c.node(), c.specs(), device)] for c in (small, large)]
     assert counts == ([[1, 3], [3, 1]] if device is H200 else [[3], [4]])
+
+
+@pytest.mark.parametrize("device", [H200, A100], ids=lambda device: device.name)
+def test_weights_of_rows_make_the_same_plans(device: Device) -> None:
+    of_images = SqueezeCase(8, (14, 14), 480, 20)
+    of_rows = replace(of_images, rows=True)
+    plans, others = (host.candidates(of_images.node(), c.specs(), device) for c in (of_images, of_rows))
+    assert plans == others
+    specs = [*of_images.specs()[:3], *of_rows.specs()[3:]]
+    with pytest.raises(ValueError, match=r"required at least 3 axes of x, and as many of w and w_2, or two"):
+        host.candidates(of_images.node(), specs, device)

@@ -14,19 +14,22 @@ from sampling import sampled
 
 from onnxfuse.runtime.plan import Device, FusedNode, TensorSpec
 
-# Vectors of one group, of two, and of several; clusters and chunks of unequal parts; one group; one channel a group.
+# Vectors of one group, of two, and of several; clusters and chunks of unequal parts; one group; one channel a group, in
+# one row of threads, in several, and in as many as there are elements of a vector.
 SHAPES: list[tuple[tuple[int, ...], int, str]] = [
     ((2, 31, 33, 80), 8, "float16"),
     ((1, 9, 7, 96), 4, "bfloat16"),
+    ((1, 5, 7, 5, 24), 24, "float32"),
     ((1, 40, 40, 48), 24, "float32"),
     ((1, 5, 3, 40), 1, "float16"),
     ((3, 1, 1, 64), 64, "float16"),
+    ((2, 61, 16), 16, "float16"),
     ((2, 65, 24), 8, "float32"),
 ]
 
 
 @pytest.mark.parametrize("device", [H200, A100], ids=lambda device: device.name)
-@pytest.mark.parametrize(("shape", "groups", "dtype"), sampled(SHAPES, 2))
+@pytest.mark.parametrize(("shape", "groups", "dtype"), sampled(SHAPES, 3))
 def test_matches_float64(shape: tuple[int, ...], groups: int, dtype: str, device: Device, tmp_path: Path) -> None:
     random = np.random.default_rng(1)
     x = (random.standard_normal(shape) * 2 + 5 + np.arange(shape[-1]) / 8).astype(NUMPY[dtype])
@@ -63,3 +66,16 @@ def test_ways_to_run(shape: tuple[int, ...], launches: int, cluster: int, blocks
     steps = host_of("group_norm").candidates(node, specs, H200)[0].steps
     assert len(steps) == launches
     assert (steps[0].cluster, steps[0].grid[0]) == (cluster, blocks)
+
+
+@pytest.mark.parametrize(
+    ("channels", "dtype", "subset"),
+    [(256, "float16", 64), (256, "float32", 32), (32, "float16", 32), (96, "float16", 96)],
+)
+def test_a_block_of_an_instance_norm_has_a_line_of_each_pixel(channels: int, dtype: str, subset: int) -> None:
+    """Its blocks merge the partials of as many chunks as fill the GPU, which are fewer with more blocks an image."""
+    attributes = {"layout": "nhwc", "groups": channels}
+    node = FusedNode("group_norm", "n", ("x", "scale", "bias"), attributes, (dtype,))
+    specs = [TensorSpec(each, dtype) for each in ((1, 256, 256, channels), (channels,), (channels,))]
+    first, last = host_of("group_norm").candidates(node, specs, H200)[0].steps
+    assert first.kernel.defines["SUBSET"] == last.kernel.defines["SUBSET"] == subset

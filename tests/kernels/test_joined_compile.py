@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from architectures import DEVICES, H200, T4, check_compiles, to_compile
 from conv_cases import ConvCase
+from conv_transpose_cases import SAME, ConvTransposeCase, depthwise, shuffled
 from joined_cases import KINDS_OF_PRODUCTS, JoinedCase, case, conv_case
 from kernel_hosts import host_of
 from sampling import by_parts
@@ -30,6 +31,13 @@ def no_cublaslt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cases(device: Device) -> Iterator[JoinedCase]:
+    yield from products(device)
+    yield conv_case("broadcasts", ConvTransposeCase(2, 64, 128, (14, 14), (4, 4), (2, 2), SAME))
+    yield conv_case("several", shuffled(1, 24, 7, (7, 9), (2, 2), extra=("bias", "residual")))
+    yield conv_case("mixed", depthwise(2, 40, (14, 14), (4, 4), (2, 2), SAME))
+
+
+def products(device: Device) -> Iterator[JoinedCase]:
     for kind in KINDS_OF_PRODUCTS:
         yield case(kind, lead=(3,), n=72, k=200)
         if device.arch < MMA_ARCH:  # more rows are multiplied by cuBLASLt alone there

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from architectures import H200, T4
 from conv_cases import ConvCase
 from conv_emulation import placed
 from conv_mma_emulation import launch
+from conv_transpose_cases import SAME, ConvTransposeCase, depthwise, shuffled
 from emulated_build import load
 from emulated_launches import PARTS, emulate
 from hopper_emulation import Map, map_of
@@ -22,14 +24,19 @@ from onnxfuse.kernels import joined
 from onnxfuse.kernels.conv import mma as conv_mma
 from onnxfuse.kernels.conv.mma import ConvConfig
 from onnxfuse.kernels.conv.operands import conv_of
+from onnxfuse.kernels.conv.problem import Conv
+from onnxfuse.kernels.conv_transpose import depthwise as transposed_depthwise
+from onnxfuse.kernels.conv_transpose import mma as transposed_mma
+from onnxfuse.kernels.conv_transpose.operands import conv_transpose_of
 from onnxfuse.kernels.epilogue_program import epilogue_program, in_epilogue
 from onnxfuse.kernels.gemm import cublaslt, hopper, host
 from onnxfuse.kernels.gemm.hopper import HopperConfig
 from onnxfuse.kernels.gemm.mma import MmaConfig
 from onnxfuse.kernels.gemm.operands import gemm_of
 from onnxfuse.kernels.gemm.pad import Copy, padded, padded_columns
+from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.nvrtc import kernel_text
-from onnxfuse.runtime.plan import Kernel, Launch, Pointer, TensorMap
+from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Pointer, TensorMap, TensorSpec
 
 SMALL = [case(kind, lead=lead, n=n, k=19) for kind in KINDS for lead, n in (((2, 3), 21), ((1,), 8))]
 SMALL += [case(kind, lead=(2, 3), n=24, k=19) for kind in ("modulated", "reshaped")]
@@ -150,21 +157,51 @@ CONVS = [
 ]
 
 
+TRANSPOSED = [
+    conv_case("broadcasts", ConvTransposeCase(2, 16, 40, (5, 4), (3, 3), (2, 2), SAME)),
+    conv_case("several", shuffled(1, 24, 3, (5, 4), (4, 2))),
+    conv_case("mixed", shuffled(2, 16, 24, (4, 3), (2, 2), dtype="bfloat16", extra=("bias", "residual"))),
+    conv_case("broadcasts", depthwise(2, 24, (5, 7), (4, 4), (2, 2), SAME)),
+]
+
+
 @pytest.mark.parametrize("each", CONVS, ids=str)
 def test_convolutions_by_mma(each: JoinedCase, tmp_path: Path) -> None:
+    def way(problem: Conv) -> Implementation:
+        return conv_mma.implementation(problem, ConvConfig(MmaConfig(64, 32, 64, 3, 2, 1), 1), H200)
+
+    check_convolution(each, conv_of, way, tmp_path)
+
+
+@pytest.mark.parametrize("each", TRANSPOSED, ids=str)
+def test_transposed_convolutions(each: JoinedCase, tmp_path: Path) -> None:
+    """The program reads what belongs to a pixel of y, also where the columns of a product are several pixels."""
+
+    def way(problem: Conv) -> Implementation:
+        if problem.w_hwio:
+            return transposed_depthwise.implementations(problem, H200)[0]
+        return transposed_mma.implementation(problem, ConvConfig(MmaConfig(64, 32, 64, 3, 2, 1), 1), H200)
+
+    check_convolution(each, conv_transpose_of, way, tmp_path)
+
+
+def check_convolution(
+    each: JoinedCase,
+    problem_of: Callable[[FusedNode, Sequence[TensorSpec], Device], tuple[Conv, TensorSpec]],
+    way: Callable[[Conv], Implementation],
+    folder: Path,
+) -> None:
     made, conv = each.made(), each.conv
     assert conv is not None
     specs = made.specs(conv.aligned)
     both = joined.joined(made.node())
-    problem, y = conv_of(both.product, specs[: both.own], H200)
+    problem, y = problem_of(both.product, specs[: both.own], H200)
     found = epilogue_program(both, y, specs, problem.residual is None)
     assert found is not None
     program, outputs = found
-    (step,) = conv_mma.implementation(
-        in_epilogue(problem, program), ConvConfig(MmaConfig(64, 32, 64, 3, 2, 1), 1), H200
-    ).steps
+    (step,) = way(in_epilogue(problem, program)).steps
     assert isinstance(step, Launch)
     arrays = {Pointer("input", i): placed(array, conv.aligned) for i, array in enumerate(made.arrays)}
     written = [placed(np.zeros(spec.shape, NUMPY[spec.dtype]), conv.aligned) for spec in outputs]
-    launch(step, arrays | {Pointer("output", i): each for i, each in enumerate(written)}, H200, True, tmp_path)
+    launch(step, arrays | {Pointer("output", i): each for i, each in enumerate(written)}, H200, True, folder)
     made.check(written)

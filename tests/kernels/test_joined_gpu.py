@@ -11,6 +11,7 @@ import onnxruntime as ort
 import pytest
 from attention_cases import Case
 from conv_cases import ConvCase
+from conv_transpose_cases import SAME, ConvTransposeCase, depthwise, shuffled
 from joined_cases import (
     KINDS,
     KINDS_OF_PRODUCTS,
@@ -39,7 +40,8 @@ SIZES = [((1,), 1, 1), ((1,), 1536, 1024), ((2, 8), 768, 3072), ((5,), 3, 7), ((
          ((4, 250), 1001, 1003), ((2, 64), 3072, 768), ((8, 512), 768, 768)]  # fmt: skip
 
 
-# Convolutions by wgmma, in clusters too, by mma.sync, pointwise, depthwise, grouped, and of a stem.
+# Convolutions by wgmma, in clusters too, by mma.sync, pointwise, depthwise, grouped, and of a stem; transposed ones by
+# mma.sync, of one product, depthwise, and by wgmma.
 CONVS = [
     ConvCase(2, 64, 128, (14, 13), (3, 3), (), (1,) * 4), ConvCase(1, 512, 64, (7, 7), (3, 3), (), (1,) * 4),
     ConvCase(2, 30, 34, (9, 9), (3, 3), (2, 1), (0, 1, 2, 1)), ConvCase(2, 96, 200, (7, 9), (1, 1)),
@@ -47,6 +49,8 @@ CONVS = [
     ConvCase(2, 3, 32, (30, 30), (3, 3), (2, 2), (1,) * 4, x_nchw=True),
     ConvCase(2, 64, 72, (40,), (3,), extra=("bias", "residual")),
     ConvCase(1, 16, 24, (6, 7), (3, 3), dtype="float32"), ConvCase(1, 64, 40, (6, 7), (3, 3), dtype="bfloat16"),
+    ConvTransposeCase(2, 64, 128, (7, 9), (4, 4), (2, 2), SAME), shuffled(1, 24, 7, (7, 9), (2, 2)),
+    depthwise(2, 40, (7, 9), (4, 4), (2, 2), SAME), shuffled(2, 64, 64, (8, 8), (2, 2), extra=("bias", "residual")),
 ]  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def row_cases(dtype: str) -> Iterator[tuple[FusedNode, list[TensorSpec]]]:
     yield node("rms_norm", "x scale", [dtype]), tensors(dtype, (77, 768), (768,), aligned=False)
     computed = [TensorSpec((768,), dtype)] * 2
     yield node("add_layer_norm", "x residual scale bias", [dtype] * 2), [*tensors(dtype, *[(4096, 768)] * 2), *computed]
-    for x, groups in (((2, 320, 64, 64), 32), ((1, 512, 7, 7), 32), ((8, 128, 256, 256), 32)):
+    for x, groups in (((2, 320, 64, 64), 32), ((1, 512, 7, 7), 32), ((8, 128, 256, 256), 32), ((2, 64, 64, 64), 64)):
         weights = tensors(dtype, x[1:2], x[1:2])
         yield (
             node("group_norm", "x scale bias", [dtype], groups=groups, activation="silu", epsilon=1e-5),

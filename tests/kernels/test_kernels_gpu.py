@@ -134,7 +134,8 @@ def test_dtypes_may_differ(device: Device, x_dtype: str, w_dtype: str, y_dtype: 
 @pytest.mark.parametrize(
     ("shape", "groups"),
     [((1, 40, 64, 64), 4), ((2, 64, 7, 7), 32), ((1, 32, 5, 3), 4), ((3, 16, 8), 16), ((2, 16, 64, 64), 4),
-     ((2, 16, 128, 128), 4), ((1, 8, 300, 301), 1), ((0, 8, 4, 4), 2), ((4, 24), 3)],
+     ((2, 16, 128, 128), 4), ((1, 8, 300, 301), 1), ((0, 8, 4, 4), 2), ((4, 24), 3),
+     ((2, 24, 5, 9, 11), 24), ((1, 8, 300, 301), 8)],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", DTYPES)

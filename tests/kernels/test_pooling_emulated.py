@@ -232,6 +232,8 @@ def test_global_pools(fusion: str, shape: tuple[int, ...], device: Device, tmp_p
         (y,) = emulate(plan, [x], tmp_path, aligned)
         expected = formula(x.astype(np.float64), tuple(range(1, x.ndim - 1)), keepdims=True)
         np.testing.assert_allclose(y.astype(np.float64), expected, rtol=_tolerance(dtype))
+        (flat,) = plans(fusion, x, {"keepdims": 0}, device, aligned)
+        assert (flat.steps, flat.outputs[0].shape) == (plan.steps, (shape[0], shape[-1]))
     if shape[1] == 60:
         assert plan.steps[0].cluster > 1 or len(plan.steps) > 1, "the pixels of a large image are divided among blocks"
 

@@ -25,7 +25,7 @@ OPERATORS = {
     "softmax": ("b = Softmax <axis = 1> (a)", "", {"Softmax": 1}),
     "slice": ("b = Slice (a, begin, end, at)", "int64[1] begin = {1}, int64[1] end = {9}, int64[1] at = {-1}",
               {"Slice": 1}),
-    "pad": ("b = Pad (a, pads)", "", {"Pad": 1}),
+    "pad": ('b = Pad <mode = "edge"> (a, pads)', "", {"Pad": 1}),
     "channels": ("c, d = Split <axis = 1, num_outputs = 2> (a) b = Concat <axis = 1> (d, c)", "",
                  {"split": 1, "concat": 1}),
     "positions": ("c = Exp (a) d = Concat <axis = 2> (a, c) e, f = Split <axis = 2, num_outputs = 2> (d) "

@@ -176,7 +176,7 @@ def test_leaving_the_fusion_out_keeps_the_model_channels_first() -> None:
 def test_functions_are_numbered_and_none_is_left_over() -> None:
     result = converted(parse(BLOCK))
     called = [node.op_type for node in result.model.graph.node if node.domain == "onnxfuse"]
-    assert called == ["conv_bias_activation", "conv_bias_activation_2"]
+    assert called == ["conv_bias_activation", "conv_bias_activation_2", "global_average_pool"]
     assert sorted(f.name for f in result.model.functions) == called
 
 

@@ -399,6 +399,43 @@ def test_pixels_are_joined_and_divided(body: str, weights: str) -> None:
     assert_same(model, result.model, **SIZES)
 
 
+def test_a_scale_of_each_image_behind_an_instance_norm() -> None:
+    """It stays a product, which joins the norm, unless something else reads the norm's result."""
+    style = "s = GlobalAveragePool (a) i = InstanceNormalization (a, ones, zeros) m = Mul (i, s) b = Add (m, s)"
+    weights = "float[8] ones = {1,1,1,1,1,1,1,1}, float[8] zeros = {0,0,0,0,0,0,0,0}"
+    pools = {"conv_bias_activation": 2, "Transpose": BORDERS, "global_average_pool": 1, "group_norm": 1}
+    model = between(style, weights)
+    result = converted(model)
+    assert operators(result) == {**pools, "Mul": 1, "Add": 1}
+    assert_same(model, result.model, **SIZES)
+    model = between(style.replace("b = Add (m, s)", "b = Add (m, i)"), weights)
+    assert operators(converted(model)) == {**pools, "channel_scale": 1}
+
+
+@pytest.mark.parametrize(
+    ("body", "weights"),
+    [
+        ("b = Gather <axis = 1> (a, order)", "int64[8] order = {0,4,1,5,2,6,3,7}"),  # a shuffle of channels
+        ("g = Gather <axis = -1> (a, order) r = Relu (g) b = Add (r, r)", "int64[3] order = {2,0,2}"),
+    ],
+)
+def test_gather_of_a_list(body: str, weights: str) -> None:
+    model = between(body, weights)
+    result = converted(model)
+    found = operators(result)
+    assert (found["Transpose"], found["Gather"], found["conv_bias_activation"]) == (BORDERS, 1, 2)
+    assert_same(model, result.model, **SIZES)
+
+
+def test_gather_of_one_element_ends_a_region() -> None:
+    """Its result has one axis less."""
+    model = between("g = Gather <axis = 2> (a, one) u = Unsqueeze (g, axis) b = Add (a, u)",
+                    "int64 one = {1}, int64[1] axis = {2}")  # fmt: skip
+    result = converted(model)
+    assert operators(result)["Transpose"] > BORDERS
+    assert_same(model, result.model, **SIZES)
+
+
 def test_shapes_of_images_are_put_into_order() -> None:
     """Only the order of four numbers changes, so that no image is transposed for them."""
     body = "b = Relu (a) s = Shape <start = 2> (b) f = Cast <to = 1> (s) g = ReduceSum <keepdims = 0> (f)"

@@ -52,6 +52,56 @@ def test_other_spellings(body: str) -> None:
     assert_same(model, result.model, **SIZES)
 
 
+ROWS = (
+    "float[4,8] k3, float[4] c3, float[8,4] k4, float[8] c4, float[8,8,1,1] k5, float[8] c5, float[8,4] j3, "
+    "float[4,8] j4, int64[2] space = {2,3}, int64[4] back = {0,8,1,1}"
+)
+FLAT = "m = ReduceMean <keepdims = 0> (a, space)"
+PRODUCTS = "s = Gemm <transB = 1> (f, k3, c3) t = Relu (s) e = Gemm <transB = 1> (t, k4, c4) g = Sigmoid (e)"
+BACK = "v = Reshape (g, back) h = Mul (a, v) b = Conv (h, k5)"
+
+
+@pytest.mark.parametrize(
+    ("body", "operands"),
+    [
+        (f"{MEAN} f = Flatten (m) {PRODUCTS} {BACK}", "x w bias w_2 bias_2"),
+        (f"{FLAT.replace('m', 'f', 1)} {PRODUCTS} {BACK}", "x w bias w_2 bias_2"),
+        (f"{FLAT} s = MatMul (m, j3) t = Relu (s) e = MatMul (t, j4) o = Add (e, c4) g = HardSigmoid (o) "
+         "v = Unsqueeze (g, space) h = Mul (v, a) b = Conv (h, k5)", "x w w_2 bias_2"),
+    ],
+)  # fmt: skip
+def test_products_of_rows(body: str, operands: str) -> None:
+    """As torch.nn.Linear makes them; the views between rows and images of one pixel vanish."""
+    model = between(body, ROWS)
+    result = converted(model)
+    assert operators(result) == {"conv_bias_activation": 3, "Transpose": BORDERS, "squeeze_excite": 1}
+    (gate,) = nodes(result, "squeeze_excite")
+    assert attribute(gate, "operands") == operands
+    shapes = {each.name: list(each.dims) for each in result.model.graph.initializer}
+    assert [shapes[name] for name in gate.input[1:] if len(shapes[name]) == 2] == [[4, 8], [8, 4]]
+    assert_same(model, result.model, **SIZES)
+    assert_same(model, result.model, n=0, h=6, w=10)
+
+
+def test_rows_that_are_read_elsewhere_stay() -> None:
+    model = between(
+        f"{MEAN} f = Flatten (m) {PRODUCTS} {BACK.replace('b =', 'p =')} q = ReduceSum (g) b = Add (p, q)", ROWS
+    )
+    found = operators(converted(model))
+    assert (found["squeeze_excite"], found["gemm_bias_activation"], found["global_average_pool"]) == (0, 2, 1)
+    assert_same(model, converted(model).model, **SIZES)
+
+
+def test_a_mean_without_its_axes_is_a_pool() -> None:
+    """As in front of a classifier that Keras exports."""
+    model = between(f"{FLAT} v = Unsqueeze (m, space) b = Add (a, v)", "int64[2] space = {2,3}")
+    result = converted(model)
+    assert operators(result)["global_average_pool"] == 1 and operators(result)["ReduceMean"] == 0
+    (pool,) = nodes(result, "global_average_pool")
+    assert (attribute(pool, "keepdims"), attribute(pool, "output_ranks")) == (0, [2])
+    assert_same(model, result.model, **SIZES)
+
+
 @pytest.mark.parametrize(
     ("body", "fused"),
     [

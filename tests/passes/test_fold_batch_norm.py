@@ -92,6 +92,26 @@ def test_scale_and_bias_after_conv(after: str, rest: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("after", "rest"),
+    [
+        ("t = Transpose<perm=[0,2,3,1]>(c) d = Mul(t, row) y = Add(row, d)", "Conv Transpose"),
+        ("t = Transpose<perm=[0,2,1,3]>(c) y = Sub(t, s)", "Conv Transpose"),
+        ("d = Mul(c, two) t = Transpose<perm=[0,2,3,1]>(d) y = Add(t, row)", "Conv Transpose"),
+        ("t = Transpose<perm=[0,2,3,1]>(c) y = Add(t, rows)", "Conv Transpose Add"),  # six rows, not channels
+        ("t = Transpose<perm=[0,2,3,1]>(c) d = Relu(t) e = Add(t, row) y = Add(d, e)", "Conv Transpose Relu Add Add"),
+    ],
+)
+def test_scale_and_bias_after_a_transpose(after: str, rest: str) -> None:
+    """Where a model computes channels-last, the channels are on another axis behind the Transpose."""
+    weights = {"w": random(6, 4, 2, 2), "row": random(6), "s": random(1, 6, 1), "two": np.float32(2),
+               "rows": random(6, 1, 1)}  # fmt: skip
+    model = parse(CONV.format(attrs="", bias="", after=after), **weights)
+    changed, _ = apply(model, fold_batch_norm, fold_batch_norm)
+    assert ops(changed) == rest
+    assert_same(model, changed, (2, 4, 7, 7))
+
+
+@pytest.mark.parametrize(
     ("nodes", "rest"),
     [
         ("c = MatMul(x, w) y = Mul(c, s)", "MatMul"),

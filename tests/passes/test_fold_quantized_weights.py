@@ -70,6 +70,30 @@ def test_in_half_precision_the_product_is_rounded_once() -> None:
     np.testing.assert_array_equal(found, (stored.astype(np.float64) * np.float64(scale)).astype(np.float16))
 
 
+@pytest.mark.parametrize("opset", [19, 21, 23])
+def test_float16_that_is_rounded_as_if_quantized(opset: int) -> None:
+    """Quotients are of float32 up to opset 22, and of float16 from 23 on; some of these differ in their last bit."""
+    random = np.random.default_rng(1)
+    given = {"k": random.uniform(-20, 20, (4, 64, 3, 3)).astype(np.float16), "z": np.zeros(4, np.int8)}
+    text = "(float16[N,64,h,w] x) => (y) { q = QuantizeLinear<axis=0>(k, s, z) w = DequantizeLinear<axis=0>(q, s, z) "
+    before = parse(text + "y = Conv(x, w) }", opset, s=np.array([0.1, 0.03, 0.007, 1.7], np.float16), **given)
+    after, (folded,) = apply(before, fold_quantized_weights)
+    assert [one.kind for one in folded] == ["constant"] and ops(after) == "Conv"
+    found = next(numpy_helper.to_array(t) for t in after.graph.initializer if t.name == "w")
+    before.graph.output.append(onnx.helper.make_tensor_value_info("w", onnx.TensorProto.FLOAT16, found.shape))
+    np.testing.assert_array_equal(found, run(before, {"x": np.zeros((1, 64, 5, 5), np.float16)})[1])
+
+
+def test_attributes_of_newer_opsets_stay() -> None:
+    """A result of another dtype than the scale, and blocks; their defaults do not matter."""
+    constants = {"q": INTEGERS["int8"].astype(np.int8), "s": SCALES[0].astype(np.float16)}
+    for attributes, count in (("output_dtype = 1", 0), ("output_dtype = 0, block_size = 0", 1)):
+        dtype = "float" if count == 0 else "float16"
+        text = f"({dtype}[N,3,h,w] x) => (y) {{ w = DequantizeLinear<{attributes}>(q, s) y = Conv(x, w) }}"
+        _, (folded,) = apply(parse(text, 23, **constants), fold_quantized_weights)
+        assert len(folded) == count
+
+
 @pytest.mark.parametrize(
     "nodes",
     [

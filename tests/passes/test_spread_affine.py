@@ -10,7 +10,7 @@ from onnxfuse.passes.spread_affine import spread_affine
 
 CONSTANTS = {
     "k": random(4, 3, 1, 1) - np.float32(0.8), "s": np.array([1.25], np.float32), "t": np.array(-0.5, np.float32),
-    "slopes": random(4, 1, 1), "each": random(1, 4, 1, 1),
+    "slopes": random(4, 1, 1), "each": random(1, 4, 1, 1), "u": random(3, 4, 2, 2) - np.float32(0.8),
 }  # fmt: skip
 
 
@@ -32,6 +32,10 @@ def spread(nodes: str, header: str = "(float[N,3,h,w] x) => (y)", opset: int = 1
 def test_behind_an_activation(activation: str) -> None:
     assert spread(f"c = Conv(x, k ) {activation} m = Mul(r, s) y = Add( t , m)") == (2, [(4, 1, 1)] * 2)
     assert spread(f"c = Conv(x, k ) {activation} y = Add(r, t)") == (1, [(4, 1, 1)])
+
+
+def test_behind_a_transposed_convolution() -> None:
+    assert spread("c = ConvTranspose(x, u ) r = Relu(c) m = Mul(r, s) y = Add(m, t)") == (2, [(4, 1, 1)] * 2)
 
 
 def test_a_vector_with_an_axis_of_images_loses_it() -> None:

@@ -34,7 +34,7 @@ from onnxfuse.rewrite.function_body import BodyBuilder, body
 from onnxfuse.rewrite.variant import Variant
 
 NEWEST, OLDEST = 24, 7
-LEADING = {"batch": 2, "seq": 3, "extra": 4}  # sizes of the axes that "..." stands for; fewer axes take the first ones
+LEADING = {"batch": 3, "seq": 2, "extra": 4}  # sizes of the axes that "..." stands for; fewer axes take the first ones
 MAX_TRIES = 20_000  # of sizes for the dimensions of a spelling; random choices of variants may contradict each other
 POOL = (4, 5, 6, 7, 8, 9, 10, 3, 2, 12, 11, 14, 20, 1)  # sizes that are tried for a named dimension
 
@@ -248,11 +248,12 @@ def find_sizes(spelling: Spelling, known: Mapping[str, Any]) -> dict[str, Any]:
     names = [name for name in _names(spelling) if name not in known and name not in spelling.sizes]
     has_dots = any("..." in spec for spec in _specs(spelling))
     lead = tuple(LEADING.values())[: spelling.leading] if has_dots else ()
-    given, divisors = tuple({**known, **spelling.sizes}.items()), tuple(_divisors(spelling).items())
-    found = _solution(spelling.fusion, tuple(names), given, divisors, lead)
+    labels = chosen(spelling)
+    given = tuple({**labels, **known, **spelling.sizes}.items())
+    found = _solution(spelling.fusion, tuple(names), given, tuple(_divisors(spelling).items()), lead)
     if found is None:
         raise Unwritable("sizes", f"no sizes of {', '.join(names)} fulfil the guards")
-    return {"...": lead, **found}
+    return {"...": lead, **{name: size for name, size in found.items() if name not in labels}}
 
 
 @functools.cache  # most spellings of a fusion have the same names

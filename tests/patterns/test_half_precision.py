@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ import pytest
 from conftest import EachCase
 from onnx import TensorProto, helper
 from runtimes import TOLERANCE, run
-from spellings import Unfused, build, longest, richest
+from spellings import Spelling, Unfused, Unwritable, build, longest, richest
 
 from onnxfuse import Fusion
 from onnxfuse.dsl import catalogue
@@ -87,3 +88,12 @@ def test_the_body_runs_on_the_cpu_and_is_as_precise(fusion: Fusion, each_case: E
                 largest = max(np.abs(left[np.isfinite(left)]).max(initial=0), 1e-6)
                 np.testing.assert_allclose(right, left, rtol=0, atol=TOLERANCE[case.out] * largest, equal_nan=True)
     assert fused
+
+
+@pytest.mark.parametrize("fusion", catalogue.builtin(), ids=lambda fusion: fusion.name)
+def test_bodies_of_bfloat16_have_operators_that_take_it(fusion: Fusion) -> None:
+    """Many operators, such as InstanceNormalization and HardSigmoid, have had bfloat16 since opset 22 alone."""
+    for opset in (13, 17, 21, 22):
+        with contextlib.suppress(Unwritable):
+            unfused = build(Spelling(fusion, f"bfloat16-opset{opset}", opset=opset, dtype=BFLOAT16))
+            onnx.checker.check_model(unfused.model, full_check=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -405,3 +405,37 @@ def test_a_channels_last_convolution_takes_a_vector_of_each_image() -> None:
     same(source, result)
     apart, _ = optimized(source, layout="nchw")
     assert not any("program" in attributes(node) for node in apart.graph.node)
+
+
+@pytest.mark.parametrize("layout", ["nhwc", "nchw"])
+def test_an_instance_norm_takes_what_follows_it(layout: Literal["nhwc", "nchw"]) -> None:
+    """The scale and the shift of each image of an AdaIN, which are parts of one tensor, and its activation."""
+    inputs = "float[batch, 8, 6, 6] x, float[batch, 16, 1, 1] style"
+    nodes = (
+        "a = Conv <pads = [1, 1, 1, 1]>(x, k1) n = InstanceNormalization(a, ones, zeros) "
+        "scale, shift = Split <axis = 1>(style) m = Mul(n, scale) b = Add(m, shift) c = LeakyRelu(b) z = Conv(c, k2)"
+    )
+    source = model_of(nodes, inputs)
+    for name, value in {"ones": np.ones(8, np.float32), "zeros": np.zeros(8, np.float32)}.items():
+        source.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+    result, report = optimized(source, layout=layout)
+    norm = next(own for node in result.graph.node if (own := attributes(node)).get("fusion") == "group_norm")
+    program = [op for op, *_ in json.loads(norm["program"])["ops"]]
+    assert [op for op in program if op in ("Mul", "Add", "LeakyRelu")] == ["Mul", "Add", "LeakyRelu"]
+    assert report.counts.get("channel_scale") is None
+    same(source, result)
+
+
+def test_a_transposed_convolution_takes_what_follows_it() -> None:
+    """The periodic activation of a vocoder (Snake), in the epilogue."""
+    inputs = "float[batch, 8, 6, 6] x"
+    nodes = (
+        "a = Conv <pads = [1, 1, 1, 1]>(x, k1) b = ConvTranspose <strides = [2, 2]>(a, k2) c = Sin(b) d = Mul(c, c) "
+        "e = Add(b, d) z = Conv(e, k2)"
+    )
+    source = model_of(nodes, inputs)
+    result, report = optimized(source, layout="nhwc")
+    (own,) = (own for node in result.graph.node if "program" in (own := attributes(node)))
+    assert own["fusion"] == "conv_transpose_bias_activation" and report.regions.nodes == 0
+    assert [op for op, *_ in json.loads(own["program"])["ops"]] == ["Sin", "Mul", "Add"]
+    same(source, result)

@@ -1,0 +1,173 @@
+"""Fold a Pad into the pads of the convolutions and pools that read it.
+
+TensorFlow's converters write the pads of strided convolutions so, and exporters those of causal ones. A convolution and
+an average take zeros; a maximum takes -inf, and zeros if no element of its image is negative.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias, TypeGuard
+
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.ir.attributes import attribute_or_input, int_attribute, ints_attribute, str_attribute
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, op_of, producer
+from onnxfuse.passes.emit import emit
+from onnxfuse.passes.folded import Folded, node_label
+
+# Operators whose results are not negative
+NONNEGATIVE: Final = frozenset({"Relu", "Sigmoid", "HardSigmoid", "Softplus", "Exp", "Abs"})
+FIRST_WITH_INPUTS: Final = 11  # the first opset in which pads are an input
+Sizes: TypeAlias = Sequence[tuple[int, int]]  # of each axis, what is added in front and behind
+
+
+@dataclass(frozen=True)
+class Window:
+    """A node whose pads take in a Pad, the Transpose between them if there is one, and the attributes that change."""
+
+    node: Node
+    transpose: Node | None
+    attributes: dict[str, AttributeValue]
+
+
+def fold_pads(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
+    """Fold each Pad whose readers all can pad themselves; return the nodes that vanished."""
+    folded = [one for node in list(graph.nodes) if op_of(node) == "Pad" for one in _fold(graph, shapes, node)]
+    if folded:
+        graph.remove_dead()
+        graph.sort()
+    return folded
+
+
+def _fold(graph: Graph, shapes: ShapeInfo, pad: Node) -> Iterator[Folded]:
+    source, padded = pad.inputs[0], pad.outputs[0]
+    sizes, value = _sizes(graph, shapes, pad), _value(graph, pad)
+    if sizes is None or value is None or graph.is_kept(padded):
+        return
+    windows = [_window(graph, pad, node, transpose, sizes, value) for node, transpose in _readers(graph, padded)]
+    found = [window for window in windows if window is not None]
+    if not found or len(found) < len(windows):
+        return
+    folded = Folded("pad", node_label(pad), node_label(found[0].node))
+    unpadded = {
+        one.transpose: _transposed(graph, shapes, one.transpose, source) for one in found if one.transpose is not None
+    }
+    for one in found:
+        image = source if one.transpose is None else unpadded[one.transpose]
+        _replace(graph, one.node, [image, *one.node.inputs[1:]], {**one.node.attrs, **one.attributes})
+    yield folded
+
+
+def _replace(graph: Graph, node: Node, inputs: Sequence[Tensor], attributes: Mapping[str, AttributeValue]) -> None:
+    """Replace a node by one of the same operator and name, whose pads are explicit."""
+    own = {name: value for name, value in attributes.items() if name != "auto_pad"}
+    outputs, name = list(node.outputs), node.name
+    node.inputs.clear()
+    node.outputs.clear()
+    graph.add_node(node.op, inputs, outputs, own, name=name)
+
+
+def _transposed(graph: Graph, shapes: ShapeInfo, transpose: Node, source: Tensor) -> Tensor:
+    """Return the same Transpose of another tensor."""
+    shape, dtype = shapes.shape(source), shapes.dtype(source)
+    perm = _perm(transpose, len(shape or ()))
+    new = None if shape is None else [shape[axis] for axis in perm]
+    return emit(graph, shapes, "Transpose", [source], f"{source.name}_transposed", new, dtype, {"perm": perm})
+
+
+def _perm(transpose: Node, rank: int) -> list[int]:
+    return ints_attribute(transpose, "perm", range(rank)[::-1])
+
+
+# --- the Pad -------------------------------------------------------------------------------------------------------
+
+
+def _sizes(graph: Graph, shapes: ShapeInfo, pad: Node) -> Sizes | None:
+    """Return what a Pad adds to each axis; None where that is computed, or takes elements away."""
+    rank, pads = shapes.rank(pad.inputs[0]), attribute_or_input(graph, pad, "pads")
+    axes = attribute_or_input(graph, pad, "axes")
+    if rank is None or not _are_integers(pads) or not (axes is None or _are_integers(axes)):
+        return None
+    given = range(rank) if axes is None else [axis % rank for axis in axes]
+    if len(pads) != 2 * len(given) or min(pads, default=0) < 0:
+        return None
+    of_axis = dict(zip(given, zip(pads, pads[len(given) :], strict=False), strict=True))
+    return [of_axis.get(axis, (0, 0)) for axis in range(rank)]
+
+
+def _are_integers(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(isinstance(each, int) for each in value)
+
+
+def _value(graph: Graph, pad: Node) -> float | None:
+    """Return the number that a Pad adds; None where it is computed, or copies elements."""
+    if str_attribute(pad, "mode", "constant") != "constant":
+        return None
+    found = attribute_or_input(graph, pad, "value" if graph.opset < FIRST_WITH_INPUTS else "constant_value")
+    found = found[0] if isinstance(found, list) and len(found) == 1 else found
+    return 0.0 if found is None else float(found) if isinstance(found, int | float) else None
+
+
+# --- what reads it -------------------------------------------------------------------------------------------------
+
+
+def _readers(graph: Graph, padded: Tensor) -> Iterator[tuple[Node, Node | None]]:
+    """Yield each node that reads a tensor, or a Transpose of it that nothing but such nodes reads, with that."""
+    for node in dict.fromkeys(consumers(padded)):
+        if op_of(node) == "Transpose" and not graph.is_kept(node.outputs[0]):
+            yield from ((reader, node) for reader in dict.fromkeys(consumers(node.outputs[0])))
+        else:
+            yield node, None
+
+
+def _window(graph: Graph, pad: Node, node: Node, transpose: Node | None, sizes: Sizes, value: float) -> Window | None:
+    """Return how a reader of a padded tensor, or of a Transpose of it, pads itself; None if it cannot."""
+    if transpose is not None:
+        sizes = [sizes[axis] for axis in _perm(transpose, len(sizes))]
+    read = pad.outputs[0] if transpose is None else transpose.outputs[0]
+    if [i for i, tensor in enumerate(node.inputs) if tensor is read] != [0]:
+        return None
+    if len(sizes) < 3 or any(sum(both) for both in sizes[:2]):  # images, or channels
+        return None
+    is_padded = str_attribute(node, "auto_pad", "NOTSET") == "NOTSET"
+    if not is_padded and str_attribute(node, "auto_pad") != "VALID":
+        return None
+    count = len(sizes) - 2
+    old = ints_attribute(node, "pads", [0] * 2 * count) if is_padded else [0] * 2 * count
+    if len(old) != 2 * count:
+        return None
+    added = [front for front, _ in sizes[2:]] + [behind for _, behind in sizes[2:]]
+    new = [one + other for one, other in zip(old, added, strict=True)]
+    own: dict[str, AttributeValue] = {"pads": new}
+    if op_of(node) == "Conv" and value == 0:
+        return Window(node, transpose, own)
+    if op_of(node) not in ("AveragePool", "MaxPool") or not _pads_whole_windows(node, new):
+        return None
+    if op_of(node) == "AveragePool" and value == 0 and (int_attribute(node, "count_include_pad", 0) or not any(old)):
+        return Window(node, transpose, {**own, "count_include_pad": 1})
+    if op_of(node) == "MaxPool" and (value == -math.inf or (value == 0 and _is_nonnegative(graph, pad.inputs[0]))):
+        return Window(node, transpose, own)
+    return None
+
+
+def _pads_whole_windows(pool: Node, pads: Sequence[int]) -> bool:
+    """Return whether every window of a pool has an element of its image, as runtimes require.
+
+    With ceil_mode, a window may begin behind the image, and then it depends on the pads which windows there are.
+    """
+    kernel = ints_attribute(pool, "kernel_shape", [])
+    has_indices = any(tensor.name for tensor in pool.outputs[1:])
+    if int_attribute(pool, "ceil_mode", 0) or has_indices or len(pads) != 2 * len(kernel):
+        return False
+    return all(size < window for size, window in zip(pads, [*kernel, *kernel], strict=True))
+
+
+def _is_nonnegative(graph: Graph, tensor: Tensor) -> bool:
+    node = producer(tensor)
+    if node is None or op_of(node) not in (*NONNEGATIVE, "Clip"):
+        return False
+    least = attribute_or_input(graph, node, "min") if op_of(node) == "Clip" else 0.0
+    return isinstance(least, int | float) and least >= 0
