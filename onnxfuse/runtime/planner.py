@@ -150,8 +150,14 @@ def answer_request(request: native.Request) -> bytes:
 def add_plan_file(key: PlanFileKey, source: TemplateSource) -> None:
     """Ask a plan file before all others from now on; what the same path held earlier is forgotten."""
     with _lock:
-        plan_files.pop(key, None)
+        drop_plan_file(key)
         plan_files[key] = source
+
+
+def drop_plan_file(key: PlanFileKey) -> None:
+    """Ask a plan file no longer; nodes keep the templates that they have."""
+    with _lock:
+        plan_files.pop(key, None)
 
 
 def expect(node: FusedNode, dims: Dims, device: Device) -> None:

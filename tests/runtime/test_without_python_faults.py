@@ -20,7 +20,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
 from stand_in import CPU, DEVICE, SHIFT, Stage, fails, feed, model
 from stored_plans import gpu, native_options, native_session, plans, refusal, shifts, store
 
-from onnxfuse.runtime.plan_file import DIGEST_BYTES, MAGIC, PlanFile, SavedTemplate, read_plan_file, write_plan_file
+from onnxfuse.runtime.plan_file import (
+    DIGEST_BYTES,
+    FORMAT,
+    MAGIC,
+    PlanFile,
+    SavedTemplate,
+    read_plan_file,
+    write_plan_file,
+)
 
 __all__ = ["gpu", "plans"]
 BODY_AT = len(MAGIC) + 8 + DIGEST_BYTES
@@ -62,7 +70,7 @@ def for_other_gpus(path: Path) -> Path:
 
 MISFITS = [
     (damaged, "edited.plans: it is damaged; make it again"),
-    (of_other_format, "it is of format 6, this library reads 7; make it with the library's version of onnxfuse"),
+    (of_other_format, "it is of format 6, this library reads 8; make it with the library's version of onnxfuse"),
     (no_plans, "it is no plan file"),
     (lambda path: path.with_name("absent"), "absent: No such file or directory"),
     (lambda path: path.parent, "it is no regular file"),
@@ -207,7 +215,7 @@ def test_an_older_onnxruntime_is_refused_or_bodies_run(
 
 
 def sealed(body: bytes) -> bytes:
-    return MAGIC + struct.pack("<q", 7) + hashlib.sha256(body).digest() + body
+    return MAGIC + struct.pack("<q", FORMAT) + hashlib.sha256(body).digest() + body
 
 
 @pytest.mark.parametrize("padding", range(9))

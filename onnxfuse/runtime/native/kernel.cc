@@ -257,7 +257,8 @@ std::string FusedKernel::describe(const Key* key) const {
   return text + ")";
 }
 
-// A session tells whether it allows TF32 when a node runs, and not before.
+// A session tells whether it allows TF32 when a node runs, and not before.  Of its aim only Python tells; without it the
+// plans of either are taken, those of the first file first.
 void FusedKernel::choose_given(const OrtKernelContext* context) {
   bool tf32 = setup_.settings & kTf32;
   if (!setup_.asks_python) {
@@ -268,7 +269,8 @@ void FusedKernel::choose_given(const OrtKernelContext* context) {
   }
   Templates chosen;
   for (const auto& each : given_) {
-    if (each->tf32 == tf32) chosen.push_back(each->plans);
+    const bool has_aim = !setup_.asks_python || each->shared == ((setup_.settings & kShared) != 0);
+    if (each->tf32 == tf32 && has_aim) chosen.push_back(each->plans);
   }
   if (chosen.empty() && !setup_.asks_python) {
     throw std::runtime_error(std::string("the session has use_tf32=") + (tf32 ? "1" : "0") +

@@ -53,6 +53,7 @@ StoredTemplate read_template(WordReader& reader, const PlanFile& file) {
   StoredTemplate found;
   found.device = index(reader, "a template's device", file.devices.size());
   found.tf32 = reader.flag("a template's TF32");
+  found.shared = reader.flag("a template's aim");
   found.libraries = reader.next("a template's libraries", 0, kAllLibraries);
   found.node = reader.text("a template's node");
   found.words = reader.text("a template's words");
