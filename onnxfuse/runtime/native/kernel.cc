@@ -12,6 +12,7 @@
 
 #include "python.h"
 #include "run_steps.h"
+#include "utf8.h"
 
 namespace onnxfuse {
 namespace {
@@ -60,7 +61,7 @@ void log_other_kind(const Ort& ort, const OrtKernelInfo* info, const PlanFile& f
                            ", this GPU is " + describe(here) + "; its plans are right, but may not be the fastest";
   const OrtLogger* logger = nullptr;
   check(ort, ort.KernelInfo_GetLogger(info, &logger));
-  check(ort, ort.Logger_LogMessage(logger, kLogWarning, text.c_str(), __FILE__, __LINE__, __func__));
+  check(ort, ort.Logger_LogMessage(logger, kLogWarning, utf8(text).c_str(), __FILE__, __LINE__, __func__));
 }
 
 bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % kAlignment == 0; }

@@ -113,6 +113,7 @@ std::shared_ptr<const PlanFile> PlanFile::load(const std::string& path) {
   try {
     struct stat found {};
     if (stat(path.c_str(), &found) != 0) throw std::runtime_error(std::strerror(errno));
+    if (S_ISDIR(found.st_mode)) throw std::runtime_error("it is a directory; name a file in it");
     if (!S_ISREG(found.st_mode)) throw std::runtime_error("it is no regular file");
     const Stamp stamp{found.st_dev, found.st_ino, found.st_size, found.st_mtim.tv_sec, found.st_mtim.tv_nsec};
     std::lock_guard<std::mutex> lock(*mutex);

@@ -100,16 +100,18 @@ class Template {
   const Variant* choose(const std::vector<int64_t>& sizes, const std::vector<int64_t>& values) const;
   SharedPlan make(const Key& key) const;
   bool holds_constants(const Key& key) const;
-  void check_functions(const Plan& plan) const;  // throws std::runtime_error for a launch of another function
+  // Throws std::runtime_error for a launch of another function, or with other arguments than the function takes.
+  void check_functions(const Plan& plan) const;
   SharedPlan add(const Key& key, SharedPlan plan);  // the caller holds the lock
 
   const std::vector<int64_t> output_dtypes_;
   const int device_;
   Key pattern_;  // as the inputs' words, with -1 - k for size number k
-  std::vector<Word> kinds_;  // of the pattern's words
-  size_t size_count_ = 0;
+  std::vector<Word> kinds_;     // of the pattern's words
+  std::vector<size_t> places_;  // by number of a size: the first of the words that are it
   std::optional<Expressions> expressions_;
   std::vector<int64_t> functions_;
+  std::vector<std::optional<Parameters>> parameters_;  // by function; nothing where the driver does not tell
   std::vector<Variant> variants_;
   std::shared_mutex mutex_;  // guards the plans
   Plans recent_, earlier_;   // a full recent_ becomes earlier_, whose plans are dropped; a plan that is used moves back
