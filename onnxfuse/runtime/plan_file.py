@@ -128,8 +128,27 @@ def _attribute(name: str, value: Attribute) -> bytes:
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
+def check_plan_target(target: Path, model: Path | None = None) -> None:
+    """Raise PlanFileError if a plan file would replace another file; `model` is the one that is read."""
+    if not target.is_file():
+        return
+    if model and model.exists() and target.samefile(model):
+        raise PlanFileError(f"'{target}' is the model to read; give another name for the plan file")
+    try:
+        with target.open("rb") as stream:
+            start = stream.read(len(MAGIC))
+    except OSError as error:
+        raise PlanFileError(f"{target}: cannot be written: {error}") from error
+    if start != MAGIC:
+        raise PlanFileError(f"'{target}' is there and is no plan file; give another name, or remove it first")
+
+
 def write_plan_file(path: Path, file: PlanFile) -> None:
-    """Write a plan file under another name and rename it.  Raises PlanFileError if that fails."""
+    """Write a plan file under another name and rename it.
+
+    Raises PlanFileError if that fails, or if it would replace a file that is no plan file.
+    """
+    check_plan_target(path)
     body = b"".join(_parts(file))
     data = MAGIC + _word(FORMAT) + hashlib.sha256(body).digest() + body
     part = path.with_name(f"{uuid.uuid4().hex}.part")  # other processes may write the same file now
@@ -210,7 +229,8 @@ def read_plan_file(path: Path) -> PlanFile:
     if file.versions.get("onnxfuse") != __version__:
         _refuse(path, f"written by onnxfuse {file.versions.get('onnxfuse')}, this is {__version__}; make it again")
     if file.versions.get("kernels") != kernels_digest():
-        _refuse(path, "made from other kernels than this onnxfuse has; make it again")
+        where = "add the folders (--kernels, onnxfuse.add_kernels) and packages that it was made with, or make it again"
+        _refuse(path, f"made from other kernels than there are here; {where}")
     return file
 
 

@@ -30,7 +30,7 @@ from onnxfuse.compile.summary import summary
 from onnxfuse.errors import KernelError, OnnxfuseError, UsageError
 from onnxfuse.runtime import planner
 from onnxfuse.runtime.plan import Device, Plan, TensorSpec
-from onnxfuse.runtime.plan_file import PlanFile, PlanFileError, read_plan_file
+from onnxfuse.runtime.plan_file import PlanFile, PlanFileError, read_plan_file, write_plan_file
 from onnxfuse.tuning.dispatch import model_subject
 
 ELF = b"\x7fELF"
@@ -361,12 +361,43 @@ def test_the_command_prints_a_summary(fused: Path) -> None:
         (["--gpu", "none"], "error: no GPU is known of the name 'none'"),
         (["--arch", "sm_90", "--shape", "x:1..q"], "error: --shape 'x:1..q' is not of the form"),
         (["--arch", "sm_90", "--option", "use_tf32"], "error: --option 'use_tf32' is not of the form NAME=VALUE"),
+        (["--arch", "sm_90", "--option", "foo=1"], "error: the CUDA provider has no option 'foo'; it has arena_ext"),
+        (["--option", "use_tf32=maybe"], "error: option use_tf32 is 'maybe', required 0, 1, True, true, False or"),
+        (["--arch", "sm_90", "--shape", "x:1x1x32"], "error: input 'x' has 64 elements along axis 2, --shape gives 32"),
     ],
 )
 def test_wrong_usage_is_one_line(fused: Path, arguments: list[str], message: str) -> None:
     result = command(fused, *arguments)
     assert result.exit_code == 2
     assert result.stderr.startswith(message) and result.stderr.count("\n") == 1
+
+
+def test_only_a_plan_file_is_replaced(fused: Path, tmp_path: Path) -> None:
+    weights, before = tmp_path / "fused.onnx.0123456789ab.data", fused.read_bytes()
+    weights.write_bytes(bytes(64))
+    (tmp_path / "link.onnx").symlink_to(fused)
+    for target, why in (
+        (fused, "is the model to read; give another name for the plan file"),
+        (tmp_path / "link.onnx", "is the model to read; give another name for the plan file"),
+        (weights, "is there and is no plan file; give another name, or remove it first"),
+    ):
+        result = command(fused, "--arch", "sm_90", "-o", target)
+        assert (result.exit_code, result.stderr) == (1, f"error: '{target}' {why}\n")
+    assert (fused.read_bytes(), weights.read_bytes()) == (before, bytes(64))
+    with pytest.raises(PlanFileError, match="is no plan file; give another name"):
+        write_plan_file(weights, PlanFile({}, [], []))
+    for _ in range(2):
+        assert command(fused, "--arch", "sm_90", "-o", tmp_path / "p").exit_code == 0
+
+
+def test_a_folder_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = command(".", "--arch", "sm_90")
+    assert (
+        result.exit_code == 1
+        and result.stderr.startswith("error: '.' is a directory;")
+        and not list(tmp_path.iterdir())
+    )
 
 
 def test_a_target_that_cannot_be_written_is_told_before_any_work(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def signed(body: bytes) -> bytes:
     "versions, message",
     [
         ({"onnxfuse": "0.0.1"}, r"written by onnxfuse 0\.0\.1, this is .*; make it again"),
-        ({"kernels": "0" * 16}, r"made from other kernels than this onnxfuse has; make it again"),
+        ({"kernels": "0" * 16}, r"made from other kernels than there are here; add the folders .* and packages"),
         ({"cublaslt": 120101}, r"its plans were chosen for cuBLASLt 120101, this is 120903; make it again"),
         ({"cudnn": 92000}, r"its plans were chosen for cuDNN 92000, this is 91900; make it again"),
     ],
