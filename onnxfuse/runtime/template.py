@@ -67,7 +67,7 @@ class Template:
     def chosen(self, sizes: Sequence[int]) -> Variant | None:
         """Return the variant that the native library takes for these sizes; None if it has none for them."""
         values = self.expressions.evaluate([np.array([size]) for size in sizes])
-        right = [each for each in self.variants if _holds(values, each.hard).all()]
+        right = [each for each in self.variants if holds(values, each.hard).all()]
 
         def away(variant: Variant) -> float:
             return distance(sizes, variant.hints)
@@ -87,7 +87,7 @@ class Template:
         `values` are those of all expressions.  It is infinite for sizes for which the plan is not right.
         """
         missed = [self.expressions.miss(number, answer, values) for number, answer in variant.soft]
-        return np.where(_holds(values, variant.hard), np.maximum.reduce(missed) if missed else 0.0, np.inf)
+        return np.where(holds(values, variant.hard), np.maximum.reduce(missed) if missed else 0.0, np.inf)
 
 
 def distance(sizes: Sequence[int], hints: Sequence[int]) -> float:
@@ -180,7 +180,8 @@ def candidates_at(host: Host, template: Template, sizes: Sequence[int], record: 
     return [*found, *(Variant(plan, later, soft, tuple(sizes), fixed) for plan in others)]
 
 
-def _holds(values: Sequence[Values], guards: Sequence[tuple[int, bool]]) -> Any:
+def holds(values: Sequence[Values], guards: Sequence[tuple[int, bool]]) -> Any:
+    """Return for which combinations of sizes guards hold; `values` are those of all expressions."""
     return np.logical_and.reduce([values[number].astype(bool) == answer for number, answer in guards] or [True])
 
 
@@ -267,7 +268,7 @@ class _Samples:
     def leave_out(self, guards: Sequence[tuple[int, bool]]) -> None:
         """Leave out the combinations for which guards hold."""
         if len(self.columns):
-            self.left &= ~_holds(self._evaluated(), guards)
+            self.left &= ~holds(self._evaluated(), guards)
 
     def needed(self) -> list[Variant]:
         """Return the template's variants without those that no combination needs, and kernels that gain little.
@@ -296,7 +297,7 @@ class _Samples:
         """Return what `Template.loss` returns, but a finite number wherever the variant is right."""
         values = self._evaluated()
         loss = np.minimum(self.template.loss(variant, values), np.finfo(np.float64).max)
-        return np.where(_holds(values, variant.hard), loss, np.inf)
+        return np.where(holds(values, variant.hard), loss, np.inf)
 
     def _evaluated(self) -> list[Values]:
         self.values = self.template.expressions.evaluate(list(self.columns), self.values)
