@@ -24,7 +24,7 @@ Codes = dict[tuple[int, str], bytes]  # cubins by compute capability and kernel_
 
 
 def save_plans(path: str | Path, provider: str = CUDA, device_id: int = 0) -> int:
-    """Write the templates of the nodes that have run in this process on GPUs like `device_id`; return how many.
+    """Write the templates of the nodes of this process's sessions on GPUs like `device_id`; return how many.
 
     Templates that came from plan files are among them.  Raises PlanFileError if the file cannot be written,
     UsageError for a provider that has no kernels, KernelError if a kernel does not compile.

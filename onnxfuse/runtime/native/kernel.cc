@@ -347,6 +347,18 @@ void FusedKernel::with(uint64_t id, const std::function<void(FusedKernel&)>& fun
   if (found != nodes().by_id.end()) function(*found->second);
 }
 
+std::vector<NewNode> FusedKernel::new_nodes() {
+  std::vector<NewNode> found;
+  const std::lock_guard<std::mutex> lock(nodes().mutex);
+  for (const auto& [id, node] : nodes().by_id) {
+    std::shared_lock<std::shared_mutex> own(node->mutex_);
+    if (!node->setup_.asks_python || !node->given_.empty() || !node->templates_.empty()) continue;
+    const Setup& setup = node->setup_;
+    found.push_back({id, setup.provider, node->op_, node->node_, node->attributes_, node->device_, setup.settings});
+  }
+  return found;
+}
+
 std::vector<std::pair<Key, uint64_t>> FusedKernel::take_runs() {
   std::shared_lock<std::shared_mutex> lock(mutex_);
   std::vector<std::pair<Key, uint64_t>> found;

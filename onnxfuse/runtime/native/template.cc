@@ -14,10 +14,11 @@ namespace onnxfuse {
 namespace {
 
 constexpr int64_t kMaxWords = 1 << 20;
+constexpr size_t kFewPlans = 32;  // of a template that meets few shapes
 constexpr double kMaxTunedDistance = 1.0;  // as MAX_TUNED_DISTANCE of onnxfuse.runtime.template
 // A cache that grows to so many tokens meets as many shapes, again and again.
 std::atomic<size_t> max_recent_plans{4096};
-std::atomic<int64_t> plan_count{0};
+std::atomic<int64_t> plan_count{0}, plans_freed{0};
 
 // How far sizes are from those of a variant: the sum of their ratios' logarithms to base 2.
 double distance(const std::vector<int64_t>& sizes, const std::vector<int64_t>& hints) {
@@ -136,6 +137,8 @@ std::shared_ptr<Template> Template::shared(const std::string& bytes, const std::
 
 int64_t Template::plans_made() { return plan_count; }
 
+int64_t Template::plans_alive() { return plan_count - plans_freed; }
+
 size_t Template::set_max_recent_plans(size_t count) { return max_recent_plans.exchange(count); }
 
 // Whether inputs are constant where the pattern's are.
@@ -209,7 +212,12 @@ Template::SharedPlan Template::make(const Key& key) const {
     words[patch.word] = patch.kind == PatchKind::kFunction ? functions_[patch.index] : values[patch.index];
   }
   const std::string bytes(reinterpret_cast<const char*>(words.data()), words.size() * sizeof(int64_t));
-  auto plan = std::make_shared<Plan>(read_plan(bytes, types_of(key), output_dtypes_, device_));
+  const auto free = [](Plan* each) {
+    delete each;
+    ++plans_freed;
+  };
+  const std::shared_ptr<Plan> plan(new Plan(read_plan(bytes, types_of(key), output_dtypes_, device_)), free);
+  ++plan_count;
   check_functions(*plan);
   if (!holds_constants(key)) {  // a kernel that starts early would read them while the kernel in front writes them
     for (Step& step : plan->steps) {
@@ -247,7 +255,6 @@ Template::SharedPlan Template::known_plan(const Key& key) {
 Template::SharedPlan Template::plan(const Key& key) {
   SharedPlan made = make(key);
   if (!made) return nullptr;
-  ++plan_count;
   std::unique_lock<std::shared_mutex> lock(mutex_);
   return add(key, std::move(made));
 }
@@ -273,9 +280,12 @@ void Template::try_plan() {
 }
 
 Template::SharedPlan Template::add(const Key& key, SharedPlan plan) {
+  // No run may pay for many: the table grows once and for all, and each plan that is added frees two others.  Growing
+  // by and by took 345 us at the 2357th plan, and freeing 4096 plans at once 1.8 ms, on an EPYC.
+  if (recent_.size() == kFewPlans) recent_.reserve(max_recent_plans);
+  for (int i = 0; i < 2 && !dropped_.empty(); ++i) dropped_.erase(dropped_.begin());
   if (recent_.size() >= max_recent_plans) {
-    earlier_ = std::move(recent_);
-    recent_.clear();
+    dropped_ = std::exchange(earlier_, std::exchange(recent_, {}));
   }
   return recent_.emplace(key, std::move(plan)).first->second;  // keeps the plan of a thread that was faster
 }

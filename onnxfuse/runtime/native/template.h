@@ -66,11 +66,12 @@ class Template {
   // Whether the other template is for the same inputs.
   bool is_for_inputs_of(const Template& other) const { return pattern_ == other.pattern_; }
 
-  // A template whose sizes take turns keeps the plans of the last `count` of them; it holds up to twice as many.
-  // Returns the earlier count.
+  // A template whose sizes take turns keeps the plans of the last `count` of them; it knows up to twice as many, and
+  // frees those before them one after the other.  Returns the earlier count.
   static size_t set_max_recent_plans(size_t count);
-  // How many plans all templates have made.
+  // How many plans all templates have made, and how many of these exist.
   static int64_t plans_made();
+  static int64_t plans_alive();
 
  private:
   struct Guard {
@@ -114,7 +115,8 @@ class Template {
   std::vector<std::optional<Parameters>> parameters_;  // by function; nothing where the driver does not tell
   std::vector<Variant> variants_;
   std::shared_mutex mutex_;  // guards the plans
-  Plans recent_, earlier_;   // a full recent_ becomes earlier_, whose plans are dropped; a plan that is used moves back
+  Plans recent_, earlier_;   // a full recent_ becomes earlier_, and that dropped_; a plan that is used moves back
+  Plans dropped_;            // which are still to be freed
 };
 
 }  // namespace onnxfuse
