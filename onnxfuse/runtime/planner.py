@@ -210,7 +210,7 @@ def equip(known: Iterable[tuple[Situation, PreparedTemplate | GivenTemplate]]) -
         try:
             data = template.data() if isinstance(template, GivenTemplate) else template.data_so_far()
             native.give_template(request.kernel, data)
-        except native.NativeError as error:
+        except Exception as error:  # of a plan that cannot be written or read; the first run raises it, too
             log.info("node '%s' asks for its plans when it first runs: %s", request.node, error)
             continue
         with _lock:
