@@ -11,7 +11,8 @@ their inputs come from the host, and their outputs stay on the device.  Everythi
 
     visits      the first visit of each fresh shape against later visits of it, the engines in turns
     load        threads on one session, in turns: latency and throughput, for visited shapes and for unseen ones
-    cache       a decoder whose cache grows from 1 token to 4096: the time of each step, and against its neighbours
+    cache       a decoder whose cache grows from 1 token to 4096: the time of each step, on its first visit and on later
+                ones, against its neighbours, and what may have interrupted those that are slow
     memory      the resident memory of the process and the GPU's memory, over shapes, an engine in a process of its own
     cold        from the start of a process to its first answer: empty caches, filled caches, a plan file
     background  requests with pauses, before, while and after a session of onnxfuse is tuned between them

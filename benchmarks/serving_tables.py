@@ -8,6 +8,7 @@ from typing import Any
 from serving_engines import ENGINES
 
 Row = list[object]
+PASSES = {"first": "first visits", "first_of_all": "the shortest first visits", "later": "later visits"}
 
 
 def table(part: str, result: Mapping[str, Any]) -> str:
@@ -51,8 +52,8 @@ def _cache(result: Mapping[str, Any]) -> tuple[str, list[Row]]:
         for which, found in result[engine].items():
             times = [found["step_ms"][name] for name in ("median", "p99", "worst")]
             ratio = found["to_neighbours"]["worst"]
-            rows.append([f"{engine}, {which} pass", *times, ratio, found["worst_at_past"], found["over_limit"]])
-    return f"{result['steps']} of {result['asked']} steps", rows
+            rows.append([f"{engine}, {PASSES[which]}", *times, ratio, found["worst_at_past"], found["over_limit"]])
+    return f"{result['steps']} of {result['asked']} steps, {result['passes']} times in new sessions", rows
 
 
 def _memory(result: Mapping[str, Any]) -> tuple[str, list[Row]]:

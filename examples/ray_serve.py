@@ -7,7 +7,8 @@
 
 The model takes `input_ids` and `attention_mask`, as BERT does, and its file is at the same path on every node.  Each
 replica opens one session on the GPU that Ray gives it.  Requests that wait at the same time become one run: they are
-padded to the longest of them, and each answer is cut to its own length again.
+padded to the longest of them, and each answer is cut to its own length again.  One that the model refuses, such as a
+token that it does not know, fails alone.
 """
 
 import asyncio
@@ -65,20 +66,38 @@ class FusedModel:
         whole = isinstance(tokens, list) and all(type(each) is int for each in tokens)
         if not whole or not 0 < len(tokens) <= self._max_tokens:
             return JSONResponse({"error": f"input_ids takes 1 to {self._max_tokens} integers"}, status_code=400)
-        answer: Answer = await self.infer(tokens)
+        try:
+            answer = await self.infer(tokens)
+        except ValueError as error:
+            return JSONResponse({"error": str(error)}, status_code=400)
         return JSONResponse({name: value.tolist() for name, value in answer.items()})
 
+    async def infer(self, tokens: Tokens) -> Answer:
+        """Answer a request.  Raises ValueError if the model refuses it."""
+        answer: Answer | str = await self._together(tokens)
+        if isinstance(answer, str):
+            raise ValueError(answer)
+        return answer
+
     @serve.batch(max_batch_size=MAX_BATCH, batch_wait_timeout_s=WAIT_S, max_concurrent_batches=IN_FLIGHT)
-    async def infer(self, batch: list[Tokens]) -> list[Answer]:
-        """Answer a request; Ray Serve collects those of many callers into `batch`."""
+    async def _together(self, batch: list[Tokens]) -> list[Answer | str]:
+        """Answer a request, or say why not; Ray Serve collects those of many callers into `batch`."""
         self._served.update(requests=len(batch), runs=1)
-        return await asyncio.to_thread(self._run, batch)  # so that this process accepts requests meanwhile
+        return await asyncio.to_thread(self._answers, batch)  # so that this process accepts requests meanwhile
 
     def describe(self) -> dict[str, Any]:
         """Return the replica's name and GPUs, how many nodes run as kernels and as bodies, and what it has served."""
         replica = serve.get_replica_context().replica_id.unique_id
         nodes = Counter(each.how for each in onnxfuse.explain_session(self._session))
         return {"replica": replica, "gpus": ray.get_gpu_ids(), **nodes, **self._served}
+
+    def _answers(self, batch: Sequence[Tokens]) -> list[Answer | str]:
+        """Run requests together, and one by one if the model refuses them, so that only those that are wrong fail."""
+        try:
+            return list(self._run(batch))
+        except Exception as error:  # onnxruntime's errors have no common class
+            alone = [self._answers([tokens]) for tokens in batch] if len(batch) > 1 else [[str(error)]]
+            return [answer for (answer,) in alone]
 
     def _run(self, batch: Sequence[Tokens]) -> list[Answer]:
         """Run requests of mixed lengths together."""

@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final, get_args
@@ -57,6 +58,14 @@ NO_KERNELS: Final = "no node of the model runs as a kernel"
 planner.choose_plans_with(MeasuredVerdicts())  # the planner knows nothing of measurements
 
 
+@dataclass(frozen=True)
+class FoundPlans:
+    """The plan file of a session."""
+
+    path: Path
+    is_named: bool  # by the argument `plans`; it is beside the model otherwise
+
+
 def InferenceSession(
     path_or_bytes: str | os.PathLike[str] | bytes,
     sess_options: ort.SessionOptions | None = None,
@@ -82,11 +91,12 @@ def InferenceSession(
     shapes  for "now": the sizes of inputs with dynamic dims, as {"input_ids": (8, 512)}
     plans   a file that `onnxfuse compile` wrote, from which kernels are loaded instead of planned and compiled; by
             default model.onnx.plans beside model.onnx, if there is one. A file that does not fit (another GPU, another
-            version, a model that has changed) is not used, and a warning says why. It holds machine code: use only
-            files that you trust.
+            version, another aim) is not used, and a warning says why; if the model has changed, the nodes that the
+            file lacks are planned. Later sessions of the process use it for equal nodes, too. It holds machine code:
+            use only files that you trust.
     aim     "throughput": kernels are planned for several runs at once, as threads of a server make them. Products of
             matrices then leave more of the GPU to other runs (on Hopper GPUs), and a single run takes longer.
-            Measurements do not count, because they are of kernels alone. A plan file has its own aim.
+            Measurements do not count, because they are of kernels alone. A plan file is for sessions of one aim.
 
     Other arguments are those of onnxruntime.InferenceSession. Threads may share `sess_options` here, but not with
     onnxruntime.InferenceSession at the same time. If nodes run as kernels, `enable_fallback` is 0 unless it is given,
@@ -122,7 +132,7 @@ def open_session(
     *,
     prefer: Prefer | None,
     choice: PlanChoice,
-    plan_file: Path | None = None,
+    plan_file: FoundPlans | None = None,
     aim: Aim = "latency",
     **arguments: object,
 ) -> ort.InferenceSession:
@@ -230,16 +240,18 @@ def register(
 
 def _plan_file(
     model: str | os.PathLike[str] | bytes | onnx.ModelProto, plans: str | os.PathLike[str] | None
-) -> Path | None:
+) -> FoundPlans | None:
     """Return the plan file of a session; None if there is none.  Raises UsageError if the one asked for is missing."""
     if plans is not None:
+        if Path(plans).is_dir():
+            raise UsageError(f"plans='{plans}' is a directory; name the file in it that `onnxfuse compile` wrote")
         if not Path(plans).is_file():
             raise UsageError(f"plans='{plans}': there is no such file; `onnxfuse compile` writes it")
-        return Path(plans)
+        return FoundPlans(Path(plans), is_named=True)
     if isinstance(model, bytes | onnx.ModelProto):
         return None
     beside = Path(f"{os.fspath(model)}{PLANS_SUFFIX}")
-    return beside if beside.is_file() else None
+    return FoundPlans(beside, is_named=False) if beside.is_file() else None
 
 
 def _find_plans(
@@ -247,17 +259,25 @@ def _find_plans(
     calls: Sequence[Call],
     target: Target | NoTarget,
     choice: PlanChoice,
-    plan_file: Path | None,
+    plans: FoundPlans | None,
 ) -> tuple[Target | NoTarget, list[GivenTemplate | None]]:
     """Return for each node the template that a plan file has for it, and where the session runs kernels.
 
     Where nothing can be compiled, it runs those of plan files only, and none if these have none.
     """
     if isinstance(target, NoTarget) or not calls:
+        if plans and plans.is_named:
+            reason = target.why if isinstance(target, NoTarget) else "the model has no fused nodes"
+            log.warning("plans are not used: %s: %s", plans.path, reason)
         return target, [None] * len(calls)
-    if plan_file and choice != "measured":
-        use_plans(plan_file, target.provider, target.ordinal, str(model_subject(model)["model"]))
+    file = use_plans(plans.path, target.provider, target.device) if plans and choice != "measured" else None
     given = [given_for(call, target, choice) for call in calls]
+    if plans and file and not all(given):
+        made_for = file.versions.get("model")
+        if made_for not in (None, model_subject(model)["model"]):
+            what = "made for another model, or the model has changed"
+            absent = f"{given.count(None)} of {len(given)} fused nodes have no plans in it"
+            log.warning("%s: %s: %s; make it again", plans.path, what, absent)
     why = None if all(given) else planner.backends[target.provider].unavailable()
     return NoTarget(why) if why and not any(given) else target, given
 

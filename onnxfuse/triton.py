@@ -12,25 +12,29 @@ The fields of config.pbtxt are those of ModelConfig in triton-inference-server/c
 
 from __future__ import annotations
 
+import re
+import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 import onnx
 from onnx import TensorProto
 
-from onnxfuse.errors import ModelError, UsageError
+from onnxfuse.compile.coverage import without_plans
+from onnxfuse.errors import ModelError, OnnxfuseError, UsageError
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.external_data import external_files, file_outside
-from onnxfuse.runtime.fused_calls import inferred, read_calls, read_model
+from onnxfuse.runtime.fused_calls import Call, inferred, read_calls, read_model
 from onnxfuse.runtime.plan_file import PLANS_SUFFIX, PlanFile, node_identity, read_plan_file
 
 LIBRARY_NAME: Final = "libonnxfuse.so"
 VERSION: Final = "1"
 DEFAULT_MAX_BATCH_SIZE: Final = 32  # for models that take batches
+MAX_CHECKED: Final = 1024  # batches; of more, the powers of two and the largest are checked
 DATA_TYPES: Final[dict[int, str]] = {
     TensorProto.BOOL: "TYPE_BOOL", TensorProto.STRING: "TYPE_STRING",
     TensorProto.UINT8: "TYPE_UINT8", TensorProto.UINT16: "TYPE_UINT16",
@@ -69,46 +73,120 @@ def export_triton(
                     the library to the system's loader, which takes it from the working directory if it is relative
     max_batch_size  the largest batch that the server makes of requests, 0 for none; by default 0 unless one dynamic dim
                     is the first of all inputs and outputs
-    overwrite       whether a model of that name may be replaced
+    overwrite       whether a model of that name may be replaced, with all that its folder holds
 
-    Raises UsageError if the model is there, or cannot have batches, or its plan file is missing or lacks a node;
-    ModelError if the model cannot be described, PlanFileError, NativeError if the library is missing.
+    Raises UsageError if the model has no fused nodes, is there already, or cannot have batches, for a name or a place
+    that Triton cannot take, and if the plan file is missing, or lacks a node or a batch; ModelError if the model cannot
+    be described, PlanFileError, NativeError if the library is missing, OnnxfuseError if nothing can be written there.
     """
-    plans = plans or source.with_name(source.name + PLANS_SUFFIX)
+    model = read_model(source)
+    if not (calls := read_calls(model)):
+        raise UsageError(f"'{source}' has no fused nodes; run `onnxfuse optimize` first")
+    name = _checked_name(source.stem if name is None else name)
+    served = _served_from(served_from, repository)
+    plans = plans or Path(f"{source}{PLANS_SUFFIX}")
     if not plans.is_file():
-        raise UsageError(f"there is no plan file '{plans}'; make it with `onnxfuse compile`, or name it with --plans")
+        what = f"'{plans}' is a directory" if plans.is_dir() else f"there is no plan file '{plans}'"
+        raise UsageError(f"{what}; make the file with `onnxfuse compile`, or name it with --plans")
     library = native.library_path()
     if library is None:
         raise native.NativeError(f"the native library of onnxfuse is missing; {native.HINT}")
-    model = read_model(source)
-    _check_plans(model, read_plan_file(plans), plans)
+    file = read_plan_file(plans)
+    _check_plans(calls, file, plans)
+    inputs, outputs = list(_inputs(model)), list(_outputs(model))
+    batch = _batch_size([*inputs, *outputs], max_batch_size)
+    _check_batches(calls, file, plans, {each.batch or f"{each.name}[0]" for each in inputs}, batch)
     files = external_files(model)
     if outside := file_outside(source.parent, files):
         raise UsageError(f"weights of '{source}' are in '{outside}', which is not in its folder")
-    name = name or source.stem
-    folder = repository / name
-    if folder.exists() and not overwrite:
-        raise UsageError(f"'{folder}' is there already; give another --name, or --overwrite to replace it")
-    served = Path(served_from) if served_from else repository.resolve()
     config = config_text(model, name, str(served / name / VERSION / LIBRARY_NAME), max_batch_size)
     copies = {source: "model.onnx", library: LIBRARY_NAME, plans: LIBRARY_NAME + PLANS_SUFFIX}
-    _copy(copies | {source.parent / file: file for file in files}, folder / VERSION)
-    (folder / "config.pbtxt").write_text(config, encoding="utf-8")
+    return _write(copies | {source.parent / each: each for each in files}, config, repository / name, overwrite)
+
+
+def _checked_name(name: str) -> str:
+    """Return a name of a model.  Raises UsageError for what is no name of a folder and of a URL's part."""
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+        what = "Triton takes the name of its folder, which clients write into URLs"
+        raise UsageError(
+            f"'{name}' cannot be the model's name: {what}; give --name of letters, digits, '_', '-' and '.'"
+        )
+    return name
+
+
+def _served_from(text: str | None, repository: Path) -> PurePosixPath | Path:
+    """Return where the server sees the repository.  Raises UsageError for a path that is relative."""
+    if text is None:
+        return repository.resolve()
+    if not PurePosixPath(text).is_absolute():
+        what = "the server would look for the library from its own working directory"
+        raise UsageError(f"--served-from '{text}' is relative: {what}; give an absolute path")
+    return PurePosixPath(text)
+
+
+# --- the folder -------------------------------------------------------------------------------------------------------
+
+
+def _write(copies: Mapping[Path, str], config: str, folder: Path, overwrite: bool) -> Path:
+    """Write a model's folder under another name beside it, and then give it its name; what was there is removed.
+
+    Raises UsageError if something else is there, or a model that may not be replaced; OnnxfuseError if that fails.
+    """
+    part, old = (folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.{end}") for end in ("part", "old"))
+    try:
+        if folder.exists():
+            _check_replaced(folder, overwrite)
+        for source, name in copies.items():
+            target = part / VERSION / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
+        (part / "config.pbtxt").write_text(config, encoding="utf-8")
+        _swap(part, folder, old)
+    except OSError as error:
+        raise OnnxfuseError(f"cannot write '{folder}': {error.strerror or error}; choose another repository") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
     return folder
 
 
-def _copy(copies: Mapping[Path, str], folder: Path) -> None:
-    """Copy files into a folder, which is made, under other names."""
-    for source, name in copies.items():
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, target)
+def _check_replaced(folder: Path, overwrite: bool) -> None:
+    if not overwrite:
+        raise UsageError(f"'{folder}' is there already; give another --name, or --overwrite to replace it")
+    if not folder.is_dir() or (any(folder.iterdir()) and not (folder / "config.pbtxt").is_file()):
+        raise UsageError(f"'{folder}' is no model of a repository, and is not replaced; give another --name")
 
 
-def _check_plans(model: onnx.ModelProto, file: PlanFile, path: Path) -> None:
+def _swap(part: Path, folder: Path, old: Path) -> None:
+    """Give a folder its name, and another name to the one that has it."""
+    if not folder.exists():
+        part.rename(folder)
+        return
+    folder.rename(old)
+    try:
+        part.rename(folder)
+    except BaseException:
+        old.rename(folder)
+        raise
+
+
+# --- what its plans take ----------------------------------------------------------------------------------------------
+
+
+def _check_batches(calls: Sequence[Call], file: PlanFile, path: Path, dims: Collection[str], batch: int) -> None:
+    """Raise UsageError if a node has no plan for a batch that the server may make, of `batch` at most."""
+    powers = (1 << i for i in range(batch.bit_length()))
+    wanted = range(1, batch + 1) if batch <= MAX_CHECKED else sorted({*powers, batch})
+    lacking = min(without_plans(calls, file, dims, wanted), key=lambda each: each.size, default=None)
+    if lacking:
+        what = f"no plan for a batch of {lacking.size} at node '{lacking.node}' on {lacking.device.name}"
+        less = f"--max-batch-size {lacking.size - 1}, or " if lacking.size > 1 else ""
+        raise UsageError(f"'{path}' has {what}; give {less}`onnxfuse compile` a --shape of such batches")
+
+
+def _check_plans(calls: Sequence[Call], file: PlanFile, path: Path) -> None:
     """Raise UsageError if a node would have no template where its operator is registered."""
     operators = {line.split()[0] for line in file.operators}
-    calls = read_calls(model)
     if not any(call.op in operators for call in calls):
         raise UsageError(f"'{path}' has plans for no node of the model; make it again with `onnxfuse compile`")
     known = {(template.device, template.node) for template in file.templates}

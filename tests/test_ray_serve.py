@@ -114,6 +114,17 @@ def test_two_replicas_on_the_cpu(
     status, body = post(address, {"input_ids": requests()[1]})
     assert status == 200
     agree(body, alone(exported(name), requests()[1]), 1e-5)
+    wrong = [1, 1 << 40, 2]
+    tokens = [*requests(), wrong, *requests()]
+    answers = [handle.infer.remote(each) for each in tokens]  # more than fit into one batch of a replica
+    for each, answer in zip(tokens, answers, strict=True):
+        if each is wrong:
+            with pytest.raises(Exception, match="indices element out of data bounds"):
+                answer.result(timeout_s=120)
+        else:
+            agree(answer.result(timeout_s=120), alone(exported(name), each), 1e-5)
+    status, body = post(address, {"input_ids": wrong})
+    assert status == 400 and "indices element out of data bounds" in body["error"]
     for wrong in ([], [1] * (MAX_TOKENS + 1), ["a"], 5):
         assert post(address, {"input_ids": wrong}) == (400, {"error": f"input_ids takes 1 to {MAX_TOKENS} integers"})
 

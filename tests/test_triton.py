@@ -20,7 +20,9 @@ from stand_in import CPU, SHIFT, model, node, stage
 from stored_plans import store
 
 from onnxfuse.cli import main
+from onnxfuse.compile.compile_file import compile_file
 from onnxfuse.errors import ModelError
+from onnxfuse.runtime import kernel_folders
 from onnxfuse.triton import config_text
 
 HEAD = '<ir_version: 8, opset_import: ["" : 17]>'
@@ -249,14 +251,16 @@ def test_the_server_may_see_the_repository_elsewhere(fused: Path, tmp_path: Path
     assert config.name == "other"
 
 
-def test_what_is_refused(fused: Path, tmp_path: Path) -> None:
-    def refusal(*arguments: object) -> str:
-        result = export(*arguments)
-        assert result.exit_code == 2, result.output
-        return " ".join(result.stderr.split())
+def refusal(*arguments: object, code: int = 2) -> str:
+    result = export(*arguments)
+    assert result.exit_code == code, result.output
+    return " ".join(result.stderr.split())
 
+
+def test_what_is_refused(fused: Path, tmp_path: Path) -> None:
     repository = tmp_path / "r"
     assert "there is no plan file '/none'" in refusal(fused, repository, "--plans", "/none")
+    assert f"'{tmp_path}' is a directory; make the file" in refusal(fused, repository, "--plans", tmp_path)
     other = fused.with_name("other.onnx")
     changed = onnx.load(fused)
     changed.graph.node[0].attribute.append(onnx.helper.make_attribute("extra", 3))
@@ -267,6 +271,97 @@ def test_what_is_refused(fused: Path, tmp_path: Path) -> None:
     assert export(fused, repository).exit_code == 0
     assert "is there already; give another --name, or --overwrite" in refusal(fused, repository)
     assert export(fused, repository, "--overwrite").exit_code == 0
+
+
+def test_the_model_is_named_before_its_plan_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "none.onnx" in refusal("none.onnx", "r", code=1)
+    assert refusal(".", "r", code=1).startswith("error: '.' is a directory;")
+    (tmp_path / "plain.onnx").write_bytes(model("g (float[n] x) => (float[n] y) { y = Relu (x) }"))
+    assert "'plain.onnx' has no fused nodes; run `onnxfuse optimize` first" in refusal("plain.onnx", "r")
+
+
+@pytest.mark.parametrize("name", ["../evil", "a/b", 'a"b', "a\nb", "..", "", "a b", "ä"])
+def test_a_name_that_is_no_folder_is_refused(fused: Path, tmp_path: Path, name: str) -> None:
+    assert "cannot be the model's name: Triton takes the name of its folder" in refusal(fused, tmp_path, "--name", name)
+    assert not list(tmp_path.rglob("config.pbtxt"))
+
+
+def test_the_server_s_place_must_be_absolute(fused: Path, tmp_path: Path) -> None:
+    assert "--served-from 'models' is relative" in refusal(fused, tmp_path / "r", "--served-from", "models")
+
+
+def test_a_repository_that_cannot_be_written_is_named(fused: Path, tmp_path: Path) -> None:
+    assert "cannot write" in refusal(fused, fused, code=1)
+    assert "choose another repository" in refusal(fused, "/proc/none", code=1)
+
+
+def test_nothing_of_a_model_that_is_replaced_is_left(fused: Path, tmp_path: Path) -> None:
+    repository = tmp_path / "r"
+    assert export(fused, repository).exit_code == 0
+    stale = repository / "shift" / "1" / "weights" / "stale"
+    stale.write_bytes(b"")
+    before = sorted(repository.rglob("*"))
+    assert export(fused, repository, "--overwrite").exit_code == 0
+    assert sorted(repository.rglob("*")) == [each for each in before if each != stale]
+
+
+def test_what_is_no_model_is_not_replaced(fused: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").touch()
+    for name in "mine", "shift.onnx":
+        message = refusal(fused, tmp_path, "--name", name, "--overwrite")
+        assert "is no model of a repository, and is not replaced" in message
+    assert (tmp_path / "mine" / "file").exists() and fused.is_file()
+
+
+def test_a_failure_leaves_the_old_model(fused: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = tmp_path / "r"
+    assert export(fused, repository).exit_code == 0
+    before = sorted(repository.rglob("*"))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shutil.copyfile", full)
+    assert "No space left on device; choose another repository" in refusal(fused, repository, "--overwrite", code=1)
+    assert sorted(repository.rglob("*")) == before
+
+
+def test_each_batch_has_a_plan(fused: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that refuses more than 20 rows leaves batches without a plan."""
+    host = importlib.import_module("onnxfuse.kernels.shift.host")
+    good = host.candidates
+
+    def few(node: Any, inputs: Any, device: Any) -> Any:
+        if inputs[0].shape[0] > 20:
+            raise ValueError("too many rows")
+        return good(node, inputs, device)
+
+    monkeypatch.setattr(host, "candidates", few)
+    compile_file(fused, f"{fused}.plans", provider=CPU)
+    message = refusal(fused, tmp_path / "r")
+    assert (
+        "has no plan for a batch of 21 at node 'node_0' on stand-in; give --max-batch-size 20, or `onnxfuse" in message
+    )
+    assert "a batch of 32" in refusal(fused, tmp_path / "r", "--max-batch-size", 5000), "the first power of two"
+    for size in 20, 0:
+        assert export(fused, tmp_path / "r", "--max-batch-size", size, "--overwrite").exit_code == 0
+
+
+def test_kernels_of_folders_are_named_again(fused: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without those with which it was made, a plan file is one of other kernels."""
+    family = tmp_path / "mine" / "doubling"
+    family.mkdir(parents=True)
+    (family / "__init__.py").write_text('FUSIONS = ("twice",)')
+    (family / "host.py").write_text("def supports(*_): ...\ndef candidates(*_): ...\n")
+    monkeypatch.setattr(kernel_folders, "_added", [])
+    kernel_folders.add_kernels(family.parent)
+    compile_file(fused, f"{fused}.plans", provider=CPU)
+    monkeypatch.setattr(kernel_folders, "_added", [])
+    why = "made from other kernels than there are here; add the folders (--kernels, onnxfuse.add_kernels) and packages"
+    assert why in refusal(fused, tmp_path / "r", code=1)
+    assert export(fused, tmp_path / "r", "--kernels", family.parent).exit_code == 0
 
 
 def test_a_model_of_other_operators_has_no_plans(fused: Path, tmp_path: Path) -> None:

@@ -55,10 +55,9 @@ def _output(operation: Operation, shapes: list[Shape], sizes: Sizes, output: int
     if name in ("Concat", "Split", "Gather"):
         return _of_parts(operation, shapes, sizes, output)
     if name == "GatherElements":
-        return shapes[1]
+        return _taken(name, x[axis_of(operation)], shapes[1])
     if name == "Pad":
-        pads = sizes_of(operation, "pads", shapes, sizes)
-        return tuple(dim + pads[i] + pads[i + len(x)] for i, dim in enumerate(x))
+        return _padded(operation, x, sizes_of(operation, "pads", shapes, sizes))
     if name == "Tile":
         return tuple(dim * repeat for dim, repeat in zip(x, sizes_of(operation, "repeats", shapes, sizes), strict=True))
     if name in SUMS or name in EXTREMES:
@@ -176,11 +175,27 @@ def _clamped(place: Size, dim: Size, low: Size, high: Size, sizes: Sizes) -> Siz
     return at if sizes.at_least(high, at) else high
 
 
+def _padded(operation: Operation, x: Shape, pads: Sequence[Size]) -> Shape:
+    mode = operation.attributes.get("mode", "constant")
+    found = tuple(dim + pads[i] + pads[i + len(x)] for i, dim in enumerate(x))
+    for dim, padded in zip(x, found, strict=True):
+        if mode != "constant" and padded != dim:
+            _taken("Pad", dim, found)
+    return found
+
+
+def _taken(name: str, dim: Size, found: Shape) -> Shape:
+    """Return the shape of what is taken along a dim.  Raises ValueError if there is nothing to take."""
+    if dim == ZERO and ZERO not in found:
+        raise ValueError(f"region: {name} takes elements of an axis that has none")
+    return found
+
+
 def _of_parts(operation: Operation, shapes: list[Shape], sizes: Sizes, output: int) -> Shape:
     """Return the shape of what Concat, Split or Gather gives."""
     x, axis = shapes[0], axis_of(operation)
     if operation.name == "Gather":
-        return (*x[:axis], *shapes[1], *x[axis + 1 :])
+        return _taken("Gather", x[axis], (*x[:axis], *shapes[1], *x[axis + 1 :]))
     if operation.name == "Split":
         parts = sizes_of(operation, "sizes", shapes, sizes)
         if not sizes.equal(x[axis], sum(parts, ZERO)):

@@ -26,7 +26,7 @@ from onnxfuse.runtime.cache_folder import cache_folder
 from onnxfuse.session import open_session
 from onnxfuse.tuning.bound_session import Provider
 from onnxfuse.tuning.dispatch import shapes_text
-from onnxfuse.tuning.tune import ORIGINAL, ModelTimes, Tuning, tune
+from onnxfuse.tuning.tune import ORIGINAL, ModelTimes, Tuning, check_kernels_run, tune
 from onnxfuse.verify.inputs import model_inputs
 from onnxfuse.verify.requested_shapes import feeds_of_known_sizes
 from onnxfuse.verify.shape_ranges import is_range, parse_ranges, spread
@@ -53,8 +53,9 @@ def tune_file(
     inputs   to run on, instead of generated ones
     options  of the provider
 
-    Raises UsageError where a dynamic dim has no size or nothing can be tuned.
+    Raises UsageError where nothing can be tuned, and where a dynamic dim has no size.
     """
+    check_kernels_run(provider)
     progress("load", 0, 0)
     original, folder = load(Path(path))
     first, *others = _spread(original, shapes)

@@ -64,7 +64,7 @@ def compile_command(
     from onnxfuse.ir.save import check_target
     from onnxfuse.runtime.plan_file import PLANS_SUFFIX
 
-    target = target or model.with_name(model.name + PLANS_SUFFIX)
+    target = target or Path(f"{model}{PLANS_SUFFIX}")
     check_target(target)
     use_kernels(kernels, "cuda")
     with shown_progress() as progress:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from onnxfuse.cli.options import examples, file_path
+from onnxfuse.cli.options import examples, file_path, kernels_option, use_kernels
 
 
 @click.command(
@@ -19,6 +19,7 @@ from onnxfuse.cli.options import examples, file_path
 @click.argument("source", type=file_path)
 @click.argument("repository", type=file_path)
 @click.option("--plans", type=file_path, help="The plan file of SOURCE.  [default: SOURCE.plans]")
+@kernels_option
 @click.option("--name", help="The name of the model in the repository.  [default: that of the file]")
 @click.option(
     "--served-from", metavar="PATH",
@@ -34,6 +35,7 @@ def export_triton_command(
     source: Path,
     repository: Path,
     plans: Path | None,
+    kernels: tuple[Path, ...],
     name: str | None,
     served_from: str | None,
     max_batch_size: int | None,
@@ -42,10 +44,12 @@ def export_triton_command(
     """Write a model repository for Triton.
 
     The fused model SOURCE, the native library and the plan file of `onnxfuse compile` go into REPOSITORY, where Triton
-    Inference Server runs the kernels without Python.
+    Inference Server runs the kernels without Python. Folders of kernels that --kernels named for `onnxfuse compile` are
+    named here, too.
     """
     from onnxfuse.triton import export_triton
 
+    use_kernels(kernels, "cuda")
     folder = export_triton(
         source, repository, plans=plans, name=name, served_from=served_from, max_batch_size=max_batch_size,
         overwrite=overwrite,

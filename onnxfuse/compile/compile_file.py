@@ -17,11 +17,11 @@ from onnxfuse.errors import OnnxfuseError, UsageError, first_line
 from onnxfuse.runtime import planner
 from onnxfuse.runtime.backends import CUDA
 from onnxfuse.runtime.call_inputs import dim_names, inputs_of
-from onnxfuse.runtime.environment import allows_tf32, session_environment
+from onnxfuse.runtime.environment import allows_tf32, check_options, session_environment
 from onnxfuse.runtime.fused_calls import Call, attribute_kinds, read_calls, read_model
 from onnxfuse.runtime.gpu_kinds import gpu_kind, named_gpus
 from onnxfuse.runtime.plan import Aim, Device, TensorSpec
-from onnxfuse.runtime.plan_file import PlanFile, write_plan_file
+from onnxfuse.runtime.plan_file import PlanFile, check_plan_target, write_plan_file
 from onnxfuse.runtime.prepared import PreparedTemplate
 from onnxfuse.runtime.saved_plans import backend_of, compile_kernels, plan_file_of, saved_template
 from onnxfuse.runtime.situation import Situation
@@ -98,14 +98,17 @@ def compile_file(
 
     archs    compute capabilities, such as "sm_90"; those of this machine's GPUs if neither `archs` nor `gpus` are given
     gpus     names of GPUs, whose multiprocessors count in the choice between plans
-    shapes   the sizes of inputs for which plans are chosen, as "input:1..8x1..512"; all sizes run in any case
+    shapes   the sizes of inputs for which plans are chosen, as "input:1..8x1..512"; all others run, too
     options  of the provider in later sessions: use_tf32 counts, and others where measurements on this machine do
     aim      "throughput": kernels are planned for several runs at once; measurements, of kernels alone, do not count
 
-    Raises UsageError for a model without fused nodes and for GPUs that are not known, KernelError if a kernel does not
-    compile, OnnxfuseError if no node has a kernel, PlanFileError if the file cannot be written.
+    Raises UsageError for a model without fused nodes, sizes that it does not have, and GPUs and options that are not
+    known, KernelError if a kernel does not compile, OnnxfuseError if no node has a kernel, PlanFileError if the file
+    cannot be written, or would replace one that is no plan file.
     """
     start = time.perf_counter()
+    check_options(options or {})
+    check_plan_target(Path(target), Path(path))
     progress("load", 0, 0)
     model = read_model(Path(path))
     calls = read_calls(model)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from onnxfuse.analysis.dim_parser import parse_size
 from onnxfuse.analysis.dims import Size, evaluate, symbols
-from onnxfuse.runtime.template import LARGEST_SIZE, MAX_SAMPLES, sizes_between
+from onnxfuse.runtime.sample_sizes import LARGEST_SIZE, MAX_SAMPLES, is_unusual, sizes_between
 from onnxfuse.verify.shape_ranges import Range
 
 
@@ -27,7 +27,7 @@ def samples_within(dims: Sequence[str], ranges: Mapping[str, Range]) -> list[tup
     spreads = [sizes_between(low, high, per_octave) for low, high in within]
     while math.prod(map(len, spreads)) > 4 * MAX_SAMPLES:
         spreads = [[*each[:-1:2], each[-1]] for each in spreads]
-    usual = [sorted(each, key=_is_unusual) for each in spreads]
+    usual = [sorted(each, key=is_unusual) for each in spreads]
     points = itertools.product(*usual)
     found = [_at(sizes, dict(zip(names, values, strict=True))) for values in points]
     return [each for each in dict.fromkeys(found) if min(each) >= 0]
@@ -35,10 +35,6 @@ def samples_within(dims: Sequence[str], ranges: Mapping[str, Range]) -> list[tup
 
 def _count(within: Sequence[Range], per_octave: int) -> int:
     return math.prod(len(sizes_between(low, high, per_octave)) for low, high in within)
-
-
-def _is_unusual(size: int) -> tuple[bool, float]:
-    return size & (size - 1) != 0, abs(math.log2(max(1, size)) - 7)
 
 
 def _at(sizes: Sequence[Size], values: Mapping[str, int]) -> tuple[int, ...]:

@@ -59,7 +59,7 @@ def _driver(path: str) -> ctypes.CDLL:
     try:
         driver = ctypes.CDLL(path)
     except OSError as error:
-        raise DriverError(f"the CUDA driver cannot be opened: {error}") from error
+        raise DriverError(f"the CUDA driver cannot be opened: {error}; ONNXFUSE_LIBCUDA may name it") from error
     _check("cuInit", driver.cuInit(0))
     return driver
 

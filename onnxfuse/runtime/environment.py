@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
+from onnxfuse.errors import UsageError
 from onnxfuse.runtime import nvrtc
 from onnxfuse.runtime.kernel_folders import kernel_folders
 from onnxfuse.runtime.plan import Device
@@ -27,6 +28,19 @@ DRIVER_VERSION_FILE: Final = Path("/proc/driver/nvidia/version")
 BOOLEAN_TEXTS: Final = {"True": "1", "true": "1", "False": "0", "false": "0"}  # as onnxruntime reads them
 # Defaults of the CUDA provider's options that are not "0".
 OPTION_DEFAULTS: Final = {"cudnn_conv_algo_search": "EXHAUSTIVE", "cudnn_conv_use_max_workspace": "1"}
+BOOLEANS: Final = ("0", "1", *BOOLEAN_TEXTS)
+# Options of the CUDA provider of onnxruntime 1.23 to 1.32, and the values that they may have, if these are words.
+OPTIONS: Final[dict[str, tuple[str, ...] | None]] = {
+    **dict.fromkeys(
+        ("use_tf32", "prefer_nhwc", "fuse_conv_bias", "enable_cuda_graph", "do_copy_in_default_stream",
+         "cudnn_conv_use_max_workspace", "cudnn_conv1d_pad_to_nc1d", "tunable_op_enable", "tunable_op_tuning_enable",
+         "enable_skip_layer_norm_strict_mode", "use_ep_level_unified_stream", "has_user_compute_stream"), BOOLEANS),
+    "cudnn_conv_algo_search": ("EXHAUSTIVE", "HEURISTIC", "DEFAULT"),
+    "arena_extend_strategy": ("kNextPowerOfTwo", "kSameAsRequested"),
+    **dict.fromkeys(
+        ("device_id", "gpu_mem_limit", "sdpa_kernel", "tunable_op_max_tuning_duration_ms", "user_compute_stream",
+         "default_memory_arena_cfg", "gpu_external_alloc", "gpu_external_free", "gpu_external_empty_cache")),
+}  # fmt: skip
 # Options of the CUDA provider that do not change which kernels onnxruntime runs, or that are recorded elsewhere: the
 # first three are part of `kernel_environment` or of the mode that was measured.
 IGNORED_OPTIONS: Final = {
@@ -70,6 +84,16 @@ def session_environment(
     changed = {name: text for name, text in texts.items() if text != OPTION_DEFAULTS.get(name, "0")}
     of_session = {"options": json.dumps(changed, sort_keys=True), "optimization": optimization}
     return {**kernel_environment(provider, device), **of_session}
+
+
+def check_options(options: Mapping[str, object]) -> None:
+    """Raise UsageError for an option that the CUDA provider does not have, or a value that an option cannot have."""
+    for name, value in options.items():
+        if name not in OPTIONS:
+            raise UsageError(f"the CUDA provider has no option '{name}'; it has {', '.join(sorted(OPTIONS))}")
+        known = OPTIONS[name]
+        if known and str(value) not in known:
+            raise UsageError(f"option {name} is '{value}', required {', '.join(known[:-1])} or {known[-1]}")
 
 
 def allows_tf32(options: Mapping[str, object]) -> bool:

@@ -28,8 +28,8 @@ class Op(IntEnum):
     LESS_EQUAL = 10
     EQUAL = 11
     GCD = 12
-    CEILING = 13  # of a real number, as an integer
-    FLOOR = 14
+    CEILING = 13  # of a real number, as an integer; 0 if it is infinite or none, as after a division by 0
+    FLOOR = 14  # the same
     FLOAT_BITS = 15  # of a real number, rounded to float32, as the integer of its bits
     REAL_LESS = 16
     REAL_LESS_EQUAL = 17
@@ -76,6 +76,11 @@ def _divide(a: Values, b: Values) -> Values:
         return np.asarray(a / b)
 
 
+def _integer(a: Values) -> Values:
+    """Return real numbers that are integers as such; 0 for what is no number, which a plan's guards exclude."""
+    return np.where(np.isfinite(a), a, 0).astype(np.int64)
+
+
 def _power(a: Values, b: Values) -> Values:
     with np.errstate(all="ignore"):
         return np.asarray(np.power(a, b))
@@ -93,8 +98,8 @@ _FUNCTIONS: Final[dict[Op, Callable[..., Any]]] = {
     Op.LESS_EQUAL: operator.le,
     Op.EQUAL: operator.eq,
     Op.GCD: np.gcd,
-    Op.CEILING: lambda a: np.ceil(a).astype(np.int64),
-    Op.FLOOR: lambda a: np.floor(a).astype(np.int64),
+    Op.CEILING: lambda a: _integer(np.ceil(a)),
+    Op.FLOOR: lambda a: _integer(np.floor(a)),
     Op.FLOAT_BITS: lambda a: a.astype(np.float32).view(np.uint32).astype(np.int64),
     Op.REAL_LESS: operator.lt,
     Op.REAL_LESS_EQUAL: operator.le,

@@ -35,33 +35,40 @@ log: Final = logging.getLogger("onnxfuse")
 _lock: Final = threading.Lock()
 
 
-def load_plans(path: str | Path, provider: str = CUDA, device_id: int = 0, model: str | None = None) -> int:
-    """Use a file's templates from now on, before those of files that were loaded earlier; return how many.
+def load_plans(path: str | Path, provider: str = CUDA, device_id: int = 0) -> int:
+    """Let all sessions of this process use a file's templates from now on, before those of files that came earlier.
 
-    model  a digest of the model that they are for; None if that does not matter
-
-    Raises PlanFileError, and uses none, if one of them is malformed, or if the file is for other GPUs, another version
-    or another model; UsageError for a provider that has no kernels.
+    Returns how many there are.  Raises PlanFileError if one of them is malformed, or if the file is for other GPUs or
+    another version, and then uses none, not even what the file had earlier; UsageError for a provider that has no
+    kernels.
     """
-    path, here = Path(path), gpu_kind(backend_of(provider).device(device_id))
-    key = path.resolve(), provider, here
-    with _lock:
-        known = planner.plan_files.get(key)
-        source = known if isinstance(known, _Source) and known.is_current(path) else _open(path, key)
-        made_for = source.file.versions.get("model")
-        if model is not None and made_for not in (None, model):
-            raise PlanFileError(f"{path}: made for another model, or the model has changed; make it again")
-        planner.add_plan_file(key, source)
-    return len(source.templates)
+    return len(_load(Path(path), provider, backend_of(provider).device(device_id)).templates)
 
 
-def use_plans(path: Path, provider: str, device_id: int, model: str) -> None:
-    """Use a file's templates for a session, or log a warning that says why it is not used: see `load_plans`."""
+def use_plans(path: Path, provider: str, device: Device) -> PlanFile | None:
+    """Load a file's templates for sessions like one on this device: see `load_plans`.
+
+    Returns what the file holds; None if it is not used, and a warning then says why.
+    """
     try:
-        count = load_plans(path, provider, device_id, model)
-        log.info("%s: %d templates are used", path, count)
+        source = _load(path, provider, device)
+        source.check_settings(path, device)
     except (PlanFileError, native.NativeError) as error:
         log.warning("plans are not used: %s", error)
+        return None
+    log.info("%s: %d templates are used", path, len(source.templates))
+    return source.file
+
+
+def _load(path: Path, provider: str, device: Device) -> _Source:
+    key = path.resolve(), provider, gpu_kind(device)
+    with _lock:
+        known = planner.plan_files.get(key)
+        if not (isinstance(known, _Source) and known.is_current(path)):
+            planner.drop_plan_file(key)
+            known = _open(path, key)
+        planner.add_plan_file(key, known)
+        return known
 
 
 def _open(path: Path, key: PlanFileKey) -> _Source:
@@ -100,6 +107,10 @@ def _stamp(path: Path) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
+def _settings(tf32: bool, shared: bool) -> str:
+    return f"aim='{'throughput' if shared else 'latency'}' and use_tf32={int(tf32)}"
+
+
 class _Source:
     """The templates of a file for one kind of GPU."""
 
@@ -110,9 +121,9 @@ class _Source:
         self.stamp, self.file, self.templates = stamp, file, templates
         self._path, *self._where = key
         self._lock = threading.Lock()
-        self._by_node: dict[tuple[bytes, bool], list[SavedTemplate]] = {}
+        self._by_node: dict[tuple[bytes, bool, bool], list[SavedTemplate]] = {}
         for each in templates:
-            self._by_node.setdefault((each.node, each.tf32), []).append(each)
+            self._by_node.setdefault((each.node, each.tf32, each.shared), []).append(each)
         self._loaded: dict[tuple[KernelCode, int], LoadedKernel] = {}
         self._given: dict[tuple[SavedTemplate, tuple[TensorSpec, ...], int, bool], GivenTemplate] = {}
 
@@ -120,12 +131,21 @@ class _Source:
         """Return whether the file is the one that was read, and the kernels are those that it was made from."""
         return self.stamp == _stamp(path) and self.file.versions.get("kernels") == kernels_digest()
 
+    def check_settings(self, path: Path, device: Device) -> None:
+        """Raise PlanFileError if the file has no template for sessions with a device's settings."""
+        known = {(each.tf32, each.shared) for each in self.templates}
+        if self.templates and (device.tf32, device.shared) not in known:
+            made_for = " or ".join(_settings(*each) for each in sorted(known))
+            what = f"made for sessions with {made_for}, this one has {_settings(device.tf32, device.shared)}"
+            raise PlanFileError(f"{path}: {what}; make it again, with --aim or --option use_tf32=")
+
     def find(self, situation: Situation, inputs: Sequence[TensorSpec]) -> GivenTemplate | None:
         """Return the template for such inputs, whose dynamic dims may be -1 - k; None if there is none."""
         if [situation.provider, gpu_kind(situation.device)] != self._where:
             return None
         found: list[tuple[SavedTemplate, TemplateWords]] = []
-        for each in self._by_node.get((node_identity(situation.node), situation.device.tf32), ()):
+        device = situation.device
+        for each in self._by_node.get((node_identity(situation.node), device.tf32, device.shared), ()):
             words = each.words.for_inputs(inputs)
             if words and situation.verdicts:
                 found.append((each, words))

@@ -16,7 +16,7 @@ from onnxfuse.errors import OnnxfuseError
 from onnxfuse.runtime.plan import Attribute, TensorSpec
 from onnxfuse.runtime.plan_bytes import read_attributes, read_inputs
 
-ABI: Final = 11  # onnxfuse_abi in native/exports.cc
+ABI: Final = 12  # onnxfuse_abi in native/exports.cc
 TF32: Final = 1  # flags of a session's settings
 VERDICTS: Final = 2
 MEASURE: Final = 4
@@ -66,7 +66,7 @@ class Request:
     op: str
     node: str
     attributes: Mapping[str, Attribute]
-    inputs: tuple[TensorSpec, ...]
+    inputs: tuple[TensorSpec, ...]  # none if the node has not run
     device: int
     tf32: bool  # whether the session allows TF32
     verdicts: bool  # whether earlier measurements decide between candidates
@@ -81,6 +81,7 @@ AnswerRequest = Callable[[Request], bytes]  # the bytes of a template
 ForgetNode = Callable[[int], None]
 _PLAN: Final = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Request), ctypes.c_void_p)
 _DROP: Final = ctypes.CFUNCTYPE(None, ctypes.c_uint64)
+_NODE: Final = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Request))
 _RUNS: Final = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_int64), ctypes.c_size_t, ctypes.c_uint64)
 _FAILED, _INTERRUPT = 1, 2  # kInterrupt in native/python.h
 _kept_alive: list[object] = []  # what the library holds pointers to
@@ -131,9 +132,11 @@ def _declare(library: ctypes.CDLL) -> None:
         "onnxfuse_add_attributes": (None, [text, text]),
         "onnxfuse_keep_plans": (size, [size]),
         "onnxfuse_take_runs": (None, [ctypes.c_uint64, _RUNS]),
+        "onnxfuse_new_nodes": (None, [_NODE]),
         "onnxfuse_give": (text, [ctypes.c_uint64, text, size]),
         "onnxfuse_kernels_alive": (ctypes.c_int64, []),
         "onnxfuse_plans_made": (ctypes.c_int64, []),
+        "onnxfuse_plans_alive": (ctypes.c_int64, []),
         "onnxfuse_open_driver": (text, [text]),
         "onnxfuse_load": (text, [number, ctypes.c_char_p, text, ctypes.POINTER(handle), ctypes.POINTER(handle)]),
         "onnxfuse_configure": (text, [number, handle, unsigned, number]),
@@ -187,7 +190,7 @@ def _read(raw: Any) -> Request:
         raw.op.decode(),
         raw.node.decode(),
         read_attributes(ctypes.string_at(raw.attributes, raw.attributes_size)),
-        read_inputs(raw.key[: raw.key_size]),
+        read_inputs(raw.key[: raw.key_size] if raw.key_size else []),
         raw.device,
         bool(raw.settings & TF32),
         bool(raw.settings & VERDICTS),
@@ -197,6 +200,13 @@ def _read(raw: Any) -> Request:
         bool(raw.settings & SHARED),
         bool(raw.settings & ALL_KERNELS),
     )
+
+
+def new_nodes() -> list[Request]:
+    """Return the nodes of all sessions that have no templates yet, as requests without inputs."""
+    found: list[Request] = []
+    load().onnxfuse_new_nodes(_NODE(lambda raw: found.append(_read(raw.contents))))
+    return found
 
 
 def take_runs(kernel: int) -> list[tuple[tuple[TensorSpec, ...], int]]:

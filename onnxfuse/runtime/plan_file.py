@@ -10,8 +10,11 @@ its length in front and padded to whole words:
     codes     count; each the cubin
     kernels   count; each device, code, entry, shared memory, cluster
     operators count; each the operator's name and its attributes' kinds, as onnxfuse_prepare takes them
-    templates count; each device, TF32, libraries, node (see `node_identity`), template, whose functions are kernels by
-              number
+    templates count; each device, TF32, aim, libraries, node (see `node_identity`), template, whose functions are
+              kernels by number
+
+A template is for sessions that allow TF32 if its word for that is 1, and for those of aim="throughput" if the next one
+is.
 
 A template's libraries are a sum: 1 if its plans call cuBLASLt, 2 if they name an algorithm of it, 4 if they call cuDNN,
 8 if they name an engine of it. An algorithm or engine is for one version of its library and one kind of GPU.
@@ -39,7 +42,7 @@ from onnxfuse.version import __version__
 
 PLANS_SUFFIX: Final = ".plans"  # of a plan file beside a model, behind the model's own name
 MAGIC: Final = b"onnxplan"
-FORMAT: Final = 7  # kPlanFileFormat in native/plan_file.h
+FORMAT: Final = 8  # kPlanFileFormat in native/plan_file.h
 LIBRARIES: Final = ("cublaslt", "cudnn")  # whose versions are words
 DIGEST_BYTES: Final = 32
 MAX_SHARED_BYTES: Final = 1 << 20  # of a block, more than any GPU has
@@ -64,8 +67,9 @@ class KernelCode:
 class SavedTemplate:
     """A template for nodes of one identity, with the machine code of its kernels for one kind of GPU."""
 
-    device: Device
-    tf32: bool
+    device: Device  # its kind: see gpu_kinds.py
+    tf32: bool  # of the sessions that it is for, as in Device
+    shared: bool  # the same: whether their aim is throughput
     node: bytes  # node_identity
     words: TemplateWords  # whose functions are indices of kernels
     kernels: tuple[KernelCode, ...]
@@ -124,8 +128,27 @@ def _attribute(name: str, value: Attribute) -> bytes:
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
+def check_plan_target(target: Path, model: Path | None = None) -> None:
+    """Raise PlanFileError if a plan file would replace another file; `model` is the one that is read."""
+    if not target.is_file():
+        return
+    if model and model.exists() and target.samefile(model):
+        raise PlanFileError(f"'{target}' is the model to read; give another name for the plan file")
+    try:
+        with target.open("rb") as stream:
+            start = stream.read(len(MAGIC))
+    except OSError as error:
+        raise PlanFileError(f"{target}: cannot be written: {error}") from error
+    if start != MAGIC:
+        raise PlanFileError(f"'{target}' is there and is no plan file; give another name, or remove it first")
+
+
 def write_plan_file(path: Path, file: PlanFile) -> None:
-    """Write a plan file under another name and rename it.  Raises PlanFileError if that fails."""
+    """Write a plan file under another name and rename it.
+
+    Raises PlanFileError if that fails, or if it would replace a file that is no plan file.
+    """
+    check_plan_target(path)
     body = b"".join(_parts(file))
     data = MAGIC + _word(FORMAT) + hashlib.sha256(body).digest() + body
     part = path.with_name(f"{uuid.uuid4().hex}.part")  # other processes may write the same file now
@@ -166,7 +189,7 @@ def _parts(file: PlanFile) -> Iterator[bytes]:
     numbers = {key: i for i, key in enumerate(needs)}
     for each, keys in zip(file.templates, own, strict=True):
         words = each.words.with_functions([numbers[keys[i]] for i in each.words.functions])
-        yield b"".join(map(_word, (devices[each.device], each.tf32, _library_flags(each.libraries))))
+        yield b"".join(map(_word, (devices[each.device], each.tf32, each.shared, _library_flags(each.libraries))))
         yield _string(each.node) + _string(words.data())
 
 
@@ -206,7 +229,8 @@ def read_plan_file(path: Path) -> PlanFile:
     if file.versions.get("onnxfuse") != __version__:
         _refuse(path, f"written by onnxfuse {file.versions.get('onnxfuse')}, this is {__version__}; make it again")
     if file.versions.get("kernels") != kernels_digest():
-        _refuse(path, "made from other kernels than this onnxfuse has; make it again")
+        where = "add the folders (--kernels, onnxfuse.add_kernels) and packages that it was made with, or make it again"
+        _refuse(path, f"made from other kernels than there are here; {where}")
     return file
 
 
@@ -230,12 +254,13 @@ def _read(reader: WordReader) -> PlanFile:
     operators = [reader.text("an operator") for _ in range(reader.count("operators"))]
     templates = []
     for _ in range(reader.count("templates")):
-        at, tf32 = reader.index("a template's device", len(devices)), reader.index("a template's TF32", 2)
+        at = reader.index("a template's device", len(devices))
+        tf32, shared = (bool(reader.index(f"a template's {setting}", 2)) for setting in ("TF32", "aim"))
         libraries = _libraries(reader.index("the libraries of a template", 1 << 2 * len(LIBRARIES)))
         node, words = reader.string("a node"), _template(reader.string("a template"), kernels, at)
         own = tuple(kernels[number][1] for number in words.functions)
         words = words.with_functions(range(len(own)))
-        templates.append(SavedTemplate(devices[at], bool(tf32), node, words, own, libraries))
+        templates.append(SavedTemplate(devices[at], tf32, shared, node, words, own, libraries))
     if not reader.at_end:
         raise ValueError("bytes follow its end")
     return PlanFile(found, operators, templates)

@@ -125,12 +125,7 @@ def answer_request(request: native.Request) -> bytes:
     What this raises becomes an onnxruntime error of the node.
     """
     with _lock:
-        node = fused_node(request.node, request.attributes)
-        device = device_of(request.provider, request.device, request.tf32, request.shared)
-        situation = Situation(node, device, request.provider, request.verdicts)
-        of_node = _templates_of_nodes.setdefault(request.kernel, [])
-        if request.count_runs:
-            _observed[request.kernel] = not request.cuda_graph
+        situation, of_node = _situation(request), _note(request)
         given = None if request.measure else _template_of_files(situation, request.inputs)
         if given is not None and given not in of_node and loads(given):  # else it has no plan for these sizes
             of_node.append(given)
@@ -151,8 +146,14 @@ def answer_request(request: native.Request) -> bytes:
 def add_plan_file(key: PlanFileKey, source: TemplateSource) -> None:
     """Ask a plan file before all others from now on; what the same path held earlier is forgotten."""
     with _lock:
-        plan_files.pop(key, None)
+        drop_plan_file(key)
         plan_files[key] = source
+
+
+def drop_plan_file(key: PlanFileKey) -> None:
+    """Ask a plan file no longer; nodes keep the templates that they have."""
+    with _lock:
+        plan_files.pop(key, None)
 
 
 def expect(node: FusedNode, dims: Dims, device: Device) -> None:
@@ -193,6 +194,48 @@ def prepare(situation: Situation, inputs: Sequence[TensorSpec]) -> PreparedTempl
         return prepared
 
 
+def equip(known: Iterable[tuple[Situation, PreparedTemplate | GivenTemplate]]) -> None:
+    """Give the nodes of sessions that were just made their templates, so that they need not ask when they first run.
+
+    known  nodes of models with their templates, whose kernels that first runs need are loaded
+
+    A node is known by its name and by all that a template depends on but inputs.  One that gets a template for other
+    inputs, or cannot read it, asks as if it had none.
+    """
+    by_node = {_place(each): template for each, template in known}
+    for request in native.new_nodes() if by_node else ():
+        with _lock:
+            template = by_node.get(_place(_situation(request)))
+        if template is None or request.measure:
+            continue
+        try:
+            data = template.data() if isinstance(template, GivenTemplate) else template.data_so_far()
+            native.give_template(request.kernel, data)
+        except Exception as error:  # of a plan that cannot be written or read; the first run raises it, too
+            log.info("node '%s' asks for its plans when it first runs: %s", request.node, error)
+            continue
+        with _lock:
+            _note(request).append(template)
+
+
+def _place(situation: Situation) -> tuple[object, ...]:
+    """Return what is equal for a node of a model and for that of its session."""
+    return (situation.node.name, *situation.key(()))
+
+
+def _situation(request: native.Request) -> Situation:
+    node = fused_node(request.node, request.attributes)
+    device = device_of(request.provider, request.device, request.tf32, request.shared)
+    return Situation(node, device, request.provider, request.verdicts)
+
+
+def _note(request: native.Request) -> list[PreparedTemplate | GivenTemplate]:
+    """Note a node, and return the templates that it has."""
+    if request.count_runs:
+        _observed[request.kernel] = not request.cuda_graph
+    return _templates_of_nodes.setdefault(request.kernel, [])
+
+
 def forget_node(kernel: int) -> None:
     """Forget the templates of a node whose session is gone."""
     _templates_of_nodes.pop(kernel, None)
@@ -200,7 +243,7 @@ def forget_node(kernel: int) -> None:
 
 
 def templates_in_use() -> list[PreparedTemplate | GivenTemplate]:
-    """Return the templates of the nodes of sessions that have run, each of them once."""
+    """Return the templates of the nodes of sessions, each of them once."""
     found = {id(each): each for of_node in list(_templates_of_nodes.values()) for each in list(of_node)}
     return list(found.values())
 

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, TypeAlias
 
 from onnxfuse.errors import OnnxfuseError
 from onnxfuse.runtime import planner
@@ -20,6 +20,7 @@ from onnxfuse.runtime.target import NoTarget, PlanChoice, Target
 from onnxfuse.runtime.template import size_count
 
 log: Final = logging.getLogger("onnxfuse")
+Made: TypeAlias = list[tuple[Situation, PreparedTemplate | GivenTemplate]]  # nodes with their templates
 
 
 @contextmanager
@@ -34,24 +35,28 @@ def preparation(calls: Sequence[Call], target: Target | NoTarget, choice: PlanCh
     if isinstance(target, NoTarget) or not calls:
         yield
         return
-    made: list[PreparedTemplate] = []
+    made: Made = []
     thread = threading.Thread(target=_prepare, args=(calls, target, choice, made), name="onnxfuse preparation")
     thread.start()
     try:
         yield
     finally:
         thread.join()
-        load_later(made)
+        planner.equip(made)
+        load_later(list({id(each): each for _, each in made if isinstance(each, PreparedTemplate)}.values()))
 
 
-def _prepare(calls: Sequence[Call], target: Target, choice: PlanChoice, made: list[PreparedTemplate]) -> None:
-    """Make the templates, which `made` then has, and load the kernels for likely sizes."""
+def _prepare(calls: Sequence[Call], target: Target, choice: PlanChoice, made: Made) -> None:
+    """Make the templates, which `made` then has with their nodes, and load the kernels for likely sizes."""
 
     def templates() -> Iterator[PreparedTemplate]:
-        for template in _templates(calls, target, choice):
-            template.is_loaded_later = True
-            made.append(template)
-            yield template
+        known: set[int] = set()
+        for situation, template in _templates(calls, target, choice):
+            made.append((situation, template))
+            if isinstance(template, PreparedTemplate) and id(template) not in known:
+                known.add(id(template))
+                template.is_loaded_later = True
+                yield template
 
     def likely(of: PreparedTemplate) -> set[str]:
         return of.keys_at(likely_sizes(size_count(of.template.inputs)))
@@ -62,24 +67,23 @@ def _prepare(calls: Sequence[Call], target: Target, choice: PlanChoice, made: li
         log.info("kernels are compiled when their nodes first run: %s: %s", type(error).__name__, error)
 
 
-def _templates(calls: Sequence[Call], target: Target, choice: PlanChoice) -> Iterator[PreparedTemplate]:
-    """Make and yield the different templates of some nodes, but load those that plan files have."""
-    found: dict[int, PreparedTemplate] = {}
+def _templates(
+    calls: Sequence[Call], target: Target, choice: PlanChoice
+) -> Iterator[tuple[Situation, PreparedTemplate | GivenTemplate]]:
+    """Yield some nodes with their templates, which are made, or loaded if plan files have them."""
     for call in calls:
         inputs = inputs_of(call)
         if inputs is None:
             continue
+        situation = Situation(call.node, target.device, target.provider, choice != "first")
         planner.expect(call.node, tuple(spec.shape for spec in inputs), target.device)
         try:
-            if (given := given_for(call, target, choice)) and planner.loads(given):
-                continue
-            prepared = planner.prepare(Situation(call.node, target.device, target.provider, choice != "first"), inputs)
+            given = given_for(call, target, choice)
+            template = given if given and planner.loads(given) else planner.prepare(situation, inputs)
         except (OnnxfuseError, ValueError) as error:
             log.info("node '%s' is planned when it first runs: %s", call.node.name, error)
             continue
-        if id(prepared) not in found:
-            found[id(prepared)] = prepared
-            yield prepared
+        yield situation, template
 
 
 def given_for(call: Call, target: Target, choice: PlanChoice) -> GivenTemplate | None:

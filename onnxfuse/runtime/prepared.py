@@ -131,6 +131,14 @@ class PreparedTemplate:
         part = variant.kernels if variant and self.is_loaded_later else None
         wanted = self.keys() if part is None else set(map(kernel_key, part))
         load_all([self], lambda _: wanted)  # without the lock, which the threads that load take
+        return self._bytes(wanted)
+
+    def data_so_far(self) -> bytes:
+        """Return the same with the kernels that are loaded by now."""
+        return self._bytes(set())
+
+    def _bytes(self, wanted: set[str]) -> bytes:
+        """Return the template's bytes, in which `wanted` kernels are not absent, because they are loaded now."""
         with self._lock:
             if not self._data or self._absent & wanted:
                 for variant in self.template.variants:

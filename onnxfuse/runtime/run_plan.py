@@ -132,7 +132,8 @@ def cublaslt() -> ctypes.CDLL:
     """
     names, folders = CUBLASLT_NAMES, ("cu13", "cublas")
     if why := _refusal("onnxfuse_open_cublaslt", "ONNXFUSE_LIBCUBLASLT", names, folders):
-        raise NativeError(f"matrix products need cuBLASLt; install nvidia-cublas or a CUDA toolkit: {why}")
+        what = "install nvidia-cublas or a CUDA toolkit, or name it in ONNXFUSE_LIBCUBLASLT"
+        raise NativeError(f"matrix products need cuBLASLt; {what}: {why}")
     return native.driver()
 
 
@@ -151,7 +152,8 @@ def cudnn() -> ctypes.CDLL:
     Raises NativeError if there is none.
     """
     if why := _refusal("onnxfuse_open_cudnn", "ONNXFUSE_LIBCUDNN", CUDNN_NAMES, ("cudnn",)):
-        raise NativeError(f"convolutions by cuDNN need cuDNN 9; install nvidia-cudnn-cu13: {why}")
+        what = "install nvidia-cudnn-cu13, or name it in ONNXFUSE_LIBCUDNN"
+        raise NativeError(f"convolutions by cuDNN need cuDNN 9; {what}: {why}")
     return native.driver()
 
 

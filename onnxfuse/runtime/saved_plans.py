@@ -24,7 +24,7 @@ Codes = dict[tuple[int, str], bytes]  # cubins by compute capability and kernel_
 
 
 def save_plans(path: str | Path, provider: str = CUDA, device_id: int = 0) -> int:
-    """Write the templates of the nodes that have run in this process on GPUs like `device_id`; return how many.
+    """Write the templates of the nodes of this process's sessions on GPUs like `device_id`; return how many.
 
     Templates that came from plan files are among them.  Raises PlanFileError if the file cannot be written,
     UsageError for a provider that has no kernels, KernelError if a kernel does not compile.
@@ -88,7 +88,7 @@ def saved_template(prepared: PreparedTemplate, codes: Codes) -> SavedTemplate:
     words = read_template(template_bytes(prepared.template, {key: i for i, key in enumerate(kernels)}))
     libraries = libraries_of(step for variant in prepared.template.variants for step in variant.plan.steps)
     node, device = node_identity(situation.node), situation.device
-    return SavedTemplate(gpu_kind(device), device.tf32, node, words, tuple(kernels.values()), libraries)
+    return SavedTemplate(gpu_kind(device), device.tf32, device.shared, node, words, tuple(kernels.values()), libraries)
 
 
 def plan_file_of(
@@ -100,7 +100,7 @@ def plan_file_of(
     """
     found: dict[tuple[object, ...], SavedTemplate] = {}
     for each in templates:
-        key = each.device, each.tf32, each.node, each.words.inputs
+        key = each.device, each.tf32, each.shared, each.node, each.words.inputs
         known = found.get(key)
         if known is None or len(each.words.variants) > len(known.words.variants):
             found[key] = each

@@ -238,7 +238,10 @@ class SymReal:
             return NotImplemented
         real = as_real(self.trace, other)
         a, b = (real, self) if swap else (self, real)
-        return SymReal(self.trace, self.trace.expressions.number(op, a.number, b.number), compute(a.hint, b.hint))
+        rows = self.trace.expressions
+        if op is Op.REAL_DIVIDE and rows.rows[b.number][0] is not Op.REAL_CONSTANT:  # Python would raise an error for 0
+            _ask(self.trace, self.trace.hard, Op.REAL_EQUAL, b.number, as_real(self.trace, 0.0).number, b.hint == 0)
+        return SymReal(self.trace, rows.number(op, a.number, b.number), compute(a.hint, b.hint))
 
     def __add__(self, other: Any) -> Any:
         return self._with(Op.REAL_ADD, other, lambda a, b: a + b)

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import random
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from onnxfuse.errors import OnnxfuseError
 from onnxfuse.runtime import symint
 from onnxfuse.runtime.expressions import Expressions, Values
 from onnxfuse.runtime.hosts import Host
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, TensorMap, TensorSpec
+from onnxfuse.runtime.sample_sizes import samples_with_zeros, usual_samples
 from onnxfuse.runtime.symint import SymInt, SymReal, Trace
 
 log: Final = logging.getLogger("onnxfuse")
 T = TypeVar("T")
-MAX_SAMPLES: Final = 1024  # combinations of sizes at which a template is made to have the host's own choice
 MAX_VARIANTS: Final = 48  # made for speed; more are made where none of these computes the right thing
 MAX_ALL_VARIANTS: Final = 96
-LARGEST_SIZE: Final = 1 << 16  # of a dim, among the samples
-HALVED_ONCE: Final = {26, 194, 1538}  # sizes that 2 divides and 4 does not, for choices of the width of accesses
 MAX_LOSS: Final = 0.03  # of time at a sample, as the host estimates it, up to which a kernel may be left out
 MAX_MEAN_LOSS: Final = 0.001  # the same in the mean of all samples
+MAX_LOSS_ELSEWHERE: Final = 1.0  # of time at sizes that do not count in the choice between plans
 MAX_TUNED_DISTANCE: Final = 1.0  # from the sizes at which a plan was measured, up to which it counts: a factor of two
 
 
@@ -72,7 +70,7 @@ class Template:
     def chosen(self, sizes: Sequence[int]) -> Variant | None:
         """Return the variant that the native library takes for these sizes; None if it has none for them."""
         values = self.expressions.evaluate([np.array([size]) for size in sizes])
-        right = [each for each in self.variants if _holds(values, each.hard).all()]
+        right = [each for each in self.variants if holds(values, each.hard).all()]
 
         def away(variant: Variant) -> float:
             return distance(sizes, variant.hints)
@@ -92,7 +90,7 @@ class Template:
         `values` are those of all expressions.  It is infinite for sizes for which the plan is not right.
         """
         missed = [self.expressions.miss(number, answer, values) for number, answer in variant.soft]
-        return np.where(_holds(values, variant.hard), np.maximum.reduce(missed) if missed else 0.0, np.inf)
+        return np.where(holds(values, variant.hard), np.maximum.reduce(missed) if missed else 0.0, np.inf)
 
 
 def distance(sizes: Sequence[int], hints: Sequence[int]) -> float:
@@ -129,37 +127,42 @@ def make_template(
     node: FusedNode,
     inputs: Sequence[TensorSpec],
     device: Device,
-    samples: Sequence[Sequence[int]] = (),
+    given: Sequence[Sequence[int]] = (),
 ) -> Template:
     """Return the template of a node whose dynamic dims are -1 - k; without them it has one variant.
 
-    The host is asked at each of the `samples`, combinations of sizes, that no earlier answer is for; at sizes of the
-    usual spread if there are none.  Raises what the host raises where it has a plan for no sample.
+    The host is asked at combinations of sizes: at those of the usual spread, or first at the `given` ones, which then
+    are the only ones that count in the choice between plans.  It is asked again where no earlier answer is for the
+    sizes, or, where they do not count, where none is right and fast enough.
+
+    Raises what the host raises where it has a plan for no sizes but those of outputs without elements.
     """
     template = Template(node, tuple(inputs), device, Expressions())
     ties, error = template.expressions.ties, None
-    points = _Samples(template.expressions, size_count(inputs), samples)
-    while len(template.variants) < MAX_ALL_VARIANTS and (sizes := points.take()) is not None:
+    samples = _Samples(template, given)
+    while len(template.variants) < MAX_ALL_VARIANTS and (sizes := samples.take()) is not None:
         known_ties, variant, record = len(ties), None, Trace(template.expressions)
         try:
             variant = candidates_at(host, template, sizes, record)[0]
         except (ArithmeticError, ValueError, OnnxfuseError) as found:  # no kernel or library takes these shapes
             error = error or found
-        if len(ties) > known_ties and not samples:
-            points = _Samples(template.expressions, size_count(inputs))
-            for each in template.variants:
-                points.cover(each.guards)
+        if len(ties) > known_ties:
+            samples = _Samples(template, given)
+            samples.cover(template.variants)
             continue
-        template.variants.extend([variant] if variant else [])
-        points.cover((*record.hard.items(), *record.soft.items()))  # if the host refused, it does so wherever they hold
+        if variant:
+            template.variants.append(variant)
+            samples.cover([variant])
+        else:  # the host refuses wherever it gets the same answers
+            samples.leave_out((*record.hard.items(), *record.soft.items()))
         if len(template.variants) >= MAX_VARIANTS:
             for each in template.variants:
-                points.cover(each.hard)
-    if points.left.any():
-        log.info("%s: %d combinations of sizes take a plan of others", node.name, points.left.sum())
+                samples.leave_out(each.hard)
+    if samples.left.any():
+        log.info("%s: %d combinations of sizes take a plan of others", node.name, samples.left.sum())
     if len(template.variants) > 1:
-        template.variants[:] = points.needed(template)
-    if not template.variants and error:
+        template.variants[:] = samples.needed()
+    if error and not any(each.plan.steps for each in template.variants):
         raise error
     return template
 
@@ -179,7 +182,8 @@ def candidates_at(host: Host, template: Template, sizes: Sequence[int], record: 
             raise
         raise ValueError(_no_plan_of_dynamic_sizes(template, error)) from error
     first, *others = (_finished(plan) for plan in plans)
-    soft, fixed, hard = tuple(sorted(record.soft.items())), tuple(record.fixed.items()), record.hard
+    chosen = record.soft if first.steps else {}  # without steps there is nothing to choose
+    soft, fixed, hard = tuple(sorted(chosen.items())), tuple(record.fixed.items()), record.hard
     found = [Variant(first, tuple(sorted(hard.items())), soft, tuple(sizes), fixed)]
     later = tuple(sorted((hard | record.later).items()))
     return [*found, *(Variant(plan, later, soft, tuple(sizes), fixed) for plan in others)]
@@ -200,7 +204,8 @@ def _no_plan_of_dynamic_sizes(template: Template, error: TypeError) -> str:
     )
 
 
-def _holds(values: Sequence[Values], guards: Sequence[tuple[int, bool]]) -> Any:
+def holds(values: Sequence[Values], guards: Sequence[tuple[int, bool]]) -> Any:
+    """Return for which combinations of sizes guards hold; `values` are those of all expressions."""
     return np.logical_and.reduce([values[number].astype(bool) == answer for number, answer in guards] or [True])
 
 
@@ -246,41 +251,26 @@ def _integer(value: T, where: str) -> T:
 # --- samples ----------------------------------------------------------------------------------------------------------
 
 
-def usual_samples(count: int) -> Iterator[tuple[int, ...]]:
-    """Yield combinations of `count` sizes: powers of two and numbers between them, odd ones too, common ones first."""
-    if not count:
-        yield ()
-        return
-    per_octave = next((n for n in (8, 4, 2, 1) if len(_spread(n)) ** count <= MAX_SAMPLES), 1)
-    spread = coarse = _spread(per_octave)
-    while len(coarse) ** count > 4 * MAX_SAMPLES:  # odd sizes are left out first, then the largest or every second
-        powers = [size for size in coarse if not size & (size - 1)]
-        coarse = powers if len(powers) < len(coarse) else coarse[:-1] if count < 4 else coarse[::2]
-    usual = sorted(coarse, key=lambda size: (size & (size - 1) != 0, abs(np.log2(size) - 7)))
-    yield from itertools.product(usual, repeat=count)
-    if len(coarse) < len(spread):  # it has hardly any odd sizes, and few small products
-        chance = random.Random(0)
-        yield from (tuple(chance.choices(spread, k=count)) for _ in range(MAX_SAMPLES))
-        for axis, size in itertools.product(range(count), spread):
-            yield tuple(size if i == axis else 1 for i in range(count))
-
-
 class _Samples:
-    """Combinations of sizes, and for which of them no variant is so far."""
+    """Combinations of sizes: those that count in the choice between a template's plans, and others.
 
-    def __init__(self, expressions: Expressions, count: int, given: Sequence[Sequence[int]] = ()) -> None:
-        """Take those that are given; else the usual ones, in which tied sizes follow from the others."""
-        free = [i for i in range(count) if given or i not in expressions.ties]
-        rows = list(given or usual_samples(len(free)))
-        points = np.array(rows, dtype=np.int64).reshape(len(rows), len(free))
-        columns = [np.ones(len(points), np.int64)] * count
-        for i, place in enumerate(free):
-            columns[place] = points[:, i]
-        if not given:
-            for i, number in reversed(expressions.ties.items()):  # a tie depends on no size that was tied before it
-                columns[i] = expressions.evaluate(columns)[number]
-        self.expressions, self.columns = expressions, columns
-        self.meant = np.logical_and.reduce([column >= 0 for column in columns] or [np.ones(1, bool)])
+    `left` says which of them still need a variant.
+    """
+
+    def __init__(self, template: Template, given: Sequence[Sequence[int]]) -> None:
+        """Let the given ones count, or else the usual ones; sizes of 0 never do."""
+        rows = template.expressions
+        count = size_count(template.inputs)
+        free = [i for i in range(count) if i not in rows.ties]
+        points = [_columns(given, range(count), count)] if given else []
+        for more in usual_samples, samples_with_zeros:
+            columns = _columns([*more(len(free))], free, count)
+            for i, number in reversed(rows.ties.items()):  # a tie depends on no size that was tied before it
+                columns[i] = rows.evaluate(list(columns))[number]
+            points.append(columns)
+        self.template, self.columns = template, np.concatenate(points, axis=1)
+        self.counts = np.arange(self.columns.shape[1]) < points[0].shape[1]
+        self.meant: NDArray[np.bool_] = np.logical_and.reduce(self.columns >= 0, axis=0)
         self.left = self.meant.copy()
         self.values: list[Values] = []
 
@@ -290,45 +280,56 @@ class _Samples:
             return None
         at = int(np.argmax(self.left))
         self.left[at] = False
-        return tuple(int(column[at]) for column in self.columns)
+        return tuple(map(int, self.columns[:, at]))
 
-    def cover(self, guards: Sequence[tuple[int, bool]]) -> None:
+    def cover(self, variants: Iterable[Variant]) -> None:
+        """Leave out the combinations for which these variants are, and others at which they are fast enough."""
+        for each in variants if len(self.columns) else ():
+            loss = self._loss(each)
+            self.leave_out(each.guards)
+            self.left &= self.counts | (loss > MAX_LOSS_ELSEWHERE)
+
+    def leave_out(self, guards: Sequence[tuple[int, bool]]) -> None:
         """Leave out the combinations for which guards hold."""
-        if self.columns:
-            self.values = self.expressions.evaluate(self.columns, self.values)
-            self.left &= ~_holds(self.values, guards)
+        if len(self.columns):
+            self.left &= ~holds(self._evaluated(), guards)
 
-    def needed(self, template: Template) -> list[Variant]:
-        """Return a template's variants without those that no combination needs, and without kernels that gain little.
+    def needed(self) -> list[Variant]:
+        """Return the template's variants without those that no combination needs, and kernels that gain little.
 
         A kernel is left out if it is hardly faster than others, and that at few combinations.
         """
-        variants, shape = template.variants, self.meant.shape
-        losses = [np.broadcast_to(template.loss(each, self.values), shape)[self.meant] for each in variants]
-        least = np.minimum.reduce(losses)
+        variants = self.template.variants
+        losses = [self._loss(each)[self.meant] for each in variants]
+        least, counts = np.minimum.reduce(losses), self.counts[self.meant]
         covered, kept = np.isfinite(least), list(range(len(variants)))
-        for i in sorted(kept, key=lambda i: np.count_nonzero(losses[i] == 0)):
+        for i in sorted(kept, key=lambda i: np.count_nonzero(counts & (losses[i] == 0))):
             rest = [other for other in kept if other != i]
             known = [kernel for other in rest for kernel in variants[other].kernels]
             if not rest or not covered.any():
                 break
-            lost = np.minimum.reduce([losses[other] for other in rest])[covered] - least[covered]
+            left = np.minimum.reduce([losses[other] for other in rest])
+            if (left > np.maximum(least, MAX_LOSS_ELSEWHERE))[covered & ~counts].any():
+                continue
+            lost = left[covered & counts] - least[covered & counts]
             little = lost.max() <= MAX_LOSS and lost.mean() <= MAX_MEAN_LOSS
             if not lost.any() or (little and any(kernel not in known for kernel in variants[i].kernels)):
                 kept = rest
         return [variants[i] for i in kept]
 
+    def _loss(self, variant: Variant) -> Values:
+        """Return what `Template.loss` returns, but a finite number wherever the variant is right."""
+        values = self._evaluated()
+        loss = np.minimum(self.template.loss(variant, values), np.finfo(np.float64).max)
+        return np.where(holds(values, variant.hard), loss, np.inf)
 
-def _spread(per_octave: int) -> list[int]:
-    """Return sizes from 1 on, so many in each octave, and an odd one in each."""
-    found = {1, 2, 3}
-    octave = 4
-    while octave <= LARGEST_SIZE:
-        found |= {octave + octave * i // per_octave for i in range(per_octave)} | {octave + octave // 3 | 1}
-        octave *= 2
-    return sorted(found | HALVED_ONCE)
+    def _evaluated(self) -> list[Values]:
+        self.values = self.template.expressions.evaluate(list(self.columns), self.values)
+        return self.values
 
 
-def sizes_between(low: int, high: int, per_octave: int) -> list[int]:
-    """Return the sizes of the usual spread from `low` to `high`, and these themselves."""
-    return sorted({low, high, *(size for size in _spread(per_octave) if low <= size <= high)})
+def _columns(rows: Sequence[Sequence[int]], places: Sequence[int], count: int) -> Values:
+    """Return `count` sizes by combination; those that the rows lack are 1."""
+    found = np.ones((count, len(rows)), np.int64)
+    found[list(places)] = np.array(rows, np.int64).reshape(len(rows), len(places)).T
+    return found

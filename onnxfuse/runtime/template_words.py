@@ -5,16 +5,20 @@ What a plan's words say is checked by the native library, when it first makes a 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+import numpy as np
+
 from onnxfuse.ir.dtypes import DTYPE_NAMES
+from onnxfuse.runtime.expressions import Expressions, Op, Values
 from onnxfuse.runtime.plan import TensorSpec
 from onnxfuse.runtime.plan_bytes import ALIGNED, CONSTANT, input_words, packed
-from onnxfuse.runtime.template import sizes_of
+from onnxfuse.runtime.template import holds, sizes_of
 from onnxfuse.runtime.template_bytes import FUNCTION, TEMPLATE_MARK
-from onnxfuse.runtime.word_reader import WordReader
+from onnxfuse.runtime.word_reader import WORD, WordReader
 
 MAX_RANK: Final = 64  # kMaxRank in native/plan.h
 
@@ -26,6 +30,14 @@ class VariantWords:
     hints: tuple[int, ...]
     tuned: bool
     data: bytes
+
+    @property
+    def hard(self) -> tuple[tuple[int, bool], ...]:
+        """The guards that hold where the plan is right: expressions by number, and what they must be."""
+        reader = WordReader(self.data)
+        reader.skip(len(self.hints) + 1)
+        words = reader.words(2 * reader.count("hard guards"))
+        return tuple((number, bool(answer)) for number, answer in zip(words[::2], words[1::2], strict=True))
 
 
 @dataclass(frozen=True)
@@ -59,6 +71,14 @@ class TemplateWords:
             return None
         strict = tuple(replace(own, aligned=other.aligned, constant=other.constant) for own, other in pairs)
         return replace(self, inputs=strict) if sizes_of(strict, inputs) is not None else None
+
+    def have_plans(self, sizes: Sequence[Values]) -> Values:
+        """Return for which combinations of sizes a variant is right; `sizes` holds an array of each size's values."""
+        words = struct.unpack(f"<{len(self.expressions) // WORD}q", self.expressions)
+        rows = Expressions()
+        rows.rows = [(Op(op), a, b) for op, a, b in zip(words[1::3], words[2::3], words[3::3], strict=True)]
+        values = rows.evaluate(sizes)
+        return np.asarray(np.logical_or.reduce([holds(values, each.hard) for each in self.variants] or [False]))
 
     def untuned(self) -> TemplateWords:
         """Return the template without the variants that were chosen by measuring."""

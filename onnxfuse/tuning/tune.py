@@ -179,6 +179,17 @@ def _no_progress(stage: str, done: int, of: int) -> None:
     pass
 
 
+def check_kernels_run(provider: Provider) -> None:
+    """Raise UsageError where no kernels run, so that nothing can be tuned."""
+    check_available(provider)
+    name = PROVIDERS[provider]
+    if name not in planner.backends:
+        raise UsageError(f"kernels run on {', '.join(planner.backends)}, not on {name}; there is nothing to tune")
+    backend = planner.backends[name]
+    if why := backend.no_gpu() or backend.unavailable() or backend.cannot_time():
+        raise UsageError(f"kernels cannot run here, so there is nothing to tune: {why}")
+
+
 def _task(
     model: onnx.ModelProto,
     folder: Path | None,
@@ -191,12 +202,7 @@ def _task(
     """Collect what is measured.  Raises UsageError where nothing can be tuned."""
     name, ordinal = PROVIDERS[provider], ordinal_of(options)
     options = {key: value for key, value in options.items() if key not in NOT_FOR_TIMING}
-    check_available(provider)
-    if name not in planner.backends:
-        raise UsageError(f"kernels run on {', '.join(planner.backends)}, not on {name}; there is nothing to tune")
-    backend = planner.backends[name]
-    if why := backend.no_gpu() or backend.unavailable() or backend.cannot_time():
-        raise UsageError(f"kernels cannot run here, so there is nothing to tune: {why}")
+    check_kernels_run(provider)
     calls = read_calls(model)
     if not calls:
         raise UsageError("the model has no fused nodes; there is nothing to tune")

@@ -49,7 +49,8 @@ def spread(ranges: Mapping[str, Sequence[Range]], inputs: Sequence[Input]) -> li
 def ranges_of_dims(ranges: Mapping[str, Sequence[Range]], inputs: Sequence[Input]) -> dict[str, Range]:
     """Return the ranges by the names of dims; static ones and those without a name are called "input[axis]".
 
-    Raises UsageError if a dim has two different ranges, and for an input that the model does not have.
+    Raises UsageError if a dim has two different ranges or a static one another size, and for an input that the model
+    does not have.
     """
     of_dims: dict[str, Range] = {}
     known = {each.name: each for each in inputs}
@@ -58,10 +59,18 @@ def ranges_of_dims(ranges: Mapping[str, Sequence[Range]], inputs: Sequence[Input
             raise UsageError(f"the model has no input '{name}'; it has {', '.join(known)}")
         if len(given) != len(known[name].dims):
             raise UsageError(f"input '{name}' has {len(known[name].dims)} dims, --shape gives {len(given)}")
+        _check_static(known[name], given)
         for dim, wanted in zip(_dim_names(known[name]), given, strict=True):
             if of_dims.setdefault(dim, wanted) != wanted:
                 raise UsageError(f"dim '{dim}' has two ranges; give the same one for all inputs that have it")
     return of_dims
+
+
+def _check_static(each: Input, given: Sequence[Range]) -> None:
+    for axis, (dim, wanted) in enumerate(zip(each.dims, given, strict=True)):
+        if isinstance(dim, int) and wanted != (dim, dim):
+            found = "..".join(map(str, dict.fromkeys(wanted)))
+            raise UsageError(f"input '{each.name}' has {dim} elements along axis {axis}, --shape gives {found}")
 
 
 def _dim_names(each: Input) -> list[str]:

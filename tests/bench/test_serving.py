@@ -107,12 +107,15 @@ def test_threads_share_a_session_of_each_engine(measured: dict[str, Any]) -> Non
 
 def test_a_cache_grows_step_by_step(measured: dict[str, Any]) -> None:
     part = measured["parts"]["cache"]
-    assert (part["asked"], part["steps"], part["agrees"]) == (15, 15, True)
+    assert (part["asked"], part["steps"], part["passes"], part["agrees"]) == (15, 15, 3, True)
     assert part["relative_error"] < 1e-5
     for engine in ENGINES:
-        for which in ("first", "later"):
+        first, shortest = (part[engine][which]["step_ms"] for which in ("first", "first_of_all"))
+        assert all(shortest[name] <= first[name] for name in first)
+        for which in ("first", "first_of_all", "later"):
             found = part[engine][which]
-            assert found["step_ms"]["median"] > 0 and len(found["over_at_past"]) == found["over_limit"] <= 15
+            assert found["step_ms"]["median"] > 0 and len(found["over"]) == found["over_limit"] <= 15
+            assert all(each["to_neighbours"] > 1.2 and each["gpu_mib"] == 0 for each in found["over"])
             assert 1 <= found["worst_at_past"] <= 15
 
 
@@ -239,8 +242,12 @@ def test_clients_wait_for_their_answers_and_leave_no_request(serving: ModuleType
 
 def test_a_slow_step_is_found_among_its_neighbours(serving: ModuleType) -> None:
     growth = importlib.import_module("serving_growth")
-    found = growth._steps([1.0, 1.1, 1.0, 1.1, 2.2, 1.1, 1.0, 1.1])
-    assert (found["worst_at_past"], found["over_limit"], found["over_at_past"]) == (5, 1, [5])
+    steps = [growth.Step(ms, 2.0 * (ms > 2), 0, 1) for ms in (1.0, 1.1, 1.0, 1.1, 2.2, 1.1, 1.0, 1.1)]
+    found = growth._steps(steps)
+    assert (found["worst_at_past"], found["over_limit"]) == (5, 1)
+    assert found["over"] == [
+        {"past": 5, "ms": 2.2, "to_neighbours": 2.0, "gpu_mib": 2.0, "switches": 0, "collections": 1}
+    ]
     assert found["to_neighbours"]["worst"] == pytest.approx(2.2 / 1.1)
 
 

@@ -30,7 +30,7 @@ from onnxfuse.compile.summary import summary
 from onnxfuse.errors import KernelError, OnnxfuseError, UsageError
 from onnxfuse.runtime import planner
 from onnxfuse.runtime.plan import Device, Plan, TensorSpec
-from onnxfuse.runtime.plan_file import PlanFile, PlanFileError, read_plan_file
+from onnxfuse.runtime.plan_file import PlanFile, PlanFileError, read_plan_file, write_plan_file
 from onnxfuse.tuning.dispatch import model_subject
 
 ELF = b"\x7fELF"
@@ -135,15 +135,27 @@ def test_no_onnxruntime_is_needed(fused: Path) -> None:
 # --- what is planned --------------------------------------------------------------------------------------------------
 
 
-def test_ranges_of_sizes_limit_what_templates_are_made_for(gpu: Stage, tmp_path: Path) -> None:
+def test_ranges_of_sizes_come_first(gpu: Stage, tmp_path: Path) -> None:
     """The kernels of this host have the second size as a constant."""
+
+    def second_sizes(*shapes: str) -> list[int]:
+        _, file = compiled(path, provider=CPU, shapes=shapes)
+        return list(dict.fromkeys(each.hints[1] for each in file.templates[0].words.variants))
+
     path = write(tmp_path / "m.onnx", SHIFT)
-    _, file = compiled(path, provider=CPU)
-    wide = {each.hints[1] for each in file.templates[0].words.variants}
-    _, file = compiled(path, provider=CPU, shapes=["x:1..8x3..5", "b:3..5"])
-    assert {each.hints[1] for each in file.templates[0].words.variants} == {3, 4, 5} < wide
-    _, file = compiled(path, provider=CPU, shapes=["x:7x9"])
-    assert [each.hints for each in file.templates[0].words.variants] == [(7, 9)]
+    assert second_sizes()[0] == 128
+    assert set(second_sizes("x:1..8x3..5", "b:3..5")[:3]) == {3, 4, 5}
+    assert second_sizes("x:7x9")[0] == 9
+
+
+def test_other_sizes_than_those_of_the_ranges_run_without_python(gpu: Stage, tmp_path: Path) -> None:
+    path = write(tmp_path / "m.onnx", SHIFT.replace("d]", "3]"))
+    for shapes in [], ["x:8x3"], ["x:1..4x3"]:
+        compiled(path, provider=CPU, shapes=shapes)
+        run = native_session(path.read_bytes(), Path(f"{path}.plans"))
+        for n in 0, 1, 7, 8, 33, 1000:
+            x, b = np.ones((n, 3), np.float32), np.arange(3, dtype=np.float32)
+            np.testing.assert_array_equal(run.run(None, {"x": x, "b": b})[0], x + b)
 
 
 @pytest.mark.parametrize(
@@ -349,12 +361,43 @@ def test_the_command_prints_a_summary(fused: Path) -> None:
         (["--gpu", "none"], "error: no GPU is known of the name 'none'"),
         (["--arch", "sm_90", "--shape", "x:1..q"], "error: --shape 'x:1..q' is not of the form"),
         (["--arch", "sm_90", "--option", "use_tf32"], "error: --option 'use_tf32' is not of the form NAME=VALUE"),
+        (["--arch", "sm_90", "--option", "foo=1"], "error: the CUDA provider has no option 'foo'; it has arena_ext"),
+        (["--option", "use_tf32=maybe"], "error: option use_tf32 is 'maybe', required 0, 1, True, true, False or"),
+        (["--arch", "sm_90", "--shape", "x:1x1x32"], "error: input 'x' has 64 elements along axis 2, --shape gives 32"),
     ],
 )
 def test_wrong_usage_is_one_line(fused: Path, arguments: list[str], message: str) -> None:
     result = command(fused, *arguments)
     assert result.exit_code == 2
     assert result.stderr.startswith(message) and result.stderr.count("\n") == 1
+
+
+def test_only_a_plan_file_is_replaced(fused: Path, tmp_path: Path) -> None:
+    weights, before = tmp_path / "fused.onnx.0123456789ab.data", fused.read_bytes()
+    weights.write_bytes(bytes(64))
+    (tmp_path / "link.onnx").symlink_to(fused)
+    for target, why in (
+        (fused, "is the model to read; give another name for the plan file"),
+        (tmp_path / "link.onnx", "is the model to read; give another name for the plan file"),
+        (weights, "is there and is no plan file; give another name, or remove it first"),
+    ):
+        result = command(fused, "--arch", "sm_90", "-o", target)
+        assert (result.exit_code, result.stderr) == (1, f"error: '{target}' {why}\n")
+    assert (fused.read_bytes(), weights.read_bytes()) == (before, bytes(64))
+    with pytest.raises(PlanFileError, match="is no plan file; give another name"):
+        write_plan_file(weights, PlanFile({}, [], []))
+    for _ in range(2):
+        assert command(fused, "--arch", "sm_90", "-o", tmp_path / "p").exit_code == 0
+
+
+def test_a_folder_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = command(".", "--arch", "sm_90")
+    assert (
+        result.exit_code == 1
+        and result.stderr.startswith("error: '.' is a directory;")
+        and not list(tmp_path.iterdir())
+    )
 
 
 def test_a_target_that_cannot_be_written_is_told_before_any_work(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -113,6 +114,29 @@ def test_empty_outputs_are_not_computed() -> None:
     program.outputs = [program.op("Neg", program.operand(np.zeros((0, 3), np.float16)))]
     (plan,) = host_of("region").candidates(program.node(), program.specs(), H200)
     assert plan.steps == () and plan.outputs == (TensorSpec((0, 3), "float16"),)
+
+
+@pytest.mark.parametrize(
+    ("op", "attributes", "taken"),
+    [
+        ("Gather", {"axis": 0}, 3),
+        ("GatherElements", {"axis": 0}, 3),
+        ("Pad", {"pads": [1, 0, 0, 0], "mode": "edge"}, 0),
+    ],
+)
+def test_nothing_is_taken_of_an_axis_without_elements(op: str, attributes: dict[str, Any], taken: int) -> None:
+    """An index would read in front of the tensor; where the output has no elements either, there is none."""
+    indices = TensorSpec((3,) if op == "Gather" else (3, 4), "int64")
+    more = [indices] if taken else []
+    names = ("x0", "x1")[: 1 + len(more)]
+    dtypes = {"x0": "float32", "x1": "int64", "v0": "float32"}
+    program = json.dumps({"ops": [[op, list(names), ["v0"], attributes]], "outputs": ["v0"], "dtypes": dtypes})
+    node = FusedNode("region", "n", names, {"program": program}, ("float32",))
+    with pytest.raises(ValueError, match=f"{op} takes elements of an axis that has none"):
+        host_of("region").candidates(node, [TensorSpec((0, 4), "float32"), *more], H200)
+    none = [dataclasses.replace(each, shape=(*each.shape[:-1], 0)) for each in more]
+    (plan,) = host_of("region").candidates(node, [TensorSpec((0, 0), "float32"), *none], H200)
+    assert plan.steps == ()
 
 
 def refusal(ops: list[Any], dtypes: dict[str, str], outputs: Sequence[str] = ("v0",)) -> str | None:

@@ -19,6 +19,7 @@ struct Dim {
 struct Entry {
   const char* name;
   void (*run)(void** arguments, Dim grid);
+  std::vector<size_t> parameters;  // their bytes; none if that is not known
 };
 struct Launched {
   Dim grid, block;
@@ -110,12 +111,12 @@ void unmap(void** a, Dim) {
 }
 
 thread_local Map last_map{};
-thread_local int last_walk[8]{};  // of two spatial axes: lower, upper, steps; then channels and pixels
+thread_local int last_walk[8]{};  // of the first two spatial axes: lower, upper, steps; then channels and pixels
 
 void noop(void**, Dim) {}
 
-const Entry entries[] = {{"noop", noop}, {"shift", shift}, {"copy", copy},
-                         {"scale", scale}, {"pair", pair}, {"unmap", unmap}};
+const Entry entries[] = {{"noop", noop, {}}, {"shift", shift, {8, 8, 8, 8, 4}}, {"copy", copy, {8, 8, 8}},
+                         {"scale", scale, {8, 8, 8, 4}}, {"pair", pair, {8, 8, 8, 8, 8}}, {"unmap", unmap, {128, 8}}};
 
 int run(void* function, const Launched& launch, void** arguments) {
   if (const int code = fail_with.exchange(0)) return code;
@@ -233,15 +234,17 @@ EXPORT int cuTensorMapEncodeIm2col(void* map, int type, uint32_t rank, void* add
                                    const uint64_t* strides, const int* lower, const int* upper, uint32_t channels,
                                    uint32_t pixels, const uint32_t* element_strides, int interleave, int swizzle,
                                    int promotion, int fill) {
-  if (rank != 4 || element_strides[0] != 1 || element_strides[3] != 1) return 1;
-  constexpr uint32_t kOnes[] = {1, 1, 1, 1};
-  const uint32_t box[] = {channels, pixels, 1, 1};
-  for (int i = 0; i < 2; ++i) {
+  if (rank < 3 || rank > 5 || element_strides[0] != 1 || element_strides[rank - 1] != 1) return 1;
+  constexpr uint32_t kOnes[] = {1, 1, 1, 1, 1};
+  const uint32_t box[] = {channels, pixels, 1, 1, 1};
+  std::memset(last_walk, 0, sizeof last_walk);
+  for (uint32_t i = 0; i < 2 && i < rank - 2; ++i) {
     last_walk[i] = lower[i];
     last_walk[2 + i] = upper[i];
     last_walk[4 + i] = static_cast<int>(element_strides[1 + i]);
-    last_walk[6 + i] = static_cast<int>(box[i]);
   }
+  last_walk[6] = static_cast<int>(channels);
+  last_walk[7] = static_cast<int>(pixels);
   return cuTensorMapEncodeTiled(map, type, rank, address, sizes, strides, box, kOnes, interleave, swizzle, promotion,
                                 fill);
 }
@@ -273,8 +276,17 @@ EXPORT int cuModuleGetFunction(void** function, void*, const char* name) {
       return 0;
     }
   }
-  *function = has_all_functions ? new Entry{"noop", noop} : nullptr;
+  *function = has_all_functions ? new Entry{"noop", noop, {}} : nullptr;
   return has_all_functions ? 0 : 500;
+}
+EXPORT int cuFuncGetParamInfo(void* function, size_t index, size_t* offset, size_t* size) {
+  const auto& parameters = static_cast<const Entry*>(function)->parameters;
+  if (parameters.empty()) return 801;  // CUDA_ERROR_NOT_SUPPORTED
+  if (index >= parameters.size()) return 1;
+  *offset = 0;
+  for (size_t i = 0; i < index; ++i) *offset += parameters[i];
+  *size = parameters[index];
+  return 0;
 }
 EXPORT int cuFuncSetAttribute(void* function, int attribute, int setting) {
   std::lock_guard<std::mutex> lock(mutex);

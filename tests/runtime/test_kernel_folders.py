@@ -107,7 +107,7 @@ def test_plans_of_other_kernels_are_refused(site: Path, gpu: Stage, tmp_path: Pa
     assert load_plans(tmp_path / "plans.zip", CPU) >= 1
     (site / "stranger_doubling" / "twice.cu").write_text("// twice as much\n")
     environment._digest_of_folders.cache_clear()
-    with pytest.raises(PlanFileError, match="made from other kernels than this onnxfuse has; make it again"):
+    with pytest.raises(PlanFileError, match="made from other kernels than there are here; add the folders"):
         load_plans(tmp_path / "plans.zip", CPU)
     del run
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
@@ -22,6 +23,7 @@ from onnxfuse.runtime.kernel_loader import LoadedKernel
 from onnxfuse.runtime.likely_sizes import likely_sizes
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Plan, TensorSpec
 from onnxfuse.runtime.template import Template
+from onnxfuse.session import register
 
 ROWS = f"g (float[n, 3] x, float[3] b) => (float[n, 3] y) {{ {node('shift', 'x, b', 'y', operands='x bias')} }}"
 MANY = 1000  # rows, from which on the host takes another kernel
@@ -82,6 +84,31 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     own = planner._template_for
     monkeypatch.setattr(planner, "_template_for", lambda *given: (found.append(given), own(*given))[1])
     return found
+
+
+def test_nodes_have_their_templates_before_they_run(gpu: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first request of a server must not wait for Python."""
+    layers = (node("shift", f"{x}, b", y, operands="x bias") for x, y in (("x", "z"), ("z", "y")))
+    graph = f"g (float[n, 3] x, float[3] b) => (float[n, 3] y) {{ {' '.join(layers)} }}"
+    run = session(model(graph))
+    assert len(planner.templates_in_use()) == 1
+    asked = requests(monkeypatch)
+    for rows in 8, 1, 9:
+        given = feed(rows, 3)
+        np.testing.assert_array_equal(run.run(None, given)[0], given["x"] + given["b"] + given["b"])
+    assert not asked
+
+
+def test_nodes_of_other_settings_get_nothing(gpu: Stage) -> None:
+    """Sessions that several threads make at once have nodes of the same names."""
+    options = ort.SessionOptions()
+    register(options, model(ROWS), [CPU])
+    other = ort.InferenceSession(model(ROWS), options, [CPU])
+    run = session(model(ROWS), aim="throughput")
+    assert [each.situation.device.shared for each in planner.templates_in_use()] == [True]
+    check(run, 2)
+    check(other, 2)
+    assert sorted(each.situation.device.shared for each in planner.templates_in_use()) == [False, True]
 
 
 def test_a_run_loads_the_kernel_that_it_lacks(gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:

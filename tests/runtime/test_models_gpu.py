@@ -28,7 +28,9 @@ def feeds(entry: dict, sizes: dict[str, int], seed: int) -> dict[str, np.ndarray
     random = np.random.default_rng(seed)
     result = {}
     for value in entry["inputs"]:
-        shape = [sum(sizes.get(part) or int(part) for part in str(dim).split(" + ")) for dim in value["dims"]]
+        shape = [
+            sum(sizes[part] if part in sizes else int(part) for part in str(dim).split(" + ")) for dim in value["dims"]
+        ]
         if value["dtype"].startswith("float"):
             result[value["name"]] = random.standard_normal(shape).astype(value["dtype"])
         else:

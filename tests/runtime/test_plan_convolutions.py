@@ -308,7 +308,7 @@ def test_a_cudnn_that_is_missing_or_of_another_major_version_is_named(gpu: Stage
         other = built(f"cudnn_{version}", lambda at, v=version: compiled(HERE / "fake_cudnn.cc", at, f"-DVERSION={v}"))
         assert f"cuDNN 9 is required, found version {version} ({other})" in alone(gpu, str(other))
     message = alone(gpu, "/none/libcudnn.so")
-    assert "convolutions by cuDNN need cuDNN 9; install nvidia-cudnn-cu13: cannot open cuDNN:" in message
+    assert "or name it in ONNXFUSE_LIBCUDNN: cannot open cuDNN:" in message
 
 
 # --- malformed -------------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def signed(body: bytes) -> bytes:
     "versions, message",
     [
         ({"onnxfuse": "0.0.1"}, r"written by onnxfuse 0\.0\.1, this is .*; make it again"),
-        ({"kernels": "0" * 16}, r"made from other kernels than this onnxfuse has; make it again"),
+        ({"kernels": "0" * 16}, r"made from other kernels than there are here; add the folders .* and packages"),
         ({"cublaslt": 120101}, r"its plans were chosen for cuBLASLt 120101, this is 120903; make it again"),
         ({"cudnn": 92000}, r"its plans were chosen for cuDNN 92000, this is 91900; make it again"),
     ],
@@ -60,15 +60,6 @@ def test_other_versions_are_refused(saved: Path, versions: dict[str, Any], messa
     with pytest.raises(PlanFileError, match=message):
         load_plans(edited(saved, **versions), CPU)
     assert not planner.plan_files
-
-
-def test_another_model_is_refused(saved: Path) -> None:
-    assert load_plans(saved, CPU, model="any") == 1, "it was saved for whatever has such nodes"
-    edited(saved, model="this")
-    for digest in "this", None:
-        assert load_plans(saved, CPU, model=digest) == 1
-    with pytest.raises(PlanFileError, match="made for another model, or the model has changed; make it again"):
-        load_plans(saved, CPU, model="other")
 
 
 def test_another_format_is_refused(saved: Path) -> None:
@@ -240,6 +231,7 @@ def test_a_template_is_read_as_it_was_written(saved: Path) -> None:
     (template,) = read_plan_file(saved).templates
     words = template.words
     assert read_template(words.data()) == words
-    assert len(words.functions) == len(template.kernels) == len({each.hints[1] for each in words.variants})
+    second_sizes = {each.hints[1] for each in words.variants if all(each.hints)}
+    assert len(words.functions) == len(template.kernels) == len(second_sizes)
     with pytest.raises(ValueError, match="words follow its end"):
         read_template(words.data() + bytes(8))

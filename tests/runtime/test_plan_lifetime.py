@@ -56,6 +56,23 @@ def test_memory_is_bounded_where_shapes_never_end(gpu: Stage) -> None:
     assert not any(inputs[0].aligned for _, inputs, _ in gpu.kernels("shift").calls), "Python was not asked"
 
 
+def test_no_run_frees_many_plans(gpu: Stage) -> None:
+    """Else one of some thousand runs would take milliseconds longer."""
+    gpu.library.onnxfuse_keep_plans(10)
+    gc.collect()
+    run = session(model(SHIFT))
+    before = alive = gpu.library.onnxfuse_plans_alive()
+    for n in range(1, 100):
+        run.run(None, feed(n, 4))
+        now = gpu.library.onnxfuse_plans_alive()
+        assert alive - 1 <= now <= alive + 1, f"{n}: one is made, and two are freed at most"
+        alive = now
+        assert alive - before <= 30
+    del run
+    gc.collect()
+    assert gpu.library.onnxfuse_plans_alive() == before
+
+
 def test_kernels_stay_loaded_as_long_as_the_node(gpu: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA graph of the session may launch kernels of a plan that was dropped."""
     made: list[weakref.ref[LoadedKernel]] = []

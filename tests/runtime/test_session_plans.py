@@ -20,7 +20,7 @@ from stand_in import CPU, SHIFT, Stage, feed, model, node, stage
 from onnxfuse.compile.compile_file import compile_file
 from onnxfuse.errors import UsageError
 from onnxfuse.runtime import nvrtc, planner, support
-from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
+from onnxfuse.runtime.plan import Aim, Device, FusedNode, Plan, TensorSpec
 from onnxfuse.runtime.plan_file import read_plan_file, write_plan_file
 from onnxfuse.session import InferenceSession, explain_session, register
 
@@ -101,14 +101,89 @@ def test_options_can_be_registered_with_a_file(gpu: Stage, path: Path) -> None:
     assert not gpu.kernels("shift").calls
 
 
-def test_a_model_that_has_changed_is_planned(gpu: Stage, path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path.write_bytes(model(SHIFT.replace("[1]>", "[1], size = 3>")))
-    check(open_(path))
-    assert gpu.kernels("shift").calls
-    plans = f"{path}.plans"
+def test_nodes_of_a_model_that_has_changed_are_planned(
+    gpu: Stage, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those that are as before have the file's plans; a session that starts slowly says why."""
+    path.write_bytes(model(TWO))
+    run = open_(path)
+    check(run)
+    assert not gpu.kernels("shift").calls
+    assert [each.why.endswith("; plans of m.onnx.plans") for each in explain_session(run)] == [True, False]
+    why = "made for another model, or the model has changed: 1 of 2 fused nodes have no plans in it; make it again"
+    assert warnings(caplog) == [f"{path}.plans: {why}"]
+
+
+def test_a_file_that_was_overwritten_is_no_longer_used(
+    gpu: Stage, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor is what it held before, of which earlier sessions keep what they have."""
+    first, plans = open_(path), Path(f"{path}.plans")
+    plans.write_bytes(b"none")
+    for source, arguments in ((path, {}), (path.read_bytes(), {})):
+        planner._prepared.clear()
+        gpu.kernels("shift").calls.clear()
+        run = open_(source, **arguments)
+        check(run)
+        assert gpu.kernels("shift").calls
+        assert explain_session(run)[0].why == f"{CPU}, device 0"
+    assert warnings(caplog) == [f"plans are not used: {plans}: no plan file"]
+    check(first)
+
+
+@pytest.mark.parametrize("made_for, other", [("latency", "throughput"), ("throughput", "latency")])
+def test_a_session_of_another_aim_does_not_use_a_file(
+    gpu: Stage, path: Path, caplog: pytest.LogCaptureFixture, made_for: Aim, other: Aim
+) -> None:
+    """Neither the one that names it, nor, after a session that has loaded it, one that names none."""
+    plans = path.with_name("other.plans")
+    Path(f"{path}.plans").unlink()
+    compile_file(path, plans, provider=CPU, aim=made_for)
+    assert explain_session(open_(path, plans=plans, aim=made_for))[0].why == f"{CPU}, device 0; plans of other.plans"
+    assert not warnings(caplog)
+    for arguments in {"plans": plans}, {}:
+        run = open_(path, aim=other, **arguments)
+        assert explain_session(run)[0].why == f"{CPU}, device 0"
+        check(run)
+    found = f"made for sessions with aim='{made_for}' and use_tf32=1, this one has aim='{other}' and use_tf32=1"
     assert warnings(caplog) == [
-        f"plans are not used: {plans}: made for another model, or the model has changed; make it again"
+        f"plans are not used: {plans}: {found}; make it again, with --aim or --option use_tf32="
     ]
+
+
+def test_a_library_of_config_entries_takes_plans_of_the_session_s_aim(gpu: Stage, path: Path) -> None:
+    """The library reads the file of the entry itself, and asks Python for what it does not have."""
+    Path(f"{path}.plans").rename(path.with_name("other.plans"))
+    for aim, is_asked in ("latency", False), ("throughput", True):
+        options = ort.SessionOptions()
+        options.add_session_config_entry("onnxfuse.plans", str(path.with_name("other.plans")))
+        run = open_(path, sess_options=options, aim=aim)
+        check(run)
+        assert bool(planner.templates_in_use()) == is_asked
+
+
+@pytest.mark.parametrize(
+    "source, why",
+    [
+        (SHIFT, "the session does not use CUDAExecutionProvider"),
+        ("g (float[n] x) => (float[n] y) { y = Relu (x) }", "the model has no fused"),
+    ],
+)
+def test_plans_that_are_named_for_nothing_are_a_warning(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, source: str, why: str
+) -> None:
+    if source == SHIFT:
+        monkeypatch.delitem(planner.backends, CPU)
+    open_(model(source))
+    assert not warnings(caplog)
+    open_(model(source), plans=f"{path}.plans")
+    (found,) = warnings(caplog)
+    assert found.startswith(f"plans are not used: {path}.plans: {why}")
+
+
+def test_a_folder_is_no_plan_file(path: Path) -> None:
+    with pytest.raises(UsageError, match=r"plans='.*' is a directory; name the file in it that `onnxfuse compile` "):
+        open_(path, plans=path.parent)
 
 
 @pytest.mark.parametrize("data, why", [(b"none", "no plan file"), (None, "written by onnxfuse 0.0.1, this is ")])

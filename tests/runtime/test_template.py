@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, TensorSpec
+from onnxfuse.runtime.sample_sizes import usual_samples
 from onnxfuse.runtime.symint import SLACK, best_first, for_later_plans, minimum
 from onnxfuse.runtime.template import (
     MAX_LOSS,
+    MAX_LOSS_ELSEWHERE,
     Template,
     Variant,
     candidates_at,
     make_template,
-    usual_samples,
 )
 
 GPU = Device("GPU", 90, 132, 1 << 17)
@@ -45,8 +47,13 @@ class Tiles:
         return [Plan((inputs[0],), (Launch(each, (m, 1, 1), (32, 1, 1), ()),)) for each in kernels]
 
 
-def template_of(host: Tiles, samples: Sequence[Sequence[int]] = ()) -> Template:
-    return make_template(host, FusedNode("rows", "rows", ("x",), {}, ("float16",)), [ROWS], GPU, samples)
+def template_of(host: Tiles, given: Sequence[Sequence[int]] = ()) -> Template:
+    return make_template(host, FusedNode("rows", "rows", ("x",), {}, ("float16",)), [ROWS], GPU, given)
+
+
+def of_rows(template: Template) -> list[Variant]:
+    """Return the variants for one row or more."""
+    return [each for each in template.variants if each.plan.steps]
 
 
 def tile_of(variant: Variant | None) -> int:
@@ -62,7 +69,7 @@ def waves(m: Any, tile: int) -> Any:
 def test_a_template_takes_kernels_that_are_good_enough() -> None:
     tiles = (16, 32, 64, 128, 256)
     template = template_of(Tiles(tiles, waves))
-    assert len(template.kernels) == len(template.variants) <= len(tiles)
+    assert len(template.kernels) == len(of_rows(template)) <= len(tiles)
     for (m,) in usual_samples(1):
         taken, least = waves(m, tile_of(template.chosen([m]))), min(waves(m, tile) for tile in tiles)
         assert taken <= least * (1 + SLACK) * (1 + MAX_LOSS), f"{taken} and not {least} for {m} rows"
@@ -75,7 +82,7 @@ def test_where_no_guard_holds_the_least_loss_counts_and_not_the_distance() -> No
         return -(-m // tile) * (10.0 if tile == 16 else 12.0 if tile == 128 else 0.05 * m + 10.0)
 
     template = template_of(Tiles((16, 128, 4096), cost), [(16,), (128,)])
-    assert [tile_of(each) for each in template.variants] == [16, 128]
+    assert [tile_of(each) for each in of_rows(template)][:2] == [16, 128]
     assert tile_of(template.chosen([17])) == 128
 
 
@@ -90,10 +97,48 @@ def test_a_kernel_that_gains_little_for_a_sliver_of_sizes_is_left_out(gain: floa
     assert len(template_of(Tiles((1, 2), cost)).kernels) == kernels
 
 
+def test_given_sizes_decide_and_all_others_have_a_plan_that_is_fast_enough() -> None:
+    """Tiles of 64 rows are the best for 64, those of 1000 rows for many; 8 and 300 are not needed."""
+
+    def cost(m: Any, tile: int) -> Any:
+        return -(-m // tile) * (tile + 100.0)
+
+    tiles = (8, 64, 300, 1000)
+    host = Tiles(tiles, cost)
+    template = template_of(host, [(64,)])
+    assert host.asked[0] == 64 and tile_of(template.variants[0]) == 64
+    assert [tile_of(each) for each in of_rows(template)] == [64, 1000]
+    assert {tile_of(each) for each in of_rows(template_of(host))} == set(tiles)
+    for m in range(1, 5000, 7):
+        taken, least = cost(m, tile_of(template.chosen([m]))), min(cost(m, tile) for tile in tiles)
+        assert taken <= least * (1 + SLACK) * (1 + MAX_LOSS_ELSEWHERE), f"{taken} and not {least} for {m} rows"
+
+
+def test_no_rows_have_a_plan_without_steps() -> None:
+    for given in ([], [(7,)]):
+        template = template_of(Tiles((16, 32), waves), given)
+        found = template.chosen([0])
+        assert found and found.plan.steps == () and not found.soft
+        assert all(each.plan.steps for each in template.variants if each is not found)
+
+
+def test_a_plan_that_divides_by_a_size_is_for_no_size_of_zero() -> None:
+    """Python divides by no 0; the estimate of a host that did so would be infinite, and what it rounds to unknown."""
+
+    class Shares(Tiles):
+        def candidates(self, node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+            m: Any = inputs[0].shape[0]
+            (plan,) = super().candidates(node, inputs, device)
+            return [dataclasses.replace(plan, scratch=(math.ceil(1000 / m),), outputs=(TensorSpec((8,), "float16"),))]
+
+    template = template_of(Shares((16,), waves))
+    assert template.chosen([1]) is template.variants[0] and template.chosen([0]) is None
+
+
 def test_a_host_that_refuses_is_asked_once() -> None:
     host = Tiles((16,), waves, most=1000)
     template = template_of(host)
-    assert len(template.variants) == 1 and len(host.asked) == 2
+    assert len(of_rows(template)) == 1 and len(host.asked) == 3
     assert template.chosen([1000]) is template.variants[0] and template.chosen([1001]) is None
     with pytest.raises(ValueError, match="too many rows"):
         template_of(Tiles((16,), waves, most=0))
@@ -140,7 +185,7 @@ def test_guards_of_later_plans_are_theirs_alone() -> None:
                 return first * (2 if m > 100 else 1)
 
     template = template_of(Two((16,), waves))
-    assert len(template.variants) == 1 and not template.variants[0].soft
+    assert len(of_rows(template)) == 1 and not template.variants[0].soft
     first, later = candidates_at(Two((16,), waves), template, (200,))
     assert template.expressions.text(next(number for number, _ in set(later.hard) - set(first.hard))) == "less(100, s0)"
     assert first.hard == template.variants[0].hard

@@ -58,6 +58,17 @@ def test_nodes_are_known_by_all_kinds_of_attributes(gpu: Stage, tmp_path: Path) 
     assert gpu.launches() == before + 2
 
 
+def test_any_number_of_dims_may_be_dynamic(gpu: Stage, tmp_path: Path) -> None:
+    dims = [", ".join(f"{name}{i}" for i in range(40)) for name in "xr"]
+    graph = f"g (float[{dims[0]}] x, float[{dims[1]}] r) => (float[{dims[0]}] s, float[{dims[0]}] d) {{ "
+    source = model(graph + node("pair", "x, r", "s, d", operands="x r", types="1, 1") + " }")
+    x = np.arange(6, dtype=np.float32).reshape(*[1] * 38, 2, 3)
+    for run in native_session(source, store(tmp_path / "plans", source)), stand_in.session(source):
+        before = gpu.launches()
+        np.testing.assert_array_equal(run.run(None, {"x": x, "r": x})[0], x + x)
+        assert gpu.launches() == before + 1
+
+
 PRODUCT = "g (float[m, k] x, float[k, n] w, float[n] b) => (float[m, n] y) { " + node(
     "product", "x, w, b", "y", operands="x w bias"
 ) + " }"  # fmt: skip

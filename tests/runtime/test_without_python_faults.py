@@ -17,10 +17,19 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
 
-from stand_in import CPU, DEVICE, SHIFT, Stage, fails, feed, model
+from stand_in import CPU, DEVICE, SHIFT, Stage, fails, feed, model, session
 from stored_plans import gpu, native_options, native_session, plans, refusal, shifts, store
 
-from onnxfuse.runtime.plan_file import DIGEST_BYTES, MAGIC, PlanFile, SavedTemplate, read_plan_file, write_plan_file
+from onnxfuse.runtime.plan import Argument, Kernel, Plan
+from onnxfuse.runtime.plan_file import (
+    DIGEST_BYTES,
+    FORMAT,
+    MAGIC,
+    PlanFile,
+    SavedTemplate,
+    read_plan_file,
+    write_plan_file,
+)
 
 __all__ = ["gpu", "plans"]
 BODY_AT = len(MAGIC) + 8 + DIGEST_BYTES
@@ -62,10 +71,11 @@ def for_other_gpus(path: Path) -> Path:
 
 MISFITS = [
     (damaged, "edited.plans: it is damaged; make it again"),
-    (of_other_format, "it is of format 6, this library reads 7; make it with the library's version of onnxfuse"),
+    (of_other_format, "it is of format 6, this library reads 8; make it with the library's version of onnxfuse"),
     (no_plans, "it is no plan file"),
     (lambda path: path.with_name("absent"), "absent: No such file or directory"),
-    (lambda path: path.parent, "it is no regular file"),
+    (lambda path: path.parent, "it is a directory; name a file in it"),
+    (lambda path: Path("/dev/null"), "it is no regular file"),
     (
         for_other_gpus,
         "plan files do not fit: {folder}/edited.plans (for other (sm_80, 132 multiprocessors)); "
@@ -203,17 +213,62 @@ def test_an_older_onnxruntime_is_refused_or_bodies_run(
     assert "run as their bodies: onnxruntime 1.23 or newer is required" in capfd.readouterr().err
 
 
+def test_a_message_is_text_whatever_bytes_a_name_has(gpu: Stage, plans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = os.fsencode(plans.parent)
+    for name, shown in (
+        (b"\xff.plans", "?.plans"),
+        ("\u00e4\u20ac\U0001f600".encode() + b"\xe2\x82", "\u00e4\u20ac\U0001f600??"),
+    ):
+        monkeypatch.setenv("ONNXFUSE_PLANS", os.fsdecode(folder + b"/" + name))
+        assert f"/{shown}: No such file or directory" in refusal(lambda: native_options())
+
+
 # --- robustness -------------------------------------------------------------------------------------------------------
 
 
 def sealed(body: bytes) -> bytes:
-    return MAGIC + struct.pack("<q", 7) + hashlib.sha256(body).digest() + body
+    return MAGIC + struct.pack("<q", FORMAT) + hashlib.sha256(body).digest() + body
 
 
 @pytest.mark.parametrize("padding", range(9))
 def test_the_digest_is_sha_256_for_every_length(gpu: Stage, plans: Path, padding: int) -> None:
     longer = edited(plans, lambda file: replace(file, versions={**file.versions, "": "x" * 8 * padding}))
     shifts(native_session(model(SHIFT), longer), 2)
+
+
+def one_less(arguments: tuple[Argument, ...]) -> tuple[Argument, ...]:
+    return arguments[:-1]
+
+
+@pytest.mark.parametrize(
+    "entry, change, message",
+    [
+        ("shift", one_less, "a launch has 4 arguments, its function takes 5"),
+        ("copy", lambda arguments: arguments, "a launch has 5 arguments, its function takes 3"),
+        ("unmap", lambda arguments: arguments[:2], "argument 0 of a launch has 8 bytes, its function takes 128"),
+    ],
+)
+def test_a_launch_has_the_arguments_of_its_function(
+    gpu: Stage,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    entry: str,
+    change: Callable[[tuple[Argument, ...]], tuple[Argument, ...]],
+    message: str,
+) -> None:
+    """The driver would read behind the last argument, or more bytes than an argument has."""
+    host = gpu.kernels("shift")
+    good = host.candidates
+
+    def candidates(*arguments: object) -> list[Plan]:
+        (plan,) = good(*arguments)
+        step = replace(plan.steps[0], kernel=Kernel("shift", entry), arguments=change(plan.steps[0].arguments))
+        return [replace(plan, steps=(step,))]
+
+    monkeypatch.setattr(host, "candidates", candidates)
+    path = store(tmp_path / "plans", model(SHIFT))
+    assert f"the plan is malformed: {message}" in refusal(lambda: native_session(model(SHIFT), path))
+    assert message in fails(session(model(SHIFT)), feed(2, 3)), "the same of plans that Python makes"
 
 
 def test_no_change_of_a_file_crashes(gpu: Stage, plans: Path) -> None:

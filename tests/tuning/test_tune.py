@@ -526,8 +526,10 @@ def test_an_original_that_is_faster_is_named(
     assert (result.exit_code, text in " ".join(result.stdout.split())) == (0, said), result.stdout
 
 
-def test_a_provider_without_kernels_is_refused(path: Path) -> None:
-    result = run("tune", path, "--provider", "cpu", "--shape", "x:4x3")
+@pytest.mark.parametrize("shape", [["--shape", "x:4x3"], []])
+def test_a_provider_without_kernels_is_refused(path: Path, shape: list[str]) -> None:
+    """This is said first: sizes would be of no use."""
+    result = run("tune", path, "--provider", "cpu", *shape)
     assert result.exit_code == 2
     assert "kernels run on CUDAExecutionProvider, not on CPUExecutionProvider; there is nothing to tune" in " ".join(
         result.stderr.split()

@@ -7,7 +7,7 @@ import pytest
 
 from onnxfuse.errors import UsageError
 from onnxfuse.verify.inputs import Input
-from onnxfuse.verify.shape_ranges import is_range, parse_ranges, spread
+from onnxfuse.verify.shape_ranges import is_range, parse_ranges, ranges_of_dims, spread
 
 IDS = Input("ids", np.dtype("int64"), ("batch", "seq"))
 MASK = Input("mask", np.dtype("int64"), ("batch", "seq"))
@@ -54,6 +54,14 @@ def test_too_many_or_too_few_are_refused() -> None:
         spread({"x": ((1, 1 << 14), (3, 3), (1, 1 << 14), (1, 1 << 15))}, [IMAGE])
     with pytest.raises(UsageError, match="input 'ids' has 2 dims, --shape gives 1"):
         spread({"ids": ((1, 2),)}, [IDS])
+
+
+@pytest.mark.parametrize(("size", "found"), [("4", "4"), ("3..4", r"3\.\.4")])
+def test_another_size_of_a_static_dim_is_refused(size: str, found: str) -> None:
+    ranges = parse_ranges([f"1x{size}x8x8"], [IMAGE])
+    with pytest.raises(UsageError, match=f"input 'x' has 3 elements along axis 1, --shape gives {found}$"):
+        ranges_of_dims(ranges, [IMAGE])
+    assert ranges_of_dims(parse_ranges(["1x3x8x8"], [IMAGE]), [IMAGE])["x[1]"] == (3, 3)
 
 
 def test_a_range_is_told_from_a_size() -> None:

@@ -39,7 +39,8 @@ void open_any() {
       if (dlopen(name, RTLD_NOW | RTLD_LOCAL | only_loaded)) return CublasLt::open(name);
     }
   }
-  throw std::runtime_error(std::string("matrix products need cuBLASLt: ") + dlerror());
+  throw std::runtime_error(std::string("matrix products need cuBLASLt: ") + dlerror() +
+                           "; ONNXFUSE_LIBCUBLASLT may name it");
 }
 
 template <class Symbol>

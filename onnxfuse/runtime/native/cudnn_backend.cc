@@ -85,7 +85,11 @@ const Cudnn& Cudnn::get() {
   if (!cudnn) {  // in processes where Python, which knows more places, does not open it
     const char* chosen = std::getenv("ONNXFUSE_LIBCUDNN");
     const bool is_loaded = dlopen(kName, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
-    open(chosen && *chosen ? chosen : is_loaded ? nullptr : kName);
+    try {
+      open(chosen && *chosen ? chosen : is_loaded ? nullptr : kName);
+    } catch (const std::exception& error) {
+      throw std::runtime_error(std::string(error.what()) + "; ONNXFUSE_LIBCUDNN may name it");
+    }
     cudnn = opened.load();
   }
   return *cudnn;

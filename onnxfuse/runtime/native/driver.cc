@@ -47,6 +47,7 @@ constexpr int kMaxDynamicShared = 8;           // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_
 constexpr int kNonPortableCluster = 14;        // CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 constexpr int kMultiprocessors = 16;           // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 constexpr int kMajor = 75, kMinor = 76;        // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+constexpr int kInvalidValue = 1;               // CUDA_ERROR_INVALID_VALUE
 constexpr int kSharedOptIn = 97;               // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 
 }  // namespace
@@ -73,7 +74,10 @@ void Driver::open(const std::string& path) {
   if (known && known->path == path) return;
   if (known) throw std::runtime_error("the CUDA driver is already open as " + known->path);
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (!library) throw std::runtime_error(std::string("cannot open the CUDA driver: ") + dlerror());
+  if (!library) {
+    throw std::runtime_error(std::string("cannot open the CUDA driver: ") + dlerror() +
+                             "; ONNXFUSE_LIBCUDA may name it");
+  }
   auto* driver = new Driver();  // never deleted: sessions may outlive static objects
   driver->path = path;
   find(library, "cuInit", driver->cuInit);
@@ -96,6 +100,7 @@ void Driver::open(const std::string& path) {
   find(library, "cuModuleUnload", driver->cuModuleUnload);
   find(library, "cuModuleGetFunction", driver->cuModuleGetFunction);
   find(library, "cuFuncSetAttribute", driver->cuFuncSetAttribute);
+  find(library, "cuFuncGetParamInfo", driver->cuFuncGetParamInfo, false);
   find(library, "cuGetErrorName", driver->cuGetErrorName);
   find(library, "cuGetErrorString", driver->cuGetErrorString);
   driver->check(driver->cuInit(0), "cuInit");
@@ -193,6 +198,16 @@ void Driver::configure(Function function, uint32_t shared, bool large_cluster) c
     check(cuFuncSetAttribute(function, kMaxDynamicShared, static_cast<int>(shared)), "cuFuncSetAttribute");
   }
   if (large_cluster) check(cuFuncSetAttribute(function, kNonPortableCluster, 1), "cuFuncSetAttribute");
+}
+
+std::optional<Parameters> Driver::parameters_of(Function function) const {
+  if (!cuFuncGetParamInfo) return std::nullopt;
+  Parameters found;
+  size_t offset = 0, size = 0;
+  int code = 0;
+  while ((code = cuFuncGetParamInfo(function, found.size(), &offset, &size)) == 0) found.push_back(size);
+  if (code != kInvalidValue) return std::nullopt;  // which it returns behind the last one
+  return found;
 }
 
 void Driver::unload(void* module) const { check(cuModuleUnload(module), "cuModuleUnload"); }

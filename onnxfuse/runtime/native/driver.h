@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -15,6 +16,8 @@ using Context = void*;   // CUcontext
 struct Dim {
   uint32_t x, y, z;
 };
+
+using Parameters = std::vector<size_t>;  // the bytes of each parameter of a function
 
 struct LaunchConfig {
   Function function;
@@ -57,6 +60,8 @@ struct Driver {
   Function load(const void* image, const char* entry, void** module) const;
   // Allows launches with this much dynamic shared memory and, if `large_cluster`, clusters of more than 8 blocks.
   void configure(Function function, uint32_t shared, bool large_cluster) const;
+  // Returns what a function takes; nothing if the driver does not tell (before CUDA 12.4).
+  std::optional<Parameters> parameters_of(Function function) const;
   void unload(void* module) const;
   // Throws "<what> failed: CUDA_ERROR_… (…)" unless the code is 0.
   void check(int code, const char* what) const;
@@ -89,6 +94,7 @@ struct Driver {
   int (*cuModuleUnload)(void*);
   int (*cuModuleGetFunction)(Function*, void*, const char*);
   int (*cuFuncSetAttribute)(Function, int, int);
+  int (*cuFuncGetParamInfo)(Function, size_t index, size_t* offset, size_t* size);  // null before CUDA 12.4
   int (*cuGetErrorName)(int, const char**);
   int (*cuGetErrorString)(int, const char**);
 };

@@ -5,7 +5,7 @@
 
 using namespace onnxfuse;
 
-ONNXFUSE_EXPORT int onnxfuse_abi() { return 11; }
+ONNXFUSE_EXPORT int onnxfuse_abi() { return 12; }
 
 ONNXFUSE_EXPORT void onnxfuse_set_callbacks(PlanCallback plan, DropCallback drop,
                                             const Interrupt* interrupt) {
@@ -26,12 +26,23 @@ ONNXFUSE_EXPORT void onnxfuse_take_runs(uint64_t kernel, void (*each)(const int6
   for (const auto& [key, runs] : found) each(key.data(), key.size(), runs);
 }
 
+// Tells `each` the nodes that have no templates yet, as requests without inputs.
+ONNXFUSE_EXPORT void onnxfuse_new_nodes(void (*each)(const PlanRequest*)) {
+  for (const NewNode& node : FusedKernel::new_nodes()) {  // without the lock, which nodes take that Python deletes
+    const PlanRequest request{node.id, node.provider.c_str(), node.op.c_str(), node.node.c_str(),
+                              node.attributes.data(), node.attributes.size(), nullptr, 0, node.device, node.settings};
+    each(&request);
+  }
+}
+
 // Makes later runs of a node take the plans of a template; does nothing if the node is gone.
 ONNXFUSE_EXPORT const char* onnxfuse_give(uint64_t kernel, const char* bytes, size_t size) {
   return reported([&] { FusedKernel::with(kernel, [&](FusedKernel& node) { node.give({bytes, size}); }); });
 }
 
 ONNXFUSE_EXPORT int64_t onnxfuse_plans_made() { return Template::plans_made(); }
+
+ONNXFUSE_EXPORT int64_t onnxfuse_plans_alive() { return Template::plans_alive(); }
 
 ONNXFUSE_EXPORT int64_t onnxfuse_kernels_alive() { return FusedKernel::alive(); }
 

@@ -61,6 +61,7 @@ struct Loaded {
                                             const std::vector<int64_t>& output_dtypes, int device) {
     auto made = std::make_shared<GivenTemplate>();
     made->tf32 = stored.tf32;
+    made->shared = stored.shared;
     const auto function_of = [&](int64_t number) {
       const auto count = static_cast<int64_t>(file.kernels.size());
       if (number < 0 || number >= count) malformed("a template has kernel " + std::to_string(number));

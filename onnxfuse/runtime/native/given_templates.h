@@ -13,7 +13,7 @@ namespace onnxfuse {
 class Module;  // a loaded cubin
 
 struct GivenTemplate {
-  bool tf32;
+  bool tf32, shared;  // as in StoredTemplate
   std::shared_ptr<Template> plans;
   std::vector<std::shared_ptr<const Module>> modules;  // which stay loaded as long as this object lives
 };

@@ -12,6 +12,7 @@
 
 #include "python.h"
 #include "run_steps.h"
+#include "utf8.h"
 
 namespace onnxfuse {
 namespace {
@@ -60,7 +61,7 @@ void log_other_kind(const Ort& ort, const OrtKernelInfo* info, const PlanFile& f
                            ", this GPU is " + describe(here) + "; its plans are right, but may not be the fastest";
   const OrtLogger* logger = nullptr;
   check(ort, ort.KernelInfo_GetLogger(info, &logger));
-  check(ort, ort.Logger_LogMessage(logger, kLogWarning, text.c_str(), __FILE__, __LINE__, __func__));
+  check(ort, ort.Logger_LogMessage(logger, kLogWarning, utf8(text).c_str(), __FILE__, __LINE__, __func__));
 }
 
 bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % kAlignment == 0; }
@@ -257,7 +258,8 @@ std::string FusedKernel::describe(const Key* key) const {
   return text + ")";
 }
 
-// A session tells whether it allows TF32 when a node runs, and not before.
+// A session tells whether it allows TF32 when a node runs, and not before.  Of its aim only Python tells; without it the
+// plans of either are taken, those of the first file first.
 void FusedKernel::choose_given(const OrtKernelContext* context) {
   bool tf32 = setup_.settings & kTf32;
   if (!setup_.asks_python) {
@@ -268,7 +270,8 @@ void FusedKernel::choose_given(const OrtKernelContext* context) {
   }
   Templates chosen;
   for (const auto& each : given_) {
-    if (each->tf32 == tf32) chosen.push_back(each->plans);
+    const bool has_aim = !setup_.asks_python || each->shared == ((setup_.settings & kShared) != 0);
+    if (each->tf32 == tf32 && has_aim) chosen.push_back(each->plans);
   }
   if (chosen.empty() && !setup_.asks_python) {
     throw std::runtime_error(std::string("the session has use_tf32=") + (tf32 ? "1" : "0") +
@@ -342,6 +345,18 @@ void FusedKernel::with(uint64_t id, const std::function<void(FusedKernel&)>& fun
   const std::lock_guard<std::mutex> lock(nodes().mutex);
   const auto found = nodes().by_id.find(id);
   if (found != nodes().by_id.end()) function(*found->second);
+}
+
+std::vector<NewNode> FusedKernel::new_nodes() {
+  std::vector<NewNode> found;
+  const std::lock_guard<std::mutex> lock(nodes().mutex);
+  for (const auto& [id, node] : nodes().by_id) {
+    std::shared_lock<std::shared_mutex> own(node->mutex_);
+    if (!node->setup_.asks_python || !node->given_.empty() || !node->templates_.empty()) continue;
+    const Setup& setup = node->setup_;
+    found.push_back({id, setup.provider, node->op_, node->node_, node->attributes_, node->device_, setup.settings});
+  }
+  return found;
 }
 
 std::vector<std::pair<Key, uint64_t>> FusedKernel::take_runs() {

@@ -16,6 +16,13 @@
 
 namespace onnxfuse {
 
+// A node of a session that has no templates yet, with what a request for one says of it besides its inputs.
+struct NewNode {
+  uint64_t id;
+  std::string provider, op, node, attributes;
+  int device, settings;
+};
+
 // Throws std::runtime_error with the status's message and releases the status, unless it is null.
 void check(const Ort& ort, OrtStatus* status);
 
@@ -40,6 +47,8 @@ class FusedKernel {
   // Returns text such as "layer_norm 'node' (float32[2,3], float32[3])".
   std::string describe(const Key* key) const;
   static int64_t alive();
+  // Returns the nodes of all sessions that ask Python for templates and have none yet.
+  static std::vector<NewNode> new_nodes();
 
   // Calls `function` with the node that has this number, unless it is gone; it is not deleted meanwhile.
   static void with(uint64_t id, const std::function<void(FusedKernel&)>& function);

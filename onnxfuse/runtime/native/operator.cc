@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "infer.h"
+#include "utf8.h"
 
 namespace onnxfuse {
 namespace {
@@ -73,7 +74,7 @@ void FusedOp::add_attributes(const std::vector<AttributeName>& more) {
 }
 
 OrtStatus* failed(const Ort& ort, const char* message) {
-  return ort.CreateStatus(kRuntimeException, (std::string("onnxfuse: ") + message).c_str());
+  return ort.CreateStatus(kRuntimeException, utf8(std::string("onnxfuse: ") + message).c_str());
 }
 
 }  // namespace onnxfuse

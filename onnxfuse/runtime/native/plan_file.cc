@@ -53,6 +53,7 @@ StoredTemplate read_template(WordReader& reader, const PlanFile& file) {
   StoredTemplate found;
   found.device = index(reader, "a template's device", file.devices.size());
   found.tf32 = reader.flag("a template's TF32");
+  found.shared = reader.flag("a template's aim");
   found.libraries = reader.next("a template's libraries", 0, kAllLibraries);
   found.node = reader.text("a template's node");
   found.words = reader.text("a template's words");
@@ -112,6 +113,7 @@ std::shared_ptr<const PlanFile> PlanFile::load(const std::string& path) {
   try {
     struct stat found {};
     if (stat(path.c_str(), &found) != 0) throw std::runtime_error(std::strerror(errno));
+    if (S_ISDIR(found.st_mode)) throw std::runtime_error("it is a directory; name a file in it");
     if (!S_ISREG(found.st_mode)) throw std::runtime_error("it is no regular file");
     const Stamp stamp{found.st_dev, found.st_ino, found.st_size, found.st_mtim.tv_sec, found.st_mtim.tv_nsec};
     std::lock_guard<std::mutex> lock(*mutex);

@@ -13,7 +13,7 @@
 
 namespace onnxfuse {
 
-constexpr int64_t kPlanFileFormat = 7;       // FORMAT of onnxfuse.runtime.plan_file
+constexpr int64_t kPlanFileFormat = 8;       // FORMAT of onnxfuse.runtime.plan_file
 constexpr uint32_t kMaxPortableCluster = 8;  // blocks, which every GPU that has clusters can run at once
 
 // An entry of a cubin for GPUs of one kind, and what its launches take.
@@ -28,6 +28,7 @@ struct StoredKernel {
 struct StoredTemplate {
   size_t device;
   bool tf32;                     // whether it is for sessions that allow TF32
+  bool shared;                   // whether it is for sessions whose aim is throughput
   int64_t libraries;             // that its plans call: the flags below
   std::string_view node, words;  // `node` is what node_identity returns
 };

@@ -6,8 +6,8 @@
 
 namespace onnxfuse {
 
-// Flags of a session's settings: TF32 is allowed, the runs of each plan are counted.
-constexpr int kTf32 = 1, kCountRuns = 8;
+// Flags of a session's settings: TF32 is allowed, the runs of each plan are counted, its aim is throughput.
+constexpr int kTf32 = 1, kCountRuns = 8, kShared = 64;
 // Flag of a request: no kernel of the template may be missing, not only none for these shapes.
 constexpr int kAllKernels = 32;
 

@@ -13,6 +13,7 @@
 #include "export.h"
 #include "operator.h"
 #include "plan_choice.h"
+#include "utf8.h"
 
 namespace onnxfuse {
 namespace {
@@ -105,7 +106,7 @@ OrtStatus* refuse_runtime(const OrtApiBase& base, const std::exception& error) {
   } catch (const std::exception&) {  // what the environment says is not understood
   }
   const auto* slots = static_cast<void* const*>(base.GetApi(1));  // CreateStatus is the first of every version
-  const std::string text = std::string("onnxfuse: ") + error.what();
+  const std::string text = utf8(std::string("onnxfuse: ") + error.what());
   return reinterpret_cast<OrtStatus* (*)(int, const char*)>(slots[0])(kFail, text.c_str());
 }
 

@@ -66,11 +66,12 @@ class Template {
   // Whether the other template is for the same inputs.
   bool is_for_inputs_of(const Template& other) const { return pattern_ == other.pattern_; }
 
-  // A template whose sizes take turns keeps the plans of the last `count` of them; it holds up to twice as many.
-  // Returns the earlier count.
+  // A template whose sizes take turns keeps the plans of the last `count` of them; it knows up to twice as many, and
+  // frees those before them one after the other.  Returns the earlier count.
   static size_t set_max_recent_plans(size_t count);
-  // How many plans all templates have made.
+  // How many plans all templates have made, and how many of these exist.
   static int64_t plans_made();
+  static int64_t plans_alive();
 
  private:
   struct Guard {
@@ -100,19 +101,22 @@ class Template {
   const Variant* choose(const std::vector<int64_t>& sizes, const std::vector<int64_t>& values) const;
   SharedPlan make(const Key& key) const;
   bool holds_constants(const Key& key) const;
-  void check_functions(const Plan& plan) const;  // throws std::runtime_error for a launch of another function
+  // Throws std::runtime_error for a launch of another function, or with other arguments than the function takes.
+  void check_functions(const Plan& plan) const;
   SharedPlan add(const Key& key, SharedPlan plan);  // the caller holds the lock
 
   const std::vector<int64_t> output_dtypes_;
   const int device_;
   Key pattern_;  // as the inputs' words, with -1 - k for size number k
-  std::vector<Word> kinds_;  // of the pattern's words
-  size_t size_count_ = 0;
+  std::vector<Word> kinds_;     // of the pattern's words
+  std::vector<size_t> places_;  // by number of a size: the first of the words that are it
   std::optional<Expressions> expressions_;
   std::vector<int64_t> functions_;
+  std::vector<std::optional<Parameters>> parameters_;  // by function; nothing where the driver does not tell
   std::vector<Variant> variants_;
   std::shared_mutex mutex_;  // guards the plans
-  Plans recent_, earlier_;   // a full recent_ becomes earlier_, whose plans are dropped; a plan that is used moves back
+  Plans recent_, earlier_;   // a full recent_ becomes earlier_, and that dropped_; a plan that is used moves back
+  Plans dropped_;            // which are still to be freed
 };
 
 }  // namespace onnxfuse

@@ -1,0 +1,66 @@
+"""For which sizes of a model's dims a plan file has no plans."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from onnxfuse.analysis.dim_parser import parse_size
+from onnxfuse.analysis.dims import evaluate, symbols
+from onnxfuse.runtime.call_inputs import dim_names, inputs_of
+from onnxfuse.runtime.expressions import Values
+from onnxfuse.runtime.fused_calls import Call
+from onnxfuse.runtime.plan import Device
+from onnxfuse.runtime.plan_file import PlanFile, node_identity
+
+OTHER_SIZES: Final = (1, 13, 128)  # of all other dims
+
+
+@dataclass(frozen=True)
+class NoPlan:
+    """A fused node without a plan at some size."""
+
+    node: str
+    device: Device
+    size: int
+
+
+def without_plans(
+    calls: Sequence[Call], file: PlanFile, dims: Collection[str], wanted: Sequence[int]
+) -> Iterator[NoPlan]:
+    """Yield the nodes for which a file has no plan where some dims have a size, with the first of the wanted ones.
+
+    dims    names of dims of the model's inputs, which all have that size; others have a few sizes in turn
+
+    Nodes whose operators the file does not name are left out, because their bodies run.
+    """
+    if not wanted:
+        return
+    operators = {line.split()[0] for line in file.operators}
+    known: set[object] = set()
+    for device in file.devices:
+        for call in calls:
+            inputs, node = inputs_of(call), node_identity(call.node)
+            if call.op not in operators or inputs is None or (device, node, inputs) in known:
+                continue
+            known.add((device, node, inputs))
+            sizes = _sizes(call, dims, wanted)
+            found = [np.full(len(wanted) * len(OTHER_SIZES), False), *(each < 0 for each in sizes)]
+            for each in file.templates:
+                words = each.words.for_inputs(inputs) if (each.device, each.node) == (device, node) else None
+                found += [words.have_plans(sizes)] if words else []
+            lacking = ~np.logical_or.reduce(np.broadcast_arrays(*found)).reshape(len(wanted), -1).all(axis=1)
+            if lacking.any():
+                yield NoPlan(call.node.name, device, wanted[int(np.argmax(lacking))])
+
+
+def _sizes(call: Call, dims: Collection[str], wanted: Sequence[int]) -> list[Values]:
+    """Return the sizes of a node's dynamic dims at every wanted size and those of other dims, an array of each."""
+    points = [(size, other) for size in wanted for other in OTHER_SIZES]
+    parsed = [parse_size(name) for name in dim_names(call.shapes)]
+    names = {name for size in parsed for name in symbols(size)}
+    at = [{name: size if name in dims else other for name in names} for size, other in points]
+    return [np.array([evaluate(size, values) for values in at], np.int64) for size in parsed]

@@ -1,0 +1,63 @@
+"""Sizes of dynamic dims, at which a plan template asks its host: powers of two, numbers between them, and zero."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+MAX_SAMPLES: Final = 1024  # combinations of sizes at which a template is made to have the host's own choice
+LARGEST_SIZE: Final = 1 << 16  # of a dim, among the samples
+HALVED_ONCE: Final = {26, 194, 1538}  # sizes that 2 divides and 4 does not, for choices of the width of accesses
+USUAL: Final = 128  # of a dim
+MAX_SIZES_WITH_ZEROS: Final = 4  # of which several are 0; each set of them may take a kernel of its own
+
+
+def usual_samples(count: int) -> Iterator[tuple[int, ...]]:
+    """Yield combinations of `count` sizes: powers of two and numbers between them, odd ones too, common ones first."""
+    if not count:
+        yield ()
+        return
+    per_octave = next((n for n in (8, 4, 2, 1) if len(_spread(n)) ** count <= MAX_SAMPLES), 1)
+    spread = coarse = _spread(per_octave)
+    while len(coarse) ** count > 4 * MAX_SAMPLES:  # odd sizes are left out first, then the largest or every second
+        powers = [size for size in coarse if not size & (size - 1)]
+        coarse = powers if len(powers) < len(coarse) else coarse[:-1] if count < 4 else coarse[::2]
+    yield from itertools.product(sorted(coarse, key=is_unusual), repeat=count)
+    if len(coarse) < len(spread):  # it has hardly any odd sizes, and few small products
+        chance = random.Random(0)
+        yield from (tuple(chance.choices(spread, k=count)) for _ in range(MAX_SAMPLES))
+        for axis, size in itertools.product(range(count), spread):
+            yield tuple(size if i == axis else 1 for i in range(count))
+
+
+def samples_with_zeros(count: int) -> Iterator[tuple[int, ...]]:
+    """Yield combinations of `count` sizes of which one is 0, or, if there are few sizes, one or more."""
+    for axis in range(count):
+        yield tuple(0 if i == axis else USUAL for i in range(count))
+    if 0 < count <= MAX_SIZES_WITH_ZEROS:
+        sizes = [0, *sorted(_spread(1), key=is_unusual)][: int(MAX_SAMPLES ** (1 / count))]
+        yield from (each for each in itertools.product(sizes, repeat=count) if 0 in each)
+
+
+def sizes_between(low: int, high: int, per_octave: int) -> list[int]:
+    """Return the sizes of the usual spread from `low` to `high`, and these themselves."""
+    return sorted({low, high, *(size for size in _spread(per_octave) if low <= size <= high)})
+
+
+def is_unusual(size: int) -> tuple[bool, float]:
+    """Return what sorts sizes so that common ones come first: powers of two, from USUAL on."""
+    return size & (size - 1) != 0, abs(float(np.log2(max(1, size))) - np.log2(USUAL))
+
+
+def _spread(per_octave: int) -> list[int]:
+    """Return sizes from 1 on, so many in each octave, and an odd one in each."""
+    found = {1, 2, 3}
+    octave = 4
+    while octave <= LARGEST_SIZE:
+        found |= {octave + octave * i // per_octave for i in range(per_octave)} | {octave + octave // 3 | 1}
+        octave *= 2
+    return sorted(found | HALVED_ONCE)
