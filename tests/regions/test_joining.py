@@ -400,7 +400,7 @@ def test_a_channels_last_convolution_takes_a_vector_of_each_image() -> None:
     programs = [
         json.loads(own["program"])["ops"] for node in result.graph.node if "program" in (own := attributes(node))
     ]
-    assert [[op for op, *_ in ops] for ops in programs] == [["Add"]]
+    assert [[op for op, *_ in ops] for ops in programs] == [["Reshape", "Add"]]
     assert report.counts == {"conv_bias_activation": 3} and report.regions.nodes == 0
     same(source, result)
     apart, _ = optimized(source, layout="nchw")
