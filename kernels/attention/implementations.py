@@ -13,7 +13,7 @@ from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.symint import estimate, for_later_plans
 
-MAX_IMPLEMENTATIONS: Final = 6  # each is compiled and timed when a new shape comes
+MAX_IMPLEMENTATIONS: Final = 6  # candidates, of which tuning compiles and times each
 MAX_DECODE_ROWS: Final = 64  # queries times query heads of a key head, which one block can hold
 MIN_DECODE_KEYS: Final = 512  # keys from which it pays to split a few queries over several blocks
 # Queries from which Hopper's kernel comes first; see `_fills_hopper`.

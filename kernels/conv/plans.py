@@ -13,7 +13,7 @@ from onnxfuse.kernels.joined import Planner
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans
 
-MAX_IMPLEMENTATIONS: Final = 8  # each is compiled and timed when a new shape comes
+MAX_IMPLEMENTATIONS: Final = 8  # candidates, of which tuning compiles and times each
 MAX_LIBRARY: Final = 2  # of these, how many run by cuDNN
 MAX_EPILOGUES: Final = MAX_IMPLEMENTATIONS - joined.MAX_TWO_STEPS  # implementations with a program in their epilogue
 

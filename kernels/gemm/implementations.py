@@ -11,7 +11,7 @@ from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, Launch
 from onnxfuse.runtime.symint import estimate, for_later_plans, is_symbolic
 
-MAX_IMPLEMENTATIONS: Final = 8  # each is compiled and timed when a new shape comes
+MAX_IMPLEMENTATIONS: Final = 8  # candidates, of which tuning compiles and times each
 
 MAX_OF_GATES: Final = 3  # of each kind, with a gate in front of x
 
