@@ -330,7 +330,7 @@ def test_attention(case: Case, device: Device) -> None:
 )
 def test_every_tiling(case: Case, device: Device) -> None:
     for variant in (0, 2, 37) if case.mask_kind != "none" else (5,):
-        assert run(case, Sizes(2, 4, 2, 333, 410), variant, device, slice(None)) > 2
+        assert run(case, Sizes(2, 4, 2, 333, 410), variant, device, slice(None)) > 1
 
 
 @pytest.mark.parametrize("pattern", range(8), ids=PATTERNS.__getitem__)
