@@ -12,7 +12,6 @@ import torch.fx
 import torch.nn.functional as F
 from region_problems import Part, Problem
 
-from onnxfuse.kernels.region.operators import is_discontinuous
 from onnxfuse.kernels.region.program import Operation, Program
 from onnxfuse.kernels.region.shapes import reduced_axes
 from onnxfuse.region_operators import HALVES
@@ -30,8 +29,8 @@ def dtype_of(name: str, wide: bool = False) -> torch.dtype:
 def module_of(problem: Problem, device: str, wide: bool = False) -> torch.fx.GraphModule:
     """Return a module that computes the outputs of a problem, each a tensor of its own in row-major order.
 
-    With `wide` floats of 16 bits are computed and returned in float32, and rounded where a Cast, or an operator that is
-    not continuous, rounds them.
+    With `wide` floats of 16 bits are computed and returned in float32, and rounded by Casts, and where a result depends
+    on them that is not continuous.
     """
     graph = torch.fx.Graph()
     values = {name: graph.placeholder(name.replace(".", "_").replace("/", "_")) for name in problem.operands}
@@ -70,11 +69,8 @@ def _add(graph: torch.fx.Graph, program: Program, values: dict[str, Any], device
             )
             continue
         read = [values[name] for name in operation.inputs]
-        if wide and is_discontinuous(operation, dtype):
-            kinds = [program.dtypes[name] for name in operation.inputs]
-            read = [_rounded(graph, each, kind) for each, kind in zip(read, kinds, strict=True)]
         found = _call(graph, operation, read, target)
-        if wide and operation.name == "Cast":
+        if wide and (operation.name == "Cast" or operation.outputs[0] in program.rounded):
             found = _rounded(graph, found, dtype)
         if len(operation.outputs) == 1:
             values[operation.outputs[0]] = found

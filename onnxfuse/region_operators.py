@@ -35,8 +35,12 @@ SUMS: Final = (
 EXTREMES: Final = ("ArgMax", "ArgMin")
 SOFTMAXES: Final = ("Softmax", "LogSoftmax")
 REDUCTIONS: Final = frozenset((*SUMS, *EXTREMES, *SOFTMAXES))
-# Operators that are not continuous: a half-precision value is rounded to its dtype before they read it.
+# Operators that are not continuous, as is a Cast to a dtype that is no float: all that they depend on is rounded.
 DISCONTINUOUS: Final = frozenset((*COMPARISONS, *EXTREMES, "IsNaN", "IsInf", "Floor", "Ceil", "Round", "Sign", "Mod"))
+# Operators whose results need no rounding if their inputs need none: each is an input, its negative, or an integer.
+EXACT: Final = frozenset(
+    (*DISCONTINUOUS, "Max", "Min", "Neg", "Abs", "Where", "Identity", "Relu", "Cast", "ReduceMax", "ReduceMin", *MAPS)
+)
 
 
 def dtypes_of(operator: str) -> tuple[str, ...]:

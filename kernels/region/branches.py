@@ -63,15 +63,15 @@ def joined(writer: ValueWriter, operation: Operation, name: str, place: Place) -
     writer.bounds += [(index, end) for end in ends]
     if not all(writer.lanes.are_on_one_side(index, end, writer.shapes.sizes) for end in ends):
         return _joined_by_lanes(writer, operation, name, place, parts)
-    found, exact, masked = writer.declared(name, writer.lanes.vary(*place) or bool(writer.masks)), True, False
+    found, masked = writer.declared(name, writer.lanes.vary(*place) or bool(writer.masks)), False
     for i, each in enumerate(parts):
         condition = f"if ({writer.index(index)} < {writer.arguments.size(each[2])})"
         head = "else" if each is parts[-1] else f"{'else ' if i else ''}{condition}"
         with writer.branch(head):
             part = _part(writer, operation, place, each)
             writer.assign(found, part)
-            exact, masked = exact and part.exact, masked or part.masked
-    return found.of(exact, masked)
+            masked = masked or part.masked
+    return found.where(masked)
 
 
 def _moved(writer: ValueWriter, name: str, place: Place) -> Moved | None:
@@ -153,11 +153,11 @@ def _joined_by_lanes(
         with writer.mask(" && ".join(conditions)) as mask:
             part = _part(writer, operation, place, each)
         if found:
-            text, exact = f"{mask}[j] ? {part.lane} : {found.lane}", found.exact and part.exact
-            part = writer.declare(NUMBER[writer.program.dtypes[name]], text, True, exact)
+            text = f"{mask}[j] ? {part.lane} : {found.lane}"
+            part = writer.declare(NUMBER[writer.program.dtypes[name]], text, True)
         found = part
     assert found
-    return found.of(found.exact, bool(writer.masks))
+    return found.where(bool(writer.masks))
 
 
 def padded(writer: ValueWriter, operation: Operation, inner: Place) -> Reference:
@@ -187,10 +187,10 @@ def padded(writer: ValueWriter, operation: Operation, inner: Place) -> Reference
         with writer.mask(condition) as mask:
             inside = writer.value(x, inner)
         text = f"{mask}[j] ? {inside.lane} : {value}"
-        return writer.declare(NUMBER[dtype], text, True, inside.exact, bool(writer.masks))
+        return writer.declare(NUMBER[dtype], text, True, bool(writer.masks))
     found = writer.declared(x, writer.lanes.vary(*inner) or bool(writer.masks))
     writer.assign(found, found.of_text(value))
     with writer.branch(f"if ({condition})"):
         inside = writer.value(x, inner)
         writer.assign(found, inside)
-    return found.of(inside.exact, inside.masked)
+    return found.where(inside.masked)

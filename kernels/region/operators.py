@@ -10,7 +10,7 @@ import numpy as np
 
 from onnxfuse.activations import ACTIVATIONS
 from onnxfuse.kernels.region.program import Operation
-from onnxfuse.region_operators import ACTIVATION_OF, DISCONTINUOUS, FLOATS, HALVES
+from onnxfuse.region_operators import ACTIVATION_OF, FLOATS, HALVES
 
 NUMBER: Final = {  # what a value of each dtype is computed in
     "float16": "float", "bfloat16": "float", "float32": "float", "float64": "double", "bool": "bool",
@@ -69,16 +69,6 @@ def of_equal_inputs(operation: Operation, dtype: str) -> str | int | None:
     return literal(0, dtype) if dtype not in FLOATS and name == "Sub" else None
 
 
-def is_discontinuous(operation: Operation, target: str) -> bool:
-    """Return whether an operator that gives the dtype `target` is not continuous: it reads rounded values."""
-    return operation.name in DISCONTINUOUS or (operation.name == "Cast" and target not in FLOATS)
-
-
-def keeps_exact(operation: Operation) -> bool:
-    """Return whether each result is one of the operator's inputs or its negative, so that it needs no rounding."""
-    return operation.name in ("Max", "Min", "Neg", "Abs", "Where", "Identity", "Relu")
-
-
 def expression(
     operation: Operation, given: Sequence[str], dtypes: Sequence[str], target: str, nearest: bool = True
 ) -> str:
@@ -92,11 +82,13 @@ def expression(
         return _divided_by_number(given[0], number_in(given[1], of), nearest)
     if not nearest and name == "Log":
         return f"logarithm({given[0]})"
-    if name == "Exp" and target in HALVES:
+    if name == "Exp" and target in HALVES and not nearest:
         return f"exponential({given[0]})"
     if of in FLOATS and name in QUOTIENTS and (not nearest or name != "Sqrt"):
         text = QUOTIENTS[name].format(*given, one=literal(1, of))
         return f"nearest_{text}" if nearest else text
+    if name == "Mul" and nearest and of in FLOATS:
+        return f"product({given[0]}, {given[1]})"
     if name in INFIX:
         return _of_width(f"{given[0]} {INFIX[name]} {given[1]}", target)
     if name in MATH:

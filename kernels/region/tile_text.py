@@ -74,7 +74,6 @@ class TileText:
         self.across = next(each for each in nest.lists[ELEMENTS] if each.name == tiling.across)
         self.layout = layout(tiling.tile, tiling.width, tiling.store_width)
         self.staged = staged_values(nest, self.across, writer.program, writer.shapes)
-        self.exact: list[bool] = []  # by staged value
         self.ahead: dict[tuple[str, Place], str] = {}  # vectors of operands that registers hold at the barrier
 
     def read(self) -> None:
@@ -83,7 +82,6 @@ class TileText:
         with self._loop(self.across, self.last, width, *self.tiling.tile):
             for i, (name, place) in enumerate(self.staged):
                 value = writer.value(name, place)
-                self.exact.append(value.exact)
                 writer.line(f"EACH({width}) {self._memory(i)}[{self._cell('j', '')}] = {value.lane};")
 
     def read_ahead(self, vectors: Sequence[tuple[str, Place]]) -> None:
@@ -113,7 +111,7 @@ class TileText:
                 writer.keep(key, Reference(f"{name}[k]", varies=True))
             for i, key in enumerate(self.staged):
                 text = f"{self._memory(i)}[{self._cell('', 'j' if width > 1 else '')}]"
-                writer.keep(key, writer.declare(self._kind(key[0]), text, width > 1, self.exact[i]))
+                writer.keep(key, writer.declare(self._kind(key[0]), text, width > 1))
             yield
 
     def _cell(self, row_lane: str, column_lane: str) -> str:

@@ -16,8 +16,6 @@ from onnxfuse.kernels.region.operators import (
     NUMBER,
     STORED,
     expression,
-    is_discontinuous,
-    keeps_exact,
     literal,
     of_equal_inputs,
 )
@@ -28,7 +26,7 @@ from onnxfuse.kernels.region.shapes import Shapes, axis_of
 from onnxfuse.kernels.region.sizes import ONE, ZERO, Size, as_size, product
 from onnxfuse.kernels.region.stored import StoredByKey, place_in
 from onnxfuse.kernels.tensors import VECTOR_BYTES
-from onnxfuse.region_operators import ELEMENTWISE, FLOATS, GATHERS, HALVES, REDUCTIONS
+from onnxfuse.region_operators import ELEMENTWISE, FLOATS, GATHERS, REDUCTIONS
 
 MAX_LINES: Final = 3000  # of one loop nest: a program that gives more takes too long to compile
 FUNCTIONS: Final = {"reflect": "reflected", "edge": "nearest", "wrap": "modulo"}
@@ -141,7 +139,7 @@ class Writer:
         self.kept[key] = None
         return reference
 
-    def declare(self, kind: str, value: str, varies: bool, exact: bool = True, masked: bool = False) -> Reference:
+    def declare(self, kind: str, value: str, varies: bool, masked: bool = False) -> Reference:
         """Write a variable with its value, an expression that may be of lane j."""
         name = self.new_name()
         if varies:
@@ -149,7 +147,7 @@ class Writer:
             self.line(f"EACH({self.lanes.width}) {name}[j] = {value};")
         else:
             self.line(f"const {kind} {name} = {value};")
-        return Reference(name, varies, exact, masked)
+        return Reference(name, varies, masked)
 
     # --- indices --------------------------------------------------------------------------------------------------
 
@@ -216,13 +214,9 @@ class Writer:
             return self.keep(key, branches.padded(self, operation, inner))
         return self.value(operation.inputs[0], inner)
 
-    def rounded(self, name: str, reference: Reference) -> Reference:
-        """Return a value as its dtype holds it, where that is a half precision."""
-        dtype = self.program.dtypes[name]
-        if dtype not in HALVES or reference.exact:
-            return reference
-        text = f"rounded<{STORED[dtype]}>({reference.lane})"
-        return self.declare("float", text, reference.varies, masked=reference.masked)
+    def rounded(self, name: str, value: str) -> str:
+        """Return the expression of a value, rounded to its dtype where the program says so."""
+        return f"rounded<{STORED[self.program.dtypes[name]]}>({value})" if name in self.program.rounded else value
 
     def _load(self, name: str, place: Place) -> Reference:
         address = flat(place, self.shapes.of[name])
@@ -266,22 +260,18 @@ class Writer:
             return Reference(same)
         for each in operation.inputs if same is None else [operation.inputs[same]]:
             inner = maps.broadcast(place, self.shapes.of[name], self.shapes.of[each], self.shapes)
-            reference = self.value(each, inner)
-            given.append(self.rounded(each, reference) if is_discontinuous(operation, target) else reference)
+            given.append(self.value(each, inner))
         if operation.name == "Identity" or same is not None:
             return given[0]
         dtypes, masked = [self.program.dtypes[each] for each in operation.inputs], any(each.masked for each in given)
-        exact = target not in HALVES or operation.name == "Cast" or (
-            keeps_exact(operation) and all(each.exact for each in given)
-        )  # fmt: skip
         if operation.name == "Cast" and dtypes[0] == target:
             return given[0]
         nearest = name in self.program.read_by_steps
         lanes = [each.lane for each in given]
         if masked and operation.name in ("Div", "Mod") and target not in FLOATS:  # by any number, even 0
             lanes[1] = f"({self.masks[-1]}[j] ? {lanes[1]} : 1)"
-        text = expression(operation, lanes, dtypes, target, nearest)
-        return self.declare(NUMBER[target], text, any(each.varies for each in given) or masked, exact, masked)
+        text = self.rounded(name, expression(operation, lanes, dtypes, target, nearest))
+        return self.declare(NUMBER[target], text, any(each.varies for each in given) or masked, masked)
 
     def declared(self, name: str, varies: bool) -> Reference:
         """Declare a variable for a value, without one."""
@@ -319,12 +309,11 @@ class Writer:
         own: Callable[[], Reference] = lambda: self.value(operation.inputs[0], place)  # noqa: E731
         given = own() if operation.name in ("Softmax", "LogSoftmax") else None
         count = self.arguments.size(instance.count(self.shapes))
-        target = self.program.dtypes[operation.outputs[0]]
-        nearest = operation.outputs[0] in self.program.read_by_steps
+        (name,) = operation.outputs
+        target, nearest = self.program.dtypes[name], name in self.program.read_by_steps
         text = finished(operation, accumulator.lane, given.lane if given else "", count, NUMBER[target], nearest)
         varies = accumulator.varies or bool(given and given.varies)
-        exact = target not in HALVES or operation.name in ("ReduceMax", "ReduceMin")
-        return self.declare(NUMBER[target], text, varies, exact, masked=bool(self.masks))
+        return self.declare(NUMBER[target], self.rounded(name, text), varies, masked=bool(self.masks))
 
     def _stored(self, instance: Instance) -> Reference:
         """Read the accumulator of a reduction that a launch before has computed, and merge its shares."""
@@ -377,7 +366,6 @@ class Writer:
         left = iter(coordinates)
         place = tuple(next(left) if each is None else each for each in instance.kept)
         reference = self.value(instance.value, place)
-        reference = self.rounded(instance.value, reference) if instance.is_extreme else reference
         has_lanes = accumulator.varies or self.lanes.vary(*coordinates)
         given = [term(instance, reference.lane)]
         if instance.is_extreme:

@@ -1,7 +1,7 @@
 """Programs of regions at random: operators, broadcasts, maps and reductions, whose results onnxruntime can tell.
 
-Operands hold multiples of a quarter.  Operators that are not continuous read values only that were computed exactly,
-because the last bit of others depends on the order of sums.
+Operands hold multiples of a quarter.  Operators that are not continuous read values only that are determined to the
+last bit where each result is rounded to its dtype, through Casts as well: neither sums of many nor functions are.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from region_drafts import NUMPY, RegionProgram
+
+from onnxfuse.region_operators import HALVES
 
 FLOATS = ("float32", "float16", "bfloat16")
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 33)
@@ -32,7 +34,7 @@ class Value:
     shape: tuple[int, ...]
     dtype: str
     bound: float  # of the absolute value
-    exact: bool
+    exact: bool  # arithmetic of its dtype gives no other value
 
 
 @dataclass
@@ -106,7 +108,7 @@ def binary(draft: Draft, x: Value) -> None:
     shape = _broadcast(x.shape, y.shape)
     if shape is None or math.prod(shape) > draft.extent.most:
         return
-    exact = x.exact and y.exact and max(x.bound, y.bound) <= 64
+    exact = x.exact and y.exact
     if x.dtype == "bool":
         draft.add(draft.chance.choice(["And", "Or", "Xor", "Equal"]), x, y, shape=shape)
         return
@@ -114,15 +116,15 @@ def binary(draft: Draft, x: Value) -> None:
     if op in ("Add", "Sub") and x.bound + y.bound < draft.extent.largest:
         draft.add(op, x, y, shape=shape, bound=x.bound + y.bound, exact=exact)
     elif op == "Mul" and x.bound * y.bound < draft.extent.largest:
-        draft.add(op, x, y, shape=shape, bound=x.bound * y.bound, exact=exact and x.bound * y.bound <= 64)
+        draft.add(op, x, y, shape=shape, bound=x.bound * y.bound, exact=exact)
     elif op in ("Min", "Max"):
         draft.add(op, x, y, shape=shape, bound=max(x.bound, y.bound), exact=x.exact and y.exact)
     elif op == "compare" and x.exact and y.exact:
         name = draft.chance.choice(["Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"])
         draft.add(name, x, y, shape=shape, dtype="bool", bound=1, exact=True)
     elif op == "Div" and x.dtype in FLOATS:
-        above = draft.add("Add", draft.add("Abs", y), draft.constant(0.5, x.dtype), bound=y.bound + 0.5, exact=False)
-        draft.add("Div", x, above, shape=shape, bound=2 * x.bound, exact=False)
+        above = draft.add("Add", draft.add("Abs", y), draft.constant(0.5, x.dtype), bound=y.bound + 0.5)
+        draft.add("Div", x, above, shape=shape, bound=2 * x.bound, exact=exact and x.dtype in HALVES)
     elif op == "Mod" and x.exact and y.exact and x.dtype not in FLOATS:
         above = draft.add("Max", y, draft.constant(2, x.dtype))
         draft.add("Mod", x, above, shape=shape, bound=max(2.0, y.bound))
@@ -155,12 +157,13 @@ def unary(draft: Draft, x: Value) -> None:
         name = chance.choice(["Floor", "Ceil", "Round", "Sign", "IsNaN", "IsInf"])
         draft.add(name, x, dtype="bool" if name.startswith("Is") else "", bound=x.bound + 1)
     elif op in ("Sqrt", "Log", "Reciprocal"):
-        above = draft.add("Add", draft.add("Abs", x), draft.constant(0.5, x.dtype), bound=x.bound + 0.5, exact=False)
-        draft.add(op, above, bound=max(2.0, x.bound), exact=False)
+        above = draft.add("Add", draft.add("Abs", x), draft.constant(0.5, x.dtype), bound=x.bound + 0.5)
+        is_nearest = op == "Sqrt" or (op == "Reciprocal" and x.dtype in HALVES)
+        draft.add(op, above, bound=max(2.0, x.bound), exact=x.exact and is_nearest)
     elif op == "Exp" and x.bound <= 6:
         draft.add(op, x, bound=math.exp(x.bound), exact=False)
     elif op == "Pow" and x.bound <= 32:
-        draft.add(op, x, draft.constant(2, x.dtype), bound=x.bound**2, exact=False)
+        draft.add(op, x, draft.constant(2, x.dtype), bound=x.bound**2)
     elif op in ("Sin", "Cos", "Tanh", "Sigmoid", "Erf", "HardSigmoid", "Softsign"):
         if op not in ("Sin", "Cos") or x.bound < 30:
             draft.add(op, x, bound=1.0, exact=False)
@@ -173,8 +176,30 @@ def cast(draft: Draft, x: Value) -> None:
     target = draft.chance.choice([*FLOATS, "int32", "int64", "bool"])
     if target == x.dtype or (not x.exact and target not in FLOATS):
         return
-    exact = x.exact and (target not in FLOATS or x.bound <= 16)
-    draft.add("Cast", x, dtype=target, bound=1.0 if target == "bool" else x.bound, exact=exact, to=target)
+    draft.add("Cast", x, dtype=target, bound=1.0 if target == "bool" else x.bound, to=target)
+
+
+def step(draft: Draft, x: Value) -> None:
+    """Add an operator that is not continuous behind Casts, of what roundings alone make another number than `x`."""
+    if x.dtype not in FLOATS or not x.exact:
+        return
+    third = float(np.asarray(1 / 3, NUMPY[x.dtype]))
+    near = draft.add("Mul", draft.add("Mul", x, draft.constant(third, x.dtype)), draft.constant(3.0, x.dtype))
+    for _ in range(draft.chance.choice([0, 1, 2])):
+        target = draft.chance.choice(["float32", "float32", *FLOATS])
+        near = draft.add("Cast", near, dtype=target, to=target) if target != near.dtype else draft.add("Neg", near)
+    op = draft.chance.choice(["Floor", "Ceil", "Cast", "Equal", "Greater", "ArgMax"])
+    if op == "Cast":
+        draft.add(op, near, dtype="int64", to="int64")
+    elif op in ("Equal", "Greater"):
+        other = draft.add("Cast", x, dtype=near.dtype, to=near.dtype) if near.dtype != x.dtype else x
+        draft.add(op, near, other, dtype="bool", bound=1)
+    elif op == "ArgMax" and near.shape and near.shape[-1]:
+        shape, axis = (*near.shape[:-1], 1), len(near.shape) - 1
+        draft.add(op, near, shape=shape, dtype="int64", bound=near.shape[-1], axis=axis, keepdims=1,
+                  select_last_index=0)  # fmt: skip
+    else:
+        draft.add("Floor" if op == "ArgMax" else op, near, bound=near.bound + 1)
 
 
 def view(draft: Draft, x: Value) -> None:
@@ -376,8 +401,8 @@ def random_program(seed: int, extent: Extent | None = None) -> RegionProgram:
     draft.keep(draft.operand(shape, dtype))
     for _ in range(chance.choice([2, 4, 6, 9])):
         recent = draft.values[-3:]
-        step = chance.choice([binary, binary, unary, unary, cast, view, view, cut, cut, reduce])
-        step(draft, chance.choice([recent[-1], recent[-1], *recent]))
+        way = chance.choice([binary, binary, unary, unary, cast, step, view, view, cut, cut, reduce])
+        way(draft, chance.choice([recent[-1], recent[-1], *recent]))
     computed = [each for each in draft.values if each.name.startswith("v")]
     if not computed:
         computed = [draft.add("Identity", draft.values[0])]

@@ -14,9 +14,8 @@ from architectures import DEVICES, H200, T4, to_compile
 from kernel_hosts import host_of
 from region_block_cases import decoded, sines_and_cosines
 from region_cases import all_cases
-from region_drafts import RegionProgram, one
+from region_drafts import Made, RegionProgram, made, numbers, one
 from region_emulation import plan_of
-from region_random import random_program
 from region_speed_cases import layer_norm, mean_pooling, quantized, sums_of_rows
 from sampling import by_parts
 
@@ -147,12 +146,51 @@ def test_vectors_lie_across_short_and_odd_rows(last: int) -> None:
     assert step.grid[0] == -(-240 * 196 * last // (8 * 128))
 
 
-@pytest.mark.parametrize(("seed", "multiprocessors"), [(1125, 132), (2002, 2), (3108, 2), (5082, 132)])
-def test_what_a_reduction_in_place_reads_is_not_read_ahead(seed: int, multiprocessors: int) -> None:
+def gathered_sums(p: RegionProgram, x: str, place: str) -> list[str]:
+    lengths = p.op("ReduceL2", x, axes=[0], keepdims=1)
+    sums = p.op("ReduceLogSumExp", lengths, axes=[1], keepdims=1)
+    none = p.op("Slice", sums, axes=[0], starts=[3], ends=[1], steps=[3])
+    return [p.op("Abs", lengths), none, p.op("Gather", sums, place, axis=1)]
+
+
+def means_of_means(p: RegionProgram, x: str, condition: str, other: str) -> list[str]:
+    means = p.op("ReduceMean", x, axes=[2], keepdims=1)
+    lengths = p.op("ReduceL2", means, axes=[0, 1], keepdims=1)
+    whole = p.op("Where", condition, x, other, dtype="bfloat16")
+    return [whole, lengths, p.op("ReduceMean", means, axes=[3], keepdims=1)]
+
+
+def least_sum(p: RegionProgram, x: str, place: str, condition: str) -> list[str]:
+    sums = p.op("ReduceSum", x, axes=[0, 1], keepdims=1)
+    least = p.op("ReduceMin", sums, axes=[2], keepdims=0)
+    largest = p.op("Max", p.op("Gather", least, place, axis=1), sums)
+    return [p.op("Reshape", largest, shape=[16]), p.op("Where", condition, p.op("Abs", least), least, dtype="int32")]
+
+
+def sum_of_lengths(p: RegionProgram, x: str) -> list[str]:
+    split = p.op("Reshape", x, shape=[2, 2, 4, 3, 4])
+    lengths = p.op("ReduceL2", split, axes=[1, 2], keepdims=1)
+    sums = p.op("ReduceSum", lengths, axes=[0, 1], keepdims=1)
+    best = p.op("ArgMax", split, dtype="int64", axis=1, keepdims=1, select_last_index=0)
+    return [best, p.op("Sqrt", lengths), p.op("Transpose", sums, perm=[3, 0, 1, 4, 2])]
+
+
+PLACE = np.array(0)
+IN_PLACE = [
+    (132, made("gathered sums", [numbers((6, 12)), PLACE], gathered_sums, (12, 6))),
+    (2, made("means of means", [numbers((1, 8, 3, 16), "bfloat16"), numbers((16,), "bool", 1, 0, 1),
+                                numbers((1, 1, 1, 16), "bfloat16")], means_of_means)),
+    (2, made("the least sum", [numbers((2, 6, 16), "int32"), PLACE, numbers((1,), "bool")], least_sum, (16, 2, 6))),
+    (132, made("the sum of lengths", [numbers((4, 4, 12))], sum_of_lengths, (4, 12))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("multiprocessors", "case"), IN_PLACE, ids=[name for _, (name, _) in IN_PLACE])
+def test_what_a_reduction_in_place_reads_is_not_read_ahead(multiprocessors: int, case: Made) -> None:
     """It depends on the variables of a loop of its own."""
     device = dataclasses.replace(H200, multiprocessors=multiprocessors)
     for aligned in (True, False):
-        for step in plan_of(random_program(seed), device, aligned).steps:
+        for step in plan_of(case[1], device, aligned).steps:
             assert isinstance(step, Launch) and compile_cubin(step.kernel, 90).code
 
 

@@ -12,9 +12,8 @@ import pytest
 from architectures import H200
 from kernel_hosts import host_of
 from region_cases import all_cases, numbers
-from region_drafts import RegionProgram, check
+from region_drafts import RegionProgram, check, made
 from region_emulation import compile_all, results
-from region_random import random_program
 from template_checks import check_template, concrete_plan, template_of
 
 from onnxfuse.kernels.region.sizes import Sizes, variable
@@ -98,9 +97,25 @@ def test_a_divisor_of_a_multiple_of_a_dim() -> None:
     assert sizes.divisor(n) == 4
 
 
+def parts_and_a_sum(p: RegionProgram, x: str) -> list[str]:
+    logarithm = p.op("Log", x)
+    first, second = p.ops_of("Split", logarithm, count=2, axis=1, sizes=[2, 6])
+    return [p.op("Softplus", x), first, p.op("ReduceL1", second, axes=[0, 2], keepdims=0)]
+
+
+def transposed_padding(p: RegionProgram, x: str) -> list[str]:
+    padded = p.op("Pad", p.op("Unsqueeze", x, axes=[1]), pads=[0, 0, 0, 0, 2, 0, 0, 0, 0, 0], mode="reflect")
+    turned = p.op("Transpose", padded, perm=[4, 3, 1, 0, 2])
+    squeezed = p.op("Squeeze", p.op("HardSwish", turned), axes=[2])
+    return [squeezed, p.op("ReduceMin", turned, axes=[4], keepdims=1), p.op("Neg", turned)]
+
+
 def test_vectors_along_a_multiple_of_a_dynamic_dim(tmp_path: Path) -> None:
     """Vectors of 8 lie along 2 * n elements, where n is 4, but not along n."""
-    programs = [random_program(seed) for seed in (1344, 1792)]
+    programs = [
+        made("", [numbers((12, 8, 4), "float16", low=1)], parts_and_a_sum, (8, 4))[1],
+        made("", [numbers((6, 4, 3, 6), "float16")], transposed_padding, (3, 6))[1],
+    ]
     for program, found in zip(programs, results(programs, H200, tmp_path), strict=True):
         check(program, found, program.expected())
 

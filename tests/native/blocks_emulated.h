@@ -133,6 +133,7 @@ static float rsqrtf(float x) { return 1 / sqrtf(x); }
 #define __sinf sinf  // the C library declares a function of that name
 static float __fdiv_rn(float a, float b) { return a / b; }
 static float __fmul_rn(float a, float b) { return a * b; }
+static double __dmul_rn(double a, double b) { return a * b; }
 static float __fadd_rn(float a, float b) { return a + b; }
 static float __fsqrt_rn(float a) { return sqrtf(a); }
 static float __fdividef(float a, float b) { return a / b; }
