@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -33,6 +34,8 @@ QUOTIENTS: Final = {  # of floats where the last bit does not matter
     "Div": "quotient({}, {})", "Reciprocal": "quotient({one}, {})", "Sqrt": "root({})",
     "Softsign": "quotient({0}, {one} + magnitude({0}))",
 }  # fmt: skip
+MAX_POWER: Final = 4  # the largest exponent for which a power is a product, a root or both
+NUMERAL: Final = re.compile(r"(-?[\d.]+(?:e[+-]?\d+)?)(?:f|ll)?")
 SELU: Final = (1.67326319217681884765625, 1.05070102214813232421875)  # alpha and gamma, ONNX's defaults
 
 
@@ -89,6 +92,8 @@ def expression(
         return f"nearest_{text}" if nearest else text
     if name == "Mul" and nearest and of in FLOATS:
         return f"product({given[0]}, {given[1]})"
+    if name == "Tanh" and single and not nearest:
+        return f"activate::tanh({given[0]}, 0.0f, 0.0f)"
     if name in INFIX:
         return _of_width(f"{given[0]} {INFIX[name]} {given[1]}", target)
     if name in MATH:
@@ -105,7 +110,7 @@ def expression(
     if name == "Cast":
         return _cast(given[0], of, target)
     if name in ("Pow", "Mod"):
-        return _power(given, dtypes) if name == "Pow" else _remainder(operation, given, of)
+        return _power(given, dtypes, nearest) if name == "Pow" else _remainder(operation, given, of)
     return _others(operation, given[0], of)
 
 
@@ -167,13 +172,17 @@ def _activation(operation: Operation, x: str) -> str:
     return f"activate::{function.name}({x}, {alpha}, {beta})"
 
 
-def _power(given: Sequence[str], dtypes: Sequence[str]) -> str:
-    base = dtypes[0]
+def _power(given: Sequence[str], dtypes: Sequence[str], nearest: bool) -> str:
+    base, number = dtypes[0], NUMBER[dtypes[0]]
+    found = NUMERAL.fullmatch(given[1])
+    twice = 2 * float(found[1]) if found else math.nan
+    if twice == 4 and nearest and base in FLOATS:
+        return f"product({given[0]}, {given[0]})"
+    is_product = twice in (2, 4, 6, 8)
+    if (is_product or (number == "float" and abs(twice) in range(2 * MAX_POWER + 1))) and not nearest:
+        return f"power<{int(twice)}>({given[0]})"
     if base not in FLOATS:
-        return f"power_of_integer<{NUMBER[base]}>({given[0]}, double({given[1]}))"
-    if given[1] in ("2.0f", "2.0", "2", "2ll"):
-        return f"{given[0]} * {given[0]}"
-    number = NUMBER[base]
+        return f"power_of_integer<{number}>({given[0]}, double({given[1]}))"
     return f"pow{'f' if number == 'float' else ''}({given[0]}, {number}({given[1]}))"
 
 

@@ -264,6 +264,25 @@ __device__ __forceinline__ long long modulo(long long a, long long b) {
     return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
 }
 
+// x to the power of TWICE / 2. As pow has it, a root of a negative number is NaN, but of -inf that of inf, and of -0 0.
+template <int TWICE, class T>
+__device__ __forceinline__ T power(T x) {
+    if constexpr (TWICE < 0 && TWICE % 2 == 0) {
+        return power<-TWICE>(quotient(T(1), x));
+    } else if constexpr (TWICE % 2 != 0) {
+        const float size = fabsf(x), one = TWICE < 0 ? rsqrtf(size) : root(size);
+        const float y = TWICE < 0 ? one * power<-TWICE - 1>(one * one) : one * power<TWICE - 1>(size);
+        return x < 0.0f && x >= -LARGEST ? __uint_as_float(0x7fffffffu) : y;
+    } else if constexpr (TWICE == 0) {
+        return T(1);
+    } else if constexpr (TWICE % 4 == 0) {
+        const T half = power<TWICE / 2>(x);
+        return half * half;
+    } else {
+        return x * power<TWICE - 2>(x);
+    }
+}
+
 template <class T>
 __device__ __forceinline__ T power_of_integer(T base, double exponent) { return T(pow(double(base), exponent)); }
 

@@ -27,7 +27,13 @@ UNARY = (
     "IsNaN", "IsInf", "Identity",
 )  # fmt: skip
 OF_DOUBLE = ("Neg", "Abs", "Sqrt", "Exp", "Log", "Tanh", "Sin", "Cos", "Floor", "Ceil", "Sign", "Reciprocal")
+POWERS = [twice / 2 for twice in range(-8, 9)]  # which kernels compute by products and roots
 END = 2**63 - 1
+
+
+def signed(program: RegionProgram, x: str) -> list[str]:
+    """Return a value and its reciprocal, which tells 0 from -0."""
+    return [x, program.op("Reciprocal", x)]
 
 
 def operators() -> Iterator[Made]:
@@ -60,6 +66,13 @@ def operators() -> Iterator[Made]:
     x = numbers((3, 8), "float32", 3, low=1)
     yield one("Pow", "Pow", x, numbers((8,), "float32", 4))
     yield one("Pow of float16", "Pow", x.astype(np.float16), np.array(2, np.float16))
+    special = np.array([-np.inf, -1e30, -3, -1, -0.0, 0.0, 1e-30, 0.25, 1, 2, 1e9, np.inf, np.nan], np.float32)
+    for exponent in POWERS:
+        yield made(f"Pow {exponent}", [special], lambda p, x, e=exponent: signed(p, p.op(
+            "Pow", x, p.op("Constant", dtype="float32", value=e))))  # fmt: skip
+    for dtype in ("int32", "int64"):
+        yield made(f"Pow 3 {dtype}", [numbers((4, 8), dtype)], lambda p, x: p.op(
+            "Pow", x, p.op("Constant", dtype=p.dtypes[x], value=3)))  # fmt: skip
     for op in ("And", "Or", "Xor"):
         yield one(op, op, numbers((4, 8), "bool", 1, 0, 1), numbers((8,), "bool", 2, 0, 1))
     yield one("Not", "Not", numbers((33,), "bool", 1, 0, 1))

@@ -13,7 +13,7 @@ import pytest
 from architectures import DEVICES, H200, T4, to_compile
 from kernel_hosts import host_of
 from region_block_cases import decoded, sines_and_cosines
-from region_cases import all_cases
+from region_cases import POWERS, all_cases
 from region_drafts import Made, RegionProgram, made, numbers, one
 from region_emulation import plan_of
 from region_speed_cases import layer_norm, mean_pooling, quantized, sums_of_rows
@@ -192,6 +192,13 @@ def test_what_a_reduction_in_place_reads_is_not_read_ahead(multiprocessors: int,
     for aligned in (True, False):
         for step in plan_of(case[1], device, aligned).steps:
             assert isinstance(step, Launch) and compile_cubin(step.kernel, 90).code
+
+
+def test_powers_of_small_numbers_are_products_and_roots() -> None:
+    """powf takes ten times their instructions."""
+    for exponent in POWERS:
+        assert all("powf" not in step.kernel.text for step in launches_of(CASES[f"Pow {exponent}"]))
+    assert all("powf" in step.kernel.text for step in launches_of(CASES["Pow"]))
 
 
 @pytest.mark.parametrize("keepdims", [0, 1])

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from architectures import H200
+from emulated_launches import emulate
 from region_cases import all_cases, maps, models, numbers, one
 from region_drafts import NUMPY, RegionProgram, check, made
-from region_emulation import results
+from region_emulation import plan_of, results
 from region_random import random_program
 from sampling import sampled
 
@@ -145,6 +146,15 @@ def test_results_that_are_not_continuous_are_of_rounded_values(dtype: str, tmp_p
     for (own,), (name, (_, formula)) in zip(results(programs, GPU, tmp_path), ROUNDED.items(), strict=True):
         with np.errstate(over="ignore"):
             np.testing.assert_array_equal(own, formula(x, y), err_msg=name)
+
+
+def test_tanh_of_16_bits(tmp_path: Path) -> None:
+    """Of every finite float16: half a unit in the last place, and a relative error of 4e-5."""
+    x = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    program = one("", "Tanh", x[np.isfinite(x)])[1]
+    (own,) = emulate(plan_of(program, GPU), list(program.operands.values()), tmp_path)
+    expected = np.tanh(program.operands["x0"].astype(np.float64))
+    np.testing.assert_allclose(own.astype(np.float64), expected, 2.0**-11 + 4.5e-5, 2.0**-25)
 
 
 def test_texts_are_the_same_in_every_process() -> None:
