@@ -30,6 +30,7 @@ MATH: Final = {  # functions of the C library, with f behind their names for flo
     "Sqrt": "sqrt", "Exp": "exp", "Log": "log", "Erf": "erf", "Tanh": "tanh", "Sin": "sin", "Cos": "cos",
     "Floor": "floor", "Ceil": "ceil", "Round": "rint",
 }  # fmt: skip
+OF_ANGLES: Final = {"Sin": "sine", "Cos": "cosine"}  # which share the reduction of the angle, for float
 QUOTIENTS: Final = {  # of floats where the last bit does not matter
     "Div": "quotient({}, {})", "Reciprocal": "quotient({one}, {})", "Sqrt": "root({})",
     "Softsign": "quotient({0}, {one} + magnitude({0}))",
@@ -77,7 +78,8 @@ def expression(
 ) -> str:
     """Return the result of an operator for inputs that are given as expressions, of these dtypes.
 
-    Quotients and roots of floats are the nearest ones if `nearest`, and else within 2 units in the last place.
+    Sin and Cos of floats get reduced angles.  Quotients and roots of floats are the nearest ones if `nearest`, and else
+    within 2 units in the last place.
     """
     name, of = operation.name, dtypes[0]
     single = "f" if NUMBER[of] == "float" else ""
@@ -96,6 +98,8 @@ def expression(
         return f"activate::tanh({given[0]}, 0.0f, 0.0f)"
     if name in INFIX:
         return _of_width(f"{given[0]} {INFIX[name]} {given[1]}", target)
+    if name in OF_ANGLES and single:
+        return f"{OF_ANGLES[name]}({given[0]})"
     if name in MATH:
         return f"{MATH[name]}{single}({given[0]})"
     if name == "Relu":

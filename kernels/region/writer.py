@@ -14,6 +14,7 @@ from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.operators import (
     NUMBER,
+    OF_ANGLES,
     STORED,
     expression,
     literal,
@@ -267,11 +268,22 @@ class Writer:
         if operation.name == "Cast" and dtypes[0] == target:
             return given[0]
         nearest = name in self.program.read_by_steps
+        if operation.name in OF_ANGLES and NUMBER[dtypes[0]] == "float":
+            given = [self._angle(given[0])]
         lanes = [each.lane for each in given]
         if masked and operation.name in ("Div", "Mod") and target not in FLOATS:  # by any number, even 0
             lanes[1] = f"({self.masks[-1]}[j] ? {lanes[1]} : 1)"
         text = self.rounded(name, expression(operation, lanes, dtypes, target, nearest))
         return self.declare(NUMBER[target], text, any(each.varies for each in given) or masked, masked)
+
+    def _angle(self, value: Reference) -> Reference:
+        """Return the reduced angle of a value, which Sin and Cos of it have in common."""
+        key = ("angle", value.text, self.lanes)
+        found = self.known(key)
+        if found is None:
+            text = f"angle({value.lane})"
+            found = self.keep(key, self.declare("Angle", text, value.varies, masked=value.masked))
+        return found
 
     def declared(self, name: str, varies: bool) -> Reference:
         """Declare a variable for a value, without one."""

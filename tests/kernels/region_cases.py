@@ -43,6 +43,11 @@ def operators() -> Iterator[Made]:
             x = numbers((5, 24), dtype, low=low)
             x[0, :3] = [np.nan, np.inf, -np.inf] if op in ("IsNaN", "IsInf", "Relu", "Abs") else 1
             yield one(f"{op} {dtype}", op, x, dtype="bool" if op.startswith("Is") else "")
+    angles = np.geomspace(1e-30, 3e38, 4000, dtype=np.float32) * np.where(np.arange(4000) % 3, 1, -1).astype(np.float32)
+    angles[:4] = [-0.0, np.inf, -np.inf, np.nan]
+    for op in ("Sin", "Cos"):
+        yield one(f"{op} of all sizes", op, angles)
+    yield made("Sin and Cos of the same angles", [angles], lambda p, x: [p.op("Sin", x), p.op("Cos", x)])
     for op in OF_DOUBLE:
         low = 1 if op in ("Sqrt", "Log", "Reciprocal") else -12
         yield one(f"{op} float64", op, numbers((3, 7), "float64", low=low))

@@ -201,6 +201,11 @@ def test_powers_of_small_numbers_are_products_and_roots() -> None:
     assert all("powf" in step.kernel.text for step in launches_of(CASES["Pow"]))
 
 
+def test_sin_and_cos_of_an_angle_reduce_it_once() -> None:
+    (step,) = launches_of(CASES["Sin and Cos of the same angles"])
+    assert step.kernel.text.count("= angle(") == 1 and "sine(v" in step.kernel.text and "cosine(v" in step.kernel.text
+
+
 @pytest.mark.parametrize("keepdims", [0, 1])
 def test_rows_are_read_once_for_all_outputs(keepdims: int) -> None:
     program = RegionProgram()
