@@ -183,14 +183,14 @@ def _reads(instance: Instance, program: Program, shapes: Shapes, stored: StoredB
     return {each for each, _ in writer.found}
 
 
-def flattened(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
-    """Return a nest without reductions in one variable, of which quotients and remainders are the outputs' places."""
-    count, places = product(nest.shape), {}
-    left = variable_index("e", count)
-    for axis in reversed([axis for axis, dim in enumerate(nest.shape) if dim != ONE]):
-        left, places[f"o{axis}"] = divided(left, nest.shape[axis])
-    lists = {ROWS: (), ELEMENTS: (Variable("e", count),) if count != ONE else ()}
-    return traced(replace(nest, lists=lists, places=places), program, shapes, stored)
+def flattened(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey, kept: int = 0) -> Nest:
+    """Return a nest without reductions with one variable in place of all behind the first `kept`."""
+    variables, by = nest.lists[ELEMENTS][kept:], dict[str, Index]()
+    one = Variable("e", product(each.extent for each in variables))
+    left = variable_index(one.name, one.extent)
+    for each in reversed(variables):
+        left, by[each.name] = divided(left, each.extent)
+    return traced(_with_variables(nest, variables, (one,), by), program, shapes, stored)
 
 
 def with_row_outputs(nests: Sequence[Nest], program: Program, shapes: Shapes, stored: StoredByKey) -> list[Nest]:

@@ -71,6 +71,8 @@ Repeats: TypeAlias = tuple[str, int]  # a variable, and how many neighbouring va
 ONCE: Final[Repeats] = ("", 1)
 MAX_REPEATS: Final = 8
 REPEATING_THREADS: Final = 1024  # on a multiprocessor, at least, that repeat
+AHEAD_THREADS: Final = 256  # the same where each first loads all that it has at the values of the repeated variable
+AHEAD_BYTES: Final = 128  # of a thread's vectors that are loaded so, at most
 SCATTERING_THREADS: Final = 1024  # on a multiprocessor: with fewer, each has fewer elements that lie apart
 SplitBy: TypeAlias = Literal["", "branches", "stores"]
 
@@ -96,6 +98,7 @@ class Tiling:
     is_scattered: bool = False  # a thread's elements are not neighbours
     repeated: str = ""  # the variable of which a thread has several neighbouring values
     repeats: int = 1  # these
+    reads_ahead: bool = False  # what a thread reads at all of these is loaded first
     has_tail: bool = False  # elements are left over after the last whole vector, each of which has a thread
     inner_widths: Mapping[str, int] = field(default_factory=dict)  # along the elements of rows, by list
     shifted: Mapping[str, Lanes] = field(default_factory=dict)  # by list: vectors that start elsewhere in each row
@@ -119,7 +122,9 @@ def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, devic
             width = width if is_symbolic(count) else _narrowed(count, width, device, SCATTERING_THREADS)
             return Tiling("elements", THREADS, width, is_scattered=True)
         has_tail = width > 1 and sizes.divisor(nest.lists[ELEMENTS][-1].extent) % width != 0
-        return Tiling("elements", THREADS, width, repeated=repeated, repeats=repeats, has_tail=has_tail)
+        elements = Tiling("elements", THREADS, width, repeated=repeated, repeats=repeats, has_tail=has_tail)
+        ahead = repeats > 1 and not is_between and _are_few(count, width * repeats, device)
+        return replace(elements, reads_ahead=ahead)
     name = nest.elements_of(nest.levels[0][0], shapes)[0]
     if _prefers_columns(nest, name, program):
         return _columns(nest, name, program, shapes, aligned, device)
@@ -289,6 +294,9 @@ def fastest_variables(
     if nest.levels or nest.stores or len(nest.lists[ELEMENTS]) < 2 or _tile(nest, program, shapes, aligned, device):
         return nest
     others = [flattened(nest, program, shapes, stored), *_turned(nest, program)]
+    if len(nest.lists[ELEMENTS]) > 2:
+        behind = flattened(nest, program, shapes, stored, kept=1)
+        others += [behind] if _best_lanes(behind, program, shapes, aligned, device)[2] != ONCE else []
 
     def taken(each: Nest) -> tuple[float, int]:
         own, lanes, repeats = _best_lanes(each, program, shapes, aligned, device)
@@ -330,7 +338,9 @@ def _best_lanes(
     repeating = [interleaved_lanes(short, others[1])] if short else [whole, *others[:2]]
     for lanes in dict.fromkeys(repeating):
         for repeats in _repeats(nest, lanes.width, program, shapes, device):
-            found[lanes, repeats] = cost(nest, lanes, program, shapes, *repeats)
+            own = cost(nest, lanes, program, shapes, *repeats)
+            few = not short and _are_few(shapes.sizes.value(nest.count(ELEMENTS)), lanes.width * repeats[1], device)
+            found[lanes, repeats] = own / (CHEAPER if few else 1)
     best = min(found, key=lambda each: (found[each], each[0].scattered != frozenset()))
     chosen = best if found[best] < CHEAPER * found[whole, ONCE] else (whole, ONCE)
     return found[chosen], *chosen
@@ -341,8 +351,9 @@ def _repeats(nest: Nest, width: int, program: Program, shapes: Shapes, device: D
 
     A warp has one value of such a variable at a time, so that what it reads and stores then is as near as without.
     Half as many threads as the GPU holds at a time are left, and their loads are in no branch, so that all are under
-    way together.  Single elements gain nothing: Swin's biases take a tenth longer so.  A short variable that is the
-    innermost one of the outputs is repeated as a whole, and known where it chooses among the parts of a Concat.
+    way together; or fewer, if these load what they have at all values first.  Single elements gain nothing: Swin's
+    biases take a tenth longer so.  A short variable that is the innermost one of the outputs is repeated as a whole,
+    and known where it chooses among the parts of a Concat.
     """
     count = shapes.sizes.value(nest.count(ELEMENTS))
     if is_symbolic(count) or nest.inner:
@@ -364,10 +375,23 @@ def _repeats(nest: Nest, width: int, program: Program, shapes: Shapes, device: D
         if inner >= WARP * width and any(read and each.name not in read for read in loads):
             repeats = MAX_REPEATS
             while repeats > 1:
-                enough = count // (width * repeats) >= REPEATING_THREADS * device.multiprocessors
-                if enough and shapes.sizes.divisor(each.extent) % repeats == 0:
+                is_ahead = _bytes_along(nest, each, program) * width * repeats <= AHEAD_BYTES
+                is_enough = count // (width * repeats) >= AHEAD_THREADS * device.multiprocessors
+                is_enough = is_enough if is_ahead else not _are_few(count, width * repeats, device)
+                if is_enough and shapes.sizes.divisor(each.extent) % repeats == 0:
                     yield each.name, repeats
                 repeats //= 2
+
+
+def _are_few(count: int, elements: int, device: Device) -> bool:
+    """Return whether threads of so many elements are too few to wait for one load each."""
+    return count // elements < REPEATING_THREADS * device.multiprocessors
+
+
+def _bytes_along(nest: Nest, variable: Variable, program: Program) -> int:
+    """Return how many bytes of all operands together an element has that depend on a variable."""
+    read = (each for each in accesses(nest, program) if each.operand and variable.name in each.address.variables())
+    return sum(each.item_bytes for each in read)
 
 
 def of_one_block(tilings: Sequence[Tiling]) -> list[Tiling]:

@@ -16,7 +16,7 @@ from region_block_cases import decoded, sines_and_cosines
 from region_cases import POWERS, all_cases
 from region_drafts import Made, RegionProgram, made, numbers, one
 from region_emulation import plan_of
-from region_speed_cases import layer_norm, mean_pooling, quantized, sums_of_rows
+from region_speed_cases import layer_norm, masked_windows, mean_pooling, odd_windows, quantized, sums_of_rows
 from sampling import by_parts
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
@@ -192,6 +192,16 @@ def test_what_a_reduction_in_place_reads_is_not_read_ahead(multiprocessors: int,
     for aligned in (True, False):
         for step in plan_of(case[1], device, aligned).steps:
             assert isinstance(step, Launch) and compile_cubin(step.kernel, 90).code
+
+
+def test_biases_and_masks_of_odd_windows_are_read_once_for_all_images() -> None:
+    """Swin's shifted windows of 49 places: vectors lie across rows, and a thread loads those of all images first."""
+    program = RegionProgram()
+    program.outputs = [masked_windows(program, *map(program.operand, odd_windows(8, 64, 49)))]
+    (step,) = launches_of(program)
+    _, once, stored = step.kernel.text.split("for (int k = 0; k < 8; ++k)")
+    assert "load(x0 + (" in once and "load_one" in once and "load" not in stored and "put(0, y0 + (" in stored
+    assert step.grid[0] == -(-8 * 64 * 3 * 49 * 49 // (8 * 8 * 128))
 
 
 def test_powers_of_small_numbers_are_products_and_roots() -> None:
