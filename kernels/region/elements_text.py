@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
-from onnxfuse.kernels.region.indices import flat, variable_index
+from onnxfuse.kernels.region.indices import Index, flat, variable_index
 from onnxfuse.kernels.region.interleaved import chunk_of, interleaved
 from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.maps import Place
@@ -52,7 +52,8 @@ class ElementsText:
         writer.line(f"if (at >= {self.parts.bound(ELEMENTS, width)}) return;")
         if variables:
             self.parts.split("at", variables, width)
-            writer.lanes = Lanes(variables[-1].name, width)
+            linear = _place_of(variables) if len(variables) > 1 else None
+            writer.lanes = Lanes(variables[-1].name, width, linear=linear)
         self.store.write()
 
     def _alike(self, variable: Variable, alike: Prevalent) -> None:
@@ -67,7 +68,7 @@ class ElementsText:
         found = self._values()
         writer.lanes, writer.within, known = Lanes(), None, writer.scopes
         own = {name: writer.declared(name, False) for name in nest.outputs}
-        begin, other, is_other = (writer.new_name() for _ in range(3))
+        begin, other, is_other = (writer.new_name(name) for name in ("begin", "other", "is_other"))
         skipped = alike.end - alike.begin
         behind = f"(threadIdx.x % {others} < {alike.begin} ? 0 : {skipped})" if alike.begin else str(skipped)
         column = f"threadIdx.x % {others} + {behind}"
@@ -82,8 +83,7 @@ class ElementsText:
             for name, value in self._values().items():
                 writer.assign(own[name], value)
         writer.scopes, writer.lanes = known, Lanes(variable.name, width)
-        if self.store.release != "0":
-            writer.line(f"if ({self.store.release}) release_successor();")
+        self.store.write_release()
         self.store.write_all(found)
         writer.lanes = Lanes()
         writer.line("__syncthreads();")
@@ -130,7 +130,7 @@ class ElementsText:
         """Write the loads of vectors at all values of a variable, so that all are under way together."""
         writer = self.writer
         found = {
-            (operand, place): writer.new_name()
+            (operand, place): writer.new_name(f"{operand}_")
             for operand, place in dict.fromkeys(self._trial().vectors)
             if any(repeated.name in index.variables() for index in place)
         }
@@ -140,8 +140,8 @@ class ElementsText:
         with self._each_repeat():
             writer.line(value)
             for (operand, place), name in found.items():
-                address = writer.index(flat(place, writer.shapes.of[operand]))
-                writer.line(f"load({operand} + ({address}), {name}[k]);")
+                address = writer.address(operand, flat(place, writer.shapes.of[operand]))
+                writer.line(f"load({address}, {name}[k]);")
         return found
 
     def _write_without(self, repeated: Variable) -> None:
@@ -173,8 +173,7 @@ class ElementsText:
             writer.line(f"const {self.type} {short.name} = k;")
             for name, value in self._values().items():
                 writer.line(f"EACH({width}) {found[name]}[j * {repeats} + k] = {value.lane};")
-        if self.store.release != "0":
-            writer.line(f"if ({self.store.release}) release_successor();")
+        self.store.write_release()
         self._put_by_block({name: Reference(array) for name, array in found.items()})
 
     def _put_by_block(self, values: Mapping[str, Reference]) -> None:
@@ -202,10 +201,7 @@ class ElementsText:
         bound, at = writer.arguments.size(count), f"first + j * {threads}"
         writer.line(f"const {kind} first = ({kind})block * {threads * width} + threadIdx.x;")
         writer.line(f"if (first >= {bound}) return;")
-        linear = flat(
-            [variable_index(each.name, each.extent) for each in variables], [each.extent for each in variables]
-        )
-        writer.lanes = Lanes("", width, frozenset(each.name for each in variables), linear)
+        writer.lanes = Lanes("", width, frozenset(each.name for each in variables), linear=_place_of(variables))
         is_whole = writer.shapes.sizes.divisor(count) % (threads * width) == 0
         self.parts.variable("at", at if is_whole else f"{at} < {bound} ? {at} : {bound} - 1")
         self.parts.split("at", variables, 1)
@@ -224,3 +220,8 @@ class ElementsText:
         with writer.block(f"else if (at < {writer.arguments.size(count - skipped)})"):
             writer.line(f"const {self.type} {variable.name} = at + {writer.arguments.size(skipped)};")
             self.store.write()
+
+
+def _place_of(variables: Sequence[Variable]) -> Index:
+    """Return the place of an element among all of a nest's, in its variables."""
+    return flat([variable_index(each.name, each.extent) for each in variables], [each.extent for each in variables])

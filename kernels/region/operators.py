@@ -52,8 +52,7 @@ def literal(value: Any, dtype: str) -> str:
     real = float(value)
     if math.isfinite(real):
         return f"{real!r}{'' if dtype == 'float64' else 'f'}"
-    bits = "0x7fffffffu" if math.isnan(real) else "0x7f800000u" if real > 0 else "0xff800000u"
-    return f"__uint_as_float({bits})"
+    return "NOT_A_NUMBER" if math.isnan(real) else "INFINITE" if real > 0 else "-INFINITE"
 
 
 def of_equal_inputs(operation: Operation, dtype: str) -> str | int | None:
@@ -103,7 +102,7 @@ def expression(
     if name in MATH:
         return f"{MATH[name]}{single}({given[0]})"
     if name == "Relu":
-        return f"larger<{NUMBER[of]}>({given[0]}, {NUMBER[of]}(0))"
+        return f"larger<{NUMBER[of]}>({given[0]}, {literal(0, of)})"
     if name in ACTIVATION_OF:
         return _activation(operation, given[0])
     if name in ("Min", "Max"):
@@ -141,10 +140,8 @@ def _others(operation: Operation, x: str, of: str) -> str:
         literal(operation.attributes.get(key, default), of)
         for key, default in zip(("alpha", "gamma"), SELU, strict=True)
     ) if of in FLOATS else ("", "")  # fmt: skip
-    detects = [bool(operation.attributes.get(f"detect_{side}", 1)) for side in ("positive", "negative")]
-    infinities = [
-        f"{x} == {literal(value, 'float32')}" for value, is_on in zip(("inf", "-inf"), detects, strict=True) if is_on
-    ]
+    above, below = (bool(operation.attributes.get(f"detect_{side}", 1)) for side in ("positive", "negative"))
+    size = f"magnitude({x})" if above and below else x if above else f"-{x}"
     found = {
         "Neg": _of_width(f"-{x}", of),
         "Abs": f"magnitude<{number}>({x})" if of not in FLOATS else f"magnitude({x})",
@@ -155,7 +152,7 @@ def _others(operation: Operation, x: str, of: str) -> str:
         "Selu": f"selu<{number}>({x}, {alpha}, {gamma})",
         "Softsign": f"{x} / ({literal(1, of) if of in FLOATS else 1} + magnitude({x}))",
         "IsNaN": f"{x} != {x}",
-        "IsInf": " || ".join(infinities) or "false",
+        "IsInf": f"{size} == INFINITE" if above or below else "false",
     }
     return found[name]
 

@@ -78,8 +78,19 @@ class ValueWriter(Protocol):
     def value(self, name: str, place: Place) -> Reference:
         """Return a value at a place, which is written unless the text has it."""
 
-    def declare(self, kind: str, value: str, varies: bool, masked: bool = False) -> Reference:
+    def declare(
+        self, kind: str, value: str, varies: bool, masked: bool = False, name: str = "", note: str = ""
+    ) -> Reference:
         """Write a variable with its value."""
+
+    def new_name(self, begin: str = "t") -> str:
+        """Return a name that no variable has."""
+
+    def name_of(self, value: str) -> str:
+        """Return a name for a variable of a value or an operand."""
+
+    def address(self, pointer: str, index: Index, in_lane: bool = False) -> str:
+        """Return the address of an element behind a pointer."""
 
     def declared(self, name: str, varies: bool) -> Reference:
         """Declare a variable for a value, without one."""

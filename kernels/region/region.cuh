@@ -3,6 +3,9 @@
 //   PRECISE  1: some value is fp32, so that activations are as accurate; 0: all floats are stored in 16 bits
 #pragma once
 
+#define INFINITE __uint_as_float(0x7f800000u)
+#define NOT_A_NUMBER __uint_as_float(0x7fffffffu)
+
 template <bool, class Yes, class> struct Either { using Type = Yes; };
 template <class Yes, class No> struct Either<false, Yes, No> { using Type = No; };
 
@@ -92,15 +95,17 @@ __device__ __forceinline__ void put_shared(f32* to, const float (&values)[N]) { 
 template <int N>
 __device__ __forceinline__ void put_shared(f16* to, const float (&values)[N]) { put_packed(to, pack<f16, N>(values)); }
 template <int N>
-__device__ __forceinline__ void put_shared(bf16* to, const float (&values)[N]) { put_packed(to, pack<bf16, N>(values)); }
+__device__ __forceinline__ void put_shared(bf16* to, const float (&values)[N]) {
+    put_packed(to, pack<bf16, N>(values));
+}
 template <int N, class T>
 __device__ __forceinline__ void put_shared(T* to, const T (&values)[N]) { put(false, to, values); }
 
 // Stores what the N threads of a block have, each of them COUNT elements behind those of the thread before it.  Threads
 // exchange chunks, so that neighbours store neighbouring ones; `left` of all chunks are there from `to` on.
 template <int CHUNK, int N, int COUNT, class T>
-__device__ __forceinline__ void put_by_block(bool leaving, T* to, const typename Number<T>::Type (&values)[COUNT], int left,
-                                             u64* memory) {
+__device__ __forceinline__ void put_by_block(bool leaving, T* to, const typename Number<T>::Type (&values)[COUNT],
+                                             int left, u64* memory) {
     constexpr int EACH_HAS = COUNT / CHUNK;
     T* slots = reinterpret_cast<T*>(memory);  // one of nine is free, so that few are in the same banks
 #pragma unroll
@@ -179,8 +184,8 @@ __device__ __forceinline__ int smaller(int a, int b) {
 __device__ __forceinline__ float product(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ double product(double a, double b) { return __dmul_rn(a, b); }
 
-// Within 2 units in the last place: 3 to 4 instructions, where the nearest result takes about 12 and a branch. Operators
-// that are not continuous read nearest results.
+// Within 2 units in the last place: 3 to 4 instructions, where the nearest result takes about 12 and a branch. Results
+// that are not continuous are of nearest ones.
 __device__ __forceinline__ float quotient(float a, float b) {
 #if __CUDA_ARCH__ >= 750
     float y;
@@ -240,15 +245,15 @@ __device__ __forceinline__ float logarithm(float x) {
 }
 __device__ __forceinline__ double logarithm(double x) { return log(x); }
 
-// An angle: what is left of it from -pi/4 to pi/4, and the number of quarters of a turn, whose last two bits count. Sin and
-// Cos of one angle share it. Both are within 1.53 units in the last place, for every float.
+// An angle: what is left of it from -pi/4 to pi/4, and the number of quarters of a turn, whose last two bits count.
+// Sin and Cos of one angle share it. Both are within 1.53 units in the last place, for every float.
 struct Angle {
     float rest;
     u32 quarters;
 };
 
-// The product of an angle beyond 71476 and 2 / pi, in 64 bits from the quarters on (Payne and Hanek). It is called, because
-// few angles need it, and each lane of a vector would have its 60 instructions; kernels with wgmma must call nothing.
+// The product of an angle beyond 71476 and 2 / pi, in 64 bits from the quarters on (Payne and Hanek). It is called,
+// because few angles need it, and each lane would have its 60 instructions; kernels with wgmma must call nothing.
 #ifdef HAS_PROGRAM
 __device__ __forceinline__
 #else
@@ -270,7 +275,7 @@ Angle far_angle(float x) {
     const long long rest = (long long)(product << 2) >> 2;
     const u32 quarters = u32(product >> 62) + (rest < 0);
     const float left = float(double(rest) * 3.4061215800304798e-19);  // pi / 2 / 2^62
-    if ((bits & 0x7f800000u) == 0x7f800000u) return {__uint_as_float(0x7fffffffu), 0};
+    if ((bits & 0x7f800000u) == 0x7f800000u) return {NOT_A_NUMBER, 0};
     return x < 0.0f ? Angle{-left, 0 - quarters} : Angle{left, quarters};
 }
 __device__ __forceinline__ Angle angle(float x) {
@@ -322,7 +327,7 @@ __device__ __forceinline__ T power(T x) {
     } else if constexpr (TWICE % 2 != 0) {
         const float size = fabsf(x), one = TWICE < 0 ? rsqrtf(size) : root(size);
         const float y = TWICE < 0 ? one * power<-TWICE - 1>(one * one) : one * power<TWICE - 1>(size);
-        return x < 0.0f && x >= -LARGEST ? __uint_as_float(0x7fffffffu) : y;
+        return x < 0.0f && x >= -LARGEST ? NOT_A_NUMBER : y;
     } else if constexpr (TWICE == 0) {
         return T(1);
     } else if constexpr (TWICE % 4 == 0) {
@@ -356,7 +361,18 @@ __device__ __forceinline__ T reflected(T at, T size) {
 template <class T>
 __device__ __forceinline__ T nearest(T at, T size) { return at < 0 ? T(0) : at >= size ? T(size - 1) : at; }
 
-#ifndef HAS_PROGRAM  // the program of an epilogue has no reductions
+#ifndef HAS_PROGRAM  // the program of an epilogue has no reductions, and indices of 32 bits
+// ---- quotients and remainders by sizes that are arguments, of numbers below 2^62 ----------------------------------
+
+// As types.cuh has it for words; `multiplier` is 2^62 / value + 1, so that a quotient is at most one too large.
+struct WideDivisor { u64 value, multiplier; };
+
+__device__ __forceinline__ long long operator/(long long n, WideDivisor d) {
+    const u64 quotient = __umul64hi(u64(n) << 2, d.multiplier);
+    return (long long)(quotient - (quotient * d.value > u64(n)));
+}
+__device__ __forceinline__ long long operator%(long long n, WideDivisor d) { return n - n / d * (long long)(d.value); }
+
 // ---- accumulators ------------------------------------------------------------------------------------------------
 
 template <class T>
@@ -374,15 +390,18 @@ struct Prod {
 };
 
 template <class T> struct Lowest;
-template <> struct Lowest<float> { static __device__ __forceinline__ float value() { return __uint_as_float(0xff800000u); } };
-template <> struct Lowest<double> { static __device__ __forceinline__ double value() { return -double(__uint_as_float(0x7f800000u)); } };
+template <> struct Lowest<float> { static __device__ __forceinline__ float value() { return -INFINITE; } };
+template <> struct Lowest<double> { static __device__ __forceinline__ double value() { return -INFINITE; } };
 template <> struct Lowest<int> { static __device__ __forceinline__ int value() { return -2147483647 - 1; } };
 template <> struct Lowest<long long> {
     static __device__ __forceinline__ long long value() { return -9223372036854775807ll - 1; }
 };
-template <class T> struct Highest { static __device__ __forceinline__ T value() { return T(-1) - Lowest<T>::value(); } };
-template <> struct Highest<float> { static __device__ __forceinline__ float value() { return __uint_as_float(0x7f800000u); } };
-template <> struct Highest<double> { static __device__ __forceinline__ double value() { return -Lowest<double>::value(); } };
+template <class T>
+struct Highest {
+    static __device__ __forceinline__ T value() { return T(-1) - Lowest<T>::value(); }
+};
+template <> struct Highest<float> { static __device__ __forceinline__ float value() { return INFINITE; } };
+template <> struct Highest<double> { static __device__ __forceinline__ double value() { return INFINITE; } };
 
 template <class T>
 struct Max {

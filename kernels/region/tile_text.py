@@ -93,14 +93,14 @@ class TileText:
         sides = reversed(self.tiling.tile)
         rounds = -(-self.tiling.tile[0] * self.tiling.tile[1] // (width * self.tiling.threads))
         keys = list(dict.fromkeys(vectors))[: MAX_AHEAD // (rounds * width)]
-        self.ahead = {key: f"ahead_{writer.new_name()}" for key in keys}
+        self.ahead = {key: writer.new_name(f"{key[0]}_") for key in keys}
         for (operand, _), name in self.ahead.items():
             writer.line(f"{self._kind(operand)} {name}[{rounds}][{width}];")
         if keys:
             with self._loop(self.last, self.across, width, *sides):
                 for (operand, place), name in self.ahead.items():
-                    address = writer.index(flat(place, writer.shapes.of[operand]))
-                    writer.line(f"load({operand} + ({address}), {name}[k]);")
+                    address = writer.address(operand, flat(place, writer.shapes.of[operand]))
+                    writer.line(f"load({address}, {name}[k]);")
 
     @contextmanager
     def stored(self) -> Iterator[None]:
@@ -111,7 +111,8 @@ class TileText:
                 writer.keep(key, Reference(f"{name}[k]", varies=True))
             for i, key in enumerate(self.staged):
                 text = f"{self._memory(i)}[{self._cell('', 'j' if width > 1 else '')}]"
-                writer.keep(key, writer.declare(self._kind(key[0]), text, width > 1))
+                name = writer.name_of(key[0])
+                writer.keep(key, writer.declare(self._kind(key[0]), text, width > 1, name=name))
             yield
 
     def _cell(self, row_lane: str, column_lane: str) -> str:

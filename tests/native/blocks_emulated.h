@@ -135,6 +135,7 @@ static float rsqrtf(float x) { return 1 / sqrtf(x); }
 static float __fdiv_rn(float a, float b) { return a / b; }
 static float __fmul_rn(float a, float b) { return a * b; }
 static double __dmul_rn(double a, double b) { return a * b; }
+static u64 __umul64hi(u64 a, u64 b) { return u64(static_cast<unsigned __int128>(a) * b >> 64); }
 static float __fadd_rn(float a, float b) { return a + b; }
 static float __fsqrt_rn(float a) { return sqrtf(a); }
 static float __fdividef(float a, float b) { return a / b; }

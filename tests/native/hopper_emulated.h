@@ -108,6 +108,11 @@ inline void wait_for_predecessor() {}
 inline void release_successor() {}
 
 inline float __int_as_float(int bits) { return __uint_as_float(bits); }
+inline u32 __float_as_uint(float value) {
+    u32 bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
 inline float __frcp_rn(float x) { return 1 / x; }
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline double __dmul_rn(double x, double y) { return x * y; }
