@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -292,7 +293,8 @@ class Writer:
         key = ("angle", value.text, self.lanes)
         found = self.known(key)
         if found is None:
-            name, text = self.own_name(f"angle_of_{value.text}"), f"angle({value.lane})"
+            (word,) = re.findall(r"^\w*", value.text)  # of an element of an array, the array; of a number, its digits
+            name, text = self.own_name(f"angle_of_{word}"), f"angle({value.lane})"
             found = self.keep(key, self.declare("Angle", text, value.varies, value.masked, name))
         return found
 

@@ -223,6 +223,8 @@ def rotated(program: RegionProgram, x: str, cos: str, sin: str) -> str:
 
 
 def models() -> Iterator[Made]:
+    rows = numbers((3, 256), "float16")
+    yield made("a softmax of sines", [rows], lambda p, x: p.op("Softmax", p.op("Sin", x), axis=1))
     image = numbers((2, 14, 14, 24), "float16")
     yield made("windows of Swin", [image], windows)
     yield made("windows of Swin, dynamic", [image], windows, dynamic=(2,))

@@ -234,6 +234,12 @@ def test_sin_and_cos_of_an_angle_reduce_it_once() -> None:
     assert "= cosine(angle_of_x0_1[j]);  // Cos" in step.kernel.text
 
 
+def test_sin_of_a_row_in_registers_has_an_array_of_angles() -> None:
+    (step,) = launches_of(CASES["a softmax of sines"])
+    assert "EACH(8) angle_of_held0_0[j] = angle(held0_0[k][j]);" in step.kernel.text
+    compile_cubin(step.kernel, 90)
+
+
 @pytest.mark.parametrize("keepdims", [0, 1])
 def test_rows_are_read_once_for_all_outputs(keepdims: int) -> None:
     program = RegionProgram()
