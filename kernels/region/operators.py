@@ -93,7 +93,7 @@ def expression(
         return f"nearest_{text}" if nearest else text
     if name == "Mul" and nearest and of in FLOATS:
         return f"product({given[0]}, {given[1]})"
-    if name == "Tanh" and single and not nearest:
+    if name == "Tanh" and of in HALVES and not nearest:
         return f"activate::tanh({given[0]}, 0.0f, 0.0f)"
     if name in INFIX:
         return _of_width(f"{given[0]} {INFIX[name]} {given[1]}", target)
