@@ -21,9 +21,8 @@ from onnxfuse.kernels.region.wrapped import wrapped
 from onnxfuse.kernels.region.writer import Writer
 from onnxfuse.kernels.tensors import PDL_ARCH, STREAMED_FROM_BYTES, is_released
 from onnxfuse.runtime.plan import Argument, Kernel, Launch, Plan, Pointer, TensorSpec
-from onnxfuse.runtime.symint import always, maximum
+from onnxfuse.runtime.symint import always
 
-WORD: Final = 2**31  # elements from which on indices have 64 bits
 HEAD: Final = """\
 // {operators}
 #include "types.cuh"
@@ -71,8 +70,7 @@ def _launch(
     threads = works[0].tiling.threads
     blocks = [_blocks(work.nest, work.tiling, sizes) for work in works]
     total = sum(blocks)
-    largest = maximum(*(sizes.value(product(shape)) for shape in region.shapes.of.values()))
-    arguments = Arguments(sizes, not largest + total * threads < WORD)
+    arguments = Arguments(sizes, region.is_wide)
     given = str(is_released(total, region.device)), leaving
     body, shared = _body(region, works, blocks, arguments, stored, given)
     read = {name: each for name, each in parameters.items() if re.search(rf"\b{name}\b", body)}

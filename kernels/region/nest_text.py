@@ -13,7 +13,7 @@ from onnxfuse.kernels.region.kept_text import KeptText
 from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, in_variables
-from onnxfuse.kernels.region.operators import NUMBER
+from onnxfuse.kernels.region.operators import MAX_INSTRUCTIONS, NUMBER
 from onnxfuse.kernels.region.parts_text import PartsText
 from onnxfuse.kernels.region.reductions import Instance
 from onnxfuse.kernels.region.references import Reference
@@ -49,12 +49,14 @@ class NestText:
         self.batched: dict[int, list[tuple[str, Place]]] = {}  # by number of a loop: vectors that are read in batches
         self.ahead: list[tuple[str, Place]] = []  # vectors that are read where a tile is stored
         self.number = 0  # of the next loop
+        self.instructions = 0  # of all loops, about, if none is unrolled
 
     def write(self) -> None:
         """Write all lines; vectors that several loops read are held in registers, where these suffice."""
         if self.tiling.way in ("warp", "block", "columns", "tile"):
             trial = NestText(self.nest, self.tiling, self.writer.copy(), self.release, self.leaving, self.own)
             trial._write()
+            self.instructions = trial.writer.instructions
             self.ahead = trial.ahead
             self.held = trial.repeated() if self.tiling.shares == ONE else {}
             if self.tiling.row_memory:
@@ -68,6 +70,7 @@ class NestText:
                     and self._rounds(name) != 1
                     and own
                     and self._held_width(name) * len(own) <= 16
+                    and self._most_rounds() > 1
                 ):
                     self.batched[number] = own
         self._write()
@@ -170,7 +173,8 @@ class NestText:
             counts = Counter(key for own, keys in self.reads if own == name for key in dict.fromkeys(keys))
             rounds, width = self._rounds(name), self._held_width(name)
             keys = [key for key, count in counts.items() if count > 1 or rounds > 1]
-            if keys and rounds and rounds * width * len(keys) <= MAX_HELD:
+            is_short = rounds * self.writer.instructions <= MAX_INSTRUCTIONS
+            if keys and rounds and is_short and rounds * width * len(keys) <= MAX_HELD:
                 found[name] = {key: f"held{len(found)}_{i}" for i, key in enumerate(keys)}
         return found
 
@@ -268,6 +272,10 @@ class NestText:
         for key, text in held.items():
             self.writer.keep(key, Reference(f"{text}[k]", varies=True))
 
+    def _most_rounds(self) -> int:
+        """Return how many rounds a batch may have, which the text has twice, with loads of their own."""
+        return MAX_INSTRUCTIONS // (3 * max(1, self.instructions))
+
     def _batches(self, name: str, start: str, step: str, head: str, count: str) -> Iterator[None]:
         """Write a loop over batches of rounds, which loads all vectors of a batch first, and one over the rounds left.
 
@@ -276,7 +284,7 @@ class NestText:
         writer, width, before = self.writer, self._held_width(name), self.writer.lanes
         keys, at = self.batched[self.number], writer.new_name("at")
         most = MAX_HELD // 2 if self.tiling.way == "columns" else MAX_HELD  # columns have accumulators for each lane
-        rounds = max(1, min(UNROLLED, most // (width * len(keys))))
+        rounds = max(1, min(UNROLLED, most // (width * len(keys)), self._most_rounds()))
         bound, first = count or self.parts.bound(name, self._width_along(name)), f"{at}_first"
         held = {key: writer.new_name(f"{key[0]}_") for key in keys}
         each = f'_Pragma("unroll") for (int k = 0, {at} = {first}; k < {rounds}; ++k, {at} += {step})'

@@ -15,6 +15,7 @@ from typing import Final
 from onnxfuse.kernels.region.arguments import Arguments
 from onnxfuse.kernels.region.indices import NOTHING, Atom, Index, divided, flat, replaced, variable_index
 from onnxfuse.kernels.region.maps import Place, reshaped
+from onnxfuse.kernels.region.operators import MERGE_INSTRUCTIONS
 from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.reductions import Instance, Key
 from onnxfuse.kernels.region.shapes import Shapes
@@ -54,6 +55,7 @@ class Nest:
     stores: tuple[Instance, ...] = ()  # reductions whose accumulators are stored, at the axes' places
     inner: tuple[Instance, ...] = ()  # reductions that no row shares: each thread computes them by itself
     stored_read: tuple[tuple[Key, Index], ...] = ()  # reductions that launches before have computed, and where
+    instructions: int = 0  # for an element, about
 
     @property
     def place(self) -> Place:
@@ -168,8 +170,8 @@ def _with_levels(nest: Nest, program: Program, shapes: Shapes, stored: StoredByK
     )
     inner = tuple(each for each in found if each not in left)
     levels: list[tuple[Instance, ...]] = []
+    reads = {each: _reads(each, program, shapes, stored) for each in left}
     while left:
-        reads = {each: _reads(each, program, shapes, stored) for each in left}
         ready = tuple(each for each in left if reads[each] & set(left) <= {each}) or (left[0],)
         levels.append(ready)
         left = [each for each in left if each not in ready]
@@ -254,7 +256,8 @@ def traced(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) ->
             writer.value(name, nest.place_of(name, shapes))
     stores = [("", flat(nest.place, nest.shape))]
     accesses, bounds, read = (*writer.accesses, *stores), tuple(writer.bounds), tuple(writer.stored_read)
-    return replace(nest, accesses=accesses, bounds=bounds, stored_read=read)
+    found = replace(nest, accesses=accesses, bounds=bounds, stored_read=read)
+    return replace(found, instructions=writer.instructions + MERGE_INSTRUCTIONS * sum(map(len, nest.levels)))
 
 
 def _indices(nest: Nest) -> Iterator[Index]:

@@ -35,6 +35,13 @@ QUOTIENTS: Final = {  # of floats where the last bit does not matter
     "Div": "quotient({}, {})", "Reciprocal": "quotient({one}, {})", "Sqrt": "root({})",
     "Softsign": "quotient({0}, {one} + magnitude({0}))",
 }  # fmt: skip
+INSTRUCTIONS: Final = {  # of an operator for an element, about; others take OTHER_INSTRUCTIONS
+    "Sin": 35, "Cos": 35, "Erf": 23, "Pow": 20, "Gelu": 20, "Softplus": 16, "Tanh": 12, "Mish": 12, "Log": 12,
+    "Softmax": 12, "LogSoftmax": 12, "Elu": 10, "Selu": 10, "Exp": 8, "Sigmoid": 6, "Mod": 20,
+}  # fmt: skip
+OTHER_INSTRUCTIONS: Final = 2
+MERGE_INSTRUCTIONS: Final = 24  # for what threads have reduced
+MAX_INSTRUCTIONS: Final = 2400  # of a thread: vectors and unrolled loops have no more, so that kernels compile in 0.3 s
 MAX_POWER: Final = 4  # the largest exponent for which a power is a product, a root or both
 NUMERAL: Final = re.compile(r"(-?[\d.]+(?:e[+-]?\d+)?)(?:f|ll)?")
 SELU: Final = (1.67326319217681884765625, 1.05070102214813232421875)  # alpha and gamma, ONNX's defaults

@@ -14,8 +14,10 @@ from onnxfuse.kernels.region.indices import Atom, Index, flat, replaced, text_of
 from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.operators import (
+    INSTRUCTIONS,
     NUMBER,
     OF_ANGLES,
+    OTHER_INSTRUCTIONS,
     STORED,
     expression,
     literal,
@@ -57,6 +59,7 @@ class Writer:
     accesses: list[tuple[str, Index]] = field(default_factory=list)
     vectors: list[tuple[str, Place]] = field(default_factory=list)  # operands that were read as whole vectors
     bounds: list[tuple[Index, Size]] = field(default_factory=list)  # comparisons of an index in branches
+    instructions: int = 0  # of the operators that were written, about
     shared_bytes: int = 0  # of a block's memory
     row_bytes: int = 0  # of the memory that keeps a row
     within: Within | None = None  # what holds where the next line stands
@@ -152,6 +155,7 @@ class Writer:
     ) -> Reference:
         """Write a variable with its value, an expression that may be of lane j, and a note behind it."""
         name, comment = name or self.new_name(), f"  // {note}" if note else ""
+        self.instructions += INSTRUCTIONS.get(note, OTHER_INSTRUCTIONS) * (self.lanes.width if varies else 1)
         if varies:
             self.line(f"{kind} {name}[{self.lanes.width}]; EACH({self.lanes.width}) {name}[j] = {value};{comment}")
         else:

@@ -222,7 +222,23 @@ def rotated(program: RegionProgram, x: str, cos: str, sin: str) -> str:
     return program.op("Add", program.op("Mul", x, cos), program.op("Mul", turned, sin))
 
 
+def masked_softmax(program: RegionProgram, x: str, mask: str) -> str:
+    """The probabilities of an attention, which read the scores twice."""
+    scores = program.op("Mul", x, program.op("Constant", dtype="float16", value=0.125))
+    return program.op("Mul", program.op("Softmax", program.op("Add", scores, mask), axis=3), scores)
+
+
+def chained_reductions(program: RegionProgram, x: str) -> str:
+    """Reductions over the middle axis, of which each reads what the others leave."""
+    for op in ("ReduceMean", "ReduceMax", "ReduceMin", "ReduceL2", "ReduceL1", "ReduceLogSumExp", "ReduceMean"):
+        x = program.op("Sub", x, program.op(op, x, axes=[1], keepdims=1))
+    return x
+
+
 def models() -> Iterator[Made]:
+    scores, mask = numbers((2, 3, 5, 40), "float16"), numbers((2, 1, 5, 40), "float16", 1)
+    yield made("a masked softmax, dynamic", [scores, mask], masked_softmax, dynamic=(2, 3, 5, 40))
+    yield made("a chain of reductions, dynamic", [numbers((2, 40, 3))], chained_reductions, dynamic=(2, 40, 3))
     rows = numbers((3, 256), "float16")
     yield made("a softmax of sines", [rows], lambda p, x: p.op("Softmax", p.op("Sin", x), axis=1))
     image = numbers((2, 14, 14, 24), "float16")

@@ -20,7 +20,7 @@ from region_emulation import plan_of, results
 from region_random import random_program
 from sampling import sampled
 
-from onnxfuse.kernels.region import launches, stages, tilings
+from onnxfuse.kernels.region import host, stages, tilings
 from onnxfuse.region_operators import REDUCTIONS
 from onnxfuse.runtime.plan import Launch
 
@@ -74,7 +74,7 @@ def reduces(program: RegionProgram) -> bool:
 
 
 def test_indices_of_64_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launches, "WORD", 0)
+    monkeypatch.setattr(host, "WORD", 0)
     check_all(dict([*maps(), *models()][::4]), tmp_path)
 
 
