@@ -125,6 +125,10 @@ def _mod(a: Tensor, b: Tensor, fmod: int = 0) -> Tensor:
     return torch.fmod(a, b) if fmod or a.is_floating_point() else torch.remainder(a, b)
 
 
+def _bit_shift(x: Tensor, by: Tensor, direction: str) -> Tensor:
+    return x << by if direction == "LEFT" else x >> by
+
+
 def _is_inf(x: Tensor, detect_positive: int = 1, detect_negative: int = 1) -> Tensor:
     if detect_positive and detect_negative:
         return torch.isinf(x)
@@ -155,6 +159,8 @@ SIMPLE: Mapping[str, Callable[..., Any]] = {
     "Add": torch.add, "Sub": torch.sub, "Mul": torch.mul, "Div": _divide, "Pow": torch.pow, "Min": torch.minimum,
     "Max": torch.maximum, "Equal": torch.eq, "Less": torch.lt, "LessOrEqual": torch.le, "Greater": torch.gt,
     "GreaterOrEqual": torch.ge, "And": torch.logical_and, "Or": torch.logical_or, "Xor": torch.logical_xor,
+    "BitwiseAnd": torch.bitwise_and, "BitwiseOr": torch.bitwise_or, "BitwiseXor": torch.bitwise_xor,
+    "BitwiseNot": torch.bitwise_not, "BitShift": _bit_shift,
     "Not": torch.logical_not, "Neg": torch.neg, "Abs": torch.abs, "Sqrt": torch.sqrt, "Exp": torch.exp,
     "Log": torch.log, "Erf": torch.erf, "Tanh": torch.tanh, "Sin": torch.sin, "Cos": torch.cos, "Floor": torch.floor,
     "Ceil": torch.ceil, "Round": torch.round, "Sign": torch.sign, "Reciprocal": torch.reciprocal, "Relu": torch.relu,

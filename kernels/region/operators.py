@@ -25,6 +25,7 @@ BYTES: Final = {
 INFIX: Final = {
     "Add": "+", "Sub": "-", "Mul": "*", "Div": "/", "Equal": "==", "Less": "<", "LessOrEqual": "<=", "Greater": ">",
     "GreaterOrEqual": ">=", "And": "&&", "Or": "||", "Xor": "!=",
+    "BitwiseAnd": "&", "BitwiseOr": "|", "BitwiseXor": "^",
 }  # fmt: skip
 MATH: Final = {  # functions of the C library, with f behind their names for float
     "Sqrt": "sqrt", "Exp": "exp", "Log": "log", "Erf": "erf", "Tanh": "tanh", "Sin": "sin", "Cos": "cos",
@@ -70,13 +71,13 @@ def of_equal_inputs(operation: Operation, dtype: str) -> str | int | None:
     name, inputs = operation.name, operation.inputs
     if len(inputs) < 2 or inputs[-1] != inputs[-2]:
         return None
-    if name in ("Min", "Max", "And", "Or", "Where"):
+    if name in ("Min", "Max", "And", "Or", "BitwiseAnd", "BitwiseOr", "Where"):
         return len(inputs) - 1
     if name in ("Less", "Greater", "Xor"):
         return "false"
     if dtype not in FLOATS and name in ("Equal", "LessOrEqual", "GreaterOrEqual"):
         return "true"
-    return literal(0, dtype) if dtype not in FLOATS and name == "Sub" else None
+    return literal(0, dtype) if dtype not in FLOATS and name in ("Sub", "BitwiseXor") else None
 
 
 def expression(
@@ -119,6 +120,8 @@ def expression(
         return f"{given[0]} ? {given[1]} : {given[2]}"
     if name == "Cast":
         return _cast(given[0], of, target)
+    if name == "BitShift":
+        return f"shifted_{operation.attributes['direction'].lower()}({given[0]}, {given[1]})"
     if name in ("Pow", "Mod"):
         return _power(given, dtypes, nearest) if name == "Pow" else _remainder(operation, given, of)
     return _others(operation, given[0], of)
@@ -154,6 +157,7 @@ def _others(operation: Operation, x: str, of: str) -> str:
         "Abs": f"magnitude<{number}>({x})" if of not in FLOATS else f"magnitude({x})",
         "Sign": f"sign<{number}>({x})",
         "Not": f"!{x}",
+        "BitwiseNot": _of_width(f"~{x}", of),
         "Identity": x,
         "Reciprocal": f"{literal(1, of) if of in FLOATS else 1} / {x}",
         "Selu": f"selu<{number}>({x}, {alpha}, {gamma})",

@@ -298,6 +298,10 @@ __device__ __forceinline__ float cosine(Angle x) { return sine({x.rest, x.quarte
 template <class T>
 __device__ __forceinline__ T sign(T x) { return x > T(0) ? T(1) : x < T(0) ? T(-1) : T(0); }
 
+// A shift by all bits and more gives 0.
+__device__ __forceinline__ unsigned char shifted_left(unsigned char x, unsigned char by) { return by < 8 ? x << by : 0; }
+__device__ __forceinline__ unsigned char shifted_right(unsigned char x, unsigned char by) { return by < 8 ? x >> by : 0; }
+
 template <class T>
 __device__ __forceinline__ T magnitude(T x) { return x < T(0) ? T(-x) : x; }
 __device__ __forceinline__ float magnitude(float x) { return fabsf(x); }

@@ -15,6 +15,7 @@ SAME: Final = (
     "Add", "Sub", "Mul", "Div", "Neg", "Abs", "Sqrt", "Exp", "Log", "Erf", "Tanh", "Sin", "Cos", "Floor", "Ceil",
     "Round", "Sign", "Reciprocal", "Relu", "Sigmoid", "HardSwish", "Softplus", "Softsign", "Mish", "Where", "Equal",
     "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "And", "Or", "Xor", "Not", "IsNaN", "Identity",
+    "BitwiseAnd", "BitwiseOr", "BitwiseXor", "BitwiseNot",
 )  # fmt: skip
 # Operators with numbers as attributes, and the defaults of these.
 WITH_NUMBERS: Final[Mapping[str, Mapping[str, float]]] = {
@@ -89,6 +90,10 @@ def _mod(s: Steps) -> None:
     s.end("Mod", s.elementwise([0, 1]), fmod=s.integer("fmod", 0))
 
 
+def _bit_shift(s: Steps) -> None:
+    s.end("BitShift", s.elementwise([0, 1]), direction=str(s.parameter("direction")))
+
+
 def _prelu(s: Steps) -> None:
     x, slope = s.elementwise([0, 1])
     negative = s.emit("Less", [x, s.number(0, s.dtype())], TensorProto.BOOL)
@@ -113,6 +118,7 @@ POINTWISE: Final[Mapping[str, Writer]] = {
     "IsInf": _is_inf,
     "Gelu": _gelu,
     "Mod": _mod,
+    "BitShift": _bit_shift,
     "PRelu": _prelu,
     "Swish": _swish,
 }

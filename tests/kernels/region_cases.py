@@ -81,6 +81,13 @@ def operators() -> Iterator[Made]:
     for op in ("And", "Or", "Xor"):
         yield one(op, op, numbers((4, 8), "bool", 1, 0, 1), numbers((8,), "bool", 2, 0, 1))
     yield one("Not", "Not", numbers((33,), "bool", 1, 0, 1))
+    for dtype in ("int8", "uint8", "int32", "int64"):
+        x, y = (np.random.default_rng(i).integers(-(2**63), 2**63, (4, 33)).astype(dtype) for i in range(2))
+        yield made(f"bits of {dtype}", [x, y], lambda p, x, y: [
+            p.op("BitwiseNot", x), *(p.op(f"Bitwise{each}", x, y) for each in ("And", "Or", "Xor"))])  # fmt: skip
+    by = numbers((33,), "uint8", 1, 0, 9)
+    for direction in ("LEFT", "RIGHT"):
+        yield one(f"BitShift {direction}", "BitShift", x.astype(np.uint8), by, direction=direction)
     yield made("Where", [numbers((8,), "bool", 1, 0, 1), numbers((4, 8), "float16", 2), numbers((4, 1), "float16", 3)],
                lambda p, c, a, b: p.op("Where", c, a, b, dtype="float16"))  # fmt: skip
     nan = numbers((4, 8), "float16", 5)
