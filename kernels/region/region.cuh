@@ -296,7 +296,7 @@ __device__ __forceinline__ float sine(Angle x) {
 __device__ __forceinline__ float cosine(Angle x) { return sine({x.rest, x.quarters + 1}); }
 
 template <class T>
-__device__ __forceinline__ T sign(T x) { return x > T(0) ? T(1) : x < T(0) ? T(-1) : T(0); }
+__device__ __forceinline__ T sign(T x) { return x > T(0) ? T(1) : x < T(0) ? T(-1) : x == x ? T(0) : x; }
 
 // A shift by all bits and more gives 0.
 __device__ __forceinline__ unsigned char shifted_left(unsigned char x, unsigned char by) { return by < 8 ? x << by : 0; }
@@ -378,6 +378,11 @@ __device__ __forceinline__ long long operator/(long long n, WideDivisor d) {
 __device__ __forceinline__ long long operator%(long long n, WideDivisor d) { return n - n / d * (long long)(d.value); }
 
 // ---- accumulators ------------------------------------------------------------------------------------------------
+
+// The nearest number of 32 bits, which onnxruntime gives for a sum that is none.
+__device__ __forceinline__ int saturated(long long x) {
+    return int(smaller<long long>(larger<long long>(x, -2147483647 - 1), 2147483647));
+}
 
 template <class T>
 struct Sum {

@@ -110,6 +110,22 @@ def operators() -> Iterator[Made]:
     yield one("HardSigmoid with alpha and beta", "HardSigmoid", numbers((64,), "float16"), alpha=0.1, beta=0.7)
 
 
+def edges() -> Iterator[Made]:
+    """Values at which the operators of onnxruntime do what ONNX leaves open, or arithmetic of 32 bits is too narrow."""
+    x = np.array([[np.nan, -0.0, 0.0, np.inf, -np.inf, 2, -3, 0]], np.float32)
+    yield one("Sign of NaN", "Sign", x)
+    for dtype in ("float32", "int32", "int64"):
+        for dynamic in ((), (0,)):
+            yield one(f"mean of nothing, {dtype} {dynamic}", "ReduceMean", np.zeros((3, 0), dtype), axes=[1],
+                      keepdims=1, dynamic=dynamic)  # fmt: skip
+    large = np.array([[2**31 - 1] * 40, [-(2**31)] * 40, [*range(2**31 - 40, 2**31)]], np.int32)
+    for op in ("ReduceSum", "ReduceMean", "ReduceL1", "ReduceSumSquare"):
+        given = large // 2**14 if op == "ReduceSumSquare" else large
+        for axis in (0, 1):
+            yield one(f"{op} of large int32 over {axis}", op, given, axes=[axis], keepdims=1)
+    yield one("ReduceSum of few rows of large int32", "ReduceSum", np.tile(large, (1, 400)), axes=[1], keepdims=1)
+
+
 def _falling(program: RegionProgram, x: str, y: str) -> list[str]:
     rows = program.op("Slice", program.op("Reshape", x, shape=[-1, 3, 22]), axes=[0], starts=[-2], ends=[3], steps=[1])
     return [program.op("Transpose", rows, perm=[1, 2, 0]), program.op("Add", rows, y)]
@@ -276,4 +292,4 @@ def all_cases() -> dict[str, RegionProgram]:
     """Return all programs by name."""
     of_plans = (stored_reductions, columns, flat_vectors, short_rows, transposed_tiles, row_outputs, repeated_reads,
                 kept_rows, interleaved_axes, prevalent_parts)  # fmt: skip
-    return dict(each for kind in (operators, maps, reductions, *of_plans, models) for each in kind())
+    return dict(each for kind in (operators, edges, maps, reductions, *of_plans, models) for each in kind())

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from architectures import H200
 from emulated_launches import emulate
-from region_cases import all_cases, maps, models, numbers, one
+from region_cases import all_cases, edges, maps, models, numbers, one
 from region_drafts import NUMPY, RegionProgram, check, made
 from region_emulation import plan_of, results
 from region_random import random_program
@@ -76,6 +76,10 @@ def reduces(program: RegionProgram) -> bool:
 def test_indices_of_64_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "WORD", 0)
     check_all(dict([*maps(), *models()][::4]), tmp_path)
+
+
+def test_values_of_which_onnx_says_nothing(tmp_path: Path) -> None:
+    check_all(dict(edges()), tmp_path)
 
 
 def test_a_nan_is_the_largest_and_the_least_of_a_row(tmp_path: Path) -> None:
