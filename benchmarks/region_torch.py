@@ -12,7 +12,6 @@ import torch.fx
 import torch.nn.functional as F
 from region_problems import Part, Problem
 
-from onnxfuse.kernels.region.operators import is_discontinuous
 from onnxfuse.kernels.region.program import Operation, Program
 from onnxfuse.kernels.region.shapes import reduced_axes
 from onnxfuse.region_operators import HALVES
@@ -30,8 +29,8 @@ def dtype_of(name: str, wide: bool = False) -> torch.dtype:
 def module_of(problem: Problem, device: str, wide: bool = False) -> torch.fx.GraphModule:
     """Return a module that computes the outputs of a problem, each a tensor of its own in row-major order.
 
-    With `wide` floats of 16 bits are computed and returned in float32, and rounded where a Cast, or an operator that is
-    not continuous, rounds them.
+    With `wide` floats of 16 bits are computed and returned in float32, and rounded by Casts, and where a result depends
+    on them that is not continuous.
     """
     graph = torch.fx.Graph()
     values = {name: graph.placeholder(name.replace(".", "_").replace("/", "_")) for name in problem.operands}
@@ -70,11 +69,8 @@ def _add(graph: torch.fx.Graph, program: Program, values: dict[str, Any], device
             )
             continue
         read = [values[name] for name in operation.inputs]
-        if wide and is_discontinuous(operation, dtype):
-            kinds = [program.dtypes[name] for name in operation.inputs]
-            read = [_rounded(graph, each, kind) for each, kind in zip(read, kinds, strict=True)]
         found = _call(graph, operation, read, target)
-        if wide and operation.name == "Cast":
+        if wide and (operation.name == "Cast" or operation.outputs[0] in program.rounded):
             found = _rounded(graph, found, dtype)
         if len(operation.outputs) == 1:
             values[operation.outputs[0]] = found
@@ -129,6 +125,10 @@ def _mod(a: Tensor, b: Tensor, fmod: int = 0) -> Tensor:
     return torch.fmod(a, b) if fmod or a.is_floating_point() else torch.remainder(a, b)
 
 
+def _bit_shift(x: Tensor, by: Tensor, direction: str) -> Tensor:
+    return x << by if direction == "LEFT" else x >> by
+
+
 def _is_inf(x: Tensor, detect_positive: int = 1, detect_negative: int = 1) -> Tensor:
     if detect_positive and detect_negative:
         return torch.isinf(x)
@@ -159,6 +159,8 @@ SIMPLE: Mapping[str, Callable[..., Any]] = {
     "Add": torch.add, "Sub": torch.sub, "Mul": torch.mul, "Div": _divide, "Pow": torch.pow, "Min": torch.minimum,
     "Max": torch.maximum, "Equal": torch.eq, "Less": torch.lt, "LessOrEqual": torch.le, "Greater": torch.gt,
     "GreaterOrEqual": torch.ge, "And": torch.logical_and, "Or": torch.logical_or, "Xor": torch.logical_xor,
+    "BitwiseAnd": torch.bitwise_and, "BitwiseOr": torch.bitwise_or, "BitwiseXor": torch.bitwise_xor,
+    "BitwiseNot": torch.bitwise_not, "BitShift": _bit_shift,
     "Not": torch.logical_not, "Neg": torch.neg, "Abs": torch.abs, "Sqrt": torch.sqrt, "Exp": torch.exp,
     "Log": torch.log, "Erf": torch.erf, "Tanh": torch.tanh, "Sin": torch.sin, "Cos": torch.cos, "Floor": torch.floor,
     "Ceil": torch.ceil, "Round": torch.round, "Sign": torch.sign, "Reciprocal": torch.reciprocal, "Relu": torch.relu,

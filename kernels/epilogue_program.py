@@ -22,7 +22,7 @@ from onnxfuse.kernels.region.shapes import Shapes, infer
 from onnxfuse.kernels.region.sizes import ONE, Size, Sizes, product
 from onnxfuse.kernels.region.writer import Writer
 from onnxfuse.kernels.tensors import element_count
-from onnxfuse.region_operators import ELEMENTWISE, HALVES, VIEWS
+from onnxfuse.region_operators import ELEMENTWISE, VIEWS
 from onnxfuse.runtime.plan import Argument, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 
 OPERANDS: Final = ("of_row", "of_columns", "of_elements")  # what an operand has a value for
@@ -234,8 +234,7 @@ class _Text:
 
     def _writer(self, arguments: Arguments) -> Writer:
         writer = Writer(self.program, self.shapes, arguments, False, {}, depth=3)
-        exact = self.program.dtypes[RESULT] not in HALVES
-        writer.keep((RESULT, self.places[RESULT]), Reference("x0[j]", exact=exact))
+        writer.keep((RESULT, self.places[RESULT]), Reference(writer.rounded(RESULT, "x0[j]")))
         return writer
 
     def _reads(self) -> list[tuple[str, Place]]:

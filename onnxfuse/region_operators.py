@@ -7,11 +7,14 @@ from typing import Final
 HALVES: Final = ("float16", "bfloat16")
 FLOATS: Final = (*HALVES, "float32", "float64")
 PRODUCTS: Final = (*HALVES, "float32")  # of the results of products that elementwise operators join
-DTYPES: Final = (*FLOATS, "int8", "uint8", "int32", "int64", "bool")
+INTEGERS: Final = ("int8", "uint8", "int32", "int64")
+DTYPES: Final = (*FLOATS, *INTEGERS, "bool")
 
 ARITHMETIC: Final = ("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Min", "Max")
 COMPARISONS: Final = ("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual")
 LOGIC: Final = ("And", "Or", "Xor", "Not")
+BITWISE: Final = ("BitwiseAnd", "BitwiseOr", "BitwiseXor", "BitwiseNot")
+SHIFTS: Final = ("BitShift",)
 ACTIVATION_OF: Final = {  # operators that call a function of onnxfuse/activations.py
     "Sigmoid": "sigmoid", "LeakyRelu": "leaky_relu", "Elu": "elu", "HardSigmoid": "hard_sigmoid",
     "HardSwish": "hard_swish", "Softplus": "softplus", "Mish": "mish", "Gelu": "gelu",
@@ -21,7 +24,9 @@ OF_FLOATS: Final = (
     "IsNaN", "IsInf",
 )  # fmt: skip
 OF_ALL: Final = ("Relu", "Neg", "Abs", "Sign", "Where", "Cast", "Identity")
-ELEMENTWISE: Final = frozenset((*ARITHMETIC, *COMPARISONS, *LOGIC, *ACTIVATION_OF, *OF_FLOATS, *OF_ALL))
+ELEMENTWISE: Final = frozenset(
+    (*ARITHMETIC, *COMPARISONS, *LOGIC, *BITWISE, *SHIFTS, *ACTIVATION_OF, *OF_FLOATS, *OF_ALL)
+)
 GATHERS: Final = ("Gather", "GatherElements")
 MAPS: Final = frozenset(
     ("Reshape", "Transpose", "Unsqueeze", "Squeeze", "Expand", "Slice", "Concat", "Split", "Pad", "Tile", *GATHERS)
@@ -35,8 +40,12 @@ SUMS: Final = (
 EXTREMES: Final = ("ArgMax", "ArgMin")
 SOFTMAXES: Final = ("Softmax", "LogSoftmax")
 REDUCTIONS: Final = frozenset((*SUMS, *EXTREMES, *SOFTMAXES))
-# Operators that are not continuous: a half-precision value is rounded to its dtype before they read it.
+# Operators that are not continuous, as is a Cast to a dtype that is no float: all that they depend on is rounded.
 DISCONTINUOUS: Final = frozenset((*COMPARISONS, *EXTREMES, "IsNaN", "IsInf", "Floor", "Ceil", "Round", "Sign", "Mod"))
+# Operators whose results need no rounding if their inputs need none: each is an input, its negative, or an integer.
+EXACT: Final = frozenset(
+    (*DISCONTINUOUS, "Max", "Min", "Neg", "Abs", "Where", "Identity", "Relu", "Cast", "ReduceMax", "ReduceMin", *MAPS)
+)
 
 
 def dtypes_of(operator: str) -> tuple[str, ...]:
@@ -48,6 +57,10 @@ def dtypes_of(operator: str) -> tuple[str, ...]:
         return FLOATS[:-1]
     if operator in (*OF_FLOATS, *SOFTMAXES, "ReduceLogSumExp", "ReduceL2"):
         return FLOATS
+    if operator in BITWISE:
+        return INTEGERS
+    if operator in SHIFTS:
+        return ("uint8",)  # ONNX shifts integers without a sign
     if operator in REDUCTIONS:
         return (*FLOATS, "int32", "int64")
     return DTYPES if operator in ELEMENTWISE | MAPS else ()

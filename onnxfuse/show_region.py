@@ -12,6 +12,7 @@ from onnxfuse.kernels.joined import is_joined, joined
 from onnxfuse.kernels.region.program import Operation, Program, parse
 from onnxfuse.kernels.region.shapes import infer
 from onnxfuse.kernels.region.sizes import Shape, Sizes, as_size, variable
+from onnxfuse.kernels.region.wrapped import wrapped
 from onnxfuse.rewrite.replace import REGION
 from onnxfuse.runtime.call_inputs import dim_names, inputs_of
 from onnxfuse.runtime.expressions import Expressions
@@ -75,18 +76,23 @@ def _parts(call: Call) -> tuple[Program, dict[str, str], Sequence[str]]:
 
 
 def _program_text(call: Call) -> Iterator[str]:
-    """Yield the lines of a region's program: a value each, with its dtype, its shape and the operator that gives it."""
+    """Yield the lines of a region's program."""
+    yield f"{call.node.name}: {' '.join(call.proto.input)} -> {' '.join(call.proto.output)}"
+    yield from (f"  {line}" for line in _values_text(call, call.proto.output))
+
+
+def _values_text(call: Call, stored: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each value, with its dtype, its shape and the operator that gives it, and for what is stored."""
     program, operands, outputs = _parts(call)
     shapes = _shapes(call, program)
     typed = {name: f"{dtype}{_shape_text(shapes, name)}" for name, dtype in program.dtypes.items()}
-    yield f"{call.node.name}: {' '.join(call.proto.input)} -> {' '.join(call.proto.output)}"
     for name, tensor in operands.items():
-        yield f"  {name}: {typed[name]} = {tensor}"
+        yield f"{name}: {typed[name]} = {tensor}"
     for operation in program.operations:
         left = ", ".join(f"{name}: {typed[name]}" for name in operation.outputs)
-        yield f"  {left} = {_operation_text(operation)}"
-    for tensor, name in zip(call.proto.output, outputs, strict=True):
-        yield f"  {tensor} = {name}"
+        yield f"{left} = {_operation_text(operation)}"
+    for own, tensor, name in zip(stored, call.proto.output, outputs, strict=True):
+        yield f"{own} = {name}{f', which is {tensor}' if own != tensor else ''}"
 
 
 def _operation_text(operation: Operation) -> str:
@@ -140,6 +146,9 @@ def _kernels_text(call: Call, device: Device) -> Iterator[str]:
     template = _template(call, device)
     names = dim_names(call.shapes)
     yield f"// {call.node.name}, for {describe(device)}"
+    yield from (
+        wrapped(f"//   {line}") for line in _values_text(call, [f"y{i}" for i in range(len(call.proto.output))])
+    )
     for kernel in template.kernels:
         for variant in template.variants:
             if kernel in variant.kernels:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
+from dataclasses import dataclass, field, replace
 
 from onnxfuse.kernels.region.sizes import Size, Sizes
 from onnxfuse.kernels.tensors import divisor
@@ -40,29 +41,40 @@ class Arguments:
 
         Division of unsigned words takes the fewest instructions.
         """
+        if index == "0":
+            return index
+        if by.constant is None:
+            return f"({in_parentheses(index)} {operator} {self._divisor(by)})"
         if self.is_wide:
-            return f"({_in_parentheses(index)} {operator} {self.size(by)})"
-        if by.constant is not None:
-            inner = index.removeprefix("int")  # what an unsigned division gives is unsigned before it is an int
-            is_unsigned = index.startswith("int(u32") and _in_parentheses(inner) == inner
-            return f"int({inner if is_unsigned else f'u32{_in_parentheses(index)}'} {operator} {by.constant}u)"
-        return f"({_in_parentheses(index)} {operator} {self._divisor(by)})"
+            return f"(long long)(u64({index}) {operator} {by.constant}u)"
+        if index.startswith("(") and in_parentheses(index) == index:
+            index = index[1:-1]
+        inner = index.removeprefix("int(").removesuffix(")")  # what a division gives is unsigned before it is an int
+        is_unsigned = index == f"int({inner})" and index.startswith("int(u32") and _is_closed(inner)
+        return f"int({f'({inner})' if is_unsigned else f'u32({index})'} {operator} {by.constant}u)"
 
     def _divisor(self, size: Size) -> str:
         key = ("divisor", size)
         if key not in self.names:
             self.names[key] = name = f"n{len(self.names)}"
-            self.declared += [f"u32 {name}_value", f"u64 {name}_multiplier"]
-            self.values += divisor(self.sizes.value(size))
+            value, multiplier = divisor(self.sizes.value(size))
+            self.declared += [f"{'u64' if self.is_wide else 'u32'} {name}_value", f"u64 {name}_multiplier"]
+            self.values += [replace(value, type="int64") if self.is_wide else value, multiplier]
         name = self.names[key]
-        return f"Divisor{{{name}_value, {name}_multiplier}}"
+        return f"{'WideDivisor' if self.is_wide else 'Divisor'}{{{name}_value, {name}_multiplier}}"
 
 
-def _in_parentheses(text: str) -> str:
-    """Return an expression in one pair of parentheses."""
+def in_parentheses(text: str) -> str:
+    """Return an expression in parentheses, unless it is a word, a number, or one call or cast of these."""
     depth = 0
     for i, letter in enumerate(text):
-        depth += (letter == "(") - (letter == ")")
-        if depth == 0 and i < len(text) - 1:
+        depth += (letter in "([{") - (letter in ")]}")
+        if depth == 0 and letter in " )" and i < len(text) - 1:
             return f"({text})"
-    return text if text.startswith("(") else f"({text})"
+    return f"({text})" if text.startswith("-") else text
+
+
+def _is_closed(text: str) -> bool:
+    """Return whether each closing parenthesis of an expression has an opening one in front of it."""
+    depths = itertools.accumulate((letter == "(") - (letter == ")") for letter in text)
+    return all(depth >= 0 for depth in depths)

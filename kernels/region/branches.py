@@ -6,11 +6,12 @@ each lane chooses among the parts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from onnxfuse.kernels.region import maps
+from onnxfuse.kernels.region.arguments import in_parentheses
 from onnxfuse.kernels.region.indices import Index, flat
 from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.operators import NUMBER, literal
@@ -63,15 +64,15 @@ def joined(writer: ValueWriter, operation: Operation, name: str, place: Place) -
     writer.bounds += [(index, end) for end in ends]
     if not all(writer.lanes.are_on_one_side(index, end, writer.shapes.sizes) for end in ends):
         return _joined_by_lanes(writer, operation, name, place, parts)
-    found, exact, masked = writer.declared(name, writer.lanes.vary(*place) or bool(writer.masks)), True, False
+    found, masked = writer.declared(name, writer.lanes.vary(*place) or bool(writer.masks)), False
     for i, each in enumerate(parts):
         condition = f"if ({writer.index(index)} < {writer.arguments.size(each[2])})"
         head = "else" if each is parts[-1] else f"{'else ' if i else ''}{condition}"
         with writer.branch(head):
             part = _part(writer, operation, place, each)
             writer.assign(found, part)
-            exact, masked = exact and part.exact, masked or part.masked
-    return found.of(exact, masked)
+            masked = masked or part.masked
+    return found.where(masked)
 
 
 def _moved(writer: ValueWriter, name: str, place: Place) -> Moved | None:
@@ -100,24 +101,38 @@ def _loaded(writer: ValueWriter, choice: Choice) -> Reference:
     varies = lanes.vary(*(index for index, _ in splits), *(address for _, address in loads))
     is_whole = all(writer.is_contiguous(address) for _, address in loads)
     is_whole = is_whole and all(lanes.are_on_one_side(index, end, writer.shapes.sizes) for index, end in splits)
-    text = _pointer(writer, choice, varies and not is_whole)
+    text = _address(writer, choice, varies and not is_whole)
     if varies and is_whole:
         found = writer.declared(loads[0][0], True)
         writer.line(f"load({text}, {found.text});")
         return found
     if writer.masks:
         text = f"{writer.masks[-1]}[j] ? load_one({text}) : ({kind})1"
-        return writer.declare(kind, text, True, masked=True)
-    return writer.declare(kind, f"load_one({text})", varies)
+        return writer.declare(kind, text, True, masked=True, name=writer.name_of(loads[0][0]))
+    return writer.declare(kind, f"load_one({text})", varies, name=writer.name_of(loads[0][0]))
 
 
-def _pointer(writer: ValueWriter, moved: Moved, in_lane: bool) -> str:
+def _address(writer: ValueWriter, choice: Choice, in_lane: bool) -> str:
+    """Return the address that a choice makes; where addresses differ by a number alone, that number is chosen."""
+    (operand, first), *others = choice.loads()
+    if any(each[0] != operand or each[1].terms != first.terms for each in others):
+        return _chosen(writer, choice, lambda load: writer.address(*load, in_lane), in_lane)
+    text = _chosen(writer, choice, lambda load: writer.arguments.size(load[1].constant), in_lane)
+    if not in_lane:
+        text = writer.declare(writer.arguments.index_type, text, False, name=writer.new_name("begin")).text
+    return f"{operand} + ({writer.index(Index(ZERO, first.terms), in_lane)} + {in_parentheses(text)})"
+
+
+def _chosen(writer: ValueWriter, moved: Moved, text_of: Callable[[Load], str], in_lane: bool) -> str:
+    """Return an expression that is the text of the part that has an index."""
     if not isinstance(moved, Choice):
-        return f"{moved[0]} + ({writer.index(moved[1], in_lane)})"
-    *parts, last = [(_pointer(writer, each, in_lane), end) for each, end in moved.parts]
-    index, text = writer.index(moved.index, in_lane), last[0]
+        return text_of(moved)
+    *parts, (last, _) = moved.parts
+    index, text = writer.index(moved.index, in_lane), _chosen(writer, last, text_of, in_lane)
     for each, end in reversed(parts):
-        text = f"{index} < {writer.arguments.size(end)} ? {each} : ({text})"
+        own = _chosen(writer, each, text_of, in_lane)
+        own = f"({own})" if isinstance(each, Choice) else own
+        text = f"{index} < {writer.arguments.size(end)} ? {own} : {text}"
     return text
 
 
@@ -153,11 +168,11 @@ def _joined_by_lanes(
         with writer.mask(" && ".join(conditions)) as mask:
             part = _part(writer, operation, place, each)
         if found:
-            text, exact = f"{mask}[j] ? {part.lane} : {found.lane}", found.exact and part.exact
-            part = writer.declare(NUMBER[writer.program.dtypes[name]], text, True, exact)
+            text = f"{mask}[j] ? {part.lane} : {found.lane}"
+            part = writer.declare(NUMBER[writer.program.dtypes[name]], text, True)
         found = part
     assert found
-    return found.of(found.exact, bool(writer.masks))
+    return found.where(bool(writer.masks))
 
 
 def padded(writer: ValueWriter, operation: Operation, inner: Place) -> Reference:
@@ -187,10 +202,10 @@ def padded(writer: ValueWriter, operation: Operation, inner: Place) -> Reference
         with writer.mask(condition) as mask:
             inside = writer.value(x, inner)
         text = f"{mask}[j] ? {inside.lane} : {value}"
-        return writer.declare(NUMBER[dtype], text, True, inside.exact, bool(writer.masks))
+        return writer.declare(NUMBER[dtype], text, True, bool(writer.masks))
     found = writer.declared(x, writer.lanes.vary(*inner) or bool(writer.masks))
     writer.assign(found, found.of_text(value))
     with writer.branch(f"if ({condition})"):
         inside = writer.value(x, inner)
         writer.assign(found, inside)
-    return found.of(inside.exact, inside.masked)
+    return found.where(inside.masked)

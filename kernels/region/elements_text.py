@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
-from onnxfuse.kernels.region.indices import flat, variable_index
+from onnxfuse.kernels.region.indices import Index, flat, variable_index
 from onnxfuse.kernels.region.interleaved import chunk_of, interleaved
 from onnxfuse.kernels.region.lanes import Lanes
+from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.nests import ELEMENTS, Variable
 from onnxfuse.kernels.region.operators import BYTES, NUMBER
 from onnxfuse.kernels.region.parts_text import PartsText
@@ -14,6 +16,7 @@ from onnxfuse.kernels.region.prevalent import Prevalent, prevalent
 from onnxfuse.kernels.region.references import Reference
 from onnxfuse.kernels.region.sizes import as_size, product
 from onnxfuse.kernels.region.store_text import StoreText
+from onnxfuse.kernels.region.writer import Writer
 
 
 class ElementsText:
@@ -49,7 +52,8 @@ class ElementsText:
         writer.line(f"if (at >= {self.parts.bound(ELEMENTS, width)}) return;")
         if variables:
             self.parts.split("at", variables, width)
-            writer.lanes = Lanes(variables[-1].name, width)
+            linear = _place_of(variables) if len(variables) > 1 else None
+            writer.lanes = Lanes(variables[-1].name, width, linear=linear)
         self.store.write()
 
     def _alike(self, variable: Variable, alike: Prevalent) -> None:
@@ -64,7 +68,7 @@ class ElementsText:
         found = self._values()
         writer.lanes, writer.within, known = Lanes(), None, writer.scopes
         own = {name: writer.declared(name, False) for name in nest.outputs}
-        begin, other, is_other = (writer.new_name() for _ in range(3))
+        begin, other, is_other = (writer.new_name(name) for name in ("begin", "other", "is_other"))
         skipped = alike.end - alike.begin
         behind = f"(threadIdx.x % {others} < {alike.begin} ? 0 : {skipped})" if alike.begin else str(skipped)
         column = f"threadIdx.x % {others} + {behind}"
@@ -79,8 +83,7 @@ class ElementsText:
             for name, value in self._values().items():
                 writer.assign(own[name], value)
         writer.scopes, writer.lanes = known, Lanes(variable.name, width)
-        if self.store.release != "0":
-            writer.line(f"if ({self.store.release}) release_successor();")
+        self.store.write_release()
         self.store.write_all(found)
         writer.lanes = Lanes()
         writer.line("__syncthreads();")
@@ -104,18 +107,47 @@ class ElementsText:
         writer.line(f"if (at >= {bound}) return;")
         self.parts.split("at", own, width)
         writer.lanes = Lanes(variables[-1].name, width)
+        value = f"const {self.type} {repeated.name} = {first.name} * {repeats} + k;"
+        ahead = self._read_ahead(repeated, value) if self.tiling.reads_ahead else {}
         self._write_without(repeated)
-        with writer.block(f'_Pragma("unroll") for (int k = 0; k < {repeats}; ++k)'):
-            writer.line(f"const {self.type} {repeated.name} = {first.name} * {repeats} + k;")
+        with self._each_repeat():
+            writer.line(value)
+            for key, name in ahead.items():
+                writer.keep(key, Reference(f"{name}[k]", varies=True))
             self.store.write()
+
+    def _each_repeat(self) -> AbstractContextManager[None]:
+        return self.writer.block(f'_Pragma("unroll") for (int k = 0; k < {self.tiling.repeats}; ++k)')
+
+    def _trial(self) -> Writer:
+        """Return a writer that has written the values and the stores of a thread."""
+        trial = StoreText(self.nest, self.writer.copy(), self.store.release, self.store.leaving, ())
+        trial.writer.lanes = self.writer.lanes
+        trial.write()
+        return trial.writer
+
+    def _read_ahead(self, repeated: Variable, value: str) -> dict[tuple[str, Place], str]:
+        """Write the loads of vectors at all values of a variable, so that all are under way together."""
+        writer = self.writer
+        found = {
+            (operand, place): writer.new_name(f"{operand}_")
+            for operand, place in dict.fromkeys(self._trial().vectors)
+            if any(repeated.name in index.variables() for index in place)
+        }
+        for (operand, _), name in found.items():
+            kind = NUMBER[writer.program.dtypes[operand]]
+            writer.line(f"{kind} {name}[{self.tiling.repeats}][{self.tiling.width}];")
+        with self._each_repeat():
+            writer.line(value)
+            for (operand, place), name in found.items():
+                address = writer.address(operand, flat(place, writer.shapes.of[operand]))
+                writer.line(f"load({address}, {name}[k]);")
+        return found
 
     def _write_without(self, repeated: Variable) -> None:
         """Write the values that do not depend on a variable, in front of the loop over it."""
         writer = self.writer
-        trial = StoreText(self.nest, writer.copy(), self.store.release, self.store.leaving, ())
-        trial.writer.lanes = writer.lanes
-        trial.write()
-        for name, place in trial.writer.values():
+        for name, place in self._trial().values():
             is_read = any(atom.kind == "value" for index in place for atom in index.atoms())  # by the trial's name
             if not is_read and not any(repeated.name in index.variables() for index in place):
                 writer.value(name, place)
@@ -137,12 +169,11 @@ class ElementsText:
         found = {name: writer.new_name() for name in nest.outputs}
         for name, array in found.items():
             writer.line(f"{NUMBER[dtypes[name]]} {array}[{width * repeats}];")
-        with writer.block(f'_Pragma("unroll") for (int k = 0; k < {repeats}; ++k)'):
+        with self._each_repeat():
             writer.line(f"const {self.type} {short.name} = k;")
             for name, value in self._values().items():
                 writer.line(f"EACH({width}) {found[name]}[j * {repeats} + k] = {value.lane};")
-        if self.store.release != "0":
-            writer.line(f"if ({self.store.release}) release_successor();")
+        self.store.write_release()
         self._put_by_block({name: Reference(array) for name, array in found.items()})
 
     def _put_by_block(self, values: Mapping[str, Reference]) -> None:
@@ -170,10 +201,7 @@ class ElementsText:
         bound, at = writer.arguments.size(count), f"first + j * {threads}"
         writer.line(f"const {kind} first = ({kind})block * {threads * width} + threadIdx.x;")
         writer.line(f"if (first >= {bound}) return;")
-        linear = flat(
-            [variable_index(each.name, each.extent) for each in variables], [each.extent for each in variables]
-        )
-        writer.lanes = Lanes("", width, frozenset(each.name for each in variables), linear)
+        writer.lanes = Lanes("", width, frozenset(each.name for each in variables), linear=_place_of(variables))
         is_whole = writer.shapes.sizes.divisor(count) % (threads * width) == 0
         self.parts.variable("at", at if is_whole else f"{at} < {bound} ? {at} : {bound} - 1")
         self.parts.split("at", variables, 1)
@@ -192,3 +220,8 @@ class ElementsText:
         with writer.block(f"else if (at < {writer.arguments.size(count - skipped)})"):
             writer.line(f"const {self.type} {variable.name} = at + {writer.arguments.size(skipped)};")
             self.store.write()
+
+
+def _place_of(variables: Sequence[Variable]) -> Index:
+    """Return the place of an element among all of a nest's, in its variables."""
+    return flat([variable_index(each.name, each.extent) for each in variables], [each.extent for each in variables])

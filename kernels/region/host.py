@@ -8,10 +8,13 @@ from typing import Final
 from onnxfuse.kernels.region.launches import plan_of
 from onnxfuse.kernels.region.program import parse, refusal
 from onnxfuse.kernels.region.shapes import infer
-from onnxfuse.kernels.region.sizes import ONE, ZERO, Shape, Sizes
+from onnxfuse.kernels.region.sizes import ONE, ZERO, Shape, Sizes, product
 from onnxfuse.kernels.region.stages import Region, stages_of
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
+from onnxfuse.runtime.symint import maximum, without_soft_guards
 
+WORD: Final = 2**31  # elements, from which on indices have 64 bits
+MAX_BEYOND: Final = 2**21  # how far indices of threads that have no element exceed the last element's, at most
 MAX_OPERATIONS: Final = 200  # of a program: the text of a longer one takes long to compile
 
 
@@ -44,8 +47,11 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
             groups.setdefault(shapes.of[name], []).append(name)
     if not groups:
         return [Plan(outputs, ())]
-    region = Region(program, shapes, aligned, device)
-    return [plan_of(region, stages_of(region, list(groups.values())), inputs, outputs)]
+    largest = maximum(*(sizes.value(count) for count in dict.fromkeys(map(product, shapes.of.values()))))
+    region = Region(program, shapes, aligned, device, is_wide=not largest < WORD - MAX_BEYOND)
+    # Tensors of more elements are rare: their template has the variants that it needs, and none for speed.
+    with without_soft_guards(*([largest] if region.is_wide else [])):
+        return [plan_of(region, stages_of(region, list(groups.values())), inputs, outputs)]
 
 
 def _is_empty(shape: Shape, sizes: Sizes) -> bool:

@@ -209,4 +209,4 @@ def text_of(index: Index, size: Callable[[Size], str], atom: Callable[[Atom], st
     parts = [("" if factor == ONE else f"{size(factor)} * ") + atom(each) for each, factor in index.terms]
     if index.constant != ZERO or not parts:
         parts.append(size(index.constant))
-    return " + ".join(parts)
+    return " + ".join(parts).replace(" + -", " - ")

@@ -52,7 +52,7 @@ class KeptText:
             kind = f"Pack<{STORED[writer.program.dtypes[vector[0]]]}, {width}>"
             memory = writer.row_memory(self._bytes(name, vector))
             writer.line(f"{kind}* const {text} = reinterpret_cast<{kind}*>({memory});")
-        at, step, index = f"at_{writer.new_name()}", self.tiling.threads, writer.arguments.index_type
+        at, step, index = writer.new_name("at"), self.tiling.threads, writer.arguments.index_type
         with writer.block(f"for ({index} {at} = lane; {at} < {COPIED_AHEAD * step}; {at} += {step})"):
             self._copy(name, at, head, bound)
 
@@ -62,8 +62,8 @@ class KeptText:
         with writer.block(f"if ({at} < {bound})"):
             self.enter(name, at, head)
             for (operand, place), text in self.vectors[name].items():
-                address = writer.index(flat(place, writer.shapes.of[operand]))
-                writer.line(f"copy_to_shared({text}[{at}], {operand} + ({address}));")
+                address = writer.address(operand, flat(place, writer.shapes.of[operand]))
+                writer.line(f"copy_to_shared({text}[{at}], {address});")
         writer.lanes = before
         writer.line("commit_copies();")
 
@@ -75,9 +75,8 @@ class KeptText:
         if is_first:
             writer.line(f"wait_for_copies_but<{COPIED_AHEAD - 1}>();")
         for vector, text in self.vectors[name].items():
-            found = writer.new_name()
-            writer.line(f"float {found}[{self.widths[name]}];")
-            writer.line(f"unpack(read_packed({text}[{at}]), {found});")
+            found = writer.name_of(vector[0])
+            writer.line(f"float {found}[{self.widths[name]}]; unpack(read_packed({text}[{at}]), {found});")
             writer.keep(vector, Reference(found, varies=True))
         if is_first:
             ahead, step = f"{at}_ahead", COPIED_AHEAD * self.tiling.threads

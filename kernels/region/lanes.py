@@ -26,7 +26,7 @@ class Lanes:
     width: int = 1
     scattered: frozenset[str] = frozenset()
     rest: Index | None = None  # where the variable is 0, of places of which the first lane's is a multiple of the width
-    linear: Index | None = None  # of scattered lanes, what the array `at` has in the text: the place among all elements
+    linear: Index | None = None  # the place among all elements, which the text has as `at[j]`, or as `at` vectors
 
     def differ(self, variables: Collection[str]) -> bool:
         """Return whether the lanes have different values of any of these variables."""

@@ -17,12 +17,12 @@ from onnxfuse.kernels.region.stages import Region, Stages, Work
 from onnxfuse.kernels.region.stored import Stored
 from onnxfuse.kernels.region.tile_text import tiles
 from onnxfuse.kernels.region.tilings import Tiling
+from onnxfuse.kernels.region.wrapped import wrapped
 from onnxfuse.kernels.region.writer import Writer
 from onnxfuse.kernels.tensors import PDL_ARCH, STREAMED_FROM_BYTES, is_released
 from onnxfuse.runtime.plan import Argument, Kernel, Launch, Plan, Pointer, TensorSpec
-from onnxfuse.runtime.symint import always, maximum
+from onnxfuse.runtime.symint import always
 
-WORD: Final = 2**31  # elements from which on indices have 64 bits
 HEAD: Final = """\
 // {operators}
 #include "types.cuh"
@@ -70,16 +70,15 @@ def _launch(
     threads = works[0].tiling.threads
     blocks = [_blocks(work.nest, work.tiling, sizes) for work in works]
     total = sum(blocks)
-    largest = maximum(*(sizes.value(product(shape)) for shape in region.shapes.of.values()))
-    arguments = Arguments(sizes, not largest + total * threads < WORD)
+    arguments = Arguments(sizes, region.is_wide)
     given = str(is_released(total, region.device)), leaving
     body, shared = _body(region, works, blocks, arguments, stored, given)
     read = {name: each for name, each in parameters.items() if re.search(rf"\b{name}\b", body)}
     declared = ", ".join([*(text for text, _ in read.values()), *arguments.declared])
-    operators = " ".join(each.name for each in program.operations)
+    operators = " ".join(each.name for each in program.operations if each.name != "Constant")
     head = HEAD.format(operators=operators, threads=threads, parameters=declared)
     precise = int(any(dtype == "float32" for dtype in program.dtypes.values()))
-    kernel = Kernel("region", "region", {"PRECISE": precise}, text=f"{head}{body}}}\n")
+    kernel = Kernel("region", "region", {"PRECISE": precise}, text=wrapped(f"{head}{body}}}\n"))
     passed = (*(argument for _, argument in read.values()), *arguments.values)
     return Launch(kernel, (total, 1, 1), (threads, 1, 1), passed, shared, pdl=region.device.arch >= PDL_ARCH)
 
@@ -115,8 +114,7 @@ def _body(
         head = "{" if i == len(works) - 1 else f"if (blockIdx.x < {bound}) {{"
         lines.append(f"    {'} else ' if i else ''}{head}")
         lines.append(f"        const u32 block = blockIdx.x{f' - {begin}' if begin else ''};")
-        prefix = f"v{i}_"
-        writer = Writer(region.program, region.shapes, arguments, region.aligned, stored, prefix=prefix, depth=2)
+        writer = Writer(region.program, region.shapes, arguments, region.aligned, stored, depth=2)
         NestText(work.nest, work.tiling, writer, *given, work.stored).write()
         lines += writer.lines
         before, begin, shared = end, bound, max(shared, writer.shared_bytes)

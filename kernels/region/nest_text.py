@@ -13,7 +13,7 @@ from onnxfuse.kernels.region.kept_text import KeptText
 from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, in_variables
-from onnxfuse.kernels.region.operators import NUMBER
+from onnxfuse.kernels.region.operators import MAX_INSTRUCTIONS, NUMBER
 from onnxfuse.kernels.region.parts_text import PartsText
 from onnxfuse.kernels.region.reductions import Instance
 from onnxfuse.kernels.region.references import Reference
@@ -49,12 +49,14 @@ class NestText:
         self.batched: dict[int, list[tuple[str, Place]]] = {}  # by number of a loop: vectors that are read in batches
         self.ahead: list[tuple[str, Place]] = []  # vectors that are read where a tile is stored
         self.number = 0  # of the next loop
+        self.instructions = 0  # of all loops, about, if none is unrolled
 
     def write(self) -> None:
         """Write all lines; vectors that several loops read are held in registers, where these suffice."""
         if self.tiling.way in ("warp", "block", "columns", "tile"):
             trial = NestText(self.nest, self.tiling, self.writer.copy(), self.release, self.leaving, self.own)
             trial._write()
+            self.instructions = trial.writer.instructions
             self.ahead = trial.ahead
             self.held = trial.repeated() if self.tiling.shares == ONE else {}
             if self.tiling.row_memory:
@@ -68,6 +70,7 @@ class NestText:
                     and self._rounds(name) != 1
                     and own
                     and self._held_width(name) * len(own) <= 16
+                    and self._most_rounds() > 1
                 ):
                     self.batched[number] = own
         self._write()
@@ -94,8 +97,7 @@ class NestText:
         text.read_ahead(self.ahead)
         text.read()
         writer.line("__syncthreads();")
-        if self.release != "0":
-            writer.line(f"if ({self.release}) release_successor();")
+        self.store.write_release()
         seen = len(writer.vectors)
         with text.stored():
             nest = self.nest
@@ -171,7 +173,8 @@ class NestText:
             counts = Counter(key for own, keys in self.reads if own == name for key in dict.fromkeys(keys))
             rounds, width = self._rounds(name), self._held_width(name)
             keys = [key for key, count in counts.items() if count > 1 or rounds > 1]
-            if keys and rounds and rounds * width * len(keys) <= MAX_HELD:
+            is_short = rounds * self.writer.instructions <= MAX_INSTRUCTIONS
+            if keys and rounds and is_short and rounds * width * len(keys) <= MAX_HELD:
                 found[name] = {key: f"held{len(found)}_{i}" for i, key in enumerate(keys)}
         return found
 
@@ -179,7 +182,8 @@ class NestText:
         """Write how many elements stand in front of shifted vectors, and how many vectors there are."""
         writer, lanes = self.writer, self.tiling.shifted[name]
         assert lanes.rest is not None
-        (variable,), width, head, count = self.nest.lists[name], lanes.width, writer.new_name(), writer.new_name()
+        head, count = writer.new_name("head"), writer.new_name("count")
+        (variable,), width = self.nest.lists[name], lanes.width
         size, rest = writer.arguments.size(variable.extent), writer.index(lanes.rest)
         shift = writer.arguments.quotient(rest, as_size(width), "%")
         writer.line(f"const int {head} = ({width} - {shift}) % {width}, {count} = ({size} - {head}) / {width};")
@@ -245,14 +249,14 @@ class NestText:
         vectors begin behind `head` elements, and are `count`.
         """
         writer, before = self.writer, self.writer.lanes
-        seen, at, held = len(writer.vectors), f"at_{writer.new_name()}", self.held.get(name, {})
+        seen, at, held = len(writer.vectors), writer.new_name("at"), self.held.get(name, {})
         bound = count or self.parts.bound(name, self._width_along(name))
         unrolled = f'_Pragma("unroll {UNROLLED}") ' if name in self.kept.vectors else ""
         text = f"{unrolled}for ({self.type} {at} = {start}; {at} < {bound}; {at} += {step})"
         if held:
             rounds = self._rounds(name)
-            writer.line(f'_Pragma("unroll") for (int k = 0, {at} = {start}; k < {rounds}; ++k, {at} += {step})')
-            text = "" if self._divides(name, rounds) else f"if ({at} < {bound})"
+            text = f'_Pragma("unroll") for (int k = 0, {at} = {start}; k < {rounds}; ++k, {at} += {step})'
+            text += "" if self._divides(name, rounds) else f" if ({at} < {bound})"
         with writer.block(text):
             if not fills:
                 self._keep(held)
@@ -268,34 +272,36 @@ class NestText:
         for key, text in held.items():
             self.writer.keep(key, Reference(f"{text}[k]", varies=True))
 
+    def _most_rounds(self) -> int:
+        """Return how many rounds a batch may have, which the text has twice, with loads of their own."""
+        return MAX_INSTRUCTIONS // (3 * max(1, self.instructions))
+
     def _batches(self, name: str, start: str, step: str, head: str, count: str) -> Iterator[None]:
         """Write a loop over batches of rounds, which loads all vectors of a batch first, and one over the rounds left.
 
         In the last batch, not all threads have all rounds.
         """
         writer, width, before = self.writer, self._held_width(name), self.writer.lanes
-        keys, at = self.batched[self.number], f"at_{writer.new_name()}"
+        keys, at = self.batched[self.number], writer.new_name("at")
         most = MAX_HELD // 2 if self.tiling.way == "columns" else MAX_HELD  # columns have accumulators for each lane
-        rounds = max(1, min(UNROLLED, most // (width * len(keys))))
+        rounds = max(1, min(UNROLLED, most // (width * len(keys)), self._most_rounds()))
         bound, first = count or self.parts.bound(name, self._width_along(name)), f"{at}_first"
-        held = {key: f"{at}_{i}" for i, key in enumerate(keys)}
+        held = {key: writer.new_name(f"{key[0]}_") for key in keys}
         each = f'_Pragma("unroll") for (int k = 0, {at} = {first}; k < {rounds}; ++k, {at} += {step})'
         writer.line(f"{self.type} {first} = {start};")
         heads = [f"for (; {first} + {rounds - 1} * ({step}) < {bound}; {first} += {rounds} * ({step}))"]
         if head or not self._divides(name, rounds):
             heads.append(f"if ({first} < {bound})")
         for text in heads:
-            condition = f"if ({at} < {bound})" if text is not heads[0] else ""
+            condition = f" if ({at} < {bound})" if text is not heads[0] else ""
             with writer.block(text):
                 for (operand, _), own in held.items():
                     writer.line(f"{NUMBER[writer.program.dtypes[operand]]} {own}[{rounds}][{width}];")
-                writer.line(each)
-                with writer.block(condition):
+                with writer.block(f"{each}{condition}"):
                     self._enter(name, at, head)
                     self._load(held)
                 writer.lanes = before
-                writer.line(each)
-                with writer.block(condition):
+                with writer.block(f"{each}{condition}"):
                     self._keep(held)
                     self._enter(name, at, head)
                     self.kept.read(name, at, head, bound)
@@ -305,8 +311,8 @@ class NestText:
     def _load(self, held: Mapping[tuple[str, Place], str]) -> None:
         """Write the loads of round k of vectors that registers hold."""
         for (operand, place), text in held.items():
-            address = flat(place, self.writer.shapes.of[operand])
-            self.writer.line(f"load({operand} + ({self.writer.index(address)}), {text}[k]);")
+            address = self.writer.address(operand, flat(place, self.writer.shapes.of[operand]))
+            self.writer.line(f"load({address}, {text}[k]);")
 
     def _enter(self, name: str, at: str, head: str) -> None:
         """Write the variables of a list at a vector, along which lanes lie from here on."""
@@ -335,7 +341,7 @@ class NestText:
         if lanes is None:
             yield from self._loops_of_vectors(name, start, str(step))
             return
-        (variable,), width, before, at = self.nest.lists[name], lanes.width, writer.lanes, writer.new_name()
+        (variable,), width, before, at = self.nest.lists[name], lanes.width, writer.lanes, writer.new_name("at")
         size, (head, count) = writer.arguments.size(variable.extent), self._head(name)
         yield from self._loops_of_vectors(name, start, str(step), head, count)
         with writer.block(f"for ({self.type} {at} = {start}; {at} < {size} - {count} * {width}; {at} += {step})"):

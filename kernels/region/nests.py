@@ -15,6 +15,7 @@ from typing import Final
 from onnxfuse.kernels.region.arguments import Arguments
 from onnxfuse.kernels.region.indices import NOTHING, Atom, Index, divided, flat, replaced, variable_index
 from onnxfuse.kernels.region.maps import Place, reshaped
+from onnxfuse.kernels.region.operators import MERGE_INSTRUCTIONS
 from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.reductions import Instance, Key
 from onnxfuse.kernels.region.shapes import Shapes
@@ -54,6 +55,7 @@ class Nest:
     stores: tuple[Instance, ...] = ()  # reductions whose accumulators are stored, at the axes' places
     inner: tuple[Instance, ...] = ()  # reductions that no row shares: each thread computes them by itself
     stored_read: tuple[tuple[Key, Index], ...] = ()  # reductions that launches before have computed, and where
+    instructions: int = 0  # for an element, about
 
     @property
     def place(self) -> Place:
@@ -168,8 +170,8 @@ def _with_levels(nest: Nest, program: Program, shapes: Shapes, stored: StoredByK
     )
     inner = tuple(each for each in found if each not in left)
     levels: list[tuple[Instance, ...]] = []
+    reads = {each: _reads(each, program, shapes, stored) for each in left}
     while left:
-        reads = {each: _reads(each, program, shapes, stored) for each in left}
         ready = tuple(each for each in left if reads[each] & set(left) <= {each}) or (left[0],)
         levels.append(ready)
         left = [each for each in left if each not in ready]
@@ -183,14 +185,14 @@ def _reads(instance: Instance, program: Program, shapes: Shapes, stored: StoredB
     return {each for each, _ in writer.found}
 
 
-def flattened(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
-    """Return a nest without reductions in one variable, of which quotients and remainders are the outputs' places."""
-    count, places = product(nest.shape), {}
-    left = variable_index("e", count)
-    for axis in reversed([axis for axis, dim in enumerate(nest.shape) if dim != ONE]):
-        left, places[f"o{axis}"] = divided(left, nest.shape[axis])
-    lists = {ROWS: (), ELEMENTS: (Variable("e", count),) if count != ONE else ()}
-    return traced(replace(nest, lists=lists, places=places), program, shapes, stored)
+def flattened(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey, kept: int = 0) -> Nest:
+    """Return a nest without reductions with one variable in place of all behind the first `kept`."""
+    variables, by = nest.lists[ELEMENTS][kept:], dict[str, Index]()
+    one = Variable("e", product(each.extent for each in variables))
+    left = variable_index(one.name, one.extent)
+    for each in reversed(variables):
+        left, by[each.name] = divided(left, each.extent)
+    return traced(_with_variables(nest, variables, (one,), by), program, shapes, stored)
 
 
 def with_row_outputs(nests: Sequence[Nest], program: Program, shapes: Shapes, stored: StoredByKey) -> list[Nest]:
@@ -254,7 +256,8 @@ def traced(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) ->
             writer.value(name, nest.place_of(name, shapes))
     stores = [("", flat(nest.place, nest.shape))]
     accesses, bounds, read = (*writer.accesses, *stores), tuple(writer.bounds), tuple(writer.stored_read)
-    return replace(nest, accesses=accesses, bounds=bounds, stored_read=read)
+    found = replace(nest, accesses=accesses, bounds=bounds, stored_read=read)
+    return replace(found, instructions=writer.instructions + MERGE_INSTRUCTIONS * sum(map(len, nest.levels)))
 
 
 def _indices(nest: Nest) -> Iterator[Index]:

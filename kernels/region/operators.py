@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from onnxfuse.activations import ACTIVATIONS
 from onnxfuse.kernels.region.program import Operation
-from onnxfuse.region_operators import ACTIVATION_OF, DISCONTINUOUS, FLOATS, HALVES
+from onnxfuse.region_operators import ACTIVATION_OF, FLOATS, HALVES
 
 NUMBER: Final = {  # what a value of each dtype is computed in
     "float16": "float", "bfloat16": "float", "float32": "float", "float64": "double", "bool": "bool",
@@ -24,15 +25,26 @@ BYTES: Final = {
 INFIX: Final = {
     "Add": "+", "Sub": "-", "Mul": "*", "Div": "/", "Equal": "==", "Less": "<", "LessOrEqual": "<=", "Greater": ">",
     "GreaterOrEqual": ">=", "And": "&&", "Or": "||", "Xor": "!=",
+    "BitwiseAnd": "&", "BitwiseOr": "|", "BitwiseXor": "^",
 }  # fmt: skip
 MATH: Final = {  # functions of the C library, with f behind their names for float
     "Sqrt": "sqrt", "Exp": "exp", "Log": "log", "Erf": "erf", "Tanh": "tanh", "Sin": "sin", "Cos": "cos",
     "Floor": "floor", "Ceil": "ceil", "Round": "rint",
 }  # fmt: skip
+OF_ANGLES: Final = {"Sin": "sine", "Cos": "cosine"}  # which share the reduction of the angle, for float
 QUOTIENTS: Final = {  # of floats where the last bit does not matter
     "Div": "quotient({}, {})", "Reciprocal": "quotient({one}, {})", "Sqrt": "root({})",
     "Softsign": "quotient({0}, {one} + magnitude({0}))",
 }  # fmt: skip
+INSTRUCTIONS: Final = {  # of an operator for an element, about; others take OTHER_INSTRUCTIONS
+    "Sin": 35, "Cos": 35, "Erf": 23, "Pow": 20, "Gelu": 20, "Softplus": 16, "Tanh": 12, "Mish": 12, "Log": 12,
+    "Softmax": 12, "LogSoftmax": 12, "Elu": 10, "Selu": 10, "Exp": 8, "Sigmoid": 6, "Mod": 20,
+}  # fmt: skip
+OTHER_INSTRUCTIONS: Final = 2
+MERGE_INSTRUCTIONS: Final = 24  # for what threads have reduced
+MAX_INSTRUCTIONS: Final = 2400  # of a thread: vectors and unrolled loops have no more, so that kernels compile in 0.3 s
+MAX_POWER: Final = 4  # the largest exponent for which a power is a product, a root or both
+NUMERAL: Final = re.compile(r"(-?[\d.]+(?:e[+-]?\d+)?)(?:f|ll)?")
 SELU: Final = (1.67326319217681884765625, 1.05070102214813232421875)  # alpha and gamma, ONNX's defaults
 
 
@@ -48,8 +60,7 @@ def literal(value: Any, dtype: str) -> str:
     real = float(value)
     if math.isfinite(real):
         return f"{real!r}{'' if dtype == 'float64' else 'f'}"
-    bits = "0x7fffffffu" if math.isnan(real) else "0x7f800000u" if real > 0 else "0xff800000u"
-    return f"__uint_as_float({bits})"
+    return "NOT_A_NUMBER" if math.isnan(real) else "INFINITE" if real > 0 else "-INFINITE"
 
 
 def of_equal_inputs(operation: Operation, dtype: str) -> str | int | None:
@@ -60,23 +71,13 @@ def of_equal_inputs(operation: Operation, dtype: str) -> str | int | None:
     name, inputs = operation.name, operation.inputs
     if len(inputs) < 2 or inputs[-1] != inputs[-2]:
         return None
-    if name in ("Min", "Max", "And", "Or", "Where"):
+    if name in ("Min", "Max", "And", "Or", "BitwiseAnd", "BitwiseOr", "Where"):
         return len(inputs) - 1
     if name in ("Less", "Greater", "Xor"):
         return "false"
     if dtype not in FLOATS and name in ("Equal", "LessOrEqual", "GreaterOrEqual"):
         return "true"
-    return literal(0, dtype) if dtype not in FLOATS and name == "Sub" else None
-
-
-def is_discontinuous(operation: Operation, target: str) -> bool:
-    """Return whether an operator that gives the dtype `target` is not continuous: it reads rounded values."""
-    return operation.name in DISCONTINUOUS or (operation.name == "Cast" and target not in FLOATS)
-
-
-def keeps_exact(operation: Operation) -> bool:
-    """Return whether each result is one of the operator's inputs or its negative, so that it needs no rounding."""
-    return operation.name in ("Max", "Min", "Neg", "Abs", "Where", "Identity", "Relu")
+    return literal(0, dtype) if dtype not in FLOATS and name in ("Sub", "BitwiseXor") else None
 
 
 def expression(
@@ -84,7 +85,8 @@ def expression(
 ) -> str:
     """Return the result of an operator for inputs that are given as expressions, of these dtypes.
 
-    Quotients and roots of floats are the nearest ones if `nearest`, and else within 2 units in the last place.
+    Sin and Cos of floats get reduced angles.  Quotients and roots of floats are the nearest ones if `nearest`, and else
+    within 2 units in the last place.
     """
     name, of = operation.name, dtypes[0]
     single = "f" if NUMBER[of] == "float" else ""
@@ -92,17 +94,23 @@ def expression(
         return _divided_by_number(given[0], number_in(given[1], of), nearest)
     if not nearest and name == "Log":
         return f"logarithm({given[0]})"
-    if name == "Exp" and target in HALVES:
+    if name == "Exp" and target in HALVES and not nearest:
         return f"exponential({given[0]})"
     if of in FLOATS and name in QUOTIENTS and (not nearest or name != "Sqrt"):
         text = QUOTIENTS[name].format(*given, one=literal(1, of))
         return f"nearest_{text}" if nearest else text
+    if name == "Mul" and nearest and of in FLOATS:
+        return f"product({given[0]}, {given[1]})"
+    if name == "Tanh" and of in HALVES and not nearest:
+        return f"activate::tanh({given[0]}, 0.0f, 0.0f)"
     if name in INFIX:
         return _of_width(f"{given[0]} {INFIX[name]} {given[1]}", target)
+    if name in OF_ANGLES and single:
+        return f"{OF_ANGLES[name]}({given[0]})"
     if name in MATH:
         return f"{MATH[name]}{single}({given[0]})"
     if name == "Relu":
-        return f"larger<{NUMBER[of]}>({given[0]}, {NUMBER[of]}(0))"
+        return f"larger<{NUMBER[of]}>({given[0]}, {literal(0, of)})"
     if name in ACTIVATION_OF:
         return _activation(operation, given[0])
     if name in ("Min", "Max"):
@@ -112,8 +120,10 @@ def expression(
         return f"{given[0]} ? {given[1]} : {given[2]}"
     if name == "Cast":
         return _cast(given[0], of, target)
+    if name == "BitShift":
+        return f"shifted_{operation.attributes['direction'].lower()}({given[0]}, {given[1]})"
     if name in ("Pow", "Mod"):
-        return _power(given, dtypes) if name == "Pow" else _remainder(operation, given, of)
+        return _power(given, dtypes, nearest) if name == "Pow" else _remainder(operation, given, of)
     return _others(operation, given[0], of)
 
 
@@ -140,21 +150,20 @@ def _others(operation: Operation, x: str, of: str) -> str:
         literal(operation.attributes.get(key, default), of)
         for key, default in zip(("alpha", "gamma"), SELU, strict=True)
     ) if of in FLOATS else ("", "")  # fmt: skip
-    detects = [bool(operation.attributes.get(f"detect_{side}", 1)) for side in ("positive", "negative")]
-    infinities = [
-        f"{x} == {literal(value, 'float32')}" for value, is_on in zip(("inf", "-inf"), detects, strict=True) if is_on
-    ]
+    above, below = (bool(operation.attributes.get(f"detect_{side}", 1)) for side in ("positive", "negative"))
+    size = f"magnitude({x})" if above and below else x if above else f"-{x}"
     found = {
         "Neg": _of_width(f"-{x}", of),
         "Abs": f"magnitude<{number}>({x})" if of not in FLOATS else f"magnitude({x})",
         "Sign": f"sign<{number}>({x})",
         "Not": f"!{x}",
+        "BitwiseNot": _of_width(f"~{x}", of),
         "Identity": x,
         "Reciprocal": f"{literal(1, of) if of in FLOATS else 1} / {x}",
         "Selu": f"selu<{number}>({x}, {alpha}, {gamma})",
         "Softsign": f"{x} / ({literal(1, of) if of in FLOATS else 1} + magnitude({x}))",
         "IsNaN": f"{x} != {x}",
-        "IsInf": " || ".join(infinities) or "false",
+        "IsInf": f"{size} == INFINITE" if above or below else "false",
     }
     return found[name]
 
@@ -175,13 +184,17 @@ def _activation(operation: Operation, x: str) -> str:
     return f"activate::{function.name}({x}, {alpha}, {beta})"
 
 
-def _power(given: Sequence[str], dtypes: Sequence[str]) -> str:
-    base = dtypes[0]
+def _power(given: Sequence[str], dtypes: Sequence[str], nearest: bool) -> str:
+    base, number = dtypes[0], NUMBER[dtypes[0]]
+    found = NUMERAL.fullmatch(given[1])
+    twice = 2 * float(found[1]) if found else math.nan
+    if twice == 4 and nearest and base in FLOATS:
+        return f"product({given[0]}, {given[0]})"
+    is_product = twice in (2, 4, 6, 8)
+    if (is_product or (number == "float" and abs(twice) in range(2 * MAX_POWER + 1))) and not nearest:
+        return f"power<{int(twice)}>({given[0]})"
     if base not in FLOATS:
-        return f"power_of_integer<{NUMBER[base]}>({given[0]}, double({given[1]}))"
-    if given[1] in ("2.0f", "2.0", "2", "2ll"):
-        return f"{given[0]} * {given[0]}"
-    number = NUMBER[base]
+        return f"power_of_integer<{number}>({given[0]}, double({given[1]}))"
     return f"pow{'f' if number == 'float' else ''}({given[0]}, {number}({given[1]}))"
 
 

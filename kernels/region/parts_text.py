@@ -23,8 +23,8 @@ class PartsText:
         if not self.writer.lanes.scattered:
             self.writer.line(f"const {self.type} {name} = {value};")
             return name
-        self.writer.line(f"{self.type} {name}[{self.tiling.width}];")
-        self.writer.line(f"EACH({self.tiling.width}) {name}[j] = {value};")
+        width = self.tiling.width
+        self.writer.line(f"{self.type} {name}[{width}]; EACH({width}) {name}[j] = {value};")
         return f"{name}[j]"
 
     def vectors(self, extent: Size, width: int) -> Size:
@@ -40,16 +40,17 @@ class PartsText:
     def split(self, name: str, variables: Sequence[Variable], width: int) -> None:
         """Write variables as parts of a number, which counts vectors of `width` along the last one."""
         writer, left = self.writer, f"{name}[j]" if self.writer.lanes.scattered else name
-        for variable in reversed(variables):
+        first, *others = variables
+        for variable in reversed(others):
             is_vector = variable is variables[-1] and width > 1
-            factor = f" * {width}" if is_vector else ""
-            if variable is variables[0]:
-                self.variable(variable.name, f"{left}{factor}")
-                return
             by = self.vectors(variable.extent, width) if is_vector else variable.extent
             if by == ONE:
                 self.variable(variable.name, "0")
                 continue
             part, rest = (writer.arguments.quotient(left, by, operator) for operator in "%/")
-            self.variable(variable.name, f"{part}{factor}")
+            self.variable(variable.name, f"{part} * {width}" if is_vector else part)
+            if variable is variables[1]:
+                self.variable(first.name, rest)
+                return
             left = self.variable(f"{variable.name}_left", rest)
+        self.variable(first.name, left if others or width == 1 else f"{left} * {width}")

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from onnxfuse.region_operators import DISCONTINUOUS, DTYPES, FLOATS, dtypes_of
+from onnxfuse.region_operators import DISCONTINUOUS, DTYPES, EXACT, FLOATS, HALVES, dtypes_of
 from onnxfuse.runtime.plan import FusedNode
 
 PAD_MODES: Final = ("constant", "reflect", "edge", "wrap")
@@ -50,13 +50,22 @@ class Program:
 
     @functools.cached_property
     def read_by_steps(self) -> frozenset[str]:
-        """The values from which operators compute that are not continuous: the last bit of these may matter."""
+        """The values on which results of operators depend that are not continuous: the last bit of these may matter."""
         found: set[str] = set()
         for each in reversed(self.operations):
             is_cut = each.name == "Cast" and self.dtypes[each.outputs[0]] not in FLOATS
             if each.name in DISCONTINUOUS or is_cut or found & set(each.outputs):
                 found |= set(each.inputs)
         return frozenset(found)
+
+    @functools.cached_property
+    def rounded(self) -> frozenset[str]:
+        """The values of 16-bit floats that kernels round to their dtype, as the model does.
+
+        These are the ones that are read by steps.  What an operator only passes on was rounded before.
+        """
+        halves = {name for name in self.read_by_steps if self.dtypes[name] in HALVES}
+        return frozenset(halves - {name for each in self.operations if each.name in EXACT for name in each.outputs})
 
     def dtype_of_input(self, operation: Operation, index: int = 0) -> str:
         """Return the dtype of one of an operation's inputs."""

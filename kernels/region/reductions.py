@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -56,16 +57,21 @@ class Instance:
 
     def accumulator(self, program: Program) -> str:
         """Return the type of the accumulator."""
-        number = NUMBER[program.dtypes[self.value]]
+        number = "long long" if self._is_wide(program) else NUMBER[program.dtypes[self.value]]
         name, _, arguments = self.kind.partition(" ")
         return f"{name}<{', '.join([number, *arguments.split()])}>"
 
     def accumulator_bytes(self, program: Program) -> int:
         """Return the size of the accumulator."""
-        number = BYTES[program.dtypes[self.value]] if NUMBER[program.dtypes[self.value]] != "float" else 4
+        dtype = program.dtypes[self.value]
+        number = 8 if self._is_wide(program) else 4 if NUMBER[dtype] == "float" else BYTES[dtype]
         if self.is_extreme:
             return 2 * max(number, 4)  # the number and an int, aligned
         return 2 * number if self.kind == "Online" else number
+
+    def _is_wide(self, program: Program) -> bool:
+        """Return whether a sum of int32 has 64 bits: its mean has 32 even where the sum has more."""
+        return self.kind == "Sum" and program.dtypes[self.value] == "int32"
 
 
 def instance_of(operation: Operation, place: Place, program: Program, shapes: Shapes) -> Instance:
@@ -83,6 +89,8 @@ def instance_of(operation: Operation, place: Place, program: Program, shapes: Sh
         else:
             kept.append(next(left))
     kind, terms = ACCUMULATORS[operation.name]
+    if kind == "Sum" and program.dtypes[value] == "int32":
+        terms = re.sub(r"\{0?\}", "(long long)({0})", terms)
     if operation.name in EXTREMES:
         last = bool(operation.attributes.get("select_last_index", 0))
         kind = f"{kind} {str(operation.name == 'ArgMax').lower()} {str(last).lower()}"
@@ -100,7 +108,10 @@ def finished(operation: Operation, accumulator: str, own: str, count: str, numbe
     if name == "ReduceMean":
         is_float = number in ("float", "double")
         way = "nearest_quotient" if nearest else "quotient"
-        return f"{way}({total}, ({number})({count}))" if is_float else f"{total} / ({number})({count})"
+        by = count if count[0] in "123456789" else f"{count} > 0 ? {count} : 1"  # the mean of no elements is 0
+        return f"{way}({total}, ({number})({by}))" if is_float else f"{total} / ({number})({by})"
+    if number == "int" and ACCUMULATORS[name][0] == "Sum":
+        return f"saturated({total})"
     if name == "ReduceL2":
         return f"{('sqrtf' if number == 'float' else 'sqrt') if nearest else 'root'}({total})"
     if name == "ReduceLogSumExp":

@@ -21,7 +21,6 @@ class Reference:
 
     text: str
     varies: bool = False  # it is an array
-    exact: bool = True  # its dtype holds it
     masked: bool = False  # lanes that do not need it may have another value
 
     @property
@@ -29,9 +28,9 @@ class Reference:
         """The value in lane j."""
         return f"{self.text}[j]" if self.varies else self.text
 
-    def of(self, exact: bool, masked: bool) -> Reference:
-        """Return the same variable, of which this is known."""
-        return replace(self, exact=exact, masked=masked)
+    def where(self, masked: bool) -> Reference:
+        """Return the same variable, in which lanes that do not need it have another value if `masked`."""
+        return replace(self, masked=masked)
 
     def of_text(self, text: str) -> Reference:
         """Return a reference to an expression that all lanes have in common."""
@@ -79,8 +78,19 @@ class ValueWriter(Protocol):
     def value(self, name: str, place: Place) -> Reference:
         """Return a value at a place, which is written unless the text has it."""
 
-    def declare(self, kind: str, value: str, varies: bool, exact: bool = True, masked: bool = False) -> Reference:
+    def declare(
+        self, kind: str, value: str, varies: bool, masked: bool = False, name: str = "", note: str = ""
+    ) -> Reference:
         """Write a variable with its value."""
+
+    def new_name(self, begin: str = "t") -> str:
+        """Return a name that no variable has."""
+
+    def name_of(self, value: str) -> str:
+        """Return a name for a variable of a value or an operand."""
+
+    def address(self, pointer: str, index: Index, in_lane: bool = False) -> str:
+        """Return the address of an element behind a pointer."""
 
     def declared(self, name: str, varies: bool) -> Reference:
         """Declare a variable for a value, without one."""

@@ -3,6 +3,9 @@
 //   PRECISE  1: some value is fp32, so that activations are as accurate; 0: all floats are stored in 16 bits
 #pragma once
 
+#define INFINITE __uint_as_float(0x7f800000u)
+#define NOT_A_NUMBER __uint_as_float(0x7fffffffu)
+
 template <bool, class Yes, class> struct Either { using Type = Yes; };
 template <class Yes, class No> struct Either<false, Yes, No> { using Type = No; };
 
@@ -92,15 +95,17 @@ __device__ __forceinline__ void put_shared(f32* to, const float (&values)[N]) { 
 template <int N>
 __device__ __forceinline__ void put_shared(f16* to, const float (&values)[N]) { put_packed(to, pack<f16, N>(values)); }
 template <int N>
-__device__ __forceinline__ void put_shared(bf16* to, const float (&values)[N]) { put_packed(to, pack<bf16, N>(values)); }
+__device__ __forceinline__ void put_shared(bf16* to, const float (&values)[N]) {
+    put_packed(to, pack<bf16, N>(values));
+}
 template <int N, class T>
 __device__ __forceinline__ void put_shared(T* to, const T (&values)[N]) { put(false, to, values); }
 
 // Stores what the N threads of a block have, each of them COUNT elements behind those of the thread before it.  Threads
 // exchange chunks, so that neighbours store neighbouring ones; `left` of all chunks are there from `to` on.
 template <int CHUNK, int N, int COUNT, class T>
-__device__ __forceinline__ void put_by_block(bool leaving, T* to, const typename Number<T>::Type (&values)[COUNT], int left,
-                                             u64* memory) {
+__device__ __forceinline__ void put_by_block(bool leaving, T* to, const typename Number<T>::Type (&values)[COUNT],
+                                             int left, u64* memory) {
     constexpr int EACH_HAS = COUNT / CHUNK;
     T* slots = reinterpret_cast<T*>(memory);  // one of nine is free, so that few are in the same banks
 #pragma unroll
@@ -175,8 +180,12 @@ __device__ __forceinline__ int smaller(int a, int b) {
 }
 #endif
 
-// Within 2 units in the last place: 3 to 4 instructions, where the nearest result takes about 12 and a branch. Operators
-// that are not continuous read nearest results.
+// The nearest product, which the compiler does not make a part of a sum that is rounded once.
+__device__ __forceinline__ float product(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double product(double a, double b) { return __dmul_rn(a, b); }
+
+// Within 2 units in the last place: 3 to 4 instructions, where the nearest result takes about 12 and a branch. Results
+// that are not continuous are of nearest ones.
 __device__ __forceinline__ float quotient(float a, float b) {
 #if __CUDA_ARCH__ >= 750
     float y;
@@ -236,8 +245,62 @@ __device__ __forceinline__ float logarithm(float x) {
 }
 __device__ __forceinline__ double logarithm(double x) { return log(x); }
 
+// An angle: what is left of it from -pi/4 to pi/4, and the number of quarters of a turn, whose last two bits count.
+// Sin and Cos of one angle share it. Both are within 1.53 units in the last place, for every float.
+struct Angle {
+    float rest;
+    u32 quarters;
+};
+
+// The product of an angle beyond 71476 and 2 / pi, in 64 bits from the quarters on (Payne and Hanek). It is called,
+// because few angles need it, and each lane would have its 60 instructions; kernels with wgmma must call nothing.
+#ifdef HAS_PROGRAM
+__device__ __forceinline__
+#else
+__device__ __noinline__
+#endif
+Angle far_angle(float x) {
+    constexpr u32 DIGITS[] = {  // of 2 / pi
+        0u, 0x28be60dbu, 0x9391054au, 0x7f09d5f4u, 0x7d4d3770u, 0x36d8a566u, 0x4f10e410u};
+    const u32 bits = __float_as_uint(x), exponent = (bits >> 23 & 0xff) - 126;
+    const u32 from = exponent / 32, shift = exponent % 32;
+    u32 digits[3];
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+        const u64 both = u64(DIGITS[from + i]) << 32 | DIGITS[from + i + 1];
+        digits[i] = u32(both << shift >> 32);
+    }
+    const u64 size = bits << 8 | 0x80000000u;
+    const u64 product = (size * digits[0] << 32) + size * digits[1] + (size * digits[2] >> 32);
+    const long long rest = (long long)(product << 2) >> 2;
+    const u32 quarters = u32(product >> 62) + (rest < 0);
+    const float left = float(double(rest) * 3.4061215800304798e-19);  // pi / 2 / 2^62
+    if ((bits & 0x7f800000u) == 0x7f800000u) return {NOT_A_NUMBER, 0};
+    return x < 0.0f ? Angle{-left, 0 - quarters} : Angle{left, quarters};
+}
+__device__ __forceinline__ Angle angle(float x) {
+    if (fabsf(x) > 71476.0f) return far_angle(x);
+    const float shifted = fmaf(x, 0.636619747f, 12582912.0f), turns = shifted - 12582912.0f;
+    const float rest = fmaf(turns, -3.13916473e-07f, fmaf(turns, -1.57079601f, x));
+    return {fmaf(turns, -5.39030253e-15f, rest), __float_as_uint(shifted)};
+}
+__device__ __forceinline__ float sine(Angle x) {
+    const bool is_cosine = x.quarters & 1;
+    const float square = x.rest * x.rest, one = is_cosine ? 1.0f : x.rest;
+    float p = is_cosine ? fmaf(2.44331571e-5f, square, -1.38873162e-3f) : -1.95152959e-4f;
+    p = fmaf(p, square, is_cosine ? 4.16666456e-2f : 8.33216087e-3f);
+    p = fmaf(p, square, is_cosine ? -0.5f : -1.66666546e-1f);
+    const float y = fmaf(p, fmaf(square, one, 0.0f), one);
+    return x.quarters & 2 ? -y : y;
+}
+__device__ __forceinline__ float cosine(Angle x) { return sine({x.rest, x.quarters + 1}); }
+
 template <class T>
-__device__ __forceinline__ T sign(T x) { return x > T(0) ? T(1) : x < T(0) ? T(-1) : T(0); }
+__device__ __forceinline__ T sign(T x) { return x > T(0) ? T(1) : x < T(0) ? T(-1) : x == x ? T(0) : x; }
+
+// A shift by all bits and more gives 0.
+__device__ __forceinline__ unsigned char shifted_left(unsigned char x, unsigned char by) { return by < 8 ? x << by : 0; }
+__device__ __forceinline__ unsigned char shifted_right(unsigned char x, unsigned char by) { return by < 8 ? x >> by : 0; }
 
 template <class T>
 __device__ __forceinline__ T magnitude(T x) { return x < T(0) ? T(-x) : x; }
@@ -258,6 +321,25 @@ __device__ __forceinline__ long long modulo(long long a, long long b) {
     const u64 size = (x | y) >> 32 ? x % y : u64(u32(x) % u32(y));
     const long long rest = a < 0 ? -(long long)(size) : (long long)(size);
     return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
+}
+
+// x to the power of TWICE / 2. As pow has it, a root of a negative number is NaN, but of -inf that of inf, and of -0 0.
+template <int TWICE, class T>
+__device__ __forceinline__ T power(T x) {
+    if constexpr (TWICE < 0 && TWICE % 2 == 0) {
+        return power<-TWICE>(quotient(T(1), x));
+    } else if constexpr (TWICE % 2 != 0) {
+        const float size = fabsf(x), one = TWICE < 0 ? rsqrtf(size) : root(size);
+        const float y = TWICE < 0 ? one * power<-TWICE - 1>(one * one) : one * power<TWICE - 1>(size);
+        return x < 0.0f && x >= -LARGEST ? NOT_A_NUMBER : y;
+    } else if constexpr (TWICE == 0) {
+        return T(1);
+    } else if constexpr (TWICE % 4 == 0) {
+        const T half = power<TWICE / 2>(x);
+        return half * half;
+    } else {
+        return x * power<TWICE - 2>(x);
+    }
 }
 
 template <class T>
@@ -283,8 +365,24 @@ __device__ __forceinline__ T reflected(T at, T size) {
 template <class T>
 __device__ __forceinline__ T nearest(T at, T size) { return at < 0 ? T(0) : at >= size ? T(size - 1) : at; }
 
-#ifndef HAS_PROGRAM  // the program of an epilogue has no reductions
+#ifndef HAS_PROGRAM  // the program of an epilogue has no reductions, and indices of 32 bits
+// ---- quotients and remainders by sizes that are arguments, of numbers below 2^62 ----------------------------------
+
+// As types.cuh has it for words; `multiplier` is 2^62 / value + 1, so that a quotient is at most one too large.
+struct WideDivisor { u64 value, multiplier; };
+
+__device__ __forceinline__ long long operator/(long long n, WideDivisor d) {
+    const u64 quotient = __umul64hi(u64(n) << 2, d.multiplier);
+    return (long long)(quotient - (quotient * d.value > u64(n)));
+}
+__device__ __forceinline__ long long operator%(long long n, WideDivisor d) { return n - n / d * (long long)(d.value); }
+
 // ---- accumulators ------------------------------------------------------------------------------------------------
+
+// The nearest number of 32 bits, which onnxruntime gives for a sum that is none.
+__device__ __forceinline__ int saturated(long long x) {
+    return int(smaller<long long>(larger<long long>(x, -2147483647 - 1), 2147483647));
+}
 
 template <class T>
 struct Sum {
@@ -301,15 +399,18 @@ struct Prod {
 };
 
 template <class T> struct Lowest;
-template <> struct Lowest<float> { static __device__ __forceinline__ float value() { return __uint_as_float(0xff800000u); } };
-template <> struct Lowest<double> { static __device__ __forceinline__ double value() { return -double(__uint_as_float(0x7f800000u)); } };
+template <> struct Lowest<float> { static __device__ __forceinline__ float value() { return -INFINITE; } };
+template <> struct Lowest<double> { static __device__ __forceinline__ double value() { return -INFINITE; } };
 template <> struct Lowest<int> { static __device__ __forceinline__ int value() { return -2147483647 - 1; } };
 template <> struct Lowest<long long> {
     static __device__ __forceinline__ long long value() { return -9223372036854775807ll - 1; }
 };
-template <class T> struct Highest { static __device__ __forceinline__ T value() { return T(-1) - Lowest<T>::value(); } };
-template <> struct Highest<float> { static __device__ __forceinline__ float value() { return __uint_as_float(0x7f800000u); } };
-template <> struct Highest<double> { static __device__ __forceinline__ double value() { return -Lowest<double>::value(); } };
+template <class T>
+struct Highest {
+    static __device__ __forceinline__ T value() { return T(-1) - Lowest<T>::value(); }
+};
+template <> struct Highest<float> { static __device__ __forceinline__ float value() { return INFINITE; } };
+template <> struct Highest<double> { static __device__ __forceinline__ double value() { return INFINITE; } };
 
 template <class T>
 struct Max {

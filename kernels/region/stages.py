@@ -33,6 +33,7 @@ class Region:
     shapes: Shapes
     aligned: bool  # operands and outputs start at multiples of 16 bytes
     device: Device
+    is_wide: bool = False  # indices have 64 bits
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from onnxfuse.kernels.region.arguments import in_parentheses
 from onnxfuse.kernels.region.indices import Index, flat
 from onnxfuse.kernels.region.nests import Nest, in_variables
 from onnxfuse.kernels.region.operators import NUMBER
@@ -25,15 +26,18 @@ class StoreText:
         """Write the values of the outputs, and then all stores."""
         writer, nest = self.writer, self.nest
         if nest.stores:
-            if self.release != "0":
-                writer.line(f"if ({self.release}) release_successor();")
+            self.write_release()
             for instance, own in zip(nest.stores, self.own, strict=True):
                 self._store_accumulator(in_variables(instance, nest), own, condition)
             return
         found = {name: writer.value(name, nest.place_of(name, writer.shapes)) for name in nest.outputs}
-        if self.release != "0":
-            writer.line(f"if ({self.release}) release_successor();")
+        self.write_release()
         self.write_all(found, condition)
+
+    def write_release(self) -> None:
+        """Write what lets the next kernel start, where it may before the stores."""
+        if self.release != "0":
+            self.writer.line(f"{'' if self.release == '1' else f'if {self.release} '}release_successor();")
 
     def write_rows(self, condition: str) -> None:
         """Write the values and the stores of outputs of which a row has one element."""
@@ -59,7 +63,7 @@ class StoreText:
         if own.is_across:
             at = f"{at} + share * {writer.arguments.size(product(own.shape))}"
         elif own.shares != ONE:
-            at = f"({at}) * {writer.arguments.size(own.shares)} + share"
+            at = "share" if at == "0" else f"{in_parentheses(at)} * {writer.arguments.size(own.shares)} + share"
         each = f"EACH({writer.lanes.width}) " if accumulator.varies else ""
         head = f"if ({condition}) " if condition else ""
         writer.line(f"{head}{each}store_accumulator({own.pointer}, {at}, {accumulator.lane});")
@@ -67,12 +71,12 @@ class StoreText:
     def _store(self, output: int, address: Index, value: Reference, condition: str) -> None:
         writer, head = self.writer, f"if ({condition}) " if condition else ""
         if not writer.lanes.vary(address):
-            writer.line(f"{head}put_one({self.leaving}, y{output} + ({writer.index(address)}), {value.lane});")
+            writer.line(f"{head}put_one({self.leaving}, {writer.address(f'y{output}', address)}, {value.lane});")
         elif writer.is_contiguous(address):
             if not value.varies:
                 kind = NUMBER[writer.program.dtypes[writer.program.outputs[output]]]
                 value = writer.declare(kind, value.text, True)
-            writer.line(f"{head}put({self.leaving}, y{output} + ({writer.index(address)}), {value.text});")
+            writer.line(f"{head}put({self.leaving}, {writer.address(f'y{output}', address)}, {value.text});")
         else:
-            at = writer.index(address, in_lane=True)
-            writer.line(f"{head}EACH({writer.lanes.width}) put_one({self.leaving}, y{output} + ({at}), {value.lane});")
+            at = writer.address(f"y{output}", address, in_lane=True)
+            writer.line(f"{head}EACH({writer.lanes.width}) put_one({self.leaving}, {at}, {value.lane});")

@@ -10,7 +10,7 @@ from onnxfuse.kernels.region.writer import Writer
 
 def merge_whole(writer: Writer, each: Stored, threads: int) -> None:
     """Write what merges the shares of a reduction that has one place, by all threads of a block together."""
-    kind, name = each.instance.accumulator(writer.program), writer.new_name()
+    kind, name = each.instance.accumulator(writer.program), writer.new_name("merged")
     memory = writer.shared(threads // 32 * each.instance.accumulator_bytes(writer.program))
     given = f"{each.pointer}, {writer.arguments.size(each.shares)}, {memory}"
     writer.line(f"const {kind} {name} = stored_by_block<{kind}, {threads}>({given});")

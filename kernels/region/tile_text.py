@@ -74,7 +74,6 @@ class TileText:
         self.across = next(each for each in nest.lists[ELEMENTS] if each.name == tiling.across)
         self.layout = layout(tiling.tile, tiling.width, tiling.store_width)
         self.staged = staged_values(nest, self.across, writer.program, writer.shapes)
-        self.exact: list[bool] = []  # by staged value
         self.ahead: dict[tuple[str, Place], str] = {}  # vectors of operands that registers hold at the barrier
 
     def read(self) -> None:
@@ -83,7 +82,6 @@ class TileText:
         with self._loop(self.across, self.last, width, *self.tiling.tile):
             for i, (name, place) in enumerate(self.staged):
                 value = writer.value(name, place)
-                self.exact.append(value.exact)
                 writer.line(f"EACH({width}) {self._memory(i)}[{self._cell('j', '')}] = {value.lane};")
 
     def read_ahead(self, vectors: Sequence[tuple[str, Place]]) -> None:
@@ -95,14 +93,14 @@ class TileText:
         sides = reversed(self.tiling.tile)
         rounds = -(-self.tiling.tile[0] * self.tiling.tile[1] // (width * self.tiling.threads))
         keys = list(dict.fromkeys(vectors))[: MAX_AHEAD // (rounds * width)]
-        self.ahead = {key: f"ahead_{writer.new_name()}" for key in keys}
+        self.ahead = {key: writer.new_name(f"{key[0]}_") for key in keys}
         for (operand, _), name in self.ahead.items():
             writer.line(f"{self._kind(operand)} {name}[{rounds}][{width}];")
         if keys:
             with self._loop(self.last, self.across, width, *sides):
                 for (operand, place), name in self.ahead.items():
-                    address = writer.index(flat(place, writer.shapes.of[operand]))
-                    writer.line(f"load({operand} + ({address}), {name}[k]);")
+                    address = writer.address(operand, flat(place, writer.shapes.of[operand]))
+                    writer.line(f"load({address}, {name}[k]);")
 
     @contextmanager
     def stored(self) -> Iterator[None]:
@@ -113,7 +111,8 @@ class TileText:
                 writer.keep(key, Reference(f"{name}[k]", varies=True))
             for i, key in enumerate(self.staged):
                 text = f"{self._memory(i)}[{self._cell('', 'j' if width > 1 else '')}]"
-                writer.keep(key, writer.declare(self._kind(key[0]), text, width > 1, self.exact[i]))
+                name = writer.name_of(key[0])
+                writer.keep(key, writer.declare(self._kind(key[0]), text, width > 1, name=name))
             yield
 
     def _cell(self, row_lane: str, column_lane: str) -> str:

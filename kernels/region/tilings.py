@@ -20,13 +20,13 @@ from onnxfuse.kernels.region.interleaved import (
 )
 from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, Variable, flattened
-from onnxfuse.kernels.region.operators import BYTES
+from onnxfuse.kernels.region.operators import BYTES, MAX_INSTRUCTIONS
 from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.shapes import Shapes
 from onnxfuse.kernels.region.sizes import ONE, Size, Sizes
 from onnxfuse.kernels.region.staged import staged_values
 from onnxfuse.kernels.region.stored import StoredByKey
-from onnxfuse.kernels.region.tile_sides import tile_area, tile_sides
+from onnxfuse.kernels.region.tile_sides import TILE_AREA, tile_area, tile_sides
 from onnxfuse.kernels.region.traffic import accesses, is_side_by_side, moved_along, typical
 from onnxfuse.kernels.tensors import VECTOR_BYTES
 from onnxfuse.runtime.plan import Device
@@ -63,6 +63,8 @@ MIN_NARROW_SHARES: Final = (
     2  # the same where rows have no vectors, but what follows the reduction has them if it is flat
 )
 MIN_DIVIDED_ROUNDS: Final = 32  # vectors of each thread of a block that has a whole row: fewer do not, either
+MAX_CHAIN: Final = 3  # reductions of dynamic lengths, each of which reads the ones before, whose rows blocks share
+MANY_DIMS: Final = 2  # dynamic dims of rows of a dynamic length that no blocks share
 MAX_SHARES: Final = 512  # blocks of a row, whose accumulators a block or a warp merges
 MAX_COLUMN_SHARES: Final = 16  # whose accumulators each thread merges that reads a column's reduction
 MIN_ROUNDS: Final = 4  # vectors of each thread of a block that has a share of a row
@@ -71,6 +73,8 @@ Repeats: TypeAlias = tuple[str, int]  # a variable, and how many neighbouring va
 ONCE: Final[Repeats] = ("", 1)
 MAX_REPEATS: Final = 8
 REPEATING_THREADS: Final = 1024  # on a multiprocessor, at least, that repeat
+AHEAD_THREADS: Final = 256  # the same where each first loads all that it has at the values of the repeated variable
+AHEAD_BYTES: Final = 128  # of a thread's vectors that are loaded so, at most
 SCATTERING_THREADS: Final = 1024  # on a multiprocessor: with fewer, each has fewer elements that lie apart
 SplitBy: TypeAlias = Literal["", "branches", "stores"]
 
@@ -96,6 +100,7 @@ class Tiling:
     is_scattered: bool = False  # a thread's elements are not neighbours
     repeated: str = ""  # the variable of which a thread has several neighbouring values
     repeats: int = 1  # these
+    reads_ahead: bool = False  # what a thread reads at all of these is loaded first
     has_tail: bool = False  # elements are left over after the last whole vector, each of which has a thread
     inner_widths: Mapping[str, int] = field(default_factory=dict)  # along the elements of rows, by list
     shifted: Mapping[str, Lanes] = field(default_factory=dict)  # by list: vectors that start elsewhere in each row
@@ -119,7 +124,9 @@ def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, devic
             width = width if is_symbolic(count) else _narrowed(count, width, device, SCATTERING_THREADS)
             return Tiling("elements", THREADS, width, is_scattered=True)
         has_tail = width > 1 and sizes.divisor(nest.lists[ELEMENTS][-1].extent) % width != 0
-        return Tiling("elements", THREADS, width, repeated=repeated, repeats=repeats, has_tail=has_tail)
+        elements = Tiling("elements", THREADS, width, repeated=repeated, repeats=repeats, has_tail=has_tail)
+        ahead = repeats > 1 and not is_between and _are_few(count, width * repeats, device)
+        return replace(elements, reads_ahead=ahead)
     name = nest.elements_of(nest.levels[0][0], shapes)[0]
     if _prefers_columns(nest, name, program):
         return _columns(nest, name, program, shapes, aligned, device)
@@ -141,7 +148,8 @@ def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, devic
     shifted = {each: lanes for each, lanes in found.items() if lanes}
     width = shifted[name].width if name in shifted else widths[name]
     rounds = length // (width * ROW_THREADS)
-    shares = _shares(rows, rounds, sizes, device, fewest=MIN_SHARES if width > 1 else MIN_NARROW_SHARES)
+    fewest = MIN_SHARES if width > 1 else MIN_NARROW_SHARES
+    shares = _shares(rows, rounds, sizes, device, fewest=fewest) if _may_share(nest, length) else ONE
     memory = _row_memory(nest, name, width, name in shifted, program, shapes, device) if shares == ONE else 0
     blocks = device.shared_per_block // memory if memory else math.inf
     threads = ROW_THREADS if ROW_THREADS * blocks >= KEPT_THREADS else 2 * ROW_THREADS
@@ -221,8 +229,17 @@ def _columns(nest: Nest, name: str, program: Program, shapes: Shapes, aligned: b
     if not shared:
         return Tiling("columns", ROW_THREADS, width, ROW_THREADS)
     blocks, rounds = -(-rows // (width * COLUMNS)), length // (ROW_THREADS // COLUMNS)
-    shares = _shares(blocks, rounds, sizes, device, MAX_COLUMN_SHARES)
+    shares = _shares(blocks, rounds, sizes, device, MAX_COLUMN_SHARES) if _may_share(nest, length) else ONE
     return Tiling("columns", ROW_THREADS, width, COLUMNS, shares=shares)
+
+
+def _may_share(nest: Nest, length: int) -> bool:
+    """Return whether a template may have the kernels of blocks that share rows of this length.
+
+    It has two for each reduction that reads others.  Rows that two dynamic dims count are hardly ever few.
+    """
+    dims = {name for monomial, _ in nest.count(ROWS).terms for name in monomial}
+    return not is_symbolic(length) or (len(nest.levels) <= MAX_CHAIN and len(dims) < MANY_DIMS)
 
 
 def _shares(
@@ -243,7 +260,7 @@ def _shares(
 def _tile(nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: Device) -> Tiling | None:
     """Return tiles for an elementwise nest that reads along another variable than it stores; None for others."""
     variables = nest.lists[ELEMENTS]
-    if nest.levels or nest.stores or len(variables) < 2:
+    if nest.levels or nest.stores or len(variables) < 2 or _most_lanes(nest) < TILE_AREA // THREADS:
         return None
     last = variables[-1]
     if not is_side_by_side(flat(nest.place, nest.shape), last):
@@ -277,7 +294,7 @@ def _staged_words(nest: Nest, across: Variable, program: Program, shapes: Shapes
 def _store_width(nest: Nest, program: Program, shapes: Shapes) -> int:
     """Return the elements of a vector of all outputs along the last variable."""
     last, address = nest.lists[ELEMENTS][-1], flat(nest.place, nest.shape)
-    widest = min(MAX_WIDTH, VECTOR_BYTES // max(BYTES[program.dtypes[name]] for name in nest.outputs))
+    widest = min(_widest(nest), VECTOR_BYTES // max(BYTES[program.dtypes[name]] for name in nest.outputs))
     widths = _widths(last.extent, widest, shapes)
     return next((each for each in widths if Lanes(last.name, each).are_contiguous(address, shapes.sizes)), 1)
 
@@ -289,6 +306,9 @@ def fastest_variables(
     if nest.levels or nest.stores or len(nest.lists[ELEMENTS]) < 2 or _tile(nest, program, shapes, aligned, device):
         return nest
     others = [flattened(nest, program, shapes, stored), *_turned(nest, program)]
+    if len(nest.lists[ELEMENTS]) > 2:
+        behind = flattened(nest, program, shapes, stored, kept=1)
+        others += [behind] if _best_lanes(behind, program, shapes, aligned, device)[2] != ONCE else []
 
     def taken(each: Nest) -> tuple[float, int]:
         own, lanes, repeats = _best_lanes(each, program, shapes, aligned, device)
@@ -324,13 +344,16 @@ def _best_lanes(
     whole = Lanes(name, width_along(nest, ELEMENTS, program, shapes, aligned))
     others = [Lanes(name, width_along(nest, ELEMENTS, program, shapes, aligned, "branches"))]
     others += [Lanes(name, width_along(nest, ELEMENTS, program, shapes, aligned, "stores"))]
-    others += [Lanes("", MAX_WIDTH, names), Lanes("", MAX_WIDTH // 2, names)] if names else []
+    apart = [width for width in (MAX_WIDTH, MAX_WIDTH // 2) if width <= _widest(nest)]
+    others += [Lanes("", width, names) for width in apart] if names else []
     found = {(lanes, ONCE): cost(nest, lanes, program, shapes) for lanes in dict.fromkeys([whole, *others])}
     short = interleaved(nest)
     repeating = [interleaved_lanes(short, others[1])] if short else [whole, *others[:2]]
     for lanes in dict.fromkeys(repeating):
         for repeats in _repeats(nest, lanes.width, program, shapes, device):
-            found[lanes, repeats] = cost(nest, lanes, program, shapes, *repeats)
+            own = cost(nest, lanes, program, shapes, *repeats)
+            few = not short and _are_few(shapes.sizes.value(nest.count(ELEMENTS)), lanes.width * repeats[1], device)
+            found[lanes, repeats] = own / (CHEAPER if few else 1)
     best = min(found, key=lambda each: (found[each], each[0].scattered != frozenset()))
     chosen = best if found[best] < CHEAPER * found[whole, ONCE] else (whole, ONCE)
     return found[chosen], *chosen
@@ -341,8 +364,9 @@ def _repeats(nest: Nest, width: int, program: Program, shapes: Shapes, device: D
 
     A warp has one value of such a variable at a time, so that what it reads and stores then is as near as without.
     Half as many threads as the GPU holds at a time are left, and their loads are in no branch, so that all are under
-    way together.  Single elements gain nothing: Swin's biases take a tenth longer so.  A short variable that is the
-    innermost one of the outputs is repeated as a whole, and known where it chooses among the parts of a Concat.
+    way together; or fewer, if these load what they have at all values first.  Single elements gain nothing: Swin's
+    biases take a tenth longer so.  A short variable that is the innermost one of the outputs is repeated as a whole,
+    and known where it chooses among the parts of a Concat.
     """
     count = shapes.sizes.value(nest.count(ELEMENTS))
     if is_symbolic(count) or nest.inner:
@@ -351,7 +375,8 @@ def _repeats(nest: Nest, width: int, program: Program, shapes: Shapes, device: D
     if short and short.extent.constant:
         own = width * short.extent.constant
         chunks = [BYTES[program.dtypes[name]] * chunk_of(own, program.dtypes[name]) for name in nest.outputs]
-        is_enough = count // own >= REPEATING_THREADS * device.multiprocessors and own <= MAX_INTERLEAVED
+        is_enough = count // own >= REPEATING_THREADS * device.multiprocessors
+        is_enough = is_enough and own <= min(MAX_INTERLEAVED, _most_lanes(nest))
         is_known = all(index.variables() <= {short.name} for index, _ in nest.bounds)
         if is_enough and is_known and min(chunks) >= MIN_CHUNK_BYTES:
             yield short.name, short.extent.constant
@@ -364,10 +389,34 @@ def _repeats(nest: Nest, width: int, program: Program, shapes: Shapes, device: D
         if inner >= WARP * width and any(read and each.name not in read for read in loads):
             repeats = MAX_REPEATS
             while repeats > 1:
-                enough = count // (width * repeats) >= REPEATING_THREADS * device.multiprocessors
-                if enough and shapes.sizes.divisor(each.extent) % repeats == 0:
+                is_ahead = _bytes_along(nest, each, program) * width * repeats <= AHEAD_BYTES
+                is_enough = count // (width * repeats) >= AHEAD_THREADS * device.multiprocessors
+                is_enough = is_enough if is_ahead else not _are_few(count, width * repeats, device)
+                is_enough = is_enough and width * repeats <= _most_lanes(nest)
+                if is_enough and shapes.sizes.divisor(each.extent) % repeats == 0:
                     yield each.name, repeats
                 repeats //= 2
+
+
+def _are_few(count: int, elements: int, device: Device) -> bool:
+    """Return whether threads of so many elements are too few to wait for one load each."""
+    return count // elements < REPEATING_THREADS * device.multiprocessors
+
+
+def _most_lanes(nest: Nest) -> int:
+    """Return how many elements the text of a thread may have: fewer, the more instructions each takes."""
+    return MAX_INSTRUCTIONS // max(1, nest.instructions)
+
+
+def _widest(nest: Nest) -> int:
+    """Return the elements of the widest vector that a thread may have."""
+    return next((width for width in (8, 4, 2) if width <= _most_lanes(nest)), 1)
+
+
+def _bytes_along(nest: Nest, variable: Variable, program: Program) -> int:
+    """Return how many bytes of all operands together an element has that depend on a variable."""
+    read = (each for each in accesses(nest, program) if each.operand and variable.name in each.address.variables())
+    return sum(each.item_bytes for each in read)
 
 
 def of_one_block(tilings: Sequence[Tiling]) -> list[Tiling]:
@@ -423,7 +472,7 @@ def width_along(
     along = [each for each in accesses(nest, program) if each.address.factor(last.name) == ONE]
     if not along:
         return 1
-    widest = min(MAX_WIDTH, VECTOR_BYTES // max(along, key=lambda each: each.moved).item_bytes)
+    widest = min(_widest(nest), VECTOR_BYTES // max(along, key=lambda each: each.moved).item_bytes)
     best, most = 1, 0
     is_flat = not nest.levels and len(nest.lists[ELEMENTS]) == 1
     for width in _all_widths(widest) if is_flat else _widths(last.extent, widest, shapes):

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from onnxfuse.kernels.region import branches, maps
-from onnxfuse.kernels.region.arguments import Arguments
+from onnxfuse.kernels.region.arguments import Arguments, in_parentheses
 from onnxfuse.kernels.region.indices import Atom, Index, flat, replaced, text_of, variable_index
 from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.operators import (
+    INSTRUCTIONS,
     NUMBER,
+    OF_ANGLES,
+    OTHER_INSTRUCTIONS,
     STORED,
     expression,
-    is_discontinuous,
-    keeps_exact,
     literal,
     of_equal_inputs,
 )
@@ -30,7 +32,7 @@ from onnxfuse.kernels.region.stored import StoredByKey, place_in
 from onnxfuse.kernels.tensors import VECTOR_BYTES
 from onnxfuse.region_operators import ELEMENTWISE, FLOATS, GATHERS, HALVES, REDUCTIONS
 
-MAX_LINES: Final = 3000  # of one loop nest: a program that gives more takes too long to compile
+MAX_LINES: Final = 2000  # of one loop nest: a program that gives more takes too long to compile
 FUNCTIONS: Final = {"reflect": "reflected", "edge": "nearest", "wrap": "modulo"}
 
 
@@ -44,10 +46,9 @@ class Writer:
     aligned: bool  # operands and outputs start at multiples of 16 bytes
     stored: StoredByKey  # reductions that a launch before has computed
     lanes: Lanes = field(default_factory=Lanes)
-    prefix: str = "v"
     lines: list[str] = field(default_factory=list)
     depth: int = 1
-    count: int = 0
+    names: dict[str, int] = field(default_factory=dict)  # how often a name, or a beginning of names, was given
     conditions: int = 0  # how many branches are open
     masks: list[str] = field(default_factory=list)  # arrays that say which lanes need what is written; the last counts
     scopes: list[dict[Any, Reference]] = field(default_factory=lambda: [{}])
@@ -58,6 +59,7 @@ class Writer:
     accesses: list[tuple[str, Index]] = field(default_factory=list)
     vectors: list[tuple[str, Place]] = field(default_factory=list)  # operands that were read as whole vectors
     bounds: list[tuple[Index, Size]] = field(default_factory=list)  # comparisons of an index in branches
+    instructions: int = 0  # of the operators that were written, about
     shared_bytes: int = 0  # of a block's memory
     row_bytes: int = 0  # of the memory that keeps a row
     within: Within | None = None  # what holds where the next line stands
@@ -65,7 +67,7 @@ class Writer:
     def copy(self) -> Writer:
         """Return a writer of the same that has written nothing."""
         given = (self.program, self.shapes, self.arguments, self.aligned, self.stored)
-        return Writer(*given, prefix=self.prefix, depth=self.depth)
+        return Writer(*given, depth=self.depth)
 
     # --- lines ----------------------------------------------------------------------------------------------------
 
@@ -78,7 +80,7 @@ class Writer:
     @contextmanager
     def block(self, head: str) -> Iterator[None]:
         """Write a block behind a line such as `for (...)`; what is computed in it is known in it alone."""
-        self.line(f"{head} {{")
+        self.line(f"{head} {{" if head else "{")
         self.depth += 1
         self.scopes.append({})
         yield
@@ -97,10 +99,8 @@ class Writer:
     @contextmanager
     def mask(self, condition: str) -> Iterator[str]:
         """Write for lanes that a condition on lane j chooses, without a branch; yield the array that says which."""
-        name = self.new_name()
-        self.line(f"bool {name}[{self.lanes.width}];")
-        outer = f"{self.masks[-1]}[j] && " if self.masks else ""
-        self.line(f"EACH({self.lanes.width}) {name}[j] = {outer}{condition};")
+        name, outer = self.new_name(), f"{self.masks[-1]}[j] && " if self.masks else ""
+        self.line(f"bool {name}[{self.lanes.width}]; EACH({self.lanes.width}) {name}[j] = {outer}{condition};")
         self.masks.append(name)
         self.masked_scopes.append(len(self.scopes))
         self.scopes.append({})
@@ -109,10 +109,19 @@ class Writer:
         self.masked_scopes.pop()
         self.masks.pop()
 
-    def new_name(self) -> str:
-        """Return a name that no variable has."""
-        self.count += 1
-        return f"{self.prefix}{self.count}"
+    def new_name(self, begin: str = "t") -> str:
+        """Return a name that no variable has: a number behind a beginning."""
+        self.names[begin] = count = self.names.get(begin, 0) + 1
+        return f"{begin}{count}"
+
+    def own_name(self, name: str) -> str:
+        """Return a name that no variable has: this one, with a number behind it where it is taken."""
+        self.names[name] = count = self.names.get(name, 0) + 1
+        return name if count == 1 else f"{name}_{count}"
+
+    def name_of(self, value: str) -> str:
+        """Return a name for a variable: that of a value, or of an operand with a number behind it."""
+        return self.own_name(value) if value in self.program.producers else self.new_name(f"{value}_")
 
     def shared(self, size: int) -> str:
         """Return the memory that a block's threads share, of which so many bytes are used."""
@@ -141,27 +150,27 @@ class Writer:
         self.kept[key] = None
         return reference
 
-    def declare(self, kind: str, value: str, varies: bool, exact: bool = True, masked: bool = False) -> Reference:
-        """Write a variable with its value, an expression that may be of lane j."""
-        name = self.new_name()
+    def declare(
+        self, kind: str, value: str, varies: bool, masked: bool = False, name: str = "", note: str = ""
+    ) -> Reference:
+        """Write a variable with its value, an expression that may be of lane j, and a note behind it."""
+        name, comment = name or self.new_name(), f"  // {note}" if note else ""
+        self.instructions += INSTRUCTIONS.get(note, OTHER_INSTRUCTIONS) * (self.lanes.width if varies else 1)
         if varies:
-            self.line(f"{kind} {name}[{self.lanes.width}];")
-            self.line(f"EACH({self.lanes.width}) {name}[j] = {value};")
+            self.line(f"{kind} {name}[{self.lanes.width}]; EACH({self.lanes.width}) {name}[j] = {value};{comment}")
         else:
-            self.line(f"const {kind} {name} = {value};")
-        return Reference(name, varies, exact, masked)
+            self.line(f"const {kind} {name} = {value};{comment}")
+        return Reference(name, varies, masked)
 
     # --- indices --------------------------------------------------------------------------------------------------
 
     def index(self, index: Index, in_lane: bool = False) -> str:
         """Return an index as an expression: in lane j if `in_lane`, else in the first lane."""
-        behind = index + self.lanes.linear * -1 if self.lanes.linear else index
-        if in_lane and self.lanes.linear and not behind.terms:
-            return text_of(
-                Index(behind.constant, ((Atom("value", ONE, "at[j]"), ONE),)),
-                self.arguments.size,
-                lambda each: each.name,
-            )
+        lanes = self.lanes
+        behind = index + lanes.linear * -1 if lanes.linear else index
+        if lanes.linear and not behind.terms and (in_lane or not lanes.scattered):
+            own = "at[j]" if lanes.scattered else f"at * {lanes.width}{' + j' if in_lane else ''}"
+            return text_of(Index(behind.constant, ((Atom("value", ONE, own), ONE),)), self.arguments.size, _name)
 
         def atom(each: Atom) -> str:
             if each.kind == "value" or each.name in self.lanes.scattered:
@@ -176,6 +185,11 @@ class Writer:
             return self.arguments.quotient(inner, each.by, "/" if each.kind == "div" else "%")
 
         return text_of(index, self.arguments.size, atom)
+
+    def address(self, pointer: str, index: Index, in_lane: bool = False) -> str:
+        """Return the address of an element behind a pointer; `in_lane` is as in `index`."""
+        at = self.index(index, in_lane)
+        return pointer if at == "0" else f"{pointer} + {in_parentheses(at)}"
 
     def is_below(self, index: Index, bound: Size) -> bool | None:
         """Return whether an index is less than a bound; None if it depends."""
@@ -216,34 +230,30 @@ class Writer:
             return self.keep(key, branches.padded(self, operation, inner))
         return self.value(operation.inputs[0], inner)
 
-    def rounded(self, name: str, reference: Reference) -> Reference:
-        """Return a value as its dtype holds it, where that is a half precision."""
-        dtype = self.program.dtypes[name]
-        if dtype not in HALVES or reference.exact:
-            return reference
-        text = f"rounded<{STORED[dtype]}>({reference.lane})"
-        return self.declare("float", text, reference.varies, masked=reference.masked)
+    def rounded(self, name: str, value: str) -> str:
+        """Return the expression of a value, rounded to its dtype where the program says so."""
+        return f"rounded<{STORED[self.program.dtypes[name]]}>({value})" if name in self.program.rounded else value
 
     def _load(self, name: str, place: Place) -> Reference:
         address = flat(place, self.shapes.of[name])
         self.accesses.append((name, address))
         kind = NUMBER[self.program.dtypes[name]]
         if self.masks and not maps.is_inside(place, self.shapes.of[name]):
-            text = f"{self.masks[-1]}[j] ? load_one({name} + ({self.index(address, in_lane=True)})) : ({kind})1"
-            return self.declare(kind, text, True, masked=True)
+            text = f"{self.masks[-1]}[j] ? load_one({self.address(name, address, in_lane=True)}) : ({kind})1"
+            return self.declare(kind, text, True, masked=True, name=self.name_of(name))
         if not self.lanes.vary(address):
-            return self.declare(kind, f"load_one({name} + ({self.index(address)}))", False)
+            return self.declare(kind, f"load_one({self.address(name, address)})", False, name=self.name_of(name))
         if self.is_contiguous(address):
             if not self.conditions and not any(each.kind == "value" for each in address.atoms()):
                 self.vectors.append((name, place))
-            found = Reference(self.new_name(), True)
-            self.line(f"{kind} {found.text}[{self.lanes.width}];")
-            self.line(f"load({name} + ({self.index(address)}), {found.text});")
+            found = Reference(self.name_of(name), True)
+            self.line(f"{kind} {found.text}[{self.lanes.width}]; load({self.address(name, address)}, {found.text});")
             return found
         step = self.lanes.step_of(address)
         if step:
             return self._load_step(name, address, step)
-        return self.declare(kind, f"load_one({name} + ({self.index(address, in_lane=True)}))", True)
+        text = f"load_one({self.address(name, address, in_lane=True)})"
+        return self.declare(kind, text, True, name=self.name_of(name))
 
     def _load_step(self, name: str, address: Index, step: int) -> Reference:
         """Load what the first and the last lane have: lanes from the next multiple of `step` on have the latter."""
@@ -256,8 +266,8 @@ class Writer:
         if beyond is None:
             rest = self.arguments.quotient(lanes.variable, as_size(step), "%")
             beyond = self.keep(key, self.declare("bool", f"{rest} + j >= {step}", True))
-        near, far = (self.declare(kind, f"load_one({name} + ({self.index(each)}))", False) for each in (address, last))
-        return self.declare(kind, f"{beyond.lane} ? {far.text} : {near.text}", True)
+        near, far = (self.declare(kind, f"load_one({self.address(name, each)})", False) for each in (address, last))
+        return self.declare(kind, f"{beyond.lane} ? {far.text} : {near.text}", True, name=self.name_of(name))
 
     def _elementwise(self, operation: Operation, name: str, place: Place) -> Reference:
         target, given = self.program.dtypes[name], list[Reference]()
@@ -266,26 +276,35 @@ class Writer:
             return Reference(same)
         for each in operation.inputs if same is None else [operation.inputs[same]]:
             inner = maps.broadcast(place, self.shapes.of[name], self.shapes.of[each], self.shapes)
-            reference = self.value(each, inner)
-            given.append(self.rounded(each, reference) if is_discontinuous(operation, target) else reference)
+            given.append(self.value(each, inner))
         if operation.name == "Identity" or same is not None:
             return given[0]
         dtypes, masked = [self.program.dtypes[each] for each in operation.inputs], any(each.masked for each in given)
-        exact = target not in HALVES or operation.name == "Cast" or (
-            keeps_exact(operation) and all(each.exact for each in given)
-        )  # fmt: skip
-        if operation.name == "Cast" and dtypes[0] == target:
+        if operation.name == "Cast" and NUMBER[dtypes[0]] == NUMBER[target] and target not in HALVES:
             return given[0]
         nearest = name in self.program.read_by_steps
+        if operation.name in OF_ANGLES and NUMBER[dtypes[0]] == "float":
+            given = [self._angle(given[0])]
         lanes = [each.lane for each in given]
         if masked and operation.name in ("Div", "Mod") and target not in FLOATS:  # by any number, even 0
             lanes[1] = f"({self.masks[-1]}[j] ? {lanes[1]} : 1)"
-        text = expression(operation, lanes, dtypes, target, nearest)
-        return self.declare(NUMBER[target], text, any(each.varies for each in given) or masked, exact, masked)
+        text = self.rounded(name, expression(operation, lanes, dtypes, target, nearest))
+        varies = any(each.varies for each in given) or masked
+        return self.declare(NUMBER[target], text, varies, masked, self.name_of(name), operation.name)
+
+    def _angle(self, value: Reference) -> Reference:
+        """Return the reduced angle of a value, which Sin and Cos of it have in common."""
+        key = ("angle", value.text, self.lanes)
+        found = self.known(key)
+        if found is None:
+            (word,) = re.findall(r"^\w*", value.text)  # of an element of an array, the array; of a number, its digits
+            name, text = self.own_name(f"angle_of_{word}"), f"angle({value.lane})"
+            found = self.keep(key, self.declare("Angle", text, value.varies, value.masked, name))
+        return found
 
     def declared(self, name: str, varies: bool) -> Reference:
         """Declare a variable for a value, without one."""
-        found = Reference(self.new_name(), varies)
+        found = Reference(self.name_of(name), varies)
         self.line(f"{NUMBER[self.program.dtypes[name]]} {found.text}{f'[{self.lanes.width}]' if varies else ''};")
         return found
 
@@ -319,12 +338,12 @@ class Writer:
         own: Callable[[], Reference] = lambda: self.value(operation.inputs[0], place)  # noqa: E731
         given = own() if operation.name in ("Softmax", "LogSoftmax") else None
         count = self.arguments.size(instance.count(self.shapes))
-        target = self.program.dtypes[operation.outputs[0]]
-        nearest = operation.outputs[0] in self.program.read_by_steps
+        (name,) = operation.outputs
+        target, nearest = self.program.dtypes[name], name in self.program.read_by_steps
         text = finished(operation, accumulator.lane, given.lane if given else "", count, NUMBER[target], nearest)
         varies = accumulator.varies or bool(given and given.varies)
-        exact = target not in HALVES or operation.name in ("ReduceMax", "ReduceMin")
-        return self.declare(NUMBER[target], text, varies, exact, masked=bool(self.masks))
+        text, masked = self.rounded(name, text), bool(self.masks)
+        return self.declare(NUMBER[target], text, varies, masked, self.name_of(name), operation.name)
 
     def _stored(self, instance: Instance) -> Reference:
         """Read the accumulator of a reduction that a launch before has computed, and merge its shares."""
@@ -337,7 +356,11 @@ class Writer:
             return found
         varies, masked = self.lanes.vary(address), bool(self.masks)
         at, shares = self.index(address, in_lane=varies), self.arguments.size(each.shares)
-        first, step = (at, self.arguments.size(product(each.shape))) if each.is_across else (f"({at}) * {shares}", "1")
+        first, step = at, "1"
+        if each.is_across:
+            step = self.arguments.size(product(each.shape))
+        elif shares != "1":
+            first = f"{in_parentheses(at)} * {shares}"
         text = f"stored<{kind}>({each.pointer}, {first}, {step}, {shares})"
         text = f"{self.masks[-1]}[j] ? {text} : {kind}()" if masked else text
         return self.keep(instance, self.declare(kind, text, varies or masked, masked=masked))
@@ -368,7 +391,7 @@ class Writer:
     def accumulator(self, instance: Instance) -> Reference:
         """Declare the accumulator of a reduction, one for each lane whose places differ."""
         varies = self.lanes.vary(*instance.kept) or bool(self.masks)
-        found = Reference(self.new_name(), varies)
+        found = Reference(self.own_name(f"{instance.kind.split()[0].lower()}_of_{instance.value}"), varies)
         self.line(f"{instance.accumulator(self.program)} {found.text}{f'[{self.lanes.width}]' if varies else ''};")
         return found
 
@@ -377,7 +400,6 @@ class Writer:
         left = iter(coordinates)
         place = tuple(next(left) if each is None else each for each in instance.kept)
         reference = self.value(instance.value, place)
-        reference = self.rounded(instance.value, reference) if instance.is_extreme else reference
         has_lanes = accumulator.varies or self.lanes.vary(*coordinates)
         given = [term(instance, reference.lane)]
         if instance.is_extreme:
@@ -387,3 +409,7 @@ class Writer:
             return
         each = f"EACH({self.lanes.width}) " if has_lanes else ""
         self.line(f"{each}{accumulator.lane}.add({', '.join(given)});")
+
+
+def _name(atom: Atom) -> str:
+    return atom.name

@@ -6,15 +6,17 @@ import functools
 from collections.abc import Mapping
 from typing import Final
 
-from onnx import TensorProto
+import ml_dtypes
+from onnx import TensorProto, helper
 
-from onnxfuse.ir.dtypes import FLOATS, dtype_name
+from onnxfuse.ir.dtypes import FLOATS, INTEGER_RANGES, dtype_name
 from onnxfuse.regions.steps import StaysOut, Steps, Writer
 
 SAME: Final = (
     "Add", "Sub", "Mul", "Div", "Neg", "Abs", "Sqrt", "Exp", "Log", "Erf", "Tanh", "Sin", "Cos", "Floor", "Ceil",
     "Round", "Sign", "Reciprocal", "Relu", "Sigmoid", "HardSwish", "Softplus", "Softsign", "Mish", "Where", "Equal",
     "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "And", "Or", "Xor", "Not", "IsNaN", "Identity",
+    "BitwiseAnd", "BitwiseOr", "BitwiseXor", "BitwiseNot",
 )  # fmt: skip
 # Operators with numbers as attributes, and the defaults of these.
 WITH_NUMBERS: Final[Mapping[str, Mapping[str, float]]] = {
@@ -55,21 +57,21 @@ def _power(s: Steps) -> None:
     s.end("Pow", [x, exponent])
 
 
+def _range(dtype: int) -> tuple[float, float]:
+    """Return the least and the largest finite number of a dtype."""
+    if dtype in INTEGER_RANGES:
+        return INTEGER_RANGES[dtype]
+    limits = ml_dtypes.finfo(helper.tensor_dtype_to_np_dtype(dtype))  # type: ignore[no-untyped-call]
+    return float(limits.min), float(limits.max)
+
+
 def _clip(s: Steps) -> None:
-    """Write a Clip as Max and Min, whose bounds are attributes before opset 11."""
-    bounds = []
-    for index, (op, name) in enumerate((("Max", "min"), ("Min", "max")), 1):
-        if s.has(index):
-            bounds.append((op, s.data(index, s.rank())))
-        elif (value := s.node.attrs.get(name)) is not None:
-            bounds.append((op, s.number(value, s.dtype())))
-    value = s.data(0)
-    if not bounds:
-        s.end("Identity", [value])
-    elif len(bounds) == 1:
-        s.end(bounds[0][0], [value, bounds[0][1]])
-    else:
-        s.end(bounds[1][0], [s.emit(bounds[0][0], [value, bounds[0][1]]), bounds[1][1]])
+    """Write a Clip as Max and Min, whose bounds are attributes before opset 11: by default, the dtype's range."""
+    least, largest = (
+        s.data(index, s.rank()) if s.has(index) else s.number(s.node.attrs.get(name, limit), s.dtype())
+        for index, name, limit in zip((1, 2), ("min", "max"), _range(s.dtype()), strict=True)
+    )
+    s.end("Min", [s.emit("Max", [s.data(0), least]), largest])
 
 
 def _cast(s: Steps) -> None:
@@ -87,6 +89,10 @@ def _gelu(s: Steps) -> None:
 
 def _mod(s: Steps) -> None:
     s.end("Mod", s.elementwise([0, 1]), fmod=s.integer("fmod", 0))
+
+
+def _bit_shift(s: Steps) -> None:
+    s.end("BitShift", s.elementwise([0, 1]), direction=str(s.parameter("direction")))
 
 
 def _prelu(s: Steps) -> None:
@@ -113,6 +119,7 @@ POINTWISE: Final[Mapping[str, Writer]] = {
     "IsInf": _is_inf,
     "Gelu": _gelu,
     "Mod": _mod,
+    "BitShift": _bit_shift,
     "PRelu": _prelu,
     "Swish": _swish,
 }

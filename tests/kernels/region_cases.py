@@ -29,7 +29,13 @@ UNARY = (
     "IsNaN", "IsInf", "Identity",
 )  # fmt: skip
 OF_DOUBLE = ("Neg", "Abs", "Sqrt", "Exp", "Log", "Tanh", "Sin", "Cos", "Floor", "Ceil", "Sign", "Reciprocal")
+POWERS = [twice / 2 for twice in range(-8, 9)]  # which kernels compute by products and roots
 END = 2**63 - 1
+
+
+def signed(program: RegionProgram, x: str) -> list[str]:
+    """Return a value and its reciprocal, which tells 0 from -0."""
+    return [x, program.op("Reciprocal", x)]
 
 
 def operators() -> Iterator[Made]:
@@ -39,6 +45,11 @@ def operators() -> Iterator[Made]:
             x = numbers((5, 24), dtype, low=low)
             x[0, :3] = [np.nan, np.inf, -np.inf] if op in ("IsNaN", "IsInf", "Relu", "Abs") else 1
             yield one(f"{op} {dtype}", op, x, dtype="bool" if op.startswith("Is") else "")
+    angles = np.geomspace(1e-30, 3e38, 4000, dtype=np.float32) * np.where(np.arange(4000) % 3, 1, -1).astype(np.float32)
+    angles[:4] = [-0.0, np.inf, -np.inf, np.nan]
+    for op in ("Sin", "Cos"):
+        yield one(f"{op} of all sizes", op, angles)
+    yield made("Sin and Cos of the same angles", [angles], lambda p, x: [p.op("Sin", x), p.op("Cos", x)])
     for op in OF_DOUBLE:
         low = 1 if op in ("Sqrt", "Log", "Reciprocal") else -12
         yield one(f"{op} float64", op, numbers((3, 7), "float64", low=low))
@@ -62,9 +73,23 @@ def operators() -> Iterator[Made]:
     x = numbers((3, 8), "float32", 3, low=1)
     yield one("Pow", "Pow", x, numbers((8,), "float32", 4))
     yield one("Pow of float16", "Pow", x.astype(np.float16), np.array(2, np.float16))
+    special = np.array([-np.inf, -1e30, -3, -1, -0.0, 0.0, 1e-30, 0.25, 1, 2, 1e9, np.inf, np.nan], np.float32)
+    for exponent in POWERS:
+        yield made(f"Pow {exponent}", [special], lambda p, x, e=exponent: signed(p, p.op(
+            "Pow", x, p.op("Constant", dtype="float32", value=e))))  # fmt: skip
+    for dtype in ("int32", "int64"):
+        yield made(f"Pow 3 {dtype}", [numbers((4, 8), dtype)], lambda p, x: p.op(
+            "Pow", x, p.op("Constant", dtype=p.dtypes[x], value=3)))  # fmt: skip
     for op in ("And", "Or", "Xor"):
         yield one(op, op, numbers((4, 8), "bool", 1, 0, 1), numbers((8,), "bool", 2, 0, 1))
     yield one("Not", "Not", numbers((33,), "bool", 1, 0, 1))
+    for dtype in ("int8", "uint8", "int32", "int64"):
+        x, y = (np.random.default_rng(i).integers(-(2**63), 2**63, (4, 33)).astype(dtype) for i in range(2))
+        yield made(f"bits of {dtype}", [x, y], lambda p, x, y: [
+            p.op("BitwiseNot", x), *(p.op(f"Bitwise{each}", x, y) for each in ("And", "Or", "Xor"))])  # fmt: skip
+    by = numbers((33,), "uint8", 1, 0, 9)
+    for direction in ("LEFT", "RIGHT"):
+        yield one(f"BitShift {direction}", "BitShift", x.astype(np.uint8), by, direction=direction)
     yield made("Where", [numbers((8,), "bool", 1, 0, 1), numbers((4, 8), "float16", 2), numbers((4, 1), "float16", 3)],
                lambda p, c, a, b: p.op("Where", c, a, b, dtype="float16"))  # fmt: skip
     nan = numbers((4, 8), "float16", 5)
@@ -85,6 +110,22 @@ def operators() -> Iterator[Made]:
     yield one("Gelu by tanh", "Gelu", numbers((64,), "float32"), approximate="tanh")
     yield one("LeakyRelu with alpha", "LeakyRelu", numbers((64,), "float32"), alpha=0.3)
     yield one("HardSigmoid with alpha and beta", "HardSigmoid", numbers((64,), "float16"), alpha=0.1, beta=0.7)
+
+
+def edges() -> Iterator[Made]:
+    """Values at which the operators of onnxruntime do what ONNX leaves open, or arithmetic of 32 bits is too narrow."""
+    x = np.array([[np.nan, -0.0, 0.0, np.inf, -np.inf, 2, -3, 0]], np.float32)
+    yield one("Sign of NaN", "Sign", x)
+    for dtype in ("float32", "int32", "int64"):
+        for dynamic in ((), (0,)):
+            yield one(f"mean of nothing, {dtype} {dynamic}", "ReduceMean", np.zeros((3, 0), dtype), axes=[1],
+                      keepdims=1, dynamic=dynamic)  # fmt: skip
+    large = np.array([[2**31 - 1] * 40, [-(2**31)] * 40, [*range(2**31 - 40, 2**31)]], np.int32)
+    for op in ("ReduceSum", "ReduceMean", "ReduceL1", "ReduceSumSquare"):
+        given = large // 2**14 if op == "ReduceSumSquare" else large
+        for axis in (0, 1):
+            yield one(f"{op} of large int32 over {axis}", op, given, axes=[axis], keepdims=1)
+    yield one("ReduceSum of few rows of large int32", "ReduceSum", np.tile(large, (1, 400)), axes=[1], keepdims=1)
 
 
 def _falling(program: RegionProgram, x: str, y: str) -> list[str]:
@@ -206,7 +247,25 @@ def rotated(program: RegionProgram, x: str, cos: str, sin: str) -> str:
     return program.op("Add", program.op("Mul", x, cos), program.op("Mul", turned, sin))
 
 
+def masked_softmax(program: RegionProgram, x: str, mask: str) -> str:
+    """The probabilities of an attention, which read the scores twice."""
+    scores = program.op("Mul", x, program.op("Constant", dtype="float16", value=0.125))
+    return program.op("Mul", program.op("Softmax", program.op("Add", scores, mask), axis=3), scores)
+
+
+def chained_reductions(program: RegionProgram, x: str) -> str:
+    """Reductions over the middle axis, of which each reads what the others leave."""
+    for op in ("ReduceMean", "ReduceMax", "ReduceMin", "ReduceL2", "ReduceL1", "ReduceLogSumExp", "ReduceMean"):
+        x = program.op("Sub", x, program.op(op, x, axes=[1], keepdims=1))
+    return x
+
+
 def models() -> Iterator[Made]:
+    scores, mask = numbers((2, 3, 5, 40), "float16"), numbers((2, 1, 5, 40), "float16", 1)
+    yield made("a masked softmax, dynamic", [scores, mask], masked_softmax, dynamic=(2, 3, 5, 40))
+    yield made("a chain of reductions, dynamic", [numbers((2, 40, 3))], chained_reductions, dynamic=(2, 40, 3))
+    rows = numbers((3, 256), "float16")
+    yield made("a softmax of sines", [rows], lambda p, x: p.op("Softmax", p.op("Sin", x), axis=1))
     image = numbers((2, 14, 14, 24), "float16")
     yield made("windows of Swin", [image], windows)
     yield made("windows of Swin, dynamic", [image], windows, dynamic=(2,))
@@ -235,4 +294,4 @@ def all_cases() -> dict[str, RegionProgram]:
     """Return all programs by name."""
     of_plans = (stored_reductions, columns, flat_vectors, short_rows, transposed_tiles, row_outputs, repeated_reads,
                 kept_rows, interleaved_axes, prevalent_parts, norms, computed_sizes)  # fmt: skip
-    return dict(each for kind in (operators, maps, reductions, *of_plans, models) for each in kind())
+    return dict(each for kind in (operators, edges, maps, reductions, *of_plans, models) for each in kind())

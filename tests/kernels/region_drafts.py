@@ -12,12 +12,11 @@ import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime as ort
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
 
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS
-from onnxfuse.kernels.region.operators import is_discontinuous
-from onnxfuse.kernels.region.program import Operation, parse
-from onnxfuse.kernels.region.shapes import Shapes, infer, sizes_of
+from onnxfuse.kernels.region.program import Operation
+from onnxfuse.kernels.region.shapes import sizes_of
 from onnxfuse.kernels.region.sizes import Sizes
 from onnxfuse.region_operators import COMPARISONS, HALVES, SUMS
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
@@ -29,6 +28,10 @@ LISTS = {"Reshape": ("shape",), "Expand": ("shape",), "Unsqueeze": ("axes",), "S
          "Slice": ("starts", "ends", "axes", "steps"), "Split": ("sizes",), "Tile": ("repeats",),
          "Pad": ("pads",), **dict.fromkeys(SUMS, ("axes",))}  # fmt: skip
 OPSET = 21
+STEPS = (  # operators that are not continuous
+    "Floor", "Ceil", "Round", "Sign", "Mod", "IsNaN", "IsInf", "Equal", "Less", "LessOrEqual", "Greater",
+    "GreaterOrEqual", "ArgMax", "ArgMin",
+)  # fmt: skip
 FLOATS = ("float32", "float16", "bfloat16")
 
 
@@ -75,17 +78,31 @@ class RegionProgram:
     def specs(self, aligned: bool = True) -> list[TensorSpec]:
         return [TensorSpec(each.shape, each.dtype.name, aligned) for each in self.operands.values()]
 
-    def model(self) -> onnx.ModelProto:
-        """Return what it means: halves are float32 there, rounded where the kernels round them."""
-        return _Model(self).model()
-
     def expected(self) -> list[np.ndarray]:
-        """Return the outputs, as onnxruntime computes them in float32, in each output's own dtype."""
-        options = ort.SessionOptions()
-        options.log_severity_level = 4
-        options.intra_op_num_threads = 1
-        session = ort.InferenceSession(self.model().SerializeToString(), options, providers=["CPUExecutionProvider"])
-        return self.rounded(session.run(None, {name: _wide(each) for name, each in self.operands.items()}))
+        """Return the outputs, each in its own dtype: onnxruntime runs the operators one by one, in float32.
+
+        Values of 16 bits on which a result depends that is not continuous are rounded to their dtype.
+        """
+        dtypes, halves = self.dtypes, {name for name in self.read_by_steps() if self.dtypes[name] in HALVES}
+        values = {name: _wide(array) for name, array in self.operands.items()}
+        values |= {name: _as(dtypes[name], values[name]) for name in halves & values.keys()}
+        for op, inputs, outputs, attributes in self.ops:
+            operation = Operation(op, tuple(inputs), tuple(outputs), attributes)
+            found = _results(operation, [values[name] for name in inputs], dtypes[outputs[0]])
+            values |= {
+                name: _as(dtypes[name], each) if name in halves else each
+                for name, each in zip(outputs, found, strict=True)
+            }
+        return self.rounded([values[name] for name in self.outputs])
+
+    def read_by_steps(self) -> set[str]:
+        """Return the values on which results depend that are not continuous."""
+        found = set[str]()
+        for op, inputs, outputs, _ in reversed(self.ops):
+            is_cut = op == "Cast" and self.dtypes[outputs[0]] not in (*FLOATS, "float64")
+            if op in STEPS or is_cut or found & set(outputs):
+                found |= set(inputs)
+        return found
 
     def rounded(self, results: Sequence[Any]) -> list[np.ndarray]:
         pairs = zip(results, self.output_dtypes(), strict=True)
@@ -122,95 +139,71 @@ def _wide(array: np.ndarray) -> np.ndarray:
     return np.asarray(array, np.float32) if array.dtype.name in HALVES else array
 
 
-class _Model:
-    """The ONNX model of a program."""
+def _as(dtype: str, array: np.ndarray) -> np.ndarray:
+    """Return floats as a dtype holds them, in float32."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.asarray(np.asarray(array, np.float32).astype(NUMPY[dtype]), np.float32)
 
-    def __init__(self, program: RegionProgram) -> None:
-        self.program, self.nodes, self.count = program, list[onnx.NodeProto](), 0
-        self.initializers: list[onnx.TensorProto] = []
 
-    @functools.cached_property
-    def shapes(self) -> Shapes:
-        """The shapes of all values, by which attributes that are computed from dims are numbers."""
-        sizes = Sizes()
-        operands = {name: sizes.read(each.shape) for name, each in self.program.operands.items()}
-        return infer(parse(self.program.node()), operands, sizes)
+def _results(operation: Operation, given: Sequence[np.ndarray], target: str) -> list[np.ndarray]:
+    """Return the results of one operator of which the first one has the dtype `target`."""
+    op, attributes = operation.name, dict(operation.attributes)
+    if op == "Constant":
+        value = attributes["value"]
+        return [np.array(float(value) if isinstance(value, str) else value, _held(target))]
+    if op == "Cast":
+        if target in HALVES:
+            return [_as(target, given[0])]
+        attributes["to"] = DTYPE_NUMBERS[target]
+    if op == "Mod" and given[0].dtype.kind == "f":
+        attributes["fmod"] = 1
+    if op in LISTS and op not in SUMS:
+        attributes |= _numbers(operation, given)
+        given = given[:1]  # others tell sizes
+    if op == "Slice" and "steps" not in attributes:
+        attributes["steps"] = [1] * len(attributes["axes"])
+    given = [*given, *(np.array(attributes.pop(key), np.int64) for key in LISTS.get(op, ()))]
+    if op == "Pad" and attributes.get("mode", "constant") == "constant":
+        given.append(np.array(attributes.pop("value", 0), given[0].dtype))
+    attributes.pop("value", None)
+    inputs = [f"i{number}" for number in range(len(given))]
+    node = helper.make_node(op, inputs, operation.outputs, **attributes)
+    return _session(node.SerializeToString(), tuple(each.dtype.name for each in given), target).run(
+        None, dict(zip(inputs, given, strict=True))
+    )
 
-    def model(self) -> onnx.ModelProto:
-        for op, inputs, outputs, attributes in self.program.ops:
-            self._add(Operation(op, tuple(inputs), tuple(outputs), attributes))
-        values = {"x": list(self.program.operands), "v": self.program.outputs}
-        infos = {
-            kind: [helper.make_tensor_value_info(name, self._type(name), None) for name in names]
-            for kind, names in values.items()
-        }
-        for info, each in zip(infos["x"], self.program.operands.values(), strict=True):
-            for dim in each.shape:
-                info.type.tensor_type.shape.dim.add().dim_value = dim
-            if not each.shape:
-                info.type.tensor_type.shape.SetInParent()
-        graph = helper.make_graph(self.nodes, "region", infos["x"], infos["v"], self.initializers)
-        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=10)
 
-    def _type(self, name: str) -> int:
-        dtype = self.program.dtypes[name]
-        return DTYPE_NUMBERS["float32" if dtype in HALVES else dtype]
+def _numbers(operation: Operation, given: Sequence[np.ndarray]) -> dict[str, list[int]]:
+    """Return the attributes that are lists of sizes, of which expressions over dims are numbers here."""
+    sizes = Sizes()
+    shapes = [sizes.read(each.shape) for each in given]
+    return {
+        key: [sizes.value(each) for each in sizes_of(operation, key, shapes, sizes)]
+        for key in LISTS[operation.name]
+        if key in operation.attributes
+    }
 
-    def _constant(self, array: np.ndarray) -> str:
-        self.count += 1
-        self.initializers.append(numpy_helper.from_array(array, f"c{self.count}"))
-        return f"c{self.count}"
 
-    def _node(self, op: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any) -> None:
-        self.nodes.append(helper.make_node(op, inputs, outputs, **attributes))
+@functools.lru_cache(maxsize=4096)
+def _session(node: bytes, dtypes: Sequence[str], target: str) -> ort.InferenceSession:
+    """Return a session of one operator whose inputs have these dtypes."""
+    parsed = onnx.NodeProto.FromString(node)
+    inputs = [
+        helper.make_tensor_value_info(name, DTYPE_NUMBERS[dtype], None)
+        for name, dtype in zip(parsed.input, dtypes, strict=True)
+    ]
+    outputs = [helper.make_tensor_value_info(name, DTYPE_NUMBERS[_held(target).name], None) for name in parsed.output]
+    graph = helper.make_graph([parsed], "operator", inputs, outputs)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=10)
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
-    def _rounded(self, name: str, dtype: str) -> str:
-        """Return a value behind Casts to a half precision and back."""
-        if dtype not in HALVES:
-            return name
-        self.count += 1
-        self._node("Cast", [name], [f"h{self.count}"], to=DTYPE_NUMBERS[dtype])
-        self._node("Cast", [f"h{self.count}"], [f"r{self.count}"], to=TensorProto.FLOAT)
-        return f"r{self.count}"
 
-    def _add(self, operation: Operation) -> None:
-        op, inputs, attributes = operation.name, list(operation.inputs), dict(operation.attributes)
-        target = self.program.dtypes[operation.outputs[0]]
-        if op == "Constant":
-            self.initializers.append(self._scalar(operation.outputs[0], attributes["value"]))
-            return
-        if is_discontinuous(operation, target):
-            inputs = [self._rounded(name, self.program.dtypes[name]) for name in inputs]
-        if op == "Cast":
-            name = inputs[0]
-            if target in HALVES:
-                self.count += 1
-                self._node("Cast", [name], [f"f{self.count}"], to=TensorProto.FLOAT)
-                name = self._rounded(f"f{self.count}", target)
-            self._node("Cast", [name], operation.outputs, to=self._type(operation.outputs[0]))
-            return
-        if op == "Mod" and self._type(operation.inputs[0]) in (TensorProto.FLOAT, TensorProto.DOUBLE):
-            attributes["fmod"] = 1
-        if op in LISTS and op not in SUMS:
-            inputs = inputs[:1]  # others tell sizes
-            given = [self.shapes.of[name] for name in operation.inputs]
-            for key in LISTS[op]:
-                if any(isinstance(each, list) for each in attributes.get(key, ())):
-                    found = sizes_of(operation, key, given, self.shapes.sizes)
-                    attributes[key] = [self.shapes.sizes.value(each) for each in found]
-        if op == "Slice" and "steps" not in attributes:
-            attributes["steps"] = [1] * len(attributes["axes"])
-        for key in LISTS.get(op, ()):
-            inputs.append(self._constant(np.array(attributes.pop(key), np.int64)))
-        if op == "Pad" and attributes.get("mode", "constant") == "constant":
-            dtype = helper.tensor_dtype_to_np_dtype(self._type(operation.inputs[0]))
-            inputs.append(self._constant(np.array(attributes.pop("value", 0), dtype)))
-        attributes.pop("value", None)
-        self._node(op, inputs, operation.outputs, **attributes)
-
-    def _scalar(self, name: str, value: Any) -> onnx.TensorProto:
-        dtype = helper.tensor_dtype_to_np_dtype(self._type(name))
-        return numpy_helper.from_array(np.array(float(value) if isinstance(value, str) else value, dtype), name)
+def _held(dtype: str) -> np.dtype[Any]:
+    """Return in what onnxruntime computes values of a dtype."""
+    return NUMPY["float32" if dtype in HALVES else dtype]
 
 
 # Relative to each result, and to how large values become on the way: half an ulp of the dtype, and errors in float32.

@@ -1,7 +1,8 @@
 """Programs of regions at random: operators, broadcasts, maps and reductions, whose results onnxruntime can tell.
 
-Operands hold multiples of a quarter.  Operators that are not continuous read values only that were computed exactly,
-because the last bit of others depends on the order of sums.
+Operands hold multiples of a quarter, or integers.  Operators that are not continuous read values only that are
+determined to the last bit where each result is rounded to its dtype, through Casts as well: neither sums of many nor
+functions are.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from region_drafts import NUMPY, RegionProgram
 
+from onnxfuse.region_operators import HALVES
+
 FLOATS = ("float32", "float16", "bfloat16")
+REALS = (*FLOATS, "float64")
+INTEGERS = {"int8": 128.0, "uint8": 255.0, "int32": 2.0**31, "int64": 2.0**63}  # the largest number, about
+OF_DOUBLE = ("Neg", "Abs", "Relu", "Tanh", "Sigmoid", "Sin", "Cos", "Exp", "Sqrt", "Log", "Reciprocal", "Pow", "steps")
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 33)
 
 
@@ -32,7 +38,7 @@ class Value:
     shape: tuple[int, ...]
     dtype: str
     bound: float  # of the absolute value
-    exact: bool
+    exact: bool  # arithmetic of its dtype gives no other value
 
 
 @dataclass
@@ -44,12 +50,14 @@ class Draft:
     values: list[Value] = field(default_factory=list)
     extent: Extent = Extent()
 
-    def operand(self, shape: tuple[int, ...], dtype: str, bound: float = 4.0) -> Value:
+    def operand(self, shape: tuple[int, ...], dtype: str, bound: float = 0.0) -> Value:
+        """Add an operand of values up to a bound, which is 4 by default, or what 8 bits hold."""
+        bound = bound or (self.chance.choice([4.0, 127.0]) if dtype in ("int8", "uint8") else 4.0)
         numbers = np.random.default_rng(self.chance.getrandbits(32))
         if dtype == "bool":
             array = numbers.integers(0, 2, shape).astype(bool)
-        elif dtype.startswith("int"):
-            array = numbers.integers(-int(bound), int(bound) + 1, shape).astype(dtype)
+        elif dtype in INTEGERS:
+            array = numbers.integers(0 if dtype == "uint8" else -int(bound), int(bound) + 1, shape).astype(dtype)
         else:
             array = (numbers.integers(-int(4 * bound), int(4 * bound) + 1, shape) / 4).astype(NUMPY[dtype])
         return Value(self.program.operand(array), shape, dtype, bound, True)
@@ -89,7 +97,7 @@ def _broadcastable(draft: Draft, value: Value) -> Value:
     if others and chance.random() < 0.6:
         return chance.choice(others)
     if chance.random() < 0.2 and value.dtype != "bool":
-        return draft.constant(chance.choice([0.5, 2.0, -1.25]) if value.dtype in FLOATS else 3, value.dtype)
+        return draft.constant(chance.choice([0.5, 2.0, -1.25]) if value.dtype in REALS else 3, value.dtype)
     shape = tuple(1 if chance.random() < 0.3 else dim for dim in value.shape)
     return draft.operand(shape[chance.randrange(len(shape) + 1) if chance.random() < 0.3 else 0 :], value.dtype)
 
@@ -106,28 +114,47 @@ def binary(draft: Draft, x: Value) -> None:
     shape = _broadcast(x.shape, y.shape)
     if shape is None or math.prod(shape) > draft.extent.most:
         return
-    exact = x.exact and y.exact and max(x.bound, y.bound) <= 64
+    exact = x.exact and y.exact
     if x.dtype == "bool":
         draft.add(draft.chance.choice(["And", "Or", "Xor", "Equal"]), x, y, shape=shape)
         return
-    op = draft.chance.choice(["Add", "Sub", "Mul", "Min", "Max", "compare", "Div", "Mod", "Where"])
-    if op in ("Add", "Sub") and x.bound + y.bound < draft.extent.largest:
+    op = draft.chance.choice(["Add", "Sub", "Mul", "Min", "Max", "compare", "Div", "Mod", "Where", "bits"])
+    if x.dtype in ("int8", "uint8") and op in ("Add", "Sub", "Mul"):
+        draft.add(op, x, y, shape=shape, bound=INTEGERS[x.dtype])
+    elif op in ("Add", "Sub") and x.bound + y.bound < draft.extent.largest:
         draft.add(op, x, y, shape=shape, bound=x.bound + y.bound, exact=exact)
     elif op == "Mul" and x.bound * y.bound < draft.extent.largest:
-        draft.add(op, x, y, shape=shape, bound=x.bound * y.bound, exact=exact and x.bound * y.bound <= 64)
+        draft.add(op, x, y, shape=shape, bound=x.bound * y.bound, exact=exact)
     elif op in ("Min", "Max"):
         draft.add(op, x, y, shape=shape, bound=max(x.bound, y.bound), exact=x.exact and y.exact)
     elif op == "compare" and x.exact and y.exact:
         name = draft.chance.choice(["Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"])
         draft.add(name, x, y, shape=shape, dtype="bool", bound=1, exact=True)
-    elif op == "Div" and x.dtype in FLOATS:
-        above = draft.add("Add", draft.add("Abs", y), draft.constant(0.5, x.dtype), bound=y.bound + 0.5, exact=False)
-        draft.add("Div", x, above, shape=shape, bound=2 * x.bound, exact=False)
-    elif op == "Mod" and x.exact and y.exact and x.dtype not in FLOATS:
+    elif op == "Div" and x.dtype in REALS:
+        above = draft.add("Add", draft.add("Abs", y), draft.constant(0.5, x.dtype), bound=y.bound + 0.5)
+        draft.add("Div", x, above, shape=shape, bound=2 * x.bound, exact=exact and x.dtype in HALVES)
+    elif op == "Mod" and x.exact and y.exact and x.dtype in REALS:
+        above = draft.add("Add", draft.add("Abs", y), draft.constant(0.5, x.dtype), bound=y.bound + 0.5)
+        draft.add("Mod", x, above, shape=shape, fmod=1)
+    elif op in ("Div", "Mod") and x.exact and y.exact:
         above = draft.add("Max", y, draft.constant(2, x.dtype))
-        draft.add("Mod", x, above, shape=shape, bound=max(2.0, y.bound))
+        if op == "Mod":
+            draft.add(op, x, above, shape=shape, bound=max(2.0, y.bound), fmod=draft.chance.randrange(2))
+        else:
+            draft.add(op, x, above, shape=shape)
+    elif op == "bits" and x.dtype in INTEGERS:
+        _bits(draft, x, y, shape)
     elif op == "Where":
         _where(draft, x, y, shape)
+
+
+def _bits(draft: Draft, x: Value, y: Value, shape: tuple[int, ...]) -> None:
+    names = ["BitwiseAnd", "BitwiseOr", "BitwiseXor"]
+    op = draft.chance.choice([*names, *["BitShift"] * 3 * (x.dtype == "uint8")])
+    if op == "BitShift":
+        draft.add(op, x, y, shape=shape, bound=255, direction=draft.chance.choice(["LEFT", "RIGHT"]))
+    else:
+        draft.add(op, x, y, shape=shape, bound=min(INTEGERS[x.dtype], 2 * max(1.0, x.bound, y.bound)))
 
 
 def _where(draft: Draft, x: Value, y: Value, shape: tuple[int, ...]) -> None:
@@ -142,25 +169,29 @@ def unary(draft: Draft, x: Value) -> None:
     if x.dtype == "bool":
         draft.add("Not", x)
         return
-    if x.dtype not in FLOATS:
-        draft.add(chance.choice(["Neg", "Abs", "Sign", "Identity"]), x)
+    if x.dtype in INTEGERS:
+        op = chance.choice(["Neg" if x.dtype != "uint8" else "Identity", "Abs", "Sign", "BitwiseNot"])
+        draft.add(op, x, bound=min(INTEGERS[x.dtype], x.bound + 1) if x.dtype != "uint8" else 255)
         return
     op = chance.choice([
         "Neg", "Abs", "Relu", "Tanh", "Sigmoid", "Erf", "Sin", "Cos", "HardSigmoid", "HardSwish", "Softplus", "Gelu",
         "Mish", "LeakyRelu", "Elu", "Selu", "Softsign", "Exp", "Sqrt", "Log", "Reciprocal", "Pow", "steps",
     ])  # fmt: skip
+    if x.dtype == "float64" and op not in OF_DOUBLE:
+        op = "Abs"
     if op in ("Neg", "Abs", "Relu"):
         draft.add(op, x)
     elif op == "steps" and x.exact:
         name = chance.choice(["Floor", "Ceil", "Round", "Sign", "IsNaN", "IsInf"])
         draft.add(name, x, dtype="bool" if name.startswith("Is") else "", bound=x.bound + 1)
     elif op in ("Sqrt", "Log", "Reciprocal"):
-        above = draft.add("Add", draft.add("Abs", x), draft.constant(0.5, x.dtype), bound=x.bound + 0.5, exact=False)
-        draft.add(op, above, bound=max(2.0, x.bound), exact=False)
+        above = draft.add("Add", draft.add("Abs", x), draft.constant(0.5, x.dtype), bound=x.bound + 0.5)
+        is_nearest = op == "Sqrt" or (op == "Reciprocal" and x.dtype in HALVES)
+        draft.add(op, above, bound=max(2.0, x.bound), exact=x.exact and is_nearest)
     elif op == "Exp" and x.bound <= 6:
         draft.add(op, x, bound=math.exp(x.bound), exact=False)
     elif op == "Pow" and x.bound <= 32:
-        draft.add(op, x, draft.constant(2, x.dtype), bound=x.bound**2, exact=False)
+        draft.add(op, x, draft.constant(2, x.dtype), bound=x.bound**2)
     elif op in ("Sin", "Cos", "Tanh", "Sigmoid", "Erf", "HardSigmoid", "Softsign"):
         if op not in ("Sin", "Cos") or x.bound < 30:
             draft.add(op, x, bound=1.0, exact=False)
@@ -170,11 +201,37 @@ def unary(draft: Draft, x: Value) -> None:
 
 
 def cast(draft: Draft, x: Value) -> None:
-    target = draft.chance.choice([*FLOATS, "int32", "int64", "bool"])
-    if target == x.dtype or (not x.exact and target not in FLOATS):
+    """Add a Cast of a value that the dtype has; to float64, of integers alone, since 32 bits are not as accurate."""
+    target = draft.chance.choice([*FLOATS, *INTEGERS, "bool", "float64"])
+    if target == x.dtype or (not x.exact and target not in FLOATS) or (x.dtype in REALS and target == "float64"):
         return
-    exact = x.exact and (target not in FLOATS or x.bound <= 16)
-    draft.add("Cast", x, dtype=target, bound=1.0 if target == "bool" else x.bound, exact=exact, to=target)
+    if x.dtype in REALS and (target == "uint8" or (target == "int8" and x.bound > 127)):
+        return
+    bound = 1.0 if target == "bool" else 255.0 if target == "uint8" else min(x.bound, INTEGERS.get(target, math.inf))
+    draft.add("Cast", x, dtype=target, bound=bound, to=target)
+
+
+def step(draft: Draft, x: Value) -> None:
+    """Add an operator that is not continuous behind Casts, of what roundings alone make another number than `x`."""
+    if x.dtype not in REALS or not x.exact:
+        return
+    third = float(np.asarray(1 / 3, NUMPY[x.dtype]))
+    near = draft.add("Mul", draft.add("Mul", x, draft.constant(third, x.dtype)), draft.constant(3.0, x.dtype))
+    for _ in range(draft.chance.choice([0, 1, 2])):
+        target = draft.chance.choice(["float32", "float32", *FLOATS])
+        near = draft.add("Cast", near, dtype=target, to=target) if target != near.dtype else draft.add("Neg", near)
+    op = draft.chance.choice(["Floor", "Ceil", "Cast", "Equal", "Greater", "ArgMax"])
+    if op == "Cast":
+        draft.add(op, near, dtype="int64", to="int64")
+    elif op in ("Equal", "Greater"):
+        other = draft.add("Cast", x, dtype=near.dtype, to=near.dtype) if near.dtype != x.dtype else x
+        draft.add(op, near, other, dtype="bool", bound=1)
+    elif op == "ArgMax" and near.shape and near.shape[-1]:
+        shape, axis = (*near.shape[:-1], 1), len(near.shape) - 1
+        draft.add(op, near, shape=shape, dtype="int64", bound=near.shape[-1], axis=axis, keepdims=1,
+                  select_last_index=0)  # fmt: skip
+    else:
+        draft.add("Floor" if op == "ArgMax" else op, near, bound=near.bound + 1)
 
 
 def view(draft: Draft, x: Value) -> None:
@@ -256,7 +313,7 @@ def cut(draft: Draft, x: Value) -> None:
         before, after = (chance.randrange(max(1, min(dim, 4))) for _ in range(2))
         pads = [0] * 2 * len(shape)
         pads[axis], pads[axis + len(shape)] = before, after
-        value = {"value": 1.5 if x.dtype in FLOATS else 7} if mode == "constant" else {}
+        value = {"value": 1.5 if x.dtype in REALS else 7} if mode == "constant" else {}
         draft.add(op, x, shape=resized(dim + before + after), bound=max(7.0, x.bound), pads=pads, mode=mode, **value)
     elif op == "Split" and dim > 1:
         part = chance.randrange(1, dim)
@@ -310,7 +367,7 @@ def _gathered_elements(draft: Draft, x: Value, axis: int, numbers: np.random.Gen
 
 def reduce(draft: Draft, x: Value) -> None:
     chance, shape = draft.chance, x.shape
-    if not shape or 0 in shape or x.dtype == "bool":
+    if not shape or 0 in shape or x.dtype in ("bool", "int8", "uint8"):
         return
     axes = sorted(chance.sample(range(len(shape)), chance.choice([1, 1, min(2, len(shape))])))
     if chance.random() < 0.5:
@@ -319,10 +376,14 @@ def reduce(draft: Draft, x: Value) -> None:
     keeps = chance.random() < 0.7
     target = kept if keeps else tuple(dim for i, dim in enumerate(shape) if i not in axes)
     count = math.prod(shape[axis] for axis in axes)
-    if x.dtype not in FLOATS:
-        op = chance.choice(["ReduceSum", "ReduceMax", "ReduceMin"])
-        if x.bound * count < draft.extent.largest:
-            draft.add(op, x, shape=target, bound=x.bound * count, axes=axes, keepdims=int(keeps))
+    if x.dtype in INTEGERS:
+        op = chance.choice(["ReduceSum", "ReduceMax", "ReduceMin", "ReduceMean", "ReduceL1", "ReduceSumSquare",
+                            "ReduceProd"])  # fmt: skip
+        size = max(1.0, x.bound)
+        bounds = {"ReduceSumSquare": size**2 * count, "ReduceProd": size**count if count <= 40 else math.inf}
+        bound = bounds.get(op, size * count)
+        if bound < draft.extent.largest:
+            draft.add(op, x, shape=target, bound=bound, axes=axes, keepdims=int(keeps))
         return
     op = chance.choice([
         "ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceL1", "ReduceL2", "ReduceSumSquare",
@@ -372,12 +433,12 @@ def random_program(seed: int, extent: Extent | None = None) -> RegionProgram:
     shape = _enlarged(shape, draft.extent.least)
     if chance.random() < 0.04:
         shape = (*shape[:-1], 0)
-    dtype = chance.choice([*FLOATS, "float16", "float16", "int32", "int64"])
+    dtype = chance.choice([*FLOATS, "float16", "float16", "int32", "int64", "int8", "uint8", "float64"])
     draft.keep(draft.operand(shape, dtype))
     for _ in range(chance.choice([2, 4, 6, 9])):
         recent = draft.values[-3:]
-        step = chance.choice([binary, binary, unary, unary, cast, view, view, cut, cut, reduce])
-        step(draft, chance.choice([recent[-1], recent[-1], *recent]))
+        way = chance.choice([binary, binary, unary, unary, cast, step, view, view, cut, cut, reduce])
+        way(draft, chance.choice([recent[-1], recent[-1], *recent]))
     computed = [each for each in draft.values if each.name.startswith("v")]
     if not computed:
         computed = [draft.add("Identity", draft.values[0])]

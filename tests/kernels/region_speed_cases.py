@@ -160,6 +160,7 @@ def repeated_reads() -> Iterator[Made]:
     for dtype in FLOATS:
         x, bias, places = numbers((64, 3, 16, 16), dtype), numbers((12, 3), dtype), numbers((16, 16), "int64", 1, 0, 11)
         yield made(f"biases of windows at places of {dtype}", [x, bias, places], biased_windows)
+    yield made("biases and masks of odd windows", odd_windows(8), masked_windows)
     x, rows, columns = (numbers(shape, "float16", i) for i, shape in enumerate([(64, 32, 48), (32, 1), (48,)]))
     yield made("rows and columns of images", [x, rows, columns], lambda p, x, a, b: (
         p.op("Mul", p.op("Add", x, p.op("Exp", a)), b), p.op("Max", x, p.op("Abs", b))))  # fmt: skip
@@ -176,6 +177,20 @@ def masked_places(program: RegionProgram, padding: str, k: str, q: str) -> str:
 def biased_windows(program: RegionProgram, x: str, bias: str, places: str) -> str:
     """The biases of Swin's windows, of which each pair of places has an index."""
     return program.op("Add", x, program.op("Transpose", program.op("Gather", bias, places, axis=0), perm=[2, 0, 1]))
+
+
+def odd_windows(images: int, windows: int = 8, places: int = 15) -> list[np.ndarray]:
+    """Return scores of three heads, a table of biases, its places, and a mask of each window."""
+    square = (places, places)
+    return [numbers((images * windows, 3, *square), "float16"), numbers((12, 3), "float16", 1),
+            numbers(square, "int64", 2, 0, 11), numbers((windows, 1, *square), "float16", 3)]  # fmt: skip
+
+
+def masked_windows(program: RegionProgram, x: str, bias: str, places: str, mask: str) -> str:
+    """The same with the mask of each shifted window."""
+    windows, _, *square = program.operands[mask].shape
+    scores = program.op("Reshape", biased_windows(program, x, bias, places), shape=[-1, windows, 3, *square])
+    return program.op("Reshape", program.op("Add", scores, mask), shape=[-1, 3, *square])
 
 
 def sums_of_rows(program: RegionProgram, x: str) -> Sequence[str]:

@@ -18,7 +18,7 @@ from emulated_build import load
 from emulated_launches import PARTS, emulate
 from hopper_emulation import Map, map_of
 from joined_cases import KINDS, JoinedCase, MadeCase, case, conv_case
-from region_drafts import NUMPY
+from region_drafts import NUMPY, RegionProgram
 
 from onnxfuse.kernels import joined
 from onnxfuse.kernels.conv import mma as conv_mma
@@ -61,6 +61,25 @@ def test_few_rows(each: JoinedCase, aligned: bool, tmp_path: Path) -> None:
     assert sources == [["gemm_small"], ["gemm_small", "region"]]
     for plan in plans:
         made.check(emulate(plan, made.arrays, tmp_path, aligned), in_two_steps=len(plan.steps) > 1)
+
+
+def counted(p: RegionProgram, y: str, operand: Callable[..., str]) -> list[str]:
+    wide = p.op("Cast", y, dtype="float32", to="float32")
+    return [p.op("Neg", y), p.op("Cast", wide, dtype="int32", to="int32")]
+
+
+def test_results_that_are_not_continuous_are_of_a_rounded_product(tmp_path: Path) -> None:
+    """Integers from 2048 on, of which float16 holds one in two."""
+    made = JoinedCase("counted", counted, lead=(4,), n=16, k=16, operands=("x", "w")).made()
+    random = np.random.default_rng(0)
+    made.own = {name: random.integers(8, 20, each.shape).astype(each.dtype) for name, each in made.own.items()}
+    first, second = host.candidates(made.node(), made.specs(), T4)
+    assert len(first.steps) == 1 and len(second.steps) == 2
+    product = (made.own["x"].astype(np.float32) @ made.own["w"].astype(np.float32)).astype(np.float16)
+    for plan in (first, second):
+        y, integers = emulate(plan, made.arrays, tmp_path)
+        np.testing.assert_array_equal(y, -product)
+        np.testing.assert_array_equal(integers, product.astype(np.int32))
 
 
 HOPPER = [

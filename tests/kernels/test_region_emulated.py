@@ -7,21 +7,23 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 from architectures import H200
-from region_cases import all_cases, maps, models, numbers, one
-from region_drafts import RegionProgram, check
-from region_emulation import results
+from emulated_launches import emulate
+from region_cases import all_cases, edges, maps, models, numbers, one
+from region_drafts import NUMPY, RegionProgram, check, made
+from region_emulation import plan_of, results
 from region_norm_cases import cases
 from region_random import random_program
 from sampling import sampled
 
-from onnxfuse.kernels.region import launches, stages, tilings
+from onnxfuse.kernels.region import host, stages, tilings
 from onnxfuse.region_operators import REDUCTIONS
+from onnxfuse.runtime.plan import Launch
 
 GPU = dataclasses.replace(H200, multiprocessors=2)  # so that few elements are planned for like many
 AT_ONCE = 60  # programs of one compilation
@@ -73,8 +75,12 @@ def reduces(program: RegionProgram) -> bool:
 
 
 def test_indices_of_64_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launches, "WORD", 0)
+    monkeypatch.setattr(host, "WORD", 0)
     check_all(dict([*maps(), *models()][::4]), tmp_path)
+
+
+def test_values_of_which_onnx_says_nothing(tmp_path: Path) -> None:
+    check_all(dict(edges()), tmp_path)
 
 
 def test_a_nan_is_the_largest_and_the_least_of_a_row(tmp_path: Path) -> None:
@@ -97,6 +103,82 @@ def test_norms_of_what_precedes_them_against_float64(tmp_path: Path) -> None:
         for own, expected in zip(outputs, case.expected(), strict=True):
             rounding = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}[own.dtype.name]
             np.testing.assert_allclose(own.astype(np.float64), expected, rounding, rounding, err_msg=case.name)
+
+
+def wide(p: RegionProgram, x: str) -> str:
+    return p.op("Cast", x, dtype="float32", to="float32")
+
+
+def largest_place(p: RegionProgram, x: str, y: str) -> str:
+    """Through operators that pass values on: a maximum, a Reshape and a Concat."""
+    longer = p.op("Concat", p.op("Reshape", p.op("Max", p.op("Mul", x, y), y), shape=[-1]), y, axis=0)
+    return p.op("ArgMax", wide(p, longer), dtype="int64", axis=0, keepdims=0, select_last_index=0)
+
+
+def rest(p: RegionProgram, x: str, y: str) -> str:
+    """Where both readers see the same product, the rest is not negative."""
+    whole = p.op("Mul", x, y)
+    return p.op("Less", p.op("Sub", whole, p.op("Floor", whole)), p.op("Constant", dtype=p.dtypes[x], value=0))
+
+
+# Programs of x = 1, 2, ... and y = 1 / x, and what they give in arithmetic that rounds each result to the dtype.
+ROUNDED: Mapping[str, tuple[Callable[..., str], Callable[..., np.ndarray]]] = {
+    "Floor": (
+        lambda p, x, y: p.op("Floor", wide(p, p.op("Mul", x, y))),
+        lambda x, y: np.floor((x * y).astype(np.float32)),
+    ),
+    "Cast": (
+        lambda p, x, y: p.op("Cast", wide(p, p.op("Neg", p.op("Mul", x, y))), dtype="int64", to="int64"),
+        lambda x, y: (-(x * y)).astype(np.int64),
+    ),
+    "all operators in front": (
+        lambda p, x, y: p.op("Equal", wide(p, p.op("Add", p.op("Mul", x, y), p.op("Mul", y, y))), wide(p, x)),
+        lambda x, y: x * y + y * y == x,
+    ),
+    "IsInf": (
+        lambda p, x, y: p.op("IsInf", wide(p, p.op("Mul", x, p.op("Mul", x, x))), dtype="bool"),
+        lambda x, y: np.isinf((x * (x * x)).astype(np.float32)),
+    ),
+    "ArgMax": (largest_place, lambda x, y: np.argmax(np.concatenate([np.maximum(x * y, y), y]).astype(np.float32))),
+    "two readers": (rest, lambda x, y: x * y - np.floor((x * y).astype(np.float32)).astype(x.dtype) < 0),
+    "a quotient": (
+        lambda p, x, y: p.op("Floor", wide(p, p.op("Div", p.op("Add", x, y), y))),
+        lambda x, y: np.floor(((x + y) / y).astype(np.float32)),
+    ),
+    "a maximum of rows": (
+        lambda p, x, y: p.op("Ceil", wide(p, p.op("ReduceMax", p.op("Mul", x, y), axes=[0], keepdims=1))),
+        lambda x, y: np.ceil((x * y).max(0, keepdims=True).astype(np.float32)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_results_that_are_not_continuous_are_of_rounded_values(dtype: str, tmp_path: Path) -> None:
+    """As NumPy has them, which rounds each result; Casts and what passes values on stand in between."""
+    x = np.arange(1, 257).astype(NUMPY[dtype])
+    y = (np.float32(1) / x.astype(np.float32)).astype(x.dtype)
+    programs = [made(name, [x, y], build)[1] for name, (build, _) in ROUNDED.items()]
+    for (own,), (name, (_, formula)) in zip(results(programs, GPU, tmp_path), ROUNDED.items(), strict=True):
+        with np.errstate(over="ignore"):
+            np.testing.assert_array_equal(own, formula(x, y), err_msg=name)
+
+
+def test_functions_are_as_accurate_as_their_sources_say(tmp_path: Path) -> None:
+    """Tanh of every finite float16, to half a unit and 4e-5; Sin and Cos of float32 to 1.53 units in the last place."""
+    x = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    x, angles = x[np.isfinite(x)], np.geomspace(1e-30, 3e38, 4000, dtype=np.float32)
+    _, program = made("", [x, angles], lambda p, x, a: [p.op("Tanh", x), p.op("Sin", a), p.op("Cos", a)])
+    plan = plan_of(program, GPU)
+    (step,) = plan.steps
+    assert isinstance(step, Launch)
+    step = dataclasses.replace(step, kernel=dataclasses.replace(step.kernel, defines={"PRECISE": 0}))
+    tanh, *others = emulate(dataclasses.replace(plan, steps=(step,)), [x, angles], tmp_path)
+    wide = x.astype(np.float64)
+    np.testing.assert_allclose(tanh.astype(np.float64), np.tanh(wide), 2.0**-11 + 4.5e-5, 2.0**-25)
+    for own, function in zip(others, (np.sin, np.cos), strict=True):
+        expected = function(angles.astype(np.float64))
+        unit = np.ldexp(1.0, np.frexp(expected)[1] - 24)
+        assert np.max(np.abs(own - expected) / unit) < 1.53
 
 
 def test_texts_are_the_same_in_every_process() -> None:

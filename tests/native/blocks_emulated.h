@@ -22,6 +22,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 #define CLUSTER_DIMS
 
@@ -133,6 +134,8 @@ static float rsqrtf(float x) { return 1 / sqrtf(x); }
 #define __sinf sinf  // the C library declares a function of that name
 static float __fdiv_rn(float a, float b) { return a / b; }
 static float __fmul_rn(float a, float b) { return a * b; }
+static double __dmul_rn(double a, double b) { return a * b; }
+static u64 __umul64hi(u64 a, u64 b) { return u64(static_cast<unsigned __int128>(a) * b >> 64); }
 static float __fadd_rn(float a, float b) { return a + b; }
 static float __fsqrt_rn(float a) { return sqrtf(a); }
 static float __fdividef(float a, float b) { return a / b; }

@@ -50,6 +50,10 @@ inline float __uint_as_float(u32 bits) {
     return value;
 }
 
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
+inline float rsqrtf(float x) { return 1 / sqrtf(x); }
+
 namespace emulated {
 
 struct Range { const char* start; const char* end; };

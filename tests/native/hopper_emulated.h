@@ -108,8 +108,14 @@ inline void wait_for_predecessor() {}
 inline void release_successor() {}
 
 inline float __int_as_float(int bits) { return __uint_as_float(bits); }
+inline u32 __float_as_uint(float value) {
+    u32 bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
 inline float __frcp_rn(float x) { return 1 / x; }
 inline float __fmul_rn(float x, float y) { return x * y; }
+inline double __dmul_rn(double x, double y) { return x * y; }
 inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
 static float exp2_fast(float x) { return exp2f(x); }
 static float reciprocal(float x) { return 1 / x; }

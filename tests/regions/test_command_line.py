@@ -88,6 +88,11 @@ def test_show_prints_the_kernels_of_a_region(fused: Path) -> None:
 
     shown = CliRunner().invoke(main, ["show", "region", str(fused), "--node", "z", "--cuda", "--arch", "sm_80"])
     assert shown.exit_code == 0 and "last/region, for NVIDIA A100-SXM4-80GB (sm_80" in shown.output
+    assert (
+        PROGRAM.partition("\n")[2].partition("  z = ")[0].replace("  ", "//   ") + "//   y0 = v3, which is z\n"
+        in shown.output
+    )
+    assert max(map(len, shown.output.splitlines())) <= 120
     assert "// variant as at batch=" in shown.output and "// nvrtc: -DPRECISE=0" in shown.output
     for text in shown.output.split("// nvrtc: -DPRECISE=0\n")[1:]:
         assert compile_cubin(Kernel("region", "region", {"PRECISE": 0}, text=text), 80).spill_stores == 0

@@ -22,7 +22,7 @@ from onnxfuse.dsl import catalogue
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.fuse_model import fuse_model
 from onnxfuse.ir.dtypes import Array
-from onnxfuse.runtime.plan import TensorSpec
+from onnxfuse.runtime.plan import Launch, TensorSpec
 from onnxfuse.runtime.planner import fused_node
 
 INPUTS = "float[batch, 6, 8] x, float[batch, 6, 16] y, float[16] v, float[batch, 6, 1] r"
@@ -136,10 +136,10 @@ def test_the_gate_of_a_product_is_a_part_of_a_tensor() -> None:
 
 def test_casts_between_the_product_and_a_float32_residual() -> None:
     inputs = "float16[batch, 6, 8] x, float[batch, 6, 16] y"
-    nodes = f"{PRODUCT} d = Cast <to = 1>(c) e = Add(d, y) z = Cast <to = 10>(e)"
+    nodes = f"{PRODUCT} d = Cast <to = 1>(c) s = Add(d, y) e = Tanh(s) z = Cast <to = 10>(e)"
     source = model_of(nodes, inputs, outputs="z e", dtype="float16")
     result, found = joined_of(source)
-    assert found == [("gemm_bias_activation", ["Cast", "Add", "Cast"])]
+    assert found == [("gemm_bias_activation", ["Cast", "Add", "Tanh", "Cast"])]
     node = fused_node("n", attributes(result.graph.node[0]))
     dtypes = ["float16", "float16", "float16", "float32"]
     require_support(host_of(node.fusion), node, dtypes, H200)
@@ -148,6 +148,8 @@ def test_casts_between_the_product_and_a_float32_residual() -> None:
     plans = host_of(node.fusion).candidates(node, specs, H200)
     assert sorted(spec.dtype for spec in plans[0].outputs) == ["float16", "float32"]
     assert [len(each.steps) for each in (plans[0], plans[-1])] == [1, 2]
+    (step,) = plans[0].steps
+    assert isinstance(step, Launch) and "tanhf(" in step.kernel.text  # to the last bits of float32
 
 
 def test_of_two_products_the_last_takes_what_reads_both() -> None:

@@ -25,8 +25,7 @@ from onnxfuse.runtime.plan import FusedNode, Kernel, Launch, TensorSpec
 
 NAMED = named_regions()
 (H200,) = named_gpus(["sm_90"], [], [])
-MAX_COMPILE_SECONDS = 0.3  # 0.05 to 0.1 were measured on a busy core
-OF_ANGLES = dict.fromkeys(("timesteps", "positional encoding"), 1.2)  # 0.54 and 0.51: Sin and Cos of any angle are long
+MAX_COMPILE_SECONDS = 0.3  # 0.05 to 0.14 were measured on a busy core
 
 
 def test_there_are_enough_of_many_networks() -> None:
@@ -68,11 +67,11 @@ def test_each_compiles_quickly_and_in_registers() -> None:
     seconds = {}
     for name, region in NAMED.items():
         for launch in launches(named_problem(region, of_zeros)):
-            taken = compile_seconds(launch.kernel, OF_ANGLES.get(name, MAX_COMPILE_SECONDS))
+            taken = compile_seconds(launch.kernel)
             seconds[name] = max(seconds.get(name, 0.0), taken)
     print(", ".join(f"{name} {taken:.3f}" for name, taken in sorted(seconds.items(), key=lambda each: each[1])))
     assert seconds.keys() == NAMED.keys()
-    assert not {name for name, taken in seconds.items() if taken >= OF_ANGLES.get(name, MAX_COMPILE_SECONDS)}, seconds
+    assert not {name for name, taken in seconds.items() if taken >= MAX_COMPILE_SECONDS}, seconds
 
 
 def launches(problem: Problem) -> list[Launch]:
@@ -83,7 +82,7 @@ def launches(problem: Problem) -> list[Launch]:
     return found
 
 
-def compile_seconds(kernel: Kernel, limit: float) -> float:
+def compile_seconds(kernel: Kernel) -> float:
     from onnxfuse.runtime.nvrtc import compile_cubin
 
     least = math.inf
@@ -92,7 +91,7 @@ def compile_seconds(kernel: Kernel, limit: float) -> float:
         compiled = compile_cubin(kernel, H200.arch)
         least = min(least, time.process_time() - begin)
         assert compiled.spill_stores == 0
-        if least < limit:
+        if least < MAX_COMPILE_SECONDS:
             break
     return least
 

@@ -63,6 +63,15 @@ CASES: dict[str, tuple[int, str]] = {
     "Clip": (17, "l := float {-0.5} u := float {1} a = Neg(x) z = Clip(a, l, u)"),
     "Clip, max alone": (17, "u := float {1} a = Neg(x) z = Clip(a, , u)"),
     "Clip before opset 11": (10, "a = Neg(x) z = Clip <min = -0.5, max = 1.0> (a)"),
+    "Clip of infinities, min alone": (17, "o := float {0} a = Div(x, o) z = Clip(a, o)"),
+    "BitwiseAnd": (
+        18, "t := int64 {5} a = BitwiseAnd(i, t) c = BitwiseOr(a, i) d = BitwiseXor(c, t) e = BitwiseNot(d) "
+        "z = BitwiseXor(e, i)"
+    ),
+    "BitShift": (
+        17, 't := uint8 {7} a = Cast <to = 2> (b) c = BitShift <direction = "LEFT"> (a, t) d = Add(c, t) '
+        'z = BitShift <direction = "RIGHT"> (d, a)'
+    ),
     "Where": (17, "a = Neg(x) c = Not(b) z = Where(c, a, y)"),
     "comparisons": (
         17, "a = Less(x, y) c = LessOrEqual(x, y) d = Greater(x, y) e = GreaterOrEqual(x, y) f = Xor(a, d) "

@@ -1,0 +1,35 @@
+"""Lines of generated C++ that a screen holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+COLUMNS: Final = 120
+
+
+def wrapped(text: str) -> str:
+    """Return C++ with long lines broken at spaces; a comment behind a long line goes in front of it."""
+    return "\n".join(each for line in text.split("\n") for each in _parts(line))
+
+
+def _parts(line: str) -> Iterator[str]:
+    if len(line) <= COLUMNS or line.startswith("#"):
+        yield line
+        return
+    code, _, comment = line.partition("// ")
+    indent = line[: len(line) - len(line.lstrip())]
+    if comment:
+        yield from _broken(comment, f"{indent}// ", f"{indent}// ")
+    if code.strip():
+        yield from _broken(code.strip(), indent, f"{indent}        ")
+
+
+def _broken(text: str, indent: str, behind: str) -> Iterator[str]:
+    """Yield the lines of a text, the first one behind an indent, the others behind another one."""
+    while len(indent) + len(text) > COLUMNS and " " in text:
+        end = text.rfind(" ", 0, min(COLUMNS - len(indent), len(text) - 2) + 1)  # no brace stands alone
+        end = end if end > 0 else text.index(" ")
+        yield f"{indent}{text[:end]}"
+        indent, text = behind, text[end + 1 :]
+    yield f"{indent}{text}"
