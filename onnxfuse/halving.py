@@ -37,7 +37,7 @@ from onnxfuse.verify.difference import compare_output
 from onnxfuse.verify.inputs import model_inputs
 from onnxfuse.verify.reference import Reference, run_original
 from onnxfuse.verify.requested_shapes import draws
-from onnxfuse.verify.to_float32 import arrays_to_float32, half_precision_of, model_to_float32
+from onnxfuse.verify.widen import arrays_to_float32, half_precision_of, model_to_float32
 
 BFLOAT16_OPSET: Final = 13  # the first opset with operators in bfloat16
 CONVOLUTION_OPSET: Final = 22  # the first opset with convolutions in bfloat16

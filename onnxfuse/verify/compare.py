@@ -24,7 +24,7 @@ from onnxfuse.verify.observed import NotCompared
 from onnxfuse.verify.own_process import TimeLimitExceeded
 from onnxfuse.verify.reference import Progress, Reference, run_original
 from onnxfuse.verify.ties import are_ties, source_of_indices
-from onnxfuse.verify.to_float32 import arrays_to_float32, model_to_float32
+from onnxfuse.verify.widen import arrays_to_float32, model_to_float32
 
 Source: TypeAlias = str | os.PathLike[str] | onnx.ModelProto
 

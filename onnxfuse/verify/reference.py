@@ -23,7 +23,7 @@ from onnxfuse.verify.larger_inputs import depends_on, largest_first
 from onnxfuse.verify.observed import REDRAWS, inverted_flags, redrawn, what_hides
 from onnxfuse.verify.random_nodes import random_outputs
 from onnxfuse.verify.requested_shapes import Draw, describe_failures, draws
-from onnxfuse.verify.to_float32 import arrays_to_float32, half_precision_of, half_precision_tensors, model_to_float32
+from onnxfuse.verify.widen import arrays_to_float32, half_precision_of, half_precision_tensors, model_to_float32
 
 if TYPE_CHECKING:
     from onnxfuse.verify.cpu_session import Session
