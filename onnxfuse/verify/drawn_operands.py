@@ -79,9 +79,12 @@ def draws(part: Part, given: Feeds, *, runs: bool) -> Iterator[tuple[str, Feeds]
     if any(given[name].dtype.name in FLOAT_NAMES for name in others):
         return
     for index, what in enumerate(("drawn values", "large drawn values")):
-        drawn = {name: _draw(name, value, index) for name, value in given.items() if name in part.operands}
-        tables = {name: _draw(name, given[name], 0) for name in part.repeated}  # cosines and sines are never large
-        drawn |= {name: repeat_columns(table, part.repeated[name]) for name, table in tables.items()}
+        drawn = {
+            name: _draw(name, value, 0 if name in part.tables else index)
+            for name, value in given.items()
+            if name in part.operands
+        }
+        drawn |= {name: repeat_columns(drawn[name], columns) for name, columns in part.repeated.items()}
         yield what, {**given, **drawn}
 
 

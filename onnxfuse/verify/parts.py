@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import onnx
@@ -26,6 +26,7 @@ from onnxfuse.ir.serde import node_proto
 
 # Between an operand and a replaced node: views, Casts and scalings that have other readers.
 MAX_NODES_LOOKED_THROUGH = 12
+TABLES: Final = ("cos", "sin")  # operands of this name
 MAX_HASHED_BYTES = 4096  # of a constant; a larger one counts as another one by its name
 
 
@@ -161,8 +162,20 @@ class Part:
     def repeated(self) -> dict[str, str]:
         """How the columns of operands repeat, where the body of the fused node relies on it, by their names."""
         attributes = {each.name: each.s.decode() for each in self.fused.attribute if each.s}
-        named = zip(attributes.get("operands", "").split(), self.fused.input, strict=False)
+        named = self._named_inputs.items()
         return {name: attributes[f"{word}{COLUMNS}"] for word, name in named if f"{word}{COLUMNS}" in attributes}
+
+    @property
+    def tables(self) -> list[str]:
+        """The operands that are cosines and sines, which are never large."""
+        named = (self._named_inputs.get(word, "") for word in TABLES)
+        return [_original(self.originals, name) for name in named if name]
+
+    @cached_property
+    def _named_inputs(self) -> dict[str, str]:
+        """The inputs of the fused node by what its fusion calls them."""
+        words = next((each.s.decode() for each in self.fused.attribute if each.name == "operands"), "")
+        return dict(zip(words.split(), self.fused.input, strict=False))
 
     def computes_in_half(self, unfused: UnfusedGraph) -> bool:
         """Return whether an operand, an output or a replaced node but a Cast is in half precision."""

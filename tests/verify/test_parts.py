@@ -14,6 +14,7 @@ from onnxfuse import optimize
 from onnxfuse.dsl import catalogue
 from onnxfuse.fuse_model import FusedModel, fuse_model
 from onnxfuse.verify.compare_parts import PartsVerification, compare_parts
+from onnxfuse.verify.drawn_operands import draws
 from onnxfuse.verify.parts import Part, distinct_parts
 
 HEAD = '<ir_version: 9, opset_import: ["" : 17]>'
@@ -170,6 +171,19 @@ def test_scores_of_two_keys_that_are_nearly_equal_are_no_error() -> None:
         q, k, v = query[None], np.stack([first, second]), random.standard_normal((2, 8)) * 1000
         feeds = {name: value[None, None].astype("f4") for name, value in {"q": q, "k": k, "v": v}.items()}
         assert compared(result, **feeds).wrong == ()
+
+
+def test_cosines_and_sines_are_not_drawn_large() -> None:
+    """A float16 product of two queries that are rotated by numbers of 16 is infinite."""
+    cases = read_cases(Path(__file__).parents[1] / "cases" / "attention_with_rotary_embedding.txt")
+    result = fused(cases["attention_with_rotary_embedding_in_float32_of_float16"].model)
+    (part,) = parts_of(result)
+    assert part.tables == ["cos", "sin"]
+    given = {name: np.zeros((1, 4, 5, 8), np.float16) for name in "qkv"}
+    given |= {name: np.zeros((1, 1, 5, 8), np.float32) for name in part.tables}
+    _, (what, large) = draws(part, given, runs=False)
+    assert what == "large drawn values" and np.abs(large["q"]).max() > 16
+    assert all(np.abs(large[name]).max() < 5 for name in part.tables)
 
 
 # What is taken back
