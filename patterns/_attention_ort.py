@@ -176,7 +176,10 @@ def adding_is_exact(form: str, mask_kind: str, fully_masked: str, masked_score: 
 
 
 def mask_and_bias(queries: Term, rows: tuple[Term, Term], scores: Scores) -> Term:
-    """Return the mask as numbers, plus the bias.  `rows` are the numbers of queries and keys."""
+    """Return the mask as numbers, plus the bias, which a boolean mask replaces: it may be a mask itself.
+
+    `rows` are the numbers of queries and keys.
+    """
     mask, masked_score = scores.mask, scores.masked_score
     masks = {
         "boolean": cast_like(op.Where(mask, 0.0, masked_score), like=queries),
@@ -186,7 +189,14 @@ def mask_and_bias(queries: Term, rows: tuple[Term, Term], scores: Scores) -> Ter
     }
     biases = {"slopes": scores.slopes * scores.positions, "position": scores.bias}
     with_bias = {
-        label: choose("mask_kind", **{kind: bias + term for kind, term in masks.items()}, none=bias)
+        label: choose(
+            "mask_kind",
+            boolean=cast_like(op.Where(mask, bias, masked_score), like=queries),
+            inverted=cast_like(op.Where(mask, masked_score, bias), like=queries),
+            additive=bias + masks["additive"],
+            causal=bias + masks["causal"],
+            none=bias,
+        )
         for label, bias in biases.items()
     }
     return choose("bias_kind", **with_bias, none=choose("mask_kind", **masks, none=mask))
