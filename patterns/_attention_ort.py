@@ -35,6 +35,7 @@ GROUPED_KEYS: Final = "batch {rows} (kv_heads size)"
 GROUPED_VALUES: Final = "batch {rows} (kv_heads value_size)"
 MAX_HEAD_SIZE: Final = 256  # of GroupQueryAttention
 IS_CAUSAL: Final = "the last query sees all keys, each one before it one less"
+FINITE: Final = "masked scores are finite, so that every row has a softmax"
 BEFORE_ATTENTION: Final = {"cos", "sin", "q_scale", "k_scale"}  # operands of what happens to queries and keys first
 
 
@@ -224,12 +225,11 @@ def _zero_where_all_masked(context: Term, bias: Term) -> Term:
     heads = rearrange(context, f"{PACKED} -> batch queries heads value_size")
     cleared = rearrange(op.Where(counts, heads, 0.0), f"batch queries heads value_size -> {PACKED}")
     return either(
-        when(
-            context,
-            "masked scores are finite, so that every row has a softmax",
-            lambda masked_score, mask_kind, bias_kind: (
-                bias_kind == "none" and mask_kind in ("boolean", "inverted", "causal") and masked_score > -INFINITY
-            ),
-        ),
+        when(context, FINITE, masks_are_finite),
         cleared,
     )
+
+
+def masks_are_finite(masked_score: float, mask_kind: str, bias_kind: str) -> bool:
+    """Return whether nothing that is added to scores is infinite."""
+    return bias_kind == "none" and mask_kind in ("boolean", "inverted", "causal") and masked_score > -INFINITY
