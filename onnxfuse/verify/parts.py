@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, TypeAlias
@@ -13,6 +13,7 @@ import onnx
 import onnx.numpy_helper
 from onnx.external_data_helper import uses_external_data
 
+from onnxfuse.analysis.magnitudes import MASKS_FROM, Bounds
 from onnxfuse.analysis.repeated_columns import COLUMNS
 from onnxfuse.analysis.shape_info import Shape, ShapeInfo
 from onnxfuse.ir.domain import DOMAIN
@@ -20,10 +21,11 @@ from onnxfuse.ir.dtypes import HALF_PRECISION, Array
 from onnxfuse.ir.execution_order import reads
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.graphsurgeon import stored_value
-from onnxfuse.ir.node import Constant, Tensor, is_constant
+from onnxfuse.ir.node import Constant, Tensor, is_constant, op_of, producer
 from onnxfuse.ir.protos import copy_without
 from onnxfuse.ir.serde import node_proto
 
+VIEWS: Final = {"Cast", "Expand", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"}
 # Between an operand and a replaced node: views, Casts and scalings that have other readers.
 MAX_NODES_LOOKED_THROUGH = 12
 TABLES: Final = ("cos", "sin")  # operands of this name
@@ -45,6 +47,7 @@ class UnfusedGraph:
     nodes: tuple[onnx.NodeProto, ...]
     constants: Mapping[str, Constant]
     types: Mapping[str, tuple[int, Shape | None]]  # the dtype and the symbolic shape of every tensor
+    ordinary: frozenset[str] = frozenset()  # terms of sums that hold no numbers as masks have them
 
     @cached_property
     def producer(self) -> dict[str, onnx.NodeProto]:
@@ -98,7 +101,21 @@ def unfused_graph(graph: Graph, shapes: ShapeInfo) -> UnfusedGraph:
     tensors |= {t.name: t for node in graph.nodes for t in (*node.inputs, *node.outputs) if t.name}
     constants = {name: tensor for name, tensor in tensors.items() if is_constant(tensor)}
     types = {name: (shapes.dtype(t), shapes.shape(t)) for name, t in tensors.items()}
-    return UnfusedGraph(graph, tuple(node_proto(graph, node) for node in graph.nodes), constants, types)
+    nodes = tuple(node_proto(graph, node) for node in graph.nodes)
+    return UnfusedGraph(graph, nodes, constants, types, frozenset(_ordinary(graph, shapes)))
+
+
+def _ordinary(graph: Graph, shapes: ShapeInfo) -> Iterator[str]:
+    """Yield the terms of sums that hold no numbers as masks have them, and what these are views of."""
+    bounds, seen = Bounds(shapes), set[str]()
+    for tensor in (each for node in graph.nodes if op_of(node) == "Add" for each in node.inputs):
+        while tensor.name not in seen and bounds.of(tensor) < MASKS_FROM:
+            seen.add(tensor.name)
+            yield tensor.name
+            node = producer(tensor)
+            if node is None or op_of(node) not in VIEWS:
+                break
+            tensor = node.inputs[0]
 
 
 @dataclass(frozen=True)

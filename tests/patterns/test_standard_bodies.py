@@ -128,6 +128,14 @@ def test_finite_masks_are_kept_above_the_lowest_number_by_one_node() -> None:
     assert (found.count("Max"), found.count("Greater"), found.count("Attention")) == (1, 0, 1)
 
 
+def test_a_row_of_nan_is_no_reason_to_take_attention_back() -> None:
+    """The operator gives 0 for a row whose keys are all masked by -inf."""
+    chosen = {"mask_kind": "boolean", "bias_kind": "none", "fully_masked": "softmax"}
+    model, report = optimize(build(variant(chosen, masked_score=-INFINITY)).model, emit="standard")
+    assert (report.dropped, report.verified.status) == ((), "verified")
+    assert "Attention" in {node.op_type for node in model.graph.node}
+
+
 @pytest.mark.parametrize("kind", ["boolean", "inverted"])
 def test_a_mild_mask_stays_in_plain_operators(kind: str) -> None:
     _, report = written(variant({"mask_kind": kind, "bias_kind": "none"}, masked_score=-10000.0))
