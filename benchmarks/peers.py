@@ -21,7 +21,7 @@ from onnxfuse.layout.assign import Layout
 from onnxfuse.optimizer import optimize
 from onnxfuse.session import InferenceSession
 from onnxfuse.tuning.bound_session import bind, start_session
-from onnxfuse.verify.to_float32 import arrays_to_float32, half_precision_of, model_to_float32
+from onnxfuse.verify.widen import arrays_to_float32, half_precision_of, model_to_float32
 
 SAMPLE = 2**20  # values of an output that are compared
 TOLERANCE = 2e-2  # of the norm; fp16 models of this depth are off by 1e-3 to 5e-3

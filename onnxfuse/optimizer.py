@@ -285,8 +285,9 @@ def _fuse_verified(
     taken_back = TakenBack()
     if options.verify:
         verifier = Verifier(
-            original, folder, options.inputs, timer, options.shapes, options.tolerance, options.is_converted
-        )
+            original, folder, options.inputs, timer, options.shapes, options.tolerance, options.is_converted,
+            options.operators == "standard",
+        )  # fmt: skip
         try:
             result, verified = _fuse_until_equal(
                 fuse_again, options.fusions, options.layout, options.regions, verifier, taken_back

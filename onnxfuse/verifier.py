@@ -39,6 +39,7 @@ class Verifier:
     shapes: Sequence[str] = ()
     tolerance: float | None = None
     is_converted: bool = False  # to half precision
+    is_standard: bool = False  # in ONNX's own operators, whose Attention gives 0 where the original gives NaN
     equal_parts: set[str] = field(default_factory=set)  # their keys
     _reference: Reference | VerificationError | None = None
     _inside: tuple[FusedModel, Sequence[tuple[FusedModel, Feeds | None]]] | None = None  # of the last result
@@ -48,7 +49,7 @@ class Verifier:
         if self._reference is None:
             try:
                 found = run_original(self.original, self.folder, self.inputs or {}, self._tell, self.shapes)
-                self._reference = replace(found, is_converted=self.is_converted)
+                self._reference = replace(found, is_converted=self.is_converted, numbers_for_nan=self.is_standard)
             except VerificationError as error:
                 self._reference = error
         if isinstance(self._reference, VerificationError):
@@ -132,7 +133,10 @@ class Verifier:
     def _compare_parts(self, graph: FusedModel, feeds: Feeds | None, is_main: bool) -> PartsVerification:
         assert graph.unfused is not None
         progress = functools.partial(self.timer.progress, "verify: run the fused nodes")
-        compare = functools.partial(compare_parts, graph.unfused, graph.model, folder=self.folder, progress=progress)
+        compare = functools.partial(
+            compare_parts, graph.unfused, graph.model, folder=self.folder, progress=progress,
+            numbers_for_nan=self.is_standard,
+        )  # fmt: skip
         found = compare(self._new_parts(graph), feeds=feeds)
         self.equal_parts |= found.equal
         if is_main or feeds is None or not found.not_compared:

@@ -27,6 +27,7 @@ SWALLOWS_SCORES: Final = -1e30  # in float32 a finite score added to a value bel
 LOWEST_FLOAT16: Final = -65504.0
 LOWEST: Final = {"float16": LOWEST_FLOAT16, "bfloat16": -3.3895313892515355e38}  # a Cast makes -inf of what is below
 NO_WEIGHT: Final = "a masked score is -65504 or less, so that its key has no weight beside others; it is {masked_score}"
+SWALLOWS: Final = "the mask adds -inf where it is false, or in float32 less than -1e30; it adds {masked_score}"
 IN_RANGE: Final = "a masked score is -inf, or a number that {dtype} has; it is {masked_score}"
 
 
@@ -141,6 +142,11 @@ def survives_cast(masked_score: float, dtype: str) -> bool:
     return masked_score == -INFINITY or masked_score >= LOWEST.get(dtype, -INFINITY)
 
 
+def _swallows(masked_score: float, dtype: str) -> bool:
+    """Return whether a score to which this is added becomes this."""
+    return masked_score < SWALLOWS_SCORES and survives_cast(masked_score, dtype)
+
+
 def masked(biased: Term, queries: Term, columns: Term, scores: Scores) -> Term:
     """Return scores under a choice `mask_kind` of masks.
 
@@ -156,9 +162,12 @@ def masked(biased: Term, queries: Term, columns: Term, scores: Scores) -> Term:
         boolean=either(
             when(op.Where(mask, biased, masked_score), IN_RANGE, survives_cast),
             when(
-                biased + keep,
-                "the mask adds -inf where it is false, or in float32 less than -1e30; it adds {masked_score}",
-                lambda masked_score, dtype: masked_score < SWALLOWS_SCORES and survives_cast(masked_score, dtype),
+                when(biased + keep, SWALLOWS, _swallows),
+                "a bias under a mask that adds {masked_score} is no mask itself: both would be -inf, one is not",
+                lambda masked_score, bias, slopes, positions, is_ordinary: (
+                    masked_score == -INFINITY
+                    or is_ordinary(*(each for each in (bias, slopes, positions) if each is not None))
+                ),
             ),
         ),
         inverted=when(op.Where(mask, masked_score, biased), IN_RANGE, survives_cast),

@@ -35,6 +35,7 @@ GROUPED_KEYS: Final = "batch {rows} (kv_heads size)"
 GROUPED_VALUES: Final = "batch {rows} (kv_heads value_size)"
 MAX_HEAD_SIZE: Final = 256  # of GroupQueryAttention
 IS_CAUSAL: Final = "the last query sees all keys, each one before it one less"
+FINITE: Final = "masked scores are finite, so that every row has a softmax"
 BEFORE_ATTENTION: Final = {"cos", "sin", "q_scale", "k_scale"}  # operands of what happens to queries and keys first
 
 
@@ -176,7 +177,10 @@ def adding_is_exact(form: str, mask_kind: str, fully_masked: str, masked_score: 
 
 
 def mask_and_bias(queries: Term, rows: tuple[Term, Term], scores: Scores) -> Term:
-    """Return the mask as numbers, plus the bias.  `rows` are the numbers of queries and keys."""
+    """Return the mask as numbers, plus the bias, which a boolean mask replaces: it may be a mask itself.
+
+    `rows` are the numbers of queries and keys.
+    """
     mask, masked_score = scores.mask, scores.masked_score
     masks = {
         "boolean": cast_like(op.Where(mask, 0.0, masked_score), like=queries),
@@ -186,7 +190,14 @@ def mask_and_bias(queries: Term, rows: tuple[Term, Term], scores: Scores) -> Ter
     }
     biases = {"slopes": scores.slopes * scores.positions, "position": scores.bias}
     with_bias = {
-        label: choose("mask_kind", **{kind: bias + term for kind, term in masks.items()}, none=bias)
+        label: choose(
+            "mask_kind",
+            boolean=cast_like(op.Where(mask, bias, masked_score), like=queries),
+            inverted=cast_like(op.Where(mask, masked_score, bias), like=queries),
+            additive=bias + masks["additive"],
+            causal=bias + masks["causal"],
+            none=bias,
+        )
         for label, bias in biases.items()
     }
     return choose("bias_kind", **with_bias, none=choose("mask_kind", **masks, none=mask))
@@ -214,12 +225,11 @@ def _zero_where_all_masked(context: Term, bias: Term) -> Term:
     heads = rearrange(context, f"{PACKED} -> batch queries heads value_size")
     cleared = rearrange(op.Where(counts, heads, 0.0), f"batch queries heads value_size -> {PACKED}")
     return either(
-        when(
-            context,
-            "masked scores are finite, so that every row has a softmax",
-            lambda masked_score, mask_kind, bias_kind: (
-                bias_kind == "none" and mask_kind in ("boolean", "inverted", "causal") and masked_score > -INFINITY
-            ),
-        ),
+        when(context, FINITE, masks_are_finite),
         cleared,
     )
+
+
+def masks_are_finite(masked_score: float, mask_kind: str, bias_kind: str) -> bool:
+    """Return whether nothing that is added to scores is infinite."""
+    return bias_kind == "none" and mask_kind in ("boolean", "inverted", "causal") and masked_score > -INFINITY

@@ -23,6 +23,7 @@ from onnxfuse.patterns._attention import (
     in_layout,
 )
 from onnxfuse.patterns._attention_ort import (
+    FINITE,
     GROUPED_KEYS,
     GROUPED_VALUES,
     PACKED,
@@ -31,6 +32,7 @@ from onnxfuse.patterns._attention_ort import (
     attention_dtypes,
     has_no_weight,
     mask_and_bias,
+    masks_are_finite,
     of_all_pairs,
     sees_all,
 )
@@ -190,10 +192,25 @@ def _added(queries: Term, rows: tuple[Term, Term], scores: Scores) -> Term:
     swallowing = cast_like(op.Where(_kept(rows, scores), 0.0, LOWEST_ADDED["float32"]), like=queries)
     whole = mask_and_bias(queries, rows, scores)
     clipped = (
-        when(op.Max(whole, lowest), f"masks are {dtype}", _may_be_lowest(dtype))
+        when(_above_lowest(whole, lowest), f"masks are {dtype}", _may_be_lowest(dtype))
         for dtype, lowest in LOWEST_ADDED.items()
     )
     return either(when(swallowing, "the mask leaves nothing of a score", _is_swallowing), *clipped, whole)
+
+
+def _above_lowest(added: Term, above: float) -> Term:
+    """Return what is added to scores, no finite number of it below `above`.
+
+    Infinities stay where they make probabilities NaN that are replaced by 0, as the operator does it.
+    """
+    limited = op.Max(added, above)
+    finite_alone = op.Where(op.Greater(added, -INFINITY), limited, added)
+    return choose(
+        "fully_masked",
+        softmax=limited,
+        cleared=limited,
+        zero=either(when(limited, FINITE, masks_are_finite), finite_alone),
+    )
 
 
 def _is_swallowing(
@@ -209,11 +226,11 @@ def _is_swallowing(
 
 
 def _may_be_lowest(wanted: str) -> Callable[..., bool]:
-    """Return the condition under which a mask may be the lowest number of that dtype, and no row of it gives 0."""
+    """Return the condition under which a mask may be the lowest number of that dtype."""
 
-    def holds(dtypes: dict[str, str], dtype: str, fully_masked: str, mask_kind: str, masked_score: float) -> bool:
+    def holds(dtypes: dict[str, str], dtype: str, mask_kind: str, masked_score: float) -> bool:
         known = mask_kind in ("boolean", "inverted", "causal") and not -INFINITY < masked_score <= LOWEST_FLOAT16
-        return _is_in(wanted, dtypes, dtype) and fully_masked != "zero" and mask_kind != "none" and not known
+        return _is_in(wanted, dtypes, dtype) and mask_kind != "none" and not known
 
     return holds
 

@@ -19,6 +19,7 @@ from onnxfuse.patterns._rotary import is_sum, require_cos_batch, rotated, rotate
 
 @fusion(
     out="batch (heads seq) size",
+    casts=True,
     example={"x": (2, 3, 5, 4), "cos": (2, 5, 2), "sin": (2, 5, 2), "interleaved": 1},
 )
 def rotary_embedding(

@@ -32,7 +32,7 @@ from onnxfuse.tuning.tune import tune as tune_model
 from onnxfuse.verify.difference import TF32, compare_output
 from onnxfuse.verify.random_nodes import describe_random_node
 from onnxfuse.verify.requested_shapes import describe_feeds, feeds_to_try
-from onnxfuse.verify.to_float32 import arrays_to_float32, half_precision_of, half_precision_tensors, model_to_float32
+from onnxfuse.verify.widen import arrays_to_float32, half_precision_of, half_precision_tensors, model_to_float32
 
 SCHEMA: Final = 1  # of the JSON
 SECONDS_PER_MODEL: Final = 2.0  # of runs in each mode, unless the number of runs is given

@@ -58,10 +58,11 @@ def require(sentence: str, holds: Callable[..., bool]) -> None:
 
     `holds` names as parameters the dimensions, scalars, choices and operands that it looks at (an absent operand is
     None), or dtype and rank of the first output, the dtypes of the operands by name, or the model's opset; `sentence`
-    says what is required and may show them as {name}.  Two relations may be asked for, too: is_multiple(a, b), whether
-    operand a is operand b times a constant, and share_symbols(m, n), whether two dimensions depend on a symbol in
-    common, so that they may be equal.  `joined` is true where operators follow that join the fused node: a fusion that
-    asks for it is tried once more, without the condition that it has otherwise, on what operators could join.
+    says what is required and may show them as {name}.  Functions may be asked for, too: is_multiple(a, b), whether
+    operand a is operand b times a constant, share_symbols(m, n), whether two dimensions depend on a symbol in common,
+    so that they may be equal, and is_ordinary(a, ...), whether the product of operands holds no number of a mask.
+    `joined` is true where operators follow that join the fused node: a fusion that asks for it is tried once more,
+    without the condition that it has otherwise, on what operators could join.
     """
     if not _guards:
         raise PatternError(f"{here()}: require() stands outside a fusion's body")

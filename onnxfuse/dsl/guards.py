@@ -11,12 +11,13 @@ from typing import Final, TypeAlias
 
 from onnxfuse.dsl.spans import Span
 
-Relation: TypeAlias = Callable[..., bool]  # of two operands, or of two sizes
+Relation: TypeAlias = Callable[..., bool]  # of operands, or of two sizes
 
-# What a condition may ask about two values of a graph, as a parameter of this name:
+# What a condition may ask about values of a graph, as a parameter of this name:
 #   is_multiple(a, b)    operand a is operand b times a constant
 #   share_symbols(m, n)  dimensions m and n depend on a symbol in common, so that they may be equal
-RELATIONS: Final = ("is_multiple", "share_symbols")
+#   is_ordinary(a, ...)  the product of operands holds no number as masks have it, such as -3.4e38
+RELATIONS: Final = ("is_multiple", "share_symbols", "is_ordinary")
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,11 @@ class Guard:
     def check(self, known: Mapping[str, object], relations: Mapping[str, Relation] = MappingProxyType({})) -> bool:
         """Return whether the condition holds for what is known; a name that is not known is None.
 
-        A relation that is not given holds between no values.
+        A relation that is not given holds for no values.
         """
         asked = {name: known.get(name) for name in self.names}
         return bool(self.holds(**asked, **{name: relations.get(name, _unrelated) for name in self.relations}))
 
 
-def _unrelated(left: object, right: object) -> bool:
+def _unrelated(*values: object) -> bool:
     return False

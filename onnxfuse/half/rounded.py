@@ -15,7 +15,7 @@ from onnxfuse.half.weights import ScratchFolder, Weights
 from onnxfuse.ir.dtypes import HALF_PRECISION, Array
 from onnxfuse.ir.protos import graphs, replace_tensors, subgraphs, tensors
 from onnxfuse.verify.noise import move_by_rounding
-from onnxfuse.verify.to_float32 import model_to_float32
+from onnxfuse.verify.widen import model_to_float32
 
 
 def with_moved_weights(

@@ -15,7 +15,7 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
 from onnxfuse.match.context import MatchContext
 from onnxfuse.match.diagnostics import node_name
-from onnxfuse.match.relations import RELATIONS
+from onnxfuse.match.relations import relations
 from onnxfuse.match.side_outputs import may_be_absent
 from onnxfuse.match.state import Match, State
 
@@ -92,7 +92,7 @@ def guard_holds(m: MatchContext, guard: Guard, root: Tensor, state: State, term:
     known["joined"] = m.joined
     if "dtypes" in guard.names:
         known["dtypes"] = {name: _dtype_name(m, tensor) for name, tensor in state.operands.items()}
-    if guard.check(known, RELATIONS):
+    if guard.check(known, relations(m.shapes)):
         return True
     if term is not None:
         asked = {name: known.get(name) for name in guard.names}

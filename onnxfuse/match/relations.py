@@ -1,11 +1,13 @@
-"""The relations between two values of a graph that the condition of a pattern may ask for."""
+"""What the condition of a pattern may ask about values of a graph."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from functools import partial
 
 from onnxfuse.analysis.dims import Size, symbols
+from onnxfuse.analysis.magnitudes import is_ordinary
+from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.dsl.guards import Relation
 from onnxfuse.ir.node import Tensor, is_constant
 
@@ -21,4 +23,6 @@ def share_symbols(left: Size, right: Size) -> bool:
     return not {*symbols(left)}.isdisjoint(symbols(right))
 
 
-RELATIONS: Final[Mapping[str, Relation]] = {"is_multiple": is_multiple, "share_symbols": share_symbols}
+def relations(shapes: ShapeInfo) -> Mapping[str, Relation]:
+    """Return what may be asked, by name, of the values of a graph of which `shapes` is known."""
+    return {"is_multiple": is_multiple, "share_symbols": share_symbols, "is_ordinary": partial(is_ordinary, shapes)}

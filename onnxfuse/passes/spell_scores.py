@@ -2,17 +2,22 @@
 
 Patterns know scores that are scaled at the product, then at most one bias, and one mask at the end.  Some models scale
 the sum of a product and a mask, replace scores under one mask and then add another, or add three tensors, or replace a
-bias of heads under a mask before they add it (Falcon).  Factors are distributed over sums, a mask that replaces scores
-by a number which no score changes becomes one that is added, and what is added is summed up first, apart from tensors
-with an axis for heads.  A factor of each head, as that of cosine attention, moves to the queries.  A Max with the
-lowest number behind a mask of finite numbers, which changes nothing else than infinite scores, is left out.
+bias of heads under a mask before they add it (Falcon), or replace scores under two masks, one behind the other
+(x-transformers).  Factors are distributed over sums, and what is added is summed up first, apart from tensors with an
+axis for heads.  Masks that replace scores by the same number become one.  A factor of each head, as that of cosine
+attention, moves to the queries.  A Max with the lowest number behind a mask of finite numbers, which changes nothing
+else than infinite scores, is left out.
+
+A key that two masks leave out keeps the score that the model gives it, because it has weight in a row without a key
+that counts, as padding on the left makes them: the sum of two lowest numbers is -inf, and one of them is not.  So a
+mask that replaces scores is added only if no score changes its number, and it replaces the masks in front of it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -21,6 +26,7 @@ from onnx import TensorProto
 from onnx.helper import tensor_dtype_to_np_dtype
 
 from onnxfuse.analysis.dims import Size
+from onnxfuse.analysis.magnitudes import is_ordinary
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.shape_rules.elementwise import broadcast
 from onnxfuse.ir.attributes import tensor_attribute
@@ -41,23 +47,39 @@ INTEGERS: Final = frozenset({TensorProto.BOOL, TensorProto.INT32, TensorProto.IN
 
 @dataclass(frozen=True)
 class Addend:
-    """What is added to scores: a tensor times a number, or 0 where a condition holds, or fails, and else a number."""
+    """A tensor times a number, which is added to scores."""
 
-    tensor: Tensor  # or the condition
+    tensor: Tensor
     factor: float = 1.0
-    masked_score: float | None = None  # of a condition
-    inverted: bool = False  # a score counts where the condition is false
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A number that replaces scores unless all of its conditions hold, or is added to them there (`is_added`).
+
+    `swallows` says that a score to which the number is added becomes that number.
+    """
+
+    conditions: tuple[tuple[Tensor, bool], ...]  # each with whether it holds where a score does not count
+    number: float
+    swallows: bool
+    is_added: bool = False
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores as a product times a number, and addends in order; `nodes` compute them from the product on."""
+    """Scores as a product times a number, and what is done to them in order; `nodes` do it, from the product on."""
 
     product: Tensor
     factor: float = 1.0
-    addends: tuple[Addend, ...] = ()
+    steps: tuple[Addend | Mask, ...] = ()
     nodes: tuple[Node, ...] = ()
     is_usual: bool = True  # patterns know the order as it is
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether a number replaces scores anywhere."""
+        return any(isinstance(each, Mask) for each in self.steps)
 
 
 def spell_scores(graph: Graph, shapes: ShapeInfo) -> int:
@@ -82,25 +104,26 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, softmax: Node) -> bool:
     if shapes.dtype(tensor) not in FUSIBLE_FLOATS or shapes.shape(tensor) is None:
         return False
     scores = _scores(graph, shapes, tensor, MAX_STEPS)
-    if scores is None or scores.is_usual or len(scores.addends) == 0 or _product_behind(scores.product) is None:
+    if scores is None or scores.is_usual or not scores.steps or _product_behind(scores.product) is None:
         return False
     made = [node.outputs[0] for node in scores.nodes]
     if any(graph.sole_consumer(each) is None for each in made):
         return False
-    end = tensor
-    total = _times(graph, shapes, scores.product, scores.factor)
-    for group in _grouped(shapes, scores.addends):
-        written = [_written(graph, shapes, each, end) for each in group]
-        addend = written[0]
-        for other in written[1:]:
-            addend = _add(graph, shapes, addend, other, f"{end.name}_mask", None)
-        total = _add(graph, shapes, total, addend, f"{end.name}_masked", shapes.shape(end))
-    softmax.inputs[0] = total
+    *inner, last = scores.steps
+    mask = last if isinstance(last, Mask) and not last.is_added else None
+    inner = inner if mask else [*inner, last]
+    if any(isinstance(each, Mask) and not each.swallows for each in inner):
+        return False
+    product = _times(graph, shapes, scores.product, scores.factor)
+    softmax.inputs[0] = _Writer(graph, shapes, tensor).scores(product, inner, mask)
     return True
 
 
 def _without_lowest(graph: Graph, shapes: ShapeInfo, scores: Tensor) -> Tensor | None:
-    """Return what a Max with the lowest finite number reads, if a mask of finite numbers was added to it before."""
+    """Return what a Max with the lowest finite number reads, if that is scores plus one mask of finite numbers.
+
+    Scores under another mask as well may be -inf, which becomes the number of a key that one mask leaves out.
+    """
     node = producer(scores)
     if node is None or op_of(node) != "Max" or len(node.inputs) != 2 or shapes.dtype(scores) != TensorProto.FLOAT:
         return None
@@ -108,8 +131,9 @@ def _without_lowest(graph: Graph, shapes: ShapeInfo, scores: Tensor) -> Tensor |
         total = producer(tensor)
         if total is None or op_of(total) != "Add" or constant_number(graph, number) != float(np.finfo(np.float32).min):
             continue
-        if any(_is_finite_mask(graph, shapes, each, MAX_STEPS) for each in total.inputs):
-            return tensor
+        for mask, other in (total.inputs, total.inputs[::-1]):
+            if _is_finite_mask(graph, shapes, mask, MAX_STEPS) and is_ordinary(shapes, other):
+                return tensor
     return None
 
 
@@ -199,14 +223,13 @@ def _sum(graph: Graph, shapes: ShapeInfo, node: Node, steps: int) -> Scores | No
     side, scores = known[0]
     other = node.inputs[1 - side]
     if op_of(node) == "Add" and (both := _masked_bias(graph, shapes, other)) is not None:
-        return Scores(scores.product, scores.factor, (*scores.addends, *both), (*scores.nodes, node), is_usual=False)
+        return Scores(scores.product, scores.factor, (*scores.steps, *both), (*scores.nodes, node), is_usual=False)
     addend = Addend(other, -1.0 if op_of(node) == "Sub" else 1.0)
-    has_mask = any(each.masked_score is not None for each in scores.addends)
-    usual = scores.is_usual and op_of(node) == "Add" and not has_mask and len(scores.addends) < MAX_ADDENDS
-    return Scores(scores.product, scores.factor, (*scores.addends, addend), (*scores.nodes, node), usual)
+    usual = scores.is_usual and op_of(node) == "Add" and not scores.has_mask and len(scores.steps) < MAX_ADDENDS
+    return Scores(scores.product, scores.factor, (*scores.steps, addend), (*scores.nodes, node), usual)
 
 
-def _masked_bias(graph: Graph, shapes: ShapeInfo, tensor: Tensor) -> tuple[Addend, Addend] | None:
+def _masked_bias(graph: Graph, shapes: ShapeInfo, tensor: Tensor) -> tuple[Addend, Mask] | None:
     """Return the bias of heads and the mask without heads that a Where joins, beside whose number no score counts.
 
     The bias is the same for all queries: reading one of all queries and a mask takes longer than reading both as one.
@@ -220,8 +243,8 @@ def _masked_bias(graph: Graph, shapes: ShapeInfo, tensor: Tensor) -> tuple[Adden
         shape = shapes.shape(bias)
         if number is None or shape is None or not _swallows(number, shapes.dtype(other)):
             continue
-        if _has_heads(shape) and shape[QUERIES_AXIS] == 1:
-            return Addend(bias), Addend(condition, 1.0, number, inverted)
+        if _has_heads(shape) and shape[QUERIES_AXIS] == 1 and is_ordinary(shapes, bias):
+            return Addend(bias), Mask(((condition, inverted),), number, swallows=True, is_added=True)
     return None
 
 
@@ -234,33 +257,33 @@ def _scaled(graph: Graph, shapes: ShapeInfo, node: Node, steps: int) -> Scores |
     scores = _scores(graph, shapes, node.inputs[side], steps - 1)
     if number is None or number == 0 or scores is None:
         return None
-    if not scores.addends:
+    if not scores.steps:
         return Scores(node.outputs[0])  # the product times a number
     factor = 1 / number if op_of(node) == "Div" else number
-    addends = tuple(_scale(each, factor) for each in scores.addends)
-    return Scores(scores.product, scores.factor * factor, addends, (*scores.nodes, node), is_usual=False)
+    scaled = tuple(_scale(each, factor) for each in scores.steps)
+    return Scores(scores.product, scores.factor * factor, scaled, (*scores.nodes, node), is_usual=False)
 
 
-def _scale(addend: Addend, factor: float) -> Addend:
-    if addend.masked_score is not None:
-        return Addend(addend.tensor, 1.0, addend.masked_score * factor, addend.inverted)
-    return Addend(addend.tensor, addend.factor * factor)
+def _scale(step: Addend | Mask, factor: float) -> Addend | Mask:
+    if isinstance(step, Mask):
+        return replace(step, number=step.number * factor)
+    return replace(step, factor=step.factor * factor)
 
 
 def _masked(graph: Graph, shapes: ShapeInfo, node: Node, steps: int) -> Scores | None:
-    """Return scores that a Where replaces by a number which no score changes when they are added."""
     condition, yes, no = node.inputs
     for branch, other, inverted in ((yes, no, False), (no, yes, True)):
         number = constant_number(graph, other)
-        if number is None or not _swallows(number, shapes.dtype(other)):
+        scores = None if number is None else _scores(graph, shapes, branch, steps - 1)
+        if number is None or scores is None:
             continue
-        scores = _scores(graph, shapes, branch, steps - 1)
-        if scores is None:
-            continue
-        addend = Addend(condition, 1.0, number, inverted)
-        has_mask = any(each.masked_score is not None for each in scores.addends)
-        usual = scores.is_usual and not has_mask and len(scores.addends) < MAX_ADDENDS
-        return Scores(scores.product, scores.factor, (*scores.addends, addend), (*scores.nodes, node), usual)
+        mask = Mask(((condition, inverted),), number, _swallows(number, shapes.dtype(other)))
+        nodes, before = (*scores.nodes, node), scores.steps
+        if before and isinstance(last := before[-1], Mask) and not last.is_added and last.number == number:
+            both = replace(last, conditions=(*last.conditions, *mask.conditions))
+            return Scores(scores.product, scores.factor, (*before[:-1], both), nodes, is_usual=False)
+        usual = scores.is_usual and not scores.has_mask and len(before) < MAX_ADDENDS
+        return Scores(scores.product, scores.factor, (*before, mask), nodes, usual)
     return None
 
 
@@ -280,30 +303,118 @@ def _product_behind(tensor: Tensor) -> Node | None:
     return None
 
 
-def _grouped(shapes: ShapeInfo, addends: Sequence[Addend]) -> list[list[Addend]]:
-    """Return the addends that are summed up before they are added to scores: those without heads, and the others."""
-    if len(addends) <= 1:
-        return [list(addends)]
-    groups: dict[bool, list[Addend]] = {}
-    for addend in addends:
-        groups.setdefault(_has_heads(shapes.shape(addend.tensor)), []).append(addend)
-    return [groups[key] for key in sorted(groups, reverse=True)]
-
-
 def _has_heads(shape: Sequence[Size] | None) -> bool:
     return shape is None or (len(shape) >= -HEADS_AXIS and shape[HEADS_AXIS] != 1)
 
 
-def _written(graph: Graph, shapes: ShapeInfo, addend: Addend, scores: Tensor) -> Tensor:
-    """Return an addend as a tensor."""
-    if addend.masked_score is None:
-        return _times(graph, shapes, addend.tensor, addend.factor)
-    dtype, stem = shapes.dtype(scores), f"{scores.name}_mask"
-    keep = _constant(graph, f"{stem}_zero", 0.0, dtype)
-    drop = _constant(graph, f"{stem}_number", addend.masked_score, dtype)
-    branches = [drop, keep] if addend.inverted else [keep, drop]
-    shape = shapes.shape(addend.tensor)
-    return emit(graph, shapes, "Where", [addend.tensor, *branches], stem, shape, dtype)
+@dataclass(frozen=True)
+class _Writer:
+    """Writes scores that are computed otherwise as `end` is."""
+
+    graph: Graph
+    shapes: ShapeInfo
+    end: Tensor
+
+    def scores(self, product: Tensor, inner: Sequence[Addend | Mask], mask: Mask | None) -> Tensor:
+        """Return a product plus at most two tensors, or plus one and with a number in its place under a mask."""
+        of_heads, plain = self._summed(inner)
+        if mask is not None and mask.swallows and self._may_be_added(mask, of_heads, plain):
+            of_heads, plain, mask = of_heads, self._under(mask, plain), None
+        elif mask is not None and of_heads is not None and plain is not None:
+            of_heads, plain = self._add(of_heads, plain), None
+        total = product
+        for each in (of_heads, plain):
+            if each is not None:
+                total = self._add(total, each, f"{self.end.name}_masked", self.shapes.shape(self.end))
+        return total if mask is None else self._where(mask, total, f"{self.end.name}_masked")
+
+    def _may_be_added(self, mask: Mask, of_heads: Tensor | None, plain: Tensor | None) -> bool:
+        """Return whether a mask can be added in place of replacing scores, and is better: see `causal` in patterns."""
+        if of_heads is not None and not is_ordinary(self.shapes, of_heads):
+            return False
+        return (of_heads is not None) if plain is not None else len(mask.conditions) > 1
+
+    def _summed(self, steps: Sequence[Addend | Mask]) -> tuple[Tensor | None, Tensor | None]:
+        """Return the sums of what is added to scores: of tensors with an axis for heads, and of the others."""
+        of_heads: Tensor | None = None
+        plain: Tensor | None = None
+        for step in steps:
+            if isinstance(step, Mask) and not step.is_added:
+                of_heads, plain = self._replaced(step, of_heads, plain)
+                continue
+            tensor = (
+                self._under(step, None)
+                if isinstance(step, Mask)
+                else _times(self.graph, self.shapes, step.tensor, step.factor)
+            )
+            if _has_heads(self.shapes.shape(tensor)):
+                of_heads = self._add(of_heads, tensor)
+            else:
+                plain = self._add(plain, tensor)
+        return of_heads, plain
+
+    def _replaced(
+        self, mask: Mask, of_heads: Tensor | None, plain: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the sums under a mask that replaces scores.
+
+        Its number replaces one of the sums: the other one holds no number of a mask.
+        """
+        ordinary = [each is None or is_ordinary(self.shapes, each) for each in (of_heads, plain)]
+        if ordinary[0] and not any(_has_heads(self.shapes.shape(tensor)) for tensor, _ in mask.conditions):
+            return of_heads, self._under(mask, plain)
+        if ordinary[1]:
+            return self._under(mask, of_heads), plain
+        assert plain is not None
+        return self._under(mask, self._add(of_heads, plain)), None
+
+    def _under(self, mask: Mask, addend: Tensor | None) -> Tensor:
+        """Return what is added to scores, or 0, with the number of a mask in its place where that does not hold."""
+        stem = f"{self.end.name}_mask"
+        if addend is None:
+            addend = _constant(self.graph, f"{stem}_zero", 0.0, self.shapes.dtype(self.end))
+        return self._where(mask, addend, stem)
+
+    def _where(self, mask: Mask, value: Tensor, stem: str) -> Tensor:
+        """Return a value, and the number of a mask where that does not hold."""
+        (condition, inverted), *others = mask.conditions
+        if others:
+            condition, inverted = self._all_of(mask.conditions), False
+        dtype = self.shapes.dtype(self.end)
+        number = _constant(self.graph, f"{stem}_number", mask.number, dtype)
+        branches = [number, value] if inverted else [value, number]
+        shape = self._broadcast(condition, value)
+        return emit(self.graph, self.shapes, "Where", [condition, *branches], stem, shape, dtype)
+
+    def _all_of(self, conditions: Sequence[tuple[Tensor, bool]]) -> Tensor:
+        """Return where all conditions hold, inverted ones not."""
+        first, *others = (self._keeping(*each) for each in conditions)
+        for other in others:
+            shape = self._broadcast(first, other)
+            stem = f"{self.end.name}_kept"
+            first = emit(self.graph, self.shapes, "And", [first, other], stem, shape, TensorProto.BOOL)
+        return first
+
+    def _keeping(self, condition: Tensor, inverted: bool) -> Tensor:
+        """Return a condition that holds where a score counts."""
+        node = producer(condition)
+        if not inverted:
+            return condition
+        if node is not None and op_of(node) == "Not":
+            return node.inputs[0]
+        shape = self.shapes.shape(condition)
+        return emit(self.graph, self.shapes, "Not", [condition], f"{condition.name}_not", shape, TensorProto.BOOL)
+
+    def _add(self, a: Tensor | None, b: Tensor, stem: str = "", shape: Sequence[Size] | None = None) -> Tensor:
+        if a is None:
+            return b
+        shape = self._broadcast(a, b) if shape is None else shape
+        stem = stem or f"{self.end.name}_mask"
+        return emit(self.graph, self.shapes, "Add", [a, b], stem, shape, self.shapes.dtype(a))
+
+    def _broadcast(self, a: Tensor, b: Tensor) -> Sequence[Size] | None:
+        first, second = self.shapes.shape(a), self.shapes.shape(b)
+        return None if first is None or second is None else broadcast(self.shapes, first, second)
 
 
 def _times(graph: Graph, shapes: ShapeInfo, tensor: Tensor, factor: float) -> Tensor:
@@ -318,13 +429,6 @@ def _times(graph: Graph, shapes: ShapeInfo, tensor: Tensor, factor: float) -> Te
         return emit(graph, shapes, "Where", [node.inputs[0], *scaled], stem, shapes.shape(tensor), dtype)
     number = _constant(graph, f"{stem}_factor", factor, dtype)
     return emit(graph, shapes, "Mul", [tensor, number], stem, shapes.shape(tensor), dtype)
-
-
-def _add(graph: Graph, shapes: ShapeInfo, a: Tensor, b: Tensor, stem: str, shape: Sequence[Size] | None) -> Tensor:
-    first, second = shapes.shape(a), shapes.shape(b)
-    if shape is None and first is not None and second is not None:
-        shape = broadcast(shapes, first, second)
-    return emit(graph, shapes, "Add", [a, b], stem, shape, shapes.dtype(a))
 
 
 def _constant(graph: Graph, stem: str, number: float, dtype: int) -> Tensor:

@@ -12,7 +12,7 @@ from onnxfuse.analysis.dims import Size
 from onnxfuse.analysis.rules import RuleTable
 from onnxfuse.dsl.terms import Term, as_term
 from onnxfuse.dsl.words import cast_like, op, rearrange, scaled
-from onnxfuse.patterns._attention import axis_size, causal_bias
+from onnxfuse.patterns._attention import axis_size, causal_bias, causal_mask
 from onnxfuse.spell_out.call import Call, Rule
 
 RULES = RuleTable[Rule]()
@@ -27,6 +27,14 @@ HEADS: Final = "batch heads {rows} {size}"
 
 
 @dataclass
+class Padding:
+    """Keys that padding hides: where a key counts, and the number that is added to the scores of others."""
+
+    counts: Term
+    number: float
+
+
+@dataclass
 class Heads:
     """Queries, keys and values as (batch, heads, rows, size), and the sums that change scores before the softmax."""
 
@@ -35,6 +43,7 @@ class Heads:
     values: Term
     length: Term  # the number of keys
     added: tuple[Term, ...] = ()
+    padding: Padding | None = None
     is_causal: bool = False
     softcap: float = 0.0
 
@@ -48,15 +57,32 @@ def attended(call: Call, heads: Heads) -> Term:
     scores: Term = scaled(op.MatMul(heads.queries, columns), scale)
     if heads.softcap:
         scores = op.Tanh(scores / heads.softcap) * heads.softcap
-    for term in heads.added:
+    for term in (*heads.added, *_masks(call, heads, columns)):
         scores = scores + term
-    if heads.is_causal:
-        lowest = call.scalar("masked_score", LOWEST[call.dtype(0)])
-        scores = scores + causal_bias(
-            axis_size(heads.queries, 2), axis_size(columns, 3), as_term(None), heads.queries, lowest
-        )
     context = op.MatMul(op.Softmax(scores, axis=-1), heads.values)
     return rearrange(context, "batch heads queries value_size -> batch queries (heads value_size)")
+
+
+def _masks(call: Call, heads: Heads, columns: Term) -> list[Term]:
+    """Return what masks add to scores.
+
+    A causal mask replaces what padding adds to a score.  Where that is so low that the sum of both is another number,
+    the two are one mask, or a choice between two numbers.
+    """
+    padding, lowest = heads.padding, LOWEST[call.dtype(0)]
+    hidden = [] if padding is None else [_added(padding.counts, padding.number, heads)]
+    if not heads.is_causal:
+        return hidden
+    sizes = axis_size(heads.queries, 2), axis_size(columns, 3)
+    if padding is not None and padding.number < lowest / 2:
+        if padding.number == lowest:
+            return [causal_bias(*sizes, padding.counts, heads.queries, call.scalar("masked_score", lowest))]
+        return [op.Where(causal_mask(*sizes, as_term(None)), *hidden, cast_like(as_term(lowest), like=heads.keys))]
+    return [*hidden, causal_bias(*sizes, as_term(None), heads.queries, call.scalar("masked_score", lowest))]
+
+
+def _added(counts: Term, number: float, heads: Heads) -> Term:
+    return cast_like(op.Where(counts, 0.0, number), like=heads.keys)
 
 
 def split_heads(x: Term, rows: str, size: str) -> Term:
@@ -82,8 +108,8 @@ def sizes(call: Call, heads: int, hidden: Size, value_hidden: Size) -> str | Non
 # --- masks ---------------------------------------------------------------------------------------------------------
 
 
-def padding(call: Call, index: int, heads: Heads) -> Term | str:
-    """Return what a mask adds to scores, or why it has no spelling.
+def padding(call: Call, index: int, heads: Heads) -> Padding | str:
+    """Return which keys a mask hides, or why it has no spelling.
 
     It has 1 where a key counts, by batch or by batch and query, or it is the number of keys that count.
     """
@@ -98,7 +124,7 @@ def padding(call: Call, index: int, heads: Heads) -> Term | str:
     else:
         axes = "batch keys -> batch 1 1 keys" if len(shape) == 2 else "batch queries keys -> batch 1 queries keys"
         counts = rearrange(op.Greater(mask, 0), axes)
-    return cast_like(op.Where(counts, 0.0, call.number("mask_filter_value", MASK_FILTER)), like=heads.keys)
+    return Padding(counts, call.number("mask_filter_value", MASK_FILTER))
 
 
 # --- Attention -----------------------------------------------------------------------------------------------------
@@ -133,13 +159,12 @@ def _attention(call: Call) -> dict[int, Term] | str:
 
 def _with_masks(call: Call, heads: Heads, mask: int, bias: int) -> dict[int, Term] | str:
     """Return attention under the mask and the bias that two inputs are."""
-    added = [call.input(bias)] if call.has(bias) else []
+    heads.added = (call.input(bias),) if call.has(bias) else ()
     if call.has(mask):
         found = padding(call, mask, heads)
         if isinstance(found, str):
             return found
-        added.append(found)
-    heads.added = tuple(added)
+        heads.padding = found
     return {0: attended(call, heads)}
 
 

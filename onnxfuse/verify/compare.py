@@ -24,7 +24,7 @@ from onnxfuse.verify.observed import NotCompared
 from onnxfuse.verify.own_process import TimeLimitExceeded
 from onnxfuse.verify.reference import Progress, Reference, run_original
 from onnxfuse.verify.ties import are_ties, source_of_indices
-from onnxfuse.verify.to_float32 import arrays_to_float32, model_to_float32
+from onnxfuse.verify.widen import arrays_to_float32, model_to_float32
 
 Source: TypeAlias = str | os.PathLike[str] | onnx.ModelProto
 
@@ -37,7 +37,7 @@ MAX_NOISE = 0.5  # of an output's largest value: where so much is allowed, nothi
 
 @dataclass(frozen=True)
 class Verification:
-    """Whether what was compared agrees (`passed` is None if nothing was), and the sizes of dynamic dims, by run.
+    """Whether what was compared agrees (`passed` is None if nothing was), and at which sizes of the dynamic dims.
 
     `reason` says what differs or why nothing was compared, and how half precision was compared if not as usual.
     `outputs` were compared; `not_compared` names the other outputs, and fused nodes, that were not.  `equal_parts` is
@@ -107,7 +107,7 @@ def compare(
     except VerificationError as error:
         return nothing_compared(before, error)
     reference = replace(reference, tolerance=tolerance)
-    sizes = tuple(r.sizes for r in reference.runs)
+    sizes = reference.sizes
     try:
         tell("run the optimized model")
         after, after_folder = _open(optimized, folder)
@@ -146,7 +146,7 @@ def _differences(
 
 def _verdict(errors: Sequence[OutputDifference], reference: Reference) -> Verification:
     """Return what the differences of the outputs say of the optimized model."""
-    sizes = tuple(run.sizes for run in reference.runs)
+    sizes = reference.sizes
     failed = next((e for e in errors if not e.passed), None)
     reason = "; ".join(text for text in (failed.reason if failed else "", reference.note) if text)
     hidden = tuple(NotCompared(name, why) for name, why in reference.not_compared.items())

@@ -14,6 +14,8 @@ from onnxfuse.analysis.dims import evaluate, symbols
 from onnxfuse.analysis.repeated_columns import repeat_columns
 from onnxfuse.errors import VerificationError
 from onnxfuse.ir.dtypes import FLOAT_NAMES, Array
+from onnxfuse.verify.input_uses import added_to_scores_by
+from onnxfuse.verify.mask_rows import Mask, with_mask_rows
 from onnxfuse.verify.noise import DRAWN_BLOCK
 from onnxfuse.verify.parts import Part, UnfusedGraph
 
@@ -24,6 +26,8 @@ Feeds: TypeAlias = dict[str, Array]
 DRAWN_MAGNITUDES: Final[Mapping[str, tuple[float, float]]] = {
     "float64": (1.0, 1000.0), "float32": (1.0, 1000.0), "float16": (1.0, 16.0), "bfloat16": (1.0, 16.0),
 }  # fmt: skip
+
+LEAVE_NOTHING: Final = "masks that leave nothing"
 
 # Of dims that are symbols, by the order of their names: all different, so that none is mistaken for another.
 SYMBOL_SIZES: Final = (2, 3, 5, 7, 4, 6, 9, 11)
@@ -67,22 +71,38 @@ def _by_shape(name: str, shape: tuple[int, ...], dtype: int) -> Array:
     return np.asarray(random.integers(0, 2, shape)).astype(kind)
 
 
-def draws(part: Part, given: Feeds, *, runs: bool) -> Iterator[tuple[str, Feeds]]:
+def draws(unfused: UnfusedGraph, part: Part, given: Feeds, *, runs: bool) -> Iterator[tuple[str, Feeds]]:
     """Yield values of a run, if `given` are such, and drawn ones of size one and of a large size, each with its name.
 
-    Integers, and what the replaced nodes read that is no operand, keep the values of the run.  Where the latter is a
-    floating-point tensor, it may be computed from an operand, and then nothing is drawn.
+    Where operands are masks, such with rows that leave nothing follow.  Integers, and what the replaced nodes read that
+    is no operand, keep the values of the run.  Where the latter is a floating-point tensor, it may be computed from an
+    operand, and then nothing is drawn.
     """
     if runs:
         yield "the values of a run", given
     others = [name for name in part.leaves if name not in part.operands]
     if any(given[name].dtype.name in FLOAT_NAMES for name in others):
         return
+    first: Feeds = {}
     for index, what in enumerate(("drawn values", "large drawn values")):
-        drawn = {name: _draw(name, value, index) for name, value in given.items() if name in part.operands}
-        tables = {name: _draw(name, given[name], 0) for name in part.repeated}  # cosines and sines are never large
-        drawn |= {name: repeat_columns(table, part.repeated[name]) for name, table in tables.items()}
+        drawn = {
+            name: _draw(name, value, 0 if name in part.tables else index)
+            for name, value in given.items()
+            if name in part.operands
+        }
+        drawn |= {name: repeat_columns(drawn[name], columns) for name, columns in part.repeated.items()}
+        first = first or drawn
         yield what, {**given, **drawn}
+    for feeds in with_mask_rows({**given, **first}, _masks(unfused, part, given)):
+        yield LEAVE_NOTHING, feeds
+
+
+def _masks(unfused: UnfusedGraph, part: Part, given: Feeds) -> dict[str, Mask]:
+    """Return the operands that leave out keys, or other elements of a row."""
+    may_mask = (name for name in part.operands if name not in unfused.ordinary)
+    floats = [name for name in may_mask if given[name].dtype.name in FLOAT_NAMES]
+    masks: dict[str, Mask] = dict.fromkeys(added_to_scores_by(part.replaced, floats), "added")
+    return masks | {name: "flags" for name in part.operands if given[name].dtype == np.bool_}
 
 
 def _draw(name: str, like: Array, size: int) -> Array:

@@ -1,8 +1,8 @@
-"""Find out what a model uses the values of its integer inputs for: as rows of a table, as masks, lengths or sizes."""
+"""Find out what a model uses the values of its inputs for: as rows of a table, as masks, lengths or sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -23,6 +23,7 @@ REORDERING_OPS: Final = {
 ARITHMETIC_OPS: Final = {
     "Add", "Ceil", "Concat", "Div", "Floor", "Max", "Min", "Mod", "Mul", "ReduceMax", "ReduceMin", "Round", "Sub",
 }  # fmt: skip
+AFTER_SUMS: Final = {"Div", "Max", "Min", "Mul", "Where"}  # what happens to scores behind a mask that was added
 LOGICAL_OPS: Final = {"And", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Not", "Or"}
 COMPARISONS: Final = {"Greater", "GreaterOrEqual", "Less", "LessOrEqual"}
 COUNTING_OPS: Final = {"CumSum", "NonZero", "Range"}  # old exporters spell Range as NonZero of ones
@@ -71,6 +72,49 @@ class _Links:
 
 def integer_uses(model: onnx.ModelProto) -> dict[str, Use]:
     """Return what integer inputs are used for, by name; without those whose use is not recognised."""
+    links = _links(model)
+    inputs = [v for v in model.graph.input if v.type.tensor_type.elem_type in INTEGERS]
+    found = {value.name: _use(value, links) for value in inputs if value.name not in links.constants}
+    return {name: use for name, use in found.items() if use is not None}
+
+
+def added_to_scores(model: onnx.ModelProto) -> set[str]:
+    """Return the floating-point inputs that are added to what a Softmax reads, as masks and position biases are."""
+    inputs = {v.name for v in model.graph.input if v.type.tensor_type.elem_type in FLOATS}
+    return added_to_scores_by(nodes(_without_weights(model)), inputs) if inputs else set()
+
+
+def added_to_scores_by(computing: Iterable[onnx.NodeProto], names: Iterable[str]) -> set[str]:
+    """Return those of the tensors `names` that nodes add to what a Softmax among them reads."""
+    consumers: dict[str, list[tuple[onnx.NodeProto, int]]] = {}
+    for node in computing:
+        for index, name in enumerate(node.input):
+            consumers.setdefault(name, []).append((node, index))
+    return {name for name in names if _is_added_to_scores(name, consumers)}
+
+
+def _is_added_to_scores(name: str, consumers: Mapping[str, Sequence[tuple[onnx.NodeProto, int]]]) -> bool:
+    """Follow a tensor through views and sums: what is multiplied, or is no term of a sum, is something else."""
+    work, seen = [(name, False)], {(name, False)}
+    while work:
+        tensor, is_added = work.pop()
+        for node, index in consumers.get(tensor, ()):
+            if node.op_type == "Softmax" and is_added:
+                return True
+            adds = node.op_type == "Add" or (node.op_type == "Sub" and index == 0)
+            goes_on = (
+                adds
+                or (index == 0 and node.op_type in REORDERING_OPS)
+                or (is_added and node.op_type in AFTER_SUMS and (index > 0 or node.op_type != "Where"))
+            )
+            found = [(output, is_added or adds) for output in node.output] if goes_on else []
+            work += [each for each in found if each not in seen]
+            seen.update(found)
+    return False
+
+
+def _links(model: onnx.ModelProto) -> _Links:
+    """Return the links of a model, its functions inlined."""
     graph = _without_weights(model)
     constants = {t.name: t for t in model.graph.initializer}
     shapes = {name: tuple(t.dims) for name, t in constants.items()}
@@ -85,10 +129,7 @@ def integer_uses(model: onnx.ModelProto) -> dict[str, Use]:
         for index, name in enumerate(node.input):
             consumers.setdefault(name, []).append((node, index))
         producers.update((name, node) for name in node.output)
-    links = _Links(consumers, producers, shapes, constants)
-    inputs = [v for v in model.graph.input if v.type.tensor_type.elem_type in INTEGERS and v.name not in constants]
-    found = {value.name: _use(value, links) for value in inputs}
-    return {name: use for name, use in found.items() if use is not None}
+    return _Links(consumers, producers, shapes, constants)
 
 
 def _use(value: onnx.ValueInfoProto, links: _Links) -> Use | None:

@@ -257,14 +257,13 @@ def _generate_input(
     if each.dtype.kind == "O":
         return np.full(shape, "a", object)
     kind = use.kind if use else ""
-    words = set(re.findall(r"[a-z]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", each.name).lower()))
-    is_length = kind == "length" or not words.isdisjoint(LENGTH_WORDS)
-    if "mask" in each.name.lower() or (kind == "mask" and not is_length and "position" not in each.name.lower()):
+    words = _words(each)
+    if is_mask(each, uses):
         return _prefix_mask(shape).astype(each.dtype)
     if use and kind == "equal":
         return np.full(shape, use.number).astype(each.dtype)
     numeric = each.dtype.kind in "iuf" and kind != "row" and "position" not in each.name.lower()
-    if numeric and is_length:
+    if numeric and _is_length(each, use):
         lengths = _lengths(shape, _counted_size(each, inputs, shapes), "cu" in words)
         # Lengths in floats are shares of the longest one.
         return (lengths / max(1, *lengths.flat) if each.dtype.kind == "f" else lengths).astype(each.dtype)
@@ -275,6 +274,21 @@ def _generate_input(
     if kind == "size":
         return np.full(shape, SMALL_SIZE).astype(each.dtype)
     return _noise(each, shape, use.number if use and kind == "row" else 0)
+
+
+def is_mask(each: Input, uses: Mapping[str, Use]) -> bool:
+    """Return whether an input's name or use says that it is a mask."""
+    use, name = uses.get(each.name), each.name.lower()
+    is_used = use is not None and use.kind == "mask" and not _is_length(each, use) and "position" not in name
+    return "mask" in name or is_used
+
+
+def _is_length(each: Input, use: Use | None) -> bool:
+    return (use is not None and use.kind == "length") or not _words(each).isdisjoint(LENGTH_WORDS)
+
+
+def _words(each: Input) -> set[str]:
+    return set(re.findall(r"[a-z]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", each.name).lower()))
 
 
 def _lengths(shape: tuple[int, ...], longest: int, cumulative: bool) -> Array:

@@ -14,12 +14,19 @@ ROUNDINGS: Final = {"float16": 2.0**-11, "bfloat16": 2.0**-8}  # the largest rel
 DRAWN_BLOCK: Final = 1_000_003  # numbers are drawn once and repeated; being prime, the count fits no axis
 
 
-def move_by_one_ulp(name: str, value: Array) -> Array:
-    """Return floating-point values, each moved up or down by one unit in the last place; others as they are."""
+def move_by_one_ulp(name: str, value: Array, draw: int = 0) -> Array:
+    """Return floating-point values, each moved up or down by one unit in the last place; others as they are.
+
+    The lowest and the highest number and infinities stay: masks hold them, and one unit of theirs is more than a score.
+
+    draw  another one has other directions
+    """
     if value.dtype.name not in FLOAT_NAMES:
         return value
-    largest = float(ml_dtypes.finfo(value.dtype).max)  # type: ignore[no-untyped-call]
-    return np.asarray(np.nextafter(value, (_signs(name, value) * largest).astype(value.dtype)))
+    largest = ml_dtypes.finfo(value.dtype).max  # type: ignore[no-untyped-call]
+    moved = np.nextafter(value, np.where(_signs(name, value, draw) > 0, largest, -largest))
+    with np.errstate(invalid="ignore"):  # NaN in bfloat16
+        return np.where(np.abs(value) < largest, moved, value)
 
 
 def move_by_rounding(name: str, value: Array, rounding: float, draw: int = 0) -> Array:

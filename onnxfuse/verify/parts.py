@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import onnx
 import onnx.numpy_helper
 from onnx.external_data_helper import uses_external_data
 
+from onnxfuse.analysis.magnitudes import MASKS_FROM, Bounds
 from onnxfuse.analysis.repeated_columns import COLUMNS
 from onnxfuse.analysis.shape_info import Shape, ShapeInfo
 from onnxfuse.ir.domain import DOMAIN
@@ -19,12 +20,14 @@ from onnxfuse.ir.dtypes import HALF_PRECISION, Array
 from onnxfuse.ir.execution_order import reads
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.graphsurgeon import stored_value
-from onnxfuse.ir.node import Constant, Tensor, is_constant
+from onnxfuse.ir.node import Constant, Tensor, is_constant, op_of, producer
 from onnxfuse.ir.protos import copy_without, subgraphs
 from onnxfuse.ir.serde import node_proto
 
+VIEWS: Final = {"Cast", "Expand", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"}
 # Between an operand and a replaced node: views, Casts and scalings that have other readers.
 MAX_NODES_LOOKED_THROUGH = 12
+TABLES: Final = ("cos", "sin")  # operands of this name
 MAX_HASHED_BYTES = 4096  # of a constant; a larger one counts as another one by its name
 
 
@@ -43,6 +46,7 @@ class UnfusedGraph:
     nodes: tuple[onnx.NodeProto, ...]
     constants: Mapping[str, Constant]
     types: Mapping[str, tuple[int, Shape | None]]  # the dtype and the symbolic shape of every tensor
+    ordinary: frozenset[str] = frozenset()  # terms of sums that hold no numbers as masks have them
 
     @cached_property
     def producer(self) -> dict[str, onnx.NodeProto]:
@@ -96,7 +100,21 @@ def unfused_graph(graph: Graph, shapes: ShapeInfo) -> UnfusedGraph:
     tensors |= {t.name: t for node in graph.nodes for t in (*node.inputs, *node.outputs) if t.name}
     constants = {name: tensor for name, tensor in tensors.items() if is_constant(tensor)}
     types = {name: (shapes.dtype(t), shapes.shape(t)) for name, t in tensors.items()}
-    return UnfusedGraph(graph, tuple(node_proto(graph, node) for node in graph.nodes), constants, types)
+    nodes = tuple(node_proto(graph, node) for node in graph.nodes)
+    return UnfusedGraph(graph, nodes, constants, types, frozenset(_ordinary(graph, shapes)))
+
+
+def _ordinary(graph: Graph, shapes: ShapeInfo) -> Iterator[str]:
+    """Yield the terms of sums that hold no numbers as masks have them, and what these are views of."""
+    bounds, seen = Bounds(shapes), set[str]()
+    for tensor in (each for node in graph.nodes if op_of(node) == "Add" for each in node.inputs):
+        while tensor.name not in seen and bounds.of(tensor) < MASKS_FROM:
+            seen.add(tensor.name)
+            yield tensor.name
+            node = producer(tensor)
+            if node is None or op_of(node) not in VIEWS:
+                break
+            tensor = node.inputs[0]
 
 
 @dataclass(frozen=True)
@@ -157,8 +175,20 @@ class Part:
     def repeated(self) -> dict[str, str]:
         """How the columns of operands repeat, where the body of the fused node relies on it, by their names."""
         attributes = {each.name: each.s.decode() for each in self.fused.attribute if each.s}
-        named = zip(attributes.get("operands", "").split(), self.fused.input, strict=False)
+        named = self._named_inputs.items()
         return {name: attributes[f"{word}{COLUMNS}"] for word, name in named if f"{word}{COLUMNS}" in attributes}
+
+    @property
+    def tables(self) -> list[str]:
+        """The operands that are cosines and sines, which are never large."""
+        named = (self._named_inputs.get(word, "") for word in TABLES)
+        return [_original(self.originals, name) for name in named if name]
+
+    @cached_property
+    def _named_inputs(self) -> dict[str, str]:
+        """The inputs of the fused node by what its fusion calls them."""
+        words = next((each.s.decode() for each in self.fused.attribute if each.name == "operands"), "")
+        return dict(zip(words.split(), self.fused.input, strict=False))
 
     def computes_in_half(self, unfused: UnfusedGraph) -> bool:
         """Return whether an operand, an output or a replaced node but a Cast is in half precision."""

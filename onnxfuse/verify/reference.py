@@ -12,18 +12,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
 import onnx
 
 from onnxfuse.errors import VerificationError, first_line
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.verify.cpu_session import open_session, run
-from onnxfuse.verify.difference import OutputDifference, compare_output, worst
+from onnxfuse.verify.difference import OutputDifference, compare_output, with_numbers_for_nan, worst
 from onnxfuse.verify.inputs import check_inputs, model_inputs
 from onnxfuse.verify.larger_inputs import depends_on, largest_first
+from onnxfuse.verify.mask_rows import mask_inputs, with_mask_rows
 from onnxfuse.verify.observed import REDRAWS, inverted_flags, redrawn, what_hides
 from onnxfuse.verify.random_nodes import random_outputs
 from onnxfuse.verify.requested_shapes import Draw, describe_failures, draws
-from onnxfuse.verify.to_float32 import arrays_to_float32, half_precision_of, half_precision_tensors, model_to_float32
+from onnxfuse.verify.widen import arrays_to_float32, half_precision_of, half_precision_tensors, model_to_float32
 
 if TYPE_CHECKING:
     from onnxfuse.verify.cpu_session import Session
@@ -60,19 +62,33 @@ class Reference:
     note: str
     not_compared: Mapping[str, str] = field(default_factory=dict)  # outputs that show nothing, and why
     random: frozenset[str] = frozenset()  # those of them whose values are new in every run
+    numbers_for_nan: bool = False  # any numbers may stand for NaN
     is_converted: bool = False  # to half precision, whose Casts of float32 inputs are there for no other reason
     tolerance: float | None = None  # replaces those of the dtypes, and the noise of the original
+
+    @property
+    def sizes(self) -> tuple[dict[str, int], ...]:
+        """The sizes of the dynamic dims of the runs, each set once."""
+        distinct = {tuple(run.sizes.items()): run.sizes for run in self.runs}
+        return tuple(distinct.values())
 
     def worst_difference(self, results: Sequence[Mapping[str, object]], name: str) -> OutputDifference:
         """Return the worst error of one output over the runs."""
         half = self.half_precision if name in self.half_tensors else ""
         return worst(
             compare_output(
-                name, each.outputs[name], result.get(name), each.float32_outputs.get(name) if half else None, half,
-                self.tolerance,
+                name, self._expected(each, name, result), result.get(name),
+                each.float32_outputs.get(name) if half else None, half, self.tolerance,
             )
             for each, result in zip(self.runs, results, strict=True)
         )  # fmt: skip
+
+    def _expected(self, one: Run, name: str, result: Mapping[str, object]) -> object:
+        """Return the original's output, with numbers of the optimized model for NaN where these may stand for it."""
+        expected, actual = one.outputs[name], result.get(name)
+        if not self.numbers_for_nan or not isinstance(expected, np.ndarray) or not isinstance(actual, np.ndarray):
+            return expected
+        return with_numbers_for_nan(expected, actual)
 
 
 def run_original(
@@ -81,21 +97,33 @@ def run_original(
     given: Mapping[str, Array],
     tell: Progress,
     shapes: Sequence[str] = (),
+    *,
+    mask_rows: bool = True,
 ) -> Reference:
     """Run the original as it is, and converted to float32 if it uses half precision.
 
-    Raises VerificationError if it runs at no sizes.
+    `mask_rows` adds runs on masks with rows that leave nothing; not in float16, where what such a row gives depends on
+    whether scores beside -65504 are rounded, which onnxruntime does where no Casts cancel.  Raises VerificationError if
+    it runs at no sizes.
     """
     check_inputs(given, model_inputs(model))
     half, random = half_precision_of(model), random_outputs(model, given)
+    mask_rows = mask_rows and half != "float16"
     try:
-        runs = _run_at_sizes(model, folder, given, shapes, random, tell)
+        runs = _run_at_sizes(model, folder, given, shapes, random, tell, mask_rows=mask_rows)
     except VerificationError as error:
         if half != "bfloat16":
             raise
         try:
             runs = _run_at_sizes(
-                model, folder, given, shapes, random, lambda line: tell(f"{line}, in float32"), in_float32=True
+                model,
+                folder,
+                given,
+                shapes,
+                random,
+                lambda line: tell(f"{line}, in float32"),
+                mask_rows=mask_rows,
+                in_float32=True,
             )
         except VerificationError:
             raise error from None
@@ -137,12 +165,15 @@ def _run_at_sizes(
     shapes: Sequence[str],
     random: Collection[str],
     tell: Progress,
+    *,
+    mask_rows: bool,
     in_float32: bool = False,
 ) -> list[Run]:
     """Return inputs and outputs for the first sizes at which the model runs: two sets of sizes if dims are dynamic.
 
-    Flags, which choose between branches, are inverted in one more run.  As long as an output that depends on drawn
-    inputs shows nothing, a larger size and other values follow; outputs in `random` never show anything.
+    Flags, which choose between branches, are inverted in one more run, and masks are drawn again with rows that leave
+    nothing, where `mask_rows` says so.  As long as an output that depends on drawn inputs shows nothing, a larger size
+    and other values follow; outputs in `random` never show anything.
     Raises VerificationError if it runs at none.
     """
     session = _session_of_original(model_to_float32(model) if in_float32 else model, folder)
@@ -152,7 +183,7 @@ def _run_at_sizes(
 
     left = draws(model, shapes, given)
     runs = _first_runs(left, run_at, tell, bool(given))
-    first, may_show = runs[0], _may_show_more(model, runs, given, random)
+    first, last, may_show = runs[0], runs[-1], _may_show_more(model, runs, given, random)
     for sizes, feeds in largest_first(model, folder, left) if may_show else ():
         tell("run the original" + "".join(f", {k}={v}" for k, v in sizes.items()))
         with suppress(Exception):  # sizes and values that the model refuses show nothing either
@@ -162,6 +193,10 @@ def _run_at_sizes(
         tell("run the original with flags inverted")
         with suppress(Exception):
             runs.append(run_at(first.sizes, first.feeds | flags))
+    for feeds in with_mask_rows(last.feeds, mask_inputs(model, given)) if mask_rows else ():
+        tell("run the original on masks that leave nothing")
+        with suppress(Exception):
+            runs.append(run_at(last.sizes, feeds))
     for kind in REDRAWS if may_show else ():
         feeds = redrawn(first.feeds, kind, given)
         if not feeds or not _may_show_more(model, runs, given, random):

@@ -36,7 +36,7 @@ from undetermined import (
 
 from onnxfuse import OnnxfuseError, optimize
 from onnxfuse.verify.cpu_session import open_session, run
-from onnxfuse.verify.to_float32 import arrays_to_float32, half_precision_of, model_to_float32
+from onnxfuse.verify.widen import arrays_to_float32, half_precision_of, model_to_float32
 
 SECONDS = 20.0  # of this process in one call of optimize(), or of one run of a model in its own process
 DRAWS = 3

@@ -291,6 +291,19 @@ def test_a_step_behind_any_past(batch: str, operator: str) -> None:
             assert_close(expected, actual, TensorProto.FLOAT16)
 
 
+def test_rotated_queries_and_keys_are_rounded_in_front_of_the_product() -> None:
+    """The model rotates them in float32, and multiplies them in float16."""
+    cases = read_cases(CASES.with_name("attention_with_rotary_embedding.txt"))
+    model = cases["attention_with_rotary_embedding_in_float32_of_float16"].model
+    optimized, _ = optimize(model, verify=False)
+    random = np.random.default_rng(0)
+    inputs = {name: random.standard_normal((2, 4, 5, 8)).astype(np.float16) for name in "qkv"}
+    inputs |= {name: random.uniform(-1, 1, (2, 1, 5, 8)).astype(np.float32) for name in ("cos", "sin")}
+    (expected, _), (actual, reason) = run(model, inputs), run(optimized, inputs)
+    assert expected is not None and actual is not None, reason
+    np.testing.assert_array_equal(actual[0], expected[0])
+
+
 def test_a_result_in_float32() -> None:
     """GroupQueryAttention would have to run in float32, for which the CUDA provider has no kernel."""
     unfused = build(causal(sizes=CACHED))

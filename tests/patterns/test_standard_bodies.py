@@ -33,10 +33,10 @@ def written(spelling: Spelling, *, masks: str = "") -> tuple[onnx.ModelProto, Re
     """Compare the model in ONNX's own operators with the unfused one; return it and the report."""
     unfused = build(spelling)
     inputs = {name: array.copy() for name, array in unfused.inputs.items()}
-    if masks == "rows":  # all keys are masked for the first query of the first batch element
+    if masks:  # all keys are masked for the first query of the first batch element
         kind = unfused.variant.choices["mask_kind"]
-        lowest = np.finfo(inputs["q"].dtype).min
-        inputs["mask"][0, :, 0] = {"boolean": False, "inverted": True, "additive": lowest}[kind]
+        number = -np.inf if masks == "infinite rows" else np.finfo(inputs["q"].dtype).min
+        inputs["mask"][0, :, 0] = {"boolean": False, "inverted": True, "additive": number}[kind]
     return compared(unfused, inputs)
 
 
@@ -107,14 +107,36 @@ def test_every_mask(chosen: dict[str, str], dtype: int) -> None:
     assert inputs_of(model, "Attention") == [0, 1, 2, 3][: 4 if read else 3]
 
 
+@pytest.mark.parametrize("full", ["softmax", "zero"])
 @pytest.mark.parametrize("score", [None, LOWEST, -1e38], ids=str)
 @pytest.mark.parametrize("kind", ["boolean", "inverted", "additive"])
-def test_rows_in_which_all_keys_have_the_lowest_score(kind: str, score: float | None) -> None:
+def test_rows_in_which_all_keys_have_the_lowest_score(kind: str, score: float | None, full: str) -> None:
     """Their keys have equal weight; onnxruntime gives 0 where all masks of a row are the lowest number."""
-    chosen = {"mask_kind": kind, "bias_kind": "none", "fully_masked": "softmax"}
+    chosen = {"mask_kind": kind, "bias_kind": "none", "fully_masked": full}
     values = {} if score is None else {"masked_score": score}
     if (kind == "additive") == (score is None):
         written(variant(chosen, **values), masks="rows")
+
+
+def test_rows_of_infinite_masks_whose_probabilities_are_replaced_by_zero() -> None:
+    chosen = {"mask_kind": "additive", "bias_kind": "none", "fully_masked": "zero"}
+    written(variant(chosen), masks="infinite rows")
+
+
+def test_finite_masks_are_kept_above_the_lowest_number_by_one_node() -> None:
+    chosen = {"mask_kind": "causal", "bias_kind": "none", "fully_masked": "zero"}
+    spelling = variant(chosen, TensorProto.FLOAT16, masked_score=-65504.0)
+    model, _ = optimize(build(spelling).model, emit="standard", verify=False)
+    found = [node.op_type for node in model.graph.node]
+    assert (found.count("Max"), found.count("Greater"), found.count("Attention")) == (1, 0, 1)
+
+
+def test_a_row_of_nan_is_no_reason_to_take_attention_back() -> None:
+    """The operator gives 0 for a row whose keys are all masked by -inf."""
+    chosen = {"mask_kind": "boolean", "bias_kind": "none", "fully_masked": "softmax"}
+    model, report = optimize(build(variant(chosen, masked_score=-INFINITY)).model, emit="standard")
+    assert (report.dropped, report.verified.status) == ((), "verified")
+    assert "Attention" in {node.op_type for node in model.graph.node}
 
 
 @pytest.mark.parametrize("kind", ["boolean", "inverted"])

@@ -11,7 +11,7 @@ from sound_and_video import SIZES_OF, TEXTS, network
 import onnxfuse
 from onnxfuse.runtime import cupy_backend
 from onnxfuse.session import InferenceSession, explain_session
-from onnxfuse.verify.to_float32 import model_to_float32
+from onnxfuse.verify.widen import model_to_float32
 
 CUDA = "CUDAExecutionProvider"
 pytestmark = [

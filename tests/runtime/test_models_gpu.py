@@ -12,7 +12,7 @@ from onnxfuse.runtime import cupy_backend
 from onnxfuse.runtime.hosts import find_host
 from onnxfuse.session import InferenceSession, explain_session
 from onnxfuse.verify.difference import TOLERANCES
-from onnxfuse.verify.to_float32 import model_to_float32
+from onnxfuse.verify.widen import model_to_float32
 
 CUDA = "CUDAExecutionProvider"
 pytestmark = [

@@ -16,7 +16,7 @@ import onnxfuse
 from onnxfuse.runtime import cupy_backend
 from onnxfuse.session import InferenceSession, explain_session
 from onnxfuse.verify.difference import TOLERANCES
-from onnxfuse.verify.to_float32 import model_to_float32
+from onnxfuse.verify.widen import model_to_float32
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,7 +17,7 @@ from onnxfuse.ir.save import save
 from onnxfuse.runtime import cuda_driver
 from onnxfuse.runtime import native_library as native
 from onnxfuse.verify.difference import TOLERANCES
-from onnxfuse.verify.to_float32 import model_to_float32
+from onnxfuse.verify.widen import model_to_float32
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,6 +17,8 @@ X = "float[2,5,8] x"
 GROUPS = "float[2,5,16] q, float[2,5,8] k, float[2,5,8] v"
 NEW = "float[2,5,16] y, float[2,1,5,8] t, float[2,1,5,8] u"
 LENGTHS = "<int32[2] n = {4, 4}, int32 l = {5}>"
+HIDING = "int32[2,5] m = {0, 0, 1, 1, 1, 0, 0, 0, 0, 0}"  # keys on the left, and all of them
+LOWEST = -3.4028234663852886e38
 NORM = "<float[8] g, float[8] b, float[8] c>"
 
 IN_ONNXRUNTIME = {
@@ -99,6 +101,12 @@ IN_ONNXRUNTIME = {
     "{ y = com.microsoft.Attention <num_heads = 2, unidirectional = 1> (x, w, b) }",
     "attention_causal_mask": "(float[2,5,8] x, int32[2,5] m) => (float[2,5,8] y) <float[8,24] w, float[24] b> "
     "{ y = com.microsoft.Attention <num_heads = 2, unidirectional = 1> (x, w, b, m) }",
+    **{
+        f"attention_causal_mask_{name}": f"(float[2,5,8] x) => (float[2,5,8] y) <float[8,24] w, float[24] b, {HIDING}> "
+        f"{{ y = com.microsoft.Attention <num_heads = 2, unidirectional = 1, mask_filter_value = {number}>"
+        " (x, w, b, m) }"
+        for name, number in {"lowest": LOWEST, "low": -2e38}.items()
+    },
     "attention_bias": "(float[2,5,8] x, float[1,2,5,5] a) => (float[2,5,8] y) <float[8,24] w, float[24] b> "
     "{ y = com.microsoft.Attention <num_heads = 2> (x, w, b, , , a) }",
     "multi_head": "(float[2,5,8] q, float[2,6,8] k, float[2,6,12] v) => (float[2,5,12] y) "

@@ -17,6 +17,7 @@ from onnxfuse.errors import UsageError
 from onnxfuse.verify.compare import compare
 from onnxfuse.verify.input_uses import Use, integer_uses
 from onnxfuse.verify.inputs import load_inputs
+from onnxfuse.verify.mask_rows import mask_inputs, with_mask_rows
 from onnxfuse.verify.reference import run_original
 
 HEAD = '<ir_version: 9, opset_import: ["" : 17]>'
@@ -32,8 +33,8 @@ def elementwise(body: str, dtype: str = "float", outputs: str = "y") -> onnx.Mod
 
 
 def feeds(source: onnx.ModelProto) -> list[dict[str, np.ndarray]]:
-    """Return the generated inputs of every run."""
-    return [r.feeds for r in run_original(source, None, {}, lambda line: None).runs]
+    """Return the generated inputs of every run, without those of other rows of masks."""
+    return [r.feeds for r in run_original(source, None, {}, lambda line: None, mask_rows=False).runs]
 
 
 def shapes(source: onnx.ModelProto) -> list[dict[str, tuple[int, ...]]]:
@@ -138,6 +139,62 @@ def test_masks_keep_a_prefix_of_every_row(name: str, body: str) -> None:
         mask = feed[name]
         assert set(np.unique(mask)) == {0, 1} and (mask[:, 0] == 1).all() and (mask[:, -1] == 0).all()
         assert (np.diff(mask) <= 0).all() and len(set(mask.sum(axis=1))) > 1
+
+
+MASKS = {
+    "attention_mask": ("int64", "y = Cast<to = 1>(NAME)", "flags"), "m": ("int64", "y = Cast<to = 1>(NAME)", "flags"),
+    "kept": ("bool", "y = Cast<to = 1>(NAME)", "flags"), "bias": ("float", "a = Add(NAME, x)  y = Softmax(a)", "added"),
+    "half_bias": ("bfloat16", "c = Cast<to = 1>(NAME)  a = Add(x, c)  y = Softmax(a)", "added"),
+    "factor": ("float", "m = Mul(NAME, x)  a = Add(m, x)  y = Softmax(a)", ""),
+    "float_mask": ("float", "r = Sub(x, NAME)  y = Softmax(r)", "flags"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_have_rows_that_leave_nothing_the_end_and_all_in_other_runs(name: str) -> None:
+    dtype, body, kind = MASKS[name]
+    body = f"x = Tanh(z)  {body.replace('NAME', name)}"
+    source = model(f"({dtype}[b, s] {name}, float[b, s] z) => (float[b, s] y)", body)
+    assert mask_inputs(source, {}) == ({name: kind} if kind else {}) and mask_inputs(source, {name}) == {}
+    runs = run_original(source, None, {}, lambda line: None).runs
+    assert len(runs) == (3 if kind else 2)
+    if kind:
+        first, other = runs[1].feeds, runs[2].feeds
+        left = np.arange(8) >= [[8], [4], [0]]
+        lowest = {"float": np.finfo(np.float32), "bfloat16": ml_dtypes.finfo(ml_dtypes.bfloat16)}.get(dtype)
+        wanted = np.where(left, 0, lowest.min) if kind == "added" and lowest else left
+        assert (other[name] == wanted.astype(other[name].dtype)).all() and np.isfinite(other[name]).all()
+        assert other[name].dtype == first[name].dtype and (other["z"] == first["z"]).all()
+
+
+def test_float16_is_not_run_on_rows_that_leave_nothing() -> None:
+    """onnxruntime rounds scores beside -65504 to it, or does not where Casts of two nodes cancel."""
+    source = model("(float16[b, s] bias, float16[b, s] z) => (float16[b, s] y)", "a = Add(z, bias)  y = Softmax(a)")
+    assert "bias" in mask_inputs(source, {})
+    assert len(run_original(source, None, {}, lambda line: None).runs) == 2
+
+
+def test_a_mask_of_few_rows_is_drawn_several_times() -> None:
+    feeds = {"m": np.zeros((2, 4, 1, 1), bool), "n": np.zeros((1, 3), bool), "o": np.zeros((2, 1), bool)}
+    found = list(with_mask_rows(feeds, dict.fromkeys("mno", "flags")))
+    assert [each["n"].tolist() for each in found] == [[[False] * 3], [[False, True, True]], [[True] * 3]]
+    assert found[1]["m"].reshape(2, 4).tolist() == [[False, False, True, True], [True] * 4]
+    assert found[2]["o"].tolist() == [[True], [False]]
+    assert list(with_mask_rows({"p": np.zeros((0, 3), bool)}, {"p": "flags"})) == []
+
+
+def test_the_sum_of_two_masks_is_not_one_mask_of_both() -> None:
+    """Keys that two masks leave out differ from others in rows without a key, which the first draws do not have."""
+    signature = "(float[b, s] x, int64[b, s] mask, bool[b, s] other) => (float[b, s] y)"
+    numbers = "l = Constant<value_float = -3.4028234663852886e38>()  z = Constant<value_float = 0.0>()"
+    begin = f"{numbers}  k = Cast<to = 9>(mask)"
+    nested = model(signature, f"{begin}  a = Where(k, x, l)  b = Where(other, a, l)  y = Softmax(b)")
+    added = "n = Where(k, z, l)  m = Where(other, z, l)  a = Add(n, m)  b = Add(x, a)  y = Softmax(b)"
+    summed = model(signature, f"{begin}  {added}")
+    assert compare(nested, nested).passed is True
+    assert compare(nested, summed).reason.startswith("output 'y' differs in NaN at ")
+    given = {"x": np.ones((1, 3), "f4"), "mask": np.array([[1, 1, 0]]), "other": np.array([[False, True, True]])}
+    assert compare(nested, summed, inputs=given).passed is True, "given masks are not drawn again"
 
 
 def test_positions_and_other_integers() -> None:

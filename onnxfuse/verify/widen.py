@@ -1,11 +1,11 @@
-"""Convert a half-precision model to float32: the same graph with every float16 and bfloat16 replaced."""
+"""Convert a model to a wider precision: half precision to float32, or float32 to float64."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
-import ml_dtypes
 import numpy as np
 import onnx
 import onnx.numpy_helper
@@ -15,7 +15,32 @@ from onnx.external_data_helper import uses_external_data
 from onnxfuse.ir.dtypes import HALF_PRECISION
 from onnxfuse.ir.protos import NodeContainer, OneNode, graphs, nodes, replace_tensors
 
+NUMBERS: Final = ("value_float", "value_floats")  # attributes of a Constant, which is float32
 DTYPE_ATTRIBUTES = {"to", "dtype", "output_dtype", "softmax_precision", "stash_type"}
+
+
+@dataclass(frozen=True)
+class Widening:
+    """The dtypes that a conversion replaces, and the one that it puts in their place."""
+
+    replaced: frozenset[int]
+    to: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of arrays that stand for replaced ones."""
+        return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(self.to))
+
+    def array(self, value: Any) -> Any:
+        """Return an array, or a list of arrays, converted where it has a replaced dtype."""
+        if isinstance(value, list):
+            return [self.array(each) for each in value]
+        kinds = {onnx.helper.tensor_dtype_to_np_dtype(number) for number in self.replaced}
+        return value.astype(self.dtype) if isinstance(value, np.ndarray) and value.dtype in kinds else value
+
+
+TO_FLOAT32: Final = Widening(frozenset(HALF_PRECISION), TensorProto.FLOAT)
+TO_FLOAT64: Final = Widening(frozenset({TensorProto.FLOAT}), TensorProto.DOUBLE)
 
 
 def half_precision_of(model: onnx.ModelProto) -> str:
@@ -62,32 +87,44 @@ def model_to_float32(model: onnx.ModelProto) -> onnx.ModelProto:
     tensors in attributes, the types of values, and the dtypes of `Cast` and the like are replaced, in subgraphs and
     model-local functions too.  External weights stay in their file, and a Cast converts them.
     """
-    result = replace_tensors(model, lambda tensor: tensor if uses_external_data(tensor) else _tensor_to_float32(tensor))
+    return _widened(model, TO_FLOAT32)
+
+
+def model_to_float64(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy that computes in float64 wherever the model computes in float32, as `model_to_float32` does.
+
+    What is in half precision stays so.
+    """
+    return _widened(model, TO_FLOAT64)
+
+
+def _widened(model: onnx.ModelProto, by: Widening) -> onnx.ModelProto:
+    result = replace_tensors(model, lambda tensor: tensor if uses_external_data(tensor) else _tensor(tensor, by))
     parts = list(graphs(result.graph, *result.functions))
-    roundings = {id(part): _roundings(part) for part in parts}
+    roundings = {id(part): _roundings(part, by) for part in parts}
     for attribute in _dtype_attributes(_dtype_names(result), parts):
-        attribute.i = TensorProto.FLOAT if attribute.i in HALF_PRECISION else attribute.i
+        attribute.i = by.to if attribute.i in by.replaced else attribute.i
     for part in reversed(parts):  # inner ones first: `_round_again` copies the nodes of a graph, with what they hold
         for value in _value_infos(part):
-            _type_to_float32(value.type)
+            _type(value.type, by)
         for tensor in getattr(part, "sparse_initializer", ()):
-            tensor.values.CopyFrom(_tensor_to_float32(tensor.values))
+            tensor.values.CopyFrom(_tensor(tensor.values, by))
         for node in part.node:
             for attribute in node.attribute:
-                _attribute_to_float32(attribute)
+                _attribute(node, attribute, by)
         if isinstance(part, onnx.GraphProto):
-            _initializers_to_float32(part)
+            _initializers(part, by)
         _round_again(part, roundings[id(part)])
     return result
 
 
-def _roundings(part: NodeContainer) -> dict[str, int]:
-    """Return the half precision that Casts of a graph round to, by the name of the output."""
+def _roundings(part: NodeContainer, by: Widening) -> dict[str, int]:
+    """Return the replaced half precision that Casts of a graph round to, by the name of the output."""
     return {
         node.output[0]: attribute.i
         for node in part.node
         for attribute in node.attribute
-        if node.op_type == "Cast" and attribute.name == "to" and attribute.i in HALF_PRECISION
+        if node.op_type == "Cast" and attribute.name == "to" and attribute.i in HALF_PRECISION.keys() & by.replaced
     }
 
 
@@ -108,20 +145,18 @@ def _round_again(part: onnx.GraphProto | onnx.FunctionProto, roundings: Mapping[
 
 def arrays_to_float32(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arrays, with those of half precision converted to float32."""
-    return {name: _array_to_float32(value) for name, value in arrays.items()}
+    return {name: TO_FLOAT32.array(value) for name, value in arrays.items()}
 
 
-def _array_to_float32(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_array_to_float32(each) for each in value]
-    half = isinstance(value, np.ndarray) and value.dtype in (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
-    return value.astype(np.float32) if half else value
+def arrays_to_float64(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arrays, with those of float32 converted to float64."""
+    return {name: TO_FLOAT64.array(value) for name, value in arrays.items()}
 
 
-def _tensor_to_float32(tensor: TensorProto) -> TensorProto:
-    if tensor.data_type not in HALF_PRECISION:
+def _tensor(tensor: TensorProto, by: Widening) -> TensorProto:
+    if tensor.data_type not in by.replaced:
         return tensor
-    return onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor).astype(np.float32), tensor.name)
+    return onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor).astype(by.dtype), tensor.name)
 
 
 def _dtype_names(model: onnx.ModelProto) -> set[str]:
@@ -155,31 +190,34 @@ def _element_types(kind: onnx.TypeProto) -> Iterator[Any]:
         yield from _element_types(kind.map_type.value_type)
 
 
-def _type_to_float32(kind: onnx.TypeProto) -> None:
+def _type(kind: onnx.TypeProto, by: Widening) -> None:
     for tensor in _element_types(kind):
-        tensor.elem_type = TensorProto.FLOAT if tensor.elem_type in HALF_PRECISION else tensor.elem_type
+        tensor.elem_type = by.to if tensor.elem_type in by.replaced else tensor.elem_type
 
 
-def _attribute_to_float32(attribute: AttributeProto) -> None:
+def _attribute(node: onnx.NodeProto, attribute: AttributeProto, by: Widening) -> None:
+    if node.op_type == "Constant" and attribute.name in NUMBERS and TensorProto.FLOAT in by.replaced:
+        numbers = np.array(onnx.helper.get_attribute_value(attribute), by.dtype)
+        attribute.CopyFrom(onnx.helper.make_attribute("value", onnx.numpy_helper.from_array(numbers)))
     for tensor in (*([attribute.t] if attribute.HasField("t") else ()), *attribute.tensors):
         if not uses_external_data(tensor):
-            tensor.CopyFrom(_tensor_to_float32(tensor))
+            tensor.CopyFrom(_tensor(tensor, by))
     sparse_tensors = [attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []
     for sparse in (*sparse_tensors, *attribute.sparse_tensors):
-        sparse.values.CopyFrom(_tensor_to_float32(sparse.values))
+        sparse.values.CopyFrom(_tensor(sparse.values, by))
     for kind in (*([attribute.tp] if attribute.HasField("tp") else ()), *attribute.type_protos):
-        _type_to_float32(kind)
+        _type(kind, by)
 
 
-def _initializers_to_float32(graph: onnx.GraphProto) -> None:
+def _initializers(graph: onnx.GraphProto, by: Widening) -> None:
     """Convert initializers; one in an external file gets a new name, and a Cast under its old name converts it."""
     casts = {}
     for tensor in graph.initializer:
         if not uses_external_data(tensor):
-            tensor.CopyFrom(_tensor_to_float32(tensor))
-        elif tensor.data_type in HALF_PRECISION:
+            tensor.CopyFrom(_tensor(tensor, by))
+        elif tensor.data_type in by.replaced:
             stored = f"{tensor.name}::stored"
-            casts[tensor.name] = onnx.helper.make_node("Cast", [stored], [tensor.name], to=TensorProto.FLOAT)
+            casts[tensor.name] = onnx.helper.make_node("Cast", [stored], [tensor.name], to=by.to)
             tensor.name = stored
     if casts:
         present, inputs = list(graph.node), [i for i in graph.input if i.name not in casts]
