@@ -19,7 +19,7 @@ from onnxfuse.passes.merge_window_axes import merge_window_axes
 from onnxfuse.passes.normalize import normalize
 from onnxfuse.passes.regroup_addends import regroup_addends
 from onnxfuse.passes.settle_backward_slices import settle_backward_slices
-from onnxfuse.passes.sizes_of_products import sizes_of_products
+from onnxfuse.passes.sizes_of_operands import sizes_of_operands
 from onnxfuse.passes.spell_activations import spell_activations
 from onnxfuse.passes.spell_assignments import spell_assignments
 from onnxfuse.passes.spell_einsums import spell_einsums
@@ -42,7 +42,7 @@ PIPELINE: tuple[Pass, ...] = (
     settle_backward_slices,
     spell_assignments,
     spell_einsums,  # its Transposes compose with those around it
-    sizes_of_products,
+    sizes_of_operands,
     normalize,  # so that patterns, and the passes below, meet each computation in one form
     merge_window_axes,  # behind the views that normalize has composed
     regroup_addends,  # so that the shape of scores stays the same up to the softmax

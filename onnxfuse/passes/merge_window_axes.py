@@ -24,7 +24,7 @@ from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, op_of, pro
 from onnxfuse.passes.compose_views import View, farthest_view, write_scalings, write_views, written_from
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.fold_shapes import reshape_target
-from onnxfuse.passes.sizes_of_products import before_transposes
+from onnxfuse.passes.sizes_of_operands import origin_of_size
 from onnxfuse.passes.split_merged_heads import ELEMENTWISE
 
 RANK: Final = 4  # of the products that patterns know
@@ -170,9 +170,10 @@ class MergedAttention:
         shape = self.shapes.shape(values)
         if len(open_axes) > 1 or shape is None or shape[axis] != target[open_axes[0]]:
             return None
-        source, axis = before_transposes(values, axis)
+        source, axis = origin_of_size(self.shapes, values, axis)
         write, (open_axis,) = (self.graph, self.shapes), open_axes
-        found = emit(*write, "Shape", [source], f"{stem}_of_values", (len(shape),), TensorProto.INT64)
+        rank = self.shapes.rank(source) or 0
+        found = emit(*write, "Shape", [source], f"{stem}_of_values", (rank,), TensorProto.INT64)
         index = self.graph.constant(f"{stem}_axis", np.array([axis], np.int64))
         size = emit(*write, "Gather", [found, index], f"{stem}_size", (1,), TensorProto.INT64, {"axis": 0})
         parts = [numbers[:open_axis], numbers[open_axis + 1 :]]
