@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.graph import Graph
+from onnxfuse.passes.add_heads_axis import add_heads_axis
 from onnxfuse.passes.conv_to_matmul import conv_to_matmul
 from onnxfuse.passes.factor_biases import factor_biases
 from onnxfuse.passes.fold_batch_norm import fold_batch_norm
@@ -58,6 +59,8 @@ PIPELINE: tuple[Pass, ...] = (
     spread_affine,  # of what could not be folded
     split_packed_gate,  # last, because scales and biases of a packed product are folded by then
 )
+# The passes that are applied when no other changes anything, because they rewrite what others could not.
+LATE_PASSES: tuple[Pass, ...] = (add_heads_axis,)
 WEIGHT_PASSES: frozenset[Pass] = frozenset({fold_batch_norm, split_packed_gate})  # they give weights new values
 
-__all__ = ["PIPELINE", "WEIGHT_PASSES", "Folded", "Pass"]
+__all__ = ["LATE_PASSES", "PIPELINE", "WEIGHT_PASSES", "Folded", "Pass"]
