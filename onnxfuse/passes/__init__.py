@@ -18,6 +18,7 @@ from onnxfuse.passes.folded import Folded
 from onnxfuse.passes.join_values import join_values
 from onnxfuse.passes.merge_window_axes import merge_window_axes
 from onnxfuse.passes.normalize import normalize
+from onnxfuse.passes.orient_products import orient_products
 from onnxfuse.passes.regroup_addends import regroup_addends
 from onnxfuse.passes.settle_backward_slices import settle_backward_slices
 from onnxfuse.passes.sizes_of_operands import sizes_of_operands
@@ -45,6 +46,7 @@ PIPELINE: tuple[Pass, ...] = (
     spell_einsums,  # its Transposes compose with those around it
     sizes_of_operands,
     normalize,  # so that patterns, and the passes below, meet each computation in one form
+    orient_products,  # its Transposes compose with those around it in the next round
     merge_window_axes,  # behind the views that normalize has composed
     regroup_addends,  # so that the shape of scores stays the same up to the softmax
     split_merged_heads,  # its views compose where they meet others
