@@ -5,15 +5,16 @@ the sum of a product and a mask, replace scores under one mask and then add anot
 bias of heads under a mask before they add it (Falcon).  Factors are distributed over sums, a mask that replaces scores
 by a number which no score changes becomes one that is added, and what is added is summed up first, apart from tensors
 with an axis for heads.  A factor of each head, as that of cosine attention, moves to the queries.  A Max with the
-lowest number behind a mask of finite numbers, which changes nothing else than infinite scores, is left out.
+lowest number behind a mask of finite numbers, which changes nothing else than infinite scores, is left out.  A causal
+mask that replaces scores becomes one that is added, too, because kernels know by place what such a mask holds.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Final
 
 import numpy as np
@@ -21,6 +22,8 @@ from onnx import TensorProto
 from onnx.helper import tensor_dtype_to_np_dtype
 
 from onnxfuse.analysis.dims import Size
+from onnxfuse.analysis.index_formulas import AtMostZero, causal_mask_value, negated
+from onnxfuse.analysis.mask_values import IndexAnalysis
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.shape_rules.elementwise import broadcast
 from onnxfuse.ir.attributes import tensor_attribute
@@ -65,7 +68,8 @@ def spell_scores(graph: Graph, shapes: ShapeInfo) -> int:
     if graph.opset < FIRST_OPSET:
         return 0
     softmaxes = [node for node in graph.nodes if op_of(node) == "Softmax"]
-    count = sum(_rewrite(graph, shapes, node) for node in softmaxes)
+    analysis = cache(partial(IndexAnalysis, graph, shapes))  # few models need it
+    count = sum(_rewrite(graph, shapes, analysis, node) for node in softmaxes)
     count += sum(_scale_queries(graph, shapes, node.inputs[0], MAX_STEPS) for node in softmaxes)
     if count:
         graph.remove_dead()
@@ -73,7 +77,7 @@ def spell_scores(graph: Graph, shapes: ShapeInfo) -> int:
     return count
 
 
-def _rewrite(graph: Graph, shapes: ShapeInfo, softmax: Node) -> bool:
+def _rewrite(graph: Graph, shapes: ShapeInfo, analysis: Callable[[], IndexAnalysis], softmax: Node) -> bool:
     """Rewrite the scores that a Softmax reads; return whether they were."""
     if (unlimited := _without_lowest(graph, shapes, softmax.inputs[0])) is not None:
         softmax.inputs[0] = unlimited
@@ -82,7 +86,9 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, softmax: Node) -> bool:
     if shapes.dtype(tensor) not in FUSIBLE_FLOATS or shapes.shape(tensor) is None:
         return False
     scores = _scores(graph, shapes, tensor, MAX_STEPS)
-    if scores is None or scores.is_usual or len(scores.addends) == 0 or _product_behind(scores.product) is None:
+    if scores is None or len(scores.addends) == 0 or _product_behind(scores.product) is None:
+        return False
+    if scores.is_usual and not _is_replaced_behind_diagonal(shapes, analysis, scores):
         return False
     made = [node.outputs[0] for node in scores.nodes]
     if any(graph.sole_consumer(each) is None for each in made):
@@ -97,6 +103,20 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, softmax: Node) -> bool:
         total = _add(graph, shapes, total, addend, f"{end.name}_masked", shapes.shape(end))
     softmax.inputs[0] = total
     return True
+
+
+def _is_replaced_behind_diagonal(shapes: ShapeInfo, analysis: Callable[[], IndexAnalysis], scores: Scores) -> bool:
+    """Return whether a causal mask replaces scores, which no other mask would have to be added to."""
+    fills = [each for each in scores.addends if each.masked_score is not None]
+    sizes = shapes.shape(scores.product)
+    if len(fills) != 1 or sizes is None or any(len(group) > 1 for group in _grouped(shapes, scores.addends)):
+        return False
+    seen = causal_mask_value(*sizes[-2:])
+    value, node = analysis().value(fills[0].tensor), producer(fills[0].tensor)
+    if fills[0].inverted:
+        return isinstance(seen, AtMostZero) and value is not None and negated(value) == seen
+    joined = node.inputs if node is not None and op_of(node) == "And" else ()
+    return isinstance(seen, AtMostZero) and seen in (value, *map(analysis().value, joined))
 
 
 def _without_lowest(graph: Graph, shapes: ShapeInfo, scores: Tensor) -> Tensor | None:
