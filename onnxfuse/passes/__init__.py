@@ -16,6 +16,7 @@ from onnxfuse.passes.fold_quantized_weights import fold_quantized_weights
 from onnxfuse.passes.fold_shapes import fold_shapes
 from onnxfuse.passes.folded import Folded
 from onnxfuse.passes.join_values import join_values
+from onnxfuse.passes.merge_fills import merge_fills
 from onnxfuse.passes.merge_window_axes import merge_window_axes
 from onnxfuse.passes.normalize import normalize
 from onnxfuse.passes.orient_products import orient_products
@@ -51,6 +52,7 @@ PIPELINE: tuple[Pass, ...] = (
     regroup_addends,  # so that the shape of scores stays the same up to the softmax
     split_merged_heads,  # its views compose where they meet others
     join_values,  # of four axes
+    merge_fills,  # before a fill becomes a sum
     spell_scores,  # of four axes
     factor_biases,  # which stand alone by then
     spell_pairs,
