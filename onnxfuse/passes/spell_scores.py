@@ -4,8 +4,8 @@ Patterns know scores that are scaled at the product, then at most one bias, and 
 the sum of a product and a mask, replace scores under one mask and then add another, or add three tensors, or replace a
 bias of heads under a mask before they add it (Falcon).  Factors are distributed over sums, a mask that replaces scores
 by a number which no score changes becomes one that is added, and what is added is summed up first, apart from tensors
-with an axis for heads.  A factor of each head, as that of cosine attention, moves to the queries.  A Max with the
-lowest number behind a mask of finite numbers, which changes nothing else than infinite scores, is left out.  A causal
+with an axis for heads.  A factor of each head, as that of cosine attention, moves to the queries.  A Max of scores and
+the lowest number behind a mask becomes one of the mask, and is left out where the mask is of finite numbers.  A causal
 mask that replaces scores becomes one that is added, too, because kernels know by place what such a mask holds.
 """
 
@@ -120,7 +120,11 @@ def _is_replaced_behind_diagonal(shapes: ShapeInfo, analysis: Callable[[], Index
 
 
 def _without_lowest(graph: Graph, shapes: ShapeInfo, scores: Tensor) -> Tensor | None:
-    """Return what a Max with the lowest finite number reads, if a mask of finite numbers was added to it before."""
+    """Return scores without the Max with the lowest finite number, which is taken of what is added to them instead.
+
+    That is the same for scores that a number below -1e30 swallows, and changes infinite ones.  A mask of finite numbers
+    needs no Max.
+    """
     node = producer(scores)
     if node is None or op_of(node) != "Max" or len(node.inputs) != 2 or shapes.dtype(scores) != TensorProto.FLOAT:
         return None
@@ -130,6 +134,14 @@ def _without_lowest(graph: Graph, shapes: ShapeInfo, scores: Tensor) -> Tensor |
             continue
         if any(_is_finite_mask(graph, shapes, each, MAX_STEPS) for each in total.inputs):
             return tensor
+        for product, mask in (total.inputs, total.inputs[::-1]):
+            found = _scores(graph, shapes, product, MAX_STEPS)
+            if found is None or _product_behind(found.product) is None or graph.sole_consumer(tensor) is None:
+                continue
+            dtype, stem = TensorProto.FLOAT, f"{mask.name}_limited"
+            limited = emit(graph, shapes, "Max", [mask, number], stem, shapes.shape(mask), dtype)
+            stem = f"{tensor.name}_limited"
+            return emit(graph, shapes, "Add", [product, limited], stem, shapes.shape(tensor), dtype)
     return None
 
 
