@@ -26,6 +26,7 @@ from onnxfuse.passes.sizes_of_operands import sizes_of_operands
 from onnxfuse.passes.spell_activations import spell_activations
 from onnxfuse.passes.spell_assignments import spell_assignments
 from onnxfuse.passes.spell_einsums import spell_einsums
+from onnxfuse.passes.spell_masked_sums import spell_masked_sums
 from onnxfuse.passes.spell_pairs import spell_pairs
 from onnxfuse.passes.spell_scores import spell_scores
 from onnxfuse.passes.split_merged_heads import split_merged_heads
@@ -52,6 +53,7 @@ PIPELINE: tuple[Pass, ...] = (
     regroup_addends,  # so that the shape of scores stays the same up to the softmax
     split_merged_heads,  # its views compose where they meet others
     join_values,  # of four axes
+    spell_masked_sums,
     merge_fills,  # before a fill becomes a sum
     spell_scores,  # of four axes
     factor_biases,  # which stand alone by then
