@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 from onnx.helper import tensor_dtype_to_np_dtype
@@ -27,13 +27,11 @@ from onnxfuse.analysis.index_formulas import (
     triangular_mask_value,
 )
 from onnxfuse.analysis.rules import apply_rule
+from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.attributes import flag_attribute
-from onnxfuse.ir.graph import constant_value
+from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer
-
-if TYPE_CHECKING:
-    from onnxfuse.analysis.mask_values import IndexAnalysis
 
 MAX_ELEMENTS: Final = 2**22  # of a constant that is read
 MAX_STEPS: Final = 16  # nodes from a tensor to what makes the triangle
@@ -48,10 +46,31 @@ class TwoNumbers:
     elsewhere: float
 
 
-Rule: TypeAlias = Callable[["IndexAnalysis", Node, int], TwoNumbers | None]
+class Formulas(Protocol):
+    """What is known of a graph's tensors as formulas."""
+
+    graph: Graph
+    shapes: ShapeInfo
+    strict: bool
+    numbers: dict[str, TwoNumbers | None]  # those that were asked for, by tensor name
+
+    def value(self, tensor: Tensor) -> Value | None:
+        """Return what an integer or boolean tensor holds."""
+        ...
+
+    def fill_value(self, tensor: Tensor) -> bool | int | float | None:
+        """Return the one number that all elements of a tensor equal."""
+        ...
+
+    def moved(self, node: Node, value: Value) -> Value | None:
+        """Return what the result of a view or a Slice holds, whose input holds `value`."""
+        ...
 
 
-def two_numbers(analysis: IndexAnalysis, tensor: Tensor, steps: int = MAX_STEPS) -> TwoNumbers | None:
+Rule: TypeAlias = Callable[[Formulas, Node, int], TwoNumbers | None]
+
+
+def two_numbers(analysis: Formulas, tensor: Tensor, steps: int = MAX_STEPS) -> TwoNumbers | None:
     """Return the numbers of a tensor that is known to hold two; None for any other tensor."""
     known = analysis.numbers
     if tensor.name not in known:
@@ -59,7 +78,7 @@ def two_numbers(analysis: IndexAnalysis, tensor: Tensor, steps: int = MAX_STEPS)
     return known[tensor.name]
 
 
-def _computed(analysis: IndexAnalysis, tensor: Tensor, steps: int) -> TwoNumbers | None:
+def _computed(analysis: Formulas, tensor: Tensor, steps: int) -> TwoNumbers | None:
     node = producer(tensor)
     rule = RULES.get(op_of(node)) if node is not None and steps and len(node.outputs) == 1 else None
     if node is None or rule is None:
@@ -77,7 +96,7 @@ def _in_one_form(numbers: TwoNumbers) -> TwoNumbers:
     return TwoNumbers(where, numbers.elsewhere, numbers.here) if isinstance(where, AtMostZero) else numbers
 
 
-def _constant(analysis: IndexAnalysis, tensor: Constant) -> TwoNumbers | None:
+def _constant(analysis: Formulas, tensor: Constant) -> TwoNumbers | None:
     """Read a constant whose last two axes have one number up to a diagonal, and another one behind it."""
     size = math.prod(tensor.shape)
     if len(tensor.shape) < 2 or size != math.prod(tensor.shape[-2:]) or not 1 < size <= MAX_ELEMENTS:
@@ -96,7 +115,7 @@ def _constant(analysis: IndexAnalysis, tensor: Constant) -> TwoNumbers | None:
     return TwoNumbers(where, float(here), float(elsewhere)) if isinstance(where, bool | AtMostZero) else None
 
 
-def compared(analysis: IndexAnalysis, node: Node) -> Value | None:
+def compared(analysis: Formulas, node: Node) -> Value | None:
     """Return the boolean of a comparison of two numbers with one; None where it is none."""
     compare = COMPARISONS[op_of(node)]
     for i in (0, 1):
@@ -116,7 +135,7 @@ def chosen(where: bool | AtMostZero, here: bool, elsewhere: bool) -> Value | Non
     return where if here else negated(where)
 
 
-def triangle(analysis: IndexAnalysis, node: Node) -> tuple[Value, bool] | None:
+def triangle(analysis: Formulas, node: Node) -> tuple[Value, bool] | None:
     """Return the condition of a Trilu, and whether its input is kept where that holds, and else is 0.
 
     None where sizes do not tell it.
@@ -136,7 +155,7 @@ def triangle(analysis: IndexAnalysis, node: Node) -> tuple[Value, bool] | None:
 # --- rules: the numbers of a node's output ----------------------------------------------------------------------------
 
 
-def _trilu(analysis: IndexAnalysis, node: Node, steps: int) -> TwoNumbers | None:
+def _trilu(analysis: Formulas, node: Node, steps: int) -> TwoNumbers | None:
     number = analysis.fill_value(node.inputs[0])
     where, keeps = triangle(analysis, node) or (None, False)
     if number is None or not isinstance(where, bool | AtMostZero):
@@ -145,7 +164,7 @@ def _trilu(analysis: IndexAnalysis, node: Node, steps: int) -> TwoNumbers | None
     return TwoNumbers(where, here, elsewhere)
 
 
-def _where(analysis: IndexAnalysis, node: Node, steps: int) -> TwoNumbers | None:
+def _where(analysis: Formulas, node: Node, steps: int) -> TwoNumbers | None:
     where = analysis.value(node.inputs[0])
     here, elsewhere = (analysis.fill_value(each) for each in node.inputs[1:])
     if not isinstance(where, bool | AtMostZero) or here is None or elsewhere is None:
@@ -153,20 +172,20 @@ def _where(analysis: IndexAnalysis, node: Node, steps: int) -> TwoNumbers | None
     return TwoNumbers(where, float(here), float(elsewhere))
 
 
-def _cast(analysis: IndexAnalysis, node: Node, steps: int) -> TwoNumbers | None:
+def _cast(analysis: Formulas, node: Node, steps: int) -> TwoNumbers | None:
     where = analysis.value(node.inputs[0])
     if isinstance(where, AtMostZero):
         return TwoNumbers(where, 1.0, 0.0)
     return _mapped(analysis, node, two_numbers(analysis, node.inputs[0], steps), lambda x: x)
 
 
-def _viewed(analysis: IndexAnalysis, node: Node, steps: int) -> TwoNumbers | None:
+def _viewed(analysis: Formulas, node: Node, steps: int) -> TwoNumbers | None:
     numbers = two_numbers(analysis, node.inputs[0], steps)
     where = None if numbers is None else analysis.moved(node, numbers.where)
     return replace(numbers, where=where) if numbers is not None and isinstance(where, bool | AtMostZero) else None
 
 
-def _arithmetic(analysis: IndexAnalysis, node: Node, steps: int) -> TwoNumbers | None:
+def _arithmetic(analysis: Formulas, node: Node, steps: int) -> TwoNumbers | None:
     """Compute with a number."""
     if len(node.inputs) != 2:
         return None
@@ -187,12 +206,12 @@ def _computed_with(function: Callable[..., float], number: float, place: int, x:
     return function(x, number) if place == 0 else function(number, x)
 
 
-def _negative(analysis: IndexAnalysis, node: Node, steps: int) -> TwoNumbers | None:
+def _negative(analysis: Formulas, node: Node, steps: int) -> TwoNumbers | None:
     return _mapped(analysis, node, two_numbers(analysis, node.inputs[0], steps), operator.neg)
 
 
 def _mapped(
-    analysis: IndexAnalysis, node: Node, numbers: TwoNumbers | None, function: Callable[..., float]
+    analysis: Formulas, node: Node, numbers: TwoNumbers | None, function: Callable[..., float]
 ) -> TwoNumbers | None:
     """Return what a function makes of both numbers, as the dtype of the node's output holds it."""
     dtypes = [analysis.shapes.dtype(each) for each in (node.inputs[0], node.outputs[0])]
