@@ -36,7 +36,7 @@ from onnxfuse.layout.residuals import GATE
 from onnxfuse.layout.stand_ins import put_back, stand_in
 from onnxfuse.layout.wrapped_rules import CONVOLUTION
 from onnxfuse.match import Miss
-from onnxfuse.passes import PIPELINE, WEIGHT_PASSES, Folded
+from onnxfuse.passes import LATE_PASSES, PIPELINE, WEIGHT_PASSES, Folded, Pass
 from onnxfuse.passes.folded import node_label
 from onnxfuse.regions.assign import RegionResult, assign_regions
 from onnxfuse.regions.beside import LeftToRegions
@@ -372,6 +372,14 @@ def _assign_layouts(
 def simplify(graph: Graph, shapes: ShapeInfo, change_weights: bool = True) -> list[Folded]:
     """Apply the passes of the pipeline round by round until none changes anything.  Returns the nodes that vanished."""
     passes = [each for each in PIPELINE if change_weights or each not in WEIGHT_PASSES]
+    folded = _rounds(graph, shapes, passes)
+    changes = [apply_pass(graph, shapes) for apply_pass in LATE_PASSES]
+    if any(changes):
+        folded += _rounds(graph, shapes, passes)
+    return folded
+
+
+def _rounds(graph: Graph, shapes: ShapeInfo, passes: Sequence[Pass]) -> list[Folded]:
     folded: list[Folded] = []
     for _ in range(MAX_SIMPLIFY_ROUNDS):
         changes = [apply_pass(graph, shapes) for apply_pass in passes]

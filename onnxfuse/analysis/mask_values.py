@@ -10,19 +10,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
 from onnx import TensorProto
 
-from onnxfuse.analysis.bounds import lower_bound, upper_bound
+from onnxfuse.analysis.bounds import lower_bound
 from onnxfuse.analysis.dims import Size, product
+from onnxfuse.analysis.index_formulas import (
+    AtMostZero,
+    Element,
+    Index,
+    Value,
+    axis_index,
+    less_or_equal,
+    negated,
+    triangular_mask_value,
+)
 from onnxfuse.analysis.rules import apply_rule
-from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
+from onnxfuse.analysis.shape_rules.slices import slice_bounds
+from onnxfuse.analysis.two_numbers import TwoNumbers, chosen, compared, triangle, two_numbers
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.attributes import int_attribute, ints_attribute, tensor_attribute
-from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer
 
@@ -32,103 +43,6 @@ ANALYZED_DTYPES = frozenset({TensorProto.BOOL, TensorProto.INT32, TensorProto.IN
 REGROUPING = frozenset({"Flatten", "Reshape", "Squeeze", "Unsqueeze"})  # they keep the elements in memory order
 
 
-# --- formulas --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Index:
-    """A linear expression in the indices of an element: the sum of `index[axis] * factor`, plus `offset`.
-
-    Each of `terms` is (axis, size of the axis, factor).
-    """
-
-    terms: tuple[tuple[int, Size, Size], ...] = ()
-    offset: Size = 0
-
-    def plus(self, other: Index) -> Index:
-        """Return the sum of both expressions."""
-        factors: dict[tuple[int, Size], Size] = {}
-        for axis, size, factor in sorted(self.terms + other.terms, key=lambda term: term[0]):
-            factors[axis, size] = factors.get((axis, size), 0) + factor
-        return Index(tuple((*key, factor) for key, factor in factors.items() if factor != 0),
-                     self.offset + other.offset)  # fmt: skip
-
-    def times(self, factor: Size) -> Index:
-        """Return the expression multiplied by a size."""
-        return Index(tuple((axis, size, each * factor) for axis, size, each in self.terms if factor != 0),
-                     self.offset * factor)  # fmt: skip
-
-    def renumbered(self, axes: Mapping[int, int]) -> Index:
-        """Return the expression with each axis replaced by the one that `axes` maps it to."""
-        return Index(tuple((axes[axis], size, factor) for axis, size, factor in self.terms), self.offset)
-
-    def bounds(self) -> tuple[int | None, int | None]:
-        """Return a lower and an upper bound of the expression; None for one that is not known."""
-        low: Size = self.offset
-        high: Size = self.offset
-        for _, size, factor in self.terms:
-            if (least := lower_bound(factor)) is None or (least < 0 and not isinstance(factor, int)):
-                return None, None
-            low, high = (low, high + (size - 1) * factor) if least >= 0 else (low + (size - 1) * factor, high)
-        return lower_bound(low), upper_bound(high)
-
-
-@dataclass(frozen=True)
-class AtMostZero:
-    """A boolean that is true where the expression is 0 or less."""
-
-    index: Index
-
-
-@dataclass(frozen=True)
-class Element:
-    """The element of another tensor at these indices, one expression for each of its axes."""
-
-    name: str
-    indices: tuple[Index, ...]
-    tensor: Tensor = field(compare=False, repr=False)
-
-
-Value: TypeAlias = bool | Index | AtMostZero | Element  # a bool or an Index without terms: all elements are equal
-
-
-def axis_index(axis: int, size: Size) -> Index:
-    """Return the index along an axis, which is 0 for an axis of size 1."""
-    return Index() if size == 1 else Index(((axis, size, 1),))
-
-
-def less_or_equal(left: Index, right: Index, margin: Size = 0) -> Value:
-    """Return the boolean `left + margin <= right`."""
-    excess = left.plus(right.times(-1)).plus(Index(offset=margin))
-    low, high = excess.bounds()
-    if high is not None and high <= 0:
-        return True
-    return False if low is not None and low > 0 else AtMostZero(excess)
-
-
-def causal_mask_value(queries: Size, keys: Size) -> Value:
-    """Return what a causal mask [..., queries, keys] holds: true up to the diagonal that ends in its last corner."""
-    return less_or_equal(axis_index(-1, keys), axis_index(-2, queries), queries - keys)
-
-
-def triangular_mask_value(mask: Array) -> Value | None:
-    """Return what a boolean array holds that is true up to a diagonal of its last two axes; None for any other array.
-
-    Its other axes have size 1.
-    """
-    rows, columns = (1, 1, *mask.shape)[-2:]
-    if mask.size != rows * columns:
-        return None
-    true_per_row = np.count_nonzero(mask.reshape(rows, columns), axis=1)
-    for diagonal in (int(true_per_row[-1]) - rows, int(true_per_row[0]) - 1):
-        if np.array_equal(mask.reshape(rows, columns), np.tri(rows, columns, diagonal)):
-            return less_or_equal(axis_index(-1, columns), axis_index(-2, rows).plus(Index(offset=diagonal)))
-    return None
-
-
-# --- analysis --------------------------------------------------------------------------------------------------------
-
-
 class IndexAnalysis:
     """The values of a sorted graph's integer and boolean tensors, by tensor name; None or absent where unknown."""
 
@@ -136,6 +50,7 @@ class IndexAnalysis:
         """Visit the nodes in order."""
         self.graph, self.shapes, self.strict = graph, shapes, shapes.strict
         self.values: dict[str, Value | None] = {}
+        self.numbers: dict[str, TwoNumbers | None] = {}  # of tensors of any dtype, as they are asked for
         self.index_columns: dict[str, tuple[Value | None, ...]] = {}  # of a Concat of columns, as GatherND reads it
         for node in graph.nodes:
             rule, output = RULES.get(op_of(node)), node.outputs[0] if len(node.outputs) == 1 else None
@@ -186,7 +101,8 @@ class IndexAnalysis:
             return first if isinstance(first, bool) else Index(offset=first)
         long_axes = [axis for axis, size in enumerate(value.shape) if size > 1]
         if value.dtype == np.bool_:
-            return triangular_mask_value(value)
+            below, above = triangular_mask_value(value), triangular_mask_value(~value)
+            return negated(above) if below is None and above is not None else below
         if len(long_axes) > 1 or np.any(np.diff(value.reshape(-1)) != 1):
             return None
         return Index(((long_axes[0] - value.ndim, value.size, 1),), first)
@@ -196,13 +112,24 @@ class IndexAnalysis:
         same_values = {*REGROUPING, "Expand", "Identity", "Transpose"}
         while (node := producer(tensor)) is not None and op_of(node) in same_values:
             tensor = node.inputs[0]
+        stored = tensor
         if node is not None and op_of(node) == "ConstantOfShape":
-            stored = tensor_attribute(node, "value")
-            fill = np.zeros(1) if stored is None else self.shapes.exact_constant(stored)
-        else:
-            fill = self.shapes.exact_constant(tensor) if is_constant(tensor) and math.prod(tensor.shape) == 1 else None
-        found: bool | int | float | None = None if fill is None else fill.item()
+            value = tensor_attribute(node, "value")
+            if value is None:
+                return 0
+            stored = value
+        if not is_constant(stored) or math.prod(stored.shape) != 1:
+            return None
+        try:
+            number = constant_value(self.graph, stored)
+        except ModelError:  # the file with its data cannot be read
+            return None
+        found: bool | int | float | None = None if number.dtype == object else number.reshape(()).item()
         return found
+
+    def moved(self, node: Node, value: Value) -> Value | None:
+        """Return what the result of a view or a Slice holds, whose input holds `value`; None if that is not known."""
+        return MOVING[op_of(node)](self, node, value)
 
     def index(self, node: Node, input_index: int = 0) -> Index | None:
         """Return the value of an input if it is a linear expression in indices."""
@@ -257,11 +184,15 @@ def _range(analysis: IndexAnalysis, node: Node) -> Value | None:
     return axis_index(-1, shape[0]).plus(Index(offset=start.item()))
 
 
-def _regroup(analysis: IndexAnalysis, node: Node) -> Value | None:
-    """A regrouping that only adds and removes axes of size 1 keeps the order of the other axes."""
+def _move(analysis: IndexAnalysis, node: Node) -> Value | None:
     value = analysis.value(node.inputs[0])
+    return None if value is None else analysis.moved(node, value)
+
+
+def _regrouped(analysis: IndexAnalysis, node: Node, value: Value) -> Value | None:
+    """A regrouping that only adds and removes axes of size 1 keeps the order of the other axes."""
     before, after = analysis.shapes.shape(node.inputs[0]), analysis.shapes.shape(node.outputs[0])
-    if isinstance(value, bool) or value is None or before is None or after is None:
+    if isinstance(value, bool) or before is None or after is None:
         return value
     old, new = ([i - len(shape) for i, size in enumerate(shape) if size != 1] for shape in (before, after))
     if isinstance(value, Element):
@@ -274,13 +205,38 @@ def _regroup(analysis: IndexAnalysis, node: Node) -> Value | None:
     return _renumber(value, dict(zip(old, new, strict=True)))
 
 
-def _transpose(analysis: IndexAnalysis, node: Node) -> Value | None:
-    value, shape = analysis.value(node.inputs[0]), analysis.shapes.shape(node.inputs[0])
-    if isinstance(value, bool) or value is None or shape is None:
+def _transposed(analysis: IndexAnalysis, node: Node, value: Value) -> Value | None:
+    shape = analysis.shapes.shape(node.inputs[0])
+    if isinstance(value, bool) or shape is None:
         return value
     rank = len(shape)
     perm = ints_attribute(node, "perm") or range(rank)[::-1]
     return _renumber(value, {old - rank: new - rank for new, old in enumerate(perm)})
+
+
+def _unmoved(analysis: IndexAnalysis, node: Node, value: Value) -> Value | None:
+    return value
+
+
+def _sliced(analysis: IndexAnalysis, node: Node, value: Value) -> Value | None:
+    """A Slice of adjacent elements begins to count the indices at its starts."""
+    if isinstance(value, bool) or (isinstance(value, Index) and not value.terms):
+        return value
+    before, after = analysis.shapes.shape(node.inputs[0]), analysis.shapes.shape(node.outputs[0])
+    if isinstance(value, Element) or before is None or after is None:
+        return None
+    index = value.index if isinstance(value, AtMostZero) else value
+    try:
+        bounds = slice_bounds(analysis.shapes, node, before)
+    except CannotInfer:
+        return None
+    found = Index(offset=index.offset)
+    for axis, _, factor in index.terms:
+        start, _, step = bounds.get(axis + len(before), (0, None, 1))
+        if step != 1 or start is None or (lower_bound(start) or 0) < 0 or lower_bound(start) is None:
+            return None  # a start that counts from the end, or may do so
+        found = found.plus(axis_index(axis, after[axis]).plus(Index(offset=start)).times(factor))
+    return less_or_equal(found, Index()) if isinstance(value, AtMostZero) else found
 
 
 def _renumber(value: Index | AtMostZero | Element, axes: Mapping[int, int]) -> Index | AtMostZero | Element:
@@ -291,18 +247,18 @@ def _renumber(value: Index | AtMostZero | Element, axes: Mapping[int, int]) -> I
     return replace(value, indices=tuple(index.renumbered(axes) for index in value.indices))
 
 
-def _first_input(analysis: IndexAnalysis, node: Node) -> Value | None:
-    return analysis.value(node.inputs[0])
-
-
 def _cast(analysis: IndexAnalysis, node: Node) -> Value | None:
     """A cast keeps an index among integers and a mask among booleans; it makes a new tensor of an `Element`."""
     to = analysis.shapes.dtype(node.outputs[0])
     if analysis.shapes.dtype(node.inputs[0]) not in ANALYZED_DTYPES:
         number = analysis.fill_value(node.inputs[0])
+        if number is None and to == TensorProto.BOOL:
+            return _nonzero(analysis, node.inputs[0])
         return None if number is None or to != TensorProto.BOOL else number != 0
     value = analysis.value(node.inputs[0])
     if to == TensorProto.BOOL:
+        if value is None:
+            return _nonzero(analysis, node.inputs[0])
         if isinstance(value, Index) and not value.terms and isinstance(value.offset, int):
             return value.offset != 0
         return value if isinstance(value, bool | AtMostZero) else None
@@ -311,10 +267,22 @@ def _cast(analysis: IndexAnalysis, node: Node) -> Value | None:
     return value if isinstance(value, Index) and to in (TensorProto.INT64, TensorProto.INT32) else None
 
 
-def _slice(analysis: IndexAnalysis, node: Node) -> Value | None:
-    """A slice of a tensor whose elements are all equal holds that same value."""
-    value = analysis.value(node.inputs[0])
-    return value if isinstance(value, bool) or (isinstance(value, Index) and not value.terms) else None
+def _nonzero(analysis: IndexAnalysis, tensor: Tensor) -> Value | None:
+    numbers = two_numbers(analysis, tensor)
+    return None if numbers is None else chosen(numbers.where, numbers.here != 0, numbers.elsewhere != 0)
+
+
+def _trilu(analysis: IndexAnalysis, node: Node) -> Value | None:
+    """Return a triangle of a boolean tensor whose elements are all equal."""
+    value, found = analysis.value(node.inputs[0]), triangle(analysis, node)
+    if value is False:
+        return False
+    if value is not True or found is None:
+        return None
+    where, keeps = found
+    if isinstance(where, AtMostZero):
+        return where if keeps else negated(where)
+    return where is keeps if isinstance(where, bool) else None
 
 
 def _constant_of_shape(analysis: IndexAnalysis, node: Node) -> Value | None:
@@ -381,7 +349,7 @@ def _gather_elements(analysis: IndexAnalysis, node: Node) -> Value | None:
 def _compare(analysis: IndexAnalysis, node: Node) -> Value | None:
     left, right = analysis.index(node), analysis.index(node, 1)
     if left is None or right is None:
-        return None
+        return compared(analysis, node)
     if op_of(node) == "Equal":
         both = [less_or_equal(left, right), less_or_equal(right, left)]
         return False if False in both else True if both == [True, True] else None
@@ -400,15 +368,16 @@ def _and_or(analysis: IndexAnalysis, node: Node) -> Value | None:
 
 def _not(analysis: IndexAnalysis, node: Node) -> Value | None:
     value = analysis.value(node.inputs[0])
-    if isinstance(value, AtMostZero):
-        return less_or_equal(Index(offset=1), value.index)
-    return not value if isinstance(value, bool) else None
+    return None if value is None else negated(value)
 
 
+MOVING: dict[str, Callable[[IndexAnalysis, Node, Value], Value | None]] = {
+    **dict.fromkeys(REGROUPING, _regrouped), "Transpose": _transposed, "Expand": _unmoved, "Identity": _unmoved,
+    "Slice": _sliced,
+}  # fmt: skip
 RULES: dict[str, Rule] = {
-    "Range": _range, **dict.fromkeys(REGROUPING, _regroup), "Transpose": _transpose, "Expand": _first_input,
-    "Identity": _first_input, "Cast": _cast, "ConstantOfShape": _constant_of_shape, "Add": _add_or_sub,
-    "Sub": _add_or_sub, "Mul": _mul, "Concat": _concat, "GatherND": _gather_nd, "Gather": _gather,
-    "GatherElements": _gather_elements, "And": _and_or, "Or": _and_or, "Not": _not, "Slice": _slice,
+    "Range": _range, **dict.fromkeys(MOVING, _move), "Cast": _cast, "ConstantOfShape": _constant_of_shape,
+    "Add": _add_or_sub, "Sub": _add_or_sub, "Mul": _mul, "Concat": _concat, "GatherND": _gather_nd, "Gather": _gather,
+    "GatherElements": _gather_elements, "And": _and_or, "Or": _and_or, "Not": _not, "Trilu": _trilu,
     **dict.fromkeys(("Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Equal"), _compare),
 }  # fmt: skip

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from onnxfuse.analysis.bounds import without_min_constants
-from onnxfuse.analysis.mask_values import MAX_MASK_ELEMENTS, Value, causal_mask_value, triangular_mask_value
+from onnxfuse.analysis.index_formulas import causal_mask_value
+from onnxfuse.analysis.two_numbers import two_numbers
 from onnxfuse.dsl.terms import Absent, Capture, Constant, Number, Term
 from onnxfuse.ir.graph import constant_value
-from onnxfuse.ir.node import Tensor, is_constant, op_of, producer
+from onnxfuse.ir.node import Tensor, is_constant, producer
 from onnxfuse.match.context import MatchContext
 from onnxfuse.match.diagnostics import origin, shape_text, spec_text
 from onnxfuse.match.named_dims import unify
@@ -115,24 +113,13 @@ def match_causal(
         wanted = spec_text(spec, state.dims)
         m.fail(term, state, lambda: f"'{tensor.name}' has shape ({shape_text(shape)}); required ({wanted})")
         return
-    where, here, elsewhere = (m.index_analysis.value(tensor), 0.0, None) if score is None else _two_numbers(m, tensor)
-    if where != causal_mask_value(*shape[-2:]) or here != 0.0 or (elsewhere is None) != (score is None):
+    numbers = None if score is None else two_numbers(m.index_analysis, tensor)
+    where = m.index_analysis.value(tensor) if score is None else None if numbers is None else numbers.where
+    if where != causal_mask_value(*shape[-2:]) or (numbers is not None and numbers.here != 0.0):
         m.fail(term, state, lambda: f"'{tensor.name}' is not known to leave out the keys behind a query, and no others")
         return
     state = state._replace(dims=dims)
-    yield from m.bind_value(score, elsewhere, state) if score else (state,)
-
-
-def _two_numbers(m: MatchContext, tensor: Tensor) -> tuple[Value | None, float | None, float | None]:
-    """Return where a tensor has one of two numbers, that number, and the other one; None for what is unknown."""
-    node = producer(tensor)
-    if node is not None and op_of(node) == "Where":
-        return m.index_analysis.value(node.inputs[0]), m.number(node.inputs[1]), m.number(node.inputs[2])
-    if not is_constant(tensor) or not 0 < math.prod(tensor.shape) <= MAX_MASK_ELEMENTS:
-        return None, None, None
-    values = constant_value(m.graph, tensor)
-    first, last = values.reshape(-1, values.shape[-1])[[-1, 0], [0, -1]].tolist()
-    return triangular_mask_value(values == first) if np.all((values == first) | (values == last)) else None, first, last
+    yield from m.bind_value(score, numbers.elsewhere, state) if score and numbers else (state,)
 
 
 def _is_of_constants(tensor: Tensor) -> bool:

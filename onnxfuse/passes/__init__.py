@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.graph import Graph
+from onnxfuse.passes.add_heads_axis import add_heads_axis
 from onnxfuse.passes.conv_to_matmul import conv_to_matmul
 from onnxfuse.passes.factor_biases import factor_biases
 from onnxfuse.passes.fold_batch_norm import fold_batch_norm
@@ -16,14 +17,17 @@ from onnxfuse.passes.fold_quantized_weights import fold_quantized_weights
 from onnxfuse.passes.fold_shapes import fold_shapes
 from onnxfuse.passes.folded import Folded
 from onnxfuse.passes.join_values import join_values
+from onnxfuse.passes.merge_fills import merge_fills
 from onnxfuse.passes.merge_window_axes import merge_window_axes
 from onnxfuse.passes.normalize import normalize
+from onnxfuse.passes.orient_products import orient_products
 from onnxfuse.passes.regroup_addends import regroup_addends
 from onnxfuse.passes.settle_backward_slices import settle_backward_slices
-from onnxfuse.passes.sizes_of_products import sizes_of_products
+from onnxfuse.passes.sizes_of_operands import sizes_of_operands
 from onnxfuse.passes.spell_activations import spell_activations
 from onnxfuse.passes.spell_assignments import spell_assignments
 from onnxfuse.passes.spell_einsums import spell_einsums
+from onnxfuse.passes.spell_masked_sums import spell_masked_sums
 from onnxfuse.passes.spell_pairs import spell_pairs
 from onnxfuse.passes.spell_scores import spell_scores
 from onnxfuse.passes.split_merged_heads import split_merged_heads
@@ -43,12 +47,15 @@ PIPELINE: tuple[Pass, ...] = (
     settle_backward_slices,
     spell_assignments,
     spell_einsums,  # its Transposes compose with those around it
-    sizes_of_products,
+    sizes_of_operands,
     normalize,  # so that patterns, and the passes below, meet each computation in one form
+    orient_products,  # its Transposes compose with those around it in the next round
     merge_window_axes,  # behind the views that normalize has composed
     regroup_addends,  # so that the shape of scores stays the same up to the softmax
     split_merged_heads,  # its views compose where they meet others
     join_values,  # of four axes
+    spell_masked_sums,
+    merge_fills,  # before a fill becomes a sum
     spell_scores,  # of four axes
     factor_biases,  # which stand alone by then
     spell_pairs,
@@ -60,6 +67,8 @@ PIPELINE: tuple[Pass, ...] = (
     spread_affine,  # of what could not be folded
     split_packed_gate,  # last, because scales and biases of a packed product are folded by then
 )
+# The passes that are applied when no other changes anything, because they rewrite what others could not.
+LATE_PASSES: tuple[Pass, ...] = (add_heads_axis,)
 WEIGHT_PASSES: frozenset[Pass] = frozenset({fold_batch_norm, split_packed_gate})  # they give weights new values
 
-__all__ = ["PIPELINE", "WEIGHT_PASSES", "Folded", "Pass"]
+__all__ = ["LATE_PASSES", "PIPELINE", "WEIGHT_PASSES", "Folded", "Pass"]

@@ -2,14 +2,16 @@
 
 Vision models compute attention in windows, groups or units of pooled queries, with q, k and v of (batch, windows,
 heads, rows, size).  Two axes in front of the rows are merged: the first two, or the second and the third where the
-result is read with the second beside the size, which is then the one for heads.  What comes into the computation is
-reshaped, and so is the result; these Reshapes compose with the views around them.
+result is read with the second beside the size, which is then the one for heads, or with both, as groups of heads that
+share their keys.  What comes into the computation is reshaped, and so is the result; these Reshapes compose with the
+views around them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -18,14 +20,14 @@ from onnx import TensorProto
 from onnxfuse.analysis.dims import Size, product
 from onnxfuse.analysis.shape_info import CannotInfer, Shape, ShapeInfo
 from onnxfuse.analysis.slice_ranges import SLICING, slice_ranges
-from onnxfuse.ir.attributes import int_attribute, ints_attribute
+from onnxfuse.ir.attributes import ints_attribute
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, op_of, producer
+from onnxfuse.passes.attention_nodes import AttentionNodes, computes_probabilities, is_batched_product
 from onnxfuse.passes.compose_views import View, farthest_view, write_scalings, write_views, written_from
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.fold_shapes import reshape_target
-from onnxfuse.passes.sizes_of_products import before_transposes
-from onnxfuse.passes.split_merged_heads import ELEMENTWISE
+from onnxfuse.passes.sizes_of_operands import origin_of_size
 
 RANK: Final = 4  # of the products that patterns know
 FIRST_OPSET: Final = 13  # whose Softmax is of one axis
@@ -35,7 +37,7 @@ def merge_window_axes(graph: Graph, shapes: ShapeInfo) -> int:
     """Merge two axes of every attention of more than four.  Returns the number of attentions."""
     if graph.opset < FIRST_OPSET:
         return 0
-    found = [node for node in graph.nodes if _is_product(shapes, node) and _computes_probabilities(node)]
+    found = [node for node in graph.nodes if _is_product(shapes, node) and computes_probabilities(node.inputs[0])]
     count = sum(_merge(graph, shapes, node) for node in found)
     if found:  # what was written of an attention that stays is dead
         graph.remove_dead()
@@ -43,20 +45,9 @@ def merge_window_axes(graph: Graph, shapes: ShapeInfo) -> int:
     return count
 
 
-def _is_product(shapes: ShapeInfo, node: Node | None) -> bool:
+def _is_product(shapes: ShapeInfo, node: Node) -> bool:
     """Return whether a node is a product with more axes than patterns know, of as many in both operands."""
-    if node is None or op_of(node) != "MatMul":
-        return False
-    left, right = (shapes.shape(each) for each in node.inputs)
-    return left is not None and right is not None and RANK < len(left) == len(right)
-
-
-def _computes_probabilities(last: Node) -> bool:
-    """Return whether the first operand of a product is a Softmax, or computed from one element by element."""
-    node = producer(last.inputs[0])
-    while node is not None and op_of(node) in ELEMENTWISE:
-        node = next((made for each in reversed(node.inputs) if (made := producer(each)) is not None), None)
-    return node is not None and op_of(node) == "Softmax"
+    return is_batched_product(shapes, node) and (shapes.rank(node.outputs[0]) or 0) > RANK
 
 
 def _merge(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
@@ -64,75 +55,32 @@ def _merge(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
     shape = shapes.shape(last.outputs[0])
     if shape is None:
         return False
-    attention = MergedAttention(graph, shapes, last, _first_merged_axis(last), shape)
-    result = attention.rewritten(last) if attention.is_closed() else None
-    split = None if result is None else attention.reshaped(result, shape)
+    merged = MergedAxes(graph, shapes, last, _first_merged_axis(last), shape)
+    result = AttentionNodes(graph, shapes, last, partial(_joined, at=merged.axis), merged.operand, "merged").rewritten()
+    split = None if result is None else merged.split(result)
     return split is not None and graph.replace(last.outputs[0], split)
 
 
 def _first_merged_axis(last: Node) -> int:
-    """Return 1 where a Transpose puts an axis in front of the third last beside the size, else 0."""
+    """Return 1 where a Transpose puts the second axis beside the size, or the third with the second, else 0."""
     for reader in consumers(last.outputs[0]):
         perm = ints_attribute(reader, "perm", ()) if op_of(reader) == "Transpose" else []
-        if len(perm) == RANK + 1 and perm[-1] == RANK and perm[-2] == 1:
+        if len(perm) == RANK + 1 and perm[-1] == RANK and (perm[-2] == 1 or perm[-3:-1] == [1, 2]):
             return 1
     return 0
 
 
-@dataclass
-class MergedAttention:
-    """An attention that is written anew with the axes `axis` and `axis + 1` of its result as one."""
+@dataclass(frozen=True)
+class MergedAxes:
+    """The axes `axis` and `axis + 1` of an attention's result, which become one of whatever has them."""
 
     graph: Graph
     shapes: ShapeInfo
     last: Node
     axis: int
     shape: Shape  # of the result
-    _inside: dict[int, Node | None] = field(default_factory=dict)  # by the tensor's id: the node that is written anew
-    _written: dict[int, Tensor | None] = field(default_factory=dict)
 
-    def is_closed(self) -> bool:
-        """Return whether there is another product, and nothing outside reads what is between the two."""
-        self._inside[id(self.last.outputs[0])] = self.last
-        scores = self._find(self.last.inputs[0])
-        nodes = [node for node in self._inside.values() if node is not None]
-        inner = [node.outputs[0] for node in nodes if node is not self.last]
-        return scores and all(
-            not self.graph.is_kept(each) and all(reader in nodes for reader in consumers(each)) for each in inner
-        )
-
-    def _find(self, tensor: Tensor) -> bool:
-        """Record what computes a tensor from a product; return whether there is one."""
-        if id(tensor) not in self._inside:
-            node = producer(tensor)
-            found = node is not None and self.shapes.rank(tensor) == len(self.shape)
-            if found and node is not None and op_of(node) in (*ELEMENTWISE, "Softmax"):
-                operands = [self._find(each) for each in node.inputs]  # all of them are recorded
-                found = any(operands)
-                found &= op_of(node) != "Softmax" or int_attribute(node, "axis", -1) in (-1, len(self.shape) - 1)
-            else:
-                found = found and _is_product(self.shapes, node)
-            self._inside[id(tensor)] = node if found else None
-        return self._inside[id(tensor)] is not None
-
-    def _merged(self, tensor: Tensor) -> Tensor | None:
-        """Return a tensor with the two axes merged; None where that is not possible."""
-        if id(tensor) not in self._written:
-            node = self._inside.get(id(tensor))
-            self._written[id(tensor)] = self._operand(tensor) if node is None else self.rewritten(node)
-        return self._written[id(tensor)]
-
-    def rewritten(self, node: Node) -> Tensor | None:
-        """Write a node anew; return what it computes."""
-        operands = [self._merged(each) if each.name else each for each in node.inputs]
-        inputs = [each for each in operands if each is not None]
-        shape = self.shapes.shape(node.outputs[0])
-        if shape is None or len(inputs) < len(operands):
-            return None
-        attributes = {**node.attrs, "axis": -1} if op_of(node) == "Softmax" else node.attrs
-        return self._emit(op_of(node), inputs, _joined(shape, self.axis), node.outputs[0], attributes)
-
-    def _operand(self, tensor: Tensor) -> Tensor | None:
+    def operand(self, tensor: Tensor) -> Tensor | None:
         """Return what comes from outside with the axes merged; it broadcasts over axes that it does not have."""
         shape = self.shapes.shape(tensor)
         if shape is None:
@@ -142,11 +90,29 @@ class MergedAttention:
             return tensor
         full, at = ((1, *shape), 0) if at == -1 else (shape, at)
         found, wanted = full[at : at + 2], self.shape[self.axis : self.axis + 2]
-        source: Tensor | None = tensor
-        if found not in (wanted, (1, 1)):
-            source = self._expanded(tensor, full, at, wanted)
-            full = (*full[:at], *wanted, *full[at + 2 :])
-        return None if source is None else self.reshaped(source, _joined(full, at))
+        if found in (wanted, (1, 1)):
+            return self.reshaped(tensor, _joined(full, at))
+        expanded = self._expanded(tensor, full, at, wanted)
+        full = (*full[:at], *wanted, *full[at + 2 :])
+        made = None if expanded is None else self.reshaped(expanded, _joined(full, at))
+        return made or self._repeated_behind(tensor, shape, at, wanted)
+
+    def _repeated_behind(self, tensor: Tensor, shape: Shape, at: int, wanted: Shape) -> Tensor | None:
+        """Return a tensor that is repeated along the two axes with these behind all others, which a Reshape then keeps.
+
+        None where their sizes are no numbers, or the tensor lacks an axis.
+        """
+        others = [axis for axis in range(len(shape)) if axis not in (at, at + 1)]
+        count, order = product(wanted), (*others, at, at + 1)
+        if not isinstance(count, int) or len(shape) < len(self.shape):
+            return None
+        moved = self._emit("Transpose", [tensor], tuple(shape[axis] for axis in order), tensor, {"perm": list(order)})
+        rows = tuple(shape[axis] for axis in others)
+        expanded = self._expanded(moved, (*rows, *shape[at : at + 2]), len(rows), wanted)
+        made = None if expanded is None else self.reshaped(expanded, (*rows, count))
+        back = [*range(at), len(rows), *range(at, len(rows))]
+        joined = (*shape[:at], count, *shape[at + 2 :])
+        return None if made is None else self._emit("Transpose", [made], joined, tensor, {"perm": back})
 
     def _expanded(self, tensor: Tensor, full: Shape, at: int, wanted: Shape) -> Tensor | None:
         """Return a tensor that is repeated along the two axes; None where values do not tell how often."""
@@ -170,9 +136,10 @@ class MergedAttention:
         shape = self.shapes.shape(values)
         if len(open_axes) > 1 or shape is None or shape[axis] != target[open_axes[0]]:
             return None
-        source, axis = before_transposes(values, axis)
+        source, axis = origin_of_size(self.shapes, values, axis)
         write, (open_axis,) = (self.graph, self.shapes), open_axes
-        found = emit(*write, "Shape", [source], f"{stem}_of_values", (len(shape),), TensorProto.INT64)
+        rank = self.shapes.rank(source) or 0
+        found = emit(*write, "Shape", [source], f"{stem}_of_values", (rank,), TensorProto.INT64)
         index = self.graph.constant(f"{stem}_axis", np.array([axis], np.int64))
         size = emit(*write, "Gather", [found, index], f"{stem}_size", (1,), TensorProto.INT64, {"axis": 0})
         parts = [numbers[:open_axis], numbers[open_axis + 1 :]]
@@ -181,6 +148,20 @@ class MergedAttention:
             for side, part in zip(("before", "behind"), parts, strict=True)
         )
         return emit(*write, "Concat", [*before, size, *behind], stem, (len(target),), TensorProto.INT64, {"axis": 0})
+
+    def split(self, result: Tensor) -> Tensor | None:
+        """Return the result with the two axes that were merged; None where a Reshape would need a computed target."""
+        made, sizes = self.reshaped(result, self.shape), self.shape[self.axis : self.axis + 2]
+        if made is not None or not all(isinstance(size, int) for size in sizes):
+            return made
+        others = [axis for axis in range(len(self.shape) - 1) if axis != self.axis]
+        rows = tuple(_joined(self.shape, self.axis)[axis] for axis in others)
+        order = [*others, self.axis]  # the Reshape keeps the axes in front of the merged one
+        moved = self._emit("Transpose", [result], (*rows, product(sizes)), result, {"perm": order})
+        target = self.graph.constant(f"{result.name}_shape", np.array([*[0] * len(rows), *sizes], np.int64))
+        made = self._emit("Reshape", [moved, target], (*rows, *sizes), result)
+        back = [*range(self.axis), len(rows), len(rows) + 1, *range(self.axis, len(rows))]
+        return self._emit("Transpose", [made], self.shape, result, {"perm": back})
 
     def reshaped(self, tensor: Tensor, wanted: Shape) -> Tensor | None:
         """Return a tensor with the wanted shape; None where a Reshape would need a computed target."""

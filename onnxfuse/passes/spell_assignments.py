@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from onnxfuse.analysis.dims import Size
-from onnxfuse.analysis.mask_values import Index, IndexAnalysis, Value
+from onnxfuse.analysis.index_formulas import Index, Value
+from onnxfuse.analysis.mask_values import IndexAnalysis
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import str_attribute
 from onnxfuse.ir.graph import Graph

@@ -4,9 +4,9 @@ Patterns know scores that are scaled at the product, then at most one bias, and 
 the sum of a product and a mask, replace scores under one mask and then add another, or add three tensors, or replace a
 bias of heads under a mask before they add it (Falcon), or replace scores under two masks, one behind the other
 (x-transformers).  Factors are distributed over sums, and what is added is summed up first, apart from tensors with an
-axis for heads.  Masks that replace scores by the same number become one.  A factor of each head, as that of cosine
-attention, moves to the queries.  A Max with the lowest number behind a mask of finite numbers, which changes nothing
-else than infinite scores, is left out.
+axis for heads.  A factor of each head, as that of cosine attention, moves to the queries.  A Max of scores and the
+lowest number behind a mask becomes one of the mask, and is left out where the mask is of finite numbers.  A causal mask
+that replaces scores becomes one that is added, because kernels know by place what such a mask holds.
 
 A key that two masks leave out keeps the score that the model gives it, because it has weight in a row without a key
 that counts, as padding on the left makes them: the sum of two lowest numbers is -inf, and one of them is not.  So a
@@ -16,9 +16,9 @@ mask that replaces scores is added only if no score changes its number, and it r
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Final
 
 import numpy as np
@@ -26,7 +26,9 @@ from onnx import TensorProto
 from onnx.helper import tensor_dtype_to_np_dtype
 
 from onnxfuse.analysis.dims import Size
+from onnxfuse.analysis.index_formulas import AtMostZero, causal_mask_value, negated
 from onnxfuse.analysis.magnitudes import is_ordinary
+from onnxfuse.analysis.mask_values import IndexAnalysis
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.shape_rules.elementwise import broadcast
 from onnxfuse.ir.attributes import tensor_attribute
@@ -55,12 +57,13 @@ class Addend:
 
 @dataclass(frozen=True)
 class Mask:
-    """A number that replaces scores unless all of its conditions hold, or is added to them there (`is_added`).
+    """A number that replaces scores where a condition does not hold, or is added to them there (`is_added`).
 
     `swallows` says that a score to which the number is added becomes that number.
     """
 
-    conditions: tuple[tuple[Tensor, bool], ...]  # each with whether it holds where a score does not count
+    condition: Tensor
+    inverted: bool  # the condition holds where a score does not count
     number: float
     swallows: bool
     is_added: bool = False
@@ -87,7 +90,8 @@ def spell_scores(graph: Graph, shapes: ShapeInfo) -> int:
     if graph.opset < FIRST_OPSET:
         return 0
     softmaxes = [node for node in graph.nodes if op_of(node) == "Softmax"]
-    count = sum(_rewrite(graph, shapes, node) for node in softmaxes)
+    analysis = cache(partial(IndexAnalysis, graph, shapes))  # few models need it
+    count = sum(_rewrite(graph, shapes, analysis, node) for node in softmaxes)
     count += sum(_scale_queries(graph, shapes, node.inputs[0], MAX_STEPS) for node in softmaxes)
     if count:
         graph.remove_dead()
@@ -95,7 +99,7 @@ def spell_scores(graph: Graph, shapes: ShapeInfo) -> int:
     return count
 
 
-def _rewrite(graph: Graph, shapes: ShapeInfo, softmax: Node) -> bool:
+def _rewrite(graph: Graph, shapes: ShapeInfo, analysis: Callable[[], IndexAnalysis], softmax: Node) -> bool:
     """Rewrite the scores that a Softmax reads; return whether they were."""
     if (unlimited := _without_lowest(graph, shapes, softmax.inputs[0])) is not None:
         softmax.inputs[0] = unlimited
@@ -104,7 +108,10 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, softmax: Node) -> bool:
     if shapes.dtype(tensor) not in FUSIBLE_FLOATS or shapes.shape(tensor) is None:
         return False
     scores = _scores(graph, shapes, tensor, MAX_STEPS)
-    if scores is None or scores.is_usual or not scores.steps or _product_behind(scores.product) is None:
+    if scores is None or not scores.steps or _product_behind(scores.product) is None:
+        return False
+    is_causal = _is_replaced_behind_diagonal(shapes, analysis, scores)
+    if scores.is_usual and not is_causal:
         return False
     made = [node.outputs[0] for node in scores.nodes]
     if any(graph.sole_consumer(each) is None for each in made):
@@ -115,14 +122,34 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, softmax: Node) -> bool:
     if any(isinstance(each, Mask) and not each.swallows for each in inner):
         return False
     product = _times(graph, shapes, scores.product, scores.factor)
-    softmax.inputs[0] = _Writer(graph, shapes, tensor).scores(product, inner, mask)
+    softmax.inputs[0] = _Writer(graph, shapes, tensor, is_causal).scores(product, inner, mask)
     return True
 
 
-def _without_lowest(graph: Graph, shapes: ShapeInfo, scores: Tensor) -> Tensor | None:
-    """Return what a Max with the lowest finite number reads, if that is scores plus one mask of finite numbers.
+def _is_replaced_behind_diagonal(shapes: ShapeInfo, analysis: Callable[[], IndexAnalysis], scores: Scores) -> bool:
+    """Return whether a causal mask replaces scores at last, to which nothing but a tensor of heads is added before."""
+    *others, mask = scores.steps
+    sizes = shapes.shape(scores.product)
+    if not isinstance(mask, Mask) or mask.is_added or not mask.swallows or sizes is None:
+        return False
+    tensor = mask.condition
+    is_of_heads = [isinstance(each, Addend) and _has_heads(shapes.shape(each.tensor)) for each in others]
+    if not all(is_of_heads) or _has_heads(shapes.shape(tensor)):
+        return False
+    seen = causal_mask_value(*sizes[-2:])
+    value, node = analysis().value(tensor), producer(tensor)
+    if mask.inverted:
+        return isinstance(seen, AtMostZero) and value is not None and negated(value) == seen
+    joined = node.inputs if node is not None and op_of(node) == "And" else ()
+    return isinstance(seen, AtMostZero) and seen in (value, *map(analysis().value, joined))
 
-    Scores under another mask as well may be -inf, which becomes the number of a key that one mask leaves out.
+
+def _without_lowest(graph: Graph, shapes: ShapeInfo, scores: Tensor) -> Tensor | None:
+    """Return scores without the Max with the lowest finite number, which is taken of the mask that is added instead.
+
+    That is the same for scores that a number below -1e30 swallows, and changes infinite ones.  A mask of finite numbers
+    needs no Max.  Scores under another mask as well may be -inf, which becomes the number of a key that one mask leaves
+    out.
     """
     node = producer(scores)
     if node is None or op_of(node) != "Max" or len(node.inputs) != 2 or shapes.dtype(scores) != TensorProto.FLOAT:
@@ -131,9 +158,17 @@ def _without_lowest(graph: Graph, shapes: ShapeInfo, scores: Tensor) -> Tensor |
         total = producer(tensor)
         if total is None or op_of(total) != "Add" or constant_number(graph, number) != float(np.finfo(np.float32).min):
             continue
-        for mask, other in (total.inputs, total.inputs[::-1]):
-            if _is_finite_mask(graph, shapes, mask, MAX_STEPS) and is_ordinary(shapes, other):
-                return tensor
+        sides = [side for side in (total.inputs, total.inputs[::-1]) if is_ordinary(shapes, side[1])]
+        if any(_is_finite_mask(graph, shapes, mask, MAX_STEPS) for mask, _ in sides):
+            return tensor
+        for mask, product in sides:
+            found = _scores(graph, shapes, product, MAX_STEPS)
+            if found is None or _product_behind(found.product) is None or graph.sole_consumer(tensor) is None:
+                continue
+            dtype, stem = TensorProto.FLOAT, f"{mask.name}_limited"
+            limited = emit(graph, shapes, "Max", [mask, number], stem, shapes.shape(mask), dtype)
+            stem = f"{tensor.name}_limited"
+            return emit(graph, shapes, "Add", [product, limited], stem, shapes.shape(tensor), dtype)
     return None
 
 
@@ -244,7 +279,7 @@ def _masked_bias(graph: Graph, shapes: ShapeInfo, tensor: Tensor) -> tuple[Adden
         if number is None or shape is None or not _swallows(number, shapes.dtype(other)):
             continue
         if _has_heads(shape) and shape[QUERIES_AXIS] == 1 and is_ordinary(shapes, bias):
-            return Addend(bias), Mask(((condition, inverted),), number, swallows=True, is_added=True)
+            return Addend(bias), Mask(condition, inverted, number, swallows=True, is_added=True)
     return None
 
 
@@ -277,11 +312,8 @@ def _masked(graph: Graph, shapes: ShapeInfo, node: Node, steps: int) -> Scores |
         scores = None if number is None else _scores(graph, shapes, branch, steps - 1)
         if number is None or scores is None:
             continue
-        mask = Mask(((condition, inverted),), number, _swallows(number, shapes.dtype(other)))
+        mask = Mask(condition, inverted, number, _swallows(number, shapes.dtype(other)))
         nodes, before = (*scores.nodes, node), scores.steps
-        if before and isinstance(last := before[-1], Mask) and not last.is_added and last.number == number:
-            both = replace(last, conditions=(*last.conditions, *mask.conditions))
-            return Scores(scores.product, scores.factor, (*before[:-1], both), nodes, is_usual=False)
         usual = scores.is_usual and not scores.has_mask and len(before) < MAX_ADDENDS
         return Scores(scores.product, scores.factor, (*before, mask), nodes, usual)
     return None
@@ -314,6 +346,7 @@ class _Writer:
     graph: Graph
     shapes: ShapeInfo
     end: Tensor
+    is_causal: bool  # the mask at last is
 
     def scores(self, product: Tensor, inner: Sequence[Addend | Mask], mask: Mask | None) -> Tensor:
         """Return a product plus at most two tensors, or plus one and with a number in its place under a mask."""
@@ -332,7 +365,7 @@ class _Writer:
         """Return whether a mask can be added in place of replacing scores, and is better: see `causal` in patterns."""
         if of_heads is not None and not is_ordinary(self.shapes, of_heads):
             return False
-        return (of_heads is not None) if plain is not None else len(mask.conditions) > 1
+        return (of_heads is not None) if plain is not None else self.is_causal
 
     def _summed(self, steps: Sequence[Addend | Mask]) -> tuple[Tensor | None, Tensor | None]:
         """Return the sums of what is added to scores: of tensors with an axis for heads, and of the others."""
@@ -361,7 +394,7 @@ class _Writer:
         Its number replaces one of the sums: the other one holds no number of a mask.
         """
         ordinary = [each is None or is_ordinary(self.shapes, each) for each in (of_heads, plain)]
-        if ordinary[0] and not any(_has_heads(self.shapes.shape(tensor)) for tensor, _ in mask.conditions):
+        if ordinary[0] and not _has_heads(self.shapes.shape(mask.condition)):
             return of_heads, self._under(mask, plain)
         if ordinary[1]:
             return self._under(mask, of_heads), plain
@@ -377,33 +410,11 @@ class _Writer:
 
     def _where(self, mask: Mask, value: Tensor, stem: str) -> Tensor:
         """Return a value, and the number of a mask where that does not hold."""
-        (condition, inverted), *others = mask.conditions
-        if others:
-            condition, inverted = self._all_of(mask.conditions), False
         dtype = self.shapes.dtype(self.end)
         number = _constant(self.graph, f"{stem}_number", mask.number, dtype)
-        branches = [number, value] if inverted else [value, number]
-        shape = self._broadcast(condition, value)
-        return emit(self.graph, self.shapes, "Where", [condition, *branches], stem, shape, dtype)
-
-    def _all_of(self, conditions: Sequence[tuple[Tensor, bool]]) -> Tensor:
-        """Return where all conditions hold, inverted ones not."""
-        first, *others = (self._keeping(*each) for each in conditions)
-        for other in others:
-            shape = self._broadcast(first, other)
-            stem = f"{self.end.name}_kept"
-            first = emit(self.graph, self.shapes, "And", [first, other], stem, shape, TensorProto.BOOL)
-        return first
-
-    def _keeping(self, condition: Tensor, inverted: bool) -> Tensor:
-        """Return a condition that holds where a score counts."""
-        node = producer(condition)
-        if not inverted:
-            return condition
-        if node is not None and op_of(node) == "Not":
-            return node.inputs[0]
-        shape = self.shapes.shape(condition)
-        return emit(self.graph, self.shapes, "Not", [condition], f"{condition.name}_not", shape, TensorProto.BOOL)
+        branches = [number, value] if mask.inverted else [value, number]
+        shape = self._broadcast(mask.condition, value)
+        return emit(self.graph, self.shapes, "Where", [mask.condition, *branches], stem, shape, dtype)
 
     def _add(self, a: Tensor | None, b: Tensor, stem: str = "", shape: Sequence[Size] | None = None) -> Tensor:
         if a is None:

@@ -18,9 +18,9 @@ from onnx import TensorProto
 
 from onnxfuse.analysis.dims import Size
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
+from onnxfuse.passes.attention_nodes import ELEMENTWISE, is_of_last_axis
 from onnxfuse.passes.compose_views import (
     VIEWS,
     View,
@@ -37,9 +37,6 @@ from onnxfuse.passes.fold_shapes import reshape_target
 
 RANK: Final = 3  # of what is split
 FIRST_OPSET: Final = 7  # with broadcasting from the last axis on
-ELEMENTWISE: Final = frozenset(
-    ("Add", "Cast", "Clip", "Div", "IsNaN", "Max", "Min", "Mul", "Neg", "Sub", "Tanh", "Where")
-)
 THROUGH: Final = ELEMENTWISE | {"MatMul", "Softmax"}
 Writer: TypeAlias = Callable[[], Tensor]
 
@@ -86,6 +83,10 @@ def _parts_of_first_axis(shape: Sequence[Size], views: Sequence[View]) -> tuple[
         return None
     outer, inner = sorted(found, key=lambda sub_axis: sub_axis.stride == 1)
     return (outer.size, inner.size) if (outer.stride, inner.stride) == (inner.size, 1) else None
+
+
+def _is_of_last_axis(graph: Graph, node: Node) -> bool:
+    return op_of(node) != "Softmax" or is_of_last_axis(graph, node, RANK)
 
 
 def _unchanged(tensor: Tensor) -> Tensor:
@@ -142,7 +143,7 @@ class SplitHeads:
             return None
         if node is not None and op_of(node) in VIEWS:
             return self._view_writer(tensor, shape)
-        if node is None or op_of(node) not in THROUGH or not self._is_of_last_axis(node):
+        if node is None or op_of(node) not in THROUGH or not _is_of_last_axis(self.graph, node):
             return None
         product = op_of(node) == "MatMul"
         if product and not all(map(self._has_first_axis, node.inputs)):
@@ -166,11 +167,6 @@ class SplitHeads:
         made = write_views(self.graph, self.shapes, source, views, f"{source.name}_heads")
         assert made is not None  # the views were chosen so that constants suffice
         return write_scalings(self.graph, self.shapes, made, scalings)
-
-    def _is_of_last_axis(self, node: Node) -> bool:
-        default = -1 if self.graph.opset >= 13 else 1
-        axis = int_attribute(node, "axis", default) if op_of(node) == "Softmax" else -1
-        return axis in (-1, RANK - 1)
 
     def _rewritten(self, node: Node, operands: Sequence[Writer]) -> Tensor:
         """Write a node with four axes."""

@@ -18,7 +18,8 @@ import numpy as np
 from onnx.helper import tensor_dtype_to_np_dtype
 
 from onnxfuse.analysis.dims import Size
-from onnxfuse.analysis.mask_values import REGROUPING, Element, IndexAnalysis, axis_index
+from onnxfuse.analysis.index_formulas import Element, axis_index
+from onnxfuse.analysis.mask_values import REGROUPING, IndexAnalysis
 from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
 from onnxfuse.analysis.shape_rules.elementwise import broadcast
 from onnxfuse.ir.attributes import input_index, int_attribute

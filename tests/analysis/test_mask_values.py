@@ -7,14 +7,16 @@ import pytest
 from onnx_models import parse
 
 from onnxfuse.analysis.dims import symbol
-from onnxfuse.analysis.mask_values import AtMostZero, Element, Index, IndexAnalysis, axis_index
+from onnxfuse.analysis.index_formulas import AtMostZero, Element, Index, axis_index
+from onnxfuse.analysis.mask_values import IndexAnalysis
 from onnxfuse.analysis.shape_inference import infer_shapes
 from onnxfuse.ir.serde import read_graph
 
 CONSTANTS = {
     "zero": np.array(0), "one": np.array(1), "i1": np.array([1]), "true": np.array(True), "first": np.array([1, 2, 3]),
     "queries": np.array([0, 1, 3]), "keys": np.array([0, 1, 2]), "column": np.array([-1]), "huge": np.array(2**63 - 1),
-    "beyond": np.array(2**32 - 1),
+    "beyond": np.array(2**32 - 1), "lower": np.tri(4, dtype=bool), "upper": ~np.tri(4, dtype=bool),
+    "other": np.eye(4, dtype=bool),
 }  # fmt: skip
 # A padding mask p [B, N], and the ranges of its axes: b (B, 1, 1, 1), q (1, 1, N, 1), k (1, 1, 1, N) and n (N).
 RANGES = """
@@ -62,6 +64,9 @@ BATCH, LENGTH = symbol("B"), symbol("N")
         ("a = Add(n, huge) b2 = Add(a, one) v = GreaterOrEqual(b2, zero)", None),
         ("a = Add(n, beyond) b2 = Cast<to=6>(a) v = Cast<to=7>(b2)", None),
         ("v = ConstantOfShape<value = int64[1] {9007199254740993}>(shape)", Index(offset=2**53 + 1)),
+        ("v = Identity(lower)", AtMostZero(Index(((-2, 4, -1), (-1, 4, 1))))),
+        ("v = Identity(upper)", AtMostZero(Index(((-2, 4, 1), (-1, 4, -1)), 1))),
+        ("v = Identity(other)", None),
     ],
 )  # fmt: skip
 def test_value_of(nodes: str, expected: object) -> None:

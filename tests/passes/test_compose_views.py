@@ -74,14 +74,15 @@ def test_repeated_heads_of_keys_run_with_an_empty_batch() -> None:
         assert_same(model, after, (batch, 2, 1, 6, 4), tol=0)
 
 
-def test_axes_of_size_1_are_added_and_removed_without_a_reshape() -> None:
-    text = """(float[N,S] x) => (y, z) {
-        a = Unsqueeze(x, i1) b = Unsqueeze(a, i1) y = Abs(b) c = Squeeze(y, i1) d = Squeeze(c, i1) z = Neg(d) }"""
+@pytest.mark.parametrize(("shape", "sizes"), [("N,S", (5,)), ("N,1,S", (1, 5))])
+def test_axes_of_size_1_are_added_and_removed_without_a_reshape(shape: str, sizes: tuple[int, ...]) -> None:
+    text = f"""(float[{shape}] x) => (y, z) {{
+        a = Unsqueeze(x, i1) b = Unsqueeze(a, i1) y = Abs(b) c = Squeeze(y, i1) d = Squeeze(c, i1) z = Neg(d) }}"""
     model = parse(text, i1=np.array([1]))
     after, _ = apply(model, normalize)
     assert ops(after) == "Unsqueeze Abs Squeeze Neg"
     for batch in (0, 3):
-        assert_same(model, after, (batch, 5), tol=0)
+        assert_same(model, after, (batch, *sizes), tol=0)
 
 
 def test_chains_that_need_a_computed_target_stay() -> None:

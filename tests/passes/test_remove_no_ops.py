@@ -182,6 +182,31 @@ def test_half_precision_casts() -> None:
     assert_same(model, after, (3, 5, 8), np.float16, 0)
 
 
+LESS_MAXIMUM = "m = ReduceMax(x, i2) a = Sub(x, m)"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "nodes", "rest"),
+    [
+        ("float", f"{LESS_MAXIMUM} y = Softmax(a)", "Softmax"),
+        ("float", f"{LESS_MAXIMUM} y = Softmax<axis=1>(a)", "ReduceMax Sub Softmax"),
+        ("float", f"{LESS_MAXIMUM} b = Abs(a) y = Softmax(b)", "ReduceMax Sub Abs Softmax"),
+        ("float", "m = ReduceMax(x, i1) a = Sub(x, m) y = Softmax(a)", "ReduceMax Sub Softmax"),
+        ("float", "m = ReduceMax(x, i2) a = Sub(m, x) y = Softmax(a)", "ReduceMax Sub Softmax"),
+        ("float", "b = Abs(x) m = ReduceMax(b, i2) a = Sub(x, m) y = Softmax(a)", "Abs ReduceMax Sub Softmax"),
+        ("float16", f"{LESS_MAXIMUM} b = Cast<to=1>(a) y = Softmax(b)", "Cast Softmax"),
+        ("double", f"{LESS_MAXIMUM} b = Cast<to=1>(a) y = Softmax(b)", "ReduceMax Sub Cast Softmax"),
+    ],
+)
+def test_a_softmax_subtracts_the_maximum_itself(dtype: str, nodes: str, rest: str) -> None:
+    weights = {name: CONSTANTS[name] for name in ("i1", "i2") if f"{name})" in nodes}
+    model = parse(f"({dtype}[N,5,8] x) => (y) {{ {nodes} }}", 18, **weights)
+    after, _ = apply(model, normalize)
+    assert ops(after) == rest
+    numpy_dtype = {"float": np.float32, "float16": np.float16, "double": np.float64}[dtype]
+    assert_same(model, after, (3, 5, 8), numpy_dtype, 2e-3 if dtype == "float16" else 1e-6)
+
+
 def test_a_concat_along_an_axis_that_its_inputs_lack_is_left_to_the_runtime() -> None:
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float x) => (float y) { a = Concat<axis=0>(x) y = Abs(a) }'
     after, _ = optimize(onnx.parser.parse_model(text), verify=False)  # onnx's full check refuses the model

@@ -1,0 +1,65 @@
+"""Give an attention whose products have no axis for heads one of size 1, and one for the batch where that lacks too.
+
+Attention of one head is often written as softmax(q k^T) v of (batch, rows, size), as in the middle of a variational
+autoencoder, or with a module for each head.  It is an attention of one head.  This runs when no other pass changes
+anything any more, because (batch * heads, rows, size) is split where a model tells the number of heads.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from onnxfuse.analysis.shape_info import Shape, ShapeInfo
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Node, Tensor
+from onnxfuse.passes.attention_nodes import AttentionNodes, computes_probabilities, is_batched_product
+from onnxfuse.passes.compose_views import View, write_views
+
+RANK: Final = 4  # of the products that patterns know
+FIRST_OPSET: Final = 7  # with broadcasting from the last axis on
+
+
+def add_heads_axis(graph: Graph, shapes: ShapeInfo) -> int:
+    """Compute every attention of two or three axes on four.  Returns the number of attentions."""
+    if graph.opset < FIRST_OPSET:
+        return 0
+    found = [
+        node
+        for node in graph.nodes
+        if is_batched_product(shapes, node)
+        and (shapes.rank(node.outputs[0]) or RANK) < RANK
+        and computes_probabilities(node.inputs[0])
+    ]
+    count = sum(_rewrite(graph, shapes, node) for node in found)
+    if found:  # what was written of an attention that stays is dead
+        graph.remove_dead()
+        graph.sort()
+    return count
+
+
+def _rewrite(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
+    """Write the attention that ends in a product with four axes; return whether that was possible."""
+    end = last.outputs[0]
+    shape = shapes.shape(end)
+    if shape is None:
+        return False
+
+    def operand(tensor: Tensor) -> Tensor | None:
+        sizes = shapes.shape(tensor)
+        if sizes is None or 0 in sizes:  # which a Reshape would keep
+            return None
+        if len(sizes) < len(shape):  # it broadcasts over the new axes as it is
+            return tensor
+        return write_views(graph, shapes, tensor, (View(None, _with_heads(sizes)),), f"{tensor.name}_of_one_head")
+
+    result = AttentionNodes(graph, shapes, last, _with_heads, operand, "of_one_head").rewritten()
+    if result is None:
+        return False
+    made = write_views(graph, shapes, result, (View(None, shape),), f"{end.name}_without_heads")
+    return made is not None and graph.replace(end, made)
+
+
+def _with_heads(shape: Shape) -> Shape:
+    """Return a shape of two or three axes with one for heads in front of the last two, and one for the batch."""
+    batch: Shape = (1,) if len(shape) < RANK - 1 else shape[:1]
+    return (*batch, 1, *shape[-2:])

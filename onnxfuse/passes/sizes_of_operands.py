@@ -1,0 +1,260 @@
+"""Read sizes of computed tensors from where they come from, so that no value inside of a fusion is read for its shape.
+
+A size of what an elementwise operator computes is that of an operand, a size of a product is one of its left or right
+operand, and so on: as far as sizes tell it, towards the graph's inputs.  A mask whose sizes are those of the scores
+then leaves the scores to the attention, and equal masks of all layers become one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Final, TypeAlias
+
+import numpy as np
+from onnx import TensorProto
+
+from onnxfuse.analysis.dims import Size
+from onnxfuse.analysis.shape_inference import infer_node
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.analysis.shape_rules import SHAPE_RULES
+from onnxfuse.ir.attributes import attribute_or_input, int_attribute, ints_attribute
+from onnxfuse.ir.graph import Graph, constant_value
+from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
+from onnxfuse.passes.emit import emit
+
+RANGE_OPSET: Final = 15  # whose Shape may be of some of the axes
+MIN_RANK: Final = 3  # of scores
+MAX_STEPS: Final = 12  # from what is read for its shape to the product of scores
+VIEWS: Final = frozenset({"Flatten", "Reshape", "Squeeze", "Unsqueeze"})
+KEEPING_ORDER: Final = frozenset({"Concat", "Pad", "Slice", "Split"})  # an axis keeps its index, and its size or not
+BROADCASTING: Final = frozenset(op for op, rule in SHAPE_RULES.items() if rule is SHAPE_RULES["Add"])
+SAME_SHAPE: Final = frozenset(op for op, rule in SHAPE_RULES.items() if rule is SHAPE_RULES["Softmax"])
+Origin: TypeAlias = "tuple[Tensor, int] | int"  # a tensor and the axis of it that has a size, or the size as a number
+
+
+def sizes_of_operands(graph: Graph, shapes: ShapeInfo) -> int:
+    """Let what reads the Shape of a product, or of what is computed by elements, read that of what has the size first.
+
+    The Shape of a view stays: without it the view could be composed with others into one whose target is computed.
+    Returns the number of sizes, or groups of sizes, that are read elsewhere.
+    """
+    origins = Origins(shapes)
+    nodes = [node for node in graph.nodes if op_of(node) == "Shape" and _is_inside(producer(node.inputs[0]))]
+    count = sum(_read_elsewhere(graph, shapes, origins, node) for node in nodes)
+    if count:
+        graph.remove_dead()
+        graph.sort()
+    return count
+
+
+def _is_inside(node: Node | None) -> bool:
+    """Return whether what a node computes may be inside of a fusion."""
+    return node is not None and (op_of(node) in ("Concat", "MatMul") or op_of(node) in BROADCASTING | SAME_SHAPE)
+
+
+def _read_elsewhere(graph: Graph, shapes: ShapeInfo, origins: Origins, shape: Node) -> int:
+    """Let the readers of a Shape read other ones, each for itself; return how many do."""
+    tensor, whole = shape.inputs[0], shape.outputs[0]
+    sizes = shapes.shape(tensor)
+    if sizes is None:
+        return 0
+    axes = [*range(len(sizes))][int_attribute(shape, "start", 0) : int_attribute(shape, "end", len(sizes))]
+    found = [origins.of(tensor, axis) for axis in axes]
+    of_scores = len(sizes) >= MIN_RANK and _is_computed_from_product(tensor, MAX_STEPS)
+    readers = [(reader, _picked(graph, reader, len(axes))) for reader in consumers(whole)]
+    count = 0
+    for reader, picked in readers:
+        if picked is not None:
+            indices, rank = picked
+            made = _written(graph, shapes, tensor, [found[i] for i in indices], reader.outputs[0], rank, of_scores)
+            count += made is not None and graph.replace(reader.outputs[0], made)
+    if graph.is_kept(whole) or any(picked is None for _, picked in readers):
+        made = _written(graph, shapes, tensor, found, whole, 1, of_scores)
+        count += made is not None and graph.replace(whole, made)
+    return count
+
+
+def _picked(graph: Graph, reader: Node, count: int) -> tuple[list[int], int] | None:
+    """Return the sizes of a Shape that a Gather or Slice takes, and the rank of its result; None for other readers."""
+    if op_of(reader) == "Gather" and is_constant(reader.inputs[1]):
+        indices = constant_value(graph, reader.inputs[1])
+        if indices.ndim < 2 and all(-count <= index < count for index in indices.reshape(-1).tolist()):
+            return indices.reshape(-1).tolist(), indices.ndim
+    if op_of(reader) == "Slice":
+        bounds = [attribute_or_input(graph, reader, name) for name in ("starts", "ends", "steps")]
+        numbers = [bound[0] for bound in bounds if isinstance(bound, list) and len(bound) == 1]
+        known = [number for number in numbers if isinstance(number, int)]
+        if len(known) == len(bounds) - (bounds[2] is None):
+            return [*range(count)][slice(*known)], 1
+    return None
+
+
+def _written(
+    graph: Graph, shapes: ShapeInfo, tensor: Tensor, picked: Sequence[Origin], sizes: Tensor, rank: int, of_scores: bool
+) -> Tensor | None:
+    """Return sizes as a tensor of that rank, 0 or 1; None where they are read of the tensor itself, or of several.
+
+    `of_scores` lets them be read of several tensors, and by a Gather in place of a Shape.
+    """
+    maker = producer(sizes)
+    replaces_shape = maker is not None and op_of(maker) == "Shape"
+    picked = _of_one_tensor(shapes, picked)
+    runs = [[*run] for _, run in groupby(picked, key=lambda each: None if isinstance(each, int) else id(each[0]))]
+    sources = [run[0][0] for run in runs if not isinstance(run[0], int)]
+    if not sources or any(source is tensor for source in sources) or (len(runs) > 1 and not of_scores):
+        return None
+    if replaces_shape and not of_scores and not _is_range(graph, shapes, runs[0]):
+        return None  # a Gather more
+    stem = f"{sizes.name}_of_operand"
+    parts = [_run(graph, shapes, run, stem, rank) for run in runs]
+    if len(parts) == 1:
+        return parts[0]
+    made = emit(graph, shapes, "Concat", parts, stem, (len(picked),), TensorProto.INT64, {"axis": 0})
+    return _inferred(shapes, made)
+
+
+def _of_one_tensor(shapes: ShapeInfo, picked: Sequence[Origin]) -> Sequence[Origin]:
+    """Return sizes as those of all axes of one tensor, numbers included, if they are these."""
+    source = next((each[0] for each in picked if not isinstance(each, int)), None)
+    shape = None if source is None else shapes.shape(source)
+    if source is None or shape is None or len(shape) != len(picked):
+        return picked
+    pairs = zip(picked, shape, strict=True)
+    is_whole = all(
+        each == size if isinstance(each, int) else each[0] is source and each[1] == axis
+        for axis, (each, size) in enumerate(pairs)
+    )
+    return [(source, axis) for axis in range(len(shape))] if is_whole else picked
+
+
+def _run(graph: Graph, shapes: ShapeInfo, run: Sequence[Origin], stem: str, rank: int) -> Tensor:
+    """Return sizes that are numbers, or axes of one tensor."""
+    numbers = [each for each in run if isinstance(each, int)]
+    if numbers:
+        return graph.constant(f"{stem}_numbers", np.array(numbers, np.int64))
+    (source, *_), axes = zip(*(each for each in run if not isinstance(each, int)), strict=True)
+    count = shapes.rank(source) or 0
+    is_whole = [*axes] == [*range(count)]
+    if rank == 1 and not is_whole and _is_range(graph, shapes, run):
+        ends = {"start": axes[0], "end": axes[-1] + 1}
+        return _inferred(shapes, emit(graph, shapes, "Shape", [source], stem, (len(axes),), TensorProto.INT64, ends))
+    whole = _inferred(shapes, emit(graph, shapes, "Shape", [source], f"{stem}_shape", (count,), TensorProto.INT64))
+    if rank == 1 and is_whole:
+        return whole
+    index = graph.constant(f"{stem}_axis", np.array(axes, np.int64) if rank else np.array(axes[0], np.int64))
+    made = emit(graph, shapes, "Gather", [whole, index], stem, index.shape, TensorProto.INT64, {"axis": 0})
+    return _inferred(shapes, made)
+
+
+def _is_range(graph: Graph, shapes: ShapeInfo, run: Sequence[Origin]) -> bool:
+    """Return whether a Shape alone gives sizes: all of them, or adjacent ones where it may be of some axes."""
+    found = [each for each in run if not isinstance(each, int)]
+    axes = [axis for _, axis in found]
+    is_whole = axes == [*range(shapes.rank(found[0][0]) or 0)]
+    return is_whole or (graph.opset >= RANGE_OPSET and axes == [*range(axes[0], axes[0] + len(axes))])
+
+
+def _inferred(shapes: ShapeInfo, tensor: Tensor) -> Tensor:
+    """Return a tensor whose value is inferred, too."""
+    node = producer(tensor)
+    if node is not None:
+        infer_node(shapes, node)
+    return tensor
+
+
+def _is_computed_from_product(tensor: Tensor, steps: int) -> bool:
+    """Return whether a tensor is a product of two computed tensors, or computed from one element by element."""
+    node = producer(tensor)
+    if node is None or not steps:
+        return False
+    if op_of(node) == "MatMul":
+        return not any(map(is_constant, node.inputs))
+    is_elementwise = op_of(node) in BROADCASTING or op_of(node) in SAME_SHAPE
+    return is_elementwise and any(_is_computed_from_product(each, steps - 1) for each in node.inputs)
+
+
+@dataclass
+class Origins:
+    """Where tensors have their sizes from."""
+
+    shapes: ShapeInfo
+    _known: dict[tuple[int, int], Origin] = field(default_factory=dict)  # by the tensor's id, and the axis
+
+    def of(self, tensor: Tensor, axis: int) -> Origin:
+        """Return the tensor nearest to the graph's inputs that an axis is followed to, and the axis there."""
+        path: list[tuple[int, int]] = []
+        while True:
+            key = id(tensor), axis
+            known, shape = self._known.get(key), self.shapes.shape(tensor)
+            size = None if shape is None else shape[axis]
+            found = None if known is not None or size is None else self._step(tensor, axis, size)
+            path.append(key)
+            if found is None or isinstance(size, int):
+                break
+            tensor, axis = found
+        end = known or (size if isinstance(size, int) else (tensor, axis))
+        self._known.update(dict.fromkeys(path, end))
+        return end
+
+    def _step(self, tensor: Tensor, axis: int, size: Size) -> tuple[Tensor, int] | None:
+        """Return an operand of the node that computes a tensor, and the axis from which that has its size."""
+        node = producer(tensor)
+        candidates = () if node is None else _candidates(self.shapes, node, axis, self.shapes.rank(tensor) or 0)
+        for operand, index in candidates:
+            shape = self.shapes.shape(operand)
+            if not is_constant(operand) and shape is not None and 0 <= index < len(shape) and shape[index] == size:
+                return operand, index
+        return None
+
+
+def _candidates(shapes: ShapeInfo, node: Node, axis: int, rank: int) -> Iterator[tuple[Tensor, int]]:
+    """Yield the operands, and axes of these, of which the first that has the size of an axis of the result gives it.
+
+    `rank` is that of the result.  An axis that an operand does not have is out of its range.
+    """
+    op, first, behind = op_of(node), node.inputs[0] if node.inputs else None, axis - rank
+
+    def aligned(tensor: Tensor) -> tuple[Tensor, int]:
+        return tensor, (shapes.rank(tensor) or 0) + behind
+
+    if first is None:
+        return
+    if op in BROADCASTING:
+        yield from map(aligned, node.inputs)
+    elif op in SAME_SHAPE or op in KEEPING_ORDER or op == "LayerNormalization":
+        yield first, axis
+    elif op == "Expand":
+        yield aligned(first)
+    elif op == "Transpose":
+        perm = ints_attribute(node, "perm") or range(rank)[::-1]
+        yield first, perm[axis]
+    elif op in VIEWS:
+        yield first, axis
+        yield aligned(first)
+        yield from ((first, i) for i in range(shapes.rank(first) or 0))
+    elif op == "MatMul" and min(shapes.rank(each) or 0 for each in node.inputs) > 1:
+        operands = {-1: node.inputs[1:], -2: node.inputs[:1]}.get(behind, node.inputs)
+        yield from map(aligned, operands)
+    elif op == "Gather":
+        yield from _of_gather(shapes, node, axis)
+
+
+def _of_gather(shapes: ShapeInfo, node: Node, axis: int) -> Iterator[tuple[Tensor, int]]:
+    data, indices = node.inputs
+    gathered, count = int_attribute(node, "axis", 0) % (shapes.rank(data) or 1), shapes.rank(indices)
+    if count is None:
+        return
+    if axis < gathered:
+        yield data, axis
+    elif axis < gathered + count:
+        yield indices, axis - gathered
+    else:
+        yield data, axis - count + 1
+
+
+def origin_of_size(shapes: ShapeInfo, tensor: Tensor, axis: int) -> tuple[Tensor, int]:
+    """Return the tensor from which an axis of no constant size has it, and the axis there."""
+    found = Origins(shapes).of(tensor, axis)
+    return (tensor, axis) if isinstance(found, int) else found
