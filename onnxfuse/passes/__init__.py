@@ -13,6 +13,7 @@ from onnxfuse.passes.fold_batch_norm import fold_batch_norm
 from onnxfuse.passes.fold_constants import fold_constants
 from onnxfuse.passes.fold_quantized_weights import fold_quantized_weights
 from onnxfuse.passes.fold_shapes import fold_shapes
+from onnxfuse.passes.fold_variance_factor import fold_variance_factor
 from onnxfuse.passes.folded import Folded
 from onnxfuse.passes.join_values import join_values
 from onnxfuse.passes.merge_window_axes import merge_window_axes
@@ -24,6 +25,7 @@ from onnxfuse.passes.spell_activations import spell_activations
 from onnxfuse.passes.spell_assignments import spell_assignments
 from onnxfuse.passes.spell_einsums import spell_einsums
 from onnxfuse.passes.spell_pairs import spell_pairs
+from onnxfuse.passes.spell_roots import spell_roots
 from onnxfuse.passes.spell_scores import spell_scores
 from onnxfuse.passes.split_merged_heads import split_merged_heads
 from onnxfuse.passes.split_packed_gate import split_packed_gate
@@ -43,6 +45,7 @@ PIPELINE: tuple[Pass, ...] = (
     spell_assignments,
     spell_einsums,  # its Transposes compose with those around it
     sizes_of_products,
+    spell_roots,  # so that a mean that is computed twice is computed once
     normalize,  # so that patterns, and the passes below, meet each computation in one form
     merge_window_axes,  # behind the views that normalize has composed
     regroup_addends,  # so that the shape of scores stays the same up to the softmax
@@ -55,9 +58,11 @@ PIPELINE: tuple[Pass, ...] = (
     unbroadcast_masks,  # follows the index arithmetic of masks through constants and views
     conv_to_matmul,  # makes products, into whose weights the next pass can fold
     fold_batch_norm,
+    fold_variance_factor,
     spread_affine,  # of what could not be folded
     split_packed_gate,  # last, because scales and biases of a packed product are folded by then
 )
-WEIGHT_PASSES: frozenset[Pass] = frozenset({fold_batch_norm, split_packed_gate})  # they give weights new values
+# These passes give weights new values.
+WEIGHT_PASSES: frozenset[Pass] = frozenset({fold_batch_norm, fold_variance_factor, split_packed_gate})
 
 __all__ = ["PIPELINE", "WEIGHT_PASSES", "Folded", "Pass"]
