@@ -26,6 +26,7 @@ from onnxfuse.passes.spell_assignments import spell_assignments
 from onnxfuse.passes.spell_einsums import spell_einsums
 from onnxfuse.passes.spell_pairs import spell_pairs
 from onnxfuse.passes.spell_roots import spell_roots
+from onnxfuse.passes.spell_rotations import spell_rotations
 from onnxfuse.passes.spell_scores import spell_scores
 from onnxfuse.passes.split_merged_heads import split_merged_heads
 from onnxfuse.passes.split_packed_gate import split_packed_gate
@@ -53,6 +54,7 @@ PIPELINE: tuple[Pass, ...] = (
     join_values,  # of four axes
     spell_scores,  # of four axes
     factor_biases,  # which stand alone by then
+    spell_rotations,
     spell_pairs,
     spell_activations,  # before a scale of theirs is folded into the operator in front
     unbroadcast_masks,  # follows the index arithmetic of masks through constants and views
