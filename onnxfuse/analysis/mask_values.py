@@ -20,6 +20,7 @@ from onnxfuse.analysis.bounds import lower_bound, upper_bound
 from onnxfuse.analysis.dims import Size, product
 from onnxfuse.analysis.rules import apply_rule
 from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.analysis.shape_rules.slices import slice_bounds
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.attributes import int_attribute, ints_attribute, tensor_attribute
 from onnxfuse.ir.dtypes import Array
@@ -27,6 +28,7 @@ from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer
 
 MAX_INDEX_ELEMENTS = 2**16  # of an integer constant that is read
+MAX_STEP = 64  # in which an integer constant counts
 MAX_MASK_ELEMENTS = 2**22  # of a boolean constant that is read
 ANALYZED_DTYPES = frozenset({TensorProto.BOOL, TensorProto.INT32, TensorProto.INT64})
 REGROUPING = frozenset({"Flatten", "Reshape", "Squeeze", "Unsqueeze"})  # they keep the elements in memory order
@@ -172,7 +174,10 @@ class IndexAnalysis:
         return value if isinstance(value, bool) else Index(offset=value)
 
     def _read_constant(self, tensor: Constant) -> Value | None:
-        """Read a constant that is the same everywhere, counts up along one axis, or is true up to a diagonal."""
+        """Read a constant that is the same everywhere, counts up along one axis, or is true up to a diagonal.
+
+        It may count in steps, as the places of every other element do.
+        """
         dtype = self.shapes.dtype(tensor)
         max_elements = MAX_MASK_ELEMENTS if dtype == TensorProto.BOOL else MAX_INDEX_ELEMENTS
         if dtype not in ANALYZED_DTYPES or not 0 < math.prod(tensor.shape) <= max_elements:
@@ -187,9 +192,10 @@ class IndexAnalysis:
         long_axes = [axis for axis, size in enumerate(value.shape) if size > 1]
         if value.dtype == np.bool_:
             return triangular_mask_value(value)
-        if len(long_axes) > 1 or np.any(np.diff(value.reshape(-1)) != 1):
+        steps = np.unique(np.diff(value.reshape(-1)))
+        if len(long_axes) > 1 or len(steps) > 1 or not 0 < steps[0] <= MAX_STEP:
             return None
-        return Index(((long_axes[0] - value.ndim, value.size, 1),), first)
+        return Index(((long_axes[0] - value.ndim, value.size, steps.item()),), first)
 
     def fill_value(self, tensor: Tensor) -> bool | int | float | None:
         """Return the one number that all elements of a tensor of any dtype equal; None if no such number is known."""
@@ -312,9 +318,21 @@ def _cast(analysis: IndexAnalysis, node: Node) -> Value | None:
 
 
 def _slice(analysis: IndexAnalysis, node: Node) -> Value | None:
-    """A slice of a tensor whose elements are all equal holds that same value."""
-    value = analysis.value(node.inputs[0])
-    return value if isinstance(value, bool) or (isinstance(value, Index) and not value.terms) else None
+    """A slice of equal elements holds their value; one of a linear expression starts later and may count in steps."""
+    value, shape = analysis.value(node.inputs[0]), analysis.shapes.shape(node.inputs[0])
+    if isinstance(value, bool) or (isinstance(value, Index) and not value.terms):
+        return value
+    result = analysis.shapes.shape(node.outputs[0])
+    if not isinstance(value, Index) or shape is None or result is None:
+        return None
+    found = Index(offset=value.offset)
+    bounds = slice_bounds(analysis.shapes, node, shape)
+    for axis, _, factor in value.terms:
+        start, _, step = bounds.get(axis + len(shape), (0, None, 1))
+        if not isinstance(start, int) or not isinstance(step, int) or start < 0 or step < 1:
+            return None
+        found = found.plus(axis_index(axis, result[axis]).times(step * factor)).plus(Index(offset=factor * start))
+    return found
 
 
 def _constant_of_shape(analysis: IndexAnalysis, node: Node) -> Value | None:
