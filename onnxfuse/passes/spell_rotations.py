@@ -3,7 +3,8 @@
 These are `x * cos + turned(x) * sin`, where turned(x) is `-second, first`, and the product of complex numbers
 `a cos - b sin, b cos + a sin`.  Models that turn the other way round, `second, -first`, get a table of `-sin`.  Two
 tables that a tensor is multiplied by, as the scale of xPos is one, are multiplied by each other first.  Results that
-keep an axis of size 1 for the columns of a pair get it behind the products.
+keep an axis of size 1 for the columns of a pair get it behind the products.  What is cast to float32 once it is turned
+is turned in float32.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from onnxfuse.analysis.dims import Size
 from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
 from onnxfuse.analysis.slice_ranges import SLICING, slice_ranges
 from onnxfuse.ir.attributes import int_attribute
-from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
+from onnxfuse.ir.dtypes import FUSIBLE_FLOATS, is_exact_cast
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, op_of, producer
 from onnxfuse.passes.emit import emit
 
 FIRST_OPSET: Final = 13  # with axes of Squeeze and Unsqueeze as an input
 VIEWS: Final = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten"})
+MOVING: Final = VIEWS | {"Concat", "Neg", "Slice"}
 MAX_VIEWS: Final = 4  # between the slices of a head and its rotation
 RANK: Final = 4  # of heads: batch, heads and rows, in any order, and the size of a head
 
@@ -55,6 +57,8 @@ def spell_rotations(graph: Graph, shapes: ShapeInfo) -> int:
             count += _turn_back(graph, shapes, node) or _spell_complex(graph, shapes, node)
         elif op_of(node) in ("Add", "Sub"):
             count += _spell_sum(graph, shapes, node)
+        elif op_of(node) == "Cast":
+            count += _cast_first(graph, shapes, node)
     if count:
         graph.remove_dead()
         graph.sort()
@@ -223,6 +227,45 @@ def _is_turned(turned: Tensor, x: Tensor) -> bool:
             return len(node.inputs) == 2 and _sliced_of_signed(node.inputs) is x
         turned = node.inputs[0]
     return False
+
+
+def _cast_first(graph: Graph, shapes: ShapeInfo, cast: Node) -> bool:
+    """Turn x in the wider dtype that the turned x is cast to, in which x itself is multiplied too."""
+    end, tensor = cast.outputs[0], cast.inputs[0]
+    node = producer(tensor)
+    while node is not None and op_of(node) in VIEWS and graph.sole_consumer(tensor) is not None:
+        tensor = node.inputs[0]
+        node = producer(tensor)
+    if node is None or op_of(node) != "Concat" or len(node.inputs) != 2 or graph.sole_consumer(tensor) is None:
+        return False
+    x = _sliced_of_signed(node.inputs)
+    if x is None or not is_exact_cast(shapes.dtype(x), shapes.dtype(end)) or not _is_moved(cast.inputs[0], x):
+        return False
+    wide = emit(graph, shapes, "Cast", [x], f"{x.name}_wide", shapes.shape(x), shapes.dtype(end), cast.attrs)
+    return graph.replace(end, _moved(graph, shapes, cast.inputs[0], x, wide))
+
+
+def _is_moved(tensor: Tensor, x: Tensor) -> bool:
+    """Return whether a tensor is made of x by slices, signs, joins and views alone."""
+    node = producer(tensor)
+    if tensor is x or node is None or op_of(node) not in MOVING:
+        return tensor is x
+    return all(_is_moved(each, x) for each in _moved_inputs(node))
+
+
+def _moved_inputs(node: Node) -> list[Tensor]:
+    """Return the inputs of a node that are data, not axes or sizes."""
+    return list(node.inputs) if op_of(node) == "Concat" else node.inputs[:1]
+
+
+def _moved(graph: Graph, shapes: ShapeInfo, tensor: Tensor, x: Tensor, wide: Tensor) -> Tensor:
+    """Return what makes `tensor` of x, made of `wide`."""
+    node = producer(tensor)
+    if tensor is x or node is None:
+        return wide
+    sources = [_moved(graph, shapes, each, x, wide) for each in _moved_inputs(node)]
+    inputs, shape = [*sources, *node.inputs[len(sources) :]], shapes.shape(tensor)
+    return emit(graph, shapes, op_of(node), inputs, f"{tensor.name}_wide", shape, shapes.dtype(wide), node.attrs)
 
 
 def _sliced_of_signed(tensors: Sequence[Tensor]) -> Tensor | None:
