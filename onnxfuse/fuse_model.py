@@ -287,7 +287,7 @@ def _fuse_graph(
             settings.fusions, leave=left_to_regions if settings.regions else leave_none, progress=progress
         )
         standing = {*exclude, *_kept_outputs(graph, settings.fusions, keep)}
-        layouts = _assign_layouts(graph, shapes, settings.fusions, settings.layout, fusing.fused, standing)
+        layouts = _assign_layouts(graph, shapes, settings, fusing.fused, standing)
         left = left_over(graph, shapes, spelling, fusing)
         without_regions = after = estimate_traffic(graph, shapes)
         standing_nodes = {node.name for node in graph.nodes}  # layouts have put others in place of some
@@ -331,15 +331,15 @@ def _kept_outputs(graph: Graph, fusions: Sequence[Fusion], keep: Set[str]) -> It
 def _assign_layouts(
     graph: Graph,
     shapes: ShapeInfo,
-    fusions: Sequence[Fusion],
-    layout: Layout,
+    settings: Settings,
     fused: Collection[Fused],
     exclude: Collection[tuple[str, str]],
 ) -> LayoutResult:
-    if not any(fusion.name == CONVOLUTION for fusion in fusions):  # a channels-last Conv is one of these
+    if not any(fusion.name == CONVOLUTION for fusion in settings.fusions):  # a channels-last Conv is one of these
         return LayoutResult()
-    channels_last = {fusion.name: fusion.channels_last for fusion in fusions}
-    return assign_layouts(graph, shapes, layout, channels_last, fused, exclude)
+    channels_last = {fusion.name: fusion.channels_last for fusion in settings.fusions}
+    has_regions = bool(settings.regions)
+    return assign_layouts(graph, shapes, settings.layout, channels_last, fused, exclude, has_regions=has_regions)
 
 
 def simplify(graph: Graph, shapes: ShapeInfo, change_weights: bool = True) -> list[Folded]:

@@ -63,6 +63,8 @@ def assign_layouts(
     channels_last: Mapping[str, Sequence[str]],
     recorded: Collection[Fused] = (),
     exclude: Collection[tuple[str, str]] = frozenset(),
+    *,
+    has_regions: bool = False,
 ) -> LayoutResult:
     """Make the regions of a sorted graph channels-last that can be (`nhwc`), or of them those where it pays (`auto`).
 
@@ -73,10 +75,11 @@ def assign_layouts(
     `channels_last` names for each fusion that has a channels-last form the operands that it reads channels-last.
     `recorded` are the records of the fused nodes that there are.  `exclude` holds nodes that stay channels-first, each
     by LAYOUT and the name of its first output, and sums that stay Adds, by the name of a fusion and of the sum.
+    `has_regions` says that elementwise operators become regions afterwards, which a Concat in front of them joins.
     """
     if layout == "nchw" or graph.opset < MIN_OPSET:
         return LayoutResult()
-    model = Model(graph, shapes, {f.name: f for f in graph.functions if f.domain == DOMAIN}, channels_last)
+    model = Model(graph, shapes, {f.name: f for f in graph.functions if f.domain == DOMAIN}, channels_last, has_regions)
     kept = {output for name, output in exclude if name == LAYOUT}
     answers = {node: _answer(model, node, kept) for node in graph.nodes}
     chosen = _choose(model, answers, only_where_it_pays=layout == "auto")

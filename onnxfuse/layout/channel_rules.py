@@ -12,20 +12,22 @@ from onnx import helper
 
 from onnxfuse.ir.attributes import input_index, int_attribute
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
-from onnxfuse.ir.node import AttributeValue, Node, Tensor
+from onnxfuse.ir.node import AttributeValue, Node, Tensor, op_of
 from onnxfuse.layout.axes import last_axis, to_last
 from onnxfuse.layout.bodies import Body, body_of_function, channels_last_function
 from onnxfuse.layout.conversion import Conversion, Kind, Model, Rule
 from onnxfuse.layout.neutral_rules import NEUTRAL_RULES
 from onnxfuse.layout.writer import Writer, image_rank
+from onnxfuse.region_operators import ELEMENTWISE
 
 MAX_PARTS: Final = 32  # tensors that a Concat joins or a Split computes
 
 
 def concat(model: Model, node: Node) -> Conversion | str:
-    """Images that are joined along known numbers of channels; other Concats are neutral."""
+    """Images that are joined along known numbers of channels; other Concats, and those of regions, are neutral."""
     axis = int_attribute(node, "axis")
-    if axis is None or not _are_of_channels(model, axis, node.inputs) or not 1 < len(node.inputs) <= MAX_PARTS:
+    is_alone = axis is not None and 1 < len(node.inputs) <= MAX_PARTS and not _begins_region(model, node.outputs[0])
+    if axis is None or not is_alone or not _are_of_channels(model, axis, node.inputs):
         return NEUTRAL_RULES["Concat"](model, node)
     operands = {f"x_{i}": tensor for i, tensor in enumerate(node.inputs)}
     inner = helper.make_node("Concat", list(operands), ["y"], axis=_last(model, node.inputs[0]))
@@ -71,6 +73,12 @@ def between_transposes(function: onnx.FunctionProto) -> onnx.FunctionProto:
         function.name, replace(body, nodes=(*constants, inner)), dict.fromkeys(body.operands, perm),
         dict.fromkeys(body.outputs, perm), function.attribute,
     )  # fmt: skip
+
+
+def _begins_region(model: Model, tensor: Tensor) -> bool:
+    """Return whether an elementwise operator alone reads a tensor: a region computes both."""
+    reader = model.graph.sole_consumer(tensor)
+    return model.has_regions and reader is not None and op_of(reader) in ELEMENTWISE
 
 
 def _are_of_channels(model: Model, axis: int, tensors: Sequence[Tensor]) -> bool:

@@ -49,6 +49,7 @@ class Model:
     shapes: ShapeInfo
     functions: Mapping[str, onnx.FunctionProto]  # that fused nodes call, by name
     channels_last: Mapping[str, Sequence[str]]  # which operands of a fusion can be channels-last, by its name
+    has_regions: bool = False  # whether operators that stay operators become regions afterwards
 
 
 # Returns the conversion of a node, or why it stays channels-first: the end of a sentence that begins with the node.
