@@ -49,7 +49,8 @@ def assign_regions(
         order_by_reading(cluster, formed.forms)
         join = find_join(formed, cluster, joining)
         record = records.get(join.result.inputs[0].name) if join is not None else None
-        if join is not None and record and (record.fusion, _first(join.cluster)) not in exclude:
+        is_free = record is not None and record.node not in joins
+        if join is not None and record and is_free and (record.fusion, _first(join.cluster)) not in exclude:
             joins[record.node] = join
             if join.apart is not None and formed.merging is not None:
                 formed.merging.clusters.split(join.cluster, join.apart)

@@ -17,7 +17,7 @@ from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, is_constan
 from onnxfuse.passes.folded import node_label
 from onnxfuse.region_operators import ELEMENTWISE, PRODUCTS, VIEWS
 from onnxfuse.regions.cluster import MAX_OPERANDS, MAX_OUTPUTS, Cluster
-from onnxfuse.regions.formation import Formed, Merging
+from onnxfuse.regions.formation import Formed, Merging, is_worth_it
 from onnxfuse.regions.steps import Step
 from onnxfuse.regions.write import body, order_by_reading, program
 from onnxfuse.rewrite.replace import Fused, LocalFunctions
@@ -40,7 +40,7 @@ def find_join(formed: Formed, cluster: Cluster, joining: Mapping[str, bool | str
     `joining` are the fusions that elementwise operators join, with their declaration's `epilogue`.  Of the nodes of the
     cluster, those that depend on the node's result must be elementwise, and their outputs have its shape.  What they
     read besides is computed with them, where nothing else reads it and it is elementwise or, with "views", a view.
-    Nothing else may read the result, but it may be an output of the graph.
+    The result may be an output of the graph.  Others may read it beside a single operator, which would stay apart.
     """
     merging = formed.merging
     if merging is None or cluster.is_free:
@@ -55,9 +55,9 @@ def find_join(formed: Formed, cluster: Cluster, joining: Mapping[str, bool | str
         and "program" not in maker.attrs
         and dtype_name(shapes.dtype(tensor)) in PRODUCTS
         and tensor is maker.outputs[0]
-        and all(node in cluster.nodes for node in consumers(tensor))
+        and (not _is_read_outside(tensor, cluster) or not is_worth_it(cluster))
         and shapes.shape(tensor) is not None
-        and _is_behind_nothing(maker, cluster, merging.level)
+        and _is_behind_nothing(tensor, cluster, merging.level)
     ]
     found.sort(key=lambda tensor: graph.position[tensor.inputs[0]], reverse=True)
     with_views = (joining[str(tensor.inputs[0].attrs["fusion"])] == VIEWED for tensor in found)
@@ -65,14 +65,21 @@ def find_join(formed: Formed, cluster: Cluster, joining: Mapping[str, bool | str
     return next((join for join in joins if join is not None), None)
 
 
-def _is_behind_nothing(maker: Node, cluster: Cluster, level: Mapping[Node, int]) -> bool:
+def _is_read_outside(result: Tensor, cluster: Cluster) -> bool:
+    return any(node not in cluster.nodes for node in consumers(result))
+
+
+def _is_behind_nothing(result: Tensor, cluster: Cluster, level: Mapping[Node, int]) -> bool:
     """Return whether what a cluster reads besides the first result of a node depends on none of the node's results.
 
-    Where that is the only result, it does not, because nothing but the cluster reads it.  Else, what the cluster reads
-    must be of a lower level: then neither this join nor others can close a cycle.
+    Where that is the only result, it does not, if nothing but the cluster reads it.  Else, what the cluster reads must
+    be of a lower level: then neither this join nor others can close a cycle.
     """
-    makers = (producer(tensor) for tensor in cluster.operands.values() if tensor is not maker.outputs[0])
-    return len(maker.outputs) == 1 or all(each is None or level[each] < level[maker] for each in makers)
+    (maker,) = result.inputs
+    if len(maker.outputs) == 1 and not _is_read_outside(result, cluster):
+        return True
+    makers = (producer(tensor) for tensor in cluster.operands.values() if tensor is not result)
+    return all(each is None or level[each] < level[maker] for each in makers)
 
 
 def _join(formed: Formed, merging: Merging, cluster: Cluster, result: Tensor, with_views: bool) -> Join | None:
@@ -133,7 +140,7 @@ def write_joined(
     """
     (maker,) = result.inputs
     others = {name: tensor for name, tensor in cluster.operands.items() if tensor is not result}
-    kept = {result.name: result} if graph.is_kept(result) else {}
+    kept = {result.name: result} if graph.is_kept(result) or _is_read_outside(result, cluster) else {}
     joined = replace(cluster, operands={result.name: result, **others}, outputs={**cluster.outputs, **kept})
     inputs, outputs = [*maker.inputs, *others.values()], [*joined.outputs.values(), *maker.outputs[1:]]
     own: dict[str, AttributeValue] = {
