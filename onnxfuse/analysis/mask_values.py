@@ -38,6 +38,7 @@ from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer
 
 MAX_INDEX_ELEMENTS = 2**16  # of an integer constant that is read
+MAX_STEP = 64  # in which an integer constant counts
 MAX_MASK_ELEMENTS = 2**22  # of a boolean constant that is read
 ANALYZED_DTYPES = frozenset({TensorProto.BOOL, TensorProto.INT32, TensorProto.INT64})
 REGROUPING = frozenset({"Flatten", "Reshape", "Squeeze", "Unsqueeze"})  # they keep the elements in memory order
@@ -87,7 +88,10 @@ class IndexAnalysis:
         return value if isinstance(value, bool) else Index(offset=value)
 
     def _read_constant(self, tensor: Constant) -> Value | None:
-        """Read a constant that is the same everywhere, counts up along one axis, or is true up to a diagonal."""
+        """Read a constant that is the same everywhere, counts up along one axis, or is true up to a diagonal.
+
+        It may count in steps, as the places of every other element do.
+        """
         dtype = self.shapes.dtype(tensor)
         max_elements = MAX_MASK_ELEMENTS if dtype == TensorProto.BOOL else MAX_INDEX_ELEMENTS
         if dtype not in ANALYZED_DTYPES or not 0 < math.prod(tensor.shape) <= max_elements:
@@ -103,9 +107,10 @@ class IndexAnalysis:
         if value.dtype == np.bool_:
             below, above = triangular_mask_value(value), triangular_mask_value(~value)
             return negated(above) if below is None and above is not None else below
-        if len(long_axes) > 1 or np.any(np.diff(value.reshape(-1)) != 1):
+        steps = np.unique(np.diff(value.reshape(-1)))
+        if len(long_axes) > 1 or len(steps) > 1 or not 0 < steps[0] <= MAX_STEP:
             return None
-        return Index(((long_axes[0] - value.ndim, value.size, 1),), first)
+        return Index(((long_axes[0] - value.ndim, value.size, steps.item()),), first)
 
     def fill_value(self, tensor: Tensor) -> bool | int | float | None:
         """Return the one number that all elements of a tensor of any dtype equal; None if no such number is known."""
@@ -219,7 +224,7 @@ def _unmoved(analysis: IndexAnalysis, node: Node, value: Value) -> Value | None:
 
 
 def _sliced(analysis: IndexAnalysis, node: Node, value: Value) -> Value | None:
-    """A Slice of adjacent elements begins to count the indices at its starts."""
+    """A Slice begins to count the indices at its starts, in its steps."""
     if isinstance(value, bool) or (isinstance(value, Index) and not value.terms):
         return value
     before, after = analysis.shapes.shape(node.inputs[0]), analysis.shapes.shape(node.outputs[0])
@@ -233,9 +238,10 @@ def _sliced(analysis: IndexAnalysis, node: Node, value: Value) -> Value | None:
     found = Index(offset=index.offset)
     for axis, _, factor in index.terms:
         start, _, step = bounds.get(axis + len(before), (0, None, 1))
-        if step != 1 or start is None or (lower_bound(start) or 0) < 0 or lower_bound(start) is None:
+        least = None if start is None else lower_bound(start)
+        if start is None or least is None or least < 0 or not isinstance(step, int) or step < 1:
             return None  # a start that counts from the end, or may do so
-        found = found.plus(axis_index(axis, after[axis]).plus(Index(offset=start)).times(factor))
+        found = found.plus(axis_index(axis, after[axis]).times(step).plus(Index(offset=start)).times(factor))
     return less_or_equal(found, Index()) if isinstance(value, AtMostZero) else found
 
 

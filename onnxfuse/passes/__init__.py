@@ -15,6 +15,7 @@ from onnxfuse.passes.fold_constants import fold_constants
 from onnxfuse.passes.fold_pads import fold_pads
 from onnxfuse.passes.fold_quantized_weights import fold_quantized_weights
 from onnxfuse.passes.fold_shapes import fold_shapes
+from onnxfuse.passes.fold_variance_factor import fold_variance_factor
 from onnxfuse.passes.folded import Folded
 from onnxfuse.passes.join_values import join_values
 from onnxfuse.passes.merge_fills import merge_fills
@@ -29,6 +30,8 @@ from onnxfuse.passes.spell_assignments import spell_assignments
 from onnxfuse.passes.spell_einsums import spell_einsums
 from onnxfuse.passes.spell_masked_sums import spell_masked_sums
 from onnxfuse.passes.spell_pairs import spell_pairs
+from onnxfuse.passes.spell_roots import spell_roots
+from onnxfuse.passes.spell_rotations import spell_rotations
 from onnxfuse.passes.spell_scores import spell_scores
 from onnxfuse.passes.split_merged_heads import split_merged_heads
 from onnxfuse.passes.split_packed_gate import split_packed_gate
@@ -48,6 +51,7 @@ PIPELINE: tuple[Pass, ...] = (
     spell_assignments,
     spell_einsums,  # its Transposes compose with those around it
     sizes_of_operands,
+    spell_roots,  # so that a mean that is computed twice is computed once
     normalize,  # so that patterns, and the passes below, meet each computation in one form
     orient_products,  # its Transposes compose with those around it in the next round
     merge_window_axes,  # behind the views that normalize has composed
@@ -58,17 +62,20 @@ PIPELINE: tuple[Pass, ...] = (
     merge_fills,  # before a fill becomes a sum
     spell_scores,  # of four axes
     factor_biases,  # which stand alone by then
+    spell_rotations,
     spell_pairs,
     spell_activations,  # before a scale of theirs is folded into the operator in front
     fold_pads,  # where Transposes meet windows; before a pass asks whether a convolution has pads
     unbroadcast_masks,  # follows the index arithmetic of masks through constants and views
     conv_to_matmul,  # makes products, into whose weights the next pass can fold
     fold_batch_norm,
+    fold_variance_factor,
     spread_affine,  # of what could not be folded
     split_packed_gate,  # last, because scales and biases of a packed product are folded by then
 )
 # The passes that are applied when no other changes anything, because they rewrite what others could not.
 LATE_PASSES: tuple[Pass, ...] = (add_heads_axis,)
-WEIGHT_PASSES: frozenset[Pass] = frozenset({fold_batch_norm, split_packed_gate})  # they give weights new values
+# These passes give weights new values.
+WEIGHT_PASSES: frozenset[Pass] = frozenset({fold_batch_norm, fold_variance_factor, split_packed_gate})
 
 __all__ = ["LATE_PASSES", "PIPELINE", "WEIGHT_PASSES", "Folded", "Pass"]

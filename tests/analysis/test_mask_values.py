@@ -16,7 +16,8 @@ CONSTANTS = {
     "zero": np.array(0), "one": np.array(1), "i1": np.array([1]), "true": np.array(True), "first": np.array([1, 2, 3]),
     "queries": np.array([0, 1, 3]), "keys": np.array([0, 1, 2]), "column": np.array([-1]), "huge": np.array(2**63 - 1),
     "beyond": np.array(2**32 - 1), "lower": np.tri(4, dtype=bool), "upper": ~np.tri(4, dtype=bool),
-    "other": np.eye(4, dtype=bool),
+    "other": np.eye(4, dtype=bool), "counted": np.arange(8), "stepped": np.arange(1, 8, 2), "i0": np.array([0]),
+    "i2": np.array([2]), "i9": np.array([9]),
 }  # fmt: skip
 # A padding mask p [B, N], and the ranges of its axes: b (B, 1, 1, 1), q (1, 1, N, 1), k (1, 1, 1, N) and n (N).
 RANGES = """
@@ -63,6 +64,9 @@ BATCH, LENGTH = symbol("B"), symbol("N")
         ("a = LessOrEqual(k, q) c = LessOrEqual(b, q) v = And(a, c)", None),
         ("a = Add(n, huge) b2 = Add(a, one) v = GreaterOrEqual(b2, zero)", None),
         ("a = Add(n, beyond) b2 = Cast<to=6>(a) v = Cast<to=7>(b2)", None),
+        ("v = Slice(counted, i1, i9, i0, i2)", Index(((-1, 4, 2),), 1)),
+        ("v = Slice(counted, i9, i0, i0, column)", None),
+        ("v = Identity(stepped)", Index(((-1, 4, 2),), 1)),
         ("v = ConstantOfShape<value = int64[1] {9007199254740993}>(shape)", Index(offset=2**53 + 1)),
         ("v = Identity(lower)", AtMostZero(Index(((-2, 4, -1), (-1, 4, 1))))),
         ("v = Identity(upper)", AtMostZero(Index(((-2, 4, 1), (-1, 4, -1)), 1))),

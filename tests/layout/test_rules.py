@@ -10,6 +10,7 @@ import onnx
 import pytest
 from layout_models import assert_same, attribute, converted, nodes, operators, parse
 
+import onnxfuse
 from onnxfuse.layout.wrapped_rules import MAX_BLOCK
 from onnxfuse.runtime.hosts import find_host
 
@@ -558,3 +559,15 @@ def test_where_regions_end(body: str, weights: str, transposes: int, reason: str
     assert operators(result)["Transpose"] == transposes
     assert any(end.reason.endswith(f"is channels-first: {reason}") for end in result.layout.ends), result.layout.ends
     assert_same(model, result.model, **SIZES)
+
+
+@pytest.mark.parametrize("regions", [True, False])
+def test_an_activation_of_a_concat_is_in_one_region_with_it(regions: bool) -> None:
+    """Without regions the Concat has a kernel of its own."""
+    body = "c = Conv (a, k3) d = Abs (a) g = Concat <axis = 1> (c, d) b = Relu (g)"
+    model = between(body, "float[8,8,1,1] k3", channels=16)
+    optimized, report = onnxfuse.optimize(model, layout="nhwc", regions=regions, verify=False)
+    left = Counter(node.op_type for node in optimized.graph.node if node.domain == "")
+    assert (report.counts.get("concat", 0), report.counts.get("region", 0)) == ((0, 1) if regions else (1, 0))
+    assert (left["Concat"], left["Relu"]) == (0, not regions)
+    assert_same(model, optimized, **SIZES)

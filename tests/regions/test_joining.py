@@ -106,6 +106,24 @@ def test_one_operator_joins(op: str) -> None:
     assert [len(ops) for _, ops in joined_of(model_of(f"{PRODUCT} z = {op}(c)"))[1]] == [1]
 
 
+def test_one_operator_joins_although_others_read_the_result() -> None:
+    """So does the activation of a residual unit whose input is added again; the node gives both."""
+    source = model_of(f"{PRODUCT} d = Neg(c) e = MatMul(d, w2) f = Add(e, bias) z = Add(f, c)")
+    result, found = joined_of(source)
+    assert found == [("gemm_bias_activation", ["Neg"]), ("gemm_bias_activation", [])]
+    assert len(result.graph.node[0].output) == 2
+    same(source, result)
+
+
+def test_one_operator_that_reads_what_is_computed_of_the_result_stays() -> None:
+    """The Hardmax of c, which the Sub reads too, cannot be computed before the node that gives c ends."""
+    source = model_of(f"{PRODUCT} d = Hardmax(c) z = Sub(c, d)")
+    result, found = joined_of(source)
+    assert found == [("gemm_bias_activation", [])]
+    assert [node.op_type for node in result.graph.node if node.domain == ""] == ["Hardmax", "Sub"]
+    same(source, result)
+
+
 def test_several_outputs() -> None:
     """The product's own result is an output of the node where the graph gives it."""
     source = model_of(f"{PRODUCT} d = Tanh(c) z = Mul(d, y) q = Less(d, y)", outputs="z c q")

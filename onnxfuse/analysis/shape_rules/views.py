@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from onnxfuse.analysis.bounds import limited_sizes, without_min_constants
 from onnxfuse.analysis.dims import Size, divide, product
 from onnxfuse.analysis.rules import (
     RuleTable,
@@ -43,7 +44,7 @@ def _reshape(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
         return tuple(target)
     others = [size for size in target if size is not None and size != -1]
     is_known = source is not None and None not in target
-    missing = _remaining_size(source or (), others) if is_known else None
+    missing = _remaining_size(shapes, source or (), others) if is_known else None
     return tuple(missing if size == -1 else size for size in target)
 
 
@@ -51,7 +52,7 @@ def _copied_size(source: Shape | None, axis: int) -> Size | None:
     return None if source is None else source[axis]
 
 
-def _remaining_size(shape: Shape, others: Sequence[Size]) -> Size | None:
+def _remaining_size(shapes: ShapeInfo, shape: Shape, others: Sequence[Size]) -> Size | None:
     """Return the element count of a shape divided by other sizes; equal sizes cancel first, even unknown ones."""
     rest = list(shape)
     divisors = []
@@ -62,7 +63,16 @@ def _remaining_size(shape: Shape, others: Sequence[Size]) -> Size | None:
             divisors.append(size)
     if 0 in divisors:
         return None
+    shapes.not_limited.update(_cannot_be_limited(product(rest), product(divisors)))
     return divide(product(rest), product(divisors))
+
+
+def _cannot_be_limited(dividend: Size, divisor: Size) -> Iterator[str]:
+    """Yield the symbol of a dividend `Min(512, seq)` whose divisor is `seq`: 512 rows are no multiple of more rows."""
+    names = set(limited_sizes(dividend, least=1))
+    is_product = not isinstance(dividend, int) and len(dividend.terms) == 1
+    if is_product and names and without_min_constants(dividend, names) == divisor:
+        yield from names
 
 
 @RULES.rule("Flatten")
