@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -40,6 +41,12 @@ class EachCase(Protocol):
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that picks generated cases: they are subtests, which `-k` does not see."""
     parser.addoption("--case", default="", metavar="TEXT", help="of generated cases, run those with TEXT in their id")
+
+
+def pytest_collection_finish() -> None:
+    """Spare each later garbage collection what imports and the collection of tests made, which lives to the end."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

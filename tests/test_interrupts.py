@@ -19,7 +19,7 @@ from test_own_process import HEAD, RUNS_FOR_EVER
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
 
-FIRST, STEP = 0.02, 1.8  # seconds until the first moment, and how much longer each next one is
+FIRST, STEP = 0.02, 2.6  # seconds until the first moment, and how much longer each next one is
 # The first line of the program: Python itself prints a traceback if Ctrl-C comes before.
 PROGRAM = """
 import onnxfuse.interrupts as interrupts

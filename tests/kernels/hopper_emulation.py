@@ -50,4 +50,4 @@ def compiled(kernel: Kernel, sources: Sequence[str], last: str, folder: Path) ->
     assert memory in text
     text = text.replace(memory, "char* memory = emulated::here->memory;")
     text = f'#include "hopper_emulated.h"\n{text}\n{last}\n'
-    return load(text, kernel.defines, ["-pthread", *NULL_POINTERS], folder / "kernel.cc")
+    return load(text, kernel.defines, NULL_POINTERS, folder / "kernel.cc")

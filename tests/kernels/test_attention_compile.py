@@ -27,7 +27,7 @@ from onnxfuse.rewrite.function_body import function
 from onnxfuse.rewrite.variant import Variant
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, TensorSpec
 
-PARTS = 16  # of the kernels, of which one is compiled in a plain run
+PARTS = 40  # of the kernels, of which one is compiled in a plain run
 
 ARGUMENTS = 64  # the most that the native library takes
 HALF, FULL = "float16", "float32"

@@ -104,7 +104,7 @@ def describe(case: Attention) -> str:
     return f"{case.dtype} {case.head_dim}x{case.head_dim_v} {' '.join(added)}{more}"
 
 
-@pytest.mark.parametrize("case", sampled(PROBLEMS, 16), ids=describe)
+@pytest.mark.parametrize("case", sampled(PROBLEMS, 27), ids=describe)
 def test_compiles_without_spills(case: Attention) -> None:
     candidates = hopper.implementations(case, H200)
     assert candidates

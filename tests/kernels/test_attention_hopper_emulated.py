@@ -220,4 +220,4 @@ def library(kernel: Kernel, numbers: int, folder: Path) -> ctypes.CDLL:
     assert MEMORY in text
     text = re.sub(r"\bTHREADS\b", "BLOCK_THREADS", text.replace(MEMORY, "char* shared = emulated::here->memory;"))
     text = f'#include "hopper_emulated.h"\n{text}\n#include "attention_hopper_emulated.h"\n'
-    return load(text, {**kernel.defines, "NUMBERS": numbers}, ["-pthread", *NULL_POINTERS], folder / "kernel.cc")
+    return load(text, {**kernel.defines, "NUMBERS": numbers}, NULL_POINTERS, folder / "kernel.cc")

@@ -28,7 +28,7 @@ from onnxfuse.runtime.plan import Device, Kernel, Launch, TensorSpec
 
 HALF = "float16"
 OWN = "attention_with_cache", "attention_append"
-PARTS = 6  # of the kernels, of which one is compiled in a plain run
+PARTS = 18  # of the kernels, of which one is compiled in a plain run
 
 
 def cases(dtype: str) -> Iterator[CachedCase]:

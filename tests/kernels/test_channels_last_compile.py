@@ -18,7 +18,7 @@ from sampling import by_parts
 from onnxfuse.runtime.nvrtc import compile_cubin
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, TensorSpec
 
-PARTS = 24  # of the kernels, of which one is compiled in a plain run
+PARTS = 72  # of the kernels, of which one is compiled in a plain run
 
 CASES = [*SMALL, *LARGE, *(Case("resize", shape, attributes) for shape, attributes in RESIZES)]
 SOURCES = (

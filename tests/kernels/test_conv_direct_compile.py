@@ -27,7 +27,7 @@ from onnxfuse.kernels.conv import depthwise_mma, depthwise_sliding, grouped, hos
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, Kernel, Launch
 
-PARTS = 42  # of the kernels, of which one is compiled in a plain run
+PARTS = 126  # of the kernels, of which one is compiled in a plain run
 
 HOSTS = {
     "depthwise": depthwise_host,

@@ -112,10 +112,12 @@ def test_depthwise_mma_keeps_channels_apart(case: ConvCase, part: int, tmp_path:
         np.testing.assert_allclose(values[finite], expected[finite], rtol=1.1 * ROUNDING[case.dtype], atol=1e-5)
 
 
-@pytest.mark.parametrize("case", DEPTHWISE_SLIDING, ids=str)
-def test_depthwise_sliding(case: ConvCase, tmp_path: Path) -> None:
+@by_parts(2)
+@pytest.mark.parametrize(("index", "case"), list(enumerate(DEPTHWISE_SLIDING)), ids=str)
+def test_depthwise_sliding(index: int, case: ConvCase, part: int, tmp_path: Path) -> None:
+    """The first config of every other case and the last one of the others, by turns of the parts."""
     found = depthwise_sliding.configs(case.problem())
-    check_all(case, depthwise_sliding, [found[0], found[-1]], H200, tmp_path)
+    check_all(case, depthwise_sliding, [found[-((index + part) % 2)]], H200, tmp_path)
 
 
 @pytest.mark.parametrize("case", sampled(STEMS, EVERY), ids=str)

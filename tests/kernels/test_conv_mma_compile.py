@@ -18,7 +18,7 @@ from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer
 
 SAME = (1, 1, 1, 1)  # padding of a filter of 3 x 3
-PARTS = 24  # of the kernels, of which one is compiled in a plain run
+PARTS = 48  # of the kernels, of which one is compiled in a plain run
 IN_FULL = (75, 80)  # the others differ in shared memory, and are tested with fewer convolutions
 
 

@@ -27,7 +27,7 @@ TALL = MmaConfig(128, 32, 64, 4, 4, 1)
 ONE_WARP = MmaConfig(64, 32, 64, 3, 1, 1)  # of 64 x 32, as the exact kernel needs them
 TWO_WARPS = MmaConfig(64, 64, 64, 4, 1, 2)
 BOTH = ("bias", "residual")
-EVERY = 18  # of the runs, in a plain run of the tests
+EVERY = 36  # of the runs, in a plain run of the tests
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from onnxfuse.kernels.conv_transpose import hopper, host, mma
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Pointer, TensorMap, TensorSpec
 
-PARTS = 24  # of the kernels, of which one is compiled in a plain run
+PARTS = 72  # of the kernels, of which one is compiled in a plain run
 IN_FULL = (75, 80)  # the others differ in shared memory, and are tested with fewer convolutions
 
 

@@ -46,7 +46,7 @@ CONFIGS = (
 @pytest.mark.parametrize(
     ("case", "config"),
     [
-        *sampled(zip(HOPPER, CONFIGS, strict=True), 2),
+        *sampled(zip(HOPPER, CONFIGS, strict=True), 3),
         *sampled([(case, PINGPONG) for case in WITH_VECTORS["hopper"]], 4),
     ],
     ids=str,

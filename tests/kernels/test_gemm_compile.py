@@ -19,7 +19,7 @@ from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, TensorMap, TensorSpec
 
-PARTS = 21  # of the kernels, of which one is compiled in a plain run
+PARTS = 42  # of the kernels, of which one is compiled in a plain run
 
 
 @pytest.fixture(autouse=True)

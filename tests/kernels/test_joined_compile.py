@@ -21,7 +21,7 @@ from onnxfuse.kernels.gemm.mma import MMA_ARCH
 from onnxfuse.kernels.joined import joined
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, TensorSpec
 
-PARTS = 16  # of the kernels, of which one is compiled in a plain run
+PARTS = 48  # of the kernels, of which one is compiled in a plain run
 
 
 @pytest.fixture(autouse=True)

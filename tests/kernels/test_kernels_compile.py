@@ -23,7 +23,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings
 
 from onnxfuse.runtime.nvrtc import compile_cubin
 
-PARTS = 18  # of the kernels, of which one is compiled in a plain run
+PARTS = 54  # of the kernels, of which one is compiled in a plain run
 
 ROW_KERNELS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "softmax", "group_norm")
 

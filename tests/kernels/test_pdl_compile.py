@@ -61,7 +61,7 @@ def entry(kernel: Kernel) -> str:
     return next(part for part in parts[1:] if part.startswith(f"{kernel.entry}("))
 
 
-@pytest.mark.parametrize("name", sampled([*NODES, *ATTENTION], 2))
+@pytest.mark.parametrize("name", sampled([*NODES, *ATTENTION], 4))
 def test_who_starts_early_waits(name: str) -> None:
     """Before it writes anything, and before it reads anything but constants."""
     for step in launches(HOPPER)[name].values():

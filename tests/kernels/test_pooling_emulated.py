@@ -133,7 +133,7 @@ WINDOWS: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("fusion", "shape", "attributes"), sampled(WINDOWS, 2))
+@pytest.mark.parametrize(("fusion", "shape", "attributes"), sampled(WINDOWS, 3))
 def test_windows(fusion: str, shape: tuple[int, ...], attributes: dict[str, Any], tmp_path: Path) -> None:
     dtype = "float32" if shape[0] == 1 else "float16"
     x = np.random.default_rng(1).standard_normal(shape).astype(NUMPY[dtype])
@@ -184,7 +184,7 @@ LARGER: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("fusion", "shape", "attributes"), LARGER)
+@pytest.mark.parametrize(("fusion", "shape", "attributes"), sampled(LARGER, 2))
 def test_windows_larger_than_the_image(
     fusion: str, shape: tuple[int, ...], attributes: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -214,14 +214,17 @@ def test_a_mean_of_which_auto_pad_cuts_off_elements_is_not_taken() -> None:
     assert "strides of [3] pass the window" in str(host_of("average_pool").supports(node, ["float32"], H200))
 
 
-@pytest.mark.parametrize("device", [H200, A100], ids=lambda device: device.name)
+WHOLE: list[tuple[str, tuple[int, ...]]] = [
+    *(("global_average_pool", s) for s in ((2, 7, 7, 80), (1, 60, 60, 24), (3, 5, 20), (2, 3, 5, 7, 12))),
+    ("global_average_pool", (1, 33, 37, 3)),
+    *(("global_max_pool", s) for s in ((1, 60, 60, 24), (3, 50, 20))),
+]
+
+
 @pytest.mark.parametrize(
-    ("fusion", "shape"),
-    [
-        *(("global_average_pool", s) for s in ((2, 7, 7, 80), (1, 60, 60, 24), (3, 5, 20), (2, 3, 5, 7, 12))),
-        ("global_average_pool", (1, 33, 37, 3)),
-        *(("global_max_pool", s) for s in ((1, 60, 60, 24), (3, 50, 20))),
-    ],
+    ("fusion", "shape", "device"),
+    sampled([(*case, device) for case in WHOLE for device in (H200, A100)], 3),
+    ids=[f"{fusion}-{shape}-{device.name}" for fusion, shape in WHOLE for device in (H200, A100)],
 )
 def test_global_pools(fusion: str, shape: tuple[int, ...], device: Device, tmp_path: Path) -> None:
     formula = np.mean if fusion == "global_average_pool" else np.max

@@ -19,7 +19,7 @@ from onnxfuse.runtime.template import Template, candidates_at, size_count, with_
 GPUS = pytest.mark.parametrize("device", [H200, A100, T4], ids=lambda device: f"sm_{device.arch}")
 MAX_KERNELS = 11
 GENERIC = ("CLUSTER", "MASK_PAIRS", "BIAS_PAIRS", "WIDTH")  # macros of which a kernel for any size has a general value
-PARTS = 30  # of the kernels, of which one is compiled in a plain run
+PARTS = 75  # of the kernels, of which one is compiled in a plain run
 
 
 @GPUS

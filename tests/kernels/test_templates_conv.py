@@ -27,7 +27,7 @@ from onnxfuse.runtime.plan import Device, Kernel, Launch
 
 GPUS = [H200, A100, T4]
 MAX_KERNELS, MAX_KERNELS_OF_GATED = 10, 13
-PARTS = 36  # of the kernels, of which one is compiled in a plain run
+PARTS = 90  # of the kernels, of which one is compiled in a plain run
 NO_BF16_ARCH = 75
 CONVOLUTIONS = [*convolutions(), *transposed(), *gated()]
 

@@ -22,7 +22,7 @@ from onnxfuse.runtime import run_plan
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Matmul, Pointer, TensorSpec
 from onnxfuse.runtime.template import Template
 
-PARTS = 12  # of the kernels, of which one is compiled in a plain run
+PARTS = 36  # of the kernels, of which one is compiled in a plain run
 MAX_KERNELS = 12  # four for up to 64 rows, and one for each tiling that is the best one somewhere
 
 

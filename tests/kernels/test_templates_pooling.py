@@ -22,7 +22,7 @@ from onnxfuse.runtime.template_bytes import kernel_key, template_bytes
 
 GPUS = [H200, A100, T4]
 MAX_KERNELS = 4
-PARTS = 4  # of the kernels, of which one is compiled in a plain run
+PARTS = 12  # of the kernels, of which one is compiled in a plain run
 WINDOW: dict[str, Any] = {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}
 LARGE: dict[str, Any] = {"kernel_shape": [38, 38], "strides": [38, 38], "ceil_mode": 1, "count_include_pad": 1}
 BATCH, IMAGES, IMAGE, TEXT = (-1, 28, 30), (-1, -2, -3), (1, -1, -2), (-1, 32, -2)

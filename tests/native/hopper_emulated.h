@@ -1,20 +1,20 @@
-// An emulation of Hopper's instructions by threads of the CPU, under the names of hopper.cuh, so that the source of a
-// kernel compiles with this header in its place.
+// An emulation of Hopper's instructions under the names of hopper.cuh, so that the source of a kernel compiles with this
+// header in its place. The threads of a cluster take turns on one thread of the CPU.
 //
 // A load happens at once; a store or a wgmma happens when something waits for it. These are the extremes that the
-// hardware allows, so that a kernel that reuses memory too soon or reads it too early computes wrong results. A wait
-// that never ends, a barrier with too many arrivals and unfinished work abort the process.
-#include <chrono>
+// hardware allows, so that a kernel that reuses memory too soon or reads it too early computes wrong results. A thread
+// that arrives at a barrier without waiting is overtaken by all that this lets go on. A wait that never ends, a barrier
+// with too many arrivals, unfinished work, and memory that changes while a store reads it abort the process.
+#include <ucontext.h>
+
 #include <cmath>
-#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <functional>
 #include <map>
-#include <mutex>
-#include <thread>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -34,7 +34,7 @@ struct uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 struct Index { int x, z; };
-static thread_local Index threadIdx, blockIdx;
+static Index threadIdx, blockIdx;  // of the thread that runs
 static Index gridDim;
 
 // ---- types.cuh ---------------------------------------------------------------------------------------------------
@@ -230,6 +230,7 @@ struct Stored {
     const Map* map;
     u32 from;
     Corner at;
+    std::vector<char> values;  // that shared memory had when the store began
 };
 
 #ifdef CONSUMERS
@@ -242,16 +243,25 @@ constexpr int ITEM = sizeof(ELEMENT);
 #else
 constexpr int ITEM = 2;
 #endif
-constexpr std::chrono::seconds MAX_WAIT(60);
+constexpr size_t STACK_BYTES = 256 << 10;
 
-static std::mutex lock;
-static std::condition_variable changed;
+struct Thread {
+    ucontext_t state;
+    std::unique_ptr<char[]> stack;
+    int rank, index;
+    bool ended;
+    std::function<bool()> ready;
+    std::deque<std::vector<Stored>> stores;  // groups, the last of which is not committed yet
+    std::deque<std::vector<std::function<void()>>> products;
+};
+
 static std::vector<Block*> cluster;
 static ThreadBarrier cluster_threads;
-static thread_local int rank;
-static thread_local Block* here;
-static thread_local std::deque<std::vector<Stored>> stores;  // groups, the last of which is not committed yet
-static thread_local std::deque<std::vector<std::function<void()>>> products;
+static ucontext_t scheduler;
+static std::function<void()> body;
+static long rounds;  // in each of which every warp ran as far as it could
+static Thread* running;
+static Block* here;  // of the thread that runs
 
 static void fail(const char* what) {
     fprintf(stderr, "%s: block %d, thread %d\n", what, blockIdx.x, threadIdx.x);
@@ -263,24 +273,29 @@ static void require(bool condition, const char* what) {
 }
 
 template <class Condition>
-void wait(std::unique_lock<std::mutex>& held, Condition condition) {
-    require(changed.wait_for(held, MAX_WAIT, condition), "a wait that never ends");
+void wait(Condition condition) {
+    if (condition()) return;
+    running->ready = condition;
+    swapcontext(&running->state, &scheduler);
+}
+
+// Lets every other warp run as far as it can, in whatever order the rounds have.
+static void let_others_run() {
+    const long until = rounds + 2;
+    wait([=] { return rounds >= until; });
 }
 
 static void arrive(ThreadBarrier& barrier, int threads, bool stay) {
-    std::unique_lock<std::mutex> held(lock);
     const u32 generation = barrier.generation;
     if (++barrier.arrived == threads) {
         barrier.arrived = 0;
         ++barrier.generation;
-        changed.notify_all();
-    } else if (stay) {
-        wait(held, [&] { return barrier.generation != generation; });
     }
+    if (stay) wait([&] { return barrier.generation != generation; });
+    else let_others_run();
 }
 
 static void count(Block* block, u32 address, int arrivals, long bytes) {
-    std::unique_lock<std::mutex> held(lock);
     Barrier& barrier = block->barriers[address];
     require(barrier.arrivals > 0, "no barrier there");
     require(barrier.pending >= u32(arrivals), "more arrivals than a phase has");
@@ -289,8 +304,8 @@ static void count(Block* block, u32 address, int arrivals, long bytes) {
     if (barrier.pending == 0 && barrier.bytes == 0) {
         barrier.phase ^= 1;
         barrier.pending = barrier.arrivals;
-        changed.notify_all();
     }
+    if (arrivals) let_others_run();
 }
 
 static u32 swizzled(u32 address) { return address ^ ((address >> 7 & 7) << 4); }
@@ -319,7 +334,16 @@ void each_element(const Map& map, u32 to, const Corner& corner, Move move) {
         }
 }
 
+static std::vector<char> values_of(const Map& map, u32 from, const Corner& at) {
+    std::vector<char> values;
+    each_element(map, from, at, [&](char* element, u32 address) {
+        if (element) values.insert(values.end(), here->memory + address, here->memory + address + ITEM);
+    });
+    return values;
+}
+
 static void perform(const Stored& stored) {
+    require(values_of(*stored.map, stored.from, stored.at) == stored.values, "memory changes while a store reads it");
     each_element(*stored.map, stored.from, stored.at, [](char* element, u32 address) {
         if (element) memcpy(element, here->memory + address, ITEM);
     });
@@ -388,21 +412,70 @@ float element(u64 descriptor, bool along_rows, int row, int k) {
     return widened(value);
 }
 
-template <class Kernel>
-void run_block(int block, int block_rank, int thread, Kernel kernel) {
-    rank = block_rank;
-    here = cluster[block_rank];
-    threadIdx.x = thread;
-    blockIdx.x = block;
-    kernel();
-    for (const auto& group : stores) require(group.empty(), "ends with stores that may not have read their memory");
-    for (const auto& group : products) require(group.empty(), "ends with products that nothing waited for");
+static void run_thread() {
+    body();
+    for (const auto& group : running->stores)
+        require(group.empty(), "ends with stores that may not have read their memory");
+    for (const auto& group : running->products) require(group.empty(), "ends with products that nothing waited for");
+    running->ended = true;
+    swapcontext(&running->state, &scheduler);
+}
+
+static void begin(Thread& thread, int rank, int index) {
+    if (!thread.stack) thread.stack.reset(new char[STACK_BYTES]);
+    thread.rank = rank;
+    thread.index = index;
+    thread.ended = false;
+    thread.ready = [] { return true; };
+    thread.stores.clear();
+    thread.products.clear();
+    getcontext(&thread.state);
+    thread.state.uc_stack.ss_sp = thread.stack.get();
+    thread.state.uc_stack.ss_size = STACK_BYTES;
+    makecontext(&thread.state, run_thread, 0);
+}
+
+static void resume(Thread& thread, int first_block) {
+    running = &thread;
+    here = cluster[thread.rank];
+    threadIdx.x = thread.index;
+    blockIdx.x = first_block + thread.rank;
+    swapcontext(&scheduler, &thread.state);
+}
+
+// Lets the threads of a warp run until all of them wait for others; returns whether any ran, and counts those that end.
+static bool run_warp(Thread* warp, int first_block, int& ended) {
+    bool ran = false;
+    for (bool more = true; more; ran |= more) {
+        more = false;
+        for (Thread* thread = warp; thread < warp + 32; ++thread) {
+            if (thread->ended || !thread->ready()) continue;
+            resume(*thread, first_block);
+            ended += thread->ended;
+            more = true;
+        }
+    }
+    return ran;
+}
+
+// Runs all threads in rounds, which take the warps in ascending or in descending order, without a period.
+static void run_cluster(std::vector<Thread>& threads, int first_block) {
+    const int count = int(threads.size());
+    rounds = 0;
+    long latest = 0;  // the round in which a thread last ran
+    for (int ended = 0; ended < count; ++rounds) {
+        for (int i = 0; i < count; i += 32)
+            if (run_warp(&threads[__builtin_parityl(rounds) ? count - 32 - i : i], first_block, ended)) latest = rounds;
+        require(rounds < latest + 3, "a wait that never ends");
+    }
 }
 
 // Runs the kernel's clusters of `size` blocks, one after another.
 template <class Kernel>
 void launch(int grid, int size, int shared_bytes, Kernel kernel) {
+    body = kernel;
     gridDim.x = grid;
+    std::vector<Thread> threads(size * THREADS);
     for (int first = 0; first < grid; first += size) {
         cluster.clear();
         cluster_threads = ThreadBarrier();
@@ -412,10 +485,8 @@ void launch(int grid, int size, int shared_bytes, Kernel kernel) {
             blocks[i].memory = memories[i].data();
             cluster.push_back(&blocks[i]);
         }
-        std::vector<std::thread> threads;
-        for (int i = 0; i < size * THREADS; ++i)
-            threads.emplace_back([=] { run_block(first + i / THREADS, i / THREADS, i % THREADS, kernel); });
-        for (auto& thread : threads) thread.join();
+        for (int i = 0; i < size * THREADS; ++i) begin(threads[i], i / THREADS, i % THREADS);
+        run_cluster(threads, first);
         for (const Block& block : blocks)
             for (const ThreadBarrier& named : block.named) require(named.arrived == 0, "leaves a barrier half full");
     }
@@ -456,14 +527,13 @@ using namespace emulated;
 inline u32 shared_address(const void* pointer) { return u32(static_cast<const char*>(pointer) - here->memory); }
 inline void named_barrier(int barrier, int threads) { arrive(here->named[barrier], threads, true); }
 inline void named_barrier_arrive(int barrier, int threads) { arrive(here->named[barrier], threads, false); }
-inline u32 cluster_rank() { return rank; }
+inline u32 cluster_rank() { return running->rank; }
 inline void cluster_barrier() { arrive(cluster_threads, THREADS * int(cluster.size()), true); }
 inline void cluster_barrier_relaxed() { cluster_barrier(); }
 template <int COUNT> void give_registers() {}
 template <int COUNT> void take_registers() {}
 
 inline void barrier_init(u32 barrier, u32 arrivals) {
-    std::unique_lock<std::mutex> held(lock);
     require(barrier % 8 == 0 && here->barriers.count(barrier) == 0, "a barrier that cannot be there");
     here->barriers[barrier].arrivals = here->barriers[barrier].pending = arrivals;
 }
@@ -471,10 +541,9 @@ inline void barrier_init_fence() {}
 inline void barrier_arrive(u32 barrier) { count(here, barrier, 1, 0); }
 inline void barrier_arrive_expect(u32 barrier, u32 bytes) { count(here, barrier, 1, bytes); }
 inline void barrier_wait(u32 barrier, u32 parity) {
-    std::unique_lock<std::mutex> held(lock);
     const Barrier& waited = here->barriers[barrier];
     require(waited.arrivals > 0, "waits where no barrier is");
-    wait(held, [&] { return waited.phase != parity; });
+    wait([&waited, parity] { return waited.phase != parity; });
 }
 
 inline void store_at(u32 address, u32 block, const float (&values)[4]) {
@@ -494,13 +563,17 @@ inline void load_im2col(const TensorMap&, u32, u32, int, int, int, int) { fail("
 inline void load_im2col(const TensorMap&, u32, u32, int, int, int, int, int, int, int, int) { fail("one over three"); }
 template <class... Coordinates>
 void store(const TensorMap& map, u32 from, Coordinates... at) {
+    auto& stores = running->stores;
     if (stores.empty()) stores.emplace_back();
-    stores.back().push_back({map.map, from, Corner{at...}});
+    const Corner corner{at...};
+    stores.back().push_back({map.map, from, corner, values_of(*map.map, from, corner)});
 }
-inline void store_commit() { stores.emplace_back(); }
+inline void store_commit() { running->stores.emplace_back(); }
 inline void store_fence() {}
 template <int PENDING>
 void store_wait_read() {
+    auto& stores = running->stores;
+    if (stores.size() > PENDING + 1) let_others_run();
     for (; stores.size() > PENDING + 1; stores.pop_front())
         for (const Stored& stored : stores.front()) perform(stored);
 }
@@ -531,9 +604,11 @@ u64 matrix_descriptor(u32 address, u32 leading, u32 stride) {
 }
 inline u64 moved(u64 descriptor, u32 bytes) { return (descriptor >> 32 << 32) + u32(u32(descriptor) + (bytes >> 4)); }
 inline void wgmma_fence() { sync_warpgroup(); }
-inline void wgmma_commit() { products.emplace_back(); }
+inline void wgmma_commit() { running->products.emplace_back(); }
 template <int PENDING>
 void wgmma_wait() {
+    auto& products = running->products;
+    if (products.size() > PENDING + 1) let_others_run();
     for (; products.size() > PENDING + 1; products.pop_front())
         for (const auto& product : products.front()) product();
     sync_warpgroup();
@@ -542,6 +617,7 @@ template <int COUNT> void settle(float (&)[COUNT]) {}
 
 template <bool ALONG_N, class T, int COUNT>
 void wgmma(T, float (&d)[COUNT], u64 a, u64 b, bool accumulate) {
+    auto& products = running->products;
     if (products.empty()) products.emplace_back();
     float* sums = d;
     products.back().push_back([=] {
@@ -559,6 +635,7 @@ void wgmma(T, float (&d)[COUNT], u64 a, u64 b, bool accumulate) {
 // The same with `a` in registers, which are read when something waits.
 template <bool ALONG_N, class T, int COUNT>
 void wgmma(T, float (&d)[COUNT], const u32 (&a)[4], u64 b, bool accumulate) {
+    auto& products = running->products;
     if (products.empty()) products.emplace_back();
     float* sums = d;
     const u32* words = a;

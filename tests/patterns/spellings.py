@@ -784,16 +784,21 @@ def _crossed_labels(bases: Sequence[Spelling], collector: _Collector) -> Iterato
 
 def _unwritten_options(spelling: Spelling, written: Iterable[tuple[int, int]]) -> Iterator[Spelling]:
     """Yield the spelling with each writable option of an Alternatives that no spelling has written yet."""
-    known = set(written)
+    terms = {id(term) for term in spelling.terms}
+    lacking = {option for option in every_option(spelling.fusion) - set(written) if option[0] in terms}
+    if not lacking:
+        return
     try:
         variant = build(spelling).variant
     except Unwritable:
         return
     for opset in range(spelling.opset, OLDEST - 1, -1):
+        if not lacking:
+            return
         at_opset = BodyBuilder(replace(variant, opset=opset))
         for term, index, picks in _ways(spelling, at_opset, spelling.outputs, {}, set()):
-            if (id(term), index) not in known:
-                known.add((id(term), index))
+            if (id(term), index) in lacking:
+                lacking.remove((id(term), index))
                 yield replace(spelling, picks=picks, what=f"{spelling.what},{_called(term, index)}")
 
 

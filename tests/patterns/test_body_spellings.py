@@ -35,7 +35,7 @@ FREE = {"Reshape", NEUTRAL}  # a Reshape copies nothing
 # How many operators a stored body may leave more than the best spelling.  Of attention with rotary embedding another
 # spelling leaves up to two fewer Transposes, or Splits and Slices, of queries and keys than the one that is stored.
 EXTRA = {"attention_with_rotary_embedding": 2}
-PARTS = 12  # of the variants of a fusion
+PARTS = 24  # of the variants of a fusion
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
 
 

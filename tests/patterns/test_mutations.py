@@ -26,7 +26,7 @@ OPSETS = {13: longest, 20: richest}  # before and after ReduceMean's axes became
 # float32 and the usual nodes behind it, in models that were never optimized too; the mutants are in other spellings.
 BFLOAT16_LAYER_NORM = "Failed to find kernel for LayerNormalization(1) (node:'/LayerNormFusion/'"
 
-PARTS = 10  # of the mutations of a fusion
+PARTS = 20  # of the mutations of a fusion
 by_name = pytest.mark.parametrize("fusion", catalogue.builtin(), ids=lambda fusion: fusion.name)
 by_opset = pytest.mark.parametrize("opset", OPSETS)
 

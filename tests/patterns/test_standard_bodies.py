@@ -18,7 +18,7 @@ from test_attention_bodies import CACHED, INFINITY, LOWEST, MASKS, SIZES, causal
 from onnxfuse import Fusion, Report, optimize
 from onnxfuse.dsl import catalogue
 
-PARTS = 9  # of the spellings of a fusion
+PARTS = 18  # of the spellings of a fusion
 by_name = pytest.mark.parametrize("fusion", catalogue.builtin(), ids=lambda fusion: fusion.name)
 OPERATORS = {
     "attention": "Attention", "attention_with_cache": "Attention", "attention_with_rotary_embedding": "Attention",
