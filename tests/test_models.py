@@ -250,12 +250,13 @@ ADDED_BY_NORMS: Mapping[str, Callable[[Config], int]] = {
     "llama_sdpa_ts_fp16.onnx": lambda c: 2,  # the converter has put the first Add and the last into float32
 }  # fmt: skip
 
-# Norms that are parts of a region: behind class tokens and positions, around windows and merged patches, and behind a
-# Transpose or Casts that the exporter has put in front.
+# What is part of a region: norms behind class tokens and positions, around windows and merged patches, and behind a
+# Transpose or Casts that the exporter has put in front, and Concats next to Slices that divide channels.
 IN_REGIONS: Mapping[str, Mapping[str, int]] = {
     "vit": {"layer_norm": 1},
     "swin_eager_dynamo_fp32.onnx": {"layer_norm": 2, "add_layer_norm": 2},
     "transformer_encoder_dynamo_fp32.onnx": {"add_layer_norm": 2},
+    "detector_ts11_bn_fp32.onnx": {"concat": 8},
     "llama_sdpa_ts_fp16.onnx": {"rms_norm": 1},
 }
 

@@ -187,8 +187,8 @@ def test_a_folder_without_a_fusion_and_one_with_a_mistake(tmp_path: Path) -> Non
 def test_a_wrong_fusion_is_found_dropped_and_reported(tmp_path: Path) -> None:
     (tmp_path / "wrong_relu.py").write_text(WRONG, encoding="utf-8")
     model, report = optimize(parse(LONE_RELU), patterns=[tmp_path])
-    assert ops(model) == ["Relu", "layer_norm"]
-    assert (report.counts, report.verified.passed) == ({"layer_norm": 1}, True)
+    assert ops(model) == ["region"]
+    assert (report.counts, report.verified.passed) == ({"region": 1}, True)
     (dropped,) = report.dropped
     assert (dropped.fusion, dropped.node) == ("wrong_relu", "active/wrong_relu")
     assert re.match(r"on the values of a run its output 'active' is .*; the nodes that it replaced give 0, and float32 "
@@ -294,7 +294,7 @@ def test_what_is_added_to_a_product_in_a_branch_or_outside_is_no_sibling(op: str
     model = parse(text)
     result, report = optimize(model)
     onnx.checker.check_model(result, full_check=True)
-    assert ops(result) == ([op, "Add", "If"] if inside == "p" else ["gemm_bias_activation", "If"])
+    assert ops(result) == [f"gemm_bias_activation{'_2' if inside == 'p' else ''}", "If"]  # which gives p as well
     then, other = ([n.op_type for n in inner.node] for inner in subgraphs(result))
     assert (then, other) == (["Add"], ["gemm_bias_activation"])
     assert report.verified.passed

@@ -16,7 +16,7 @@ from exported_models import ARCHIVE, EXPORTED, INDEX, compress, decompress, file
 from onnx import TensorProto, helper, numpy_helper
 
 ROOT = Path(__file__).parent.parent
-LARGEST_TREE = 9_250_000  # bytes of a tar of the files; exported models are compressed, 0.5 MB in place of 4.9
+LARGEST_TREE = 9_900_000  # bytes of a tar of the files; exported models are compressed, 0.5 MB in place of 4.9
 BLOCK = 512  # bytes; a file in a tar is one for its name, and as many as it fills; a folder is one
 
 
