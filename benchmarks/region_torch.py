@@ -160,7 +160,7 @@ SIMPLE: Mapping[str, Callable[..., Any]] = {
     "Max": torch.maximum, "Equal": torch.eq, "Less": torch.lt, "LessOrEqual": torch.le, "Greater": torch.gt,
     "GreaterOrEqual": torch.ge, "And": torch.logical_and, "Or": torch.logical_or, "Xor": torch.logical_xor,
     "BitwiseAnd": torch.bitwise_and, "BitwiseOr": torch.bitwise_or, "BitwiseXor": torch.bitwise_xor,
-    "BitwiseNot": torch.bitwise_not, "BitShift": _bit_shift,
+    "BitwiseNot": torch.bitwise_not,
     "Not": torch.logical_not, "Neg": torch.neg, "Abs": torch.abs, "Sqrt": torch.sqrt, "Exp": torch.exp,
     "Log": torch.log, "Erf": torch.erf, "Tanh": torch.tanh, "Sin": torch.sin, "Cos": torch.cos, "Floor": torch.floor,
     "Ceil": torch.ceil, "Round": torch.round, "Sign": torch.sign, "Reciprocal": torch.reciprocal, "Relu": torch.relu,
@@ -308,6 +308,6 @@ WITH_ATTRIBUTES: Mapping[str, Callable[..., Any]] = {
     "Mod": _mod, "IsInf": _is_inf, "Selu": _selu, "HardSigmoid": _hard_sigmoid, "Gelu": _gelu, "Elu": _elu,
     "LeakyRelu": _leaky_relu, "Reshape": _reshape, "Unsqueeze": _unsqueeze, "Expand": _expand, "Slice": _slice,
     "Split": _split, "Pad": _pad, "Gather": _gather, "GatherElements": _gather_elements, "Transpose": _transpose,
-    "Squeeze": _squeeze, "Tile": _tile,
+    "Squeeze": _squeeze, "Tile": _tile, "BitShift": _bit_shift,
     "ArgMax": _place(torch.argmax), "ArgMin": _place(torch.argmin), "Softmax": _softmax, "LogSoftmax": _log_softmax,
 }  # fmt: skip
