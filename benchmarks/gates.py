@@ -33,7 +33,7 @@ from onnxfuse.kernels.conv import host as conv_host
 from onnxfuse.kernels.conv import matrix
 from onnxfuse.kernels.conv.operands import conv_of
 from onnxfuse.kernels.gemm import hopper, mma
-from onnxfuse.kernels.squeeze import host as squeeze_host
+from onnxfuse.kernels.squeeze_excite import host as squeeze_host
 from onnxfuse.runtime import planner
 from onnxfuse.runtime.cuda_driver import gpu
 from onnxfuse.runtime.plan import FusedNode, Launch, Plan, TensorSpec

@@ -36,11 +36,11 @@ from compiling import compile_all
 from replays import Calls, captured, in_turns, per_call
 from rows import Rows
 
+from onnxfuse.kernels.epilogue_node import is_joined, joined
 from onnxfuse.kernels.gemm import cublaslt, host, implementations
 from onnxfuse.kernels.gemm.operands import gemm_of
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.joined import is_joined, joined
 from onnxfuse.runtime import planner
 from onnxfuse.runtime.cuda_driver import gpu
 from onnxfuse.runtime.plan import FusedNode, Kernel, Launch, Plan, TensorSpec

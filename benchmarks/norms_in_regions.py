@@ -20,7 +20,7 @@ import numpy as np  # noqa: E402
 from kernel_hosts import host_of  # noqa: E402
 from region_drafts import RegionProgram  # noqa: E402
 
-from onnxfuse.kernels.chained import chained  # noqa: E402
+from onnxfuse.kernels.concat_plans import chained  # noqa: E402
 from onnxfuse.runtime import cuda_driver  # noqa: E402
 from onnxfuse.runtime.plan import FusedNode, Plan, TensorSpec  # noqa: E402
 from onnxfuse.tuning.autotune import gpu_trial  # noqa: E402

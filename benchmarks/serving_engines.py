@@ -17,7 +17,7 @@ import onnxruntime as ort
 from peers import TOLERANCE
 
 from onnxfuse.ir.dtypes import Array
-from onnxfuse.runtime import later_kernels
+from onnxfuse.runtime import background_compile
 from onnxfuse.runtime.plan import Aim
 from onnxfuse.session import InferenceSession
 from onnxfuse.tuning.bound_session import (
@@ -65,7 +65,7 @@ class Served:
             session = ort.InferenceSession(self.original, options, [wanted])
         else:
             session = InferenceSession(self.fused, options, [wanted], tune=self.tune, aim=self.aim)
-            later_kernels.wait()
+            background_compile.wait()
         if session.get_providers()[0] != wanted:
             raise RuntimeError(f"{wanted} does not start")
         return session

@@ -3,7 +3,7 @@
 #pragma once
 #include "types.cuh"
 #include "activations.cuh"
-#include "located.cuh"
+#include "output_position.cuh"
 
 namespace program {
 

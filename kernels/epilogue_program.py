@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
+from onnxfuse.kernels.epilogue_node import RESULT, Joined
 from onnxfuse.kernels.epilogue_reads import COLUMN, ROW, are_neighbours, is_aligned
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.joined import RESULT, Joined
 from onnxfuse.kernels.region.arguments import Arguments
+from onnxfuse.kernels.region.codegen import Writer
 from onnxfuse.kernels.region.indices import Index, divided, flat, variable_index
 from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.operators import NUMBER, STORED
@@ -20,7 +21,6 @@ from onnxfuse.kernels.region.program import Program, parse
 from onnxfuse.kernels.region.references import Reference
 from onnxfuse.kernels.region.shapes import Shapes, infer
 from onnxfuse.kernels.region.sizes import ONE, Size, Sizes, product
-from onnxfuse.kernels.region.writer import Writer
 from onnxfuse.kernels.tensors import element_count
 from onnxfuse.region_operators import ELEMENTWISE, VIEWS
 from onnxfuse.runtime.plan import Argument, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec

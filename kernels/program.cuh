@@ -10,7 +10,7 @@
 //   PROGRAM_ARGUMENTS     what initialises a Program
 #pragma once
 
-#include "located.cuh"
+#include "output_position.cuh"
 
 #ifndef HAS_PROGRAM
 #define HAS_PROGRAM 0

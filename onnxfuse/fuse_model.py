@@ -22,10 +22,10 @@ import onnx
 
 from onnxfuse.analysis.shape_inference import infer_shapes
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.bodies.body import Body, read_bodies, write_body
-from onnxfuse.bodies.invariants import read_invariants_outside
-from onnxfuse.bodies.known_branches import with_known_branches
-from onnxfuse.bodies.results import infer_results
+from onnxfuse.control_flow.body import Body, read_bodies, write_body
+from onnxfuse.control_flow.invariants import read_invariants_outside
+from onnxfuse.control_flow.known_branches import with_known_branches
+from onnxfuse.control_flow.results import infer_results
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.dsl.terms import OperatorSet
 from onnxfuse.ir.graph import Graph
@@ -39,12 +39,12 @@ from onnxfuse.match import Miss
 from onnxfuse.passes import LATE_PASSES, PIPELINE, WEIGHT_PASSES, Folded, Pass
 from onnxfuse.passes.folded import node_label
 from onnxfuse.regions.assign import RegionResult, assign_regions
-from onnxfuse.regions.beside import LeftToRegions
-from onnxfuse.regions.if_joined import IfJoined
+from onnxfuse.regions.defer_to_regions import DeferToRegions
+from onnxfuse.regions.only_with_epilogue import OnlyWithEpilogue
 from onnxfuse.report.traffic import Traffic, estimate_traffic
+from onnxfuse.rewrite.make_keys_row_major import make_keys_row_major
 from onnxfuse.rewrite.replace import Fused, LocalFunctions
 from onnxfuse.rewrite.select import FusionResult, fuse, leave_none, nearness
-from onnxfuse.rewrite.settle_keys import settle_keys
 from onnxfuse.spell_out import Spelled, SpelledOut, Stays, in_terms_of_model, left_over, spell_out
 from onnxfuse.verify.parts import UnfusedGraph, unfused_graph
 
@@ -269,7 +269,7 @@ def _fuse_graph(
             infer_results(graph, shapes)
         spelling = spell_out(graph, shapes, settings.keep_operators) if settings.fusions else SpelledOut()
         folded += simplify(graph, shapes, settings.change_weights)
-        settle_keys(graph, shapes, settings.fusions, keep)
+        make_keys_row_major(graph, shapes, settings.fusions, keep)
         unfused = unfused_graph(graph, shapes) if settings.keep_unfused else None
     bodies = tuple(_fuse_bodies(graph, shapes, settings, timer)) if settings.bodies else ()
     if bodies:  # which may read less of this graph than before
@@ -287,10 +287,12 @@ def _fuse_graph(
         joining = {fusion.name: fusion.epilogue for fusion in settings.fusions if fusion.epilogue and joins}
         of_any_layout = {name for name, epilogue in joining.items() if epilogue != "nhwc"}
         functions = LocalFunctions(graph, settings.operators, spelling.contrib)
-        if_joined = IfJoined(graph, shapes, settings.fusions if joins else (), functions, exclude, keep)
-        left_to_regions = LeftToRegions(graph, shapes, keep | spelled, of_any_layout, if_joined)
+        only_with_epilogue = OnlyWithEpilogue(
+            graph, shapes, settings.fusions if joins else (), functions, exclude, keep
+        )
+        defer_to_regions = DeferToRegions(graph, shapes, keep | spelled, of_any_layout, only_with_epilogue)
         fusing = fuse_more(
-            settings.fusions, leave=left_to_regions if settings.regions else leave_none, progress=progress
+            settings.fusions, leave=defer_to_regions if settings.regions else leave_none, progress=progress
         )
         standing = {*exclude, *_kept_outputs(graph, settings.fusions, keep)}
         layouts = _assign_layouts(graph, shapes, settings, fusing.fused, standing)
@@ -300,9 +302,9 @@ def _fuse_graph(
         made = RegionResult()
         if settings.regions:
             if not left:
-                made = _form_regions(graph, shapes, exclude, joining, known, keep, if_joined)
+                made = _form_regions(graph, shapes, exclude, joining, known, keep, only_with_epilogue)
                 known = _standing(graph, known)  # without norms that are parts of regions
-            if left_to_regions.has_left:
+            if defer_to_regions.has_left:
                 rest = fuse_more([fusion for fusion in settings.fusions if fusion.last]).fused
                 known = (*known, *rest)
                 fusing = replace(fusing, remaining=fusing.remaining.difference(*(one.replaces for one in rest)))
@@ -324,11 +326,11 @@ def _form_regions(
     joining: Mapping[str, bool | str],
     known: Collection[Fused],
     keep: Set[str],
-    if_joined: IfJoined,
+    only_with_epilogue: OnlyWithEpilogue,
 ) -> RegionResult:
     """Make regions, also of operators that channels-last nodes were made of; `known` are the records of fused nodes."""
     stand_ins = stand_in(graph, known)
-    made = assign_regions(graph, shapes, exclude, joining, known, keep, if_joined)
+    made = assign_regions(graph, shapes, exclude, joining, known, keep, only_with_epilogue)
     fused_again = {name for one in put_back(graph, stand_ins) for name in one.replaces}
     return replace(made, reasons={node: why for node, why in made.reasons.items() if node not in fused_again})
 

@@ -28,10 +28,10 @@ from onnxfuse.runtime.environment import ALL_OPTIMIZATIONS
 from onnxfuse.runtime.external_data import configured_folder, external_data_folder, external_files, file_outside
 from onnxfuse.runtime.fused_calls import Call, read_calls, read_model, split_functions
 from onnxfuse.runtime.loaded_plans import use_plans
+from onnxfuse.runtime.loaded_templates import GivenTemplate
 from onnxfuse.runtime.plan import Aim
 from onnxfuse.runtime.plan_file import PLANS_SUFFIX
-from onnxfuse.runtime.preparation import given_for, preparation
-from onnxfuse.runtime.prepared import GivenTemplate
+from onnxfuse.runtime.prepare_session import given_for, preparation
 from onnxfuse.runtime.support import make_alike, require_bodies, why_no_kernel, why_not_as_kernel
 from onnxfuse.runtime.target import NoTarget, PlanChoice, ProviderOptions, Providers, Target, find_target
 from onnxfuse.tuning import cache

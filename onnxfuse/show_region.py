@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from onnxfuse.errors import OnnxfuseError, UsageError
-from onnxfuse.kernels.joined import is_joined, joined
+from onnxfuse.kernels.epilogue_node import is_joined, joined
 from onnxfuse.kernels.region.program import Operation, Program, parse
 from onnxfuse.kernels.region.shapes import infer
 from onnxfuse.kernels.region.sizes import Shape, Sizes, as_size, variable

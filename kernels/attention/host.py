@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from onnxfuse.kernels import joined
+from onnxfuse.kernels import epilogue_node
 from onnxfuse.kernels.attention.implementations import implementations
 from onnxfuse.kernels.attention.mma import MAX_HEAD_DIM
 from onnxfuse.kernels.attention.operands import attention_of, unsupported
 from onnxfuse.kernels.attention.problem import Attention
 from onnxfuse.kernels.attention.with_cache import unsupported_cache, with_cache_candidates
 from onnxfuse.kernels.attention.with_rotary_embedding import rotary_candidates, unsupported_rotary
+from onnxfuse.kernels.epilogue_node import Joined, is_joined
 from onnxfuse.kernels.epilogue_program import EpilogueProgram, epilogue_program
-from onnxfuse.kernels.joined import Joined, is_joined
 from onnxfuse.kernels.tensors import STORAGE
 from onnxfuse.runtime.plan import Device, FusedNode, Launch, Plan, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans
@@ -25,7 +25,7 @@ from onnxfuse.runtime.symint import for_later_plans
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
     """Return why no kernel runs this node on this device; None if one does."""
     if is_joined(node):
-        return joined.unsupported(node, input_dtypes, device, supports)
+        return epilogue_node.unsupported(node, input_dtypes, device, supports)
     if node.fusion == "attention_with_cache":
         return unsupported_cache(node, input_dtypes)
     if node.fusion == "attention_with_rotary_embedding":
@@ -36,7 +36,7 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit."""
     if is_joined(node):
-        return _joined_candidates(joined.joined(node), inputs, device)
+        return _joined_candidates(epilogue_node.joined(node), inputs, device)
     if node.fusion == "attention_with_cache":
         return with_cache_candidates(node, inputs, device)
     problem, out = attention_of(node, inputs, device)
@@ -65,14 +65,14 @@ def _joined_candidates(both: Joined, inputs: Sequence[TensorSpec], device: Devic
     strides = problem.out.batch_stride, problem.out.head_stride, problem.out.row_stride
     made = epilogue_program(both, out, inputs, False, tuple(STORAGE), strides=strides)
     if made is None:
-        return joined.in_two_steps(both, inputs, device, candidates)
+        return epilogue_node.in_two_steps(both, inputs, device, candidates)
     if 0 in out.shape:
         return [Plan(made[1], ())]
     if made[0].dtype == problem.dtype:
         found = _with_program(both, inputs, problem, made, device)
         with for_later_plans(*problem.sizes):
-            return [*found, *joined.in_two_steps(both, inputs, device, candidates)]
-    two = joined.in_two_steps(both, inputs, device, candidates)
+            return [*found, *epilogue_node.in_two_steps(both, inputs, device, candidates)]
+    two = epilogue_node.in_two_steps(both, inputs, device, candidates)
     if any(isinstance(step, Launch) and step.kernel.source == "attention_hopper" for step in two[0].steps):
         with for_later_plans(*problem.sizes):
             return [*two, *_with_program(both, inputs, problem, made, device)]

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from onnxfuse.kernels.conv.fitting import few_fitting, fitting
 from onnxfuse.kernels.conv.problem import Conv, three
-from onnxfuse.kernels.conv.usual import usual
+from onnxfuse.kernels.conv.representative_sizes import usual
+from onnxfuse.kernels.conv.shared_memory_fit import few_fitting, fitting
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.tensors import ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar

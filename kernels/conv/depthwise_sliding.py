@@ -7,12 +7,12 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final
 
+from onnxfuse.kernels.config_subset import covering_subset_of_each, few
 from onnxfuse.kernels.conv import depthwise
 from onnxfuse.kernels.conv.problem import Conv, arguments_of_image, two
+from onnxfuse.kernels.conv.representative_sizes import usual
 from onnxfuse.kernels.conv.stem import RESERVED_BYTES
-from onnxfuse.kernels.conv.usual import usual
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.menu import few, few_of_each
 from onnxfuse.kernels.tensors import ITEM_BYTES, PDL_ARCH
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Scalar
 from onnxfuse.runtime.symint import best_first, estimate, is_symbolic, maximum, minimum, without_soft_guards
@@ -119,7 +119,7 @@ def _few(problems: tuple[Conv, ...], device: Device) -> list[SlidingConfig]:
         height, width = two(conv.y_sizes)
         return cost(conv, config, device) if height >= _least_rows(conv) and width >= config.tw else math.inf
 
-    kernels = few_of_each(problems, configs, cost_if_taken, MAX_FEW)
+    kernels = covering_subset_of_each(problems, configs, cost_if_taken, MAX_FEW)
     rows = sorted({config.rows for config in kernels} | {-(-two(conv.y_sizes)[0] // 2) for conv in problems[:1]})
     every = [replace(config, rows=each) for config in kernels for each in rows]  # their rows are no constant
     return few(list(dict.fromkeys(every)), problems, cost_if_taken, MAX_FEW_ROWS)

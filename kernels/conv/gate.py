@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from onnxfuse.kernels.chained import chained
+from onnxfuse.kernels.concat_plans import chained
 from onnxfuse.kernels.conv import matrix
 from onnxfuse.kernels.conv.operands import conv_of
 from onnxfuse.kernels.conv.problem import Conv
 from onnxfuse.kernels.elementwise.channel_scale import channel_scale_plan
+from onnxfuse.kernels.epilogue_node import Planner
 from onnxfuse.kernels.gemm import hopper
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.joined import Planner
 from onnxfuse.kernels.tensors import ITEM_BYTES
 from onnxfuse.runtime.plan import Device, FusedNode, Launch, Plan, TensorSpec
 from onnxfuse.runtime.symint import estimate, for_later_plans

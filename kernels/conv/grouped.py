@@ -8,10 +8,10 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from onnxfuse.kernels.conv.fitting import few_fitting, fitting
 from onnxfuse.kernels.conv.problem import Conv, arguments_of_image, two
+from onnxfuse.kernels.conv.representative_sizes import usual
+from onnxfuse.kernels.conv.shared_memory_fit import few_fitting, fitting
 from onnxfuse.kernels.conv.stem import MMA_ARCH, RESERVED_BYTES
-from onnxfuse.kernels.conv.usual import usual
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.tensors import ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
 from onnxfuse.runtime.plan import Device, Kernel, Launch

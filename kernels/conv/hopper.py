@@ -9,16 +9,16 @@ import operator
 from dataclasses import replace
 from typing import Final, Literal
 
+from onnxfuse.kernels.config_subset import few
 from onnxfuse.kernels.conv import hopper_slices
 from onnxfuse.kernels.conv.hopper_slices import SlicedConfig
 from onnxfuse.kernels.conv.matrix import as_gemm
 from onnxfuse.kernels.conv.problem import Conv, plain_pads, three
-from onnxfuse.kernels.conv.usual import usual
+from onnxfuse.kernels.conv.representative_sizes import usual
 from onnxfuse.kernels.gemm import hopper
 from onnxfuse.kernels.gemm.hopper import HopperConfig
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.menu import few
 from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, VECTOR_BYTES, Defines
 from onnxfuse.runtime.plan import Argument, Device, Im2col, Scalar, TensorMap
 from onnxfuse.runtime.symint import best_first, is_symbolic, maximum

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from onnxfuse.kernels import joined
+from onnxfuse.kernels import epilogue_node
 from onnxfuse.kernels.conv import (
     cudnn,
     depthwise,
@@ -22,8 +22,8 @@ from onnxfuse.kernels.conv import (
 from onnxfuse.kernels.conv.operands import conv_of, unsupported
 from onnxfuse.kernels.conv.plans import joined_plans, plans, with_library
 from onnxfuse.kernels.conv.problem import Conv, of_fewer_axes
+from onnxfuse.kernels.epilogue_node import is_joined
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.joined import is_joined
 from onnxfuse.runtime.plan import Device, FusedNode, Launch, Matmul, Plan, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans, is_symbolic
 
@@ -88,7 +88,7 @@ WITH_PROGRAMS: Final = (_pointwise, hopper.implementations, mma.implementations)
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
     """Return why no kernel runs this node on this device; None if one does."""
     if is_joined(node):
-        return joined.unsupported(node, input_dtypes, device, supports)
+        return epilogue_node.unsupported(node, input_dtypes, device, supports)
     return unsupported(node, input_dtypes, device)
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from onnxfuse.kernels import joined
+from onnxfuse.kernels import epilogue_node
 from onnxfuse.kernels.conv.problem import Conv
+from onnxfuse.kernels.epilogue_node import Planner
 from onnxfuse.kernels.epilogue_program import EpilogueProgram, in_epilogue, plans_in_epilogue
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.joined import Planner
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans
 
 MAX_IMPLEMENTATIONS: Final = 8  # candidates, of which tuning compiles and times each
 MAX_LIBRARY: Final = 2  # of these, how many run by cuDNN
-MAX_EPILOGUES: Final = MAX_IMPLEMENTATIONS - joined.MAX_TWO_STEPS  # implementations with a program in their epilogue
+MAX_EPILOGUES: Final = MAX_IMPLEMENTATIONS - epilogue_node.MAX_TWO_STEPS  # kernels with a program in their epilogue
 
 
 def plans(
@@ -43,7 +43,7 @@ def joined_plans(
     `of_programs` are the ways to run one with a program in its epilogue, and `candidates` the plans of one without.
     Raises ValueError if shapes do not fit.
     """
-    both = joined.joined(node)
+    both = epilogue_node.joined(node)
     conv, y = conv_of(both.product, inputs[: both.own], device)
 
     def ways(program: EpilogueProgram) -> Sequence[Implementation]:
@@ -51,7 +51,7 @@ def joined_plans(
 
     found = plans_in_epilogue(both, y, inputs, conv.residual is None, ways)
     with for_later_plans(conv.pixels if found else 0):
-        return [*found, *joined.in_two_steps(both, inputs, device, candidates)]
+        return [*found, *epilogue_node.in_two_steps(both, inputs, device, candidates)]
 
 
 def with_library(own: Sequence[Implementation], library: Sequence[Implementation]) -> list[Implementation]:

@@ -8,10 +8,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final
 
+from onnxfuse.kernels.config_subset import covering_subset_of_each
 from onnxfuse.kernels.conv.problem import Conv, plain_pads, two
-from onnxfuse.kernels.conv.usual import usual
+from onnxfuse.kernels.conv.representative_sizes import usual
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.menu import few_of_each
 from onnxfuse.kernels.tensors import ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
 from onnxfuse.runtime.symint import best_first, is_symbolic, maximum, minimum
@@ -112,7 +112,7 @@ def _few_of(conv: Conv, device: Device) -> list[StemConfig]:
 
 @functools.lru_cache(maxsize=512)
 def _few(problems: tuple[Conv, ...], device: Device, most: int) -> list[StemConfig]:
-    return few_of_each(
+    return covering_subset_of_each(
         problems, lambda conv: _fitting(conv, device), lambda conv, config: cost(conv, config, device), most
     )
 

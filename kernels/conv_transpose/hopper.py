@@ -8,18 +8,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final, Literal
 
+from onnxfuse.kernels.config_subset import few
 from onnxfuse.kernels.conv.hopper import CONFIGS, MAX_CONFIGS
 from onnxfuse.kernels.conv.hopper import MAX_CORNER as CORNERS
 from onnxfuse.kernels.conv.hopper import MAX_OFFSET as OFFSETS
 from onnxfuse.kernels.conv.matrix import as_gemm
 from onnxfuse.kernels.conv.problem import Conv, two
-from onnxfuse.kernels.conv.usual import usual
+from onnxfuse.kernels.conv.representative_sizes import usual
 from onnxfuse.kernels.conv_transpose.mma import geometry_defines
 from onnxfuse.kernels.gemm import hopper
 from onnxfuse.kernels.gemm.hopper import SUBTILE, TILE_K, HopperConfig
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.menu import few
 from onnxfuse.kernels.tensors import ABSENT, Defines
 from onnxfuse.runtime.plan import Argument, Device, Im2col, Pointer, Scalar, TensorMap
 from onnxfuse.runtime.symint import best_first, is_symbolic, maximum

@@ -9,7 +9,7 @@ from onnxfuse.kernels.conv import mma
 from onnxfuse.kernels.conv.matrix import as_gemm
 from onnxfuse.kernels.conv.mma import MAX_CONFIGS, ConvConfig
 from onnxfuse.kernels.conv.problem import Conv, three
-from onnxfuse.kernels.conv.usual import usual
+from onnxfuse.kernels.conv.representative_sizes import usual
 from onnxfuse.kernels.epilogue_program import with_program
 from onnxfuse.kernels.gemm.cublaslt import epilogue
 from onnxfuse.kernels.gemm.mma import GROUP_M, MMA_ARCH, MmaConfig

@@ -7,27 +7,27 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import Final
 
-from onnxfuse.kernels import joined
+from onnxfuse.kernels import epilogue_node
+from onnxfuse.kernels.epilogue_node import is_joined
 from onnxfuse.kernels.epilogue_program import EpilogueProgram, in_epilogue, plans_in_epilogue
 from onnxfuse.kernels.gemm import hopper, small
 from onnxfuse.kernels.gemm.implementations import MAX_IMPLEMENTATIONS, implementations, implementations_if_any
 from onnxfuse.kernels.gemm.operands import gemm_of, unsupported
 from onnxfuse.kernels.gemm.problem import Gemm, group
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.joined import is_joined
 from onnxfuse.kernels.tensors import required_spec
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans
 
 MAX_GROUPED: Final = 4  # implementations that compute all products in one launch, of MAX_IMPLEMENTATIONS
-MAX_EPILOGUES: Final = MAX_IMPLEMENTATIONS - joined.MAX_TWO_STEPS  # implementations with a program in their epilogue
+MAX_EPILOGUES: Final = MAX_IMPLEMENTATIONS - epilogue_node.MAX_TWO_STEPS  # kernels with a program in their epilogue
 SUFFIXES: Final = ("", "_2", "_3")  # of the operands' and attributes' names of the first, second and third product
 
 
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
     """Return why no kernel runs this node on this device; None if one does."""
     if is_joined(node):
-        return joined.unsupported(node, input_dtypes, device, supports)
+        return epilogue_node.unsupported(node, input_dtypes, device, supports)
     return next((why for product in product_nodes(node) if (why := unsupported(product, input_dtypes, device))), None)
 
 
@@ -47,7 +47,7 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
 
 def _with_epilogue(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the plans of a product that operators have joined: with these in its epilogue, and then behind it."""
-    both = joined.joined(node)
+    both = epilogue_node.joined(node)
     gemm, y = gemm_of(both.product, inputs[: both.own], device)
 
     def ways(program: EpilogueProgram) -> list[Implementation]:
@@ -55,7 +55,7 @@ def _with_epilogue(node: FusedNode, inputs: Sequence[TensorSpec], device: Device
 
     found = plans_in_epilogue(both, y, inputs, gemm.residual is None, ways)
     with for_later_plans(gemm.m if found else 0):
-        return [*found, *joined.in_two_steps(both, inputs, device, candidates)]
+        return [*found, *epilogue_node.in_two_steps(both, inputs, device, candidates)]
 
 
 def product_nodes(node: FusedNode) -> list[FusedNode]:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from onnxfuse.kernels.epilogue_node import Joined
 from onnxfuse.kernels.epilogue_program import WORD, epilogue_program
-from onnxfuse.kernels.joined import Joined
 from onnxfuse.kernels.norms.any_length import long_rows
 from onnxfuse.kernels.norms.rows import row_launch, row_tiling, streamed_rows, with_registers_to_spare
 from onnxfuse.kernels.tensors import (

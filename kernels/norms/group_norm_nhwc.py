@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from onnxfuse.kernels.epilogue_node import Joined
 from onnxfuse.kernels.epilogue_program import WORD, EpilogueProgram, epilogue_program
-from onnxfuse.kernels.joined import Joined
 from onnxfuse.kernels.tensors import (
     ITEM_BYTES,
     PDL_ARCH,

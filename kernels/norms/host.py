@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from onnxfuse.kernels import joined
-from onnxfuse.kernels.joined import Joined, is_joined
+from onnxfuse.kernels import epilogue_node
+from onnxfuse.kernels.epilogue_node import Joined, is_joined
 from onnxfuse.kernels.norms.group_norm import group_norm_plan
 from onnxfuse.kernels.norms.group_norm_nhwc import group_norm_nhwc_plans
 from onnxfuse.kernels.norms.norm import norm_candidates
@@ -22,7 +22,7 @@ GROUP_NORM_LAYOUTS: Final = ("nchw", "nhwc")
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
     """Return why no kernel runs this node on this device; None if one does."""
     if is_joined(node):
-        return joined.unsupported(node, input_dtypes, device, supports)
+        return epilogue_node.unsupported(node, input_dtypes, device, supports)
     refusal = unsupported_dtype(node, input_dtypes)
     if refusal is None and node.fusion == "group_norm":
         refusal = unsupported_choice(node, "activation", GROUP_NORM_ACTIVATIONS, "none") or unsupported_choice(
@@ -35,10 +35,10 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit."""
     if not is_joined(node):
         return _plans(node, inputs, device)
-    both = joined.joined(node)
+    both = epilogue_node.joined(node)
     found = _plans(both.product, inputs, device, both)
     with for_later_plans(*(inputs[0].shape if found else ())):
-        return [*found, *joined.in_two_steps(both, inputs, device, candidates)]
+        return [*found, *epilogue_node.in_two_steps(both, inputs, device, candidates)]
 
 
 def _plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device, both: Joined | None = None) -> list[Plan]:

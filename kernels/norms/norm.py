@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+from onnxfuse.kernels.epilogue_node import Joined
 from onnxfuse.kernels.epilogue_program import WORD, epilogue_program
-from onnxfuse.kernels.joined import Joined
 from onnxfuse.kernels.norms.rows import (
     USUAL_THREADS,
     USUAL_VALUES,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from onnxfuse.kernels.region.launch_schedule import Region, stages_of
 from onnxfuse.kernels.region.launches import plan_of
 from onnxfuse.kernels.region.program import parse, refusal
 from onnxfuse.kernels.region.shapes import infer
 from onnxfuse.kernels.region.sizes import ONE, ZERO, Shape, Sizes, product
-from onnxfuse.kernels.region.stages import Region, stages_of
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 from onnxfuse.runtime.symint import maximum, without_soft_guards
 

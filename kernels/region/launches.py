@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from onnxfuse.kernels.region.arguments import Arguments
-from onnxfuse.kernels.region.nest_text import NestText
+from onnxfuse.kernels.region.codegen import Writer
+from onnxfuse.kernels.region.emit_nest import NestText
+from onnxfuse.kernels.region.emit_tile import tiles
+from onnxfuse.kernels.region.launch_schedule import Region, Stages, Work
 from onnxfuse.kernels.region.nests import ROWS, Nest
 from onnxfuse.kernels.region.operators import BYTES, STORED
 from onnxfuse.kernels.region.reductions import Key
+from onnxfuse.kernels.region.scratch_reductions import Stored
 from onnxfuse.kernels.region.sizes import Sizes, product
-from onnxfuse.kernels.region.stages import Region, Stages, Work
-from onnxfuse.kernels.region.stored import Stored
-from onnxfuse.kernels.region.tile_text import tiles
 from onnxfuse.kernels.region.tilings import Tiling
 from onnxfuse.kernels.region.wrapped import wrapped
-from onnxfuse.kernels.region.writer import Writer
 from onnxfuse.kernels.tensors import PDL_ARCH, STREAMED_FROM_BYTES, is_released
 from onnxfuse.runtime.plan import Argument, Kernel, Launch, Plan, Pointer, TensorSpec
 from onnxfuse.runtime.symint import always

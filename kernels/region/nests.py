@@ -13,15 +13,15 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from onnxfuse.kernels.region.arguments import Arguments
+from onnxfuse.kernels.region.codegen import Writer
 from onnxfuse.kernels.region.indices import NOTHING, Atom, Index, divided, flat, replaced, variable_index
 from onnxfuse.kernels.region.maps import Place, reshaped
 from onnxfuse.kernels.region.operators import MERGE_INSTRUCTIONS
 from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.reductions import Instance, Key
+from onnxfuse.kernels.region.scratch_reductions import Stored, StoredByKey
 from onnxfuse.kernels.region.shapes import Shapes
 from onnxfuse.kernels.region.sizes import ONE, Shape, Size, product
-from onnxfuse.kernels.region.stored import Stored, StoredByKey
-from onnxfuse.kernels.region.writer import Writer
 
 MAX_REFINEMENTS: Final = 24
 ROWS: Final = "row"

@@ -47,7 +47,7 @@ class Within:
 
 
 class ValueWriter(Protocol):
-    """What writer.py offers to those who write a part of its text."""
+    """What codegen.py offers to the modules that emit a part of its text."""
 
     program: Program
     shapes: Shapes

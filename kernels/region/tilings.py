@@ -22,10 +22,10 @@ from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, Variable, flattened
 from onnxfuse.kernels.region.operators import BYTES, MAX_INSTRUCTIONS
 from onnxfuse.kernels.region.program import Program
+from onnxfuse.kernels.region.scratch_reductions import StoredByKey
 from onnxfuse.kernels.region.shapes import Shapes
+from onnxfuse.kernels.region.shared_memory_staging import staged_values
 from onnxfuse.kernels.region.sizes import ONE, Size, Sizes
-from onnxfuse.kernels.region.staged import staged_values
-from onnxfuse.kernels.region.stored import StoredByKey
 from onnxfuse.kernels.region.tile_sides import TILE_AREA, tile_area, tile_sides
 from onnxfuse.kernels.region.traffic import accesses, is_side_by_side, moved_along, typical
 from onnxfuse.kernels.tensors import VECTOR_BYTES

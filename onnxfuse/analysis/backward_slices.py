@@ -19,7 +19,7 @@ ENDS, STEPS = 2, 4  # inputs of a Slice
 def is_ambiguous_end(end: object, step: object) -> bool:
     """Return whether runtimes disagree about a slice: backward with the end INT32_MAX or INT64_MAX.
 
-    The pass `settle_backward_slices` writes constant ends as onnxruntime reads them.
+    The pass `normalize_backward_slices` writes constant ends as onnxruntime reads them.
     """
     return isinstance(step, int) and step < 0 and end in (TO_THE_END, 2**63 - 1)
 

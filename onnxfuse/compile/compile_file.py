@@ -20,12 +20,12 @@ from onnxfuse.runtime.call_inputs import dim_names, inputs_of
 from onnxfuse.runtime.environment import allows_tf32, check_options, session_environment
 from onnxfuse.runtime.fused_calls import Call, attribute_kinds, read_calls, read_model
 from onnxfuse.runtime.gpu_kinds import gpu_kind, named_gpus
+from onnxfuse.runtime.loaded_templates import PreparedTemplate
 from onnxfuse.runtime.plan import Aim, Device, TensorSpec
 from onnxfuse.runtime.plan_file import PlanFile, check_plan_target, write_plan_file
-from onnxfuse.runtime.prepared import PreparedTemplate
 from onnxfuse.runtime.saved_plans import backend_of, compile_kernels, plan_file_of, saved_template
-from onnxfuse.runtime.situation import Situation
 from onnxfuse.runtime.support import require_bodies, why_no_kernel
+from onnxfuse.runtime.template_key import Situation
 from onnxfuse.tuning import cache
 from onnxfuse.tuning.autotune import MeasuredVerdicts
 from onnxfuse.tuning.dispatch import PLAIN, cached_preferences, model_subject

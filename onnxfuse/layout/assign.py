@@ -13,10 +13,10 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
 from onnxfuse.layout.activations import add_activations
 from onnxfuse.layout.axes import Perm
+from onnxfuse.layout.channels_last_regions import MAX_BORDER_SHARE, Refused, Regions
 from onnxfuse.layout.conversion import Conversion, Kind, Model
 from onnxfuse.layout.fusions import LAYOUT_FUSIONS
 from onnxfuse.layout.gates import join_gates
-from onnxfuse.layout.regions import MAX_BORDER_SHARE, Refused, Regions
 from onnxfuse.layout.residuals import Addition, add_residuals, additions, find_residuals
 from onnxfuse.layout.squeezes import SQUEEZE, join_squeezes
 from onnxfuse.layout.transposed_rules import TRANSPOSED_CONVOLUTION

@@ -8,8 +8,14 @@ from typing import TypeAlias
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.graph import Graph
 from onnxfuse.passes.add_heads_axis import add_heads_axis
+from onnxfuse.passes.canonicalize_masked_sums import canonicalize_masked_sums
+from onnxfuse.passes.canonicalize_roots import canonicalize_roots
+from onnxfuse.passes.canonicalize_rotary_pairs import canonicalize_rotary_pairs
+from onnxfuse.passes.canonicalize_rotations import canonicalize_rotations
+from onnxfuse.passes.canonicalize_scores import canonicalize_scores
 from onnxfuse.passes.conv_to_matmul import conv_to_matmul
-from onnxfuse.passes.factor_biases import factor_biases
+from onnxfuse.passes.einsum_to_matmul import einsum_to_matmul
+from onnxfuse.passes.extract_alibi import extract_alibi
 from onnxfuse.passes.fold_batch_norm import fold_batch_norm
 from onnxfuse.passes.fold_constants import fold_constants
 from onnxfuse.passes.fold_pads import fold_pads
@@ -17,22 +23,16 @@ from onnxfuse.passes.fold_quantized_weights import fold_quantized_weights
 from onnxfuse.passes.fold_shapes import fold_shapes
 from onnxfuse.passes.fold_variance_factor import fold_variance_factor
 from onnxfuse.passes.folded import Folded
-from onnxfuse.passes.join_values import join_values
 from onnxfuse.passes.merge_fills import merge_fills
+from onnxfuse.passes.merge_value_products import merge_value_products
 from onnxfuse.passes.merge_window_axes import merge_window_axes
 from onnxfuse.passes.normalize import normalize
+from onnxfuse.passes.normalize_backward_slices import normalize_backward_slices
 from onnxfuse.passes.orient_products import orient_products
+from onnxfuse.passes.recognize_activations import recognize_activations
 from onnxfuse.passes.regroup_addends import regroup_addends
-from onnxfuse.passes.settle_backward_slices import settle_backward_slices
+from onnxfuse.passes.scatter_to_concat import scatter_to_concat
 from onnxfuse.passes.sizes_of_operands import sizes_of_operands
-from onnxfuse.passes.spell_activations import spell_activations
-from onnxfuse.passes.spell_assignments import spell_assignments
-from onnxfuse.passes.spell_einsums import spell_einsums
-from onnxfuse.passes.spell_masked_sums import spell_masked_sums
-from onnxfuse.passes.spell_pairs import spell_pairs
-from onnxfuse.passes.spell_roots import spell_roots
-from onnxfuse.passes.spell_rotations import spell_rotations
-from onnxfuse.passes.spell_scores import spell_scores
 from onnxfuse.passes.split_merged_heads import split_merged_heads
 from onnxfuse.passes.split_packed_gate import split_packed_gate
 from onnxfuse.passes.spread_affine import spread_affine
@@ -47,24 +47,24 @@ PIPELINE: tuple[Pass, ...] = (
     fold_constants,  # first, because the other passes ask which inputs are constant
     fold_quantized_weights,
     fold_shapes,  # views can be composed when their targets are constant
-    settle_backward_slices,
-    spell_assignments,
-    spell_einsums,  # its Transposes compose with those around it
+    normalize_backward_slices,
+    scatter_to_concat,
+    einsum_to_matmul,  # its Transposes compose with those around it
     sizes_of_operands,
-    spell_roots,  # so that a mean that is computed twice is computed once
+    canonicalize_roots,  # so that a mean that is computed twice is computed once
     normalize,  # so that patterns, and the passes below, meet each computation in one form
     orient_products,  # its Transposes compose with those around it in the next round
     merge_window_axes,  # behind the views that normalize has composed
     regroup_addends,  # so that the shape of scores stays the same up to the softmax
     split_merged_heads,  # its views compose where they meet others
-    join_values,  # of four axes
-    spell_masked_sums,
+    merge_value_products,  # of four axes
+    canonicalize_masked_sums,
     merge_fills,  # before a fill becomes a sum
-    spell_scores,  # of four axes
-    factor_biases,  # which stand alone by then
-    spell_rotations,
-    spell_pairs,
-    spell_activations,  # before a scale of theirs is folded into the operator in front
+    canonicalize_scores,  # of four axes
+    extract_alibi,  # which stand alone by then
+    canonicalize_rotations,
+    canonicalize_rotary_pairs,
+    recognize_activations,  # before a scale of theirs is folded into the operator in front
     fold_pads,  # where Transposes meet windows; before a pass asks whether a convolution has pads
     unbroadcast_masks,  # follows the index arithmetic of masks through constants and views
     conv_to_matmul,  # makes products, into whose weights the next pass can fold

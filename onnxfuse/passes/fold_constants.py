@@ -22,7 +22,7 @@ from onnxfuse.ir.graph import Graph, array_of, constant_value
 from onnxfuse.ir.graphsurgeon import make_constant, stored_value
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of
 from onnxfuse.ir.serde import node_proto
-from onnxfuse.passes.factor_biases import is_factored_bias
+from onnxfuse.passes.extract_alibi import is_factored_bias
 from onnxfuse.passes.folded import Folded, node_label
 
 MAX_GROWTH_BYTES = 64 * 1024  # a constant up to this size may be added to the file or stored in it twice

@@ -15,9 +15,9 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.graph import Graph, constant_number, constant_value
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
+from onnxfuse.passes.canonicalize_roots import is_mean_of_squares, with_epsilon
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.folded import Folded, node_label
-from onnxfuse.passes.spell_roots import is_mean_of_squares, with_epsilon
 
 FLOAT: Final = TensorProto.FLOAT
 

@@ -12,11 +12,11 @@ from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node
 from onnxfuse.regions.cluster import Cluster
+from onnxfuse.regions.epilogue_fusion import Join, find_epilogue_fusion, write_epilogue_fusion
 from onnxfuse.regions.formation import Formed, form_regions, is_worth_it
-from onnxfuse.regions.if_joined import IfJoined
-from onnxfuse.regions.join import Join, find_join, write_joined
+from onnxfuse.regions.horizontal_fusion import share_launches
 from onnxfuse.regions.norms import with_moved_norm, with_norms
-from onnxfuse.regions.side_by_side import share_launches
+from onnxfuse.regions.only_with_epilogue import OnlyWithEpilogue
 from onnxfuse.regions.write import order_by_reading, write_region
 from onnxfuse.rewrite.replace import REGION, Fused, LocalFunctions, drop_functions
 
@@ -36,14 +36,14 @@ def assign_regions(
     joining: Mapping[str, bool | str] = MappingProxyType({}),
     fused: Collection[Fused] = (),
     keep: Set[str] = frozenset(),
-    if_joined: IfJoined | None = None,
+    only_with_epilogue: OnlyWithEpilogue | None = None,
 ) -> RegionResult:
     """Replace the regions of a sorted graph by fused nodes, or join them with fused nodes.
 
     `exclude` holds regions that stay as they are, each by REGION and the name of its first output, and those that join
     no other node, by that node's fusion.  `joining` are the fusions whose nodes elementwise operators join, with their
     declaration's `epilogue`, and `fused` the records of the fused nodes that the graph has.  `keep` holds the labels of
-    nodes that are in no region, and `if_joined` finds what is fused only where operators join it.
+    nodes that are in no region, and `only_with_epilogue` finds what is fused only where operators join it.
     """
     formed = form_regions(graph, shapes, keep)
     joins, apart = dict[str, tuple[Join, Fused]](), list[Cluster]()  # the former by the results that they read
@@ -51,8 +51,8 @@ def assign_regions(
     while work:
         cluster = work.popleft()
         order_by_reading(cluster, formed.forms)
-        join = find_join(formed, cluster, joining, if_joined, joins)
-        record = _record(formed, join, records, if_joined, exclude) if join is not None else None
+        join = find_epilogue_fusion(formed, cluster, joining, only_with_epilogue, joins)
+        record = _record(formed, join, records, only_with_epilogue, exclude) if join is not None else None
         if join is not None and record is not None:
             joins[join.result.name] = join, record
             if join.apart is not None and formed.merging is not None:
@@ -69,7 +69,7 @@ def assign_regions(
         drop_functions(graph, {*norms, *(join.result.inputs[0] for join, _ in joins.values())})
     functions = LocalFunctions(graph)
     made = [
-        write_joined(graph, shapes, join.cluster, formed.forms, join.result, bodies, functions, record)
+        write_epilogue_fusion(graph, shapes, join.cluster, formed.forms, join.result, bodies, functions, record)
         for join, record in joins.values()
     ]
     made += [write_region(graph, shapes, cluster, formed.forms, functions, bodies, records) for cluster in apart]
@@ -110,7 +110,7 @@ def _record(
     formed: Formed,
     join: Join,
     records: Mapping[str, Fused],
-    if_joined: IfJoined | None,
+    only_with_epilogue: OnlyWithEpilogue | None,
     exclude: Collection[tuple[str, str]],
 ) -> Fused | None:
     """Return the record of the fused node that a cluster joins, which may have to be made; None if it must not join."""
@@ -119,9 +119,9 @@ def _record(
     fusion = join.match.fusion.name if join.match else record.fusion if record else ""
     if (fusion, _first(join.cluster)) in exclude:
         return None
-    if join.match is None or if_joined is None or formed.merging is None:
+    if join.match is None or only_with_epilogue is None or formed.merging is None:
         return record
-    made = if_joined.replace(join.match)
+    made = only_with_epilogue.replace(join.match)
     if made is not None:
         formed.merging.level[join.result.inputs[0]] = formed.merging.level[maker]
     return made

@@ -14,8 +14,8 @@ from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, producer
 from onnxfuse.regions.cluster import Cluster
+from onnxfuse.regions.epilogue_fusion import Join
 from onnxfuse.regions.formation import Formed, Merging
-from onnxfuse.regions.join import Join
 from onnxfuse.regions.steps import Step, Steps
 from onnxfuse.regions.write import measured_besides, order_by_reading
 

@@ -22,13 +22,13 @@ from onnxfuse.runtime.gpu_kinds import (
     why_too_large,
 )
 from onnxfuse.runtime.kernel_loader import LoadedKernel, load_cubin
+from onnxfuse.runtime.loaded_templates import GivenTemplate
 from onnxfuse.runtime.plan import Device, TensorSpec
 from onnxfuse.runtime.plan_file import KernelCode, PlanFile, PlanFileError, SavedTemplate, node_identity, read_plan_file
 from onnxfuse.runtime.planner import PlanFileKey
-from onnxfuse.runtime.prepared import GivenTemplate
 from onnxfuse.runtime.run_plan import LIBRARIES
 from onnxfuse.runtime.saved_plans import backend_of
-from onnxfuse.runtime.situation import Situation
+from onnxfuse.runtime.template_key import Situation
 from onnxfuse.runtime.template_words import TemplateWords
 
 log: Final = logging.getLogger("onnxfuse")

@@ -19,11 +19,11 @@ from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.backends import CUDA, Backend
 from onnxfuse.runtime.expressions import Expressions
 from onnxfuse.runtime.hosts import Host, find_host
+from onnxfuse.runtime.loaded_templates import GivenTemplate, PreparedTemplate, load_kernels
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
-from onnxfuse.runtime.prepared import GivenTemplate, PreparedTemplate, load_kernels
 from onnxfuse.runtime.run_plan import ReadyPlan
-from onnxfuse.runtime.situation import Situation, signature
 from onnxfuse.runtime.template import Template, Variant, candidates_at, concrete, make_template, sizes_of, with_sizes
+from onnxfuse.runtime.template_key import Situation, signature
 
 log: Final = logging.getLogger("onnxfuse")
 RESERVED_ATTRIBUTES: Final = ("fusion", "operands", "output_types", "attributes")  # a host finds them in FusedNode

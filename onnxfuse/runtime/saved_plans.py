@@ -11,12 +11,12 @@ from onnxfuse.errors import UsageError
 from onnxfuse.runtime import planner
 from onnxfuse.runtime.backends import CUDA, Backend
 from onnxfuse.runtime.gpu_kinds import gpu_kind
+from onnxfuse.runtime.loaded_templates import GivenTemplate, PreparedTemplate
 from onnxfuse.runtime.plan import Kernel
 from onnxfuse.runtime.plan_file import KernelCode, PlanFile, SavedTemplate, node_identity, versions, write_plan_file
-from onnxfuse.runtime.prepared import GivenTemplate, PreparedTemplate
 from onnxfuse.runtime.run_plan import LIBRARIES, libraries_of
-from onnxfuse.runtime.situation import Situation
 from onnxfuse.runtime.template_bytes import kernel_key, template_bytes
+from onnxfuse.runtime.template_key import Situation
 from onnxfuse.runtime.template_words import read_template
 
 Progress = Callable[[int, int], None]  # how many kernels are compiled, and of how many

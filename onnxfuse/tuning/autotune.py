@@ -12,7 +12,7 @@ from onnxfuse.runtime.backends import CUDA
 from onnxfuse.runtime.environment import Environment, kernel_environment
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 from onnxfuse.runtime.planner import ready_plan
-from onnxfuse.runtime.situation import signature
+from onnxfuse.runtime.template_key import signature
 from onnxfuse.tuning import cache
 from onnxfuse.tuning.cache import Data
 from onnxfuse.tuning.runs_in_flight import Alone, at_once

@@ -12,7 +12,7 @@ from typing import Final
 
 from onnxfuse.errors import OnnxfuseError, first_line
 from onnxfuse.runtime import planner
-from onnxfuse.runtime.prepared import PreparedTemplate
+from onnxfuse.runtime.loaded_templates import PreparedTemplate
 from onnxfuse.runtime.template import MAX_TUNED_DISTANCE, distance
 from onnxfuse.tuning.autotune import MeasuredVerdicts
 from onnxfuse.tuning.runs_in_flight import MeasuringStopped, RunsInFlight

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from onnxfuse.bodies.body import Body
+from onnxfuse.control_flow.body import Body
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.node import op_of
 

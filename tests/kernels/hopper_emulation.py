@@ -12,7 +12,7 @@ from emulated_build import load
 from onnxfuse.runtime.plan import Kernel, TensorMap
 
 KERNELS = Path(__file__).parents[2] / "kernels"
-HEADS = ("elementwise/activations.cuh", "located.cuh", "program.cuh", "epilogue.cuh")
+HEADS = ("elementwise/activations.cuh", "output_position.cuh", "program.cuh", "epilogue.cuh")
 MAX_RANK = 5
 MULTIPLICATION = ("gemm/gemm_hopper.cuh", "gemm/gemm_hopper_gate.cuh")
 # What reads through a null pointer stops, even where the value is not used: a compiler may drop all that follows.

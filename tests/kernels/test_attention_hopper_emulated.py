@@ -214,7 +214,7 @@ def expected_weights(case: Case, arrays: dict[str, np.ndarray]) -> np.ndarray:
 def library(kernel: Kernel, numbers: int, folder: Path) -> ctypes.CDLL:
     """Return the kernel's library, which takes so many numbers."""
     rotation = ("rotary/rotation.cuh",) if "ROTATED" in kernel.defines else ()
-    sources = ("located.cuh", "program.cuh", *rotation, *ATTENTION)
+    sources = ("output_position.cuh", "program.cuh", *rotation, *ATTENTION)
     text = "\n".join((KERNELS / name).read_text() for name in sources)
     text = re.sub(r"(?m)^#(include|pragma).*$", "", text)
     assert MEMORY in text

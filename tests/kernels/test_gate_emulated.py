@@ -16,7 +16,7 @@ from sampling import sampled
 
 from onnxfuse.kernels.conv import matrix
 from onnxfuse.kernels.gemm import mma
-from onnxfuse.kernels.squeeze import host
+from onnxfuse.kernels.squeeze_excite import host
 from onnxfuse.runtime.plan import Device
 
 EVERY = 9  # of the cases, in a plain run of the tests

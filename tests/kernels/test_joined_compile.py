@@ -16,9 +16,9 @@ from sampling import by_parts
 from template_checks import template_of, with_dynamic_dims
 
 from onnxfuse.kernels.conv import cudnn
+from onnxfuse.kernels.epilogue_node import joined
 from onnxfuse.kernels.gemm import cublaslt, host
 from onnxfuse.kernels.gemm.mma import MMA_ARCH
-from onnxfuse.kernels.joined import joined
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, TensorSpec
 
 PARTS = 48  # of the kernels, of which one is compiled in a plain run

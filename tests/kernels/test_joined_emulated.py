@@ -21,7 +21,7 @@ from joined_cases import KINDS, JoinedCase, MadeCase, case, conv_case
 from region_drafts import NUMPY, RegionProgram
 from sampling import sampled
 
-from onnxfuse.kernels import joined
+from onnxfuse.kernels import epilogue_node
 from onnxfuse.kernels.conv import mma as conv_mma
 from onnxfuse.kernels.conv.mma import ConvConfig
 from onnxfuse.kernels.conv.operands import conv_of
@@ -122,7 +122,7 @@ def library(kernel: Kernel, pointers: int, folder: Path) -> ctypes.CDLL:
 def run(made: MadeCase, config: HopperConfig, blocks: int | None, folder: Path) -> list[np.ndarray]:
     """Run the kernel of a config; return the outputs."""
     node, specs = made.node(), made.specs()
-    both = joined.joined(node)
+    both = epilogue_node.joined(node)
     gemm, y = gemm_of(both.product, specs[: both.own], H200)
     found = epilogue_program(both, y, specs, gemm.residual is None)
     assert found is not None
@@ -215,7 +215,7 @@ def check_convolution(
     made, conv = each.made(), each.conv
     assert conv is not None
     specs = made.specs(conv.aligned)
-    both = joined.joined(made.node())
+    both = epilogue_node.joined(made.node())
     problem, y = problem_of(both.product, specs[: both.own], H200)
     found = epilogue_program(both, y, specs, problem.residual is None)
     assert found is not None

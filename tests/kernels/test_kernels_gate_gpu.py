@@ -19,7 +19,7 @@ from onnxfuse.kernels.conv import host as conv_host
 from onnxfuse.kernels.conv import matrix
 from onnxfuse.kernels.gemm import hopper, mma
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.squeeze import host
+from onnxfuse.kernels.squeeze_excite import host
 from onnxfuse.runtime.cuda_driver import gpu
 from onnxfuse.runtime.plan import Device, Launch, Plan, TensorSpec
 

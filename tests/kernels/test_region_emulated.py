@@ -21,7 +21,7 @@ from region_norm_cases import cases
 from region_random import random_program
 from sampling import sampled
 
-from onnxfuse.kernels.region import host, stages, tilings
+from onnxfuse.kernels.region import host, launch_schedule, tilings
 from onnxfuse.region_operators import REDUCTIONS
 from onnxfuse.runtime.plan import Launch
 
@@ -65,7 +65,7 @@ def test_random_programs_whose_reductions_are_stored(
                         "MIN_SHARES": 2, "MIN_DIVIDED_ROUNDS": 2, "MIN_SHARED_ELEMENTS": 4,
                         "MIN_SHIFTED": 9}.items():  # fmt: skip
         monkeypatch.setattr(tilings, name, value)
-    monkeypatch.setattr(stages, "MIN_STORED_ELEMENTS", 2)
+    monkeypatch.setattr(launch_schedule, "MIN_STORED_ELEMENTS", 2)
     seeds = [seed for seed in range(5000 + 400 * part, 5400 + 400 * part) if reduces(random_program(seed))]
     check_all({f"seed {seed}": random_program(seed) for seed in seeds[:AT_ONCE]}, tmp_path)
 

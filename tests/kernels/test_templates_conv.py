@@ -21,7 +21,7 @@ from template_checks import check_template, concrete_plan, template_of
 from onnxfuse.kernels.conv import depthwise as depthwise_host
 from onnxfuse.kernels.conv import depthwise_mma, depthwise_sliding, grouped, hopper, mma, stem
 from onnxfuse.kernels.conv.problem import Conv, of_fewer_axes
-from onnxfuse.kernels.conv.usual import BATCHES
+from onnxfuse.kernels.conv.representative_sizes import BATCHES
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, Kernel, Launch
 

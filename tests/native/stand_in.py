@@ -24,7 +24,7 @@ import onnxruntime as ort
 import pytest
 
 import onnxfuse.kernels
-from onnxfuse.runtime import build_native, later_kernels, planner, preparation
+from onnxfuse.runtime import background_compile, build_native, planner, prepare_session
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.backends import Backend
 from onnxfuse.runtime.kernel_loader import LoadedKernel
@@ -112,7 +112,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     monkeypatch.setitem(planner.backends, CPU, BACKEND)
     monkeypatch.setattr(planner, "_templates_of_nodes", {})  # sessions of other tests may not be collected yet
     monkeypatch.setattr(planner, "plan_files", {})
-    monkeypatch.setattr(preparation, "load_later", later_kernels._load)  # which is not for later then
+    monkeypatch.setattr(prepare_session, "compile_in_background", background_compile._load)  # at once then
     monkeypatch.setattr(planner, "_prepared", weakref.WeakValueDictionary())
     monkeypatch.setattr(planner, "_recent", deque(maxlen=planner.MAX_UNUSED_TEMPLATES))
     monkeypatch.setattr(planner, "_patterns", defaultdict(lambda: deque(maxlen=planner.MAX_PATTERNS)))

@@ -18,7 +18,7 @@ from onnxfuse.runtime.call_inputs import inputs_of
 from onnxfuse.runtime.fused_calls import attribute_kinds, read_calls, read_model
 from onnxfuse.runtime.plan_file import write_plan_file
 from onnxfuse.runtime.saved_plans import compile_kernels, plan_file_of, saved_template
-from onnxfuse.runtime.situation import Situation
+from onnxfuse.runtime.template_key import Situation
 
 
 @pytest.fixture

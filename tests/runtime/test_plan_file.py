@@ -24,9 +24,9 @@ from stand_in import CPU, Stage, node
 
 from onnxfuse.runtime import planner
 from onnxfuse.runtime.loaded_plans import load_plans
+from onnxfuse.runtime.loaded_templates import GivenTemplate, PreparedTemplate
 from onnxfuse.runtime.plan import Plan, TensorSpec
 from onnxfuse.runtime.plan_file import PlanFileError, SavedTemplate, read_plan_file, write_plan_file
-from onnxfuse.runtime.prepared import GivenTemplate, PreparedTemplate
 from onnxfuse.runtime.saved_plans import save_plans
 from onnxfuse.runtime.template_words import read_template
 

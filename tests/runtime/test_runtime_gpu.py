@@ -20,8 +20,8 @@ import onnxfuse.kernels
 from onnxfuse.runtime import cupy_backend, planner
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.loaded_plans import load_plans
+from onnxfuse.runtime.loaded_templates import PreparedTemplate
 from onnxfuse.runtime.plan import Kernel
-from onnxfuse.runtime.prepared import PreparedTemplate
 from onnxfuse.runtime.saved_plans import save_plans
 from onnxfuse.session import InferenceSession, explain_session
 

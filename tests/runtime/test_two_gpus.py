@@ -17,8 +17,8 @@ from test_runtime_gpu import CUDA, close, feed, kernels, model, session  # noqa:
 import onnxfuse
 from onnxfuse.runtime import cupy_backend, planner
 from onnxfuse.runtime.hosts import find_host
+from onnxfuse.runtime.loaded_templates import PreparedTemplate
 from onnxfuse.runtime.plan import Plan, TensorSpec
-from onnxfuse.runtime.prepared import PreparedTemplate
 from onnxfuse.runtime.template_bytes import template_bytes
 from onnxfuse.session import InferenceSession, explain_session, open_session
 from onnxfuse.tuning.autotune import gpu_trial

@@ -16,8 +16,8 @@ from test_runtime_gpu import CUDA, close, feed, kernels, model, session  # noqa:
 
 from onnxfuse.runtime import cupy_backend, planner
 from onnxfuse.runtime.hosts import find_host
+from onnxfuse.runtime.loaded_templates import PreparedTemplate
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
-from onnxfuse.runtime.prepared import PreparedTemplate
 from onnxfuse.runtime.target import PlanChoice
 from onnxfuse.runtime.template import sizes_of
 from onnxfuse.session import InferenceSession, explain_session, open_session

@@ -23,7 +23,7 @@ from test_wrong_bodies import (
 )
 
 from onnxfuse import optimize
-from onnxfuse.regions import join, write
+from onnxfuse.regions import epilogue_fusion, write
 
 INPUTS = "float[4, 8] x, float[4, 8] y"
 # By what they show: the nodes that compute v, what they become, and what is left of that where regions are wrong.
@@ -83,7 +83,7 @@ def wrong_body(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[FunctionP
             return body
 
         monkeypatch.setattr(write, "body", changed)
-        monkeypatch.setattr(join, "body", changed)
+        monkeypatch.setattr(epilogue_fusion, "body", changed)
 
     return install
 

@@ -1,0 +1,34 @@
+"""Plans one after the other: the second reads what the first computes from scratch memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from onnxfuse.kernels.epilogue_node import moved
+from onnxfuse.kernels.tensors import ITEM_BYTES, element_count
+from onnxfuse.runtime.plan import Plan, Pointer
+
+
+def chained(first: Plan, second: Plan, of_first: Sequence[int], of_second: Sequence[int | None]) -> Plan:
+    """Return the plan of two, of which the second reads the one output of the first and computes what the whole does.
+
+    `of_first` and `of_second` are the whole's inputs that they read, by their own; None is the first one's output.
+    """
+    (between,) = first.outputs
+    kept = len(second.scratch)
+    stored = Pointer("scratch", kept)
+
+    def to_first(pointer: Pointer) -> Pointer:
+        if pointer.kind == "output":
+            return replace(stored, offset=pointer.offset)
+        index = of_first[pointer.index] if pointer.kind == "input" else pointer.index + kept + 1
+        return replace(pointer, index=index)
+
+    def to_second(pointer: Pointer) -> Pointer:
+        index = of_second[pointer.index] if pointer.kind == "input" else pointer.index
+        return replace(stored, offset=pointer.offset) if index is None else replace(pointer, index=index)
+
+    steps = (*(moved(step, to_first) for step in first.steps), *(moved(step, to_second) for step in second.steps))
+    scratch = (*second.scratch, element_count(between) * ITEM_BYTES[between.dtype], *first.scratch)
+    return Plan(second.outputs, steps, scratch)

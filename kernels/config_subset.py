@@ -1,0 +1,52 @@
+"""A few of many configs for a node of dynamic sizes, whose template has kernels that are all compiled at the start."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
+
+import numpy as np
+
+Config = TypeVar("Config")
+Problem = TypeVar("Problem")
+
+SLACK: Final = 0.02  # by how much the best of the few may cost more than the best of all: estimates are no more exact
+MAX_OF_PROBLEM: Final = 12  # configs that are good for one problem, of which some may be good for all
+
+
+def few(
+    configs: Sequence[Config], problems: Sequence[Problem], cost: Callable[[Problem, Config], float], most: int
+) -> list[Config]:
+    """Return at most so many configs, of which one costs little more than the best of all for each of the problems.
+
+    The cost is infinite where a config does not take a problem.  Those that lower the mean most come first.
+    """
+    costs = np.array([[cost(problem, config) for problem in problems] for config in configs], dtype=np.float64)
+    if not costs.size:
+        return []
+    solvable = np.isfinite(costs).any(axis=0)
+    costs = costs[:, solvable] / costs[:, solvable].min(axis=0)
+    costs[~np.isfinite(costs)] = 1e3
+    chosen: list[int] = []
+    least = np.full(costs.shape[1], 1e6)
+    while len(chosen) < most and (least > 1 + SLACK).any():
+        at = int(np.argmin(np.minimum(costs, least).mean(axis=1)))
+        chosen.append(at)
+        least = np.minimum(least, costs[at])
+    return [configs[at] for at in chosen]
+
+
+def covering_subset_of_each(
+    problems: Sequence[Problem],
+    configs: Callable[[Problem], Sequence[Config]],
+    cost: Callable[[Problem, Config], float],
+    most: int,
+    looked_at: int = 4,
+) -> list[Config]:
+    """Return the same of the best configs of some problems, where each problem has many configs of its own."""
+    found: dict[Config, None] = {}
+    for problem in problems[:: -(-len(problems) // looked_at)]:
+        best = heapq.nsmallest(MAX_OF_PROBLEM, configs(problem), key=lambda config: cost(problem, config))
+        found.update(dict.fromkeys(best))
+    return few(list(found), problems, cost, most)

@@ -1,0 +1,44 @@
+"""The configs of a kernel that fit into shared memory: all of them, or a few of which one is good at any size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
+
+from onnxfuse.kernels.config_subset import covering_subset_of_each
+from onnxfuse.kernels.conv.problem import Conv
+from onnxfuse.runtime.plan import Device
+
+
+class HasSharedMemory(Protocol):
+    """A config that knows how much dynamic shared memory its blocks take."""
+
+    def shared(self, conv: Conv) -> int:
+        """Return the bytes of dynamic shared memory that a block takes."""
+
+
+Config = TypeVar("Config", bound=HasSharedMemory)
+
+
+def fitting(configs: Iterable[Config], conv: Conv, device: Device) -> list[Config]:
+    """Return the configs whose blocks fit into shared memory."""
+    return [config for config in configs if config.shared(conv) <= device.shared_per_block]
+
+
+def few_fitting(
+    problems: Sequence[Conv],
+    device: Device,
+    configs: Callable[[Conv], Iterable[Config]],
+    cost: Callable[[Conv, Config, Device], float],
+    most: int,
+) -> list[Config]:
+    """Return a few configs for a convolution of dynamic sizes, of which one is good at any size.
+
+    problems  the convolution at usual sizes
+    """
+    return covering_subset_of_each(
+        problems,
+        lambda conv: fitting(configs(conv), conv, device),
+        lambda conv, config: cost(conv, config, device),
+        most,
+    )

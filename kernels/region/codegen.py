@@ -1,0 +1,415 @@
+"""The text of a kernel's computation: each value of a program at a place, written where it is first needed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from onnxfuse.kernels.region import branches, maps
+from onnxfuse.kernels.region.arguments import Arguments, in_parentheses
+from onnxfuse.kernels.region.indices import Atom, Index, flat, replaced, text_of, variable_index
+from onnxfuse.kernels.region.lanes import Lanes
+from onnxfuse.kernels.region.maps import Place
+from onnxfuse.kernels.region.operators import (
+    INSTRUCTIONS,
+    NUMBER,
+    OF_ANGLES,
+    OTHER_INSTRUCTIONS,
+    STORED,
+    expression,
+    literal,
+    of_equal_inputs,
+)
+from onnxfuse.kernels.region.program import Operation, Program
+from onnxfuse.kernels.region.reductions import Instance, Key, finished, instance_of, term
+from onnxfuse.kernels.region.references import Reference, Within
+from onnxfuse.kernels.region.scratch_reductions import StoredByKey, place_in
+from onnxfuse.kernels.region.shapes import Shapes, axis_of
+from onnxfuse.kernels.region.sizes import ONE, ZERO, Size, as_size, product
+from onnxfuse.kernels.tensors import VECTOR_BYTES
+from onnxfuse.region_operators import ELEMENTWISE, FLOATS, GATHERS, HALVES, REDUCTIONS
+
+MAX_LINES: Final = 2000  # of one loop nest: a program that gives more takes too long to compile
+FUNCTIONS: Final = {"reflect": "reflected", "edge": "nearest", "wrap": "modulo"}
+
+
+@dataclass
+class Writer:
+    """Lines of text, and which values they have computed."""
+
+    program: Program
+    shapes: Shapes
+    arguments: Arguments
+    aligned: bool  # operands and outputs start at multiples of 16 bytes
+    stored: StoredByKey  # reductions that a launch before has computed
+    lanes: Lanes = field(default_factory=Lanes)
+    lines: list[str] = field(default_factory=list)
+    depth: int = 1
+    names: dict[str, int] = field(default_factory=dict)  # how often a name, or a beginning of names, was given
+    conditions: int = 0  # how many branches are open
+    masks: list[str] = field(default_factory=list)  # arrays that say which lanes need what is written; the last counts
+    scopes: list[dict[Any, Reference]] = field(default_factory=lambda: [{}])
+    kept: dict[Any, None] = field(default_factory=dict)  # all that was known anywhere
+    masked_scopes: list[int] = field(default_factory=list)  # the numbers of those that masks opened
+    found: list[tuple[Instance, bool]] = field(default_factory=list)  # reductions that were written in place
+    stored_read: list[tuple[Key, Index]] = field(default_factory=list)  # and where among its places
+    accesses: list[tuple[str, Index]] = field(default_factory=list)
+    vectors: list[tuple[str, Place]] = field(default_factory=list)  # operands that were read as whole vectors
+    bounds: list[tuple[Index, Size]] = field(default_factory=list)  # comparisons of an index in branches
+    instructions: int = 0  # of the operators that were written, about
+    shared_bytes: int = 0  # of a block's memory
+    row_bytes: int = 0  # of the memory that keeps a row
+    within: Within | None = None  # what holds where the next line stands
+
+    def copy(self) -> Writer:
+        """Return a writer of the same that has written nothing."""
+        given = (self.program, self.shapes, self.arguments, self.aligned, self.stored)
+        return Writer(*given, depth=self.depth)
+
+    # --- lines ----------------------------------------------------------------------------------------------------
+
+    def line(self, text: str) -> None:
+        """Add a line."""
+        if len(self.lines) > MAX_LINES:
+            raise ValueError(f"region: its kernel has more than {MAX_LINES} lines")
+        self.lines.append("    " * self.depth + text)
+
+    @contextmanager
+    def block(self, head: str) -> Iterator[None]:
+        """Write a block behind a line such as `for (...)`; what is computed in it is known in it alone."""
+        self.line(f"{head} {{" if head else "{")
+        self.depth += 1
+        self.scopes.append({})
+        yield
+        self.scopes.pop()
+        self.depth -= 1
+        self.line("}")
+
+    @contextmanager
+    def branch(self, head: str) -> Iterator[None]:
+        """Write a block that not every thread runs."""
+        self.conditions += 1
+        with self.block(head):
+            yield
+        self.conditions -= 1
+
+    @contextmanager
+    def mask(self, condition: str) -> Iterator[str]:
+        """Write for lanes that a condition on lane j chooses, without a branch; yield the array that says which."""
+        name, outer = self.new_name(), f"{self.masks[-1]}[j] && " if self.masks else ""
+        self.line(f"bool {name}[{self.lanes.width}]; EACH({self.lanes.width}) {name}[j] = {outer}{condition};")
+        self.masks.append(name)
+        self.masked_scopes.append(len(self.scopes))
+        self.scopes.append({})
+        yield name
+        self.scopes.pop()
+        self.masked_scopes.pop()
+        self.masks.pop()
+
+    def new_name(self, begin: str = "t") -> str:
+        """Return a name that no variable has: a number behind a beginning."""
+        self.names[begin] = count = self.names.get(begin, 0) + 1
+        return f"{begin}{count}"
+
+    def own_name(self, name: str) -> str:
+        """Return a name that no variable has: this one, with a number behind it where it is taken."""
+        self.names[name] = count = self.names.get(name, 0) + 1
+        return name if count == 1 else f"{name}_{count}"
+
+    def name_of(self, value: str) -> str:
+        """Return a name for a variable: that of a value, or of an operand with a number behind it."""
+        return self.own_name(value) if value in self.program.producers else self.new_name(f"{value}_")
+
+    def shared(self, size: int) -> str:
+        """Return the memory that a block's threads share, of which so many bytes are used."""
+        self.shared_bytes = max(self.shared_bytes, size)
+        return "shared"
+
+    def row_memory(self, size: int) -> str:
+        """Return memory that keeps a part of a row, of so many bytes."""
+        begin, self.row_bytes = self.row_bytes, self.row_bytes + -(-size // VECTOR_BYTES) * VECTOR_BYTES
+        return f"row_memory + {begin // VECTOR_BYTES}"
+
+    def known(self, key: Any) -> Reference | None:
+        """Return what the text has for a key where the next line stands."""
+        return next((scope[key] for scope in reversed(self.scopes) if key in scope), None)
+
+    def values(self) -> list[tuple[str, Place]]:
+        """Return the values that the text has, in branches too, in the order in which it computed them."""
+        return [key for key in self.kept if isinstance(key, tuple) and len(key) == 2]
+
+    def keep(self, key: Any, reference: Reference) -> Reference:
+        """Note that the text has a value from here on; if all lanes have it, behind the masks as well."""
+        scope = len(self.scopes) - 1
+        while not reference.masked and scope in self.masked_scopes:
+            scope -= 1
+        self.scopes[scope][key] = reference
+        self.kept[key] = None
+        return reference
+
+    def declare(
+        self, kind: str, value: str, varies: bool, masked: bool = False, name: str = "", note: str = ""
+    ) -> Reference:
+        """Write a variable with its value, an expression that may be of lane j, and a note behind it."""
+        name, comment = name or self.new_name(), f"  // {note}" if note else ""
+        self.instructions += INSTRUCTIONS.get(note, OTHER_INSTRUCTIONS) * (self.lanes.width if varies else 1)
+        if varies:
+            self.line(f"{kind} {name}[{self.lanes.width}]; EACH({self.lanes.width}) {name}[j] = {value};{comment}")
+        else:
+            self.line(f"const {kind} {name} = {value};{comment}")
+        return Reference(name, varies, masked)
+
+    # --- indices --------------------------------------------------------------------------------------------------
+
+    def index(self, index: Index, in_lane: bool = False) -> str:
+        """Return an index as an expression: in lane j if `in_lane`, else in the first lane."""
+        lanes = self.lanes
+        behind = index + lanes.linear * -1 if lanes.linear else index
+        if lanes.linear and not behind.terms and (in_lane or not lanes.scattered):
+            own = "at[j]" if lanes.scattered else f"at * {lanes.width}{' + j' if in_lane else ''}"
+            return text_of(Index(behind.constant, ((Atom("value", ONE, own), ONE),)), self.arguments.size, _name)
+
+        def atom(each: Atom) -> str:
+            if each.kind == "value" or each.name in self.lanes.scattered:
+                varies = self.lanes.differ(each.varies or (each.name,))
+                return f"{each.name}[{'j' if in_lane else 0}]" if varies else each.name
+            if each.kind == "variable":
+                return f"({each.name} + j)" if in_lane and each.name == self.lanes.variable else each.name
+            assert each.of is not None
+            inner, kind = self.index(each.of, in_lane), self.arguments.index_type
+            if each.kind in FUNCTIONS:
+                return f"{FUNCTIONS[each.kind]}<{kind}>({inner}, {self.arguments.size(each.by)})"
+            return self.arguments.quotient(inner, each.by, "/" if each.kind == "div" else "%")
+
+        return text_of(index, self.arguments.size, atom)
+
+    def address(self, pointer: str, index: Index, in_lane: bool = False) -> str:
+        """Return the address of an element behind a pointer; `in_lane` is as in `index`."""
+        at = self.index(index, in_lane)
+        return pointer if at == "0" else f"{pointer} + {in_parentheses(at)}"
+
+    def is_below(self, index: Index, bound: Size) -> bool | None:
+        """Return whether an index is less than a bound; None if it depends."""
+        if self.within and self.within.index == index:
+            if (bound - self.within.end).is_nonnegative:
+                return True
+            if (self.within.begin - bound).is_nonnegative:
+                return False
+        return index.is_below(bound)
+
+    def is_contiguous(self, address: Index) -> bool:
+        """Return whether a vector access reads or writes all lanes at an address."""
+        return self.aligned and self.lanes.are_contiguous(address, self.shapes.sizes)
+
+    # --- values ---------------------------------------------------------------------------------------------------
+
+    def value(self, name: str, place: Place) -> Reference:
+        """Return a value at a place, which is written unless the text has it."""
+        operation = self.program.producers.get(name)
+        if operation and operation.name == "Constant":
+            return Reference(literal(operation.attributes["value"], self.program.dtypes[name]))
+        key = (name, place)
+        found = self.known(key)
+        if found:
+            return found
+        if operation is None:
+            return self.keep(key, self._load(name, place))
+        if operation.name in ELEMENTWISE:
+            return self.keep(key, self._elementwise(operation, name, place))
+        if operation.name in REDUCTIONS:
+            return self.keep(key, self._reduced(operation, place))
+        if operation.name == "Concat":
+            return self.keep(key, branches.joined(self, operation, name, place))
+        if operation.name in GATHERS:
+            return self.keep(key, self._gathered(operation, place))
+        inner = maps.source(operation, name, place, self.shapes)
+        if operation.name == "Pad" and operation.attributes.get("mode", "constant") == "constant":
+            return self.keep(key, branches.padded(self, operation, inner))
+        return self.value(operation.inputs[0], inner)
+
+    def rounded(self, name: str, value: str) -> str:
+        """Return the expression of a value, rounded to its dtype where the program says so."""
+        return f"rounded<{STORED[self.program.dtypes[name]]}>({value})" if name in self.program.rounded else value
+
+    def _load(self, name: str, place: Place) -> Reference:
+        address = flat(place, self.shapes.of[name])
+        self.accesses.append((name, address))
+        kind = NUMBER[self.program.dtypes[name]]
+        if self.masks and not maps.is_inside(place, self.shapes.of[name]):
+            text = f"{self.masks[-1]}[j] ? load_one({self.address(name, address, in_lane=True)}) : ({kind})1"
+            return self.declare(kind, text, True, masked=True, name=self.name_of(name))
+        if not self.lanes.vary(address):
+            return self.declare(kind, f"load_one({self.address(name, address)})", False, name=self.name_of(name))
+        if self.is_contiguous(address):
+            if not self.conditions and not any(each.kind == "value" for each in address.atoms()):
+                self.vectors.append((name, place))
+            found = Reference(self.name_of(name), True)
+            self.line(f"{kind} {found.text}[{self.lanes.width}]; load({self.address(name, address)}, {found.text});")
+            return found
+        step = self.lanes.step_of(address)
+        if step:
+            return self._load_step(name, address, step)
+        text = f"load_one({self.address(name, address, in_lane=True)})"
+        return self.declare(kind, text, True, name=self.name_of(name))
+
+    def _load_step(self, name: str, address: Index, step: int) -> Reference:
+        """Load what the first and the last lane have: lanes from the next multiple of `step` on have the latter."""
+        kind, lanes = NUMBER[self.program.dtypes[name]], self.lanes
+        variable = next(each for each in address.atoms() if each.kind == "variable" and each.name == lanes.variable)
+        own = variable_index(lanes.variable, variable.extent)
+        last = replaced(address, {lanes.variable: own + (lanes.width - 1)})
+        key = ("beyond", lanes, step)
+        beyond = self.known(key)
+        if beyond is None:
+            rest = self.arguments.quotient(lanes.variable, as_size(step), "%")
+            beyond = self.keep(key, self.declare("bool", f"{rest} + j >= {step}", True))
+        near, far = (self.declare(kind, f"load_one({self.address(name, each)})", False) for each in (address, last))
+        return self.declare(kind, f"{beyond.lane} ? {far.text} : {near.text}", True, name=self.name_of(name))
+
+    def _elementwise(self, operation: Operation, name: str, place: Place) -> Reference:
+        target, given = self.program.dtypes[name], list[Reference]()
+        same = of_equal_inputs(operation, self.program.dtypes[operation.inputs[-1]])
+        if isinstance(same, str):
+            return Reference(same)
+        for each in operation.inputs if same is None else [operation.inputs[same]]:
+            inner = maps.broadcast(place, self.shapes.of[name], self.shapes.of[each], self.shapes)
+            given.append(self.value(each, inner))
+        if operation.name == "Identity" or same is not None:
+            return given[0]
+        dtypes, masked = [self.program.dtypes[each] for each in operation.inputs], any(each.masked for each in given)
+        if operation.name == "Cast" and NUMBER[dtypes[0]] == NUMBER[target] and target not in HALVES:
+            return given[0]
+        nearest = name in self.program.read_by_steps
+        if operation.name in OF_ANGLES and NUMBER[dtypes[0]] == "float":
+            given = [self._angle(given[0])]
+        lanes = [each.lane for each in given]
+        if masked and operation.name in ("Div", "Mod") and target not in FLOATS:  # by any number, even 0
+            lanes[1] = f"({self.masks[-1]}[j] ? {lanes[1]} : 1)"
+        text = self.rounded(name, expression(operation, lanes, dtypes, target, nearest))
+        varies = any(each.varies for each in given) or masked
+        return self.declare(NUMBER[target], text, varies, masked, self.name_of(name), operation.name)
+
+    def _angle(self, value: Reference) -> Reference:
+        """Return the reduced angle of a value, which Sin and Cos of it have in common."""
+        key = ("angle", value.text, self.lanes)
+        found = self.known(key)
+        if found is None:
+            (word,) = re.findall(r"^\w*", value.text)  # of an element of an array, the array; of a number, its digits
+            name, text = self.own_name(f"angle_of_{word}"), f"angle({value.lane})"
+            found = self.keep(key, self.declare("Angle", text, value.varies, value.masked, name))
+        return found
+
+    def declared(self, name: str, varies: bool) -> Reference:
+        """Declare a variable for a value, without one."""
+        found = Reference(self.name_of(name), varies)
+        self.line(f"{NUMBER[self.program.dtypes[name]]} {found.text}{f'[{self.lanes.width}]' if varies else ''};")
+        return found
+
+    def assign(self, to: Reference, value: Reference) -> None:
+        """Write an assignment to a variable that was declared before."""
+        self.line(f"EACH({self.lanes.width}) {to.lane} = {value.lane};" if to.varies else f"{to.text} = {value.text};")
+
+    def _gathered(self, operation: Operation, place: Place) -> Reference:
+        x, indices = operation.inputs
+        axis, end = axis_of(operation), axis_of(operation) + 1
+        dim, at = self.shapes.of[x][axis], place
+        if operation.name == "Gather":
+            end = axis + len(self.shapes.of[indices])
+            at = place[axis:end]
+        reference, kind = self.value(indices, at), self.arguments.index_type
+        key = ("gathered", reference.text, dim)
+        chosen = self.known(key)
+        if chosen is None:
+            text = f"gathered<{kind}>({reference.lane}, {self.arguments.size(dim)})"
+            chosen = self.keep(key, self.declare(kind, text, reference.varies, masked=reference.masked))
+        variables = {name for index in at for name in index.variables()}
+        atom = Atom("value", dim, chosen.text, varies=tuple(sorted(variables)))
+        return self.value(x, (*place[:axis], Index(ZERO, ((atom, ONE),)), *place[end:]))
+
+    # --- reductions -----------------------------------------------------------------------------------------------
+
+    def _reduced(self, operation: Operation, place: Place) -> Reference:
+        instance = instance_of(operation, place, self.program, self.shapes)
+        is_stored = instance.key in self.stored
+        accumulator = self.known(instance) or (self._stored(instance) if is_stored else self.in_place(instance))
+        own: Callable[[], Reference] = lambda: self.value(operation.inputs[0], place)  # noqa: E731
+        given = own() if operation.name in ("Softmax", "LogSoftmax") else None
+        count = self.arguments.size(instance.count(self.shapes))
+        (name,) = operation.outputs
+        target, nearest = self.program.dtypes[name], name in self.program.read_by_steps
+        text = finished(operation, accumulator.lane, given.lane if given else "", count, NUMBER[target], nearest)
+        varies = accumulator.varies or bool(given and given.varies)
+        text, masked = self.rounded(name, text), bool(self.masks)
+        return self.declare(NUMBER[target], text, varies, masked, self.name_of(name), operation.name)
+
+    def _stored(self, instance: Instance) -> Reference:
+        """Read the accumulator of a reduction that a launch before has computed, and merge its shares."""
+        each = self.stored[instance.key]
+        address, kind = flat(place_in(instance), each.shape), instance.accumulator(self.program)
+        self.stored_read.append((instance.key, address))
+        if each.is_whole:
+            found = self.known(instance.key)
+            assert found is not None
+            return found
+        varies, masked = self.lanes.vary(address), bool(self.masks)
+        at, shares = self.index(address, in_lane=varies), self.arguments.size(each.shares)
+        first, step = at, "1"
+        if each.is_across:
+            step = self.arguments.size(product(each.shape))
+        elif shares != "1":
+            first = f"{in_parentheses(at)} * {shares}"
+        text = f"stored<{kind}>({each.pointer}, {first}, {step}, {shares})"
+        text = f"{self.masks[-1]}[j] ? {text} : {kind}()" if masked else text
+        return self.keep(instance, self.declare(kind, text, varies or masked, masked=masked))
+
+    def in_place(self, instance: Instance) -> Reference:
+        """Write a loop in which each thread reduces all elements by itself."""
+        accumulator, extents = self.accumulator(instance), instance.extents(self.shapes)
+        coordinates = [variable_index(f"q{self.new_name()}", extent) for extent in extents]
+        seen = len(self.vectors)
+        with self.loops(coordinates, extents):
+            self.add(instance, accumulator, coordinates)
+        del self.vectors[seen:]  # they depend on the variables of these loops, so that nothing outside can read them
+        self.found.append((instance, self.conditions > 0))
+        return self.keep(instance, replace(accumulator, masked=bool(self.masks)))
+
+    @contextmanager
+    def loops(self, coordinates: Sequence[Index], extents: Sequence[Size]) -> Iterator[None]:
+        """Write nested loops over variables, in a block of its own."""
+        with ExitStack() as opened:
+            opened.enter_context(self.block(""))
+            for index, extent in zip(coordinates, extents, strict=True):
+                if extent != ONE:
+                    kind, name = self.arguments.index_type, index.terms[0][0].name
+                    size = self.arguments.size(extent)
+                    opened.enter_context(self.block(f"for ({kind} {name} = 0; {name} < {size}; ++{name})"))
+            yield
+
+    def accumulator(self, instance: Instance) -> Reference:
+        """Declare the accumulator of a reduction, one for each lane whose places differ."""
+        varies = self.lanes.vary(*instance.kept) or bool(self.masks)
+        found = Reference(self.own_name(f"{instance.kind.split()[0].lower()}_of_{instance.value}"), varies)
+        self.line(f"{instance.accumulator(self.program)} {found.text}{f'[{self.lanes.width}]' if varies else ''};")
+        return found
+
+    def add(self, instance: Instance, accumulator: Reference, coordinates: Sequence[Index]) -> None:
+        """Write what adds the element at these places along the reduced axes to an accumulator."""
+        left = iter(coordinates)
+        place = tuple(next(left) if each is None else each for each in instance.kept)
+        reference = self.value(instance.value, place)
+        has_lanes = accumulator.varies or self.lanes.vary(*coordinates)
+        given = [term(instance, reference.lane)]
+        if instance.is_extreme:
+            given.append(f"int({self.index(coordinates[0], in_lane=has_lanes)})")
+        if instance.kind == "Online" and has_lanes and reference.varies and not (accumulator.varies or self.masks):
+            self.line(f"{accumulator.text}.add({reference.text});")
+            return
+        each = f"EACH({self.lanes.width}) " if has_lanes else ""
+        self.line(f"{each}{accumulator.lane}.add({', '.join(given)});")
+
+
+def _name(atom: Atom) -> str:
+    return atom.name

@@ -1,0 +1,73 @@
+"""Elements of which nearly all are computed alike: the largest part of a Concat along the innermost axis."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Final
+
+from onnxfuse.kernels.region.indices import Index, variable_index
+from onnxfuse.kernels.region.nests import ELEMENTS, Nest, draft
+from onnxfuse.kernels.region.program import Program
+from onnxfuse.kernels.region.references import Within
+from onnxfuse.kernels.region.shapes import Shapes
+from onnxfuse.kernels.region.sizes import ZERO, as_size, product
+
+MIN_SHARE: Final = 0.75  # of the elements that are computed alike
+MIN_PERIOD: Final = 32  # elements of the axis
+
+
+@dataclass(frozen=True)
+class DominantPart:
+    """Elements from `begin` to `end` of each row of `period` neighbours in memory are computed alike."""
+
+    index: Index  # the place in a row
+    begin: int
+    end: int
+    period: int
+
+    @property
+    def within(self) -> Within:
+        """What holds for these elements."""
+        return Within(self.index, as_size(self.begin), as_size(self.end))
+
+    @property
+    def others(self) -> int:
+        """How many elements of a row are not among these."""
+        return self.period - (self.end - self.begin)
+
+    def count(self, elements: int) -> int:
+        """Return how many others there are at most in all rows of which so many neighbouring elements are."""
+        return (-(-elements // self.period) + 1) * self.others
+
+
+def dominant_part(nest: Nest, program: Program, shapes: Shapes) -> DominantPart | None:
+    """Return which elements of a nest in one variable are computed alike, if nearly all are; None otherwise.
+
+    What these read must be there for the other elements too, because vectors have both.
+    """
+    indices = {index for index, _ in nest.bounds}
+    if len(indices) != 1 or len(nest.lists[ELEMENTS]) != 1 or nest.stores or nest.levels or nest.inner or nest.reads:
+        return None
+    (index,), (variable,) = indices, nest.lists[ELEMENTS]
+    atom = index.terms[0][0] if len(index.terms) == 1 and index.constant == ZERO else None
+    if atom is None or atom.kind != "mod" or atom.of is None or index.terms[0][1].constant != 1:
+        return None
+    period, ends = atom.by.constant, [end.constant for _, end in nest.bounds]
+    if not period or period < MIN_PERIOD or atom.of != variable_index(variable.name, variable.extent) or None in ends:
+        return None
+    cuts = sorted({0, period, *(end for end in ends if end is not None and 0 < end < period)})
+    begin, end = max(itertools.pairwise(cuts), key=lambda each: each[1] - each[0])
+    found = DominantPart(index, begin, end, period)
+    return found if end - begin >= MIN_SHARE * period and _is_readable(nest, found, program, shapes) else None
+
+
+def _is_readable(nest: Nest, found: DominantPart, program: Program, shapes: Shapes) -> bool:
+    """Return whether all elements can be read as these are, without another choice among parts."""
+    writer = draft(program, shapes, {})
+    writer.within = found.within
+    for name in nest.outputs:
+        writer.value(name, nest.place_of(name, shapes))
+    limits = [(each.range, product(shapes.of[name])) for name, each in writer.accesses]
+    is_inside = all(r and r[0].is_nonnegative and (size - 1 - r[1]).is_nonnegative for r, size in limits)
+    return is_inside and not writer.bounds

@@ -1,0 +1,227 @@
+"""The text of elements that do not depend on each other: vectors of neighbours, or scattered lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+
+from onnxfuse.kernels.region.codegen import Writer
+from onnxfuse.kernels.region.dominant_part import DominantPart, dominant_part
+from onnxfuse.kernels.region.emit_parts import PartsText
+from onnxfuse.kernels.region.emit_stores import StoreText
+from onnxfuse.kernels.region.indices import Index, flat, variable_index
+from onnxfuse.kernels.region.interleaved import chunk_of, interleaved
+from onnxfuse.kernels.region.lanes import Lanes
+from onnxfuse.kernels.region.maps import Place
+from onnxfuse.kernels.region.nests import ELEMENTS, Variable
+from onnxfuse.kernels.region.operators import BYTES, NUMBER
+from onnxfuse.kernels.region.references import Reference
+from onnxfuse.kernels.region.sizes import as_size, product
+
+
+class ElementsText:
+    """Writes which elements a thread has, and their stores."""
+
+    def __init__(self, parts: PartsText, store: StoreText) -> None:
+        """Take what writes variables, and what writes stores."""
+        self.parts, self.store = parts, store
+        self.nest, self.tiling, self.writer, self.type = parts.nest, parts.tiling, parts.writer, parts.type
+
+    def write(self) -> None:
+        """Write elements that do not depend on each other."""
+        nest, writer, width = self.nest, self.writer, self.tiling.width
+        variables = nest.lists[ELEMENTS]
+        if self.tiling.is_scattered:
+            self._scattered(variables)
+            return
+        writer.line(f"const {self.type} at = ({self.type})block * {self.tiling.threads} + threadIdx.x;")
+        if self.tiling.has_tail:
+            self._elements_with_tail(variables[0])
+            return
+        alike = dominant_part(nest, writer.program, writer.shapes) if width > 1 else None
+        if alike and alike.count(self.tiling.threads * width) <= self.tiling.threads:
+            self._alike(variables[0], alike)
+            return
+        if self.tiling.repeats > 1:
+            short = interleaved(nest)
+            if short and short.name == self.tiling.repeated:
+                self._interleaved(short)
+            else:
+                self._repeated(variables)
+            return
+        writer.line(f"if (at >= {self.parts.bound(ELEMENTS, width)}) return;")
+        if variables:
+            self.parts.split("at", variables, width)
+            linear = _place_of(variables) if len(variables) > 1 else None
+            writer.lanes = Lanes(variables[-1].name, width, linear=linear)
+        self.store.write()
+
+    def _alike(self, variable: Variable, alike: DominantPart) -> None:
+        """Write vectors as if all elements were computed alike, and one of the others for each of some threads.
+
+        Vectors have these elements too.  The block that stores vectors stores them afterwards.
+        """
+        nest, writer, width, threads = self.nest, self.writer, self.tiling.width, self.tiling.threads
+        bound, kind, others = self.parts.bound(ELEMENTS, width), self.type, alike.others
+        writer.line(f"const {kind} {variable.name} = (at < {bound} ? at : {bound} - 1) * {width};")
+        writer.lanes, writer.within = Lanes(variable.name, width), alike.within
+        found = self._values()
+        writer.lanes, writer.within, known = Lanes(), None, writer.scopes
+        own = {name: writer.declared(name, False) for name in nest.outputs}
+        begin, other, is_other = (writer.new_name(name) for name in ("begin", "other", "is_other"))
+        skipped = alike.end - alike.begin
+        behind = f"(threadIdx.x % {others} < {alike.begin} ? 0 : {skipped})" if alike.begin else str(skipped)
+        column = f"threadIdx.x % {others} + {behind}"
+        row = f"({begin} / {alike.period} + threadIdx.x / {others})"
+        writer.line(f"const {kind} {begin} = ({kind})block * {threads * width};")
+        writer.line(f"const {kind} {other} = {row} * {alike.period} + {column};")
+        ends = f"{other} < {begin} + {threads * width} && {other} < {writer.arguments.size(variable.extent)}"
+        writer.line(f"const bool {is_other} = {other} >= {begin} && {ends};")
+        writer.scopes = [{}]  # the variable has another value
+        with writer.branch(f"if ({is_other})"):
+            writer.line(f"const {kind} {variable.name} = {other};")
+            for name, value in self._values().items():
+                writer.assign(own[name], value)
+        writer.scopes, writer.lanes = known, Lanes(variable.name, width)
+        self.store.write_release()
+        self.store.write_all(found)
+        writer.lanes = Lanes()
+        writer.line("__syncthreads();")
+        with writer.branch(f"if ({is_other})"):
+            writer.line(f"const {kind} {variable.name} = {other};")
+            self.store.write_all(own)
+
+    def _values(self) -> dict[str, Reference]:
+        """Write the values of the outputs."""
+        return {
+            name: self.writer.value(name, self.nest.place_of(name, self.writer.shapes)) for name in self.nest.outputs
+        }
+
+    def _repeated(self, variables: Sequence[Variable]) -> None:
+        """Write vectors at several values of a variable; what does not depend on it is computed before them."""
+        writer, width, repeats = self.writer, self.tiling.width, self.tiling.repeats
+        (repeated,) = (each for each in variables if each.name == self.tiling.repeated)
+        first = Variable(f"{repeated.name}_first", writer.shapes.sizes.quotient(repeated.extent, as_size(repeats)))
+        own = [first if each == repeated else each for each in variables]
+        bound = writer.arguments.size(self.parts.vectors(product(each.extent for each in own), width))
+        writer.line(f"if (at >= {bound}) return;")
+        self.parts.split("at", own, width)
+        writer.lanes = Lanes(variables[-1].name, width)
+        value = f"const {self.type} {repeated.name} = {first.name} * {repeats} + k;"
+        ahead = self._read_ahead(repeated, value) if self.tiling.reads_ahead else {}
+        self._write_without(repeated)
+        with self._each_repeat():
+            writer.line(value)
+            for key, name in ahead.items():
+                writer.keep(key, Reference(f"{name}[k]", varies=True))
+            self.store.write()
+
+    def _each_repeat(self) -> AbstractContextManager[None]:
+        return self.writer.block(f'_Pragma("unroll") for (int k = 0; k < {self.tiling.repeats}; ++k)')
+
+    def _trial(self) -> Writer:
+        """Return a writer that has written the values and the stores of a thread."""
+        trial = StoreText(self.nest, self.writer.copy(), self.store.release, self.store.leaving, ())
+        trial.writer.lanes = self.writer.lanes
+        trial.write()
+        return trial.writer
+
+    def _read_ahead(self, repeated: Variable, value: str) -> dict[tuple[str, Place], str]:
+        """Write the loads of vectors at all values of a variable, so that all are under way together."""
+        writer = self.writer
+        found = {
+            (operand, place): writer.new_name(f"{operand}_")
+            for operand, place in dict.fromkeys(self._trial().vectors)
+            if any(repeated.name in index.variables() for index in place)
+        }
+        for (operand, _), name in found.items():
+            kind = NUMBER[writer.program.dtypes[operand]]
+            writer.line(f"{kind} {name}[{self.tiling.repeats}][{self.tiling.width}];")
+        with self._each_repeat():
+            writer.line(value)
+            for (operand, place), name in found.items():
+                address = writer.address(operand, flat(place, writer.shapes.of[operand]))
+                writer.line(f"load({address}, {name}[k]);")
+        return found
+
+    def _write_without(self, repeated: Variable) -> None:
+        """Write the values that do not depend on a variable, in front of the loop over it."""
+        writer = self.writer
+        for name, place in self._trial().values():
+            is_read = any(atom.kind == "value" for index in place for atom in index.atoms())  # by the trial's name
+            if not is_read and not any(repeated.name in index.variables() for index in place):
+                writer.value(name, place)
+
+    def _interleaved(self, short: Variable) -> None:
+        """Write vectors at all values of the outputs' innermost variable, which is short.
+
+        A block's elements lie side by side.  Its threads exchange them, so that neighbours store neighbouring chunks;
+        those beyond the end compute the last vectors again.
+        """
+        nest, writer, width, repeats = self.nest, self.writer, self.tiling.width, self.tiling.repeats
+        own = [each for each in nest.lists[ELEMENTS] if each != short]
+        bound = writer.arguments.size(self.parts.vectors(product(each.extent for each in own), width))
+        writer.line(f"const {self.type} own = at < {bound} ? at : {bound} - 1;")
+        self.parts.split("own", own, width)
+        writer.lanes = Lanes(own[-1].name, width)
+        self._write_without(short)
+        dtypes = {name: writer.program.dtypes[name] for name in nest.outputs}
+        found = {name: writer.new_name() for name in nest.outputs}
+        for name, array in found.items():
+            writer.line(f"{NUMBER[dtypes[name]]} {array}[{width * repeats}];")
+        with self._each_repeat():
+            writer.line(f"const {self.type} {short.name} = k;")
+            for name, value in self._values().items():
+                writer.line(f"EACH({width}) {found[name]}[j * {repeats} + k] = {value.lane};")
+        self.store.write_release()
+        self._put_by_block({name: Reference(array) for name, array in found.items()})
+
+    def _put_by_block(self, values: Mapping[str, Reference]) -> None:
+        """Write the stores of what each thread has beside what its neighbours have."""
+        writer, threads, count = self.writer, self.tiling.threads, self.tiling.width * self.tiling.repeats
+        for number, (i, name) in enumerate((i, n) for i, n in enumerate(writer.program.outputs) if n in values):
+            dtype = writer.program.dtypes[name]
+            size, chunk = BYTES[dtype], chunk_of(count, dtype)
+            slots = threads * count // chunk
+            memory = writer.shared((slots + slots // 8) * chunk * size)
+            if number:
+                writer.line("__syncthreads();  // the memory may still be read")
+            total = writer.arguments.size(writer.shapes.sizes.quotient(product(self.nest.shape), as_size(chunk)))
+            left, first = f"{total} - ({self.type})block * {slots}", f"({self.type})block * {threads * count}"
+            given = f"{self.store.leaving}, y{i} + {first}, {values[name].text}, {left}, {memory}"
+            writer.line(f"put_by_block<{chunk}, {threads}>({given});")
+
+    def _scattered(self, variables: Sequence[Variable]) -> None:
+        """Write elements of which each thread has several, so far apart that a warp's neighbours are side by side.
+
+        Beyond the end, threads compute the last element again.
+        """
+        writer, width, threads, kind = self.writer, self.tiling.width, self.tiling.threads, self.type
+        count = self.nest.count(ELEMENTS)
+        bound, at = writer.arguments.size(count), f"first + j * {threads}"
+        writer.line(f"const {kind} first = ({kind})block * {threads * width} + threadIdx.x;")
+        writer.line(f"if (first >= {bound}) return;")
+        writer.lanes = Lanes("", width, frozenset(each.name for each in variables), linear=_place_of(variables))
+        is_whole = writer.shapes.sizes.divisor(count) % (threads * width) == 0
+        self.parts.variable("at", at if is_whole else f"{at} < {bound} ? {at} : {bound} - 1")
+        self.parts.split("at", variables, 1)
+        self.store.write()
+
+    def _elements_with_tail(self, variable: Variable) -> None:
+        """Write whole vectors along the one variable, and single elements behind them."""
+        writer, width, sizes = self.writer, self.tiling.width, self.writer.shapes.sizes
+        whole, count = self.parts.vectors(variable.extent, width), variable.extent
+        with writer.block(f"if (at < {writer.arguments.size(whole)})"):
+            writer.line(f"const {self.type} {variable.name} = at * {width};")
+            writer.lanes = Lanes(variable.name, width)
+            self.store.write()
+        writer.lanes = Lanes()
+        skipped = sizes.named(f"(({count}) / {width}) * {width - 1}", sizes.value(whole) * (width - 1))
+        with writer.block(f"else if (at < {writer.arguments.size(count - skipped)})"):
+            writer.line(f"const {self.type} {variable.name} = at + {writer.arguments.size(skipped)};")
+            self.store.write()
+
+
+def _place_of(variables: Sequence[Variable]) -> Index:
+    """Return the place of an element among all of a nest's, in its variables."""
+    return flat([variable_index(each.name, each.extent) for each in variables], [each.extent for each in variables])

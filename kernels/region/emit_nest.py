@@ -1,0 +1,390 @@
+"""The text of a loop nest: who computes a row, its loops, and what threads exchange."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from onnxfuse.kernels.region.codegen import Writer
+from onnxfuse.kernels.region.emit_elements import ElementsText
+from onnxfuse.kernels.region.emit_parts import PartsText
+from onnxfuse.kernels.region.emit_row_cache import RowCacheText
+from onnxfuse.kernels.region.emit_scratch_reductions import merge_shares, merge_whole
+from onnxfuse.kernels.region.emit_stores import StoreText
+from onnxfuse.kernels.region.emit_tile import TileText, tiles
+from onnxfuse.kernels.region.indices import flat
+from onnxfuse.kernels.region.lanes import Lanes
+from onnxfuse.kernels.region.maps import Place
+from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, in_variables
+from onnxfuse.kernels.region.operators import MAX_INSTRUCTIONS, NUMBER
+from onnxfuse.kernels.region.reductions import Instance
+from onnxfuse.kernels.region.references import Reference
+from onnxfuse.kernels.region.scratch_reductions import Stored
+from onnxfuse.kernels.region.sizes import ONE, as_size
+from onnxfuse.kernels.region.tilings import MAX_HELD, Tiling
+
+UNROLLED: Final = 4  # rounds of a loop that reduces, so that several loads are under way at a time
+
+
+class NestText:
+    """Writes the text of a nest.  A thread knows `block`, the number of its block among those of the nest."""
+
+    def __init__(
+        self, nest: Nest, tiling: Tiling, writer: Writer, release: str, leaving: str, own: Sequence[Stored] = ()
+    ) -> None:
+        """Take what is written, how, and where.
+
+        `release` says when the next kernel may start before the stores, `leaving` whether outputs leave L2 first.
+        `own` are the reductions that the nest stores.
+        """
+        self.nest, self.tiling, self.writer, self.own = nest, tiling, writer, own
+        self.release, self.leaving = release, leaving
+        self.type = writer.arguments.index_type
+        self.parts, self.store = PartsText(nest, tiling, writer), StoreText(nest, writer, release, leaving, own)
+        self.reads: list[tuple[str, list[tuple[str, Place]]]] = []  # by loop: its list, and its vectors of operands
+        self.held: dict[str, dict[tuple[str, Place], str]] = {}  # by list: vectors that registers hold, and where
+        self.kept = RowCacheText(nest, tiling, writer, self._enter)
+        self.batched: dict[int, list[tuple[str, Place]]] = {}  # by number of a loop: vectors that are read in batches
+        self.ahead: list[tuple[str, Place]] = []  # vectors that are read where a tile is stored
+        self.number = 0  # of the next loop
+        self.instructions = 0  # of all loops, about, if none is unrolled
+
+    def write(self) -> None:
+        """Write all lines; vectors that several loops read are held in registers, where these suffice."""
+        if self.tiling.way in ("warp", "block", "columns", "tile"):
+            trial = NestText(self.nest, self.tiling, self.writer.copy(), self.release, self.leaving, self.own)
+            trial._write()
+            self.instructions = trial.writer.instructions
+            self.ahead = trial.ahead
+            self.held = trial.repeated() if self.tiling.shares == ONE else {}
+            if self.tiling.row_memory:
+                held = trial.repeated()
+                for name in dict.fromkeys(name for name, _ in trial.reads if name not in held):
+                    self.kept.choose(name, [own for of, own in trial.reads if of == name], self._held_width(name))
+            for number, (name, keys) in enumerate(trial.reads):
+                own = [key for key in dict.fromkeys(keys) if key not in self.kept.vectors.get(name, {})]
+                if (
+                    name not in self.held
+                    and self._rounds(name) != 1
+                    and own
+                    and self._held_width(name) * len(own) <= 16
+                    and self._most_rounds() > 1
+                ):
+                    self.batched[number] = own
+        self._write()
+
+    def _write(self) -> None:
+        for key in sorted(self.nest.reads):
+            if self.writer.stored[key].is_whole:
+                merge_whole(self.writer, self.writer.stored[key], self.tiling.threads)
+        if self.tiling.way == "merge" and self.own:
+            merge_shares(self.writer, self.own[0], self.tiling, self.parts.bound(ROWS, 1))
+            return
+        elements = ElementsText(self.parts, self.store)
+        ways = {"elements": elements.write, "tile": self._tile, "columns": self._columns}
+        ways.get(self.tiling.way, self._rows)()
+
+    def _tile(self) -> None:
+        """Write a tile: what computes it, and behind a barrier what stores it."""
+        writer, variables = self.writer, tiles(self.nest, self.tiling, self.writer.shapes.sizes)
+        text = TileText(self.nest, self.tiling, writer)
+        writer.line(f"const {self.type} at = block;")
+        self.parts.split("at", variables, 1)
+        if any(writer.stored[key].is_whole for key in self.nest.reads):
+            writer.line("__syncthreads();")  # which read the shared memory
+        text.read_ahead(self.ahead)
+        text.read()
+        writer.line("__syncthreads();")
+        self.store.write_release()
+        seen = len(writer.vectors)
+        with text.stored():
+            nest = self.nest
+            self.store.write_all(
+                {name: writer.value(name, nest.place_of(name, writer.shapes)) for name in nest.outputs}
+            )
+        self.ahead = writer.vectors[seen:]
+
+    def _rows(self) -> None:
+        """Write rows that a warp or a block has together."""
+        nest, writer, lanes = self.nest, self.writer, self.row_threads
+        exists = ""
+        if self.tiling.way == "warp":
+            exists = self._row_of_lanes(lanes)
+        else:
+            writer.line(f"const {self.type} row = {self._shared_block()};")
+            writer.line("const int lane = threadIdx.x;")
+        if nest.lists[ROWS]:
+            self.parts.split("row", nest.lists[ROWS], 1)
+        for name in self.held:
+            self._hold(name, "lane", lanes)
+        for name in self.kept.vectors:
+            whole = "", self.parts.bound(name, self._held_width(name))
+            self.kept.start(name, *(self._head(name) if name in self.tiling.shifted else whole))
+        for level in nest.levels:
+            self._level(level, *self._shared("lane", lanes))
+        self.store.write_rows(f"lane == 0{f' && {exists}' if exists else ''}")
+        if nest.lists[ELEMENTS]:
+            for _ in self._loops(ELEMENTS, "lane", lanes):
+                self.store.write(exists)
+        else:
+            with writer.branch(f"if (lane == 0{f' && {exists}' if exists else ''})"):
+                self.store.write()
+
+    @property
+    def row_threads(self) -> int:
+        """The threads that have a row together."""
+        if self.tiling.way == "columns":
+            return self.tiling.threads // self.tiling.columns
+        return self.tiling.lanes if self.tiling.way == "warp" else self.tiling.threads
+
+    def _held_width(self, name: str) -> int:
+        """Return the elements of a vector that registers hold of a list."""
+        if name in self.tiling.shifted:
+            return self.tiling.shifted[name].width
+        return self.tiling.width if self.tiling.way == "columns" else self.tiling.inner_widths.get(name, 1)
+
+    def _row_of_lanes(self, lanes: int) -> str:
+        """Write which row a thread has; return the condition of storing it where a warp has several rows.
+
+        All its threads then have one, because they exchange what they reduce.
+        """
+        writer, bound = self.writer, self.parts.bound(ROWS, 1)
+        writer.line(f"const int lane = threadIdx.x % {lanes};")
+        number = f"({self.type})block * {self.tiling.threads // lanes} + threadIdx.x / {lanes}"
+        if lanes == 32:
+            writer.line(f"const {self.type} row = {number};")
+            writer.line(f"if (row >= {bound}) return;")
+            return ""
+        self._row_that_exists(number, bound)
+        return "exists"
+
+    def _row_that_exists(self, number: str, bound: str) -> None:
+        """Write a thread's row: the last one where there is none of its number, so that all threads have a row."""
+        self.writer.line(f"const {self.type} own = {number};")
+        self.writer.line(f"const bool exists = own < {bound};")
+        self.writer.line(f"const {self.type} row = exists ? own : {bound} - 1;")
+
+    def repeated(self) -> dict[str, dict[tuple[str, Place], str]]:
+        """Return the vectors that several loops over a list read, if registers can hold a thread's part of them."""
+        found: dict[str, dict[tuple[str, Place], str]] = {}
+        for name in dict.fromkeys(name for name, _ in self.reads):
+            counts = Counter(key for own, keys in self.reads if own == name for key in dict.fromkeys(keys))
+            rounds, width = self._rounds(name), self._held_width(name)
+            keys = [key for key, count in counts.items() if count > 1 or rounds > 1]
+            is_short = rounds * self.writer.instructions <= MAX_INSTRUCTIONS
+            if keys and rounds and is_short and rounds * width * len(keys) <= MAX_HELD:
+                found[name] = {key: f"held{len(found)}_{i}" for i, key in enumerate(keys)}
+        return found
+
+    def _head(self, name: str) -> tuple[str, str]:
+        """Write how many elements stand in front of shifted vectors, and how many vectors there are."""
+        writer, lanes = self.writer, self.tiling.shifted[name]
+        assert lanes.rest is not None
+        head, count = writer.new_name("head"), writer.new_name("count")
+        (variable,), width = self.nest.lists[name], lanes.width
+        size, rest = writer.arguments.size(variable.extent), writer.index(lanes.rest)
+        shift = writer.arguments.quotient(rest, as_size(width), "%")
+        writer.line(f"const int {head} = ({width} - {shift}) % {width}, {count} = ({size} - {head}) / {width};")
+        return head, count
+
+    def _rounds(self, name: str) -> int:
+        """Return how often a thread's turn comes in a loop over a list; 0 if that depends on dynamic dims."""
+        count, width = self.nest.count(name).constant, self.tiling.inner_widths.get(name, 1)
+        count = None if name in self.tiling.shifted else count
+        return -(-count // (width * self.row_threads)) if count else 0
+
+    def _hold(self, name: str, start: str, step: int) -> None:
+        """Write the loads of all vectors of a list that registers hold."""
+        writer, width = self.writer, self._held_width(name)
+        for (operand, _), held in self.held[name].items():
+            kind = NUMBER[writer.program.dtypes[operand]]
+            writer.line(f"{kind} {held}[{self._rounds(name)}][{width}];")
+        with self._loop(name, start, step, fills=True):
+            self._load(self.held[name])
+
+    def _columns(self) -> None:
+        """Write rows that lie side by side; threads without a row compute the last one, and store nothing."""
+        nest, writer, tiling = self.nest, self.writer, self.tiling
+        parts, bound = tiling.threads // tiling.columns, self.parts.bound(ROWS, tiling.width)
+        writer.line(f"const int column = threadIdx.x % {tiling.columns}, part = threadIdx.x / {tiling.columns};")
+        self._row_that_exists(f"{self._shared_block()} * {tiling.columns} + column", bound)
+        self.parts.split("row", nest.lists[ROWS], tiling.width)
+        writer.lanes = Lanes(nest.lists[ROWS][-1].name, tiling.width)
+        for name in self.held:
+            self._hold(name, "part", parts)
+        for level in nest.levels:
+            self._level(level, *self._shared("part", parts))
+        self.store.write_rows("exists && part == 0" if parts > 1 else "exists")
+        if nest.lists[ELEMENTS]:
+            for _ in self._loops(ELEMENTS, "part", parts):
+                self.store.write("exists")
+        else:
+            self.store.write("exists && part == 0" if parts > 1 else "exists")
+
+    def _shared_block(self) -> str:
+        """Return a block's number among those of different rows, and write which share of these it has."""
+        if self.tiling.shares == ONE:
+            return f"({self.type})block"
+        arguments, shares = self.writer.arguments, self.tiling.shares
+        self.writer.line(f"const int share = {arguments.quotient('block', shares, '%')};")
+        return arguments.quotient("block", shares)
+
+    def _shared(self, start: str, step: int) -> tuple[str, str]:
+        """Return where a thread begins and how far it steps if its block has a share of the elements."""
+        if self.tiling.shares == ONE:
+            return start, str(step)
+        return f"share * {step} + {start}", f"{step} * {self.writer.arguments.size(self.tiling.shares)}"
+
+    # --- loops ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _loop(
+        self, name: str, start: str, step: int | str, fills: bool = False, head: str = "", count: str = ""
+    ) -> Iterator[None]:
+        """Write a loop over the elements of a list, with vectors along its last variable unless they go across rows.
+
+        Where registers hold vectors of the list, the loop is unrolled, and knows them unless it `fills` them.  Shifted
+        vectors begin behind `head` elements, and are `count`.
+        """
+        writer, before = self.writer, self.writer.lanes
+        seen, at, held = len(writer.vectors), writer.new_name("at"), self.held.get(name, {})
+        bound = count or self.parts.bound(name, self._width_along(name))
+        unrolled = f'_Pragma("unroll {UNROLLED}") ' if name in self.kept.vectors else ""
+        text = f"{unrolled}for ({self.type} {at} = {start}; {at} < {bound}; {at} += {step})"
+        if held:
+            rounds = self._rounds(name)
+            text = f'_Pragma("unroll") for (int k = 0, {at} = {start}; k < {rounds}; ++k, {at} += {step})'
+            text += "" if self._divides(name, rounds) else f" if ({at} < {bound})"
+        with writer.block(text):
+            if not fills:
+                self._keep(held)
+            self._enter(name, at, head)
+            if not fills:
+                self.kept.read(name, at, head, bound)
+            yield
+        if not fills:
+            self.reads.append((name, writer.vectors[seen:]))
+        writer.lanes = before
+
+    def _keep(self, held: Mapping[tuple[str, Place], str]) -> None:
+        for key, text in held.items():
+            self.writer.keep(key, Reference(f"{text}[k]", varies=True))
+
+    def _most_rounds(self) -> int:
+        """Return how many rounds a batch may have, which the text has twice, with loads of their own."""
+        return MAX_INSTRUCTIONS // (3 * max(1, self.instructions))
+
+    def _batches(self, name: str, start: str, step: str, head: str, count: str) -> Iterator[None]:
+        """Write a loop over batches of rounds, which loads all vectors of a batch first, and one over the rounds left.
+
+        In the last batch, not all threads have all rounds.
+        """
+        writer, width, before = self.writer, self._held_width(name), self.writer.lanes
+        keys, at = self.batched[self.number], writer.new_name("at")
+        most = MAX_HELD // 2 if self.tiling.way == "columns" else MAX_HELD  # columns have accumulators for each lane
+        rounds = max(1, min(UNROLLED, most // (width * len(keys)), self._most_rounds()))
+        bound, first = count or self.parts.bound(name, self._width_along(name)), f"{at}_first"
+        held = {key: writer.new_name(f"{key[0]}_") for key in keys}
+        each = f'_Pragma("unroll") for (int k = 0, {at} = {first}; k < {rounds}; ++k, {at} += {step})'
+        writer.line(f"{self.type} {first} = {start};")
+        heads = [f"for (; {first} + {rounds - 1} * ({step}) < {bound}; {first} += {rounds} * ({step}))"]
+        if head or not self._divides(name, rounds):
+            heads.append(f"if ({first} < {bound})")
+        for text in heads:
+            condition = f" if ({at} < {bound})" if text is not heads[0] else ""
+            with writer.block(text):
+                for (operand, _), own in held.items():
+                    writer.line(f"{NUMBER[writer.program.dtypes[operand]]} {own}[{rounds}][{width}];")
+                with writer.block(f"{each}{condition}"):
+                    self._enter(name, at, head)
+                    self._load(held)
+                writer.lanes = before
+                with writer.block(f"{each}{condition}"):
+                    self._keep(held)
+                    self._enter(name, at, head)
+                    self.kept.read(name, at, head, bound)
+                    yield
+                writer.lanes = before
+
+    def _load(self, held: Mapping[tuple[str, Place], str]) -> None:
+        """Write the loads of round k of vectors that registers hold."""
+        for (operand, place), text in held.items():
+            address = self.writer.address(operand, flat(place, self.writer.shapes.of[operand]))
+            self.writer.line(f"load({address}, {text}[k]);")
+
+    def _enter(self, name: str, at: str, head: str) -> None:
+        """Write the variables of a list at a vector, along which lanes lie from here on."""
+        writer, variables, width = self.writer, self.nest.lists[name], self._width_along(name)
+        if head:
+            writer.lanes = self.tiling.shifted[name]
+            writer.line(f"const {self.type} {variables[0].name} = {head} + {at} * {writer.lanes.width};")
+            return
+        if variables:
+            self.parts.split(at, variables, width)
+        if self.tiling.way != "columns":
+            writer.lanes = Lanes(variables[-1].name if variables else "", width)
+
+    def _width_along(self, name: str) -> int:
+        """Return the elements of a vector along a list."""
+        return 1 if self.tiling.way == "columns" else self.tiling.inner_widths.get(name, 1)
+
+    def _divides(self, name: str, rounds: int) -> bool:
+        """Return whether so many rounds of all threads divide the elements of a list."""
+        count, each = self.nest.count(name).constant, rounds * self.row_threads * self._width_along(name)
+        return self.tiling.shares == ONE and count is not None and count % each == 0
+
+    def _loops(self, name: str, start: str, step: int | str) -> Iterator[None]:
+        """Write the loops over the elements of a list; over shifted vectors, and over what these leave."""
+        lanes, writer = self.tiling.shifted.get(name), self.writer
+        if lanes is None:
+            yield from self._loops_of_vectors(name, start, str(step))
+            return
+        (variable,), width, before, at = self.nest.lists[name], lanes.width, writer.lanes, writer.new_name("at")
+        size, (head, count) = writer.arguments.size(variable.extent), self._head(name)
+        yield from self._loops_of_vectors(name, start, str(step), head, count)
+        with writer.block(f"for ({self.type} {at} = {start}; {at} < {size} - {count} * {width}; {at} += {step})"):
+            writer.line(f"const {self.type} {variable.name} = {at} < {head} ? {at} : {at} + {count} * {width};")
+            writer.lanes = Lanes(variable.name, 1)
+            yield
+        writer.lanes = before
+
+    def _loops_of_vectors(self, name: str, start: str, step: str, head: str = "", count: str = "") -> Iterator[None]:
+        if self.number in self.batched:
+            yield from self._batches(name, start, step, head, count)
+        else:
+            with self._loop(name, start, step, head=head, count=count):
+                yield
+        self.number += 1
+        self.kept.arrived.add(name)
+
+    def _level(self, level: tuple[Instance, ...], start: str, step: str) -> None:
+        """Write the reductions of one level: loops over the elements, then what merges the threads' parts."""
+        nest, writer = self.nest, self.writer
+        by_list: dict[str, list[Instance]] = {}
+        for instance in level:
+            by_list.setdefault(nest.elements_of(instance, writer.shapes)[0], []).append(instance)
+        for name, instances in by_list.items():
+            places = {in_variables(each, nest): nest.elements_of(each, writer.shapes)[1] for each in instances}
+            accumulators = {each: writer.accumulator(each) for each in places}
+            for _ in self._loops(name, start, step):
+                for each, place in places.items():
+                    writer.add(each, accumulators[each], place)
+            for each, accumulator in accumulators.items():
+                self._merge(each, accumulator)
+                writer.keep(each, accumulator)
+
+    def _merge(self, instance: Instance, accumulator: Reference) -> None:
+        """Write what merges the parts of all threads that have a row."""
+        writer, tiling, name = self.writer, self.tiling, accumulator.text
+        kind, size = instance.accumulator(writer.program), instance.accumulator_bytes(writer.program)
+        if tiling.way == "warp":
+            writer.line(f"merge_warp<{tiling.lanes}>({name});")
+        elif tiling.way == "block":
+            memory = writer.shared(tiling.threads // 32 * size)
+            writer.line(f"merge_block<{kind}, {tiling.threads}>({name}, {memory});")
+        elif tiling.columns < tiling.threads:
+            width, parts = writer.lanes.width if accumulator.varies else 1, tiling.threads // tiling.columns
+            own, memory = name if accumulator.varies else f"&{name}", writer.shared(tiling.threads * width * size)
+            writer.line(f"merge_columns<{kind}, {width}, {tiling.columns}, {parts}>({own}, {memory}, column, part);")

@@ -1,0 +1,56 @@
+"""The text of a nest's variables, which are parts of a number that a thread knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onnxfuse.kernels.region.codegen import Writer
+from onnxfuse.kernels.region.nests import Nest, Variable
+from onnxfuse.kernels.region.sizes import ONE, Size, as_size
+from onnxfuse.kernels.region.tilings import Tiling
+
+
+class PartsText:
+    """Writes variables, and how many vectors they count."""
+
+    def __init__(self, nest: Nest, tiling: Tiling, writer: Writer) -> None:
+        """Take what is written, how, and where."""
+        self.nest, self.tiling, self.writer = nest, tiling, writer
+        self.type = writer.arguments.index_type
+
+    def variable(self, name: str, value: str) -> str:
+        """Write an index variable, which is an array if lanes are scattered; return what reads it."""
+        if not self.writer.lanes.scattered:
+            self.writer.line(f"const {self.type} {name} = {value};")
+            return name
+        width = self.tiling.width
+        self.writer.line(f"{self.type} {name}[{width}]; EACH({width}) {name}[j] = {value};")
+        return f"{name}[j]"
+
+    def vectors(self, extent: Size, width: int) -> Size:
+        """Return how many whole vectors an extent has."""
+        sizes = self.writer.shapes.sizes
+        exact = extent.divided(as_size(width))
+        return exact or sizes.named(f"({extent}) / {width}", sizes.value(extent) // width)
+
+    def bound(self, name: str, width: int) -> str:
+        """Return the number of vectors that a list's variables count."""
+        return self.writer.arguments.size(self.vectors(self.nest.count(name), width))
+
+    def split(self, name: str, variables: Sequence[Variable], width: int) -> None:
+        """Write variables as parts of a number, which counts vectors of `width` along the last one."""
+        writer, left = self.writer, f"{name}[j]" if self.writer.lanes.scattered else name
+        first, *others = variables
+        for variable in reversed(others):
+            is_vector = variable is variables[-1] and width > 1
+            by = self.vectors(variable.extent, width) if is_vector else variable.extent
+            if by == ONE:
+                self.variable(variable.name, "0")
+                continue
+            part, rest = (writer.arguments.quotient(left, by, operator) for operator in "%/")
+            self.variable(variable.name, f"{part} * {width}" if is_vector else part)
+            if variable is variables[1]:
+                self.variable(first.name, rest)
+                return
+            left = self.variable(f"{variable.name}_left", rest)
+        self.variable(first.name, left if others or width == 1 else f"{left} * {width}")

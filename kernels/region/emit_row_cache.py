@@ -1,0 +1,84 @@
+"""The text of rows in shared memory: vectors that several loops read are copied there ahead of the first one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import Final, TypeAlias
+
+from onnxfuse.kernels.region.codegen import Writer
+from onnxfuse.kernels.region.indices import flat
+from onnxfuse.kernels.region.maps import Place
+from onnxfuse.kernels.region.nests import Nest
+from onnxfuse.kernels.region.operators import BYTES, STORED
+from onnxfuse.kernels.region.references import Reference
+from onnxfuse.kernels.region.tilings import KEPT_DTYPES, MIN_COPIED, Tiling
+
+COPIED_AHEAD: Final = 8  # vectors of a row that are on their way to shared memory while a thread reads another one
+Vector: TypeAlias = tuple[str, Place]  # of an operand, and where
+
+
+class RowCacheText:
+    """Writes what keeps vectors of a row.  A thread copies those that it reads itself, so that no barrier is needed."""
+
+    def __init__(self, nest: Nest, tiling: Tiling, writer: Writer, enter: Callable[[str, str, str], None]) -> None:
+        """Take what is written, how, and where; `enter` writes the variables of a list at a vector behind a head."""
+        self.nest, self.tiling, self.writer, self.enter = nest, tiling, writer, enter
+        self.vectors: dict[str, dict[Vector, str]] = {}  # by list, and the arrays that keep them
+        self.widths: dict[str, int] = {}  # by list
+        self.arrived: set[str] = set()  # lists that a loop has read
+
+    def choose(self, name: str, reads: Sequence[Collection[Vector]], width: int) -> None:
+        """Choose which vectors of a list, of those that each of its loops reads, are kept: as many as memory has."""
+        count, program = self.nest.count(name).constant or 0, self.writer.program
+        left = self.tiling.row_memory - sum(self._bytes(each, of) for each in self.vectors for of in self.vectors[each])
+        counts = Counter(vector for own in reads for vector in dict.fromkeys(own))
+        for vector in [each for each, loops in counts.items() if loops > 1]:
+            dtype = program.dtypes[vector[0]]
+            is_copied = dtype in KEPT_DTYPES and width * BYTES[dtype] >= MIN_COPIED
+            if is_copied and count and self._bytes(name, vector) <= left:
+                left -= self._bytes(name, vector)
+                self.widths[name] = width
+                own = self.vectors.setdefault(name, {})
+                own[vector] = f"kept{len(self.vectors)}_{len(own)}"
+
+    def _bytes(self, name: str, vector: Vector) -> int:
+        return (self.nest.count(name).constant or 0) * BYTES[self.writer.program.dtypes[vector[0]]]
+
+    def start(self, name: str, head: str, bound: str) -> None:
+        """Write the arrays of a list, and the copies of a thread's first vectors."""
+        writer, width = self.writer, self.widths[name]
+        for vector, text in self.vectors[name].items():
+            kind = f"Pack<{STORED[writer.program.dtypes[vector[0]]]}, {width}>"
+            memory = writer.row_memory(self._bytes(name, vector))
+            writer.line(f"{kind}* const {text} = reinterpret_cast<{kind}*>({memory});")
+        at, step, index = writer.new_name("at"), self.tiling.threads, writer.arguments.index_type
+        with writer.block(f"for ({index} {at} = lane; {at} < {COPIED_AHEAD * step}; {at} += {step})"):
+            self._copy(name, at, head, bound)
+
+    def _copy(self, name: str, at: str, head: str, bound: str) -> None:
+        """Write the copies of one vector of each operand, if there is such a vector."""
+        writer, before = self.writer, self.writer.lanes
+        with writer.block(f"if ({at} < {bound})"):
+            self.enter(name, at, head)
+            for (operand, place), text in self.vectors[name].items():
+                address = writer.address(operand, flat(place, writer.shapes.of[operand]))
+                writer.line(f"copy_to_shared({text}[{at}], {address});")
+        writer.lanes = before
+        writer.line("commit_copies();")
+
+    def read(self, name: str, at: str, head: str, bound: str) -> None:
+        """Write the reads of a list's vectors in a loop; the first one waits for them, and copies others."""
+        if name not in self.vectors:
+            return
+        writer, is_first = self.writer, name not in self.arrived
+        if is_first:
+            writer.line(f"wait_for_copies_but<{COPIED_AHEAD - 1}>();")
+        for vector, text in self.vectors[name].items():
+            found = writer.name_of(vector[0])
+            writer.line(f"float {found}[{self.widths[name]}]; unpack(read_packed({text}[{at}]), {found});")
+            writer.keep(vector, Reference(found, varies=True))
+        if is_first:
+            ahead, step = f"{at}_ahead", COPIED_AHEAD * self.tiling.threads
+            writer.line(f"const {writer.arguments.index_type} {ahead} = {at} + {step};")
+            self._copy(name, ahead, head, bound)

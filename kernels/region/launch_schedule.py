@@ -1,0 +1,254 @@
+"""The launches of a region: which reductions are stored by launches of their own, and which nests each launch has."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, TypeAlias
+
+from onnxfuse.kernels.region.costs import WARP
+from onnxfuse.kernels.region.indices import variable_index
+from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, make_nest, make_stored_nest, with_row_outputs
+from onnxfuse.kernels.region.program import Program
+from onnxfuse.kernels.region.reductions import Instance, Key
+from onnxfuse.kernels.region.scratch_reductions import Stored, StoredByKey, stored
+from onnxfuse.kernels.region.shapes import Shapes
+from onnxfuse.kernels.region.sizes import ONE, ZERO, Shape, product
+from onnxfuse.kernels.region.tilings import THREADS, Tiling, fastest_variables, of_one_block, tiling_of
+from onnxfuse.kernels.region.traffic import accesses, with_contiguous_last
+from onnxfuse.region_operators import REDUCTIONS
+from onnxfuse.runtime.plan import Device
+from onnxfuse.runtime.symint import estimate
+
+Keys: TypeAlias = tuple[Key, ...]  # of reductions that one nest stores
+MIN_STORED_ELEMENTS: Final = 32  # of a reduction that no row shares: fewer are a loop of each thread that reads it
+
+
+@dataclass(frozen=True)
+class Region:
+    """What decides how a region runs: what it computes, and on which GPU."""
+
+    program: Program
+    shapes: Shapes
+    aligned: bool  # operands and outputs start at multiples of 16 bytes
+    device: Device
+    is_wide: bool = False  # indices have 64 bits
+
+
+@dataclass(frozen=True)
+class Work:
+    """A nest, how it runs, and the reductions that it stores."""
+
+    nest: Nest
+    tiling: Tiling
+    stored: tuple[Stored, ...] = ()
+
+
+@dataclass
+class Stages:
+    """The works of each launch, in their order, and the reductions that works of earlier launches store."""
+
+    launches: list[list[Work]] = field(default_factory=list)
+    stored: dict[Key, Stored] = field(default_factory=dict)
+
+    def add(self, launch: int, work: Work) -> None:
+        """Add a work to a launch."""
+        while len(self.launches) <= launch:
+            self.launches.append([])
+        self.launches[launch].append(work)
+
+
+def stages_of(region: Region, groups: Sequence[Sequence[str]]) -> Stages:
+    """Return the launches that compute outputs, which are grouped by their shapes."""
+    program, shapes, found = region.program, region.shapes, dict[Key, Stored]()
+    groups = _grouped(program, shapes, groups)
+    while True:
+        made = [make_nest(program, shapes, names, found) for names in groups]
+        nests = [_arranged(region, nest, found) for nest in made]
+        own: dict[Keys, Nest] = {(key,): _stored_nest(region, (key,), found) for key in found}
+        slow = [each for nest in (*nests, *own.values()) for each in _slow(region, nest)]
+        if all(each.key in found for each in slow):
+            nests = _with_rows(region, with_row_outputs(nests, program, shapes, found), found)
+            return _in_order(region, nests, _with_common_rows(region, own, found), found)
+        for each in slow:
+            found.setdefault(each.key, stored(each, f"p{len(found)}", shapes))
+
+
+def _grouped(program: Program, shapes: Shapes, groups: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return groups of outputs of one nest each: with equally many elements, where operands are then read once."""
+    found, left = list[list[str]](), [list(each) for each in groups]
+    while left:
+        own = left.pop(0)
+        for other in list(left):
+            if _share_reads(program, shapes, own, other):
+                own += other
+                left.remove(other)
+        found.append(own)
+    return found
+
+
+def _share_reads(program: Program, shapes: Shapes, own: Sequence[str], other: Sequence[str]) -> bool:
+    """Return whether two groups of outputs read fewer bytes in one nest."""
+    a, b = shapes.of[own[0]], shapes.of[other[0]]
+    is_same = [dim for dim in a if dim != ONE] == [dim for dim in b if dim != ONE]
+    reduces = any(each.name in REDUCTIONS for each in program.operations)
+    if product(a) != product(b) or (reduces and not is_same):
+        return False
+    bytes_read = [
+        sum(each.moved for each in accesses(make_nest(program, shapes, names, {}), program) if each.operand)
+        for names in ([*own, *other], own, other)
+    ]
+    return bytes_read[0] < bytes_read[1] + bytes_read[2]
+
+
+def _with_rows(region: Region, nests: Sequence[Nest], stored: StoredByKey) -> list[Nest]:
+    """Return nests of which those that compute one element for a row join one that reads the rows for something else.
+
+    The rows are then read once, or a second time while the first-level cache has them.
+    """
+    found = list(nests)
+    for rows in nests:
+        for i, other in enumerate(found if rows in found else ()):
+            joined = _joined(region, rows, other, stored) if other != rows else None
+            if joined:
+                found[i] = joined
+                found.remove(rows)
+                break
+    return found
+
+
+def _joined(region: Region, rows: Nest, other: Nest, stored: StoredByKey) -> Nest | None:
+    """Return the nest of the outputs of two, of which the first has one element for each row that the second reads."""
+    program, shapes = region.program, region.shapes
+    shape = _shape_of_rows(region, rows, other)
+    if shape is None or other.inner:
+        return None
+    if not {operand for operand, _ in rows.accesses if operand} & {operand for operand, _ in other.accesses}:
+        return None
+    given = {**other.row_outputs, **dict.fromkeys(rows.outputs, shape)}
+    joined = _arranged(region, make_nest(program, shapes, other.outputs, stored, given), stored)
+    if joined.inner or joined.count(ROWS) != product(shape) or _tiling(region, joined).shares != ONE:
+        return None
+    return joined
+
+
+def _shape_of_rows(region: Region, rows: Nest, other: Nest) -> Shape | None:
+    """Return the shape, in the axes of `other`, of which each element is one that `rows` computes, in the same order.
+
+    There is none unless `rows` only reduces, over some of these axes, values with as many elements along each.
+    """
+    instances = [each for level in rows.levels for each in level]
+    if not instances or rows.inner or rows.row_outputs or rows.lists[ELEMENTS]:
+        return None
+    own = [(dim, variable_index(f"o{axis}", dim)) for axis, dim in enumerate(rows.shape) if dim != ONE]
+    axes, found = [axis for axis, dim in enumerate(other.shape) if dim != ONE], set[Shape]()
+    for each in instances:
+        places = [(dim, at) for dim, at in zip(region.shapes.of[each.value], each.kept, strict=True) if dim != ONE]
+        if [dim for dim, _ in places] != [other.shape[axis] for axis in axes]:
+            return None
+        if [(dim, at) for dim, at in places if at is not None] != own:
+            return None
+        reduced = {axis for axis, (_, at) in zip(axes, places, strict=True) if at is None}
+        found.add(tuple(ONE if axis in reduced else dim for axis, dim in enumerate(other.shape)))
+    return found.pop() if len(found) == 1 else None
+
+
+def _stored_nest(region: Region, keys: Keys, found: StoredByKey) -> Nest:
+    """Return the nest that stores reductions, each of which it computes from the others where it needs these."""
+    others = {key: each for key, each in found.items() if key not in keys or len(keys) == 1}
+    made = make_stored_nest(region.program, region.shapes, [found[key] for key in keys], others)
+    return _arranged(region, made, found)
+
+
+def _with_common_rows(region: Region, own: Mapping[Keys, Nest], found: StoredByKey) -> dict[Keys, Nest]:
+    """Return nests of which those that store reductions of a row join one that stores what they read of the same row.
+
+    One launch then computes all of them, and reads the row once.
+    """
+    joined = dict[Keys, Nest]()
+    for keys, nest in own.items():
+        for others, other in joined.items():
+            made = _stored_nest(region, (*others, *keys), found) if nest.reads & set(others) else None
+            if made and _has_rows_of(region, made, (nest, other)) and made.reads <= other.reads:
+                del joined[others]
+                joined[*others, *keys] = made
+                break
+        else:
+            joined[keys] = nest
+    return joined
+
+
+def _has_rows_of(region: Region, made: Nest, nests: Sequence[Nest]) -> bool:
+    """Return whether a nest computes the rows that all of these do, each of them by threads that need no others."""
+    is_whole = not made.inner and all(_tiling(region, each).shares == ONE for each in (made, *nests))
+    return is_whole and all(each.shape == made.shape and each.count(ROWS) == made.count(ROWS) for each in nests)
+
+
+def _arranged(region: Region, nest: Nest, found: Mapping[Key, Stored]) -> Nest:
+    """Return a nest in the variables that make it fast."""
+    nest = with_contiguous_last(nest, region.program)
+    return fastest_variables(nest, region.program, region.shapes, region.aligned, region.device, found)
+
+
+def _slow(region: Region, nest: Nest) -> Iterator[Instance]:
+    """Yield the reductions of a nest that launches of their own should compute."""
+    shapes = region.shapes
+    if nest.levels and _tiling(region, nest).shares != ONE:
+        yield from (each for level in nest.levels for each in level if each not in nest.stores)
+    for each in nest.inner:
+        count = shapes.sizes.value(each.count(shapes))
+        if ZERO not in shapes.of[each.value] and estimate(count) >= MIN_STORED_ELEMENTS:
+            yield each
+
+
+def _tiling(region: Region, nest: Nest) -> Tiling:
+    return tiling_of(nest, region.program, region.shapes, region.aligned, region.device)
+
+
+def _in_order(region: Region, nests: Sequence[Nest], own: Mapping[Keys, Nest], found: StoredByKey) -> Stages:
+    """Return nests in launches, each behind those that it reads."""
+    stages, tilings = Stages(), {keys: _tiling(region, nest) for keys, nest in own.items()}
+    together = {key: keys for keys in own for key in keys}
+    merged = {keys for keys, tiling in tilings.items() if tiling.shares != ONE and _is_merged(keys, own, nests)}
+
+    def first_launch(nest: Nest) -> int:
+        return max((ready(key) for key in nest.reads), default=0)
+
+    @functools.cache
+    def ready(key: Key) -> int:
+        return first_launch(own[together[key]]) + (2 if together[key] in merged else 1)
+
+    for keys, nest in own.items():
+        tiling, launch = tilings[keys], first_launch(nest)
+        is_across = tiling.way == "columns" and tiling.shares != ONE
+        shared = {key: replace(found[key], shares=tiling.shares, is_across=is_across) for key in keys}
+        if keys in merged:
+            stages.stored |= {key: found[key] for key in keys}
+            merging = Tiling("merge", THREADS, lanes=1 if is_across else WARP, shares=tiling.shares)
+            stages.add(launch + 1, Work(nest, merging, (replace(found[keys[0]], is_across=is_across),)))
+            shared = {key: replace(each, pointer=f"{each.pointer}_shares") for key, each in shared.items()}
+        else:
+            stages.stored |= shared
+        stages.add(launch, Work(nest, tiling, tuple(shared.values())))
+    for nest in nests:
+        stages.add(first_launch(nest), Work(nest, _tiling(region, nest)))
+    stages.launches = [_of_one_launch(works) for works in stages.launches]
+    return stages
+
+
+def _is_merged(keys: Keys, own: Mapping[Keys, Nest], nests: Sequence[Nest]) -> bool:
+    """Return whether a launch merges the shares of a reduction before others read it.
+
+    Blocks merge those of a reduction that has one place.  Where no more elements are computed from it than it has
+    places, each thread merges the shares of its own.
+    """
+    places = own[keys].count(ROWS)
+    readers = [nest for nest in (*nests, *own.values()) if nest.reads & set(keys)]
+    return places != ONE and any(nest.count(ROWS) * nest.count(ELEMENTS) != places or nest.levels for nest in readers)
+
+
+def _of_one_launch(works: Sequence[Work]) -> list[Work]:
+    """Return works in blocks of equal size."""
+    tilings = of_one_block([work.tiling for work in works])
+    return [replace(work, tiling=tiling) for work, tiling in zip(works, tilings, strict=True)]

@@ -1,0 +1,200 @@
+"""A body of an If, Loop or Scan as a graph of its own, whose further inputs are what it reads of the graphs around it.
+
+So all that is done to the main graph can be done to a body.  An initializer outside stays one initializer: the body
+knows its value, but does not write it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import onnx
+
+from onnxfuse.analysis.dims import UNKNOWN, Size
+from onnxfuse.analysis.shape_info import Scope, Shape, ShapeInfo
+from onnxfuse.control_flow.inputs import carried, known_inputs, scanned
+from onnxfuse.control_flow.known_branches import with_known_branches
+from onnxfuse.control_flow.repeated_shapes import infer_repeated
+from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.execution_order import outer_reads
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.graphsurgeon import constant_of
+from onnxfuse.ir.node import Constant, Node, Tensor, has_subgraph, is_constant, op_of
+from onnxfuse.ir.protos import CONTROL_FLOW, copy_without, is_control_flow, nodes
+from onnxfuse.ir.serde import read_subgraph
+
+
+@dataclass(frozen=True)
+class Body:
+    """A body of a node, as a graph."""
+
+    node: Node
+    index: int  # of the attribute that holds the body, in the node's message
+    where: str  # what reports call it, such as "the else branch of If 'x'"
+    graph: Graph
+    shapes: ShapeInfo
+    captured: frozenset[str]  # what it reads of the graphs around it, constants aside
+    taken: tuple[onnx.NodeProto, ...]  # Ifs in it that vanished, because their conditions are known
+    # By the name of an input of its own: the tensor that it begins as, and the axis if it is a slice of that.
+    begins: Mapping[str, tuple[str, int | None]]
+
+
+def read_bodies(graph: Graph, shapes: ShapeInfo, ops: Collection[str] = CONTROL_FLOW) -> Iterator[Body]:
+    """Yield the bodies of the Ifs, Loops and Scans of a sorted graph, or of those in `ops`; none is changed yet."""
+    found = [node for node in graph.nodes if has_subgraph(node) and is_control_flow(graph.protos[id(node)][1])]
+    found = [node for node in found if op_of(node) in ops]
+    surroundings = _Surroundings(graph, shapes) if found else None
+    for node in found:
+        assert surroundings
+        message = graph.protos[id(node)][1]
+        for index, attribute in enumerate(message.attribute):
+            if attribute.HasField("g"):
+                yield surroundings.body(node, index, message)
+
+
+def write_body(outer: Graph, body: Body, written: onnx.ModelProto) -> None:
+    """Put a body that was rewritten in place of the one that its node has."""
+    result = onnx.NodeProto()
+    result.CopyFrom(outer.protos[id(body.node)][1])
+    graph = result.attribute[body.index].g
+    kept = copy_without(graph, "node", "initializer", "sparse_initializer", "value_info", "quantization_annotation")
+    graph.CopyFrom(kept)
+    for field in "node", "initializer", "sparse_initializer", "value_info", "quantization_annotation":
+        getattr(graph, field).extend(getattr(written.graph, field))
+    outer.protos[id(body.node)] = body.node, result
+    _record_captured(outer, body, graph)
+    _record_inputs(body, graph)
+
+
+def _record_captured(outer: Graph, body: Body, written: onnx.GraphProto) -> None:
+    """Record the types of what fused nodes in a body read, for what plans their kernels."""
+    read = {name for node in nodes(written) if node.domain == DOMAIN for name in node.input}
+    for tensor in body.graph.linked.inputs:
+        if tensor.name in read and tensor.name in body.captured:
+            outer.record_type(tensor, body.shapes.dtype(tensor), body.shapes.shape(tensor))
+
+
+def _record_inputs(body: Body, written: onnx.GraphProto) -> None:
+    """Record the shapes of the body's own inputs that hold in every iteration: an exporter may record the first.
+
+    Where the body had fused nodes, an earlier optimization has recorded them, and knew more.
+    """
+    if any(node.domain == DOMAIN for node in nodes(body.graph.model.graph)):
+        return
+    known = {tensor.name: tensor for tensor in body.graph.linked.inputs}
+    for value in written.input:
+        tensor = known.get(value.name)
+        shape, dtype = (None, 0) if tensor is None else (body.shapes.shape(tensor), body.shapes.dtype(tensor))
+        if shape is not None and dtype:
+            value.type.CopyFrom(onnx.helper.make_tensor_type_proto(dtype, [_dim(size) for size in shape]))
+
+
+class _Surroundings:
+    """A graph with what its bodies may read: its tensors and its constants, by name."""
+
+    def __init__(self, graph: Graph, shapes: ShapeInfo) -> None:
+        self.graph, self.shapes = graph, shapes
+        self.tensors: dict[str, Tensor] = {t.name: t for t in graph.linked.inputs}
+        self.tensors |= {t.name: t for node in graph.nodes for t in (*node.inputs, *node.outputs)}
+        self.tensors |= graph.folded_for_subgraphs
+        self.initializers = {t.name: t for t in graph.model.graph.initializer}
+        self.readers = Counter(name for node in graph.nodes if has_subgraph(node) for name in self._captured(node))
+
+    def _captured(self, node: Node) -> Iterator[str]:
+        for attribute in self.graph.protos[id(node)][1].attribute:
+            if attribute.HasField("g"):
+                yield from set(outer_reads(attribute.g))
+
+    def constant(self, name: str) -> Constant | None:
+        """Return the constant of this graph, or of those around it, that has the name."""
+        if name in self.graph.outer_constants:
+            return self.graph.outer_constants[name]
+        tensor = self.tensors.get(name)
+        if (
+            tensor is None and name in self.initializers and name not in self.graph.fixed_names
+        ):  # a caller may change it
+            return constant_of(self.initializers[name])
+        return tensor if is_constant(tensor) else None
+
+    def body(self, node: Node, index: int, message: onnx.NodeProto) -> Body:
+        """Return a body as a graph, with what is known of its tensors."""
+        graph = message.attribute[index].g
+        read = dict.fromkeys(outer_reads(graph))
+        constants = {name: found for name in read if (found := self.constant(name)) is not None}
+        scope = self._scope(read)
+        own = known_inputs(self.shapes, node, graph)
+        scope = replace(
+            scope,
+            shapes={**scope.shapes, **{name: shape for name, (shape, _) in own.items()}},
+            dtypes={**scope.dtypes, **{name: dtype for name, (_, dtype) in own.items() if dtype}},
+            is_repeated=op_of(node) != "If" or self.shapes.is_repeated,
+        )
+        names = [value.name for value in graph.input]
+        begun = carried(node, names)
+        model, taken = _model(self.graph.model, graph, scope, read, begun), list[onnx.NodeProto]()
+        while True:
+            linked = read_subgraph(self.graph, model, read, constants)
+            linked.fixed_names = frozenset(name for name in constants if self._is_shared(name))
+            linked.sort()
+            shapes = infer_repeated(linked, node, graph, scope)
+            model, known = with_known_branches(model, shapes)
+            taken += known
+            if not known:
+                break
+        begins: dict[str, tuple[str, int | None]] = {name: (tensor.name, None) for name, tensor in begun.items()}
+        begins |= {name: (tensor.name, axis) for name, (tensor, axis) in scanned(node, names).items()}
+        captured = frozenset(name for name in read if name not in constants)
+        where = _where(node, message.attribute[index].name)
+        return Body(node, index, where, linked, shapes, captured, tuple(taken), begins)
+
+    def _scope(self, names: Mapping[str, None]) -> Scope:
+        """Return what is known of tensors of this graph; of those around it, it knows as much as of its inputs."""
+        shapes, dtypes, values = dict[str, Shape | None](), dict[str, int](), {}
+        for name in names:
+            tensor = self.tensors.get(name) or self.constant(name)
+            if tensor is not None:
+                shapes[name], dtypes[name] = self.shapes.shape(tensor), self.shapes.dtype(tensor)
+                values[name] = self.shapes.exact_value(tensor)
+        return Scope(shapes, {n: dtype for n, dtype in dtypes.items() if dtype}, values, self.shapes.numbers)
+
+    def _is_shared(self, name: str) -> bool:
+        """Return whether others than one body read a constant, so that a changed copy of it would be a second one."""
+        tensor = self.tensors.get(name)
+        is_read = tensor is not None and bool(tensor.outputs)
+        return is_read or self.readers[name] > 1 or name in self.graph.fixed_names or name in self.graph.outputs
+
+
+def _where(node: Node, attribute: str) -> str:
+    op, name = op_of(node), node.name or node.outputs[0].name
+    return (
+        f"the {attribute.removesuffix('_branch')} branch of If '{name}'" if op == "If" else f"the body of {op} '{name}'"
+    )
+
+
+def _model(
+    model: onnx.ModelProto, graph: onnx.GraphProto, scope: Scope, read: Collection[str], begun: Collection[str]
+) -> onnx.ModelProto:
+    """Return a body as a model, whose inputs are its own, and behind them what it reads of the graphs around it.
+
+    Those that are `begun`, the carried ones, have no shape, because onnx would infer from it what the first iteration
+    alone computes.
+    """
+    result = copy_without(model, "graph", "functions")
+    result.graph.CopyFrom(copy_without(graph, "input"))
+    known = {value.name: value for value in graph.input}
+    for name in (*known, *read):
+        if name in scope.dtypes:
+            dims = None if name in begun else scope.shapes.get(name)
+            shape = None if dims is None else [_dim(size) for size in dims]
+            result.graph.input.append(onnx.helper.make_tensor_value_info(name, scope.dtypes[name], shape))
+        else:
+            result.graph.input.append(known.get(name, onnx.ValueInfoProto(name=name)))
+    return result
+
+
+def _dim(size: Size) -> int | str | None:
+    if isinstance(size, int):
+        return size
+    return None if UNKNOWN in str(size) else str(size)

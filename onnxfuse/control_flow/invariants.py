@@ -1,0 +1,91 @@
+"""Let the body of a Loop or Scan read what no iteration changes from outside, in place of carrying it along.
+
+PaddlePaddle's converter lets a Loop carry its weights, which then are no constants in its body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx
+
+from onnxfuse.control_flow.inputs import FIRST_SCAN_WITHOUT_BATCH, carried
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Node, Tensor, has_subgraph, op_of, producer
+from onnxfuse.ir.protos import graphs, nodes
+from onnxfuse.passes.folded import Folded, node_label
+
+
+def read_invariants_outside(graph: Graph) -> list[Folded]:
+    """Remove from Loops and Scans what they carry and do not change; their results are what they began with."""
+    folded: list[Folded] = []
+    for node in [node for node in graph.nodes if op_of(node) in ("Loop", "Scan") and has_subgraph(node)]:
+        if op_of(node) == "Scan" and graph.opset < FIRST_SCAN_WITHOUT_BATCH:
+            continue
+        index = next(i for i, a in enumerate(graph.protos[id(node)][1].attribute) if a.HasField("g"))
+        invariants = _invariants(graph, node, graph.protos[id(node)][1].attribute[index].g)
+        if invariants:
+            folded += [Folded("carried", node_label(node), tensor.name) for tensor in invariants.values()]
+            _remove(graph, node, index, invariants)
+    if folded:
+        graph.update_captured()
+        graph.remove_dead()
+        graph.sort()
+    return folded
+
+
+def _invariants(graph: Graph, node: Node, body: onnx.GraphProto) -> dict[int, Tensor]:
+    """Return what a body hands on as it gets it, by its place among what is carried."""
+    copies = {n.output[0]: n.input[0] for n in body.node if n.op_type == "Identity" and n.domain in ("", "ai.onnx")}
+    names = [value.name for value in body.input]
+    results = [value.name for value in body.output][_leading_results(node) :]
+    found: dict[int, Tensor] = {}
+    for place, ((name, tensor), result) in enumerate(zip(carried(node, names).items(), results, strict=False)):
+        while result in copies:
+            result = copies[result]
+        output = node.outputs[place] if place < len(node.outputs) else None
+        stays = output is not None and output.name and graph.is_kept(output)
+        if result != name or not tensor.name or stays or _is_lost(tensor):
+            continue
+        if not _is_defined(body, tensor.name, name):
+            found[place] = tensor
+    return found
+
+
+def _is_lost(tensor: Tensor) -> bool:
+    """Return whether onnxruntime 1.31 loses the tensor where a body reads it: it removes the second of two Casts."""
+    node = producer(tensor)
+    made = producer(node.inputs[0]) if node is not None and op_of(node) == "Cast" else None
+    return made is not None and op_of(made) == "Cast"
+
+
+def _leading_results(node: Node) -> int:
+    return 1 if op_of(node) == "Loop" else 0  # of the body: whether to go on
+
+
+def _is_defined(body: onnx.GraphProto, name: str, own: str) -> bool:
+    """Return whether a body, or a graph in it, defines a name otherwise than as its input `own`."""
+    inputs = [value.name for part in graphs(body) for value in part.input]
+    if name == own:
+        inputs.remove(own)
+    stored = (t.name for part in graphs(body) for t in part.initializer)
+    return name in {*inputs, *stored, *(output for node in nodes(body) for output in node.output)}
+
+
+def _remove(graph: Graph, node: Node, index: int, invariants: Mapping[int, Tensor]) -> None:
+    """Remove what a node carries at these places, and let its body read the tensors that it begins with."""
+    message = onnx.NodeProto()
+    message.CopyFrom(graph.protos[id(node)][1])
+    body = message.attribute[index].g
+    leading = 2 if op_of(node) == "Loop" else 0  # inputs: how often, and whether to begin
+    renamed = {body.input[leading + place].name: tensor.name for place, tensor in invariants.items()}
+    for inner in nodes(body):
+        inner.input[:] = [renamed.get(name, name) for name in inner.input]
+    for place in sorted(invariants, reverse=True):
+        if place < len(node.outputs):
+            graph.replace(node.outputs[place], invariants[place])
+            del node.outputs[place]
+        del node.inputs[leading + place]
+        del body.input[leading + place]
+        del body.output[_leading_results(node) + place]
+    graph.protos[id(node)] = node, message

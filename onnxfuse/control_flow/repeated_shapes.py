@@ -1,0 +1,87 @@
+"""The shapes in a body that runs several times: of a carried value, only what no iteration changes is known.
+
+A carried value begins with the shape of the Loop's input.  Where the body computes another size for the next iteration,
+as of a cache that grows by a Concat, that size gets a name, which stands for what it is in any iteration, and the body
+is inferred again.  Sizes that begin equal and change equally, as those of cached keys and values, share a name.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Final, TypeAlias
+
+import onnx
+
+from onnxfuse.analysis.dims import Dim, Size, symbol
+from onnxfuse.analysis.shape_inference import infer_shapes
+from onnxfuse.analysis.shape_info import Scope, Shape, ShapeInfo
+from onnxfuse.control_flow.inputs import carried
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Node, op_of
+
+CARRIED: Final = "carried_"  # with a number: the name of a size that differs from one iteration to the next
+MAX_ROUNDS: Final = 8  # then nothing is known of the shapes of carried values
+
+Place: TypeAlias = tuple[str, int]  # the name of a carried value, and an axis
+
+
+def infer_repeated(graph: Graph, node: Node, body: onnx.GraphProto, scope: Scope) -> ShapeInfo:
+    """Infer the tensors of a body, whose graph is sorted, so that they hold in every iteration."""
+    names = [value.name for value in body.input]
+    first_result = 1 if op_of(node) == "Loop" else 0  # a Loop's body computes first whether to go on
+    results = [value.name for value in body.output][first_result:]
+    pairs = list(zip(carried(node, names), results, strict=False))
+    named: set[Size] = set()
+    for _ in range(MAX_ROUNDS):
+        shapes = infer_shapes(graph, scope=scope)
+        changed = _changed(graph, shapes, scope, pairs, named)
+        if not changed:
+            return shapes
+        scope = replace(scope, shapes={**scope.shapes, **changed})
+        graph.recorded_types.clear()  # which held in the first iterations only
+        graph.misdeclared.clear()
+    return infer_shapes(graph, scope=replace(scope, shapes={**scope.shapes, **{name: None for name, _ in pairs}}))
+
+
+def _changed(
+    graph: Graph, shapes: ShapeInfo, scope: Scope, pairs: Iterable[tuple[str, str]], named: set[Size]
+) -> dict[str, Shape | None]:
+    """Return the shapes of carried values that the body changes, with names for what it changes.
+
+    `named` are the sizes that have such names, which may change.
+    """
+    tensors = graph.linked.tensors()
+    changed: dict[str, Shape | None] = {}
+    steps: dict[Size, dict[Size, list[Place]]] = defaultdict(
+        lambda: defaultdict(list)
+    )  # by a size, and what follows it
+    for begun, ended in pairs:
+        before, after = scope.shapes.get(begun), shapes.shape(tensors[ended]) if ended in tensors else None
+        if before is not None and (after is None or len(after) != len(before)):
+            changed[begun] = None
+        elif before is not None and after is not None:
+            for axis, (old, new) in enumerate(zip(before, after, strict=True)):
+                steps[old][new].append((begun, axis))
+    for place, size in _renamed(scope, steps, named).items():
+        name, axis = place
+        shape = list(changed.get(name) or scope.shapes[name] or ())
+        shape[axis] = size
+        changed[name] = tuple(shape)
+    return changed
+
+
+def _renamed(scope: Scope, steps: dict[Size, dict[Size, list[Place]]], named: set[Size]) -> dict[Place, Dim]:
+    """Return new names for sizes that change, one for all that were equal and change equally.
+
+    A size that has such a name keeps it at those places that change in one way.
+    """
+    renamed: dict[Place, Dim] = {}
+    for old, following in steps.items():
+        groups = list(following.items())[1:] if old in named else [each for each in following.items() if each[0] != old]
+        for _, places in groups:
+            size = symbol(f"{CARRIED}{next(scope.numbers)}")
+            named.add(size)
+            renamed |= dict.fromkeys(places, size)
+    return renamed

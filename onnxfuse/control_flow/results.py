@@ -1,0 +1,50 @@
+"""The shapes of what Loops compute, of which onnx's inference says nothing, for the nodes behind them."""
+
+from __future__ import annotations
+
+from onnxfuse.analysis.dims import UNKNOWN, Size
+from onnxfuse.analysis.shape_inference import infer_behind
+from onnxfuse.analysis.shape_info import Shape, ShapeInfo
+from onnxfuse.control_flow.body import Body, read_bodies
+from onnxfuse.control_flow.repeated_shapes import CARRIED
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Tensor, consumers
+
+
+def infer_results(graph: Graph, shapes: ShapeInfo) -> None:
+    """Record shapes of the results of Loops, where they are unknown, and infer what is computed from them."""
+    for body in read_bodies(graph, shapes, ["Loop"]):
+        found = {id(t): t for t in body.node.outputs if t.name and shapes.shape(t) is None}
+        known = {key: shape for key, shape in _results(body, shapes).items() if key in found and shape is not None}
+        for key, shape in known.items():
+            shapes.record(found[key], shape, shapes.dtype(found[key]))
+        readers = {reader for key in known for reader in consumers(found[key])}
+        if readers:
+            infer_behind(shapes, readers)
+
+
+def _results(body: Body, shapes: ShapeInfo) -> dict[int, Shape | None]:
+    """Return the shapes of a Loop's outputs, by the tensor's id: of the last carried values, and of what is joined.
+
+    Of no iterations, onnxruntime joins results to a tensor whose sizes are 0 but for those that are numbers.
+    """
+    tensors = {tensor.name: tensor for tensor in body.graph.linked.inputs} | body.graph.linked.tensors()
+    source = body.graph.model.graph
+    inputs, results = ([value.name for value in values] for values in (source.input, source.output))
+    carried = len(body.node.inputs) - 2
+    found: dict[int, Shape | None] = {}
+    for i, output in enumerate(body.node.outputs):
+        inner = body.shapes.shape(tensors[inputs[2 + i]] if i < carried else tensors[results[1 + i]])
+        if inner is not None and i < carried:
+            found[id(output)] = tuple(_outside(shapes, output, axis, size) for axis, size in enumerate(inner))
+        elif inner is not None:
+            sizes = enumerate(inner, 1)
+            joined = (size if isinstance(size, int) else shapes.unknown(output.name, axis) for axis, size in sizes)
+            found[id(output)] = (shapes.unknown(output.name, 0), *joined)
+    return found
+
+
+def _outside(shapes: ShapeInfo, output: Tensor, axis: int, size: Size) -> Size:
+    """Return a size of the body outside of it, where what iterations change has no name."""
+    inside_only = not isinstance(size, int) and any(word in str(size) for word in (CARRIED, UNKNOWN))
+    return shapes.unknown(output.name, axis) if inside_only else size

@@ -1,0 +1,99 @@
+"""Write rotary embedding of pairs, which are neighbours in a head, with the slices that patterns know.
+
+Where a model reshapes heads to (..., pairs, 2) and takes either column, as torch's `unbind` does, a Slice of every
+other element takes its place.  Where an exporter joined what is not rotated and both halves of what is in one Concat,
+the halves get a Concat of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
+from onnxfuse.analysis.slice_ranges import SLICING, slice_ranges
+from onnxfuse.ir.attributes import int_attribute
+from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Node, Tensor, op_of, producer
+from onnxfuse.passes.emit import emit
+from onnxfuse.passes.fold_shapes import reshape_target
+
+FIRST_OPSET: Final = 13  # with axes of Unsqueeze as an input
+RANK: Final = 5  # of heads that are divided into pairs
+MAX_INT64: Final = np.iinfo(np.int64).max  # as the end of a Slice: the rest of its axis
+
+
+def canonicalize_rotary_pairs(graph: Graph, shapes: ShapeInfo) -> int:
+    """Rewrite columns of pairs, and Concats that were joined.  Returns their number."""
+    if graph.opset < FIRST_OPSET:
+        return 0
+    columns = [(node, made) for node in graph.nodes if op_of(node) in SLICING for made in node.outputs]
+    count = sum(_slice_instead(graph, shapes, node, made) for node, made in columns)
+    count += sum(_separate_rotated(graph, shapes, node) for node in list(graph.nodes) if op_of(node) == "Concat")
+    if count:
+        graph.remove_dead()
+        graph.sort()
+    return count
+
+
+def _slice_instead(graph: Graph, shapes: ShapeInfo, node: Node, made: Tensor) -> bool:
+    """Replace a column of (..., pairs, 2) by a Slice of what was reshaped to that; return whether it was one."""
+    reshape = producer(node.inputs[0])
+    if reshape is None or op_of(reshape) != "Reshape" or shapes.dtype(made) not in FUSIBLE_FLOATS:
+        return False
+    pairs, shape = shapes.shape(node.inputs[0]), shapes.shape(made)
+    if pairs is None or shape is None or len(pairs) < RANK or pairs[-1] != 2 or graph.is_kept(made):
+        return False
+    whole = (*pairs[:-2], pairs[-2] * 2)
+    target = reshape_target(shapes.shape(reshape.inputs[0]), whole)
+    if target is None or 0 in whole:
+        return False
+    try:
+        ranges = slice_ranges(shapes, node, made)
+    except CannotInfer:
+        return False
+    first, taken = ranges.get(len(pairs) - 1, (0, 2))
+    if len(ranges) != 1 or taken != 1:
+        return False
+    source, stem, dtype = reshape.inputs[0], made.name, shapes.dtype(made)
+    if shapes.shape(source) != whole:
+        stored = graph.constant(f"{stem}_shape", np.array(target, np.int64))
+        source = emit(graph, shapes, "Reshape", [source, stored], f"{stem}_heads", whole, dtype)
+    numbers = {"start": first, "end": MAX_INT64, "axis": -1, "step": 2}
+    inputs = [graph.constant(f"{stem}_{name}", np.array([number], np.int64)) for name, number in numbers.items()]
+    column = emit(graph, shapes, "Slice", [source, *inputs], f"{stem}_of_pairs", pairs[:-1], dtype)
+    if len(shape) == len(pairs):
+        column = emit(graph, shapes, "Unsqueeze", [column, inputs[2]], f"{stem}_column", shape, dtype)
+    return graph.replace(made, column)
+
+
+def _separate_rotated(graph: Graph, shapes: ShapeInfo, concat: Node) -> bool:
+    """Give the last two inputs of a Concat one of their own if they are a rotation; return whether they are."""
+    if len(concat.inputs) <= 2:
+        return False
+    *rest, first, second = concat.inputs
+    shape = shapes.shape(first)
+    if shape is None or shapes.shape(second) != shape or int_attribute(concat, "axis", 0) not in (-1, len(shape) - 1):
+        return False
+    if not _is_rotation(first, second):
+        return False
+    joined = (*shape[:-1], shape[-1] * 2)
+    stem, dtype = f"{concat.outputs[0].name}_rotated", shapes.dtype(first)
+    rotated = emit(graph, shapes, "Concat", [first, second], stem, joined, dtype, {"axis": -1})
+    concat.inputs = [*rest, rotated]
+    return True
+
+
+def _is_rotation(first: Tensor, second: Tensor) -> bool:
+    """Return whether tensors are a * c - b * s and b * c + a * s."""
+    difference, total = producer(first), producer(second)
+    if difference is None or total is None or (op_of(difference), op_of(total)) != ("Sub", "Add"):
+        return False
+    products = [producer(each) for node in (difference, total) for each in node.inputs]
+    if any(node is None or op_of(node) != "Mul" for node in products):
+        return False
+    names = [frozenset(each.name for each in node.inputs) for node in products if node is not None]
+    read = [set(names[0] | names[1]), set(names[2] | names[3])]
+    return read[0] == read[1] and len(read[0]) == 4 and len(set(names)) == 4

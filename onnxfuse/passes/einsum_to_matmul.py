@@ -1,0 +1,199 @@
+"""Write every Einsum that is a Transpose, or one matrix product, in these operators and Reshape.
+
+The axes of a product of two operands are of four kinds: *batch* axes are in both operands and the result, *rows* in the
+left operand and the result, *columns* in the right operand and the result, and *inner* axes are summed up.  MatMul has
+any number of *leading* axes: batch axes, and rows other than the last, over which the right operand broadcasts.  They
+keep the order that they have in the result, and where there are batch axes the operand that has the result's last axis
+is the right one, so that the result needs no Transpose if its own last two axes are a row and a column.  Several inner
+axes, or several columns of an operand without batch axes, are merged, and the result is reshaped back.  An ellipsis
+stands for axes that the operands' ranks count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from string import ascii_letters
+from typing import Final
+
+import numpy as np
+
+from onnxfuse.analysis.dims import Size, product
+from onnxfuse.analysis.shape_info import Shape, ShapeInfo
+from onnxfuse.ir.attributes import str_attribute
+from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Node, Tensor, op_of
+from onnxfuse.passes.compose_views import View, write_views
+from onnxfuse.passes.emit import emit
+from onnxfuse.passes.fold_shapes import reshape_target
+
+FIRST_OPSET: Final = 12  # with Einsum
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The axes of a product by their kinds; each is a letter of the equation, and has their order in the result."""
+
+    batch: str
+    leading: str  # batch axes, and all rows but the last
+    row: str  # the last one
+    columns: str
+    inner: str
+
+    @property
+    def left(self) -> str:
+        """The left operand's axes in the order in which MatMul takes them."""
+        return self.leading + self.row + self.inner
+
+    @property
+    def right(self) -> str:
+        """The right operand's axes in that order."""
+        return self.batch + self.inner + self.columns
+
+    @property
+    def right_leading(self) -> str:
+        """The leading axes from the first batch axis on, of which the right operand has size 1 along rows."""
+        first = min((self.leading.index(axis) for axis in self.batch), default=len(self.leading))
+        return self.leading[first:]
+
+    @property
+    def result(self) -> str:
+        """The axes of what MatMul computes."""
+        return self.leading + self.row + self.columns
+
+
+def einsum_to_matmul(graph: Graph, shapes: ShapeInfo) -> int:
+    """Rewrite every Einsum that can be rewritten.  Returns their number."""
+    if graph.opset < FIRST_OPSET:
+        return 0
+    einsums = [node for node in graph.nodes if op_of(node) == "Einsum"]
+    count = sum(_rewrite(graph, shapes, node) for node in einsums)
+    if einsums:  # what was written of one that stays is dead
+        graph.remove_dead()
+        graph.sort()
+    return count
+
+
+def _rewrite(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    found = [shapes.shape(each) for each in node.inputs]
+    known = [shape for shape in found if shape is not None]
+    equation = str_attribute(node, "equation", "").replace(" ", "")
+    letters, result = _letters(equation, [len(shape) for shape in known]) if len(known) == len(found) else ([], "")
+    if not letters or len(letters) != len(known) or len(set(result)) < len(result):
+        return False
+    if any(len(set(axes)) < len(axes) or len(axes) != len(shape) for axes, shape in zip(letters, known, strict=True)):
+        return False
+    write = _Writer(graph, shapes, shapes.dtype(node.outputs[0]), f"{node.outputs[0].name}_product")
+    written = None
+    if len(known) == 1 and set(letters[0]) == set(result):
+        written = write.transposed(node.inputs[0], letters[0], result)
+    elif len(known) == 2 and write.dtype in FUSIBLE_FLOATS:
+        written = _product(write, node.inputs, (letters[0], letters[1]), (known[0], known[1]), result)
+    return written is not None and graph.replace(node.outputs[0], written)
+
+
+def _letters(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:
+    """Return the axes of the operands and of the result, those that an ellipsis stands for as letters of their own.
+
+    None of either where the equation has no arrow, which leaves the order of the result to the alphabet, or where what
+    an ellipsis stands for is summed up.
+    """
+    operands, arrow, result = equation.partition("->")
+    axes = operands.split(",")
+    if not arrow or len(axes) != len(ranks) or equation.replace("...", "").count("."):
+        return [], ""
+    counts = {rank - len(each.replace("...", "")) for each, rank in zip(axes, ranks, strict=True) if "..." in each}
+    if len(counts) > 1 or min(counts, default=0) < 0 or (counts - {0} and "..." not in result):
+        return [], ""  # ONNX lets all of them be as many axes, and takes a result without them for none
+    free = sorted(set(ascii_letters).difference(equation))
+    dots = "".join(free[: max(counts, default=0)])
+    return [each.replace("...", dots) for each in axes], result.replace("...", dots)
+
+
+def _product(
+    write: _Writer, inputs: Sequence[Tensor], letters: tuple[str, str], shapes: tuple[Shape, Shape], result: str
+) -> Tensor | None:
+    """Write an Einsum of two operands as a MatMul; None where it is none."""
+    left, right = letters
+    sizes = dict(zip(left, shapes[0], strict=True))
+    if any(sizes.setdefault(axis, size) != size for axis, size in zip(right, shapes[1], strict=True)):
+        return None  # an axis that broadcasts, or sizes that are not known to be equal
+    shared = [axis for axis in left if axis in right]
+    if result[-1:] in left and any(axis in result for axis in shared):  # the result ends with a row
+        return _product_in_order(write, inputs[::-1], (right, left), result, sizes)
+    return _product_in_order(write, inputs, letters, result, sizes)
+
+
+def _product_in_order(
+    write: _Writer, inputs: Sequence[Tensor], letters: tuple[str, str], result: str, sizes: dict[str, Size]
+) -> Tensor | None:
+    """Write an Einsum as a MatMul with the first input on the left; None where it is none."""
+    left, right = letters
+    shared = [axis for axis in left if axis in right]
+    rows = "".join(axis for axis in result if axis in left and axis not in shared)
+    axes = Axes(
+        batch="".join(axis for axis in result if axis in shared),
+        leading="".join(axis for axis in result if axis in left and axis != rows[-1:]),
+        row=rows[-1:],
+        columns="".join(axis for axis in result if axis in right and axis not in shared),
+        inner="".join(axis for axis in shared if axis not in result),
+    )
+    if not (axes.row and axes.columns and axes.inner) or len(axes.left + axes.columns) != len({*left, *right}):
+        return None
+    if axes.batch and len(axes.columns) > 1:
+        return None
+    a = write.merged(write.transposed(inputs[0], left, axes.left), axes.left, (axes.inner,), sizes)
+    b = write.merged(write.transposed(inputs[1], right, axes.right), axes.right, (axes.inner, axes.columns), sizes)
+    if b is not None and axes.right_leading != axes.batch:
+        b = write.with_ones(b, axes)
+    if a is None or b is None:
+        return None
+    leading = [sizes[axis] for axis in axes.leading + axes.row]
+    merged = (*leading, product(sizes[axis] for axis in axes.columns))
+    made = write.reshaped(write("MatMul", [a, b], merged), tuple(sizes[axis] for axis in axes.result))
+    return None if made is None else write.transposed(made, axes.result, result)
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """Writes the nodes of one Einsum."""
+
+    graph: Graph
+    shapes: ShapeInfo
+    dtype: int
+    stem: str
+
+    def __call__(self, op: str, inputs: Sequence[Tensor], shape: Sequence[Size], **attributes: list[int]) -> Tensor:
+        return emit(self.graph, self.shapes, op, inputs, self.stem, shape, self.dtype, attributes)
+
+    def transposed(self, tensor: Tensor, axes: str, wanted: str) -> Tensor:
+        """Return a tensor of these axes with the wanted order of them."""
+        shape, perm = self.shapes.shape(tensor), [axes.index(axis) for axis in wanted]
+        assert shape is not None
+        return tensor if axes == wanted else self("Transpose", [tensor], [shape[i] for i in perm], perm=perm)
+
+    def merged(self, tensor: Tensor, axes: str, groups: Sequence[str], sizes: dict[str, Size]) -> Tensor | None:
+        """Return a tensor whose last axes, in groups that are adjacent, are one axis for each group."""
+        behind = [product(sizes[axis] for axis in group) for group in groups]
+        return self.reshaped(tensor, (*(sizes[axis] for axis in axes[: -len("".join(groups))]), *behind))
+
+    def reshaped(self, tensor: Tensor, wanted: Sequence[Size]) -> Tensor | None:
+        """Return a tensor with the wanted shape; None where a Reshape would need a computed target."""
+        shape = self.shapes.shape(tensor)
+        if shape == tuple(wanted):
+            return tensor
+        target = reshape_target(shape, wanted)
+        if target is None or 0 in wanted:
+            return None
+        stored = self.graph.constant(f"{self.stem}_shape", np.array(target, np.int64))
+        return self("Reshape", [tensor, stored], wanted)
+
+    def with_ones(self, tensor: Tensor, axes: Axes) -> Tensor | None:
+        """Return the right operand with axes of size 1 in place of the rows among its leading axes."""
+        shape = self.shapes.shape(tensor)
+        assert shape is not None
+        kept = iter(shape)
+        ones = tuple(next(kept) if axis in axes.batch else 1 for axis in axes.right_leading)
+        views = (View(None, (*ones, *kept)),)
+        return write_views(self.graph, self.shapes, tensor, views, self.stem)

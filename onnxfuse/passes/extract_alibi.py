@@ -1,0 +1,268 @@
+"""Write what is added to scores as a number of each head times positions, where it is that (ALiBi).
+
+Attention with linear biases (Press et al. 2022, arXiv:2108.12409) adds slope[head] * position to scores.  Models write
+the product in front of Casts, Reshapes and Slices (Bloom), or store it as a table of all heads, which is cut to length
+(MPT).  It becomes Mul(slopes, positions) in front of the Add, whose slopes have the shape (heads, 1, 1), and whose
+positions are the same for all heads, so that attention reads the positions alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
+
+import numpy as np
+from onnx import TensorProto
+from onnx.helper import tensor_dtype_to_np_dtype
+
+from onnxfuse.analysis.dims import Size
+from onnxfuse.analysis.rules import axes_parameter
+from onnxfuse.analysis.shape_info import CannotInfer, Shape, ShapeInfo
+from onnxfuse.ir.dtypes import FUSIBLE_FLOATS, Array
+from onnxfuse.ir.graph import Graph, constant_number, constant_value
+from onnxfuse.ir.node import Constant, Node, Tensor, consumers, is_constant, op_of, producer
+from onnxfuse.passes.emit import emit
+
+RANK: Final = 4
+HEADS_AXIS: Final = -3
+FIRST_OPSET_OF_AXES_INPUT: Final = 13  # of Unsqueeze
+MAX_STEPS: Final = 12  # from the Add to the product or the table, and from the Add to the product of queries and keys
+MAX_TABLE_ELEMENTS: Final = 2**24  # of a table of all heads
+EPSILON: Final = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+VIEWS: Final = frozenset({"Reshape", "Squeeze", "Unsqueeze"})
+BEFORE_SCORES: Final = frozenset({"Add", "Cast", "Div", "Mul", "Tanh", "Where"})
+
+
+@dataclass(frozen=True)
+class Factored:
+    """A tensor that is slopes, one for each head, times what `write` computes, which has no axis for heads."""
+
+    slopes: Array
+    rank: int  # of what `write` computes
+    write: Callable[[], Tensor]
+
+
+def extract_alibi(graph: Graph, shapes: ShapeInfo) -> int:
+    """Rewrite what is added to scores of heads where it is a product.  Returns the number of rewritten biases."""
+    adds = [node for node in graph.nodes if op_of(node) == "Add"]
+    count = sum(any(_rewrite(graph, shapes, node, side) for side in (0, 1)) for node in adds)
+    if count:
+        graph.remove_dead()
+        graph.sort()
+    return count
+
+
+def is_factored_bias(shapes: ShapeInfo, node: Node) -> bool:
+    """Return whether a node is the product of slopes and positions in front of an Add to scores, or the Cast behind."""
+    output = node.outputs[0] if node.outputs else None  # a constant by now
+    if output is None or not _is_product(shapes, output):
+        return False
+    return any(
+        (op_of(reader) == "Cast" and is_factored_bias(shapes, reader))
+        or (op_of(reader) == "Add" and any(_is_of_scores(each, MAX_STEPS) for each in reader.inputs))
+        for reader in consumers(output)
+    )
+
+
+def _is_of_scores(tensor: Tensor, steps: int) -> bool:
+    """Return whether a tensor is computed from a product of two tensors that the model computes."""
+    node = producer(tensor)
+    if node is None or not steps:
+        return False
+    if op_of(node) == "MatMul":
+        return not any(map(is_constant, node.inputs))
+    return op_of(node) in BEFORE_SCORES and any(_is_of_scores(each, steps - 1) for each in node.inputs)
+
+
+def _rewrite(graph: Graph, shapes: ShapeInfo, node: Node, side: int) -> bool:
+    """Write the bias of an Add as a product; return whether it was another one before."""
+    bias, dtype = node.inputs[side], shapes.dtype(node.outputs[0])
+    shape = shapes.shape(bias)
+    if shape is None or len(shape) < -HEADS_AXIS or dtype not in FUSIBLE_FLOATS or _is_product(shapes, bias):
+        return False
+    heads = shape[HEADS_AXIS]
+    if not isinstance(heads, int) or heads == 1 or any(size != 1 for size in shape[: HEADS_AXIS - 1]):
+        return False
+    found = _Biases(graph, shapes, dtype).factored(bias, HEADS_AXIS, MAX_STEPS)
+    if found is None or not _is_of_scores(node.inputs[1 - side], MAX_STEPS):
+        return False
+    positions = _with_axis_for_heads(graph, shapes, found.write())
+    stem, own = f"{bias.name}_of_slopes", shapes.dtype(positions)
+    values = found.slopes.reshape(heads, 1, 1).astype(tensor_dtype_to_np_dtype(own))
+    slopes = graph.constant(f"{bias.name}_slopes", values)
+    made = emit(graph, shapes, "Mul", [slopes, positions], stem, shape, own)
+    if own != dtype:
+        made = emit(graph, shapes, "Cast", [made], f"{stem}_cast", shape, dtype, {"to": dtype})
+    node.inputs[side] = made
+    return True
+
+
+def _with_axis_for_heads(graph: Graph, shapes: ShapeInfo, positions: Tensor) -> Tensor:
+    """Return positions with an axis of size 1 where heads have theirs; constants get four axes, like masks."""
+    shape, rank = shapes.shape(positions), RANK if is_constant(positions) else -HEADS_AXIS
+    assert shape is not None  # which `factored` has asked for
+    return unsqueezed(graph, shapes, positions, list(range(rank - len(shape))))
+
+
+def _is_product(shapes: ShapeInfo, bias: Tensor) -> bool:
+    """Return whether a bias is the product that this pass writes."""
+    node = producer(bias)
+    if node is not None and op_of(node) == "Cast":
+        node = producer(node.inputs[0])
+    if node is None or op_of(node) != "Mul" or not is_constant(node.inputs[0]):
+        return False
+    slopes, positions = (shapes.shape(each) for each in node.inputs)
+    if slopes is None or positions is None or slopes[1:] != (1, 1) or len(slopes) != -HEADS_AXIS:
+        return False
+    rank = RANK if is_constant(node.inputs[1]) else -HEADS_AXIS
+    return len(positions) >= rank and positions[HEADS_AXIS] == 1
+
+
+def _lacks(shape: Shape, axis: int) -> bool:
+    """Return whether a shape has no axis there, or one of size 1."""
+    return len(shape) < -axis or shape[axis] == 1
+
+
+@dataclass(frozen=True)
+class _Biases:
+    """Factors biases of a dtype; what is rounded to a narrower one stays."""
+
+    graph: Graph
+    shapes: ShapeInfo
+    dtype: int
+
+    def factored(self, tensor: Tensor, axis: int, steps: int) -> Factored | None:
+        """Return the factors of a tensor whose heads are along an axis, counted from the last; None if it has none."""
+        shape = self.shapes.shape(tensor)
+        if shape is None or not steps or self.shapes.dtype(tensor) not in (self.dtype, TensorProto.FLOAT):
+            return None
+        if is_constant(tensor):
+            return self._table(tensor, axis)
+        node = producer(tensor)
+        if node is None:
+            return None
+        op = op_of(node)
+        if op == "Cast":
+            return self.factored(node.inputs[0], axis, steps - 1)
+        if op in ("Mul", "Div"):
+            return self._product(node, axis, steps)
+        if op == "Slice":
+            return self._cut(node, shape, axis, steps)
+        return self._view(node, shape, axis, steps) if op in VIEWS else None
+
+    def _product(self, node: Node, axis: int, steps: int) -> Factored | None:
+        """Return the factors of a product with a constant of each head, or of a product with a number."""
+        for side in (0,) if op_of(node) == "Div" else (0, 1):
+            tensor, other = node.inputs[side], node.inputs[1 - side]
+            number = constant_number(self.graph, other)
+            if number:
+                found = self.factored(tensor, axis, steps - 1)
+                factor = 1 / number if op_of(node) == "Div" else number
+                return None if found is None else replace(found, slopes=found.slopes * factor)
+            slopes = self._of_heads(other, axis) if op_of(node) == "Mul" else None
+            shape = self.shapes.shape(tensor)
+            if slopes is not None and shape is not None and _lacks(shape, axis):
+                return Factored(slopes, len(shape), partial(_same, tensor))
+        return None
+
+    def _of_heads(self, tensor: Tensor, axis: int) -> Array | None:
+        """Return the numbers of a constant that differs along one axis alone."""
+        if not is_constant(tensor) or len(tensor.shape) < -axis or tensor.shape[axis] != math.prod(tensor.shape):
+            return None
+        value = constant_value(self.graph, tensor).reshape(-1)
+        return value.astype(np.float64) if np.all(np.isfinite(value)) else None
+
+    def _table(self, table: Constant, axis: int) -> Factored | None:
+        """Return the factors of a table of rank one: every head is a multiple of one of them."""
+        if len(table.shape) < -axis or table.shape[axis] == 1 or not 0 < math.prod(table.shape) <= MAX_TABLE_ELEMENTS:
+            return None
+        value = constant_value(self.graph, table)
+        by_head = np.moveaxis(value, axis, 0).reshape(table.shape[axis], -1).astype(np.float64)
+        if by_head.shape[1] < 2:
+            return None
+        largest = np.unravel_index(np.argmax(np.abs(by_head)), by_head.shape)
+        if not np.isfinite(by_head[largest]) or not by_head[largest]:
+            return None
+        row, slopes = by_head[largest[0]], by_head[:, largest[1]] / by_head[largest]
+        tolerance = 2 * EPSILON[value.dtype.name]
+        if not np.allclose(by_head, slopes[:, None] * row, rtol=tolerance, atol=0):
+            return None
+        positions = np.moveaxis(row.reshape(1, *np.moveaxis(value, axis, 0).shape[1:]), 0, axis).astype(value.dtype)
+        return Factored(slopes, positions.ndim, partial(self.graph.constant, f"{table.name}_positions", positions))
+
+    def _cut(self, node: Node, shape: Shape, axis: int, steps: int) -> Factored | None:
+        """Return the factors of a Slice along other axes than that of the heads."""
+        try:
+            axes = axes_parameter(self.shapes, node, len(shape))
+        except CannotInfer:
+            return None
+        if not axes or len(shape) + axis in axes:
+            return None
+        found = self.factored(node.inputs[0], axis, steps - 1)
+        if found is None or found.rank < len(shape):
+            return None
+        return replace(found, write=partial(self._cut_positions, found, node, shape, axis))
+
+    def _cut_positions(self, found: Factored, node: Node, shape: Shape, axis: int) -> Tensor:
+        source = found.write()
+        sizes = list(shape)
+        sizes[axis] = 1
+        stem, dtype = f"{node.outputs[0].name}_positions", self.shapes.dtype(source)
+        inputs = [source, *node.inputs[1:]]
+        return emit(self.graph, self.shapes, "Slice", inputs, stem, sizes, dtype, node.attrs)
+
+    def _view(self, node: Node, shape: Shape, axis: int, steps: int) -> Factored | None:
+        """Return the factors of a view that adds axes of size 1."""
+        source = self.shapes.shape(node.inputs[0])
+        added = None if source is None else added_ones(source, shape)
+        if source is None or added is None:
+            return None
+        kept = [place for place in range(len(shape)) if place not in added]
+        own = kept.index(len(shape) + axis) - len(kept)
+        found = self.factored(node.inputs[0], own, steps - 1)
+        if found is None or found.rank > len(source):
+            return None
+        lacking = len(source) - found.rank  # axes that broadcasting adds
+        axes = [place - lacking for place in added if place >= lacking]
+        write = partial(self._with_axes, found, axes)
+        return replace(found, rank=found.rank + len(axes), write=write)
+
+    def _with_axes(self, found: Factored, axes: list[int]) -> Tensor:
+        return unsqueezed(self.graph, self.shapes, found.write(), axes)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def unsqueezed(graph: Graph, shapes: ShapeInfo, tensor: Tensor, axes: list[int]) -> Tensor:
+    """Return a tensor of known shape with axes of size 1 added; itself if there are none."""
+    sizes = list(shapes.shape(tensor) or ())
+    for place in axes:
+        sizes.insert(place, 1)
+    stem, dtype = f"{tensor.name}_positions", shapes.dtype(tensor)
+    if not axes:
+        return tensor
+    if is_constant(tensor):
+        return graph.constant(stem, np.expand_dims(constant_value(graph, tensor), axes))
+    if graph.opset < FIRST_OPSET_OF_AXES_INPUT:
+        return emit(graph, shapes, "Unsqueeze", [tensor], stem, sizes, dtype, {"axes": axes})
+    places = graph.constant(f"{stem}_axes", np.array(axes, np.int64))
+    return emit(graph, shapes, "Unsqueeze", [tensor, places], stem, sizes, dtype)
+
+
+def added_ones(before: Shape, after: Shape) -> list[int] | None:
+    """Return the axes of size 1 that `after` has and `before` lacks; None if they differ in anything else."""
+    added: list[int] = []
+    rest: list[Size] = list(before)
+    for axis, size in enumerate(after):
+        if rest and rest[0] == size:
+            rest.pop(0)
+        elif size == 1:
+            added.append(axis)
+        else:
+            return None
+    return None if rest else added

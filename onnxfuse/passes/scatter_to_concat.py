@@ -1,0 +1,167 @@
+"""Write what assignments to slices make of a tensor as a Concat of what is assigned.
+
+`x[:, :, a:b] = y` is exported as a ScatterND whose indices are ranges: along one axis from a to b, and whole along the
+others.  Where such nodes write all of a tensor, what it held before does not matter.  `x[..., ::2] = y` and
+`x[..., 1::2] = z` give y and z an axis of their own, along which they are joined: elements take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from onnxfuse.analysis.dims import Size
+from onnxfuse.analysis.index_formulas import Index, Value
+from onnxfuse.analysis.mask_values import IndexAnalysis
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.ir.attributes import ints_attribute, str_attribute
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
+from onnxfuse.passes.emit import emit
+from onnxfuse.passes.fold_shapes import reshape_target
+
+MAX_ASSIGNMENTS: Final = 8  # to one tensor
+
+
+class Assignment(NamedTuple):
+    """What is assigned to every `step`th element of an axis; the axis is None where all of the tensor is written."""
+
+    axis: int | None
+    first: int
+    updates: Tensor
+    step: int = 1
+
+
+def scatter_to_concat(graph: Graph, shapes: ShapeInfo) -> int:
+    """Replace every ScatterND at the end of assignments that write all of a tensor.  Returns their number."""
+    scatters = [node for node in graph.nodes if op_of(node) == "ScatterND"]
+    if not scatters:
+        return 0
+    indices = IndexAnalysis(graph, shapes)
+    count = sum(_rewrite(graph, shapes, indices, node) for node in reversed(scatters))
+    if count:
+        graph.remove_dead()
+        graph.sort()
+    return count
+
+
+def _rewrite(graph: Graph, shapes: ShapeInfo, indices: IndexAnalysis, last: Node) -> bool:
+    """Replace what the assignments that end in a node make of a tensor; return whether they write all of it."""
+    result, found = last.outputs[0], list[Assignment]()
+    node: Node | None = last
+    while len(found) < MAX_ASSIGNMENTS and node is not None and op_of(node) == "ScatterND":
+        made = _assignment(shapes, indices, node)
+        if made is None or (found and (made.axis, made.step) != (found[0].axis, found[0].step)):
+            break
+        found.append(made)
+        node = producer(node.inputs[0])
+    shape = shapes.shape(result)
+    if not found or shape is None:
+        return False
+    axis, parts = found[0].axis, sorted(found, key=lambda each: each.first)
+    if axis is None:
+        return graph.replace(result, found[0].updates)
+    if found[0].step > 1:
+        return _stack(graph, shapes, result, parts, axis)
+    if not _are_adjacent(shapes, parts, axis, shape[axis]):
+        return False
+    inputs, dtype = [part.updates for part in parts], shapes.dtype(result)
+    whole = emit(graph, shapes, "Concat", inputs, f"{result.name}_parts", shape, dtype, {"axis": axis})
+    return graph.replace(result, whole)
+
+
+def _stack(graph: Graph, shapes: ShapeInfo, result: Tensor, parts: Sequence[Assignment], axis: int) -> bool:
+    """Let parts take turns along an axis; return whether they write all of it.
+
+    Where Transposes have moved the axis to the front for the ScatterND, and move it back, the parts are joined as they
+    were before.
+    """
+    shape, step, dtype = shapes.shape(result), parts[0].step, shapes.dtype(result)
+    assert shape is not None
+    if [part.first for part in parts] != list(range(step)):
+        return False
+    order = _order_with_axis_last(result, len(shape), axis)
+    moved = tuple(shape[i] for i in order)
+    at, width = order.index(axis), (shapes.shape(parts[0].updates) or shape)[axis]
+    if any((shapes.shape(part.updates) or shape)[axis] != width for part in parts) or width * step != shape[axis]:
+        return False
+    whole = (*moved[:at], width, step, *moved[at + 1 :])
+    target = reshape_target(whole, moved)
+    if target is None:
+        return False
+    column, stem = (*moved[:at], width, 1, *moved[at + 1 :]), f"{result.name}_stacked"
+    axes, columns = graph.constant(f"{stem}_axes", np.array([at + 1], np.int64)), list[Tensor]()
+    for part in parts:
+        turned = _transposed(graph, shapes, part.updates, order)
+        columns.append(emit(graph, shapes, "Unsqueeze", [turned, axes], f"{stem}_column", column, dtype))
+    joined = emit(graph, shapes, "Concat", columns, stem, whole, dtype, {"axis": at + 1})
+    inputs = [joined, graph.constant(f"{stem}_shape", np.array(target, np.int64))]
+    stacked = emit(graph, shapes, "Reshape", inputs, f"{stem}_rows", moved, dtype)
+    back = [order.index(i) for i in range(len(shape))]
+    return graph.replace(result, _transposed(graph, shapes, stacked, back))
+
+
+def _order_with_axis_last(tensor: Tensor, rank: int, axis: int) -> list[int]:
+    """Return the order of axes of a Transpose that reads the tensor and has this axis last, or that of the tensor."""
+    orders = [ints_attribute(reader, "perm") for reader in consumers(tensor) if op_of(reader) == "Transpose"]
+    return next((order for order in orders if order is not None and order[-1] == axis), list(range(rank)))
+
+
+def _transposed(graph: Graph, shapes: ShapeInfo, tensor: Tensor, order: Sequence[int]) -> Tensor:
+    if list(order) == list(range(len(order))):
+        return tensor
+    shape, attributes = shapes.shape(tensor), {"perm": list(order)}
+    known = None if shape is None else [shape[i] for i in order]
+    return emit(graph, shapes, "Transpose", [tensor], f"{tensor.name}_turned", known, shapes.dtype(tensor), attributes)
+
+
+def _are_adjacent(shapes: ShapeInfo, parts: Sequence[Assignment], axis: int, size: Size) -> bool:
+    """Return whether parts follow each other along an axis, from its first element to the last of `size`."""
+    end = 0
+    for part in parts:
+        shape = shapes.shape(part.updates)
+        width = None if shape is None else shape[axis]
+        if part.first != end or not isinstance(width, int):
+            return False
+        end += width
+    return end == size
+
+
+def _assignment(shapes: ShapeInfo, indices: IndexAnalysis, node: Node) -> Assignment | None:
+    """Return what a ScatterND assigns, if its indices are a range of one axis and whole along the others."""
+    data, places, updates = node.inputs
+    shape, grid = shapes.shape(data), shapes.shape(places)
+    if shape is None or grid is None or str_attribute(node, "reduction", "none") != "none":
+        return None
+    columns = indices.index_columns.get(places.name, ())
+    if grid[-1] == 1:
+        columns = (indices.value(places),)
+    if len(columns) != len(grid) - 1 or grid[-1] != len(columns):
+        return None
+    found: list[tuple[int, int, int]] = []
+    for axis, (column, width) in enumerate(zip(columns, grid[:-1], strict=True)):
+        places_of_axis = _range_of(column, axis - len(grid), width)
+        if places_of_axis is None:
+            return None
+        if places_of_axis != (0, 1) or width != shape[axis]:
+            found.append((axis, *places_of_axis))
+    if len(found) > 1 or shapes.shape(updates) != (*grid[:-1], *shape[len(columns) :]):
+        return None
+    if not found:
+        return Assignment(None, 0, updates)
+    axis, first, step = found[0]
+    return Assignment(axis, first, updates, step)
+
+
+def _range_of(column: Value | None, axis: int, width: object) -> tuple[int, int] | None:
+    """Return the first of indices that count up along an axis, and by how much they do; None where they do not."""
+    if not isinstance(column, Index) or not isinstance(column.offset, int) or column.offset < 0:
+        return None
+    if width == 1:
+        return None if column.terms else (column.offset, 1)
+    for of_axis, size, step in column.terms if len(column.terms) == 1 else ():
+        if (of_axis, size) == (axis, width) and isinstance(step, int) and step > 0:
+            return column.offset, step
+    return None

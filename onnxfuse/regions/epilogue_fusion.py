@@ -1,0 +1,222 @@
+"""Join elementwise operators with the fused node whose result they read: its kernel then has them as epilogue."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import onnx
+from onnx import helper
+
+from onnxfuse.analysis.dims import product
+from onnxfuse.analysis.shape_info import Shape, ShapeInfo
+from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.dtypes import dtype_name
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, is_constant, producer
+from onnxfuse.match import Match
+from onnxfuse.passes.folded import node_label
+from onnxfuse.region_operators import ELEMENTWISE, PRODUCTS, VIEWS
+from onnxfuse.regions.cluster import MAX_OPERANDS, MAX_OUTPUTS, Cluster
+from onnxfuse.regions.formation import Formed, Merging
+from onnxfuse.regions.only_with_epilogue import OnlyWithEpilogue
+from onnxfuse.regions.steps import Step
+from onnxfuse.regions.write import body, measured_besides, order_by_reading, program
+from onnxfuse.rewrite.replace import Fused, LocalFunctions
+
+
+@dataclass(frozen=True)
+class Join:
+    """What joins the fused node that gives `result`: a cluster, or a part of one whose other nodes stay apart."""
+
+    result: Tensor
+    cluster: Cluster
+    apart: Cluster | None = None
+    match: Match | None = None  # that gives the result, and is replaced by a fused node first
+
+
+def find_epilogue_fusion(
+    formed: Formed,
+    cluster: Cluster,
+    joining: Mapping[str, bool | str],
+    only_with_epilogue: OnlyWithEpilogue | None = None,
+    taken: Collection[str] = frozenset(),
+) -> Join | None:
+    """Return how a cluster can join a fused node; None if it cannot.
+
+    `joining` are the fusions that elementwise operators join, with their declaration's `epilogue`; `only_with_epilogue`
+    finds what is fused for that alone, and `taken` are the names of results that others join.  Of the nodes of the
+    cluster, those that depend on the node's result must be elementwise or Reshapes, and their outputs have as many
+    elements.  What they read besides is computed with them, where nothing else reads it and it is elementwise or a
+    view.
+
+    The result may be read elsewhere and be an output of the graph: then the joined node gives it too.
+    """
+    merging = formed.merging
+    if merging is None or cluster.is_free:
+        return None
+    graph, shapes = merging.graph, merging.clusters.shapes
+    found = list[tuple[Node, Tensor, Match | None]]()
+    for tensor in cluster.operands.values():
+        maker = producer(tensor)
+        may_join = (
+            maker is not None
+            and tensor is maker.outputs[0]
+            and tensor.name not in taken
+            and "program" not in maker.attrs
+            and dtype_name(shapes.dtype(tensor)) in PRODUCTS
+            and shapes.shape(tensor) is not None
+            and _closes_no_cycle(maker, cluster, formed.forms, merging.level)
+        )
+        if maker is None or not may_join:
+            continue
+        if maker.domain == DOMAIN:
+            if joining.get(str(maker.attrs["fusion"]), False) in (True, maker.attrs.get("layout")):
+                found.append((maker, tensor, None))
+        elif only_with_epilogue and (match := only_with_epilogue.at(tensor)):
+            found.append((maker, tensor, match))
+    found.sort(key=lambda one: graph.position[one[0]], reverse=True)
+    joins = ((_join(formed, merging, cluster, tensor), match) for _, tensor, match in found)
+    return next((replace(join, match=match) for join, match in joins if join is not None), None)
+
+
+def _closes_no_cycle(
+    maker: Node, cluster: Cluster, forms: Mapping[Node, tuple[Step, ...]], level: Mapping[Node, int]
+) -> bool:
+    """Return whether no path leads from a result of a node to what a cluster reads besides its first result.
+
+    Where the cluster alone reads that result, and there is no other, there is none.  Else, what the cluster reads must
+    be of a lower level: then neither this join nor others can close a cycle.
+    """
+    result = maker.outputs[0]
+    if len(maker.outputs) == 1 and all(node in cluster.nodes for node in consumers(result)):
+        return True
+    read = (*cluster.operands.values(), *measured_besides(cluster, forms).values())
+    makers = (producer(tensor) for tensor in read if tensor is not result)
+    return all(each is None or level[each] < level[maker] for each in makers)
+
+
+def _join(formed: Formed, merging: Merging, cluster: Cluster, result: Tensor) -> Join | None:
+    """Return the part of a cluster that can join the node of a result; None if there is none, or it does not pay."""
+    graph, shapes, forms = merging.graph, merging.clusters.shapes, formed.forms
+    part, made = set[Node](), {result.name}
+    for node in cluster.nodes:
+        if any(tensor.name in made for tensor in node.inputs):
+            if not all(map(_keeps_order, forms[node])):
+                return None
+            part.add(node)
+            made |= {tensor.name for tensor in node.outputs}
+    outputs = [t for node in part for t in node.outputs if graph.is_kept(t) or not part.issuperset(consumers(t))]
+    if not all(_has_rows_of(shapes.shape(output), shapes.shape(result)) for output in outputs):
+        return None
+    for node in reversed(cluster.nodes):
+        readers = {reader for tensor in node.outputs for reader in consumers(tensor)}
+        is_kept = any(graph.is_kept(tensor) for tensor in node.outputs)
+        if readers <= part and not is_kept and all(map(_is_read_in_place, forms[node])):
+            part.add(node)
+    left = [node for node in cluster.nodes if node not in part]
+    if not left:
+        return Join(result, cluster)
+    between = [t for node in left for t in node.outputs if any(reader in part for reader in consumers(t))]
+    if merging.clusters.bytes_of(between) >= merging.clusters.bytes_of([result]):
+        return None
+    inside = merging.clusters.part([node for node in cluster.nodes if node in part])
+    others = merging.clusters.part(left)
+    if len(inside.operands) > MAX_OPERANDS or len(others.outputs) > MAX_OUTPUTS:
+        return None
+    order_by_reading(inside, forms)
+    return Join(result, inside, others)
+
+
+def _keeps_order(step: Step) -> bool:
+    """Return whether elements of what a step gives have the order that they have in what it reads."""
+    return step.op in ("Constant", "Reshape", "Unsqueeze", "Squeeze", *ELEMENTWISE)
+
+
+def _has_rows_of(shape: Shape | None, result: Shape | None) -> bool:
+    """Return whether a shape has as many elements as a result, and whole axes at its end that are the result's last.
+
+    Then a row of the result is one of it, however its axes are divided.
+    """
+    if not shape or not result:
+        return shape == result
+    ends = accumulate(reversed(shape), lambda below, size: below * size)
+    return product(shape) == product(result) and result[-1] in ends
+
+
+def _is_read_in_place(step: Step) -> bool:
+    """Return whether an epilogue computes a step, or reads through it so that neighbours stay such."""
+    if step.op == "Transpose":
+        perm: list[int] = step.attributes["perm"]  # type: ignore[assignment]
+        return perm[-1] == len(perm) - 1
+    return step.op in ("Constant", *VIEWS, *ELEMENTWISE)
+
+
+def write_epilogue_fusion(
+    graph: Graph,
+    shapes: ShapeInfo,
+    cluster: Cluster,
+    forms: Mapping[Node, tuple[Step, ...]],
+    result: Tensor,
+    bodies: Mapping[str, onnx.FunctionProto],
+    functions: LocalFunctions,
+    record: Fused,
+) -> Fused:
+    """Replace the nodes of a cluster, and the fused node whose `result` they read, by one; `record` is its own.
+
+    The graph must be sorted afterwards.
+    """
+    (maker,) = result.inputs
+    others = {name: tensor for name, tensor in cluster.operands.items() if tensor is not result}
+    others |= {name: tensor for name, tensor in measured_besides(cluster, forms).items() if tensor is not result}
+    is_read_elsewhere = any(node not in cluster.nodes for node in consumers(result))
+    kept = {result.name: result} if is_read_elsewhere or graph.is_kept(result) else {}
+    joined = replace(cluster, operands={result.name: result, **others}, outputs={**cluster.outputs, **kept})
+    inputs, outputs = [*maker.inputs, *others.values()], [*joined.outputs.values(), *maker.outputs[1:]]
+    own: dict[str, AttributeValue] = {
+        **{name: maker.attrs[name] for name in str(maker.attrs["attributes"]).split()},
+        "output_ranks": [-1 if (rank := shapes.rank(t)) is None else rank for t in outputs],
+        "program": program(shapes, joined, forms),
+    }
+    attributes: dict[str, AttributeValue] = {
+        "fusion": record.fusion,
+        "operands": " ".join([str(maker.attrs["operands"]), *(f"x{i + 1}" for i in range(len(others)))]),
+        "output_types": [shapes.dtype(t) for t in outputs],
+        "attributes": " ".join(sorted(own)),
+        **own,
+    }
+    function = functions.add(_body(record.fusion, bodies[maker.op], body(graph, joined, forms, []), list(attributes)))
+    joining = tuple(node_label(node) for node in cluster.nodes)
+    for node in (maker, *cluster.nodes):
+        node.inputs.clear()
+        node.outputs.clear()
+    graph.add_node(function, inputs, outputs, attributes, name=record.node, domain=DOMAIN)
+    for tensor in (*outputs, *(tensor for tensor in inputs if not is_constant(tensor))):
+        graph.record_type(tensor, shapes.dtype(tensor), shapes.shape(tensor))
+    return replace(record, replaces=(*record.replaces, *joining), output=outputs[0].name, joined=joining)
+
+
+def _body(
+    fusion: str, product: onnx.FunctionProto, behind: onnx.FunctionProto, attributes: list[str]
+) -> onnx.FunctionProto:
+    """Return one function of two, of which the second reads the result of the first as its first input."""
+    taken = {*product.input, *(name for node in product.node for name in node.output)}
+    names = {behind.input[0]: product.output[0], "": ""}
+    inner = (name for node in behind.node for name in node.output)
+    for name in dict.fromkeys((*behind.input[1:], *inner)):
+        names[name] = name
+        while names[name] in taken:
+            names[name] += "_"
+    nodes = [*product.node]
+    for node in behind.node:
+        read, made = [names[name] for name in node.input], [names[name] for name in node.output]
+        nodes.append(helper.make_node(node.op_type, read, made))
+        nodes[-1].attribute.extend(node.attribute)
+    inputs = [*product.input, *(names[name] for name in behind.input[1:])]
+    outputs = [*(names[name] for name in behind.output), *product.output[1:]]
+    opsets = {each.domain: each for each in (*behind.opset_import, *product.opset_import)}
+    return helper.make_function(
+        DOMAIN, fusion, inputs, outputs, nodes, list(opsets.values()), sorted(attributes),
+        doc_string=f"{product.doc_string}\n\nElementwise operators follow.",
+    )  # fmt: skip

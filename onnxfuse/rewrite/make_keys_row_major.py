@@ -1,0 +1,165 @@
+"""Make rows of keys that attention reads as columns, where no pattern knows how they lie in memory.
+
+Scores are the product of queries and of keys as (batch, heads, size, keys).  Patterns look through the views in front
+of these for keys whose elements lie side by side: "batch keys (heads size)" and the like.  Where there are none, as
+behind a convolution, whose images are columns already, or behind a Reshape of five axes, keys get views that go through
+one of these layouts.  If a Reshape of what is there leads to one, nothing is copied; else one Transpose makes rows, but
+not of a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+from typing import Final
+
+from onnxfuse.analysis.dims import Size
+from onnxfuse.analysis.shape_info import Shape, ShapeInfo
+from onnxfuse.dsl.declaration import Fusion
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
+from onnxfuse.match import Match, Matcher
+from onnxfuse.match.prefilter import may_occur
+from onnxfuse.passes.compose_views import (
+    VIEWS,
+    View,
+    can_write_views,
+    layout_of,
+    scaled_chain_to,
+    view_of,
+    write_scalings,
+    write_views,
+    written_from,
+)
+from onnxfuse.passes.folded import node_label
+from onnxfuse.rewrite.select import MAX_NODES_BETWEEN, ends_of_attention, has_softmax
+
+RANK: Final = 4
+
+
+def make_keys_row_major(
+    graph: Graph, shapes: ShapeInfo, fusions: Sequence[Fusion], keep: Set[str] = frozenset()
+) -> int:
+    """Rewrite the keys of attentions that match with these views and not without.  Returns their number.
+
+    `keep` holds the labels of nodes that are not fused.
+    """
+    ends = [node for node in ends_of_attention(graph) if node_label(node) not in keep]
+    pairs = [(end, scores) for end in ends if (scores := _scores(end)) is not None]
+    pairs = [(end, scores) for end, scores in pairs if not _reads_rows(graph, shapes, scores.inputs[1])]
+    present = {op_of(node) for node in graph.nodes} if pairs else set()
+    chosen = [fusion for fusion in fusions if has_softmax(fusion) and may_occur(fusion, present)] if pairs else []
+    matchers = [Matcher(graph, shapes, fusion) for fusion in chosen]
+    count = sum(_settle(graph, shapes, matchers, *pair) for pair in pairs) if matchers else 0
+    if matchers:  # what was written in vain is dead
+        graph.remove_dead()
+        graph.sort()
+    return count
+
+
+def _settle(graph: Graph, shapes: ShapeInfo, matchers: Sequence[Matcher], end: Node, scores: Node) -> bool:
+    """Rewrite the keys of the attention that ends in a product; return whether it matches because of that."""
+    columns = scores.inputs[1]
+    written = None if _matches(matchers, end) else _through_rows(graph, shapes, columns)
+    if written is None:
+        return False
+    scores.inputs[1] = written
+    if _matches(matchers, end):
+        return True
+    scores.inputs[1] = columns
+    return False
+
+
+def _matches(matchers: Sequence[Matcher], end: Node) -> bool:
+    return any(isinstance(matcher.at(end.outputs[0]), Match) for matcher in matchers)
+
+
+def _scores(end: Node) -> Node | None:
+    """Return the nearest product in front of the one that ends an attention, on the side of the probabilities."""
+    work, seen = [end.inputs[0]], set[int]()
+    while work and len(seen) < MAX_NODES_BETWEEN:
+        node = producer(work.pop(0))
+        if node is None or id(node) in seen:
+            continue
+        if op_of(node) == "MatMul":
+            return node
+        seen.add(id(node))
+        work += node.inputs
+    return None
+
+
+def _reads_rows(graph: Graph, shapes: ShapeInfo, columns: Tensor) -> bool:
+    """Return whether views make columns of keys in a layout that kernels read, or these are not of four axes."""
+    shape, chain = shapes.shape(columns), scaled_chain_to(graph, shapes, columns)
+    if shape is None or len(shape) != RANK:
+        return True
+    layouts = dict(_layouts(shape))
+    for i, node in enumerate(chain):
+        start, rest = shapes.shape(node.inputs[0]), [each for each in chain[i:] if op_of(each) in VIEWS]
+        after = None if start is None else layouts.get(start)
+        views = [view for each in rest if (view := view_of(shapes, each)) is not None]
+        if start is None or after is None or len(views) < len(rest):
+            continue
+        if layout_of(start, views) == layout_of(start, after):
+            return True
+    return False
+
+
+def _through_rows(graph: Graph, shapes: ShapeInfo, columns: Tensor) -> Tensor | None:
+    """Return the same keys by views through rows, by the fewest copies; None where views with constants do not do."""
+    shape, chain = shapes.shape(columns), scaled_chain_to(graph, shapes, columns)
+    if shape is None:
+        return None
+    for i, source in enumerate([*(each.inputs[0] for each in chain), columns]):  # the farthest that sizes tell it of
+        nodes = [each for each in chain[i:] if op_of(each) in VIEWS]
+        start, views = shapes.shape(source), [view for each in nodes if (view := view_of(shapes, each)) is not None]
+        options = list(_ways(start, views, shape)) if start is not None and len(views) == len(nodes) else []
+        if options:
+            before, after = min(options, key=lambda option: _copies_and_views(option[0]))
+            if _copies_and_views(before)[0] and _is_cache(graph, source):
+                return None
+            rows = write_views(graph, shapes, source, before, f"{columns.name}_rows")
+            made = None if rows is None else write_views(graph, shapes, rows, after, f"{columns.name}_columns")
+            scalings = [each for each in chain[i:] if op_of(each) not in VIEWS]
+            return None if made is None else write_scalings(graph, shapes, made, scalings)
+    return None
+
+
+def _copies_and_views(views: Sequence[View]) -> tuple[int, int]:
+    return sum(view.perm is not None for view in views), len(views)
+
+
+def _is_cache(graph: Graph, keys: Tensor) -> bool:
+    """Return whether a caller keeps keys from step to step.  To copy them in each step takes longer than to read them.
+
+    They are an input or an output of the graph, or what is appended to an input.
+    """
+    node = producer(keys)
+    appended = node.inputs if node is not None and op_of(node) == "Concat" else [keys]
+    return graph.is_kept(keys) or any(producer(each) is None and not is_constant(each) for each in appended)
+
+
+def _ways(start: Shape, views: Sequence[View], columns: Shape) -> Iterator[tuple[tuple[View, ...], tuple[View, ...]]]:
+    """Yield views from the source of a chain to rows in each layout that kernels read, and from there to columns."""
+    for rows, after in _layouts(columns):
+        whole = (View(None, start), *views, *_inverse(rows, after, columns))
+        before = written_from(start, whole)
+        if before is not None and can_write_views(rows, after):
+            yield before, after
+
+
+def _layouts(columns: Shape) -> Iterator[tuple[Shape, tuple[View, ...]]]:
+    """Yield the shape of keys in each layout that kernels read, and the views that make columns of them."""
+    batch, heads, size, keys = columns
+    width: Size = heads * size
+    yield (batch, keys, width), (View(None, (batch, keys, heads, size)), View((0, 2, 3, 1), columns))
+    yield (keys, batch, width), (View(None, (keys, batch, heads, size)), View((1, 2, 3, 0), columns))
+    yield (batch, keys, heads, size), (View((0, 2, 3, 1), columns),)
+    yield (batch, heads, keys, size), (View((0, 1, 3, 2), columns),)
+
+
+def _inverse(rows: Shape, after: Sequence[View], columns: Shape) -> tuple[View, ...]:
+    """Return the views that undo `after`: from columns to rows."""
+    perm = after[-1].perm
+    assert perm is not None
+    back = tuple(perm.index(i) for i in range(RANK))
+    return View(back, tuple(columns[i] for i in back)), View(None, rows)

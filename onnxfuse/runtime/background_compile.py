@@ -1,0 +1,50 @@
+"""Compile the kernels that the first runs of a session hardly need, in threads behind it."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from typing import Final
+
+from onnxfuse.runtime import planner
+from onnxfuse.runtime.loaded_templates import PreparedTemplate, load_all
+
+log: Final = logging.getLogger("onnxfuse")
+_working: Final[set[threading.Thread]] = set()
+_exits: Final = threading.Event()
+
+
+def compile_in_background(templates: Sequence[PreparedTemplate]) -> None:
+    """Begin to load the kernels of these templates that are not loaded yet, which nodes have when all are."""
+    if any(template.missing() for template in templates):
+        thread = threading.Thread(target=_load, args=(templates,), name="onnxfuse later kernels", daemon=True)
+        _working.add(thread)
+        thread.start()
+
+
+def _load(templates: Sequence[PreparedTemplate]) -> None:
+    try:
+        load_all(templates, threads=max(1, (os.cpu_count() or 1) // 2), goes_on=lambda: not _exits.is_set())
+        for template in templates:
+            if not _exits.is_set():
+                planner.complete(template)
+    except Exception as error:  # of CuPy or the driver, which have no common class; a run that needs the kernel says it
+        log.info("kernels are compiled when a run needs them: %s: %s", type(error).__name__, error)
+    finally:
+        _working.discard(threading.current_thread())
+
+
+def wait() -> None:
+    """Return when nothing that `compile_in_background` has begun is compiled any more."""
+    for thread in list(_working):
+        thread.join()
+
+
+@atexit.register
+def _stop() -> None:
+    """Let compilations that have begun end, because the compiler's library must not be unloaded under them."""
+    _exits.set()
+    wait()

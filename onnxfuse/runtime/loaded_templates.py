@@ -1,0 +1,203 @@
+"""Templates whose kernels are loaded on a GPU, as nodes of sessions run by them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from onnxfuse.errors import KernelError
+from onnxfuse.runtime import native_library as native
+from onnxfuse.runtime import run_plan
+from onnxfuse.runtime.backends import Backend
+from onnxfuse.runtime.kernel_loader import LoadedKernel
+from onnxfuse.runtime.nvrtc import kernel_text
+from onnxfuse.runtime.plan import Kernel, Launch, Plan, TensorSpec
+from onnxfuse.runtime.plan_file import KernelCode, SavedTemplate
+from onnxfuse.runtime.priority_pool import PriorityThreadPool
+from onnxfuse.runtime.template import Template, Variant
+from onnxfuse.runtime.template_bytes import kernel_key, template_bytes
+from onnxfuse.runtime.template_key import Situation
+from onnxfuse.runtime.template_words import TemplateWords
+
+
+class GivenTemplate:
+    """A template of a plan file for nodes on one GPU, whose kernels are loaded when they are first wanted.
+
+    They stay loaded as long as this object lives.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        saved: SavedTemplate,
+        words: TemplateWords,
+        situation: Situation,
+        load: Callable[[KernelCode], LoadedKernel],
+    ) -> None:
+        """Take the file, those words of its template that nodes run by, and what loads a kernel on the GPU."""
+        self.path: Final = path
+        self.saved: Final = saved
+        self.words: Final = words
+        self.situation: Final = situation
+        self._load, self._lock = load, threading.Lock()
+        self._kernels: list[LoadedKernel] = []
+        self._data = b""
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """The inputs that it is for, whose dynamic dims are -1 - k."""
+        return self.words.inputs
+
+    def data(self) -> bytes:
+        """Return the template's bytes for the native library, with all its kernels loaded.  Raises NativeError."""
+        with self._lock:
+            if not self._data:
+                for name in self.saved.libraries:
+                    run_plan.LIBRARIES[name].open()
+                self._kernels = [self._load(kernel) for kernel in self.saved.kernels]
+                self._data = self.words.with_functions([kernel.handle for kernel in self._kernels]).data()
+            return self._data
+
+
+class PreparedTemplate:
+    """A template, and the kernels of its variants, which stay loaded as long as this object lives.
+
+    CUDA graphs of a session may launch the kernels of any plan that its nodes have had.
+    """
+
+    def __init__(self, template: Template, backend: Backend, situation: Situation) -> None:
+        """Load nothing yet."""
+        self.template: Final = template
+        self.situation: Final = situation
+        self.kernels: dict[str, LoadedKernel] = {}  # by kernel_key
+        self._backend, self._lock = backend, threading.RLock()
+        self.is_loaded_later = False  # whether threads load the kernels that the first runs do not need
+        self._data = b""
+        self._absent: set[str] = set()  # kernels that stand as 0 in the bytes, by kernel_key
+
+    def add(self, variant: Variant) -> None:
+        """Add a variant."""
+        with self._lock:
+            self.template.variants.append(variant)
+            self._data = b""
+
+    def launches(self) -> Iterator[Launch]:
+        """Yield the launches of all variants."""
+        for variant in self.template.variants:
+            yield from (step for step in variant.plan.steps if isinstance(step, Launch))
+
+    def missing(self) -> dict[str, list[Launch]]:
+        """Return the launches whose kernels are not loaded, or not allowed what they take, by kernel_key."""
+        found: dict[str, list[Launch]] = {}
+        for step in self.launches():
+            key = kernel_key(step.kernel)
+            if key not in self.kernels or not _is_allowed(self.kernels[key], step):
+                found.setdefault(key, []).append(step)
+        return found
+
+    def load(self, steps: Iterable[Launch], goes_on: Callable[[], bool]) -> None:
+        """Load the kernels of some launches, unless they are loaded, and allow these what they take.
+
+        Nothing is done if `goes_on` says that they are no longer wanted.  Raises KernelError, NativeError.
+        """
+        ordinal = self.situation.device.ordinal
+        for step in steps if goes_on() else ():
+            key = kernel_key(step.kernel)
+            kernel = self.kernels.get(key) or self._backend.load(step.kernel, ordinal)
+            with self._lock:
+                self.kernels[key] = allow_launch(kernel, step, ordinal)
+
+    def keys(self) -> set[str]:
+        """Return the kernels of all variants, by kernel_key."""
+        return {kernel_key(step.kernel) for step in self.launches()}
+
+    def keys_at(self, points: Iterable[Sequence[int]]) -> set[str]:
+        """Return the kernels of the variants that are chosen at some combinations of sizes, by kernel_key."""
+        chosen = (self.template.chosen(sizes) for sizes in points)
+        return {kernel_key(kernel) for each in chosen if each for kernel in each.kernels}
+
+    def data(self, variant: Variant | None = None) -> bytes:
+        """Return the template's bytes for the native library, with its kernels loaded.
+
+        With a variant only its kernels need be, if the others are loaded later: those that are not loaded yet stand as
+        0, and a node that needs one of them asks again.  Raises KernelError, NativeError.
+        """
+        with self._lock:
+            if self._data and not self._absent:
+                return self._data
+        part = variant.kernels if variant and self.is_loaded_later else None
+        wanted = self.keys() if part is None else set(map(kernel_key, part))
+        load_all([self], lambda _: wanted)  # without the lock, which the threads that load take
+        return self._bytes(wanted)
+
+    def data_so_far(self) -> bytes:
+        """Return the same with the kernels that are loaded by now."""
+        return self._bytes(set())
+
+    def _bytes(self, wanted: set[str]) -> bytes:
+        """Return the template's bytes, in which `wanted` kernels are not absent, because they are loaded now."""
+        with self._lock:
+            if not self._data or self._absent & wanted:
+                for variant in self.template.variants:
+                    run_plan.open_libraries(variant.plan)
+                missing = self.missing().keys()
+                handles = {key: kernel.handle for key, kernel in self.kernels.items()} | dict.fromkeys(missing, 0)
+                self._data, self._absent = template_bytes(self.template, dict(sorted(handles.items()))), set(missing)
+            return self._data
+
+
+def load_all(
+    templates: Iterable[PreparedTemplate],
+    wanted: Callable[[PreparedTemplate], Collection[str]] = PreparedTemplate.keys,
+    threads: int | None = None,
+    goes_on: Callable[[], bool] = lambda: True,
+) -> None:
+    """Load the kernels of some templates, which are compiled in several threads while more templates come.
+
+    wanted   which kernels of a template are loaded, by kernel_key
+    threads  at most; as many as there are processors if it is None
+    goes_on  whether a kernel whose turn has come is still wanted
+
+    Raises KernelError, NativeError.
+    """
+    compiled: set[tuple[int, str]] = set()
+    with PriorityThreadPool(threads) as pool:
+        for template in templates:
+            of_template = wanted(template)
+            for key, steps in template.missing().items():
+                if key not in of_template:
+                    continue
+                code = template.situation.device.ordinal, key
+                length = 0 if code in compiled else _length(steps[0].kernel)  # 0: it waits for another template's
+                compiled.add(code)
+                pool.add(length, partial(template.load, steps, goes_on))
+
+
+def _length(kernel: Kernel) -> int:
+    """Return what the time to compile a kernel goes with: the length of its source."""
+    try:
+        return len(kernel_text(kernel))
+    except KernelError:  # which compiling it raises as well
+        return 0
+
+
+def load_kernels(plan: Plan, backend: Backend, ordinal: int) -> tuple[LoadedKernel, ...]:
+    """Load the kernels of a plan's launches, in order.  Raises KernelError, NativeError."""
+    launches = (step for step in plan.steps if isinstance(step, Launch))
+    return tuple(allow_launch(backend.load(step.kernel, ordinal), step, ordinal) for step in launches)
+
+
+def allow_launch(kernel: LoadedKernel, step: Launch, ordinal: int) -> LoadedKernel:
+    """Allow a kernel the shared memory and the cluster size of a launch, and return it.  Raises NativeError."""
+    if not _is_allowed(kernel, step):
+        shared, cluster = max(step.shared, kernel.max_shared), max(step.cluster, kernel.max_cluster)
+        native.check(native.driver().onnxfuse_configure(ordinal, kernel.handle, shared, int(cluster > 8)))
+        kernel.max_shared, kernel.max_cluster = shared, cluster
+    return kernel
+
+
+def _is_allowed(kernel: LoadedKernel, step: Launch) -> bool:
+    return step.shared <= kernel.max_shared and step.cluster <= kernel.max_cluster

@@ -1,0 +1,94 @@
+"""Make the templates of a session's nodes, and compile their kernels, while onnxruntime makes the session."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final, TypeAlias
+
+from onnxfuse.errors import OnnxfuseError
+from onnxfuse.runtime import planner
+from onnxfuse.runtime.background_compile import compile_in_background
+from onnxfuse.runtime.call_inputs import inputs_of
+from onnxfuse.runtime.fused_calls import Call
+from onnxfuse.runtime.likely_sizes import likely_sizes
+from onnxfuse.runtime.loaded_templates import GivenTemplate, PreparedTemplate, load_all
+from onnxfuse.runtime.target import NoTarget, PlanChoice, Target
+from onnxfuse.runtime.template import size_count
+from onnxfuse.runtime.template_key import Situation
+
+log: Final = logging.getLogger("onnxfuse")
+Made: TypeAlias = list[tuple[Situation, PreparedTemplate | GivenTemplate]]  # nodes with their templates
+
+
+@contextmanager
+def preparation(calls: Sequence[Call], target: Target | NoTarget, choice: PlanChoice) -> Iterator[None]:
+    """Prepare the nodes that run as kernels in a thread beside the body of the `with`, whose end waits for it.
+
+    Kernels that are hardly needed first are compiled behind it; a run that needs one of them waits for that one.
+
+    A node that cannot be prepared, because its shapes are unknown or no kernel compiles, is left to its first run,
+    whose error says more.
+    """
+    if isinstance(target, NoTarget) or not calls:
+        yield
+        return
+    made: Made = []
+    thread = threading.Thread(target=_prepare, args=(calls, target, choice, made), name="onnxfuse preparation")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+        planner.equip(made)
+        compile_in_background(list({id(each): each for _, each in made if isinstance(each, PreparedTemplate)}.values()))
+
+
+def _prepare(calls: Sequence[Call], target: Target, choice: PlanChoice, made: Made) -> None:
+    """Make the templates, which `made` then has with their nodes, and load the kernels for likely sizes."""
+
+    def templates() -> Iterator[PreparedTemplate]:
+        known: set[int] = set()
+        for situation, template in _templates(calls, target, choice):
+            made.append((situation, template))
+            if isinstance(template, PreparedTemplate) and id(template) not in known:
+                known.add(id(template))
+                template.is_loaded_later = True
+                yield template
+
+    def likely(of: PreparedTemplate) -> set[str]:
+        return of.keys_at(likely_sizes(size_count(of.template.inputs)))
+
+    try:
+        load_all(templates(), likely)
+    except Exception as error:  # of CuPy or the driver, which have no common class
+        log.info("kernels are compiled when their nodes first run: %s: %s", type(error).__name__, error)
+
+
+def _templates(
+    calls: Sequence[Call], target: Target, choice: PlanChoice
+) -> Iterator[tuple[Situation, PreparedTemplate | GivenTemplate]]:
+    """Yield some nodes with their templates, which are made, or loaded if plan files have them."""
+    for call in calls:
+        inputs = inputs_of(call)
+        if inputs is None:
+            continue
+        situation = Situation(call.node, target.device, target.provider, choice != "first")
+        planner.expect(call.node, tuple(spec.shape for spec in inputs), target.device)
+        try:
+            given = given_for(call, target, choice)
+            template = given if given and planner.loads(given) else planner.prepare(situation, inputs)
+        except (OnnxfuseError, ValueError) as error:
+            log.info("node '%s' is planned when it first runs: %s", call.node.name, error)
+            continue
+        yield situation, template
+
+
+def given_for(call: Call, target: Target, choice: PlanChoice) -> GivenTemplate | None:
+    """Return the template that a plan file has for a node of a model; None if none has one, or it is measured anew."""
+    inputs = inputs_of(call) if choice != "measured" and planner.plan_files else None
+    if inputs is None:
+        return None
+    return planner.given_template(Situation(call.node, target.device, target.provider, choice != "first"), inputs)

@@ -1,0 +1,60 @@
+"""Run tasks in threads, the longest first, while more are added: so that none is left alone at the end."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from itertools import count
+from types import TracebackType
+from typing import Final
+
+MAX_THREADS: Final = 32
+_Task = Callable[[], None]
+
+
+class PriorityThreadPool:
+    """A context whose end waits for its tasks, and raises the first error that one of them raised.
+
+    If its body raises an error, tasks that have not begun are dropped.
+    """
+
+    def __init__(self, threads: int | None = None) -> None:
+        """Start no thread yet: there may be nothing to do.  There will be as many as processors, or `threads`."""
+        self._max_threads = threads or min(MAX_THREADS, os.cpu_count() or 1)
+        self._tasks: queue.PriorityQueue[tuple[int, int, _Task | None]] = queue.PriorityQueue()
+        self._numbers = count()  # of equal lengths, the task that was added first comes first
+        self._threads: list[threading.Thread] = []
+        self._errors: list[BaseException] = []
+
+    def add(self, length: int, task: _Task) -> None:
+        """Add a task of such a length, in any unit."""
+        self._put(length, task)
+        if len(self._threads) < self._max_threads:
+            thread = threading.Thread(target=self._work, name="onnxfuse loader", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _put(self, length: int, task: _Task | None) -> None:
+        self._tasks.put((-length, next(self._numbers), task))
+
+    def _work(self) -> None:
+        while task := self._tasks.get()[2]:
+            try:
+                task()
+            except BaseException as error:  # which the thread that waits raises
+                self._errors.append(error)
+
+    def __enter__(self) -> PriorityThreadPool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        while error and not self._tasks.empty():
+            self._tasks.get()
+        for _ in self._threads:
+            self._put(-1, None)  # shorter than every task
+        for thread in self._threads:
+            thread.join()
+        if self._errors and not error:
+            raise self._errors[0]
