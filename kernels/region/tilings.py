@@ -123,7 +123,9 @@ def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, devic
         if lanes.scattered:
             width = width if is_symbolic(count) else _narrowed(count, width, device, SCATTERING_THREADS)
             return Tiling("elements", THREADS, width, is_scattered=True)
-        has_tail = width > 1 and sizes.divisor(nest.lists[ELEMENTS][-1].extent) % width != 0
+        variables = nest.lists[ELEMENTS]
+        # Of several variables the vectors divide the last one, also where its divisor is known of a product alone.
+        has_tail = width > 1 and len(variables) == 1 and sizes.divisor(variables[0].extent) % width != 0
         elements = Tiling("elements", THREADS, width, repeated=repeated, repeats=repeats, has_tail=has_tail)
         ahead = repeats > 1 and not is_between and _are_few(count, width * repeats, device)
         return replace(elements, reads_ahead=ahead)

@@ -177,6 +177,9 @@ def maps() -> Iterator[Made]:
     yield one("Transpose of bytes", "Transpose", numbers((16, 32), "bool", 1, 0, 1), perm=[1, 0])
     yield one("Reshape of int64", "Reshape", numbers((4, 8), "int64"), shape=[8, 4])
     yield one("Slice of nothing", "Slice", x, axes=[0], starts=[3], ends=[1], steps=[1])
+    y = numbers((5, 2, 3), "int64")
+    yield made("rows of which two dynamic dims make whole vectors", [y, numbers((1, 2, 3), "int64")],
+               lambda p, a, b: [p.op("Reshape", a, shape=[30]), p.op("Add", a, b)], dynamic=(2, 3))  # fmt: skip
 
 
 def reductions() -> Iterator[Made]:
