@@ -38,6 +38,7 @@ BOOLEAN_OPS = {"IsNaN", "Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqu
 BFLOAT16, FLOAT = "tensor(bfloat16)", "tensor(float)"  # as schemas name them
 ORT_DOMAIN = "com.microsoft"
 REFUSED: Final = "onnxfuse.refused"
+FIRST_STEPS: Final = 10  # the opset that gave Slice steps
 
 
 SelectOption: TypeAlias = Callable[[Alternatives, Sequence[Term]], Term]  # of the options that can be written
@@ -230,12 +231,17 @@ class BodyBuilder:
     def _has(self, term: Apply) -> bool:
         """Return whether the opset has an operator, for bfloat16 where it reads that: old opsets have few of these."""
         found = schema(term.op, self.opset)
-        if found is None:
+        if found is None or self._lacks_steps(term):
             return False
         narrow = any(operand.dtype == TensorProto.BFLOAT16 for operand in self._operands.values())
         if not narrow or not found.inputs or not term.inputs or self._dtype(term.inputs[0]) != TensorProto.BFLOAT16:
             return True
         return BFLOAT16 in found.inputs[0].types or FLOAT not in found.inputs[0].types
+
+    def _lacks_steps(self, term: Apply) -> bool:
+        """Return whether a term is a Slice in steps, which opset 10 brought: before, all steps were one."""
+        steps = term.attributes.get("steps") if term.op == "Slice" else None
+        return self.opset < FIRST_STEPS and isinstance(steps, Sequence) and any(step != 1 for step in steps)
 
     def _dtype(self, term: Term) -> int | None:
         """Return the dtype of a term that is not written yet: that of its first operand, or what this is cast to."""
@@ -277,8 +283,8 @@ class BodyBuilder:
         for name, wanted in term.attributes.items():
             value = self._attribute(wanted)
             index = None if term.op.startswith(ORT_DOMAIN) else self._input_index(term.op, name)
-            if value is None or (term.op == "Slice" and name == "steps" and self.opset < 10):
-                continue  # before opset 10 all steps were one
+            if value is None or (term.op == "Slice" and name == "steps" and self.opset < FIRST_STEPS):
+                continue
             if index is None:
                 attributes[name] = value
             else:

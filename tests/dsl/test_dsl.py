@@ -756,6 +756,14 @@ def test_a_required_operand_is_never_left_out() -> None:
     assert builder.can_write(op.Clip(x, y))
 
 
+def test_a_slice_has_steps_from_opset_10_on() -> None:
+    """Before, it would read all elements."""
+    (x, _) = optional_pair.captures
+    for opset, step, expected in ((9, 1, True), (9, 2, False), (10, 2, True)):
+        builder = BodyBuilder(Variant(opset, {"x": 1}, (1,), {"x": 2}, 2, choices={}))
+        assert builder.can_write(op.Slice(x, starts=[0], ends=[8], axes=[-1], steps=[step])) is expected
+
+
 @fusion(out="n d")
 def optional_pair(x=tensor("n d"), y=tensor(optional=True)):
     return op.Relu(x)
