@@ -190,6 +190,8 @@ def _shifted(nest: Nest, name: str, program: Program, shapes: Shapes) -> Lanes |
         return None
     width = min(MAX_WIDTH, VECTOR_BYTES // max(along, key=lambda each: each.moved).item_bytes)
     rest = replaced(along[0].address, {variables[0].name: NOTHING})
+    if any(atom.kind == "value" for atom in rest.atoms()):  # a row that an index names: the head is written before it
+        return None
     lanes = Lanes(variables[0].name, width, rest=rest)
     return lanes if all(lanes.are_contiguous(each.address, shapes.sizes) for each in along) else None
 

@@ -57,6 +57,9 @@ def test_random_programs(part: int, tmp_path: Path) -> None:
     check_all({f"seed {seed}": random_program(seed) for seed in range(first, first + AT_ONCE)}, tmp_path, part % 5 != 4)
 
 
+FOUND = [6374]  # rows that an index names, at which vectors would start elsewhere: their heads did not compile
+
+
 @pytest.mark.parametrize("part", sampled(range(8), 8), ids=lambda part: f"part{part}")
 def test_random_programs_whose_reductions_are_stored(
     part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -67,7 +70,8 @@ def test_random_programs_whose_reductions_are_stored(
         monkeypatch.setattr(tilings, name, value)
     monkeypatch.setattr(launch_schedule, "MIN_STORED_ELEMENTS", 2)
     seeds = [seed for seed in range(5000 + 400 * part, 5400 + 400 * part) if reduces(random_program(seed))]
-    check_all({f"seed {seed}": random_program(seed) for seed in seeds[:AT_ONCE]}, tmp_path)
+    seeds = [*(FOUND if part == 0 else ()), *seeds[:AT_ONCE]]
+    check_all({f"seed {seed}": random_program(seed) for seed in seeds}, tmp_path)
 
 
 def reduces(program: RegionProgram) -> bool:
