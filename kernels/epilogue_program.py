@@ -30,6 +30,7 @@ WORDS: Final = {"float16": 1, "bfloat16": 1, "float64": 4, "int64": 4}  # of two
 Problem = TypeVar("Problem")  # a Gemm or a Conv
 WORD: Final = 2**31  # elements, from which on indices have 64 bits
 OUTPUT_REGISTERS: Final = 8  # of a thread, for an output that the program stores: for its values and addresses
+PRECISE_REGISTERS: Final = 40  # of a thread, for a Tanh to the last bits of float32, beside what its outputs take
 KINDS: Final = (*OPERANDS, *(f"load_{each}" for each in OPERANDS), "reading", "computing", "storing")  # of lines
 TEXT: Final = """\
 // {operators}
@@ -285,9 +286,12 @@ class _Text:
         )  # fmt: skip
         taken = Pointer("input", self.both.own + others.index(residual) - 1) if residual else None
         given_dtypes, stored = [dtypes[name] for name in self.both.outputs], self.stored or 0
+        is_precise = "float32" in given_dtypes
+        if is_precise and any(each.name == "Tanh" for each in self.program.operations):
+            self.registers += PRECISE_REGISTERS
         return EpilogueProgram(
             text, (*given, *self.arguments.values), Pointer("output", stored), taken, self.registers,
-            given_dtypes[stored], "float32" in given_dtypes, self.element_bytes,
+            given_dtypes[stored], is_precise, self.element_bytes,
         )  # fmt: skip
 
     def _located(self, members: list[str], given: list[Argument]) -> str:
