@@ -21,7 +21,6 @@ from onnxfuse.verify.cpu_session import open_session, run
 from onnxfuse.verify.difference import (
     MASK_MAGNITUDE,
     MASK_MAGNITUDES,
-    OWN_ERROR_FACTOR,
     describe_misplaced,
     type_and_shape,
     with_numbers_for_nan,
@@ -351,7 +350,7 @@ class _Check:
         old, new, true = _wide(self.old), _wide(self.new), self._in_float32()
         error, own = _error(new, true), _error(old, true)
         half = bool(self.sessions.half)
-        if (error <= self._allowed(true)).all() or (half and error.max() <= OWN_ERROR_FACTOR * own.max()):
+        if (error <= self._allowed(true)).all() or (half and error.max() <= own.max()):
             return ""
         true = self._in_float64(old)
         error, allowed = _error(new, true), self._allowed(true)
