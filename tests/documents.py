@@ -46,6 +46,8 @@ NOT_RUN = {  # beginnings of commands, and why no test runs them
     "python models/survey.py": "it needs PyTorch and hours",
     "cd ": "the tests start in the folder",
     ".ci/wheels": "it takes minutes; the workflow of wheels runs it",
+    "towncrier build": "tests/test_changelog.py does, in a folder of its own",
+    "git commit": "it would commit to this repository",
     "git tag": "it would tag this repository",
     "mkdocs serve": "it does not end; CI builds the site, in .ci/run",
     "docker": "no container engine is at hand",
