@@ -49,8 +49,8 @@ def attention(
     whose scale is 1 / sqrt(size) by default; causal_operator is the same under a causal mask.
 
     With `--fallback ort` the body is com.microsoft.MultiHeadAttention or, with softcap, GroupQueryAttention, where
-    these compute the same; docs/design.md lists what they do not take, and what ONNX's Attention does not, which
-    `--emit standard` writes.
+    these compute the same; docs/decisions/fallback-ort.md lists what they do not take, and standard-operators.md there
+    what ONNX's Attention does not, which `--emit standard` writes.
 
     That body adds masks, so it gives NaN for rows in which a masked score is NaN or infinite.  Where `fully_masked` is
     zero, as after a softmax whose NaNs are replaced by 0, it gives 0 for rows that are masked, whatever keys and values

@@ -113,7 +113,7 @@ def attention_with_cache(
     size, into which rows are scattered, is not fused.
 
     With `--fallback ort` the body is com.microsoft.GroupQueryAttention, where that computes the same, else that of
-    attention(); docs/design.md lists what it does not take.
+    attention(); docs/decisions/fallback-ort.md lists what it does not take.
     """
     require_grouped_heads()
     require("{keys} keys are {past} of the past and {new} more", lambda keys, past, new: keys == past + new)

@@ -15,7 +15,7 @@ from aligned_lists import with_lists
 from catalogue import catalogue_page
 from click.testing import CliRunner
 from drawing import draw
-from engines import engine_table
+from tables import MARK, TABLES, filled, pages
 
 import onnxfuse
 from onnxfuse.cli import main
@@ -33,8 +33,29 @@ def test_the_catalogue_is_up_to_date() -> None:
     assert page.read_text(encoding="utf-8") == catalogue_page(builtin()), advice
 
 
-def test_the_table_of_other_tools_is_what_was_measured() -> None:
-    assert engine_table() in (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+def test_the_tables_of_the_pages_are_what_was_measured() -> None:
+    stale = [page.name for page in pages() if filled(text := page.read_text(encoding="utf-8")) != text]
+    assert stale == [], "run `python docs/site/tables.py`"
+
+
+def test_every_table_stands_on_one_page() -> None:
+    assert sorted(name for page in pages() for name in MARK.findall(page.read_text(encoding="utf-8"))) == sorted(TABLES)
+
+
+DECISIONS = [path for path in sorted((ROOT / "docs" / "decisions").glob("*.md")) if path.name != "index.md"]
+
+
+@pytest.mark.parametrize("path", DECISIONS, ids=lambda path: path.stem)
+def test_a_decision_is_a_short_page(path: Path) -> None:
+    """Title, date, and then paragraphs of these names, in this order; the index has them all."""
+    text = path.read_text(encoding="utf-8")
+    assert len(text.split()) <= 250
+    names = re.findall(r"^\*\*(\w+)\.\*\* ", text, re.MULTILINE)
+    assert names == [name for name in ("What", "Why", "Measured", "Alternatives") if name in names]
+
+
+def test_the_page_of_the_design_is_read_in_ten_minutes() -> None:
+    assert len((ROOT / "docs" / "design.md").read_text(encoding="utf-8").split()) <= 2500
 
 
 def test_a_drawing_shows_what_a_pattern_computes() -> None:

@@ -10,15 +10,11 @@ from gains import three_digits
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.pages import Page
 from results import result, rows
+from tables import MODELS, models
 
 from onnxfuse.bench.chart import Bar, svg
 
 MARK: Final = re.compile(r"^<!-- plot: (\w+) -->$", re.MULTILINE)
-ENGINES: Final = {"ort-graph": "onnxruntime", "torch-reduce-overhead": "torch.compile", "onnxfuse-graph": "onnxfuse"}
-CHANNELS_LAST: Final = {
-    "ort-graph": "onnxruntime", "ort-nhwc-graph": "prefer_nhwc", "torch-channels-last": "torch.compile",
-    "onnxfuse-graph": "onnxfuse",
-}  # fmt: skip
 REGIONS: Final = {
     "onnxruntime_ms": "onnxruntime", "torch_compile_ms": "torch.compile", "without_regions_ms": "without regions",
     "with_regions_ms": "with regions",
@@ -40,13 +36,14 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
 
 def whole_models() -> list[Bar]:
-    """Return the times of models, relative to onnxruntime in a CUDA graph."""
-    return _relative(_medians("models-h200"), ENGINES, "ms")
-
-
-def convolutional_models() -> list[Bar]:
-    """Return the times of convolutional models, relative to onnxruntime in a CUDA graph."""
-    return _relative(_medians("convolutional_models-h200"), CHANNELS_LAST, "ms")
+    """Return the times of models, relative to the fastest other engine."""
+    return [
+        Bar(
+            MODELS[model.name], model.ratio, None,
+            f"{three_digits(model.ours)} ms, the other {three_digits(model.other)} ms", "fused",
+        )
+        for model in sorted(models(), key=lambda model: model.ratio)
+    ]  # fmt: skip
 
 
 def regions() -> list[Bar]:
@@ -75,14 +72,6 @@ def throughput() -> list[Bar]:
     ]  # fmt: skip
 
 
-def _medians(name: str) -> dict[str, dict[str, float]]:
-    """Return the median milliseconds of each model by peer, where the results were right."""
-    found: dict[str, dict[str, float]] = {}
-    for row in rows(name, "results", agrees=True):
-        found.setdefault(row["model"], {})[row["peer"]] = row["median_ms"]
-    return found
-
-
 def _relative(times: Mapping[str, Mapping[str, Any]], engines: Mapping[str, str], unit: str) -> list[Bar]:
     """Return a bar for each time of the engines, relative to the first one."""
     first = next(iter(engines))
@@ -98,10 +87,7 @@ def _relative(times: Mapping[str, Mapping[str, Any]], engines: Mapping[str, str]
 
 
 PLOTS: Final[Mapping[str, tuple[str, Callable[[], Sequence[Bar]]]]] = {
-    "whole_models": ("Time of a run in a CUDA graph, relative to onnxruntime's; shorter is faster.", whole_models),
-    "convolutional_models": (
-        "Time of a run in a CUDA graph, relative to onnxruntime's; shorter is faster.", convolutional_models,
-    ),
+    "whole_models": ("Time of a run in a CUDA graph, relative to the fastest other engine's.", whole_models),
     "regions": ("Time of a run in a CUDA graph, relative to onnxruntime's; shorter is faster.", regions),
     "chained_kernels": ("Time of a launch in a chain, relative to onnxruntime's; shorter is faster.", chained_kernels),
     "throughput": ("Requests per second of threads that share a session; longer is faster.", throughput),

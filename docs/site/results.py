@@ -13,13 +13,18 @@ sys.path.append(str(ROOT / "benchmarks"))
 from result_text import read_result  # noqa: E402
 
 
-@functools.cache
-def result(name: str) -> dict[str, Any]:
+def newest(name: str) -> Path:
     """Return the newest result of a name, such as "gemm-h200": the file gemm-h200-<date>.json.  Raises LookupError."""
     found = sorted((ROOT / "benchmarks" / "results").glob(f"{name}-[0-9]*.json"))
     if not found:
         raise LookupError(f"benchmarks/results has no {name}-<date>.json")
-    return read_result(found[-1].read_text(encoding="utf-8"))
+    return found[-1]
+
+
+@functools.cache
+def result(name: str) -> dict[str, Any]:
+    """Return what the newest result of a name holds.  Raises LookupError."""
+    return read_result(newest(name).read_text(encoding="utf-8"))
 
 
 def rows(name: str, table: str = "rows", /, **equal: object) -> list[dict[str, Any]]:

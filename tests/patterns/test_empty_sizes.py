@@ -19,7 +19,7 @@ from onnxfuse.dsl import catalogue
 from onnxfuse.ir.domain import DOMAIN
 
 by_name = pytest.mark.parametrize("fusion", catalogue.builtin(), ids=lambda fusion: fusion.name)
-# docs/design.md: a body for onnxruntime that gives 0 where all keys are masked needs a key.
+# docs/decisions/fallback-ort.md: a body for onnxruntime that gives 0 where all keys are masked needs a key.
 WITHOUT_KEYS = re.compile(r"attention-.*-keys")
 
 

@@ -1,0 +1,467 @@
+"""Write the tables of the pages from benchmarks/results and docs/decisions: `python docs/site/tables.py`.
+
+A page has a table where a line `<!-- table: NAME -->` stands; the lines from there to `<!-- end of table -->` are
+written anew.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any, Final
+
+from gains import three_digits
+from results import ROOT, newest, result, rows
+
+MARK: Final = re.compile(r"^<!-- table: (\w+) -->\n.*?^<!-- end of table -->$", re.DOTALL | re.MULTILINE)
+DECISION: Final = re.compile(
+    r"# (?P<title>.+)\n\n(?P<date>\d{4}-\d\d-\d\d)\n\n\*\*What\.\*\* (?P<what>.+?\.)(?=\s)(?=.*^\*\*Why\.\*\* )",
+    re.DOTALL | re.MULTILINE,
+)
+MODELS: Final = {
+    "bert-b8-s512": "BERT-base, batch 8, 512 tokens",
+    "bert-b8-s512-tf32": "BERT-base in float32 with TF32, batch 8, 512 tokens",
+    "bert-b1-s128": "BERT-base, batch 1, 128 tokens",
+    "deberta-b8-s128": "DeBERTa-v3-base, batch 8, 128 tokens",
+    "t5-b8-s256": "T5-base encoder, batch 8, 256 tokens",
+    "clip-text-b32": "CLIP, text encoder, batch 32",
+    "llama-s2048": "Llama, 4 layers, 2048 tokens",
+    "llama-s128": "Llama, 4 layers, 128 tokens",
+    "llama-decode-4k": "Llama, 4 layers, one token after 4096",
+    "qwen2-s1024": "Qwen2, 4 layers, 1024 tokens",
+    "gemma2-s1024": "Gemma 2, 4 layers, 1024 tokens",
+    "gptj-s1024-eager": "GPT-J, 4 layers, 1024 tokens, eager attention",
+    "gpt-neox-s1024": "GPT-NeoX, 1024 tokens",
+    "gpt2-b4-s1024": "GPT-2, batch 4, 1024 tokens",
+    "gpt2-decode-b8-1000": "GPT-2, batch 8, one token after 1000",
+    "whisper-encoder-b4": "Whisper, encoder, batch 4",
+    "wav2vec2-b4": "wav2vec 2.0, batch 4",
+    "vit-b32": "ViT-B/16, batch 32",
+    "vit-b1": "ViT-B/16, batch 1",
+    "dinov2-b8": "DINOv2, batch 8",
+    "swin-b16": "Swin-T, batch 16",
+    "resnet50-b32": "ResNet-50, batch 32",
+    "resnet50-b1": "ResNet-50, batch 1",
+    "resnet50-b32-tf32": "ResNet-50 in float32 with TF32, batch 32",
+    "mobilenetv3-b32": "MobileNetV3-Large, batch 32",
+    "efficientnet-b32": "EfficientNet-B0, batch 32",
+    "convnext-b16": "ConvNeXt-T, batch 16",
+    "densenet-b16": "DenseNet-121, batch 16",
+    "detector-b8": "YOLO-like detector, batch 8",
+    "detector-b1": "YOLO-like detector, batch 1",
+    "unet-b2": "UNet blocks of Stable Diffusion, batch 2",
+    "vae-decoder-b1": "VAE decoder of Stable Diffusion, batch 1",
+}
+OF_THE_README: Final = (
+    "bert-b8-s512", "bert-b1-s128", "llama-s2048", "gpt2-decode-b8-1000", "whisper-encoder-b4", "swin-b16",
+    "resnet50-b32", "efficientnet-b32", "detector-b8", "deberta-b8-s128",
+)  # fmt: skip
+NEWEST: Final = "whole_models-h200"
+WITH_PEERS: Final = ("convolutional_models-h200", "models-h200")  # results of benchmarks/models.py, newest first
+TRENDS: Final = ("models-h200", "convolutional_models-h200", "models-latest-h200", NEWEST)  # oldest first
+PEERS: Final = {  # of these results, those that are compared with onnxfuse in a CUDA graph
+    "ort": "onnxruntime", "ort-graph": "onnxruntime", "ort-nhwc-graph": "prefer_nhwc",
+    "ort-transformers": "its transformers optimizer", "onnxscript": "onnxscript", "torch-eager": "PyTorch",
+    "torch-compile": "torch.compile", "torch-reduce-overhead": "reduce-overhead",
+    "torch-channels-last": "channels_last", "torch-static-cache": "static cache",
+}  # fmt: skip
+ENGINES: Final = {  # as benchmarks/peers.py names them, all of them without a CUDA graph
+    "ort": "onnxruntime", "ort-transformers": "its transformers optimizer", "onnxscript": "onnxscript's fusions",
+    "torch-eager": "PyTorch", "torch-compile": "torch.compile", "onnxfuse": "onnxfuse",
+}  # fmt: skip
+PRODUCTS: Final = (
+    ([4096, 3072, 768], "bias+gelu"), ([4096, 768, 3072], "bias+residual"), ([4096, 768, 768], "bias+residual"),
+    ([2048, 5632, 2048], "gate"), ([8192, 8192, 8192], "bias+gelu"), ([128, 3072, 768], "bias+gelu"),
+    ([16, 4096, 4096], "silu"), ([1, 4096, 4096], "silu"), ([1000, 1001, 1003], "bias+gelu"),
+)  # fmt: skip
+JOINED: Final = (  # what joins what, the result, and its times in one launch and in two
+    ("operators after a product", "epilogues-h200", "one_kernel_us", "product_and_region_us"),
+    ("operators after a norm", "norm_epilogues-h200", "one_kernel_us", "norm_and_region_us"),
+    ("operators after attention", "attention_epilogues-h200", "one_launch_us", "two_launches_us"),
+    ("operators before a LayerNorm", "norms_in_regions-h200", "one_launch_us", "two_launches_us"),
+)
+KERNELS: Final = (
+    "layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "softmax", "bias_activation", "gated_activation",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Model:
+    """The newest measurement of a model: milliseconds of the fastest peer and of onnxfuse, and the result's name."""
+
+    name: str
+    other: float
+    peer: str  # "" where the result does not name it
+    ours: float
+    ratio: float
+    source: str
+
+
+def models() -> list[Model]:
+    """Return each model once, by its newest result, in the order of MODELS."""
+    found = {
+        row["model"]: Model(row["model"], row["best_other_ms"], "", row["onnxfuse_ms"], row["ratio"], NEWEST)
+        for row in rows(NEWEST)
+    }
+    for source in WITH_PEERS:
+        for name, times in medians(source).items():
+            if name not in found and "onnxfuse-graph" in times:
+                other, peer = min((times[key], label) for key, label in PEERS.items() if key in times)
+                ours = times["onnxfuse-graph"]
+                found[name] = Model(name, other, peer, ours, ours / other, source)
+    return sorted(found.values(), key=lambda model: list(MODELS).index(model.name))
+
+
+def medians(name: str) -> dict[str, dict[str, float]]:
+    """Return the median milliseconds of each model by peer, where the results were right."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows(name, "results", agrees=True):
+        found.setdefault(row["model"], {})[row["peer"]] = row["median_ms"]
+    return found
+
+
+def whole_models() -> str:
+    """Return the table of all models: times, and where, with which versions and when they were measured."""
+    lines = [
+        [
+            MODELS[model.name],
+            f"{three_digits(model.other)}{f' ({model.peer})' if model.peer else ''}",
+            f"**{three_digits(model.ours)}**", f"{model.ratio:.2f}", measured(model.source),
+        ]
+        for model in models()
+    ]  # fmt: skip
+    return grid(["milliseconds a run", "fastest other engine", "onnxfuse", "ratio", "measured"], lines, text=(0, 4))
+
+
+def measured(source: str) -> str:
+    """Return device, versions and date of a result, with a link to it."""
+    device, versions = result(source)["device"]["name"], result(source)["versions"]
+    return f"{link(source)}: {device}, onnxruntime {versions['onnxruntime-gpu']}, PyTorch {versions['torch']}"
+
+
+def link(source: str) -> str:
+    """Return the date of a result, as a link to it."""
+    name = newest(source).name
+    return f"[{name[-15:-5]}](../benchmarks/results/{name})"
+
+
+def trends() -> str:
+    """Return the times of models that have several results, by the dates of these; ratios are to peers of that run."""
+    by_date: dict[str, dict[str, str]] = {}
+    for source in TRENDS:
+        cells = by_date.setdefault(newest(source).stem[-10:], {})
+        for name, ours, ratio in _history(source):
+            cells[name] = three_digits(ours) + (f" ({ratio:.2f})" if ratio else "")
+    lines = [[words, *(cells.get(name, "") for cells in by_date.values())] for name, words in MODELS.items()]
+    several = [line for line in lines if sum(map(bool, line[1:])) > 1]
+    return grid(["milliseconds a run (ratio to the fastest other engine)", *by_date], several)
+
+
+def _history(source: str) -> Iterator[tuple[str, float, float | None]]:
+    """Yield the models of a result: name, milliseconds of onnxfuse, and its ratio to the fastest peer if one ran."""
+    if source in WITH_PEERS:
+        for name, times in medians(source).items():
+            if "onnxfuse-graph" in times:
+                ours = times["onnxfuse-graph"]
+                yield name, ours, ours / min(times[peer] for peer in PEERS if peer in times)
+    elif source == NEWEST:
+        yield from ((row["model"], row["onnxfuse_ms"], row["ratio"]) for row in rows(source))
+    else:
+        yield from ((row["model"], row["median_ms"], None) for row in rows(source))
+
+
+def readme_models() -> str:
+    """Return the README's table: some of the newest measurements."""
+    chosen = {model.name: model for model in models() if model.source == NEWEST}
+    lines = [
+        [MODELS[name], three_digits(model.other), f"**{three_digits(model.ours)}**", f"{model.ratio:.2f}"]
+        for name, model in ((name, chosen[name]) for name in OF_THE_README)
+    ]
+    return grid(["milliseconds a run", "fastest other engine", "onnxfuse", "ratio"], lines)
+
+
+def engines() -> str:
+    """Return the times of all engines without a CUDA graph; "fails" is an error or a wrong result."""
+    cells = {(row["model"], row["peer"]): _engine_cell(row) for row in rows("models-h200", "results")}
+    lines = [
+        [MODELS[case["name"]], *(cells.get((case["name"], engine), "") for engine in ENGINES)]
+        for case in result("models-h200")["cases"]
+    ]
+    return grid(["milliseconds a run", *ENGINES.values()], lines)
+
+
+def _engine_cell(row: Mapping[str, Any]) -> str:
+    time = row.get("median_ms")
+    return three_digits(time) if isinstance(time, float) and row["agrees"] else "fails"
+
+
+def new_shapes() -> str:
+    """Return the times of runs at shapes that a session has not met, and has."""
+    visits = {(row["engine"], row["visit"]): row for row in rows("new_shapes-h200", "visits")}
+    lines = [
+        [engine, *(_visit(visits[engine, visit]) for visit in ("first", "later", "fresh"))]
+        for engine in ("onnxruntime", "onnxfuse")
+    ]
+    return grid(["milliseconds", "first visit of a shape", "later visits", "new shapes after all others"], lines)
+
+
+def _visit(row: Mapping[str, float]) -> str:
+    return ", ".join(f"{row[name]:g}" for name in ("median_ms", "p90_ms", "worst_ms") if name in row)
+
+
+def starts() -> str:
+    """Return the seconds from the start of a process to its first answer."""
+    python = [[row["start"], _range(row["least_s"], row["most_s"])] for row in rows("new_shapes-h200", "starts")]
+    cpp = [
+        [f"{row['engine']}{', plan file' if row['engine'] == 'onnxfuse' else ''}, in C++",
+         three_digits(row["first_answer_s"])]
+        for row in rows("cpp_start-h200")
+    ]  # fmt: skip
+    return grid(["", "seconds to the first answer"], [*python, *cpp])
+
+
+def _range(least: float, most: float) -> str:
+    return f"{least:g}" if least == most else f"{least:g} to {most:g}"
+
+
+def load() -> str:
+    """Return the requests per second of threads that share a session, of shapes that were visited before."""
+    lines = []
+    for name, words in (("serving-h200", ""), ("serving-throughput-h200", ', `aim="throughput"`')):
+        by = {
+            (row["threads"], row["engine"]): row
+            for row in result(name)["parts"]["load"]["rows"]
+            if row["shapes"] == "visited"
+        }
+        for threads in dict.fromkeys(threads for threads, _ in by):
+            theirs, ours = by[threads, "onnxruntime"], by[threads, "onnxfuse"]
+            lines.append([
+                f"{threads}{words}", _rate(theirs), _rate(ours),
+                f"{ours['requests_per_s'] / theirs['requests_per_s']:.2f}",
+            ])  # fmt: skip
+    return grid(["threads", "onnxruntime: requests/s, 99 % ms", "onnxfuse", "throughput"], lines)
+
+
+def _rate(row: Mapping[str, float]) -> str:
+    return f"{row['requests_per_s']:.0f}, {three_digits(row['p99_ms'])}"
+
+
+def regions_of_models() -> str:
+    """Return the times of models with regions and without."""
+    lines = [
+        [MODELS[row["model"]], three_digits(row["without_regions_ms"]), f"**{three_digits(row['with_regions_ms'])}**",
+         f"{row['with_regions_ms'] / row['without_regions_ms']:.3f}"]
+        for row in rows("regions-models-h200", "results")
+    ]  # fmt: skip
+    return grid(["milliseconds a run", "without regions", "with regions", "ratio"], lines)
+
+
+def generated_kernels() -> str:
+    """Return how the generated kernels of regions compare with torch.compile's and with a copy."""
+    found = rows("regions-latest-h200")
+    lines = []
+    for words, drawn in (("regions of real networks", False), ("random regions", True)):
+        compared = [
+            row["of_inductor"] for row in found if (row["model"] == "generated") == drawn and "of_inductor" in row
+        ]
+        lines.append([
+            words, str(len(compared)), f"{geometric_mean(compared):.2f}", f"{max(compared):.2f}",
+            str(sum(each > 1.1 for each in compared)),
+        ])  # fmt: skip
+    return grid(["of torch.compile's time", "count", "geometric mean", "largest", "above 1.1"], lines)
+
+
+def joined() -> str:
+    """Return what one launch takes of the time of two, where operators join a fused node."""
+    lines = []
+    for words, name, one, two in JOINED:
+        shares = [row[one] / row[two] for row in rows(name)]
+        lines.append([words, str(len(shares)), f"{geometric_mean(shares):.2f}", f"{min(shares):.2f}",
+                      f"{max(shares):.2f}", link(name)])  # fmt: skip
+    head = ["one launch, of the time of two", "cases", "geometric mean", "least", "most", "measured"]
+    return grid(head, lines, text=(0, 5))
+
+
+def products() -> str:
+    """Return the times of matrix products with what follows them."""
+    lines = []
+    for shape, epilogue in PRODUCTS:
+        (row,) = rows("gemm-h200", shape=shape, dtype="float16", epilogue=epilogue)
+        lines.append([f"{_dims(shape)}, {epilogue.replace('+', ', ')}", f"**{three_digits(row['us'])}**",
+                      *(_time(row, name) for name in ("bare_us", "eager_us", "onnxruntime_us"))])  # fmt: skip
+    head = ["microseconds, M x N x K", "onnxfuse", "the bare product by cuBLASLt", "PyTorch eager", "onnxruntime"]
+    return grid(head, lines)
+
+
+def attention() -> str:
+    """Return the times of attention in float16."""
+    lines = [
+        [row["name"], f"**{three_digits(min(plan['us'] for plan in row['ours'].values()))}**",
+         *(_time(row, name) for name in ("cudnn_us", "flash2_us", "efficient_us"))]
+        for row in rows("attention-h200", dtype="float16")
+    ]  # fmt: skip
+    return grid(["microseconds", "onnxfuse", "cuDNN", "FlashAttention 2", "memory-efficient"], lines)
+
+
+def attention_forms() -> str:
+    """Return the times of forms of attention, beside their operators in onnxruntime."""
+    by = {(row["form"], row["size"]): row for row in rows("attention_forms-h200")}
+    lines = [
+        [form, *(_form(by.get((form, size)), name) for size in (64, 128) for name in ("kernel_us", "body_us"))]
+        for form in dict.fromkeys(form for form, _ in by)
+    ]
+    head = ["microseconds", "heads of 64", "as operators", "heads of 128", "as operators"]
+    return grid(head, lines)
+
+
+def _form(row: Mapping[str, float] | None, name: str) -> str:
+    return "" if row is None else f"**{_time(row, name)}**" if name == "kernel_us" else _time(row, name)
+
+
+def kernels() -> str:
+    """Return the times of memory-bound kernels, from memory to memory and in a chain."""
+    lines = []
+    for fusion in KERNELS:
+        large, small = (
+            next(row for row in rows("kernels-h200", fusion=fusion, shape=shape, dtype="float16"))
+            for shape in ([16384, 4096], [4096, 768])
+        )
+        lines.append([
+            fusion, f"**{_time(large, 'us')}**", _time(large, "copy_us"), _time(large, "inductor_us"),
+            f"**{_time(small, 'chain_us')}**", _time(small, "inductor_chain_us"), _time(small, "ort_chain_us"),
+        ])  # fmt: skip
+    head = ["microseconds", "16384x4096: onnxfuse", "copy", "Inductor",
+            "4096x768 in a chain: onnxfuse", "Inductor", "onnxruntime"]  # fmt: skip
+    return grid(head, lines)
+
+
+def convolutions() -> str:
+    """Return the times of convolutions with bias, activation and residual."""
+    lines = [
+        [f"{row['shape']}{', residual' if 'residual' in row['epilogue'] else ''}",
+         *(_time(row, name) for name in ("cudnn_us", "fused_us")), f"**{_time(row, 'us')}**",
+         f"{row['us'] / row['cudnn_us']:.2f}", _time(row, "copy_us")]
+        for row in rows("conv-h200", dtype="float16")
+    ]  # fmt: skip
+    return grid(["microseconds", "cuDNN, bare", "cuDNN, fused", "onnxfuse", "of bare", "copy"], lines)
+
+
+def gates() -> str:
+    """Return the times of gates of channels and of the products that follow them."""
+    lines = [
+        [row["label"], *(_time(row, name) for name in ("plain", "two", "first", "three", "one"))]
+        for row in rows("gates-h200")
+    ]
+    head = ["microseconds", "product alone", "scale and product", "gate in the product", "mean and two products",
+            "gate in one launch"]  # fmt: skip
+    return grid(head, lines)
+
+
+def other_gpus() -> str:
+    """Return the times of plans for other GPUs on an H200, as geometric means of ratios."""
+    found = rows("other_gpus-h200")
+    lines = []
+    for gpu in dict.fromkeys(row["gpu"] for row in found):
+        cells = []
+        for kind, name in (
+            ("gemm", "body_us"),
+            ("gemm", "cublas_us"),
+            ("attention", "body_us"),
+            ("attention", "flash2_us"),
+        ):
+            shares = [row["us"] / row[name] for row in found if row["gpu"] == gpu and row["kind"] == kind
+                      and "us" in row and name in row]  # fmt: skip
+            cells.append(f"{geometric_mean(shares):.2f} ({len(shares)})")
+        lines.append([gpu, *cells])
+    head = ["geometric mean (cases)", "products, of the operators' time", "of bare cuBLASLt's",
+            "attention, of the operators' time", "of FlashAttention 2's"]  # fmt: skip
+    return grid(head, lines)
+
+
+def on_the_cpu() -> str:
+    """Return the times of fused files in plain onnxruntime on the CPU, relative to their originals."""
+    trained = [row["ratio"] for row in rows("trained-cpu") if "ratio" in row]
+    cpu, layout = result("cpu-epyc"), result("layout-cpu")
+    lines = [
+        ["fused files, beside their originals", _count(cpu["models"]), cpu["geometric_mean"], cpu["largest"]],
+        ["trained models, beside their originals", _count(trained), geometric_mean(trained), max(trained)],
+        ["channels-last files, beside channels-first ones", _count(layout["models"]), layout["geometric_mean"],
+         layout["largest"]],
+    ]  # fmt: skip
+    cells = [[words, count, f"{mean:.3f}", f"{largest:.3f}"] for words, count, mean, largest in lines]
+    return grid(["ratio of times", "models", "geometric mean", "largest"], cells)
+
+
+def _count(of: Iterable[object]) -> str:
+    return str(len(list(of)))
+
+
+def memory() -> str:
+    """Return the peak memory of `optimize`."""
+    lines = []
+    for name, words in (
+        ("memory", "without verification"), ("memory-verify", "with verification"),
+        ("memory-packed", "without verification, gate and up weights are split"),
+        ("memory-float16", "without verification, to float16"),
+    ):  # fmt: skip
+        made = result(name)
+        peak, alone = (made["peaks"].get(part, {}).get("mb", "") for part in ("optimize", "onnxruntime alone"))
+        lines.append([words, f"{made['weights_gb']:.2f}", str(peak), str(alone), link(name)])
+    head = ["", "weights, GB", "peak of `optimize`, MB", "of onnxruntime alone, MB", "measured"]
+    return grid(head, lines, text=(0, 4))
+
+
+def decisions() -> str:
+    """Return the index of docs/decisions.  Raises ValueError for a page that is not written as a decision."""
+    lines = []
+    for path in sorted((ROOT / "docs" / "decisions").glob("*.md")):
+        if path.name != "index.md":
+            found = DECISION.match(path.read_text(encoding="utf-8"))
+            if found is None:
+                raise ValueError(f"{path.name} does not begin with '# title', a date and '**What.** sentence'")
+            lines.append([found["date"], f"[{found['title']}]({path.name})", " ".join(found["what"].split())])
+    return grid(["date", "decision", "what"], sorted(lines), text=(0, 1, 2))
+
+
+def grid(head: Sequence[str], lines: Iterable[Sequence[str]], text: Sequence[int] = (0,)) -> str:
+    """Return a table of Markdown, whose columns but those of `text` hold numbers."""
+    rule = "|".join("---" if column in text else "---:" for column in range(len(head)))
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, *lines]).replace("\n", f"\n|{rule}|\n", 1)
+
+
+def _time(row: Mapping[str, float], name: str) -> str:
+    return three_digits(row[name]) if name in row else ""
+
+
+def _dims(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
+
+
+TABLES: Final[Mapping[str, Callable[[], str]]] = {
+    table.__name__: table
+    for table in (
+        whole_models, trends, readme_models, engines, new_shapes, starts, load, regions_of_models, generated_kernels,
+        joined, products, attention, attention_forms, kernels, convolutions, gates, other_gpus, on_the_cpu, memory,
+        decisions,
+    )
+}  # fmt: skip
+
+
+def filled(text: str) -> str:
+    """Return the text of a page with its tables written anew.  Raises KeyError for a table that does not exist."""
+    return MARK.sub(lambda found: f"<!-- table: {found[1]} -->\n\n{TABLES[found[1]]()}\n\n<!-- end of table -->", text)
+
+
+def pages() -> Iterator[Path]:
+    """Yield the pages that have tables."""
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        if MARK.search(path.read_text(encoding="utf-8")):
+            yield path
+
+
+if __name__ == "__main__":
+    for page in pages():
+        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
