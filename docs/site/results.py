@@ -13,18 +13,23 @@ sys.path.append(str(ROOT / "benchmarks"))
 from result_text import read_result  # noqa: E402
 
 
-def newest(name: str) -> Path:
-    """Return the newest result of a name, such as "gemm-h200": the file gemm-h200-<date>.json.  Raises LookupError."""
+def dated(name: str) -> list[Path]:
+    """Return the results of a name, such as "gemm-h200": gemm-h200-<date>.json, oldest first.  Raises LookupError."""
     found = sorted((ROOT / "benchmarks" / "results").glob(f"{name}-[0-9]*.json"))
     if not found:
         raise LookupError(f"benchmarks/results has no {name}-<date>.json")
-    return found[-1]
+    return found
 
 
 @functools.cache
+def read(path: Path) -> dict[str, Any]:
+    """Return what a result holds."""
+    return read_result(path.read_text(encoding="utf-8"))
+
+
 def result(name: str) -> dict[str, Any]:
     """Return what the newest result of a name holds.  Raises LookupError."""
-    return read_result(newest(name).read_text(encoding="utf-8"))
+    return read(dated(name)[-1])
 
 
 def rows(name: str, table: str = "rows", /, **equal: object) -> list[dict[str, Any]]:

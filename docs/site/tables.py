@@ -14,7 +14,7 @@ from statistics import geometric_mean
 from typing import Any, Final
 
 from gains import three_digits
-from results import ROOT, newest, result, rows
+from results import ROOT, dated, read, result, rows
 
 MARK: Final = re.compile(r"^<!-- table: (\w+) -->\n.*?^<!-- end of table -->$", re.DOTALL | re.MULTILINE)
 DECISION: Final = re.compile(
@@ -59,9 +59,8 @@ OF_THE_README: Final = (
     "bert-b8-s512", "bert-b1-s128", "llama-s2048", "gpt2-decode-b8-1000", "whisper-encoder-b4", "swin-b16",
     "resnet50-b32", "efficientnet-b32", "detector-b8", "deberta-b8-s128",
 )  # fmt: skip
-NEWEST: Final = "whole_models-h200"
-WITH_PEERS: Final = ("convolutional_models-h200", "models-h200")  # results of benchmarks/models.py, newest first
-TRENDS: Final = ("models-h200", "convolutional_models-h200", "models-latest-h200", NEWEST)  # oldest first
+WHOLE_MODELS: Final = ("models-h200", "convolutional_models-h200", "whole_models-h200")  # results with peers
+TRENDS: Final = (*WHOLE_MODELS, "models-latest-h200")
 PEERS: Final = {  # of these results, those that are compared with onnxfuse in a CUDA graph
     "ort": "onnxruntime", "ort-graph": "onnxruntime", "ort-nhwc-graph": "prefer_nhwc",
     "ort-transformers": "its transformers optimizer", "onnxscript": "onnxscript", "torch-eager": "PyTorch",
@@ -90,37 +89,48 @@ KERNELS: Final = (
 
 @dataclass(frozen=True)
 class Model:
-    """The newest measurement of a model: milliseconds of the fastest peer and of onnxfuse, and the result's name."""
+    """A measurement of a model: milliseconds of onnxfuse and of the fastest peer, and the result."""
 
     name: str
-    other: float
-    peer: str  # "" where the result does not name it
     ours: float
-    ratio: float
-    source: str
+    source: Path
+    other: float | None = None  # where no peer ran
+    ratio: float | None = None
+    peer: str = ""  # where the result does not name the fastest one
 
 
 def models() -> list[Model]:
-    """Return each model once, by its newest result, in the order of MODELS."""
-    found = {
-        row["model"]: Model(row["model"], row["best_other_ms"], "", row["onnxfuse_ms"], row["ratio"], NEWEST)
-        for row in rows(NEWEST)
-    }
-    for source in WITH_PEERS:
-        for name, times in medians(source).items():
-            if name not in found and "onnxfuse-graph" in times:
-                other, peer = min((times[key], label) for key, label in PEERS.items() if key in times)
-                ours = times["onnxfuse-graph"]
-                found[name] = Model(name, other, peer, ours, ours / other, source)
+    """Return each model once, by its newest result with peers, in the order of MODELS."""
+    found = {model.name: model for path in by_date(WHOLE_MODELS) for model in measurements(path)}
     return sorted(found.values(), key=lambda model: list(MODELS).index(model.name))
 
 
-def medians(name: str) -> dict[str, dict[str, float]]:
-    """Return the median milliseconds of each model by peer, where the results were right."""
-    found: dict[str, dict[str, float]] = {}
-    for row in rows(name, "results", agrees=True):
-        found.setdefault(row["model"], {})[row["peer"]] = row["median_ms"]
-    return found
+def by_date(names: Iterable[str]) -> list[Path]:
+    """Return all results of these names, oldest first."""
+    return sorted((path for name in names for path in dated(name)), key=date)
+
+
+def date(path: Path) -> str:
+    """Return the date in the name of a result."""
+    return path.stem[-10:]
+
+
+def measurements(path: Path) -> Iterator[Model]:
+    """Yield the models that a result has in a CUDA graph."""
+    if "results" in read(path):  # as benchmarks/models.py writes it
+        times: dict[str, dict[str, float]] = {}
+        for row in read(path)["results"]:
+            if row.get("agrees"):
+                times.setdefault(row["model"], {})[row["peer"]] = row["median_ms"]
+        for name, by_peer in times.items():
+            if "onnxfuse-graph" in by_peer:
+                other, peer = min((by_peer[key], label) for key, label in PEERS.items() if key in by_peer)
+                ours = by_peer["onnxfuse-graph"]
+                yield Model(name, ours, path, other, ours / other, peer)
+    else:
+        for row in read(path)["rows"]:
+            ours = row.get("onnxfuse_ms", row.get("median_ms"))
+            yield Model(row["model"], ours, path, row.get("best_other_ms"), row.get("ratio"))
 
 
 def whole_models() -> str:
@@ -136,46 +146,32 @@ def whole_models() -> str:
     return grid(["milliseconds a run", "fastest other engine", "onnxfuse", "ratio", "measured"], lines, text=(0, 4))
 
 
-def measured(source: str) -> str:
+def measured(source: Path) -> str:
     """Return device, versions and date of a result, with a link to it."""
-    device, versions = result(source)["device"]["name"], result(source)["versions"]
+    device, versions = read(source)["device"]["name"], read(source)["versions"]
     return f"{link(source)}: {device}, onnxruntime {versions['onnxruntime-gpu']}, PyTorch {versions['torch']}"
 
 
-def link(source: str) -> str:
+def link(source: Path) -> str:
     """Return the date of a result, as a link to it."""
-    name = newest(source).name
-    return f"[{name[-15:-5]}](../benchmarks/results/{name})"
+    return f"[{date(source)}](../benchmarks/results/{source.name})"
 
 
 def trends() -> str:
     """Return the times of models that have several results, by the dates of these; ratios are to peers of that run."""
-    by_date: dict[str, dict[str, str]] = {}
-    for source in TRENDS:
-        cells = by_date.setdefault(newest(source).stem[-10:], {})
-        for name, ours, ratio in _history(source):
-            cells[name] = three_digits(ours) + (f" ({ratio:.2f})" if ratio else "")
-    lines = [[words, *(cells.get(name, "") for cells in by_date.values())] for name, words in MODELS.items()]
+    columns: dict[str, dict[str, str]] = {}
+    for path in by_date(TRENDS):
+        cells = columns.setdefault(date(path), {})
+        for model in measurements(path):
+            cells[model.name] = three_digits(model.ours) + (f" ({model.ratio:.2f})" if model.ratio else "")
+    lines = [[words, *(cells.get(name, "") for cells in columns.values())] for name, words in MODELS.items()]
     several = [line for line in lines if sum(map(bool, line[1:])) > 1]
-    return grid(["milliseconds a run (ratio to the fastest other engine)", *by_date], several)
-
-
-def _history(source: str) -> Iterator[tuple[str, float, float | None]]:
-    """Yield the models of a result: name, milliseconds of onnxfuse, and its ratio to the fastest peer if one ran."""
-    if source in WITH_PEERS:
-        for name, times in medians(source).items():
-            if "onnxfuse-graph" in times:
-                ours = times["onnxfuse-graph"]
-                yield name, ours, ours / min(times[peer] for peer in PEERS if peer in times)
-    elif source == NEWEST:
-        yield from ((row["model"], row["onnxfuse_ms"], row["ratio"]) for row in rows(source))
-    else:
-        yield from ((row["model"], row["median_ms"], None) for row in rows(source))
+    return grid(["milliseconds a run (ratio to the fastest other engine)", *columns], several)
 
 
 def readme_models() -> str:
-    """Return the README's table: some of the newest measurements."""
-    chosen = {model.name: model for model in models() if model.source == NEWEST}
+    """Return the README's table: some of the models, all of them from the newest result."""
+    chosen = {model.name: model for model in measurements(by_date(WHOLE_MODELS)[-1])}
     lines = [
         [MODELS[name], three_digits(model.other), f"**{three_digits(model.ours)}**", f"{model.ratio:.2f}"]
         for name, model in ((name, chosen[name]) for name in OF_THE_README)
@@ -280,7 +276,7 @@ def joined() -> str:
     for words, name, one, two in JOINED:
         shares = [row[one] / row[two] for row in rows(name)]
         lines.append([words, str(len(shares)), f"{geometric_mean(shares):.2f}", f"{min(shares):.2f}",
-                      f"{max(shares):.2f}", link(name)])  # fmt: skip
+                      f"{max(shares):.2f}", link(dated(name)[-1])])  # fmt: skip
     head = ["one launch, of the time of two", "cases", "geometric mean", "least", "most", "measured"]
     return grid(head, lines, text=(0, 5))
 
@@ -409,7 +405,7 @@ def memory() -> str:
     ):  # fmt: skip
         made = result(name)
         peak, alone = (made["peaks"].get(part, {}).get("mb", "") for part in ("optimize", "onnxruntime alone"))
-        lines.append([words, f"{made['weights_gb']:.2f}", str(peak), str(alone), link(name)])
+        lines.append([words, f"{made['weights_gb']:.2f}", str(peak), str(alone), link(dated(name)[-1])])
     head = ["", "weights, GB", "peak of `optimize`, MB", "of onnxruntime alone, MB", "measured"]
     return grid(head, lines, text=(0, 4))
 
