@@ -52,12 +52,15 @@ MODELS: Final = {
     "densenet-b16": "DenseNet-121, batch 16",
     "detector-b8": "YOLO-like detector, batch 8",
     "detector-b1": "YOLO-like detector, batch 1",
+    "small-detector-b8": "smaller YOLO-like detector, batch 8",
+    "small-detector-b1": "smaller YOLO-like detector, batch 1",
     "unet-b2": "UNet blocks of Stable Diffusion, batch 2",
+    "small-unet-b2": "fewer UNet blocks of Stable Diffusion, batch 2",
     "vae-decoder-b1": "VAE decoder of Stable Diffusion, batch 1",
 }
 OF_THE_README: Final = (
     "bert-b8-s512", "bert-b1-s128", "llama-s2048", "gpt2-decode-b8-1000", "whisper-encoder-b4", "swin-b16",
-    "resnet50-b32", "efficientnet-b32", "detector-b8", "deberta-b8-s128",
+    "resnet50-b32", "efficientnet-b32", "small-detector-b8", "deberta-b8-s128",
 )  # fmt: skip
 WHOLE_MODELS: Final = ("models-h200", "convolutional_models-h200", "whole_models-h200")  # results with peers
 TRENDS: Final = (*WHOLE_MODELS, "models-latest-h200")
