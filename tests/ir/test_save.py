@@ -103,6 +103,43 @@ def test_in_place(tmp_path: Path, blob: str) -> None:
     np.testing.assert_array_equal(weights(path)["v"], -WEIGHT)
 
 
+@pytest.mark.parametrize("blob", ["m.onnx.data", "m.onnx.0123456789ab.data"])
+@pytest.mark.parametrize("other", ["backup.onnx", "m.onnx.orig"])
+def test_data_that_another_model_reads_stays(tmp_path: Path, blob: str, other: str) -> None:
+    """A copy of the model file alone reads the same data: replacing the original leaves it whole."""
+    path, copy = tmp_path / "m.onnx", tmp_path / other
+    path.write_bytes(two_weights(tmp_path, blob).SerializeToString())
+    copy.write_bytes(path.read_bytes())
+    before = (tmp_path / blob).read_bytes()
+    for source in copy, path:  # another model over it, and in place
+        loaded, folder = files.load(source)
+        save(loaded, path, folder=folder)
+        assert (tmp_path / blob).read_bytes() == before
+        files.load(copy)
+        np.testing.assert_array_equal(weights(path)["v"], -WEIGHT)
+    copy.unlink()
+    path.write_bytes(two_weights(tmp_path, blob).SerializeToString())
+    save(model(), path)
+    assert blob not in names(tmp_path), "nothing reads it any more"
+
+
+@as_root
+def test_data_stays_where_a_file_beside_it_cannot_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    path.write_bytes(two_weights(tmp_path, "m.onnx.data").SerializeToString())
+    (tmp_path / "secret").write_bytes(b"")
+    (tmp_path / "secret").chmod(0)
+    save(model(), path)
+    assert names(tmp_path) == ["m.onnx", "m.onnx.data", "secret"]
+
+
+def test_names_are_found_across_pieces_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path := tmp_path / "file").write_bytes(b"0123456789abcdef")
+    for size in range(1, 18):
+        monkeypatch.setattr(saving, "COPIED_BYTES", size)
+        assert [saving._contains(path, text) for text in (b"56789", b"f", b"5678a")] == [True, True, False]
+
+
 def stored(path: Path) -> list[TensorProto]:
     return list(onnx.load(path, load_external_data=False).graph.initializer)
 
