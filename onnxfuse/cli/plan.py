@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from onnxfuse.cli.options import examples, file_path, fusing_options, given_regions
+from onnxfuse.cli.options import checked_target, examples, file_path, fusing_options, given_regions
 from onnxfuse.cli.terminal import console, shown_progress
 
 if TYPE_CHECKING:
@@ -43,10 +43,9 @@ def plan_command(
     """
     from rich.markup import escape
 
-    from onnxfuse.ir.save import check_target
     from onnxfuse.optimizer import find_matches
 
-    check_target(target)
+    checked_target(source, target)
     with shown_progress() as progress:
         choices = find_matches(
             source, only=only, skip=skip, patterns=patterns, layout=layout,

@@ -7,8 +7,6 @@ import errno
 import hashlib
 import os
 import re
-import secrets
-import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -21,6 +19,7 @@ from onnx.external_data_helper import uses_external_data
 
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.load import EXTERNAL_THRESHOLD, PROTOBUF_LIMIT, external_range, read
+from onnxfuse.ir.plain_files import create, temporary
 from onnxfuse.ir.protos import replace_tensors, tensors
 from onnxfuse.ir.validate import size_of
 
@@ -88,42 +87,26 @@ def _reason(error: OSError, target: Path) -> str:
 
 
 def _write(model: onnx.ModelProto, target: Path, folder: Path | None) -> None:
-    new_data, new_model = _temporary(target), _temporary(target)
+    new_data, new_model = temporary(target), temporary(target)
     data: Path | None = None
     try:
         has_external = any(uses_external_data(t) for t in tensors(model.graph, *model.functions))
         content = None if has_external else serialize(model)
         if content is None:
-            with _create(new_data, target) as file:
+            with create(new_data, target) as file:
                 stored = replace_tensors(model, _writer_of_tensors(file, folder))
             data = target.with_name(f"{target.name}.{_digest(new_data)}.data")
             _set_location(stored, data.name)
             content = serialize(stored)
         if content is None:
             raise ModelError(f"cannot write '{target}': it exceeds 2 GiB even without its initializers")
-        with _create(new_model, target) as file:
+        with create(new_model, target) as file:
             file.write(content)
         with _locked(target.parent):
             _publish(new_data, data, new_model, target)
     finally:
         new_data.unlink(missing_ok=True)
         new_model.unlink(missing_ok=True)
-
-
-def _temporary(target: Path) -> Path:
-    """Return a name in the target's folder; it is short, because that of the target may be as long as is allowed."""
-    return target.with_name(f".onnxfuse-{secrets.token_hex(8)}.tmp")
-
-
-@contextlib.contextmanager
-def _create(new: Path, replaced: Path) -> Iterator[BinaryIO]:
-    """Open a new file, and sync it to disk at the end; it gets the permissions of the model that is replaced."""
-    with new.open("xb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    if replaced.exists():
-        shutil.copymode(replaced, new)
 
 
 def _digest(path: Path) -> str:

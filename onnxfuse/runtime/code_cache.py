@@ -8,10 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from onnxfuse.ir.plain_files import read_plain
 from onnxfuse.runtime.cache_folder import cache_folder, warn_once
 from onnxfuse.runtime.nvrtc import arch_name, compile_cubin, compile_flags, compiler_version, kernel_text
 from onnxfuse.runtime.plan import Kernel
 
+MAX_BYTES: Final = 2**28  # of a file
 DIGEST_BYTES: Final = 32  # of SHA-256, in front of the code, so that a damaged file is compiled again
 
 
@@ -40,7 +42,7 @@ def _path(kernel: Kernel, arch: int) -> Path | None:
 def _read(path: Path) -> bytes:
     """Return the code of a file; nothing if there is none or it is damaged."""
     with suppress(OSError):
-        data = path.read_bytes()
+        data = read_plain(path, MAX_BYTES)
         if hashlib.sha256(data[DIGEST_BYTES:]).digest() == data[:DIGEST_BYTES]:
             return data[DIGEST_BYTES:]
     return b""

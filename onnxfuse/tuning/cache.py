@@ -13,10 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from onnxfuse.ir.plain_files import read_plain
 from onnxfuse.runtime.cache_folder import cache_folder, warn_once
 from onnxfuse.runtime.environment import Environment
 
 FORMAT: Final = 1  # of the files
+MAX_BYTES: Final = 2**24  # of one; most have about 2 kB
 SESSION_SETTINGS: Final = ("options", "optimization", "tf32")  # the part of an environment that a session decides
 Data = Mapping[str, object]  # what JSON can hold
 
@@ -115,7 +117,7 @@ def _subfolder(environment: Environment, subject: Data) -> str:
 
 def _read(path: Path, environment: Environment, subject: Data) -> Measurement | None:
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(read_plain(path, MAX_BYTES))
         if record["format"] != FORMAT:
             raise ValueError(f"format {record['format']}, required {FORMAT}")
         if _digest([record["environment"], record["subject"]]) != _digest([environment, subject]):
@@ -144,9 +146,9 @@ def other_session_settings(here: Environment, subject: Data) -> Data | None:
     All else that times depend on must be the same as here.
     """
     folder = cache_folder()
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         for path in sorted(folder.glob(f"measurements/*/{_digest(subject)}/*.json")) if folder else ():
-            there = json.loads(path.read_text(encoding="utf-8"))["environment"]
+            there = json.loads(read_plain(path, MAX_BYTES))["environment"]
             if {**there, **(settings := {name: here[name] for name in SESSION_SETTINGS})} == dict(here):
                 return {name: there[name] for name in SESSION_SETTINGS if there[name] != settings[name]}
     return None
