@@ -41,9 +41,8 @@ def plan_command(
     `onnxfuse optimize --plan FILE`, given the same options, leaves the nodes of the match as they are: no other fusion,
     no region and no layout takes them.  For `optimize --emit standard`, give --no-regions --layout nchw here.
     """
-    from rich.markup import escape
-
     from onnxfuse.optimizer import find_matches
+    from onnxfuse.printing import escape
 
     checked_target(source, target)
     with shown_progress() as progress:

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import onnx
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 
 from onnxfuse.errors import ModelError, UsageError
@@ -23,7 +22,7 @@ from onnxfuse.ir.plain_files import check_replaceable, write_whole
 from onnxfuse.layout.assign import LayoutResult
 from onnxfuse.match import Miss
 from onnxfuse.passes.folded import Folded
-from onnxfuse.printing import Line, bytes_text, columns, counted
+from onnxfuse.printing import Line, bytes_text, cell, columns, counted, escape
 from onnxfuse.report.facts import Facts
 from onnxfuse.report.lines import (
     estimate_line,
@@ -283,7 +282,7 @@ def _fused_table(report: Report) -> RenderableType:
     table = columns("Fused", "nodes", "replaced")
     for name, count in report.counts.items():
         replaced = count_replaced(one for one in report.fused if one.fusion == name)
-        table.add_row(escape(name), str(count), str(replaced))
+        table.add_row(cell(name), str(count), str(replaced))
     return table
 
 
