@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from onnxfuse.ir.plain_files import read_plain
-from onnxfuse.runtime.cache_folder import cache_folder, warn_once
+from onnxfuse.runtime.cache_folder import cache_folder, make_folder, warn_once
 from onnxfuse.runtime.environment import Environment
 
 FORMAT: Final = 1  # of the files
@@ -63,7 +63,7 @@ def _write(measurement: Measurement, environment: Environment, subject: Data) ->
     record = {"format": FORMAT, "environment": environment, "subject": subject, **asdict(measurement)}
     part = folder / f"{uuid.uuid4().hex}.part"  # not a tempfile, which other users may not read
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with part.open("x", encoding="utf-8") as file:
             json.dump(record, file, indent=1, sort_keys=True, default=repr)
         part.replace(folder / f"{_digest(measurement.case)}.json")
