@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 from collections.abc import Callable
@@ -138,6 +139,35 @@ def test_names_are_found_across_pieces_of_a_file(tmp_path: Path, monkeypatch: py
     for size in range(1, 18):
         monkeypatch.setattr(saving, "COPIED_BYTES", size)
         assert [saving._contains(path, text) for text in (b"56789", b"f", b"5678a")] == [True, True, False]
+
+
+def test_damaged_models_write_no_file_but_their_own(tmp_path: Path) -> None:
+    """Models with weights in files, damaged in a few bytes: whatever they name, all other files stay as they are."""
+    (home := tmp_path / "home").mkdir()
+    (out := tmp_path / "out").mkdir()
+    source = two_weights(home, "m.onnx.data").SerializeToString()
+    (tmp_path / "m.onnx.data").write_bytes(b"of another model")
+    (home / "m.onnx").write_bytes(source)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    rng, written = random.Random(0), 0
+    place = source.index(b"m.onnx.data")
+    for turn in range(400):
+        damaged = bytearray(source)
+        for _ in range(rng.choice((1, 1, 2, 4))):
+            at = rng.randrange(place, place + 11) if turn % 2 else rng.randrange(len(damaged))
+            damaged[at] = rng.choice((0, 0x2E, 0x2F, rng.randrange(256)))
+        (home / "damaged.onnx").write_bytes(damaged)
+        try:
+            loaded, folder = files.load(home / "damaged.onnx")
+            save(loaded, out / "m.onnx", folder=folder)
+            written += 1
+        except ModelError as error:
+            assert len(str(error).splitlines()) == 1
+        (home / "damaged.onnx").unlink()
+        assert {path: path.read_bytes() for path in before} == before
+        assert all(name == "m.onnx" or name.startswith("m.onnx.") for name in names(out)), names(out)
+        assert len(names(out)) <= 2 and names(tmp_path) == ["home", "m.onnx.data", "out"]
+    assert 10 < written < 390
 
 
 def stored(path: Path) -> list[TensorProto]:
