@@ -36,7 +36,7 @@ def printable_usage_errors() -> Iterator[None]:
     try:
         yield
     except click.ClickException as error:
-        error.message = printable(error.message)
+        error.message = printable(error.message)  # type: ignore[misc]  # click shows what is here
         raise
 
 
