@@ -141,7 +141,7 @@ def _check_sparse(sparse: onnx.SparseTensorProto) -> None:
     if (dense := count * _bits(sparse.values.data_type) // 8) > MAX_DENSE_BYTES:
         raise ModelError(f"{what} of dims {list(sparse.dims)} has {dense:,} bytes once dense; expected at most 2 GiB")
     if uses_external_data(sparse.values) or uses_external_data(sparse.indices):
-        return
+        raise ModelError(f"{what} has its values or indices in another file; expected them in the model's own")
     values, indices = list(sparse.values.dims), list(sparse.indices.dims)
     if len(values) != 1 or indices not in (values, [*values, len(sparse.dims)]):
         raise ModelError(f"{what} has values of shape {values} and indices of shape {indices}, which do not fit")

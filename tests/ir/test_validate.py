@@ -150,6 +150,14 @@ def test_a_sparse_tensor_whose_indices_do_not_fit() -> None:
     assert "sparse tensor 'v' has the dims [-4]; expected none below 0" in sentence(sparse(0, 1, dims=-4))
 
 
+def test_a_sparse_tensor_in_another_file() -> None:
+    source = model(CONSTANT)
+    weight = external("../w.bin", 1).graph.initializer[0]
+    places = onnx.helper.make_tensor("i", TensorProto.INT64, [1], [0])
+    source.graph.sparse_initializer.add(values=weight, indices=places, dims=[4])
+    assert "sparse tensor 'w' has its values or indices in another file; expected them in the" in sentence(source)
+
+
 @pytest.mark.parametrize("place", ["initializer", "Constant"])
 def test_a_sparse_tensor_of_huge_dims(place: str) -> None:
     """Few bytes stand for terabytes: nobody makes it dense."""
