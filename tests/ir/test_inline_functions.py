@@ -150,6 +150,28 @@ def test_functions_that_would_become_too_many_nodes_are_refused(domain: str) -> 
     load(doubling(19))
 
 
+def test_functions_whose_subgraphs_would_nest_too_deep_are_refused() -> None:
+    """A function nests 16 Ifs, and is called in 16 of them; protobuf writes that and cannot read it again."""
+
+    def nested(levels: int, inside: str) -> str:
+        if not levels:
+            return f"y0 = {inside} (x, c)"
+        inner = nested(levels - 1, inside)
+        return f"""y{levels} = If (c) <
+            then_branch = t{levels} () => (float[2] y{levels - 1}) {{ {inner} }},
+            else_branch = e{levels} () => (float[2] n{levels}) {{ n{levels} = Abs (x) }} >"""
+
+    def called_in(levels: int) -> onnx.ModelProto:
+        body = nested(16, "And").replace("And (x, c)", "Neg (x)")
+        return onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["" : 17, "my" : 1]>
+            g (float[2] x, bool c) => (float[2] y{levels}) {{ {nested(levels, "my.deep")} }}
+            <domain: "my", opset_import: ["" : 17]> deep (x, c) => (y16) {{ {body} }}""")
+
+    with pytest.raises(ModelError, match="has subgraphs in subgraphs, 32 deep with its functions inlined; expected at"):
+        load(called_in(16))
+    assert inline_functions(load(called_in(14))[0]).calls == 1
+
+
 def test_a_function_that_is_called_a_thousand_times_is_inlined() -> None:
     calls = "\n".join(f"x{i + 1} = my.act (x{i})" for i in range(1000))
     model = parse(f"""g (float[b,8] x0) => (float[b,8] x1000) {{ {calls} }}
