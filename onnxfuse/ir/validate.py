@@ -22,7 +22,7 @@ ONNX_DOMAINS: Final = ("", "ai.onnx")
 KNOWN_DTYPES: Final = frozenset(TensorProto.DataType.values()) - {TensorProto.UNDEFINED}
 PACKED_BITS: Final = {"UINT4": 4, "INT4": 4, "FLOAT4E2M1": 4, "UINT2": 2, "INT2": 2}
 MAX_DENSE_BYTES: Final = 2**31  # of a sparse tensor, which onnxruntime makes dense up to this size
-MAX_RANK: Final = 64  # of numpy's arrays; onnxruntime has no operator for more either
+MAX_RANK: Final = 64  # of arrays of numpy
 MAX_ELEMENTS: Final = 2**62  # of a tensor, so that numpy can hold the number of its bytes
 CONSTANT_VALUES: Final = {  # the attributes of which a Constant has one, and their types
     "value": AttributeProto.TENSOR,
