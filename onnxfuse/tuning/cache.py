@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from onnxfuse.ir.plain_files import read_plain
-from onnxfuse.runtime.cache_folder import cache_folder, make_folder, warn_once
+from onnxfuse.runtime.cache_folder import cache_folder, is_trusted, make_folder, warn_once
 from onnxfuse.runtime.environment import Environment
 
 FORMAT: Final = 1  # of the files
@@ -91,9 +91,9 @@ def lookup(environment: Environment, subject: Data) -> list[Measurement]:
 
 def is_empty() -> bool:
     """Return whether there are no measurements at all, so that nobody need ask what they would depend on."""
-    folder = cache_folder()
+    folder = _measurements()
     try:
-        return not any(_unwritten.values()) and not (folder and any((folder / "measurements").iterdir()))
+        return not any(_unwritten.values()) and not (folder and any(folder.iterdir()))
     except OSError:  # there is no such folder, or it cannot be read
         return True
 
@@ -107,8 +107,14 @@ def lookup_case(environment: Environment, subject: Data, case: Data) -> Measurem
 
 
 def _folder(environment: Environment, subject: Data) -> Path | None:
+    folder = _measurements()
+    return folder / _subfolder(environment, subject) if folder else None
+
+
+def _measurements() -> Path | None:
+    """Return the folder of all measurements; None, after a warning, if others can write to it."""
     folder = cache_folder()
-    return folder / "measurements" / _subfolder(environment, subject) if folder else None
+    return folder / "measurements" if folder and is_trusted(folder / "measurements") else None
 
 
 def _subfolder(environment: Environment, subject: Data) -> str:
@@ -145,9 +151,9 @@ def other_session_settings(here: Environment, subject: Data) -> Data | None:
 
     All else that times depend on must be the same as here.
     """
-    folder = cache_folder()
+    folder = _measurements()
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        for path in sorted(folder.glob(f"measurements/*/{_digest(subject)}/*.json")) if folder else ():
+        for path in sorted(folder.glob(f"*/{_digest(subject)}/*.json")) if folder else ():
             there = json.loads(read_plain(path, MAX_BYTES))["environment"]
             if {**there, **(settings := {name: here[name] for name in SESSION_SETTINGS})} == dict(here):
                 return {name: there[name] for name in SESSION_SETTINGS if there[name] != settings[name]}

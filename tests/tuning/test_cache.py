@@ -83,6 +83,10 @@ def test_a_folder_that_others_can_write_to_is_not_used(
         cache._unwritten.clear()
     folder.chmod(0o755)
     caplog.clear()
+    (folder / "measurements").chmod(0o777)
+    assert lookup(HERE, NODE) == [] and cache.is_empty() and f"the cache '{folder}/measurements' is not" in told(caplog)
+    (folder / "measurements").chmod(0o755)
+    caplog.clear()
     assert cache_folder() == folder and len(lookup(HERE, NODE)) == 1
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
     if folder.stat().st_uid == 0:
