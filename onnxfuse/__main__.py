@@ -16,7 +16,9 @@ def run() -> None:
         try:
             interrupts.install()
             from onnxfuse.cli import main
+            from onnxfuse.cli.terminal import make_safe
 
+            make_safe()
             main(prog_name="onnxfuse")
         finally:
             interrupts.ignore()

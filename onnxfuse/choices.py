@@ -22,11 +22,14 @@ import onnx
 from onnxfuse.errors import ModelError, UsageError
 from onnxfuse.fuse_model import FusedModel
 from onnxfuse.ir.digest import graph_digest
+from onnxfuse.ir.plain_files import read_plain, write_whole
 from onnxfuse.rewrite.replace import Fused
 
 FORMAT: Final = "onnxfuse-plan"
 VERSION: Final = 1
 ADVICE: Final = "make it again with `onnxfuse plan`"
+MAX_BYTES: Final = 2**28  # of a file; that of a model with 100,000 nodes has about 10 MB
+MAX_COMPARED: Final = 200  # characters of a name; comparing takes time as the product of two lengths
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Choices:
     def write(self, path: Path) -> None:
         """Write the file.  Raises ModelError if that fails."""
         try:
-            path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+            write_whole(path, (json.dumps(self.to_json(), indent=1) + "\n").encode())
         except OSError as error:
             raise ModelError(f"cannot write the plan '{path}': {error.strerror}; give another name") from error
 
@@ -81,9 +84,11 @@ def read_choices(path: Path, model: onnx.ModelProto) -> Choices:
     Raises UsageError if there is no such file, if it is none that `onnxfuse plan` writes, or one for another model.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_plain(path, MAX_BYTES))
     except OSError as error:
         raise UsageError(f"cannot read the plan '{path}': {error.strerror}; `onnxfuse plan` writes one") from error
+    except RecursionError as error:
+        raise _not_a_plan(path, "its JSON is nested too deeply") from error
     except ValueError as error:
         raise _not_a_plan(path, f"it is not JSON ({error})") from error
     choices = _parsed(path, data)
@@ -99,27 +104,33 @@ def _parsed(path: Path, data: Any) -> Choices:
     """Return what the JSON of a file says.  Raises UsageError where something is missing or of another type."""
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise _not_a_plan(path, f'it lacks "format": "{FORMAT}"')
-    if data.get("version") != VERSION:
-        raise _not_a_plan(path, f"it has version {data.get('version')!r}; this onnxfuse reads {VERSION}")
-    model, listed = data.get("model"), data.get("matches")
+    version, model, listed = data.get("version"), data.get("model"), data.get("matches")
+    if version != VERSION:
+        found = f"version {version}" if isinstance(version, int) else "no version"
+        raise _not_a_plan(path, f"it has {found}; this onnxfuse reads {VERSION}")
     if not (isinstance(model, dict) and isinstance(model.get("digest"), str)):
         raise _not_a_plan(path, '"model" lacks the "digest"')
     if not isinstance(listed, list):
         raise _not_a_plan(path, '"matches" is no list')
     matches = tuple(_match(path, i, each) for i, each in enumerate(listed))
-    names = [one.name for one in matches]
-    if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
-        raise _not_a_plan(path, f"it lists '{twice}' twice")
-    return Choices(str(model.get("name", "")), model["digest"], matches)
+    seen: set[str] = set()
+    for one in matches:
+        if one.name in seen:
+            raise _not_a_plan(path, f"it lists '{one.name}' twice")
+        seen.add(one.name)
+    name = model.get("name")
+    return Choices(name if isinstance(name, str) else "", model["digest"], matches)
 
 
 def _match(path: Path, place: int, data: Any) -> Choice:
     wanted = {"name": str, "fusion": str, "nodes": list, "apply": bool}
     wrong = [key for key, kind in wanted.items() if not isinstance(data, dict) or not isinstance(data.get(key), kind)]
+    if not wrong and not all(isinstance(each, str) for each in data["nodes"]):
+        wrong = ["nodes"]
     if wrong:
-        kinds = {str: "a text", list: "a list", bool: "true or false"}
+        kinds = {str: "a text", list: "a list of texts", bool: "true or false"}
         raise _not_a_plan(path, f'"matches"[{place}] needs "{wrong[0]}", which is {kinds[wanted[wrong[0]]]}')
-    return Choice(data["name"], data["fusion"], tuple(map(str, data["nodes"])), data["apply"])
+    return Choice(data["name"], data["fusion"], tuple(data["nodes"]), data["apply"])
 
 
 def _not_a_plan(path: Path, why: str) -> UsageError:
@@ -164,7 +175,7 @@ class ChosenFuse:
         """Raise UsageError for a match in the file that no run had."""
         unknown = [one.name for one in self.choices.matches if one.name not in self.seen]
         if unknown:
-            near = get_close_matches(unknown[0], self.seen, 1)
+            near = get_close_matches(unknown[0][:MAX_COMPARED], self.seen, 1)
             hint = f"did you mean '{near[0]}'? " if near else ""
             more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
             raise UsageError(

@@ -14,13 +14,23 @@ NO_ONNXRUNTIME_TO_COMPARE: Final = (
 )
 
 
+def printable(text: str, keep: str = "") -> str:
+    r"""Return a text in which all that does not print is written as an escape, but for the characters to keep.
+
+    Names come from models, and models from strangers: control characters (`\x1b`) command terminals, and marks of
+    direction (`\u202e`) reorder what a reader sees.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
 class OnnxfuseError(Exception):
     """An error that the user can act on.  Its text is one line: what was found, what is required, what to do."""
 
     def __str__(self) -> str:
         """Return the text; line breaks and control characters in the names that it quotes are written as escapes."""
-        text = super().__str__()
-        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+        return printable(super().__str__())
 
 
 class ModelError(OnnxfuseError):

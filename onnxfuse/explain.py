@@ -10,7 +10,7 @@ from typing import Final
 import onnx
 
 from onnxfuse.dsl.spans import Span
-from onnxfuse.errors import UsageError
+from onnxfuse.errors import UsageError, printable
 from onnxfuse.fuse_model import FusedModel
 from onnxfuse.ir.inline_functions import Inlined
 from onnxfuse.ir.protos import is_control_flow, nodes, subgraphs
@@ -46,7 +46,7 @@ def explain(miss: Miss) -> str:
     lines = [head, f"  {miss.reason}", *_source(miss.span)]
     if miss.hint:
         lines.append(f"  help: {miss.hint}")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def explain_stays(stays: Iterable[Stays], node: str | None = None) -> list[str]:
@@ -56,7 +56,8 @@ def explain_stays(stays: Iterable[Stays], node: str | None = None) -> list[str]:
         if node in (None, one.node):
             nodes.setdefault((one.op, one.reason), []).append(one.node)
     return [
-        f"{op}: '{first}'{f' and {len(more)} more stay' if more else ' stays'} as written\n  {reason}\n"
+        printable(f"{op}: '{first}'{f' and {len(more)} more stay' if more else ' stays'} as written")
+        + f"\n  {printable(reason)}\n"
         for (op, reason), (first, *more) in nodes.items()
     ]
 
@@ -74,7 +75,8 @@ def why_channels_first(result: FusedModel, fusion: str | None = None, node: str 
         if node in (None, one.node, one.output, *replaced.get(one.node, ())):
             nodes.setdefault(one.reason, []).append(one.node)
     return [
-        f"layout: '{first}'{f' and {len(more)} more are' if more else ' is'} channels-first\n  {reason}\n"
+        printable(f"layout: '{first}'{f' and {len(more)} more are' if more else ' is'} channels-first")
+        + f"\n  {printable(reason)}\n"
         for reason, (first, *more) in nodes.items()
     ]
 
@@ -126,7 +128,7 @@ def why_in_no_region(fused: Sequence[Fused], reasons: Mapping[str, str], node: s
         return [f"'{node}' is part of the region node '{found.node}', which --regions makes"]
     if found is not None and node in found.joined:
         return [f"'{node}' is in the epilogue of the {found.fusion} node '{found.node}', which --epilogues makes"]
-    return [f"region: not at '{name}': {why}" for name, why in reasons.items() if node in (None, name)]
+    return [printable(f"region: not at '{name}': {why}") for name, why in reasons.items() if node in (None, name)]
 
 
 def where_inside(model: onnx.ModelProto, inlined: Inlined, name: str) -> str | None:

@@ -1,18 +1,48 @@
-"""What all commands print with: sentences that wrap under their beginning, and figures in columns."""
+"""What all commands print with: sentences that wrap under their beginning, and figures in columns.
+
+Names come from models, and models from strangers.  A sentence quotes them by `escape`, a table by `cell`, and the
+console of the commands writes all that does not print as escapes, wherever it comes from.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions
+from onnxfuse.errors import printable
 
 NARROWEST: Final = 30  # columns for a sentence
+BRACKET: Final = "\ue000"  # stands for "[" in escaped text; it does not print, so that no other text has it
+
+
+def escape(text: str) -> str:
+    """Return markup that prints a text as it is, but for what does not print: see `printable`.
+
+    rich.markup.escape leaves a "[" as it is that no "]" follows, so that two names may make a tag together, such as
+    a link.
+    """
+    return printable(text).replace("[", BRACKET)
+
+
+def cell(text: str) -> Text:
+    """Return the cell of a table that shows a text as it is, but for what does not print: see `printable`."""
+    return Text(printable(text))
+
+
+class SafeConsole(Console):
+    """A console that prints no control characters but its own, and no marks of direction."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Yield the segments of what is printed."""
+        for segment in super().render(renderable, options):
+            text = printable(segment.text.replace(BRACKET, "["), keep="\n")
+            yield segment if segment.control else Segment(text, segment.style)
 
 
 @dataclass(frozen=True)
@@ -25,12 +55,14 @@ class Line:
 
     def __str__(self) -> str:
         """Return the line as markup."""
-        return self.start + self.text
+        return (self.start + self.text).replace(BRACKET, "[")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         """Yield the lines for the width of the console."""
         rest = " " * (len(self.start) or self.indent)
-        wrapped = Text.from_markup(self.text).wrap(console, max(options.max_width - len(rest), NARROWEST))
+        text = Text.from_markup(self.text, emoji=False)
+        text.plain = text.plain.replace(BRACKET, "[")
+        wrapped = text.wrap(console, max(options.max_width - len(rest), NARROWEST))
         for i, line in enumerate(wrapped):
             line.rstrip()
             yield Text(rest if i else self.start) + line
@@ -47,7 +79,7 @@ def columns(title: str, *names: str) -> Table:
 
 def two_lines(first: str, second: str) -> Text:
     """Return a cell of two lines, which are cut off and not wrapped where the table is too wide."""
-    return Text(f"{first}\n  {second}", no_wrap=True, overflow="ellipsis")
+    return Text(f"{printable(first)}\n  {printable(second)}", no_wrap=True, overflow="ellipsis")
 
 
 def counted(count: int, what: str, several: str = "") -> str:

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
 
-from onnxfuse.errors import OnnxfuseError, UsageError
+from onnxfuse.errors import OnnxfuseError, UsageError, printable
 from onnxfuse.kernels.epilogue_node import is_joined, joined
 from onnxfuse.kernels.region.program import Operation, Program, parse
 from onnxfuse.kernels.region.shapes import infer
@@ -37,9 +37,9 @@ def show_regions(path: Path, node: str | None, cuda: bool, arch: str) -> Iterato
     if not calls:
         raise UsageError(f"'{path}' has no regions; `onnxfuse optimize --regions` makes them")
     if node is None:
-        return map(_summary, calls)
+        return map(printable, map(_summary, calls))
     call = _named(calls, node)
-    return _kernels_text(call, named_gpus([arch], [], [])[0]) if cuda else _program_text(call)
+    return _kernels_text(call, named_gpus([arch], [], [])[0]) if cuda else map(printable, _program_text(call))
 
 
 def _named(calls: Sequence[Call], name: str) -> Call:
@@ -145,10 +145,9 @@ def _kernels_text(call: Call, device: Device) -> Iterator[str]:
     """
     template = _template(call, device)
     names = dim_names(call.shapes)
-    yield f"// {call.node.name}, for {describe(device)}"
-    yield from (
-        wrapped(f"//   {line}") for line in _values_text(call, [f"y{i}" for i in range(len(call.proto.output))])
-    )
+    yield printable(f"// {call.node.name}, for {describe(device)}")
+    stored = [f"y{i}" for i in range(len(call.proto.output))]
+    yield from (wrapped(f"//   {printable(line)}") for line in _values_text(call, stored))
     for kernel in template.kernels:
         for variant in template.variants:
             if kernel in variant.kernels:

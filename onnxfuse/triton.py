@@ -3,11 +3,14 @@
 A repository has a folder for each model:
 
     <model>/config.pbtxt
-    <model>/1/model.onnx                the fused model, and its weights if they are in files of their own
+    <model>/1/model.onnx                the fused model
+    <model>/1/model.onnx.<digest>.data  its weights, if they are in files of their own
     <model>/1/libonnxfuse.so            the native library, which config.pbtxt names
     <model>/1/libonnxfuse.so.plans      its plan file, which the library finds beside itself
 
-The fields of config.pbtxt are those of ModelConfig in triton-inference-server/common, protobuf/model_config.proto.
+No name in a repository is taken from the model's file, which may come from strangers: its weights are copied to a file
+that is named here.  The fields of config.pbtxt are those of ModelConfig in triton-inference-server/common,
+protobuf/model_config.proto.
 """
 
 from __future__ import annotations
@@ -26,11 +29,14 @@ from onnx import TensorProto
 from onnxfuse.compile.coverage import without_plans
 from onnxfuse.errors import ModelError, OnnxfuseError, UsageError
 from onnxfuse.ir.dtypes import dtype_name
+from onnxfuse.ir.load import read
+from onnxfuse.ir.save import save
 from onnxfuse.runtime import native_library as native
-from onnxfuse.runtime.external_data import external_files, file_outside
+from onnxfuse.runtime.external_data import external_files
 from onnxfuse.runtime.fused_calls import Call, inferred, read_calls, read_model
 from onnxfuse.runtime.plan_file import PLANS_SUFFIX, PlanFile, node_identity, read_plan_file
 
+MODEL_NAME: Final = "model.onnx"  # Triton's default
 LIBRARY_NAME: Final = "libonnxfuse.so"
 VERSION: Final = "1"
 DEFAULT_MAX_BATCH_SIZE: Final = 32  # for models that take batches
@@ -77,7 +83,8 @@ def export_triton(
 
     Raises UsageError if the model has no fused nodes, is there already, or cannot have batches, for a name or a place
     that Triton cannot take, and if the plan file is missing, or lacks a node or a batch; ModelError if the model cannot
-    be described, PlanFileError, NativeError if the library is missing, OnnxfuseError if nothing can be written there.
+    be described, or its weights are missing or not in its folder, PlanFileError, NativeError if the library is missing,
+    OnnxfuseError if nothing can be written there.
     """
     model = read_model(source)
     if not (calls := read_calls(model)):
@@ -96,12 +103,11 @@ def export_triton(
     inputs, outputs = list(_inputs(model)), list(_outputs(model))
     batch = _batch_size([*inputs, *outputs], max_batch_size)
     _check_batches(calls, file, plans, {each.batch or f"{each.name}[0]" for each in inputs}, batch)
-    files = external_files(model)
-    if outside := file_outside(source.parent, files):
-        raise UsageError(f"weights of '{source}' are in '{outside}', which is not in its folder")
     config = config_text(model, name, str(served / name / VERSION / LIBRARY_NAME), max_batch_size)
-    copies = {source: "model.onnx", library: LIBRARY_NAME, plans: LIBRARY_NAME + PLANS_SUFFIX}
-    return _write(copies | {source.parent / each: each for each in files}, config, repository / name, overwrite)
+    copies = {library: LIBRARY_NAME, plans: LIBRARY_NAME + PLANS_SUFFIX}
+    if external_files(model):
+        return _write(copies, config, repository / name, overwrite, source)
+    return _write(copies | {source: MODEL_NAME}, config, repository / name, overwrite)
 
 
 def _checked_name(name: str) -> str:
@@ -127,8 +133,13 @@ def _served_from(text: str | None, repository: Path) -> PurePosixPath | Path:
 # --- the folder -------------------------------------------------------------------------------------------------------
 
 
-def _write(copies: Mapping[Path, str], config: str, folder: Path, overwrite: bool) -> Path:
+def _write(
+    copies: Mapping[Path, str], config: str, folder: Path, overwrite: bool, with_weights: Path | None = None
+) -> Path:
     """Write a model's folder under another name beside it, and then give it its name; what was there is removed.
+
+    copies        the names of files in the folder, by the files that are copied
+    with_weights  a model that is copied with the weights that it has in other files
 
     Raises UsageError if something else is there, or a model that may not be replaced; OnnxfuseError if that fails.
     """
@@ -140,6 +151,8 @@ def _write(copies: Mapping[Path, str], config: str, folder: Path, overwrite: boo
             target = part / VERSION / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, target)
+        if with_weights:
+            save(read(with_weights), part / VERSION / MODEL_NAME, folder=with_weights.parent)
         (part / "config.pbtxt").write_text(config, encoding="utf-8")
         _swap(part, folder, old)
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from click.testing import CliRunner
 from exported_models import unpack
 from test_optimize import BLOCK, parse
 
-from onnxfuse import ModelError, UsageError, optimize
+from onnxfuse import ModelError, UsageError, choices, optimize
 from onnxfuse.cli import main
 from onnxfuse.optimizer import find_matches
 
@@ -146,12 +147,17 @@ def changed(data: dict[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
     [
         ({"format": "else"}, 'it lacks "format": "onnxfuse-plan"; make it again with `onnxfuse plan`'),
         ({"version": 2}, "it has version 2; this onnxfuse reads 1"),
+        ({"version": [[2]]}, "it has no version; this onnxfuse reads 1"),
         ({"model": {"name": "m"}}, '"model" lacks the "digest"'),
         ({"model": {"name": "bert.onnx", "digest": "0" * 64}},
          "was made for another model, 'bert.onnx': the digest of its nodes differs; make it again"),
         ({"matches": {}}, '"matches" is no list'),
         ({"matches": [{"name": "softmax:y", "fusion": "softmax", "nodes": [], "apply": 1}]},
          '"matches"[0] needs "apply", which is true or false'),
+        ({"matches": [{"name": "softmax:y", "fusion": "softmax", "nodes": ["y", ["y"]], "apply": True}]},
+         '"matches"[0] needs "nodes", which is a list of texts'),
+        ({"matches": [{"name": "softmax:y", "fusion": "softmax", "nodes": [], "apply": True}] * 2},
+         "it lists 'softmax:y' twice"),
         ({"matches": [{"name": "layer_nor:y", "fusion": "layer_norm", "nodes": [], "apply": False}]},
          "the plan names 'layer_nor:y', which this model does not have with these options; did you mean "
          "'layer_norm:y'? give the options that the plan was made with, or make it again"),
@@ -170,8 +176,66 @@ def test_a_file_that_is_none(block: Path, tmp_path: Path) -> None:
     for name, sentence in (("text.json", "it is not JSON"), ("no.json", "No such file or directory")):
         result = CliRunner().invoke(main, ["optimize", str(block), "--dry-run", "--plan", str(tmp_path / name)])
         assert (result.exit_code, sentence in result.stderr, "onnxfuse plan" in result.stderr) == (USAGE, True, True)
-    with pytest.raises(ModelError, match="cannot write the plan"):
+    with pytest.raises(ModelError, match=r"cannot write the plan"):
         find_matches(block).write(tmp_path)
+
+
+def test_files_of_strangers(block: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no plain file, or larger than any plan, is not read; JSON may nest as deep as it likes."""
+    (tmp_path / "deep.json").write_text('{"matches":' + "[" * 100_000 + "]" * 100_000 + "}", encoding="utf-8")
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "zero.json").symlink_to("/dev/zero")
+    plan = switched(block, lambda name: False)
+    monkeypatch.setattr(choices, "MAX_BYTES", 100)
+    for path, sentence in (
+        (tmp_path / "deep.json", "more than the 100 that are read"),
+        (plan, "more than the 100 that are read"),
+        (tmp_path / "pipe.json", "it is a device or a pipe"),
+        (tmp_path / "zero.json", "it is a device or a pipe"),
+        (tmp_path, "Is a directory"),
+    ):
+        with pytest.raises(UsageError, match=f"cannot read the plan '{path}': .*{sentence}; `onnxfuse plan` writes"):
+            optimize(block, plan=path)
+    monkeypatch.undo()
+    with pytest.raises(UsageError, match="no plan that can be read: its JSON is nested too deeply"):
+        optimize(block, plan=tmp_path / "deep.json")
+
+
+def test_a_plan_of_many_matches_is_read_once(block: Path) -> None:
+    """Names are compared as often as there are matches, not as often as there are pairs of them."""
+
+    class Name(str):
+        compared = 0
+
+        def __eq__(self, other: object) -> bool:
+            Name.compared += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    count = 3000
+    matches = [{"name": Name(f"softmax:{i}"), "fusion": "softmax", "nodes": [], "apply": True} for i in range(count)]
+    data = {"format": "onnxfuse-plan", "version": 1, "model": {"name": "m", "digest": ""}, "matches": matches}
+    assert len(choices._parsed(block, data).matches) == count
+    assert Name.compared <= count
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_plan_is_written_to_plain_files_alone(block: Path, tmp_path: Path, kind: str) -> None:
+    os.mkfifo(path := tmp_path / "pipe.json")
+    if kind == "device":
+        path = Path(os.devnull)
+    result = CliRunner().invoke(main, ["plan", str(block), "-o", str(path)])
+    assert result.exit_code == 1 and "it is a device or a pipe" in result.stderr
+    with pytest.raises(ModelError, match=r"cannot write the plan '.*': it is a device or a pipe"):
+        find_matches(block).write(path)
+
+
+def test_a_plan_does_not_replace_its_model(block: Path) -> None:
+    before = block.read_bytes()
+    result = CliRunner().invoke(main, ["plan", str(block), "-o", str(block)])
+    assert result.exit_code == USAGE and "is the model to read; give another name" in result.stderr
+    assert block.read_bytes() == before
 
 
 def test_a_plan_of_other_options_is_an_error(block: Path) -> None:

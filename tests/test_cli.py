@@ -90,6 +90,18 @@ def test_a_model_may_be_optimized_in_place(block: Path, tmp_path: Path) -> None:
     assert (tmp_path / "link.onnx").is_symlink()
 
 
+def test_a_model_and_its_backup_that_share_their_data(tmp_path: Path) -> None:
+    """The backup stays whole, whichever of the two is written over the other, and in place."""
+    backup, path = tmp_path / "model_backup.onnx", tmp_path / "model.onnx"
+    onnx.save(parse(BLOCK), path, save_as_external_data=True, location="model.onnx.data", size_threshold=0)
+    backup.write_bytes(path.read_bytes())
+    before = {each: each.read_bytes() for each in (backup, tmp_path / "model.onnx.data")}
+    for arguments in ((backup, path), (path, path, "--overwrite")):
+        assert run("optimize", *arguments).exit_code == DONE
+        assert {each: each.read_bytes() for each in before} == before
+        assert run("verify", backup, path).exit_code == DONE
+
+
 def test_a_target_that_cannot_be_written_is_told_before_any_work(tmp_path: Path) -> None:
     for target, sentence in (
         (tmp_path, "it is a directory"),

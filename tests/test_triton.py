@@ -22,7 +22,7 @@ from stored_plans import store
 from onnxfuse.cli import main
 from onnxfuse.compile.compile_file import compile_file
 from onnxfuse.errors import ModelError
-from onnxfuse.runtime import kernel_folders
+from onnxfuse.runtime import kernel_folders, native_library
 from onnxfuse.triton import config_text
 
 HEAD = '<ir_version: 8, opset_import: ["" : 17]>'
@@ -231,8 +231,9 @@ def test_what_is_written_serves_without_onnxfuse(fused: Path, tmp_path: Path) ->
     assert result.exit_code == 0, result.output
     assert f"--model-repository={repository}" in result.output
     written = sorted(str(path.relative_to(repository)) for path in repository.rglob("*") if path.is_file())
+    (weights,) = (repository / "shift" / "1").glob("model.onnx.*.data")
     assert written == [
-        "shift/1/libonnxfuse.so", "shift/1/libonnxfuse.so.plans", "shift/1/model.onnx", "shift/1/weights/bias",
+        "shift/1/libonnxfuse.so", "shift/1/libonnxfuse.so.plans", "shift/1/model.onnx", f"shift/1/{weights.name}",
         "shift/config.pbtxt",
     ]  # fmt: skip
     config = parsed((repository / "shift" / "config.pbtxt").read_text(encoding="utf-8"))
@@ -299,11 +300,49 @@ def test_a_repository_that_cannot_be_written_is_named(fused: Path, tmp_path: Pat
 def test_nothing_of_a_model_that_is_replaced_is_left(fused: Path, tmp_path: Path) -> None:
     repository = tmp_path / "r"
     assert export(fused, repository).exit_code == 0
-    stale = repository / "shift" / "1" / "weights" / "stale"
+    stale = repository / "shift" / "1" / "stale"
     stale.write_bytes(b"")
     before = sorted(repository.rglob("*"))
     assert export(fused, repository, "--overwrite").exit_code == 0
     assert sorted(repository.rglob("*")) == [each for each in before if each != stale]
+
+
+@pytest.mark.parametrize("location", ["libonnxfuse.so", "libonnxfuse.so.plans", "model.onnx", "../config.pbtxt"])
+def test_a_model_cannot_name_files_of_the_repository(fused: Path, tmp_path: Path, location: str) -> None:
+    """Its weights get a name of the exporter's, whatever theirs is: the native library stays that of onnxfuse."""
+    proto = onnx.load(fused)
+    bias = proto.graph.initializer[0].raw_data
+    (home := tmp_path / "home").mkdir()
+    onnx.save(proto, home / "shift.onnx", save_as_external_data=True, location="bias", size_threshold=0)
+    moved = onnx.load(home / "shift.onnx", load_external_data=False)
+    moved.graph.initializer[0].external_data[0].value = location
+    (home / "shift.onnx").write_bytes(moved.SerializeToString())
+    (home / "bias").rename(home / location)
+    result = export(home / "shift.onnx", tmp_path / "r", "--plans", f"{fused}.plans")
+    if ".." in location:
+        assert result.exit_code == 1 and "outside the model's folder; move it beside the model" in result.stderr
+        assert not list((tmp_path / "r").rglob("*"))
+        return
+    assert result.exit_code == 0, result.output
+    written = tmp_path / "r" / "shift" / "1"
+    library = native_library.library_path()
+    assert library and (written / "libonnxfuse.so").read_bytes() == library.read_bytes()
+    assert (written / "libonnxfuse.so.plans").read_bytes() == Path(f"{fused}.plans").read_bytes()
+    assert onnx.load(written / "model.onnx").graph.initializer[0].raw_data == bias
+
+
+def test_another_model_of_the_repository_is_not_overwritten(fused: Path, tmp_path: Path) -> None:
+    other = tmp_path / "r" / "resnet50" / "1" / "model.onnx"
+    other.parent.mkdir(parents=True)
+    other.write_bytes(b"another model")
+    proto = onnx.load(fused, load_external_data=False)
+    proto.graph.initializer[0].external_data[0].value = "../../resnet50/1/model.onnx"
+    source = tmp_path / "r" / "shift" / "2" / "shift.onnx"
+    source.parent.mkdir(parents=True)
+    source.write_bytes(proto.SerializeToString())
+    message = refusal(source, tmp_path / "r", "--plans", f"{fused}.plans", "--name", "new", code=1)
+    assert "is at '../../resnet50/1/model.onnx', outside the model's folder" in message
+    assert other.read_bytes() == b"another model" and not (tmp_path / "r" / "new").exists()
 
 
 def test_what_is_no_model_is_not_replaced(fused: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """A hook of MkDocs: make pages of the files outside docs/ that pages link to, and let the links lead to these.
 
-README.md is the first page.  CONTRIBUTING.md and CHANGELOG.md are pages too.  Results of benchmarks are copied.  Any
-other file becomes a page that shows its source, and a folder becomes a page that lists its files.
+README.md is the first page.  CONTRIBUTING.md, SECURITY.md and CHANGELOG.md are pages too.  Results of benchmarks are
+copied.  Any other file becomes a page that shows its source, and a folder becomes a page that lists its files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from mkdocs.structure.pages import Page
 
 ROOT: Final = Path(__file__).parents[2]
 DOCS: Final = ROOT / "docs"
-PAGES: Final = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES: Final = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",
+                "SECURITY.md": "security.md"}  # fmt: skip
 LINK: Final = re.compile(r"\]\((?!\w+://|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
 LANGUAGES: Final = {".py": "python", ".cu": "cpp", ".cuh": "cpp", ".cc": "cpp", ".h": "cpp", ".toml": "toml"}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,6 +18,8 @@ from typing import Any, Final
 from onnxfuse.region_operators import DISCONTINUOUS, DTYPES, EXACT, FLOATS, HALVES, dtypes_of
 from onnxfuse.runtime.plan import FusedNode
 
+VALUE_NAME: Final = re.compile(r"[a-z]+[0-9]+")  # which becomes that of a variable; programs come from model files
+SHIFTS: Final = ("LEFT", "RIGHT")
 PAD_MODES: Final = ("constant", "reflect", "edge", "wrap")
 MAX_OPERANDS: Final = 64  # pointers that a kernel takes
 
@@ -93,6 +96,8 @@ def parse(node: FusedNode) -> Program:
         missing = [name for name in each.inputs if name not in known]
         if missing:
             raise ValueError(f"region: {each.name} reads {missing[0]}, which nothing before it gives")
+        if unfit := next((name for name in each.outputs if not VALUE_NAME.fullmatch(name)), None):
+            raise ValueError(f"region: {each.name} gives {unfit!r}; names of values are v0, v1 and so on")
         known |= set(each.outputs)
     for name in program.outputs:
         if name not in program.producers:
@@ -131,4 +136,6 @@ def _operator_refusal(program: Program, operation: Operation) -> str | None:
         return f"region: {name} is of {dtype}; kernels are generated for it in {', '.join(taken)}"
     if name == "Pad" and operation.attributes.get("mode", "constant") not in PAD_MODES:
         return f"region: Pad has the mode {operation.attributes['mode']}; kernels have {', '.join(PAD_MODES)}"
+    if name == "BitShift" and operation.attributes.get("direction") not in SHIFTS:
+        return f"region: BitShift has the direction {operation.attributes.get('direction')}; required LEFT or RIGHT"
     return None

@@ -20,6 +20,7 @@ from onnxfuse.fuse_model import Progress
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.load import load
+from onnxfuse.ir.plain_files import write_whole
 from onnxfuse.ir.protos import nodes
 from onnxfuse.optimizer import optimize
 from onnxfuse.session import InferenceSession, explain_session, open_session
@@ -100,7 +101,7 @@ class Bench:
 def write_text(path: Path, text: str) -> None:
     """Write a text file.  Raises ModelError where that fails."""
     try:
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text.encode(errors="backslashreplace"))
     except OSError as error:
         raise ModelError(f"cannot write '{path}': {error.strerror}; give another name") from error
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import html
 import importlib
 import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape as escaped
 from pathlib import Path
 from typing import Final, Literal
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 
 from onnxfuse.bench.bench import Bench, Contender, write_text
-from onnxfuse.errors import ModelError, UsageError
-from onnxfuse.printing import Line, columns, two_lines
+from onnxfuse.errors import ModelError, UsageError, printable
+from onnxfuse.printing import Line, cell, columns, escape, two_lines
 from onnxfuse.tuning.dispatch import PLAIN
 from onnxfuse.tuning.op_times import UNFUSED, OpTime
 
@@ -91,7 +90,7 @@ def _models(contenders: Sequence[Contender], on_gpu: bool) -> Table:
         cells = ["-", "-", "-"]
         if times:
             cells = [f"{1e3 * times.median:.3f}", f"{1e3 * times.q1:.3f} - {1e3 * times.q3:.3f}", str(times.runs)]
-        table.add_row(escape(each.name), *([each.mode] if on_gpu else []), *cells, _outcome(each))
+        table.add_row(cell(each.name), *([each.mode] if on_gpu else []), *cells, _outcome(each))
     return table
 
 
@@ -129,7 +128,7 @@ def _others(fused: Sequence[OpTime], others: Sequence[OpTime]) -> list[Renderabl
     totals = {kind: total_of(each) for kind, each in kinds.items()}
     for kind, each in sorted(kinds.items(), key=lambda pair: -totals[pair[0]]):
         known = any(op.seconds is not None for op in each)
-        table.add_row(kind, str(sum(len(op.nodes) for op in each)), _us(totals[kind]) if known else "not alone")
+        table.add_row(cell(kind), str(sum(len(op.nodes) for op in each)), _us(totals[kind]) if known else "not alone")
     sums = 1e6 * total_of(fused), 1e6 * total_of(others)
     return ["", table, "Together, each alone: fused {:.0f} us, others {:.0f} us".format(*sums)]
 
@@ -200,6 +199,11 @@ def page(result: Bench) -> str:
     colors = " ".join(f".{kind} {{ fill: {color}; }}" for kind, color in COLORS.items())
     subtitle = escaped(_subtitle(result))
     return PAGE.format(colors=colors, title=escaped(title), subtitle=subtitle, charts="\n".join(parts))
+
+
+def escaped(text: str) -> str:
+    """Return a text as HTML, with what does not print as escapes."""
+    return html.escape(printable(text))
 
 
 def svg(bars: Sequence[Bar]) -> str:

@@ -11,7 +11,6 @@ from typing import Final
 
 import onnx
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -21,7 +20,7 @@ from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.load import load
 from onnxfuse.ir.protos import nodes
 from onnxfuse.optimizer import optimize
-from onnxfuse.printing import columns, two_lines
+from onnxfuse.printing import columns, escape, two_lines
 from onnxfuse.runtime.cache_folder import cache_folder
 from onnxfuse.session import open_session
 from onnxfuse.tuning.bound_session import Provider

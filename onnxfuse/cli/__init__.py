@@ -6,6 +6,8 @@ onnx, NumPy nor onnxruntime.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -24,23 +26,39 @@ from onnxfuse.cli.terminal import console
 from onnxfuse.cli.tune import tune_command
 from onnxfuse.cli.unfuse import unfuse_command
 from onnxfuse.cli.verify import verify_command
-from onnxfuse.errors import OnnxfuseError, UsageError
+from onnxfuse.errors import OnnxfuseError, UsageError, printable
 from onnxfuse.version import __version__
+
+
+@contextmanager
+def printable_usage_errors() -> Iterator[None]:
+    """Let click quote arguments, which may be names of strangers' files, without what does not print."""
+    try:
+        yield
+    except click.ClickException as error:
+        error.message = printable(error.message)  # type: ignore[misc]  # click shows what is here
+        raise
 
 
 class Commands(click.Group):
     """Turns errors that users can act on into one line and an exit code: 2 for wrong usage, 1 for other failures."""
 
+    def make_context(self, *arguments: Any, **options: Any) -> click.Context:
+        """Read the options of the program."""
+        with printable_usage_errors():
+            return super().make_context(*arguments, **options)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command, and print an OnnxfuseError as one line."""
         try:
-            return super().invoke(ctx)
+            with printable_usage_errors():
+                return super().invoke(ctx)
         except Exception as error:
             if interrupts.seen():
                 raise KeyboardInterrupt from None
             if not isinstance(error, OnnxfuseError):
                 raise
-            from rich.markup import escape
+            from onnxfuse.printing import escape
 
             message = f"[red]error[/]: {escape(str(error))}"
             console(stderr=True).print(message, highlight=False, soft_wrap=True)

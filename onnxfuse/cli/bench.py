@@ -65,10 +65,13 @@ def bench_command(
     """
     from onnxfuse.bench import chart
     from onnxfuse.bench.bench import bench
+    from onnxfuse.ir.save import check_target
     from onnxfuse.tuning.bound_session import default_provider
 
     if chart_file:
         chart.check_name(chart_file)
+    for file in filter(None, (json_file, chart_file)):
+        check_target(file)
     provider = provider or default_provider()
     use_kernels(kernels, provider)
     inputs = given_inputs(npz, model)

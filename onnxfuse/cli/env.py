@@ -7,6 +7,7 @@ from typing import Final
 import click
 
 from onnxfuse.cli.options import examples
+from onnxfuse.cli.terminal import echo
 from onnxfuse.version import __version__
 
 PACKAGES: Final = (
@@ -32,9 +33,9 @@ def env_command() -> None:
     rows |= {name: f"{found} (adds fusions or kernels)" for name, found in extending_packages().items()}
     rows["native library"] = str(library_path() or "not built")
     for name, value in rows.items():
-        click.echo(f"{name:20} {value}")
+        echo(f"{name:20} {value}")
     try:
         import onnxruntime
     except ImportError:
         return
-    click.echo(f"{'providers':20} {', '.join(onnxruntime.get_available_providers())}")
+    echo(f"{'providers':20} {', '.join(onnxruntime.get_available_providers())}")

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from onnxfuse.cli.options import examples, file_path, patterns_option
-from onnxfuse.cli.terminal import console, shown_progress
+from onnxfuse.cli.terminal import console, echo, shown_progress
 
 
 @click.command(
@@ -29,14 +29,13 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
     Each miss names the node that differs, what was found and what the fusion requires.  For the fusion region, and for
     a single node, it also says why nodes are in no region; for convolutions, why they are channels-first.
     """
-    from rich.markup import escape
-
     from onnxfuse.dsl import catalogue
     from onnxfuse.explain import explanations, require_node, where_fused, where_inside, why_channels_first
     from onnxfuse.fuse_model import StageTimer, fuse_model
     from onnxfuse.ir.inline_functions import inline_functions
     from onnxfuse.ir.load import load
     from onnxfuse.layout.fusions import LAYOUT_FUSIONS
+    from onnxfuse.printing import escape
     from onnxfuse.rewrite.replace import REGION
 
     fusions = catalogue.with_folders(patterns)
@@ -54,13 +53,13 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
     if node and (sentence := where_fused(result.fused_of_model, node)):
         console().print(escape(sentence))
         for text in why_channels_first(result, node=node):
-            click.echo(text)
+            echo(text)
         return
     shown = explanations(result, fusion, node)
     for text in shown[:limit]:
-        click.echo(text)
+        echo(text)
     if not shown:
         done = sum(fusion in (None, one.fusion) for one in result.fused)
-        click.echo(f"Nothing {'else ' if done else ''}comes near; {done} subgraphs were fused.")
+        echo(f"Nothing {'else ' if done else ''}comes near; {done} subgraphs were fused.")
     elif len(shown) > limit:
-        click.echo(f"{len(shown) - limit} more; --limit {len(shown)} shows all.")
+        echo(f"{len(shown) - limit} more; --limit {len(shown)} shows all.")

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from onnxfuse.cli.options import examples, file_path, kernels_option, use_kernels
+from onnxfuse.cli.terminal import echo
 
 
 @click.command(
@@ -54,4 +55,4 @@ def export_triton_command(
         source, repository, plans=plans, name=name, served_from=served_from, max_batch_size=max_batch_size,
         overwrite=overwrite,
     )  # fmt: skip
-    click.echo(f"wrote {folder}; start the server with --model-repository={served_from or repository.resolve()}")
+    echo(f"wrote {folder}; start the server with --model-repository={served_from or repository.resolve()}")

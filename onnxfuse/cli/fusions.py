@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from onnxfuse.cli.options import examples, file_path, patterns_option
-from onnxfuse.cli.terminal import console
+from onnxfuse.cli.terminal import console, echo
 from onnxfuse.errors import UsageError
 
 
@@ -15,12 +15,10 @@ from onnxfuse.errors import UsageError
 @patterns_option
 def list_command(patterns: tuple[Path, ...]) -> None:
     """List all fusions, each with what it computes."""
-    from rich.markup import escape
-
     from onnxfuse.dsl import catalogue
     from onnxfuse.dsl.documentation import summary
     from onnxfuse.layout.fusions import LAYOUT_FUSIONS
-    from onnxfuse.printing import Line
+    from onnxfuse.printing import Line, escape
     from onnxfuse.regions import SUMMARY
     from onnxfuse.rewrite.replace import REGION
 
@@ -53,13 +51,13 @@ def show_command(
     `show region MODEL` lists the regions of a fused MODEL.  With --node it shows the program of one of them, and with
     --cuda the kernels that are generated for it; that needs no GPU.
     """
-    from rich.markup import escape
     from rich.syntax import Syntax
 
     from onnxfuse.dsl import catalogue
     from onnxfuse.dsl.documentation import signature
     from onnxfuse.layout.fusions import DESCRIPTION as MADE_BY_LAYOUTS
     from onnxfuse.layout.fusions import LAYOUT_FUSIONS
+    from onnxfuse.printing import escape
     from onnxfuse.regions import DESCRIPTION, SUMMARY
     from onnxfuse.rewrite.replace import REGION
 
@@ -90,4 +88,4 @@ def _show_regions(fusion: str, model: Path | None, node: str | None, cuda: bool,
         raise UsageError("give the fused model that has the region, as in `onnxfuse show region fused.onnx`")
     if cuda and node is None:
         raise UsageError("--cuda is of one region; name it with --node")
-    click.echo("\n".join(show_regions(model, node, cuda, arch)))
+    echo("\n".join(show_regions(model, node, cuda, arch)))

@@ -126,13 +126,17 @@ def options_by_name(options: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-def checked_target(source: Path, target: Path, overwrite: bool) -> Path:
-    """Return the file to write.  Raises an error, before any work, if it cannot be, or would be `source` unasked."""
+def checked_target(source: Path, target: Path, overwrite: bool | None = None) -> Path:
+    """Return the file to write.  Raises an error, before any work, if it cannot be, or would be `source` unasked.
+
+    overwrite  whether it may be `source`; None for a command without that option
+    """
     from onnxfuse.ir.save import check_target
 
     check_target(target)
     if target.exists() and source.exists() and target.samefile(source) and not overwrite:
-        raise UsageError(f"'{target}' is the model to read; give another name, or --overwrite to replace it")
+        hint = "" if overwrite is None else ", or --overwrite to replace it"
+        raise UsageError(f"'{target}' is the model to read; give another name{hint}")
     return target
 
 

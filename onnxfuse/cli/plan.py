@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from onnxfuse.cli.options import examples, file_path, fusing_options, given_regions
+from onnxfuse.cli.options import checked_target, examples, file_path, fusing_options, given_regions
 from onnxfuse.cli.terminal import console, shown_progress
 
 if TYPE_CHECKING:
@@ -41,12 +41,10 @@ def plan_command(
     `onnxfuse optimize --plan FILE`, given the same options, leaves the nodes of the match as they are: no other fusion,
     no region and no layout takes them.  For `optimize --emit standard`, give --no-regions --layout nchw here.
     """
-    from rich.markup import escape
-
-    from onnxfuse.ir.save import check_target
     from onnxfuse.optimizer import find_matches
+    from onnxfuse.printing import escape
 
-    check_target(target)
+    checked_target(source, target)
     with shown_progress() as progress:
         choices = find_matches(
             source, only=only, skip=skip, patterns=patterns, layout=layout,

@@ -1,14 +1,22 @@
-"""What commands print on: the console, and a progress bar."""
+"""What commands print on: the console, lines without markup, and a progress bar."""
 
 from __future__ import annotations
 
 import functools
+import logging
+import sys
 import threading
+import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
+import click
+
 import onnxfuse.interrupts as interrupts  # `from onnxfuse import` would import the pattern language
+from onnxfuse.errors import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,10 +30,34 @@ def console(stderr: bool = False) -> Console:
     """Return rich's console on stdout or stderr; lines are wrapped on a terminal alone, or where COLUMNS is set."""
     import os
 
-    from rich.console import Console
+    from onnxfuse.printing import SafeConsole
 
-    shown = Console(stderr=stderr)
-    return shown if shown.is_terminal or "COLUMNS" in os.environ else Console(stderr=stderr, width=UNLIMITED)
+    shown = SafeConsole(stderr=stderr, emoji=False)
+    is_wide = not shown.is_terminal and "COLUMNS" not in os.environ
+    return SafeConsole(stderr=stderr, emoji=False, width=UNLIMITED) if is_wide else shown
+
+
+def echo(text: str) -> None:
+    """Print lines without markup."""
+    click.echo(printable(text, keep="\n"))
+
+
+def make_safe() -> None:
+    """Let what this process writes to stderr outside of the console be printable too: warnings, and tracebacks."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_PrintableFormatter())
+    format_warning = warnings.formatwarning
+    warnings.formatwarning = lambda *parts, **more: printable(format_warning(*parts, **more), keep="\n")
+    sys.excepthook = _print_traceback
+
+
+class _PrintableFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record), keep="\n")
+
+
+def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    sys.stderr.write(printable("".join(traceback.format_exception(kind, error, trace)), keep="\n"))
 
 
 @contextmanager
@@ -33,7 +65,7 @@ def shown_progress() -> Iterator[Callable[[str, int, int], None]]:
     """Show a progress bar once the work has taken SECONDS_WITHOUT_PROGRESS."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     bar = Progress(*columns, console=console(stderr=True), transient=True)
     shown, task = "load", bar.add_task("load", total=None)
 

@@ -33,10 +33,8 @@ def verify_command(
 
     Exits with 0 if all outputs are equal, 1 if one differs, 3 if some could not be compared, 4 if none could.
     """
-    from rich.markup import escape
-
     from onnxfuse.ir.load import load
-    from onnxfuse.printing import columns
+    from onnxfuse.printing import cell, columns, escape
     from onnxfuse.verify.compare import compare
     from onnxfuse.verify.own_process import own_process
 
@@ -50,7 +48,7 @@ def verify_command(
         )  # fmt: skip
     table = columns("output", "largest error", "relative", "tolerance")
     for one in result.outputs:
-        table.add_row(escape(one.name), f"{one.max_abs:.3g}", f"{one.max_rel:.3g}", f"{one.tolerance:.3g}")
+        table.add_row(cell(one.name), f"{one.max_abs:.3g}", f"{one.max_rel:.3g}", f"{one.tolerance:.3g}")
     console().print(table)
     for each in result.not_compared:
         console().print(f"output '{escape(each.name)}' is not compared: {escape(each.reason)}", soft_wrap=True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 
 from onnxfuse.compile.compile_file import Compiled, CompiledGpu, LeftOut
-from onnxfuse.printing import Line, columns
+from onnxfuse.printing import Line, cell, columns, escape
 from onnxfuse.runtime.gpu_kinds import describe
 
 
@@ -33,7 +32,7 @@ def _gpus(gpus: Sequence[CompiledGpu]) -> Table:
     table = columns("GPU", "templates", "variants", "measured", "kernels")
     for each in gpus:
         counts = each.templates, each.variants, each.tuned, each.kernels
-        table.add_row(escape(describe(each.device)), *map(str, counts))
+        table.add_row(cell(describe(each.device)), *map(str, counts))
     return table
 
 

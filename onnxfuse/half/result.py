@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from rich.markup import escape
-
 from onnxfuse.half.precision import Kept
 from onnxfuse.half.weights import ScratchFolder
+from onnxfuse.printing import escape
 from onnxfuse.verify.noise import ROUNDINGS
 
 MAX_KEPT_SHOWN: Final = 10

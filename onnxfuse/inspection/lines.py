@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 
 from onnxfuse.inspection.inspect_model import Inspection, Value
-from onnxfuse.printing import Line, bytes_text, columns, counted
+from onnxfuse.printing import Line, bytes_text, cell, columns, counted, escape
 from onnxfuse.report.lines import MAX_SHOWN
 
 
@@ -39,7 +38,7 @@ def _values(found: Inspection) -> Table:
     table.add_column("dims", overflow="fold")
     for kind, values in (("input", found.inputs), ("output", found.outputs)):
         for value in values:
-            table.add_row(kind, escape(value.name), escape(value.dtype), escape(_dims(value)))
+            table.add_row(kind, cell(value.name), cell(value.dtype), cell(_dims(value)))
     return table
 
 
@@ -53,7 +52,7 @@ def _operators(found: Inspection, everything: bool) -> Table:
     rows = list(found.operators.items())
     shown = rows if everything or len(rows) <= MAX_SHOWN + 1 else rows[:MAX_SHOWN]
     for op, count in shown:
-        table.add_row(escape(op), str(count))
+        table.add_row(cell(op), str(count))
     if rest := rows[len(shown) :]:
         table.add_row(f"{len(rest)} more kinds (--all)", str(sum(count for _, count in rest)))
     return table

@@ -5,19 +5,23 @@ from __future__ import annotations
 import graphlib
 from collections import Counter
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 import onnx
 import onnx.inliner
 
+from onnxfuse.errors import ModelError
 from onnxfuse.ir.domain import DOMAIN
-from onnxfuse.ir.protos import copy_without, nodes, without_initializers
+from onnxfuse.ir.protos import NodeContainer, copy_without, nodes, subgraphs, without_initializers
 from onnxfuse.ir.validate import ONNX_DOMAINS
 
 Key: TypeAlias = tuple[str, str, str]  # domain, name and overload
 
 MAX_NODES_INLINED: Final = 100_000  # to optimize so many takes about a minute; functions beyond them stay
+MAX_NODES_EXPANDED: Final = 1_000_000  # of all functions, at 33 us each in onnx's shape inference
+MAX_DEPTH: Final = 30  # of subgraphs; each takes 3 of the 100 levels of messages that protobuf reads
 KERNEL_DOMAINS: Final = frozenset({DOMAIN, "com.microsoft"})  # onnxruntime may have a kernel for these functions
 
 
@@ -102,9 +106,7 @@ def _too_many(
     """
     inner = {key: _calls(function, functions) for key, function in functions.items()}
     try:
-        called_first = list(
-            graphlib.TopologicalSorter({key: set(calls) for key, calls in inner.items()}).static_order()
-        )
+        called_first = _called_first(inner)
     except graphlib.CycleError as error:
         domain, name, _ = error.args[1][0]
         return dict.fromkeys(functions, "") | {error.args[1][0]: f"the function {domain}.{name} stays: it calls itself"}
@@ -124,6 +126,49 @@ def _too_many(
         worst = max(calls, key=lambda key: (calls[key] * sizes[key], key))
         brought = calls[worst] * sizes[worst]
         left[worst] = f"the function {worst[0]}.{worst[1]} stays: its calls would become {brought:,} nodes"
+
+
+def _called_first(inner: Mapping[Key, Counter[Key]]) -> list[Key]:
+    """Return functions so that each comes after those that it calls.  Raises CycleError if some call each other."""
+    return list(graphlib.TopologicalSorter({key: set(calls) for key, calls in inner.items()}).static_order())
+
+
+def check_expanded(model: onnx.ModelProto, name: str) -> None:
+    """Raise ModelError if a model's calls would become too many nodes, those of fused operators too, or nest too deep.
+
+    onnx's shape inference looks at them all, and each of 60 functions that calls the next one twice doubles them.
+    Functions that call each other in a circle, which no runtime takes, count as they are.
+    """
+    if not model.functions:
+        return
+    functions = {_key(f): f for f in model.functions}
+    inner = {key: _calls(function, functions) for key, function in functions.items()}
+    sizes = {key: sum(1 for _ in nodes(function)) for key, function in functions.items()}
+    depths: dict[Key, int] = {}
+    with suppress(graphlib.CycleError):
+        for key in _called_first(inner):
+            sizes[key] += sum(count * (sizes[k] - 1) for k, count in inner[key].items())
+            depths[key] = _depth(functions[key], depths)
+    main = _calls(model.graph, functions)
+    if (total := sum(count * sizes[key] for key, count in main.items())) > MAX_NODES_EXPANDED:
+        raise ModelError(
+            f"{name} calls functions that would become {total:,} nodes; expected at most {MAX_NODES_EXPANDED:,}: "
+            "export it without these functions"
+        )
+    if (depth := _depth(model.graph, depths)) > MAX_DEPTH:
+        raise ModelError(
+            f"{name} has subgraphs in subgraphs, {depth} deep with its functions inlined; expected at most "
+            f"{MAX_DEPTH}: export it without these functions"
+        )
+
+
+def _depth(part: NodeContainer, depths: Mapping[Key, int]) -> int:
+    """Return how many subgraphs deep a graph or function is, with functions, of which `depths` knows it, inlined."""
+    found = 0
+    for node in part.node:
+        called = depths.get((node.domain, node.op_type, node.overload), 0)
+        found = max(found, called, *(1 + _depth(inner, depths) for inner in subgraphs(node)))
+    return found
 
 
 def _opset(part: onnx.ModelProto | onnx.FunctionProto) -> int:

@@ -15,6 +15,7 @@ from onnx.external_data_helper import uses_external_data
 
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.execution_order import in_execution_order, reads
+from onnxfuse.ir.inline_functions import check_expanded
 from onnxfuse.ir.protos import nodes, replace_tensors, subgraphs, tensors
 from onnxfuse.ir.validate import ONNX_DOMAINS, label, size_of, validate
 
@@ -79,6 +80,7 @@ def _check(model: onnx.ModelProto, folder: Path | None, name: str) -> None:
             f"{name} has opset {versions[0]}; supported are {SUPPORTED_TEXT}: "
             "export it again, or use onnx.version_converter.convert_version(model, 17)"
         )
+    check_expanded(model, name)
     _check_names(model.graph, {}, frozenset(), name)
     for tensor in tensors(model.graph, *model.functions):
         if uses_external_data(tensor):

@@ -69,13 +69,19 @@ def graphs(*parts: Part) -> Iterator[Part | onnx.GraphProto]:
 
 
 def tensors(*parts: NodeContainer) -> Iterator[onnx.TensorProto]:
-    """Yield every dense tensor in graphs and functions, at any depth."""
+    """Yield every dense tensor in graphs and functions, at any depth, and those that functions have as defaults."""
     for part in graphs(*parts):
         if isinstance(part, onnx.GraphProto):
             yield from part.initializer
+        if isinstance(part, onnx.FunctionProto):
+            yield from _tensors_of(part.attribute_proto)
         for node in part.node:
-            for attribute in node.attribute:
-                yield from (*([attribute.t] if attribute.HasField("t") else ()), *attribute.tensors)
+            yield from _tensors_of(node.attribute)
+
+
+def _tensors_of(attributes: Iterable[onnx.AttributeProto]) -> Iterator[onnx.TensorProto]:
+    for attribute in attributes:
+        yield from (*([attribute.t] if attribute.HasField("t") else ()), *attribute.tensors)
 
 
 def overridable_initializers(model: onnx.ModelProto) -> set[str]:

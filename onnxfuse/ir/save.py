@@ -7,10 +7,8 @@ import errno
 import hashlib
 import os
 import re
-import secrets
-import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,11 +19,13 @@ from onnx.external_data_helper import uses_external_data
 
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.load import EXTERNAL_THRESHOLD, PROTOBUF_LIMIT, external_range, read
+from onnxfuse.ir.plain_files import create, temporary
 from onnxfuse.ir.protos import replace_tensors, tensors
 from onnxfuse.ir.validate import size_of
 
 PAGE_BYTES = 4096  # runtimes map a tensor straight from the file if it starts on a page
 COPIED_BYTES = 8 * 2**20  # at a time
+TEMPORARY = re.compile(r"\.onnxfuse-[0-9a-f]{16}\.tmp")  # the names of files that are being written
 
 
 def save(model: onnx.ModelProto, path: str | os.PathLike[str], *, folder: Path | None = None) -> None:
@@ -34,8 +34,8 @@ def save(model: onnx.ModelProto, path: str | os.PathLike[str], *, folder: Path |
     If tensors are external (relative to `folder`), or the model would exceed 2 GiB, the bytes of these tensors and of
     every initializer of at least 1 KiB go to one file beside it, `<path>.<digest of its content>.data`.  One rename,
     that of the model file, decides: whenever the program is killed, the old model and its data are there, or the new
-    ones.  A data file of that kind which only the replaced model read is removed last.  A symbolic link is written
-    through.  `model` itself is not changed.
+    ones.  A data file of that kind that the replaced model read is removed last, unless another file of the folder
+    names it, as a copy of the replaced model does.  A symbolic link is written through.  `model` itself is not changed.
     Raises ModelError if that fails; an output that existed before is then unchanged.
     """
     target = Path(path)
@@ -87,42 +87,26 @@ def _reason(error: OSError, target: Path) -> str:
 
 
 def _write(model: onnx.ModelProto, target: Path, folder: Path | None) -> None:
-    new_data, new_model = _temporary(target), _temporary(target)
+    new_data, new_model = temporary(target), temporary(target)
     data: Path | None = None
     try:
         has_external = any(uses_external_data(t) for t in tensors(model.graph, *model.functions))
         content = None if has_external else serialize(model)
         if content is None:
-            with _create(new_data, target) as file:
+            with create(new_data, target) as file:
                 stored = replace_tensors(model, _writer_of_tensors(file, folder))
             data = target.with_name(f"{target.name}.{_digest(new_data)}.data")
             _set_location(stored, data.name)
             content = serialize(stored)
         if content is None:
             raise ModelError(f"cannot write '{target}': it exceeds 2 GiB even without its initializers")
-        with _create(new_model, target) as file:
+        with create(new_model, target) as file:
             file.write(content)
         with _locked(target.parent):
             _publish(new_data, data, new_model, target)
     finally:
         new_data.unlink(missing_ok=True)
         new_model.unlink(missing_ok=True)
-
-
-def _temporary(target: Path) -> Path:
-    """Return a name in the target's folder; it is short, because that of the target may be as long as is allowed."""
-    return target.with_name(f".onnxfuse-{secrets.token_hex(8)}.tmp")
-
-
-@contextlib.contextmanager
-def _create(new: Path, replaced: Path) -> Iterator[BinaryIO]:
-    """Open a new file, and sync it to disk at the end; it gets the permissions of the model that is replaced."""
-    with new.open("xb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    if replaced.exists():
-        shutil.copymode(replaced, new)
 
 
 def _digest(path: Path) -> str:
@@ -210,11 +194,12 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _publish(new_data: Path, data: Path | None, new_model: Path, target: Path) -> None:
-    """Rename the new data file, then the new model, then remove the data that only the replaced model read.
+    """Rename the new data file, then the new model, then remove the data files that only the replaced model read.
 
     If the model cannot be renamed, the new data file is removed, unless a file of its content was there before.
     """
-    replaced = _data_files(target)
+    unused = _data_files(target)
+    unused = {path for path in unused if path != data and not _is_named(path, {target, new_data, new_model, *unused})}
     was_there = data is not None and data.exists()
     try:
         if data is not None:
@@ -224,7 +209,7 @@ def _publish(new_data: Path, data: Path | None, new_model: Path, target: Path) -
         if data is not None and not was_there and new_model.exists():  # an interrupt may come after the rename
             data.unlink(missing_ok=True)
         raise
-    for old in replaced - {data}:
+    for old in unused:
         with contextlib.suppress(OSError):  # the new model is complete without that
             old.unlink()
 
@@ -242,3 +227,33 @@ def _data_files(target: Path) -> set[Path]:
     external = [t for t in tensors(model.graph, *model.functions) if uses_external_data(t)]
     locations = {entry.value for tensor in external for entry in tensor.external_data if entry.key == "location"}
     return {target.with_name(name) for name in named & locations}
+
+
+def _is_named(data: Path, others: Collection[Path]) -> bool:
+    """Return whether a file beside a data file, other than `others`, may be a model that reads it.
+
+    It may if the name of the data file is among its bytes, or if it cannot be read.  What other processes are writing
+    does not count: they bring their own data.
+    """
+    for path in data.parent.iterdir():
+        if path in others or TEMPORARY.fullmatch(path.name) or not path.is_file():
+            continue
+        try:
+            if path.stat().st_size <= PROTOBUF_LIMIT and _contains(path, os.fsencode(data.name)):
+                return True
+        except FileNotFoundError:  # another process may tidy up
+            continue
+        except OSError:
+            return True
+    return False
+
+
+def _contains(path: Path, text: bytes) -> bool:
+    with path.open("rb") as file:
+        end = b""
+        while piece := file.read(COPIED_BYTES):
+            end += piece
+            if text in end:
+                return True
+            end = end[-len(text) :]
+    return False

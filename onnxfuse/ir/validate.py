@@ -21,6 +21,8 @@ from onnxfuse.ir.protos import without_initializers
 ONNX_DOMAINS: Final = ("", "ai.onnx")
 KNOWN_DTYPES: Final = frozenset(TensorProto.DataType.values()) - {TensorProto.UNDEFINED}
 PACKED_BITS: Final = {"UINT4": 4, "INT4": 4, "FLOAT4E2M1": 4, "UINT2": 2, "INT2": 2}
+MAX_DENSE_BYTES: Final = 2**31  # of a sparse tensor, which onnxruntime makes dense up to this size
+MAX_RANK: Final = 64  # of arrays of numpy
 MAX_ELEMENTS: Final = 2**62  # of a tensor, so that numpy can hold the number of its bytes
 CONSTANT_VALUES: Final = {  # the attributes of which a Constant has one, and their types
     "value": AttributeProto.TENSOR,
@@ -86,6 +88,8 @@ def size_of(tensor: TensorProto) -> int:
 def element_count(dims: Iterable[int], what: str) -> int:
     """Return the product of dims.  Raises ModelError for negative dims and for more elements than memory can have."""
     sizes = list(dims)
+    if len(sizes) > MAX_RANK:
+        raise ModelError(f"{what} has {len(sizes)} dims; expected at most {MAX_RANK}")
     if any(size < 0 for size in sizes):
         raise ModelError(f"{what} has the dims {sizes}; expected none below 0")
     if math.prod(max(size, 1) for size in sizes) > MAX_ELEMENTS:
@@ -129,13 +133,15 @@ def _bits(dtype: int) -> int:
 
 
 def _check_sparse(sparse: onnx.SparseTensorProto) -> None:
-    """Raise ModelError unless values and indices are valid and each index lies inside the dims."""
+    """Raise ModelError unless values and indices are valid, each index lies inside the dims, and these are bounded."""
     what = f"sparse tensor '{sparse.values.name}'"
     count = element_count(sparse.dims, what)
     check_tensor(sparse.values)
     check_tensor(sparse.indices)
+    if (dense := count * _bits(sparse.values.data_type) // 8) > MAX_DENSE_BYTES:
+        raise ModelError(f"{what} of dims {list(sparse.dims)} has {dense:,} bytes once dense; expected at most 2 GiB")
     if uses_external_data(sparse.values) or uses_external_data(sparse.indices):
-        return
+        raise ModelError(f"{what} has its values or indices in another file; expected them in the model's own")
     values, indices = list(sparse.values.dims), list(sparse.indices.dims)
     if len(values) != 1 or indices not in (values, [*values, len(sparse.dims)]):
         raise ModelError(f"{what} has values of shape {values} and indices of shape {indices}, which do not fit")

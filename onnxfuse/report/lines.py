@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from rich.markup import escape
 from rich.table import Table
 
 from onnxfuse.ir.inline_functions import Inlined
 from onnxfuse.layout.assign import LayoutResult
 from onnxfuse.match import Miss
-from onnxfuse.printing import Line, columns, counted
+from onnxfuse.printing import Line, cell, columns, counted, escape
 from onnxfuse.report.operators import OperatorCount
 from onnxfuse.report.similar import group
 from onnxfuse.rewrite.select import has_softmax
@@ -29,7 +28,7 @@ def operator_table(operators: Sequence[OperatorCount], everything: bool) -> Tabl
     table = columns("Other operators", "before", "after")
     shown = operators if everything or len(operators) <= MAX_SHOWN + 1 else operators[:MAX_SHOWN]
     for one in shown:
-        table.add_row(escape(one.op), str(one.before), str(one.after))
+        table.add_row(cell(one.op), str(one.before), str(one.after))
     rest = operators[len(shown) :]
     if rest:
         sums = str(sum(one.before for one in rest)), str(sum(one.after for one in rest))

@@ -11,6 +11,7 @@ from typing import Any, Final
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from onnxfuse.errors import printable
 from onnxfuse.printing import bytes_text, counted
 from onnxfuse.report.fates import FATES
 from onnxfuse.report.picture import Table, picture
@@ -88,8 +89,7 @@ def _render(template: str, report: Shown, **values: Any) -> str:
 
 def _as_script(value: Any) -> Markup:
     """Return plain data as JSON that may stand in a script element."""
-    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
-    return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
+    return Markup(json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))
 
 
 def _asset(name: str) -> Markup:
@@ -100,10 +100,15 @@ def _asset(name: str) -> Markup:
 def _templates() -> Environment:
     environment = Environment(
         loader=PackageLoader("onnxfuse.report", "assets"), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
+        trim_blocks=True, lstrip_blocks=True, finalize=_printable,
     )  # fmt: skip
     environment.filters |= {"bytes": bytes_text, "count": counted, "code": code_text, "soft": soft_text}
     return environment
+
+
+def _printable(value: object) -> object:
+    """Return what a template shows of a value: names come from models, and models from strangers."""
+    return printable(value, keep="\n") if type(value) is str else value
 
 
 def _shown(report: Shown) -> dict[str, Any]:
@@ -128,9 +133,9 @@ def _shown(report: Shown) -> dict[str, Any]:
 
 def code_text(text: str) -> Markup:
     """Return a sentence as HTML, in which what stands between backticks is code."""
-    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
+    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(printable(text)))))
 
 
 def soft_text(name: str) -> Markup:
     """Return a name as HTML that may be broken behind its underlines."""
-    return Markup(str(escape(name)).replace("_", "_<wbr>"))
+    return Markup(str(escape(printable(name))).replace("_", "_<wbr>"))

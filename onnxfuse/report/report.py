@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import onnx
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 
 from onnxfuse.errors import ModelError, UsageError
@@ -19,10 +18,11 @@ from onnxfuse.half.result import HalfResult, half_lines
 from onnxfuse.ir.file_bytes import file_bytes
 from onnxfuse.ir.inline_functions import Inlined
 from onnxfuse.ir.load import read
+from onnxfuse.ir.plain_files import check_replaceable, write_whole
 from onnxfuse.layout.assign import LayoutResult
 from onnxfuse.match import Miss
 from onnxfuse.passes.folded import Folded
-from onnxfuse.printing import Line, bytes_text, columns, counted
+from onnxfuse.printing import Line, bytes_text, cell, columns, counted, escape
 from onnxfuse.report.facts import Facts
 from onnxfuse.report.lines import (
     estimate_line,
@@ -205,9 +205,9 @@ class Report:
         else:
             text = json.dumps(self.to_json(), indent=1) + "\n"
         try:
-            path.write_text(text, encoding="utf-8")
+            write_whole(path, text.encode(errors="backslashreplace"))
         except OSError as error:
-            raise ModelError(f"cannot write the report '{path}': {error.strerror}; give another name") from error
+            raise _not_written(path, error) from error
 
     def table(self, everything: bool = False) -> Group:
         """Return the tables and lines for the terminal: what changed, what did not and why, and last the verification.
@@ -235,11 +235,19 @@ def quantized_operators(model: onnx.ModelProto) -> dict[str, int]:
 
 
 def check_name(path: Path) -> None:
-    """Raise UsageError unless the name ends as that of a report must, ModelError unless its folder exists."""
+    """Raise UsageError unless the name ends as that of a report must, ModelError if no file can be written there."""
     if path.suffix.lower() not in (".json", ".html"):
         raise UsageError(f"cannot write the report '{path}': its name must end in .json or .html")
     if not path.parent.is_dir():
         raise ModelError(f"cannot write the report '{path}': there is no folder '{path.parent}'; create it first")
+    try:
+        check_replaceable(path)
+    except OSError as error:
+        raise _not_written(path, error) from error
+
+
+def _not_written(path: Path, error: OSError) -> ModelError:
+    return ModelError(f"cannot write the report '{path}': {error.strerror}; give another name")
 
 
 def miss_json(miss: Miss) -> dict[str, Any]:
@@ -274,7 +282,7 @@ def _fused_table(report: Report) -> RenderableType:
     table = columns("Fused", "nodes", "replaced")
     for name, count in report.counts.items():
         replaced = count_replaced(one for one in report.fused if one.fusion == name)
-        table.add_row(escape(name), str(count), str(replaced))
+        table.add_row(cell(name), str(count), str(replaced))
     return table
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.markup import escape
+from onnxfuse.printing import escape
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,74 @@
-"""Where onnxfuse keeps files between processes: machine code and measurements."""
+"""Where onnxfuse keeps files between processes: machine code and measurements.
+
+Machine code runs as it is read, so that nothing is read from a folder that another user could have written to.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import stat
 from pathlib import Path
 from typing import Final
 
 log: Final = logging.getLogger("onnxfuse")
+PRIVATE: Final = 0o700  # the mode of a cache folder that is made
+READABLE: Final = 0o755  # the most that the mode of a folder inside it allows
 _warned: Final[set[str]] = set()
 
 
 def cache_folder() -> Path | None:
-    """Return $ONNXFUSE_CACHE_DIR, or the folder onnxfuse in $XDG_CACHE_HOME or in ~/.cache; None without a home."""
+    """Return $ONNXFUSE_CACHE_DIR, or the folder onnxfuse in $XDG_CACHE_HOME or in ~/.cache.
+
+    Returns None, after a warning, without a home, and for a folder that others can write to.
+    """
+    folder = _named_folder()
+    return folder if folder and is_trusted(folder) else None
+
+
+def is_trusted(path: Path) -> bool:
+    """Return whether no other user but root can write to a file or folder of the cache; if not, a warning says so."""
+    if why := why_untrusted(path):
+        remedy = f"empty it and run `chmod go-w '{path}'`, or set ONNXFUSE_CACHE_DIR to a folder of your own"
+        warn_once(f"the cache '{path}' is not used, as it holds machine code that would be run: {why}; {remedy}")
+        return False
+    return True
+
+
+def why_untrusted(path: Path) -> str | None:
+    """Return why another user than root can write to a file or folder, as a sentence; None if none can.
+
+    None too if it is missing, and on Windows, whose permissions are others.
+    """
+    if not hasattr(os, "geteuid"):
+        return None
+    try:
+        found = path.stat()
+    except OSError:  # who reads or makes it will say more
+        return None
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"it belongs to user {found.st_uid}"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others can write to it (its mode is {stat.S_IMODE(found.st_mode):o})"
+    return None
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder of the cache, and those around it.  Raises OSError if that fails.
+
+    They are for this user alone, unless the cache folder was there and lets others read.
+    """
+    root = cache_folder()
+    if root is None or not folder.is_relative_to(root):
+        raise OSError(f"'{folder}' is not in the cache folder")
+    root.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+    mode = root.stat().st_mode & READABLE
+    for each in (*reversed(folder.parents), folder):
+        if each.is_relative_to(root) and each != root:
+            each.mkdir(mode=mode, exist_ok=True)
+
+
+def _named_folder() -> Path | None:
     if chosen := os.environ.get("ONNXFUSE_CACHE_DIR"):
         return Path(chosen)
     standard = Path(os.environ.get("XDG_CACHE_HOME", ""))

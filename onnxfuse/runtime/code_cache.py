@@ -8,10 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from onnxfuse.runtime.cache_folder import cache_folder, warn_once
+from onnxfuse.ir.plain_files import read_plain
+from onnxfuse.runtime.cache_folder import cache_folder, is_trusted, make_folder, warn_once
 from onnxfuse.runtime.nvrtc import arch_name, compile_cubin, compile_flags, compiler_version, kernel_text
 from onnxfuse.runtime.plan import Kernel
 
+MAX_BYTES: Final = 2**28  # of a file
 DIGEST_BYTES: Final = 32  # of SHA-256, in front of the code, so that a damaged file is compiled again
 
 
@@ -31,16 +33,18 @@ def cached_cubin(kernel: Kernel, arch: int) -> bytes:
 
 def _path(kernel: Kernel, arch: int) -> Path | None:
     folder = cache_folder()
-    if folder is None:
+    if folder is None or not is_trusted(folder / "code"):
         return None
     content = (compiler_version(), arch_name(kernel, arch), compile_flags(kernel), kernel_text(kernel))
     return folder / "code" / f"{hashlib.sha256(repr(content).encode()).hexdigest()}.cubin"
 
 
 def _read(path: Path) -> bytes:
-    """Return the code of a file; nothing if there is none or it is damaged."""
+    """Return the code of a file; nothing if there is none, it is damaged, or others can write to it."""
+    if not is_trusted(path):
+        return b""
     with suppress(OSError):
-        data = path.read_bytes()
+        data = read_plain(path, MAX_BYTES)
         if hashlib.sha256(data[DIGEST_BYTES:]).digest() == data[:DIGEST_BYTES]:
             return data[DIGEST_BYTES:]
     return b""
@@ -49,7 +53,7 @@ def _read(path: Path) -> bytes:
 def _write(path: Path, code: bytes) -> None:
     part = path.with_name(f"{uuid.uuid4().hex}.part")  # other processes may write the same file now
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         part.write_bytes(hashlib.sha256(code).digest() + code)
         part.replace(path)
     except OSError as error:

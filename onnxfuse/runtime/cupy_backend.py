@@ -9,18 +9,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from onnxfuse.runtime.cache_folder import PRIVATE, why_untrusted
+
 log: Final = logging.getLogger("onnxfuse")
 T = TypeVar("T")
 
 
 def cupy_module() -> Any:
-    """Return CuPy; if its cache folder cannot be made, let it cache compiled code in memory.
+    """Return CuPy; if its cache folder cannot be made, or others can write to it, let it cache compiled code in memory.
 
     CuPy cannot even be imported without that folder. Raises ImportError if it is not installed.
     """
     try:
         folder = Path(os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")).expanduser()
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        if folder != Path(os.sep) and (why := why_untrusted(folder)):
+            raise OSError(f"'{folder}' holds machine code, and {why}; empty it and run `chmod go-w` on it")
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
         log.warning("kernels are not cached on disk from now on: %s", error)
         os.environ["CUPY_CACHE_IN_MEMORY"] = "1"

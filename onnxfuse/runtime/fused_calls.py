@@ -15,6 +15,7 @@ from onnx import helper
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.domain import DOMAIN, check_version
 from onnxfuse.ir.dtypes import dtype_name
+from onnxfuse.ir.inline_functions import check_expanded
 from onnxfuse.ir.protos import RANDOM_OPERATORS, subgraphs
 from onnxfuse.ir.without_weights import read_without_weights
 from onnxfuse.runtime.plan import FusedNode
@@ -69,8 +70,12 @@ def read_model(source: str | Path | bytes | onnx.ModelProto) -> onnx.ModelProto:
 
 
 def read_calls(model: onnx.ModelProto) -> list[Call]:
-    """Return the fused nodes of a model.  Raises ModelError for a node that this version of onnxfuse cannot read."""
+    """Return the fused nodes of a model.
+
+    Raises ModelError for a node that this version of onnxfuse cannot read, and for functions of too many nodes.
+    """
     check_version(model)
+    check_expanded(model, "the model")
     bodies = {f.name for f in model.functions if f.domain == DOMAIN}
     nodes = list(_nodes(model.graph, ChainMap[str, Type]()))
     if not any(node.domain == DOMAIN for node, _ in nodes):

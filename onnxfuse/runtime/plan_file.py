@@ -25,15 +25,14 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NoReturn, cast
 
 from onnxfuse.errors import OnnxfuseError
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS
+from onnxfuse.ir.plain_files import read_plain, write_whole
 from onnxfuse.runtime.environment import kernels_digest
 from onnxfuse.runtime.plan import Attribute, Device, FusedNode
 from onnxfuse.runtime.template_words import TemplateWords, read_template
@@ -45,6 +44,7 @@ MAGIC: Final = b"onnxplan"
 FORMAT: Final = 8  # kPlanFileFormat in native/plan_file.h
 LIBRARIES: Final = ("cublaslt", "cudnn")  # whose versions are words
 DIGEST_BYTES: Final = 32
+MAX_BYTES: Final = 2**31  # of a file
 MAX_SHARED_BYTES: Final = 1 << 20  # of a block, more than any GPU has
 MAX_CLUSTER: Final = 64  # blocks, the same
 
@@ -151,13 +151,9 @@ def write_plan_file(path: Path, file: PlanFile) -> None:
     check_plan_target(path)
     body = b"".join(_parts(file))
     data = MAGIC + _word(FORMAT) + hashlib.sha256(body).digest() + body
-    part = path.with_name(f"{uuid.uuid4().hex}.part")  # other processes may write the same file now
     try:
-        part.write_bytes(data)
-        part.replace(path)
+        write_whole(path, data)
     except OSError as error:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
         raise PlanFileError(f"{path}: cannot be written: {error}") from error
 
 
@@ -211,7 +207,7 @@ def _string(data: bytes) -> bytes:
 def read_plan_file(path: Path) -> PlanFile:
     """Return what a plan file holds.  Raises PlanFileError if it is none, is corrupted or of another version."""
     try:
-        data = path.read_bytes()
+        data = read_plain(path, MAX_BYTES)
     except OSError as error:
         raise PlanFileError(f"{path}: cannot be read: {error}") from error
     if data[: len(MAGIC)] != MAGIC or len(data) < len(MAGIC) + WORD + DIGEST_BYTES:

@@ -13,10 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from onnxfuse.runtime.cache_folder import cache_folder, warn_once
+from onnxfuse.ir.plain_files import read_plain
+from onnxfuse.runtime.cache_folder import cache_folder, is_trusted, make_folder, warn_once
 from onnxfuse.runtime.environment import Environment
 
 FORMAT: Final = 1  # of the files
+MAX_BYTES: Final = 2**24  # of one; most have about 2 kB
 SESSION_SETTINGS: Final = ("options", "optimization", "tf32")  # the part of an environment that a session decides
 Data = Mapping[str, object]  # what JSON can hold
 
@@ -61,7 +63,7 @@ def _write(measurement: Measurement, environment: Environment, subject: Data) ->
     record = {"format": FORMAT, "environment": environment, "subject": subject, **asdict(measurement)}
     part = folder / f"{uuid.uuid4().hex}.part"  # not a tempfile, which other users may not read
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with part.open("x", encoding="utf-8") as file:
             json.dump(record, file, indent=1, sort_keys=True, default=repr)
         part.replace(folder / f"{_digest(measurement.case)}.json")
@@ -89,9 +91,9 @@ def lookup(environment: Environment, subject: Data) -> list[Measurement]:
 
 def is_empty() -> bool:
     """Return whether there are no measurements at all, so that nobody need ask what they would depend on."""
-    folder = cache_folder()
+    folder = _measurements()
     try:
-        return not any(_unwritten.values()) and not (folder and any((folder / "measurements").iterdir()))
+        return not any(_unwritten.values()) and not (folder and any(folder.iterdir()))
     except OSError:  # there is no such folder, or it cannot be read
         return True
 
@@ -105,8 +107,14 @@ def lookup_case(environment: Environment, subject: Data, case: Data) -> Measurem
 
 
 def _folder(environment: Environment, subject: Data) -> Path | None:
+    folder = _measurements()
+    return folder / _subfolder(environment, subject) if folder else None
+
+
+def _measurements() -> Path | None:
+    """Return the folder of all measurements; None, after a warning, if others can write to it."""
     folder = cache_folder()
-    return folder / "measurements" / _subfolder(environment, subject) if folder else None
+    return folder / "measurements" if folder and is_trusted(folder / "measurements") else None
 
 
 def _subfolder(environment: Environment, subject: Data) -> str:
@@ -115,7 +123,7 @@ def _subfolder(environment: Environment, subject: Data) -> str:
 
 def _read(path: Path, environment: Environment, subject: Data) -> Measurement | None:
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(read_plain(path, MAX_BYTES))
         if record["format"] != FORMAT:
             raise ValueError(f"format {record['format']}, required {FORMAT}")
         if _digest([record["environment"], record["subject"]]) != _digest([environment, subject]):
@@ -143,10 +151,10 @@ def other_session_settings(here: Environment, subject: Data) -> Data | None:
 
     All else that times depend on must be the same as here.
     """
-    folder = cache_folder()
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        for path in sorted(folder.glob(f"measurements/*/{_digest(subject)}/*.json")) if folder else ():
-            there = json.loads(path.read_text(encoding="utf-8"))["environment"]
+    folder = _measurements()
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        for path in sorted(folder.glob(f"*/{_digest(subject)}/*.json")) if folder else ():
+            there = json.loads(read_plain(path, MAX_BYTES))["environment"]
             if {**there, **(settings := {name: here[name] for name in SESSION_SETTINGS})} == dict(here):
                 return {name: there[name] for name in SESSION_SETTINGS if there[name] != settings[name]}
     return None

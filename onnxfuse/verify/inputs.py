@@ -23,6 +23,7 @@ import onnx
 from onnxfuse.analysis.dim_parser import is_name
 from onnxfuse.errors import UsageError, VerificationError, first_line
 from onnxfuse.ir.dtypes import Array
+from onnxfuse.ir.plain_files import require_plain
 from onnxfuse.verify.input_uses import Use
 
 # Sizes of the dynamic dims, on axis 0 and on the other axes; the n-th name takes the n-th number.  The first two lines
@@ -100,6 +101,7 @@ def load_inputs(path: str | os.PathLike[str], model: onnx.ModelProto) -> dict[st
 
 def _read_arrays(path: str | os.PathLike[str]) -> dict[str, Array]:
     try:
+        require_plain(Path(path))
         with Path(path).open("rb") as file:
             content = np.load(file, allow_pickle=False)
             if not isinstance(content, np.lib.npyio.NpzFile):

@@ -7,9 +7,11 @@ import onnx
 import pytest
 from runtimes import open_on_cpu
 
-from onnxfuse import optimize
+from onnxfuse import ModelError, optimize
 from onnxfuse.ir import inline_functions as inlining
 from onnxfuse.ir.inline_functions import inline_functions
+from onnxfuse.ir.load import load
+from onnxfuse.runtime.fused_calls import read_calls
 
 HEAD = '<ir_version: 10, opset_import: ["" : 17, "my" : 1, "com.microsoft" : 1]> '
 
@@ -124,6 +126,50 @@ def test_functions_that_double_at_each_level_are_counted_in_time() -> None:
     last = "".join(f'<domain: "my", opset_import: ["" : 17]> f{i} (v) => (u) {{ u = Neg (v) }}\n' for i in (60, 61))
     found = inline_functions(parse(f"g (float[2] x) => (float[2] y) {{ y = my.f0 (x) }} {bodies} {last}"))
     assert found.kept == ("the function my.f0 stays: its calls would become 4,052,739,537,881 nodes",)
+
+
+@pytest.mark.parametrize("domain", ["my", "onnxfuse", "com.microsoft"])
+def test_functions_that_would_become_too_many_nodes_are_refused(domain: str) -> None:
+    """onnx's shape inference, and onnxruntime, would look at 2^60 of them, also of those that are not inlined here."""
+
+    def doubling(levels: int) -> onnx.ModelProto:
+        bodies = "".join(
+            f"""<domain: "{domain}", opset_import: ["" : 17, "{domain}" : 1]> f{i} (v) => (u) {{
+                a = {domain}.f{i - 1} (v)  u = {domain}.f{i - 1} (a) }}
+            """
+            for i in range(1, levels + 1)
+        )
+        first = f'<domain: "{domain}", opset_import: ["" : 17]> f0 (v) => (u) {{ u = Neg (v) }}'
+        return onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["" : 17, "{domain}" : 1]>
+            g (float[2] x) => (float[2] y) {{ y = {domain}.f{levels} (x) }} {first} {bodies}""")
+
+    why = f"calls functions that would become {2**60:,} nodes; expected at most 1,000,000: export it without these"
+    for read in load, read_calls:
+        with pytest.raises(ModelError, match=why):
+            read(doubling(60))
+    load(doubling(19))
+
+
+def test_functions_whose_subgraphs_would_nest_too_deep_are_refused() -> None:
+    """A function nests 16 Ifs, and is called in 16 of them; protobuf writes that and cannot read it again."""
+
+    def nested(levels: int, inside: str) -> str:
+        if not levels:
+            return f"y0 = {inside} (x, c)"
+        inner = nested(levels - 1, inside)
+        return f"""y{levels} = If (c) <
+            then_branch = t{levels} () => (float[2] y{levels - 1}) {{ {inner} }},
+            else_branch = e{levels} () => (float[2] n{levels}) {{ n{levels} = Abs (x) }} >"""
+
+    def called_in(levels: int) -> onnx.ModelProto:
+        body = nested(16, "And").replace("And (x, c)", "Neg (x)")
+        return onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["" : 17, "my" : 1]>
+            g (float[2] x, bool c) => (float[2] y{levels}) {{ {nested(levels, "my.deep")} }}
+            <domain: "my", opset_import: ["" : 17]> deep (x, c) => (y16) {{ {body} }}""")
+
+    with pytest.raises(ModelError, match="has subgraphs in subgraphs, 32 deep with its functions inlined; expected at"):
+        load(called_in(16))
+    assert inline_functions(load(called_in(14))[0]).calls == 1
 
 
 def test_a_function_that_is_called_a_thousand_times_is_inlined() -> None:

@@ -283,6 +283,19 @@ def test_external_data_that_cannot_be_used(tmp_path: Path, bad: onnx.ModelProto,
     assert expected in text and "'w'" in text
 
 
+def test_external_data_of_a_function_s_default(tmp_path: Path) -> None:
+    given = model(f"""{HEAD.replace(">", "").replace("17]", '17, "my" : 1]')}>
+        g (float[512] x) => (float[512] y) {{ y = my.shift(x) }}
+        <domain: "my", opset_import: ["" : 17]>
+        shift (v) => (u) {{ w = Constant <value: tensor = @by> ()  u = Add (v, w) }}""")
+    default = given.functions[0].attribute_proto.add(name="by", type=onnx.AttributeProto.TENSOR)
+    default.t.CopyFrom(external("../w.bin").graph.initializer[0])
+    (tmp_path / "w.bin").write_bytes(WEIGHT.tobytes())
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "m.onnx").write_bytes(given.SerializeToString())
+    assert "is at '../w.bin', outside the model's folder" in sentence(tmp_path / "home" / "m.onnx")
+
+
 def test_external_data_needs_a_path() -> None:
     assert "give the model as a path" in sentence(external("w.bin"))
     assert "give the model as a path" in sentence(external("w.bin").SerializeToString())

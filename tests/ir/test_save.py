@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 from collections.abc import Callable
@@ -101,6 +102,74 @@ def test_in_place(tmp_path: Path, blob: str) -> None:
     assert {e.value for t in stored(path) for e in t.external_data if e.key == "location"} == {new}
     np.testing.assert_array_equal(weights(path)["w"], WEIGHT)
     np.testing.assert_array_equal(weights(path)["v"], -WEIGHT)
+
+
+@pytest.mark.parametrize("blob", ["m.onnx.data", "m.onnx.0123456789ab.data"])
+@pytest.mark.parametrize("other", ["backup.onnx", "m.onnx.orig"])
+def test_data_that_another_model_reads_stays(tmp_path: Path, blob: str, other: str) -> None:
+    """A copy of the model file alone reads the same data: replacing the original leaves it whole."""
+    path, copy = tmp_path / "m.onnx", tmp_path / other
+    path.write_bytes(two_weights(tmp_path, blob).SerializeToString())
+    copy.write_bytes(path.read_bytes())
+    before = (tmp_path / blob).read_bytes()
+    for source in copy, path:  # another model over it, and in place
+        loaded, folder = files.load(source)
+        save(loaded, path, folder=folder)
+        assert (tmp_path / blob).read_bytes() == before
+        files.load(copy)
+        np.testing.assert_array_equal(weights(path)["v"], -WEIGHT)
+    copy.unlink()
+    path.write_bytes(two_weights(tmp_path, blob).SerializeToString())
+    save(model(), path)
+    assert blob not in names(tmp_path), "nothing reads it any more"
+
+
+def test_data_stays_where_a_file_beside_it_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, text: bytes) -> bool:
+        raise PermissionError(13, f"Permission denied: {path}")
+
+    path = tmp_path / "m.onnx"
+    path.write_bytes(two_weights(tmp_path, "m.onnx.data").SerializeToString())
+    (tmp_path / "secret").write_bytes(b"")
+    monkeypatch.setattr(saving, "_contains", refuse)
+    save(model(), path)
+    assert names(tmp_path) == ["m.onnx", "m.onnx.data", "secret"]
+
+
+def test_names_are_found_across_pieces_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path := tmp_path / "file").write_bytes(b"0123456789abcdef")
+    for size in range(1, 18):
+        monkeypatch.setattr(saving, "COPIED_BYTES", size)
+        assert [saving._contains(path, text) for text in (b"56789", b"f", b"5678a")] == [True, True, False]
+
+
+def test_damaged_models_write_no_file_but_their_own(tmp_path: Path) -> None:
+    """Models with weights in files, damaged in a few bytes: whatever they name, all other files stay as they are."""
+    (home := tmp_path / "home").mkdir()
+    (out := tmp_path / "out").mkdir()
+    source = two_weights(home, "m.onnx.data").SerializeToString()
+    (tmp_path / "m.onnx.data").write_bytes(b"of another model")
+    (home / "m.onnx").write_bytes(source)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    rng, written = random.Random(0), 0
+    place = source.index(b"m.onnx.data")
+    for turn in range(400):
+        damaged = bytearray(source)
+        for _ in range(rng.choice((1, 1, 2, 4))):
+            at = rng.randrange(place, place + 11) if turn % 2 else rng.randrange(len(damaged))
+            damaged[at] = rng.choice((0, 0x2E, 0x2F, rng.randrange(256)))
+        (home / "damaged.onnx").write_bytes(damaged)
+        try:
+            loaded, folder = files.load(home / "damaged.onnx")
+            save(loaded, out / "m.onnx", folder=folder)
+            written += 1
+        except ModelError as error:
+            assert len(str(error).splitlines()) == 1
+        (home / "damaged.onnx").unlink()
+        assert {path: path.read_bytes() for path in before} == before
+        assert all(name == "m.onnx" or name.startswith("m.onnx.") for name in names(out)), names(out)
+        assert len(names(out)) <= 2 and names(tmp_path) == ["home", "m.onnx.data", "out"]
+    assert 10 < written < 390
 
 
 def stored(path: Path) -> list[TensorProto]:

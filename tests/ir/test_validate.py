@@ -15,6 +15,7 @@ from test_load import IF, sentence
 from weight_files import HEAD, external, model
 
 from onnxfuse.errors import OnnxfuseError
+from onnxfuse.ir.load import load
 from onnxfuse.optimizer import optimize
 
 CONSTANT = f"{HEAD} g (float[2] x) => (float[2] y) {{ w = Constant<value_float = 1.0>()  y = Add(x, w) }}"
@@ -147,6 +148,39 @@ def test_a_sparse_tensor_whose_indices_do_not_fit() -> None:
     assert "sparse tensor 'v' has an index outside its dims [4]" in sentence(sparse(0, 4))
     assert "values of shape [2] and indices of shape [3], which do not fit" in sentence(sparse(0, 1, 2))
     assert "sparse tensor 'v' has the dims [-4]; expected none below 0" in sentence(sparse(0, 1, dims=-4))
+
+
+def test_a_sparse_tensor_in_another_file() -> None:
+    source = model(CONSTANT)
+    weight = external("../w.bin", 1).graph.initializer[0]
+    places = onnx.helper.make_tensor("i", TensorProto.INT64, [1], [0])
+    source.graph.sparse_initializer.add(values=weight, indices=places, dims=[4])
+    assert "sparse tensor 'w' has its values or indices in another file; expected them in the" in sentence(source)
+
+
+@pytest.mark.parametrize("place", ["initializer", "Constant"])
+def test_a_sparse_tensor_of_huge_dims(place: str) -> None:
+    """Few bytes stand for terabytes: nobody makes it dense."""
+    values = onnx.helper.make_tensor("v", TensorProto.FLOAT, [1], [1])
+    places = onnx.helper.make_tensor("i", TensorProto.INT64, [1], [0])
+    for count, accepted in ((2**29, True), (2**29 + 1, False), (2**40, False)):
+        sparse = onnx.helper.make_sparse_tensor(values, places, [count])
+        source = model(CONSTANT)
+        if place == "Constant":
+            del source.graph.node[0].attribute[:]
+            source.graph.node[0].attribute.append(onnx.helper.make_attribute("sparse_value", sparse))
+        else:
+            source.graph.sparse_initializer.append(sparse)
+        if accepted:
+            load(source)
+        else:
+            why = f"sparse tensor 'v' of dims [{count}] has {4 * count:,} bytes once dense; expected at most 2 GiB"
+            assert why in sentence(source)
+
+
+def test_a_tensor_of_more_dims_than_arrays_have() -> None:
+    assert "tensor 't' has 65 dims; expected at most 64" in sentence(wrong_tensor(data_type=1, dims=[1] * 65))
+    load(wrong_tensor(data_type=1, dims=[1] * 64, raw_data=bytes(4)))
 
 
 @pytest.mark.parametrize("op", ["Reshape", "Tile"])

@@ -171,6 +171,17 @@ REFUSED = {
     "ReduceSum is of bool": ([["ReduceSum", ["x0"], ["v0"], {"axes": [0], "keepdims": 1}]], "bool", "bool"),
     "reads x7, which nothing before it gives": ([["Add", ["x0", "x7"], ["v0"], {}]], "float32", "float32"),
     "program cannot be read": ([["Neg"]], "float32", "float32"),
+    # Texts of a program become parts of a CUDA source, so that models could bring code in them.
+    "Neg gives 'v1; asm(\"trap;\")'": (
+        [["Neg", ["x0"], ['v1; asm("trap;")'], {}], ["Neg", ["x0"], ["v0"], {}]],
+        "float32",
+        "float32",
+    ),
+    "BitShift has the direction left(1); }": (
+        [["BitShift", ["x0", "x0"], ["v0"], {"direction": "left(1); }"}]],
+        "uint8",
+        "uint8",
+    ),
 }
 
 

@@ -65,6 +65,24 @@ def test_a_folder_that_cannot_be_made_costs_the_cache_only(
     assert record.getMessage().startswith("compiled kernels cannot be kept in ")
 
 
+@pytest.mark.parametrize("which", ["cache", "cache/code", "file"])
+def test_code_that_others_could_have_written_is_not_loaded(
+    compiled: list[tuple[Kernel, int]], tmp_path: Path, caplog: pytest.LogCaptureFixture, which: str
+) -> None:
+    """The kernel is compiled, as without a cache, and nothing is written there."""
+    cached_cubin(KERNEL, 90)
+    (file,) = (tmp_path / "cache" / "code").iterdir()
+    open_to_others = file if which == "file" else tmp_path / which
+    open_to_others.chmod(open_to_others.stat().st_mode | 0o020)
+    before = file.read_bytes()
+    with caplog.at_level(logging.WARNING, "onnxfuse"):
+        assert cached_cubin(KERNEL, 90) == b"code 2"
+    (record,) = caplog.records
+    assert f"the cache '{open_to_others}' is not used, as it holds machine code" in record.getMessage()
+    if which != "file":  # which is replaced
+        assert file.read_bytes() == before
+
+
 def test_no_half_written_file_stays(
     compiled: list[tuple[Kernel, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

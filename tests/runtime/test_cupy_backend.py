@@ -47,6 +47,21 @@ def test_a_folder_that_cannot_be_made_costs_the_cache_only(
     assert [record.getMessage()[:41] for record in caplog.records] == ["kernels are not cached on disk from now o"]
 
 
+def test_a_folder_that_others_can_write_to_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = folders(monkeypatch)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "")
+    with caplog.at_level(logging.WARNING, "onnxfuse"):
+        cupy_module()
+        cupy_module()
+    assert seen == [os.sep] * 2 and os.environ["CUPY_CACHE_IN_MEMORY"] == "1"
+    assert "others can write to it (its mode is 777)" in caplog.text and len(caplog.records) == 1
+
+
 def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A container may run under a user number that has no entry in /etc/passwd."""
 

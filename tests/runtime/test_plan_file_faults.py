@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import random
 import struct
 import sys
@@ -21,7 +22,7 @@ from plan_files import X, changed, edited, gpu, new, saved
 from stand_in import CPU, SHIFT, Stage, model
 
 from onnxfuse.errors import UsageError
-from onnxfuse.runtime import planner
+from onnxfuse.runtime import plan_file, planner
 from onnxfuse.runtime.loaded_plans import load_plans
 from onnxfuse.runtime.plan import Kernel, Plan, Pointer
 from onnxfuse.runtime.plan_file import (
@@ -88,6 +89,19 @@ def test_what_is_no_plan_file_is_refused(gpu: Stage, tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(model(SHIFT))
     with pytest.raises(PlanFileError, match=r"model\.onnx: no plan file"):
         load_plans(tmp_path / "model.onnx", CPU)
+
+
+def test_a_file_is_read_if_it_is_plain_and_no_larger_than_plan_files_are(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "pipe.plans")
+    (tmp_path / "zero.plans").symlink_to("/dev/zero")
+    for name in "pipe.plans", "zero.plans":
+        with pytest.raises(PlanFileError, match="it is a device or a pipe"):
+            load_plans(tmp_path / name, CPU)
+    monkeypatch.setattr(plan_file, "MAX_BYTES", 1000)
+    with pytest.raises(PlanFileError, match="more than the 1,000 that are read"):
+        load_plans(saved, CPU)
 
 
 def test_a_missing_file_and_a_full_folder_are_errors(gpu: Stage, tmp_path: Path) -> None:

@@ -54,14 +54,45 @@ def test_a_later_measurement_replaces_an_earlier_one() -> None:
     assert [each.chosen for each in lookup(HERE, NODE)] == ["kernel"]
 
 
-def test_every_user_whom_the_umask_permits_may_read_a_measurement(folder: Path) -> None:
-    """A container image may be tuned by one user and run by another."""
-    before = os.umask(0o022)
+@pytest.mark.parametrize("mode", [None, 0o755])
+def test_the_folder_is_for_its_user_alone_unless_it_was_made_for_all_to_read(folder: Path, mode: int | None) -> None:
+    """A container image may be tuned by root and run by another user."""
+    before = os.umask(0)
     try:
+        if mode:
+            folder.mkdir(mode)
         store(HERE, NODE, SMALL, "kernel", {"kernel": 1.0})
     finally:
         os.umask(before)
-    assert written(folder).stat().st_mode & 0o777 == 0o644
+    folders = [folder, *(path for path in folder.rglob("*") if path.is_dir())]
+    assert len(folders) == 4 and {path.stat().st_mode & 0o777 for path in folders} == {mode or 0o700}
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert store(HERE, NODE, SMALL, "kernel", {"kernel": 1.0})
+    for mode in 0o770, 0o702, 0o1777:
+        caplog.clear()
+        folder.chmod(mode)
+        assert cache_folder() is None and lookup(HERE, NODE) == []
+        why = f"others can write to it (its mode is {mode:o}); empty it and run `chmod go-w '{folder}'`"
+        assert why in told(caplog)
+        assert not store(HERE, NODE, LARGE, "kernel", {"kernel": 1.0})
+        assert lookup_case(HERE, NODE, LARGE), "known to this process alone"
+        cache._unwritten.clear()
+    folder.chmod(0o755)
+    caplog.clear()
+    (folder / "measurements").chmod(0o777)
+    assert lookup(HERE, NODE) == [] and cache.is_empty() and f"the cache '{folder}/measurements' is not" in told(caplog)
+    (folder / "measurements").chmod(0o755)
+    caplog.clear()
+    assert cache_folder() == folder and len(lookup(HERE, NODE)) == 1
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    if folder.stat().st_uid == 0:
+        assert cache_folder() == folder, "root may write to it anyway"
+        os.chown(folder, 4712, -1)
+    assert cache_folder() is None and f"it belongs to user {folder.stat().st_uid}" in told(caplog)
 
 
 def test_nothing_is_found_where_nothing_was_kept() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -423,6 +424,7 @@ def test_files_that_hold_no_inputs(tmp_path: Path) -> None:
     (tmp_path / "text.npz").write_text("text")
     (tmp_path / "empty.npz").write_bytes(b"")
     (tmp_path / "cut.npz").write_bytes(b"PK\x03\x04 cut")
+    os.mkfifo(tmp_path / "pipe.npz")
     np.savez(tmp_path / "code.npz", ids=np.array([print], object), hidden_states=GOOD["hidden_states"])
     for name, expected in (
         ("none.npz", "does not exist"),
@@ -431,6 +433,7 @@ def test_files_that_hold_no_inputs(tmp_path: Path) -> None:
         ("empty.npz", "is no .npz file"),
         ("cut.npz", "is no .npz file"),
         ("code.npz", "is no .npz file of plain arrays"),
+        ("pipe.npz", "it is a device or a pipe"),
     ):
         with pytest.raises(UsageError, match=expected):
             load_inputs(tmp_path / name, TWO)

@@ -17,7 +17,9 @@ function widthOf(value, isName) {
 }
 
 const counted = (count, what, several) => `${count.toLocaleString("en")} ${count === 1 ? what : several || what + "s"}`;
-const escaped = (value) => String(value).replace(/[&<>"']/g, (c) => `&#${c.charCodeAt(0)};`);
+/** Return a text with what does not print, such as marks of direction, as escapes: names come from the model. */
+const printable = (value) => String(value).replace(/[^\P{C}\n]|[\u2028\u2029]/gu, (c) => `\\u{${c.codePointAt(0).toString(16)}}`);
+const escaped = (value) => printable(value).replace(/[&<>"']/g, (c) => `&#${c.charCodeAt(0)};`);
 const cut = (value, length = MAX_CHARS) => value.length > length ? value.slice(0, length - 1) + "…" : value;
 
 /** Link one graph of the data: positions, who reads whom, what each node stands for, and the matches. */

@@ -4,9 +4,9 @@ function element(tag, attributes = {}, ...children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
     else if (value === true) made.setAttribute(name, "");
-    else if (value !== false && value != null) made.setAttribute(name, value);
+    else if (value !== false && value != null) made.setAttribute(name, name.startsWith("data-") ? value : printable(value));
   }
-  made.append(...children.filter((child) => child != null));
+  made.append(...children.filter((child) => child != null).map((child) => typeof child === "string" ? printable(child) : child));
   return made;
 }
 

@@ -1,0 +1,78 @@
+"""Read plain files within bounds, and write files whole: whatever a path names may have been put there by strangers."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+def read_plain(path: Path, limit: int) -> bytes:
+    """Return the content of a file.
+
+    Raises OSError if it cannot be read, is no plain file, or has more than `limit` bytes: reading a pipe waits for its
+    writer, and reading a device may never end.
+    """
+    require_plain(path)
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        data = file.read(limit + 1) if size <= limit else b""
+    if max(size, len(data)) > limit:
+        raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than the {limit:,} that are read")
+    return data
+
+
+def require_plain(path: Path) -> None:
+    """Raise OSError if the path names no plain file, or a link to something else."""
+    mode = path.stat().st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "it is a device or a pipe")
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file under another name beside its own, and rename it: it appears whole or not at all.
+
+    It gets the permissions of the file that it replaces; a symbolic link is written through.  Raises OSError if that
+    fails, or if something other than a plain file has the name, or a file that is write-protected.
+    """
+    check_replaceable(path)
+    target = Path(os.path.realpath(path))
+    new = temporary(target)
+    try:
+        with create(new, target) as file:
+            file.write(data)
+        new.replace(target)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def check_replaceable(path: Path) -> None:
+    """Raise OSError if something other than a plain file that may be written to has this name."""
+    if path.exists():
+        require_plain(path)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, "it is write-protected")
+
+
+def temporary(target: Path) -> Path:
+    """Return a name in the target's folder; it is short, because that of the target may be as long as is allowed."""
+    return target.with_name(f".onnxfuse-{secrets.token_hex(8)}.tmp")
+
+
+@contextlib.contextmanager
+def create(new: Path, replaced: Path) -> Iterator[BinaryIO]:
+    """Open a new file, and sync it to disk at the end; it gets the permissions of the file that is replaced."""
+    with new.open("xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    if replaced.exists():
+        shutil.copymode(replaced, new)
