@@ -76,8 +76,7 @@ def _check(model: onnx.ModelProto, folder: Path | None, name: str) -> None:
         raise ModelError(f"{name} imports no opset of the ONNX domain; expected one of {SUPPORTED_TEXT}")
     if versions and versions[0] not in SUPPORTED_OPSETS:
         raise ModelError(
-            f"{name} has opset {versions[0]}; supported are {SUPPORTED_TEXT}: "
-            "export it again, or use onnx.version_converter.convert_version(model, 17)"
+            f"{name} has opset {versions[0]}; supported are {SUPPORTED_TEXT}: export it again for one of these"
         )
     _check_names(model.graph, {}, frozenset(), name)
     for tensor in tensors(model.graph, *model.functions):
