@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from collections import defaultdict
@@ -200,19 +201,19 @@ def in_opset(model: onnx.ModelProto, opset: int) -> onnx.ModelProto | None:
         or not found.min_input <= len(node.input) <= found.max_input or len(node.output) > found.max_output
     ):  # fmt: skip
         return None
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
-    copy.opset_import[0].version = opset
-    copy.ir_version = 10
+    changed = onnx.ModelProto()
+    changed.CopyFrom(model)
+    changed.opset_import[0].version = opset
+    changed.ir_version = 10
     with suppress(onnx.checker.ValidationError):  # of bodies, and of dtypes that are newer
-        onnx.checker.check_model(copy)
-        return copy
+        onnx.checker.check_model(changed)
+        return changed
     return None
 
 
 def run(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> list[Any] | str:
-    """Return what onnxruntime computes, or why it does not."""
+    """Return what onnxruntime computes, or why it does not; inputs are copied, because it overwrites statistics."""
     try:
-        return open_on_cpu(model, optimize=False).run(None, dict(feeds))
+        return open_on_cpu(model, optimize=False).run(None, copy.deepcopy(dict(feeds)))
     except Exception as error:  # onnxruntime has no public base class of its errors
         return str(error).splitlines()[0]

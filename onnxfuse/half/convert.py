@@ -17,7 +17,7 @@ from onnx.external_data_helper import uses_external_data
 
 from onnxfuse.half.choose import Choice, Known, choose, kept_nodes
 from onnxfuse.half.masks import MASKED_INPUTS
-from onnxfuse.half.operators import READS_ANY, half_inputs, half_outputs, is_onnx, label
+from onnxfuse.half.operators import BROADCAST_MAX_OPSET, READS_ANY, half_inputs, half_outputs, is_onnx, label
 from onnxfuse.half.precision import REAL, Kept
 from onnxfuse.half.scope import Scope
 from onnxfuse.half.weights import ScratchFolder
@@ -267,10 +267,13 @@ class _Part:
 
     def _bounded(self, name: str) -> str:
         """Return a tensor whose finite values stay finite in half precision."""
-        lowest = np.array(-self.writer.known.precision.largest, np.float32)
-        bound = self.writer.unique(f"{name}_lowest")
-        self.weights[bound, FLOAT] = onnx.numpy_helper.from_array(lowest, bound)
+        lowest, known = -self.writer.known.precision.largest, self.writer.known
         result = self.writer.unique(f"{name}_bounded")
+        if known.opset < BROADCAST_MAX_OPSET:
+            self.out.append(onnx.helper.make_node("Clip", [name], [result], self.writer.unique(f"Clip_{result}"), min=lowest))
+            return result
+        bound = self.writer.unique(f"{name}_lowest")
+        self.weights[bound, FLOAT] = onnx.numpy_helper.from_array(np.array(lowest, np.float32), bound)
         self.out.append(onnx.helper.make_node("Max", [name, bound], [result], self.writer.unique(f"Max_{result}")))
         return result
 

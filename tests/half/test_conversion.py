@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import onnx
@@ -221,6 +222,59 @@ def test_a_variance_that_is_a_difference_of_means_stays(dtype: str) -> None:
     assert not report.half.kept
 
 
+@pytest.mark.parametrize(
+    ("opset", "dtype", "line", "reason"),
+    [
+        (15, "float16", "y = MeanVarianceNormalization (x)", "its definition in ONNX adds a number of float32"),
+        (8, "float16", "y = com.microsoft.Gelu (x)", "float16 is no dtype of this operator in opset 8"),
+        (12, "bfloat16", "y = com.microsoft.QuickGelu (x)", "bfloat16 is no dtype of this operator in opset 12"),
+        (18, "float16", 'y = ScatterND <reduction = "add"> (x, i, u)', "onnxruntime's CPU provider combines what is s"),
+    ],
+)
+def test_what_onnxruntime_does_not_take_in_half_precision_stays(
+    opset: int, dtype: Literal["float16", "bfloat16"], line: str, reason: str
+) -> None:
+    text = f"g (float[2,3,4,4] x) => (float[2,3,4,4] y) <int64[1,1] i = {{0}}, float[1,3,4,4] u> {{ {line} }}"
+    source = parse(text, opset)
+    source.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
+    _, report = optimize(source, dtype=dtype, only=["layer_norm"])
+    assert report.verified.status == "verified"
+    assert report.half is not None
+    assert report.half.errors
+    assert next(iter(report.half.by_rule)).startswith(reason)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_linear_resize_of_opset_10_keeps_its_coordinates(dtype: Literal["float16", "bfloat16"]) -> None:
+    text = """
+    resized (float[1,3,8,8] x) => (float[1,4,16,16] y)
+    <float[4,3,3,3] w, float[4] scales = {1, 1, 2, 2}>
+    {
+      c = Conv <pads = [1, 1, 1, 1]> (x, w)
+      y = Resize <mode = "linear"> (c, scales)
+    }
+    """
+    model, report = optimize(parse(text, 10), dtype=dtype)
+    assert {o.domain: o.version for o in model.opset_import}[""] == (10 if dtype == "float16" else 22)
+    assert report.verified.status == "verified"
+    assert worst_factor(report) < 3
+    assert not report.half or not report.half.note
+
+
+@pytest.mark.parametrize(
+    ("nodes", "wanted"),
+    [
+        ("h = MatMul (x, w)  y = Relu (h)", 14),
+        ("h = MatMul (x, w)  y = Clip <min = 0.0> (h)", 16),
+        ("h = MatMul (x, w)  r = RandomNormalLike (h)  y = Add (h, r)", 14),
+    ],
+)
+def test_bfloat16_raises_the_opset_as_far_as_operators_need(nodes: str, wanted: int) -> None:
+    source = parse(f"g (float[n,8] x) => (float[n,8] y) <float[8,8] w> {{ {nodes} }}", 9)
+    model, _ = optimize(source, dtype="bfloat16", verify=False)
+    assert {o.domain: o.version for o in model.opset_import}[""] == wanted
+
+
 def test_what_exceeds_float16_stays_in_float32_around_that_tensor() -> None:
     source = parse(LARGE, second=np.eye(8) * 1e5)
     x = np.random.default_rng(1).standard_normal((4, 8)).astype(np.float32)
@@ -379,6 +433,21 @@ def test_a_mask_that_callers_add_to_scores_stays_finite() -> None:
     feeds = {"scores": scores, "mask": mask}
     model, _ = optimize(parse(text), dtype="float16", inputs=feeds)
     assert np.isfinite(run(model, **feeds)[0]).all()
+
+
+def test_masks_and_ranges_at_the_oldest_opset() -> None:
+    """Opset 7 has no Where, and its Max takes equal shapes."""
+    text = "masked (float[2,4] scores, float[2,4] mask) => (float[2,4] y) { s = Add (scores, mask)  y = Softmax (s) }"
+    mask = np.array([[0, 0, 0, -1e30]] * 2, np.float32)
+    feeds = {"scores": np.ones((2, 4), np.float32), "mask": mask}
+    model, report = optimize(parse(text, 7), dtype="float16", inputs=feeds)
+    np.testing.assert_allclose(run(model, **feeds)[0], run(parse(text, 7), **feeds)[0], atol=1e-3)
+    assert report.verified.status == "verified"
+    assert report.half is not None
+    assert not report.half.note
+    large = parse("large (float[2,4] x) => (float[2,4] y) { s = Mul (x, x)  y = Sqrt (s) }", 7)
+    _, report = optimize(large, dtype="float16", inputs={"x": np.full((2, 4), 1e4, np.float32)})
+    assert "'s' reaches 1e+08" in kept(report).values()
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
