@@ -313,7 +313,7 @@ class Halving:
         return HalfResult(
             self.wanted.precision.name, self.wanted.io, self.converted.nodes, self.converted.kept,
             reasons(self.converted.by_rule), weight_bytes(self.original), weight_bytes(written), (),
-            self.wanted.max_error, note,
+            self.wanted.max_error, note, added_masks=self.converted.added_masks,
         )  # fmt: skip
 
     def _errors(self, written: onnx.ModelProto) -> tuple[HalfError, ...]:

@@ -16,6 +16,7 @@ from onnx import TensorProto, numpy_helper
 
 from onnxfuse import UsageError, VerificationError, optimize
 from onnxfuse.cli import main
+from onnxfuse.half.result import half_lines
 from onnxfuse.half.widening import fewest
 from onnxfuse.report.report import Report
 
@@ -408,6 +409,69 @@ def test_masks_mean_what_they_meant(dtype: str, lowest: float) -> None:
     assert report.counts["attention"] == 1
     assert not kept(report)
     assert worst_factor(report) < 3
+
+
+LEFT_PADDING = """
+decoder (float[batch,2,seq,8] q, float[batch,2,seq,8] k, float[batch,2,seq,8] v, int64[batch,seq] attention_mask)
+ => (float[batch,2,seq,8] y)
+<float one = {1}, float lowest = {-3.4028235e38}, float scale = {0.35355339}, int64[2] axes = {1, 2}, int64 above = {1}>
+{
+  kt = Transpose <perm = [0, 1, 3, 2]> (k)
+  product = MatMul (q, kt)
+  scores = Mul (product, scale)
+  wide = Unsqueeze (attention_mask, axes)
+  number = Cast <to = 1> (wide)
+  hidden = Sub (one, number)
+  padding = Mul (hidden, lowest)
+  length = Shape <start = 2, end = 3> (q)
+  square = Concat <axis = 0> (length, length)
+  filled = ConstantOfShape <value = float[1] {-3.4028235e38}> (square)
+  causal = Trilu <upper = 1> (filled, above)
+  mask = Add (causal, padding)
+  masked = Add (scores, mask)
+  p = Softmax <axis = -1> (masked)
+  y = MatMul (p, v)
+}
+"""
+
+
+def as_native(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a model of float16 that has the nodes of one of float32, as its exporter would write it."""
+
+    def halved(tensor: onnx.TensorProto) -> onnx.TensorProto:
+        value = numpy_helper.to_array(tensor).clip(-65504, 65504).astype(np.float16)
+        return numpy_helper.from_array(value, tensor.name)
+
+    for value in (*model.graph.input, *model.graph.output):
+        if value.type.tensor_type.elem_type == TensorProto.FLOAT:
+            value.type.tensor_type.elem_type = TensorProto.FLOAT16
+    fills = [each.t for node in model.graph.node for each in node.attribute if each.HasField("t")]
+    for tensor in (*model.graph.initializer, *fills):
+        if tensor.data_type == TensorProto.FLOAT:
+            tensor.CopyFrom(halved(tensor))
+    return model
+
+
+def test_rows_of_padding_on_the_left_are_told_and_those_of_native_exports() -> None:
+    """Causal mask and padding leave no key to the queries of padding: float16 keeps their scores beside -65504."""
+    random = np.random.default_rng(1)
+    feeds = {name: random.standard_normal((2, 2, 6, 8)).astype(np.float32) for name in "qkv"}
+    feeds["attention_mask"] = np.array([[0, 0, 0, 1, 1, 1], [1] * 6])
+    model, report = optimize(parse(LEFT_PADDING), dtype="float16", io="half", inputs=feeds)
+    halves = {name: value.astype(np.float16) if value.dtype == np.float32 else value for name, value in feeds.items()}
+    y, expected = run(model, **halves)[0], run(parse(LEFT_PADDING), **feeds)[0]
+    assert np.isfinite(y).all()
+    np.testing.assert_allclose(y[0, :, 3:], expected[0, :, 3:], atol=5e-3)
+    np.testing.assert_allclose(y[1], expected[1], atol=5e-3)
+    assert np.abs(y[0, :, :3] - expected[0, :, :3]).max() > 0.1, "not those of float32"
+    native, _ = optimize(as_native(parse(LEFT_PADDING.replace("to = 1>", "to = 10>"))))
+    np.testing.assert_allclose(y, run(native, **halves)[0], atol=5e-3)
+    assert report.half is not None
+    assert report.half.added_masks == 1
+    assert any("float16 weights them by their scores" in line for line in half_lines(report.half))
+    _, report = optimize(parse(LEFT_PADDING), dtype="bfloat16", verify=False)
+    assert report.half is not None
+    assert report.half.added_masks == 0
 
 
 def test_a_sequence_of_which_nothing_counts_has_finite_outputs() -> None:
