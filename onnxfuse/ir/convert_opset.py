@@ -42,11 +42,11 @@ def convert_opset(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     source = inline_functions(model).model
     result = without_initializers(source)
     _drop_constant_inputs(result, source)
-    around = Surroundings(source, opset)
-    for part in (result.graph, *result.functions):
-        start = opset_of(part) if isinstance(part, onnx.FunctionProto) else old
+    parts = [(result.graph, source), *((each, _as_model(each)) for each in result.functions)]
+    for part, model_of_part in parts:
+        around = Surroundings(model_of_part, opset)
         try:
-            for version in range(start + 1, opset + 1):
+            for version in range(opset_of(model_of_part) + 1, opset + 1):
                 _raise_nodes(part, version, around)
         except Refused as error:
             raise ModelError(f"cannot convert the model from opset {old} to {opset}: {error}") from None
@@ -81,6 +81,14 @@ def state_ir_version(model: onnx.ModelProto) -> None:
     """Raise the IR version of a model to the first one that its opset may have."""
     needed = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset_of(model))])
     model.ir_version = max(model.ir_version, needed)
+
+
+def _as_model(function: onnx.FunctionProto) -> onnx.ModelProto:
+    """Return a model of the nodes of a function, whose inputs are not defined."""
+    results = [onnx.ValueInfoProto(name=name) for name in function.output]
+    return onnx.ModelProto(
+        opset_import=function.opset_import, graph=onnx.GraphProto(node=function.node, output=results)
+    )
 
 
 def _drop_constant_inputs(model: onnx.ModelProto, source: onnx.ModelProto) -> None:

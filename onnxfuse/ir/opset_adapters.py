@@ -49,7 +49,7 @@ class Refused(Exception):
 
 @dataclass
 class Surroundings:
-    """What adapters know of the model around a node."""
+    """What adapters know of the model around a node, or of the function, as a model."""
 
     model: onnx.ModelProto  # before it is converted
     opset: int  # the one that it is converted to
@@ -57,43 +57,44 @@ class Surroundings:
     with_empty: set[str] = field(default_factory=set)  # the results of Reshapes to shapes that may hold a 0
 
     @cached_property
+    def defined(self) -> Counter[str]:
+        """How many graphs, inputs, initializers and nodes define each name; an input with a default counts once."""
+        found = Counter[str]()
+        for part in graphs(self.model.graph):
+            names = {each.name for each in (*part.input, *part.initializer)}
+            found.update([*names, *(name for node in part.node for name in node.output)])
+        return found
+
+    @cached_property
     def names(self) -> set[str]:
         """The names of all tensors and nodes."""
-        parts = list(graphs(self.model.graph, *self.model.functions))
-        found = {name for each in nodes(*parts) for name in (each.name, *each.input, *each.output)}
-        for part in parts:
-            if isinstance(part, onnx.GraphProto):
-                found |= {each.name for each in (*part.input, *part.initializer)}
-        return found
+        read = {name for each in nodes(self.model.graph) for name in (each.name, *each.input)}
+        return {*read, *self.defined}
 
     @cached_property
     def read(self) -> set[str]:
         """The tensors that nodes read or graphs give."""
-        parts = list(graphs(self.model.graph, *self.model.functions))
-        results = {
-            value if isinstance(value, str) else value.name for part in parts for value in part.output
-        }  # of functions these are names
-        return results | {name for each in nodes(*parts) for name in each.input}
+        results = {value.name for part in graphs(self.model.graph) for value in part.output}
+        return results | {name for each in nodes(self.model.graph) for name in each.input}
 
     @cached_property
     def constants(self) -> dict[str, Array]:
-        """The values of small constants; none of a name that stands for several."""
-        found = [each for part in graphs(self.model.graph) for each in part.initializer]
-        values = [(each.name, each) for each in found if not uses_external_data(each)]
+        """The values of small constants; none of a name that stands for several tensors."""
+        found = {each.name: each for part in graphs(self.model.graph) for each in part.initializer}
+        variable = overridable_initializers(self.model)
         for node in nodes(self.model.graph):
             if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
-                values += [(node.output[0], node.attribute[0].t)]
-        times = Counter(name for name, _ in values)
-        variable = overridable_initializers(self.model)
+                found[node.output[0]] = node.attribute[0].t
         return {
             name: onnx.numpy_helper.to_array(tensor)
-            for name, tensor in values
-            if times[name] == 1 and name not in variable and math.prod(tensor.dims) <= MAX_READ
-        }
+            for name, tensor in found.items()
+            if self.defined[name] == 1 and name not in variable
+            and math.prod(tensor.dims) <= MAX_READ and not uses_external_data(tensor)
+        }  # fmt: skip
 
     @cached_property
     def types(self) -> dict[str, onnx.TypeProto]:
-        """The types of tensors, as onnx infers them; none of a name that stands for several."""
+        """The types of tensors, as onnx infers them; none of a name that stands for several tensors."""
         light = without_initializers(self.model)
         given = {each.name for each in light.graph.input}
         light.graph.input.extend(
@@ -103,13 +104,8 @@ class Surroundings:
         )
         with suppress(Exception):  # whatever inference raises: recorded types are left
             light = onnx.shape_inference.infer_shapes(light)
-        found: dict[str, onnx.TypeProto] = {}
-        several: set[str] = set()
-        for part in graphs(light.graph):
-            for value in (*part.input, *part.output, *part.value_info):
-                if value.HasField("type") and found.setdefault(value.name, value.type) != value.type:
-                    several.add(value.name)
-        return {name: value for name, value in found.items() if name not in several}
+        values = [each for part in graphs(light.graph) for each in (*part.input, *part.output, *part.value_info)]
+        return {each.name: each.type for each in values if self.defined[each.name] == 1}
 
     def dtype(self, name: str) -> int:
         """Return the dtype of a tensor; 0 if it is not known."""

@@ -246,6 +246,21 @@ def test_bodies_and_functions() -> None:
     assert opset_of(model) == 10, "the model itself stays as it is"
 
 
+@pytest.mark.parametrize("branch", ["then_branch", "else_branch"])
+def test_names_that_stand_for_several_tensors_are_not_taken_for_constants(branch: str) -> None:
+    """The scales of one branch are constant, and those of the other are not, under one name."""
+    constant, computed = "s = Constant <value = float[4] {1, 1, 2, 2}> ()", "s = Identity (given)"
+    first, second = (constant, computed) if branch == "then_branch" else (computed, constant)
+    text = f"""<ir_version: 8, opset_import: ["": 10]>
+    main (float[1,2,4,4] x, bool flag, float[4] given) => (float[a,b,c,d] y) {{
+        y = If (flag) <
+            then_branch = t () => (float[a,b,c,d] p) {{ {first}  p = Resize <mode = "nearest"> (x, s) }},
+            else_branch = e () => (float[a,b,c,d] q) {{ {second}  q = Resize <mode = "nearest"> (x, s) }}>
+    }}"""
+    with pytest.raises(onnxfuse.ModelError, match="its scales, 's', are not constant"):
+        convert_opset(onnx.parser.parse_model(text), LAST)
+
+
 def test_functions_that_stay_are_converted_too() -> None:
     text = """<ir_version: 8, opset_import: ["": 11, "com.microsoft": 1]>
     main (float[2,4,6] x) => (float[2,4,6] y) { y = com.microsoft.own (x) }
