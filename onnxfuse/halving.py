@@ -101,24 +101,33 @@ class Halving:
 
     @cached_property
     def source(self) -> onnx.ModelProto:
-        """The model in the first opset that has every operator in the dtype, as far as opsets have it at all.
+        """The model in the opset in which it is converted.
 
-        An older one is taken where a node cannot be written in that one.  Raises UsageError for a model whose operators
-        have no bfloat16, and ModelError if the newer opset changes the results.
+        Raises UsageError for a model whose operators have no bfloat16, and ModelError if a newer opset changes results.
+        """
+        raised = self.given if self.wanted.precision is FLOAT16 else self._in_first_opset()
+        if opset_of(raised) != opset_of(self.original) and self.reference is not None:
+            with self.timer.stage("verify"):
+                found = compare(self.original, raised, folder=self.folder, reference=self.reference)
+            if found.passed is False:
+                raise ModelError(describe_change(self.original, raised, found.reason))
+        return raised
+
+    def _in_first_opset(self) -> onnx.ModelProto:
+        """Return the model in the first opset that has every operator in the dtype, as far as opsets have it at all.
+
+        An older one is taken where a node cannot be written in that one.
         """
         opset = opset_of(self.given)
-        if self.wanted.precision is FLOAT16 or not opset:
-            return self.given
-        first = {_first_opset(node, opset, self.wanted.precision) for node in nodes(self.given.graph)} - {opset}
+        first = {_first_opset(node, opset, self.wanted.precision) for node in nodes(self.given.graph)}
         refusals: list[ModelError] = []
-        for newer in sorted(first, reverse=True):
+        for newer in sorted(first - {opset}, reverse=True) if opset else ():
             try:
                 raised = convert_opset(self.given, newer)
             except ModelError as error:
                 refusals.append(error)
             else:
                 state_ir_version(raised)
-                self._check_raised(raised)
                 return raised
         if refusals and opset < BFLOAT16_OPSET:
             raise UsageError(
@@ -126,14 +135,6 @@ class Halving:
                 "or ask for float16"
             ) from refusals[0]
         return self.given
-
-    def _check_raised(self, raised: onnx.ModelProto) -> None:
-        """Raise ModelError if a model in a newer opset differs from the original, where that is verified."""
-        if self.reference is not None:
-            with self.timer.stage("verify"):
-                found = compare(self.original, raised, folder=self.folder, reference=self.reference)
-            if found.passed is False:
-                raise ModelError(describe_change(self.original, raised, found.reason))
 
     # --- what is known of the model --------------------------------------------------------------------------
 

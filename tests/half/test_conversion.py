@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -14,10 +14,11 @@ from click.testing import CliRunner
 from exported_models import load_exported
 from onnx import TensorProto, numpy_helper
 
-from onnxfuse import UsageError, VerificationError, optimize
+from onnxfuse import ModelError, UsageError, VerificationError, optimize
 from onnxfuse.cli import main
 from onnxfuse.half.result import half_lines
 from onnxfuse.half.widening import fewest
+from onnxfuse.ir.opset_adapters import ADAPTERS, Place
 from onnxfuse.report.report import Report
 
 HEAD = '<ir_version: {ir}, opset_import: ["" : {opset}]>'
@@ -260,6 +261,33 @@ def test_a_linear_resize_of_opset_10_keeps_its_coordinates(dtype: Literal["float
     assert report.verified.status == "verified"
     assert worst_factor(report) < 3
     assert not report.half or not report.half.note
+
+
+@pytest.mark.parametrize(
+    "options", [{"dtype": "bfloat16"}, {"emit": "standard"}, {"dtype": "float16", "emit": "standard"}]
+)
+def test_a_raised_model_is_compared_with_the_file_that_was_given(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As onnx's version converter does, this adapter loses the coordinates."""
+    text = """
+    resized (float[1,3,8,8] x) => (float[1,4,16,16] y)
+    <float[4,3,3,3] w, float[4] scales = {1, 1, 2, 2}>
+    {
+      c = Conv <pads = [1, 1, 1, 1]> (x, w)
+      u = Resize <mode = "linear"> (c, scales)
+      g = Sigmoid (u)
+      y = Mul (u, g)
+    }
+    """
+
+    def without_coordinates(place: Place) -> None:
+        del place.node.input[1:]
+        place.node.input.extend(["", "scales"])
+
+    monkeypatch.setitem(ADAPTERS, ("Resize", 11), without_coordinates)
+    with pytest.raises(ModelError, match=r"raising the opset from 10 to 2[24] changed the model: output 'y' is off by"):
+        optimize(parse(text, 10), **options)
 
 
 @pytest.mark.parametrize(
