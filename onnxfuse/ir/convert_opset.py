@@ -7,7 +7,7 @@ rewrites the nodes whose meaning or form changes.  What neither covers is refuse
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final
 
 import onnx
@@ -46,8 +46,7 @@ def convert_opset(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     for part, model_of_part in parts:
         around = Surroundings(model_of_part, opset)
         try:
-            for version in range(opset_of(model_of_part) + 1, opset + 1):
-                _raise_nodes(part, version, around)
+            _raise_nodes(part, opset_of(model_of_part), around)
         except Refused as error:
             raise ModelError(f"cannot convert the model from opset {old} to {opset}: {error}") from None
     _set_opset(result, opset)
@@ -64,7 +63,8 @@ def describe_change(original: onnx.ModelProto, converted: onnx.ModelProto, reaso
 def lower_opset(model: onnx.ModelProto, oldest: int) -> None:
     """Lower the opset of a model to the first one from `oldest` on in which all of its nodes mean the same."""
     version, dtypes = opset_of(model), _dtypes(model)
-    while version > oldest and all(_has_node(each, version - 1, dtypes) for each in nodes(model.graph)):
+    found = [each for each in nodes(model.graph) if each.domain in ONNX_DOMAINS]
+    while version > oldest and all(_has_node(each, version - 1, dtypes) for each in found):
         version -= 1
     _set_opset(model, version)
     state_ir_version(model)
@@ -103,25 +103,32 @@ def _drop_constant_inputs(model: onnx.ModelProto, source: onnx.ModelProto) -> No
 # --- up ----------------------------------------------------------------------------------------------------------
 
 
-def _raise_nodes(part: onnx.GraphProto | onnx.FunctionProto, version: int, around: Surroundings) -> None:
-    """Write all nodes of a graph or function, which are in the opset before `version`, as that has them."""
-    replaced: dict[int, Sequence[onnx.NodeProto]] = {}
-    for i, node in enumerate(part.node):
-        for inner in subgraphs(node):
-            _raise_nodes(inner, version, around)
-        if node.domain in ONNX_DOMAINS and _is_changed(node.op_type, version):
-            place = Place(node, around)
-            name, op = label(node), node.op_type
-            try:
-                _adapt(place, version)
-            except Refused as error:
-                raise Refused(f"{name} ({op}): {error}" if node.name else f"{name}: {error}") from None
-            if place.before or place.after:
-                replaced[i] = (*place.before, node, *place.after)
-    if replaced:
-        written = [each for i, node in enumerate(part.node) for each in replaced.get(i, (node,))]
+def _raise_nodes(part: onnx.GraphProto | onnx.FunctionProto, opset: int, around: Surroundings) -> None:
+    """Write all nodes of a graph or function, which are in `opset`, as the newer opset has them."""
+    written = [_raised(node, opset, around) for node in part.node]
+    if any(len(each) > 1 for each in written):
+        nodes_in_order = [node for each in written for node in each]
         del part.node[:]
-        part.node.extend(written)
+        part.node.extend(nodes_in_order)
+
+
+def _raised(node: onnx.NodeProto, opset: int, around: Surroundings) -> list[onnx.NodeProto]:
+    """Write a node in place as the newer opset has it, version by version; return it with those that it needs."""
+    for inner in subgraphs(node):
+        _raise_nodes(inner, opset, around)
+    before: list[onnx.NodeProto] = []
+    after: list[onnx.NodeProto] = []
+    name, op = label(node), node.op_type
+    while node.domain in ONNX_DOMAINS and (version := _next_version(node.op_type, opset, around.opset)):
+        place = Place(node, around)
+        try:
+            _adapt(place, version)
+        except Refused as error:
+            raise Refused(f"{name} ({op}): {error}" if node.name else f"{name}: {error}") from None
+        before += [each for new in place.before for each in _raised(new, version, around)]
+        after = [each for new in place.after for each in _raised(new, version, around)] + after
+        opset = version
+    return [*before, node, *after]
 
 
 def _adapt(place: Place, version: int) -> None:
@@ -132,6 +139,12 @@ def _adapt(place: Place, version: int) -> None:
         ADAPTERS[op, version](place)
     elif differences := changes(op, version):
         raise Refused(f"opset {version} changes {differences[0]}, and onnxfuse has no rewriting for that")
+
+
+@functools.cache
+def _next_version(op: str, opset: int, newest: int) -> int | None:
+    """Return the next opset up to `newest` that has another version of an operator."""
+    return next((version for version in range(opset + 1, newest + 1) if _is_changed(op, version)), None)
 
 
 @functools.cache
@@ -178,18 +191,23 @@ def _changed_operands(old: OpSchema, new: OpSchema) -> Iterator[str]:
 
 def _has_node(node: onnx.NodeProto, opset: int, dtypes: frozenset[str]) -> bool:
     """Return whether an opset has a node as the next one has it, with dtypes of the model."""
-    if node.domain not in ONNX_DOMAINS:
-        return True
-    old, new = schema(node.op_type, opset), schema(node.op_type, opset + 1)
-    if old is None or new is None or old.since_version == new.since_version:
-        return old is not None or new is None
-    if (node.op_type, opset + 1) in ADAPTERS or changes(node.op_type, opset + 1):
+    op = node.op_type
+    if not _is_changed(op, opset + 1):
+        return schema(op, opset) is not None or schema(op, opset + 1) is None
+    old = schema(op, opset)
+    if old is None or (op, opset + 1) in ADAPTERS or changes(op, opset + 1) or _widened(op, opset + 1) & dtypes:
         return False
     attributes = all(each.name in old.attributes for each in node.attribute)
+    return attributes and len(node.input) <= old.max_input and len(node.output) <= old.max_output
+
+
+@functools.cache
+def _widened(op: str, version: int) -> frozenset[str]:
+    """Return the dtypes that an opset adds to those of an operator."""
+    old, new = schema(op, version - 1), schema(op, version)
+    assert old is not None and new is not None
     formals = zip((*old.inputs, *old.outputs), (*new.inputs, *new.outputs), strict=False)
-    widened = {dtype for before, after in formals for dtype in set(after.types) - set(before.types)}
-    counts = len(node.input) <= old.max_input and len(node.output) <= old.max_output
-    return attributes and counts and not widened & dtypes
+    return frozenset(dtype for before, after in formals for dtype in set(after.types) - set(before.types))
 
 
 def _dtypes(model: onnx.ModelProto) -> frozenset[str]:
