@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -25,12 +25,25 @@ PRIMITIVES: Final = 13  # the last opset of which no operator counts as one that
 NO_OPERATOR: Final = "ONNX has no operator for it"
 
 
-def in_newest_opset(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a model in the opset in which it is fused.  Raises ModelError if a node cannot be written in that."""
+def in_newest_opset(model: onnx.ModelProto, fuse: Callable[[onnx.ModelProto], FusedModel]) -> onnx.ModelProto:
+    """Return a model in the opset in which it is fused; as it is where it cannot be raised and need not be.
+
+    fuse  makes fused nodes whose bodies are in standard operators
+
+    Raises ModelError if a node cannot be written in the newest opset, and an operator is to be written that needs it.
+    """
     try:
         return convert_opset(model, NEWEST)
     except ModelError as error:
-        raise ModelError(f"{error}; leave emit standard out, or export the model without this operator") from error
+        advice = "leave emit standard out, or export the model without this operator"
+        refusal = ModelError(f"{error}; {advice}")
+    try:
+        raised = convert_opset(model, NEWEST, has_to_run=False)
+    except ModelError:
+        raise refusal from None
+    if needs_newer_opset(fuse(raised), opset_of(model)):
+        raise refusal
+    return model
 
 
 def needs_newer_opset(result: FusedModel, opset: int) -> bool:

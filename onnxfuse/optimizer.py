@@ -222,7 +222,10 @@ def _optimize(
         found, its_folder, told = _fuse_in_half(halving, options)
         return found, its_folder, halving, told
 
-    found, its_folder, halving, told = fuse_source(in_newest_opset(source) if is_standard else source)
+    fuse = functools.partial(
+        fuse_model, folder=folder, fusions=fusions, operators=operators, layout=layout, regions=regions, timer=timer
+    )
+    found, its_folder, halving, told = fuse_source(in_newest_opset(source, fuse) if is_standard else source)
     is_raised = opset_of(found.model.written) > options.opset > 0
     if is_standard and is_raised and not needs_newer_opset(found.model, options.opset):
         found, its_folder, halving, told = fuse_source(source)

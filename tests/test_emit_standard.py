@@ -111,6 +111,21 @@ def test_the_opset_is_only_raised_for_an_operator_that_needs_it() -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, "float16"])
+def test_what_cannot_be_raised_comes_through_where_it_need_not_be(dtype: Literal["float16"] | None) -> None:
+    text = """<ir_version: 8, opset_import: ["": 17]>
+        main (float[2,3,8,8] x, float[2,4] rois, int64[2] of) => (float[2,3,1,1] y) <float[3,1,1] g = {1, 2, 3}>
+        { u = RoiAlign (x, rois, of)  y = LayerNormalization <axis = 1> (u, g) }"""
+    inputs = {
+        "x": np.random.default_rng(0).standard_normal((2, 3, 8, 8)).astype(np.float32),
+        "rois": np.array([[0, 0, 3, 4], [1, 2, 6, 7]], np.float32), "of": np.array([0, 1]),
+    }  # fmt: skip
+    standard, report = onnxfuse.optimize(onnx.parser.parse_model(text), emit="standard", dtype=dtype, inputs=inputs)
+    assert opset_of(standard) == 17
+    assert operators(standard)["RoiAlign"] == operators(standard)["LayerNormalization"] == 1
+    assert report.verified.status == "verified"
+
+
+@pytest.mark.parametrize("dtype", [None, "float16"])
 def test_what_cannot_be_written_in_the_newer_opset_is_refused_by_name(dtype: Literal["float16"] | None) -> None:
     text = """<ir_version: 8, opset_import: ["": 16]>
         main (float[1,3,8,8] x, float[2,4] rois, int64[2] of) => (float[2,3,1,1] y)

@@ -30,11 +30,12 @@ def opset_of(model: onnx.ModelProto | onnx.FunctionProto) -> int:
     return next((each.version for each in model.opset_import if each.domain in ONNX_DOMAINS), 0)
 
 
-def convert_opset(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
+def convert_opset(model: onnx.ModelProto, opset: int, *, has_to_run: bool = True) -> onnx.ModelProto:
     """Return a model in a newer opset; `model` stays as it is.  Its own functions are inlined where they can be.
 
     A model that has this opset, a newer one or none at all is returned as it is.  Raises ModelError, which names the
-    node, if a node cannot be written in the newer opset.  The IR version is left to `state_ir_version`.
+    node, if a node cannot be written in the newer opset, or, where the result `has_to_run`, if onnxruntime has no
+    kernel for what it becomes.  The IR version is left to `state_ir_version`.
     """
     old = opset_of(model)
     if old == 0 or old >= opset:
@@ -44,7 +45,7 @@ def convert_opset(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     _drop_constant_inputs(result, source)
     parts = [(result.graph, source), *((each, _as_model(each)) for each in result.functions)]
     for part, model_of_part in parts:
-        around = Surroundings(model_of_part, opset)
+        around = Surroundings(model_of_part, opset, LACKING if has_to_run else {})
         try:
             _raise_nodes(part, opset_of(model_of_part), around)
         except Refused as error:
@@ -63,7 +64,7 @@ def describe_change(original: onnx.ModelProto, converted: onnx.ModelProto, reaso
 def lower_opset(model: onnx.ModelProto, oldest: int) -> None:
     """Lower the opset of a model to the first one from `oldest` on in which all of its nodes mean the same."""
     version, dtypes = opset_of(model), _dtypes(model)
-    found = [each for each in nodes(model.graph) if each.domain in ONNX_DOMAINS]
+    found = [each for each in nodes(model.graph, *model.functions) if each.domain in ONNX_DOMAINS]
     while version > oldest and all(_has_node(each, version - 1, dtypes) for each in found):
         version -= 1
     _set_opset(model, version)
@@ -133,7 +134,7 @@ def _raised(node: onnx.NodeProto, opset: int, around: Surroundings) -> list[onnx
 
 def _adapt(place: Place, version: int) -> None:
     op = place.node.op_type
-    if LACKING.get(op) == version:
+    if place.around.lacking.get(op) == version:
         raise Refused(f"onnxruntime has no kernel for {op} from opset {version} on")
     if (op, version) in ADAPTERS:
         ADAPTERS[op, version](place)

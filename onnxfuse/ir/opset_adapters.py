@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -53,6 +53,7 @@ class Surroundings:
 
     model: onnx.ModelProto  # before it is converted
     opset: int  # the one that it is converted to
+    lacking: Mapping[str, int]  # operators that are refused, from an opset on
     enlarging: set[str] = field(default_factory=set)  # the results of Resizes that were Upsamples
     with_empty: set[str] = field(default_factory=set)  # the results of Reshapes to shapes that may hold a 0
 
