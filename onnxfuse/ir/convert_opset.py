@@ -85,11 +85,12 @@ def state_ir_version(model: onnx.ModelProto) -> None:
 
 
 def _as_model(function: onnx.FunctionProto) -> onnx.ModelProto:
-    """Return a model of the nodes of a function, whose inputs are not defined."""
-    results = [onnx.ValueInfoProto(name=name) for name in function.output]
-    return onnx.ModelProto(
-        opset_import=function.opset_import, graph=onnx.GraphProto(node=function.node, output=results)
+    """Return a model of the nodes of a function, whose inputs and outputs have no types."""
+    inputs, outputs = (
+        [onnx.ValueInfoProto(name=name) for name in names] for names in (function.input, function.output)
     )
+    graph = onnx.GraphProto(node=function.node, input=inputs, output=outputs)
+    return onnx.ModelProto(opset_import=function.opset_import, graph=graph)
 
 
 def _drop_constant_inputs(model: onnx.ModelProto, source: onnx.ModelProto) -> None:
