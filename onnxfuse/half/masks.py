@@ -41,15 +41,12 @@ def adding_masks(scope: Scope, is_lowest: Callable[[str], bool], is_wide: Callab
     is_wide    whether a node stays in float32
     """
     for i, node in enumerate(scope.nodes):
-        starts = [node.input[k] for k in MASKED_INPUTS.get(node.op_type, ()) if k < len(node.input)]
-        behind = [j for j in scope.behind(starts, lambda j: _leads_on(scope, j)) if not is_wide(j)]
-        if is_wide(i):
-            continue
-        if node.op_type.endswith("Attention"):  # which adds the mask that it reads
-            found = _reaches(scope, starts, is_lowest)
-        else:
-            found = any(_adds_to_scores(scope, j) and _reaches(scope, scope.nodes[j].input, is_lowest) for j in behind)
-        if found:
+        masked = [node.input[k] for k in MASKED_INPUTS.get(node.op_type, ()) if k < len(node.input)]
+        if not node.op_type.endswith("Attention"):  # which adds the mask that it reads
+            chain = scope.behind(masked, lambda j: _leads_on(scope, j))
+            sums = [scope.nodes[j] for j in chain if not is_wide(j) and _adds_to_scores(scope, j)]
+            masked = [name for each in sums for name in each.input]
+        if not is_wide(i) and _reaches(scope, masked, is_lowest):
             yield i
 
 
