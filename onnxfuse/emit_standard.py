@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import onnx
 
+from onnxfuse.errors import ModelError
 from onnxfuse.fuse_model import FusedModel
 from onnxfuse.ir.attributes import schema
 from onnxfuse.ir.convert_opset import convert_opset, lower_opset, opset_of
@@ -17,17 +18,38 @@ from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.protos import nodes
 from onnxfuse.report.standard import Standard, WrittenAs
 from onnxfuse.rewrite.function_body import REFUSED
-from onnxfuse.unfuse_model import has_fused_nodes, in_operators
+from onnxfuse.unfuse_model import in_operators
 
 OLDEST, NEWEST = 23, 24  # opsets that are written: the first with Attention, and the one that Swish needs
 PRIMITIVES: Final = 13  # the last opset of which no operator counts as one that stands for several
 NO_OPERATOR: Final = "ONNX has no operator for it"
 
 
-def in_newest_opset(model: onnx.ModelProto, folder: Path | None) -> onnx.ModelProto:
-    """Return a model in the opset in which it is fused.  Raises ModelError if onnx cannot convert it."""
-    plain = in_operators(model, folder)[0] if has_fused_nodes(model) else model
-    return convert_opset(plain, NEWEST)
+def in_newest_opset(model: onnx.ModelProto, fuse: Callable[[onnx.ModelProto], FusedModel]) -> onnx.ModelProto:
+    """Return a model in the opset in which it is fused; as it is where it cannot be raised and need not be.
+
+    fuse  makes fused nodes whose bodies are in standard operators
+
+    Raises ModelError if a node cannot be written in the newest opset, and an operator is to be written that needs it.
+    """
+    try:
+        return convert_opset(model, NEWEST)
+    except ModelError as error:
+        advice = "leave emit standard out, or export the model without this operator"
+        refusal = ModelError(f"{error}; {advice}")
+    try:
+        raised = convert_opset(model, NEWEST, has_to_run=False)
+    except ModelError:
+        raise refusal from None
+    if needs_newer_opset(fuse(raised), opset_of(model)):
+        raise refusal
+    return model
+
+
+def needs_newer_opset(result: FusedModel, opset: int) -> bool:
+    """Return whether an operator is written for a fused node that an opset does not have."""
+    found = {op for one in _written(result) for op in one.operators}
+    return any((has := schema(op, opset)) is None or has.deprecated for op in found)
 
 
 def in_standard_operators(result: FusedModel, folder: Path | None, opset: int) -> FusedModel:

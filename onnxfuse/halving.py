@@ -29,9 +29,10 @@ from onnxfuse.half.scale_queries import scale_queries
 from onnxfuse.half.suspects import suspects
 from onnxfuse.half.weights import Weights
 from onnxfuse.half.widening import fewest
-from onnxfuse.ir.convert_opset import convert_opset, opset_of
+from onnxfuse.ir.convert_opset import convert_opset, describe_change, opset_of, state_ir_version
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS, Array
 from onnxfuse.ir.protos import nodes
+from onnxfuse.verify.compare import compare
 from onnxfuse.verify.cpu_session import open_session, run
 from onnxfuse.verify.difference import compare_output
 from onnxfuse.verify.inputs import model_inputs
@@ -40,7 +41,9 @@ from onnxfuse.verify.requested_shapes import draws
 from onnxfuse.verify.widen import arrays_to_float32, half_precision_of, model_to_float32
 
 BFLOAT16_OPSET: Final = 13  # the first opset with operators in bfloat16
-CONVOLUTION_OPSET: Final = 22  # the first opset with convolutions in bfloat16
+# The opsets that a model is raised to: 14 is the first whose Reshape tells a size of 0 from a copied one, and 22 the
+# first with convolutions in bfloat16.
+RAISED_OPSETS: Final = range(14, 23)
 DRAWS_TRIED: Final = 8  # sizes at which a model is tried where it is not verified
 RUNS: Final = 2  # in which ranges are observed
 MAX_KEPT: Final = 0.5  # of the nodes: where more must stay because of errors, half precision is of no use
@@ -78,9 +81,13 @@ def request(dtype: str | None, io: str, max_error: float | None) -> Request | No
 
 @dataclass
 class Halving:
-    """A model on its way to half precision."""
+    """A model on its way to half precision.
+
+    given  the original, without fused nodes, and in the opset that is asked for
+    """
 
     original: onnx.ModelProto
+    given: onnx.ModelProto
     folder: Path | None
     wanted: Request
     fusions: Sequence[Fusion]
@@ -94,25 +101,40 @@ class Halving:
 
     @cached_property
     def source(self) -> onnx.ModelProto:
-        """The original, in an opset whose operators have the dtype where the converter of onnx brings it there.
+        """The model in the opset in which it is converted.
 
-        Raises UsageError for a model whose operators have no bfloat16.
+        Raises UsageError for a model whose operators have no bfloat16, and ModelError if a newer opset changes results.
         """
-        precision, opset = self.wanted.precision, opset_of(self.original)
-        gain = any(
-            _takes(n, CONVOLUTION_OPSET, precision) and not _takes(n, opset, precision)
-            for n in nodes(self.original.graph)
-        )
-        if precision is FLOAT16 or not gain or not opset:
-            return self.original
-        try:
-            return convert_opset(self.original, CONVOLUTION_OPSET)
-        except ModelError as error:
-            if opset >= BFLOAT16_OPSET:
-                return self.original
+        raised = self.given if self.wanted.precision is FLOAT16 else self._in_first_opset()
+        if opset_of(raised) != opset_of(self.original) and self.reference is not None:
+            with self.timer.stage("verify"):
+                found = compare(self.original, raised, folder=self.folder, reference=self.reference)
+            if found.passed is False:
+                raise ModelError(describe_change(self.original, raised, found.reason))
+        return raised
+
+    def _in_first_opset(self) -> onnx.ModelProto:
+        """Return the model in the first opset that has every operator in the dtype, as far as opsets have it at all.
+
+        An older one is taken where a node cannot be written in that one.
+        """
+        opset = opset_of(self.given)
+        first = {_first_opset(node, opset, self.wanted.precision) for node in nodes(self.given.graph)}
+        refusals: list[ModelError] = []
+        for newer in sorted(first - {opset}, reverse=True) if opset else ():
+            try:
+                raised = convert_opset(self.given, newer)
+            except ModelError as error:
+                refusals.append(error)
+            else:
+                state_ir_version(raised)
+                return raised
+        if refusals and opset < BFLOAT16_OPSET:
             raise UsageError(
-                f"the model has opset {opset}, whose operators have no bfloat16, and {error}; or ask for float16"
-            ) from error
+                f"the model has opset {opset}, whose operators have no bfloat16, and onnxfuse {refusals[0]}; "
+                "or ask for float16"
+            ) from refusals[0]
+        return self.given
 
     # --- what is known of the model --------------------------------------------------------------------------
 
@@ -292,7 +314,7 @@ class Halving:
         return HalfResult(
             self.wanted.precision.name, self.wanted.io, self.converted.nodes, self.converted.kept,
             reasons(self.converted.by_rule), weight_bytes(self.original), weight_bytes(written), (),
-            self.wanted.max_error, note,
+            self.wanted.max_error, note, added_masks=self.converted.added_masks,
         )  # fmt: skip
 
     def _errors(self, written: onnx.ModelProto) -> tuple[HalfError, ...]:
@@ -393,9 +415,12 @@ def _unexplained(tried: Mapping[int, HalfResult]) -> str:
     )
 
 
-def _takes(node: onnx.NodeProto, opset: int, precision: Precision) -> bool:
-    """Return whether the first input of an operator of ONNX may be in half precision in an opset."""
-    return is_onnx(node) and node.op_type not in STAY and 0 in half_inputs(node, opset, precision)
+def _first_opset(node: onnx.NodeProto, opset: int, precision: Precision) -> int:
+    """Return the first opset from `opset` on in which a node's first input may have the dtype; `opset` if none."""
+    if not is_onnx(node) or node.op_type in STAY:
+        return opset
+    opsets = (opset, *(newer for newer in RAISED_OPSETS if newer > opset))
+    return next((each for each in opsets if 0 in half_inputs(node, each, precision)), opset)
 
 
 def model_to_float32_exactly(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -17,12 +17,12 @@ from onnxfuse.choices import Choices, ChosenFuse, choices_of, read_choices
 from onnxfuse.dsl import catalogue
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.dsl.terms import OperatorSet
-from onnxfuse.emit_standard import in_newest_opset, in_standard_operators, what_was_written
+from onnxfuse.emit_standard import in_newest_opset, in_standard_operators, needs_newer_opset, what_was_written
 from onnxfuse.errors import ModelError, UsageError, VerificationError
 from onnxfuse.fuse_model import FusedModel, Progress, Regions, StageTimer, fuse_model
 from onnxfuse.half.result import HalfResult
 from onnxfuse.halving import Halving, Request, request
-from onnxfuse.ir.convert_opset import opset_of
+from onnxfuse.ir.convert_opset import describe_change, opset_of
 from onnxfuse.ir.digest import graph_digest
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.file_bytes import file_bytes
@@ -107,9 +107,9 @@ def optimize(
     progress  called with the stage, how much of it is done, and of how much
 
     Returns the model, in which each fused node calls a model-local function, and the report.  Raises ModelError if the
-    model cannot be read, or for emit="standard" not be converted to opset 24, UsageError for an unknown fusion or a
-    plan of another model, VerificationError if the models differ although no fusion and no folding causes it, or
-    `max_error` cannot be kept.
+    model cannot be read, or for emit="standard" has a node that cannot be written in opset 24, UsageError for an
+    unknown fusion or a plan of another model, VerificationError if the models differ although no fusion and no folding
+    causes it, or `max_error` cannot be kept.
     """
     if fallback not in ("onnx", "ort"):
         raise UsageError(f"fallback is 'onnx' or 'ort', not '{fallback}'")
@@ -207,19 +207,28 @@ def _optimize(
     with timer.stage("load"):
         original, folder = load(model)
     is_standard = operators == "standard"
-    source = in_newest_opset(original, folder) if is_standard else original
-    if half is not None and has_fused_nodes(source):  # whose bodies hold dtypes
-        source = in_operators(source, folder)[0]
+    source = original
+    if (is_standard or half) and has_fused_nodes(original):  # whose bodies hold dtypes, and operators of one opset
+        source = in_operators(original, folder)[0]
     choices = None if plan is None else read_choices(plan, original)
     options = _Options(
         fusions, operators, layout, regions, choices, verify, inputs, shapes, tolerance, opset_of(original), left_out
     )
-    halving, told = None, None
-    if half is None:
-        found = _fuse_verified(original, source, folder, options, timer)
-    else:
-        halving = Halving(source, folder, half, fusions, inputs, shapes, timer, verify)
-        found, folder, told = _fuse_in_half(halving, options)
+
+    def fuse_source(given: onnx.ModelProto) -> tuple[_Found, Path | None, Halving | None, HalfResult | None]:
+        if half is None:
+            return _fuse_verified(original, given, folder, options, timer), folder, None, None
+        halving = Halving(original, given, folder, half, fusions, inputs, shapes, timer, verify)
+        found, its_folder, told = _fuse_in_half(halving, options)
+        return found, its_folder, halving, told
+
+    fuse = functools.partial(
+        fuse_model, folder=folder, fusions=fusions, operators=operators, layout=layout, regions=regions, timer=timer
+    )
+    found, its_folder, halving, told = fuse_source(in_newest_opset(source, fuse) if is_standard else source)
+    is_raised = opset_of(found.model.written) > options.opset > 0
+    if is_standard and is_raised and not needs_newer_opset(found.model, options.opset):
+        found, its_folder, halving, told = fuse_source(source)
     result, taken_back, off = found.model, found.taken_back, found.switched_off
     first = halving.plain if halving else result
     known = {one.fusion for one in taken_back.dropped} | {name.partition(":")[0] for name in off}
@@ -236,7 +245,7 @@ def _optimize(
         count_operators(original, result.written), _assumed_sizes(result.written),
         _unmatched(result, fusions, only, known), off,
         gather_facts(original, result.written, path, fusions, _graphs(result), _why_not_fused(result)),
-        told, folder,
+        told, its_folder,
     )  # fmt: skip
     return result.written, report
 
@@ -340,14 +349,11 @@ def _unmatched(
 
 
 def _check_converted(verifier: Verifier, source: onnx.ModelProto) -> None:
-    """Raise ModelError if the model that is fused differs from the original as onnx converted it."""
-    converted = verifier.verify(source) if source is not verifier.original else NOT_VERIFIED
+    """Raise ModelError if the model that is fused differs from the original, which has an older opset."""
+    is_raised = opset_of(source) != opset_of(verifier.original)
+    converted = verifier.verify(source) if is_raised else NOT_VERIFIED
     if converted.passed is False:
-        old, new = opset_of(verifier.original), opset_of(source)
-        raise ModelError(
-            f"onnx's version converter changes the model from opset {old} to {new}: {converted.reason}; export it for "
-            f"opset {new}"
-        )
+        raise ModelError(describe_change(verifier.original, source, converted.reason))
 
 
 def _fuse(

@@ -16,6 +16,7 @@ from onnxfuse.half.operators import (
     MOVES,
     READS_ANY,
     STAY,
+    combines,
     half_inputs,
     half_outputs,
     is_onnx,
@@ -34,6 +35,7 @@ BITS_LEFT: Final = 3  # of a sum that is much smaller than its terms: one that k
 
 CANNOT: Final = "{precision} is no dtype of this operator in opset {opset}"
 COUNTS: Final = "it is computed from integers: positions and lengths"
+COMBINES: Final = "onnxruntime's CPU provider combines what is scattered in float32 alone"
 ANGLE: Final = "it is an angle, or its sine or cosine"
 EXACT: Final = "what is selected, or where is read, follows from it"
 VARIANCE: Final = "it is a variance, the difference of a mean of squares and a squared mean"
@@ -112,6 +114,8 @@ def _by_rule(scope: Scope, known: Known, scores: frozenset[int]) -> dict[int, st
             continue
         if is_onnx(node) and node.op_type in STAY:
             found[i] = STAY[node.op_type]
+        elif combines(node):
+            found[i] = COMBINES
         elif is_onnx(node) and not scope.real_inputs(i) and node.op_type not in FILLS:
             found[i] = COUNTS
         elif not _can(scope, known, i):

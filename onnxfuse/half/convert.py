@@ -16,9 +16,9 @@ from onnx import TensorProto
 from onnx.external_data_helper import uses_external_data
 
 from onnxfuse.half.choose import Choice, Known, choose, kept_nodes
-from onnxfuse.half.masks import MASKED_INPUTS
-from onnxfuse.half.operators import READS_ANY, half_inputs, half_outputs, is_onnx, label
-from onnxfuse.half.precision import REAL, Kept
+from onnxfuse.half.masks import MASKED_INPUTS, adding_masks
+from onnxfuse.half.operators import BROADCAST_MAX_OPSET, READS_ANY, half_inputs, half_outputs, is_onnx, label
+from onnxfuse.half.precision import FLOAT16, REAL, Kept
 from onnxfuse.half.scope import Scope
 from onnxfuse.half.weights import ScratchFolder
 from onnxfuse.ir.execution_order import outer_reads
@@ -40,6 +40,7 @@ class Converted:
     by_rule: tuple[Kept, ...]  # because of what they are
     types: Mapping[str, int]  # the dtypes that tensors of the main graph have now
     scratch: ScratchFolder | None = None
+    added_masks: int = 0  # softmaxes of which a row without a key has other weights than in float32
 
 
 def convert(model: onnx.ModelProto, types: Mapping[str, int], known: Known, io: Io = "float32") -> Converted:
@@ -57,7 +58,10 @@ def convert(model: onnx.ModelProto, types: Mapping[str, int], known: Known, io: 
     result.graph.CopyFrom(main.rewritten(io))
     scratch = known.weights.scratch
     folder = known.weights.folder if scratch is None else scratch.path
-    return Converted(result, folder, writer.nodes, tuple(writer.kept), tuple(writer.by_rule), main.present, scratch)
+    return Converted(
+        result, folder, writer.nodes, tuple(writer.kept), tuple(writer.by_rule), main.present, scratch,
+        writer.added_masks,
+    )  # fmt: skip
 
 
 @dataclass
@@ -70,6 +74,7 @@ class _Writer:
     nodes: int = 0
     kept: list[Kept] = field(default_factory=list)
     by_rule: list[Kept] = field(default_factory=list)
+    added_masks: int = 0
 
     def unique(self, stem: str) -> str:
         return take_name(self.names, stem)
@@ -105,6 +110,8 @@ class _Part:
         writer.by_rule += [
             Kept(label(self.graph.node[i]), self.graph.node[i].op_type, why) for i, why in self.choice.by_rule.items()
         ]
+        if writer.known.precision is FLOAT16:  # in bfloat16 a score beside the lowest number vanishes as in float32
+            writer.added_masks += sum(1 for _ in adding_masks(self.scope, self._is_lowest, self.choice.is_wide))
         result = copy_without(self.graph, "node", "initializer", "value_info", "input", "output")
         for value in self.graph.input:
             result.input.append(self._border(value, io))
@@ -260,6 +267,13 @@ class _Part:
             return seen is not None and seen.lowest < -self.writer.known.precision.largest
         return seen is None or seen.lowest < -self.writer.known.precision.limit
 
+    def _is_lowest(self, name: str) -> bool:
+        """Return whether a tensor holds, or is seen to hold, numbers below the range of half precision."""
+        known = self.writer.known
+        if name in self.clamped:
+            return bool((known.weights.value(self.scope.constants[name]) < -known.precision.largest).any())
+        return name in known.ranges and known.ranges[name].lowest < -known.precision.largest
+
     def _is_mask_input(self, reader: int, name: str) -> bool:
         node = self.graph.node[reader]
         places = MASKED_INPUTS.get(node.op_type, ())
@@ -267,10 +281,14 @@ class _Part:
 
     def _bounded(self, name: str) -> str:
         """Return a tensor whose finite values stay finite in half precision."""
-        lowest = np.array(-self.writer.known.precision.largest, np.float32)
-        bound = self.writer.unique(f"{name}_lowest")
-        self.weights[bound, FLOAT] = onnx.numpy_helper.from_array(lowest, bound)
+        lowest, known = -self.writer.known.precision.largest, self.writer.known
         result = self.writer.unique(f"{name}_bounded")
+        if known.opset < BROADCAST_MAX_OPSET:
+            its_name = self.writer.unique(f"Clip_{result}")
+            self.out.append(onnx.helper.make_node("Clip", [name], [result], its_name, min=lowest))
+            return result
+        bound = self.writer.unique(f"{name}_lowest")
+        self.weights[bound, FLOAT] = onnx.numpy_helper.from_array(np.array(lowest, np.float32), bound)
         self.out.append(onnx.helper.make_node("Max", [name, bound], [result], self.writer.unique(f"Max_{result}")))
         return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from onnxfuse.half.operators import is_onnx
@@ -29,6 +30,35 @@ def score_nodes(scope: Scope) -> frozenset[int]:
         if k < len(node.input) and node.input[k]
     ]
     return frozenset(scope.behind(starts, lambda i: _leads_on(scope, i)))
+
+
+def adding_masks(scope: Scope, is_lowest: Callable[[str], bool], is_wide: Callable[[int], bool]) -> Iterator[int]:
+    """Yield the softmaxes and attentions in half precision whose masks are added to scores, not put in their place.
+
+    Where all keys of a row are masked, float16 keeps the scores in such a sum, and float32 has the mask's number alone.
+
+    is_lowest  whether a tensor holds numbers below the range of half precision
+    is_wide    whether a node stays in float32
+    """
+    for i, node in enumerate(scope.nodes):
+        masked = [node.input[k] for k in MASKED_INPUTS.get(node.op_type, ()) if k < len(node.input)]
+        if not node.op_type.endswith("Attention"):  # which adds the mask that it reads
+            chain = scope.behind(masked, lambda j: _leads_on(scope, j))
+            sums = [scope.nodes[j] for j in chain if not is_wide(j) and _adds_to_scores(scope, j)]
+            masked = [name for each in sums for name in each.input]
+        if not is_wide(i) and _reaches(scope, masked, is_lowest):
+            yield i
+
+
+def _adds_to_scores(scope: Scope, i: int) -> bool:
+    is_sum = scope.nodes[i].op_type in ("Add", "Sub", "Sum")
+    return is_sum and not all(name in scope.counted for name in scope.real_outputs(i))
+
+
+def _reaches(scope: Scope, names: Sequence[str], is_lowest: Callable[[str], bool]) -> bool:
+    """Return whether tensors, or what they are computed from by the operators of masks, hold the lowest numbers."""
+    read = (name for i in scope.behind(names, lambda i: _leads_on(scope, i)) for name in scope.nodes[i].input)
+    return any(is_lowest(name) for name in (*names, *read))
 
 
 def _leads_on(scope: Scope, i: int) -> bool:

@@ -22,6 +22,12 @@ WITHOUT_BFLOAT16: Final = frozenset({  # those of them that onnxruntime 1.31 dec
     "BiasAdd", "BiasSplitGelu", "EmbedLayerNormalization", "FusedConv", "FusedGemm", "GroupNorm", "NhwcConv",
     "SkipGroupNorm",
 })  # fmt: skip
+# Operators that onnxruntime inlines, by their definition, where it has no kernel: the first opset whose operators have
+# the dtype there.
+DEFINED_SINCE: Final = {
+    ("Gelu", "float16"): 9, ("FastGelu", "bfloat16"): 13, ("Gelu", "bfloat16"): 13, ("QuickGelu", "bfloat16"): 13,
+    ("Clip", "bfloat16"): 16, ("SoftmaxCrossEntropyLoss", "bfloat16"): 16,
+}  # fmt: skip
 ONNXRUNTIME_ONLY: Final = frozenset({"LayerNormalization", "SimplifiedLayerNormalization", "Affine", "Scale"})
 STAY: Final = {  # operators that stay in float32 whatever they read, and why
     **dict.fromkeys(RANDOM_OPERATORS, "it draws random numbers"),
@@ -43,6 +49,7 @@ STAY: Final = {  # operators that stay in float32 whatever they read, and why
         ),
         "it has sequences or optional values",
     ),
+    "MeanVarianceNormalization": "its definition in ONNX adds a number of float32",
     "CumSum": "sums of many terms are kept exact",
     "Range": "it counts",
     "NonMaxSuppression": "it compares boxes in float32",
@@ -68,7 +75,14 @@ MOVES: Final = frozenset({
     "Slice", "Split", "Squeeze", "Tile", "Transpose", "Trilu", "Unsqueeze",
 })  # fmt: skip
 FILLS: Final = frozenset({"Cast", "Constant", "ConstantOfShape"})  # they write the dtype that an attribute names
+BROADCAST_MAX_OPSET: Final = 8  # the first opset whose Max and Min take operands of different shapes
 READS_ANY: Final = frozenset({"Cast", "Shape", "Size", "IsNaN", "IsInf"})  # whatever dtype they read
+
+
+def combines(node: onnx.NodeProto) -> bool:
+    """Return whether a scatter adds, multiplies or compares what it writes with what is there."""
+    reduction = next((each.s for each in node.attribute if each.name == "reduction"), b"none")
+    return is_onnx(node) and node.op_type in ("ScatterElements", "ScatterND") and reduction != b"none"
 
 
 def is_onnx(node: onnx.NodeProto) -> bool:
@@ -92,6 +106,8 @@ def _schema(op: str, opset: int) -> onnx.defs.OpSchema | None:
 def half_inputs(node: onnx.NodeProto, opset: int, precision: Precision) -> frozenset[int]:
     """Return the inputs, by position, that may have half precision; those of other dtypes may be among them."""
     every = frozenset(range(len(node.input)))
+    if opset < DEFINED_SINCE.get((node.op_type, precision.name), 0):
+        return frozenset()
     if not is_onnx(node):
         known = CONTRIB if precision.name == "float16" else CONTRIB - WITHOUT_BFLOAT16
         return every if node.domain == "com.microsoft" and node.op_type in known else frozenset()

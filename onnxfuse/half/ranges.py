@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import onnx
@@ -14,7 +14,9 @@ import onnx.helper
 import onnx.numpy_helper
 from onnx import TensorProto
 
+from onnxfuse.half.operators import BROADCAST_MAX_OPSET
 from onnxfuse.half.precision import REAL
+from onnxfuse.ir.convert_opset import opset_of
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.execution_order import reads
 from onnxfuse.ir.protos import copy_without
@@ -23,6 +25,8 @@ from onnxfuse.verify.cpu_session import open_session, run
 
 MAX_SLICE: Final = 2**28  # bytes of the weights of the nodes that run at a time
 MASKED: Final = 1e30  # numbers of this size only mask scores
+Line: TypeAlias = tuple[str, list[str], str, dict[str, Any]]  # operator, inputs, what its output is, and attributes
+
 KINDS: Final = ("lowest", "highest", "smallest")  # of the fields of Range, which each tensor's outputs are named after
 
 
@@ -139,7 +143,7 @@ def _piece_model(
     carried: Sequence[str],
 ) -> onnx.ModelProto:
     """Return a model of some nodes whose outputs are the ranges of what they compute, and what is carried on."""
-    result = copy_without(model, "graph")
+    result, opset = copy_without(model, "graph"), opset_of(model)
     graph = result.graph
     graph.name = "slice"
     graph.node.extend(piece)
@@ -155,17 +159,19 @@ def _piece_model(
     ]
     graph.initializer.extend([flat, zero, *bounds])
     for name in watched:
-        nodes: list[tuple[str, list[str], str, dict[str, Any]]] = [
+        nodes: list[Line] = [
             ("Cast", [name], "wide", {"to": TensorProto.FLOAT}),
             ("Reshape", [f"{name}::wide", "::flat"], "row", {}),
             ("Concat", [f"{name}::row", "::zero"], "padded", {"axis": 0}),  # an empty tensor has no largest element
-            ("Max", [f"{name}::padded", "::low"], "above", {}),
-            ("Min", [f"{name}::above", "::up"], "held", {}),
+            *_held(name, opset),
             ("ReduceMin", [f"{name}::held"], "lowest", {"keepdims": 0}),
             ("ReduceMax", [f"{name}::held"], "highest", {"keepdims": 0}),
             ("Abs", [f"{name}::held"], "size", {}),
             ("Greater", [f"{name}::size", "::zero"], "counts", {}),
-            ("Where", [f"{name}::counts", f"{name}::size", "::up"], "sizes", {}),
+            ("Not", [f"{name}::counts"], "is_zero", {}),
+            ("Cast", [f"{name}::is_zero"], "one_of_zero", {"to": TensorProto.FLOAT}),
+            ("Mul", [f"{name}::one_of_zero", "::up"], "up_of_zero", {}),
+            ("Add", [f"{name}::size", f"{name}::up_of_zero"], "sizes", {}),  # Where is younger than opset 7
             ("ReduceMin", [f"{name}::sizes"], "smallest", {"keepdims": 0}),
         ]
         for op, inputs, output, attributes in nodes:
@@ -173,6 +179,16 @@ def _piece_model(
         graph.output.extend(onnx.ValueInfoProto(name=f"{name}::{kind}") for kind in KINDS)
     graph.output.extend(onnx.ValueInfoProto(name=name) for name in carried)
     return result
+
+
+def _held(name: str, opset: int) -> list[Line]:
+    """Return the nodes that bring a tensor between the bounds."""
+    if opset < BROADCAST_MAX_OPSET:
+        return [("Clip", [f"{name}::padded"], "held", {"min": -MASKED, "max": MASKED})]
+    return [
+        ("Max", [f"{name}::padded", "::low"], "above", {}),
+        ("Min", [f"{name}::above", "::up"], "held", {}),
+    ]
 
 
 def _input(name: str, value: object, types: Mapping[str, int]) -> onnx.ValueInfoProto:

@@ -15,6 +15,7 @@ from onnxfuse.verify.noise import ROUNDINGS
 
 MAX_KEPT_SHOWN: Final = 10
 USUAL_FACTOR: Final = 3.0  # of the noise of half precision, below which an error needs no explanation
+ADDED_MASKS: Final = "where all keys of a row are masked, {} weights them by their scores, and float32 equally"
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class HalfResult:
     max_error: float | None = None
     note: str = ""  # how the errors were measured if not as usual, or why they were not
     scratch: ScratchFolder | None = None  # which holds converted external weights
+    added_masks: int = 0  # softmaxes of which a row without a key has other weights than in float32
 
     @property
     def worst(self) -> HalfError | None:
@@ -73,7 +75,7 @@ class HalfResult:
         return {
             "dtype": self.dtype, "io": self.io, "nodes": self.nodes, "kept": [asdict(each) for each in self.kept],
             "by_rule": dict(self.by_rule), "bytes_before": self.bytes_before, "bytes_after": self.bytes_after,
-            "max_error": self.max_error, "note": self.note,
+            "max_error": self.max_error, "note": self.note, "added_masks": self.added_masks,
             "errors": [{"name": e.name, "error": _finite(e.error), "noise": _finite(e.noise)} for e in self.errors],
         }  # fmt: skip
 
@@ -92,6 +94,8 @@ def half_lines(half: HalfResult | None) -> list[str]:
     if len(half.kept) > MAX_KEPT_SHOWN:
         lines.append(f"  {len(half.kept) - MAX_KEPT_SHOWN} more stay because of their values")
     lines += [f"  {count} stay in float32: {escape(reason)}" for reason, count in half.by_rule.items()]
+    if half.added_masks:
+        lines.append(f"  Masks added to scores: {half.added_masks}; {ADDED_MASKS.format(half.dtype)}")
     if (worst := half.worst) is not None:
         told = f"'{escape(worst.name)}' is off by {worst.error:.1e} of its largest value"
         lines.append(f"  {told}; the noise of {half.dtype} there is {worst.noise:.1e}")

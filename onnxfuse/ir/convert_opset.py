@@ -1,99 +1,221 @@
-"""Convert a model to a newer opset of ONNX by onnx's version converter."""
+"""Convert a model to a newer opset of ONNX, so that each node goes on meaning what it meant.
+
+From one version of an operator to the next, most only take more dtypes, which the schemas tell; `opset_adapters.py`
+rewrites the nodes whose meaning or form changes.  What neither covers is refused by name.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from typing import Final
+
 import onnx
-import onnx.version_converter
+import onnx.helper
+from onnx import TensorProto
+from onnx.defs import OpSchema
 
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.attributes import schema
 from onnxfuse.ir.inline_functions import inline_functions
-from onnxfuse.ir.load import EXTERNAL_THRESHOLD
-from onnxfuse.ir.protos import copy_without, nodes, overridable_initializers, replace_tensors
-from onnxfuse.ir.validate import ONNX_DOMAINS
+from onnxfuse.ir.opset_adapters import ADAPTERS, LACKING, NEUTRAL_DEFAULTS, Place, Refused, Surroundings
+from onnxfuse.ir.protos import graphs, nodes, overridable_initializers, subgraphs, tensors, without_initializers
+from onnxfuse.ir.validate import DTYPE_ATTRIBUTES, ONNX_DOMAINS, label
 
-ELSEWHERE = "elsewhere"  # where the converter is told that large weights lie, which it does not look at
-OLDEST_IR_VERSION = 8  # before version 4 the converter wants initializers among the inputs
+OLDEST_IR_VERSION: Final = 4  # before it, initializers have to be among the inputs
 
 
-def opset_of(model: onnx.ModelProto) -> int:
+def opset_of(model: onnx.ModelProto | onnx.FunctionProto) -> int:
     """Return the version of the ONNX domain; 0 if it is not imported."""
     return next((each.version for each in model.opset_import if each.domain in ONNX_DOMAINS), 0)
 
 
-def convert_opset(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
-    """Return a model in a newer opset; `model` stays as it is.  Its own functions are inlined.
+def convert_opset(model: onnx.ModelProto, opset: int, *, has_to_run: bool = True) -> onnx.ModelProto:
+    """Return a model in a newer opset; `model` stays as it is.  Its own functions are inlined where they can be.
 
-    Raises ModelError if onnx's version converter refuses the model, or a function cannot be inlined.
+    A model that has this opset, a newer one or none at all is returned as it is.  Raises ModelError, which names the
+    node, if a node cannot be written in the newer opset, or, where the result `has_to_run`, if onnxruntime has no
+    kernel for what it becomes.  The IR version is left to `state_ir_version`.
     """
-    if opset_of(model) in (0, opset):
+    old = opset_of(model)
+    if old == 0 or old >= opset:
         return model
-    refusal = f"cannot convert the model from opset {opset_of(model)} to {opset}"
-    inlined = inline_functions(model)
-    if inlined.model.functions:
-        kept = inlined.kept[0] if inlined.kept else f"its function '{inlined.model.functions[0].name}' is not inlined"
-        raise ModelError(f"{refusal}: {kept}")
-    light = replace_tensors(inlined.model, _without_values)
-    _drop_constant_inputs(light)
-    light.ir_version = max(light.ir_version, OLDEST_IR_VERSION)
-    try:
-        converted = onnx.version_converter.convert_version(light, opset)
-    except Exception as error:  # the converter raises RuntimeError, and what its adapters assert
-        line = str(error).strip().split("\n")[0]
-        raise ModelError(f"{refusal}: onnx's version converter says: {line}; export it for opset {opset}") from error
-    return _with_weights(converted, inlined.model)
+    source = inline_functions(model).model
+    result = without_initializers(source)
+    _drop_constant_inputs(result, source)
+    parts = [(result.graph, source), *((each, _as_model(each)) for each in result.functions)]
+    for part, model_of_part in parts:
+        around = Surroundings(model_of_part, opset, LACKING if has_to_run else {})
+        try:
+            _raise_nodes(part, opset_of(model_of_part), around)
+        except Refused as error:
+            raise ModelError(f"cannot convert the model from opset {old} to {opset}: {error}") from None
+    _set_opset(result, opset)
+    result.graph.initializer.extend(source.graph.initializer)
+    return result
+
+
+def describe_change(original: onnx.ModelProto, converted: onnx.ModelProto, reason: str) -> str:
+    """Return that a converted model differs from the original, as a sentence for users."""
+    old, new = opset_of(original), opset_of(converted)
+    return f"raising the opset from {old} to {new} changed the model: {reason}; please report this model"
 
 
 def lower_opset(model: onnx.ModelProto, oldest: int) -> None:
-    """Lower the opset of a converted model to the first one from `oldest` on that has all of its nodes.
-
-    From one opset to the next, the operators that both have mean the same from 23 on; some take more dtypes.
-    """
-    version = opset_of(model)
-    while version > oldest and all(_has_node(node, version - 1) for node in nodes(model.graph)):
+    """Lower the opset of a model to the first one from `oldest` on in which all of its nodes mean the same."""
+    version, dtypes = opset_of(model), _dtypes(model)
+    found = [each for each in nodes(model.graph, *model.functions) if each.domain in ONNX_DOMAINS]
+    while version > oldest and all(_has_node(each, version - 1, dtypes) for each in found):
         version -= 1
-    for each in model.opset_import:
-        if each.domain in ONNX_DOMAINS:
-            each.version = version
-    needed = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", version)])
+    _set_opset(model, version)
+    state_ir_version(model)
+
+
+def _set_opset(model: onnx.ModelProto, version: int) -> None:
+    for part in (model, *model.functions):
+        for each in part.opset_import:
+            if each.domain in ONNX_DOMAINS:
+                each.version = version
+
+
+def state_ir_version(model: onnx.ModelProto) -> None:
+    """Raise the IR version of a model to the first one that its opset may have."""
+    needed = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset_of(model))])
     model.ir_version = max(model.ir_version, needed)
 
 
-def _has_node(node: onnx.NodeProto, opset: int) -> bool:
-    """Return whether an opset has a node's operator with its inputs, outputs and attributes."""
-    if node.domain not in ONNX_DOMAINS:
-        return True
-    found = schema(node.op_type, opset)
-    if found is None:
-        return False
-    attributes = all(each.name in found.attributes for each in node.attribute)
-    return attributes and len(node.input) <= found.max_input and len(node.output) <= found.max_output
+def _as_model(function: onnx.FunctionProto) -> onnx.ModelProto:
+    """Return a model of the nodes of a function, whose inputs and outputs have no types."""
+    inputs, outputs = (
+        [onnx.ValueInfoProto(name=name) for name in names] for names in (function.input, function.output)
+    )
+    graph = onnx.GraphProto(node=function.node, input=inputs, output=outputs)
+    return onnx.ModelProto(opset_import=function.opset_import, graph=graph)
 
 
-def _without_values(tensor: onnx.TensorProto) -> onnx.TensorProto:
-    """Return a large tensor as an external one; the converter reads the values of small ones, such as axes."""
-    if len(tensor.raw_data) < EXTERNAL_THRESHOLD and not tensor.external_data:
-        return tensor
-    light = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
-    light.data_location = onnx.TensorProto.EXTERNAL
-    light.external_data.add(key="location", value=ELSEWHERE)
-    return light
-
-
-def _drop_constant_inputs(model: onnx.ModelProto) -> None:
+def _drop_constant_inputs(model: onnx.ModelProto, source: onnx.ModelProto) -> None:
     """Remove from the inputs of a model before IR version 4 the initializers, which no caller can override there."""
-    constants = {tensor.name for tensor in model.graph.initializer} - overridable_initializers(model)
+    constants = {tensor.name for tensor in source.graph.initializer} - overridable_initializers(source)
     inputs = [each for each in model.graph.input if each.name not in constants]
     del model.graph.input[:]
     model.graph.input.extend(inputs)
+    model.ir_version = max(model.ir_version, OLDEST_IR_VERSION)
 
 
-def _with_weights(converted: onnx.ModelProto, original: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the converted graph with the weights of the original, and its metadata, which the converter drops."""
-    weights = {tensor.name: tensor for tensor in original.graph.initializer}
-    result = copy_without(original, "graph", "opset_import", "ir_version")
-    result.ir_version = converted.ir_version
-    result.opset_import.extend(converted.opset_import)
-    result.graph.CopyFrom(copy_without(converted.graph, "initializer"))
-    result.graph.initializer.extend(weights.get(each.name, each) for each in converted.graph.initializer)
-    return result
+# --- up ----------------------------------------------------------------------------------------------------------
+
+
+def _raise_nodes(part: onnx.GraphProto | onnx.FunctionProto, opset: int, around: Surroundings) -> None:
+    """Write all nodes of a graph or function, which are in `opset`, as the newer opset has them."""
+    written = [_raised(node, opset, around) for node in part.node]
+    if any(len(each) > 1 for each in written):
+        nodes_in_order = [node for each in written for node in each]
+        del part.node[:]
+        part.node.extend(nodes_in_order)
+
+
+def _raised(node: onnx.NodeProto, opset: int, around: Surroundings) -> list[onnx.NodeProto]:
+    """Write a node in place as the newer opset has it, version by version; return it with those that it needs."""
+    for inner in subgraphs(node):
+        _raise_nodes(inner, opset, around)
+    before: list[onnx.NodeProto] = []
+    after: list[onnx.NodeProto] = []
+    name, op = label(node), node.op_type
+    while node.domain in ONNX_DOMAINS and (version := _next_version(node.op_type, opset, around.opset)):
+        place = Place(node, around)
+        try:
+            _adapt(place, version)
+        except Refused as error:
+            raise Refused(f"{name} ({op}): {error}" if node.name else f"{name}: {error}") from None
+        before += [each for new in place.before for each in _raised(new, version, around)]
+        after = [each for new in place.after for each in _raised(new, version, around)] + after
+        opset = version
+    return [*before, node, *after]
+
+
+def _adapt(place: Place, version: int) -> None:
+    op = place.node.op_type
+    if place.around.lacking.get(op) == version:
+        raise Refused(f"onnxruntime has no kernel for {op} from opset {version} on")
+    if (op, version) in ADAPTERS:
+        ADAPTERS[op, version](place)
+    elif differences := changes(op, version):
+        raise Refused(f"opset {version} changes {differences[0]}, and onnxfuse has no rewriting for that")
+
+
+@functools.cache
+def _next_version(op: str, opset: int, newest: int) -> int | None:
+    """Return the next opset up to `newest` that has another version of an operator."""
+    return next((version for version in range(opset + 1, newest + 1) if _is_changed(op, version)), None)
+
+
+@functools.cache
+def _is_changed(op: str, version: int) -> bool:
+    """Return whether an opset has another version of an operator than the one before it."""
+    old, new = schema(op, version - 1), schema(op, version)
+    if old is None:  # an operator of onnxruntime's own
+        return (op, version) in ADAPTERS or LACKING.get(op) == version
+    return new is None or old.since_version != new.since_version
+
+
+@functools.cache
+def changes(op: str, version: int) -> tuple[str, ...]:
+    """Return what an opset changes in an operator besides more dtypes, optional inputs and neutral attributes."""
+    old, new = schema(op, version - 1), schema(op, version)
+    if old is None or new is None or new.deprecated:
+        return (f"{op}, which one of both opsets does not have",)
+    return tuple(_changed_attributes(old, new)) + tuple(_changed_operands(old, new))
+
+
+def _changed_attributes(old: OpSchema, new: OpSchema) -> Iterator[str]:
+    for name in sorted({*old.attributes, *new.attributes}):
+        before, after = old.attributes.get(name), new.attributes.get(name)
+        if before is None and after is not None:
+            is_same = not after.required and (not after.default_value.name or (old.name, name) in NEUTRAL_DEFAULTS)
+        else:
+            is_same = before is not None and after is not None and before.default_value == after.default_value
+        if not is_same:
+            yield f"the attribute '{name}' of {old.name}"
+
+
+def _changed_operands(old: OpSchema, new: OpSchema) -> Iterator[str]:
+    optional = OpSchema.FormalParameterOption.Optional
+    for what, before, after in (("input", old.inputs, new.inputs), ("output", old.outputs, new.outputs)):
+        for one, other in zip(before, after, strict=False):
+            if not set(one.types) <= set(other.types) or other.option not in (one.option, optional):
+                yield f"the {what} '{one.name}' of {old.name}"
+        rest = (*before[len(after) :], *(each for each in after[len(before) :] if each.option != optional))
+        yield from (f"the {what} '{each.name}' of {old.name}" for each in rest)
+
+
+# --- down --------------------------------------------------------------------------------------------------------
+
+
+def _has_node(node: onnx.NodeProto, opset: int, dtypes: frozenset[str]) -> bool:
+    """Return whether an opset has a node as the next one has it, with dtypes of the model."""
+    op = node.op_type
+    if not _is_changed(op, opset + 1):
+        return schema(op, opset) is not None or schema(op, opset + 1) is None
+    old = schema(op, opset)
+    if old is None or (op, opset + 1) in ADAPTERS or changes(op, opset + 1) or _widened(op, opset + 1) & dtypes:
+        return False
+    attributes = all(each.name in old.attributes for each in node.attribute)
+    return attributes and len(node.input) <= old.max_input and len(node.output) <= old.max_output
+
+
+@functools.cache
+def _widened(op: str, version: int) -> frozenset[str]:
+    """Return the dtypes that an opset adds to those of an operator."""
+    old, new = schema(op, version - 1), schema(op, version)
+    assert old is not None and new is not None
+    formals = zip((*old.inputs, *old.outputs), (*new.inputs, *new.outputs), strict=False)
+    return frozenset(dtype for before, after in formals for dtype in set(after.types) - set(before.types))
+
+
+def _dtypes(model: onnx.ModelProto) -> frozenset[str]:
+    """Return the dtypes of what a model reads, holds and casts to, as schemas name tensors of them."""
+    found = {each.data_type for each in tensors(model.graph, *model.functions)}
+    found |= {each.type.tensor_type.elem_type for part in graphs(model.graph) for each in (*part.input, *part.output)}
+    attributes = (each for node in nodes(model.graph, *model.functions) for each in node.attribute)
+    found |= {each.i for each in attributes if each.name in DTYPE_ATTRIBUTES}
+    return frozenset(f"tensor({TensorProto.DataType.Name(number).lower()})" for number in found)

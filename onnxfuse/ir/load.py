@@ -77,8 +77,7 @@ def _check(model: onnx.ModelProto, folder: Path | None, name: str) -> None:
         raise ModelError(f"{name} imports no opset of the ONNX domain; expected one of {SUPPORTED_TEXT}")
     if versions and versions[0] not in SUPPORTED_OPSETS:
         raise ModelError(
-            f"{name} has opset {versions[0]}; supported are {SUPPORTED_TEXT}: "
-            "export it again, or use onnx.version_converter.convert_version(model, 17)"
+            f"{name} has opset {versions[0]}; supported are {SUPPORTED_TEXT}: export it again for one of these"
         )
     check_expanded(model, name)
     _check_names(model.graph, {}, frozenset(), name)

@@ -90,7 +90,7 @@ def _is_square(graph: Graph, tensor: Tensor) -> bool:
 def _canonicalize_reduction(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     """Call the last axis -1, and keep it where a view puts it back."""
     rank, axes = shapes.rank(node.inputs[0]), attribute_or_input(graph, node, "axes")
-    if not rank or axes not in ([-1], [rank - 1]):
+    if not rank or not isinstance(axes, list) or axes not in ([-1], [rank - 1]):  # a tensor is known in a run only
         return False
     renamed = axes != [-1] and _name_last_axis(graph, node)
     return _keep_axis(graph, shapes, node) or renamed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -13,9 +14,11 @@ from click.testing import CliRunner
 from exported_models import load_exported
 from onnx import TensorProto, numpy_helper
 
-from onnxfuse import UsageError, VerificationError, optimize
+from onnxfuse import ModelError, UsageError, VerificationError, optimize
 from onnxfuse.cli import main
+from onnxfuse.half.result import half_lines
 from onnxfuse.half.widening import fewest
+from onnxfuse.ir.opset_adapters import ADAPTERS, Place
 from onnxfuse.report.report import Report
 
 HEAD = '<ir_version: {ir}, opset_import: ["" : {opset}]>'
@@ -221,6 +224,86 @@ def test_a_variance_that_is_a_difference_of_means_stays(dtype: str) -> None:
     assert not report.half.kept
 
 
+@pytest.mark.parametrize(
+    ("opset", "dtype", "line", "reason"),
+    [
+        (15, "float16", "y = MeanVarianceNormalization (x)", "its definition in ONNX adds a number of float32"),
+        (8, "float16", "y = com.microsoft.Gelu (x)", "float16 is no dtype of this operator in opset 8"),
+        (12, "bfloat16", "y = com.microsoft.QuickGelu (x)", "bfloat16 is no dtype of this operator in opset 12"),
+        (18, "float16", 'y = ScatterND <reduction = "add"> (x, i, u)', "onnxruntime's CPU provider combines what is s"),
+    ],
+)
+def test_what_onnxruntime_does_not_take_in_half_precision_stays(
+    opset: int, dtype: Literal["float16", "bfloat16"], line: str, reason: str
+) -> None:
+    text = f"g (float[2,3,4,4] x) => (float[2,3,4,4] y) <int64[1,1] i = {{0}}, float[1,3,4,4] u> {{ {line} }}"
+    source = parse(text, opset)
+    source.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
+    _, report = optimize(source, dtype=dtype, only=["layer_norm"])
+    assert report.verified.status == "verified"
+    assert report.half is not None
+    assert report.half.errors
+    assert next(iter(report.half.by_rule)).startswith(reason)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_linear_resize_of_opset_10_keeps_its_coordinates(dtype: Literal["float16", "bfloat16"]) -> None:
+    text = """
+    resized (float[1,3,8,8] x) => (float[1,4,16,16] y)
+    <float[4,3,3,3] w, float[4] scales = {1, 1, 2, 2}>
+    {
+      c = Conv <pads = [1, 1, 1, 1]> (x, w)
+      y = Resize <mode = "linear"> (c, scales)
+    }
+    """
+    model, report = optimize(parse(text, 10), dtype=dtype)
+    assert {o.domain: o.version for o in model.opset_import}[""] == (10 if dtype == "float16" else 22)
+    assert report.verified.status == "verified"
+    assert worst_factor(report) < 3
+    assert not report.half or not report.half.note
+
+
+@pytest.mark.parametrize(
+    "options", [{"dtype": "bfloat16"}, {"emit": "standard"}, {"dtype": "float16", "emit": "standard"}]
+)
+def test_a_raised_model_is_compared_with_the_file_that_was_given(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As onnx's version converter does, this adapter loses the coordinates."""
+    text = """
+    resized (float[1,3,8,8] x) => (float[1,4,16,16] y)
+    <float[4,3,3,3] w, float[4] scales = {1, 1, 2, 2}>
+    {
+      c = Conv <pads = [1, 1, 1, 1]> (x, w)
+      u = Resize <mode = "linear"> (c, scales)
+      g = Sigmoid (u)
+      y = Mul (u, g)
+    }
+    """
+
+    def without_coordinates(place: Place) -> None:
+        del place.node.input[1:]
+        place.node.input.extend(["", "scales"])
+
+    monkeypatch.setitem(ADAPTERS, ("Resize", 11), without_coordinates)
+    with pytest.raises(ModelError, match=r"raising the opset from 10 to 2[24] changed the model: output 'y' is off by"):
+        optimize(parse(text, 10), **options)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "wanted"),
+    [
+        ("h = MatMul (x, w)  y = Relu (h)", 14),
+        ("h = MatMul (x, w)  y = Clip <min = 0.0> (h)", 16),
+        ("h = MatMul (x, w)  r = RandomNormalLike (h)  y = Add (h, r)", 14),
+    ],
+)
+def test_bfloat16_raises_the_opset_as_far_as_operators_need(nodes: str, wanted: int) -> None:
+    source = parse(f"g (float[n,8] x) => (float[n,8] y) <float[8,8] w> {{ {nodes} }}", 9)
+    model, _ = optimize(source, dtype="bfloat16", verify=False)
+    assert {o.domain: o.version for o in model.opset_import}[""] == wanted
+
+
 def test_what_exceeds_float16_stays_in_float32_around_that_tensor() -> None:
     source = parse(LARGE, second=np.eye(8) * 1e5)
     x = np.random.default_rng(1).standard_normal((4, 8)).astype(np.float32)
@@ -356,6 +439,99 @@ def test_masks_mean_what_they_meant(dtype: str, lowest: float) -> None:
     assert worst_factor(report) < 3
 
 
+LEFT_PADDING = """
+decoder (float[batch,2,seq,8] q, float[batch,2,seq,8] k, float[batch,2,seq,8] v, int64[batch,seq] attention_mask)
+ => (float[batch,2,seq,8] y)
+<float one = {1}, float lowest = {-3.4028235e38}, float scale = {0.35355339}, int64[2] axes = {1, 2}, int64 above = {1}>
+{
+  kt = Transpose <perm = [0, 1, 3, 2]> (k)
+  product = MatMul (q, kt)
+  scores = Mul (product, scale)
+  wide = Unsqueeze (attention_mask, axes)
+  number = Cast <to = 1> (wide)
+  hidden = Sub (one, number)
+  padding = Mul (hidden, lowest)
+  length = Shape <start = 2, end = 3> (q)
+  square = Concat <axis = 0> (length, length)
+  filled = ConstantOfShape <value = float[1] {-3.4028235e38}> (square)
+  causal = Trilu <upper = 1> (filled, above)
+  mask = Add (causal, padding)
+  masked = Add (scores, mask)
+  p = Softmax <axis = -1> (masked)
+  y = MatMul (p, v)
+}
+"""
+
+
+def as_native(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a model of float16 that has the nodes of one of float32, as its exporter would write it."""
+
+    def halved(tensor: onnx.TensorProto) -> onnx.TensorProto:
+        value = numpy_helper.to_array(tensor).clip(-65504, 65504).astype(np.float16)
+        return numpy_helper.from_array(value, tensor.name)
+
+    for value in (*model.graph.input, *model.graph.output):
+        if value.type.tensor_type.elem_type == TensorProto.FLOAT:
+            value.type.tensor_type.elem_type = TensorProto.FLOAT16
+    fills = [each.t for node in model.graph.node for each in node.attribute if each.HasField("t")]
+    for tensor in (*model.graph.initializer, *fills):
+        if tensor.data_type == TensorProto.FLOAT:
+            tensor.CopyFrom(halved(tensor))
+    return model
+
+
+def test_rows_of_padding_on_the_left_are_told_and_those_of_native_exports() -> None:
+    """Causal mask and padding leave no key to the queries of padding: float16 keeps their scores beside -65504."""
+    random = np.random.default_rng(1)
+    feeds = {name: random.standard_normal((2, 2, 6, 8)).astype(np.float32) for name in "qkv"}
+    feeds["attention_mask"] = np.array([[0, 0, 0, 1, 1, 1], [1] * 6])
+    model, report = optimize(parse(LEFT_PADDING), dtype="float16", io="half", inputs=feeds)
+    halves = {name: value.astype(np.float16) if value.dtype == np.float32 else value for name, value in feeds.items()}
+    y, expected = run(model, **halves)[0], run(parse(LEFT_PADDING), **feeds)[0]
+    assert np.isfinite(y).all()
+    np.testing.assert_allclose(y[0, :, 3:], expected[0, :, 3:], atol=5e-3)
+    np.testing.assert_allclose(y[1], expected[1], atol=5e-3)
+    assert np.abs(y[0, :, :3] - expected[0, :, :3]).max() > 0.1, "not those of float32"
+    native, _ = optimize(as_native(parse(LEFT_PADDING.replace("to = 1>", "to = 10>"))))
+    np.testing.assert_allclose(y, run(native, **halves)[0], atol=5e-3)
+    assert report.half is not None
+    assert report.half.added_masks == 1
+    assert any("float16 weights them by their scores" in line for line in half_lines(report.half))
+    _, report = optimize(parse(LEFT_PADDING), dtype="bfloat16", verify=False)
+    assert report.half is not None
+    assert report.half.added_masks == 0
+
+
+ALL_MASKED = """
+masked (float[2,4] scores, bool[2,4] keep, float[4,8] v) => (float[2,8] y)
+<float lowest = {-3.4028235e38}, float zero = {0}>
+{
+  replaced = Where (keep, scores, lowest)
+  mask = Where (keep, zero, lowest)
+  added = Add (scores, mask)
+  p = Softmax <axis = -1> (FORM)
+  y = MatMul (p, v)
+}
+"""
+
+
+@pytest.mark.parametrize("form", ["replaced", "added"])
+def test_the_report_counts_the_masks_whose_rows_differ(form: str) -> None:
+    """Scores that a mask replaces are equal in float16 too, where no rewriting has made a sum of it."""
+    random = np.random.default_rng(2)
+    feeds = {
+        "scores": random.standard_normal((2, 4)).astype(np.float32), "keep": np.array([[False] * 4, [True] * 4]),
+        "v": random.standard_normal((4, 8)).astype(np.float32),
+    }  # fmt: skip
+    source = parse(ALL_MASKED.replace("FORM", form))
+    model, report = optimize(source, dtype="float16", inputs=feeds)
+    error = np.abs(run(model, **feeds)[0] - run(source, **feeds)[0]).max(axis=1)
+    assert report.half is not None
+    assert report.half.added_masks == (error[0] > 0.02)
+    assert error[1] < 5e-3
+    assert form == "replaced" or report.half.added_masks
+
+
 def test_a_sequence_of_which_nothing_counts_has_finite_outputs() -> None:
     """Its keys are all masked alike; which of them count is not defined, as in exports in half precision."""
     x = np.random.default_rng(1).standard_normal((1, 5, 16)).astype(np.float32)
@@ -379,6 +555,21 @@ def test_a_mask_that_callers_add_to_scores_stays_finite() -> None:
     feeds = {"scores": scores, "mask": mask}
     model, _ = optimize(parse(text), dtype="float16", inputs=feeds)
     assert np.isfinite(run(model, **feeds)[0]).all()
+
+
+def test_masks_and_ranges_at_the_oldest_opset() -> None:
+    """Opset 7 has no Where, and its Max takes equal shapes."""
+    text = "masked (float[2,4] scores, float[2,4] mask) => (float[2,4] y) { s = Add (scores, mask)  y = Softmax (s) }"
+    mask = np.array([[0, 0, 0, -1e30]] * 2, np.float32)
+    feeds = {"scores": np.ones((2, 4), np.float32), "mask": mask}
+    model, report = optimize(parse(text, 7), dtype="float16", inputs=feeds)
+    np.testing.assert_allclose(run(model, **feeds)[0], run(parse(text, 7), **feeds)[0], atol=1e-3)
+    assert report.verified.status == "verified"
+    assert report.half is not None
+    assert not report.half.note
+    large = parse("large (float[2,4] x) => (float[2,4] y) { s = Mul (x, x)  y = Sqrt (s) }", 7)
+    _, report = optimize(large, dtype="float16", inputs={"x": np.full((2, 4), 1e4, np.float32)})
+    assert "'s' reaches 1e+08" in kept(report).values()
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
