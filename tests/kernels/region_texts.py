@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -36,23 +37,30 @@ def refused(kernels: Mapping[str, Kernel], arch: int) -> dict[str, str]:
         by_flags.setdefault(nvrtc.compile_flags(kernel), {})[entry] = kernel
     found: dict[str, str] = {}
     for flags, group in by_flags.items():
-        found |= _refused(joined(group), [f"-arch=compute_{arch}", *flags])
+        messages = _messages(joined(group), [f"-arch=compute_{arch}", *flags])
+        begins = [*(each.start() for each in MESSAGE.finditer(messages)), len(messages)]
+        assert begins[1:] or not messages, messages
+        parts = [messages[begin:end] for begin, end in itertools.pairwise(begins)]
+        found |= {own[1]: part for part in reversed(parts) if (own := MESSAGE.match(part))}
     return found
 
 
-def _refused(text: str, flags: Iterable[str]) -> dict[str, str]:
+def refused_alone(kernel: Kernel, arch: int) -> str:
+    """Return the compiler's messages on any kernel; nothing if it compiles."""
+    flags = f"-arch={nvrtc.arch_name(kernel, arch).replace('sm_', 'compute_')}", *nvrtc.compile_flags(kernel)
+    return _messages(nvrtc.kernel_text(kernel), flags)
+
+
+def _messages(text: str, flags: Iterable[str]) -> str:
+    """Return what NVRTC says of a text that it refuses."""
     library: Any = __import__("cuda.bindings.nvrtc", fromlist=["nvrtc"])
-    all_flags = [*flags, *nvrtc.COMMON_FLAGS, *nvrtc._cuda_include_flags(), "-fdevice-syntax-only"]
-    program = library.nvrtcCreateProgram(text.encode(), b"regions", 0, [], [])[1]
-    (code,) = library.nvrtcCompileProgram(program, len(all_flags), [flag.encode() for flag in all_flags])
-    log = bytes(library.nvrtcGetProgramLogSize(program)[1])
-    library.nvrtcGetProgramLog(program, log)
-    library.nvrtcDestroyProgram(program)
-    if code == library.nvrtcResult.NVRTC_SUCCESS:
-        return {}
-    messages = log.rstrip(b"\0").decode()
-    begins = [found.start() for found in MESSAGE.finditer(messages)]
-    assert begins, messages
-    ends = [*begins[1:], len(messages)]
-    each = [messages[begin:end] for begin, end in zip(begins, ends, strict=True)]
-    return {found[1]: text for text in reversed(each) if (found := MESSAGE.match(text))}
+    given = [*flags, *nvrtc.COMMON_FLAGS, *nvrtc._cuda_include_flags()]
+    for own in ([*given, "-fdevice-syntax-only"], given):  # older versions generate code
+        program = library.nvrtcCreateProgram(text.encode(), b"regions", 0, [], [])[1]
+        (code,) = library.nvrtcCompileProgram(program, len(own), [flag.encode() for flag in own])
+        log = bytes(library.nvrtcGetProgramLogSize(program)[1])
+        library.nvrtcGetProgramLog(program, log)
+        library.nvrtcDestroyProgram(program)
+        if code != library.nvrtcResult.NVRTC_ERROR_INVALID_OPTION:
+            break
+    return "" if code == library.nvrtcResult.NVRTC_SUCCESS else log.rstrip(b"\0").decode()
