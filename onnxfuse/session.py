@@ -23,10 +23,12 @@ except ImportError as error:
 
 from onnxfuse.ir.load import read
 from onnxfuse.runtime import planner
-from onnxfuse.runtime.custom_ops import register_operators
+from onnxfuse.runtime.body_runs import keep_bodies
+from onnxfuse.runtime.custom_ops import register_operators, registered_operators
 from onnxfuse.runtime.environment import ALL_OPTIMIZATIONS
 from onnxfuse.runtime.external_data import configured_folder, external_data_folder, external_files, file_outside
 from onnxfuse.runtime.fused_calls import Call, read_calls, read_model, split_functions
+from onnxfuse.runtime.kernel_failures import Place, place_of, why_body
 from onnxfuse.runtime.loaded_plans import use_plans
 from onnxfuse.runtime.loaded_templates import GivenTemplate
 from onnxfuse.runtime.plan import Aim
@@ -98,6 +100,8 @@ def InferenceSession(
             matrices then leave more of the GPU to other runs (on Hopper GPUs), and a single run takes longer.
             Measurements do not count, because they are of kernels alone. A plan file is for sessions of one aim.
 
+    A node whose kernel does not compile, now or at sizes that it meets later, runs its body there; a warning says so.
+
     Other arguments are those of onnxruntime.InferenceSession. Threads may share `sess_options` here, but not with
     onnxruntime.InferenceSession at the same time. If nodes run as kernels, `enable_fallback` is 0 unless it is given,
     and `set_providers` with other providers fails, because these have no kernels.
@@ -156,22 +160,42 @@ def open_session(
     outside = file_outside(path.parent, files) if path and not configured_folder(options) else None
     why_alike = f"; nodes cannot differ, as '{outside}' leads out of the model's folder" if outside else None
     reasons, preferred = _kernel_or_body(model, calls, given, target, prefer, why_alike)
-    mixed = [call for call, why in zip(calls, reasons, strict=True) if why and _has_kernel(call.op, calls, reasons)]
+    # What these options have registered before its kernel failed is called by another name.
+    failed = registered_operators(options) if outside is None else frozenset()
+    mixed = [
+        call
+        for call, why in zip(calls, reasons, strict=True)
+        if why and (_has_kernel(call.op, calls, reasons) or (call.op in failed and _fails(target, call)))
+    ]
     folder = path.parent if path and mixed and files else None
     if mixed:
         source = split_functions(model, mixed, read(source)).SerializeToString()
     kernels = [call for call, why in zip(calls, reasons, strict=True) if why is None]
-    bodies = {call.op for call in calls} - {call.op for call in kernels}
+    bodies = {call.op for call in calls} - {call.op for call in (*kernels, *mixed)}
     register_operators(options, target, kernels, bodies, choice)
     if kernels:
         arguments.setdefault("enable_fallback", 0)
     is_observed = choice == "observed" and isinstance(target, Target) and bool(kernels)
     make = partial(CountedSession, background.runs) if is_observed else ort.InferenceSession
+    _keep_bodies(model, kernels, target)
     with preparation(kernels, target, choice), external_data_folder(folder, options, shared=sess_options is not None):
         session = make(source, options, providers, provider_options, **arguments)
     if _stamp(path) != stamp:
         raise ModelError(f"'{path}' was written to while it was loaded; make the session again")
-    record_dispatches(session, _dispatches(calls, reasons, preferred, given, target))
+    if outside is None and _any_fails(calls, reasons, given, target):
+        del session  # in the next one, onnxruntime has the bodies of these nodes
+        return open_session(
+            path_or_bytes,
+            sess_options,
+            providers,
+            provider_options,
+            prefer=prefer,
+            choice=choice,
+            plan_file=plan_file,
+            aim=aim,
+            **arguments,
+        )
+    record_dispatches(session, _dispatches(calls, reasons, preferred, given, target), _places(calls, reasons, target))
     if isinstance(target, Target) and is_observed:
         background.add(session, target.provider)
     elif choice == "observed":
@@ -226,12 +250,16 @@ def register(
     target, given = _find_plans(proto, calls, target, choice, plan_file)
     reasons, preferred = _kernel_or_body(proto, calls, given, target, prefer, "")
     kernels = [call for call, why in zip(calls, reasons, strict=True) if why is None]
-    bodies = {call.op for call in calls} - {call.op for call in kernels}
-    register_operators(session_options, target, kernels, bodies, choice)
+    _keep_bodies(proto, kernels, target)
     with preparation(kernels, target, choice):
         pass
+    if _any_fails(calls, reasons, given, target):
+        reasons, preferred = _kernel_or_body(proto, calls, given, target, prefer, "")
+        kernels = [call for call, why in zip(calls, reasons, strict=True) if why is None]
+    bodies = {call.op for call in calls} - {call.op for call in kernels}
+    register_operators(session_options, target, kernels, bodies, choice)
     dispatches = _dispatches(calls, reasons, preferred, given, target)
-    record_dispatches(session_options, dispatches)
+    record_dispatches(session_options, dispatches, _places(calls, reasons, target))
     return dispatches
 
 
@@ -316,7 +344,7 @@ def _reasons(
     if missing:
         log.warning("%d fused nodes are not in plan files, and run as their bodies: %s", given.count(None), missing)
     return [
-        why_not_as_kernel(call) if template else missing or why_no_kernel(call, device)
+        why_not_as_kernel(call) if template else missing or why_no_kernel(call, device) or why_body(call.node, device)
         for call, template in zip(calls, given, strict=True)
     ]
 
@@ -337,6 +365,37 @@ def _preferred(
         if each and not each.kernel and reasons[i] is None and call.has_body:
             reasons[i] = each.why
     return found
+
+
+def _keep_bodies(model: onnx.ModelProto, kernels: Sequence[Call], target: Target | NoTarget) -> None:
+    """Keep the bodies of nodes that run as kernels, for runs in which one fails."""
+    if isinstance(target, Target):
+        keep_bodies(model, [(call.node, call.proto) for call in kernels], target.device)
+
+
+def _fails(target: Target | NoTarget, call: Call) -> bool:
+    """Return whether all kernels of a node have failed."""
+    return isinstance(target, Target) and why_body(call.node, target.device) is not None
+
+
+def _any_fails(
+    calls: Sequence[Call],
+    reasons: Sequence[str | None],
+    given: Sequence[GivenTemplate | None],
+    target: Target | NoTarget,
+) -> bool:
+    """Return whether all kernels of a node that runs as one have failed; those of plan files are compiled."""
+    rows = zip(calls, reasons, given, strict=True)
+    return any(why is None and template is None and _fails(target, call) for call, why, template in rows)
+
+
+def _places(calls: Sequence[Call], reasons: Sequence[str | None], target: Target | NoTarget) -> list[Place | None]:
+    """Return by node where a failure of its kernels is noted; None if its body runs."""
+    device = target.device if isinstance(target, Target) else None
+    return [
+        place_of(call.node, device) if device and why is None else None
+        for call, why in zip(calls, reasons, strict=True)
+    ]
 
 
 def _choices(tune: TunePolicy) -> tuple[Prefer | None, PlanChoice]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,8 +13,9 @@ from onnxfuse.kernels.attention.cache import Cache, append
 from onnxfuse.kernels.attention.implementations import MAX_IMPLEMENTATIONS, implementations
 from onnxfuse.kernels.attention.operands import LAYOUTS, attention_of, operands_of, unsupported
 from onnxfuse.kernels.attention.problem import Attention
+from onnxfuse.kernels.epilogue_node import moved
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import ITEM_BYTES, required_spec, unsupported_choice
+from onnxfuse.kernels.tensors import ITEM_BYTES, element_count, required_spec, unsupported_choice
 from onnxfuse.runtime.plan import Device, FusedNode, NoAlias, Plan, Pointer, TensorSpec
 from onnxfuse.runtime.symint import expect_equal, for_later_plans, is_symbolic, maximum
 
@@ -23,14 +25,13 @@ PASTS: Final = (("past_key", "k"), ("past_value", "v"))  # each past cache, and 
 
 def unsupported_cache(node: FusedNode, input_dtypes: Sequence[str]) -> str | None:
     """Return why no kernel computes attention over these caches; None if one does."""
-    if len(node.output_dtypes) != 1 + len(PASTS):
-        return f"{node.fusion}: it has {len(node.output_dtypes)} outputs; the kernels write the result and both caches"
     choices = {"cache_layout": tuple(ROW_AXIS), "k_layout": LAYOUTS, "v_layout": LAYOUTS}
     for choice, known in choices.items():
         if why := unsupported_choice(node, choice, known, known[0]):
             return why
     dtypes = dict(zip(node.operands, input_dtypes, strict=True))
-    for (past, new), present in zip(PASTS, node.output_dtypes[1:], strict=True):
+    for (past, new), present in itertools.zip_longest(PASTS, node.output_dtypes[1:]):
+        present = present or dtypes.get(past)
         if not dtypes.get(past) == dtypes.get(new) == present:
             found = f"{past} is {dtypes.get(past)}, {new} is {dtypes.get(new)} and the present cache is {present}"
             return f"{node.fusion}: {found}; required one dtype"
@@ -43,7 +44,7 @@ def with_cache_candidates(node: FusedNode, inputs: Sequence[TensorSpec], device:
     copy = (append(problem, cache, device),) if problem.batch and cache.rows else ()
     no_alias = _no_alias(node, cache)
     if 0 in outputs[0].shape:
-        return [Plan(outputs, copy, no_alias=no_alias)]
+        return [_of_outputs(node, Plan(outputs, copy, no_alias=no_alias))]
     # One launch writes the keys that it reads, so it must read all of them: under a causal mask it does so only if the
     # mask adds to scores.
     reads_all_keys = (problem.causal is None or problem.add_masked_score) and problem.keys == cache.rows
@@ -54,7 +55,23 @@ def with_cache_candidates(node: FusedNode, inputs: Sequence[TensorSpec], device:
     if not found:
         sizes = f"heads of {problem.head_dim} and {problem.head_dim_v} elements"
         raise ValueError(f"{node.fusion} '{node.name}': {sizes} do not fit into the shared memory of {device.name}")
-    return [Plan(outputs, each.steps, each.scratch, no_alias) for each in found[:MAX_IMPLEMENTATIONS]]
+    plans = (Plan(outputs, each.steps, each.scratch, no_alias) for each in found[:MAX_IMPLEMENTATIONS])
+    return [_of_outputs(node, each) for each in plans]
+
+
+def _of_outputs(node: FusedNode, plan: Plan) -> Plan:
+    """Return a plan whose present caches lie in scratch memory where the node has no such outputs."""
+    count, before = len(node.output_dtypes), len(plan.scratch)
+    if count == len(plan.outputs):
+        return plan
+
+    def to(pointer: Pointer) -> Pointer:
+        is_present = pointer.kind == "output" and pointer.index >= count
+        return replace(pointer, kind="scratch", index=before + pointer.index - count) if is_present else pointer
+
+    sizes = tuple(element_count(each) * ITEM_BYTES[each.dtype] for each in plan.outputs[count:])
+    no_alias = tuple(each for each in plan.no_alias if each.output < count)
+    return Plan(plan.outputs[:count], tuple(moved(each, to) for each in plan.steps), (*plan.scratch, *sizes), no_alias)
 
 
 def cached_attention(

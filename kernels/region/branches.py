@@ -99,7 +99,7 @@ def _loaded(writer: ValueWriter, choice: Choice) -> Reference:
     writer.bounds += splits
     kind = NUMBER[writer.program.dtypes[loads[0][0]]]
     varies = lanes.vary(*(index for index, _ in splits), *(address for _, address in loads))
-    is_whole = all(writer.is_contiguous(address) for _, address in loads)
+    is_whole = not writer.masks and all(writer.is_contiguous(address) for _, address in loads)
     is_whole = is_whole and all(lanes.are_on_one_side(index, end, writer.shapes.sizes) for index, end in splits)
     text = _address(writer, choice, varies and not is_whole)
     if varies and is_whole:

@@ -63,6 +63,7 @@ class Writer:
     shared_bytes: int = 0  # of a block's memory
     row_bytes: int = 0  # of the memory that keeps a row
     within: Within | None = None  # what holds where the next line stands
+    dependencies: dict[tuple[str, Place], frozenset[str]] = field(default_factory=dict)  # the variables of values
 
     def copy(self) -> Writer:
         """Return a writer of the same that has written nothing."""
@@ -319,15 +320,29 @@ class Writer:
         if operation.name == "Gather":
             end = axis + len(self.shapes.of[indices])
             at = place[axis:end]
+        variables = self._variables_of(indices, at)
         reference, kind = self.value(indices, at), self.arguments.index_type
         key = ("gathered", reference.text, dim)
         chosen = self.known(key)
         if chosen is None:
             text = f"gathered<{kind}>({reference.lane}, {self.arguments.size(dim)})"
             chosen = self.keep(key, self.declare(kind, text, reference.varies, masked=reference.masked))
-        variables = {name for index in at for name in index.variables()}
+        own = self.lanes.variables  # the lanes differ in a variable of the text, or have one number in common
+        variables = variables | own if chosen.varies else variables - own
         atom = Atom("value", dim, chosen.text, varies=tuple(sorted(variables)))
         return self.value(x, (*place[:axis], Index(ZERO, ((atom, ONE),)), *place[end:]))
+
+    def _variables_of(self, name: str, place: Place) -> frozenset[str]:
+        """Return the variables of a place on which a value depends there: those of what is read, and of branches."""
+        key = (name, place)
+        if key not in self.dependencies:
+            draft = Writer(self.program, self.shapes, Arguments(self.shapes.sizes, False), False, {})
+            draft.dependencies = self.dependencies
+            draft.value(name, place)
+            indices = (index for _, index in draft.accesses), (index for index, _ in draft.bounds), place
+            read, compared, own = ({each for index in of for each in index.variables()} for of in indices)
+            self.dependencies[key] = frozenset((read | compared) & own)
+        return self.dependencies[key]
 
     # --- reductions -----------------------------------------------------------------------------------------------
 

@@ -28,10 +28,14 @@ class Lanes:
     rest: Index | None = None  # where the variable is 0, of places of which the first lane's is a multiple of the width
     linear: Index | None = None  # the place among all elements, which the text has as `at[j]`, or as `at` vectors
 
+    @property
+    def variables(self) -> frozenset[str]:
+        """The variables of which the lanes have different values."""
+        return frozenset() if self.width == 1 else self.scattered or frozenset((self.variable,))
+
     def differ(self, variables: Collection[str]) -> bool:
         """Return whether the lanes have different values of any of these variables."""
-        own = self.scattered or (self.variable,)
-        return self.width > 1 and any(name in own for name in variables)
+        return not self.variables.isdisjoint(variables)
 
     def vary(self, *indices: Index | None) -> bool:
         """Return whether any of these indices differs among the lanes."""

@@ -107,7 +107,9 @@ def _padded(operation: Operation, place: Place, given: Sequence[Shape], sizes: S
 
 
 def is_inside(place: Place, shape: Shape) -> bool:
-    """Return whether ranges of indices prove that a tensor has the place."""
+    """Return whether ranges of indices prove that a tensor has the place; one that is gathered of may be empty."""
     limits = [index.range for index in place]
     known = all(each is not None and each[0].is_nonnegative for each in limits)
-    return known and all(index.is_below(dim) is True for index, dim in zip(place, shape, strict=True))
+    gathered = (atom.extent for index in place for atom in index.atoms() if atom.kind == "value")
+    is_full = all((extent - 1).is_nonnegative for extent in gathered)
+    return known and is_full and all(index.is_below(dim) is True for index, dim in zip(place, shape, strict=True))

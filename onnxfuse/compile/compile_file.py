@@ -13,7 +13,7 @@ from typing import Final
 import onnx
 
 from onnxfuse.compile.samples import samples_within
-from onnxfuse.errors import OnnxfuseError, UsageError, first_line
+from onnxfuse.errors import KernelError, OnnxfuseError, UsageError, first_line
 from onnxfuse.runtime import planner
 from onnxfuse.runtime.backends import CUDA
 from onnxfuse.runtime.call_inputs import dim_names, inputs_of
@@ -103,8 +103,8 @@ def compile_file(
     aim      "throughput": kernels are planned for several runs at once; measurements, of kernels alone, do not count
 
     Raises UsageError for a model without fused nodes, sizes that it does not have, and GPUs and options that are not
-    known, KernelError if a kernel does not compile, OnnxfuseError if no node has a kernel, PlanFileError if the file
-    cannot be written, or would replace one that is no plan file.
+    known, KernelError without a compiler, OnnxfuseError if no node has a kernel, PlanFileError if the file cannot be
+    written, or would replace one that is no plan file.
     """
     start = time.perf_counter()
     check_options(options or {})
@@ -119,11 +119,15 @@ def compile_file(
     task = _Task(model, calls, provider, options or {}, ranges, progress)
     devices = [replace(each, shared=aim == "throughput") for each in _devices(task, archs, gpus)]
     found = [_plan(task, device) for device in devices]
+    backend, planned = backend_of(provider), [template for each in found for template in each.templates]
+    if planned and (why := backend.unavailable()):
+        raise KernelError(why)
+    codes = compile_kernels(planned, backend, partial(progress, "compile"))
+    found = [each.that_compiles() for each in found]
     templates = [template for each in found for template in each.templates]
     left_out = tuple(each for one in found for each in one.left_out)
     if not templates:
         raise OnnxfuseError(f"no fused node of '{path}' has a kernel: {left_out[0].why}")
-    codes = compile_kernels(templates, backend_of(provider), partial(progress, "compile"))
     bodies = _bodies(task, found)
     lines = _operators(calls, bodies)
     saved = [saved_template(each, codes) for each in templates]
@@ -165,9 +169,24 @@ class _Planned:
     """The templates of a model's nodes for one GPU, and why some have none."""
 
     device: Device
-    templates: Sequence[PreparedTemplate]
+    of_nodes: Sequence[Sequence[PreparedTemplate]]  # by node: for memory that is aligned, and for any
     reasons: Sequence[str | None]  # by node: why it has none
     calls: Sequence[Call]
+
+    @property
+    def templates(self) -> list[PreparedTemplate]:
+        """The templates of all nodes, each of them once."""
+        return list({id(each): each for of_node in self.of_nodes for each in of_node}.values())
+
+    def that_compiles(self) -> _Planned:
+        """Return the same without the nodes of which a kernel does not compile: they run as their bodies."""
+        failed = [next((error for t in own for error in t.refused.values()), None) for own in self.of_nodes]
+        reasons = [
+            why or (f"a kernel of it fails: {error.args[0].splitlines()[0]}" if error else None)
+            for why, error in zip(self.reasons, failed, strict=True)
+        ]
+        kept = [[] if error else own for own, error in zip(self.of_nodes, failed, strict=True)]
+        return replace(self, of_nodes=kept, reasons=reasons)
 
     @property
     def left_out(self) -> Iterator[LeftOut]:
@@ -185,6 +204,7 @@ def _plan(task: _Task, device: Device) -> _Planned:
     reasons = require_bodies(task.calls, [why_no_kernel(call, device) for call in task.calls])
     outside = {each.name for each in (*task.model.graph.input, *task.model.graph.output)}
     templates: dict[object, PreparedTemplate | str] = {}
+    of_nodes: list[list[PreparedTemplate]] = [[] for _ in task.calls]
     for i, call in enumerate(task.calls):
         task.progress(f"plan for {device.name}", i, len(task.calls))
         inputs = inputs_of(call)
@@ -193,11 +213,12 @@ def _plan(task: _Task, device: Device) -> _Planned:
             continue
         situation = Situation(call.node, device, task.provider, verdicts=device.is_here)
         samples = samples_within(dim_names(call.shapes), task.ranges)
-        found = _template(templates, situation, inputs, samples)
-        reasons[i] = found if isinstance(found, str) else None
+        made = [_template(templates, situation, inputs, samples)]
+        reasons[i] = made[0] if isinstance(made[0], str) else None
         if outside.intersection((*call.proto.input, *call.proto.output)):
-            _template(templates, situation, [replace(spec, aligned=False) for spec in inputs], samples)
-    return _Planned(device, [t for t in templates.values() if not isinstance(t, str)], reasons, task.calls)
+            made.append(_template(templates, situation, [replace(spec, aligned=False) for spec in inputs], samples))
+        of_nodes[i] = [each for each in made if not isinstance(each, str)]
+    return _Planned(device, of_nodes, reasons, task.calls)
 
 
 def _template(

@@ -32,7 +32,7 @@ MAX_PRODUCTS_GROWTH = 0.1  # bytes of all results of such products, as a share o
 # model.
 FOLDABLE = re.compile(
     "Abs|Add|And|Cast|Ceil|Clip|Concat|ConstantOfShape|Cos|CumSum|Div|Equal|Exp|Expand|Flatten|Floor|"
-    "Gather(Elements|ND)?|Gemm|(Greater|Less)(OrEqual)?|Identity|IsNaN|LayerNormalization|Log|MatMul|Max|Min|Mod|Mul|Neg|Not|Or|Pow|Range|"
+    "Gather(Elements|ND)?|Gemm|(Greater|Less)(OrEqual)?|Identity|InstanceNormalization|IsNaN|LayerNormalization|Log|MatMul|Max|Min|Mod|Mul|Neg|Not|Or|Pow|Range|"
     "Reciprocal|Reduce(L2|Max|Mean|Min|Prod|Sum)|Reshape|ScatterND|Shape|Sign|Sin|Size|Slice|Split|Sqrt|Squeeze|Sub|"
     "Sum|Tile|Transpose|Trilu|Unsqueeze|Where|Xor"
 )
@@ -48,8 +48,9 @@ def fold_constants(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
     """Turn Constant nodes, known shape arithmetic, and nodes that read only constants into initializers.
 
     Results of more than MAX_GROWTH_BYTES that would make the file larger are not folded, but for products, which may
-    make it larger by MAX_PRODUCTS_GROWTH: DeBERTa projects its table of relative positions in every layer.  Nodes that
-    read large weights from an external file are not folded.
+    make it larger by MAX_PRODUCTS_GROWTH: DeBERTa projects its table of relative positions in every layer.  What counts
+    is what is left of all nodes that compute with a weight: NFNet standardizes the filters of each convolution.  Nodes
+    that read large weights from an external file are not folded.
     """
     graph.sort()
     folded = [*_fold_constant_nodes(graph, shapes), *_fold_known_values(graph, shapes), *_fold_evaluated(graph, shapes)]
@@ -127,20 +128,65 @@ def _foldable_nodes(graph: Graph, shapes: ShapeInfo) -> list[Node]:
     """Return the nodes that depend on constants only, in execution order."""
     folded_bytes: dict[int, int | None] = {}  # of the tensors that folding will compute, by id; None: not known
     room = MAX_PRODUCTS_GROWTH * sum(_byte_count(shapes, t) or 0 for t in _constants(graph))
-    nodes = []
-    for node in graph.nodes:
-        if not _is_foldable(op_of(node)) or not node.inputs or any(map(graph.must_be_computed, node.outputs)):
-            continue
-        if op_of(node) in ("Mul", "Cast") and is_factored_bias(shapes, node):
-            continue  # attention reads less of both factors
+    nodes, constant = [], _of_constants(graph, shapes)
+    together = {id(node) for group in _groups(constant) if _is_no_larger(graph, shapes, group) for node in group}
+    for node in constant:
         if all(not t.name or id(t) in folded_bytes or is_constant(t) for t in node.inputs):
             sizes = [_byte_count(shapes, t) for t in node.outputs]
-            growth = _growth(graph, shapes, node, sizes, folded_bytes)
+            growth = 0 if id(node) in together else _growth(graph, shapes, node, sizes, folded_bytes)
             if growth <= (room if op_of(node) in PRODUCTS else 0):
                 room -= growth
                 nodes.append(node)
                 folded_bytes.update(zip(map(id, node.outputs), sizes, strict=True))
     return nodes
+
+
+def _of_constants(graph: Graph, shapes: ShapeInfo) -> list[Node]:
+    """Return the foldable nodes that depend on constants only, in execution order, however large their results are."""
+    found, made = list[Node](), set[int]()
+    for node in graph.nodes:
+        if not _is_foldable(op_of(node)) or not node.inputs or any(map(graph.must_be_computed, node.outputs)):
+            continue
+        if op_of(node) in ("Mul", "Cast") and is_factored_bias(shapes, node):
+            continue  # attention reads less of both factors
+        if all(not t.name or id(t) in made or is_constant(t) for t in node.inputs):
+            found.append(node)
+            made.update(map(id, node.outputs))
+    return found
+
+
+def _groups(nodes: Sequence[Node]) -> list[list[Node]]:
+    """Return groups of nodes, in order, of which none reads a result of another group."""
+    group_of: dict[int, list[Node]] = {}  # by id of a node
+    producers = {id(tensor): node for node in nodes for tensor in node.outputs}
+    for node in nodes:
+        group_of[id(node)] = own = [node]
+        for before in {id(group_of[id(producers[id(t)])]): t for t in node.inputs if id(t) in producers}.values():
+            merged = group_of[id(producers[id(before)])]
+            own = [*merged, *own]
+            group_of.update((id(each), own) for each in own)
+    return list({id(group): group for group in group_of.values()}.values())
+
+
+def _is_no_larger(graph: Graph, shapes: ShapeInfo, group: Sequence[Node]) -> bool:
+    """Return whether the results that others read of a group have no more bytes than the constants that it alone reads.
+
+    What it computes on the way is no larger either.
+    """
+    own = {id(node) for node in group}
+    read = {id(t): t for node in group for t in node.inputs if is_constant(t)}.values()
+    freed = 0
+    for tensor in read:
+        size = _byte_count(shapes, tensor)
+        if size is None or (size > MAX_GROWTH_BYTES and _is_external(tensor)):
+            return False
+        freed += size if not graph.is_kept(tensor) and own.issuperset(map(id, tensor.outputs)) else 0
+    made = [tensor for node in group for tensor in node.outputs if tensor.name]
+    sizes = [_byte_count(shapes, tensor) for tensor in made]
+    if any(size is None or size > freed for size in sizes):
+        return False
+    kept = (size for tensor, size in zip(made, sizes, strict=True) if not own.issuperset(map(id, tensor.outputs)))
+    return sum(size or 0 for size in kept) <= freed
 
 
 @functools.cache

@@ -30,6 +30,7 @@ def _load(templates: Sequence[PreparedTemplate]) -> None:
         load_all(templates, threads=max(1, (os.cpu_count() or 1) // 2), goes_on=lambda: not _exits.is_set())
         for template in templates:
             if not _exits.is_set():
+                planner.mend(template)
                 planner.complete(template)
     except Exception as error:  # of CuPy or the driver, which have no common class; a run that needs the kernel says it
         log.info("kernels are compiled when a run needs them: %s: %s", type(error).__name__, error)

@@ -61,6 +61,13 @@ def register_operators(
         _registrations[options] = _Registration(frozenset(calls_of_op), settings)
 
 
+def registered_operators(options: ort.SessionOptions) -> frozenset[str]:
+    """Return the functions that session options have as operators."""
+    with _lock:
+        found = _registrations.get(options)
+        return found.ops if found else frozenset()
+
+
 def _refuse_clash(
     registered: _Registration, target: Target | NoTarget, ops: Collection[str], bodies: set[str], choice: PlanChoice
 ) -> None:

@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
+from onnxfuse.errors import KernelError
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.code_cache import cached_cubin
 from onnxfuse.runtime.cuda_driver import gpu
@@ -42,6 +43,7 @@ KernelKey = tuple[int, str, tuple[str, ...], str]  # GPU, entry, flags and sourc
 _loaded: weakref.WeakValueDictionary[KernelKey, LoadedKernel] = weakref.WeakValueDictionary()
 _recent: deque[LoadedKernel] = deque(maxlen=MAX_UNUSED_KERNELS)
 _turns: Final[dict[KernelKey, threading.Lock]] = {}  # of kernels that are being compiled
+_refused: Final[dict[KernelKey, KernelError]] = {}  # what does not compile, which is not tried again
 _lock = threading.RLock()
 
 
@@ -60,11 +62,18 @@ def load_kernel(kernel: Kernel, ordinal: int) -> LoadedKernel:
     with _lock:
         if loaded := _loaded.get(key):
             return loaded
+        if refused := _refused.get(key):
+            raise KernelError(*refused.args)
         turn = _turns.setdefault(key, threading.Lock())
     with turn:  # one thread compiles the kernel, while others compile others
         loaded = _loaded.get(key)
         if loaded is None:
-            loaded = load_cubin(cached_cubin(kernel, gpu(ordinal).arch), kernel.entry, ordinal)
+            try:
+                code = cached_cubin(kernel, gpu(ordinal).arch)
+            except KernelError as error:
+                _refused[key] = KernelError(*error.args)
+                raise
+            loaded = load_cubin(code, kernel.entry, ordinal)
             with _lock:
                 _loaded[key] = loaded
                 _recent.append(loaded)

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from onnxfuse.errors import KernelError
+from onnxfuse.errors import KernelError, OnnxfuseError
+from onnxfuse.runtime import kernel_failures, run_plan
 from onnxfuse.runtime import native_library as native
-from onnxfuse.runtime import run_plan
 from onnxfuse.runtime.backends import Backend
 from onnxfuse.runtime.kernel_loader import LoadedKernel
 from onnxfuse.runtime.nvrtc import kernel_text
@@ -77,6 +77,8 @@ class PreparedTemplate:
         self.is_loaded_later = False  # whether threads load the kernels that the first runs do not need
         self._data = b""
         self._absent: set[str] = set()  # kernels that stand as 0 in the bytes, by kernel_key
+        self.refused: dict[str, OnnxfuseError] = {}  # kernels that cannot be loaded, by kernel_key
+        self.dropped: list[Variant] = []  # variants that need one of them
 
     def add(self, variant: Variant) -> None:
         """Add a variant."""
@@ -101,14 +103,33 @@ class PreparedTemplate:
     def load(self, steps: Iterable[Launch], goes_on: Callable[[], bool]) -> None:
         """Load the kernels of some launches, unless they are loaded, and allow these what they take.
 
-        Nothing is done if `goes_on` says that they are no longer wanted.  Raises KernelError, NativeError.
+        Nothing is done if `goes_on` says that they are no longer wanted.  Variants that need a kernel which cannot be
+        loaded are dropped, and a warning says so.
         """
         ordinal = self.situation.device.ordinal
         for step in steps if goes_on() else ():
             key = kernel_key(step.kernel)
-            kernel = self.kernels.get(key) or self._backend.load(step.kernel, ordinal)
-            with self._lock:
-                self.kernels[key] = allow_launch(kernel, step, ordinal)
+            try:
+                kernel = self.kernels.get(key) or self._backend.load(step.kernel, ordinal)
+                with self._lock:
+                    self.kernels[key] = allow_launch(kernel, step, ordinal)
+            except (KernelError, native.NativeError) as error:
+                self.refuse(key, error)
+                kernel_failures.note(self.situation.node, self.situation.device, error, "kernel")
+
+    def refuse(self, key: str, error: OnnxfuseError) -> None:
+        """Drop the variants of a kernel that cannot be compiled or loaded."""
+        with self._lock:
+            self.refused[key] = type(error)(*error.args)  # without the frames that raised it, and what these hold
+            variants = self.template.variants
+            self.dropped += [each for each in variants if self.error_of(each)]
+            self.template.variants[:] = [each for each in variants if not self.error_of(each)]
+            self._data = b""
+
+    def error_of(self, variant: Variant) -> OnnxfuseError | None:
+        """Return why a variant cannot run; None if all its kernels may be loaded."""
+        keys = map(kernel_key, variant.kernels)
+        return next((self.refused[key] for key in keys if key in self.refused), None)
 
     def keys(self) -> set[str]:
         """Return the kernels of all variants, by kernel_key."""
@@ -123,7 +144,7 @@ class PreparedTemplate:
         """Return the template's bytes for the native library, with its kernels loaded.
 
         With a variant only its kernels need be, if the others are loaded later: those that are not loaded yet stand as
-        0, and a node that needs one of them asks again.  Raises KernelError, NativeError.
+        0, and a node that needs one of them asks again.  Variants whose kernels cannot be loaded are dropped.
         """
         with self._lock:
             if self._data and not self._absent:
@@ -160,8 +181,6 @@ def load_all(
     wanted   which kernels of a template are loaded, by kernel_key
     threads  at most; as many as there are processors if it is None
     goes_on  whether a kernel whose turn has come is still wanted
-
-    Raises KernelError, NativeError.
     """
     compiled: set[tuple[int, str]] = set()
     with PriorityThreadPool(threads) as pool:

@@ -7,7 +7,7 @@ import ctypes
 import functools
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +16,7 @@ from onnxfuse.errors import OnnxfuseError
 from onnxfuse.runtime.plan import Attribute, TensorSpec
 from onnxfuse.runtime.plan_bytes import read_attributes, read_inputs
 
-ABI: Final = 12  # onnxfuse_abi in native/exports.cc
+ABI: Final = 13  # onnxfuse_abi in native/exports.cc
 TF32: Final = 1  # flags of a session's settings
 VERDICTS: Final = 2
 MEASURE: Final = 4
@@ -44,6 +44,21 @@ class _Request(ctypes.Structure):  # PlanRequest in native/python.h
         ("key_size", ctypes.c_uint64),
         ("device", ctypes.c_int32),
         ("settings", ctypes.c_int32),
+    )
+
+
+_PUT: Final = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64, ctypes.POINTER(ctypes.c_int64), ctypes.c_uint64, ctypes.c_void_p
+)
+
+
+class _BodyRequest(ctypes.Structure):  # BodyRequest in native/python.h
+    _fields_ = (
+        ("node", ctypes.POINTER(_Request)),
+        ("inputs", ctypes.POINTER(ctypes.c_void_p)),
+        ("stream", ctypes.c_void_p),
+        ("put", _PUT),
+        ("outputs", ctypes.c_void_p),
     )
 
 
@@ -77,13 +92,25 @@ class Request:
     all_kernels: bool  # whether those for other sizes must be loaded, too
 
 
-AnswerRequest = Callable[[Request], bytes]  # the bytes of a template
+@dataclass(frozen=True)
+class BodyRequest:
+    """A run of a node whose body must run."""
+
+    node: Request
+    inputs: tuple[int, ...]  # addresses of the operands
+    stream: int  # on which the node's other work is
+    put: Callable[[int, Sequence[int], int], None]  # gives output i of this shape what lies at an address
+
+
+AnswerRequest = Callable[[Request], bytes | None]  # the bytes of a template; None if the node's body must run
+RunBody = Callable[[BodyRequest], None]
 ForgetNode = Callable[[int], None]
 _PLAN: Final = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Request), ctypes.c_void_p)
 _DROP: Final = ctypes.CFUNCTYPE(None, ctypes.c_uint64)
 _NODE: Final = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Request))
 _RUNS: Final = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_int64), ctypes.c_size_t, ctypes.c_uint64)
-_FAILED, _INTERRUPT = 1, 2  # kInterrupt in native/python.h
+_BODY: Final = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_BodyRequest), ctypes.c_void_p)
+_FAILED, _INTERRUPT, _RUNS_BODY = 1, 2, 3  # kInterrupt and kBody in native/python.h
 _kept_alive: list[object] = []  # what the library holds pointers to
 
 
@@ -127,7 +154,7 @@ def _declare(library: ctypes.CDLL) -> None:
     number, unsigned = ctypes.c_int, ctypes.c_uint32
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "onnxfuse_prepare": (None, [text, text, number]),
-        "onnxfuse_set_callbacks": (None, [handle, handle, handle]),
+        "onnxfuse_set_callbacks": (None, [handle, handle, handle, handle]),
         "onnxfuse_reply": (None, [handle, ctypes.c_char_p, size]),
         "onnxfuse_add_attributes": (None, [text, text]),
         "onnxfuse_keep_plans": (size, [size]),
@@ -156,31 +183,39 @@ def _declare(library: ctypes.CDLL) -> None:
         function.restype, function.argtypes = result, arguments
 
 
-def connect(library: ctypes.CDLL, answer: AnswerRequest, forget: ForgetNode) -> None:
-    """Let the library ask `answer` for plans and tell `forget` which nodes are gone, until Python exits.
+def connect(library: ctypes.CDLL, answer: AnswerRequest, run_body: RunBody, forget: ForgetNode) -> None:
+    """Let the library ask `answer` for plans, `run_body` for runs of bodies, and tell `forget` which nodes are gone.
 
-    An exception of `answer` becomes an onnxruntime error. A program may catch that error, so KeyboardInterrupt and
-    SystemExit also raise KeyboardInterrupt in the main thread: native/python.cc says how.
+    It does so until Python exits. An exception of `answer` or `run_body` becomes an onnxruntime error. A program may
+    catch that error, so KeyboardInterrupt and SystemExit also raise KeyboardInterrupt in the main thread:
+    native/python.cc says how.
     """
 
-    def on_plan(request: Any, reply: int) -> int:
+    def replied(call: Callable[[], bytes | None], reply: int, without: int) -> int:
         try:
-            data, code = answer(_read(request.contents)), 0
+            data = call()
+            code = without if data is None else 0
         except BaseException as error:  # no exception may reach C++
             data = f"{type(error).__name__}: {error}".encode(errors="replace")
             code = _FAILED if isinstance(error, Exception) else _INTERRUPT
-        library.onnxfuse_reply(reply, data, len(data))
+        library.onnxfuse_reply(reply, data or b"", len(data or b""))
         return code
+
+    def on_plan(request: Any, reply: int) -> int:
+        return replied(lambda: answer(_read(request.contents)), reply, _RUNS_BODY)
+
+    def on_body(request: Any, reply: int) -> int:
+        return replied(lambda: run_body(_read_body(request.contents)), reply, 0)
 
     python = ctypes.pythonapi
     functions = (python.PyGILState_Ensure, python.PyGILState_Release, python.PyThreadState_SetAsyncExc)
     addresses = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
     interrupt = _Interrupt(*addresses, threading.main_thread().ident, KeyboardInterrupt)
-    callbacks = (_PLAN(on_plan), _DROP(forget))
+    callbacks = (_PLAN(on_plan), _BODY(on_body), _DROP(forget))
     _kept_alive.extend((*callbacks, interrupt))
     pointers = (ctypes.cast(callback, ctypes.c_void_p) for callback in callbacks)
     library.onnxfuse_set_callbacks(*pointers, ctypes.addressof(interrupt))
-    atexit.register(library.onnxfuse_set_callbacks, None, None, None)
+    atexit.register(library.onnxfuse_set_callbacks, None, None, None, None)
 
 
 def _read(raw: Any) -> Request:
@@ -200,6 +235,16 @@ def _read(raw: Any) -> Request:
         bool(raw.settings & SHARED),
         bool(raw.settings & ALL_KERNELS),
     )
+
+
+def _read_body(raw: Any) -> BodyRequest:
+    node = _read(raw.node.contents)
+
+    def put(index: int, shape: Sequence[int], address: int) -> None:
+        if not raw.put(raw.outputs, index, (ctypes.c_int64 * len(shape))(*shape), len(shape), address):
+            raise NativeError(f"output {index} cannot be made")
+
+    return BodyRequest(node, tuple(raw.inputs[i] or 0 for i in range(len(node.inputs))), raw.stream or 0, put)
 
 
 def new_nodes() -> list[Request]:

@@ -12,9 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from onnxfuse.errors import KernelError, ModelError
+from onnxfuse.errors import KernelError, ModelError, OnnxfuseError
 from onnxfuse.ir.dtypes import dtype_name
-from onnxfuse.runtime import cuda_driver, cupy_backend, kernel_loader, nvrtc
+from onnxfuse.runtime import body_runs, cuda_driver, cupy_backend, kernel_failures, kernel_loader, nvrtc
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.backends import CUDA, Backend
 from onnxfuse.runtime.expressions import Expressions
@@ -119,13 +119,31 @@ def fused_node(name: str, attributes: Mapping[str, Any]) -> FusedNode:
     )
 
 
-def answer_request(request: native.Request) -> bytes:
-    """Return the bytes of the template that the native library asks for.
+def answer_request(request: native.Request) -> bytes | None:
+    """Return the bytes of the template that the native library asks for; None if the node's body must run.
 
-    What this raises becomes an onnxruntime error of the node.
+    It does where planning or compiling fails, and a warning says why.  Without a body, what this raises becomes an
+    onnxruntime error of the node.
     """
+    situation = _situation(request)
+    try:
+        return _template_bytes(request, situation)
+    except Exception as error:  # of hosts, of other packages too
+        if request.measure or not body_runs.has_body(situation.node, situation.device):
+            raise
+        kernel_failures.note(situation.node, situation.device, error, "body")
+        return None
+
+
+def run_body(request: native.BodyRequest) -> None:
+    """Run the body of a node.  What this raises becomes an onnxruntime error of the node."""
+    situation = _situation(request.node)
+    body_runs.run_body(request, situation.node, situation.device)
+
+
+def _template_bytes(request: native.Request, situation: Situation) -> bytes:
     with _lock:
-        situation, of_node = _situation(request), _note(request)
+        of_node = _note(request)
         given = None if request.measure else _template_of_files(situation, request.inputs)
         if given is not None and given not in of_node and loads(given):  # else it has no plan for these sizes
             of_node.append(given)
@@ -133,14 +151,60 @@ def answer_request(request: native.Request) -> bytes:
         prepared = _template_for(situation, request.inputs)
         sizes = sizes_of(prepared.template.inputs, request.inputs)
         assert sizes is not None, "a template fits the inputs that it is made for"
-        variant = None
         if request.measure:
             prepared = _measured(situation, prepared, sizes)
-        elif (variant := prepared.template.chosen(sizes)) is None:
-            prepared = _with_sizes(situation, prepared, sizes, request.inputs)
+            data = prepared.data()
+            for error in prepared.refused.values():
+                raise type(error)(*error.args)
+        else:
+            prepared, data = _loaded(situation, prepared, sizes, request.inputs, request.all_kernels)
         if prepared not in of_node:
             of_node.append(prepared)
-        return prepared.data(None if request.all_kernels else variant)
+        return data
+
+
+def _loaded(
+    situation: Situation,
+    prepared: PreparedTemplate,
+    sizes: tuple[int, ...],
+    inputs: Sequence[TensorSpec],
+    all_kernels: bool = False,
+) -> tuple[PreparedTemplate, bytes]:
+    """Return a template that has a plan for these sizes, and its bytes, with the kernels of that plan loaded.
+
+    A plan whose kernels cannot be loaded gives way to the next that is right.  Raises KernelError, NativeError if there
+    is none, and what the host raises.
+    """
+    while True:
+        variant = prepared.template.chosen(sizes)
+        if variant is None:
+            prepared = _with_sizes(situation, prepared, sizes, inputs)
+            own = sizes_of(prepared.template.inputs, inputs)
+            assert own is not None, "a template fits the inputs that it is made for"
+            sizes = own
+        data = prepared.data(None if all_kernels else variant)
+        if prepared.template.chosen(sizes) is not None:
+            return prepared, data
+
+
+def mend(prepared: PreparedTemplate) -> None:
+    """Give a template of which no kernel could be loaded the next plans of its host, for the sizes that were tried.
+
+    If these fail too, the node runs as its body for all sizes from the next session on; not if the GPU refused to load
+    what was compiled, because it may lack memory for a while.
+    """
+    errors = prepared.refused.values()
+    if prepared.kernels or not any(isinstance(each, KernelError) for each in errors):
+        return
+    situation, template = prepared.situation, prepared.template
+    with _lock:
+        for variant in list(prepared.dropped):
+            with suppress(ArithmeticError, ValueError, OnnxfuseError):
+                _loaded(situation, prepared, variant.hints, with_sizes(template.inputs, variant.hints))
+        if not prepared.kernels:
+            template.variants[:] = [each for each in template.variants if not each.plan.steps]
+            error = next(each for each in errors if isinstance(each, KernelError))
+            kernel_failures.note(situation.node, situation.device, error, "body always")
 
 
 def add_plan_file(key: PlanFileKey, source: TemplateSource) -> None:
@@ -206,7 +270,8 @@ def equip(known: Iterable[tuple[Situation, PreparedTemplate | GivenTemplate]]) -
     for request in native.new_nodes() if by_node else ():
         with _lock:
             template = by_node.get(_place(_situation(request)))
-        if template is None or request.measure:
+        is_empty = isinstance(template, PreparedTemplate) and not template.template.variants
+        if template is None or is_empty or request.measure:
             continue
         try:
             data = template.data() if isinstance(template, GivenTemplate) else template.data_so_far()
@@ -237,8 +302,9 @@ def _note(request: native.Request) -> list[PreparedTemplate | GivenTemplate]:
 
 
 def forget_node(kernel: int) -> None:
-    """Forget the templates of a node whose session is gone."""
+    """Forget the templates and the body of a node whose session is gone."""
     _templates_of_nodes.pop(kernel, None)
+    body_runs.forget_node(kernel)
     _observed.pop(kernel, None)
 
 
@@ -286,7 +352,7 @@ def _give(prepared: PreparedTemplate, nodes: Iterable[int]) -> None:
     """Give a template as it is now, with all its kernels, to those of the nodes that run by it."""
     with _lock:
         data = prepared.data()
-    for kernel in nodes:
+    for kernel in nodes if prepared.template.variants else ():
         if any(each is prepared for each in list(_templates_of_nodes.get(kernel, ()))):
             native.give_template(kernel, data)
 
@@ -367,12 +433,21 @@ def _with_sizes(
 ) -> PreparedTemplate:
     """Return a template that has a plan for these sizes: this one with one more, or one for these sizes alone.
 
-    The latter is for what only a library runs that plans for single shapes.  Raises what the host raises.
+    The latter is for what only a library runs that plans for single shapes.  Raises what the host raises, and what
+    loading the kernels of all its plans has raised.
     """
     try:
-        prepared.add(candidates_at(_host_of(situation), prepared.template, sizes)[0])
+        variants = candidates_at(_host_of(situation), prepared.template, sizes)
     except (ArithmeticError, ValueError):
-        return prepare(situation, inputs)
+        alone = prepare(situation, inputs)
+        if alone is prepared:
+            raise
+        return alone
+    errors = [prepared.error_of(each) for each in variants]
+    if all(errors):
+        error = next(filter(None, errors))
+        raise type(error)(*error.args)
+    prepared.add(variants[errors.index(None)])
     return prepared
 
 

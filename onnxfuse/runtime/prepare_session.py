@@ -29,8 +29,8 @@ def preparation(calls: Sequence[Call], target: Target | NoTarget, choice: PlanCh
 
     Kernels that are hardly needed first are compiled behind it; a run that needs one of them waits for that one.
 
-    A node that cannot be prepared, because its shapes are unknown or no kernel compiles, is left to its first run,
-    whose error says more.
+    A node that cannot be prepared, because its shapes are unknown, is planned in its first run.  Kernels that do not
+    compile are left out, and a warning names the node.
     """
     if isinstance(target, NoTarget) or not calls:
         yield
@@ -63,6 +63,8 @@ def _prepare(calls: Sequence[Call], target: Target, choice: PlanChoice, made: Ma
 
     try:
         load_all(templates(), likely)
+        for template in {id(each): each for _, each in made if isinstance(each, PreparedTemplate)}.values():
+            planner.mend(template)
     except Exception as error:  # of CuPy or the driver, which have no common class
         log.info("kernels are compiled when their nodes first run: %s: %s", type(error).__name__, error)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from onnxfuse.errors import UsageError
+from onnxfuse.errors import KernelError, UsageError
 from onnxfuse.runtime import planner
 from onnxfuse.runtime.backends import CUDA, Backend
 from onnxfuse.runtime.gpu_kinds import gpu_kind
@@ -27,7 +27,7 @@ def save_plans(path: str | Path, provider: str = CUDA, device_id: int = 0) -> in
     """Write the templates of the nodes of this process's sessions on GPUs like `device_id`; return how many.
 
     Templates that came from plan files are among them.  Raises PlanFileError if the file cannot be written,
-    UsageError for a provider that has no kernels, KernelError if a kernel does not compile.
+    UsageError for a provider that has no kernels.
     """
     backend = backend_of(provider)
     kind = gpu_kind(backend.device(device_id))
@@ -48,17 +48,18 @@ def backend_of(provider: str) -> Backend:
 
 
 def compile_kernels(
-    templates: Iterable[PreparedTemplate], backend: Backend, progress: Progress = lambda done, of: None
+    templates: Sequence[PreparedTemplate], backend: Backend, progress: Progress = lambda done, of: None
 ) -> Codes:
     """Return the machine code of some templates' kernels for their GPUs, compiled in several threads.
 
-    Raises KernelError if a kernel does not compile.
+    Of a kernel that does not compile there is none, and its template drops the variants that need it.
     """
     wanted: dict[tuple[int, str], tuple[Kernel, Situation]] = {}
     for each in templates:
         for step in each.launches():
             wanted[each.situation.device.arch, kernel_key(step.kernel)] = step.kernel, each.situation
     codes: Codes = {}
+    errors: dict[tuple[int, str], KernelError] = {}
     progress(0, len(wanted))
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         tasks = {
@@ -66,12 +67,19 @@ def compile_kernels(
             for key, (kernel, situation) in wanted.items()
         }
         try:
-            for task in as_completed(tasks):
-                codes[tasks[task]] = task.result()
-                progress(len(codes), len(wanted))
+            for done, task in enumerate(as_completed(tasks), 1):
+                try:
+                    codes[tasks[task]] = task.result()
+                except KernelError as error:
+                    errors[tasks[task]] = error
+                progress(done, len(wanted))
         except BaseException:  # Ctrl-C too; what has not begun need not begin
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    for each in templates:
+        for key in set.intersection(each.keys(), {own for _, own in errors}):
+            if why := errors.get((each.situation.device.arch, key)):
+                each.refuse(key, why)
     return codes
 
 

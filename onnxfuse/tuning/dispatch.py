@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 import onnx
@@ -16,6 +16,7 @@ from onnxfuse.errors import UsageError
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.runtime.environment import Environment
 from onnxfuse.runtime.fused_calls import Call
+from onnxfuse.runtime.kernel_failures import Place, failure_of
 from onnxfuse.tuning import cache
 from onnxfuse.tuning.cache import Data, Measurement
 
@@ -42,12 +43,20 @@ class NodeDispatch:
     why: str
 
 
-_dispatches: Final[weakref.WeakKeyDictionary[object, tuple[NodeDispatch, ...]]] = weakref.WeakKeyDictionary()
+_Recorded = tuple[tuple[NodeDispatch, Place | None], ...]
+_dispatches: Final[weakref.WeakKeyDictionary[object, _Recorded]] = weakref.WeakKeyDictionary()
 
 
-def record_dispatches(session: ort.InferenceSession | ort.SessionOptions, dispatches: tuple[NodeDispatch, ...]) -> None:
-    """Keep what `explain_session` says of a session, or of the sessions that are made with these options."""
-    _dispatches[session] = dispatches
+def record_dispatches(
+    session: ort.InferenceSession | ort.SessionOptions,
+    dispatches: Sequence[NodeDispatch],
+    places: Sequence[Place | None],
+) -> None:
+    """Keep what `explain_session` says of a session, or of the sessions that are made with these options.
+
+    places  by node: where `kernel_failures` notes that a kernel fails later; None where none runs
+    """
+    _dispatches[session] = tuple(zip(dispatches, places, strict=True))
 
 
 def explain_session(session: ort.InferenceSession) -> tuple[NodeDispatch, ...]:
@@ -58,8 +67,14 @@ def explain_session(session: ort.InferenceSession) -> tuple[NodeDispatch, ...]:
     """
     for key in (session, session.get_session_options(), getattr(session, "_sess_options_initial", None)):
         if key is not None and key in _dispatches:
-            return _dispatches[key]
+            return tuple(_with_failure(each, place) for each, place in _dispatches[key])
     raise UsageError("this session was made without onnxfuse; use onnxfuse.InferenceSession or onnxfuse.register")
+
+
+def _with_failure(dispatch: NodeDispatch, place: Place | None) -> NodeDispatch:
+    """Return a dispatch that says what has failed of a node's kernels since the session was made."""
+    failure = failure_of(place) if place else None
+    return replace(dispatch, why=f"{dispatch.why}; {failure}") if failure else dispatch
 
 
 # --- preferences -----------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from onnxfuse.compile.samples import samples_within
 from onnxfuse.compile.summary import summary
 from onnxfuse.errors import KernelError, OnnxfuseError, UsageError
 from onnxfuse.runtime import planner
-from onnxfuse.runtime.plan import Device, Plan, TensorSpec
+from onnxfuse.runtime.plan import Device, Kernel, Plan, TensorSpec
 from onnxfuse.runtime.plan_file import PlanFile, PlanFileError, read_plan_file, write_plan_file
 from onnxfuse.tuning.dispatch import model_subject
 
@@ -239,14 +239,27 @@ def test_a_model_whose_nodes_have_no_kernel_is_an_error(gpu: Stage, tmp_path: Pa
         compiled(write(tmp_path / "m.onnx", "g (float[n] x) => (float[n] y) { y = Relu(x) }"), provider=CPU)
 
 
-def test_a_kernel_that_does_not_compile_leaves_no_file(
+def test_a_node_whose_kernel_does_not_compile_is_left_out(
     gpu: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: object) -> bytes:
-        raise KernelError("shift.cu does not compile: of course")
+    def machine_code(kernel: Kernel, device: Device) -> bytes:
+        if kernel.source == "shift":
+            raise KernelError("shift.cu does not compile: of course\n  ^")
+        return b"fake:cubin"
 
-    monkeypatch.setitem(planner.backends, CPU, dataclasses.replace(planner.backends[CPU], machine_code=fails))
-    with pytest.raises(KernelError, match=r"shift\.cu does not compile: of course"):
+    backend = dataclasses.replace(planner.backends[CPU], machine_code=machine_code)
+    monkeypatch.setitem(planner.backends, CPU, backend)
+    graph = "g (float[n, d] x, float[d] b) => (float[n, d] y) {{ {} {} }}".format(
+        node("shift", "x, b", "s", operands="x bias"), node("copy", "s", "y", operands="x")
+    )
+    result, file = compiled(write(tmp_path / "m.onnx", graph), provider=CPU)
+    why = "a kernel of it fails: shift.cu does not compile: of course"
+    assert {(each.node, each.why) for each in result.left_out} == {("node_0", why)}
+    assert [each.partition(" ")[0] for each in file.operators] == ["copy"] and result.bodies == {"shift": why}
+    (tmp_path / "m.onnx").unlink()
+    for each in tmp_path.iterdir():
+        each.unlink()
+    with pytest.raises(OnnxfuseError, match=r"no fused node of '.*' has a kernel: a kernel of it fails: shift\.cu"):
         compiled(write(tmp_path / "m.onnx", SHIFT), provider=CPU)
     assert [each.name for each in tmp_path.iterdir()] == ["m.onnx"]
 

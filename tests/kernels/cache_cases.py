@@ -20,6 +20,7 @@ class CachedCase:
     case: Case
     past: int
     layouts: tuple[str, str] = ("bhsd", "packed")
+    outputs: int = 3  # of the result and both present caches
 
     @property
     def cache_layout(self) -> str:
@@ -29,7 +30,7 @@ class CachedCase:
         whole = self.case.node()
         given = {**whole.attributes, "k_layout": self.layouts[0], "v_layout": self.layouts[1]}
         given["cache_layout"] = self.cache_layout
-        outputs = (*whole.output_dtypes, self.case.dtype, self.case.dtype)
+        outputs = (*whole.output_dtypes, self.case.dtype, self.case.dtype)[: self.outputs]
         return FusedNode("attention_with_cache", "n", tuple(described(self)), given, outputs)
 
     def inputs(self) -> dict[str, np.ndarray]:

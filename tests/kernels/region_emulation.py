@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,15 +11,13 @@ import numpy as np
 from emulated_build import load
 from emulated_launches import as_c_plus_plus, emulate, launcher
 from region_drafts import RegionProgram
+from region_texts import headers_and_own
 
 from onnxfuse.kernels.region.host import candidates
 from onnxfuse.runtime.expressions import Expressions
-from onnxfuse.runtime.nvrtc import kernel_text
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Plan, TensorSpec
 from onnxfuse.runtime.symint import Trace
 from onnxfuse.runtime.template import concrete, with_sizes
-
-OWN_LINES = re.compile(r'(?m)^#line \d+ "region\.cu"$')
 
 
 def plan_of(program: RegionProgram, device: Device, aligned: bool = True) -> Plan:
@@ -42,12 +39,10 @@ def compile_all(plans: Sequence[Plan], folder: Path) -> dict[str, ctypes.CDLL]:
     kernels = {repr(step.kernel): step.kernel for plan in plans for step in plan.steps if isinstance(step, Launch)}
     texts, launchers, head = [], [], ""
     for i, kernel in enumerate(kernels.values()):
-        *heads, own = OWN_LINES.split(kernel_text(kernel))
-        head = head or as_c_plus_plus("".join(heads))
-        own = as_c_plus_plus(own).replace("#define EACH", "#undef EACH\n#define EACH")
-        own = re.sub(rf"\b{kernel.entry}\(", f"{kernel.entry}_{i}(", own, count=1)
+        headers, own = map(as_c_plus_plus, headers_and_own(kernel, f"region_{i}"))
+        head = head or headers
         texts.append(own)
-        launchers.append(launcher(f"{kernel.entry}_{i}", own, f"launch_{i}"))
+        launchers.append(launcher(f"region_{i}", own, f"launch_{i}"))
     text = "\n".join(['#include "blocks_emulated.h"', head, *texts, *launchers])
     if not kernels:
         return {}

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from region_drafts import NUMPY, RegionProgram
-from region_emulation import OWN_LINES, plan_of
+from region_emulation import plan_of
+from region_texts import joined
 
-from onnxfuse.runtime.nvrtc import kernel_text
 from onnxfuse.runtime.plan import Device, Launch, Plan, Pointer
 
 cupy: Any = pytest.importorskip("cupy")
@@ -21,15 +20,9 @@ GUARD_BYTES = 64  # behind each output, which nothing writes
 
 def module_of(plans: Sequence[Plan]) -> Any:
     """Compile all kernels of plans together; that of step k of plan i is `region_i_k`."""
-    texts, head = [], ""
-    for i, plan in enumerate(plans):
-        for k, step in enumerate(plan.steps):
-            assert isinstance(step, Launch)
-            *heads, own = OWN_LINES.split(kernel_text(step.kernel))
-            head = head or "".join(heads)
-            own = own.replace("#define EACH", "#undef EACH\n#define EACH")
-            texts.append(re.sub(r"\bregion\(", f"region_{i}_{k}(", own, count=1))
-    return cupy.RawModule(code="\n".join([head, *texts]), options=("-std=c++17", "-DPRECISE=1")) if texts else None
+    steps = {f"region_{i}_{k}": step for i, plan in enumerate(plans) for k, step in enumerate(plan.steps)}
+    kernels = {entry: step.kernel for entry, step in steps.items() if isinstance(step, Launch)}
+    return cupy.RawModule(code=joined(kernels), options=("-std=c++17", "-DPRECISE=1")) if kernels else None
 
 
 def run(plan: Plan, kernels: Sequence[Any], arrays: Sequence[np.ndarray], aligned: bool) -> list[np.ndarray]:

@@ -295,7 +295,7 @@ def cut(draft: Draft, x: Value) -> None:
     if not shape:
         return
     axis = chance.randrange(len(shape))
-    dim, op = shape[axis], chance.choice(["Slice", "Pad", "Split", "Concat", "Gather", "Tile", "roll"])
+    dim, op = shape[axis], chance.choice(["Slice", "Pad", "Split", "Concat", "Gather", "Gather", "Tile", "roll"])
 
     def resized(size: int) -> tuple[int, ...]:
         return (*shape[:axis], size, *shape[axis + 1 :])
@@ -327,7 +327,7 @@ def cut(draft: Draft, x: Value) -> None:
         tail = draft.add("Slice", x, shape=resized(dim - at), axes=[axis], starts=[at], ends=[2**63 - 1], steps=[1])
         head = draft.add("Slice", x, shape=resized(at), axes=[axis], starts=[0], ends=[at], steps=[1])
         draft.add("Concat", tail, head, shape=shape, axis=axis)
-    elif op == "Gather" and dim:
+    elif op.startswith("Gather") and dim:
         _gathered(draft, x, axis)
     elif op == "Tile" and 2 * math.prod(shape) <= draft.extent.most:
         draft.add(op, x, shape=resized(2 * dim), repeats=[2 if i == axis else 1 for i in range(len(shape))])
@@ -343,26 +343,69 @@ def _joined(draft: Draft, x: Value, axis: int) -> None:
 
 
 def _gathered(draft: Draft, x: Value, axis: int) -> None:
-    chance, shape = draft.chance, x.shape
-    numbers = np.random.default_rng(chance.getrandbits(32))
-    places = chance.choice([(), (3,), (2, 4), (5,)])
-    if numbers.random() < 0.3:
-        _gathered_elements(draft, x, axis, numbers)
-        return
-    array = numbers.integers(-shape[axis], shape[axis], places).astype(chance.choice(["int32", "int64"]))
-    indices = Value(draft.program.operand(array), places, array.dtype.name, shape[axis], True)
+    shape, is_elements = x.shape, draft.chance.random() < 0.4
+    places = (draft.chance.choice([1, 3, 8]),) if is_elements else draft.chance.choice([(), (3,), (2, 4), (5,), (1, 6)])
     target = (*shape[:axis], *places, *shape[axis + 1 :])
-    if math.prod(target) <= draft.extent.most and len(target) <= 5:
-        draft.add("Gather", x, indices, shape=target, axis=axis)
+    if math.prod(target) > draft.extent.most or len(target) > 5:
+        return
+    indices = _indices(draft, shape[axis], target if is_elements else places)
+    draft.add("GatherElements" if is_elements else "Gather", x, indices, shape=target, axis=axis)
 
 
-def _gathered_elements(draft: Draft, x: Value, axis: int, numbers: np.random.Generator) -> None:
-    shape = x.shape
-    target = (*shape[:axis], int(numbers.choice([1, 3, 8])), *shape[axis + 1 :])
-    array = numbers.integers(-shape[axis], shape[axis], target)
-    if math.prod(target) <= draft.extent.most:
-        indices = Value(draft.program.operand(array), target, array.dtype.name, shape[axis], True)
-        draft.add("GatherElements", x, indices, shape=target, axis=axis)
+def _indices(draft: Draft, size: int, shape: tuple[int, ...]) -> Value:
+    """Return indices of a dim: read or computed, some of them the same along axes on which their place depends."""
+    chance, dtype = draft.chance, draft.chance.choice(["int32", "int64"])
+    way = chance.choice(["read", "read", "sum", "Where", "Cast", "Concat", "Slice", "earlier"])
+    found = _places(draft, size, shape, dtype)
+    if way == "sum":
+        both = draft.add("Add", found, other := _places(draft, size, shape, dtype), shape=_both(found, other))
+        found = draft.add("Mod", both, draft.constant(size, dtype), bound=size, fmod=0)
+    elif way == "Where":
+        other, condition = _places(draft, size, shape, dtype), draft.operand(_with_ones(chance, shape), "bool", 1)
+        target = tuple(np.broadcast_shapes(_both(found, other), condition.shape))
+        name = draft.program.op("Where", condition.name, found.name, other.name, dtype=dtype)
+        found = draft.keep(Value(name, target, dtype, size, True))
+    elif way == "Cast":
+        real = draft.operand(found.shape, "float32", min(4.0, size))
+        found = draft.add("Cast", real, dtype=dtype, to=dtype)
+        low, high = (draft.constant(each, dtype) for each in (-size, size - 1))
+        found = draft.add("Max", draft.add("Min", found, high), low, bound=size)
+    elif way == "Concat" and found.shape and found.shape[-1] > 1:
+        parts = [(*found.shape[:-1], each) for each in (1, found.shape[-1] - 1)]
+        found = draft.add("Concat", *(_of_places(draft, size, each, dtype) for each in parts), shape=found.shape,
+                          bound=size, axis=len(found.shape) - 1)  # fmt: skip
+    elif way == "Slice" and found.shape:
+        found = draft.add("Slice", found, axes=[0], starts=[-1], ends=[-(2**63)], steps=[-1])
+    elif way == "earlier":
+        integers = [each for each in draft.values if each.dtype in ("int32", "int64") and each.exact]
+        fitting = [each for each in integers if _broadcast(each.shape, shape) == shape]
+        if fitting:
+            other = chance.choice(fitting)
+            found = draft.add("Mod", other, draft.constant(size, other.dtype), bound=size, fmod=0)
+    if found.shape == shape:
+        return found
+    name = draft.program.op("Expand", found.name, shape=list(shape))
+    return draft.keep(Value(name, shape, found.dtype, size, True))
+
+
+def _places(draft: Draft, size: int, shape: tuple[int, ...], dtype: str) -> Value:
+    """Return an operand of indices that broadcast to a shape."""
+    return _of_places(draft, size, _with_ones(draft.chance, shape), dtype)
+
+
+def _of_places(draft: Draft, size: int, shape: tuple[int, ...], dtype: str) -> Value:
+    numbers = np.random.default_rng(draft.chance.getrandbits(32))
+    return Value(draft.program.operand(numbers.integers(-size, size, shape).astype(dtype)), shape, dtype, size, True)
+
+
+def _with_ones(chance: random.Random, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape that broadcasts to one, often with fewer elements."""
+    found = tuple(1 if chance.random() < 0.4 else dim for dim in shape)
+    return found[chance.randrange(len(found) + 1) if chance.random() < 0.2 else 0 :]
+
+
+def _both(a: Value, b: Value) -> tuple[int, ...]:
+    return tuple(np.broadcast_shapes(a.shape, b.shape))
 
 
 def reduce(draft: Draft, x: Value) -> None:

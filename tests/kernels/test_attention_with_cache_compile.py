@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -120,6 +121,26 @@ def strides(x: np.ndarray, layout: str) -> tuple[int, int, int]:
     return batch, head, row
 
 
+@pytest.mark.parametrize("outputs", [1, 2])
+@pytest.mark.parametrize(("past", "new"), [(600, 1), (100, 80), (0, 5)])
+def test_caches_that_are_no_outputs_lie_in_scratch_memory(past: int, new: int, outputs: int) -> None:
+    """Of a decoder whose caches nobody reads."""
+    whole = cached(past, new, heads=4, kv_heads=2, batch=3)
+    each = dataclasses.replace(whole, outputs=outputs)
+    assert host.supports(each.node(), [spec.dtype for spec in each.specs()], H200) is None
+    plans = host.candidates(each.node(), each.specs(), H200)
+    for plan, other in zip(plans, host.candidates(whole.node(), whole.specs(), H200), strict=True):
+        hidden = other.outputs[outputs:]
+        assert plan.outputs == other.outputs[:outputs]
+        assert plan.scratch == (*other.scratch, *(2 * math.prod(spec.shape) for spec in hidden))
+        assert {alias.output for alias in plan.no_alias} == set(range(1, outputs))
+        text = repr(plan.steps)
+        for i in range(3):
+            assert (f"kind='output', index={i}" in text) == (i < outputs)
+        for step, own in zip(plan.steps, other.steps, strict=True):
+            assert isinstance(step, Launch) and isinstance(own, Launch) and step.kernel == own.kernel
+
+
 # ---- what is refused ---------------------------------------------------------------------------------------------
 
 
@@ -127,9 +148,6 @@ def test_refusals_say_what_is_required_and_found() -> None:
     node, inputs = (each := cached(20, 1)).node(), each.specs()
     dtypes = [tensor.dtype for tensor in inputs]
     assert host.supports(node, dtypes, H200) is None
-    alone = dataclasses.replace(node, output_dtypes=(HALF,))
-    told = "attention_with_cache: it has 1 outputs; the kernels write the result and both caches"
-    assert host.supports(alone, dtypes, H200) == told
     dtypes[3] = "float32"
     told = (
         "attention_with_cache: past_key is float32, k is float16 and the present cache is float16; required one dtype"

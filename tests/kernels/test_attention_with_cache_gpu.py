@@ -59,7 +59,7 @@ def check(each: CachedCase, device: Device, in_place: bool = False) -> None:
         np.testing.assert_array_equal(np.isnan(found), np.isnan(expected), err_msg=name)
         excess = np.nan_to_num(np.abs(found - expected) - tolerance, nan=-1.0)
         assert not excess.size or excess.max() <= 0, f"{name}: {int((excess > 0).sum())} of {excess.size} are wrong"
-        for cache, spec, right in zip(written[1:], plan.outputs[1:], presents, strict=True):
+        for cache, spec, right in zip(written[1:], plan.outputs[1:], presents[: each.outputs - 1], strict=True):
             bits = result(cache, spec, case.aligned)
             np.testing.assert_array_equal(bits.view(np.uint8), right.view(np.uint8), err_msg=name)
 
@@ -71,6 +71,13 @@ def masks(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 # Lengths around the tiles of 64 keys, the fewest tiles that are split, and clusters of eight; an empty past.
 LENGTHS = [(0, 1), (1, 1), (0, 7), (62, 1), (63, 1), (64, 1), (65, 1), (127, 2), (255, 1), (511, 1), (1000, 3),
            (1023, 1), (4095, 1), (4096, 1), (5000, 16), (300, 70), (64, 200)]  # fmt: skip
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_caches_that_are_no_outputs(device: Device, outputs: int) -> None:
+    for past, new, batch in ((0, 3, 1), (600, 1, 1), (4095, 2, 2), (100, 80, 2)):
+        each = cached(past, new, heads=4, kv_heads=2, batch=batch)
+        check(dataclasses.replace(each, outputs=outputs), device)
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])

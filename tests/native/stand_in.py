@@ -24,7 +24,7 @@ import onnxruntime as ort
 import pytest
 
 import onnxfuse.kernels
-from onnxfuse.runtime import background_compile, build_native, planner, prepare_session
+from onnxfuse.runtime import background_compile, body_runs, build_native, kernel_failures, planner, prepare_session
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.backends import Backend
 from onnxfuse.runtime.kernel_loader import LoadedKernel
@@ -112,6 +112,8 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     monkeypatch.setitem(planner.backends, CPU, BACKEND)
     monkeypatch.setattr(planner, "_templates_of_nodes", {})  # sessions of other tests may not be collected yet
     monkeypatch.setattr(planner, "plan_files", {})
+    monkeypatch.setattr(kernel_failures, "_failures", {})
+    monkeypatch.setattr(body_runs, "_bodies", {})
     monkeypatch.setattr(prepare_session, "compile_in_background", background_compile._load)  # at once then
     monkeypatch.setattr(planner, "_prepared", weakref.WeakValueDictionary())
     monkeypatch.setattr(planner, "_recent", deque(maxlen=planner.MAX_UNUSED_TEMPLATES))
@@ -206,7 +208,8 @@ def feed(n: int, d: int, dtype: Any = np.float32) -> dict[str, Any]:
 
 
 def fails(run: ort.InferenceSession, given: dict[str, Any]) -> str:
-    """Return the message of a run that must fail."""
+    """Return the message of a run that must fail, because no body is known that could run instead."""
+    body_runs._bodies.clear()
     with pytest.raises(Exception) as caught:  # onnxruntime's errors have no common class
         run.run(None, given)
     return str(caught.value)

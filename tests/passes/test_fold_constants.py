@@ -57,6 +57,34 @@ def test_a_large_weight_with_another_consumer_is_not_stored_twice() -> None:
     assert ops(apply(parse(text, w=random(160, 160)), fold_constants)[0]) == "Transpose MatMul MatMul"
 
 
+STANDARDIZED = (
+    "m = ReduceMean<keepdims=1>(w, axes) c = Sub(w, m) s = Mul(c, c) v = ReduceMean<keepdims=1>(s, axes) "
+    "d = Sqrt(v) n = Div(c, d) t = Mul(n, gain)"
+)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "rest"),
+    [
+        (f"{STANDARDIZED} y = Conv(x, t)", "Conv"),
+        (f"{STANDARDIZED} a = Conv(x, t) y = Conv(a, t)", "Conv Conv"),
+        (f"{STANDARDIZED} a = Conv(x, t) y = Conv(a, w)", None),
+        (f"{STANDARDIZED} a = Conv(x, t) y = Conv(a, c)", None),
+    ],
+    ids=["one convolution", "two of the same filters", "and one of the weight", "and one of a result on the way"],
+)
+def test_a_weight_with_which_many_nodes_compute_is_replaced(nodes: str, rest: str | None) -> None:
+    """NFNet standardizes the filters of each convolution; the weight is not stored beside what is left of it."""
+    weights = {"w": random(48, 48, 3, 3), "gain": random(48, 1, 1, 1), "axes": np.array([1, 2, 3])}
+    model = parse(f"(float[n,48,8,8] x) => (y) {{ {nodes} }}", **weights)
+    after, _ = apply(model, fold_constants)
+    if rest:
+        assert ops(after) == rest
+    else:
+        assert len(after.graph.node) > 2
+    assert_same(model, after, (1, 48, 8, 8))
+
+
 @pytest.mark.parametrize(
     ("nodes", "rest"),
     [

@@ -15,7 +15,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
 
-from stand_in import CPU, Stage, fails, feed, load, model, node, session, stage
+from stand_in import CPU, Stage, feed, load, model, node, session, stage
 
 from onnxfuse.errors import KernelError
 from onnxfuse.runtime import background_compile, planner, prepare_session
@@ -23,7 +23,7 @@ from onnxfuse.runtime.kernel_loader import LoadedKernel
 from onnxfuse.runtime.likely_sizes import likely_sizes
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Plan, TensorSpec
 from onnxfuse.runtime.template import Template
-from onnxfuse.session import register
+from onnxfuse.session import explain_session, register
 
 ROWS = f"g (float[n, 3] x, float[3] b) => (float[n, 3] y) {{ {node('shift', 'x, b', 'y', operands='x bias')} }}"
 MANY = 1000  # rows, from which on the host takes another kernel
@@ -148,17 +148,26 @@ def test_a_run_waits_for_the_kernel_that_is_being_compiled(
     check(run, MANY)
 
 
-def test_a_kernel_that_does_not_compile_costs_the_runs_that_need_it(
-    gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("in_background", [True, False])
+def test_the_body_runs_in_place_of_a_kernel_that_does_not_compile(
+    gpu: Stage,
+    compiler: Compiler,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    in_background: bool,
 ) -> None:
-    caplog.set_level("INFO", "onnxfuse")
-    compiler.error = KernelError("shift.cu does not compile: here")
+    if not in_background:
+        monkeypatch.setattr(prepare_session, "compile_in_background", lambda _: None)
+    compiler.error = KernelError("shift.cu does not compile: here\n  ^")
     compiler.goes_on.set()
-    run = session(model(ROWS))
-    assert "kernels are compiled when a run needs them: KernelError: shift.cu does not compile: here" in caplog.text
-    check(run, 8)
-    assert "shift.cu does not compile: here" in fails(run, feed(MANY, 3))
-    check(run, 8)
+    run, before = session(model(ROWS)), gpu.launches()
+    for rows in (8, MANY, 8, 2 * MANY, MANY):
+        check(run, rows)
+    assert gpu.launches() == before + 2
+    assert "(shift): its body runs where its kernel failed: KernelError: shift.cu does not comp" in caplog.text
+    assert compiler.loaded == ["few"] and "^" not in caplog.text
+    (dispatch,) = explain_session(run)
+    assert dispatch.how == "kernel" and "its body runs where its kernel failed: KernelError: shift.cu" in dispatch.why
 
 
 def test_a_library_that_chooses_otherwise_gets_all_kernels(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -17,7 +19,8 @@ import pytest
 
 import onnxfuse
 import onnxfuse.kernels
-from onnxfuse.runtime import cupy_backend, planner
+from onnxfuse.errors import KernelError
+from onnxfuse.runtime import cupy_backend, kernel_failures, planner
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.loaded_plans import load_plans
 from onnxfuse.runtime.loaded_templates import PreparedTemplate
@@ -125,6 +128,68 @@ def test_a_cuda_graph_is_captured_and_replayed_with_other_inputs(steps: int) -> 
             inputs[name].update_inplace(value)
         run.run_with_iobinding(binding)
         close(output.numpy(), given)
+
+
+# --- bodies in place of kernels that do not compile -------------------------------------------------------------------
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nodes have no templates when their session is made, and planning fail in their runs."""
+
+    def template_bytes(*_: object) -> bytes:
+        raise KernelError("row_center.cu does not compile: here")
+
+    monkeypatch.setattr(planner, "equip", lambda _: None)
+    monkeypatch.setattr(planner, "_template_bytes", template_bytes)
+    monkeypatch.setattr(kernel_failures, "_failures", {})
+
+
+@pytest.mark.usefixtures("late")
+def test_bodies_run_inside_runs_of_many_threads(caplog: pytest.LogCaptureFixture) -> None:
+    run = session(model(nodes=2))
+    feeds = [feed(rows, seed=seed) for seed in range(10) for rows in (1, 7, 64, 0)]
+    with ThreadPoolExecutor(8) as pool:
+        for given, (found,) in zip(feeds, pool.map(lambda given: run.run(None, given), feeds), strict=True):
+            close(found, {**given, "x": expected(given).astype(np.float32)})
+    assert "its body runs where its kernel failed: KernelError: row_center.cu does not compile: here" in caplog.text
+
+
+@pytest.mark.usefixtures("late")
+def test_a_cuda_graph_captures_bodies() -> None:
+    run = session(model(nodes=2), enable_cuda_graph="1")
+    binding, inputs, output = bound(run, feed(64))
+    for seed in range(6):
+        given = feed(64, seed=seed)
+        for name, value in given.items():
+            inputs[name].update_inplace(value)
+        run.run_with_iobinding(binding)
+        close(output.numpy(), {**given, "x": expected(given).astype(np.float32)})
+
+
+@pytest.mark.usefixtures("late")
+def test_bodies_run_on_the_stream_that_the_session_was_given() -> None:
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    run = session(model(), user_compute_stream=str(stream.ptr))
+    for rows in (1, 64, 7):
+        binding, _, output = bound(run, given := feed(rows))
+        run.run_with_iobinding(binding)
+        stream.synchronize()
+        close(output.numpy(), given)
+
+
+def test_a_session_has_the_body_of_a_node_whose_kernels_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(kernel: Kernel, ordinal: int) -> Any:
+        raise KernelError("row_center.cu does not compile: here")
+
+    monkeypatch.setattr(kernel_failures, "_failures", {})
+    monkeypatch.setattr(planner, "_prepared", weakref.WeakValueDictionary())
+    monkeypatch.setitem(planner.backends, CUDA, dataclasses.replace(planner.backends[CUDA], load=fails))
+    run = session(model(), how="body")
+    assert "row_center.cu does not compile: here" in explain_session(run)[0].why
+    close(run.run(None, given := feed(7))[0], given)
 
 
 def test_plans_know_which_inputs_are_constants() -> None:

@@ -94,6 +94,7 @@ void Driver::open(const std::string& path) {
   find(library, "cuLaunchKernelEx", driver->cuLaunchKernelEx, false);
   find(library, "cuTensorMapEncodeTiled", driver->cuTensorMapEncodeTiled, false);
   find(library, "cuTensorMapEncodeIm2col", driver->cuTensorMapEncodeIm2col, false);
+  find(library, "cuMemcpyDtoDAsync_v2", driver->cuMemcpyDtoDAsync_v2);
   find(library, "cuStreamIsCapturing", driver->cuStreamIsCapturing);
   find(library, "cuThreadExchangeStreamCaptureMode", driver->cuThreadExchangeStreamCaptureMode);
   find(library, "cuModuleLoadData", driver->cuModuleLoadData);

@@ -88,6 +88,7 @@ struct Driver {
                                  const int* lower, const int* upper, uint32_t channels, uint32_t pixels,
                                  const uint32_t* element_strides, int interleave, int swizzle, int promotion,
                                  int fill);  // null before CUDA 12.0
+  int (*cuMemcpyDtoDAsync_v2)(void* to, const void* from, size_t bytes, Stream);
   int (*cuStreamIsCapturing)(Stream, int*);
   int (*cuThreadExchangeStreamCaptureMode)(int*);
   int (*cuModuleLoadData)(void**, const void*);

@@ -5,11 +5,11 @@
 
 using namespace onnxfuse;
 
-ONNXFUSE_EXPORT int onnxfuse_abi() { return 12; }
+ONNXFUSE_EXPORT int onnxfuse_abi() { return 13; }
 
-ONNXFUSE_EXPORT void onnxfuse_set_callbacks(PlanCallback plan, DropCallback drop,
+ONNXFUSE_EXPORT void onnxfuse_set_callbacks(PlanCallback plan, BodyCallback body, DropCallback drop,
                                             const Interrupt* interrupt) {
-  set_callbacks(plan, drop, interrupt);
+  set_callbacks(plan, body, drop, interrupt);
 }
 
 ONNXFUSE_EXPORT void onnxfuse_reply(void* reply, const char* bytes, size_t size) {

@@ -10,7 +10,6 @@
 #include <set>
 #include <stdexcept>
 
-#include "python.h"
 #include "run_steps.h"
 #include "utf8.h"
 
@@ -145,6 +144,42 @@ class ReusedTensors {
   static Tensors& spare() {
     thread_local Tensors spare;
     return spare;
+  }
+};
+
+constexpr size_t kMaxInputsOfBody = 1024;  // that a node knows to run its body
+
+// Where a node's body puts its outputs.
+struct BodyOutputs {
+  const Ort& ort;
+  const Driver& driver;
+  OrtKernelContext* context;
+  Stream stream;
+  int device;
+  const std::vector<int64_t>& dtypes;
+  std::string error;
+
+  static int put(void* outputs, uint64_t index, const int64_t* shape, uint64_t rank, const void* source) {
+    auto& own = *static_cast<BodyOutputs*>(outputs);
+    try {
+      own.put(index, {static_cast<int>(own.dtypes.at(index)), {shape, shape + rank}}, source);
+      return 1;
+    } catch (const std::exception& error) {
+      own.error = error.what();
+      return 0;
+    }
+  }
+
+ private:
+  void put(uint64_t index, const TensorType& type, const void* source) const {
+    OrtValue* value = nullptr;
+    void* memory = nullptr;
+    check(ort, ort.KernelContext_GetOutput(context, index, type.shape.data(), type.shape.size(), &value));
+    if (!value) throw std::runtime_error("output " + std::to_string(index) + " is absent");
+    check(ort, ort.GetTensorMutableData(value, &memory));
+    const CurrentContext current(driver, driver.context_of(device));
+    if (type.bytes() == 0) return;
+    driver.check(driver.cuMemcpyDtoDAsync_v2(memory, source, type.bytes(), stream), "cuMemcpyDtoDAsync");
   }
 };
 
@@ -317,6 +352,7 @@ FusedKernel::SharedPlan FusedKernel::make(const Key& key, Stream stream) {
   // the second request is for all of them.
   for (const int settings : {0, kAllKernels}) {
     const std::shared_ptr<Template> added = ask(key, stream, settings);
+    if (!added) return nullptr;
     if (SharedPlan plan = added->fits(key) ? added->plan(key) : nullptr) return plan;
   }
   throw std::runtime_error("the template that was planned for these shapes has no plan for them");
@@ -327,9 +363,33 @@ std::shared_ptr<Template> FusedKernel::ask(const Key& key, Stream stream, int se
     throw std::runtime_error(
         "these shapes are new while a CUDA graph is captured; run them once without capture first");
   }
-  const PlanRequest request{id_, setup_.provider.c_str(), op_.c_str(), node_.c_str(), attributes_.data(),
-                            attributes_.size(), key.data(), key.size(), device_, setup_.settings | settings};
-  return add(ask_for_plan(request));
+  if (const std::optional<std::string> bytes = ask_for_plan(request_for(key, settings))) return add(*bytes);
+  std::unique_lock<std::shared_mutex> lock(mutex_);
+  if (of_body_.size() >= kMaxInputsOfBody) of_body_.clear();  // Python says it again
+  of_body_.insert(key);
+  return nullptr;
+}
+
+PlanRequest FusedKernel::request_for(const Key& key, int settings) const {
+  return {id_, setup_.provider.c_str(), op_.c_str(), node_.c_str(), attributes_.data(), attributes_.size(),
+          key.data(), key.size(), device_, setup_.settings | settings};
+}
+
+bool FusedKernel::runs_body(const Key& key) {
+  std::shared_lock<std::shared_mutex> lock(mutex_);
+  return of_body_.count(key) != 0;
+}
+
+void FusedKernel::run_body(OrtKernelContext* context, const Key& key, void* const* inputs, Stream stream) const {
+  BodyOutputs outputs{ort_, driver_, context, stream, device_, output_dtypes_, ""};
+  const PlanRequest node = request_for(key);
+  const RelaxedCapture relaxed(driver_);  // the body's session may be made now
+  try {
+    start_body({&node, inputs, stream, &BodyOutputs::put, &outputs});
+  } catch (const std::exception&) {
+    if (!outputs.error.empty()) throw std::runtime_error(outputs.error);
+    throw;
+  }
 }
 
 std::shared_ptr<Template> FusedKernel::add(const std::string& bytes) {
@@ -338,6 +398,7 @@ std::shared_ptr<Template> FusedKernel::add(const std::string& bytes) {
   const auto is_replaced = [&](const auto& each) { return each->is_for_inputs_of(*added); };
   templates_.erase(std::remove_if(templates_.begin(), templates_.end(), is_replaced), templates_.end());
   templates_.insert(templates_.begin(), added);
+  of_body_.clear();  // it may have their plans
   return added;
 }
 
@@ -380,14 +441,18 @@ void FusedKernel::compute(OrtKernelContext* context) {
     check(ort_, ort_.KernelContext_GetGPUComputeStream(context, &stream));
     std::optional<RelaxedCapture> relaxed;  // until a new plan's first launches are done, because they may load code
     const auto plan_of = [&](const Key& key) {
-      if (SharedPlan plan = known(key)) return plan;
+      SharedPlan plan = known(key);
+      if (plan || runs_body(key)) return plan;
       relaxed.emplace(driver_);
       return make(key, stream);
     };
+    const auto run_as_body = [&] { run_body(context, tensors.key, tensors.inputs.data(), stream); };
     SharedPlan plan = plan_of(tensors.key);
+    if (!plan) return run_as_body();
     const auto [any, all_aligned] = tensors.make_outputs(ort_, context, plan->outputs);
     if (!any) return;
     if (!all_aligned) plan = plan_of(without_alignment(tensors.key));
+    if (!plan) return run_as_body();
     const Scratch scratch(ort_, context, allocator_, memory_, plan->scratch_bytes);
     if (setup_.settings & kCountRuns) plan->runs.add();
     run_steps(*plan, device_, tensors.inputs.data(), tensors.outputs.data(), scratch.data, stream);

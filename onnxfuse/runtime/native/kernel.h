@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <shared_mutex>
 #include <string>
 #include <utility>
@@ -12,6 +13,7 @@
 #include "attributes.h"
 #include "given_templates.h"
 #include "ort_api.h"
+#include "python.h"
 #include "template.h"
 
 namespace onnxfuse {
@@ -66,9 +68,14 @@ class FusedKernel {
   void choose_given(const OrtKernelContext* context);
   // Returns what the first template that fits and has a plan returns: known_plan or plan of Template; null without any.
   SharedPlan first_fit(const Templates& templates, const Key& key, SharedPlan (Template::*plan)(const Key&)) const;
+  // Returns null if a call of `make` has not made the plan for these inputs.
   SharedPlan known(const Key& key);
+  // Returns null if Python says that the body must run.
   SharedPlan make(const Key& key, Stream stream);
+  PlanRequest request_for(const Key& key, int settings = 0) const;
   std::shared_ptr<Template> ask(const Key& key, Stream stream, int settings);
+  bool runs_body(const Key& key);
+  void run_body(OrtKernelContext* context, const Key& key, void* const* inputs, Stream stream) const;
   std::shared_ptr<Template> add(const std::string& bytes);
 
   const Ort& ort_;
@@ -82,8 +89,9 @@ class FusedKernel {
   OrtAllocator* allocator_ = nullptr;
   const OrtMemoryInfo* memory_ = nullptr;
   int device_ = 0;
-  std::shared_mutex mutex_;  // guards the templates
+  std::shared_mutex mutex_;  // guards the templates and of_body_
   Templates templates_;      // which equal nodes share; the one that came last is the first
+  std::set<Key> of_body_;    // inputs for which Python said that the body must run
   std::vector<std::shared_ptr<const GivenTemplate>> given_;  // by plan files
   std::once_flag given_are_chosen_;                          // and those for the session's TF32 are in templates_
 };

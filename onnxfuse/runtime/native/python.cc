@@ -8,6 +8,7 @@ namespace onnxfuse {
 namespace {
 
 std::atomic<PlanCallback> plan_callback{nullptr};
+std::atomic<BodyCallback> body_callback{nullptr};
 std::atomic<DropCallback> drop_callback{nullptr};
 std::atomic<const Interrupt*> interrupt{nullptr};
 
@@ -29,24 +30,35 @@ void interrupt_main_thread() {
   python->release_gil(state);
 }
 
+void check_code(int code, const std::string& reply) {
+  if (code == kInterrupt) interrupt_main_thread();
+  if (code != 0) throw std::runtime_error(reply.empty() ? "Python failed without a message" : reply);
+}
+
 }  // namespace
 
-void set_callbacks(PlanCallback plan, DropCallback drop, const Interrupt* of_main_thread) {
+void set_callbacks(PlanCallback plan, BodyCallback body, DropCallback drop, const Interrupt* of_main_thread) {
   plan_callback = plan;
+  body_callback = body;
   drop_callback = drop;
   interrupt = of_main_thread;
 }
 
-std::string ask_for_plan(const PlanRequest& request) {
+std::optional<std::string> ask_for_plan(const PlanRequest& request) {
   const PlanCallback plan = plan_callback;
   if (!plan) throw std::runtime_error("these shapes are new, and Python, which would plan them, has shut down");
   std::string reply;
   const int code = plan(&request, &reply);
-  if (code == kInterrupt) interrupt_main_thread();
-  if (code != 0) {
-    throw std::runtime_error(reply.empty() ? "planning failed without a message" : reply);
-  }
+  if (code == kBody) return std::nullopt;
+  check_code(code, reply);
   return reply;
+}
+
+void start_body(const BodyRequest& request) {
+  const BodyCallback body = body_callback;
+  if (!body) throw std::runtime_error("its body runs, and Python, which would start it, has shut down");
+  std::string reply;
+  check_code(body(&request, &reply), reply);
 }
 
 void tell_dropped(uint64_t kernel) {

@@ -1,7 +1,8 @@
-// The calls into Python: make a plan, forget a kernel, interrupt the program.
+// The calls into Python: make a plan, run a body, forget a kernel, interrupt the program.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 namespace onnxfuse {
@@ -25,11 +26,23 @@ struct PlanRequest {
   int32_t settings;  // of the session, as onnxfuse_prepare received them, and of the request
 };
 
-// Replies with a template and returns 0, or replies with the text of an error and returns another number: kInterrupt if the
-// error was KeyboardInterrupt or SystemExit.
+// What Python is told about a node that runs as its body.  native_library.py declares the same layout.
+struct BodyRequest {
+  const PlanRequest* node;
+  void* const* inputs;  // where they lie, in the order of the key
+  void* stream;
+  // Makes an output of this shape, and starts to copy it from `source`.  Returns whether that worked.
+  int (*put)(void* outputs, uint64_t index, const int64_t* shape, uint64_t rank, const void* source);
+  void* outputs;
+};
+
+// Replies with a template and returns 0, returns kBody if the node's body must run for these inputs, or replies with the
+// text of an error and returns another number: kInterrupt if the error was KeyboardInterrupt or SystemExit.
 using PlanCallback = int (*)(const PlanRequest*, void* reply);
+// Starts a node's body, and puts its outputs; returns as PlanCallback does.
+using BodyCallback = int (*)(const BodyRequest*, void* reply);
 using DropCallback = void (*)(uint64_t kernel);
-constexpr int kInterrupt = 2;
+constexpr int kInterrupt = 2, kBody = 3;
 
 // How to raise KeyboardInterrupt in the main thread: functions of Python's C API, and their arguments.
 // native_library.py declares the same layout.
@@ -42,9 +55,12 @@ struct Interrupt {
 };
 
 // The pointers must stay valid until other ones, or null pointers, replace them.
-void set_callbacks(PlanCallback plan, DropCallback drop, const Interrupt* interrupt);
-// Returns the bytes of a template; throws std::runtime_error with Python's text.  The caller may hold no lock.
-std::string ask_for_plan(const PlanRequest& request);
+void set_callbacks(PlanCallback plan, BodyCallback body, DropCallback drop, const Interrupt* interrupt);
+// Returns the bytes of a template, or nothing if the node's body must run; throws std::runtime_error with Python's text.
+// The caller may hold no lock.
+std::optional<std::string> ask_for_plan(const PlanRequest& request);
+// Throws std::runtime_error with Python's text.  The caller may hold no lock.
+void start_body(const BodyRequest& request);
 void tell_dropped(uint64_t kernel);
 
 }  // namespace onnxfuse

@@ -1,0 +1,146 @@
+"""Run bodies of nodes inside the runs of a session: where no kernel compiles, onnxruntime's own operators run.
+
+A body is a session of its own, with one node that calls the function.  It runs on the stream of the node, and does not
+wait for it, so that a CUDA graph captures its kernels too; each stream has its session, because these share memory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import onnx
+from onnx import helper
+
+from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.dtypes import DTYPE_NUMBERS
+from onnxfuse.ir.protos import subgraphs
+from onnxfuse.runtime.kernel_failures import Place, place_of
+from onnxfuse.runtime.native_library import BodyRequest
+from onnxfuse.runtime.plan import Device, FusedNode, TensorSpec
+
+if TYPE_CHECKING:
+    import onnxruntime as ort
+
+DEVICE_TYPES: Final = {"CPUExecutionProvider": "cpu"}  # of memory, by provider; that of the others is on the GPU
+
+
+@dataclass(frozen=True)
+class Body:
+    """A node, the functions of its model that it calls, and the operator sets of these, as bytes: no model is kept."""
+
+    node: bytes
+    functions: tuple[bytes, ...]
+    opsets: tuple[tuple[str, int], ...]
+    ir_version: int
+
+
+_bodies: Final[dict[Place, Body]] = {}
+_sessions: Final[dict[int, dict[tuple[int, tuple[int, ...]], ort.InferenceSession]]] = {}  # by number of a node
+_lock: Final = threading.Lock()
+
+
+def keep_bodies(model: onnx.ModelProto, nodes: Iterable[tuple[FusedNode, onnx.NodeProto]], device: Device) -> None:
+    """Keep the bodies of a model's fused nodes, for runs in which a kernel fails; equal nodes have equal bodies."""
+    functions = {each.name: each for each in model.functions if each.domain == DOMAIN}
+    opsets = tuple((each.domain, each.version) for each in model.opset_import)
+    for node, proto in nodes:
+        place = place_of(node, device)
+        if proto.op_type in functions and place not in _bodies:
+            called = tuple(each.SerializeToString() for each in _called(proto.op_type, functions, set()))
+            _bodies[place] = Body(proto.SerializeToString(), called, opsets, model.ir_version)
+
+
+def _called(name: str, functions: dict[str, onnx.FunctionProto], seen: set[str]) -> Iterator[onnx.FunctionProto]:
+    """Yield a function, and those that it calls."""
+    if name in functions and name not in seen:
+        seen.add(name)
+        yield functions[name]
+        for node in _nodes(functions[name].node):
+            if node.domain == DOMAIN:
+                yield from _called(node.op_type, functions, seen)
+
+
+def _nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    for node in nodes:
+        yield node
+        for graph in subgraphs(node):
+            yield from _nodes(graph.node)
+
+
+def has_body(node: FusedNode, device: Device) -> bool:
+    """Return whether the body of a node is known."""
+    return place_of(node, device) in _bodies
+
+
+def run_body(request: BodyRequest, node: FusedNode, device: Device) -> None:
+    """Start the body of a node on its stream, and put its outputs.  Raises what onnxruntime raises."""
+    given, provider = request.node.inputs, request.node.provider
+    session = _session(request, _bodies[place_of(node, device)], given)
+    binding, kind = session.io_binding(), DEVICE_TYPES.get(provider, "cuda")
+    for i, (spec, address) in enumerate(zip(given, request.inputs, strict=True)):
+        binding.bind_input(f"i{i}", kind, request.node.device, DTYPE_NUMBERS[spec.dtype], spec.shape, address)
+    for each in session.get_outputs():
+        binding.bind_output(each.name, kind, request.node.device)
+    options = _onnxruntime().RunOptions()
+    options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+    session.run_with_iobinding(binding, options)
+    for i, value in enumerate(binding.get_outputs()):
+        shape = value.shape()
+        request.put(i, shape, value.data_ptr() if math.prod(shape) else 0)
+
+
+def forget_node(kernel: int) -> None:
+    """Drop the sessions of a node that is gone."""
+    _sessions.pop(kernel, None)
+
+
+def _session(request: BodyRequest, body: Body, inputs: Sequence[TensorSpec]) -> ort.InferenceSession:
+    """Return the session of a body for a stream and inputs of these ranks."""
+    key = request.stream, tuple(len(spec.shape) for spec in inputs)
+    with _lock:
+        of_node = _sessions.setdefault(request.node.kernel, {})
+        if key not in of_node:
+            options = _onnxruntime().SessionOptions()
+            options.log_severity_level = 3
+            options.enable_mem_pattern = False  # else the second run allocates otherwise, maybe in a graph's capture
+            of_node[key] = _onnxruntime().InferenceSession(
+                model_of(body, inputs).SerializeToString(), options, [(request.node.provider, _options(request))]
+            )
+        return of_node[key]
+
+
+def _onnxruntime() -> Any:
+    """Return onnxruntime, which planning alone does without."""
+    return importlib.import_module("onnxruntime")
+
+
+def _options(request: BodyRequest) -> dict[str, Any]:
+    """Return the provider's options: those that change results, and the stream."""
+    if request.node.provider in DEVICE_TYPES:
+        return {}
+    stream = {"user_compute_stream": str(request.stream)} if request.stream else {}
+    return {"device_id": str(request.node.device), "use_tf32": str(int(request.node.tf32)), **stream}
+
+
+def model_of(body: Body, inputs: Sequence[TensorSpec]) -> onnx.ModelProto:
+    """Return the model of one node, of operands i0, i1, ... of these dtypes and ranks."""
+    node = onnx.NodeProto.FromString(body.node)
+    types = next(list(each.ints) for each in node.attribute if each.name == "output_types")
+    given = [
+        helper.make_tensor_value_info(f"i{i}", DTYPE_NUMBERS[spec.dtype], [None] * len(spec.shape))
+        for i, spec in enumerate(inputs)
+    ]
+    made = [helper.make_tensor_value_info(f"o{i}", dtype, None) for i, dtype in enumerate(types)]
+    node.input[:] = [each.name for each in given]
+    node.output[:] = [each.name for each in made]
+    return helper.make_model(
+        helper.make_graph([node], "body", given, made),
+        functions=[onnx.FunctionProto.FromString(each) for each in body.functions],
+        opset_imports=[helper.make_opsetid(*each) for each in body.opsets],
+        ir_version=body.ir_version,
+    )
