@@ -27,7 +27,7 @@ def without_overflow(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> tuple[
     """Return the outputs in float64, and the largest value on the way; None if no value overflows in float32 alone."""
     names = [o.name for o in model.graph.output]
     open_model = _with_all_outputs(model)
-    exact, rounded = _run(_to_float64(open_model), _to_float64_arrays(feeds)), _run(open_model, feeds)
+    exact, rounded = _run(to_float64(open_model), to_float64_arrays(feeds)), _run(open_model, feeds)
     if exact is None or rounded is None:
         return None
     overflows = any(_overflows(value, exact[name]) for name, value in rounded.items())
@@ -52,6 +52,13 @@ def allow_exact(want: Any, got: Any, near: Sequence[Any], exact: Any, largest: f
         exact = np.where(depends | (ROUNDING * largest > LOST * np.abs(exact)), got, exact).astype(np.float32)
     want, *near = (np.where(is_nearer, exact, each) if each.shape == want.shape else each for each in (want, *near))
     return want, near
+
+
+def largest_inside(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> float:
+    """Return the largest finite number that a model computes in its main graph, in float64 where that can run."""
+    found = _run(_with_all_outputs(to_float64(model)), to_float64_arrays(feeds)) or {}
+    read = [value.astype(np.float64) for value in to_float64_arrays(feeds).values() if value.dtype.kind == "f"]
+    return max((_largest(value) for value in (*found.values(), *read)), default=np.inf)
 
 
 def _largest(value: Any) -> float:
@@ -89,7 +96,8 @@ def _run(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any] | N
     return dict(zip([o.name for o in model.graph.output], results, strict=True))
 
 
-def _to_float64(model: onnx.ModelProto) -> onnx.ModelProto:
+def to_float64(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy of a model that computes in float64 wherever it computes in float32."""
     result = onnx.ModelProto()
     result.CopyFrom(model)
     for part in graphs(result.graph, *result.functions):
@@ -119,5 +127,6 @@ def _tensor_to_float64(tensor: TensorProto) -> None:
         tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float64), tensor.name))
 
 
-def _to_float64_arrays(feeds: Mapping[str, Any]) -> dict[str, Any]:
+def to_float64_arrays(feeds: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arrays, with those of float32 converted to float64."""
     return {name: value.astype(np.float64) if value.dtype == np.float32 else value for name, value in feeds.items()}

@@ -19,20 +19,10 @@ from drafts import types
 from fuzz_cases import case_of, draw_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from judge import (
-    LOST_VALUE,
-    SECONDS,
-    ULP,
-    Hang,
-    Session,
-    Verdict,
-    compare,
-    judge,
-    limited,
-    outputs_of,
-    rounded_otherwise,
-)
+from judge import LOST_VALUE, SECONDS, Hang, Verdict, compare, judge, limited
 from reduction import reduced
+from roundings import ULP, rounded_otherwise
+from sessions import Session, outputs_of
 from undetermined import joins_unequal_sizes, relies_on_empty_slices
 
 from onnxfuse.verify import own_process
@@ -181,7 +171,8 @@ def test_what_the_fuzzer_found(name: str) -> None:
 def require_verdict(original: str, other: str, sizes: dict[str, int], said: str) -> None:
     """Fail unless the judge finds two models the same, or, where `said` is not empty, wrong with these words."""
     verdict = compare(onnx.parser.parse_model(original), onnx.parser.parse_model(other), sizes, 0)
-    assert (verdict.kind, said in verdict.sentence) == ("wrong" if said else "same", True), verdict
+    kind = "unrunnable" if said == "does not run" else "wrong" if said else "same"
+    assert (verdict.kind, said in verdict.sentence) == (kind, True), verdict
 
 
 @pytest.mark.parametrize(
@@ -365,14 +356,14 @@ import json, os, pathlib, sys, time
 mark = pathlib.Path({mark!r})
 for seed in json.load(sys.stdin):
     print(json.dumps(dict(begins=seed)), flush=True)
-    said = dict(seed=str(seed), kind="same", key="", sentence="", text="", failed=False)
+    said = dict(seed=str(seed), kind="random", options="", verdict="same", key="", sentence="", text="", failed=False)
     if seed == 2:
         os.abort()
     if seed == 3 or seed == 4 and not mark.exists():
         mark.write_text("slow once") if seed == 4 else None
         time.sleep(60)
     if seed == 5:
-        print(json.dumps(dict(found=dict(said, kind="wrong", failed=True))), flush=True)
+        print(json.dumps(dict(found=dict(said, verdict="wrong", failed=True))), flush=True)
         time.sleep(60)
     print(json.dumps(said))
 """
@@ -383,8 +374,10 @@ def test_cases_that_end_their_process_or_do_not_end(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(fuzzer, "WORKER", ["-c", WORKER.format(mark=str(tmp_path / "mark"))])
     monkeypatch.setattr(fuzzer, "MAX_SECONDS", 1.0)
     tally = fuzzer.fuzz([1, 2, 3, 4, 5, 6], 1)
-    assert tally.kinds == {"same": 3, "crash": 1, "hang": 1, "wrong": 1}
-    assert (tally.failures, tally.slow) == (["2", "3", "5"], [3, 4])
+    assert tally.counts == {"random": {"same": 3, "wrong": 1}, "ended": {"crash": 1, "hang": 1}}
+    assert ([each["seed"] for each in tally.failures], tally.slow) == (["2", "3", "5"], [3, 4])
+    row = tally.table()[-1]
+    assert (row["cases"], row["wrong"], row["hangs and crashes"], row["same"]) == (6, 1, 2, 3)
 
 
 def test_huge_sizes_are_not_inferred() -> None:
