@@ -55,10 +55,11 @@ def allow_exact(want: Any, got: Any, near: Sequence[Any], exact: Any, largest: f
 
 
 def largest_inside(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> float:
-    """Return the largest finite number that a model computes in its main graph, in float64 where that can run."""
-    found = _run(_with_all_outputs(to_float64(model)), to_float64_arrays(feeds)) or {}
-    read = [value.astype(np.float64) for value in to_float64_arrays(feeds).values() if value.dtype.kind == "f"]
-    return max((_largest(value) for value in (*found.values(), *read)), default=np.inf)
+    """Return the largest finite number that a model reads or computes in its main graph, in float64 if that can run."""
+    found = _run(_with_all_outputs(to_float64(model)), to_float64_arrays(feeds))
+    found = found if found is not None else _run(_with_all_outputs(model), feeds) or {}
+    arrays = [value for value in (*found.values(), *feeds.values()) if isinstance(value, np.ndarray)]
+    return max((_largest(value.astype(np.float64)) for value in arrays if value.dtype.kind in "fV"), default=0.0)
 
 
 def _largest(value: Any) -> float:
