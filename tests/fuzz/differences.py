@@ -12,6 +12,7 @@ from drafts import types
 from onnx import TensorProto
 
 RELATIVE = {"float64": 1e-5, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}  # of the largest value
+NOISE = {"": 6, "float16": 10, "bfloat16": 10}  # times as far as the original moves where it rounds otherwise
 SMALLEST_FLOAT16 = 2.0**-20  # smaller differences count for nothing: the smallest subnormal is 2^-24
 MAX_STEPS = 3  # times as many values may be at another step of a quantizer as where the original rounds otherwise
 MAX_ROUNDED_OTHERWISE = 0.02  # of an output's values, where it rounds on purpose or to steps: equal ones move together
@@ -75,7 +76,7 @@ def _float_difference(
         kind, kinds = _kinds(got, infinite), [_kinds(each, infinite) for each in (want, *others)]
         odd = np.logical_and.reduce([kind != each for each in kinds])
         if half and not on_purpose and exact is None:
-            odd[:] = False
+            odd = np.zeros(odd.shape, bool)
         if odd.any():
             return f"is {_first(found, odd)}, not {_first(expected, odd)}"
         base = np.where(np.isfinite(want), want, references[-1])
@@ -86,15 +87,15 @@ def _float_difference(
         error, moved = np.where(finite, np.min(errors, axis=0), 0.0), np.max(moves, axis=0)
         coarse = RELATIVE[half] if half else RELATIVE["float32"]
         rounding, noise = sizes + _typical(sizes, finite), np.maximum(moved, _typical(moved, finite))
-        allowed = coarse * rounding + 6 * noise + (SMALLEST_FLOAT16 if half == "float16" else 1e-30)
+        allowed = coarse * rounding + NOISE[half] * noise + (SMALLEST_FLOAT16 if half == "float16" else 1e-30)
         wrong = error > allowed
-        smooth = coarse * rounding + 6 * _typical(moved, finite) + SMALLEST_FLOAT16
+        smooth = coarse * rounding + NOISE[half] * _typical(moved, finite) + SMALLEST_FLOAT16
         steps = max([int((each > smooth).sum()) for each in moves], default=0)
         is_step = error.max(initial=0.0) <= 2 * moved.max(initial=0.0)
         if steps and is_step and wrong.sum() <= MAX_STEPS * steps + MAX_ROUNDED_OTHERWISE * wrong.size:
             wrong = np.zeros(error.shape, bool)  # a quantizer takes as many values to another step in the original
         if on_purpose and not wrong.any():
-            tight = RELATIVE["float32"] * rounding + 6 * noise + 1e-30
+            tight = RELATIVE["float32"] * rounding + NOISE[""] * noise + 1e-30
             many = (error > tight).sum()
             wrong = error > tight if many > 1 + MAX_ROUNDED_OTHERWISE * error.size else wrong
         if wrong.any():

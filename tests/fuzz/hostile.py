@@ -333,11 +333,11 @@ def nothing(random: Random, model: onnx.ModelProto) -> None:
 
 
 def deep(random: Random, model: onnx.ModelProto) -> None:
-    """Add Ifs inside Ifs, of which protobuf reads 45 and some more."""
+    """Add Ifs inside Ifs; protobuf reads few more."""
     body = helper.make_graph([helper.make_node("Identity", ["deep_flag"], ["deep_end"])], "g", [],
                              [helper.make_tensor_value_info("deep_end", TensorProto.BOOL, [])])  # fmt: skip
     end = body
-    for _ in range(random.choice([5, 20, 45])):
+    for _ in range(random.choice([5, 15, 28])):
         node = helper.make_node("If", ["deep_flag"], ["deep_end"], then_branch=body, else_branch=end)
         body = helper.make_graph([node], "g", [], [helper.make_tensor_value_info("deep_end", TensorProto.BOOL, [])])
     model.graph.initializer.append(helper.make_tensor("deep_flag", TensorProto.BOOL, [], [True]))

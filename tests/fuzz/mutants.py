@@ -30,6 +30,7 @@ from sessions import Session, outputs_of  # noqa: E402
 
 from onnxfuse.ir.protos import nodes  # noqa: E402
 from onnxfuse.verify.own_process import own_process  # noqa: E402
+from onnxfuse.verify.widen import half_precision_of  # noqa: E402
 
 OLDEST = 11  # the first opset with the operators that the mutants write
 VISIBLE = {"": 0.01, "half": 0.25}  # of the largest value
@@ -70,17 +71,16 @@ def mutant_of(case: FuzzCase, random: Random) -> Mutant | None:
 def _visibly(optimized: onnx.ModelProto, changed: onnx.ModelProto, case: FuzzCase, inputs: Inputs) -> Iterator[bool]:
     """Yield for each draw of inputs whether a changed model differs from what it was."""
     assert isinstance(case.model, onnx.ModelProto)
-    halves = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
-    kinds = {each.type.tensor_type.elem_type for each in (*case.model.graph.input, *case.model.graph.output)}
-    share = VISIBLE["half" if case.options.dtype or kinds & set(halves) else ""]
+    share = VISIBLE["half" if case.options.dtype or half_precision_of(case.model) else ""]
     original, before, after = Session(case.model), Session(optimized), Session(changed)
     for feeds in inputs.of(case.model):
         right, there, here = (outputs_of(each, feeds) for each in (original, before, after))
         if right is not None and there is not None and here is not None:
-            yield any(_differs(value, here[name], share) for name, value in there.items())
+            yield any(differs(value, here[name], share) for name, value in there.items())
 
 
-def _differs(there: Any, here: Any, share: float) -> bool:
+def differs(there: Any, here: Any, share: float) -> bool:
+    """Return whether an output has another shape, other kinds of numbers, or is off by a share of its largest."""
     if not isinstance(there, np.ndarray) or there.shape != here.shape or there.dtype != here.dtype:
         return isinstance(there, np.ndarray)
     with np.errstate(all="ignore"):

@@ -54,6 +54,11 @@ def allow_exact(want: Any, got: Any, near: Sequence[Any], exact: Any, largest: f
     return want, near
 
 
+def in_float64(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the outputs in float64, in onnx's reference where onnxruntime has no kernel; None if neither runs."""
+    return _run(to_float64(model), to_float64_arrays(feeds))
+
+
 def largest_inside(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> float:
     """Return the largest finite number that a model reads or computes in its main graph, in float64 if that can run."""
     found = _run(_with_all_outputs(to_float64(model)), to_float64_arrays(feeds))

@@ -20,14 +20,15 @@ HALF_ULPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7}  # in these, a model that
 
 
 def nudged(feeds: Mapping[str, Any], by: float) -> dict[str, Any]:
-    """Return the inputs with each float32 moved by an ulp, up or down at random."""
+    """Return the inputs with each float32 moved by an ulp, up or down at random; float16 too if `by` is as much."""
     numbers = np.random.default_rng(1)
-    return {
-        name: value * (1 + np.float32(2 * by) * numbers.choice([-1, 1], value.shape).astype(np.float32))
-        if value.dtype == np.float32
-        else value
-        for name, value in feeds.items()
-    }
+    kinds = [np.float32, *([np.float16] if abs(by) >= ULPS[TensorProto.FLOAT16] else [])]
+    moved = {}
+    with np.errstate(all="ignore"):
+        for name, value in feeds.items():
+            signs = numbers.choice([-1, 1], value.shape)
+            moved[name] = (value * (1 + 2 * by * signs)).astype(value.dtype) if value.dtype in kinds else value
+    return moved
 
 
 def rounded_otherwise(

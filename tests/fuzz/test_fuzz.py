@@ -16,10 +16,12 @@ import onnx
 import pytest
 import run as fuzzer
 from drafts import types
+from draws import draws
 from fuzz_cases import case_of, draw_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from judge import LOST_VALUE, SECONDS, Hang, Verdict, compare, judge, limited
+from mutants import MUTATIONS, differs, mutant_of
 from reduction import reduced
 from roundings import ULP, rounded_otherwise
 from sessions import Session, outputs_of
@@ -27,7 +29,7 @@ from undetermined import joins_unequal_sizes, relies_on_empty_slices
 
 from onnxfuse.verify import own_process
 
-CASES, SHARES = 240, 6
+CASES, SHARES, MUTANTS = 180, 6, 24
 EXAMPLES = 20
 HEADER = '<ir_version: 8, opset_import: ["" : 17]> g (float[n,3] x) => (float[n,3] y)'
 CHAIN = f"{HEADER} {{ a = Abs(x) b = Neg(a) c = Exp(b) d = Tanh(c) y = Sin(d) }}"
@@ -188,6 +190,37 @@ def require_verdict(original: str, other: str, sizes: dict[str, int], said: str)
 )
 def test_a_model_that_computes_something_else_is_found(right: str, wrong: str, said: str) -> None:
     require_verdict(CHAIN, CHAIN.replace(right, wrong), {"n": 2}, said)
+
+
+ODD = """<ir_version: 9, opset_import: ["" : 19]> g (float[n,3] x) => (float[n,3] y, float[n,3] z)
+    <float[3] c = {2, 3, 4}, float big = {100}> {
+      a = Mul (x, c) y = Log (a) b = Mul (a, big) z = Exp (b) }"""
+
+
+@pytest.mark.parametrize("how", MUTATIONS)
+def test_a_broken_model_is_found(how: str) -> None:
+    """Logarithms of negative numbers are NaN, and exponentials of large ones infinite."""
+    original, broken = onnx.parser.parse_model(ODD), 0
+    for seed in range(8):
+        changed = onnx.parser.parse_model(ODD)
+        assert MUTATIONS[how](Random(seed), changed)
+        before, after = ([outputs_of(Session(m), feeds) for feeds in draws(original, {"n": 2}, seed)] for m in (
+            original, changed))  # fmt: skip
+        if any(there and here and any(differs(there[k], here[k], 0.01) for k in there) for there, here in zip(
+                before, after, strict=True)):  # fmt: skip
+            broken += 1
+            verdict = compare(original, changed, {"n": 2}, seed)
+            assert verdict.is_failure, verdict
+    assert broken
+
+
+def test_broken_results_of_the_first_seeds_are_found() -> None:
+    missed, found = [], 0
+    for seed in range(MUTANTS):
+        mutant = mutant_of(case_of(seed), Random(f"mutant {seed}"))
+        missed += [(seed, mutant.how)] if mutant and not mutant.is_found else []
+        found += bool(mutant and mutant.is_found)
+    assert not missed and found > MUTANTS / 4
 
 
 SEVERAL_AXES = """<ir_version: 8, opset_import: ["" : 8]> g (float[4,6] x, bool c) => (float[] y) {
