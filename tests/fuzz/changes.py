@@ -131,7 +131,8 @@ def other_constant(draft: Draft) -> None:
     held = list(draft.weights) + [
         a.t for n in draft.nodes if n.op_type == "Constant" for a in n.attribute if a.name == "value"
     ]
-    trips = {node.input[0] for node in nodes(OneNode(tuple(draft.nodes))) if node.op_type == "Loop"}  # 10^9 take hours
+    loops = [node for node in nodes(OneNode(tuple(draft.nodes))) if node.op_type == "Loop"]
+    trips = {name for node in loops for name in node.input[:2]}  # 10^9 take hours, and none gives rows of unknown rank
     held = [t for t in held if t.name not in trips and (t.data_type in FLOATS or random.random() < 0.2)]
     if not held:
         return
