@@ -75,8 +75,8 @@ class Tally:
     def _store(self, said: dict[str, str]) -> None:
         assert self.folder is not None
         stem = f"{said['verdict']}_{said['seed']}"
-        if said.get("model"):
-            (self.folder / f"{stem}.onnx").write_bytes(base64.b64decode(said["model"]))
+        data = base64.b64decode(said.get("model", "")) or _serialized(int(said["seed"]))
+        (self.folder / f"{stem}.onnx").write_bytes(data)
         (self.folder / f"{stem}.txt").write_text(
             f"{said['kind']}, {said['options']}: {said['verdict']}: {said['sentence']}\n"
             f"python tests/fuzz/run.py --case {said['seed']}\n\n{said['text']}\n"
@@ -109,6 +109,14 @@ class Tally:
         if self.slow:
             print(f"judged again: {' '.join(map(str, self.slow))}")
         print(f"failed: {' '.join(each['seed'] for each in self.failures) or 'none'}")
+
+
+def _serialized(seed: int) -> bytes:
+    """Return the model of a case whose process has ended."""
+    from fuzz_cases import case_of
+
+    model = case_of(seed).model
+    return model if isinstance(model, bytes) else model.SerializeToString()
 
 
 def worker(seeds: Sequence[int]) -> None:
