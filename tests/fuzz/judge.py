@@ -286,7 +286,8 @@ class Original:
         self.is_widened = False  # whether the optimized model runs in float32 in the place of bfloat16
         own = half_precision_of(model)
         self.half = options.dtype or half or own
-        is_all_half = bool(options.dtype or half)  # else that holds of what is computed in half precision, or from it
+        self.rounds_to = options.dtype or half  # what a float32 result may be rounded to
+        is_all_half = bool(self.rounds_to)  # else that holds of what is computed in half precision, or from it
         self.in_half = {o.name for o in model.graph.output} if is_all_half else half_precision_tensors(model)
         self.on_purpose = bool(own) and not is_all_half and rounds_on_purpose(model)
         self.infinite = any(
@@ -340,12 +341,12 @@ class Original:
         """The model with each result moved by up to an ulp at random."""
         if self._shaken is None:
             dtypes = [TensorProto.FLOAT] if self.on_purpose else list(ULPS)
-            ulps = dict.fromkeys(ULPS, HALF_ULPS[self.options.dtype]) if self.options.dtype else ULPS
+            ulps = dict.fromkeys(ULPS, HALF_ULPS[self.rounds_to]) if self.rounds_to else ULPS
             self._shaken = list(rounded_otherwise(self.model, self.seed, dtypes, ulps))
         return self._shaken
 
     def _nudged(self, feeds: Arrays, direction: int) -> dict[str, Any]:
-        ulp = HALF_ULPS[self.options.dtype] if self.options.dtype else ULP
+        ulp = HALF_ULPS[self.rounds_to] if self.rounds_to else ULP
         return nudged(feeds, direction * ulp)
 
     def _exact(self, feeds: Arrays, name: str, want: Any) -> Any:
