@@ -12,6 +12,8 @@ from drafts import inferred, types_in
 from onnx import TensorProto, helper, numpy_helper
 from sessions import Session
 
+from onnxfuse.ir.protos import tensors
+
 SHAKES, SHAKES_OF_CONVERSIONS = 4, 10  # half precision has larger tails
 ULP = 2.0**-23
 NO_RANDOM_NUMBERS = 22  # the opset from which on onnxruntime 1.32 has no kernel for RandomUniformLike
@@ -42,8 +44,20 @@ def rounded_otherwise(
     for shake in range(SHAKES if ulps is ULPS else SHAKES_OF_CONVERSIONS):
         shaken = onnx.ModelProto()
         shaken.CopyFrom(typed)
+        if ulps is not ULPS:
+            _move_weights(shaken, np.random.default_rng(seed + shake), ulps)
         _shake(shaken.graph, {}, Random(seed + shake), dtypes, opset, ulps)
         yield Session(shaken)
+
+
+def _move_weights(model: onnx.ModelProto, numbers: np.random.Generator, ulps: Mapping[int, float]) -> None:
+    """Move weights as a conversion rounds them, each element by itself; single numbers stay, as exponents are such."""
+    for tensor in tensors(model.graph):
+        if tensor.data_type in ulps and tensor.dims:
+            array = numpy_helper.to_array(tensor)
+            with np.errstate(all="ignore"):
+                moved = array * (1 + ulps[tensor.data_type] * numbers.uniform(-1, 1, array.shape))
+                tensor.CopyFrom(numpy_helper.from_array(np.asarray(moved).astype(array.dtype), tensor.name))
 
 
 def _shake(
