@@ -44,6 +44,7 @@ from undetermined import (
 from onnxfuse import OnnxfuseError, VerificationError, optimize, unfuse
 from onnxfuse.ir.execution_order import in_execution_order
 from onnxfuse.ir.extract import extract
+from onnxfuse.ir.protos import nodes
 from onnxfuse.report.report import Report
 from onnxfuse.unfuse_model import has_fused_nodes
 from onnxfuse.verify.widen import arrays_to_float32, half_precision_of, half_precision_tensors, model_to_float32
@@ -51,6 +52,7 @@ from onnxfuse.verify.widen import arrays_to_float32, half_precision_of, half_pre
 SECONDS = 20.0  # of this process in one call of optimize(), or of one run of a model in its own process
 NO_KERNEL = ("Could not find an implementation", "Failed to find kernel")  # of an operator in some dtype
 LARGEST_SQUARED = 2.0**63  # in float32
+QUANTIZERS = ("QuantizeLinear", "DynamicQuantizeLinear")
 LOST_VALUE = "OrtValue::Get()"  # what onnxruntime says where a node reads a value that nothing has made
 FAILURES = ("wrong", "unrunnable", "traceback", "hang", "crash")
 
@@ -292,6 +294,7 @@ class Original:
         self.on_purpose = bool(own) and not is_all_half and rounds_on_purpose(model)
         self._wide: Session | None = None
         self._shaken: list[Session] | None = None
+        self._shaken_more: list[Session] | None = None
         self._usual: Session | None = None
 
     def difference(self, feeds: Arrays, name: str, want: Any, got: Any) -> str | None:
@@ -306,6 +309,9 @@ class Original:
         if reason and not half and (unbounded := without_overflow(self._part(name), feeds)):
             exact_values, largest = unbounded
             want, near = allow_exact(want, got, near, exact_values[name], largest)
+            reason = difference(want, got, near, exact, half, self.on_purpose)
+        if reason and any(node.op_type in QUANTIZERS for node in nodes(self.model.graph)):
+            near += [each[name] for session in self.shaken_more if (each := outputs_of(session, feeds))]
             reason = difference(want, got, near, exact, half, self.on_purpose)
         is_value = isinstance(got, np.ndarray) and (got.dtype, got.shape) == (want.dtype, want.shape)
         if reason and not half and is_value and largest_inside(self._part(name), feeds) > LARGEST_SQUARED:
@@ -339,10 +345,20 @@ class Original:
     def shaken(self) -> list[Session]:
         """The model with each result moved by up to an ulp at random."""
         if self._shaken is None:
-            dtypes = [TensorProto.FLOAT] if self.on_purpose else list(ULPS)
-            ulps = dict.fromkeys(ULPS, HALF_ULPS[self.rounds_to]) if self.rounds_to else ULPS
-            self._shaken = list(rounded_otherwise(self.model, self.seed, dtypes, ulps))
+            self._shaken = self._shake(self.seed)
         return self._shaken
+
+    @property
+    def shaken_more(self) -> list[Session]:
+        """The same at other random numbers: a quantizer's scale or zero point moves seldom, and all values with it."""
+        if self._shaken_more is None:
+            self._shaken_more = [each for more in range(1, 6) for each in self._shake(self.seed + 1000 * more)]
+        return self._shaken_more
+
+    def _shake(self, seed: int) -> list[Session]:
+        dtypes = [TensorProto.FLOAT] if self.on_purpose else list(ULPS)
+        ulps = dict.fromkeys(ULPS, HALF_ULPS[self.rounds_to]) if self.rounds_to else ULPS
+        return list(rounded_otherwise(self.model, seed, dtypes, ulps))
 
     def _nudged(self, feeds: Arrays, direction: int) -> dict[str, Any]:
         ulp = HALF_ULPS[self.rounds_to] if self.rounds_to else ULP
