@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ DTYPES = {
 WORD = re.compile(r"[A-Za-z_]\w*")
 TARGETS = {"ConstantOfShape": 0, "Expand": 1, "Reshape": 1, "Tile": 1}  # the input that holds sizes
 MAX_SIZE = 2**20  # that inference is asked about
+FIRST_IR_WITH_CONSTANTS = 4  # initializers that are no inputs
 FIRST_IR_WITH_FUNCTIONS = 8
 Dim = int | str | None
 
@@ -37,6 +39,20 @@ class Value:
     shape: tuple[int, ...]
 
 
+class Unavailable(Exception):
+    """The opset of a draft has no such operator, or none with such attributes."""
+
+
+@functools.cache
+def has_operator(op: str, opset: int) -> bool:
+    """Return whether an opset has an operator."""
+    try:
+        onnx.defs.get_schema(op, opset)
+    except onnx.defs.SchemaError:
+        return False
+    return True
+
+
 @dataclass
 class Draft:
     """A graph that is being written; `sizes` are the first sizes of the symbols of its inputs."""
@@ -48,6 +64,7 @@ class Draft:
     inputs: dict[str, tuple[int, tuple[Dim, ...]]] = field(default_factory=dict)
     outputs: list[str] = field(default_factory=list)
     functions: list[onnx.FunctionProto] = field(default_factory=list)
+    without_rank: set[str] = field(default_factory=set)  # inputs whose shape is not declared
     sizes: dict[str, int] = field(default_factory=lambda: dict(SYMBOLS))
     made: int = 0
 
@@ -57,7 +74,12 @@ class Draft:
         return f"{stem}{self.made}"
 
     def node(self, op: str, inputs: Sequence[str], outputs: int = 1, **attributes: Any) -> str:
-        """Write a node and return the name of its first output; the further ones are listed in its NodeProto."""
+        """Write a node and return the name of its first output; the further ones are listed in its NodeProto.
+
+        Raises Unavailable if the opset has no such operator.
+        """
+        if not attributes.get("domain") and not has_operator(op, self.opset):
+            raise Unavailable(f"opset {self.opset} has no {op}")
         names = [self.fresh() for _ in range(outputs)]
         self.nodes.append(helper.make_node(op, inputs, names, self.fresh(op.lower()), **attributes))
         return names[0]
@@ -82,13 +104,22 @@ class Draft:
         self.inputs[name] = (dtype, tuple(dims))
         return Value(name, dtype, shape_at(dims, self.sizes))
 
+    def declared(self) -> dict[str, tuple[Dim, ...]]:
+        """Return the dims of inputs whose shape the model does not declare."""
+        return {name: self.inputs[name][1] for name in sorted(self.without_rank & self.inputs.keys())}
+
     def model(self) -> onnx.ModelProto:
         """Return the model, whose outputs have the types that onnx infers, or none."""
-        inputs = [helper.make_tensor_value_info(n, dtype, dims) for n, (dtype, dims) in self.inputs.items()]
+        inputs = [
+            helper.make_tensor_value_info(name, dtype, None if name in self.without_rank else dims)
+            for name, (dtype, dims) in self.inputs.items()
+        ]
         outputs = [onnx.ValueInfoProto(name=name) for name in dict.fromkeys(self.outputs)]
         graph = helper.make_graph(self.nodes, "fuzz", inputs, outputs, self.weights)
         opsets = [helper.make_opsetid("", self.opset)]
-        version = helper.find_min_ir_version_for(opsets)
+        version = max(helper.find_min_ir_version_for(opsets), FIRST_IR_WITH_CONSTANTS)
+        domains = {node.domain for node in nodes(graph) if node.domain} - {"local"}
+        opsets += [helper.make_opsetid(domain, 1) for domain in sorted(domains)]
         if self.functions:
             opsets, version = [*opsets, helper.make_opsetid("local", 1)], max(version, FIRST_IR_WITH_FUNCTIONS)
         model = helper.make_model(graph, opset_imports=opsets, ir_version=version, functions=self.functions)
@@ -129,6 +160,7 @@ def _types_in_onnxruntime(model: onnx.ModelProto) -> list[tuple[int, list[Dim]]]
         return []
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
+    options.intra_op_num_threads = 1
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
         session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

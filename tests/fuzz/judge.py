@@ -1,9 +1,10 @@
 """Judge an optimized model: it must compute what the original computes in onnxruntime without optimizations.
 
 A float may differ by rounding.  How much rounding does to a model is measured on the original: by how far its outputs
-move when its float32 inputs move by an ulp, and, if it computes in half precision, by how far they are from the same
-model in float32.  Where a model only rounds to half precision and back, few values may differ: each rounding must stay.
-Where a value overflows in float32 alone, what the original computes in float64 is right as well (overflow.py).
+move when its float32 inputs and all that it computes move by an ulp, and by how far they are from the same model in
+float64, or in float32 if it computes in half precision, which is right as well.  A conversion to half precision may
+differ by as much as the original does if it rounds so.  Where a model only rounds to half precision and back, few
+values may differ: each rounding must stay.  Where a value overflows in float32 alone, overflow.py tells what is right.
 
 Judge inside `own_process`: onnxruntime crashes on some of the originals, such as InstanceNormalization of no elements,
 which then do not count.
@@ -13,55 +14,64 @@ from __future__ import annotations
 
 import signal
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from random import Random
+from dataclasses import asdict, dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
 import onnx
-from drafts import FLOATS, WORD, inferred, shape_at, types, types_in
-from onnx import TensorProto, helper, numpy_helper
-from overflow import allow_exact, without_overflow
+from differences import difference, is_wrong, rounds_on_purpose
+from draws import Dims, draws
+from onnx import TensorProto
+from overflow import allow_exact, in_float64, largest_inside, to_float64, to_float64_arrays, without_overflow
+from roundings import HALF_ULPS, ULP, ULPS, nudged, rounded_otherwise
+from sessions import Arrays, Session, outputs_of
 from undetermined import (
+    computes_nothing,
     expands_to_several_axes,
+    has_rows_of_no_iterations,
     joins_unequal_sizes,
     normalizes_nothing,
+    normalizes_one_element,
+    outputs_of_attention,
     relies_on_empty_slices,
     without_false_shapes,
 )
 
-from onnxfuse import OnnxfuseError, optimize
-from onnxfuse.verify.cpu_session import open_session, run
-from onnxfuse.verify.widen import arrays_to_float32, half_precision_of, model_to_float32
+from onnxfuse import OnnxfuseError, VerificationError, optimize, unfuse
+from onnxfuse.ir.execution_order import in_execution_order
+from onnxfuse.ir.extract import extract
+from onnxfuse.ir.protos import nodes
+from onnxfuse.report.report import Report
+from onnxfuse.unfuse_model import has_fused_nodes
+from onnxfuse.verify.widen import arrays_to_float32, half_precision_of, half_precision_tensors, model_to_float32
 
 SECONDS = 20.0  # of this process in one call of optimize(), or of one run of a model in its own process
-DRAWS = 3
-SHAKES = 4
-ULP = 2.0**-23
-NO_RANDOM_NUMBERS = 22  # the opset from which on onnxruntime 1.32 has no kernel for RandomUniformLike
-ULPS = {TensorProto.FLOAT: ULP, TensorProto.FLOAT16: 2.0**-10}  # onnxruntime multiplies no bfloat16
-RELATIVE = {"float64": 1e-5, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}  # of the largest value
-MAX_ROUNDED_OTHERWISE = 0.02  # of an output's values, where a model rounds on purpose: their float32 value was a tie
-VIEWS = {"Cast", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Slice", "Split", "Gather",
-         "Concat", "Identity", "Tile", "Pad", "Shape", "Size", "Constant"}  # fmt: skip
+NO_KERNEL = ("Could not find an implementation", "Failed to find kernel")  # of an operator in some dtype
+LARGEST_SQUARED = 2.0**63  # in float32
+QUANTIZERS = ("QuantizeLinear", "DynamicQuantizeLinear")
 LOST_VALUE = "OrtValue::Get()"  # what onnxruntime says where a node reads a value that nothing has made
-Arrays = Mapping[str, Any]
+FAILURES = ("wrong", "unrunnable", "traceback", "hang", "crash")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a model: "same", "idle" (onnxruntime does not run it), "refused", or a failure."""
+    """What became of a model.
+
+    "same", "idle" (onnxruntime does not run the original), "refused" (by onnxfuse), "lost" (its verification compares
+    less than all, or fails), or a failure: "wrong", "unrunnable" (onnxruntime refuses the result), "traceback", "hang",
+    or "crash", where the process ended.
+    """
 
     kind: str
     sentence: str = ""
 
     @property
     def is_failure(self) -> bool:
-        return self.kind in ("crash", "hang", "wrong")
+        return self.kind in FAILURES
 
     @property
     def key(self) -> str:
@@ -94,323 +104,284 @@ def limited(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
+@dataclass(frozen=True)
+class Options:
+    """How a model is optimized; `then` is what is done with the result before it is judged."""
+
+    dtype: Literal["float16", "bfloat16"] | None = None
+    emit: Literal["functions", "standard"] = "functions"
+    layout: Literal["auto", "nhwc"] = "auto"
+    regions: bool = True
+    fallback: Literal["onnx", "ort"] = "onnx"
+    verify: bool = False
+    then: Literal["", "unfuse", "optimize"] = ""
+
+    def optimized(self, model: onnx.ModelProto | bytes) -> tuple[onnx.ModelProto, Report]:
+        """Return the optimized model, and the report of optimizing it the first time."""
+        given = {name: value for name, value in asdict(self).items() if name != "then"}
+        result, report = optimize(model, **given, timeout=None)  # in the process that `own_process` has started
+        if self.then == "optimize":
+            result, _ = optimize(result, verify=False)
+        elif self.then == "unfuse" and has_fused_nodes(result):
+            result, _ = unfuse(result, verify=False)
+        return result, report
+
+    def __str__(self) -> str:
+        """Return the options that are not as usual, as `dtype=float16 verify=True`."""
+        given = asdict(self).items()
+        return " ".join(f"{name}={value}" for name, value in given if value != getattr(Options, name)) or "default"
+
+
 def judge(
-    model: onnx.ModelProto | bytes, sizes: Mapping[str, int], seed: int, *, verify: bool = False, fallback: Any = "onnx"
+    model: onnx.ModelProto | bytes,
+    sizes: Mapping[str, int],
+    seed: int,
+    options: Options = Options(),
+    *,
+    dims: Dims | None = None,
+    special: bool = False,
 ) -> Verdict:
-    """Optimize a model and compare what both compute on inputs that `seed` and the first sizes of symbols determine."""
+    """Optimize a model and compare what both compute on inputs that `seed` and the first sizes of symbols determine.
+
+    dims     of inputs whose shapes the model does not declare
+    special  whether inputs hold special values too
+    """
+    drawn_inputs = Inputs(sizes, seed, dims, special)
     try:
         with limited(SECONDS):
-            optimized, _ = optimize(model, verify=verify, fallback=fallback)
+            optimized, report = options.optimized(model)
     except OnnxfuseError as error:
-        return _of_refused(model, sizes, seed, error)
+        return _of_refused(model, drawn_inputs, error)
     except Hang as error:
         return Verdict("hang", str(error))
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{last.filename.rpartition('/')[2]} in {last.name}"
-        return Verdict("crash", f"{type(error).__name__} {where}: {' '.join(str(error).split())[:200]}")
+        return Verdict("traceback", f"{type(error).__name__} {where}: {' '.join(str(error).split())[:200]}")
     if isinstance(model, bytes):
         return Verdict("idle", "damaged bytes")
-    return compare(model, optimized, sizes, seed, fallback == "ort")
+    verdict = compare_on(model, optimized, drawn_inputs, options)
+    if verdict.kind == "same" and options.verify and report.verified.status != "verified":
+        missing = [each.reason for each in report.verified.not_compared]
+        return Verdict("lost", f"{report.verified.status}: {'; '.join([report.verified.reason, *missing[:1]])}")
+    return verdict
 
 
-def _of_refused(model: onnx.ModelProto | bytes, sizes: Mapping[str, int], seed: int, error: OnnxfuseError) -> Verdict:
-    """Return "refused" for a model that onnxruntime runs, and "idle" for one that it does not run."""
-    said = " ".join(str(error).split())[:250]
+@dataclass(frozen=True)
+class Inputs:
+    """What determines the inputs on which models are compared, as `draws` takes it."""
+
+    sizes: Mapping[str, int]
+    seed: int
+    dims: Dims | None = None
+    special: bool = False
+
+    def of(self, model: onnx.ModelProto) -> Iterator[dict[str, Any]]:
+        """Yield inputs of a model."""
+        return draws(model, self.sizes, self.seed, self.dims, self.special)
+
+
+def _of_refused(model: onnx.ModelProto | bytes, inputs: Inputs, error: OnnxfuseError) -> Verdict:
+    """Return "refused" for a model that onnxruntime runs, "lost" if it differed, and "idle" if it does not run."""
+    said = str(error)
+    if not said.isprintable():
+        return Verdict("traceback", f"the message has control characters: {said[:200]!r}")
+    said = " ".join(said.split())[:250]
     if isinstance(model, bytes):
         return Verdict("idle", said)
-    ran = any(outputs_of(Session(model), feeds) is not None for feeds in draws(model, sizes, seed))
-    return Verdict("refused" if ran else "idle", said)
+    session = Session(model)
+    if all(outputs_of(session, feeds) is None for feeds in inputs.of(model)):
+        return Verdict("idle", said)
+    return Verdict("lost" if isinstance(error, VerificationError) else "refused", said)
 
 
 def compare(
     model: onnx.ModelProto, optimized: onnx.ModelProto, sizes: Mapping[str, int], seed: int, ort: bool = False
 ) -> Verdict:
-    """Return "same", "idle" or "wrong".
+    """Return "same", "idle", "wrong" or "unrunnable" for a model and what was made of it."""
+    options = Options(fallback="ort" if ort else "onnx")
+    return compare_on(model, optimized, Inputs(sizes, seed), options)
 
-    These differences do not count: with the bodies of `--fallback ort`, NaN in rows of attention whose scores are NaN
-    or infinite (docs/fusions.md); elements that onnxruntime leaves unwritten; that it crashes on an
+
+def compare_on(
+    model: onnx.ModelProto, optimized: onnx.ModelProto, inputs: Inputs, options: Options, half: str = ""
+) -> Verdict:
+    """Run the optimized model without onnxruntime's optimizations and with them, and compare it with the original.
+
+    `half` is the half precision that both were in before they were widened, as the CPU provider has few kernels for it.
+
+    These differences do not count: with attention of onnxruntime or of ONNX in place of operators, NaN in rows whose
+    scores are NaN or infinite (docs/fusions.md, docs/design.md); that `--emit standard` writes operators which refuse
+    empty tensors (docs/design.md); elements that onnxruntime leaves unwritten; that it crashes on an
     InstanceNormalization of no elements; what it accepts because it infers no rows for a Slice that has some, nothing
-    of what is expanded, or nothing of an output that is declared falsely (undetermined.py); and that without its
-    optimizations 1.31 loses what a branch reads behind two Casts of an initializer.
+    of what is expanded, or nothing of an output that is declared falsely (undetermined.py); that without its
+    optimizations 1.31 loses what a branch reads behind two Casts of an initializer; how groups of one element round;
+    the shape of the rows of a Loop without iterations; and what its own optimizations change in the original too.
     """
-    original, other, half = Session(model), Session(optimized), half_precision_of(model)
-    on_purpose = bool(half) and rounds_on_purpose(model)
-    infinite = any(not np.isfinite(numpy_helper.to_array(t).astype(np.float64)).all() for t in model.graph.initializer
-                   if t.data_type in FLOATS and len(t.dims))  # fmt: skip
+    original, plain, usual = Original(model, inputs.seed, options, half), Session(optimized), None
+    if half_precision_of(model) == "bfloat16" and any(said in original.session.error for said in NO_KERNEL):
+        return compare_on(model_to_float32(model), model_to_float32(optimized), inputs, options, "bfloat16")
+    if options.dtype == "bfloat16" and any(said in plain.error for said in NO_KERNEL):
+        optimized, original.is_widened = model_to_float32(optimized), True
+        plain = Session(optimized)
     ran = False
-    for feeds in draws(model, sizes, seed):
-        expected = outputs_of(original, feeds)
+    for feeds in inputs.of(model):
+        expected = outputs_of(original.session, feeds)
         if expected is None:
             continue
         ran = True
-        found = outputs_of(other, feeds)
-        if found is None and LOST_VALUE in other.error:
-            found = outputs_of(Session(optimized, optimize=True), feeds)
-        if found is None and (declared := without_false_shapes(optimized, expected)):
-            found = outputs_of(Session(declared), feeds)
-        at = f"at {', '.join(f'{name} {value.dtype}{list(value.shape)}' for name, value in feeds.items())}"
-        if found is None and "SIGSEGV" in other.error and normalizes_nothing(optimized, feeds):
+        verdict = _compare_outputs(original, optimized, plain, feeds, expected)
+        if verdict:
+            return verdict
+        usual = usual or Session(optimized, optimize=True)
+        if original.half == "bfloat16" and any(said in usual.error for said in NO_KERNEL):
             continue
-        if found is None:
-            if joins_unequal_sizes(model, list(expected), feeds) or relies_on_empty_slices(model, feeds):
-                continue
-            if expands_to_several_axes(model, other.error):
-                continue
-            return Verdict("wrong", f"the optimized model does not run: {other.error} ({at})")
-        for name, value in expected.items():
-            if ort and _is_nan_anywhere(found[name]):
-                continue
-            if difference(value, found[name], [], None if on_purpose else value, half, on_purpose, infinite) is None:
-                continue
-            reason = _beyond_rounding(model, original, feeds, seed, name, value, found[name], on_purpose, infinite)
-            if reason and not joins_unequal_sizes(model, [name], feeds):
-                return Verdict("wrong", f"output {name} {reason} ({at})")
-    return Verdict("same" if ran else "idle", "" if ran else f"onnxruntime does not run it: {original.error}")
+        verdict = _compare_outputs(original, optimized, usual, feeds, expected)
+        if verdict and not original.is_changed_by_onnxruntime(feeds, expected):
+            return Verdict(verdict.kind, f"with onnxruntime's optimizations {verdict.sentence}")
+    return Verdict("same" if ran else "idle", "" if ran else f"onnxruntime does not run it: {original.session.error}")
 
 
-def _beyond_rounding(
-    model: onnx.ModelProto, original: Session, feeds: Arrays, seed: int, name: str, want: Any, got: Any,
-    on_purpose: bool, infinite: bool,
-) -> str | None:  # fmt: skip
-    """Return in what an output differs; None if by no more than it moves where the original rounds otherwise.
-
-    That is measured only where something differs, which is rare.
-    """
-    half, moved = half_precision_of(model), [TensorProto.FLOAT] if on_purpose else list(ULPS)
-    near = [each[name] for way in (ULP, -ULP) if (each := outputs_of(original, _nudged(feeds, way)))]
-    near += [
-        each[name] for other_way in rounded_otherwise(model, seed, moved) if (each := outputs_of(other_way, feeds))
-    ]
-    wide = None
-    if half and not on_purpose:
-        wide = outputs_of(Session(model_to_float32(model)), arrays_to_float32(feeds))
-    exact = wide[name] if wide else None
-    reason = difference(want, got, near, exact, half, on_purpose, infinite)
-    if reason and not half and (unbounded := without_overflow(model, feeds)):
-        exact_values, largest = unbounded
-        want, near = allow_exact(want, got, near, exact_values[name], largest)
-        reason = difference(want, got, near, exact, half, on_purpose, infinite)
-    return reason
-
-
-class Session:
-    """A model in onnxruntime, by default without optimizations; `error` is what it said last."""
-
-    def __init__(self, model: onnx.ModelProto, optimize: bool = False) -> None:
-        self.error = ""
-        self.session: Any = None
-        try:
-            self.session = open_session(model, None, optimize=optimize)
-        except Exception as error:  # onnxruntime has no public base class of its errors
-            self.error = " ".join(str(error).split())[:300]
-
-
-def rounded_otherwise(model: onnx.ModelProto, seed: int, dtypes: Sequence[int]) -> Iterator[Session]:
-    """Yield the model with each element of results of these dtypes moved by up to an ulp at random, in bodies too.
-
-    Each element moves by itself: among scores that are offset by 10000, that is what changes their softmax.
-    """
-    typed, opset = inferred(model) or model, next((each.version for each in model.opset_import if not each.domain), 0)
-    for shake in range(SHAKES):
-        shaken = onnx.ModelProto()
-        shaken.CopyFrom(typed)
-        _shake(shaken.graph, {}, Random(seed + shake), dtypes, opset)
-        yield Session(shaken)
-
-
-def _shake(
-    graph: onnx.GraphProto, outside: Mapping[str, onnx.TypeProto], random: Random, dtypes: Sequence[int], opset: int
-) -> None:
-    known = {**outside, **types_in(graph)}
-    nodes = list(graph.node)
-    del graph.node[:]
-    del graph.value_info[:]
-    for node in nodes:
-        moves = []
-        for index, name in enumerate(node.output):
-            dtype = known[name].tensor_type.elem_type if name in known else TensorProto.UNDEFINED
-            if name and dtype in dtypes:
-                own = f"{name}::{random.getrandbits(64)}"  # a body may have a value of the same name
-                node.output[index] = f"{own}::exact"
-                moves += _move(node.output[index], own, dtype, random, opset)
-                moves[-1].output[0] = name
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                _shake(attribute.g, known, random, dtypes, opset)
-        graph.node.extend([node, *moves])
-
-
-def _move(source: str, target: str, dtype: int, random: Random, opset: int) -> list[onnx.NodeProto]:
-    """Return nodes that move a tensor by up to an ulp, element by element."""
-    constants = {"factor": np.float32(ULPS[dtype]), "zero": np.float32(0), "one": np.float32(1),
-                 "apart": np.float32(random.uniform(9, 99))}  # fmt: skip
-    drawn = [
-        _node("RandomUniformLike", target, "shaped", source, dtype=TensorProto.FLOAT, low=-1.0, high=1.0,
-              seed=random.uniform(0, 2**16))
-    ]  # fmt: skip
-    sines = [  # of numbers far apart, as onnxruntime draws none from opset 22 on
-        _node("Size", target, "size", source), _node("Cast", target, "count", "::size", to=TensorProto.FLOAT),
-        _node("Range", target, "numbers", "::zero", "::count", "::one"),
-        _node("Mul", target, "angles", "::numbers", "::apart"), _node("Sin", target, "drawn", "::angles"),
-        _node("Shape", target, "shape", source),
-        _node("Reshape", target, "shaped", "::drawn", "::shape", allowzero=1),
-    ]  # fmt: skip
-    made = [_node("Constant", target, name, value=numpy_helper.from_array(np.asarray(each)))
-            for name, each in constants.items()]  # fmt: skip
-    moved = [_node("Mul", target, "small", "::shaped", "::factor"), _node("Add", target, "wide", "::small", "::one"),
-             _node("Cast", target, "moving", "::wide", to=dtype)]  # fmt: skip
-    nodes = sines if opset >= NO_RANDOM_NUMBERS else drawn
-    return [*made, *nodes, *moved, helper.make_node("Mul", [source, f"{target}::moving"], [target])]
-
-
-def _node(op: str, target: str, output: str, *inputs: str, **attributes: Any) -> onnx.NodeProto:
-    """Return a node beside a tensor; names that begin with "::" are its own."""
-    named = [f"{target}{name}" if name.startswith("::") else name for name in inputs]
-    return helper.make_node(op, named, [f"{target}::{output}"], **attributes)
-
-
-def outputs_of(session: Session, feeds: Arrays) -> dict[str, Any] | None:
-    """Return what a session computes; None if it does not run, which its `error` then explains."""
-    if session.session is None:
-        return None
-    try:
-        return run(session.session, feeds)
-    except Exception as error:  # as above
-        session.error = " ".join(str(error).split())[:300]
-        return None
-
-
-# --- inputs ----------------------------------------------------------------------------------------------------------
-
-
-def draws(model: onnx.ModelProto, sizes: Mapping[str, int], seed: int) -> Iterator[dict[str, Any]]:
-    """Yield inputs: at the first sizes of the symbols, at others, and with sizes of zero and one; with other values."""
-    kept = {tensor.name: tensor for tensor in model.graph.initializer}
-    for draw in range(DRAWS):
-        random, numbers = Random(seed * DRAWS + draw), np.random.default_rng(seed * DRAWS + draw)
-        words = {word for i in model.graph.input for d in i.type.tensor_type.shape.dim for word in
-                 WORD.findall(d.dim_param)}  # fmt: skip
-        pool = ((), (1, 2, 3, 5), (0, 1, 1, 4))[draw]
-        now = dict(sizes) if draw == 0 else {word: random.choice(pool) for word in sorted(words)}
-        feeds = {}
-        for each in model.graph.input:
-            kind = each.type.tensor_type
-            dims = [d.dim_param or d.dim_value if d.WhichOneof("value") else None for d in kind.shape.dim]
-            shape = tuple(kept[each.name].dims) if each.name in kept else shape_at(dims, now)
-            feeds[each.name] = drawn(numbers, shape, kind.elem_type, (1.0, 4.0, 1.0)[draw], whole=draw == 2)
-        yield feeds
-
-
-def drawn(numbers: np.random.Generator, shape: Sequence[int], dtype: int, scale: float, whole: bool = False) -> Any:
-    """Return random values of a dtype: floats around zero, or whole ones with many ties, and small indices."""
-    kind = helper.tensor_dtype_to_np_dtype(dtype)
-    if dtype == TensorProto.BOOL:
-        return np.asarray(numbers.random(shape) < 0.6)
-    if dtype in (*(TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16), TensorProto.DOUBLE):
-        values = numbers.standard_normal(shape) * scale
-        return np.asarray(np.round(values) if whole else values).astype(kind)
-    return np.asarray(numbers.integers(0, 2, shape)).astype(kind)
-
-
-def _nudged(feeds: Arrays, by: float) -> dict[str, Any]:
-    """Return the inputs with each float32 moved by an ulp, up or down at random."""
-    numbers = np.random.default_rng(1)
-    return {
-        name: value * (1 + np.float32(2 * by) * numbers.choice([-1, 1], value.shape).astype(np.float32))
-        if value.dtype == np.float32
-        else value
-        for name, value in feeds.items()
-    }
-
-
-# --- differences -----------------------------------------------------------------------------------------------------
-
-
-def rounds_on_purpose(model: onnx.ModelProto) -> bool:
-    """Whether half precision is only passed through: inputs and weights have others, and no operator computes in it."""
-    halves = {TensorProto.FLOAT16, TensorProto.BFLOAT16}
-    if any(i.type.tensor_type.elem_type in halves for i in model.graph.input):
-        return False
-    known = types(model)
-    for node in model.graph.node:
-        names = [name for name in (*node.input, *node.output) if name]
-        if any(name not in known for name in names) or any(a.HasField("g") for a in node.attribute):
-            return False
-        reads_half = any(known[name].tensor_type.elem_type in halves for name in names)
-        if reads_half and node.op_type not in VIEWS:
-            return False
-    return True
-
-
-def difference(
-    expected: Any, found: Any, near: Sequence[Any], exact: Any, half: str, on_purpose: bool, infinite: bool = False
-) -> str | None:
-    """Return in what two values of an output differ; None if by no more than rounding explains.
-
-    With `infinite` weights NaN and infinite values count as the same.
-    """
-    if type(expected) is not type(found):
-        return f"is a {type(found).__name__}, not a {type(expected).__name__}"
-    if not isinstance(expected, np.ndarray):
-        return None if isinstance(expected, list) and len(expected) == len(found) else "is another sequence"
-    if expected.dtype != found.dtype or expected.shape != found.shape:
-        return f"is {found.dtype}{list(found.shape)}, not {expected.dtype}{list(expected.shape)}"
-    near = [each for each in near if each.shape == expected.shape]
-    if expected.dtype.kind not in "fV" and expected.dtype != ml_dtypes.bfloat16:
-        steady = np.ones(expected.shape, bool)
-        for each in (*near, *([exact] if exact is not None and exact.shape == expected.shape else [])):
-            steady &= each == expected
-        if half and exact is None and not on_purpose:
-            return None  # what a float16 decides cannot be told apart from rounding
-        wrong = (expected != found) & steady
-        return f"is {_first(found, wrong)}, not {_first(expected, wrong)}" if wrong.any() else None
-    return _float_difference(expected, found, near, exact, half, on_purpose, infinite)
-
-
-def _float_difference(
-    expected: Any, found: Any, near: Sequence[Any], exact: Any, half: str, on_purpose: bool, infinite: bool
-) -> str | None:
-    with np.errstate(all="ignore"):
-        want, got = expected.astype(np.float64), found.astype(np.float64)
-        others = [each.astype(np.float64) for each in near]
-        if exact is not None and exact.shape == expected.shape:
-            others.append(exact.astype(np.float64))
-        finite = np.isfinite(want)
-        steady = np.ones(want.shape, bool)  # the same kind of number wherever the original rounds otherwise
-        for each in others:
-            steady &= (np.isfinite(each) == finite) & (finite | (np.isnan(each) == np.isnan(want)))
-        odd = steady & (np.isfinite(got) != finite)
-        if not infinite:  # inf - inf is NaN in one order of a sum and inf in another
-            odd |= steady & ~finite & (np.isnan(got) != np.isnan(want))
-            odd |= steady & np.isinf(want) & np.isinf(got) & (want != got)
-        if half and not on_purpose and exact is None:
-            odd[:] = False
-        if odd.any():
-            return f"is {_first(found, odd)}, not {_first(expected, odd)}"
-        both = finite & np.isfinite(got) & steady
-        largest = np.abs(want[both]).max(initial=0.0)
-        noise = max([np.abs(each - want)[both].max(initial=0.0) for each in others], default=0.0)
-        coarse = RELATIVE[half] if half else RELATIVE["float32"]
-        error = np.where(both, np.abs(got - want), 0.0)
-        if half and not on_purpose and exact is not None and exact.shape == expected.shape:
-            error = np.minimum(error, np.where(both, np.abs(got - others[-1]), 0.0))
-        allowed = coarse * largest + 6 * noise + 1e-30
-        wrong = error > allowed
-        if on_purpose and not wrong.any():
-            tight = RELATIVE["float32"] * largest + 6 * noise + 1e-30
-            many = (error > tight).sum()
-            wrong = error > tight if many > 1 + MAX_ROUNDED_OTHERWISE * error.size else wrong
-        if wrong.any():
-            worst = np.where(wrong, error, 0.0).max()
-            values = f"is {_first(found, wrong)}, not {_first(expected, wrong)}"
-            return f"{values}: off by {worst:.3g}, allowed {allowed:.3g}, {int(wrong.sum())} of {wrong.size} values"
+def _compare_outputs(
+    original: Original, optimized: onnx.ModelProto, other: Session, feeds: Arrays, expected: Arrays
+) -> Verdict | None:
+    """Return "wrong" or "unrunnable" if a session of the optimized model differs on some inputs."""
+    model = original.model
+    given, feeds = feeds, arrays_to_float32(feeds) if original.is_widened else feeds
+    found = outputs_of(other, feeds)
+    if found is None and LOST_VALUE in other.error:
+        found = outputs_of(Session(optimized, optimize=True), feeds)
+    if found is None and (declared := without_false_shapes(optimized, expected)):
+        found = outputs_of(Session(declared), feeds)
+    at = f"at {', '.join(f'{name} {value.dtype}{list(value.shape)}' for name, value in feeds.items())}"
+    if found is None:
+        excused = (
+            ("SIGSEGV" in other.error and normalizes_nothing(optimized, feeds))
+            or joins_unequal_sizes(model, list(expected), given)
+            or relies_on_empty_slices(model, given)
+            or expands_to_several_axes(model, other.error)
+            or (original.options.emit == "standard" and computes_nothing(optimized, other.error, feeds, expected))
+        )
+        return None if excused else Verdict("unrunnable", f"the optimized model does not run: {other.error} ({at})")
+    attention = outputs_of_attention(optimized, original.options.fallback, original.options.emit)
+    for name, value in expected.items():
+        if original.is_widened and isinstance(value, np.ndarray) and found[name].dtype == np.float32:
+            found[name] = found[name].astype(value.dtype)
+        if name in attention and (_is_nan_anywhere(found[name]) or _is_nan_anywhere(value)):
+            continue
+        reason = original.difference(given, name, value, found[name])
+        is_excused = reason and (
+            joins_unequal_sizes(model, [name], given)
+            or has_rows_of_no_iterations(model, value, found[name])
+            or normalizes_one_element(model, given, value, found[name])
+        )
+        if reason and not is_excused:
+            return Verdict("wrong", f"output {name} {reason} ({at})")
     return None
+
+
+class Original:
+    """A model as it came, and how far its outputs move where it rounds otherwise; that is measured if they differ."""
+
+    def __init__(self, model: onnx.ModelProto, seed: int, options: Options, half: str = "") -> None:
+        self.model, self.seed, self.options, self.session = model, seed, options, Session(model)
+        self.is_widened = False  # whether the optimized model runs in float32 in the place of bfloat16
+        own = half_precision_of(model)
+        self.half = options.dtype or half or own
+        self.rounds_to = options.dtype or half  # what a float32 result may be rounded to
+        is_all_half = bool(self.rounds_to)  # else that holds of what is computed in half precision, or from it
+        self.in_half = {o.name for o in model.graph.output} if is_all_half else half_precision_tensors(model)
+        self.on_purpose = bool(own) and not is_all_half and rounds_on_purpose(model)
+        self._wide: Session | None = None
+        self._shaken: list[Session] | None = None
+        self._shaken_more: list[Session] | None = None
+        self._usual: Session | None = None
+
+    def difference(self, feeds: Arrays, name: str, want: Any, got: Any) -> str | None:
+        """Return in what an output differs; None if by no more than it moves where the original rounds otherwise."""
+        first, half = None if self.on_purpose else want, self.half if name in self.in_half else ""
+        if difference(want, got, [], first, half, self.on_purpose) is None:
+            return None
+        near = [each[name] for moved in (1, -1) if (each := outputs_of(self.session, self._nudged(feeds, moved)))]
+        near += [each[name] for session in self.shaken if (each := outputs_of(session, feeds))]
+        exact = self._exact(feeds, name, want)
+        reason = difference(want, got, near, exact, half, self.on_purpose)
+        if reason and not half and (unbounded := without_overflow(self._part(name), feeds)):
+            exact_values, largest = unbounded
+            want, near = allow_exact(want, got, near, exact_values[name], largest)
+            reason = difference(want, got, near, exact, half, self.on_purpose)
+        if reason and any(node.op_type in QUANTIZERS for node in nodes(self.model.graph)):
+            near += [each[name] for session in self.shaken_more if (each := outputs_of(session, feeds))]
+            reason = difference(want, got, near, exact, half, self.on_purpose)
+        is_value = isinstance(got, np.ndarray) and (got.dtype, got.shape) == (want.dtype, want.shape)
+        if reason and not half and is_value and largest_inside(self._part(name), feeds) > LARGEST_SQUARED:
+            got = np.where(is_wrong(want, exact), want, got)  # the square of a value overflows, in kernels too
+            reason = difference(want, got, near, exact, half, self.on_purpose)
+        if reason and half and is_value and self._overflows(feeds, half, got):
+            return None  # an order of sums may overflow, and a conversion was made for smaller inputs
+        return reason
+
+    def is_changed_by_onnxruntime(self, feeds: Arrays, expected: Arrays) -> bool:
+        """Return whether onnxruntime's optimizations break the original, or change an output by more than rounding."""
+        self._usual = self._usual or Session(self.model, optimize=True)
+        usual = outputs_of(self._usual, feeds)
+        return usual is None or any(self.difference(feeds, name, expected[name], usual[name]) for name in expected)
+
+    def _overflows(self, feeds: Arrays, half: str, got: Any) -> bool:
+        """Return whether a value on the way to outputs is too large for half precision, or may be in an order of sums.
+
+        Only the former explains a result that is finite: masks have the lowest number.
+        """
+        limit = float(ml_dtypes.finfo(half).max)
+        with np.errstate(all="ignore"):
+            is_finite = bool(np.isfinite(got.astype(np.float64)).all())
+        return largest_inside(self.model, feeds) > (limit if is_finite else limit / 4)
+
+    def _part(self, name: str) -> onnx.ModelProto:
+        """Return what computes an output."""
+        return extract(in_execution_order(self.model), [name])
+
+    @property
+    def shaken(self) -> list[Session]:
+        """The model with each result moved by up to an ulp at random."""
+        if self._shaken is None:
+            self._shaken = self._shake(self.seed)
+        return self._shaken
+
+    @property
+    def shaken_more(self) -> list[Session]:
+        """The same at other random numbers: a quantizer's scale or zero point moves seldom, and all values with it."""
+        if self._shaken_more is None:
+            self._shaken_more = [each for more in range(1, 6) for each in self._shake(self.seed + 1000 * more)]
+        return self._shaken_more
+
+    def _shake(self, seed: int) -> list[Session]:
+        dtypes = [TensorProto.FLOAT] if self.on_purpose else list(ULPS)
+        ulps = dict.fromkeys(ULPS, HALF_ULPS[self.rounds_to]) if self.rounds_to else ULPS
+        return list(rounded_otherwise(self.model, seed, dtypes, ulps))
+
+    def _nudged(self, feeds: Arrays, direction: int) -> dict[str, Any]:
+        ulp = HALF_ULPS[self.rounds_to] if self.rounds_to else ULP
+        return nudged(feeds, direction * ulp)
+
+    def _exact(self, feeds: Arrays, name: str, want: Any) -> Any:
+        """Return an output in float32 for a model of half precision, in float64 for others; None if that cannot run."""
+        if self.on_purpose:
+            return None
+        has_half = bool(half_precision_of(self.model))
+        if self._wide is None:
+            self._wide = Session(model_to_float32(self.model) if has_half else to_float64(self.model))
+        wide = outputs_of(self._wide, arrays_to_float32(feeds) if has_half else to_float64_arrays(feeds))
+        if wide is None and not has_half:
+            wide = in_float64(self.model, feeds)
+        if wide is None:
+            return None if has_half else want
+        value = wide[name]
+        if not has_half and isinstance(value, np.ndarray) and value.dtype == np.float64:
+            with np.errstate(all="ignore"):
+                value = value.astype(want.dtype)
+        return value
 
 
 def _is_nan_anywhere(value: Any) -> bool:
     return isinstance(value, np.ndarray) and bool(value.dtype.kind in "fV" and np.isnan(value.astype(np.float32)).any())
-
-
-def _first(array: Any, where: Any) -> Any:
-    return array[where].reshape(-1)[0]

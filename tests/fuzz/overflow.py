@@ -27,7 +27,7 @@ def without_overflow(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> tuple[
     """Return the outputs in float64, and the largest value on the way; None if no value overflows in float32 alone."""
     names = [o.name for o in model.graph.output]
     open_model = _with_all_outputs(model)
-    exact, rounded = _run(_to_float64(open_model), _to_float64_arrays(feeds)), _run(open_model, feeds)
+    exact, rounded = _run(to_float64(open_model), to_float64_arrays(feeds)), _run(open_model, feeds)
     if exact is None or rounded is None:
         return None
     overflows = any(_overflows(value, exact[name]) for name, value in rounded.items())
@@ -52,6 +52,19 @@ def allow_exact(want: Any, got: Any, near: Sequence[Any], exact: Any, largest: f
         exact = np.where(depends | (ROUNDING * largest > LOST * np.abs(exact)), got, exact).astype(np.float32)
     want, *near = (np.where(is_nearer, exact, each) if each.shape == want.shape else each for each in (want, *near))
     return want, near
+
+
+def in_float64(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the outputs in float64, in onnx's reference where onnxruntime has no kernel; None if neither runs."""
+    return _run(to_float64(model), to_float64_arrays(feeds))
+
+
+def largest_inside(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> float:
+    """Return the largest finite number that a model reads or computes in its main graph, in float64 if that can run."""
+    found = _run(_with_all_outputs(to_float64(model)), to_float64_arrays(feeds))
+    found = found if found is not None else _run(_with_all_outputs(model), feeds) or {}
+    arrays = [value for value in (*found.values(), *feeds.values()) if isinstance(value, np.ndarray)]
+    return max((_largest(value.astype(np.float64)) for value in arrays if value.dtype.kind in "fV"), default=0.0)
 
 
 def _largest(value: Any) -> float:
@@ -89,7 +102,8 @@ def _run(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any] | N
     return dict(zip([o.name for o in model.graph.output], results, strict=True))
 
 
-def _to_float64(model: onnx.ModelProto) -> onnx.ModelProto:
+def to_float64(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy of a model that computes in float64 wherever it computes in float32."""
     result = onnx.ModelProto()
     result.CopyFrom(model)
     for part in graphs(result.graph, *result.functions):
@@ -119,5 +133,6 @@ def _tensor_to_float64(tensor: TensorProto) -> None:
         tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float64), tensor.name))
 
 
-def _to_float64_arrays(feeds: Mapping[str, Any]) -> dict[str, Any]:
+def to_float64_arrays(feeds: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arrays, with those of float32 converted to float64."""
     return {name: value.astype(np.float64) if value.dtype == np.float32 else value for name, value in feeds.items()}

@@ -7,35 +7,48 @@ from random import Random
 
 import numpy as np
 import onnx
-from drafts import FLOATS, Draft, Value
+from drafts import FLOATS, Draft, Unavailable, Value
 from onnx import TensorProto, helper
 
 UNARY = ["Relu", "Sigmoid", "Tanh", "Erf", "Neg", "Abs", "Softplus", "Softsign", "Sin", "Cos", "Identity", "Elu",
          "Selu", "HardSigmoid", "LeakyRelu", "Floor", "Sign", "Exp"]  # fmt: skip
 BOOL, INT64, INT32, FLOAT = TensorProto.BOOL, TensorProto.INT64, TensorProto.INT32, TensorProto.FLOAT
+OLDEST, NEWEST, FIRST_WITH_BFLOAT16 = 7, 24, 13  # opsets
 MAX_ELEMENTS = 4096
 INT64_MAX, INT32_MAX = 2**63 - 1, 2**31 - 1
 
 
 def random_graph(random: Random, most_nodes: int = 25) -> Draft:
     """Return a graph over one to three inputs, whose last values and some others are outputs."""
-    draft = Draft(random, random.choice([11, 13, 13, 14, 15, 17, 18, 19, 20, 21, 22, 23]))
-    dtype = random.choices(FLOATS, (7, 2, 1))[0]
+    draft, values = start(random)
+    return finish(Writer(draft, values), random.randint(3, most_nodes))
+
+
+def start(random: Random, empty: float = 0.15) -> tuple[Draft, list[Value]]:
+    """Return a draft of a random opset and its inputs; `empty` is the weight of the size 0 among those of dims."""
+    opset = random.randint(OLDEST, NEWEST)
+    draft = Draft(random, opset)
+    dtype = random.choices(FLOATS, (7, 2, 1 if opset >= FIRST_WITH_BFLOAT16 else 0))[0]
     words: list[int | str] = ["batch", "seq", "extra", 2, 3, 4, 1, 8, 0]
-    weights = (4, 4, 2, 2, 2, 2, 2, 3, 0.15)
+    weights = (4, 4, 2, 2, 2, 2, 2, 3, empty)
     values = [
         draft.input(dtype, random.choices(words, weights, k=random.choice([0, 1, 2, 2, 3, 3, 4])))
         for _ in range(random.randint(1, 3))
     ]
     if random.random() < 0.3:
         values.append(draft.input(random.choice([INT64, BOOL, INT32]), random.choices(words, weights, k=2)))
-    writer = Writer(draft, values)
-    for _ in range(random.randint(3, most_nodes)):
+    return draft, values
+
+
+def finish(writer: Writer, steps: int) -> Draft:
+    """Write operators, and make the last values and some others outputs."""
+    draft, first = writer.draft, writer.values[0]
+    for _ in range(steps):
         writer.step()
-    ends = writer.values[-3:]
-    draft.outputs = list(dict.fromkeys([*(v.name for v in ends), *(random.choice(writer.values).name,)]))
     made = {name for node in draft.nodes for name in node.output}
-    draft.outputs = [name for name in draft.outputs if name in made] or [draft.node("Identity", [values[0].name])]
+    chosen = [*(v.name for v in writer.values[-3:]), draft.random.choice(writer.values).name, *draft.outputs]
+    found = [name for name in dict.fromkeys(chosen) if name in made]
+    draft.outputs = found or [draft.node("Identity", [first.name])]
     return draft
 
 
@@ -46,9 +59,14 @@ class Writer:
         self.draft, self.values, self.random = draft, list(values), draft.random
 
     def step(self) -> None:
-        """Write one more operator, or a few that belong together."""
+        """Write one more operator, or a few that belong together; nothing where the opset has none of them."""
         weights = [2 if step in (self.view, self.binary, self.unary) else 1 for step in self.steps]
-        self.random.choices(self.steps, weights)[0]()
+        written, values, outputs = len(self.draft.nodes), list(self.values), list(self.draft.outputs)
+        try:
+            self.random.choices(self.steps, weights)[0]()
+        except Unavailable:
+            del self.draft.nodes[written:]
+            self.values, self.draft.outputs = values, outputs
 
     @property
     def steps(self) -> list:
@@ -153,6 +171,8 @@ class Writer:
             )
 
     def _axes(self, op: str, name: str, axes: list[int]) -> str:
+        if self.draft.opset < 11 and min(axes) < 0:
+            raise Unavailable
         if self.draft.opset < 13:
             return self.draft.node(op, [name], axes=axes)
         return self.draft.node(op, [name, self.draft.integers(*axes)])
@@ -201,9 +221,15 @@ class Writer:
         named = axis - len(x.shape) if self.random.random() < 0.5 else axis
         if step > 0 and end < -size:
             count = 0
-        inputs = [self.draft.integers(number) for number in (start, end, named, step)]
         shape = (*x.shape[:axis], count, *x.shape[axis + 1 :])
-        self.add(self.draft.node("Slice", [x.name, *inputs]), x.dtype, shape)
+        self.add(self._slice(x, start, end, named, step), x.dtype, shape)
+
+    def _slice(self, x: Value, start: int, end: int, axis: int, step: int = 1) -> str:
+        if self.draft.opset >= 10:
+            return self.draft.node("Slice", [x.name, *(self.draft.integers(n) for n in (start, end, axis, step))])
+        if step != 1:
+            raise Unavailable
+        return self.draft.node("Slice", [x.name], starts=[start], ends=[end], axes=[axis])
 
     def concat(self) -> None:
         x = self.any(*FLOATS, INT64, rank=1)
@@ -217,9 +243,8 @@ class Writer:
         if self.random.random() < 0.3:
             # A slice, not a constant: onnxruntime does not check that an empty one has the other sizes of x.
             count = min(self.random.choice([0, 1, 2]), x.shape[axis])
-            inputs = [self.draft.integers(number) for number in (0, count, axis)]
             part = (*x.shape[:axis], count, *x.shape[axis + 1 :])
-            chosen.append(Value(self.draft.node("Slice", [x.name, *inputs]), x.dtype, part))
+            chosen.append(Value(self._slice(x, 0, count, axis), x.dtype, part))
         self.random.shuffle(chosen)
         shape = (*x.shape[:axis], sum(v.shape[axis] for v in chosen), *x.shape[axis + 1 :])
         self.add(self.draft.node("Concat", [v.name for v in chosen], axis=axis), x.dtype, shape)
@@ -505,7 +530,7 @@ class Writer:
 
     def scan(self) -> None:
         x = self.any(rank=2)
-        if not x or 0 in x.shape:
+        if not x or 0 in x.shape or self.draft.opset < 9:  # the first Scan has a batch
             return
         row = self.draft.fresh("row")
         nodes, result = self._inner(Value(row, x.dtype, x.shape[1:]), self.random.randint(1, 3))

@@ -10,6 +10,8 @@ from drafts import type_outputs, types
 from judge import Verdict, judge
 from onnx import helper
 
+from onnxfuse.ir.protos import nodes
+
 SECONDS = 60.0  # that one reduction may take
 
 
@@ -32,7 +34,7 @@ def reduced(
 
 
 def _smaller(model: onnx.ModelProto) -> Iterator[onnx.ModelProto]:
-    """Yield models with one output, that end earlier, that begin later, and without a node that only passes a value."""
+    """Yield models with one output, that end earlier, that begin later, and without a node, in bodies too."""
     outputs = [o.name for o in model.graph.output]
     if len(outputs) > 1:
         yield from (_with_outputs(model, [name]) for name in outputs)
@@ -51,6 +53,21 @@ def _smaller(model: onnx.ModelProto) -> Iterator[onnx.ModelProto]:
         passed = [name for name in node.input if name in known][:1]
         if len(node.output) == 1 and passed and node.output[0] not in outputs:
             yield _without(model, node, passed[0])
+    for index, node in enumerate(_nodes_of_bodies(model)):
+        if len(node.output) == 1 and node.input and node.input[0] and node.op_type != "Identity":
+            yield _passing_in_body(model, index)
+
+
+def _nodes_of_bodies(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    return list(nodes(model.graph))[len(model.graph.node) :]
+
+
+def _passing_in_body(model: onnx.ModelProto, index: int) -> onnx.ModelProto:
+    """Return the model with a node of a body replaced by an Identity."""
+    copy = _copy(model)
+    node = _nodes_of_bodies(copy)[index]
+    node.CopyFrom(helper.make_node("Identity", node.input[:1], node.output, node.name))
+    return _pruned(copy)
 
 
 def _copy(model: onnx.ModelProto) -> onnx.ModelProto:

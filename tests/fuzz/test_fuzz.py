@@ -16,29 +16,21 @@ import onnx
 import pytest
 import run as fuzzer
 from drafts import types
+from draws import draws
 from fuzz_cases import case_of, draw_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from judge import (
-    LOST_VALUE,
-    SECONDS,
-    ULP,
-    Hang,
-    Session,
-    Verdict,
-    compare,
-    judge,
-    limited,
-    outputs_of,
-    rounded_otherwise,
-)
+from judge import LOST_VALUE, SECONDS, Hang, Verdict, compare, judge, limited
+from mutants import MUTATIONS, differs, mutant_of
 from reduction import reduced
+from roundings import ULP, rounded_otherwise
+from sessions import Session, outputs_of
 from undetermined import joins_unequal_sizes, relies_on_empty_slices
 
 from onnxfuse.verify import own_process
 
-CASES, SHARES = 240, 6
-EXAMPLES = 20
+CASES, SHARES, MUTANTS = 120, 6, 15
+EXAMPLES = 12
 HEADER = '<ir_version: 8, opset_import: ["" : 17]> g (float[n,3] x) => (float[n,3] y)'
 CHAIN = f"{HEADER} {{ a = Abs(x) b = Neg(a) c = Exp(b) d = Tanh(c) y = Sin(d) }}"
 
@@ -181,7 +173,8 @@ def test_what_the_fuzzer_found(name: str) -> None:
 def require_verdict(original: str, other: str, sizes: dict[str, int], said: str) -> None:
     """Fail unless the judge finds two models the same, or, where `said` is not empty, wrong with these words."""
     verdict = compare(onnx.parser.parse_model(original), onnx.parser.parse_model(other), sizes, 0)
-    assert (verdict.kind, said in verdict.sentence) == ("wrong" if said else "same", True), verdict
+    kind = "unrunnable" if said == "does not run" else "wrong" if said else "same"
+    assert (verdict.kind, said in verdict.sentence) == (kind, True), verdict
 
 
 @pytest.mark.parametrize(
@@ -197,6 +190,37 @@ def require_verdict(original: str, other: str, sizes: dict[str, int], said: str)
 )
 def test_a_model_that_computes_something_else_is_found(right: str, wrong: str, said: str) -> None:
     require_verdict(CHAIN, CHAIN.replace(right, wrong), {"n": 2}, said)
+
+
+ODD = """<ir_version: 9, opset_import: ["" : 19]> g (float[n,3] x) => (float[n,3] y, float[n,3] z)
+    <float[3] c = {2, 3, 4}, float big = {100}> {
+      a = Mul (x, c) y = Log (a) b = Mul (a, big) z = Exp (b) }"""
+
+
+@pytest.mark.parametrize("how", MUTATIONS)
+def test_a_broken_model_is_found(how: str) -> None:
+    """Logarithms of negative numbers are NaN, and exponentials of large ones infinite."""
+    original, broken = onnx.parser.parse_model(ODD), 0
+    for seed in range(8):
+        changed = onnx.parser.parse_model(ODD)
+        assert MUTATIONS[how](Random(seed), changed)
+        before, after = ([outputs_of(Session(m), feeds) for feeds in draws(original, {"n": 2}, seed)] for m in (
+            original, changed))  # fmt: skip
+        if any(there and here and any(differs(there[k], here[k], 0.01) for k in there) for there, here in zip(
+                before, after, strict=True)):  # fmt: skip
+            broken += 1
+            verdict = compare(original, changed, {"n": 2}, seed)
+            assert verdict.is_failure, verdict
+    assert broken
+
+
+def test_broken_results_of_the_first_seeds_are_found() -> None:
+    missed, found = [], 0
+    for seed in range(MUTANTS):
+        mutant = mutant_of(case_of(seed), Random(f"mutant {seed}"))
+        missed += [(seed, mutant.how)] if mutant and not mutant.is_found else []
+        found += bool(mutant and mutant.is_found)
+    assert not missed and found > MUTANTS / 4
 
 
 SEVERAL_AXES = """<ir_version: 8, opset_import: ["" : 8]> g (float[4,6] x, bool c) => (float[] y) {
@@ -365,14 +389,14 @@ import json, os, pathlib, sys, time
 mark = pathlib.Path({mark!r})
 for seed in json.load(sys.stdin):
     print(json.dumps(dict(begins=seed)), flush=True)
-    said = dict(seed=str(seed), kind="same", key="", sentence="", text="", failed=False)
+    said = dict(seed=str(seed), kind="random", options="", verdict="same", key="", sentence="", text="", failed=False)
     if seed == 2:
         os.abort()
     if seed == 3 or seed == 4 and not mark.exists():
         mark.write_text("slow once") if seed == 4 else None
         time.sleep(60)
     if seed == 5:
-        print(json.dumps(dict(found=dict(said, kind="wrong", failed=True))), flush=True)
+        print(json.dumps(dict(found=dict(said, verdict="wrong", failed=True))), flush=True)
         time.sleep(60)
     print(json.dumps(said))
 """
@@ -383,8 +407,10 @@ def test_cases_that_end_their_process_or_do_not_end(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(fuzzer, "WORKER", ["-c", WORKER.format(mark=str(tmp_path / "mark"))])
     monkeypatch.setattr(fuzzer, "MAX_SECONDS", 1.0)
     tally = fuzzer.fuzz([1, 2, 3, 4, 5, 6], 1)
-    assert tally.kinds == {"same": 3, "crash": 1, "hang": 1, "wrong": 1}
-    assert (tally.failures, tally.slow) == (["2", "3", "5"], [3, 4])
+    assert tally.counts == {"random": {"same": 3, "wrong": 1}, "ended": {"crash": 1, "hang": 1}}
+    assert ([each["seed"] for each in tally.failures], tally.slow) == (["2", "3", "5"], [3, 4])
+    row = tally.table()[-1]
+    assert (row["cases"], row["wrong"], row["hangs and crashes"], row["same"]) == (6, 1, 2, 3)
 
 
 def test_huge_sizes_are_not_inferred() -> None:

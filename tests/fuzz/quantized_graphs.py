@@ -1,0 +1,220 @@
+"""Graphs of quantized pairs, dynamic quantizers, integer products and convolutions, and packed weights."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+from drafts import Draft, Unavailable, Value
+from onnx import TensorProto, helper
+from random_graphs import FLOAT, NEWEST, Writer, finish
+
+FIRST = 10  # the first opset with quantizers
+INT8, UINT8 = TensorProto.INT8, TensorProto.UINT8
+MICROSOFT = "com.microsoft"
+
+
+def quantized_graph(random: Random) -> Draft:
+    """Return a graph whose products and convolutions read integers, or weights that are dequantized."""
+    draft = Draft(random, random.randint(FIRST, NEWEST))
+    rows = draft.input(FLOAT, random.choice([["batch", 8], ["batch", "seq", 8], [2, 3, 8], [3, 16]]))
+    values = [rows]
+    if random.random() < 0.6:
+        values.append(draft.input(FLOAT, [random.choice(["batch", 1]), random.choice([2, 4]), 5, 6]))
+    return finish(Quantized(draft, values), random.randint(2, 9))
+
+
+class Quantized(Writer):
+    """Writes quantized nodes, and others beside them."""
+
+    @property
+    def steps(self) -> list:
+        quantized = [self.pair, self.quantized_product, self.dynamic_product, self.linear_product, self.integer_product,
+                     self.quantized_conv, self.integer_conv, self.linear_conv, self.dequantized_weight,
+                     self.packed_weight, self.blocked_weight, self.quantized_sum]  # fmt: skip
+        return [*quantized, *quantized, self.unary, self.binary, self.view, self.softmax, self.norm, self.where,
+                self.reduce, self.concat, self.split, self.expand]  # fmt: skip
+
+    def rows(self, rank: int = 2) -> Value:
+        """Return a float of several axes.  Raises Unavailable where there is none."""
+        found = self.any(FLOAT, rank=rank)
+        if not found or 0 in found.shape:
+            raise Unavailable
+        return found
+
+    def image(self) -> Value:
+        found = [v for v in self.values if len(v.shape) == 4 and v.dtype == FLOAT and 0 not in v.shape[1:]]
+        if not found:
+            raise Unavailable
+        return self.random.choice(found[-3:])
+
+    def normal(self, *shape: int) -> np.ndarray:
+        return np.random.default_rng(self.random.randrange(2**32)).standard_normal(shape)
+
+    def scale(self, *shape: int) -> str:
+        """Store positive scales, some of them powers of two, at which many values are ties."""
+        if self.random.random() < 0.3:
+            return self.draft.constant(np.full(shape, self.random.choice([0.0625, 0.125, 0.5]), np.float32))
+        return self.draft.constant((np.abs(self.normal(*shape)) * 0.05 + 0.01).astype(np.float32))
+
+    def zero(self, dtype: int, *shape: int) -> str:
+        kind = helper.tensor_dtype_to_np_dtype(dtype)
+        limits = np.iinfo(kind)
+        middle = 0 if dtype == INT8 else 128
+        value = self.random.choice([middle, middle, 0, limits.min, limits.max, middle + 3 if middle else 3])
+        return self.draft.constant(np.full(shape, value, kind))
+
+    def integer_weight(self, dtype: int, *shape: int) -> str:
+        kind = helper.tensor_dtype_to_np_dtype(dtype)
+        limits = np.iinfo(kind)
+        drawn = np.random.default_rng(self.random.randrange(2**32)).integers(limits.min, limits.max + 1, shape)
+        return self.draft.constant(drawn.astype(kind))
+
+    def quantized(self, x: Value) -> tuple[str, int, list[str]]:
+        """Write a quantizer; return its result, its dtype, and its scale and zero point."""
+        dtype = self.random.choice([INT8, UINT8])
+        how = [self.scale(), self.zero(dtype)]
+        return self.draft.node("QuantizeLinear", [x.name, *how]), dtype, how
+
+    def through(self, x: Value) -> str:
+        """Write a quantizer and its inverse, or do nothing."""
+        if self.random.random() < 0.25:
+            return x.name
+        name, _, how = self.quantized(x)
+        return self.draft.node("DequantizeLinear", [name, *how])
+
+    def pair(self) -> None:
+        x = self.rows(1)
+        self.add(self.through(x), FLOAT, x.shape)
+
+    def weight(self, shape: tuple[int, ...], axis: int) -> str:
+        """Write weights that are dequantized, with a scale for all or one for each channel."""
+        dtype = self.random.choice([INT8, INT8, UINT8])
+        if self.random.random() < 0.5 or self.draft.opset < 13:
+            parts = [self.scale(), self.zero(dtype)]
+            return self.draft.node("DequantizeLinear", [self.integer_weight(dtype, *shape), *parts])
+        parts = [self.scale(shape[axis]), self.zero(dtype, shape[axis])][: self.random.randint(1, 2)]
+        if dtype == UINT8 and len(parts) == 1:
+            parts.append(self.zero(dtype, shape[axis]))
+        return self.draft.node("DequantizeLinear", [self.integer_weight(dtype, *shape), *parts], axis=axis)
+
+    def _end(self, name: str, shape: tuple[int, ...]) -> None:
+        """Add a bias or an activation, and perhaps quantize the result."""
+        if self.random.random() < 0.5:
+            name = self.draft.node("Add", [name, self.array(shape[-1:], FLOAT)])
+        if self.random.random() < 0.5:
+            name = self.draft.node(self.random.choice(["Relu", "Sigmoid", "Tanh"]), [name])
+        value = Value(name, FLOAT, shape)
+        self.add(self.through(value) if self.random.random() < 0.5 else name, FLOAT, shape)
+
+    def quantized_product(self) -> None:
+        x, columns = self.rows(), self.random.choice([4, 8, 16])
+        if self.random.random() < 0.3:
+            weight = self.draft.node("Transpose", [self.weight((columns, x.shape[-1]), 0)], perm=[1, 0])
+        else:
+            weight = self.weight((x.shape[-1], columns), 1)
+        self._end(self.draft.node("MatMul", [self.through(x), weight]), (*x.shape[:-1], columns))
+
+    def quantized_sum(self) -> None:
+        x = self.rows(1)
+        alike = [v for v in self.values if (v.dtype, v.shape) == (x.dtype, x.shape)]
+        name = self.draft.node("Add", [self.through(x), self.through(self.random.choice(alike))])
+        self.add(self.through(Value(name, FLOAT, x.shape)), FLOAT, x.shape)
+
+    def quantized_conv(self) -> None:
+        x, channels, kernel = self.image(), self.random.choice([2, 4]), self.random.choice([1, 3])
+        inputs = [self.through(x), self.weight((channels, x.shape[1], kernel, kernel), 0)]
+        if self.random.random() < 0.6:
+            bias = self.integer_weight(INT8, channels)
+            wide = self.draft.node("Cast", [bias], to=TensorProto.INT32)
+            inputs.append(self.draft.node("DequantizeLinear", [wide, self.scale()]))
+        name = self.draft.node("Conv", inputs, pads=[kernel // 2] * 4)
+        shape = (x.shape[0], channels, *x.shape[2:])
+        if self.random.random() < 0.5:
+            name = self.draft.node("Relu", [name])
+        self.add(self.through(Value(name, FLOAT, shape)), FLOAT, shape)
+
+    def dynamic_product(self) -> None:
+        """Write what dynamic quantization makes of a product."""
+        x, columns = self.rows(), self.random.choice([4, 8])
+        draft, dtype = self.draft, self.random.choice([INT8, UINT8])
+        if draft.opset < 11:
+            raise Unavailable
+        draft.node("DynamicQuantizeLinear", [x.name], 3)
+        quantized, scale, zero = draft.nodes[-1].output
+        weight, zeros = (
+            self.integer_weight(dtype, x.shape[-1], columns),
+            [self.zero(dtype)][: self.random.randint(0, 1)],
+        )
+        product = draft.node("MatMulInteger", [quantized, weight, zero, *zeros])
+        wide = draft.node("Cast", [product], to=FLOAT)
+        factor = self.scale() if self.random.random() < 0.6 else self.scale(columns)
+        scales = draft.node("Mul", [scale, factor])
+        self._end(draft.node("Mul", [wide, scales]), (*x.shape[:-1], columns))
+
+    def integer_product(self) -> None:
+        x, columns = self.rows(), self.random.choice([4, 8])
+        quantized, dtype, how = self.quantized(x)
+        weight = self.integer_weight(dtype, x.shape[-1], columns)
+        zeros = [how[1], *([self.zero(dtype)] if self.random.random() < 0.5 else [])]
+        product = self.draft.node("MatMulInteger", [quantized, weight, *zeros])
+        self._end(self.draft.node("Cast", [product], to=FLOAT), (*x.shape[:-1], columns))
+
+    def linear_product(self) -> None:
+        x, columns = self.rows(), self.random.choice([4, 8])
+        quantized, dtype, how = self.quantized(x)
+        weight = [self.integer_weight(dtype, x.shape[-1], columns), self.scale(), self.zero(dtype)]
+        end = [self.scale(), self.zero(dtype)]
+        name = self.draft.node("QLinearMatMul", [quantized, *how, *weight, *end])
+        self.add(self.draft.node("DequantizeLinear", [name, *end]), FLOAT, (*x.shape[:-1], columns))
+
+    def linear_conv(self) -> None:
+        x, channels = self.image(), self.random.choice([2, 4])
+        quantized, dtype, how = self.quantized(x)
+        weight = [self.integer_weight(dtype, channels, x.shape[1], 3, 3), self.scale(), self.zero(dtype)]
+        end = [self.scale(), self.zero(dtype)]
+        name = self.draft.node("QLinearConv", [quantized, *how, *weight, *end], pads=[1, 1, 1, 1])
+        self.add(self.draft.node("DequantizeLinear", [name, *end]), FLOAT, (x.shape[0], channels, *x.shape[2:]))
+
+    def integer_conv(self) -> None:
+        x, channels = self.image(), self.random.choice([2, 4])
+        how = [self.scale(), self.zero(UINT8)]
+        quantized = self.draft.node("QuantizeLinear", [x.name, *how])
+        weight = self.integer_weight(UINT8, channels, x.shape[1], 3, 3)
+        zeros = [how[1], *([self.zero(UINT8)] if self.random.random() < 0.5 else [])]
+        product = self.draft.node("ConvInteger", [quantized, weight, *zeros], pads=[1, 1, 1, 1])
+        name = self.draft.node("Cast", [product], to=FLOAT)
+        self.add(self.draft.node("Mul", [name, self.scale()]), FLOAT, (x.shape[0], channels, *x.shape[2:]))
+
+    def dequantized_weight(self) -> None:
+        x, columns = self.rows(), self.random.choice([4, 8])
+        self._end(self.draft.node("MatMul", [x.name, self.weight((x.shape[-1], columns), 1)]), (*x.shape[:-1], columns))
+
+    def blocked_weight(self) -> None:
+        """Write weights that are dequantized in blocks, as weight-only quantization stores them."""
+        x, columns = self.rows(), 8
+        if self.draft.opset < 21 or x.shape[-1] % 4:
+            raise Unavailable
+        blocks = x.shape[-1] // 4
+        dtype = self.random.choice([INT8, UINT8, TensorProto.INT4, TensorProto.UINT4])
+        numbers = np.random.default_rng(self.random.randrange(2**32)).integers(0, 8, (columns, x.shape[-1]))
+        kind = helper.tensor_dtype_to_np_dtype(dtype)
+        parts = [self.draft.constant(numbers.astype(kind)), self.scale(columns, blocks)]
+        if self.random.random() < 0.5:
+            parts.append(self.draft.constant(np.full((columns, blocks), 3).astype(kind)))
+        weight = self.draft.node("DequantizeLinear", parts, axis=1, block_size=4)
+        weight = self.draft.node("Transpose", [weight], perm=[1, 0])
+        self._end(self.draft.node("MatMul", [x.name, weight]), (*x.shape[:-1], columns))
+
+    def packed_weight(self) -> None:
+        """Write a product of onnxruntime's own with packed weights."""
+        x, columns, block = self.rows(), 8, 16
+        depth = x.shape[-1]
+        if depth not in (8, 16):
+            raise Unavailable
+        packed = self.integer_weight(UINT8, columns, 1, block // 2)
+        inputs = [x.name, packed, self.scale(columns)]
+        if self.random.random() < 0.5:
+            inputs.append(self.integer_weight(UINT8, columns))
+        name = self.draft.node("MatMulNBits", inputs, K=depth, N=columns, bits=4, block_size=block, domain=MICROSOFT)
+        self._end(name, (*x.shape[:-1], columns))
