@@ -9,6 +9,7 @@ import onnx
 
 from onnxfuse.analysis.dims import Size
 from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.analysis.shape_rules.views import tells_empty_axes
 from onnxfuse.ir.attributes import attribute_or_input, int_attribute
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, is_constant, op_of, producer
@@ -69,11 +70,13 @@ def reshape_target(
 def _constant_reshape_target(graph: Graph, shapes: ShapeInfo, node: Node, wanted: list[Size]) -> list[int] | None:
     if attribute_or_input(graph, node, "allowzero") and 0 in wanted:
         return None  # a size of 0, which could not be told from a 0 that keeps a dimension
-    result = shapes.shape(node.outputs[0]) or wanted
+    source, result = shapes.shape(node.inputs[0]), shapes.shape(node.outputs[0]) or wanted
+    if not attribute_or_input(graph, node, "allowzero") and not tells_empty_axes(wanted, source):
+        result = wanted  # an empty axis may give the one of -1 another size
     # A known size replaces -1, which does not tell a size of an empty tensor.
     pairs = zip(wanted, result, strict=True)
     sizes = [known if size == -1 and known and isinstance(known, int) else size for size, known in pairs]
-    return reshape_target(shapes.shape(node.inputs[0]), sizes, infers_a_size=-1 in wanted)
+    return reshape_target(source, sizes, infers_a_size=-1 in wanted)
 
 
 def _constant_expand_target(graph: Graph, shapes: ShapeInfo, node: Node, wanted: list[Size]) -> list[int] | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from onnxfuse.analysis.bounds import limited_sizes, without_min_constants
+from onnxfuse.analysis.bounds import limited_sizes, lower_bound, without_min_constants
 from onnxfuse.analysis.dims import Size, divide, product
+from onnxfuse.analysis.layout import identity, reshape
 from onnxfuse.analysis.rules import (
     RuleTable,
     ShapeRule,
@@ -38,18 +39,55 @@ def _reshape(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
         raise CannotInfer
     source = shapes.shape(node.inputs[0])
     target: list[Size | None] = list(found)
-    if not flag_attribute(node, "allowzero", False):
+    copies = not flag_attribute(node, "allowzero", False)
+    if copies:
         target = [_copied_size(source, i) if size == 0 else size for i, size in enumerate(target)]
     if -1 not in target:
         return tuple(target)
     others = [size for size in target if size is not None and size != -1]
     is_known = source is not None and None not in target
     missing = _remaining_size(shapes, source or (), others) if is_known else None
-    return tuple(missing if size == -1 else size for size in target)
+    result = tuple(missing if size == -1 else size for size in target)
+    return _as_copied(shapes, node, source, found, result) if copies else result
 
 
 def _copied_size(source: Shape | None, axis: int) -> Size | None:
     return None if source is None else source[axis]
+
+
+def _as_copied(
+    shapes: ShapeInfo, node: Node, source: Shape | None, target: Sequence[Size], result: Sequence[Size | None]
+) -> tuple[Size | None, ...]:
+    """Return the shape that a Reshape to a target with a -1 has, with unknown sizes where an empty axis changes it.
+
+    [-1, n] makes (2, n) of (n, 2), but (0, 2) of (0, 2), because the 0 copies the size of the source.  Where it joins
+    or splits axes of the source, as [-1, seq, 8] does with (batch, heads, seq, 8), its result is taken to be as usual:
+    exported models rely on it, and fail where the axis is empty.
+    """
+    usual = [size for size in result if size is not None]
+    if len(usual) == len(result) and (
+        tells_empty_axes(target, source) or reshape(identity(source or ()), usual) is not None
+    ):
+        return tuple(result)
+    name = node.outputs[0].name
+    return tuple(
+        size if given != -1 and copies_itself(given, source, i) else shapes.unknown(name, i)
+        for i, (size, given) in enumerate(zip(result, target, strict=True))
+    )
+
+
+def tells_empty_axes(target: Sequence[Size], source: Shape | None) -> bool:
+    """Return whether no size of a Reshape's target can be a 0 that copies another size than 0."""
+    return all(copies_itself(size, source, axis) for axis, size in enumerate(target))
+
+
+def copies_itself(size: Size, source: Shape | None, axis: int) -> bool:
+    """Return whether a size in a Reshape's target is never 0 without that of the same axis of the source being 0."""
+    if isinstance(size, int) or (lower_bound(size) or 0) > 0:
+        return True
+    if source is None or axis >= len(source):
+        return source is not None  # a Reshape that copies the size of an axis that the source lacks fails
+    return source[axis] == 0 or isinstance(divide(size, source[axis]), int)
 
 
 def _remaining_size(shapes: ShapeInfo, shape: Shape, others: Sequence[Size]) -> Size | None:
