@@ -34,6 +34,8 @@ def shape_model(target: str, allowzero: int = 0) -> onnx.ModelProto:
         ("-1 s 8", 0, [-1, 0, 8]),
         ("n -1 s 4", 0, None),  # where s is 0, the target copies 8, and -1 is 0
         ("-1 n", 0, None),
+        ("-1 n", 1, None),
+        ("-1 s 8", 1, None),  # [-1, 0, 8] fails where s is 0, and onnxruntime runs this with allowzero
     ],
 )
 def test_reshape_targets(target: str, allowzero: int, known: list[int] | None) -> None:
