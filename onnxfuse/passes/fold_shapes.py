@@ -10,7 +10,7 @@ import onnx
 from onnxfuse.analysis.dims import Size
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.shape_rules.views import tells_empty_axes
-from onnxfuse.ir.attributes import attribute_or_input, int_attribute
+from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, is_constant, op_of, producer
 from onnxfuse.passes.folded import Folded, node_label
