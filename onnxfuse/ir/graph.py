@@ -31,6 +31,24 @@ def take_name(names: set[str], stem: str) -> str:
 
 
 @dataclass
+class RewrittenScores:
+    """The Softmaxes whose scores were rewritten as patterns of attention have them, by the outputs they began with.
+
+    `stay` are those of which no attention was made before, and whose scores therefore stay as they are.  `begun` has
+    the output that a Softmax began with, by that which it has since it was written with other axes.
+    """
+
+    stay: frozenset[str] = frozenset()
+    done: set[str] = field(default_factory=set)
+    begun: dict[str, str] = field(default_factory=dict)
+
+    def name(self, softmax: Node) -> str:
+        """Return the output that a Softmax began with."""
+        name = softmax.outputs[0].name
+        return self.begun.get(name, name)
+
+
+@dataclass
 class Graph:
     """A model's main graph, or a subgraph as one, whose nodes are rewritten in place.
 
@@ -57,6 +75,7 @@ class Graph:
     _captured: dict[int, tuple[onnx.NodeProto, frozenset[str]]] = field(default_factory=dict)  # by the node's id
     origins: dict[str, tuple[str, str]] = field(default_factory=dict)  # by tensor: see `remember_origins`
     is_subgraph: bool = False
+    scores: RewrittenScores = field(default_factory=RewrittenScores)
 
     @property
     def nodes(self) -> list[Node]:

@@ -17,6 +17,24 @@ ELEMENTWISE: Final = frozenset(
 )
 
 
+def softmaxes_of_attention(graph: Graph) -> list[Node]:
+    """Return the Softmaxes that may be parts of an attention: all but those of which none was made before."""
+    return [
+        node for node in graph.nodes if op_of(node) == "Softmax" and graph.scores.name(node) not in graph.scores.stay
+    ]
+
+
+def softmaxes_behind(tensor: Tensor, steps: int) -> list[Node]:
+    """Return the Softmaxes that read a tensor, or what is computed of it element by element in so many steps."""
+    found: list[Node] = []
+    for reader in consumers(tensor) if steps else ():
+        if op_of(reader) == "Softmax":
+            found.append(reader)
+        elif op_of(reader) in ELEMENTWISE:
+            found += softmaxes_behind(reader.outputs[0], steps - 1)
+    return found
+
+
 def computes_probabilities(tensor: Tensor) -> bool:
     """Return whether a tensor is a Softmax, or computed from one element by element."""
     node = producer(tensor)
@@ -103,4 +121,7 @@ class AttentionNodes:
         if op_of(node) == "Softmax":
             attributes = {**node.attrs, "axis": len(wanted) - 1}
         stem = f"{end.name}_{self.stem}"
-        return emit(self.graph, self.shapes, op_of(node), inputs, stem, wanted, self.shapes.dtype(end), attributes)
+        made = emit(self.graph, self.shapes, op_of(node), inputs, stem, wanted, self.shapes.dtype(end), attributes)
+        if op_of(node) == "Softmax":
+            self.graph.scores.begun[made.name] = self.graph.scores.name(node)
+        return made

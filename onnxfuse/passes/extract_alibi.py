@@ -24,6 +24,7 @@ from onnxfuse.analysis.shape_info import CannotInfer, Shape, ShapeInfo
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS, Array
 from onnxfuse.ir.graph import Graph, constant_number, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, consumers, is_constant, op_of, producer
+from onnxfuse.passes.attention_nodes import softmaxes_behind
 from onnxfuse.passes.emit import emit
 
 RANK: Final = 4
@@ -47,8 +48,16 @@ class Factored:
 
 def extract_alibi(graph: Graph, shapes: ShapeInfo) -> int:
     """Rewrite what is added to scores of heads where it is a product.  Returns the number of rewritten biases."""
-    adds = [node for node in graph.nodes if op_of(node) == "Add"]
-    count = sum(any(_rewrite(graph, shapes, node, side) for side in (0, 1)) for node in adds)
+    count = 0
+    for node in [node for node in graph.nodes if op_of(node) == "Add"]:
+        softmaxes = {graph.scores.name(each) for each in softmaxes_behind(node.outputs[0], MAX_STEPS)}
+        if (
+            softmaxes
+            and graph.scores.stay.isdisjoint(softmaxes)
+            and any(_rewrite(graph, shapes, node, i) for i in (0, 1))
+        ):
+            graph.scores.done |= softmaxes
+            count += 1
     if count:
         graph.remove_dead()
         graph.sort()
@@ -81,6 +90,8 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, node: Node, side: int) -> bool:
     """Write the bias of an Add as a product; return whether it was another one before."""
     bias, dtype = node.inputs[side], shapes.dtype(node.outputs[0])
     shape = shapes.shape(bias)
+    if shapes.rank(node.outputs[0]) != RANK:  # the positions get as many axes
+        return False
     if shape is None or len(shape) < -HEADS_AXIS or dtype not in FUSIBLE_FLOATS or _is_product(shapes, bias):
         return False
     heads = shape[HEADS_AXIS]
