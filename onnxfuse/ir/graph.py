@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import onnx
@@ -18,6 +19,8 @@ from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.execution_order import execution_order, is_in_order, outer_reads
 from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, consumers, has_subgraph, is_constant, op_of
 from onnxfuse.ir.protos import subgraphs
+
+OPSET_OF_UNCUT_SLICES: Final = 10  # in which onnx infers that a Slice of a named size has that size
 
 
 def take_name(names: set[str], stem: str) -> str:
@@ -133,8 +136,16 @@ class Graph:
     def record_type(self, tensor: Tensor, dtype: int, shape: Iterable[object] | None) -> None:
         """Record a tensor's type in the model that is written, so that tools which do not know its node can go on."""
         if dtype:
-            known = shape if shape is None else [d if isinstance(d, int) else _dim_param(str(d)) for d in shape]
+            known = shape if shape is None else [d if isinstance(d, int) else self._dim_param(str(d)) for d in shape]
             self.recorded_types[tensor.name] = onnx.helper.make_tensor_value_info(tensor.name, dtype, known)
+
+    def _dim_param(self, text: str) -> str | None:
+        """Return the name of a size in a recorded type; None where it is not known, which "?" marks.
+
+        None as well where onnx's inference gives a Slice the names of what it cuts: onnxruntime would then take two
+        Slices of a tensor to be equally large, and fail where one reuses the memory of the other.
+        """
+        return None if "?" in text or self.opset == OPSET_OF_UNCUT_SLICES else text
 
     def correct_type(self, tensor: Tensor, dtype: int, shape: Iterable[object] | None) -> None:
         """Record a tensor's type in place of the one that the model records, or declares of an output.
@@ -220,10 +231,6 @@ class Graph:
                 raise ModelError(f"the graph has a cycle through node '{name}'; ONNX graphs must be acyclic")
             self.linked.nodes = [self.nodes[i] for i in order]
         self.position = {node: i for i, node in enumerate(self.nodes)}
-
-
-def _dim_param(text: str) -> str | None:
-    return None if "?" in text else text  # "?" marks a dimension that is not known
 
 
 def _replace_in(tensors: list[Tensor], old: Tensor, new: Tensor) -> None:
