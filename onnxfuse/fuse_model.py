@@ -26,11 +26,12 @@ from onnxfuse.control_flow.body import Body, read_bodies, write_body
 from onnxfuse.control_flow.invariants import read_invariants_outside
 from onnxfuse.control_flow.known_branches import with_known_branches
 from onnxfuse.control_flow.results import infer_results
+from onnxfuse.control_flow.unequal_branches import keep_unequal_branches
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.dsl.terms import OperatorSet
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.inline_functions import Inlined, inline_functions
-from onnxfuse.ir.node import op_of
+from onnxfuse.ir.node import Node, op_of
 from onnxfuse.ir.serde import read_graph, write_model
 from onnxfuse.layout.assign import LAYOUT, Layout, LayoutResult, assign_layouts
 from onnxfuse.layout.residuals import GATE
@@ -287,6 +288,7 @@ def _fuse_graph(
     with timer.stage("normalize"):
         graph.fixed_names |= settings.keep_names
         graph.scores.stay = frozenset(name for where, name in settings.keep_scores if where == settings.where)
+        kept_ifs = keep_unequal_branches(graph, shapes)
         before = estimate_traffic(graph, shapes)
         folded = [Folded("branch", node.name or node.output[0], node.output[0]) for node in taken]
         if settings.bodies:
@@ -296,7 +298,7 @@ def _fuse_graph(
         folded += simplify(graph, shapes, settings.change_weights)
         make_keys_row_major(graph, shapes, settings.fusions, keep)
         unfused = unfused_graph(graph, shapes) if settings.keep_unfused else None
-    bodies = tuple(_fuse_bodies(graph, shapes, settings, timer)) if settings.bodies else ()
+    bodies = tuple(_fuse_bodies(graph, shapes, settings, timer, kept_ifs)) if settings.bodies else ()
     if bodies:  # which may read less of this graph than before
         graph.update_captured()
         graph.remove_dead()
@@ -370,9 +372,13 @@ def _standing(graph: Graph, fused: Collection[Fused]) -> tuple[Fused, ...]:
     return tuple(one for one in fused if one.node in names)
 
 
-def _fuse_bodies(graph: Graph, shapes: ShapeInfo, settings: Settings, timer: StageTimer) -> Iterator[FusedBody]:
+def _fuse_bodies(
+    graph: Graph, shapes: ShapeInfo, settings: Settings, timer: StageTimer, kept_ifs: Collection[Node]
+) -> Iterator[FusedBody]:
     """Fuse the bodies in a graph, and put them in place of those that its nodes have."""
     for body in read_bodies(graph, shapes):
+        if body.node in kept_ifs:
+            continue
         where = f"{body.where} in {settings.where}" if settings.where else body.where
         inside = replace(settings, layout="nchw", where=where)
         fused = _fuse_graph(body.graph, body.shapes, body.taken, inside, timer)

@@ -11,11 +11,12 @@ from onnx import TensorProto
 from onnxfuse.analysis.backward_slices import hide_ambiguous_ends
 from onnxfuse.analysis.dim_parser import is_name, parse_size
 from onnxfuse.analysis.dims import UNKNOWN, Size
-from onnxfuse.ir.protos import nodes, overridable_initializers
+from onnxfuse.ir.protos import nodes, overridable_initializers, subgraphs
 from onnxfuse.ir.validate import ONNX_DOMAINS
 
 MAX_COPIED_BYTES = 1024  # of a constant in the copy that onnx infers from; inference reads small ones only
 EXPAND_BOUNDED_SINCE = 13  # the opset; before, onnx makes a dimension of each element of a target, be they 10^9
+BRANCHES_JOINED_SINCE = 11  # the opset
 ONNX_FAILURES = (onnx.shape_inference.InferenceError, ValueError, RuntimeError, TypeError)
 RecordedSize: TypeAlias = "Size | str | None"  # a str is a symbol that onnx invented; None is a nameless dimension
 
@@ -33,10 +34,9 @@ class ValueInfos:
         light, weights = _without_weights(model)
         # What a tool recorded of such slices, and behind them, may follow another reading than onnxruntime's.
         self.has_ambiguous_slices = hide_ambiguous_ends(light)
-        try:
-            graph = onnx.shape_inference.infer_shapes(light).graph
-        except ONNX_FAILURES:
-            graph = light.graph
+        graph = _inferred(light)
+        if _hide_results_of_branches(light, graph):
+            graph = _inferred(light)
         self._infos = {info.name: info for info in (*graph.value_info, *graph.output, *graph.input, *weights)}
         source = model.graph
         self._records = {info.name: info for info in (*source.value_info, *source.output)}
@@ -66,6 +66,32 @@ class ValueInfos:
         if name.startswith(UNKNOWN) or not is_name(name):
             return None
         return parse_size(name) if name in self._own_names else str(name)
+
+
+def _inferred(model: onnx.ModelProto) -> onnx.GraphProto:
+    try:
+        return onnx.shape_inference.infer_shapes(model).graph
+    except ONNX_FAILURES:
+        return model.graph
+
+
+def _hide_results_of_branches(model: onnx.ModelProto, inferred: onnx.GraphProto) -> bool:
+    """Make inputs without a shape of what Ifs compute, before opset 11; return whether there are any.
+
+    onnx gives an If the shape of one branch there if it does not know that of the other one.
+    """
+    opset = next((each.version for each in model.opset_import if each.domain in ONNX_DOMAINS), 0)
+    branching = [
+        node
+        for node in (model.graph.node if opset < BRANCHES_JOINED_SINCE else ())
+        if any(each.op_type == "If" for each in (node, *nodes(*subgraphs(node))))
+    ]
+    dtypes = {info.name: info.type.tensor_type.elem_type for info in (*inferred.value_info, *inferred.output)}
+    for node in branching:
+        for i, name in enumerate(node.output):
+            node.output[i] = f"{name}::hidden"
+            model.graph.input.append(onnx.helper.make_tensor_value_info(name, dtypes.get(name, 0), None))
+    return bool(branching)
 
 
 def _dim_names(graph: onnx.GraphProto) -> set[str]:
