@@ -136,16 +136,17 @@ class Graph:
     def record_type(self, tensor: Tensor, dtype: int, shape: Iterable[object] | None) -> None:
         """Record a tensor's type in the model that is written, so that tools which do not know its node can go on."""
         if dtype:
-            known = shape if shape is None else [d if isinstance(d, int) else self._dim_param(str(d)) for d in shape]
+            known = shape if shape is None else [d if isinstance(d, int) else self._dim_param(d) for d in shape]
             self.recorded_types[tensor.name] = onnx.helper.make_tensor_value_info(tensor.name, dtype, known)
 
-    def _dim_param(self, text: str) -> str | None:
+    def _dim_param(self, size: object) -> str | None:
         """Return the name of a size in a recorded type; None where it is not known, which "?" marks.
 
         None as well where onnx's inference gives a Slice the names of what it cuts: onnxruntime would then take two
         Slices of a tensor to be equally large, and fail where one reuses the memory of the other.
         """
-        return None if "?" in text or self.opset == OPSET_OF_UNCUT_SLICES else text
+        is_named = size is not None and "?" not in str(size) and self.opset != OPSET_OF_UNCUT_SLICES
+        return str(size) if is_named else None
 
     def correct_type(self, tensor: Tensor, dtype: int, shape: Iterable[object] | None) -> None:
         """Record a tensor's type in place of the one that the model records, or declares of an output.
