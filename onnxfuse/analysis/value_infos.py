@@ -59,12 +59,12 @@ class ValueInfos:
         A name that an inference invented, such as unk__3, is none: another one may have given it to another size.
         """
         found = _dims(self._records.get(name), self._names)
-        return found and [None if isinstance(size, str) else size for size in found]
+        return None if found is None else [None if isinstance(size, str) else size for size in found]
 
     def recorded_names(self, name: str) -> list[Size | None] | None:
         """Return the dimensions that the model records, with every name as a size of that name."""
         found = _dims(self._records.get(name), set())
-        return found and [parse_size(size) if isinstance(size, str) else size for size in found]
+        return None if found is None else [parse_size(size) if isinstance(size, str) else size for size in found]
 
 
 def _dims(info: onnx.ValueInfoProto | None, names: set[str]) -> list[RecordedSize] | None:
