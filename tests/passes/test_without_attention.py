@@ -39,7 +39,8 @@ SCORES = {
         t3 = Concat <axis = 0> (minus, n, n) s = Reshape (w, t3)""",
     "masks of windows": """float[B,2,3,4] q, float[B,2,4,3] k, float[B,2,3,4] v, float[W,1,3,3] m) => (y) {
         t = MatMul (q, k) sizes = Shape (m) w = Gather <axis = 0> (sizes, c0)
-        t5 = Concat <axis = 0> (minus, w, c2, c3, c3) r = Reshape (t, t5) mu = Unsqueeze (m, c0) a = Add (r, mu) t4 = Concat <axis = 0> (minus, c2, c3, c3)
+        t5 = Concat <axis = 0> (minus, w, c2, c3, c3) r = Reshape (t, t5)
+        mu = Unsqueeze (m, c0) a = Add (r, mu) t4 = Concat <axis = 0> (minus, c2, c3, c3)
         s = Reshape (a, t4)""",
     "rows of keys": """float[B,N,4] q, float[B,N,4] k, float[B,N,5] v, float[N] m) => (y) {
         qt = Transpose <perm = [0, 2, 1]> (q) t = MatMul (k, qt) a = Add (t, m) s = Transpose <perm = [0, 2, 1]> (a)""",
