@@ -15,6 +15,7 @@ from onnxfuse.passes.emit import emit
 ELEMENTWISE: Final = frozenset(
     ("Add", "Cast", "Clip", "Div", "IsNaN", "Max", "Min", "Mul", "Neg", "Sub", "Tanh", "Where")
 )
+VIEWS: Final = frozenset(("Reshape", "Squeeze", "Transpose", "Unsqueeze"))
 
 
 def softmaxes_of_attention(graph: Graph) -> list[Node]:
@@ -25,12 +26,12 @@ def softmaxes_of_attention(graph: Graph) -> list[Node]:
 
 
 def softmaxes_behind(tensor: Tensor, steps: int) -> list[Node]:
-    """Return the Softmaxes that read a tensor, or what is computed of it element by element in so many steps."""
+    """Return the Softmaxes that read a tensor, or what elementwise operators and views make of it in so many steps."""
     found: list[Node] = []
     for reader in consumers(tensor) if steps else ():
         if op_of(reader) == "Softmax":
             found.append(reader)
-        elif op_of(reader) in ELEMENTWISE:
+        elif op_of(reader) in ELEMENTWISE or op_of(reader) in VIEWS:
             found += softmaxes_behind(reader.outputs[0], steps - 1)
     return found
 

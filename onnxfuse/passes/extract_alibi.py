@@ -50,18 +50,19 @@ def extract_alibi(graph: Graph, shapes: ShapeInfo) -> int:
     """Rewrite what is added to scores of heads where it is a product.  Returns the number of rewritten biases."""
     count = 0
     for node in [node for node in graph.nodes if op_of(node) == "Add"]:
-        softmaxes = {graph.scores.name(each) for each in softmaxes_behind(node.outputs[0], MAX_STEPS)}
-        if (
-            softmaxes
-            and graph.scores.stay.isdisjoint(softmaxes)
-            and any(_rewrite(graph, shapes, node, i) for i in (0, 1))
-        ):
+        if (softmaxes := _softmaxes(graph, node)) and any(_rewrite(graph, shapes, node, side) for side in (0, 1)):
             graph.scores.done |= softmaxes
             count += 1
     if count:
         graph.remove_dead()
         graph.sort()
     return count
+
+
+def _softmaxes(graph: Graph, add: Node) -> set[str]:
+    """Return the Softmaxes of the scores that an Add makes, if an attention may be made of each of them."""
+    found = {graph.scores.name(each) for each in softmaxes_behind(add.outputs[0], MAX_STEPS)}
+    return found if graph.scores.stay.isdisjoint(found) else set()
 
 
 def is_factored_bias(shapes: ShapeInfo, node: Node) -> bool:
@@ -71,7 +72,11 @@ def is_factored_bias(shapes: ShapeInfo, node: Node) -> bool:
         return False
     return any(
         (op_of(reader) == "Cast" and is_factored_bias(shapes, reader))
-        or (op_of(reader) == "Add" and any(_is_of_scores(each, MAX_STEPS) for each in reader.inputs))
+        or (
+            op_of(reader) == "Add"
+            and any(_is_of_scores(each, MAX_STEPS) for each in reader.inputs)
+            and _softmaxes(shapes.graph, reader)
+        )
         for reader in consumers(output)
     )
 
