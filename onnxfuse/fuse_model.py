@@ -232,7 +232,7 @@ def fuse_model(
 def _fuse_spelled(model: onnx.ModelProto, folder: Path | None, settings: Settings, timer: StageTimer) -> FusedModel:
     """Fuse a model, and again while what was written for a fusion is not fused.
 
-    That are operators that were spelled out, and scores that were rewritten for an attention.
+    This concerns operators that were spelled out, and scores that were rewritten for an attention.
     """
     kept: dict[str, Stays] = {}
     scores: Scores = frozenset()

@@ -34,7 +34,7 @@ def hide_ambiguous_ends(model: onnx.ModelProto) -> bool:
     """Let each Slice with such an end read one that nothing defines, so that onnx infers the rank of its output alone.
 
     Constants count by name, at any depth.  Where two have one name, too much may be hidden.  Returns whether there was
-    such a Slice.  The ends of all Slices are hidden in the opset in which onnx infers nothing of Slices.
+    such a Slice.  All ends are hidden in the opset in which onnx infers that a Slice keeps the sizes of what it cuts.
     """
     slices = [node for node in nodes(model.graph, *model.functions) if has_steps(node)]
     wanted = {node.input[i] for node in slices for i in (ENDS, STEPS)}

@@ -101,11 +101,12 @@ def _hide_results_of_branches(model: onnx.ModelProto, inferred: onnx.GraphProto)
         for node in (model.graph.node if opset < BRANCHES_JOINED_SINCE else ())
         if any(each.op_type == "If" for each in (node, *nodes(*subgraphs(node))))
     ]
-    dtypes = {info.name: info.type.tensor_type.elem_type for info in (*inferred.value_info, *inferred.output)}
+    known = {info.name: info for info in (*inferred.value_info, *inferred.output)}
     for node in branching:
         for i, name in enumerate(node.output):
-            node.output[i] = f"{name}::hidden"
-            model.graph.input.append(onnx.helper.make_tensor_value_info(name, dtypes.get(name, 0), None))
+            if name:
+                node.output[i] = f"{name}::hidden"
+                model.graph.input.append(_without_shape(known.get(name, onnx.ValueInfoProto(name=name))))
     return bool(branching)
 
 

@@ -28,11 +28,13 @@ def softmaxes_of_attention(graph: Graph) -> list[Node]:
 def softmaxes_behind(tensor: Tensor, steps: int) -> list[Node]:
     """Return the Softmaxes that read a tensor, or what elementwise operators and views make of it in so many steps."""
     found: list[Node] = []
-    for reader in consumers(tensor) if steps else ():
-        if op_of(reader) == "Softmax":
-            found.append(reader)
-        elif op_of(reader) in ELEMENTWISE or op_of(reader) in VIEWS:
-            found += softmaxes_behind(reader.outputs[0], steps - 1)
+    seen, front = {tensor.name}, [tensor]
+    for _ in range(steps):
+        readers = [reader for each in front for reader in consumers(each)]
+        found += [reader for reader in readers if op_of(reader) == "Softmax"]
+        made = [reader.outputs[0] for reader in readers if op_of(reader) in ELEMENTWISE | VIEWS]
+        front = list({each.name: each for each in made if each.name not in seen}.values())
+        seen.update(each.name for each in front)
     return found
 
 

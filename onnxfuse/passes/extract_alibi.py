@@ -47,9 +47,9 @@ class Factored:
 
 
 def extract_alibi(graph: Graph, shapes: ShapeInfo) -> int:
-    """Rewrite what is added to scores of heads where it is a product.  Returns the number of rewritten biases."""
+    """Rewrite what is added to scores of heads, of four axes, as a product.  Returns the number of rewritten biases."""
     count = 0
-    for node in [node for node in graph.nodes if op_of(node) == "Add"]:
+    for node in [node for node in graph.nodes if op_of(node) == "Add" and shapes.rank(node.outputs[0]) == RANK]:
         if (softmaxes := _softmaxes(graph, node)) and any(_rewrite(graph, shapes, node, side) for side in (0, 1)):
             graph.scores.done |= softmaxes
             count += 1
@@ -95,8 +95,6 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, node: Node, side: int) -> bool:
     """Write the bias of an Add as a product; return whether it was another one before."""
     bias, dtype = node.inputs[side], shapes.dtype(node.outputs[0])
     shape = shapes.shape(bias)
-    if shapes.rank(node.outputs[0]) != RANK:  # the positions get as many axes
-        return False
     if shape is None or len(shape) < -HEADS_AXIS or dtype not in FUSIBLE_FLOATS or _is_product(shapes, bias):
         return False
     heads = shape[HEADS_AXIS]
