@@ -26,17 +26,19 @@ from onnxfuse.control_flow.body import Body, read_bodies, write_body
 from onnxfuse.control_flow.invariants import read_invariants_outside
 from onnxfuse.control_flow.known_branches import with_known_branches
 from onnxfuse.control_flow.results import infer_results
+from onnxfuse.control_flow.unequal_branches import keep_unequal_branches
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.dsl.terms import OperatorSet
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.inline_functions import Inlined, inline_functions
+from onnxfuse.ir.node import Node, op_of
 from onnxfuse.ir.serde import read_graph, write_model
 from onnxfuse.layout.assign import LAYOUT, Layout, LayoutResult, assign_layouts
 from onnxfuse.layout.residuals import GATE
 from onnxfuse.layout.stand_ins import put_back, stand_in
 from onnxfuse.layout.wrapped_rules import CONVOLUTION
 from onnxfuse.match import Miss
-from onnxfuse.passes import LATE_PASSES, PIPELINE, WEIGHT_PASSES, Folded, Pass
+from onnxfuse.passes import LATE_PASSES, PIPELINE, SCORE_PASSES, WEIGHT_PASSES, Folded, Pass
 from onnxfuse.passes.folded import node_label
 from onnxfuse.regions.assign import RegionResult, assign_regions
 from onnxfuse.regions.defer_to_regions import DeferToRegions
@@ -74,6 +76,9 @@ class StageTimer:
 Regions: TypeAlias = bool | Literal["apart"]  # whether there are any; "apart" if none may join a product's kernel
 
 
+Scores: TypeAlias = frozenset[tuple[str, str]]  # of Softmaxes: the body that each is in, and its output
+
+
 @dataclass(frozen=True)
 class Settings:
     """What `fuse_model` is to do, as its arguments say."""
@@ -90,6 +95,7 @@ class Settings:
     keep_nodes: Mapping[str, Set[str]]  # the labels of nodes that are not fused, by the body that they are in
     where: str = ""  # what reports call the body that is fused; the main graph is ""
     keep_operators: frozenset[str] = frozenset()  # the first outputs of operators that are not spelled out
+    keep_scores: Scores = frozenset()  # the Softmaxes whose scores stay as they are
     left_out: frozenset[str] = frozenset()  # those of LAYOUT_FUSIONS that are not made
 
 
@@ -117,6 +123,7 @@ class FusedModel:
     unfused: UnfusedGraph | None  # what was fused, for the comparison by parts
     spelling: SpelledOut = field(default_factory=SpelledOut)  # of operators that other tools write for several
     left: Mapping[str, Stays] = field(default_factory=dict)  # spelled out and not fused as a whole, by first outputs
+    scores_left: frozenset[str] = frozenset()  # of Softmaxes, rewritten for an attention that was not made
     bodies: tuple[FusedBody, ...] = ()
     inlined: Inlined | None = None  # the model's own functions
     standard: onnx.ModelProto | None = None  # the model in ONNX's own operators, where these are written
@@ -165,6 +172,11 @@ class FusedModel:
     def all_left(self) -> dict[str, Stays]:
         """All operators that were spelled out and not fused as a whole, by their first outputs, and why."""
         return {name: one for _, each in self.everywhere() for name, one in each.left.items()}
+
+    @property
+    def all_scores_left(self) -> Scores:
+        """All Softmaxes whose scores were rewritten for an attention that was not made."""
+        return frozenset((where, name) for where, each in self.everywhere() for name in each.scores_left)
 
     @property
     def no_region(self) -> dict[str, str]:
@@ -218,26 +230,39 @@ def fuse_model(
 
 
 def _fuse_spelled(model: onnx.ModelProto, folder: Path | None, settings: Settings, timer: StageTimer) -> FusedModel:
-    """Fuse a model, and again while operators that were spelled out are not fused as a whole."""
+    """Fuse a model, and again while what was written for a fusion is not fused.
+
+    This concerns operators that were spelled out, and scores that were rewritten for an attention.
+    """
     kept: dict[str, Stays] = {}
+    scores: Scores = frozenset()
     for _ in range(MAX_SPELLING_ROUNDS):
-        result = _fuse_once(model, folder, settings, timer, kept)
-        if not result.all_left:
+        result = _fuse_once(model, folder, settings, timer, kept, scores)
+        if not result.all_left and not result.all_scores_left:
             return result
         kept |= result.all_left
+        scores |= result.all_scores_left
     reason = "each round of fusing left something of other operators"
     kept = {one.output: Stays(one.op, one.node, reason) for one in result.spelled} | kept
-    return _fuse_once(model, folder, settings, timer, kept)
+    rewritten = {(where, name) for where, each in result.everywhere() for name in each.graph.scores.done}
+    return _fuse_once(model, folder, settings, timer, kept, scores | rewritten)
 
 
 def _fuse_once(
-    model: onnx.ModelProto, folder: Path | None, settings: Settings, timer: StageTimer, kept: Mapping[str, Stays]
+    model: onnx.ModelProto,
+    folder: Path | None,
+    settings: Settings,
+    timer: StageTimer,
+    kept: Mapping[str, Stays],
+    scores: Scores,
 ) -> FusedModel:
-    """Fuse a model, whose operators with the first outputs `kept` are not spelled out."""
+    """Fuse a model, whose operators with the first outputs `kept` are not spelled out, and whose `scores` stay."""
     with timer.stage("normalize"):
         inlined = inline_functions(model)
         graph, shapes, taken = _read(inlined.model, folder, settings.bodies)
-    found = _fuse_graph(graph, shapes, taken, replace(settings, keep_operators=frozenset(kept)), timer)
+    found = _fuse_graph(
+        graph, shapes, taken, replace(settings, keep_operators=frozenset(kept), keep_scores=scores), timer
+    )
     spelling = replace(found.spelling, stays=(*kept.values(), *found.spelling.stays))
     return replace(found, spelling=spelling, inlined=inlined)
 
@@ -262,6 +287,8 @@ def _fuse_graph(
     keep = settings.keep_nodes.get(settings.where, frozenset())
     with timer.stage("normalize"):
         graph.fixed_names |= settings.keep_names
+        graph.scores.stay = frozenset(name for where, name in settings.keep_scores if where == settings.where)
+        kept_ifs = keep_unequal_branches(graph, shapes)
         before = estimate_traffic(graph, shapes)
         folded = [Folded("branch", node.name or node.output[0], node.output[0]) for node in taken]
         if settings.bodies:
@@ -271,7 +298,7 @@ def _fuse_graph(
         folded += simplify(graph, shapes, settings.change_weights)
         make_keys_row_major(graph, shapes, settings.fusions, keep)
         unfused = unfused_graph(graph, shapes) if settings.keep_unfused else None
-    bodies = tuple(_fuse_bodies(graph, shapes, settings, timer)) if settings.bodies else ()
+    bodies = tuple(_fuse_bodies(graph, shapes, settings, timer, kept_ifs)) if settings.bodies else ()
     if bodies:  # which may read less of this graph than before
         graph.update_captured()
         graph.remove_dead()
@@ -291,9 +318,13 @@ def _fuse_graph(
             graph, shapes, settings.fusions if joins else (), functions, exclude, keep
         )
         defer_to_regions = DeferToRegions(graph, shapes, keep | spelled, of_any_layout, only_with_epilogue)
+        softmaxes = {node_label(node): graph.scores.name(node) for node in graph.nodes if op_of(node) == "Softmax"}
+        products = {node_label(node) for node in graph.nodes if op_of(node) == "MatMul"}
         fusing = fuse_more(
             settings.fusions, leave=defer_to_regions if settings.regions else leave_none, progress=progress
         )
+        attended = {label for one in fusing.fused for label in one.replaces if products.intersection(one.replaces)}
+        scores_left = graph.scores.done - {name for label, name in softmaxes.items() if label in attended}
         standing = {*exclude, *_kept_outputs(graph, settings.fusions, keep)}
         layouts = _assign_layouts(graph, shapes, settings, fusing.fused, standing)
         left = left_over(graph, shapes, spelling, fusing)
@@ -315,7 +346,7 @@ def _fuse_graph(
         written = write_model(graph)
     return FusedModel(
         graph, written, before, after, tuple(folded), fusing, layouts, without_regions, made, unfused,
-        spelling, left, bodies,
+        spelling, left, frozenset(scores_left), bodies,
     )  # fmt: skip
 
 
@@ -341,9 +372,13 @@ def _standing(graph: Graph, fused: Collection[Fused]) -> tuple[Fused, ...]:
     return tuple(one for one in fused if one.node in names)
 
 
-def _fuse_bodies(graph: Graph, shapes: ShapeInfo, settings: Settings, timer: StageTimer) -> Iterator[FusedBody]:
+def _fuse_bodies(
+    graph: Graph, shapes: ShapeInfo, settings: Settings, timer: StageTimer, kept_ifs: Collection[Node]
+) -> Iterator[FusedBody]:
     """Fuse the bodies in a graph, and put them in place of those that its nodes have."""
     for body in read_bodies(graph, shapes):
+        if body.node in kept_ifs:
+            continue
         where = f"{body.where} in {settings.where}" if settings.where else body.where
         inside = replace(settings, layout="nchw", where=where)
         fused = _fuse_graph(body.graph, body.shapes, body.taken, inside, timer)
@@ -371,9 +406,10 @@ def _assign_layouts(
     return assign_layouts(graph, shapes, settings.layout, channels_last, fused, exclude, settings.left_out)
 
 
-def simplify(graph: Graph, shapes: ShapeInfo, change_weights: bool = True) -> list[Folded]:
+def simplify(graph: Graph, shapes: ShapeInfo, change_weights: bool = True, change_scores: bool = True) -> list[Folded]:
     """Apply the passes of the pipeline round by round until none changes anything.  Returns the nodes that vanished."""
-    passes = [each for each in PIPELINE if change_weights or each not in WEIGHT_PASSES]
+    left_out = (frozenset() if change_weights else WEIGHT_PASSES) | (frozenset() if change_scores else SCORE_PASSES)
+    passes = [each for each in PIPELINE if each not in left_out]
     folded = _rounds(graph, shapes, passes)
     changes = [apply_pass(graph, shapes) for apply_pass in LATE_PASSES]
     if any(changes):

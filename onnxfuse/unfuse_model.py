@@ -79,7 +79,7 @@ def in_operators(
     shapes = infer_shapes(graph)
     if merge_sizes:
         merge_equal_sizes(graph, shapes)
-    simplify(graph, shapes, change_weights=False)
+    simplify(graph, shapes, change_weights=False, change_scores=False)
     return write_model(graph), estimate_traffic(graph, shapes)
 
 

@@ -9,6 +9,7 @@ import onnx
 import onnx.numpy_helper
 from onnx.external_data_helper import uses_external_data
 
+from onnxfuse.ir.graph import OPSET_OF_UNCUT_SLICES
 from onnxfuse.ir.protos import graphs, nodes
 from onnxfuse.ir.validate import ONNX_DOMAINS
 
@@ -33,7 +34,7 @@ def hide_ambiguous_ends(model: onnx.ModelProto) -> bool:
     """Let each Slice with such an end read one that nothing defines, so that onnx infers the rank of its output alone.
 
     Constants count by name, at any depth.  Where two have one name, too much may be hidden.  Returns whether there was
-    such a Slice.
+    such a Slice.  All ends are hidden in the opset in which onnx infers that a Slice keeps the sizes of what it cuts.
     """
     slices = [node for node in nodes(model.graph, *model.functions) if has_steps(node)]
     wanted = {node.input[i] for node in slices for i in (ENDS, STEPS)}
@@ -47,6 +48,10 @@ def hide_ambiguous_ends(model: onnx.ModelProto) -> bool:
         if any(is_ambiguous_end(end, step) for end in ends for step in steps):
             node.input[ENDS] = f"{node.input[ENDS]}::hidden"
             count += 1
+    if any(each.domain in ONNX_DOMAINS and each.version == OPSET_OF_UNCUT_SLICES for each in model.opset_import):
+        for node in nodes(model.graph, *model.functions):
+            if node.op_type == "Slice" and node.domain in ONNX_DOMAINS and "::hidden" not in node.input[ENDS]:
+                node.input[ENDS] = f"{node.input[ENDS]}::hidden"
     return count > 0
 
 

@@ -77,10 +77,18 @@ def infer_behind(shapes: ShapeInfo, changed: Collection[Node]) -> None:
 
 
 def _correct_records(shapes: ShapeInfo, nodes: Iterable[Node]) -> None:
-    """Correct the recorded types that are wrong, and those that have a symbol in place of a number."""
-    for tensor in (*shapes.graph.linked.inputs, *(tensor for node in nodes for tensor in node.outputs)):
+    """Correct the recorded types that are wrong, and those that have a symbol in place of a number.
+
+    Names of sizes that are not known to be these are left out of what is recorded between the nodes: onnxruntime takes
+    equal names for equal sizes, and reuses memory accordingly.
+    """
+    inputs = ((tensor, False) for tensor in shapes.graph.linked.inputs)
+    computed = ((tensor, _is_foreign(shapes, node)) for node in nodes for tensor in node.outputs)
+    for tensor, foreign in (*inputs, *computed):
         if shapes.contradicts_record(tensor.name, zeros_count=True) or shapes.is_settled(tensor.name):
             shapes.graph.correct_type(tensor, shapes.dtype(tensor), shapes.shape(tensor))
+        elif (proven := shapes.without_unproven_names(tensor.name, foreign)) is not None:
+            shapes.graph.record_type(tensor, shapes.recorded_dtype(tensor), proven)
 
 
 def _needs_records(shapes: ShapeInfo, node: Node) -> bool:

@@ -234,6 +234,21 @@ class ShapeInfo:
             for size, other in pairs
         )
 
+    def without_unproven_names(self, name: str, foreign: bool) -> list[Size | None] | None:
+        """Return the recorded shape of a tensor without the names of sizes that are not known to be these.
+
+        None where all names are known, or there is no record.  Of a `foreign` operator's output, whose record may be
+        all that tells its sizes, only names are left out that an inference invented.
+        """
+        recorded = self.infos.recorded_names(name)
+        if recorded is None:
+            return None
+        found: PartialShape = (self.infos.recorded_shape(name) if foreign else self._shapes.get(name)) or ()
+        known = found if len(found) == len(recorded) else [None] * len(recorded)
+        pairs = zip(recorded, known, strict=True)
+        proven = [size if isinstance(size, int) or size == other else None for size, other in pairs]
+        return None if proven == recorded else proven
+
     def _sizes(self, name: str, dims: Sequence[RecordedSize] | None) -> Shape | None:
         if dims is None:
             return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+import re
+from collections.abc import Iterable
+from typing import Final, TypeAlias
 
 import onnx
 import onnx.shape_inference
@@ -11,11 +13,13 @@ from onnx import TensorProto
 from onnxfuse.analysis.backward_slices import hide_ambiguous_ends
 from onnxfuse.analysis.dim_parser import is_name, parse_size
 from onnxfuse.analysis.dims import UNKNOWN, Size
-from onnxfuse.ir.protos import nodes, overridable_initializers
+from onnxfuse.ir.protos import nodes, overridable_initializers, subgraphs
 from onnxfuse.ir.validate import ONNX_DOMAINS
 
 MAX_COPIED_BYTES = 1024  # of a constant in the copy that onnx infers from; inference reads small ones only
 EXPAND_BOUNDED_SINCE = 13  # the opset; before, onnx makes a dimension of each element of a target, be they 10^9
+INVENTED: Final = re.compile(r"unk__\d+")  # the names that inferences give to sizes they do not know
+BRANCHES_JOINED_SINCE = 11  # the opset
 ONNX_FAILURES = (onnx.shape_inference.InferenceError, ValueError, RuntimeError, TypeError)
 RecordedSize: TypeAlias = "Size | str | None"  # a str is a symbol that onnx invented; None is a nameless dimension
 
@@ -29,14 +33,13 @@ class ValueInfos:
 
     def __init__(self, model: onnx.ModelProto) -> None:
         """Run onnx's inference on a copy without the weights and without the recorded shapes."""
-        self._own_names = _dim_names(model.graph)
+        self._names_of_inputs, self._names = _dim_names(model.graph.input), _recorded_names(model.graph)
         light, weights = _without_weights(model)
         # What a tool recorded of such slices, and behind them, may follow another reading than onnxruntime's.
         self.has_ambiguous_slices = hide_ambiguous_ends(light)
-        try:
-            graph = onnx.shape_inference.infer_shapes(light).graph
-        except ONNX_FAILURES:
-            graph = light.graph
+        graph = _inferred(light)
+        if _hide_results_of_branches(light, graph):
+            graph = _inferred(light)
         self._infos = {info.name: info for info in (*graph.value_info, *graph.output, *graph.input, *weights)}
         source = model.graph
         self._records = {info.name: info for info in (*source.value_info, *source.output)}
@@ -48,30 +51,73 @@ class ValueInfos:
 
     def shape(self, name: str) -> list[RecordedSize] | None:
         """Return the dimensions that onnx infers, or that a graph input has; None if the rank is unknown."""
-        return self._dims(self._infos.get(name))
+        return _dims(self._infos.get(name), self._names_of_inputs)
 
-    def recorded_shape(self, name: str) -> list[RecordedSize] | None:
-        """Return the dimensions that the model records for a computed tensor; None if it records none."""
-        return self._dims(self._records.get(name))
+    def recorded_shape(self, name: str) -> list[Size | None] | None:
+        """Return the dimensions that the model records for a computed tensor; None if it records none.
 
-    def _dims(self, info: onnx.ValueInfoProto | None) -> list[RecordedSize] | None:
-        if info is None or not info.type.tensor_type.HasField("shape"):
-            return None
-        return [self._size(dim) for dim in info.type.tensor_type.shape.dim]
+        A name that an inference invented, such as unk__3, is none: another one may have given it to another size.
+        """
+        found = _dims(self._records.get(name), self._names)
+        return None if found is None else [None if isinstance(size, str) else size for size in found]
 
-    def _size(self, dim: onnx.TensorShapeProto.Dimension) -> RecordedSize:
-        if dim.HasField("dim_value"):
-            return int(dim.dim_value) if dim.dim_value >= 0 else None
-        name = dim.dim_param
-        if name.startswith(UNKNOWN) or not is_name(name):
-            return None
-        return parse_size(name) if name in self._own_names else str(name)
+    def recorded_names(self, name: str) -> list[Size | None] | None:
+        """Return the dimensions that the model records, with every name as a size of that name."""
+        found = _dims(self._records.get(name), set())
+        return None if found is None else [parse_size(size) if isinstance(size, str) else size for size in found]
 
 
-def _dim_names(graph: onnx.GraphProto) -> set[str]:
-    """Return the symbols that the model itself names."""
-    infos = (*graph.input, *graph.output, *graph.value_info)
+def _dims(info: onnx.ValueInfoProto | None, names: set[str]) -> list[RecordedSize] | None:
+    """Return dimensions, in which those of `names` are sizes, and other names are what they are called."""
+    if info is None or not info.type.tensor_type.HasField("shape"):
+        return None
+    return [_size(dim, names) for dim in info.type.tensor_type.shape.dim]
+
+
+def _size(dim: onnx.TensorShapeProto.Dimension, names: set[str]) -> RecordedSize:
+    if dim.HasField("dim_value"):
+        return int(dim.dim_value) if dim.dim_value >= 0 else None
+    name = dim.dim_param
+    if name.startswith(UNKNOWN) or not is_name(name):
+        return None
+    return parse_size(name) if name in names else str(name)
+
+
+def _inferred(model: onnx.ModelProto) -> onnx.GraphProto:
+    try:
+        return onnx.shape_inference.infer_shapes(model).graph
+    except ONNX_FAILURES:
+        return model.graph
+
+
+def _hide_results_of_branches(model: onnx.ModelProto, inferred: onnx.GraphProto) -> bool:
+    """Make inputs without a shape of what Ifs compute, before opset 11; return whether there are any.
+
+    onnx gives an If the shape of one branch there if it does not know that of the other one.
+    """
+    opset = next((each.version for each in model.opset_import if each.domain in ONNX_DOMAINS), 0)
+    branching = [
+        node
+        for node in (model.graph.node if opset < BRANCHES_JOINED_SINCE else ())
+        if any(each.op_type == "If" for each in (node, *nodes(*subgraphs(node))))
+    ]
+    known = {info.name: info for info in (*inferred.value_info, *inferred.output)}
+    for node in branching:
+        for i, name in enumerate(node.output):
+            if name:
+                node.output[i] = f"{name}::hidden"
+                model.graph.input.append(_without_shape(known.get(name, onnx.ValueInfoProto(name=name))))
+    return bool(branching)
+
+
+def _dim_names(infos: Iterable[onnx.ValueInfoProto]) -> set[str]:
     return {dim.dim_param for info in infos for dim in info.type.tensor_type.shape.dim if dim.dim_param}
+
+
+def _recorded_names(graph: onnx.GraphProto) -> set[str]:
+    """Return the names of sizes that a graph records, other than those that inferences invent."""
+    found = _dim_names((*graph.output, *graph.value_info))
+    return _dim_names(graph.input) | {name for name in found if not INVENTED.fullmatch(name)}
 
 
 def _without_weights(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[onnx.ValueInfoProto]]:

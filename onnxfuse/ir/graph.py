@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import onnx
@@ -19,6 +20,8 @@ from onnxfuse.ir.execution_order import execution_order, is_in_order, outer_read
 from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, consumers, has_subgraph, is_constant, op_of
 from onnxfuse.ir.protos import subgraphs
 
+OPSET_OF_UNCUT_SLICES: Final = 10  # in which onnx infers that a Slice of a named size has that size
+
 
 def take_name(names: set[str], stem: str) -> str:
     """Return a name that is not among `names` yet, and add it: `stem`, else `stem_2`, `stem_3` and so on."""
@@ -28,6 +31,24 @@ def take_name(names: set[str], stem: str) -> str:
         name = f"{stem}_{count}"
     names.add(name)
     return name
+
+
+@dataclass
+class RewrittenScores:
+    """The Softmaxes whose scores were rewritten as patterns of attention have them, by the outputs they began with.
+
+    `stay` are those of which no attention was made before, and whose scores therefore stay as they are.  `begun` has
+    the output that a Softmax began with, by that which it has since it was written with other axes.
+    """
+
+    stay: frozenset[str] = frozenset()
+    done: set[str] = field(default_factory=set)
+    begun: dict[str, str] = field(default_factory=dict)
+
+    def name(self, softmax: Node) -> str:
+        """Return the output that a Softmax began with."""
+        name = softmax.outputs[0].name
+        return self.begun.get(name, name)
 
 
 @dataclass
@@ -57,6 +78,7 @@ class Graph:
     _captured: dict[int, tuple[onnx.NodeProto, frozenset[str]]] = field(default_factory=dict)  # by the node's id
     origins: dict[str, tuple[str, str]] = field(default_factory=dict)  # by tensor: see `remember_origins`
     is_subgraph: bool = False
+    scores: RewrittenScores = field(default_factory=RewrittenScores)
 
     @property
     def nodes(self) -> list[Node]:
@@ -114,8 +136,17 @@ class Graph:
     def record_type(self, tensor: Tensor, dtype: int, shape: Iterable[object] | None) -> None:
         """Record a tensor's type in the model that is written, so that tools which do not know its node can go on."""
         if dtype:
-            known = shape if shape is None else [d if isinstance(d, int) else _dim_param(str(d)) for d in shape]
+            known = shape if shape is None else [d if isinstance(d, int) else self._dim_param(d) for d in shape]
             self.recorded_types[tensor.name] = onnx.helper.make_tensor_value_info(tensor.name, dtype, known)
+
+    def _dim_param(self, size: object) -> str | None:
+        """Return the name of a size in a recorded type; None where it is not known, which "?" marks.
+
+        None as well where onnx's inference gives a Slice the names of what it cuts: onnxruntime would then take two
+        Slices of a tensor to be equally large, and fail where one reuses the memory of the other.
+        """
+        is_named = size is not None and "?" not in str(size) and self.opset != OPSET_OF_UNCUT_SLICES
+        return str(size) if is_named else None
 
     def correct_type(self, tensor: Tensor, dtype: int, shape: Iterable[object] | None) -> None:
         """Record a tensor's type in place of the one that the model records, or declares of an output.
@@ -201,10 +232,6 @@ class Graph:
                 raise ModelError(f"the graph has a cycle through node '{name}'; ONNX graphs must be acyclic")
             self.linked.nodes = [self.nodes[i] for i in order]
         self.position = {node: i for i, node in enumerate(self.nodes)}
-
-
-def _dim_param(text: str) -> str | None:
-    return None if "?" in text else text  # "?" marks a dimension that is not known
 
 
 def _replace_in(tensors: list[Tensor], old: Tensor, new: Tensor) -> None:

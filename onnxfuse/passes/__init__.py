@@ -77,5 +77,7 @@ PIPELINE: tuple[Pass, ...] = (
 LATE_PASSES: tuple[Pass, ...] = (add_heads_axis,)
 # These passes give weights new values.
 WEIGHT_PASSES: frozenset[Pass] = frozenset({fold_batch_norm, fold_variance_factor, split_packed_gate})
+# These passes write scores as attention has them, which may give other results where a masked score is not finite.
+SCORE_PASSES: frozenset[Pass] = frozenset({canonicalize_masked_sums, canonicalize_scores, extract_alibi})
 
-__all__ = ["LATE_PASSES", "PIPELINE", "WEIGHT_PASSES", "Folded", "Pass"]
+__all__ = ["LATE_PASSES", "PIPELINE", "SCORE_PASSES", "WEIGHT_PASSES", "Folded", "Pass"]

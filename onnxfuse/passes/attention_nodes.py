@@ -15,6 +15,27 @@ from onnxfuse.passes.emit import emit
 ELEMENTWISE: Final = frozenset(
     ("Add", "Cast", "Clip", "Div", "IsNaN", "Max", "Min", "Mul", "Neg", "Sub", "Tanh", "Where")
 )
+VIEWS: Final = frozenset(("Reshape", "Squeeze", "Transpose", "Unsqueeze"))
+
+
+def softmaxes_of_attention(graph: Graph) -> list[Node]:
+    """Return the Softmaxes that may be parts of an attention: all but those of which none was made before."""
+    return [
+        node for node in graph.nodes if op_of(node) == "Softmax" and graph.scores.name(node) not in graph.scores.stay
+    ]
+
+
+def softmaxes_behind(tensor: Tensor, steps: int) -> list[Node]:
+    """Return the Softmaxes that read a tensor, or what elementwise operators and views make of it in so many steps."""
+    found: list[Node] = []
+    seen, front = {tensor.name}, [tensor]
+    for _ in range(steps):
+        readers = [reader for each in front for reader in consumers(each)]
+        found += [reader for reader in readers if op_of(reader) == "Softmax"]
+        made = [reader.outputs[0] for reader in readers if op_of(reader) in ELEMENTWISE | VIEWS]
+        front = list({each.name: each for each in made if each.name not in seen}.values())
+        seen.update(each.name for each in front)
+    return found
 
 
 def computes_probabilities(tensor: Tensor) -> bool:
@@ -103,4 +124,7 @@ class AttentionNodes:
         if op_of(node) == "Softmax":
             attributes = {**node.attrs, "axis": len(wanted) - 1}
         stem = f"{end.name}_{self.stem}"
-        return emit(self.graph, self.shapes, op_of(node), inputs, stem, wanted, self.shapes.dtype(end), attributes)
+        made = emit(self.graph, self.shapes, op_of(node), inputs, stem, wanted, self.shapes.dtype(end), attributes)
+        if op_of(node) == "Softmax":
+            self.graph.scores.begun[made.name] = self.graph.scores.name(node)
+        return made

@@ -17,7 +17,7 @@ from onnxfuse.errors import ModelError
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.graph import Graph, constant_number, constant_value
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
-from onnxfuse.passes.attention_nodes import ELEMENTWISE
+from onnxfuse.passes.attention_nodes import ELEMENTWISE, softmaxes_of_attention
 from onnxfuse.passes.emit import emit
 
 FIRST_OPSET: Final = 9  # whose Where broadcasts
@@ -40,8 +40,11 @@ def canonicalize_masked_sums(graph: Graph, shapes: ShapeInfo) -> int:
     """Rewrite such sums in front of every Softmax.  Returns their number."""
     if graph.opset < FIRST_OPSET:
         return 0
-    softmaxes = [node for node in graph.nodes if op_of(node) == "Softmax"]
-    count = sum(_rewrite_before(graph, shapes, node.inputs[0], MAX_STEPS) for node in softmaxes)
+    count = 0
+    for node in softmaxes_of_attention(graph):
+        if _rewrite_before(graph, shapes, node.inputs[0], MAX_STEPS):
+            graph.scores.done.add(graph.scores.name(node))
+            count += 1
     if count:
         graph.remove_dead()
         graph.sort()

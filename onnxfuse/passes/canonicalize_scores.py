@@ -35,6 +35,7 @@ from onnxfuse.ir.attributes import tensor_attribute
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.graph import Graph, constant_number
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
+from onnxfuse.passes.attention_nodes import softmaxes_of_attention
 from onnxfuse.passes.emit import emit
 from onnxfuse.patterns._attention import SWALLOWS_SCORES
 
@@ -89,10 +90,13 @@ def canonicalize_scores(graph: Graph, shapes: ShapeInfo) -> int:
     """Rewrite scores in front of Softmax whose order patterns do not know.  Returns the number of rewritten scores."""
     if graph.opset < FIRST_OPSET:
         return 0
-    softmaxes = [node for node in graph.nodes if op_of(node) == "Softmax"]
     analysis = cache(partial(IndexAnalysis, graph, shapes))  # few models need it
-    count = sum(_rewrite(graph, shapes, analysis, node) for node in softmaxes)
-    count += sum(_scale_queries(graph, shapes, node.inputs[0], MAX_STEPS) for node in softmaxes)
+    count = 0
+    for node in softmaxes_of_attention(graph):
+        made = _rewrite(graph, shapes, analysis, node) + _scale_queries(graph, shapes, node.inputs[0], MAX_STEPS)
+        if made:
+            graph.scores.done.add(graph.scores.name(node))
+        count += made
     if count:
         graph.remove_dead()
         graph.sort()

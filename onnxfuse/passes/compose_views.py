@@ -15,6 +15,7 @@ from onnxfuse.ir.attributes import input_index, ints_attribute
 from onnxfuse.ir.graph import Graph, constant_number
 from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
 from onnxfuse.passes.emit import emit
+from onnxfuse.passes.empty_views import gives_shape_if_empty
 from onnxfuse.passes.fold_shapes import reshape_target
 
 VIEWS = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten"})
@@ -65,7 +66,7 @@ def _shorten(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
         if removed == 1 and shape != result:  # one node can only be replaced by none
             continue
         known = [view for view in views[start:] if view is not None]
-        if len(known) < len(nodes):
+        if len(known) < len(nodes) or not gives_shape_if_empty(shapes, nodes):
             continue
         for candidate in _shorter_chains(shape, tuple(known), removed):
             if _replace(graph, shapes, last, source, candidate):

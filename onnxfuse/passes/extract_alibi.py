@@ -24,6 +24,7 @@ from onnxfuse.analysis.shape_info import CannotInfer, Shape, ShapeInfo
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS, Array
 from onnxfuse.ir.graph import Graph, constant_number, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, consumers, is_constant, op_of, producer
+from onnxfuse.passes.attention_nodes import softmaxes_behind
 from onnxfuse.passes.emit import emit
 
 RANK: Final = 4
@@ -46,13 +47,22 @@ class Factored:
 
 
 def extract_alibi(graph: Graph, shapes: ShapeInfo) -> int:
-    """Rewrite what is added to scores of heads where it is a product.  Returns the number of rewritten biases."""
-    adds = [node for node in graph.nodes if op_of(node) == "Add"]
-    count = sum(any(_rewrite(graph, shapes, node, side) for side in (0, 1)) for node in adds)
+    """Rewrite what is added to scores of heads, of four axes, as a product.  Returns the number of rewritten biases."""
+    count = 0
+    for node in [node for node in graph.nodes if op_of(node) == "Add" and shapes.rank(node.outputs[0]) == RANK]:
+        if (softmaxes := _softmaxes(graph, node)) and any(_rewrite(graph, shapes, node, side) for side in (0, 1)):
+            graph.scores.done |= softmaxes
+            count += 1
     if count:
         graph.remove_dead()
         graph.sort()
     return count
+
+
+def _softmaxes(graph: Graph, add: Node) -> set[str]:
+    """Return the Softmaxes of the scores that an Add makes, if an attention may be made of each of them."""
+    found = {graph.scores.name(each) for each in softmaxes_behind(add.outputs[0], MAX_STEPS)}
+    return found if graph.scores.stay.isdisjoint(found) else set()
 
 
 def is_factored_bias(shapes: ShapeInfo, node: Node) -> bool:
@@ -62,7 +72,11 @@ def is_factored_bias(shapes: ShapeInfo, node: Node) -> bool:
         return False
     return any(
         (op_of(reader) == "Cast" and is_factored_bias(shapes, reader))
-        or (op_of(reader) == "Add" and any(_is_of_scores(each, MAX_STEPS) for each in reader.inputs))
+        or (
+            op_of(reader) == "Add"
+            and any(_is_of_scores(each, MAX_STEPS) for each in reader.inputs)
+            and _softmaxes(shapes.graph, reader)
+        )
         for reader in consumers(output)
     )
 

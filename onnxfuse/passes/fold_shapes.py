@@ -9,7 +9,8 @@ import onnx
 
 from onnxfuse.analysis.dims import Size
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.ir.attributes import attribute_or_input, int_attribute
+from onnxfuse.analysis.shape_rules.views import tells_empty_axes
+from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, is_constant, op_of, producer
 from onnxfuse.passes.folded import Folded, node_label
@@ -67,13 +68,18 @@ def reshape_target(
 
 
 def _constant_reshape_target(graph: Graph, shapes: ShapeInfo, node: Node, wanted: list[Size]) -> list[int] | None:
-    if attribute_or_input(graph, node, "allowzero") and 0 in wanted:
+    allows_zero = bool(int_attribute(node, "allowzero"))
+    if allows_zero and 0 in wanted:
         return None  # a size of 0, which could not be told from a 0 that keeps a dimension
-    result = shapes.shape(node.outputs[0]) or wanted
+    source, result = shapes.shape(node.inputs[0]), shapes.shape(node.outputs[0]) or wanted
+    if -1 in wanted and not tells_empty_axes(node, wanted, source):
+        if allows_zero:
+            return None
+        result = wanted  # an empty axis may give the one of -1 another size
     # A known size replaces -1, which does not tell a size of an empty tensor.
     pairs = zip(wanted, result, strict=True)
     sizes = [known if size == -1 and known and isinstance(known, int) else size for size, known in pairs]
-    return reshape_target(shapes.shape(node.inputs[0]), sizes, infers_a_size=-1 in wanted)
+    return reshape_target(source, sizes, infers_a_size=-1 in wanted and not allows_zero)
 
 
 def _constant_expand_target(graph: Graph, shapes: ShapeInfo, node: Node, wanted: list[Size]) -> list[int] | None:

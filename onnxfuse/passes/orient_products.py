@@ -52,6 +52,7 @@ def _over_last_axis(graph: Graph, shapes: ShapeInfo, softmax: Node) -> bool:
     rows = _rewritten(graph, shapes, scores)
     stem, dtype = f"{result.name}_of_rows", shapes.dtype(result)
     made = emit(graph, shapes, "Softmax", [rows], stem, (*shape[:-2], shape[-1], shape[-2]), dtype, {"axis": -1})
+    graph.scores.begun[made.name] = graph.scores.name(softmax)
     return graph.replace(result, _swapped(graph, shapes, made))
 
 

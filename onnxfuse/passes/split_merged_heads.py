@@ -176,7 +176,10 @@ class SplitHeads:
         attributes = {**node.attrs, "axis": RANK} if op_of(node) == "Softmax" else node.attrs
         inputs = [write() for write in operands]
         split, dtype = (*self.parts, *shape[1:]), self.shapes.dtype(end)
-        return emit(self.graph, self.shapes, op_of(node), inputs, f"{end.name}_heads", split, dtype, attributes)
+        made = emit(self.graph, self.shapes, op_of(node), inputs, f"{end.name}_heads", split, dtype, attributes)
+        if op_of(node) == "Softmax":
+            self.graph.scores.begun[made.name] = self.graph.scores.name(node)
+        return made
 
     def _reshaped(self, tensor: Tensor) -> Tensor:
         """Write a Reshape of a tensor whose target may be computed: (-1, heads, rows, columns)."""

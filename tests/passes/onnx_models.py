@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx
 from onnx import numpy_helper
+from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidArgument, RuntimeException
 from runtimes import open_on_cpu
 
 from onnxfuse.analysis.shape_inference import infer_shapes
@@ -59,6 +61,57 @@ def assert_same(
     for a, b in zip(run(before, feeds), run(after, feeds), strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
         np.testing.assert_allclose(b.astype(float), a.astype(float), rtol=0, atol=tol * (np.abs(a).max(initial=0) + 1))
+
+
+SPECIAL_VALUES = (np.nan, np.inf, -np.inf, -0.0, 0.0)
+
+
+def assert_same_at_all_sizes(
+    before: onnx.ModelProto,
+    after: onnx.ModelProto,
+    sizes: Sequence[int] = (0, 1, 2, 3),
+    tol: float = 1e-5,
+    *,
+    special: bool = True,
+) -> None:
+    """Assert that two models give the same outputs at every combination of sizes of their dims that the first takes.
+
+    The inputs hold random values, and with `special` then also NaN, infinities and zeros of both signs.
+    """
+    first, second = (open_on_cpu(model, optimize=False) for model in (before, after))
+    dims = {d.dim_param for i in before.graph.input for d in i.type.tensor_type.shape.dim if d.dim_param}
+    read, runs = {each.name for each in second.get_inputs()}, 0
+    for numbers in itertools.product(sizes, repeat=len(dims)):
+        for has_special in (False, True) if special else (False,):
+            feeds = _drawn(before, dict(zip(sorted(dims), numbers, strict=True)), has_special)
+            try:
+                expected = first.run(None, feeds)
+            except (Fail, InvalidArgument, RuntimeException):  # which sizes the original refuses
+                continue
+            runs += 1
+            found = second.run(None, {name: value for name, value in feeds.items() if name in read})
+            for a, b in zip(expected, found, strict=True):
+                assert (a.dtype, a.shape) == (b.dtype, b.shape), numbers
+                np.testing.assert_allclose(b, a, rtol=tol, atol=tol, err_msg=f"at sizes {numbers}")
+    assert runs, "the original runs at no size"
+
+
+def _drawn(model: onnx.ModelProto, sizes: dict[str, int], special: bool) -> dict[str, np.ndarray]:
+    """Return inputs at the sizes that are given for the model's dims, some of their values special ones."""
+    random_state, feeds = np.random.default_rng(0), {}
+    for each in model.graph.input:
+        found = each.type.tensor_type
+        shape = [d.dim_value if d.HasField("dim_value") else sizes[d.dim_param] for d in found.shape.dim]
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(found.elem_type)
+        if dtype.kind == "f":
+            values = random_state.standard_normal(shape)
+            if special:
+                drawn = random_state.choice(SPECIAL_VALUES, shape)
+                values = np.where(random_state.random(shape) < 0.4, drawn, values)
+        else:
+            values = random_state.integers(0, 2, shape)
+        feeds[each.name] = np.asarray(values, dtype)
+    return feeds
 
 
 def random(*shape: int, dtype: type = np.float32, seed: int = 0) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from onnx_models import apply, assert_same, ops, parse, random, run
+from onnx_models import apply, assert_same, assert_same_at_all_sizes, ops, parse, random, run
 
 from onnxfuse.passes.compose_views import compose_views
 from onnxfuse.passes.normalize import normalize
@@ -96,3 +96,23 @@ def test_chains_that_need_a_computed_target_stay() -> None:
         a = Transpose<perm=[2,0,1]>(x) s = Shape(x) b = Reshape(a, flat) y = Reshape(b, s) }"""
     after, _ = apply(parse(text, flat=np.array([-1])), compose_views)
     assert ops(after) == "Transpose Shape Reshape Reshape"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "rest"),
+    [
+        # where m is 0, the target copies n: (n, 0), and no (0, 6)
+        ("nm = Mul (n, m) t = Concat <axis = 0> (nm, minus) a = Reshape (x, t) y = Unsqueeze (a, i0)", "Unsqueeze"),
+        ("f = Flatten <axis = 0> (x) t = Concat <axis = 0> (n, m, minus) y = Reshape (f, t)", "Flatten"),
+    ],
+)  # fmt: skip
+def test_views_of_an_empty_axis(nodes: str, rest: str) -> None:
+    """A chain stays whose shape is another one than its sizes say where one of them is 0."""
+    sizes = "s = Shape (x) n = Gather <axis = 0> (s, i0) m = Gather <axis = 0> (s, i1)"
+    text = f"(float[N,M,2,3] x) => (y) {{ {sizes} {nodes} }}"
+    numbers = {"i0": [0], "i1": [1], "i6": [6], "minus": [-1]}
+    read = {name: np.array(value) for name, value in numbers.items() if f"{name})" in text or f"{name}," in text}
+    model = parse(text, **read)
+    after, _ = apply(model, compose_views)
+    assert_same_at_all_sizes(model, after)
+    assert rest in ops(after).split()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import onnx
 import pytest
 from region_models import assert_programs_agree, draw, optimized, parsed, regions, run
+from runtimes import open_on_cpu
 
+from onnxfuse import optimize
 from onnxfuse.fuse_model import fuse_model
 
 INPUTS = "float[b, t, 8] x, float[b, 2, t, t] scores, bool[1, 1, 16, 16] buffer, float[16, 8] table, float[1, 1, 8] row"
@@ -100,3 +105,21 @@ def test_other_sizes_stay_out(nodes: str, why: str) -> None:
     source = parsed(DIMS + nodes, inputs=INPUTS + ", int64[1] count")
     made = fuse_model(source, None, [], regions=True)
     assert any(why in reason for reason in made.no_region.values()), made.no_region
+
+
+@pytest.mark.parametrize("opset", [10, 11, 13])
+def test_slices_of_which_one_is_empty(opset: int) -> None:
+    """The second column of an image of one column is none: in opset 10 onnx infers both Slices to have all columns."""
+    text = """c = Conv <auto_pad = "SAME_LOWER", strides = [2, 2]> (image, w)
+        a = Slice (c, zero, one, last) e = Slice (c, one, two, last) z = Concat <axis = -1> (e, a)"""
+    numbers = {"zero": [0], "one": [1], "two": [2], "last": [3 if opset == 10 else -1]}
+    weights = {name: np.array(value, np.int64) for name, value in numbers.items()}
+    weights["w"] = np.random.default_rng(0).standard_normal((2, 2, 5, 3)).astype(np.float32)
+    model = parsed(text, opset=opset, inputs="float[b, 2, h, w] image")
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in weights.items())
+    after, _ = optimize(model, verify=False)
+    assert [node.op_type for node in after.graph.node] == ["conv_bias_activation", "region"]
+    for sizes in itertools.product((1, 2, 3, 5), repeat=3):
+        feeds = draw(model, sizes=dict(zip("bhw", sizes, strict=True)))
+        expected, found = (open_on_cpu(each, optimize=False).run(None, feeds)[0] for each in (model, after))
+        np.testing.assert_allclose(found, expected, atol=1e-5)

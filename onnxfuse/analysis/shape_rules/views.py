@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from onnxfuse.analysis.bounds import limited_sizes, without_min_constants
+from onnxfuse.analysis.bounds import limited_sizes, lower_bound, without_min_constants
 from onnxfuse.analysis.dims import Size, divide, product
+from onnxfuse.analysis.layout import identity, reshape
 from onnxfuse.analysis.rules import (
     RuleTable,
     ShapeRule,
@@ -45,15 +46,69 @@ def _reshape(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
     others = [size for size in target if size is not None and size != -1]
     is_known = source is not None and None not in target
     missing = _remaining_size(shapes, source or (), others) if is_known else None
-    return tuple(missing if size == -1 else size for size in target)
+    result = tuple(missing if size == -1 else size for size in target)
+    return _if_empty(shapes, node, source, found, result)
 
 
 def _copied_size(source: Shape | None, axis: int) -> Size | None:
     return None if source is None else source[axis]
 
 
+def _if_empty(
+    shapes: ShapeInfo, node: Node, source: Shape | None, target: Sequence[Size], result: Sequence[Size | None]
+) -> tuple[Size | None, ...]:
+    """Return the shape that a Reshape to a target with a -1 has, with unknown sizes where an empty axis changes it.
+
+    [-1, n] makes (2, n) of (n, 2), but (0, 2) of (0, 2), because the 0 copies the size of the source.  Where it joins
+    or splits axes of the source, as [-1, seq, 8] does with (batch, heads, seq, 8), its result is taken to be as usual:
+    exported models rely on it, and fail where the axis is empty.
+    """
+    usual = [size for size in result if size is not None]
+    is_regrouped = len(usual) == len(result) and reshape(identity(source or ()), usual) is not None
+    if is_regrouped or tells_empty_axes(node, target, source):
+        return tuple(result)
+    name, is_exact = node.outputs[0].name, flag_attribute(node, "allowzero", False)
+    return tuple(
+        size if given != -1 and (is_exact or _copies_empty(given, source, i)) else shapes.unknown(name, i)
+        for i, (size, given) in enumerate(zip(result, target, strict=True))
+    )
+
+
+def tells_empty_axes(reshape: Node, target: Sequence[Size], source: Shape | None) -> bool:
+    """Return whether a Reshape to a target with a -1 fails, or gives what its sizes say, where one of these is 0.
+
+    With `allowzero`, onnxruntime divides the sizes that are not 0, so those that may be must be in the source as well.
+    """
+    if flag_attribute(reshape, "allowzero", False):
+        rest, divisors = _cancelled(source or (), [size for size in target if size != -1])
+        return source is not None and all(map(_is_never_empty, (*rest, *divisors)))
+    return all(_copies_empty(size, source, axis) for axis, size in enumerate(target))
+
+
+def _copies_empty(size: Size, source: Shape | None, axis: int) -> bool:
+    """Return whether a size of a target is never 0, or copies one that is 0 as well, beside which there is no -1."""
+    if isinstance(size, int) or _is_never_empty(size):
+        return True
+    if source is None or axis >= len(source):  # of an axis that the source lacks it copies nothing, and fails
+        return source is not None
+    return divide(source[axis], size) is not None or isinstance(divide(size, source[axis]), int)
+
+
+def _is_never_empty(size: Size) -> bool:
+    return (lower_bound(size) or 0) > 0
+
+
 def _remaining_size(shapes: ShapeInfo, shape: Shape, others: Sequence[Size]) -> Size | None:
     """Return the element count of a shape divided by other sizes; equal sizes cancel first, even unknown ones."""
+    rest, divisors = _cancelled(shape, others)
+    if 0 in divisors:
+        return None
+    shapes.not_limited.update(_cannot_be_limited(product(rest), product(divisors)))
+    return divide(product(rest), product(divisors))
+
+
+def _cancelled(shape: Shape, others: Sequence[Size]) -> tuple[list[Size], list[Size]]:
+    """Return the sizes of a shape that are not among others, and the others that are not in the shape."""
     rest = list(shape)
     divisors = []
     for size in others:
@@ -61,10 +116,7 @@ def _remaining_size(shapes: ShapeInfo, shape: Shape, others: Sequence[Size]) -> 
             rest.remove(size)
         else:
             divisors.append(size)
-    if 0 in divisors:
-        return None
-    shapes.not_limited.update(_cannot_be_limited(product(rest), product(divisors)))
-    return divide(product(rest), product(divisors))
+    return rest, divisors
 
 
 def _cannot_be_limited(dividend: Size, divisor: Size) -> Iterator[str]:

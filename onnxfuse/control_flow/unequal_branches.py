@@ -1,0 +1,46 @@
+"""Ifs before opset 11 whose branches differ in shape: onnxruntime refuses them where it can infer both shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from onnxfuse.analysis.dims import Dim
+from onnxfuse.analysis.shape_info import Shape, ShapeInfo
+from onnxfuse.analysis.value_infos import BRANCHES_JOINED_SINCE
+from onnxfuse.control_flow.body import Body, read_bodies
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Node
+
+
+def keep_unequal_branches(graph: Graph, shapes: ShapeInfo) -> Collection[Node]:
+    """Return the Ifs whose branches must stay as they are, and keep what these branches read.
+
+    A branch that computes the target of a Reshape is rewritten to one from which onnxruntime infers a shape.  Before
+    opset 11 it then refuses an If whose other branch has another one.
+    """
+    if graph.opset >= BRANCHES_JOINED_SINCE:
+        return ()
+    branches: dict[Node, list[Body]] = {}
+    for body in read_bodies(graph, shapes, ["If"]):
+        branches.setdefault(body.node, []).append(body)
+    kept = {node: found for node, found in branches.items() if not _are_equal(*map(_results, found))}
+    graph.fixed_names |= {name for found in kept.values() for body in found for name in body.captured}
+    return kept.keys()
+
+
+def _results(body: Body) -> list[Shape | None]:
+    """Return the shapes of a body's results."""
+    tensors = {tensor.name: tensor for tensor in body.graph.linked.inputs} | body.graph.linked.tensors()
+    names = [value.name for value in body.graph.model.graph.output]
+    return [body.shapes.shape(tensors[name]) if name in tensors else None for name in names]
+
+
+def _are_equal(first: list[Shape | None], *others: list[Shape | None]) -> bool:
+    """Return whether branches have results of one rank each, and no two numbers in them differ."""
+    return all(_is_one(*pair) for other in others for pair in zip(first, other, strict=True))
+
+
+def _is_one(a: Shape | None, b: Shape | None) -> bool:
+    if a is None or b is None or len(a) != len(b):
+        return False
+    return all(x == y or isinstance(x, Dim) or isinstance(y, Dim) for x, y in zip(a, b, strict=True))
