@@ -15,6 +15,7 @@ from runtimes import open_on_cpu
 from onnxfuse import optimize
 from onnxfuse.dsl import catalogue
 from onnxfuse.fuse_model import FusedModel, fuse_model
+from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.verify.compare_parts import PartsVerification, compare_parts
 from onnxfuse.verify.drawn_operands import draws
 from onnxfuse.verify.parts import Part, distinct_parts
@@ -307,3 +308,54 @@ def test_operands_that_no_memory_holds_are_not_drawn() -> None:
     assert [one.reason for one in found.not_compared] == [
         "the original does not run, and 'h' of shape [9999999999, 99999, 8] is too large"
     ]
+
+
+def test_constants_in_another_layout_are_constants_of_the_part() -> None:
+    """Only the optimized model has them, so that no run of the original gives their values."""
+    model = parse(
+        """g (float[b, 4, h, h] x) => (float[b, 4, h, h] y)
+        { c = Conv <pads = [1, 1, 1, 1]> (x, w)  s = Sigmoid (c)  t = Mul (s, k)  y = Add (t, s) }""",
+        w=np.random.default_rng(0).standard_normal((4, 4, 3, 3)).astype(np.float32),
+        k=np.random.default_rng(1).standard_normal((4, 1, 1)).astype(np.float32),
+    )
+    optimized, report = optimize(model, layout="nhwc")
+    assert any(tensor.name == "k/nhwc" for tensor in optimized.graph.initializer)
+    assert (report.verified.status, report.verified.equal_parts) == ("verified", len(report.fused))
+
+
+def by_hand(unfused: str, fused_nodes: str, body: str, replaced: list[str]) -> PartsVerification:
+    """Compare one fused node "n" of a model that is written by hand."""
+    result = fuse_model(parse(unfused), None, [], keep_unfused=True)
+    assert result.unfused is not None
+    signature = unfused.partition("{")[0]
+    optimized = onnx.parser.parse_model(
+        f'<ir_version: 9, opset_import: ["" : 17, "{DOMAIN}" : 1]> {signature} {{ {fused_nodes} }} {body}'
+    )
+    parts = distinct_parts(result.unfused, optimized, {"n": replaced}, ORIGINALS)
+    return compare_parts(result.unfused, optimized, parts, None, {"x": np.ones((2, 4), np.float32)})
+
+
+ORIGINALS = {"a/nhwc": ("a", (1, 0))}
+
+
+def test_a_tensor_that_a_part_reads_and_computes_again_in_another_layout() -> None:
+    found = by_hand(
+        "g (float[2, 4] x) => (float[2, 4] y) { a = Neg (x)  y = Abs (a) }",
+        f'a = Neg (x) [n] "a/nhwc" = {DOMAIN}.turn (a)  b = Transpose <perm = [1, 0]> ("a/nhwc")  y = Abs (b)',
+        f'<domain: "{DOMAIN}", opset_import: ["" : 17]> turn (p) => (q) {{ q = Transpose <perm = [1, 0]> (p) }}',
+        [],
+    )
+    assert not found.wrong and not found.not_compared and len(found.equal) == 1
+
+
+def test_an_operand_that_a_replaced_node_computes_too() -> None:
+    """The Split is needed for its second result; the first one is an operand."""
+    found = by_hand(
+        """g (float[2, 4] x) => (float[2, 2] y, float[2, 2] z)
+        { p, q = Split <axis = 1> (x)  y = Add (p, q)  z = Neg (p) }""",
+        f"p, r = Split <axis = 1> (x)  z = Neg (p)  [n] y = {DOMAIN}.half (x, p)",
+        f"""<domain: "{DOMAIN}", opset_import: ["" : 17]> half (p, q) => (r)
+        {{ s, t = Split <axis = 1> (p)  r = Add (q, t) }}""",
+        ["p", "y"],
+    )
+    assert not found.wrong and not found.not_compared and len(found.equal) == 1
