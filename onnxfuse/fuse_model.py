@@ -91,6 +91,7 @@ class Settings:
     where: str = ""  # what reports call the body that is fused; the main graph is ""
     keep_operators: frozenset[str] = frozenset()  # the first outputs of operators that are not spelled out
     left_out: frozenset[str] = frozenset()  # those of LAYOUT_FUSIONS that are not made
+    without_passes: frozenset[str] = frozenset()  # names of passes that are not applied
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,7 @@ def fuse_model(
     keep_nodes: Mapping[str, Set[str]] = MappingProxyType({}),
     keep_unfused: bool = False,
     left_out: Collection[str] = frozenset(),
+    without_passes: Collection[str] = frozenset(),
     timer: StageTimer | None = None,
 ) -> FusedModel:
     """Simplify and fuse a model that was loaded, without verifying it.
@@ -207,11 +209,12 @@ def fuse_model(
     channels-first, by LAYOUT and the latter.  `keep_names` are tensors that are neither folded nor fused over.
     `keep_nodes` are the labels of nodes that no fusion, region or layout takes, by the body that they are in.
     `keep_unfused` remembers the graph as it was before fusing.  `left_out` are fusions of layouts that are not made.
+    `without_passes` names passes that are not applied.
     """
     timer = timer or StageTimer()
     settings = Settings(
         fusions, operators, layout, regions, bodies, change_weights, exclude, frozenset(keep_names), keep_unfused,
-        keep_nodes, left_out=frozenset(left_out),
+        keep_nodes, left_out=frozenset(left_out), without_passes=frozenset(without_passes),
     )  # fmt: skip
     with _no_garbage_collection():
         return _fuse_spelled(model, folder, settings, timer)
@@ -268,7 +271,7 @@ def _fuse_graph(
             folded += read_invariants_outside(graph)
             infer_results(graph, shapes)
         spelling = spell_out(graph, shapes, settings.keep_operators) if settings.fusions else SpelledOut()
-        folded += simplify(graph, shapes, settings.change_weights)
+        folded += simplify(graph, shapes, settings.change_weights, settings.without_passes)
         make_keys_row_major(graph, shapes, settings.fusions, keep)
         unfused = unfused_graph(graph, shapes) if settings.keep_unfused else None
     bodies = tuple(_fuse_bodies(graph, shapes, settings, timer)) if settings.bodies else ()
@@ -371,11 +374,14 @@ def _assign_layouts(
     return assign_layouts(graph, shapes, settings.layout, channels_last, fused, exclude, settings.left_out)
 
 
-def simplify(graph: Graph, shapes: ShapeInfo, change_weights: bool = True) -> list[Folded]:
+def simplify(
+    graph: Graph, shapes: ShapeInfo, change_weights: bool = True, without_passes: Set[str] = frozenset()
+) -> list[Folded]:
     """Apply the passes of the pipeline round by round until none changes anything.  Returns the nodes that vanished."""
     passes = [each for each in PIPELINE if change_weights or each not in WEIGHT_PASSES]
+    passes = [each for each in passes if each.__name__ not in without_passes]
     folded = _rounds(graph, shapes, passes)
-    changes = [apply_pass(graph, shapes) for apply_pass in LATE_PASSES]
+    changes = [apply_pass(graph, shapes) for apply_pass in LATE_PASSES if apply_pass.__name__ not in without_passes]
     if any(changes):
         folded += _rounds(graph, shapes, passes)
     return folded

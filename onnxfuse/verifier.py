@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,11 +11,11 @@ from typing import Final, TypeAlias
 
 import onnx
 
+from onnxfuse.culprits import Culprit, find_culprits
 from onnxfuse.errors import NothingRunsError, VerificationError
 from onnxfuse.fuse_model import FusedModel, StageTimer
 from onnxfuse.ir.dtypes import Array
-from onnxfuse.report.report import Dropped
-from onnxfuse.verify.compare import Verification, compare, first_difference, nothing_compared
+from onnxfuse.verify.compare import Verification, compare, nothing_compared
 from onnxfuse.verify.compare_constants import wrong_constants
 from onnxfuse.verify.compare_parts import PartFinding, PartsVerification, compare_parts, values_of_run
 from onnxfuse.verify.own_process import TimeLimitExceeded
@@ -24,6 +24,7 @@ from onnxfuse.verify.reference import Reference, run_original
 from onnxfuse.verify.values_in_bodies import first_feeds, values_needed
 
 Feeds: TypeAlias = Mapping[str, Array]
+Written: TypeAlias = Callable[[onnx.ModelProto], onnx.ModelProto]
 
 WEIGHT_FOLDING: Final = "batch_norm"  # the name in the report when the folding into weights is taken back
 
@@ -163,36 +164,9 @@ class Verifier:
     def _tell(self, step: str) -> None:
         self.timer.progress(f"verify: {step}", 0, 0)
 
-    def find_fault(
-        self, result: FusedModel, verified: Verification, unfused: FusedModel, change_weights: bool
-    ) -> Dropped:
-        """Return what to take back of a model that differs from the original.
+    def culprits(self, result: FusedModel, verified: Verification, written: Written) -> list[Culprit]:
+        """Return the fused nodes because of which a model differs from the original, each with what differs.
 
-        That is the folding into weights if `unfused`, the same model without fusions, differs too, else one fusion.
-        Raises VerificationError if `unfused` differs although its weights were not changed.
+        written  returns what is written of a model with fused nodes
         """
-        without_fusions = self.verify(unfused.model)
-        if without_fusions.passed is not False:
-            return self._wrong_fusion(result, verified)
-        if not change_weights:
-            reason = without_fusions.reason
-            raise VerificationError(f"normalizing changed the model: {reason}; please report this model")
-        node = next((f.node for f in result.folded if f.kind in ("batch_norm", "scale")), "")
-        return Dropped(WEIGHT_FOLDING, node, without_fusions.reason)
-
-    def _wrong_fusion(self, result: FusedModel, verified: Verification) -> Dropped:
-        """Return the fusion of the first fused node, in execution order, whose output differs.
-
-        If no such output differs, or one of the models does not run, it is the fusion of the last fused node.
-        """
-        order = {t.name: i for i, node in enumerate(result.graph.nodes) for t in node.outputs}
-        fused = sorted(result.fusing.fused, key=lambda one: order.get(one.output, -1)) or list(result.fused)
-        names = [one.output for one in fused]
-        try:
-            name = first_difference(
-                self.original, result.model, names, inputs=self.inputs, shapes=self.shapes, folder=self.folder
-            )
-        except VerificationError:
-            name = None
-        wrong = next((one for one in fused if one.output == name), fused[-1])
-        return Dropped(wrong.fusion, wrong.node, verified.reason)
+        return find_culprits(result, verified, lambda model: self.verify(written(model)))

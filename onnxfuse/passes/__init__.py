@@ -75,7 +75,8 @@ PIPELINE: tuple[Pass, ...] = (
 )
 # The passes that are applied when no other changes anything, because they rewrite what others could not.
 LATE_PASSES: tuple[Pass, ...] = (add_heads_axis,)
+PASS_NAMES: tuple[str, ...] = tuple(each.__name__ for each in (*PIPELINE, *LATE_PASSES))
 # These passes give weights new values.
 WEIGHT_PASSES: frozenset[Pass] = frozenset({fold_batch_norm, fold_variance_factor, split_packed_gate})
 
-__all__ = ["LATE_PASSES", "PIPELINE", "WEIGHT_PASSES", "Folded", "Pass"]
+__all__ = ["LATE_PASSES", "PASS_NAMES", "PIPELINE", "WEIGHT_PASSES", "Folded", "Pass"]

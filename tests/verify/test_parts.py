@@ -12,7 +12,7 @@ from case_documents import read_cases
 from onnx import numpy_helper
 from runtimes import open_on_cpu
 
-from onnxfuse import optimize
+from onnxfuse import optimize, optimizer
 from onnxfuse.dsl import catalogue
 from onnxfuse.fuse_model import FusedModel, fuse_model
 from onnxfuse.ir.domain import DOMAIN
@@ -359,3 +359,28 @@ def test_an_operand_that_a_replaced_node_computes_too() -> None:
         ["p", "y"],
     )
     assert not found.wrong and not found.not_compared and len(found.equal) == 1
+
+
+MIXED_DTYPES = WRONG_RELU.format(wrong="op.Where(op.Equal(op.Size(x), 8), x, op.Relu(x))")
+
+
+def test_a_body_that_onnxruntime_refuses_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Size gives an integer, and 8 is a float there."""
+    monkeypatch.setattr(optimizer, "faults_of_bodies", lambda model: {})
+    (tmp_path / "wrong_relu.py").write_text(MIXED_DTYPES, encoding="utf-8")
+    model = parse("g (float[b, 8] x) => (float[b, 8] y) { a = Relu(x)  s = Softmax(a)  y = Sqrt(s) }")
+    _, report = optimize(model, patterns=[tmp_path], regions=False)
+    (dropped,) = report.dropped
+    assert dropped.fusion == "wrong_relu" and dropped.reason.startswith("onnxruntime refuses its body: ")
+    assert report.counts == {"softmax": 1} and report.verified.status == "verified"
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_body_that_onnx_refuses_is_not_stored(tmp_path: Path, verify: bool) -> None:
+    (tmp_path / "wrong_relu.py").write_text(MIXED_DTYPES, encoding="utf-8")
+    model = parse("g (float[b, 8] x) => (float[b, 8] y) { a = Relu(x)  s = Softmax(a)  y = Sqrt(s) }")
+    optimized, report = optimize(model, patterns=[tmp_path], regions=False, verify=verify)
+    (dropped,) = report.dropped
+    assert dropped.fusion == "wrong_relu" and dropped.reason.startswith("ONNX refuses its body: ")
+    assert "inconsistent type" in dropped.reason and report.counts == {"softmax": 1}
+    assert [node.op_type for node in optimized.graph.node] == ["Relu", "softmax", "Sqrt"]
