@@ -125,7 +125,7 @@ def optimize(
         )
     if operators == "standard":
         layout, regions = "nchw", False
-    with own_process(timeout if verify else None):
+    with own_process(timeout, at_once=verify):  # without verification, only half precision runs models
         return _optimize(
             model, fusions, only, operators, layout, regions, None if plan is None else Path(plan), verify, inputs,
             shapes, tolerance, half, left_out, StageTimer(progress),

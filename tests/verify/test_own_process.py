@@ -233,3 +233,18 @@ def runs(process: Path) -> bool:
         return "State:\tZ" not in (process / "status").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def test_a_crash_without_verification_is_told() -> None:
+    """The ranges of half precision are observed in a run, which is in a process of its own as well."""
+    crashes = f"""(float[b, 4] x, int64[b] n) => (float[b, 4] y, int64[b] z) {{ {LOWEST} c = Constant<value_int = 1>()
+        m = Mul(n, c) l = Sub(m, m) o = Sub(l, c) z = Div(low, o) s = Softmax(x) y = Neg(s) }}"""
+    _, report = optimize(model(crashes), dtype="float16", verify=False, timeout=LIMIT)
+    assert report.half is not None
+    assert "the model was not run to see how large its tensors become" in report.half.note
+    assert report.verified.status == "none" and "switched off" in report.verified.reason
+
+
+def test_no_process_is_started_where_no_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_process.Worker, "start", lambda self: pytest.fail("a process was started"))
+    optimize(RELU, verify=False, timeout=LIMIT)
