@@ -95,7 +95,7 @@ def optimize(
     inputs    arrays to verify with, by input name; others are generated
     shapes    sizes to verify with, as "input:8x512"; others are chosen
     timeout   seconds that opening a model in onnxruntime, or one run of it, may take in a process of its own; None runs
-              models in this process, without a limit
+              models in this process, without a limit, and not at sizes of 0, at which onnxruntime may crash
     tolerance the largest error of an output, relative to its largest value; by default that of its dtype, or more where
               the original's own noise is larger
     dtype     the half precision that the model is converted to; what overflows, or loses too much, stays in float32.

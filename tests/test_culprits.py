@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import onnx
 import onnx.parser
 import pytest
 from exported_models import load_exported
 
+from onnxfuse import optimize
 from onnxfuse.culprits import Culprit, FusedNode, find_culprits
 from onnxfuse.dsl import catalogue
 from onnxfuse.fuse_model import FusedModel, fuse_model
@@ -145,3 +147,39 @@ def test_models_with_some_of_their_fused_nodes_compute_the_same(name: str, layou
     culprits._compare_with(compared, result, kept)
     culprits._compare_with(compared, result, [])
     assert 0.9 * len(kept) <= seen[0] <= len(kept) and seen[1] == 0
+
+
+BRANCHES = """
+main (float[b, 8] x, bool c) => (float[b, 8] y) <int64[1] last = {-1}>
+{
+  y = If (c) <
+    then_branch = t () => (float[b, 8] p) {
+      m = ReduceMax (x, last)  d = Sub (x, m)  e = Exp (d)  s = ReduceSum (e, last)  u = Div (e, s)
+      half = Constant <value = float {0.5}> ()  one = Constant <value = float {1.0}> ()
+      g = Sigmoid (x)  h = Mul (x, g)  p = Add (u, h)
+    },
+    else_branch = f () => (float[b, 8] q) {
+      n = ReduceMax (x, last)  k = Sub (x, n)  l = Exp (k)  r = ReduceSum (l, last)  q = Div (l, r)
+    }>
+}"""
+ONLY_IN_LARGE_BATCHES = '''"""A Swish whose stored body is another function where the batch is 1."""
+
+from onnxfuse import either, fusion, op, tensor
+
+
+@fusion(out="...")
+def {name}(x=tensor("...")):
+    """y = {formula}"""
+    return either(op.Where(op.Less(op.Cast(op.Size(x), to=1), 9.0), op.Neg(x), {right}), {right})
+'''
+
+
+def test_a_culprit_in_one_branch_leaves_the_other_branch_fused(tmp_path: Path) -> None:
+    """The parts agree on the values of the run that they are compared on; the model differs at a batch of 1."""
+    text = ONLY_IN_LARGE_BATCHES.format(name="wrong_swish", formula="x sigmoid(x)", right="x * op.Sigmoid(x)")
+    (tmp_path / "wrong_swish.py").write_text(text, encoding="utf-8")
+    model = onnx.parser.parse_model(f"{HEAD} {BRANCHES}")
+    _, report = optimize(model, only=["wrong_swish", "softmax"], patterns=[tmp_path])
+    assert [one.fusion for one in report.dropped] == ["wrong_swish"]
+    assert report.dropped[0].reason.startswith("at b=1 output 'y' is off by ")
+    assert report.counts == {"softmax": 2} and report.verified.status == "verified"
