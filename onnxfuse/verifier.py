@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -12,7 +11,7 @@ from typing import Final, TypeAlias
 import onnx
 
 from onnxfuse.culprits import Culprit, find_culprits
-from onnxfuse.errors import NothingRunsError, VerificationError
+from onnxfuse.errors import NothingRunsError, OnnxfuseError, UsageError, VerificationError, first_line
 from onnxfuse.fuse_model import FusedModel, StageTimer
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.verify.compare import Verification, compare, nothing_compared
@@ -42,6 +41,7 @@ class Verifier:
     is_converted: bool = False  # to half precision
     is_standard: bool = False  # in ONNX's own operators, whose Attention gives 0 where the original gives NaN
     equal_parts: set[str] = field(default_factory=set)  # their keys
+    notes: set[str] = field(default_factory=set)  # sentences about steps of the verification that failed
     _reference: Reference | VerificationError | None = None
     _inside: tuple[FusedModel, Sequence[tuple[FusedModel, Feeds | None]]] | None = None  # of the last result
 
@@ -53,6 +53,10 @@ class Verifier:
                 self._reference = replace(found, is_converted=self.is_converted, numbers_for_nan=self.is_standard)
             except VerificationError as error:
                 self._reference = error
+            except UsageError:
+                raise
+            except Exception as error:
+                self._reference = _failure("to run the original", error)
         if isinstance(self._reference, VerificationError):
             raise self._reference
         return self._reference
@@ -67,8 +71,12 @@ class Verifier:
             for graph, feeds in self._graphs_with_feeds(result):
                 assert graph.unfused is not None
                 if feeds is not None:
-                    with suppress(VerificationError):
+                    try:
                         wrong |= wrong_constants(graph.graph.model, self.folder, graph.unfused, feeds)
+                    except VerificationError:
+                        pass
+                    except Exception as error:
+                        self.notes.add(str(_failure("to compare folded constants", error)))
         return wrong
 
     def _graphs_with_feeds(self, result: FusedModel) -> Sequence[tuple[FusedModel, Feeds | None]]:
@@ -118,12 +126,21 @@ class Verifier:
             except VerificationError:
                 pass
             graphs = self._graphs_with_feeds(result)
-            found = [self._compare_parts(graph, feeds, graph is result) for graph, feeds in graphs]
+            found = [self._compared_parts(graph, feeds, graph is result) for graph, feeds in graphs]
             return PartsVerification(
                 tuple(one for each in found for one in each.wrong),
                 tuple(one for each in found for one in each.not_compared),
                 frozenset().union(*(each.equal for each in found)),
             )
+
+    def _compared_parts(self, graph: FusedModel, feeds: Feeds | None, is_main: bool) -> PartsVerification:
+        """Compare the parts of a graph; none where the comparison itself fails."""
+        try:
+            return self._compare_parts(graph, feeds, is_main)
+        except Exception as error:
+            reason, names = str(_failure("to compare parts", error)), {one.node for one in graph.fusing.fused}
+            lost = [Part(node, (), (), node.name) for node in graph.model.graph.node if node.name in names]
+            return PartsVerification((), tuple(PartFinding(part, reason) for part in lost), frozenset())
 
     def _new_parts(self, graph: FusedModel) -> list[Part]:
         assert graph.unfused is not None
@@ -154,12 +171,17 @@ class Verifier:
         with self.timer.stage("verify"):
             try:
                 reference = self.reference()
+                found = compare(
+                    self.original, optimized, folder=self.folder, progress=self._tell, reference=reference,
+                    tolerance=self.tolerance,
+                )  # fmt: skip
             except VerificationError as error:
                 return nothing_compared(self.original, error)
-            return compare(
-                self.original, optimized, folder=self.folder, progress=self._tell, reference=reference,
-                tolerance=self.tolerance,
-            )  # fmt: skip
+            except UsageError:
+                raise
+            except Exception as error:
+                return nothing_compared(self.original, _failure("to compare the outputs", error))
+            return replace(found, notes=(*found.notes, *sorted(self.notes)))
 
     def _tell(self, step: str) -> None:
         self.timer.progress(f"verify: {step}", 0, 0)
@@ -169,4 +191,15 @@ class Verifier:
 
         written  returns what is written of a model with fused nodes
         """
-        return find_culprits(result, verified, lambda model: self.verify(written(model)))
+        try:
+            return find_culprits(result, verified, lambda model: self.verify(written(model)))
+        except OnnxfuseError:
+            raise
+        except Exception as error:
+            self.notes.add(str(_failure("to find what differs", error)))
+            return []
+
+
+def _failure(what: str, error: Exception) -> VerificationError:
+    """Return that a step of the verification raised what no model should make it raise."""
+    return VerificationError(f"failed {what}: {type(error).__name__}: {first_line(error)}; please report this model")
