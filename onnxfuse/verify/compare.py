@@ -15,7 +15,7 @@ import onnx
 from onnxfuse.errors import VerificationError, first_line
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.load import load
-from onnxfuse.verify.cpu_session import open_session, run
+from onnxfuse.verify.cpu_session import Prepared, open_session, prepare, run
 from onnxfuse.verify.default_optimizations import with_default_optimizations
 from onnxfuse.verify.difference import OutputDifference
 from onnxfuse.verify.judge import differences
@@ -120,21 +120,21 @@ def _compare(
     """Compare an optimized model with runs of the original.  Raises TimeLimitExceeded."""
     try:
         tell("run the optimized model")
-        after, after_folder = _open(optimized, folder)
-        reference, results, at_edges = _run_optimized(after, after_folder, reference)
+        after = prepare(*_open(optimized, folder))
+        reference, results, at_edges = _run_optimized(after, reference)
     except TimeLimitExceeded:
         raise
     except Exception as error:  # whatever onnxruntime or the file system raises is the finding
         return Verification(False, (), f"{DOES_NOT_RUN}: {first_line(error)}", reference.sizes)
     errors, hidden = differences(before, folder, reference, results, tell)
-    errors = _fail_changed_dtypes(before, after, errors) if reference.in_float32 else errors
+    errors = _fail_changed_dtypes(before, after.model, errors) if reference.in_float32 else errors
     found = _verdict(errors, replace(reference, not_compared={**reference.not_compared, **hidden}))
     if found.passed is not False:
         fault = _fault_at_edges(before, folder, reference, at_edges, tell)
         found = replace(found, passed=False, reason=fault) if fault else found
     if found.passed is False:
         return found
-    fault, notes = with_default_optimizations(before, folder, reference, after, after_folder, tell)
+    fault, notes = with_default_optimizations(before, folder, reference, after, tell)
     return replace(found, passed=False if fault else found.passed, reason=fault or found.reason, notes=notes)
 
 
@@ -184,28 +184,28 @@ def _open(source: Source, folder: Path | None) -> tuple[onnx.ModelProto, Path | 
     return (source, folder) if isinstance(source, onnx.ModelProto) else load(source)
 
 
-def _run_optimized(
-    model: onnx.ModelProto, folder: Path | None, reference: Reference
-) -> tuple[Reference, list[dict[str, object]], list[Result]]:
+def _run_optimized(model: Prepared, reference: Reference) -> tuple[Reference, list[dict[str, object]], list[Result]]:
     """Return the reference to compare with, and the optimized model's outputs for its runs, and for those at edges.
 
     If only the original's bfloat16 nodes have CPU kernels, both models are compared in float32 after all.
     """
     try:
-        return reference, *_outputs_of(model_to_float32(model) if reference.in_float32 else model, folder, reference)
+        return reference, *_outputs_of(_in_float32(model) if reference.in_float32 else model, reference)
     except Exception as error:
         if reference.half_precision != "bfloat16" or reference.in_float32 or not reference.runs[0].float32_outputs:
             raise
         note = f"compared in float32: onnxruntime cannot run the optimized model on the CPU: {first_line(error)}"
         reference = reference.evaluated_in_float32(note)
-        return reference, *_outputs_of(model_to_float32(model), folder, reference)
+        return reference, *_outputs_of(_in_float32(model), reference)
 
 
-def _outputs_of(
-    model: onnx.ModelProto, folder: Path | None, reference: Reference
-) -> tuple[list[dict[str, object]], list[Result]]:
+def _in_float32(model: Prepared) -> Prepared:
+    return prepare(model_to_float32(model.model), model.folder)
+
+
+def _outputs_of(model: Prepared, reference: Reference) -> tuple[list[dict[str, object]], list[Result]]:
     """Return the outputs for all runs, and for those at edges, or what onnxruntime raises there."""
-    session = open_session(model, folder, optimize=False)
+    session = open_session(model, optimize=False)
 
     def outputs(each: Run) -> dict[str, object]:
         return run(session, arrays_to_float32(each.feeds) if reference.in_float32 else each.feeds)

@@ -13,7 +13,7 @@ from pathlib import Path
 import onnx
 
 from onnxfuse.errors import VerificationError, first_line
-from onnxfuse.verify.cpu_session import open_session, run
+from onnxfuse.verify.cpu_session import Prepared, open_session, run
 from onnxfuse.verify.judge import differences
 from onnxfuse.verify.reference import Progress, Reference
 
@@ -22,8 +22,7 @@ def with_default_optimizations(
     original: onnx.ModelProto,
     folder: Path | None,
     reference: Reference,
-    optimized: onnx.ModelProto,
-    optimized_folder: Path | None,
+    optimized: Prepared,
     tell: Progress,
 ) -> tuple[str, tuple[str, ...]]:
     """Return what is wrong with the optimized model in the first run, "" for nothing, and sentences on the original.
@@ -39,7 +38,7 @@ def with_default_optimizations(
         return "", notes
     tell("run the optimized model with onnxruntime's optimizations")
     try:
-        result = run(open_session(optimized, optimized_folder), first.runs[0].feeds)
+        result = run(open_session(optimized), first.runs[0].feeds)
     except VerificationError:
         raise
     except Exception as error:  # whatever onnxruntime raises is the finding

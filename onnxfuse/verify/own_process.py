@@ -166,18 +166,28 @@ def _end_late(process: subprocess.Popen[bytes], expired: threading.Event) -> Non
     process.kill()
 
 
+class Stored:
+    """A model as a worker reads it: its bytes, whose external weights lie in `folder`, or a file, which it owns."""
+
+    def __init__(self, source: bytes | str, folder: str | None) -> None:
+        self.source, self.folder = source, folder
+
+    def __del__(self) -> None:
+        if isinstance(self.source, str):
+            Path(self.source).unlink(missing_ok=True)
+
+
 class WorkerSession:
     """A model that is open in a worker."""
 
-    def __init__(self, worker: Worker, source: bytes | str, folder: str | None, optimize: bool) -> None:
-        self._worker = worker
-        self._arguments = source, folder, optimize
+    def __init__(self, worker: Worker, stored: Stored, optimize: bool) -> None:
+        self._worker, self._stored, self._optimize = worker, stored, optimize
         self._number = worker.new_number()
         self._ended = -1
         self._open()
 
     def _open(self) -> None:
-        self._worker.ask("open", self._number, *self._arguments)
+        self._worker.ask("open", self._number, self._stored.source, self._stored.folder, self._optimize)
         self._ended = self._worker.ended
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, object]:
@@ -190,9 +200,6 @@ class WorkerSession:
     def __del__(self) -> None:
         if self._ended == self._worker.ended:
             self._worker.closed.append(self._number)
-        source = self._arguments[0]
-        if isinstance(source, str):
-            Path(source).unlink(missing_ok=True)
 
 
 _worker: ContextVar[Worker | None] = ContextVar("worker", default=None)

@@ -18,7 +18,7 @@ import onnx
 
 from onnxfuse.errors import VerificationError, first_line
 from onnxfuse.ir.dtypes import Array
-from onnxfuse.verify.cpu_session import open_session, run
+from onnxfuse.verify.cpu_session import Prepared, open_session, prepare, run
 from onnxfuse.verify.difference import OutputDifference, compare_output, largest_value, with_numbers_for_nan, worst
 from onnxfuse.verify.inputs import check_inputs, model_inputs
 from onnxfuse.verify.larger_inputs import depends_on, largest_first
@@ -136,13 +136,17 @@ def run_original(
     original = _Original(model, folder, given, shapes, random, mask_rows and half != "float16", edges)
     tensors = half_precision_tensors(model) if half else set()
     try:
-        runs, at_edges = original.run(model, tell)
+        prepared = prepare(model, folder)
+    except OSError as error:  # such as no space for a file that a worker reads
+        raise VerificationError(f"the original cannot be written for onnxruntime: {first_line(error)}") from error
+    try:
+        runs, at_edges = original.run(prepared, tell)
     except VerificationError as error:
         if half != "bfloat16":
             raise
         try:
             runs, at_edges = original.run(
-                model_to_float32(model), lambda line: tell(f"{line}, in float32"), in_float32=True
+                prepare(model_to_float32(model), folder), lambda line: tell(f"{line}, in float32"), in_float32=True
             )
         except VerificationError:
             raise error from None
@@ -151,7 +155,7 @@ def run_original(
     hidden = _hidden_outputs(runs, random) | random
     result = Reference(runs, half, tensors, False, "", hidden, frozenset(random), edges=at_edges)
     if edges:
-        result = replace(result, optimized=_run_optimized_by_onnxruntime(model, folder, runs[0], tell))
+        result = replace(result, optimized=_run_optimized_by_onnxruntime(prepared, runs[0], tell))
     if not half:
         return result
     try:
@@ -165,13 +169,11 @@ def run_original(
     return replace(result, runs=exact[: len(runs)], edges=exact[len(runs) :])
 
 
-def _run_optimized_by_onnxruntime(
-    model: onnx.ModelProto, folder: Path | None, first: Run, tell: Progress
-) -> dict[str, object] | str:
+def _run_optimized_by_onnxruntime(model: Prepared, first: Run, tell: Progress) -> dict[str, object] | str:
     """Return the outputs with onnxruntime's graph optimizations, or what it says where the model then does not run."""
     tell("run the original with onnxruntime's optimizations")
     try:
-        return run(open_session(model, folder), first.feeds)
+        return run(open_session(model), first.feeds)
     except Exception as error:  # whatever onnxruntime raises is the finding
         return first_line(error)
 
@@ -194,7 +196,7 @@ class _Original:
     mask_rows: bool
     edges: bool
 
-    def run(self, model: onnx.ModelProto, tell: Progress, *, in_float32: bool = False) -> tuple[list[Run], list[Run]]:
+    def run(self, model: Prepared, tell: Progress, *, in_float32: bool = False) -> tuple[list[Run], list[Run]]:
         """Return runs of a model, which is the original or the same in float32, and those at sizes of 0 and 1.
 
         The first are runs at the first sizes at which the model runs: two sets of sizes if dims are dynamic.  Flags,
@@ -203,7 +205,7 @@ class _Original:
         size and other values follow; outputs in `random` never show anything.
         Raises VerificationError if it runs at none.
         """
-        session = _session_of_original(model, self.folder)
+        session = _session_of_original(model)
 
         def run_at(sizes: dict[str, int], feeds: dict[str, Array]) -> Run:
             return Run(sizes, feeds, run(session, arrays_to_float32(feeds) if in_float32 else feeds), {})
@@ -294,9 +296,9 @@ def _first_runs(
     return runs
 
 
-def _session_of_original(model: onnx.ModelProto, folder: Path | None) -> Session:
+def _session_of_original(model: Prepared) -> Session:
     try:
-        return open_session(model, folder, optimize=False)
+        return open_session(model, optimize=False)
     except VerificationError:
         raise
     except Exception as error:

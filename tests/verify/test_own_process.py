@@ -252,3 +252,19 @@ def test_a_crash_without_verification_is_told() -> None:
 def test_no_process_is_started_where_no_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_process.Worker, "start", lambda self: pytest.fail("a process was started"))
     optimize(RELU, verify=False, timeout=LIMIT)
+
+
+def test_a_large_model_is_written_once_for_sessions_with_and_without_optimizations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpu_session, "BYTES_SENT", 16)
+    with own_process.own_process(LIMIT):
+        prepared = cpu_session.prepare(RELU, None)
+        assert prepared.stored is not None
+        path = Path(str(prepared.stored.source))
+        for optimize_it in (False, True):
+            monkeypatch.setattr(Path, "write_bytes", lambda path, content: pytest.fail("it was written again"))
+            assert (run(open_session(prepared, optimize=optimize_it), {"x": ONES})["y"] == ONES).all()  # type: ignore[union-attr]
+            assert path.exists()
+        del prepared
+        assert not path.exists()
