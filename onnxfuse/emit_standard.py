@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +16,7 @@ from onnxfuse.ir.convert_opset import convert_opset, lower_opset, opset_of
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.protos import nodes
 from onnxfuse.report.standard import Standard, WrittenAs
+from onnxfuse.report.traffic import Traffic
 from onnxfuse.rewrite.function_body import REFUSED
 from onnxfuse.unfuse_model import in_operators
 
@@ -52,15 +52,15 @@ def needs_newer_opset(result: FusedModel, opset: int) -> bool:
     return any((has := schema(op, opset)) is None or has.deprecated for op in found)
 
 
-def in_standard_operators(result: FusedModel, folder: Path | None, opset: int) -> FusedModel:
-    """Return a fused model and its estimated traffic with operators in the place of its fused nodes.
+def in_standard_operators(fused: onnx.ModelProto, folder: Path | None, opset: int) -> tuple[onnx.ModelProto, Traffic]:
+    """Return a fused model with operators in the place of its fused nodes, and its estimated traffic.
 
     Its opset is the first from `opset`, that of the original, and from OLDEST on that has all of its operators.
     """
-    standard, after = in_operators(result.model, folder, merge_sizes=True)
+    standard, after = in_operators(fused, folder, merge_sizes=True)
     if opset:
         lower_opset(standard, max(OLDEST, opset))
-    return replace(result, standard=standard, after=after)
+    return standard, after
 
 
 def what_was_written(result: FusedModel) -> Standard:

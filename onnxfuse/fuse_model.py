@@ -38,7 +38,7 @@ from onnxfuse.layout.residuals import GATE
 from onnxfuse.layout.stand_ins import put_back, stand_in
 from onnxfuse.layout.wrapped_rules import CONVOLUTION
 from onnxfuse.match import Miss
-from onnxfuse.passes import LATE_PASSES, PIPELINE, SCORE_PASSES, WEIGHT_PASSES, Folded, Pass
+from onnxfuse.passes import LATE_PASSES, PIPELINE, Folded, Pass
 from onnxfuse.passes.folded import node_label
 from onnxfuse.regions.assign import RegionResult, assign_regions
 from onnxfuse.regions.defer_to_regions import DeferToRegions
@@ -88,7 +88,6 @@ class Settings:
     layout: Layout
     regions: Regions
     bodies: bool
-    change_weights: bool
     exclude: Collection[tuple[str, str]]
     keep_names: frozenset[str]
     keep_unfused: bool
@@ -97,6 +96,7 @@ class Settings:
     keep_operators: frozenset[str] = frozenset()  # the first outputs of operators that are not spelled out
     keep_scores: Scores = frozenset()  # the Softmaxes whose scores stay as they are
     left_out: frozenset[str] = frozenset()  # those of LAYOUT_FUSIONS that are not made
+    without_passes: frozenset[str] = frozenset()  # names of passes that are not applied
 
 
 @dataclass(frozen=True)
@@ -202,28 +202,28 @@ def fuse_model(
     layout: Layout = "auto",
     regions: Regions = False,
     bodies: bool = True,
-    change_weights: bool = True,
     exclude: Collection[tuple[str, str]] = frozenset(),
     keep_names: Collection[str] = frozenset(),
     keep_nodes: Mapping[str, Set[str]] = MappingProxyType({}),
     keep_unfused: bool = False,
     left_out: Collection[str] = frozenset(),
+    without_passes: Collection[str] = frozenset(),
     timer: StageTimer | None = None,
 ) -> FusedModel:
     """Simplify and fuse a model that was loaded, without verifying it.
 
-    `folder` is where its external data lies.  `operators` says which ones the bodies of fused nodes consist of.
-    `layout` and `regions` are as in `optimize`.  `bodies` says whether those of If, Loop and Scan are fused, in which
-    images stay channels-first.  `change_weights` folds BatchNormalization and scales into weights.  `exclude`
-    holds matches that stay unfused, each by the name of its fusion and of its first output, and nodes that stay
-    channels-first, by LAYOUT and the latter.  `keep_names` are tensors that are neither folded nor fused over.
-    `keep_nodes` are the labels of nodes that no fusion, region or layout takes, by the body that they are in.
-    `keep_unfused` remembers the graph as it was before fusing.  `left_out` are fusions of layouts that are not made.
+    `folder` is where its external data lies. `operators` says which ones the bodies of fused nodes consist of. `layout`
+    and `regions` are as in `optimize`. `bodies` says whether those of If, Loop and Scan are fused, in which images stay
+    channels-first. `exclude` holds matches that stay unfused, each by the name of its fusion and of its first output,
+    and nodes that stay channels-first, by LAYOUT and the latter. `keep_names` are tensors that are neither folded nor
+    fused over. `keep_nodes` are the labels of nodes that no fusion, region or layout takes, by the body that they are
+    in. `keep_unfused` remembers the graph as it was before fusing. `left_out` are fusions of layouts that are not made.
+    `without_passes` names passes that are not applied.
     """
     timer = timer or StageTimer()
     settings = Settings(
-        fusions, operators, layout, regions, bodies, change_weights, exclude, frozenset(keep_names), keep_unfused,
-        keep_nodes, left_out=frozenset(left_out),
+        fusions, operators, layout, regions, bodies, exclude, frozenset(keep_names), keep_unfused,
+        keep_nodes, left_out=frozenset(left_out), without_passes=frozenset(without_passes),
     )  # fmt: skip
     with _no_garbage_collection():
         return _fuse_spelled(model, folder, settings, timer)
@@ -295,7 +295,7 @@ def _fuse_graph(
             folded += read_invariants_outside(graph)
             infer_results(graph, shapes)
         spelling = spell_out(graph, shapes, settings.keep_operators) if settings.fusions else SpelledOut()
-        folded += simplify(graph, shapes, settings.change_weights)
+        folded += simplify(graph, shapes, settings.without_passes)
         make_keys_row_major(graph, shapes, settings.fusions, keep)
         unfused = unfused_graph(graph, shapes) if settings.keep_unfused else None
     bodies = tuple(_fuse_bodies(graph, shapes, settings, timer, kept_ifs)) if settings.bodies else ()
@@ -406,12 +406,14 @@ def _assign_layouts(
     return assign_layouts(graph, shapes, settings.layout, channels_last, fused, exclude, settings.left_out)
 
 
-def simplify(graph: Graph, shapes: ShapeInfo, change_weights: bool = True, change_scores: bool = True) -> list[Folded]:
-    """Apply the passes of the pipeline round by round until none changes anything.  Returns the nodes that vanished."""
-    left_out = (frozenset() if change_weights else WEIGHT_PASSES) | (frozenset() if change_scores else SCORE_PASSES)
-    passes = [each for each in PIPELINE if each not in left_out]
+def simplify(graph: Graph, shapes: ShapeInfo, without: Collection[str] = ()) -> list[Folded]:
+    """Apply the passes of the pipeline round by round until none changes anything.  Returns the nodes that vanished.
+
+    Passes that `without` names are not applied.
+    """
+    passes, late = ([each for each in some if each.__name__ not in without] for some in (PIPELINE, LATE_PASSES))
     folded = _rounds(graph, shapes, passes)
-    changes = [apply_pass(graph, shapes) for apply_pass in LATE_PASSES]
+    changes = [apply_pass(graph, shapes) for apply_pass in late]
     if any(changes):
         folded += _rounds(graph, shapes, passes)
     return folded

@@ -31,7 +31,7 @@ from onnxfuse.ir.protos import nodes
 from onnxfuse.layout.assign import LAYOUT, Layout
 from onnxfuse.layout.fusions import LAYOUT_FUSIONS
 from onnxfuse.match import Miss
-from onnxfuse.passes import Folded
+from onnxfuse.passes import PASS_NAMES, WEIGHT_PASSES, Folded
 from onnxfuse.report.facts import gather_facts
 from onnxfuse.report.operators import count_operators
 from onnxfuse.report.outline import Rewritten, outline
@@ -39,7 +39,8 @@ from onnxfuse.report.report import Dropped, Report, Subgraph, quantized_operator
 from onnxfuse.report.unmatched import why_no_region, why_not_made, why_unmatched
 from onnxfuse.rewrite.replace import REGION, Fused
 from onnxfuse.unfuse_model import has_fused_nodes, in_operators
-from onnxfuse.verifier import WEIGHT_FOLDING, Verifier
+from onnxfuse.verifier import WEIGHT_FOLDING, Verifier, Written
+from onnxfuse.verify.check_bodies import faults_of_bodies
 from onnxfuse.verify.compare import NOT_VERIFIED, Verification
 from onnxfuse.verify.compare_parts import PartFinding, PartsVerification
 from onnxfuse.verify.observed import NotCompared
@@ -94,7 +95,7 @@ def optimize(
     inputs    arrays to verify with, by input name; others are generated
     shapes    sizes to verify with, as "input:8x512"; others are chosen
     timeout   seconds that opening a model in onnxruntime, or one run of it, may take in a process of its own; None runs
-              models in this process, without a limit
+              models in this process, without a limit, and not at sizes of 0, at which onnxruntime may crash
     tolerance the largest error of an output, relative to its largest value; by default that of its dtype, or more where
               the original's own noise is larger
     dtype     the half precision that the model is converted to; what overflows, or loses too much, stays in float32.
@@ -124,7 +125,7 @@ def optimize(
         )
     if operators == "standard":
         layout, regions = "nchw", False
-    with own_process(timeout if verify else None):
+    with own_process(timeout, at_once=verify):  # without verification, only half precision runs models
         return _optimize(
             model, fusions, only, operators, layout, regions, None if plan is None else Path(plan), verify, inputs,
             shapes, tolerance, half, left_out, StageTimer(progress),
@@ -292,24 +293,29 @@ def _fuse_verified(
     chosen = ChosenFuse(fuse_again, options.choices) if options.choices else None
     fuse_again = chosen or fuse_again
     taken_back = TakenBack()
-    if options.verify:
-        verifier = Verifier(
-            original, folder, options.inputs, timer, options.shapes, options.tolerance, options.is_converted,
-            options.operators == "standard",
+    verifier = Verifier(
+        original, folder, options.inputs, timer, options.shapes, options.tolerance, options.is_converted,
+        options.operators == "standard",
+    ) if options.verify else None  # fmt: skip
+    try:
+        result, verified = _fuse_until_equal(
+            fuse_again, options.fusions, options.layout, options.regions, verifier, taken_back,
+            _written(folder, options),
         )  # fmt: skip
-        try:
-            result, verified = _fuse_until_equal(
-                fuse_again, options.fusions, options.layout, options.regions, verifier, taken_back
-            )
-        except VerificationError as error:
+    except VerificationError:
+        if verifier is not None:
             _check_converted(verifier, source)
-            raise error
-    else:
-        result = fuse_again(options.fusions, layout=options.layout, regions=options.regions)
-        verified = NOT_VERIFIED
+        raise
     if chosen:
         chosen.check_known()
     return _Found(result, verified, taken_back, tuple(chosen.switched_off) if chosen else ())
+
+
+def _written(folder: Path | None, options: _Options) -> Written:
+    """Return what makes the model that is written of one with fused nodes."""
+    if options.operators != "standard":
+        return lambda model: model
+    return lambda model: in_standard_operators(model, folder, options.opset)[0]
 
 
 def _fuse_in_half(halving: Halving, options: _Options) -> tuple[_Found, Path | None, HalfResult]:
@@ -365,7 +371,10 @@ def _fuse(
     `opset` is that of the original, whose number the result has where it has all that is written.
     """
     result = fuse_model(source, folder, fusions, operators=operators, **options)
-    return in_standard_operators(result, folder, opset) if operators == "standard" else result
+    if operators != "standard":
+        return result
+    standard, after = in_standard_operators(result.model, folder, opset)
+    return replace(result, standard=standard, after=after)
 
 
 def _subgraphs(result: FusedModel) -> Iterator[Subgraph]:
@@ -407,18 +416,19 @@ class TakenBack:
     """What was found wrong, and is left out when the model is fused again."""
 
     dropped: list[Dropped] = field(default_factory=list)  # all of it, for the report
-    names: set[str] = field(default_factory=set)  # of fusions, and of the layout and the folding into weights
+    names: set[str] = field(default_factory=set)  # of fusions, passes, the layout and the folding into weights
     constants: set[str] = field(default_factory=set)  # names of tensors that are not folded
     matches: dict[tuple[str, str], int] = field(default_factory=dict)  # the round in which each was taken back
     rounds: int = 0  # in which matches were taken back
 
     @property
-    def change_weights(self) -> bool:
-        """Whether BatchNormalization and scales are folded into weights."""
-        return WEIGHT_FOLDING not in self.names
+    def passes(self) -> frozenset[str]:
+        """The names of the passes that are left out: those that change weights are taken back together."""
+        of_weights = WEIGHT_PASSES if WEIGHT_FOLDING in self.names else frozenset()
+        return of_weights.union(self.names.intersection(PASS_NAMES))
 
     def take(self, dropped: Dropped) -> None:
-        """Leave out a fusion, the layout, or the folding into weights."""
+        """Leave out a fusion, the layout, the folding into weights, or a pass."""
         self.dropped.append(dropped)
         self.names.add(dropped.fusion)
 
@@ -428,12 +438,17 @@ class TakenBack:
         self.constants |= wrong.keys()
         self.dropped += [Dropped(CONSTANT_FOLDING, into.get(name, name), why) for name, why in wrong.items()]
 
-    def take_matches(self, wrong: Iterable[tuple[PartFinding, Fused]]) -> None:
-        """Leave nodes unfused, or channels-first; and a fusion as a whole that was wrong in several rounds."""
-        for one, fused in wrong:
-            what = LAYOUT if one.part.is_transposed else fused.fusion
+    def take_matches(self, wrong: Iterable[tuple[Fused, bool, str]]) -> None:
+        """Leave nodes unfused, or channels-first; and a fusion as a whole that was wrong in several rounds.
+
+        wrong  fused nodes, whether they compute a Transpose of what the original has, and what is wrong with them
+        """
+        for fused, is_transposed, reason in wrong:
+            what = LAYOUT if is_transposed else fused.fusion
+            if (what, fused.output) in self.matches:  # as a fusion of layouts that is made again in another form
+                self.names.add(LAYOUT if fused.fusion in LAYOUT_FUSIONS else what)
             self.matches[what, fused.output] = self.rounds
-            self.dropped.append(Dropped(what, fused.node, one.reason))
+            self.dropped.append(Dropped(what, fused.node, reason))
         self.rounds += 1
         self.names |= {name for name, _ in self.matches if self._rounds_of(name) >= MAX_ROUNDS_OF_PARTS}
 
@@ -446,42 +461,105 @@ def _fuse_until_equal(
     fusions: Sequence[Fusion],
     layout: Layout,
     regions: Regions,
-    verifier: Verifier,
+    verifier: Verifier | None,
     taken_back: TakenBack,
+    written: Written,
 ) -> tuple[FusedModel, Verification]:
     """Fuse and verify, and fuse again without what is wrong, until nothing is.
 
+    Without a verifier, what is wrong is only what ONNX refuses.
+
     fuse_again  `fuse_model`, of the model
+    written     returns what is written of a model with fused nodes
     """
     while True:
         without = {
-            "change_weights": taken_back.change_weights,
             "keep_names": taken_back.constants,
             "bodies": BODIES not in taken_back.names,
+            "without_passes": taken_back.passes,
         }
         kept = [fusion for fusion in fusions if fusion.name not in taken_back.names]
         regions = REGION not in taken_back.names and regions
         fuse_kept = functools.partial(fuse_again, kept, regions=regions, exclude=taken_back.matches, **without)
         layout = "nchw" if LAYOUT in taken_back.names else layout
-        result = fuse_kept(layout=layout, keep_unfused=True)
+        result = fuse_kept(layout=layout, keep_unfused=verifier is not None)
+        if invalid := list(_invalid(result)):
+            taken_back.take_matches(invalid)
+            continue
+        if verifier is None:
+            return result, NOT_VERIFIED
         if constants := verifier.wrong_constants(result):
             taken_back.take_constants(result.all_folded, constants)
             continue
         parts = verifier.verify_parts(result)
         if parts.wrong:
-            taken_back.take_matches(_fused_nodes(result, parts.wrong))
+            found = _fused_nodes(result, parts.wrong)
+            taken_back.take_matches((fused, one.part.is_transposed, one.reason) for one, fused in found)
             continue
         verified = verifier.verify(result.written)
         if verified.passed is not False:
             return result, _with_parts(verified, result, parts)
-        if result.layout.nodes and verifier.verify(fuse_kept(layout="nchw").written).passed is not False:
+        culprits = verifier.culprits(result, verified, written)
+        is_of_layout = result.layout.nodes and not (culprits and all(one.differs_alone for one in culprits))
+        if is_of_layout and verifier.verify(fuse_kept(layout="nchw").written).passed is not False:
             taken_back.take(Dropped(LAYOUT, result.layout.first, verified.reason))
+            continue
+        if culprits:
+            taken_back.take_matches((one.node.fused, one.node.is_transposed, one.reason) for one in culprits)
             continue
         if result.bodies and verifier.verify(fuse_kept(layout=layout, bodies=False).written).passed is not False:
             taken_back.take(Dropped(BODIES, result.bodies[0].body.where, verified.reason))
             continue
-        unfused = fuse_again([], **without)
-        taken_back.take(verifier.find_fault(result, verified, unfused, taken_back.change_weights))
+        taken_back.take(_wrong_step(functools.partial(fuse_again, [], **without), result, verifier, taken_back))
+
+
+def _invalid(result: FusedModel) -> Iterator[tuple[Fused, bool, str]]:
+    """Yield the fused nodes whose bodies ONNX refuses, whether they compute a Transpose, and why."""
+    records = {(one.where, one.node): one for one in result.fused}
+    for where, graph in result.everywhere():
+        faults = faults_of_bodies(graph.model)
+        for node in graph.model.graph.node if faults else ():
+            fused = records.get((where, node.name))
+            if fused is not None and node.op_type in faults:
+                is_transposed = graph.layout.is_transposed(node.output)
+                yield fused, is_transposed, f"ONNX refuses its body: {faults[node.op_type]}"
+
+
+def _wrong_step(
+    fuse_nothing: Callable[..., FusedModel], result: FusedModel, verifier: Verifier, taken_back: TakenBack
+) -> Dropped:
+    """Return which step before fusing makes a model differ: the folding into weights, or a pass.
+
+    fuse_nothing  `fuse_model`, of the model without fusions
+
+    Raises VerificationError if no step does.
+    """
+    differs = verifier.verify(fuse_nothing().written)
+    if differs.passed is not False:  # then it is how the fusions are written in standard operators
+        reason = verifier.verify(result.written).reason
+        if not result.fused:
+            raise VerificationError(f"operators that were spelled out changed the model: {reason}; please report this")
+        return Dropped(result.fused[-1].fusion, result.fused[-1].node, reason)
+
+    def differs_without(left_out: frozenset[str]) -> bool:
+        return verifier.verify(fuse_nothing(without_passes=left_out).written).passed is False
+
+    if WEIGHT_FOLDING not in taken_back.names and not differs_without(taken_back.passes | WEIGHT_PASSES):
+        node = next((one.node for one in result.folded if one.kind in ("batch_norm", "scale")), "")
+        return Dropped(WEIGHT_FOLDING, node, differs.reason)
+    passes = [name for name in PASS_NAMES if name not in taken_back.names]
+
+    def is_bad(count: int) -> bool:
+        """Return whether the model differs although only the first passes are applied."""
+        return differs_without(taken_back.passes.union(passes[count:]))
+
+    low, high = 0, len(passes)
+    if is_bad(low):
+        raise VerificationError(f"reading and writing changed the model: {differs.reason}; please report this model")
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_bad(middle) else (middle, high)
+    return Dropped(passes[low], "", differs.reason)
 
 
 def _fused_nodes(result: FusedModel, wrong: Iterable[PartFinding]) -> Iterator[tuple[PartFinding, Fused]]:

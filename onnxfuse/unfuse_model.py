@@ -18,6 +18,7 @@ from onnxfuse.ir.load import load
 from onnxfuse.ir.protos import copy_without, nodes
 from onnxfuse.ir.serde import read_graph, write_model
 from onnxfuse.layout.channel_rules import CHANNEL_FUSIONS, between_transposes
+from onnxfuse.passes import SCORE_PASSES, WEIGHT_PASSES
 from onnxfuse.passes.merge_equal_sizes import merge_equal_sizes
 from onnxfuse.report.traffic import Traffic, estimate_traffic
 from onnxfuse.verify.compare import NOT_VERIFIED, Verification, compare
@@ -79,7 +80,7 @@ def in_operators(
     shapes = infer_shapes(graph)
     if merge_sizes:
         merge_equal_sizes(graph, shapes)
-    simplify(graph, shapes, change_weights=False, change_scores=False)
+    simplify(graph, shapes, WEIGHT_PASSES | SCORE_PASSES)
     return write_model(graph), estimate_traffic(graph, shapes)
 
 

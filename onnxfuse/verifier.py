@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, TypeAlias
 
 import onnx
 
-from onnxfuse.errors import NothingRunsError, VerificationError
+from onnxfuse.culprits import Culprit, find_culprits
+from onnxfuse.errors import NothingRunsError, OnnxfuseError, UsageError, VerificationError, first_line
 from onnxfuse.fuse_model import FusedModel, StageTimer
 from onnxfuse.ir.dtypes import Array
-from onnxfuse.report.report import Dropped
-from onnxfuse.verify.compare import Verification, compare, first_difference, nothing_compared
+from onnxfuse.verify.compare import Verification, compare, nothing_compared
 from onnxfuse.verify.compare_constants import wrong_constants
 from onnxfuse.verify.compare_parts import PartFinding, PartsVerification, compare_parts, values_of_run
 from onnxfuse.verify.own_process import TimeLimitExceeded
@@ -24,6 +23,7 @@ from onnxfuse.verify.reference import Reference, run_original
 from onnxfuse.verify.values_in_bodies import first_feeds, values_needed
 
 Feeds: TypeAlias = Mapping[str, Array]
+Written: TypeAlias = Callable[[onnx.ModelProto], onnx.ModelProto]
 
 WEIGHT_FOLDING: Final = "batch_norm"  # the name in the report when the folding into weights is taken back
 
@@ -41,6 +41,7 @@ class Verifier:
     is_converted: bool = False  # to half precision
     is_standard: bool = False  # in ONNX's own operators, whose Attention gives 0 where the original gives NaN
     equal_parts: set[str] = field(default_factory=set)  # their keys
+    notes: set[str] = field(default_factory=set)  # sentences about steps of the verification that failed
     _reference: Reference | VerificationError | None = None
     _inside: tuple[FusedModel, Sequence[tuple[FusedModel, Feeds | None]]] | None = None  # of the last result
 
@@ -52,6 +53,10 @@ class Verifier:
                 self._reference = replace(found, is_converted=self.is_converted, numbers_for_nan=self.is_standard)
             except VerificationError as error:
                 self._reference = error
+            except UsageError:
+                raise
+            except Exception as error:
+                self._reference = _failure("to run the original", error)
         if isinstance(self._reference, VerificationError):
             raise self._reference
         return self._reference
@@ -66,8 +71,12 @@ class Verifier:
             for graph, feeds in self._graphs_with_feeds(result):
                 assert graph.unfused is not None
                 if feeds is not None:
-                    with suppress(VerificationError):
+                    try:
                         wrong |= wrong_constants(graph.graph.model, self.folder, graph.unfused, feeds)
+                    except VerificationError:
+                        pass
+                    except Exception as error:
+                        self.notes.add(str(_failure("to compare folded constants", error)))
         return wrong
 
     def _graphs_with_feeds(self, result: FusedModel) -> Sequence[tuple[FusedModel, Feeds | None]]:
@@ -117,12 +126,21 @@ class Verifier:
             except VerificationError:
                 pass
             graphs = self._graphs_with_feeds(result)
-            found = [self._compare_parts(graph, feeds, graph is result) for graph, feeds in graphs]
+            found = [self._compared_parts(graph, feeds, graph is result) for graph, feeds in graphs]
             return PartsVerification(
                 tuple(one for each in found for one in each.wrong),
                 tuple(one for each in found for one in each.not_compared),
                 frozenset().union(*(each.equal for each in found)),
             )
+
+    def _compared_parts(self, graph: FusedModel, feeds: Feeds | None, is_main: bool) -> PartsVerification:
+        """Compare the parts of a graph; none where the comparison itself fails."""
+        try:
+            return self._compare_parts(graph, feeds, is_main)
+        except Exception as error:
+            reason, names = str(_failure("to compare parts", error)), {one.node for one in graph.fusing.fused}
+            lost = [Part(node, (), (), node.name) for node in graph.model.graph.node if node.name in names]
+            return PartsVerification((), tuple(PartFinding(part, reason) for part in lost), frozenset())
 
     def _new_parts(self, graph: FusedModel) -> list[Part]:
         assert graph.unfused is not None
@@ -153,46 +171,35 @@ class Verifier:
         with self.timer.stage("verify"):
             try:
                 reference = self.reference()
+                found = compare(
+                    self.original, optimized, folder=self.folder, progress=self._tell, reference=reference,
+                    tolerance=self.tolerance,
+                )  # fmt: skip
             except VerificationError as error:
                 return nothing_compared(self.original, error)
-            return compare(
-                self.original, optimized, folder=self.folder, progress=self._tell, reference=reference,
-                tolerance=self.tolerance,
-            )  # fmt: skip
+            except UsageError:
+                raise
+            except Exception as error:
+                return nothing_compared(self.original, _failure("to compare the outputs", error))
+            return replace(found, notes=(*found.notes, *sorted(self.notes)))
 
     def _tell(self, step: str) -> None:
         self.timer.progress(f"verify: {step}", 0, 0)
 
-    def find_fault(
-        self, result: FusedModel, verified: Verification, unfused: FusedModel, change_weights: bool
-    ) -> Dropped:
-        """Return what to take back of a model that differs from the original.
+    def culprits(self, result: FusedModel, verified: Verification, written: Written) -> list[Culprit]:
+        """Return the fused nodes because of which a model differs from the original, each with what differs.
 
-        That is the folding into weights if `unfused`, the same model without fusions, differs too, else one fusion.
-        Raises VerificationError if `unfused` differs although its weights were not changed.
+        written  returns what is written of a model with fused nodes
         """
-        without_fusions = self.verify(unfused.model)
-        if without_fusions.passed is not False:
-            return self._wrong_fusion(result, verified)
-        if not change_weights:
-            reason = without_fusions.reason
-            raise VerificationError(f"normalizing changed the model: {reason}; please report this model")
-        node = next((f.node for f in result.folded if f.kind in ("batch_norm", "scale")), "")
-        return Dropped(WEIGHT_FOLDING, node, without_fusions.reason)
-
-    def _wrong_fusion(self, result: FusedModel, verified: Verification) -> Dropped:
-        """Return the fusion of the first fused node, in execution order, whose output differs.
-
-        If no such output differs, or one of the models does not run, it is the fusion of the last fused node.
-        """
-        order = {t.name: i for i, node in enumerate(result.graph.nodes) for t in node.outputs}
-        fused = sorted(result.fusing.fused, key=lambda one: order.get(one.output, -1)) or list(result.fused)
-        names = [one.output for one in fused]
         try:
-            name = first_difference(
-                self.original, result.model, names, inputs=self.inputs, shapes=self.shapes, folder=self.folder
-            )
-        except VerificationError:
-            name = None
-        wrong = next((one for one in fused if one.output == name), fused[-1])
-        return Dropped(wrong.fusion, wrong.node, verified.reason)
+            return find_culprits(result, verified, lambda model: self.verify(written(model)))
+        except OnnxfuseError:
+            raise
+        except Exception as error:
+            self.notes.add(str(_failure("to find what differs", error)))
+            return []
+
+
+def _failure(what: str, error: Exception) -> VerificationError:
+    """Return that a step of the verification raised what no model should make it raise."""
+    return VerificationError(f"failed {what}: {type(error).__name__}: {first_line(error)}; please report this model")

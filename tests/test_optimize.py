@@ -15,7 +15,8 @@ from onnx import TensorProto, numpy_helper
 from onnx.external_data_helper import uses_external_data
 
 import onnxfuse
-from onnxfuse import ModelError, PatternError, UsageError, optimize
+from onnxfuse import ModelError, PatternError, UsageError, fuse_model, optimize, optimizer, passes, verifier
+from onnxfuse.ir.graph import Graph
 
 HEAD = '<ir_version: {ir}, opset_import: ["" : {opset}]>'
 BLOCK = """
@@ -203,6 +204,46 @@ def test_without_verification_nothing_is_found(tmp_path: Path) -> None:
 
 
 # --- verification --------------------------------------------------------------------------------------------------
+
+
+def test_a_pass_that_changes_the_model_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def relu_to_abs(graph: Graph, shapes: object) -> int:
+        """Change a model, as no pass may."""
+        found = [node for node in graph.nodes if node.op == "Relu"]
+        for node in found:
+            inputs, outputs = [*node.inputs], [*node.outputs]
+            node.inputs.clear()
+            node.outputs.clear()
+            graph.add_node("Abs", inputs, outputs)
+        graph.remove_dead()
+        graph.sort()
+        return len(found)
+
+    middle = len(passes.PIPELINE) // 2
+    monkeypatch.setattr(fuse_model, "PIPELINE", (*passes.PIPELINE[:middle], relu_to_abs, *passes.PIPELINE[middle:]))
+    names = [each.__name__ for each in (*fuse_model.PIPELINE, *fuse_model.LATE_PASSES)]
+    monkeypatch.setattr(optimizer, "PASS_NAMES", tuple(names))
+    text = "g (float[b, 8] x) => (float[b, 8] y, float[b, 8] z) { y = Relu (x)  r = Softmax (x)  z = Sigmoid (r) }"
+    _, report = optimize(parse(text))
+    (dropped,) = report.dropped
+    assert (dropped.fusion, dropped.node) == ("relu_to_abs", "") and dropped.reason.startswith("output 'y' is off by ")
+    assert report.verified.status == "verified" and report.fused
+    assert any("Dropped relu_to_abs" in str(line) for line in report.table().renderables)
+
+
+@pytest.mark.parametrize("step", ["compare", "wrong_constants", "compare_parts", "distinct_parts", "run_original"])
+def test_a_verification_that_fails_itself_is_told(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise MemoryError("nothing left")
+
+    monkeypatch.setattr(verifier, step, fail)
+    model, report = optimize(parse(BLOCK))
+    assert len(report.fused) == 2 and not report.dropped
+    verified = report.verified
+    told = [*verified.notes, *(one.reason for one in verified.not_compared)]
+    assert any(text.startswith("failed to ") and "MemoryError: nothing left" in text for text in told)
+    assert verified.status == ("verified" if step == "wrong_constants" else "partly")
+    onnx.checker.check_model(model)
 
 
 def test_two_sizes_of_every_dynamic_dimension_are_compared() -> None:

@@ -57,6 +57,7 @@ SCHEMA: dict[str, Any] = {
         "outputs": [{"name": str, "max_abs": float, "max_rel": float, "tolerance": float}],
         "equal_parts": int,
         "not_compared": [{"name": str, "reason": str}],
+        "notes": [str],
     },
     "seconds": {...: float},
 }

@@ -52,5 +52,7 @@ def verify_command(
     console().print(table)
     for each in result.not_compared:
         console().print(f"output '{escape(each.name)}' is not compared: {escape(each.reason)}", soft_wrap=True)
+    for note in result.notes:
+        console().print(escape(note), soft_wrap=True)
     console().print("equal" if result.passed else escape(result.reason), soft_wrap=True)
     sys.exit(EXIT_CODES[result.status])

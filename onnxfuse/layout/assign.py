@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
@@ -70,6 +70,10 @@ class LayoutResult:
     def original(self, name: str) -> str:
         """Return the name of the tensor that a tensor is a Transpose of; its own where it is none."""
         return self.originals[name][0] if name in self.originals else name
+
+    def is_transposed(self, names: Iterable[str]) -> bool:
+        """Return whether one of these tensors is a Transpose of one of the original."""
+        return any(self.originals[name][1] for name in names if name in self.originals)
 
 
 def assign_layouts(

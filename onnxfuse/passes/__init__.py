@@ -75,9 +75,10 @@ PIPELINE: tuple[Pass, ...] = (
 )
 # The passes that are applied when no other changes anything, because they rewrite what others could not.
 LATE_PASSES: tuple[Pass, ...] = (add_heads_axis,)
-# These passes give weights new values.
-WEIGHT_PASSES: frozenset[Pass] = frozenset({fold_batch_norm, fold_variance_factor, split_packed_gate})
-# These passes write scores as attention has them, which may give other results where a masked score is not finite.
-SCORE_PASSES: frozenset[Pass] = frozenset({canonicalize_masked_sums, canonicalize_scores, extract_alibi})
+PASS_NAMES: tuple[str, ...] = tuple(each.__name__ for each in (*PIPELINE, *LATE_PASSES))
+# The names of the passes that give weights new values.
+WEIGHT_PASSES = frozenset({"fold_batch_norm", "fold_variance_factor", "split_packed_gate"})
+# Those that write scores as attention has them, which may give other results where a masked score is not finite.
+SCORE_PASSES = frozenset({"canonicalize_masked_sums", "canonicalize_scores", "extract_alibi"})
 
-__all__ = ["LATE_PASSES", "PIPELINE", "SCORE_PASSES", "WEIGHT_PASSES", "Folded", "Pass"]
+__all__ = ["LATE_PASSES", "PASS_NAMES", "PIPELINE", "SCORE_PASSES", "WEIGHT_PASSES", "Folded", "Pass"]

@@ -36,6 +36,7 @@ from onnxfuse.passes.emit import emit
 from onnxfuse.passes.fold_shapes import reshape_target
 
 RANK: Final = 3  # of what is split
+ALLOWZERO_OPSET: Final = 14  # with targets in which 0 is a size; before, it is the size of the input along that axis
 FIRST_OPSET: Final = 7  # with broadcasting from the last axis on
 THROUGH: Final = ELEMENTWISE | {"MatMul", "Softmax"}
 Writer: TypeAlias = Callable[[], Tensor]
@@ -182,7 +183,7 @@ class SplitHeads:
         return made
 
     def _reshaped(self, tensor: Tensor) -> Tensor:
-        """Write a Reshape of a tensor whose target may be computed: (-1, heads, rows, columns)."""
+        """Write a Reshape of a tensor whose target may be computed."""
         shape = self.shapes.shape(tensor)
         assert shape is not None
         split, stem = (*self.parts, *shape[1:]), f"{tensor.name}_heads"
@@ -191,13 +192,20 @@ class SplitHeads:
             target = self._computed_target(tensor, stem)
         else:
             target = self.graph.constant(f"{stem}_shape", np.array(constant, np.int64))
-        return emit(self.graph, self.shapes, "Reshape", [tensor, target], stem, split, self.shapes.dtype(tensor))
+        # A size of 0 in a computed target is that size, and not the input's size along the same axis.
+        attributes = {"allowzero": 1} if constant is None and self.graph.opset >= ALLOWZERO_OPSET else {}
+        dtype = self.shapes.dtype(tensor)
+        return emit(self.graph, self.shapes, "Reshape", [tensor, target], stem, split, dtype, attributes)
 
     def _computed_target(self, tensor: Tensor, stem: str) -> Tensor:
-        leading = [part if isinstance(part, int) else -1 for part in self.parts]
-        first = self.graph.constant(f"{stem}_leading", np.array(leading, np.int64))
-        last = self.graph.constant(f"{stem}_axes", np.array([1, 2], np.int64))
+        """Write (merged / heads, heads, rows, columns); a -1 would have no meaning beside an empty axis."""
         write = (self.graph, self.shapes)
+        heads = self.graph.constant(f"{stem}_count", np.array([self.parts[1]], np.int64))
+        first = self.graph.constant(f"{stem}_first", np.array([0], np.int64))
+        last = self.graph.constant(f"{stem}_axes", np.array([1, 2], np.int64))
         sizes = emit(*write, "Shape", [tensor], f"{stem}_sizes", (RANK,), TensorProto.INT64)
+        merged = emit(*write, "Gather", [sizes, first], f"{stem}_merged", (1,), TensorProto.INT64, {"axis": 0})
         rest = emit(*write, "Gather", [sizes, last], f"{stem}_rest", (2,), TensorProto.INT64, {"axis": 0})
-        return emit(*write, "Concat", [first, rest], f"{stem}_target", (4,), TensorProto.INT64, {"axis": 0})
+        batch = emit(*write, "Div", [merged, heads], f"{stem}_batch", (1,), TensorProto.INT64)
+        parts = [batch, heads, rest]
+        return emit(*write, "Concat", parts, f"{stem}_target", (4,), TensorProto.INT64, {"axis": 0})

@@ -128,7 +128,12 @@ def missed_lines(missed: Sequence[Miss], everything: bool) -> Iterator[Line]:
 
 
 def verification_lines(verified: Verification, everything: bool = False) -> Iterator[Line]:
-    """Yield what was compared, and each output and fused node that was not."""
+    """Yield what was compared, each output and fused node that was not, and what onnxruntime makes of the original."""
+    yield from _compared_lines(verified, everything)
+    yield from (Line(escape(note), "  ", 4) for note in verified.notes)
+
+
+def _compared_lines(verified: Verification, everything: bool) -> Iterator[Line]:
     if not verified.passed:
         yield Line(f"[yellow]Not verified[/]: {escape(verified.reason)}")
         return

@@ -52,7 +52,10 @@ QUANTIZED: Final = (  # what the names of operators on quantized numbers begin w
 
 @dataclass(frozen=True)
 class Dropped:
-    """A fusion, the layout, or the folding into weights or constants, that the verification took back, and why."""
+    """A fusion, the layout, a pass, or the folding into weights or constants, that was taken back, and why.
+
+    `node` is "" where it was taken back everywhere.
+    """
 
     fusion: str
     node: str
@@ -317,4 +320,5 @@ def _dropped_lines(dropped: Sequence[Dropped]) -> Iterator[Line]:
     for one in group(dropped, lambda each: each.reason, lambda each: each.fusion):
         first, *more = one.items
         others = f" and at {counted(len(more), 'more node')}" if more else ""
-        yield Line(f"[yellow]Dropped {first.fusion}[/] at '{escape(first.node)}'{others}: {escape(one.sentence)}")
+        where = f" at '{escape(first.node)}'" if first.node else ""
+        yield Line(f"[yellow]Dropped {first.fusion}[/]{where}{others}: {escape(one.sentence)}")

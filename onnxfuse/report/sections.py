@@ -248,9 +248,15 @@ def advice(
             "or sizes with `--shape INPUT:1x3x640x640`.", "trust",
         )  # fmt: skip
     if dropped := plain["dropped"]:
+        where = f" at '{dropped[0]['node']}'" if dropped[0]["node"] else ""
         yield Advice(
             f"{counted(len(dropped), 'change')} taken back",
-            f"{dropped[0]['fusion']} at '{dropped[0]['node']}': {dropped[0]['reason']}. The model is right without it.",
+            f"{dropped[0]['fusion']}{where}: {dropped[0]['reason']}. The model is right without it.", "trust",
+        )  # fmt: skip
+    if verified.notes:
+        yield Advice(
+            "onnxruntime's graph optimizations do not suit this model",
+            f"{verified.notes[0]}. `SessionOptions.graph_optimization_level = ORT_DISABLE_ALL` switches them off.",
             "trust",
         )  # fmt: skip
     near = [each for each in misses if each.is_near and each.unfused]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -15,7 +16,7 @@ from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.protos import tensors
 from onnxfuse.ir.save import save, serialize
 from onnxfuse.verify import ort_session
-from onnxfuse.verify.own_process import BYTES_SENT, Worker, WorkerSession, current_worker
+from onnxfuse.verify.own_process import BYTES_SENT, Stored, Worker, WorkerSession, current_worker
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -23,7 +24,22 @@ if TYPE_CHECKING:
     Session: TypeAlias = ort.InferenceSession | WorkerSession
 
 
-def open_session(model: onnx.ModelProto, folder: Path | None, *, optimize: bool = True) -> Session:
+@dataclass(frozen=True)
+class Prepared:
+    """A model of which sessions can be opened one after the other, without writing it again for each."""
+
+    model: onnx.ModelProto
+    folder: Path | None
+    stored: Stored | None  # what a worker reads; None where models run in this process
+
+
+def prepare(model: onnx.ModelProto, folder: Path | None) -> Prepared:
+    """Return a model as sessions are opened of it; external weights are read from `folder`."""
+    worker = current_worker()
+    return Prepared(model, folder, None if worker is None else _stored(worker, model, folder))
+
+
+def open_session(model: onnx.ModelProto | Prepared, folder: Path | None = None, *, optimize: bool = True) -> Session:
     """Open a CPU session; external weights are read from `folder`.
 
     `optimize` lets onnxruntime optimize the graph, as it does by default.
@@ -31,33 +47,33 @@ def open_session(model: onnx.ModelProto, folder: Path | None, *, optimize: bool 
     Raises VerificationError if onnxruntime is not installed or takes too long, and whatever onnxruntime raises for the
     model.
     """
+    prepared = model if isinstance(model, Prepared) else prepare(model, folder)
     worker = current_worker()
-    if worker is not None:
-        return _open_in_worker(worker, model, folder, optimize)
+    if worker is not None and prepared.stored is not None:
+        return WorkerSession(worker, prepared.stored, optimize)
     try:
         import onnxruntime  # noqa: F401
     except ImportError as error:
         raise NothingRunsError(f"{NO_ONNXRUNTIME_TO_COMPARE} ({first_line(error)})") from error
-    content = serialize(model)
+    content = serialize(prepared.model)
     if content is None:
         with tempfile.TemporaryDirectory() as scratch:
-            save(model, path := Path(scratch, "model.onnx"), folder=folder)
+            save(prepared.model, path := Path(scratch, "model.onnx"), folder=prepared.folder)
             return ort_session.start(str(path), None, optimize)
-    return ort_session.start(content, _text(folder), optimize)
+    return ort_session.start(content, _text(prepared.folder), optimize)
 
 
-def _open_in_worker(worker: Worker, model: onnx.ModelProto, folder: Path | None, optimize: bool) -> WorkerSession:
+def _stored(worker: Worker, model: onnx.ModelProto, folder: Path | None) -> Stored:
     content = serialize(model)
     external = any(uses_external_data(t) for t in tensors(model.graph, *model.functions))
     if content is not None and (external or len(content) <= BYTES_SENT):
-        return WorkerSession(worker, content, _text(folder), optimize)
+        return Stored(content, _text(folder))
     path = worker.file_for(f"{worker.new_number()}.onnx")
     if content is None:
         save(model, path, folder=folder)
     else:
         path.write_bytes(content)
-        del content
-    return WorkerSession(worker, str(path), None, optimize)
+    return Stored(str(path), None)
 
 
 def _text(folder: Path | None) -> str | None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 
 from onnxfuse.ir.dtypes import HALF_PRECISION, Array
@@ -71,14 +72,16 @@ def compare_output(
     exact: object = None,
     half: str = "",
     limit: float | None = None,
+    scale: float = 0.0,
 ) -> OutputDifference:
     """Measure the error of one output: of a sequence element by element; a map must be equal.
 
     `half` is the half precision, or TF32, that the value is computed in or from, '' for neither.  `exact` is the
     original's value when it is evaluated in float32.  `limit` replaces the tolerance of floating-point dtypes.
+    Errors are relative to the largest value of the output, or to `scale` if that is larger.
     """
     if not isinstance(expected, np.ndarray):
-        return _compare_objects(name, expected, actual, exact, half, limit)
+        return _compare_objects(name, expected, actual, exact, half, limit, scale)
     dtype = str(expected.dtype)
     tolerance = TOLERANCES.get(dtype, 0.0)
     wrong = _describe_mismatch(expected, actual, tolerance)
@@ -89,8 +92,18 @@ def compare_output(
     float32 = exact if isinstance(exact, np.ndarray) and exact.shape == expected.shape else None
     rounded = half if half and dtype not in HALF_PRECISION.values() else dtype
     return _compare_floats(
-        name, expected, actual, float32, rounded, mask, TOLERANCES[rounded] if limit is None else limit
+        name, expected, actual, float32, rounded, mask, TOLERANCES[rounded] if limit is None else limit, scale
     )
+
+
+def largest_value(value: object) -> float:
+    """Return the largest finite magnitude of a floating-point output, values of masks aside; 0 where there is none."""
+    if isinstance(value, list):
+        return max(map(largest_value, value), default=0.0)
+    if not isinstance(value, np.ndarray) or str(value.dtype) not in TOLERANCES:
+        return 0.0
+    size = np.abs(_as_double(value))
+    return float(size[size < MASK_MAGNITUDES.get(str(value.dtype), MASK_MAGNITUDE)].max(initial=0.0))
 
 
 def worst(errors: Iterable[OutputDifference]) -> OutputDifference:
@@ -111,13 +124,14 @@ def _describe_mismatch(expected: Array, actual: object, tolerance: float) -> str
 
 
 def _compare_floats(
-    name: str, expected: Array, actual: Array, exact: Array | None, dtype: str, mask: float, tolerance: float
-) -> OutputDifference:
+    name: str, expected: Array, actual: Array, exact: Array | None, dtype: str, mask: float, tolerance: float,
+    scale: float,
+) -> OutputDifference:  # fmt: skip
     """Check that NaN and infinities are where they must be, and all other values within the tolerance."""
-    misplaced = describe_misplaced(expected, actual, expected if exact is None else exact)
+    misplaced = describe_misplaced(expected, actual, expected if exact is None else exact, expected.dtype.name)
     if misplaced:
         return OutputDifference(name, math.inf, math.inf, tolerance, False, f"output '{name}' differs in {misplaced}")
-    found = _measure_errors(expected, actual, expected if exact is None else exact, mask)
+    found = _measure_errors(expected, actual, expected if exact is None else exact, mask, scale)
     allowed = max(tolerance, found.original)
     passed = found.optimized <= allowed and found.overflowed <= tolerance
     rel = max(found.optimized, found.overflowed)
@@ -139,27 +153,39 @@ def with_numbers_for_nan(expected: Array, actual: Array) -> Array:
     return np.where(np.isnan(expected), actual, expected)
 
 
-def describe_misplaced(expected: Array, actual: Array, exact: Array) -> str:
+def describe_misplaced(expected: Array, actual: Array, exact: Array, dtype: str) -> str:
     """Return where NaN or infinite values appeared or vanished, as the end of a sentence; '' for nowhere.
 
-    One that the float32 evaluation does not have may vanish; none may appear.
+    One that the float32 evaluation does not have may vanish.  None may appear, but in a half precision as `dtype` where
+    the float32 evaluation is within rounding of its largest number, or beyond it: whether such a value is infinite
+    depends on where it is rounded.
     """
     old, new, true = _as_double(expected), _as_double(actual), _as_double(exact)
     both_nan = np.isnan(old) & np.isnan(new)
     wrong = ~np.isfinite(old) & (old != new) & ~both_nan & ~(np.isfinite(true) & np.isfinite(new))
     wrong |= np.isfinite(old) & ~np.isfinite(new)
+    if dtype in HALF_PRECISION.values():
+        with np.errstate(invalid="ignore"):  # the sign of NaN
+            overflows = (np.abs(true) >= _largest_certain(dtype)) & (np.sign(new) == np.sign(true)) & np.isfinite(true)
+        wrong &= ~(overflows & (np.isinf(old) | np.isinf(new)))
     for kind, where in (("NaN", wrong & (np.isnan(old) != np.isnan(new))), ("infinite values", wrong)):
         if where.any():
             return f"{kind} at {int(where.sum())} of {old.size} elements"
     return ""
 
 
-def _measure_errors(expected: Array, actual: Array, exact: Array, mask: float) -> _Errors:
+def _largest_certain(dtype: str) -> float:
+    """Return the magnitude up to which a value in half precision is finite, however it was rounded on its way."""
+    largest = float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
+    return largest * (1 - 2 * TOLERANCES[dtype])
+
+
+def _measure_errors(expected: Array, actual: Array, exact: Array, mask: float, least: float) -> _Errors:
     """Measure errors against `exact`, or against `expected` where only that is finite."""
     old, new, true = _as_double(expected), _as_double(actual), _as_double(exact)
     true = np.where(np.isfinite(true), true, old)
     size = np.where(np.isfinite(true), np.abs(true), 0.0)
-    scale = float(size[size < mask].max(initial=0.0)) or 1.0
+    scale = max(float(size[size < mask].max(initial=0.0)), least) or 1.0
     size = np.where(size < mask, scale, size)
 
     def largest(value: Array, where: Array, relative: bool = True) -> float:
@@ -179,7 +205,7 @@ def _as_double(array: Array) -> Array:
 
 
 def _compare_objects(
-    name: str, expected: object, actual: object, exact: object, half: str, limit: float | None
+    name: str, expected: object, actual: object, exact: object, half: str, limit: float | None, scale: float
 ) -> OutputDifference:
     if not isinstance(expected, list) or any(not isinstance(e, np.ndarray) for e in expected):
         same = type(expected) is type(actual) and expected == actual
@@ -190,7 +216,7 @@ def _compare_objects(
         return OutputDifference(name, math.inf, math.inf, 0.0, False, text)
     exacts = exact if isinstance(exact, list) and len(exact) == len(expected) else [None] * len(expected)
     triples = zip(expected, actual, exacts, strict=True)
-    found = [compare_output(name, old, new, true, half, limit) for old, new, true in triples]
+    found = [compare_output(name, old, new, true, half, limit, scale) for old, new, true in triples]
     return worst(found) if found else OutputDifference(name, 0.0, 0.0, 0.0, True, "")
 
 

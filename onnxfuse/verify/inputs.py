@@ -45,6 +45,7 @@ MAX_EXPRESSION = 150  # characters of a dim that is read as an expression; longe
 # Tried after those, where a float input of at most three axes may hold samples of audio.  The 1 is for what may be the
 # batch of another input, such as the state of a recurrent network.
 AUDIO_SIZES = tuple(((1,), (2**n, 1)) for n in range(8, 16))
+MAX_DIMS_AT_EDGES = 4  # of a decoder: the batch, the length, that of the cache, and of another input
 MAX_ELEMENTS_DRAWN = 2**22  # of one input: an image of 1024 x 1024 in colors, or minutes of audio
 OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
@@ -151,6 +152,23 @@ def sizes_to_try(inputs: Sequence[Input], given: Mapping[str, Array]) -> Iterato
         if sizes not in tried and not (tried and any(_is_big(each, sizes, names) for each in drawn)):
             tried.append(sizes)
             yield sizes
+
+
+def edge_sizes(
+    inputs: Sequence[Input], given: Mapping[str, Array], usual: Mapping[str, int]
+) -> Iterator[dict[str, int]]:
+    """Yield sizes of all dynamic dims with 0 and 1 in all of those that no given array fixes, and in one at a time.
+
+    Only the first MAX_DIMS_AT_EDGES are 0 and 1 alone; the others then have their `usual` sizes.
+    """
+    zeros, ones = (_choose_sizes(inputs, ((size,), (size,)), given) for size in (0, 1))
+    free = [name for name in usual if zeros[name] != ones[name]]
+    if not free:
+        return
+    yield ones
+    yield zeros
+    for name in free[:MAX_DIMS_AT_EDGES] if len(free) > 1 else ():
+        yield from ({**usual, name: size} for size in (1, 0))
 
 
 def _is_big(each: Input, sizes: Mapping[str, int], single_names: frozenset[str]) -> bool:
@@ -268,7 +286,7 @@ def _generate_input(
     if numeric and _is_length(each, use):
         lengths = _lengths(shape, _counted_size(each, inputs, shapes), "cu" in words)
         # Lengths in floats are shares of the longest one.
-        return (lengths / max(1, *lengths.flat) if each.dtype.kind == "f" else lengths).astype(each.dtype)
+        return (lengths / max(1, lengths.max(initial=1)) if each.dtype.kind == "f" else lengths).astype(each.dtype)
     if numeric and words & SIZE_WORDS and shape and shape[-1] == 2:
         return np.broadcast_to(_size_of_image(inputs, shapes), shape).astype(each.dtype)
     if words >= {"scale", "factor"}:

@@ -1,17 +1,23 @@
-"""Move values by one unit in the last place, to see how far that moves what is computed from them."""
+"""Move values by one unit in the last place, or by a rounding, to see how far that moves what is computed from them."""
 
 from __future__ import annotations
 
 import zlib
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeAlias
 
 import ml_dtypes
 import numpy as np
+import onnx
+import onnx.numpy_helper
+from onnx.external_data_helper import uses_external_data
 
-from onnxfuse.ir.dtypes import FLOAT_NAMES, Array
+from onnxfuse.ir.dtypes import FLOAT_NAMES, FLOATS, Array
+from onnxfuse.ir.protos import replace_tensors
 
 ROUNDINGS: Final = {"float16": 2.0**-11, "bfloat16": 2.0**-8}  # the largest relative error of a rounding
 DRAWN_BLOCK: Final = 1_000_003  # numbers are drawn once and repeated; being prime, the count fits no axis
+Move: TypeAlias = Callable[[str, Array], Array]  # from the name and the values of a tensor to other values
 
 
 def move_by_one_ulp(name: str, value: Array, draw: int = 0) -> Array:
@@ -37,6 +43,23 @@ def move_by_rounding(name: str, value: Array, rounding: float, draw: int = 0) ->
     if value.dtype != np.float32:
         return value
     return np.asarray(value * (1 + _signs(name, value, draw).astype(np.float32) * np.float32(rounding)))
+
+
+def with_moved_weights(model: onnx.ModelProto, move: Move) -> onnx.ModelProto:
+    """Return a model whose floating-point initializers are moved, those in external files aside.
+
+    Integral values stay: exponents, flags and the numbers of masks are such, and must not become others.
+    """
+
+    def moved(tensor: onnx.TensorProto) -> onnx.TensorProto:
+        if uses_external_data(tensor) or tensor.data_type not in FLOATS:
+            return tensor
+        value = onnx.numpy_helper.to_array(tensor)
+        with np.errstate(invalid="ignore"):  # NaN in bfloat16
+            is_integral = np.rint(value) == value
+        return onnx.numpy_helper.from_array(np.where(is_integral, value, move(tensor.name, value)), tensor.name)
+
+    return replace_tensors(model, moved)
 
 
 def _signs(name: str, value: Array, draw: int = 0) -> Array:

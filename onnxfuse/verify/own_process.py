@@ -33,6 +33,10 @@ class OnnxruntimeFailure(Exception):
     """What onnxruntime raised in the worker, or how it ended there; the text is its message."""
 
 
+class OnnxruntimeCrash(OnnxruntimeFailure):
+    """How onnxruntime ended the worker."""
+
+
 class TimeLimitExceeded(VerificationError):
     """Opening or running a model took longer than allowed."""
 
@@ -78,8 +82,8 @@ class Worker:
     def ask(self, action: str, number: int, *arguments: object) -> Any:
         """Return the answer to a request.
 
-        Raises OnnxruntimeFailure for what onnxruntime raises and for a crash, TimeLimitExceeded, and VerificationError
-        if the worker cannot start.
+        Raises OnnxruntimeFailure for what onnxruntime raises, OnnxruntimeCrash where it ends the worker,
+        TimeLimitExceeded, and VerificationError if the worker cannot start.
         """
         if self._process is None:
             self.start()
@@ -105,7 +109,7 @@ class Worker:
                     f"the process that runs models ended with {how} before it ran one; "
                     f"`{sys.executable} -c 'import onnxruntime'` may say why"
                 ) from None
-            raise OnnxruntimeFailure(f"it ended onnxruntime with {how}") from None
+            raise OnnxruntimeCrash(f"it ended onnxruntime with {how}") from None
         except BaseException:  # an interrupted answer: what follows in the pipe is no beginning
             self._ended()
             raise
@@ -162,18 +166,28 @@ def _end_late(process: subprocess.Popen[bytes], expired: threading.Event) -> Non
     process.kill()
 
 
+class Stored:
+    """A model as a worker reads it: its bytes, whose external weights lie in `folder`, or a file, which it owns."""
+
+    def __init__(self, source: bytes | str, folder: str | None) -> None:
+        self.source, self.folder = source, folder
+
+    def __del__(self) -> None:
+        if isinstance(self.source, str):
+            Path(self.source).unlink(missing_ok=True)
+
+
 class WorkerSession:
     """A model that is open in a worker."""
 
-    def __init__(self, worker: Worker, source: bytes | str, folder: str | None, optimize: bool) -> None:
-        self._worker = worker
-        self._arguments = source, folder, optimize
+    def __init__(self, worker: Worker, stored: Stored, optimize: bool) -> None:
+        self._worker, self._stored, self._optimize = worker, stored, optimize
         self._number = worker.new_number()
         self._ended = -1
         self._open()
 
     def _open(self) -> None:
-        self._worker.ask("open", self._number, *self._arguments)
+        self._worker.ask("open", self._number, self._stored.source, self._stored.folder, self._optimize)
         self._ended = self._worker.ended
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, object]:
@@ -186,9 +200,6 @@ class WorkerSession:
     def __del__(self) -> None:
         if self._ended == self._worker.ended:
             self._worker.closed.append(self._number)
-        source = self._arguments[0]
-        if isinstance(source, str):
-            Path(source).unlink(missing_ok=True)
 
 
 _worker: ContextVar[Worker | None] = ContextVar("worker", default=None)
@@ -200,10 +211,10 @@ def current_worker() -> Worker | None:
 
 
 @contextmanager
-def own_process(timeout: float | None) -> Iterator[None]:
+def own_process(timeout: float | None, *, at_once: bool = True) -> Iterator[None]:
     """Run models in a process of its own while the block runs, each step of at most `timeout` seconds.
 
-    With None they run in this process, without a limit.
+    With None they run in this process, without a limit.  The process is started `at_once`, or when a model is opened.
     """
     if timeout is None or not enabled:
         yield
@@ -211,7 +222,8 @@ def own_process(timeout: float | None) -> Iterator[None]:
     worker = Worker(timeout)
     token = _worker.set(worker)
     try:
-        worker.start()
+        if at_once:
+            worker.start()
         yield
     finally:
         _worker.reset(token)

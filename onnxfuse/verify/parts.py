@@ -34,7 +34,8 @@ MAX_HASHED_BYTES = 4096  # of a constant; a larger one counts as another one by 
 # The name of a tensor of the original, and the perm of the Transpose of it that stands for it in the optimized model;
 # () where that is the tensor itself under another name.
 Original: TypeAlias = tuple[str, tuple[int, ...]]
-# The name of a tensor of the optimized model, and the nodes that compute an operand from it, which only that model has.
+# The name of a tensor of the optimized model, and the nodes that compute an operand from it, which only that model has;
+# "" where they compute it from constants alone, as a table in another layout.
 Derived: TypeAlias = tuple[str, tuple[onnx.NodeProto, ...]]
 
 
@@ -155,21 +156,15 @@ class Part:
     @property
     def nodes(self) -> list[onnx.NodeProto]:
         """The fused node between nodes that make its inputs of `operands`, and `outputs` of its outputs."""
-        before = [self._transpose(*self.originals[n], n) for n in dict.fromkeys(self._sources) if n in self.originals]
+        before = [transpose(*self.originals[n], n) for n in dict.fromkeys(self._sources) if n in self.originals]
         before += [node for _, nodes in self.derived.values() for node in nodes]
         after = [
-            self._transpose(name, tuple(perm.index(axis) for axis in range(len(perm))), original)
+            transpose_back(name, perm, original)
             for name in self.fused.output
             if name in self.originals
             for original, perm in [self.originals[name]]
         ]
         return [*before, self.fused, *after]
-
-    @staticmethod
-    def _transpose(source: str, perm: tuple[int, ...], result: str) -> onnx.NodeProto:
-        if not perm:
-            return onnx.helper.make_node("Identity", [source], [result])
-        return onnx.helper.make_node("Transpose", [source], [result], perm=perm)
 
     @cached_property
     def repeated(self) -> dict[str, str]:
@@ -195,6 +190,18 @@ class Part:
         inner = (o for node in self.replaced if node.op_type != "Cast" for o in node.output)
         names = (*self.operands, *self.outputs, *inner)
         return any(unfused.types[name][0] in HALF_PRECISION for name in names if name in unfused.types)
+
+
+def transpose(source: str, perm: tuple[int, ...], result: str) -> onnx.NodeProto:
+    """Return a Transpose; an Identity where `perm` is ()."""
+    if not perm:
+        return onnx.helper.make_node("Identity", [source], [result])
+    return onnx.helper.make_node("Transpose", [source], [result], perm=perm)
+
+
+def transpose_back(source: str, perm: tuple[int, ...], result: str) -> onnx.NodeProto:
+    """Return the node that undoes `transpose` with `perm`."""
+    return transpose(source, tuple(perm.index(axis) for axis in range(len(perm))), result)
 
 
 def distinct_parts(
@@ -224,6 +231,8 @@ def distinct_parts(
         nodes, leaves = _between(unfused, as_original, replaced[node.name])
         again = {name: (f"{name}/again", ()) for name in as_original.output if name and name in as_original.input}
         as_original, part = _renamed(as_original, again, of_inputs=False), _renamed(node, again, of_inputs=False)
+        own |= {name: (again[own[name][0]][0], own[name][1])
+                for name in node.output if name in own and own[name][0] in again}  # fmt: skip
         nodes += tuple(onnx.helper.make_node("Identity", [name], [copy]) for name, (copy, _) in again.items())
         perms = [own[name][1] if name in own else () for name in (*read, *node.output)]
         made = [_without_names(derived[name][1]) if name in derived else () for name in node.input]
@@ -247,19 +256,24 @@ class _Derivations:
     def of(self, name: str) -> Derived | None:
         """Return the tensor and the nodes that compute an operand from it and from small constants.
 
-        None where the original has the operand, or several tensors are needed.
+        The tensor is "" where the operand is a constant.  None where the original has the operand, or several tensors
+        are needed.
         """
-        if name in self.given or name not in self.nodes:
+        if name in self.given:
+            return None
+        if name in self.constants:
+            return "", (self._constant(name),)
+        if name not in self.nodes:
             return None
         made: dict[str, onnx.NodeProto] = {}
         sources = self._sources(name, made)
-        return (min(sources), tuple(made.values())) if len(sources) == 1 and sources <= self.given else None
+        return (min(sources, default=""), tuple(made.values())) if len(sources) < 2 and sources <= self.given else None
 
     def _sources(self, name: str, made: dict[str, onnx.NodeProto]) -> set[str]:
         """Return what a tensor is computed from, and enter the nodes into `made` in order, by their first outputs."""
         constant, node = self.constants.get(name), self.nodes.get(name)
         if constant is not None and constant.ByteSize() <= MAX_HASHED_BYTES:
-            made[name] = onnx.helper.make_node("Constant", [], [name], value=constant)
+            made[name] = self._constant(name)
             return set()
         if name in self.given or node is None or any(subgraphs(node)):
             return {name}
@@ -268,6 +282,9 @@ class _Derivations:
         found = set[str]().union(*(self._sources(each, made) for each in node.input if each))
         made[node.output[0]] = node
         return found
+
+    def _constant(self, name: str) -> onnx.NodeProto:
+        return onnx.helper.make_node("Constant", [], [name], value=self.constants[name])
 
 
 def _without_names(nodes: Iterable[onnx.NodeProto]) -> list[str]:
@@ -280,7 +297,7 @@ def _without_names(nodes: Iterable[onnx.NodeProto]) -> list[str]:
             if attribute.HasField("t"):
                 attribute.t.name = ""
         places = [numbers.setdefault(name, len(numbers)) for name in (*node.input, *node.output)]
-        texts.append(f"{bare.SerializeToString(deterministic=True).hex()} {places}")
+        texts.append(f"{hashlib.sha256(bare.SerializeToString(deterministic=True)).hexdigest()} {places}")
     return texts
 
 
@@ -337,7 +354,18 @@ def _between(
         else:
             leaves[name] = None
     position = unfused.position
-    return tuple(sorted(found.values(), key=lambda node: position[id(node)])), tuple(leaves)
+    nodes = sorted(found.values(), key=lambda node: position[id(node)])
+    return tuple(with_other_outputs(node, {*ends, *leaves}) for node in nodes), tuple(leaves)
+
+
+def with_other_outputs(node: onnx.NodeProto, names: Collection[str]) -> onnx.NodeProto:
+    """Return a node whose outputs of these names have other ones, because something else computes such tensors."""
+    if not any(name and name in names for name in node.output):
+        return node
+    result = onnx.NodeProto()
+    result.CopyFrom(node)
+    result.output[:] = [f"{name}/again" if name and name in names else name for name in node.output]
+    return result
 
 
 def _key(unfused: UnfusedGraph, fused: onnx.NodeProto, nodes: Sequence[onnx.NodeProto], function: str) -> str:

@@ -1,6 +1,7 @@
 """Run the original, as the reference that optimized models are compared with.
 
-It runs at two sizes of its dynamic dims, and on further inputs as long as outputs show nothing of what it computes.
+It runs without onnxruntime's graph optimizations, which change some models, at two sizes of its dynamic dims, on
+further inputs as long as outputs show nothing of what it computes, and at sizes of 0 and 1.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ import onnx
 
 from onnxfuse.errors import VerificationError, first_line
 from onnxfuse.ir.dtypes import Array
-from onnxfuse.verify.cpu_session import open_session, run
-from onnxfuse.verify.difference import OutputDifference, compare_output, with_numbers_for_nan, worst
+from onnxfuse.verify.cpu_session import Prepared, open_session, prepare, run
+from onnxfuse.verify.difference import OutputDifference, compare_output, largest_value, with_numbers_for_nan, worst
 from onnxfuse.verify.inputs import check_inputs, model_inputs
 from onnxfuse.verify.larger_inputs import depends_on, largest_first
 from onnxfuse.verify.mask_rows import mask_inputs, with_mask_rows
 from onnxfuse.verify.observed import REDRAWS, inverted_flags, redrawn, what_hides
+from onnxfuse.verify.own_process import OnnxruntimeCrash, current_worker
 from onnxfuse.verify.random_nodes import random_outputs
-from onnxfuse.verify.requested_shapes import Draw, describe_failures, draws
+from onnxfuse.verify.requested_shapes import Draw, describe_failures, draws, edge_draws
 from onnxfuse.verify.widen import arrays_to_float32, half_precision_of, half_precision_tensors, model_to_float32
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ RUNS_COMPARED = 2  # with different sizes of the dynamic dims
 # From this size on, a run that is refused only after so many seconds is the last one: the next one takes longer, and
 # more memory.  Attention over 32768 positions has 4 GB of scores for each head.
 LARGE_SIZE, MAX_SECONDS_REFUSED = 1024, 1.0
+MAX_CRASHES = 3  # of onnxruntime, after which no other size is tried
+MAX_SECONDS_AT_EDGES = 30.0  # in which the original is run at sizes of 0 and 1
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,9 @@ class Run:
 class Reference:
     """The runs of the original, which the optimized model is compared with.
 
-    `in_float32`: `outputs` are those of the model converted to float32, because it does not run as it is.
+    `edges` are runs at sizes of 0 and 1.  `optimized` are the outputs of the first run with onnxruntime's graph
+    optimizations, or what onnxruntime says where these break the model.  `in_float32`: `outputs` are those of the model
+    converted to float32, because it does not run as it is.
     """
 
     runs: list[Run]
@@ -65,6 +71,24 @@ class Reference:
     numbers_for_nan: bool = False  # any numbers may stand for NaN
     is_converted: bool = False  # to half precision, whose Casts of float32 inputs are there for no other reason
     tolerance: float | None = None  # replaces those of the dtypes, and the noise of the original
+    edges: Sequence[Run] = ()
+    optimized: Mapping[str, object] | str = field(default_factory=dict)
+    scales: Mapping[str, float] = field(default_factory=dict)  # what errors of outputs are relative to, at the least
+    noise: dict[str, dict[str, float]] = field(default_factory=dict)  # of each output by its cause, as far as measured
+
+    def evaluated_in_float32(self, note: str) -> Reference:
+        """Return the same reference with the outputs in float32 in place of those in half precision."""
+        runs, edges = (
+            [replace(each, outputs=dict(each.float32_outputs), float32_outputs={}) for each in some]
+            for some in (self.runs, self.edges)
+        )
+        return replace(self, runs=runs, edges=edges, in_float32=True, note=note, noise={})
+
+    @property
+    def at_edges(self) -> Reference:
+        """The runs at sizes of 0 and 1, in which errors are relative to what outputs are at other sizes."""
+        scales = {name: max(largest_value(each.outputs[name]) for each in self.runs) for name in self.runs[0].outputs}
+        return replace(self, runs=list(self.edges), edges=(), optimized={}, scales=scales, noise={})
 
     @property
     def sizes(self) -> tuple[dict[str, int], ...]:
@@ -78,7 +102,7 @@ class Reference:
         return worst(
             compare_output(
                 name, self._expected(each, name, result), result.get(name),
-                each.float32_outputs.get(name) if half else None, half, self.tolerance,
+                each.float32_outputs.get(name) if half else None, half, self.tolerance, self.scales.get(name, 0.0),
             )
             for each, result in zip(self.runs, results, strict=True)
         )  # fmt: skip
@@ -99,49 +123,59 @@ def run_original(
     shapes: Sequence[str] = (),
     *,
     mask_rows: bool = True,
+    edges: bool = True,
 ) -> Reference:
     """Run the original as it is, and converted to float32 if it uses half precision.
 
-    `mask_rows` adds runs on masks with rows that leave nothing; not in float16, where what such a row gives depends on
-    whether scores beside -65504 are rounded, which onnxruntime does where no Casts cancel.  Raises VerificationError if
-    it runs at no sizes.
+    `edges` adds runs at sizes of 0 and 1, and one with onnxruntime's graph optimizations.  `mask_rows` adds runs on
+    masks with rows that leave nothing; not in float16, where what such a row gives depends on whether scores beside
+    -65504 are rounded, which onnxruntime does where no Casts cancel.  Raises VerificationError if it runs at no sizes.
     """
     check_inputs(given, model_inputs(model))
     half, random = half_precision_of(model), random_outputs(model, given)
-    mask_rows = mask_rows and half != "float16"
+    original = _Original(model, folder, given, shapes, random, mask_rows and half != "float16", edges)
+    tensors = half_precision_tensors(model) if half else set()
     try:
-        runs = _run_at_sizes(model, folder, given, shapes, random, tell, mask_rows=mask_rows)
+        prepared = prepare(model, folder)
+    except OSError as error:  # such as no space for a file that a worker reads
+        raise VerificationError(f"the original cannot be written for onnxruntime: {first_line(error)}") from error
+    try:
+        runs, at_edges = original.run(prepared, tell)
     except VerificationError as error:
         if half != "bfloat16":
             raise
         try:
-            runs = _run_at_sizes(
-                model,
-                folder,
-                given,
-                shapes,
-                random,
-                lambda line: tell(f"{line}, in float32"),
-                mask_rows=mask_rows,
-                in_float32=True,
+            runs, at_edges = original.run(
+                prepare(model_to_float32(model), folder), lambda line: tell(f"{line}, in float32"), in_float32=True
             )
         except VerificationError:
             raise error from None
         note, hidden = f"compared in float32: {error}", _hidden_outputs(runs, random) | random
-        return Reference(runs, half, half_precision_tensors(model), True, note, hidden, frozenset(random))
-    tensors = half_precision_tensors(model) if half else set()
+        return Reference(runs, half, tensors, True, note, hidden, frozenset(random), edges=at_edges)
     hidden = _hidden_outputs(runs, random) | random
-    result = Reference(runs, half, tensors, False, "", hidden, frozenset(random))
+    result = Reference(runs, half, tensors, False, "", hidden, frozenset(random), edges=at_edges)
+    if edges:
+        result = replace(result, optimized=_run_optimized_by_onnxruntime(prepared, runs[0], tell))
     if not half:
         return result
     try:
         tell("run the original in float32")
         session = open_session(model_to_float32(model), folder, optimize=False)  # which would drop pairs of Casts
-        exact = [replace(r, float32_outputs=run(session, arrays_to_float32(r.feeds))) for r in runs]
+        every = (*runs, *at_edges)
+        exact = [replace(r, float32_outputs=run(session, arrays_to_float32(r.feeds))) for r in every]
     except Exception as error:
         note = f"compared with the original directly: it does not run in float32 ({first_line(error)})"
         return replace(result, note=note)
-    return replace(result, runs=exact)
+    return replace(result, runs=exact[: len(runs)], edges=exact[len(runs) :])
+
+
+def _run_optimized_by_onnxruntime(model: Prepared, first: Run, tell: Progress) -> dict[str, object] | str:
+    """Return the outputs with onnxruntime's graph optimizations, or what it says where the model then does not run."""
+    tell("run the original with onnxruntime's optimizations")
+    try:
+        return run(open_session(model), first.feeds)
+    except Exception as error:  # whatever onnxruntime raises is the finding
+        return first_line(error)
 
 
 def _hidden_outputs(runs: Sequence[Run], random: Collection[str]) -> dict[str, str]:
@@ -150,61 +184,87 @@ def _hidden_outputs(runs: Sequence[Run], random: Collection[str]) -> dict[str, s
     return {name: reason for name, reason in reasons.items() if reason}
 
 
-def _may_show_more(
-    model: onnx.ModelProto, runs: Sequence[Run], given: Collection[str], random: Collection[str]
-) -> bool:
-    """Return whether an output that shows nothing in these runs depends on inputs that can be drawn again."""
-    drawn = {each.name for each in model_inputs(model)}.difference(given)
-    return any(depends_on(model, name, drawn) for name in _hidden_outputs(runs, random))
+@dataclass(frozen=True)
+class _Original:
+    """The original and how it is run: arguments of `run_original`, and the outputs that depend on random numbers."""
+
+    model: onnx.ModelProto
+    folder: Path | None
+    given: Mapping[str, Array]
+    shapes: Sequence[str]
+    random: Collection[str]
+    mask_rows: bool
+    edges: bool
+
+    def run(self, model: Prepared, tell: Progress, *, in_float32: bool = False) -> tuple[list[Run], list[Run]]:
+        """Return runs of a model, which is the original or the same in float32, and those at sizes of 0 and 1.
+
+        The first are runs at the first sizes at which the model runs: two sets of sizes if dims are dynamic.  Flags,
+        which choose between branches, are inverted in one more run, and masks are drawn again with rows that leave
+        nothing, where `mask_rows` says so.  As long as an output that depends on drawn inputs shows nothing, a larger
+        size and other values follow; outputs in `random` never show anything.
+        Raises VerificationError if it runs at none.
+        """
+        session = _session_of_original(model)
+
+        def run_at(sizes: dict[str, int], feeds: dict[str, Array]) -> Run:
+            return Run(sizes, feeds, run(session, arrays_to_float32(feeds) if in_float32 else feeds), {})
+
+        left = draws(self.model, self.shapes, self.given)
+        runs = _first_runs(left, run_at, tell, bool(self.given))
+        first, last, may_show = runs[0], runs[-1], self._may_show_more(runs)
+        for sizes, feeds in largest_first(self.model, self.folder, left) if may_show else ():
+            tell("run the original" + _named(sizes))
+            with suppress(Exception):  # sizes and values that the model refuses show nothing either
+                runs.append(run_at(sizes, feeds))
+                break
+        if flags := inverted_flags(first.feeds, self.given):
+            tell("run the original with flags inverted")
+            with suppress(Exception):
+                runs.append(run_at(first.sizes, first.feeds | flags))
+        for feeds in with_mask_rows(last.feeds, mask_inputs(self.model, self.given)) if self.mask_rows else ():
+            tell("run the original on masks that leave nothing")
+            with suppress(Exception):
+                runs.append(run_at(last.sizes, feeds))
+        for kind in REDRAWS if may_show else ():
+            feeds = redrawn(first.feeds, kind, self.given)
+            if not feeds or not self._may_show_more(runs):
+                break
+            tell(f"run the original on {kind} values")
+            with suppress(Exception):
+                runs.append(run_at(first.sizes, first.feeds | feeds))
+        return runs, list(self._at_edges(runs, run_at, tell)) if self.edges else []
+
+    def _at_edges(
+        self, runs: Sequence[Run], run_at: Callable[[dict[str, int], dict[str, Array]], Run], tell: Progress
+    ) -> Iterator[Run]:
+        """Yield runs at sizes of 0 and 1, as far as the model takes them, for MAX_SECONDS_AT_EDGES at most.
+
+        Where models run in this process, none is run at a size of 0: some kernels of onnxruntime divide by it.
+        """
+        done = [each.sizes for each in runs]
+        started = time.monotonic()
+        for draw in edge_draws(self.model, self.shapes, self.given, done[0]):
+            if draw.sizes in done or (0 in draw.sizes.values() and current_worker() is None):
+                continue
+            if time.monotonic() - started > MAX_SECONDS_AT_EDGES:
+                break
+            tell("run the original" + _named(draw.sizes))
+            try:
+                yield run_at(draw.sizes, draw.make())
+            except OnnxruntimeCrash:  # it would crash at other such sizes too
+                break
+            except Exception:  # where the original does not run, nothing is compared
+                continue
+
+    def _may_show_more(self, runs: Sequence[Run]) -> bool:
+        """Return whether an output that shows nothing in these runs depends on inputs that can be drawn again."""
+        drawn = {each.name for each in model_inputs(self.model)}.difference(self.given)
+        return any(depends_on(self.model, name, drawn) for name in _hidden_outputs(runs, self.random))
 
 
-def _run_at_sizes(
-    model: onnx.ModelProto,
-    folder: Path | None,
-    given: Mapping[str, Array],
-    shapes: Sequence[str],
-    random: Collection[str],
-    tell: Progress,
-    *,
-    mask_rows: bool,
-    in_float32: bool = False,
-) -> list[Run]:
-    """Return inputs and outputs for the first sizes at which the model runs: two sets of sizes if dims are dynamic.
-
-    Flags, which choose between branches, are inverted in one more run, and masks are drawn again with rows that leave
-    nothing, where `mask_rows` says so.  As long as an output that depends on drawn inputs shows nothing, a larger size
-    and other values follow; outputs in `random` never show anything.
-    Raises VerificationError if it runs at none.
-    """
-    session = _session_of_original(model_to_float32(model) if in_float32 else model, folder)
-
-    def run_at(sizes: dict[str, int], feeds: dict[str, Array]) -> Run:
-        return Run(sizes, feeds, run(session, arrays_to_float32(feeds) if in_float32 else feeds), {})
-
-    left = draws(model, shapes, given)
-    runs = _first_runs(left, run_at, tell, bool(given))
-    first, last, may_show = runs[0], runs[-1], _may_show_more(model, runs, given, random)
-    for sizes, feeds in largest_first(model, folder, left) if may_show else ():
-        tell("run the original" + "".join(f", {k}={v}" for k, v in sizes.items()))
-        with suppress(Exception):  # sizes and values that the model refuses show nothing either
-            runs.append(run_at(sizes, feeds))
-            break
-    if flags := inverted_flags(first.feeds, given):
-        tell("run the original with flags inverted")
-        with suppress(Exception):
-            runs.append(run_at(first.sizes, first.feeds | flags))
-    for feeds in with_mask_rows(last.feeds, mask_inputs(model, given)) if mask_rows else ():
-        tell("run the original on masks that leave nothing")
-        with suppress(Exception):
-            runs.append(run_at(last.sizes, feeds))
-    for kind in REDRAWS if may_show else ():
-        feeds = redrawn(first.feeds, kind, given)
-        if not feeds or not _may_show_more(model, runs, given, random):
-            break
-        tell(f"run the original on {kind} values")
-        with suppress(Exception):
-            runs.append(run_at(first.sizes, first.feeds | feeds))
-    return runs
+def _named(sizes: Mapping[str, int]) -> str:
+    return "".join(f", {name}={size}" for name, size in sizes.items())
 
 
 def _first_runs(
@@ -213,8 +273,9 @@ def _first_runs(
     """Return the runs of the first draws that the model takes.  Raises VerificationError if it takes none."""
     runs: list[Run] = []
     failures: list[tuple[dict[str, int], str]] = []
+    crashes = 0
     for draw in left:
-        tell("run the original" + "".join(f", {k}={v}" for k, v in draw.sizes.items()))
+        tell("run the original" + _named(draw.sizes))
         started = time.monotonic()
         try:
             runs.append(run_at(draw.sizes, draw.make()))
@@ -222,6 +283,9 @@ def _first_runs(
             raise
         except Exception as error:
             failures.append((draw.sizes, first_line(error)))
+            crashes += isinstance(error, OnnxruntimeCrash)
+            if crashes == MAX_CRASHES:
+                break
             is_large = max(draw.sizes.values(), default=0) >= LARGE_SIZE
             if is_large and time.monotonic() - started > MAX_SECONDS_REFUSED:
                 break
@@ -232,9 +296,9 @@ def _first_runs(
     return runs
 
 
-def _session_of_original(model: onnx.ModelProto, folder: Path | None) -> Session:
+def _session_of_original(model: Prepared) -> Session:
     try:
-        return open_session(model, folder)
+        return open_session(model, optimize=False)
     except VerificationError:
         raise
     except Exception as error:

@@ -15,7 +15,7 @@ import onnx
 from onnxfuse.errors import UsageError, first_line
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.verify.input_uses import integer_uses
-from onnxfuse.verify.inputs import Input, check_inputs, generate_inputs, model_inputs, sizes_to_try
+from onnxfuse.verify.inputs import Input, check_inputs, edge_sizes, generate_inputs, model_inputs, sizes_to_try
 from onnxfuse.verify.required_sizes import with_required_sizes
 
 GIVE_INPUTS = "give inputs or sizes that the model accepts: --input x.npz, --shape input:8x512"
@@ -34,6 +34,27 @@ def draws(model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Arr
 
     Raises UsageError for shapes that the model does not accept or that do not fit into memory.
     """
+    wanted, known, make = _fitting(model, shapes, given)
+    for sizes in sizes_to_try(wanted, known):
+        yield Draw(sizes, partial(make, sizes))
+
+
+def edge_draws(
+    model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array], usual: Mapping[str, int]
+) -> Iterator[Draw]:
+    """Yield draws at which dims that neither shapes nor arrays fix have the sizes 0 and 1, where others are `usual`."""
+    wanted, known, make = _fitting(model, shapes, given)
+    for sizes in edge_sizes(wanted, known, usual):
+        yield Draw(sizes, partial(make, sizes))
+
+
+def _fitting(
+    model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array]
+) -> tuple[list[Input], Mapping[str, Array], Callable[[Mapping[str, int]], dict[str, Array]]]:
+    """Return the inputs of a model, arrays of the shapes that are known, and what makes inputs of sizes of the others.
+
+    Raises UsageError for shapes that the model does not accept or that do not fit into memory.
+    """
     wanted = with_required_sizes(model, model_inputs(model))
     check_inputs(given, wanted)
     requested = parse_shapes(shapes, wanted)
@@ -44,8 +65,7 @@ def draws(model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Arr
     if requested:  # arrays alone that do not fit together may fit the model
         _check_names(requested | {name: value.shape for name, value in given.items()}, wanted)
     uses = integer_uses(model)
-    for sizes in sizes_to_try(wanted, {**empty, **given}):
-        yield Draw(sizes, partial(generate_inputs, wanted, sizes, uses, given, requested))
+    return wanted, {**empty, **given}, lambda sizes: generate_inputs(wanted, sizes, uses, given, requested)
 
 
 def feeds_to_try(

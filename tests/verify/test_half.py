@@ -15,9 +15,10 @@ import pytest
 from exported_models import read_index
 from onnx import TensorProto
 
+from onnxfuse import optimize
 from onnxfuse.ir.protos import nodes, tensors
 from onnxfuse.verify import reference
-from onnxfuse.verify.compare import compare, first_difference
+from onnxfuse.verify.compare import compare
 from onnxfuse.verify.difference import TF32, OutputDifference, compare_output
 from onnxfuse.verify.reference import run_original
 from onnxfuse.verify.widen import half_precision_of, model_to_float32
@@ -97,7 +98,6 @@ def test_a_bfloat16_model_without_kernels_is_compared_in_float32() -> None:
     wrong = compare(source, scaled(-1.1, "bfloat16", 16))
     assert wrong.passed is False
     assert wrong.reason.startswith("output 'y' is off by 1.0e-01") and "; compared in float32: " in wrong.reason
-    assert first_difference(source, scaled(-1.1, "bfloat16", 16), ["y"]) == "y"
     cast = elementwise("e = Softmax(x)  n = Neg(e)  y = Cast<to = 1>(n)", "bfloat16", "float")
     assert "output 'y' is FLOAT; the original has BFLOAT16" in compare(source, cast).reason
 
@@ -161,6 +161,12 @@ def compared(old: list[float], new: list[float], exact: list[float], dtype: Any 
         ([2, 1], [INF, 1], [2, 1], False),
         ([2, 1], [NAN, 1], [2, 1], False),
         ([2, 1], [INF, 1], [INF, 1], False),
+        ([65504, 1], [INF, 1], [65490, 1], True),  # within rounding of the largest number
+        ([INF, 1], [65504, 1], [65530, 1], True),
+        ([65504, 1], [INF, 1], [70000, 1], True),
+        ([65504, 1], [-INF, 1], [65490, 1], False),
+        ([65504, 1], [NAN, 1], [65490, 1], False),
+        ([60000, 1], [INF, 1], [60000, 1], False),
         ([2, 1], [2, 1], [NAN, 1], True),  # compared with the original, since float32 has NaN
         ([2, 1], [2.1, 1], [NAN, 1], False),
     ],
@@ -194,22 +200,6 @@ def test_masks_do_not_hide_errors() -> None:
         assert compare_output("y", np.array([1, low], np.float32), np.array(new, np.float32)).passed is passed
     assert not compare_output("y", np.array([1, -65504], np.float32), np.array([1.01, -65504], np.float32),
                           np.array([1, -65504], np.float32), "float16").passed  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", ["float", "float16"])
-def test_the_first_difference_beside_a_mask(dtype: str) -> None:
-    number, low = (1, -3.4e38) if dtype == "float" else (10, -65504)
-
-    def masked(by: float) -> onnx.ModelProto:
-        return elementwise(
-            f"""k = Constant<value_float = {by}>()  kk = Cast<to = {number}>(k)  s = Mul(x, kk)
-            z = Constant<value_float = 0.0>()  zz = Cast<to = {number}>(z)  c = Less(x, zz)
-            l = Constant<value_float = {low}>()  ll = Cast<to = {number}>(l)  m = Where(c, ll, s)  y = Softmax(m)""",
-            dtype,
-        )
-
-    assert first_difference(masked(1.0), masked(1.05), ["m", "y"]) == "m"
-    assert first_difference(masked(1.0), masked(1.0), ["m", "y"]) is None
 
 
 # Conversion to float32
@@ -305,3 +295,12 @@ def test_exported_models_pass_optimized(name: str, optimized: Callable[[str], An
     verified = compare(found.original, found.path)
     assert verified.passed is True, verified.reason
     assert verified.reason == "" and len(verified.sizes) == 2
+
+
+def test_bfloat16_that_is_noisier_than_its_tolerance_takes_nothing_back() -> None:
+    """A rounding decides a step of the quantizer, which the softmax amplifies, and the output moves by a fifth."""
+    text = (Path(__file__).parent / "quantized_attention.txt").read_text(encoding="utf-8")
+    _, report = optimize(onnx.parser.parse_model(text), dtype="bfloat16")
+    assert not report.dropped and report.counts["attention"] == report.counts["layer_norm"] == 1
+    assert report.verified.status == "partly" and report.verified.equal_parts == len(report.fused)
+    assert "the original's own runs differ by " in report.verified.reason

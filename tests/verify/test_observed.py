@@ -14,7 +14,8 @@ from click.testing import CliRunner
 
 from onnxfuse.cli import main
 from onnxfuse.verify import observed
-from onnxfuse.verify.compare import NOISE_FACTOR, Verification, compare
+from onnxfuse.verify.compare import Verification, compare
+from onnxfuse.verify.judge import NOISE_FACTOR
 from onnxfuse.verify.observed import NotCompared, what_hides
 
 HEAD = '<ir_version: 9, opset_import: ["" : 17]>'
@@ -250,3 +251,60 @@ def decoder(branch: str, flag: str) -> onnx.ModelProto:
 def test_both_branches_that_a_flag_chooses_are_compared(flag: str) -> None:
     assert compare(decoder("Neg", flag), decoder("Neg", flag)).status == "verified"
     assert compare(decoder("Neg", flag), decoder("Relu", flag)).status == "failed"
+
+
+# What the original's own runs do not agree on
+
+
+LENGTH = "(float[b, 512] x) => (float[n] y)"
+
+
+def counted(sum_of: str) -> onnx.ModelProto:
+    """Build a model whose result is as long as a large sum is in its last digits, as where a duration is predicted."""
+    text = f"""{sum_of}  t = ReduceSum <keepdims = 0> (p)  a = Abs (t)  s = Mul (a, many)  l = Cast <to = 7> (s)
+        r = Mod (l, ninety)  e = Unsqueeze (r, zero)  y = ConstantOfShape (e)"""
+    head = '<ir_version: 9, opset_import: ["" : 18]>'
+    model = onnx.parser.parse_model(
+        f"""{head} g {LENGTH}
+        <float many = {{10000}}, int64 ninety = {{97}}, int64[1] zero = {{0}}> {{ {text} }}"""
+    )
+    random = np.random.default_rng(0)
+    for name in "uv":
+        weight = random.standard_normal((512, 512)).astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(weight, name))
+    return model
+
+
+def test_a_length_that_depends_on_rounding_is_not_compared() -> None:
+    left, right = counted("q = MatMul (x, u)  p = MatMul (q, v)"), counted("q = MatMul (u, v)  p = MatMul (x, q)")
+    found = compare(left, right, inputs={"x": np.random.default_rng(1).standard_normal((3, 512)).astype(np.float32)})
+    assert found.status == "none"
+    assert "the original itself gives float32 of shape " in found.reason
+    assert "where inputs and weights are moved by a rounding" in found.reason
+
+
+def test_another_length_of_a_steady_original_fails() -> None:
+    def repeated(times: int) -> onnx.ModelProto:
+        return parse("(float[b] x) => (float[n] y)", f"t = Constant<value_ints = [{times}]>()  y = Tile(x, t)")
+
+    found = compare(repeated(2), repeated(3))
+    assert found.reason == "output 'y' is float32 of shape 6; the original has float32 of shape 4"
+
+
+def test_integers_that_depend_on_rounding_are_not_compared() -> None:
+    def quantized(text: str) -> onnx.ModelProto:
+        model = parse("(float[b, 512] x) => (uint8[b, 512] y)", f"{text}  y = QuantizeLinear (p, step, zero)")
+        random = np.random.default_rng(0)
+        for name in "uv":
+            weight = random.standard_normal((512, 512)).astype(np.float32)
+            model.graph.initializer.append(onnx.numpy_helper.from_array(weight, name))
+        for name, value in {"step": np.float32(1e-4), "zero": np.uint8(128), "hundred": np.float32(1e5)}.items():
+            model.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(value), name))
+        return model
+
+    rounded = "d = Div (r, hundred)  p = Sin (d)"
+    left = quantized(f"q = MatMul (x, u)  r = MatMul (q, v)  {rounded}")
+    right = quantized(f"q = MatMul (u, v)  r = MatMul (x, q)  {rounded}")
+    found = compare(left, right)
+    assert found.passed is not False, found.reason
+    assert compare(left, quantized(f"q = MatMul (x, v)  r = MatMul (q, u)  {rounded}")).passed is False

@@ -94,9 +94,13 @@ def test_a_crash_on_drawn_inputs_is_told() -> None:
 
 
 def test_a_crash_when_a_model_is_opened_is_told() -> None:
+    """onnxruntime computes the constants of a model when it optimizes it, else in each run."""
+    feeds = {"x": ONES}
     with own_process.own_process(LIMIT):
-        found = compare(model(CRASHES_WHEN_OPENED), RELU)
-        assert found.reason == "onnxruntime cannot run the original on the CPU: it ended onnxruntime with SIGFPE"
+        with pytest.raises(OnnxruntimeFailure, match="it ended onnxruntime with SIGFPE"):
+            open_session(model(CRASHES_WHEN_OPENED), None)
+        found = compare(model(CRASHES_WHEN_OPENED), RELU, inputs=feeds)
+        assert "the original does not run on the given inputs (it ended onnxruntime with SIGFPE)" in found.reason
         broken = compare(RELU, model(CRASHES_WHEN_OPENED))
     assert (broken.passed, broken.reason) == (
         False,
@@ -233,3 +237,34 @@ def runs(process: Path) -> bool:
         return "State:\tZ" not in (process / "status").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def test_a_crash_without_verification_is_told() -> None:
+    """The ranges of half precision are observed in a run, which is in a process of its own as well."""
+    crashes = f"""(float[b, 4] x, int64[b] n) => (float[b, 4] y, int64[b] z) {{ {LOWEST} c = Constant<value_int = 1>()
+        m = Mul(n, c) l = Sub(m, m) o = Sub(l, c) z = Div(low, o) s = Softmax(x) y = Neg(s) }}"""
+    _, report = optimize(model(crashes), dtype="float16", verify=False, timeout=LIMIT)
+    assert report.half is not None
+    assert "the model was not run to see how large its tensors become" in report.half.note
+    assert report.verified.status == "none" and "switched off" in report.verified.reason
+
+
+def test_no_process_is_started_where_no_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_process.Worker, "start", lambda self: pytest.fail("a process was started"))
+    optimize(RELU, verify=False, timeout=LIMIT)
+
+
+def test_a_large_model_is_written_once_for_sessions_with_and_without_optimizations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpu_session, "BYTES_SENT", 16)
+    with own_process.own_process(LIMIT):
+        prepared = cpu_session.prepare(RELU, None)
+        assert prepared.stored is not None
+        path = Path(str(prepared.stored.source))
+        for optimize_it in (False, True):
+            monkeypatch.setattr(Path, "write_bytes", lambda path, content: pytest.fail("it was written again"))
+            assert (run(open_session(prepared, optimize=optimize_it), {"x": ONES})["y"] == ONES).all()  # type: ignore[union-attr]
+            assert path.exists()
+        del prepared
+        assert not path.exists()

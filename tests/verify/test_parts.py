@@ -12,9 +12,10 @@ from case_documents import read_cases
 from onnx import numpy_helper
 from runtimes import open_on_cpu
 
-from onnxfuse import optimize
+from onnxfuse import optimize, optimizer
 from onnxfuse.dsl import catalogue
 from onnxfuse.fuse_model import FusedModel, fuse_model
+from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.verify.compare_parts import PartsVerification, compare_parts
 from onnxfuse.verify.drawn_operands import draws
 from onnxfuse.verify.parts import Part, distinct_parts
@@ -307,3 +308,79 @@ def test_operands_that_no_memory_holds_are_not_drawn() -> None:
     assert [one.reason for one in found.not_compared] == [
         "the original does not run, and 'h' of shape [9999999999, 99999, 8] is too large"
     ]
+
+
+def test_constants_in_another_layout_are_constants_of_the_part() -> None:
+    """Only the optimized model has them, so that no run of the original gives their values."""
+    model = parse(
+        """g (float[b, 4, h, h] x) => (float[b, 4, h, h] y)
+        { c = Conv <pads = [1, 1, 1, 1]> (x, w)  s = Sigmoid (c)  t = Mul (s, k)  y = Add (t, s) }""",
+        w=np.random.default_rng(0).standard_normal((4, 4, 3, 3)).astype(np.float32),
+        k=np.random.default_rng(1).standard_normal((4, 1, 1)).astype(np.float32),
+    )
+    optimized, report = optimize(model, layout="nhwc")
+    assert any(tensor.name == "k/nhwc" for tensor in optimized.graph.initializer)
+    assert (report.verified.status, report.verified.equal_parts) == ("verified", len(report.fused))
+
+
+def by_hand(unfused: str, fused_nodes: str, body: str, replaced: list[str]) -> PartsVerification:
+    """Compare one fused node "n" of a model that is written by hand."""
+    result = fuse_model(parse(unfused), None, [], keep_unfused=True)
+    assert result.unfused is not None
+    signature = unfused.partition("{")[0]
+    optimized = onnx.parser.parse_model(
+        f'<ir_version: 9, opset_import: ["" : 17, "{DOMAIN}" : 1]> {signature} {{ {fused_nodes} }} {body}'
+    )
+    parts = distinct_parts(result.unfused, optimized, {"n": replaced}, ORIGINALS)
+    return compare_parts(result.unfused, optimized, parts, None, {"x": np.ones((2, 4), np.float32)})
+
+
+ORIGINALS = {"a/nhwc": ("a", (1, 0))}
+
+
+def test_a_tensor_that_a_part_reads_and_computes_again_in_another_layout() -> None:
+    found = by_hand(
+        "g (float[2, 4] x) => (float[2, 4] y) { a = Neg (x)  y = Abs (a) }",
+        f'a = Neg (x) [n] "a/nhwc" = {DOMAIN}.turn (a)  b = Transpose <perm = [1, 0]> ("a/nhwc")  y = Abs (b)',
+        f'<domain: "{DOMAIN}", opset_import: ["" : 17]> turn (p) => (q) {{ q = Transpose <perm = [1, 0]> (p) }}',
+        [],
+    )
+    assert not found.wrong and not found.not_compared and len(found.equal) == 1
+
+
+def test_an_operand_that_a_replaced_node_computes_too() -> None:
+    """The Split is needed for its second result; the first one is an operand."""
+    found = by_hand(
+        """g (float[2, 4] x) => (float[2, 2] y, float[2, 2] z)
+        { p, q = Split <axis = 1> (x)  y = Add (p, q)  z = Neg (p) }""",
+        f"p, r = Split <axis = 1> (x)  z = Neg (p)  [n] y = {DOMAIN}.half (x, p)",
+        f"""<domain: "{DOMAIN}", opset_import: ["" : 17]> half (p, q) => (r)
+        {{ s, t = Split <axis = 1> (p)  r = Add (q, t) }}""",
+        ["p", "y"],
+    )
+    assert not found.wrong and not found.not_compared and len(found.equal) == 1
+
+
+MIXED_DTYPES = WRONG_RELU.format(wrong="op.Where(op.Equal(op.Size(x), 8), x, op.Relu(x))")
+
+
+def test_a_body_that_onnxruntime_refuses_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Size gives an integer, and 8 is a float there."""
+    monkeypatch.setattr(optimizer, "faults_of_bodies", lambda model: {})
+    (tmp_path / "wrong_relu.py").write_text(MIXED_DTYPES, encoding="utf-8")
+    model = parse("g (float[b, 8] x) => (float[b, 8] y) { a = Relu(x)  s = Softmax(a)  y = Sqrt(s) }")
+    _, report = optimize(model, patterns=[tmp_path], regions=False)
+    (dropped,) = report.dropped
+    assert dropped.fusion == "wrong_relu" and dropped.reason.startswith("onnxruntime refuses its body: ")
+    assert report.counts == {"softmax": 1} and report.verified.status == "verified"
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_body_that_onnx_refuses_is_not_stored(tmp_path: Path, verify: bool) -> None:
+    (tmp_path / "wrong_relu.py").write_text(MIXED_DTYPES, encoding="utf-8")
+    model = parse("g (float[b, 8] x) => (float[b, 8] y) { a = Relu(x)  s = Softmax(a)  y = Sqrt(s) }")
+    optimized, report = optimize(model, patterns=[tmp_path], regions=False, verify=verify)
+    (dropped,) = report.dropped
+    assert dropped.fusion == "wrong_relu" and dropped.reason.startswith("ONNX refuses its body: ")
+    assert "inconsistent type" in dropped.reason and report.counts == {"softmax": 1}
+    assert [node.op_type for node in optimized.graph.node] == ["Relu", "softmax", "Sqrt"]

@@ -1,0 +1,127 @@
+"""Find the fused nodes because of which a model differs: those that onnxruntime's message names, else by bisection."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import onnx
+
+from onnxfuse.fuse_model import FusedModel
+from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.protos import copy_without, nodes
+from onnxfuse.rewrite.replace import Fused
+from onnxfuse.verify.compare import Verification
+from onnxfuse.verify.partly_fused import partly_fused
+
+Compare: TypeAlias = Callable[[onnx.ModelProto], Verification]
+
+
+@dataclass(frozen=True, eq=False)
+class FusedNode:
+    """A fused node in a graph of the model: the main one, or the body of an If, Loop or Scan."""
+
+    where: str  # what reports call the body; the main graph is ""
+    fused: Fused
+    function: str  # the name of its body
+    is_transposed: bool  # it computes a Transpose of what the original has
+
+    def is_named(self, message: str) -> bool:
+        """Return whether a message of onnxruntime names the node or its function."""
+        names = self.fused.node, self.function  # the name of a node ends with that of its fusion
+        return any(re.search(rf"(?<![\w/]){re.escape(name)}(?!\w)", message) for name in names)
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """A fused node because of which a model differs."""
+
+    node: FusedNode
+    reason: str  # what differs
+    differs_alone: bool  # also where no other node is fused; else something around it is wrong
+
+
+def find_culprits(result: FusedModel, differs: Verification, compare: Compare) -> list[Culprit]:
+    """Return the fused nodes without which a model that differs from the original does not differ.
+
+    differs  how the model differs
+    compare  compares a model with the original
+
+    A culprit that onnxruntime's message names takes two comparisons, any other two more than the logarithm of the
+    number of fused nodes.  Where two culprits have one body, all nodes that have it count as culprits.  Nothing is
+    returned where the model differs without any fused node too.
+    """
+    left = _fused_nodes(result)
+    found: list[Culprit] = []
+    if not left or _compare_with(compare, result, []).passed is False:
+        return found
+    good = 0  # so many of the first ones are known to make no difference
+    while differs.passed is False:
+        wrong: Sequence[FusedNode] = [one for one in left if one.is_named(differs.reason)]
+        alone = bool(wrong) and _compare_with(compare, result, wrong).passed is False
+        if not alone:
+            good = _first_bad(left, good, lambda some: _compare_with(compare, result, some).passed is False)
+            known = {one.node.function for one in found}
+            wrong = [one for one in left if one is left[good] or (one.function == left[good].function in known)]
+            alone = _compare_with(compare, result, wrong).passed is False
+        found += [Culprit(one, differs.reason, alone) for one in wrong]
+        good = sum(one not in wrong for one in left[:good])
+        left = [one for one in left if one not in wrong]
+        differs = _compare_with(compare, result, left)
+    return found
+
+
+def _first_bad(left: Sequence[FusedNode], good: int, is_bad: Callable[[Sequence[FusedNode]], bool]) -> int:
+    """Return the least number of first nodes that are bad together with the next one; all nodes are bad together."""
+    low, high = good, len(left)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_bad(left[:middle]) else (middle, high)
+    return low
+
+
+def _compare_with(compare: Compare, result: FusedModel, kept: Collection[FusedNode]) -> Verification:
+    """Compare the model in which only some of the fused nodes are there."""
+    names: dict[str, set[str]] = {}
+    for one in kept:
+        names.setdefault(one.where, set()).add(one.fused.node)
+    model = copy_without(result.model, "graph", "functions")
+    model.graph.CopyFrom(_partly_fused(result, "", names, frozenset()))
+    called = {node.op_type for node in nodes(model.graph) if node.domain == DOMAIN}
+    model.functions.extend(f for f in result.model.functions if f.domain != DOMAIN or f.name in called)
+    return compare(model)
+
+
+def _partly_fused(result: FusedModel, where: str, kept: dict[str, set[str]], around: frozenset[str]) -> onnx.GraphProto:
+    """Return a graph with some of its fused nodes, and such bodies."""
+    assert result.unfused is not None
+    graph = onnx.GraphProto()
+    graph.CopyFrom(result.model.graph)
+    holders = {name: node for node in graph.node for name in node.output if name}
+    inside = around | {tensor.name for tensor in graph.initializer}
+    for one in result.bodies:
+        node = holders.get(one.body.node.outputs[0].name)
+        if node is not None:  # else nothing reads its result
+            inner = f"{one.body.where} in {where}" if where else one.body.where
+            body, written = node.attribute[one.body.index].g, _partly_fused(one.fused, inner, kept, inside)
+            for field in "node", "initializer":
+                del getattr(body, field)[:]
+                getattr(body, field).extend(getattr(written, field))
+    records = {fused.node for fused in result.fusing.fused}
+    return partly_fused(graph, result.unfused, result.layout.originals, records - kept.get(where, set()), around)
+
+
+def _fused_nodes(result: FusedModel) -> list[FusedNode]:
+    """Return all fused nodes, those of each graph in execution order."""
+    records = {(one.where, one.node): one for one in result.fused}
+
+    def found() -> Iterator[FusedNode]:
+        for where, graph in result.everywhere():
+            for node in graph.model.graph.node:
+                fused = records.get((where, node.name))
+                if fused is not None and node.domain == DOMAIN:
+                    yield FusedNode(where, fused, node.op_type, graph.layout.is_transposed(node.output))
+
+    return list(found())

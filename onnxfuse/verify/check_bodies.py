@@ -1,0 +1,50 @@
+"""Check the bodies of fused nodes with ONNX's checker and its strict shape inference, on the operands of a call."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import onnx
+import onnx.checker
+import onnx.shape_inference
+
+from onnxfuse.errors import first_line
+from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.protos import copy_without
+
+ERRORS: Final = (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError)
+
+
+def faults_of_bodies(model: onnx.ModelProto) -> dict[str, str]:
+    """Return what ONNX says against bodies that fused nodes of a model's main graph call, by their names.
+
+    A body is checked for the first call of it, as far as the dtypes of the operands are recorded.
+    """
+    bodies = {body.name: body for body in model.functions if body.domain == DOMAIN}
+    first = {node.op_type: node for node in reversed(model.graph.node) if node.domain == DOMAIN}
+    known = {value.name: value for value in (*model.graph.value_info, *model.graph.input)} if first else {}
+    known |= {t.name: onnx.helper.make_tensor_value_info(t.name, t.data_type, t.dims) for t in model.graph.initializer}
+    found: dict[str, str] = {}
+    for name, node in first.items():
+        inputs = [known.get(each) for each in dict.fromkeys(node.input) if each]
+        if None in inputs:  # its dtype is not known
+            continue
+        call = copy_without(model, "graph", "functions")
+        call.functions.extend([*(each for each in model.functions if each.domain != DOMAIN), bodies[name]])
+        call.graph.name = "call"
+        call.graph.node.append(node)
+        call.graph.input.extend(each for each in inputs if each is not None)
+        call.graph.output.extend(onnx.ValueInfoProto(name=each) for each in node.output if each)
+        if fault := _fault(call):
+            found[name] = fault
+    return found
+
+
+def _fault(call: onnx.ModelProto) -> str:
+    """Return what ONNX says against a model of one node and its body, which is the last function; "" for nothing."""
+    try:
+        onnx.checker.check_function(call.functions[-1])
+        onnx.shape_inference.infer_shapes(call, check_type=True, strict_mode=True)
+    except ERRORS as error:
+        return first_line(error)
+    return ""

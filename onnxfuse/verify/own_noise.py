@@ -1,0 +1,181 @@
+"""Measure the original's own noise: how far its outputs move by rounding alone, and by how onnxruntime runs it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import onnx
+
+from onnxfuse.errors import VerificationError
+from onnxfuse.ir.dtypes import HALF_PRECISION, Array
+from onnxfuse.verify.cpu_session import open_session, run
+from onnxfuse.verify.difference import TOLERANCES, OutputDifference, compare_output, type_and_shape
+from onnxfuse.verify.noise import ROUNDINGS, Move, move_by_one_ulp, move_by_rounding, with_moved_weights
+from onnxfuse.verify.reference import Reference, Run
+from onnxfuse.verify.required_sizes import inferred_shapes
+from onnxfuse.verify.rounded_results import model_that_rounds
+from onnxfuse.verify.widen import arrays_to_float32, model_to_float32
+
+if TYPE_CHECKING:
+    from onnxfuse.verify.cpu_session import Session
+
+# A value may be off by this share after some roundings in another order, as after a fused node.
+SOME_ROUNDINGS: Final = 1e-6
+STEADY_DRAWS: Final = 8  # half of them move by one unit in the last place, half by SOME_ROUNDINGS
+INTEGERS_FACTOR: Final = 4.0  # as many times the elements that differ in the original's own runs may differ
+
+
+@dataclass(frozen=True)
+class _Cause:
+    """One reason why outputs move: a model that stands for the original, and what is done to its inputs."""
+
+    name: str
+    model: Callable[[], onnx.ModelProto]
+    move: Move
+    optimize: bool = False
+    of_half_alone: bool = False  # it moves only what is computed in or from half precision
+
+
+def measure_noise(
+    model: onnx.ModelProto,
+    folder: Path | None,
+    reference: Reference,
+    names: Sequence[str],
+    *,
+    by_optimizations: bool = True,
+) -> dict[str, float]:
+    """Return how far outputs of the original move, relative to their largest value.
+
+    Inputs and weights move by one unit in the last place, and `by_optimizations` includes how far onnxruntime's graph
+    optimizations move the outputs.  Where a model was converted to half precision, its float32 inputs move by one
+    rounding to that too.  Where bfloat16 is compared in float32, the rounding of each result counts.
+    An output whose NaN or infinite values move shows nothing of its noise.
+    """
+    found = dict.fromkeys(names, 0.0)
+    for cause in _causes(model, reference):
+        if cause.optimize and not by_optimizations:
+            continue
+        if cause.name not in reference.noise:
+            reference.noise[cause.name] = _moved_by(cause, folder, reference)
+        noise = reference.noise[cause.name]
+        affected = [name for name in names if not cause.of_half_alone or name in reference.half_tensors]
+        found |= {name: max(found[name], noise.get(name, 0.0)) for name in affected}
+    return found
+
+
+def _causes(model: onnx.ModelProto, reference: Reference) -> Iterator[_Cause]:
+    half = reference.half_precision
+    yield _Cause("units in the last place", lambda: with_moved_weights(model, move_by_one_ulp), move_by_one_ulp)
+    yield _Cause("onnxruntime's optimizations", lambda: model, lambda _, value: value, optimize=True)
+    if half and reference.is_converted:
+        move = functools.partial(_move_by_half_rounding, half)
+        yield _Cause("inputs rounded to half precision", lambda: model, move, of_half_alone=True)
+    if half and reference.in_float32:
+        yield _Cause("results rounded to half precision", lambda: _that_rounds(model), lambda _, value: value,
+                     of_half_alone=True)  # fmt: skip
+
+
+def _moved_by(cause: _Cause, folder: Path | None, reference: Reference) -> dict[str, float]:
+    """Return how far a cause moves each output; nothing where onnxruntime does not run the model."""
+    found: dict[str, float] = {}
+    try:
+        session = _open(cause.model(), folder, reference, optimize=cause.optimize)
+        for each in reference.runs:
+            outputs = _run(session, {n: cause.move(n, v) for n, v in each.feeds.items()}, reference)
+            for name, expected in each.outputs.items():
+                scale = reference.scales.get(name, 0.0)
+                other = compare_output(name, expected, outputs.get(name), scale=scale).max_rel
+                found[name] = max(found.get(name, 0.0), other if math.isfinite(other) else 0.0)
+    except VerificationError:
+        raise
+    except Exception:  # whatever onnxruntime raises: it breaks some models when it optimizes them
+        return {}
+    return found
+
+
+def _open(model: onnx.ModelProto, folder: Path | None, reference: Reference, *, optimize: bool) -> Session:
+    return open_session(model_to_float32(model) if reference.in_float32 else model, folder, optimize=optimize)
+
+
+def _run(session: Session, feeds: Mapping[str, Array], reference: Reference) -> dict[str, object]:
+    return run(session, arrays_to_float32(feeds) if reference.in_float32 else feeds)
+
+
+def _move_by_half_rounding(half: str, name: str, value: Array) -> Array:
+    is_cast = value.dtype == np.float32
+    return move_by_rounding(name, value, ROUNDINGS[half]) if is_cast else move_by_one_ulp(name, value)
+
+
+def _that_rounds(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model in float32, with each result of the main graph rounded to its half precision."""
+    shapes = inferred_shapes(model, None)
+    dtypes = {t.name: shapes.dtype(t) for node in shapes.graph.nodes for t in node.outputs} if shapes else {}
+    return model_that_rounds(model, {name: dtype for name, dtype in dtypes.items() if dtype in HALF_PRECISION})
+
+
+def unsteady_outputs(
+    model: onnx.ModelProto,
+    folder: Path | None,
+    reference: Reference,
+    results: Sequence[Mapping[str, object]],
+    errors: Sequence[OutputDifference],
+    *,
+    by_optimizations: bool = True,
+) -> dict[str, str]:
+    """Return the outputs that differ in shape, or in integers, no more than runs of the original do; each with why.
+
+    A step of a quantizer may decide how long a result is, and a rounding decides that step.  Runs of the original are
+    those with inputs and weights that are moved by a rounding, and `by_optimizations` includes the one with
+    onnxruntime's graph optimizations.
+    """
+    pairs = list(zip(reference.runs, results, strict=True))
+    differ = {each.name: max(_elements_off(one.outputs[each.name], new.get(each.name)) for one, new in pairs)
+              for each in errors if not each.passed}  # fmt: skip
+    doubtful = {name: found for name, found in differ.items() if found}
+    unsteady: dict[str, str] = {}
+
+    def look(outputs: Mapping[str, object], each: Run, how: str) -> None:
+        for name in [*doubtful]:
+            if doubtful[name] <= INTEGERS_FACTOR * _elements_off(each.outputs[name], outputs.get(name)):
+                del doubtful[name]
+                unsteady[name] = f"{_how_unsteady(each.outputs[name], outputs.get(name))} {how}"
+
+    if by_optimizations and not isinstance(reference.optimized, str):
+        look(reference.optimized, reference.runs[0], "with onnxruntime's graph optimizations")
+    for draw in range(STEADY_DRAWS):
+        if not doubtful:
+            break
+        move: Move = functools.partial(_move_some, draw=draw)
+        session = _open(with_moved_weights(model, move), folder, reference, optimize=False)
+        for each in reference.runs:
+            outputs = _run(session, {n: move(n, v) for n, v in each.feeds.items()}, reference)
+            look(outputs, each, "where inputs and weights are moved by a rounding")
+    return unsteady
+
+
+def _elements_off(expected: object, actual: object) -> float:
+    """Return how many elements of what has to be equal differ, infinitely many where the shapes do; else 0."""
+    if not isinstance(expected, np.ndarray) or not isinstance(actual, np.ndarray) or expected.dtype != actual.dtype:
+        return 0.0
+    if expected.shape != actual.shape:
+        return math.inf
+    return 0.0 if expected.dtype.name in TOLERANCES else float((expected != actual).sum())
+
+
+def _how_unsteady(expected: object, actual: object) -> str:
+    assert isinstance(expected, np.ndarray) and isinstance(actual, np.ndarray)
+    if expected.shape != actual.shape:
+        return f"the original itself gives {type_and_shape(actual)} in place of {type_and_shape(expected)}"
+    return f"the original itself differs in {int((expected != actual).sum())} of {expected.size} elements"
+
+
+def _move_some(name: str, value: Array, draw: int) -> Array:
+    """Return values moved by one unit in the last place, or by SOME_ROUNDINGS in the second half of the draws."""
+    moved = move_by_one_ulp(name, value, draw)
+    return move_by_rounding(name, moved, SOME_ROUNDINGS, draw) if draw >= STEADY_DRAWS // 2 else moved
