@@ -38,6 +38,7 @@ from onnxfuse.report.outline import Rewritten, outline
 from onnxfuse.report.report import Dropped, Report, Subgraph, quantized_operators
 from onnxfuse.report.unmatched import why_no_region, why_not_made, why_unmatched
 from onnxfuse.rewrite.replace import REGION, Fused
+from onnxfuse.steps import REPORT, VERIFICATION, LeftOut, attempt
 from onnxfuse.unfuse_model import has_fused_nodes, in_operators
 from onnxfuse.verifier import WEIGHT_FOLDING, Verifier
 from onnxfuse.verify.compare import NOT_VERIFIED, Verification
@@ -152,7 +153,7 @@ def find_matches(
         original, folder, fusions, layout=layout, regions=regions, left_out=left_out, timer=StageTimer(progress)
     )
     name = Path(model).name if isinstance(model, str | os.PathLike) else original.graph.name
-    return Choices(name, graph_digest(original), choices_of(result.fused_of_model))
+    return Choices(name, graph_digest(original), choices_of(result.fused_of_model), result.left_out)
 
 
 def _check_layout(layout: Layout) -> None:
@@ -222,21 +223,26 @@ def _optimize(
         found, folder, told = _fuse_in_half(halving, options)
     result, taken_back, off = found.model, found.taken_back, found.switched_off
     first = halving.plain if halving else result
+    raised = list({one.step: one for one in (*first.left_out, *result.left_out, *found.raised)}.values())
+    told_of = functools.partial(attempt, REPORT, raised=raised)
     known = {one.fusion for one in taken_back.dropped} | {name.partition(":")[0] for name in off}
     path = str(model) if isinstance(model, str | os.PathLike) else None
     size = file_bytes(Path(path), original) if path else None
+    facts = told_of(
+        lambda: gather_facts(original, result.written, path, fusions, _graphs(result), _why_not_fused(result)),
+        None,
+    )
     report = Report(
         {"path": path, "nodes": len(original.graph.node), "opset": opset_of(original),
          "bytes": size, "digest": graph_digest(original)},
         {"path": None, "nodes": len(result.written.graph.node), "bytes": None},
-        result.fused_of_model, (*(first.all_folded if halving else ()), *result.all_folded), tuple(result.near()),
+        result.fused_of_model, (*(first.all_folded if halving else ()), *result.all_folded),
+        told_of(lambda: tuple(result.near()), ()),
         tuple(taken_back.dropped), first.before, result.after, found.verified, timer.seconds, result.layout,
         result.without_regions, tuple(_subgraphs(result)), first.inlined, result.stays,
         quantized_operators(result.written), what_was_written(result) if is_standard else None,
-        count_operators(original, result.written), _assumed_sizes(result.written),
-        _unmatched(result, fusions, only, known), off,
-        gather_facts(original, result.written, path, fusions, _graphs(result), _why_not_fused(result)),
-        told, folder,
+        told_of(lambda: count_operators(original, result.written), ()), _assumed_sizes(result.written),
+        told_of(lambda: _unmatched(result, fusions, only, known), {}), off, facts, told, folder, tuple(raised),
     )  # fmt: skip
     return result.written, report
 
@@ -267,6 +273,7 @@ class _Found:
     verified: Verification
     taken_back: TakenBack
     switched_off: tuple[str, ...] = ()
+    raised: tuple[LeftOut, ...] = ()  # the verification, where it raised
 
 
 def _fuse_verified(
@@ -282,25 +289,30 @@ def _fuse_verified(
     )
     chosen = ChosenFuse(fuse_again, options.choices) if options.choices else None
     fuse_again = chosen or fuse_again
-    taken_back = TakenBack()
+    taken_back, raised = TakenBack(), list[LeftOut]()
     if options.verify:
         verifier = Verifier(
             original, folder, options.inputs, timer, options.shapes, options.tolerance, options.is_converted,
             options.operators == "standard",
         )  # fmt: skip
+        until_equal = functools.partial(
+            _fuse_until_equal, fuse_again, options.fusions, options.layout, options.regions, verifier, taken_back
+        )
         try:
-            result, verified = _fuse_until_equal(
-                fuse_again, options.fusions, options.layout, options.regions, verifier, taken_back
-            )
+            found = attempt(VERIFICATION, until_equal, None, raised)
         except VerificationError as error:
             _check_converted(verifier, source)
             raise error
+        if found is None:
+            fuse_kept = _without(fuse_again, options.fusions, options.layout, options.regions, taken_back)
+            found = fuse_kept(), Verification(None, (), "the verification raised an error", ())
+        result, verified = found
     else:
         result = fuse_again(options.fusions, layout=options.layout, regions=options.regions)
         verified = NOT_VERIFIED
     if chosen:
         chosen.check_known()
-    return _Found(result, verified, taken_back, tuple(chosen.switched_off) if chosen else ())
+    return _Found(result, verified, taken_back, tuple(chosen.switched_off) if chosen else (), tuple(raised))
 
 
 def _fuse_in_half(halving: Halving, options: _Options) -> tuple[_Found, Path | None, HalfResult]:
@@ -411,6 +423,15 @@ class TakenBack:
         """Whether BatchNormalization and scales are folded into weights."""
         return WEIGHT_FOLDING not in self.names
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of `fuse_model` that say what else than fusions, layouts and matches is left out."""
+        return {
+            "change_weights": self.change_weights,
+            "keep_names": self.constants,
+            "bodies": BODIES not in self.names,
+        }
+
     def take(self, dropped: Dropped) -> None:
         """Leave out a fusion, the layout, or the folding into weights."""
         self.dropped.append(dropped)
@@ -448,16 +469,8 @@ def _fuse_until_equal(
     fuse_again  `fuse_model`, of the model
     """
     while True:
-        without = {
-            "change_weights": taken_back.change_weights,
-            "keep_names": taken_back.constants,
-            "bodies": BODIES not in taken_back.names,
-        }
-        kept = [fusion for fusion in fusions if fusion.name not in taken_back.names]
-        regions = REGION not in taken_back.names and regions
-        fuse_kept = functools.partial(fuse_again, kept, regions=regions, exclude=taken_back.matches, **without)
-        layout = "nchw" if LAYOUT in taken_back.names else layout
-        result = fuse_kept(layout=layout, keep_unfused=True)
+        fuse_kept = _without(fuse_again, fusions, layout, regions, taken_back)
+        result = fuse_kept(keep_unfused=True)
         if constants := verifier.wrong_constants(result):
             taken_back.take_constants(result.all_folded, constants)
             continue
@@ -471,11 +484,29 @@ def _fuse_until_equal(
         if result.layout.nodes and verifier.verify(fuse_kept(layout="nchw").written).passed is not False:
             taken_back.take(Dropped(LAYOUT, result.layout.first, verified.reason))
             continue
-        if result.bodies and verifier.verify(fuse_kept(layout=layout, bodies=False).written).passed is not False:
+        if result.bodies and verifier.verify(fuse_kept(bodies=False).written).passed is not False:
             taken_back.take(Dropped(BODIES, result.bodies[0].body.where, verified.reason))
             continue
-        unfused = fuse_again([], **without)
+        unfused = fuse_again([], **taken_back.options)
         taken_back.take(verifier.find_fault(result, verified, unfused, taken_back.change_weights))
+
+
+def _without(
+    fuse_again: Callable[..., FusedModel],
+    fusions: Sequence[Fusion],
+    layout: Layout,
+    regions: Regions,
+    taken_back: TakenBack,
+) -> Callable[..., FusedModel]:
+    """Return `fuse_model` of the model, without what was taken back."""
+    return functools.partial(
+        fuse_again,
+        [fusion for fusion in fusions if fusion.name not in taken_back.names],
+        layout="nchw" if LAYOUT in taken_back.names else layout,
+        regions=REGION not in taken_back.names and regions,
+        exclude=taken_back.matches,
+        **taken_back.options,
+    )
 
 
 def _fused_nodes(result: FusedModel, wrong: Iterable[PartFinding]) -> Iterator[tuple[PartFinding, Fused]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import onnx
@@ -20,6 +20,7 @@ from onnxfuse.ir.serde import read_graph, write_model
 from onnxfuse.layout.channel_rules import CHANNEL_FUSIONS, between_transposes
 from onnxfuse.passes.merge_equal_sizes import merge_equal_sizes
 from onnxfuse.report.traffic import Traffic, estimate_traffic
+from onnxfuse.steps import without_what_raises
 from onnxfuse.verify.compare import NOT_VERIFIED, Verification, compare
 from onnxfuse.verify.own_process import DEFAULT_TIMEOUT, own_process
 
@@ -73,13 +74,20 @@ def in_operators(
     What cancels where bodies meet is removed: Transposes, constants and Casts.  With `merge_sizes`, sizes that several
     bodies compute are computed once, so that what depends on them alone, such as a causal mask, is too.
     """
+    return without_what_raises(lambda raised: _in_operators(fused, folder, merge_sizes, raised))[0]
+
+
+def _in_operators(
+    fused: onnx.ModelProto, folder: Path | None, merge_sizes: bool, raised: Collection[str]
+) -> tuple[onnx.ModelProto, Traffic]:
+    """Return the same; passes whose names are in `raised` are left out."""
     names = [(function.domain, function.name) for function in fused.functions if function.domain == DOMAIN]
     graph = read_graph(onnx.inliner.inline_selected_functions(_prepared(fused), names), folder)
     graph.sort()
     shapes = infer_shapes(graph)
     if merge_sizes:
         merge_equal_sizes(graph, shapes)
-    simplify(graph, shapes, change_weights=False)
+    simplify(graph, shapes, change_weights=False, raised=raised)
     return write_model(graph), estimate_traffic(graph, shapes)
 
 

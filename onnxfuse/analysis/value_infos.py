@@ -16,7 +16,9 @@ from onnxfuse.ir.validate import ONNX_DOMAINS
 
 MAX_COPIED_BYTES = 1024  # of a constant in the copy that onnx infers from; inference reads small ones only
 EXPAND_BOUNDED_SINCE = 13  # the opset; before, onnx makes a dimension of each element of a target, be they 10^9
-ONNX_FAILURES = (onnx.shape_inference.InferenceError, ValueError, RuntimeError, TypeError)
+ONNX_FAILURES = (
+    onnx.shape_inference.InferenceError, onnx.checker.ValidationError, ValueError, RuntimeError, TypeError,
+)  # fmt: skip
 RecordedSize: TypeAlias = "Size | str | None"  # a str is a symbol that onnx invented; None is a nameless dimension
 
 

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+import click
 
 import onnxfuse.interrupts as interrupts  # `from onnxfuse import` would import the pattern language
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from onnxfuse.steps import LeftOut
 
 SECONDS_WITHOUT_PROGRESS: Final = 2.0  # before a progress bar appears
 UNLIMITED: Final = 100_000  # columns of what is piped into a program or a file
@@ -26,6 +32,35 @@ def console(stderr: bool = False) -> Console:
 
     shown = Console(stderr=stderr)
     return shown if shown.is_terminal or "COLUMNS" in os.environ else Console(stderr=stderr, width=UNLIMITED)
+
+
+def was_printing(error: OSError) -> bool:
+    """Return whether an error was raised by what prints, and so by the standard output."""
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    return Path(raised_in).parent.name in ("rich", "click")
+
+
+DEBUG: Final = "onnxfuse.debug"  # the key of --debug in click's `meta`, which a command and its group share
+
+
+def _remember(context: click.Context, option: click.Parameter, value: bool) -> None:
+    context.meta[DEBUG] = value or is_debugging(context)
+
+
+debug_option = click.Option(
+    ["--debug"], is_flag=True, expose_value=False, callback=_remember, help="Print the tracebacks of errors."
+)
+
+
+def is_debugging(context: click.Context) -> bool:
+    """Return whether --debug was given."""
+    return bool(context.meta.get(DEBUG))
+
+
+def show_tracebacks(left_out: Iterable[LeftOut]) -> None:
+    """Print the tracebacks of steps that were left out, if --debug was given."""
+    for one in left_out if is_debugging(click.get_current_context()) else ():
+        click.echo(one.traceback, err=True)
 
 
 @contextmanager
