@@ -7,9 +7,9 @@ from typing import Generic, Protocol, TypeAlias, TypeVar, cast
 
 from onnxfuse.analysis.dims import Dim, Size
 from onnxfuse.analysis.shape_info import MAX_VALUE_ELEMENTS, CannotInfer, PartialShape, Shape, ShapeInfo
-from onnxfuse.ir.attributes import attribute_or_input
+from onnxfuse.ir.attributes import AtRunTime, attribute_or_input
 from onnxfuse.ir.dtypes import Array
-from onnxfuse.ir.node import Node, is_tensor, op_of, producer
+from onnxfuse.ir.node import Node, op_of, producer
 
 # A shape rule returns one shape, which then every output has, or a list with a shape for each output.  A dimension or a
 # shape that it cannot tell is None.
@@ -86,8 +86,8 @@ def integers(shapes: ShapeInfo, node: Node, name: str) -> list[Size] | None:
     found = attribute_or_input(shapes.graph, node, name)
     if found is None:
         return None
-    if is_tensor(found):
-        value = shapes.exact_value(found)
+    if isinstance(found, AtRunTime):
+        value = shapes.exact_value(found.tensor)
         if value is None:
             raise CannotInfer
         found = value.tolist()
