@@ -12,7 +12,7 @@ import onnx.inliner
 from onnxfuse.analysis.shape_inference import infer_shapes
 from onnxfuse.errors import ModelError, VerificationError
 from onnxfuse.fuse_model import Progress, simplify
-from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.domain import DOMAIN, is_fused
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.load import load
 from onnxfuse.ir.protos import copy_without, nodes
@@ -62,8 +62,8 @@ def unfuse(
 
 
 def has_fused_nodes(model: onnx.ModelProto) -> bool:
-    """Return whether a model has functions that fused nodes call."""
-    return any(function.domain == DOMAIN for function in model.functions)
+    """Return whether a model has fused nodes."""
+    return any(map(is_fused, nodes(model.graph, *model.functions)))
 
 
 def in_operators(
@@ -96,7 +96,9 @@ def _prepared(fused: onnx.ModelProto) -> onnx.ModelProto:
     joining = {node.op_type for node in nodes(fused.graph) if _fusion(node) in CHANNEL_FUSIONS}
     imported = {each.domain for each in fused.opset_import}
     result = copy_without(fused, "functions", "opset_import")
-    result.opset_import.extend(each for each in fused.opset_import if each.domain != DOMAIN)
+    bodies = {function.name for function in fused.functions if function.domain == DOMAIN}
+    others = any(n.domain == DOMAIN and n.op_type not in bodies for n in nodes(fused.graph, *fused.functions))
+    result.opset_import.extend(each for each in fused.opset_import if each.domain != DOMAIN or others)
     for function in fused.functions:
         is_joining = function.domain == DOMAIN and function.name in joining
         result.functions.append(between_transposes(function) if is_joining else function)
