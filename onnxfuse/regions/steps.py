@@ -130,7 +130,10 @@ class Steps:
         found = self.parameter(name)
         if found is None:
             return None
-        return [int(each) for each in found] if isinstance(found, list) else [int(found)]  # type: ignore[call-overload]
+        numbers = found if isinstance(found, list) else [found]
+        if not all(isinstance(each, int | float) for each in numbers):  # of a model whose types do not fit
+            raise StaysOut(f"its {name} are no numbers")
+        return [int(each) for each in numbers]
 
     def sizes(self, name: str) -> list[Expression] | None:
         """Return a parameter that is a list of integers or of expressions over dims; None where it is absent.

@@ -28,7 +28,8 @@ ATTRIBUTES = {
 }
 COMMANDS = (
     "optimize {} out.onnx --layout nhwc", "optimize {} out.onnx --emit standard",
-    "optimize {} out.onnx --dtype float16", "plan {} -o plan.json", "explain {}", "explain {} --node call", "inspect {}", "unfuse {} apart.onnx",
+    "optimize {} out.onnx --dtype float16",
+    "plan {} -o plan.json", "explain {}", "explain {} --node call", "inspect {}", "unfuse {} apart.onnx",
     "show region {}", "compile {} --arch sm_90", "verify {} {}", "bench {} --provider cpu --runs 2",
     "export-triton {} repository", "tune {}",
 )  # fmt: skip
