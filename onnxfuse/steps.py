@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, NoReturn, TypeVar
 
 from onnxfuse.errors import OnnxfuseError, described
 
@@ -58,10 +58,15 @@ def step(name: str) -> Iterator[None]:
     """Raise StepError for what the block raises, unless the user can act on it, or a step inside has been named."""
     try:
         yield
-    except (OnnxfuseError, StepError):
-        raise
     except Exception as error:
-        raise StepError(name, error) from error
+        raise_of(name, error)
+
+
+def raise_of(name: str, error: Exception) -> NoReturn:
+    """Raise what `step` raises for an error, where a context for each call would take too long."""
+    if isinstance(error, OnnxfuseError | StepError):
+        raise error
+    raise StepError(name, error) from error
 
 
 def without_what_raises(attempt: Callable[[frozenset[str]], T]) -> tuple[T, tuple[LeftOut, ...]]:
