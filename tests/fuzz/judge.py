@@ -39,6 +39,7 @@ from onnxfuse.verify.cpu_session import open_session, run
 from onnxfuse.verify.widen import arrays_to_float32, half_precision_of, model_to_float32
 
 SECONDS = 20.0  # of this process in one call of optimize(), or of one run of a model in its own process
+OF_ONE_NODE = ("inference of ", "spelling ")  # steps whose errors leave out one node, which may be invalid
 DRAWS = 3
 SHAKES = 4
 ULP = 2.0**-23
@@ -100,7 +101,7 @@ def judge(
     """Optimize a model and compare what both compute on inputs that `seed` and the first sizes of symbols determine."""
     try:
         with limited(SECONDS):
-            optimized, _ = optimize(model, verify=verify, fallback=fallback)
+            optimized, report = optimize(model, verify=verify, fallback=fallback)
     except OnnxfuseError as error:
         return _of_refused(model, sizes, seed, error)
     except Hang as error:
@@ -109,9 +110,14 @@ def judge(
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{last.filename.rpartition('/')[2]} in {last.name}"
         return Verdict("crash", f"{type(error).__name__} {where}: {' '.join(str(error).split())[:200]}")
+    if raised := [one for one in report.left_out if not one.step.startswith(OF_ONE_NODE)]:
+        return Verdict("crash", str(raised[0]))
     if isinstance(model, bytes):
         return Verdict("idle", "damaged bytes")
-    return compare(model, optimized, sizes, seed, fallback == "ort")
+    verdict = compare(model, optimized, sizes, seed, fallback == "ort")
+    if report.left_out and verdict.kind == "same":  # rules may raise at nodes that do not run
+        return Verdict("crash", str(report.left_out[0]))
+    return verdict
 
 
 def _of_refused(model: onnx.ModelProto | bytes, sizes: Mapping[str, int], seed: int, error: OnnxfuseError) -> Verdict:
