@@ -223,7 +223,8 @@ def _optimize(
         found, folder, told = _fuse_in_half(halving, options)
     result, taken_back, off = found.model, found.taken_back, found.switched_off
     first = halving.plain if halving else result
-    raised = list({one.step: one for one in (*first.left_out, *result.left_out, *found.raised)}.values())
+    found_raised = (*first.left_out, *(halving.raised if halving else ()), *result.left_out, *found.raised)
+    raised = list({one.step: one for one in found_raised}.values())
     told_of = functools.partial(attempt, REPORT, raised=raised)
     known = {one.fusion for one in taken_back.dropped} | {name.partition(":")[0] for name in off}
     path = str(model) if isinstance(model, str | os.PathLike) else None

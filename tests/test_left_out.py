@@ -14,7 +14,7 @@ from layout_models import parse as parsed_image
 from spelled_models import parsed
 from spellings import Unfused, Unwritable, build, longest
 
-from onnxfuse import Fusion, Report, fuse_model, optimize, optimizer, unfuse
+from onnxfuse import Fusion, Report, fuse_model, halving, optimize, optimizer, unfuse
 from onnxfuse.analysis.shape_rules import SHAPE_RULES
 from onnxfuse.analysis.value_rules import VALUE_RULES
 from onnxfuse.dsl import catalogue
@@ -237,6 +237,18 @@ def test_what_was_taken_back_stays_so_where_the_verification_raises_later(monkey
     assert steps == ["verification"]
     assert [one.fusion for one in report.dropped] == ["layer_norm"]
     assert kinds(report) == {"gemm_bias_activation"}
+
+
+@pytest.mark.parametrize(("function", "name"), [("scale_queries", "queries"), ("scale_products", "products")])
+def test_a_step_of_half_precision_that_raises_is_left_out(
+    function: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(halving, function, raises)
+    made, report, steps = left_out(BLOCK, dtype="float16")
+    assert steps == [f"scaling of {name}"]
+    assert report.verified.passed, report.verified.reason
+    assert report.half is not None and report.half.nodes
+    assert any(each.data_type == onnx.TensorProto.FLOAT16 for each in made.graph.initializer)
 
 
 def test_a_pass_that_raises_in_unfuse_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,10 +130,11 @@ class Steps:
         found = self.parameter(name)
         if found is None:
             return None
-        numbers = found if isinstance(found, list) else [found]
-        if not all(isinstance(each, int | float) for each in numbers):  # of a model whose types do not fit
+        values = found if isinstance(found, list) else [found]
+        numbers = [int(each) for each in values if isinstance(each, int | float)]
+        if len(numbers) < len(values):  # of a model whose types do not fit
             raise StaysOut(f"its {name} are no numbers")
-        return [int(each) for each in numbers]
+        return numbers
 
     def sizes(self, name: str) -> list[Expression] | None:
         """Return a parameter that is a list of integers or of expressions over dims; None where it is absent.
