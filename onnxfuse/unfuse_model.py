@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 import onnx
 import onnx.inliner
@@ -23,6 +25,8 @@ from onnxfuse.report.traffic import Traffic, estimate_traffic
 from onnxfuse.steps import without_what_raises
 from onnxfuse.verify.compare import NOT_VERIFIED, Verification, compare
 from onnxfuse.verify.own_process import DEFAULT_TIMEOUT, own_process
+
+log: Final = logging.getLogger("onnxfuse")
 
 
 def unfuse(
@@ -74,7 +78,11 @@ def in_operators(
     What cancels where bodies meet is removed: Transposes, constants and Casts.  With `merge_sizes`, sizes that several
     bodies compute are computed once, so that what depends on them alone, such as a causal mask, is too.
     """
-    return without_what_raises(lambda raised: _in_operators(fused, folder, merge_sizes, raised))[0]
+    result, left_out = without_what_raises(lambda raised: _in_operators(fused, folder, merge_sizes, raised))
+    for one in left_out:
+        log.warning("left out: %s", one)
+        log.debug(one.traceback)
+    return result
 
 
 def _in_operators(

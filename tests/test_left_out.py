@@ -251,9 +251,12 @@ def test_a_step_of_half_precision_that_raises_is_left_out(
     assert any(each.data_type == onnx.TensorProto.FLOAT16 for each in made.graph.initializer)
 
 
-def test_a_pass_that_raises_in_unfuse_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_raises_in_unfuse_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     fused, _ = optimize(BLOCK)
     raising = functools.wraps(PIPELINE[0])(raises)
     monkeypatch.setattr(fuse_model, "PIPELINE", (raising, *PIPELINE[1:]))
     apart, verified = unfuse(fused)
     assert not apart.functions and verified.passed
+    assert f"left out: pass {PIPELINE[0].__name__} raised KeyError: 'on purpose'" in caplog.text
