@@ -100,7 +100,8 @@ def test_a_full_device_is_told_of_in_one_line(in_folder: Path) -> None:
     lines += ["--help", "--version", "list --help"]
     with FULL.open("wb", buffering=0) as full:
         command = [sys.executable, "-c", FULL_DEVICE, *lines]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=True, timeout=300)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
     told = "error: the standard output cannot be written: No space left on device; what is printed is lost"
     assert [line for line in done.stderr.splitlines() if line] == [told, "exit code 1"] * len(lines)
     assert (in_folder / "again.onnx").exists(), "the model is written before the report is printed"
