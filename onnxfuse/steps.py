@@ -102,7 +102,8 @@ def left_out(name: str, error: Exception) -> LeftOut:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if _is_own(frame.filename)] or frames
     where = f"{_shown(Path(own[-1].filename))}:{own[-1].lineno}" if own else "of unknown place"
-    return LeftOut(name, described(error), where, "".join(traceback.format_exception(error)))
+    text = str(OnnxfuseError(described(error)))  # in which control characters are escapes
+    return LeftOut(name, text, where, "".join(traceback.format_exception(error)))
 
 
 def _is_own(file: str) -> bool:

@@ -25,6 +25,7 @@ from onnxfuse.regions.defer_to_regions import DeferToRegions
 from onnxfuse.rewrite import replace
 from onnxfuse.rewrite.make_keys_row_major import make_keys_row_major
 from onnxfuse.spell_out.spell_out import RULES
+from onnxfuse.steps import left_out as left_out_record
 from onnxfuse.verify.compare import compare
 from onnxfuse.verify.compare_parts import PartFinding, PartsVerification
 
@@ -149,6 +150,10 @@ def test_a_fusion_whose_body_cannot_be_written_for_an_error_is_left_out(
     assert steps == [f"fusion {name}"]
     assert name not in kinds(report)
     assert report.verified.passed, report.verified.reason
+
+
+def test_control_characters_of_an_error_are_escapes() -> None:
+    assert left_out_record("pass a", ValueError("name \x1b]8;;")).error == "ValueError: name \\x1b]8;;"
 
 
 def test_fusions_that_all_raise_are_all_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
