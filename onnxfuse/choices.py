@@ -24,6 +24,7 @@ from onnxfuse.fuse_model import FusedModel
 from onnxfuse.ir.digest import graph_digest
 from onnxfuse.ir.plain_files import read_plain, write_whole
 from onnxfuse.rewrite.replace import Fused
+from onnxfuse.steps import LeftOut
 
 FORMAT: Final = "onnxfuse-plan"
 VERSION: Final = 1
@@ -49,6 +50,7 @@ class Choices:
     model: str
     digest: str
     matches: tuple[Choice, ...]
+    left_out: tuple[LeftOut, ...] = ()  # steps that raised when the matches were found; no file says them
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data, as the file has it."""

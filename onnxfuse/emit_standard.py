@@ -13,7 +13,7 @@ from onnxfuse.errors import ModelError
 from onnxfuse.fuse_model import FusedModel
 from onnxfuse.ir.attributes import schema
 from onnxfuse.ir.convert_opset import convert_opset, lower_opset, opset_of
-from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.domain import DOMAIN, is_fused
 from onnxfuse.ir.protos import nodes
 from onnxfuse.report.standard import Standard, WrittenAs
 from onnxfuse.report.traffic import Traffic
@@ -70,7 +70,7 @@ def what_was_written(result: FusedModel) -> Standard:
 
 def _written(result: FusedModel) -> Iterator[WrittenAs]:
     bodies = {each.name: each for each in result.model.functions if each.domain == DOMAIN}
-    called = {node.name: bodies[node.op_type] for node in nodes(result.model.graph) if node.domain == DOMAIN}
+    called = {node.name: bodies[node.op_type] for node in nodes(result.model.graph) if is_fused(node)}
     for fused in result.fused:
         if fused.node not in called:  # its result is not used any more
             continue

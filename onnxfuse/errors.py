@@ -61,6 +61,11 @@ class NothingRunsError(VerificationError):
     """No model can run here: onnxruntime is missing, or its process does not start."""
 
 
+def described(error: BaseException) -> str:
+    """Return the class of an exception and the first line of its text."""
+    return f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's text, without onnxruntime's error class and C++ source position."""
     line = next(iter(str(error).strip().splitlines()), "") or type(error).__name__

@@ -27,7 +27,7 @@ def explanations(result: FusedModel, fusion: str | None = None, node: str | None
 
     `result` was made with regions.  For all fusions and nodes, only the misses worth reading are returned.
     """
-    found: list[str] = []
+    found = [f"Left out: {one}\n" for one in result.left_out]
     if fusion == REGION or (node and not fusion):
         found += why_in_no_region(result.fused, result.no_region, node)
     if node or fusion in CONVOLUTIONS or fusion in LAYOUT_FUSIONS:

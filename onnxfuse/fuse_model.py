@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 import onnx
 
@@ -48,10 +48,22 @@ from onnxfuse.rewrite.make_keys_row_major import make_keys_row_major
 from onnxfuse.rewrite.replace import Fused, LocalFunctions
 from onnxfuse.rewrite.select import FusionResult, fuse, leave_none, nearness
 from onnxfuse.spell_out import Spelled, SpelledOut, Stays, in_terms_of_model, left_over, spell_out
+from onnxfuse.steps import (
+    CONTROL_FLOW,
+    ESTIMATE,
+    INLINING,
+    LAYOUTS,
+    REGIONS,
+    SPELLING,
+    LeftOut,
+    step,
+    without_what_raises,
+)
 from onnxfuse.verify.parts import UnfusedGraph, unfused_graph
 
 MAX_SIMPLIFY_ROUNDS = 4
 MAX_SPELLING_ROUNDS = 4  # in which operators of which something was left over keep their form
+T = TypeVar("T")
 Progress: TypeAlias = Callable[[str, int, int], None]  # called with the stage, how much of it is done, and of how much
 
 
@@ -97,6 +109,24 @@ class Settings:
     keep_scores: Scores = frozenset()  # the Softmaxes whose scores stay as they are
     left_out: frozenset[str] = frozenset()  # those of LAYOUT_FUSIONS that are not made
     without_passes: frozenset[str] = frozenset()  # names of passes that are not applied
+    raised: frozenset[str] = frozenset()  # names of steps that are left out because they raised
+
+    def without(self, raised: frozenset[str]) -> Settings:
+        """Return the settings without these steps."""
+        return replace(
+            self,
+            fusions=[fusion for fusion in self.fusions if fusion.step not in raised],
+            regions=REGIONS not in raised and self.regions,
+            bodies=CONTROL_FLOW not in raised and self.bodies,
+            raised=raised,
+        )
+
+    def run(self, name: str, function: Callable[[], T], otherwise: T) -> T:
+        """Return what a step returns; `otherwise` where it is left out."""
+        if name in self.raised:
+            return otherwise
+        with step(name):
+            return function()
 
 
 @dataclass(frozen=True)
@@ -127,6 +157,7 @@ class FusedModel:
     bodies: tuple[FusedBody, ...] = ()
     inlined: Inlined | None = None  # the model's own functions
     standard: onnx.ModelProto | None = None  # the model in ONNX's own operators, where these are written
+    left_out: tuple[LeftOut, ...] = ()  # steps that raised
 
     @property
     def written(self) -> onnx.ModelProto:
@@ -219,6 +250,8 @@ def fuse_model(
     fused over. `keep_nodes` are the labels of nodes that no fusion, region or layout takes, by the body that they are
     in. `keep_unfused` remembers the graph as it was before fusing. `left_out` are fusions of layouts that are not made.
     `without_passes` names passes that are not applied.
+
+    A step that raises is left out, as the result says, unless the user can act on its error.
     """
     timer = timer or StageTimer()
     settings = Settings(
@@ -226,7 +259,9 @@ def fuse_model(
         keep_nodes, left_out=frozenset(left_out), without_passes=frozenset(without_passes),
     )  # fmt: skip
     with _no_garbage_collection():
-        return _fuse_spelled(model, folder, settings, timer)
+        result, raised = without_what_raises(lambda names: _fuse_spelled(model, folder, settings.without(names), timer))
+    noted = {one.step: one for _, each in result.everywhere() for one in each.left_out}  # for single nodes
+    return replace(result, left_out=(*raised, *noted.values()))
 
 
 def _fuse_spelled(model: onnx.ModelProto, folder: Path | None, settings: Settings, timer: StageTimer) -> FusedModel:
@@ -258,7 +293,7 @@ def _fuse_once(
 ) -> FusedModel:
     """Fuse a model, whose operators with the first outputs `kept` are not spelled out, and whose `scores` stay."""
     with timer.stage("normalize"):
-        inlined = inline_functions(model)
+        inlined = settings.run(INLINING, lambda: inline_functions(model), Inlined(model))
         graph, shapes, taken = _read(inlined.model, folder, settings.bodies)
     found = _fuse_graph(
         graph, shapes, taken, replace(settings, keep_operators=frozenset(kept), keep_scores=scores), timer
@@ -274,7 +309,8 @@ def _read(model: onnx.ModelProto, folder: Path | None, bodies: bool) -> tuple[Gr
         graph = read_graph(model, folder)
         graph.sort()
         shapes = infer_shapes(graph)
-        model, known = with_known_branches(model, shapes) if bodies else (model, [])
+        with step(CONTROL_FLOW):
+            model, known = with_known_branches(model, shapes) if bodies else (model, [])
         taken += known
         if not known:
             return graph, shapes, taken
@@ -288,17 +324,24 @@ def _fuse_graph(
     with timer.stage("normalize"):
         graph.fixed_names |= settings.keep_names
         graph.scores.stay = frozenset(name for where, name in settings.keep_scores if where == settings.where)
-        kept_ifs = keep_unequal_branches(graph, shapes)
-        before = estimate_traffic(graph, shapes)
+        with step(CONTROL_FLOW):
+            kept_ifs = keep_unequal_branches(graph, shapes)
+        before = _traffic(graph, shapes, settings)
         folded = [Folded("branch", node.name or node.output[0], node.output[0]) for node in taken]
         if settings.bodies:
-            folded += read_invariants_outside(graph)
-            infer_results(graph, shapes)
-        spelling = spell_out(graph, shapes, settings.keep_operators) if settings.fusions else SpelledOut()
-        folded += simplify(graph, shapes, settings.without_passes)
-        make_keys_row_major(graph, shapes, settings.fusions, keep)
+            with step(CONTROL_FLOW):
+                folded += read_invariants_outside(graph)
+                infer_results(graph, shapes)
+        spelling = SpelledOut()
+        if settings.fusions:
+            spelling = settings.run(SPELLING, lambda: spell_out(graph, shapes, settings.keep_operators), SpelledOut())
+        folded += simplify(graph, shapes, settings.without_passes | settings.raised)
+        settings.run(
+            pass_step(make_keys_row_major), lambda: make_keys_row_major(graph, shapes, settings.fusions, keep), 0
+        )
         unfused = unfused_graph(graph, shapes) if settings.keep_unfused else None
-    bodies = tuple(_fuse_bodies(graph, shapes, settings, timer, kept_ifs)) if settings.bodies else ()
+    with step(CONTROL_FLOW):
+        bodies = tuple(_fuse_bodies(graph, shapes, settings, timer, kept_ifs)) if settings.bodies else ()
     if bodies:  # which may read less of this graph than before
         graph.update_captured()
         graph.remove_dead()
@@ -326,28 +369,36 @@ def _fuse_graph(
         attended = {label for one in fusing.fused for label in one.replaces if products.intersection(one.replaces)}
         scores_left = graph.scores.done - {name for label, name in softmaxes.items() if label in attended}
         standing = {*exclude, *_kept_outputs(graph, settings.fusions, keep)}
-        layouts = _assign_layouts(graph, shapes, settings, fusing.fused, standing)
-        left = left_over(graph, shapes, spelling, fusing)
-        without_regions = after = estimate_traffic(graph, shapes)
+        layouts = settings.run(
+            LAYOUTS, lambda: _assign_layouts(graph, shapes, settings, fusing.fused, standing), LayoutResult()
+        )
+        left = settings.run(SPELLING, lambda: left_over(graph, shapes, spelling, fusing), dict[str, Stays]())
+        without_regions = after = _traffic(graph, shapes, settings)
         known = _standing(graph, (*fusing.fused, *layouts.fused))  # layouts have put others in place of some
         made = RegionResult()
         if settings.regions:
             if not left:
-                made = _form_regions(graph, shapes, exclude, joining, known, keep, only_with_epilogue)
+                with step(REGIONS):
+                    made = _form_regions(graph, shapes, exclude, joining, known, keep, only_with_epilogue)
                 known = _standing(graph, known)  # without norms that are parts of regions
             if defer_to_regions.has_left:
                 rest = fuse_more([fusion for fusion in settings.fusions if fusion.last]).fused
                 known = (*known, *rest)
                 fusing = replace(fusing, remaining=fusing.remaining.difference(*(one.replaces for one in rest)))
-            after = estimate_traffic(graph, shapes)
+            after = _traffic(graph, shapes, settings)
         records = {one.node: one for one in (*known, *made.fused)}
         fusing = replace(fusing, fused=tuple(records.values()))
     with timer.stage("write"):
         written = write_model(graph)
     return FusedModel(
         graph, written, before, after, tuple(folded), fusing, layouts, without_regions, made, unfused,
-        spelling, left, frozenset(scores_left), bodies,
+        spelling, left, frozenset(scores_left), bodies, left_out=tuple(shapes.raised.values()),
     )  # fmt: skip
+
+
+def _traffic(graph: Graph, shapes: ShapeInfo, settings: Settings) -> Traffic:
+    """Return the estimated traffic; none where the estimate raised."""
+    return settings.run(ESTIMATE, lambda: estimate_traffic(graph, shapes), Traffic(0, 0))
 
 
 def _form_regions(
@@ -409,11 +460,14 @@ def _assign_layouts(
 def simplify(graph: Graph, shapes: ShapeInfo, without: Collection[str] = ()) -> list[Folded]:
     """Apply the passes of the pipeline round by round until none changes anything.  Returns the nodes that vanished.
 
-    Passes that `without` names are not applied.
+    Passes that `without` names, also as steps, are not applied.  Raises StepError for a pass that raises.
     """
-    passes, late = ([each for each in some if each.__name__ not in without] for some in (PIPELINE, LATE_PASSES))
+    passes, late = (
+        [each for each in some if each.__name__ not in without and pass_step(each) not in without]
+        for some in (PIPELINE, LATE_PASSES)
+    )
     folded = _rounds(graph, shapes, passes)
-    changes = [apply_pass(graph, shapes) for apply_pass in late]
+    changes = [_apply(each, graph, shapes) for each in late]
     if any(changes):
         folded += _rounds(graph, shapes, passes)
     return folded
@@ -422,11 +476,21 @@ def simplify(graph: Graph, shapes: ShapeInfo, without: Collection[str] = ()) -> 
 def _rounds(graph: Graph, shapes: ShapeInfo, passes: Sequence[Pass]) -> list[Folded]:
     folded: list[Folded] = []
     for _ in range(MAX_SIMPLIFY_ROUNDS):
-        changes = [apply_pass(graph, shapes) for apply_pass in passes]
+        changes = [_apply(each, graph, shapes) for each in passes]
         folded += [one for change in changes if isinstance(change, list) for one in change]
         if not any(changes):
             break
     return folded
+
+
+def _apply(apply_pass: Pass, graph: Graph, shapes: ShapeInfo) -> list[Folded] | int:
+    with step(pass_step(apply_pass)):
+        return apply_pass(graph, shapes)
+
+
+def pass_step(apply_pass: Callable[..., object]) -> str:
+    """Return how a report calls a pass that raised."""
+    return f"pass {apply_pass.__name__}"
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from onnxfuse.half.widening import fewest
 from onnxfuse.ir.convert_opset import convert_opset, describe_change, opset_of, state_ir_version
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS, Array
 from onnxfuse.ir.protos import nodes
+from onnxfuse.steps import LeftOut, attempt
 from onnxfuse.verify.compare import compare
 from onnxfuse.verify.cpu_session import open_session, run
 from onnxfuse.verify.difference import compare_output
@@ -98,6 +99,7 @@ class Halving:
     asked: dict[str, str] = field(default_factory=dict)  # nodes that are to stay in float32, and why
     converted: Converted | None = None
     noises: list[dict[str, float]] = field(default_factory=list)  # how far each output moved, of each draw
+    raised: list[LeftOut] = field(default_factory=list)  # steps that raised
 
     @cached_property
     def source(self) -> onnx.ModelProto:
@@ -207,8 +209,9 @@ class Halving:
     @cached_property
     def prepared(self) -> tuple[onnx.ModelProto, dict[str, int], dict[str, Range]]:
         """The plain model with what can be brought into range, and the dtypes and ranges of its tensors."""
-        precision = self.wanted.precision
-        return scale_products(*scale_queries(self.plain.model, self.types, self.ranges, precision), self.weights)
+        plain, precision = (self.plain.model, self.types, self.ranges), self.wanted.precision
+        scaled = attempt("scaling of queries", lambda: scale_queries(*plain, precision), plain, self.raised)
+        return attempt("scaling of products", lambda: scale_products(*scaled, self.weights), scaled, self.raised)
 
     @cached_property
     def weights(self) -> Weights:

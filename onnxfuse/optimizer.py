@@ -38,6 +38,7 @@ from onnxfuse.report.outline import Rewritten, outline
 from onnxfuse.report.report import Dropped, Report, Subgraph, quantized_operators
 from onnxfuse.report.unmatched import why_no_region, why_not_made, why_unmatched
 from onnxfuse.rewrite.replace import REGION, Fused
+from onnxfuse.steps import REPORT, LeftOut, attempt
 from onnxfuse.unfuse_model import has_fused_nodes, in_operators
 from onnxfuse.verifier import WEIGHT_FOLDING, Verifier, Written
 from onnxfuse.verify.check_bodies import faults_of_bodies
@@ -153,7 +154,7 @@ def find_matches(
         original, folder, fusions, layout=layout, regions=regions, left_out=left_out, timer=StageTimer(progress)
     )
     name = Path(model).name if isinstance(model, str | os.PathLike) else original.graph.name
-    return Choices(name, graph_digest(original), choices_of(result.fused_of_model))
+    return Choices(name, graph_digest(original), choices_of(result.fused_of_model), result.left_out)
 
 
 def _check_layout(layout: Layout) -> None:
@@ -232,21 +233,27 @@ def _optimize(
         found, its_folder, halving, told = fuse_source(source)
     result, taken_back, off = found.model, found.taken_back, found.switched_off
     first = halving.plain if halving else result
+    found_raised = (*first.left_out, *(halving.raised if halving else ()), *result.left_out, *found.raised)
+    raised = list({one.step: one for one in found_raised}.values())
+    told_of = functools.partial(attempt, REPORT, raised=raised)
     known = {one.fusion for one in taken_back.dropped} | {name.partition(":")[0] for name in off}
     path = str(model) if isinstance(model, str | os.PathLike) else None
     size = file_bytes(Path(path), original) if path else None
+    facts = told_of(
+        lambda: gather_facts(original, result.written, path, fusions, _graphs(result), _why_not_fused(result)),
+        None,
+    )
     report = Report(
         {"path": path, "nodes": len(original.graph.node), "opset": opset_of(original),
          "bytes": size, "digest": graph_digest(original)},
         {"path": None, "nodes": len(result.written.graph.node), "bytes": None},
-        result.fused_of_model, (*(first.all_folded if halving else ()), *result.all_folded), tuple(result.near()),
+        result.fused_of_model, (*(first.all_folded if halving else ()), *result.all_folded),
+        told_of(lambda: tuple(result.near()), ()),
         tuple(taken_back.dropped), first.before, result.after, found.verified, timer.seconds, result.layout,
         result.without_regions, tuple(_subgraphs(result)), first.inlined, result.stays,
         quantized_operators(result.written), what_was_written(result) if is_standard else None,
-        count_operators(original, result.written), _assumed_sizes(result.written),
-        _unmatched(result, fusions, only, known), off,
-        gather_facts(original, result.written, path, fusions, _graphs(result), _why_not_fused(result)),
-        told, its_folder,
+        told_of(lambda: count_operators(original, result.written), ()), _assumed_sizes(result.written),
+        told_of(lambda: _unmatched(result, fusions, only, known), {}), off, facts, told, its_folder, tuple(raised),
     )  # fmt: skip
     return result.written, report
 
@@ -277,6 +284,7 @@ class _Found:
     verified: Verification
     taken_back: TakenBack
     switched_off: tuple[str, ...] = ()
+    raised: tuple[LeftOut, ...] = ()  # the verification, where it raised
 
 
 def _fuse_verified(
@@ -308,7 +316,13 @@ def _fuse_verified(
         raise
     if chosen:
         chosen.check_known()
-    return _Found(result, verified, taken_back, tuple(chosen.switched_off) if chosen else ())
+    return _Found(
+        result,
+        verified,
+        taken_back,
+        tuple(chosen.switched_off) if chosen else (),
+        tuple(verifier.raised) if verifier else (),
+    )
 
 
 def _written(folder: Path | None, options: _Options) -> Written:
@@ -427,6 +441,15 @@ class TakenBack:
         of_weights = WEIGHT_PASSES if WEIGHT_FOLDING in self.names else frozenset()
         return of_weights.union(self.names.intersection(PASS_NAMES))
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of `fuse_model` that say what else than fusions, layouts and matches is left out."""
+        return {
+            "keep_names": self.constants,
+            "bodies": BODIES not in self.names,
+            "without_passes": self.passes,
+        }
+
     def take(self, dropped: Dropped) -> None:
         """Leave out a fusion, the layout, the folding into weights, or a pass."""
         self.dropped.append(dropped)
@@ -473,16 +496,8 @@ def _fuse_until_equal(
     written     returns what is written of a model with fused nodes
     """
     while True:
-        without = {
-            "keep_names": taken_back.constants,
-            "bodies": BODIES not in taken_back.names,
-            "without_passes": taken_back.passes,
-        }
-        kept = [fusion for fusion in fusions if fusion.name not in taken_back.names]
-        regions = REGION not in taken_back.names and regions
-        fuse_kept = functools.partial(fuse_again, kept, regions=regions, exclude=taken_back.matches, **without)
-        layout = "nchw" if LAYOUT in taken_back.names else layout
-        result = fuse_kept(layout=layout, keep_unfused=verifier is not None)
+        fuse_kept = _without(fuse_again, fusions, layout, regions, taken_back)
+        result = fuse_kept(keep_unfused=verifier is not None)
         if invalid := list(_invalid(result)):
             taken_back.take_matches(invalid)
             continue
@@ -507,10 +522,12 @@ def _fuse_until_equal(
         if culprits:
             taken_back.take_matches((one.node.fused, one.node.is_transposed, one.reason) for one in culprits)
             continue
-        if result.bodies and verifier.verify(fuse_kept(layout=layout, bodies=False).written).passed is not False:
+        if result.bodies and verifier.verify(fuse_kept(bodies=False).written).passed is not False:
             taken_back.take(Dropped(BODIES, result.bodies[0].body.where, verified.reason))
             continue
-        taken_back.take(_wrong_step(functools.partial(fuse_again, [], **without), result, verifier, taken_back))
+        taken_back.take(
+            _wrong_step(functools.partial(fuse_again, [], **taken_back.options), result, verifier, taken_back)
+        )
 
 
 def _invalid(result: FusedModel) -> Iterator[tuple[Fused, bool, str]]:
@@ -560,6 +577,24 @@ def _wrong_step(
         middle = (low + high) // 2
         low, high = (low, middle) if is_bad(middle) else (middle, high)
     return Dropped(passes[low], "", differs.reason)
+
+
+def _without(
+    fuse_again: Callable[..., FusedModel],
+    fusions: Sequence[Fusion],
+    layout: Layout,
+    regions: Regions,
+    taken_back: TakenBack,
+) -> Callable[..., FusedModel]:
+    """Return `fuse_model` of the model, without what was taken back."""
+    return functools.partial(
+        fuse_again,
+        [fusion for fusion in fusions if fusion.name not in taken_back.names],
+        layout="nchw" if LAYOUT in taken_back.names else layout,
+        regions=REGION not in taken_back.names and regions,
+        exclude=taken_back.matches,
+        **taken_back.options,
+    )
 
 
 def _fused_nodes(result: FusedModel, wrong: Iterable[PartFinding]) -> Iterator[tuple[PartFinding, Fused]]:

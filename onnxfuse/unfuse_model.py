@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 import onnx
 import onnx.inliner
@@ -12,7 +14,7 @@ import onnx.inliner
 from onnxfuse.analysis.shape_inference import infer_shapes
 from onnxfuse.errors import ModelError, VerificationError
 from onnxfuse.fuse_model import Progress, simplify
-from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.domain import DOMAIN, is_fused
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.load import load
 from onnxfuse.ir.protos import copy_without, nodes
@@ -21,8 +23,11 @@ from onnxfuse.layout.channel_rules import CHANNEL_FUSIONS, between_transposes
 from onnxfuse.passes import SCORE_PASSES, WEIGHT_PASSES
 from onnxfuse.passes.merge_equal_sizes import merge_equal_sizes
 from onnxfuse.report.traffic import Traffic, estimate_traffic
+from onnxfuse.steps import without_what_raises
 from onnxfuse.verify.compare import NOT_VERIFIED, Verification, compare
 from onnxfuse.verify.own_process import DEFAULT_TIMEOUT, own_process
+
+log: Final = logging.getLogger("onnxfuse")
 
 
 def unfuse(
@@ -62,8 +67,8 @@ def unfuse(
 
 
 def has_fused_nodes(model: onnx.ModelProto) -> bool:
-    """Return whether a model has functions that fused nodes call."""
-    return any(function.domain == DOMAIN for function in model.functions)
+    """Return whether a model has fused nodes."""
+    return any(map(is_fused, nodes(model.graph, *model.functions)))
 
 
 def in_operators(
@@ -74,13 +79,24 @@ def in_operators(
     What cancels where bodies meet is removed: Transposes, constants and Casts.  With `merge_sizes`, sizes that several
     bodies compute are computed once, so that what depends on them alone, such as a causal mask, is too.
     """
+    result, left_out = without_what_raises(lambda raised: _in_operators(fused, folder, merge_sizes, raised))
+    for one in left_out:
+        log.warning("left out: %s", one)
+        log.debug(one.traceback)
+    return result
+
+
+def _in_operators(
+    fused: onnx.ModelProto, folder: Path | None, merge_sizes: bool, raised: Collection[str]
+) -> tuple[onnx.ModelProto, Traffic]:
+    """Return the same; passes whose names are in `raised` are left out."""
     names = [(function.domain, function.name) for function in fused.functions if function.domain == DOMAIN]
     graph = read_graph(onnx.inliner.inline_selected_functions(_prepared(fused), names), folder)
     graph.sort()
     shapes = infer_shapes(graph)
     if merge_sizes:
         merge_equal_sizes(graph, shapes)
-    simplify(graph, shapes, WEIGHT_PASSES | SCORE_PASSES)
+    simplify(graph, shapes, {*WEIGHT_PASSES, *SCORE_PASSES, *raised})
     return write_model(graph), estimate_traffic(graph, shapes)
 
 
@@ -89,7 +105,9 @@ def _prepared(fused: onnx.ModelProto) -> onnx.ModelProto:
     joining = {node.op_type for node in nodes(fused.graph) if _fusion(node) in CHANNEL_FUSIONS}
     imported = {each.domain for each in fused.opset_import}
     result = copy_without(fused, "functions", "opset_import")
-    result.opset_import.extend(each for each in fused.opset_import if each.domain != DOMAIN)
+    bodies = {function.name for function in fused.functions if function.domain == DOMAIN}
+    others = any(n.domain == DOMAIN and n.op_type not in bodies for n in nodes(fused.graph, *fused.functions))
+    result.opset_import.extend(each for each in fused.opset_import if each.domain != DOMAIN or others)
     for function in fused.functions:
         is_joining = function.domain == DOMAIN and function.name in joining
         result.functions.append(between_transposes(function) if is_joining else function)

@@ -11,9 +11,10 @@ from typing import Final, TypeAlias
 import onnx
 
 from onnxfuse.culprits import Culprit, find_culprits
-from onnxfuse.errors import NothingRunsError, OnnxfuseError, UsageError, VerificationError, first_line
+from onnxfuse.errors import NothingRunsError, OnnxfuseError, UsageError, VerificationError
 from onnxfuse.fuse_model import FusedModel, StageTimer
 from onnxfuse.ir.dtypes import Array
+from onnxfuse.steps import VERIFICATION, LeftOut, left_out
 from onnxfuse.verify.compare import Verification, compare, nothing_compared
 from onnxfuse.verify.compare_constants import wrong_constants
 from onnxfuse.verify.compare_parts import PartFinding, PartsVerification, compare_parts, values_of_run
@@ -41,7 +42,7 @@ class Verifier:
     is_converted: bool = False  # to half precision
     is_standard: bool = False  # in ONNX's own operators, whose Attention gives 0 where the original gives NaN
     equal_parts: set[str] = field(default_factory=set)  # their keys
-    notes: set[str] = field(default_factory=set)  # sentences about steps of the verification that failed
+    raised: list[LeftOut] = field(default_factory=list)  # steps of the verification that raised
     _reference: Reference | VerificationError | None = None
     _inside: tuple[FusedModel, Sequence[tuple[FusedModel, Feeds | None]]] | None = None  # of the last result
 
@@ -56,7 +57,7 @@ class Verifier:
             except UsageError:
                 raise
             except Exception as error:
-                self._reference = _failure("to run the original", error)
+                self._reference = self._failure(error)
         if isinstance(self._reference, VerificationError):
             raise self._reference
         return self._reference
@@ -76,7 +77,7 @@ class Verifier:
                     except VerificationError:
                         pass
                     except Exception as error:
-                        self.notes.add(str(_failure("to compare folded constants", error)))
+                        self._failure(error)
         return wrong
 
     def _graphs_with_feeds(self, result: FusedModel) -> Sequence[tuple[FusedModel, Feeds | None]]:
@@ -138,7 +139,7 @@ class Verifier:
         try:
             return self._compare_parts(graph, feeds, is_main)
         except Exception as error:
-            reason, names = str(_failure("to compare parts", error)), {one.node for one in graph.fusing.fused}
+            reason, names = str(self._failure(error)), {one.node for one in graph.fusing.fused}
             lost = [Part(node, (), (), node.name) for node in graph.model.graph.node if node.name in names]
             return PartsVerification((), tuple(PartFinding(part, reason) for part in lost), frozenset())
 
@@ -180,8 +181,8 @@ class Verifier:
             except UsageError:
                 raise
             except Exception as error:
-                return nothing_compared(self.original, _failure("to compare the outputs", error))
-            return replace(found, notes=(*found.notes, *sorted(self.notes)))
+                return nothing_compared(self.original, self._failure(error))
+            return found
 
     def _tell(self, step: str) -> None:
         self.timer.progress(f"verify: {step}", 0, 0)
@@ -196,10 +197,10 @@ class Verifier:
         except OnnxfuseError:
             raise
         except Exception as error:
-            self.notes.add(str(_failure("to find what differs", error)))
+            self._failure(error)
             return []
 
-
-def _failure(what: str, error: Exception) -> VerificationError:
-    """Return that a step of the verification raised what no model should make it raise."""
-    return VerificationError(f"failed {what}: {type(error).__name__}: {first_line(error)}; please report this model")
+    def _failure(self, error: Exception) -> VerificationError:
+        """Record that the verification raised what no model should make it raise, and return it as a sentence."""
+        self.raised.append(left_out(VERIFICATION, error))
+        return VerificationError(str(self.raised[-1]))

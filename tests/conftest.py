@@ -127,12 +127,6 @@ def shared_machine_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         yield
 
 
-@pytest.fixture
-def compiles_anew(shared_machine_code: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile also what was compiled before, as tests that measure it need."""
-    monkeypatch.setattr(nvrtc, "_compile", nvrtc._compile.__wrapped__)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def shared_emulated_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Compile each emulated kernel once, and its headers, whichever process of the run wants them first."""

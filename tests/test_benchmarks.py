@@ -28,6 +28,7 @@ WITH_OPTIONS = (
     "gates",
     "gemm",
     "gemm_programs",
+    "host_seconds",
     "kernels",
     "memory",
     "model_kernels",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from onnxfuse.runtime import cupy_backend
 from onnxfuse.runtime import native_library as native
 
 CUDA = "CUDAExecutionProvider"
-MAX_EXTRA_SECONDS = 0.1  # that a process with plans may take to its first answer, beyond one of onnxruntime alone
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +79,8 @@ def test_what_does_not_fit_is_said(program: Path, served: Callable[..., list[str
 @pytest.mark.skipif(CUDA not in ort.get_available_providers(), reason="needs onnxruntime-gpu")
 @pytest.mark.skipif(bool(cupy_backend.unavailable()), reason="needs CuPy and a GPU")
 @pytest.mark.parametrize("name", ["bert_sdpa_dynamo_fp16.onnx", "resnet50_dynamo_bn_fp16.onnx"])
-def test_on_a_gpu(program: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Outputs are those of the original, and the first answer is there nearly as soon."""
+def test_on_a_gpu(program: Path, tmp_path: Path, name: str) -> None:
+    """Outputs are those of the original; benchmarks/cpp_start.py times the first answer."""
     original, fused, plans = (tmp_path / each for each in ("original.onnx", "fused.onnx", "fused.plans"))
     onnx.save(load_exported(name), original)
     save(onnxfuse.optimize(original, verify=False)[0], fused)
@@ -97,13 +95,8 @@ def test_on_a_gpu(program: Path, tmp_path: Path, name: str, capsys: pytest.Captu
         "onnxruntime": [original, *shapes, "cuda"],
         "onnxfuse": [fused, *shapes, "cuda", library, f"onnxfuse.plans={plans}"],
     }
-    answers = {way: [run_example(program, *arguments) for _ in range(6)][1:] for way, arguments in ways.items()}
-    expected, found = (answers[way][0].outputs for way in ways)
+    expected, found = (run_example(program, *arguments).outputs for arguments in ways.values())
     assert found.keys() == expected.keys()
     for output, (shape, elements) in expected.items():
         assert found[output][0] == shape
         np.testing.assert_allclose(found[output][1], elements, rtol=2e-2, atol=2e-2)
-    medians = {way: statistics.median(answer.seconds for answer in answers[way]) for way in ways}
-    with capsys.disabled():
-        print(f"\n{name}, process start to first answer:", {way: f"{value:.3f} s" for way, value in medians.items()})
-    assert medians["onnxfuse"] <= medians["onnxruntime"] + MAX_EXTRA_SECONDS

@@ -49,6 +49,7 @@ SCHEMA: dict[str, Any] = {
     "operators": [{"op": str, "before": int, "after": int}],
     "unmatched": {...: str},
     "switched_off": [str],
+    "left_out": [{"step": str, "error": str, "where": str, "traceback": str}],
     "half": {},  # but with a dtype
     "verified": {
         "status": str,

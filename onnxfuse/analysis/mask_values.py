@@ -49,7 +49,7 @@ class IndexAnalysis:
 
     def __init__(self, graph: Graph, shapes: ShapeInfo) -> None:
         """Visit the nodes in order."""
-        self.graph, self.shapes, self.strict = graph, shapes, shapes.strict
+        self.graph, self.shapes, self.note = graph, shapes, shapes.note
         self.values: dict[str, Value | None] = {}
         self.numbers: dict[str, TwoNumbers | None] = {}  # of tensors of any dtype, as they are asked for
         self.index_columns: dict[str, tuple[Value | None, ...]] = {}  # of a Concat of columns, as GatherND reads it

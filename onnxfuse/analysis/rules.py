@@ -7,9 +7,9 @@ from typing import Generic, Protocol, TypeAlias, TypeVar, cast
 
 from onnxfuse.analysis.dims import Dim, Size
 from onnxfuse.analysis.shape_info import MAX_VALUE_ELEMENTS, CannotInfer, PartialShape, Shape, ShapeInfo
-from onnxfuse.ir.attributes import attribute_or_input
+from onnxfuse.ir.attributes import AtRunTime, attribute_or_input
 from onnxfuse.ir.dtypes import Array
-from onnxfuse.ir.node import Node, is_tensor, op_of, producer
+from onnxfuse.ir.node import Node, op_of, producer
 
 # A shape rule returns one shape, which then every output has, or a list with a shape for each output.  A dimension or a
 # shape that it cannot tell is None.
@@ -20,12 +20,13 @@ ValueRule: TypeAlias = Callable[[ShapeInfo, Node], "Array | list[Array]"]
 # cannot be inferred.
 
 
-class _Strict(Protocol):
-    strict: bool
+class _Known(Protocol):
+    def note(self, step: str, error: Exception) -> None:
+        """Take note of an error; see `ShapeInfo.note`."""
 
 
 T = TypeVar("T")
-Known = TypeVar("Known", bound=_Strict)
+Known = TypeVar("Known", bound=_Known)
 Rule = TypeVar("Rule", bound=Callable[..., object])
 
 
@@ -45,15 +46,14 @@ class RuleTable(dict[str, Rule], Generic[Rule]):
 def apply_rule(rule: Callable[[Known, Node], T] | None, known: Known, node: Node) -> T | None:
     """Return a rule's answer; None where there is no rule, or it can tell nothing.
 
-    An error of a rule is let out where `known.strict` says so.
+    An error of a rule is noted, and nothing is known of its node.
     """
     try:
         return rule(known, node) if rule else None
     except CannotInfer:
         return None
-    except Exception:  # models may break the rules of ONNX in any way; what is not known is not fused
-        if known.strict:
-            raise
+    except Exception as error:  # models may break the rules of ONNX in any way; what is not known is not fused
+        known.note(f"inference of {op_of(node)}", error)
         return None
 
 
@@ -86,8 +86,8 @@ def integers(shapes: ShapeInfo, node: Node, name: str) -> list[Size] | None:
     found = attribute_or_input(shapes.graph, node, name)
     if found is None:
         return None
-    if is_tensor(found):
-        value = shapes.exact_value(found)
+    if isinstance(found, AtRunTime):
+        value = shapes.exact_value(found.tensor)
         if value is None:
             raise CannotInfer
         found = value.tolist()

@@ -14,10 +14,11 @@ import onnx
 from onnxfuse.analysis.bounds import solved, substituted, without_min_constants
 from onnxfuse.analysis.dims import UNKNOWN, Dim, Size, is_known, symbol
 from onnxfuse.analysis.value_infos import RecordedSize, ValueInfos
-from onnxfuse.errors import ModelError
+from onnxfuse.errors import ModelError, OnnxfuseError
 from onnxfuse.ir.dtypes import EXACT_INTEGERS, INTEGER_RANGES, Array
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Constant, Tensor, is_constant
+from onnxfuse.steps import LeftOut, left_out
 
 Shape: TypeAlias = tuple[Size, ...]
 PartialShape: TypeAlias = Sequence["Size | None"]  # a dimension that is not known is None
@@ -74,7 +75,7 @@ class ShapeInfo:
         scope: Scope | None = None,
         learned: Learned | None = None,
     ) -> None:
-        """Start with what onnx infers; `strict` lets errors of rules out, which else are ignored.
+        """Start with what onnx infers; `strict` lets errors of rules out, which else are noted in `raised`.
 
         With `infos`, the shapes count that the model records behind operators of other domains than ONNX's.  `scope`
         is what is known of a subgraph's inputs.  `learned` is what an earlier inference found of the sizes.
@@ -82,6 +83,7 @@ class ShapeInfo:
         scope, self.known = scope or Scope(), learned or Learned()
         self.graph = graph
         self.strict = strict
+        self.raised: dict[str, LeftOut] = {}
         self.infos = infos or ValueInfos(graph.model)
         self.uses_records = infos is not None
         self.not_limited = set(self.known.not_limited)  # and those that were found since
@@ -92,6 +94,13 @@ class ShapeInfo:
         self._shapes: dict[str, Shape | None] = {name: self._settled(name, each) for name, each in scope.shapes.items()}
         self._dtypes: dict[str, int] = dict(scope.dtypes)
         self._values: dict[str, Array | None] = dict(scope.values)
+
+    def note(self, step: str, error: Exception) -> None:
+        """Take note that a step raised, and was left out for one node; where `strict`, raise the error."""
+        if self.strict:
+            raise error
+        if not isinstance(error, OnnxfuseError):
+            self.raised.setdefault(step, left_out(step, error))
 
     def shape(self, tensor: Tensor) -> Shape | None:
         """Return the dimensions; None if the rank is unknown.

@@ -51,8 +51,11 @@ class Formulas(Protocol):
 
     graph: Graph
     shapes: ShapeInfo
-    strict: bool
     numbers: dict[str, TwoNumbers | None]  # those that were asked for, by tensor name
+
+    def note(self, step: str, error: Exception) -> None:
+        """Take note of an error of a rule."""
+        ...
 
     def value(self, tensor: Tensor) -> Value | None:
         """Return what an integer or boolean tensor holds."""

@@ -20,7 +20,9 @@ MAX_COPIED_BYTES = 1024  # of a constant in the copy that onnx infers from; infe
 EXPAND_BOUNDED_SINCE = 13  # the opset; before, onnx makes a dimension of each element of a target, be they 10^9
 INVENTED: Final = re.compile(r"unk__\d+")  # the names that inferences give to sizes they do not know
 BRANCHES_JOINED_SINCE = 11  # the opset
-ONNX_FAILURES = (onnx.shape_inference.InferenceError, ValueError, RuntimeError, TypeError)
+ONNX_FAILURES = (
+    onnx.shape_inference.InferenceError, onnx.checker.ValidationError, ValueError, RuntimeError, TypeError,
+)  # fmt: skip
 RecordedSize: TypeAlias = "Size | str | None"  # a str is a symbol that onnx invented; None is a nameless dimension
 
 

@@ -17,7 +17,7 @@ import onnx
 from onnxfuse.bench.machine import device, versions
 from onnxfuse.errors import ModelError, OnnxfuseError, VerificationError, first_line
 from onnxfuse.fuse_model import Progress
-from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.domain import is_fused
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.load import load
 from onnxfuse.ir.plain_files import write_whole
@@ -189,11 +189,11 @@ def _fused(
     path: Path, model: onnx.ModelProto, patterns: Iterable[str | os.PathLike[str]], progress: Progress
 ) -> tuple[onnx.ModelProto, dict[str, int]]:
     """Return the fused model, which is the same if it has fused nodes, and the number of its nodes by fusion."""
-    if not any(node.domain == DOMAIN for node in nodes(model.graph)):
+    if not any(map(is_fused, nodes(model.graph))):
         fused, report = optimize(path, patterns=patterns, verify=False, progress=progress)
         return fused, report.counts
     names = [next((a.s.decode() for a in node.attribute if a.name == "fusion"), node.op_type)
-             for node in nodes(model.graph) if node.domain == DOMAIN]  # fmt: skip
+             for node in nodes(model.graph) if is_fused(node)]  # fmt: skip
     return model, {name: names.count(name) for name in sorted(set(names))}
 
 

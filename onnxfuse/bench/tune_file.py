@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from onnxfuse.fuse_model import Progress
-from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.domain import is_fused
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.load import load
 from onnxfuse.ir.protos import nodes
@@ -60,7 +60,7 @@ def tune_file(
     first, *others = _spread(original, shapes)
     feeds = feeds_of_known_sizes(original, first, inputs or {}, GIVE_SIZES)
     fused: onnx.ModelProto | None = None
-    if not any(node.domain == DOMAIN for node in nodes(original.graph)):
+    if not any(map(is_fused, nodes(original.graph))):
         fused, _ = optimize(path, patterns=patterns, verify=False, progress=progress)
     model, before = (fused, original) if fused else (original, None)
     given = {**(options or {}), **({"device_id": device_id} if device_id else {})}

@@ -6,6 +6,7 @@ onnx, NumPy nor onnxruntime.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,47 +23,57 @@ from onnxfuse.cli.fusions import list_command, show_command
 from onnxfuse.cli.inspect import inspect_command
 from onnxfuse.cli.optimize import optimize_command
 from onnxfuse.cli.plan import plan_command
-from onnxfuse.cli.terminal import console
+from onnxfuse.cli.terminal import console, debug_option, echo, is_debugging, was_printing
 from onnxfuse.cli.tune import tune_command
 from onnxfuse.cli.unfuse import unfuse_command
 from onnxfuse.cli.verify import verify_command
-from onnxfuse.errors import OnnxfuseError, UsageError, printable
+from onnxfuse.errors import OnnxfuseError, UsageError, described, printable
 from onnxfuse.version import __version__
 
 
-@contextmanager
-def printable_usage_errors() -> Iterator[None]:
-    """Let click quote arguments, which may be names of strangers' files, without what does not print."""
-    try:
-        yield
-    except click.ClickException as error:
-        error.message = printable(error.message)  # type: ignore[misc]  # click shows what is here
-        raise
-
-
 class Commands(click.Group):
-    """Turns errors that users can act on into one line and an exit code: 2 for wrong usage, 1 for other failures."""
+    """Turns errors into one line and an exit code: 2 for wrong usage, 1 for other failures."""
 
     def make_context(self, *arguments: Any, **options: Any) -> click.Context:
-        """Read the options of the program."""
-        with printable_usage_errors():
+        """Parse what stands before the command, and print --help and --version."""
+        with _told_in_one_line():
             return super().make_context(*arguments, **options)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command, and print an OnnxfuseError as one line."""
-        try:
-            with printable_usage_errors():
-                return super().invoke(ctx)
-        except Exception as error:
-            if interrupts.seen():
-                raise KeyboardInterrupt from None
-            if not isinstance(error, OnnxfuseError):
-                raise
-            from onnxfuse.printing import escape
+        """Run a command."""
+        with _told_in_one_line(ctx):
+            return super().invoke(ctx)
 
-            message = f"[red]error[/]: {escape(str(error))}"
-            console(stderr=True).print(message, highlight=False, soft_wrap=True)
-            ctx.exit(2 if isinstance(error, UsageError) else 1)
+
+@contextmanager
+def _told_in_one_line(context: click.Context | None = None) -> Iterator[None]:
+    """Print an error as one line, with --debug its traceback too, and exit."""
+    try:
+        yield
+    except click.ClickException as error:  # click prints its message, which may quote names of strangers' files
+        error.message = printable(error.message)  # type: ignore[misc]
+        raise
+    except (click.Abort, click.exceptions.Exit, BrokenPipeError):
+        raise
+    except Exception as error:
+        if interrupts.seen():
+            raise KeyboardInterrupt from None
+        from onnxfuse.printing import escape
+
+        if context is not None and is_debugging(context):
+            echo("".join(traceback.format_exception(error)), err=True)
+        message = f"[red]error[/]: {escape(_sentence(error))}"
+        console(stderr=True).print(message, highlight=False, soft_wrap=True)
+        raise click.exceptions.Exit(2 if isinstance(error, UsageError) else 1) from None
+
+
+def _sentence(error: Exception) -> str:
+    """Return an error as one line; of one that no user can act on, also what to do."""
+    if isinstance(error, OnnxfuseError):
+        return str(error)
+    if isinstance(error, OSError) and was_printing(error):
+        return f"the standard output cannot be written: {error.strerror}; what is printed is lost"
+    return f"{OnnxfuseError(described(error))}; --debug shows where; please report this"
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -70,6 +81,8 @@ class Commands(click.Group):
 def main() -> None:
     """Fuse the subgraphs of an ONNX model that one kernel could run."""
 
+
+main.params.append(debug_option)
 
 for command in (
     bench_command,
@@ -86,4 +99,5 @@ for command in (
     unfuse_command,
     verify_command,
 ):
+    command.params.append(debug_option)
     main.add_command(command)

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from onnxfuse.cli.options import examples, file_path, patterns_option
-from onnxfuse.cli.terminal import console, echo, shown_progress
+from onnxfuse.cli.terminal import console, echo, show_tracebacks, shown_progress
 
 
 @click.command(
@@ -50,6 +50,7 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
         require_node(node, inlined.model)
     with shown_progress() as progress:
         result = fuse_model(model, folder, fusions, regions=True, timer=StageTimer(progress))
+    show_tracebacks(result.left_out)
     if node and (sentence := where_fused(result.fused_of_model, node)):
         console().print(escape(sentence))
         for text in why_channels_first(result, node=node):

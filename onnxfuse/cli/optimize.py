@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -20,7 +21,7 @@ from onnxfuse.cli.options import (
     verify_option,
     verify_options,
 )
-from onnxfuse.cli.terminal import console, shown_progress
+from onnxfuse.cli.terminal import console, show_tracebacks, shown_progress
 from onnxfuse.errors import UsageError
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ def optimize_command(
     from onnxfuse.ir.save import save
     from onnxfuse.optimizer import optimize
     from onnxfuse.report.report import check_name
+    from onnxfuse.steps import LeftOut, attempt
 
     if target is None and not dry_run:
         raise UsageError("give the file to write as a second argument, or --dry-run")
@@ -130,7 +132,10 @@ def optimize_command(
     if target:
         save(optimized, target, folder=result.folder)
         result = result.written(target)
+    unwritten: list[LeftOut] = []
     if report:
-        result.write(report)
+        attempt(f"writing '{report}'", lambda: result.write(report), None, unwritten)
+    result = replace(result, left_out=(*result.left_out, *unwritten))
     console().print(result.table(everything))
-    sys.exit(EXIT_CODES[result.verified.status] if verify else 0)
+    show_tracebacks(result.left_out)
+    sys.exit(1 if unwritten else EXIT_CODES[result.verified.status] if verify else 0)

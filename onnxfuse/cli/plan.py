@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from onnxfuse.cli.options import checked_target, examples, file_path, fusing_options, given_regions
-from onnxfuse.cli.terminal import console, shown_progress
+from onnxfuse.cli.terminal import console, show_tracebacks, shown_progress
 
 if TYPE_CHECKING:
     from onnxfuse.layout.assign import Layout
@@ -55,3 +55,6 @@ def plan_command(
     listed = ", ".join(f"{count} {fusion}" for fusion, count in sorted(counts.items()))
     message = f"{len(choices.matches)} matches in '{escape(str(target))}': {escape(listed or 'none')}"
     console().print(message, highlight=False, soft_wrap=True)
+    for one in choices.left_out:
+        console().print(f"Left out: {escape(str(one))}", highlight=False, soft_wrap=True)
+    show_tracebacks(choices.left_out)

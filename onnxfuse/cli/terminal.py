@@ -8,8 +8,9 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
@@ -20,6 +21,8 @@ from onnxfuse.errors import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from onnxfuse.steps import LeftOut
 
 SECONDS_WITHOUT_PROGRESS: Final = 2.0  # before a progress bar appears
 UNLIMITED: Final = 100_000  # columns of what is piped into a program or a file
@@ -37,9 +40,9 @@ def console(stderr: bool = False) -> Console:
     return SafeConsole(stderr=stderr, emoji=False, width=UNLIMITED) if is_wide else shown
 
 
-def echo(text: str) -> None:
-    """Print lines without markup."""
-    click.echo(printable(text, keep="\n"))
+def echo(text: str, err: bool = False) -> None:
+    """Print lines without markup, on stdout or stderr."""
+    click.echo(printable(text, keep="\n"), err=err)
 
 
 def make_safe() -> None:
@@ -58,6 +61,35 @@ class _PrintableFormatter(logging.Formatter):
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     sys.stderr.write(printable("".join(traceback.format_exception(kind, error, trace)), keep="\n"))
+
+
+def was_printing(error: OSError) -> bool:
+    """Return whether an error was raised by what prints, and so by the standard output."""
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    return Path(raised_in).parent.name in ("rich", "click")
+
+
+DEBUG: Final = "onnxfuse.debug"  # the key of --debug in click's `meta`, which a command and its group share
+
+
+def _remember(context: click.Context, option: click.Parameter, value: bool) -> None:
+    context.meta[DEBUG] = value or is_debugging(context)
+
+
+debug_option = click.Option(
+    ["--debug"], is_flag=True, expose_value=False, callback=_remember, help="Print the tracebacks of errors."
+)
+
+
+def is_debugging(context: click.Context) -> bool:
+    """Return whether --debug was given."""
+    return bool(context.meta.get(DEBUG))
+
+
+def show_tracebacks(left_out: Iterable[LeftOut]) -> None:
+    """Print the tracebacks of steps that were left out, if --debug was given."""
+    for one in left_out if is_debugging(click.get_current_context()) else ():
+        echo(one.traceback, err=True)
 
 
 @contextmanager

@@ -48,6 +48,11 @@ class Fusion:
         return f"Fusion({self.name})"
 
     @property
+    def step(self) -> str:
+        """How a report calls matching the fusion and writing its body, where that raised."""
+        return f"fusion {self.name}"
+
+    @property
     def operands(self) -> tuple[Capture, ...]:
         """The captures that are tensors: the fused node's inputs, in order."""
         return tuple(capture for capture in self.captures if capture.is_operand)

@@ -44,12 +44,27 @@ class Guard:
         return {"rank", "dtype", "opset"}.issuperset(self.names)
 
     def check(self, known: Mapping[str, object], relations: Mapping[str, Relation] = MappingProxyType({})) -> bool:
-        """Return whether the condition holds for what is known; a name that is not known is None.
+        """Return whether the condition is known to hold; see `answer`."""
+        return self.answer(known, relations) is True
 
-        A relation that is not given holds for no values.
+    def answer(
+        self, known: Mapping[str, object], relations: Mapping[str, Relation] = MappingProxyType({})
+    ) -> bool | str:
+        """Return whether the condition holds, or the name of a fact without which that cannot be told.
+
+        A name that is not in `known`, or None there, is given as None: an operand, a scalar or a size that is absent.
+        A condition of the rank holds for known ranks alone.  A relation that is not given holds for no values.
         """
         asked = {name: known.get(name) for name in self.names}
-        return bool(self.holds(**asked, **{name: relations.get(name, _unrelated) for name in self.relations}))
+        unknown = next((name for name, value in asked.items() if value is None), "")
+        if asked.get("rank", 0) is None:
+            return "rank"
+        try:
+            return bool(self.holds(**asked, **{name: relations.get(name, _unrelated) for name in self.relations}))
+        except TypeError:  # of `None > 2`
+            if not unknown:
+                raise
+            return unknown
 
 
 def _unrelated(*values: object) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeVar, overload
 
 import onnx
@@ -71,18 +72,25 @@ def _wrong_type(node: Node, name: str, found: object, required: str) -> TypeErro
                      f"{required}")  # fmt: skip
 
 
-def attribute_or_input(graph: Graph, node: Node, name: str) -> AttributeValue | Tensor | None:
+@dataclass(frozen=True, eq=False)
+class AtRunTime:
+    """A parameter that is known in a run only, and the input that holds it then.  It equals no value."""
+
+    tensor: Tensor
+
+
+def attribute_or_input(graph: Graph, node: Node, name: str) -> AttributeValue | AtRunTime | None:
     """Return a parameter of an ONNX operator, be it an attribute or, in later opsets, an input.
 
     Returns the value (of a constant input as Python numbers), the schema's default where the parameter is absent (None
-    without one), or the Tensor where it is an input that is not constant.
+    without one), or AtRunTime where it is an input that is not constant.
     """
     if name in node.attrs:
         return node.attrs[name]
     index = input_index(op_of(node), name, graph.opset)
     if index is not None and index < len(node.inputs) and node.inputs[index].name:
         tensor = node.inputs[index]
-        return constant_value(graph, tensor).tolist() if is_constant(tensor) else tensor
+        return constant_value(graph, tensor).tolist() if is_constant(tensor) else AtRunTime(tensor)
     return attribute_default(op_of(node), name, graph.opset)
 
 

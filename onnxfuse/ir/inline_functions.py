@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import graphlib
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, TypeAlias
@@ -13,7 +13,7 @@ import onnx
 import onnx.inliner
 
 from onnxfuse.errors import ModelError
-from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.domain import DOMAIN, is_fused
 from onnxfuse.ir.protos import NodeContainer, copy_without, nodes, subgraphs, without_initializers
 from onnxfuse.ir.validate import ONNX_DOMAINS
 
@@ -41,6 +41,8 @@ def inline_functions(model: onnx.ModelProto) -> Inlined:
     """
     functions = {_key(f): f for f in model.functions}
     kept = {key: "" for key in functions if key[0] in KERNEL_DOMAINS}
+    for key in _calls_of_others(model):
+        kept.pop(key, None)
     kept |= _too_many(model, functions, kept)
     calls = sum(count for key, count in _calls(model.graph, functions).items() if key not in kept)
     if not calls:
@@ -74,6 +76,13 @@ def _inlined(
         result.opset_import.extend(missing)
         present |= {o.domain for o in missing}
     return result
+
+
+def _calls_of_others(model: onnx.ModelProto) -> Iterator[Key]:
+    """Yield what nodes call in the domain of the fused operators that are no fused operators."""
+    for node in nodes(model.graph, *model.functions):
+        if node.domain == DOMAIN and not is_fused(node):
+            yield node.domain, node.op_type, node.overload
 
 
 def _key(function: onnx.FunctionProto) -> Key:

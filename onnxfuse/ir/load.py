@@ -28,6 +28,7 @@ ONNXRUNTIME_OPERATORS = frozenset({  # which onnxruntime knows in the ONNX domai
     "LayerNormalization", "MeanVarianceNormalization", "ParametricSoftplus", "Scale", "ScaledTanh",
     "SimplifiedLayerNormalization", "ThresholdedRelu",
 })  # fmt: skip
+NO_VALUE = frozenset({"name", "doc_string", "type", "ref_attr_name"})  # of the fields of an attribute
 UNCHECKED_DOMAIN = "unchecked"  # of nodes that the checker is not to look at
 SIGNATURES = (  # offset, bytes, and what a file that has them there is
     (0, b"\x89PNG", "a PNG image"),
@@ -53,9 +54,31 @@ def load(source: str | os.PathLike[str] | bytes | onnx.ModelProto) -> tuple[onnx
     else:
         model, folder, name = read(source), Path(source).parent, f"'{Path(source)}'"
     validate(model, name)
-    model = in_execution_order(model)
+    model = in_execution_order(_without_references(model, name))
     _check(model, folder, name)
     return model, folder
+
+
+def _without_references(model: onnx.ModelProto, name: str) -> onnx.ModelProto:
+    """Return the model without references to attributes of a function outside functions, where onnxruntime has none.
+
+    Such an attribute has its own value.  Raises ModelError where it has no value.
+    """
+    found = [(node, a) for node in nodes(model.graph) for a in node.attribute if a.ref_attr_name]
+    for node, attribute in found:
+        if not any(field.name not in NO_VALUE for field, _ in attribute.ListFields()):
+            raise ModelError(
+                f"{name} is not valid ONNX: {label(node)} refers in '{attribute.name}' to the attribute "
+                f"'{attribute.ref_attr_name}' of a function, and is in no function; give the attribute a value"
+            )
+    if found:
+        copy = onnx.ModelProto()
+        copy.CopyFrom(model)
+        model = copy
+        for node in nodes(model.graph):
+            for attribute in node.attribute:
+                attribute.ClearField("ref_attr_name")
+    return model
 
 
 def read(source: str | os.PathLike[str] | bytes) -> onnx.ModelProto:
@@ -83,7 +106,7 @@ def _check(model: onnx.ModelProto, folder: Path | None, name: str) -> None:
     _check_names(model.graph, {}, frozenset(), name)
     for tensor in tensors(model.graph, *model.functions):
         if uses_external_data(tensor):
-            external_range(tensor, folder)
+            _state_range(tensor, *external_range(tensor, folder)[1:])
     _check_operators(model, name)
     outline = replace_tensors(model, _without_values)
     _hide_from_checker(outline)
@@ -270,6 +293,14 @@ def external_range(tensor: onnx.TensorProto, folder: Path | None) -> tuple[Path,
             "copy or export it again"
         )
     return path, offset, size
+
+
+def _state_range(tensor: onnx.TensorProto, offset: int, length: int) -> None:
+    """Write where external data begins and ends: onnx reads a tensor without a length up to the end of the file."""
+    kept = [(each.key, each.value) for each in tensor.external_data if each.key not in ("offset", "length")]
+    del tensor.external_data[:]
+    for key, value in (*kept, ("offset", str(offset)), ("length", str(length))):
+        tensor.external_data.add(key=key, value=value)
 
 
 def _external_file(what: str, folder: Path, location: str) -> tuple[Path, os.stat_result]:

@@ -13,12 +13,13 @@ from pathlib import Path
 import onnx
 import onnx.numpy_helper
 
-from onnxfuse.ir.domain import DOMAIN, DOMAIN_VERSION, check_version
+from onnxfuse.ir.domain import DOMAIN, DOMAIN_VERSION, check_version, is_whole
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.graphsurgeon import export_node, link, share_constant, share_value
 from onnxfuse.ir.node import Constant, Node, OuterVariable, is_constant
 from onnxfuse.ir.protos import copy_without, graphs, overridable_initializers
 
+FOREIGN = f"not {DOMAIN}"  # the domain of such nodes in a graph; their messages keep theirs
 MIN_SHARED_BYTES = 2**20  # of a constant whose value is freed when it has been written
 
 
@@ -69,8 +70,12 @@ def read_subgraph(
 
 
 def _remember_messages(graph: Graph) -> None:
+    """Let the graph know the message of each node.  A node in our domain that is none of ours gets another one here."""
+    bodies = {function.name: function for function in graph.model.functions if function.domain == DOMAIN}
     for node, proto in zip(graph.linked.nodes, graph.model.graph.node, strict=True):
         graph.protos[id(node)] = (node, proto)
+        if node.domain == DOMAIN and not is_whole(proto, bodies.get(proto.op_type)):
+            node.domain = FOREIGN
     graph.update_captured()
 
 

@@ -99,10 +99,13 @@ def element_count(dims: Iterable[int], what: str) -> int:
 
 def check_tensor(tensor: TensorProto) -> None:
     """Raise ModelError unless the dtype and dims are valid and the message holds as many values as they require."""
-    required = size_of(tensor)
+    required, what = size_of(tensor), f"tensor '{tensor.name}'"
+    if tensor.HasField("segment"):
+        raise ModelError(f"{what} is stored as a segment of a tensor; expected a whole tensor")
     if uses_external_data(tensor):
+        if tensor.data_type == TensorProto.STRING:
+            raise ModelError(f"{what} holds strings in another file; expected them in the model")
         return
-    what = f"tensor '{tensor.name}'"
     found_bytes = len(tensor.raw_data)
     filled = ["raw_data"] * bool(found_bytes) + [field for field in TYPED_FIELDS if len(getattr(tensor, field))]
     if len(filled) > 1:

@@ -86,19 +86,28 @@ def _bfloat16_too_early(m: MatchContext, nodes: Sequence[Node], state: State) ->
 
 
 def guard_holds(m: MatchContext, guard: Guard, root: Tensor, state: State, term: Term | None) -> bool:
-    """Return whether a condition is true of what was captured; where it is false, its sentence is a miss of `term`."""
+    """Return whether a condition is true of what was captured; where it is false, its sentence is a miss of `term`.
+
+    Where it cannot be told, because a fact is not known, that is a miss in any case.
+    """
     known = {**state.dims, **state.values, **state.operands, **state.choices}
     known |= {"dtype": dtype_name(m.shapes.dtype(root)), "rank": m.shapes.rank(root), "opset": m.graph.opset}
     known["joined"] = m.joined
     if "dtypes" in guard.names:
         known["dtypes"] = {name: _dtype_name(m, tensor) for name, tensor in state.operands.items()}
-    if guard.check(known, relations(m.shapes)):
-        return True
-    if term is not None:
+    answer = guard.answer(known, relations(m.shapes))
+    if isinstance(answer, str):
+        m.fail(term or m.fusion.outputs[0], state, lambda: _unknown(answer, root), guard.span, whole=True)
+    elif not answer and term is not None:
         asked = {name: known.get(name) for name in guard.names}
         shown = {name: getattr(value, "name", value) for name, value in asked.items()}
         m.fail(term, state, lambda: guard.sentence.format(**shown), guard.span, whole=True)
-    return False
+    return answer is True
+
+
+def _unknown(fact: str, root: Tensor) -> str:
+    """Return that a fact which a condition asks for is not known."""
+    return f"the {fact} of '{root.name}' is not known" if fact in ("rank", "dtype") else f"{fact} is not known"
 
 
 def _dtype_name(m: MatchContext, tensor: Tensor) -> str:

@@ -37,6 +37,7 @@ from onnxfuse.match.side_outputs import computed_from
 from onnxfuse.match.state import Match, Miss, State
 from onnxfuse.match.sums_and_products import AssociativeMatcher, Decompositions
 from onnxfuse.match.views import ViewSources, match_rearrange
+from onnxfuse.steps import raise_of
 
 MAX_SIDE_OUTPUT_COMBINATIONS = 8  # ways to choose the outputs beside the first that are tried for one State
 MAX_STEPS_PER_TENSOR = 20_000  # a bound on backtracking, far above what the patterns need
@@ -59,6 +60,12 @@ class Matcher(MatchContext):
 
     def at(self, tensor: Tensor) -> Match | Miss:
         """Return the first acceptable way to read `tensor` as the fusion's first output, or the nearest miss."""
+        try:
+            return self._at(tensor)
+        except Exception as error:
+            raise_of(self.fusion.step, error)
+
+    def _at(self, tensor: Tensor) -> Match | Miss:
         self._root, self._steps = tensor, 0
         self.nearest.forget()
         self._decompositions.forget()

@@ -12,7 +12,7 @@ from onnxfuse.analysis.shape_info import CannotInfer
 from onnxfuse.analysis.slice_ranges import slice_ranges
 from onnxfuse.dsl.dim_expressions import DimExpression, dim_expressions
 from onnxfuse.dsl.terms import Apply, Capture
-from onnxfuse.ir.attributes import attribute_default, attribute_or_input, schema
+from onnxfuse.ir.attributes import AtRunTime, attribute_default, attribute_or_input, schema
 from onnxfuse.ir.node import Node, Tensor, is_tensor, op_of, producer
 from onnxfuse.match.context import MatchContext
 from onnxfuse.match.diagnostics import origin, value_text
@@ -130,6 +130,8 @@ def _attributes(m: MatchContext, term: Apply, node: Node, state: State) -> Itera
 
 def _is_default(m: MatchContext, node: Node, name: str) -> bool:
     value, usual = node.attrs[name], attribute_default(op_of(node), name, m.graph.opset)
+    if is_tensor(value):  # which equals no number
+        return False
     return bool(value == usual) or (usual is not None and _same_axis(m, node, name, value, usual))
 
 
@@ -141,6 +143,8 @@ def _attribute(m: MatchContext, term: Apply, node: Node, name: str, wanted: obje
             yield state
         elif wanted.kind == "scalar" and not isinstance(value, int | float):
             m.fail(term, state, lambda: f"{name} of {term.op} is not a constant number")
+        elif isinstance(value, AtRunTime):
+            m.fail(term, state, lambda: f"{name} of {term.op}, '{value.tensor.name}', is known in a run only")
         else:
             yield from m.bind_value(wanted, value, state)
         return
@@ -148,7 +152,7 @@ def _attribute(m: MatchContext, term: Apply, node: Node, name: str, wanted: obje
         yield state._replace(dims={**state.dims, wanted.name: value})
         return
     state = _with_size(wanted, value, state)
-    shown = f"'{value.name}'" if is_tensor(value) else value_text(value)
+    shown = f"'{value.tensor.name}'" if isinstance(value, AtRunTime) else value_text(value)
     unknown = next((each.text for each in dim_expressions(wanted) if not each.is_known(state.dims)), None)
     if unknown is not None:
         m.fail(term, state, lambda: f"{term.op} has {name}={shown}; required the size '{unknown}' as a number")
@@ -160,7 +164,7 @@ def _attribute(m: MatchContext, term: Apply, node: Node, name: str, wanted: obje
         m.fail(term, state, lambda: f"{term.op} has {name}={shown}; required {value_text(required)}")
 
 
-def _same(m: MatchContext, node: Node, name: str, found: CapturedValue, required: Any) -> bool:
+def _same(m: MatchContext, node: Node, name: str, found: CapturedValue | AtRunTime, required: Any) -> bool:
     """Return whether an attribute, or the input that it became, is what is required."""
     if name == "steps" and found is None:
         found = [1] * len(required)
@@ -168,8 +172,6 @@ def _same(m: MatchContext, node: Node, name: str, found: CapturedValue, required
         return math.isclose(found, required, rel_tol=1e-6)
     if op_of(node) == "Slice" and name == "ends" and isinstance(found, list):
         return _ends(m, node, found) == _ends(m, node, required)
-    if is_tensor(found):
-        return False  # it is computed at run time
     return bool(found == required) or _same_axis(m, node, name, found, required)
 
 

@@ -20,6 +20,7 @@ from onnxfuse.regions.norms import NORMS
 from onnxfuse.regions.only_with_epilogue import OnlyWithEpilogue
 from onnxfuse.regions.pointwise import POINTWISE
 from onnxfuse.regions.reductions import REDUCTIONS
+from onnxfuse.steps import REGIONS, step
 
 MAX_VIEWS = 4  # between a match and the operator beside it
 
@@ -43,6 +44,10 @@ class DeferToRegions:
 
     def __call__(self, match: Match) -> bool:
         """Return whether a match is left."""
+        with step(REGIONS):
+            return self._is_left(match)
+
+    def _is_left(self, match: Match) -> bool:
         inside = _nodes_up_to_operands(match)
         if self.graph.opset < MIN_OPSET or not all(map(self._may_be_in_region, inside)):
             return False

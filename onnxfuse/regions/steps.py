@@ -12,10 +12,10 @@ from onnx import TensorProto
 from onnxfuse.analysis.dims import Size
 from onnxfuse.analysis.shape_info import Shape, ShapeInfo
 from onnxfuse.errors import ModelError
-from onnxfuse.ir.attributes import attribute_or_input
+from onnxfuse.ir.attributes import AtRunTime, attribute_or_input
 from onnxfuse.ir.dtypes import Array, dtype_name
 from onnxfuse.ir.graph import Graph, constant_value
-from onnxfuse.ir.node import Node, Tensor, is_constant, is_tensor
+from onnxfuse.ir.node import Node, Tensor, is_constant
 from onnxfuse.region_operators import DTYPES
 from onnxfuse.regions.computed import (
     ComputedInput,
@@ -130,7 +130,11 @@ class Steps:
         found = self.parameter(name)
         if found is None:
             return None
-        return [int(each) for each in found] if isinstance(found, list) else [int(found)]  # type: ignore[call-overload]
+        values = found if isinstance(found, list) else [found]
+        numbers = [int(each) for each in values if isinstance(each, int | float)]
+        if len(numbers) < len(values):  # of a model whose types do not fit
+            raise StaysOut(f"its {name} are no numbers")
+        return numbers
 
     def sizes(self, name: str) -> list[Expression] | None:
         """Return a parameter that is a list of integers or of expressions over dims; None where it is absent.
@@ -138,14 +142,15 @@ class Steps:
         Expressions refer to the inputs that `data_and_measured` returns.  Raises StaysOut where a size is not known.
         """
         found = attribute_or_input(self.graph, self.node, name)
-        if not is_tensor(found):
+        if not isinstance(found, AtRunTime):
             return None if (known := self.ints(name)) is None else [*known]
-        value = self.shapes.value(found)
+        tensor = found.tensor
+        value = self.shapes.value(tensor)
         if value is None or value.ndim > 1:
             raise StaysOut(f"its {name} is computed; required is a constant, or sizes that follow from dims")
-        sources = measured(found)
+        sources = measured(tensor)
         sizes = tuple(self._named(size, name, sources) for size in value.reshape(-1).tolist())
-        self._computed.append(ComputedInput(found.name, self.shapes.dtype(found), value.ndim == 0, sizes))
+        self._computed.append(ComputedInput(tensor.name, self.shapes.dtype(tensor), value.ndim == 0, sizes))
         return [self._indexed(each, sources) for each in sizes]
 
     def size(self, size: Size) -> Expression:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import onnx
 
-from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.domain import is_fused
 from onnxfuse.ir.protos import nodes
 from onnxfuse.ir.validate import ONNX_DOMAINS
 
@@ -32,5 +32,5 @@ def _counts(model: onnx.ModelProto) -> Counter[str]:
     return Counter(
         node.op_type if node.domain in ONNX_DOMAINS else f"{node.domain}::{node.op_type}"
         for node in nodes(model.graph)
-        if node.domain != DOMAIN
+        if not is_fused(node)
     )

@@ -10,7 +10,7 @@ from typing import Final
 import onnx
 from onnx import AttributeProto, TensorProto
 
-from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.domain import is_fused
 
 MAX_ATTRIBUTE_CHARACTERS: Final = 80
 BOOKKEEPING: Final = frozenset({"fusion", "operands", "output_types", "attributes", "output_ranks"})  # of fused nodes
@@ -63,14 +63,14 @@ def _outline_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterable[OutlineNode]:
     for node in nodes:
         inputs, outputs = tuple(filter(None, node.input)), tuple(filter(None, node.output))
         label = node.name or next(iter(outputs), "")
-        domain = node.domain if node.domain not in ("", "ai.onnx", DOMAIN) else ""
+        fused = is_fused(node)
+        domain = "" if fused or node.domain in ("", "ai.onnx") else node.domain
         op = f"{domain}::{node.op_type}" if domain else node.op_type
         attributes = {each.name: text for each in node.attribute if (text := _attribute_text(each))}
-        is_fused = node.domain == DOMAIN
-        if is_fused:
+        if fused:
             op = attributes.get("fusion", op)
             attributes = {name: text for name, text in attributes.items() if name not in BOOKKEEPING}
-        yield OutlineNode(label, op, inputs, outputs, attributes, is_fused)
+        yield OutlineNode(label, op, inputs, outputs, attributes, fused)
 
 
 def _attribute_text(attribute: AttributeProto) -> str:

@@ -42,6 +42,7 @@ from onnxfuse.report.standard import Standard, standard_lines
 from onnxfuse.report.traffic import Traffic
 from onnxfuse.rewrite.replace import REGION, Fused, count_replaced
 from onnxfuse.spell_out import Stays
+from onnxfuse.steps import LeftOut
 from onnxfuse.verify.compare import Verification
 
 QUANTIZED: Final = (  # what the names of operators on quantized numbers begin with
@@ -111,6 +112,7 @@ class Report:
     facts: Facts | None = None  # of the model and the run, for the page
     half: HalfResult | None = None  # what the conversion to half precision did, with a dtype
     folder: Path | None = None  # where the external data of the model lies until it is saved
+    left_out: tuple[LeftOut, ...] = ()  # steps that raised; each has its traceback
 
     @property
     def counts(self) -> dict[str, int]:
@@ -131,7 +133,7 @@ class Report:
         """Return plain data.
 
         Its keys are input, output, counts, subgraphs, functions, fused, folded, missed, stays, quantized, dropped,
-        layout, regions, estimate, standard, half, operators, unmatched, switched_off, verified and seconds.
+        layout, regions, estimate, standard, half, operators, unmatched, switched_off, left_out, verified and seconds.
         """
         return {
             "input": dict(self.input),
@@ -175,6 +177,7 @@ class Report:
             "operators": [asdict(one) for one in self.operators],
             "unmatched": dict(self.unmatched),
             "switched_off": list(self.switched_off),
+            "left_out": [asdict(one) for one in self.left_out],
             "half": self.half.to_json() if self.half else {},
             "verified": self.verified.to_json(),
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
@@ -228,7 +231,8 @@ class Report:
             shown.append("")
             shown.extend(missed)
         shown.append("")
-        return Group(*shown, *_dropped_lines(self.dropped), *verification_lines(self.verified, everything))
+        raised = [Line(f"[yellow]Left out:[/] {escape(str(one))}") for one in self.left_out]
+        return Group(*shown, *_dropped_lines(self.dropped), *raised, *verification_lines(self.verified, everything))
 
 
 def quantized_operators(model: onnx.ModelProto) -> dict[str, int]:

@@ -25,6 +25,7 @@ from onnxfuse.match.accept import MOVING_OPS, needed_outputs
 from onnxfuse.match.diagnostics import node_name
 from onnxfuse.rewrite.function_body import function, is_static
 from onnxfuse.rewrite.variant import Variant
+from onnxfuse.steps import step
 
 REGION: Final = "region"  # what reports call fused nodes of operators that no pattern names; see onnxfuse/regions
 
@@ -110,6 +111,11 @@ def replace_match(graph: Graph, shapes: ShapeInfo, match: Match, functions: Loca
 
     Returns a Miss, and changes nothing, where the opset has no spelling of the body.
     """
+    with step(match.fusion.step):
+        return _replace(graph, shapes, match, functions)
+
+
+def _replace(graph: Graph, shapes: ShapeInfo, match: Match, functions: LocalFunctions) -> Fused | Miss:
     outputs = needed_outputs(graph, match.nodes, match.outputs, match.operands)
     variant = _variant(graph, shapes, match, outputs, _operators(functions, match))
     ranks = [-1 if (rank := shapes.rank(t)) is None else rank for t in outputs]

@@ -13,7 +13,7 @@ import onnx
 from onnx import helper
 
 from onnxfuse.errors import ModelError
-from onnxfuse.ir.domain import DOMAIN, check_version
+from onnxfuse.ir.domain import DOMAIN, check_version, is_fused
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.inline_functions import check_expanded
 from onnxfuse.ir.protos import RANDOM_OPERATORS, subgraphs
@@ -78,15 +78,13 @@ def read_calls(model: onnx.ModelProto) -> list[Call]:
     check_expanded(model, "the model")
     bodies = {f.name for f in model.functions if f.domain == DOMAIN}
     nodes = list(_nodes(model.graph, ChainMap[str, Type]()))
-    if not any(node.domain == DOMAIN for node, _ in nodes):
+    if not any(is_fused(node) for node, _ in nodes):
         return []
     constants = _constants(model.graph)
     typed = list(_nodes(inferred(model).graph, ChainMap[str, Type](), constants))
-    calls = [
-        _call(node, types, bodies) for (node, _), (_, types) in zip(nodes, typed, strict=True) if node.domain == DOMAIN
-    ]
+    calls = [_call(node, types, bodies) for (node, _), (_, types) in zip(nodes, typed, strict=True) if is_fused(node)]
     for function in model.functions:
-        calls += [_call(n, None, bodies) for n in _all_nodes(function.node) if n.domain == DOMAIN]
+        calls += [_call(n, None, bodies) for n in _all_nodes(function.node) if is_fused(n)]
     return calls
 
 

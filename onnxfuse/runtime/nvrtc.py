@@ -7,12 +7,11 @@ import importlib
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from onnxfuse.errors import KernelError
+from onnxfuse.errors import KernelError, described
 from onnxfuse.runtime.cupy_backend import cupy_module
 from onnxfuse.runtime.kernel_folders import OWN, KernelFolder, kernel_folders
 from onnxfuse.runtime.plan import Kernel
@@ -170,14 +169,15 @@ def unavailable() -> str | None:
         compiler_version()
     except KernelError as error:
         return str(error)
-    except Exception as error:  # of cuda-bindings or CuPy where the library is missing; they have no common class
-        return f"NVRTC cannot be used ({type(error).__name__}: {error}); install onnxfuse[cuda]"
     return None
 
 
 def compiler_version() -> tuple[int, ...]:
-    """Return NVRTC's version.  Raises KernelError if neither cuda-bindings nor CuPy is installed."""
-    nvrtc, is_cupy = _nvrtc()
+    """Return NVRTC's version.  Raises KernelError if cuda-bindings and CuPy, or the library itself, are missing."""
+    return _version(*_nvrtc())
+
+
+def _version(nvrtc: Any, is_cupy: bool) -> tuple[int, ...]:
     return tuple(nvrtc.getVersion()) if is_cupy else tuple(nvrtc.nvrtcVersion()[1:])
 
 
@@ -190,11 +190,20 @@ def _compile(source: str, name: str, flags: list[str]) -> tuple[bytes, str]:
 @functools.cache
 def _nvrtc() -> tuple[Any, bool]:
     """Return a module that calls NVRTC, and whether it is CuPy's, whose import takes far longer."""
-    with suppress(ImportError):
-        return importlib.import_module(BINDINGS), False
-    with suppress(ImportError):
-        cupy_module()
-        return importlib.import_module(CUPY_NVRTC), True
+    failures = []
+    for module, is_cupy in ((BINDINGS, False), (CUPY_NVRTC, True)):
+        try:
+            if is_cupy:
+                cupy_module()
+            nvrtc = importlib.import_module(module)
+            _version(nvrtc, is_cupy)  # which loads the library
+            return nvrtc, is_cupy
+        except ImportError:
+            continue
+        except Exception as error:  # of cuda-bindings or CuPy where the library is missing; they have no common class
+            failures.append(described(error))
+    if failures:
+        raise KernelError(f"NVRTC, which compiles kernels, does not load: {failures[0]}; install onnxfuse[cuda]")
     raise KernelError("compiling kernels needs cuda-bindings or CuPy; install onnxfuse[cuda]")
 
 

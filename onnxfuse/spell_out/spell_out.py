@@ -87,7 +87,10 @@ class SpelledOut:
 
 
 def spell_out(graph: Graph, shapes: ShapeInfo, keep: Collection[str] = frozenset()) -> SpelledOut:
-    """Replace every operator that has a rule by what it computes, but not those whose first outputs `keep` names."""
+    """Replace every operator that has a rule by what it computes, but not those whose first outputs `keep` names.
+
+    An operator whose rule raises stays, and `shapes.raised` says so.
+    """
     spelled: list[Spelled] = []
     stays: list[Stays] = []
     for node in list(graph.nodes):
@@ -97,7 +100,11 @@ def spell_out(graph: Graph, shapes: ShapeInfo, keep: Collection[str] = frozenset
         if rule is None or not node.outputs or node.outputs[0].name in keep:
             continue
         call, label, output = Call(graph, shapes, node), node_label(node), node.outputs[0].name
-        found = _written(call, rule)
+        try:
+            found = _written(call, rule)
+        except Exception as error:
+            shapes.note(f"spelling {op_of(node)} out", error)
+            found = f"its rule raised {type(error).__name__}"
         if isinstance(found, str):
             stays.append(Stays(op_of(node), label, found))
         elif found is not None:
@@ -156,12 +163,7 @@ class _Written:
 def _written(call: Call, rule: Rule) -> _Written | str | None:
     """Return the nodes that stand for an operator; a sentence, or None, where it stays as it is."""
     node, shapes = call.node, call.shapes
-    try:
-        found = rule(call)
-    except Exception:  # models may break the rules of an operator in any way
-        if shapes.strict:
-            raise
-        return "its inputs are not such as the operator takes"
+    found = rule(call)
     if not isinstance(found, dict):
         return found
     unknown = [t.name for t in node.inputs if t.name and not shapes.dtype(t)]

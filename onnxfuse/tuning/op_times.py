@@ -16,7 +16,7 @@ from onnx import helper
 
 from onnxfuse.analysis.gathered_tables import gathered_tables
 from onnxfuse.errors import OnnxfuseError, first_line
-from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.domain import is_fused
 from onnxfuse.ir.protos import copy_without
 from onnxfuse.ir.validate import size_of
 from onnxfuse.runtime.target import PlanChoice, ProviderOptions
@@ -125,7 +125,7 @@ def op_times(
     choice        which candidate plans of a kernel run
     """
     how = {each.node: each for each in dispatches}
-    chosen = [n for n in model.graph.node if n.domain == DOMAIN or (unfused and not UNTIMED.fullmatch(n.op_type))]
+    chosen = [n for n in model.graph.node if is_fused(n) or (unfused and not UNTIMED.fullmatch(n.op_type))]
     values = _values(model, chosen, folder, feeds, provider, options or {})
     ops = [
         _Operator(model, folder, nodes, values, options or {}, open_fused, choice)
@@ -137,7 +137,7 @@ def op_times(
     for done, op in enumerate(ops):
         progress("time the operators", done, len(ops))
         dispatch = how.get(node_name(op.nodes[0]))
-        unknown = "body" if op.nodes[0].domain == DOMAIN else UNFUSED
+        unknown = "body" if is_fused(op.nodes[0]) else UNFUSED
         row = _untimed(op, dispatch.how if dispatch else unknown, dispatch.why if dispatch else "")
         try:
             result.append(_timed(op, row, provider, cuda_graph))

@@ -193,6 +193,7 @@ SHAPES = [
     (17, "float[seq,16] x, float[16] z", "y = MatMul(x, z)", "seq"),
     (17, "float[16] x, float[batch,16,8] z", "y = MatMul(x, z)", "batch 8"),
     (17, "float[16,n] x, float[8,16] z", "y = Gemm <transA = 1, transB = 1> (x, z)", "n 8"),
+    (17, "float[16,n] x, float[8,16] z", "y = Gemm <transA = 3, transB = 2> (x, z)", "n 8"),
     (17, "float[b,i,d] x, float[b,j,d] z", 'y = Einsum <equation = "bid,bjd->bij"> (x, z)', "b i j"),
     # views, gathers and fills
     (17, X3, "y = Transpose(x)", "64 seq batch"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import onnx
@@ -28,7 +29,7 @@ from onnxfuse.compile.compile_file import Compiled, LeftOut, compile_file
 from onnxfuse.compile.samples import samples_within
 from onnxfuse.compile.summary import summary
 from onnxfuse.errors import KernelError, OnnxfuseError, UsageError
-from onnxfuse.runtime import planner
+from onnxfuse.runtime import nvrtc, planner
 from onnxfuse.runtime.plan import Device, Kernel, Plan, TensorSpec
 from onnxfuse.runtime.plan_file import PlanFile, PlanFileError, read_plan_file, write_plan_file
 from onnxfuse.tuning.dispatch import model_subject
@@ -416,3 +417,46 @@ def test_a_folder_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_target_that_cannot_be_written_is_told_before_any_work(tmp_path: Path) -> None:
     result = command(tmp_path / "not_even_read.onnx", "-o", tmp_path / "none" / "p")
     assert result.exit_code == 1 and "does not exist; create it first" in result.stderr
+
+
+@pytest.fixture
+def nvrtc_anew() -> Iterator[None]:
+    """Look for NVRTC again in the test, and after it."""
+    nvrtc._nvrtc.cache_clear()
+    yield
+    nvrtc._nvrtc.cache_clear()
+
+
+class MissingLibrary:
+    """Stands for cuda-bindings where the package with libnvrtc is not installed."""
+
+    def nvrtcVersion(self) -> NoReturn:
+        raise RuntimeError('Failure finding "libnvrtc.so.13"')
+
+
+@pytest.mark.parametrize(
+    ("bindings", "told"),
+    [
+        (None, "compiling kernels needs cuda-bindings or CuPy; install onnxfuse[cuda]"),
+        (
+            MissingLibrary(),
+            'NVRTC, which compiles kernels, does not load: RuntimeError: Failure finding "libnvrtc.so.13"; '
+            "install onnxfuse[cuda]",
+        ),
+    ],
+)
+def test_without_nvrtc_the_command_says_what_to_install(
+    bindings: object, told: str, fused: Path, nvrtc_anew: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setitem(sys.modules, nvrtc.BINDINGS, bindings)
+    monkeypatch.setattr(importlib, "import_module", _import_of(nvrtc.BINDINGS, bindings))
+    done = CliRunner().invoke(main, ["compile", str(fused), "--arch", "sm_90"])
+    assert (done.exit_code, done.stderr.strip()) == (1, f"error: {told}")
+    assert nvrtc.unavailable() == told
+
+
+def _import_of(name: str, found: object) -> Callable[[str], object]:
+    """Return importlib.import_module, which finds this module where it is not None."""
+    real = importlib.import_module
+    return lambda wanted: found if wanted == name and found is not None else real(wanted)

@@ -40,6 +40,7 @@ from onnxfuse import (
     when,
 )
 from onnxfuse.dsl import catalogue, words
+from onnxfuse.dsl.guards import Guard
 from onnxfuse.dsl.spans import Span
 from onnxfuse.dsl.terms import Apply, Either, Product, Sum, Term, walk
 from onnxfuse.fuse_model import fuse_model
@@ -829,3 +830,27 @@ def test_unknown_names_get_a_suggestion() -> None:
         catalogue.select(catalogue.builtin(), only=["layer_nrom"])
     with pytest.raises(UsageError, match="Known: activation"):
         catalogue.select(catalogue.builtin(), skip=["zzz"])
+
+
+@pytest.mark.parametrize(
+    ("holds", "known", "answer"),
+    [
+        (lambda rank: rank > 2, {"rank": 3}, True),
+        (lambda rank: rank > 2, {"rank": 2}, False),
+        (lambda rank: rank > 2, {"rank": None}, "rank"),
+        (lambda rank: rank != 2, {"rank": None}, "rank"),
+        (lambda rows: rows % 2 == 0, {}, "rows"),
+        (lambda bias: bias is None, {}, True),
+    ],
+)
+def test_a_condition_is_refused_where_a_fact_is_not_known(
+    holds: Callable[..., bool], known: Mapping[str, int | None], answer: bool | str
+) -> None:
+    guard = Guard("", holds, Span("", 0, 0, 0))
+    assert guard.answer(known) == answer
+    assert guard.check(known) is (answer is True)
+
+
+def test_an_error_of_a_condition_on_known_facts_is_let_out() -> None:
+    with pytest.raises(TypeError, match="not supported"):
+        Guard("", lambda rank: rank > "2", Span("", 0, 0, 0)).check({"rank": 3})

@@ -53,6 +53,7 @@ SECONDS = 20.0  # of this process in one call of optimize(), or of one run of a 
 NO_KERNEL = ("Could not find an implementation", "Failed to find kernel")  # of an operator in some dtype
 LARGEST_SQUARED = 2.0**63  # in float32
 QUANTIZERS = ("QuantizeLinear", "DynamicQuantizeLinear")
+OF_ONE_NODE = ("inference of ", "spelling ")  # steps whose errors leave out one node, which may be invalid
 LOST_VALUE = "OrtValue::Get()"  # what onnxruntime says where a node reads a value that nothing has made
 FAILURES = ("wrong", "unrunnable", "traceback", "hang", "crash")
 
@@ -158,9 +159,13 @@ def judge(
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{last.filename.rpartition('/')[2]} in {last.name}"
         return Verdict("traceback", f"{type(error).__name__} {where}: {' '.join(str(error).split())[:200]}")
+    if raised := [one for one in report.left_out if not one.step.startswith(OF_ONE_NODE)]:
+        return Verdict("traceback", str(raised[0]))
     if isinstance(model, bytes):
         return Verdict("idle", "damaged bytes")
     verdict = compare_on(model, optimized, drawn_inputs, options)
+    if report.left_out and verdict.kind == "same":  # rules may raise at nodes that do not run
+        return Verdict("traceback", str(report.left_out[0]))
     if verdict.kind == "same" and options.verify and report.verified.status != "verified":
         missing = [each.reason for each in report.verified.not_compared]
         return Verdict("lost", f"{report.verified.status}: {'; '.join([report.verified.reason, *missing[:1]])}")

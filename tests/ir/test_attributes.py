@@ -9,6 +9,7 @@ import onnx.parser
 import pytest
 
 from onnxfuse.ir.attributes import (
+    AtRunTime,
     attribute_or_input,
     int_attribute,
     ints_attribute,
@@ -17,7 +18,7 @@ from onnxfuse.ir.attributes import (
     tensor_attribute,
 )
 from onnxfuse.ir.graph import Graph, constant_value
-from onnxfuse.ir.node import is_constant, is_tensor
+from onnxfuse.ir.node import is_constant
 from onnxfuse.ir.serde import read_graph
 
 
@@ -53,12 +54,14 @@ def test_an_attribute_may_be_a_tensor() -> None:
     assert constant_value(graph, value).tolist() == [1, 2]
 
 
-def test_a_parameter_is_an_attribute_a_constant_input_a_tensor_or_the_default() -> None:
+def test_a_parameter_is_an_attribute_a_constant_input_known_at_run_time_or_the_default() -> None:
     graph = graph_of("y = ReduceSum <keepdims = 0> (x, a)")
     (node,) = graph.nodes
     assert attribute_or_input(graph, node, "keepdims") == 0
     assert attribute_or_input(graph, node, "noop_with_empty_axes") == 0  # the schema's default
-    assert is_tensor(axes := attribute_or_input(graph, node, "axes")) and axes.name == "a"
+    axes = attribute_or_input(graph, node, "axes")
+    assert isinstance(axes, AtRunTime) and axes.tensor.name == "a"
+    assert axes != [1] and axes not in ([1], [-1]) and axes == axes
     node.inputs[1] = graph.constant("axes", np.array([1]))
     assert attribute_or_input(graph, node, "axes") == [1]
     before = graph_of("y = ReduceSum <axes = [1]> (x)", opset=11)

@@ -242,7 +242,30 @@ def test_an_initializer_of_another_size_than_its_shape() -> None:
         assert "w" in sentence(wrong)
 
 
+def test_a_reference_to_an_attribute_outside_functions() -> None:
+    """onnxruntime and onnx's checker accept it beside a value, which counts."""
+    for text, attribute in (
+        ("w = Constant <value = float[2] {1, 2}> ()  y = Add(x, w)", "value"),
+        ("y = Softmax <axis = 0> (x)", "axis"),
+    ):
+        source = model(f"{HEAD} g (float[2] x) => (float[2] y) {{ {text} }}")
+        source.graph.node[0].attribute[0].ref_attr_name = "alpha"
+        made, report = optimize(source)
+        assert not report.left_out and report.verified.passed
+        assert source.graph.node[0].attribute[0].ref_attr_name == "alpha", "the model that is given stays as it is"
+        assert not any(each.ref_attr_name for node in made.graph.node for each in node.attribute)
+        for field in ("t", "i"):
+            source.graph.node[0].attribute[0].ClearField(field)
+        told = sentence(source)
+        assert f"refers in '{attribute}' to the attribute 'alpha' of a function, and is in no function" in told
+
+
 # External data
+
+
+def with_field(model: onnx.ModelProto, key: str, value: str) -> onnx.ModelProto:
+    model.graph.initializer[0].external_data.add(key=key, value=value)
+    return model
 
 
 @pytest.mark.parametrize(
@@ -259,6 +282,12 @@ def test_an_initializer_of_another_size_than_its_shape() -> None:
         (external("w.bin", 512, 4), "is too short"),
         (external("w.bin", 512, 0, 100), "has offset 0 and 100 bytes; its dtype and shape require 2048"),
         (external("w.bin", 512, -8), "has offset -8"),
+        (external("w.bin", 512, 0, -2048), "has offset 0 and -2048 bytes; its dtype and shape require 2048"),
+        (external("w.bin", 512, 0, 10**30), f"has offset 0 and {10**30} bytes"),
+        (external("w.bin", 512, 10**30), "is too short"),
+        (with_field(external("w.bin"), "offset", "many"), "has an offset or a length that is no number"),
+        (with_field(external("w.bin"), "length", ""), "has an offset or a length that is no number"),
+        (with_field(external("w.bin"), "length", "9" * 5000), "has an offset or a length that is no number"),
         (external("../w.bin"), "outside the model's folder"),
         (external("/etc/hostname"), "outside the model's folder"),
         (external("out/w.bin"), "outside the model's folder"),  # `out` is a link to another folder
@@ -294,6 +323,22 @@ def test_external_data_of_a_function_s_default(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "m.onnx").write_bytes(given.SerializeToString())
     assert "is at '../w.bin', outside the model's folder" in sentence(tmp_path / "home" / "m.onnx")
+
+
+@pytest.mark.parametrize(("offset", "length"), [(0, None), (100, None), (None, None), (100, WEIGHT.nbytes)])
+def test_external_data_may_be_followed_by_more(tmp_path: Path, offset: int | None, length: int | None) -> None:
+    """onnx reads what has no length up to the end of the file."""
+    content = b"?" * (offset or 0) + WEIGHT.tobytes() + b"more"
+    (tmp_path / "w.bin").write_bytes(content)
+    source = external("w.bin", offset=offset, length=length)
+    source.graph.node[0].output[0] = "z"
+    source.graph.node.append(onnx.helper.make_node("Exp", ["w"], ["e"]))  # which is folded
+    source.graph.node.append(onnx.helper.make_node("Add", ["z", "e"], ["y"]))
+    (tmp_path / "m.onnx").write_bytes(source.SerializeToString())
+    _, report = optimize(tmp_path / "m.onnx")
+    assert not report.left_out
+    assert report.verified.passed is True, report.verified.reason
+    assert [one.node for one in report.folded] == ["e"]
 
 
 def test_external_data_needs_a_path() -> None:

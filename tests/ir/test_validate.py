@@ -102,6 +102,11 @@ def wrong_tensor(**fields: object) -> onnx.ModelProto:
         ({"data_type": 1, "dims": [2], "float_data": [1]}, "holds 1 values, which make no FLOAT tensor of shape [2]"),
         ({"data_type": 1, "dims": [1], "raw_data": b"1234", "float_data": [1]}, "in raw_data and float_data"),
         ({"data_type": 8, "dims": [2], "string_data": [b"a"]}, "holds 1 strings; its shape requires 2"),
+        ({"data_type": 8, "dims": [2], "data_location": TensorProto.EXTERNAL}, "holds strings in another file"),
+        (
+            {"data_type": 1, "dims": [1], "raw_data": b"1234", "segment": TensorProto.Segment(begin=0, end=1)},
+            "a segment",
+        ),
     ],
 )
 def test_a_tensor_that_is_not_complete(fields: dict[str, object], expected: str) -> None:

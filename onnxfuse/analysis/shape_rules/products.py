@@ -36,9 +36,11 @@ def _matmul(shapes: ShapeInfo, node: Node) -> Shape:
 
 @RULES.rule("Gemm", "com.microsoft::FusedGemm")
 def _gemm(shapes: ShapeInfo, node: Node) -> Shape:
-    a, b = input_shape(shapes, node), input_shape(shapes, node, 1)
-    require_equal(shapes, a[0 if int_attribute(node, "transA", 0) else 1], b[int_attribute(node, "transB", 0)])
-    return (a[1 if int_attribute(node, "transA", 0) else 0], b[0 if int_attribute(node, "transB", 0) else 1])
+    (m, a), (b, n) = input_shape(shapes, node), input_shape(shapes, node, 1)
+    m, a = (a, m) if int_attribute(node, "transA", 0) else (m, a)
+    b, n = (n, b) if int_attribute(node, "transB", 0) else (b, n)
+    require_equal(shapes, a, b)
+    return (m, n)
 
 
 @RULES.rule("Einsum")

@@ -12,6 +12,7 @@ from onnxfuse.analysis.dims import Size
 from onnxfuse.analysis.rules import RuleTable, ShapeRule, has_input, input_shape, integers, partial_integers, required
 from onnxfuse.analysis.shape_info import CannotInfer, Shape, ShapeInfo
 from onnxfuse.ir.attributes import (
+    AtRunTime,
     attribute_or_input,
     int_attribute,
     ints_attribute,
@@ -19,7 +20,7 @@ from onnxfuse.ir.attributes import (
     tensor_attribute,
 )
 from onnxfuse.ir.graph import constant_value
-from onnxfuse.ir.node import Node, is_tensor, op_of, producer
+from onnxfuse.ir.node import Node, op_of, producer
 
 RULES = RuleTable[ShapeRule]()
 PADS_ARE_INPUT_SINCE = 11  # the opset
@@ -156,8 +157,8 @@ def _scales(shapes: ShapeInfo, node: Node) -> Sequence[Size | float]:
     scales = attribute_or_input(shapes.graph, node, "scales")
     if isinstance(scales, list):
         return [scale for scale in scales if not isinstance(scale, str)]
-    if is_tensor(scales):
-        constant = producer(scales)
+    if isinstance(scales, AtRunTime):
+        constant = producer(scales.tensor)
         value = tensor_attribute(constant, "value") if constant is not None and op_of(constant) == "Constant" else None
         if value is not None:
             return list(constant_value(shapes.graph, value).tolist())

@@ -1,0 +1,115 @@
+"""The steps of optimizing a model: one that raises is left out for that model, and the report names it."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NoReturn, TypeVar
+
+from onnxfuse.errors import OnnxfuseError, described
+
+PACKAGE: Final = Path(__file__).parent
+OTHER_CODE: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})  # that steps call
+
+INLINING: Final = "inlining of functions"  # the names of steps that are neither a pass, a spelling nor a fusion
+CONTROL_FLOW: Final = "fusing inside If, Loop and Scan"
+SPELLING: Final = "spelling operators out"
+LAYOUTS: Final = "assigning layouts"
+REGIONS: Final = "forming regions"
+ESTIMATE: Final = "estimating traffic"
+VERIFICATION: Final = "verification"
+REPORT: Final = "report"
+
+T = TypeVar("T")
+
+
+class StepError(Exception):
+    """A step raised an exception that no user can act on; it is the cause of this one."""
+
+    def __init__(self, step: str, cause: Exception) -> None:
+        """Name the step, such as "pass fold_shapes"."""
+        super().__init__(f"{step} raised {described(cause)}")
+        self.step = step
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A step that raised, and was left out for that: its name, the exception, where it was raised, and the traceback.
+
+    `where` is the innermost line of onnxfuse, or of a file with fusions of the user, as "onnxfuse/passes/emit.py:12".
+    """
+
+    step: str
+    error: str
+    where: str
+    traceback: str
+
+    def __str__(self) -> str:
+        """Return a sentence."""
+        return f"{self.step} raised {self.error} ({self.where}); please report this model"
+
+
+@contextmanager
+def step(name: str) -> Iterator[None]:
+    """Raise StepError for what the block raises, unless the user can act on it, or a step inside has been named."""
+    try:
+        yield
+    except Exception as error:
+        raise_of(name, error)
+
+
+def raise_of(name: str, error: Exception) -> NoReturn:
+    """Raise what `step` raises for an error, where a context for each call would take too long."""
+    if isinstance(error, OnnxfuseError | StepError):
+        raise error
+    raise StepError(name, error) from error
+
+
+def without_what_raises(attempt: Callable[[frozenset[str]], T]) -> tuple[T, tuple[LeftOut, ...]]:
+    """Return what `attempt` returns for the names of the steps that raise, which it must leave out; and these steps.
+
+    Each attempt begins from nothing, so that no step leaves anything half done.  What a step raises that was to be left
+    out is raised.
+    """
+    found: dict[str, LeftOut] = {}
+    while True:
+        try:
+            return attempt(frozenset(found)), tuple(found.values())
+        except StepError as error:
+            assert isinstance(error.__cause__, Exception)
+            if error.step in found:
+                raise error.__cause__ from None
+            found[error.step] = left_out(error.step, error.__cause__)
+
+
+def attempt(name: str, run: Callable[[], T], otherwise: T, raised: list[LeftOut]) -> T:
+    """Return what `run` returns; where it raises, `otherwise`, and `raised` then has the step."""
+    try:
+        with step(name):
+            return run()
+    except StepError as error:
+        assert isinstance(error.__cause__, Exception)
+        raised.append(left_out(error.step, error.__cause__))
+        return otherwise
+
+
+def left_out(name: str, error: Exception) -> LeftOut:
+    """Return the record of a step that raised this exception."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if _is_own(frame.filename)] or frames
+    where = f"{_shown(Path(own[-1].filename))}:{own[-1].lineno}" if own else "of unknown place"
+    text = str(OnnxfuseError(described(error)))  # in which control characters are escapes
+    return LeftOut(name, text, where, "".join(traceback.format_exception(error)))
+
+
+def _is_own(file: str) -> bool:
+    """Return whether a file belongs to onnxfuse or to the user."""
+    return Path(file).is_relative_to(PACKAGE) or not file.startswith(OTHER_CODE)
+
+
+def _shown(file: Path) -> Path:
+    return file.relative_to(PACKAGE.parent) if file.is_relative_to(PACKAGE) else file
