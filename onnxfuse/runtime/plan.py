@@ -141,7 +141,20 @@ class TensorMap:
     im2col: Im2col | None = None
 
 
-Argument: TypeAlias = Pointer | Scalar | TensorMap
+Value: TypeAlias = Pointer | Scalar
+
+
+@dataclass(frozen=True)
+class Struct:
+    """A struct that is passed by value, as `const __grid_constant__`.
+
+    The fields are laid out as in C: in order, each at a multiple of its size.
+    """
+
+    fields: tuple[Value, ...]  # at least one
+
+
+Argument: TypeAlias = Value | TensorMap | Struct
 
 
 @dataclass(frozen=True)
