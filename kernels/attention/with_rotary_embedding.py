@@ -89,10 +89,7 @@ def _of_keys(rotary: Rotary) -> Rotary:
 
 def _reads(attention: Implementation, pointer: Pointer) -> bool:
     """Return whether a kernel reads a tensor."""
-    launches = [step for step in attention.steps if isinstance(step, Launch)]
-    arguments = [argument for step in launches for argument in step.arguments]
-    read = [each.pointer if isinstance(each, TensorMap) else each for each in arguments]
-    return any(pointer in each.fields if isinstance(each, Struct) else pointer == each for each in read)
+    return any(pointer in step.values for step in attention.steps if isinstance(step, Launch))
 
 
 def _rotary(
@@ -118,7 +115,7 @@ def _rotary(
     )  # fmt: skip
 
 
-def _scale(node: FusedNode, name: str) -> Argument:
+def _scale(node: FusedNode, name: str) -> Value:
     return operand_pointer(node, f"{name}_scale") if f"{name}_scale" in node.operands else ABSENT
 
 

@@ -171,6 +171,17 @@ class Launch:
     # wait_for_predecessor(), it may touch nothing but constants.
     pdl: bool = False
 
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """The pointers and scalars of the arguments, in order: the fields of a struct, the pointer of a tensor map."""
+        return tuple(value for argument in self.arguments for value in _values(argument))
+
+
+def _values(argument: Argument) -> tuple[Value, ...]:
+    if isinstance(argument, Struct):
+        return argument.fields
+    return (argument.pointer if isinstance(argument, TensorMap) else argument,)
+
 
 @dataclass(frozen=True)
 class Matrix:
