@@ -177,7 +177,7 @@ __device__ __forceinline__ void consume(ScoreMod& score_mod, Softmax& softmax, f
         if (threadIdx.x % 128 == 127) barrier_arrive(shared_address(barriers.k_empty + k_ring.stage));
         k_ring.advance();
     };
-    const auto add_values = [&](const u32 (&p)[BLOCK_N / 16][4]) {
+    const auto add_values = [&](const u32(&p)[BLOCK_N / 16][4]) {
         barrier_wait(shared_address(barriers.v_full + v_ring.stage), v_ring.phase);
         multiply_values(o, p, v_buffers + v_ring.stage * V_STAGE);
     };
@@ -270,13 +270,13 @@ __device__ __forceinline__ void init(Barriers& barriers) {
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK.all, BLOCKS_PER_SM)
-attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
-                 const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap out,
-                 const __grid_constant__ Shape shape, const __grid_constant__ ScoreUnits units,
-                 const __grid_constant__ Cap cap, const __grid_constant__ Mask mask,
-                 const __grid_constant__ Bias bias, const SLOPE_T* slopes,
-                 const __grid_constant__ MaskTiles mask_tiles, const __grid_constant__ RotationTables tables
-                 PROGRAM_PARAMETERS) {
+    attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
+                     const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap out,
+                     const __grid_constant__ Shape shape, const __grid_constant__ ScoreUnits units,
+                     const __grid_constant__ Cap cap, const __grid_constant__ Mask mask,
+                     const __grid_constant__ Bias bias, const SLOPE_T* slopes,
+                     const __grid_constant__ MaskTiles mask_tiles,
+                     const __grid_constant__ RotationTables tables PROGRAM_PARAMETERS) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 qo = shared_address(shared);
     const u32 k_buffers = qo + WARPGROUPS * QO_BYTES, v_buffers = k_buffers + STAGES * K_STAGE;

@@ -51,11 +51,13 @@ class QueryRotation {
     const RotationTables& tables;
     const COS_T* cos;  // of the first query of the warpgroup
     const SIN_T* sin;
-    int row, lane;             // of the first of its rows, in the warpgroup
-    int first, last;           // rows from `first` to `last` are rotated
+    int row, lane;    // of the first of its rows, in the warpgroup
+    int first, last;  // rows from `first` to `last` are rotated
     Rotation angles[AT_ONCE][OF_THREAD];
 
-    __device__ __forceinline__ bool turned(int r) const { return row + r * NEXT_ROW >= first && row + r * NEXT_ROW <= last; }
+    __device__ __forceinline__ bool turned(int r) const {
+        return row + r * NEXT_ROW >= first && row + r * NEXT_ROW <= last;
+    }
 
     __device__ __forceinline__ void load_angles(int from) {
 #pragma unroll

@@ -199,8 +199,7 @@ struct ScoreMod {
     // Starts the loads of what else the tile's scores need, while the products run.
     __device__ __forceinline__ void prepare(u32 info) {
         const int tile = info & END, first = tile * BLOCK_N + column;
-        if constexpr (BIAS && !BIAS_FIRST)
-            added_bias.load(bias, first, keys - first);
+        if constexpr (BIAS && !BIAS_FIRST) added_bias.load(bias, first, keys - first);
         if constexpr (ADDITIVE && !LATE_MASK) {
             if (kind(info) == 1) added_mask.load(mask, first, keys - first);
         }
@@ -392,8 +391,7 @@ struct Softmax {
         add(s, factor);
     }
 
-    __device__ __forceinline__ void weigh(float (&s)[SCORES], const Cap& cap, Scores scores,
-                                          const float (&factor)[2]) {
+    __device__ __forceinline__ void weigh(float (&s)[SCORES], const Cap& cap, Scores scores, const float (&factor)[2]) {
         const float from[2] = {LOG2_E * reference(0), LOG2_E * reference(1)};
         if (scores == Scores::SMALLEST_PRODUCTS) {
             cap.smallest.weigh(s, from);
