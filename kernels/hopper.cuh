@@ -225,6 +225,12 @@ __device__ __forceinline__ void settle(float (&d)[COUNT]) {
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// Keeps the compiler from computing a pointer again where it is used.
+template <class E>
+__device__ __forceinline__ void settle(const E*& pointer) {
+    asm("" : "+l"(pointer));
+}
+
 #define OPERANDS(a, b, c, d, e, f, g, h) \
     "%" #a ", %" #b ", %" #c ", %" #d ", %" #e ", %" #f ", %" #g ", %" #h
 #define OPERANDS_8 OPERANDS(0, 1, 2, 3, 4, 5, 6, 7)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
-from onnxfuse.runtime.plan import Argument, Device, FusedNode, Pointer, Scalar, TensorSpec
+from onnxfuse.runtime.plan import Device, FusedNode, Pointer, Scalar, TensorSpec, Value
 from onnxfuse.runtime.symint import always, expect_equal, gcd, is_symbolic
 
 Defines: TypeAlias = dict[str, int | float | str]  # the compile-time constants (macros) of a kernel
@@ -114,7 +114,7 @@ def element_count(tensor: TensorSpec) -> int:
     return math.prod(tensor.shape)
 
 
-def operand_pointer(node: FusedNode, name: str) -> Argument:
+def operand_pointer(node: FusedNode, name: str) -> Value:
     """Return the address of an input as a kernel argument; a null pointer if the node has no such input."""
     index = node.input_index(name)
     return ABSENT if index is None else Pointer("input", index)

@@ -31,24 +31,24 @@ __device__ __forceinline__ void append(const T* past, const T* added, T* present
             store_bytes<false, ACCESS_BYTES>(reinterpret_cast<char*>(present + targets[i]), read[i].words);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) attention_append(
-    const T* past_k, const T* past_v, const T* new_k, const T* new_v, T* present_k, T* present_v, i64 past_k_batch,
-    i64 past_k_head, i64 past_k_row, i64 past_v_batch, i64 past_v_head, i64 past_v_row, i64 new_k_batch,
-    i64 new_k_head, i64 new_k_row, i64 new_v_batch, i64 new_v_head, i64 new_v_row, i64 k_batch, i64 k_head, i64 k_row,
-    i64 v_batch, i64 v_head, i64 v_row, int heads, int past, int rows, int same_offsets, int key_chunks,
-    int value_chunks) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    attention_append(const T* past_k, const T* past_v, const T* new_k, const T* new_v, T* present_k, T* present_v,
+                     i64 past_k_batch, i64 past_k_head, i64 past_k_row, i64 past_v_batch, i64 past_v_head,
+                     i64 past_v_row, i64 new_k_batch, i64 new_k_head, i64 new_k_row, i64 new_v_batch, i64 new_v_head,
+                     i64 new_v_row, i64 k_batch, i64 k_head, i64 k_row, i64 v_batch, i64 v_head, i64 v_row, int heads,
+                     int past, int rows, int same_offsets, int key_chunks, int value_chunks) {
     wait_for_predecessor();
     release_successor();
     const int chunks = key_chunks + value_chunks, chunk = blockIdx.x % chunks;
     const int batch = blockIdx.x / chunks / heads, head = blockIdx.x / chunks % heads;
     if (chunk < key_chunks)
-        append<HEAD_DIM / WIDTH>(
-            past_k + batch * past_k_batch + head * past_k_head, new_k + batch * new_k_batch + head * new_k_head,
-            present_k + batch * k_batch + head * k_head, past_k_row, new_k_row, k_row, past, rows,
-            same_offsets && past_k == present_k, chunk);
+        append<HEAD_DIM / WIDTH>(past_k + batch * past_k_batch + head * past_k_head,
+                                 new_k + batch * new_k_batch + head * new_k_head,
+                                 present_k + batch * k_batch + head * k_head, past_k_row, new_k_row, k_row, past, rows,
+                                 same_offsets && past_k == present_k, chunk);
     else
-        append<HEAD_DIM_V / WIDTH>(
-            past_v + batch * past_v_batch + head * past_v_head, new_v + batch * new_v_batch + head * new_v_head,
-            present_v + batch * v_batch + head * v_head, past_v_row, new_v_row, v_row, past, rows,
-            same_offsets && past_v == present_v, chunk - key_chunks);
+        append<HEAD_DIM_V / WIDTH>(past_v + batch * past_v_batch + head * past_v_head,
+                                   new_v + batch * new_v_batch + head * new_v_head,
+                                   present_v + batch * v_batch + head * v_head, past_v_row, new_v_row, v_row, past,
+                                   rows, same_offsets && past_v == present_v, chunk - key_chunks);
 }

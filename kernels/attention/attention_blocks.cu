@@ -45,8 +45,8 @@ struct Left {
 template <int N>
 __device__ __forceinline__ Left read_tile(const MASK_T* from, long long query_stride, int first_row, int queries,
                                           int first_key, int keys, unsigned char* counts) {
-    constexpr int LANES = BLOCK_N / N;          // threads to a row
-    constexpr int ACCESSES = 64 * LANES / 128;  // of a thread
+    constexpr int LANES = BLOCK_N / N;                                       // threads to a row
+    constexpr int ACCESSES = 64 * LANES / 128;                               // of a thread
     constexpr int BATCH = ACCESSES <= 16 ? ACCESSES : ACCESSES % 8 ? 4 : 8;  // of accesses in flight
     static_assert(64 * LANES % 128 == 0 && ACCESSES % BATCH == 0, "each thread has as many accesses, in whole batches");
     Left left;
@@ -82,8 +82,8 @@ __device__ __forceinline__ Left read_tile(const MASK_T* from, long long query_st
 }
 
 extern "C" __global__ void __launch_bounds__(128, 4)
-attention_blocks(const MASK_T* mask, unsigned char* flags, u32* bits, int queries, int keys, int heads,
-                 long long batch_stride, long long head_stride, long long query_stride) {
+    attention_blocks(const MASK_T* mask, unsigned char* flags, u32* bits, int queries, int keys, int heads,
+                     long long batch_stride, long long head_stride, long long query_stride) {
     const int key_tiles = (keys + BLOCK_N - 1) / BLOCK_N, row_tiles = (queries + 63) / 64;
     const int tile = blockIdx.x, plane = tile / key_tiles / row_tiles;
     const int first_key = tile % key_tiles * BLOCK_N, first_row = tile / key_tiles % row_tiles * 64;

@@ -12,9 +12,9 @@ constexpr int OUT_VECTORS = HEAD_DIM_V / OUT_WIDTH;
 constexpr int COLUMN_THREADS = OUT_VECTORS < THREADS ? OUT_VECTORS : THREADS;
 constexpr int SPLIT_LANES = THREADS / COLUMN_THREADS;
 
-extern "C" __global__ void __launch_bounds__(THREADS) attention_combine(
-    OUT_T* out, i64 out_batch, i64 out_head, i64 out_row, int queries, int kv_heads, int splits, int block_rows,
-    const float* partial, const float2* totals PROGRAM_PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    attention_combine(OUT_T* out, i64 out_batch, i64 out_head, i64 out_row, int queries, int kv_heads, int splits,
+                      int block_rows, const float* partial, const float2* totals PROGRAM_PARAMETERS) {
     wait_for_predecessor();
     release_successor();
     __shared__ float2 split_totals[MAX_SPLITS];

@@ -28,7 +28,9 @@ __device__ __forceinline__ float load_peer(u32 address, int rank) {
     float value = 0.0f;
 #if CLUSTER != 1
     asm volatile("{ .reg .b32 peer; mapa.shared::cluster.u32 peer, %1, %2; ld.shared::cluster.f32 %0, [peer]; }"
-                 : "=f"(value) : "r"(address), "r"(rank) : "memory");
+                 : "=f"(value)
+                 : "r"(address), "r"(rank)
+                 : "memory");
 #endif
     return value;
 }
@@ -67,8 +69,8 @@ __device__ __forceinline__ void write_cluster(const BlockResult& share, const Ou
             if (peer >= blocks) break;
 #pragma unroll
             for (int e = 0; e < OUT_WIDTH; ++e)
-                y[e] = fmaf(
-                    load_peer(address_of(share.o + row * PITCH + column + e), peer), combination.factors[peer], y[e]);
+                y[e] = fmaf(load_peer(address_of(share.o + row * PITCH + column + e), peer), combination.factors[peer],
+                            y[e]);
         }
 #pragma unroll
         for (float& value : y) value = normalized(value, combination.sum);
@@ -91,8 +93,8 @@ __device__ __forceinline__ void write_partial(const WarpResults& results, int co
 }
 
 // `split` of `splits`: the block's slice of the keys. The slices are one cluster if `partial` is null.
-__device__ __forceinline__ void write_rows(
-    const WarpState& warp, const Out& out, int split, int splits, float* partial, float2* totals) {
+__device__ __forceinline__ void write_rows(const WarpState& warp, const Out& out, int split, int splits, float* partial,
+                                           float2* totals) {
     const WarpResults results;
     results.store_warp(warp);
     if (CLUSTER <= 1 && partial) {

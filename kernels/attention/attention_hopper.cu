@@ -36,8 +36,7 @@
 //   ADD_MASKED_SCORE, SECOND_PASS, SCALE_IN_EXPONENT, LATE_CAP   as above
 //   KEPT, LAZY_RESCALE   when a row's reference is raised and results are rescaled: attention_hopper_scores.cuh
 //   LATE_MASK      a mask's elements are loaded after the products, during which registers have no room for them
-//   MASK_T, MASK_KEY, MASK_QUERY, MASK_PAIRS   element type; whether it differs along keys and queries; whether two
-//                  neighbouring keys are one access, 2: if lengths are even. BIAS_T and so on likewise
+//   MASK_T, MASK_KEY, MASK_QUERY, MASK_PAIRS, BIAS_T and so on   arguments of ScoreTensor, in attention_hopper_shape.cuh
 //   ROTATED   0, or the elements of a query that are rotated: attention_hopper_rotation.cuh
 #include "attention_hopper_copies.cuh"
 #include "attention_hopper_rotation.cuh"
@@ -157,9 +156,10 @@ __device__ __forceinline__ void write(const TensorMap& out, const WorkTile& at, 
 // the keys is read by each warp for itself, and each releases it: the last warp in k_taken, the others at once. The
 // last thread of a warp does that, because racecheck remembers only that one of the threads that read a word, and sees
 // no order through __syncwarp.
-__device__ __forceinline__ void consume(ScoreMod& score_mod, Softmax& softmax, const LateCap& late_cap,
-                                        float (&o)[RESULTS], float exponent, int tiles, u32 qo, u32 k_buffers,
-                                        u32 v_buffers, Barriers& barriers, Ring& k_ring, Ring& v_ring) {
+__device__ __forceinline__ void consume(ScoreMod& score_mod, Softmax& softmax, float (&o)[RESULTS], float exponent,
+                                        int tiles, u32 qo, u32 k_buffers, u32 v_buffers, Barriers& barriers,
+                                        Ring& k_ring, Ring& v_ring) {
+    const Cap& cap = score_mod.cap;
     const auto read = [&] {  // what came with the keys
         __syncwarp();
         const bool tells = threadIdx.x % 32 >= (BIAS_FIRST ? 28 : 31) && threadIdx.x % 128 < 127;
@@ -177,7 +177,7 @@ __device__ __forceinline__ void consume(ScoreMod& score_mod, Softmax& softmax, c
         if (threadIdx.x % 128 == 127) barrier_arrive(shared_address(barriers.k_empty + k_ring.stage));
         k_ring.advance();
     };
-    const auto add_values = [&](const u32 (&p)[BLOCK_N / 16][4]) {
+    const auto add_values = [&](const u32(&p)[BLOCK_N / 16][4]) {
         barrier_wait(shared_address(barriers.v_full + v_ring.stage), v_ring.phase);
         multiply_values(o, p, v_buffers + v_ring.stage * V_STAGE);
     };
@@ -202,13 +202,13 @@ __device__ __forceinline__ void consume(ScoreMod& score_mod, Softmax& softmax, c
     u32 p[BLOCK_N / 16][4];
     const auto raise_and_weigh = [&](bool in_units) {
         if constexpr (LATE_CAP) {
-            const Scores scores = softmax.raise(s, late_cap, in_units, factor);
-            softmax.weigh(s, late_cap, scores, factor);
+            const Scores scores = softmax.raise(s, cap, in_units, factor);
+            softmax.weigh(s, cap, scores, factor);
         } else {
             softmax.raise(s, exponent, factor);
             softmax.weigh(s, exponent, factor);
         }
-        softmax.decide(exponent, late_cap);
+        softmax.decide(exponent, cap);
         pack_weights(s, p);
     };
     begin();
@@ -239,7 +239,7 @@ __device__ __forceinline__ void consume(ScoreMod& score_mod, Softmax& softmax, c
         settle(o);
         v_taken();
         const bool may_keep = softmax.keeps && !(LATE_CAP && in_units);
-        if (!may_keep || !softmax.keep(s, p, exponent, late_cap)) {
+        if (!may_keep || !softmax.keep(s, p, exponent, cap)) {
             raise_and_weigh(in_units);
             rescale(o, factor);
         }
@@ -269,18 +269,14 @@ __device__ __forceinline__ void init(Barriers& barriers) {
     barrier_init_fence();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
-                 const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap out, int queries, int keys,
-                 int heads, int repeats, int batches, int causal, int heads_in_l2, float scale, float cap,
-                 float masked_score, float unit, float lowest, float second_pass_below, float cap_rate,
-                 float cap_highest, float smallest_product, float smallest_reference, float smallest_0,
-                 float smallest_1, float smallest_2, float small_product, float small_reference, float small_0,
-                 float small_1, float small_2, float small_3, float small_4, const MASK_T* mask,
-                 long long mask_batch, long long mask_head, long long mask_query, const BIAS_T* bias,
-                 long long bias_batch, long long bias_head, long long bias_query, const SLOPE_T* slopes,
-                 const unsigned char* flags, const u32* bits, int flags_batch, int flags_head
-                 ROTATION_PARAMETERS PROGRAM_PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(BLOCK.all, BLOCKS_PER_SM)
+    attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
+                     const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap out,
+                     const __grid_constant__ Shape shape, const __grid_constant__ ScoreUnits units,
+                     const __grid_constant__ Cap cap, const __grid_constant__ Mask mask,
+                     const __grid_constant__ Bias bias, const SLOPE_T* slopes,
+                     const __grid_constant__ MaskTiles mask_tiles,
+                     const __grid_constant__ RotationTables tables PROGRAM_PARAMETERS) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 qo = shared_address(shared);
     const u32 k_buffers = qo + WARPGROUPS * QO_BYTES, v_buffers = k_buffers + STAGES * K_STAGE;
@@ -290,23 +286,22 @@ attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ Te
     wait_for_predecessor();
     release_successor();
 
-    const Shape shape = {queries, keys, heads, repeats, causal};
-    const WorkTile at = work_tile(blockIdx.x, shape, batches, heads_in_l2);
+    const WorkTile at = work_tile(blockIdx.x, shape);
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    const int key_tiles = (keys + BLOCK_N - 1) / BLOCK_N, row_tiles = (queries + 63) / 64;
+    const int key_tiles = (shape.keys + BLOCK_N - 1) / BLOCK_N, row_tiles = (shape.queries + 63) / 64;
     const int tiles = tiles_of(shape, at.first), all = ADD_MASKED_SCORE ? key_tiles : tiles;
-    const int plane = (at.batch * flags_batch + at.head * flags_head) * row_tiles;
-    const long long mask_plane = at.batch * mask_batch + at.head * mask_head;
+    const int plane = (at.batch * mask_tiles.batch + at.head * mask_tiles.head) * row_tiles;
+    const Mask::Element* const mask_plane = mask.plane(at.batch, at.head);
 
     const auto head_slope = [&] {  // in the scores' units
         float slope[1];
         unpack(load_cached<1>(slopes + at.head), slope);
-        return slope[0] * unit;
+        return slope[0] * units.unit;
     };
 
-    if (warp >= CONSUMERS / 32) {
-        if constexpr (REALLOCATES_REGISTERS) give_registers<PRODUCER_REGISTERS>();
-        if (warp > CONSUMERS / 32 || (lane && !MASK && !BIAS_FIRST)) return;
+    if (warp >= BLOCK.consumers / 32) {
+        if constexpr (BLOCK.reallocate) give_registers<BLOCK.producer_registers>();
+        if (warp > BLOCK.consumers / 32 || (lane && !MASK && !BIAS_FIRST)) return;
         if (lane == 0) {
             const u32 barrier = shared_address(&barriers.queries);
             barrier_arrive_expect(barrier, WARPGROUPS * K_PANELS * QO_PANEL);
@@ -314,71 +309,52 @@ attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ Te
                 load(q, qo + i / K_PANELS * QO_BYTES + i % K_PANELS * QO_PANEL, barrier, i % K_PANELS * 64,
                      at.first + i / K_PANELS * 64, at.head, at.batch);
         }
-        const long long bias_plane = at.batch * bias_batch + at.head * bias_head;
-        const ColumnBias column_bias = {bias + bias_plane, BIAS_FIRST ? head_slope() : 0.0f, keys, lane};
+        const ColumnBias column_bias = {bias.plane(at.batch, at.head), BIAS_FIRST ? head_slope() : 0.0f, shape.keys,
+                                        lane};
         Producer producer = {k, v, at, k_buffers, barriers, column_bias};
         if constexpr (ROW_MASK) {
-            RowMask rows = {mask + mask_plane, keys, lane};
+            RowMask rows = {mask_plane, shape.keys, lane};
             produce(producer, rows, tiles, all, lane == 0);
         } else {
             const int row_tile = at.first / 64;
-            const unsigned char* const from = flags + (long long)(plane + row_tile) * key_tiles;
+            const unsigned char* const from = mask_tiles.flags + (long long)(plane + row_tile) * key_tiles;
             Flags found = {from, key_tiles, min(WARPGROUPS, row_tiles - row_tile), lane};
             produce(producer, found, tiles, all, lane == 0);
         }
         return;
     }
 
-    if constexpr (REALLOCATES_REGISTERS) take_registers<CONSUMER_REGISTERS>();
+    if constexpr (BLOCK.reallocate) take_registers<BLOCK.consumer_registers>();
     const int group = warp / 4, first = at.first + group * 64, row = first + warp % 4 * 16 + lane / 4;
     const u32 qo_group = qo + group * QO_BYTES;
-    ScoreMod score_mod;
-    score_mod.group = group, score_mod.column = lane % 4 * 2, score_mod.keys = keys;
-    score_mod.unlimited = CAUSAL ? min(keys, first + causal + 1) : keys;
-    score_mod.scale = scale, score_mod.cap = cap, score_mod.cap_reciprocal = 1.0f / cap;
-    score_mod.masked = minus_infinity(), score_mod.unit = unit, score_mod.lowest = lowest;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) score_mod.limit[r] = CAUSAL ? min(keys, row + 8 * r + causal + 1) : keys;
-    // Rows of mask and bias, not beyond their last.
-    const int first_row = min(row, queries - 1), second_row = min(row + 8, queries - 1) - first_row;
-    score_mod.mask = mask + mask_plane + first_row * mask_query, score_mod.next_mask = second_row * int(mask_query);
-    score_mod.bias = bias + at.batch * bias_batch + at.head * bias_head + first_row * bias_query;
-    score_mod.next_bias = second_row * int(bias_query);
+    ScoreMod score_mod(shape, units, cap, mask_tiles.bits, Rows<Mask>(mask, mask_plane, row, shape),
+                       Rows<Bias>(bias, bias.plane(at.batch, at.head), row, shape), group, first, row);
     if constexpr (BIAS == 2 && !BIAS_FIRST) score_mod.slope = head_slope();
-    score_mod.mask_pairs = (mask_batch | mask_head | mask_query | keys) % 2 == 0;
-    score_mod.bias_pairs = (bias_batch | bias_head | bias_query | keys) % 2 == 0;
-    score_mod.bits_from = bits, score_mod.own_tiles = (plane + min(first / 64, row_tiles - 1)) * key_tiles;
+    score_mod.own_tiles = (plane + min(first / 64, row_tiles - 1)) * key_tiles;
 
-    const LateCap late_cap = {
-        cap, cap_rate, cap_highest, {smallest_product, smallest_reference, {smallest_0, smallest_1, smallest_2}},
-        {small_product, small_reference, {small_0, small_1, small_2, small_3, small_4}}};
     Ring k_ring, v_ring;
     Softmax softmax;
     float o[RESULTS];
-    const float exponent = SCALE_IN_EXPONENT ? scale * LOG2_E : 1.0f;
-#if ROTATED
-    QueryRotation rotation(first, queries, at.batch, cos, sin, table_batch, query_scale, query_epsilon);
-#endif
+    const float exponent = SCALE_IN_EXPONENT ? units.scale * LOG2_E : 1.0f;
+    QueryRotation rotation(tables, first, shape, at.batch);
     barrier_wait(shared_address(&barriers.queries), 0);
-#if ROTATED
     rotation.apply(reinterpret_cast<char*>(shared) + group * QO_BYTES, 8 + group);
-#endif
 #pragma unroll 1
     for (int pass = 0; pass < 1 + SECOND_PASS; ++pass) {
         softmax = Softmax();
 #pragma unroll
         for (int i = 0; i < RESULTS; ++i) o[i] = 0.0f;
-        consume(score_mod, softmax, late_cap, o, exponent, pass == 0 ? tiles : all, qo_group, k_buffers, v_buffers,
-                barriers, k_ring, v_ring);
+        consume(score_mod, softmax, o, exponent, pass == 0 ? tiles : all, qo_group, k_buffers, v_buffers, barriers,
+                k_ring, v_ring);
         if (!SECOND_PASS || pass == 1) break;
         bool found = false;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) found |= row + 8 * r < queries && softmax.top[r] <= second_pass_below;
+        for (int r = 0; r < 2; ++r) found |= row + 8 * r < shape.queries && softmax.top[r] <= units.second_pass_below;
         if (__any_sync(0xffffffffu, found) && lane == 0) *const_cast<volatile u32*>(&barriers.second_pass) = 1;
         if (lane == 0) barrier_arrive(shared_address(&barriers.vote));
         barrier_wait(shared_address(&barriers.vote), 0);
         if (!reread(barriers.second_pass)) break;
-        score_mod.masked = masked_score;
+        score_mod.masked = units.masked;
     }
-    write(out, at, qo_group, group, queries, o, softmax, Program{PROGRAM_ARGUMENTS});
+    write(out, at, qo_group, group, shape.queries, o, softmax, Program{PROGRAM_ARGUMENTS});
 }

@@ -1,6 +1,5 @@
 // The producer warp of attention_hopper.cu: which tiles matter, in which order, and their copies into shared memory.
 #pragma once
-#include "attention_blocks.cuh"
 #include "attention_hopper_shape.cuh"
 
 // What a mask leaves of each tile, from the flags of attention_blocks.cu: 2 bits for each warpgroup. The lanes of the
@@ -26,14 +25,14 @@ struct Flags {
 
 // The same for a mask that is the same for all queries, from its elements, and the bits of each tile.
 struct RowMask {
-    const MASK_T* mask;
+    const Mask::Element* mask;
     int keys, lane;
-    Pack<MASK_T, 1> next[BIT_WORDS];
+    Pack<Mask::Element, 1> next[BIT_WORDS];
 
     __device__ __forceinline__ void ahead(int tile) {  // a tile's elements are loaded while the one before is copied
 #pragma unroll
         for (int w = 0; w < BIT_WORDS; ++w)
-            next[w] = load_mask<1>(mask + max(0, min(tile * BLOCK_N + w * 32 + lane, keys - 1)) * MASK_KEY);
+            next[w] = load_mask<1>(mask + max(0, min(tile * BLOCK_N + w * 32 + lane, keys - 1)) * Mask::KEY);
     }
     __device__ __forceinline__ u32 kinds(int tile, u32 (&bits)[BIT_WORDS]) {
         bool none = true, all = true, boolean = true;
@@ -57,7 +56,7 @@ struct RowMask {
 
 // The bias of the columns of each tile, of a head whose slope is in the scores' units.
 struct ColumnBias {
-    const BIAS_T* elements;
+    const Bias::Element* elements;
     float slope;
     int keys, lane;
 

@@ -13,12 +13,27 @@
 #endif
 
 #if !ROTATED
-#define ROTATION_PARAMETERS
+using COS_T = f32;
+using SIN_T = f32;
+using SCALE_T = f32;
+#endif
+
+// A parameter of attention_hopper.cu, whose fields hopper_rotation.py writes in this order.
+struct RotationTables {
+    const COS_T* cos;
+    const SIN_T* sin;
+    long long batch;       // elements of a table from one batch to the next
+    const SCALE_T* scale;  // of the norm
+    float epsilon;
+};
+
+#if !ROTATED
+struct QueryRotation {  // of queries that stay as they are
+    __device__ __forceinline__ QueryRotation(const RotationTables&, int, const Shape&, int) {}
+    __device__ __forceinline__ void apply(char*, int) {}
+};
 #else
 #include "rotation.cuh"
-
-#define ROTATION_PARAMETERS                                                                                         \
-    , const COS_T *cos, const SIN_T *sin, long long table_batch, const SCALE_T *query_scale, float query_epsilon
 
 static_assert(WIDTH == 8 && LANES >= 2 && LANES <= 8, "vectors are swizzled, and the threads of a row are in a warp");
 static_assert(KEPT_ROWS == 0 || INTERLEAVED == Y_INTERLEAVED, "elements that stay as they are do not move");
@@ -33,15 +48,16 @@ class QueryRotation {
     static constexpr int IN_REGISTERS = ANGLE_WORDS < 64 ? 64 / ANGLE_WORDS : 1;  // rows whose angles are there
     static constexpr int AT_ONCE = ROWS < IN_REGISTERS ? ROWS : IN_REGISTERS;
 
-    const COS_T* cos;
+    const RotationTables& tables;
+    const COS_T* cos;  // of the first query of the warpgroup
     const SIN_T* sin;
-    const SCALE_T* scale;
-    float epsilon;
-    int row, lane;             // of the first of its rows, in the warpgroup
-    int first, last;           // rows from `first` to `last` are rotated
+    int row, lane;    // of the first of its rows, in the warpgroup
+    int first, last;  // rows from `first` to `last` are rotated
     Rotation angles[AT_ONCE][OF_THREAD];
 
-    __device__ __forceinline__ bool turned(int r) const { return row + r * NEXT_ROW >= first && row + r * NEXT_ROW <= last; }
+    __device__ __forceinline__ bool turned(int r) const {
+        return row + r * NEXT_ROW >= first && row + r * NEXT_ROW <= last;
+    }
 
     __device__ __forceinline__ void load_angles(int from) {
 #pragma unroll
@@ -73,13 +89,11 @@ class QueryRotation {
 
 public:
     // Takes the first angles, while queries may still be on their way. `from`: the first query of the warpgroup.
-    __device__ __forceinline__ QueryRotation(int from, int queries, int batch, const COS_T* cos_tables,
-                                             const SIN_T* sin_tables, long long table_batch, const SCALE_T* scale,
-                                             float epsilon)
-        : scale(scale), epsilon(epsilon), row(threadIdx.x % 128 / LANES), lane(threadIdx.x % LANES),
-          first(KEPT_ROWS - from), last(queries - 1 - from) {
-        const long long table = batch * table_batch + (long long)(from - KEPT_ROWS) * TABLE_ROW;
-        cos = cos_tables + table, sin = sin_tables + table;
+    __device__ __forceinline__ QueryRotation(const RotationTables& tables, int from, const Shape& shape, int batch)
+        : tables(tables), row(threadIdx.x % 128 / LANES), lane(threadIdx.x % LANES), first(KEPT_ROWS - from),
+          last(shape.queries - 1 - from) {
+        const long long table = batch * tables.batch + (long long)(from - KEPT_ROWS) * TABLE_ROW;
+        cos = tables.cos + table, sin = tables.sin + table;
         load_angles(0);
     }
 
@@ -97,14 +111,14 @@ public:
                 raw[j].first = loaded(queries, r, piece.first);
                 if (piece.rotated) raw[j].second = loaded(queries, r, piece.second);
             }
-            const float factor = NORM ? inverse_rms(raw, lane, epsilon) : 1.0f;
+            const float factor = NORM ? inverse_rms(raw, lane, tables.epsilon) : 1.0f;
             if (INTERLEAVED != Y_INTERLEAVED) __syncwarp();  // the others have read the row
 #pragma unroll
             for (int j = 0; j < OF_THREAD; ++j) {
                 const Piece piece(lane + j * LANES);
                 if (!piece.exists || !(NORM || piece.rotated)) continue;
                 float one[WIDTH], other[WIDTH];
-                turn(raw[j], piece, factor, scale, angles[r % AT_ONCE][j], turned(r), one, other);
+                turn(raw[j], piece, factor, tables.scale, angles[r % AT_ONCE][j], turned(r), one, other);
                 store(queries, r, piece.y_first, one);
                 if (piece.rotated) store(queries, r, piece.y_second, other);
             }

@@ -10,26 +10,45 @@ __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff80
 // Converts what is added to a score to the score's units: with SCALE_IN_EXPONENT those of q k^T, in which -3.4e38 may
 // overflow.
 template <class E>
-__device__ __forceinline__ float in_units(E, float value, float unit, float lowest) {
-    return !SCALE_IN_EXPONENT ? value : value == minus_infinity() ? value : fmaxf(value * unit, lowest);
+__device__ __forceinline__ float in_units(E, float value, const ScoreUnits& units) {
+    return !SCALE_IN_EXPONENT ? value : value == minus_infinity() ? value : fmaxf(value * units.unit, units.lowest);
 }
-__device__ __forceinline__ float in_units(f16, float value, float unit, float) {
-    return SCALE_IN_EXPONENT ? value * unit : value;
+__device__ __forceinline__ float in_units(f16, float value, const ScoreUnits& units) {
+    return SCALE_IN_EXPONENT ? value * units.unit : value;
 }
 
-// The elements of a mask or bias that are added to a thread's scores of KEYS keys. KEY, QUERY: whether they differ
-// along keys and queries; PAIRS: two neighbours can be read as one word (or two, of fp32), if it is 2 as `load` is told.
-template <class E, bool KEY, bool QUERY, int PAIRS, int KEYS>
+// Where a thread reads a mask or bias, for its two rows or the last ones.
+template <class Tensor>
+struct Rows {
+    const typename Tensor::Element* from;  // of the first row
+    int next;                              // elements from there to the second row
+    bool in_pairs;  // whether two neighbours can be read as one word (or two, of fp32), where Tensor::PAIRS is 2
+
+    __device__ __forceinline__ Rows(const Tensor& tensor, const typename Tensor::Element* plane, int row,
+                                    const Shape& shape) {
+        const int first = min(row, shape.queries - 1), second = min(row + 8, shape.queries - 1);
+        from = plane + first * tensor.query;
+        settle(from);  // else its terms are added for each tile: up to 4 % more instructions, and spills
+        next = (second - first) * int(tensor.query);
+        in_pairs = tensor.has_pairs(shape.keys);
+    }
+};
+
+// The elements of a mask or bias that are added to a thread's scores of KEYS keys.
+template <class Tensor, int KEYS>
 struct Fragment {
+    using E = typename Tensor::Element;
+    static constexpr bool KEY = Tensor::KEY, QUERY = Tensor::QUERY;
     static constexpr int ROW_COUNT = QUERY ? 2 : 1;
     static constexpr int COUNT = KEY ? KEYS / 8 : 1;
     Pack<E, 2> pairs[COUNT][ROW_COUNT];
 
-    // `from`: the thread's first element in its first row; `next`: elements from there to its second row; `left`: keys.
-    __device__ __forceinline__ void load(const E* from, int next, int left, bool in_pairs) {
-        if constexpr (PAIRS < 2) load_elements<PAIRS>(from, next, left);
-        else if (in_pairs) load_elements<true>(from, next, left);
-        else load_elements<false>(from, next, left);
+    // `first`: the thread's first key; `left`: keys from there on.
+    __device__ __forceinline__ void load(const Rows<Tensor>& rows, int first, int left) {
+        const E* const from = rows.from + first * Tensor::KEY;
+        if constexpr (Tensor::PAIRS < 2) load_elements<Tensor::PAIRS>(from, rows.next, left);
+        else if (rows.in_pairs) load_elements<true>(from, rows.next, left);
+        else load_elements<false>(from, rows.next, left);
     }
 
     template <bool IN_PAIRS>
@@ -56,15 +75,15 @@ struct Fragment {
         else return {{low.words[0] | high.words[0] << 16}};
     }
 
-    __device__ __forceinline__ void add(float* s, float unit, float lowest) const {
+    __device__ __forceinline__ void add(float* s, const ScoreUnits& units) const {
 #pragma unroll
         for (int j = 0; j < KEYS / 8; ++j)
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 float values[2];
                 unpack(pairs[KEY ? j : 0][QUERY ? r : 0], values);
-                s[4 * j + 2 * r] += in_units(E(), values[0], unit, lowest);
-                s[4 * j + 2 * r + 1] += in_units(E(), values[1], unit, lowest);
+                s[4 * j + 2 * r] += in_units(E(), values[0], units);
+                s[4 * j + 2 * r + 1] += in_units(E(), values[1], units);
             }
     }
 
@@ -82,29 +101,90 @@ struct Fragment {
     }
 };
 
-__device__ __forceinline__ float softcapped(float s, float cap, float cap_reciprocal) {
-    // tanh(x) = 1 - 2 / (1 + exp(2 x)), to 2e-7; the instruction tanh.approx is exact to 5e-4 only
-    const float power = exp2_fast(2.0f * LOG2_E * s * cap_reciprocal);
-    return cap - 2.0f * cap * reciprocal(1.0f + power);
-}
+// An odd polynomial of the products of q and k that gives log2(e) times their capped scores while they are small.
+template <int TERMS>
+struct CapPolynomial {
+    float largest;  // product for which it holds
+    float lowest;   // score of a row's reference from which the products below -largest have no weight
+    float terms[TERMS];
+
+    __device__ __forceinline__ bool holds(float product, float reference) const {
+        return product <= largest && reference >= lowest;
+    }
+    // Returns the weight of a product; `from` is log2(e) times the row's reference.
+    __device__ __forceinline__ float weight(float product, float from) const {
+        const float square = product * product;
+        float sum = terms[TERMS - 1];
+#pragma unroll
+        for (int i = TERMS - 2; i >= 0; --i) sum = fmaf(sum, square, terms[i]);
+        return exp2_fast(fmaf(product, sum, -from));
+    }
+    __device__ __forceinline__ void weigh(float (&s)[SCORES], const float (&from)[2]) const {
+#pragma unroll
+        for (int i = 0; i < SCORES; ++i) s[i] = weight(s[i], from[i / 2 % 2]);
+    }
+};
+
+// The cap; all but `limit` is for LATE_CAP, which applies it to products of q and k that become weights at once.
+// Exponentials and reciprocals come from one unit, 16 a clock, and bound the kernel; so the tanh is a polynomial where
+// one holds for all scores of a warp, which takes FMAs alone. hopper.py writes the fields in this order; parameters take
+// no registers.
+struct Cap {
+    float limit;
+    float rate;     // 2 log2(e) scale / limit
+    float highest;  // score of a row's reference up to which weights of at most KEPT mean that `smallest` holds
+    CapPolynomial<3> smallest;
+    CapPolynomial<5> small;
+
+    // The capped score in natural units; `reciprocal_limit` is 1 / limit.
+    __device__ __forceinline__ float apply(float s, float reciprocal_limit) const {
+        // tanh(x) = 1 - 2 / (1 + exp(2 x)), to 2e-7; the instruction tanh.approx is exact to 5e-4 only
+        const float power = exp2_fast(2.0f * LOG2_E * s * reciprocal_limit);
+        return limit - 2.0f * limit * reciprocal(1.0f + power);
+    }
+    // The capped score of a product.
+    __device__ __forceinline__ float score(float product) const {
+        if (product == minus_infinity()) return product;
+        return limit - 2.0f * limit * reciprocal(1.0f + exp2_fast(rate * product));
+    }
+    __device__ __forceinline__ void score_all(float (&s)[SCORES]) const {
+#pragma unroll
+        for (int i = 0; i < SCORES; ++i) {
+            if (i % 8 == 0) __syncwarp();  // else more at once than there are registers
+            s[i] = score(s[i]);
+        }
+    }
+};
 
 // Applies cap, bias, mask, diagonal and the end of the keys to a thread's scores.
 struct ScoreMod {
-    int group, column, keys;  // column: in a tile
-    int limit[2], unlimited;  // how many keys each row sees, and how many all rows of the warpgroup see
-    float scale, cap, cap_reciprocal;
-    float masked, unit, lowest;  // the masked score; a natural unit in the scores' units; the lowest finite score
-    float slope;                 // of the head, in the scores' units
-    const MASK_T* mask;          // of the first row
-    const BIAS_T* bias;
-    int next_mask, next_bias;  // elements from there to the second row
-    const u32* bits_from;
-    int own_tiles;  // the index of the first tile of the warpgroup's rows, among all tiles of the mask
+    const int keys;
+    const ScoreUnits& units;
+    const Cap& cap;
+    const u32* const bits_from;
+    const Rows<Mask> mask;
+    const Rows<Bias> bias;
+    const int group, column;        // column: in a tile
+    const int limit[2], unlimited;  // how many keys each row sees, and how many all rows of the warpgroup see
+    const float reciprocal_limit;   // of the cap
+    float masked = minus_infinity();
+    float slope = 0.0f;  // of the head, in the scores' units
+    int own_tiles = 0;   // the index of the first tile of the warpgroup's rows, among all tiles of the mask
 
-    bool mask_pairs, bias_pairs;  // whether two neighbours can be read as one, where MASK_PAIRS and BIAS_PAIRS are 2
-    Fragment<MASK_T, MASK_KEY, MASK_QUERY, MASK_PAIRS, BLOCK_N> added_mask;
-    Fragment<BIAS_T, BIAS_KEY, BIAS_QUERY, BIAS_PAIRS, BLOCK_N> added_bias;
+    Fragment<Mask, BLOCK_N> added_mask;
+    Fragment<Bias, BLOCK_N> added_bias;
     u32 bits[BIT_WORDS];
+
+    // `first`: the first row of the warpgroup; `row`: the first of the thread.
+    __device__ __forceinline__ ScoreMod(const Shape& shape, const ScoreUnits& units, const Cap& cap, const u32* bits,
+                                        const Rows<Mask>& mask, const Rows<Bias>& bias, int group, int first, int row)
+        : keys(shape.keys), units(units), cap(cap), bits_from(bits), mask(mask), bias(bias), group(group),
+          column(threadIdx.x % 4 * 2), limit{keys_of(shape, row), keys_of(shape, row + 8)},
+          unlimited(keys_of(shape, first)), reciprocal_limit(1.0f / cap.limit) {}
+
+    __device__ __forceinline__ static int keys_of(const Shape& shape, int row) {
+        return CAUSAL ? min(shape.keys, row + shape.causal + 1) : shape.keys;
+    }
 
     __device__ __forceinline__ u32 kind(u32 info) const { return info >> (KINDS + 2 * group) & 3; }
 
@@ -119,10 +199,9 @@ struct ScoreMod {
     // Starts the loads of what else the tile's scores need, while the products run.
     __device__ __forceinline__ void prepare(u32 info) {
         const int tile = info & END, first = tile * BLOCK_N + column;
-        if constexpr (BIAS && !BIAS_FIRST)
-            added_bias.load(bias + first * BIAS_KEY, next_bias, keys - first, bias_pairs);
+        if constexpr (BIAS && !BIAS_FIRST) added_bias.load(bias, first, keys - first);
         if constexpr (ADDITIVE && !LATE_MASK) {
-            if (kind(info) == 1) added_mask.load(mask + first * MASK_KEY, next_mask, keys - first, mask_pairs);
+            if (kind(info) == 1) added_mask.load(mask, first, keys - first);
         }
         if constexpr (MASK && !ROW_MASK) {
             const u32* from = bits_from + (long long)(own_tiles + tile) * BIT_WORDS * 128 + threadIdx.x % 128;
@@ -143,16 +222,16 @@ struct ScoreMod {
     // few at a time; only tiles of kind 1 need any.
     __device__ __forceinline__ void add_mask(float (&s)[SCORES], int first) const {
         if constexpr (ADDITIVE && LATE_MASK) {
-            constexpr int KEYS_AT_ONCE = 32 / sizeof(MASK_T);
+            constexpr int KEYS_AT_ONCE = 32 / sizeof(Mask::Element);
 #pragma unroll
             for (int k = 0; k < BLOCK_N; k += KEYS_AT_ONCE) {
                 __syncwarp();  // else all loads come first, into more registers than exist
-                Fragment<MASK_T, MASK_KEY, MASK_QUERY, MASK_PAIRS, KEYS_AT_ONCE> added;
-                added.load(mask + (first + k) * MASK_KEY, next_mask, keys - first - k, mask_pairs);
-                added.add(s + k / 2, unit, lowest);
+                Fragment<Mask, KEYS_AT_ONCE> added;
+                added.load(mask, first + k, keys - first - k);
+                added.add(s + k / 2, units);
             }
         } else if constexpr (ADDITIVE) {
-            added_mask.add(s, unit, lowest);
+            added_mask.add(s, units);
         }
     }
 
@@ -160,7 +239,8 @@ struct ScoreMod {
 #pragma unroll
         for (int i = 0; i < SCORES; ++i) {
             if (LATE_CAP && i % 8 == 0) __syncwarp();  // few tiles need it: it must not take more registers than others
-            s[i] = SOFTCAP ? softcapped(s[i] * scale, cap, cap_reciprocal) : s[i] * scale;
+            s[i] *= units.scale;
+            if (SOFTCAP) s[i] = cap.apply(s[i], reciprocal_limit);
         }
     }
 
@@ -171,7 +251,7 @@ struct ScoreMod {
         const bool in_units = !LATE_CAP || (SECOND_PASS && masked != minus_infinity()) || (ADDITIVE && kind(info) == 1);
         if constexpr (!SCALE_IN_EXPONENT) {
             if (in_units) to_natural_units(s);
-            if constexpr (BIAS == 1) added_bias.add(s, unit, lowest);
+            if constexpr (BIAS == 1) added_bias.add(s, units);
         }
         if constexpr (BIAS == 2 && !BIAS_FIRST) added_bias.add_times(s, slope);
         if constexpr (ADD_MASKED_SCORE) {
@@ -200,52 +280,6 @@ struct ScoreMod {
     }
 };
 
-// An odd polynomial of the products of q and k that gives log2(e) times their capped scores while they are small.
-template <int TERMS>
-struct CapPolynomial {
-    float largest;  // product for which it holds
-    float lowest;   // score of a row's reference from which the products below -largest have no weight
-    float terms[TERMS];
-
-    __device__ __forceinline__ bool holds(float product, float reference) const {
-        return product <= largest && reference >= lowest;
-    }
-    // Returns the weight of a product; `from` is log2(e) times the row's reference.
-    __device__ __forceinline__ float weight(float product, float from) const {
-        const float square = product * product;
-        float sum = terms[TERMS - 1];
-#pragma unroll
-        for (int i = TERMS - 2; i >= 0; --i) sum = fmaf(sum, square, terms[i]);
-        return exp2_fast(fmaf(product, sum, -from));
-    }
-    __device__ __forceinline__ void weigh(float (&s)[SCORES], const float (&from)[2]) const {
-#pragma unroll
-        for (int i = 0; i < SCORES; ++i) s[i] = weight(s[i], from[i / 2 % 2]);
-    }
-};
-
-// The cap where LATE_CAP applies it: to products of q and k, which become weights at once. Exponentials and reciprocals
-// come from one unit, 16 a clock, and bound the kernel; so the tanh is a polynomial where one holds for all scores of a
-// warp, which takes FMAs alone. Its numbers are from hopper.py, as arguments, which take no registers.
-struct LateCap {
-    float cap, rate;  // rate: 2 log2(e) scale / cap
-    float highest;    // score of a row's reference up to which weights of at most KEPT mean that `smallest` holds
-    CapPolynomial<3> smallest;
-    CapPolynomial<5> small;
-
-    __device__ __forceinline__ float score(float product) const {
-        if (product == minus_infinity()) return product;
-        return cap - 2.0f * cap * reciprocal(1.0f + exp2_fast(rate * product));
-    }
-    __device__ __forceinline__ void score_all(float (&s)[SCORES]) const {
-#pragma unroll
-        for (int i = 0; i < SCORES; ++i) {
-            if (i % 8 == 0) __syncwarp();  // else more at once than there are registers
-            s[i] = score(s[i]);
-        }
-    }
-};
-
 // What the scores of a warp are with LATE_CAP.
 enum class Scores { IN_UNITS, PRODUCTS, SMALL_PRODUCTS, SMALLEST_PRODUCTS };
 
@@ -260,7 +294,7 @@ enum class Scores { IN_UNITS, PRODUCTS, SMALL_PRODUCTS, SMALLEST_PRODUCTS };
 constexpr float FAR = 1e7f;
 template <class E> constexpr bool IS_HALF = false;
 template <> constexpr bool IS_HALF<f16> = true;
-constexpr bool FAR_SCORES = SECOND_PASS && (ADD_MASKED_SCORE || !IS_HALF<MASK_T>);
+constexpr bool FAR_SCORES = SECOND_PASS && (ADD_MASKED_SCORE || !IS_HALF<Mask::Element>);
 
 struct Softmax {
     float top[2] = {minus_infinity(), minus_infinity()};
@@ -271,7 +305,7 @@ struct Softmax {
     // Turns scores into packed weights relative to the references as they are, without looking for the largest. Returns
     // false, and changes nothing else, if weights of the warp are so large that a reference must be raised.
     __device__ __forceinline__ bool keep(const float (&s)[SCORES], u32 (&p)[BLOCK_N / 16][4], float scale,
-                                         const LateCap& cap) {
+                                         const Cap& cap) {
         float more[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int i = 0; i < SCORES / 2; ++i) {
@@ -291,7 +325,7 @@ struct Softmax {
     }
 
     // Finds out whether the references of the warp may be kept for the next tile.
-    __device__ __forceinline__ void decide(float scale, const LateCap& cap) {
+    __device__ __forceinline__ void decide(float scale, const Cap& cap) {
         bool may = true;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -316,7 +350,7 @@ struct Softmax {
     }
 
     // The same with LATE_CAP, unless the scores are `in_units` of products. Returns what they are.
-    __device__ __forceinline__ Scores raise(const float (&s)[SCORES], const LateCap& cap, bool in_units,
+    __device__ __forceinline__ Scores raise(const float (&s)[SCORES], const Cap& cap, bool in_units,
                                             float (&factor)[2]) {
         bool small = true, smallest = true;
 #pragma unroll
@@ -357,8 +391,7 @@ struct Softmax {
         add(s, factor);
     }
 
-    __device__ __forceinline__ void weigh(float (&s)[SCORES], const LateCap& cap, Scores scores,
-                                          const float (&factor)[2]) {
+    __device__ __forceinline__ void weigh(float (&s)[SCORES], const Cap& cap, Scores scores, const float (&factor)[2]) {
         const float from[2] = {LOG2_E * reference(0), LOG2_E * reference(1)};
         if (scores == Scores::SMALLEST_PRODUCTS) {
             cap.smallest.weigh(s, from);

@@ -8,7 +8,7 @@
 #include "attention_mma_shares.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-attention_mma(ATTENTION_PARAMETERS PROGRAM_PARAMETERS) {
+    attention_mma(ATTENTION_PARAMETERS PROGRAM_PARAMETERS) {
     wait_for_predecessor();
     release_successor();
     const Problem problem{ATTENTION_ARGUMENTS};

@@ -75,8 +75,7 @@ __device__ __forceinline__ void attend(WarpState& warp, const Source& tiles) {
         const int live = scores.live(tile, warp);
         if (HAS_WHOLE_TILE_CODE && live >= SIXTEENS)
             take_tile<false>(warp, scores, q_tile, tiles.stage(tile), tile, live);
-        else if (live > 0)
-            take_tile<true>(warp, scores, q_tile, tiles.stage(tile), tile, live);
+        else if (live > 0) take_tile<true>(warp, scores, q_tile, tiles.stage(tile), tile, live);
     }
     warp.finish(tiles.p.scale);
     wait_copies<0>();

@@ -7,10 +7,14 @@ template <bool TRANSPOSED>
 __device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 from) {
     if constexpr (TRANSPOSED)
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                     : "r"(from)
+                     : "memory");
     else
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                     : "r"(from)
+                     : "memory");
 }
 
 __device__ __forceinline__ float shared_float(u32 from) {
@@ -28,7 +32,9 @@ __device__ __forceinline__ float2 shared_float2(u32 from) {
 __device__ __forceinline__ float4 shared_float4(u32 from) {
     float4 value;
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w) : "r"(from) : "memory");
+                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+                 : "r"(from)
+                 : "memory");
     return value;
 }
 
@@ -47,10 +53,11 @@ __device__ __forceinline__ void round_operand(u32 (&words)[4]) {
     }
 }
 
-#define MMA(shape, type)                                                                                            \
-    asm volatile("mma.sync.aligned." shape ".row.col.f32." type "." type ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, " \
-                 "{%8, %9}, {%0, %1, %2, %3};"                                                                       \
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                    \
+#define MMA(shape, type)                                                 \
+    asm volatile("mma.sync.aligned." shape ".row.col.f32." type "." type \
+                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "             \
+                 "{%8, %9}, {%0, %1, %2, %3};"                           \
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])        \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
 
 __device__ __forceinline__ void mma(f16, float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {

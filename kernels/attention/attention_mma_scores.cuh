@@ -183,10 +183,8 @@ struct Scores {
         mask.get(2 * mt + half, t, keep);
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-            if constexpr (MASK == ADDITIVE)
-                x[c] += keep[c];
-            else
-                x[c] = (__float_as_uint(keep[c]) != 0) == (MASK == BOOLEAN) ? x[c] : p.masked;
+            if constexpr (MASK == ADDITIVE) x[c] += keep[c];
+            else x[c] = (__float_as_uint(keep[c]) != 0) == (MASK == BOOLEAN) ? x[c] : p.masked;
         }
 #endif
     }

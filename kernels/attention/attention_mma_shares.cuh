@@ -105,8 +105,8 @@ __device__ __forceinline__ Combination<WARPS_N> combine_warps(const WarpResults&
 }
 
 // Adds up OUT_WIDTH columns of a row over the warps.
-__device__ __forceinline__ void sum_warps(
-    const WarpResults& results, const Combination<WARPS_N>& combination, int row, int column, float (&y)[OUT_WIDTH]) {
+__device__ __forceinline__ void sum_warps(const WarpResults& results, const Combination<WARPS_N>& combination, int row,
+                                          int column, float (&y)[OUT_WIDTH]) {
 #pragma unroll
     for (int i = 0; i < OUT_WIDTH; ++i) {
         y[i] = 0.0f;

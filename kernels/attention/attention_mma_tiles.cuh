@@ -3,15 +3,19 @@
 
 #include "attention_results.cuh"
 
-enum { HALF, TF32, FP32 };                       // MATH_KIND
-enum { NONE, BOOLEAN, INVERTED, ADDITIVE };      // MASK
+enum { HALF, TF32, FP32 };                   // MATH_KIND
+enum { NONE, BOOLEAN, INVERTED, ADDITIVE };  // MASK
 
 struct b8 { unsigned char bits; };
 
 template <bool FIRST, class A, class B>
-struct Conditional { using type = A; };
+struct Conditional {
+    using type = A;
+};
 template <class A, class B>
-struct Conditional<false, A, B> { using type = B; };
+struct Conditional<false, A, B> {
+    using type = B;
+};
 using Shared = Conditional<MATH_KIND == FP32, f32, T>::type;  // element type in shared memory
 
 constexpr int odd_sixteens(int bytes) { return ((bytes + 15) / 16 | 1) * 16; }
@@ -59,7 +63,8 @@ __device__ __forceinline__ void store_shared(u32 to, const u32* words) {
         store_shared<BYTES - 16>(to + 16, words + 4);
     } else if constexpr (BYTES == 16) {
         asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),
-                     "r"(words[3]) : "memory");
+                     "r"(words[3])
+                     : "memory");
     } else if constexpr (BYTES == 8) {
         asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(words[0]), "r"(words[1]) : "memory");
     } else if constexpr (BYTES == 4) {
@@ -84,7 +89,8 @@ __device__ __forceinline__ void copy(u32 to, const T* from, bool inside) {
                          : "memory");
         else
             asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(ACCESS_BYTES),
-                         "r"(inside ? ACCESS_BYTES : 0) : "memory");
+                         "r"(inside ? ACCESS_BYTES : 0)
+                         : "memory");
     } else {
         Pack<T, EACH> read = {};
         if (inside) read = load_cached<EACH>(from);
@@ -162,16 +168,16 @@ struct Problem {
     float scale, masked, cap;
 };
 
-#define ATTENTION_PARAMETERS                                                                                         \
-    const T *q, const T *k, const T *v, OUT_T *out, const MASK_T *mask, const BIAS_T *bias, const SLOPE_T *slopes,   \
-        i64 q_batch, i64 q_head, i64 q_row, i64 k_batch, i64 k_head, i64 k_row, i64 v_batch, i64 v_head, i64 v_row,  \
-        i64 out_batch, i64 out_head, i64 out_row, i64 mask_batch, i64 mask_head, i64 mask_query, i64 bias_batch,     \
-        i64 bias_head, i64 bias_query, int mask_key, int bias_key, int queries, int keys, int kv_heads,              \
-        int row_tiles, int causal, float scale, float masked, float cap
-#define ATTENTION_ARGUMENTS                                                                                          \
-    q, k, v, out, mask, bias, slopes, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,        \
-        out_batch, out_head, out_row, mask_batch, mask_head, mask_query, bias_batch, bias_head, bias_query,          \
-        mask_key, bias_key, queries, keys, kv_heads, row_tiles, causal, scale, masked, cap
+#define ATTENTION_PARAMETERS                                                                                           \
+    const T *q, const T *k, const T *v, OUT_T *out, const MASK_T *mask, const BIAS_T *bias, const SLOPE_T *slopes,     \
+        i64 q_batch, i64 q_head, i64 q_row, i64 k_batch, i64 k_head, i64 k_row, i64 v_batch, i64 v_head, i64 v_row,    \
+        i64 out_batch, i64 out_head, i64 out_row, i64 mask_batch, i64 mask_head, i64 mask_query, i64 bias_batch,       \
+        i64 bias_head, i64 bias_query, int mask_key, int bias_key, int queries, int keys, int kv_heads, int row_tiles, \
+        int causal, float scale, float masked, float cap
+#define ATTENTION_ARGUMENTS                                                                                           \
+    q, k, v, out, mask, bias, slopes, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,         \
+        out_batch, out_head, out_row, mask_batch, mask_head, mask_query, bias_batch, bias_head, bias_query, mask_key, \
+        bias_key, queries, keys, kv_heads, row_tiles, causal, scale, masked, cap
 
 struct WorkTile {
     int batch, kv, row, end;  // the first row; the block's rows see keys before `end` only

@@ -83,8 +83,8 @@ struct WarpState {
         }
     }
 
-    __device__ __forceinline__ void score_sixteen(
-        float (&s)[M_TILES][KEY_TILES][4], const u32 (&a)[M_TILES][4], u32 from, int t) const {
+    __device__ __forceinline__ void score_sixteen(float (&s)[M_TILES][KEY_TILES][4], const u32 (&a)[M_TILES][4],
+                                                  u32 from, int t) const {
         u32 b[4];
         load_matrices<false>(b, from + t * 8 * K_ROW);
         round_operand(b);
@@ -96,8 +96,8 @@ struct WarpState {
     }
 
     template <bool PART>
-    __device__ __forceinline__ void scores_by_ffma(
-        float (&s)[M_TILES][KEY_TILES][4], u32 q_tile, u32 k_tile, int live) const {
+    __device__ __forceinline__ void scores_by_ffma(float (&s)[M_TILES][KEY_TILES][4], u32 q_tile, u32 k_tile,
+                                                   int live) const {
 #pragma unroll 1
         for (int step = 0; step < QK_STEPS; ++step) {
             float4 a[M_TILES][2];
@@ -129,12 +129,9 @@ struct WarpState {
     template <bool PART>
     __device__ __forceinline__ void values(const float (&p)[M_TILES][KEY_TILES][4], u32 v_tile, int live) {
         const u32 tile = v_tile + n * WARP_KEYS * V_ROW;
-        if constexpr (MATH_KIND == HALF)
-            values_by_half<PART>(p, tile, live);
-        else if constexpr (MATH_KIND == TF32)
-            values_by_tf32<PART>(p, tile, live);
-        else
-            values_by_ffma<PART>(p, tile, live);
+        if constexpr (MATH_KIND == HALF) values_by_half<PART>(p, tile, live);
+        else if constexpr (MATH_KIND == TF32) values_by_tf32<PART>(p, tile, live);
+        else values_by_ffma<PART>(p, tile, live);
     }
 
     template <bool PART>

@@ -15,7 +15,7 @@ struct Cache {
     const T *past, *added;
     T* present;
     int past_row, added_row, present_row;
-    int rows;      // of the past
+    int rows;       // of the past
     bool in_place;  // the present is the same memory as the past
 };
 
@@ -23,21 +23,22 @@ template <int BYTES>
 __device__ __forceinline__ void load_shared(u32 from, u32* words) {
     if constexpr (BYTES == 16)
         asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(from));
+                     : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                     : "r"(from));
     else if constexpr (BYTES == 8)
         asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(from));
-    else if constexpr (BYTES == 4)
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[0]) : "r"(from));
+    else if constexpr (BYTES == 4) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[0]) : "r"(from));
     else
         asm volatile("{ .reg .b16 half; ld.shared.u16 half, [%1]; cvt.u32.u16 %0, half; }"
-                     : "=r"(words[0]) : "r"(from));
+                     : "=r"(words[0])
+                     : "r"(from));
 }
 
 struct CachedTiles : Tiles {
     const Cache &keys, &values;
 
-    __device__ __forceinline__ CachedTiles(
-        const Problem& p, const WorkTile& at, int begin, int end, const Cache& keys, const Cache& values)
+    __device__ __forceinline__ CachedTiles(const Problem& p, const WorkTile& at, int begin, int end, const Cache& keys,
+                                           const Cache& values)
         : Tiles{p, at, begin, end}, keys(keys), values(values) {}
 
     __device__ __forceinline__ void load(int tile) const {
@@ -88,24 +89,33 @@ struct CachedTiles : Tiles {
 };
 
 // k and v of the problem are the present caches. `same_offsets`: a row has the same offset in the past and the present.
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) IN_CLUSTER attention_with_cache(
-    ATTENTION_PARAMETERS, int splits, float* partial, float2* totals, const T* past_k, const T* past_v,
-    const T* new_k, const T* new_v, i64 past_k_batch, i64 past_k_head, i64 past_k_row, i64 past_v_batch,
-    i64 past_v_head, i64 past_v_row, i64 new_k_batch, i64 new_k_head, i64 new_k_row, i64 new_v_batch, i64 new_v_head,
-    i64 new_v_row, int past, int same_offsets) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) IN_CLUSTER
+    attention_with_cache(ATTENTION_PARAMETERS, int splits, float* partial, float2* totals, const T* past_k,
+                         const T* past_v, const T* new_k, const T* new_v, i64 past_k_batch, i64 past_k_head,
+                         i64 past_k_row, i64 past_v_batch, i64 past_v_head, i64 past_v_row, i64 new_k_batch,
+                         i64 new_k_head, i64 new_k_row, i64 new_v_batch, i64 new_v_head, i64 new_v_row, int past,
+                         int same_offsets) {
     wait_for_predecessor();
     release_successor();
     const Problem problem{ATTENTION_ARGUMENTS};
     const int split = blockIdx.x % splits;
     const WorkTile at = work_tile(blockIdx.x / splits, problem);
-    const Cache cached_keys{
-        past_k + at.batch * past_k_batch + at.kv * past_k_head, new_k + at.batch * new_k_batch + at.kv * new_k_head,
-        const_cast<T*>(k) + at.batch * k_batch + at.kv * k_head, int(past_k_row), int(new_k_row), int(k_row), past,
-        same_offsets && past_k == k};
-    const Cache cached_values{
-        past_v + at.batch * past_v_batch + at.kv * past_v_head, new_v + at.batch * new_v_batch + at.kv * new_v_head,
-        const_cast<T*>(v) + at.batch * v_batch + at.kv * v_head, int(past_v_row), int(new_v_row), int(v_row), past,
-        same_offsets && past_v == v};
+    const Cache cached_keys{past_k + at.batch * past_k_batch + at.kv * past_k_head,
+                            new_k + at.batch * new_k_batch + at.kv * new_k_head,
+                            const_cast<T*>(k) + at.batch * k_batch + at.kv * k_head,
+                            int(past_k_row),
+                            int(new_k_row),
+                            int(k_row),
+                            past,
+                            same_offsets && past_k == k};
+    const Cache cached_values{past_v + at.batch * past_v_batch + at.kv * past_v_head,
+                              new_v + at.batch * new_v_batch + at.kv * new_v_head,
+                              const_cast<T*>(v) + at.batch * v_batch + at.kv * v_head,
+                              int(past_v_row),
+                              int(new_v_row),
+                              int(v_row),
+                              past,
+                              same_offsets && past_v == v};
     const int tiles = (keys + BLOCK_N - 1) / BLOCK_N, each = (tiles + splits - 1) / splits;
     WarpState warp;
     attend(warp, CachedTiles(problem, at, min(split * each, tiles), min((split + 1) * each, tiles), cached_keys,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -14,7 +13,7 @@ from onnxfuse.kernels.epilogue_program import EpilogueProgram
 from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, STORAGE, Defines
-from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar, TensorMap
+from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer, Scalar, Struct, TensorMap, Value
 from onnxfuse.runtime.symint import always, best_first, is_symbolic, maximum, minimum
 
 PANEL: Final = 64  # columns that lie together in shared memory: 128 bytes
@@ -284,14 +283,13 @@ def implementation(problem: Attention, config: HopperAttentionConfig) -> Impleme
 
 
 def _launch(
-    problem: Attention, config: HopperAttentionConfig, mask: ScoreTensor | None, flags: Argument, bits: Argument
+    problem: Attention, config: HopperAttentionConfig, mask: ScoreTensor | None, flags: Value, bits: Value
 ) -> Launch:
     row_tiles = -(-problem.queries // (64 * config.warpgroups))
-    integers = (
+    shape = (
         *(problem.queries, problem.keys, problem.heads, problem.gqa_group, problem.batch),
         *(0 if problem.causal is None else problem.causal, _heads_in_l2(problem)),
     )
-    scalars = (problem.scale, problem.softcap or 1.0, *_score_scalars(problem), *_late_cap_scalars(problem))
     flag_strides = (0, 0)  # of batch and head, in planes of flags
     if mask:
         by_batch, by_head, _ = mask.differs
@@ -303,14 +301,14 @@ def _launch(
         _tensor_map(problem, problem.k, problem.keys, problem.kv_heads, problem.head_dim, config.block_n),
         _tensor_map(problem, problem.v, problem.keys, problem.kv_heads, problem.head_dim_v, config.block_n),
         _tensor_map(problem, problem.out, problem.queries, problem.heads, problem.head_dim_v, 64),
-        *(Scalar(number, "int32") for number in integers),
-        *(Scalar(number, "float32") for number in scalars),
-        *_score_arguments(mask),
-        *_score_arguments(problem.bias),
+        Struct(tuple(Scalar(number, "int32") for number in shape)),
+        Struct(tuple(Scalar(number, "float32") for number in _score_units(problem))),
+        Struct(tuple(Scalar(number, "float32") for number in _cap(problem))),
+        _score_argument(mask),
+        _score_argument(problem.bias),
         problem.slopes.pointer if problem.slopes else ABSENT,
-        *(flags, bits),
-        *(Scalar(number, "int32") for number in flag_strides),
-        *(hopper_rotation.arguments(rotation) if rotation else ()),
+        Struct((flags, bits, *(Scalar(number, "int32") for number in flag_strides))),
+        hopper_rotation.argument(rotation),
     )
     defines = _defines(problem, config, mask)
     if rotation:
@@ -365,20 +363,20 @@ def _caps_late(problem: Attention) -> bool:
     )
 
 
-def _late_cap_scalars(problem: Attention) -> tuple[float, ...]:
-    """Return the numbers of LateCap: zeros where no cap is applied late."""
+def _cap(problem: Attention) -> tuple[float, ...]:
+    """Return the fields of Cap; those after the first are zeros where no cap is applied late."""
     if not _caps_late(problem):
-        return (0.0,) * (2 + sum(2 + len(polynomial) for _, polynomial in CAP_POLYNOMIALS))
+        return (problem.softcap or 1.0, *(0.0,) * (2 + sum(2 + len(polynomial) for _, polynomial in CAP_POLYNOMIALS)))
     cap, rate = problem.softcap, problem.scale / problem.softcap
-    numbers = [2 * LOG2_E * rate, math.tanh(CAP_POLYNOMIALS[0][0]) * cap - math.log(KEPT)]
+    numbers = [cap, 2 * LOG2_E * rate, math.tanh(CAP_POLYNOMIALS[0][0]) * cap - math.log(KEPT)]
     for limit, polynomial in CAP_POLYNOMIALS:
         numbers += [limit / rate, WEIGHTLESS - math.tanh(limit) * cap]
         numbers += [LOG2_E * cap * term * rate ** (2 * i + 1) for i, term in enumerate(polynomial)]
     return tuple(numbers)
 
 
-def _score_scalars(problem: Attention) -> tuple[float, float, float, float]:
-    """Return masked_score, unit, lowest and second_pass_below of attention_hopper.cu, in the units of its scores."""
+def _score_units(problem: Attention) -> tuple[float, float, float, float, float]:
+    """Return the fields of ScoreUnits."""
     unit = 1 / problem.scale if _scales_in_exponent(problem) else 1.0
     lowest = LOWEST / max(1.0, 1.5 / unit)  # times scale and log2(e) it is still finite
     masked, second_pass_below = problem.masked_score, problem.masked_score + NEGLIGIBLE_GAP
@@ -387,7 +385,7 @@ def _score_scalars(problem: Attention) -> tuple[float, float, float, float]:
     if problem.add_masked_score:
         second_pass_below = blocks.NEGLIGIBLE[problem.dtype][1]
     in_units = masked if math.isinf(masked) else max(masked * unit, lowest)
-    return in_units, unit, lowest, max(second_pass_below * unit, lowest)
+    return unit, lowest, problem.scale, in_units, max(second_pass_below * unit, lowest)
 
 
 def _defines(problem: Attention, config: HopperAttentionConfig, mask: ScoreTensor | None) -> Defines:
@@ -433,10 +431,9 @@ def _score_defines(name: str, problem: Attention, scores: ScoreTensor | None) ->
     }
 
 
-def _score_arguments(scores: ScoreTensor | None) -> Sequence[Argument]:
-    if scores is None:
-        return (ABSENT, *(Scalar(0, "int64") for _ in range(3)))
-    return (scores.pointer, *(Scalar(stride, "int64") for stride in scores.strides))
+def _score_argument(scores: ScoreTensor | None) -> Struct:
+    pointer, strides = (scores.pointer, scores.strides) if scores else (ABSENT, (0, 0, 0))
+    return Struct((pointer, *(Scalar(stride, "int64") for stride in strides)))
 
 
 def _heads_in_l2(problem: Attention) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from onnxfuse.kernels.rotary.rotary import Rotary, form_defines
-from onnxfuse.kernels.tensors import Defines
-from onnxfuse.runtime.plan import Argument, Scalar
+from onnxfuse.kernels.tensors import ABSENT, Defines
+from onnxfuse.runtime.plan import Scalar, Struct
 from onnxfuse.runtime.symint import is_symbolic
 
 WIDTH: Final = 8  # elements of an access to shared memory; divides half of the elements that are rotated
@@ -23,9 +23,11 @@ def defines(rotation: Rotary) -> Defines:
     return {**form_defines(rotation), "WIDTH": WIDTH, "LANES": lanes, "KEPT_ROWS": rotation.kept}
 
 
-def arguments(rotation: Rotary) -> tuple[Argument, ...]:
-    """Return what attention_hopper.cu takes for the queries, the first tensor, behind its other parameters."""
+def argument(rotation: Rotary | None) -> Struct:
+    """Return RotationTables for the queries, the first tensor; without a rotation, pointers are null."""
+    if rotation is None:
+        return Struct((ABSENT, ABSENT, Scalar(0, "int64"), ABSENT, Scalar(0.0, "float32")))
     batch, _, length, row = rotation.tables.shape
     stride = length * row if is_symbolic(batch) or batch > 1 else 0
     scale = rotation.tensors[0].scale
-    return rotation.cos, rotation.sin, Scalar(stride, "int64"), scale, Scalar(rotation.epsilon, "float32")
+    return Struct((rotation.cos, rotation.sin, Scalar(stride, "int64"), scale, Scalar(rotation.epsilon, "float32")))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, TypeVar
 
 from onnxfuse.kernels.attention.implementations import implementations
 from onnxfuse.kernels.attention.problem import Attention
@@ -25,8 +25,20 @@ from onnxfuse.kernels.rotary.rotary_embedding import (
     unsupported_rows,
 )
 from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, STORAGE, operand_pointer, operand_spec, required_spec
-from onnxfuse.runtime.plan import Argument, Device, FusedNode, Launch, Plan, Pointer, TensorMap, TensorSpec
+from onnxfuse.runtime.plan import (
+    Argument,
+    Device,
+    FusedNode,
+    Launch,
+    Plan,
+    Pointer,
+    Struct,
+    TensorMap,
+    TensorSpec,
+    Value,
+)
 
+ArgumentValue = TypeVar("ArgumentValue", Pointer, Value)
 ROTATED: Final = ("q", "k")
 LENGTH_AXIS: Final = {"packed": 1, "bshd": 1, "seq_first": 0, "bhsd": 2}
 
@@ -77,9 +89,7 @@ def _of_keys(rotary: Rotary) -> Rotary:
 
 def _reads(attention: Implementation, pointer: Pointer) -> bool:
     """Return whether a kernel reads a tensor."""
-    launches = [step for step in attention.steps if isinstance(step, Launch)]
-    arguments = [argument for step in launches for argument in step.arguments]
-    return any(pointer == (each.pointer if isinstance(each, TensorMap) else each) for each in arguments)
+    return any(pointer in step.values for step in attention.steps if isinstance(step, Launch))
 
 
 def _rotary(
@@ -105,7 +115,7 @@ def _rotary(
     )  # fmt: skip
 
 
-def _scale(node: FusedNode, name: str) -> Argument:
+def _scale(node: FusedNode, name: str) -> Value:
     return operand_pointer(node, f"{name}_scale") if f"{name}_scale" in node.operands else ABSENT
 
 
@@ -114,15 +124,20 @@ def _after(rotary: Rotary, attention: Implementation, out: TensorSpec, device: D
     results = [tensor.y for tensor in rotary.tensors]
     scratch = [rotary.batch * heads.batch_stride * ITEM_BYTES[rotary.y_dtype] for heads in results]
 
-    def shifted_argument(argument: Argument) -> Argument:
+    def shifted(argument: Argument) -> Argument:
         if isinstance(argument, TensorMap):
             return replace(argument, pointer=_shifted(argument.pointer, len(results)))
-        return _shifted(argument, len(results)) if isinstance(argument, Pointer) else argument
+        if isinstance(argument, Struct):
+            return Struct(tuple(_shifted(field, len(results)) for field in argument.fields))
+        return _shifted(argument, len(results))
 
     launches = [step for step in attention.steps if isinstance(step, Launch)]
-    steps = (replace(step, arguments=tuple(map(shifted_argument, step.arguments))) for step in launches)
+    steps = (replace(step, arguments=tuple(map(shifted, step.arguments))) for step in launches)
     return Plan((out,), (launch(rotary, device), *steps), (*scratch, *attention.scratch))
 
 
-def _shifted(pointer: Pointer, by: int) -> Pointer:
-    return replace(pointer, index=pointer.index + by) if pointer.kind == "scratch" else pointer
+def _shifted(value: ArgumentValue, by: int) -> ArgumentValue:
+    """Return a pointer to the scratch buffer so many behind its own; any other pointer or scalar as it is."""
+    if isinstance(value, Pointer) and value.kind == "scratch":
+        return replace(value, index=value.index + by)
+    return value

@@ -28,12 +28,12 @@
 #include "epilogue.cuh"
 #include "conv_columns.cuh"
 
-constexpr int THREADS = BX * BW * BH, SLICE = BX * VEC;  // channels of a block
+constexpr int THREADS = BX * BW * BH, SLICE = BX * VEC;                      // channels of a block
 constexpr int PIECES = (KW + PIECE - 1) / PIECE, ROW_TAPS = PIECES * PIECE;  // of a row of the filter, and padded
 constexpr int TAPS = KD * KH * ROW_TAPS;
-constexpr int ROWS = (TH - 1) * SH + (KH - 1) * DH + 1;        // of x that a strip reads, unless ROLLED
-constexpr int PLANE = VEC < 4 ? VEC : 4;                       // channels of a load from shared memory
-constexpr bool HELD = !ROLLED && TAPS * VEC <= 36;             // weights are kept in registers
+constexpr int ROWS = (TH - 1) * SH + (KH - 1) * DH + 1;  // of x that a strip reads, unless ROLLED
+constexpr int PLANE = VEC < 4 ? VEC : 4;                 // channels of a load from shared memory
+constexpr bool HELD = !ROLLED && TAPS * VEC <= 36;       // weights are kept in registers
 
 static_assert(ROLLED ? TH == 1 && AHEAD == 1 : KD == 1 && PIECE == KW, "see above");
 
@@ -132,9 +132,9 @@ __device__ __forceinline__ void multiply_tap(float (&sums)[TW][VEC], const float
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-conv_depthwise(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual, T* y,
-               float alpha, float beta, int depth, int height, int width, int out_depth, int out_height, int out_width,
-               int pad_d, int pad_h, int pad_w) {
+    conv_depthwise(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual, T* y,
+                   float alpha, float beta, int depth, int height, int width, int out_depth, int out_height,
+                   int out_width, int pad_d, int pad_h, int pad_w) {
     extern __shared__ __align__(16) char memory[];
     float* staged = reinterpret_cast<float*>(memory);
     const int vector = threadIdx.x % BX, strip = threadIdx.x / BX;

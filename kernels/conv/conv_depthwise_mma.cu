@@ -148,8 +148,7 @@ struct Weights {
 struct Strip {
     int row, column;
 
-    __device__ __forceinline__ explicit Strip(int strip)
-        : row(strip / STRIPS_W * TH), column(strip % STRIPS_W * 8) {}
+    __device__ __forceinline__ explicit Strip(int strip) : row(strip / STRIPS_W * TH), column(strip % STRIPS_W * 8) {}
 
     // The chunk of a plane that the strip's position of column `at` reads at the first tap of its first row; where the
     // tile has no such column, that of its last one.
@@ -298,9 +297,9 @@ __device__ __forceinline__ void compute_strips(const char* patch, char* stage, P
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-conv_depthwise_mma(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual, T* y,
-                   float alpha, float beta, int images, int height, int width, int out_height, int out_width,
-                   int pad_h, int pad_w) {
+    conv_depthwise_mma(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual, T* y,
+                       float alpha, float beta, int images, int height, int width, int out_height, int out_width,
+                       int pad_h, int pad_w) {
     extern __shared__ __align__(16) char memory[];
     char* stage = memory + BUFFERS * PATCH;
     const int warp = threadIdx.x / 32, warp_group = warp % BLOCK_GROUPS, first_group = blockIdx.x * BLOCK_GROUPS;

@@ -87,9 +87,9 @@ __device__ __forceinline__ void keep(P*& pointer) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-conv_depthwise_sliding(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual, T* y,
-                       float alpha, float beta, int images, int height, int width, int out_height, int out_width,
-                       int pad_h, int pad_w, int strip_rows) {
+    conv_depthwise_sliding(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual,
+                           T* y, float alpha, float beta, int images, int height, int width, int out_height,
+                           int out_width, int pad_h, int pad_w, int strip_rows) {
     const int vector = threadIdx.x % BX, strip = threadIdx.x / BX;
     const int channel = (blockIdx.y * BX + vector) * VEC;
     const int patches_w = (out_width + TW * BW - 1) / (TW * BW);
@@ -134,7 +134,7 @@ conv_depthwise_sliding(const T* x, const T* w, const T* bias, const T* extra, co
 
     Sums sums;
     // Widens a row of x, and starts the loads of one that follows.
-    const auto next_row = [&](float(&values)[COLUMNS][VEC], bool is_more = true) {
+    const auto next_row = [&](float (&values)[COLUMNS][VEC], bool is_more = true) {
         ahead[0].widen_to(values);
         if constexpr (AHEAD > 1) ahead[0] = ahead[1];
         if (is_more) load_next(ahead[AHEAD - 1]);

@@ -50,10 +50,10 @@ struct Pixels {
     static constexpr int EACH = (TILE_M + CHUNK_ROWS - 1) / CHUNK_ROWS;
     static_assert(THREADS % CHUNKS == 0, "a thread copies chunks of one position along k");
 
-    const char* x;             // the group's first channel of the first pixel
+    const char* x;  // the group's first channel of the first pixel
     Shape shape;
-    const char* corners[EACH]; // of each pixel, where the first tap reads; may lie outside x
-    Position at[EACH];         // the coordinates there
+    const char* corners[EACH];  // of each pixel, where the first tap reads; may lie outside x
+    Position at[EACH];          // the coordinates there
 
     __device__ __forceinline__ static int chunk() { return threadIdx.x % CHUNKS; }
     __device__ __forceinline__ static int row(int i) { return threadIdx.x / CHUNKS + i * CHUNK_ROWS; }

@@ -32,11 +32,11 @@
 #include "conv_pixels.cuh"
 
 constexpr int WARPS_G = BLOCK_GROUPS / WARP_GROUPS, THREADS = 32 * WARPS_G * WARPS_M;
-constexpr int EACH = 4 / ITEM, CHUNK = 16 / ITEM;  // elements of a word and of a chunk
+constexpr int EACH = 4 / ITEM, CHUNK = 16 / ITEM;                              // elements of a word and of a chunk
 constexpr int DEPTH = GROUP_CHANNELS * MERGED, WIDE = GROUP_FILTERS * MERGED;  // channels and filters of a merged group
 constexpr int TAP_CHUNKS = DEPTH / CHUNK, CHUNKS = KH * KW * TAP_CHUNKS, STEPS = (CHUNKS + 1) / 2;
-constexpr int TILES_N = WIDE / 8;                  // mma tiles of 8 filters of a group
-constexpr int M_TILES = 2;                         // mma tiles of 16 pixels that a warp computes at a time
+constexpr int TILES_N = WIDE / 8;  // mma tiles of 8 filters of a group
+constexpr int M_TILES = 2;         // mma tiles of 16 pixels that a warp computes at a time
 constexpr int ROWS = (TP - 1) * SH + (KH - 1) * DH + 1, COLUMNS = (TQ - 1) * SW + (KW - 1) * DW + 1;
 constexpr int BLOCK_CHUNKS = BLOCK_GROUPS * TAP_CHUNKS;  // of a pixel of the patch
 constexpr int PITCH = (BLOCK_CHUNKS | 1) * 16;  // bytes from pixel to pixel: eight fall into different banks if SW is 1
@@ -162,9 +162,9 @@ __device__ __forceinline__ void multiply_group(Sums (&sums)[M_TILES], u32 patch,
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-conv_grouped(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual, T* y,
-             float alpha, float beta, int images, int height, int width, int out_height, int out_width, int pad_h,
-             int pad_w) {
+    conv_grouped(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual, T* y,
+                 float alpha, float beta, int images, int height, int width, int out_height, int out_width, int pad_h,
+                 int pad_w) {
     extern __shared__ __align__(16) char memory[];
     using Output = WarpOutput<WARP_GROUPS * TILES_N>;
     u32* weights = reinterpret_cast<u32*>(memory);
@@ -172,7 +172,12 @@ conv_grouped(const T* x, const T* w, const T* bias, const T* extra, const T* sca
     const int warp = threadIdx.x / 32, warp_g = warp % WARPS_G, first_filter = blockIdx.y * BLOCK_GROUPS * WIDE;
     char* stage = patches + 2 * PATCH + warp * Output::STAGE;
 
-    const Image of{x + blockIdx.y * (BLOCK_GROUPS * DEPTH), height, width, pad_h, pad_w, (out_height + TP - 1) / TP,
+    const Image of{x + blockIdx.y * (BLOCK_GROUPS * DEPTH),
+                   height,
+                   width,
+                   pad_h,
+                   pad_w,
+                   (out_height + TP - 1) / TP,
                    (out_width + TQ - 1) / TQ};
     const int tiles = images * of.tiles_h * of.tiles_w;
     const int warp_filter = first_filter + warp_g * (WARP_GROUPS * WIDE);

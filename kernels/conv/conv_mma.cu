@@ -80,9 +80,9 @@ struct Operands {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-conv_mma(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual, T* y, f32* partial,
-         float alpha, float beta, int pixels, int d, int h, int width, int y_d, int y_h, int y_w, int pad_d, int pad_h,
-         int pad_w PROGRAM_PARAMETERS) {
+    conv_mma(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual, T* y,
+             f32* partial, float alpha, float beta, int pixels, int d, int h, int width, int y_d, int y_h, int y_w,
+             int pad_d, int pad_h, int pad_w PROGRAM_PARAMETERS) {
     extern __shared__ __align__(128) char memory[];
     constexpr int ACROSS = GROUPS * TILES_N, SIDE = GROUP_M * ACROSS;
     const int tile = blockIdx.x, tiles_m = (pixels + TILE_M - 1) / TILE_M;

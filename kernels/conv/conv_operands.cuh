@@ -40,9 +40,7 @@ struct PixelOperands {
         column = origin.y;
     }
     static __device__ __forceinline__ int blocks(int step) { return min(BLOCKS, ALL_BLOCKS - step * BLOCKS); }
-    static __device__ __forceinline__ u32 bytes(int step) {
-        return blocks(step) * (TILE_M + TILE_N) * BLOCK_ROW_BYTES;
-    }
+    static __device__ __forceinline__ u32 bytes(int step) { return blocks(step) * (TILE_M + TILE_N) * BLOCK_ROW_BYTES; }
     __device__ __forceinline__ void load_x(u32 stage, u32 full, int step) const {
 #pragma unroll
         for (int i = 0; i < BLOCKS; ++i) {

@@ -54,7 +54,7 @@ constexpr int pitch_of(int words) {
     return words;
 }
 constexpr int PITCH = pitch_of(COLUMNS / EACH);
-constexpr int PATCH = CHANNELS * ROWS * PITCH;   // words
+constexpr int PATCH = CHANNELS * ROWS * PITCH;                             // words
 constexpr int PATCH_SPAN = SHIFTED ? (PATCH + 15) / 32 * 32 + 16 : PATCH;  // other banks for the copy
 constexpr int BUFFER = SHIFTED ? 2 * PATCH_SPAN : PATCH_SPAN;
 
@@ -250,7 +250,10 @@ __device__ __forceinline__ u32 mask_of(int word) {
 }
 
 // Where a word lies behind a pixel's first word, what of it counts, and what it is besides.
-struct WordOfPatch { int offset; u32 mask, constant; };
+struct WordOfPatch {
+    int offset;
+    u32 mask, constant;
+};
 
 __device__ __forceinline__ WordOfPatch word_of_patch(Word at) {
     const float one[1] = {1.0f};
@@ -335,8 +338,8 @@ struct Output {
 #pragma unroll
             for (int e = 0; e < VECTOR; ++e) {
                 const int j = FIRST + (i + e) / 2, column = (i + e) % 2;
-                results[e] = epilogue_columns(sums[j][2 * half + column], 0.0f, values[j], column, added[e], alpha,
-                                              beta);
+                results[e] =
+                    epilogue_columns(sums[j][2 * half + column], 0.0f, values[j], column, added[e], alpha, beta);
             }
             store<false>(y + at + filter + i, results);
         }
@@ -357,13 +360,13 @@ struct Output {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-conv_stem(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual, T* y, float alpha,
-          float beta, int images, int height, int width, int out_height, int out_width, int pad_h) {
+    conv_stem(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual, T* y,
+              float alpha, float beta, int images, int height, int width, int out_height, int out_width, int pad_h) {
     extern __shared__ __align__(16) char memory[];
     u32* weights = reinterpret_cast<u32*>(memory);
     u32* patches = weights + WEIGHT_WORDS;
     Tile* ahead = reinterpret_cast<Tile*>(patches + PATCH_WORDS);  // of each patch; in registers they would be too many
-    T* raw = reinterpret_cast<T*>(HELD ? weights : patches);  // where the patches will be, unless weights are held
+    T* raw = reinterpret_cast<T*>(HELD ? weights : patches);       // where the patches will be, unless weights are held
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_filter = blockIdx.y * BLOCK_N;
 
     const Image of{x, height, width, pad_h, (out_height + TP - 1) / TP, (out_width + TQ - 1) / TQ};

@@ -9,8 +9,8 @@ template <int KERNEL, int STRIDE, int DILATION>
 struct AxisTaps {
     static constexpr int STEP = STRIDE / common_divisor(STRIDE, DILATION);  // from one of them to the next
     static constexpr int SHIFT = DILATION * STEP / STRIDE;                  // by which the next reads x before it
-    int first, count;  // the first tap, and how many there are
-    int from;          // where the first tap reads x
+    int first, count;                                                       // the first tap, and how many there are
+    int from;                                                               // where the first tap reads x
 
     __device__ __forceinline__ AxisTaps(int y, int pad) : first(KERNEL) {
 #pragma unroll 1

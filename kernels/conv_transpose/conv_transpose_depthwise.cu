@@ -21,7 +21,7 @@
 
 using i64 = long long;
 
-constexpr int VECTORS = CHANNELS / WIDTH;                              // of a pixel
+constexpr int VECTORS = CHANNELS / WIDTH;                            // of a pixel
 constexpr int OFFSETS = (KERNEL_W - 1) * DILATION_W / STRIDE_W + 1;  // pixels of a row of x that a thread reads
 static_assert(CHANNELS % WIDTH == 0, "a pixel is whole vectors");
 
@@ -38,7 +38,7 @@ __device__ __forceinline__ void add_row(Row& sums, const T* x, const T* w, int a
 #pragma unroll
         for (int tap = 0; tap < KERNEL_W; ++tap) {
             if (tap * DILATION_W / STRIDE_W != offset) continue;
-            float(&sum)[WIDTH] = sums[tap * DILATION_W % STRIDE_W];
+            float (&sum)[WIDTH] = sums[tap * DILATION_W % STRIDE_W];
             float weights[WIDTH];
             unpack(load_cached<WIDTH, WEIGHTS_CONSTANT>(w + tap * CHANNELS), weights);
 #pragma unroll
@@ -48,9 +48,9 @@ __device__ __forceinline__ void add_row(Row& sums, const T* x, const T* w, int a
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-conv_transpose_depthwise(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual, T* y,
-                         float alpha, float beta, int images, int d, int h, int width, int y_d, int y_h, int y_w,
-                         int pad_d, int pad_h, int pad_w PROGRAM_PARAMETERS) {
+    conv_transpose_depthwise(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual,
+                             T* y, float alpha, float beta, int images, int d, int h, int width, int y_d, int y_h,
+                             int y_w, int pad_d, int pad_h, int pad_w PROGRAM_PARAMETERS) {
     const int begin = pad_w / STRIDE_W, across = (y_w - 1 + pad_w) / STRIDE_W + 1 - begin;
     const i64 index = i64(blockIdx.x) * THREADS + threadIdx.x;
     const i64 strip = index / VECTORS, row = strip / across;

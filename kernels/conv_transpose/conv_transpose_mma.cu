@@ -46,7 +46,7 @@ using Sums = MmaSums;
 
 constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W, COLUMNS = GROUPS * FILTERS;  // of y
 constexpr int PHASES = SHUFFLED ? 1 : STRIDE_D * STRIDE_H * STRIDE_W;
-constexpr int ROW = KERNEL_W * FILTERS;              // with SHUFFLED, columns that are neighbours in y
+constexpr int ROW = KERNEL_W * FILTERS;                    // with SHUFFLED, columns that are neighbours in y
 constexpr int WIDE = SHUFFLED ? TAPS * FILTERS : FILTERS;  // columns of the product, of a group
 constexpr int TILES_N = (WIDE + TILE_N - 1) / TILE_N;
 constexpr int SUMS_BYTES = 4 * TILE_M * SUMS_PITCH;
@@ -70,9 +70,7 @@ struct PhaseTaps {
     __device__ __forceinline__ PhaseTaps(const Position& phase, const Position& pads)
         : d(phase.d, pads.d), h(phase.h, pads.h), w(phase.w, pads.w) {}
 
-    __device__ __forceinline__ int k() const {
-        return SHUFFLED ? CHANNELS : d.count * h.count * w.count * CHANNELS;
-    }
+    __device__ __forceinline__ int k() const { return SHUFFLED ? CHANNELS : d.count * h.count * w.count * CHANNELS; }
 
     __device__ __forceinline__ Position index(unsigned tap) const {
         Position at{};
@@ -214,9 +212,9 @@ __device__ __forceinline__ void finish_tile(const Epilogue& epilogue, f32* parti
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-conv_transpose_mma(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual, T* y,
-                   f32* partial, float alpha, float beta, int images, int d, int h, int width, int y_d, int y_h,
-                   int y_w, int pad_d, int pad_h, int pad_w PROGRAM_PARAMETERS) {
+    conv_transpose_mma(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual, T* y,
+                       f32* partial, float alpha, float beta, int images, int d, int h, int width, int y_d, int y_h,
+                       int y_w, int pad_d, int pad_h, int pad_w PROGRAM_PARAMETERS) {
     extern __shared__ __align__(128) char memory[];
     const Position sizes{y_d, y_h, y_w}, pads{pad_d, pad_h, pad_w};
     const Position counts{(y_d + STRIDE_D - 1) / STRIDE_D, (y_h + STRIDE_H - 1) / STRIDE_H,

@@ -32,9 +32,9 @@ static_assert(FILTERS % TILE_N == 0 && SUBTILE_N == 64 && K_BLOCK == TILE_K && !
 // x and w at one tile. w has the dimensions filters, taps, channels.
 struct PhaseOperands {
     const TensorMap &x, &w;
-    int rows, row;            // positions along H and along W
+    int rows, row;  // positions along H and along W
     int image, h, w_at, column;
-    int ahead_h, ahead_w;     // the phase's first pixel of y, counted from where the filter's first tap lies
+    int ahead_h, ahead_w;  // the phase's first pixel of y, counted from where the filter's first tap lies
 
     __device__ __forceinline__ void begin(int2 origin) {
         const int above = origin.x / row, phase = origin.y / FILTERS;
@@ -78,9 +78,8 @@ struct PhasePlace {
         });
     }
     __device__ __forceinline__ void store(const TensorMap& to, u32 from, int2 origin) const {
-        each_box(origin, [&](int bytes, int c, int w, int phase, int h) {
-            hopper::store(to, from + bytes, c, w, phase, h);
-        });
+        each_box(origin,
+                 [&](int bytes, int c, int w, int phase, int h) { hopper::store(to, from + bytes, c, w, phase, h); });
     }
     static __device__ __forceinline__ int column(int column) { return column % PERIOD; }
 };

@@ -14,9 +14,9 @@
 // of which the addresses of an image's factors are multiples.
 template <int COUNT, int COPY>
 struct GateRows {
-    static constexpr int EACH = 4 / sizeof(T);    // elements of a word
-    static constexpr int STEP = 32 / sizeof(T);   // elements of k of an mma
-    const T* rows[COUNT][2];                      // for this thread's first elements of k
+    static constexpr int EACH = 4 / sizeof(T);   // elements of a word
+    static constexpr int STEP = 32 / sizeof(T);  // elements of k of an mma
+    const T* rows[COUNT][2];                     // for this thread's first elements of k
     int k;
 
     __device__ __forceinline__ GateRows() {}
@@ -74,7 +74,7 @@ struct GatedSums {
     const T* gate;
     int row, m, pixels;  // the block's first row of the m of x
     GateRows<MMA_M, COPY> factors;
-    int k = 0;           // of the tile that is added next
+    int k = 0;  // of the tile that is added next
 
     // Finds the rows' factors, and reads those of the block to L1.
     __device__ __forceinline__ void prepare() {

@@ -40,7 +40,7 @@
 
 namespace {
 
-constexpr int ROW_BYTES = 128;                                         // of a box that TMA swizzles
+constexpr int ROW_BYTES = 128;  // of a box that TMA swizzles
 constexpr int TILE_K = ROW_BYTES / sizeof(T);
 constexpr int K_BYTES = 32;                                            // of k that a wgmma multiplies
 constexpr int BLOCKS = TILE_K / K_BLOCK;                               // of a stage
@@ -55,8 +55,8 @@ constexpr int BLOCKS_PER_SM = CONSUMERS == 1 ? 2 : 1;
 constexpr bool RESULTS_IN_RING = CONSUMERS == 1;  // the stage behind those of a tile is for its residual and its y
 
 constexpr int X_BYTES = TILE_M * ROW_BYTES;
-constexpr int FACTORS_AT = X_BYTES + COLUMNS * ROW_BYTES;              // in a stage
-constexpr int GATE_IMAGES = 8;                                         // at most, that a tile has rows of, with X_GATE
+constexpr int FACTORS_AT = X_BYTES + COLUMNS * ROW_BYTES;  // in a stage
+constexpr int GATE_IMAGES = 8;                             // at most, that a tile has rows of, with X_GATE
 constexpr int STAGE_BYTES = FACTORS_AT + X_GATE * GATE_IMAGES * ROW_BYTES;
 static_assert((K_BLOCK == TILE_K && sizeof(T) == 2) || (TRANSPOSED && !GATED));
 static_assert(TILE_M % 64 == 0 && TILE_N % (TRANSPOSED && !GATED ? 32 : 64) == 0 && COLUMNS <= 256);
@@ -232,10 +232,10 @@ __device__ __forceinline__ int steps_of(int blocks) { return (blocks + BLOCKS - 
 __device__ __forceinline__ void multiply(float (&d)[ATOMS][COLUMNS / 2], Ring<STAGES>& ring, const Barriers& barriers,
                                          u32 shared, int first_row, int blocks, int consumer, bool pass_on) {
     const int thread = threadIdx.x % 128, steps = steps_of(blocks);
-    const u64 x = hopper::matrix_descriptor<BLOCK_ROW_BYTES>(shared + first_row * BLOCK_ROW_BYTES, 16,
+    const u64 x =
+        hopper::matrix_descriptor<BLOCK_ROW_BYTES>(shared + first_row * BLOCK_ROW_BYTES, 16, 8 * BLOCK_ROW_BYTES);
+    const u64 w = hopper::matrix_descriptor<BLOCK_ROW_BYTES>(shared + X_BYTES, TRANSPOSED ? 16 : TILE_K * ROW_BYTES,
                                                              8 * BLOCK_ROW_BYTES);
-    const u64 w = hopper::matrix_descriptor<BLOCK_ROW_BYTES>(
-        shared + X_BYTES, TRANSPOSED ? 16 : TILE_K * ROW_BYTES, 8 * BLOCK_ROW_BYTES);
     constexpr int X_STEP = K_BYTES / 16, W_STEP = (TRANSPOSED ? K_BYTES : 16 * ROW_BYTES) / 16;  // in units of 16 bytes
     constexpr int X_BLOCK = TILE_M * BLOCK_ROW_BYTES / 16, W_BLOCK = TILE_N * BLOCK_ROW_BYTES / 16;
     const u32 x_low = u32(x), w_low = u32(w);  // only the low words, which hold addresses, change
@@ -314,7 +314,7 @@ struct ProgramLoads<true, COUNT> {
     Program::OfRow of_row[2];
     Program::OfColumns<2> of_columns[COUNT];
     Program::OfElements<2> of_elements[COUNT][2];
-    long long at;  // the index of the first element of y
+    long long at;              // the index of the first element of y
     int rows, columns, pitch;  // of y that are left from there on, and the elements of a row
 
     // `from` is the first row and column, of the m and n of y.
@@ -327,7 +327,8 @@ struct ProgramLoads<true, COUNT> {
             program.load<ALIGNED>(of_columns[i], from.y + 8 * i, columns - 8 * i);
 #pragma unroll
             for (int row = 0; row < 2; ++row)
-                program.load<ALIGNED>(of_elements[i][row], from.x + 8 * row, from.y + 8 * i, index(i, row), left(i, row));
+                program.load<ALIGNED>(of_elements[i][row], from.x + 8 * row, from.y + 8 * i, index(i, row),
+                                      left(i, row));
         }
     }
 

@@ -28,8 +28,8 @@ __device__ __forceinline__ void multiply_gated(float (&d)[ATOMS][COLUMNS / 2], R
     constexpr int TOGETHER = 2 / ATOMS;         // steps whose wgmmas are under way while the next are prepared
     static_assert(ATOMS <= 2);
     const int thread = threadIdx.x % 128, lane = thread % 32;
-    const u64 w = hopper::matrix_descriptor<ROW_BYTES>(
-        shared + X_BYTES, TRANSPOSED ? 16 : TILE_K * ROW_BYTES, 8 * ROW_BYTES);
+    const u64 w =
+        hopper::matrix_descriptor<ROW_BYTES>(shared + X_BYTES, TRANSPOSED ? 16 : TILE_K * ROW_BYTES, 8 * ROW_BYTES);
     constexpr int W_STEP = (TRANSPOSED ? K_BYTES : 16 * ROW_BYTES) / 16;  // in units of 16 bytes
     const u32 w_low = u32(w);
     // The addresses of this lane's row of x in each atom, and of its factors, at its chunk of the first step.
@@ -41,7 +41,8 @@ __device__ __forceinline__ void multiply_gated(float (&d)[ATOMS][COLUMNS / 2], R
         x[atom] = shared + swizzled(own + 64 * atom) ^ lane / 16 << 4;
         factors[atom] = shared + FACTORS_AT + swizzled(image) ^ lane / 16 << 4;
     }
-    u32 before = 0, fragments[2][TOGETHER][ATOMS][4];  // which wgmmas read until they have ended, beyond their block of k
+    u32 before = 0,
+        fragments[2][TOGETHER][ATOMS][4];  // which wgmmas read until they have ended, beyond their block of k
     if constexpr (PINGPONG) hopper::named_barrier(turn(consumer), 256);
     for (int block = 0; block < blocks; ++block) {
         hopper::barrier_wait(barriers.full(ring.at), ring.parity);

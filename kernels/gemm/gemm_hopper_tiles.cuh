@@ -66,7 +66,8 @@ struct Vectors {
 
 // Reads the column values of a thread's accumulators in a subtile: two columns of every eight. This comes before the
 // first store_matrices, which later reads would have to wait for.
-__device__ __forceinline__ void read_column_values(const float2* vectors, int column, ColumnValues<2> (&values)[SUBTILE_N / 8]) {
+__device__ __forceinline__ void read_column_values(const float2* vectors, int column,
+                                                   ColumnValues<2> (&values)[SUBTILE_N / 8]) {
     const float2* at = vectors + column / 2;
 #pragma unroll
     for (int i = 0; i < SUBTILE_N / 8; ++i) {
@@ -226,8 +227,7 @@ struct Output {
         } else {
             if (thread > 0) return;
 #pragma unroll
-            for (int i = 0; i < SUBTILES; ++i)
-                place.store(*y, subtiles + i * SUBTILE_BYTES, subtile_at(origin, i));
+            for (int i = 0; i < SUBTILES; ++i) place.store(*y, subtiles + i * SUBTILE_BYTES, subtile_at(origin, i));
             hopper::store_commit();
         }
     }
@@ -261,9 +261,18 @@ __device__ __forceinline__ void consume(const Place& place, const Results& resul
     float2* vectors = reinterpret_cast<float2*>(memory + VECTORS_AT) + consumer * VECTORS * TILE_N / 2;
     const int row = thread / 32 * 16 + lane % 16;
     const int subtiles = SUBTILES_AT + consumer * SUBTILES * SUBTILE_BYTES;
-    Output<Place> output{place, program, residual, memory + subtiles, shared + subtiles,
-                  u32(row * SUBTILE_ROW_BYTES + ((lane / 16 ^ row / (128 / SUBTILE_ROW_BYTES) % (SUBTILE_N / 8)) << 4)), vectors,
-                  barriers.first + 8 * (2 * STAGES + consumer), thread, 1 + consumer, 0};
+    Output<Place> output{
+        place,
+        program,
+        residual,
+        memory + subtiles,
+        shared + subtiles,
+        u32(row * SUBTILE_ROW_BYTES + ((lane / 16 ^ row / (128 / SUBTILE_ROW_BYTES) % (SUBTILE_N / 8)) << 4)),
+        vectors,
+        barriers.first + 8 * (2 * STAGES + consumer),
+        thread,
+        1 + consumer,
+        0};
     const int stride = tiles.step() * (PINGPONG ? CONSUMERS : 1);
     const int above = PINGPONG ? 0 : consumer * CONSUMER_ROWS;
     const int steps = steps_of(blocks);
@@ -339,7 +348,8 @@ __device__ __forceinline__ void run_tiles(Operands operands, const Weights& weig
     if (warpgroup() == 0) {
         hopper::give_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x == 0)
-            produce(operands, shared, barriers, tiles, int2{0, steps_of(blocks)}, ResidualInRing<Place>{place, residual});
+            produce(operands, shared, barriers, tiles, int2{0, steps_of(blocks)},
+                    ResidualInRing<Place>{place, residual});
         __syncwarp();
     } else {
         hopper::take_registers<CONSUMER_REGISTERS>();

@@ -35,9 +35,9 @@ struct Operands {
     // Registers do not hold the elements of several stages.
     static constexpr int AHEAD = X_COPY == 16 && W_COPY == 16 ? STAGES : 1;
 
-    const char* x;             // from the block's first row on
-    const char* w[WEIGHTS];    // from its first column on
-    int rows, columns;         // of y that are left from there on
+    const char* x;           // from the block's first row on
+    const char* w[WEIGHTS];  // from its first column on
+    int rows, columns;       // of y that are left from there on
 
     __device__ __forceinline__ void begin(Stage& stage, unsigned to, int k) const {
         const i64 left = i64(K - k) * ITEM;
@@ -58,8 +58,8 @@ struct Operands {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-gemm_mma(const T* x, const T* w, const T* up, const T* bias, const T* extra, const T* column_scale,
-         const T* residual, T* y, float alpha, float beta, int m, const T* gate, int pixels PROGRAM_PARAMETERS) {
+    gemm_mma(const T* x, const T* w, const T* up, const T* bias, const T* extra, const T* column_scale,
+             const T* residual, T* y, float alpha, float beta, int m, const T* gate, int pixels PROGRAM_PARAMETERS) {
     extern __shared__ __align__(128) char memory[];
     const int tile = blockIdx.x, tiles_m = (m + TILE_M - 1) / TILE_M, side = GROUP_M * TILES_N;
     const int first = tile / side * GROUP_M, high = min(tiles_m - first, GROUP_M);

@@ -26,7 +26,7 @@ constexpr int WEIGHTS = 1 + GATED;  // x is multiplied with w, and with up
 constexpr int THREADS = 32 * WARPS_M * WARPS_N;
 constexpr int ITEM = sizeof(T);
 constexpr int TILE_K = TILE_K_BYTES / ITEM;
-constexpr int STEPS = TILE_K_BYTES / 32;  // mmas along k in a stage
+constexpr int STEPS = TILE_K_BYTES / 32;                                    // mmas along k in a stage
 constexpr int MMA_M = TILE_M / WARPS_M / 16, MMA_N = TILE_N / WARPS_N / 8;  // a warp's mma tiles
 constexpr int W_ROWS = TRANSPOSED ? TILE_N : TILE_K, W_ROW_BYTES = TRANSPOSED ? TILE_K_BYTES : TILE_N * ITEM;
 constexpr int X_BYTES = TILE_M * TILE_K_BYTES, W_BYTES = TILE_N * TILE_K_BYTES, STAGE = X_BYTES + WEIGHTS * W_BYTES;
@@ -136,8 +136,8 @@ struct Fragments {
         const int row = warp / WARPS_N * MMA_M * 16, column = warp % WARPS_N * MMA_N * 8;
 #pragma unroll
         for (int i = 0; i < MMA_M; ++i)
-            load_matrices<false>(
-                x[i], stage + swizzled_offset<TILE_K_BYTES>(row + i * 16 + lane % 16, step * 2 + lane / 16));
+            load_matrices<false>(x[i],
+                                 stage + swizzled_offset<TILE_K_BYTES>(row + i * 16 + lane % 16, step * 2 + lane / 16));
 #pragma unroll
         for (int weight = 0; weight < WEIGHTS; ++weight)
 #pragma unroll

@@ -76,7 +76,8 @@ template <int WORDS>
 __device__ __forceinline__ void load_words(unsigned from, unsigned (&to)[WORDS]) {
     if constexpr (WORDS == 4)
         asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                     : "r"(from));
     else if constexpr (WORDS == 2)
         asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(from));
     else to[0] = load_word(from);
@@ -87,10 +88,12 @@ template <bool TRANSPOSE>
 __device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned from) {
     if constexpr (TRANSPOSE)
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                     : "r"(from));
     else
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                     : "r"(from));
 }
 
 // ---- mma ---------------------------------------------------------------------------------------------------------
@@ -100,10 +103,11 @@ __device__ __forceinline__ unsigned nearest_tf32(unsigned bits) {
     return bits;
 }
 
-#define MMA(shape_and_types)                                                                                        \
-    asm volatile("mma.sync.aligned." shape_and_types " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "              \
-                 "{%0, %1, %2, %3};"                                                                                \
-                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])                                           \
+#define MMA(shape_and_types)                                              \
+    asm volatile("mma.sync.aligned." shape_and_types                      \
+                 " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "        \
+                 "{%0, %1, %2, %3};"                                      \
+                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]) \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
 
 __device__ __forceinline__ void multiply(f16, float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
@@ -113,10 +117,11 @@ __device__ __forceinline__ void multiply(f16, float (&sum)[4], const unsigned (&
     const unsigned b[2] = {b0, b1};
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-        asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
-                     "{%0, %1, %2, %3};"
-                     : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-                     : "r"(a[2 * i]), "r"(a[2 * i + 1]), "r"(b[i]));
+        asm volatile(
+            "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+            : "r"(a[2 * i]), "r"(a[2 * i + 1]), "r"(b[i]));
 #endif
 }
 

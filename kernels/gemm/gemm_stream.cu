@@ -35,16 +35,16 @@ static_assert(N % WIDTH == 0, "a row is whole vectors");
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(T);
-constexpr int STEPS = ROW_BYTES / 32;               // mmas along k in a stage
+constexpr int STEPS = ROW_BYTES / 32;                   // mmas along k in a stage
 constexpr int MMA_N = TILE_N / 16, MMA_M = TILE_M / 8;  // mma tiles
-constexpr int PANEL = TILE_N < 64 ? TILE_N : 64;    // columns of a TMA box if w is k x n
+constexpr int PANEL = TILE_N < 64 ? TILE_N : 64;        // columns of a TMA box if w is k x n
 constexpr int W_ROW = TRANSPOSED ? ROW_BYTES : PANEL * sizeof(T);
-constexpr int PANEL_BYTES = TILE_K * W_ROW;         // if w is k x n
+constexpr int PANEL_BYTES = TILE_K * W_ROW;  // if w is k x n
 constexpr int X_BYTES = TILE_M * ROW_BYTES, W_BYTES = TILE_N * ROW_BYTES, STAGE = X_BYTES + WEIGHTS * W_BYTES;
 constexpr int RING = STAGES * STAGE;
-constexpr int SUMS_PITCH = TILE_N + 4;              // floats: the sums that a warp stores fall into different banks
+constexpr int SUMS_PITCH = TILE_N + 4;  // floats: the sums that a warp stores fall into different banks
 constexpr int TILES_K = (K + TILE_K - 1) / TILE_K;
-constexpr int OWN_COLUMNS = TILE_N / CLUSTER;       // columns that a block finishes
+constexpr int OWN_COLUMNS = TILE_N / CLUSTER;                              // columns that a block finishes
 constexpr int EXCHANGE = CLUSTER > 1 ? WEIGHTS * TILE_M * TILE_N * 4 : 0;  // bytes of all blocks' sums of these columns
 
 static_assert(sizeof(T) == 2, "ldmatrix moves 16-bit elements");
@@ -197,12 +197,14 @@ struct Exchange {
     __device__ __forceinline__ void send(int rank, int weight, int row, int column, const float (&values)[4]) const {
         const unsigned to = shared_address(sums) +
                             (((rank * WEIGHTS + weight) * TILE_M + row) * OWN_COLUMNS + column % OWN_COLUMNS) * 4;
-        asm volatile("{ .reg .b32 target, signal;\n"
-                     "mapa.shared::cluster.u32 target, %0, %2;\n"
-                     "mapa.shared::cluster.u32 signal, %1, %2;\n"
-                     "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [target], {%3, %4, %5, %6}, "
-                     "[signal]; }" ::"r"(to), "r"(barrier), "r"(column / OWN_COLUMNS), "f"(values[0]), "f"(values[1]),
-                     "f"(values[2]), "f"(values[3]) : "memory");
+        asm volatile(
+            "{ .reg .b32 target, signal;\n"
+            "mapa.shared::cluster.u32 target, %0, %2;\n"
+            "mapa.shared::cluster.u32 signal, %1, %2;\n"
+            "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [target], {%3, %4, %5, %6}, "
+            "[signal]; }" ::"r"(to),
+            "r"(barrier), "r"(column / OWN_COLUMNS), "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3])
+            : "memory");
     }
 
     // Sends the block's sums to the blocks that finish them; returns when this one has received all of its own.
@@ -251,15 +253,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
 #else
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
-gemm_stream(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
+    gemm_stream(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
 #if GATED || PRODUCTS > 1
-            const __grid_constant__ TensorMap w_2,
+                const __grid_constant__ TensorMap w_2,
 #endif
 #if PRODUCTS > 2
-            const __grid_constant__ TensorMap w_3,
+                const __grid_constant__ TensorMap w_3,
 #endif
-            const T* bias, const T* bias_2, const T* bias_3, const T* column_scale, const T* residual, T* y, T* y_2,
-            T* y_3, float alpha, float beta, int m PROGRAM_PARAMETERS) {
+                const T* bias, const T* bias_2, const T* bias_3, const T* column_scale, const T* residual, T* y, T* y_2,
+                T* y_3, float alpha, float beta, int m PROGRAM_PARAMETERS) {
     extern __shared__ __align__(1024) char memory[];
     release_successor();
     const int warp = threadIdx.x / 32, rank = CLUSTER > 1 ? hopper::cluster_rank() : 0;

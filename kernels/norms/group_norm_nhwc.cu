@@ -13,8 +13,8 @@ extern __shared__ uint4 norm_memory[];
 static_assert(sizeof(Memory) <= MEMORY_BYTES, "the host reserves as much");
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 1) CLUSTER_DIMS
-group_norm_nhwc(const X_T* x, const SCALE_T* scale, const BIAS_T* bias, Y_T* y, float epsilon,
-                int pixels PROGRAM_PARAMETERS) {
+    group_norm_nhwc(const X_T* x, const SCALE_T* scale, const BIAS_T* bias, Y_T* y, float epsilon,
+                    int pixels PROGRAM_PARAMETERS) {
     Memory& memory = *reinterpret_cast<Memory*>(norm_memory);
     Pack<X_T, WIDTH>* slots = reinterpret_cast<Pack<X_T, WIDTH>*>(norm_memory + MEMORY_BYTES / 16) + threadIdx.x;
     const Thread thread;

@@ -120,7 +120,8 @@ __device__ __forceinline__ void block_moments(GroupMemory& memory, const Thread&
                                               const X_T* pixel, int pixels) {
     if (thread.active) {
 #pragma unroll
-        for (int i = 0; i < SPANS; ++i) memory.spans[thread.row][i][thread.vector] = make_float2(moments.sums[i], moments.squares[i]);
+        for (int i = 0; i < SPANS; ++i)
+            memory.spans[thread.row][i][thread.vector] = make_float2(moments.sums[i], moments.squares[i]);
     }
     __syncthreads();
     if constexpr (FOLDED_ROWS < LANES_P) fold_rows(memory);

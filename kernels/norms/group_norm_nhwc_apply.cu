@@ -8,8 +8,8 @@
 constexpr int LOADS = 3;
 
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCK <= 512 && !PRECISE && !HAS_PROGRAM ? 2 : 1)
-group_norm_nhwc_apply(const X_T* x, const SCALE_T* scale, const BIAS_T* bias, const float2* partials, Y_T* y,
-                      float epsilon, int pixels, int chunks PROGRAM_PARAMETERS) {
+    group_norm_nhwc_apply(const X_T* x, const SCALE_T* scale, const BIAS_T* bias, const float2* partials, Y_T* y,
+                          float epsilon, int pixels, int chunks PROGRAM_PARAMETERS) {
     __shared__ float means[GROUPS], slopes[GROUPS];
     const Thread thread;
     const unsigned reversed = gridDim.x - 1 - blockIdx.x, block = reversed / chunks, chunk = reversed - block * chunks;

@@ -6,7 +6,7 @@
 constexpr int LOADS = 4;
 
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCK <= 512 && !PRECISE ? 2 : 1)
-group_norm_nhwc_statistics(const X_T* x, float2* partials, int pixels, int chunks) {
+    group_norm_nhwc_statistics(const X_T* x, float2* partials, int pixels, int chunks) {
     __shared__ GroupMemory memory;
     const Thread thread;
     const unsigned block = blockIdx.x / chunks, chunk = blockIdx.x - block * chunks;
@@ -29,7 +29,8 @@ group_norm_nhwc_statistics(const X_T* x, float2* partials, int pixels, int chunk
         }
 #pragma unroll
         for (int k = 0; k < LOADS - 1; ++k)
-            if (pixel + k * LANES_P < end) moments.add(load_cached<WIDTH>(from + (u64)(pixel + k * LANES_P) * CHANNELS));
+            if (pixel + k * LANES_P < end)
+                moments.add(load_cached<WIDTH>(from + (u64)(pixel + k * LANES_P) * CHANNELS));
     }
     block_moments(memory, thread, moments, first, end - begin);
     for (int group = threadIdx.x; group < GROUPS; group += BLOCK) {

@@ -53,8 +53,7 @@ constexpr int PARTIALS = WARPS * CLUSTER;  // of a row, which meet in shared mem
 static_assert((THREADS & (THREADS - 1)) == 0 && (CLUSTER & (CLUSTER - 1)) == 0, "powers of two");
 static_assert(THREADS <= 32 || ROWS_PER_BLOCK == 1, "rows side by side are rows of one warp");
 
-#define ROW_KERNEL \
-    extern "C" __global__ void __launch_bounds__(THREADS* ROWS_PER_BLOCK, MIN_BLOCKS) CLUSTER_DIMS
+#define ROW_KERNEL extern "C" __global__ void __launch_bounds__(THREADS* ROWS_PER_BLOCK, MIN_BLOCKS) CLUSTER_DIMS
 
 template <class Partial>
 __device__ __forceinline__ Partial merge_across(Partial partial, int lanes, bool same_warp) {
@@ -167,7 +166,7 @@ struct Rows {
     }
 
     __device__ __forceinline__ void convert(const Raw (&raw)[CHUNKS], long long row, int batch, bool first,
-                                         float (&values)[CHUNKS][WIDTH]) const {
+                                            float (&values)[CHUNKS][WIDTH]) const {
 #pragma unroll
         for (int k = 0; k < CHUNKS; ++k)
             if (exists(batch, k)) op.convert(raw[k], row, pack_index(thread, batch, k), values[k], first);
@@ -220,7 +219,7 @@ __device__ __forceinline__ void long_row(const Rows<Op>& rows, long long row,
 // Rows that fit in registers: while one is computed, the next one is being loaded.
 template <class Op>
 __device__ __forceinline__ void rows_in_registers(const Rows<Op>& rows, long long first, long long step,
-                                          float (&partials)[2][PARTIALS][Op::Partial::VALUES]) {
+                                                  float (&partials)[2][PARTIALS][Op::Partial::VALUES]) {
     typename Op::Raw raw[CHUNKS];
     float values[CHUNKS][WIDTH];
     long long row = rows.existing(first + threadIdx.y);

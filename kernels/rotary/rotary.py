@@ -18,7 +18,7 @@ from onnxfuse.kernels.tensors import (
     Defines,
     macro,
 )
-from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar, TensorSpec
+from onnxfuse.runtime.plan import Device, Kernel, Launch, Scalar, TensorSpec, Value
 from onnxfuse.runtime.symint import estimate, gcd, is_symbolic, maximum
 
 THREADS: Final = 128  # of a block
@@ -36,7 +36,7 @@ class RotatedHeads:
     heads: int
     x: HeadTensor
     y: HeadTensor
-    scale: Argument = ABSENT
+    scale: Value = ABSENT
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Rotary:
     size: int
     rotated: int
     tensors: tuple[RotatedHeads, ...]  # one or two
-    cos: Argument
-    sin: Argument
+    cos: Value
+    sin: Value
     tables: TensorSpec  # of cos; sin has the same shape
     sin_dtype: str
     x_dtype: str

@@ -141,7 +141,20 @@ class TensorMap:
     im2col: Im2col | None = None
 
 
-Argument: TypeAlias = Pointer | Scalar | TensorMap
+Value: TypeAlias = Pointer | Scalar
+
+
+@dataclass(frozen=True)
+class Struct:
+    """A struct that is passed by value, as `const __grid_constant__`.
+
+    The fields are laid out as in C: in order, each at a multiple of its size.
+    """
+
+    fields: tuple[Value, ...]  # at least one
+
+
+Argument: TypeAlias = Value | TensorMap | Struct
 
 
 @dataclass(frozen=True)
@@ -157,6 +170,17 @@ class Launch:
     # Programmatic dependent launch: the kernel may start while the one before it ends. Until its code has called
     # wait_for_predecessor(), it may touch nothing but constants.
     pdl: bool = False
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """The pointers and scalars of the arguments, in order: the fields of a struct, the pointer of a tensor map."""
+        return tuple(value for argument in self.arguments for value in _values(argument))
+
+
+def _values(argument: Argument) -> tuple[Value, ...]:
+    if isinstance(argument, Struct):
+        return argument.fields
+    return (argument.pointer if isinstance(argument, TensorMap) else argument,)
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,19 @@ from onnxfuse.runtime.plan import (
     Matrix,
     Plan,
     Pointer,
+    Scalar,
+    Struct,
     TensorMap,
     TensorSpec,
 )
 from onnxfuse.runtime.symint import float_word, is_symbolic
 
-PLAN_MARK: Final = 0x6F6E66780005  # kPlanMark in native/plan.h
+PLAN_MARK: Final = 0x6F6E66780006  # kPlanMark in native/plan.h
 MEMORY_KINDS: Final = {"input": 0, "output": 1, "scratch": 2}
-SCALAR: Final = 3
+SCALAR: Final = 3  # of 64 bits
 TENSOR_MAP: Final = 4
+SCALAR_32: Final = 5  # of 32 bits
+STRUCT: Final = 6
 TFLOAT32: Final = 1000  # kTfloat32 in native/steps.cc: the number of a tensor map's dtype that ONNX has not
 LAUNCH: Final = 0
 MATMUL: Final = 1
@@ -93,10 +97,18 @@ def _argument(argument: Argument) -> Sequence[int]:
         return _pointer(argument)
     if isinstance(argument, TensorMap):
         return _tensor_map(argument)
-    if argument.type == "float32":
-        return SCALAR, float_word(argument.value)
-    value = cast(int, argument.value)
-    return SCALAR, value if is_symbolic(value) or argument.type == "int64" else value & 0xFFFFFFFF
+    if isinstance(argument, Struct):
+        return [STRUCT, len(argument.fields), *(word for field in argument.fields for word in _argument(field))]
+    return _scalar(argument)
+
+
+def _scalar(scalar: Scalar) -> tuple[int, int]:
+    if scalar.type == "float32":
+        return SCALAR_32, float_word(scalar.value)
+    value = cast(int, scalar.value)
+    if scalar.type == "int64":
+        return SCALAR, value
+    return SCALAR_32, value if is_symbolic(value) else value & 0xFFFFFFFF
 
 
 def _pointer(pointer: Pointer) -> tuple[int, int, int]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from emulated_build import load
+from emulated_launches import C_TYPES
 
-from onnxfuse.runtime.plan import Kernel, TensorMap
+from onnxfuse.runtime.plan import Argument, Kernel, Pointer, Scalar, TensorMap
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 HEADS = ("elementwise/activations.cuh", "output_position.cuh", "program.cuh", "epilogue.cuh")
@@ -40,6 +42,20 @@ def map_of(argument: TensorMap, address: int) -> Map:
         assert argument.im2col.steps == (1, 1)
         found.lower[:], found.upper[:] = argument.im2col.lower, argument.im2col.upper
     return found
+
+
+def parameter_of(argument: Argument, addresses: Mapping[Pointer, int]) -> Any:
+    """Return what a kernel takes for an argument, as cuLaunchKernel reads it; `addresses` are those of the pointers."""
+    if isinstance(argument, TensorMap):
+        return ctypes.pointer(map_of(argument, addresses[argument.pointer]))
+    if isinstance(argument, Pointer):
+        return ctypes.c_void_p(addresses[argument])
+    if isinstance(argument, Scalar):
+        return C_TYPES[argument.type](argument.value)
+    values = [parameter_of(field, addresses) for field in argument.fields]
+    fields = [(f"field_{i}", type(value)) for i, value in enumerate(values)]
+    laid_out = bytes(type("Struct", (ctypes.Structure,), {"_fields_": fields})(*values))
+    return ctypes.create_string_buffer(laid_out, (len(laid_out) + 7) // 8 * 8)  # whole words, as in a launch
 
 
 def compiled(kernel: Kernel, sources: Sequence[str], last: str, folder: Path) -> ctypes.CDLL:

@@ -16,7 +16,7 @@ from onnxfuse.kernels.attention.implementations import implementations
 from onnxfuse.kernels.attention.problem import Attention, HeadNumbers, ScoreTensor
 from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.kernels.rotary.rotary import Rotary, RotatedHeads
-from onnxfuse.runtime.plan import Launch, Pointer, Scalar, TensorMap, TensorSpec
+from onnxfuse.runtime.plan import Launch, Pointer, Scalar, Struct, TensorMap, TensorSpec
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
 
@@ -56,9 +56,9 @@ SLOPES: dict[str, Any] = {
 
 
 def float_arguments(launch: Launch) -> list[float]:
-    """Return the numbers that a launch passes in fp32."""
-    numbers = (x.value for x in launch.arguments if isinstance(x, Scalar) and x.type == "float32")
-    return [float(np.float32(number)) for number in numbers]
+    """Return the numbers of ScoreUnits and Cap."""
+    _, units, cap, *_ = (each.fields for each in launch.arguments if isinstance(each, Struct))
+    return [float(np.float32(field.value)) for field in (*units, *cap) if isinstance(field, Scalar)]
 
 
 def turned(head_dim: int, rotated: int, norm: bool = False, tables: str = "float32", **form: Any) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def test_what_a_mask_leaves_out_is_infinitely_low(changes: dict[str, Any]) -> No
     for candidate in hopper.implementations(problem(64, **BOOLEAN, **changes), H200):
         launch = candidate.steps[-1]
         assert isinstance(launch, Launch)
-        assert float_arguments(launch)[2] == -math.inf
+        assert float_arguments(launch)[3] == -math.inf
 
 
 def test_a_mask_of_all_heads_is_not_judged_by_random_values() -> None:
@@ -191,7 +191,7 @@ def test_finite_masked_scores_stay_finite_in_every_unit(masked: float, scale: fl
     for candidate in hopper.implementations(problem(64, **{**BOOLEAN, "masked_score": masked, "scale": scale}), H200):
         launch = candidate.steps[-1]
         assert isinstance(launch, Launch)
-        _, _, score, unit, lowest, wanted, *_ = float_arguments(launch)
+        unit, lowest, _, score, wanted, *_ = float_arguments(launch)
         times = scale * 1.4426951 if launch.kernel.defines["SCALE_IN_EXPONENT"] else 1.0
         assert all(math.isfinite(np.float32(x * times)) for x in (score, lowest, wanted))
         assert lowest <= score <= wanted and unit == pytest.approx(1 / scale if times != 1.0 else 1.0)

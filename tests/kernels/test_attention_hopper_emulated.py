@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from emulated_build import load
-from hopper_emulation import KERNELS, NULL_POINTERS, Map, map_of
+from hopper_emulation import KERNELS, NULL_POINTERS, parameter_of
 from sampling import sampled
 
 from onnxfuse.kernels.attention import hopper
@@ -20,7 +20,7 @@ from onnxfuse.kernels.attention.problem import Attention, HeadNumbers, ScoreTens
 from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.kernels.rotary.rotary import Rotary, RotatedHeads
 from onnxfuse.kernels.tensors import ABSENT
-from onnxfuse.runtime.plan import Kernel, Launch, Pointer, Scalar, TensorMap, TensorSpec
+from onnxfuse.runtime.plan import Kernel, Launch, Pointer, TensorSpec
 
 SIZE = 64
 LOWEST = -65504.0
@@ -106,19 +106,9 @@ def test_matches_float64(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert isinstance(step, Launch)
     addresses = {pointer: arrays[name].ctypes.data for name, pointer in inputs.items()}
     addresses[Pointer("output", 0)] = found.ctypes.data
-    maps = [map_of(each, addresses[each.pointer]) for each in step.arguments if isinstance(each, TensorMap)]
-    integers, numbers = (
-        [each.value for each in step.arguments if isinstance(each, Scalar) and each.type == kind]
-        for kind in ("int32", "float32")
-    )
-    if case.turn:
-        assert numbers.pop() == EPSILON
-    library(step.kernel, len(numbers), tmp_path).run(
-        (Map * len(maps))(*maps), (ctypes.c_int * len(integers))(*integers), (ctypes.c_float * len(numbers))(*numbers),
-        *(ctypes.c_void_p(addresses.get(inputs.get(name))) for name in ("mask", "positions", "slopes")),
-        (ctypes.c_void_p * 3)(*(addresses.get(inputs.get(name)) for name in ("cos", "sin", "q_scale"))),
-        ctypes.c_float(EPSILON), step.grid[0], step.shared,
-    )  # fmt: skip
+    parameters = [parameter_of(each, addresses) for each in step.arguments]
+    pointers = (ctypes.c_void_p * len(parameters))(*map(ctypes.addressof, parameters))
+    library(step.kernel, tmp_path).run(pointers, step.grid[0], step.shared)
     weights, values = expected_weights(case, arrays), arrays["v"].astype(np.float64)
     allowed = 2**-10 * (weights @ np.abs(values)) + 1e-4
     assert np.all(np.abs(found - weights @ values) <= allowed)
@@ -211,13 +201,13 @@ def expected_weights(case: Case, arrays: dict[str, np.ndarray]) -> np.ndarray:
     return np.asarray(powers / powers.sum(-1, keepdims=True))
 
 
-def library(kernel: Kernel, numbers: int, folder: Path) -> ctypes.CDLL:
-    """Return the kernel's library, which takes so many numbers."""
+def library(kernel: Kernel, folder: Path) -> ctypes.CDLL:
+    """Return the kernel's library."""
     rotation = ("rotary/rotation.cuh",) if "ROTATED" in kernel.defines else ()
     sources = ("output_position.cuh", "program.cuh", *rotation, *ATTENTION)
     text = "\n".join((KERNELS / name).read_text() for name in sources)
     text = re.sub(r"(?m)^#(include|pragma).*$", "", text)
     assert MEMORY in text
-    text = re.sub(r"\bTHREADS\b", "BLOCK_THREADS", text.replace(MEMORY, "char* shared = emulated::here->memory;"))
+    text = text.replace(MEMORY, "char* shared = emulated::here->memory;")
     text = f'#include "hopper_emulated.h"\n{text}\n#include "attention_hopper_emulated.h"\n'
-    return load(text, {**kernel.defines, "NUMBERS": numbers}, NULL_POINTERS, folder / "kernel.cc")
+    return load(text, kernel.defines, NULL_POINTERS, folder / "kernel.cc")

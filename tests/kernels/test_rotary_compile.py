@@ -12,7 +12,7 @@ from onnxfuse.kernels.attention import host
 from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.kernels.rotary import host as rotary_host
 from onnxfuse.kernels.rotary.rotary import Rotary, RotatedHeads, launch
-from onnxfuse.runtime.plan import Device, FusedNode, Launch, Pointer, Scalar, TensorMap, TensorSpec
+from onnxfuse.runtime.plan import Device, FusedNode, Launch, Pointer, Scalar, TensorSpec
 from onnxfuse.runtime.template import candidates_at
 
 CASES = {
@@ -101,8 +101,7 @@ def test_attention_reads_what_was_rotated(device: Device, size: int) -> None:
 
 
 def scratch(step: Launch) -> set[int]:
-    pointers = [a.pointer if isinstance(a, TensorMap) else a for a in step.arguments]
-    return {p.index for p in pointers if isinstance(p, Pointer) and p.kind == "scratch"}
+    return {each.index for each in step.values if isinstance(each, Pointer) and each.kind == "scratch"}
 
 
 @pytest.mark.parametrize(
@@ -141,7 +140,7 @@ def test_tables_of_a_dynamic_number_are_those_of_all_or_of_each_element_of_the_b
     first, *_, last = (step for step in plan.steps if isinstance(step, Launch))
     shared = sizes[0] != sizes[2]
     assert first.kernel.defines["TABLE_BATCHED"] == int(not shared)
-    strides = [each.value for each in last.arguments if isinstance(each, Scalar) and each.type == "int64"]
+    strides = [each.value for each in last.values if isinstance(each, Scalar) and each.type == "int64"]
     assert last.kernel.defines["ROTATED"] == 128 and strides[-2] == (0 if shared else sizes[1] * 128)
     variant = template.chosen(sizes)
     assert shared == (variant is None)

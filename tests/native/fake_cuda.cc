@@ -79,6 +79,23 @@ void scale(void** a, Dim) {
   for (int64_t i = 0; i < value<int64_t>(a[2]); ++i) y[i] = x[i] * value<float>(a[3]);
 }
 
+// The argument of shift_by_struct: padding follows `more`.
+struct Shift {
+  int32_t d;
+  float factor;
+  const float* x;
+  float more;
+  const float* bias;
+  float* y;
+  int64_t n;
+};
+
+// y[i] = x[i] * factor + bias[i % d] + more.
+void shift_by_struct(void** a, Dim) {
+  const auto all = value<Shift>(a[0]);
+  for (int64_t i = 0; i < all.n; ++i) all.y[i] = all.x[i] * all.factor + all.bias[i % all.d] + all.more;
+}
+
 // Arguments x, r, sum, difference, n.
 void pair(void** a, Dim) {
   const auto* x = value<const float*>(a[0]);
@@ -116,7 +133,8 @@ thread_local int last_walk[8]{};  // of the first two spatial axes: lower, upper
 void noop(void**, Dim) {}
 
 const Entry entries[] = {{"noop", noop, {}}, {"shift", shift, {8, 8, 8, 8, 4}}, {"copy", copy, {8, 8, 8}},
-                         {"scale", scale, {8, 8, 8, 4}}, {"pair", pair, {8, 8, 8, 8, 8}}, {"unmap", unmap, {128, 8}}};
+                         {"scale", scale, {8, 8, 8, 4}}, {"pair", pair, {8, 8, 8, 8, 8}}, {"unmap", unmap, {128, 8}},
+                         {"shift_by_struct", shift_by_struct, {sizeof(Shift)}}};
 
 int run(void* function, const Launched& launch, void** arguments) {
   if (const int code = fail_with.exchange(0)) return code;

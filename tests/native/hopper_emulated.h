@@ -614,6 +614,7 @@ void wgmma_wait() {
     sync_warpgroup();
 }
 template <int COUNT> void settle(float (&)[COUNT]) {}
+template <class E> void settle(const E*&) {}
 
 template <bool ALONG_N, class T, int COUNT>
 void wgmma(T, float (&d)[COUNT], u64 a, u64 b, bool accumulate) {

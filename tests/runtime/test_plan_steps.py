@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,26 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
 
-from stand_in import CPU, HERE, Stage, built, compiled, fails, model, node, session, stage
+from stand_in import CPU, HERE, SHIFT, Stage, built, compiled, fails, feed, model, node, session, stage
 
 from onnxfuse import session as session_module
 from onnxfuse.errors import UsageError
 from onnxfuse.runtime import planner, run_plan
 from onnxfuse.runtime.native_library import NativeError
-from onnxfuse.runtime.plan import Im2col, Kernel, Launch, Matmul, Matrix, NoAlias, Plan, Pointer, TensorSpec
+from onnxfuse.runtime.plan import (
+    Im2col,
+    Kernel,
+    Launch,
+    Matmul,
+    Matrix,
+    NoAlias,
+    Plan,
+    Pointer,
+    Scalar,
+    Struct,
+    TensorMap,
+    TensorSpec,
+)
 from onnxfuse.runtime.run_plan import ReadyPlan
 
 
@@ -178,6 +191,45 @@ def test_a_plan_runs_without_onnxruntime(gpu: Stage, transposed: bool, activatio
         ready.run([each.ctypes.data for each in inputs], [y.ctypes.data])
     with pytest.raises(NativeError, match="the plan has 4 inputs and 1 outputs, found 0 and 1 addresses"):
         ready.run([], [y.ctypes.data])
+
+
+def shift_by_struct(rows: int, columns: int) -> Launch:
+    fields = (
+        Scalar(columns, "int32"), Scalar(-2.0, "float32"), Pointer("input", 0), Scalar(0.5, "float32"),
+        Pointer("input", 1), Pointer("output", 0), Scalar(rows * columns, "int64"),
+    )  # fmt: skip
+    return Launch(Kernel("shift", "shift_by_struct"), (1, 1, 1), (32, 1, 1), (Struct(fields),))
+
+
+def test_the_fields_of_a_struct_lie_where_c_has_them(gpu: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes of a template are dynamic: its fields are computed for each run."""
+
+    def candidates(_: object, inputs: Sequence[TensorSpec], device: object) -> list[Plan]:
+        return [Plan((inputs[0],), (shift_by_struct(*inputs[0].shape),))]
+
+    monkeypatch.setattr(gpu.kernels("shift"), "candidates", candidates)
+    run = session(model(SHIFT))
+    for rows, columns in ((2, 3), (5, 3), (4, 7)):
+        given = feed(rows, columns)
+        np.testing.assert_array_equal(run.run(None, given)[0], given["x"] * -2 + given["b"] + 0.5)
+
+
+MALFORMED_STRUCTS: dict[str, tuple[Any, ...]] = {
+    "the number of a struct's fields is 0, required 1 to": (Struct(()),),
+    "a field of a struct is a tensor map": (Struct((TensorMap(Pointer("input", 0), "float32", (3,), (), (3,)),)),),  # type: ignore[arg-type]
+    "a field's kind is 6, required 0 to 5": (Struct((Struct((Scalar(1, "int32"),)),)),),  # type: ignore[arg-type]
+    "the arguments of a launch take over 4096 bytes": (Struct((Scalar(1, "int64"),) * 512), Scalar(1, "int32")),
+    "a pointer's index is 2, required 0 to 1": (Struct((Pointer("input", 2),)),),
+}
+
+
+@pytest.mark.parametrize("message", MALFORMED_STRUCTS)
+def test_a_malformed_struct_is_refused(gpu: Stage, monkeypatch: pytest.MonkeyPatch, message: str) -> None:
+    plan = Plan(
+        (TensorSpec((2, 3), "float32"),), (replaced(shift_by_struct(2, 3), arguments=MALFORMED_STRUCTS[message]),)
+    )
+    monkeypatch.setattr(gpu.kernels("shift"), "candidates", lambda *_: [plan])
+    assert message in fails(session(model(SHIFT)), feed(2, 3))
 
 
 def test_shared_memory_is_asked_for_beside_what_kernels_have_statically(gpu: Stage) -> None:

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
 from stand_in import CPU, DEVICE, SHIFT, Stage, fails, feed, model, session
 from stored_plans import gpu, native_options, native_session, plans, refusal, shifts, store
 
-from onnxfuse.runtime.plan import Argument, Kernel, Plan
+from onnxfuse.runtime.plan import Argument, Kernel, Plan, Pointer, Scalar, Struct
 from onnxfuse.runtime.plan_file import (
     DIGEST_BYTES,
     FORMAT,
@@ -240,12 +240,17 @@ def one_less(arguments: tuple[Argument, ...]) -> tuple[Argument, ...]:
     return arguments[:-1]
 
 
+def in_a_struct(arguments: tuple[Argument, ...]) -> tuple[Argument, ...]:
+    return (Struct(tuple(each for each in arguments if isinstance(each, Pointer | Scalar))),)
+
+
 @pytest.mark.parametrize(
     "entry, change, message",
     [
         ("shift", one_less, "a launch has 4 arguments, its function takes 5"),
         ("copy", lambda arguments: arguments, "a launch has 5 arguments, its function takes 3"),
         ("unmap", lambda arguments: arguments[:2], "argument 0 of a launch has 8 bytes, its function takes 128"),
+        ("shift_by_struct", in_a_struct, "argument 0 of a launch has 40 bytes, its function takes 48"),
     ],
 )
 def test_a_launch_has_the_arguments_of_its_function(

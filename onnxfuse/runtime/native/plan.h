@@ -16,8 +16,9 @@
 
 namespace onnxfuse {
 
-constexpr int64_t kPlanMark = 0x6f6e6678'0005;  // "onfx", format 5
+constexpr int64_t kPlanMark = 0x6f6e6678'0006;  // "onfx", format 6
 constexpr size_t kMaxArguments = 64;
+constexpr size_t kMaxArgumentWords = 512;  // of all arguments but tensor maps: what kernel parameters may take
 constexpr size_t kMaxTensorMaps = 8;  // of a launch; each takes 128 of the 4096 bytes that kernel parameters may take
 constexpr int64_t kMaxRank = 64;
 
@@ -39,7 +40,7 @@ constexpr int64_t kAligned = 1, kConstant = 2;  // flags of an input; only Pytho
 std::vector<TensorType> types_of(const Key& key);
 
 struct PointerArgument {
-  size_t argument;
+  size_t word;  // in Launch::values
   Pointer pointer;
 };
 
@@ -50,7 +51,8 @@ struct TensorMapArgument {
 
 struct Launch {
   LaunchConfig config;
-  std::vector<uint64_t> values;  // by argument: the bits of a scalar, 0 for pointers and tensor maps
+  std::vector<uint64_t> values;  // of all arguments: the bits of scalars, 0 for pointers and tensor maps
+  std::vector<size_t> starts;    // by argument: its first word in `values`
   std::vector<PointerArgument> pointers;
   std::vector<TensorMapArgument> maps;
 };

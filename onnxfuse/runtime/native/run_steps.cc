@@ -1,6 +1,7 @@
 // Starting the steps of a plan.
 #include "run_steps.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -10,15 +11,13 @@ namespace onnxfuse {
 namespace {
 
 void launch(const Driver& driver, const Launch& step, const Memory& memory, Stream stream, bool may_be_early) {
-  uint64_t values[kMaxArguments];
+  uint64_t values[kMaxArgumentWords];
   void* arguments[kMaxArguments];
   EncodedTensorMap maps[kMaxTensorMaps];
-  for (size_t i = 0; i < step.values.size(); ++i) {
-    values[i] = step.values[i];
-    arguments[i] = &values[i];
-  }
+  std::copy(step.values.begin(), step.values.end(), values);
+  for (size_t i = 0; i < step.starts.size(); ++i) arguments[i] = values + step.starts[i];
   for (const PointerArgument& pointer : step.pointers) {
-    values[pointer.argument] = reinterpret_cast<uint64_t>(memory(pointer.pointer));
+    values[pointer.word] = reinterpret_cast<uint64_t>(memory(pointer.pointer));
   }
   for (size_t i = 0; i < step.maps.size(); ++i) {
     const TensorMapArgument& map = step.maps[i];

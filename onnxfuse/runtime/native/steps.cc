@@ -129,17 +129,42 @@ TensorMap read_tensor_map(WordReader& reader, const Extents& extents) {
 
 // --- launches --------------------------------------------------------------------------------------------------------
 
+constexpr int64_t kScalar = 3, kTensorMap = 4, kScalar32 = 5, kStruct = 6;  // as in plan_bytes.py; 0 to 2 are pointers
+
+// Reads a pointer or scalar into the launch's values, at the first multiple of its size from byte `at` on.  Returns the
+// byte where it ends.
+size_t read_value(WordReader& reader, const Extents& extents, int64_t kind, size_t at, Launch& launch) {
+  const size_t size = kind == kScalar32 ? 4 : 8;
+  at = (at + size - 1) / size * size;
+  launch.values.resize(at / 8 + 1);
+  if (kind == kScalar || kind == kScalar32) {
+    const uint64_t bits = reader.bits("a scalar");
+    std::memcpy(reinterpret_cast<char*>(launch.values.data()) + at, &bits, size);
+  } else {
+    launch.pointers.push_back({at / 8, read_pointer(reader, kind, &extents)});
+  }
+  return at + size;
+}
+
 void read_argument(WordReader& reader, const Extents& extents, Launch& launch) {
-  constexpr int64_t kScalar = 3, kTensorMap = 4;
-  const int64_t kind = reader.next("an argument's kind", 0, kTensorMap);
-  const size_t argument = launch.values.size();
+  const int64_t kind = reader.next("an argument's kind", 0, kStruct);
+  size_t at = launch.values.size() * 8;
+  launch.starts.push_back(launch.values.size());
   if (kind == kTensorMap) {
     if (launch.maps.size() == kMaxTensorMaps) malformed("a launch has over 8 tensor maps");
-    launch.maps.push_back({argument, read_tensor_map(reader, extents)});
-  } else if (kind != kScalar) {
-    launch.pointers.push_back({argument, read_pointer(reader, kind, &extents)});
+    launch.maps.push_back({launch.starts.size() - 1, read_tensor_map(reader, extents)});
+    launch.values.push_back(0);
+  } else if (kind == kStruct) {
+    const int64_t fields = reader.next("the number of a struct's fields", 1, kMaxArgumentWords);
+    for (int64_t i = 0; i < fields; ++i) {
+      const int64_t field = reader.next("a field's kind", 0, kScalar32);
+      if (field == kTensorMap) malformed("a field of a struct is a tensor map");
+      at = read_value(reader, extents, field, at, launch);
+    }
+  } else {
+    read_value(reader, extents, kind, at, launch);
   }
-  launch.values.push_back(kind == kScalar ? reader.bits("a scalar") : 0);
+  if (launch.values.size() > kMaxArgumentWords) malformed("the arguments of a launch take over 4096 bytes");
 }
 
 Launch read_launch(WordReader& reader, const Extents& extents) {

@@ -40,11 +40,15 @@ std::optional<Parameters> parameters_of(int64_t function, int device) {
 
 // The driver copies as many bytes of each argument as the parameter has.
 void check_arguments(const Launch& launch, const Parameters& parameters) {
-  if (launch.values.size() != parameters.size()) {
-    malformed("a launch has " + std::to_string(launch.values.size()) + " arguments, its function takes " +
+  if (launch.starts.size() != parameters.size()) {
+    malformed("a launch has " + std::to_string(launch.starts.size()) + " arguments, its function takes " +
               std::to_string(parameters.size()));
   }
-  std::vector<size_t> sizes(parameters.size(), sizeof(uint64_t));
+  std::vector<size_t> sizes;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const size_t end = i + 1 < parameters.size() ? launch.starts[i + 1] : launch.values.size();
+    sizes.push_back((end - launch.starts[i]) * sizeof(uint64_t));
+  }
   for (const TensorMapArgument& map : launch.maps) sizes[map.argument] = sizeof(EncodedTensorMap);
   for (size_t i = 0; i < sizes.size(); ++i) {
     if (parameters[i] > sizes[i]) {
