@@ -25,6 +25,7 @@ from onnxfuse.analysis.shape_info import PartialShape, Scope, ShapeInfo
 from onnxfuse.analysis.shape_rules import SHAPE_RULES
 from onnxfuse.analysis.value_rules import VALUE_RULES
 from onnxfuse.ir.attributes import schema
+from onnxfuse.ir.domain import is_fused
 from onnxfuse.ir.dtypes import INTEGER_RANGES
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, op_of
@@ -80,14 +81,16 @@ def _correct_records(shapes: ShapeInfo, nodes: Iterable[Node]) -> None:
     """Correct the recorded types that are wrong, and those that have a symbol in place of a number.
 
     Names of sizes that are not known to be these are left out of what is recorded between the nodes: onnxruntime takes
-    equal names for equal sizes, and reuses memory accordingly.
+    equal names for equal sizes, and reuses memory accordingly.  The names in a model that has fused nodes were known to
+    be these when it was written.
     """
+    is_optimized = any(map(is_fused, shapes.graph.model.graph.node))
     inputs = ((tensor, False) for tensor in shapes.graph.linked.inputs)
     computed = ((tensor, _is_foreign(shapes, node)) for node in nodes for tensor in node.outputs)
     for tensor, foreign in (*inputs, *computed):
         if shapes.contradicts_record(tensor.name, zeros_count=True) or shapes.is_settled(tensor.name):
             shapes.graph.correct_type(tensor, shapes.dtype(tensor), shapes.shape(tensor))
-        elif (proven := shapes.without_unproven_names(tensor.name, foreign)) is not None:
+        elif not is_optimized and (proven := shapes.without_unproven_names(tensor.name, foreign)) is not None:
             shapes.graph.record_type(tensor, shapes.recorded_dtype(tensor), proven)
 
 

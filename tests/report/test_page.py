@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from exported_models import load_exported
-from large_models import transformer_like
+from large_graphs import transformer_like
 from test_optimize import BLOCK, parse
 from test_report import EVERYTHING
 

@@ -18,7 +18,7 @@ from typing import Any
 import onnx
 import pytest
 from exported_models import load_exported
-from large_models import transformer_like
+from large_graphs import transformer_like
 
 from onnxfuse import optimize
 
