@@ -201,3 +201,13 @@ def test_the_command(tmp_path: Path) -> None:
         result = run_command("optimize", source, target, "--overwrite", "--emit", "standard", option)
         sentence = f"emit standard writes no functions, so that {what} has no effect; leave one of the two out"
         assert (result.exit_code != DONE, error_line(result)) == (True, sentence)
+
+
+def test_a_scale_that_onnxruntime_takes_for_0_is_left_to_an_operator_of_its_own() -> None:
+    text = """<ir_version: 8, opset_import: ["" : 20]>
+    main (float[2,3,4,8] q, float[2,3,8,4] k, float[2,3,4,8] v) => (float[2,3,4,8] y) <float scale = {1e-40}>
+    { s = MatMul (q, k)  t = Mul (s, scale)  p = Softmax <axis = -1> (t)  y = MatMul (p, v) }"""
+    model = onnx.parser.parse_model(text)
+    standard, report = onnxfuse.optimize(model, emit="standard")
+    assert report.verified.status == "verified"
+    assert not any(node.op_type == "Attention" for node in nodes(standard.graph))
