@@ -572,7 +572,7 @@ def test_scales_that_are_not_one_for_each_axis_are_left_to_onnxruntime() -> None
 @pytest.mark.parametrize("opset", [11, 20])
 def test_a_part_of_an_image_that_a_resize_does_not_read_may_be_computed(opset: int) -> None:
     body = "n = ReduceSum <keepdims = 0> (a) m = Reshape (n, one) roi = Concat <axis = 0> (m, m, m, m, m, m, m, m) "
-    body += "b = Resize <nearest_mode = \"floor\"> (a, roi, scales)"
+    body += 'b = Resize <nearest_mode = "floor"> (a, roi, scales)'
     model = between(body, "float[4] scales = {1,1,2,2}, int64[1] one = {1}", opset=opset)
     result = converted(model)
     assert any(each.fusion == "resize" for each in result.layout.fused)
