@@ -153,7 +153,7 @@ class Halving:
         for _, each in self.plain.everywhere():
             assert each.unfused is not None
             for name, (dtype, _shape) in each.unfused.types.items():
-                if found.setdefault(name, dtype) != dtype:
+                if dtype and found.setdefault(name, dtype) != dtype:
                     several.add(name)
         for name in several:
             del found[name]

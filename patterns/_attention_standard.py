@@ -37,6 +37,7 @@ from onnxfuse.patterns._attention_ort import (
     sees_all,
 )
 
+SMALLEST_SCALE: Final = 2.0**-126  # the smallest normal number of float32
 HEADS: Final = "batch heads queries size"
 RESULT: Final = "batch heads queries value_size"
 LOWEST_ADDED: Final = {"float32": -1e38, "float16": -65472.0}  # the lowest number of the dtype is added as this one
@@ -101,7 +102,12 @@ def _attended(
 
 
 def _where_exact(value: Term) -> Term:
-    scaled = when(value, "a scale that is positive", lambda scale: scale is None or scale > 0)
+    # The attribute is scale * cap, in float32, and onnxruntime takes numbers that small for 0.
+    scaled = when(
+        value,
+        "a scale that is positive",
+        lambda scale, cap=None: scale is None or scale * (1.0 if cap is None else cap) >= SMALLEST_SCALE,
+    )
     return when(
         scaled,
         "float32 or float16, for which onnxruntime has a kernel",

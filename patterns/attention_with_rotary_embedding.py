@@ -73,12 +73,13 @@ def by_rotary(x: Term, cos: Term, sin: Term, axes: str, interleaved: Term, num_h
 
 
 def by_operator(
-    x: Term, plain: Term, cos: Term, sin: Term, rows: str, interleaved: Term, **heads: AttributeValue
+    x: Term, plain: Term, cos: Term, sin: Term, axes: str, interleaved: Term, **heads: AttributeValue
 ) -> Term:
-    """Return x, whatever its axes, rotated by ONNX's RotaryEmbedding, or `plain`, which is x rotated."""
+    """Return x, of these axes, rotated by ONNX's RotaryEmbedding, or `plain`, which is x rotated."""
+    at, rows = next((i, name) for i, name in enumerate(axes.split()) if name in ("queries", "keys"))
     tables = (for_batch(rearrange(t, f"cos_batch {rows} half -> cos_batch {rows} half"), x) for t in (cos, sin))
     operator = op.RotaryEmbedding(x, *tables, interleaved=interleaved, **heads)
-    kinds = rotated_by_operator(x, cos, sin, rows, **heads)
+    kinds = rotated_rows(x, axes, lambda part, own: rotated_by_operator(part, cos, sin, own.split()[at], **heads))
     return cast_like(stored(plain, standard=choose("rotary", **kinds, operator=operator)), like=x)
 
 
@@ -94,15 +95,15 @@ def by_operators(
     q, k, v = by_heads
     rotated_q, rotated_k = rotated_heads
     apart = (
-        by_operator(q, rotated_q, cos, sin, "queries", interleaved),
-        by_operator(k, rotated_k, cos, sin, "keys", interleaved),
+        by_operator(q, rotated_q, cos, sin, Q_AXES, interleaved),
+        by_operator(k, rotated_k, cos, sin, K_AXES, interleaved),
         v,
     )
     q, k, v = packed(*by_heads)
     rotated_q, rotated_k, _ = packed(*rotated_heads, by_heads[2])
     side_by_side = (
-        by_operator(q, rotated_q, cos, sin, "queries", interleaved, num_heads=size("heads")),
-        by_operator(k, rotated_k, cos, sin, "keys", interleaved, num_heads=size("kv_heads")),
+        by_operator(q, rotated_q, cos, sin, QUERIES, interleaved, num_heads=size("heads")),
+        by_operator(k, rotated_k, cos, sin, KEYS, interleaved, num_heads=size("kv_heads")),
         v,
     )
     return standard_attention(apart, scores, side_by_side=side_by_side)[0]

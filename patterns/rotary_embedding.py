@@ -13,6 +13,7 @@ from onnxfuse.dsl import (
     stored,
     tensor,
 )
+from onnxfuse.dsl.terms import AttributeValue
 from onnxfuse.patterns._attention_standard import rotated_by_operator
 from onnxfuse.patterns._rotary import is_sum, require_cos_batch, rotated, rotated_rows
 
@@ -64,9 +65,14 @@ def rotary_embedding(
     operator = op.RotaryEmbedding(
         x, cos, sin, interleaved=interleaved, num_heads=num_heads, rotary_embedding_dim=rotary_embedding_dim
     )
-    by_heads = rotated_by_operator(heads("batch heads seq size"), cos, sin, "seq")
+
+    def by_operator(x: Term, axes: str, **heads: AttributeValue) -> dict[str, Term]:
+        at = axes.split().index("seq")
+        return rotated_rows(x, axes, lambda x, own: rotated_by_operator(x, cos, sin, own.split()[at], **heads))
+
+    by_heads = by_operator(heads("batch heads seq size"), "batch heads seq size")
     side_by_side = rearrange(heads("batch seq heads size"), "batch seq heads size -> batch seq (heads size)")
-    by_rows = rotated_by_operator(side_by_side, cos, sin, "seq", num_heads=size("heads"))
+    by_rows = by_operator(side_by_side, "batch seq (heads size)", num_heads=size("heads"))
     forms = {
         form: stored(spelled, standard=choose("order", heads_first=by_heads[form], rows_first=split(by_rows[form])))
         for form, spelled in written.items()

@@ -201,3 +201,28 @@ def test_the_command(tmp_path: Path) -> None:
         result = run_command("optimize", source, target, "--overwrite", "--emit", "standard", option)
         sentence = f"emit standard writes no functions, so that {what} has no effect; leave one of the two out"
         assert (result.exit_code != DONE, error_line(result)) == (True, sentence)
+
+
+def test_a_scale_that_onnxruntime_takes_for_0_is_left_to_an_operator_of_its_own() -> None:
+    text = """<ir_version: 8, opset_import: ["" : 20]>
+    main (float[2,3,4,8] q, float[2,3,8,4] k, float[2,3,4,8] v) => (float[2,3,4,8] y) <float scale = {1e-40}>
+    { s = MatMul (q, k)  t = Mul (s, scale)  p = Softmax <axis = -1> (t)  y = MatMul (p, v) }"""
+    model = onnx.parser.parse_model(text)
+    standard, report = onnxfuse.optimize(model, emit="standard")
+    assert report.verified.status == "verified"
+    assert not any(node.op_type == "Attention" for node in nodes(standard.graph))
+
+
+def test_rows_that_are_not_rotated_stay_beside_a_rotary_embedding() -> None:
+    """A class token has no position, and the tables have no row for it."""
+    text = """<ir_version: 8, opset_import: ["" : 20]>
+    main (float[2,3,5,4] x, float[1,4,2] cos, float[1,4,2] sin) => (float[2,3,5,4] y)
+    <int64[1] zero = {0}, int64[1] one = {1}, int64[1] two = {2}, int64[1] end = {9223372036854775807},
+     int64[1] last = {-1}, int64[4] shape = {1,1,4,2}> {
+      token = Slice (x, zero, one, two)  rows = Slice (x, one, end, two)  c = Reshape (cos, shape)
+      s = Reshape (sin, shape)  a = Slice (rows, zero, two, last)  b = Slice (rows, two, end, last)
+      ac = Mul (a, c)  bs = Mul (b, s)  bc = Mul (b, c)  as = Mul (a, s)  first = Sub (ac, bs)  second = Add (as, bc)
+      turned = Concat <axis = -1> (first, second)  y = Concat <axis = 2> (token, turned) }"""
+    standard, report = onnxfuse.optimize(onnx.parser.parse_model(text), emit="standard")
+    assert (report.verified.status, report.counts["rotary_embedding"]) == ("verified", 1)
+    assert [node.op_type for node in standard.graph.node].count("RotaryEmbedding") == 1

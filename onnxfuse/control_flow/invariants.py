@@ -6,6 +6,7 @@ PaddlePaddle's converter lets a Loop carry its weights, which then are no consta
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 import onnx
 
@@ -14,6 +15,8 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, has_subgraph, op_of, producer
 from onnxfuse.ir.protos import graphs, nodes
 from onnxfuse.passes.folded import Folded, node_label
+
+FIRST_LOOP_OF_NOTHING: Final = 11  # the opset from which a Loop may carry nothing
 
 
 def read_invariants_outside(graph: Graph) -> list[Folded]:
@@ -39,16 +42,20 @@ def _invariants(graph: Graph, node: Node, body: onnx.GraphProto) -> dict[int, Te
     copies = {n.output[0]: n.input[0] for n in body.node if n.op_type == "Identity" and n.domain in ("", "ai.onnx")}
     names = [value.name for value in body.input]
     results = [value.name for value in body.output][_leading_results(node) :]
+    # onnxruntime 1.31 refuses a body whose DequantizeLinear reads weights and scales from outside, before a MatMul.
+    scales = {name for n in nodes(body) if n.op_type == "DequantizeLinear" for name in n.input[1:2]}
     found: dict[int, Tensor] = {}
     for place, ((name, tensor), result) in enumerate(zip(carried(node, names).items(), results, strict=False)):
         while result in copies:
             result = copies[result]
         output = node.outputs[place] if place < len(node.outputs) else None
         stays = output is not None and output.name and graph.is_kept(output)
-        if result != name or not tensor.name or stays or _is_lost(tensor):
+        if result != name or not tensor.name or stays or _is_lost(tensor) or name in scales:
             continue
         if not _is_defined(body, tensor.name, name):
             found[place] = tensor
+    if op_of(node) == "Loop" and graph.opset < FIRST_LOOP_OF_NOTHING and len(found) == len(carried(node, names)):
+        found.popitem()
     return found
 
 

@@ -34,6 +34,7 @@ LARGE_ANGLE: Final = 64.0  # from here on, float16 knows an angle to 0.03 or wor
 BITS_LEFT: Final = 3  # of a sum that is much smaller than its terms: one that keeps fewer has lost too many
 
 CANNOT: Final = "{precision} is no dtype of this operator in opset {opset}"
+UNTYPED: Final = "the dtype of '{name}' is not known"
 COUNTS: Final = "it is computed from integers: positions and lengths"
 COMBINES: Final = "onnxruntime's CPU provider combines what is scattered in float32 alone"
 ANGLE: Final = "it is an angle, or its sine or cosine"
@@ -114,6 +115,8 @@ def _by_rule(scope: Scope, known: Known, scores: frozenset[int]) -> dict[int, st
             continue
         if is_onnx(node) and node.op_type in STAY:
             found[i] = STAY[node.op_type]
+        elif (name := scope.untyped(i)) and not (is_onnx(node) and node.op_type in READS_ANY):
+            found[i] = UNTYPED.format(name=name)
         elif combines(node):
             found[i] = COMBINES
         elif is_onnx(node) and not scope.real_inputs(i) and node.op_type not in FILLS:
@@ -337,7 +340,22 @@ def _by_weight(
             tensor = scope.constants.get(name)
             if tensor is None or k not in allowed or not scope.is_real(name):
                 continue
+            if node.op_type == "Pow" and k == 1 and (why := _other_exponent(known, tensor)):
+                yield i, f"its exponent '{name}', {why}"
+                continue
             if scope.elements(name) == 1 and any(out in inside for out in node.output):
                 continue
             if why := known.weights.loss(tensor, clamp=name in clamped):
                 yield i, f"its constant '{name}' {why}"
+
+
+def _other_exponent(known: Known, tensor: onnx.TensorProto) -> str:
+    """Return which exponent would become an integer, whose powers of negative numbers are no NaN; "" if none."""
+    if tensor.data_type != onnx.TensorProto.FLOAT:
+        return ""
+    values = known.weights.value(tensor).reshape(-1)
+    rounded = known.precision.rounded(values).astype(np.float32)
+    changed = np.flatnonzero((rounded == np.round(rounded)) & (values != rounded))
+    if not changed.size:
+        return ""
+    return f"{values[changed[0]]:g}, would become {rounded[changed[0]]:g} in {known.precision.name}"

@@ -17,13 +17,21 @@ from onnx.external_data_helper import uses_external_data
 
 from onnxfuse.half.choose import Choice, Known, choose, kept_nodes
 from onnxfuse.half.masks import MASKED_INPUTS, adding_masks
-from onnxfuse.half.operators import BROADCAST_MAX_OPSET, READS_ANY, half_inputs, half_outputs, is_onnx, label
+from onnxfuse.half.operators import (
+    BROADCAST_MAX_OPSET,
+    READS_ANY,
+    half_inputs,
+    half_outputs,
+    is_onnx,
+    keeps_dtypes,
+    label,
+)
 from onnxfuse.half.precision import FLOAT16, REAL, Kept
 from onnxfuse.half.scope import Scope
 from onnxfuse.half.weights import ScratchFolder
 from onnxfuse.ir.execution_order import outer_reads
 from onnxfuse.ir.graph import take_name
-from onnxfuse.ir.protos import copy_without, graphs, is_control_flow, subgraphs, tensors
+from onnxfuse.ir.protos import copy_without, graphs, subgraphs, tensors
 
 FLOAT = TensorProto.FLOAT
 Io: TypeAlias = Literal["float32", "half"]
@@ -153,7 +161,7 @@ class _Part:
         reals = scope.real_inputs(i), scope.real_outputs(i)
         self.writer.nodes += bool(reals[0] or reals[1])
         wide = self.choice.is_wide(i)
-        as_it_was = wide and (is_control_flow(node) or not is_onnx(node))
+        as_it_was = wide and (keeps_dtypes(node) or bool(scope.untyped(i)))
         self._rewrite_subgraphs(new)
         reads_any = is_onnx(node) and node.op_type in READS_ANY
         allowed = frozenset[int]() if wide else half_inputs(node, known.opset, known.precision)
@@ -243,8 +251,9 @@ class _Part:
         if (name, dtype) not in self.casts:
             source = name
             result = self.writer.unique(f"{name}_{self._suffix(dtype)}")
-            if dtype == self.half and self._may_be_mask(name, reader):
-                source = self._bounded(source)
+            is_float16 = self._present(name) == TensorProto.FLOAT16  # whose numbers bfloat16 holds
+            if dtype == self.half and not is_float16 and self._may_be_mask(name, reader):
+                source = self._bounded(self._read(name, FLOAT, None))
             self._append_cast(source, result, dtype)
             self.casts[name, dtype] = result
         return self.casts[name, dtype]

@@ -9,7 +9,7 @@ from typing import Final
 import onnx
 
 from onnxfuse.half.precision import Precision
-from onnxfuse.ir.protos import CONTROL_FLOW, RANDOM_OPERATORS
+from onnxfuse.ir.protos import CONTROL_FLOW, RANDOM_OPERATORS, is_control_flow
 from onnxfuse.ir.validate import ONNX_DOMAINS
 
 CONTRIB: Final = frozenset({  # of com.microsoft, whose floating-point inputs all have one dtype
@@ -29,26 +29,16 @@ DEFINED_SINCE: Final = {
     ("Clip", "bfloat16"): 16, ("SoftmaxCrossEntropyLoss", "bfloat16"): 16,
 }  # fmt: skip
 ONNXRUNTIME_ONLY: Final = frozenset({"LayerNormalization", "SimplifiedLayerNormalization", "Affine", "Scale"})
+SEQUENCES: Final = (  # operators whose sequences and optional values keep the dtype that the model declares
+    "ConcatFromSequence", "Optional", "OptionalGetElement", "SequenceAt", "SequenceConstruct", "SequenceEmpty",
+    "SequenceErase", "SequenceInsert", "SequenceMap", "SplitToSequence",
+)  # fmt: skip
 STAY: Final = {  # operators that stay in float32 whatever they read, and why
     **dict.fromkeys(RANDOM_OPERATORS, "it draws random numbers"),
     **dict.fromkeys(CONTROL_FLOW, "values pass from one iteration or branch to another in one dtype"),
     **dict.fromkeys(("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"), "it quantizes"),
     **dict.fromkeys(("QLinearConv", "QLinearMatMul", "MatMulInteger", "ConvInteger"), "it quantizes"),
-    **dict.fromkeys(
-        (
-            "ConcatFromSequence",
-            "Optional",
-            "OptionalGetElement",
-            "SequenceAt",
-            "SequenceConstruct",
-            "SequenceEmpty",
-            "SequenceErase",
-            "SequenceInsert",
-            "SequenceMap",
-            "SplitToSequence",
-        ),
-        "it has sequences or optional values",
-    ),
+    **dict.fromkeys(SEQUENCES, "it has sequences or optional values"),
     "MeanVarianceNormalization": "its definition in ONNX adds a number of float32",
     "CumSum": "sums of many terms are kept exact",
     "Range": "it counts",
@@ -88,6 +78,11 @@ def combines(node: onnx.NodeProto) -> bool:
 def is_onnx(node: onnx.NodeProto) -> bool:
     """Return whether an operator is one of the ONNX domain."""
     return node.domain in ONNX_DOMAINS
+
+
+def keeps_dtypes(node: onnx.NodeProto) -> bool:
+    """Return whether an operator that stays keeps the dtypes that it had, which need not be float32."""
+    return is_control_flow(node) or not is_onnx(node) or node.op_type in SEQUENCES
 
 
 def label(node: onnx.NodeProto) -> str:

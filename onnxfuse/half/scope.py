@@ -56,6 +56,11 @@ class Scope:
         """Return whether a tensor's dtype may change."""
         return bool(name) and self.types.get(name, 0) in REAL
 
+    def untyped(self, i: int) -> str:
+        """Return a tensor that a node reads or writes whose dtype is not known; "" if there is none."""
+        node = self.nodes[i]
+        return next((name for name in (*node.input, *node.output) if name and not self.types.get(name)), "")
+
     def real_inputs(self, i: int) -> list[str]:
         """Return the tensors that a node reads whose dtype may change."""
         return [name for name in self.nodes[i].input if self.is_real(name)]

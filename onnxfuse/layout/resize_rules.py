@@ -35,6 +35,7 @@ LIKE: Final = "like"  # the operand whose shape says the sizes
 MODES: Final = ("nearest", "linear")
 COORDINATES: Final = ("half_pixel", "asymmetric", "pytorch_half_pixel", "align_corners")
 SYMMETRIC: Final = "half_pixel_symmetric"  # which is half_pixel where nothing is rounded
+NO_SCALES: Final = "its scales are computed, or not one for each axis"
 BEFORE_COORDINATES: Final = 11  # the opset before which coordinates are asymmetric
 
 
@@ -86,7 +87,7 @@ def _unsupported(model: Model, node: Node) -> str:
         return f"its coordinate_transformation_mode is {coordinates}"
     if int_attribute(node, "antialias", 0):
         return "it filters an image that it makes smaller (antialias)"
-    return "" if _scales(model, node) or _sizes_of(model, node) is not None else "its scales are computed"
+    return "" if _scales(model, node) or _sizes_of(model, node) is not None else NO_SCALES
 
 
 def _coordinates(model: Model, node: Node) -> dict[str, AttributeValue]:
@@ -99,12 +100,12 @@ def _coordinates(model: Model, node: Node) -> dict[str, AttributeValue]:
 
 
 def _scales(model: Model, node: Node) -> dict[int, float]:
-    """Return the constant scales of a Resize by axis; none where it has none, or they are computed."""
-    found = attribute_or_input(model.graph, node, "scales")
-    if not isinstance(found, list) or not found:
+    """Return the constant scales of a Resize by axis; none where it has none, or they are not one for each axis."""
+    found, axes = attribute_or_input(model.graph, node, "scales"), _axes(node, model.shapes.rank(node.inputs[0]) or 0)
+    if not isinstance(found, list) or len(found) != len(axes):
         return {}
-    rank = model.shapes.rank(node.inputs[0]) or 0
-    return dict(zip(_axes(node, rank), (float(scale) for scale in found), strict=True))
+    scales = [float(scale) for scale in found if isinstance(scale, int | float)]
+    return dict(zip(axes, scales, strict=True)) if len(scales) == len(axes) else {}
 
 
 def _sizes_of(model: Model, node: Node) -> Tensor | None:
@@ -180,12 +181,17 @@ def _body(model: Model, node: Node, target: _Target) -> Body:
     proto, rank = node_proto(model.graph, node), model.shapes.rank(node.inputs[0]) or 0
     del proto.output[1:]
     before: list[onnx.NodeProto] = []
+    if model.graph.opset >= BEFORE_COORDINATES and node.inputs[1].name and not is_constant(node.inputs[1]):
+        before.append(_constant("roi", np.zeros(0, np.float32)))  # of tf_crop_and_resize alone
+        proto.input[1] = "roi"
     if target.factors:
         scales = np.array([1.0, 1.0, *target.factors], np.float32)[_axes(node, rank)]
-        before, proto.input[2] = [_constant("scales", scales)], "scales"
+        before.append(_constant("scales", scales))
+        proto.input[2] = "scales"
         del proto.input[3:]
     elif target.spatial or target.is_computed:
-        before, proto.input[3] = _nodes_of_sizes(_axes(node, rank), target.spatial, rank), "sizes"
+        before += _nodes_of_sizes(_axes(node, rank), target.spatial, rank)
+        proto.input[3] = "sizes"
     made = {name: name for each in before for name in each.output}
     constants = {t.name: t for t in node.inputs[1:] if t.name in proto.input and is_constant(t)}
     found = body_of_node(proto, {proto.input[0]: "x", **made}, _stored(model, constants), model.graph.opset)

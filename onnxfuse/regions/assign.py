@@ -50,6 +50,8 @@ def assign_regions(
     records, work = {one.node: one for one in fused}, deque((*formed.regions, *formed.others))
     while work:
         cluster = work.popleft()
+        if not all(node.outputs for node in cluster.nodes):  # what an operator has joined holds some of them by now
+            continue
         order_by_reading(cluster, formed.forms)
         join = find_epilogue_fusion(formed, cluster, joining, only_with_epilogue, joins)
         record = _record(formed, join, records, only_with_epilogue, exclude) if join is not None else None

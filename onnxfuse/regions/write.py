@@ -138,7 +138,7 @@ def write_region(
     replaced = tuple(
         label
         for node in region.nodes
-        for label in (records[node.name].replaces if node.domain == DOMAIN else (node_label(node),))
+        for label in (records[node.name].replaces if node.name in records else (node_label(node),))
     )
     name = graph.unique_name(f"{node_name(outputs[0])}/{REGION}")
     inputs = list(region.operands.values())

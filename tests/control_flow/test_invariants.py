@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import onnx
+import onnxruntime
 import pytest
 from case_documents import with_weights
 
@@ -103,3 +104,25 @@ def test_what_two_casts_compute_is_carried() -> None:
     assert carried(optimize(model, verify=False)[1]) == []
     _, report = optimized(text)
     assert not report.dropped
+
+
+def test_a_loop_before_opset_11_carries_something() -> None:
+    text = """<ir_version: 4, opset_import: ["" : 10]> g (float[4] x) => (float[] y)
+      <int64 m = {2}, bool go = {1}> {
+        r, y = Loop <body = step (int64 i, bool p, float[4] a) => (bool q, float[4] b, float[4] c)
+          { q = Identity (p)  b = Identity (a)  c = Neg (a) }> (m, go, x) }"""
+    result, _ = optimize(onnx.parser.parse_model(text), verify=False)
+    (loop,) = (node for node in result.graph.node if node.op_type == "Loop")
+    assert len(loop.input) == 3
+
+
+def test_the_scale_of_quantized_weights_is_carried_on() -> None:
+    """onnxruntime's optimizer does not find weights outside of a body that it stores in another layout."""
+    text = """(float[b,8] x, int64 m) => (float[] y)
+      <int8[8,16] w = {WEIGHTS}, float s = {0.1}, int8 zero = {3}, bool go = {1}> {
+        r, y = Loop <body = step (int64 i, bool p, float[] a) => (bool q, float[] e, float[b,16] c)
+          { q = Identity (p)  e = Identity (a)  d = DequantizeLinear (w, a, zero)  c = MatMul (x, d) }>
+          (m, go, s) }"""
+    text = HEAD + text.replace("WEIGHTS", ",".join(str(i % 7) for i in range(128)))
+    result, _ = optimize(onnx.parser.parse_model(text), verify=False)
+    onnxruntime.InferenceSession(result.SerializeToString(), providers=["CPUExecutionProvider"])

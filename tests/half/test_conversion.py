@@ -701,6 +701,96 @@ def test_sequences_windows_and_fills_keep_their_dtypes() -> None:
     assert worst_factor(report) < 3
 
 
+def test_what_reads_a_tensor_of_unknown_dtype_keeps_its_dtypes() -> None:
+    text = """
+    unknown (float[batch,8] x) => (float[2,batch,8] y, float[batch,8] z)
+    <int64[1] first = {0}>
+    {
+      unknown = com.microsoft.Inverse (x)
+      h = Tanh (unknown)
+      u = Unsqueeze (h, first)
+      v = Unsqueeze (x, first)
+      y = Concat <axis = 0> (u, v)
+      s = Sigmoid (x)
+      z = Mul (s, x)
+    }
+    """
+    model = parse(text)
+    model.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
+    x = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
+    made, report = optimize(model, dtype="float16", inputs={"x": x})
+    np.testing.assert_allclose(run(made, x=x)[0], run(model, x=x)[0], atol=1e-2)
+    assert report.half is not None
+    assert any("'unknown' is not known" in reason for reason in report.half.by_rule)
+    assert ops(made)["Cast"]
+
+
+def test_what_follows_a_product_with_weights_of_four_bits_is_converted() -> None:
+    text = """
+    product (float[batch,8] x) => (float[twice,8] y)
+    {
+      p = com.microsoft.MatMulNBits <K = 8, N = 8, bits = 4, block_size = 16> (x, w, s)
+      t = Tanh (p)
+      y = Concat <axis = 0> (x, t)
+    }
+    """
+    model = parse(text)
+    random = np.random.default_rng(0)
+    weights = random.integers(0, 256, (8, 1, 8), np.uint8), random.uniform(0.01, 0.1, 8).astype(np.float32)
+    model.graph.initializer.extend(map(numpy_helper.from_array, weights, ("w", "s")))
+    model.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
+    x = random.standard_normal((4, 8)).astype(np.float32)
+    made, _ = optimize(model, dtype="float16", inputs={"x": x})
+    np.testing.assert_allclose(run(made, x=x)[0], run(model, x=x)[0], atol=1e-2)
+
+
+def test_an_input_with_a_default_has_its_dtype_in_a_body_too() -> None:
+    text = """
+    loop (float[8] x, float c) => (float[] y)
+    <int64 count = {2}, bool go = {1}, float c = {0.5}>
+    {
+      y = Loop (count, go) <body = g (int64 i, bool before) => (bool after, float[] s)
+          { after = Identity (before)  s = Sub (c, x) }>
+    }
+    """
+    x = np.random.default_rng(0).standard_normal(8).astype(np.float32)
+    made, _ = optimize(parse(text), dtype="float16", inputs={"x": x})
+    np.testing.assert_allclose(run(made, x=x)[0], run(parse(text), x=x)[0], atol=1e-2)
+
+
+def test_sequences_of_float16_stay_so_in_bfloat16() -> None:
+    text = """
+    grown (float16[2,8] x) => (float16[2,8] y)
+    <int64 count = {3}, int64 last = {-1}, bool go = {1}>
+    {
+      s = SequenceConstruct (x)
+      t = Loop (count, go, s) <body = g (int64 i, bool before, seq(float16[]) old) => (bool after, seq(float16[]) new)
+          { new = SequenceInsert (old, x)  after = Identity (before) }>
+      y = SequenceAt (t, last)
+    }
+    """
+    x = np.random.default_rng(0).standard_normal((2, 8)).astype(np.float16)
+    made, _ = optimize(parse(text, 22), dtype="bfloat16", inputs={"x": x})
+    np.testing.assert_array_equal(run(made, x=x)[0], x)
+
+
+def test_an_exponent_that_would_become_another_kind_of_number_stays() -> None:
+    text = "power (float[4,8] x) => (float[4,8] y) <float e = {2.0002}> { y = Pow (x, e) }"
+    _, report = optimize(parse(text), dtype="float16", inputs={"x": np.ones((4, 8), np.float32)})
+    assert list(kept(report).values()) == ["its exponent 'e', 2.0002, would become 2 in float16"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_scores_in_the_other_half_precision_are_bounded_in_float32(dtype: Literal["float16", "bfloat16"]) -> None:
+    other = {"float16": "bfloat16", "bfloat16": "float16"}[dtype]
+    text = f"softmax ({other}[4,8] x) => (float[4,8] y) {{ s = Softmax <axis = -1> (x)  y = Cast <to = 1> (s) }}"
+    made, _ = optimize(parse(text, 22), dtype=dtype, verify=False)
+    onnx.shape_inference.infer_shapes(made, check_type=True, strict_mode=True)
+    assert not [node for function in made.functions for node in function.node if node.op_type == "Max"] or (
+        dtype == "float16"
+    )
+
+
 def test_casts_of_other_tools_go() -> None:
     """A converter that blocks Relu and LayerNormalization leaves six Casts, between which nothing fuses."""
     text = """

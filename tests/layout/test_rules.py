@@ -548,7 +548,7 @@ def test_rows_of_pixels() -> None:
          "float[8] roi = {0,0,0,0,1,1,1,1}, float[4] scales = {1,1,2,2}", 4,
          "its coordinate_transformation_mode is tf_crop_and_resize"),
         ("t = Shape (a) f = Cast <to = 1> (t) r = Div (f, f) scales = Mul (r, s) b = Resize (a, , scales)",
-         "float[4] s = {1,1,1.5,2}", 4, "its scales are computed"),
+         "float[4] s = {1,1,1.5,2}", 4, "its scales are computed, or not one for each axis"),
         ("m = ReduceMean <keepdims = 0> (a) r = Mul (k, m) b = Conv (a, r)", "float[8,8,3,3] k", 4,
          "its weights 'r' are no constant"),
     ],
@@ -558,6 +558,24 @@ def test_where_regions_end(body: str, weights: str, transposes: int, reason: str
     result = converted(model)
     assert operators(result)["Transpose"] == transposes
     assert any(end.reason.endswith(f"is channels-first: {reason}") for end in result.layout.ends), result.layout.ends
+    assert_same(model, result.model, **SIZES)
+
+
+def test_scales_that_are_not_one_for_each_axis_are_left_to_onnxruntime() -> None:
+    """They are an error when the model runs."""
+    text = """<ir_version: 10, opset_import: ["" : 20]>
+    resized (float[1,8,height] x) => (float[] y) <float[1] scales = {1}> { y = Resize (x, , scales) }"""
+    _, report = onnxfuse.optimize(onnx.parser.parse_model(text), layout="nhwc", verify=False)
+    assert "resize" not in report.counts
+
+
+@pytest.mark.parametrize("opset", [11, 20])
+def test_a_part_of_an_image_that_a_resize_does_not_read_may_be_computed(opset: int) -> None:
+    body = "n = ReduceSum <keepdims = 0> (a) m = Reshape (n, one) roi = Concat <axis = 0> (m, m, m, m, m, m, m, m) "
+    body += 'b = Resize <nearest_mode = "floor"> (a, roi, scales)'
+    model = between(body, "float[4] scales = {1,1,2,2}, int64[1] one = {1}", opset=opset)
+    result = converted(model)
+    assert any(each.fusion == "resize" for each in result.layout.fused)
     assert_same(model, result.model, **SIZES)
 
 

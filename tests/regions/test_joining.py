@@ -459,3 +459,30 @@ def test_a_transposed_convolution_takes_what_follows_it() -> None:
     assert own["fusion"] == "conv_transpose_bias_activation" and report.regions.nodes == 0
     assert [op for op, *_ in json.loads(own["program"])["ops"]] == ["Sin", "Mul", "Add"]
     same(source, result)
+
+
+def test_a_fused_node_of_an_earlier_run_joins_a_region() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 20]>
+    again (float16[batch,8,4] x) => (float16[batch,4] y) <int64[1] last = {-1}, float16[4] s = {1,1,1,1}>
+    { g = Gather <axis = 1> (x, last)  t = LayerNormalization (g, s)  q = Squeeze (t, one)  y = Mul (q, q) }"""
+    model = onnx.parser.parse_model(text.replace("int64[1] last", "int64[1] one = {1}, int64[1] last"))
+    first, _ = optimize(model, regions=False, verify=False)
+    assert fusions_of(first) == ["layer_norm"]
+    again, _ = optimized(first)
+    assert fusions_of(again) == ["region"]
+
+
+def fusions_of(model: onnx.ModelProto) -> list[str]:
+    return [attributes(node)["fusion"] for node in model.graph.node if node.domain]
+
+
+def test_what_an_operator_has_joined_is_no_region_of_its_own() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 17]>
+    cube (float[3,2,10] x) => (float[3,2,12] y) <int64[2] rows = {6,10}, int64[3] shape = {3,2,12}>
+    { v = Reshape (x, rows)  t = Gemm <transB = 1> (v, w)  r = Reshape (t, shape)  s = Mul (r, r)  y = Mul (r, s) }"""
+    model = onnx.parser.parse_model(text)
+    weight = np.random.default_rng(0).standard_normal((12, 10)).astype(np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+    made, _ = optimize(model, layout="nhwc", verify=False)
+    feeds = {"x": np.random.default_rng(1).standard_normal((3, 2, 10)).astype(np.float32)}
+    np.testing.assert_allclose(run(made, feeds)["y"], run(model, feeds)["y"], rtol=1e-5, atol=1e-5)

@@ -34,6 +34,11 @@ def _matmul(shapes: ShapeInfo, node: Node) -> Shape:
     return (*broadcast(shapes, a[:-2], b[:-2]), *a[-2:-1], *(b[-1:] if len(b) > 1 else ()))
 
 
+@RULES.rule("com.microsoft::MatMulNBits")
+def _matmul_nbits(shapes: ShapeInfo, node: Node) -> Shape:
+    return (*input_shape(shapes, node)[:-1], required(int_attribute(node, "N", 0) or None))
+
+
 @RULES.rule("Gemm", "com.microsoft::FusedGemm")
 def _gemm(shapes: ShapeInfo, node: Node) -> Shape:
     (m, a), (b, n) = input_shape(shapes, node), input_shape(shapes, node, 1)
