@@ -33,6 +33,8 @@ NOT_RUN = {  # beginnings of commands, and why no test runs them
     "pytest": "this is one of its tests",
     "ruff": "CI does, in .ci/run",
     "mypy": "CI does, in .ci/run",
+    ".ci/format_kernels": "CI does, in .ci/run",
+    "python benchmarks/host_seconds.py": "it measures seconds",
     "python docs/site/catalogue.py": "test_docs.py compares what it prints",
     "python docs/site/tables.py": "test_docs.py compares what it writes",
     "python examples/cpp/build_example.py": "test_cpp_example.py builds and runs the program",

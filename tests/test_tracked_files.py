@@ -6,6 +6,7 @@ import io
 import lzma
 import subprocess
 import tarfile
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -16,8 +17,7 @@ from exported_models import ARCHIVE, EXPORTED, INDEX, compress, decompress, file
 from onnx import TensorProto, helper, numpy_helper
 
 ROOT = Path(__file__).parent.parent
-LARGEST_TREE = 9_900_000  # bytes of a tar of the files; exported models are compressed, 0.5 MB in place of 4.9
-BLOCK = 512  # bytes; a file in a tar is one for its name, and as many as it fills; a folder is one
+LARGEST_CLONE = 3_500_000  # bytes of a clone without history, in which git compresses each file by itself
 
 
 def test_each_test_file_has_a_name_of_its_own() -> None:
@@ -31,9 +31,8 @@ def test_the_tracked_tree_is_small() -> None:
     if listed.returncode:
         pytest.skip("this is no checkout of git")
     paths = [ROOT / name for name in listed.stdout.decode().split("\0") if name]
-    folders = {folder for path in paths for folder in path.parents if folder.is_relative_to(ROOT)}
-    sizes = [0 if path.is_symlink() else path.stat().st_size for path in paths if path.is_symlink() or path.exists()]
-    assert BLOCK * len(folders) + sum(BLOCK + -(-size // BLOCK) * BLOCK for size in sizes) <= LARGEST_TREE
+    contents = (path.read_bytes() for path in paths if path.is_file() and not path.is_symlink())
+    assert sum(len(zlib.compress(content)) for content in contents) <= LARGEST_CLONE
 
 
 def test_every_exported_model_is_in_the_archive() -> None:

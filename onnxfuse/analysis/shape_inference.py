@@ -25,7 +25,7 @@ from onnxfuse.analysis.shape_info import PartialShape, Scope, ShapeInfo
 from onnxfuse.analysis.shape_rules import SHAPE_RULES
 from onnxfuse.analysis.value_rules import VALUE_RULES
 from onnxfuse.ir.attributes import schema
-from onnxfuse.ir.domain import is_fused
+from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import INTEGER_RANGES
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, op_of
@@ -84,7 +84,7 @@ def _correct_records(shapes: ShapeInfo, nodes: Iterable[Node]) -> None:
     equal names for equal sizes, and reuses memory accordingly.  The names in a model that has fused nodes were known to
     be these when it was written.
     """
-    is_optimized = any(map(is_fused, shapes.graph.model.graph.node))
+    is_optimized = any(function.domain == DOMAIN for function in shapes.graph.model.functions)
     inputs = ((tensor, False) for tensor in shapes.graph.linked.inputs)
     computed = ((tensor, _is_foreign(shapes, node)) for node in nodes for tensor in node.outputs)
     for tensor, foreign in (*inputs, *computed):

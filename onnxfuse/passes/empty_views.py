@@ -52,7 +52,9 @@ def gives_shape_if_empty(shapes: ShapeInfo, chain: Sequence[Node]) -> bool:
 def _is_plain(shapes: ShapeInfo, node: Node) -> bool:
     """Return whether a view gives the shape that is inferred wherever it runs."""
     target = shapes.value(node.inputs[1]) if op_of(node) == "Reshape" else None
-    return target is None or tells_empty_axes(node, target.tolist(), shapes.shape(node.inputs[0]))
+    if target is None:
+        return True
+    return target.ndim == 1 and tells_empty_axes(node, target.tolist(), shapes.shape(node.inputs[0]))
 
 
 def _viewed(shapes: ShapeInfo, node: Node, shape: list[int], numbers: Mapping[str, int]) -> list[int]:
