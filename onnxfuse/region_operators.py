@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from typing import Final
 
+from onnxfuse.algebra.operators import (
+    ARITHMETIC,
+    BITWISE,
+    COMPARISONS,
+    DISCONTINUOUS,
+    EXTREMES,
+    LOGIC,
+    SOFTMAXES,
+)
+
 HALVES: Final = ("float16", "bfloat16")
 FLOATS: Final = (*HALVES, "float32", "float64")
 PRODUCTS: Final = (*HALVES, "float32")  # of the results of products that elementwise operators join
 INTEGERS: Final = ("int8", "uint8", "int32", "int64")
 DTYPES: Final = (*FLOATS, *INTEGERS, "bool")
 
-ARITHMETIC: Final = ("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Min", "Max")
-COMPARISONS: Final = ("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual")
-LOGIC: Final = ("And", "Or", "Xor", "Not")
-BITWISE: Final = ("BitwiseAnd", "BitwiseOr", "BitwiseXor", "BitwiseNot")
 SHIFTS: Final = ("BitShift",)
 ACTIVATION_OF: Final = {  # operators that call a function of onnxfuse/activations.py
     "Sigmoid": "sigmoid", "LeakyRelu": "leaky_relu", "Elu": "elu", "HardSigmoid": "hard_sigmoid",
@@ -37,11 +43,7 @@ SUMS: Final = (
     "ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSumSquare", "ReduceL1", "ReduceL2",
     "ReduceLogSumExp",
 )  # fmt: skip
-EXTREMES: Final = ("ArgMax", "ArgMin")
-SOFTMAXES: Final = ("Softmax", "LogSoftmax")
 REDUCTIONS: Final = frozenset((*SUMS, *EXTREMES, *SOFTMAXES))
-# Operators that are not continuous, as is a Cast to a dtype that is no float: all that they depend on is rounded.
-DISCONTINUOUS: Final = frozenset((*COMPARISONS, *EXTREMES, "IsNaN", "IsInf", "Floor", "Ceil", "Round", "Sign", "Mod"))
 # Operators whose results need no rounding if their inputs need none: each is an input, its negative, or an integer.
 EXACT: Final = frozenset(
     (*DISCONTINUOUS, "Max", "Min", "Neg", "Abs", "Where", "Identity", "Relu", "Cast", "ReduceMax", "ReduceMin", *MAPS)

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from onnxfuse.region_operators import DISCONTINUOUS, DTYPES, EXACT, FLOATS, HALVES, dtypes_of
+from onnxfuse.algebra.operators import DISCONTINUOUS
+from onnxfuse.region_operators import DTYPES, EXACT, FLOATS, HALVES, dtypes_of
 from onnxfuse.runtime.plan import FusedNode
 
 VALUE_NAME: Final = re.compile(r"[a-z]+[0-9]+")  # which becomes that of a variable; programs come from model files

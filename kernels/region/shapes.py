@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from onnxfuse.algebra.operators import EXTREMES
 from onnxfuse.kernels.region.program import Operation, Program
 from onnxfuse.kernels.region.sizes import ONE, ZERO, Shape, Size, Sizes, as_size, product
-from onnxfuse.region_operators import ELEMENTWISE, EXTREMES, SUMS
+from onnxfuse.region_operators import ELEMENTWISE, SUMS
 
 OF_SOME: Final = (*EXTREMES, "ReduceMax", "ReduceMin")  # their result is not defined for no elements
 

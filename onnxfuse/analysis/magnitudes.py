@@ -8,6 +8,7 @@ from typing import Final
 
 import numpy as np
 
+from onnxfuse.algebra.operators import PRODUCTS, SELECTING
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import tensor_attribute
 from onnxfuse.ir.dtypes import INTEGER_RANGES
@@ -20,15 +21,10 @@ LARGEST_OF_PRODUCTS: Final = 1e12
 MAX_DEPTH: Final = 24  # nodes between a tensor and what it is computed from
 MAX_ELEMENTS: Final = 2**24  # of a constant that is read
 
-MOVING: Final = frozenset(
-    {"Concat", "Expand", "Flatten", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Tile", "Transpose",
-     "Unsqueeze"}
-)  # fmt: skip
-GATHERS: Final = frozenset({"Gather", "GatherElements", "GatherND"})
 KEEPING: Final = frozenset({"Abs", "Cast", "Max", "Min", "Neg", "ReduceMax", "ReduceMean", "ReduceMin", "Relu"})
 SUMS: Final = frozenset({"Add", "Sub", "Sum"})
 AT_MOST_ONE: Final = frozenset({"Cos", "Erf", "HardSigmoid", "Sigmoid", "Sign", "Sin", "Softmax", "Tanh"})
-PRODUCTS: Final = frozenset({"Conv", "ConvTranspose", "Einsum", "Gemm", "LayerNormalization", "MatMul"})
+NORMALIZED: Final = PRODUCTS | {"LayerNormalization"}
 
 
 def is_ordinary(shapes: ShapeInfo, *tensors: Tensor) -> bool:
@@ -79,12 +75,12 @@ class Bounds:
         op = op_of(node)
         if op in AT_MOST_ONE:
             return 1.0
-        if op in PRODUCTS:
+        if op in NORMALIZED:
             return LARGEST_OF_PRODUCTS
-        if op in MOVING:
-            return max(map(self.of, node.inputs if op == "Concat" else node.inputs[:1]))
-        if op in GATHERS:
+        if op in SELECTING:
             return self.of(node.inputs[0])
+        if op == "Concat":
+            return max(map(self.of, node.inputs))
         if op in KEEPING:
             return max(map(self.of, node.inputs[:1] if op.startswith("Reduce") else node.inputs))
         if op in SUMS:

@@ -16,6 +16,7 @@ from typing import TypeAlias
 import numpy as np
 from onnx import TensorProto
 
+from onnxfuse.algebra.operators import COMPARISONS, REGROUPING, VIEWS
 from onnxfuse.analysis.bounds import lower_bound
 from onnxfuse.analysis.dims import Size, product
 from onnxfuse.analysis.index_formulas import (
@@ -41,7 +42,6 @@ MAX_INDEX_ELEMENTS = 2**16  # of an integer constant that is read
 MAX_STEP = 64  # in which an integer constant counts
 MAX_MASK_ELEMENTS = 2**22  # of a boolean constant that is read
 ANALYZED_DTYPES = frozenset({TensorProto.BOOL, TensorProto.INT32, TensorProto.INT64})
-REGROUPING = frozenset({"Flatten", "Reshape", "Squeeze", "Unsqueeze"})  # they keep the elements in memory order
 
 
 class IndexAnalysis:
@@ -114,8 +114,7 @@ class IndexAnalysis:
 
     def fill_value(self, tensor: Tensor) -> bool | int | float | None:
         """Return the one number that all elements of a tensor of any dtype equal; None if no such number is known."""
-        same_values = {*REGROUPING, "Expand", "Identity", "Transpose"}
-        while (node := producer(tensor)) is not None and op_of(node) in same_values:
+        while (node := producer(tensor)) is not None and op_of(node) in VIEWS:
             tensor = node.inputs[0]
         stored = tensor
         if node is not None and op_of(node) == "ConstantOfShape":
@@ -385,5 +384,5 @@ RULES: dict[str, Rule] = {
     "Range": _range, **dict.fromkeys(MOVING, _move), "Cast": _cast, "ConstantOfShape": _constant_of_shape,
     "Add": _add_or_sub, "Sub": _add_or_sub, "Mul": _mul, "Concat": _concat, "GatherND": _gather_nd, "Gather": _gather,
     "GatherElements": _gather_elements, "And": _and_or, "Or": _and_or, "Not": _not, "Trilu": _trilu,
-    **dict.fromkeys(("Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Equal"), _compare),
+    **dict.fromkeys(COMPARISONS, _compare),
 }  # fmt: skip

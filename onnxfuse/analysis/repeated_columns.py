@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Final
 
+from onnxfuse.algebra.operators import VIEWS
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.dtypes import Array
@@ -15,7 +16,7 @@ from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, produce
 HALVES, PAIRS = "halves", "pairs"  # a table whose halves are equal, and one whose neighbouring columns are, in twos
 COLUMNS = "_columns"  # with an operand's name in front, the attribute of a fused node that says how its columns repeat
 ELEMENTWISE: Final = frozenset({"Add", "Cast", "Cos", "Div", "Identity", "Mul", "Neg", "Sin", "Sub"})
-MOVING: Final = frozenset({"Expand", "Gather", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
+MOVING: Final = VIEWS | {"Gather", "Slice"}
 MAX_DEPTH: Final = 24  # nodes between a table and what repeats its columns
 
 

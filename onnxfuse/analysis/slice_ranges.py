@@ -11,7 +11,6 @@ from onnxfuse.analysis.shape_rules.slices import slice_bounds, split_sizes
 from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.node import Node, Tensor, op_of
 
-SLICING = {"Slice", "Split", "Gather"}
 AxisRanges: TypeAlias = dict[int, tuple[int, int]]  # by axis: the index of the first element, and how many follow it
 
 

@@ -12,8 +12,6 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 
 ASSUMED_BATCH, ASSUMED_SIZE = 1, 128  # of dynamic dims: of those whose name contains "batch", and of the others
 
-FREE_OPS = {"Constant", "Shape", "Size", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"}  # move no data
-
 
 def tensor_bytes(shapes: ShapeInfo, shape: Sequence[Size] | None, dtype: int, first_axis: int = 0) -> int:
     """Return the bytes of a tensor of this shape, leaving out the axes before `first_axis`.

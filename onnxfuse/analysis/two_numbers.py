@@ -16,6 +16,7 @@ from typing import Final, Protocol, TypeAlias
 import numpy as np
 from onnx.helper import tensor_dtype_to_np_dtype
 
+from onnxfuse.algebra.operators import VIEWS
 from onnxfuse.analysis.dims import Size
 from onnxfuse.analysis.index_formulas import (
     AtMostZero,
@@ -238,7 +239,6 @@ COMPARISONS: Final[Mapping[str, Callable[..., bool]]] = {
 }  # fmt: skip
 RULES: Final[Mapping[str, Rule]] = {
     "Trilu": _trilu, "Where": _where, "Cast": _cast, "Neg": _negative,
-    **dict.fromkeys(("Expand", "Flatten", "Identity", "Reshape"), _viewed),
-    **dict.fromkeys(("Slice", "Squeeze", "Transpose", "Unsqueeze"), _viewed),
+    **dict.fromkeys((*VIEWS, "Slice"), _viewed),
     **dict.fromkeys(ARITHMETIC, _arithmetic),
 }  # fmt: skip

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import onnx
 
+from onnxfuse.algebra.operators import CONTROL_FLOW
 from onnxfuse.analysis.dims import UNKNOWN, Size
 from onnxfuse.analysis.shape_info import Scope, Shape, ShapeInfo
 from onnxfuse.control_flow.inputs import carried, known_inputs, scanned
@@ -22,7 +23,7 @@ from onnxfuse.ir.execution_order import outer_reads
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.graphsurgeon import constant_of
 from onnxfuse.ir.node import Constant, Node, Tensor, has_subgraph, is_constant, op_of
-from onnxfuse.ir.protos import CONTROL_FLOW, copy_without, is_control_flow, nodes
+from onnxfuse.ir.protos import copy_without, is_control_flow, nodes
 from onnxfuse.ir.serde import read_subgraph
 
 

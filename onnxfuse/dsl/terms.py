@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias, TypeVar
 from numpy.typing import NDArray
 from onnx import TensorProto
 
+from onnxfuse.algebra.operators import VIEWS
 from onnxfuse.dsl.dim_expressions import DimExpression, dim_expressions
 from onnxfuse.dsl.guards import Guard
 from onnxfuse.dsl.spans import Span, here
@@ -27,9 +28,8 @@ AttributeValue: TypeAlias = "Term | DimExpression | Number | str | Sequence[Numb
 OperatorSet: TypeAlias = Literal["onnx", "ort", "standard"]  # which operators a body may have; see words.stored
 Literals: TypeAlias = float | NDArray[Any]  # one number, or an array, whose dtype is that of the value it meets
 
-VIEW_OPS = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Identity"})
 # Operators of most models, or ones in which a spelling may differ: that one of them is absent rules out little.
-COMMON_OPS = VIEW_OPS | {"Add", "Mul", "Sub", "Div", "Neg", "Cast", "Pow", "Sqrt", "Slice", "Where"}
+COMMON_OPS = VIEWS | {"Add", "Mul", "Sub", "Div", "Neg", "Cast", "Pow", "Sqrt", "Slice", "Where"}
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from typing import ClassVar, Protocol
 import onnx.defs
 from onnx import TensorProto
 
+from onnxfuse.algebra.operators import VIEWS
 from onnxfuse.dsl.dim_expressions import DimExpression
 from onnxfuse.dsl.guards import Guard
 from onnxfuse.dsl.spans import here
 from onnxfuse.dsl.terms import (
-    VIEW_OPS,
     Alternatives,
     Apply,
     AttributeValue,
@@ -273,7 +273,7 @@ class Rearrange(Term):
 
     @property
     def own_ops(self) -> frozenset[str]:
-        return VIEW_OPS
+        return VIEWS
 
     @property
     def own_nodes(self) -> int:
@@ -281,7 +281,7 @@ class Rearrange(Term):
 
     @functools.cached_property
     def root_ops(self) -> frozenset[str] | None:
-        return union([self.inner.root_ops, VIEW_OPS])
+        return union([self.inner.root_ops, VIEWS])
 
     @property
     def dim_specs(self) -> tuple[str, ...]:

@@ -9,11 +9,11 @@ from typing import Final
 import numpy as np
 import onnx
 
+from onnxfuse.algebra.operators import MOVES, PRODUCTS
 from onnxfuse.half.masks import bound_inputs, score_nodes
 from onnxfuse.half.operators import (
     EXACT_INPUTS,
     FILLS,
-    MOVES,
     READS_ANY,
     STAY,
     combines,
@@ -28,7 +28,6 @@ from onnxfuse.half.scope import Scope
 from onnxfuse.half.variances import variance_nodes
 from onnxfuse.half.weights import Weights
 
-PRODUCTS: Final = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum"})
 LARGE_MASK: Final = 1e4  # no score comes near it: a constant of this size beside scores is a mask
 LARGE_ANGLE: Final = 64.0  # from here on, float16 knows an angle to 0.03 or worse
 BITS_LEFT: Final = 3  # of a sum that is much smaller than its terms: one that keeps fewer has lost too many

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+from onnxfuse.algebra.operators import MOVES
 from onnxfuse.half.operators import is_onnx
 from onnxfuse.half.scope import Scope
 
 # Between a mask and the softmax that it is for.
-ON_THE_WAY: Final = frozenset({
-    "Add", "And", "Cast", "Clip", "Concat", "ConstantOfShape", "Expand", "Flatten", "Gather", "GatherND", "Identity",
-    "Max", "Min", "Mul", "Neg", "Not", "Or", "Pad", "Reshape", "ScatterND", "Slice", "Split", "Squeeze", "Sub", "Sum",
-    "Tile", "Transpose", "Trilu", "Unsqueeze", "Where",
-})  # fmt: skip
+ON_THE_WAY: Final = MOVES | {
+    "Add", "And", "Cast", "Clip", "ConstantOfShape", "Max", "Min", "Mul", "Neg", "Not", "Or", "Sub", "Sum", "Where",
+}  # fmt: skip
 MASKED_INPUTS: Final = {  # operators that read scores, or what is added to them, at these inputs
     "Softmax": (0,), "LogSoftmax": (0,), "ReduceLogSumExp": (0,), "Attention": (3, 5), "MultiHeadAttention": (4, 5),
     "GroupQueryAttention": (10,), "ReduceMax": (0,),

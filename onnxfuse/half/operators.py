@@ -8,8 +8,9 @@ from typing import Final
 
 import onnx
 
+from onnxfuse.algebra.operators import CONTROL_FLOW, RANDOM
 from onnxfuse.half.precision import Precision
-from onnxfuse.ir.protos import CONTROL_FLOW, RANDOM_OPERATORS, is_control_flow
+from onnxfuse.ir.protos import is_control_flow
 from onnxfuse.ir.validate import ONNX_DOMAINS
 
 CONTRIB: Final = frozenset({  # of com.microsoft, whose floating-point inputs all have one dtype
@@ -34,7 +35,7 @@ SEQUENCES: Final = (  # operators whose sequences and optional values keep the d
     "SequenceErase", "SequenceInsert", "SequenceMap", "SplitToSequence",
 )  # fmt: skip
 STAY: Final = {  # operators that stay in float32 whatever they read, and why
-    **dict.fromkeys(RANDOM_OPERATORS, "it draws random numbers"),
+    **dict.fromkeys(RANDOM, "it draws random numbers"),
     **dict.fromkeys(CONTROL_FLOW, "values pass from one iteration or branch to another in one dtype"),
     **dict.fromkeys(("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"), "it quantizes"),
     **dict.fromkeys(("QLinearConv", "QLinearMatMul", "MatMulInteger", "ConvInteger"), "it quantizes"),
@@ -59,10 +60,6 @@ ELEMENTWISE: Final = frozenset({
     "Abs", "Add", "Cast", "Ceil", "Clip", "Div", "Exp", "Floor", "Log", "Max", "Mean", "Min", "Mod", "Mul", "Neg",
     "Pow", "Reciprocal", "Relu", "Round", "Sigmoid", "Sign", "Softmax", "LogSoftmax", "Sqrt", "Sub", "Sum", "Tanh",
     "Where",
-})  # fmt: skip
-MOVES: Final = frozenset({
-    "Concat", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Pad", "Reshape", "ScatterND",
-    "Slice", "Split", "Squeeze", "Tile", "Transpose", "Trilu", "Unsqueeze",
 })  # fmt: skip
 FILLS: Final = frozenset({"Cast", "Constant", "ConstantOfShape"})  # they write the dtype that an attribute names
 BROADCAST_MAX_OPSET: Final = 8  # the first opset whose Max and Min take operands of different shapes

@@ -9,7 +9,8 @@ from functools import cached_property
 
 import onnx
 
-from onnxfuse.half.operators import ELEMENTWISE, MOVES, is_onnx
+from onnxfuse.algebra.operators import GATHERS, MATRIX_PRODUCTS, MOVES
+from onnxfuse.half.operators import ELEMENTWISE, is_onnx
 from onnxfuse.half.precision import REAL
 
 LARGE_WEIGHT = 4096  # elements: a product with such a constant is one of features, not of indices
@@ -97,14 +98,14 @@ class Scope:
         node = self.nodes[i]
         if not is_onnx(node):
             return False
-        if node.op_type in ("Gather", "GatherElements", "GatherND") and self.elements(node.input[0]):
+        if node.op_type in GATHERS and self.elements(node.input[0]):
             return False  # rows of a table of weights
         return node.op_type in ELEMENTWISE or node.op_type in MOVES
 
     def is_index_product(self, i: int) -> bool:
         """Return whether a node is the product of positions with frequencies, as in a table of rotary embedding."""
         node = self.nodes[i]
-        is_product = is_onnx(node) and node.op_type in ("MatMul", "Einsum", "Gemm")
+        is_product = is_onnx(node) and node.op_type in MATRIX_PRODUCTS | {"Einsum"}
         return is_product and all(self.elements(name) < LARGE_WEIGHT for name in node.input)
 
     @cached_property

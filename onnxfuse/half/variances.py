@@ -11,11 +11,12 @@ from typing import Final
 
 import onnx.numpy_helper
 
+from onnxfuse.algebra.operators import REARRANGING
 from onnxfuse.half.operators import is_onnx
 from onnxfuse.half.scope import Scope
 
 MEANS: Final = frozenset({"AveragePool", "GlobalAveragePool", "ReduceMean", "ReduceSum"})
-ON_THE_WAY: Final = frozenset({"Div", "Flatten", "Mul", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})  # by constants
+ON_THE_WAY: Final = REARRANGING | {"Div", "Mul"}  # by constants
 
 
 def variance_nodes(scope: Scope) -> frozenset[int]:

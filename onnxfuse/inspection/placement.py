@@ -12,11 +12,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from onnxfuse.algebra.operators import RANDOM
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.inspection.ort_kernels import ORT_DOMAINS, OrtKernels
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, has_subgraph, is_constant, op_of, producer
-from onnxfuse.ir.protos import RANDOM_OPERATORS
 from onnxfuse.ir.validate import ONNX_DOMAINS
 from onnxfuse.regions.host import HOST_INPUTS, SEEDS
 
@@ -72,7 +72,7 @@ def _folded(graph: Graph, shapes: ShapeInfo) -> list[Node]:
     """Return the nodes whose results constants and static shapes determine."""
     found: dict[Node, None] = {}
     for node in graph.nodes:
-        if op_of(node) in RANDOM_OPERATORS or has_subgraph(node):
+        if op_of(node) in RANDOM or has_subgraph(node):
             continue
         shape = shapes.shape(node.inputs[0]) if op_of(node) in SEEDS else None
         is_static = shape is not None and all(isinstance(size, int) for size in shape)

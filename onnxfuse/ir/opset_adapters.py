@@ -22,9 +22,10 @@ import onnx.shape_inference
 from onnx import TensorProto
 from onnx.external_data_helper import uses_external_data
 
+from onnxfuse.algebra.operators import RANDOM
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.graph import take_name
-from onnxfuse.ir.protos import RANDOM_OPERATORS, graphs, nodes, overridable_initializers, without_initializers
+from onnxfuse.ir.protos import graphs, nodes, overridable_initializers, without_initializers
 
 MAX_READ: Final = 64  # elements of the constants that adapters read: scales, one for each axis
 SINCE_OPTIONAL_ROI: Final = 13  # the first opset in which a Resize by scales need not have a region
@@ -421,5 +422,5 @@ LACKING: Final = {
     **dict.fromkeys(
         ("Affine", "Crop", "DynamicSlice", "ImageScaler", "ParametricSoftplus", "Scale", "ScaledTanh"), 10
     ),
-    **dict.fromkeys((*RANDOM_OPERATORS, "GlobalLpPool", "MaxRoiPool", "RoiAlign"), 22),
+    **dict.fromkeys((*RANDOM, "GlobalLpPool", "MaxRoiPool", "RoiAlign"), 22),
 }  # fmt: skip

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import onnx
 from onnx.external_data_helper import uses_external_data
 
-RANDOM_OPERATORS: Final = frozenset(
-    ("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
-)
-
-
-CONTROL_FLOW: Final = frozenset({"If", "Loop", "Scan"})
+from onnxfuse.algebra.operators import CONTROL_FLOW
 
 
 class NodeContainer(Protocol):

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
+from onnxfuse.algebra.operators import CONVOLUTIONS
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import str_attribute
 from onnxfuse.ir.domain import DOMAIN
@@ -242,7 +243,7 @@ def _named(node: Node) -> str:
 
 def _is_convolution(node: Node) -> bool:
     fusions = (CONVOLUTION, TRANSPOSED_CONVOLUTION)
-    return op_of(node) in ("Conv", "ConvTranspose") or str_attribute(node, "fusion", "") in fusions
+    return op_of(node) in CONVOLUTIONS or str_attribute(node, "fusion", "") in fusions
 
 
 def _stays(why: Mapping[Node, str]) -> tuple[ChannelsFirst, ...]:

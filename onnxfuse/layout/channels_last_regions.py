@@ -20,14 +20,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from onnxfuse.algebra.operators import REARRANGING, REDUCTIONS
 from onnxfuse.analysis.dims import Size
 from onnxfuse.analysis.tensor_bytes import tensor_bytes
 from onnxfuse.ir.attributes import ints_attribute
 from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
 from onnxfuse.layout.axes import has_one_pixel, permuted, to_first, to_last
 from onnxfuse.layout.conversion import Conversion, Kind, Model
-from onnxfuse.layout.neutral_rules import REDUCTIONS
-from onnxfuse.passes.compose_views import VIEWS, View, shorter_chain, view_of
+from onnxfuse.passes.compose_views import View, shorter_chain, view_of
 
 MAX_BORDER_SHARE: Final = 0.5
 
@@ -143,9 +143,9 @@ class Regions:
     def _saved_behind(self, tensor: Tensor, reader: Node) -> int | None:
         """Return how many bytes of Transposes vanish with the border in front of them; None if it stays."""
         chain = [reader]
-        while op_of(chain[-1]) in VIEWS and op_of(chain[-1]) != "Transpose":
+        while op_of(chain[-1]) in REARRANGING and op_of(chain[-1]) != "Transpose":
             following = self.model.graph.sole_consumer(chain[-1].outputs[0])
-            if following is None or op_of(following) not in VIEWS:
+            if following is None or op_of(following) not in REARRANGING:
                 break
             chain.append(following)
         shape = self.model.shapes.shape(tensor)
@@ -158,7 +158,7 @@ class Regions:
         """Return how many bytes of Transposes vanish in front of a tensor with its border; None if that stays."""
         chain: list[Node] = []
         node = producer(tensor)
-        while node is not None and op_of(node) in VIEWS and not any(op_of(each) == "Transpose" for each in chain):
+        while node is not None and op_of(node) in REARRANGING and not any(op_of(each) == "Transpose" for each in chain):
             chain.insert(0, node)
             node = producer(node.inputs[0])
         shape = self.model.shapes.shape(tensor)
@@ -169,7 +169,7 @@ class Regions:
         return self._saved(source, [*map(self._view, chain), View(perm, permuted(shape, perm))], tensor)
 
     def _view(self, node: Node) -> View | None:
-        return view_of(self.model.shapes, node) if op_of(node) in VIEWS else None
+        return view_of(self.model.shapes, node) if op_of(node) in REARRANGING else None
 
     def _saved(self, source: tuple[Size, ...], views: Sequence[View | None], tensor: Tensor) -> int | None:
         known = tuple(view for view in views if view is not None)

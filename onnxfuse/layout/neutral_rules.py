@@ -8,6 +8,7 @@ from typing import Final
 
 import numpy as np
 
+from onnxfuse.algebra.operators import BROADCASTING, REDUCTIONS, UNARY
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import attribute_or_input, input_index, int_attribute
 from onnxfuse.ir.dtypes import Array
@@ -18,22 +19,6 @@ from onnxfuse.layout.conversion import Conversion, Kind, Model, Rule, same_opera
 from onnxfuse.layout.vectors import in_order
 from onnxfuse.layout.writer import Writer, image_rank
 
-# Operators of one tensor, element by element.
-UNARY: Final = frozenset({
-    "Abs", "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "BitwiseNot", "Cast", "Ceil", "Celu", "Clip",
-    "Cos", "Cosh", "Dropout", "Elu", "Erf", "Exp", "Floor", "Gelu", "HardSigmoid", "HardSwish", "Identity",
-    "IsInf", "IsNaN", "LeakyRelu", "Log", "Mish", "Neg", "Not", "Reciprocal", "Relu", "Round", "Selu", "Shrink",
-    "Sigmoid", "Sign", "Sin", "Sinh", "Softplus", "Softsign", "Sqrt", "Swish", "Tan", "Tanh", "ThresholdedRelu",
-})  # fmt: skip
-# Operators that broadcast their tensors, element by element.
-BROADCASTING: Final = frozenset({
-    "Add", "And", "Div", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Mean", "Min",
-    "Mod", "Mul", "Or", "PRelu", "Pow", "Sub", "Sum", "Where", "Xor",
-})  # fmt: skip
-REDUCTIONS: Final = frozenset({
-    "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin",
-    "ReduceProd", "ReduceSum", "ReduceSumSquare",
-})  # fmt: skip
 NOT_AN_IMAGE: Final = "it reads no computed tensor of three to five axes"
 
 

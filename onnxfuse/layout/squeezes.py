@@ -11,6 +11,7 @@ import onnx
 from onnx import helper
 
 from onnxfuse.activations import PRELU
+from onnxfuse.algebra.operators import REGROUPING
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import str_attribute
 from onnxfuse.ir.domain import DOMAIN
@@ -28,7 +29,6 @@ SQUEEZE: Final = "squeeze_excite"
 MEAN: Final = "global_average_pool"
 SECOND: Final = {"w": "w_2", "bias": "bias_2"}  # the operands of the second product
 ACTIVATION: Final = ("activation", "alpha", "beta")
-VIEWS: Final = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
 SWAPPED: Final = (1, 0)  # the perm of weights (k, n), which the kernel reads as (n, k)
 
 
@@ -118,7 +118,7 @@ def _is_convolution(shapes: ShapeInfo, node: Node) -> bool:
 
 def _of_rows(graph: Graph, shapes: ShapeInfo, view: Node, originals: Mapping[str, tuple[str, Perm]]) -> Squeeze | None:
     """Return the squeeze that a view of rows as images of one pixel ends."""
-    if op_of(view) not in VIEWS or not _joins_axes(shapes, view.inputs[:1], view.outputs):
+    if op_of(view) not in REGROUPING or not _joins_axes(shapes, view.inputs[:1], view.outputs):
         return None
     if view.outputs[0].name not in originals:
         return None
@@ -128,7 +128,7 @@ def _of_rows(graph: Graph, shapes: ShapeInfo, view: Node, originals: Mapping[str
         return None
     before = producer(first.inputs[0])
     views: tuple[Node, ...] = (view,)
-    if before is not None and op_of(before) in VIEWS and _joins_axes(shapes, before.outputs, before.inputs[:1]):
+    if before is not None and op_of(before) in REGROUPING and _joins_axes(shapes, before.outputs, before.inputs[:1]):
         views = (before, view)
         before = producer(before.inputs[0])
     return None if before is None or not is_fused(before, MEAN) else Squeeze(before, first, second, views)

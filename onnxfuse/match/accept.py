@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from onnx import TensorProto
 
-from onnxfuse.analysis.slice_ranges import SLICING
+from onnxfuse.algebra.operators import SLICING, VIEWS
 from onnxfuse.dsl.guards import Guard
-from onnxfuse.dsl.terms import VIEW_OPS, Term
+from onnxfuse.dsl.terms import Term
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
@@ -19,7 +19,7 @@ from onnxfuse.match.relations import relations
 from onnxfuse.match.side_outputs import may_be_absent
 from onnxfuse.match.state import Match, State
 
-MOVING_OPS = VIEW_OPS | SLICING | {"Concat"}  # they round nothing
+MOVING_OPS = VIEWS | SLICING | {"Concat"}  # they round nothing
 BFLOAT16_OPSET = 13  # the first opset whose operators take it
 MAX_VIEWS_FOLLOWED = 12  # nodes outside that are looked through for one that will stay
 
@@ -223,7 +223,7 @@ def _float32_product(m: MatchContext, root: Tensor, state: State) -> Node | None
 
 def _is_cast_to_float32(m: MatchContext, tensor: Tensor) -> bool:
     """Return whether the tensor is a view or a multiple of what a Cast has made float32."""
-    while (node := producer(tensor)) is not None and op_of(node) in {*VIEW_OPS, "Mul", "Div"}:
+    while (node := producer(tensor)) is not None and op_of(node) in {*VIEWS, "Mul", "Div"}:
         tensor = next((t for t in node.inputs if not is_constant(t)), node.inputs[0])
     return node is not None and op_of(node) == "Cast" and m.is_to_float32(node)
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Final
 
+from onnxfuse.algebra.operators import VIEWS
 from onnxfuse.dsl.declaration import Fusion
-from onnxfuse.dsl.terms import VIEW_OPS, Apply, Capture, Term, Wrapper, walk
+from onnxfuse.dsl.terms import Apply, Capture, Term, Wrapper, walk
 from onnxfuse.dsl.words import Scaled
 from onnxfuse.errors import PatternError
 from onnxfuse.match.side_outputs import SideOutput, side_outputs
@@ -52,7 +53,7 @@ def fusion_terms(fusion: Fusion) -> FusionTerms:
 
 
 def _is_view_of_operand(term: Term) -> bool:
-    while len(term.parts) == 1 and term.own_ops and term.own_ops <= VIEW_OPS:
+    while len(term.parts) == 1 and term.own_ops and term.own_ops <= VIEWS:
         (term,) = term.parts
     return isinstance(term, Capture)
 

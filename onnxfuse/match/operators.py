@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from onnxfuse.algebra.operators import COMMUTATIVE
 from onnxfuse.analysis.shape_info import CannotInfer
 from onnxfuse.analysis.slice_ranges import slice_ranges
 from onnxfuse.dsl.dim_expressions import DimExpression, dim_expressions
@@ -18,7 +19,6 @@ from onnxfuse.match.context import MatchContext
 from onnxfuse.match.diagnostics import origin, value_text
 from onnxfuse.match.state import CapturedValue, Dims, State
 
-COMMUTATIVE = {"Add", "Mul", "Min", "Max", "And", "Or", "Equal"}
 LINEAR = {"MatMul"}  # in each of its inputs: factors may stand on either of them
 
 

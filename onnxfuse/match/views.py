@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from onnxfuse.algebra.operators import SLICING, VIEWS
 from onnxfuse.analysis import layout as layouts
 from onnxfuse.analysis.dims import Size, product
 from onnxfuse.analysis.shape_info import CannotInfer
-from onnxfuse.analysis.slice_ranges import SLICING, slice_ranges
-from onnxfuse.dsl.terms import VIEW_OPS, Capture, Term
+from onnxfuse.analysis.slice_ranges import slice_ranges
+from onnxfuse.dsl.terms import Capture, Term
 from onnxfuse.ir.attributes import ints_attribute
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 from onnxfuse.match.context import MatchContext
@@ -56,7 +57,7 @@ class ViewSources:
             node = producer(tensor)
             if node is None:
                 return
-            if op_of(node) in VIEW_OPS or (m.casts and m.float_cast(tensor)) or (slicing and op_of(node) in SLICING):
+            if op_of(node) in VIEWS or (m.casts and m.float_cast(tensor)) or (slicing and op_of(node) in SLICING):
                 tensor = node.inputs[0]
             elif scaling and (step := scale_step(m, node)) is not None:
                 tensor, factor = step[0], factor * step[1]

@@ -12,6 +12,7 @@ import numpy as np
 from onnx import TensorProto
 from onnx.helper import tensor_dtype_to_np_dtype
 
+from onnxfuse.algebra.operators import VIEWS
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
@@ -23,9 +24,7 @@ from onnxfuse.passes.emit import emit
 FIRST_OPSET: Final = 9  # whose Where broadcasts
 MAX_STEPS: Final = 12  # from the Softmax to the product, and from a mask to its stored elements
 MAX_ELEMENTS: Final = 2**22  # of a constant that is read
-KEEPING_ELEMENTS: Final = frozenset(
-    {"Expand", "Flatten", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Trilu", "Unsqueeze"}
-)
+KEEPING_ELEMENTS: Final = VIEWS | {"Slice", "Trilu"}
 
 
 class Affine(NamedTuple):

@@ -11,8 +11,9 @@ from typing import Final
 
 import numpy as np
 
+from onnxfuse.algebra.operators import SLICING
 from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
-from onnxfuse.analysis.slice_ranges import SLICING, slice_ranges
+from onnxfuse.analysis.slice_ranges import slice_ranges
 from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.graph import Graph

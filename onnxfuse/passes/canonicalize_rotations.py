@@ -14,9 +14,10 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from onnxfuse.algebra.operators import REARRANGING, SLICING
 from onnxfuse.analysis.dims import Size
 from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
-from onnxfuse.analysis.slice_ranges import SLICING, slice_ranges
+from onnxfuse.analysis.slice_ranges import slice_ranges
 from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS, is_exact_cast
 from onnxfuse.ir.graph import Graph
@@ -24,9 +25,8 @@ from onnxfuse.ir.node import Node, Tensor, op_of, producer
 from onnxfuse.passes.emit import emit
 
 FIRST_OPSET: Final = 13  # with axes of Squeeze and Unsqueeze as an input
-VIEWS: Final = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten"})
-MOVING: Final = VIEWS | {"Concat", "Neg", "Slice"}
-MAX_VIEWS: Final = 4  # between the slices of a head and its rotation
+MOVING: Final = REARRANGING | {"Concat", "Neg", "Slice"}
+MAX_REARRANGING: Final = 4  # between the slices of a head and its rotation
 RANK: Final = 4  # of heads: batch, heads and rows, in any order, and the size of a head
 
 
@@ -97,7 +97,7 @@ def _negative(graph: Graph, shapes: ShapeInfo, tensor: Tensor) -> Tensor:
     view, shape, dtype = producer(tensor), shapes.shape(tensor), shapes.dtype(tensor)
     if view is not None and op_of(view) == "Neg":
         return view.inputs[0]
-    if view is None or op_of(view) not in VIEWS:
+    if view is None or op_of(view) not in REARRANGING:
         return emit(graph, shapes, "Neg", [tensor], f"{tensor.name}_negative", shape, dtype)
     inputs = [_negative(graph, shapes, view.inputs[0]), *view.inputs[1:]]
     return emit(graph, shapes, op_of(view), inputs, f"{tensor.name}_negative", shape, dtype, view.attrs)
@@ -165,13 +165,13 @@ def _unsqueezed_like(graph: Graph, shapes: ShapeInfo, tensor: Tensor, like: Tens
 
 def _product_of(graph: Graph, tensor: Tensor) -> tuple[Tensor, Node] | None:
     """Return the product that reads a tensor, alone and maybe through views, and what it reads of it."""
-    for _ in range(MAX_VIEWS):
+    for _ in range(MAX_REARRANGING):
         reader = graph.sole_consumer(tensor)
         if reader is None:
             return None
         if op_of(reader) == "Mul":
             return tensor, reader
-        if op_of(reader) not in VIEWS:
+        if op_of(reader) not in REARRANGING:
             return None
         tensor = reader.outputs[0]
     return None
@@ -185,9 +185,9 @@ def _are_of_one(*tensors: Tensor) -> bool:
 
 def _sliced(tensor: Tensor) -> Tensor | None:
     """Return what a tensor is a slice of; None for what no slicing operator computes, through views."""
-    for _ in range(MAX_VIEWS):
+    for _ in range(MAX_REARRANGING):
         node = producer(tensor)
-        if node is None or op_of(node) not in VIEWS | SLICING:
+        if node is None or op_of(node) not in REARRANGING | SLICING:
             return None
         if op_of(node) in SLICING:
             return node.inputs[0]
@@ -219,9 +219,9 @@ def _canonicalize_sum(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 def _is_turned(turned: Tensor, x: Tensor) -> bool:
     """Return whether a tensor is joined of two slices of x, of which one is negated."""
-    for _ in range(MAX_VIEWS):
+    for _ in range(MAX_REARRANGING):
         node = producer(turned)
-        if node is None or op_of(node) not in VIEWS | {"Concat"}:
+        if node is None or op_of(node) not in REARRANGING | {"Concat"}:
             return False
         if op_of(node) == "Concat":
             return len(node.inputs) == 2 and _sliced_of_signed(node.inputs) is x
@@ -233,7 +233,7 @@ def _cast_first(graph: Graph, shapes: ShapeInfo, cast: Node) -> bool:
     """Turn x in the wider dtype that the turned x is cast to, in which x itself is multiplied too."""
     end, tensor = cast.outputs[0], cast.inputs[0]
     node = producer(tensor)
-    while node is not None and op_of(node) in VIEWS and graph.sole_consumer(tensor) is not None:
+    while node is not None and op_of(node) in REARRANGING and graph.sole_consumer(tensor) is not None:
         tensor = node.inputs[0]
         node = producer(tensor)
     if node is None or op_of(node) != "Concat" or len(node.inputs) != 2 or graph.sole_consumer(tensor) is None:
@@ -273,7 +273,7 @@ def _sliced_of_signed(tensors: Sequence[Tensor]) -> Tensor | None:
     sources, signs = [], 0
     for tensor in tensors:
         node = producer(tensor)
-        while node is not None and op_of(node) in VIEWS | {"Neg"}:
+        while node is not None and op_of(node) in REARRANGING | {"Neg"}:
             signs += op_of(node) == "Neg"
             tensor = node.inputs[0]
             node = producer(tensor)

@@ -25,6 +25,7 @@ import numpy as np
 from onnx import TensorProto
 from onnx.helper import tensor_dtype_to_np_dtype
 
+from onnxfuse.algebra.operators import VIEWS
 from onnxfuse.analysis.dims import Size
 from onnxfuse.analysis.index_formulas import AtMostZero, causal_mask_value, negated
 from onnxfuse.analysis.magnitudes import is_ordinary
@@ -44,7 +45,6 @@ MAX_STEPS: Final = 12  # from the Softmax to the product
 MAX_ADDENDS: Final = 2  # that a fused attention takes
 HEADS_AXIS: Final = -3
 QUERIES_AXIS: Final = -2
-VIEWS: Final = frozenset({"Expand", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
 INTEGERS: Final = frozenset({TensorProto.BOOL, TensorProto.INT32, TensorProto.INT64})
 
 
@@ -197,7 +197,7 @@ def _is_finite_mask(graph: Graph, shapes: ShapeInfo, tensor: Tensor, steps: int)
             value = tensor_attribute(node, "value")
             number = 0.0 if value is None else constant_number(graph, value)
             return number is not None and math.isfinite(number)
-    return op_of(node) in VIEWS and finite(node.inputs[0])
+    return op_of(node) in VIEWS | {"Slice"} and finite(node.inputs[0])
 
 
 def _scale_queries(graph: Graph, shapes: ShapeInfo, scores: Tensor, steps: int) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from onnxfuse.algebra.operators import REARRANGING
 from onnxfuse.analysis.dims import Size, product
 from onnxfuse.analysis.layout import Layout, SubAxis, coalesce, identity, reshape, transpose
 from onnxfuse.analysis.shape_info import ShapeInfo
@@ -18,7 +19,6 @@ from onnxfuse.passes.emit import emit
 from onnxfuse.passes.empty_views import gives_shape_if_empty
 from onnxfuse.passes.fold_shapes import reshape_target
 
-VIEWS = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten"})
 MAX_CHAIN_NODES = 16
 
 
@@ -39,7 +39,7 @@ def compose_views(graph: Graph, shapes: ShapeInfo) -> int:
     """
     if graph.opset < 5:  # the target of Reshape was an attribute
         return 0
-    views = [node for node in graph.nodes if op_of(node) in VIEWS and not _makes_rows_of_groups(node)]
+    views = [node for node in graph.nodes if op_of(node) in REARRANGING and not _makes_rows_of_groups(node)]
     count = sum(_shorten(graph, shapes, node) for node in reversed(views))  # from the ends: the longest chains first
     if count:
         graph.remove_dead()
@@ -109,7 +109,7 @@ def chain_to(last: Node) -> list[Node]:
     """Return the views that end in this one, from the source on."""
     chain: list[Node] = []
     node: Node | None = last
-    while node is not None and op_of(node) in VIEWS and node.inputs and len(chain) < MAX_CHAIN_NODES:
+    while node is not None and op_of(node) in REARRANGING and node.inputs and len(chain) < MAX_CHAIN_NODES:
         chain.insert(0, node)
         node = producer(node.inputs[0])
     return chain
@@ -228,7 +228,7 @@ def scaled_chain_to(graph: Graph, shapes: ShapeInfo, tensor: Tensor) -> list[Nod
     chain: list[Node] = []
     node = producer(tensor)
     while node is not None and len(chain) < MAX_CHAIN_NODES:
-        if op_of(node) not in VIEWS and not _is_scaling(graph, shapes, node):
+        if op_of(node) not in REARRANGING and not _is_scaling(graph, shapes, node):
             break
         chain.insert(0, node)
         node = producer(node.inputs[0])
@@ -251,12 +251,12 @@ def farthest_view(
     """
     chain = scaled_chain_to(graph, shapes, tensor)
     for start, first in enumerate(chain):
-        source, nodes = shapes.shape(first.inputs[0]), [each for each in chain[start:] if op_of(each) in VIEWS]
+        source, nodes = shapes.shape(first.inputs[0]), [each for each in chain[start:] if op_of(each) in REARRANGING]
         known = [view for each in nodes if (view := view_of(shapes, each)) is not None]
         if source is not None and len(known) == len(nodes):
             views = written_from(source, (*known, last))
             if views is not None:
-                return first.inputs[0], views, [each for each in chain[start:] if op_of(each) not in VIEWS]
+                return first.inputs[0], views, [each for each in chain[start:] if op_of(each) not in REARRANGING]
     return None
 
 

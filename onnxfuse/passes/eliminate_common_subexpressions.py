@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Hashable
 
 import numpy as np
 
+from onnxfuse.algebra.operators import RANDOM
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import schema
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of
 
 MAX_COMPARED_BYTES = 4096  # constants up to this size are compared by value, larger ones by identity
-RANDOM = re.compile("Bernoulli|Dropout|Multinomial|Random.*")
 
 
 def eliminate_common_subexpressions(graph: Graph, shapes: ShapeInfo) -> int:
@@ -56,7 +55,7 @@ def _merge(graph: Graph, kept: Node, node: Node) -> bool:
 def _key(graph: Graph, node: Node, constant_keys: dict[int, Hashable]) -> Hashable:
     """Return a key that nodes share if and only if they compute the same; None for a node that is not comparable."""
     op = op_of(node)
-    if RANDOM.fullmatch(op) or schema(op, graph.opset) is None or not node.inputs:
+    if op in RANDOM | {"Dropout"} or schema(op, graph.opset) is None or not node.inputs:
         return None
     if id(node) in graph.protos and not _has_plain_attributes(graph, node):
         return None

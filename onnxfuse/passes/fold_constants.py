@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 from onnx.reference import ReferenceEvaluator
 
+from onnxfuse.algebra.operators import MATRIX_PRODUCTS
 from onnxfuse.analysis.backward_slices import is_ambiguous_end
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import int_attribute
@@ -26,7 +27,7 @@ from onnxfuse.passes.extract_alibi import is_factored_bias
 from onnxfuse.passes.folded import Folded, node_label
 
 MAX_GROWTH_BYTES = 64 * 1024  # a constant up to this size may be added to the file or stored in it twice
-PRODUCTS = frozenset({"Gemm", "MatMul"})  # they take time in every run, so that larger results are worth their room
+# Products of matrices take time in every run, so that larger results are worth their room
 MAX_PRODUCTS_GROWTH = 0.1  # bytes of all results of such products, as a share of the constants' that nodes read
 # Operators that are deterministic and the same in every runtime.  Quantization is not among them: it says how to run a
 # model.
@@ -134,7 +135,7 @@ def _foldable_nodes(graph: Graph, shapes: ShapeInfo) -> list[Node]:
         if all(not t.name or id(t) in folded_bytes or is_constant(t) for t in node.inputs):
             sizes = [_byte_count(shapes, t) for t in node.outputs]
             growth = 0 if id(node) in together else _growth(graph, shapes, node, sizes, folded_bytes)
-            if growth <= (room if op_of(node) in PRODUCTS else 0):
+            if growth <= (room if op_of(node) in MATRIX_PRODUCTS else 0):
                 room -= growth
                 nodes.append(node)
                 folded_bytes.update(zip(map(id, node.outputs), sizes, strict=True))

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias, TypeGuard
 
+from onnxfuse.algebra.operators import NONNEGATIVE
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import attribute_or_input, int_attribute, ints_attribute, str_attribute
 from onnxfuse.ir.graph import Graph
@@ -19,7 +20,6 @@ from onnxfuse.passes.emit import emit
 from onnxfuse.passes.folded import Folded, node_label
 
 # Operators whose results are not negative
-NONNEGATIVE: Final = frozenset({"Relu", "Sigmoid", "HardSigmoid", "Softplus", "Exp", "Abs"})
 FIRST_WITH_INPUTS: Final = 11  # the first opset in which pads are an input
 Sizes: TypeAlias = Sequence[tuple[int, int]]  # of each axis, what is added in front and behind
 

@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 
+from onnxfuse.algebra.operators import CONVOLUTIONS
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import attribute_default, int_attribute
 from onnxfuse.ir.dtypes import Array
@@ -23,7 +24,6 @@ IN_INTEGERS: Final = ("DynamicQuantize", "QLinear", "ConvInteger", "MatMulIntege
 INTEGERS: Final = ("int8", "uint8", "int32")
 FLOATS: Final = ("float32", "float16")
 FIRST_WITH_PRECISION: Final = 23  # the opset
-CONVOLUTIONS: Final = frozenset({"Conv", "ConvTranspose"})
 VIEWS: Final = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Identity", "Cast"})  # of weights
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from onnxfuse.algebra.operators import LINEAR
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import attribute_or_input, int_attribute, ints_attribute, number_parameter
 from onnxfuse.ir.dtypes import FLOAT_NAMES, Array
@@ -17,7 +18,6 @@ from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of
 from onnxfuse.passes.fold_constants import MAX_GROWTH_BYTES
 
 LARGE_INPUT = 2.0**16  # that products with rescaled weights are to stand: numbers of float16 are no larger
-LINEAR_OPERATORS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def input_channels(graph: Graph, shapes: ShapeInfo, node: Node) -> Channels | No
 
 def is_linear(node: Node) -> bool:
     """Return whether the node multiplies its input 0 by constant weights that are not empty."""
-    if op_of(node) not in LINEAR_OPERATORS or not is_constant(node.inputs[1]):
+    if op_of(node) not in LINEAR or not is_constant(node.inputs[1]):
         return False
     shape = weight_of(node).shape
     rank = len(shape)

@@ -17,9 +17,10 @@ from typing import Final
 import numpy as np
 from onnx import TensorProto
 
+from onnxfuse.algebra.operators import SLICING
 from onnxfuse.analysis.dims import Size, product
 from onnxfuse.analysis.shape_info import CannotInfer, Shape, ShapeInfo
-from onnxfuse.analysis.slice_ranges import SLICING, slice_ranges
+from onnxfuse.analysis.slice_ranges import slice_ranges
 from onnxfuse.ir.attributes import ints_attribute
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, op_of, producer

@@ -15,6 +15,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from onnx import TensorProto
 
+from onnxfuse.algebra.operators import REGROUPING
 from onnxfuse.analysis.dims import Size
 from onnxfuse.analysis.shape_inference import infer_node
 from onnxfuse.analysis.shape_info import ShapeInfo
@@ -27,7 +28,6 @@ from onnxfuse.passes.emit import emit
 RANGE_OPSET: Final = 15  # whose Shape may be of some of the axes
 MIN_RANK: Final = 3  # of scores
 MAX_STEPS: Final = 12  # from what is read for its shape to the product of scores
-VIEWS: Final = frozenset({"Flatten", "Reshape", "Squeeze", "Unsqueeze"})
 KEEPING_ORDER: Final = frozenset({"Concat", "Pad", "Slice", "Split"})  # an axis keeps its index, and its size or not
 BROADCASTING: Final = frozenset(op for op, rule in SHAPE_RULES.items() if rule is SHAPE_RULES["Add"])
 SAME_SHAPE: Final = frozenset(op for op, rule in SHAPE_RULES.items() if rule is SHAPE_RULES["Softmax"])
@@ -230,7 +230,7 @@ def _candidates(shapes: ShapeInfo, node: Node, axis: int, rank: int) -> Iterator
     elif op == "Transpose":
         perm = ints_attribute(node, "perm") or range(rank)[::-1]
         yield first, perm[axis]
-    elif op in VIEWS:
+    elif op in REGROUPING:
         yield first, axis
         yield aligned(first)
         yield from ((first, i) for i in range(shapes.rank(first) or 0))

@@ -16,13 +16,13 @@ from typing import Final, TypeAlias
 import numpy as np
 from onnx import TensorProto
 
+from onnxfuse.algebra.operators import REARRANGING
 from onnxfuse.analysis.dims import Size
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
 from onnxfuse.passes.attention_nodes import ELEMENTWISE, is_of_last_axis
 from onnxfuse.passes.compose_views import (
-    VIEWS,
     View,
     chain_to,
     farthest_view,
@@ -46,7 +46,7 @@ def split_merged_heads(graph: Graph, shapes: ShapeInfo) -> int:
     """Compute on four axes what is reshaped to four axes afterwards.  Returns the number of results."""
     if graph.opset < FIRST_OPSET:
         return 0
-    count = sum(_split_at(graph, shapes, node) for node in list(graph.nodes) if op_of(node) in VIEWS)
+    count = sum(_split_at(graph, shapes, node) for node in list(graph.nodes) if op_of(node) in REARRANGING)
     if count:
         graph.remove_dead()
         graph.sort()
@@ -142,7 +142,7 @@ class SplitHeads:
             return partial(_unchanged, tensor)  # it broadcasts over heads as it is
         if shape is None or not self._has_first_axis(tensor):
             return None
-        if node is not None and op_of(node) in VIEWS:
+        if node is not None and op_of(node) in REARRANGING:
             return self._view_writer(tensor, shape)
         if node is None or op_of(node) not in THROUGH or not _is_of_last_axis(self.graph, node):
             return None

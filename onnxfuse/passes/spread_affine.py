@@ -11,6 +11,7 @@ from typing import Final
 
 import numpy as np
 
+from onnxfuse.algebra.operators import CONVOLUTIONS
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS, Array
 from onnxfuse.ir.graph import Graph, constant_value
@@ -54,7 +55,7 @@ def _is_convolution(x: Tensor) -> bool:
 
 def _is_convolution_alone(x: Tensor) -> bool:
     node = producer(x)
-    return node is not None and op_of(node) in ("Conv", "ConvTranspose")
+    return node is not None and op_of(node) in CONVOLUTIONS
 
 
 def _spread_behind(graph: Graph, shapes: ShapeInfo, activation: Node) -> int:

@@ -17,9 +17,10 @@ from collections.abc import Sequence
 import numpy as np
 from onnx.helper import tensor_dtype_to_np_dtype
 
+from onnxfuse.algebra.operators import COMPARISONS, REGROUPING
 from onnxfuse.analysis.dims import Size
 from onnxfuse.analysis.index_formulas import Element, axis_index
-from onnxfuse.analysis.mask_values import REGROUPING, IndexAnalysis
+from onnxfuse.analysis.mask_values import IndexAnalysis
 from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
 from onnxfuse.analysis.shape_rules.elementwise import broadcast
 from onnxfuse.ir.attributes import input_index, int_attribute
@@ -30,7 +31,6 @@ from onnxfuse.passes.emit import emit
 from onnxfuse.passes.fold_constants import MAX_GROWTH_BYTES
 from onnxfuse.passes.fold_shapes import reshape_target
 
-COMPARISONS = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
 BROADCASTING = frozenset(
     ("Add", "And", "Cast", "Div", "Max", "Min", "Mod", "Mul", "Not", "Or", "Pow", "Sub", "Where", "Xor", *COMPARISONS)
 )

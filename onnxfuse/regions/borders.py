@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Final
 
-from onnxfuse.analysis.tensor_bytes import FREE_OPS
+from onnxfuse.algebra.operators import FREE
 from onnxfuse.ir.node import Node, Tensor, op_of, producer
 from onnxfuse.passes.folded import node_label
 from onnxfuse.regions.cluster import LAUNCH_BYTES, Cluster, Clusters
@@ -114,7 +114,7 @@ def _ends(clusters: Clusters, border: Border) -> Iterator[list[Node]]:
 
 def _moves(clusters: Clusters, border: Border, node: Node) -> bool:
     """Return whether an operator of the cluster in front of a border is elementwise or a view, with one result."""
-    return clusters.of.get(node) is border.own and (node.op in POINTWISE or op_of(node) in FREE_OPS)
+    return clusters.of.get(node) is border.own and (node.op in POINTWISE or op_of(node) in FREE)
 
 
 def _read(clusters: Clusters, nodes: Sequence[Node]) -> list[Tensor]:

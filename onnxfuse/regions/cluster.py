@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from onnxfuse.algebra.operators import FREE
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.analysis.tensor_bytes import FREE_OPS, item_bytes, tensor_bytes
+from onnxfuse.analysis.tensor_bytes import item_bytes, tensor_bytes
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, op_of, producer
 from onnxfuse.region_operators import GATHERS
@@ -65,7 +66,7 @@ class Clusters:
         sizes = {self.count(t) for t in (*operands.values(), *node.outputs)}
         made = Cluster(
             [node], operands, outputs, len(forms), self._work(node) * self._evaluations(node), 0.0,
-            op_of(node) in FREE_OPS, rows_of(self.shapes, node, forms),
+            op_of(node) in FREE, rows_of(self.shapes, node, forms),
             len(sizes) > 1 or node.op in ("Concat", "Pad", *GATHERS), self.graph.position[node],
         )  # fmt: skip
         made.cost = self._cost(made)
@@ -85,7 +86,7 @@ class Clusters:
         operands = {t.name: t for node in nodes for t in node.inputs if t.name in read}
         found = Cluster(
             list(nodes), operands, {t.name: t for t in outputs}, len(steps), math.inf, math.inf,
-            all(op_of(node) in FREE_OPS for node in nodes), self._rows(nodes), True,
+            all(op_of(node) in FREE for node in nodes), self._rows(nodes), True,
         )  # fmt: skip
         kinds = kinds_of(self.shapes, nodes, self.forms) if found.rows is not None else {}
         is_small = len(steps) <= MAX_STEPS and len(operands) <= MAX_OPERANDS and len(found.outputs) <= MAX_OUTPUTS

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from functools import cached_property
 
+from onnxfuse.algebra.operators import FREE
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.analysis.tensor_bytes import FREE_OPS
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
@@ -119,7 +119,7 @@ def _beside(node: Node) -> Iterator[Node]:
 
 def _before(tensor: Tensor, steps: int) -> Iterator[Node]:
     made = producer(tensor)
-    if made is not None and op_of(made) not in FREE_OPS:
+    if made is not None and op_of(made) not in FREE:
         yield made
     elif made is not None and steps:
         yield from _before(made.inputs[0], steps - 1)
@@ -127,7 +127,7 @@ def _before(tensor: Tensor, steps: int) -> Iterator[Node]:
 
 def _behind(tensor: Tensor, steps: int) -> Iterator[Node]:
     for reader in consumers(tensor):
-        if op_of(reader) not in FREE_OPS:
+        if op_of(reader) not in FREE:
             yield reader
         elif steps:
             yield from _behind(reader.outputs[0], steps - 1)

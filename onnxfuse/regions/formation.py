@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from functools import partial
 
+from onnxfuse.algebra.operators import FREE
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.analysis.tensor_bytes import FREE_OPS
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, consumers, op_of, producer
 from onnxfuse.passes.folded import node_label
@@ -126,7 +126,7 @@ def form_regions(graph: Graph, shapes: ShapeInfo, keep: Set[str] = frozenset()) 
 
 def is_worth_it(cluster: Cluster) -> bool:
     """Return whether a cluster has two operators that take time at run time."""
-    return sum(op_of(node) not in FREE_OPS for node in cluster.nodes) > 1
+    return sum(op_of(node) not in FREE for node in cluster.nodes) > 1
 
 
 def _merge_all(merging: Merging) -> None:

@@ -6,8 +6,9 @@ import functools
 from collections.abc import Mapping
 from typing import Any, Final
 
+from onnxfuse.algebra.operators import EXTREMES, SOFTMAXES
 from onnxfuse.ir.dtypes import FLOATS
-from onnxfuse.region_operators import EXTREMES, SOFTMAXES, SUMS
+from onnxfuse.region_operators import SUMS
 from onnxfuse.regions.steps import StaysOut, Steps, Writer, axis_of
 
 LAST_FLATTENING_OPSET: Final = 12  # up to which Softmax is over all axes from one on

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+from onnxfuse.algebra.operators import EXTREMES, REGROUPING, SOFTMAXES
 from onnxfuse.analysis.dims import Size
 from onnxfuse.analysis.shape_info import Shape, ShapeInfo
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.node import Node
-from onnxfuse.region_operators import EXTREMES, REDUCTIONS, SOFTMAXES
+from onnxfuse.region_operators import REDUCTIONS
 from onnxfuse.regions.pointwise import POINTWISE
 from onnxfuse.regions.steps import Step
 
-VIEWS: Final = ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity")
 ONE_AXIS: Final = (*SOFTMAXES, *EXTREMES)
 
 
@@ -95,7 +95,7 @@ def _kind_behind(shapes: ShapeInfo, node: Node, rows: Rows, kinds: Mapping[str, 
     out = shapes.shape(node.outputs[0])
     if out is None or len(node.outputs) > 1:
         return None
-    if node.op in VIEWS and node.op != "Identity":
+    if node.op in REGROUPING:
         is_row = kinds[node.inputs[0].name] is Kind.ROW and _is_row(out, rows)
         return Kind.ROW if is_row else None
     if node.op == "Expand":

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
+from onnxfuse.algebra.operators import REGROUPING
 from onnxfuse.analysis.dims import Size
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.node import Node, Tensor, producer
@@ -13,7 +14,7 @@ from onnxfuse.passes.folded import node_label
 from onnxfuse.regions.cluster import NOTHING_BESIDE, Cluster, Clusters
 from onnxfuse.regions.order import merge
 from onnxfuse.regions.pointwise import POINTWISE
-from onnxfuse.regions.rows import VIEWS, is_reduction
+from onnxfuse.regions.rows import is_reduction
 
 MAX_OPEN: Final = 4  # clusters that read a tensor and are compared with the next one
 
@@ -89,7 +90,7 @@ def _is_read_in_order(clusters: Clusters, tensor: Tensor, cluster: Cluster) -> b
         if any(map(is_reduction, clusters.forms[node])):
             return True
         out = node.outputs[0]
-        if (node.op in POINTWISE or node.op in VIEWS) and _dims(clusters, out) == dims:
+        if (node.op in POINTWISE or node.op in REGROUPING) and _dims(clusters, out) == dims:
             if out.name in cluster.outputs:
                 return True
             names.add(out.name)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from onnxfuse.algebra.operators import FREE
 from onnxfuse.analysis.gathered_tables import gathered_tables
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.analysis.tensor_bytes import FREE_OPS, item_bytes, tensor_bytes
+from onnxfuse.analysis.tensor_bytes import item_bytes, tensor_bytes
 from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Tensor, op_of
@@ -36,7 +37,7 @@ def estimate_traffic(graph: Graph, shapes: ShapeInfo) -> Traffic:
         return sizes[key]
 
     for node in graph.nodes:
-        if (op := op_of(node)) in FREE_OPS:
+        if (op := op_of(node)) in FREE:
             continue
         launches += 1
         moved = {t.name: size_of(t) for t in (*node.inputs, *node.outputs) if t.name}

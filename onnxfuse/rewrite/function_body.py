@@ -11,6 +11,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 from onnx.defs import OpSchema
 
+from onnxfuse.algebra.operators import TRUTHS
 from onnxfuse.analysis.dims import Size
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.dsl.dim_expressions import DimExpression
@@ -34,7 +35,6 @@ from onnxfuse.ir.dtypes import FLOAT_BITS, FLOATS, Array
 from onnxfuse.rewrite.rearrange_body import reshape_targets, write_rearrange
 from onnxfuse.rewrite.variant import Variant
 
-BOOLEAN_OPS = {"IsNaN", "Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual", "And", "Or", "Not"}
 BFLOAT16, FLOAT = "tensor(bfloat16)", "tensor(float)"  # as schemas name them
 ORT_DOMAIN = "com.microsoft"
 REFUSED: Final = "onnxfuse.refused"
@@ -249,7 +249,7 @@ class BodyBuilder:
             return TensorProto.FLOAT if term.like is None else self._dtype(term.like)
         if isinstance(term, Capture):
             return self._operands[term.name].dtype if term.name in self._operands else None
-        if isinstance(term, Apply) and (term.op == "Shape" or term.op in BOOLEAN_OPS):
+        if isinstance(term, Apply) and (term.op == "Shape" or term.op in TRUTHS):
             return TensorProto.INT64 if term.op == "Shape" else TensorProto.BOOL
         parts = [term.labelled(self.label(term.name))] if isinstance(term, Choose) else term.parts
         return next((dtype for part in parts if (dtype := self._dtype(part)) is not None), None)
@@ -292,7 +292,7 @@ class BodyBuilder:
                 whole = isinstance(value, int) or (isinstance(value, list) and all(isinstance(v, int) for v in value))
                 exact = whole and name not in ("min", "max")
                 ready[index] = self.constant(value, TensorProto.INT64 if exact else first)
-        dtype = TensorProto.BOOL if term.op in BOOLEAN_OPS else TensorProto.INT64 if term.op == "Shape" else first
+        dtype = TensorProto.BOOL if term.op in TRUTHS else TensorProto.INT64 if term.op == "Shape" else first
         if term.op == "Cast":
             dtype = attributes["to"]
         return self.node(term.op, ready, dtype, **attributes)

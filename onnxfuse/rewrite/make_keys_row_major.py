@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 from typing import Final
 
+from onnxfuse.algebra.operators import REARRANGING
 from onnxfuse.analysis.dims import Size
 from onnxfuse.analysis.shape_info import Shape, ShapeInfo
 from onnxfuse.dsl.declaration import Fusion
@@ -20,7 +21,6 @@ from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 from onnxfuse.match import Match, Matcher
 from onnxfuse.match.prefilter import may_occur
 from onnxfuse.passes.compose_views import (
-    VIEWS,
     View,
     can_write_views,
     layout_of,
@@ -94,7 +94,7 @@ def _reads_rows(graph: Graph, shapes: ShapeInfo, columns: Tensor) -> bool:
         return True
     layouts = dict(_layouts(shape))
     for i, node in enumerate(chain):
-        start, rest = shapes.shape(node.inputs[0]), [each for each in chain[i:] if op_of(each) in VIEWS]
+        start, rest = shapes.shape(node.inputs[0]), [each for each in chain[i:] if op_of(each) in REARRANGING]
         after = None if start is None else layouts.get(start)
         views = [view for each in rest if (view := view_of(shapes, each)) is not None]
         if start is None or after is None or len(views) < len(rest):
@@ -110,7 +110,7 @@ def _through_rows(graph: Graph, shapes: ShapeInfo, columns: Tensor) -> Tensor | 
     if shape is None:
         return None
     for i, source in enumerate([*(each.inputs[0] for each in chain), columns]):  # the farthest that sizes tell it of
-        nodes = [each for each in chain[i:] if op_of(each) in VIEWS]
+        nodes = [each for each in chain[i:] if op_of(each) in REARRANGING]
         start, views = shapes.shape(source), [view for each in nodes if (view := view_of(shapes, each)) is not None]
         options = list(_ways(start, views, shape)) if start is not None and len(views) == len(nodes) else []
         if options:
@@ -119,7 +119,7 @@ def _through_rows(graph: Graph, shapes: ShapeInfo, columns: Tensor) -> Tensor | 
                 return None
             rows = write_views(graph, shapes, source, before, f"{columns.name}_rows")
             made = None if rows is None else write_views(graph, shapes, rows, after, f"{columns.name}_columns")
-            scalings = [each for each in chain[i:] if op_of(each) not in VIEWS]
+            scalings = [each for each in chain[i:] if op_of(each) not in REARRANGING]
             return None if made is None else write_scalings(graph, shapes, made, scalings)
     return None
 

@@ -12,11 +12,12 @@ from typing import Final
 import onnx
 from onnx import helper
 
+from onnxfuse.algebra.operators import RANDOM
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.domain import DOMAIN, check_version, is_fused
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.inline_functions import check_expanded
-from onnxfuse.ir.protos import RANDOM_OPERATORS, subgraphs
+from onnxfuse.ir.protos import subgraphs
 from onnxfuse.ir.without_weights import read_without_weights
 from onnxfuse.runtime.plan import FusedNode
 from onnxfuse.runtime.planner import fused_node
@@ -188,7 +189,7 @@ def _constants(graph: onnx.GraphProto) -> set[str]:
     inputs = {each.name for each in graph.input}
     found = {t.name for t in graph.initializer} - inputs
     for node in graph.node:
-        is_plain = node.op_type not in RANDOM_OPERATORS and not any(subgraphs(node))
+        is_plain = node.op_type not in RANDOM and not any(subgraphs(node))
         if is_plain and found.issuperset(filter(None, node.input)):
             found.update(filter(None, node.output))
     return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from onnxfuse.algebra.operators import VIEWS
 from onnxfuse.analysis.dims import Size
 from onnxfuse.analysis.rules import RuleTable, axes_parameter
 from onnxfuse.analysis.shape_info import CannotInfer
@@ -32,7 +33,7 @@ UNKNOWN_ATTRIBUTES: Final = {  # and the values with which they have no meaning
     "local_window_size": (-1,), "smooth_softmax": (-1, 0), "causal": (1,), "sliding_window_cache": (0,),
     "kv_cache_bit_width": (0,), "rotary_interleaved": (0,),
 }  # fmt: skip
-UNIFORM: Final = frozenset({"Cast", "Expand", "Identity", "Reshape", "Squeeze", "Tile", "Unsqueeze"})  # in one number
+UNIFORM: Final = VIEWS | {"Cast", "Tile"}  # in one number
 
 
 @RULES.rule("com.microsoft::GroupQueryAttention")

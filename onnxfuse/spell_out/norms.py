@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from onnxfuse.algebra.operators import MATRIX_PRODUCTS, VIEWS
 from onnxfuse.analysis.rules import RuleTable
-from onnxfuse.dsl.terms import VIEW_OPS, Term, as_term
+from onnxfuse.dsl.terms import Term, as_term
 from onnxfuse.dsl.words import cast_like, full, op, rearrange
 from onnxfuse.ir.node import Tensor, op_of, producer
 from onnxfuse.patterns._activations import silu
@@ -14,7 +15,6 @@ from onnxfuse.spell_out.call import Call, Rule
 
 RULES = RuleTable[Rule]()
 
-PRODUCTS: Final = frozenset({"Gemm", "MatMul"})
 TO_CHANNELS_FIRST: Final = [0, 3, 1, 2]
 TO_CHANNELS_LAST: Final = [0, 2, 3, 1]
 CHANNELS: Final = "(groups size) -> (groups size) 1 1"  # of a vector that meets an image
@@ -43,9 +43,9 @@ def _sum(call: Call, bias: int) -> Term:
 def _is_product(tensor: Tensor) -> bool:
     """Return whether a matrix product computes the tensor, perhaps behind views."""
     node = producer(tensor)
-    while node is not None and op_of(node) in VIEW_OPS:
+    while node is not None and op_of(node) in VIEWS:
         node = producer(node.inputs[0])
-    return node is not None and op_of(node) in PRODUCTS
+    return node is not None and op_of(node) in MATRIX_PRODUCTS
 
 
 @RULES.rule("com.microsoft::SimplifiedLayerNormalization", "SimplifiedLayerNormalization")

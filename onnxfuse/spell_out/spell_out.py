@@ -10,11 +10,10 @@ from typing import Final
 import onnx
 from onnx.numpy_helper import to_array
 
+from onnxfuse.algebra.operators import SLICING, VIEWS
 from onnxfuse.analysis.rules import RuleTable
 from onnxfuse.analysis.shape_inference import infer_node
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.analysis.slice_ranges import SLICING
-from onnxfuse.dsl.terms import VIEW_OPS
 from onnxfuse.errors import PatternError
 from onnxfuse.ir.dtypes import FLOATS, FUSIBLE_FLOATS
 from onnxfuse.ir.graph import Graph
@@ -49,7 +48,7 @@ for _family in (
     RULES.update(_family.RULES)
 
 # Operators of a spelling that may be left over, beside those on integers and booleans: they move or mask elements.
-MAY_REMAIN: Final = VIEW_OPS | SLICING | {"Cast", "Concat", "Where"}
+MAY_REMAIN: Final = VIEWS | SLICING | {"Cast", "Concat", "Where"}
 SUMS_AND_FACTORS: Final = frozenset({"Add", "Div", "Mul", "Sub"})  # parts of so many fusions that a miss tells nothing
 
 

@@ -13,19 +13,17 @@ import onnx.numpy_helper
 from onnx import TensorProto
 from onnx.external_data_helper import uses_external_data
 
+from onnxfuse.algebra.operators import COMPARISONS, ORDERINGS, VIEWS
 from onnxfuse.ir.dtypes import FLOATS, Array
 from onnxfuse.ir.protos import nodes
 
-REORDERING_OPS: Final = {
-    "Cast", "Clip", "Expand", "Flatten", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze",
-}  # fmt: skip
+REORDERING_OPS: Final = VIEWS | {"Cast", "Clip", "Gather", "Slice"}
 # A length is still one after these, such as the number of frames that is computed from a number of samples.
 ARITHMETIC_OPS: Final = {
     "Add", "Ceil", "Concat", "Div", "Floor", "Max", "Min", "Mod", "Mul", "ReduceMax", "ReduceMin", "Round", "Sub",
 }  # fmt: skip
 AFTER_SUMS: Final = {"Div", "Max", "Min", "Mul", "Where"}  # what happens to scores behind a mask that was added
-LOGICAL_OPS: Final = {"And", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Not", "Or"}
-COMPARISONS: Final = {"Greater", "GreaterOrEqual", "Less", "LessOrEqual"}
+LOGICAL_OPS: Final = {*COMPARISONS, "And", "Not", "Or"}
 COUNTING_OPS: Final = {"CumSum", "NonZero", "Range"}  # old exporters spell Range as NonZero of ones
 INTEGERS: Final = {
     TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64,
@@ -184,7 +182,7 @@ def _table_rows(node: onnx.NodeProto, index: int, numbers: Mapping[str, int], li
 
 def _compares_with_range(node: onnx.NodeProto, index: int, links: _Links) -> bool:
     """Whether the node compares its input `index` with 0, 1, 2, ...: the way to make a mask of lengths."""
-    if node.op_type not in COMPARISONS:
+    if node.op_type not in ORDERINGS:
         return False
     work, seen = [node.input[1 - index]], set[str]()
     while work:

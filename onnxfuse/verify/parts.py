@@ -12,6 +12,7 @@ import onnx
 import onnx.numpy_helper
 from onnx.external_data_helper import uses_external_data
 
+from onnxfuse.algebra.operators import VIEWS
 from onnxfuse.analysis.magnitudes import MASKS_FROM, Bounds
 from onnxfuse.analysis.repeated_columns import COLUMNS
 from onnxfuse.analysis.shape_info import Shape, ShapeInfo
@@ -24,7 +25,7 @@ from onnxfuse.ir.node import Constant, Tensor, is_constant, op_of, producer
 from onnxfuse.ir.protos import copy_without, subgraphs
 from onnxfuse.ir.serde import node_proto
 
-VIEWS: Final = {"Cast", "Expand", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"}
+LOOKED_THROUGH: Final = VIEWS | {"Cast", "Slice"}
 # Between an operand and a replaced node: views, Casts and scalings that have other readers.
 MAX_NODES_LOOKED_THROUGH = 12
 TABLES: Final = ("cos", "sin")  # operands of this name
@@ -113,7 +114,7 @@ def _ordinary(graph: Graph, shapes: ShapeInfo) -> Iterator[str]:
             seen.add(tensor.name)
             yield tensor.name
             node = producer(tensor)
-            if node is None or op_of(node) not in VIEWS:
+            if node is None or op_of(node) not in LOOKED_THROUGH:
                 break
             tensor = node.inputs[0]
 

@@ -8,11 +8,12 @@ from typing import Final
 import numpy as np
 import onnx
 
+from onnxfuse.algebra.operators import REGROUPING
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.verify.difference import TOLERANCES
 
 INDEX_OPS: Final = {("ArgMax", 0): 0, ("ArgMin", 0): 0, ("TopK", 1): -1}  # by output; the default of its axis
-FOLLOWED_OPS: Final = {"Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze"}  # they keep the order of the indices
+FOLLOWED_OPS: Final = REGROUPING | {"Cast", "Identity"}  # they keep the order of the indices
 
 
 def source_of_indices(model: onnx.ModelProto, output: str) -> onnx.NodeProto | None:

@@ -21,7 +21,8 @@ from region_speed_cases import (
     transposed_tiles,
 )
 
-from onnxfuse.region_operators import COMPARISONS, SUMS
+from onnxfuse.algebra.operators import COMPARISONS
+from onnxfuse.region_operators import SUMS
 
 UNARY = (
     "Neg", "Abs", "Sqrt", "Exp", "Log", "Erf", "Tanh", "Sin", "Cos", "Floor", "Ceil", "Round", "Sign", "Reciprocal",

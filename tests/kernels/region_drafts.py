@@ -14,11 +14,12 @@ import onnx
 import onnxruntime as ort
 from onnx import helper
 
+from onnxfuse.algebra.operators import COMPARISONS
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS
 from onnxfuse.kernels.region.program import Operation
 from onnxfuse.kernels.region.shapes import sizes_of
 from onnxfuse.kernels.region.sizes import Sizes
-from onnxfuse.region_operators import COMPARISONS, HALVES, SUMS
+from onnxfuse.region_operators import HALVES, SUMS
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
 
 NUMPY = {

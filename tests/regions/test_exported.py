@@ -14,8 +14,8 @@ from region_models import assert_programs_agree, regions
 from test_models import INDEX, draw
 
 from onnxfuse import Report, optimize
+from onnxfuse.algebra.operators import FREE
 from onnxfuse.analysis.shape_inference import infer_shapes
-from onnxfuse.analysis.tensor_bytes import FREE_OPS
 from onnxfuse.ir.node import op_of
 from onnxfuse.ir.serde import read_graph
 from onnxfuse.regions.host import host_nodes
@@ -48,7 +48,7 @@ def single_operators(model: onnx.ModelProto) -> Counter[str]:
     graph.sort()
     host = host_nodes(graph, infer_shapes(graph))
     nodes = (node for node in graph.nodes if node not in host and not node.domain)
-    return Counter(op_of(node) for node in nodes if op_of(node) in {*POINTWISE, *MAPS} - FREE_OPS)
+    return Counter(op_of(node) for node in nodes if op_of(node) in {*POINTWISE, *MAPS} - FREE)
 
 
 @pytest.mark.slow
