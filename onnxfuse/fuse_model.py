@@ -38,8 +38,9 @@ from onnxfuse.layout.residuals import GATE
 from onnxfuse.layout.stand_ins import put_back, stand_in
 from onnxfuse.layout.wrapped_rules import CONVOLUTION
 from onnxfuse.match import Miss
-from onnxfuse.passes import LATE_PASSES, PIPELINE, Folded, Pass
+from onnxfuse.passes import Folded, Pass
 from onnxfuse.passes.folded import node_label
+from onnxfuse.pipeline import LATE_PASSES, PIPELINE
 from onnxfuse.regions.assign import RegionResult, assign_regions
 from onnxfuse.regions.defer_to_regions import DeferToRegions
 from onnxfuse.regions.only_with_epilogue import OnlyWithEpilogue

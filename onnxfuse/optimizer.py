@@ -31,7 +31,8 @@ from onnxfuse.ir.protos import nodes
 from onnxfuse.layout.assign import LAYOUT, Layout
 from onnxfuse.layout.fusions import LAYOUT_FUSIONS
 from onnxfuse.match import Miss
-from onnxfuse.passes import PASS_NAMES, WEIGHT_PASSES, Folded
+from onnxfuse.passes import Folded
+from onnxfuse.pipeline import PASS_NAMES, WEIGHT_PASSES
 from onnxfuse.report.facts import gather_facts
 from onnxfuse.report.operators import count_operators
 from onnxfuse.report.outline import Rewritten, outline

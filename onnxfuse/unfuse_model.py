@@ -20,8 +20,8 @@ from onnxfuse.ir.load import load
 from onnxfuse.ir.protos import copy_without, nodes
 from onnxfuse.ir.serde import read_graph, write_model
 from onnxfuse.layout.channel_rules import CHANNEL_FUSIONS, between_transposes
-from onnxfuse.passes import SCORE_PASSES, WEIGHT_PASSES
 from onnxfuse.passes.merge_equal_sizes import merge_equal_sizes
+from onnxfuse.pipeline import SCORE_PASSES, WEIGHT_PASSES
 from onnxfuse.report.traffic import Traffic, estimate_traffic
 from onnxfuse.steps import without_what_raises
 from onnxfuse.verify.compare import NOT_VERIFIED, Verification, compare

@@ -20,7 +20,7 @@ from onnxfuse.analysis.value_rules import VALUE_RULES
 from onnxfuse.dsl import catalogue
 from onnxfuse.ir.graph import Graph
 from onnxfuse.match.matcher import Matcher
-from onnxfuse.passes import LATE_PASSES, PIPELINE
+from onnxfuse.pipeline import LATE_PASSES, PIPELINE
 from onnxfuse.regions.defer_to_regions import DeferToRegions
 from onnxfuse.rewrite import replace
 from onnxfuse.rewrite.make_keys_row_major import make_keys_row_major

@@ -15,7 +15,7 @@ from onnx import TensorProto, numpy_helper
 from onnx.external_data_helper import uses_external_data
 
 import onnxfuse
-from onnxfuse import ModelError, PatternError, UsageError, fuse_model, optimize, optimizer, passes
+from onnxfuse import ModelError, PatternError, UsageError, fuse_model, optimize, optimizer, pipeline
 from onnxfuse.ir.graph import Graph
 
 HEAD = '<ir_version: {ir}, opset_import: ["" : {opset}]>'
@@ -219,8 +219,8 @@ def test_a_pass_that_changes_the_model_is_left_out(monkeypatch: pytest.MonkeyPat
         graph.sort()
         return len(found)
 
-    middle = len(passes.PIPELINE) // 2
-    monkeypatch.setattr(fuse_model, "PIPELINE", (*passes.PIPELINE[:middle], relu_to_abs, *passes.PIPELINE[middle:]))
+    middle = len(pipeline.PIPELINE) // 2
+    monkeypatch.setattr(fuse_model, "PIPELINE", (*pipeline.PIPELINE[:middle], relu_to_abs, *pipeline.PIPELINE[middle:]))
     names = [each.__name__ for each in (*fuse_model.PIPELINE, *fuse_model.LATE_PASSES)]
     monkeypatch.setattr(optimizer, "PASS_NAMES", tuple(names))
     text = "g (float[b, 8] x) => (float[b, 8] y, float[b, 8] z) { y = Relu (x)  r = Softmax (x)  z = Sigmoid (r) }"

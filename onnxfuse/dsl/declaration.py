@@ -1,5 +1,7 @@
 """The declaration of a fusion: one function, whose signature is the fused operator and whose body is the subgraph.
 
+A rewrite rule is declared in the same words, as pairs of what is matched and what is written in its place.
+
 The function runs once, on terms.  Operators mean the mathematics (`a * b * c` is a product in any order and grouping,
 `x / y` may be a Div or a product with the reciprocal, `x**2` may be a Mul), and `op.Name(...)` means that ONNX operator
 in whatever form its opset gives it.  The other words are in words.py.
@@ -8,19 +10,20 @@ in whatever form its opset gives it.  The other words are in words.py.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from onnxfuse.dsl.guards import Guard
 from onnxfuse.dsl.spans import Span, here
-from onnxfuse.dsl.terms import Capture, Number, Term, walk
+from onnxfuse.dsl.terms import Capture, Number, Term, as_term, walk
 from onnxfuse.dsl.words import Output
 from onnxfuse.errors import PatternError
 
 __all__ = ["Fusion", "fusion", "require"]
 
 Body: TypeAlias = Callable[..., Term | tuple[Term, ...]]
+Rules: TypeAlias = Iterator[tuple[Term, Term]]  # what is matched, and what is written in its place
 ExampleValue: TypeAlias = Sequence[int] | Number | str
 
 _guards: list[list[Guard]] = []  # of the fusions whose bodies are running, innermost last
@@ -58,8 +61,16 @@ class Fusion:
         return tuple(capture for capture in self.captures if capture.is_operand)
 
 
+@dataclass(frozen=True, eq=False)
+class Rewrite:
+    """A rewrite rule: where `left`, which is matched like a fusion, is found, `right` is written in its place."""
+
+    left: Fusion
+    right: Term
+
+
 def require(sentence: str, holds: Callable[..., bool]) -> None:
-    """Add a condition of the whole fusion.
+    """Add a condition of the whole fusion, or of all pairs of a rewrite rule.
 
     `holds` names as parameters the dimensions, scalars, choices and operands that it looks at (an absent operand is
     None), or dtype and rank of the first output, the dtypes of the operands by name, or the model's opset; `sentence`
@@ -102,9 +113,8 @@ def fusion(
     """
 
     def declare(function: Body) -> Fusion:
-        code = function.__code__
-        span = Span(code.co_filename, code.co_firstlineno, 0, 0)
-        captures = tuple(_named(name, p.default, span) for name, p in inspect.signature(function).parameters.items())
+        span = _span_of(function)
+        captures = _captures_of(function, span)
         _guards.append([])
         try:
             result = function(*captures)
@@ -123,6 +133,60 @@ def fusion(
         )  # fmt: skip
 
     return declare
+
+
+def rewrite(
+    *, example: Mapping[str, ExampleValue] | None = None
+) -> Callable[[Callable[..., Rules]], tuple[Rewrite, ...]]:
+    """Declare rewrite rules: a generator of pairs, each of what is matched and what is written in its place.
+
+    Both sides compute the same wherever the left side is found and its conditions hold.  Matching is that of a fusion:
+    no value between the operands and the result may have other readers, unless it is `shared`.  The right side may use
+    `computed` numbers.  A condition of one pair is a `when` on its left side.
+
+    example  shapes of operands, for generated models, as in `fusion`
+
+    Raises PatternError where the declaration is wrong.
+    """
+
+    def declare(function: Callable[..., Rules]) -> tuple[Rewrite, ...]:
+        span = _span_of(function)
+        captures = _captures_of(function, span)
+        _guards.append([])
+        try:
+            pairs = [(left, as_term(right)) for left, right in function(*captures)]
+        finally:
+            guards = tuple(_guards.pop())
+        shapes = _checked_example(example or {}, captures, span)
+        source, doc = inspect.getsource(function), inspect.getdoc(function) or ""
+        return tuple(
+            Rewrite(
+                Fusion(
+                    function.__name__, doc, _captures_in(left, captures), (left,), ("...",), guards, False, source,
+                    span, shapes,
+                ),
+                right,
+            )
+            for left, right in pairs
+        )  # fmt: skip
+
+    return declare
+
+
+def _captures_in(left: Term, captures: Sequence[Capture]) -> tuple[Capture, ...]:
+    """Return the parameters that a side of a rule has, as operands or as attributes."""
+    terms = list(walk(left))
+    present = {id(term) for term in terms} | {id(each) for term in terms for each in term.attribute_captures}
+    return tuple(capture for capture in captures if id(capture) in present)
+
+
+def _span_of(function: Callable[..., object]) -> Span:
+    code = function.__code__
+    return Span(code.co_filename, code.co_firstlineno, 0, 0)
+
+
+def _captures_of(function: Callable[..., object], span: Span) -> tuple[Capture, ...]:
+    return tuple(_named(name, p.default, span) for name, p in inspect.signature(function).parameters.items())
 
 
 def _named(name: str, capture: object, span: Span) -> Capture:

@@ -17,7 +17,16 @@ Relation: TypeAlias = Callable[..., bool]  # of operands, or of two sizes
 #   is_multiple(a, b)    operand a is operand b times a constant
 #   share_symbols(m, n)  dimensions m and n depend on a symbol in common, so that they may be equal
 #   is_ordinary(a, ...)  the product of operands holds no number as masks have it, such as -3.4e38
-RELATIONS: Final = ("is_multiple", "share_symbols", "is_ordinary")
+#   is_finite(a)         operand a is a constant without NaN and infinity
+#   broadcasts_to(a, b)  operand a has a shape that broadcasts to that of b, and leaves this as it is
+#   begins_with_one(a)   operand a has several axes, the first of them of size 1
+#   is_triangle(a)       operand a is known to be true up to a diagonal, and false above it
+#   is_made_by(a, *ops)  one of the operators computes operand a
+#   has_readers(a)       more than one node reads operand a
+RELATIONS: Final = (
+    "is_multiple", "share_symbols", "is_ordinary", "is_finite", "broadcasts_to", "begins_with_one",
+    "is_triangle", "is_made_by", "has_readers",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

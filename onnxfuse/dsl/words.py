@@ -7,6 +7,7 @@ and written (see terms.py).  A word that is listed in `__all__` is exported by o
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -429,6 +430,27 @@ def causal(written: Term, dims: str, score: Term | None = None) -> Term:
     return Causal(inner=written, dims=dims, score=score, span=here())
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Computed(Term):
+    """A number that is computed from scalars of the match; only on the right side of a rewrite rule."""
+
+    compute: Callable[..., float]
+
+    def number(self, body: Writing) -> Literals:
+        return self.compute(**{name: body.scalar(name) for name in inspect.signature(self.compute).parameters})
+
+    def write(self, body: Writing) -> Value:
+        return body.constant(self.number(body), TensorProto.FLOAT)
+
+
+def computed(compute: Callable[..., float]) -> Term:
+    """Return, on the right side of a rewrite rule, a number computed from the scalars that `compute` names.
+
+    It stands where a number may: as an operand, `x * computed(lambda scale: 1 / scale)`, or as an attribute.
+    """
+    return Computed(compute=compute, span=here())
+
+
 # --- remarks -----------------------------------------------------------------------------------------------------
 
 
@@ -444,6 +466,38 @@ class Shared(Wrapper):
 def shared(value: Term) -> Term:
     """Return a value that nodes outside the fusion may read too; the nodes that compute it stay for them."""
     return Shared(inner=value, span=here())
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Known(Wrapper):
+    """An operand that is known to be computed as `inner`; the nodes that compute it stay."""
+
+    operand: Capture
+
+    @property
+    def parts(self) -> tuple[Term, ...]:
+        return self.inner, self.operand
+
+    @property
+    def unwrapped(self) -> Term:
+        return self
+
+    def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        for after in m.match(self.inner, tensor, state):
+            yield from m.match(self.operand, tensor, after.keep_nodes_since(state))
+
+    def can_write(self, body: Writing) -> bool:
+        return body.can_write(self.operand) or body.can_write(self.inner)
+
+    def write(self, body: Writing) -> Value:
+        return body.value(self.operand if body.has(self.operand) else self.inner)
+
+
+def known(operand: Term, value: Term) -> Term:
+    """Return, in a rewrite rule, an operand that is known to be computed as `value`; what computes it stays."""
+    if not isinstance(operand, Capture):
+        raise PatternError(f"{here()}: known() needs a parameter as its first argument")
+    return Known(inner=value, operand=operand, span=here())
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -23,7 +23,7 @@ class FusionTerms:
     """The terms of a fusion by their ids, which are valid as long as the fusion exists."""
 
     visible: Mapping[int, Term]  # of each term, what is left of it without the wrappers that matching ignores
-    repeated: Set[int]  # terms that stand in several positions, or are outputs: each is one value
+    repeated: Set[int]  # values that stand in several positions, or are outputs: each is one tensor
     root_ops: Mapping[int, frozenset[str] | None]  # the operators that can compute a term; None where any can
     fusion_root_ops: frozenset[str]  # those of the first output and, where they are absorbed, of a Cast behind it
     side_outputs: tuple[SideOutput, ...]
@@ -42,9 +42,11 @@ def fusion_terms(fusion: Fusion) -> FusionTerms:
     if ends is None:
         raise PatternError(f"{fusion.span}: '{fusion.name}' may be just one of its operands; required an operator")
     times = Counter(id(part.unwrapped) for term in terms if not isinstance(term, Wrapper) for part in term.parts)
+    numbers = {id(term) for term in terms if isinstance(term, Capture) and term.kind == "scalar"}
     return FusionTerms(
         {id(term): _without_remarks(term) for term in terms},
-        {term for term, count in times.items() if count > 1} | {id(term.unwrapped) for term in fusion.outputs},
+        {term for term, count in times.items() if count > 1 and term not in numbers}
+        | {id(term.unwrapped) for term in fusion.outputs},
         root_ops,
         ends | {"Cast"} if fusion.casts else ends,
         side_outputs(fusion),

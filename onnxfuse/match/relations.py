@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
+import numpy as np
+
 from onnxfuse.analysis.dims import Size, symbols
+from onnxfuse.analysis.index_formulas import AtMostZero
 from onnxfuse.analysis.magnitudes import is_ordinary
-from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.dsl.guards import Relation
-from onnxfuse.ir.node import Tensor, is_constant
+from onnxfuse.ir.graph import constant_value
+from onnxfuse.ir.node import Tensor, is_constant, op_of
+from onnxfuse.match.context import MatchContext
 
 
 def is_multiple(value: Tensor, of: Tensor) -> bool:
@@ -23,6 +27,50 @@ def share_symbols(left: Size, right: Size) -> bool:
     return not {*symbols(left)}.isdisjoint(symbols(right))
 
 
-def relations(shapes: ShapeInfo) -> Mapping[str, Relation]:
-    """Return what may be asked, by name, of the values of a graph of which `shapes` is known."""
-    return {"is_multiple": is_multiple, "share_symbols": share_symbols, "is_ordinary": partial(is_ordinary, shapes)}
+def is_finite(m: MatchContext, value: Tensor) -> bool:
+    """Return whether a value is a constant without NaN and infinity."""
+    return is_constant(value) and bool(np.isfinite(constant_value(m.graph, value)).all())
+
+
+def broadcasts_to(m: MatchContext, value: Tensor, to: Tensor) -> bool:
+    """Return whether a value broadcasts to the shape of another one, and leaves this as it is."""
+    shape, whole = m.shapes.shape(value), m.shapes.shape(to)
+    if shape is None or whole is None or len(shape) > len(whole):
+        return False
+    return all(size in (1, other) for size, other in zip(shape, whole[len(whole) - len(shape) :], strict=True))
+
+
+def begins_with_one(m: MatchContext, value: Tensor) -> bool:
+    """Return whether a value has several axes, the first of them of size 1."""
+    shape = m.shapes.shape(value)
+    return shape is not None and len(shape) > 1 and shape[0] == 1
+
+
+def is_triangle(m: MatchContext, value: Tensor) -> bool:
+    """Return whether a boolean value is known to be true up to a diagonal, and false above it."""
+    return isinstance(m.index_analysis.value(value), AtMostZero)
+
+
+def is_made_by(value: Tensor, *ops: str) -> bool:
+    """Return whether one of these operators computes a value."""
+    return any(op_of(node) in ops for node in value.inputs)
+
+
+def has_readers(value: Tensor) -> bool:
+    """Return whether more than one node reads a value."""
+    return len(value.outputs) > 1
+
+
+def relations(m: MatchContext) -> Mapping[str, Relation]:
+    """Return what may be asked, by name, of the values of a graph."""
+    return {
+        "is_multiple": is_multiple,
+        "share_symbols": share_symbols,
+        "is_ordinary": partial(is_ordinary, m.shapes),
+        "is_finite": partial(is_finite, m),
+        "broadcasts_to": partial(broadcasts_to, m),
+        "begins_with_one": partial(begins_with_one, m),
+        "is_triangle": partial(is_triangle, m),
+        "is_made_by": is_made_by,
+        "has_readers": has_readers,
+    }

@@ -1,8 +1,8 @@
-"""Write roots and the reductions in front of them as patterns know them.
+"""Write the reductions in front of roots as patterns know them.
 
-`pow(mean + eps, -0.5)` becomes the reciprocal of a square root.  A reduction that drops its last axis, which a view
-puts back, keeps it instead.  The last axis gets one name, -1, so that two means of one tensor are computed once, and an
-Expand vanishes where the operator that reads it repeats the values itself.
+A reduction that drops its last axis, which a view puts back, keeps it instead.  The last axis gets one name, -1, so
+that two means of one tensor are computed once, and an Expand vanishes where the operator that reads it repeats the
+values itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ AXES_ARE_INPUTS: Final = 18  # from this opset on, in all reductions but ReduceS
 REDUCTIONS: Final = ("ReduceMean", "ReduceL2")
 PUTS_AXIS_BACK: Final = ("Reshape", "Unsqueeze")
 BROADCASTS: Final = ("Add", "Sub", "Mul", "Div")
-ROOTS: Final = {0.5: ("Sqrt",), -0.5: ("Sqrt", "Reciprocal")}
 
 
 def canonicalize_roots(graph: Graph, shapes: ShapeInfo) -> int:
@@ -37,27 +36,6 @@ def canonicalize_roots(graph: Graph, shapes: ShapeInfo) -> int:
         graph.remove_dead()
         graph.sort()
     return count
-
-
-def _canonicalize_root(graph: Graph, shapes: ShapeInfo, power: Node) -> bool:
-    """Replace a power of 0.5 or -0.5 of a mean of squares plus a number above 0.
-
-    Of -0 and of -inf, which such a sum cannot be, the power and the root differ.
-    """
-    source, end = power.inputs[0], power.outputs[0]
-    operators = ROOTS.get(constant_number(graph, power.inputs[1]) or 0)
-    shape, dtype = shapes.shape(source), shapes.dtype(source)
-    if operators is None or dtype != shapes.dtype(end) or not _is_above_zero(graph, source):
-        return False
-    for operator in operators:
-        source = emit(graph, shapes, operator, [source], f"{end.name}_{operator.lower()}", shape, dtype)
-    return graph.replace(end, source)
-
-
-def _is_above_zero(graph: Graph, tensor: Tensor) -> bool:
-    """Return whether a tensor is the sum of a number above 0 and a mean of squares."""
-    total = with_epsilon(graph, tensor)
-    return total is not None and is_mean_of_squares(graph, total[0])
 
 
 def with_epsilon(graph: Graph, tensor: Tensor) -> tuple[Tensor, float] | None:
@@ -133,7 +111,6 @@ def _broadcast_instead(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 RULES: Final[dict[str, Callable[[Graph, ShapeInfo, Node], bool]]] = {
-    "Pow": _canonicalize_root,
     **dict.fromkeys(REDUCTIONS, _canonicalize_reduction),
     **dict.fromkeys(BROADCASTS, _broadcast_instead),
 }

@@ -28,7 +28,7 @@ from onnxfuse.dsl.terms import (
     Term,
     Value,
 )
-from onnxfuse.dsl.words import Choose, Precision, When
+from onnxfuse.dsl.words import Choose, Computed, Precision, When
 from onnxfuse.ir.attributes import input_index, schema
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import FLOAT_BITS, FLOATS, Array
@@ -308,8 +308,8 @@ class BodyBuilder:
             return self.variant.values.get(wanted.name)
         if isinstance(wanted, When):
             return self._attribute(wanted.inner) if self.holds(wanted.guard) else None
-        if isinstance(wanted, Constant):
-            return wanted.value
+        if isinstance(wanted, Constant | Computed):
+            return wanted.number(self)
         if isinstance(wanted, Product):
             factors = [factor for term in wanted.terms if (factor := self._attribute(term)) is not None]
             return math.prod(factors) if factors else None

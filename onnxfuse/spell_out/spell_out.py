@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import onnx
-from onnx.numpy_helper import to_array
 
 from onnxfuse.algebra.operators import SLICING, VIEWS
 from onnxfuse.analysis.rules import RuleTable
@@ -17,11 +16,11 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.errors import PatternError
 from onnxfuse.ir.dtypes import FLOATS, FUSIBLE_FLOATS
 from onnxfuse.ir.graph import Graph
-from onnxfuse.ir.graphsurgeon import new_variable
-from onnxfuse.ir.node import AttributeValue, Node, Tensor, op_of
+from onnxfuse.ir.node import Tensor, op_of
 from onnxfuse.match import Miss
 from onnxfuse.passes.folded import node_label
 from onnxfuse.rewrite.function_body import BodyBuilder
+from onnxfuse.rewrite.insert_nodes import insert_nodes
 from onnxfuse.rewrite.replace import Fused
 from onnxfuse.rewrite.select import FusionResult
 from onnxfuse.rewrite.variant import Variant
@@ -194,47 +193,12 @@ def _variant(call: Call, dtype: int) -> Variant:
 
 def _replace(call: Call, written: _Written) -> frozenset[str]:
     """Put the nodes of a spelling in the place of its operator; return their names."""
-    graph, shapes, node = call.graph, call.shapes, call.node
+    graph, node = call.graph, call.node
     label, outputs = node_label(node), list(node.outputs)
-    tensors: dict[str, Tensor] = {input_name(i): tensor for i, tensor in enumerate(node.inputs)}
+    operands: dict[str, Tensor] = {input_name(i): tensor for i, tensor in enumerate(node.inputs)}
     node.inputs.clear()
     node.outputs.clear()
-    computed = {name for proto in written.nodes for name in proto.output}
-    ends: dict[str, Tensor] = {}
-    copies: list[tuple[str, Tensor]] = []
-    for index, name in written.outputs.items():
-        if name in computed and name not in ends:
-            ends[name] = outputs[index]
-        else:
-            copies.append((name, outputs[index]))
-    made = []
-    for proto in written.nodes:
-        if proto.op_type == "Constant":
-            tensors[proto.output[0]] = graph.constant(f"{label}/constant", to_array(proto.attribute[0].t))
-            continue
-        made.append(_add_node(call, proto, label, tensors, ends))
-    for name, tensor in copies:
-        made.append(graph.add_node("Identity", [tensors[name]], [tensor], name=graph.unique_name(f"{label}/Identity")))
-    for each in made:
-        infer_node(shapes, each)
+    ends = [(name, outputs[index]) for index, name in written.outputs.items()]
+    made = insert_nodes(graph, call.shapes, written.nodes, operands, ends, label)
     graph.linked.nodes.remove(node)
     return frozenset(each.name for each in made)
-
-
-def _add_node(
-    call: Call, proto: onnx.NodeProto, label: str, tensors: dict[str, Tensor], ends: Mapping[str, Tensor]
-) -> Node:
-    graph = call.graph
-    for name in proto.output:
-        tensors[name] = ends[name] if name in ends else graph.variable(f"{label}/{proto.op_type}_output")
-    inputs = [tensors[name] if name else new_variable("") for name in proto.input]
-    attributes = {each.name: _attribute(each) for each in proto.attribute}
-    name = graph.unique_name(f"{label}/{proto.op_type}")
-    return graph.add_node(proto.op_type, inputs, [tensors[each] for each in proto.output], attributes, name=name)
-
-
-def _attribute(attribute: onnx.AttributeProto) -> AttributeValue:
-    value = onnx.helper.get_attribute_value(attribute)
-    if isinstance(value, bytes):
-        return value.decode()
-    return list(value) if not isinstance(value, int | float | str) else value

@@ -20,7 +20,7 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Tensor
 from onnxfuse.ir.serde import read_graph, write_model
-from onnxfuse.passes import PIPELINE
+from onnxfuse.pipeline import PIPELINE
 
 INDEX = read_index()
 

@@ -30,6 +30,7 @@ def parse(text: str, opset: int = 20, **weights: np.ndarray) -> onnx.ModelProto:
 def apply(model: onnx.ModelProto, *passes: Callable[[Graph, ShapeInfo], object]) -> tuple[onnx.ModelProto, list]:
     """Return the model after some passes, which is checked, and what they returned."""
     graph = read_graph(model)
+    graph.sort()
     shapes = infer_shapes(graph)
     results = [each(graph, shapes) for each in passes]
     changed = write_model(graph)

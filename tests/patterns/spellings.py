@@ -24,7 +24,7 @@ from onnxfuse.analysis.shape_inference import infer_shapes
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.dsl.guards import Guard
 from onnxfuse.dsl.terms import Alternatives, Apply, Capture, Term, walk
-from onnxfuse.dsl.words import PackedSlice, Rearrange
+from onnxfuse.dsl.words import Known, PackedSlice, Rearrange
 from onnxfuse.errors import PatternError
 from onnxfuse.ir.attributes import schema
 from onnxfuse.ir.serde import read_graph
@@ -169,6 +169,7 @@ def captures(spelling: Spelling, *roots: Term) -> list[Capture]:
     """Return the parameters that the variant, or the terms below the roots, use and that are present, in order."""
     terms = reached(spelling, *roots) if roots else spelling.terms
     names = {term.name for term in terms if isinstance(term, Capture)} - spelling.absent
+    names -= {term.operand.name for term in spelling.terms if isinstance(term, Known)}  # they are computed
     return [c for c in spelling.fusion.captures if c.name in names]
 
 
@@ -307,7 +308,8 @@ def _values(spelling: Spelling) -> dict[str, Any]:
     for capture in captures(spelling):
         if capture.kind == "scalar":
             asking = [g for g in _guards(spelling.fusion) if capture.name in g.names]
-            usual = capture.if_absent if capture.if_absent is not None else next(fresh)
+            usual = spelling.fusion.example.get(capture.name, capture.if_absent)
+            usual = next(fresh) if usual is None else usual
             tried = (usual, float("-inf"), float("inf"))
             good = (value for value in tried if all(_accepts(guard, capture.name, value) for guard in asking))
             found[capture.name] = next(good, usual)
@@ -326,7 +328,8 @@ def _accepts(guard: Guard, name: str, value: float) -> bool:
 def _dynamic(spelling: Spelling) -> list[str]:
     """Return the dimensions that an exporter leaves symbolic: none of a weight, none that is split off or repeated."""
     if None in (_axes(spelling, c) for c in operands(spelling)):
-        return [spelling.fusion.out[0].split()[0]]
+        first = spelling.fusion.out[0].split()[0]
+        return [] if first == "..." else [first]
     spec = spelling.fusion.out[0].replace("(", " ").replace(")", " ")
     weights = [_axes(spelling, c) or [] for c in operands(spelling) if c.kind == "weight"]
     fixed = {spec.split()[-1]} | {name for axes in weights for names in axes for name in names}

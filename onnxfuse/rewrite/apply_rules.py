@@ -1,0 +1,79 @@
+"""Apply rewrite rules: where the left side of one matches, write its right side in its place."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Final
+
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.dsl.declaration import Rewrite
+from onnxfuse.dsl.terms import Term
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Tensor, op_of
+from onnxfuse.match import Match, Matcher
+from onnxfuse.match.prefilter import may_occur
+from onnxfuse.passes import Pass
+from onnxfuse.passes.folded import node_label
+from onnxfuse.rewrite.function_body import BodyBuilder
+from onnxfuse.rewrite.insert_nodes import insert_nodes
+from onnxfuse.rewrite.variant import Variant
+from onnxfuse.steps import StepError
+
+FIRST_OPSET: Final = 7  # with broadcasting as it is today
+
+
+def rules_pass(name: str, rules: Sequence[Rewrite]) -> Pass:
+    """Return a pass of that name that applies rules."""
+
+    def apply(graph: Graph, shapes: ShapeInfo) -> int:
+        try:
+            return apply_rules(graph, shapes, rules)
+        except StepError as error:  # a rule raised: the pass is left out
+            assert error.__cause__ is not None
+            raise error.__cause__ from None
+
+    apply.__name__ = name
+    return apply
+
+
+def apply_rules(graph: Graph, shapes: ShapeInfo, rules: Sequence[Rewrite]) -> int:
+    """Apply rules to a sorted graph, from the outputs to the inputs, each node once; return how many were applied."""
+    if graph.opset < FIRST_OPSET:
+        return 0
+    present = {op_of(node) for node in graph.nodes}
+    by_root: dict[str, list[tuple[Matcher, Term]]] = defaultdict(list)
+    for rule in rules:
+        if may_occur(rule.left, present):
+            matcher = Matcher(graph, shapes, rule.left)
+            for op in matcher.prefilter.fusion_root_ops:
+                by_root[op].append((matcher, rule.right))
+    count = sum(
+        any(_apply(graph, shapes, matcher, right, node.outputs[0]) for matcher, right in by_root[op_of(node)])
+        for node in (graph.nodes[::-1] if by_root else ())
+        if op_of(node) in by_root and node.outputs
+    )
+    if count:
+        graph.remove_dead()
+        graph.sort()
+    return count
+
+
+def _apply(graph: Graph, shapes: ShapeInfo, matcher: Matcher, right: Term, root: Tensor) -> bool:
+    """Write the right side in the place of the left one; return whether this matches and the opset can write that."""
+    match = matcher.at(root)
+    if not isinstance(match, Match):
+        return False
+    dtypes = {name: shapes.dtype(tensor) for name, tensor in match.operands.items()}
+    dtype, rank = shapes.dtype(root), shapes.rank(root) or 0
+    builder = BodyBuilder(Variant(graph.opset, dtypes, (dtype,), rank, match.values, match.dims, match.choices))
+    if not all(dtypes.values()) or not builder.can_write(right):
+        return False
+    value, label = builder.cast(builder.value(right), dtype), node_label(root.inputs[0])
+    position = max(graph.position[node] for node in match.nodes)
+    for node in match.nodes:
+        node.inputs.clear()
+        node.outputs.clear()
+    made = insert_nodes(graph, shapes, builder.nodes, match.operands, [(value.name, root)], label)
+    graph.position |= dict.fromkeys(made, position)
+    return True

@@ -1,0 +1,70 @@
+"""Insert nodes that were written from terms into a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import onnx
+from onnx.numpy_helper import to_array
+
+from onnxfuse.analysis.shape_inference import infer_node
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.graphsurgeon import new_variable
+from onnxfuse.ir.node import AttributeValue, Node, Tensor
+
+
+def insert_nodes(
+    graph: Graph,
+    shapes: ShapeInfo,
+    protos: Sequence[onnx.NodeProto],
+    operands: Mapping[str, Tensor],
+    outputs: Sequence[tuple[str, Tensor]],
+    label: str,
+) -> list[Node]:
+    """Append nodes that compute tensors which nothing computes any more, and return them with their types inferred.
+
+    protos    nodes that a BodyBuilder wrote; their Constants become initializers
+    operands  the tensors that they read, by the names of the values
+    outputs   the name of a value and the tensor that takes its place; a value that is an operand, or that takes the
+              place of a second tensor, gets an Identity
+    label     the beginning of new names
+    """
+    tensors = dict(operands)
+    computed = {name for proto in protos for name in proto.output}
+    ends: dict[str, Tensor] = {}
+    copies: list[tuple[str, Tensor]] = []
+    for name, tensor in outputs:
+        if name in computed and name not in ends:
+            ends[name] = tensor
+        else:
+            copies.append((name, tensor))
+    made = []
+    for proto in protos:
+        if proto.op_type == "Constant":
+            tensors[proto.output[0]] = graph.constant(f"{label}/constant", to_array(proto.attribute[0].t))
+        else:
+            made.append(_append(graph, proto, label, tensors, ends))
+    for name, tensor in copies:
+        made.append(graph.add_node("Identity", [tensors[name]], [tensor], name=graph.unique_name(f"{label}/Identity")))
+    for node in made:
+        infer_node(shapes, node)
+    return made
+
+
+def _append(
+    graph: Graph, proto: onnx.NodeProto, label: str, tensors: dict[str, Tensor], ends: Mapping[str, Tensor]
+) -> Node:
+    for name in proto.output:
+        tensors[name] = ends[name] if name in ends else graph.variable(f"{label}/{proto.op_type}_output")
+    inputs = [tensors[name] if name else new_variable("") for name in proto.input]
+    attributes = {each.name: _attribute(each) for each in proto.attribute}
+    name = graph.unique_name(f"{label}/{proto.op_type}")
+    return graph.add_node(proto.op_type, inputs, [tensors[each] for each in proto.output], attributes, name=name)
+
+
+def _attribute(attribute: onnx.AttributeProto) -> AttributeValue:
+    value = onnx.helper.get_attribute_value(attribute)
+    if isinstance(value, bytes):
+        return value.decode()
+    return list(value) if not isinstance(value, int | float | str) else value

@@ -1,0 +1,103 @@
+"""Activations that exporters write in several operators become the one operator that patterns know."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from onnxfuse.dsl.declaration import Rewrite, Rules, require, rewrite
+from onnxfuse.dsl.terms import Term
+from onnxfuse.dsl.words import choose, computed, either, op, scalar, tensor, weight
+
+# What may compute the argument of a hard sigmoid, which is then fused with it: not every CUDA provider has it alone.
+FUSED_PRODUCERS: Final = ("Conv", "Gemm", "MatMul", "BatchNormalization", "Add", "Sub", "Mul")
+UNIT_ROUNDING: Final = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+IMAGE: Final = (2, 4, 3, 5)  # the shape in examples
+SLOPES_BROADCAST: Final = "the slopes broadcast to x", lambda slope, x, broadcasts_to: broadcasts_to(slope, x)
+
+
+def _hard_sigmoid(x: Term, slope: Term, offset: Term, top: Term) -> tuple[Term, Term]:
+    """Return clip(slope x + offset, 0, top) as exporters write it, and the HardSigmoid that it is top times."""
+    require("x is fused with its activation", lambda x, is_made_by: is_made_by(x, *FUSED_PRODUCERS))
+    require(
+        "slope and offset are finite, and top is above 0",
+        lambda slope, offset, top: slope and math.isfinite(slope * offset) and 0 < top < math.inf,
+    )
+    ramp = choose("ramp", sum=either(x * slope, x) + offset, product=(x + offset) * slope)
+    alpha = computed(lambda slope, top: slope / top)
+    gate = choose(
+        "ramp",
+        sum=op.HardSigmoid(x, alpha=alpha, beta=computed(lambda offset, top: offset / top)),
+        product=op.HardSigmoid(x, alpha=alpha, beta=computed(lambda slope, offset, top: slope * offset / top)),
+    )
+    return choose("clipped", clip=op.Clip(ramp, min=0, max=top), relu=op.Min(op.Relu(ramp), top)), gate
+
+
+@rewrite(example={"x": IMAGE, "top": 1.0})
+def hard_sigmoid(
+    x: Term = tensor(), slope: Term = scalar(if_absent=1.0), offset: Term = scalar(), top: Term = scalar()
+) -> Rules:
+    """clip(slope x + offset, 0, 1) of a value with other readers.
+
+    With one reader, the sum and the factor are folded into the operator that computes the value.
+    """
+    require("x has other readers", lambda x, has_readers: has_readers(x))
+    require("top is 1", lambda top: top == 1)
+    yield _hard_sigmoid(x, slope, offset, top)
+
+
+@rewrite(example={"x": IMAGE, "other": IMAGE, "top": 4.0, "inverse": 0.25})
+def scaled_hard_sigmoid(
+    x: Term = tensor(),
+    other: Term = tensor(),
+    slope: Term = scalar(if_absent=1.0),
+    offset: Term = scalar(),
+    top: Term = scalar(),
+    inverse: Term = scalar(),
+) -> Rules:
+    """clip(slope x + offset, 0, top) / top, alone or in a product with another value, with the division anywhere."""
+    require(
+        "the factor is 1 / top",
+        lambda inverse, top, dtype: inverse is not None and abs(inverse * top - 1) <= UNIT_ROUNDING[dtype],
+    )
+    require(
+        "it is not ONNX's HardSwish, which patterns know in this form",
+        lambda clipped, slope, offset, top, x, other: (
+            clipped != "clip" or (slope, offset, top) != (1, 3, 6) or other is not x
+        ),
+    )
+    clipped, gate = _hard_sigmoid(x, slope, offset, top)
+    yield clipped * inverse, gate
+    yield clipped * other * inverse, other * gate
+
+
+@rewrite(example={"x": IMAGE})
+def leaky_relu(x: Term = tensor(), alpha: Term = scalar()) -> Rules:
+    """A PRelu of one slope."""
+    require("the slope is finite", lambda alpha: math.isfinite(alpha))
+    yield op.PRelu(x, alpha), op.LeakyRelu(x, alpha=alpha)
+
+
+@rewrite(example={"x": IMAGE, "slope": (1, 4, 1, 1)})
+def prelu_of_channels(x: Term = tensor(), slope: Term = weight()) -> Rules:
+    """A PRelu whose slopes have an axis of size 1 in front of the channels."""
+    require("the slopes begin with an axis of size 1", lambda slope, begins_with_one: begins_with_one(slope))
+    require(*SLOPES_BROADCAST)
+    yield op.PRelu(x, slope), op.PRelu(x, op.Squeeze(slope, axes=[0]))
+
+
+@rewrite(example={"x": IMAGE, "slope": (4, 1, 1)})
+def prelu(x: Term = tensor(), slope: Term = weight(), factor: Term = scalar(if_absent=1.0)) -> Rules:
+    """relu(x) - slope relu(-x), and relu(x) + slope (x - |x|) / 2."""
+    require("the slopes are finite", lambda slope, factor, is_finite: is_finite(slope) and math.isfinite(factor))
+    require(*SLOPES_BROADCAST)
+    negative, twice = slope * factor * op.Relu(-x), slope * factor * (x - op.Abs(x))
+    yield op.Relu(x) - negative, op.PRelu(x, slope * factor)
+    yield op.Relu(x) + negative, op.PRelu(x, slope * computed(lambda factor: -factor))
+    yield op.Relu(x) + twice, op.PRelu(x, slope * computed(lambda factor: 2 * factor))
+    yield op.Relu(x) - twice, op.PRelu(x, slope * computed(lambda factor: -2 * factor))
+
+
+ACTIVATIONS: Final[tuple[Rewrite, ...]] = (
+    *hard_sigmoid, *scaled_hard_sigmoid, *leaky_relu, *prelu_of_channels, *prelu,
+)  # fmt: skip
