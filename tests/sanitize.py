@@ -56,6 +56,8 @@ def watched(tool: str, ids: list[str], until: float) -> tuple[bool, list[str], s
         Path(folder, "until").write_text(str(until), encoding="utf-8")
         ended.touch()
         command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20"]
+        # The native library asks for the parameters of a kernel until cuFuncGetParamInfo has no more of them.
+        command += ["--report-api-errors", "no"] if tool == "memcheck" else []
         worker = [sys.executable, __file__, "--worker", folder]
         with Path(folder, "said").open("w+", encoding="utf-8") as said:
             run = subprocess.Popen([*command, *worker], stdout=said, stderr=said, start_new_session=True)
