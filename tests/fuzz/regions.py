@@ -14,6 +14,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -94,16 +96,22 @@ def main() -> int:
     end, begin, done, failed = options.seed + options.cases, time.perf_counter(), 0, 0
     parts = [range(first, min(first + options.at_once, end)) for first in range(options.seed, end, options.at_once)]
     tasks = [(options.way, seeds, part) for part, seeds in enumerate(parts)]
-    with multiprocessing.get_context("spawn").Pool(max(1, min(options.processes, len(tasks)))) as pool:
-        for count, found in pool.imap_unordered(_call, tasks):
+    workers, spawn = max(1, min(options.processes, len(tasks))), multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
+        seeds_of = {pool.submit(failures_of_part, *task): task[1] for task in tasks}
+        for ended in as_completed(seeds_of):
+            try:
+                count, found = ended.result()
+            except BrokenProcessPool:  # a process ended by a signal, with which all others are stopped
+                seeds = seeds_of[ended]
+                count, found = (
+                    len(seeds),
+                    [f"seeds {seeds[0]} to {seeds[-1]}: not done when a process ended by a signal"],
+                )
             done, failed = done + count, failed + len(found)
             print("\n".join(found), end="\n" if found else "", flush=True)
             print(f"{done} programs, {failed} fail, {time.perf_counter() - begin:.0f} s", flush=True)
     return min(failed, 100)
-
-
-def _call(task: tuple[str, Sequence[int], int]) -> tuple[int, list[str]]:
-    return failures_of_part(*task)
 
 
 if __name__ == "__main__":
