@@ -799,3 +799,32 @@ def test_the_program(block: Path, tmp_path: Path) -> None:
     assert "Traceback" not in failed.stderr
     assert not (tmp_path / "other.onnx").exists()
     assert program("optimize", block).returncode == USAGE
+
+
+@pytest.mark.parametrize("target", ["w.onnx", "w.json", "plan.json"])
+def test_the_weights_of_the_source_are_never_written_over(target: str, tmp_path: Path) -> None:
+    """A model may name any file of its folder as that of its weights."""
+    weights = np.arange(4, dtype=np.float32)
+    source = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[4] x) => (float[4] y) { y = Add(x, w) }'
+    )
+    stored = source.graph.initializer.add(name="w", dims=[4], data_type=onnx.TensorProto.FLOAT)
+    stored.data_location = onnx.TensorProto.EXTERNAL
+    stored.external_data.add(key="location", value=target)
+    (tmp_path / target).write_bytes(weights.tobytes())
+    model, data = tmp_path / "m.onnx", tmp_path / target
+    model.write_bytes(source.SerializeToString())
+    arguments = {
+        "w.onnx": ["optimize", str(model), str(data)],
+        "w.json": ["optimize", str(model), str(tmp_path / "o.onnx"), "--report", str(data)],
+        "plan.json": ["plan", str(model), "-o", str(data)],
+    }[target]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2 and "holds weights of the model to read" in result.output
+    assert data.read_bytes() == weights.tobytes()
+
+
+@pytest.mark.parametrize("option", ["--tolerance", "--timeout", "--max-error"])
+def test_nan_is_no_number_above_0(option: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["optimize", str(tmp_path / "m.onnx"), "--dry-run", option, "nan"])
+    assert result.exit_code == 2

@@ -11,6 +11,7 @@ import click
 
 from onnxfuse.cli.options import (
     EXIT_CODES,
+    check_is_not_data,
     checked_target,
     examples,
     file_path,
@@ -18,6 +19,7 @@ from onnxfuse.cli.options import (
     given_inputs,
     given_regions,
     overwrite_option,
+    positive_number,
     verify_option,
     verify_options,
 )
@@ -72,7 +74,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--max-error",
-    type=click.FloatRange(0, min_open=True),
+    type=positive_number,
     metavar="X",
     help="With --dtype: let nodes stay in float32 until no output is off by more, relative to its largest value.  "
     "[default: three times the noise of half precision, if a tenth of the nodes suffices]",
@@ -122,6 +124,7 @@ def optimize_command(
     target = None if target is None or dry_run else checked_target(source, target, overwrite)
     if report:
         check_name(report)
+        check_is_not_data(source, report)
     inputs = given_inputs(npz, source)
     with shown_progress() as progress:
         optimized, result = optimize(

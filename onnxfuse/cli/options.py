@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -88,11 +89,24 @@ fusing_options = together(  # of commands that fuse a model
         help="Let elementwise operators that follow a product or convolution join its kernel.",
     ),
 )
+
+
+class _PositiveNumber(click.FloatRange):
+    """A number above 0; click's range takes NaN, too."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number above 0.", param, ctx)
+        return number
+
+
+positive_number = _PositiveNumber(0, min_open=True)
 verify_options = together(
     click.option("--input", "npz", type=file_path, help="Verify with the inputs in this .npz file."),
     click.option(
         "--tolerance",
-        type=click.FloatRange(0, min_open=True),
+        type=positive_number,
         metavar="X",
         help="The largest error of an output, relative to its largest value.  "
         "[default: by its dtype, or more where the original's own noise is larger]",
@@ -100,7 +114,7 @@ verify_options = together(
     shape_option,
     click.option(
         "--timeout",
-        type=click.FloatRange(0, min_open=True),
+        type=positive_number,
         default=600,
         show_default=True,
         metavar="SECONDS",
@@ -129,15 +143,26 @@ def options_by_name(options: tuple[str, ...]) -> dict[str, str]:
 def checked_target(source: Path, target: Path, overwrite: bool | None = None) -> Path:
     """Return the file to write.  Raises an error, before any work, if it cannot be, or would be `source` unasked.
 
+    The files in which `source` has external data are never written.
+
     overwrite  whether it may be `source`; None for a command without that option
     """
     from onnxfuse.ir.save import check_target
 
     check_target(target)
+    check_is_not_data(source, target)
     if target.exists() and source.exists() and target.samefile(source) and not overwrite:
         hint = "" if overwrite is None else ", or --overwrite to replace it"
         raise UsageError(f"'{target}' is the model to read; give another name{hint}")
     return target
+
+
+def check_is_not_data(source: Path, target: Path) -> None:
+    """Raise UsageError if a file to write is one in which `source` has its weights."""
+    from onnxfuse.ir.load import external_files
+
+    if target.exists() and any(target.samefile(data) for data in external_files(source)):
+        raise UsageError(f"'{target}' holds weights of the model to read; give another name")
 
 
 def given_inputs(npz: Path | None, model: Path) -> dict[str, Array] | None:

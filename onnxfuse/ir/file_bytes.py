@@ -17,7 +17,7 @@ def file_bytes(path: Path, model: onnx.ModelProto) -> int:
     `model` is what the file holds.  Raises ModelError where external data is missing.
     """
     external = {
-        external_range(tensor, path.parent)
+        external_range(tensor, path.resolve().parent)
         for tensor in tensors(model.graph, *model.functions)
         if uses_external_data(tensor)
     }

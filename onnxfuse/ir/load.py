@@ -267,6 +267,18 @@ def _describe_undefined(
     return f"{label(node)} reads '{tensor}' before {definitions[tensor]} writes it; expected it before"
 
 
+def external_files(path: Path) -> list[Path]:
+    """Return the files that exist and in which a model has external data; none if there is no model at the path."""
+    try:
+        model = read(path)
+    except ModelError:
+        return []
+    external = [tensor for tensor in tensors(model.graph, *model.functions) if uses_external_data(tensor)]
+    locations = {entry.value for tensor in external for entry in tensor.external_data if entry.key == "location"}
+    named = [path.resolve().parent / location for location in locations if "\0" not in location]
+    return [file for file in named if file.exists()]
+
+
 def external_range(tensor: onnx.TensorProto, folder: Path | None) -> tuple[Path, int, int]:
     """Return file, offset and length of an external tensor.  Raises ModelError unless the file holds them."""
     what = f"the external data of tensor '{tensor.name}'"

@@ -215,8 +215,11 @@ def _publish(new_data: Path, data: Path | None, new_model: Path, target: Path) -
 
 
 def _data_files(target: Path) -> set[Path]:
-    """Return the data files, among those that are named after the target, which the model at the target reads."""
-    own = re.compile(re.escape(target.name) + r"(\.[0-9a-f]{12})?\.data")
+    """Return the data files, among those that `save` named after the target, which the model at the target reads.
+
+    Files of other names were written by other tools, and other models may read them, be they compressed or elsewhere.
+    """
+    own = re.compile(re.escape(target.name) + r"\.[0-9a-f]{12}\.data")
     named = {path.name for path in target.parent.iterdir() if own.fullmatch(path.name)}
     if not named or not target.exists():
         return set()

@@ -253,10 +253,10 @@ def advice(
             f"{counted(len(dropped), 'change')} taken back",
             f"{dropped[0]['fusion']}{where}: {dropped[0]['reason']}. The model is right without it.", "trust",
         )  # fmt: skip
-    if verified.notes:
+    if of_optimizations := [note for note in verified.notes if "graph optimizations" in note]:
         yield Advice(
             "onnxruntime's graph optimizations do not suit this model",
-            f"{verified.notes[0]}. `SessionOptions.graph_optimization_level = ORT_DISABLE_ALL` switches them off.",
+            f"{of_optimizations[0]}. `SessionOptions.graph_optimization_level = ORT_DISABLE_ALL` switches them off.",
             "trust",
         )  # fmt: skip
     near = [each for each in misses if each.is_near and each.unfused]

@@ -134,8 +134,10 @@ def _compare(
         found = replace(found, passed=False, reason=fault) if fault else found
     if found.passed is False:
         return found
+    refused = next((each for each in at_edges if isinstance(each, str) and _refuses_empty_tensors(each)), None)
+    empty = () if refused is None else (f"nothing was compared at sizes of 0: {refused}",)
     fault, notes = with_default_optimizations(before, folder, reference, after, tell)
-    return replace(found, passed=False if fault else found.passed, reason=fault or found.reason, notes=notes)
+    return replace(found, passed=False if fault else found.passed, reason=fault or found.reason, notes=(*notes, *empty))
 
 
 def _fault_at_edges(

@@ -89,7 +89,7 @@ class Worker:
             self.start()
         assert self._process is not None
         expired = threading.Event()
-        timer = threading.Timer(self.timeout, _end_late, (self._process, expired))
+        timer = threading.Timer(min(self.timeout, threading.TIMEOUT_MAX), _end_late, (self._process, expired))
         timer.daemon = True
         timer.start()
         try:
