@@ -78,6 +78,14 @@ def input_value(shapes: ShapeInfo, node: Node, index: int = 0) -> Array:
     return found
 
 
+def input_vector(shapes: ShapeInfo, node: Node, index: int = 0) -> list[Size]:
+    """Return the elements of an input.  Raises CannotInfer where they are not known, or it is no vector."""
+    value = input_value(shapes, node, index)
+    if value.ndim != 1:
+        raise CannotInfer
+    return cast("list[Size]", value.tolist())
+
+
 def integers(shapes: ShapeInfo, node: Node, name: str) -> list[Size] | None:
     """Return a parameter, be it an attribute or an input, as a list of integers and sizes; None where it is absent.
 
@@ -112,10 +120,15 @@ def partial_integers(shapes: ShapeInfo, node: Node, index: int) -> list[Size | N
     value = shapes.exact_value(vector)
     if value is not None and value.ndim == 1:
         return [size if isinstance(size, int | Dim) else None for size in value]
-    (count,) = input_shape(shapes, node, index)
-    if not isinstance(count, int) or count > MAX_VALUE_ELEMENTS:
+    return [None] * _vector_length(shapes, node, index)
+
+
+def _vector_length(shapes: ShapeInfo, node: Node, index: int) -> int:
+    """Return how many elements an input has.  Raises CannotInfer where these are too many, or it is no vector."""
+    shape = input_shape(shapes, node, index)
+    if len(shape) != 1 or not isinstance(shape[0], int) or shape[0] > MAX_VALUE_ELEMENTS:
         raise CannotInfer
-    return [None] * count
+    return shape[0]
 
 
 def required(value: T | None) -> T:
@@ -143,9 +156,7 @@ def shape_of_known_rank(shapes: ShapeInfo, node: Node, index: int) -> tuple[Size
 
     Raises CannotInfer where these are more than a shape has: a model may reshape its target to 10^9 elements.
     """
-    (rank,) = input_shape(shapes, node, index)
-    if not isinstance(rank, int) or rank > MAX_VALUE_ELEMENTS:
-        raise CannotInfer
+    rank = _vector_length(shapes, node, index)
     if op_of(node) == "Expand":
         rank = max(rank, len(input_shape(shapes, node)))
     return (None,) * rank

@@ -43,6 +43,7 @@ STAY: Final = {  # operators that stay in float32 whatever they read, and why
     "MeanVarianceNormalization": "its definition in ONNX adds a number of float32",
     "CumSum": "sums of many terms are kept exact",
     "Range": "it counts",
+    "Sign": "onnxruntime gives 0 for the sign of a NaN in float16",
     "NonMaxSuppression": "it compares boxes in float32",
     "TopK": "what it selects would change between values that half precision cannot tell apart",
     "ArgMax": "what it selects would change between values that half precision cannot tell apart",

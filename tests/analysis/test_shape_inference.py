@@ -650,6 +650,24 @@ INVALID = [
 ]
 
 
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "t = Constant <value = float[1,2] {1.0, 2.0}> () y = Resize(x, , t)",
+        "t = Constant <value = int64[1,2] {1, 2}> () y = Tile(x, t)",
+        "t = Constant <value = int64[1,2] {2, 4}> () y = ConstantOfShape(t)",
+    ],
+)
+@pytest.mark.parametrize("is_initializer", [False, True])
+def test_a_matrix_where_a_vector_is_expected_raises_nothing(nodes: str, is_initializer: bool) -> None:
+    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 18]> g (float[n,4] x) => (y) {{ {nodes} }}')
+    if is_initializer:
+        constant = model.graph.node.pop(0)
+        model.graph.initializer.add().CopyFrom(constant.attribute[0].t)
+        model.graph.initializer[0].name = "t"
+    infer_shapes(read_graph(model), strict=True)
+
+
 @pytest.mark.parametrize(("inputs", "nodes", "constants"), INVALID)
 def test_of_invalid_nodes_nothing_is_known_and_passes_leave_them(inputs: str, nodes: str, constants: str) -> None:
     text = f"""<ir_version: 8, opset_import: ["" : 18]>

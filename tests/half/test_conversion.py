@@ -903,3 +903,9 @@ def test_the_report_tells_error_noise_and_size() -> None:
     assert found["errors"][0]["name"] == "y"
     assert 0 < found["errors"][0]["error"] < 3 * found["errors"][0]["noise"]
     assert optimize(parse(PRODUCT))[1].to_json()["half"] == {}
+
+
+def test_the_sign_of_a_nan_stays_a_nan() -> None:
+    made, _ = optimize(parse("g (float[n] x) => (float[n] y) { y = Sign(x) }"), dtype="float16", verify=False)
+    (signs,) = run(made, x=np.array([np.nan, -2, 0, 3], np.float32))
+    np.testing.assert_array_equal(signs, np.array([np.nan, -1, 0, 1], np.float32))

@@ -9,6 +9,7 @@ from onnxfuse.analysis.rules import (
     ShapeRule,
     input_shape,
     input_value,
+    input_vector,
     normalize_axis,
     required,
     shape_of_known_rank,
@@ -47,7 +48,7 @@ def _constant(shapes: ShapeInfo, node: Node) -> Shape:
 @RULES.rule("ConstantOfShape")
 def _constant_of_shape(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
     try:
-        return tuple(input_value(shapes, node).tolist())
+        return tuple(input_vector(shapes, node))
     except CannotInfer:
         return shape_of_known_rank(shapes, node, 0)
 
@@ -66,7 +67,7 @@ def _tile(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
     if shapes.graph.opset < 6:
         raise CannotInfer
     try:
-        repeats = input_value(shapes, node, 1).tolist()
+        repeats = input_vector(shapes, node, 1)
     except CannotInfer:
         return shape_of_known_rank(shapes, node, 1)
     return tuple(size * count for size, count in zip(input_shape(shapes, node), repeats, strict=True))

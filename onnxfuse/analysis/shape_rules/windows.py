@@ -156,11 +156,14 @@ def _scales(shapes: ShapeInfo, node: Node) -> Sequence[Size | float]:
     """Return the scales of the axes: of a constant also fractions, of a computed tensor integers only."""
     scales = attribute_or_input(shapes.graph, node, "scales")
     if isinstance(scales, list):
-        return [scale for scale in scales if not isinstance(scale, str)]
+        numbers = [scale for scale in scales if isinstance(scale, int | float)]
+        if len(numbers) != len(scales):  # a tensor of several axes
+            raise CannotInfer
+        return numbers
     if isinstance(scales, AtRunTime):
         constant = producer(scales.tensor)
         value = tensor_attribute(constant, "value") if constant is not None and op_of(constant) == "Constant" else None
-        if value is not None:
+        if value is not None and len(value.shape) == 1:
             return list(constant_value(shapes.graph, value).tolist())
     return integers(shapes, node, "scales") or []
 
