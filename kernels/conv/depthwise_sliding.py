@@ -121,7 +121,7 @@ def _few(problems: tuple[Conv, ...], device: Device) -> list[SlidingConfig]:
 
     kernels = covering_subset_of_each(problems, configs, cost_if_taken, MAX_FEW)
     rows = sorted({config.rows for config in kernels} | {-(-two(conv.y_sizes)[0] // 2) for conv in problems[:1]})
-    every = [replace(config, rows=each) for config in kernels for each in rows]  # their rows are no constant
+    every = [replace(config, rows=each) for config in kernels for each in rows]  # their rows are not constant
     return few(list(dict.fromkeys(every)), problems, cost_if_taken, MAX_FEW_ROWS)
 
 

@@ -30,7 +30,7 @@ class Lanes:
 
     @property
     def variables(self) -> frozenset[str]:
-        """The variables of which the lanes have different values."""
+        """The variables whose values differ between lanes."""
         return frozenset() if self.width == 1 else self.scattered or frozenset((self.variable,))
 
     def differ(self, variables: Collection[str]) -> bool:

@@ -54,7 +54,7 @@ PRODUCTS: Final = LINEAR | {"Einsum"}
 
 # --- what follows for their results --------------------------------------------------------------------------------
 
-# Operators that are not continuous, as is a Cast to a dtype that is no float: all that they depend on is rounded.
+# Operators that are not continuous, like a Cast to integers or bool: all that they depend on is rounded.
 DISCONTINUOUS: Final = frozenset((*COMPARISONS, *EXTREMES, "IsNaN", "IsInf", "Floor", "Ceil", "Round", "Sign", "Mod"))
 RANDOM: Final = frozenset(
     ("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")

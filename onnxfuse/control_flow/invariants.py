@@ -1,6 +1,6 @@
 """Let the body of a Loop or Scan read what no iteration changes from outside, in place of carrying it along.
 
-PaddlePaddle's converter lets a Loop carry its weights, which then are no constants in its body.
+PaddlePaddle's converter lets a Loop carry its weights, which then are not constants in its body.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def not_a_convolution(model: Model, operands: Mapping[str, Tensor], y: Tensor) -
     """Return why a convolution, transposed or not, has no channels-last form; "" where it has one."""
     x, w, residual = operands["x"], operands["w"], operands.get("residual")
     if not is_constant(w):
-        return f"its weights '{w.name}' are no constant"
+        return f"its weights '{w.name}' are not constant"
     rank = len(w.shape)
     if not rank == model.shapes.rank(x) == model.shapes.rank(y) or rank not in IMAGE_RANKS:
         return f"it has {rank - 2} spatial axes, not 1 to {max(IMAGE_RANKS) - 2}"

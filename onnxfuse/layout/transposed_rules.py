@@ -22,7 +22,7 @@ def conv_transpose(model: Model, node: Node) -> Conversion | str:
     if reason := not_a_convolution(model, operands, node.outputs[0]):
         return reason
     if "bias" in operands and not is_constant(operands["bias"]):
-        return f"its bias '{operands['bias'].name}' is no constant"
+        return f"its bias '{operands['bias'].name}' is not constant"
     names = {tensor.name: name for name, tensor in operands.items()}
     if len(names) < len(operands):
         return "it reads one tensor twice"

@@ -51,7 +51,7 @@ def convolution(model: Model, node: Node) -> Conversion | str:
         return reason
     bias = len(node.inputs) > 2 and bool(node.inputs[2].name)
     if bias and not is_constant(node.inputs[2]):
-        return f"its bias '{node.inputs[2].name}' is no constant"
+        return f"its bias '{node.inputs[2].name}' is not constant"
     operands = {"x": node.inputs[0], "w": node.inputs[1]} | ({"bias": node.inputs[2]} if bias else {})
     names = {tensor.name: name for name, tensor in operands.items()}
     if len(names) < len(operands):

@@ -89,7 +89,7 @@ def match_full(m: MatchContext, term: Term, value: Number, spec: str, tensor: Te
     dims = unify(spec, shape, state.dims) if shape is not None else None
     if dims is None or not is_constant(tensor):
         wanted = spec_text(spec, state.dims)
-        m.fail(term, state, lambda: f"'{tensor.name}' is no constant of shape ({wanted})")
+        m.fail(term, state, lambda: f"'{tensor.name}' is not a constant of shape ({wanted})")
         return
     elements = constant_value(m.graph, tensor)
     odd = next((v for v in elements.flat if not m.close(float(v), value, tensor)), None)

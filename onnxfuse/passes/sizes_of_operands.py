@@ -255,6 +255,6 @@ def _of_gather(shapes: ShapeInfo, node: Node, axis: int) -> Iterator[tuple[Tenso
 
 
 def origin_of_size(shapes: ShapeInfo, tensor: Tensor, axis: int) -> tuple[Tensor, int]:
-    """Return the tensor from which an axis of no constant size has it, and the axis there."""
+    """Return the tensor and its axis from which an axis of dynamic size takes that size."""
     found = Origins(shapes).of(tensor, axis)
     return (tensor, axis) if isinstance(found, int) else found

@@ -213,7 +213,7 @@ class BodyBuilder:
         return self.node("Cast", [value], dtype, to=dtype)
 
     def constant(self, value: Literals | Sequence[Size], dtype: int) -> Value:
-        """Return the value of a new Constant node, before opset 9 cast to a dtype that is no floating-point one."""
+        """Return the value of a new Constant node, before opset 9 cast to a dtype other than a floating-point one."""
         if self.opset < 9 and dtype not in FLOATS:  # Constant had floating-point values only
             return self.node("Cast", [self.constant(value, TensorProto.DOUBLE)], dtype, to=dtype)
         array = np.asarray(value).astype(helper.tensor_dtype_to_np_dtype(dtype))

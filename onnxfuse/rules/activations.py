@@ -80,7 +80,7 @@ def leaky_relu(x: Term = tensor(), alpha: Term = scalar()) -> Rules:
 
 @rewrite(example={"x": IMAGE, "slope": (1, 4, 1, 1)})
 def prelu_of_channels(x: Term = tensor(), slope: Term = weight()) -> Rules:
-    """A PRelu whose slopes have an axis of size 1 in front of the channels."""
+    """A PRelu whose slopes have an axis of size 1 before the channels."""
     require("the slopes begin with an axis of size 1", lambda slope, begins_with_one: begins_with_one(slope))
     require(*SLOPES_BROADCAST)
     yield op.PRelu(x, slope), op.PRelu(x, op.Squeeze(slope, axes=[0]))

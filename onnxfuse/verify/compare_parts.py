@@ -131,7 +131,7 @@ def _needed(unfused: UnfusedGraph, part: Part) -> list[str]:
 def values_of_run(
     unfused: UnfusedGraph, names: Iterable[str], folder: Path | None, feeds: Mapping[str, Array]
 ) -> dict[str, Array]:
-    """Return the values in a run of tensors that are no constants.  Raises whatever onnxruntime raises."""
+    """Return the values in a run of tensors that are not constants.  Raises whatever onnxruntime raises."""
     needed = list(dict.fromkeys(names))
     values = {name: feeds[name] for name in needed if name in feeds}
     wanted = [name for name in needed if name not in values]

@@ -67,7 +67,7 @@ def test_a_convolution_says_why_it_is_channels_first() -> None:
         ("(float[n,8,1,1] x) => (float[n,4,1,1] y) <float[4,8,1,1] k> { y = Conv (x, k) }", 20,
          "it computes one pixel, for which no layout is faster"),
         ("(float[n,8,h,w] x, float[4,8,1,1] k) => (float[n,4,h,w] y) { y = Conv (x, k) }", 20,
-         "it is channels-first: its weights 'k' are no constant"),
+         "it is channels-first: its weights 'k' are not constant"),
         ("(double[n,8,h,w] x) => (double[n,4,h,w] y) <double[4,8,1,1] k> { y = ConvTranspose (x, k) }", 20,
          "it is channels-first: it computes in float64"),
         ("(float[n,8,h,w] x) => (float[n,4,h,w] y) <float[4,8,1,1] k> { y = Conv (x, k) }", 8,

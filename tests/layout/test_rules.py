@@ -550,7 +550,7 @@ def test_rows_of_pixels() -> None:
         ("t = Shape (a) f = Cast <to = 1> (t) r = Div (f, f) scales = Mul (r, s) b = Resize (a, , scales)",
          "float[4] s = {1,1,1.5,2}", 4, "its scales are computed, or not one for each axis"),
         ("m = ReduceMean <keepdims = 0> (a) r = Mul (k, m) b = Conv (a, r)", "float[8,8,3,3] k", 4,
-         "its weights 'r' are no constant"),
+         "its weights 'r' are not constant"),
     ],
 )  # fmt: skip
 def test_where_regions_end(body: str, weights: str, transposes: int, reason: str) -> None:

@@ -101,11 +101,11 @@ def test_a_decoder_is_one_region() -> None:
     [
         (
             "r = ReduceMean <keepdims = 0> (a) m = Mul (k, r) b = ConvTranspose (a, m)",
-            "its weights 'm' are no constant",
+            "its weights 'm' are not constant",
         ),
         (
             "r = ReduceMean <axes = [0,2,3], keepdims = 0> (a) b = ConvTranspose (a, k, r)",
-            "its bias 'r' is no constant",
+            "its bias 'r' is not constant",
         ),
     ],
 )
