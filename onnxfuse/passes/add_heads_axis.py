@@ -14,15 +14,14 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor
 from onnxfuse.passes.attention_nodes import AttentionNodes, computes_probabilities, is_batched_product
 from onnxfuse.passes.compose_views import View, write_views
+from onnxfuse.passes.graph_pass import graph_pass
 
 RANK: Final = 4  # of the products that patterns know
-FIRST_OPSET: Final = 7  # with broadcasting from the last axis on
 
 
+@graph_pass(opset=7)  # with broadcasting from the last axis on
 def add_heads_axis(graph: Graph, shapes: ShapeInfo) -> int:
     """Compute every attention of two or three axes on four.  Returns the number of attentions."""
-    if graph.opset < FIRST_OPSET:
-        return 0
     found = [
         node
         for node in graph.nodes
@@ -30,11 +29,7 @@ def add_heads_axis(graph: Graph, shapes: ShapeInfo) -> int:
         and (shapes.rank(node.outputs[0]) or RANK) < RANK
         and computes_probabilities(node.inputs[0])
     ]
-    count = sum(_rewrite(graph, shapes, node) for node in found)
-    if found:  # what was written of an attention that stays is dead
-        graph.remove_dead()
-        graph.sort()
-    return count
+    return sum(_rewrite(graph, shapes, node) for node in found)
 
 
 def _rewrite(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:

@@ -20,8 +20,8 @@ from onnxfuse.ir.graph import Graph, constant_number, constant_value
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 from onnxfuse.passes.attention_nodes import ELEMENTWISE, softmaxes_of_attention
 from onnxfuse.passes.emit import emit
+from onnxfuse.passes.graph_pass import graph_pass
 
-FIRST_OPSET: Final = 9  # whose Where broadcasts
 MAX_STEPS: Final = 12  # from the Softmax to the product, and from a mask to its stored elements
 MAX_ELEMENTS: Final = 2**22  # of a constant that is read
 KEEPING_ELEMENTS: Final = VIEWS | {"Slice", "Trilu"}
@@ -35,18 +35,14 @@ class Affine(NamedTuple):
     offset: float = 0.0
 
 
+@graph_pass(opset=9)  # whose Where broadcasts
 def canonicalize_masked_sums(graph: Graph, shapes: ShapeInfo) -> int:
     """Rewrite such sums in front of every Softmax.  Returns their number."""
-    if graph.opset < FIRST_OPSET:
-        return 0
     count = 0
     for node in softmaxes_of_attention(graph):
         if _rewrite_before(graph, shapes, node.inputs[0], MAX_STEPS):
             graph.scores.done.add(graph.scores.name(node))
             count += 1
-    if count:
-        graph.remove_dead()
-        graph.sort()
     return count
 
 

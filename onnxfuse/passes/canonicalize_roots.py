@@ -19,23 +19,18 @@ from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.graph import Graph, constant_number
 from onnxfuse.ir.node import Node, Tensor, op_of, producer
 from onnxfuse.passes.emit import emit
+from onnxfuse.passes.graph_pass import graph_pass
 
-FIRST_OPSET: Final = 7  # with broadcasting as it is today
 AXES_ARE_INPUTS: Final = 18  # from this opset on, in all reductions but ReduceSum
 REDUCTIONS: Final = ("ReduceMean", "ReduceL2")
 PUTS_AXIS_BACK: Final = ("Reshape", "Unsqueeze")
 BROADCASTS: Final = ("Add", "Sub", "Mul", "Div")
 
 
+@graph_pass(opset=7)  # with broadcasting as it is today
 def canonicalize_roots(graph: Graph, shapes: ShapeInfo) -> int:
     """Apply the rule of each node's operator; return the number of changes."""
-    if graph.opset < FIRST_OPSET:
-        return 0
-    count = sum(RULES[op](graph, shapes, node) for node in list(graph.nodes) if (op := op_of(node)) in RULES)
-    if count:
-        graph.remove_dead()
-        graph.sort()
-    return count
+    return sum(RULES[op](graph, shapes, node) for node in list(graph.nodes) if (op := op_of(node)) in RULES)
 
 
 def with_epsilon(graph: Graph, tensor: Tensor) -> tuple[Tensor, float] | None:

@@ -20,22 +20,18 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, op_of, producer
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.fold_shapes import reshape_target
+from onnxfuse.passes.graph_pass import graph_pass
 
-FIRST_OPSET: Final = 13  # with axes of Unsqueeze as an input
 RANK: Final = 5  # of heads that are divided into pairs
 MAX_INT64: Final = np.iinfo(np.int64).max  # as the end of a Slice: the rest of its axis
 
 
+@graph_pass(opset=13)  # with axes of Unsqueeze as an input
 def canonicalize_rotary_pairs(graph: Graph, shapes: ShapeInfo) -> int:
     """Rewrite columns of pairs, and Concats that were joined.  Returns their number."""
-    if graph.opset < FIRST_OPSET:
-        return 0
     columns = [(node, made) for node in graph.nodes if op_of(node) in SLICING for made in node.outputs]
     count = sum(_slice_instead(graph, shapes, node, made) for node, made in columns)
     count += sum(_separate_rotated(graph, shapes, node) for node in list(graph.nodes) if op_of(node) == "Concat")
-    if count:
-        graph.remove_dead()
-        graph.sort()
     return count
 
 

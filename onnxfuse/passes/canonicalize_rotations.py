@@ -23,8 +23,8 @@ from onnxfuse.ir.dtypes import FUSIBLE_FLOATS, is_exact_cast
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, op_of, producer
 from onnxfuse.passes.emit import emit
+from onnxfuse.passes.graph_pass import graph_pass
 
-FIRST_OPSET: Final = 13  # with axes of Squeeze and Unsqueeze as an input
 MOVING: Final = REARRANGING | {"Concat", "Neg", "Slice"}
 MAX_REARRANGING: Final = 4  # between the slices of a head and its rotation
 RANK: Final = 4  # of heads: batch, heads and rows, in any order, and the size of a head
@@ -47,10 +47,9 @@ class Rotation(NamedTuple):
     signs: tuple[int, int]
 
 
+@graph_pass(opset=13)  # with axes of Squeeze and Unsqueeze as an input
 def canonicalize_rotations(graph: Graph, shapes: ShapeInfo) -> int:
     """Rewrite what is a rotation in another form; return the number of changes."""
-    if graph.opset < FIRST_OPSET:
-        return 0
     count = sum(_take_joined(graph, shapes, node) for node in list(graph.nodes) if op_of(node) == "Slice")
     for node in list(graph.nodes):
         if op_of(node) == "Concat" and _is_along_last_axis(shapes, node):
@@ -59,9 +58,6 @@ def canonicalize_rotations(graph: Graph, shapes: ShapeInfo) -> int:
             count += _canonicalize_sum(graph, shapes, node)
         elif op_of(node) == "Cast":
             count += _cast_first(graph, shapes, node)
-    if count:
-        graph.remove_dead()
-        graph.sort()
     return count
 
 

@@ -38,9 +38,9 @@ from onnxfuse.ir.graph import Graph, constant_number
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 from onnxfuse.passes.attention_nodes import softmaxes_of_attention
 from onnxfuse.passes.emit import emit
+from onnxfuse.passes.graph_pass import graph_pass
 from onnxfuse.patterns._attention import SWALLOWS_SCORES
 
-FIRST_OPSET: Final = 9  # whose Where broadcasts
 MAX_STEPS: Final = 12  # from the Softmax to the product
 MAX_ADDENDS: Final = 2  # that a fused attention takes
 HEADS_AXIS: Final = -3
@@ -86,10 +86,9 @@ class Scores:
         return any(isinstance(each, Mask) for each in self.steps)
 
 
+@graph_pass(opset=9)  # whose Where broadcasts
 def canonicalize_scores(graph: Graph, shapes: ShapeInfo) -> int:
     """Rewrite scores in front of Softmax whose order patterns do not know.  Returns the number of rewritten scores."""
-    if graph.opset < FIRST_OPSET:
-        return 0
     analysis = cache(partial(IndexAnalysis, graph, shapes))  # few models need it
     count = 0
     for node in softmaxes_of_attention(graph):
@@ -97,9 +96,6 @@ def canonicalize_scores(graph: Graph, shapes: ShapeInfo) -> int:
         if made:
             graph.scores.done.add(graph.scores.name(node))
         count += made
-    if count:
-        graph.remove_dead()
-        graph.sort()
     return count
 
 

@@ -18,6 +18,7 @@ from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.empty_views import gives_shape_if_empty
 from onnxfuse.passes.fold_shapes import reshape_target
+from onnxfuse.passes.graph_pass import graph_pass
 
 MAX_CHAIN_NODES = 16
 
@@ -30,6 +31,7 @@ class View:
     shape: tuple[Size, ...]
 
 
+@graph_pass(opset=5)  # the target of Reshape was an attribute
 def compose_views(graph: Graph, shapes: ShapeInfo) -> int:
     """Replace chains of views by shorter ones: nothing, or the needed ones of Reshape > Transpose > Reshape.
 
@@ -37,14 +39,8 @@ def compose_views(graph: Graph, shapes: ShapeInfo) -> int:
     So does one that makes rows of groups of channels for a GroupNorm: the shape in front of the last Reshape, which may
     be a view too, is that of the result.  Returns the number of chains that were replaced.
     """
-    if graph.opset < 5:  # the target of Reshape was an attribute
-        return 0
     views = [node for node in graph.nodes if op_of(node) in REARRANGING and not _makes_rows_of_groups(node)]
-    count = sum(_shorten(graph, shapes, node) for node in reversed(views))  # from the ends: the longest chains first
-    if count:
-        graph.remove_dead()
-        graph.sort()
-    return count
+    return sum(_shorten(graph, shapes, node) for node in reversed(views))  # from the ends: the longest chains first
 
 
 def _makes_rows_of_groups(node: Node) -> bool:

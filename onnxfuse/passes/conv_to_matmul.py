@@ -16,15 +16,13 @@ from onnxfuse.ir.attributes import attribute_or_input, ints_attribute
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant, op_of
 from onnxfuse.passes.emit import emit
+from onnxfuse.passes.graph_pass import graph_pass
 
 
+@graph_pass()
 def conv_to_matmul(graph: Graph, shapes: ShapeInfo) -> int:
     """Replace each `Conv > Reshape > Transpose` whose result is (batch, patches, channels); return their number."""
-    count = sum(_replace(graph, shapes, node) for node in list(graph.nodes) if op_of(node) == "Conv")
-    if count:
-        graph.remove_dead()
-        graph.sort()
-    return count
+    return sum(_replace(graph, shapes, node) for node in list(graph.nodes) if op_of(node) == "Conv")
 
 
 def _replace(graph: Graph, shapes: ShapeInfo, conv: Node) -> bool:

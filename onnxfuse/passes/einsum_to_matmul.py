@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from string import ascii_letters
-from typing import Final
 
 import numpy as np
 
@@ -27,8 +26,7 @@ from onnxfuse.ir.node import Node, Tensor, op_of
 from onnxfuse.passes.compose_views import View, write_views
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.fold_shapes import reshape_target
-
-FIRST_OPSET: Final = 12  # with Einsum
+from onnxfuse.passes.graph_pass import graph_pass
 
 
 @dataclass(frozen=True)
@@ -63,16 +61,11 @@ class Axes:
         return self.leading + self.row + self.columns
 
 
+@graph_pass(opset=12)  # with Einsum
 def einsum_to_matmul(graph: Graph, shapes: ShapeInfo) -> int:
     """Rewrite every Einsum that can be rewritten.  Returns their number."""
-    if graph.opset < FIRST_OPSET:
-        return 0
     einsums = [node for node in graph.nodes if op_of(node) == "Einsum"]
-    count = sum(_rewrite(graph, shapes, node) for node in einsums)
-    if einsums:  # what was written of one that stays is dead
-        graph.remove_dead()
-        graph.sort()
-    return count
+    return sum(_rewrite(graph, shapes, node) for node in einsums)
 
 
 def _rewrite(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:

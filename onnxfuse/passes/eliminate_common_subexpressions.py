@@ -12,10 +12,12 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import schema
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of
+from onnxfuse.passes.graph_pass import graph_pass
 
 MAX_COMPARED_BYTES = 4096  # constants up to this size are compared by value, larger ones by identity
 
 
+@graph_pass()
 def eliminate_common_subexpressions(graph: Graph, shapes: ShapeInfo) -> int:
     """Merge equal nodes of a sorted graph; return how many were removed."""
     first: dict[Hashable, Node] = {}  # by coarse key, which few nodes share, because exact ones are costly
@@ -35,8 +37,6 @@ def eliminate_common_subexpressions(graph: Graph, shapes: ShapeInfo) -> int:
         equal = exact.setdefault(key, node)
         if key is not None and equal is not node and _merge(graph, equal, node):
             count += 1
-    if count:
-        graph.remove_dead()
     return count
 
 

@@ -26,6 +26,7 @@ from onnxfuse.ir.graph import Graph, constant_number, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, consumers, is_constant, op_of, producer
 from onnxfuse.passes.attention_nodes import softmaxes_behind
 from onnxfuse.passes.emit import emit
+from onnxfuse.passes.graph_pass import graph_pass
 
 RANK: Final = 4
 HEADS_AXIS: Final = -3
@@ -46,6 +47,7 @@ class Factored:
     write: Callable[[], Tensor]
 
 
+@graph_pass()
 def extract_alibi(graph: Graph, shapes: ShapeInfo) -> int:
     """Rewrite what is added to scores of heads, of four axes, as a product.  Returns the number of rewritten biases."""
     count = 0
@@ -53,9 +55,6 @@ def extract_alibi(graph: Graph, shapes: ShapeInfo) -> int:
         if (softmaxes := _softmaxes(graph, node)) and any(_rewrite(graph, shapes, node, side) for side in (0, 1)):
             graph.scores.done |= softmaxes
             count += 1
-    if count:
-        graph.remove_dead()
-        graph.sort()
     return count
 
 

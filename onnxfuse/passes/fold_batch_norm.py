@@ -19,6 +19,7 @@ from onnxfuse.ir.dtypes import Array, is_exact_cast
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 from onnxfuse.passes.folded import Folded, node_label
+from onnxfuse.passes.graph_pass import graph_pass
 from onnxfuse.passes.linear_weights import (
     Channels,
     RescaledWeights,
@@ -46,19 +47,15 @@ class AffineStep:
     shift: Array
 
 
+@graph_pass(opset=7)  # BatchNormalization had other attributes, and broadcasting other rules
 def fold_batch_norm(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
     """Fold affine steps per channel into constant weights; return the nodes that vanished."""
-    if graph.opset < 7:  # BatchNormalization had other attributes, and broadcasting other rules
-        return []
     folded: list[Folded] = []
     with np.errstate(all="ignore"):
         for node in list(graph.nodes):
             if is_linear(node):
                 folded += _fold_before(graph, shapes, node)
                 folded += _fold_after(graph, shapes, node)
-    if folded:
-        graph.remove_dead()
-        graph.sort()
     return folded
 
 

@@ -25,6 +25,7 @@ from onnxfuse.ir.node import Node, Tensor, is_constant, op_of
 from onnxfuse.ir.serde import node_proto
 from onnxfuse.passes.extract_alibi import is_factored_bias
 from onnxfuse.passes.folded import Folded, node_label
+from onnxfuse.passes.graph_pass import graph_pass
 
 MAX_GROWTH_BYTES = 64 * 1024  # a constant up to this size may be added to the file or stored in it twice
 # Products of matrices take time in every run, so that larger results are worth their room
@@ -45,6 +46,7 @@ HALF_DTYPES = frozenset({np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)})
 SIZED_BY_VALUE = frozenset({"ConstantOfShape", "Expand", "Range", "Tile"})  # small inputs can have a large output
 
 
+@graph_pass()
 def fold_constants(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
     """Turn Constant nodes, known shape arithmetic, and nodes that read only constants into initializers.
 
@@ -53,10 +55,7 @@ def fold_constants(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
     is what is left of all nodes that compute with a weight: NFNet standardizes the filters of each convolution.  Nodes
     that read large weights from an external file are not folded.
     """
-    graph.sort()
-    folded = [*_fold_constant_nodes(graph, shapes), *_fold_known_values(graph, shapes), *_fold_evaluated(graph, shapes)]
-    graph.remove_dead()
-    return folded
+    return [*_fold_constant_nodes(graph, shapes), *_fold_known_values(graph, shapes), *_fold_evaluated(graph, shapes)]
 
 
 def _fold_constant_nodes(graph: Graph, shapes: ShapeInfo) -> Iterator[Folded]:

@@ -18,6 +18,7 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, op_of, producer
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.folded import Folded, node_label
+from onnxfuse.passes.graph_pass import graph_pass
 
 # Operators whose results are not negative
 FIRST_WITH_INPUTS: Final = 11  # the first opset in which pads are an input
@@ -33,13 +34,10 @@ class Window:
     attributes: dict[str, AttributeValue]
 
 
+@graph_pass()
 def fold_pads(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
     """Fold each Pad whose readers all can pad themselves; return the nodes that vanished."""
-    folded = [one for node in list(graph.nodes) if op_of(node) == "Pad" for one in _fold(graph, shapes, node)]
-    if folded:
-        graph.remove_dead()
-        graph.sort()
-    return folded
+    return [one for node in list(graph.nodes) if op_of(node) == "Pad" for one in _fold(graph, shapes, node)]
 
 
 def _fold(graph: Graph, shapes: ShapeInfo, pad: Node) -> Iterator[Folded]:

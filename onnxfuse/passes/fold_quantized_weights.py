@@ -18,6 +18,7 @@ from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.graphsurgeon import make_constant
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 from onnxfuse.passes.folded import Folded, node_label
+from onnxfuse.passes.graph_pass import graph_pass
 
 QUANTIZING: Final = frozenset({"QuantizeLinear", "DequantizeLinear"})
 IN_INTEGERS: Final = ("DynamicQuantize", "QLinear", "ConvInteger", "MatMulInteger", "com.microsoft::")
@@ -27,6 +28,7 @@ FIRST_WITH_PRECISION: Final = 23  # the opset
 VIEWS: Final = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Identity", "Cast"})  # of weights
 
 
+@graph_pass()
 def fold_quantized_weights(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
     """Turn each DequantizeLinear of constants whose result is weights of convolutions into an initializer."""
     if any(op_of(node).startswith(IN_INTEGERS) for node in graph.nodes):
@@ -42,8 +44,6 @@ def fold_quantized_weights(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
             if value is not None:
                 folded.append(Folded("constant", node_label(node), tensor.name))
                 make_constant(tensor, value)
-    if folded:
-        graph.remove_dead()
     return folded
 
 

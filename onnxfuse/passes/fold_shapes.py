@@ -14,10 +14,12 @@ from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, is_constant, op_of, producer
 from onnxfuse.passes.folded import Folded, node_label
+from onnxfuse.passes.graph_pass import graph_pass
 
 MAX_INT64 = np.iinfo(np.int64).max  # as the end of a Slice: the rest of its axis
 
 
+@graph_pass()
 def fold_shapes(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
     """Replace computed shapes by constants; return the nodes that computed them.
 
@@ -42,9 +44,6 @@ def fold_shapes(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
                 node.inputs.clear()
                 node.outputs.clear()
                 graph.add_node("Reshape", inputs, outputs, name=node.name)
-    if folded:
-        graph.remove_dead()
-        graph.sort()
     return folded
 
 

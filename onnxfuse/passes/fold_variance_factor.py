@@ -18,18 +18,16 @@ from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 from onnxfuse.passes.canonicalize_roots import is_mean_of_squares, with_epsilon
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.folded import Folded, node_label
+from onnxfuse.passes.graph_pass import graph_pass
 
 FLOAT: Final = TensorProto.FLOAT
 
 
+@graph_pass()
 def fold_variance_factor(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
     """Let every root behind which a weight is multiplied take a mean without a factor; return the factors."""
     roots = [node for node in graph.nodes if op_of(node) == "Sqrt" and shapes.dtype(node.outputs[0]) == FLOAT]
-    folded = [one for root in roots for one in _fold(graph, shapes, root)]
-    if folded:
-        graph.remove_dead()
-        graph.sort()
-    return folded
+    return [one for root in roots for one in _fold(graph, shapes, root)]
 
 
 def _fold(graph: Graph, shapes: ShapeInfo, root: Node) -> list[Folded]:

@@ -15,22 +15,17 @@ from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
 from onnxfuse.passes.emit import emit
+from onnxfuse.passes.graph_pass import graph_pass
 
-FIRST_OPSET: Final = 13  # whose Unsqueeze has axes as an input
 RANK: Final = 4
 MAX_SIZE: Final = 256  # elements of a head of values that kernels of attention take
 
 
+@graph_pass(opset=13)  # whose Unsqueeze has axes as an input
 def merge_value_products(graph: Graph, shapes: ShapeInfo) -> int:
     """Rewrite products of the same probabilities as one.  Returns the number of probabilities."""
-    if graph.opset < FIRST_OPSET:
-        return 0
     ends = [node.outputs[0] for node in graph.nodes if _is_probabilities(node)]
-    count = sum(_rewrite(graph, shapes, each) for each in ends)
-    if count:
-        graph.remove_dead()
-        graph.sort()
-    return count
+    return sum(_rewrite(graph, shapes, each) for each in ends)
 
 
 def _is_probabilities(node: Node) -> bool:

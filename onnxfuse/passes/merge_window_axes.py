@@ -28,22 +28,17 @@ from onnxfuse.passes.attention_nodes import AttentionNodes, computes_probabiliti
 from onnxfuse.passes.compose_views import View, farthest_view, write_scalings, write_views, written_from
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.fold_shapes import reshape_target
+from onnxfuse.passes.graph_pass import graph_pass
 from onnxfuse.passes.sizes_of_operands import origin_of_size
 
 RANK: Final = 4  # of the products that patterns know
-FIRST_OPSET: Final = 13  # whose Softmax is of one axis
 
 
+@graph_pass(opset=13)  # whose Softmax is of one axis
 def merge_window_axes(graph: Graph, shapes: ShapeInfo) -> int:
     """Merge two axes of every attention of more than four.  Returns the number of attentions."""
-    if graph.opset < FIRST_OPSET:
-        return 0
     found = [node for node in graph.nodes if _is_product(shapes, node) and computes_probabilities(node.inputs[0])]
-    count = sum(_merge(graph, shapes, node) for node in found)
-    if found:  # what was written of an attention that stays is dead
-        graph.remove_dead()
-        graph.sort()
-    return count
+    return sum(_merge(graph, shapes, node) for node in found)
 
 
 def _is_product(shapes: ShapeInfo, node: Node) -> bool:

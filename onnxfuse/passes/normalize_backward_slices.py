@@ -26,10 +26,12 @@ from onnxfuse.ir.node import Node, has_subgraph, is_constant, op_of
 from onnxfuse.ir.protos import NodeContainer, OneNode, nodes, overridable_initializers, subgraphs
 from onnxfuse.ir.validate import ONNX_DOMAINS
 from onnxfuse.passes.fold_constants import value_of_constant_node
+from onnxfuse.passes.graph_pass import graph_pass
 
 Part: TypeAlias = "onnx.GraphProto | onnx.FunctionProto"
 
 
+@graph_pass()
 def normalize_backward_slices(graph: Graph, shapes: ShapeInfo) -> int:
     """Replace constant ends that are ambiguous by the lowest integer; return the number of nodes changed.
 

@@ -18,15 +18,14 @@ from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
 from onnxfuse.passes.attention_nodes import ELEMENTWISE, computes_probabilities
 from onnxfuse.passes.compose_views import View, write_views
 from onnxfuse.passes.emit import emit
+from onnxfuse.passes.graph_pass import graph_pass
 
-FIRST_OPSET: Final = 13  # whose Softmax is of one axis
 MAX_STEPS: Final = 12  # from the Softmax to the product
 
 
+@graph_pass(opset=13)  # whose Softmax is of one axis
 def orient_products(graph: Graph, shapes: ShapeInfo) -> int:
     """Give scores, probabilities and the product with values a row for each query.  Returns the number of rewrites."""
-    if graph.opset < FIRST_OPSET:
-        return 0
     count = 0
     for node in list(graph.nodes):
         if op_of(node) == "Softmax":
@@ -34,9 +33,6 @@ def orient_products(graph: Graph, shapes: ShapeInfo) -> int:
             count += sum(_product_of_rows(graph, shapes, each) for each in list(_swaps_behind(shapes, node.inputs[0])))
         elif op_of(node) == "MatMul":
             count += _probabilities_first(graph, shapes, node)
-    if count:
-        graph.remove_dead()
-        graph.sort()
     return count
 
 

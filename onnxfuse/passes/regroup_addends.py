@@ -9,7 +9,6 @@ that are joined with another one along which it differs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final
 
 import numpy as np
 from onnx import TensorProto
@@ -21,19 +20,13 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, op_of, producer
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.fold_shapes import reshape_target
+from onnxfuse.passes.graph_pass import graph_pass
 
-FIRST_OPSET: Final = 8  # with Expand
 
-
+@graph_pass(opset=8)  # with Expand
 def regroup_addends(graph: Graph, shapes: ShapeInfo) -> int:
     """Rewrite every Reshape, Adds and Reshape back to the shape in front of them.  Returns their number."""
-    if graph.opset < FIRST_OPSET:
-        return 0
-    count = sum(_rewrite(graph, shapes, node) for node in list(graph.nodes) if op_of(node) == "Reshape")
-    if count:
-        graph.remove_dead()
-        graph.sort()
-    return count
+    return sum(_rewrite(graph, shapes, node) for node in list(graph.nodes) if op_of(node) == "Reshape")
 
 
 def _rewrite(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:

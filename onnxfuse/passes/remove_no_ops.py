@@ -15,6 +15,7 @@ from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant, op_of, producer
 from onnxfuse.passes.attention_nodes import is_of_last_axis
 from onnxfuse.passes.emit import emit
+from onnxfuse.passes.graph_pass import graph_pass
 
 RewriteRule: TypeAlias = Callable[[Graph, ShapeInfo, Node], bool]  # returns whether it changed the graph
 
@@ -22,13 +23,10 @@ NEUTRAL_SCALARS = {"Mul": 1, "Div": 1, "Add": 0, "Sub": 0}
 MAX_WEIGHT_RANK = 3  # of what a weight is multiplied by or added to: batch, sequence, features
 
 
+@graph_pass()
 def remove_no_ops(graph: Graph, shapes: ShapeInfo) -> int:
     """Apply the rule of each node's operator; return the number of changes."""
-    count = sum(RULES[op](graph, shapes, node) for node in list(graph.nodes) if (op := op_of(node)) in RULES)
-    if count:
-        graph.remove_dead()
-        graph.sort()
-    return count
+    return sum(RULES[op](graph, shapes, node) for node in list(graph.nodes) if (op := op_of(node)) in RULES)
 
 
 def _remove(graph: Graph, shapes: ShapeInfo, node: Node, source: Tensor) -> bool:

@@ -21,6 +21,7 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.fold_shapes import reshape_target
+from onnxfuse.passes.graph_pass import graph_pass
 
 MAX_ASSIGNMENTS: Final = 8  # to one tensor
 
@@ -34,17 +35,14 @@ class Assignment(NamedTuple):
     step: int = 1
 
 
+@graph_pass()
 def scatter_to_concat(graph: Graph, shapes: ShapeInfo) -> int:
     """Replace every ScatterND at the end of assignments that write all of a tensor.  Returns their number."""
     scatters = [node for node in graph.nodes if op_of(node) == "ScatterND"]
     if not scatters:
         return 0
     indices = IndexAnalysis(graph, shapes)
-    count = sum(_rewrite(graph, shapes, indices, node) for node in reversed(scatters))
-    if count:
-        graph.remove_dead()
-        graph.sort()
-    return count
+    return sum(_rewrite(graph, shapes, indices, node) for node in reversed(scatters))
 
 
 def _rewrite(graph: Graph, shapes: ShapeInfo, indices: IndexAnalysis, last: Node) -> bool:

@@ -24,6 +24,7 @@ from onnxfuse.ir.attributes import attribute_or_input, int_attribute, ints_attri
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
 from onnxfuse.passes.emit import emit
+from onnxfuse.passes.graph_pass import graph_pass
 
 RANGE_OPSET: Final = 15  # whose Shape may be of some of the axes
 MIN_RANK: Final = 3  # of scores
@@ -34,6 +35,7 @@ SAME_SHAPE: Final = frozenset(op for op, rule in SHAPE_RULES.items() if rule is 
 Origin: TypeAlias = "tuple[Tensor, int] | int"  # a tensor and the axis of it that has a size, or the size as a number
 
 
+@graph_pass()
 def sizes_of_operands(graph: Graph, shapes: ShapeInfo) -> int:
     """Let what reads the Shape of a product, or of what is computed by elements, read that of what has the size first.
 
@@ -42,11 +44,7 @@ def sizes_of_operands(graph: Graph, shapes: ShapeInfo) -> int:
     """
     origins = Origins(shapes)
     nodes = [node for node in graph.nodes if op_of(node) == "Shape" and _is_inside(producer(node.inputs[0]))]
-    count = sum(_read_elsewhere(graph, shapes, origins, node) for node in nodes)
-    if count:
-        graph.remove_dead()
-        graph.sort()
-    return count
+    return sum(_read_elsewhere(graph, shapes, origins, node) for node in nodes)
 
 
 def _is_inside(node: Node | None) -> bool:

@@ -34,23 +34,18 @@ from onnxfuse.passes.compose_views import (
 )
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.fold_shapes import reshape_target
+from onnxfuse.passes.graph_pass import graph_pass
 
 RANK: Final = 3  # of what is split
 ALLOWZERO_OPSET: Final = 14  # with targets in which 0 is a size; before, it is the size of the input along that axis
-FIRST_OPSET: Final = 7  # with broadcasting from the last axis on
 THROUGH: Final = ELEMENTWISE | {"MatMul", "Softmax"}
 Writer: TypeAlias = Callable[[], Tensor]
 
 
+@graph_pass(opset=7)  # with broadcasting from the last axis on
 def split_merged_heads(graph: Graph, shapes: ShapeInfo) -> int:
     """Compute on four axes what is reshaped to four axes afterwards.  Returns the number of results."""
-    if graph.opset < FIRST_OPSET:
-        return 0
-    count = sum(_split_at(graph, shapes, node) for node in list(graph.nodes) if op_of(node) in REARRANGING)
-    if count:
-        graph.remove_dead()
-        graph.sort()
-    return count
+    return sum(_split_at(graph, shapes, node) for node in list(graph.nodes) if op_of(node) in REARRANGING)
 
 
 def _split_at(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:

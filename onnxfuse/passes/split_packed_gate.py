@@ -10,6 +10,7 @@ from onnxfuse.analysis.slice_ranges import slice_ranges
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, consumers, is_constant, op_of
 from onnxfuse.passes.folded import Folded, node_label
+from onnxfuse.passes.graph_pass import graph_pass
 
 GATE_OPERATORS = frozenset(
     ["Add", "Cast", "Div", "Erf", "Gelu", "HardSigmoid", "HardSwish", "Mul", "Pow", "Relu", "Sigmoid", "Swish", "Tanh"]
@@ -17,15 +18,13 @@ GATE_OPERATORS = frozenset(
 MAX_GATE_TENSORS = 12  # visited on the way from the product of both halves back to the gate
 
 
+@graph_pass()
 def split_packed_gate(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
     """Split each packed product; return the nodes that took halves of it."""
     folded: list[Folded] = []
     for node in list(graph.nodes):
         if op_of(node) == "MatMul" and is_constant(weight := node.inputs[1]) and len(weight.shape) == 2:
             folded += _split(graph, shapes, node, weight)
-    if folded:
-        graph.remove_dead()
-        graph.sort()
     return folded
 
 

@@ -16,6 +16,7 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS, Array
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer
+from onnxfuse.passes.graph_pass import graph_pass
 
 RANK: Final = 4  # of images: the fusion takes vectors of (channels, 1, 1)
 ACTIVATIONS: Final = frozenset(  # in one operator
@@ -25,10 +26,9 @@ ACTIVATIONS: Final = frozenset(  # in one operator
 GATES: Final = frozenset({"Sigmoid", "HardSigmoid"})  # of x in a product with x
 
 
+@graph_pass(opset=7)
 def spread_affine(graph: Graph, shapes: ShapeInfo) -> int:
     """Give every Mul and Add of a number behind the activation of a convolution a vector; return their number."""
-    if graph.opset < 7:
-        return 0
     return sum(_spread_behind(graph, shapes, node) for node in list(graph.nodes) if _is_activation(node))
 
 

@@ -30,6 +30,7 @@ from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.fold_constants import MAX_GROWTH_BYTES
 from onnxfuse.passes.fold_shapes import reshape_target
+from onnxfuse.passes.graph_pass import graph_pass
 
 BROADCASTING = frozenset(
     ("Add", "And", "Cast", "Div", "Max", "Min", "Mod", "Mul", "Not", "Or", "Pow", "Sub", "Where", "Xor", *COMPARISONS)
@@ -38,15 +39,11 @@ BROADCASTING = frozenset(
 NEUTRAL_MASKS = {"And": True, "Or": False, "Add": 0, "Mul": 1}
 
 
+@graph_pass()
 def unbroadcast_masks(graph: Graph, shapes: ShapeInfo) -> int:
     """Let elementwise operators read the smallest tensor of the same values; return the number of changes."""
-    graph.sort()
     substitution = _Substitution(graph, shapes)
-    count = sum(substitution.visit(node) for node in list(graph.nodes) if len(node.outputs) == 1)
-    if count or substitution.smaller:
-        graph.remove_dead()
-        graph.sort()
-    return count
+    return sum(substitution.visit(node) for node in list(graph.nodes) if len(node.outputs) == 1)
 
 
 class _Substitution:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Final
 
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.dsl.declaration import Rewrite
@@ -15,20 +14,20 @@ from onnxfuse.match import Match, Matcher
 from onnxfuse.match.prefilter import may_occur
 from onnxfuse.passes import Pass
 from onnxfuse.passes.folded import node_label
+from onnxfuse.passes.graph_pass import graph_pass
 from onnxfuse.rewrite.function_body import BodyBuilder
 from onnxfuse.rewrite.insert_nodes import insert_nodes
 from onnxfuse.rewrite.variant import Variant
 from onnxfuse.steps import StepError
 
-FIRST_OPSET: Final = 7  # with broadcasting as it is today
-
 
 def rules_pass(name: str, rules: Sequence[Rewrite]) -> Pass:
     """Return a pass of that name that applies rules."""
 
+    @graph_pass(opset=7)  # with broadcasting as it is today
     def apply(graph: Graph, shapes: ShapeInfo) -> int:
         try:
-            return apply_rules(graph, shapes, rules)
+            return _apply_rules(graph, shapes, rules)
         except StepError as error:  # a rule raised: the pass is left out
             assert error.__cause__ is not None
             raise error.__cause__ from None
@@ -37,10 +36,8 @@ def rules_pass(name: str, rules: Sequence[Rewrite]) -> Pass:
     return apply
 
 
-def apply_rules(graph: Graph, shapes: ShapeInfo, rules: Sequence[Rewrite]) -> int:
+def _apply_rules(graph: Graph, shapes: ShapeInfo, rules: Sequence[Rewrite]) -> int:
     """Apply rules to a sorted graph, from the outputs to the inputs, each node once; return how many were applied."""
-    if graph.opset < FIRST_OPSET:
-        return 0
     present = {op_of(node) for node in graph.nodes}
     by_root: dict[str, list[tuple[Matcher, Term]]] = defaultdict(list)
     for rule in rules:
@@ -48,15 +45,11 @@ def apply_rules(graph: Graph, shapes: ShapeInfo, rules: Sequence[Rewrite]) -> in
             matcher = Matcher(graph, shapes, rule.left)
             for op in matcher.prefilter.fusion_root_ops:
                 by_root[op].append((matcher, rule.right))
-    count = sum(
+    return sum(
         any(_apply(graph, shapes, matcher, right, node.outputs[0]) for matcher, right in by_root[op_of(node)])
         for node in (graph.nodes[::-1] if by_root else ())
         if op_of(node) in by_root and node.outputs
     )
-    if count:
-        graph.remove_dead()
-        graph.sort()
-    return count
 
 
 def _apply(graph: Graph, shapes: ShapeInfo, matcher: Matcher, right: Term, root: Tensor) -> bool:

@@ -12,13 +12,13 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.graph import Graph
 from onnxfuse.passes.fold_constants import fold_constants
 from onnxfuse.passes.remove_no_ops import remove_no_ops
-from onnxfuse.rewrite.apply_rules import apply_rules
+from onnxfuse.rewrite.apply_rules import rules_pass
 from onnxfuse.rules.activations import ACTIVATIONS
 
 
 def recognize_activations(graph: Graph, shapes: ShapeInfo) -> int:
     """Apply the rules, and fold what they compute of weights."""
-    count = apply_rules(graph, shapes, ACTIVATIONS)
+    count = rules_pass("activations", ACTIVATIONS)(graph, shapes)
     fold_constants(graph, shapes)
     remove_no_ops(graph, shapes)
     return count

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import onnx
 import pytest
@@ -17,7 +16,7 @@ from onnxfuse.dsl.declaration import Rewrite
 from onnxfuse.dsl.terms import Alternatives, Term
 from onnxfuse.match import relations
 from onnxfuse.passes.fold_constants import fold_constants
-from onnxfuse.rewrite.apply_rules import apply_rules
+from onnxfuse.rewrite.apply_rules import rules_pass
 from onnxfuse.rewrite.function_body import BodyBuilder
 from onnxfuse.rules.activations import ACTIVATIONS
 from onnxfuse.rules.masks import MASKS
@@ -76,7 +75,7 @@ def test_both_sides_compute_the_same(rule: Rewrite) -> None:
 @by_rule
 def test_the_engine_writes_the_right_side(rule: Rewrite) -> None:
     for unfused in written(rule):
-        changed, (_, applied) = apply(unfused.model, fold_constants, partial(apply_rules, rules=[rule]))
+        changed, (_, applied) = apply(unfused.model, fold_constants, rules_pass("rule", [rule]))
         assert applied == 1, unfused.spelling.id
         wanted = sorted(node.op_type for node in right_side(rule, unfused).graph.node)
         found = [node.op_type for node in changed.graph.node]
@@ -97,7 +96,7 @@ def test_near_misses_stay_equal(rule: Rewrite, opset: int) -> None:
             apply(mutant.model, fold_constants)
         except onnx.shape_inference.InferenceError:  # onnxruntime runs a PRelu with more slopes than axes
             continue
-        changed, _ = apply(mutant.model, fold_constants, partial(apply_rules, rules=[rule]))
+        changed, _ = apply(mutant.model, fold_constants, rules_pass("rule", [rule]))
         actual, reason = run(changed, mutant.inputs)
         assert actual is not None, f"{mutation.id}: {reason}"
         for one, other in zip(expected, actual, strict=True):
