@@ -133,6 +133,17 @@ class Graph:
         self.linked.nodes.append(node)
         return node
 
+    def set_attribute(self, node: Node, name: str, value: int | list[int]) -> None:
+        """Change an attribute of a node, and of its message where it was read, which is what is written."""
+        node.attrs[name] = value
+        if id(node) in self.protos:
+            changed = onnx.NodeProto()
+            changed.CopyFrom(self.protos[id(node)][1])
+            kept = [each for each in changed.attribute if each.name != name]
+            del changed.attribute[:]
+            changed.attribute.extend([*kept, onnx.helper.make_attribute(name, value)])
+            self.protos[id(node)] = (node, changed)
+
     def record_type(self, tensor: Tensor, dtype: int, shape: Iterable[object] | None) -> None:
         """Record a tensor's type in the model that is written, so that tools which do not know its node can go on."""
         if dtype:

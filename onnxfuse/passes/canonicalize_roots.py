@@ -71,7 +71,7 @@ def _canonicalize_reduction(graph: Graph, shapes: ShapeInfo, node: Node) -> bool
 
 def _name_last_axis(graph: Graph, node: Node) -> bool:
     if graph.opset < AXES_ARE_INPUTS:
-        node.attrs["axes"] = [-1]
+        graph.set_attribute(node, "axes", [-1])
     else:
         node.inputs[1] = graph.constant(f"{node.outputs[0].name}_axes", np.array([-1], np.int64))
     return True

@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 from onnx_models import apply, assert_same, ops, parse, random, run
 
+from onnxfuse import optimize
 from onnxfuse.analysis.shape_inference import infer_shapes
 from onnxfuse.ir.serde import read_graph
 from onnxfuse.passes.compose_views import compose_views
@@ -32,6 +33,17 @@ def test_a_tensor_that_a_subgraph_reads_keeps_its_name() -> None:
     assert after.graph.node[0].output[0] == "b"
     feeds = {"x": random(2, 8), "c": np.array(False)}
     np.testing.assert_array_equal(run(model, feeds)[0], run(after, feeds)[0])
+
+
+def test_a_negative_axis_of_flatten_is_counted_from_the_front_before_opset_11() -> None:
+    """onnxruntime runs that of the original, because it does not infer the rank behind the Reshape."""
+    model = onnx.parser.parse_model("""<ir_version: 4, opset_import: ["" : 7]>
+        g (float[2,n,2] x) => (float[] y) <int64[1] two = {2}, int64[1] rest = {-1}> {
+          s = Shape (x) halves = Div (s, two) target = Concat <axis = 0> (rest, halves)
+          r = Reshape (x, target) a = Relu (r) y = Flatten <axis = -3> (a) }""")
+    after, _ = optimize(model, verify=False, regions=False)
+    assert [a.i for node in after.graph.node if node.op_type == "Flatten" for a in node.attribute] == [1]
+    assert_same(model, after, (2, 2, 2), tol=0)
 
 
 def test_operators_of_other_domains_stay() -> None:
