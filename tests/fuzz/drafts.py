@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -128,13 +129,14 @@ class Draft:
 
 
 def shape_at(dims: Sequence[Dim], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the sizes of dims, where a text is a product or sum of symbols, and None is 2."""
+    """Return the sizes of dims, where a text is a product or sum of symbols or any other name, and None is 2."""
     return tuple(2 if d is None else d if isinstance(d, int) else _evaluate(d, sizes) for d in dims)
 
 
 def _evaluate(text: str, sizes: Mapping[str, int]) -> int:
     if not WORD.sub("", text).strip(" 0123456789+-*()"):
-        return max(0, int(eval(WORD.sub(lambda word: str(sizes.get(word[0], 2)), text))))
+        with suppress(SyntaxError, TypeError):  # a name such as " " or "a b"
+            return max(0, int(eval(WORD.sub(lambda word: str(sizes.get(word[0], 2)), text))))
     return sizes.get(text, 2)
 
 

@@ -207,7 +207,7 @@ def wrong_versions(random: Random, model: onnx.ModelProto) -> None:
     version = random.choice([0, -1, 1, 6, 25, 27, 999, 2**31, 2**62])
     if random.random() < 0.4:
         model.ir_version = version
-    elif random.random() < 0.6:
+    elif random.random() < 0.6 and model.opset_import:
         model.opset_import[0].version = version
     else:
         del model.opset_import[:]

@@ -76,7 +76,8 @@ class Tally:
         assert self.folder is not None
         stem = f"{said['verdict']}_{said['seed']}"
         data = base64.b64decode(said.get("model", "")) or _serialized(int(said["seed"]))
-        (self.folder / f"{stem}.onnx").write_bytes(data)
+        if data is not None:
+            (self.folder / f"{stem}.onnx").write_bytes(data)
         (self.folder / f"{stem}.txt").write_text(
             f"{said['kind']}, {said['options']}: {said['verdict']}: {said['sentence']}\n"
             f"python tests/fuzz/run.py --case {said['seed']}\n\n{said['text']}\n"
@@ -111,11 +112,14 @@ class Tally:
         print(f"failed: {' '.join(each['seed'] for each in self.failures) or 'none'}")
 
 
-def _serialized(seed: int) -> bytes:
-    """Return the model of a case whose process has ended."""
+def _serialized(seed: int) -> bytes | None:
+    """Return the model of a case whose process has ended; None if drawing it raises, which its worker has said."""
     from fuzz_cases import case_of
 
-    model = case_of(seed).model
+    try:
+        model = case_of(seed).model
+    except Exception:
+        return None
     return model if isinstance(model, bytes) else model.SerializeToString()
 
 
@@ -152,18 +156,20 @@ def _judge_one(seed: int) -> None:
 
     print(json.dumps({"begins": seed}), flush=True)
     started = time.monotonic()
-    case = case_of(seed)
+    case = None
     try:
+        case = case_of(seed)
         verdict = case.verdict()
         if verdict.kind == "hang":  # on a busy machine every call may be slow once
             verdict = case.verdict()
     except Exception as error:  # a fault of the fuzzer, which must not end the run
         last = traceback.extract_tb(error.__traceback__)[-1]
-        verdict = Verdict("crash", f"the judge raises {type(error).__name__} in {last.name}: {str(error)[:200]}")
-    said = {"seed": str(seed), "kind": case.kind, "options": str(case.options), "verdict": verdict.kind,
-            "key": verdict.key, "sentence": verdict.sentence, "text": "", "failed": verdict.is_failure,
+        verdict = Verdict("crash", f"the fuzzer raises {type(error).__name__} in {last.name}: {str(error)[:200]}")
+    kind, options = (case.kind, str(case.options)) if case else ("not drawn", "")
+    said = {"seed": str(seed), "kind": kind, "options": options, "verdict": verdict.kind, "key": verdict.key,
+            "sentence": verdict.sentence, "text": "", "failed": verdict.is_failure,
             "seconds": time.monotonic() - started}  # fmt: skip
-    if verdict.is_failure and verdict.kind != "crash":
+    if case and verdict.is_failure and verdict.kind != "crash":
         SEEN[verdict.key] += 1
         model = case.model
         if SEEN[verdict.key] <= MAX_REDUCED:

@@ -5,19 +5,22 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from random import Random
 
+import fuzz_cases
 import numpy as np
 import onnx
 import pytest
 import run as fuzzer
-from drafts import types
+from drafts import shape_at, types
 from draws import draws
 from fuzz_cases import case_of, draw_case
+from hostile import wrong_versions
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from judge import LOST_VALUE, SECONDS, Hang, Verdict, compare, judge, limited
@@ -411,6 +414,31 @@ def test_cases_that_end_their_process_or_do_not_end(monkeypatch: pytest.MonkeyPa
     assert ([each["seed"] for each in tally.failures], tally.slow) == (["2", "3", "5"], [3, 4])
     row = tally.table()[-1]
     assert (row["cases"], row["wrong"], row["hangs and crashes"], row["same"]) == (6, 1, 2, 3)
+
+
+def test_a_case_whose_drawing_raises_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It is stored without a model, and the run goes on."""
+    monkeypatch.setattr(fuzz_cases, "case_of", lambda seed: [][seed])
+    fuzzer._judge_one(7)
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    fuzzer.Tally(folder=tmp_path).take(said)
+    assert said["sentence"] == "the fuzzer raises IndexError in <lambda>: list index out of range"
+    assert [path.name for path in tmp_path.iterdir()] == ["crash_7.txt"]
+
+
+def test_hostile_versions_of_a_model_without_opsets() -> None:
+    model = onnx.parser.parse_model(CHAIN)
+    del model.opset_import[:]
+    for seed in range(20):
+        wrong_versions(Random(seed), model)
+    assert model.ir_version != onnx.parser.parse_model(CHAIN).ir_version
+
+
+@pytest.mark.parametrize(("dim", "size"), [("n", 3), ("2*n + 1", 7), (" ", 5), ("a b", 2), ("()", 2), (None, 2)])
+def test_sizes_of_dims(dim: str | None, size: int) -> None:
+    assert shape_at([dim], {"n": 3, " ": 5}) == (size,)
 
 
 def test_huge_sizes_are_not_inferred() -> None:
