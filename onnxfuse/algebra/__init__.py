@@ -1,1 +1,1 @@
-"""What is true of ONNX's operators wherever they stand: this room knows neither graphs nor kernels."""
+"""What is true of operators and of sizes wherever they stand: this room knows neither graphs nor kernels."""

@@ -11,8 +11,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from onnxfuse.analysis.bounds import lower_bound, upper_bound
-from onnxfuse.analysis.dims import Size
+from onnxfuse.algebra.bounds import lower_bound, upper_bound
+from onnxfuse.algebra.sizes import Size
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.node import Tensor
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from onnxfuse.analysis.dims import Size, divide, product
+from onnxfuse.algebra.sizes import Size, divide, product
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from typing import TypeAlias
 import numpy as np
 from onnx import TensorProto
 
+from onnxfuse.algebra.bounds import lower_bound
 from onnxfuse.algebra.operators import COMPARISONS, REGROUPING, VIEWS
-from onnxfuse.analysis.bounds import lower_bound
-from onnxfuse.analysis.dims import Size, product
+from onnxfuse.algebra.sizes import Size, product
 from onnxfuse.analysis.index_formulas import (
     AtMostZero,
     Element,

@@ -6,7 +6,7 @@ import onnx
 import onnx.shape_inference
 from onnx import TensorProto
 
-from onnxfuse.analysis.dims import Dim, Size
+from onnxfuse.algebra.sizes import Dim, Size
 from onnxfuse.analysis.shape_info import CannotInfer, PartialShape, Shape, ShapeInfo
 from onnxfuse.analysis.value_infos import EXPAND_BOUNDED_SINCE, ONNX_FAILURES
 from onnxfuse.ir.attributes import schema

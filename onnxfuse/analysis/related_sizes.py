@@ -5,8 +5,8 @@ This is for estimates alone.  A computed Pad, for example, may make an axis of a
 
 from __future__ import annotations
 
-from onnxfuse.analysis.bounds import maximum
-from onnxfuse.analysis.dims import UNKNOWN, Dim, Size, floor_divide, product, symbols
+from onnxfuse.algebra.bounds import maximum
+from onnxfuse.algebra.sizes import UNKNOWN, Dim, Size, floor_divide, product, symbols
 from onnxfuse.analysis.shape_info import Shape, ShapeInfo
 from onnxfuse.ir.node import Node, op_of
 

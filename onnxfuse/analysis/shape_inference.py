@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable
 
 from onnx import TensorProto
 
-from onnxfuse.analysis.dims import Dim
+from onnxfuse.algebra.sizes import Dim
 from onnxfuse.analysis.onnx_inference import infer_by_onnx
 from onnxfuse.analysis.output_dtypes import output_dtype
 from onnxfuse.analysis.related_sizes import relate_sizes

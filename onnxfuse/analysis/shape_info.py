@@ -11,8 +11,8 @@ from typing import TypeAlias
 import numpy as np
 import onnx
 
-from onnxfuse.analysis.bounds import solved, substituted, without_min_constants
-from onnxfuse.analysis.dims import UNKNOWN, Dim, Size, is_known, symbol
+from onnxfuse.algebra.bounds import solved, substituted, without_min_constants
+from onnxfuse.algebra.sizes import UNKNOWN, Dim, Size, is_known, symbol
 from onnxfuse.analysis.value_infos import RecordedSize, ValueInfos
 from onnxfuse.errors import ModelError, OnnxfuseError
 from onnxfuse.ir.dtypes import EXACT_INTEGERS, INTEGER_RANGES, Array

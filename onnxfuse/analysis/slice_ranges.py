@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from onnxfuse.analysis.dims import Size
+from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.rules import input_value, normalize_axis
 from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
 from onnxfuse.analysis.shape_rules.slices import slice_bounds, split_sizes

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from onnx import helper
 
-from onnxfuse.analysis.dims import Size, evaluate, symbols
+from onnxfuse.algebra.sizes import Size, evaluate, symbols
 from onnxfuse.analysis.shape_info import ShapeInfo
 
 ASSUMED_BATCH, ASSUMED_SIZE = 1, 128  # of dynamic dims: of those whose name contains "batch", and of the others

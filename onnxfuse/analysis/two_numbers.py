@@ -17,7 +17,7 @@ import numpy as np
 from onnx.helper import tensor_dtype_to_np_dtype
 
 from onnxfuse.algebra.operators import VIEWS
-from onnxfuse.analysis.dims import Size
+from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.index_formulas import (
     AtMostZero,
     Index,

@@ -10,9 +10,9 @@ import onnx
 import onnx.shape_inference
 from onnx import TensorProto
 
+from onnxfuse.algebra.size_parser import is_name, parse_size
+from onnxfuse.algebra.sizes import UNKNOWN, Size
 from onnxfuse.analysis.backward_slices import hide_ambiguous_ends
-from onnxfuse.analysis.dim_parser import is_name, parse_size
-from onnxfuse.analysis.dims import UNKNOWN, Size
 from onnxfuse.ir.protos import nodes, overridable_initializers, subgraphs
 from onnxfuse.ir.validate import ONNX_DOMAINS
 

@@ -8,8 +8,8 @@ from typing import Final
 
 import numpy as np
 
-from onnxfuse.analysis.dim_parser import parse_size
-from onnxfuse.analysis.dims import evaluate, symbols
+from onnxfuse.algebra.size_parser import parse_size
+from onnxfuse.algebra.sizes import evaluate, symbols
 from onnxfuse.runtime.call_inputs import dim_names, inputs_of
 from onnxfuse.runtime.expressions import Values
 from onnxfuse.runtime.fused_calls import Call

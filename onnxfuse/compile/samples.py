@@ -6,8 +6,8 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from onnxfuse.analysis.dim_parser import parse_size
-from onnxfuse.analysis.dims import Size, evaluate, symbols
+from onnxfuse.algebra.size_parser import parse_size
+from onnxfuse.algebra.sizes import Size, evaluate, symbols
 from onnxfuse.runtime.sample_sizes import LARGEST_SIZE, MAX_SAMPLES, is_unusual, sizes_between
 from onnxfuse.verify.shape_ranges import Range
 

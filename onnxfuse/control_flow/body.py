@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import onnx
 
 from onnxfuse.algebra.operators import CONTROL_FLOW
-from onnxfuse.analysis.dims import UNKNOWN, Size
+from onnxfuse.algebra.sizes import UNKNOWN, Size
 from onnxfuse.analysis.shape_info import Scope, Shape, ShapeInfo
 from onnxfuse.control_flow.inputs import carried, known_inputs, scanned
 from onnxfuse.control_flow.known_branches import with_known_branches

@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 
 import onnx
 
-from onnxfuse.analysis.dims import Dim, Size, symbol
+from onnxfuse.algebra.sizes import Dim, Size, symbol
 from onnxfuse.analysis.shape_inference import infer_shapes
 from onnxfuse.analysis.shape_info import Scope, Shape, ShapeInfo
 from onnxfuse.control_flow.inputs import carried

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onnxfuse.analysis.dims import UNKNOWN, Size
+from onnxfuse.algebra.sizes import UNKNOWN, Size
 from onnxfuse.analysis.shape_inference import infer_behind
 from onnxfuse.analysis.shape_info import Shape, ShapeInfo
 from onnxfuse.control_flow.body import Body, read_bodies

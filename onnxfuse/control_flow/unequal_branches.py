@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from onnxfuse.analysis.dims import Dim
+from onnxfuse.algebra.sizes import Dim
 from onnxfuse.analysis.shape_info import Shape, ShapeInfo
 from onnxfuse.analysis.value_infos import BRANCHES_JOINED_SINCE
 from onnxfuse.control_flow.body import Body, read_bodies

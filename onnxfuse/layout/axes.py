@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Literal, TypeAlias, TypeVar
 
-from onnxfuse.analysis.dims import Size
+from onnxfuse.algebra.sizes import Size
 
 Perm: TypeAlias = tuple[int, ...]
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from onnxfuse.algebra.operators import REARRANGING, REDUCTIONS
-from onnxfuse.analysis.dims import Size
+from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.tensor_bytes import tensor_bytes
 from onnxfuse.ir.attributes import ints_attribute
 from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer

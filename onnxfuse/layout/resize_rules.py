@@ -16,7 +16,7 @@ import onnx
 import onnx.numpy_helper
 from onnx import helper
 
-from onnxfuse.analysis.dims import Size, divide
+from onnxfuse.algebra.sizes import Size, divide
 from onnxfuse.analysis.shape_info import Shape
 from onnxfuse.ir.attributes import attribute_or_input, int_attribute, ints_attribute, str_attribute
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from onnxfuse.analysis.dims import Size
+from onnxfuse.algebra.sizes import Size
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.dsl.spans import Span
 from onnxfuse.dsl.terms import Term

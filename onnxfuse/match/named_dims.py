@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from onnxfuse.algebra.sizes import Size, is_known, product
 from onnxfuse.analysis import layout as layouts
-from onnxfuse.analysis.dims import Size, is_known, product
 from onnxfuse.match.state import Dims
 
 

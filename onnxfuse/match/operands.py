@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from onnxfuse.analysis.bounds import without_min_constants
+from onnxfuse.algebra.bounds import without_min_constants
 from onnxfuse.analysis.index_formulas import causal_mask_value
 from onnxfuse.analysis.two_numbers import two_numbers
 from onnxfuse.dsl.terms import Absent, Capture, Constant, Number, Term

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from onnxfuse.analysis.dims import Size, symbols
+from onnxfuse.algebra.sizes import Size, symbols
 from onnxfuse.analysis.index_formulas import AtMostZero
 from onnxfuse.analysis.magnitudes import is_ordinary
 from onnxfuse.dsl.guards import Relation

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from onnxfuse.algebra.operators import SLICING, VIEWS
+from onnxfuse.algebra.sizes import Size, product
 from onnxfuse.analysis import layout as layouts
-from onnxfuse.analysis.dims import Size, product
 from onnxfuse.analysis.shape_info import CannotInfer
 from onnxfuse.analysis.slice_ranges import slice_ranges
 from onnxfuse.dsl.terms import Capture, Term

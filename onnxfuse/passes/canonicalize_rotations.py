@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from onnxfuse.algebra.operators import REARRANGING, SLICING
-from onnxfuse.analysis.dims import Size
+from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
 from onnxfuse.analysis.slice_ranges import slice_ranges
 from onnxfuse.ir.attributes import int_attribute

@@ -26,7 +26,7 @@ from onnx import TensorProto
 from onnx.helper import tensor_dtype_to_np_dtype
 
 from onnxfuse.algebra.operators import VIEWS
-from onnxfuse.analysis.dims import Size
+from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.index_formulas import AtMostZero, causal_mask_value, negated
 from onnxfuse.analysis.magnitudes import is_ordinary
 from onnxfuse.analysis.mask_values import IndexAnalysis

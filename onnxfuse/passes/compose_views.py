@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnxfuse.algebra.operators import REARRANGING
-from onnxfuse.analysis.dims import Size, product
+from onnxfuse.algebra.sizes import Size, product
 from onnxfuse.analysis.layout import Layout, SubAxis, coalesce, identity, reshape, transpose
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import input_index, ints_attribute

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from onnxfuse.analysis.dims import Size, product
+from onnxfuse.algebra.sizes import Size, product
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import attribute_or_input, ints_attribute
 from onnxfuse.ir.graph import Graph, constant_value

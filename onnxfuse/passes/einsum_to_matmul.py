@@ -17,7 +17,7 @@ from string import ascii_letters
 
 import numpy as np
 
-from onnxfuse.analysis.dims import Size, product
+from onnxfuse.algebra.sizes import Size, product
 from onnxfuse.analysis.shape_info import Shape, ShapeInfo
 from onnxfuse.ir.attributes import str_attribute
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS

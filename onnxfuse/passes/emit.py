@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from onnxfuse.analysis.dims import Size
+from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Tensor

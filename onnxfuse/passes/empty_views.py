@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from onnxfuse.analysis.dims import evaluate, symbols
+from onnxfuse.algebra.sizes import evaluate, symbols
 from onnxfuse.analysis.rules import axes_parameter
 from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
 from onnxfuse.analysis.shape_rules.views import tells_empty_axes

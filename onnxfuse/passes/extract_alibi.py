@@ -18,7 +18,7 @@ import numpy as np
 from onnx import TensorProto
 from onnx.helper import tensor_dtype_to_np_dtype
 
-from onnxfuse.analysis.dims import Size
+from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.rules import axes_parameter
 from onnxfuse.analysis.shape_info import CannotInfer, Shape, ShapeInfo
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS, Array

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import onnx
 
-from onnxfuse.analysis.dims import Size
+from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.shape_rules.views import tells_empty_axes
 from onnxfuse.ir.attributes import int_attribute

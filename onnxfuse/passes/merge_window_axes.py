@@ -18,7 +18,7 @@ import numpy as np
 from onnx import TensorProto
 
 from onnxfuse.algebra.operators import SLICING
-from onnxfuse.analysis.dims import Size, product
+from onnxfuse.algebra.sizes import Size, product
 from onnxfuse.analysis.shape_info import CannotInfer, Shape, ShapeInfo
 from onnxfuse.analysis.slice_ranges import slice_ranges
 from onnxfuse.ir.attributes import ints_attribute

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from onnx import TensorProto
 
-from onnxfuse.analysis.dims import Size, product
+from onnxfuse.algebra.sizes import Size, product
 from onnxfuse.analysis.shape_info import Shape, ShapeInfo
 from onnxfuse.analysis.shape_rules.elementwise import broadcast
 from onnxfuse.ir.graph import Graph

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from onnxfuse.analysis.dims import Size
+from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.index_formulas import Index, Value
 from onnxfuse.analysis.mask_values import IndexAnalysis
 from onnxfuse.analysis.shape_info import ShapeInfo

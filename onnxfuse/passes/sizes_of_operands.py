@@ -16,7 +16,7 @@ import numpy as np
 from onnx import TensorProto
 
 from onnxfuse.algebra.operators import REGROUPING
-from onnxfuse.analysis.dims import Size
+from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.shape_inference import infer_node
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.shape_rules import SHAPE_RULES

@@ -17,7 +17,7 @@ import numpy as np
 from onnx import TensorProto
 
 from onnxfuse.algebra.operators import REARRANGING
-from onnxfuse.analysis.dims import Size
+from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer

@@ -18,7 +18,7 @@ import numpy as np
 from onnx.helper import tensor_dtype_to_np_dtype
 
 from onnxfuse.algebra.operators import COMPARISONS, REGROUPING
-from onnxfuse.analysis.dims import Size
+from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.index_formulas import Element, axis_index
 from onnxfuse.analysis.mask_values import IndexAnalysis
 from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo

@@ -17,7 +17,7 @@ import onnx
 import onnx.numpy_helper
 from onnx import TensorProto, helper
 
-from onnxfuse.analysis.dims import Dim, NonPolynomial, Size, symbol
+from onnxfuse.algebra.sizes import Dim, NonPolynomial, Size, symbol
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.node import Tensor, is_constant, op_of, producer
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 import onnx
 from onnx import helper
 
-from onnxfuse.analysis.dims import product
+from onnxfuse.algebra.sizes import product
 from onnxfuse.analysis.shape_info import Shape, ShapeInfo
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import dtype_name

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from onnxfuse.analysis.dims import Size
+from onnxfuse.algebra.sizes import Size
 from onnxfuse.ir.node import is_constant
 from onnxfuse.regions.computed import Expression, by_index
 from onnxfuse.regions.steps import StaysOut, Steps, Writer, axis_of, json_number

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Final
 
 from onnxfuse.algebra.operators import EXTREMES, REGROUPING, SOFTMAXES
-from onnxfuse.analysis.dims import Size
+from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.shape_info import Shape, ShapeInfo
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.node import Node

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from onnxfuse.algebra.operators import REGROUPING
-from onnxfuse.analysis.dims import Size
+from onnxfuse.algebra.sizes import Size
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.node import Node, Tensor, producer
 from onnxfuse.passes.folded import node_label

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 
 from onnx import TensorProto
 
-from onnxfuse.analysis.dims import Size
+from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.shape_info import Shape, ShapeInfo
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.attributes import AtRunTime, attribute_or_input

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.defs import OpSchema
 
 from onnxfuse.algebra.operators import TRUTHS
-from onnxfuse.analysis.dims import Size
+from onnxfuse.algebra.sizes import Size
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.dsl.dim_expressions import DimExpression
 from onnxfuse.dsl.guards import Guard

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence, Set
 from typing import Final
 
 from onnxfuse.algebra.operators import REARRANGING
-from onnxfuse.analysis.dims import Size
+from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.shape_info import Shape, ShapeInfo
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.ir.graph import Graph

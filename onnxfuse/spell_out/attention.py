@@ -8,7 +8,7 @@ from typing import Final
 
 from onnx import TensorProto
 
-from onnxfuse.analysis.dims import Size
+from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.rules import RuleTable
 from onnxfuse.dsl.terms import Term, as_term
 from onnxfuse.dsl.words import cast_like, op, rearrange, scaled

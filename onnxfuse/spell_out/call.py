@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from onnxfuse.analysis.dims import Size
+from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.dsl.spans import here
 from onnxfuse.dsl.terms import Capture, Term, as_term

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Final
 
 from onnxfuse.algebra.operators import VIEWS
-from onnxfuse.analysis.dims import Size
+from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.rules import RuleTable, axes_parameter
 from onnxfuse.analysis.shape_info import CannotInfer
 from onnxfuse.dsl.terms import Term

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onnx import TensorProto
 
-from onnxfuse.analysis.dims import Size
+from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.rules import RuleTable
 from onnxfuse.dsl.terms import Term
 from onnxfuse.dsl.words import op, rearrange

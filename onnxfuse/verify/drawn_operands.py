@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import onnx
 
-from onnxfuse.analysis.dims import evaluate, symbols
+from onnxfuse.algebra.sizes import evaluate, symbols
 from onnxfuse.analysis.repeated_columns import repeat_columns
 from onnxfuse.errors import VerificationError
 from onnxfuse.ir.dtypes import FLOAT_NAMES, Array

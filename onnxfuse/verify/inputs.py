@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 
-from onnxfuse.analysis.dim_parser import is_name
+from onnxfuse.algebra.size_parser import is_name
 from onnxfuse.errors import UsageError, VerificationError, first_line
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.plain_files import require_plain

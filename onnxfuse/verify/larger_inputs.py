@@ -9,7 +9,7 @@ from typing import Final
 
 import onnx
 
-from onnxfuse.analysis.dims import Dim, Size, evaluate
+from onnxfuse.algebra.sizes import Dim, Size, evaluate
 from onnxfuse.analysis.shape_info import Shape, ShapeInfo
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.execution_order import reads

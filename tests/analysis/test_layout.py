@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onnxfuse.analysis.dims import Size, symbol
+from onnxfuse.algebra.sizes import Size, symbol
 from onnxfuse.analysis.layout import (
     Arrangement,
     Layout,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from onnx_models import parse
 
-from onnxfuse.analysis.dims import symbol
+from onnxfuse.algebra.sizes import symbol
 from onnxfuse.analysis.index_formulas import AtMostZero, Element, Index, axis_index
 from onnxfuse.analysis.mask_values import IndexAnalysis
 from onnxfuse.analysis.shape_inference import infer_shapes

@@ -13,8 +13,8 @@ from exported_models import load_exported, read_index
 from onnx import TensorProto
 from runtimes import open_on_cpu
 
-from onnxfuse.analysis.dim_parser import parse_size
-from onnxfuse.analysis.dims import Size, evaluate, is_known, symbol, symbols
+from onnxfuse.algebra.size_parser import parse_size
+from onnxfuse.algebra.sizes import Size, evaluate, is_known, symbol, symbols
 from onnxfuse.analysis.shape_inference import infer_node, infer_shapes
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.graph import Graph

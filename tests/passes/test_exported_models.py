@@ -7,8 +7,8 @@ import pytest
 from exported_models import load_exported, read_index
 from onnx_models import apply, ops, run
 
-from onnxfuse.analysis.dim_parser import parse_size
-from onnxfuse.analysis.dims import evaluate
+from onnxfuse.algebra.size_parser import parse_size
+from onnxfuse.algebra.sizes import evaluate
 from onnxfuse.passes.fold_batch_norm import fold_batch_norm
 from onnxfuse.passes.fold_constants import fold_constants
 from onnxfuse.passes.fold_shapes import fold_shapes

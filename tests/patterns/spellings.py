@@ -17,9 +17,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from onnxfuse.algebra.sizes import Dim, evaluate, symbol
+from onnxfuse.algebra.sizes import Size as DimSize
 from onnxfuse.analysis import layout
-from onnxfuse.analysis.dims import Dim, evaluate, symbol
-from onnxfuse.analysis.dims import Size as DimSize
 from onnxfuse.analysis.shape_inference import infer_shapes
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.dsl.guards import Guard

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onnxfuse.analysis.dims import Size
+from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.rules import RuleTable, ShapeRule, has_input, input_shape, required
 from onnxfuse.analysis.shape_info import CannotInfer, PartialShape, Shape, ShapeInfo
 from onnxfuse.ir.attributes import int_attribute, ints_attribute

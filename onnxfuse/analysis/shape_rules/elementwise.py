@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from onnxfuse.analysis.bounds import limited_sizes, lower_bound, without_min_constants
-from onnxfuse.analysis.dims import Size, divisor
+from onnxfuse.algebra.bounds import limited_sizes, lower_bound, without_min_constants
+from onnxfuse.algebra.sizes import Size, divisor
 from onnxfuse.analysis.rules import RuleTable, ShapeRule, input_shape, normalize_axis
 from onnxfuse.analysis.shape_info import PartialShape, Shape, ShapeInfo
 from onnxfuse.ir.attributes import int_attribute

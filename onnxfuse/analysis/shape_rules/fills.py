@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from onnxfuse.analysis.bounds import maximum
-from onnxfuse.analysis.dims import Size, product
+from onnxfuse.algebra.bounds import maximum
+from onnxfuse.algebra.sizes import Size, product
 from onnxfuse.analysis.rules import (
     RuleTable,
     ShapeRule,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onnxfuse.analysis.dims import Size
+from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.rules import RuleTable, ShapeRule, input_shape, required
 from onnxfuse.analysis.shape_info import CannotInfer, Shape, ShapeInfo
 from onnxfuse.analysis.shape_rules.elementwise import broadcast, broadcast_sizes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onnxfuse.analysis.dims import Size
+from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.rules import RuleTable, ShapeRule, axes_parameter, input_shape, integers, normalize_axis
 from onnxfuse.analysis.shape_info import CannotInfer, Shape, ShapeInfo
 from onnxfuse.ir.attributes import flag_attribute, int_attribute

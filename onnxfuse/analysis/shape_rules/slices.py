@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+from onnxfuse.algebra.bounds import lower_bound, maximum, minimum, upper_bound
+from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.backward_slices import TO_THE_END, is_ambiguous_end
-from onnxfuse.analysis.bounds import lower_bound, maximum, minimum, upper_bound
-from onnxfuse.analysis.dims import Size
 from onnxfuse.analysis.rules import RuleTable, ShapeRule, axes_parameter, input_shape, integers, normalize_axis
 from onnxfuse.analysis.shape_info import CannotInfer, PartialShape, Shape, ShapeInfo
 from onnxfuse.ir.attributes import int_attribute

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from onnxfuse.analysis.bounds import limited_sizes, lower_bound, without_min_constants
-from onnxfuse.analysis.dims import Size, divide, product
+from onnxfuse.algebra.bounds import limited_sizes, lower_bound, without_min_constants
+from onnxfuse.algebra.sizes import Size, divide, product
 from onnxfuse.analysis.layout import identity, reshape
 from onnxfuse.analysis.rules import (
     RuleTable,

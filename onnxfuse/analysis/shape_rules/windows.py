@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from onnxfuse.analysis.bounds import maximum
-from onnxfuse.analysis.dims import Size
+from onnxfuse.algebra.bounds import maximum
+from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.rules import RuleTable, ShapeRule, has_input, input_shape, integers, partial_integers, required
 from onnxfuse.analysis.shape_info import CannotInfer, Shape, ShapeInfo
 from onnxfuse.ir.attributes import (

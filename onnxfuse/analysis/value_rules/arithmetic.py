@@ -9,8 +9,8 @@ from collections.abc import Callable
 import numpy as np
 from onnx import TensorProto
 
-from onnxfuse.analysis.bounds import lower_bound, maximum, minimum, upper_bound
-from onnxfuse.analysis.dims import Size, divide, product
+from onnxfuse.algebra.bounds import lower_bound, maximum, minimum, upper_bound
+from onnxfuse.algebra.sizes import Size, divide, product
 from onnxfuse.analysis.rules import (
     RuleTable,
     ValueRule,

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
+from onnxfuse.algebra.sizes import product
 from onnxfuse.analysis.backward_slices import is_ambiguous_end
-from onnxfuse.analysis.dims import product
 from onnxfuse.analysis.rules import RuleTable, ValueRule, input_shape, input_value, integers, normalize_axis
 from onnxfuse.analysis.shape_info import MAX_VALUE_ELEMENTS, CannotInfer, ShapeInfo, exact_elements
 from onnxfuse.analysis.shape_rules.fills import range_length

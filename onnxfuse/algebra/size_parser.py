@@ -6,8 +6,8 @@ import functools
 import re
 from collections.abc import Callable
 
-from onnxfuse.analysis.bounds import maximum, minimum
-from onnxfuse.analysis.dims import UNKNOWN, Size, floor_divide, is_known, modulo, product, symbol
+from onnxfuse.algebra.bounds import maximum, minimum
+from onnxfuse.algebra.sizes import UNKNOWN, Size, floor_divide, is_known, modulo, product, symbol
 
 MAX_EXPONENT = 8  # of a power that is multiplied out
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from onnxfuse.analysis.bounds import (
+from onnxfuse.algebra.bounds import (
     lower_bound,
     maximum,
     minimum,
@@ -18,8 +18,8 @@ from onnxfuse.analysis.bounds import (
     upper_bound,
     without_min_constants,
 )
-from onnxfuse.analysis.dim_parser import parse_size
-from onnxfuse.analysis.dims import (
+from onnxfuse.algebra.size_parser import parse_size
+from onnxfuse.algebra.sizes import (
     MAX_DEGREE,
     MAX_TERMS,
     MAX_TEXT,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Final, TypeAlias
 
-from onnxfuse.analysis.dims import (
+from onnxfuse.algebra.sizes import (
     Dim,
     Monomial,
     NonPolynomial,
