@@ -23,9 +23,9 @@ SLOPES: Final = "heads 1 1"
 POSITIONS: Final = "batch? 1 queries? keys??"
 BIASED: Final = ("slopes", "position")  # `bias_kind` where there is a bias
 INFINITY: Final = float("inf")
-SWALLOWS_SCORES: Final = -1e30  # in float32 a finite score added to a value below this leaves that value as it is
+SWALLOWS_SCORES: Final = -1e30  # in float32, adding a finite score to a value below this does not change the value
 LOWEST_FLOAT16: Final = -65504.0
-LOWEST: Final = {"float16": LOWEST_FLOAT16, "bfloat16": -3.3895313892515355e38}  # a Cast makes -inf of what is below
+LOWEST: Final = {"float16": LOWEST_FLOAT16, "bfloat16": -3.3895313892515355e38}  # a Cast turns lower values into -inf
 NO_WEIGHT: Final = "a masked score is -65504 or less, so that its key has no weight beside others; it is {masked_score}"
 SWALLOWS: Final = "the mask adds -inf where it is false, or in float32 less than -1e30; it adds {masked_score}"
 IN_RANGE: Final = "a masked score is -inf, or a number that {dtype} has; it is {masked_score}"
@@ -61,7 +61,7 @@ def require_grouped_heads() -> None:
 def layouts(name: str, x: Term, rows: str, heads: str, size: str, result: str) -> dict[str, Term]:
     """Return x in each layout that kernels read without a copy, by its label, rearranged to the axes `result`.
 
-    `rows`, `heads` and `size` name the dimensions of x; `name` is what x is called as a slice of a packed product.
+    `rows`, `heads` and `size` name the dimensions of x; `name` is the name of x as a slice of a packed product.
     """
     return {
         "packed": rearrange(packed_slice(x, name), f"batch {rows} ({heads} {size}) -> {result}"),
@@ -113,10 +113,10 @@ def axis_size(x: Term, axis: int) -> Term:
 
 
 def causal_bias(queries: Term, keys: Term, mask: Term, like: Term, masked_score: Term) -> Term:
-    """Return what a causal mask adds to scores: 0 where a key counts, `masked_score` where it does not.
+    """Return the bias of a causal mask: 0 where a key counts, `masked_score` where it does not.
 
-    `queries` and `keys` are the numbers of them.  A key counts if it is not behind its query, the last query being
-    level with the last key, and if the boolean mask, where there is one, is true.
+    `queries` and `keys` are their numbers.  The last query is aligned with the last key.  A key counts if it does not
+    come after its query and the boolean mask, where there is one, is true.
     """
     alone = causal(op.Where(_up_to_diagonal(queries, keys), 0.0, masked_score), "queries keys", masked_score)
     return cast_like(either(op.Where(_causal_and(queries, keys, mask), 0.0, masked_score), alone), like=like)
@@ -151,7 +151,7 @@ def masked(biased: Term, queries: Term, columns: Term, scores: Scores) -> Term:
     """Return scores under a choice `mask_kind` of masks.
 
     A boolean mask is true where a key counts; an inverted one is true where it does not; a causal one adds
-    `masked_score` behind the diagonal, and where the boolean mask, if there is one, is false.
+    `masked_score` above the diagonal, and where the boolean mask, if there is one, is false.
     """
     mask, masked_score = scores.mask, scores.masked_score
     keep = shared(op.Where(mask, 0.0, masked_score))
@@ -184,7 +184,7 @@ def attend(queries: Term, columns: Term, keys: Term, values: Term, scores: Score
 
     Where `capped` is tanh, scores are cap * tanh(scale * queries columns) before bias and mask.  Where `bias_kind` is
     slopes, the bias is slopes * positions: a number of each head times one of each key, or of each query and key.
-    Where `fully_masked` is cleared, probabilities of masked keys are 0 in rows of which all keys are masked, too.
+    Where `fully_masked` is cleared, probabilities of masked keys are 0 in fully masked rows, too.
 
     All are (batch, heads, rows, size); `columns` are the keys transposed.
     """

@@ -1,14 +1,14 @@
 """The bodies of attention in onnxruntime's own operators, MultiHeadAttention and GroupQueryAttention.
 
-MultiHeadAttention takes (batch, length, heads * size), as many heads of keys as of queries, and a bias of four axes of
-which the last two are not broadcast; a causal mask is an attribute.
+MultiHeadAttention takes (batch, length, heads * size), as many key heads as query heads, and a bias of four axes whose
+last two are not broadcast; a causal mask is an attribute.
 
-GroupQueryAttention takes heads of keys without repeating them, and the past of a cache as inputs of their own.  It is
-causal, leaves keys out by -inf, and has no mask: padding is given as lengths of rows that end early, but what a mask
-holds is known only when the model runs.  So it serves decoders that were exported without a padding mask.  A bias is
-refused by onnxruntime 1.23 on CUDA.  The CUDA provider has no kernel for float32, the CPU provider none for bfloat16.
-It fails without queries, an empty batch ends the process on the CPU, and behind a past it takes several queries of one
-batch only; so batch and queries must be known, the past need not be.
+GroupQueryAttention takes key heads without repeating them, and the past of a cache as separate inputs.  It is
+causal, masks keys by -inf, and has no mask operand: padding is given as lengths of rows that end early, but the
+contents of a mask are known only when the model runs.  So it serves decoders that were exported without a padding
+mask.  onnxruntime 1.23 refuses a bias on CUDA.  The CUDA provider has no kernel for float32, the CPU provider none for
+bfloat16.  It fails without queries, an empty batch ends the process on the CPU, and with a past it takes several
+queries of one batch only; so batch and queries must be known, and the past need not be.
 """
 
 from typing import Final
@@ -33,10 +33,10 @@ KEYS: Final = "batch keys (kv_heads repeats size)"
 VALUES: Final = "batch keys (kv_heads repeats value_size)"
 GROUPED_KEYS: Final = "batch {rows} (kv_heads size)"
 GROUPED_VALUES: Final = "batch {rows} (kv_heads value_size)"
-MAX_HEAD_SIZE: Final = 256  # of GroupQueryAttention
+MAX_HEAD_SIZE: Final = 256  # the largest head that GroupQueryAttention takes
 IS_CAUSAL: Final = "the last query sees all keys, each one before it one less"
 FINITE: Final = "masked scores are finite, so that every row has a softmax"
-BEFORE_ATTENTION: Final = {"cos", "sin", "q_scale", "k_scale"}  # operands of what happens to queries and keys first
+BEFORE_ATTENTION: Final = {"cos", "sin", "q_scale", "k_scale"}  # operands of rotations and norms that precede attention
 
 
 # --- GroupQueryAttention -----------------------------------------------------------------------------------------
@@ -48,11 +48,11 @@ def group_query_attention(
     """Return result, keys and values of GroupQueryAttention, where it computes the fused attention of QUERIES.
 
     `keys` and `values` are GROUPED_KEYS and GROUPED_VALUES, those of this step where there is a past.  The past and
-    what comes back are (batch, kv_heads, rows, size).
+    the returned caches are (batch, kv_heads, rows, size).
     """
     rows = axis_size(queries, 1) if past[0] is None else axis_size(past[0], 2) + axis_size(queries, 1)
     total = op.Cast(rows, to=TensorProto.INT32)
-    last = op.Expand(op.Range(total - 1, total, 1), shape=[size("batch")])  # by Range, which leaves it on the GPU
+    last = op.Expand(op.Range(total - 1, total, 1), shape=[size("batch")])  # Range keeps the value on the GPU
     node = contrib.GroupQueryAttention(
         queries, keys, values, *past, last, total,
         num_heads=size("heads"), kv_num_heads=size("kv_heads"), scale=scores.scale, softcap=scores.softcap,
@@ -168,7 +168,7 @@ def sees_all(form: str, mask_kind: str, bias_kind: str, mask: object, is_causal:
 
 
 def adding_is_exact(form: str, mask_kind: str, fully_masked: str, masked_score: float, dtype: str) -> bool:
-    """Return whether a score to which the mask is added becomes what the mask replaces it by."""
+    """Return whether adding the mask to a score gives exactly the number by which the mask replaces it."""
     if fully_masked == "cleared" and masked_score > -INFINITY:
         return False  # a row in which all keys are masked would have equal probabilities
     if form != "softmax" or mask_kind not in ("boolean", "inverted"):
@@ -204,7 +204,7 @@ def mask_and_bias(queries: Term, rows: tuple[Term, Term], scores: Scores) -> Ter
 
 
 def of_all_pairs(bias: Term, queries: Term, keys: Term) -> Term:
-    """Return what is added to scores as (batch or 1, heads or 1, queries, keys); the counts are (1,) tensors."""
+    """Return the bias of scores as (batch or 1, heads or 1, queries, keys); the counts are (1,) tensors."""
     return either(
         op.Expand(bias, shape=[1, 1, size("queries"), size("keys")]),
         op.Expand(bias, op.Concat(full(1, "2"), queries, keys, axis=0)),

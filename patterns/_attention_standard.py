@@ -86,7 +86,7 @@ def _attended(
     rows = _size(queries, axis), _size(keys, axis)
     if past:
         rows = rows[0], _size(past[0], 2) + rows[1]
-    # The operator divides by softcap inside tanh; what is absent is left out of a product of parameters.
+    # The operator divides by softcap inside tanh; absent factors are left out of a product of parameters.
     attributes = {"scale": scores.scale * scores.cap, "softcap": scores.softcap * scores.cap, **heads}
     precision = when(
         as_term(TensorProto.FLOAT), "a softmax in float32", lambda dtypes, dtype: _is_in("float16", dtypes, dtype)
@@ -129,7 +129,7 @@ def _size(x: Term, axis: int) -> Term:
 
 
 class _Mask(NamedTuple):
-    """The mask of Attention and its attribute is_causal, and when these mean what the fused node does."""
+    """The mask of Attention and its attribute is_causal, and the condition under which they equal the fused node."""
 
     mask: Term | None
     is_causal: AttributeValue
@@ -138,7 +138,7 @@ class _Mask(NamedTuple):
 
 
 def _masks(queries: Term, rows: tuple[Term, Term], scores: Scores, has_past: bool) -> Iterator[_Mask]:
-    """Yield what Attention may have as mask; `rows` are the numbers of queries and of keys, of one element each."""
+    """Yield the masks that Attention may have; `rows` are the numbers of queries and keys, of one element each."""
     counts = op.Squeeze(rows[0], axes=[0]), op.Squeeze(rows[1], axes=[0])
     keep, added = _kept(counts, scores), _added(queries, counts, scores)
     yield _Mask(None, None, "every query sees every key", sees_all)
@@ -167,7 +167,7 @@ def _ends_level(
     form: str, mask_kind: str, bias_kind: str, masked_score: float, dtype: str, mask: object, queries: object,
     new: object,
 ) -> bool:  # fmt: skip
-    """Return whether a causal mask alone is there, for as many queries as keys behind the past."""
+    """Return whether there is only a causal mask, for as many queries as keys after the past."""
     return _is_square(form, mask_kind, bias_kind, masked_score, dtype, mask, queries, new)
 
 
@@ -194,20 +194,20 @@ def _is_kept(has_past: bool) -> Callable[..., bool]:
 
 
 def _added(queries: Term, rows: tuple[Term, Term], scores: Scores) -> Term:
-    """Return what is added to scores, above the lowest number of the dtype."""
+    """Return the addend of scores, above the lowest number of the dtype."""
     swallowing = cast_like(op.Where(_kept(rows, scores), 0.0, LOWEST_ADDED["float32"]), like=queries)
     whole = mask_and_bias(queries, rows, scores)
     clipped = (
         when(_above_lowest(whole, lowest), f"masks are {dtype}", _may_be_lowest(dtype))
         for dtype, lowest in LOWEST_ADDED.items()
     )
-    return either(when(swallowing, "the mask leaves nothing of a score", _is_swallowing), *clipped, whole)
+    return either(when(swallowing, "the mask replaces scores", _is_swallowing), *clipped, whole)
 
 
 def _above_lowest(added: Term, above: float) -> Term:
-    """Return what is added to scores, no finite number of it below `above`.
+    """Return the addend of scores, without finite numbers below `above`.
 
-    Infinities stay where they make probabilities NaN that are replaced by 0, as the operator does it.
+    Infinities stay where they make probabilities NaN that the operator replaces by 0.
     """
     limited = op.Max(added, above)
     finite_alone = op.Where(op.Greater(added, -INFINITY), limited, added)
@@ -247,7 +247,7 @@ def _may_be_lowest(wanted: str) -> Callable[..., bool]:
 def rotated_by_operator(x: Term, cos: Term, sin: Term, rows: str, **heads: AttributeValue) -> dict[str, Term]:
     """Return x, of (batch, heads, rows, size) or with heads side by side, rotated by RotaryEmbedding.
 
-    The labels are those of `_rotary.rotated`.  The operator reads each column of its tables once.  An attribute
+    The labels are the same as in `_rotary.rotated`.  The operator reads each column of its tables once.  An attribute
     num_heads is given where heads lie side by side.
     """
     part: dict[str, AttributeValue] = {"rotary_embedding_dim": size("rotated")}

@@ -14,7 +14,7 @@ def finished(
 ) -> Term:
     """Return activation(product + residual) * column_scale + column_shift, or with the residual for the shift.
 
-    A slope is that of a PRelu.
+    `slope` is the slope of a PRelu.
     """
     require(
         "an activation or a residual follows the convolution",

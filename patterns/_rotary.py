@@ -5,11 +5,11 @@ from typing import Final
 
 from onnxfuse.dsl import Term, choose, op, rearrange, require, size
 
-END: Final = 2**63 - 1  # of a Slice: the end of the axis
+END: Final = 2**63 - 1  # the end of a Slice that goes on to the end of its axis
 
 
 def require_cos_batch() -> None:
-    """Require that the tables have the batch size of what they rotate, or 1."""
+    """Require that the tables have the batch size of the tensor that they rotate, or 1."""
     require(
         "cos has the batch size {batch}, or 1; it has {cos_batch}",
         lambda batch, cos_batch: cos_batch is None or cos_batch in (1, batch),
@@ -17,9 +17,9 @@ def require_cos_batch() -> None:
 
 
 def rotated_rows(x: Term, axes: str, rotate: Callable[[Term, str], dict[str, Term]]) -> dict[str, Term]:
-    """Return what `rotate` makes of x and these axes by its label, where the first `kept` rows may stay as they are.
+    """Return x rotated by `rotate` along these axes, by label; the first `kept` rows may stay as they are.
 
-    So do class tokens and registers of vision transformers, in front of the patches, which have positions.
+    Vision transformers keep class tokens and registers so, which precede the patches and have no positions.
     """
     names = axes.split()
     at = next(i for i, name in enumerate(names[1:], start=1) if not name.endswith("heads"))
@@ -70,7 +70,7 @@ def rotated(x: Term, cos: Term, sin: Term, axes: str, *, of_heads: bool = False)
 
 
 def is_sum(rows: object, kept: object, patches: object) -> bool:
-    """Return whether rows are those that stay and the patches behind them, as far as these are numbers."""
+    """Return whether the rows are the kept ones and then the patches, as far as these are numbers."""
     if isinstance(rows, int) and isinstance(kept, int) and isinstance(patches, int):
         return kept > 0 and rows == kept + patches
     return True
@@ -104,7 +104,7 @@ def _pairs(x: Term) -> tuple[Term, Term]:
 def _turned_pairs(x: Term, leading: str, count: str) -> Term:
     """Return -second, first for every pair of neighbours on the last axis, which has `count` of them.
 
-    `leading` names the axes in front of it.
+    `leading` names the axes before it.
     """
     first, second = _pairs(x)
     return _stacked((-second, first), leading, count)
@@ -119,7 +119,7 @@ def _stacked(parts: Iterable[Term], leading: str, count: str) -> Term:
 def _per_head(table: Term, axes: str, count: str, of_heads: bool) -> Term:
     """Return a table of `count` columns for a tensor with these axes, of size 1 where it broadcasts over the heads.
 
-    With `of_heads` the layouts are also those of tables that have as many heads as the tensor.
+    With `of_heads` there are also layouts for tables that have as many heads as the tensor.
     """
     names = ["cos_batch" if name == "batch" else "1" if name.endswith("heads") else name for name in axes.split()]
     result, rows = " ".join((*names[:-1], count)), next(name for name in names[1:] if name != "1")

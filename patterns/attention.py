@@ -44,18 +44,18 @@ def attention(
 
     Each key and value head serves `repeats` query heads (Ainslie et al. 2023, arXiv:2305.13245).
 
-    `mask_kind` causal adds `masked_score` where a key is behind its query, the last query being level with the last
-    key, and where the mask is false, which is then optional and boolean.  `form` operator is ONNX's own Attention,
+    `mask_kind` causal adds `masked_score` where a key comes after its query, and where the mask is false, which is then
+    optional and boolean; the last query is aligned with the last key.  `form` operator is ONNX's own Attention,
     whose scale is 1 / sqrt(size) by default; causal_operator is the same under a causal mask.
 
     With `--fallback ort` the body is com.microsoft.MultiHeadAttention or, with softcap, GroupQueryAttention, where
-    these compute the same; docs/decisions/fallback-ort.md lists what they do not take, and standard-operators.md there
-    what ONNX's Attention does not, which `--emit standard` writes.
+    these compute the same; docs/decisions/fallback-ort.md lists the forms that they do not take, and
+    docs/decisions/standard-operators.md the forms that ONNX's Attention, which `--emit standard` writes, does not take.
 
     That body adds masks, so it gives NaN for rows in which a masked score is NaN or infinite.  Where `fully_masked` is
     zero, as after a softmax whose NaNs are replaced by 0, it gives 0 for rows that are masked, whatever keys and values
-    are, and NaN for rows of which a score is NaN.  Where it is cleared, probabilities are 0 where the mask leaves out
-    a key, so that these rows give 0 as well.
+    are, and NaN for rows in which a score is NaN.  Where it is cleared, probabilities of masked keys are 0, so that
+    these rows give 0 as well.
     """
     require_grouped_heads()
     scores = Scores(mask, bias, slopes, positions, scale, masked_score, is_causal, softcap, cap)

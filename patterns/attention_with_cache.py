@@ -46,7 +46,7 @@ ROWS_FIRST: Final = "batch {rows} kv_heads {size}"
 
 
 def appended(past: Term, new: Term, name: str, size: str) -> Term:
-    """Return a cache of this step: the rows of the past, and behind them the new ones, called `name` in choices."""
+    """Return a cache of this step: the rows of the past, followed by the new ones; choices call it `name`."""
 
     def cache(axes: str, axis: int) -> Term:
         old = axes.format(rows="past", size=size)
@@ -112,8 +112,8 @@ def attention_with_cache(
     one key head or bshd), only new rows are written; a node refuses other overlaps when it runs.  A cache of fixed
     size, into which rows are scattered, is not fused.
 
-    With `--fallback ort` the body is com.microsoft.GroupQueryAttention, where that computes the same, else that of
-    attention(); docs/decisions/fallback-ort.md lists what it does not take.
+    With `--fallback ort` the body is com.microsoft.GroupQueryAttention, where that computes the same, and otherwise
+    the body of attention(); docs/decisions/fallback-ort.md lists the forms that it does not take.
     """
     require_grouped_heads()
     require("{keys} keys are {past} of the past and {new} more", lambda keys, past, new: keys == past + new)

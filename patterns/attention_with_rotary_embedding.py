@@ -140,7 +140,7 @@ def attention_with_rotary_embedding(
     """attention(rotary_embedding(q), rotary_embedding(k), v), for q and k or, where they have scales, their RMS norms
 
     No other node reads the rotated values: keys that also go to a cache are rotated by a rotary_embedding.  With
-    `first_rows` kept the first `kept` rows of queries and keys are not rotated, as those of class tokens.
+    `first_rows` kept the first `kept` rows of queries and keys are not rotated: class tokens have no position.
 
     With `--fallback ort` NaN and infinite inputs reach the elements that attention() says.
     """

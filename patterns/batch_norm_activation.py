@@ -18,8 +18,8 @@ def batch_norm_activation(
 ) -> Term:
     """y = activation((x - mean) * scale / sqrt(var + epsilon) + bias)
 
-    Networks that normalize in front of a convolution, such as DenseNet, have it.  `momentum` changes nothing: it is for
-    training, and here so that a node may have any.
+    Networks that normalize before a convolution have it, such as DenseNet.  `momentum` changes nothing: it is for
+    training, and declared so that a node may have any.
     """
     normalized = op.BatchNormalization(x, scale, bias, mean, var, epsilon=epsilon, momentum=momentum)
     return activation(normalized, alpha, beta)

@@ -1,4 +1,4 @@
-"""A bias along the last axis and an activation, where no product in front of them was fused with them."""
+"""A bias along the last axis and an activation, which were not fused with a product before them."""
 
 from onnxfuse.dsl import Term, fusion, scalar, tensor, weight
 from onnxfuse.patterns._activations import activation

@@ -36,8 +36,8 @@ def conv_bias_activation(
 ) -> Term:
     """y = activation(conv(x, w) + bias + residual) * column_scale + column_shift, or with the residual for the shift
 
-    The residual is added before the activation in a ResNet, and in the end in the bottlenecks of YOLO.  column_scale
-    and column_shift are the affine block behind the activations of PaddlePaddle's models, slope is that of a PRelu.
+    The residual is added before the activation in a ResNet, and last in the bottlenecks of YOLO.  column_scale
+    and column_shift are the affine block after the activations of PaddlePaddle's models; slope is the slope of a PRelu.
     """
     product = op.Conv(
         x,

@@ -18,7 +18,7 @@ def gemm_bias_activation(
 ) -> Term:
     """y = activation(x w + bias) * column_scale + residual; w is (k, n), or (n, k) with weight_layout nk
 
-    slope is that of a PRelu.
+    `slope` is the slope of a PRelu.
     """
     require(
         "a bias, an activation, a scale or a residual follows the product, or operators join it",

@@ -19,7 +19,7 @@ from onnxfuse.dsl import (
 )
 from onnxfuse.patterns._activations import silu
 
-RANKS = 2, 3, 4, 5  # of x, which is (n, channels, …)
+RANKS = 2, 3, 4, 5  # ranks of x, which is (n, channels, …)
 
 
 def of_rank(axes: int, value: Term) -> Term:
@@ -98,7 +98,7 @@ def group_norm(
     normalized = choose(
         "scale_layout",
         broadcast=stored(
-            broadcast_bias + broadcast_scale * spatial,  # in this order most nodes are ruled out soonest
+            broadcast_bias + broadcast_scale * spatial,  # this order rules out most nodes first
             standard=group_operator(*reshaped),
         ),
         channels=group_operator(*by_channel),

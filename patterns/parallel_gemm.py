@@ -1,4 +1,4 @@
-"""Matrix products of one input with two or three weights, as those of queries, keys and values."""
+"""Matrix products of one input with two or three weights, such as the projections of queries, keys and values."""
 
 from onnxfuse.dsl import Term, fusion, tensor, weight
 from onnxfuse.patterns._linear import linear

@@ -1,4 +1,4 @@
-"""The fusions that exist: those of onnxfuse.patterns, of installed packages, and of the user's own folders."""
+"""The fusions that exist: in onnxfuse.patterns, in installed packages, and in the user's own folders."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def from_folder(folder: Path) -> list[Fusion]:
 
 
 def with_folders(folders: Iterable[str | os.PathLike[str]]) -> tuple[Fusion, ...]:
-    """Return the installed fusions and those of the user's folders, which replace an installed one of their name."""
+    """Return the installed fusions and the user's, which replace installed fusions of the same name."""
     return by_name([*installed(), *(f for folder in folders for f in from_folder(Path(folder)))])
 
 

@@ -1,6 +1,6 @@
 """The declaration of a fusion: one function, whose signature is the fused operator and whose body is the subgraph.
 
-A rewrite rule is declared in the same words, as pairs of what is matched and what is written in its place.
+A rewrite rule is declared in the same words, as pairs of a left side to match and a right side to write in its place.
 
 The function runs once, on terms.  Operators mean the mathematics (`a * b * c` is a product in any order and grouping,
 `x / y` may be a Div or a product with the reciprocal, `x**2` may be a Mul), and `op.Name(...)` means that ONNX operator
@@ -23,10 +23,10 @@ from onnxfuse.errors import PatternError
 __all__ = ["Fusion", "fusion", "require"]
 
 Body: TypeAlias = Callable[..., Term | tuple[Term, ...]]
-Rules: TypeAlias = Iterator[tuple[Term, Term]]  # what is matched, and what is written in its place
+Rules: TypeAlias = Iterator[tuple[Term, Term]]  # left sides to match, right sides to write in their place
 ExampleValue: TypeAlias = Sequence[int] | Number | str
 
-_guards: list[list[Guard]] = []  # of the fusions whose bodies are running, innermost last
+_guards: list[list[Guard]] = []  # conditions of the fusions whose bodies are running, innermost last
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,11 +74,11 @@ def require(sentence: str, holds: Callable[..., bool]) -> None:
 
     `holds` names as parameters the dimensions, scalars, choices and operands that it looks at (an absent operand is
     None), or dtype and rank of the first output, the dtypes of the operands by name, or the model's opset; `sentence`
-    says what is required and may show them as {name}.  Functions may be asked for, too: is_multiple(a, b), whether
+    states the requirement and may show them as {name}.  It may name functions as well: is_multiple(a, b), whether
     operand a is operand b times a constant, share_symbols(m, n), whether two dimensions depend on a symbol in common,
     so that they may be equal, and is_ordinary(a, ...), whether the product of operands holds no number of a mask.
-    `joined` is true where operators follow that join the fused node: a fusion that asks for it is tried once more,
-    without the condition that it has otherwise, on what operators could join.
+    `joined` is true where operators follow that join the fused node: a fusion that names it is tried once more,
+    without its other condition, on nodes that operators could join.
     """
     if not _guards:
         raise PatternError(f"{here()}: require() stands outside a fusion's body")
@@ -98,14 +98,14 @@ def fusion(
 
     out     dimensions of the output or outputs; further outputs are interior values that others may read, or values
             beside the first, computed from one of its operands
-    casts   Casts between floating dtypes inside are absorbed: the body says what is computed in float32
-    last    tried on what the other fusions leave, because its nodes may be part of larger ones that end elsewhere
+    casts   Casts between floating dtypes inside are absorbed: the body states which values are computed in float32
+    last    tried on the nodes that other fusions leave, because they may be part of larger ones that end elsewhere
     channels_last  operands (n, channels, spatial axes ...) that a channels-last node reads channels-last, as its output
             is then; the others it reads as they are.  Inside a channels-last region the fused node becomes such a node,
             with the attribute layout="nhwc".  Without this, a region ends at the fusion
-    epilogue  with `--epilogues`, elementwise operators that read its first output join the fused node, which says them
-            in the attribute `program`, reads their other operands behind its own, through views of these too, and gives
-            their results in place of that output; "nhwc": a channels-last one
+    epilogue  with `--epilogues`, elementwise operators that read its first output join the fused node, which lists them
+            in the attribute `program`, reads their other operands after its own, through views of these too, and gives
+            their results in place of that output; "nhwc": only a channels-last node
     example shapes of operands that neither `dims` nor a rearrange() tells, and values for attributes, for generated
             models: {"x": (2, 4, 6, 6), "w": (6, 4, 3, 3), "strides": [2, 1]}
 
@@ -138,9 +138,9 @@ def fusion(
 def rewrite(
     *, example: Mapping[str, ExampleValue] | None = None
 ) -> Callable[[Callable[..., Rules]], tuple[Rewrite, ...]]:
-    """Declare rewrite rules: a generator of pairs, each of what is matched and what is written in its place.
+    """Declare rewrite rules: a generator of pairs, each of a left side to match and a right side to write in its place.
 
-    Both sides compute the same wherever the left side is found and its conditions hold.  Matching is that of a fusion:
+    Both sides compute the same wherever the left side is found and its conditions hold.  Rules match as fusions do:
     no value between the operands and the result may have other readers, unless it is `shared`.  The right side may use
     `computed` numbers.  A condition of one pair is a `when` on its left side.
 

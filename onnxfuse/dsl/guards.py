@@ -1,4 +1,4 @@
-"""Conditions of fusions on what was captured."""
+"""Conditions of fusions on the captured dimensions, scalars, choices and operands."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Final, TypeAlias
 
 from onnxfuse.dsl.spans import Span
 
-Relation: TypeAlias = Callable[..., bool]  # of operands, or of two sizes
+Relation: TypeAlias = Callable[..., bool]  # between operands, or between two sizes
 
 # What a condition may ask about values of a graph, as a parameter of this name:
 #   is_multiple(a, b)    operand a is operand b times a constant
 #   share_symbols(m, n)  dimensions m and n depend on a symbol in common, so that they may be equal
 #   is_ordinary(a, ...)  the product of operands holds no number as masks have it, such as -3.4e38
 #   is_finite(a)         operand a is a constant without NaN and infinity
-#   broadcasts_to(a, b)  operand a has a shape that broadcasts to that of b, and leaves this as it is
+#   broadcasts_to(a, b)  the shape of operand a broadcasts to the shape of b without changing it
 #   begins_with_one(a)   operand a has several axes, the first of them of size 1
 #   is_triangle(a)       operand a is known to be true up to a diagonal, and false above it
 #   is_made_by(a, *ops)  one of the operators computes operand a
@@ -31,7 +31,7 @@ RELATIONS: Final = (
 
 @dataclass(frozen=True)
 class Guard:
-    """A condition on what was captured; its sentence is the message where it does not hold."""
+    """A condition on captured values; its sentence is the message where it does not hold."""
 
     sentence: str
     holds: Callable[..., bool]
@@ -49,7 +49,7 @@ class Guard:
 
     @functools.cached_property
     def is_known_first(self) -> bool:
-        """Whether the condition asks only for what is known before anything is matched."""
+        """Whether the condition names only facts that are known before anything is matched."""
         return {"rank", "dtype", "opset"}.issuperset(self.names)
 
     def check(self, known: Mapping[str, object], relations: Mapping[str, Relation] = MappingProxyType({})) -> bool:
@@ -70,7 +70,7 @@ class Guard:
             return "rank"
         try:
             return bool(self.holds(**asked, **{name: relations.get(name, _unrelated) for name in self.relations}))
-        except TypeError:  # of `None > 2`
+        except TypeError:  # raised by `None > 2`
             if not unknown:
                 raise
             return unknown

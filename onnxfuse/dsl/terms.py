@@ -1,8 +1,8 @@
-"""The grammar of patterns: terms, which stand for values, and what matching and writing offer to them.
+"""The grammar of patterns: terms, which represent values, and the protocols by which they are matched and written.
 
-A term says of itself what it consists of, which operators can compute it, how it is matched and how it is written as
-nodes.  The last two go through the protocols `Matching` and `Writing`, so that this package knows no graphs.  The terms
-here are those that the operators of Python and ONNX make; the other words of the pattern language are in words.py.
+A term defines its parts, the operators that can compute it, how it is matched and how it is written as nodes.  The last
+two go through the protocols `Matching` and `Writing`, so that this package knows no graphs.  The operators of Python
+and ONNX make the terms of this file; the other words of the pattern language are in words.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Operand: TypeAlias = "Term | Number"
 PlainValue: TypeAlias = int | float | str | list[int] | list[float] | list[str]
 AttributeValue: TypeAlias = "Term | DimExpression | Number | str | Sequence[Number | DimExpression] | None"
 OperatorSet: TypeAlias = Literal["onnx", "ort", "standard"]  # which operators a body may have; see words.stored
-Literals: TypeAlias = float | NDArray[Any]  # one number, or an array, whose dtype is that of the value it meets
+Literals: TypeAlias = float | NDArray[Any]  # one number, or an array; it takes the dtype of the value it meets
 
 # Operators of most models, or ones in which a spelling may differ: that one of them is absent rules out little.
 COMMON_OPS = VIEWS | {"Add", "Mul", "Sub", "Div", "Neg", "Cast", "Pow", "Sqrt", "Slice", "Where"}
@@ -40,11 +40,11 @@ class Value:
     dtype: int
 
 
-# --- what terms are given ----------------------------------------------------------------------------------------
+# --- protocols of matching and writing -----------------------------------------------------------------------------
 
 
 class MatchState(Protocol):
-    """The state of a match: what is captured so far."""
+    """The state of a match: the values captured so far."""
 
     @property
     def choices(self) -> Mapping[str, str]:
@@ -72,7 +72,7 @@ class Matching(Protocol[TensorT, StateT]):
         ...
 
     def match_option(self, term: Term, tensor: TensorT, state: StateT) -> Iterator[StateT]:
-        """Do what `match` does for an option that `fitting` has found to fit."""
+        """Match an option, as `match` does, that `fitting` has found to fit."""
         ...
 
     def fitting(self, term: Alternatives, tensor: TensorT) -> Sequence[int]:
@@ -110,7 +110,7 @@ class Matching(Protocol[TensorT, StateT]):
         ...
 
     def match_scaled(self, term: Term, inner: Term, scale: Capture, tensor: TensorT, state: StateT) -> Iterator[StateT]:
-        """Match `inner` times a scalar, wherever the factors stand."""
+        """Match `inner` times a scalar, wherever the factors are."""
         ...
 
     def match_full(self, term: Term, value: Number, dims: str, tensor: TensorT, state: StateT) -> Iterator[StateT]:
@@ -252,7 +252,7 @@ class Term:
 
     @functools.cached_property
     def needed_ops(self) -> frozenset[str]:
-        """Operators of which the term contains at least one, however it is spelled; empty where that is unknown."""
+        """Operators at least one of which every spelling of the term contains; empty where that is unknown."""
         return _rarest([part.needed_ops for part in self.parts])
 
     @property
@@ -281,9 +281,9 @@ class Term:
         return ()
 
     def count_nodes(self, choices: Mapping[str, str], seen: set[int]) -> int:
-        """Return about how many nodes the term stands for, those of the terms in `seen` apart.
+        """Return about how many nodes the term matches, without the nodes of terms in `seen`.
 
-        They are those of its longest spelling, and of the variant that `choices` names or else the longest.
+        Counts its longest spelling, and the variant that `choices` names or else the longest.
         """
         if id(self) in seen:
             return 0
@@ -292,7 +292,7 @@ class Term:
 
     @functools.cached_property
     def unshared_count(self) -> int:
-        """How many nodes the longest spelling has if terms that stand in several positions count in each of them."""
+        """How many nodes the longest spelling has if terms in several positions count in each of them."""
         return self.own_nodes + sum(part.unshared_count for part in self.parts)
 
     def _count_nodes(self, choices: Mapping[str, str], seen: set[int]) -> int:

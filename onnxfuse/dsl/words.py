@@ -1,4 +1,4 @@
-"""The words of the pattern language: what a pattern says beside the operators of Python.
+"""The words of the pattern language, which patterns use beside the operators of Python.
 
 A word is one function and, where it means something new, one class of terms beside it that says how the word is matched
 and written (see terms.py).  A word that is listed in `__all__` is exported by onnxfuse and onnxfuse.dsl.
@@ -76,8 +76,8 @@ def tensor(dims: str | None = None, *, optional: bool = False) -> Capture:
 
     `dims` names its axes, for example "... d": a name stands for one size throughout the fusion, "..." for any
     leading axes (the same throughout), `name?` for that size, 1, or an axis that is absent, and a number for itself.
-    `name??` is also a size that is not known, where a product of the fusion sums over what the tensor broadcasts to, so
-    that no model runs in which that size is any other one.
+    `name??` is also an unknown size, where a product of the fusion sums over the axis that the tensor broadcasts to:
+    models in which that size is another one do not run.
     Without `dims`, a rearrange() of the tensor names them.  Raises PatternError if `dims` has anything else.
     """
     _check_dims(dims)
@@ -229,7 +229,7 @@ def choose(name: str, **options: Term) -> Term:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class When(Wrapper):
-    """A value under a condition on what was captured."""
+    """A value under a condition on captured values."""
 
     guard: Guard
 
@@ -318,7 +318,7 @@ def packed_slice(value: Term, name: str) -> Term:
 
     Of a last axis "(a b)" each of the `a` runs of `b` elements may be one of several that lie side by side.  Where
     elements are left out, the attribute `<name>_offset` is the number of elements of the axis before the first one, and
-    `<name>_pitch`, where it is not `b`, the number of elements from the beginning of one run to that of the next; the
+    `<name>_pitch`, where it is not `b`, the distance between the beginnings of two runs, in elements; the
     axis has `<name>_blocks` blocks of that size.
     """
     return PackedSlice(inner=value, name=name, span=here())
@@ -326,7 +326,7 @@ def packed_slice(value: Term, name: str) -> Term:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Scaled(Term):
-    """A value times a scalar, wherever in the (bi)linear expression the factors stand."""
+    """A value times a scalar, wherever in the (bi)linear expression the factors are."""
 
     inner: Term
     scale: Capture
@@ -347,7 +347,7 @@ class Scaled(Term):
 
 
 def scaled(value: Term, scale: Term) -> Term:
-    """Return `value * scale`, where factors may stand on either side of the MatMul and of rearrangements inside."""
+    """Return `value * scale`, whose factors may be on either side of the MatMul and of rearrangements inside."""
     if not isinstance(scale, Capture) or scale.kind != "scalar":
         raise PatternError(f"{here()}: scaled() needs a scalar parameter as its second argument")
     return Scaled(inner=value, scale=scale, span=here())
@@ -389,7 +389,7 @@ def full(value: Number, dims: str) -> Term:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Causal(Term):
-    """Any tensor that holds what `inner` does: up to a diagonal true, or 0, and behind it false, or `score`."""
+    """Any tensor with the contents of `inner`: true (or 0) up to a diagonal, false (or `score`) above it."""
 
     inner: Term
     dims: str
@@ -446,7 +446,7 @@ class Computed(Term):
 def computed(compute: Callable[..., float]) -> Term:
     """Return, on the right side of a rewrite rule, a number computed from the scalars that `compute` names.
 
-    It stands where a number may: as an operand, `x * computed(lambda scale: 1 / scale)`, or as an attribute.
+    It is used like a number: as an operand, `x * computed(lambda scale: 1 / scale)`, or as an attribute.
     """
     return Computed(compute=compute, span=here())
 
@@ -494,7 +494,7 @@ class Known(Wrapper):
 
 
 def known(operand: Term, value: Term) -> Term:
-    """Return, in a rewrite rule, an operand that is known to be computed as `value`; what computes it stays."""
+    """Return, in a rewrite rule, an operand that is known to be computed as `value`; the nodes that compute it stay."""
     if not isinstance(operand, Capture):
         raise PatternError(f"{here()}: known() needs a parameter as its first argument")
     return Known(inner=value, operand=operand, span=here())
@@ -554,7 +554,7 @@ def stored(value: Term, *, ort: Term | None = None, standard: Term | None = None
     """Return `value`, written as another one in some files, where that can be written.
 
     `ort` is for onnxruntime only (`--fallback ort`) and may use com.microsoft operators; `standard` is for
-    `--emit standard` and has ONNX's own operator for what `value` computes in several.
+    `--emit standard` and has ONNX's own operator in place of the several operators of `value`.
     """
     others: dict[OperatorSet, Term | None] = {"ort": ort, "standard": standard}
     return Stored(inner=value, others={name: term for name, term in others.items() if term is not None}, span=here())
