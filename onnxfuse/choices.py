@@ -12,15 +12,15 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import onnx
 
 from onnxfuse.errors import ModelError, UsageError
-from onnxfuse.fuse_model import FusedModel
+from onnxfuse.fuse_model import FusedModel, Settings
 from onnxfuse.ir.digest import graph_digest
 from onnxfuse.ir.plain_files import read_plain, write_whole
 from onnxfuse.rewrite.replace import Fused
@@ -142,36 +142,23 @@ def _not_a_plan(path: Path, why: str) -> UsageError:
 # --- applying ---------------------------------------------------------------------------------------------------------
 
 
-class Fuse(Protocol):
-    """Fuses a model, as `fuse_model` does, whose other arguments are bound."""
-
-    def __call__(self, *arguments: Any, **options: Any) -> FusedModel:
-        """Return the fused model."""
-
-
 @dataclass
-class ChosenFuse:
+class Chosen:
     """Fuses a model without the matches that are switched off.
 
     The nodes of a match that is switched off stay as they are: no other fusion, no region and no layout takes them.
     Which nodes these are is found by fusing, so the model is fused again where a match that is off was found.
     """
 
-    fuse: Fuse
     choices: Choices
-    kept: dict[str, frozenset[str]] = field(default_factory=dict)  # labels of nodes, by the body that they are in
     seen: set[str] = field(default_factory=set)  # names of matches that there are
 
-    def __call__(self, *arguments: Any, **options: Any) -> FusedModel:
-        """Return the fused model."""
-        off = {one.name for one in self.choices.matches if not one.apply}
-        while True:
-            result = self.fuse(*arguments, keep_nodes=self.kept, **options)
-            self.seen |= {one.match for one in result.fused}
-            new = [one for one in result.fused if one.match in off]
-            if not new:
-                return result
-            self.kept = _with_nodes(self.kept, new)
+    def __call__(self, result: FusedModel, settings: Settings) -> FusedModel | Settings:
+        """Return the model if it has no match that is switched off, else the settings without their nodes."""
+        self.seen |= {one.match for one in result.fused}
+        off = set(self.switched_off)
+        new = [one for one in result.fused if one.match in off]
+        return replace(settings, keep_nodes=_with_nodes(settings.keep_nodes, new)) if new else result
 
     def check_known(self) -> None:
         """Raise UsageError for a match in the file that no run had."""

@@ -1,9 +1,9 @@
-"""Fuse a model once: simplify its graph, fuse what the patterns match, and choose the layout of images.
+"""The recipe: the stages that a graph goes through, and the loop that repeats them without what went wrong.
 
 The bodies of If, Loop and Scan go the same way, before the graph around them is fused: it reads constants and shapes of
 that graph, and what a body no longer reads may be fused outside.
 
-This verifies nothing; `optimizer.py` does, and fuses again without what is wrong.
+This verifies nothing; `optimizer.py` does, and says with which settings the model is fused again.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from __future__ import annotations
 import functools
 import gc
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Literal, TypeAlias, TypeVar
+from typing import Final, Literal, TypeAlias, TypeVar
 
 import onnx
 
@@ -43,11 +42,11 @@ from onnxfuse.passes.folded import node_label
 from onnxfuse.pipeline import LATE_PASSES, PIPELINE
 from onnxfuse.regions.assign import RegionResult, assign_regions
 from onnxfuse.regions.defer_to_regions import DeferToRegions
-from onnxfuse.regions.only_with_epilogue import OnlyWithEpilogue
+from onnxfuse.regions.joining import Joining
 from onnxfuse.report.traffic import Traffic, estimate_traffic
 from onnxfuse.rewrite.make_keys_row_major import make_keys_row_major
 from onnxfuse.rewrite.replace import Fused, LocalFunctions
-from onnxfuse.rewrite.select import FusionResult, fuse, leave_none, nearness
+from onnxfuse.rewrite.select import FusionResult, Selection, fuse, leave_none, nearness
 from onnxfuse.spell_out import Spelled, SpelledOut, Stays, in_terms_of_model, left_over, spell_out
 from onnxfuse.steps import (
     CONTROL_FLOW,
@@ -57,8 +56,9 @@ from onnxfuse.steps import (
     REGIONS,
     SPELLING,
     LeftOut,
+    StepError,
+    also_raised,
     step,
-    without_what_raises,
 )
 from onnxfuse.verify.parts import UnfusedGraph, unfused_graph
 
@@ -77,7 +77,10 @@ class StageTimer:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Add the duration of the block to the stage's seconds."""
+        """Add the duration of the block to the stage's seconds; without a name, its parts are timed by themselves."""
+        if not name:
+            yield
+            return
         self.progress(name, 0, 0)
         start = time.perf_counter()
         try:
@@ -90,36 +93,52 @@ Regions: TypeAlias = bool | Literal["apart"]  # whether there are any; "apart" i
 
 
 Scores: TypeAlias = frozenset[tuple[str, str]]  # of Softmaxes: the body that each is in, and its output
+NO_TRAFFIC: Final = Traffic(0, 0)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What `fuse_model` is to do, as its arguments say."""
+    """How `fuse_model` fuses a model.
+
+    `operators` says which ones the bodies of fused nodes consist of.  `layout` and `regions` are as in `optimize`.
+    `bodies` says whether those of If, Loop and Scan are fused, in which images stay channels-first.  `exclude` holds
+    matches that stay unfused, each by the name of its fusion and of its first output, and nodes that stay
+    channels-first, by LAYOUT and the latter.  `keep_names` are tensors that are neither folded nor fused over.
+    `keep_nodes` are the labels of nodes that no fusion, region or layout takes, by the body that they are in.
+    `keep_unfused` remembers the graph as it was before fusing, for the comparison by parts.  `left_out` are fusions of
+    layouts that are not made, and `without_passes` names passes that are not applied.
+    """
 
     fusions: Sequence[Fusion]
-    operators: OperatorSet
-    layout: Layout
-    regions: Regions
-    bodies: bool
-    exclude: Collection[tuple[str, str]]
-    keep_names: frozenset[str]
-    keep_unfused: bool
-    keep_nodes: Mapping[str, Set[str]]  # the labels of nodes that are not fused, by the body that they are in
-    where: str = ""  # what reports call the body that is fused; the main graph is ""
-    keep_operators: frozenset[str] = frozenset()  # the first outputs of operators that are not spelled out
-    keep_scores: Scores = frozenset()  # the Softmaxes whose scores stay as they are
-    left_out: frozenset[str] = frozenset()  # those of LAYOUT_FUSIONS that are not made
-    without_passes: frozenset[str] = frozenset()  # names of passes that are not applied
-    raised: frozenset[str] = frozenset()  # names of steps that are left out because they raised
+    operators: OperatorSet = "onnx"
+    layout: Layout = "auto"
+    regions: Regions = False
+    bodies: bool = True
+    exclude: Collection[tuple[str, str]] = frozenset()
+    keep_names: Collection[str] = frozenset()
+    keep_nodes: Mapping[str, Set[str]] = field(default_factory=dict)
+    keep_unfused: bool = False
+    left_out: Collection[str] = frozenset()
+    without_passes: Collection[str] = frozenset()
 
-    def without(self, raised: frozenset[str]) -> Settings:
-        """Return the settings without these steps."""
+
+@dataclass(frozen=True)
+class Learned:
+    """What earlier rounds have shown that a model is fused without."""
+
+    raised: Mapping[str, LeftOut] = field(default_factory=dict)  # steps, by their names
+    operators: Mapping[str, Stays] = field(default_factory=dict)  # not spelled out, by their first outputs
+    scores: Scores = frozenset()  # the Softmaxes whose scores stay as they are
+    rounds: int = 0  # in which something was left over
+
+    def applied(self, settings: Settings) -> Settings:
+        """Return the settings without the steps that raised."""
         return replace(
-            self,
-            fusions=[fusion for fusion in self.fusions if fusion.step not in raised],
-            regions=REGIONS not in raised and self.regions,
-            bodies=CONTROL_FLOW not in raised and self.bodies,
-            raised=raised,
+            settings,
+            fusions=[fusion for fusion in settings.fusions if fusion.step not in self.raised],
+            regions=REGIONS not in self.raised and settings.regions,
+            bodies=CONTROL_FLOW not in self.raised and settings.bodies,
+            without_passes={*settings.without_passes, *self.raised},
         )
 
     def run(self, name: str, function: Callable[[], T], otherwise: T) -> T:
@@ -143,15 +162,15 @@ class FusedModel:
     """A model after fusing, and what was done to it; or a body of it, as a model."""
 
     graph: Graph
-    model: onnx.ModelProto
-    before: Traffic
-    after: Traffic
-    folded: tuple[Folded, ...]
-    fusing: FusionResult
-    layout: LayoutResult
-    without_regions: Traffic  # what it would be if the nodes of regions stayed apart
-    regions: RegionResult
-    unfused: UnfusedGraph | None  # what was fused, for the comparison by parts
+    model: onnx.ModelProto = field(default_factory=onnx.ModelProto)
+    before: Traffic = NO_TRAFFIC
+    after: Traffic = NO_TRAFFIC
+    folded: tuple[Folded, ...] = ()
+    fusing: FusionResult = field(default_factory=FusionResult)
+    layout: LayoutResult = field(default_factory=LayoutResult)
+    without_regions: Traffic = NO_TRAFFIC  # what it would be if the nodes of regions stayed apart
+    regions: RegionResult = field(default_factory=RegionResult)
+    unfused: UnfusedGraph | None = None  # what was fused, for the comparison by parts
     spelling: SpelledOut = field(default_factory=SpelledOut)  # of operators that other tools write for several
     left: Mapping[str, Stays] = field(default_factory=dict)  # spelled out and not fused as a whole, by first outputs
     scores_left: frozenset[str] = frozenset()  # of Softmaxes, rewritten for an attention that was not made
@@ -225,82 +244,71 @@ class FusedModel:
         return sorted((miss for _, each in self.everywhere() for miss in each.fusing.near()), key=nearness)
 
 
+# --- the driver -----------------------------------------------------------------------------------------------------
+
+# Returns a fused model, maybe with more to it, or the settings with which it is fused again.
+Check: TypeAlias = Callable[[FusedModel, Settings], "FusedModel | Settings"]
+
+
 def fuse_model(
     model: onnx.ModelProto,
     folder: Path | None,
-    fusions: Sequence[Fusion],
-    *,
-    operators: OperatorSet = "onnx",
-    layout: Layout = "auto",
-    regions: Regions = False,
-    bodies: bool = True,
-    exclude: Collection[tuple[str, str]] = frozenset(),
-    keep_names: Collection[str] = frozenset(),
-    keep_nodes: Mapping[str, Set[str]] = MappingProxyType({}),
-    keep_unfused: bool = False,
-    left_out: Collection[str] = frozenset(),
-    without_passes: Collection[str] = frozenset(),
+    settings: Settings,
     timer: StageTimer | None = None,
+    checks: Sequence[Check] = (),
 ) -> FusedModel:
-    """Simplify and fuse a model that was loaded, without verifying it.
+    """Simplify and fuse a model that was loaded, and again without what raises, what is left over, or what fails.
 
-    `folder` is where its external data lies. `operators` says which ones the bodies of fused nodes consist of. `layout`
-    and `regions` are as in `optimize`. `bodies` says whether those of If, Loop and Scan are fused, in which images stay
-    channels-first. `exclude` holds matches that stay unfused, each by the name of its fusion and of its first output,
-    and nodes that stay channels-first, by LAYOUT and the latter. `keep_names` are tensors that are neither folded nor
-    fused over. `keep_nodes` are the labels of nodes that no fusion, region or layout takes, by the body that they are
-    in. `keep_unfused` remembers the graph as it was before fusing. `left_out` are fusions of layouts that are not made.
-    `without_passes` names passes that are not applied.
+    folder  where its external data lies
+    checks  are made of a fused model in this order, until one asks for other settings
 
-    A step that raises is left out, as the result says, unless the user can act on its error.
+    A step that raises is left out, as the result says, unless the user can act on its error.  What was written for a
+    fusion, and was not fused, stays as it was: an operator that was spelled out, or scores of an attention.
     """
-    timer = timer or StageTimer()
-    settings = Settings(
-        fusions, operators, layout, regions, bodies, exclude, frozenset(keep_names), keep_unfused,
-        keep_nodes, left_out=frozenset(left_out), without_passes=frozenset(without_passes),
-    )  # fmt: skip
+    timer, learned = timer or StageTimer(), Learned()
     with _no_garbage_collection():
-        result, raised = without_what_raises(lambda names: _fuse_spelled(model, folder, settings.without(names), timer))
-    noted = {one.step: one for _, each in result.everywhere() for one in each.left_out}  # for single nodes
-    return replace(result, left_out=(*raised, *noted.values()))
+        while True:
+            try:
+                result = _fuse_once(model, folder, learned.applied(settings), learned, timer)
+            except StepError as error:
+                learned = Learned(also_raised(learned.raised, error))  # no step leaves anything half done
+                continue
+            if (result.all_left or result.all_scores_left) and learned.rounds < MAX_SPELLING_ROUNDS:
+                learned = _with_left(learned, result)
+                continue
+            noted = {one.step: one for _, each in result.everywhere() for one in each.left_out}  # for single nodes
+            found: FusedModel | Settings = replace(result, left_out=(*learned.raised.values(), *noted.values()))
+            for check in checks:
+                if isinstance(found, FusedModel):
+                    found = check(found, settings)
+            if isinstance(found, FusedModel):
+                return found
+            settings, learned = found, Learned()
 
 
-def _fuse_spelled(model: onnx.ModelProto, folder: Path | None, settings: Settings, timer: StageTimer) -> FusedModel:
-    """Fuse a model, and again while what was written for a fusion is not fused.
+def _with_left(learned: Learned, result: FusedModel) -> Learned:
+    """Return what was learned, and that what is left of spelled operators and of scores stays as it was.
 
-    This concerns operators that were spelled out, and scores that were rewritten for an attention.
+    In the last round, all of them do.
     """
-    kept: dict[str, Stays] = {}
-    scores: Scores = frozenset()
-    for _ in range(MAX_SPELLING_ROUNDS):
-        result = _fuse_once(model, folder, settings, timer, kept, scores)
-        if not result.all_left and not result.all_scores_left:
-            return result
-        kept |= result.all_left
-        scores |= result.all_scores_left
-    reason = "each round of fusing left something of other operators"
-    kept = {one.output: Stays(one.op, one.node, reason) for one in result.spelled} | kept
-    rewritten = {(where, name) for where, each in result.everywhere() for name in each.graph.scores.done}
-    return _fuse_once(model, folder, settings, timer, kept, scores | rewritten)
+    operators, scores = {**learned.operators, **result.all_left}, learned.scores | result.all_scores_left
+    if learned.rounds + 1 == MAX_SPELLING_ROUNDS:
+        reason = "each round of fusing left something of other operators"
+        operators = {one.output: Stays(one.op, one.node, reason) for one in result.spelled} | operators
+        scores |= {(where, name) for where, each in result.everywhere() for name in each.graph.scores.done}
+    return replace(learned, operators=operators, scores=scores, rounds=learned.rounds + 1)
 
 
 def _fuse_once(
-    model: onnx.ModelProto,
-    folder: Path | None,
-    settings: Settings,
-    timer: StageTimer,
-    kept: Mapping[str, Stays],
-    scores: Scores,
+    model: onnx.ModelProto, folder: Path | None, settings: Settings, learned: Learned, timer: StageTimer
 ) -> FusedModel:
-    """Fuse a model, whose operators with the first outputs `kept` are not spelled out, and whose `scores` stay."""
+    """Inline the functions of a model, and take its graph through the stages."""
     with timer.stage("normalize"):
-        inlined = settings.run(INLINING, lambda: inline_functions(model), Inlined(model))
+        inlined = learned.run(INLINING, lambda: inline_functions(model), Inlined(model))
         graph, shapes, taken = _read(inlined.model, folder, settings.bodies)
-    found = _fuse_graph(
-        graph, shapes, taken, replace(settings, keep_operators=frozenset(kept), keep_scores=scores), timer
-    )
-    spelling = replace(found.spelling, stays=(*kept.values(), *found.spelling.stays))
-    return replace(found, spelling=spelling, inlined=inlined)
+    found = _fuse_graph(Work(graph, shapes, taken, settings, learned, timer))
+    stays = (*learned.operators.values(), *found.spelling.stays)
+    return replace(found, spelling=replace(found.spelling, stays=stays), inlined=inlined)
 
 
 def _read(model: onnx.ModelProto, folder: Path | None, bodies: bool) -> tuple[Graph, ShapeInfo, list[onnx.NodeProto]]:
@@ -317,125 +325,150 @@ def _read(model: onnx.ModelProto, folder: Path | None, bodies: bool) -> tuple[Gr
             return graph, shapes, taken
 
 
-def _fuse_graph(
-    graph: Graph, shapes: ShapeInfo, taken: Iterable[onnx.NodeProto], settings: Settings, timer: StageTimer
-) -> FusedModel:
-    """Simplify and fuse a sorted graph: the main graph, or a body.  `taken` are the Ifs that vanished."""
-    keep = settings.keep_nodes.get(settings.where, frozenset())
-    with timer.stage("normalize"):
-        graph.fixed_names |= settings.keep_names
-        graph.scores.stay = frozenset(name for where, name in settings.keep_scores if where == settings.where)
-        with step(CONTROL_FLOW):
-            kept_ifs = keep_unequal_branches(graph, shapes)
-        before = _traffic(graph, shapes, settings)
-        folded = [Folded("branch", node.name or node.output[0], node.output[0]) for node in taken]
-        if settings.bodies:
-            with step(CONTROL_FLOW):
-                folded += read_invariants_outside(graph)
-                infer_results(graph, shapes)
-        spelling = SpelledOut()
-        if settings.fusions:
-            spelling = settings.run(SPELLING, lambda: spell_out(graph, shapes, settings.keep_operators), SpelledOut())
-        folded += simplify(graph, shapes, settings.without_passes | settings.raised)
-        settings.run(
-            pass_step(make_keys_row_major), lambda: make_keys_row_major(graph, shapes, settings.fusions, keep), 0
-        )
-        unfused = unfused_graph(graph, shapes) if settings.keep_unfused else None
+def _fuse_graph(work: Work) -> FusedModel:
+    """Take a sorted graph through the stages: the main graph, or a body."""
+    for stage in STAGES:
+        if stage.step not in work.learned.raised:
+            with work.timer.stage(stage.timed), step(stage.step):
+                stage.run(work)
+    return work.found
+
+
+# --- the stages -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Work:
+    """A graph on its way through the stages, and what they have found; `taken` are the Ifs that vanished from it."""
+
+    graph: Graph
+    shapes: ShapeInfo
+    taken: Sequence[onnx.NodeProto]
+    settings: Settings
+    learned: Learned
+    timer: StageTimer
+    where: str = ""  # what reports call the body; the main graph is ""
+    kept_ifs: Collection[Node] = ()  # whose branches stay as they are
+    found: FusedModel = field(init=False)
+    joining: Joining = field(init=False)
+    defer_to_regions: DeferToRegions = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin with nothing found."""
+        self.found = FusedModel(self.graph)
+
+    @property
+    def keep(self) -> Set[str]:
+        """The labels of nodes that are not fused."""
+        return self.settings.keep_nodes.get(self.where, frozenset())
+
+    @property
+    def selection(self) -> Selection:
+        """Which matches may be fused."""
+        return Selection(self.settings.operators, self.found.spelling.contrib, self.settings.exclude, self.keep)
+
+    def traffic(self) -> Traffic:
+        """Return the estimated traffic; none where the estimate raised."""
+        return self.learned.run(ESTIMATE, lambda: estimate_traffic(self.graph, self.shapes), NO_TRAFFIC)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of fusing a graph: its name in docs/design.md, what it does, and the seconds that it counts to.
+
+    `step` is what is left out where it raises; "" where the parts of a stage have names of their own.
+    """
+
+    name: str
+    run: Callable[[Work], None]
+    timed: str = ""  # "" where the parts are timed by themselves
+    step: str = ""
+
+
+def keep_names(work: Work) -> None:
+    """Keep what earlier rounds found wrong, and branches that onnxruntime would refuse if they were rewritten."""
+    work.graph.fixed_names |= frozenset(work.settings.keep_names)
+    work.graph.scores.stay = frozenset(name for where, name in work.learned.scores if where == work.where)
     with step(CONTROL_FLOW):
-        bodies = tuple(_fuse_bodies(graph, shapes, settings, timer, kept_ifs)) if settings.bodies else ()
+        work.kept_ifs = keep_unequal_branches(work.graph, work.shapes)
+    folded = tuple(Folded("branch", node.name or node.output[0], node.output[0]) for node in work.taken)
+    work.found = replace(work.found, before=work.traffic(), folded=folded)
+
+
+def look_into_bodies(work: Work) -> None:
+    """Read what a Loop does not change outside of it, and infer what If, Loop and Scan compute."""
+    if work.settings.bodies:
+        invariants = read_invariants_outside(work.graph)
+        work.found = replace(work.found, folded=(*work.found.folded, *invariants))
+        infer_results(work.graph, work.shapes)
+
+
+def spell_operators_out(work: Work) -> None:
+    """Write what large operators compute in their place."""
+    if work.settings.fusions:
+        work.found = replace(work.found, spelling=spell_out(work.graph, work.shapes, work.learned.operators))
+
+
+def normalize(work: Work) -> None:
+    """Bring the graph into one form, in which it is remembered for the comparison by parts."""
+    graph, shapes, settings = work.graph, work.shapes, work.settings
+    folded = simplify(graph, shapes, settings.without_passes)
+    rows = pass_step(make_keys_row_major)
+    work.learned.run(rows, lambda: make_keys_row_major(graph, shapes, settings.fusions, work.keep), 0)
+    unfused = unfused_graph(graph, shapes) if settings.keep_unfused else None
+    work.found = replace(work.found, folded=(*work.found.folded, *folded), unfused=unfused)
+
+
+def fuse_bodies(work: Work) -> None:
+    """Fuse the bodies of If, Loop and Scan, and put them in place of those that the nodes have."""
+    bodies = tuple(_fuse_bodies(work)) if work.settings.bodies else ()
+    work.found = replace(work.found, bodies=bodies)
     if bodies:  # which may read less of this graph than before
-        graph.update_captured()
-        graph.remove_dead()
-        graph.sort()
-    with timer.stage("fuse"):
-        progress = functools.partial(timer.progress, "fuse")
-        exclude = settings.exclude
-        fuse_more = functools.partial(
-            fuse, graph, shapes, operators=settings.operators, contrib=spelling.contrib, exclude=exclude, keep=keep
-        )
-        spelled = {name for one in spelling.spelled for name in one.made}
-        joins = settings.regions is True
-        joining = {fusion.name: fusion.epilogue for fusion in settings.fusions if fusion.epilogue and joins}
-        of_any_layout = {name for name, epilogue in joining.items() if epilogue != "nhwc"}
-        functions = LocalFunctions(graph, settings.operators, spelling.contrib)
-        only_with_epilogue = OnlyWithEpilogue(
-            graph, shapes, settings.fusions if joins else (), functions, exclude, keep
-        )
-        defer_to_regions = DeferToRegions(graph, shapes, keep | spelled, of_any_layout, only_with_epilogue)
-        softmaxes = {node_label(node): graph.scores.name(node) for node in graph.nodes if op_of(node) == "Softmax"}
-        products = {node_label(node) for node in graph.nodes if op_of(node) == "MatMul"}
-        fusing = fuse_more(
-            settings.fusions, leave=defer_to_regions if settings.regions else leave_none, progress=progress
-        )
-        attended = {label for one in fusing.fused for label in one.replaces if products.intersection(one.replaces)}
-        scores_left = graph.scores.done - {name for label, name in softmaxes.items() if label in attended}
-        standing = {*exclude, *_kept_outputs(graph, settings.fusions, keep)}
-        layouts = settings.run(
-            LAYOUTS, lambda: _assign_layouts(graph, shapes, settings, fusing.fused, standing), LayoutResult()
-        )
-        left = settings.run(SPELLING, lambda: left_over(graph, shapes, spelling, fusing), dict[str, Stays]())
-        without_regions = after = _traffic(graph, shapes, settings)
-        known = _standing(graph, (*fusing.fused, *layouts.fused))  # layouts have put others in place of some
-        made = RegionResult()
-        if settings.regions:
-            if not left:
-                with step(REGIONS):
-                    made = _form_regions(graph, shapes, exclude, joining, known, keep, only_with_epilogue)
-                known = _standing(graph, known)  # without norms that are parts of regions
-            if defer_to_regions.has_left:
-                rest = fuse_more([fusion for fusion in settings.fusions if fusion.last]).fused
-                known = (*known, *rest)
-                fusing = replace(fusing, remaining=fusing.remaining.difference(*(one.replaces for one in rest)))
-            after = _traffic(graph, shapes, settings)
-        records = {one.node: one for one in (*known, *made.fused)}
-        fusing = replace(fusing, fused=tuple(records.values()))
-    with timer.stage("write"):
-        written = write_model(graph)
-    return FusedModel(
-        graph, written, before, after, tuple(folded), fusing, layouts, without_regions, made, unfused,
-        spelling, left, frozenset(scores_left), bodies, left_out=tuple(shapes.raised.values()),
-    )  # fmt: skip
+        work.graph.update_captured()
+        work.graph.remove_dead()
+        work.graph.sort()
 
 
-def _traffic(graph: Graph, shapes: ShapeInfo, settings: Settings) -> Traffic:
-    """Return the estimated traffic; none where the estimate raised."""
-    return settings.run(ESTIMATE, lambda: estimate_traffic(graph, shapes), Traffic(0, 0))
-
-
-def _form_regions(
-    graph: Graph,
-    shapes: ShapeInfo,
-    exclude: Collection[tuple[str, str]],
-    joining: Mapping[str, bool | str],
-    known: Collection[Fused],
-    keep: Set[str],
-    only_with_epilogue: OnlyWithEpilogue,
-) -> RegionResult:
-    """Make regions, also of operators that channels-last nodes were made of; `known` are the records of fused nodes."""
-    stand_ins = stand_in(graph, known)
-    made = assign_regions(graph, shapes, exclude, joining, known, keep, only_with_epilogue)
-    fused_again = {name for one in put_back(graph, stand_ins) for name in one.replaces}
-    return replace(made, reasons={node: why for node, why in made.reasons.items() if node not in fused_again})
-
-
-def _standing(graph: Graph, fused: Collection[Fused]) -> tuple[Fused, ...]:
-    """Return the records of the fused nodes that a graph has."""
-    names = {node.name for node in graph.nodes}
-    return tuple(one for one in fused if one.node in names)
-
-
-def _fuse_bodies(
-    graph: Graph, shapes: ShapeInfo, settings: Settings, timer: StageTimer, kept_ifs: Collection[Node]
-) -> Iterator[FusedBody]:
-    """Fuse the bodies in a graph, and put them in place of those that its nodes have."""
-    for body in read_bodies(graph, shapes):
-        if body.node in kept_ifs:
+def _fuse_bodies(work: Work) -> Iterator[FusedBody]:
+    for body in read_bodies(work.graph, work.shapes):
+        if body.node in work.kept_ifs:
             continue
-        where = f"{body.where} in {settings.where}" if settings.where else body.where
-        inside = replace(settings, layout="nchw", where=where)
-        fused = _fuse_graph(body.graph, body.shapes, body.taken, inside, timer)
-        write_body(graph, body, fused.model)
+        where = f"{body.where} in {work.where}" if work.where else body.where
+        settings = replace(work.settings, layout="nchw")
+        fused = _fuse_graph(Work(body.graph, body.shapes, body.taken, settings, work.learned, work.timer, where))
+        write_body(work.graph, body, fused.model)
         yield FusedBody(body, fused)
+
+
+def fuse_matches(work: Work) -> None:
+    """Fuse what the patterns match, but what would be cheaper in a region."""
+    graph, settings = work.graph, work.settings
+    spelled = {name for one in work.found.spelling.spelled for name in one.made}
+    fusions = settings.fusions if settings.regions is True else ()
+    functions = LocalFunctions(graph, settings.operators, work.found.spelling.contrib)
+    work.joining = Joining(graph, work.shapes, fusions, functions, settings.exclude, work.keep)
+    work.defer_to_regions = DeferToRegions(work.joining, spelled)
+    softmaxes = {node_label(node): graph.scores.name(node) for node in graph.nodes if op_of(node) == "Softmax"}
+    products = {node_label(node) for node in graph.nodes if op_of(node) == "MatMul"}
+    leave = work.defer_to_regions if settings.regions else leave_none
+    progress = functools.partial(work.timer.progress, "fuse")
+    fusing = fuse(graph, work.shapes, settings.fusions, replace(work.selection, leave=leave), progress)
+    attended = {label for one in fusing.fused for label in one.replaces if products.intersection(one.replaces)}
+    scores_left = graph.scores.done - {name for label, name in softmaxes.items() if label in attended}
+    work.found = replace(work.found, fusing=fusing, scores_left=frozenset(scores_left))
+
+
+def lay_images_out(work: Work) -> None:
+    """Make parts of the graph around convolutions channels-last."""
+    settings = work.settings
+    if any(fusion.name == CONVOLUTION for fusion in settings.fusions):  # a channels-last Conv is one of these
+        channels_last = {fusion.name: fusion.channels_last for fusion in settings.fusions}
+        standing = {*settings.exclude, *_kept_outputs(work.graph, settings.fusions, work.keep)}
+        layouts = assign_layouts(
+            work.graph, work.shapes, settings.layout, channels_last, work.found.fusing.fused, standing,
+            settings.left_out,
+        )  # fmt: skip
+        work.found = replace(work.found, layout=layouts)
 
 
 def _kept_outputs(graph: Graph, fusions: Sequence[Fusion], keep: Set[str]) -> Iterator[tuple[str, str]]:
@@ -445,17 +478,67 @@ def _kept_outputs(graph: Graph, fusions: Sequence[Fusion], keep: Set[str]) -> It
     yield from ((name, output) for output in outputs for name in names)
 
 
-def _assign_layouts(
-    graph: Graph,
-    shapes: ShapeInfo,
-    settings: Settings,
-    fused: Collection[Fused],
-    exclude: Collection[tuple[str, str]],
-) -> LayoutResult:
-    if not any(fusion.name == CONVOLUTION for fusion in settings.fusions):  # a channels-last Conv is one of these
-        return LayoutResult()
-    channels_last = {fusion.name: fusion.channels_last for fusion in settings.fusions}
-    return assign_layouts(graph, shapes, settings.layout, channels_last, fused, exclude, settings.left_out)
+def find_left_over(work: Work) -> None:
+    """Find the spelled operators of which a part was not fused."""
+    left = left_over(work.graph, work.shapes, work.found.spelling, work.found.fusing)
+    work.found = replace(work.found, left=left)
+
+
+def form_regions(work: Work) -> None:
+    """Make regions of the operators that are left, and let the patterns take what no region took."""
+    graph, fusing, made, after = work.graph, work.found.fusing, RegionResult(), work.traffic()
+    work.found = replace(work.found, without_regions=after)
+    known = _standing(graph, (*fusing.fused, *work.found.layout.fused))  # layouts have put others in place of some
+    if work.settings.regions:
+        if not work.found.left:
+            with step(REGIONS):
+                made = _regions(work, known)
+            known = _standing(graph, known)  # without norms that are parts of regions
+        if work.defer_to_regions.has_left:
+            last = [fusion for fusion in work.settings.fusions if fusion.last]
+            rest = fuse(graph, work.shapes, last, work.selection).fused
+            known = (*known, *rest)
+            fusing = replace(fusing, remaining=fusing.remaining.difference(*(one.replaces for one in rest)))
+        after = work.traffic()
+    records = {one.node: one for one in (*known, *made.fused)}
+    fusing = replace(fusing, fused=tuple(records.values()))
+    work.found = replace(work.found, fusing=fusing, regions=made, after=after)
+
+
+def _regions(work: Work, known: Collection[Fused]) -> RegionResult:
+    """Make regions, also of operators that channels-last nodes were made of; `known` are the records of fused nodes."""
+    stand_ins = stand_in(work.graph, known)
+    made = assign_regions(work.joining, known)
+    fused_again = {name for one in put_back(work.graph, stand_ins) for name in one.replaces}
+    return replace(made, reasons={node: why for node, why in made.reasons.items() if node not in fused_again})
+
+
+def _standing(graph: Graph, fused: Collection[Fused]) -> tuple[Fused, ...]:
+    """Return the records of the fused nodes that a graph has."""
+    names = {node.name for node in graph.nodes}
+    return tuple(one for one in fused if one.node in names)
+
+
+def write(work: Work) -> None:
+    """Write the model, or the body as a model."""
+    work.found = replace(work.found, model=write_model(work.graph), left_out=tuple(work.shapes.raised.values()))
+
+
+STAGES: Final = (
+    Stage("Keep", keep_names, "normalize"),
+    Stage("Look inside", look_into_bodies, "normalize", CONTROL_FLOW),
+    Stage("Spell out", spell_operators_out, "normalize", SPELLING),
+    Stage("Normalize", normalize, "normalize"),
+    Stage("Bodies", fuse_bodies, step=CONTROL_FLOW),
+    Stage("Fuse", fuse_matches, "fuse"),
+    Stage("Layout", lay_images_out, "fuse", LAYOUTS),
+    Stage("Left over", find_left_over, "fuse", SPELLING),
+    Stage("Regions", form_regions, "fuse"),
+    Stage("Write", write, "write"),
+)
+
+
+# --- passes ---------------------------------------------------------------------------------------------------------
 
 
 def simplify(graph: Graph, shapes: ShapeInfo, without: Collection[str] = ()) -> list[Folded]:

@@ -16,7 +16,7 @@ import onnx
 
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.errors import ModelError, UsageError, VerificationError, first_line
-from onnxfuse.fuse_model import FusedModel, StageTimer, fuse_model
+from onnxfuse.fuse_model import FusedModel, Settings, StageTimer, fuse_model
 from onnxfuse.half.choose import Known, Unit
 from onnxfuse.half.convert import Converted, Io, convert
 from onnxfuse.half.operators import STAY, half_inputs, is_onnx
@@ -143,7 +143,7 @@ class Halving:
     @cached_property
     def plain(self) -> FusedModel:
         """The model with constants folded and spellings in one form, in the precision that it has."""
-        return fuse_model(self.source, self.folder, [], layout="nchw", keep_unfused=True, timer=self.timer)
+        return fuse_model(self.source, self.folder, Settings([], layout="nchw", keep_unfused=True), self.timer)
 
     @cached_property
     def types(self) -> dict[str, int]:
@@ -163,7 +163,7 @@ class Halving:
     def units(self) -> list[Unit]:
         """What will be fused: the nodes inside never write their results to memory."""
         in_float32 = {fusion.name for fusion in self.fusions if fusion.casts}
-        found = fuse_model(self.plain.model, self.folder, self.fusions, layout="nchw", timer=self.timer).fused
+        found = fuse_model(self.plain.model, self.folder, Settings(self.fusions, layout="nchw"), self.timer).fused
         return [Unit(one.fusion, frozenset(one.replaces), one.fusion in in_float32) for one in found]
 
     @cached_property

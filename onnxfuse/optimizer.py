@@ -5,21 +5,20 @@ from __future__ import annotations
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import onnx
 
 from onnxfuse.analysis.tensor_bytes import ASSUMED_SIZE, assumed_size
-from onnxfuse.choices import Choices, ChosenFuse, choices_of, read_choices
+from onnxfuse.choices import Choices, Chosen, choices_of, read_choices
 from onnxfuse.dsl import catalogue
 from onnxfuse.dsl.declaration import Fusion
-from onnxfuse.dsl.terms import OperatorSet
 from onnxfuse.emit_standard import in_newest_opset, in_standard_operators, needs_newer_opset, what_was_written
 from onnxfuse.errors import ModelError, UsageError, VerificationError
-from onnxfuse.fuse_model import FusedModel, Progress, Regions, StageTimer, fuse_model
+from onnxfuse.fuse_model import Check, FusedModel, Progress, Regions, Settings, StageTimer, fuse_model
 from onnxfuse.half.result import HalfResult
 from onnxfuse.halving import Halving, Request, request
 from onnxfuse.ir.convert_opset import describe_change, opset_of
@@ -41,7 +40,7 @@ from onnxfuse.report.unmatched import why_no_region, why_not_made, why_unmatched
 from onnxfuse.rewrite.replace import REGION, Fused
 from onnxfuse.steps import REPORT, LeftOut, attempt
 from onnxfuse.unfuse_model import has_fused_nodes, in_operators
-from onnxfuse.verifier import WEIGHT_FOLDING, Verifier, Written
+from onnxfuse.verifier import WEIGHT_FOLDING, Verifier
 from onnxfuse.verify.check_bodies import faults_of_bodies
 from onnxfuse.verify.compare import NOT_VERIFIED, Verification
 from onnxfuse.verify.compare_parts import PartFinding, PartsVerification
@@ -56,82 +55,60 @@ BODIES = "subgraphs"  # the name in the report when all that was done inside If,
 
 
 def optimize(
-    model: str | os.PathLike[str] | bytes | onnx.ModelProto,
-    *,
-    only: Iterable[str] = (),
-    skip: Iterable[str] = (),
-    patterns: Iterable[str | os.PathLike[str]] = (),
-    fallback: Literal["onnx", "ort"] = "onnx",
-    emit: Emit = "functions",
-    layout: Layout = "auto",
-    regions: Regions = True,
-    plan: str | os.PathLike[str] | None = None,
-    verify: bool = True,
-    inputs: Mapping[str, Array] | None = None,
-    shapes: Sequence[str] = (),
-    timeout: float | None = DEFAULT_TIMEOUT,
-    tolerance: float | None = None,
-    dtype: Literal["float16", "bfloat16"] | None = None,
-    io: Literal["float32", "half"] = "float32",
-    max_error: float | None = None,
+    model: str | os.PathLike[str] | bytes | onnx.ModelProto, *,
+    only: Iterable[str] = (), skip: Iterable[str] = (), patterns: Iterable[str | os.PathLike[str]] = (),
+    fallback: Literal["onnx", "ort"] = "onnx", emit: Emit = "functions", layout: Layout = "auto",
+    regions: Regions = True, plan: str | os.PathLike[str] | None = None, verify: bool = True,
+    inputs: Mapping[str, Array] | None = None, shapes: Sequence[str] = (), timeout: float | None = DEFAULT_TIMEOUT,
+    tolerance: float | None = None, dtype: Literal["float16", "bfloat16"] | None = None,
+    io: Literal["float32", "half"] = "float32", max_error: float | None = None,
     progress: Progress = lambda stage, done, of: None,
-) -> tuple[onnx.ModelProto, Report]:
+) -> tuple[onnx.ModelProto, Report]:  # fmt: skip
     """Fuse a model.
 
     model     a path, a serialized model or a ModelProto (which is not changed); external data stays on disk
-    only      names of the fusions to apply; all if empty
+    only      names of the fusions to apply; all if empty.  "region" alone makes nothing but regions
     skip      names of fusions to leave out
     patterns  folders of Python files with further fusions; a fusion replaces one of the same name
     fallback  operators that the bodies of fused nodes consist of: standard ONNX, or also onnxruntime's own
-    emit      what stands for a fusion: a node that calls a function ("functions"), or ONNX's own operators of opset 23
-              or 24 ("standard"), which other runtimes have kernels for.  Images then stay channels-first, and there are
-              no regions
-    layout    of images around convolutions: channels-last where that pays ("auto") or wherever it can be ("nhwc"), or
-              channels-first everywhere ("nchw")
-    regions   let connected operators that no pattern names become fused nodes too, where that should save memory
-              traffic or launches; `only` names "region" to make nothing else.  Elementwise ones that follow a product
-              or a convolution join its kernel, unless regions are "apart"
-    plan      a file that `onnxfuse plan` wrote for this model, which switches matches on and off.  The nodes of a match
-              that is off stay as they are: no other fusion, no region and no layout takes them
+    emit      what stands for a fusion: a node that calls a function, or ONNX's own operators of opset 23 or 24
+              ("standard"), for other runtimes; images then stay channels-first, and there are no regions
+    layout    of images around convolutions: channels-last where that pays or wherever it can be, or channels-first
+    regions   whether connected operators that no pattern names become fused nodes where that should save traffic or
+              launches, or join the kernel of a product or convolution before them; the latter not if "apart"
+    plan      a file of `onnxfuse plan` for this model; nothing takes the nodes of a match that it switches off
     verify    run each fused node and what it replaced, and both models, in onnxruntime; take back what differs
     inputs    arrays to verify with, by input name; others are generated
     shapes    sizes to verify with, as "input:8x512"; others are chosen
     timeout   seconds that opening a model in onnxruntime, or one run of it, may take in a process of its own; None runs
               models in this process, without a limit, and not at sizes of 0, at which onnxruntime may crash
-    tolerance the largest error of an output, relative to its largest value; by default that of its dtype, or more where
-              the original's own noise is larger
+    tolerance the largest relative error of an output; by default that of its dtype, or more by the original's noise
     dtype     the half precision that the model is converted to; what overflows, or loses too much, stays in float32.
               External weights then lie in `report.folder`, as long as the report exists
-    io        the dtype of the graph's floating-point inputs and outputs where the model is converted: that of the
-              original ("float32"), or `dtype` ("half")
-    max_error the largest error of an output that is allowed against float32, relative to its largest value; as many
-              nodes stay in float32 as that takes.  By default up to a tenth of the nodes stay so that errors are within
-              three times the noise of half precision, and the report says where that is not enough
+    io        the dtype of floating-point inputs and outputs where the model is converted: float32, or `dtype` ("half")
+    max_error the largest relative error that is allowed against float32; as many nodes stay in float32 as that takes.
+              By default up to a tenth of them stay so that errors are within three times the noise of half precision
     progress  called with the stage, how much of it is done, and of how much
 
-    Returns the model, in which each fused node calls a model-local function, and the report.  Raises ModelError if the
-    model cannot be read, or for emit="standard" has a node that cannot be written in opset 24, UsageError for an
-    unknown fusion or a plan of another model, VerificationError if the models differ although no fusion and no folding
-    causes it, or `max_error` cannot be kept.
+    Returns the model, whose fused nodes call model-local functions, and the report.  Raises ModelError for a model that
+    cannot be read, or written in opset 24 for emit="standard"; UsageError for an unknown fusion or a plan of another
+    model; VerificationError if the models differ, and no fusion or folding is the cause, or `max_error` is exceeded.
     """
-    if fallback not in ("onnx", "ort"):
-        raise UsageError(f"fallback is 'onnx' or 'ort', not '{fallback}'")
-    _check_layout(layout)
-    only, skip = list(only), list(skip)
-    fusions, regions, left_out = _selected(only, skip, patterns, regions)
-    operators = _operators(fallback, emit, layout, REGION in only)
-    half = request(dtype, io, max_error)
+    only, half = list(only), request(dtype, io, max_error)
+    settings = _with_operators(_settings(only, list(skip), patterns, layout, regions), fallback, emit, only)
     if half and plan is not None:
-        raise UsageError(
-            "a plan lists the matches of the model as it is; save the model that dtype gives, and make a plan of that"
-        )
-    if operators == "standard":
-        layout, regions = "nchw", False
+        text = "a plan lists the matches of the model as it is"
+        raise UsageError(f"{text}; save the model that dtype gives, and make a plan of that")
+    timer = StageTimer(progress)
     with own_process(timeout, at_once=verify):  # without verification, only half precision runs models
-        return _optimize(
-            model, fusions, only, operators, layout, regions, None if plan is None else Path(plan), verify, inputs,
-            shapes, tolerance, half, left_out, StageTimer(progress),
+        with timer.stage("load"):
+            original, folder = load(model)
+        choices = None if plan is None else read_choices(Path(plan), original)
+        job = _Job(
+            original, folder, settings, timer, only, choices, verify, inputs, shapes, tolerance, half,
+            opset_of(original),
         )  # fmt: skip
+        return _optimize(job, str(model) if isinstance(model, str | os.PathLike) else None)
 
 
 def find_matches(
@@ -148,133 +125,81 @@ def find_matches(
 
     Raises ModelError if the model cannot be read, UsageError for an unknown fusion.
     """
-    _check_layout(layout)
-    fusions, regions, left_out = _selected(list(only), list(skip), patterns, regions)
+    settings = _settings(list(only), list(skip), patterns, layout, regions)
     original, folder = load(model)
-    result = fuse_model(
-        original, folder, fusions, layout=layout, regions=regions, left_out=left_out, timer=StageTimer(progress)
-    )
+    result = fuse_model(original, folder, settings, StageTimer(progress))
     name = Path(model).name if isinstance(model, str | os.PathLike) else original.graph.name
     return Choices(name, graph_digest(original), choices_of(result.fused_of_model), result.left_out)
 
 
-def _check_layout(layout: Layout) -> None:
+def _settings(
+    only: Sequence[str],
+    skip: Sequence[str],
+    patterns: Iterable[str | os.PathLike[str]],
+    layout: Layout,
+    regions: Regions,
+) -> Settings:
+    """Return how a model is fused by these arguments of `optimize`.
+
+    Where `only` names fusions that layouts make, they make no others.  Raises UsageError for an unknown fusion or
+    layout.
+    """
     if layout not in get_args(Layout):
         raise UsageError(f"layout is 'auto', 'nchw' or 'nhwc', not '{layout}'")
-
-
-def _selected(
-    only: Sequence[str], skip: Sequence[str], patterns: Iterable[str | os.PathLike[str]], regions: Regions
-) -> tuple[list[Fusion], Regions, frozenset[str]]:
-    """Return the fusions to apply, whether there are regions, and which fusions layouts do not make.
-
-    Where `only` names some of the latter, they make no others.  Raises UsageError for an unknown fusion.
-    """
     fusions = catalogue.select(catalogue.with_folders(patterns), only, skip, also=[REGION, *LAYOUT_FUSIONS])
     named = LAYOUT_FUSIONS.keys() & set(only)
     left_out = frozenset(LAYOUT_FUSIONS.keys() & set(skip)) | (LAYOUT_FUSIONS.keys() - named if named else frozenset())
     if REGION in skip or (only and REGION not in only):
-        return fusions, False, left_out
-    return fusions, (regions or True) if REGION in only else regions, left_out
+        regions = False
+    elif REGION in only:
+        regions = regions or True
+    return Settings(fusions, layout=layout, regions=regions, left_out=left_out)
 
 
-def _operators(fallback: Literal["onnx", "ort"], emit: Emit, layout: Layout, of_regions: bool) -> OperatorSet:
-    """Return which operators bodies consist of.  Raises UsageError where the options contradict each other."""
+def _with_operators(
+    settings: Settings, fallback: Literal["onnx", "ort"], emit: Emit, only: Collection[str]
+) -> Settings:
+    """Return the settings with the operators that bodies consist of.  Raises UsageError for options that contradict."""
+    if fallback not in ("onnx", "ort"):
+        raise UsageError(f"fallback is 'onnx' or 'ort', not '{fallback}'")
     if emit not in get_args(Emit):
         raise UsageError(f"emit is 'functions' or 'standard', not '{emit}'")
     if emit == "functions":
-        return fallback
-    options = {"fallback ort": fallback == "ort", "layout nhwc": layout == "nhwc", "only region": of_regions}
+        return replace(settings, operators=fallback)
+    options = {
+        "fallback ort": fallback == "ort", "layout nhwc": settings.layout == "nhwc", "only region": REGION in only,
+    }  # fmt: skip
     if wrong := next((name for name, given in options.items() if given), None):
         raise UsageError(f"emit standard writes no functions, so that {wrong} has no effect; leave one of the two out")
-    return "standard"
-
-
-def _optimize(
-    model: str | os.PathLike[str] | bytes | onnx.ModelProto,
-    fusions: Sequence[Fusion],
-    only: Sequence[str],
-    operators: OperatorSet,
-    layout: Layout,
-    regions: Regions,
-    plan: Path | None,
-    verify: bool,
-    inputs: Mapping[str, Array] | None,
-    shapes: Sequence[str],
-    tolerance: float | None,
-    half: Request | None,
-    left_out: frozenset[str],
-    timer: StageTimer,
-) -> tuple[onnx.ModelProto, Report]:
-    """Return the optimized model and its report, as `optimize` does, of fusions that are known."""
-    with timer.stage("load"):
-        original, folder = load(model)
-    is_standard = operators == "standard"
-    source = original
-    if (is_standard or half) and has_fused_nodes(original):  # whose bodies hold dtypes, and operators of one opset
-        source = in_operators(original, folder)[0]
-    choices = None if plan is None else read_choices(plan, original)
-    options = _Options(
-        fusions, operators, layout, regions, choices, verify, inputs, shapes, tolerance, opset_of(original), left_out
-    )
-
-    def fuse_source(given: onnx.ModelProto) -> tuple[_Found, Path | None, Halving | None, HalfResult | None]:
-        if half is None:
-            return _fuse_verified(original, given, folder, options, timer), folder, None, None
-        halving = Halving(original, given, folder, half, fusions, inputs, shapes, timer, verify)
-        found, its_folder, told = _fuse_in_half(halving, options)
-        return found, its_folder, halving, told
-
-    fuse = functools.partial(
-        fuse_model, folder=folder, fusions=fusions, operators=operators, layout=layout, regions=regions, timer=timer
-    )
-    found, its_folder, halving, told = fuse_source(in_newest_opset(source, fuse) if is_standard else source)
-    is_raised = opset_of(found.model.written) > options.opset > 0
-    if is_standard and is_raised and not needs_newer_opset(found.model, options.opset):
-        found, its_folder, halving, told = fuse_source(source)
-    result, taken_back, off = found.model, found.taken_back, found.switched_off
-    first = halving.plain if halving else result
-    found_raised = (*first.left_out, *(halving.raised if halving else ()), *result.left_out, *found.raised)
-    raised = list({one.step: one for one in found_raised}.values())
-    told_of = functools.partial(attempt, REPORT, raised=raised)
-    known = {one.fusion for one in taken_back.dropped} | {name.partition(":")[0] for name in off}
-    path = str(model) if isinstance(model, str | os.PathLike) else None
-    size = file_bytes(Path(path), original) if path else None
-    facts = told_of(
-        lambda: gather_facts(original, result.written, path, fusions, _graphs(result), _why_not_fused(result)),
-        None,
-    )
-    report = Report(
-        {"path": path, "nodes": len(original.graph.node), "opset": opset_of(original),
-         "bytes": size, "digest": graph_digest(original)},
-        {"path": None, "nodes": len(result.written.graph.node), "bytes": None},
-        result.fused_of_model, (*(first.all_folded if halving else ()), *result.all_folded),
-        told_of(lambda: tuple(result.near()), ()),
-        tuple(taken_back.dropped), first.before, result.after, found.verified, timer.seconds, result.layout,
-        result.without_regions, tuple(_subgraphs(result)), first.inlined, result.stays,
-        quantized_operators(result.written), what_was_written(result) if is_standard else None,
-        told_of(lambda: count_operators(original, result.written), ()), _assumed_sizes(result.written),
-        told_of(lambda: _unmatched(result, fusions, only, known), {}), off, facts, told, its_folder, tuple(raised),
-    )  # fmt: skip
-    return result.written, report
+    return replace(settings, operators="standard", layout="nchw", regions=False)
 
 
 @dataclass(frozen=True)
-class _Options:
-    """What `optimize` was asked to do with a model."""
+class _Job:
+    """A model, and what `optimize` was asked to do with it."""
 
-    fusions: Sequence[Fusion]
-    operators: OperatorSet
-    layout: Layout
-    regions: Regions
+    original: onnx.ModelProto
+    folder: Path | None
+    settings: Settings
+    timer: StageTimer
+    only: Sequence[str]
     choices: Choices | None
     verify: bool
     inputs: Mapping[str, Array] | None
     shapes: Sequence[str]
     tolerance: float | None
+    half: Request | None
     opset: int  # of the original
-    left_out: frozenset[str] = frozenset()  # fusions that layouts do not make
     is_converted: bool = False  # to half precision
+
+    @property
+    def is_standard(self) -> bool:
+        """Whether ONNX's own operators stand for fusions."""
+        return self.settings.operators == "standard"
+
+    def written(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        """Return the model that is written of one with fused nodes."""
+        return in_standard_operators(model, self.folder, self.opset)[0] if self.is_standard else model
 
 
 @dataclass(frozen=True)
@@ -286,66 +211,116 @@ class _Found:
     taken_back: TakenBack
     switched_off: tuple[str, ...] = ()
     raised: tuple[LeftOut, ...] = ()  # the verification, where it raised
+    folder: Path | None = None  # where its weights lie
+    halving: Halving | None = None
+    half: HalfResult | None = None  # its errors in half precision
+
+    @property
+    def before(self) -> FusedModel:
+        """The model before it was converted to half precision; the fused one where it was not."""
+        return self.halving.plain if self.halving else self.model
+
+    @property
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """The steps that raised, each once."""
+        of_half = self.halving.raised if self.halving else ()
+        every = (*self.before.left_out, *of_half, *self.model.left_out, *self.raised)
+        return tuple({one.step: one for one in every}.values())
 
 
-def _fuse_verified(
-    original: onnx.ModelProto, source: onnx.ModelProto, folder: Path | None, options: _Options, timer: StageTimer
-) -> _Found:
+def _optimize(job: _Job, path: str | None) -> tuple[onnx.ModelProto, Report]:
+    """Return the optimized model and its report, as `optimize` does."""
+    source = job.original
+    if (job.is_standard or job.half) and has_fused_nodes(source):  # whose bodies hold dtypes, and operators of an opset
+        source = in_operators(source, job.folder)[0]
+    newest = source
+    if job.is_standard:
+        newest = in_newest_opset(source, lambda model: fuse_model(model, job.folder, job.settings, job.timer))
+    found = _fuse_source(job, newest)
+    is_raised = opset_of(found.model.written) > job.opset > 0
+    if job.is_standard and is_raised and not needs_newer_opset(found.model, job.opset):
+        found = _fuse_source(job, source)
+    return found.model.written, _report(job, path, found)
+
+
+def _fuse_source(job: _Job, source: onnx.ModelProto) -> _Found:
+    """Return a model, which is the original in the opset in which it is fused, fused and maybe in half precision."""
+    if job.half is None:
+        return _fuse_verified(job, source)
+    halving = Halving(
+        job.original, source, job.folder, job.half, job.settings.fusions, job.inputs, job.shapes, job.timer, job.verify
+    )
+
+    def attempt(verify: bool) -> tuple[_Found, HalfResult]:
+        converted = halving.convert()
+        inputs = None if job.inputs is None else halving.feeds(job.inputs)
+        given = replace(
+            job, original=converted.model, folder=converted.folder, inputs=inputs, is_converted=True,
+            verify=job.verify and verify,
+        )  # fmt: skip
+        found = _fuse_verified(given, converted.model)
+        return found, replace(halving.judge(found.model.written), scratch=converted.scratch)
+
+    found, told = halving.settle(attempt)
+    return replace(found, halving=halving, half=told)
+
+
+def _fuse_verified(job: _Job, source: onnx.ModelProto) -> _Found:
     """Return the fused model, whether it agrees with the original, and what was taken back for that.
 
     source  the original in the opset in which it is fused
     """
-    fuse_again: Callable[..., FusedModel]
-    fuse_again = functools.partial(
-        _fuse, source, folder, options.opset, operators=options.operators, left_out=options.left_out, timer=timer
-    )
-    chosen = ChosenFuse(fuse_again, options.choices) if options.choices else None
-    fuse_again = chosen or fuse_again
-    taken_back = TakenBack()
+    chosen = Chosen(job.choices) if job.choices else None
     verifier = Verifier(
-        original, folder, options.inputs, timer, options.shapes, options.tolerance, options.is_converted,
-        options.operators == "standard",
-    ) if options.verify else None  # fmt: skip
+        job.original, job.folder, job.inputs, job.timer, job.shapes, job.tolerance, job.is_converted, job.is_standard
+    ) if job.verify else None  # fmt: skip
+    search = _Search(job, source, verifier, chosen)
     try:
-        result, verified = _fuse_until_equal(
-            fuse_again, options.fusions, options.layout, options.regions, verifier, taken_back,
-            _written(folder, options),
-        )  # fmt: skip
+        result = search.fuse(replace(job.settings, keep_unfused=job.verify), verdict=search)
     except VerificationError:
         if verifier is not None:
             _check_converted(verifier, source)
         raise
     if chosen:
         chosen.check_known()
-    return _Found(
-        result,
-        verified,
-        taken_back,
-        tuple(chosen.switched_off) if chosen else (),
-        tuple(verifier.raised) if verifier else (),
+    off, raised = tuple(chosen.switched_off) if chosen else (), tuple(verifier.raised) if verifier else ()
+    return _Found(result, search.verified, search.taken_back, off, raised, job.folder)
+
+
+def _check_converted(verifier: Verifier, source: onnx.ModelProto) -> None:
+    """Raise ModelError if the model that is fused differs from the original, which has an older opset."""
+    is_raised = opset_of(source) != opset_of(verifier.original)
+    converted = verifier.verify(source) if is_raised else NOT_VERIFIED
+    if converted.passed is False:
+        raise ModelError(describe_change(verifier.original, source, converted.reason))
+
+
+# --- the report -----------------------------------------------------------------------------------------------------
+
+
+def _report(job: _Job, path: str | None, found: _Found) -> Report:
+    """Return the report; parts of it that raise are left out."""
+    original, result, raised = job.original, found.model, list(found.left_out)
+    fusions = job.settings.fusions
+    told_of = functools.partial(attempt, REPORT, raised=raised)
+    known = {one.fusion for one in found.taken_back.dropped}
+    known |= {name.partition(":")[0] for name in found.switched_off}
+    facts = told_of(
+        lambda: gather_facts(original, result.written, path, fusions, _graphs(result), _why_not_fused(result)), None
     )
-
-
-def _written(folder: Path | None, options: _Options) -> Written:
-    """Return what makes the model that is written of one with fused nodes."""
-    if options.operators != "standard":
-        return lambda model: model
-    return lambda model: in_standard_operators(model, folder, options.opset)[0]
-
-
-def _fuse_in_half(halving: Halving, options: _Options) -> tuple[_Found, Path | None, HalfResult]:
-    """Return the fused model in half precision, as `_fuse_verified` does, where its weights lie, and its errors."""
-
-    def attempt(verify: bool) -> tuple[tuple[_Found, Path | None], HalfResult]:
-        converted = halving.convert()
-        inputs = None if options.inputs is None else halving.feeds(options.inputs)
-        given = replace(options, inputs=inputs, is_converted=True, verify=options.verify and verify)
-        found = _fuse_verified(converted.model, converted.model, converted.folder, given, halving.timer)
-        told = replace(halving.judge(found.model.written), scratch=converted.scratch)
-        return (found, converted.folder), told
-
-    (found, folder), told = halving.settle(attempt)
-    return found, folder, told
+    return Report(
+        {"path": path, "nodes": len(original.graph.node), "opset": opset_of(original),
+         "bytes": file_bytes(Path(path), original) if path else None, "digest": graph_digest(original)},
+        {"path": None, "nodes": len(result.written.graph.node), "bytes": None},
+        result.fused_of_model, (*(found.before.all_folded if found.halving else ()), *result.all_folded),
+        told_of(lambda: tuple(result.near()), ()),
+        tuple(found.taken_back.dropped), found.before.before, result.after, found.verified, job.timer.seconds,
+        result.layout, result.without_regions, tuple(_subgraphs(result)), found.before.inlined, result.stays,
+        quantized_operators(result.written), what_was_written(result) if job.is_standard else None,
+        told_of(lambda: count_operators(original, result.written), ()), _assumed_sizes(result.written),
+        told_of(lambda: _unmatched(result, fusions, job.only, known), {}), found.switched_off, facts, found.half,
+        found.folder, tuple(raised),
+    )  # fmt: skip
 
 
 def _assumed_sizes(model: onnx.ModelProto) -> dict[str, int]:
@@ -367,29 +342,6 @@ def _unmatched(
     others = [name for name in only if name in LAYOUT_FUSIONS and name not in made]
     found |= {name: why_not_made(LAYOUT_FUSIONS[name], fusions, result.layout, result.model.graph) for name in others}
     return found | ({REGION: why_no_region()} if REGION in only and REGION not in made else {})
-
-
-def _check_converted(verifier: Verifier, source: onnx.ModelProto) -> None:
-    """Raise ModelError if the model that is fused differs from the original, which has an older opset."""
-    is_raised = opset_of(source) != opset_of(verifier.original)
-    converted = verifier.verify(source) if is_raised else NOT_VERIFIED
-    if converted.passed is False:
-        raise ModelError(describe_change(verifier.original, source, converted.reason))
-
-
-def _fuse(
-    source: onnx.ModelProto, folder: Path | None, opset: int, fusions: Sequence[Fusion], *, operators: OperatorSet,
-    **options: Any,
-) -> FusedModel:  # fmt: skip
-    """Return the fused model, as `fuse_model` does, in ONNX's own operators where these are asked for.
-
-    `opset` is that of the original, whose number the result has where it has all that is written.
-    """
-    result = fuse_model(source, folder, fusions, operators=operators, **options)
-    if operators != "standard":
-        return result
-    standard, after = in_standard_operators(result.model, folder, opset)
-    return replace(result, standard=standard, after=after)
 
 
 def _subgraphs(result: FusedModel) -> Iterator[Subgraph]:
@@ -442,14 +394,18 @@ class TakenBack:
         of_weights = WEIGHT_PASSES if WEIGHT_FOLDING in self.names else frozenset()
         return of_weights.union(self.names.intersection(PASS_NAMES))
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The arguments of `fuse_model` that say what else than fusions, layouts and matches is left out."""
-        return {
-            "keep_names": self.constants,
-            "bodies": BODIES not in self.names,
-            "without_passes": self.passes,
-        }
+    def applied(self, settings: Settings) -> Settings:
+        """Return the settings without all of it."""
+        return replace(
+            settings,
+            fusions=[fusion for fusion in settings.fusions if fusion.name not in self.names],
+            layout="nchw" if LAYOUT in self.names else settings.layout,
+            regions=REGION not in self.names and settings.regions,
+            exclude=frozenset(self.matches),
+            keep_names=frozenset(self.constants),
+            bodies=BODIES not in self.names,
+            without_passes=self.passes,
+        )
 
     def take(self, dropped: Dropped) -> None:
         """Leave out a fusion, the layout, the folding into weights, or a pass."""
@@ -480,55 +436,109 @@ class TakenBack:
         return len({number for (name, _), number in self.matches.items() if name == fusion})
 
 
-def _fuse_until_equal(
-    fuse_again: Callable[..., FusedModel],
-    fusions: Sequence[Fusion],
-    layout: Layout,
-    regions: Regions,
-    verifier: Verifier | None,
-    taken_back: TakenBack,
-    written: Written,
-) -> tuple[FusedModel, Verification]:
-    """Fuse and verify, and fuse again without what is wrong, until nothing is.
+@dataclass
+class _Search:
+    """Fuses a model, and takes back what is wrong until nothing is.
+
+    source  the original in the opset in which it is fused
 
     Without a verifier, what is wrong is only what ONNX refuses.
-
-    fuse_again  `fuse_model`, of the model
-    written     returns what is written of a model with fused nodes
     """
-    while True:
-        fuse_kept = _without(fuse_again, fusions, layout, regions, taken_back)
-        result = fuse_kept(keep_unfused=verifier is not None)
+
+    job: _Job
+    source: onnx.ModelProto
+    verifier: Verifier | None
+    chosen: Chosen | None
+    taken_back: TakenBack = field(default_factory=TakenBack)
+    verified: Verification = NOT_VERIFIED
+
+    def fuse(self, settings: Settings, verdict: Check | None = None) -> FusedModel:
+        """Return the fused model without the matches that are switched off, and in the operators that are written."""
+        checks: list[Check | None] = [self.chosen, self._in_operators, verdict]
+        return fuse_model(
+            self.source, self.job.folder, settings, self.job.timer, [check for check in checks if check is not None]
+        )
+
+    def _in_operators(self, result: FusedModel, _settings: Settings) -> FusedModel:
+        """Return the fused model in ONNX's own operators where these are asked for."""
+        if not self.job.is_standard:
+            return result
+        standard, after = in_standard_operators(result.model, self.job.folder, self.job.opset)
+        return replace(result, standard=standard, after=after)
+
+    def __call__(self, result: FusedModel, settings: Settings) -> FusedModel | Settings:
+        """Return the fused model if it agrees with the original, else the settings without something that is wrong."""
+        return self.taken_back.applied(settings) if self._takes_back(result, settings) else result
+
+    def _takes_back(self, result: FusedModel, settings: Settings) -> bool:
+        """Take something back that is wrong; return whether anything is."""
         if invalid := list(_invalid(result)):
-            taken_back.take_matches(invalid)
-            continue
-        if verifier is None:
-            return result, NOT_VERIFIED
-        if constants := verifier.wrong_constants(result):
-            taken_back.take_constants(result.all_folded, constants)
-            continue
-        parts = verifier.verify_parts(result)
+            self.taken_back.take_matches(invalid)
+            return True
+        if self.verifier is None:
+            return False
+        if constants := self.verifier.wrong_constants(result):
+            self.taken_back.take_constants(result.all_folded, constants)
+            return True
+        parts = self.verifier.verify_parts(result)
         if parts.wrong:
             found = _fused_nodes(result, parts.wrong)
-            taken_back.take_matches((fused, one.part.is_transposed, one.reason) for one, fused in found)
-            continue
-        verified = verifier.verify(result.written)
-        if verified.passed is not False:
-            return result, _with_parts(verified, result, parts)
-        culprits = verifier.culprits(result, verified, written)
+            self.taken_back.take_matches((fused, one.part.is_transposed, one.reason) for one, fused in found)
+            return True
+        verified = self.verifier.verify(result.written)
+        if verified.passed is False:
+            self._take_cause(self.verifier, result, settings, verified)
+            return True
+        self.verified = _with_parts(verified, result, parts)
+        return False
+
+    def _take_cause(self, verifier: Verifier, result: FusedModel, settings: Settings, verified: Verification) -> None:
+        """Take back why a model differs whose fused nodes seem to be equal: some of them, the layout, or a pass."""
+        culprits = verifier.culprits(result, verified, self.job.written)
         is_of_layout = result.layout.nodes and not (culprits and all(one.differs_alone for one in culprits))
-        if is_of_layout and verifier.verify(fuse_kept(layout="nchw").written).passed is not False:
-            taken_back.take(Dropped(LAYOUT, result.layout.first, verified.reason))
-            continue
-        if culprits:
-            taken_back.take_matches((one.node.fused, one.node.is_transposed, one.reason) for one in culprits)
-            continue
-        if result.bodies and verifier.verify(fuse_kept(bodies=False).written).passed is not False:
-            taken_back.take(Dropped(BODIES, result.bodies[0].body.where, verified.reason))
-            continue
-        taken_back.take(
-            _wrong_step(functools.partial(fuse_again, [], **taken_back.options), result, verifier, taken_back)
-        )
+        if is_of_layout and not self._differs(verifier, replace(settings, layout="nchw")):
+            self.taken_back.take(Dropped(LAYOUT, result.layout.first, verified.reason))
+        elif culprits:
+            self.taken_back.take_matches((one.node.fused, one.node.is_transposed, one.reason) for one in culprits)
+        elif result.bodies and not self._differs(verifier, replace(settings, bodies=False)):
+            self.taken_back.take(Dropped(BODIES, result.bodies[0].body.where, verified.reason))
+        else:
+            self.taken_back.take(self._wrong_step(verifier, result, replace(settings, fusions=(), regions=False)))
+
+    def _differs(self, verifier: Verifier, settings: Settings) -> bool:
+        """Return whether the model that is fused with these settings differs from the original."""
+        return verifier.verify(self.fuse(settings).written).passed is False
+
+    def _wrong_step(self, verifier: Verifier, result: FusedModel, settings: Settings) -> Dropped:
+        """Return which step before fusing makes a model differ: the folding into weights, or a pass.
+
+        settings  fuse nothing
+
+        Raises VerificationError if no step does.
+        """
+        differs = verifier.verify(self.fuse(settings).written)
+        if differs.passed is not False:  # then it is how the fusions are written in standard operators
+            reason = verifier.verify(result.written).reason
+            if not result.fused:
+                text = "operators that were spelled out changed the model"
+                raise VerificationError(f"{text}: {reason}; please report this")
+            return Dropped(result.fused[-1].fusion, result.fused[-1].node, reason)
+
+        def differs_without(names: Iterable[str]) -> bool:
+            return self._differs(verifier, replace(settings, without_passes=self.taken_back.passes.union(names)))
+
+        if WEIGHT_FOLDING not in self.taken_back.names and not differs_without(WEIGHT_PASSES):
+            node = next((one.node for one in result.folded if one.kind in ("batch_norm", "scale")), "")
+            return Dropped(WEIGHT_FOLDING, node, differs.reason)
+        passes = [name for name in PASS_NAMES if name not in self.taken_back.names]
+        low, high = 0, len(passes)  # the model differs where the first `high` passes are applied
+        if differs_without(passes):
+            reason = f"reading and writing changed the model: {differs.reason}"
+            raise VerificationError(f"{reason}; please report this model")
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if differs_without(passes[middle:]) else (middle, high)
+        return Dropped(passes[low], "", differs.reason)
 
 
 def _invalid(result: FusedModel) -> Iterator[tuple[Fused, bool, str]]:
@@ -541,61 +551,6 @@ def _invalid(result: FusedModel) -> Iterator[tuple[Fused, bool, str]]:
             if fused is not None and node.op_type in faults:
                 is_transposed = graph.layout.is_transposed(node.output)
                 yield fused, is_transposed, f"ONNX refuses its body: {faults[node.op_type]}"
-
-
-def _wrong_step(
-    fuse_nothing: Callable[..., FusedModel], result: FusedModel, verifier: Verifier, taken_back: TakenBack
-) -> Dropped:
-    """Return which step before fusing makes a model differ: the folding into weights, or a pass.
-
-    fuse_nothing  `fuse_model`, of the model without fusions
-
-    Raises VerificationError if no step does.
-    """
-    differs = verifier.verify(fuse_nothing().written)
-    if differs.passed is not False:  # then it is how the fusions are written in standard operators
-        reason = verifier.verify(result.written).reason
-        if not result.fused:
-            raise VerificationError(f"operators that were spelled out changed the model: {reason}; please report this")
-        return Dropped(result.fused[-1].fusion, result.fused[-1].node, reason)
-
-    def differs_without(left_out: frozenset[str]) -> bool:
-        return verifier.verify(fuse_nothing(without_passes=left_out).written).passed is False
-
-    if WEIGHT_FOLDING not in taken_back.names and not differs_without(taken_back.passes | WEIGHT_PASSES):
-        node = next((one.node for one in result.folded if one.kind in ("batch_norm", "scale")), "")
-        return Dropped(WEIGHT_FOLDING, node, differs.reason)
-    passes = [name for name in PASS_NAMES if name not in taken_back.names]
-
-    def is_bad(count: int) -> bool:
-        """Return whether the model differs although only the first passes are applied."""
-        return differs_without(taken_back.passes.union(passes[count:]))
-
-    low, high = 0, len(passes)
-    if is_bad(low):
-        raise VerificationError(f"reading and writing changed the model: {differs.reason}; please report this model")
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_bad(middle) else (middle, high)
-    return Dropped(passes[low], "", differs.reason)
-
-
-def _without(
-    fuse_again: Callable[..., FusedModel],
-    fusions: Sequence[Fusion],
-    layout: Layout,
-    regions: Regions,
-    taken_back: TakenBack,
-) -> Callable[..., FusedModel]:
-    """Return `fuse_model` of the model, without what was taken back."""
-    return functools.partial(
-        fuse_again,
-        [fusion for fusion in fusions if fusion.name not in taken_back.names],
-        layout="nchw" if LAYOUT in taken_back.names else layout,
-        regions=REGION not in taken_back.names and regions,
-        exclude=taken_back.matches,
-        **taken_back.options,
-    )
 
 
 def _fused_nodes(result: FusedModel, wrong: Iterable[PartFinding]) -> Iterator[tuple[PartFinding, Fused]]:

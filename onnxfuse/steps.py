@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,10 +80,15 @@ def without_what_raises(attempt: Callable[[frozenset[str]], T]) -> tuple[T, tupl
         try:
             return attempt(frozenset(found)), tuple(found.values())
         except StepError as error:
-            assert isinstance(error.__cause__, Exception)
-            if error.step in found:
-                raise error.__cause__ from None
-            found[error.step] = left_out(error.step, error.__cause__)
+            found = also_raised(found, error)
+
+
+def also_raised(found: Mapping[str, LeftOut], error: StepError) -> dict[str, LeftOut]:
+    """Return the steps that raised, by their names, with one more; raise its exception if it was to be left out."""
+    assert isinstance(error.__cause__, Exception)
+    if error.step in found:
+        raise error.__cause__ from None
+    return {**found, error.step: left_out(error.step, error.__cause__)}
 
 
 def attempt(name: str, run: Callable[[], T], otherwise: T, raised: list[LeftOut]) -> T:

@@ -13,7 +13,7 @@ from case_documents import Case, CaseError, differences, read_cases
 from onnxfuse import optimize
 from onnxfuse.dsl import catalogue
 from onnxfuse.explain import nearest
-from onnxfuse.fuse_model import fuse_model
+from onnxfuse.fuse_model import Settings, fuse_model
 
 FOLDER = Path(__file__).parent / "cases"
 CASES = [case for path in sorted(FOLDER.glob("*.txt")) for case in read_cases(path).values()]
@@ -39,7 +39,9 @@ def test_case(case: Case, request: pytest.FixtureRequest) -> None:
     assert not report.dropped
     if report.verified.passed:
         onnx.checker.check_model(model, full_check=True)
-    found = differences(case, model, report, nearest(fuse_model(case.model, None, catalogue.builtin()).missed))
+    found = differences(
+        case, model, report, nearest(fuse_model(case.model, None, Settings(catalogue.builtin())).missed)
+    )
     if found:
         pytest.fail(found, pytrace=False)
 
@@ -113,5 +115,7 @@ def test_a_document_that_the_report_contradicts_says_in_what(line: str, message:
     path.write_text(GOOD.partition("fused")[0] + line, encoding="utf-8")
     (case,) = read_cases(path).values()
     model, report = optimize(case.model, regions=False, verify=False)
-    found = differences(case, model, report, nearest(fuse_model(case.model, None, catalogue.builtin()).missed))
+    found = differences(
+        case, model, report, nearest(fuse_model(case.model, None, Settings(catalogue.builtin())).missed)
+    )
     assert message in found and bool(message) == bool(found), found

@@ -15,7 +15,7 @@ from exported_models import load_exported
 from onnxfuse import optimize
 from onnxfuse.culprits import Culprit, FusedNode, find_culprits
 from onnxfuse.dsl import catalogue
-from onnxfuse.fuse_model import FusedModel, fuse_model
+from onnxfuse.fuse_model import FusedModel, Settings, fuse_model
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.protos import nodes
 from onnxfuse.layout.assign import Layout
@@ -35,7 +35,9 @@ def chain(count: int) -> onnx.ModelProto:
 
 
 def fused(model: onnx.ModelProto, layout: Layout = "nchw", regions: bool = False) -> FusedModel:
-    return fuse_model(model, None, catalogue.with_folders([]), layout=layout, regions=regions, keep_unfused=True)
+    return fuse_model(
+        model, None, Settings(catalogue.with_folders([]), layout=layout, regions=regions, keep_unfused=True)
+    )
 
 
 def search(result: FusedModel, wrong: Callable[[set[str]], str]) -> tuple[list[Culprit], list[set[str]]]:

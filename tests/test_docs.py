@@ -20,6 +20,7 @@ from tables import MARK, TABLES, filled, pages
 import onnxfuse
 from onnxfuse.cli import main
 from onnxfuse.dsl.catalogue import builtin, from_folder
+from onnxfuse.fuse_model import STAGES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -56,6 +57,14 @@ def test_a_decision_is_a_short_page(path: Path) -> None:
 
 def test_the_page_of_the_design_is_read_in_ten_minutes() -> None:
     assert len((ROOT / "docs" / "design.md").read_text(encoding="utf-8").split()) <= 2500
+
+
+def test_the_page_of_the_design_names_the_stages_of_fusing() -> None:
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    way = page.partition("## The way of a model")[2].partition("\n## ")[0]
+    named = re.findall(r"^\d+\. \*\*(.+?)\.\*\*", way, re.MULTILINE)
+    assert named == ["Load", "Inline", *(stage.name for stage in STAGES), "Verify"]
+    assert len(STAGES) <= 10
 
 
 def test_a_drawing_shows_what_a_pattern_computes() -> None:

@@ -31,7 +31,7 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
     """
     from onnxfuse.dsl import catalogue
     from onnxfuse.explain import explanations, require_node, where_fused, where_inside, why_channels_first
-    from onnxfuse.fuse_model import StageTimer, fuse_model
+    from onnxfuse.fuse_model import Settings, StageTimer, fuse_model
     from onnxfuse.ir.inline_functions import inline_functions
     from onnxfuse.ir.load import load
     from onnxfuse.layout.fusions import LAYOUT_FUSIONS
@@ -49,7 +49,7 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
     if node:
         require_node(node, inlined.model)
     with shown_progress() as progress:
-        result = fuse_model(model, folder, fusions, regions=True, timer=StageTimer(progress))
+        result = fuse_model(model, folder, Settings(fusions, regions=True), StageTimer(progress))
     show_tracebacks(result.left_out)
     if node and (sentence := where_fused(result.fused_of_model, node)):
         console().print(escape(sentence))

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
-from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.domain import DOMAIN
-from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node
 from onnxfuse.regions.cluster import Cluster
 from onnxfuse.regions.epilogue_fusion import Join, find_epilogue_fusion, write_epilogue_fusion
 from onnxfuse.regions.formation import Formed, form_regions, is_worth_it
 from onnxfuse.regions.horizontal_fusion import share_launches
+from onnxfuse.regions.joining import Joining
 from onnxfuse.regions.norms import with_moved_norm, with_norms
-from onnxfuse.regions.only_with_epilogue import OnlyWithEpilogue
 from onnxfuse.regions.write import order_by_reading, write_region
-from onnxfuse.rewrite.replace import REGION, Fused, LocalFunctions, drop_functions
+from onnxfuse.rewrite.replace import Fused, LocalFunctions, drop_functions
 
 
 @dataclass(frozen=True)
@@ -29,23 +26,13 @@ class RegionResult:
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
-def assign_regions(
-    graph: Graph,
-    shapes: ShapeInfo,
-    exclude: Collection[tuple[str, str]] = frozenset(),
-    joining: Mapping[str, bool | str] = MappingProxyType({}),
-    fused: Collection[Fused] = (),
-    keep: Set[str] = frozenset(),
-    only_with_epilogue: OnlyWithEpilogue | None = None,
-) -> RegionResult:
+def assign_regions(joining: Joining, fused: Collection[Fused] = ()) -> RegionResult:
     """Replace the regions of a sorted graph by fused nodes, or join them with fused nodes.
 
-    `exclude` holds regions that stay as they are, each by REGION and the name of its first output, and those that join
-    no other node, by that node's fusion.  `joining` are the fusions whose nodes elementwise operators join, with their
-    declaration's `epilogue`, and `fused` the records of the fused nodes that the graph has.  `keep` holds the labels of
-    nodes that are in no region, and `only_with_epilogue` finds what is fused only where operators join it.
+    `joining` has the graph, and says which nodes operators may join; `fused` are the records of those that there are.
     """
-    formed = form_regions(graph, shapes, keep)
+    graph, shapes = joining.graph, joining.shapes
+    formed = form_regions(graph, shapes, joining.keep)
     joins, apart = dict[str, tuple[Join, Fused]](), list[Cluster]()  # the former by the results that they read
     records, work = {one.node: one for one in fused}, deque((*formed.regions, *formed.others))
     while work:
@@ -53,16 +40,16 @@ def assign_regions(
         if not all(node.outputs for node in cluster.nodes):  # what an operator has joined holds some of them by now
             continue
         order_by_reading(cluster, formed.forms)
-        join = find_epilogue_fusion(formed, cluster, joining, only_with_epilogue, joins)
-        record = _record(formed, join, records, only_with_epilogue, exclude) if join is not None else None
+        join = find_epilogue_fusion(formed, cluster, joining, joins)
+        record = _record(formed, join, records, joining) if join is not None else None
         if join is not None and record is not None:
             joins[join.result.name] = join, record
             if join.apart is not None and formed.merging is not None:
                 formed.merging.clusters.split(join.cluster, join.apart)
                 work.append(join.apart)
-        elif (REGION, _first(cluster)) not in exclude:
+        elif joining.may_be_region(cluster.outputs):
             apart.append(cluster)
-    apart, norms = _with_norms(formed, apart, joining, joins, exclude)
+    apart, norms = _with_norms(formed, apart, joining, joins)
     apart = [one for one in share_launches(formed, apart) if is_worth_it(one)]
     for cluster in apart:
         order_by_reading(cluster, formed.forms)
@@ -83,52 +70,36 @@ def assign_regions(
 
 
 def _with_norms(
-    formed: Formed,
-    apart: Collection[Cluster],
-    joining: Mapping[str, bool | str],
-    joins: dict[str, tuple[Join, Fused]],
-    exclude: Collection[tuple[str, str]],
+    formed: Formed, apart: Collection[Cluster], joining: Joining, joins: dict[str, tuple[Join, Fused]]
 ) -> tuple[list[Cluster], list[Node]]:
     """Return clusters that join no fused node with the norms that read them, and these norms.
 
     What has joined such a norm is part of the cluster then, and no longer one of the joins.
     """
     found, norms = list[Cluster](), list[Node]()
-    may_be: Callable[[Cluster], bool] = lambda one: (REGION, _first(one)) not in exclude  # noqa: E731
     for cluster in apart:
         by_result = {name: join for name, (join, _) in joins.items()}
-        both, taken = with_norms(formed, cluster, joining, by_result, may_be)
+        both, taken = with_norms(formed, cluster, joining, by_result)
         for norm in taken:
             joins.pop(norm.outputs[0].name, None)
         found.append(both)
         norms += taken
     for i, cluster in enumerate(found):
-        found[i], taken = with_moved_norm(formed, cluster, joining, may_be)
+        found[i], taken = with_moved_norm(formed, cluster, joining)
         norms += taken
     return found, norms
 
 
-def _record(
-    formed: Formed,
-    join: Join,
-    records: Mapping[str, Fused],
-    only_with_epilogue: OnlyWithEpilogue | None,
-    exclude: Collection[tuple[str, str]],
-) -> Fused | None:
+def _record(formed: Formed, join: Join, records: Mapping[str, Fused], joining: Joining) -> Fused | None:
     """Return the record of the fused node that a cluster joins, which may have to be made; None if it must not join."""
     (maker,) = join.result.inputs
     record = records.get(maker.name)
     fusion = join.match.fusion.name if join.match else record.fusion if record else ""
-    if (fusion, _first(join.cluster)) in exclude:
+    if (fusion, next(iter(join.cluster.outputs))) in joining.exclude:
         return None
-    if join.match is None or only_with_epilogue is None or formed.merging is None:
+    if join.match is None or formed.merging is None:
         return record
-    made = only_with_epilogue.replace(join.match)
+    made = joining.replace(join.match)
     if made is not None:
         formed.merging.level[join.result.inputs[0]] = formed.merging.level[maker]
     return made
-
-
-def _first(cluster: Cluster) -> str:
-    """Return the name of the first output, by which a region is known."""
-    return next(iter(cluster.outputs))

@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from onnxfuse.algebra.operators import FREE
-from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
 from onnxfuse.match import Match
 from onnxfuse.passes.folded import node_label
 from onnxfuse.regions.host import host_nodes
+from onnxfuse.regions.joining import Joining
 from onnxfuse.regions.normal_form import MIN_OPSET, normal_form
 from onnxfuse.regions.norms import NORMS
-from onnxfuse.regions.only_with_epilogue import OnlyWithEpilogue
 from onnxfuse.regions.pointwise import POINTWISE
 from onnxfuse.regions.reductions import REDUCTIONS
 from onnxfuse.steps import REGIONS, step
@@ -29,17 +28,13 @@ MAX_VIEWS = 4  # between a match and the operator beside it
 class DeferToRegions:
     """Says whether a match is left to a region: its nodes and one beside them can be in one, or join a fused node.
 
-    Such a fusion (a softmax, an activation) would read or write a tensor that a region with both does not.  `keep`
-    holds the names of nodes whose fusion must not be left, and labels of nodes that are in no region.  `joining` are
-    the fusions that elementwise operators join, where that depends on no layout, and `only_with_epilogue` finds what is
-    fused for that alone.
+    Such a fusion (a softmax, an activation) would read or write a tensor that a region with both does not.  `joining`
+    says which nodes elementwise operators join, as far as that depends on no layout, and `spelled` holds the names of
+    nodes whose fusion must not be left.
     """
 
-    graph: Graph
-    shapes: ShapeInfo
-    keep: Set[str]
-    joining: Set[str] = frozenset()
-    only_with_epilogue: OnlyWithEpilogue | None = None
+    joining: Joining
+    spelled: Set[str]
     has_left: bool = False  # whether a match was left
 
     def __call__(self, match: Match) -> bool:
@@ -49,9 +44,9 @@ class DeferToRegions:
 
     def _is_left(self, match: Match) -> bool:
         inside = _nodes_up_to_operands(match)
-        if self.graph.opset < MIN_OPSET or not all(map(self._may_be_in_region, inside)):
+        if self.joining.graph.opset < MIN_OPSET or not all(map(self._may_be_in_region, inside)):
             return False
-        others = itertools.chain(_siblings(self.graph, match, inside), *map(_beside, inside))
+        others = itertools.chain(_siblings(self.joining.graph, match, inside), *map(_beside, inside))
         outside = (other for other in others if other not in inside)
         behind = (other for node in inside for tensor in node.outputs for other in _behind(tensor, MAX_VIEWS))
         is_left = any(map(self._may_be_in_region, outside)) or any(map(self._may_be_joined, inside))
@@ -67,22 +62,24 @@ class DeferToRegions:
         """Return whether operators may join the node that gives a tensor."""
         maker = producer(tensor)
         if maker is not None and maker.domain == DOMAIN:
-            return maker.attrs["fusion"] in self.joining
-        return self.only_with_epilogue is not None and self.only_with_epilogue.at(tensor) is not None
+            return self.joining.epilogues.get(str(maker.attrs["fusion"]), "nhwc") != "nhwc"
+        return self.joining.match_at(tensor) is not None
 
     def _may_be_taken_in(self, node: Node) -> bool:
         """Return whether a node is a fused norm, which may be part of the region whose result it reads."""
-        return node.domain == DOMAIN and node.attrs["fusion"] in NORMS and node.attrs["fusion"] in self.joining
+        return node.domain == DOMAIN and node.attrs["fusion"] in self.joining.epilogues.keys() & {*NORMS}
 
     @cached_property
     def _host(self) -> set[Node]:
-        return set(host_nodes(self.graph, self.shapes))
+        return set(host_nodes(self.joining.graph, self.joining.shapes))
 
     def _may_be_in_region(self, node: Node) -> bool:
         is_onnx = not node.domain or node.domain == "ai.onnx"
-        if not is_onnx or node.name in self.keep or node_label(node) in self.keep:
+        labels = {node.name, node_label(node)}
+        if not is_onnx or not labels.isdisjoint(self.joining.keep) or not labels.isdisjoint(self.spelled):
             return False
-        return node not in self._host and not isinstance(normal_form(self.graph, self.shapes, node), str)
+        form = normal_form(self.joining.graph, self.joining.shapes, node)
+        return node not in self._host and not isinstance(form, str)
 
 
 def _nodes_up_to_operands(match: Match) -> set[Node]:

@@ -20,7 +20,7 @@ from onnxfuse.passes.folded import node_label
 from onnxfuse.region_operators import ELEMENTWISE, PRODUCTS, VIEWS
 from onnxfuse.regions.cluster import MAX_OPERANDS, MAX_OUTPUTS, Cluster
 from onnxfuse.regions.formation import Formed, Merging
-from onnxfuse.regions.only_with_epilogue import OnlyWithEpilogue
+from onnxfuse.regions.joining import Joining
 from onnxfuse.regions.steps import Step
 from onnxfuse.regions.write import body, measured_besides, order_by_reading, program
 from onnxfuse.rewrite.replace import Fused, LocalFunctions
@@ -37,19 +37,14 @@ class Join:
 
 
 def find_epilogue_fusion(
-    formed: Formed,
-    cluster: Cluster,
-    joining: Mapping[str, bool | str],
-    only_with_epilogue: OnlyWithEpilogue | None = None,
-    taken: Collection[str] = frozenset(),
+    formed: Formed, cluster: Cluster, joining: Joining, taken: Collection[str] = frozenset()
 ) -> Join | None:
     """Return how a cluster can join a fused node; None if it cannot.
 
-    `joining` are the fusions that elementwise operators join, with their declaration's `epilogue`; `only_with_epilogue`
-    finds what is fused for that alone, and `taken` are the names of results that others join.  Of the nodes of the
-    cluster, those that depend on the node's result must be elementwise or Reshapes, and their outputs have as many
-    elements.  What they read besides is computed with them, where nothing else reads it and it is elementwise or a
-    view.
+    `joining` says which nodes operators may join, and `taken` are the names of results that others join.  Of the nodes
+    of the cluster, those that depend on the node's result must be elementwise or Reshapes, and their outputs have as
+    many elements.  What they read besides is computed with them, where nothing else reads it and it is elementwise or
+    a view.
 
     The result may be read elsewhere and be an output of the graph: then the joined node gives it too.
     """
@@ -72,9 +67,9 @@ def find_epilogue_fusion(
         if maker is None or not may_join:
             continue
         if maker.domain == DOMAIN:
-            if joining.get(str(maker.attrs["fusion"]), False) in (True, maker.attrs.get("layout")):
+            if joining.takes_epilogue(maker):
                 found.append((maker, tensor, None))
-        elif only_with_epilogue and (match := only_with_epilogue.at(tensor)):
+        elif match := joining.match_at(tensor):
             found.append((maker, tensor, match))
     found.sort(key=lambda one: graph.position[one[0]], reverse=True)
     joins = ((_join(formed, merging, cluster, tensor), match) for _, tensor, match in found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -16,6 +16,7 @@ from onnxfuse.ir.node import Node, Tensor, consumers, producer
 from onnxfuse.regions.cluster import Cluster
 from onnxfuse.regions.epilogue_fusion import Join
 from onnxfuse.regions.formation import Formed, Merging
+from onnxfuse.regions.joining import Joining
 from onnxfuse.regions.steps import Step, Steps
 from onnxfuse.regions.write import measured_besides, order_by_reading
 
@@ -26,22 +27,18 @@ ROW_MAPS: Final = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Spl
 
 
 def with_norms(
-    formed: Formed,
-    cluster: Cluster,
-    joining: Mapping[str, bool | str],
-    joins: Mapping[str, Join],
-    may_be: Callable[[Cluster], bool],
+    formed: Formed, cluster: Cluster, joining: Joining, joins: Mapping[str, Join]
 ) -> tuple[Cluster, list[Node]]:
     """Return a cluster with the fused norms that read its results and are best computed with it, and these norms.
 
-    `joining` are the fusions that operators join, and `joins` those that do, by the results that they read: what has
-    joined such a norm is then part of the cluster too.  `may_be` says whether a cluster may be a region.
+    `joining` says which nodes operators may join, and `joins` has those that do, by the results that they read: what
+    has joined such a norm is then part of the cluster too.
     """
     taken = list[Node]()
     if formed.merging is None or cluster.is_free or not all(map(_keeps_last_axis, _steps(formed, cluster))):
         return cluster, taken
     for norm in _norms_behind(formed, cluster, joining):
-        found = _merged(formed, formed.merging, cluster, norm, joins.get(norm.outputs[0].name), may_be)
+        found = _merged(formed, joining, cluster, norm, joins.get(norm.outputs[0].name))
         if found is not None:
             cluster = found
             taken.append(norm)
@@ -63,7 +60,7 @@ def _keeps_last_axis(step: Step) -> bool:
     return step.op != "GatherElements"
 
 
-def _norms_behind(formed: Formed, cluster: Cluster, joining: Mapping[str, bool | str]) -> list[Node]:
+def _norms_behind(formed: Formed, cluster: Cluster, joining: Joining) -> list[Node]:
     """Return the norms that read what a cluster computes, in execution order."""
     assert formed.merging is not None
     graph = formed.merging.graph
@@ -71,23 +68,18 @@ def _norms_behind(formed: Formed, cluster: Cluster, joining: Mapping[str, bool |
         id(node): node
         for tensor in cluster.outputs.values()
         for node in consumers(tensor)
-        if node.domain == DOMAIN and node.attrs["fusion"] in NORMS and node.attrs["fusion"] in joining
+        if node.domain == DOMAIN and node.attrs["fusion"] in NORMS and node.attrs["fusion"] in joining.epilogues
     }
     return sorted(readers.values(), key=graph.position.__getitem__)
 
 
-def _merged(
-    formed: Formed,
-    merging: Merging,
-    cluster: Cluster,
-    norm: Node,
-    join: Join | None,
-    may_be: Callable[[Cluster], bool],
-) -> Cluster | None:
+def _merged(formed: Formed, joining: Joining, cluster: Cluster, norm: Node, join: Join | None) -> Cluster | None:
     """Return a cluster with a norm that reads its result, and with what has joined the norm; None if they stay apart.
 
     All that they read besides must be of a lower level than the cluster, so that no path leads from it to them.
     """
+    merging = formed.merging
+    assert merging is not None
     clusters, level = merging.clusters, merging.level
     steps = norm_steps(merging.graph, clusters.shapes, norm)
     at = level[cluster.nodes[0]]
@@ -105,7 +97,7 @@ def _merged(
         both = clusters.merged(both, join.cluster) if join else both
     if isinstance(both, Cluster):
         order_by_reading(both, formed.forms)
-        if may_be(both):
+        if joining.may_be_region(both.outputs):
             _belong(merging, both, at)
             return both
     del formed.forms[norm], clusters.of[norm]
@@ -119,16 +111,14 @@ def _belong(merging: Merging, cluster: Cluster, level: int) -> None:
     merging.move(cluster, level)
 
 
-def with_moved_norm(
-    formed: Formed, cluster: Cluster, joining: Mapping[str, bool | str], may_be: Callable[[Cluster], bool]
-) -> tuple[Cluster, list[Node]]:
+def with_moved_norm(formed: Formed, cluster: Cluster, joining: Joining) -> tuple[Cluster, list[Node]]:
     """Return a cluster that moves the rows of a norm, as a window partition does, with the norm, and this norm.
 
     The norm of moved rows is the same as the moved rows of a norm: the program moves those that the norm reads.
-    Arguments are as in `with_norms`.
+    `joining` is as in `with_norms`.
     """
     norm = _moved_norm(formed, cluster, joining)
-    if norm is None or formed.merging is None or not may_be(cluster):
+    if norm is None or formed.merging is None or not joining.may_be_region(cluster.outputs):
         return cluster, []
     clusters, (output,), last = formed.merging.clusters, cluster.outputs.values(), cluster.nodes[-1]
     steps = norm_steps(formed.merging.graph, clusters.shapes, norm, moved=output)
@@ -146,7 +136,7 @@ def with_moved_norm(
     return both, [norm]
 
 
-def _moved_norm(formed: Formed, cluster: Cluster, joining: Mapping[str, bool | str]) -> Node | None:
+def _moved_norm(formed: Formed, cluster: Cluster, joining: Joining) -> Node | None:
     """Return the norm whose rows a cluster moves, and that nothing else reads; None if there is none."""
     merging = formed.merging
     if merging is None or cluster.is_free or len(cluster.operands) != 1 or len(cluster.outputs) != 1:
@@ -154,7 +144,7 @@ def _moved_norm(formed: Formed, cluster: Cluster, joining: Mapping[str, bool | s
     graph, clusters = merging.graph, merging.clusters
     (result,), (output,) = cluster.operands.values(), cluster.outputs.values()
     norm = producer(result)
-    if norm is None or norm.domain != DOMAIN or norm in clusters.of or norm.attrs["fusion"] not in joining:
+    if norm is None or norm.domain != DOMAIN or norm in clusters.of or norm.attrs["fusion"] not in joining.epilogues:
         return None
     has_one_operand = norm.attrs["fusion"] in ("layer_norm", "rms_norm")
     is_read_here = not graph.is_kept(result) and all(node in cluster.nodes for node in consumers(result))

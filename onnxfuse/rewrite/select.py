@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from onnxfuse.analysis.shape_info import ShapeInfo
@@ -27,9 +27,9 @@ NEAR_MISS_SHARE = 0.3  # a miss is reported when this share of the nodes of the 
 class FusionResult:
     """The fused nodes, and every miss."""
 
-    fused: tuple[Fused, ...]
-    missed: tuple[Miss, ...]
-    remaining: frozenset[str]  # names of the nodes that were not replaced; not of Casts that all readers absorbed
+    fused: tuple[Fused, ...] = ()
+    missed: tuple[Miss, ...] = ()
+    remaining: frozenset[str] = frozenset()  # names of the nodes that were not replaced; not of absorbed Casts
     attentions: frozenset[str] = frozenset()  # names of the last products of attentions among them
 
     def near(self) -> list[Miss]:
@@ -98,43 +98,53 @@ def leave_none(match: Match) -> bool:
     return False
 
 
+@dataclass(frozen=True)
+class Selection:
+    """Which matches may be replaced, and by what.
+
+    `operators` says which of them bodies have; `contrib` names nodes in whose place those of com.microsoft may stand
+    anyway.  `exclude` holds matches that are not replaced, each by the name of its fusion and of its first output.
+    `keep` holds the labels of nodes that no match may have, and `leave` says which matches of fusions that are tried
+    last are left.
+    """
+
+    operators: OperatorSet = "onnx"
+    contrib: Set[str] = frozenset()
+    exclude: Collection[tuple[str, str]] = frozenset()
+    keep: Set[str] = frozenset()
+    leave: Leave = leave_none
+
+
 def fuse(
     graph: Graph,
     shapes: ShapeInfo,
     fusions: Sequence[Fusion],
-    *,
-    operators: OperatorSet = "onnx",
-    contrib: Set[str] = frozenset(),
-    exclude: Collection[tuple[str, str]] = frozenset(),
-    keep: Set[str] = frozenset(),
-    leave: Leave = leave_none,
+    selection: Selection = Selection(),
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> FusionResult:
     """Replace in the graph what the fusions match.
 
-    Nodes are tried from outputs to inputs, until nothing changes.  `operators` says which of them bodies have;
-    `contrib` names nodes in whose place those of com.microsoft may stand anyway.  `exclude` holds matches that are not
-    replaced, each by the name of its fusion and of its first output.  `keep` holds the labels of nodes that no match
-    may have, and `leave` says which matches of fusions that are tried last are left.  `progress` is called with the
-    number of nodes tried, and of all nodes.
+    Nodes are tried from outputs to inputs, until nothing changes.  `progress` is called with the number of nodes tried,
+    and of all nodes.
     """
     graph.remember_origins()
     attentions = frozenset(node.name or node.outputs[0].name for node in ends_of_attention(graph))
-    functions = LocalFunctions(graph, operators, contrib)
+    functions = LocalFunctions(graph, selection.operators, selection.contrib)
     fused: list[Fused] = []
-    misses: dict[tuple[str, str], Miss] = {}
+    sweep = _Sweep(graph, shapes, functions, progress)
     for is_last in (False, True):
         turn = [fusion for fusion in fusions if fusion.last is is_last]
-        by_root = _by_root(graph, shapes, turn, exclude, keep, leave if is_last else leave_none)
-        nodes = graph.nodes[::-1] if by_root else []
+        limits = selection if is_last else replace(selection, leave=leave_none)
+        sweep.by_root = _by_root(graph, shapes, turn, limits)
+        nodes = graph.nodes[::-1] if sweep.by_root else []
         while nodes:
-            new = _sweep(graph, shapes, nodes, by_root, functions, misses, progress)
+            new = sweep.run(nodes)
             fused += new
             # A node that was replaced may have been the outside reader for which a complete match was refused.
-            refused = {miss.node for miss in misses.values() if miss.complete} if new else set()
+            refused = {miss.node for miss in sweep.misses.values() if miss.complete} if new else set()
             nodes = [n for n in graph.nodes[::-1] if (n.name or n.outputs[0].name) in refused]
     remaining = frozenset(n.name or n.outputs[0].name for n in graph.nodes)
-    return FusionResult(tuple(fused), tuple(misses.values()), remaining, attentions)
+    return FusionResult(tuple(fused), tuple(sweep.misses.values()), remaining, attentions)
 
 
 @dataclass(frozen=True)
@@ -143,8 +153,7 @@ class _Candidate:
 
     matcher: Matcher
     excluded: frozenset[str]
-    keep: Set[str]  # labels of nodes
-    leave: Leave
+    selection: Selection
 
     def at(self, tensor: Tensor) -> Match | Miss | None:
         """Return the match that ends at the tensor, or the miss that came nearest."""
@@ -153,17 +162,13 @@ class _Candidate:
         found = self.matcher.at(tensor)
         if not isinstance(found, Match):
             return found
-        is_kept = self.keep and any(node_label(node) in self.keep for node in found.nodes)
-        return None if is_kept or self.leave(found) else found
+        keep = self.selection.keep
+        is_kept = keep and any(node_label(node) in keep for node in found.nodes)
+        return None if is_kept or self.selection.leave(found) else found
 
 
 def _by_root(
-    graph: Graph,
-    shapes: ShapeInfo,
-    fusions: Sequence[Fusion],
-    exclude: Collection[tuple[str, str]],
-    keep: Set[str],
-    leave: Leave,
+    graph: Graph, shapes: ShapeInfo, fusions: Sequence[Fusion], selection: Selection
 ) -> Mapping[str, Sequence[_Candidate]]:
     """Return the matchers of the fusions that may occur, by the operators that these can end with."""
     by_root: dict[str, list[_Candidate]] = defaultdict(list)
@@ -171,48 +176,64 @@ def _by_root(
     for fusion in fusions:
         matcher = Matcher(graph, shapes, fusion)  # made for each fusion, because it checks the declaration
         if may_occur(fusion, present):
-            excluded = frozenset(out for name, out in exclude if name == fusion.name)
+            excluded = frozenset(out for name, out in selection.exclude if name == fusion.name)
             for op in matcher.prefilter.fusion_root_ops:
-                by_root[op].append(_Candidate(matcher, excluded, keep, leave))
+                by_root[op].append(_Candidate(matcher, excluded, selection))
     return by_root
 
 
-def _sweep(
-    graph: Graph,
-    shapes: ShapeInfo,
-    nodes: Sequence[Node],
-    by_root: Mapping[str, Sequence[_Candidate]],
-    functions: LocalFunctions,
-    misses: dict[tuple[str, str], Miss],
-    progress: Callable[[int, int], None],
-) -> list[Fused]:
-    """Try every node once, and return what was fused.
+@dataclass
+class _Sweep:
+    """Tries nodes as the ends of fusions, and replaces what matches."""
 
-    A match with outputs beside each other waits until all nodes were tried: it takes what nothing else has matched.
-    """
-    attempt = functools.partial(_fuse_first, graph, shapes, functions, misses)
-    fused: list[Fused | None] = []
-    later: dict[int, tuple[Node, Match | None]] = {}
-    for i, node in enumerate(nodes):
-        progress(i, len(nodes))
-        if not node.outputs or op_of(node) not in by_root or id(node) in later:
-            continue
-        matches, missed = _matches_at(node, by_root[op_of(node)])
-        matches = _prefer_disjoint(matches, by_root)
-        if matches and matches[0].has_side_outputs:
-            later |= {id(other): (other, None) for other in matches[0].nodes} | {id(node): (node, matches[0])}
-        else:
-            fused.append(attempt(matches, missed))
-    for node, match in sorted(later.values(), key=lambda one: -graph.position.get(one[0], 0)):
-        if match is not None and _is_intact(graph, match):
-            fused.append(attempt([match], []))
-        if node.outputs and op_of(node) in by_root:
-            fused.append(attempt(*_matches_at(node, by_root[op_of(node)])))
-    done = [one for one in fused if one is not None]
-    if done:
-        graph.remove_dead()
-        graph.sort()
-    return done
+    graph: Graph
+    shapes: ShapeInfo
+    functions: LocalFunctions
+    progress: Callable[[int, int], None]
+    by_root: Mapping[str, Sequence[_Candidate]] = field(default_factory=dict)
+    misses: dict[tuple[str, str], Miss] = field(default_factory=dict)
+
+    def run(self, nodes: Sequence[Node]) -> list[Fused]:
+        """Try every node once, and return what was fused.
+
+        A match with outputs beside each other waits until all nodes were tried: it takes what nothing else has matched.
+        """
+        fused: list[Fused | None] = []
+        later: dict[int, tuple[Node, Match | None]] = {}
+        for i, node in enumerate(nodes):
+            self.progress(i, len(nodes))
+            if not node.outputs or op_of(node) not in self.by_root or id(node) in later:
+                continue
+            matches, missed = _matches_at(node, self.by_root[op_of(node)])
+            matches = _prefer_disjoint(matches, self.by_root)
+            if matches and matches[0].has_side_outputs:
+                later |= {id(other): (other, None) for other in matches[0].nodes} | {id(node): (node, matches[0])}
+            else:
+                fused.append(self.fuse_first(matches, missed))
+        for node, match in sorted(later.values(), key=lambda one: -self.graph.position.get(one[0], 0)):
+            if match is not None and _is_intact(self.graph, match):
+                fused.append(self.fuse_first([match], []))
+            if node.outputs and op_of(node) in self.by_root:
+                fused.append(self.fuse_first(*_matches_at(node, self.by_root[op_of(node)])))
+        done = [one for one in fused if one is not None]
+        if done:
+            self.graph.remove_dead()
+            self.graph.sort()
+        return done
+
+    def fuse_first(self, matches: Sequence[Match], missed: Sequence[Miss]) -> Fused | None:
+        """Replace the first match whose body can be written; None, and the misses are noted, where there is none."""
+        refused = []
+        for match in matches:
+            result = replace_match(self.graph, self.shapes, match, self.functions)
+            if isinstance(result, Fused):
+                return result
+            refused.append(result)
+        for miss in (*missed, *refused):
+            key = miss.fusion.name, miss.node
+            if miss.complete or key not in self.misses or not self.misses[key].complete:
+                self.misses[key] = miss  # a refusal says more than what follows it
+        return None
 
 
 def _is_intact(graph: Graph, match: Match) -> bool:
@@ -246,25 +267,3 @@ def _ends_here(tensor: Tensor, by_root: Mapping[str, Sequence[_Candidate]]) -> b
     node = tensor.inputs[0]
     found = _matches_at(node, by_root[op_of(node)])[0] if op_of(node) in by_root else []
     return any(len(match.nodes) > 1 and not match.has_side_outputs for match in found)
-
-
-def _fuse_first(
-    graph: Graph,
-    shapes: ShapeInfo,
-    functions: LocalFunctions,
-    misses: dict[tuple[str, str], Miss],
-    matches: Sequence[Match],
-    missed: Sequence[Miss],
-) -> Fused | None:
-    """Replace the first match whose body can be written; None, and the misses are noted, where there is none."""
-    refused = []
-    for match in matches:
-        result = replace_match(graph, shapes, match, functions)
-        if isinstance(result, Fused):
-            return result
-        refused.append(result)
-    for miss in (*missed, *refused):
-        key = miss.fusion.name, miss.node
-        if miss.complete or key not in misses or not misses[key].complete:  # a refusal says more than what follows it
-            misses[key] = miss
-    return None

@@ -43,7 +43,7 @@ from onnxfuse.dsl import catalogue, words
 from onnxfuse.dsl.guards import Guard
 from onnxfuse.dsl.spans import Span
 from onnxfuse.dsl.terms import Apply, Either, Product, Sum, Term, walk
-from onnxfuse.fuse_model import fuse_model
+from onnxfuse.fuse_model import Settings, fuse_model
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.rewrite.function_body import BodyBuilder
 from onnxfuse.rewrite.select import FusionResult
@@ -72,7 +72,7 @@ def model(nodes: str, opset: int = 20, outputs: str = "y", **weights: Any) -> on
 def fuse(declared: Fusion, nodes: str, **rest: Any) -> tuple[onnx.ModelProto, FusionResult]:
     """Optimize with one fusion, and assert that the results are those of the original model."""
     original = model(nodes, **rest)
-    found = fuse_model(original, None, [declared])
+    found = fuse_model(original, None, Settings([declared]))
     onnx.checker.check_model(found.model, full_check=True)
     before, _ = run(original, INPUTS)
     after, reason = run(found.model, INPUTS)

@@ -11,7 +11,7 @@ from onnx import numpy_helper
 from runtimes import open_on_cpu
 
 from onnxfuse.dsl import catalogue
-from onnxfuse.fuse_model import FusedModel, fuse_model
+from onnxfuse.fuse_model import FusedModel, Settings, fuse_model
 from onnxfuse.ir.domain import DOMAIN
 
 
@@ -34,7 +34,7 @@ def parse(text: str, opset: int = 20, **weights: np.ndarray) -> onnx.ModelProto:
 
 def converted(model: onnx.ModelProto, layout: Any = "nhwc", **options: Any) -> FusedModel:
     """Return the model with channels-last regions, which is checked."""
-    result = fuse_model(model, None, catalogue.with_folders([]), layout=layout, keep_unfused=True, **options)
+    result = fuse_model(model, None, Settings(catalogue.with_folders([]), layout=layout, keep_unfused=True, **options))
     onnx.checker.check_model(result.model, full_check=True)
     return result
 

@@ -16,7 +16,7 @@ from spellings import Spelling, Unfused, Unwritable, build, longest, richest
 
 from onnxfuse import Fusion
 from onnxfuse.dsl import catalogue
-from onnxfuse.fuse_model import fuse_model
+from onnxfuse.fuse_model import Settings, fuse_model
 from onnxfuse.ir.domain import DOMAIN
 
 FLOAT, FLOAT16, BFLOAT16 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16
@@ -78,7 +78,7 @@ def test_the_body_runs_on_the_cpu_and_is_as_precise(fusion: Fusion, each_case: E
     fused = 0
     for case, subtest in each_case(mixed_models(fusion)):
         with subtest:
-            optimized = fuse_model(case.model, None, [fusion]).model
+            optimized = fuse_model(case.model, None, Settings([fusion])).model
             fused += any(node.domain == DOMAIN for node in optimized.graph.node)
             expected, reason = run(case.model, case.inputs)
             assert expected is not None, reason

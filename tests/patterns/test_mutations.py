@@ -16,7 +16,7 @@ from spellings import build, longest, richest
 from onnxfuse import Fusion, fusion, op, rearrange, scalar, tensor
 from onnxfuse.dsl import catalogue
 from onnxfuse.explain import explain
-from onnxfuse.fuse_model import fuse_model
+from onnxfuse.fuse_model import Settings, fuse_model
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.rewrite.select import FusionResult
 
@@ -121,7 +121,7 @@ def check(mutation: Mutation, with_all: bool = False) -> None:
 
 def fuse(mutant: Mutant, fusions: Sequence[Fusion]) -> tuple[onnx.ModelProto, FusionResult]:
     """Return the model optimized with these fusions, and what the search for them found."""
-    result = fuse_model(mutant.model, None, fusions)
+    result = fuse_model(mutant.model, None, Settings(fusions))
     return result.model, result.fusing
 
 

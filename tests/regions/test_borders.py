@@ -6,7 +6,7 @@ import onnx
 import pytest
 from region_models import assert_programs_agree, draw, optimized, parsed, regions
 
-from onnxfuse.fuse_model import fuse_model
+from onnxfuse.fuse_model import Settings, fuse_model
 
 INPUTS = "float[6, 8, 4] x, float[6, 8, 4] y, float[6, 1, 4] r, float[4, 8] w"
 
@@ -34,7 +34,7 @@ def test_a_difference_is_computed_where_other_rows_of_it_are_reduced() -> None:
 
 def test_the_reason_of_what_is_left_names_what_has_gone() -> None:
     nodes = "m = ReduceMean <axes = [1]> (x) s = Sub(x, m) z = ReduceMax <axes = [2]> (s)"
-    reasons = fuse_model(parsed(nodes, inputs=INPUTS), None, [], regions=True).no_region
+    reasons = fuse_model(parsed(nodes, inputs=INPUTS), None, Settings([], regions=True)).no_region
     assert reasons == {"m": "'s' is computed where its result is read, because that moves fewer bytes"}
 
 

@@ -11,7 +11,7 @@ from region_models import assert_programs_agree, draw, optimized, parsed, region
 from runtimes import open_on_cpu
 
 from onnxfuse import optimize
-from onnxfuse.fuse_model import fuse_model
+from onnxfuse.fuse_model import Settings, fuse_model
 
 INPUTS = "float[b, t, 8] x, float[b, 2, t, t] scores, bool[1, 1, 16, 16] buffer, float[16, 8] table, float[1, 1, 8] row"
 DIMS = """
@@ -56,7 +56,7 @@ def test_sizes_that_follow_from_dims(what: str) -> None:
     """The program and the function compute them from the operands, so that no host operator is left."""
     nodes, ops = CASES[what]
     source = parsed(DIMS + nodes, inputs=INPUTS + MORE)
-    result = fuse_model(source, None, [], regions=True).model
+    result = fuse_model(source, None, Settings([], regions=True)).model
     onnx.checker.check_model(result)
     (region,) = regions(result)
     assert region.ops == ops and len(result.graph.node) == 1
@@ -103,7 +103,7 @@ def test_a_tensor_of_which_only_dims_are_read_is_an_operand() -> None:
 ], ids=["an input", "mirrored pads"])  # fmt: skip
 def test_other_sizes_stay_out(nodes: str, why: str) -> None:
     source = parsed(DIMS + nodes, inputs=INPUTS + ", int64[1] count")
-    made = fuse_model(source, None, [], regions=True)
+    made = fuse_model(source, None, Settings([], regions=True))
     assert any(why in reason for reason in made.no_region.values()), made.no_region
 
 

@@ -8,7 +8,7 @@ from onnx import TensorProto
 from region_models import assert_programs_agree, draw, optimized, parsed, regions
 
 from onnxfuse import UsageError, optimize
-from onnxfuse.fuse_model import fuse_model
+from onnxfuse.fuse_model import Settings, fuse_model
 
 MATRIX = "float[8, 8] x, float[8, 8] y, float[8, 8] w"
 
@@ -200,7 +200,7 @@ def test_what_depends_on_each_other_through_a_product_does_not_share_a_launch() 
 
 def test_what_was_taken_back_shares_no_launch() -> None:
     source = parsed("a = Neg(x) b = Exp(y) c = MatMul(a, b) d = Abs(w) z = MatMul(c, d)", inputs=MATRIX, outputs="z")
-    fused = fuse_model(source, None, [], regions=True, exclude={("region", "a")})
+    fused = fuse_model(source, None, Settings([], regions=True, exclude={("region", "a")}))
     assert [one.replaces for one in fused.fusing.fused] == [("b", "d")]
 
 
@@ -273,7 +273,7 @@ def test_shapes_that_are_computed_stay_out() -> None:
 def test_a_softmax_along_an_axis_that_is_not_there_stays_out() -> None:
     """Onnxruntime runs such a model on empty tensors, and does not load a function with it."""
     source = parsed("a = Neg(x) b = Exp(a) z = Softmax <axis = 2> (b)", inputs="float[n, 6] x")
-    made = fuse_model(source, None, [], regions=True)
+    made = fuse_model(source, None, Settings([], regions=True))
     assert "Softmax" in [node.op_type for node in made.model.graph.node]
 
 
@@ -302,7 +302,7 @@ def test_a_dtype_that_its_opset_does_not_declare_stays_out(opset: int, count: in
 def test_operators_of_dtypes_without_a_kernel_stay_out(nodes: str, dtype: str, why: str) -> None:
     """One of them would leave the whole region without a kernel."""
     source = parsed(f"{nodes} v = Abs(a)", inputs=f"{dtype}[4] x", outputs="z v", opset=18)
-    made = fuse_model(source, None, [], regions=True).regions
+    made = fuse_model(source, None, Settings([], regions=True)).regions
     assert [set(one.replaces) for one in made.fused] == [{"a", "v"}]
     assert why in made.reasons["z"]
 
@@ -394,7 +394,7 @@ def test_they_can_be_left_out() -> None:
 
 def test_a_region_that_was_taken_back_stays_apart() -> None:
     source = parsed("a = Neg(x) b = Exp(a) c = MatMul(b, w) d = Abs(c) z = Tanh(d)", inputs=MATRIX)
-    found = fuse_model(source, None, [], regions=True, exclude={("region", "b")}).fusing.fused
+    found = fuse_model(source, None, Settings([], regions=True, exclude={("region", "b")})).fusing.fused
     assert [one.output for one in found] == ["z"]
 
 

@@ -20,7 +20,7 @@ from onnxfuse import optimize, unfuse
 from onnxfuse.cli import main
 from onnxfuse.dsl import catalogue
 from onnxfuse.dsl.declaration import Fusion
-from onnxfuse.fuse_model import fuse_model
+from onnxfuse.fuse_model import Settings, fuse_model
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.runtime.plan import Launch, TensorSpec
 from onnxfuse.runtime.planner import fused_node
@@ -213,7 +213,7 @@ def test_a_product_that_nothing_joins_stays(nodes: str) -> None:
 def test_what_is_excluded_leaves_the_product_alone() -> None:
     source = model_of("p = MatMul(x, w) a = Mul(p, r) z = Add(a, y)")
     for exclude, kept in (({("gemm_bias_activation", "z")}, {}), (set(), {"": {"p"}})):
-        found = fuse_model(source, None, optimize_fusions(), regions=True, exclude=exclude, keep_nodes=kept)
+        found = fuse_model(source, None, Settings(optimize_fusions(), regions=True, exclude=exclude, keep_nodes=kept))
         assert [one.fusion for one in found.fusing.fused] == ["region"]
 
 
@@ -307,7 +307,7 @@ def test_a_norm_that_gives_its_sum_too(tmp_path: Path) -> None:
     assert shown[-2:] == ["  a = v11", "  t = result 2 of add_layer_norm"]
     back, verified = unfuse(result)
     assert verified.passed and "LayerNormalization" in {node.op_type for node in back.graph.node}
-    kept = fuse_model(source, None, optimize_fusions(), regions=True, exclude={("add_layer_norm", "a")})
+    kept = fuse_model(source, None, Settings(optimize_fusions(), regions=True, exclude={("add_layer_norm", "a")}))
     assert sorted(one.fusion for one in kept.fusing.fused if not one.joined) == [
         "add_layer_norm", "gemm_bias_activation", "region",
     ]  # fmt: skip
@@ -348,9 +348,9 @@ def test_operators_that_depend_on_the_sum_do_not_join() -> None:
 def test_what_is_excluded_stays_a_region() -> None:
     source = model_of(f"{PRODUCT} d = Tanh(c) z = Mul(d, y)")
     fusions = optimize_fusions()
-    kept = fuse_model(source, None, fusions, regions=True, exclude={("gemm_bias_activation", "z")})
+    kept = fuse_model(source, None, Settings(fusions, regions=True, exclude={("gemm_bias_activation", "z")}))
     assert [one.fusion for one in kept.fusing.fused] == ["gemm_bias_activation", "region"]
-    joined = fuse_model(source, None, fusions, regions=True)
+    joined = fuse_model(source, None, Settings(fusions, regions=True))
     (one,) = joined.fusing.fused
     assert (one.fusion, one.output, set(one.replaces)) == ("gemm_bias_activation", "z", {"a", "b", "c", "d", "z"})
     assert one.joined == ("d", "z") and not joined.no_region

@@ -8,7 +8,7 @@ from region_models import assert_programs_agree, draw, optimized, regions
 from test_joining import model_of, optimize_fusions
 
 from onnxfuse import optimize, unfuse
-from onnxfuse.fuse_model import fuse_model
+from onnxfuse.fuse_model import Settings, fuse_model
 
 INPUTS = (
     "float[2, 6, 16] x, float[2, 6, 16] y, bool[2, 6, 1] mask, float[2, 5, 16] tokens, float[2, 1, 16] first, "
@@ -114,5 +114,5 @@ def test_norms_that_stay_apart(what: str) -> None:
 def test_a_region_that_was_taken_back_leaves_its_norm(nodes: str) -> None:
     output = "d" if "rows" in nodes else "n"
     source = model_of(nodes.replace("WHAT", "n"), INPUTS, output)
-    found = fuse_model(source, None, optimize_fusions(), regions=True, exclude={("region", output)})
+    found = fuse_model(source, None, Settings(optimize_fusions(), regions=True, exclude={("region", output)}))
     assert [one.fusion for one in found.fusing.fused] == ["layer_norm"]

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper
 from region_models import assert_close, parsed, regions, run
 
 from onnxfuse import optimize
-from onnxfuse.fuse_model import fuse_model
+from onnxfuse.fuse_model import Settings, fuse_model
 
 SIDE = 16
 
@@ -41,7 +41,7 @@ def graph_at_random(seed: int, nodes: int = 120) -> onnx.ModelProto:
 def test_regions_of_graphs_at_random(seed: int) -> None:
     """Writing the model puts its nodes in order, which fails where they depend on each other in a circle."""
     source = graph_at_random(seed)
-    model = fuse_model(source, None, [], regions=True).model
+    model = fuse_model(source, None, Settings([], regions=True)).model
     onnx.checker.check_model(model, full_check=True)
     assert len(regions(model)) > 3
     feeds = {"x": np.random.default_rng(seed).standard_normal((SIDE, SIDE)).astype(np.float32) / 4}

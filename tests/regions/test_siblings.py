@@ -9,7 +9,7 @@ from region_models import Region, assert_programs_agree, draw, optimized, parsed
 from test_joining import PRODUCT, joined_of, model_of
 
 from onnxfuse import optimize
-from onnxfuse.fuse_model import fuse_model
+from onnxfuse.fuse_model import Settings, fuse_model
 from onnxfuse.runtime.plan import Launch, TensorSpec
 
 ROWS = "float[4096, 4096] x, float[4096, 4096] y"
@@ -100,5 +100,5 @@ def test_as_many_share_a_region_as_it_may_have_outputs() -> None:
 
 def test_the_reason_of_one_that_stays_apart_names_the_other() -> None:
     nodes = "a = ReduceMax <axes = [0]> (x) b = ReduceMax <axes = [1]> (x)"
-    made = fuse_model(parsed(nodes, inputs=ROWS, outputs="a b"), None, [], regions=True)
+    made = fuse_model(parsed(nodes, inputs=ROWS, outputs="a b"), None, Settings([], regions=True))
     assert made.no_region["b"] == "it is not merged with 'a', which reads 'x' as well: they reduce over other axes"

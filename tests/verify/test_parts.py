@@ -14,7 +14,7 @@ from runtimes import open_on_cpu
 
 from onnxfuse import optimize, optimizer
 from onnxfuse.dsl import catalogue
-from onnxfuse.fuse_model import FusedModel, fuse_model
+from onnxfuse.fuse_model import FusedModel, Settings, fuse_model
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.verify.compare_parts import PartsVerification, compare_parts
 from onnxfuse.verify.drawn_operands import draws
@@ -46,7 +46,7 @@ def parse(text: str, **weights: np.ndarray) -> onnx.ModelProto:
 
 def fused(model: onnx.ModelProto, folder: Path | None = None) -> FusedModel:
     fusions = catalogue.with_folders([folder] if folder else [])
-    return fuse_model(model, None, fusions, keep_unfused=True)
+    return fuse_model(model, None, Settings(fusions, keep_unfused=True))
 
 
 def parts_of(result: FusedModel) -> list[Part]:
@@ -325,7 +325,7 @@ def test_constants_in_another_layout_are_constants_of_the_part() -> None:
 
 def by_hand(unfused: str, fused_nodes: str, body: str, replaced: list[str]) -> PartsVerification:
     """Compare one fused node "n" of a model that is written by hand."""
-    result = fuse_model(parse(unfused), None, [], keep_unfused=True)
+    result = fuse_model(parse(unfused), None, Settings([], keep_unfused=True))
     assert result.unfused is not None
     signature = unfused.partition("{")[0]
     optimized = onnx.parser.parse_model(

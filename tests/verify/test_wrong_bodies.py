@@ -16,7 +16,7 @@ from spellings import Unwritable, build, variants
 
 from onnxfuse import Fusion, Report, optimize
 from onnxfuse.dsl import catalogue
-from onnxfuse.fuse_model import fuse_model
+from onnxfuse.fuse_model import Settings, fuse_model
 from onnxfuse.rewrite import replace
 
 FUSIONS = catalogue.builtin()
@@ -217,7 +217,7 @@ def test_other_wrong_bodies_are_taken_back(
     model, inputs = smallest(fusion)
     right, _ = optimize(model, only=[fusion.name], verify=False)
     changed = wrong_body(change)
-    wrong = fuse_model(model, None, [fusion]).model
+    wrong = fuse_model(model, None, Settings([fusion])).model
     _, report = optimized(fusion, hidden(model, nan), inputs)
     if any(changed) and differ(right, wrong, inputs):
         assert report.counts == {} and {d.fusion for d in report.dropped} == {fusion.name}
