@@ -34,8 +34,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kernels import copies, per_launch
 from onnxfuse.kernels.attention.implementations import implementations
 from onnxfuse.kernels.attention.operands import attention_of
-from onnxfuse.runtime import planner
 from onnxfuse.runtime.cuda_driver import gpu
+from onnxfuse.runtime.loaded_templates import ready_plan
 from onnxfuse.runtime.plan import FusedNode, Launch, Plan, TensorSpec
 
 L2_BYTES = 60 << 20
@@ -175,7 +175,7 @@ def sets_of(case: Case) -> tuple[list[list[torch.Tensor]], int]:
 
 def runner(case: Case, plan: Plan, sets: Sequence[Sequence[torch.Tensor]]) -> tuple[list[Callable[[], Any]], Any]:
     """Return calls that run a plan on each set, on PyTorch's current stream, and the result of the first."""
-    ready = planner.ready_plan(plan, specs(sets[0]))
+    ready = ready_plan(plan, specs(sets[0]))
     scratch = torch.empty(ready.scratch_bytes + 256, device="cuda", dtype=torch.uint8)
     start = -(-scratch.data_ptr() // 256) * 256
     results = [torch.full(plan.outputs[0].shape, math.nan, device="cuda", dtype=DTYPES[case.dtype]) for _ in sets]

@@ -37,9 +37,9 @@ from replays import REPLAYS, Calls, captured, in_turns
 from rows import Rows
 
 from onnxfuse.errors import KernelError
-from onnxfuse.runtime import planner
 from onnxfuse.runtime.cuda_driver import gpu
 from onnxfuse.runtime.hosts import find_host
+from onnxfuse.runtime.loaded_templates import ready_plan
 from onnxfuse.runtime.plan import FusedNode, Kernel, Launch, Plan, TensorSpec
 
 FUSION, TRANSPOSED_FUSION = "conv_bias_activation", "conv_transpose_bias_activation"
@@ -254,7 +254,7 @@ def runs(plan: Plan, sets: Sequence[dict[str, torch.Tensor]], out: torch.Tensor)
     """Return calls that run a plan on each set of operands, on PyTorch's current stream."""
     first = sets[0].values()
     specs = [TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch."), t.data_ptr() % 16 == 0) for t in first]
-    ready = planner.ready_plan(plan, specs)
+    ready = ready_plan(plan, specs)
     scratch = torch.empty(max(1, ready.scratch_bytes), dtype=torch.uint8, device="cuda")
 
     def call(inputs: list[torch.Tensor]) -> None:

@@ -34,8 +34,8 @@ from onnxfuse.kernels.conv import matrix
 from onnxfuse.kernels.conv.operands import conv_of
 from onnxfuse.kernels.gemm import hopper, mma
 from onnxfuse.kernels.squeeze_excite import host as squeeze_host
-from onnxfuse.runtime import planner
 from onnxfuse.runtime.cuda_driver import gpu
+from onnxfuse.runtime.loaded_templates import ready_plan
 from onnxfuse.runtime.plan import FusedNode, Launch, Plan, TensorSpec
 
 IMAGES, SETS, REPLAYS = 32, 16, 5
@@ -118,7 +118,7 @@ def gate_plans(block: Block) -> dict[str, Plan]:
 
 
 def calls_of(plan: Plan, sets: list[list[torch.Tensor]], out: torch.Tensor) -> Calls:
-    ready = planner.ready_plan(plan, [TensorSpec(tuple(each.shape), "float16") for each in sets[0]])
+    ready = ready_plan(plan, [TensorSpec(tuple(each.shape), "float16") for each in sets[0]])
     scratch = torch.empty(max(1, ready.scratch_bytes), dtype=torch.uint8, device="cuda")
 
     def call(inputs: list[torch.Tensor]) -> None:

@@ -41,8 +41,8 @@ from onnxfuse.kernels.gemm import cublaslt, host, implementations
 from onnxfuse.kernels.gemm.operands import gemm_of
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.runtime import planner
 from onnxfuse.runtime.cuda_driver import gpu
+from onnxfuse.runtime.loaded_templates import ready_plan
 from onnxfuse.runtime.plan import FusedNode, Kernel, Launch, Plan, TensorSpec
 
 L2_BYTES = 60 << 20
@@ -149,7 +149,7 @@ def names_of(plan: Plan) -> str:
 def runs(way: Implementation, y: TensorSpec, sets: list[list[torch.Tensor]], out: torch.Tensor) -> Calls:
     """Return calls that run a plan on each set of operands, on PyTorch's current stream."""
     read = [TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in sets[0]]
-    ready = planner.ready_plan(Plan((y,), way.steps, way.scratch), read)
+    ready = ready_plan(Plan((y,), way.steps, way.scratch), read)
     scratch = torch.empty(max(1, ready.scratch_bytes), dtype=torch.uint8, device="cuda")
 
     def call(inputs: list[torch.Tensor]) -> None:

@@ -43,7 +43,7 @@ from kernel_cases import DTYPES, Case, cases
 from plan_names import names_of
 from rows import Rows
 
-from onnxfuse.runtime import planner
+from onnxfuse.runtime.loaded_templates import ready_plan
 from onnxfuse.runtime.plan import Plan, TensorSpec
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -60,7 +60,7 @@ GRAPH_US = 1000.0  # of work in a graph, at least
 def launcher(plan: Plan, read: list[torch.Tensor], written: list[torch.Tensor]) -> Callable[[], None]:
     """Return a call that runs a plan on PyTorch's current stream, as a session does."""
     specs = [TensorSpec(tuple(t.shape), NAMES[t.dtype], t.data_ptr() % 16 == 0) for t in read]
-    ready = planner.ready_plan(plan, specs)
+    ready = ready_plan(plan, specs)
 
     def launch() -> None:  # the closure keeps the tensors alive
         addresses = ([tensor.data_ptr() for tensor in each] for each in (read, written))
@@ -119,7 +119,7 @@ def prepare(case: Case, wanted: Collection[str]) -> Peers:
     """Compile the formula with Inductor and create the sessions of onnxruntime's kernels, or say why that fails."""
     tensors, compiled, chain, failed = case.tensors(), None, None, {}
     for plan in case.plans():
-        planner.ready_plan(plan, case.specs())
+        ready_plan(plan, case.specs())
     if case.dtype != "float16":
         return Peers()
     if "inductor" in wanted:

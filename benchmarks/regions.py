@@ -94,9 +94,9 @@ def specs(part: Part, problem: Problem) -> list[Any]:
 
 def own_calls(problem: Problem, sets: Sequence[Tensors], results: Sequence[Tensors]) -> list[Callable[[], None]]:
     """Return calls that run the plans of a problem on each set of operands, and write each set of results."""
-    from onnxfuse.runtime import planner
+    from onnxfuse.runtime.loaded_templates import ready_plan
 
-    steps = [(part, planner.ready_plan(plan_of(part, problem), specs(part, problem))) for part in problem.parts]
+    steps = [(part, ready_plan(plan_of(part, problem), specs(part, problem))) for part in problem.parts]
     bytes_needed = max(ready.scratch_bytes for _, ready in steps)
     scratch = torch.empty(max(1, bytes_needed), dtype=torch.uint8, device="cuda")  # parts run one after the other
     shapes = problem.tensors()

@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 from model_cases import Work
 from peers import Peer
 
-from onnxfuse.runtime import planner
 from onnxfuse.runtime.plan import Kernel, Launch, Plan
+from onnxfuse.runtime.planner import planner
 
 
 class Candidates:
@@ -37,7 +37,7 @@ def warm(work: Work, peer: Peer) -> None:
     Whatever the peer raises, models.py records when it measures the peer.
     """
     candidates = Candidates()
-    planner.choose_plans_with(candidates)
+    planner.verdicts = candidates
     peer.prepare(work).run()
     if candidates.kernels:
         importlib.import_module("compiling").compile_all(candidates.kernels)

@@ -15,6 +15,8 @@ from typing import Final, get_args
 import onnx
 
 from onnxfuse.errors import NO_ONNXRUNTIME, MissingPackageError, ModelError, UsageError
+from onnxfuse.runtime.backends import BACKENDS
+from onnxfuse.runtime.planner import planner
 
 try:
     import onnxruntime as ort
@@ -22,7 +24,6 @@ except ImportError as error:
     raise MissingPackageError(f"{NO_ONNXRUNTIME} ({error})") from error
 
 from onnxfuse.ir.load import read
-from onnxfuse.runtime import planner
 from onnxfuse.runtime.body_runs import keep_bodies
 from onnxfuse.runtime.custom_ops import register_operators, registered_operators
 from onnxfuse.runtime.environment import ALL_OPTIMIZATIONS
@@ -57,7 +58,7 @@ __all__ = ["InferenceSession", "NodeDispatch", "explain_session", "open_session"
 
 log: Final = logging.getLogger("onnxfuse")
 NO_KERNELS: Final = "no node of the model runs as a kernel"
-planner.choose_plans_with(MeasuredVerdicts())  # the planner knows nothing of measurements
+planner.verdicts = MeasuredVerdicts()  # the planner knows nothing of measurements
 
 
 @dataclass(frozen=True)
@@ -306,7 +307,7 @@ def _find_plans(
             what = "made for another model, or the model has changed"
             absent = f"{given.count(None)} of {len(given)} fused nodes have no plans in it"
             log.warning("%s: %s: %s; make it again", plans.path, what, absent)
-    why = None if all(given) else planner.backends[target.provider].unavailable()
+    why = None if all(given) else BACKENDS[target.provider].unavailable()
     return NoTarget(why) if why and not any(given) else target, given
 
 
@@ -340,7 +341,7 @@ def _reasons(
     if isinstance(target, NoTarget):
         return [target.why] * len(calls)
     device = target.device
-    missing = None if all(given) else planner.backends[target.provider].unavailable()
+    missing = None if all(given) else BACKENDS[target.provider].unavailable()
     if missing:
         log.warning("%d fused nodes are not in plan files, and run as their bodies: %s", given.count(None), missing)
     return [

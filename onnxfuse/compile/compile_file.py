@@ -14,7 +14,6 @@ import onnx
 
 from onnxfuse.compile.samples import samples_within
 from onnxfuse.errors import KernelError, OnnxfuseError, UsageError, first_line
-from onnxfuse.runtime import planner
 from onnxfuse.runtime.backends import CUDA
 from onnxfuse.runtime.call_inputs import dim_names, inputs_of
 from onnxfuse.runtime.environment import allows_tf32, check_options, session_environment
@@ -23,6 +22,7 @@ from onnxfuse.runtime.gpu_kinds import gpu_kind, named_gpus
 from onnxfuse.runtime.loaded_templates import PreparedTemplate
 from onnxfuse.runtime.plan import Aim, Device, TensorSpec
 from onnxfuse.runtime.plan_file import PlanFile, check_plan_target, write_plan_file
+from onnxfuse.runtime.planner import planner
 from onnxfuse.runtime.saved_plans import backend_of, compile_kernels, plan_file_of, saved_template
 from onnxfuse.runtime.support import require_bodies, why_no_kernel
 from onnxfuse.runtime.template_key import Situation
@@ -33,7 +33,7 @@ from onnxfuse.verify.inputs import model_inputs
 from onnxfuse.verify.shape_ranges import Range, parse_ranges, ranges_of_dims
 
 Progress = Callable[[str, int, int], None]
-planner.choose_plans_with(MeasuredVerdicts())  # the planner knows nothing of measurements
+planner.verdicts = MeasuredVerdicts()  # the planner knows nothing of measurements
 UNKNOWN_RANKS: Final = "the rank of an operand is not known, so that it is planned when it first runs"
 
 

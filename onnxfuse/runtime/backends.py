@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from onnxfuse.runtime.kernel_loader import LoadedKernel
+from onnxfuse.runtime import cuda_driver, cupy_backend, nvrtc
+from onnxfuse.runtime.kernel_loader import LoadedKernel, load_kernel, machine_code
 from onnxfuse.runtime.plan import Device, Kernel
 
 CUDA: Final = "CUDAExecutionProvider"
@@ -23,3 +24,21 @@ class Backend:
     load: Callable[[Kernel, int], LoadedKernel]
     machine_code: Callable[[Kernel, Device], bytes]
     cannot_time: Callable[[], str | None]  # why nothing can be timed here; None if it can
+
+
+BACKENDS: Final[dict[str, Backend]] = {
+    CUDA: Backend(
+        cuda_driver.unavailable,
+        nvrtc.unavailable,
+        cuda_driver.gpu_count,
+        cuda_driver.gpu,
+        load_kernel,
+        machine_code,
+        cupy_backend.unavailable,
+    )
+}
+
+
+def device_of(provider: str, ordinal: int, tf32: bool, shared: bool = False) -> Device:
+    """Return a GPU with a session's settings."""
+    return replace(BACKENDS[provider].device(ordinal), tf32=tf32, shared=shared, ordinal=ordinal)

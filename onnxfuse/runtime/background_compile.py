@@ -9,8 +9,8 @@ import threading
 from collections.abc import Sequence
 from typing import Final
 
-from onnxfuse.runtime import planner
 from onnxfuse.runtime.loaded_templates import PreparedTemplate, load_all
+from onnxfuse.runtime.planner import planner
 
 log: Final = logging.getLogger("onnxfuse")
 _working: Final[set[threading.Thread]] = set()

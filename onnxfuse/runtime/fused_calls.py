@@ -20,7 +20,6 @@ from onnxfuse.ir.inline_functions import check_expanded
 from onnxfuse.ir.protos import subgraphs
 from onnxfuse.ir.without_weights import read_without_weights
 from onnxfuse.runtime.plan import FusedNode
-from onnxfuse.runtime.planner import fused_node
 
 Shape = tuple[int | str, ...]  # of a tensor; a dynamic dim is a name, and dims of one name are equal
 
@@ -92,7 +91,7 @@ def read_calls(model: onnx.ModelProto) -> list[Call]:
 def _call(node: onnx.NodeProto, types: Types | None, bodies: Collection[str]) -> Call:
     name = node.name or next(iter(node.output), "")
     attributes = {each.name: _value(each) for each in node.attribute if not each.ref_attr_name}
-    fused = fused_node(name, attributes)
+    fused = FusedNode.read(name, attributes)
     for attribute, named, count in (
         ("operands", fused.operands, len(node.input)),
         ("output_types", fused.output_dtypes, len(node.output)),

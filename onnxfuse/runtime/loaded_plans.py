@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Final
 
 from onnxfuse.runtime import native_library as native
-from onnxfuse.runtime import planner
 from onnxfuse.runtime.backends import CUDA
 from onnxfuse.runtime.environment import kernels_digest
 from onnxfuse.runtime.gpu_kinds import (
@@ -25,7 +24,7 @@ from onnxfuse.runtime.kernel_loader import LoadedKernel, load_cubin
 from onnxfuse.runtime.loaded_templates import GivenTemplate
 from onnxfuse.runtime.plan import Device, TensorSpec
 from onnxfuse.runtime.plan_file import KernelCode, PlanFile, PlanFileError, SavedTemplate, node_identity, read_plan_file
-from onnxfuse.runtime.planner import PlanFileKey
+from onnxfuse.runtime.planner import PlanFileKey, planner
 from onnxfuse.runtime.run_plan import LIBRARIES
 from onnxfuse.runtime.saved_plans import backend_of
 from onnxfuse.runtime.template_key import Situation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Final
 from onnxfuse.errors import KernelError, OnnxfuseError
 from onnxfuse.runtime import kernel_failures, run_plan
 from onnxfuse.runtime import native_library as native
-from onnxfuse.runtime.backends import Backend
+from onnxfuse.runtime.backends import BACKENDS, CUDA, Backend
 from onnxfuse.runtime.kernel_loader import LoadedKernel
 from onnxfuse.runtime.nvrtc import kernel_text
 from onnxfuse.runtime.plan import Kernel, Launch, Plan, TensorSpec
@@ -21,6 +22,8 @@ from onnxfuse.runtime.template import Template, Variant
 from onnxfuse.runtime.template_bytes import kernel_key, template_bytes
 from onnxfuse.runtime.template_key import Situation
 from onnxfuse.runtime.template_words import TemplateWords
+
+log: Final = logging.getLogger("onnxfuse")
 
 
 class GivenTemplate:
@@ -60,6 +63,15 @@ class GivenTemplate:
                 self._kernels = [self._load(kernel) for kernel in self.saved.kernels]
                 self._data = self.words.with_functions([kernel.handle for kernel in self._kernels]).data()
             return self._data
+
+    def loads(self) -> bool:
+        """Load the kernels, and return whether that works; if not, a warning says why."""
+        try:
+            self.data()
+            return True
+        except native.NativeError as error:
+            log.warning("%s is not used for %s: %s", self.path, self.situation.node.fusion, error)
+            return False
 
 
 class PreparedTemplate:
@@ -203,10 +215,12 @@ def _length(kernel: Kernel) -> int:
         return 0
 
 
-def load_kernels(plan: Plan, backend: Backend, ordinal: int) -> tuple[LoadedKernel, ...]:
-    """Load the kernels of a plan's launches, in order.  Raises KernelError, NativeError."""
+def ready_plan(plan: Plan, inputs: Sequence[TensorSpec], ordinal: int = 0, provider: str = CUDA) -> run_plan.ReadyPlan:
+    """Load a plan's kernels, so that it can run without onnxruntime.  Raises KernelError, NativeError."""
     launches = (step for step in plan.steps if isinstance(step, Launch))
-    return tuple(allow_launch(backend.load(step.kernel, ordinal), step, ordinal) for step in launches)
+    load = BACKENDS[provider].load
+    kernels = tuple(allow_launch(load(step.kernel, ordinal), step, ordinal) for step in launches)
+    return run_plan.ReadyPlan(plan, kernels, inputs, ordinal)
 
 
 def allow_launch(kernel: LoadedKernel, step: Launch, ordinal: int) -> LoadedKernel:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
+from onnxfuse.errors import ModelError
+from onnxfuse.ir.dtypes import dtype_name
+
+RESERVED_ATTRIBUTES: Final = ("fusion", "operands", "output_types", "attributes")  # a host finds them in FusedNode
 NO_GPU: Final = -1  # the ordinal of a GPU that this machine need not have
 Aim: TypeAlias = Literal["latency", "throughput"]  # of a session: a run takes little time, or many at once do
 Attribute: TypeAlias = int | float | str | list[int] | list[float]
@@ -49,6 +53,24 @@ class FusedNode:
     operands: tuple[str, ...]  # the names of the inputs that are present, in order
     attributes: Mapping[str, Attribute]
     output_dtypes: tuple[str, ...]
+
+    @classmethod
+    def read(cls, name: str, attributes: Mapping[str, Any]) -> FusedNode:
+        """Return the node with these attributes.  Raises ModelError if one is missing or of the wrong type."""
+        required = (("fusion", str, "a string"), ("operands", str, "a string"), ("output_types", list, "ints"))
+        for attribute, kind, what in required:
+            if not isinstance(attributes.get(attribute), kind):
+                found = repr(attributes[attribute]) if attribute in attributes else "nothing"
+                raise ModelError(f"fused node '{name}': attribute {attribute} must be {what}, found {found}")
+        named = str(attributes.get("attributes", "")).split()  # files of older versions do not have this attribute
+        if missing := [attribute for attribute in named if attribute not in attributes]:
+            raise ModelError(
+                f"fused node '{name}': attribute {missing[0]} is missing; register the model that runs with its "
+                "session options, or optimize it again if the file was changed"
+            )
+        own = {key: value for key, value in sorted(attributes.items()) if key not in RESERVED_ATTRIBUTES}
+        dtypes = tuple(map(dtype_name, attributes["output_types"]))
+        return cls(attributes["fusion"], name, tuple(attributes["operands"].split()), own, dtypes)
 
     def input_index(self, operand: str) -> int | None:
         """Return the index of an operand among the inputs; None if it is absent."""

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from typing import Final, TypeAlias
 
 from onnxfuse.errors import OnnxfuseError
-from onnxfuse.runtime import planner
 from onnxfuse.runtime.background_compile import compile_in_background
 from onnxfuse.runtime.call_inputs import inputs_of
 from onnxfuse.runtime.fused_calls import Call
 from onnxfuse.runtime.likely_sizes import likely_sizes
 from onnxfuse.runtime.loaded_templates import GivenTemplate, PreparedTemplate, load_all
+from onnxfuse.runtime.planner import planner
 from onnxfuse.runtime.target import NoTarget, PlanChoice, Target
 from onnxfuse.runtime.template import size_count
 from onnxfuse.runtime.template_key import Situation
@@ -81,7 +81,7 @@ def _templates(
         planner.expect(call.node, tuple(spec.shape for spec in inputs), target.device)
         try:
             given = given_for(call, target, choice)
-            template = given if given and planner.loads(given) else planner.prepare(situation, inputs)
+            template = given if given and given.loads() else planner.prepare(situation, inputs)
         except (OnnxfuseError, ValueError) as error:
             log.info("node '%s' is planned when it first runs: %s", call.node.name, error)
             continue

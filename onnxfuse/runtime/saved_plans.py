@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from onnxfuse.errors import KernelError, UsageError
-from onnxfuse.runtime import planner
-from onnxfuse.runtime.backends import CUDA, Backend
+from onnxfuse.runtime.backends import BACKENDS, CUDA, Backend
 from onnxfuse.runtime.gpu_kinds import gpu_kind
 from onnxfuse.runtime.loaded_templates import GivenTemplate, PreparedTemplate
 from onnxfuse.runtime.plan import Kernel
 from onnxfuse.runtime.plan_file import KernelCode, PlanFile, SavedTemplate, node_identity, versions, write_plan_file
+from onnxfuse.runtime.planner import planner
 from onnxfuse.runtime.run_plan import LIBRARIES, libraries_of
 from onnxfuse.runtime.template_bytes import kernel_key, template_bytes
 from onnxfuse.runtime.template_key import Situation
@@ -42,9 +42,9 @@ def save_plans(path: str | Path, provider: str = CUDA, device_id: int = 0) -> in
 
 def backend_of(provider: str) -> Backend:
     """Return how kernels run on a provider.  Raises UsageError if they do not."""
-    if provider not in planner.backends:
-        raise UsageError(f"kernels run on {', '.join(planner.backends)}, not on {provider}; there are no plans")
-    return planner.backends[provider]
+    if provider not in BACKENDS:
+        raise UsageError(f"kernels run on {', '.join(BACKENDS)}, not on {provider}; there are no plans")
+    return BACKENDS[provider]
 
 
 def compile_kernels(

@@ -12,8 +12,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from onnxfuse.runtime import native_library as native
-from onnxfuse.runtime import planner
-from onnxfuse.runtime.backends import CUDA
+from onnxfuse.runtime.backends import BACKENDS, CUDA, device_of
 from onnxfuse.runtime.environment import (
     ALL_OPTIMIZATIONS,
     Environment,
@@ -22,6 +21,7 @@ from onnxfuse.runtime.environment import (
     session_environment,
 )
 from onnxfuse.runtime.plan import Aim, Device
+from onnxfuse.runtime.planner import planner
 
 ProviderOptions = Mapping[str, object]
 # Which candidate of a kernel runs: the first, the one that was measured to be the fastest, or one that is measured now.
@@ -46,7 +46,7 @@ class Target:
     @property
     def device(self) -> Device:
         """Return the GPU with the session's settings."""
-        return planner.device_of(self.provider, self.ordinal, self.tf32, self.shared)
+        return device_of(self.provider, self.ordinal, self.tf32, self.shared)
 
     @property
     def environment(self) -> Environment:
@@ -91,7 +91,7 @@ def find_target(
     extra = provider_options or [{}] * len(chosen)
     for item, more in zip(chosen, extra, strict=False):
         name, given = (item, more) if isinstance(item, str) else item
-        if name in planner.backends:
+        if name in BACKENDS:
             if name not in available:
                 return NoTarget(f"this onnxruntime has no {name}; install onnxruntime-gpu")
             flags = allows_tf32(given), is_on(given.get("enable_cuda_graph", False))
@@ -105,7 +105,7 @@ def find_target(
 
 
 def _unusable(target: Target) -> str | None:
-    if why := planner.backends[target.provider].no_gpu():
+    if why := BACKENDS[target.provider].no_gpu():
         return why
     try:
         native_library()

@@ -10,9 +10,9 @@ from typing import Any, Final, Protocol, TypeVar, cast
 
 from onnxfuse.runtime.backends import CUDA
 from onnxfuse.runtime.environment import Environment, kernel_environment
+from onnxfuse.runtime.loaded_templates import ready_plan
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
-from onnxfuse.runtime.planner import ready_plan
-from onnxfuse.runtime.template_key import signature
+from onnxfuse.runtime.template_key import Situation, signature
 from onnxfuse.tuning import cache
 from onnxfuse.tuning.cache import Data
 from onnxfuse.tuning.runs_in_flight import Alone, at_once
@@ -60,38 +60,29 @@ class MeasuredVerdicts:
         """Measure by what `alone` does with each piece of work on the GPU."""
         self._alone = alone
 
-    def inputs_measured(
-        self, node: FusedNode, inputs: Sequence[TensorSpec], device: Device, provider: str
-    ) -> list[tuple[TensorSpec, ...]]:
+    def inputs_measured(self, situation: Situation, inputs: Sequence[TensorSpec]) -> list[tuple[TensorSpec, ...]]:
         """Return the inputs at which the plans of equal nodes were measured, whatever their shapes."""
         if cache.is_empty():
             return []
-        found = cache.lookup(kernel_environment(provider, device), _subject(node, device))
+        found = cache.lookup(kernel_environment(situation.provider, situation.device), _subject(situation))
         return [inputs_of_case(each.case) for each in found]
 
     def choose(
-        self,
-        plans: Sequence[Plan],
-        node: FusedNode,
-        inputs: Sequence[TensorSpec],
-        device: Device,
-        provider: str,
-        measure: bool,
+        self, plans: Sequence[Plan], situation: Situation, inputs: Sequence[TensorSpec], measure: bool
     ) -> int | None:
         """Return the index of the fastest of a node's plans, as it was measured before; else, with `measure`, now.
 
         Raises MeasuringStopped where `alone` does.
         """
-        make = trials.get(provider) if measure else None
-        trial = (lambda inputs, plans, device: make(inputs, plans, device, self._alone)) if make else None
-        environment = kernel_environment(provider, device)
-        return fastest_plan(
-            plans, inputs, inputs_of_trial(node, inputs), device, trial, environment, _subject(node, device)
-        )
+        device, of_trial = situation.device, inputs_of_trial(situation.node, inputs)
+        make = trials.get(situation.provider) if measure else None
+        trial = (lambda plans: make(of_trial, plans, device, self._alone)) if make else None
+        environment = kernel_environment(situation.provider, device)
+        return fastest_plan(plans, inputs, trial, environment, _subject(situation))
 
 
-def _subject(node: FusedNode, device: Device) -> Data:
-    return {"candidates of": signature(node, (), device)}
+def _subject(situation: Situation) -> Data:
+    return {"candidates of": signature(situation.node, (), situation.device)}
 
 
 def _case(inputs: Sequence[TensorSpec], digests: Sequence[str]) -> Data:
@@ -119,9 +110,7 @@ def inputs_of_trial(node: FusedNode, inputs: Sequence[TensorSpec]) -> list[Tenso
 def fastest_plan(
     plans: Sequence[Plan],
     inputs: Sequence[TensorSpec],
-    inputs_of_trial: Sequence[TensorSpec],
-    device: Device,
-    make_trial: Callable[[Sequence[TensorSpec], Sequence[Plan], Device], Trial[Any]] | None,
+    make_trial: Callable[[Sequence[Plan]], Trial[Any]] | None,
     environment: Environment,
     subject: Data,
 ) -> int | None:
@@ -138,7 +127,7 @@ def fastest_plan(
         return indices[known.chosen]
     if make_trial is None or len(named) < 2:
         return None
-    seconds = _measure(list(named.values()), inputs_of_trial, device, make_trial)
+    seconds = _measure(list(named.values()), make_trial)
     if not seconds:
         return None
     chosen = min(seconds, key=lambda name: seconds[name])
@@ -154,17 +143,12 @@ def plan_digest(plan: Plan) -> str:
     return hashlib.sha256(repr(plan).encode()).hexdigest()[:16]
 
 
-def _measure(
-    plans: Sequence[Plan],
-    inputs: Sequence[TensorSpec],
-    device: Device,
-    make_trial: Callable[[Sequence[TensorSpec], Sequence[Plan], Device], Trial[Any]],
-) -> dict[str, float]:
+def _measure(plans: Sequence[Plan], make_trial: Callable[[Sequence[Plan]], Trial[Any]]) -> dict[str, float]:
     """Return the seconds, by digest, of the plans that run and compute the same; empty if nothing can be measured."""
     trial: Trial[Any] | None = None
     log.info("%d candidates are compiled and timed, once on GPUs of this kind", len(plans))
     try:
-        trial = make_trial(inputs, plans, device)
+        trial = make_trial(plans)
         if why := trial.refusal():
             log.info("candidates are not timed, the first is taken: %s", why)
             return {}

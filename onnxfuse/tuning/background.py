@@ -11,8 +11,9 @@ from collections import Counter
 from typing import Final
 
 from onnxfuse.errors import OnnxfuseError, first_line
-from onnxfuse.runtime import planner
+from onnxfuse.runtime.backends import BACKENDS
 from onnxfuse.runtime.loaded_templates import PreparedTemplate
+from onnxfuse.runtime.planner import planner
 from onnxfuse.runtime.template import MAX_TUNED_DISTANCE, distance
 from onnxfuse.tuning.autotune import MeasuredVerdicts
 from onnxfuse.tuning.runs_in_flight import MeasuringStopped, RunsInFlight
@@ -64,7 +65,7 @@ class BackgroundTuning:
         return not self._stop.is_set() and len(self._sessions) > 0
 
     def _work(self, provider: str) -> None:
-        if why := planner.backends[provider].cannot_time():
+        if why := BACKENDS[provider].cannot_time():
             log.warning("tune='background' measures nothing: %s", why)
         while self._stays(why):
             try:
@@ -116,8 +117,8 @@ class BackgroundTuning:
         """Measure a template's plans, and let the sessions' nodes take the fastest from their next run on."""
         node = prepared.situation.node
         try:
-            if planner.measure(prepared, sizes, self._verdicts):
-                planner.renew(prepared)
+            if planner.add_fastest(prepared, sizes, self._verdicts, measure=True):
+                planner.complete(prepared, only_observed=True)
                 log.info(
                     "%s: measured between runs at sizes %s", node.fusion, "x".join(map(str, sizes)) or "that are fixed"
                 )

@@ -17,7 +17,7 @@ import onnxruntime as ort
 from onnxfuse.errors import OnnxfuseError, UsageError, first_line
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.load import read
-from onnxfuse.runtime import planner
+from onnxfuse.runtime.backends import BACKENDS, device_of
 from onnxfuse.runtime.environment import Environment, allows_tf32, session_environment
 from onnxfuse.runtime.external_data import configured_folder
 from onnxfuse.runtime.fused_calls import Call, read_calls
@@ -183,9 +183,9 @@ def check_kernels_run(provider: Provider) -> None:
     """Raise UsageError where no kernels run, so that nothing can be tuned."""
     check_available(provider)
     name = PROVIDERS[provider]
-    if name not in planner.backends:
-        raise UsageError(f"kernels run on {', '.join(planner.backends)}, not on {name}; there is nothing to tune")
-    backend = planner.backends[name]
+    if name not in BACKENDS:
+        raise UsageError(f"kernels run on {', '.join(BACKENDS)}, not on {name}; there is nothing to tune")
+    backend = BACKENDS[name]
     if why := backend.no_gpu() or backend.unavailable() or backend.cannot_time():
         raise UsageError(f"kernels cannot run here, so there is nothing to tune: {why}")
 
@@ -207,7 +207,7 @@ def _task(
     if not calls:
         raise UsageError("the model has no fused nodes; there is nothing to tune")
     try:
-        device = planner.device_of(name, ordinal, allows_tf32(options))
+        device = device_of(name, ordinal, allows_tf32(options))
     except Exception as error:  # CuPy's own errors have no common class
         raise UsageError(f"there is no GPU {ordinal}: {first_line(error)}; give another --device-id") from error
     environment = session_environment(name, device, options)

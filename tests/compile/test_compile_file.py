@@ -29,9 +29,11 @@ from onnxfuse.compile.compile_file import Compiled, LeftOut, compile_file
 from onnxfuse.compile.samples import samples_within
 from onnxfuse.compile.summary import summary
 from onnxfuse.errors import KernelError, OnnxfuseError, UsageError
-from onnxfuse.runtime import nvrtc, planner
+from onnxfuse.runtime import nvrtc
+from onnxfuse.runtime.backends import BACKENDS
 from onnxfuse.runtime.plan import Device, Kernel, Plan, TensorSpec
 from onnxfuse.runtime.plan_file import PlanFile, PlanFileError, read_plan_file, write_plan_file
+from onnxfuse.runtime.planner import planner
 from onnxfuse.tuning.dispatch import model_subject
 
 ELF = b"\x7fELF"
@@ -248,8 +250,8 @@ def test_a_node_whose_kernel_does_not_compile_is_left_out(
             raise KernelError("shift.cu does not compile: of course\n  ^")
         return b"fake:cubin"
 
-    backend = dataclasses.replace(planner.backends[CPU], machine_code=machine_code)
-    monkeypatch.setitem(planner.backends, CPU, backend)
+    backend = dataclasses.replace(BACKENDS[CPU], machine_code=machine_code)
+    monkeypatch.setitem(BACKENDS, CPU, backend)
     graph = "g (float[n, d] x, float[d] b) => (float[n, d] y) {{ {} {} }}".format(
         node("shift", "x, b", "s", operands="x bias"), node("copy", "s", "y", operands="x")
     )
@@ -312,7 +314,7 @@ def test_what_was_measured_on_a_gpu_that_is_here_is_in_the_file(
         return [plan, dataclasses.replace(plan, steps=(dataclasses.replace(step, grid=(9, 1, 1)),))]
 
     monkeypatch.setattr(gpu.kernels("shift"), "candidates", two)
-    monkeypatch.setattr(planner, "_verdicts", [Measured()])
+    monkeypatch.setattr(planner, "verdicts", Measured())
     path = write(tmp_path / "m.onnx", SHIFT)
     result, file = compiled(path, provider=CPU)
     assert (result.gpus[0].tuned, file.templates[0].words.tuned_sizes) == (1, {(64, 3)})

@@ -17,9 +17,10 @@ import pytest
 from kernel_hosts import host_of, require_support
 
 from onnxfuse.errors import KernelError
-from onnxfuse.runtime import build_native, cuda_driver, planner
+from onnxfuse.runtime import build_native, cuda_driver
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.code_cache import cached_cubin
+from onnxfuse.runtime.loaded_templates import ready_plan
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, TensorMap, TensorSpec
 
 cupy: Any = pytest.importorskip("cupy")
@@ -111,7 +112,7 @@ def launch(plan: Plan, read: Sequence[Any], written: Sequence[Any]) -> None:
         pytest.skip(why)
     launched.update(step.kernel.source for step in plan.steps if isinstance(step, Launch))
     compile_native()
-    ready = planner.ready_plan(plan, [TensorSpec((each.nbytes,), "uint8", each.data.ptr % 16 == 0) for each in read])
+    ready = ready_plan(plan, [TensorSpec((each.nbytes,), "uint8", each.data.ptr % 16 == 0) for each in read])
     scratch = cupy.full(ready.scratch_bytes, 0xFF, dtype=cupy.uint8)
     cupy.cuda.runtime.deviceSynchronize()  # CuPy works on streams of its own
     ready.run([each.data.ptr for each in read], [each.data.ptr for each in written], scratch.data.ptr)

@@ -20,7 +20,8 @@ from convolution_cases import convolution, reference, shapes, sums
 
 from onnxfuse.kernels.conv import cudnn
 from onnxfuse.kernels.conv.problem import Conv
-from onnxfuse.runtime import cuda_driver, planner, run_plan
+from onnxfuse.runtime import cuda_driver, run_plan
+from onnxfuse.runtime.loaded_templates import ready_plan
 from onnxfuse.runtime.native_library import NativeError
 from onnxfuse.runtime.plan import Convolution, Device, Plan, Pointer, TensorSpec
 
@@ -192,7 +193,7 @@ def test_eight_threads_run_one_plan_with_biases_of_their_own(device: Device) -> 
     given = operands(step)
     spec = TensorSpec(shapes(step)["y"], "float16")
     specs = [TensorSpec(value.shape, "float16") for value in given.values()]
-    ready = planner.ready_plan(Plan((spec,), (step,), (step.workspace_bytes,)), specs)
+    ready = ready_plan(Plan((spec,), (step,), (step.workspace_bytes,)), specs)
     shared = [upload(value) for value in given.values()]
 
     def work(seed: int) -> None:
@@ -219,7 +220,7 @@ def test_a_cuda_graph_replays_a_convolution(device: Device) -> None:
     given = operands(step)
     spec = TensorSpec(shapes(step)["y"], "float16")
     specs = [TensorSpec(value.shape, "float16") for value in given.values()]
-    ready = planner.ready_plan(Plan((spec,), (step,), (step.workspace_bytes,)), specs)
+    ready = ready_plan(Plan((spec,), (step,), (step.workspace_bytes,)), specs)
     read, y = [upload(value) for value in given.values()], upload(np.full(spec.shape, np.nan, np.float16))
     scratch, stream = cupy.zeros(ready.scratch_bytes, dtype=cupy.uint8), cupy.cuda.Stream(non_blocking=True)
     addresses = [each.data.ptr for each in read]

@@ -18,7 +18,8 @@ from stand_in import CPU, Stage, stage
 
 from onnxfuse.kernels.gemm import cublaslt
 from onnxfuse.kernels.gemm.problem import Gemm
-from onnxfuse.runtime import planner, run_plan
+from onnxfuse.runtime import run_plan
+from onnxfuse.runtime.loaded_templates import ready_plan
 from onnxfuse.runtime.native_library import NativeError
 from onnxfuse.runtime.plan import Device, Launch, Matmul, Plan, Pointer, TensorSpec
 
@@ -133,7 +134,7 @@ def test_an_implementation_computes_the_product(gpu: Stage) -> None:
     candidate = cublaslt.implementations(gemm("bias residual", transposed=True, aligned=False), DEVICE)[0]
     specs = [TensorSpec(each.shape, "float32", False) for each in pointers]
     plan = Plan((TensorSpec(y.shape, "float32"),), candidate.steps, candidate.scratch)
-    planner.ready_plan(plan, specs, provider=CPU).run([each.ctypes.data for each in pointers], [y.ctypes.data])
+    ready_plan(plan, specs, provider=CPU).run([each.ctypes.data for each in pointers], [y.ctypes.data])
     np.testing.assert_array_equal(y, x @ w.T + bias + c)
 
 

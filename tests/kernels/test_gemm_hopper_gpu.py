@@ -15,8 +15,8 @@ from onnxfuse.activations import ACTIVATIONS, PRELU
 from onnxfuse.kernels.gemm import hopper
 from onnxfuse.kernels.gemm.problem import group
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.runtime import planner
 from onnxfuse.runtime.cuda_driver import gpu
+from onnxfuse.runtime.loaded_templates import ready_plan
 from onnxfuse.runtime.plan import Launch, Plan, Pointer, TensorSpec
 
 pytestmark = pytest.mark.gpu
@@ -166,7 +166,7 @@ def test_replayed_in_a_cuda_graph(gated: bool, size: tuple[int, int, int]) -> No
         read = [upload(value) for value in arrays.values()]
         written = upload(np.full(y.shape, np.nan, NUMPY[y.dtype]))
         plan = Plan((y,), way.steps, way.scratch)
-        ready = planner.ready_plan(plan, [TensorSpec((each.nbytes,), "uint8") for each in read])
+        ready = ready_plan(plan, [TensorSpec((each.nbytes,), "uint8") for each in read])
         scratch = cupy.full(max(1, ready.scratch_bytes), 0xFF, dtype=cupy.uint8)
         stream = cupy.cuda.Stream(non_blocking=True)
         with stream:

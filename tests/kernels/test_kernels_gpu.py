@@ -12,8 +12,8 @@ from kernel_references import layer_norm, rms_norm, softmax, wide
 from kernel_runs import DTYPES, check, cupy, launch, normal, result, run, small_gpu, upload
 
 from onnxfuse.activations import ACTIVATIONS
-from onnxfuse.runtime import planner
 from onnxfuse.runtime.cuda_driver import gpu
+from onnxfuse.runtime.loaded_templates import ready_plan
 from onnxfuse.runtime.plan import Device, FusedNode, Launch, Plan, TensorSpec
 
 pytestmark = pytest.mark.gpu
@@ -197,7 +197,7 @@ def test_another_stream(device: Device, fusion: str) -> None:
     read, given = [upload(value) for value in inputs.values()], upload(x)
     read[0].fill(0xFF)
     written = upload(np.zeros(plan.outputs[0].shape, np.float32))
-    ready = planner.ready_plan(plan, [TensorSpec(value.shape, "float32") for value in inputs.values()])
+    ready = ready_plan(plan, [TensorSpec(value.shape, "float32") for value in inputs.values()])
     delay, stream = cupy.RawKernel(DELAY, "delay"), cupy.cuda.Stream(non_blocking=True)
     delay.compile()
     cupy.cuda.runtime.deviceSynchronize()
@@ -228,7 +228,7 @@ def test_launches_that_start_early_wait_for_what_they_read(rows: int) -> None:
             inputs = dict(zip(names, [*(given[i] for i in read), weight, weight], strict=False))
             plan = plan_of(fusion, inputs, ["float16"] * len(written), whole, **attributes)
             assert all(isinstance(step, Launch) and step.pdl == (whole.arch >= 90) for step in plan.steps)
-            ready = planner.ready_plan(plan, [TensorSpec(value.shape, "float16") for value in inputs.values()])
+            ready = ready_plan(plan, [TensorSpec(value.shape, "float16") for value in inputs.values()])
             read_from = [*(buffers[i] for i in read), scale, scale][: len(names)]
             links.append((ready, read_from, [buffers[i] for i in written]))
         cupy.cuda.runtime.deviceSynchronize()

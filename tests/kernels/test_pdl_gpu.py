@@ -15,8 +15,9 @@ from kernel_runs import NUMPY, compile_native, cupy, normal
 from pdl_cases import ATTENTION, NODES, D, node_of
 
 import onnxfuse.kernels
-from onnxfuse.runtime import cuda_driver, planner
+from onnxfuse.runtime import cuda_driver
 from onnxfuse.runtime.hosts import find_host
+from onnxfuse.runtime.loaded_templates import ready_plan
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 from onnxfuse.runtime.run_plan import ReadyPlan
 from onnxfuse.session import InferenceSession, explain_session
@@ -71,7 +72,7 @@ def in_front(read: Memory, written: Memory) -> tuple[ReadyPlan, list[int], list[
     pointers = (Pointer("input", 0), Pointer("input", 1), Pointer("output", 0), Pointer("output", 1))
     step = Launch(Kernel("late", "late", {"RACING": 0}), (BLOCKS, 1, 1), (256, 1, 1), (*pointers, *numbers))
     read_spec, written_spec = (TensorSpec((memory.data.nbytes,), "uint8") for memory in (read, written))
-    ready = planner.ready_plan(Plan((read_spec, written_spec), (step,)), (read_spec, written_spec))
+    ready = ready_plan(Plan((read_spec, written_spec), (step,)), (read_spec, written_spec))
     inputs, outputs = [source.data.ptr, written.data.data.ptr], [read.data.data.ptr, kept.data.ptr]
     return ready, inputs, outputs, source, kept
 
@@ -83,7 +84,7 @@ def behind(plan: Plan, inputs: Sequence[TensorSpec], arrays: Sequence[np.ndarray
     """
     read = Memory.of([array.nbytes for array in arrays])
     written = Memory.of([int(np.prod(o.shape)) * NUMPY_SIZE[o.dtype] for o in plan.outputs])
-    own = planner.ready_plan(plan, inputs)
+    own = ready_plan(plan, inputs)
     scratch = cupy.full(max(own.scratch_bytes, 1), 0xFF, dtype=cupy.uint8)
     stream = cupy.cuda.Stream(non_blocking=True)
 

@@ -21,9 +21,9 @@ from outside import EXAMPLE, KERNELS, PATTERNS, example_model, install_example, 
 from snake_cases import NUMPY, SHAPES, Snake, check, expected
 
 import onnxfuse
-from onnxfuse.runtime import planner
 from onnxfuse.runtime.loaded_plans import load_plans
 from onnxfuse.runtime.plan import Device
+from onnxfuse.runtime.planner import planner
 from onnxfuse.runtime.saved_plans import save_plans
 
 __all__ = ["site"]

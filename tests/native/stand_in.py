@@ -11,8 +11,6 @@ import importlib
 import os
 import subprocess
 import tempfile
-import weakref
-from collections import defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,11 +22,12 @@ import onnxruntime as ort
 import pytest
 
 import onnxfuse.kernels
-from onnxfuse.runtime import background_compile, body_runs, build_native, kernel_failures, planner, prepare_session
+from onnxfuse.runtime import background_compile, body_runs, build_native, kernel_failures, prepare_session
 from onnxfuse.runtime import native_library as native
-from onnxfuse.runtime.backends import Backend
+from onnxfuse.runtime.backends import BACKENDS, Backend
 from onnxfuse.runtime.kernel_loader import LoadedKernel
 from onnxfuse.runtime.plan import Device, Kernel
+from onnxfuse.runtime.planner import Planner, planner
 from onnxfuse.runtime.target import native_library
 from onnxfuse.session import InferenceSession
 
@@ -109,15 +108,12 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     monkeypatch.setenv("ONNXFUSE_LIBCUBLASLT", str(libcublaslt))
     monkeypatch.setenv("ONNXFUSE_LIBCUDNN", str(libcudnn))
     monkeypatch.setattr(native, "library_path", lambda: library)
-    monkeypatch.setitem(planner.backends, CPU, BACKEND)
-    monkeypatch.setattr(planner, "_templates_of_nodes", {})  # sessions of other tests may not be collected yet
-    monkeypatch.setattr(planner, "plan_files", {})
+    monkeypatch.setitem(BACKENDS, CPU, BACKEND)
+    # Sessions of other tests may not be collected yet, and all modules hold the one planner.
+    monkeypatch.setattr(planner, "__dict__", {**vars(Planner()), "verdicts": planner.verdicts})
     monkeypatch.setattr(kernel_failures, "_failures", {})
     monkeypatch.setattr(body_runs, "_bodies", {})
     monkeypatch.setattr(prepare_session, "compile_in_background", background_compile._load)  # at once then
-    monkeypatch.setattr(planner, "_prepared", weakref.WeakValueDictionary())
-    monkeypatch.setattr(planner, "_recent", deque(maxlen=planner.MAX_UNUSED_TEMPLATES))
-    monkeypatch.setattr(planner, "_patterns", defaultdict(lambda: deque(maxlen=planner.MAX_PATTERNS)))
     monkeypatch.setattr(onnxfuse.kernels, "__path__", [*onnxfuse.kernels.__path__, str(HERE / "kernels")])
     cuda, cublaslt, cudnn = (ctypes.CDLL(str(path)) for path in (libcuda, libcublaslt, libcudnn))
     cuda.fake_launches.restype = cuda.fake_modules.restype = ctypes.c_int64

@@ -13,10 +13,11 @@ import pytest
 from stand_in import CPU, SHIFT, Stage, feed, model, stage
 
 from onnxfuse.runtime import native_library as native
-from onnxfuse.runtime import planner
+from onnxfuse.runtime.backends import BACKENDS, device_of
 from onnxfuse.runtime.call_inputs import inputs_of
 from onnxfuse.runtime.fused_calls import attribute_kinds, read_calls, read_model
 from onnxfuse.runtime.plan_file import write_plan_file
+from onnxfuse.runtime.planner import planner
 from onnxfuse.runtime.saved_plans import compile_kernels, plan_file_of, saved_template
 from onnxfuse.runtime.template_key import Situation
 
@@ -56,14 +57,14 @@ def refusal(make: Callable[[], object]) -> str:
 def store(path: Path, *sources: bytes, tf32: bool = True) -> Path:
     """Write the plan file of some models for the stand-in's GPU."""
     calls = [call for source in sources for call in read_calls(read_model(source))]
-    device, templates = planner.device_of(CPU, 0, tf32), []
+    device, templates = device_of(CPU, 0, tf32), []
     for call in calls:
         inputs = inputs_of(call)
         assert inputs is not None
         templates.append(planner.prepare(Situation(call.node, device, CPU, True), inputs))
     by_op = {call.op: [each for each in calls if each.op == call.op] for call in calls}
     operators = [f"{op} {attribute_kinds(same)}" for op, same in by_op.items()]
-    codes = compile_kernels(templates, planner.backends[CPU])
+    codes = compile_kernels(templates, BACKENDS[CPU])
     write_plan_file(path, plan_file_of([saved_template(each, codes) for each in templates], None, operators))
     return path
 

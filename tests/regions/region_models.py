@@ -18,8 +18,7 @@ from runtimes import open_on_cpu
 
 from onnxfuse import Report, optimize
 from onnxfuse.ir.dtypes import Array
-from onnxfuse.runtime.plan import Plan, TensorSpec
-from onnxfuse.runtime.planner import fused_node
+from onnxfuse.runtime.plan import FusedNode, Plan, TensorSpec
 
 INPUTS = "float[2, 3, 4] x, float[2, 3, 4] y, int64[2, 3, 4] i, bool[2, 3, 4] b, float16[2, 3, 4] h"
 
@@ -104,7 +103,7 @@ def drafted(region: Region, operands: Sequence[Array]) -> RegionProgram:
 
 def plan_of(region: Region, operands: Sequence[TensorSpec]) -> Plan:
     """Return the plan of a region, for which there must be a kernel."""
-    node = fused_node(region.node.name, region.attributes)
+    node = FusedNode.read(region.node.name, region.attributes)
     require_support(host_of("region"), node, [spec.dtype for spec in operands], H200)
     return first_plan(node, operands, H200)
 

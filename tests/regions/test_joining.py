@@ -22,8 +22,7 @@ from onnxfuse.dsl import catalogue
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.fuse_model import Settings, fuse_model
 from onnxfuse.ir.dtypes import Array
-from onnxfuse.runtime.plan import Launch, TensorSpec
-from onnxfuse.runtime.planner import fused_node
+from onnxfuse.runtime.plan import FusedNode, Launch, TensorSpec
 
 INPUTS = "float[batch, 6, 8] x, float[batch, 6, 16] y, float[16] v, float[batch, 6, 1] r"
 PRODUCT = "a = MatMul(x, w) b = Add(a, bias) c = Relu(b)"
@@ -74,7 +73,7 @@ def attributes(node: onnx.NodeProto) -> dict[str, Any]:
 
 def plan(node: onnx.NodeProto) -> None:
     """Check that kernels take a fused node."""
-    fused = fused_node(node.name, attributes(node))
+    fused = FusedNode.read(node.name, attributes(node))
     dtypes = [fused.output_dtypes[0]] * len(fused.operands)
     if set(json.loads(str(fused.attributes["program"]))["dtypes"].values()) == {"float32"}:
         require_support(host_of(fused.fusion), fused, dtypes, H200)
@@ -158,7 +157,7 @@ def test_casts_between_the_product_and_a_float32_residual() -> None:
     source = model_of(nodes, inputs, outputs="z e", dtype="float16")
     result, found = joined_of(source)
     assert found == [("gemm_bias_activation", ["Cast", "Add", "Tanh", "Cast"])]
-    node = fused_node("n", attributes(result.graph.node[0]))
+    node = FusedNode.read("n", attributes(result.graph.node[0]))
     dtypes = ["float16", "float16", "float16", "float32"]
     require_support(host_of(node.fusion), node, dtypes, H200)
     shapes = ((3, 6, 8), (8, 16), (16,), (3, 6, 16))

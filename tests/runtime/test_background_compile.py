@@ -18,10 +18,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
 from stand_in import CPU, Stage, feed, load, model, node, session, stage
 
 from onnxfuse.errors import KernelError
-from onnxfuse.runtime import background_compile, planner, prepare_session
+from onnxfuse.runtime import background_compile, prepare_session
+from onnxfuse.runtime.backends import BACKENDS
 from onnxfuse.runtime.kernel_loader import LoadedKernel
 from onnxfuse.runtime.likely_sizes import likely_sizes
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Plan, TensorSpec
+from onnxfuse.runtime.planner import planner
 from onnxfuse.runtime.template import Template
 from onnxfuse.session import explain_session, register
 
@@ -68,8 +70,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Stage:
 @pytest.fixture
 def compiler(gpu: Stage, monkeypatch: pytest.MonkeyPatch) -> Compiler:
     result = Compiler()
-    backend = dataclasses.replace(planner.backends[CPU], load=result.load)
-    monkeypatch.setitem(planner.backends, CPU, backend)
+    backend = dataclasses.replace(BACKENDS[CPU], load=result.load)
+    monkeypatch.setitem(BACKENDS, CPU, backend)
     return result
 
 

@@ -19,7 +19,8 @@ from stand_in import CPU, SHIFT, Stage, feed, load, model, node, session, stage
 
 from onnxfuse.compile.compile_file import compile_file
 from onnxfuse.errors import KernelError
-from onnxfuse.runtime import body_runs, kernel_failures, planner
+from onnxfuse.runtime import body_runs, kernel_failures
+from onnxfuse.runtime.backends import BACKENDS
 from onnxfuse.runtime.kernel_loader import LoadedKernel
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Plan, TensorSpec
 from onnxfuse.session import InferenceSession, explain_session, register
@@ -44,7 +45,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, gpu: Stage) -> list[str]:
             raise KernelError(f"{ERROR}\n    x0 + t1[j]\n")
         return dataclasses.replace(load(kernel, ordinal))
 
-    monkeypatch.setitem(planner.backends, CPU, dataclasses.replace(planner.backends[CPU], load=compile_))
+    monkeypatch.setitem(BACKENDS, CPU, dataclasses.replace(BACKENDS[CPU], load=compile_))
     return found
 
 

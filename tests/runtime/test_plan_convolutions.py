@@ -19,7 +19,8 @@ from convolution_cases import convolution, reference, shapes
 from stand_in import CPU, HERE, Stage, built, compiled, fails, model, node, session, stage
 
 from onnxfuse.activations import ACTIVATIONS
-from onnxfuse.runtime import planner, run_plan
+from onnxfuse.runtime import run_plan
+from onnxfuse.runtime.loaded_templates import ready_plan
 from onnxfuse.runtime.native_library import NativeError
 from onnxfuse.runtime.plan import Convolution, Plan, Pointer, TensorSpec
 from onnxfuse.runtime.plan_bytes import CONVOLUTION_ACTIVATION_NUMBERS, convolution_bytes
@@ -52,7 +53,7 @@ def run(step: Convolution, given: dict[str, Array], stream: int = 0, times: int 
     scratch = (step.workspace_bytes,) if step.workspace else ()
     plan = Plan((TensorSpec(y.shape, step.dtype),), (step,), scratch)
     specs = [TensorSpec(each.shape, step.dtype, False) for each in given.values()]
-    ready = planner.ready_plan(plan, specs, provider=CPU)
+    ready = ready_plan(plan, specs, provider=CPU)
     storage = np.zeros(ready.scratch_bytes + 256, np.uint8)
     address = storage.ctypes.data + -storage.ctypes.data % 256 if ready.scratch_bytes else 0
     ready.run([each.ctypes.data for each in given.values()], [y.ctypes.data], address, stream, times)
@@ -222,7 +223,7 @@ def test_eight_threads_share_a_plan_and_no_handle(gpu: Stage) -> None:
     spec = TensorSpec(shapes(step)["y"], "float32")
     plans = [Plan((spec,), (step,)), Plan((spec,), (replaced(step, activation="relu"),))]
     specs = [TensorSpec(each.shape, "float32", False) for each in given.values()]
-    ready = [planner.ready_plan(plan, specs, provider=CPU) for plan in plans]
+    ready = [ready_plan(plan, specs, provider=CPU) for plan in plans]
     exact = reference(step, given)
     failures = []
 
@@ -347,7 +348,7 @@ def test_a_malformed_convolution_is_refused(gpu: Stage, message: str) -> None:
     specs = [TensorSpec(each.shape, "float32", False) for each in operands(good).values()]
     before = gpu.cudnn.fake_runs()
     with pytest.raises(NativeError) as caught:
-        planner.ready_plan(Plan((TensorSpec(shapes(good)["y"], "float32"),), (step,), (0,)), specs, provider=CPU)
+        ready_plan(Plan((TensorSpec(shapes(good)["y"], "float32"),), (step,), (0,)), specs, provider=CPU)
     assert message in str(caught.value)
     assert gpu.cudnn.fake_runs() == before
 

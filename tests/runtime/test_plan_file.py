@@ -22,11 +22,11 @@ import stand_in
 from plan_files import X, changed, edited, gpu, new, other_gpu, saved
 from stand_in import CPU, Stage, node
 
-from onnxfuse.runtime import planner
 from onnxfuse.runtime.loaded_plans import load_plans
 from onnxfuse.runtime.loaded_templates import GivenTemplate, PreparedTemplate
 from onnxfuse.runtime.plan import Plan, TensorSpec
 from onnxfuse.runtime.plan_file import PlanFileError, SavedTemplate, read_plan_file, write_plan_file
+from onnxfuse.runtime.planner import planner
 from onnxfuse.runtime.saved_plans import save_plans
 from onnxfuse.runtime.template_words import read_template
 
@@ -262,7 +262,7 @@ def test_nodes_that_were_measured_after_the_file_was_made_are_planned(
 ) -> None:
     load_plans(tuned_at(saved, (64, 3)), CPU)
     for sizes, is_given in (((64, 3),), True), (((64, 3), (128, 3)), False), ((), True):
-        monkeypatch.setattr(planner, "_verdicts", [Measured(*sizes)])
+        monkeypatch.setattr(planner, "verdicts", Measured(*sizes))
         (template,) = new_and_run()
         assert isinstance(template, GivenTemplate) is is_given
         kept.clear()

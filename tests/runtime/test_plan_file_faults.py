@@ -22,7 +22,7 @@ from plan_files import X, changed, edited, gpu, new, saved
 from stand_in import CPU, SHIFT, Stage, model
 
 from onnxfuse.errors import UsageError
-from onnxfuse.runtime import plan_file, planner
+from onnxfuse.runtime import plan_file
 from onnxfuse.runtime.loaded_plans import load_plans
 from onnxfuse.runtime.plan import Kernel, Plan, Pointer
 from onnxfuse.runtime.plan_file import (
@@ -33,6 +33,7 @@ from onnxfuse.runtime.plan_file import (
     read_plan_file,
     write_plan_file,
 )
+from onnxfuse.runtime.planner import planner
 from onnxfuse.runtime.saved_plans import save_plans
 from onnxfuse.runtime.template_words import TemplateWords, read_template
 

@@ -19,9 +19,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
 from stand_in import CPU, SHIFT, Stage, feed, model, session, stage
 
 from onnxfuse.runtime import native_library as native
-from onnxfuse.runtime import planner
+from onnxfuse.runtime.backends import BACKENDS
 from onnxfuse.runtime.kernel_loader import LoadedKernel
 from onnxfuse.runtime.plan import Kernel
+from onnxfuse.runtime.planner import planner
 
 GLOBAL, RELAXED = 0, 2  # CUstreamCaptureMode
 
@@ -82,7 +83,7 @@ def test_kernels_stay_loaded_as_long_as_the_node(gpu: Stage, monkeypatch: pytest
         made.append(weakref.ref(function))
         return function
 
-    monkeypatch.setitem(planner.backends, CPU, dataclasses.replace(planner.backends[CPU], load=load))
+    monkeypatch.setitem(BACKENDS, CPU, dataclasses.replace(BACKENDS[CPU], load=load))
     run = session(model(SHIFT))
     for n in range(1, 6):
         run.run(None, feed(n, 4))
@@ -117,7 +118,7 @@ def test_code_is_loaded_and_unloaded_while_another_thread_captures_a_graph(
     refusals: list[int] = []
     cuda = ctypes.CDLL(gpu.cuda._name)
     cuda.cuModuleUnload.argtypes = (ctypes.c_void_p,)
-    monkeypatch.setitem(planner.backends, CPU, dataclasses.replace(planner.backends[CPU], load=load))
+    monkeypatch.setitem(BACKENDS, CPU, dataclasses.replace(BACKENDS[CPU], load=load))
     gpu.cuda.fake_other_captures(1)
     run = session(model(SHIFT))
     run.run(None, feed(2, 3))

@@ -22,7 +22,8 @@ from stand_in import CPU, HERE, SHIFT, Stage, built, compiled, fails, feed, mode
 
 from onnxfuse import session as session_module
 from onnxfuse.errors import UsageError
-from onnxfuse.runtime import planner, run_plan
+from onnxfuse.runtime import run_plan
+from onnxfuse.runtime.loaded_templates import ready_plan
 from onnxfuse.runtime.native_library import NativeError
 from onnxfuse.runtime.plan import (
     Im2col,
@@ -62,7 +63,7 @@ def test_inputs_and_outputs_that_overlap_are_refused(gpu: Stage, same_start: boo
     step = matrices(m, n, k, False, aligned=False)
     x, w, y = (TensorSpec(shape, "float32", False) for shape in ((m, k), (k, n), (m, n)))
     plan = Plan((y,), (step,), no_alias=(NoAlias(0, 0, same_start),))
-    ready = planner.ready_plan(plan, [x, w], provider=CPU)
+    ready = ready_plan(plan, [x, w], provider=CPU)
     memory, weights = np.zeros(3 * m * n, np.float32), np.zeros((k, n), np.float32)
     begin, size = memory.ctypes.data, 4 * m * n
     for start in begin, begin + 2 * size:
@@ -176,7 +177,7 @@ def test_a_plan_runs_without_onnxruntime(gpu: Stage, transposed: bool, activatio
     assert [each.workspace_bytes for each in found] == [0, 1024, 2048, 3072]
     plan = Plan((TensorSpec(y.shape, "float32"),), (replaced(step, algorithm=found[-1].words),), (100, 8192))
     inputs = (x, w, c, bias)
-    ready = planner.ready_plan(plan, [TensorSpec(each.shape, "float32", False) for each in inputs], provider=CPU)
+    ready = ready_plan(plan, [TensorSpec(each.shape, "float32", False) for each in inputs], provider=CPU)
     assert ready.scratch_bytes == 256 + 8192
     storage = np.zeros(ready.scratch_bytes + 256, np.uint8)
     scratch = storage.ctypes.data + -storage.ctypes.data % 256
@@ -236,7 +237,7 @@ def test_shared_memory_is_asked_for_beside_what_kernels_have_statically(gpu: Sta
     """Kernels may use 48 KB of static and dynamic memory without an attribute; the stand-in's have 1 KB static."""
     for shared in (100, 47 * 1024, 47 * 1024 + 1, 48 * 1024, 100 * 1024):
         step = Launch(Kernel("none", "noop"), (1, 1, 1), (32, 1, 1), (), shared)
-        planner.ready_plan(Plan((TensorSpec((1,), "float32"),), (step,)), (), provider=CPU).run([], [0])
+        ready_plan(Plan((TensorSpec((1,), "float32"),), (step,)), (), provider=CPU).run([], [0])
         assert gpu.last()[6] == shared
 
 
@@ -332,12 +333,12 @@ def test_an_old_driver_has_no_tensor_maps(gpu: Stage) -> None:
 @pytest.mark.parametrize("cluster", [1, 4])
 def test_a_launch_may_start_before_the_one_in_front_of_it_ends(gpu: Stage, cluster: int) -> None:
     for pdl in (True, False):
-        planner.ready_plan(noop(cluster, pdl), (), provider=CPU).run([], [0])
+        ready_plan(noop(cluster, pdl), (), provider=CPU).run([], [0])
         assert (gpu.last()[7], gpu.cuda.fake_last_pdl()) == (cluster, pdl)
 
 
 def test_no_launch_starts_early_while_another_stream_has_work(gpu: Stage) -> None:
-    here, elsewhere = (planner.ready_plan(noop(1, True), (), i, provider=CPU) for i in (0, 1))
+    here, elsewhere = (ready_plan(noop(1, True), (), i, provider=CPU) for i in (0, 1))
 
     def starts_early(plan: ReadyPlan, stream: int) -> bool:
         plan.run([], [0], stream=stream)
@@ -358,14 +359,14 @@ def test_no_launch_starts_early_while_another_stream_has_work(gpu: Stage) -> Non
 PDL = """
 import ctypes
 from onnxfuse.runtime import native_library as native
-from onnxfuse.runtime import planner
 from onnxfuse.runtime.plan import *
 from onnxfuse.runtime.kernel_loader import LoadedKernel
+from onnxfuse.runtime.run_plan import ReadyPlan
 native.library_path = lambda: {library!r}
 library = native.driver()
 function = LoadedKernel(*reversed(native.load_function(library, 0, b"fake:cubin", "noop")))
 {plan}
-planner.ReadyPlan(plan, [function], (), 0).run([], [0])
+ReadyPlan(plan, [function], (), 0).run([], [0])
 print(ctypes.CDLL(native.libcuda()).fake_last_pdl())
 """
 

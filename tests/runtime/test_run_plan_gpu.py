@@ -19,7 +19,8 @@ import onnxfuse.kernels
 from onnxfuse.activations import ACTIVATIONS
 from onnxfuse.kernels.gemm import cublaslt
 from onnxfuse.kernels.gemm.problem import Gemm
-from onnxfuse.runtime import cuda_driver, planner, run_plan
+from onnxfuse.runtime import cuda_driver, run_plan
+from onnxfuse.runtime.loaded_templates import ready_plan
 from onnxfuse.runtime.native_library import NativeError
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Matmul, Matrix, Plan, Pointer, TensorMap, TensorSpec
 
@@ -173,7 +174,7 @@ def test_an_algorithm_without_its_workspace_is_refused(device: Device) -> None:
     step = dataclasses.replace(wanted, algorithm=hungry.words, workspace_bytes=0)
     specs = [TensorSpec(shape, "float16") for shape in ((64, 65536), (65536, 64), (64,), (64, 64))]
     with pytest.raises(NativeError, match=r"for a product of float16 64x65536 and 65536x64 needs \d+ bytes of work"):
-        planner.ready_plan(Plan((TensorSpec((64, 64), "float16"),), (step,)), specs)
+        ready_plan(Plan((TensorSpec((64, 64), "float16"),), (step,)), specs)
 
 
 def test_eight_threads_run_one_plan_with_biases_of_their_own(device: Device) -> None:
@@ -181,7 +182,7 @@ def test_eight_threads_run_one_plan_with_biases_of_their_own(device: Device) -> 
     plan = Plan((TensorSpec((m, n), "float16"),), (matmul(m, n, k, "float16", False, True, bias=True),))
     given = operands(m, n, k, "float16", False)
     specs = [TensorSpec(value.shape, "float16") for value in given.values()]
-    ready = planner.ready_plan(plan, specs)
+    ready = ready_plan(plan, specs)
     exact, magnitude = product(given, False)
     shared = [upload(value) for value in given.values()]
 

@@ -23,8 +23,9 @@ import stand_in
 from stand_in import CPU, SHIFT, Stage, fails, feed, model, node, session, stage
 
 from onnxfuse.errors import ModelError
-from onnxfuse.runtime import loaded_templates, planner
+from onnxfuse.runtime import loaded_templates
 from onnxfuse.runtime.plan import Launch, Plan, Pointer, Scalar, TensorSpec
+from onnxfuse.runtime.planner import planner
 from onnxfuse.session import NodeDispatch, explain_session, register
 
 KERNEL = f"{CPU}, device 0"

@@ -20,11 +20,13 @@ import pytest
 import onnxfuse
 import onnxfuse.kernels
 from onnxfuse.errors import KernelError
-from onnxfuse.runtime import cupy_backend, kernel_failures, planner
+from onnxfuse.runtime import cupy_backend, kernel_failures
 from onnxfuse.runtime import native_library as native
+from onnxfuse.runtime.backends import BACKENDS
 from onnxfuse.runtime.loaded_plans import load_plans
 from onnxfuse.runtime.loaded_templates import PreparedTemplate
 from onnxfuse.runtime.plan import Kernel
+from onnxfuse.runtime.planner import Planner, planner
 from onnxfuse.runtime.saved_plans import save_plans
 from onnxfuse.session import InferenceSession, explain_session
 
@@ -47,8 +49,8 @@ row_center <d, steps, fusion, operands, output_types> (x, scale) => (y) {
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = str(Path(__file__).parents[1] / "native" / "gpu_kernels")
     monkeypatch.setattr(onnxfuse.kernels, "__path__", [*onnxfuse.kernels.__path__, folder])
-    monkeypatch.setattr(planner, "plan_files", {})
-    monkeypatch.setattr(planner, "_templates_of_nodes", {})  # sessions of other tests may not be collected yet
+    # Sessions of other tests may not be collected yet, and all modules hold the one planner.
+    monkeypatch.setattr(planner, "__dict__", {**vars(Planner()), "verdicts": planner.verdicts})
     ort.preload_dlls()
 
 
@@ -186,7 +188,7 @@ def test_a_session_has_the_body_of_a_node_whose_kernels_fail(monkeypatch: pytest
 
     monkeypatch.setattr(kernel_failures, "_failures", {})
     monkeypatch.setattr(planner, "_prepared", weakref.WeakValueDictionary())
-    monkeypatch.setitem(planner.backends, CUDA, dataclasses.replace(planner.backends[CUDA], load=fails))
+    monkeypatch.setitem(BACKENDS, CUDA, dataclasses.replace(BACKENDS[CUDA], load=fails))
     run = session(model(), how="body")
     assert "row_center.cu does not compile: here" in explain_session(run)[0].why
     close(run.run(None, given := feed(7))[0], given)
@@ -239,7 +241,7 @@ def test_another_threads_capture_goes_on_while_code_is_loaded_and_unloaded() -> 
     """Without relaxed capture mode cuModuleUnload fails, and the capture with it."""
     import cupy
 
-    kernel, backend = Kernel("row_center", "row_center", {"D": D, "BLOCK": 128}), planner.backends[CUDA]
+    kernel, backend = Kernel("row_center", "row_center", {"D": D, "BLOCK": 128}), BACKENDS[CUDA]
     cubin, library = backend.machine_code(kernel, backend.device(0)), native.driver()
 
     def load_and_unload() -> None:

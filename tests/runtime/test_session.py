@@ -27,7 +27,7 @@ import onnxfuse
 from onnxfuse import session as session_module
 from onnxfuse.errors import ModelError, UsageError
 from onnxfuse.runtime import custom_ops as operators
-from onnxfuse.runtime import planner
+from onnxfuse.runtime.backends import BACKENDS
 from onnxfuse.runtime.fused_calls import Call
 from onnxfuse.runtime.plan import Kernel
 from onnxfuse.session import InferenceSession, NodeDispatch, explain_session, open_session, register
@@ -128,7 +128,7 @@ def test_the_body_runs_where_onnxruntime_cannot_know_the_rank(gpu: Stage) -> Non
 
 def test_a_session_that_was_meant_for_the_gpu_warns(gpu: Stage, caplog: pytest.LogCaptureFixture) -> None:
     InferenceSession(model(SHIFT), providers=["CPUExecutionProvider"])
-    planner.backends[CPU] = dataclasses.replace(planner.backends[CPU], unavailable=lambda: "CuPy is not here")
+    BACKENDS[CPU] = dataclasses.replace(BACKENDS[CPU], unavailable=lambda: "CuPy is not here")
     run = session(model(SHIFT))
     assert [(r.levelname, r.getMessage()) for r in caplog.records if "not here" in r.getMessage()] == [
         ("WARNING", "shift: 1 nodes run as their body (CuPy is not here)")
@@ -200,8 +200,8 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["qwen3_sdpa_dynamo_fp32", "gpt2_eager_ts_fp32", "llama_sdpa_dynamo_fp32"])
 def test_every_kernel_of_an_exported_model_is_planned(gpu: Stage, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The plans of the real kernels pass the native library's checks; the kernels of the stand-in do nothing."""
-    nothing = dataclasses.replace(planner.backends[CPU], load=lambda kernel, ordinal: load(NOTHING, ordinal))
-    monkeypatch.setitem(planner.backends, CPU, nothing)
+    nothing = dataclasses.replace(BACKENDS[CPU], load=lambda kernel, ordinal: load(NOTHING, ordinal))
+    monkeypatch.setitem(BACKENDS, CPU, nothing)
     source, _ = onnxfuse.optimize(load_exported(f"{name}.onnx"), verify=False)
     run = session(source.SerializeToString())
     kernels = [r for r in explain_session(run) if r.how == "kernel"]
@@ -236,7 +236,7 @@ def test_onnxruntime_does_not_fall_back_where_kernels_are_registered(
     gpu: Stage, monkeypatch: pytest.MonkeyPatch, given: dict[str, int], said: str
 ) -> None:
     """The user must see the provider's error, not that no other provider has the kernels."""
-    monkeypatch.setitem(planner.backends, AZURE, planner.backends.pop(CPU))
+    monkeypatch.setitem(BACKENDS, AZURE, BACKENDS.pop(CPU))
     made = inference.C.InferenceSession
 
     def first_broken(*arguments: object) -> object:

@@ -19,9 +19,11 @@ from stand_in import CPU, SHIFT, Stage, feed, model, node, stage
 
 from onnxfuse.compile.compile_file import compile_file
 from onnxfuse.errors import UsageError
-from onnxfuse.runtime import nvrtc, planner, support
+from onnxfuse.runtime import nvrtc, support
+from onnxfuse.runtime.backends import BACKENDS
 from onnxfuse.runtime.plan import Aim, Device, FusedNode, Plan, TensorSpec
 from onnxfuse.runtime.plan_file import read_plan_file, write_plan_file
+from onnxfuse.runtime.planner import planner
 from onnxfuse.session import InferenceSession, explain_session, register
 
 TWO = (
@@ -173,7 +175,7 @@ def test_plans_that_are_named_for_nothing_are_a_warning(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, source: str, why: str
 ) -> None:
     if source == SHIFT:
-        monkeypatch.delitem(planner.backends, CPU)
+        monkeypatch.delitem(BACKENDS, CPU)
     open_(model(source))
     assert not warnings(caplog)
     open_(model(source), plans=f"{path}.plans")
@@ -214,11 +216,11 @@ def test_nothing_is_imported_to_compile(path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setitem(sys.modules, name, None)  # importing it fails
     nvrtc._nvrtc.cache_clear()
     monkeypatch.setattr(support, "find_host", refused)
-    monkeypatch.setattr(planner, "find_host", refused)
+    monkeypatch.setattr("onnxfuse.runtime.planner.find_host", refused)
     monkeypatch.setitem(
-        planner.backends,
+        BACKENDS,
         CPU,
-        dataclasses.replace(planner.backends[CPU], unavailable=refused, load=refused, machine_code=refused),
+        dataclasses.replace(BACKENDS[CPU], unavailable=refused, load=refused, machine_code=refused),
     )
     for n in 1, 2, 64:
         check(open_(path), n)
@@ -227,7 +229,7 @@ def test_nothing_is_imported_to_compile(path: Path, monkeypatch: pytest.MonkeyPa
 def test_memory_that_is_not_aligned_needs_no_planning_either(
     gpu: Stage, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(planner.backends, CPU, dataclasses.replace(planner.backends[CPU], load=refused))
+    monkeypatch.setitem(BACKENDS, CPU, dataclasses.replace(BACKENDS[CPU], load=refused))
     run, memory = open_(path), np.arange(32, dtype=np.float32)
     for start, of_bias in (1, 0), (0, 1), (1, 1), (3, 2):
         x, b = memory[start : start + 8].reshape(2, 4), memory[16 + of_bias : 20 + of_bias]
@@ -236,8 +238,8 @@ def test_memory_that_is_not_aligned_needs_no_planning_either(
 
 
 def cannot_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = dataclasses.replace(planner.backends[CPU], unavailable=lambda: "CuPy is not here", load=refused)
-    monkeypatch.setitem(planner.backends, CPU, backend)
+    backend = dataclasses.replace(BACKENDS[CPU], unavailable=lambda: "CuPy is not here", load=refused)
+    monkeypatch.setitem(BACKENDS, CPU, backend)
 
 
 def test_kernels_of_a_file_run_where_none_can_be_compiled(

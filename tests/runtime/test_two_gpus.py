@@ -15,10 +15,12 @@ from test_models_gpu import INDEX, feeds
 from test_runtime_gpu import CUDA, close, feed, kernels, model, session  # noqa: F401
 
 import onnxfuse
-from onnxfuse.runtime import cupy_backend, planner
+from onnxfuse.runtime import cupy_backend
+from onnxfuse.runtime.backends import device_of
 from onnxfuse.runtime.hosts import find_host
 from onnxfuse.runtime.loaded_templates import PreparedTemplate
-from onnxfuse.runtime.plan import Plan, TensorSpec
+from onnxfuse.runtime.plan import FusedNode, Plan, TensorSpec
+from onnxfuse.runtime.planner import planner
 from onnxfuse.runtime.template_bytes import template_bytes
 from onnxfuse.session import InferenceSession, explain_session, open_session
 from onnxfuse.tuning.autotune import gpu_trial
@@ -117,8 +119,8 @@ def test_cuda_graphs_are_replayed_on_both(steps: int) -> None:
 
 def test_candidates_are_timed_where_they_will_run() -> None:
     inputs = (TensorSpec((1 << 14, 4096), "float32"), TensorSpec((4096,), "float32", constant=True))
-    node = planner.fused_node("n", {"fusion": "rms_norm", "operands": "x scale", "output_types": [1], "epsilon": 1e-5})
-    device = planner.device_of(CUDA, 1, True)
+    node = FusedNode.read("n", {"fusion": "rms_norm", "operands": "x scale", "output_types": [1], "epsilon": 1e-5})
+    device = device_of(CUDA, 1, True)
     own: Plan = find_host("rms_norm").candidates(node, inputs, device)[0]
     made = gpu_trial(inputs, [own], device)
     before = free(0)
@@ -137,7 +139,7 @@ def test_a_model_is_tuned_on_the_second_gpu(tmp_path: Any, monkeypatch: pytest.M
     found = tune(onnx.load_from_string(model()), None, feed(512), "cuda", open_session, {"device_id": 1})
     assert [(each.mode, each.reason, "kernels" in each.seconds) for each in found.models] == [
         ("plain", "", True), ("cuda graph", "", True)]  # fmt: skip
-    names = {planner.device_of(CUDA, ordinal, True).name for ordinal in BOTH}
+    names = {device_of(CUDA, ordinal, True).name for ordinal in BOTH}
     for ordinal in BOTH if len(names) == 1 else (1,):
         run = InferenceSession(model(), providers=[(CUDA, {"device_id": ordinal})])
         assert "the whole model with" in explain_session(run)[0].why

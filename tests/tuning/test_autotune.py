@@ -8,6 +8,7 @@ import logging
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
 from stand_in import CPU, DEVICE, SHIFT, Stage, feed, model, stage
 
 from onnxfuse.bench.bench import bench
-from onnxfuse.runtime import planner
+from onnxfuse.runtime.loaded_templates import ready_plan
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
+from onnxfuse.runtime.planner import planner
 from onnxfuse.runtime.target import PlanChoice
+from onnxfuse.runtime.template_key import Situation
 from onnxfuse.session import open_session
 from onnxfuse.tuning import autotune, cache
 from onnxfuse.tuning.autotune import plan_digest
@@ -94,7 +97,8 @@ def chosen(
 ) -> int | None:
     """Return the number of the plan that is chosen; None if none is."""
     offered = [plan(each) for each in plans]
-    index = autotune.fastest_plan(offered, inputs, INPUTS, DEVICE, trial, environment, {"candidates of": subject})
+    make = partial(trial, INPUTS, device=DEVICE) if trial else None
+    index = autotune.fastest_plan(offered, inputs, make, environment, {"candidates of": subject})
     assert trial is None or trial.open == 0
     return None if index is None else plans[index]
 
@@ -223,7 +227,7 @@ class OnHost(Pretended):
     def outputs(self, of: Plan) -> Any:
         x, bias = np.arange(6, dtype=np.float32).reshape(2, 3), np.float32([1, 2, 3])
         y = np.full((2, 3), np.nan, np.float32)
-        planner.ready_plan(of, INPUTS, 0, CPU).run([x.ctypes.data, bias.ctypes.data], [y.ctypes.data])
+        ready_plan(of, INPUTS, 0, CPU).run([x.ctypes.data, bias.ctypes.data], [y.ctypes.data])
         return y
 
 
@@ -250,7 +254,7 @@ def grid_of_a_run(gpu: Stage, choice: PlanChoice = "known") -> int:
 def forget() -> None:
     """Forget the templates of this process, as another process would not have them."""
     planner._recent.clear()
-    planner._templates_of_nodes.clear()
+    planner._nodes.clear()
 
 
 def test_runs_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,11 +297,11 @@ def test_a_session_that_measures_asks_at_each_shape(monkeypatch: pytest.MonkeyPa
         def inputs_measured(self, *_: object) -> list[tuple[TensorSpec, ...]]:
             return []
 
-        def choose(self, plans: Sequence[Plan], node: FusedNode, inputs: Sequence[TensorSpec], *_: object) -> int:
+        def choose(self, plans: Sequence[Plan], situation: Situation, inputs: Sequence[TensorSpec], *_: object) -> int:
             asked.append(inputs[0].shape)
             return 1
 
-    monkeypatch.setattr(planner, "_verdicts", [Verdicts()])
+    monkeypatch.setattr(planner, "verdicts", Verdicts())
     own = gpu.kernels("shift").candidates
     twice = lambda *arguments: [*own(*arguments), *own(*arguments)]  # noqa: E731
     monkeypatch.setattr(gpu.kernels("shift"), "candidates", twice)

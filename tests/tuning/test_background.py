@@ -24,8 +24,9 @@ from stand_in import CPU, SHIFT, Stage, feed, model, node, session, stage
 import onnxfuse.session
 from onnxfuse.errors import UsageError
 from onnxfuse.runtime import native_library as native
-from onnxfuse.runtime import planner
+from onnxfuse.runtime.backends import BACKENDS
 from onnxfuse.runtime.plan import Device, FusedNode, Launch, Plan, TensorSpec
+from onnxfuse.runtime.planner import planner
 from onnxfuse.runtime.target import Target
 from onnxfuse.session import InferenceSession, explain_session, register
 from onnxfuse.tuning import autotune, background, cache, runs_in_flight
@@ -85,7 +86,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tuning: BackgroundTunin
     """Let the host of shift offer two plans."""
     monkeypatch.setenv("ONNXFUSE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(cache, "_unwritten", {})
-    monkeypatch.setattr(planner, "_observed", {})
     monkeypatch.setitem(autotune.trials, CPU, OnHost)
     OnHost.shapes.clear()
     result = stage(monkeypatch)
@@ -153,7 +153,8 @@ def test_other_sessions_and_those_with_cuda_graphs_keep_their_plans(gpu: Stage) 
     check(run, 2)
     graph = Target(CPU, 0, cuda_graph=True)
     assert graph.settings("observed") & native.CUDA_GRAPH and not graph.settings("known") & native.CUDA_GRAPH
-    planner._observed.update(dict.fromkeys(planner._observed, False))  # as answers to requests with that flag do
+    for each in planner._nodes.values():
+        each.may_change = False  # as answers to requests with that flag do
     assert comes_true(lambda: OnHost.shapes == [(2, 3)])
     time.sleep(0.05)
     for each in plain, run:
@@ -271,7 +272,7 @@ def test_the_thread_ends_with_the_last_session(gpu: Stage, tuning: BackgroundTun
     del second
     gc.collect()
     thread.join(10)
-    assert not thread.is_alive() and not planner._observed
+    assert not thread.is_alive() and not planner._nodes
     again = session(model(SHIFT), tune="background")
     check(again, 2)
     assert comes_true(lambda: OnHost.shapes == [(2, 3)])
@@ -310,8 +311,8 @@ def test_a_session_without_kernels_says_so_too(gpu: Stage, caplog: pytest.LogCap
 def test_without_what_times_kernels_it_says_so(
     gpu: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    backend = dataclasses.replace(planner.backends[CPU], cannot_time=lambda: "CuPy cannot be imported")
-    monkeypatch.setitem(planner.backends, CPU, backend)
+    backend = dataclasses.replace(BACKENDS[CPU], cannot_time=lambda: "CuPy cannot be imported")
+    monkeypatch.setitem(BACKENDS, CPU, backend)
     run = session(model(SHIFT), tune="background")
     check(run, 2)
     assert comes_true(lambda: "tune='background' measures nothing: CuPy cannot be imported" in caplog.text)

@@ -15,7 +15,7 @@ import pytest
 from test_runtime_gpu import CUDA, bound, close, feed, kernels, model  # noqa: F401
 from test_tune_gpu import ROWS, D, _folder, host, plan_in_use, pytestmark, repeated  # noqa: F401
 
-from onnxfuse.runtime import planner
+from onnxfuse.runtime.planner import planner
 from onnxfuse.session import InferenceSession
 from onnxfuse.tuning.trial import GpuTrial
 
@@ -37,9 +37,8 @@ print("done")
 
 @pytest.fixture(autouse=True)
 def plans(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Offer a slow plan and a fast one; nodes of other tests' sessions do not count."""
+    """Offer a slow plan and a fast one."""
     caplog.set_level(logging.INFO, "onnxfuse")
-    monkeypatch.setattr(planner, "_observed", {})
     own = host().candidates
     both = lambda *given: [repeated(each, times) for times in (SLOW, FAST) for each in own(*given)]  # noqa: E731
     monkeypatch.setattr(host(), "candidates", both, raising=False)

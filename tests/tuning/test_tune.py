@@ -26,7 +26,8 @@ from onnxfuse.bench.bench import bench
 from onnxfuse.cli import main
 from onnxfuse.errors import UsageError
 from onnxfuse.runtime import cache_folder as cache_folder_module
-from onnxfuse.runtime import environment, planner
+from onnxfuse.runtime import environment
+from onnxfuse.runtime.backends import BACKENDS
 from onnxfuse.runtime.cache_folder import cache_folder
 from onnxfuse.runtime.plan import Kernel
 from onnxfuse.session import InferenceSession, explain_session, open_session, register
@@ -469,8 +470,8 @@ def test_the_command_fuses_and_times_the_original_beside(
     gpu: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     exported = unpack("llama_sdpa_dynamo_fp32.onnx", tmp_path)
-    nothing = dataclasses.replace(planner.backends[CPU], load=lambda kernel, ordinal: load(NOTHING, ordinal))
-    monkeypatch.setitem(planner.backends, CPU, nothing)
+    nothing = dataclasses.replace(BACKENDS[CPU], load=lambda kernel, ordinal: load(NOTHING, ordinal))
+    monkeypatch.setitem(BACKENDS, CPU, nothing)
     result = run("tune", exported, "--shape", "input_ids:1x5", "--provider", "cpu")
     assert result.exit_code == 0, result.output
     assert re.search(r"plain\s+original\s+\d", result.stdout), result.stdout
@@ -547,15 +548,15 @@ def test_a_gpu_that_is_not_there_is_refused(gpu: Stage, monkeypatch: pytest.Monk
     def only_one(ordinal: int) -> Any:
         raise RuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
 
-    monkeypatch.setitem(planner.backends, CPU, dataclasses.replace(planner.backends[CPU], device=only_one))
+    monkeypatch.setitem(BACKENDS, CPU, dataclasses.replace(BACKENDS[CPU], device=only_one))
     result = run("tune", path, "--provider", "cpu", "--shape", "x:4x3", "--device-id", "7")
     assert result.exit_code == 2
     assert "there is no GPU 7: cudaErrorInvalidDevice: invalid device ordinal; give another" in result.stderr
 
 
 def test_a_machine_without_cupy_is_refused(gpu: Stage, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    missing = dataclasses.replace(planner.backends[CPU], unavailable=lambda: "CuPy finds no GPU")
-    monkeypatch.setitem(planner.backends, CPU, missing)
+    missing = dataclasses.replace(BACKENDS[CPU], unavailable=lambda: "CuPy finds no GPU")
+    monkeypatch.setitem(BACKENDS, CPU, missing)
     result = run("tune", path, "--provider", "cpu", "--shape", "x:4x3")
     assert result.exit_code == 2
     assert "there is nothing to tune: CuPy finds no GPU" in " ".join(result.stderr.split())

@@ -14,10 +14,12 @@ import onnxruntime as ort
 import pytest
 from test_runtime_gpu import CUDA, close, feed, kernels, model, session  # noqa: F401
 
-from onnxfuse.runtime import cupy_backend, planner
+from onnxfuse.runtime import cupy_backend
+from onnxfuse.runtime.backends import device_of
 from onnxfuse.runtime.hosts import find_host
 from onnxfuse.runtime.loaded_templates import PreparedTemplate
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
+from onnxfuse.runtime.planner import planner
 from onnxfuse.runtime.target import PlanChoice
 from onnxfuse.runtime.template import sizes_of
 from onnxfuse.session import InferenceSession, explain_session, open_session
@@ -41,7 +43,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def device() -> Device:
-    return planner.device_of(CUDA, 0, True)
+    return device_of(CUDA, 0, True)
 
 
 def host() -> Any:
