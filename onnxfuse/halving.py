@@ -7,20 +7,22 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Final, TypeVar
 
 import numpy as np
 import onnx
 
+from onnxfuse.analysis.shape_inference import infer_shapes
+from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.errors import ModelError, UsageError, VerificationError, first_line
 from onnxfuse.fuse_model import FusedModel, Settings, StageTimer, fuse_model
 from onnxfuse.half.choose import Known, Unit
 from onnxfuse.half.convert import Converted, Io, convert
-from onnxfuse.half.operators import STAY, half_inputs, is_onnx
-from onnxfuse.half.precision import FLOAT16, PRECISIONS, Precision
+from onnxfuse.half.operators import STAY, half_inputs
+from onnxfuse.half.precision import FLOAT16, PRECISIONS, REAL, Precision
 from onnxfuse.half.ranges import Range, observe
 from onnxfuse.half.result import USUAL_FACTOR, HalfError, HalfResult, reasons
 from onnxfuse.half.rounded import moved, weight_bytes, with_moved_weights, with_roundings
@@ -31,7 +33,10 @@ from onnxfuse.half.weights import Weights
 from onnxfuse.half.widening import fewest
 from onnxfuse.ir.convert_opset import convert_opset, describe_change, opset_of, state_ir_version
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS, Array
+from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.protos import nodes
+from onnxfuse.ir.serde import read_graph, write_model
+from onnxfuse.ir.validate import ONNX_DOMAINS
 from onnxfuse.steps import LeftOut, attempt
 from onnxfuse.verify.compare import compare
 from onnxfuse.verify.cpu_session import open_session, run
@@ -52,6 +57,7 @@ MAX_WIDENED: Final = 0.1  # of the nodes that stay without being asked for, so t
 NOISE_DRAWS: Final = 8  # where one does not explain an error: it may be a tenth of the next one
 
 Model = tuple[onnx.ModelProto, Path | None]
+Scaling = Callable[[Graph, ShapeInfo, Mapping[str, Range], Weights], dict[str, Range]]
 Made = TypeVar("Made")
 
 
@@ -207,11 +213,24 @@ class Halving:
             return {}
 
     @cached_property
-    def prepared(self) -> tuple[onnx.ModelProto, dict[str, int], dict[str, Range]]:
-        """The plain model with what can be brought into range, and the dtypes and ranges of its tensors."""
-        plain, precision = (self.plain.model, self.types, self.ranges), self.wanted.precision
-        scaled = attempt("scaling of queries", lambda: scale_queries(*plain, precision), plain, self.raised)
-        return attempt("scaling of products", lambda: scale_products(*scaled, self.weights), scaled, self.raised)
+    def prepared(self) -> tuple[onnx.ModelProto, dict[str, Range]]:
+        """The plain model with what can be brought into range, and the ranges of its tensors."""
+        found = self.plain.model, self.ranges
+        for name, scale in (("scaling of queries", scale_queries), ("scaling of products", scale_products)):
+            found = attempt(name, partial(self._scaled, scale, *found), found, self.raised)
+        return found
+
+    def _scaled(
+        self, scale: Scaling, model: onnx.ModelProto, ranges: dict[str, Range]
+    ) -> tuple[onnx.ModelProto, dict[str, Range]]:
+        graph = read_graph(model, self.folder)
+        graph.sort()
+        made = scale(graph, infer_shapes(graph), ranges, self.weights)
+        if not made:
+            return model, ranges
+        graph.remove_dead()
+        graph.sort()
+        return write_model(graph), ranges | made
 
     @cached_property
     def weights(self) -> Weights:
@@ -225,11 +244,10 @@ class Halving:
 
     def convert(self) -> Converted:
         """Return the model in half precision, with what was asked to stay in float32."""
-        model, types, ranges = self.prepared
+        model, ranges = self.prepared
         with self.timer.stage("convert"):
             weights = Weights(self.folder, self.wanted.precision, losses=self.weights.losses)
-            known = Known(opset_of(model), self.wanted.precision, weights, self.units, ranges, self.asked)
-            self.converted = convert(model, types, known, self.wanted.io)
+            self.converted = convert(model, Known(weights, self.units, ranges, self.asked), self.wanted.io)
         return self.converted
 
     def feeds(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -387,7 +405,8 @@ class Halving:
         plain, rounded = (self.prepared[0], self.folder), (half, self.converted.folder)
         found: list[str] = []
         with self.timer.stage("verify"), suppress(Exception):  # whatever onnxruntime raises: no memory, no time
-            found = suspects(plain, rounded, self.types, feeds, given, self._tell)
+            reals = {name for name, dtype in self.types.items() if dtype in REAL} | self.prepared[1].keys()
+            found = suspects(plain, rounded, reals, feeds, given, self._tell)
         every = [each.name or each.output[0] for each in self.plain.model.graph.node]
         return [*found, *(name for name in reversed(every) if name not in set(found))]
 
@@ -422,10 +441,10 @@ def _unexplained(tried: Mapping[int, HalfResult]) -> str:
 
 def _first_opset(node: onnx.NodeProto, opset: int, precision: Precision) -> int:
     """Return the first opset from `opset` on in which a node's first input may have the dtype; `opset` if none."""
-    if not is_onnx(node) or node.op_type in STAY:
+    if node.domain not in ONNX_DOMAINS or node.op_type in STAY:
         return opset
-    opsets = (opset, *(newer for newer in RAISED_OPSETS if newer > opset))
-    return next((each for each in opsets if 0 in half_inputs(node, each, precision)), opset)
+    opsets, count = (opset, *(newer for newer in RAISED_OPSETS if newer > opset)), len(node.input)
+    return next((each for each in opsets if 0 in half_inputs(node.op_type, count, each, precision)), opset)
 
 
 def model_to_float32_exactly(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 import numpy as np
 import onnx
-import onnx.helper
 import onnx.numpy_helper
 from onnx import TensorProto
 from onnx.external_data_helper import uses_external_data
 
-from onnxfuse.half.choose import Choice, Known, choose, kept_nodes
-from onnxfuse.half.masks import MASKED_INPUTS, adding_masks
-from onnxfuse.half.operators import (
-    BROADCAST_MAX_OPSET,
-    READS_ANY,
-    half_inputs,
-    half_outputs,
-    is_onnx,
-    keeps_dtypes,
-    label,
-)
+from onnxfuse.analysis.shape_inference import infer_shapes
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.control_flow.body import read_bodies, write_body
+from onnxfuse.half.choose import Known, choose
+from onnxfuse.half.masks import adding_masks, masked_inputs
+from onnxfuse.half.operators import BROADCAST_MAX_OPSET, READS_ANY, half_inputs, half_outputs, keeps_dtypes
 from onnxfuse.half.precision import FLOAT16, REAL, Kept
 from onnxfuse.half.scope import Scope
 from onnxfuse.half.weights import ScratchFolder
-from onnxfuse.ir.execution_order import outer_reads
-from onnxfuse.ir.graph import take_name
-from onnxfuse.ir.protos import copy_without, graphs, subgraphs, tensors
+from onnxfuse.ir.graph import Graph, constant_value
+from onnxfuse.ir.graphsurgeon import constant_of, copy_of, new_node
+from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, is_constant, is_outer, op_of
+from onnxfuse.ir.protos import tensors
+from onnxfuse.ir.serde import read_graph, write_model
+from onnxfuse.passes.folded import node_label
 
 FLOAT = TensorProto.FLOAT
 Io: TypeAlias = Literal["float32", "half"]
@@ -51,277 +47,232 @@ class Converted:
     added_masks: int = 0  # softmaxes of which a row without a key has other weights than in float32
 
 
-def convert(model: onnx.ModelProto, types: Mapping[str, int], known: Known, io: Io = "float32") -> Converted:
+def convert(model: onnx.ModelProto, known: Known, io: Io = "float32") -> Converted:
     """Return the model in half precision.
 
-    types  the dtype of every tensor, in subgraphs too
-    io     "half" converts the graph's inputs and outputs too
+    io  "half" converts the graph's inputs and outputs too
     """
+    weights = known.weights
     if any(uses_external_data(t) for t in tensors(model.graph, *model.functions)):
-        known.weights.scratch = ScratchFolder()
-    names = {t.name for part in graphs(model.graph) for t in (*part.input, *part.initializer)}
-    names |= {name for part in graphs(model.graph) for node in part.node for name in (node.name, *node.output)}
-    writer = _Writer(known, types, names)
-    result, main = copy_without(model, "graph"), _Part(writer, model.graph, None)
-    result.graph.CopyFrom(main.rewritten(io))
-    scratch = known.weights.scratch
-    folder = known.weights.folder if scratch is None else scratch.path
+        weights.scratch = ScratchFolder()
+    graph = read_graph(model, weights.folder)
+    graph.sort()
+    main = _Part(known, graph, infer_shapes(graph))
+    written = main.converted(io)
+    parts = main.everywhere()
     return Converted(
-        result, folder, writer.nodes, tuple(writer.kept), tuple(writer.by_rule), main.present, scratch,
-        writer.added_masks,
-    )  # fmt: skip
-
-
-@dataclass
-class _Writer:
-    """What the graphs of one model share."""
-
-    known: Known
-    types: Mapping[str, int]
-    names: set[str]
-    nodes: int = 0
-    kept: list[Kept] = field(default_factory=list)
-    by_rule: list[Kept] = field(default_factory=list)
-    added_masks: int = 0
-
-    def unique(self, stem: str) -> str:
-        return take_name(self.names, stem)
+        written,
+        weights.folder if weights.scratch is None else weights.scratch.path,
+        sum(part.nodes for part in parts),
+        tuple(each for part in parts for each in part.kept),
+        tuple(each for part in parts for each in part.by_rule),
+        main.dtypes,
+        weights.scratch,
+        sum(part.added_masks for part in parts),
+    )
 
 
 class _Part:
-    """One graph while it is rewritten."""
+    """One graph while it is converted: the main one, or a body in the part `outer`."""
 
-    def __init__(self, writer: _Writer, graph: onnx.GraphProto, outer: _Part | None) -> None:
-        self.writer, self.graph, self.outer = writer, graph, outer
-        self.scope: Scope
-        self.half = writer.known.precision.number
-        self.defaults = {t.name for t in graph.initializer} & {i.name for i in graph.input}
-        self.own = {t.name: t for t in graph.initializer if t.name not in self.defaults}
-        around: Mapping[str, onnx.TensorProto] = outer.scope.constants if outer else {}
-        constants = {**around, **self.own}
-        hidden = {i.name for i in graph.input} | {name for node in graph.node for name in node.output}
-        self.scope = Scope(graph, writer.types, {n: t for n, t in constants.items() if n not in hidden})
-        self.present: dict[str, int] = {}  # the dtypes that tensors of this graph have now
-        self.casts: dict[tuple[str, int], str] = {}  # the name of a tensor in a dtype
-        self.aliases: dict[str, str] = {}  # results of Casts that went, and what stands for them
-        self.weights: dict[tuple[str, int], onnx.TensorProto] = {}  # of this graph, in the dtypes that are read
-        self.clamped: set[str] = set()
-        self.out: list[onnx.NodeProto] = []
-        self.choice: Choice | None = None
-
-    def rewritten(self, io: Io) -> onnx.GraphProto:
-        """Return the graph with its nodes in half precision, those that stay in float32 aside."""
-        self.choice = choose(self.scope, self.writer.known)
+    def __init__(self, known: Known, graph: Graph, shapes: ShapeInfo, outer: _Part | None = None) -> None:
+        self.known, self.graph, self.outer = known, graph, outer
+        self.half, self.scope = known.precision.number, Scope(graph, shapes)
+        self.choice = choose(self.scope, known)
+        self.kept, self.by_rule = (
+            [Kept(node_label(node), node.op, why) for node, why in each.items()]
+            for each in (self.choice.kept, self.choice.by_rule)
+        )
         self.clamped = set(self.choice.clamped)
-        writer = self.writer
-        writer.kept += kept_nodes(self.scope, self.choice)
-        writer.by_rule += [
-            Kept(label(self.graph.node[i]), self.graph.node[i].op_type, why) for i, why in self.choice.by_rule.items()
-        ]
-        if writer.known.precision is FLOAT16:  # in bfloat16 a score beside the lowest number vanishes as in float32
-            writer.added_masks += sum(1 for _ in adding_masks(self.scope, self._is_lowest, self.choice.is_wide))
-        result = copy_without(self.graph, "node", "initializer", "value_info", "input", "output")
-        for value in self.graph.input:
-            result.input.append(self._border(value, io))
-            self.present[value.name] = self._declared(result.input[-1])
-        outputs = [self._border(value, io) for value in self.graph.output]
-        wanted = {value.name: self._declared(value) for value in outputs}
-        for i in range(len(self.graph.node)):
-            self._rewrite(i, wanted)
-        for name in wanted:
-            self._weight_as_output(name)
-        result.output.extend(outputs)
-        result.node.extend(self.out)
-        result.initializer.extend(self._initializers())
-        for value in self.graph.value_info:
-            copy = result.value_info.add()
-            copy.CopyFrom(value)
-            if value.name in self.present and copy.type.tensor_type.elem_type in REAL:
-                copy.type.tensor_type.elem_type = self.present[value.name]
-        return result
+        self.nodes = sum(map(self.scope.computes, graph.nodes))
+        self.added_masks = 0
+        if known.precision is FLOAT16:  # in bfloat16 a score beside the lowest number vanishes as in float32
+            self.added_masks = sum(1 for _ in adding_masks(self.scope, self._is_lowest, self.choice.is_wide))
+        self.dtypes: dict[str, int] = {}  # that tensors of this graph have now
+        self.outputs: dict[str, int] = {}  # the dtypes of the graph's outputs
+        self.casts: dict[tuple[str, int], Tensor] = {}  # a tensor in a dtype
+        self.weights: dict[tuple[str, int], Constant] = {}  # a constant in a dtype
+        self.stored: dict[str, tuple[int, bool]] = {}  # by constant: its dtype, and whether it is a mask or a bound
+        self.sources: dict[str, Tensor] = {}  # by the result of a Cast that has gone: its input
+        self.inner: list[_Part] = []
 
-    def _border(self, value: onnx.ValueInfoProto, io: Io) -> onnx.ValueInfoProto:
-        copy = onnx.ValueInfoProto()
-        copy.CopyFrom(value)
-        if io == "half" and value.type.tensor_type.elem_type in REAL and value.name not in self.defaults:
-            copy.type.tensor_type.elem_type = self.half
-        return copy
+    def everywhere(self) -> list[_Part]:
+        """Return the part and those inside it."""
+        return [self, *(each for part in self.inner for each in part.everywhere())]
 
-    def _declared(self, value: onnx.ValueInfoProto) -> int:
-        return value.type.tensor_type.elem_type or self.writer.types.get(value.name, 0)
+    def converted(self, io: Io) -> onnx.ModelProto:
+        """Return the graph with its nodes in half precision, those that stay in float32 aside."""
+        graph, shapes = self.graph, self.scope.shapes
+        bodies = list(read_bodies(graph, shapes))
+        for tensor in graph.linked.inputs:
+            if not is_outer(tensor):
+                is_half = io == "half" and self.scope.is_real(tensor) and tensor.name not in graph.fixed_names
+                self.dtypes[tensor.name] = self.half if is_half else shapes.dtype(tensor)
+        for value in graph.model.graph.output:
+            dtype = value.type.tensor_type.elem_type or shapes.infos.dtype(value.name)
+            self.outputs[value.name] = self.half if io == "half" and dtype in REAL else dtype
+            constant = self.scope.tensors.get(value.name)
+            if is_constant(constant) and dtype in REAL:
+                self._weight(constant, self.outputs[value.name])
+        nodes, graph.linked.nodes = graph.nodes, []  # to which Casts are added beside the nodes that need them
+        for node in nodes:
+            self._convert(node)
+        for body in bodies:
+            self.inner.append(_Part(self.known, body.graph, body.shapes, self))
+            write_body(graph, body, self.inner[-1].converted("float32"))
+        graph.update_captured()
+        graph.remove_dead()
+        graph.sort()
+        return self._written()
+
+    def _written(self) -> onnx.ModelProto:
+        """Return the graph as a model, with the weights and the recorded types in the dtypes that they have now."""
+        model = write_model(self.graph)
+        graph = model.graph
+        for tensor in (*graph.initializer, *(sparse.values for sparse in graph.sparse_initializer)):
+            dtype, clamp = self.stored.get(tensor.name, (self.outputs.get(tensor.name) or tensor.data_type, False))
+            tensor.CopyFrom(self.known.weights.converted(tensor, dtype, clamp))
+        for value in (*graph.input, *graph.value_info, *graph.output):
+            if value.type.tensor_type.elem_type in REAL:
+                dtype = self.dtypes.get(value.name, value.type.tensor_type.elem_type)
+                value.type.tensor_type.elem_type = self.outputs.get(value.name) or dtype
+        return model
 
     # --- nodes -----------------------------------------------------------------------------------------------
 
-    def _rewrite(self, i: int, wanted: Mapping[str, int]) -> None:
-        """Append a node with its inputs in the dtypes that it takes now."""
-        assert self.choice is not None
-        node, scope, known = self.graph.node[i], self.scope, self.writer.known
-        new = onnx.NodeProto()
-        new.CopyFrom(node)
-        reals = scope.real_inputs(i), scope.real_outputs(i)
-        self.writer.nodes += bool(reals[0] or reals[1])
-        wide = self.choice.is_wide(i)
-        as_it_was = wide and (keeps_dtypes(node) or bool(scope.untyped(i)))
-        self._rewrite_subgraphs(new)
-        reads_any = is_onnx(node) and node.op_type in READS_ANY
-        allowed = frozenset[int]() if wide else half_inputs(node, known.opset, known.precision)
-        for k, name in enumerate(node.input):
-            if scope.is_real(name) and reads_any and name not in scope.constants:
-                new.input[k] = self.aliases.get(name, name)
-            elif scope.is_real(name):
-                other = scope.types[name] if as_it_was else FLOAT
-                new.input[k] = self._read(name, self.half if k in allowed else other, i)
-            elif name in scope.constants:
-                self._read(name, scope.constants[name].data_type, i)
-        halves = frozenset[int]() if wide else half_outputs(node, known.opset, known.precision)
-        if is_onnx(node) and node.op_type == "Cast" and reals[1]:
-            if reals[0] and self._pass_on(node, wanted):
-                return
-            to = FLOAT if wide else self.half
-            next(a for a in new.attribute if a.name == "to").i = to
-        elif reals[1] and not reals[0] and not wide:
-            self._fill(new)
-        for k, name in enumerate(node.output):
-            if scope.is_real(name):
-                other = scope.types[name] if as_it_was else FLOAT
-                new.output[k] = self._written(name, self.half if k in halves else other, wanted)
-        self.out.append(new)
-        self._append_output_casts(node, new, wanted)
+    def _convert(self, node: Node) -> None:
+        """Append a node with its inputs in the dtypes that it takes now, and its outputs in those that it then has."""
+        scope, opset, precision, op = self.scope, self.graph.opset, self.known.precision, op_of(node)
+        reads, writes = scope.real_inputs(node), scope.real_outputs(node)
+        wide = self.choice.is_wide(node)
+        keeps = wide and (keeps_dtypes(op) or bool(scope.untyped(node)))
+        inputs = frozenset[int]() if wide else half_inputs(op, len(node.inputs), opset, precision)
+        outputs = frozenset[int]() if wide else half_outputs(node, opset, precision)
+        for k, tensor in enumerate(node.inputs):
+            if not scope.is_real(tensor):
+                continue
+            if op in READS_ANY and not is_constant(tensor):
+                node.inputs[k] = self._source(tensor)
+            else:
+                dtype = self.half if k in inputs else scope.shapes.dtype(tensor) if keeps else FLOAT
+                node.inputs[k] = self._read(tensor, dtype, node)
+        if op == "Cast" and reads and writes and not is_constant(reads[0]) and not self.graph.is_kept(writes[0]):
+            self.sources[writes[0].name] = node.inputs.pop(0)
+            return
+        if op == "Cast" and writes:
+            node = self._with_attributes(node, {**node.attrs, "to": FLOAT if wide else self.half})
+        elif op in ("Constant", "ConstantOfShape") and writes and not wide:
+            node = self._with_attributes(node, {"value": self._filling(node)})
+        self.graph.nodes.append(node)
+        for k, tensor in enumerate(node.outputs):
+            if scope.is_real(tensor):
+                dtype = self.half if k in outputs else scope.shapes.dtype(tensor) if keeps else FLOAT
+                node.outputs[k] = self._output(tensor, dtype)
 
-    def _pass_on(self, cast: onnx.NodeProto, wanted: Mapping[str, int]) -> bool:
-        """Let readers of a Cast between floating-point dtypes read its input, where the names allow that."""
-        source, result = cast.input[0], cast.output[0]
-        if source in self.scope.constants or result in wanted or self._captured(result):
-            return False
-        self.aliases[result] = self.aliases.get(source, source)
-        return True
+    def _with_attributes(self, node: Node, attributes: dict[str, AttributeValue]) -> Node:
+        """Return a node with other attributes in place of one."""
+        inputs, outputs = list(node.inputs), list(node.outputs)
+        node.inputs.clear()
+        node.outputs.clear()
+        return new_node(node.op, node.name, attributes, inputs, outputs, None)
 
-    def _captured(self, name: str) -> bool:
-        return name in self.captured
+    def _filling(self, node: Node) -> Constant:
+        """Return in half precision what a Constant or a ConstantOfShape writes."""
+        found = next(iter(node.attrs.values()), [0.0])
+        value = constant_value(self.graph, found) if is_constant(found) else np.array(found, np.float32)
+        return constant_of(onnx.numpy_helper.from_array(self.known.precision.clamped(value)))
 
-    @cached_property
-    def captured(self) -> frozenset[str]:
-        """The tensors of this graph that subgraphs read."""
-        return frozenset(name for node in self.graph.node for inner in subgraphs(node) for name in outer_reads(inner))
-
-    def _fill(self, node: onnx.NodeProto) -> None:
-        """Let a Constant or a ConstantOfShape write half precision."""
-        value = np.zeros(1, np.float32)
-        for attribute in node.attribute:
-            if attribute.name == "value":
-                value = onnx.numpy_helper.to_array(attribute.t)
-            elif attribute.name in ("value_float", "value_floats"):
-                value = np.array(onnx.helper.get_attribute_value(attribute), np.float32)
-        stored = onnx.numpy_helper.from_array(self.writer.known.precision.clamped(value))
-        del node.attribute[:]
-        node.attribute.append(onnx.helper.make_attribute("value", stored))
-
-    def _rewrite_subgraphs(self, node: onnx.NodeProto) -> None:
-        for attribute in node.attribute:
-            for inner in (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs):
-                inner.CopyFrom(_Part(self.writer, inner, self).rewritten("float32"))
-
-    def _written(self, name: str, dtype: int, wanted: Mapping[str, int]) -> str:
-        """Return the name under which a node writes a tensor; another one if an output of the graph has its dtype."""
-        self.present[name] = dtype
-        if name not in wanted or wanted[name] in (0, dtype):
-            return name
-        own = self.writer.unique(f"{name}_{self._suffix(dtype)}")
-        self.casts[name, dtype] = own
-        self.present[name] = wanted[name]
+    def _output(self, tensor: Tensor, dtype: int) -> Tensor:
+        """Return the tensor that a node writes: another one if an output of the graph has its dtype."""
+        wanted = self.outputs.get(tensor.name) or dtype
+        self.dtypes[tensor.name] = wanted
+        if wanted == dtype:
+            return tensor
+        own = self.casts[tensor.name, dtype] = self._variable(tensor, dtype)
+        self._cast(own, tensor, wanted)
         return own
 
-    def _append_output_casts(self, node: onnx.NodeProto, new: onnx.NodeProto, wanted: Mapping[str, int]) -> None:
-        for old, own in zip(node.output, new.output, strict=True):
-            if old != own:
-                self._append_cast(own, old, wanted[old])
-
-    def _append_cast(self, source: str, result: str, to: int) -> None:
-        self.out.append(onnx.helper.make_node("Cast", [source], [result], self.writer.unique(f"Cast_{result}"), to=to))
+    def _cast(self, source: Tensor, result: Tensor, to: int) -> Tensor:
+        self.graph.add_node("Cast", [source], [result], {"to": to}, name=self.graph.unique_name(f"Cast_{result.name}"))
+        return result
 
     # --- tensors ---------------------------------------------------------------------------------------------
 
-    def _read(self, name: str, dtype: int, reader: int | None) -> str:
-        """Return the name of a tensor in a dtype, casting it where it has another one."""
-        if name in self.scope.constants:
-            return self._weight(name, dtype)
-        name = self.aliases.get(name, name)
-        if self._present(name) == dtype:
-            return name
-        if (name, dtype) not in self.casts:
-            source = name
-            result = self.writer.unique(f"{name}_{self._suffix(dtype)}")
-            is_float16 = self._present(name) == TensorProto.FLOAT16  # whose numbers bfloat16 holds
-            if dtype == self.half and not is_float16 and self._may_be_mask(name, reader):
-                source = self._bounded(self._read(name, FLOAT, None))
-            self._append_cast(source, result, dtype)
-            self.casts[name, dtype] = result
-        return self.casts[name, dtype]
+    def _variable(self, tensor: Tensor, dtype: int) -> Tensor:
+        return self.graph.variable(self._name(tensor, dtype))
 
-    def _suffix(self, dtype: int) -> str:
-        return "half" if dtype == self.half else "float32"
+    def _name(self, tensor: Tensor, dtype: int) -> str:
+        return f"{tensor.name}_{'half' if dtype == self.half else 'float32'}"
 
-    def _present(self, name: str) -> int:
-        if name in self.present:
-            return self.present[name]
-        return self.outer._present(name) if self.outer else self.writer.types.get(name, 0)
+    def _dtype(self, tensor: Tensor) -> int:
+        """Return the dtype that a tensor has now."""
+        found = self.dtypes.get(tensor.name) or (self.outer._dtype(tensor) if self.outer else 0)
+        return found or self.scope.shapes.dtype(tensor)
 
-    def _may_be_mask(self, name: str, reader: int | None) -> bool:
+    def _source(self, tensor: Tensor) -> Tensor:
+        """Return what is read in place of a tensor: the input of a Cast that has gone."""
+        return self.sources.get(tensor.name, tensor)
+
+    def _read(self, tensor: Tensor, dtype: int, reader: Node | None = None) -> Tensor:
+        """Return a tensor in a dtype, casting it where it has another one."""
+        if is_constant(tensor):
+            return self._weight(tensor, dtype)
+        tensor = self._source(tensor)
+        present = self._dtype(tensor)
+        if present == dtype:
+            return tensor
+        if (tensor.name, dtype) not in self.casts:
+            source, result = tensor, self._variable(tensor, dtype)
+            is_float16 = present == TensorProto.FLOAT16  # whose numbers bfloat16 holds
+            if dtype == self.half and not is_float16 and reader is not None and self._may_be_mask(tensor, reader):
+                source = self._bounded(self._read(tensor, FLOAT))
+            self.casts[tensor.name, dtype] = self._cast(source, result, dtype)
+        return self.casts[tensor.name, dtype]
+
+    def _may_be_mask(self, tensor: Tensor, reader: Node) -> bool:
         """Return whether a float32 tensor that scores read is seen, or may be, below what half precision holds."""
-        assert self.choice is not None
-        if reader is None or (reader not in self.choice.scores and not self._is_mask_input(reader, name)):
+        if reader not in self.choice.scores and not any(each is tensor for each in masked_inputs(reader)):
             return False
-        seen = self.writer.known.ranges.get(name)
-        if name in self.scope.producers:
-            return seen is not None and seen.lowest < -self.writer.known.precision.largest
-        return seen is None or seen.lowest < -self.writer.known.precision.limit
+        seen, precision = self.known.ranges.get(tensor.name), self.known.precision
+        if tensor.inputs:
+            return seen is not None and seen.lowest < -precision.largest
+        return seen is None or seen.lowest < -precision.limit
 
-    def _is_lowest(self, name: str) -> bool:
+    def _is_lowest(self, tensor: Tensor) -> bool:
         """Return whether a tensor holds, or is seen to hold, numbers below the range of half precision."""
-        known = self.writer.known
-        if name in self.clamped:
-            return bool((known.weights.value(self.scope.constants[name]) < -known.precision.largest).any())
-        return name in known.ranges and known.ranges[name].lowest < -known.precision.largest
+        lowest, seen = -self.known.precision.largest, self.known.ranges.get(tensor.name)
+        if tensor.name in self.clamped and is_constant(tensor):
+            return bool((constant_value(self.graph, tensor) < lowest).any())
+        return seen is not None and seen.lowest < lowest
 
-    def _is_mask_input(self, reader: int, name: str) -> bool:
-        node = self.graph.node[reader]
-        places = MASKED_INPUTS.get(node.op_type, ())
-        return any(k < len(node.input) and node.input[k] == name for k in places)
-
-    def _bounded(self, name: str) -> str:
+    def _bounded(self, tensor: Tensor) -> Tensor:
         """Return a tensor whose finite values stay finite in half precision."""
-        lowest, known = -self.writer.known.precision.largest, self.writer.known
-        result = self.writer.unique(f"{name}_bounded")
-        if known.opset < BROADCAST_MAX_OPSET:
-            its_name = self.writer.unique(f"Clip_{result}")
-            self.out.append(onnx.helper.make_node("Clip", [name], [result], its_name, min=lowest))
-            return result
-        bound = self.writer.unique(f"{name}_lowest")
-        self.weights[bound, FLOAT] = onnx.numpy_helper.from_array(np.array(lowest, np.float32), bound)
-        self.out.append(onnx.helper.make_node("Max", [name, bound], [result], self.writer.unique(f"Max_{result}")))
+        graph, lowest = self.graph, -self.known.precision.largest
+        result = graph.variable(f"{tensor.name}_bounded")
+        if graph.opset < BROADCAST_MAX_OPSET:
+            graph.add_node("Clip", [tensor], [result], {"min": lowest})
+        else:
+            bound = graph.constant(f"{tensor.name}_lowest", np.array(lowest, np.float32))
+            graph.add_node("Max", [tensor, bound], [result])
         return result
 
-    def _weight(self, name: str, dtype: int) -> str:
-        """Return the name of a constant in a dtype; the graph that owns it holds it in each that is read."""
-        if name not in self.own:
+    def _weight(self, tensor: Constant, dtype: int) -> Constant:
+        """Return a constant in a dtype; the graph that owns it holds it in each that is read."""
+        key = tensor.name, dtype
+        if key in self.weights:
+            return self.weights[key]
+        made, is_outer_constant = tensor, tensor.name in self.graph.outer_constants
+        if is_outer_constant:
             assert self.outer is not None
-            self.outer.clamped |= self.clamped & {name}
-            return self.outer._weight(name, dtype)
-        if (name, dtype) not in self.weights:
-            first = not any(each == name for each, _ in self.weights)
-            own = name if first else self.writer.unique(f"{name}_{self._suffix(dtype)}")
-            made = self.writer.known.weights.converted(self.own[name], own, dtype, clamp=name in self.clamped)
-            self.weights[name, dtype] = made
-        return self.weights[name, dtype].name
-
-    def _weight_as_output(self, name: str) -> None:
-        if name in self.own and not any(each == name for each, _ in self.weights):
-            self._weight(name, self.own[name].data_type)
-
-    def _initializers(self) -> list[onnx.TensorProto]:
-        for name, tensor in self.own.items():  # what subgraphs read in a dtype that never changes
-            if name in self.captured and tensor.data_type not in REAL:
-                self._weight(name, tensor.data_type)
-        stored = self.writer.known.weights
-        kept = [stored.kept(t, t.name) for t in self.graph.initializer if t.name in self.defaults]
-        return [*self.weights.values(), *kept]
+            self.outer.clamped |= self.clamped & {tensor.name}
+            name = self.outer._weight(tensor, dtype).name
+        else:
+            is_first = tensor.name not in self.stored
+            name = tensor.name if is_first else self.graph.unique_name(self._name(tensor, dtype))
+            self.stored[name] = dtype, tensor.name in self.clamped
+        if name != tensor.name:
+            made = copy_of(tensor, name)
+            owned = self.graph.outer_constants if is_outer_constant else self.graph.folded_for_subgraphs
+            owned[name] = made
+        self.weights[key] = made
+        return made

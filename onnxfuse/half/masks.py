@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from onnxfuse.algebra.operators import MOVES
-from onnxfuse.half.operators import is_onnx
 from onnxfuse.half.scope import Scope
+from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of
 
 # Between a mask and the softmax that it is for.
 ON_THE_WAY: Final = MOVES | {
@@ -20,18 +20,18 @@ MASKED_INPUTS: Final = {  # operators that read scores, or what is added to them
 BOUNDS: Final = {"Clip": (1, 2), "Max": (0, 1), "Min": (0, 1)}  # inputs that are bounds, where they are constants
 
 
-def score_nodes(scope: Scope) -> frozenset[int]:
+def score_nodes(scope: Scope) -> frozenset[Node]:
     """Return the nodes between products and softmax, and those that compute what is added to scores there."""
-    starts = [
-        node.input[k]
-        for node in scope.nodes
-        for k in MASKED_INPUTS.get(node.op_type, ())
-        if k < len(node.input) and node.input[k]
-    ]
-    return frozenset(scope.behind(starts, lambda i: _leads_on(scope, i)))
+    starts = [each for node in scope.graph.nodes for each in masked_inputs(node)]
+    return frozenset(scope.behind(starts, _leads_on))
 
 
-def adding_masks(scope: Scope, is_lowest: Callable[[str], bool], is_wide: Callable[[int], bool]) -> Iterator[int]:
+def masked_inputs(node: Node) -> list[Tensor]:
+    """Return the scores, and what is added to them, that a node reads."""
+    return [node.inputs[k] for k in MASKED_INPUTS.get(node.op, ()) if k < len(node.inputs)]
+
+
+def adding_masks(scope: Scope, is_lowest: Callable[[Tensor], bool], is_wide: Callable[[Node], bool]) -> Iterator[Node]:
     """Yield the softmaxes and attentions in half precision whose masks are added to scores, not put in their place.
 
     Where all keys of a row are masked, float16 keeps the scores in such a sum, and float32 has the mask's number alone.
@@ -39,34 +39,30 @@ def adding_masks(scope: Scope, is_lowest: Callable[[str], bool], is_wide: Callab
     is_lowest  whether a tensor holds numbers below the range of half precision
     is_wide    whether a node stays in float32
     """
-    for i, node in enumerate(scope.nodes):
-        masked = [node.input[k] for k in MASKED_INPUTS.get(node.op_type, ()) if k < len(node.input)]
-        if not node.op_type.endswith("Attention"):  # which adds the mask that it reads
-            chain = scope.behind(masked, lambda j: _leads_on(scope, j))
-            sums = [scope.nodes[j] for j in chain if not is_wide(j) and _adds_to_scores(scope, j)]
-            masked = [name for each in sums for name in each.input]
-        if not is_wide(i) and _reaches(scope, masked, is_lowest):
-            yield i
+    for node in scope.graph.nodes:
+        masked = masked_inputs(node)
+        if not node.op.endswith("Attention"):  # which adds the mask that it reads
+            chain = scope.behind(masked, _leads_on)
+            masked = [t for each in chain if not is_wide(each) and _adds_to_scores(scope, each) for t in each.inputs]
+        if not is_wide(node) and _reaches(scope, masked, is_lowest):
+            yield node
 
 
-def _adds_to_scores(scope: Scope, i: int) -> bool:
-    is_sum = scope.nodes[i].op_type in ("Add", "Sub", "Sum")
-    return is_sum and not all(name in scope.counted for name in scope.real_outputs(i))
+def _adds_to_scores(scope: Scope, node: Node) -> bool:
+    return node.op in ("Add", "Sub", "Sum") and bool(scope.real_outputs(node)) and node not in scope.counted
 
 
-def _reaches(scope: Scope, names: Sequence[str], is_lowest: Callable[[str], bool]) -> bool:
+def _reaches(scope: Scope, tensors: Sequence[Tensor], is_lowest: Callable[[Tensor], bool]) -> bool:
     """Return whether tensors, or what they are computed from by the operators of masks, hold the lowest numbers."""
-    read = (name for i in scope.behind(names, lambda i: _leads_on(scope, i)) for name in scope.nodes[i].input)
-    return any(is_lowest(name) for name in (*names, *read))
+    read = (each for node in scope.behind(tensors, _leads_on) for each in node.inputs)
+    return any(map(is_lowest, (*tensors, *read)))
 
 
-def _leads_on(scope: Scope, i: int) -> bool:
-    node = scope.nodes[i]
-    return is_onnx(node) and node.op_type in ON_THE_WAY
+def _leads_on(node: Node) -> bool:
+    return op_of(node) in ON_THE_WAY
 
 
-def bound_inputs(scope: Scope, i: int) -> frozenset[str]:
+def bound_inputs(node: Node) -> list[Constant]:
     """Return the constants that a node reads as bounds: beyond the range of half precision they bound nothing."""
-    node = scope.nodes[i]
-    positions = BOUNDS.get(node.op_type, ()) if is_onnx(node) else ()
-    return frozenset(node.input[k] for k in positions if k < len(node.input) and node.input[k] in scope.constants)
+    places = BOUNDS.get(op_of(node), ())
+    return [each for k, each in enumerate(node.inputs) if k in places and is_constant(each)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Final
 
@@ -10,8 +9,8 @@ import onnx
 
 from onnxfuse.algebra.operators import CONTROL_FLOW, RANDOM
 from onnxfuse.half.precision import Precision
-from onnxfuse.ir.protos import is_control_flow
-from onnxfuse.ir.validate import ONNX_DOMAINS
+from onnxfuse.ir.attributes import schema, str_attribute
+from onnxfuse.ir.node import Node, op_of
 
 CONTRIB: Final = frozenset({  # of com.microsoft, whose floating-point inputs all have one dtype
     "Attention", "BiasAdd", "BiasGelu", "BiasSplitGelu", "EmbedLayerNormalization", "FastGelu", "FusedConv",
@@ -67,61 +66,44 @@ BROADCAST_MAX_OPSET: Final = 8  # the first opset whose Max and Min take operand
 READS_ANY: Final = frozenset({"Cast", "Shape", "Size", "IsNaN", "IsInf"})  # whatever dtype they read
 
 
-def combines(node: onnx.NodeProto) -> bool:
+def combines(node: Node) -> bool:
     """Return whether a scatter adds, multiplies or compares what it writes with what is there."""
-    reduction = next((each.s for each in node.attribute if each.name == "reduction"), b"none")
-    return is_onnx(node) and node.op_type in ("ScatterElements", "ScatterND") and reduction != b"none"
+    return op_of(node) in ("ScatterElements", "ScatterND") and str_attribute(node, "reduction", "none") != "none"
 
 
-def is_onnx(node: onnx.NodeProto) -> bool:
-    """Return whether an operator is one of the ONNX domain."""
-    return node.domain in ONNX_DOMAINS
-
-
-def keeps_dtypes(node: onnx.NodeProto) -> bool:
+def keeps_dtypes(op: str) -> bool:
     """Return whether an operator that stays keeps the dtypes that it had, which need not be float32."""
-    return is_control_flow(node) or not is_onnx(node) or node.op_type in SEQUENCES
+    return "::" in op or op in CONTROL_FLOW or op in SEQUENCES
 
 
-def label(node: onnx.NodeProto) -> str:
-    """Return a node's name, or that of its first output."""
-    return node.name or next((name for name in node.output if name), "")
+def half_inputs(op: str, count: int, opset: int, precision: Precision) -> frozenset[int]:
+    """Return the inputs, by position, that may have half precision; those of other dtypes may be among them.
 
-
-@functools.cache
-def _schema(op: str, opset: int) -> onnx.defs.OpSchema | None:
-    try:
-        return onnx.defs.get_schema(op, opset, "")
-    except onnx.defs.SchemaError:
-        return None
-
-
-def half_inputs(node: onnx.NodeProto, opset: int, precision: Precision) -> frozenset[int]:
-    """Return the inputs, by position, that may have half precision; those of other dtypes may be among them."""
-    every = frozenset(range(len(node.input)))
-    if opset < DEFINED_SINCE.get((node.op_type, precision.name), 0):
+    op     the operator, with its domain unless that is ONNX's, as `op_of` returns it
+    count  the number of its inputs
+    """
+    every, name = frozenset(range(count)), op.removeprefix("com.microsoft::")
+    if opset < DEFINED_SINCE.get((name, precision.name), 0):
         return frozenset()
-    if not is_onnx(node):
+    if "::" in op:
         known = CONTRIB if precision.name == "float16" else CONTRIB - WITHOUT_BFLOAT16
-        return every if node.domain == "com.microsoft" and node.op_type in known else frozenset()
-    schema = _schema(node.op_type, opset)
-    if schema is None:
-        return every if node.op_type in ONNXRUNTIME_ONLY else frozenset()
+        return every if name in known else frozenset()
+    found = schema(op, opset)
+    if found is None:
+        return every if op in ONNXRUNTIME_ONLY else frozenset()
     wanted = f"tensor({precision.name})"
-    return frozenset(i for i in every if wanted in _formal(schema.inputs, i).types)
+    return frozenset(i for i in every if wanted in _formal(found.inputs, i).types)
 
 
-def half_outputs(node: onnx.NodeProto, opset: int, precision: Precision) -> frozenset[int]:
+def half_outputs(node: Node, opset: int, precision: Precision) -> frozenset[int]:
     """Return the outputs, by position, that have half precision where all of `half_inputs` do."""
-    every = frozenset(range(len(node.output)))
-    if is_onnx(node) and node.op_type in FILLS:
+    op, every = op_of(node), frozenset(range(len(node.outputs)))
+    found = None if op in FILLS or "::" in op else schema(op, opset)
+    if found is None:
         return every
-    schema = _schema(node.op_type, opset) if is_onnx(node) else None
-    if schema is None:
-        return every
-    inputs = {_formal(schema.inputs, i).type_str for i in half_inputs(node, opset, precision)}
+    inputs = {_formal(found.inputs, i).type_str for i in half_inputs(op, len(node.inputs), opset, precision)}
     wanted = f"tensor({precision.name})"
-    formals = {i: _formal(schema.outputs, i) for i in every}
+    formals = {i: _formal(found.outputs, i) for i in every}
     return frozenset(
         i for i, each in formals.items() if wanted in each.types and (each.type_str in inputs or not inputs)
     )

@@ -43,6 +43,10 @@ class Range:
         """The largest magnitude."""
         return max(-self.lowest, self.highest)
 
+    def scaled(self, factor: float) -> Range:
+        """Return the range of the numbers times a factor above 0."""
+        return Range(self.lowest * factor, self.highest * factor, self.smallest * factor)
+
     def joined(self, other: Range) -> Range:
         """Return the range of both."""
         return Range(

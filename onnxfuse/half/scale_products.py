@@ -12,76 +12,44 @@ from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
-import onnx
-import onnx.helper
-import onnx.numpy_helper
 
-from onnxfuse.half.operators import is_onnx
+from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.half.ranges import Range
-from onnxfuse.half.scope import Scope
 from onnxfuse.half.weights import Weights
-from onnxfuse.ir.graph import take_name
-from onnxfuse.ir.protos import copy_without
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Node, is_constant, op_of
+from onnxfuse.passes.emit import emit
 
 ROOM: Final = 6  # bits between the smallest normal number and the largest of the scaled operand
-Scaled = tuple[onnx.ModelProto, dict[str, int], dict[str, Range]]
 
 
-def scale_products(
-    model: onnx.ModelProto, types: Mapping[str, int], ranges: Mapping[str, Range], weights: Weights
-) -> Scaled:
-    """Return a model whose products with weights are in range, and the types and ranges of its tensors.
+def scale_products(graph: Graph, shapes: ShapeInfo, ranges: Mapping[str, Range], weights: Weights) -> dict[str, Range]:
+    """Bring products with weights into range; return the ranges of the tensors that this made, which may be none.
 
-    The model may be the same.  What half precision cannot hold of the weights themselves stays as it is.
+    What half precision cannot hold of the weights themselves stays as it is.
     """
-    graph = model.graph
-    scope = Scope(graph, types, {t.name: t for t in graph.initializer})
-    bits = {i: k for i in range(len(graph.node)) if (k := _bits(scope, ranges, weights, i))}
-    if not bits:
-        return model, dict(types), dict(ranges)
-    result = copy_without(model, "graph")
-    result.graph.CopyFrom(copy_without(graph, "node"))
-    names = {name for node in graph.node for name in (node.name, *node.input, *node.output)}
-    names |= {each.name for each in (*graph.input, *graph.initializer)}
-    new_types, new_ranges = dict(types), dict(ranges)
-    for i, node in enumerate(graph.node):
-        if i not in bits:
-            result.graph.node.append(node)
+    made: dict[str, Range] = {}
+    for node in [node for node in graph.nodes if op_of(node) == "MatMul"]:
+        if not (bits := _bits(graph, ranges, weights, node)):
             continue
-        x, y = node.input[0], node.output[0]
-        down, up = (_factor(result.graph, names, 2.0**each) for each in (-bits[i], bits[i]))
-        new_types |= dict.fromkeys((down, up), onnx.TensorProto.FLOAT)
-        small, product = take_name(names, f"{x}_scaled"), take_name(names, f"{y}_scaled")
-        multiplied = onnx.NodeProto()
-        multiplied.CopyFrom(node)
-        multiplied.input[0], multiplied.output[0] = small, product
-        result.graph.node.extend((
-            onnx.helper.make_node("Mul", [x, down], [small], take_name(names, f"Mul_{small}")),
-            multiplied,
-            onnx.helper.make_node("Mul", [product, up], [y], take_name(names, f"Mul_{y}")),
-        ))  # fmt: skip
-        for name, source in ((small, x), (product, y)):
-            seen, factor = ranges[source], 2.0 ** -bits[i]
-            new_types[name] = types[source]
-            new_ranges[name] = Range(seen.lowest * factor, seen.highest * factor, seen.smallest * factor)
-    return result, new_types, new_ranges
+        x, y = node.inputs[0], node.outputs[0]
+        down, up = (graph.constant(f"factor_{each:g}", np.array(each, np.float32)) for each in (2.0**-bits, 2.0**bits))
+        small = emit(graph, shapes, "Mul", [x, down], f"{x.name}_scaled", shapes.shape(x), shapes.dtype(x))
+        product = graph.variable(f"{y.name}_scaled")
+        shapes.record(product, shapes.shape(y), shapes.dtype(y))
+        node.inputs[0], node.outputs[0] = small, product
+        graph.add_node("Mul", [product, up], [y])
+        made |= {new.name: ranges[old.name].scaled(2.0**-bits) for new, old in ((small, x), (product, y))}
+    return made
 
 
-def _bits(scope: Scope, ranges: Mapping[str, Range], weights: Weights, i: int) -> int:
+def _bits(graph: Graph, ranges: Mapping[str, Range], weights: Weights, node: Node) -> int:
     """Return the power of two by which a product is to be divided; 0 where that is not worth it."""
-    node, precision = scope.nodes[i], weights.precision
-    if not is_onnx(node) or node.op_type != "MatMul" or node.input[1] not in scope.constants:
+    precision, weight = weights.precision, node.inputs[1]
+    read, written = ranges.get(node.inputs[0].name), ranges.get(node.outputs[0].name)
+    if not is_constant(weight) or read is None or written is None or not written.magnitude > precision.limit:
         return 0
-    x, y = node.input[0], node.output[0]
-    if x in scope.constants or x not in ranges or y not in ranges or not ranges[y].magnitude > precision.limit:
+    bits = math.ceil(math.log2(written.magnitude / precision.limit))
+    if not precision.smallest * 2 ** (ROOM + bits) <= read.magnitude <= precision.limit:
         return 0
-    bits = math.ceil(math.log2(ranges[y].magnitude / precision.limit))
-    if not precision.smallest * 2 ** (ROOM + bits) <= ranges[x].magnitude <= precision.limit:
-        return 0
-    return 0 if weights.loss(scope.constants[node.input[1]]) else bits
-
-
-def _factor(graph: onnx.GraphProto, names: set[str], value: float) -> str:
-    name = take_name(names, f"factor_{value:g}")
-    graph.initializer.append(onnx.numpy_helper.from_array(np.array(value, np.float32), name))
-    return name
+    return 0 if weights.loss(graph, weight) else bits

@@ -5,77 +5,40 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-import onnx
-import onnx.numpy_helper
-
-from onnxfuse.half.operators import is_onnx, label
-from onnxfuse.half.precision import Precision
+from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.half.ranges import Range
-from onnxfuse.half.scope import Scope
-from onnxfuse.ir.protos import copy_without
+from onnxfuse.half.weights import Weights
+from onnxfuse.ir.graph import Graph, constant_number
+from onnxfuse.ir.node import Node, Tensor, op_of
+from onnxfuse.passes.scale_operand import scale_operand
 
 SCALINGS: Final = frozenset({"Mul", "Div"})
 
 
-def scale_queries(
-    model: onnx.ModelProto, types: Mapping[str, int], ranges: Mapping[str, Range], precision: Precision
-) -> tuple[onnx.ModelProto, dict[str, int], dict[str, Range]]:
-    """Return a model in which scores are in range, and the types and ranges of its tensors; the model may be the same.
+def scale_queries(graph: Graph, shapes: ShapeInfo, ranges: Mapping[str, Range], weights: Weights) -> dict[str, Range]:
+    """Scale queries so that scores are in range; return the ranges of the scaled queries, which may be none.
 
     MatMul(q, k) * s becomes MatMul(q * s, k), which is what the bodies and kernels of fused attention compute.
     """
-    graph = model.graph
-    scope = Scope(graph, types, {t.name: t for t in graph.initializer})
-    outputs = {value.name for value in graph.output}
-    pairs = {
-        i: readers[0]
-        for i, node in enumerate(graph.node)
-        if node.op_type == "MatMul" and is_onnx(node) and node.output[0] not in outputs
-        and len(readers := scope.readers.get(node.output[0], [])) == 1
-        and _is_worth_it(scope, ranges, precision, i, readers[0])
-    }  # fmt: skip
-    if not pairs:
-        return model, dict(types), dict(ranges)
-    result = copy_without(model, "graph")
-    result.graph.CopyFrom(graph)
-    new_types, new_ranges = dict(types), dict(ranges)
-    for product, scaling in pairs.items():
-        first, second = result.graph.node[product], result.graph.node[scaling]
-        query, scores = first.input[0], first.output[0]
-        names = label(first), label(second)
-        scaled = onnx.NodeProto()
-        scaled.CopyFrom(second)
-        scaled.input[:] = [query if name == scores else name for name in second.input]
-        scaled.output[:] = [scores]  # its name now stands for the scaled queries
-        second.CopyFrom(first)
-        second.input[0] = scores
-        second.output[:] = [graph.node[scaling].output[0]]
-        first.CopyFrom(scaled)
-        first.name, second.name = names
-        factor = ranges[graph.node[scaling].output[0]].magnitude / ranges[scores].magnitude
-        seen = ranges[query]
-        new_ranges[scores] = Range(seen.lowest * factor, seen.highest * factor, seen.smallest * factor)
-        _forget_shape(result.graph, scores)
-    return result, new_types, new_ranges
+    made: dict[str, Range] = {}
+    for product in [node for node in graph.nodes if op_of(node) == "MatMul"]:
+        scores, queries = product.outputs[0], product.inputs[0]
+        scaling = graph.sole_consumer(scores)
+        if scaling is None or not _is_scaled(graph, scores, scaling):
+            continue
+        before, after, read = (ranges.get(each.name) for each in (scores, scaling.outputs[0], queries))
+        if before is None or after is None or read is None or not before.magnitude:
+            continue
+        small, precision = read.scaled(after.magnitude / before.magnitude), weights.precision
+        is_in_range = after.magnitude <= precision.limit and small.magnitude >= precision.smallest
+        if before.magnitude > precision.limit and is_in_range:
+            made[scale_operand(graph, shapes, product, scaling).name] = small
+    return made
 
 
-def _is_worth_it(scope: Scope, ranges: Mapping[str, Range], precision: Precision, product: int, scaling: int) -> bool:
-    """Return whether only the unscaled product is out of range, and a scaled operand is in range."""
-    node, scaler = scope.nodes[product], scope.nodes[scaling]
-    if not is_onnx(scaler) or scaler.op_type not in SCALINGS:
+def _is_scaled(graph: Graph, scores: Tensor, node: Node) -> bool:
+    """Return whether a node multiplies scores by a number, or divides them by one."""
+    if op_of(node) not in SCALINGS or (node.op == "Div" and node.inputs[0] is not scores):
         return False
-    scores, scaled, query = node.output[0], scaler.output[0], node.input[0]
-    by = [name for name in scaler.input if name != scores]
-    if len(by) != 1 or scope.elements(by[0]) != 1 or (scaler.op_type == "Div" and scaler.input[0] != scores):
-        return False
-    if len(scope.constants[by[0]].dims) > 1 or any(name not in ranges for name in (scores, scaled, query)):
-        return False
-    factor = ranges[scaled].magnitude / ranges[scores].magnitude if ranges[scores].magnitude else 0.0
-    small = ranges[query].magnitude * factor
-    return ranges[scores].magnitude > precision.limit >= ranges[scaled].magnitude and small >= precision.smallest
-
-
-def _forget_shape(graph: onnx.GraphProto, name: str) -> None:
-    kept = [info for info in graph.value_info if info.name != name]
-    del graph.value_info[:]
-    graph.value_info.extend(kept)
+    numbers = [each for each in node.inputs if constant_number(graph, each) is not None]
+    return len(numbers) == 1 and len(numbers[0].shape or ()) <= 1

@@ -2,126 +2,105 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-import onnx
-
 from onnxfuse.algebra.operators import GATHERS, MATRIX_PRODUCTS, MOVES
-from onnxfuse.half.operators import ELEMENTWISE, is_onnx
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.half.operators import ELEMENTWISE
 from onnxfuse.half.precision import REAL
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
+from onnxfuse.passes.folded import node_label
 
 LARGE_WEIGHT = 4096  # elements: a product with such a constant is one of features, not of indices
 
 
 @dataclass(frozen=True)
 class Scope:
-    """The nodes of a graph, and what is known of the tensors that they read and write."""
+    """A sorted graph, and what is known of the tensors that its nodes read and write."""
 
-    graph: onnx.GraphProto
-    types: Mapping[str, int]  # the dtype of every tensor, as far as it is known
-    constants: Mapping[str, onnx.TensorProto]  # of this graph and those around it
-
-    @property
-    def nodes(self) -> Sequence[onnx.NodeProto]:
-        """The nodes, in execution order."""
-        nodes: Sequence[onnx.NodeProto] = self.graph.node
-        return nodes
+    graph: Graph
+    shapes: ShapeInfo
 
     @cached_property
-    def producers(self) -> dict[str, int]:
-        """The position of the node that computes each tensor."""
-        return {name: i for i, node in enumerate(self.nodes) for name in node.output if name}
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that nodes read and write, by name."""
+        return {t.name: t for node in self.graph.nodes for t in (*node.inputs, *node.outputs) if t.name}
 
     @cached_property
-    def readers(self) -> dict[str, list[int]]:
-        """The positions of the nodes that read each tensor, those that only subgraphs read it in aside."""
-        found: dict[str, list[int]] = defaultdict(list)
-        for i, node in enumerate(self.nodes):
-            for name in dict.fromkeys(node.input):
-                found[name].append(i)
+    def labeled(self) -> dict[str, list[Node]]:
+        """The nodes by what reports call them."""
+        found: dict[str, list[Node]] = defaultdict(list)
+        for node in self.graph.nodes:
+            found[node_label(node)].append(node)
         return found
 
-    @cached_property
-    def named(self) -> dict[str, list[int]]:
-        """The positions of nodes by their names and by their outputs."""
-        found: dict[str, list[int]] = defaultdict(list)
-        for i, node in enumerate(self.nodes):
-            for name in {node.name, *node.output} - {""}:
-                found[name].append(i)
-        return found
-
-    def is_real(self, name: str) -> bool:
+    def is_real(self, tensor: Tensor) -> bool:
         """Return whether a tensor's dtype may change."""
-        return bool(name) and self.types.get(name, 0) in REAL
+        return bool(tensor.name) and self.shapes.dtype(tensor) in REAL
 
-    def untyped(self, i: int) -> str:
+    def untyped(self, node: Node) -> str:
         """Return a tensor that a node reads or writes whose dtype is not known; "" if there is none."""
-        node = self.nodes[i]
-        return next((name for name in (*node.input, *node.output) if name and not self.types.get(name)), "")
+        tensors = (*node.inputs, *node.outputs)
+        return next((each.name for each in tensors if each.name and not self.shapes.dtype(each)), "")
 
-    def real_inputs(self, i: int) -> list[str]:
+    def real_inputs(self, node: Node) -> list[Tensor]:
         """Return the tensors that a node reads whose dtype may change."""
-        return [name for name in self.nodes[i].input if self.is_real(name)]
+        return list(filter(self.is_real, node.inputs))
 
-    def real_outputs(self, i: int) -> list[str]:
+    def real_outputs(self, node: Node) -> list[Tensor]:
         """Return the tensors that a node writes whose dtype may change."""
-        return [name for name in self.nodes[i].output if self.is_real(name)]
+        return list(filter(self.is_real, node.outputs))
 
-    def elements(self, name: str) -> int:
-        """Return the number of elements of a constant; 0 for other tensors."""
-        if name not in self.constants:
-            return 0
-        count = 1
-        for size in self.constants[name].dims:
-            count *= size
-        return count
+    def computes(self, node: Node) -> bool:
+        """Return whether a node reads or writes a tensor whose dtype may change."""
+        return any(map(self.is_real, (*node.inputs, *node.outputs)))
 
-    def behind(
-        self, names: Iterable[str], through: Callable[[int], bool], within: Collection[int] | None = None
-    ) -> Iterator[int]:
+    def behind(self, tensors: Iterable[Tensor], through: Callable[[Node], bool]) -> Iterator[Node]:
         """Yield the nodes that compute tensors, and those that compute what these read, as long as `through` holds."""
-        seen: set[int] = set()
-        work = list(names)
+        seen: set[Node] = set()
+        work = list(tensors)
         while work:
-            i = self.producers.get(work.pop())
-            if i is None or i in seen or (within is not None and i not in within) or not through(i):
-                continue
-            seen.add(i)
-            yield i
-            work += self.real_inputs(i)
-
-    def is_arithmetic(self, i: int) -> bool:
-        """Return whether a node is elementwise or moves values, so that it knows no features."""
-        node = self.nodes[i]
-        if not is_onnx(node):
-            return False
-        if node.op_type in GATHERS and self.elements(node.input[0]):
-            return False  # rows of a table of weights
-        return node.op_type in ELEMENTWISE or node.op_type in MOVES
-
-    def is_index_product(self, i: int) -> bool:
-        """Return whether a node is the product of positions with frequencies, as in a table of rotary embedding."""
-        node = self.nodes[i]
-        is_product = is_onnx(node) and node.op_type in MATRIX_PRODUCTS | {"Einsum"}
-        return is_product and all(self.elements(name) < LARGE_WEIGHT for name in node.input)
+            node = producer(work.pop())
+            if node is not None and node not in seen and through(node):
+                seen.add(node)
+                yield node
+                work += self.real_inputs(node)
 
     @cached_property
-    def counted(self) -> frozenset[str]:
-        """The tensors that are computed from integers and constants alone, by arithmetic: positions, lengths, masks."""
-        found: set[str] = set()
-        for i, node in enumerate(self.nodes):
-            outputs = self.real_outputs(i)
-            if not outputs or not is_onnx(node):
+    def counted(self) -> frozenset[Node]:
+        """The nodes that compute from integers and constants alone, by arithmetic: positions, lengths, masks."""
+        found: set[Node] = set()
+        for node in self.graph.nodes:
+            op, reals = op_of(node), [each for each in self.real_inputs(node) if not is_constant(each)]
+            if not self.real_outputs(node) or "::" in op:
                 continue
-            reals = [name for name in self.real_inputs(i) if name not in self.constants]
-            begins = not reals and (
-                node.op_type in ("Cast", "Range", "ConstantOfShape", "Where", "Expand", "EyeLike", "OneHot")
-            )
-            goes_on = bool(reals) and all(name in found for name in reals)
-            steps = self.is_arithmetic(i) or node.op_type.startswith(("Reduce", "Cos", "Sin", "CumSum"))
-            if begins or (goes_on and (steps or self.is_index_product(i))):
-                found.update(outputs)
+            begins = not reals and op in ("Cast", "Range", "ConstantOfShape", "Where", "Expand", "EyeLike", "OneHot")
+            goes_on = bool(reals) and all(producer(each) in found for each in reals)
+            steps = is_arithmetic(node) or op.startswith(("Reduce", "Cos", "Sin", "CumSum"))
+            if begins or (goes_on and (steps or is_index_product(node))):
+                found.add(node)
         return frozenset(found)
+
+
+def elements(tensor: Tensor) -> int:
+    """Return the number of elements of a constant; 0 for other tensors."""
+    return math.prod(tensor.shape) if is_constant(tensor) else 0
+
+
+def is_arithmetic(node: Node) -> bool:
+    """Return whether a node is elementwise or moves values, so that it knows no features."""
+    op = op_of(node)
+    if op in GATHERS and elements(node.inputs[0]):
+        return False  # rows of a table of weights
+    return op in ELEMENTWISE or op in MOVES
+
+
+def is_index_product(node: Node) -> bool:
+    """Return whether a node is the product of positions with frequencies, as in a table of rotary embedding."""
+    is_product = op_of(node) in MATRIX_PRODUCTS | {"Einsum"}
+    return is_product and all(elements(each) < LARGE_WEIGHT for each in node.inputs)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import onnx
 
-from onnxfuse.half.operators import label
-from onnxfuse.half.precision import REAL
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.protos import copy_without
 from onnxfuse.verify.cpu_session import open_session, run
@@ -25,7 +23,7 @@ Model = tuple[onnx.ModelProto, Path | None]
 def suspects(
     plain: Model,
     half: Model,
-    types: Mapping[str, int],
+    reals: Collection[str],
     feeds: Mapping[str, Array],
     half_feeds: Mapping[str, Array],
     tell: Callable[[str], None] = lambda line: None,
@@ -33,32 +31,36 @@ def suspects(
     """Return the nodes of the main graph by what they add to the error, the largest first.
 
     plain  the model in float32 and the folder of its data; `half` is the same model in half precision
-    types  the dtypes of the tensors of `plain`
+    reals  the tensors of `plain` that have floating-point numbers
 
     The first node whose values are not finite comes before all others.  Behind a node that only amplifies an error, as
     a difference of large numbers does, come those that compute what it reads.  Raises whatever onnxruntime raises.
     """
     nodes = plain[0].graph.node
     written = {name for node in half[0].graph.node for name in node.output}
-    names = [n for node in nodes for n in node.output if n in written and types.get(n, 0) in REAL]
+    names = [n for node in nodes for n in node.output if n in written and n in reals]
     errors: dict[str, float] = {}
     for start in range(0, len(names), MAX_COMPARED_AT_ONCE):
         tell(f"errors of tensors {start} to {min(start + MAX_COMPARED_AT_ONCE, len(names))} of {len(names)}")
         wanted = names[start : start + MAX_COMPARED_AT_ONCE]
         exact, rounded = _values(plain, wanted, feeds), _values(half, wanted, half_feeds)
         errors |= {name: _error(exact[name], rounded[name]) for name in wanted}
-    producers = {name: label(node) for node in nodes for name in node.output}
+    producers = {name: _label(node) for node in nodes for name in node.output}
     added: dict[str, float] = {}
     sources: dict[str, list[str]] = {}
     for place, node in enumerate(nodes):
         before = max((errors.get(name, 0.0) for name in node.input), default=0.0)
         after = max((errors.get(name, 0.0) for name in node.output), default=0.0)
         if after > before:
-            added[label(node)] = after - before if math.isfinite(after) else FIRST_INFINITE / (1 + place)
+            added[_label(node)] = after - before if math.isfinite(after) else FIRST_INFINITE / (1 + place)
         if before and after > AMPLIFIED * before:
-            sources[label(node)] = [producers[name] for name in node.input if name in errors]
+            sources[_label(node)] = [producers[name] for name in node.input if name in errors]
     ordered = sorted(added, key=lambda name: -added[name])
     return list(dict.fromkeys(each for name in ordered for each in (name, *sources.get(name, ()))))
+
+
+def _label(node: onnx.NodeProto) -> str:
+    return node.name or next((name for name in node.output if name), "")
 
 
 def _values(model: Model, names: Sequence[str], feeds: Mapping[str, Array]) -> dict[str, Array]:

@@ -6,82 +6,77 @@ deviation: of 11 bits none is left where it is 45 times as large, and the differ
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
-import onnx.numpy_helper
-
 from onnxfuse.algebra.operators import REARRANGING
-from onnxfuse.half.operators import is_onnx
-from onnxfuse.half.scope import Scope
+from onnxfuse.half.scope import Scope, elements, is_arithmetic
+from onnxfuse.ir.graph import constant_number
+from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 
 MEANS: Final = frozenset({"AveragePool", "GlobalAveragePool", "ReduceMean", "ReduceSum"})
 ON_THE_WAY: Final = REARRANGING | {"Div", "Mul"}  # by constants
 
 
-def variance_nodes(scope: Scope) -> frozenset[int]:
+def variance_nodes(scope: Scope) -> frozenset[Node]:
     """Return the nodes of such variances, from the squares to where their results meet other data."""
-    found: set[int] = set()
-    for i, node in enumerate(scope.nodes):
-        if is_onnx(node) and node.op_type == "Sub":
-            found |= _variance(scope, i)
+    found: set[Node] = set()
+    for node in scope.graph.nodes:
+        if op_of(node) == "Sub":
+            found |= _variance(scope, node)
     inner = set(found)
-    for i in range(min(found, default=len(scope.nodes)), len(scope.nodes)):
-        reads = {scope.producers.get(name) for name in scope.real_inputs(i) if scope.elements(name) != 1}
-        if i in found or not reads & inner or not scope.is_arithmetic(i):
+    for node in scope.graph.nodes if found else ():
+        reads = {producer(each) for each in scope.real_inputs(node) if elements(each) != 1}
+        if node in found or not reads & inner or not is_arithmetic(node):
             continue
-        if any(scope.elements(name) > 1 for name in scope.real_inputs(i)):
+        if any(elements(each) > 1 for each in scope.real_inputs(node)):
             continue  # a scale: the quotient ends here
-        found.add(i)
+        found.add(node)
         if reads <= inner:
-            inner.add(i)
+            inner.add(node)
     return frozenset(found)
 
 
-def _variance(scope: Scope, i: int) -> set[int]:
+def _variance(scope: Scope, node: Node) -> set[Node]:
     """Return the nodes that compute a difference, if it is a variance."""
-    of_squares, square = (scope.producers.get(name) for name in scope.nodes[i].input)
+    of_squares, square = map(producer, node.inputs)
     if of_squares is None or square is None or (mean := _squared(scope, square)) is None:
         return set()
-    to_squares, squares = _behind_mean(scope, scope.nodes[i].input[0])
+    to_squares, squares = _behind_mean(scope, node.inputs[0])
     to_data, data = _behind_mean(scope, mean)
-    first = scope.producers.get(squares)
-    if first is None or not to_squares or not to_data or _squared(scope, first) != data:
+    first = producer(squares)
+    if first is None or not to_squares or not to_data or _squared(scope, first) is not data:
         return set()
-    return {i, square, first, *to_squares, *to_data}
+    return {node, square, first, *to_squares, *to_data}
 
 
-def _squared(scope: Scope, i: int) -> str | None:
+def _squared(scope: Scope, node: Node) -> Tensor | None:
     """Return what a node squares."""
-    node = scope.nodes[i]
-    if not is_onnx(node) or len(node.input) != 2:
-        return None
-    if node.op_type == "Mul" and node.input[0] == node.input[1]:
-        return str(node.input[0])
-    if node.op_type == "Pow" and scope.elements(node.input[1]) == 1:
-        exponent = onnx.numpy_helper.to_array(scope.constants[node.input[1]])
-        return str(node.input[0]) if (exponent == 2).all() else None
+    if op_of(node) == "Mul" and node.inputs[0] is node.inputs[1]:
+        return node.inputs[0]
+    if op_of(node) == "Pow" and constant_number(scope.graph, node.inputs[1]) == 2:
+        return node.inputs[0]
     return None
 
 
-def _behind_mean(scope: Scope, name: str) -> tuple[Collection[int], str]:
+def _behind_mean(scope: Scope, tensor: Tensor) -> tuple[Sequence[Node], Tensor]:
     """Return the nodes of a mean, scaled and viewed, and what it is the mean of; no nodes if it is none."""
-    members = list(_chain(scope, name))
-    last = max((k for k, i in enumerate(members) if scope.nodes[i].op_type in MEANS), default=-1)
+    members = list(_chain(scope, tensor))
+    last = max((k for k, node in enumerate(members) if node.op in MEANS), default=-1)
     members = members[: last + 1]
-    return members, _data(scope, members[-1]) if members else name
+    return members, _data(scope, members[-1])[0] if members else tensor
 
 
-def _chain(scope: Scope, name: str) -> Iterator[int]:
-    while (i := scope.producers.get(name)) is not None and is_onnx(scope.nodes[i]):
-        others = [each for each in scope.real_inputs(i) if each not in scope.constants]
-        if scope.nodes[i].op_type not in MEANS | ON_THE_WAY or len(others) != 1 or _squared(scope, i) is not None:
+def _chain(scope: Scope, tensor: Tensor) -> Iterator[Node]:
+    while (node := producer(tensor)) is not None:
+        others = _data(scope, node)
+        if op_of(node) not in MEANS | ON_THE_WAY or len(others) != 1 or _squared(scope, node) is not None:
             return
-        if scope.nodes[i].op_type == "Div" and scope.nodes[i].input[0] != others[0]:
+        if node.op == "Div" and node.inputs[0] is not others[0]:
             return
-        yield i
-        name = others[0]
+        yield node
+        tensor = others[0]
 
 
-def _data(scope: Scope, i: int) -> str:
-    return next(name for name in scope.real_inputs(i) if name not in scope.constants)
+def _data(scope: Scope, node: Node) -> list[Tensor]:
+    return [each for each in scope.real_inputs(node) if not is_constant(each)]

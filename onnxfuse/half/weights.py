@@ -13,12 +13,14 @@ from typing import Final
 import numpy as np
 import onnx
 import onnx.numpy_helper
-from onnx.external_data_helper import load_external_data_for_tensor, uses_external_data
+from onnx.external_data_helper import uses_external_data
 
-from onnxfuse.errors import ModelError
+from onnxfuse.analysis.shape_info import constant_dtype
 from onnxfuse.half.precision import REAL, Precision
 from onnxfuse.ir.dtypes import Array
+from onnxfuse.ir.graph import Graph, array_of, constant_value
 from onnxfuse.ir.load import EXTERNAL_THRESHOLD
+from onnxfuse.ir.node import Constant
 from onnxfuse.verify.noise import move_by_rounding
 
 DATA_FILE: Final = "weights.data"
@@ -45,75 +47,58 @@ class Weights:
     losses: dict[tuple[str, bool], str] = field(default_factory=dict)  # of the weights that were looked at
     _end: int = 0
 
-    def value(self, tensor: onnx.TensorProto) -> Array:
-        """Return the values of a tensor, read from its file where they are external."""
-        if not uses_external_data(tensor):
-            return onnx.numpy_helper.to_array(tensor)
-        if self.folder is None:
-            raise ModelError(f"weight '{tensor.name}' lies in an external file; give the model as a path")
-        loaded = onnx.TensorProto()
-        loaded.CopyFrom(tensor)
-        load_external_data_for_tensor(loaded, str(self.folder))
-        return onnx.numpy_helper.to_array(loaded)
-
-    def loss(self, tensor: onnx.TensorProto, clamp: bool = False) -> str:
+    def loss(self, graph: Graph, tensor: Constant, clamp: bool = False) -> str:
         """Return why a weight must stay as it is, as the end of a sentence; "" where half precision holds it.
 
         Of what masks or bounds (`clamp`), numbers beyond the range may become the last one in it.
         """
-        if tensor.data_type != onnx.TensorProto.FLOAT:
+        if constant_dtype(tensor) != onnx.TensorProto.FLOAT:
             return ""
         if (tensor.name, clamp) not in self.losses:
-            self.losses[tensor.name, clamp] = describe_loss(self.value(tensor), self.precision, clamp)
+            self.losses[tensor.name, clamp] = describe_loss(constant_value(graph, tensor), self.precision, clamp)
         return self.losses[tensor.name, clamp]
 
-    def converted(self, tensor: onnx.TensorProto, name: str, number: int, clamp: bool = False) -> onnx.TensorProto:
-        """Return a tensor in the dtype `number`, float32 or half precision, under a name."""
+    def converted(self, tensor: onnx.TensorProto, number: int, clamp: bool = False) -> onnx.TensorProto:
+        """Return a tensor in the dtype `number`, float32 or half precision if that is another one than it has."""
         if tensor.data_type == number:
-            return self.kept(tensor, name)
-        value = self.value(tensor)
+            return self.kept(tensor)
+        value = array_of(self.folder, tensor)
         if number == onnx.TensorProto.FLOAT:
             value = value.astype(np.float32)
         else:
             value = self.precision.clamped(value) if clamp else self.precision.rounded(value)
-        if not uses_external_data(tensor):
-            return onnx.numpy_helper.from_array(value, name)
-        return self._written(name, number, tensor.dims, value.tobytes())
+        return self._stored(tensor, value)
 
     def moved(self, tensor: onnx.TensorProto, draw: int) -> onnx.TensorProto:
         """Return a weight of which each element is moved up or down by one rounding to half precision, as drawn."""
         if tensor.data_type not in REAL or math.prod(tensor.dims) <= MAX_PARAMETER:
-            return self.kept(tensor, tensor.name)
-        value = self.value(tensor)
-        wide = value.astype(np.float32)
-        moved = move_by_rounding(tensor.name, wide, self.precision.rounding, draw).astype(value.dtype)
-        if not uses_external_data(tensor):
-            return onnx.numpy_helper.from_array(moved, tensor.name)
-        return self._written(tensor.name, tensor.data_type, tensor.dims, moved.tobytes())
+            return self.kept(tensor)
+        value = array_of(self.folder, tensor)
+        moved = move_by_rounding(tensor.name, value.astype(np.float32), self.precision.rounding, draw)
+        return self._stored(tensor, moved.astype(value.dtype))
 
-    def kept(self, tensor: onnx.TensorProto, name: str) -> onnx.TensorProto:
-        """Return a tensor as it is, under a name; its data lies beside that of converted ones where it is external."""
+    def kept(self, tensor: onnx.TensorProto) -> onnx.TensorProto:
+        """Return a tensor as it is; its data lies beside that of converted ones where it is external."""
         if uses_external_data(tensor) and self.scratch is not None:
-            return self._written(name, tensor.data_type, tensor.dims, self.value(tensor).tobytes())
-        if tensor.name == name:
-            return tensor
-        result = onnx.TensorProto()
-        result.CopyFrom(tensor)
-        result.name = name
-        return result
+            return self._stored(tensor, array_of(self.folder, tensor))
+        return tensor
 
-    def _written(self, name: str, number: int, dims: list[int], raw: bytes) -> onnx.TensorProto:
-        """Append bytes to the scratch file, and return the tensor that refers to them; small ones stay in memory."""
-        result = onnx.TensorProto(name=name, data_type=number, dims=dims)
-        if len(raw) < EXTERNAL_THRESHOLD or self.scratch is None:
-            result.raw_data = raw
+    def _stored(self, tensor: onnx.TensorProto, value: Array) -> onnx.TensorProto:
+        """Return a tensor with another value, which is appended to the scratch file if that of the tensor is external.
+
+        Small values stay in memory.
+        """
+        result = onnx.numpy_helper.from_array(value, tensor.name)
+        size = len(result.raw_data)
+        if not uses_external_data(tensor) or size < EXTERNAL_THRESHOLD or self.scratch is None:
             return result
         with (self.scratch.path / DATA_FILE).open("ab") as file:
-            file.write(raw)
+            file.write(result.raw_data)
+        result.ClearField("raw_data")
         result.data_location = onnx.TensorProto.EXTERNAL
-        for key, value in (("location", DATA_FILE), ("offset", self._end), ("length", len(raw))):
-            result.external_data.add(key=key, value=str(value))
-        self._end += len(raw)
+        for key, number in (("location", DATA_FILE), ("offset", self._end), ("length", size)):
+            result.external_data.add(key=key, value=str(number))
+        self._end += size
         return result
 
 

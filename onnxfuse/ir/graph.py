@@ -254,7 +254,7 @@ def _replace_in(tensors: list[Tensor], old: Tensor, new: Tensor) -> None:
 def constant_value(graph: Graph, constant: Constant) -> Array:
     """Return a constant's value, read from its file only now where it is external; bfloat16 as ml_dtypes.bfloat16."""
     stored = graphsurgeon.stored_value(constant)
-    return stored if isinstance(stored, np.ndarray) else array_of(graph, stored, constant.name)
+    return stored if isinstance(stored, np.ndarray) else array_of(graph.folder, stored)
 
 
 def constant_number(graph: Graph, tensor: Tensor) -> float | None:
@@ -265,18 +265,21 @@ def constant_number(graph: Graph, tensor: Tensor) -> float | None:
     return float(value.reshape(())) if value.dtype != object else None
 
 
-def array_of(graph: Graph, proto: onnx.TensorProto | onnx.SparseTensorProto, name: str) -> Array:
-    """Return a stored tensor's value, read from the model's folder where it is external; the proto stays as it is."""
+def array_of(folder: Path | None, proto: onnx.TensorProto | onnx.SparseTensorProto, name: str = "") -> Array:
+    """Return a stored tensor's value, read from the model's folder where it is external; the proto stays as it is.
+
+    Raises ModelError for an external tensor if the folder is not known; the message names `name`, else the tensor.
+    """
     if isinstance(proto, onnx.SparseTensorProto):  # of which graphsurgeon reads neither the dtype nor raw data
-        values, indices = array_of(graph, proto.values, name), array_of(graph, proto.indices, name)
+        values, indices = array_of(folder, proto.values), array_of(folder, proto.indices)
         dense = np.zeros(tuple(proto.dims), values.dtype)
         dense[np.unravel_index(indices, dense.shape) if indices.ndim == 1 else tuple(indices.T)] = values
         return dense
     if external_data_helper.uses_external_data(proto):
-        if graph.folder is None:
-            raise ModelError(f"constant '{name}' lies in an external file; give the model as a path")
+        if folder is None:
+            raise ModelError(f"constant '{name or proto.name}' lies in an external file; give the model as a path")
         loaded = onnx.TensorProto()
         loaded.CopyFrom(proto)
-        external_data_helper.load_external_data_for_tensor(loaded, str(graph.folder))
+        external_data_helper.load_external_data_for_tensor(loaded, str(folder))
         proto = loaded
     return onnx.numpy_helper.to_array(proto)

@@ -93,6 +93,11 @@ def constant_of(proto: onnx.TensorProto) -> Constant:
     return gs.Constant(proto.name, LazyValues(proto))  # type: ignore[no-any-return]
 
 
+def copy_of(constant: Constant, name: str) -> Constant:
+    """Return an initializer of another name that holds what a constant holds, and that no node reads."""
+    return gs.Constant(name, constant._values)  # type: ignore[attr-defined,no-any-return]
+
+
 def stored_value(constant: Constant) -> Array | onnx.TensorProto | onnx.SparseTensorProto:
     """Return what a constant holds: an array, or the message that was read, whose data may lie in another file."""
     stored = constant._values  # type: ignore[attr-defined]

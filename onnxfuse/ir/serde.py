@@ -15,7 +15,7 @@ import onnx.numpy_helper
 
 from onnxfuse.ir.domain import DOMAIN, DOMAIN_VERSION, check_version, is_whole
 from onnxfuse.ir.graph import Graph, constant_value
-from onnxfuse.ir.graphsurgeon import export_node, link, share_constant, share_value
+from onnxfuse.ir.graphsurgeon import export_node, link, share_constant, share_value, stored_value
 from onnxfuse.ir.node import Constant, Node, OuterVariable, is_constant
 from onnxfuse.ir.protos import copy_without, graphs, overridable_initializers
 
@@ -126,13 +126,24 @@ def _write_initializers(graph: Graph, result: onnx.GraphProto, alive: Collection
         elif name in known:
             result.initializer.append(known[name])
         elif name in constants:
-            result.initializer.append(onnx.numpy_helper.from_array(constant_value(graph, constants[name]), name))
+            result.initializer.append(_constant_proto(graph, constants[name]))
             if len(result.initializer[-1].raw_data) >= MIN_SHARED_BYTES:
                 share_value(constants[name], result.initializer[-1])
         else:
             continue
         written.add(name)
     return written
+
+
+def _constant_proto(graph: Graph, constant: Constant) -> onnx.TensorProto:
+    """Return a constant as a message; one that lies in a file stays there."""
+    stored = stored_value(constant)
+    if not isinstance(stored, onnx.TensorProto):
+        return onnx.numpy_helper.from_array(constant_value(graph, constant), constant.name)
+    result = onnx.TensorProto()
+    result.CopyFrom(stored)
+    result.name = constant.name
+    return result
 
 
 def _declare_functions(model: onnx.ModelProto) -> None:

@@ -80,7 +80,7 @@ def value_of_constant_node(graph: Graph, constant: onnx.NodeProto) -> Array | No
     value = onnx.helper.get_attribute_value(constant.attribute[0])
     match constant.attribute[0].name:
         case "value":
-            return array_of(graph, value, constant.output[0])
+            return array_of(graph.folder, value, constant.output[0])
         case "value_float" | "value_floats":
             return np.array(value, np.float32)
         case "value_int" | "value_ints":

@@ -19,5 +19,5 @@ class Folded:
 
 
 def node_label(node: Node) -> str:
-    """Return what reports call a node: its name, or that of its first output if it has none."""
-    return node.name or node.outputs[0].name
+    """Return what reports call a node: its name, or that of its first output that is not left out if it has none."""
+    return node.name or next((each.name for each in node.outputs if each.name), "")

@@ -125,7 +125,7 @@ def _constants(graph: Graph, part: Part, names: Collection[str], overridable: Co
     for tensor in _initializers(part):
         if tensor.name in names and tensor.name not in overridable:
             with suppress(ModelError):  # the file with its data cannot be read
-                found[tensor.name] = array_of(graph, tensor, tensor.name)
+                found[tensor.name] = array_of(graph.folder, tensor)
     for node in part.node:
         if node.op_type == "Constant" and node.domain in ONNX_DOMAINS and node.output[0] in names:
             found[node.output[0]] = value_of_constant_node(graph, node)

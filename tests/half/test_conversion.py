@@ -139,6 +139,20 @@ def test_a_past_in_float32_is_cast_in_front_of_attention() -> None:
     assert all({name for name in node.input if name.startswith("past")} <= casts for node in attentions)
 
 
+@pytest.mark.parametrize("io", ["float32", "half"])
+def test_weights_that_are_outputs_have_the_dtype_of_outputs(io: Literal["float32", "half"]) -> None:
+    text = """
+    weights (float[batch,8] x) => (float[batch,8] y, float[8,8] w, float[8] b)
+    <float[8,8] w, float[8] b>
+    {
+      y = MatMul (x, w)
+    }
+    """
+    model, _ = optimize(parse(text), dtype="float16", io=io)
+    wanted = np.float16 if io == "half" else np.float32
+    assert [value.dtype for value in run(model, x=np.ones((2, 8), wanted))] == [wanted] * 3
+
+
 def test_integers_positions_and_their_angles_stay() -> None:
     """A position above 2,048 is no float16; the table of a rotary embedding is, once it is computed."""
     text = """
@@ -634,6 +648,25 @@ def test_bodies_of_an_if_are_converted_and_share_the_weights_outside() -> None:
     assert [t.data_type for t in model.graph.initializer] == [TensorProto.FLOAT16]
     assert report.verified.status == "verified"
     x = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
+    for flag in (np.array(True), np.array(False)):
+        np.testing.assert_allclose(run(model, x=x, flag=flag)[0], run(source, x=x, flag=flag)[0], atol=5e-3)
+
+
+def test_branches_may_have_tensors_of_one_name_and_different_dtypes() -> None:
+    text = """
+    branches (float[batch,8] x, bool flag) => (float[batch,8] y)
+    {
+      y = If (flag) <
+        then_branch = g1 () => (float[batch,8] a) { t = Sigmoid (x)  a = Relu (t) },
+        else_branch = g2 () => (float[batch,8] b) { t = Cast <to = 6> (x)  u = Add (t, t)  b = Cast <to = 1> (u) }
+      >
+    }
+    """
+    source = parse(text)
+    model, report = optimize(source, dtype="float16")
+    assert report.half is not None
+    assert not any("is not known" in reason for reason in report.half.by_rule)
+    x = np.random.default_rng(0).uniform(0, 9, (3, 8)).astype(np.float32)
     for flag in (np.array(True), np.array(False)):
         np.testing.assert_allclose(run(model, x=x, flag=flag)[0], run(source, x=x, flag=flag)[0], atol=5e-3)
 
