@@ -39,6 +39,7 @@ from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 from onnxfuse.passes.attention_nodes import softmaxes_of_attention
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.graph_pass import graph_pass
+from onnxfuse.passes.scale_operand import scale_operand
 from onnxfuse.patterns._attention import SWALLOWS_SCORES
 
 MAX_STEPS: Final = 12  # from the Softmax to the product
@@ -213,22 +214,13 @@ def _scale_queries(graph: Graph, shapes: ShapeInfo, scores: Tensor, steps: int) 
         if queries is None or not sizes or sizes[-1] != 1 or dtype != shapes.dtype(product.inputs[0]):
             continue
         if len(sizes) <= len(queries) and broadcast(shapes, queries, sizes) == queries and not _is_number(factor):
-            stem = f"{node.outputs[0].name}_queries"
-            scaled = emit(graph, shapes, "Mul", [product.inputs[0], factor], stem, queries, dtype)
-            return _multiply(graph, shapes, node, scaled, product.inputs[1])
+            scale_operand(graph, shapes, product, node)
+            return True
     return False
 
 
 def _is_number(tensor: Tensor) -> bool:
     return is_constant(tensor) and math.prod(tensor.shape) == 1
-
-
-def _multiply(graph: Graph, shapes: ShapeInfo, scaled: Node, queries: Tensor, columns: Tensor) -> bool:
-    end = scaled.outputs[0]
-    product = emit(
-        graph, shapes, "MatMul", [queries, columns], f"{end.name}_scores", shapes.shape(end), shapes.dtype(end)
-    )
-    return graph.replace(end, product)
 
 
 def _scores(graph: Graph, shapes: ShapeInfo, tensor: Tensor, steps: int) -> Scores | None:
