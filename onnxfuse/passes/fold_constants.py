@@ -16,6 +16,7 @@ from onnx.reference import ReferenceEvaluator
 
 from onnxfuse.algebra.operators import MATRIX_PRODUCTS
 from onnxfuse.analysis.backward_slices import is_ambiguous_end
+from onnxfuse.analysis.scores import is_factored_bias
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.dtypes import INTEGER_RANGES, Array
@@ -23,7 +24,6 @@ from onnxfuse.ir.graph import Graph, array_of, constant_value
 from onnxfuse.ir.graphsurgeon import make_constant, stored_value
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of
 from onnxfuse.ir.serde import node_proto
-from onnxfuse.passes.extract_alibi import is_factored_bias
 from onnxfuse.passes.folded import Folded, node_label
 from onnxfuse.passes.graph_pass import graph_pass
 

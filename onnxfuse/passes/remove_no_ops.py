@@ -8,12 +8,12 @@ from typing import TypeAlias
 
 from onnx import TensorProto
 
+from onnxfuse.analysis.scores import is_of_last_axis
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import attribute_or_input, int_attribute
 from onnxfuse.ir.dtypes import is_exact_cast
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant, op_of, producer
-from onnxfuse.passes.attention_nodes import is_of_last_axis
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.graph_pass import graph_pass
 

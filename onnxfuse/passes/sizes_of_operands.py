@@ -17,6 +17,7 @@ from onnx import TensorProto
 
 from onnxfuse.algebra.operators import REGROUPING
 from onnxfuse.algebra.sizes import Size
+from onnxfuse.analysis.scores import is_computed_from_product
 from onnxfuse.analysis.shape_inference import infer_node
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.shape_rules import SHAPE_RULES
@@ -28,7 +29,6 @@ from onnxfuse.passes.graph_pass import graph_pass
 
 RANGE_OPSET: Final = 15  # whose Shape may be of some of the axes
 MIN_RANK: Final = 3  # of scores
-MAX_STEPS: Final = 12  # from what is read for its shape to the product of scores
 KEEPING_ORDER: Final = frozenset({"Concat", "Pad", "Slice", "Split"})  # an axis keeps its index, and its size or not
 BROADCASTING: Final = frozenset(op for op, rule in SHAPE_RULES.items() if rule is SHAPE_RULES["Add"])
 SAME_SHAPE: Final = frozenset(op for op, rule in SHAPE_RULES.items() if rule is SHAPE_RULES["Softmax"])
@@ -60,7 +60,7 @@ def _read_elsewhere(graph: Graph, shapes: ShapeInfo, origins: Origins, shape: No
         return 0
     axes = [*range(len(sizes))][int_attribute(shape, "start", 0) : int_attribute(shape, "end", len(sizes))]
     found = [origins.of(tensor, axis) for axis in axes]
-    of_scores = len(sizes) >= MIN_RANK and _is_computed_from_product(tensor, MAX_STEPS)
+    of_scores = len(sizes) >= MIN_RANK and is_computed_from_product(tensor, BROADCASTING | SAME_SHAPE)
     readers = [(reader, _picked(graph, reader, len(axes))) for reader in consumers(whole)]
     count = 0
     for reader, picked in readers:
@@ -160,17 +160,6 @@ def _inferred(shapes: ShapeInfo, tensor: Tensor) -> Tensor:
     if node is not None:
         infer_node(shapes, node)
     return tensor
-
-
-def _is_computed_from_product(tensor: Tensor, steps: int) -> bool:
-    """Return whether a tensor is a product of two computed tensors, or computed from one element by element."""
-    node = producer(tensor)
-    if node is None or not steps:
-        return False
-    if op_of(node) == "MatMul":
-        return not any(map(is_constant, node.inputs))
-    is_elementwise = op_of(node) in BROADCASTING or op_of(node) in SAME_SHAPE
-    return is_elementwise and any(_is_computed_from_product(each, steps - 1) for each in node.inputs)
 
 
 @dataclass

@@ -10,8 +10,8 @@ import pytest
 from onnx_models import apply, assert_same_at_all_sizes, ops, parse
 
 from onnxfuse import optimize
-from onnxfuse.passes.canonicalize_masked_sums import canonicalize_masked_sums
-from onnxfuse.passes.canonicalize_scores import canonicalize_scores
+from onnxfuse.attention.canonicalize_masked_sums import canonicalize_masked_sums
+from onnxfuse.attention.canonicalize_scores import canonicalize_scores
 
 LOWEST = float(np.finfo(np.float32).min)
 NUMBERS = {"least": -np.inf, "lowest": LOWEST, "low": -1e9, "half": 0.5, "one": 1.0, "small": -10000.0}

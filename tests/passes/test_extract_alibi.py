@@ -7,7 +7,7 @@ import pytest
 from onnx_models import apply, assert_same_at_all_sizes, ops, parse, run
 
 from onnxfuse import optimize
-from onnxfuse.passes.extract_alibi import extract_alibi
+from onnxfuse.attention.extract_alibi import extract_alibi
 from onnxfuse.passes.fold_constants import fold_constants
 
 SLOPES = np.array([0.5, 0.1, 0.03], np.float32)

@@ -11,12 +11,12 @@ from onnx_models import apply, ops, parse, run
 
 from onnxfuse.analysis.shape_inference import infer_shapes
 from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.attention.unbroadcast_masks import unbroadcast_masks
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.serde import read_graph
 from onnxfuse.passes.fold_constants import fold_constants
 from onnxfuse.passes.fold_shapes import fold_shapes
 from onnxfuse.passes.normalize import normalize
-from onnxfuse.passes.unbroadcast_masks import unbroadcast_masks
 
 CONSTANTS = {
     "zero": np.array(0), "one": np.array(1), "i0": np.array([0]), "i1": np.array([1]),

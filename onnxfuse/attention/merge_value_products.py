@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 
+from onnxfuse.analysis.scores import RANK
 from onnxfuse.analysis.shape_info import Shape, ShapeInfo
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.graph import Graph
@@ -17,7 +18,6 @@ from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.graph_pass import graph_pass
 
-RANK: Final = 4
 MAX_SIZE: Final = 256  # elements of a head of values that kernels of attention take
 
 

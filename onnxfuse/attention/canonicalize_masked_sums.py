@@ -13,16 +13,15 @@ from onnx import TensorProto
 from onnx.helper import tensor_dtype_to_np_dtype
 
 from onnxfuse.algebra.operators import VIEWS
+from onnxfuse.analysis.scores import MAX_STEPS, nodes_before, softmaxes_of_attention
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.graph import Graph, constant_number, constant_value
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
-from onnxfuse.passes.attention_nodes import ELEMENTWISE, softmaxes_of_attention
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.graph_pass import graph_pass
 
-MAX_STEPS: Final = 12  # from the Softmax to the product, and from a mask to its stored elements
 MAX_ELEMENTS: Final = 2**22  # of a constant that is read
 KEEPING_ELEMENTS: Final = VIEWS | {"Slice", "Trilu"}
 
@@ -40,20 +39,10 @@ def canonicalize_masked_sums(graph: Graph, shapes: ShapeInfo) -> int:
     """Rewrite such sums in front of every Softmax.  Returns their number."""
     count = 0
     for node in softmaxes_of_attention(graph):
-        if _rewrite_before(graph, shapes, node.inputs[0], MAX_STEPS):
+        if any(op_of(each) == "Add" and _rewrite(graph, shapes, each) for each in nodes_before(node.inputs[0])):
             graph.scores.done.add(graph.scores.name(node))
             count += 1
     return count
-
-
-def _rewrite_before(graph: Graph, shapes: ShapeInfo, tensor: Tensor, steps: int) -> int:
-    """Rewrite the nearest sum from which a tensor is computed element by element; return 1 if there is one."""
-    node = producer(tensor)
-    if node is None or not steps or op_of(node) not in ELEMENTWISE:
-        return 0
-    if op_of(node) == "Add" and _rewrite(graph, shapes, node):
-        return 1
-    return next((1 for each in node.inputs if _rewrite_before(graph, shapes, each, steps - 1)), 0)
 
 
 def _rewrite(graph: Graph, shapes: ShapeInfo, total: Node) -> bool:

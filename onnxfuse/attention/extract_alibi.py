@@ -20,22 +20,25 @@ from onnx.helper import tensor_dtype_to_np_dtype
 
 from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.rules import axes_parameter
+from onnxfuse.analysis.scores import (
+    HEADS_AXIS,
+    MAX_STEPS,
+    RANK,
+    is_computed_from_product,
+    is_product_of_slopes,
+    rewritable_softmaxes,
+)
 from onnxfuse.analysis.shape_info import CannotInfer, Shape, ShapeInfo
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS, Array
 from onnxfuse.ir.graph import Graph, constant_number, constant_value
-from onnxfuse.ir.node import Constant, Node, Tensor, consumers, is_constant, op_of, producer
-from onnxfuse.passes.attention_nodes import softmaxes_behind
+from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.graph_pass import graph_pass
 
-RANK: Final = 4
-HEADS_AXIS: Final = -3
 FIRST_OPSET_OF_AXES_INPUT: Final = 13  # of Unsqueeze
-MAX_STEPS: Final = 12  # from the Add to the product or the table, and from the Add to the product of queries and keys
 MAX_TABLE_ELEMENTS: Final = 2**24  # of a table of all heads
 EPSILON: Final = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 VIEWS: Final = frozenset({"Reshape", "Squeeze", "Unsqueeze"})
-BEFORE_SCORES: Final = frozenset({"Add", "Cast", "Div", "Mul", "Tanh", "Where"})
 
 
 @dataclass(frozen=True)
@@ -52,55 +55,24 @@ def extract_alibi(graph: Graph, shapes: ShapeInfo) -> int:
     """Rewrite what is added to scores of heads, of four axes, as a product.  Returns the number of rewritten biases."""
     count = 0
     for node in [node for node in graph.nodes if op_of(node) == "Add" and shapes.rank(node.outputs[0]) == RANK]:
-        if (softmaxes := _softmaxes(graph, node)) and any(_rewrite(graph, shapes, node, side) for side in (0, 1)):
+        softmaxes = rewritable_softmaxes(graph, node)
+        if softmaxes and any(_rewrite(graph, shapes, node, side) for side in (0, 1)):
             graph.scores.done |= softmaxes
             count += 1
     return count
-
-
-def _softmaxes(graph: Graph, add: Node) -> set[str]:
-    """Return the Softmaxes of the scores that an Add makes, if an attention may be made of each of them."""
-    found = {graph.scores.name(each) for each in softmaxes_behind(add.outputs[0], MAX_STEPS)}
-    return found if graph.scores.stay.isdisjoint(found) else set()
-
-
-def is_factored_bias(shapes: ShapeInfo, node: Node) -> bool:
-    """Return whether a node is the product of slopes and positions in front of an Add to scores, or the Cast behind."""
-    output = node.outputs[0] if node.outputs else None  # a constant by now
-    if output is None or not _is_product(shapes, output):
-        return False
-    return any(
-        (op_of(reader) == "Cast" and is_factored_bias(shapes, reader))
-        or (
-            op_of(reader) == "Add"
-            and any(_is_of_scores(each, MAX_STEPS) for each in reader.inputs)
-            and _softmaxes(shapes.graph, reader)
-        )
-        for reader in consumers(output)
-    )
-
-
-def _is_of_scores(tensor: Tensor, steps: int) -> bool:
-    """Return whether a tensor is computed from a product of two tensors that the model computes."""
-    node = producer(tensor)
-    if node is None or not steps:
-        return False
-    if op_of(node) == "MatMul":
-        return not any(map(is_constant, node.inputs))
-    return op_of(node) in BEFORE_SCORES and any(_is_of_scores(each, steps - 1) for each in node.inputs)
 
 
 def _rewrite(graph: Graph, shapes: ShapeInfo, node: Node, side: int) -> bool:
     """Write the bias of an Add as a product; return whether it was another one before."""
     bias, dtype = node.inputs[side], shapes.dtype(node.outputs[0])
     shape = shapes.shape(bias)
-    if shape is None or len(shape) < -HEADS_AXIS or dtype not in FUSIBLE_FLOATS or _is_product(shapes, bias):
+    if shape is None or len(shape) < -HEADS_AXIS or dtype not in FUSIBLE_FLOATS or is_product_of_slopes(shapes, bias):
         return False
     heads = shape[HEADS_AXIS]
     if not isinstance(heads, int) or heads == 1 or any(size != 1 for size in shape[: HEADS_AXIS - 1]):
         return False
     found = _Biases(graph, shapes, dtype).factored(bias, HEADS_AXIS, MAX_STEPS)
-    if found is None or not _is_of_scores(node.inputs[1 - side], MAX_STEPS):
+    if found is None or not is_computed_from_product(node.inputs[1 - side]):
         return False
     positions = _with_axis_for_heads(graph, shapes, found.write())
     stem, own = f"{bias.name}_of_slopes", shapes.dtype(positions)
@@ -118,20 +90,6 @@ def _with_axis_for_heads(graph: Graph, shapes: ShapeInfo, positions: Tensor) -> 
     shape, rank = shapes.shape(positions), RANK if is_constant(positions) else -HEADS_AXIS
     assert shape is not None  # which `factored` has asked for
     return unsqueezed(graph, shapes, positions, list(range(rank - len(shape))))
-
-
-def _is_product(shapes: ShapeInfo, bias: Tensor) -> bool:
-    """Return whether a bias is the product that this pass writes."""
-    node = producer(bias)
-    if node is not None and op_of(node) == "Cast":
-        node = producer(node.inputs[0])
-    if node is None or op_of(node) != "Mul" or not is_constant(node.inputs[0]):
-        return False
-    slopes, positions = (shapes.shape(each) for each in node.inputs)
-    if slopes is None or positions is None or slopes[1:] != (1, 1) or len(slopes) != -HEADS_AXIS:
-        return False
-    rank = RANK if is_constant(node.inputs[1]) else -HEADS_AXIS
-    return len(positions) >= rank and positions[HEADS_AXIS] == 1
 
 
 def _lacks(shape: Shape, axis: int) -> bool:

@@ -7,16 +7,13 @@ anything any more, because (batch * heads, rows, size) is split where a model te
 
 from __future__ import annotations
 
-from typing import Final
-
+from onnxfuse.analysis.scores import RANK, computes_probabilities, is_batched_product
 from onnxfuse.analysis.shape_info import Shape, ShapeInfo
+from onnxfuse.attention.new_axes import NewAxes, attention_before
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor
-from onnxfuse.passes.attention_nodes import AttentionNodes, computes_probabilities, is_batched_product
 from onnxfuse.passes.compose_views import View, write_views
 from onnxfuse.passes.graph_pass import graph_pass
-
-RANK: Final = 4  # of the products that patterns know
 
 
 @graph_pass(opset=7)  # with broadcasting from the last axis on
@@ -35,8 +32,8 @@ def add_heads_axis(graph: Graph, shapes: ShapeInfo) -> int:
 def _rewrite(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
     """Write the attention that ends in a product with four axes; return whether that was possible."""
     end = last.outputs[0]
-    shape = shapes.shape(end)
-    if shape is None:
+    shape, inside = shapes.shape(end), attention_before(graph, shapes, last)
+    if shape is None or inside is None:
         return False
 
     def operand(tensor: Tensor) -> Tensor | None:
@@ -47,7 +44,7 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
             return tensor
         return write_views(graph, shapes, tensor, (View(None, _with_heads(sizes)),), f"{tensor.name}_of_one_head")
 
-    result = AttentionNodes(graph, shapes, last, _with_heads, operand, "of_one_head").rewritten()
+    result = NewAxes(graph, shapes, inside, _with_heads, operand, "of_one_head").of(end)
     if result is None:
         return False
     made = write_views(graph, shapes, result, (View(None, shape),), f"{end.name}_without_heads")
@@ -55,6 +52,6 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
 
 
 def _with_heads(shape: Shape) -> Shape:
-    """Return a shape of two or three axes with one for heads in front of the last two, and one for the batch."""
+    """Return a shape of two or three axes with one for heads before the last two, and one for the batch."""
     batch: Shape = (1,) if len(shape) < RANK - 1 else shape[:1]
     return (*batch, 1, *shape[-2:])

@@ -30,21 +30,19 @@ from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.index_formulas import AtMostZero, causal_mask_value, negated
 from onnxfuse.analysis.magnitudes import is_ordinary
 from onnxfuse.analysis.mask_values import IndexAnalysis
+from onnxfuse.analysis.scores import HEADS_AXIS, MAX_STEPS, softmaxes_of_attention
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.shape_rules.elementwise import broadcast
 from onnxfuse.ir.attributes import tensor_attribute
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.graph import Graph, constant_number
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
-from onnxfuse.passes.attention_nodes import softmaxes_of_attention
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.graph_pass import graph_pass
 from onnxfuse.passes.scale_operand import scale_operand
 from onnxfuse.patterns._attention import SWALLOWS_SCORES
 
-MAX_STEPS: Final = 12  # from the Softmax to the product
 MAX_ADDENDS: Final = 2  # that a fused attention takes
-HEADS_AXIS: Final = -3
 QUERIES_AXIS: Final = -2
 INTEGERS: Final = frozenset({TensorProto.BOOL, TensorProto.INT32, TensorProto.INT64})
 

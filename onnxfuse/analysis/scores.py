@@ -1,0 +1,115 @@
+"""The scores of attention: the nodes between a product of queries and keys, a Softmax, and a product with values."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Final
+
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.ir.attributes import int_attribute
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
+
+MAX_STEPS: Final = 12  # nodes between a Softmax and a product, and before a mask or a bias
+# The operators that models compute scores by, after the product of queries and keys, and probabilities after a Softmax.
+ELEMENTWISE: Final = frozenset(
+    ("Add", "Cast", "Clip", "Div", "IsNaN", "Max", "Min", "Mul", "Neg", "Sub", "Tanh", "Where")
+)
+VIEWS: Final = frozenset(("Reshape", "Squeeze", "Transpose", "Unsqueeze"))
+RANK: Final = 4  # of the products that patterns know: (batch, heads, rows, columns)
+HEADS_AXIS: Final = -3
+
+
+def softmaxes_of_attention(graph: Graph) -> list[Node]:
+    """Return the Softmaxes that may be parts of an attention: all but those of which none was made before."""
+    return [
+        node for node in graph.nodes if op_of(node) == "Softmax" and graph.scores.name(node) not in graph.scores.stay
+    ]
+
+
+def nodes_before(tensor: Tensor, through: Collection[str] = ELEMENTWISE, steps: int = MAX_STEPS) -> Iterator[Node]:
+    """Yield the nodes that compute a tensor, each before those of its operands, up to operators not in `through`."""
+    node = producer(tensor)
+    if node is not None and steps:
+        yield node
+        if op_of(node) in through:
+            for each in node.inputs:
+                yield from nodes_before(each, through, steps - 1)
+
+
+def is_computed_from_product(tensor: Tensor, through: Collection[str] = ELEMENTWISE) -> bool:
+    """Return whether a tensor is a product of two computed tensors, or computed from one by operators `through`."""
+    return any(
+        op_of(node) == "MatMul" and not any(map(is_constant, node.inputs)) for node in nodes_before(tensor, through)
+    )
+
+
+def softmaxes_after(tensor: Tensor) -> list[Node]:
+    """Return the Softmaxes that read a tensor, or a tensor that elementwise operators and views compute from it."""
+    found: list[Node] = []
+    seen, front = {tensor.name}, [tensor]
+    for _ in range(MAX_STEPS):
+        readers = [reader for each in front for reader in consumers(each)]
+        found += [reader for reader in readers if op_of(reader) == "Softmax"]
+        made = [reader.outputs[0] for reader in readers if op_of(reader) in ELEMENTWISE | VIEWS]
+        front = list({each.name: each for each in made if each.name not in seen}.values())
+        seen.update(each.name for each in front)
+    return found
+
+
+def computes_probabilities(tensor: Tensor) -> bool:
+    """Return whether a tensor is a Softmax, or computed from one element by element."""
+    node = producer(tensor)
+    while node is not None and op_of(node) in ELEMENTWISE:
+        node = next((made for each in reversed(node.inputs) if (made := producer(each)) is not None), None)
+    return node is not None and op_of(node) == "Softmax"
+
+
+def is_of_last_axis(graph: Graph, softmax: Node, rank: int) -> bool:
+    """Return whether a Softmax of a tensor of that rank is over its last axis alone."""
+    default = -1 if graph.opset >= 13 else 1
+    return int_attribute(softmax, "axis", default) in (-1, rank - 1)
+
+
+def is_batched_product(shapes: ShapeInfo, node: Node | None) -> bool:
+    """Return whether a node is a product of two operands with equally many axes."""
+    if node is None or op_of(node) != "MatMul":
+        return False
+    left, right = (shapes.rank(each) for each in node.inputs)
+    return left is not None and left == right
+
+
+def rewritable_softmaxes(graph: Graph, add: Node) -> set[str]:
+    """Return the names of the Softmaxes of the scores that an Add computes, if none of their scores must stay."""
+    found = {graph.scores.name(each) for each in softmaxes_after(add.outputs[0])}
+    return found if graph.scores.stay.isdisjoint(found) else set()
+
+
+def is_product_of_slopes(shapes: ShapeInfo, bias: Tensor) -> bool:
+    """Return whether a bias is slopes (heads, 1, 1) times positions that are the same for all heads (ALiBi)."""
+    node = producer(bias)
+    if node is not None and op_of(node) == "Cast":
+        node = producer(node.inputs[0])
+    if node is None or op_of(node) != "Mul" or not is_constant(node.inputs[0]):
+        return False
+    slopes, positions = (shapes.shape(each) for each in node.inputs)
+    if slopes is None or positions is None or slopes[1:] != (1, 1) or len(slopes) != -HEADS_AXIS:
+        return False
+    rank = RANK if is_constant(node.inputs[1]) else -HEADS_AXIS
+    return len(positions) >= rank and positions[HEADS_AXIS] == 1
+
+
+def is_factored_bias(shapes: ShapeInfo, node: Node) -> bool:
+    """Return whether a node computes a bias of scores that is slopes times positions, or is the Mul before its Cast."""
+    output = node.outputs[0] if node.outputs else None  # a constant by now
+    if output is None or not is_product_of_slopes(shapes, output):
+        return False
+    return any(
+        (op_of(reader) == "Cast" and is_factored_bias(shapes, reader))
+        or (
+            op_of(reader) == "Add"
+            and any(map(is_computed_from_product, reader.inputs))
+            and rewritable_softmaxes(shapes.graph, reader)
+        )
+        for reader in consumers(output)
+    )

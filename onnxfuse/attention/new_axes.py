@@ -1,0 +1,92 @@
+"""Write the nodes of an attention, from one product to the other, anew with other axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from onnxfuse.analysis.scores import ELEMENTWISE, is_batched_product, is_of_last_axis
+from onnxfuse.analysis.shape_info import Shape, ShapeInfo
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, op_of, producer
+from onnxfuse.passes.emit import emit
+
+SCORES: Final = ELEMENTWISE | {"Softmax"}  # the operators between the products
+
+
+@dataclass
+class NewAxes:
+    """Nodes that are written anew with other axes; those that were written before one is found impossible are dead."""
+
+    graph: Graph
+    shapes: ShapeInfo
+    inside: Mapping[int, Node]  # the nodes, by the ids of their outputs
+    shape: Callable[[Shape], Shape]  # of the nodes' outputs
+    operand: Callable[[Tensor], Tensor | None]  # a tensor from outside with the new axes; None where not possible
+    stem: str  # what is added to the names of tensors
+    is_transposed: bool = False  # so that the operands of products change places
+    _written: dict[int, Tensor | None] = field(default_factory=dict)
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """Return a tensor with the new axes; None where that is not possible."""
+        if id(tensor) not in self._written:
+            node = self.inside.get(id(tensor))
+            self._written[id(tensor)] = self.operand(tensor) if node is None else self._rewritten(node)
+        return self._written[id(tensor)]
+
+    def _rewritten(self, node: Node) -> Tensor | None:
+        """Write a node anew; return its output."""
+        operands = [self.of(each) if each.name else each for each in node.inputs]
+        inputs = [each for each in operands if each is not None]
+        end = node.outputs[0]
+        shape = self.shapes.shape(end)
+        if shape is None or len(inputs) < len(operands):
+            return None
+        if self.is_transposed and op_of(node) == "MatMul":
+            inputs.reverse()
+        wanted, is_softmax = self.shape(shape), op_of(node) == "Softmax"
+        attributes: Mapping[str, AttributeValue] = node.attrs
+        attributes = {**attributes, "axis": len(wanted) - 1} if is_softmax else attributes
+        stem, dtype = f"{end.name}_{self.stem}", self.shapes.dtype(end)
+        made = emit(self.graph, self.shapes, op_of(node), inputs, stem, wanted, dtype, attributes)
+        if is_softmax:
+            self.graph.scores.begun[made.name] = self.graph.scores.name(node)
+        return made
+
+
+def attention_before(graph: Graph, shapes: ShapeInfo, last: Node) -> dict[int, Node] | None:
+    """Return the nodes of the attention that ends in a product, by the ids of their outputs.
+
+    None where there is no other product, or a node outside reads a tensor between the two.
+    """
+    end = last.outputs[0]
+    found: dict[int, Node | None] = {}
+
+    def is_inside(tensor: Tensor) -> bool:
+        """Record what computes a tensor from a product; return whether there is one."""
+        if id(tensor) not in found:
+            node, rank = producer(tensor), shapes.rank(end)
+            known = node is not None and rank is not None and shapes.rank(tensor) == rank
+            if known and node is not None and op_of(node) in SCORES:
+                operands = [is_inside(each) for each in node.inputs]  # all of them are recorded
+                known = any(operands)
+                known &= op_of(node) != "Softmax" or is_of_last_axis(graph, node, rank or 0)
+            else:
+                known = known and is_batched_product(shapes, node)
+            found[id(tensor)] = node if known else None
+        return found[id(tensor)] is not None
+
+    if not is_inside(last.inputs[0]):
+        return None
+    between = {key: node for key, node in found.items() if node is not None}
+    nodes = {**between, id(end): last}
+    return nodes if are_read_by(graph, between.values(), nodes.values()) else None
+
+
+def are_read_by(graph: Graph, nodes: Iterable[Node], readers: Collection[Node], besides: Collection[str] = ()) -> bool:
+    """Return whether only these readers, and operators `besides`, read what nodes compute."""
+    made = [tensor for node in nodes for tensor in node.outputs]
+    return not any(map(graph.is_kept, made)) and all(
+        reader in readers or op_of(reader) in besides for tensor in made for reader in consumers(tensor)
+    )

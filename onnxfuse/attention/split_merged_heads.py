@@ -1,0 +1,170 @@
+"""Give batched matrix products of (batch * heads, rows, columns) an axis for each of batch and heads.
+
+Many models compute attention with `torch.bmm`: queries, keys and values are reshaped to three axes, and what is added
+to the scores, the scores or the result is reshaped back to four.  Where such a Reshape splits the first axis of a
+product, or of a tensor that is computed from it element by element, the whole computation runs on four axes, and the
+Reshapes before the products and after them cancel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from onnx import TensorProto
+
+from onnxfuse.algebra.operators import REARRANGING
+from onnxfuse.algebra.sizes import Size
+from onnxfuse.analysis.scores import is_of_last_axis
+from onnxfuse.analysis.shape_info import Shape, ShapeInfo
+from onnxfuse.attention.new_axes import SCORES, NewAxes, are_read_by
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Node, Tensor, op_of, producer
+from onnxfuse.passes.compose_views import (
+    View,
+    chain_to,
+    farthest_view,
+    layout_of,
+    view_of,
+    write_scalings,
+    write_views,
+    written_from,
+)
+from onnxfuse.passes.emit import emit, integers, joined_sizes, sizes_along
+from onnxfuse.passes.fold_shapes import reshape_target
+from onnxfuse.passes.graph_pass import graph_pass
+
+RANK: Final = 3  # of the tensors that are split
+ALLOWZERO_OPSET: Final = 14  # with targets in which 0 is a size; before, it is the size of the input along that axis
+THROUGH: Final = SCORES | {"MatMul"}
+
+
+@graph_pass(opset=7)  # with broadcasting from the last axis on
+def split_merged_heads(graph: Graph, shapes: ShapeInfo) -> int:
+    """Compute on four axes what is reshaped to four axes afterwards.  Returns the number of results."""
+    return sum(_split_at(graph, shapes, node) for node in list(graph.nodes) if op_of(node) in REARRANGING)
+
+
+def _split_at(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
+    """Split the source of a chain of views, if they split its first axis in two; return whether they did."""
+    chain = chain_to(last)
+    source = chain[0].inputs[0] if chain else None
+    node = None if source is None else producer(source)
+    if source is None or node is None or op_of(node) not in THROUGH:
+        return False
+    shape, views = shapes.shape(source), [view_of(shapes, each) for each in chain]
+    known = [view for view in views if view is not None]
+    if shape is None or len(shape) != RANK or len(known) < len(views):
+        return False
+    parts = _parts_of_first_axis(shape, known)
+    if parts is None or _parts_of_first_axis(shape, known[:-1]) is not None:
+        return False
+    after = written_from((*parts, *shape[1:]), (View(None, shape), *known))
+    heads = SplitHeads(graph, shapes, parts)
+    if after is None or not heads.is_inside(source) or not heads.are_read_by(chain):
+        return False
+    split = NewAxes(graph, shapes, heads.nodes, heads.shape, heads.operand, "heads").of(source)
+    result = None if split is None else write_views(graph, shapes, split, after, f"{last.outputs[0].name}_heads")
+    return result is not None and graph.replace(last.outputs[0], result)
+
+
+def _parts_of_first_axis(shape: Sequence[Size], views: Sequence[View]) -> tuple[Size, Size] | None:
+    """Return the two sizes that views split the first axis into; None where they do not."""
+    layout = layout_of(shape, views)
+    found = [sub_axis for axis in layout or () for sub_axis in axis if sub_axis.axis == 0]
+    if len(found) != 2:
+        return None
+    outer, inner = sorted(found, key=lambda sub_axis: sub_axis.stride == 1)
+    return (outer.size, inner.size) if (outer.stride, inner.stride) == (inner.size, 1) else None
+
+
+@dataclass
+class SplitHeads:
+    """The first axis of (batch * heads, rows, columns) as two, and the nodes that can be written so."""
+
+    graph: Graph
+    shapes: ShapeInfo
+    parts: tuple[Size, Size]
+    _inside: dict[int, Node | None] = field(default_factory=dict)  # by the id of the output
+
+    @property
+    def nodes(self) -> dict[int, Node]:
+        """The nodes that are written with four axes, by the ids of their outputs."""
+        return {key: node for key, node in self._inside.items() if node is not None}
+
+    def are_read_by(self, chain: Sequence[Node]) -> bool:
+        """Return whether one of the nodes is a product, and only they, the chain of views, and Shapes read them."""
+        nodes = [*self.nodes.values()]
+        has_product = any(op_of(node) == "MatMul" for node in nodes)
+        return has_product and are_read_by(self.graph, [*nodes, *chain[:-1]], {*nodes, *chain}, besides=("Shape",))
+
+    def is_inside(self, tensor: Tensor) -> bool:
+        """Return whether the node that computes a tensor can be written with four axes; its operands then can, too."""
+        if id(tensor) not in self._inside:
+            node = producer(tensor)
+            found = node is not None and op_of(node) in THROUGH and self._has_first_axis(tensor)
+            if node is not None and found:
+                is_product, is_softmax = op_of(node) == "MatMul", op_of(node) == "Softmax"
+                found = not is_product or all(map(self._has_first_axis, node.inputs))  # rows of a weight have no heads
+                operands = [self._can_write(each, is_product) for each in node.inputs if found and each.name]
+                found &= all(operands) and (not is_softmax or is_of_last_axis(self.graph, node, RANK))
+            self._inside[id(tensor)] = node if found else None
+        return self._inside[id(tensor)] is not None
+
+    def _can_write(self, tensor: Tensor, of_product: bool) -> bool:
+        """Return whether an operand can have the new axes: one of a product by views whose targets are constants."""
+        if self.is_inside(tensor) or self._farthest_view(tensor) is not None:
+            return True
+        can_reshape = isinstance(self.parts[1], int) and self._has_first_axis(tensor)
+        return not of_product and (can_reshape or self._broadcasts(tensor))
+
+    def _has_first_axis(self, tensor: Tensor) -> bool:
+        shape = self.shapes.shape(tensor)
+        return shape is not None and len(shape) == RANK and shape[0] == self.parts[0] * self.parts[1]
+
+    def _broadcasts(self, tensor: Tensor) -> bool:
+        shape = self.shapes.shape(tensor)
+        return shape is not None and (len(shape) < RANK or (len(shape) == RANK and shape[0] == 1))
+
+    def _farthest_view(self, tensor: Tensor) -> tuple[Tensor, tuple[View, ...], list[Node]] | None:
+        """Return how a view of the farthest tensor from which constants suffice gives a view one more axis."""
+        node, shape = producer(tensor), self.shapes.shape(tensor)
+        if node is None or shape is None or op_of(node) not in REARRANGING or not self._has_first_axis(tensor):
+            return None
+        return farthest_view(self.graph, self.shapes, tensor, View(None, self.shape(shape)))
+
+    def shape(self, shape: Shape) -> Shape:
+        """Return a shape with the first axis split."""
+        return (*self.parts, *shape[1:])
+
+    def operand(self, tensor: Tensor) -> Tensor:
+        """Return a tensor from outside with its first axis split; it may broadcast over heads as it is."""
+        if self._broadcasts(tensor):
+            return tensor
+        if (found := self._farthest_view(tensor)) is None:
+            return self._reshaped(tensor)
+        source, views, scalings = found
+        made = write_views(self.graph, self.shapes, source, views, f"{source.name}_heads")
+        assert made is not None  # the views were chosen so that constants suffice
+        return write_scalings(self.graph, self.shapes, made, scalings)
+
+    def _reshaped(self, tensor: Tensor) -> Tensor:
+        """Write a Reshape of a tensor whose target may be computed."""
+        shape = self.shapes.shape(tensor)
+        assert shape is not None
+        split, stem = self.shape(shape), f"{tensor.name}_heads"
+        constant = reshape_target(shape, split)
+        target = self._computed_target(tensor, stem) if constant is None else integers(self.graph, stem, constant)
+        # A size of 0 in a computed target is that size, and not the input's size along the same axis.
+        attributes = {"allowzero": 1} if constant is None and self.graph.opset >= ALLOWZERO_OPSET else {}
+        dtype = self.shapes.dtype(tensor)
+        return emit(self.graph, self.shapes, "Reshape", [tensor, target], stem, split, dtype, attributes)
+
+    def _computed_target(self, tensor: Tensor, stem: str) -> Tensor:
+        """Write (merged / heads, heads, rows, columns); a -1 would have no meaning beside an empty axis."""
+        assert isinstance(self.parts[1], int)  # as `is_inside` asks for
+        write, heads = (self.graph, self.shapes), integers(self.graph, f"{stem}_count", [self.parts[1]])
+        merged, rest = (sizes_along(*write, tensor, axes, stem) for axes in ([0], [1, 2]))
+        batch = emit(*write, "Div", [merged, heads], f"{stem}_batch", (1,), TensorProto.INT64)
+        return joined_sizes(*write, [batch, heads, rest], f"{stem}_target")
