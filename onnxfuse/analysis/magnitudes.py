@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Final
 
 import numpy as np
+from onnx import TensorProto
 
 from onnxfuse.algebra.operators import PRODUCTS, SELECTING
 from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.errors import ModelError
 from onnxfuse.ir.attributes import tensor_attribute
 from onnxfuse.ir.dtypes import INTEGER_RANGES
 from onnxfuse.ir.graph import constant_value
@@ -34,6 +36,24 @@ def is_ordinary(shapes: ShapeInfo, *tensors: Tensor) -> bool:
     """
     bounds = Bounds(shapes)
     return math.prod(max(1.0, bounds.of(each)) for each in tensors) < MASKS_FROM
+
+
+def holds_zero_or_one(shapes: ShapeInfo, tensor: Tensor, steps: int = MAX_DEPTH) -> bool:
+    """Return whether each element of a tensor is 0 or 1: stored ones, and those that a Cast makes of booleans."""
+    if is_constant(tensor):
+        if math.prod(tensor.shape) > MAX_ELEMENTS:
+            return False
+        try:
+            values = constant_value(shapes.graph, tensor)
+        except ModelError:  # the file with its data cannot be read
+            return False
+        return values.dtype.kind in "fiu" and bool(np.all((values == 0) | (values == 1)))
+    node = producer(tensor)
+    if node is None or not steps:
+        return False
+    if op_of(node) == "Cast" and shapes.dtype(node.inputs[0]) == TensorProto.BOOL:
+        return True
+    return op_of(node) in SELECTING | {"Cast", "Trilu"} and holds_zero_or_one(shapes, node.inputs[0], steps - 1)
 
 
 class Bounds:

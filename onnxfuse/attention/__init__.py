@@ -1,1 +1,33 @@
-"""Attention in one form: four axes, a row for each query, and scores with scale, biases and masks in one order."""
+"""Attention in one form: four axes, a row for each query, and scores with scale, biases and masks in one order.
+
+A round of `pipeline.py` applies the passes of ATTENTION in this order; `add_heads_axis` follows when no pass changes
+anything any more.
+`analysis/scores.py` finds the nodes between a Softmax and its products.
+"""
+
+from __future__ import annotations
+
+from onnxfuse.attention.canonicalize_scores import canonicalize_scores
+from onnxfuse.attention.extract_alibi import extract_alibi
+from onnxfuse.attention.four_axes import add_heads_axis, merge_window_axes
+from onnxfuse.attention.merge_value_products import merge_value_products
+from onnxfuse.attention.orient_products import orient_products
+from onnxfuse.attention.regroup_addends import regroup_addends
+from onnxfuse.attention.split_merged_heads import split_merged_heads
+from onnxfuse.attention.unbroadcast_masks import unbroadcast_masks
+from onnxfuse.passes import Pass
+
+ATTENTION: tuple[Pass, ...] = (
+    orient_products,  # its Transposes compose with those around it in the next round
+    merge_window_axes,
+    regroup_addends,  # so that the shape of scores stays the same up to the softmax
+    split_merged_heads,  # its views compose where they meet others
+    merge_value_products,  # of four axes
+    canonicalize_scores,  # of four axes
+    extract_alibi,  # which stand alone by then
+    unbroadcast_masks,  # follows the index arithmetic of masks through constants and views
+)
+# Those that write scores as attention has them, which may give other results where a masked score is not finite.
+SCORE_PASSES = frozenset({"canonicalize_scores", "extract_alibi"})
+
+__all__ = ["ATTENTION", "SCORE_PASSES", "add_heads_axis"]

@@ -1,24 +1,21 @@
 """Write what is added to scores as a number of each head times positions, where it is that (ALiBi).
 
 Attention with linear biases (Press et al. 2022, arXiv:2108.12409) adds slope[head] * position to scores.  Models write
-the product in front of Casts, Reshapes and Slices (Bloom), or store it as a table of all heads, which is cut to length
-(MPT).  It becomes Mul(slopes, positions) in front of the Add, whose slopes have the shape (heads, 1, 1), and whose
+the product before Casts, Reshapes and Slices (Bloom), or store it as a table of all heads, which is cut to length
+(MPT).  It becomes Mul(slopes, positions) before the Add, whose slopes have the shape (heads, 1, 1), and whose
 positions are the same for all heads, so that attention reads the positions alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Final
 
 import numpy as np
 from onnx import TensorProto
 from onnx.helper import tensor_dtype_to_np_dtype
 
-from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.rules import axes_parameter
 from onnxfuse.analysis.scores import (
     HEADS_AXIS,
@@ -32,22 +29,20 @@ from onnxfuse.analysis.shape_info import CannotInfer, Shape, ShapeInfo
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS, Array
 from onnxfuse.ir.graph import Graph, constant_number, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer
-from onnxfuse.passes.emit import emit
+from onnxfuse.passes.compose_views import added_ones
+from onnxfuse.passes.emit import emit, unsqueezed
 from onnxfuse.passes.graph_pass import graph_pass
 
-FIRST_OPSET_OF_AXES_INPUT: Final = 13  # of Unsqueeze
 MAX_TABLE_ELEMENTS: Final = 2**24  # of a table of all heads
 EPSILON: Final = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-VIEWS: Final = frozenset({"Reshape", "Squeeze", "Unsqueeze"})
 
 
 @dataclass(frozen=True)
 class Factored:
-    """A tensor that is slopes, one for each head, times what `write` computes, which has no axis for heads."""
+    """A tensor that is slopes, one for each head, times positions, which have no axis for heads."""
 
     slopes: Array
-    rank: int  # of what `write` computes
-    write: Callable[[], Tensor]
+    positions: Tensor
 
 
 @graph_pass()
@@ -71,10 +66,12 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, node: Node, side: int) -> bool:
     heads = shape[HEADS_AXIS]
     if not isinstance(heads, int) or heads == 1 or any(size != 1 for size in shape[: HEADS_AXIS - 1]):
         return False
-    found = _Biases(graph, shapes, dtype).factored(bias, HEADS_AXIS, MAX_STEPS)
-    if found is None or not is_computed_from_product(node.inputs[1 - side]):
+    biases = _Biases(graph, shapes, dtype)
+    found = biases.factored(bias, HEADS_AXIS) if is_computed_from_product(node.inputs[1 - side]) else None
+    if found is None:
         return False
-    positions = _with_axis_for_heads(graph, shapes, found.write())
+    rank = RANK if is_constant(found.positions) else -HEADS_AXIS  # constants get four axes, like masks
+    positions = biases.with_axes(found.positions, [*range(rank - biases.rank(found.positions))])
     stem, own = f"{bias.name}_of_slopes", shapes.dtype(positions)
     values = found.slopes.reshape(heads, 1, 1).astype(tensor_dtype_to_np_dtype(own))
     slopes = graph.constant(f"{bias.name}_slopes", values)
@@ -85,18 +82,6 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, node: Node, side: int) -> bool:
     return True
 
 
-def _with_axis_for_heads(graph: Graph, shapes: ShapeInfo, positions: Tensor) -> Tensor:
-    """Return positions with an axis of size 1 where heads have theirs; constants get four axes, like masks."""
-    shape, rank = shapes.shape(positions), RANK if is_constant(positions) else -HEADS_AXIS
-    assert shape is not None  # which `factored` has asked for
-    return unsqueezed(graph, shapes, positions, list(range(rank - len(shape))))
-
-
-def _lacks(shape: Shape, axis: int) -> bool:
-    """Return whether a shape has no axis there, or one of size 1."""
-    return len(shape) < -axis or shape[axis] == 1
-
-
 @dataclass(frozen=True)
 class _Biases:
     """Factors biases of a dtype; what is rounded to a narrower one stays."""
@@ -105,24 +90,29 @@ class _Biases:
     shapes: ShapeInfo
     dtype: int
 
-    def factored(self, tensor: Tensor, axis: int, steps: int) -> Factored | None:
+    def rank(self, positions: Tensor) -> int:
+        """Return the number of axes of positions, whose shape `factored` has asked for."""
+        return self.shapes.rank(positions) or 0
+
+    def factored(self, tensor: Tensor, axis: int, steps: int = MAX_STEPS) -> Factored | None:
         """Return the factors of a tensor whose heads are along an axis, counted from the last; None if it has none."""
-        shape = self.shapes.shape(tensor)
+        shape, node = self.shapes.shape(tensor), producer(tensor)
         if shape is None or not steps or self.shapes.dtype(tensor) not in (self.dtype, TensorProto.FLOAT):
             return None
         if is_constant(tensor):
             return self._table(tensor, axis)
-        node = producer(tensor)
         if node is None:
             return None
-        op = op_of(node)
-        if op == "Cast":
-            return self.factored(node.inputs[0], axis, steps - 1)
-        if op in ("Mul", "Div"):
-            return self._product(node, axis, steps)
-        if op == "Slice":
-            return self._cut(node, shape, axis, steps)
-        return self._view(node, shape, axis, steps) if op in VIEWS else None
+        match op_of(node):
+            case "Cast":
+                return self.factored(node.inputs[0], axis, steps - 1)
+            case "Mul" | "Div":
+                return self._product(node, axis, steps)
+            case "Slice":
+                return self._cut(node, shape, axis, steps)
+            case "Reshape" | "Squeeze" | "Unsqueeze":
+                return self._view(node, shape, axis, steps)
+        return None
 
     def _product(self, node: Node, axis: int, steps: int) -> Factored | None:
         """Return the factors of a product with a constant of each head, or of a product with a number."""
@@ -135,8 +125,8 @@ class _Biases:
                 return None if found is None else replace(found, slopes=found.slopes * factor)
             slopes = self._of_heads(other, axis) if op_of(node) == "Mul" else None
             shape = self.shapes.shape(tensor)
-            if slopes is not None and shape is not None and _lacks(shape, axis):
-                return Factored(slopes, len(shape), partial(_same, tensor))
+            if slopes is not None and shape is not None and (len(shape) < -axis or shape[axis] == 1):
+                return Factored(slopes, tensor)
         return None
 
     def _of_heads(self, tensor: Tensor, axis: int) -> Array | None:
@@ -150,19 +140,18 @@ class _Biases:
         """Return the factors of a table of rank one: every head is a multiple of one of them."""
         if len(table.shape) < -axis or table.shape[axis] == 1 or not 0 < math.prod(table.shape) <= MAX_TABLE_ELEMENTS:
             return None
-        value = constant_value(self.graph, table)
-        by_head = np.moveaxis(value, axis, 0).reshape(table.shape[axis], -1).astype(np.float64)
+        value = np.moveaxis(constant_value(self.graph, table), axis, 0)
+        by_head = value.reshape(len(value), -1).astype(np.float64)
         if by_head.shape[1] < 2:
             return None
         largest = np.unravel_index(np.argmax(np.abs(by_head)), by_head.shape)
         if not np.isfinite(by_head[largest]) or not by_head[largest]:
             return None
         row, slopes = by_head[largest[0]], by_head[:, largest[1]] / by_head[largest]
-        tolerance = 2 * EPSILON[value.dtype.name]
-        if not np.allclose(by_head, slopes[:, None] * row, rtol=tolerance, atol=0):
+        if not np.allclose(by_head, slopes[:, None] * row, rtol=2 * EPSILON[value.dtype.name], atol=0):
             return None
-        positions = np.moveaxis(row.reshape(1, *np.moveaxis(value, axis, 0).shape[1:]), 0, axis).astype(value.dtype)
-        return Factored(slopes, positions.ndim, partial(self.graph.constant, f"{table.name}_positions", positions))
+        positions = np.moveaxis(row.reshape(1, *value.shape[1:]), 0, axis).astype(value.dtype)
+        return Factored(slopes, self.graph.constant(f"{table.name}_positions", positions))
 
     def _cut(self, node: Node, shape: Shape, axis: int, steps: int) -> Factored | None:
         """Return the factors of a Slice along other axes than that of the heads."""
@@ -170,20 +159,13 @@ class _Biases:
             axes = axes_parameter(self.shapes, node, len(shape))
         except CannotInfer:
             return None
-        if not axes or len(shape) + axis in axes:
+        found = None if not axes or len(shape) + axis in axes else self.factored(node.inputs[0], axis, steps - 1)
+        if found is None or self.rank(found.positions) < len(shape):
             return None
-        found = self.factored(node.inputs[0], axis, steps - 1)
-        if found is None or found.rank < len(shape):
-            return None
-        return replace(found, write=partial(self._cut_positions, found, node, shape, axis))
-
-    def _cut_positions(self, found: Factored, node: Node, shape: Shape, axis: int) -> Tensor:
-        source = found.write()
-        sizes = list(shape)
-        sizes[axis] = 1
-        stem, dtype = f"{node.outputs[0].name}_positions", self.shapes.dtype(source)
-        inputs = [source, *node.inputs[1:]]
-        return emit(self.graph, self.shapes, "Slice", inputs, stem, sizes, dtype, node.attrs)
+        sizes = [1 if place == len(shape) + axis else size for place, size in enumerate(shape)]
+        stem, dtype = f"{node.outputs[0].name}_positions", self.shapes.dtype(found.positions)
+        inputs = [found.positions, *node.inputs[1:]]
+        return replace(found, positions=emit(self.graph, self.shapes, "Slice", inputs, stem, sizes, dtype, node.attrs))
 
     def _view(self, node: Node, shape: Shape, axis: int, steps: int) -> Factored | None:
         """Return the factors of a view that adds axes of size 1."""
@@ -192,48 +174,16 @@ class _Biases:
         if source is None or added is None:
             return None
         kept = [place for place in range(len(shape)) if place not in added]
-        own = kept.index(len(shape) + axis) - len(kept)
-        found = self.factored(node.inputs[0], own, steps - 1)
-        if found is None or found.rank > len(source):
+        found = self.factored(node.inputs[0], kept.index(len(shape) + axis) - len(kept), steps - 1)
+        lacking = 0 if found is None else len(source) - self.rank(found.positions)  # axes that broadcasting adds
+        if found is None or lacking < 0:
             return None
-        lacking = len(source) - found.rank  # axes that broadcasting adds
         axes = [place - lacking for place in added if place >= lacking]
-        write = partial(self._with_axes, found, axes)
-        return replace(found, rank=found.rank + len(axes), write=write)
+        return replace(found, positions=self.with_axes(found.positions, axes))
 
-    def _with_axes(self, found: Factored, axes: list[int]) -> Tensor:
-        return unsqueezed(self.graph, self.shapes, found.write(), axes)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def unsqueezed(graph: Graph, shapes: ShapeInfo, tensor: Tensor, axes: list[int]) -> Tensor:
-    """Return a tensor of known shape with axes of size 1 added; itself if there are none."""
-    sizes = list(shapes.shape(tensor) or ())
-    for place in axes:
-        sizes.insert(place, 1)
-    stem, dtype = f"{tensor.name}_positions", shapes.dtype(tensor)
-    if not axes:
-        return tensor
-    if is_constant(tensor):
-        return graph.constant(stem, np.expand_dims(constant_value(graph, tensor), axes))
-    if graph.opset < FIRST_OPSET_OF_AXES_INPUT:
-        return emit(graph, shapes, "Unsqueeze", [tensor], stem, sizes, dtype, {"axes": axes})
-    places = graph.constant(f"{stem}_axes", np.array(axes, np.int64))
-    return emit(graph, shapes, "Unsqueeze", [tensor, places], stem, sizes, dtype)
-
-
-def added_ones(before: Shape, after: Shape) -> list[int] | None:
-    """Return the axes of size 1 that `after` has and `before` lacks; None if they differ in anything else."""
-    added: list[int] = []
-    rest: list[Size] = list(before)
-    for axis, size in enumerate(after):
-        if rest and rest[0] == size:
-            rest.pop(0)
-        elif size == 1:
-            added.append(axis)
-        else:
-            return None
-    return None if rest else added
+    def with_axes(self, positions: Tensor, axes: list[int]) -> Tensor:
+        """Return positions with axes of size 1 added."""
+        stem = f"{positions.name}_positions"
+        if is_constant(positions) and axes:
+            return self.graph.constant(stem, np.expand_dims(constant_value(self.graph, positions), axes))
+        return unsqueezed(self.graph, self.shapes, positions, axes, stem) if axes else positions

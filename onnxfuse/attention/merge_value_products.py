@@ -6,16 +6,15 @@ Attention has one product with values: the values are joined along their last ax
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from typing import Final
-
-import numpy as np
 
 from onnxfuse.analysis.scores import RANK
 from onnxfuse.analysis.shape_info import Shape, ShapeInfo
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
-from onnxfuse.passes.emit import emit
+from onnxfuse.passes.emit import emit, integers, unsqueezed, write
 from onnxfuse.passes.graph_pass import graph_pass
 
 MAX_SIZE: Final = 256  # elements of a head of values that kernels of attention take
@@ -50,38 +49,31 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, probabilities: Tensor) -> bool:
     numbers = [size for size in sizes if isinstance(size, int)]
     if len(numbers) < len(sizes) or sum(numbers) > MAX_SIZE or any(shape[:-1] != first[:-1] for shape in known[1:]):
         return False
-    stem, dtype, total = f"{probabilities.name}_values", shapes.dtype(probabilities), sum(numbers)
-    joined = _joined(graph, shapes, values, stem, (*first[:-1], total))
-    context = emit(graph, shapes, "MatMul", [probabilities, joined], f"{stem}_product", (*rows[:-1], total), dtype)
-    offsets = np.cumsum([0, *numbers]).tolist()
-    axis = graph.constant(f"{stem}_axis", np.array([RANK - 1], np.int64))
-    cuts = [graph.constant(f"{stem}_cut", np.array([offset], np.int64)) for offset in offsets]
-    for place, node in enumerate(products):
-        output = node.outputs[0]
-        inputs = [context, cuts[place], cuts[place + 1], axis]
-        part = emit(graph, shapes, "Slice", inputs, f"{output.name}_part", (*rows[:-1], numbers[place]), dtype)
-        graph.replace(output, part)
+    stem, total = f"{probabilities.name}_values", sum(numbers)
+    joined = _joined(graph, shapes, values, stem, total)
+    shape, dtype = (*rows[:-1], total), shapes.dtype(probabilities)
+    context = emit(graph, shapes, "MatMul", [probabilities, joined], f"{stem}_product", shape, dtype)
+    cuts = [integers(graph, f"{stem}_cut", [offset]) for offset in (0, *accumulate(numbers))]
+    axis = integers(graph, f"{stem}_axis", [RANK - 1])
+    for output, ends in zip([node.outputs[0] for node in products], pairwise(cuts), strict=True):
+        graph.replace(output, write(graph, shapes, "Slice", [context, *ends, axis], f"{output.name}_part"))
     return True
 
 
-def _joined(graph: Graph, shapes: ShapeInfo, values: list[Tensor], stem: str, shape: Shape) -> Tensor:
+def _joined(graph: Graph, shapes: ShapeInfo, values: list[Tensor], stem: str, total: int) -> Tensor:
     """Return values side by side; where all of them repeat heads equally often, what they repeat is joined."""
-    dtype, last = shapes.dtype(values[0]), {"axis": RANK - 1}
     sources = [_unrepeated(shapes, each) for each in values]
     known = [source for source in sources if source is not None]
     counts = {found[1] for source in known if (found := shapes.shape(source)) is not None}
-    kv_heads, heads, total = next(iter(counts), 0), shape[1], shape[-1]
-    if len(known) < len(values) or len(counts) > 1 or not isinstance(kv_heads, int) or not isinstance(heads, int):
-        return emit(graph, shapes, "Concat", values, stem, shape, dtype, last)
-    batch, _, rows, _ = shape
-    joined = emit(graph, shapes, "Concat", known, stem, (batch, kv_heads, rows, total), dtype, last)
-    numbers = {"axis": [2], "repeats": [1, 1, heads // kv_heads, 1, 1], "shape": [0, heads, -1, total]}
-    constants = {name: graph.constant(f"{stem}_{name}", np.array(each, np.int64)) for name, each in numbers.items()}
-    apart = (batch, kv_heads, 1, rows, total)
-    made = emit(graph, shapes, "Unsqueeze", [joined, constants["axis"]], f"{stem}_apart", apart, dtype)
-    apart = (batch, kv_heads, heads // kv_heads, rows, total)
-    made = emit(graph, shapes, "Expand", [made, constants["repeats"]], f"{stem}_repeated", apart, dtype)
-    return emit(graph, shapes, "Reshape", [made, constants["shape"]], f"{stem}_heads", shape, dtype)
+    kv_heads, heads = next(iter(counts), 0), (shapes.shape(values[0]) or (0,) * RANK)[1]
+    is_grouped = len(known) == len(values) and len(counts) == 1
+    if not is_grouped or not isinstance(kv_heads, int) or not isinstance(heads, int):
+        return write(graph, shapes, "Concat", values, stem, {"axis": RANK - 1})
+    made = write(graph, shapes, "Concat", known, stem, {"axis": RANK - 1})
+    made = unsqueezed(graph, shapes, made, [2], f"{stem}_apart")
+    repeats = integers(graph, f"{stem}_repeats", [1, 1, heads // kv_heads, 1, 1])
+    made = write(graph, shapes, "Expand", [made, repeats], f"{stem}_repeated")
+    return write(graph, shapes, "Reshape", [made, integers(graph, f"{stem}_shape", [0, heads, -1, total])], stem)
 
 
 def _unrepeated(shapes: ShapeInfo, values: Tensor) -> Tensor | None:

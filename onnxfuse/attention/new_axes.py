@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 from onnxfuse.analysis.scores import ELEMENTWISE, is_batched_product, is_of_last_axis
 from onnxfuse.analysis.shape_info import Shape, ShapeInfo
@@ -15,6 +15,16 @@ from onnxfuse.passes.emit import emit
 SCORES: Final = ELEMENTWISE | {"Softmax"}  # the operators between the products
 
 
+class Axes(Protocol):
+    """How the axes of an attention change."""
+
+    def shape(self, shape: Shape) -> Shape:
+        """Return the new shape of a tensor that the attention computes."""
+
+    def operand(self, tensor: Tensor) -> Tensor | None:
+        """Return a tensor from outside with the new axes; None where that is not possible."""
+
+
 @dataclass
 class NewAxes:
     """Nodes that are written anew with other axes; those that were written before one is found impossible are dead."""
@@ -22,9 +32,7 @@ class NewAxes:
     graph: Graph
     shapes: ShapeInfo
     inside: Mapping[int, Node]  # the nodes, by the ids of their outputs
-    shape: Callable[[Shape], Shape]  # of the nodes' outputs
-    operand: Callable[[Tensor], Tensor | None]  # a tensor from outside with the new axes; None where not possible
-    stem: str  # what is added to the names of tensors
+    axes: Axes
     is_transposed: bool = False  # so that the operands of products change places
     _written: dict[int, Tensor | None] = field(default_factory=dict)
 
@@ -32,7 +40,7 @@ class NewAxes:
         """Return a tensor with the new axes; None where that is not possible."""
         if id(tensor) not in self._written:
             node = self.inside.get(id(tensor))
-            self._written[id(tensor)] = self.operand(tensor) if node is None else self._rewritten(node)
+            self._written[id(tensor)] = self.axes.operand(tensor) if node is None else self._rewritten(node)
         return self._written[id(tensor)]
 
     def _rewritten(self, node: Node) -> Tensor | None:
@@ -45,10 +53,10 @@ class NewAxes:
             return None
         if self.is_transposed and op_of(node) == "MatMul":
             inputs.reverse()
-        wanted, is_softmax = self.shape(shape), op_of(node) == "Softmax"
+        wanted, is_softmax = self.axes.shape(shape), op_of(node) == "Softmax"
         attributes: Mapping[str, AttributeValue] = node.attrs
         attributes = {**attributes, "axis": len(wanted) - 1} if is_softmax else attributes
-        stem, dtype = f"{end.name}_{self.stem}", self.shapes.dtype(end)
+        stem, dtype = f"{end.name}_rewritten", self.shapes.dtype(end)
         made = emit(self.graph, self.shapes, op_of(node), inputs, stem, wanted, dtype, attributes)
         if is_softmax:
             self.graph.scores.begun[made.name] = self.graph.scores.name(node)

@@ -8,7 +8,7 @@ left of the values; what is transposed for that are queries, keys, values and th
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass
 
 from onnxfuse.analysis.scores import ELEMENTWISE, MAX_STEPS, computes_probabilities, nodes_before
 from onnxfuse.analysis.shape_info import Shape, ShapeInfo
@@ -17,7 +17,7 @@ from onnxfuse.ir.attributes import int_attribute, ints_attribute
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
 from onnxfuse.passes.compose_views import View, write_views
-from onnxfuse.passes.emit import emit
+from onnxfuse.passes.emit import write
 from onnxfuse.passes.graph_pass import graph_pass
 
 
@@ -44,10 +44,9 @@ def _over_last_axis(graph: Graph, shapes: ShapeInfo, softmax: Node) -> bool:
     rows = _scores_of_rows(graph, shapes, softmax.inputs[0])
     if rows is None:
         return False
-    stem, dtype = f"{result.name}_of_rows", shapes.dtype(result)
-    made = emit(graph, shapes, "Softmax", [rows], stem, _swapped_shape(shape), dtype, {"axis": -1})
+    made = write(graph, shapes, "Softmax", [rows], f"{result.name}_of_rows", {"axis": -1})
     graph.scores.begun[made.name] = graph.scores.name(softmax)
-    return graph.replace(result, _swapped(graph, shapes, made))
+    return graph.replace(result, Transposed(graph, shapes).operand(made))
 
 
 def _is_read_by_column(graph: Graph, shapes: ShapeInfo, probabilities: Tensor) -> bool:
@@ -61,17 +60,16 @@ def _is_read_by_column(graph: Graph, shapes: ShapeInfo, probabilities: Tensor) -
 def _probabilities_first(graph: Graph, shapes: ShapeInfo, product: Node) -> bool:
     """Write `x p^T` as the transpose of `p x^T`, where p are probabilities; return whether the product was one."""
     left, right = product.inputs
-    swap, result = producer(right), product.outputs[0]
-    shape, rank, columns = shapes.shape(result), shapes.rank(left), shapes.shape(right)
-    if swap is None or shape is None or rank is None or columns is None or rank < 2:
+    node, result, columns = producer(right), product.outputs[0], shapes.shape(right)
+    if node is None or columns is None or (shapes.rank(left) or 0) < 2:
         return False
     is_one = columns[-2:] == (1, 1)  # the transpose of itself
-    probabilities = swap.inputs[0] if _is_swap(shapes, swap) else right if is_one else None
+    probabilities = node.inputs[0] if _is_swap(shapes, node) else right if is_one else None
     if probabilities is None or not computes_probabilities(probabilities) or computes_probabilities(left):
         return False
-    inputs, stem = [probabilities, _swapped(graph, shapes, left)], f"{result.name}_of_rows"
-    made = emit(graph, shapes, "MatMul", inputs, stem, _swapped_shape(shape), shapes.dtype(result))
-    return graph.replace(result, _swapped(graph, shapes, made))
+    swap = Transposed(graph, shapes)
+    made = write(graph, shapes, "MatMul", [probabilities, swap.operand(left)], f"{result.name}_of_rows")
+    return graph.replace(result, swap.operand(made))
 
 
 def _product_of_rows(graph: Graph, shapes: ShapeInfo, swap: Node) -> bool:
@@ -85,8 +83,7 @@ def _scores_of_rows(graph: Graph, shapes: ShapeInfo, scores: Tensor) -> Tensor |
     inside: dict[int, Node] = {}
     if not _find_product(graph, shapes, scores, inside):
         return None
-    swapped = partial(_swapped, graph, shapes)
-    return NewAxes(graph, shapes, inside, _swapped_shape, swapped, "of_rows", is_transposed=True).of(scores)
+    return NewAxes(graph, shapes, inside, Transposed(graph, shapes), is_transposed=True).of(scores)
 
 
 def _find_product(
@@ -115,22 +112,29 @@ def _find_product(
     return found
 
 
-def _swapped_shape(shape: Shape) -> Shape:
-    return (*shape[:-2], shape[-1], shape[-2])
+@dataclass(frozen=True)
+class Transposed:
+    """The last two axes in the other order."""
 
+    graph: Graph
+    shapes: ShapeInfo
 
-def _swapped(graph: Graph, shapes: ShapeInfo, tensor: Tensor) -> Tensor:
-    """Return a tensor with its last two axes swapped; a vector becomes a column, and a number stays."""
-    node, shape = producer(tensor), shapes.shape(tensor)
-    if not tensor.name or not shape:
-        return tensor
-    if node is not None and _is_swap(shapes, node):
-        return node.inputs[0]
-    stem, rank = f"{tensor.name}_of_rows", len(shape)
-    view = View((*range(rank - 2), rank - 1, rank - 2), _swapped_shape(shape)) if rank > 1 else View(None, (*shape, 1))
-    made = write_views(graph, shapes, tensor, (view,), stem)
-    assert made is not None  # neither a Transpose nor an Unsqueeze needs a computed target
-    return made
+    def shape(self, shape: Shape) -> Shape:
+        """Return a shape with its last two sizes swapped."""
+        return (*shape[:-2], shape[-1], shape[-2])
+
+    def operand(self, tensor: Tensor) -> Tensor:
+        """Return a tensor with its last two axes swapped; a vector becomes a column, and a number stays."""
+        node, shape = producer(tensor), self.shapes.shape(tensor)
+        if not shape:
+            return tensor
+        if node is not None and _is_swap(self.shapes, node):
+            return node.inputs[0]
+        rank = len(shape)
+        swap = View((*range(rank - 2), rank - 1, rank - 2), self.shape(shape)) if rank > 1 else View(None, (*shape, 1))
+        made = write_views(self.graph, self.shapes, tensor, (swap,), f"{tensor.name}_of_rows")
+        assert made is not None  # neither a Transpose nor an Unsqueeze needs a computed target
+        return made
 
 
 def _is_swap(shapes: ShapeInfo, node: Node) -> bool:

@@ -64,7 +64,7 @@ def _split_at(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
     heads = SplitHeads(graph, shapes, parts)
     if after is None or not heads.is_inside(source) or not heads.are_read_by(chain):
         return False
-    split = NewAxes(graph, shapes, heads.nodes, heads.shape, heads.operand, "heads").of(source)
+    split = NewAxes(graph, shapes, heads.nodes, heads).of(source)
     result = None if split is None else write_views(graph, shapes, split, after, f"{last.outputs[0].name}_heads")
     return result is not None and graph.replace(last.outputs[0], result)
 

@@ -18,16 +18,16 @@ import numpy as np
 from onnx.helper import tensor_dtype_to_np_dtype
 
 from onnxfuse.algebra.operators import COMPARISONS, REGROUPING
-from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.index_formulas import Element, axis_index
 from onnxfuse.analysis.mask_values import IndexAnalysis
 from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
 from onnxfuse.analysis.shape_rules.elementwise import broadcast
-from onnxfuse.ir.attributes import input_index, int_attribute
+from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
-from onnxfuse.passes.emit import emit
+from onnxfuse.passes.compose_views import added_ones
+from onnxfuse.passes.emit import emit, integers, unsqueezed
 from onnxfuse.passes.fold_constants import MAX_GROWTH_BYTES
 from onnxfuse.passes.fold_shapes import reshape_target
 from onnxfuse.passes.graph_pass import graph_pass
@@ -103,24 +103,12 @@ class _Substitution:
         target = reshape_target(sizes, small_shape)
         if not takes_all or used != sorted(set(used)) or (target is None and 0 in axes):
             return None
-        small = self.graph.variable(f"{output.name}_thin")
-        self.shapes.record(small, small_shape, self.shapes.dtype(output))
+        stem, dtype = f"{output.name}_thin", self.shapes.dtype(output)
         # Unsqueeze avoids the -1 of a Reshape, which a size of 0 forbids.  Only a Reshape can move axes of size 1.
         if 0 not in axes:
-            return self._unsqueeze(value.tensor, small, new)
-        self.graph.add_node("Reshape", [value.tensor, self._int_constant(small, target)], [small])
-        return small
-
-    def _unsqueeze(self, tensor: Tensor, output: Tensor, axes: Sequence[int]) -> Tensor:
-        """Compute `output` as the tensor with axes of size 1 added."""
-        if input_index("Unsqueeze", "axes", self.graph.opset) is None:
-            self.graph.add_node("Unsqueeze", [tensor], [output], {"axes": list(axes)})
-        else:
-            self.graph.add_node("Unsqueeze", [tensor, self._int_constant(output, axes)], [output])
-        return output
-
-    def _int_constant(self, output: Tensor, numbers: Sequence[int] | None) -> Tensor:
-        return self.graph.constant(f"{output.name}_places", np.array(numbers, np.int64))  # may be none
+            return unsqueezed(self.graph, self.shapes, value.tensor, new, stem)
+        inputs = [value.tensor, integers(self.graph, f"{stem}_shape", target or [])]
+        return emit(self.graph, self.shapes, "Reshape", inputs, stem, small_shape, dtype)
 
     def _single_row(self, node: Node) -> Tensor | None:
         """Return the row of a small table that all indices select, such as the embedding of equal token types."""
@@ -142,21 +130,15 @@ class _Substitution:
         if self.graph.sole_consumer(joined.outputs[0]) is None or len(known) < len(found):
             return False
         before, after, *operand_shapes = known
-        new, operands = _added_axes(before, after), []
+        new, operands = added_ones(before, after), []
         if not new:
             return False
         kept = [axis for axis in range(len(after)) if axis not in new]
         for operand, shape in zip(joined.inputs, operand_shapes, strict=True):
             first = kept[len(kept) - len(shape)] if shape else len(after)
             inner = [axis - first for axis in new if axis > first]  # broadcasting adds the outer ones
-            if inner:
-                unsqueezed = self.graph.variable(f"{output.name}_part")
-                operand_shape = list(shape)
-                for axis in inner:
-                    operand_shape.insert(axis, 1)
-                self.shapes.record(unsqueezed, operand_shape, self.shapes.dtype(operand))
-                operand = self._unsqueeze(operand, unsqueezed, inner)
-            operands.append(operand)
+            stem = f"{output.name}_part"
+            operands.append(unsqueezed(self.graph, self.shapes, operand, inner, stem) if inner else operand)
         stem, dtype = f"{output.name}_joined", self.shapes.dtype(output)
         return self.graph.replace(output, emit(self.graph, self.shapes, joined.op, operands, stem, after, dtype))
 
@@ -190,24 +172,6 @@ class _Substitution:
         return others[0] if len(others) == 1 else None
 
     def _fill_value(self, tensor: Tensor) -> bool | float | None:
-        """Return the value that all elements of a mask, or the element of a constant scalar, have; None if unknown."""
+        """Return the value that all elements of a tensor equal; None if no such value is known."""
         value = self.indices.value(tensor)
-        if isinstance(value, bool):
-            return value
-        if not is_constant(tensor) or tuple(tensor.shape) != () or np.dtype(object) == tensor.dtype:
-            return None
-        number: bool | float = constant_value(self.graph, tensor).item()
-        return number
-
-
-def _added_axes(before: Sequence[Size], after: Sequence[Size]) -> list[int]:
-    """Return the axes of size 1 that `after` has and `before` lacks; none if the shapes differ in anything else."""
-    new, rest = [], list(before)
-    for axis, size in enumerate(after):
-        if rest and rest[0] == size:
-            rest.pop(0)
-        elif size == 1:
-            new.append(axis)
-        else:
-            return []
-    return [] if rest else new
+        return value if isinstance(value, bool) else self.indices.fill_value(tensor)

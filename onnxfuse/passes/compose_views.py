@@ -311,13 +311,13 @@ def _operator(shape: Sequence[Size] | None, view: View) -> tuple[str, list[int]]
     if shape is None or len(shape) == len(view.shape):
         return None
     longer, shorter = (view.shape, shape) if len(view.shape) > len(shape) else (shape, view.shape)
-    axes = _added_ones(shorter, longer)
+    axes = added_ones(shorter, longer)
     if axes is None:
         return None
     return ("Unsqueeze" if longer is view.shape else "Squeeze"), axes
 
 
-def _added_ones(shorter: Sequence[Size], longer: Sequence[Size]) -> list[int] | None:
+def added_ones(shorter: Sequence[Size], longer: Sequence[Size]) -> list[int] | None:
     """Return the axes of size 1 that the longer of two shapes has in addition; None if they differ in anything else."""
     rest, axes = list(shorter), list[int]()
     for axis, size in enumerate(longer):

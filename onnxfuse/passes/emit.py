@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 import numpy as np
-from onnx import TensorProto
 
 from onnxfuse.algebra.sizes import Size
+from onnxfuse.analysis.shape_inference import infer_node
 from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.ir.attributes import input_index
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Tensor
 
@@ -32,6 +32,20 @@ def emit(
     return output
 
 
+def write(
+    graph: Graph,
+    shapes: ShapeInfo,
+    op: str,
+    inputs: Sequence[Tensor],
+    stem: str,
+    attributes: Mapping[str, AttributeValue] | None = None,
+) -> Tensor:
+    """Append a node as `emit` does, with the type that its inputs tell."""
+    output = graph.variable(stem)
+    infer_node(shapes, graph.add_node(op, inputs, [output], attributes))
+    return output
+
+
 def integers(graph: Graph, stem: str, numbers: Sequence[int]) -> Tensor:
     """Return a new initializer, a vector of int64."""
     return graph.constant(stem, np.array(numbers, np.int64))
@@ -39,10 +53,8 @@ def integers(graph: Graph, stem: str, numbers: Sequence[int]) -> Tensor:
 
 def sizes_along(graph: Graph, shapes: ShapeInfo, tensor: Tensor, axes: Sequence[int], stem: str) -> Tensor:
     """Return the vector of a tensor's sizes along axes, which are read at run time."""
-    rank = shapes.rank(tensor) or 0
-    sizes = emit(graph, shapes, "Shape", [tensor], f"{stem}_sizes", (rank,), TensorProto.INT64)
-    inputs = [sizes, integers(graph, f"{stem}_axes", axes)]
-    return emit(graph, shapes, "Gather", inputs, f"{stem}_size", (len(axes),), TensorProto.INT64, {"axis": 0})
+    sizes = write(graph, shapes, "Shape", [tensor], f"{stem}_sizes")
+    return write(graph, shapes, "Gather", [sizes, integers(graph, f"{stem}_axes", axes)], f"{stem}_size", {"axis": 0})
 
 
 def joined_sizes(graph: Graph, shapes: ShapeInfo, sizes: Sequence[int | Tensor], stem: str) -> Tensor:
@@ -53,7 +65,11 @@ def joined_sizes(graph: Graph, shapes: ShapeInfo, sizes: Sequence[int | Tensor],
         parts += [each for each in known if not isinstance(each, int)]
         if numbers := [each for each in known if isinstance(each, int)]:
             parts.append(integers(graph, f"{stem}_numbers", numbers))
-    if len(parts) == 1:
-        return parts[0]
-    count = sum(math.prod(shapes.shape(part) or (1,)) for part in parts)
-    return emit(graph, shapes, "Concat", parts, stem, (count,), TensorProto.INT64, {"axis": 0})
+    return parts[0] if len(parts) == 1 else write(graph, shapes, "Concat", parts, stem, {"axis": 0})
+
+
+def unsqueezed(graph: Graph, shapes: ShapeInfo, tensor: Tensor, axes: Sequence[int], stem: str) -> Tensor:
+    """Return a tensor with axes of size 1 added."""
+    if input_index("Unsqueeze", "axes", graph.opset) is None:
+        return write(graph, shapes, "Unsqueeze", [tensor], stem, {"axes": list(axes)})
+    return write(graph, shapes, "Unsqueeze", [tensor, integers(graph, f"{stem}_axes", axes)], stem)

@@ -9,6 +9,10 @@ import pytest
 from onnx_models import assert_same_at_all_sizes, parse
 
 from onnxfuse import optimize
+from onnxfuse.analysis.shape_inference import infer_shapes
+from onnxfuse.fuse_model import simplify
+from onnxfuse.ir.node import op_of
+from onnxfuse.ir.serde import read_graph
 
 NUMBERS = {"least": -np.inf, "low": -1e9, "zero": 0.0}
 CONSTANTS = {
@@ -67,9 +71,12 @@ OTHERS = {
 }
 
 
+def used_constants(text: str) -> dict[str, np.ndarray]:
+    return {name: value for name, value in CONSTANTS.items() if re.search(rf"\b{name}\b", text)}
+
+
 def assert_optimized_is_same(text: str) -> None:
-    constants = {name: value for name, value in CONSTANTS.items() if re.search(rf"\b{name}\b", text)}
-    before = parse(f"({text} }}", 17, **constants)
+    before = parse(f"({text} }}", 17, **used_constants(text))
     after, _ = optimize(before, verify=False)
     assert_same_at_all_sizes(before, after, sizes=(0, 1, 3), tol=1e-4)
 
@@ -78,6 +85,23 @@ def assert_optimized_is_same(text: str) -> None:
 @pytest.mark.parametrize("scores", SCORES)
 def test_scores(scores: str, end: str) -> None:
     assert_optimized_is_same(f"{SCORES[scores]} {ENDS[end]}")
+
+
+@pytest.mark.parametrize("scores", SCORES)
+def test_attention_gets_four_axes(scores: str) -> None:
+    """The result gets its axes back by a Reshape: one of the model, or one whose target is constant."""
+    text = f"({SCORES[scores]} {ENDS['attention']} }}"
+    if scores.startswith("windows"):
+        text = text.replace("B", "3").replace("W", "5").replace("N", "7")
+    if "vh" in text:
+        reshaped = "o = MatMul (p, v) to = Concat <axis = 0> (minus, c2, n, c4) y = Reshape (o, to)"
+        text = text.replace("y = MatMul (p, v)", reshaped)
+    graph = read_graph(parse(text, 17, **used_constants(text)))
+    graph.sort()
+    shapes = infer_shapes(graph)
+    simplify(graph, shapes)
+    products = [node.outputs[0] for node in graph.nodes if op_of(node) == "MatMul"]
+    assert [shapes.rank(each) for each in products] == [4, 4]
 
 
 @pytest.mark.parametrize("what", OTHERS)

@@ -1,19 +1,26 @@
-"""Give attention whose products have five axes or more, as of windows of an image, four.
+"""Give every attention four axes: (batch, heads, rows, columns).
 
 Vision models compute attention in windows, groups or units of pooled queries, with q, k and v of (batch, windows,
-heads, rows, size).  Two axes in front of the rows are merged: the first two, or the second and the third where the
+heads, rows, size).  Two axes before the rows are merged: the first two, or the second and the third where the
 result is read with the second beside the size, which is then the one for heads, or with both, as groups of heads that
-share their keys.  What comes into the computation is reshaped, and so is the result; these Reshapes compose with the
-views around them.
+share their keys.  Tensors that come into the computation are reshaped, and so is the result; these Reshapes compose
+with the views around them.
+
+Attention of one head is often written as softmax(q k^T) v of (batch, rows, size), as in the middle of a variational
+autoencoder, or with a module for each head.  It gets an axis of size 1 for heads, and one for the batch where that
+lacks too, when no other pass changes anything any more: (batch * heads, rows, size) is split where a model tells the
+number of heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
 
 from onnxfuse.algebra.operators import SLICING
-from onnxfuse.algebra.sizes import Size, product
+from onnxfuse.algebra.sizes import product
 from onnxfuse.analysis.scores import RANK, computes_probabilities, is_batched_product
 from onnxfuse.analysis.shape_info import CannotInfer, Shape, ShapeInfo
 from onnxfuse.analysis.slice_ranges import slice_ranges
@@ -26,39 +33,67 @@ from onnxfuse.passes.emit import emit, integers, joined_sizes, sizes_along
 from onnxfuse.passes.graph_pass import graph_pass
 from onnxfuse.passes.sizes_of_operands import origin_of_size
 
+AxesOf: TypeAlias = "Callable[[Graph, ShapeInfo, Node, Shape], MergedAxes | OneHead]"
+
 
 @graph_pass(opset=13)  # whose Softmax is of one axis
 def merge_window_axes(graph: Graph, shapes: ShapeInfo) -> int:
     """Merge two axes of every attention of more than four.  Returns the number of attentions."""
-    found = [
-        node
-        for node in graph.nodes
-        if is_batched_product(shapes, node)
-        and (shapes.rank(node.outputs[0]) or RANK) > RANK
-        and computes_probabilities(node.inputs[0])
-    ]
-    return sum(_merge(graph, shapes, node) for node in found)
+    return _rewrite_all(graph, shapes, lambda rank: rank > RANK, MergedAxes)
 
 
-def _merge(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
-    """Merge two axes of the attention that ends in a product; return whether that was possible."""
+@graph_pass(opset=7)  # with broadcasting from the last axis on
+def add_heads_axis(graph: Graph, shapes: ShapeInfo) -> int:
+    """Compute every attention of two or three axes on four.  Returns the number of attentions."""
+    return _rewrite_all(graph, shapes, lambda rank: rank < RANK, OneHead)
+
+
+def _rewrite_all(graph: Graph, shapes: ShapeInfo, has_rank: Callable[[int], bool], axes_of: AxesOf) -> int:
+    """Write the attentions whose products have such a number of axes with others; return how many were written."""
+    products = [node for node in graph.nodes if is_batched_product(shapes, node)]
+    found = [node for node in products if has_rank(shapes.rank(node.outputs[0]) or RANK)]
+    return sum(_rewrite(graph, shapes, node, axes_of) for node in found if computes_probabilities(node.inputs[0]))
+
+
+def _rewrite(graph: Graph, shapes: ShapeInfo, last: Node, axes_of: AxesOf) -> bool:
+    """Write the attention that ends in a product with other axes; return whether that was possible."""
     end = last.outputs[0]
     shape, inside = shapes.shape(end), attention_before(graph, shapes, last)
     if shape is None or inside is None:
         return False
-    merged = MergedAxes(graph, shapes, last, _first_merged_axis(last), shape)
-    result = NewAxes(graph, shapes, inside, merged.joined, merged.operand, "merged").of(end)
-    split = None if result is None else merged.split(result)
-    return split is not None and graph.replace(end, split)
+    axes = axes_of(graph, shapes, last, shape)
+    result = NewAxes(graph, shapes, inside, axes).of(end)
+    made = None if result is None else axes.back(result)
+    return made is not None and graph.replace(end, made)
 
 
-def _first_merged_axis(last: Node) -> int:
-    """Return 1 where a Transpose puts the second axis beside the size, or the third with the second, else 0."""
-    for reader in consumers(last.outputs[0]):
-        perm = ints_attribute(reader, "perm", ()) if op_of(reader) == "Transpose" else []
-        if len(perm) == RANK + 1 and perm[-1] == RANK and (perm[-2] == 1 or perm[-3:-1] == [1, 2]):
-            return 1
-    return 0
+@dataclass(frozen=True)
+class OneHead:
+    """An axis of size 1 before the last two, and another one for the batch where there is none."""
+
+    graph: Graph
+    shapes: ShapeInfo
+    last: Node
+    result: Shape  # the shape of the attention's result
+
+    def shape(self, shape: Shape) -> Shape:
+        """Return a shape of two or three axes with the new ones."""
+        batch: Shape = (1,) if len(shape) < RANK - 1 else shape[:1]
+        return (*batch, 1, *shape[-2:])
+
+    def operand(self, tensor: Tensor) -> Tensor | None:
+        """Return a tensor with the new axes, over which one of fewer axes broadcasts as it is."""
+        sizes = self.shapes.shape(tensor)
+        if sizes is None or 0 in sizes:  # which a Reshape would keep
+            return None
+        return tensor if len(sizes) < len(self.result) else self._viewed(tensor, self.shape(sizes))
+
+    def back(self, result: Tensor) -> Tensor | None:
+        """Return the result without the new axes."""
+        return self._viewed(result, self.result)
+
+    def _viewed(self, tensor: Tensor, shape: Shape) -> Tensor | None:
+        return write_views(self.graph, self.shapes, tensor, (View(None, shape),), f"{tensor.name}_of_one_head")
 
 
 @dataclass(frozen=True)
@@ -68,19 +103,31 @@ class MergedAxes:
     graph: Graph
     shapes: ShapeInfo
     last: Node
-    axis: int
-    shape: Shape  # of the result
+    result: Shape  # the shape of the attention's result
+
+    @cached_property
+    def axis(self) -> int:
+        """1 where a Transpose puts the second axis beside the size, or the third with the second, else 0."""
+        for reader in consumers(self.last.outputs[0]):
+            perm = ints_attribute(reader, "perm", ()) if op_of(reader) == "Transpose" else []
+            if len(perm) == RANK + 1 and perm[-1] == RANK and (perm[-2] == 1 or perm[-3:-1] == [1, 2]):
+                return 1
+        return 0
+
+    def shape(self, shape: Shape) -> Shape:
+        """Return a shape with the two axes as one."""
+        return _joined(shape, self.axis)
 
     def operand(self, tensor: Tensor) -> Tensor | None:
         """Return what comes from outside with the axes merged; it broadcasts over axes that it does not have."""
         shape = self.shapes.shape(tensor)
         if shape is None:
             return None
-        at = self.axis + len(shape) - len(self.shape)  # the first of the two axes in this tensor
+        at = self.axis + len(shape) - len(self.result)  # the first of the two axes in this tensor
         if at < -1 or (at == -1 and shape[0] == 1):
             return tensor
         full, at = ((1, *shape), 0) if at == -1 else (shape, at)
-        found, wanted = full[at : at + 2], self.shape[self.axis : self.axis + 2]
+        found, wanted = full[at : at + 2], self.result[self.axis : self.axis + 2]
         if found in (wanted, (1, 1)):
             return self._reshaped(tensor, _joined(full, at))
         expanded = self._expanded(tensor, full, at, wanted)
@@ -95,7 +142,7 @@ class MergedAxes:
         """
         others = [axis for axis in range(len(shape)) if axis not in (at, at + 1)]
         count, order = product(wanted), (*others, at, at + 1)
-        if not isinstance(count, int) or len(shape) < len(self.shape):
+        if not isinstance(count, int) or len(shape) < len(self.result):
             return None
         rows = tuple(shape[axis] for axis in others)
         moved = self._viewed(tensor, View(order, (*rows, *shape[at : at + 2])))
@@ -105,47 +152,34 @@ class MergedAxes:
         return None if made is None else self._viewed(made, back)
 
     def _expanded(self, tensor: Tensor, full: Shape, at: int, wanted: Shape) -> Tensor | None:
-        """Return a tensor that is repeated along the two axes; None where values do not tell how often."""
-        target: list[Size] = [1] * len(full)
-        for i, (size, found) in enumerate(zip(wanted, full[at : at + 2], strict=True)):
-            target[at + i] = size if size != found or isinstance(size, int) else 1
-        sizes = self._sizes(target, at, f"{tensor.name}_sizes")
-        expanded = (*full[:at], *wanted, *full[at + 2 :])
-        if sizes is None:
-            return None
-        stem, dtype = f"{tensor.name}_merged", self.shapes.dtype(tensor)
-        return emit(self.graph, self.shapes, "Expand", [tensor, sizes], stem, expanded, dtype)
-
-    def _sizes(self, target: Sequence[Size], at: int, stem: str) -> Tensor | None:
-        """Return sizes as a tensor; those of the two axes that are no numbers are read of the values of the attention.
+        """Return a tensor that is repeated along the two axes; sizes that are no numbers are read of the values.
 
         None where the values have others.
         """
-        open_axes = [i for i, size in enumerate(target) if not isinstance(size, int)]
-        sizes: list[int | Tensor] = [size if isinstance(size, int) else 1 for size in target]
-        if open_axes:
-            values, axis = self.last.inputs[1], self.axis - at + open_axes[0]
-            shape = self.shapes.shape(values)
-            if len(open_axes) > 1 or shape is None or shape[axis] != target[open_axes[0]]:
-                return None
-            source, axis = origin_of_size(self.shapes, values, axis)
-            sizes[open_axes[0]] = sizes_along(self.graph, self.shapes, source, [axis], stem)
-        return joined_sizes(self.graph, self.shapes, sizes, stem)
+        values, stem = self.last.inputs[1], f"{tensor.name}_merged"
+        shape, target = self.shapes.shape(values), list[int | Tensor]([1] * len(full))
+        for i, (size, found) in enumerate(zip(wanted, full[at : at + 2], strict=True)):
+            if isinstance(size, int):
+                target[at + i] = size
+            elif size != found:
+                if shape is None or shape[self.axis + i] != size:
+                    return None
+                source, axis = origin_of_size(self.shapes, values, self.axis + i)
+                target[at + i] = sizes_along(self.graph, self.shapes, source, [axis], stem)
+        inputs = [tensor, joined_sizes(self.graph, self.shapes, target, stem)]
+        expanded = (*full[:at], *wanted, *full[at + 2 :])
+        return emit(self.graph, self.shapes, "Expand", inputs, stem, expanded, self.shapes.dtype(tensor))
 
-    def split(self, result: Tensor) -> Tensor | None:
+    def back(self, result: Tensor) -> Tensor | None:
         """Return the result with the two axes that were merged; None where a Reshape would need a computed target."""
-        made, sizes = self._reshaped(result, self.shape), self.shape[self.axis : self.axis + 2]
+        made, sizes = self._reshaped(result, self.result), self.result[self.axis : self.axis + 2]
         if made is not None or not all(isinstance(size, int) for size in sizes):
             return made
-        others = [axis for axis in range(len(self.shape) - 1) if axis != self.axis]
-        rows = tuple(self.joined(self.shape)[axis] for axis in others)
-        back = (*range(self.axis), len(rows), len(rows) + 1, *range(self.axis, len(rows)))
+        others = [axis for axis in range(len(self.result) - 1) if axis != self.axis]
+        rows = tuple(self.shape(self.result)[axis] for axis in others)
+        order = (*range(self.axis), len(rows), len(rows) + 1, *range(self.axis, len(rows)))
         moved = View((*others, self.axis), (*rows, product(sizes)))  # a Reshape keeps the axes before the merged one
-        return self._viewed(result, moved, View(None, (*rows, *sizes)), View(back, self.shape))
-
-    def joined(self, shape: Shape) -> Shape:
-        """Return a shape with the two axes as one."""
-        return _joined(shape, self.axis)
+        return self._viewed(result, moved, View(None, (*rows, *sizes)), View(order, self.result))
 
     def _reshaped(self, tensor: Tensor, wanted: Shape) -> Tensor | None:
         """Return a tensor with the wanted shape; None where a Reshape would need a computed target."""

@@ -10,7 +10,6 @@ import pytest
 from onnx_models import apply, assert_same_at_all_sizes, ops, parse
 
 from onnxfuse import optimize
-from onnxfuse.attention.canonicalize_masked_sums import canonicalize_masked_sums
 from onnxfuse.attention.canonicalize_scores import canonicalize_scores
 
 LOWEST = float(np.finfo(np.float32).min)
@@ -22,7 +21,7 @@ CONSTANTS = {
     "table": np.array([0.5, 0.25], np.float32).reshape(2, 1, 1) * np.arange(-2, 1, dtype=np.float32),
 }
 GPT = "m = Cast <to = 1> (keep) a = Mul (s, m) b = Sub (one, m) c = Mul (b, small) masked = Add (a, c)"
-# How scores become masked ones, and the operators that canonicalize_masked_sums and canonicalize_scores make of that.
+# How scores become masked ones, and the operators that canonicalize_scores makes of that.
 FORMS = {
     "masked = Where (keep, s, least)": "MatMul Where",
     "masked = Where (drop, low, s)": "MatMul Where",
@@ -58,7 +57,7 @@ def scores(form: str, end: str, signature: str = "float[B,2,3,4] q, float[B,2,4,
 def test_what_is_written(form: str) -> None:
     """The results are the same for finite scores."""
     before = scores(form, ENDS["softmax"])
-    after, (*_, again) = apply(before, canonicalize_masked_sums, canonicalize_scores, canonicalize_scores)
+    after, (*_, again) = apply(before, canonicalize_scores, canonicalize_scores, canonicalize_scores)
     assert (ops(after), again) == (f"{FORMS[form]} Softmax", 0)
     assert_same_at_all_sizes(before, after, special=False)
 
