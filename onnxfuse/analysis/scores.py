@@ -21,7 +21,7 @@ HEADS_AXIS: Final = -3
 
 
 def softmaxes_of_attention(graph: Graph) -> list[Node]:
-    """Return the Softmaxes that may be parts of an attention: all but those of which none was made before."""
+    """Return the Softmaxes that may become parts of an attention: all whose scores need not stay."""
     return [
         node for node in graph.nodes if op_of(node) == "Softmax" and graph.scores.name(node) not in graph.scores.stay
     ]

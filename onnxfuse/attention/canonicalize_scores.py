@@ -4,10 +4,10 @@ Patterns know scores that are scaled at the product, then at most one bias, and 
 the sum of a product and a mask, replace scores under one mask and then add another, or add three tensors, or replace a
 bias of heads under a mask before they add it (Falcon), or replace scores under two masks one after the other
 (x-transformers), or multiply scores by a mask of 0 and 1 and add a number where that is 0 (GPT).  Factors are
-distributed over sums, and what is added is summed up first, apart from tensors with an axis for heads.  A factor of
-each head, as that of cosine attention, moves to the queries.  A Max of scores and the lowest number after a mask
-becomes one of the mask, and is left out where the mask is of finite numbers.  A causal mask that replaces scores
-becomes one that is added, because kernels know by place what such a mask holds.
+distributed over sums.  The addends are summed up first: tensors with an axis for heads, and all others.  A factor that
+differs from head to head, as in cosine attention, moves to the queries.  A Max of the lowest number and the sum of
+scores and a mask becomes one of the mask, and is left out where the mask is of finite numbers.  A causal mask that
+replaces scores becomes one that is added, because kernels know by place which numbers such a mask holds.
 
 A key that two masks leave out keeps the score that the model gives it, because it has weight in a row without a key
 that counts, as padding on the left makes them: the sum of two lowest numbers is -inf, and one of them is not.  So a
@@ -59,7 +59,7 @@ class Addend:
     factor: float = 1.0
 
     def times(self, factor: float) -> Addend:
-        """Return what is added to scores that are multiplied by a factor afterwards."""
+        """Return the addend of scores that are multiplied by a factor afterwards."""
         return replace(self, factor=self.factor * factor)
 
 
@@ -83,7 +83,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores as a product times a number, and what is done to them in order; `nodes` do it, from the product on."""
+    """Scores as a product times a number, and the steps from there on, which `nodes` compute in order."""
 
     product: Tensor
     factor: float = 1.0
@@ -280,8 +280,8 @@ class _Writer:
     shapes: ShapeInfo
     end: Tensor
     is_causal: bool  # the mask at last is
-    of_heads: Tensor | None = None  # the sum of what is added with an axis for heads
-    plain: Tensor | None = None  # the sum of what else is added
+    of_heads: Tensor | None = None  # the sum of the addends with an axis for heads
+    plain: Tensor | None = None  # the sum of the other addends
 
     def scores(self, scores: Scores, inner: Sequence[Addend | Mask], mask: Mask | None) -> Tensor:
         """Return a product plus at most two tensors, or plus one and with a number in its place under a mask."""
@@ -305,7 +305,7 @@ class _Writer:
         return (self.of_heads is not None) if self.plain is not None else self.is_causal
 
     def _add(self, step: Addend | Mask) -> None:
-        """Add a step to the sum of tensors with an axis for heads, or to that of the others."""
+        """Add a step to one of the two sums."""
         if isinstance(step, Mask) and not step.is_added:
             self._replace(step)
             return
@@ -328,12 +328,12 @@ class _Writer:
             self.of_heads, self.plain = self._under(mask, self._sum(self.of_heads, self.plain)), None
 
     def _under(self, mask: Mask, addend: Tensor | None) -> Tensor:
-        """Return what is added to scores, or 0, with the number of a mask in its place where that does not hold."""
+        """Return an addend, or 0, with the number of a mask in its place where the mask does not hold."""
         stem = f"{self.end.name}_mask"
         return self._where(mask, self._constant(f"{stem}_zero", 0.0) if addend is None else addend, stem)
 
     def _where(self, mask: Mask, value: Tensor, stem: str) -> Tensor:
-        """Return a value, and the number of a mask where that does not hold."""
+        """Return a value, and the number of a mask where the mask does not hold."""
         number = self._constant(f"{stem}_number", mask.number)
         branches = [number, value] if mask.inverted else [value, number]
         return write(self.graph, self.shapes, "Where", [mask.condition, *branches], stem)

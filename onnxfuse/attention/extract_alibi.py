@@ -1,4 +1,4 @@
-"""Write what is added to scores as a number of each head times positions, where it is that (ALiBi).
+"""Write a bias of scores that is a number of each head times positions as this product (ALiBi).
 
 Attention with linear biases (Press et al. 2022, arXiv:2108.12409) adds slope[head] * position to scores.  Models write
 the product before Casts, Reshapes and Slices (Bloom), or store it as a table of all heads, which is cut to length
@@ -47,7 +47,7 @@ class Factored:
 
 @graph_pass()
 def extract_alibi(graph: Graph, shapes: ShapeInfo) -> int:
-    """Rewrite what is added to scores of heads, of four axes, as a product.  Returns the number of rewritten biases."""
+    """Rewrite biases of scores of four axes as products.  Returns the number of rewritten biases."""
     count = 0
     for node in [node for node in graph.nodes if op_of(node) == "Add" and shapes.rank(node.outputs[0]) == RANK]:
         softmaxes = rewritable_softmaxes(graph, node)
@@ -84,7 +84,7 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, node: Node, side: int) -> bool:
 
 @dataclass(frozen=True)
 class _Biases:
-    """Factors biases of a dtype; what is rounded to a narrower one stays."""
+    """Factors biases of a dtype; those that are rounded to a narrower one stay."""
 
     graph: Graph
     shapes: ShapeInfo
@@ -154,7 +154,7 @@ class _Biases:
         return Factored(slopes, self.graph.constant(f"{table.name}_positions", positions))
 
     def _cut(self, node: Node, shape: Shape, axis: int, steps: int) -> Factored | None:
-        """Return the factors of a Slice along other axes than that of the heads."""
+        """Return the factors of a Slice that does not cut the axis of heads."""
         try:
             axes = axes_parameter(self.shapes, node, len(shape))
         except CannotInfer:

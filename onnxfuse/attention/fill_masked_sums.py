@@ -1,6 +1,6 @@
 """Write scores times a mask, plus a number where that is 0, as a Where: `scores * mask - 10000 * (1 - mask)` (GPT).
 
-A mask of 0 and 1 leaves a finite score as it is or makes 0 of it, and what is added is 0 or the number.
+A mask of 0 and 1 leaves a finite score as it is or makes 0 of it, and the addend is 0 or the number.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Affine(NamedTuple):
 
 
 def fill_masked_sum(graph: Graph, shapes: ShapeInfo, total: Node) -> bool:
-    """Write a sum as a Where; return whether it is that of masked scores and a number."""
+    """Write a sum of masked scores and a number as a Where; return whether it is one."""
     end = total.outputs[0]
     dtype, shape = shapes.dtype(end), shapes.shape(end)
     for product, addend in (total.inputs, total.inputs[::-1]):

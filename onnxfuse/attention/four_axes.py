@@ -98,7 +98,7 @@ class OneHead:
 
 @dataclass(frozen=True)
 class MergedAxes:
-    """The axes `axis` and `axis + 1` of an attention's result, which become one of whatever has them."""
+    """The axes `axis` and `axis + 1` of an attention's result, which become one in all tensors that have them."""
 
     graph: Graph
     shapes: ShapeInfo
@@ -119,7 +119,7 @@ class MergedAxes:
         return _joined(shape, self.axis)
 
     def operand(self, tensor: Tensor) -> Tensor | None:
-        """Return what comes from outside with the axes merged; it broadcasts over axes that it does not have."""
+        """Return a tensor with the axes merged; it broadcasts over axes that it does not have."""
         shape = self.shapes.shape(tensor)
         if shape is None:
             return None
@@ -138,7 +138,7 @@ class MergedAxes:
     def _repeated_last(self, tensor: Tensor, shape: Shape, at: int, wanted: Shape) -> Tensor | None:
         """Return a tensor that is repeated along the two axes after these became the last ones, which a Reshape joins.
 
-        None where their sizes are no numbers, or the tensor lacks an axis.
+        None where one of their sizes is not a number, or the tensor lacks an axis.
         """
         others = [axis for axis in range(len(shape)) if axis not in (at, at + 1)]
         count, order = product(wanted), (*others, at, at + 1)
@@ -152,7 +152,7 @@ class MergedAxes:
         return None if made is None else self._viewed(made, back)
 
     def _expanded(self, tensor: Tensor, full: Shape, at: int, wanted: Shape) -> Tensor | None:
-        """Return a tensor that is repeated along the two axes; sizes that are no numbers are read of the values.
+        """Return a tensor that is repeated along the two axes; dynamic sizes are read from the values.
 
         None where the values have others.
         """

@@ -61,7 +61,7 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, probabilities: Tensor) -> bool:
 
 
 def _joined(graph: Graph, shapes: ShapeInfo, values: list[Tensor], stem: str, total: int) -> Tensor:
-    """Return values side by side; where all of them repeat heads equally often, what they repeat is joined."""
+    """Return values side by side; where all of them repeat heads equally often, they are joined before."""
     sources = [_unrepeated(shapes, each) for each in values]
     known = [source for source in sources if source is not None]
     counts = {found[1] for source in known if (found := shapes.shape(source)) is not None}
@@ -77,7 +77,7 @@ def _joined(graph: Graph, shapes: ShapeInfo, values: list[Tensor], stem: str, to
 
 
 def _unrepeated(shapes: ShapeInfo, values: Tensor) -> Tensor | None:
-    """Return the tensor of which values repeat each head side by side; None if they are made in another way."""
+    """Return the tensor whose heads the values repeat side by side; None if they are made in another way."""
     tensor, found = values, []
     for op in ("Reshape", "Expand", "Unsqueeze"):
         node = producer(tensor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -63,33 +63,40 @@ class NewAxes:
         return made
 
 
+def nodes_from_product(tensor: Tensor, is_part: Callable[[Tensor, Node], bool]) -> dict[int, Node]:
+    """Return the nodes that compute a tensor from a product, by the ids of their outputs; none if there is no product.
+
+    `is_part` says whether a node that computes a tensor may be one of them.
+    """
+    found: dict[int, Node | None] = {}
+
+    def leads_to_product(tensor: Tensor) -> bool:
+        if id(tensor) not in found:
+            node = producer(tensor)
+            leads = node is not None and is_part(tensor, node)
+            if node is not None and leads and op_of(node) != "MatMul":
+                leads = any([*map(leads_to_product, node.inputs)])  # all of them are recorded
+            found[id(tensor)] = node if leads else None
+        return found[id(tensor)] is not None
+
+    known = leads_to_product(tensor)
+    return {key: node for key, node in found.items() if known and node is not None}
+
+
 def attention_before(graph: Graph, shapes: ShapeInfo, last: Node) -> dict[int, Node] | None:
     """Return the nodes of the attention that ends in a product, by the ids of their outputs.
 
     None where there is no other product, or a node outside reads a tensor between the two.
     """
-    end = last.outputs[0]
-    found: dict[int, Node | None] = {}
+    end, rank = last.outputs[0], shapes.rank(last.outputs[0]) or 0
 
-    def is_inside(tensor: Tensor) -> bool:
-        """Record what computes a tensor from a product; return whether there is one."""
-        if id(tensor) not in found:
-            node, rank = producer(tensor), shapes.rank(end)
-            known = node is not None and rank is not None and shapes.rank(tensor) == rank
-            if known and node is not None and op_of(node) in SCORES:
-                operands = [is_inside(each) for each in node.inputs]  # all of them are recorded
-                known = any(operands)
-                known &= op_of(node) != "Softmax" or is_of_last_axis(graph, node, rank or 0)
-            else:
-                known = known and is_batched_product(shapes, node)
-            found[id(tensor)] = node if known else None
-        return found[id(tensor)] is not None
+    def is_part(tensor: Tensor, node: Node) -> bool:
+        is_scores = op_of(node) in SCORES and (op_of(node) != "Softmax" or is_of_last_axis(graph, node, rank))
+        return shapes.rank(tensor) == rank and (is_scores or is_batched_product(shapes, node))
 
-    if not is_inside(last.inputs[0]):
-        return None
-    between = {key: node for key, node in found.items() if node is not None}
+    between = nodes_from_product(last.inputs[0], is_part)
     nodes = {**between, id(end): last}
-    return nodes if are_read_by(graph, between.values(), nodes.values()) else None
+    return nodes if between and are_read_by(graph, between.values(), nodes.values()) else None
 
 
 def are_read_by(graph: Graph, nodes: Iterable[Node], readers: Collection[Node], besides: Collection[str] = ()) -> bool:

@@ -3,16 +3,16 @@
 Models whose keys and values are images multiply values by transposed probabilities: `v p^T` is the transpose of
 `p v^T`.  Some compute the scores with a row for each key, `k q^T`, and take the Softmax over the rows, or transpose
 them before it.  Here the Softmax is over the last axis, the scores are `q k^T`, and the probabilities stand on the
-left of the values; what is transposed for that are queries, keys, values and the result, whose views compose.
+left of the values.  Queries, keys, values and the result are transposed for that, and their views compose.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onnxfuse.analysis.scores import ELEMENTWISE, MAX_STEPS, computes_probabilities, nodes_before
+from onnxfuse.analysis.scores import ELEMENTWISE, computes_probabilities, nodes_before
 from onnxfuse.analysis.shape_info import Shape, ShapeInfo
-from onnxfuse.attention.new_axes import NewAxes
+from onnxfuse.attention.new_axes import NewAxes, nodes_from_product
 from onnxfuse.ir.attributes import int_attribute, ints_attribute
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
@@ -73,43 +73,28 @@ def _probabilities_first(graph: Graph, shapes: ShapeInfo, product: Node) -> bool
 
 
 def _product_of_rows(graph: Graph, shapes: ShapeInfo, swap: Node) -> bool:
-    """Compute what a Transpose reads in the order in which it is read; return whether it is computed from a product."""
+    """Compute scores in the order in which a Transpose has them; return whether they are of a product."""
     rows = _scores_of_rows(graph, shapes, swap.inputs[0])
     return rows is not None and graph.replace(swap.outputs[0], rows)
 
 
 def _scores_of_rows(graph: Graph, shapes: ShapeInfo, scores: Tensor) -> Tensor | None:
-    """Return scores with their last two axes swapped, computed in that order; None where they are of no product."""
-    inside: dict[int, Node] = {}
-    if not _find_product(graph, shapes, scores, inside):
-        return None
-    return NewAxes(graph, shapes, inside, Transposed(graph, shapes), is_transposed=True).of(scores)
+    """Return scores with their last two axes swapped, computed in that order from a product; None if there is none.
 
-
-def _find_product(
-    graph: Graph, shapes: ShapeInfo, tensor: Tensor, inside: dict[int, Node], steps: int = MAX_STEPS
-) -> bool:
-    """Return whether a tensor that nothing else reads is a product of scores, or computed from one by elements.
-
-    The nodes that compute it from the product, as far as the first swap, are added to `inside`.
+    Nothing else reads the tensors between.  A swap there gives way to the tensor that it reads.
     """
-    node, rank = producer(tensor), shapes.rank(tensor)
-    if node is None or not steps or rank is None or rank < 2 or graph.sole_consumer(tensor) is None:
-        return False
-    if _is_swap(shapes, node):
-        return _find_product(graph, shapes, node.inputs[0], {}, steps - 1)
-    if op_of(node) == "MatMul":
-        found = all((shapes.rank(each) or 0) >= 2 for each in node.inputs) and not computes_probabilities(
-            node.inputs[0]
-        )
-    else:
-        known = all(not each.name or shapes.rank(each) is not None for each in node.inputs)
-        operands = node.inputs if known and op_of(node) in ELEMENTWISE else []
-        lead = [_find_product(graph, shapes, each, inside, steps - 1) for each in operands]  # all of them are recorded
-        found = any(lead)
-    if found:
-        inside[id(tensor)] = node
-    return found
+
+    def is_part(tensor: Tensor, node: Node) -> bool:
+        if (shapes.rank(tensor) or 0) < 2 or graph.sole_consumer(tensor) is None:
+            return False
+        ranks = [shapes.rank(each) for each in node.inputs if each.name]
+        if op_of(node) == "MatMul":
+            return all((rank or 0) >= 2 for rank in ranks) and not computes_probabilities(node.inputs[0])
+        return _is_swap(shapes, node) or (op_of(node) in ELEMENTWISE and None not in ranks)
+
+    nodes = nodes_from_product(scores, is_part)
+    inside = {key: node for key, node in nodes.items() if not _is_swap(shapes, node)}
+    return NewAxes(graph, shapes, inside, Transposed(graph, shapes), is_transposed=True).of(scores) if nodes else None
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Give batched matrix products of (batch * heads, rows, columns) an axis for each of batch and heads.
 
-Many models compute attention with `torch.bmm`: queries, keys and values are reshaped to three axes, and what is added
-to the scores, the scores or the result is reshaped back to four.  Where such a Reshape splits the first axis of a
-product, or of a tensor that is computed from it element by element, the whole computation runs on four axes, and the
-Reshapes before the products and after them cancel.
+Many models compute attention with `torch.bmm`: queries, keys and values are reshaped to three axes, and the scores,
+their addends or the result are reshaped back to four.  Where such a Reshape splits the first axis of a product, or of a
+tensor that is computed from it element by element, the whole computation runs on four axes, and the Reshapes before the
+products and after them cancel.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ THROUGH: Final = SCORES | {"MatMul"}
 
 @graph_pass(opset=7)  # with broadcasting from the last axis on
 def split_merged_heads(graph: Graph, shapes: ShapeInfo) -> int:
-    """Compute on four axes what is reshaped to four axes afterwards.  Returns the number of results."""
+    """Compute tensors on four axes that are reshaped to four afterwards.  Returns the number of results."""
     return sum(_split_at(graph, shapes, node) for node in list(graph.nodes) if op_of(node) in REARRANGING)
 
 

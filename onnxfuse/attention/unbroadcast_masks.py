@@ -2,8 +2,8 @@
 
 A padding mask gathered at the ranges of its own axes becomes a Reshape of itself.  `And(x, range >= 0)` becomes `x`;
 if that has fewer axes than the And, the consumers broadcast it.  A mask that is true everywhere vanishes.  The same
-holds for the embedding of token types that are all 0.  Operators that broadcast read what an Expand repeats as it was,
-such as the norms of rows by which F.normalize of PyTorch divides.
+holds for the embedding of token types that are all 0.  Operators that broadcast read the input of an Expand, as where
+F.normalize of PyTorch divides by the norms of rows.
 
 An And or Or whose result gets axes of size 1 is computed with these axes, so that each of its operands is a mask in the
 form in which the scores read it.
