@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
+from onnxfuse.algebra.sizes import Size, product
 from onnxfuse.kernels.epilogue_node import RESULT, Joined
 from onnxfuse.kernels.epilogue_reads import COLUMN, ROW, are_neighbours, is_aligned
 from onnxfuse.kernels.implementation import Implementation
@@ -20,7 +21,7 @@ from onnxfuse.kernels.region.operators import NUMBER, STORED
 from onnxfuse.kernels.region.program import Program, parse
 from onnxfuse.kernels.region.references import Reference
 from onnxfuse.kernels.region.shapes import Shapes, infer
-from onnxfuse.kernels.region.sizes import ONE, Size, Sizes, product
+from onnxfuse.kernels.region.sizes import Sizes
 from onnxfuse.kernels.tensors import element_count
 from onnxfuse.region_operators import ELEMENTWISE, VIEWS
 from onnxfuse.runtime.plan import Argument, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
@@ -302,7 +303,7 @@ class _Text:
             members.append(f"int {name}_stride")
             given.append(Scalar(stride, "int32"))
             terms.append(f"{name} * {name}_stride")
-        row = self.arguments.quotient("at", self.columns) if self.columns != ONE else "at"
+        row = self.arguments.quotient("at", self.columns) if self.columns != 1 else "at"
         return LOCATED.format(at=" + ".join(terms), row=row, columns=self.arguments.size(self.columns))
 
     def is_whole(self, name: str) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from onnxfuse.algebra.sizes import Size, divide
 from onnxfuse.kernels.region.indices import Atom, Index
-from onnxfuse.kernels.region.sizes import ONE, ZERO, Size, Sizes
+from onnxfuse.kernels.region.sizes import Sizes
 
 ROW, COLUMN = "row", "column"  # variables: of all axes but the last ones of y, and of these
 WIDEST: Final = 8
@@ -15,27 +16,27 @@ def are_neighbours(index: Index) -> bool:
     """Return whether neighbouring columns are neighbours in memory."""
     plain = _without_remainders(index)
     behind = (atom for atom, _ in plain.terms if atom.kind != "variable" and COLUMN in _of(atom).variables())
-    return plain.factor(COLUMN) == ONE and all(_is_one_of_all(atom) for atom in behind)
+    return plain.factor(COLUMN) == 1 and all(_is_one_of_all(atom) for atom in behind)
 
 
 def is_aligned(index: Index, columns: Size, sizes: Sizes) -> bool:
     """Return whether neighbours begin at a multiple of W elements, where `columns` is a multiple of W."""
     plain = _without_remainders(index)
     factors = (plain.constant, *(factor for atom, factor in plain.terms if atom.name != COLUMN))
-    return all(sizes.divisor(each) % WIDEST == 0 or each.divided(columns) is not None for each in factors)
+    return all(sizes.divisor(each) % WIDEST == 0 or divide(each, columns) is not None for each in factors)
 
 
 def _of(atom: Atom) -> Index:
-    return atom.of or Index(ZERO, ((atom, ONE),))
+    return atom.of or Index(0, ((atom, 1),))
 
 
 def _without_remainders(index: Index) -> Index:
     """Return an index with a dividend minus multiples of a quotient in place of each remainder."""
     found = Index(index.constant)
     for atom, factor in index.terms:
-        one = Index(ZERO, ((atom, ONE),))
+        one = Index(0, ((atom, 1),))
         if atom.kind == "mod" and atom.of and COLUMN in atom.of.variables():
-            quotient = Index(ZERO, ((Atom("div", atom.by, of=atom.of, by=atom.by), ONE),))
+            quotient = Index(0, ((Atom("div", atom.by, of=atom.of, by=atom.by), 1),))
             one = _without_remainders(atom.of) + quotient * -atom.by
         found = found + one * factor
     return found
@@ -48,5 +49,5 @@ def _is_one_of_all(atom: Atom) -> bool:
     inner = _without_remainders(atom.of)
     others = (inner.constant, atom.by, *(factor for each, factor in inner.terms if each.name != COLUMN))
     inside = (each for each, _ in inner.terms if each.kind != "variable" and COLUMN in _of(each).variables())
-    is_multiple = all(size.constant is not None and size.constant % WIDEST == 0 for size in others)
-    return inner.factor(COLUMN) == ONE and is_multiple and all(map(_is_one_of_all, inside))
+    is_multiple = all(isinstance(size, int) and size % WIDEST == 0 for size in others)
+    return inner.factor(COLUMN) == 1 and is_multiple and all(map(_is_one_of_all, inside))

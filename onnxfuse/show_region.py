@@ -7,11 +7,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
 
+from onnxfuse.algebra.sizes import Shape, symbol
 from onnxfuse.errors import OnnxfuseError, UsageError, printable
 from onnxfuse.kernels.epilogue_node import is_joined, joined
 from onnxfuse.kernels.region.program import Operation, Program, parse
 from onnxfuse.kernels.region.shapes import infer
-from onnxfuse.kernels.region.sizes import Shape, Sizes, as_size, variable
+from onnxfuse.kernels.region.sizes import Sizes
 from onnxfuse.kernels.region.wrapped import wrapped
 from onnxfuse.rewrite.replace import REGION
 from onnxfuse.runtime.call_inputs import dim_names, inputs_of
@@ -113,8 +114,7 @@ def _shapes(call: Call, program: Program) -> dict[str, Shape]:
     if len(known) < len(call.shapes):
         return {}
     operands = {
-        name: tuple(as_size(dim) if isinstance(dim, int) else variable(dim) for dim in shape)
-        for name, shape in known.items()
+        name: tuple(dim if isinstance(dim, int) else symbol(dim) for dim in shape) for name, shape in known.items()
     }
     trace = Trace(Expressions())
     sizes = Sizes({name: trace.size(i, DIVISIBLE * (i + 1)) for i, name in enumerate(dim_names(call.shapes))})
@@ -127,12 +127,7 @@ def _shapes(call: Call, program: Program) -> dict[str, Shape]:
 def _shape_text(shapes: dict[str, Shape], name: str) -> str:
     if name not in shapes:
         return ""
-    return f"[{', '.join(str(dim) if dim.constant is not None else _dim_text(str(dim)) for dim in shapes[name])}]"
-
-
-def _dim_text(text: str) -> str:
-    """Return a polynomial of one term without its factor 1."""
-    return text.removeprefix("1*")
+    return f"[{', '.join(map(str, shapes[name]))}]"
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field, replace
 
-from onnxfuse.kernels.region.sizes import Size, Sizes
+from onnxfuse.algebra.sizes import Size
+from onnxfuse.kernels.region.sizes import Sizes
 from onnxfuse.kernels.tensors import divisor
 from onnxfuse.runtime.plan import Argument, Scalar
 
@@ -27,8 +28,8 @@ class Arguments:
 
     def size(self, size: Size) -> str:
         """Return a size as an expression: a number, or an argument."""
-        if size.constant is not None:
-            return f"{size.constant}ll" if abs(size.constant) >= 2**31 else str(size.constant)
+        if isinstance(size, int):
+            return f"{size}ll" if abs(size) >= 2**31 else str(size)
         key = ("size", size)
         if key not in self.names:
             self.names[key] = name = f"n{len(self.names)}"
@@ -43,15 +44,15 @@ class Arguments:
         """
         if index == "0":
             return index
-        if by.constant is None:
+        if not isinstance(by, int):
             return f"({in_parentheses(index)} {operator} {self._divisor(by)})"
         if self.is_wide:
-            return f"(long long)(u64({index}) {operator} {by.constant}u)"
+            return f"(long long)(u64({index}) {operator} {by}u)"
         if index.startswith("(") and in_parentheses(index) == index:
             index = index[1:-1]
         inner = index.removeprefix("int(").removesuffix(")")  # what a division gives is unsigned before it is an int
         is_unsigned = index == f"int({inner})" and index.startswith("int(u32") and _is_closed(inner)
-        return f"int({f'({inner})' if is_unsigned else f'u32({index})'} {operator} {by.constant}u)"
+        return f"int({f'({inner})' if is_unsigned else f'u32({index})'} {operator} {by}u)"
 
     def _divisor(self, size: Size) -> str:
         key = ("divisor", size)

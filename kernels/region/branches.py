@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from onnxfuse.algebra.sizes import Size, is_nonnegative
 from onnxfuse.kernels.region import maps
 from onnxfuse.kernels.region.arguments import in_parentheses
 from onnxfuse.kernels.region.indices import Index, flat
@@ -18,7 +19,6 @@ from onnxfuse.kernels.region.operators import NUMBER, literal
 from onnxfuse.kernels.region.program import Operation
 from onnxfuse.kernels.region.references import Reference, ValueWriter
 from onnxfuse.kernels.region.shapes import axis_of
-from onnxfuse.kernels.region.sizes import ZERO, Size
 
 VIEWS: Final = ("Transpose", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Slice", "Split", "Tile")
 Load: TypeAlias = tuple[str, Index]  # an operand, and an address in it
@@ -120,7 +120,7 @@ def _address(writer: ValueWriter, choice: Choice, in_lane: bool) -> str:
     text = _chosen(writer, choice, lambda load: writer.arguments.size(load[1].constant), in_lane)
     if not in_lane:
         text = writer.declare(writer.arguments.index_type, text, False, name=writer.new_name("begin")).text
-    return f"{operand} + ({writer.index(Index(ZERO, first.terms), in_lane)} + {in_parentheses(text)})"
+    return f"{operand} + ({writer.index(Index(0, first.terms), in_lane)} + {in_parentheses(text)})"
 
 
 def _chosen(writer: ValueWriter, moved: Moved, text_of: Callable[[Load], str], in_lane: bool) -> str:
@@ -138,7 +138,8 @@ def _chosen(writer: ValueWriter, moved: Moved, text_of: Callable[[Load], str], i
 
 def _parts(writer: ValueWriter, operation: Operation, place: Place) -> list[Part]:
     """Return the inputs that may have the place."""
-    axis, begin, parts = axis_of(operation), ZERO, list[Part]()
+    axis, parts = axis_of(operation), list[Part]()
+    begin: Size = 0
     for each in operation.inputs:
         end = begin + writer.shapes.of[each][axis]
         if begin != end and writer.is_below(place[axis], begin) is not True:
@@ -180,11 +181,11 @@ def padded(writer: ValueWriter, operation: Operation, inner: Place) -> Reference
     x, limits = operation.inputs[0], list[tuple[int, str, Size]]()
     value = literal(operation.attributes.get("value", 0), writer.program.dtypes[x])
     for axis, (index, dim) in enumerate(zip(inner, writer.shapes.of[x], strict=True)):
-        if index.is_below(ZERO) or index.is_below(dim) is False:
+        if index.is_below(0) or index.is_below(dim) is False:
             return Reference(value)  # a Slice takes padding alone
         low_high = index.range
-        if not (low_high and low_high[0].is_nonnegative):
-            limits.append((axis, ">=", ZERO))
+        if not (low_high and is_nonnegative(low_high[0])):
+            limits.append((axis, ">=", 0))
         if index.is_below(dim) is not True:
             limits.append((axis, "<", dim))
     if not limits:

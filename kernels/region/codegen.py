@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from onnxfuse.algebra.sizes import Size, is_nonnegative, product
 from onnxfuse.kernels.region import branches, maps
 from onnxfuse.kernels.region.arguments import Arguments, in_parentheses
 from onnxfuse.kernels.region.indices import Atom, Index, flat, replaced, text_of, variable_index
@@ -28,7 +29,6 @@ from onnxfuse.kernels.region.reductions import Instance, Key, finished, instance
 from onnxfuse.kernels.region.references import Reference, Within
 from onnxfuse.kernels.region.scratch_reductions import StoredByKey, place_in
 from onnxfuse.kernels.region.shapes import Shapes, axis_of
-from onnxfuse.kernels.region.sizes import ONE, ZERO, Size, as_size, product
 from onnxfuse.kernels.tensors import VECTOR_BYTES
 from onnxfuse.region_operators import ELEMENTWISE, FLOATS, GATHERS, HALVES, REDUCTIONS
 
@@ -171,7 +171,7 @@ class Writer:
         behind = index + lanes.linear * -1 if lanes.linear else index
         if lanes.linear and not behind.terms and (in_lane or not lanes.scattered):
             own = "at[j]" if lanes.scattered else f"at * {lanes.width}{' + j' if in_lane else ''}"
-            return text_of(Index(behind.constant, ((Atom("value", ONE, own), ONE),)), self.arguments.size, _name)
+            return text_of(Index(behind.constant, ((Atom("value", 1, own), 1),)), self.arguments.size, _name)
 
         def atom(each: Atom) -> str:
             if each.kind == "value" or each.name in self.lanes.scattered:
@@ -195,9 +195,9 @@ class Writer:
     def is_below(self, index: Index, bound: Size) -> bool | None:
         """Return whether an index is less than a bound; None if it depends."""
         if self.within and self.within.index == index:
-            if (bound - self.within.end).is_nonnegative:
+            if is_nonnegative(bound - self.within.end):
                 return True
-            if (self.within.begin - bound).is_nonnegative:
+            if is_nonnegative(self.within.begin - bound):
                 return False
         return index.is_below(bound)
 
@@ -265,7 +265,7 @@ class Writer:
         key = ("beyond", lanes, step)
         beyond = self.known(key)
         if beyond is None:
-            rest = self.arguments.quotient(lanes.variable, as_size(step), "%")
+            rest = self.arguments.quotient(lanes.variable, step, "%")
             beyond = self.keep(key, self.declare("bool", f"{rest} + j >= {step}", True))
         near, far = (self.declare(kind, f"load_one({self.address(name, each)})", False) for each in (address, last))
         return self.declare(kind, f"{beyond.lane} ? {far.text} : {near.text}", True, name=self.name_of(name))
@@ -330,7 +330,7 @@ class Writer:
         own = self.lanes.variables  # the lanes differ in a variable of the text, or have one number in common
         variables = variables | own if chosen.varies else variables - own
         atom = Atom("value", dim, chosen.text, varies=tuple(sorted(variables)))
-        return self.value(x, (*place[:axis], Index(ZERO, ((atom, ONE),)), *place[end:]))
+        return self.value(x, (*place[:axis], Index(0, ((atom, 1),)), *place[end:]))
 
     def _variables_of(self, name: str, place: Place) -> frozenset[str]:
         """Return the variables of a place on which a value depends there: those of what is read, and of branches."""
@@ -397,7 +397,7 @@ class Writer:
         with ExitStack() as opened:
             opened.enter_context(self.block(""))
             for index, extent in zip(coordinates, extents, strict=True):
-                if extent != ONE:
+                if extent != 1:
                     kind, name = self.arguments.index_type, index.terms[0][0].name
                     size = self.arguments.size(extent)
                     opened.enter_context(self.block(f"for ({kind} {name} = 0; {name} < {size}; ++{name})"))

@@ -6,12 +6,12 @@ import itertools
 from dataclasses import dataclass
 from typing import Final
 
+from onnxfuse.algebra.sizes import is_nonnegative, number_of, product
 from onnxfuse.kernels.region.indices import Index, variable_index
 from onnxfuse.kernels.region.nests import ELEMENTS, Nest, draft
 from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.references import Within
 from onnxfuse.kernels.region.shapes import Shapes
-from onnxfuse.kernels.region.sizes import ZERO, as_size, product
 
 MIN_SHARE: Final = 0.75  # of the elements that are computed alike
 MIN_PERIOD: Final = 32  # elements of the axis
@@ -29,7 +29,7 @@ class DominantPart:
     @property
     def within(self) -> Within:
         """What holds for these elements."""
-        return Within(self.index, as_size(self.begin), as_size(self.end))
+        return Within(self.index, self.begin, self.end)
 
     @property
     def others(self) -> int:
@@ -50,10 +50,10 @@ def dominant_part(nest: Nest, program: Program, shapes: Shapes) -> DominantPart 
     if len(indices) != 1 or len(nest.lists[ELEMENTS]) != 1 or nest.stores or nest.levels or nest.inner or nest.reads:
         return None
     (index,), (variable,) = indices, nest.lists[ELEMENTS]
-    atom = index.terms[0][0] if len(index.terms) == 1 and index.constant == ZERO else None
-    if atom is None or atom.kind != "mod" or atom.of is None or index.terms[0][1].constant != 1:
+    atom = index.terms[0][0] if len(index.terms) == 1 and index.constant == 0 else None
+    if atom is None or atom.kind != "mod" or atom.of is None or index.terms[0][1] != 1:
         return None
-    period, ends = atom.by.constant, [end.constant for _, end in nest.bounds]
+    period, ends = number_of(atom.by), [number_of(end) for _, end in nest.bounds]
     if not period or period < MIN_PERIOD or atom.of != variable_index(variable.name, variable.extent) or None in ends:
         return None
     cuts = sorted({0, period, *(end for end in ends if end is not None and 0 < end < period)})
@@ -69,5 +69,5 @@ def _is_readable(nest: Nest, found: DominantPart, program: Program, shapes: Shap
     for name in nest.outputs:
         writer.value(name, nest.place_of(name, shapes))
     limits = [(each.range, product(shapes.of[name])) for name, each in writer.accesses]
-    is_inside = all(r and r[0].is_nonnegative and (size - 1 - r[1]).is_nonnegative for r, size in limits)
+    is_inside = all(r and is_nonnegative(r[0]) and is_nonnegative(size - 1 - r[1]) for r, size in limits)
     return is_inside and not writer.bounds

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
+from onnxfuse.algebra.sizes import product
 from onnxfuse.kernels.region.codegen import Writer
 from onnxfuse.kernels.region.dominant_part import DominantPart, dominant_part
 from onnxfuse.kernels.region.emit_parts import PartsText
@@ -16,7 +17,6 @@ from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.nests import ELEMENTS, Variable
 from onnxfuse.kernels.region.operators import BYTES, NUMBER
 from onnxfuse.kernels.region.references import Reference
-from onnxfuse.kernels.region.sizes import as_size, product
 
 
 class ElementsText:
@@ -101,7 +101,7 @@ class ElementsText:
         """Write vectors at several values of a variable; what does not depend on it is computed before them."""
         writer, width, repeats = self.writer, self.tiling.width, self.tiling.repeats
         (repeated,) = (each for each in variables if each.name == self.tiling.repeated)
-        first = Variable(f"{repeated.name}_first", writer.shapes.sizes.quotient(repeated.extent, as_size(repeats)))
+        first = Variable(f"{repeated.name}_first", writer.shapes.sizes.quotient(repeated.extent, repeats))
         own = [first if each == repeated else each for each in variables]
         bound = writer.arguments.size(self.parts.vectors(product(each.extent for each in own), width))
         writer.line(f"if (at >= {bound}) return;")
@@ -186,7 +186,7 @@ class ElementsText:
             memory = writer.shared((slots + slots // 8) * chunk * size)
             if number:
                 writer.line("__syncthreads();  // the memory may still be read")
-            total = writer.arguments.size(writer.shapes.sizes.quotient(product(self.nest.shape), as_size(chunk)))
+            total = writer.arguments.size(writer.shapes.sizes.quotient(product(self.nest.shape), chunk))
             left, first = f"{total} - ({self.type})block * {slots}", f"({self.type})block * {threads * count}"
             given = f"{self.store.leaving}, y{i} + {first}, {values[name].text}, {left}, {memory}"
             writer.line(f"put_by_block<{chunk}, {threads}>({given});")

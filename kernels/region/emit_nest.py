@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
+from onnxfuse.algebra.sizes import number_of
 from onnxfuse.kernels.region.codegen import Writer
 from onnxfuse.kernels.region.emit_elements import ElementsText
 from onnxfuse.kernels.region.emit_parts import PartsText
@@ -22,7 +23,6 @@ from onnxfuse.kernels.region.operators import MAX_INSTRUCTIONS, NUMBER
 from onnxfuse.kernels.region.reductions import Instance
 from onnxfuse.kernels.region.references import Reference
 from onnxfuse.kernels.region.scratch_reductions import Stored
-from onnxfuse.kernels.region.sizes import ONE, as_size
 from onnxfuse.kernels.region.tilings import MAX_HELD, Tiling
 
 UNROLLED: Final = 4  # rounds of a loop that reduces, so that several loads are under way at a time
@@ -58,7 +58,7 @@ class NestText:
             trial._write()
             self.instructions = trial.writer.instructions
             self.ahead = trial.ahead
-            self.held = trial.repeated() if self.tiling.shares == ONE else {}
+            self.held = trial.repeated() if self.tiling.shares == 1 else {}
             if self.tiling.row_memory:
                 held = trial.repeated()
                 for name in dict.fromkeys(name for name, _ in trial.reads if name not in held):
@@ -185,13 +185,13 @@ class NestText:
         head, count = writer.new_name("head"), writer.new_name("count")
         (variable,), width = self.nest.lists[name], lanes.width
         size, rest = writer.arguments.size(variable.extent), writer.index(lanes.rest)
-        shift = writer.arguments.quotient(rest, as_size(width), "%")
+        shift = writer.arguments.quotient(rest, width, "%")
         writer.line(f"const int {head} = ({width} - {shift}) % {width}, {count} = ({size} - {head}) / {width};")
         return head, count
 
     def _rounds(self, name: str) -> int:
         """Return how often a thread's turn comes in a loop over a list; 0 if that depends on dynamic dims."""
-        count, width = self.nest.count(name).constant, self.tiling.inner_widths.get(name, 1)
+        count, width = number_of(self.nest.count(name)), self.tiling.inner_widths.get(name, 1)
         count = None if name in self.tiling.shifted else count
         return -(-count // (width * self.row_threads)) if count else 0
 
@@ -225,7 +225,7 @@ class NestText:
 
     def _shared_block(self) -> str:
         """Return a block's number among those of different rows, and write which share of these it has."""
-        if self.tiling.shares == ONE:
+        if self.tiling.shares == 1:
             return f"({self.type})block"
         arguments, shares = self.writer.arguments, self.tiling.shares
         self.writer.line(f"const int share = {arguments.quotient('block', shares, '%')};")
@@ -233,7 +233,7 @@ class NestText:
 
     def _shared(self, start: str, step: int) -> tuple[str, str]:
         """Return where a thread begins and how far it steps if its block has a share of the elements."""
-        if self.tiling.shares == ONE:
+        if self.tiling.shares == 1:
             return start, str(step)
         return f"share * {step} + {start}", f"{step} * {self.writer.arguments.size(self.tiling.shares)}"
 
@@ -332,8 +332,8 @@ class NestText:
 
     def _divides(self, name: str, rounds: int) -> bool:
         """Return whether so many rounds of all threads divide the elements of a list."""
-        count, each = self.nest.count(name).constant, rounds * self.row_threads * self._width_along(name)
-        return self.tiling.shares == ONE and count is not None and count % each == 0
+        count, each = number_of(self.nest.count(name)), rounds * self.row_threads * self._width_along(name)
+        return self.tiling.shares == 1 and count is not None and count % each == 0
 
     def _loops(self, name: str, start: str, step: int | str) -> Iterator[None]:
         """Write the loops over the elements of a list; over shifted vectors, and over what these leave."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from onnxfuse.algebra.sizes import Size, divide
 from onnxfuse.kernels.region.codegen import Writer
 from onnxfuse.kernels.region.nests import Nest, Variable
-from onnxfuse.kernels.region.sizes import ONE, Size, as_size
 from onnxfuse.kernels.region.tilings import Tiling
 
 
@@ -30,8 +30,7 @@ class PartsText:
     def vectors(self, extent: Size, width: int) -> Size:
         """Return how many whole vectors an extent has."""
         sizes = self.writer.shapes.sizes
-        exact = extent.divided(as_size(width))
-        return exact or sizes.named(f"({extent}) / {width}", sizes.value(extent) // width)
+        return divide(extent, width) or sizes.named(f"({extent}) / {width}", sizes.value(extent) // width)
 
     def bound(self, name: str, width: int) -> str:
         """Return the number of vectors that a list's variables count."""
@@ -44,7 +43,7 @@ class PartsText:
         for variable in reversed(others):
             is_vector = variable is variables[-1] and width > 1
             by = self.vectors(variable.extent, width) if is_vector else variable.extent
-            if by == ONE:
+            if by == 1:
                 self.variable(variable.name, "0")
                 continue
             part, rest = (writer.arguments.quotient(left, by, operator) for operator in "%/")

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Final, TypeAlias
 
+from onnxfuse.algebra.sizes import number_of
 from onnxfuse.kernels.region.codegen import Writer
 from onnxfuse.kernels.region.indices import flat
 from onnxfuse.kernels.region.maps import Place
@@ -30,7 +31,7 @@ class RowCacheText:
 
     def choose(self, name: str, reads: Sequence[Collection[Vector]], width: int) -> None:
         """Choose which vectors of a list, of those that each of its loops reads, are kept: as many as memory has."""
-        count, program = self.nest.count(name).constant or 0, self.writer.program
+        count, program = number_of(self.nest.count(name)) or 0, self.writer.program
         left = self.tiling.row_memory - sum(self._bytes(each, of) for each in self.vectors for of in self.vectors[each])
         counts = Counter(vector for own in reads for vector in dict.fromkeys(own))
         for vector in [each for each, loops in counts.items() if loops > 1]:
@@ -43,7 +44,7 @@ class RowCacheText:
                 own[vector] = f"kept{len(self.vectors)}_{len(own)}"
 
     def _bytes(self, name: str, vector: Vector) -> int:
-        return (self.nest.count(name).constant or 0) * BYTES[self.writer.program.dtypes[vector[0]]]
+        return (number_of(self.nest.count(name)) or 0) * BYTES[self.writer.program.dtypes[vector[0]]]
 
     def start(self, name: str, head: str, bound: str) -> None:
         """Write the arrays of a list, and the copies of a thread's first vectors."""

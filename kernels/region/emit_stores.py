@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from onnxfuse.algebra.sizes import product
 from onnxfuse.kernels.region.arguments import in_parentheses
 from onnxfuse.kernels.region.codegen import Writer
 from onnxfuse.kernels.region.indices import Index, flat
@@ -12,7 +13,6 @@ from onnxfuse.kernels.region.operators import NUMBER
 from onnxfuse.kernels.region.reductions import Instance
 from onnxfuse.kernels.region.references import Reference
 from onnxfuse.kernels.region.scratch_reductions import Stored
-from onnxfuse.kernels.region.sizes import ONE, product
 
 
 class StoreText:
@@ -62,7 +62,7 @@ class StoreText:
         at = writer.index(address, in_lane=accumulator.varies)
         if own.is_across:
             at = f"{at} + share * {writer.arguments.size(product(own.shape))}"
-        elif own.shares != ONE:
+        elif own.shares != 1:
             at = "share" if at == "0" else f"{in_parentheses(at)} * {writer.arguments.size(own.shares)} + share"
         each = f"EACH({writer.lanes.width}) " if accumulator.varies else ""
         head = f"if ({condition}) " if condition else ""

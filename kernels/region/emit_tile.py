@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
+from onnxfuse.algebra.sizes import Size
 from onnxfuse.kernels.region.codegen import Writer
 from onnxfuse.kernels.region.costs import WARP
 from onnxfuse.kernels.region.indices import flat
@@ -17,7 +18,7 @@ from onnxfuse.kernels.region.nests import ELEMENTS, Nest, Variable
 from onnxfuse.kernels.region.operators import BYTES, NUMBER
 from onnxfuse.kernels.region.references import Reference
 from onnxfuse.kernels.region.shared_memory_staging import staged_values
-from onnxfuse.kernels.region.sizes import Size, Sizes
+from onnxfuse.kernels.region.sizes import Sizes
 from onnxfuse.kernels.region.tilings import Tiling
 
 MAX_AHEAD: Final = 32  # numbers that a thread reads before the barrier for what it does behind it
@@ -162,4 +163,4 @@ class TileText:
 
 
 def _is_multiple(extent: Size, of: int) -> bool:
-    return extent.constant is not None and extent.constant % of == 0
+    return isinstance(extent, int) and extent % of == 0

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from onnxfuse.algebra.sizes import Shape, product
 from onnxfuse.kernels.region.launch_schedule import Region, stages_of
 from onnxfuse.kernels.region.launches import plan_of
 from onnxfuse.kernels.region.program import parse, refusal
 from onnxfuse.kernels.region.shapes import infer
-from onnxfuse.kernels.region.sizes import ONE, ZERO, Shape, Sizes, product
+from onnxfuse.kernels.region.sizes import Sizes
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 from onnxfuse.runtime.symint import maximum, without_soft_guards
 
@@ -56,4 +57,4 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
 
 def _is_empty(shape: Shape, sizes: Sizes) -> bool:
     """Return whether a tensor has no elements."""
-    return not all(dim != ZERO and sizes.at_least(dim, ONE) for dim in shape)
+    return not all(dim != 0 and sizes.at_least(dim, 1) for dim in shape)

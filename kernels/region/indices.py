@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from onnxfuse.kernels.region.sizes import ONE, ZERO, Size, as_size
+from onnxfuse.algebra.sizes import Size, divide, is_nonnegative
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Atom:
     extent: Size
     name: str = ""  # of a variable or value
     of: Index | None = None
-    by: Size = ONE
+    by: Size = 1
     varies: tuple[str, ...] = ()  # the variables on which a value depends
 
 
@@ -36,25 +36,24 @@ class Index:
     constant: Size
     terms: tuple[tuple[Atom, Size], ...] = ()
 
-    def __add__(self, other: Index | Size | int) -> Index:
+    def __add__(self, other: Index | Size) -> Index:
         if not isinstance(other, Index):
             return Index(self.constant + other, self.terms)
         return _merged(self.constant + other.constant, (*self.terms, *other.terms))
 
-    def __mul__(self, factor: Size | int) -> Index:
-        size = as_size(factor)
-        if size == ZERO:
+    def __mul__(self, factor: Size) -> Index:
+        if factor == 0:
             return NOTHING
-        return Index(self.constant * size, tuple((atom, each * size) for atom, each in self.terms))
+        return Index(self.constant * factor, tuple((atom, each * factor) for atom, each in self.terms))
 
     @property
     def range(self) -> tuple[Size, Size] | None:
         """The least and the greatest value, as far as ranges of atoms say; None if signs are not known."""
         low = high = self.constant
         for atom, factor in self.terms:
-            if factor.is_nonnegative:
+            if is_nonnegative(factor):
                 high = high + factor * (atom.extent - 1)
-            elif (-factor).is_nonnegative:
+            elif is_nonnegative(-factor):
                 low = low + factor * (atom.extent - 1)
             else:
                 return None
@@ -63,13 +62,13 @@ class Index:
     def is_below(self, bound: Size) -> bool | None:
         """Return whether it is less than a bound; None if it depends."""
         limits = self.range
-        if limits and (bound - 1 - limits[1]).is_nonnegative:
+        if limits and is_nonnegative(bound - 1 - limits[1]):
             return True
-        return False if limits and (limits[0] - bound).is_nonnegative else None
+        return False if limits and is_nonnegative(limits[0] - bound) else None
 
     def factor(self, name: str) -> Size:
         """Return the factor of a variable; 0 where it is absent."""
-        return next((f for atom, f in self.terms if atom.kind == "variable" and atom.name == name), ZERO)
+        return next((f for atom, f in self.terms if atom.kind == "variable" and atom.name == name), 0)
 
     def variables(self) -> set[str]:
         """Return the names of all variables on which it depends."""
@@ -87,13 +86,13 @@ class Index:
                 yield from atom.of.atoms()
 
 
-NOTHING = Index(ZERO)
-UNBOUNDED: Final = as_size(2**62)  # the extent of an atom of which no bound is known: more elements than memory holds
+NOTHING = Index(0)
+UNBOUNDED: Final = 2**62  # the extent of an atom of which no bound is known: more elements than memory holds
 
 
 def variable_index(name: str, extent: Size) -> Index:
     """Return the index that is one variable, which is 0 if it has one value only."""
-    return NOTHING if extent == ONE else Index(ZERO, ((Atom("variable", extent, name), ONE),))
+    return NOTHING if extent == 1 else Index(0, ((Atom("variable", extent, name), 1),))
 
 
 def flat(index: Iterable[Index], shape: Iterable[Size]) -> Index:
@@ -106,32 +105,31 @@ def flat(index: Iterable[Index], shape: Iterable[Size]) -> Index:
 
 def function(kind: str, of: Index, by: Size) -> Index:
     """Return a function of an index as an index."""
-    return Index(ZERO, ((Atom(kind, by, of=of, by=by), ONE),))
+    return Index(0, ((Atom(kind, by, of=of, by=by), 1),))
 
 
 def divided(index: Index, by: Size) -> tuple[Index, Index]:
     """Return quotient and remainder of an index that is 0 or more; by 0 where nothing is ever read."""
-    if by in (ONE, ZERO):
+    if by in (1, 0):
         return index, NOTHING
     quotient, rest = NOTHING, NOTHING
     for atom, factor in index.terms:
-        exact = factor.divided(by)
+        exact = divide(factor, by)
         if exact is not None:
-            quotient = quotient + Index(ZERO, ((atom, exact),))
+            quotient = quotient + Index(0, ((atom, exact),))
         else:
-            rest = rest + Index(ZERO, ((atom, factor),))
-    number, size = index.constant.constant, by.constant
-    exact = index.constant.divided(by)
+            rest = rest + Index(0, ((atom, factor),))
+    exact = divide(index.constant, by)
     if exact is not None:
         quotient = quotient + exact
-    elif number is not None and size is not None:
-        quotient, rest = quotient + number // size, rest + number % size
+    elif isinstance(index.constant, int) and isinstance(by, int):
+        quotient, rest = quotient + index.constant // by, rest + index.constant % by
     else:
         rest = rest + index.constant
     bounds = rest.range
-    if bounds and bounds[0].is_nonnegative and (by - 1 - bounds[1]).is_nonnegative:
+    if bounds and is_nonnegative(bounds[0]) and is_nonnegative(by - 1 - bounds[1]):
         return quotient, rest
-    if not bounds or not bounds[0].is_nonnegative:
+    if not bounds or not is_nonnegative(bounds[0]):
         quotient, rest = NOTHING, index
     inner = _remainder_of_multiple(rest, by)
     if inner:
@@ -142,37 +140,37 @@ def divided(index: Index, by: Size) -> tuple[Index, Index]:
 
 def _remainder_of_multiple(index: Index, by: Size) -> tuple[Index, Size] | None:
     """Return, where an index is the remainder of another one by a multiple of a size, that index and the multiple."""
-    if len(index.terms) != 1 or index.constant != ZERO or index.terms[0][1] != ONE:
+    if len(index.terms) != 1 or index.constant != 0 or index.terms[0][1] != 1:
         return None
     atom = index.terms[0][0]
-    multiple = atom.by.divided(by) if atom.kind == "mod" and atom.of else None
+    multiple = divide(atom.by, by) if atom.kind == "mod" and atom.of else None
     return (atom.of, multiple) if multiple and atom.of else None
 
 
 def _quotient(index: Index, by: Size) -> Index:
     inner, divisor = index, by
-    if len(index.terms) == 1 and index.constant == ZERO:
+    if len(index.terms) == 1 and index.constant == 0:
         atom, factor = index.terms[0]
-        if atom.kind == "div" and atom.of and factor == ONE:
+        if atom.kind == "div" and atom.of and factor == 1:
             inner, divisor = atom.of, by * atom.by
     bounds = inner.range
     count = bounds[1] + 1 if bounds else UNBOUNDED
-    extent = count.divided(divisor) or count
-    if count.constant is not None and divisor.constant:
-        extent = as_size(-(-count.constant // divisor.constant))
-    return Index(ZERO, ((Atom("div", extent, of=inner, by=divisor), ONE),))
+    extent = divide(count, divisor) or count
+    if isinstance(count, int) and isinstance(divisor, int):
+        extent = -(-count // divisor)
+    return Index(0, ((Atom("div", extent, of=inner, by=divisor), 1),))
 
 
 def _merged(constant: Size, terms: Iterable[tuple[Atom, Size]]) -> Index:
     sums: dict[Atom, Size] = {}
     for atom, factor in terms:
-        sums[atom] = sums.get(atom, ZERO) + factor
+        sums[atom] = sums.get(atom, 0) + factor
     for atom, factor in list(sums.items()):
-        found = _put_together(atom, factor, sums) if atom.kind == "mod" and factor != ZERO else None
+        found = _put_together(atom, factor, sums) if atom.kind == "mod" and factor != 0 else None
         if found:
             del sums[found[0]], sums[atom]
-            return Index(constant, tuple((a, f) for a, f in sums.items() if f != ZERO)) + found[1] * factor
-    return Index(constant, tuple(sorted(((a, f) for a, f in sums.items() if f != ZERO), key=repr)))
+            return Index(constant, tuple((a, f) for a, f in sums.items() if f != 0)) + found[1] * factor
+    return Index(constant, tuple(sorted(((a, f) for a, f in sums.items() if f != 0), key=repr)))
 
 
 def _put_together(atom: Atom, factor: Size, sums: Mapping[Atom, Size]) -> tuple[Atom, Index] | None:
@@ -182,7 +180,7 @@ def _put_together(atom: Atom, factor: Size, sums: Mapping[Atom, Size]) -> tuple[
     if sums.get(above) == factor * atom.by:
         return above, atom.of
     for other, own in sums.items():
-        if other.kind == "mod" and other.of == Index(ZERO, ((above, ONE),)) and own == factor * atom.by:
+        if other.kind == "mod" and other.of == Index(0, ((above, 1),)) and own == factor * atom.by:
             return other, divided(atom.of, atom.by * other.by)[1]
     return None
 
@@ -197,7 +195,7 @@ def replaced(index: Index, by: Mapping[str, Index]) -> Index:
 
 def _replaced_atom(atom: Atom, by: Mapping[str, Index]) -> Index:
     if atom.of is None:
-        return by.get(atom.name, Index(ZERO, ((atom, ONE),)))
+        return by.get(atom.name, Index(0, ((atom, 1),)))
     inner = replaced(atom.of, by)
     if atom.kind in ("div", "mod"):
         return divided(inner, atom.by)[atom.kind == "mod"]
@@ -206,7 +204,7 @@ def _replaced_atom(atom: Atom, by: Mapping[str, Index]) -> Index:
 
 def text_of(index: Index, size: Callable[[Size], str], atom: Callable[[Atom], str]) -> str:
     """Return an index as an expression of C++."""
-    parts = [("" if factor == ONE else f"{size(factor)} * ") + atom(each) for each, factor in index.terms]
-    if index.constant != ZERO or not parts:
+    parts = [("" if factor == 1 else f"{size(factor)} * ") + atom(each) for each, factor in index.terms]
+    if index.constant != 0 or not parts:
         parts.append(size(index.constant))
     return " + ".join(parts).replace(" + -", " - ")

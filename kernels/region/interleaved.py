@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from onnxfuse.algebra.sizes import number_of
 from onnxfuse.kernels.region.indices import NOTHING, flat, variable_index
 from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.nests import ELEMENTS, Nest, Variable
@@ -23,7 +24,7 @@ def chunk_of(count: int, dtype: str) -> int:
 def interleaved_lanes(short: Variable, lanes: Lanes) -> Lanes:
     """Return lanes along the same variable, as many as a thread can have at all values of the short one."""
     width = lanes.width
-    while width > 1 and width * (short.extent.constant or 1) > MAX_INTERLEAVED:
+    while width > 1 and width * (number_of(short.extent) or 1) > MAX_INTERLEAVED:
         width //= 2
     return Lanes(lanes.variable, width)
 
@@ -39,6 +40,6 @@ def interleaved(nest: Nest) -> Variable | None:
         others = [each for each in variables if each != short]
         before = flat([variable_index(each.name, each.extent) for each in others], [each.extent for each in others])
         own = before * short.extent + variable_index(short.name, short.extent)
-        if 1 < (short.extent.constant or 0) <= MAX_INTERLEAVED and address + own * -1 == NOTHING:
+        if 1 < (number_of(short.extent) or 0) <= MAX_INTERLEAVED and address + own * -1 == NOTHING:
             return short
     return None

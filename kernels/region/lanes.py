@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from onnxfuse.algebra.sizes import Size, number_of
 from onnxfuse.kernels.region.indices import Index
-from onnxfuse.kernels.region.sizes import ONE, ZERO, Size, Sizes
+from onnxfuse.kernels.region.sizes import Sizes
 
 
 def variable_of(index: Index, name: str) -> Index:
     """Return the part of an index that is a variable."""
     terms = [each for each in index.terms if each[0].kind == "variable" and each[0].name == name]
-    return Index(ZERO, tuple((atom, ONE) for atom, _ in terms))
+    return Index(0, tuple((atom, 1) for atom, _ in terms))
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Lanes:
 
     def are_contiguous(self, address: Index, sizes: Sizes) -> bool:
         """Return whether the lanes are neighbours in memory, the first at a multiple of the width."""
-        is_one = not self.scattered and address.factor(self.variable) == ONE
+        is_one = not self.scattered and address.factor(self.variable) == 1
         behind = self._without_variable(address)
         return is_one and self._is_multiple(behind + self.rest * -1 if self.rest else behind, sizes)
 
@@ -68,7 +69,7 @@ class Lanes:
         for atom, _ in index.terms:
             if self.variable not in (atom.of.variables() if atom.of else {atom.name, *atom.varies}):
                 continue
-            by = atom.by.constant
+            by = number_of(atom.by)
             is_quotient = atom.kind == "div" and atom.of is not None and atom.of == variable_of(atom.of, self.variable)
             inner = [by] if is_quotient and by else self._divisors(atom.of) if atom.of else None
             if inner is None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeAlias
 
+from onnxfuse.algebra.sizes import Shape, product
 from onnxfuse.kernels.region.costs import WARP
 from onnxfuse.kernels.region.indices import variable_index
 from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, make_nest, make_stored_nest, with_row_outputs
@@ -14,7 +15,6 @@ from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.reductions import Instance, Key
 from onnxfuse.kernels.region.scratch_reductions import Stored, StoredByKey, stored
 from onnxfuse.kernels.region.shapes import Shapes
-from onnxfuse.kernels.region.sizes import ONE, ZERO, Shape, product
 from onnxfuse.kernels.region.tilings import THREADS, Tiling, fastest_variables, of_one_block, tiling_of
 from onnxfuse.kernels.region.traffic import accesses, with_contiguous_last
 from onnxfuse.region_operators import REDUCTIONS
@@ -91,7 +91,7 @@ def _grouped(program: Program, shapes: Shapes, groups: Sequence[Sequence[str]]) 
 def _share_reads(program: Program, shapes: Shapes, own: Sequence[str], other: Sequence[str]) -> bool:
     """Return whether two groups of outputs read fewer bytes in one nest."""
     a, b = shapes.of[own[0]], shapes.of[other[0]]
-    is_same = [dim for dim in a if dim != ONE] == [dim for dim in b if dim != ONE]
+    is_same = [dim for dim in a if dim != 1] == [dim for dim in b if dim != 1]
     reduces = any(each.name in REDUCTIONS for each in program.operations)
     if product(a) != product(b) or (reduces and not is_same):
         return False
@@ -128,7 +128,7 @@ def _joined(region: Region, rows: Nest, other: Nest, stored: StoredByKey) -> Nes
         return None
     given = {**other.row_outputs, **dict.fromkeys(rows.outputs, shape)}
     joined = _arranged(region, make_nest(program, shapes, other.outputs, stored, given), stored)
-    if joined.inner or joined.count(ROWS) != product(shape) or _tiling(region, joined).shares != ONE:
+    if joined.inner or joined.count(ROWS) != product(shape) or _tiling(region, joined).shares != 1:
         return None
     return joined
 
@@ -141,16 +141,16 @@ def _shape_of_rows(region: Region, rows: Nest, other: Nest) -> Shape | None:
     instances = [each for level in rows.levels for each in level]
     if not instances or rows.inner or rows.row_outputs or rows.lists[ELEMENTS]:
         return None
-    own = [(dim, variable_index(f"o{axis}", dim)) for axis, dim in enumerate(rows.shape) if dim != ONE]
-    axes, found = [axis for axis, dim in enumerate(other.shape) if dim != ONE], set[Shape]()
+    own = [(dim, variable_index(f"o{axis}", dim)) for axis, dim in enumerate(rows.shape) if dim != 1]
+    axes, found = [axis for axis, dim in enumerate(other.shape) if dim != 1], set[Shape]()
     for each in instances:
-        places = [(dim, at) for dim, at in zip(region.shapes.of[each.value], each.kept, strict=True) if dim != ONE]
+        places = [(dim, at) for dim, at in zip(region.shapes.of[each.value], each.kept, strict=True) if dim != 1]
         if [dim for dim, _ in places] != [other.shape[axis] for axis in axes]:
             return None
         if [(dim, at) for dim, at in places if at is not None] != own:
             return None
         reduced = {axis for axis, (_, at) in zip(axes, places, strict=True) if at is None}
-        found.add(tuple(ONE if axis in reduced else dim for axis, dim in enumerate(other.shape)))
+        found.add(tuple(1 if axis in reduced else dim for axis, dim in enumerate(other.shape)))
     return found.pop() if len(found) == 1 else None
 
 
@@ -181,7 +181,7 @@ def _with_common_rows(region: Region, own: Mapping[Keys, Nest], found: StoredByK
 
 def _has_rows_of(region: Region, made: Nest, nests: Sequence[Nest]) -> bool:
     """Return whether a nest computes the rows that all of these do, each of them by threads that need no others."""
-    is_whole = not made.inner and all(_tiling(region, each).shares == ONE for each in (made, *nests))
+    is_whole = not made.inner and all(_tiling(region, each).shares == 1 for each in (made, *nests))
     return is_whole and all(each.shape == made.shape and each.count(ROWS) == made.count(ROWS) for each in nests)
 
 
@@ -194,11 +194,11 @@ def _arranged(region: Region, nest: Nest, found: Mapping[Key, Stored]) -> Nest:
 def _slow(region: Region, nest: Nest) -> Iterator[Instance]:
     """Yield the reductions of a nest that launches of their own should compute."""
     shapes = region.shapes
-    if nest.levels and _tiling(region, nest).shares != ONE:
+    if nest.levels and _tiling(region, nest).shares != 1:
         yield from (each for level in nest.levels for each in level if each not in nest.stores)
     for each in nest.inner:
         count = shapes.sizes.value(each.count(shapes))
-        if ZERO not in shapes.of[each.value] and estimate(count) >= MIN_STORED_ELEMENTS:
+        if 0 not in shapes.of[each.value] and estimate(count) >= MIN_STORED_ELEMENTS:
             yield each
 
 
@@ -210,7 +210,7 @@ def _in_order(region: Region, nests: Sequence[Nest], own: Mapping[Keys, Nest], f
     """Return nests in launches, each behind those that it reads."""
     stages, tilings = Stages(), {keys: _tiling(region, nest) for keys, nest in own.items()}
     together = {key: keys for keys in own for key in keys}
-    merged = {keys for keys, tiling in tilings.items() if tiling.shares != ONE and _is_merged(keys, own, nests)}
+    merged = {keys for keys, tiling in tilings.items() if tiling.shares != 1 and _is_merged(keys, own, nests)}
 
     def first_launch(nest: Nest) -> int:
         return max((ready(key) for key in nest.reads), default=0)
@@ -221,7 +221,7 @@ def _in_order(region: Region, nests: Sequence[Nest], own: Mapping[Keys, Nest], f
 
     for keys, nest in own.items():
         tiling, launch = tilings[keys], first_launch(nest)
-        is_across = tiling.way == "columns" and tiling.shares != ONE
+        is_across = tiling.way == "columns" and tiling.shares != 1
         shared = {key: replace(found[key], shares=tiling.shares, is_across=is_across) for key in keys}
         if keys in merged:
             stages.stored |= {key: found[key] for key in keys}
@@ -245,7 +245,7 @@ def _is_merged(keys: Keys, own: Mapping[Keys, Nest], nests: Sequence[Nest]) -> b
     """
     places = own[keys].count(ROWS)
     readers = [nest for nest in (*nests, *own.values()) if nest.reads & set(keys)]
-    return places != ONE and any(nest.count(ROWS) * nest.count(ELEMENTS) != places or nest.levels for nest in readers)
+    return places != 1 and any(nest.count(ROWS) * nest.count(ELEMENTS) != places or nest.levels for nest in readers)
 
 
 def _of_one_launch(works: Sequence[Work]) -> list[Work]:

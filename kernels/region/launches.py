@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from onnxfuse.algebra.sizes import product
 from onnxfuse.kernels.region.arguments import Arguments
 from onnxfuse.kernels.region.codegen import Writer
 from onnxfuse.kernels.region.emit_nest import NestText
@@ -16,7 +17,7 @@ from onnxfuse.kernels.region.nests import ROWS, Nest
 from onnxfuse.kernels.region.operators import BYTES, STORED
 from onnxfuse.kernels.region.reductions import Key
 from onnxfuse.kernels.region.scratch_reductions import Stored
-from onnxfuse.kernels.region.sizes import Sizes, product
+from onnxfuse.kernels.region.sizes import Sizes
 from onnxfuse.kernels.region.tilings import Tiling
 from onnxfuse.kernels.region.wrapped import wrapped
 from onnxfuse.kernels.tensors import PDL_ARCH, STREAMED_FROM_BYTES, is_released

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from onnxfuse.algebra.sizes import Shape, Size, is_nonnegative, product
 from onnxfuse.kernels.region.indices import NOTHING, Index, divided, flat, function
 from onnxfuse.kernels.region.program import Operation
 from onnxfuse.kernels.region.shapes import Shapes, axis_of, sizes_of, slice_of
-from onnxfuse.kernels.region.sizes import ONE, ZERO, Shape, Size, Sizes, product
+from onnxfuse.kernels.region.sizes import Sizes
 
 Place: TypeAlias = tuple[Index, ...]  # of an element: an index for each axis
 
@@ -36,7 +37,7 @@ def source(operation: Operation, output: str, place: Place, shapes: Shapes) -> P
         return _sliced(operation, place, given, shapes.sizes)
     if name == "Split":
         axis, which = axis_of(operation), operation.outputs.index(output)
-        return _moved(place, axis, sum(sizes_of(operation, "sizes", given, shapes.sizes)[:which], ZERO))
+        return _moved(place, axis, sum(sizes_of(operation, "sizes", given, shapes.sizes)[:which], 0))
     if name == "Tile":
         return tuple(divided(each, dim)[1] for each, dim in zip(place, x, strict=True))
     return _padded(operation, place, given, shapes.sizes)
@@ -55,7 +56,7 @@ def broadcast(place: Place, shape: Shape, x: Shape, shapes: Shapes) -> Place:
     """Return the place in `x`, which is broadcast to `shape`."""
     skipped = len(shape) - len(x)
     return tuple(
-        NOTHING if dim == ONE or not shapes.sizes.equal(dim, whole) else each
+        NOTHING if dim == 1 or not shapes.sizes.equal(dim, whole) else each
         for each, whole, dim in zip(place[skipped:], shape[skipped:], x, strict=True)
     )
 
@@ -71,7 +72,7 @@ def reshaped(place: Place, shape: Shape, x: Shape) -> Place:
         left, right = [own.pop()] if own else [], [other.pop()] if other else []
         a, b = product(shape[i] for i in left), product(x[i] for i in right)
         while a != b and (own or other):
-            take_own = bool(own) and (not other or (b - a).is_nonnegative)
+            take_own = bool(own) and (not other or is_nonnegative(b - a))
             if take_own:
                 left.insert(0, own.pop())
             else:
@@ -99,9 +100,9 @@ def _padded(operation: Operation, place: Place, given: Sequence[Shape], sizes: S
     pads, x = sizes_of(operation, "pads", given, sizes), given[0]
     for axis, dim in enumerate(x):
         begin, end = pads[axis], pads[axis + len(x)]
-        if begin != ZERO or end != ZERO:
+        if begin != 0 or end != 0:
             moved = place[axis] + -begin
-            takes_away = (-begin).is_nonnegative and (-end).is_nonnegative
+            takes_away = is_nonnegative(-begin) and is_nonnegative(-end)
             found[axis] = moved if mode == "constant" or takes_away else function(mode, moved, dim)
     return tuple(found)
 
@@ -109,7 +110,7 @@ def _padded(operation: Operation, place: Place, given: Sequence[Shape], sizes: S
 def is_inside(place: Place, shape: Shape) -> bool:
     """Return whether ranges of indices prove that a tensor has the place; one that is gathered of may be empty."""
     limits = [index.range for index in place]
-    known = all(each is not None and each[0].is_nonnegative for each in limits)
+    known = all(each is not None and is_nonnegative(each[0]) for each in limits)
     gathered = (atom.extent for index in place for atom in index.atoms() if atom.kind == "value")
-    is_full = all((extent - 1).is_nonnegative for extent in gathered)
+    is_full = all(is_nonnegative(extent - 1) for extent in gathered)
     return known and is_full and all(index.is_below(dim) is True for index, dim in zip(place, shape, strict=True))

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from onnxfuse.algebra.sizes import Shape, Size, divide, is_nonnegative, product
 from onnxfuse.kernels.region.arguments import Arguments
 from onnxfuse.kernels.region.codegen import Writer
 from onnxfuse.kernels.region.indices import NOTHING, Atom, Index, divided, flat, replaced, variable_index
@@ -21,7 +22,6 @@ from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.reductions import Instance, Key
 from onnxfuse.kernels.region.scratch_reductions import Stored, StoredByKey
 from onnxfuse.kernels.region.shapes import Shapes
-from onnxfuse.kernels.region.sizes import ONE, Shape, Size, product
 
 MAX_REFINEMENTS: Final = 24
 ROWS: Final = "row"
@@ -69,7 +69,7 @@ class Nest:
 
     def _place_in(self, shape: Shape) -> Place:
         """Return the place in a tensor whose axes are the nest's, some of them with one element."""
-        return tuple(NOTHING if dim == ONE else self.places.get(f"o{axis}", NOTHING) for axis, dim in enumerate(shape))
+        return tuple(NOTHING if dim == 1 else self.places.get(f"o{axis}", NOTHING) for axis, dim in enumerate(shape))
 
     @property
     def reads(self) -> set[Key]:
@@ -86,13 +86,13 @@ class Nest:
         name = self.list_of(extents)
         if name != ELEMENTS:
             return name, tuple(self.places.get(f"{name}_{i}", NOTHING) for i in range(len(extents)))
-        own = iter(axis for axis in self.element_axes() if self.shape[axis] != ONE)
-        return name, tuple(NOTHING if dim == ONE else self.places[f"o{next(own)}"] for dim in extents)
+        own = iter(axis for axis in self.element_axes() if self.shape[axis] != 1)
+        return name, tuple(NOTHING if dim == 1 else self.places[f"o{next(own)}"] for dim in extents)
 
     def list_of(self, extents: Sequence[Size]) -> str:
         """Return the name of the list for reduced axes of these extents: the row's elements if they have the same."""
-        dims = [dim for dim in extents if dim != ONE]
-        if dims and dims == [self.shape[axis] for axis in self.element_axes() if self.shape[axis] != ONE]:
+        dims = [dim for dim in extents if dim != 1]
+        if dims and dims == [self.shape[axis] for axis in self.element_axes() if self.shape[axis] != 1]:
             return ELEMENTS
         return "reduced " + " ".join(f"[{dim}]" for dim in extents)
 
@@ -137,7 +137,7 @@ def make_stored_nest(program: Program, shapes: Shapes, group: Sequence[Stored], 
 
 def _made(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
     """Return a nest with all but its outputs and its shape."""
-    axes = [Variable(f"o{axis}", dim) for axis, dim in enumerate(nest.shape) if dim != ONE]
+    axes = [Variable(f"o{axis}", dim) for axis, dim in enumerate(nest.shape) if dim != 1]
     places = {each.name: variable_index(each.name, each.extent) for each in axes}
     nest = _with_levels(replace(nest, lists={ROWS: (), ELEMENTS: tuple(axes)}, places=places), program, shapes, stored)
     elements = {f"o{axis}" for axis in nest.element_axes()}
@@ -151,7 +151,7 @@ def _made(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> 
         if name not in lists:
             letter = f"r{len(lists)}"
             variables = [Variable(f"{letter}_{i}", dim) for i, dim in enumerate(extents)]
-            lists[name] = tuple(each for each in variables if each.extent != ONE)
+            lists[name] = tuple(each for each in variables if each.extent != 1)
             places |= {f"{name}_{i}": variable_index(each.name, each.extent) for i, each in enumerate(variables)}
     return _refined(replace(nest, lists=lists, places=places), program, shapes, stored)
 
@@ -273,15 +273,15 @@ def _splits(nest: Nest) -> Iterator[tuple[Variable, Size]]:
         if atom.kind not in ("div", "mod") or atom.of is None:
             continue
         for term, factor in atom.of.terms:
-            part = atom.by.divided(factor if factor.is_nonnegative else -factor)
+            part = divide(atom.by, factor if is_nonnegative(factor) else -factor)
             found = variables.get(term.name) if term.kind == "variable" else None
-            if found and part and part != ONE and part != found.extent and found.extent.divided(part):
+            if found and part and part != 1 and part != found.extent and divide(found.extent, part):
                 yield found, part
 
 
 def split(nest: Nest, variable: Variable, part: Size) -> Nest:
     """Return a nest with two variables in place of one, of which the second counts `part` elements."""
-    whole = variable.extent.divided(part)
+    whole = divide(variable.extent, part)
     assert whole is not None
     high = Variable(f"{variable.name}h", whole)
     low = Variable(f"{variable.name}l", part)
@@ -306,7 +306,7 @@ def _merges(index: Index, high: Variable, low: Variable) -> bool:
 
 def _with_merged(nest: Nest, high: Variable, low: Variable) -> Nest:
     one = Variable(f"{high.name}{low.name}", high.extent * low.extent)
-    quotient, rest = divided(Index(NOTHING.constant, ((Atom("variable", one.extent, one.name), ONE),)), low.extent)
+    quotient, rest = divided(Index(0, ((Atom("variable", one.extent, one.name), 1),)), low.extent)
     return _with_variables(nest, (high, low), (one,), {high.name: quotient, low.name: rest})
 
 
@@ -317,7 +317,7 @@ def _with_variables(nest: Nest, old: tuple[Variable, ...], new: tuple[Variable, 
         found: list[Variable] = []
         for each in variables:
             if each == old[0]:
-                found += [variable for variable in new if variable.extent != ONE]
+                found += [variable for variable in new if variable.extent != 1]
             elif each not in old:
                 found.append(each)
         lists[name] = tuple(found)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from onnxfuse.algebra.operators import EXTREMES, SOFTMAXES
+from onnxfuse.algebra.sizes import Size, product
 from onnxfuse.kernels.region.indices import Index
 from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.operators import BYTES, NUMBER
 from onnxfuse.kernels.region.program import Operation, Program
 from onnxfuse.kernels.region.shapes import Shapes, reduced_axes
-from onnxfuse.kernels.region.sizes import Size, product
 
 ACCUMULATORS: Final = {  # of region.cuh, and what is added for an element
     "ReduceSum": ("Sum", "{}"), "ReduceMean": ("Sum", "{}"), "ReduceMax": ("Max", "{}"), "ReduceMin": ("Min", "{}"),

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from onnxfuse.algebra.sizes import Shape, Size, product
 from onnxfuse.kernels.region.indices import variable_index
 from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.reductions import Instance, Key
 from onnxfuse.kernels.region.shapes import Shapes
-from onnxfuse.kernels.region.sizes import ONE, Shape, Size, product
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class Stored:
     pointer: str
     instance: Instance  # at the places o0, o1, ...
     shape: Shape  # of the places
-    shares: Size = ONE
+    shares: Size = 1
     is_across: bool = False
 
     @property
     def is_whole(self) -> bool:
         """Whether there is one place only, so that a block can merge the shares for all its threads."""
-        return product(self.shape) == ONE and self.shares != ONE
+        return product(self.shape) == 1 and self.shares != 1
 
     @property
     def count(self) -> Size:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from onnxfuse.algebra.operators import EXTREMES
+from onnxfuse.algebra.sizes import Shape, Size, product
 from onnxfuse.kernels.region.program import Operation, Program
-from onnxfuse.kernels.region.sizes import ONE, ZERO, Shape, Size, Sizes, as_size, product
+from onnxfuse.kernels.region.sizes import Sizes
 from onnxfuse.region_operators import ELEMENTWISE, SUMS
 
 OF_SOME: Final = (*EXTREMES, "ReduceMax", "ReduceMin")  # their result is not defined for no elements
@@ -46,7 +47,7 @@ def _output(operation: Operation, shapes: list[Shape], sizes: Sizes, output: int
         return _reshaped(operation, shapes, sizes)
     if name == "Unsqueeze":
         rank, dims = len(x) + len(operation.integers("axes")), iter(x)
-        return tuple(ONE if axis in operation.integers("axes") else next(dims) for axis in range(rank))
+        return tuple(1 if axis in operation.integers("axes") else next(dims) for axis in range(rank))
     if name == "Squeeze":
         return tuple(dim for axis, dim in enumerate(x) if axis not in operation.integers("axes"))
     if name == "Expand":
@@ -63,9 +64,9 @@ def _output(operation: Operation, shapes: list[Shape], sizes: Sizes, output: int
         return tuple(dim * repeat for dim, repeat in zip(x, sizes_of(operation, "repeats", shapes, sizes), strict=True))
     if name in SUMS or name in EXTREMES:
         axes, keeps = reduced_axes(operation), operation.attributes.get("keepdims", 1)
-        if name in OF_SOME and any(x[axis] == ZERO for axis in axes):
+        if name in OF_SOME and any(x[axis] == 0 for axis in axes):
             raise ValueError(f"region: {name} reduces no elements; required is at least one")
-        return tuple(ONE if i in axes else dim for i, dim in enumerate(x) if keeps or i not in axes)
+        return tuple(1 if i in axes else dim for i, dim in enumerate(x) if keeps or i not in axes)
     return x  # Softmax and LogSoftmax
 
 
@@ -76,7 +77,7 @@ def sizes_of(operation: Operation, name: str, shapes: Sequence[Shape], sizes: Si
 
 def _size_of(expression: Any, shapes: Sequence[Shape], sizes: Sizes) -> Size:
     if not isinstance(expression, list):
-        return as_size(int(expression))
+        return int(expression)
     operator, *operands = expression
     if operator == "dim":
         return shapes[operands[0]][operands[1]]
@@ -97,7 +98,7 @@ def axis_of(operation: Operation) -> int:
 def broadcast(shapes: list[Shape], sizes: Sizes) -> Shape:
     """Return the shape to which all are broadcast.  Raises ValueError if they cannot be."""
     rank = max(map(len, shapes))
-    found = [ONE] * rank
+    found: list[Size] = [1] * rank
     for shape in shapes:
         for i, dim in enumerate(shape, rank - len(shape)):
             found[i] = _common(found[i], dim, sizes)
@@ -105,13 +106,13 @@ def broadcast(shapes: list[Shape], sizes: Sizes) -> Shape:
 
 
 def _common(a: Size, b: Size, sizes: Sizes) -> Size:
-    if ONE in (a, b):
-        return b if a == ONE else a
+    if 1 in (a, b):
+        return b if a == 1 else a
     if sizes.equal(a, b):
-        return a if a.constant is not None or b.constant is None else b
-    if sizes.equal(a, ONE):
+        return a if isinstance(a, int) or not isinstance(b, int) else b
+    if sizes.equal(a, 1):
         return b
-    if sizes.equal(b, ONE):
+    if sizes.equal(b, 1):
         return a
     raise ValueError(f"region: dims of {sizes.value(a)} and {sizes.value(b)} elements cannot be broadcast")
 
@@ -128,11 +129,11 @@ def _reshaped(operation: Operation, shapes: Sequence[Shape], sizes: Sizes) -> Sh
         else:
             others.append(dim)
     if -1 not in target:
-        is_empty = ZERO in x and ZERO in known
+        is_empty = 0 in x and 0 in known
         if not is_empty and not sizes.equal(product(left), product(others)):
             raise ValueError(f"region: Reshape to {_text(literal)} does not keep the number of elements")
-        free = ONE
-    elif product(others) == ZERO:
+        free: Size = 1
+    elif product(others) == 0:
         raise ValueError(f"region: Reshape to {_text(literal)} has no size for -1")
     else:
         free = sizes.quotient(product(left), product(others))
@@ -156,21 +157,20 @@ def slice_of(operation: Operation, axis: int, shapes: Sequence[Shape], sizes: Si
     at, dim = operation.integers("axes").index(axis), shapes[0][axis]
     start, end = (sizes_of(operation, name, shapes, sizes)[at] for name in ("starts", "ends"))
     step = operation.integers("steps")[at] if operation.attributes.get("steps") else 1
-    low, high = (ZERO, dim) if step > 0 else (as_size(-1), dim - 1)
+    low, high = (0, dim) if step > 0 else (-1, dim - 1)
     first, last = (_clamped(place, dim, low, high, sizes) for place in (start, end))
     span = last - first if step > 0 else first - last
-    if not sizes.at_least(span, ONE):
-        return ZERO, step, ZERO
+    if not sizes.at_least(span, 1):
+        return 0, step, 0
     return first, step, sizes.ceiling(span, abs(step))
 
 
 def _clamped(place: Size, dim: Size, low: Size, high: Size, sizes: Sizes) -> Size:
-    number = place.constant
-    if number is not None and number < -(1 << 31):
+    if isinstance(place, int) and place < -(1 << 31):
         return low
-    if number is not None and number >= (1 << 31) - 1:
+    if isinstance(place, int) and place >= (1 << 31) - 1:
         return high
-    at = place if sizes.at_least(place, ZERO) else dim + place
+    at = place if sizes.at_least(place, 0) else dim + place
     if not sizes.at_least(at, low):
         return low
     return at if sizes.at_least(high, at) else high
@@ -187,7 +187,7 @@ def _padded(operation: Operation, x: Shape, pads: Sequence[Size]) -> Shape:
 
 def _taken(name: str, dim: Size, found: Shape) -> Shape:
     """Return the shape of what is taken along a dim.  Raises ValueError if there is nothing to take."""
-    if dim == ZERO and ZERO not in found:
+    if dim == 0 and 0 not in found:
         raise ValueError(f"region: {name} takes elements of an axis that has none")
     return found
 
@@ -199,8 +199,8 @@ def _of_parts(operation: Operation, shapes: list[Shape], sizes: Sizes, output: i
         return _taken("Gather", x[axis], (*x[:axis], *shapes[1], *x[axis + 1 :]))
     if operation.name == "Split":
         parts = sizes_of(operation, "sizes", shapes, sizes)
-        if not sizes.equal(x[axis], sum(parts, ZERO)):
-            raise ValueError(f"region: Split makes {sum(parts, ZERO)} elements of {sizes.value(x[axis])}")
+        if not sizes.equal(x[axis], sum(parts, 0)):
+            raise ValueError(f"region: Split makes {sum(parts, 0)} elements of {sizes.value(x[axis])}")
         return (*x[:axis], parts[output], *x[axis + 1 :])
     found = list(x)
     for shape in shapes[1:]:

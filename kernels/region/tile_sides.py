@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from onnxfuse.kernels.region.sizes import Size
+from onnxfuse.algebra.sizes import Size, number_of
 from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.symint import is_symbolic
 
@@ -39,7 +39,7 @@ def _longest(one: Size, other: Size, area: int) -> tuple[int, int]:
     """Return the sides of a tile, of which the first may have an axis that is longer than the side of a square."""
     square = 1 << (area.bit_length() - 1) // 2
     first = _side(one, square)
-    if _covered(one, first) > MAX_TILE_WASTE * (one.constant or first):
+    if _covered(one, first) > MAX_TILE_WASTE * (number_of(one) or first):
         first = min(first, _side(one, 2 * square - 1), key=lambda side: _covered(one, side))
     second = _side(other, area // first // TILE_STEP * TILE_STEP)
     return max(first, _side(one, area // second // TILE_STEP * TILE_STEP)), second
@@ -47,12 +47,12 @@ def _longest(one: Size, other: Size, area: int) -> tuple[int, int]:
 
 def _side(extent: Size, most: int) -> int:
     """Return the elements of a tile along an axis, of which equally long ones cover the axis."""
-    if extent.constant is None:
+    if not isinstance(extent, int):
         return most
-    count = -(-extent.constant // most)
-    return -(-extent.constant // (count * TILE_STEP)) * TILE_STEP
+    count = -(-extent // most)
+    return -(-extent // (count * TILE_STEP)) * TILE_STEP
 
 
 def _covered(extent: Size, side: int) -> int:
     """Return how many elements of an axis tiles have together, or those of one tile where that is dynamic."""
-    return -(-(extent.constant or 1) // side) * side
+    return -(-(number_of(extent) or 1) // side) * side

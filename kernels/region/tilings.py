@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeAlias
 
+from onnxfuse.algebra.sizes import Size, number_of, terms_of
 from onnxfuse.kernels.elementwise.elements import RESIDENT_THREADS, SMALL_VECTORS, SMALL_WIDTH
 from onnxfuse.kernels.region.costs import BYTE_COST, THREAD_COST, WARP, cost, cost_of_bytes
 from onnxfuse.kernels.region.indices import NOTHING, flat, replaced
@@ -25,7 +26,7 @@ from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.scratch_reductions import StoredByKey
 from onnxfuse.kernels.region.shapes import Shapes
 from onnxfuse.kernels.region.shared_memory_staging import staged_values
-from onnxfuse.kernels.region.sizes import ONE, Size, Sizes
+from onnxfuse.kernels.region.sizes import Sizes
 from onnxfuse.kernels.region.tile_sides import TILE_AREA, tile_area, tile_sides
 from onnxfuse.kernels.region.traffic import accesses, is_side_by_side, moved_along, typical
 from onnxfuse.kernels.tensors import VECTOR_BYTES
@@ -105,7 +106,7 @@ class Tiling:
     inner_widths: Mapping[str, int] = field(default_factory=dict)  # along the elements of rows, by list
     shifted: Mapping[str, Lanes] = field(default_factory=dict)  # by list: vectors that start elsewhere in each row
     lanes: int = 32  # threads of a warp that have a row together
-    shares: Size = ONE  # blocks that have a row, or a column's threads, together
+    shares: Size = 1  # blocks that have a row, or a column's threads, together
     row_memory: int = 0  # bytes of dynamic shared memory
 
 
@@ -151,8 +152,8 @@ def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, devic
     width = shifted[name].width if name in shifted else widths[name]
     rounds = length // (width * ROW_THREADS)
     fewest = MIN_SHARES if width > 1 else MIN_NARROW_SHARES
-    shares = _shares(rows, rounds, sizes, device, fewest=fewest) if _may_share(nest, length) else ONE
-    memory = _row_memory(nest, name, width, name in shifted, program, shapes, device) if shares == ONE else 0
+    shares = _shares(rows, rounds, sizes, device, fewest=fewest) if _may_share(nest, length) else 1
+    memory = _row_memory(nest, name, width, name in shifted, program, shapes, device) if shares == 1 else 0
     blocks = device.shared_per_block // memory if memory else math.inf
     threads = ROW_THREADS if ROW_THREADS * blocks >= KEPT_THREADS else 2 * ROW_THREADS
     return Tiling("block", threads, inner_widths=widths, shares=shares, shifted=shifted, row_memory=memory)
@@ -165,9 +166,9 @@ def _row_memory(
 
     Registers hold shorter rows, unless their vectors start elsewhere in each.
     """
-    count, last = nest.count(name).constant, nest.lists[name][-1].name
+    count, last = number_of(nest.count(name)), nest.lists[name][-1].name
     loops = sum(nest.elements_of(level[0], shapes)[0] == name for level in nest.levels) + (name == ELEMENTS)
-    along = [each for each in accesses(nest, program) if each.operand and each.address.factor(last) == ONE]
+    along = [each for each in accesses(nest, program) if each.operand and each.address.factor(last) == 1]
     along = [each for each in along if program.dtypes[each.operand] in KEPT_DTYPES]
     if count is None or loops < 2 or not along or device.arch < COPYING_ARCH:
         return 0
@@ -183,9 +184,9 @@ def _shifted(nest: Nest, name: str, program: Program, shapes: Shapes) -> Lanes |
     All that lies along the rows must begin so together.
     """
     variables = nest.lists[name]
-    if len(variables) != 1 or (variables[0].extent.constant or 0) < MIN_SHIFTED:
+    if len(variables) != 1 or (number_of(variables[0].extent) or 0) < MIN_SHIFTED:
         return None
-    along = [each for each in accesses(nest, program) if each.address.factor(variables[0].name) == ONE]
+    along = [each for each in accesses(nest, program) if each.address.factor(variables[0].name) == 1]
     if not along:
         return None
     width = min(MAX_WIDTH, VECTOR_BYTES // max(along, key=lambda each: each.moved).item_bytes)
@@ -233,7 +234,7 @@ def _columns(nest: Nest, name: str, program: Program, shapes: Shapes, aligned: b
     if not shared:
         return Tiling("columns", ROW_THREADS, width, ROW_THREADS)
     blocks, rounds = -(-rows // (width * COLUMNS)), length // (ROW_THREADS // COLUMNS)
-    shares = _shares(blocks, rounds, sizes, device, MAX_COLUMN_SHARES) if _may_share(nest, length) else ONE
+    shares = _shares(blocks, rounds, sizes, device, MAX_COLUMN_SHARES) if _may_share(nest, length) else 1
     return Tiling("columns", ROW_THREADS, width, COLUMNS, shares=shares)
 
 
@@ -242,7 +243,7 @@ def _may_share(nest: Nest, length: int) -> bool:
 
     It has two for each reduction that reads others.  Rows that two dynamic dims count are hardly ever few.
     """
-    dims = {name for monomial, _ in nest.count(ROWS).terms for name in monomial}
+    dims = {name for monomial, _ in terms_of(nest.count(ROWS)) for name in monomial}
     return not is_symbolic(length) or (len(nest.levels) <= MAX_CHAIN and len(dims) < MANY_DIMS)
 
 
@@ -257,7 +258,7 @@ def _shares(
     resident = RESIDENT_THREADS * device.multiprocessors // ROW_THREADS
     shares = maximum(1, minimum(resident // blocks, rounds // MIN_ROUNDS, most))
     if not estimate(rounds) >= MIN_DIVIDED_ROUNDS or not estimate(shares) >= fewest:
-        return ONE
+        return 1
     return sizes.named(f"at most {most} shares of {rounds!r} rounds by {blocks!r} blocks", shares)
 
 
@@ -273,7 +274,7 @@ def _tile(nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: D
     crossed = [each for each in loads if not is_side_by_side(each.address, last)]
     moved = {each: sum(load.moved for load in crossed if is_side_by_side(load.address, each)) for each in variables}
     across = max(variables[:-1], key=lambda each: moved[each])
-    if not moved[across] or any((each.extent.constant or MIN_TILED) < MIN_TILED for each in (across, last)):
+    if not moved[across] or any((number_of(each.extent) or MIN_TILED) < MIN_TILED for each in (across, last)):
         return None
     own, *_ = _best_lanes(nest, program, shapes, aligned, device)
     if max(cost_of_bytes(nest, program, shapes), TILE_COST) >= CHEAPER * own:
@@ -333,7 +334,7 @@ def _turned(nest: Nest, program: Program) -> Iterator[Nest]:
     """
     variables, last = nest.lists[ELEMENTS], nest.lists[ELEMENTS][-1]
     loads = [each for each in accesses(nest, program) if each.operand]
-    moved = {each: sum(load.moved for load in loads if load.address.factor(each.name) == ONE) for each in variables}
+    moved = {each: sum(load.moved for load in loads if load.address.factor(each.name) == 1) for each in variables}
     along = max(variables, key=lambda each: (moved[each], each == last))
     if along != last:
         yield replace(nest, lists={**nest.lists, ELEMENTS: (*(each for each in variables if each != along), along)})
@@ -376,14 +377,14 @@ def _repeats(nest: Nest, width: int, program: Program, shapes: Shapes, device: D
     if is_symbolic(count) or nest.inner:
         return
     short = interleaved(nest)
-    if short and short.extent.constant:
-        own = width * short.extent.constant
+    if short and isinstance(short.extent, int):
+        own = width * short.extent
         chunks = [BYTES[program.dtypes[name]] * chunk_of(own, program.dtypes[name]) for name in nest.outputs]
         is_enough = count // own >= REPEATING_THREADS * device.multiprocessors
         is_enough = is_enough and own <= min(MAX_INTERLEAVED, _most_lanes(nest))
         is_known = all(index.variables() <= {short.name} for index, _ in nest.bounds)
         if is_enough and is_known and min(chunks) >= MIN_CHUNK_BYTES:
-            yield short.name, short.extent.constant
+            yield short.name, short.extent
         return
     if nest.bounds or width == 1:
         return
@@ -455,7 +456,7 @@ def _prefers_columns(nest: Nest, name: str, program: Program) -> bool:
     rows, elements = nest.lists[ROWS], nest.lists[name]
     if not rows:
         return False
-    length = nest.count(name).constant
+    length = number_of(nest.count(name))
     if not elements or (length is not None and length <= MAX_SERIAL):
         return True
     return moved_along(nest, rows[-1], program) > moved_along(nest, elements[-1], program)
@@ -473,7 +474,7 @@ def width_along(
     last = name if isinstance(name, Variable) else next(reversed(nest.lists[name]), None)
     if last is None or not aligned:
         return 1
-    along = [each for each in accesses(nest, program) if each.address.factor(last.name) == ONE]
+    along = [each for each in accesses(nest, program) if each.address.factor(last.name) == 1]
     if not along:
         return 1
     widest = min(_widest(nest), VECTOR_BYTES // max(along, key=lambda each: each.moved).item_bytes)
@@ -502,7 +503,7 @@ def _widths(extent: Size, widest: int, shapes: Shapes) -> Iterator[int]:
     """Yield widths that divide an extent, the widest first; whether they divide a dynamic dim is asked."""
     sizes = shapes.sizes
     known = sizes.divisor(extent)
-    if known % widest and extent.constant is None and sizes.value(extent) % widest == 0:
+    if known % widest and not isinstance(extent, int) and sizes.value(extent) % widest == 0:
         sizes.note_divisor(extent, widest)
         known = widest
     width = widest

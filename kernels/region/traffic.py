@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
+from onnxfuse.algebra.sizes import Size, terms_of
 from onnxfuse.kernels.region.indices import Index
 from onnxfuse.kernels.region.nests import Nest, Variable
 from onnxfuse.kernels.region.operators import BYTES
 from onnxfuse.kernels.region.program import Program
-from onnxfuse.kernels.region.sizes import ONE, Size
 
 DYNAMIC_DIM: Final = 64  # elements that a dynamic dim is taken to have
 PADDED: Final = ("reflect", "edge", "wrap")  # kinds of atoms that go along with an index but for its ends
@@ -48,7 +48,7 @@ def _moved(address: Index, item_bytes: int, extents: Mapping[str, int]) -> int:
 
 def typical(size: Size) -> int:
     """Return a size for dynamic dims as they usually are."""
-    return sum(factor * DYNAMIC_DIM ** len(monomial) for monomial, factor in size.terms)
+    return sum(factor * DYNAMIC_DIM ** len(monomial) for monomial, factor in terms_of(size))
 
 
 def moved_along(nest: Nest, variable: Variable, program: Program) -> int:
@@ -63,8 +63,8 @@ def moved_along(nest: Nest, variable: Variable, program: Program) -> int:
 
 def is_side_by_side(address: Index, variable: Variable) -> bool:
     """Return whether neighbouring values of a variable are neighbours in memory, forwards or backwards."""
-    inner = (atom.of for atom, factor in address.terms if atom.kind in PADDED and factor == ONE)
-    is_one = address.factor(variable.name) in (ONE, -ONE)
+    inner = (atom.of for atom, factor in address.terms if atom.kind in PADDED and factor == 1)
+    is_one = address.factor(variable.name) in (1, -1)
     return is_one or any(is_side_by_side(index, variable) for index in inner if index)
 
 

@@ -54,7 +54,7 @@ class Dim:
         if other == 0:
             return self
         terms = dict(self.terms)
-        for monomial, coefficient in _terms(other):
+        for monomial, coefficient in terms_of(other):
             terms[monomial] = terms.get(monomial, 0) + coefficient
         return _size(terms)
 
@@ -63,7 +63,7 @@ class Dim:
             return self
         terms: dict[Monomial, int] = {}
         for left, a in self.terms:
-            for right, b in _terms(other):
+            for right, b in terms_of(other):
                 monomial = tuple(sorted(left + right))
                 terms[monomial] = terms.get(monomial, 0) + a * b
         return _size(terms)
@@ -101,6 +101,9 @@ class Dim:
 
 
 Size: TypeAlias = Union[int, Dim]  # noqa: UP007 - NonPolynomial and Dim name it before it exists
+
+
+Shape: TypeAlias = tuple[Size, ...]
 
 
 def symbol(name: str) -> Dim:
@@ -141,6 +144,18 @@ def _is_known_symbol(name: str) -> bool:
     return all(map(is_known, name.args)) if isinstance(name, NonPolynomial) else not name.startswith(UNKNOWN)
 
 
+def terms_of(size: Size) -> tuple[tuple[Monomial, int], ...]:
+    """Return the terms of a size, each with its coefficient; a number has one, and 0 has none."""
+    if isinstance(size, Dim):
+        return size.terms
+    return (((), int(size)),) if size else ()
+
+
+def number_of(size: Size) -> int | None:
+    """Return the number that a size is whatever its symbols are; None where it depends on them."""
+    return size if isinstance(size, int) else None
+
+
 def symbols(size: Size) -> Iterator[str]:
     """Yield the names that the size depends on, those in operands of non-polynomial symbols included."""
     if isinstance(size, int):
@@ -157,9 +172,9 @@ def symbols(size: Size) -> Iterator[str]:
 def divide(a: Size, b: Size) -> Size | None:
     """Return the exact quotient of two polynomials by long division; None if there is a remainder."""
     if isinstance(b, int):
-        if b == 0 or any(coefficient % b for _, coefficient in _terms(a)):
+        if b == 0 or any(coefficient % b for _, coefficient in terms_of(a)):
             return None
-        return _size({monomial: coefficient // b for monomial, coefficient in _terms(a)})
+        return _size({monomial: coefficient // b for monomial, coefficient in terms_of(a)})
     rest: Size = a
     quotient: Size = 0
     lead, lead_coefficient = b.terms[0]
@@ -187,7 +202,7 @@ def floor_divide(a: Size, b: Size) -> Size:
         raise ZeroDivisionError(f"{a} // 0")
     if b < 0:
         a, b = a * -1, -b
-    whole = _size({monomial: coefficient // b for monomial, coefficient in _terms(a)})
+    whole = _size({monomial: coefficient // b for monomial, coefficient in terms_of(a)})
     return whole + _floor_divide_remainder(a - whole * b, b)
 
 
@@ -196,15 +211,29 @@ def modulo(a: Size, b: Size) -> Size:
     if divide(a, b) is not None:
         return 0
     if isinstance(b, int):
-        a = _size({monomial: coefficient % b for monomial, coefficient in _terms(a)})
+        a = _size({monomial: coefficient % b for monomial, coefficient in terms_of(a)})
         if isinstance(a, int):
             return a % b
     return non_polynomial("%", a, b)
 
 
-def divisor(size: Size) -> int:
-    """Return the largest number that the size is a multiple of, whatever its symbols are."""
-    return math.gcd(*(coefficient for _, coefficient in _terms(size)))
+def divisor(size: Size, known: Mapping[str, int] | None = None) -> int:
+    """Return the largest number of which the size is a multiple, if its symbols are multiples of those in `known`.
+
+    It is 0 for the size 0.
+    """
+    factors = known or {}
+    return math.gcd(*(factor * math.prod(factors.get(name, 1) for name in m) for m, factor in terms_of(size)))
+
+
+def is_nonnegative(size: Size) -> bool:
+    """Return whether the size is proved to be 0 or more where each of its symbols is 1 or more."""
+    terms = terms_of(size)
+    if all(coefficient >= 0 for _, coefficient in terms):
+        return is_known(size)
+    above = (product(symbol(name) + 1 for name in monomial) * coefficient for monomial, coefficient in terms)
+    total = sum(above, 0)
+    return all(coefficient >= 0 for _, coefficient in terms_of(total)) and is_known(total)
 
 
 def evaluate(size: Size, values: Mapping[str, int]) -> int:
@@ -215,12 +244,6 @@ def evaluate(size: Size, values: Mapping[str, int]) -> int:
     for monomial, coefficient in size.terms:
         total += coefficient * math.prod(_evaluate_symbol(name, values) for name in monomial)
     return total
-
-
-def _terms(size: Size) -> Iterable[tuple[Monomial, int]]:
-    if isinstance(size, Dim):
-        return size.terms
-    return (((), int(size)),) if size else ()
 
 
 def _order(term: tuple[Monomial, int]) -> tuple[int, Monomial]:
@@ -253,7 +276,7 @@ def _divide_monomial(monomial: Monomial, divisor: Monomial) -> Monomial | None:
 
 def _cancel_common_factor(a: Size, b: Size) -> tuple[Size, Size]:
     """Divide both by the greatest common divisor of all their terms."""
-    terms = (*_terms(a), *_terms(b))
+    terms = (*terms_of(a), *terms_of(b))
     common = functools.reduce(operator.and_, (Counter(monomial) for monomial, _ in terms))
     divisor = _size({tuple(sorted(common.elements())): math.gcd(*(coefficient for _, coefficient in terms))})
     return divide(a, divisor) or 0, divide(b, divisor) or 0
@@ -264,13 +287,13 @@ def _floor_divide_remainder(a: Size, b: int) -> Size:
 
     `(x//m + c)//n` becomes `(x + c*m)//(m*n)`.
     """
-    constant = next((coefficient for monomial, coefficient in _terms(a) if not monomial), 0)
-    common = math.gcd(b, *(coefficient for monomial, coefficient in _terms(a) if monomial))
+    constant = next((coefficient for monomial, coefficient in terms_of(a) if not monomial), 0)
+    common = math.gcd(b, *(coefficient for monomial, coefficient in terms_of(a) if monomial))
     if not isinstance(a - constant, Dim):
         return constant // b
     if common > 1:
         return floor_divide(_divide_exactly(a - constant, common) + constant // common, b // common)
-    (monomial, coefficient), *others = _terms(a - constant)
+    (monomial, coefficient), *others = terms_of(a - constant)
     inner = monomial[0]
     if not others and coefficient == 1 and len(monomial) == 1 and isinstance(inner, NonPolynomial) and inner.op == "//":
         numerator, denominator = inner.args

@@ -17,7 +17,8 @@ from region_drafts import RegionProgram, check, made
 from region_emulation import compile_all, results
 from template_checks import check_template, concrete_plan, template_of
 
-from onnxfuse.kernels.region.sizes import Sizes, variable
+from onnxfuse.algebra.sizes import symbol
+from onnxfuse.kernels.region.sizes import Sizes
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
 
 CASES = all_cases()
@@ -96,7 +97,7 @@ def test_plans_of_templates_at_other_sizes(tmp_path: Path) -> None:
 
 def test_a_divisor_of_a_multiple_of_a_dim() -> None:
     """That 8 divides 2 * n says that 4 divides n."""
-    sizes, n = Sizes({"n": 4}), variable("n")
+    sizes, n = Sizes({"n": 4}), symbol("n")
     sizes.note_divisor(n * 2, 8)
     assert sizes.divisor(n) == 4 and sizes.divisor(n * 6) == 24
     sizes.note_divisor(n * 12, 8)
