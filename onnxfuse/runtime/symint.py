@@ -13,8 +13,9 @@ names.
 from __future__ import annotations
 
 import math
+import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,14 +61,94 @@ def _caller() -> str:
     return f"{path.parent.name}/{path.name}:{frame.f_lineno}"
 
 
-class SymInt:
-    """An integer that depends on sizes."""
+class Symbolic:
+    """A number that depends on sizes."""
 
     __slots__ = ("hint", "number", "trace")
 
-    def __init__(self, trace: Trace, number: int, hint: int) -> None:
+    def __init__(self, trace: Trace, number: int, hint: Any) -> None:
         """Take the number of the expression in the trace's list, and its value for the trace's sizes."""
         self.trace, self.number, self.hint = trace, number, hint
+
+    def _with(self, op: Op, other: Any, swap: bool = False) -> Any:
+        """Return the result of an operation of integers with another number, which with `swap` is the first operand."""
+        raise NotImplementedError
+
+    def _compare(self, op: Op, other: Any, swap: bool = False) -> Any:
+        """Return the answer of a comparison of integers, which becomes a guard."""
+        raise NotImplementedError
+
+    def __add__(self, other: Any) -> Any:
+        return self._with(Op.ADD, other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        return self._with(Op.SUBTRACT, other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return self._with(Op.SUBTRACT, other, swap=True)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._with(Op.MULTIPLY, other)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._with(Op.REAL_DIVIDE, other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return self._with(Op.REAL_DIVIDE, other, swap=True)
+
+    def __pow__(self, exponent: Any) -> Any:
+        return self._with(Op.POWER, exponent)
+
+    def __neg__(self) -> Any:
+        return 0 - self
+
+    def __lt__(self, other: Any) -> Any:
+        return self._compare(Op.LESS, other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self._compare(Op.LESS, other, swap=True)
+
+    def __le__(self, other: Any) -> Any:
+        return self._compare(Op.LESS_EQUAL, other)
+
+    def __ge__(self, other: Any) -> Any:
+        return self._compare(Op.LESS_EQUAL, other, swap=True)
+
+    def __eq__(self, other: object) -> Any:
+        return self._compare(Op.EQUAL, other)
+
+    def __ne__(self, other: object) -> Any:
+        same = self.__eq__(other)
+        return same if same is NotImplemented else not same
+
+    def __bool__(self) -> bool:
+        return bool(self != 0)
+
+    def __repr__(self) -> str:
+        return self.trace.expressions.text(self.number)
+
+
+_COMPUTE: Final[Mapping[Op, Callable[[Any, Any], Any]]] = {  # the value of an operation for the trace's sizes
+    Op.ADD: operator.add, Op.SUBTRACT: operator.sub, Op.MULTIPLY: operator.mul, Op.FLOOR_DIVIDE: operator.floordiv,
+    Op.MODULO: operator.mod, Op.MINIMUM: min, Op.MAXIMUM: max, Op.LESS: operator.lt, Op.LESS_EQUAL: operator.le,
+    Op.EQUAL: operator.eq, Op.REAL_DIVIDE: operator.truediv, Op.POWER: operator.pow,
+}  # fmt: skip
+_REAL: Final[Mapping[Op, Op]] = {  # the same operation of real numbers
+    Op.ADD: Op.REAL_ADD, Op.SUBTRACT: Op.REAL_SUBTRACT, Op.MULTIPLY: Op.REAL_MULTIPLY, Op.MINIMUM: Op.REAL_MINIMUM,
+    Op.MAXIMUM: Op.REAL_MAXIMUM, Op.LESS: Op.REAL_LESS, Op.LESS_EQUAL: Op.REAL_LESS_EQUAL, Op.EQUAL: Op.REAL_EQUAL,
+    Op.REAL_DIVIDE: Op.REAL_DIVIDE, Op.POWER: Op.POWER,
+}  # fmt: skip
+
+
+class SymInt(Symbolic):
+    """An integer that depends on sizes."""
+
+    __slots__ = ()
+    hint: int
 
     # --- arithmetic ---------------------------------------------------------------------------------------------------
 
@@ -95,65 +176,31 @@ class SymInt:
                 return SymInt(self.trace, divided, hint)
         return SymInt(self.trace, rows.number(op, a[0], b[0]), hint)
 
-    def _with(self, op: Op, other: Any, compute: Callable[[int, int], int], swap: bool = False) -> Any:
+    def _with(self, op: Op, other: Any, swap: bool = False) -> Any:
+        if op in (Op.REAL_DIVIDE, Op.POWER) or (isinstance(other, float) and op in _REAL):
+            return self._real()._with(op, other, swap)
         if not isinstance(other, int | SymInt):
             return NotImplemented
         mine, its = (self.number, self.hint), self._number_of(other)
         a, b = (its, mine) if swap else (mine, its)
         if op in (Op.FLOOR_DIVIDE, Op.MODULO) and self.trace.expressions.constant_of(b[0]) is None:
             _ask(self.trace, self.trace.hard, Op.EQUAL, b[0], self.trace.expressions.constant(0), b[1] == 0)
-        return self._made(op, a, b, compute(a[1], b[1]))
+        return self._made(op, a, b, _COMPUTE[op](a[1], b[1]))
 
     def _real(self) -> SymReal:
         return SymReal(self.trace, self.trace.expressions.number(Op.TO_REAL, self.number), float(self.hint))
 
-    def __add__(self, other: Any) -> Any:
-        if isinstance(other, float):
-            return self._real() + other
-        return self._with(Op.ADD, other, lambda a, b: a + b)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> Any:
-        if isinstance(other, float):
-            return self._real() - other
-        return self._with(Op.SUBTRACT, other, lambda a, b: a - b)
-
-    def __rsub__(self, other: Any) -> Any:
-        if isinstance(other, float):
-            return other - self._real()
-        return self._with(Op.SUBTRACT, other, lambda a, b: a - b, swap=True)
-
-    def __mul__(self, other: Any) -> Any:
-        if isinstance(other, float):
-            return self._real() * other
-        return self._with(Op.MULTIPLY, other, lambda a, b: a * b)
-
-    __rmul__ = __mul__
-
     def __floordiv__(self, other: Any) -> Any:
-        return self._with(Op.FLOOR_DIVIDE, other, lambda a, b: a // b)
+        return self._with(Op.FLOOR_DIVIDE, other)
 
     def __rfloordiv__(self, other: Any) -> Any:
-        return self._with(Op.FLOOR_DIVIDE, other, lambda a, b: a // b, swap=True)
+        return self._with(Op.FLOOR_DIVIDE, other, swap=True)
 
     def __mod__(self, other: Any) -> Any:
-        return self._with(Op.MODULO, other, lambda a, b: a % b)
+        return self._with(Op.MODULO, other)
 
     def __rmod__(self, other: Any) -> Any:
-        return self._with(Op.MODULO, other, lambda a, b: a % b, swap=True)
-
-    def __truediv__(self, other: Any) -> Any:
-        return self._real() / other
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return other / self._real()
-
-    def __pow__(self, exponent: Any) -> Any:
-        return self._real() ** exponent
-
-    def __neg__(self) -> Any:
-        return 0 - self
+        return self._with(Op.MODULO, other, swap=True)
 
     def __pos__(self) -> SymInt:
         return self
@@ -168,40 +215,16 @@ class SymInt:
     __round__ = __ceil__
     __trunc__ = __ceil__
 
-    # --- questions ----------------------------------------------------------------------------------------------------
-
-    def _compare(self, op: Op, other: Any, swap: bool, compute: Callable[[Any, Any], bool]) -> Any:
+    def _compare(self, op: Op, other: Any, swap: bool = False) -> Any:
         if isinstance(other, float | SymReal):
-            return _compare_real(self._real(), other, op, swap, compute)
+            return self._real()._compare(op, other, swap)
         if not isinstance(other, int | SymInt):
             return NotImplemented
         number, hint = self._number_of(other)
         if number == self.number:
             return op is not Op.LESS
         a, b = ((number, hint), (self.number, self.hint)) if swap else ((self.number, self.hint), (number, hint))
-        return _ask(self.trace, self.trace.hard, op, a[0], b[0], compute(a[1], b[1]))
-
-    def __lt__(self, other: Any) -> Any:
-        return self._compare(Op.LESS, other, False, lambda a, b: a < b)
-
-    def __gt__(self, other: Any) -> Any:
-        return self._compare(Op.LESS, other, True, lambda a, b: a < b)
-
-    def __le__(self, other: Any) -> Any:
-        return self._compare(Op.LESS_EQUAL, other, False, lambda a, b: a <= b)
-
-    def __ge__(self, other: Any) -> Any:
-        return self._compare(Op.LESS_EQUAL, other, True, lambda a, b: a <= b)
-
-    def __eq__(self, other: object) -> Any:
-        return self._compare(Op.EQUAL, other, False, lambda a, b: a == b)
-
-    def __ne__(self, other: object) -> Any:
-        same = self.__eq__(other)
-        return same if same is NotImplemented else not same
-
-    def __bool__(self) -> bool:
-        return bool(self != 0)
+        return _ask(self.trace, self.trace.hard, op, a[0], b[0], _COMPUTE[op](a[1], b[1]))
 
     # --- as a plain integer ------------------------------------------------------------------------------------------
 
@@ -220,56 +243,21 @@ class SymInt:
     def __float__(self) -> float:
         return float(self.trace.fix(self))
 
-    def __repr__(self) -> str:
-        return self.trace.expressions.text(self.number)
 
-
-class SymReal:
+class SymReal(Symbolic):
     """A real number that depends on sizes: an estimate, or an argument of a kernel."""
 
-    __slots__ = ("hint", "number", "trace")
+    __slots__ = ()
 
-    def __init__(self, trace: Trace, number: int, hint: float) -> None:
-        """Take the number of the expression in the trace's list, and its value for the trace's sizes."""
-        self.trace, self.number, self.hint = trace, number, hint
-
-    def _with(self, op: Op, other: Any, compute: Callable[[float, float], float], swap: bool = False) -> Any:
-        if not isinstance(other, int | float | SymInt | SymReal):
+    def _with(self, op: Op, other: Any, swap: bool = False) -> Any:
+        if not isinstance(other, int | float | Symbolic):
             return NotImplemented
         real = as_real(self.trace, other)
         a, b = (real, self) if swap else (self, real)
         rows = self.trace.expressions
         if op is Op.REAL_DIVIDE and rows.rows[b.number][0] is not Op.REAL_CONSTANT:  # Python would raise an error for 0
             _ask(self.trace, self.trace.hard, Op.REAL_EQUAL, b.number, as_real(self.trace, 0.0).number, b.hint == 0)
-        return SymReal(self.trace, rows.number(op, a.number, b.number), compute(a.hint, b.hint))
-
-    def __add__(self, other: Any) -> Any:
-        return self._with(Op.REAL_ADD, other, lambda a, b: a + b)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> Any:
-        return self._with(Op.REAL_SUBTRACT, other, lambda a, b: a - b)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self._with(Op.REAL_SUBTRACT, other, lambda a, b: a - b, swap=True)
-
-    def __mul__(self, other: Any) -> Any:
-        return self._with(Op.REAL_MULTIPLY, other, lambda a, b: a * b)
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, other: Any) -> Any:
-        return self._with(Op.REAL_DIVIDE, other, lambda a, b: a / b)
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return self._with(Op.REAL_DIVIDE, other, lambda a, b: a / b, swap=True)
-
-    def __pow__(self, other: Any) -> Any:
-        return self._with(Op.POWER, other, lambda a, b: float(a**b))
-
-    def __neg__(self) -> Any:
-        return 0 - self
+        return SymReal(self.trace, rows.number(_REAL[op], a.number, b.number), float(_COMPUTE[op](a.hint, b.hint)))
 
     def __ceil__(self) -> Any:
         return SymInt(self.trace, self.trace.expressions.number(Op.CEILING, self.number), math.ceil(self.hint))
@@ -277,45 +265,21 @@ class SymReal:
     def __floor__(self) -> Any:
         return SymInt(self.trace, self.trace.expressions.number(Op.FLOOR, self.number), math.floor(self.hint))
 
-    def __lt__(self, other: Any) -> Any:
-        return _compare_real(self, other, Op.LESS, False, lambda a, b: a < b)
-
-    def __gt__(self, other: Any) -> Any:
-        return _compare_real(self, other, Op.LESS, True, lambda a, b: a < b)
-
-    def __le__(self, other: Any) -> Any:
-        return _compare_real(self, other, Op.LESS_EQUAL, False, lambda a, b: a <= b)
-
-    def __ge__(self, other: Any) -> Any:
-        return _compare_real(self, other, Op.LESS_EQUAL, True, lambda a, b: a <= b)
-
-    def __eq__(self, other: object) -> Any:
-        return _compare_real(self, other, Op.EQUAL, False, lambda a, b: a == b)
-
-    def __bool__(self) -> bool:
-        return not self.__eq__(0.0)
+    def _compare(self, op: Op, other: Any, swap: bool = False) -> Any:
+        if not isinstance(other, int | float | Symbolic):
+            return NotImplemented
+        its = as_real(self.trace, other)
+        a, b = (its, self) if swap else (self, its)
+        answer = _COMPUTE[op](a.hint, b.hint)
+        if not self.trace.is_choosing:
+            return answer
+        return _ask(self.trace, self.trace.soft, _REAL[op], a.number, b.number, answer)
 
     def __hash__(self) -> int:
         raise TypeError("a number that depends on dynamic sizes cannot be a key; compare it instead")
 
     def __float__(self) -> float:
         raise TypeError("a number that depends on dynamic sizes is no plain one; use arithmetic and comparisons only")
-
-    def __repr__(self) -> str:
-        return self.trace.expressions.text(self.number)
-
-
-_REAL: Final = {Op.LESS: Op.REAL_LESS, Op.LESS_EQUAL: Op.REAL_LESS_EQUAL, Op.EQUAL: Op.REAL_EQUAL}
-
-
-def _compare_real(real: SymReal, other: Any, op: Op, swap: bool, compute: Callable[[Any, Any], bool]) -> Any:
-    if not isinstance(other, int | float | SymInt | SymReal):
-        return NotImplemented
-    its = as_real(real.trace, other)
-    a, b = (its, real) if swap else (real, its)
-    if not real.trace.is_choosing:
-        return compute(a.hint, b.hint)
-    return _ask(real.trace, real.trace.soft, _REAL[op], a.number, b.number, compute(a.hint, b.hint))
 
 
 def _ask(trace: Trace, guards: dict[int, bool], op: Op, a: int, b: int, answer: bool) -> bool:
@@ -363,33 +327,27 @@ def as_real(trace: Trace, value: Any) -> SymReal:
     return SymReal(trace, trace.expressions.number(Op.REAL_CONSTANT, real_bits(float(value))), float(value))
 
 
-def _pairwise(op: Op, real: Op, compute: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
-    symbolic = next((each for each in (a, b) if isinstance(each, SymInt | SymReal)), None)
+def _pairwise(op: Op, a: Any, b: Any) -> Any:
+    symbolic = next((each for each in (a, b) if isinstance(each, Symbolic)), None)
     if symbolic is None:
-        return compute(a, b)
-    if all(isinstance(each, int | SymInt) for each in (a, b)):
-        first = a if isinstance(a, SymInt) else b
-        other = b if first is a else a
-        if first._number_of(other)[0] == first.number:
-            return first
-        return first._with(op, other, compute)
-    trace = symbolic.trace
-    left, right = as_real(trace, a), as_real(trace, b)
-    number = trace.expressions.number(real, left.number, right.number)
-    return SymReal(trace, number, float(compute(left.hint, right.hint)))
+        return _COMPUTE[op](a, b)
+    if isinstance(symbolic, SymInt) and all(isinstance(each, int | SymInt) for each in (a, b)):
+        other = b if symbolic is a else a
+        return symbolic if symbolic._number_of(other)[0] == symbolic.number else symbolic._with(op, other)
+    return as_real(symbolic.trace, a)._with(op, b)
 
 
 def minimum(first: Any, *others: Any) -> Any:
     """Return the least of some numbers; where `min` would guard which of them that is, this makes an expression."""
     for each in others:
-        first = _pairwise(Op.MINIMUM, Op.REAL_MINIMUM, min, first, each)
+        first = _pairwise(Op.MINIMUM, first, each)
     return first
 
 
 def maximum(first: Any, *others: Any) -> Any:
     """Return the greatest of some numbers; where `max` would guard which of them that is, this makes an expression."""
     for each in others:
-        first = _pairwise(Op.MAXIMUM, Op.REAL_MAXIMUM, max, first, each)
+        first = _pairwise(Op.MAXIMUM, first, each)
     return first
 
 
@@ -409,13 +367,13 @@ def estimate(value: Any) -> Any:
 
 def is_symbolic(*values: Any) -> bool:
     """Return whether any of these numbers depends on dynamic sizes."""
-    return any(isinstance(value, SymInt | SymReal) for value in values)
+    return any(isinstance(value, Symbolic) for value in values)
 
 
 @contextmanager
 def without_soft_guards(*values: Any) -> Iterator[None]:
     """Compare estimates of these values' sizes without guards: for the order of plans that are not the first."""
-    traces = {id(each.trace): each.trace for each in values if isinstance(each, SymInt | SymReal)}
+    traces = {id(each.trace): each.trace for each in values if isinstance(each, Symbolic)}
     before = {key: trace.is_choosing for key, trace in traces.items()}
     for trace in traces.values():
         trace.is_choosing = False
@@ -432,7 +390,7 @@ def for_later_plans(*values: Any) -> Iterator[None]:
 
     `values` are symbolic sizes; without any, nothing changes.
     """
-    trace = next((each.trace for each in values if isinstance(each, SymInt | SymReal)), None)
+    trace = next((each.trace for each in values if isinstance(each, Symbolic)), None)
     if trace is None:
         yield
         return
@@ -489,7 +447,7 @@ def best_first(items: Iterable[T], cost: Callable[[T], Any], slack: float = SLAC
 
 
 def _hint(value: Any) -> Any:
-    return value.hint if isinstance(value, SymInt | SymReal) else value
+    return value.hint if isinstance(value, Symbolic) else value
 
 
 def float_word(value: Any) -> Any:
