@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
+from onnxfuse.algebra.index_maps import Place
+from onnxfuse.algebra.indices import Index, divided, flat, variable_index
 from onnxfuse.algebra.sizes import Size, product
 from onnxfuse.kernels.epilogue_node import RESULT, Joined
 from onnxfuse.kernels.epilogue_reads import COLUMN, ROW, are_neighbours, is_aligned
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.region.arguments import Arguments
 from onnxfuse.kernels.region.codegen import Writer
-from onnxfuse.kernels.region.indices import Index, divided, flat, variable_index
-from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.operators import NUMBER, STORED
 from onnxfuse.kernels.region.program import Program, parse
 from onnxfuse.kernels.region.references import Reference

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from onnxfuse.algebra.indices import Atom, Index
 from onnxfuse.algebra.sizes import Size, divide
-from onnxfuse.kernels.region.indices import Atom, Index
 from onnxfuse.kernels.region.sizes import Sizes
 
 ROW, COLUMN = "row", "column"  # variables: of all axes but the last ones of y, and of these

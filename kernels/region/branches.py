@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from onnxfuse.algebra.sizes import Size, is_nonnegative
+from onnxfuse.algebra.bounds import is_nonnegative
+from onnxfuse.algebra.index_maps import Place, offset
+from onnxfuse.algebra.indices import Index, flat
+from onnxfuse.algebra.sizes import Size
 from onnxfuse.kernels.region import maps
 from onnxfuse.kernels.region.arguments import in_parentheses
-from onnxfuse.kernels.region.indices import Index, flat
-from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.operators import NUMBER, literal
 from onnxfuse.kernels.region.program import Operation
 from onnxfuse.kernels.region.references import Reference, ValueWriter
@@ -82,7 +83,7 @@ def _moved(writer: ValueWriter, name: str, place: Place) -> Moved | None:
         return name, flat(place, writer.shapes.of[name])
     if operation.name == "Concat":
         parts, axis = _parts(writer, operation, place), axis_of(operation)
-        found = [(_moved(writer, each, maps.before(place, axis, begin)), end) for each, begin, end in parts]
+        found = [(_moved(writer, each, offset(place, axis, -begin)), end) for each, begin, end in parts]
         inner = [(each, end) for each, end in found if each]
         return None if len(inner) < len(parts) else inner[0][0] if not parts[1:] else Choice(place[axis], inner)
     if operation.name == "Identity":
@@ -154,7 +155,7 @@ def _parts(writer: ValueWriter, operation: Operation, place: Place) -> list[Part
 
 def _part(writer: ValueWriter, operation: Operation, place: Place, part: Part) -> Reference:
     each, begin, _ = part
-    return writer.value(each, maps.before(place, axis_of(operation), begin))
+    return writer.value(each, offset(place, axis_of(operation), -begin))
 
 
 def _joined_by_lanes(

@@ -8,12 +8,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from onnxfuse.algebra.sizes import Size, is_nonnegative, product
+from onnxfuse.algebra.bounds import is_nonnegative
+from onnxfuse.algebra.index_maps import Place
+from onnxfuse.algebra.indices import Atom, Index, flat, replaced, text_of, variable_index
+from onnxfuse.algebra.sizes import Size, product
 from onnxfuse.kernels.region import branches, maps
 from onnxfuse.kernels.region.arguments import Arguments, in_parentheses
-from onnxfuse.kernels.region.indices import Atom, Index, flat, replaced, text_of, variable_index
 from onnxfuse.kernels.region.lanes import Lanes
-from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.operators import (
     INSTRUCTIONS,
     NUMBER,

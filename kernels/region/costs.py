@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-from onnxfuse.kernels.region.indices import Atom, Index
+from onnxfuse.algebra.indices import Atom, Index
 from onnxfuse.kernels.region.interleaved import interleaved
 from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.nests import ELEMENTS, Nest, Variable

@@ -6,8 +6,9 @@ import itertools
 from dataclasses import dataclass
 from typing import Final
 
-from onnxfuse.algebra.sizes import is_nonnegative, number_of, product
-from onnxfuse.kernels.region.indices import Index, variable_index
+from onnxfuse.algebra.bounds import is_nonnegative
+from onnxfuse.algebra.indices import Index, variable_index
+from onnxfuse.algebra.sizes import number_of, product
 from onnxfuse.kernels.region.nests import ELEMENTS, Nest, draft
 from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.references import Within

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
+from onnxfuse.algebra.index_maps import Place
+from onnxfuse.algebra.indices import Index, flat, variable_index
 from onnxfuse.algebra.sizes import product
 from onnxfuse.kernels.region.codegen import Writer
 from onnxfuse.kernels.region.dominant_part import DominantPart, dominant_part
 from onnxfuse.kernels.region.emit_parts import PartsText
 from onnxfuse.kernels.region.emit_stores import StoreText
-from onnxfuse.kernels.region.indices import Index, flat, variable_index
 from onnxfuse.kernels.region.interleaved import chunk_of, interleaved
 from onnxfuse.kernels.region.lanes import Lanes
-from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.nests import ELEMENTS, Variable
 from onnxfuse.kernels.region.operators import BYTES, NUMBER
 from onnxfuse.kernels.region.references import Reference

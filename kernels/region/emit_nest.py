@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
+from onnxfuse.algebra.index_maps import Place
+from onnxfuse.algebra.indices import flat
 from onnxfuse.algebra.sizes import number_of
 from onnxfuse.kernels.region.codegen import Writer
 from onnxfuse.kernels.region.emit_elements import ElementsText
@@ -15,9 +17,7 @@ from onnxfuse.kernels.region.emit_row_cache import RowCacheText
 from onnxfuse.kernels.region.emit_scratch_reductions import merge_shares, merge_whole
 from onnxfuse.kernels.region.emit_stores import StoreText
 from onnxfuse.kernels.region.emit_tile import TileText, tiles
-from onnxfuse.kernels.region.indices import flat
 from onnxfuse.kernels.region.lanes import Lanes
-from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, in_variables
 from onnxfuse.kernels.region.operators import MAX_INSTRUCTIONS, NUMBER
 from onnxfuse.kernels.region.reductions import Instance

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Final, TypeAlias
 
+from onnxfuse.algebra.index_maps import Place
+from onnxfuse.algebra.indices import flat
 from onnxfuse.algebra.sizes import number_of
 from onnxfuse.kernels.region.codegen import Writer
-from onnxfuse.kernels.region.indices import flat
-from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.nests import Nest
 from onnxfuse.kernels.region.operators import BYTES, STORED
 from onnxfuse.kernels.region.references import Reference

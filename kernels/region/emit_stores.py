@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from onnxfuse.algebra.indices import Index, flat
 from onnxfuse.algebra.sizes import product
 from onnxfuse.kernels.region.arguments import in_parentheses
 from onnxfuse.kernels.region.codegen import Writer
-from onnxfuse.kernels.region.indices import Index, flat
 from onnxfuse.kernels.region.nests import Nest, in_variables
 from onnxfuse.kernels.region.operators import NUMBER
 from onnxfuse.kernels.region.reductions import Instance

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
+from onnxfuse.algebra.index_maps import Place
+from onnxfuse.algebra.indices import flat
 from onnxfuse.algebra.sizes import Size
 from onnxfuse.kernels.region.codegen import Writer
 from onnxfuse.kernels.region.costs import WARP
-from onnxfuse.kernels.region.indices import flat
 from onnxfuse.kernels.region.lanes import Lanes
-from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.nests import ELEMENTS, Nest, Variable
 from onnxfuse.kernels.region.operators import BYTES, NUMBER
 from onnxfuse.kernels.region.references import Reference

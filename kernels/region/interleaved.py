@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from onnxfuse.algebra.indices import NOTHING, flat, variable_index
 from onnxfuse.algebra.sizes import number_of
-from onnxfuse.kernels.region.indices import NOTHING, flat, variable_index
 from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.nests import ELEMENTS, Nest, Variable
 from onnxfuse.kernels.region.operators import BYTES

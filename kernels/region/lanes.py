@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from onnxfuse.algebra.indices import Index
 from onnxfuse.algebra.sizes import Size, number_of
-from onnxfuse.kernels.region.indices import Index
 from onnxfuse.kernels.region.sizes import Sizes
 
 

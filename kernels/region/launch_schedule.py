@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeAlias
 
+from onnxfuse.algebra.indices import variable_index
 from onnxfuse.algebra.sizes import Shape, product
 from onnxfuse.kernels.region.costs import WARP
-from onnxfuse.kernels.region.indices import variable_index
 from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, make_nest, make_stored_nest, with_row_outputs
 from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.reductions import Instance, Key

@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from onnxfuse.algebra.sizes import Shape, Size, divide, is_nonnegative, product
+from onnxfuse.algebra.bounds import is_nonnegative
+from onnxfuse.algebra.index_maps import Place, reshaped
+from onnxfuse.algebra.indices import NOTHING, Atom, Index, divided, flat, replaced, variable_index
+from onnxfuse.algebra.sizes import Shape, Size, divide, product
 from onnxfuse.kernels.region.arguments import Arguments
 from onnxfuse.kernels.region.codegen import Writer
-from onnxfuse.kernels.region.indices import NOTHING, Atom, Index, divided, flat, replaced, variable_index
-from onnxfuse.kernels.region.maps import Place, reshaped
 from onnxfuse.kernels.region.operators import MERGE_INSTRUCTIONS
 from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.reductions import Instance, Key

@@ -6,10 +6,10 @@ import re
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from onnxfuse.algebra.index_maps import Place
+from onnxfuse.algebra.indices import Index
 from onnxfuse.algebra.operators import EXTREMES, SOFTMAXES
 from onnxfuse.algebra.sizes import Size, product
-from onnxfuse.kernels.region.indices import Index
-from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.operators import BYTES, NUMBER
 from onnxfuse.kernels.region.program import Operation, Program
 from onnxfuse.kernels.region.shapes import Shapes, reduced_axes

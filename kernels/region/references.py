@@ -6,11 +6,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from onnxfuse.algebra.index_maps import Place
+from onnxfuse.algebra.indices import Index
 from onnxfuse.algebra.sizes import Size
 from onnxfuse.kernels.region.arguments import Arguments
-from onnxfuse.kernels.region.indices import Index
 from onnxfuse.kernels.region.lanes import Lanes
-from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.shapes import Shapes
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from onnxfuse.algebra.index_maps import Place
+from onnxfuse.algebra.indices import variable_index
 from onnxfuse.algebra.sizes import Shape, Size, product
-from onnxfuse.kernels.region.indices import variable_index
-from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.reductions import Instance, Key
 from onnxfuse.kernels.region.shapes import Shapes
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from onnxfuse.algebra.index_maps import squeezed, transposed, unsqueezed
 from onnxfuse.algebra.operators import EXTREMES
 from onnxfuse.algebra.sizes import Shape, Size, product
 from onnxfuse.kernels.region.program import Operation, Program
@@ -42,14 +43,13 @@ def _output(operation: Operation, shapes: list[Shape], sizes: Sizes, output: int
     if name in ELEMENTWISE:
         return broadcast(shapes, sizes)
     if name == "Transpose":
-        return tuple(x[axis] for axis in operation.integers("perm"))
+        return transposed(x, operation.integers("perm"))
     if name == "Reshape":
         return _reshaped(operation, shapes, sizes)
     if name == "Unsqueeze":
-        rank, dims = len(x) + len(operation.integers("axes")), iter(x)
-        return tuple(1 if axis in operation.integers("axes") else next(dims) for axis in range(rank))
+        return unsqueezed(x, operation.integers("axes"), 1)
     if name == "Squeeze":
-        return tuple(dim for axis, dim in enumerate(x) if axis not in operation.integers("axes"))
+        return squeezed(x, operation.integers("axes"))
     if name == "Expand":
         return broadcast([x, sizes_of(operation, "shape", shapes, sizes)], sizes)
     if name == "Slice":

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from onnxfuse.algebra.index_maps import Place
 from onnxfuse.kernels.region import maps
 from onnxfuse.kernels.region.branches import VIEWS
-from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.nests import ELEMENTS, Nest, Variable, draft
 from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.shapes import Shapes

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import floordiv, mod
 
-from onnxfuse.algebra.sizes import Dim, Shape, Size, divide, divisor, evaluate, is_nonnegative, symbol
+from onnxfuse.algebra.bounds import is_nonnegative
+from onnxfuse.algebra.sizes import Dim, Shape, Size, divide, divisor, evaluate, symbol
 from onnxfuse.runtime.symint import SymInt, is_symbolic, maximum, minimum
 
 

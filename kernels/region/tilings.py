@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeAlias
 
+from onnxfuse.algebra.indices import NOTHING, flat, replaced
 from onnxfuse.algebra.sizes import Size, number_of, terms_of
 from onnxfuse.kernels.elementwise.elements import RESIDENT_THREADS, SMALL_VECTORS, SMALL_WIDTH
 from onnxfuse.kernels.region.costs import BYTE_COST, THREAD_COST, WARP, cost, cost_of_bytes
-from onnxfuse.kernels.region.indices import NOTHING, flat, replaced
 from onnxfuse.kernels.region.interleaved import (
     MAX_INTERLEAVED,
     MIN_CHUNK_BYTES,

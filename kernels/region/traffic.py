@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
+from onnxfuse.algebra.indices import Index
 from onnxfuse.algebra.sizes import Size, terms_of
-from onnxfuse.kernels.region.indices import Index
 from onnxfuse.kernels.region.nests import Nest, Variable
 from onnxfuse.kernels.region.operators import BYTES
 from onnxfuse.kernels.region.program import Program

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Final, TypeAlias
 
 from onnxfuse.algebra.sizes import (
+    TOO_LARGE,
     Dim,
     Monomial,
     NonPolynomial,
@@ -18,6 +19,7 @@ from onnxfuse.algebra.sizes import (
     non_polynomial,
     product,
     symbol,
+    terms_of,
 )
 
 MAX_OPERANDS = 8  # of a `Max` or `Min` that are compared with each other
@@ -102,6 +104,23 @@ def upper_bound(size: Size) -> int | None:
     """Return a number that the size never exceeds; None if no such number is known."""
     low = lower_bound(size * -1)
     return None if low is None else -low
+
+
+@functools.lru_cache(maxsize=65536)  # asked for each step of index arithmetic
+def is_nonnegative(size: Size) -> bool:
+    """Return whether the size is proved to be 0 or more where each name in it stands for 1 or more.
+
+    Dims of tensors that have elements do, and no other element is read.
+    """
+    names = [name for monomial, _ in terms_of(size) for name in monomial]
+    if any(name.startswith(TOO_LARGE) for name in names):  # of any sign
+        return False
+    least = {name: symbol(name) + int(not isinstance(name, NonPolynomial)) for name in names}
+    above: Size = 0
+    for monomial, coefficient in terms_of(size):
+        above = above + product(least[name] for name in monomial) * coefficient
+    low = lower_bound(above)
+    return low is not None and low >= 0
 
 
 def without_min_constants(size: Size, names: Collection[str] | None = None) -> Size:

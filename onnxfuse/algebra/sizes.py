@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, Union
 
 UNKNOWN = "?"  # the first character of symbols for sizes of which nothing is known
+TOO_LARGE = f"{UNKNOWN}x"  # of those for expressions beyond the bounds below, which may be negative
 MAX_DEGREE, MAX_TERMS, MAX_COEFFICIENT = 16, 64, 2**63 - 1  # of a polynomial
 MAX_TEXT = 512  # characters of an expression that is no polynomial
 
@@ -119,7 +120,7 @@ def non_polynomial(op: str, *args: Size) -> Dim:
 
 def _unknown(text: str) -> Dim:
     """Return the unknown size that stands for an expression."""
-    return symbol(f"{UNKNOWN}x{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}")
+    return symbol(f"{TOO_LARGE}{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}")
 
 
 def product(sizes: Iterable[Size]) -> Size:
@@ -224,16 +225,6 @@ def divisor(size: Size, known: Mapping[str, int] | None = None) -> int:
     """
     factors = known or {}
     return math.gcd(*(factor * math.prod(factors.get(name, 1) for name in m) for m, factor in terms_of(size)))
-
-
-def is_nonnegative(size: Size) -> bool:
-    """Return whether the size is proved to be 0 or more where each of its symbols is 1 or more."""
-    terms = terms_of(size)
-    if all(coefficient >= 0 for _, coefficient in terms):
-        return is_known(size)
-    above = (product(symbol(name) + 1 for name in monomial) * coefficient for monomial, coefficient in terms)
-    total = sum(above, 0)
-    return all(coefficient >= 0 for _, coefficient in terms_of(total)) and is_known(total)
 
 
 def evaluate(size: Size, values: Mapping[str, int]) -> int:

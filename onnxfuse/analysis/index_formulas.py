@@ -1,58 +1,22 @@
 """Formulas over the indices of a tensor's own elements, for what integer and boolean tensors hold.
 
-Axes are counted from the last, -1, so that broadcasting leaves a formula as it is.
+The variables of a formula are the tensor's axes.  Axes are counted from the last, -1, so that broadcasting leaves a
+formula as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
 
-from onnxfuse.algebra.bounds import lower_bound, upper_bound
-from onnxfuse.algebra.sizes import Size
+from onnxfuse.algebra.bounds import Bounds, lower_bound, upper_bound
+from onnxfuse.algebra.index_maps import Place
+from onnxfuse.algebra.indices import NOTHING, Index, replaced, variable_index
+from onnxfuse.algebra.sizes import Shape, Size
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.node import Tensor
-
-
-@dataclass(frozen=True)
-class Index:
-    """A linear expression in the indices of an element: the sum of `index[axis] * factor`, plus `offset`.
-
-    Each of `terms` is (axis, size of the axis, factor).
-    """
-
-    terms: tuple[tuple[int, Size, Size], ...] = ()
-    offset: Size = 0
-
-    def plus(self, other: Index) -> Index:
-        """Return the sum of both expressions."""
-        factors: dict[tuple[int, Size], Size] = {}
-        for axis, size, factor in sorted(self.terms + other.terms, key=lambda term: term[0]):
-            factors[axis, size] = factors.get((axis, size), 0) + factor
-        return Index(tuple((*key, factor) for key, factor in factors.items() if factor != 0),
-                     self.offset + other.offset)  # fmt: skip
-
-    def times(self, factor: Size) -> Index:
-        """Return the expression multiplied by a size."""
-        return Index(tuple((axis, size, each * factor) for axis, size, each in self.terms if factor != 0),
-                     self.offset * factor)  # fmt: skip
-
-    def renumbered(self, axes: Mapping[int, int]) -> Index:
-        """Return the expression with each axis replaced by the one that `axes` maps it to."""
-        return Index(tuple((axes[axis], size, factor) for axis, size, factor in self.terms), self.offset)
-
-    def bounds(self) -> tuple[int | None, int | None]:
-        """Return a lower and an upper bound of the expression; None for one that is not known."""
-        low: Size = self.offset
-        high: Size = self.offset
-        for _, size, factor in self.terms:
-            if (least := lower_bound(factor)) is None or (least < 0 and not isinstance(factor, int)):
-                return None, None
-            low, high = (low, high + (size - 1) * factor) if least >= 0 else (low + (size - 1) * factor, high)
-        return lower_bound(low), upper_bound(high)
 
 
 @dataclass(frozen=True)
@@ -76,13 +40,46 @@ Value: TypeAlias = bool | Index | AtMostZero | Element  # a bool or an Index wit
 
 def axis_index(axis: int, size: Size) -> Index:
     """Return the index along an axis, which is 0 for an axis of size 1."""
-    return Index() if size == 1 else Index(((axis, size, 1),))
+    return variable_index(str(axis), size)
+
+
+def place_in(shape: Shape) -> Place:
+    """Return the place of an element in its own tensor."""
+    return tuple(axis_index(axis - len(shape), size) for axis, size in enumerate(shape))
+
+
+def shifted(index: Index, by: int) -> Index:
+    """Return the formula for a tensor in which each axis is `by` axes further back."""
+    return replaced(index, {atom.name: axis_index(int(atom.name) + by, atom.extent) for atom, _ in index.terms})
+
+
+def at_source(value: Value, place: Place) -> Value | None:
+    """Return what a view holds whose elements are read from `place` in a tensor that holds `value`.
+
+    None where that is not linear in the indices of the view.
+    """
+    if isinstance(value, bool):
+        return value
+    axes = {str(axis - len(place)): index for axis, index in enumerate(place)}
+    of = value.indices if isinstance(value, Element) else (value.index if isinstance(value, AtMostZero) else value,)
+    found = tuple(replaced(index, axes) for index in of)
+    if any(atom.kind != "variable" for index in found for atom, _ in index.terms):
+        return None
+    if isinstance(value, Element):
+        return replace(value, indices=found)
+    return less_or_equal(found[0], NOTHING) if isinstance(value, AtMostZero) else found[0]
+
+
+def bounds(index: Index) -> Bounds:
+    """Return a lower and an upper bound of an index; None for one that is not known."""
+    limits = index.range
+    return (None, None) if limits is None else (lower_bound(limits[0]), upper_bound(limits[1]))
 
 
 def less_or_equal(left: Index, right: Index, margin: Size = 0) -> Value:
     """Return the boolean `left + margin <= right`."""
-    excess = left.plus(right.times(-1)).plus(Index(offset=margin))
-    low, high = excess.bounds()
+    excess = left + right * -1 + margin
+    low, high = bounds(excess)
     if high is not None and high <= 0:
         return True
     return False if low is not None and low > 0 else AtMostZero(excess)
@@ -91,7 +88,7 @@ def less_or_equal(left: Index, right: Index, margin: Size = 0) -> Value:
 def negated(value: Value) -> Value | None:
     """Return the boolean that is true where another one is false; None for what is no boolean formula."""
     if isinstance(value, AtMostZero):
-        return less_or_equal(Index(offset=1), value.index)
+        return less_or_equal(Index(1), value.index)
     return not value if isinstance(value, bool) else None
 
 
@@ -111,5 +108,5 @@ def triangular_mask_value(mask: Array) -> Value | None:
     true_per_row = np.count_nonzero(mask.reshape(rows, columns), axis=1)
     for diagonal in (int(true_per_row[-1]) - rows, int(true_per_row[0]) - 1):
         if np.array_equal(mask.reshape(rows, columns), np.tri(rows, columns, diagonal)):
-            return less_or_equal(axis_index(-1, columns), axis_index(-2, rows).plus(Index(offset=diagonal)))
+            return less_or_equal(axis_index(-1, columns), axis_index(-2, rows) + diagonal)
     return None

@@ -35,11 +35,6 @@ def identity(shape: Sequence[Size]) -> Layout:
     return tuple(() if size == 1 else (SubAxis(i, 1, size),) for i, size in enumerate(shape))
 
 
-def transpose(layout: Layout, perm: Sequence[int]) -> Layout:
-    """Return the layout after a Transpose."""
-    return tuple(layout[i] for i in perm)
-
-
 def reshape(layout: Layout, shape: Sequence[Size]) -> Layout | None:
     """Return the layout after a Reshape to `shape`; None if the sizes do not tell how axes are split."""
     rest = [sub_axis for axis in reversed(layout) for sub_axis in reversed(axis)]

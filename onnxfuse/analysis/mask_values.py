@@ -9,28 +9,32 @@ Axes are counted from the last, -1, so that broadcasting leaves a formula as it 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
 from onnx import TensorProto
 
 from onnxfuse.algebra.bounds import lower_bound
+from onnxfuse.algebra.index_maps import Place, inverse, reshaped, sliced, transposed
+from onnxfuse.algebra.indices import Index
 from onnxfuse.algebra.operators import COMPARISONS, REGROUPING, VIEWS
-from onnxfuse.algebra.sizes import Size, product
+from onnxfuse.algebra.sizes import Shape, Size
 from onnxfuse.analysis.index_formulas import (
     AtMostZero,
     Element,
-    Index,
     Value,
+    at_source,
     axis_index,
+    bounds,
     less_or_equal,
     negated,
+    place_in,
+    shifted,
     triangular_mask_value,
 )
 from onnxfuse.analysis.rules import apply_rule
-from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
+from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.shape_rules.slices import slice_bounds
 from onnxfuse.analysis.two_numbers import TwoNumbers, chosen, compared, triangle, two_numbers
 from onnxfuse.errors import ModelError
@@ -74,8 +78,8 @@ class IndexAnalysis:
             return value
         is_int64 = self.shapes.dtype(tensor) == TensorProto.INT64
         max_factor, max_offset = (2**31, 2**62) if is_int64 else (1, 2**30)
-        factors = [factor for _, _, factor in value.terms if isinstance(factor, int)]
-        if isinstance(value.offset, int) and abs(value.offset) > max_offset:
+        factors = [factor for _, factor in value.terms if isinstance(factor, int)]
+        if isinstance(value.constant, int) and abs(value.constant) > max_offset:
             return None
         return value if all(abs(factor) <= max_factor for factor in factors) else None
 
@@ -85,7 +89,7 @@ class IndexAnalysis:
         if found is None or found.size != 1:
             return None
         value = found.item()
-        return value if isinstance(value, bool) else Index(offset=value)
+        return value if isinstance(value, bool) else Index(value)
 
     def _read_constant(self, tensor: Constant) -> Value | None:
         """Read a constant that is the same everywhere, counts up along one axis, or is true up to a diagonal.
@@ -102,7 +106,7 @@ class IndexAnalysis:
             return None
         first = value.reshape(-1)[0].item()
         if np.all(value == first):
-            return first if isinstance(first, bool) else Index(offset=first)
+            return first if isinstance(first, bool) else Index(first)
         long_axes = [axis for axis, size in enumerate(value.shape) if size > 1]
         if value.dtype == np.bool_:
             below, above = triangular_mask_value(value), triangular_mask_value(~value)
@@ -110,7 +114,7 @@ class IndexAnalysis:
         steps = np.unique(np.diff(value.reshape(-1)))
         if len(long_axes) > 1 or len(steps) > 1 or not 0 < steps[0] <= MAX_STEP:
             return None
-        return Index(((long_axes[0] - value.ndim, value.size, steps.item()),), first)
+        return axis_index(long_axes[0] - value.ndim, value.size) * int(steps[0]) + int(first)
 
     def fill_value(self, tensor: Tensor) -> bool | int | float | None:
         """Return the one number that all elements of a tensor of any dtype equal; None if no such number is known."""
@@ -133,7 +137,11 @@ class IndexAnalysis:
 
     def moved(self, node: Node, value: Value) -> Value | None:
         """Return what the result of a view or a Slice holds, whose input holds `value`; None if that is not known."""
-        return MOVING[op_of(node)](self, node, value)
+        if isinstance(value, bool) or (isinstance(value, Index) and not value.terms) or op_of(node) in UNMOVED:
+            return value
+        before, after = self.shapes.shape(node.inputs[0]), self.shapes.shape(node.outputs[0])
+        place = None if before is None or after is None else SOURCES[op_of(node)](self, node, before, after)
+        return None if place is None else at_source(value, place)
 
     def index(self, node: Node, input_index: int = 0) -> Index | None:
         """Return the value of an input if it is a linear expression in indices."""
@@ -142,37 +150,15 @@ class IndexAnalysis:
 
     def element(self, tensor: Tensor, indices: Sequence[Index]) -> Element | None:
         """Return the element of a tensor at `indices`, seen through regroupings as an element of their source."""
-        if any((low := index.bounds()[0]) is None or low < 0 for index in indices):
+        if any((low := bounds(index)[0]) is None or low < 0 for index in indices):
             return None  # a negative index counts from the end
         while (node := producer(tensor)) is not None and op_of(node) in REGROUPING:
             source, shape = self.shapes.shape(node.inputs[0]), self.shapes.shape(tensor)
-            found = None if source is None or shape is None else _unravel(_ravel(indices, shape), source)
-            if found is None:
+            found = () if source is None or shape is None else reshaped(tuple(indices), shape, source)
+            if source is None or any(atom.kind != "variable" for index in found for atom, _ in index.terms):
                 break
             tensor, indices = node.inputs[0], found
         return Element(tensor.name, tuple(indices), tensor)
-
-
-def _ravel(indices: Sequence[Index], shape: Sequence[Size]) -> Index:
-    """Return an element's offset in memory, in elements, as numpy.ravel_multi_index does."""
-    total = Index()
-    for axis, index in enumerate(indices):
-        total = total.plus(index.times(product(shape[axis + 1 :])))
-    return total
-
-
-def _unravel(offset: Index, shape: Sequence[Size]) -> tuple[Index, ...] | None:
-    """Return an element's indices from its offset in memory; None unless each of them runs along a whole axis."""
-    found = [Index()] * len(shape)
-    if offset.offset != 0:
-        return None
-    for axis, size, factor in offset.terms:
-        strides = [product(shape[i + 1 :]) for i in range(len(shape))]
-        fits = [i for i, stride in enumerate(strides) if stride == factor and shape[i] == size]
-        if len(fits) != 1 or found[fits[0]].terms:
-            return None
-        found[fits[0]] = axis_index(axis, size)
-    return tuple(found)
 
 
 # --- rules: the value of a node's output -----------------------------------------------------------------------------
@@ -185,7 +171,8 @@ def _range(analysis: IndexAnalysis, node: Node) -> Value | None:
     shape = analysis.shapes.shape(node.outputs[0])
     if start is None or delta is None or delta.item() != 1 or shape is None:
         return None
-    return axis_index(-1, shape[0]).plus(Index(offset=start.item()))
+    first: Size = start.item()
+    return axis_index(-1, shape[0]) + first
 
 
 def _move(analysis: IndexAnalysis, node: Node) -> Value | None:
@@ -193,63 +180,23 @@ def _move(analysis: IndexAnalysis, node: Node) -> Value | None:
     return None if value is None else analysis.moved(node, value)
 
 
-def _regrouped(analysis: IndexAnalysis, node: Node, value: Value) -> Value | None:
-    """A regrouping that only adds and removes axes of size 1 keeps the order of the other axes."""
-    before, after = analysis.shapes.shape(node.inputs[0]), analysis.shapes.shape(node.outputs[0])
-    if isinstance(value, bool) or before is None or after is None:
-        return value
-    old, new = ([i - len(shape) for i, size in enumerate(shape) if size != 1] for shape in (before, after))
-    if isinstance(value, Element):
-        indices = value.indices
-    else:
-        indices = (value.index if isinstance(value, AtMostZero) else value,)
-    used = {axis for index in indices for axis, _, _ in index.terms}
-    if [before[i] for i in old] != [after[i] for i in new] or used - {*old}:
-        return None
-    return _renumber(value, dict(zip(old, new, strict=True)))
+def _regrouped(analysis: IndexAnalysis, node: Node, before: Shape, after: Shape) -> Place:
+    return reshaped(place_in(after), after, before)
 
 
-def _transposed(analysis: IndexAnalysis, node: Node, value: Value) -> Value | None:
-    shape = analysis.shapes.shape(node.inputs[0])
-    if isinstance(value, bool) or shape is None:
-        return value
-    rank = len(shape)
-    perm = ints_attribute(node, "perm") or range(rank)[::-1]
-    return _renumber(value, {old - rank: new - rank for new, old in enumerate(perm)})
+def _transposed(analysis: IndexAnalysis, node: Node, before: Shape, after: Shape) -> Place:
+    return transposed(place_in(after), inverse(ints_attribute(node, "perm") or range(len(before))[::-1]))
 
 
-def _unmoved(analysis: IndexAnalysis, node: Node, value: Value) -> Value | None:
-    return value
-
-
-def _sliced(analysis: IndexAnalysis, node: Node, value: Value) -> Value | None:
+def _sliced(analysis: IndexAnalysis, node: Node, before: Shape, after: Shape) -> Place | None:
     """A Slice begins to count the indices at its starts, in its steps."""
-    if isinstance(value, bool) or (isinstance(value, Index) and not value.terms):
-        return value
-    before, after = analysis.shapes.shape(node.inputs[0]), analysis.shapes.shape(node.outputs[0])
-    if isinstance(value, Element) or before is None or after is None:
-        return None
-    index = value.index if isinstance(value, AtMostZero) else value
-    try:
-        bounds = slice_bounds(analysis.shapes, node, before)
-    except CannotInfer:
-        return None
-    found = Index(offset=index.offset)
-    for axis, _, factor in index.terms:
-        start, _, step = bounds.get(axis + len(before), (0, None, 1))
+    ranges: dict[int, tuple[Size, int]] = {}
+    for axis, (start, _, step) in slice_bounds(analysis.shapes, node, before).items():
         least = None if start is None else lower_bound(start)
         if start is None or least is None or least < 0 or not isinstance(step, int) or step < 1:
             return None  # a start that counts from the end, or may do so
-        found = found.plus(axis_index(axis, after[axis]).times(step).plus(Index(offset=start)).times(factor))
-    return less_or_equal(found, Index()) if isinstance(value, AtMostZero) else found
-
-
-def _renumber(value: Index | AtMostZero | Element, axes: Mapping[int, int]) -> Index | AtMostZero | Element:
-    if isinstance(value, Index):
-        return value.renumbered(axes)
-    if isinstance(value, AtMostZero):
-        return AtMostZero(value.index.renumbered(axes))
-    return replace(value, indices=tuple(index.renumbered(axes) for index in value.indices))
+        ranges[axis] = start, step
+    return sliced(place_in(after), ranges)
 
 
 def _cast(analysis: IndexAnalysis, node: Node) -> Value | None:
@@ -264,11 +211,11 @@ def _cast(analysis: IndexAnalysis, node: Node) -> Value | None:
     if to == TensorProto.BOOL:
         if value is None:
             return _nonzero(analysis, node.inputs[0])
-        if isinstance(value, Index) and not value.terms and isinstance(value.offset, int):
-            return value.offset != 0
+        if isinstance(value, Index) and not value.terms and isinstance(value.constant, int):
+            return value.constant != 0
         return value if isinstance(value, bool | AtMostZero) else None
     if isinstance(value, bool):
-        return Index(offset=int(value))
+        return Index(int(value))
     return value if isinstance(value, Index) and to in (TensorProto.INT64, TensorProto.INT32) else None
 
 
@@ -294,21 +241,22 @@ def _constant_of_shape(analysis: IndexAnalysis, node: Node) -> Value | None:
     number = analysis.fill_value(node.outputs[0])
     if number is None:
         return None
-    return number != 0 if analysis.shapes.dtype(node.outputs[0]) == TensorProto.BOOL else Index(offset=int(number))
+    return number != 0 if analysis.shapes.dtype(node.outputs[0]) == TensorProto.BOOL else Index(int(number))
 
 
 def _add_or_sub(analysis: IndexAnalysis, node: Node) -> Value | None:
     left, right = analysis.index(node), analysis.index(node, 1)
     if left is None or right is None:
         return None
-    return left.plus(right.times(-1 if op_of(node) == "Sub" else 1))
+    return left + right * (-1 if op_of(node) == "Sub" else 1)
 
 
 def _mul(analysis: IndexAnalysis, node: Node) -> Value | None:
     for left, right in ((analysis.index(node), node.inputs[1]), (analysis.index(node, 1), node.inputs[0])):
         factor = analysis.shapes.exact_value(right)
         if left is not None and factor is not None and factor.size == 1:
-            return left.times(factor.item())
+            number: Size = factor.item()
+            return left * number
     return None
 
 
@@ -326,11 +274,7 @@ def _gather_nd(analysis: IndexAnalysis, node: Node) -> Value | None:
     if int_attribute(node, "batch_dims", 0) or not columns or len(columns) != rank:
         return None
     # The columns have a last axis of size 1, which the result does not have.
-    indices = [
-        column.renumbered({axis: axis + 1 for axis, _, _ in column.terms})
-        for column in columns
-        if isinstance(column, Index)
-    ]
+    indices = [shifted(column, 1) for column in columns if isinstance(column, Index)]
     return analysis.element(node.inputs[0], indices) if len(indices) == rank else None
 
 
@@ -339,10 +283,7 @@ def _gather(analysis: IndexAnalysis, node: Node) -> Value | None:
     index = analysis.index(node, 1)
     if shape is None or rank is None or index is None or int_attribute(node, "axis", 0) != 0:
         return None
-    rest = len(shape) - 1
-    first = index.renumbered({axis: axis - rest for axis, _, _ in index.terms})
-    others = (axis_index(i - rest, size) for i, size in enumerate(shape[1:]))
-    return analysis.element(node.inputs[0], [first, *others])
+    return analysis.element(node.inputs[0], [shifted(index, 1 - len(shape)), *place_in(shape[1:])])
 
 
 def _gather_elements(analysis: IndexAnalysis, node: Node) -> Value | None:
@@ -376,12 +317,12 @@ def _not(analysis: IndexAnalysis, node: Node) -> Value | None:
     return None if value is None else negated(value)
 
 
-MOVING: dict[str, Callable[[IndexAnalysis, Node, Value], Value | None]] = {
-    **dict.fromkeys(REGROUPING, _regrouped), "Transpose": _transposed, "Expand": _unmoved, "Identity": _unmoved,
-    "Slice": _sliced,
+UNMOVED = ("Expand", "Identity")
+SOURCES: dict[str, Callable[[IndexAnalysis, Node, Shape, Shape], Place | None]] = {
+    **dict.fromkeys(REGROUPING, _regrouped), "Transpose": _transposed, "Slice": _sliced,
 }  # fmt: skip
 RULES: dict[str, Rule] = {
-    "Range": _range, **dict.fromkeys(MOVING, _move), "Cast": _cast, "ConstantOfShape": _constant_of_shape,
+    "Range": _range, **dict.fromkeys((*UNMOVED, *SOURCES), _move), "Cast": _cast, "ConstantOfShape": _constant_of_shape,
     "Add": _add_or_sub, "Sub": _add_or_sub, "Mul": _mul, "Concat": _concat, "GatherND": _gather_nd, "Gather": _gather,
     "GatherElements": _gather_elements, "And": _and_or, "Or": _and_or, "Not": _not, "Trilu": _trilu,
     **dict.fromkeys(COMPARISONS, _compare),

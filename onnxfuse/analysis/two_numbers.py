@@ -20,7 +20,6 @@ from onnxfuse.algebra.operators import VIEWS
 from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.index_formulas import (
     AtMostZero,
-    Index,
     Value,
     axis_index,
     less_or_equal,
@@ -95,7 +94,7 @@ def _in_one_form(numbers: TwoNumbers) -> TwoNumbers:
     """Return the numbers with the condition, of it and its negation, in which the last axis has a positive factor."""
     if isinstance(numbers.where, bool):
         return numbers
-    last = next((factor for axis, _, factor in numbers.where.index.terms if axis == -1), 0)
+    last = numbers.where.index.factor("-1")
     where = negated(numbers.where) if isinstance(last, int) and last < 0 else None
     return TwoNumbers(where, numbers.elsewhere, numbers.here) if isinstance(where, AtMostZero) else numbers
 
@@ -152,7 +151,7 @@ def triangle(analysis: Formulas, node: Node) -> tuple[Value, bool] | None:
     if shape is None or diagonal is None:
         return None
     upper = flag_attribute(node, "upper", True)
-    rows = axis_index(-2, shape[-2]).plus(Index(offset=diagonal - 1 if upper else diagonal))
+    rows = axis_index(-2, shape[-2]) + (diagonal - 1 if upper else diagonal)
     return less_or_equal(axis_index(-1, shape[-1]), rows), not upper
 
 

@@ -92,7 +92,7 @@ class _Substitution:
         sizes, shape = self.shapes.shape(value.tensor), self.shapes.shape(output)
         if sizes is None or shape is None:
             return None
-        axes = [index.terms[0][0] if index.terms else 0 for index in value.indices]  # of the output; 0: none
+        axes = [int(index.terms[0][0].name) if index.terms else 0 for index in value.indices]  # of the output; 0: none
         triples = zip(value.indices, axes, sizes, strict=True)
         takes_all = all(index == axis_index(axis, size) for index, axis, size in triples)
         used = [axis for axis in axes if axis]
@@ -113,7 +113,7 @@ class _Substitution:
     def _single_row(self, node: Node) -> Tensor | None:
         """Return the row of a small table that all indices select, such as the embedding of equal token types."""
         table, index = node.inputs[0], self.indices.index(node, 1)
-        row, dtype = index.offset if index is not None and not index.terms else None, self.shapes.dtype(table)
+        row, dtype = index.constant if index is not None and not index.terms else None, self.shapes.dtype(table)
         if not is_constant(table) or not table.shape or dtype not in FUSIBLE_FLOATS:
             return None
         if not isinstance(row, int) or not -table.shape[0] <= row < table.shape[0]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from onnxfuse.algebra.index_maps import squeezed, transposed
 from onnxfuse.algebra.operators import SLICING, VIEWS
 from onnxfuse.algebra.sizes import Size, product
 from onnxfuse.analysis import layout as layouts
@@ -180,7 +181,7 @@ def _layout_after(m: MatchContext, layout: layouts.Layout | None, node: Node) ->
         return None
     match op_of(node):
         case "Transpose":
-            return layouts.transpose(layout, ints_attribute(node, "perm") or range(len(after))[::-1])
+            return transposed(layout, ints_attribute(node, "perm") or range(len(after))[::-1])
         case "Expand":
             return layouts.expand(layout, after)
         case "Reshape" | "Squeeze" | "Unsqueeze" | "Flatten":
@@ -271,5 +272,5 @@ def _layout_and_offsets(
             offsets |= {axis: offsets.get(axis, 0) + more for axis, more in selected[1].items()}
         if layout is not None and op_of(node) == "Gather" and m.shapes.rank(node.inputs[1]) == 0:
             (axis,) = ranges
-            layout = (*layout[:axis], *layout[axis + 1 :])
+            layout = squeezed(layout, (axis,))
     return None if layout is None else (layout, offsets)

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from onnxfuse.algebra.index_maps import inverse, transposed
 from onnxfuse.algebra.operators import REARRANGING
 from onnxfuse.algebra.sizes import Size, product
-from onnxfuse.analysis.layout import Layout, SubAxis, coalesce, identity, reshape, transpose
+from onnxfuse.analysis.layout import Layout, SubAxis, coalesce, identity, reshape
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import input_index, ints_attribute
 from onnxfuse.ir.graph import Graph, constant_number
@@ -135,7 +136,7 @@ def layout_of(source: Sequence[Size], chain: Sequence[View]) -> Layout | None:
     for view in chain:
         if layout is None:
             return None
-        layout = reshape(layout, view.shape) if view.perm is None else transpose(layout, view.perm)
+        layout = reshape(layout, view.shape) if view.perm is None else transposed(layout, view.perm)
     return None if layout is None else coalesce(layout)
 
 
@@ -155,17 +156,17 @@ def equivalent_chains(source: tuple[Size, ...], chain: tuple[View, ...]) -> tupl
     length = (product(source),)
     flat = layout_of(length, (View(None, source), *chain))
     if flat is not None and (order := _order_in_source(length, flat)) is not None:
-        before = tuple(result[i] for i in order)
-        found.append((View(None, before), View(_inverse(order), result)))
+        before = transposed(result, order)
+        found.append((View(None, before), View(inverse(order), result)))
     # With the result's axes split into the runs of the source that they consist of, a Reshape joins them at the end.
     runs = coalesce((tuple(sub_axis for axis in layout for sub_axis in axis),))[0]
     split = tuple((run,) for run in runs)
     perm = _perm_of_source(source, split + tuple(() for size in source if size == 1))
     if perm is not None:
-        found.append((View(perm, tuple(source[i] for i in perm)), View(None, result)))
+        found.append((View(perm, transposed(source, perm)), View(None, result)))
     if (order := _order_in_source(source, split)) is not None:
         before, after = tuple(runs[i].size for i in order), tuple(run.size for run in runs)
-        found.append((View(None, before), View(_inverse(order), after), View(None, result)))
+        found.append((View(None, before), View(inverse(order), after), View(None, result)))
     return tuple(found)
 
 
@@ -198,10 +199,6 @@ def _order_in_source(source: Sequence[Size], layout: Layout) -> list[int] | None
             stride = stride * waiting.pop(found).size
             order.insert(0, found)
     return order
-
-
-def _inverse(order: Sequence[int]) -> tuple[int, ...]:
-    return tuple(list(order).index(i) for i in range(len(order)))
 
 
 def _replace(graph: Graph, shapes: ShapeInfo, last: Node, source: Tensor, views: Sequence[View]) -> bool:

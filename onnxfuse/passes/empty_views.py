@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from onnxfuse.algebra.index_maps import squeezed, transposed, unsqueezed
 from onnxfuse.algebra.sizes import evaluate, symbols
 from onnxfuse.analysis.rules import axes_parameter
 from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
@@ -62,7 +63,7 @@ def _viewed(shapes: ShapeInfo, node: Node, shape: list[int], numbers: Mapping[st
     rank = len(shape)
     match op_of(node):
         case "Transpose":
-            return [shape[axis] for axis in ints_attribute(node, "perm") or range(rank)[::-1]]
+            return list(transposed(shape, ints_attribute(node, "perm") or range(rank)[::-1]))
         case "Flatten":
             axis = int_attribute(node, "axis", 1) % (rank + 1)
             return [math.prod(shape[:axis]), math.prod(shape[axis:])]
@@ -71,12 +72,11 @@ def _viewed(shapes: ShapeInfo, node: Node, shape: list[int], numbers: Mapping[st
             axes = [i for i, size in enumerate(shape) if size == 1] if found is None else found
             if any(shape[axis] != 1 for axis in axes):
                 raise CannotInfer
-            return [size for i, size in enumerate(shape) if i not in axes]
+            return list(squeezed(shape, axes))
         case "Unsqueeze":
             count = len(shapes.shape(node.outputs[0]) or ()) - len(shapes.shape(node.inputs[0]) or ())
             axes = axes_parameter(shapes, node, rank + count) or []
-            rest = iter(shape)
-            return [1 if i in axes else next(rest) for i in range(rank + count)]
+            return list(unsqueezed(shape, axes, 1))
     return _reshaped(shapes, node, shape, numbers)
 
 

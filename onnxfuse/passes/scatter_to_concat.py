@@ -12,8 +12,10 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from onnxfuse.algebra.index_maps import inverse, transposed
+from onnxfuse.algebra.indices import Index
 from onnxfuse.algebra.sizes import Size
-from onnxfuse.analysis.index_formulas import Index, Value
+from onnxfuse.analysis.index_formulas import Value
 from onnxfuse.analysis.mask_values import IndexAnalysis
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import ints_attribute, str_attribute
@@ -81,7 +83,7 @@ def _stack(graph: Graph, shapes: ShapeInfo, result: Tensor, parts: Sequence[Assi
     if [part.first for part in parts] != list(range(step)):
         return False
     order = _order_with_axis_last(result, len(shape), axis)
-    moved = tuple(shape[i] for i in order)
+    moved = transposed(shape, order)
     at, width = order.index(axis), (shapes.shape(parts[0].updates) or shape)[axis]
     if any((shapes.shape(part.updates) or shape)[axis] != width for part in parts) or width * step != shape[axis]:
         return False
@@ -97,7 +99,7 @@ def _stack(graph: Graph, shapes: ShapeInfo, result: Tensor, parts: Sequence[Assi
     joined = emit(graph, shapes, "Concat", columns, stem, whole, dtype, {"axis": at + 1})
     inputs = [joined, graph.constant(f"{stem}_shape", np.array(target, np.int64))]
     stacked = emit(graph, shapes, "Reshape", inputs, f"{stem}_rows", moved, dtype)
-    back = [order.index(i) for i in range(len(shape))]
+    back = list(inverse(order))
     return graph.replace(result, _transposed(graph, shapes, stacked, back))
 
 
@@ -155,11 +157,11 @@ def _assignment(shapes: ShapeInfo, indices: IndexAnalysis, node: Node) -> Assign
 
 def _range_of(column: Value | None, axis: int, width: object) -> tuple[int, int] | None:
     """Return the first of indices that count up along an axis, and by how much they do; None where they do not."""
-    if not isinstance(column, Index) or not isinstance(column.offset, int) or column.offset < 0:
+    if not isinstance(column, Index) or not isinstance(column.constant, int) or column.constant < 0:
         return None
     if width == 1:
-        return None if column.terms else (column.offset, 1)
-    for of_axis, size, step in column.terms if len(column.terms) == 1 else ():
-        if (of_axis, size) == (axis, width) and isinstance(step, int) and step > 0:
-            return column.offset, step
+        return None if column.terms else (column.constant, 1)
+    for atom, step in column.terms if len(column.terms) == 1 else ():
+        if (atom.name, atom.extent) == (str(axis), width) and isinstance(step, int) and step > 0:
+            return column.constant, step
     return None

@@ -12,6 +12,7 @@ import onnx
 import onnx.numpy_helper
 from onnx.external_data_helper import uses_external_data
 
+from onnxfuse.algebra.index_maps import inverse
 from onnxfuse.algebra.operators import VIEWS
 from onnxfuse.analysis.magnitudes import MASKS_FROM, Bounds
 from onnxfuse.analysis.repeated_columns import COLUMNS
@@ -202,7 +203,7 @@ def transpose(source: str, perm: tuple[int, ...], result: str) -> onnx.NodeProto
 
 def transpose_back(source: str, perm: tuple[int, ...], result: str) -> onnx.NodeProto:
     """Return the node that undoes `transpose` with `perm`."""
-    return transpose(source, tuple(perm.index(axis) for axis in range(len(perm))), result)
+    return transpose(source, inverse(perm), result)
 
 
 def distinct_parts(

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onnxfuse.algebra.index_maps import transposed
 from onnxfuse.algebra.sizes import Size, symbol
 from onnxfuse.analysis.layout import (
     Arrangement,
@@ -22,7 +23,6 @@ from onnxfuse.analysis.layout import (
     reshape,
     select,
     solve_sizes,
-    transpose,
 )
 
 B, S, H = symbol("b"), symbol("s"), symbol("h")
@@ -44,7 +44,7 @@ def chains(draw: st.DrawFn, shape: tuple[int, ...] | None = None, expands: bool 
         kind = draw(st.sampled_from(["reshape", "transpose", "expand" if expands else "reshape"]))
         if kind == "transpose":
             perm = draw(st.permutations(range(indices.ndim)))
-            layout, indices = layout and transpose(layout, perm), indices.transpose(perm)
+            layout, indices = layout and transposed(layout, perm), indices.transpose(perm)
         elif kind == "reshape":
             target = draw(splits(indices.size))
             layout, indices = layout and reshape(layout, target), indices.reshape(target)
@@ -163,10 +163,10 @@ def test_one_of_three_parts_of_each_head_is_selected() -> None:
 
 
 def test_a_reshape_that_splits_transposed_axes_unevenly_has_no_layout() -> None:
-    transposed = transpose(identity((4, 6)), (1, 0))
-    assert reshape(transposed, (4, 6)) is None
-    assert reshape(transposed, (3, 8)) is not None
-    assert reshape(transposed, (5, 5)) is None
+    turned = transposed(identity((4, 6)), (1, 0))
+    assert reshape(turned, (4, 6)) is None
+    assert reshape(turned, (3, 8)) is not None
+    assert reshape(turned, (5, 5)) is None
 
 
 def test_an_expanded_axis_repeats_one_element() -> None:
@@ -179,10 +179,10 @@ def test_an_expanded_axis_repeats_one_element() -> None:
 def test_heads_are_split_off_beside_a_symbolic_sequence() -> None:
     split = reshape(identity((B, S, H * 64)), (B, S, H, 64))
     assert split == ((SubAxis(0, 1, B),), (SubAxis(1, 1, S),), (SubAxis(2, 64, H),), (SubAxis(2, 1, 64),))
-    permuted = transpose(split, (0, 2, 1, 3))
+    permuted = transposed(split, (0, 2, 1, 3))
     merged = ((SubAxis(0, 1, B), SubAxis(2, 64, H)), (SubAxis(1, 1, S),), (SubAxis(2, 1, 64),))
     assert reshape(permuted, (B * H, S, 64)) == merged
-    assert coalesce(reshape(transpose(permuted, (0, 2, 1, 3)), (B, S, H * 64)) or ()) == identity((B, S, H * 64))
+    assert coalesce(reshape(transposed(permuted, (0, 2, 1, 3)), (B, S, H * 64)) or ()) == identity((B, S, H * 64))
 
 
 def test_a_reshape_by_a_symbol_that_does_not_divide_has_no_layout() -> None:
@@ -244,7 +244,7 @@ def test_an_arrangement_has_the_layout_of_its_views(order: list[str], numbers: l
     pattern = "b s (h d) -> " + " ".join(f"({' '.join(group)})" for group in groups)
     split = reshape(identity((sizes["b"], sizes["s"], sizes["h"] * sizes["d"])), [sizes[name] for name in "bshd"])
     assert split is not None
-    permuted = transpose(split, ["bshd".index(name) for name in order])
+    permuted = transposed(split, ["bshd".index(name) for name in order])
     whole = reshape(permuted, [math.prod(sizes[name] for name in group) for group in groups])
     assert whole is not None
     assert arrangement_layout(parse_arrangement(pattern), sizes) == coalesce(whole)

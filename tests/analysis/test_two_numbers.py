@@ -9,7 +9,7 @@ import pytest
 from onnx_models import parse
 
 from onnxfuse.algebra.sizes import symbol
-from onnxfuse.analysis.index_formulas import AtMostZero, Index, axis_index
+from onnxfuse.analysis.index_formulas import AtMostZero, axis_index
 from onnxfuse.analysis.mask_values import IndexAnalysis
 from onnxfuse.analysis.shape_inference import infer_shapes
 from onnxfuse.analysis.two_numbers import TwoNumbers, two_numbers
@@ -28,7 +28,7 @@ N = symbol("N")
 
 def behind(diagonal: int = 0) -> AtMostZero:
     """Return that a key is up to so many behind its query."""
-    return AtMostZero(axis_index(-1, N).plus(axis_index(-2, N).times(-1)).plus(Index(offset=-diagonal)))
+    return AtMostZero(axis_index(-1, N) + axis_index(-2, N) * -1 + -diagonal)
 
 
 def analysis_of(nodes: str) -> IndexAnalysis:
@@ -56,9 +56,9 @@ def analysis_of(nodes: str) -> IndexAnalysis:
         ("a = Cast<to=9>(above) v = Where(a, low, none)", TwoNumbers(behind(), 0, LOWEST)),
         ("a = Unsqueeze(above, zero) v = Transpose<perm=[0,2,1]>(a)", TwoNumbers(behind(-1), 1, 0)),
         ("v = Slice(above, axis1, far, axis1)", TwoNumbers(
-            AtMostZero(axis_index(-1, N - 1).plus(axis_index(-2, N).times(-1)).plus(Index(offset=1))), 0, 1)),
+            AtMostZero(axis_index(-1, N - 1) + axis_index(-2, N) * -1 + 1), 0, 1)),
         ("v = Identity(stored)", TwoNumbers(
-            AtMostZero(axis_index(-1, 8).plus(axis_index(-2, 8).times(-1))), 0, -math.inf)),
+            AtMostZero(axis_index(-1, 8) + axis_index(-2, 8) * -1), 0, -math.inf)),
         ("v = Mul(above, x)", None),
         ("a = Mul(above, low) v = Cast<to=7>(a)", None),  # no integer is as low
         ("v = Max(above, unit, x)", None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from onnxfuse.algebra.index_maps import squeezed
 from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.rules import RuleTable, ShapeRule, axes_parameter, input_shape, integers, normalize_axis
 from onnxfuse.analysis.shape_info import CannotInfer, Shape, ShapeInfo
@@ -37,7 +38,7 @@ def _arg_reduce(shapes: ShapeInfo, node: Node) -> Shape:
 def _without_axes(shape: Shape, axes: list[int], node: Node) -> Shape:
     if flag_attribute(node, "keepdims", True):
         return tuple(1 if i in axes else size for i, size in enumerate(shape))
-    return tuple(size for i, size in enumerate(shape) if i not in axes)
+    return squeezed(shape, axes)
 
 
 @RULES.rule("TopK")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from onnxfuse.algebra.bounds import limited_sizes, lower_bound, without_min_constants
+from onnxfuse.algebra.index_maps import squeezed, transposed, unsqueezed
 from onnxfuse.algebra.sizes import Size, divide, product
 from onnxfuse.analysis.layout import identity, reshape
 from onnxfuse.analysis.rules import (
@@ -26,7 +27,7 @@ RULES = RuleTable[ShapeRule]()
 @RULES.rule("Transpose")
 def _transpose(shapes: ShapeInfo, node: Node) -> Shape:
     shape = input_shape(shapes, node)
-    return tuple(shape[axis] for axis in ints_attribute(node, "perm", range(len(shape) - 1, -1, -1)))
+    return transposed(shape, ints_attribute(node, "perm", range(len(shape) - 1, -1, -1)))
 
 
 @RULES.rule("Reshape")
@@ -143,7 +144,7 @@ def _squeeze(shapes: ShapeInfo, node: Node) -> Shape:
         if not all(isinstance(size, int) for size in shape):
             raise CannotInfer
         axes = [i for i, size in enumerate(shape) if size == 1]
-    return tuple(size for i, size in enumerate(shape) if i not in axes)
+    return squeezed(shape, axes)
 
 
 @RULES.rule("Unsqueeze")
@@ -153,6 +154,4 @@ def _unsqueeze(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
     rank = len(shape) + len(found)
     if not all(isinstance(axis, int) for axis in found):
         return (None,) * rank
-    axes = [normalize_axis(axis, rank) for axis in found]
-    rest = iter(shape)
-    return tuple(1 if i in axes else next(rest) for i in range(rank))
+    return unsqueezed(shape, [normalize_axis(axis, rank) for axis in found], 1)

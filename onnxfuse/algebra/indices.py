@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from onnxfuse.algebra.sizes import Size, divide, is_nonnegative
+from onnxfuse.algebra.bounds import is_nonnegative
+from onnxfuse.algebra.sizes import Size, divide
 
 
 @dataclass(frozen=True)
