@@ -38,7 +38,7 @@ from onnxfuse.ir.protos import nodes
 from onnxfuse.ir.serde import read_graph, write_model
 from onnxfuse.ir.validate import ONNX_DOMAINS
 from onnxfuse.steps import LeftOut, attempt
-from onnxfuse.verify.compare import compare
+from onnxfuse.verify.compare import compare_with
 from onnxfuse.verify.cpu_session import open_session, run
 from onnxfuse.verify.difference import compare_output
 from onnxfuse.verify.inputs import model_inputs
@@ -116,7 +116,7 @@ class Halving:
         raised = self.given if self.wanted.precision is FLOAT16 else self._in_first_opset()
         if opset_of(raised) != opset_of(self.original) and self.reference is not None:
             with self.timer.stage("verify"):
-                found = compare(self.original, raised, folder=self.folder, reference=self.reference)
+                found = compare_with(self.reference, raised)
             if found.passed is False:
                 raise ModelError(describe_change(self.original, raised, found.reason))
         return raised
@@ -181,9 +181,7 @@ class Halving:
             try:
                 # The converted model is compared with these runs, and float16 rounds scores of rows without a key.
                 inputs = self.inputs or {}
-                return run_original(
-                    self.original, self.folder, inputs, self._tell, self.shapes, mask_rows=False, edges=False
-                )
+                return run_original(self.original, self.folder, inputs, self._tell, self.shapes, extremes=False)
             except VerificationError:
                 return None
 

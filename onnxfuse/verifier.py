@@ -15,7 +15,7 @@ from onnxfuse.errors import NothingRunsError, OnnxfuseError, UsageError, Verific
 from onnxfuse.fuse_model import FusedModel, StageTimer
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.steps import VERIFICATION, LeftOut, left_out
-from onnxfuse.verify.compare import Verification, compare, nothing_compared
+from onnxfuse.verify.compare import Verification, compare_with, nothing_compared
 from onnxfuse.verify.compare_constants import wrong_constants
 from onnxfuse.verify.compare_parts import PartFinding, PartsVerification, compare_parts, values_of_run
 from onnxfuse.verify.own_process import TimeLimitExceeded
@@ -51,7 +51,9 @@ class Verifier:
         if self._reference is None:
             try:
                 found = run_original(self.original, self.folder, self.inputs or {}, self._tell, self.shapes)
-                self._reference = replace(found, is_converted=self.is_converted, numbers_for_nan=self.is_standard)
+                self._reference = replace(
+                    found, tolerance=self.tolerance, is_converted=self.is_converted, numbers_for_nan=self.is_standard
+                )
             except VerificationError as error:
                 self._reference = error
             except UsageError:
@@ -171,18 +173,13 @@ class Verifier:
         """Compare the outputs of the original and `optimized`."""
         with self.timer.stage("verify"):
             try:
-                reference = self.reference()
-                found = compare(
-                    self.original, optimized, folder=self.folder, progress=self._tell, reference=reference,
-                    tolerance=self.tolerance,
-                )  # fmt: skip
+                return compare_with(self.reference(), optimized)
             except VerificationError as error:
                 return nothing_compared(self.original, error)
             except UsageError:
                 raise
             except Exception as error:
                 return nothing_compared(self.original, self._failure(error))
-            return found
 
     def _tell(self, step: str) -> None:
         self.timer.progress(f"verify: {step}", 0, 0)

@@ -15,14 +15,14 @@ import onnx
 from onnxfuse.errors import VerificationError, first_line
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.load import load
-from onnxfuse.verify.cpu_session import Prepared, open_session, prepare, run
+from onnxfuse.verify.cpu_session import Prepared, open_session, prepare
 from onnxfuse.verify.default_optimizations import with_default_optimizations
 from onnxfuse.verify.difference import OutputDifference
 from onnxfuse.verify.judge import differences
 from onnxfuse.verify.observed import NotCompared
 from onnxfuse.verify.own_process import TimeLimitExceeded
 from onnxfuse.verify.reference import Progress, Reference, Run, run_original
-from onnxfuse.verify.widen import arrays_to_float32, model_to_float32
+from onnxfuse.verify.widen import model_to_float32
 
 Source: TypeAlias = str | os.PathLike[str] | onnx.ModelProto
 Result: TypeAlias = dict[str, object] | str  # the outputs of a run, or what onnxruntime raises
@@ -86,8 +86,7 @@ def compare(
     inputs: Mapping[str, Array] | None = None,
     shapes: Sequence[str] = (),
     folder: Path | None = None,
-    progress: Progress | None = None,
-    reference: Reference | None = None,
+    progress: Progress = lambda line: None,
     tolerance: float | None = None,
 ) -> Verification:
     """Run both models at two sizes of every dynamic dim, and at sizes of 0 and 1, and compare their outputs.
@@ -99,50 +98,50 @@ def compare(
     bfloat16 model that the CPU provider cannot run is compared in float32.
     `inputs` replaces generated ones, and `shapes` sets the sizes of others, as "input:8x512".  `folder` is where the
     external data of a ModelProto lies; for `optimized` it is by default the folder of `original`.  `progress` is called
-    with one line before each step.  `reference` holds the runs of the original, where these were made before.
+    with one line before each step.
     Raises UsageError for inputs or shapes that the model does not take, ModelError if `original` cannot be read.
     """
-    tell = progress or (lambda line: None)
     before, folder = _open(original, folder)
     try:
-        reference = reference or run_original(before, folder, inputs or {}, tell, shapes)
+        reference = run_original(before, folder, inputs or {}, progress, shapes)
     except VerificationError as error:
         return nothing_compared(before, error)
+    return compare_with(replace(reference, tolerance=tolerance), optimized)
+
+
+def compare_with(reference: Reference, optimized: Source) -> Verification:
+    """Compare an optimized model with runs of the original, as `compare` does."""
     try:
-        return _compare(before, folder, optimized, replace(reference, tolerance=tolerance), tell)
+        return _compare(reference, optimized)
     except TimeLimitExceeded as error:
         return Verification(None, (), str(error), reference.sizes)
 
 
-def _compare(
-    before: onnx.ModelProto, folder: Path | None, optimized: Source, reference: Reference, tell: Progress
-) -> Verification:
+def _compare(reference: Reference, optimized: Source) -> Verification:
     """Compare an optimized model with runs of the original.  Raises TimeLimitExceeded."""
     try:
-        tell("run the optimized model")
-        after = prepare(*_open(optimized, folder))
+        reference.tell("run the optimized model")
+        after = prepare(*_open(optimized, reference.folder))
         reference, results, at_edges = _run_optimized(after, reference)
     except TimeLimitExceeded:
         raise
     except Exception as error:  # whatever onnxruntime or the file system raises is the finding
         return Verification(False, (), f"{DOES_NOT_RUN}: {first_line(error)}", reference.sizes)
-    errors, hidden = differences(before, folder, reference, results, tell)
-    errors = _fail_changed_dtypes(before, after.model, errors) if reference.in_float32 else errors
+    errors, hidden = differences(reference, results)
+    errors = _fail_changed_dtypes(reference.original, after.model, errors) if reference.in_float32 else errors
     found = _verdict(errors, replace(reference, not_compared={**reference.not_compared, **hidden}))
     if found.passed is not False:
-        fault = _fault_at_edges(before, folder, reference, at_edges, tell)
+        fault = _fault_at_edges(reference, at_edges)
         found = replace(found, passed=False, reason=fault) if fault else found
     if found.passed is False:
         return found
     refused = next((each for each in at_edges if isinstance(each, str) and _refuses_empty_tensors(each)), None)
     empty = () if refused is None else (f"nothing was compared at sizes of 0: {refused}",)
-    fault, notes = with_default_optimizations(before, folder, reference, after, tell)
+    fault, notes = with_default_optimizations(reference, after)
     return replace(found, passed=False if fault else found.passed, reason=fault or found.reason, notes=(*notes, *empty))
 
 
-def _fault_at_edges(
-    original: onnx.ModelProto, folder: Path | None, reference: Reference, results: Sequence[Result], tell: Progress
-) -> str:
+def _fault_at_edges(reference: Reference, results: Sequence[Result]) -> str:
     """Return what differs at sizes of 0 and 1, where the original runs there; "" for nothing."""
     edges = reference.at_edges
     for each, result in zip(edges.runs, results, strict=True):
@@ -151,7 +150,7 @@ def _fault_at_edges(
             if 0 in each.sizes.values() and _refuses_empty_tensors(result):
                 continue
             return f"{DOES_NOT_RUN} at {at}, where the original does: {result}"
-        errors, _ = differences(original, folder, replace(edges, runs=[each], noise={}), [result], tell)
+        errors, _ = differences(replace(edges, runs=[each], noise={}), [result])
         if failed := next((error for error in errors if not error.passed), None):
             return f"at {at} {failed.reason}"
     return ""
@@ -210,7 +209,7 @@ def _outputs_of(model: Prepared, reference: Reference) -> tuple[list[dict[str, o
     session = open_session(model, optimize=False)
 
     def outputs(each: Run) -> dict[str, object]:
-        return run(session, arrays_to_float32(each.feeds) if reference.in_float32 else each.feeds)
+        return reference.run(session, each.feeds)
 
     def at_edge(each: Run) -> Result:
         try:

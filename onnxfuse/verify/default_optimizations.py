@@ -8,23 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-
-import onnx
 
 from onnxfuse.errors import VerificationError, first_line
 from onnxfuse.verify.cpu_session import Prepared, open_session, run
 from onnxfuse.verify.judge import differences
-from onnxfuse.verify.reference import Progress, Reference
+from onnxfuse.verify.reference import Reference
 
 
-def with_default_optimizations(
-    original: onnx.ModelProto,
-    folder: Path | None,
-    reference: Reference,
-    optimized: Prepared,
-    tell: Progress,
-) -> tuple[str, tuple[str, ...]]:
+def with_default_optimizations(reference: Reference, optimized: Prepared) -> tuple[str, tuple[str, ...]]:
     """Return what is wrong with the optimized model in the first run, "" for nothing, and sentences on the original.
 
     Nothing is compared where both models do not run as they are, because onnxruntime's CPU provider lacks bfloat16.
@@ -32,27 +23,27 @@ def with_default_optimizations(
     if reference.in_float32:
         return "", ()
     first = replace(reference, runs=reference.runs[:1], edges=(), noise={})
-    changed = _changed(original, folder, first, tell)
+    changed = _changed(first)
     notes = tuple(_sentences(changed))
     if isinstance(changed, str):
         return "", notes
-    tell("run the optimized model with onnxruntime's optimizations")
+    reference.tell("run the optimized model with onnxruntime's optimizations")
     try:
         result = run(open_session(optimized), first.runs[0].feeds)
     except VerificationError:
         raise
     except Exception as error:  # whatever onnxruntime raises is the finding
         return f"onnxruntime's graph optimizations break the optimized model, not the original: {first_line(error)}", ()
-    errors, _ = differences(original, folder, first, [result], tell)
+    errors, _ = differences(first, [result])
     wrong = next((each for each in errors if not each.passed and each.name not in changed), None)
     return f"with onnxruntime's graph optimizations {wrong.reason}" if wrong else "", notes
 
 
-def _changed(original: onnx.ModelProto, folder: Path | None, first: Reference, tell: Progress) -> dict[str, str] | str:
+def _changed(first: Reference) -> dict[str, str] | str:
     """Return how outputs of the original change under the optimizations, or what onnxruntime raises then."""
     if isinstance(first.optimized, str):
         return first.optimized
-    errors, _ = differences(original, folder, first, [first.optimized], tell, by_optimizations=False)
+    errors, _ = differences(replace(first, by_optimizations=False), [first.optimized])
     return {each.name: each.reason for each in errors if not each.passed}
 
 

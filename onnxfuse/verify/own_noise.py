@@ -6,24 +6,18 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import onnx
 
 from onnxfuse.errors import VerificationError
 from onnxfuse.ir.dtypes import HALF_PRECISION, Array
-from onnxfuse.verify.cpu_session import open_session, run
 from onnxfuse.verify.difference import TOLERANCES, OutputDifference, compare_output, type_and_shape
 from onnxfuse.verify.noise import ROUNDINGS, Move, move_by_one_ulp, move_by_rounding, with_moved_weights
 from onnxfuse.verify.reference import Reference, Run
 from onnxfuse.verify.required_sizes import inferred_shapes
 from onnxfuse.verify.rounded_results import model_that_rounds
-from onnxfuse.verify.widen import arrays_to_float32, model_to_float32
-
-if TYPE_CHECKING:
-    from onnxfuse.verify.cpu_session import Session
 
 # A value may be off by this share after some roundings in another order, as after a fused node.
 SOME_ROUNDINGS: Final = 1e-6
@@ -42,35 +36,28 @@ class _Cause:
     of_half_alone: bool = False  # it moves only what is computed in or from half precision
 
 
-def measure_noise(
-    model: onnx.ModelProto,
-    folder: Path | None,
-    reference: Reference,
-    names: Sequence[str],
-    *,
-    by_optimizations: bool = True,
-) -> dict[str, float]:
+def measure_noise(reference: Reference, names: Sequence[str]) -> dict[str, float]:
     """Return how far outputs of the original move, relative to their largest value.
 
-    Inputs and weights move by one unit in the last place, and `by_optimizations` includes how far onnxruntime's graph
-    optimizations move the outputs.  Where a model was converted to half precision, its float32 inputs move by one
-    rounding to that too.  Where bfloat16 is compared in float32, the rounding of each result counts.
+    Inputs and weights move by one unit in the last place, and onnxruntime's graph optimizations count if the reference
+    says so.  Where a model was converted to half precision, its float32 inputs move by one rounding to that too.  Where
+    bfloat16 is compared in float32, the rounding of each result counts.
     An output whose NaN or infinite values move shows nothing of its noise.
     """
     found = dict.fromkeys(names, 0.0)
-    for cause in _causes(model, reference):
-        if cause.optimize and not by_optimizations:
+    for cause in _causes(reference):
+        if cause.optimize and not reference.by_optimizations:
             continue
         if cause.name not in reference.noise:
-            reference.noise[cause.name] = _moved_by(cause, folder, reference)
+            reference.noise[cause.name] = _moved_by(cause, reference)
         noise = reference.noise[cause.name]
         affected = [name for name in names if not cause.of_half_alone or name in reference.half_tensors]
         found |= {name: max(found[name], noise.get(name, 0.0)) for name in affected}
     return found
 
 
-def _causes(model: onnx.ModelProto, reference: Reference) -> Iterator[_Cause]:
-    half = reference.half_precision
+def _causes(reference: Reference) -> Iterator[_Cause]:
+    model, half = reference.original, reference.half_precision
     yield _Cause("units in the last place", lambda: with_moved_weights(model, move_by_one_ulp), move_by_one_ulp)
     yield _Cause("onnxruntime's optimizations", lambda: model, lambda _, value: value, optimize=True)
     if half and reference.is_converted:
@@ -81,13 +68,13 @@ def _causes(model: onnx.ModelProto, reference: Reference) -> Iterator[_Cause]:
                      of_half_alone=True)  # fmt: skip
 
 
-def _moved_by(cause: _Cause, folder: Path | None, reference: Reference) -> dict[str, float]:
+def _moved_by(cause: _Cause, reference: Reference) -> dict[str, float]:
     """Return how far a cause moves each output; nothing where onnxruntime does not run the model."""
     found: dict[str, float] = {}
     try:
-        session = _open(cause.model(), folder, reference, optimize=cause.optimize)
+        session = reference.open(cause.model(), optimize=cause.optimize)
         for each in reference.runs:
-            outputs = _run(session, {n: cause.move(n, v) for n, v in each.feeds.items()}, reference)
+            outputs = reference.run(session, {n: cause.move(n, v) for n, v in each.feeds.items()})
             for name, expected in each.outputs.items():
                 scale = reference.scales.get(name, 0.0)
                 other = compare_output(name, expected, outputs.get(name), scale=scale).max_rel
@@ -97,14 +84,6 @@ def _moved_by(cause: _Cause, folder: Path | None, reference: Reference) -> dict[
     except Exception:  # whatever onnxruntime raises: it breaks some models when it optimizes them
         return {}
     return found
-
-
-def _open(model: onnx.ModelProto, folder: Path | None, reference: Reference, *, optimize: bool) -> Session:
-    return open_session(model_to_float32(model) if reference.in_float32 else model, folder, optimize=optimize)
-
-
-def _run(session: Session, feeds: Mapping[str, Array], reference: Reference) -> dict[str, object]:
-    return run(session, arrays_to_float32(feeds) if reference.in_float32 else feeds)
 
 
 def _move_by_half_rounding(half: str, name: str, value: Array) -> Array:
@@ -120,19 +99,13 @@ def _that_rounds(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def unsteady_outputs(
-    model: onnx.ModelProto,
-    folder: Path | None,
-    reference: Reference,
-    results: Sequence[Mapping[str, object]],
-    errors: Sequence[OutputDifference],
-    *,
-    by_optimizations: bool = True,
+    reference: Reference, results: Sequence[Mapping[str, object]], errors: Sequence[OutputDifference]
 ) -> dict[str, str]:
     """Return the outputs that differ in shape, or in integers, no more than runs of the original do; each with why.
 
     A step of a quantizer may decide how long a result is, and a rounding decides that step.  Runs of the original are
-    those with inputs and weights that are moved by a rounding, and `by_optimizations` includes the one with
-    onnxruntime's graph optimizations.
+    those with inputs and weights that are moved by a rounding, and the one with onnxruntime's graph optimizations if
+    the reference says that these count.
     """
     pairs = list(zip(reference.runs, results, strict=True))
     differ = {each.name: max(_elements_off(one.outputs[each.name], new.get(each.name)) for one, new in pairs)
@@ -146,15 +119,15 @@ def unsteady_outputs(
                 del doubtful[name]
                 unsteady[name] = f"{_how_unsteady(each.outputs[name], outputs.get(name))} {how}"
 
-    if by_optimizations and not isinstance(reference.optimized, str):
+    if reference.by_optimizations and not isinstance(reference.optimized, str):
         look(reference.optimized, reference.runs[0], "with onnxruntime's graph optimizations")
     for draw in range(STEADY_DRAWS):
         if not doubtful:
             break
         move: Move = functools.partial(_move_some, draw=draw)
-        session = _open(with_moved_weights(model, move), folder, reference, optimize=False)
+        session = reference.open(with_moved_weights(reference.original, move))
         for each in reference.runs:
-            outputs = _run(session, {n: move(n, v) for n, v in each.feeds.items()}, reference)
+            outputs = reference.run(session, {n: move(n, v) for n, v in each.feeds.items()})
             look(outputs, each, "where inputs and weights are moved by a rounding")
     return unsteady
 

@@ -61,6 +61,9 @@ class Reference:
     converted to float32, because it does not run as it is.
     """
 
+    original: onnx.ModelProto
+    folder: Path | None  # where its external data lies
+    tell: Progress
     runs: list[Run]
     half_precision: str  # "float16", "bfloat16", or "" for none
     half_tensors: set[str]  # computed in or from half precision
@@ -75,6 +78,15 @@ class Reference:
     optimized: Mapping[str, object] | str = field(default_factory=dict)
     scales: Mapping[str, float] = field(default_factory=dict)  # what errors of outputs are relative to, at the least
     noise: dict[str, dict[str, float]] = field(default_factory=dict)  # of each output by its cause, as far as measured
+    by_optimizations: bool = True  # what onnxruntime's graph optimizations change counts as noise
+
+    def open(self, model: onnx.ModelProto, *, optimize: bool = False) -> Session:
+        """Open a model that is like the original as the original was run."""
+        return open_session(model_to_float32(model) if self.in_float32 else model, self.folder, optimize=optimize)
+
+    def run(self, session: Session, feeds: Mapping[str, Array]) -> dict[str, object]:
+        """Return the outputs of a model that is like the original."""
+        return run(session, arrays_to_float32(feeds) if self.in_float32 else feeds)
 
     def evaluated_in_float32(self, note: str) -> Reference:
         """Return the same reference with the outputs in float32 in place of those in half precision."""
@@ -122,18 +134,17 @@ def run_original(
     tell: Progress,
     shapes: Sequence[str] = (),
     *,
-    mask_rows: bool = True,
-    edges: bool = True,
+    extremes: bool = True,
 ) -> Reference:
     """Run the original as it is, and converted to float32 if it uses half precision.
 
-    `edges` adds runs at sizes of 0 and 1, and one with onnxruntime's graph optimizations.  `mask_rows` adds runs on
-    masks with rows that leave nothing; not in float16, where what such a row gives depends on whether scores beside
+    `extremes` adds runs at sizes of 0 and 1, one with onnxruntime's graph optimizations, and runs on masks with rows
+    that leave nothing; the latter not in float16, where the results of such a row depend on whether scores beside
     -65504 are rounded, which onnxruntime does where no Casts cancel.  Raises VerificationError if it runs at no sizes.
     """
     check_inputs(given, model_inputs(model))
     half, random = half_precision_of(model), random_outputs(model, given)
-    original = _Original(model, folder, given, shapes, random, mask_rows and half != "float16", edges)
+    original = _Original(model, folder, given, shapes, random, extremes, extremes and half != "float16")
     tensors = half_precision_tensors(model) if half else set()
     try:
         prepared = prepare(model, folder)
@@ -151,10 +162,12 @@ def run_original(
         except VerificationError:
             raise error from None
         note, hidden = f"compared in float32: {error}", _hidden_outputs(runs, random) | random
-        return Reference(runs, half, tensors, True, note, hidden, frozenset(random), edges=at_edges)
+        return Reference(
+            model, folder, tell, runs, half, tensors, True, note, hidden, frozenset(random), edges=at_edges
+        )
     hidden = _hidden_outputs(runs, random) | random
-    result = Reference(runs, half, tensors, False, "", hidden, frozenset(random), edges=at_edges)
-    if edges:
+    result = Reference(model, folder, tell, runs, half, tensors, False, "", hidden, frozenset(random), edges=at_edges)
+    if extremes:
         result = replace(result, optimized=_run_optimized_by_onnxruntime(prepared, runs[0], tell))
     if not half:
         return result
@@ -193,8 +206,8 @@ class _Original:
     given: Mapping[str, Array]
     shapes: Sequence[str]
     random: Collection[str]
-    mask_rows: bool
     edges: bool
+    mask_rows: bool
 
     def run(self, model: Prepared, tell: Progress, *, in_float32: bool = False) -> tuple[list[Run], list[Run]]:
         """Return runs of a model, which is the original or the same in float32, and those at sizes of 0 and 1.

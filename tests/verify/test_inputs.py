@@ -35,7 +35,7 @@ def elementwise(body: str, dtype: str = "float", outputs: str = "y") -> onnx.Mod
 
 def feeds(source: onnx.ModelProto) -> list[dict[str, np.ndarray]]:
     """Return the generated inputs of every run, without those of other rows of masks."""
-    return [r.feeds for r in run_original(source, None, {}, lambda line: None, mask_rows=False).runs]
+    return [r.feeds for r in run_original(source, None, {}, lambda line: None, extremes=False).runs]
 
 
 def shapes(source: onnx.ModelProto) -> list[dict[str, tuple[int, ...]]]:
