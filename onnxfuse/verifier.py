@@ -110,7 +110,7 @@ class Verifier:
         """Return values of tensors in a run of a graph; None where it does not run on these inputs."""
         assert result.unfused is not None
         try:
-            return values_of_run(result.unfused, names, self.folder, feeds)
+            return values_of_run(result.unfused, names, feeds)
         except Exception:  # whatever onnxruntime raises: a branch that is not taken need not fit the inputs
             return None
 
@@ -155,9 +155,8 @@ class Verifier:
         assert graph.unfused is not None
         progress = functools.partial(self.timer.progress, "verify: run the fused nodes")
         compare = functools.partial(
-            compare_parts, graph.unfused, graph.model, folder=self.folder, progress=progress,
-            numbers_for_nan=self.is_standard,
-        )  # fmt: skip
+            compare_parts, graph.unfused, graph.model, progress=progress, numbers_for_nan=self.is_standard
+        )
         found = compare(self._new_parts(graph), feeds=feeds)
         self.equal_parts |= found.equal
         if is_main or feeds is None or not found.not_compared:

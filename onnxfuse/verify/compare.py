@@ -20,7 +20,7 @@ from onnxfuse.verify.default_optimizations import with_default_optimizations
 from onnxfuse.verify.difference import OutputDifference
 from onnxfuse.verify.judge import differences
 from onnxfuse.verify.observed import NotCompared
-from onnxfuse.verify.own_process import TimeLimitExceeded
+from onnxfuse.verify.own_process import OnnxruntimeFailure, TimeLimitExceeded
 from onnxfuse.verify.reference import Progress, Reference, Run, run_original
 from onnxfuse.verify.widen import model_to_float32
 
@@ -214,9 +214,7 @@ def _outputs_of(model: Prepared, reference: Reference) -> tuple[list[dict[str, o
     def at_edge(each: Run) -> Result:
         try:
             return outputs(each)
-        except VerificationError:
-            raise
-        except Exception as error:
+        except OnnxruntimeFailure as error:
             return first_line(error)
 
     return [outputs(each) for each in reference.runs], [at_edge(each) for each in reference.edges]

@@ -14,6 +14,7 @@ from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.extract import extract
 from onnxfuse.verify.cpu_session import open_session, run
 from onnxfuse.verify.difference import compare_output
+from onnxfuse.verify.own_process import OnnxruntimeFailure
 from onnxfuse.verify.parts import UnfusedGraph
 
 MAX_BYTES_COMPARED: Final = 64 * 2**20  # of all folded constants together, the smallest ones first
@@ -40,14 +41,12 @@ def wrong_constants(
         values[name] = value
     if not values:
         return {}
+    model = extract(original, list(values))
+    outer = [value.name for value in model.graph.input if value.name in unfused.graph.outer_constants]
+    model.graph.initializer.extend(unfused.initializer(name) for name in outer)
     try:
-        model = extract(original, list(values))
-        outer = [value.name for value in model.graph.input if value.name in unfused.graph.outer_constants]
-        model.graph.initializer.extend(unfused.initializer(name) for name in outer)
         expected = run(open_session(model, folder, optimize=False), feeds)
-    except VerificationError:
-        raise
-    except Exception as error:
+    except OnnxruntimeFailure as error:
         raise VerificationError(f"the nodes that were folded do not run: {first_line(error)}") from error
     found = {name: compare_output(name, expected[name], value) for name, value in values.items()}
     return {

@@ -27,6 +27,7 @@ from onnxfuse.verify.difference import (
 )
 from onnxfuse.verify.drawn_operands import LEAVE_NOTHING, Feeds, draws, operands_by_shape
 from onnxfuse.verify.noise import move_by_one_ulp
+from onnxfuse.verify.own_process import OnnxruntimeFailure
 from onnxfuse.verify.parts import Part, UnfusedGraph
 from onnxfuse.verify.rounded_results import model_that_rounds
 from onnxfuse.verify.widen import (
@@ -80,7 +81,6 @@ def compare_parts(
     unfused: UnfusedGraph,
     optimized: onnx.ModelProto,
     parts: Sequence[Part],
-    folder: Path | None,
     feeds: Mapping[str, Array] | None,
     progress: Callable[[int, int], None] = lambda done, of: None,
     *,
@@ -96,7 +96,7 @@ def compare_parts(
     wrong, unseen, equal = list[PartFinding](), list[PartFinding](), set[str]()
     try:
         needed = (name for part in parts for name in _needed(unfused, part))
-        values = {} if feeds is None else values_of_run(unfused, needed, folder, feeds)
+        values = {} if feeds is None else values_of_run(unfused, needed, feeds)
     except Exception as error:  # whatever onnxruntime raises is the reason
         reason = f"the original does not run ({first_line(error)})"
         return PartsVerification((), tuple(PartFinding(part, reason) for part in parts), frozenset())
@@ -106,7 +106,7 @@ def compare_parts(
         try:
             given = operands_by_shape(unfused, part) if feeds is None else _given(unfused, part, values)
             tried = draws(unfused, part, given, runs=feeds is not None)
-            fault = _compare_part(unfused, optimized, part, folder, given, tried, numbers_for_nan)
+            fault = _compare_part(unfused, optimized, part, given, tried, numbers_for_nan)
         except VerificationError as error:
             unseen.append(PartFinding(part, str(error)))
         except Exception as error:  # such as no memory for what is compared
@@ -128,19 +128,18 @@ def _needed(unfused: UnfusedGraph, part: Part) -> list[str]:
     return list(dict.fromkeys(name for name in (*part.operands, *part.leaves) if name not in unfused.constants))
 
 
-def values_of_run(
-    unfused: UnfusedGraph, names: Iterable[str], folder: Path | None, feeds: Mapping[str, Array]
-) -> dict[str, Array]:
-    """Return the values in a run of tensors that are not constants.  Raises whatever onnxruntime raises."""
+def values_of_run(unfused: UnfusedGraph, names: Iterable[str], feeds: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the values in a run of tensors that are not constants.
+
+    Raises OnnxruntimeFailure where the graph does not run.
+    """
     needed = list(dict.fromkeys(names))
     values = {name: feeds[name] for name in needed if name in feeds}
-    wanted = [name for name in needed if name not in values]
+    wanted, folder = [name for name in needed if name not in values], unfused.graph.folder
     if wanted:  # the model is freed before it runs: its weights are in the session
         try:
             results = run(_open(_model_of_run(unfused, wanted), folder), feeds)
-        except VerificationError:
-            raise
-        except Exception:
+        except OnnxruntimeFailure:
             if half_precision_of(unfused.graph.model) != "bfloat16":
                 raise
             results = run(
@@ -172,7 +171,6 @@ def _compare_part(
     unfused: UnfusedGraph,
     optimized: onnx.ModelProto,
     part: Part,
-    folder: Path | None,
     given: Feeds,
     tried: Iterable[tuple[str, Feeds]],
     numbers_for_nan: bool,
@@ -182,24 +180,20 @@ def _compare_part(
     Raises VerificationError, which says why, where nothing could be compared.
     """
     try:
-        sessions = _open_both(unfused, optimized, part, folder, given)
-    except _RefusedBody as error:
-        return f"onnxruntime refuses its body: {error}"
+        sessions = _open_both(unfused, optimized, part, given)
+    except OnnxruntimeFailure as error:
+        return f"onnxruntime refuses its body: {first_line(error)}"
     reason = "its output was NaN, infinite, empty or masked on all values"
     compared = False
     for what, feeds in tried:
         try:
             expected = run(sessions.replaced, sessions.feeds(feeds))
-        except VerificationError:  # it took too long
-            raise
-        except Exception as error:
+        except OnnxruntimeFailure as error:
             reason = f"the nodes that it replaced do not run ({first_line(error)})"
             continue
         try:
             actual = run(sessions.fused, sessions.feeds(feeds))
-        except VerificationError:
-            raise
-        except Exception as error:
+        except OnnxruntimeFailure as error:
             return f"its body does not run on {what}: {first_line(error)}"
         exact = run(sessions.exact, arrays_to_float32(feeds)) if sessions.exact else {}
         for name in part.outputs:
@@ -259,9 +253,7 @@ class _Sessions:
             return None
         try:
             return _open(model_to_float64(self.model), self.folder)
-        except VerificationError:
-            raise
-        except Exception:
+        except OnnxruntimeFailure:
             return None
 
     @cached_property
@@ -270,10 +262,13 @@ class _Sessions:
         return _open(model_that_rounds(self.model, self.rounded), self.folder) if self.rounded else None
 
 
-def _open_both(
-    unfused: UnfusedGraph, optimized: onnx.ModelProto, part: Part, folder: Path | None, given: Mapping[str, Array]
-) -> _Sessions:
-    """Open the replaced nodes and the fused node as models that read the same inputs."""
+def _open_both(unfused: UnfusedGraph, optimized: onnx.ModelProto, part: Part, given: Mapping[str, Array]) -> _Sessions:
+    """Open the replaced nodes and the fused node as models that read the same inputs.
+
+    Raises VerificationError where onnxruntime does not open the replaced nodes, as where two of them have one name, and
+    OnnxruntimeFailure where it opens these, and not the fused node.
+    """
+    folder = unfused.graph.folder
     inputs = [_input(name, value) for name, value in given.items()]
     replaced = unfused.model(part.replaced, inputs, part.outputs)
     fused = copy_without(optimized, "graph", "functions")
@@ -284,16 +279,16 @@ def _open_both(
     fused.graph.output.extend(onnx.ValueInfoProto(name=name) for name in part.outputs)
     half = _half(unfused, part)
     try:
-        old, new = _open_or_refuse(replaced, folder), _open_body(fused, folder)
-    except (VerificationError, _RefusedBody):
+        old, new = _open_replaced(replaced, folder), _open(fused, folder)
+    except (VerificationError, OnnxruntimeFailure):
         if half != "bfloat16":
             raise
         replaced, fused = model_to_float32(replaced), model_to_float32(fused)
-        old, new = _open_or_refuse(replaced, folder), _open_body(fused, folder)
+        old, new = _open_replaced(replaced, folder), _open(fused, folder)
         return _Sessions(old, new, None, half, True, replaced, {}, folder)
     if not half:
         return _Sessions(old, new, None, half, False, replaced, {}, folder)
-    exact = _open_or_refuse(model_to_float32(replaced), folder)
+    exact = _open_replaced(model_to_float32(replaced), folder)
     computed = {o: unfused.types[o][0] for node in part.replaced for o in node.output if o in unfused.types}
     rounded = {name: dtype for name, dtype in computed.items() if dtype in HALF_PRECISION}
     return _Sessions(old, new, exact, half, False, replaced, rounded, folder)
@@ -303,28 +298,11 @@ def _open(model: onnx.ModelProto, folder: Path | None) -> Session:
     return open_session(model, folder, optimize=False)
 
 
-def _open_or_refuse(model: onnx.ModelProto, folder: Path | None) -> Session:
-    """Open a model.  Raises VerificationError if onnxruntime does not, as where two nodes have one name."""
+def _open_replaced(model: onnx.ModelProto, folder: Path | None) -> Session:
     try:
         return _open(model, folder)
-    except VerificationError:
-        raise
-    except Exception as error:
+    except OnnxruntimeFailure as error:
         raise VerificationError(f"onnxruntime cannot run it on the CPU ({first_line(error)})") from error
-
-
-class _RefusedBody(Exception):
-    """What onnxruntime says against a fused node whose replaced nodes it opens."""
-
-
-def _open_body(model: onnx.ModelProto, folder: Path | None) -> Session:
-    """Open the model of a fused node.  Raises _RefusedBody if onnxruntime does not."""
-    try:
-        return _open(model, folder)
-    except VerificationError:
-        raise
-    except Exception as error:
-        raise _RefusedBody(first_line(error)) from error
 
 
 def _input(name: str, value: Array) -> onnx.ValueInfoProto:
@@ -409,9 +387,7 @@ class _Check:
             return self._in_float32()
         try:
             exact = _wide(np.asarray(run(self.sessions.in_float64, arrays_to_float64(self.feeds))[self.name]))
-        except VerificationError:
-            raise
-        except Exception:  # an operator without a kernel for these values
+        except OnnxruntimeFailure:  # an operator without a kernel for these values
             return old
         return np.where(np.isfinite(exact) & np.isfinite(old), exact, old)
 

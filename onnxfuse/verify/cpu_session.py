@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -11,12 +12,12 @@ from typing import TYPE_CHECKING, TypeAlias
 import onnx
 from onnx.external_data_helper import uses_external_data
 
-from onnxfuse.errors import NO_ONNXRUNTIME_TO_COMPARE, NothingRunsError, first_line
+from onnxfuse.errors import NO_ONNXRUNTIME_TO_COMPARE, NothingRunsError, VerificationError, first_line
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.protos import tensors
 from onnxfuse.ir.save import save, serialize
 from onnxfuse.verify import ort_session
-from onnxfuse.verify.own_process import BYTES_SENT, Stored, Worker, WorkerSession, current_worker
+from onnxfuse.verify.own_process import BYTES_SENT, OnnxruntimeFailure, Stored, Worker, WorkerSession, current_worker
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -44,23 +45,35 @@ def open_session(model: onnx.ModelProto | Prepared, folder: Path | None = None, 
 
     `optimize` lets onnxruntime optimize the graph, as it does by default.
 
-    Raises VerificationError if onnxruntime is not installed or takes too long, and whatever onnxruntime raises for the
-    model.
+    Raises VerificationError if onnxruntime is not installed or takes too long, and OnnxruntimeFailure for whatever it
+    raises for the model.
     """
-    prepared = model if isinstance(model, Prepared) else prepare(model, folder)
-    worker = current_worker()
-    if worker is not None and prepared.stored is not None:
-        return WorkerSession(worker, prepared.stored, optimize)
+    with _failures():
+        prepared = model if isinstance(model, Prepared) else prepare(model, folder)
+        worker = current_worker()
+        if worker is not None and prepared.stored is not None:
+            return WorkerSession(worker, prepared.stored, optimize)
+        try:
+            import onnxruntime  # noqa: F401
+        except ImportError as error:
+            raise NothingRunsError(f"{NO_ONNXRUNTIME_TO_COMPARE} ({first_line(error)})") from error
+        content = serialize(prepared.model)
+        if content is None:
+            with tempfile.TemporaryDirectory() as scratch:
+                save(prepared.model, path := Path(scratch, "model.onnx"), folder=prepared.folder)
+                return ort_session.start(str(path), None, optimize)
+        return ort_session.start(content, _text(prepared.folder), optimize)
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    """Raise OnnxruntimeFailure for what the block raises, a VerificationError aside."""
     try:
-        import onnxruntime  # noqa: F401
-    except ImportError as error:
-        raise NothingRunsError(f"{NO_ONNXRUNTIME_TO_COMPARE} ({first_line(error)})") from error
-    content = serialize(prepared.model)
-    if content is None:
-        with tempfile.TemporaryDirectory() as scratch:
-            save(prepared.model, path := Path(scratch, "model.onnx"), folder=prepared.folder)
-            return ort_session.start(str(path), None, optimize)
-    return ort_session.start(content, _text(prepared.folder), optimize)
+        yield
+    except (OnnxruntimeFailure, VerificationError):
+        raise
+    except Exception as error:
+        raise OnnxruntimeFailure(str(error) or type(error).__name__) from error
 
 
 def _stored(worker: Worker, model: onnx.ModelProto, folder: Path | None) -> Stored:
@@ -81,5 +94,6 @@ def _text(folder: Path | None) -> str | None:
 
 
 def run(session: Session, feeds: Mapping[str, Array]) -> dict[str, object]:
-    """Return the outputs by name."""
-    return session.run(feeds) if isinstance(session, WorkerSession) else ort_session.run(session, feeds)
+    """Return the outputs by name.  Raises VerificationError and OnnxruntimeFailure as `open_session` does."""
+    with _failures():
+        return session.run(feeds) if isinstance(session, WorkerSession) else ort_session.run(session, feeds)

@@ -30,7 +30,7 @@ enabled = True  # the tests of this project switch it off: they run some thousan
 
 
 class OnnxruntimeFailure(Exception):
-    """What onnxruntime raised in the worker, or how it ended there; the text is its message."""
+    """The exception that opening or running a model raised, here or in the worker; the text is its message."""
 
 
 class OnnxruntimeCrash(OnnxruntimeFailure):

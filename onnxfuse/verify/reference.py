@@ -24,7 +24,7 @@ from onnxfuse.verify.inputs import check_inputs, model_inputs
 from onnxfuse.verify.larger_inputs import depends_on, largest_first
 from onnxfuse.verify.mask_rows import mask_inputs, with_mask_rows
 from onnxfuse.verify.observed import REDRAWS, inverted_flags, redrawn, what_hides
-from onnxfuse.verify.own_process import OnnxruntimeCrash, current_worker
+from onnxfuse.verify.own_process import OnnxruntimeCrash, OnnxruntimeFailure, current_worker
 from onnxfuse.verify.random_nodes import random_outputs
 from onnxfuse.verify.requested_shapes import Draw, describe_failures, draws, edge_draws
 from onnxfuse.verify.widen import arrays_to_float32, half_precision_of, half_precision_tensors, model_to_float32
@@ -312,7 +312,5 @@ def _first_runs(
 def _session_of_original(model: Prepared) -> Session:
     try:
         return open_session(model, optimize=False)
-    except VerificationError:
-        raise
-    except Exception as error:
+    except OnnxruntimeFailure as error:
         raise VerificationError(f"onnxruntime cannot run the original on the CPU: {first_line(error)}") from error

@@ -50,7 +50,7 @@ def test_every_channels_last_node_is_a_part() -> None:
     assert [part.operands for part in parts] == [["x", "k1", "b1"], ["b", "k2"], ["e"], ["f", "k3"]]
     assert all(part.is_transposed for part in parts)
     feeds = {"x": np.random.default_rng(0).standard_normal((2, 8, 6, 10)).astype("f4")}
-    found = compare_parts(result.unfused, result.model, parts, None, feeds)
+    found = compare_parts(result.unfused, result.model, parts, feeds)
     assert (found.wrong, found.not_compared) == ((), ()) and len(found.equal) == len(parts)
 
 

@@ -56,7 +56,7 @@ def parts_of(result: FusedModel) -> list[Part]:
 
 def compared(result: FusedModel, **feeds: np.ndarray) -> PartsVerification:
     assert result.unfused is not None
-    return compare_parts(result.unfused, result.model, parts_of(result), None, feeds)
+    return compare_parts(result.unfused, result.model, parts_of(result), feeds)
 
 
 def wrong_relu(folder: Path, wrong: str) -> Path:
@@ -219,7 +219,7 @@ def test_masks_are_drawn_with_rows_that_leave_nothing(mask: str, masked: str, wr
     feeds |= {name: np.broadcast_to(value, (3, 1, 1, 5)) for name, value in values.items() if name in mask}
     assert compared(result, **feeds).wrong == ()
     of_other = replace(part, replaced=other.unfused.nodes)
-    (finding,) = compare_parts(other.unfused, result.model, [of_other], None, feeds).wrong
+    (finding,) = compare_parts(other.unfused, result.model, [of_other], feeds).wrong
     assert finding.reason.startswith("on masks that leave nothing its output 'y' ")
 
 
@@ -304,7 +304,7 @@ def test_operands_that_no_memory_holds_are_not_drawn() -> None:
     model = parse(f"main (float[9999999999, 99999, 8] h) => (float[a, b, 8] y) {{ {LAYER_NORM} }}", **weights)
     result = fused(model)
     assert result.unfused is not None
-    found = compare_parts(result.unfused, result.model, parts_of(result), None, None)
+    found = compare_parts(result.unfused, result.model, parts_of(result), None)
     assert [one.reason for one in found.not_compared] == [
         "the original does not run, and 'h' of shape [9999999999, 99999, 8] is too large"
     ]
@@ -332,7 +332,7 @@ def by_hand(unfused: str, fused_nodes: str, body: str, replaced: list[str]) -> P
         f'<ir_version: 9, opset_import: ["" : 17, "{DOMAIN}" : 1]> {signature} {{ {fused_nodes} }} {body}'
     )
     parts = distinct_parts(result.unfused, optimized, {"n": replaced}, ORIGINALS)
-    return compare_parts(result.unfused, optimized, parts, None, {"x": np.ones((2, 4), np.float32)})
+    return compare_parts(result.unfused, optimized, parts, {"x": np.ones((2, 4), np.float32)})
 
 
 ORIGINALS = {"a/nhwc": ("a", (1, 0))}
