@@ -34,11 +34,11 @@ from result_text import result_text
 
 from onnxfuse import optimize
 from onnxfuse.errors import OnnxfuseError, first_line
-from onnxfuse.half.rounded import with_roundings
 from onnxfuse.verify.cpu_session import open_session, run
 from onnxfuse.verify.difference import compare_output
 from onnxfuse.verify.own_process import own_process
 from onnxfuse.verify.reference import Reference, run_original
+from onnxfuse.verify.rounded_results import model_that_rounds
 
 CONVERTERS = {  # by name in the result: the module that has convert_float_to_float16
     "onnxconverter_common": "onnxconverter_common.float16",
@@ -151,7 +151,7 @@ def rounded(model: onnx.ModelProto) -> onnx.ModelProto:
     copy.CopyFrom(model)
     copy.graph.ClearField("value_info")
     graph = onnx.shape_inference.infer_shapes(copy).graph
-    return with_roundings(copy, {value.name: value.type.tensor_type.elem_type for value in graph.value_info})
+    return model_that_rounds(copy, {value.name: value.type.tensor_type.elem_type for value in graph.value_info})
 
 
 def shortened(error: Exception) -> str:

@@ -25,7 +25,7 @@ from onnxfuse.half.operators import STAY, half_inputs
 from onnxfuse.half.precision import FLOAT16, PRECISIONS, REAL, Precision
 from onnxfuse.half.ranges import Range, observe
 from onnxfuse.half.result import USUAL_FACTOR, HalfError, HalfResult, reasons
-from onnxfuse.half.rounded import moved, weight_bytes, with_moved_weights, with_roundings
+from onnxfuse.half.rounded import moved, weight_bytes, with_moved_weights
 from onnxfuse.half.scale_products import scale_products
 from onnxfuse.half.scale_queries import scale_queries
 from onnxfuse.half.suspects import suspects
@@ -44,6 +44,7 @@ from onnxfuse.verify.difference import compare_output
 from onnxfuse.verify.inputs import model_inputs
 from onnxfuse.verify.reference import Reference, run_original
 from onnxfuse.verify.requested_shapes import draws
+from onnxfuse.verify.rounded_results import model_that_rounds
 from onnxfuse.verify.widen import arrays_to_float32, half_precision_of, model_to_float32
 
 BFLOAT16_OPSET: Final = 13  # the first opset with operators in bfloat16
@@ -391,16 +392,16 @@ class Halving:
         if as_is:
             session = open_session(model, self.converted.folder)
             return [run(session, feeds) for feeds in runs]
-        session = open_session(with_roundings(model, self.converted.types), self.converted.folder, optimize=False)
+        session = open_session(model_that_rounds(model, self.converted.types), self.converted.folder, optimize=False)
         return [run(session, arrays_to_float32(feeds)) for feeds in runs]
 
     @cached_property
     def _queue(self) -> list[str]:
         """The nodes in the order in which they are to stay in float32: the last ones first where none are suspects."""
         assert self.converted is not None and self.reference is not None
-        feeds = self.reference.runs[0].feeds
-        half, given = with_roundings(self.converted.model, self.converted.types), arrays_to_float32(self.feeds(feeds))
-        plain, rounded = (self.prepared[0], self.folder), (half, self.converted.folder)
+        feeds, converted = self.reference.runs[0].feeds, self.converted
+        half, given = model_that_rounds(converted.model, converted.types), arrays_to_float32(self.feeds(feeds))
+        plain, rounded = (self.prepared[0], self.folder), (half, converted.folder)
         found: list[str] = []
         with self.timer.stage("verify"), suppress(Exception):  # whatever onnxruntime raises: no memory, no time
             reals = {name for name, dtype in self.types.items() if dtype in REAL} | self.prepared[1].keys()

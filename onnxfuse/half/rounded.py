@@ -1,21 +1,19 @@
-"""Models in float32 that show what half precision does: its noise, and bfloat16 where no kernels for it exist."""
+"""Weights and inputs that are moved by a rounding to half precision, which show its noise."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import onnx
-import onnx.helper
-from onnx import TensorProto
 from onnx.external_data_helper import uses_external_data
 
-from onnxfuse.half.precision import REAL, Precision
+from onnxfuse.half.precision import Precision
 from onnxfuse.half.weights import ScratchFolder, Weights
-from onnxfuse.ir.dtypes import HALF_PRECISION, Array
+from onnxfuse.ir.dtypes import FLOAT_BITS, Array
 from onnxfuse.ir.protos import graphs, replace_tensors, subgraphs, tensors
 from onnxfuse.verify.noise import move_by_rounding
-from onnxfuse.verify.widen import model_to_float32
 
 
 def with_moved_weights(
@@ -40,37 +38,7 @@ def moved(feeds: Mapping[str, Array], precision: Precision, draw: int) -> dict[s
     return {name: move_by_rounding(name, value, precision.rounding, draw) for name, value in feeds.items()}
 
 
-def with_roundings(model: onnx.ModelProto, types: Mapping[str, int]) -> onnx.ModelProto:
-    """Return a model in float32 that rounds what each node of the main graph writes, where that is in half precision.
-
-    types  the dtype of each tensor of `model`, where it is known
-    """
-    result = model_to_float32(model)
-    halves = {name: number for name, number in types.items() if number in HALF_PRECISION}
-    present = list(result.graph.node)
-    del result.graph.node[:]
-    for node in present:
-        rounded = [name for name in node.output if name in halves and node.op_type != "Cast"]
-        exact = {name: f"{name}::exact" for name in rounded}
-        node.output[:] = [exact.get(name, name) for name in node.output]
-        result.graph.node.append(node)
-        for name in rounded:
-            for source, made, to in (
-                (exact[name], f"{name}::half", halves[name]),
-                (f"{name}::half", name, TensorProto.FLOAT),
-            ):
-                result.graph.node.append(onnx.helper.make_node("Cast", [source], [made], to=to))
-    return result
-
-
-def weight_bytes(model: onnx.ModelProto, names: Collection[int] = REAL) -> int:
+def weight_bytes(model: onnx.ModelProto) -> int:
     """Return the bytes of the floating-point initializers of a model."""
-    sizes = {TensorProto.FLOAT: 4, TensorProto.FLOAT16: 2, TensorProto.BFLOAT16: 2}
-    total = 0
-    for tensor in model.graph.initializer:
-        if tensor.data_type in names:
-            count = sizes[tensor.data_type]
-            for size in tensor.dims:
-                count *= size
-            total += count
-    return total
+    floats = (tensor for tensor in model.graph.initializer if tensor.data_type in FLOAT_BITS)
+    return sum(FLOAT_BITS[tensor.data_type] // 8 * math.prod(tensor.dims) for tensor in floats)

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import onnx
 
-from onnxfuse.ir.dtypes import HALF_PRECISION, Array
+from onnxfuse.ir.dtypes import Array
 from onnxfuse.verify.difference import TOLERANCES, OutputDifference, compare_output, type_and_shape
 from onnxfuse.verify.noise import ROUNDINGS, Move, move_by_one_ulp, move_by_rounding, with_moved_weights
 from onnxfuse.verify.own_process import OnnxruntimeFailure
@@ -93,7 +93,7 @@ def _that_rounds(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return the model in float32, with each result of the main graph rounded to its half precision."""
     shapes = inferred_shapes(model, None)
     dtypes = {t.name: shapes.dtype(t) for node in shapes.graph.nodes for t in node.outputs} if shapes else {}
-    return model_that_rounds(model, {name: dtype for name, dtype in dtypes.items() if dtype in HALF_PRECISION})
+    return model_that_rounds(model, dtypes)
 
 
 def unsteady_outputs(

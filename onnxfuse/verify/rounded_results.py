@@ -1,4 +1,4 @@
-"""Evaluate the nodes that a part replaced with the rounding of each result, which is no fault of the part.
+"""Evaluate a model of half precision in float32, with the rounding of each result.
 
 In half precision, onnxruntime does not round between most operators on the CPU; other providers do, and so does a
 Transpose between them.
@@ -11,19 +11,20 @@ from collections.abc import Mapping
 import onnx
 from onnx import TensorProto
 
+from onnxfuse.ir.dtypes import HALF_PRECISION
 from onnxfuse.verify.widen import model_to_float32
 
 
 def model_that_rounds(model: onnx.ModelProto, tensors: Mapping[str, int]) -> onnx.ModelProto:
-    """Return a model of half precision in float32, which rounds the tensors that nodes compute to their dtypes.
+    """Return a model in float32 that rounds what each node of the main graph writes, if that is in half precision.
 
-    `tensors` are those in half precision, each with its onnx.TensorProto.DataType.
+    tensors  the onnx.TensorProto.DataType of each tensor of `model`, as far as it is known
     """
     result = model_to_float32(model)
     present = list(result.graph.node)
     del result.graph.node[:]
     for node in present:
-        made = [name for name in node.output if name in tensors]
+        made = [] if node.op_type == "Cast" else [name for name in node.output if tensors.get(name) in HALF_PRECISION]
         node.output[:] = [f"{name}::exact" if name in made else name for name in node.output]
         result.graph.node.append(node)
         for name in made:
