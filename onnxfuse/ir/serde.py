@@ -126,7 +126,7 @@ def _write_initializers(graph: Graph, result: onnx.GraphProto, alive: Collection
         elif name in known:
             result.initializer.append(known[name])
         elif name in constants:
-            result.initializer.append(_constant_proto(graph, constants[name]))
+            result.initializer.append(constant_proto(graph, constants[name], name))
             if len(result.initializer[-1].raw_data) >= MIN_SHARED_BYTES:
                 share_value(constants[name], result.initializer[-1])
         else:
@@ -135,14 +135,16 @@ def _write_initializers(graph: Graph, result: onnx.GraphProto, alive: Collection
     return written
 
 
-def _constant_proto(graph: Graph, constant: Constant) -> onnx.TensorProto:
-    """Return a constant as a message; one that lies in a file stays there."""
+def constant_proto(graph: Graph, constant: Constant, name: str) -> onnx.TensorProto:
+    """Return a constant as an initializer; data that lies in a file stays there."""
     stored = stored_value(constant)
     if not isinstance(stored, onnx.TensorProto):
-        return onnx.numpy_helper.from_array(constant_value(graph, constant), constant.name)
+        return onnx.numpy_helper.from_array(constant_value(graph, constant), name)
+    if stored.name == name:
+        return stored
     result = onnx.TensorProto()
     result.CopyFrom(stored)
-    result.name = constant.name
+    result.name = name
     return result
 
 

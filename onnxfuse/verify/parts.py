@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Final, TypeAlias
 
 import onnx
-import onnx.numpy_helper
 from onnx.external_data_helper import uses_external_data
 
 from onnxfuse.algebra.index_maps import inverse
@@ -24,7 +23,7 @@ from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.graphsurgeon import stored_value
 from onnxfuse.ir.node import Constant, Tensor, is_constant, op_of, producer
 from onnxfuse.ir.protos import copy_without, subgraphs
-from onnxfuse.ir.serde import node_proto
+from onnxfuse.ir.serde import constant_proto, node_proto
 
 LOOKED_THROUGH: Final = VIEWS | {"Cast", "Slice"}
 # Between an operand and a replaced node: views, Casts and scalings that have other readers.
@@ -67,15 +66,7 @@ class UnfusedGraph:
 
     def initializer(self, name: str) -> onnx.TensorProto:
         """Return a constant as an initializer; one whose data is external stays external."""
-        stored = stored_value(self.constants[name])
-        if not isinstance(stored, onnx.TensorProto):
-            return onnx.numpy_helper.from_array(self.constant(name), name)
-        if stored.name == name:
-            return stored
-        copy = onnx.TensorProto()
-        copy.CopyFrom(stored)
-        copy.name = name
-        return copy
+        return constant_proto(self.graph, self.constants[name], name)
 
     def model(
         self, nodes: Iterable[onnx.NodeProto], inputs: Sequence[onnx.ValueInfoProto], outputs: Sequence[str]
