@@ -33,9 +33,8 @@ from onnxfuse.ir.inline_functions import Inlined, inline_functions
 from onnxfuse.ir.node import Node, op_of
 from onnxfuse.ir.serde import read_graph, write_model
 from onnxfuse.layout.assign import LAYOUT, Layout, LayoutResult, assign_layouts
-from onnxfuse.layout.residuals import GATE
+from onnxfuse.layout.fusions import CONVOLUTION, GATE
 from onnxfuse.layout.stand_ins import put_back, stand_in
-from onnxfuse.layout.wrapped_rules import CONVOLUTION
 from onnxfuse.match import Miss
 from onnxfuse.passes import Folded, Pass
 from onnxfuse.passes.folded import node_label

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Literal, TypeAlias
 
 from onnxfuse.algebra.operators import CONVOLUTIONS
@@ -12,16 +13,16 @@ from onnxfuse.ir.attributes import str_attribute
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
-from onnxfuse.layout.activations import add_activations
+from onnxfuse.layout.activations import activations
 from onnxfuse.layout.axes import Perm
 from onnxfuse.layout.channels_last_regions import MAX_BORDER_SHARE, Refused, Regions
 from onnxfuse.layout.conversion import Conversion, Kind, Model
-from onnxfuse.layout.fusions import LAYOUT_FUSIONS
-from onnxfuse.layout.gates import join_gates
-from onnxfuse.layout.residuals import Addition, add_residuals, additions, find_residuals
-from onnxfuse.layout.squeezes import SQUEEZE, join_squeezes
-from onnxfuse.layout.transposed_rules import TRANSPOSED_CONVOLUTION
-from onnxfuse.layout.wrapped_rules import CONVOLUTION, conversion
+from onnxfuse.layout.fusions import CONVOLUTION, LAYOUT_FUSIONS, SQUEEZE, TRANSPOSED_CONVOLUTION
+from onnxfuse.layout.gates import gates
+from onnxfuse.layout.joins import Joins, Rule
+from onnxfuse.layout.residuals import additions, residuals
+from onnxfuse.layout.squeezes import squeezes
+from onnxfuse.layout.wrapped_rules import conversion
 from onnxfuse.layout.writer import Writer
 from onnxfuse.passes.compose_views import compose_views
 from onnxfuse.passes.folded import node_label
@@ -128,11 +129,15 @@ def assign_layouts(
         for border in writer.borders
     }
     _compose(graph, shapes, writer, known)
-    merged, vanished = _merge(graph, shapes, writer, adds, known, recorded, exclude, left_out)
-    fused = {one.node: one for one in (*writer.fused, *merged)}
+    records = {one.node: one for one in (*recorded, *writer.fused)}
+    joins = Joins(graph, shapes, writer.originals, records, known, exclude)
+    rules: list[Rule] = [partial(residuals, before=adds), activations, gates, squeezes]
+    for rule in rules[:-1] if SQUEEZE in left_out else rules:
+        joins.apply(rule)
+    fused = {one.node: one for one in (*writer.fused, *joins.made)}
     present = set(graph.nodes)
     standing = tuple(end for node, end in ends.items() if node in present and op_of(node) == "Transpose")
-    count = writer.nodes - vanished
+    count = writer.nodes - joins.vanished
     return LayoutResult(count, first, tuple(fused.values()), standing, stays, others, writer.originals)
 
 
@@ -172,34 +177,6 @@ def _compose(graph: Graph, shapes: ShapeInfo, writer: Writer, known: Collection[
                 original = writer.originals.get(old, (old, identity))
                 if original[0] != name:  # else it has one pixel and one channel: both layouts are one tensor
                     writer.originals[name] = original
-
-
-def _merge(
-    graph: Graph,
-    shapes: ShapeInfo,
-    writer: Writer,
-    adds: Mapping[Node, Addition],
-    known: Collection[str],
-    recorded: Collection[Fused],
-    exclude: Collection[tuple[str, str]],
-    left_out: Collection[str],
-) -> tuple[list[Fused], int]:
-    """Let fused nodes take in the residuals and activations behind them, and convolutions the gates that they read.
-
-    Returns the records of these fused nodes, and how many channels-last nodes vanished.
-    """
-    bodies = {f.name: f for f in graph.functions if f.domain == DOMAIN}
-    residuals = find_residuals(graph, shapes, adds, bodies, writer.originals, exclude)
-    drop_functions(graph, {one.product for one in residuals})
-    records = {one.node: one for one in (*recorded, *writer.fused)}
-    added = add_residuals(graph, shapes, residuals, bodies, known, writer.originals, records)
-    records |= {one.node: one for one in added}
-    activated = add_activations(graph, shapes, writer.originals, records, exclude)
-    records |= {one.node: one for one in activated}
-    gated = join_gates(graph, shapes, records)
-    squeezed = [] if SQUEEZE in left_out else join_squeezes(graph, shapes, records, writer.originals)
-    vanished = sum(bool(one.perm) for one in residuals) + len(activated) + len(gated) + 2 * len(squeezed)
-    return [*added, *activated, *gated, *squeezed], vanished
 
 
 # --- reasons -----------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import onnx
 from onnx import helper
 
 from onnxfuse.ir.domain import DOMAIN
-from onnxfuse.ir.node import AttributeValue
 from onnxfuse.layout.axes import Perm, inverse
 
 
@@ -78,66 +77,28 @@ def channels_last_function(
     )  # fmt: skip
 
 
-def followed_by(
-    body: onnx.FunctionProto,
-    op: str,
-    attributes: Sequence[str],
-    operand: str = "",
-    values: Mapping[str, AttributeValue] | None = None,
-) -> onnx.FunctionProto:
-    """Return a body followed by an operator of its result, with its values numbered as fusing numbers them.
+def function_of_nodes(operands: Sequence[str], *nodes: onnx.NodeProto) -> onnx.FunctionProto:
+    """Return a function of ONNX operators, of which the last one computes the result, for `chained`."""
+    return helper.make_function(DOMAIN, "", operands, list(nodes[-1].output), list(nodes), [])
 
-    The operator also reads a new `operand` if there is one, and has the attributes `values`.  `attributes` are the
-    names of the attributes of the node that calls the function.
+
+def chained(before: onnx.FunctionProto, after: onnx.FunctionProto, operand: str = "x") -> onnx.FunctionProto:
+    """Return a function in which one body computes an operand of another; operands of one name are one.
+
+    Values of the second one are numbered as fusing numbers them.
     """
     result = onnx.FunctionProto()
-    result.CopyFrom(body)
-    end = _next_value(body)
-    operands = [body.output[0], operand] if operand else [body.output[0]]
-    result.input.extend(operands[1:])
-    node = helper.make_node(op, operands, [end], domain="")
-    node.attribute.extend(helper.make_attribute(name, value) for name, value in (values or {}).items())
-    result.node.append(node)
-    result.output[:] = [end]
-    result.attribute[:] = sorted(attributes)
-    return result
-
-
-def times(body: onnx.FunctionProto, value: str) -> onnx.FunctionProto:
-    """Return a body whose result is multiplied by another one of its values."""
-    result = onnx.FunctionProto()
-    result.CopyFrom(body)
-    end = _next_value(body)
-    result.node.append(helper.make_node("Mul", [value, body.output[0]], [end], domain=""))
-    result.output[:] = [end]
-    return result
-
-
-def _next_value(body: onnx.FunctionProto) -> str:
-    """Return a new name for a value, as fusing numbers values."""
-    taken = {*body.input, *(name for node in body.node for name in (*node.input, *node.output))}
-    return next(name for i in itertools.count(1) if (name := f"t{i}") not in taken)
-
-
-def behind(
-    body: onnx.FunctionProto, operand: str, before: onnx.FunctionProto, attributes: Sequence[str]
-) -> onnx.FunctionProto:
-    """Return a body in which another one computes an operand, from what that other one reads.
-
-    Of that, what `body` reads too has the same name in both; the rest follows the operands of `body`.  `attributes` are
-    the names of the attributes of the node that calls the function.
-    """
-    result = onnx.FunctionProto()
-    result.CopyFrom(body)
-    taken = {*body.input, *before.input, *(name for node in body.node for name in (*node.input, *node.output))}
-    names = {name: _new_name(name, taken) for node in before.node for name in node.output}
-    first = _renamed(before.node, names)
-    for node in first:
-        node.output[:] = [names[name] for name in node.output]
-    del result.node[:]
-    result.node.extend([*first, *_renamed(body.node, {operand: names[before.output[0]]})])
-    result.input.extend(name for name in before.input if name not in body.input)
-    result.attribute[:] = sorted(attributes)
+    result.CopyFrom(before)
+    result.input.extend(name for name in after.input if name not in (operand, *before.input))
+    taken = {*result.input, *(name for node in before.node for name in (*node.input, *node.output))}
+    names = {operand: before.output[0]}
+    for name in (name for node in after.node for name in node.output):
+        names[name] = next(new for i in itertools.count(1) if (new := f"t{i}") not in taken)
+        taken.add(names[name])
+    result.node.extend(_renamed(after.node, names))
+    result.output[:] = [names[name] for name in after.output]
+    imported = {each.domain for each in before.opset_import}
+    result.opset_import.extend(each for each in after.opset_import if each.domain not in imported)
     return result
 
 
@@ -157,6 +118,7 @@ def _renamed(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> list[
         copy = onnx.NodeProto()
         copy.CopyFrom(node)
         copy.input[:] = [names.get(name, name) for name in node.input]
+        copy.output[:] = [names.get(name, name) for name in node.output]
         result.append(copy)
     return result
 

@@ -6,6 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+# Fusions of patterns that layouts know, and of layouts that join others.
+PRODUCT: Final = "gemm_bias_activation"
+CONVOLUTION: Final = "conv_bias_activation"
+TRANSPOSED_CONVOLUTION: Final = "conv_transpose_bias_activation"
+GATE: Final = "channel_scale"
+SQUEEZE: Final = "squeeze_excite"
+
 
 @dataclass(frozen=True)
 class LayoutFusion:

@@ -1,8 +1,8 @@
-"""Let products, convolutions and gates of channels add residuals from which only Transposes separated them."""
+"""Products, convolutions and gates of channels add residuals from which only Transposes separated them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -15,18 +15,17 @@ from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant, op_of, producer
 from onnxfuse.layout.axes import Perm, to_last
-from onnxfuse.layout.bodies import followed_by
-from onnxfuse.layout.one_node import put_one_node
+from onnxfuse.layout.bodies import chained, function_of_nodes
+from onnxfuse.layout.fusions import CONVOLUTION, GATE, PRODUCT
+from onnxfuse.layout.joins import Joined, Joins, operands_of, with_attributes
 from onnxfuse.layout.writer import image_rank
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.fold_shapes import reshape_target
-from onnxfuse.rewrite.replace import Fused, LocalFunctions
+from onnxfuse.rewrite.replace import Fused
 
-PRODUCT: Final = "gemm_bias_activation"
-CONVOLUTION: Final = "conv_bias_activation"
-GATE: Final = "channel_scale"
 CHANNELS_LAST: Final = (CONVOLUTION, GATE)  # fusions that are channels-last or have no kernel
 RESIDUAL: Final = "residual"  # the last operand of all of them
+ADDED: Final = function_of_nodes(["x", RESIDUAL], onnx.helper.make_node("Add", ["x", RESIDUAL], ["sum"], domain=""))
 OPS_OF_ONE_RANK: Final = frozenset({"Gemm", "Reshape"})  # in whose bodies x cannot have another number of axes
 
 
@@ -36,19 +35,6 @@ class Addition:
 
     inputs: tuple[str, ...]
     perm: Perm
-
-
-@dataclass(frozen=True)
-class Residual:
-    """A fused node and the Add behind it, which become one node."""
-
-    product: Node
-    view: Node | None  # a Reshape between them, which moves in front of the product
-    add: Node
-    residual: Tensor
-    residual_before: str  # what the Add read in its place when fusing ended
-    perm: Perm  # of the Transpose of that which the residual is
-    original: str  # the name that the original has for the sum, maybe in the other layout
 
 
 def additions(graph: Graph, shapes: ShapeInfo, channels_last: Collection[Node]) -> dict[Node, Addition]:
@@ -63,61 +49,59 @@ def additions(graph: Graph, shapes: ShapeInfo, channels_last: Collection[Node]) 
     }
 
 
-def find_residuals(
-    graph: Graph,
-    shapes: ShapeInfo,
-    before: Mapping[Node, Addition],
-    bodies: Mapping[str, onnx.FunctionProto],
-    originals: Mapping[str, tuple[str, Perm]],
-    excluded: Collection[tuple[str, str]],
-) -> list[Residual]:
-    """Return the sums of a fused node and a tensor of its shape that fusing had not met as such, in execution order.
+def residuals(joins: Joins, before: Mapping[Node, Addition]) -> Iterator[Joined]:
+    """Yield each fused node and the Add of a tensor of its shape that fusing had not met as such.
 
-    Nothing else may read what the fused node computes.  `before` are the Adds as fusing left them, and `bodies` the
-    functions of fused nodes by name.  `originals` are the tensors of the original that new ones are Transposes of.
-    `excluded` are sums that stay, each by the name of the fusion and of the sum in the original.
+    Nothing else may read what the fused node computes.  `before` are the Adds as fusing left them.
     """
-    found: list[Residual] = []
-    for add in graph.nodes:
+    graph, compared = joins.graph, {*joins.known, *joins.originals}
+    for add in list(graph.nodes):
         if add not in before or tuple(t.name for t in add.inputs) == before[add].inputs:
             continue
-        output = add.outputs[0].name
-        original = originals[output][0] if output in originals else output
-        ends = []
+        original, ends = joins.original(add.outputs[0]), list[tuple[Node, Node | None, int]]()
         for index in (0, 1):
-            node, view = _product(graph, shapes, bodies, add, index)
-            if node is not None and (str_attribute(node, "fusion", ""), original) not in excluded:
-                other, perm = before[add].inputs[1 - index], before[add].perm
-                ends.append(Residual(node, view, add, add.inputs[1 - index], other, perm, original))
+            product, view = _product(joins, add, index)
+            if product is not None and (str_attribute(product, "fusion", ""), original) not in joins.excluded:
+                ends.append((product, view, index))
         if ends:  # of two, the one that is computed last: the residual is there when it begins
-            found.append(max(ends, key=lambda one: graph.position[one.product]))
-    return found
+            product, view, index = max(ends, key=lambda one: graph.position[one[0]])
+            residual, perm = add.inputs[1 - index], before[add].perm
+            if residual.name not in joins.originals and residual.name not in joins.known:
+                joins.originals[residual.name] = before[add].inputs[1 - index], perm
+            x = product.inputs[0] if view is None else _reshaped_x(joins, product, view, compared)
+            record = joins.records.get(product.name) or Fused(
+                str_attribute(product, "fusion", ""), product.name, (product.name,), {}, original
+            )
+            yield Joined(
+                (product, add), product,
+                chained(joins.bodies[product.op], ADDED),
+                (x, *product.inputs[1:], residual), _attributes(product, joins.shapes.rank(add.outputs[0]) or 0),
+                replace(record, replaces=(*record.replaces, add.name or original), output=original), bool(perm),
+            )  # fmt: skip
 
 
-def _product(
-    graph: Graph, shapes: ShapeInfo, bodies: Mapping[str, onnx.FunctionProto], add: Node, index: int
-) -> tuple[Node | None, Node | None]:
+def _product(joins: Joins, add: Node, index: int) -> tuple[Node | None, Node | None]:
     """Return the fused node that can add the other operand to this one, and the Reshape behind it if there is one."""
-    value, residual = add.inputs[index], add.inputs[1 - index]
+    shapes, value, residual = joins.shapes, add.inputs[index], add.inputs[1 - index]
     node, view = producer(value), None
     if node is not None and op_of(node) == "Reshape":
         view, node = node, producer(node.inputs[0])
-    if node is None or not _takes_a_residual(node) or node.op not in bodies or is_constant(residual):
+    if node is None or not _takes_a_residual(node) or node.op not in joins.bodies or is_constant(residual):
         return None, None
-    if any(graph.sole_consumer(tensor) is None for tensor in (value, node.outputs[0])):
+    if any(joins.graph.sole_consumer(tensor) is None for tensor in (value, node.outputs[0])):
         return None, None
     shape, dtype = shapes.shape(value), shapes.dtype(value)
     if shape is None or dtype != shapes.dtype(residual):
         return None, None
     if shape != shapes.shape(residual) or shape != shapes.shape(add.outputs[0]):
         return None, None
-    if view is not None and _moved_view(shapes, node, view, bodies[node.op]) is None:
+    if view is not None and _moved_view(shapes, node, view, joins.bodies[node.op]) is None:
         return None, None
     return node, view
 
 
 def _takes_a_residual(node: Node) -> bool:
-    operands = str_attribute(node, "operands", "").split() if node.domain == DOMAIN else []
+    operands = operands_of(node) if node.domain == DOMAIN else []
     if RESIDUAL in operands or len(operands) != len(node.inputs) or len(node.outputs) != 1:
         return False
     fusion = str_attribute(node, "fusion", "")
@@ -141,50 +125,15 @@ def _moved_view(
     return None if target is None else (shape, target)
 
 
-def add_residuals(
-    graph: Graph,
-    shapes: ShapeInfo,
-    residuals: Collection[Residual],
-    bodies: Mapping[str, onnx.FunctionProto],
-    known: Collection[str],
-    originals: MutableMapping[str, tuple[str, Perm]],
-    records: Mapping[str, Fused],
-) -> list[Fused]:
-    """Replace each fused node and its Add by one node, and return the records of these.
-
-    `known` are the tensors that the graph had before nodes became channels-last; residuals that are new are entered in
-    `originals`.  `records` are those of the fused nodes, by name.
-    """
-    functions, compared, made = LocalFunctions(graph), {*known, *originals}, list[Fused]()
-    for one in residuals:
-        product, output = one.product, one.add.outputs[0]
-        if one.residual.name not in originals and one.residual.name not in known:
-            originals[one.residual.name] = one.residual_before, one.perm
-        inputs = [*product.inputs, one.residual]
-        if one.view is not None:
-            inputs[0] = _reshaped_x(graph, shapes, product, one.view, bodies[product.op], compared)
-        attributes = _attributes(product, rank=len(shapes.shape(output) or ()))
-        name, fusion = product.name, str_attribute(product, "fusion", "")
-        body = followed_by(bodies[product.op], "Add", list(attributes), operand=RESIDUAL)
-        record = records.get(name) or Fused(fusion, name, (name,), {}, one.original)
-        made.append(replace(record, replaces=(*record.replaces, one.add.name or one.original), output=one.original))
-        put_one_node(graph, shapes, functions, (product, one.add), product, body, inputs, attributes)
-    if made:
-        graph.remove_dead()
-        graph.sort()
-    return made
-
-
-def _reshaped_x(
-    graph: Graph, shapes: ShapeInfo, product: Node, view: Node, body: onnx.FunctionProto, compared: Collection[str]
-) -> Tensor:
+def _reshaped_x(joins: Joins, product: Node, view: Node, compared: Collection[str]) -> Tensor:
     """Return the x of a product with the rows of a Reshape behind it.
 
     Its Reshape takes the place of one in front of the product too, if what that reads is one of `compared`: tensors of
     which the comparison of the product with the original has the values.
     """
-    moved = _moved_view(shapes, product, view, body)
-    assert moved is not None  # `find_residuals` has asked
+    graph, shapes = joins.graph, joins.shapes
+    moved = _moved_view(shapes, product, view, joins.bodies[product.op])
+    assert moved is not None  # `_product` has asked
     x, (shape, target) = product.inputs[0], moved
     before = producer(x)
     if before is not None and op_of(before) == "Reshape" and graph.sole_consumer(x) is product:
@@ -204,6 +153,4 @@ def _attributes(product: Node, rank: int) -> dict[str, AttributeValue]:
     if str_attribute(product, "fusion", "") in CHANNELS_LAST:
         has_activation = str_attribute(product, "activation", "none") != "none"
         own["residual_position"] = "after" if has_activation else "before"
-    names = {*str_attribute(product, "attributes", "").split(), *own}
-    operands = f"{str_attribute(product, 'operands', '')} {RESIDUAL}"
-    return {**product.attrs, "operands": operands, "attributes": " ".join(sorted(names)), **own}
+    return with_attributes(product, own, RESIDUAL)

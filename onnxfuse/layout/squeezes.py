@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,17 +16,15 @@ from onnxfuse.algebra.operators import REGROUPING
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import str_attribute
 from onnxfuse.ir.domain import DOMAIN
-from onnxfuse.ir.graph import Graph, constant_value
+from onnxfuse.ir.graph import constant_value
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant, op_of, producer
-from onnxfuse.layout.axes import Perm
-from onnxfuse.layout.bodies import behind, with_operands
-from onnxfuse.layout.gates import is_fused, is_pointwise, operands_of
-from onnxfuse.layout.one_node import put_one_node
-from onnxfuse.layout.residuals import PRODUCT
+from onnxfuse.layout.bodies import chained, with_operands
+from onnxfuse.layout.fusions import PRODUCT, SQUEEZE
+from onnxfuse.layout.gates import is_pointwise
+from onnxfuse.layout.joins import Joined, Joins, is_channels_last, operands_of
 from onnxfuse.passes.folded import node_label
-from onnxfuse.rewrite.replace import Fused, LocalFunctions, drop_functions
+from onnxfuse.rewrite.replace import Fused
 
-SQUEEZE: Final = "squeeze_excite"
 MEAN: Final = "global_average_pool"
 SECOND: Final = {"w": "w_2", "bias": "bias_2"}  # the operands of the second product
 ACTIVATION: Final = ("activation", "alpha", "beta")
@@ -52,47 +51,32 @@ class Squeeze:
         return (*(node for node in (*fused, *self.views[:-1]) if node not in last), *last)
 
 
-def join_squeezes(
-    graph: Graph,
-    shapes: ShapeInfo,
-    records: Mapping[str, Fused],
-    originals: MutableMapping[str, tuple[str, Perm]],
-) -> list[Fused]:
-    """Replace each channels-last mean over an image, and the two products behind it, by one node.
+def squeezes(joins: Joins) -> Iterator[Joined]:
+    """Yield each channels-last mean over an image, and the two products behind it that make a gate of it.
 
     The products are convolutions of images of one pixel, or products of rows between views.  The second product has as
-    many results as the image has channels, and nothing else reads what lies between the three.  Returns the records of
-    the new nodes; `records` are those of the fused nodes, by name.  `originals` are the tensors of the original that
-    new ones are Transposes of; weights that are transposed are entered.
+    many results as the image has channels, and nothing else reads what lies between the three.  Weights that are
+    transposed for the kernel are entered in `joins.originals`.
     """
-    found = list(_squeezes(graph, shapes, originals))
-    bodies = {f.name: f for f in graph.functions if f.domain == DOMAIN}
-    drop_functions(graph, {node for one in found for node in (one.mean, one.first, one.second)})
-    functions, made = LocalFunctions(graph), list[Fused]()
-    for one in found:
-        attributes = _attributes(one, shapes)
-        body = _body(one, bodies, shapes, attributes)
-        replaced = [name for node in (one.mean, one.first, one.second) for name in records[node.name].replaces]
-        output = records[one.second.name].output
+    for one in _squeezes(joins):
+        attributes, parts = _attributes(one, joins.shapes), (one.mean, one.first, one.second)
+        replaced = [name for node in parts for name in joins.records[node.name].replaces]
+        output = joins.records[one.second.name].output
         if one.views:
-            gate = one.nodes[-1].outputs[0].name
             replaced += [node_label(node) for node in one.views]
-            output = originals[gate][0]
-        made.append(Fused(SQUEEZE, one.second.name, tuple(replaced), {}, output))
-        inputs = [one.mean.inputs[0], *_weights(graph, one.first, originals), *_weights(graph, one.second, originals)]
-        put_one_node(graph, shapes, functions, one.nodes, one.second, body, inputs, attributes)
-    if made:
-        graph.remove_dead()
-        graph.sort()
-    return made
+            output = joins.original(one.nodes[-1].outputs[0])
+        inputs = (one.mean.inputs[0], *_weights(joins, one.first), *_weights(joins, one.second))
+        record = Fused(SQUEEZE, one.second.name, tuple(replaced), {}, output)
+        yield Joined(one.nodes, one.second, _body(one, joins), inputs, attributes, record, vanished=2)
 
 
 # --- what is found -------------------------------------------------------------------------------------------------
 
 
-def _squeezes(graph: Graph, shapes: ShapeInfo, originals: Mapping[str, tuple[str, Perm]]) -> Iterator[Squeeze]:
+def _squeezes(joins: Joins) -> Iterator[Squeeze]:
+    graph, shapes = joins.graph, joins.shapes
     for node in graph.nodes:
-        found = _of_images(graph, shapes, node) or _of_rows(graph, shapes, node, originals)
+        found = _of_images(shapes, node) or _of_rows(joins, node)
         if found is None:
             continue
         image, gate = shapes.shape(found.mean.inputs[0]), shapes.shape(node.outputs[0])
@@ -102,11 +86,11 @@ def _squeezes(graph: Graph, shapes: ShapeInfo, originals: Mapping[str, tuple[str
             yield found
 
 
-def _of_images(graph: Graph, shapes: ShapeInfo, second: Node) -> Squeeze | None:
+def _of_images(shapes: ShapeInfo, second: Node) -> Squeeze | None:
     """Return the squeeze that a convolution of images of one pixel ends."""
     first = producer(second.inputs[0]) if _is_convolution(shapes, second) else None
     mean = producer(first.inputs[0]) if first is not None and _is_convolution(shapes, first) else None
-    if first is None or mean is None or not is_fused(mean, MEAN):
+    if first is None or mean is None or not is_channels_last(mean, MEAN):
         return None
     return Squeeze(mean, first, second)
 
@@ -116,11 +100,12 @@ def _is_convolution(shapes: ShapeInfo, node: Node) -> bool:
     return plain and is_pointwise(shapes, node) and str_attribute(node, "activation", "none") != PRELU
 
 
-def _of_rows(graph: Graph, shapes: ShapeInfo, view: Node, originals: Mapping[str, tuple[str, Perm]]) -> Squeeze | None:
+def _of_rows(joins: Joins, view: Node) -> Squeeze | None:
     """Return the squeeze that a view of rows as images of one pixel ends."""
+    shapes = joins.shapes
     if op_of(view) not in REGROUPING or not _joins_axes(shapes, view.inputs[:1], view.outputs):
         return None
-    if view.outputs[0].name not in originals:
+    if view.outputs[0].name not in joins.originals:
         return None
     second = producer(view.inputs[0])
     first = producer(second.inputs[0]) if second is not None and _is_product(shapes, second) else None
@@ -131,7 +116,7 @@ def _of_rows(graph: Graph, shapes: ShapeInfo, view: Node, originals: Mapping[str
     if before is not None and op_of(before) in REGROUPING and _joins_axes(shapes, before.outputs, before.inputs[:1]):
         views = (before, view)
         before = producer(before.inputs[0])
-    return None if before is None or not is_fused(before, MEAN) else Squeeze(before, first, second, views)
+    return None if before is None or not is_channels_last(before, MEAN) else Squeeze(before, first, second, views)
 
 
 def _joins_axes(shapes: ShapeInfo, rows: Sequence[Tensor], images: Sequence[Tensor]) -> bool:
@@ -158,13 +143,13 @@ def _is_swapped(node: Node) -> bool:
     return str_attribute(node, "weight_layout", "nk") == "kn"
 
 
-def _weights(graph: Graph, node: Node, originals: MutableMapping[str, tuple[str, Perm]]) -> list[Tensor]:
+def _weights(joins: Joins, node: Node) -> list[Tensor]:
     """Return the operands of a product besides x, with a row of weights for each result."""
     w = node.inputs[1]
     if not _is_swapped(node) or not is_constant(w):
         return list(node.inputs[1:])
-    stored = graph.constant(f"{w.name}/nk", np.ascontiguousarray(constant_value(graph, w).T))
-    originals[stored.name] = w.name, SWAPPED
+    stored = joins.graph.constant(f"{w.name}/nk", np.ascontiguousarray(constant_value(joins.graph, w).T))
+    joins.originals[stored.name] = w.name, SWAPPED
     return [stored, *node.inputs[2:]]
 
 
@@ -185,32 +170,14 @@ def _attributes(one: Squeeze, shapes: ShapeInfo) -> dict[str, AttributeValue]:
     }
 
 
-def _body(
-    one: Squeeze,
-    bodies: Mapping[str, onnx.FunctionProto],
-    shapes: ShapeInfo,
-    attributes: Mapping[str, AttributeValue],
-) -> onnx.FunctionProto:
-    parts = [bodies[node.op] for node in (one.mean, one.first, one.second)]
-    mean, first, second = parts
-    if _is_swapped(one.first):
-        first = behind(first, "w", _transposed(), ())
-    if _is_swapped(one.second):
-        second = behind(second, "w", _transposed(), ())
-    chain = [mean, first, with_operands(second, SECOND)]
-    if len(one.views) > 1:
-        chain.insert(1, _reshaped(shapes, one.views[0]))
-    if one.views:
-        chain.append(_reshaped(shapes, one.views[-1]))
-    body, *rest = chain
-    for each in rest:
-        body = behind(each, "x", body, list(attributes))
-    body.input[:] = str(attributes["operands"]).split()
-    body.doc_string = ""
-    imports = {each.domain: each.version for part in parts for each in part.opset_import}
-    del body.opset_import[:]
-    body.opset_import.extend(helper.make_opsetid(domain, version) for domain, version in imports.items())
-    return body
+def _body(one: Squeeze, joins: Joins) -> onnx.FunctionProto:
+    products = [
+        chained(_transposed(), joins.bodies[node.op], "w") if _is_swapped(node) else joins.bodies[node.op]
+        for node in (one.first, one.second)
+    ]
+    views = [_reshaped(joins.shapes, view) for view in one.views]
+    chain = [joins.bodies[one.mean.op], *views[:-1], products[0], with_operands(products[1], SECOND), *views[-1:]]
+    return functools.reduce(chained, chain)
 
 
 def _transposed() -> onnx.FunctionProto:

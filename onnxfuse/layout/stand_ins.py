@@ -19,8 +19,8 @@ from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Node, Tensor
 from onnxfuse.layout.channel_rules import CHANNEL_FUSIONS
-from onnxfuse.layout.one_node import function_name
-from onnxfuse.layout.residuals import GATE
+from onnxfuse.layout.fusions import GATE
+from onnxfuse.layout.joins import function_name
 from onnxfuse.rewrite.replace import Fused, LocalFunctions, drop_functions
 
 FUSIONS: Final = frozenset({*CHANNEL_FUSIONS, GATE})

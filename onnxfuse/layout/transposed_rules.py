@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
 
 from onnxfuse.ir.attributes import int_attribute, str_attribute
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant
@@ -11,9 +10,8 @@ from onnxfuse.ir.serde import node_proto
 from onnxfuse.layout.axes import Perm, WeightLayout, to_last, weight_perm
 from onnxfuse.layout.bodies import Body, body_of_function, body_of_node
 from onnxfuse.layout.conversion import Conversion, Kind, Model, not_a_convolution
+from onnxfuse.layout.fusions import TRANSPOSED_CONVOLUTION
 from onnxfuse.layout.writer import Writer
-
-TRANSPOSED_CONVOLUTION: Final = "conv_transpose_bias_activation"
 
 
 def conv_transpose(model: Model, node: Node) -> Conversion | str:

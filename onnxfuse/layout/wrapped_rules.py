@@ -28,12 +28,12 @@ from onnxfuse.layout.axes import (
 from onnxfuse.layout.bodies import Body, body_of_function, body_of_node
 from onnxfuse.layout.channel_rules import CHANNEL_RULES
 from onnxfuse.layout.conversion import Conversion, Kind, Model, Rule, not_a_convolution, same_operator
+from onnxfuse.layout.fusions import CONVOLUTION, GATE, TRANSPOSED_CONVOLUTION
 from onnxfuse.layout.neutral_rules import NEUTRAL_RULES, NOT_AN_IMAGE, integers, reduction
 from onnxfuse.layout.resize_rules import resize
-from onnxfuse.layout.transposed_rules import TRANSPOSED_CONVOLUTION, conv_transpose, fused_conv_transpose
+from onnxfuse.layout.transposed_rules import conv_transpose, fused_conv_transpose
 from onnxfuse.layout.writer import Writer, image_rank
 
-CONVOLUTION: Final = "conv_bias_activation"
 MAX_BLOCK: Final = 8  # pixels of a side of the blocks of DepthToSpace and SpaceToDepth that there is a kernel for
 NORM: Final = "group_norm"  # whose kernel takes what follows it
 MAX_STEM_CHANNELS: Final = 4  # of an image that a convolution reads channels-first: a Transpose would cost more
@@ -240,7 +240,7 @@ def mul(model: Model, node: Node) -> Conversion | str:
                 )
                 operands = {"x": x, "gate": gate}
                 attributes: dict[str, AttributeValue] = {"activation": "none"}
-                return _wrapped(node, "channel_scale", operands, list(operands), body, attributes, Kind.NEUTRAL)
+                return _wrapped(node, GATE, operands, list(operands), body, attributes, Kind.NEUTRAL)
     return NEUTRAL_RULES["Mul"](model, node)
 
 

@@ -8,8 +8,7 @@ import onnx
 
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.layout.assign import LayoutResult
-from onnxfuse.layout.fusions import LayoutFusion
-from onnxfuse.layout.wrapped_rules import CONVOLUTION
+from onnxfuse.layout.fusions import CONVOLUTION, LayoutFusion
 from onnxfuse.match import Miss
 from onnxfuse.match.prefilter import may_occur
 from onnxfuse.rewrite.replace import REGION

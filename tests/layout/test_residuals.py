@@ -167,14 +167,14 @@ def test_an_operand_that_a_convolution_reads_too() -> None:
 
 def test_a_wrong_residual_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum then stays channels-first, so that Transposes stay between it and the product."""
-    right = residuals.followed_by
+    right = residuals.chained
 
     def wrong(*arguments: Any, **named: Any) -> onnx.FunctionProto:
         body = right(*arguments, **named)
         body.node[-1].op_type = "Sub"
         return body
 
-    monkeypatch.setattr(residuals, "followed_by", wrong)
+    monkeypatch.setattr(residuals, "chained", wrong)
     optimized, report = optimize(model(), layout="nhwc", regions=False)
     (dropped,) = report.dropped
     assert dropped.fusion == LAYOUT and "its output 's' is " in dropped.reason

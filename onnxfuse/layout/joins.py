@@ -1,0 +1,117 @@
+"""Join fused nodes with what they meet once images are channels-last: several nodes become one fused node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import onnx
+
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.ir.attributes import str_attribute
+from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import AttributeValue, Node, Tensor
+from onnxfuse.layout.axes import Perm
+from onnxfuse.rewrite.replace import Fused, LocalFunctions, drop_functions
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Nodes that become one fused node, which has the output of the last and the name of `named`, one of them.
+
+    `attributes` names its fusion, and the operands that `inputs` are.  `vanished` is the number of channels-last nodes
+    that there are less then.
+    """
+
+    nodes: tuple[Node, ...]
+    named: Node
+    body: onnx.FunctionProto
+    inputs: tuple[Tensor, ...]
+    attributes: Mapping[str, AttributeValue]
+    record: Fused
+    vanished: int = 1
+
+
+@dataclass
+class Joins:
+    """A graph with channels-last images while nodes are joined in it.
+
+    `known` are the tensors that the graph had before, and `originals` tells which of them new ones are Transposes of.
+    `records` are those of the fused nodes, by name.  `excluded` are nodes that stay, each by the name of a fusion and
+    of its output in the original.
+    """
+
+    graph: Graph
+    shapes: ShapeInfo
+    originals: MutableMapping[str, tuple[str, Perm]]
+    records: dict[str, Fused]
+    known: Collection[str] = frozenset()
+    excluded: Collection[tuple[str, str]] = frozenset()
+    bodies: Mapping[str, onnx.FunctionProto] = field(default_factory=dict)  # that fused nodes call, by name
+    made: list[Fused] = field(default_factory=list)  # records of joined nodes
+    vanished: int = 0  # channels-last nodes
+
+    def apply(self, rule: Rule) -> None:
+        """Join the nodes that a rule finds."""
+        self.bodies = {f.name: f for f in self.graph.functions if f.domain == DOMAIN}
+        found = list(rule(self))
+        drop_functions(self.graph, {node for one in found for node in one.nodes})
+        functions = LocalFunctions(self.graph)
+        for one in found:
+            self._put(functions, one)
+        if found:
+            self.graph.remove_dead()
+            self.graph.sort()
+
+    def _put(self, functions: LocalFunctions, one: Joined) -> None:
+        (output,), fusion = one.nodes[-1].outputs, str(one.attributes["fusion"])
+        one.body.input[:] = str(one.attributes["operands"]).split()
+        one.body.attribute[:] = sorted(one.attributes)
+        is_of_fusion = str_attribute(one.named, "fusion", "") == fusion
+        one.body.doc_string = self.bodies[one.named.op].doc_string if is_of_fusion else ""
+        for node in one.nodes:
+            node.inputs.clear()
+            node.outputs.clear()
+        op = function_name(functions, one.body, fusion)
+        self.graph.add_node(op, one.inputs, [output], one.attributes, name=one.named.name, domain=DOMAIN)
+        self.graph.record_type(output, self.shapes.dtype(output), self.shapes.shape(output))
+        self.records[one.record.node] = one.record
+        self.made.append(one.record)
+        self.vanished += one.vanished
+
+    def original(self, tensor: Tensor) -> str:
+        """Return the name that the original has for a tensor, maybe in the other layout."""
+        return self.originals[tensor.name][0] if tensor.name in self.originals else tensor.name
+
+
+Rule: TypeAlias = Callable[[Joins], Iterator[Joined]]
+
+
+def operands_of(node: Node) -> list[str]:
+    """Return the names of the operands of a fused node."""
+    return str_attribute(node, "operands", "").split()
+
+
+def is_channels_last(node: Node, fusion: str) -> bool:
+    """Return whether a node is a channels-last one of a fusion."""
+    layouts = str_attribute(node, "layout", ""), str_attribute(node, "x_layout", "nhwc")
+    return node.domain == DOMAIN and str_attribute(node, "fusion", "") == fusion and set(layouts) == {"nhwc"}
+
+
+def with_attributes(node: Node, own: Mapping[str, AttributeValue], *operands: str) -> dict[str, AttributeValue]:
+    """Return the attributes of a fused node with some of another value, and with further operands."""
+    names = {*str_attribute(node, "attributes", "").split(), *own}
+    every = " ".join((*operands_of(node), *operands))
+    return {**node.attrs, "operands": every, "attributes": " ".join(sorted(names)), **own}
+
+
+def function_name(functions: LocalFunctions, body: onnx.FunctionProto, fusion: str) -> str:
+    """Return the name of the function with that body: one that the model has, or a new one, named like its fusion."""
+    for function in functions.graph.functions:
+        body.name = function.name
+        if body == function:
+            return function.name
+    body.name = fusion
+    return functions.add(body)
