@@ -32,7 +32,8 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.inline_functions import Inlined, inline_functions
 from onnxfuse.ir.node import Node, op_of
 from onnxfuse.ir.serde import read_graph, write_model
-from onnxfuse.layout.assign import LAYOUT, Layout, LayoutResult, assign_layouts
+from onnxfuse.layout.assign import LAYOUT, LayoutResult, assign_layouts
+from onnxfuse.layout.conversion import Layout, LayoutOptions
 from onnxfuse.layout.fusions import CONVOLUTION, GATE
 from onnxfuse.layout.stand_ins import put_back, stand_in
 from onnxfuse.match import Miss
@@ -463,10 +464,8 @@ def lay_images_out(work: Work) -> None:
     if any(fusion.name == CONVOLUTION for fusion in settings.fusions):  # a channels-last Conv is one of these
         channels_last = {fusion.name: fusion.channels_last for fusion in settings.fusions}
         standing = {*settings.exclude, *_kept_outputs(work.graph, settings.fusions, work.keep)}
-        layouts = assign_layouts(
-            work.graph, work.shapes, settings.layout, channels_last, work.found.fusing.fused, standing,
-            settings.left_out,
-        )  # fmt: skip
+        options = LayoutOptions(settings.layout, channels_last, standing, settings.left_out)
+        layouts = assign_layouts(work.graph, work.shapes, options, work.found.fusing.fused)
         work.found = replace(work.found, layout=layouts)
 
 

@@ -27,7 +27,8 @@ from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.file_bytes import file_bytes
 from onnxfuse.ir.load import load
 from onnxfuse.ir.protos import nodes
-from onnxfuse.layout.assign import LAYOUT, Layout
+from onnxfuse.layout.assign import LAYOUT
+from onnxfuse.layout.conversion import Layout
 from onnxfuse.layout.fusions import LAYOUT_FUSIONS
 from onnxfuse.match import Miss
 from onnxfuse.passes import Folded

@@ -18,7 +18,7 @@ from onnxfuse.dsl import catalogue
 from onnxfuse.fuse_model import FusedModel, Settings, fuse_model
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.protos import nodes
-from onnxfuse.layout.assign import Layout
+from onnxfuse.layout.conversion import Layout
 from onnxfuse.verify.compare import Verification, compare
 
 HEAD = '<ir_version: 9, opset_import: ["" : 18]>'

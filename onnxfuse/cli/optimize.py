@@ -27,7 +27,7 @@ from onnxfuse.cli.terminal import console, show_tracebacks, shown_progress
 from onnxfuse.errors import UsageError
 
 if TYPE_CHECKING:
-    from onnxfuse.layout.assign import Layout
+    from onnxfuse.layout.conversion import Layout
 
 
 @click.command(

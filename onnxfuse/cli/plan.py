@@ -12,7 +12,7 @@ from onnxfuse.cli.options import checked_target, examples, file_path, fusing_opt
 from onnxfuse.cli.terminal import console, show_tracebacks, shown_progress
 
 if TYPE_CHECKING:
-    from onnxfuse.layout.assign import Layout
+    from onnxfuse.layout.conversion import Layout
 
 
 @click.command(

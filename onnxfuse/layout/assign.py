@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
 from onnxfuse.algebra.operators import CONVOLUTIONS
 from onnxfuse.analysis.shape_info import ShapeInfo
@@ -16,19 +16,18 @@ from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
 from onnxfuse.layout.activations import activations
 from onnxfuse.layout.axes import Perm
 from onnxfuse.layout.channels_last_regions import MAX_BORDER_SHARE, Refused, Regions
-from onnxfuse.layout.conversion import Conversion, Kind, Model
+from onnxfuse.layout.conversion import Conversion, Kind, LayoutOptions, Model
 from onnxfuse.layout.fusions import CONVOLUTION, LAYOUT_FUSIONS, SQUEEZE, TRANSPOSED_CONVOLUTION
 from onnxfuse.layout.gates import gates
 from onnxfuse.layout.joins import Joins, Rule
 from onnxfuse.layout.residuals import additions, residuals
+from onnxfuse.layout.rules import conversion
 from onnxfuse.layout.squeezes import squeezes
-from onnxfuse.layout.wrapped_rules import conversion
 from onnxfuse.layout.writer import Writer
 from onnxfuse.passes.compose_views import compose_views
 from onnxfuse.passes.folded import node_label
 from onnxfuse.rewrite.replace import Fused, LocalFunctions, drop_functions
 
-Layout: TypeAlias = Literal["auto", "nchw", "nhwc"]
 LAYOUT: Final = "layout"  # what reports call this step
 MAX_NODES_BETWEEN: Final = 8  # from a border to the node that a reason names
 MIN_OPSET: Final = 9  # functions hold their constants as Constant nodes of integers
@@ -79,43 +78,37 @@ class LayoutResult:
 
 
 def assign_layouts(
-    graph: Graph,
-    shapes: ShapeInfo,
-    layout: Layout,
-    channels_last: Mapping[str, Sequence[str]],
-    recorded: Collection[Fused] = (),
-    exclude: Collection[tuple[str, str]] = frozenset(),
-    left_out: Collection[str] = frozenset(),
+    graph: Graph, shapes: ShapeInfo, options: LayoutOptions, recorded: Collection[Fused] = ()
 ) -> LayoutResult:
     """Make the regions of a sorted graph channels-last that can be (`nhwc`), or of them those where it pays (`auto`).
 
     A product or convolution that meets the Add of a residual, because the Transposes between them vanish, takes it in;
     so does a gate of channels, with the activation that follows it.  A pointwise convolution takes in the gate that it
-    reads.
-
-    `channels_last` names for each fusion that has a channels-last form the operands that it reads channels-last.
-    `recorded` are the records of the fused nodes that there are.  `exclude` holds nodes that stay channels-first, each
-    by LAYOUT and the name of its first output, and sums that stay Adds, by the name of a fusion and of the sum.
-    `left_out` are those of LAYOUT_FUSIONS that are not made.
+    reads.  `recorded` are the records of the fused nodes that there are.
     """
-    if layout == "nchw":
+    if options.layout == "nchw":
         return LayoutResult()
     if graph.opset < MIN_OPSET:
         why = f"the model has opset {graph.opset}, and layouts need opset {MIN_OPSET}"
         return LayoutResult(stays=_stays(dict.fromkeys(filter(_is_convolution, graph.nodes), why)))
     bodies = {f.name: f for f in graph.functions if f.domain == DOMAIN}
-    model = Model(graph, shapes, bodies, channels_last, left_out)
-    kept = {output for name, output in exclude if name == LAYOUT}
+    model = Model(graph, shapes, bodies, options)
+    kept = {output for name, output in options.exclude if name == LAYOUT}
     answers = {node: _answer(model, node, kept) for node in graph.nodes}
-    chosen, refused = _choose(model, answers, only_where_it_pays=layout == "auto")
+    chosen, refused = _choose(model, answers)
     reasons = {node: answer for node, answer in answers.items() if isinstance(answer, str)}
     why_first = {node: f"it is channels-first: {why}" for node, why in reasons.items() if _is_convolution(node)}
     why_first |= {node: _why_refused(graph, one, reasons) for one in refused for node in one.convolutions}
-    stays = _stays(why_first)
-    others = _others(graph, {one.node for one in chosen}, reasons)
-    if not chosen:
-        return LayoutResult(stays=stays, others=others)
-    first = node_label(chosen[0].node)
+    stays, others = _stays(why_first), _others(graph, {one.node for one in chosen}, reasons)
+    written = _write(model, chosen, reasons, recorded) if chosen else LayoutResult()
+    return replace(written, stays=stays, others=others)
+
+
+def _write(
+    model: Model, chosen: Sequence[Conversion], reasons: Mapping[Node, str], recorded: Collection[Fused]
+) -> LayoutResult:
+    """Make these nodes channels-last; `reasons` say why others are not."""
+    graph, shapes, first = model.graph, model.shapes, node_label(chosen[0].node)
     drop_functions(graph, {one.node for one in chosen if one.kind is not Kind.NEUTRAL})
     adds, known = additions(graph, shapes, {one.node for one in chosen}), frozenset(graph.names)
     writer = Writer(graph, shapes, LocalFunctions(graph), frozenset(one.node for one in recorded))
@@ -130,27 +123,25 @@ def assign_layouts(
     }
     _compose(graph, shapes, writer, known)
     records = {one.node: one for one in (*recorded, *writer.fused)}
-    joins = Joins(graph, shapes, writer.originals, records, known, exclude)
+    joins = Joins(graph, shapes, writer.originals, records, known, model.options.exclude)
     rules: list[Rule] = [partial(residuals, before=adds), activations, gates, squeezes]
-    for rule in rules[:-1] if SQUEEZE in left_out else rules:
+    for rule in rules[:-1] if SQUEEZE in model.options.left_out else rules:
         joins.apply(rule)
     fused = {one.node: one for one in (*writer.fused, *joins.made)}
     present = set(graph.nodes)
     standing = tuple(end for node, end in ends.items() if node in present and op_of(node) == "Transpose")
     count = writer.nodes - joins.vanished
-    return LayoutResult(count, first, tuple(fused.values()), standing, stays, others, writer.originals)
+    return LayoutResult(count, first, tuple(fused.values()), standing, originals=writer.originals)
 
 
-def _choose(
-    model: Model, answers: Mapping[Node, Conversion | str], *, only_where_it_pays: bool
-) -> tuple[Sequence[Conversion], Sequence[Refused]]:
+def _choose(model: Model, answers: Mapping[Node, Conversion | str]) -> tuple[Sequence[Conversion], Sequence[Refused]]:
     """Return the conversions of the nodes of the regions around convolutions, and the regions that do not pay."""
     conversions = {node: answer for node, answer in answers.items() if isinstance(answer, Conversion)}
     convolutions = [node for node, answer in conversions.items() if answer.kind is Kind.CONVOLUTION]
     if all(answer.kind is Kind.NEUTRAL for answer in conversions.values()):
         return [], []
     regions = Regions(model, conversions)
-    return regions.choose(convolutions, only_where_it_pays=only_where_it_pays), regions.refused
+    return regions.choose(convolutions, only_where_it_pays=model.options.layout == "auto"), regions.refused
 
 
 def _answer(model: Model, node: Node, kept: Collection[str]) -> Conversion | str:

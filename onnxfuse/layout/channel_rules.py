@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -12,33 +12,34 @@ from onnx import helper
 
 from onnxfuse.ir.attributes import input_index, int_attribute
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
-from onnxfuse.ir.node import AttributeValue, Node, Tensor
+from onnxfuse.ir.node import Node, Tensor
 from onnxfuse.layout.axes import last_axis, to_last
 from onnxfuse.layout.bodies import Body, body_of_function, channels_last_function
-from onnxfuse.layout.conversion import Conversion, Kind, Model, Rule
-from onnxfuse.layout.neutral_rules import NEUTRAL_RULES
-from onnxfuse.layout.writer import Writer, image_rank
+from onnxfuse.layout.conversion import Conversion, Kind, Model, fused_node
+from onnxfuse.layout.writer import Call, image_rank
 
+CHANNEL_FUSIONS: Final = frozenset({"concat", "split"})
 MAX_PARTS: Final = 32  # tensors that a Concat joins or a Split computes
 
 
-def concat(model: Model, node: Node) -> Conversion | str:
-    """Images that are joined along known numbers of channels; other Concats are neutral."""
+def concat(model: Model, node: Node) -> Conversion | None:
+    """Images that are joined along known numbers of channels."""
     axis = int_attribute(node, "axis")
     if axis is None or not _are_of_channels(model, axis, node.inputs) or not 1 < len(node.inputs) <= MAX_PARTS:
-        return NEUTRAL_RULES["Concat"](model, node)
+        return None
     operands = {f"x_{i}": tensor for i, tensor in enumerate(node.inputs)}
     inner = helper.make_node("Concat", list(operands), ["y"], axis=_last(model, node.inputs[0]))
     body = Body(tuple(operands), (inner,), ("y",), (helper.make_opsetid("", model.graph.opset),))
-    return _call(node, "concat", operands, body, {})
+    call = Call("concat", body, operands, {"axis": -1}, is_channels_last=True)
+    return fused_node(node, call, operands, Kind.NEUTRAL)
 
 
-def split(model: Model, node: Node) -> Conversion | str:
-    """Images that are divided into known numbers of channels; other Splits are neutral."""
+def split(model: Model, node: Node) -> Conversion | str | None:
+    """Images that are divided into known numbers of channels."""
     x, opset = node.inputs[0], model.graph.opset
     is_of_channels = _are_of_channels(model, int_attribute(node, "axis", 0), (x, *node.outputs))
     if not is_of_channels or not 1 < len(node.outputs) <= MAX_PARTS:
-        return NEUTRAL_RULES["Split"](model, node)
+        return None
     sizes = _channels(model, node.outputs)
     if sum(sizes) != _channels(model, [x])[0]:
         return "its parts do not make the channels of its image"
@@ -52,7 +53,8 @@ def split(model: Model, node: Node) -> Conversion | str:
             helper.make_node("Split", ["x", "sizes"], outputs, axis=last),
         ]
     body = Body(("x",), tuple(inner), outputs, (helper.make_opsetid("", opset),))
-    return _call(node, "split", {"x": x}, body, {"split": sizes})
+    call = Call("split", body, {"x": x}, {"split": sizes, "axis": -1}, is_channels_last=True)
+    return fused_node(node, call, "x", Kind.NEUTRAL)
 
 
 def between_transposes(function: onnx.FunctionProto) -> onnx.FunctionProto:
@@ -91,18 +93,3 @@ def _channels(model: Model, tensors: Sequence[Tensor]) -> list[int]:
     """Return the numbers of channels that are known of channels-first images."""
     every = (model.shapes.shape(tensor) for tensor in tensors)
     return [size for shape in every if shape is not None and isinstance(size := shape[1], int)]
-
-
-def _call(
-    node: Node, fusion: str, operands: Mapping[str, Tensor], body: Body, attributes: Mapping[str, AttributeValue]
-) -> Conversion:
-    def write(writer: Writer) -> None:
-        given = {name: writer.image(tensor) for name, tensor in operands.items()}
-        writer.call(node, fusion, body, given, {}, {**attributes, "axis": -1}, is_channels_last=True)
-
-    reads, computes = tuple(range(len(operands))), tuple(range(len(body.outputs)))
-    return Conversion(node, Kind.NEUTRAL, reads, computes, write, fusion=fusion)
-
-
-CHANNEL_RULES: Final[dict[str, Rule]] = {"Concat": concat, "Split": split}
-CHANNEL_FUSIONS: Final = frozenset({"concat", "split"})

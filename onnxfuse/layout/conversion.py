@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import TypeAlias
+from types import MappingProxyType
+from typing import Final, Literal, TypeAlias
 
 import onnx
+import onnx.numpy_helper
 
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.ir.dtypes import FUSIBLE_FLOATS, Array, dtype_name
-from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.dtypes import Array
+from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant
-from onnxfuse.layout.axes import IMAGE_RANKS
-from onnxfuse.layout.writer import Writer, image_rank
+from onnxfuse.ir.serde import node_proto
+from onnxfuse.layout.axes import to_last
+from onnxfuse.layout.bodies import Body, body_of_node
+from onnxfuse.layout.writer import Call, Writer, image_rank
+
+Layout: TypeAlias = Literal["auto", "nchw", "nhwc"]
 
 
 class Kind(Enum):
@@ -43,32 +49,49 @@ class Conversion:
 
 
 @dataclass(frozen=True)
+class LayoutOptions:
+    """How layouts are assigned: `layout` is as in `optimize`.
+
+    `channels_last` names for each fusion that has a channels-last form the operands that it reads channels-last.
+    `exclude` holds nodes that stay channels-first, each by LAYOUT and the name of its first output, and what joins no
+    fused node, by the name of that node's fusion and of the output.  `left_out` are fusions that layouts do not make.
+    """
+
+    layout: Layout
+    channels_last: Mapping[str, Sequence[str]]
+    exclude: Collection[tuple[str, str]] = frozenset()
+    left_out: Collection[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class Model:
-    """A sorted graph and what is known of it."""
+    """A sorted graph and what is known of it; `functions` are those that fused nodes call, by name."""
 
     graph: Graph
     shapes: ShapeInfo
-    functions: Mapping[str, onnx.FunctionProto]  # that fused nodes call, by name
-    channels_last: Mapping[str, Sequence[str]]  # which operands of a fusion can be channels-last, by its name
-    left_out: Collection[str] = frozenset()  # fusions that are not made
+    functions: Mapping[str, onnx.FunctionProto]
+    options: LayoutOptions
 
 
 # Returns the conversion of a node, or why it stays channels-first: the end of a sentence that begins with the node.
-Rule: TypeAlias = Callable[[Model, Node], "Conversion | str"]
+# None leaves that to the operator's next rule.
+Rule: TypeAlias = Callable[[Model, Node], "Conversion | str | None"]
+Made: TypeAlias = Callable[[Writer], Tensor]  # writes an operand
+NOT_AN_IMAGE: Final = "it reads no computed tensor of three to five axes"
 
 
 def same_operator(
     node: Node,
-    reads: tuple[int, ...],
+    reads: tuple[int, ...] = (0,),
     *,
     attributes: Mapping[str, AttributeValue | None] | None = None,
-    constants: Mapping[int, Array] | None = None,
+    operands: Mapping[int, Made] = MappingProxyType({}),
     broadcasts: bool = False,
     computes: tuple[int, ...] | None = None,
 ) -> Conversion:
     """Return the conversion to the same operator, which computes images from the inputs `reads`.
 
-    `attributes` replace those of the node; one of None is removed.  `constants` replace inputs, by index.  With
+    `attributes` replace those of the node; one of None is removed.  `operands` are other inputs, by index.  With
     `broadcasts`, other constant inputs are broadcast to the images.  Without `computes` every output is an image.
     """
     if computes is None:
@@ -77,30 +100,46 @@ def same_operator(
     def write(writer: Writer) -> None:
         inputs = list(node.inputs)
         for i, tensor in enumerate(node.inputs):
-            if constants and i in constants:
-                inputs[i] = writer.graph.constant(f"{tensor.name}/nhwc", constants[i])
-            elif i in reads:
+            if i in reads:
                 inputs[i] = writer.image(tensor)
             elif broadcasts and is_constant(tensor):
                 inputs[i] = writer.broadcast(tensor, image_rank(writer.shapes, node.outputs[0]))
+        for i, made in operands.items():
+            inputs[i : i + 1] = [made(writer)]
         outputs = [writer.computed(tensor) if i in computes else tensor for i, tensor in enumerate(node.outputs)]
         writer.rewrite(node, inputs, outputs, attributes)
 
     return Conversion(node, Kind.NEUTRAL, reads, computes, write)
 
 
-def not_a_convolution(model: Model, operands: Mapping[str, Tensor], y: Tensor) -> str:
-    """Return why a convolution, transposed or not, has no channels-last form; "" where it has one."""
-    x, w, residual = operands["x"], operands["w"], operands.get("residual")
-    if not is_constant(w):
-        return f"its weights '{w.name}' are not constant"
-    rank = len(w.shape)
-    if not rank == model.shapes.rank(x) == model.shapes.rank(y) or rank not in IMAGE_RANKS:
-        return f"it has {rank - 2} spatial axes, not 1 to {max(IMAGE_RANKS) - 2}"
-    if is_constant(x):
-        return "its image is a constant"
-    if (dtype := model.shapes.dtype(x)) not in FUSIBLE_FLOATS:
-        return f"it computes in {dtype_name(dtype)}"
-    if residual and not image_rank(model.shapes, residual):
-        return f"its residual '{residual.name}' is no computed tensor of three to five axes"
-    return ""
+def stored(stem: str, value: Array) -> Made:
+    """Return an operand that is a constant."""
+    return lambda writer: writer.graph.constant(stem, value)
+
+
+def fused_node(node: Node, call: Call, images: Collection[str], kind: Kind = Kind.WRAPPED) -> Conversion:
+    """Return the conversion to a fused node, whose operands in `images` become channels-last."""
+
+    def write(writer: Writer) -> None:
+        given = {name: writer.image(tensor) if name in images else tensor for name, tensor in call.operands.items()}
+        perms = {name: to_last(image_rank(writer.shapes, call.operands[name])) for name in images}
+        writer.call(node, replace(call, operands=given, perms={} if call.is_channels_last else perms))
+
+    read = {call.operands[name].name for name in images}
+    reads = tuple(i for i, tensor in enumerate(node.inputs) if tensor.name in read)
+    computes = tuple(range(len(call.body.outputs))) if call.attributes.get("keepdims", 1) else ()
+    return Conversion(node, kind, reads, computes, write, fusion=call.fusion)
+
+
+def body_of(model: Model, node: Node, operands: Mapping[str, Tensor]) -> Body | str:
+    """Return a body that is an operator with these operands, and its constants; or why there is none."""
+    names = {tensor.name: name for name, tensor in operands.items()}
+    if len(names) < len(operands):
+        return "it reads one tensor twice"
+    return body_of_node(node_proto(model.graph, node), names, constants_of(model, node, names), model.graph.opset)
+
+
+def constants_of(model: Model, node: Node, besides: Collection[str]) -> list[onnx.TensorProto]:
+    """Return the constants that a node reads, but for tensors of these names."""
+    others = {t.name: t for t in node.inputs if t.name and t.name not in besides and is_constant(t)}
+    return [onnx.numpy_helper.from_array(constant_value(model.graph, t), name) for name, t in others.items()]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -15,11 +16,9 @@ from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.graph import constant_value
 from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of
 from onnxfuse.layout.axes import last_axis, to_first, to_last
-from onnxfuse.layout.conversion import Conversion, Kind, Model, Rule, same_operator
+from onnxfuse.layout.conversion import NOT_AN_IMAGE, Conversion, Kind, Model, Rule, same_operator, stored
 from onnxfuse.layout.vectors import in_order
 from onnxfuse.layout.writer import Writer, image_rank
-
-NOT_AN_IMAGE: Final = "it reads no computed tensor of three to five axes"
 
 
 def integers(model: Model, node: Node, name: str) -> list[int] | None:
@@ -30,13 +29,42 @@ def integers(model: Model, node: Node, name: str) -> list[int] | None:
     return [int(number) for number in found]
 
 
-def unary(model: Model, node: Node) -> Conversion | str:
-    """Further inputs are scalars.  Of a Dropout nobody may read the mask, which is all true."""
-    if not image_rank(model.shapes, node.inputs[0]):
+def moved(
+    model: Model, node: Node, axis: int | None = None, why_not: Callable[[Model, Node], str] = lambda model, node: ""
+) -> Conversion | str:
+    """An operator of one image; its attribute `axis`, which is `axis` where it has none, moves with the axes.
+
+    `why_not` says why it is not one that computes the same in either layout.
+    """
+    if not (rank := image_rank(model.shapes, node.inputs[0])):
         return NOT_AN_IMAGE
-    if any(tensor.outputs or model.graph.is_kept(tensor) for tensor in node.outputs[1:] if tensor.name):
-        return "its second output is read"
-    return same_operator(node, (0,), computes=(0,))
+    if reason := why_not(model, node):
+        return reason
+    attributes = None if axis is None else {"axis": last_axis(int_attribute(node, "axis", axis), rank)}
+    return same_operator(node, attributes=attributes, computes=(0,) if op_of(node) in UNARY else None)
+
+
+def second_is_read(model: Model, node: Node) -> str:
+    """A mask of a Dropout, which is all true, and indices of a MaxPool, which count channels-first elements."""
+    is_read = any(tensor.name and (tensor.outputs or model.graph.is_kept(tensor)) for tensor in node.outputs[1:])
+    return "its second output is read" if is_read else ""
+
+
+def has_several_scales(model: Model, node: Node) -> str:
+    """A quantized tensor may have a scale for each channel."""
+    of_one = (is_constant(tensor) and math.prod(tensor.shape) == 1 for tensor in node.inputs[1:] if tensor.name)
+    return "" if all(of_one) else "it has more than one scale"
+
+
+def flattens(model: Model, node: Node) -> str:
+    """A Softmax."""
+    return "it flattens the axes behind its own in this opset" if model.graph.opset < 13 else ""
+
+
+def changes_axes(model: Model, node: Node) -> str:
+    """A Gather; a list of indices keeps the axes, as a shuffle of channels does."""
+    is_list = model.shapes.rank(node.inputs[1]) == 1
+    return "" if is_list else "its indices are no list, so that its result has other axes"
 
 
 def broadcasting(model: Model, node: Node) -> Conversion | str:
@@ -61,15 +89,6 @@ def _is_scalar(shapes: ShapeInfo, tensor: Tensor, rank: int) -> bool:
     return shape is not None and len(shape) < rank and all(size == 1 for size in shape)
 
 
-def quantized(model: Model, node: Node) -> Conversion | str:
-    """Only with one scale for the whole tensor."""
-    if not image_rank(model.shapes, node.inputs[0]):
-        return NOT_AN_IMAGE
-    if any(not (is_constant(tensor) and math.prod(tensor.shape) == 1) for tensor in node.inputs[1:] if tensor.name):
-        return "it has more than one scale"
-    return same_operator(node, (0,))
-
-
 def concat(model: Model, node: Node) -> Conversion | str:
     """Join along the permuted axis."""
     axis, rank = int_attribute(node, "axis"), image_rank(model.shapes, node.outputs[0])
@@ -79,27 +98,11 @@ def concat(model: Model, node: Node) -> Conversion | str:
     if not all(i in images or is_constant(tensor) for i, tensor in enumerate(node.inputs)):
         return f"an operand is no tensor of {rank} axes"
     constants = {
-        i: np.ascontiguousarray(constant_value(model.graph, tensor).transpose(to_last(rank)))
-        for i, tensor in enumerate(node.inputs)
-        if is_constant(tensor)
+        i: stored(f"{t.name}/nhwc", np.ascontiguousarray(constant_value(model.graph, t).transpose(to_last(rank))))
+        for i, t in enumerate(node.inputs)
+        if is_constant(t)
     }
-    return same_operator(node, tuple(images), attributes={"axis": last_axis(axis, rank)}, constants=constants)
-
-
-def split(model: Model, node: Node) -> Conversion | str:
-    """Split the permuted axis."""
-    if not (rank := image_rank(model.shapes, node.inputs[0])):
-        return NOT_AN_IMAGE
-    return same_operator(node, (0,), attributes={"axis": last_axis(int_attribute(node, "axis", 0), rank)})
-
-
-def softmax(model: Model, node: Node) -> Conversion | str:
-    """Before opset 13 the operator flattened the axes behind its own."""
-    if not (rank := image_rank(model.shapes, node.inputs[0])):
-        return NOT_AN_IMAGE
-    if model.graph.opset < 13:
-        return "it flattens the axes behind its own in this opset"
-    return same_operator(node, (0,), attributes={"axis": last_axis(int_attribute(node, "axis", -1), rank)})
+    return same_operator(node, tuple(images), attributes={"axis": last_axis(axis, rank)}, operands=constants)
 
 
 def slice_(model: Model, node: Node) -> Conversion | str:
@@ -134,21 +137,9 @@ def _with_axes(model: Model, node: Node, axes: Sequence[int], computes: tuple[in
     new = [last_axis(axis, image_rank(model.shapes, node.inputs[0])) for axis in axes]
     index = input_index(op_of(node), "axes", model.graph.opset)
     if index is None:
-        return same_operator(node, (0,), attributes={"axes": new}, computes=computes)
-    if index < len(node.inputs) and node.inputs[index].name:
-        return same_operator(node, (0,), constants={index: np.array(new, np.int64)}, computes=computes)
-    return _with_new_input(node, index, np.array(new, np.int64))
-
-
-def _with_new_input(node: Node, index: int, axes: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Conversion:
-    """Give a Slice without axes those of its starts."""
-
-    def write(writer: Writer) -> None:
-        inputs = [*node.inputs[:index], writer.graph.constant(f"{node.outputs[0].name}/axes", axes)]
-        inputs[0] = writer.image(inputs[0])
-        writer.rewrite(node, [*inputs, *node.inputs[index + 1 :]], [writer.computed(node.outputs[0])])
-
-    return Conversion(node, Kind.NEUTRAL, (0,), (0,), write)
+        return same_operator(node, attributes={"axes": new}, computes=computes)
+    axes_operand = stored(f"{node.outputs[0].name}/axes", np.array(new, np.int64))  # of a Slice, which may have none
+    return same_operator(node, operands={index: axes_operand}, computes=computes)
 
 
 def pad(model: Model, node: Node) -> Conversion | str:
@@ -171,7 +162,7 @@ def pad(model: Model, node: Node) -> Conversion | str:
         return "it has not two pads for each of its axes"
     if index is None:
         known = [0 if place is None or pads is None else pads[place] for place in order]
-        return same_operator(node, (0,), attributes={"pads": known})
+        return same_operator(node, attributes={"pads": known})
 
     def write(writer: Writer) -> None:
         inputs = [*node.inputs[:axes_index]]
@@ -192,23 +183,13 @@ def reshape(model: Model, node: Node) -> Conversion | str:
     if before[:2] != after[:2] or not isinstance(channels, int) or int_attribute(node, "allowzero", 0):
         return "it does not keep both its images and its channels"
 
-    def write(writer: Writer) -> None:
+    def new_target(writer: Writer) -> Tensor:
         # A 0 keeps the size at its place, which for pixels is one place earlier in both layouts, and for channels not.
         value = writer.shapes.exact_value(target)
         known = {} if value is not None and value[1] == channels else {1: channels}
-        new = in_order(writer, target, to_last(len(after)), known)
-        writer.rewrite(node, [writer.image(x), new], [writer.computed(y)])
+        return in_order(writer, target, to_last(len(after)), known)
 
-    return Conversion(node, Kind.NEUTRAL, (0,), (0,), write)
-
-
-def gather(model: Model, node: Node) -> Conversion | str:
-    """Gather along the permuted axis, as a shuffle of channels does; with a list of indices, which keeps the axes."""
-    if not (rank := image_rank(model.shapes, node.inputs[0])):
-        return NOT_AN_IMAGE
-    if model.shapes.rank(node.inputs[1]) != 1:
-        return "its indices are no list, so that its result has other axes"
-    return same_operator(node, (0,), attributes={"axis": last_axis(int_attribute(node, "axis", 0), rank)})
+    return same_operator(node, operands={1: new_target})
 
 
 def shape_of(model: Model, node: Node) -> Conversion | str:
@@ -255,18 +236,18 @@ def _take(writer: Writer, source: Tensor, places: Array, output: Tensor) -> None
 
 
 NEUTRAL_RULES: Final[dict[str, Rule]] = {
-    **dict.fromkeys(UNARY, unary),
+    **dict.fromkeys(UNARY, partial(moved, why_not=second_is_read)),  # further inputs are scalars
     **dict.fromkeys(BROADCASTING, broadcasting),
     **dict.fromkeys(REDUCTIONS, reduction),
-    "QuantizeLinear": quantized,
-    "DequantizeLinear": quantized,
     "Concat": concat,
-    "Split": split,
-    "Softmax": softmax,
-    "LogSoftmax": softmax,
-    "Slice": slice_,
-    "Gather": gather,
+    "DequantizeLinear": partial(moved, why_not=has_several_scales),
+    "Gather": partial(moved, axis=0, why_not=changes_axes),
+    "LogSoftmax": partial(moved, axis=-1, why_not=flattens),
     "Pad": pad,
+    "QuantizeLinear": partial(moved, why_not=has_several_scales),
     "Reshape": reshape,
     "Shape": shape_of,
+    "Slice": slice_,
+    "Softmax": partial(moved, axis=-1, why_not=flattens),
+    "Split": partial(moved, axis=0),
 }

@@ -20,15 +20,13 @@ from onnxfuse.algebra.sizes import Size, divide
 from onnxfuse.analysis.shape_info import Shape
 from onnxfuse.ir.attributes import attribute_or_input, int_attribute, ints_attribute, str_attribute
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
-from onnxfuse.ir.graph import constant_value
-from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, is_constant
+from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant
 from onnxfuse.ir.serde import node_proto
 from onnxfuse.layout.axes import permuted, spatial_axes, to_last
 from onnxfuse.layout.bodies import Body, body_of_node
-from onnxfuse.layout.conversion import Conversion, Kind, Model
-from onnxfuse.layout.neutral_rules import NOT_AN_IMAGE
+from onnxfuse.layout.conversion import NOT_AN_IMAGE, Conversion, Kind, Model, constants_of
 from onnxfuse.layout.vectors import in_order
-from onnxfuse.layout.writer import Writer, image_rank
+from onnxfuse.layout.writer import Call, Writer, image_rank
 
 FUSION: Final = "resize"
 LIKE: Final = "like"  # the operand whose shape says the sizes
@@ -70,7 +68,7 @@ def resize(model: Model, node: Node) -> Conversion | str:
         given = {"x": writer.image(x)}
         if target.is_computed:
             given[LIKE] = _empty(writer, node.inputs[3], _places(node, len(before)), model.shapes.dtype(x))
-        writer.call(node, FUSION, body, given, {"x": to_last(len(before))}, own)
+        writer.call(node, Call(FUSION, body, given, own, {"x": to_last(len(before))}))
 
     return Conversion(node, Kind.WRAPPED, (0,), (0,), write, fusion=FUSION)
 
@@ -193,8 +191,8 @@ def _body(model: Model, node: Node, target: _Target) -> Body:
         before += _nodes_of_sizes(_axes(node, rank), target.spatial, rank)
         proto.input[3] = "sizes"
     made = {name: name for each in before for name in each.output}
-    constants = {t.name: t for t in node.inputs[1:] if t.name in proto.input and is_constant(t)}
-    found = body_of_node(proto, {proto.input[0]: "x", **made}, _stored(model, constants), model.graph.opset)
+    constants = constants_of(model, node, {t.name for t in node.inputs}.difference(proto.input) | made.keys())
+    found = body_of_node(proto, {proto.input[0]: "x", **made}, constants, model.graph.opset)
     operands = ("x", LIKE) if target.is_computed else ("x",)
     return replace(found, operands=operands, nodes=(*before, *found.nodes))
 
@@ -222,7 +220,3 @@ def _nodes_of_sizes(axes: Sequence[int], spatial: Sequence[int], rank: int) -> l
 def _constant(name: str, value: np.ndarray[tuple[int], np.dtype[np.generic]]) -> onnx.NodeProto:
     exact = value.astype(np.int64) if value.dtype.kind == "i" else value
     return helper.make_node("Constant", [], [name], value=onnx.numpy_helper.from_array(exact))
-
-
-def _stored(model: Model, constants: Mapping[str, Constant]) -> list[onnx.TensorProto]:
-    return [onnx.numpy_helper.from_array(constant_value(model.graph, t), name) for name, t in constants.items()]

@@ -37,6 +37,23 @@ class Border:
     inward: bool  # from channels-first to channels-last
 
 
+@dataclass(frozen=True)
+class Call:
+    """The call of a channels-last function.
+
+    `operands` are the tensors that it reads, by the names that the body has for them, and `perms` the perms of those
+    that are transposed versions of what the body reads.  `attributes` are those of the fused node, `fusion` aside.
+    Outputs of the body that have the axes of images are channels-first, unless it `is_channels_last`.
+    """
+
+    fusion: str
+    body: Body
+    operands: Mapping[str, Tensor]
+    attributes: Mapping[str, AttributeValue]
+    perms: Mapping[str, Perm] = field(default_factory=dict)
+    is_channels_last: bool = False
+
+
 @dataclass
 class Writer:
     """Writes regions of a graph channels-last, node by node in execution order."""
@@ -156,54 +173,40 @@ class Writer:
         else:
             self.graph.add_node(node.op, inputs, outputs, kept, name=node.name, domain=node.domain or "")
 
-    def call(
-        self,
-        node: Node,
-        fusion: str,
-        body: Body,
-        operands: Mapping[str, Tensor],
-        perms: Mapping[str, Perm],
-        attributes: Mapping[str, AttributeValue],
-        *,
-        is_channels_last: bool = False,
-    ) -> None:
-        """Replace a node by the call of a channels-last function, which computes as many outputs as the body has.
-
-        `operands` are what the call reads, by the names that the body has for them.  `perms` are the perms of those
-        that are transposed versions of what the body reads.  `attributes` are those of the fused node, `fusion` aside.
-        The outputs of the body that have the axes of images are channels-first, unless it `is_channels_last`.
-        """
+    def call(self, node: Node, call: Call) -> None:
+        """Replace a node by the call of a channels-last function, which computes as many outputs as its body has."""
+        body = call.body
         self.nodes += 1
         outputs = node.outputs[: len(body.outputs)]
         ranks = [self.shapes.rank(output) or 0 for output in outputs]
         perms_of_outputs = {
             name: to_last(rank) for name, rank in zip(body.outputs, ranks, strict=True) if rank in IMAGE_RANKS
         }
-        own: dict[str, AttributeValue] = {**attributes, "layout": "nhwc", "output_ranks": ranks}
         stated = "fusion", "operands", "output_types", "attributes"
-        own = {name: value for name, value in own.items() if name not in stated}
+        own = {name: value for name, value in call.attributes.items() if name not in stated}
+        own |= {"layout": "nhwc", "output_ranks": ranks}
         every: dict[str, AttributeValue] = {
-            "fusion": fusion,
-            "operands": " ".join(operands),
+            "fusion": call.fusion,
+            "operands": " ".join(call.operands),
             "output_types": [self.shapes.dtype(output) for output in outputs],
             "attributes": " ".join(sorted(own)),
             **own,
         }
-        inner = dict(zip(operands, body.operands, strict=True))
+        inner = dict(zip(call.operands, body.operands, strict=True))
         function = channels_last_function(
-            fusion, body, {inner[name]: perm for name, perm in perms.items()},
-            {} if is_channels_last else perms_of_outputs, list(every),
+            call.fusion, body, {inner[name]: perm for name, perm in call.perms.items()},
+            {} if call.is_channels_last else perms_of_outputs, list(every),
         )  # fmt: skip
-        name = node.name if node.domain == DOMAIN else self.graph.unique_name(f"{node_name(outputs[0])}/{fusion}")
+        name = node.name if node.domain == DOMAIN else self.graph.unique_name(f"{node_name(outputs[0])}/{call.fusion}")
         if name not in self.recorded:
-            self.fused.append(Fused(fusion, name, (node.name or outputs[0].name,), {}, outputs[0].name))
+            self.fused.append(Fused(call.fusion, name, (node.name or outputs[0].name,), {}, outputs[0].name))
         node.inputs.clear()
         node.outputs.clear()
         made = [
             self.computed(tensor) if output in perms_of_outputs else tensor
             for output, tensor in zip(body.outputs, outputs, strict=True)
         ]
-        self.graph.add_node(self.functions.add(function), operands.values(), made, every, name=name, domain=DOMAIN)
+        self.graph.add_node(self.functions.add(function), call.operands.values(), made, every, name=name, domain=DOMAIN)
 
 
 def image_rank(shapes: ShapeInfo, tensor: Tensor) -> int:

@@ -11,7 +11,7 @@ import pytest
 from layout_models import assert_same, attribute, converted, nodes, operators, parse
 
 import onnxfuse
-from onnxfuse.layout.wrapped_rules import MAX_BLOCK
+from onnxfuse.layout.rules import MAX_BLOCK
 from onnxfuse.runtime.hosts import find_host
 
 # A region: two convolutions around what is tested, of 8 channels, which begin and end at the graph.

@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner
 from layout_models import attribute, converted, parse
 
-import onnxfuse.layout.wrapped_rules as rules
 from onnxfuse import optimize
 from onnxfuse.cli import main
+from onnxfuse.layout import conversion
 from onnxfuse.layout.assign import LAYOUT
 from onnxfuse.verify.compare_parts import compare_parts
 from onnxfuse.verify.parts import distinct_parts
@@ -110,16 +110,16 @@ def test_the_report() -> None:
 
 def test_a_wrong_body_is_found_in_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """The node stays channels-first, between Transposes; the others are channels-last."""
-    right = rules.body_of_node
+    right = conversion.body_of_node
 
-    def wrong(node: onnx.NodeProto, *arguments: object) -> rules.Body:
+    def wrong(node: onnx.NodeProto, *arguments: object) -> conversion.Body:
         changed = onnx.NodeProto()
         changed.CopyFrom(node)
         if node.op_type == "MaxPool":
             changed.op_type = "AveragePool"
         return right(changed, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(rules, "body_of_node", wrong)
+    monkeypatch.setattr(conversion, "body_of_node", wrong)
     model, report = optimize(parse(TEXT), layout="nhwc")
     (dropped,) = report.dropped
     assert dropped.fusion == LAYOUT and dropped.reason.startswith("on the values of a run its output 'f' is ")

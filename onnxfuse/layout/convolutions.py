@@ -1,0 +1,91 @@
+"""Convolutions of images, transposed or not: functions that transpose, with kernels that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from onnxfuse.ir.attributes import int_attribute, ints_attribute
+from onnxfuse.ir.dtypes import FUSIBLE_FLOATS, dtype_name
+from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant, op_of, producer
+from onnxfuse.layout.axes import IMAGE_RANKS, Perm, WeightLayout, to_first, to_last, weight_perm
+from onnxfuse.layout.bodies import body_of_function
+from onnxfuse.layout.conversion import Conversion, Kind, Model, body_of
+from onnxfuse.layout.fusions import CONVOLUTION, TRANSPOSED_CONVOLUTION
+from onnxfuse.layout.writer import Call, Writer, image_rank
+
+MAX_STEM_CHANNELS: Final = 4  # of an image that a convolution reads channels-first: a Transpose would cost more
+# By whether the convolution is transposed, and whether it is depthwise, so that weights of all channels lie together.
+WEIGHT_LAYOUTS: Final[Mapping[tuple[bool, bool], WeightLayout]] = {
+    (False, False): "ohwi", (False, True): "hwio", (True, False): "ihwo", (True, True): "hwoi",
+}  # fmt: skip
+
+
+def convolution(model: Model, node: Node) -> Conversion | str:
+    """A Conv or ConvTranspose becomes a node of the fusion, without an activation."""
+    operands = {name: t for name, t in zip(("x", "w", "bias"), node.inputs, strict=False) if t.name}
+    if reason := _stays(model, operands, node.outputs[0]):
+        return reason
+    if "bias" in operands and not is_constant(operands["bias"]):
+        return f"its bias '{operands['bias'].name}' is not constant"
+    body, w = body_of(model, node, operands), operands["w"]
+    if isinstance(body, str):
+        return body
+    assert is_constant(w)
+    is_transposed = op_of(node) == "ConvTranspose"
+    filters = w.shape[1] * int_attribute(node, "group", 1) if is_transposed else w.shape[0]
+    own: dict[str, AttributeValue] = {**node.attrs, "activation": "none", "m": filters}
+    return _converted(node, Call(TRANSPOSED_CONVOLUTION if is_transposed else CONVOLUTION, body, operands, own))
+
+
+def fused_convolution(model: Model, node: Node, operands: Mapping[str, Tensor]) -> Conversion | str:
+    """A fused node keeps its attributes."""
+    if reason := _stays(model, operands, node.outputs[0]):
+        return reason
+    body = body_of_function(model.functions[node.op])
+    return _converted(node, Call(str(node.attrs["fusion"]), body, operands, node.attrs))
+
+
+def _stays(model: Model, operands: Mapping[str, Tensor], y: Tensor) -> str:
+    """Return why a convolution has no channels-last form; "" where it has one."""
+    x, w, residual = operands["x"], operands["w"], operands.get("residual")
+    if not is_constant(w):
+        return f"its weights '{w.name}' are not constant"
+    rank = len(w.shape)
+    if not rank == model.shapes.rank(x) == model.shapes.rank(y) or rank not in IMAGE_RANKS:
+        return f"it has {rank - 2} spatial axes, not 1 to {max(IMAGE_RANKS) - 2}"
+    if is_constant(x):
+        return "its image is a constant"
+    if (dtype := model.shapes.dtype(x)) not in FUSIBLE_FLOATS:
+        return f"it computes in {dtype_name(dtype)}"
+    if residual and not image_rank(model.shapes, residual):
+        return f"its residual '{residual.name}' is no computed tensor of three to five axes"
+    return ""
+
+
+def _converted(node: Node, call: Call) -> Conversion:
+    """Return the conversion to a call; the image of a stem is read in the layout in which it is computed."""
+    x, w, group = call.operands["x"], call.operands["w"], int_attribute(node, "group", 1)
+    assert is_constant(w)
+    is_transposed, is_depthwise = call.fusion == TRANSPOSED_CONVOLUTION, w.shape[1] == 1 and w.shape[0] == group > 1
+    is_stem = not is_transposed and group == 1 and w.shape[1] <= MAX_STEM_CHANNELS and not _is_transposed(x)
+    w_layout, rank = WEIGHT_LAYOUTS[is_transposed, is_depthwise], len(w.shape)
+    index = {name: i for i, name in enumerate(call.operands)}
+
+    def write(writer: Writer) -> None:
+        x_first = is_stem and not writer.is_computed_last(x)
+        images = [name for name in ("x", "residual") if name in index and not (name == "x" and x_first)]
+        given = {name: writer.image(tensor) if name in images else tensor for name, tensor in call.operands.items()}
+        own = {**call.attributes, "w_layout": w_layout, **({"x_layout": "nchw"} if x_first else {})}
+        perms: dict[str, Perm] = {**dict.fromkeys(images, to_last(rank)), "w": weight_perm(w_layout, rank)}
+        writer.call(node, Call(call.fusion, call.body, {**given, "w": writer.weight(w, w_layout)}, own, perms))
+
+    reads = tuple(index[name] for name in ("x", "residual") if name in index and not (name == "x" and is_stem))
+    return Conversion(node, Kind.CONVOLUTION, reads, (0,), write, reads_either=(index["x"],) if is_stem else ())
+
+
+def _is_transposed(tensor: Tensor) -> bool:
+    """Return whether the model computes a tensor channels-last, and a Transpose makes it channels-first."""
+    node = producer(tensor)
+    perm = ints_attribute(node, "perm") if node is not None and op_of(node) == "Transpose" else None
+    return perm is not None and perm == list(to_first(len(perm)))

@@ -1,0 +1,189 @@
+"""How each operator becomes one of channels-last images: a fused node that has a kernel, or the same operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Final
+
+from onnxfuse.analysis.shape_info import Shape
+from onnxfuse.ir.attributes import int_attribute, str_attribute
+from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
+from onnxfuse.ir.node import AttributeValue, Node, Tensor, op_of, producer
+from onnxfuse.layout.axes import has_one_pixel, spatial_axes
+from onnxfuse.layout.bodies import body_of_function
+from onnxfuse.layout.channel_rules import concat, split
+from onnxfuse.layout.conversion import (
+    NOT_AN_IMAGE,
+    Conversion,
+    Kind,
+    Model,
+    Rule,
+    body_of,
+    fused_node,
+    same_operator,
+)
+from onnxfuse.layout.convolutions import convolution, fused_convolution
+from onnxfuse.layout.fusions import CONVOLUTION, GATE, TRANSPOSED_CONVOLUTION
+from onnxfuse.layout.joins import operands_of
+from onnxfuse.layout.neutral_rules import NEUTRAL_RULES, integers, second_is_read
+from onnxfuse.layout.resize_rules import resize
+from onnxfuse.layout.writer import Call, image_rank
+
+MAX_BLOCK: Final = 8  # pixels of a side of the blocks of DepthToSpace and SpaceToDepth that there is a kernel for
+NORM: Final = "group_norm"  # whose kernel takes what follows it
+# Fusions that compute element by element, unless they read slices: their functions stay as they are.
+NEUTRAL_FUSIONS: Final = frozenset({"activation", "gated_activation"})
+
+
+# --- fused nodes -------------------------------------------------------------------------------------------------
+
+
+def fused(model: Model, node: Node) -> Conversion | str:
+    """Return the conversion of a fused node, by the name of its fusion."""
+    fusion = str_attribute(node, "fusion", "")
+    if node.op not in model.functions:
+        return "the model does not have the function that it calls"
+    if node.attrs.get("layout", "nchw") != "nchw":
+        return "it is channels-last already"
+    if fusion in NEUTRAL_FUSIONS:
+        return _element_by_element(model, node)
+    operands = dict(zip(operands_of(node), node.inputs, strict=True))
+    if fusion in (CONVOLUTION, TRANSPOSED_CONVOLUTION):
+        return fused_convolution(model, node, operands)
+    images = [name for name in model.options.channels_last.get(fusion, ()) if name in operands]
+    if not images or len(node.outputs) != 1:
+        return "its fusion has no channels-last form"
+    if not all(image_rank(model.shapes, tensor) for tensor in (*(operands[name] for name in images), *node.outputs)):
+        return NOT_AN_IMAGE
+    return fused_node(node, Call(fusion, body_of_function(model.functions[node.op]), operands, node.attrs), images)
+
+
+def _element_by_element(model: Model, node: Node) -> Conversion | str:
+    """All operands are images of one rank; the attribute d, where there is one, is the size of their last axis."""
+    if any(name.endswith("_offset") for name in node.attrs):
+        return "it reads slices of its last axis"
+    ranks = {image_rank(model.shapes, tensor) for tensor in (*node.inputs, *node.outputs)}
+    if len(ranks) > 1 or 0 in ranks:
+        return NOT_AN_IMAGE
+    shape = model.shapes.shape(node.outputs[0])
+    changed = {"d": shape[1]} if shape is not None and "d" in node.attrs and isinstance(shape[1], int) else {}
+    if "d" in node.attrs and not changed:
+        return "its number of channels is not known"
+    return same_operator(node, tuple(range(len(node.inputs))), attributes=changed or None)
+
+
+# --- pools, Resize, scales of channels ---------------------------------------------------------------------------
+
+
+def _of_image(
+    model: Model, node: Node, fusion: str, why_not: Callable[[Model, Node], str] = lambda model, node: ""
+) -> Conversion | str:
+    """An operator of one image becomes a node of that fusion with its attributes, unless `why_not` has a reason."""
+    if reason := why_not(model, node):
+        return reason
+    if not image_rank(model.shapes, node.inputs[0]) or model.shapes.dtype(node.inputs[0]) not in FUSIBLE_FLOATS:
+        return NOT_AN_IMAGE
+    return _fused(model, node, fusion, {"x": node.inputs[0]}, node.attrs)
+
+
+def _has_large_blocks(model: Model, node: Node) -> str:
+    """A DepthToSpace or SpaceToDepth; a thread holds a block."""
+    size = int_attribute(node, "blocksize", 1)
+    too_large = f"its blocks have {size} x {size} pixels; the kernel takes up to {MAX_BLOCK} x {MAX_BLOCK}"
+    return too_large if size > MAX_BLOCK else ""
+
+
+def _reduced(model: Model, node: Node, fusion: str) -> Conversion | str | None:
+    """A reduction over all spatial axes becomes a pool of whole images."""
+    rank, x = image_rank(model.shapes, node.inputs[0]), node.inputs[0]
+    is_global = rank and {axis % rank for axis in integers(model, node, "axes") or ()} == spatial_axes(rank)
+    if not is_global or model.shapes.dtype(x) not in FUSIBLE_FLOATS:
+        return None
+    return _fused(model, node, fusion, {"x": x}, {} if int_attribute(node, "keepdims", 1) else {"keepdims": 0})
+
+
+def batch_norm(model: Model, node: Node) -> Conversion | str:
+    """A BatchNormalization that could not be folded becomes a batch_norm_activation without an activation."""
+    if not image_rank(model.shapes, node.inputs[0]) or model.shapes.dtype(node.inputs[0]) not in FUSIBLE_FLOATS:
+        return NOT_AN_IMAGE
+    if len(node.outputs) > 1 or int_attribute(node, "training_mode", 0):
+        return "it is in training mode"
+    operands = dict(zip(("x", "scale", "bias", "mean", "var"), node.inputs, strict=True))
+    own: dict[str, AttributeValue] = {"activation": "none", "epsilon": node.attrs.get("epsilon", 1e-5)}
+    return _fused(model, node, "batch_norm_activation", operands, own)
+
+
+def mul(model: Model, node: Node) -> Conversion | str | None:
+    """An image times one number for each of its channels is a channel_scale.
+
+    Products that alone read the result of a norm are not, as in FiLM and AdaIN: the norm's kernel can compute them with
+    the Add that follows.
+    """
+    shapes, (a, b) = model.shapes, node.inputs
+    if image_rank(shapes, a) == image_rank(shapes, b) > 0 and shapes.dtype(a) in FUSIBLE_FLOATS:
+        for x, gate in ((a, b), (b, a)):
+            if _is_gate_of(shapes.shape(x), shapes.shape(gate)) and not _follows_a_norm(model, node, x):
+                return _fused(model, node, GATE, {"x": x, "gate": gate}, {"activation": "none"})
+    return None
+
+
+def _fused(
+    model: Model, node: Node, fusion: str, operands: Mapping[str, Tensor], attributes: Mapping[str, AttributeValue]
+) -> Conversion | str:
+    """Return the conversion to a node of a fusion, whose body is the operator."""
+    body, is_gate = body_of(model, node, operands), fusion == GATE
+    if isinstance(body, str):
+        return body
+    images = list(operands) if is_gate else ["x"]
+    return fused_node(node, Call(fusion, body, operands, attributes), images, Kind.NEUTRAL if is_gate else Kind.WRAPPED)
+
+
+def _follows_a_norm(model: Model, node: Node, x: Tensor) -> bool:
+    norm = producer(x)
+    is_norm = norm is not None and norm.domain == DOMAIN and str_attribute(norm, "fusion", "") == NORM
+    return is_norm and model.graph.sole_consumer(x) is node
+
+
+def _is_gate_of(image: Shape | None, gate: Shape | None) -> bool:
+    if image is None or gate is None or not has_one_pixel(gate) or has_one_pixel(image):
+        return False
+    return gate[:2] == image[:2]
+
+
+FUSED_RULES: Final[dict[str, Rule]] = {
+    "AveragePool": partial(_of_image, fusion="average_pool"),
+    "BatchNormalization": batch_norm,
+    "Concat": concat,
+    "Conv": convolution,
+    "ConvTranspose": convolution,
+    "DepthToSpace": partial(_of_image, fusion="depth_to_space", why_not=_has_large_blocks),
+    "GlobalAveragePool": partial(_of_image, fusion="global_average_pool"),
+    "GlobalMaxPool": partial(_of_image, fusion="global_max_pool"),
+    "MaxPool": partial(_of_image, fusion="max_pool", why_not=second_is_read),
+    "Mul": mul,
+    "ReduceMax": partial(_reduced, fusion="global_max_pool"),
+    "ReduceMean": partial(_reduced, fusion="global_average_pool"),
+    "Resize": resize,
+    "SpaceToDepth": partial(_of_image, fusion="space_to_depth", why_not=_has_large_blocks),
+    "Split": split,
+    "Upsample": resize,
+}
+
+
+def conversion(model: Model, node: Node) -> Conversion | str:
+    """Return how a node becomes channels-last, or why it stays channels-first: the end of a sentence.
+
+    It becomes a fused node where there is a kernel, else the same operator where that computes the same.
+    """
+    if node.domain == DOMAIN:
+        return fused(model, node)
+    answer = "its operator has no channels-last form"
+    rules = (FUSED_RULES.get(op_of(node)), NEUTRAL_RULES.get(op_of(node))) if node.inputs and node.outputs else ()
+    for rule in rules:
+        found = rule(model, node) if rule else None
+        if isinstance(found, str) or (found and found.fusion not in model.options.left_out):
+            return found
+        answer = f"the fusion {found.fusion} is left out" if found else answer
+    return answer
