@@ -16,7 +16,7 @@ from onnxfuse.ir.node import Node, Tensor
 from onnxfuse.layout.axes import last_axis, to_last
 from onnxfuse.layout.bodies import Body, body_of_function, channels_last_function
 from onnxfuse.layout.conversion import Conversion, Kind, Model, fused_node
-from onnxfuse.layout.writer import Call, image_rank
+from onnxfuse.layout.writer import ImageCall, image_rank
 
 CHANNEL_FUSIONS: Final = frozenset({"concat", "split"})
 MAX_PARTS: Final = 32  # tensors that a Concat joins or a Split computes
@@ -30,7 +30,7 @@ def concat(model: Model, node: Node) -> Conversion | None:
     operands = {f"x_{i}": tensor for i, tensor in enumerate(node.inputs)}
     inner = helper.make_node("Concat", list(operands), ["y"], axis=_last(model, node.inputs[0]))
     body = Body(tuple(operands), (inner,), ("y",), (helper.make_opsetid("", model.graph.opset),))
-    call = Call("concat", body, operands, {"axis": -1}, is_channels_last=True)
+    call = ImageCall("concat", body, operands, {"axis": -1}, is_channels_last=True)
     return fused_node(node, call, operands, Kind.NEUTRAL)
 
 
@@ -53,7 +53,7 @@ def split(model: Model, node: Node) -> Conversion | str | None:
             helper.make_node("Split", ["x", "sizes"], outputs, axis=last),
         ]
     body = Body(("x",), tuple(inner), outputs, (helper.make_opsetid("", opset),))
-    call = Call("split", body, {"x": x}, {"split": sizes, "axis": -1}, is_channels_last=True)
+    call = ImageCall("split", body, {"x": x}, {"split": sizes, "axis": -1}, is_channels_last=True)
     return fused_node(node, call, "x", Kind.NEUTRAL)
 
 

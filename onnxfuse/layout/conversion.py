@@ -18,7 +18,7 @@ from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant
 from onnxfuse.ir.serde import node_proto
 from onnxfuse.layout.axes import to_last
 from onnxfuse.layout.bodies import Body, body_of_node
-from onnxfuse.layout.writer import Call, Writer, image_rank
+from onnxfuse.layout.writer import ImageCall, Writer, image_rank
 
 Layout: TypeAlias = Literal["auto", "nchw", "nhwc"]
 
@@ -117,7 +117,7 @@ def stored(stem: str, value: Array) -> Made:
     return lambda writer: writer.graph.constant(stem, value)
 
 
-def fused_node(node: Node, call: Call, images: Collection[str], kind: Kind = Kind.WRAPPED) -> Conversion:
+def fused_node(node: Node, call: ImageCall, images: Collection[str], kind: Kind = Kind.WRAPPED) -> Conversion:
     """Return the conversion to a fused node, whose operands in `images` become channels-last."""
 
     def write(writer: Writer) -> None:

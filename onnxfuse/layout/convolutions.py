@@ -12,7 +12,7 @@ from onnxfuse.layout.axes import IMAGE_RANKS, Perm, WeightLayout, to_first, to_l
 from onnxfuse.layout.bodies import body_of_function
 from onnxfuse.layout.conversion import Conversion, Kind, Model, body_of
 from onnxfuse.layout.fusions import CONVOLUTION, TRANSPOSED_CONVOLUTION
-from onnxfuse.layout.writer import Call, Writer, image_rank
+from onnxfuse.layout.writer import ImageCall, Writer, image_rank
 
 MAX_STEM_CHANNELS: Final = 4  # of an image that a convolution reads channels-first: a Transpose would cost more
 # By whether the convolution is transposed, and whether it is depthwise, so that weights of all channels lie together.
@@ -35,7 +35,7 @@ def convolution(model: Model, node: Node) -> Conversion | str:
     is_transposed = op_of(node) == "ConvTranspose"
     filters = w.shape[1] * int_attribute(node, "group", 1) if is_transposed else w.shape[0]
     own: dict[str, AttributeValue] = {**node.attrs, "activation": "none", "m": filters}
-    return _converted(node, Call(TRANSPOSED_CONVOLUTION if is_transposed else CONVOLUTION, body, operands, own))
+    return _converted(node, ImageCall(TRANSPOSED_CONVOLUTION if is_transposed else CONVOLUTION, body, operands, own))
 
 
 def fused_convolution(model: Model, node: Node, operands: Mapping[str, Tensor]) -> Conversion | str:
@@ -43,7 +43,7 @@ def fused_convolution(model: Model, node: Node, operands: Mapping[str, Tensor]) 
     if reason := _stays(model, operands, node.outputs[0]):
         return reason
     body = body_of_function(model.functions[node.op])
-    return _converted(node, Call(str(node.attrs["fusion"]), body, operands, node.attrs))
+    return _converted(node, ImageCall(str(node.attrs["fusion"]), body, operands, node.attrs))
 
 
 def _stays(model: Model, operands: Mapping[str, Tensor], y: Tensor) -> str:
@@ -63,7 +63,7 @@ def _stays(model: Model, operands: Mapping[str, Tensor], y: Tensor) -> str:
     return ""
 
 
-def _converted(node: Node, call: Call) -> Conversion:
+def _converted(node: Node, call: ImageCall) -> Conversion:
     """Return the conversion to a call; the image of a stem is read in the layout in which it is computed."""
     x, w, group = call.operands["x"], call.operands["w"], int_attribute(node, "group", 1)
     assert is_constant(w)
@@ -78,7 +78,7 @@ def _converted(node: Node, call: Call) -> Conversion:
         given = {name: writer.image(tensor) if name in images else tensor for name, tensor in call.operands.items()}
         own = {**call.attributes, "w_layout": w_layout, **({"x_layout": "nchw"} if x_first else {})}
         perms: dict[str, Perm] = {**dict.fromkeys(images, to_last(rank)), "w": weight_perm(w_layout, rank)}
-        writer.call(node, Call(call.fusion, call.body, {**given, "w": writer.weight(w, w_layout)}, own, perms))
+        writer.call(node, ImageCall(call.fusion, call.body, {**given, "w": writer.weight(w, w_layout)}, own, perms))
 
     reads = tuple(index[name] for name in ("x", "residual") if name in index and not (name == "x" and is_stem))
     return Conversion(node, Kind.CONVOLUTION, reads, (0,), write, reads_either=(index["x"],) if is_stem else ())

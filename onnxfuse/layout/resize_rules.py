@@ -26,7 +26,7 @@ from onnxfuse.layout.axes import permuted, spatial_axes, to_last
 from onnxfuse.layout.bodies import Body, body_of_node
 from onnxfuse.layout.conversion import NOT_AN_IMAGE, Conversion, Kind, Model, constants_of
 from onnxfuse.layout.vectors import in_order
-from onnxfuse.layout.writer import Call, Writer, image_rank
+from onnxfuse.layout.writer import ImageCall, Writer, image_rank
 
 FUSION: Final = "resize"
 LIKE: Final = "like"  # the operand whose shape says the sizes
@@ -68,7 +68,7 @@ def resize(model: Model, node: Node) -> Conversion | str:
         given = {"x": writer.image(x)}
         if target.is_computed:
             given[LIKE] = _empty(writer, node.inputs[3], _places(node, len(before)), model.shapes.dtype(x))
-        writer.call(node, Call(FUSION, body, given, own, {"x": to_last(len(before))}))
+        writer.call(node, ImageCall(FUSION, body, given, own, {"x": to_last(len(before))}))
 
     return Conversion(node, Kind.WRAPPED, (0,), (0,), write, fusion=FUSION)
 

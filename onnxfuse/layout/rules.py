@@ -29,7 +29,7 @@ from onnxfuse.layout.fusions import CONVOLUTION, GATE, TRANSPOSED_CONVOLUTION
 from onnxfuse.layout.joins import operands_of
 from onnxfuse.layout.neutral_rules import NEUTRAL_RULES, integers, second_is_read
 from onnxfuse.layout.resize_rules import resize
-from onnxfuse.layout.writer import Call, image_rank
+from onnxfuse.layout.writer import ImageCall, image_rank
 
 MAX_BLOCK: Final = 8  # pixels of a side of the blocks of DepthToSpace and SpaceToDepth that there is a kernel for
 NORM: Final = "group_norm"  # whose kernel takes what follows it
@@ -57,7 +57,7 @@ def fused(model: Model, node: Node) -> Conversion | str:
         return "its fusion has no channels-last form"
     if not all(image_rank(model.shapes, tensor) for tensor in (*(operands[name] for name in images), *node.outputs)):
         return NOT_AN_IMAGE
-    return fused_node(node, Call(fusion, body_of_function(model.functions[node.op]), operands, node.attrs), images)
+    return fused_node(node, ImageCall(fusion, body_of_function(model.functions[node.op]), operands, node.attrs), images)
 
 
 def _element_by_element(model: Model, node: Node) -> Conversion | str:
@@ -137,7 +137,9 @@ def _fused(
     if isinstance(body, str):
         return body
     images = list(operands) if is_gate else ["x"]
-    return fused_node(node, Call(fusion, body, operands, attributes), images, Kind.NEUTRAL if is_gate else Kind.WRAPPED)
+    return fused_node(
+        node, ImageCall(fusion, body, operands, attributes), images, Kind.NEUTRAL if is_gate else Kind.WRAPPED
+    )
 
 
 def _follows_a_norm(model: Model, node: Node, x: Tensor) -> bool:

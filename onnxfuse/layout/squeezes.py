@@ -23,7 +23,7 @@ from onnxfuse.layout.fusions import PRODUCT, SQUEEZE
 from onnxfuse.layout.gates import is_pointwise
 from onnxfuse.layout.joins import Joined, Joins, is_channels_last, operands_of
 from onnxfuse.passes.folded import node_label
-from onnxfuse.rewrite.replace import Fused
+from onnxfuse.rewrite.replace import Fused, attributes_of
 
 MEAN: Final = "global_average_pool"
 SECOND: Final = {"w": "w_2", "bias": "bias_2"}  # the operands of the second product
@@ -161,13 +161,8 @@ def _attributes(one: Squeeze, shapes: ShapeInfo) -> dict[str, AttributeValue]:
     own |= {name: first.attrs[name] for name in ACTIVATION if name in first.attrs}
     own |= {f"{name}_2": second.attrs[name] for name in ACTIVATION if name in second.attrs}
     operands = [*operands_of(first), *(SECOND[name] for name in operands_of(second)[1:])]
-    return {
-        "fusion": SQUEEZE,
-        "operands": " ".join(operands),
-        "output_types": second.attrs["output_types"],
-        "attributes": " ".join(sorted(own)),
-        **own,
-    }
+    types: list[int] = second.attrs["output_types"]  # type: ignore[assignment]
+    return attributes_of(SQUEEZE, operands, types, own)
 
 
 def _body(one: Squeeze, joins: Joins) -> onnx.FunctionProto:

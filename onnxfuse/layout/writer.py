@@ -25,7 +25,7 @@ from onnxfuse.layout.axes import (
 )
 from onnxfuse.layout.bodies import Body, channels_last_function
 from onnxfuse.match.diagnostics import node_name
-from onnxfuse.rewrite.replace import Fused, LocalFunctions
+from onnxfuse.rewrite.replace import Fused, LocalFunctions, attributes_of
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Border:
 
 
 @dataclass(frozen=True)
-class Call:
+class ImageCall:
     """The call of a channels-last function.
 
     `operands` are the tensors that it reads, by the names that the body has for them, and `perms` the perms of those
@@ -173,7 +173,7 @@ class Writer:
         else:
             self.graph.add_node(node.op, inputs, outputs, kept, name=node.name, domain=node.domain or "")
 
-    def call(self, node: Node, call: Call) -> None:
+    def call(self, node: Node, call: ImageCall) -> None:
         """Replace a node by the call of a channels-last function, which computes as many outputs as its body has."""
         body = call.body
         self.nodes += 1
@@ -185,13 +185,7 @@ class Writer:
         stated = "fusion", "operands", "output_types", "attributes"
         own = {name: value for name, value in call.attributes.items() if name not in stated}
         own |= {"layout": "nhwc", "output_ranks": ranks}
-        every: dict[str, AttributeValue] = {
-            "fusion": call.fusion,
-            "operands": " ".join(call.operands),
-            "output_types": [self.shapes.dtype(output) for output in outputs],
-            "attributes": " ".join(sorted(own)),
-            **own,
-        }
+        every = attributes_of(call.fusion, call.operands, [self.shapes.dtype(output) for output in outputs], own)
         inner = dict(zip(call.operands, body.operands, strict=True))
         function = channels_last_function(
             call.fusion, body, {inner[name]: perm for name, perm in call.perms.items()},

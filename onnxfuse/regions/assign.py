@@ -31,8 +31,7 @@ def assign_regions(joining: Joining, fused: Collection[Fused] = ()) -> RegionRes
 
     `joining` has the graph, and says which nodes operators may join; `fused` are the records of those that there are.
     """
-    graph, shapes = joining.graph, joining.shapes
-    formed = form_regions(graph, shapes, joining.keep)
+    graph, formed = joining.graph, form_regions(joining.graph, joining.shapes, joining.keep)
     joins, apart = dict[str, tuple[Join, Fused]](), list[Cluster]()  # the former by the results that they read
     records, work = {one.node: one for one in fused}, deque((*formed.regions, *formed.others))
     while work:
@@ -44,7 +43,7 @@ def assign_regions(joining: Joining, fused: Collection[Fused] = ()) -> RegionRes
         record = _record(formed, join, records, joining) if join is not None else None
         if join is not None and record is not None:
             joins[join.result.name] = join, record
-            if join.apart is not None and formed.merging is not None:
+            if join.apart is not None:
                 formed.merging.clusters.split(join.cluster, join.apart)
                 work.append(join.apart)
         elif joining.may_be_region(cluster.outputs):
@@ -57,11 +56,8 @@ def assign_regions(joining: Joining, fused: Collection[Fused] = ()) -> RegionRes
     if (joins or norms) and not graph.is_subgraph:
         drop_functions(graph, {*norms, *(join.result.inputs[0] for join, _ in joins.values())})
     functions = LocalFunctions(graph)
-    made = [
-        write_epilogue_fusion(graph, shapes, join.cluster, formed.forms, join.result, bodies, functions, record)
-        for join, record in joins.values()
-    ]
-    made += [write_region(graph, shapes, cluster, formed.forms, functions, bodies, records) for cluster in apart]
+    made = [write_epilogue_fusion(formed, join, record, functions, bodies) for join, record in joins.values()]
+    made += [write_region(formed, cluster, functions, bodies, records) for cluster in apart]
     if made:
         graph.remove_dead()
         graph.sort()
@@ -97,7 +93,7 @@ def _record(formed: Formed, join: Join, records: Mapping[str, Fused], joining: J
     fusion = join.match.fusion.name if join.match else record.fusion if record else ""
     if (fusion, next(iter(join.cluster.outputs))) in joining.exclude:
         return None
-    if join.match is None or formed.merging is None:
+    if join.match is None:
         return record
     made = joining.replace(join.match)
     if made is not None:

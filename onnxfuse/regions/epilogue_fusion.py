@@ -10,20 +10,19 @@ import onnx
 from onnx import helper
 
 from onnxfuse.algebra.sizes import product
-from onnxfuse.analysis.shape_info import Shape, ShapeInfo
+from onnxfuse.analysis.shape_info import Shape
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import dtype_name
-from onnxfuse.ir.graph import Graph
-from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, is_constant, producer
+from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, producer
 from onnxfuse.match import Match
 from onnxfuse.passes.folded import node_label
 from onnxfuse.region_operators import ELEMENTWISE, PRODUCTS, VIEWS
 from onnxfuse.regions.cluster import MAX_OPERANDS, MAX_OUTPUTS, Cluster
-from onnxfuse.regions.formation import Formed, Merging
+from onnxfuse.regions.formation import Formed
 from onnxfuse.regions.joining import Joining
 from onnxfuse.regions.steps import Step
 from onnxfuse.regions.write import body, measured_besides, order_by_reading, program
-from onnxfuse.rewrite.replace import Fused, LocalFunctions
+from onnxfuse.rewrite.replace import FunctionCall, Fused, LocalFunctions, attributes_of, put_call
 
 
 @dataclass(frozen=True)
@@ -48,10 +47,9 @@ def find_epilogue_fusion(
 
     The result may be read elsewhere and be an output of the graph: then the joined node gives it too.
     """
-    merging = formed.merging
-    if merging is None or cluster.is_free:
+    if cluster.is_free:
         return None
-    graph, shapes = merging.graph, merging.clusters.shapes
+    graph, shapes = formed.merging.graph, formed.merging.clusters.shapes
     found = list[tuple[Node, Tensor, Match | None]]()
     for tensor in cluster.operands.values():
         maker = producer(tensor)
@@ -62,7 +60,7 @@ def find_epilogue_fusion(
             and "program" not in maker.attrs
             and dtype_name(shapes.dtype(tensor)) in PRODUCTS
             and shapes.shape(tensor) is not None
-            and _closes_no_cycle(maker, cluster, formed.forms, merging.level)
+            and _closes_no_cycle(maker, cluster, formed.forms, formed.merging.level)
         )
         if maker is None or not may_join:
             continue
@@ -72,7 +70,7 @@ def find_epilogue_fusion(
         elif match := joining.match_at(tensor):
             found.append((maker, tensor, match))
     found.sort(key=lambda one: graph.position[one[0]], reverse=True)
-    joins = ((_join(formed, merging, cluster, tensor), match) for _, tensor, match in found)
+    joins = ((_join(formed, cluster, tensor), match) for _, tensor, match in found)
     return next((replace(join, match=match) for join, match in joins if join is not None), None)
 
 
@@ -92,9 +90,10 @@ def _closes_no_cycle(
     return all(each is None or level[each] < level[maker] for each in makers)
 
 
-def _join(formed: Formed, merging: Merging, cluster: Cluster, result: Tensor) -> Join | None:
+def _join(formed: Formed, cluster: Cluster, result: Tensor) -> Join | None:
     """Return the part of a cluster that can join the node of a result; None if there is none, or it does not pay."""
-    graph, shapes, forms = merging.graph, merging.clusters.shapes, formed.forms
+    graph, clusters, forms = formed.merging.graph, formed.merging.clusters, formed.forms
+    shapes = clusters.shapes
     part, made = set[Node](), {result.name}
     for node in cluster.nodes:
         if any(tensor.name in made for tensor in node.inputs):
@@ -114,10 +113,10 @@ def _join(formed: Formed, merging: Merging, cluster: Cluster, result: Tensor) ->
     if not left:
         return Join(result, cluster)
     between = [t for node in left for t in node.outputs if any(reader in part for reader in consumers(t))]
-    if merging.clusters.bytes_of(between) >= merging.clusters.bytes_of([result]):
+    if clusters.bytes_of(between) >= clusters.bytes_of([result]):
         return None
-    inside = merging.clusters.part([node for node in cluster.nodes if node in part])
-    others = merging.clusters.part(left)
+    inside = clusters.part([node for node in cluster.nodes if node in part])
+    others = clusters.part(left)
     if len(inside.operands) > MAX_OPERANDS or len(others.outputs) > MAX_OUTPUTS:
         return None
     order_by_reading(inside, forms)
@@ -149,22 +148,16 @@ def _is_read_in_place(step: Step) -> bool:
 
 
 def write_epilogue_fusion(
-    graph: Graph,
-    shapes: ShapeInfo,
-    cluster: Cluster,
-    forms: Mapping[Node, tuple[Step, ...]],
-    result: Tensor,
-    bodies: Mapping[str, onnx.FunctionProto],
-    functions: LocalFunctions,
-    record: Fused,
+    formed: Formed, join: Join, record: Fused, functions: LocalFunctions, bodies: Mapping[str, onnx.FunctionProto]
 ) -> Fused:
-    """Replace the nodes of a cluster, and the fused node whose `result` they read, by one; `record` is its own.
+    """Replace the nodes of a cluster, and the fused node whose result they join, by one; `record` is its own.
 
-    The graph must be sorted afterwards.
+    `bodies` are the functions that fused nodes call.  The graph must be sorted afterwards.
     """
+    graph, shapes, cluster, result = formed.merging.graph, formed.merging.clusters.shapes, join.cluster, join.result
     (maker,) = result.inputs
-    others = {name: tensor for name, tensor in cluster.operands.items() if tensor is not result}
-    others |= {name: tensor for name, tensor in measured_besides(cluster, forms).items() if tensor is not result}
+    others = {**cluster.operands, **measured_besides(cluster, formed.forms)}
+    others.pop(result.name)
     is_read_elsewhere = any(node not in cluster.nodes for node in consumers(result))
     kept = {result.name: result} if is_read_elsewhere or graph.is_kept(result) else {}
     joined = replace(cluster, operands={result.name: result, **others}, outputs={**cluster.outputs, **kept})
@@ -172,23 +165,14 @@ def write_epilogue_fusion(
     own: dict[str, AttributeValue] = {
         **{name: maker.attrs[name] for name in str(maker.attrs["attributes"]).split()},
         "output_ranks": [-1 if (rank := shapes.rank(t)) is None else rank for t in outputs],
-        "program": program(shapes, joined, forms),
+        "program": program(shapes, joined, formed.forms),
     }
-    attributes: dict[str, AttributeValue] = {
-        "fusion": record.fusion,
-        "operands": " ".join([str(maker.attrs["operands"]), *(f"x{i + 1}" for i in range(len(others)))]),
-        "output_types": [shapes.dtype(t) for t in outputs],
-        "attributes": " ".join(sorted(own)),
-        **own,
-    }
-    function = functions.add(_body(record.fusion, bodies[maker.op], body(graph, joined, forms, []), list(attributes)))
+    operands = [str(maker.attrs["operands"]), *(f"x{i + 1}" for i in range(len(others)))]
+    attributes = attributes_of(record.fusion, operands, [shapes.dtype(t) for t in outputs], own)
+    behind = body(graph, joined, formed.forms, [])
+    function = functions.add(_body(record.fusion, bodies[maker.op], behind, list(attributes)))
     joining = tuple(node_label(node) for node in cluster.nodes)
-    for node in (maker, *cluster.nodes):
-        node.inputs.clear()
-        node.outputs.clear()
-    graph.add_node(function, inputs, outputs, attributes, name=record.node, domain=DOMAIN)
-    for tensor in (*outputs, *(tensor for tensor in inputs if not is_constant(tensor))):
-        graph.record_type(tensor, shapes.dtype(tensor), shapes.shape(tensor))
+    put_call(graph, shapes, (maker, *cluster.nodes), FunctionCall(function, record.node, inputs, outputs, attributes))
     return replace(record, replaces=(*record.replaces, *joining), output=outputs[0].name, joined=joining)
 
 

@@ -25,11 +25,15 @@ from onnxfuse.regions.steps import Step
 class Formed:
     """The regions of a graph, and why nodes are in none; `others` are too small for a region, but may join a node."""
 
+    merging: Merging  # which has merged them, and can go on
     regions: tuple[Cluster, ...] = ()
     others: tuple[Cluster, ...] = ()
-    forms: dict[Node, tuple[Step, ...]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)  # by the label of a node
-    merging: Merging | None = None  # which has merged them, and can go on
+
+    @property
+    def forms(self) -> dict[Node, tuple[Step, ...]]:
+        """The steps of each node that may be in a region."""
+        return self.merging.clusters.forms
 
 
 @dataclass
@@ -93,7 +97,7 @@ def form_regions(graph: Graph, shapes: ShapeInfo, keep: Set[str] = frozenset()) 
     `keep` holds the labels of nodes that are in none.
     """
     if graph.opset < MIN_OPSET:
-        return Formed()
+        return Formed(Merging(graph, Clusters(graph, shapes, {}), {}, {}))
     host = host_nodes(graph, shapes)
     reasons, forms = dict[str, str](), dict[Node, tuple[Step, ...]]()
     for node in graph.nodes:
@@ -121,7 +125,7 @@ def form_regions(graph: Graph, shapes: ShapeInfo, keep: Set[str] = frozenset()) 
     outside = {node_label(node) for node in graph.nodes if node not in inside}
     others = tuple(one for one in distinct if not is_worth_it(one))
     left = {label: why for label, why in reasons.items() if label in outside}
-    return Formed(tuple(regions), others, forms, left, merging)
+    return Formed(merging, tuple(regions), others, left)
 
 
 def is_worth_it(cluster: Cluster) -> bool:

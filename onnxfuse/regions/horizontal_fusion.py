@@ -50,10 +50,7 @@ def share_launches(formed: Formed, apart: Collection[Cluster]) -> list[Cluster]:
 
     `apart` are the clusters that join no other node, which may be of one operator.
     """
-    merging = formed.merging
-    if merging is None:
-        return list(apart)
-    clusters = merging.clusters
+    merging, clusters = formed.merging, formed.merging.clusters
     by_level = defaultdict[int, dict[Cluster, None]](dict)
     for node in formed.forms:
         by_level[merging.level[node]][clusters.of[node]] = None

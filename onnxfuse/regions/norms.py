@@ -35,7 +35,7 @@ def with_norms(
     has joined such a norm is then part of the cluster too.
     """
     taken = list[Node]()
-    if formed.merging is None or cluster.is_free or not all(map(_keeps_last_axis, _steps(formed, cluster))):
+    if cluster.is_free or not all(map(_keeps_last_axis, _steps(formed, cluster))):
         return cluster, taken
     for norm in _norms_behind(formed, cluster, joining):
         found = _merged(formed, joining, cluster, norm, joins.get(norm.outputs[0].name))
@@ -62,7 +62,6 @@ def _keeps_last_axis(step: Step) -> bool:
 
 def _norms_behind(formed: Formed, cluster: Cluster, joining: Joining) -> list[Node]:
     """Return the norms that read what a cluster computes, in execution order."""
-    assert formed.merging is not None
     graph = formed.merging.graph
     readers = {
         id(node): node
@@ -78,9 +77,7 @@ def _merged(formed: Formed, joining: Joining, cluster: Cluster, norm: Node, join
 
     All that they read besides must be of a lower level than the cluster, so that no path leads from it to them.
     """
-    merging = formed.merging
-    assert merging is not None
-    clusters, level = merging.clusters, merging.level
+    merging, clusters, level = formed.merging, formed.merging.clusters, formed.merging.level
     steps = norm_steps(merging.graph, clusters.shapes, norm)
     at = level[cluster.nodes[0]]
     read = list(norm.inputs)
@@ -118,7 +115,7 @@ def with_moved_norm(formed: Formed, cluster: Cluster, joining: Joining) -> tuple
     `joining` is as in `with_norms`.
     """
     norm = _moved_norm(formed, cluster, joining)
-    if norm is None or formed.merging is None or not joining.may_be_region(cluster.outputs):
+    if norm is None or not joining.may_be_region(cluster.outputs):
         return cluster, []
     clusters, (output,), last = formed.merging.clusters, cluster.outputs.values(), cluster.nodes[-1]
     steps = norm_steps(formed.merging.graph, clusters.shapes, norm, moved=output)
@@ -138,10 +135,9 @@ def with_moved_norm(formed: Formed, cluster: Cluster, joining: Joining) -> tuple
 
 def _moved_norm(formed: Formed, cluster: Cluster, joining: Joining) -> Node | None:
     """Return the norm whose rows a cluster moves, and that nothing else reads; None if there is none."""
-    merging = formed.merging
-    if merging is None or cluster.is_free or len(cluster.operands) != 1 or len(cluster.outputs) != 1:
+    if cluster.is_free or len(cluster.operands) != 1 or len(cluster.outputs) != 1:
         return None
-    graph, clusters = merging.graph, merging.clusters
+    graph, clusters = formed.merging.graph, formed.merging.clusters
     (result,), (output,) = cluster.operands.values(), cluster.outputs.values()
     norm = producer(result)
     if norm is None or norm.domain != DOMAIN or norm in clusters.of or norm.attrs["fusion"] not in joining.epilogues:

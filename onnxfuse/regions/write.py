@@ -21,8 +21,9 @@ from onnxfuse.match.diagnostics import node_name
 from onnxfuse.passes.folded import node_label
 from onnxfuse.regions.cluster import Cluster
 from onnxfuse.regions.computed import nodes_of
+from onnxfuse.regions.formation import Formed
 from onnxfuse.regions.steps import Step
-from onnxfuse.rewrite.replace import REGION, Fused, LocalFunctions
+from onnxfuse.rewrite.replace import REGION, FunctionCall, Fused, LocalFunctions, attributes_of, put_call
 
 DOC: Final = "Elementwise operators, index maps and reductions that one kernel runs."
 
@@ -109,10 +110,8 @@ def _nodes_of(body: onnx.FunctionProto, inputs: list[str], outputs: list[str], s
 
 
 def write_region(
-    graph: Graph,
-    shapes: ShapeInfo,
+    formed: Formed,
     region: Cluster,
-    forms: Mapping[Node, tuple[Step, ...]],
     functions: LocalFunctions,
     bodies: Mapping[str, onnx.FunctionProto],
     records: Mapping[str, Fused],
@@ -121,19 +120,15 @@ def write_region(
 
     Fused nodes among them call `bodies`, and `records` say by their names what they have replaced.
     """
+    graph, shapes, forms = formed.merging.graph, formed.merging.clusters.shapes, formed.forms
     region = replace(region, operands=region.operands | measured_besides(region, forms))
     outputs: list[Tensor] = list(region.outputs.values())
     own: dict[str, AttributeValue] = {
         "output_ranks": [-1 if (rank := shapes.rank(t)) is None else rank for t in outputs],
         "program": program(shapes, region, forms),
     }
-    attributes: dict[str, AttributeValue] = {
-        "fusion": REGION,
-        "operands": " ".join(f"x{i}" for i in range(len(region.operands))),
-        "output_types": [shapes.dtype(t) for t in outputs],
-        "attributes": " ".join(sorted(own)),
-        **own,
-    }
+    operands = [f"x{i}" for i in range(len(region.operands))]
+    attributes = attributes_of(REGION, operands, [shapes.dtype(t) for t in outputs], own)
     function = functions.add(body(graph, region, forms, list(attributes), bodies))
     replaced = tuple(
         label
@@ -141,13 +136,9 @@ def write_region(
         for label in (records[node.name].replaces if node.name in records else (node_label(node),))
     )
     name = graph.unique_name(f"{node_name(outputs[0])}/{REGION}")
-    inputs = list(region.operands.values())
-    for node in region.nodes:
-        node.inputs.clear()
-        node.outputs.clear()
-    graph.add_node(function, inputs, outputs, attributes, name=name, domain=DOMAIN)
-    for tensor in (*outputs, *(tensor for tensor in inputs if not is_constant(tensor))):
-        graph.record_type(tensor, shapes.dtype(tensor), shapes.shape(tensor))
+    put_call(
+        graph, shapes, region.nodes, FunctionCall(function, name, list(region.operands.values()), outputs, attributes)
+    )
     return Fused(REGION, name, replaced, {}, outputs[0].name)
 
 

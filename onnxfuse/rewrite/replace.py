@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Hashable, Iterable, Mapping, Set
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -128,15 +128,46 @@ def _replace(graph: Graph, shapes: ShapeInfo, match: Match, functions: LocalFunc
     fused_name = graph.unique_name(f"{node_name(match.outputs[0])}/{match.fusion.name}")
     inputs = [match.operands[operand] for operand in variant.dtypes]
     position = max(graph.position[node] for node in match.nodes)
-    for node in match.nodes:
-        node.inputs.clear()
-        node.outputs.clear()
-    graph.position[graph.add_node(name, inputs, outputs, attributes, name=fused_name, domain=DOMAIN)] = position
-    # The inputs too, because what plans kernels reads the model with onnx's inference, which knows fewer dims.
-    for tensor in (*outputs, *(tensor for tensor in inputs if not is_constant(tensor))):
-        graph.record_type(tensor, shapes.dtype(tensor), shapes.shape(tensor))
+    made = put_call(graph, shapes, match.nodes, FunctionCall(name, fused_name, inputs, outputs, attributes))
+    graph.position[made] = position
     dims = {k: v if is_static(v) else str(v) for k, v in match.dims.items() if k != "..."}
     return Fused(match.fusion.name, fused_name, replaced, dims, outputs[0].name)
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """A fused node that calls a function of the model."""
+
+    function: str
+    name: str
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    attributes: Mapping[str, AttributeValue]
+
+
+def put_call(graph: Graph, shapes: ShapeInfo, nodes: Iterable[Node], call: FunctionCall) -> Node:
+    """Put a fused node in place of `nodes`, which are dead then, and return it."""
+    for node in nodes:
+        node.inputs.clear()
+        node.outputs.clear()
+    made = graph.add_node(call.function, call.inputs, call.outputs, call.attributes, name=call.name, domain=DOMAIN)
+    # The inputs too, because what plans kernels reads the model with onnx's inference, which knows fewer dims.
+    for tensor in (*call.outputs, *(tensor for tensor in call.inputs if not is_constant(tensor))):
+        graph.record_type(tensor, shapes.dtype(tensor), shapes.shape(tensor))
+    return made
+
+
+def attributes_of(
+    fusion: str, operands: Iterable[str], types: Sequence[int], own: Mapping[str, AttributeValue]
+) -> dict[str, AttributeValue]:
+    """Return the attributes of a fused node that computes outputs of these dtypes, and has its `own` ones."""
+    return {
+        "fusion": fusion,
+        "operands": " ".join(operands),
+        "output_types": list(types),
+        "attributes": " ".join(sorted(own)),  # by which a reader notices that one was lost
+        **own,
+    }
 
 
 def _operators(functions: LocalFunctions, match: Match) -> OperatorSet:
@@ -200,13 +231,7 @@ def _attributes(match: Match, variant: Variant, ranks: list[int]) -> dict[str, A
     values = {name: value for name, value in match.values.items() if value is not None}
     columns = {name: str(value) for name, value in variant.values.items() if name.endswith(COLUMNS)}
     own = {"output_ranks": ranks, **dims, **values, **match.choices, **columns}
-    return {
-        "fusion": match.fusion.name,
-        "operands": " ".join(variant.dtypes),
-        "output_types": list(variant.out),
-        "attributes": " ".join(sorted(own)),  # by which a reader notices that one was lost
-        **own,
-    }
+    return attributes_of(match.fusion.name, variant.dtypes, variant.out, own)
 
 
 def _miss(match: Match, reason: str) -> Miss:
