@@ -138,22 +138,22 @@ def without_min_constants(size: Size, names: Collection[str] | None = None) -> S
     return total
 
 
-def substituted(size: Size, numbers: Mapping[str, int]) -> Size:
-    """Return the size with numbers in place of the symbols that have one."""
+def substituted(size: Size, values: Mapping[str, Size]) -> Size:
+    """Return the size with others in place of the symbols that have one."""
     if isinstance(size, int):
         return size
     total: Size = 0
     for monomial, coefficient in size.terms:
-        total = total + product(_substituted_symbol(name, numbers) for name in monomial) * coefficient
+        total = total + product(_substituted_symbol(name, values) for name in monomial) * coefficient
     return total
 
 
-def _substituted_symbol(name: str, numbers: Mapping[str, int]) -> Size:
-    if name in numbers:
-        return numbers[name]
+def _substituted_symbol(name: str, values: Mapping[str, Size]) -> Size:
+    if name in values:
+        return values[name]
     if not isinstance(name, NonPolynomial):
         return symbol(name)
-    args = tuple(substituted(arg, numbers) for arg in name.args)
+    args = tuple(substituted(arg, values) for arg in name.args)
     if args == name.args or (name.op in ("//", "%") and args[1] == 0):
         return symbol(name)
     return _OPERATIONS[name.op](*args)

@@ -157,6 +157,14 @@ def number_of(size: Size) -> int | None:
     return size if isinstance(size, int) else None
 
 
+def name_of(size: object) -> str | None:
+    """Return the name that a size is; None for a number, and for a size that is computed from names."""
+    match size:
+        case Dim(terms=(((name,), 1),)) if not isinstance(name, NonPolynomial):
+            return name
+    return None
+
+
 def symbols(size: Size) -> Iterator[str]:
     """Yield the names that the size depends on, those in operands of non-polynomial symbols included."""
     if isinstance(size, int):

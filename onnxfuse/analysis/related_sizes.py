@@ -6,7 +6,7 @@ This is for estimates alone.  A computed Pad, for example, may make an axis of a
 from __future__ import annotations
 
 from onnxfuse.algebra.bounds import maximum
-from onnxfuse.algebra.sizes import UNKNOWN, Dim, Size, floor_divide, product, symbols
+from onnxfuse.algebra.sizes import UNKNOWN, Size, floor_divide, name_of, product, symbols
 from onnxfuse.analysis.shape_info import Shape, ShapeInfo
 from onnxfuse.ir.node import Node, op_of
 
@@ -31,10 +31,8 @@ def relate_sizes(shapes: ShapeInfo, node: Node) -> None:
 
 def _unknown(size: Size) -> str:
     """Return the name of a size of which nothing is known; "" for other sizes, and for those that depend on one."""
-    match size:
-        case Dim(terms=(((name,), 1),)) if name.startswith(UNKNOWN):
-            return name
-    return ""
+    name = name_of(size)
+    return name if name is not None and name.startswith(UNKNOWN) else ""
 
 
 def _same_axis(shapes: ShapeInfo, node: Node, shape: Shape, axis: int) -> Size | None:

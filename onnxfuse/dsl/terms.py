@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 
 from onnxfuse.algebra.operators import VIEWS
-from onnxfuse.dsl.dim_expressions import DimExpression, dim_expressions
+from onnxfuse.algebra.sizes import Dim
 from onnxfuse.dsl.guards import Guard
 from onnxfuse.dsl.spans import Span, here
 from onnxfuse.errors import PatternError
@@ -24,7 +24,7 @@ from onnxfuse.errors import PatternError
 Number: TypeAlias = int | float
 Operand: TypeAlias = "Term | Number"
 PlainValue: TypeAlias = int | float | str | list[int] | list[float] | list[str]
-AttributeValue: TypeAlias = "Term | DimExpression | Number | str | Sequence[Number | DimExpression] | None"
+AttributeValue: TypeAlias = "Term | Dim | Number | str | Sequence[Number | Dim] | None"
 OperatorSet: TypeAlias = Literal["onnx", "ort", "standard"]  # which operators a body may have; see words.stored
 Literals: TypeAlias = float | NDArray[Any]  # one number, or an array; it takes the dtype of the value it meets
 
@@ -530,6 +530,15 @@ class Absent(Term):
         raise PatternError(f"{self.span}: None is not a value; only an operator's optional input can be None")
 
 
+def sizes_in(value: object) -> Iterator[Dim]:
+    """Yield the sizes in an attribute's value that depend on named dimensions."""
+    if isinstance(value, Dim):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from sizes_in(item)
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Apply(Term):
     """An operator; `Name` of the ONNX domain or `domain::Name`."""
@@ -560,7 +569,7 @@ class Apply(Term):
 
     @property
     def dim_specs(self) -> tuple[str, ...]:
-        return tuple(found.text for value in self.attributes.values() for found in dim_expressions(value))
+        return tuple(str(found) for value in self.attributes.values() for found in sizes_in(value))
 
     @property
     def attribute_captures(self) -> tuple[Capture, ...]:

@@ -17,7 +17,7 @@ import onnx.defs
 from onnx import TensorProto
 
 from onnxfuse.algebra.operators import VIEWS
-from onnxfuse.dsl.dim_expressions import DimExpression
+from onnxfuse.algebra.sizes import Dim, symbol
 from onnxfuse.dsl.guards import Guard
 from onnxfuse.dsl.spans import here
 from onnxfuse.dsl.terms import (
@@ -176,12 +176,12 @@ def results(node: Term, count: int) -> tuple[Output, ...]:
     return tuple(Output(inner=node, index=index, count=count, span=here()) for index in range(count))
 
 
-def size(name: str) -> DimExpression:
+def size(name: str) -> Dim:
     """Return the size of a named dimension, for use in an operator's attribute: `starts=[size("d") // 2]`.
 
     As a whole attribute (`num_groups=size("groups")`) it names the dimension, if nothing else does.
     """
-    return DimExpression(name, lambda dims: dims[name])
+    return symbol(name)
 
 
 # --- spellings and variants --------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from onnxfuse.algebra.sizes import Size, is_known, product
+from onnxfuse.algebra.bounds import substituted
+from onnxfuse.algebra.sizes import Dim, Size, is_known, name_of, product
 from onnxfuse.analysis import layout as layouts
 from onnxfuse.match.state import Dims
 
@@ -101,6 +102,12 @@ def size_of(names: Sequence[str], known: Dims) -> Size | None:
         return None
     sizes = [int(name) if name.isdecimal() else known.get(name) for name in names]
     return None if None in sizes else product([size for size in sizes if size is not None])
+
+
+def with_sizes(size: Dim, known: Dims) -> Any:
+    """Return an attribute's size with the sizes of its names; a name alone may have the value of any attribute."""
+    name = name_of(size)
+    return substituted(size, known) if name is None else known[name]
 
 
 def fitted_arrangement(pattern: str, source_rank: int, result_rank: int) -> layouts.Arrangement | None:

@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 
 from onnxfuse.algebra.operators import COMMUTATIVE
+from onnxfuse.algebra.sizes import Dim, name_of, symbols
 from onnxfuse.analysis.shape_info import CannotInfer
 from onnxfuse.analysis.slice_ranges import slice_ranges
-from onnxfuse.dsl.dim_expressions import DimExpression, dim_expressions
-from onnxfuse.dsl.terms import Apply, Capture
+from onnxfuse.dsl.terms import Apply, Capture, sizes_in
 from onnxfuse.ir.attributes import AtRunTime, attribute_default, attribute_or_input, schema
 from onnxfuse.ir.node import Node, Tensor, is_tensor, op_of, producer
 from onnxfuse.match.context import MatchContext
 from onnxfuse.match.diagnostics import origin, value_text
+from onnxfuse.match.named_dims import with_sizes
 from onnxfuse.match.state import CapturedValue, Dims, State
 
 LINEAR = {"MatMul"}  # in each of its inputs: factors may stand on either of them
@@ -79,8 +80,9 @@ def _with_size(wanted: object, value: object, state: State) -> State:
     if not isinstance(wanted, list) or not isinstance(value, list) or len(wanted) != 1 or len(value) != 1:
         return state
     (item,) = wanted
-    if isinstance(item, DimExpression) and item.name is not None and item.name not in state.dims:
-        return state._replace(dims={**state.dims, item.name: value[0]})
+    name = name_of(item)
+    if name is not None and name not in state.dims:
+        return state._replace(dims={**state.dims, name: value[0]})
     return state
 
 
@@ -148,12 +150,13 @@ def _attribute(m: MatchContext, term: Apply, node: Node, name: str, wanted: obje
         else:
             yield from m.bind_value(wanted, value, state)
         return
-    if isinstance(wanted, DimExpression) and wanted.name is not None and wanted.name not in state.dims:
-        yield state._replace(dims={**state.dims, wanted.name: value})
+    dim = name_of(wanted)
+    if dim is not None and dim not in state.dims:
+        yield state._replace(dims={**state.dims, dim: value})
         return
     state = _with_size(wanted, value, state)
     shown = f"'{value.tensor.name}'" if isinstance(value, AtRunTime) else value_text(value)
-    unknown = next((each.text for each in dim_expressions(wanted) if not each.is_known(state.dims)), None)
+    unknown = next((each for each in sizes_in(wanted) if not state.dims.keys() >= {*symbols(each)}), None)
     if unknown is not None:
         m.fail(term, state, lambda: f"{term.op} has {name}={shown}; required the size '{unknown}' as a number")
         return
@@ -203,7 +206,7 @@ def _same_axis(m: MatchContext, node: Node, name: str, found: Any, required: Any
 
 
 def _evaluated(wanted: object, dims: Dims) -> Any:
-    """Return an attribute's value, in which expressions of dimensions are numbers, or symbolic sizes."""
-    if isinstance(wanted, DimExpression):
-        return wanted.evaluate(dims)
-    return [_evaluated(item, dims) for item in wanted] if isinstance(wanted, list) else wanted
+    """Return an attribute's value, in which named dimensions have their sizes."""
+    if isinstance(wanted, list):
+        return [_evaluated(item, dims) for item in wanted]
+    return with_sizes(wanted, dims) if isinstance(wanted, Dim) else wanted

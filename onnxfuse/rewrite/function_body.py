@@ -12,9 +12,8 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.defs import OpSchema
 
 from onnxfuse.algebra.operators import TRUTHS
-from onnxfuse.algebra.sizes import Size
+from onnxfuse.algebra.sizes import Dim, Size
 from onnxfuse.dsl.declaration import Fusion
-from onnxfuse.dsl.dim_expressions import DimExpression
 from onnxfuse.dsl.guards import Guard
 from onnxfuse.dsl.terms import (
     Alternatives,
@@ -32,6 +31,7 @@ from onnxfuse.dsl.words import Choose, Computed, Precision, When
 from onnxfuse.ir.attributes import input_index, schema
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import FLOAT_BITS, FLOATS, Array
+from onnxfuse.match.named_dims import with_sizes
 from onnxfuse.rewrite.rearrange_body import reshape_targets, write_rearrange
 from onnxfuse.rewrite.variant import Variant
 
@@ -258,7 +258,7 @@ class BodyBuilder:
         """Return whether an attribute can be written: one that depends on sizes known at run time only cannot."""
         if isinstance(wanted, list):
             return all(map(self._is_static, wanted))
-        return not isinstance(wanted, DimExpression) or is_static(self._attribute(wanted))
+        return not isinstance(wanted, Dim) or is_static(self._attribute(wanted))
 
     def _may_lack(self, op: str, index: int, term: Term) -> bool:
         """Return whether an input is optional, for the fusion and for the operator."""
@@ -313,8 +313,8 @@ class BodyBuilder:
         if isinstance(wanted, Product):
             factors = [factor for term in wanted.terms if (factor := self._attribute(term)) is not None]
             return math.prod(factors) if factors else None
-        if isinstance(wanted, DimExpression):
-            return wanted.evaluate(self.variant.dims)
+        if isinstance(wanted, Dim):
+            return with_sizes(wanted, self.variant.dims)
         return [self._attribute(item) for item in wanted] if isinstance(wanted, list) else wanted
 
     def write_output(self, operator: Apply, index: int, count: int) -> Value:

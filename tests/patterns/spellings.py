@@ -237,7 +237,7 @@ def _specs(spelling: Spelling) -> list[str]:
 
 def _divisors(spelling: Spelling) -> dict[str, int]:
     """Return what a dimension must be a multiple of, by name: `size("d") // 2` asks for a multiple of 2."""
-    return {m[1]: int(m[2]) for spec in _specs(spelling) for m in re.finditer(r"(\w+) // (\d+)", spec)}
+    return {m[1]: int(m[2]) for spec in _specs(spelling) for m in re.finditer(r"(\w+)//(\d+)", spec)}
 
 
 def _guards(fusion: Fusion) -> list[Guard]:
