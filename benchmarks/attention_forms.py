@@ -26,7 +26,7 @@ import onnx
 from attention_form_texts import BATCH, FORMS, HEADS, ROWS, Form, form_model
 from rows import Rows
 
-from onnxfuse.bench.bench import CUDA_GRAPH, Bench, bench
+from onnxfuse.bench.bench import CUDA_GRAPH, Bench, BenchSettings, bench
 
 PLAIN = "plain"
 RUNS = 100  # of each model; a row takes about 3 s, most of it to optimize, compile and start
@@ -37,7 +37,7 @@ def measure(form: Form, dtype: str, size: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "form.onnx"
         onnx.save(form_model(form, dtype, size), path)
-        found = bench(path, provider="cuda", runs=RUNS)
+        found = bench(path, BenchSettings(provider="cuda", runs=RUNS))
     wrong = [f"{each.name}: {each.reason}" for each in found.contenders if each.agrees is False]
     fused = [op for op in found.ops if op.fusion.startswith("attention")]
     if wrong or len(fused) != 1:

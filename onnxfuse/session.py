@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, get_args
+from typing import Final, Literal, get_args
 
 import onnx
 
@@ -44,9 +44,12 @@ from onnxfuse.tuning.counted_session import CountedSession
 from onnxfuse.tuning.dispatch import (
     CUDA_GRAPH,
     PLAIN,
+    FoundPlans,
+    Mode,
     NodeDispatch,
     Prefer,
     Preference,
+    SessionSettings,
     TunePolicy,
     cached_preferences,
     explain_session,
@@ -59,14 +62,6 @@ __all__ = ["InferenceSession", "NodeDispatch", "explain_session", "open_session"
 log: Final = logging.getLogger("onnxfuse")
 NO_KERNELS: Final = "no node of the model runs as a kernel"
 planner.verdicts = MeasuredVerdicts()  # the planner knows nothing of measurements
-
-
-@dataclass(frozen=True)
-class FoundPlans:
-    """The plan file of a session."""
-
-    path: Path
-    is_named: bool  # by the argument `plans`; it is beside the model otherwise
 
 
 def InferenceSession(
@@ -111,22 +106,10 @@ def InferenceSession(
     for "now" without a size of every dynamic dim, for plans that do not exist, and for "now" and "background" with
     "throughput".
     """
-    _check_words(tune, aim)
-    plan_file = _plan_file(path_or_bytes, plans)
+    settings = _settings(path_or_bytes, tune, plans, aim)
     if tune == "now":
         _tune_now(path_or_bytes, sess_options, providers, provider_options, shapes or {})
-    prefer, choice = _choices(tune)
-    return open_session(
-        path_or_bytes,
-        sess_options,
-        providers,
-        provider_options,
-        prefer=prefer,
-        choice=choice,
-        plan_file=plan_file,
-        aim=aim,
-        **arguments,
-    )
+    return open_session(path_or_bytes, sess_options, providers, provider_options, settings=settings, **arguments)
 
 
 def open_session(
@@ -135,74 +118,51 @@ def open_session(
     providers: Providers | None = None,
     provider_options: Sequence[ProviderOptions] | None = None,
     *,
-    prefer: Prefer | None,
-    choice: PlanChoice,
-    plan_file: FoundPlans | None = None,
-    aim: Aim = "latency",
+    settings: SessionSettings,
     **arguments: object,
 ) -> ort.InferenceSession:
-    """Open a session like `InferenceSession`.
-
-    prefer     which nodes run as kernels and which as bodies; None runs every node with a kernel as one
-    choice     which candidate plans of a kernel run
-    plan_file  a file with plans, which is used if it fits
-    aim        that of `InferenceSession`
-    """
+    """Open a session like `InferenceSession`."""
     options = sess_options if sess_options is not None else ort.SessionOptions()
-    path = None if isinstance(path_or_bytes, bytes) else Path(path_or_bytes)
-    stamp = _stamp(path)
     source = path_or_bytes if isinstance(path_or_bytes, bytes) else Path(path_or_bytes)
+    path = source if isinstance(source, Path) else None
+    stamp = _stamp(path)
     with ThreadPoolExecutor(1) as pool:  # the provider starts while the model is read
-        found = pool.submit(find_target, options, providers, provider_options, aim)
+        found = pool.submit(find_target, options, providers, provider_options, settings.aim)
         model = read_model(source)
         calls = read_calls(model)
-    target, given = _find_plans(model, calls, found.result(), choice, plan_file)
+    nodes = _with_plans(model, calls, found.result(), settings)
     files = external_files(model) if path else set()
     outside = file_outside(path.parent, files) if path and not configured_folder(options) else None
-    why_alike = f"; nodes cannot differ, as '{outside}' leads out of the model's folder" if outside else None
-    reasons, preferred = _kernel_or_body(model, calls, given, target, prefer, why_alike)
+    nodes.choose(
+        settings.prefer, f"; nodes cannot differ, as '{outside}' leads out of the model's folder" if outside else None
+    )
     # What these options have registered before its kernel failed is called by another name.
-    failed = registered_operators(options) if outside is None else frozenset()
-    mixed = [
-        call
-        for call, why in zip(calls, reasons, strict=True)
-        if why and (_has_kernel(call.op, calls, reasons) or (call.op in failed and _fails(target, call)))
-    ]
+    mixed = nodes.mixed(registered_operators(options) if outside is None else frozenset())
     folder = path.parent if path and mixed and files else None
-    if mixed:
-        source = split_functions(model, mixed, read(source)).SerializeToString()
-    kernels = [call for call, why in zip(calls, reasons, strict=True) if why is None]
-    bodies = {call.op for call in calls} - {call.op for call in (*kernels, *mixed)}
-    register_operators(options, target, kernels, bodies, choice)
+    whole = split_functions(model, mixed, read(source)).SerializeToString() if mixed else source
+    kernels = nodes.kernels
+    nodes.register(options, settings.choice, mixed)
+    nodes.keep_bodies()
     if kernels:
         arguments.setdefault("enable_fallback", 0)
-    is_observed = choice == "observed" and isinstance(target, Target) and bool(kernels)
+    is_observed = settings.choice == "observed" and isinstance(nodes.target, Target) and bool(kernels)
     make = partial(CountedSession, background.runs) if is_observed else ort.InferenceSession
-    _keep_bodies(model, kernels, target)
-    with preparation(kernels, target, choice), external_data_folder(folder, options, shared=sess_options is not None):
-        session = make(source, options, providers, provider_options, **arguments)
+    with (
+        preparation(kernels, nodes.target, settings.choice),
+        external_data_folder(folder, options, shared=sess_options is not None),
+    ):
+        session = make(whole, options, providers, provider_options, **arguments)
     if _stamp(path) != stamp:
         raise ModelError(f"'{path}' was written to while it was loaded; make the session again")
-    if outside is None and _any_fails(calls, reasons, given, target):
+    if outside is None and nodes.any_fails():
         del session  # in the next one, onnxruntime has the bodies of these nodes
-        return open_session(
-            path_or_bytes,
-            sess_options,
-            providers,
-            provider_options,
-            prefer=prefer,
-            choice=choice,
-            plan_file=plan_file,
-            aim=aim,
-            **arguments,
-        )
-    record_dispatches(session, _dispatches(calls, reasons, preferred, given, target), _places(calls, reasons, target))
-    if isinstance(target, Target) and is_observed:
-        background.add(session, target.provider)
-    elif choice == "observed":
-        log.warning(
-            "tune='background' measures nothing: %s", target.why if isinstance(target, NoTarget) else NO_KERNELS
-        )
+        return open_session(path_or_bytes, sess_options, providers, provider_options, settings=settings, **arguments)
+    record_dispatches(session, nodes.dispatches(), nodes.places())
+    if isinstance(nodes.target, Target) and is_observed:
+        background.add(session, nodes.target.provider)
+    elif settings.choice == "observed":
+        why = nodes.target.why if isinstance(nodes.target, NoTarget) else NO_KERNELS
+        log.warning("tune='background' measures nothing: %s", why)
     return session
 
 
@@ -237,30 +197,24 @@ def register(
 
     Raises what `InferenceSession` raises, and UsageError for "background".
     """
-    _check_words(tune, aim)
+    settings = _settings(model, tune, plans, aim)
     if tune == "background":
         raise UsageError("tune='background' needs a session that counts its runs; make it by onnxfuse.InferenceSession")
-    plan_file = _plan_file(model, plans)
     if tune == "now":
         _tune_now(model, session_options, providers, provider_options, shapes or {})
-    source = model if isinstance(model, bytes | onnx.ModelProto) else Path(model)
-    proto = read_model(source)
+    proto = read_model(model if isinstance(model, bytes | onnx.ModelProto) else Path(model))
     calls = read_calls(proto)
-    prefer, choice = _choices(tune)
     target = find_target(session_options, providers, provider_options, aim)
-    target, given = _find_plans(proto, calls, target, choice, plan_file)
-    reasons, preferred = _kernel_or_body(proto, calls, given, target, prefer, "")
-    kernels = [call for call, why in zip(calls, reasons, strict=True) if why is None]
-    _keep_bodies(proto, kernels, target)
-    with preparation(kernels, target, choice):
+    nodes = _with_plans(proto, calls, target, settings)
+    nodes.choose(settings.prefer, "")
+    nodes.keep_bodies()
+    with preparation(nodes.kernels, nodes.target, settings.choice):
         pass
-    if _any_fails(calls, reasons, given, target):
-        reasons, preferred = _kernel_or_body(proto, calls, given, target, prefer, "")
-        kernels = [call for call, why in zip(calls, reasons, strict=True) if why is None]
-    bodies = {call.op for call in calls} - {call.op for call in kernels}
-    register_operators(session_options, target, kernels, bodies, choice)
-    dispatches = _dispatches(calls, reasons, preferred, given, target)
-    record_dispatches(session_options, dispatches, _places(calls, reasons, target))
+    if nodes.any_fails():
+        nodes.choose(settings.prefer, "")
+    nodes.register(session_options, settings.choice)
+    dispatches = nodes.dispatches()
+    record_dispatches(session_options, dispatches, nodes.places())
     return dispatches
 
 
@@ -283,22 +237,19 @@ def _plan_file(
     return FoundPlans(beside, is_named=False) if beside.is_file() else None
 
 
-def _find_plans(
-    model: onnx.ModelProto,
-    calls: Sequence[Call],
-    target: Target | NoTarget,
-    choice: PlanChoice,
-    plans: FoundPlans | None,
-) -> tuple[Target | NoTarget, list[GivenTemplate | None]]:
-    """Return for each node the template that a plan file has for it, and where the session runs kernels.
+def _with_plans(
+    model: onnx.ModelProto, calls: Sequence[Call], target: Target | NoTarget, settings: SessionSettings
+) -> _Nodes:
+    """Return the fused nodes of a model with the templates that plan files have for them.
 
-    Where nothing can be compiled, it runs those of plan files only, and none if these have none.
+    Where nothing can be compiled, a session runs the kernels of plan files only, and none if these have none.
     """
+    plans, choice = settings.plan_file, settings.choice
     if isinstance(target, NoTarget) or not calls:
         if plans and plans.is_named:
             reason = target.why if isinstance(target, NoTarget) else "the model has no fused nodes"
             log.warning("plans are not used: %s: %s", plans.path, reason)
-        return target, [None] * len(calls)
+        return _Nodes(model, calls, target, [None] * len(calls))
     file = use_plans(plans.path, target.provider, target.device) if plans and choice != "measured" else None
     given = [given_for(call, target, choice) for call in calls]
     if plans and file and not all(given):
@@ -308,112 +259,137 @@ def _find_plans(
             absent = f"{given.count(None)} of {len(given)} fused nodes have no plans in it"
             log.warning("%s: %s: %s; make it again", plans.path, what, absent)
     why = None if all(given) else BACKENDS[target.provider].unavailable()
-    return NoTarget(why) if why and not any(given) else target, given
+    return _Nodes(model, calls, NoTarget(why) if why and not any(given) else target, given)
 
 
 # --- which nodes run as kernels --------------------------------------------------------------------------------------
 
 
-def _kernel_or_body(
-    model: onnx.ModelProto,
-    calls: Sequence[Call],
-    given: Sequence[GivenTemplate | None],
-    target: Target | NoTarget,
-    prefer: Prefer | None,
-    why_alike: str | None,
-) -> tuple[list[str | None], list[Preference | None]]:
-    """Return for each node why it runs as its body, None if it runs as a kernel; and what `prefer` says of it.
+@dataclass
+class _Nodes:
+    """The fused nodes of a model, where a session runs their kernels, and which of them run as kernels."""
 
-    given      the templates that plan files have for the nodes
-    why_alike  why nodes that call one function must run alike, as the end of a sentence; None if they need not
+    model: onnx.ModelProto
+    calls: Sequence[Call]
+    target: Target | NoTarget
+    given: Sequence[GivenTemplate | None]  # by node: the template of a plan file
+    reasons: Sequence[str | None] = ()  # by node: why its body runs; None if a kernel does
+    preferred: Sequence[Preference | None] = ()  # by node: what measurements say of it
+
+    @property
+    def kernels(self) -> list[Call]:
+        """The nodes that run as kernels."""
+        return [call for call, why in zip(self.calls, self.reasons, strict=True) if why is None]
+
+    def choose(self, prefer: Prefer | None, why_alike: str | None) -> None:
+        """Choose between kernel and body for each node.
+
+        prefer     what measurements say; None if they do not count
+        why_alike  why nodes that call one function must run alike, as the end of a sentence; None if they need not
+        """
+        reasons = require_bodies(self.calls, self._without_kernel())
+        self.preferred = [None] * len(self.calls)
+        if isinstance(self.target, Target) and prefer and None in reasons:
+            mode: Mode = CUDA_GRAPH if self.target.cuda_graph else PLAIN
+            self.preferred = prefer(self.model, self.calls, self.target.environment, mode, why_alike is None)
+            for i, (call, each) in enumerate(zip(self.calls, self.preferred, strict=True)):
+                if each and not each.kernel and reasons[i] is None and call.has_body:
+                    reasons[i] = each.why
+        if why_alike is not None:
+            make_alike(self.calls, reasons, why_alike)
+        self.reasons = reasons
+
+    def _without_kernel(self) -> list[str | None]:
+        """Return for each node why no kernel can run it; None if one can."""
+        if isinstance(self.target, NoTarget):
+            return [self.target.why] * len(self.calls)
+        device = self.target.device
+        missing = None if all(self.given) else BACKENDS[self.target.provider].unavailable()
+        if missing:
+            count = self.given.count(None)
+            log.warning("%d fused nodes are not in plan files, and run as their bodies: %s", count, missing)
+        return [
+            why_not_as_kernel(each) if given else missing or why_no_kernel(each, device) or why_body(each.node, device)
+            for each, given in zip(self.calls, self.given, strict=True)
+        ]
+
+    def mixed(self, registered: Collection[str]) -> list[Call]:
+        """Return the nodes that run as bodies though the session options know their function as a kernel's operator.
+
+        registered  the operators that the options have from earlier sessions; a kernel may have failed since
+        """
+        operators = {call.op for call in self.kernels}
+        return [
+            call
+            for call, why in zip(self.calls, self.reasons, strict=True)
+            if why and (call.op in operators or (call.op in registered and self._fails(call)))
+        ]
+
+    def register(self, options: ort.SessionOptions, choice: PlanChoice, mixed: Sequence[Call] = ()) -> None:
+        """Register the operators of the nodes that run as kernels with session options."""
+        bodies = {call.op for call in self.calls} - {call.op for call in (*self.kernels, *mixed)}
+        register_operators(options, self.target, self.kernels, bodies, choice)
+
+    def keep_bodies(self) -> None:
+        """Keep the bodies of nodes that run as kernels, for runs in which one fails."""
+        if isinstance(self.target, Target):
+            keep_bodies(self.model, [(call.node, call.proto) for call in self.kernels], self.target.device)
+
+    def _fails(self, call: Call) -> bool:
+        """Return whether all kernels of a node have failed."""
+        return isinstance(self.target, Target) and why_body(call.node, self.target.device) is not None
+
+    def any_fails(self) -> bool:
+        """Return whether all kernels of a node that runs as one have failed; those of plan files are compiled."""
+        rows = zip(self.calls, self.reasons, self.given, strict=True)
+        return any(why is None and given is None and self._fails(call) for call, why, given in rows)
+
+    def places(self) -> list[Place | None]:
+        """Return by node where a failure of its kernels is noted; None if its body runs."""
+        device = self.target.device if isinstance(self.target, Target) else None
+        rows = zip(self.calls, self.reasons, strict=True)
+        return [place_of(call.node, device) if device and why is None else None for call, why in rows]
+
+    def dispatches(self) -> tuple[NodeDispatch, ...]:
+        """Return what `explain_session` says, and log it by fusion."""
+        target = self.target
+        where = f"{target.provider}, device {target.ordinal}" if isinstance(target, Target) else ""
+        rows = zip(self.calls, self.reasons, self.preferred, self.given, strict=True)
+        dispatches = []
+        for call, why, preference, given in rows:
+            file, measured = (
+                f"; plans of {given.path.name}" if given else "",
+                f"; {preference.why}" if preference else "",
+            )
+            how: Literal["kernel", "body"] = "body" if why else "kernel"
+            dispatches.append(NodeDispatch(call.node.name, call.node.fusion, how, why or f"{where}{file}{measured}"))
+        level = logging.WARNING if isinstance(target, NoTarget) and target.asked else logging.INFO
+        for (fusion, how, why), count in Counter((each.fusion, each.how, each.why) for each in dispatches).items():
+            what = "kernels" if how == "kernel" else "their body"
+            log.log(level, "%s: %d nodes run as %s (%s)", fusion, count, what, why)
+        return tuple(dispatches)
+
+
+def _settings(
+    model: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    tune: TunePolicy,
+    plans: str | os.PathLike[str] | None,
+    aim: Aim,
+) -> SessionSettings:
+    """Return what the arguments of a session ask for.
+
+    Raises UsageError for words that sessions do not know or that do not go together, and for plans that do not exist.
     """
-    reasons = require_bodies(calls, _reasons(calls, given, target))
-    preferred = _preferred(model, calls, reasons, target, prefer, why_alike is None)
-    if why_alike is not None:
-        make_alike(calls, reasons, why_alike)
-    return reasons, preferred
-
-
-def _reasons(
-    calls: Sequence[Call], given: Sequence[GivenTemplate | None], target: Target | NoTarget
-) -> list[str | None]:
-    """Return for each node why no kernel can run it; None if one can."""
-    if isinstance(target, NoTarget):
-        return [target.why] * len(calls)
-    device = target.device
-    missing = None if all(given) else BACKENDS[target.provider].unavailable()
-    if missing:
-        log.warning("%d fused nodes are not in plan files, and run as their bodies: %s", given.count(None), missing)
-    return [
-        why_not_as_kernel(call) if template else missing or why_no_kernel(call, device) or why_body(call.node, device)
-        for call, template in zip(calls, given, strict=True)
-    ]
-
-
-def _preferred(
-    model: onnx.ModelProto,
-    calls: Sequence[Call],
-    reasons: list[str | None],
-    target: Target | NoTarget,
-    prefer: Prefer | None,
-    per_node: bool,
-) -> list[Preference | None]:
-    """Return what `prefer` says of each node, and note in `reasons` the nodes whose bodies run because of it."""
-    if isinstance(target, NoTarget) or prefer is None or not any(why is None for why in reasons):
-        return [None] * len(calls)
-    found = list(prefer(model, calls, target.environment, CUDA_GRAPH if target.cuda_graph else PLAIN, per_node))
-    for i, (call, each) in enumerate(zip(calls, found, strict=True)):
-        if each and not each.kernel and reasons[i] is None and call.has_body:
-            reasons[i] = each.why
-    return found
-
-
-def _keep_bodies(model: onnx.ModelProto, kernels: Sequence[Call], target: Target | NoTarget) -> None:
-    """Keep the bodies of nodes that run as kernels, for runs in which one fails."""
-    if isinstance(target, Target):
-        keep_bodies(model, [(call.node, call.proto) for call in kernels], target.device)
-
-
-def _fails(target: Target | NoTarget, call: Call) -> bool:
-    """Return whether all kernels of a node have failed."""
-    return isinstance(target, Target) and why_body(call.node, target.device) is not None
-
-
-def _any_fails(
-    calls: Sequence[Call],
-    reasons: Sequence[str | None],
-    given: Sequence[GivenTemplate | None],
-    target: Target | NoTarget,
-) -> bool:
-    """Return whether all kernels of a node that runs as one have failed; those of plan files are compiled."""
-    rows = zip(calls, reasons, given, strict=True)
-    return any(why is None and template is None and _fails(target, call) for call, why, template in rows)
-
-
-def _places(calls: Sequence[Call], reasons: Sequence[str | None], target: Target | NoTarget) -> list[Place | None]:
-    """Return by node where a failure of its kernels is noted; None if its body runs."""
-    device = target.device if isinstance(target, Target) else None
-    return [
-        place_of(call.node, device) if device and why is None else None
-        for call, why in zip(calls, reasons, strict=True)
-    ]
-
-
-def _choices(tune: TunePolicy) -> tuple[Prefer | None, PlanChoice]:
-    """Return what decides between kernels and bodies, and between the plans of a kernel."""
-    if tune == "never":
-        return None, "first"
-    prefer = None if cache.is_empty() else cached_preferences
-    return prefer, "observed" if tune == "background" else "known"
-
-
-def _check_words(tune: str, aim: str) -> None:
-    """Raise UsageError unless `tune` and `aim` are words that sessions know, and go together."""
     for name, word, known in (("tune", tune, get_args(TunePolicy)), ("aim", aim, get_args(Aim))):
         if word not in known:
             raise UsageError(f"{name}={word!r} is none of {', '.join(map(repr, known))}")
     if aim == "throughput" and tune in ("now", "background"):
         raise UsageError(f"tune={tune!r} measures kernels alone, which says little of aim='throughput'; leave one out")
+    file = _plan_file(model, plans)
+    if tune == "never":
+        return SessionSettings(None, "first", file, aim)
+    prefer = cached_preferences if tune == "now" or not cache.is_empty() else None
+    return SessionSettings(prefer, "observed" if tune == "background" else "known", file, aim)
 
 
 def _tune_now(
@@ -431,32 +407,3 @@ def _tune_now(
         from onnxfuse.tuning.tune import tune_session  # other sessions start without what only measuring needs
 
         tune_session(model, options, target.provider, target.options, shapes, open_session)
-
-
-def _has_kernel(op: str, calls: Sequence[Call], reasons: Sequence[str | None]) -> bool:
-    return any(call.op == op and why is None for call, why in zip(calls, reasons, strict=True))
-
-
-def _dispatches(
-    calls: Sequence[Call],
-    reasons: Sequence[str | None],
-    preferred: Sequence[Preference | None],
-    given: Sequence[GivenTemplate | None],
-    target: Target | NoTarget,
-) -> tuple[NodeDispatch, ...]:
-    """Return what `explain_session` says, and log it by fusion."""
-    where = f"{target.provider}, device {target.ordinal}" if isinstance(target, Target) else ""
-    files = [f"; plans of {each.path.name}" if each else "" for each in given]
-    kernels = [
-        f"{where}{file}; {each.why}" if each else where + file for each, file in zip(preferred, files, strict=True)
-    ]
-    level = logging.WARNING if isinstance(target, NoTarget) and target.asked else logging.INFO
-    dispatches = tuple(
-        NodeDispatch(call.node.name, call.node.fusion, "body" if why else "kernel", why or kernel)
-        for call, why, kernel in zip(calls, reasons, kernels, strict=True)
-    )
-    counts = Counter((each.fusion, each.how, each.why) for each in dispatches)
-    for (fusion, how, why), count in counts.items():
-        what = "kernels" if how == "kernel" else "their body"
-        log.log(level, "%s: %d nodes run as %s (%s)", fusion, count, what, why)
-    return dispatches

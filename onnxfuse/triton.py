@@ -61,25 +61,28 @@ class _Tensor:
     batch: str | None  # the name of the first dim, "" if it has none; None if there is no dynamic first dim
 
 
+@dataclass(frozen=True)
+class TritonSettings:
+    """How a model stands in a repository.
+
+    Triton passes the path of the library to the system's loader, which takes it from the working directory if it is
+    relative: it is absolute, below the place where the server will see the repository.
+    """
+
+    name: str | None = None  # of the model; by default that of its file
+    served_from: str | None = None  # where the server will see the repository; by default where it is written
+    # The largest batch that the server makes of requests, 0 for none; by default 0 unless one dynamic dim is the first
+    # of all inputs and outputs.
+    max_batch_size: int | None = None
+    overwrite: bool = False  # whether a model of that name may be replaced, with all that its folder holds
+
+
 def export_triton(
-    source: Path,
-    repository: Path,
-    *,
-    plans: Path | None = None,
-    name: str | None = None,
-    served_from: str | None = None,
-    max_batch_size: int | None = None,
-    overwrite: bool = False,
+    source: Path, repository: Path, plans: Path | None = None, settings: TritonSettings = TritonSettings()
 ) -> Path:
     """Write a fused model into a model repository, and return its folder there.
 
-    plans           its plan file; by default the one beside it, which has its name and .plans behind it
-    name            of the model in the repository; by default that of the file
-    served_from     where the server will see the repository; by default where it is written: Triton passes the path of
-                    the library to the system's loader, which takes it from the working directory if it is relative
-    max_batch_size  the largest batch that the server makes of requests, 0 for none; by default 0 unless one dynamic dim
-                    is the first of all inputs and outputs
-    overwrite       whether a model of that name may be replaced, with all that its folder holds
+    plans  its plan file; by default the one beside it, whose name is the model's and .plans
 
     Raises UsageError if the model has no fused nodes, is there already, or cannot have batches, for a name or a place
     that Triton cannot take, and if the plan file is missing, or lacks a node or a batch; ModelError if the model cannot
@@ -89,8 +92,8 @@ def export_triton(
     model = read_model(source)
     if not (calls := read_calls(model)):
         raise UsageError(f"'{source}' has no fused nodes; run `onnxfuse optimize` first")
-    name = _checked_name(source.stem if name is None else name)
-    served = _served_from(served_from, repository)
+    name = _checked_name(source.stem if settings.name is None else settings.name)
+    served = _served_from(settings.served_from, repository)
     plans = plans or Path(f"{source}{PLANS_SUFFIX}")
     if not plans.is_file():
         what = f"'{plans}' is a directory" if plans.is_dir() else f"there is no plan file '{plans}'"
@@ -101,13 +104,13 @@ def export_triton(
     file = read_plan_file(plans)
     _check_plans(calls, file, plans)
     inputs, outputs = list(_inputs(model)), list(_outputs(model))
-    batch = _batch_size([*inputs, *outputs], max_batch_size)
+    batch = _batch_size([*inputs, *outputs], settings.max_batch_size)
     _check_batches(calls, file, plans, {each.batch or f"{each.name}[0]" for each in inputs}, batch)
-    config = config_text(model, name, str(served / name / VERSION / LIBRARY_NAME), max_batch_size)
+    config = config_text(model, name, str(served / name / VERSION / LIBRARY_NAME), settings.max_batch_size)
     copies = {library: LIBRARY_NAME, plans: LIBRARY_NAME + PLANS_SUFFIX}
     if external_files(model):
-        return _write(copies, config, repository / name, overwrite, source)
-    return _write(copies | {source: MODEL_NAME}, config, repository / name, overwrite)
+        return _write(copies, config, repository / name, settings.overwrite, source)
+    return _write(copies | {source: MODEL_NAME}, config, repository / name, settings.overwrite)
 
 
 def _checked_name(name: str) -> str:

@@ -15,7 +15,7 @@ from rich.console import Console
 from test_optimize import BLOCK, parse
 
 from onnxfuse import ModelError, Report, UsageError, optimize
-from onnxfuse.bench.bench import bench
+from onnxfuse.bench.bench import BenchSettings, bench
 from onnxfuse.report.similar import group
 
 # A schema is a type, a list with the type of its elements, or a dict; the key `...` stands for any keys.
@@ -294,6 +294,6 @@ def test_only_the_rows_of_a_table_that_are_read_count(tmp_path: Path) -> None:
     assert report.before.bytes == (ids + 2 * rows) + (2 * rows + 2 * vector)
     assert report.after.bytes == ids + 2 * rows + 2 * vector
     onnx.save(optimized, tmp_path / "fused.onnx")
-    result = bench(tmp_path / "fused.onnx", shapes=["ids:3x4"], runs=1)
+    result = bench(tmp_path / "fused.onnx", BenchSettings(shapes=["ids:3x4"], runs=1))
     (fused,) = (op for op in result.ops if op.fusion == "embedding_layer_norm")
     assert fused.bytes == 3 * (ids + 2 * rows) + 2 * vector

@@ -20,7 +20,7 @@ from stand_in import CPU, SHIFT, model, node, stage
 from stored_plans import store
 
 from onnxfuse.cli import main
-from onnxfuse.compile.compile_file import compile_file
+from onnxfuse.compile.compile_file import CompileSettings, compile_file
 from onnxfuse.errors import ModelError
 from onnxfuse.runtime import kernel_folders, native_library
 from onnxfuse.triton import config_text
@@ -378,7 +378,7 @@ def test_each_batch_has_a_plan(fused: Path, tmp_path: Path, monkeypatch: pytest.
         return good(node, inputs, device)
 
     monkeypatch.setattr(host, "candidates", few)
-    compile_file(fused, f"{fused}.plans", provider=CPU)
+    compile_file(fused, f"{fused}.plans", CompileSettings(provider=CPU))
     message = refusal(fused, tmp_path / "r")
     assert (
         "has no plan for a batch of 21 at node 'node_0' on stand-in; give --max-batch-size 20, or `onnxfuse" in message
@@ -396,7 +396,7 @@ def test_kernels_of_folders_are_named_again(fused: Path, tmp_path: Path, monkeyp
     (family / "host.py").write_text("def supports(*_): ...\ndef candidates(*_): ...\n")
     monkeypatch.setattr(kernel_folders, "_added", [])
     kernel_folders.add_kernels(family.parent)
-    compile_file(fused, f"{fused}.plans", provider=CPU)
+    compile_file(fused, f"{fused}.plans", CompileSettings(provider=CPU))
     monkeypatch.setattr(kernel_folders, "_added", [])
     why = "made from other kernels than there are here; add the folders (--kernels, onnxfuse.add_kernels) and packages"
     assert why in refusal(fused, tmp_path / "r", code=1)

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -23,8 +23,9 @@ from onnxfuse.ir.load import load
 from onnxfuse.ir.plain_files import write_whole
 from onnxfuse.ir.protos import nodes
 from onnxfuse.optimizer import optimize
+from onnxfuse.runtime.target import PlanChoice
 from onnxfuse.session import InferenceSession, explain_session, open_session
-from onnxfuse.tuning.bound_session import WARM_UP_RUNS, BoundSession, Provider, bind, check_outputs, start_session
+from onnxfuse.tuning.bound_session import BoundSession, Provider, TimedModel, bind, check_outputs, start_session
 from onnxfuse.tuning.dispatch import CUDA_GRAPH, PLAIN, Mode, TunePolicy
 from onnxfuse.tuning.memory_rate import copy_rate
 from onnxfuse.tuning.op_times import OpTime, op_times
@@ -106,49 +107,47 @@ def write_text(path: Path, text: str) -> None:
         raise ModelError(f"cannot write '{path}': {error.strerror}; give another name") from error
 
 
+@dataclass(frozen=True)
+class BenchSettings:
+    """Against what and on what a model is timed."""
+
+    patterns: Iterable[str | os.PathLike[str]] = ()  # folders with further fusions
+    shapes: Sequence[str] = ()  # sizes of dynamic dims, as "input:8x512"; verification's choice of the others
+    inputs: Mapping[str, Array] = field(default_factory=dict)  # to run on, instead of generated ones
+    against: Sequence[str | os.PathLike[str]] = ()  # further models with the same inputs and outputs
+    runs: int | None = None  # of each model and mode; by default as many as fit into two seconds
+    provider: Provider = "cpu"
+    cuda_graph: bool = True  # on CUDA, also run with CUDA graphs
+    ops: bool = True  # also time each operator alone
+    tune: TunePolicy = "cached"  # how the fused model chooses between kernel and body: see onnxfuse.InferenceSession
+
+
 def bench(
-    model: str | os.PathLike[str],
-    *,
-    patterns: Iterable[str | os.PathLike[str]] = (),
-    shapes: Sequence[str] = (),
-    against: Sequence[str | os.PathLike[str]] = (),
-    runs: int | None = None,
-    provider: Provider = "cpu",
-    cuda_graph: bool = True,
-    inputs: Mapping[str, Array] | None = None,
-    ops: bool = True,
-    tune: TunePolicy = "cached",
-    progress: Progress = lambda stage, done, of: None,
+    model: str | os.PathLike[str], settings: BenchSettings, progress: Progress = lambda stage, done, of: None
 ) -> Bench:
     """Time a model and the same model fused, in turns, on inputs and outputs that stay on the device.
 
     An unfused model is fused here; a fused model is compared with itself running as bodies.
-
-    patterns    folders with further fusions
-    shapes      sizes of dynamic dims, as "input:8x512"; verification's choice of the others
-    against     further models with the same inputs and outputs
-    runs        of each model and mode; by default as many as fit into two seconds
-    cuda_graph  on CUDA, also run with CUDA graphs
-    inputs      to run on, instead of generated ones
-    ops         also time each operator alone
-    tune        how the fused model chooses between kernel and body: see onnxfuse.InferenceSession
 
     Raises UsageError for a shape that the model does not take, VerificationError where the original does not run, or
     has outputs that cannot be compared.
     """
     path = Path(model)
     progress("load", 0, 0)
-    original, folder = _load(path, inputs or {})
-    others = [(name, *load(other)) for name, other in _named(against).items()]
-    choices = list(feeds_to_try(original, shapes, inputs or {}))
-    fused, counts = _fused(path, original, patterns, progress)
-    runner = _Runner(provider, progress, cuda_graph and provider == "cuda", "cached" if tune == "now" else tune)
+    original, folder = _load(path, settings.inputs)
+    others = [(name, *load(other)) for name, other in _named(settings.against).items()]
+    choices = list(feeds_to_try(original, settings.shapes, settings.inputs))
+    fused, counts = _fused(path, original, settings.patterns, progress)
+    provider, tune = settings.provider, settings.tune
+    cuda_graph = settings.cuda_graph and provider == "cuda"
+    runner = _Runner(provider, progress, cuda_graph, "cached" if tune == "now" else tune)
     feeds, first = runner.first(original, folder, choices)
+    timed = TimedModel(fused, folder, feeds, provider, open_session, progress=progress)
     if tune == "now":
-        tune_model(fused, folder, feeds, provider, open_session, progress=progress)
+        tune_model(timed)
     models = [("bodies" if fused is original else "original", original, folder), ("fused", fused, folder), *others]
-    contenders, bound = _timed(runner, models, feeds, first, runs)
-    rows, why = _op_times(fused, folder, feeds, runner, bound) if ops and counts else ([], "")
+    contenders, bound = _timed(runner, models, feeds, first, settings.runs)
+    rows, why = _op_times(timed, runner, bound) if settings.ops and counts else ([], "")
     given, rate = describe_feeds(feeds), copy_rate(provider, LARGE_COPY_BYTES)
     return Bench(str(path), provider, device(provider), given, counts, contenders, tuple(rows), rate, why)
 
@@ -297,8 +296,7 @@ class _Runner:
                     session = start_session(model, folder, self.provider, kernels, options=options)
                     check_outputs(session)
                     bound[name, mode] = bind(session, feeds, self.provider, first.shapes() if options else None)
-                for _ in range(WARM_UP_RUNS):
-                    bound[name, mode].run()
+                bound[name, mode].warm_up()
             except Exception as error:
                 bound.pop((name, mode), None)
                 failed.append(Contender(name, mode, reason=f"does not run: {first_line(error)}"))
@@ -333,20 +331,13 @@ def with_speed_ups(contenders: Sequence[Contender], base: str) -> Iterator[Conte
 
 
 def _op_times(
-    fused: onnx.ModelProto,
-    folder: Path | None,
-    feeds: Mapping[str, Array],
-    runner: _Runner,
-    bound: Mapping[tuple[str, Mode], BoundSession],
+    fused: TimedModel, runner: _Runner, bound: Mapping[tuple[str, Mode], BoundSession]
 ) -> tuple[list[OpTime], str]:
     """Time each operator alone; the second result says why none was timed."""
     session = bound.get(("fused", PLAIN))
     dispatches = explain_session(session.session) if session else ()
     try:
-        rows = op_times(
-            fused, folder, feeds, runner.provider, dispatches, runner.cuda_graph, runner.progress,
-            open_session, unfused=True, choice="first" if runner.tune == "never" else "known",
-        )  # fmt: skip
-        return rows, ""
+        choice: PlanChoice = "first" if runner.tune == "never" else "known"
+        return op_times(fused, dispatches, runner.cuda_graph, unfused=True, choice=choice), ""
     except Exception as error:  # such as too little memory for all values at once; the models are measured
         return [], first_line(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -22,8 +23,9 @@ from onnxfuse.ir.protos import nodes
 from onnxfuse.optimizer import optimize
 from onnxfuse.printing import columns, escape, two_lines
 from onnxfuse.runtime.cache_folder import cache_folder
+from onnxfuse.runtime.target import ProviderOptions
 from onnxfuse.session import open_session
-from onnxfuse.tuning.bound_session import Provider
+from onnxfuse.tuning.bound_session import Provider, TimedModel
 from onnxfuse.tuning.dispatch import shapes_text
 from onnxfuse.tuning.tune import ORIGINAL, ModelTimes, Tuning, check_kernels_run, tune
 from onnxfuse.verify.inputs import model_inputs
@@ -33,39 +35,40 @@ from onnxfuse.verify.shape_ranges import is_range, parse_ranges, spread
 GIVE_SIZES: Final = "--shape input:8x512, or inputs: --input x.npz"
 
 
+@dataclass(frozen=True)
+class TuneSettings:
+    """On what a model is tuned.
+
+    Shapes may be ranges, as "input:1..8x1..512": the model is then timed at the largest sizes, and the plans of its
+    kernels at the powers of two in between, too.
+    """
+
+    patterns: Iterable[str | os.PathLike[str]] = ()  # folders with further fusions
+    shapes: Sequence[str] = ()  # sizes of dynamic dims, as "input:8x512"
+    inputs: Mapping[str, Array] = field(default_factory=dict)  # to run on, instead of generated ones
+    provider: Provider = "cuda"
+    options: ProviderOptions = field(default_factory=dict)  # of the provider
+
+
 def tune_file(
-    path: str | os.PathLike[str],
-    *,
-    patterns: Iterable[str | os.PathLike[str]] = (),
-    shapes: Sequence[str] = (),
-    inputs: Mapping[str, Array] | None = None,
-    provider: Provider = "cuda",
-    device_id: int = 0,
-    options: Mapping[str, str] | None = None,
-    progress: Progress = lambda stage, done, of: None,
+    path: str | os.PathLike[str], settings: TuneSettings, progress: Progress = lambda stage, done, of: None
 ) -> Tuning:
     """Tune a model; a model without fused nodes is fused first.
 
-    patterns folders with further fusions
-    shapes   sizes of dynamic dims, as "input:8x512", or ranges of them, as "input:1..8x1..512": the model is then
-             timed at the largest sizes, and the plans of its kernels at the powers of two in between, too
-    inputs   to run on, instead of generated ones
-    options  of the provider
-
     Raises UsageError where nothing can be tuned, and where a dynamic dim has no size.
     """
-    check_kernels_run(provider)
+    check_kernels_run(settings.provider)
     progress("load", 0, 0)
     original, folder = load(Path(path))
-    first, *others = _spread(original, shapes)
-    feeds = feeds_of_known_sizes(original, first, inputs or {}, GIVE_SIZES)
+    first, *others = _spread(original, settings.shapes)
+    feeds = feeds_of_known_sizes(original, first, settings.inputs, GIVE_SIZES)
     fused: onnx.ModelProto | None = None
     if not any(map(is_fused, nodes(original.graph))):
-        fused, _ = optimize(path, patterns=patterns, verify=False, progress=progress)
+        fused, _ = optimize(path, patterns=settings.patterns, verify=False, progress=progress)
     model, before = (fused, original) if fused else (original, None)
-    given = {**(options or {}), **({"device_id": device_id} if device_id else {})}
     making = [partial(feeds_of_known_sizes, original, each, {}, GIVE_SIZES) for each in others]
-    return tune(model, folder, feeds, provider, open_session, given, original=before, others=making, progress=progress)
+    timed = TimedModel(model, folder, feeds, settings.provider, open_session, settings.options, progress)
+    return tune(timed, original=before, others=making)
 
 
 def _spread(model: onnx.ModelProto, shapes: Sequence[str]) -> list[Sequence[str]]:

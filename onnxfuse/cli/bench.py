@@ -64,7 +64,7 @@ def bench_command(
     Both run in turns, and their outputs are compared; exits with 1 if one is wrong or does not run.
     """
     from onnxfuse.bench import chart
-    from onnxfuse.bench.bench import bench
+    from onnxfuse.bench.bench import BenchSettings, bench
     from onnxfuse.ir.save import check_target
     from onnxfuse.tuning.bound_session import default_provider
 
@@ -74,12 +74,10 @@ def bench_command(
         check_target(file)
     provider = provider or default_provider()
     use_kernels(kernels, provider)
-    inputs = given_inputs(npz, model)
+    inputs = given_inputs(npz, model) or {}
+    settings = BenchSettings(patterns, shapes, inputs, against, runs, provider, cuda_graph, ops, tune)
     with shown_progress() as progress:
-        result = bench(
-            model, patterns=patterns, shapes=shapes, against=against, runs=runs, provider=provider,
-            cuda_graph=cuda_graph, inputs=inputs, ops=ops, tune=tune, progress=progress,
-        )  # fmt: skip
+        result = bench(model, settings, progress)
     if json_file:
         result.write(json_file)
     if chart_file:

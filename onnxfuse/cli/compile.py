@@ -59,7 +59,7 @@ def compile_command(
     this machine, with what `onnxfuse tune` measured on them, or for those that --arch and --gpu name, which need not be
     here.  A --shape may have ranges, as in ids:1..8x1..512, within which plans are chosen; other sizes run too.
     """
-    from onnxfuse.compile.compile_file import compile_file
+    from onnxfuse.compile.compile_file import CompileSettings, compile_file
     from onnxfuse.compile.summary import summary
     from onnxfuse.ir.save import check_target
     from onnxfuse.runtime.plan_file import PLANS_SUFFIX
@@ -67,15 +67,7 @@ def compile_command(
     target = target or Path(f"{model}{PLANS_SUFFIX}")
     check_target(target)
     use_kernels(kernels, "cuda")
+    settings = CompileSettings(archs, gpus, shapes, options=options_by_name(options), aim=aim)
     with shown_progress() as progress:
-        compiled = compile_file(
-            model,
-            target,
-            archs=archs,
-            gpus=gpus,
-            shapes=shapes,
-            options=options_by_name(options),
-            aim=aim,
-            progress=progress,
-        )
+        compiled = compile_file(model, target, settings, progress)
     console().print(summary(compiled), soft_wrap=True)

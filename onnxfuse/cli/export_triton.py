@@ -48,11 +48,9 @@ def export_triton_command(
     Inference Server runs the kernels without Python. Folders of kernels that --kernels named for `onnxfuse compile` are
     named here, too.
     """
-    from onnxfuse.triton import export_triton
+    from onnxfuse.triton import TritonSettings, export_triton
 
     use_kernels(kernels, "cuda")
-    folder = export_triton(
-        source, repository, plans=plans, name=name, served_from=served_from, max_batch_size=max_batch_size,
-        overwrite=overwrite,
-    )  # fmt: skip
+    settings = TritonSettings(name, served_from, max_batch_size, overwrite)
+    folder = export_triton(source, repository, plans, settings)
     echo(f"wrote {folder}; start the server with --model-repository={served_from or repository.resolve()}")

@@ -47,15 +47,13 @@ def tune_command(
     Times are taken at the shapes of the inputs and kept on disk; later sessions run what is faster.  A --shape may have
     ranges, as in ids:1..8x1..512: the plans of kernels are then measured at the powers of two in them.
     """  # fmt: skip
-    from onnxfuse.bench.tune_file import tune_file, tuning_tables
+    from onnxfuse.bench.tune_file import TuneSettings, tune_file, tuning_tables
     from onnxfuse.tuning.bound_session import default_provider
 
     provider = provider or default_provider()
     use_kernels(kernels, provider)
-    inputs = given_inputs(npz, model)
+    given = {**options_by_name(options), **({"device_id": device_id} if device_id else {})}
+    settings = TuneSettings(patterns, shapes, given_inputs(npz, model) or {}, provider, given)
     with shown_progress() as progress:
-        tuning = tune_file(
-            model, patterns=patterns, shapes=shapes, inputs=inputs, provider=provider, device_id=device_id,
-            options=options_by_name(options), progress=progress,
-        )  # fmt: skip
+        tuning = tune_file(model, settings, progress)
     console().print(tuning_tables(tuning), crop=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -71,13 +71,29 @@ class Compiled:
 
 
 @dataclass(frozen=True)
+class CompileSettings:
+    """For which GPUs, sizes and sessions a model is compiled: for this machine's GPUs if none are named.
+
+    The aim is "latency", or "throughput": kernels are planned for several runs at once then, and measurements, which
+    are of kernels alone, do not count.
+    """
+
+    archs: Sequence[str] = ()  # compute capabilities, such as "sm_90"
+    gpus: Sequence[str] = ()  # names of GPUs, whose multiprocessors count in the choice between plans
+    shapes: Sequence[str] = ()  # sizes of inputs for which plans are chosen, as "input:1..8x1..512"; all others run too
+    provider: str = CUDA
+    # Of the provider in later sessions: use_tf32 counts, and others where measurements on this machine do.
+    options: Mapping[str, object] = field(default_factory=dict)
+    aim: Aim = "latency"
+
+
+@dataclass(frozen=True)
 class _Task:
     """A model to compile, and for what."""
 
     model: onnx.ModelProto
     calls: Sequence[Call]
-    provider: str
-    options: Mapping[str, object]
+    settings: CompileSettings
     ranges: Mapping[str, Range]
     progress: Progress
 
@@ -85,41 +101,28 @@ class _Task:
 def compile_file(
     path: str | os.PathLike[str],
     target: str | os.PathLike[str],
-    *,
-    archs: Sequence[str] = (),
-    gpus: Sequence[str] = (),
-    shapes: Sequence[str] = (),
-    provider: str = CUDA,
-    options: Mapping[str, object] | None = None,
-    aim: Aim = "latency",
+    settings: CompileSettings = CompileSettings(),
     progress: Progress = lambda stage, done, of: None,
 ) -> Compiled:
     """Compile a fused model into a plan file.
-
-    archs    compute capabilities, such as "sm_90"; those of this machine's GPUs if neither `archs` nor `gpus` are given
-    gpus     names of GPUs, whose multiprocessors count in the choice between plans
-    shapes   the sizes of inputs for which plans are chosen, as "input:1..8x1..512"; all others run, too
-    options  of the provider in later sessions: use_tf32 counts, and others where measurements on this machine do
-    aim      "throughput": kernels are planned for several runs at once; measurements, of kernels alone, do not count
 
     Raises UsageError for a model without fused nodes, sizes that it does not have, and GPUs and options that are not
     known, KernelError without a compiler, OnnxfuseError if no node has a kernel, PlanFileError if the file cannot be
     written, or would replace one that is no plan file.
     """
     start = time.perf_counter()
-    check_options(options or {})
+    check_options(settings.options)
     check_plan_target(Path(target), Path(path))
     progress("load", 0, 0)
     model = read_model(Path(path))
     calls = read_calls(model)
     if not calls:
         raise UsageError(f"'{path}' has no fused nodes; run `onnxfuse optimize` first")
-    wanted = model_inputs(model) if shapes else []
-    ranges = ranges_of_dims(parse_ranges(shapes, wanted), wanted)
-    task = _Task(model, calls, provider, options or {}, ranges, progress)
-    devices = [replace(each, shared=aim == "throughput") for each in _devices(task, archs, gpus)]
-    found = [_plan(task, device) for device in devices]
-    backend, planned = backend_of(provider), [template for each in found for template in each.templates]
+    wanted = model_inputs(model) if settings.shapes else []
+    ranges = ranges_of_dims(parse_ranges(settings.shapes, wanted), wanted)
+    task = _Task(model, calls, settings, ranges, progress)
+    found = [_plan(task, device) for device in _devices(settings)]
+    backend, planned = backend_of(settings.provider), [template for each in found for template in each.templates]
     if planned and (why := backend.unavailable()):
         raise KernelError(why)
     codes = compile_kernels(planned, backend, partial(progress, "compile"))
@@ -140,15 +143,17 @@ def compile_file(
 # --- GPUs -------------------------------------------------------------------------------------------------------------
 
 
-def _devices(task: _Task, archs: Sequence[str], gpus: Sequence[str]) -> list[Device]:
-    """Return the GPUs to compile for.  Raises UsageError where none is known."""
-    backend = backend_of(task.provider)
+def _devices(settings: CompileSettings) -> list[Device]:
+    """Return the GPUs to compile for, with the settings of sessions.  Raises UsageError where none is known."""
+    backend = backend_of(settings.provider)
     why = backend.no_gpu()
     present = [] if why else list(dict.fromkeys(map(backend.device, range(backend.gpu_count()))))
-    devices = named_gpus(archs, gpus, present) if archs or gpus else present
+    is_named = settings.archs or settings.gpus
+    devices = named_gpus(settings.archs, settings.gpus, present) if is_named else present
     if not devices:
         raise UsageError(f"there is no GPU to compile for: {why}; name its compute capability, as in --arch sm_90")
-    return [replace(device, tf32=allows_tf32(task.options)) for device in devices]
+    tf32, shared = allows_tf32(settings.options), settings.aim == "throughput"
+    return [replace(device, tf32=tf32, shared=shared) for device in devices]
 
 
 def _summary(file: PlanFile) -> Callable[[Device], CompiledGpu]:
@@ -211,7 +216,7 @@ def _plan(task: _Task, device: Device) -> _Planned:
         if reasons[i] or inputs is None:
             reasons[i] = reasons[i] or UNKNOWN_RANKS
             continue
-        situation = Situation(call.node, device, task.provider, verdicts=device.is_here)
+        situation = Situation(call.node, device, task.settings.provider, verdicts=device.is_here)
         samples = samples_within(dim_names(call.shapes), task.ranges)
         made = [_template(templates, situation, inputs, samples)]
         reasons[i] = made[0] if isinstance(made[0], str) else None
@@ -249,7 +254,7 @@ def _bodies(task: _Task, found: Sequence[_Planned]) -> dict[str, str]:
             if why:
                 bodies.setdefault(call.op, why)
         if each.device.is_here and not cache.is_empty():
-            environment = session_environment(task.provider, each.device, task.options)
+            environment = session_environment(task.settings.provider, each.device, task.settings.options)
             preferred = cached_preferences(task.model, task.calls, environment, PLAIN, per_node=False)
             for call, preference in zip(task.calls, preferred, strict=True):
                 if preference and not preference.kernel:

@@ -7,7 +7,8 @@ import functools
 import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal, Protocol, TypeAlias
 
@@ -24,8 +25,8 @@ except ImportError as error:
 
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.save import save, serialize
-from onnxfuse.runtime.target import PlanChoice, ProviderOptions
-from onnxfuse.tuning.dispatch import Prefer
+from onnxfuse.runtime.target import ProviderOptions
+from onnxfuse.tuning.dispatch import SessionSettings
 from onnxfuse.verify.ort_session import from_ort_value, to_ort_value
 
 Value: TypeAlias = Array | ort.OrtValue
@@ -34,21 +35,52 @@ PROVIDERS: Final[Mapping[Provider, str]] = {"cpu": "CPUExecutionProvider", "cuda
 NO_NUMPY_DTYPE: Final = ("float8", "float4", "int4", "int2")  # element types that OrtValue.numpy does not convert
 WARM_UP_RUNS: Final = 3  # with CUDA graphs the first of them runs twice and captures
 ProvidersWithOptions = Sequence[tuple[str, Mapping[str, str]]]
+Progress = Callable[[str, int, int], None]  # called with the stage, how much of it is done, and of how much
 Open = Callable[[str | bytes, ort.SessionOptions, ProvidersWithOptions], ort.InferenceSession]
 
 
 class OpenFused(Protocol):
-    """Opens a session in which fused nodes run as kernels where `prefer` does not object: session.open_session.
-
-    choice   which candidate plans of a kernel run
-    """
+    """Opens a session in which fused nodes run as kernels where the settings do not object: session.open_session."""
 
     def __call__(
         self, path_or_bytes: str | bytes, sess_options: ort.SessionOptions, providers: ProvidersWithOptions, /,
-        *, prefer: Prefer | None, choice: PlanChoice,
+        *, settings: SessionSettings,
     ) -> ort.InferenceSession:  # fmt: skip
         """Open the session."""
         ...
+
+
+@dataclass(frozen=True)
+class TimedModel:
+    """A model that is measured, and where and on what it runs."""
+
+    model: onnx.ModelProto
+    folder: Path | None  # where its external data is
+    feeds: Mapping[str, Value]
+    provider: Provider
+    open_fused: OpenFused  # opens sessions that run kernels: onnxfuse.session.open_session
+    options: ProviderOptions = field(default_factory=dict)  # of the provider: device_id, use_tf32, …
+    progress: Progress = lambda stage, done, of: None
+
+    @property
+    def ordinal(self) -> int:
+        """The number of the GPU."""
+        return ordinal_of(self.options)
+
+    def start(self, settings: SessionSettings | None = None, *, cuda_graph: bool = False) -> ort.InferenceSession:
+        """Start a session; without settings, all nodes run as their bodies in plain onnxruntime."""
+        options = {**self.options, **({"enable_cuda_graph": 1} if cuda_graph else {})}
+        open_session = partial(self.open_fused, settings=settings) if settings else None
+        return start_session(self.model, self.folder, self.provider, open_session, options=options)
+
+    def bind(
+        self,
+        session: ort.InferenceSession,
+        shapes: Mapping[str, Sequence[int]] | None = None,
+        buffers: Mapping[str, str] | None = None,
+    ) -> BoundSession:
+        """Bind a session to these inputs and to its outputs: see `bind`."""
+        return bind(session, self.feeds, self.provider, shapes, self.ordinal, buffers)
 
 
 def ordinal_of(options: ProviderOptions) -> int:
@@ -141,6 +173,12 @@ class BoundSession:
         self.session.run_with_iobinding(self.binding)
         if self.provider == "cuda":
             self.binding.synchronize_outputs()
+
+    def warm_up(self) -> BoundSession:
+        """Run the model as often as its first runs take longer, and return the session."""
+        for _ in range(WARM_UP_RUNS):
+            self.run()
+        return self
 
     def values(self) -> dict[str, ort.OrtValue]:
         """Return the outputs of the last run, on the device."""

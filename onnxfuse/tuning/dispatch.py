@@ -8,6 +8,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 import onnx
@@ -17,11 +18,14 @@ from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.runtime.environment import Environment
 from onnxfuse.runtime.fused_calls import Call
 from onnxfuse.runtime.kernel_failures import Place, failure_of
+from onnxfuse.runtime.plan import Aim
 from onnxfuse.tuning import cache
 from onnxfuse.tuning.cache import Data, Measurement
 
 if TYPE_CHECKING:
     import onnxruntime as ort
+
+    from onnxfuse.runtime.target import PlanChoice
 
 log: Final = logging.getLogger("onnxfuse")
 # Ignore measurements, use them, make those that are missing first, or make them between runs.
@@ -89,6 +93,24 @@ class Preference:
 
 
 Prefer = Callable[[onnx.ModelProto, Sequence[Call], Environment, Mode, bool], Sequence[Preference | None]]
+
+
+@dataclass(frozen=True)
+class FoundPlans:
+    """The plan file of a session."""
+
+    path: Path
+    is_named: bool  # by the argument `plans`; it is beside the model otherwise
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """How the fused nodes of a session run."""
+
+    prefer: Prefer | None  # which as kernels and which as bodies; None runs every node with a kernel as one
+    choice: PlanChoice  # which candidate plans of a kernel run
+    plan_file: FoundPlans | None = None  # is used if it fits
+    aim: Aim = "latency"  # that of InferenceSession
 
 
 def cached_preferences(

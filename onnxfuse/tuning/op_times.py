@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -19,19 +17,9 @@ from onnxfuse.errors import OnnxfuseError, first_line
 from onnxfuse.ir.domain import is_fused
 from onnxfuse.ir.protos import copy_without
 from onnxfuse.ir.validate import size_of
-from onnxfuse.runtime.target import PlanChoice, ProviderOptions
-from onnxfuse.tuning.bound_session import (
-    WARM_UP_RUNS,
-    BoundSession,
-    OpenFused,
-    Provider,
-    Value,
-    bind,
-    ordinal_of,
-    size_of_value,
-    start_session,
-)
-from onnxfuse.tuning.dispatch import NodeDispatch, all_kernels, explain_session
+from onnxfuse.runtime.target import PlanChoice
+from onnxfuse.tuning.bound_session import BoundSession, TimedModel, Value, size_of_value
+from onnxfuse.tuning.dispatch import NodeDispatch, SessionSettings, all_kernels, explain_session
 from onnxfuse.tuning.memory_rate import cache_eviction, copy_rate
 from onnxfuse.tuning.timing import interleaved, runs_within
 
@@ -43,7 +31,6 @@ MIN_SHARED_WEIGHT_BYTES: Final = 64 * 2**20
 # Operators that do no work on a device, or not on tensors.
 UNTIMED: Final = re.compile("Constant|If|Loop|Random.*|Scan|Shape|Size|.*(Optional|Sequence|String).*")
 DESCRIPTIONS: Final = {"fusion", "operands", "output_types", "output_ranks", "attributes"}  # attributes for onnxfuse
-Progress = Callable[[str, int, int], None]  # called with the stage, how much of it is done, and of how much
 Attribute = int | float | str | list[int] | list[float] | list[str]
 
 
@@ -90,57 +77,47 @@ class OpTime:
 class _Operator:
     """Nodes that do the same on tensors of the same shapes; the first of them is timed."""
 
-    model: onnx.ModelProto
-    folder: Path | None
+    whole: TimedModel
     nodes: tuple[onnx.NodeProto, ...]
     values: Mapping[str, Value]
-    options: ProviderOptions
-    open_fused: OpenFused
     choice: PlanChoice
+
+    @property
+    def model(self) -> onnx.ModelProto:
+        return self.whole.model
 
 
 def op_times(
-    model: onnx.ModelProto,
-    folder: Path | None,
-    feeds: Mapping[str, Value],
-    provider: Provider,
+    whole: TimedModel,
     dispatches: Sequence[NodeDispatch],
     cuda_graph: bool,
-    progress: Progress,
-    open_fused: OpenFused,
     *,
-    options: ProviderOptions | None = None,
     only_kernels: bool = False,
     unfused: bool = False,
     choice: PlanChoice = "measured",
 ) -> list[OpTime]:
-    """Time the fused nodes of the main graph on the values that they have in a run with `feeds`; slowest first.
+    """Time the fused nodes of a model's main graph on the values that they have in a run; slowest first.
 
     dispatches    how the nodes run in a session of the model
     cuda_graph    time in a CUDA graph, where the operator can be captured
-    open_fused    opens sessions that run kernels
-    options       of the provider
     only_kernels  leave out the nodes that run as their bodies
     unfused       also time the nodes that no fusion took
     choice        which candidate plans of a kernel run
     """
-    how = {each.node: each for each in dispatches}
+    model, how = whole.model, {each.node: each for each in dispatches}
     chosen = [n for n in model.graph.node if is_fused(n) or (unfused and not UNTIMED.fullmatch(n.op_type))]
-    values = _values(model, chosen, folder, feeds, provider, options or {})
-    ops = [
-        _Operator(model, folder, nodes, values, options or {}, open_fused, choice)
-        for nodes in _equal_nodes(model, chosen, values)
-    ]
+    values = _values(whole, chosen)
+    ops = [_Operator(whole, nodes, values, choice) for nodes in _equal_nodes(model, chosen, values)]
     if only_kernels:
         ops = [op for op in ops if (one := how.get(node_name(op.nodes[0]))) and one.how == "kernel"]
     result = []
     for done, op in enumerate(ops):
-        progress("time the operators", done, len(ops))
+        whole.progress("time the operators", done, len(ops))
         dispatch = how.get(node_name(op.nodes[0]))
         unknown = "body" if is_fused(op.nodes[0]) else UNFUSED
         row = _untimed(op, dispatch.how if dispatch else unknown, dispatch.why if dispatch else "")
         try:
-            result.append(_timed(op, row, provider, cuda_graph))
+            result.append(_timed(op, row, cuda_graph))
         except Exception as error:  # whatever onnxruntime raises belongs in the table
             result.append(replace(row, error=first_line(error)))
     return sorted(result, key=lambda row: -(row.seconds or 0.0) * len(row.nodes))
@@ -154,25 +131,19 @@ def node_name(node: onnx.NodeProto) -> str:
 # --- operators -------------------------------------------------------------------------------------------------------
 
 
-def _values(
-    model: onnx.ModelProto,
-    nodes: Sequence[onnx.NodeProto],
-    folder: Path | None,
-    feeds: Mapping[str, Value],
-    provider: Provider,
-    options: ProviderOptions,
-) -> dict[str, Value]:
+def _values(whole: TimedModel, nodes: Sequence[onnx.NodeProto]) -> dict[str, Value]:
     """Return the feeds, and as OrtValues on the device all that the nodes read and write in one run."""
+    model = whole.model
     weights = {t.name for t in (*model.graph.initializer, *_constants(model))} | {i.name for i in model.graph.input}
     wanted = {name for node in nodes for name in (*node.input, *node.output) if name and name not in weights}
     open_model = copy_without(model, "graph")
     open_model.graph.CopyFrom(model.graph)
     present = {o.name for o in model.graph.output}
     open_model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in sorted(wanted - present))
-    session = start_session(open_model, folder, provider, options=options)
-    bound = bind(session, feeds, provider, None, ordinal_of(options))
+    opened = replace(whole, model=open_model)
+    bound = opened.bind(opened.start())
     bound.run()
-    return {**feeds, **bound.values()}
+    return {**whole.feeds, **bound.values()}
 
 
 def _equal_nodes(
@@ -246,7 +217,7 @@ def _bytes(value: Value) -> int:
 # --- timing ----------------------------------------------------------------------------------------------------------
 
 
-def _timed(op: _Operator, row: OpTime, provider: Provider, cuda_graph: bool) -> OpTime:
+def _timed(op: _Operator, row: OpTime, cuda_graph: bool) -> OpTime:
     """Time kernel and body in turns, each as one copy and as COPIES copies in a graph, with a cold cache at the start.
 
     The difference is the time of the further copies. Their weights come from memory, as in a model whose weights exceed
@@ -255,38 +226,33 @@ def _timed(op: _Operator, row: OpTime, provider: Provider, cuda_graph: bool) -> 
     kinds = ("kernel", "body") if row.how == "kernel" else ("body",)
     counts = [(kind, copies) for kind in kinds for copies in (1, COPIES)]
     try:
-        bound = [_bound(op, copies, kind == "kernel", provider, cuda_graph) for kind, copies in counts]
+        bound = [_bound(op, copies, kind == "kernel", cuda_graph) for kind, copies in counts]
     except Exception:  # a body with a node on the CPU cannot be captured
         if not cuda_graph or row.how == UNFUSED:  # alone on the CPU, an unfused node's time would be the transfer's
             raise
-        return _timed(op, row, provider, False)
+        return _timed(op, row, False)
     count = runs_within(SECONDS_PER_OPERATOR[row.how] / sum(copies for _, copies in counts), bound[0].run)
-    evict = cache_eviction(provider, ordinal_of(op.options))
+    evict = cache_eviction(op.whole.provider, op.whole.ordinal)
     medians = [each.median for each in interleaved([b.run for b in bound], count, evict)]
     times = {kind: max(medians[2 * i + 1] - medians[2 * i], 0.0) / (COPIES - 1) for i, kind in enumerate(kinds)}
     row = replace(row, kernel=times.get("kernel"), body=times["body"], cuda_graph=cuda_graph)
-    rate = copy_rate(provider, row.bytes)
+    rate = copy_rate(op.whole.provider, row.bytes)
     share = row.bytes / row.seconds / rate if rate and row.seconds else None
     return replace(row, share=share)
 
 
-def _bound(op: _Operator, copies: int, kernels: bool, provider: Provider, cuda_graph: bool) -> BoundSession:
+def _bound(op: _Operator, copies: int, kernels: bool, cuda_graph: bool) -> BoundSession:
     """Start a session of so many copies of the operator and warm it up.
 
     Raises OnnxfuseError where a copy runs as its body though `kernels` are asked for.
     """
-    options = {**op.options, **({"enable_cuda_graph": 1} if cuda_graph else {})}
     model, feeds, shapes = _repeated(op, copies)
-    open_session = partial(op.open_fused, prefer=all_kernels, choice=op.choice) if kernels else None
-    session = start_session(model, op.folder, provider, open_session, options=options)
+    repeated = replace(op.whole, model=model, feeds=feeds)
+    session = repeated.start(SessionSettings(all_kernels, op.choice) if kernels else None, cuda_graph=cuda_graph)
     for each in explain_session(session) if kernels else ():
         if each.how != "kernel":
             raise OnnxfuseError(f"alone it runs as its body: {each.why}")
-    buffers = {name: name.rpartition("@")[0] for name in shapes}
-    bound = bind(session, feeds, provider, shapes, ordinal_of(op.options), buffers)
-    for _ in range(WARM_UP_RUNS):
-        bound.run()
-    return bound
+    return repeated.bind(session, shapes, {name: name.rpartition("@")[0] for name in shapes}).warm_up()
 
 
 def _repeated(op: _Operator, copies: int) -> tuple[onnx.ModelProto, dict[str, Value], dict[str, tuple[int, ...]]]:

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -25,14 +25,11 @@ from onnxfuse.runtime.target import ProviderOptions
 from onnxfuse.tuning import cache
 from onnxfuse.tuning.bound_session import (
     PROVIDERS,
-    WARM_UP_RUNS,
     BoundSession,
     OpenFused,
     Provider,
-    bind,
+    TimedModel,
     check_available,
-    ordinal_of,
-    start_session,
 )
 from onnxfuse.tuning.cache import Data
 from onnxfuse.tuning.dispatch import (
@@ -42,7 +39,7 @@ from onnxfuse.tuning.dispatch import (
     PLAIN,
     Mode,
     NodeDispatch,
-    Prefer,
+    SessionSettings,
     all_kernels,
     body_digests,
     explain_session,
@@ -52,7 +49,7 @@ from onnxfuse.tuning.dispatch import (
     node_subject,
     preferences_by_node,
 )
-from onnxfuse.tuning.op_times import OpTime, Progress, op_times
+from onnxfuse.tuning.op_times import OpTime, op_times
 from onnxfuse.tuning.timing import interleaved, runs_within
 from onnxfuse.verify.requested_shapes import describe_feeds, feeds_of_known_sizes
 
@@ -62,6 +59,7 @@ OUT_OF_MEMORY: Final = re.compile("out of memory|failed to allocate|smaller than
 SECONDS_PER_VARIANT: Final = 2.0  # of runs of the whole model
 NOT_FOR_TIMING: Final = ("enable_cuda_graph", "user_compute_stream", "has_user_compute_stream")  # provider options
 ORIGINAL: Final = "original"  # a variant that is timed, but never chosen
+MEASURED: Final = SessionSettings(all_kernels, "measured")
 Source = str | os.PathLike[str] | bytes | onnx.ModelProto
 
 
@@ -88,60 +86,42 @@ class Tuning:
 
 @dataclass(frozen=True)
 class _Task:
-    """A model to tune, and where and on what it runs."""
+    """A model to tune, its fused nodes, and what their measurements depend on."""
 
-    model: onnx.ModelProto
-    folder: Path | None
-    feeds: Mapping[str, Array]
-    provider: Provider
-    options: ProviderOptions
-    open_fused: OpenFused
-    progress: Progress
+    timed: TimedModel
     calls: Sequence[Call]
     environment: Environment
 
     @property
-    def ordinal(self) -> int:
-        return ordinal_of(self.options)
-
-    @property
     def modes(self) -> tuple[Mode, ...]:
-        return (PLAIN, CUDA_GRAPH) if self.provider == "cuda" else (PLAIN,)
+        return (PLAIN, CUDA_GRAPH) if self.timed.provider == "cuda" else (PLAIN,)
 
 
 def tune(
-    model: onnx.ModelProto,
-    folder: Path | None,
-    feeds: Mapping[str, Array],
-    provider: Provider,
-    open_fused: OpenFused,
-    options: ProviderOptions | None = None,
+    fused: TimedModel,
     *,
     original: onnx.ModelProto | None = None,
     others: Sequence[Callable[[], Mapping[str, Array]]] = (),
-    progress: Progress = lambda stage, done, of: None,
 ) -> Tuning:
-    """Measure a fused model on these inputs and keep the measurements, which later sessions on this GPU use.
+    """Measure a fused model on its inputs and keep the measurements, which later sessions on this GPU use.
 
-    folder      where the model's external data is
-    open_fused  opens sessions that run kernels: onnxfuse.session.open_session
-    options     of the provider: device_id, use_tf32, …; CUDA graphs are timed as well, whatever the options say
-    original    the model before it was fused, which is timed beside it and never chosen
-    others      make inputs of other sizes, at which the plans of the kernels are measured, too
+    fused     CUDA graphs are timed as well, whatever its options say
+    original  the model before it was fused, which is timed beside it and never chosen
+    others    make inputs of other sizes, at which the plans of the kernels are measured, too
 
     Raises UsageError where nothing can be tuned, OnnxfuseError where the model does not load with these options. The
     result says why a variant that does not run was left out. If the kernels of a model do not run, nothing is kept of
     the model, because the reason may pass.
     """
-    task = _task(model, folder, feeds, provider, open_fused, options or {}, progress)
+    task = _task(fused)
     dispatches = _dispatch_to_kernels(task)
     _measure_plans(task, others)
     rows, error = _time_nodes(task, dispatches)
-    bodies = body_digests(model)
+    bodies = body_digests(fused.model)
     kept = [_keep_node(task, row, bodies) for row in rows if row.faster]
     models = [_time_model(task, mode, original) for mode in task.modes]
     kept += [_keep_model(task, each) for each in models if each.chosen]
-    return Tuning(tuple(rows), tuple(models), describe_feeds(feeds), bool(kept) and all(kept), error)
+    return Tuning(tuple(rows), tuple(models), describe_feeds(fused.feeds), bool(kept) and all(kept), error)
 
 
 def tune_session(
@@ -166,17 +146,13 @@ def tune_session(
     stated = configured_folder(session_options) if session_options is not None else None
     folder = stated or (path.parent if path else None)
     try:
-        task = _task(model, folder, feeds, provider, open_fused, options, _no_progress)
+        task = _task(TimedModel(model, folder, feeds, provider, open_fused, options))
         if not _is_known(task):
-            for each in tune(model, task.folder, feeds, provider, open_fused, task.options).models:
+            for each in tune(task.timed).models:
                 if each.reason:
                     log.info("nothing is chosen for the whole model (%s): %s", each.mode, each.reason)
     except Exception as error:  # onnxruntime's errors have no common class
         log.warning("the model was not tuned: %s", first_line(error))
-
-
-def _no_progress(stage: str, done: int, of: int) -> None:
-    pass
 
 
 def check_kernels_run(provider: Provider) -> None:
@@ -190,28 +166,19 @@ def check_kernels_run(provider: Provider) -> None:
         raise UsageError(f"kernels cannot run here, so there is nothing to tune: {why}")
 
 
-def _task(
-    model: onnx.ModelProto,
-    folder: Path | None,
-    feeds: Mapping[str, Array],
-    provider: Provider,
-    open_fused: OpenFused,
-    options: ProviderOptions,
-    progress: Progress,
-) -> _Task:
+def _task(timed: TimedModel) -> _Task:
     """Collect what is measured.  Raises UsageError where nothing can be tuned."""
-    name, ordinal = PROVIDERS[provider], ordinal_of(options)
-    options = {key: value for key, value in options.items() if key not in NOT_FOR_TIMING}
-    check_kernels_run(provider)
-    calls = read_calls(model)
+    name = PROVIDERS[timed.provider]
+    options = {key: value for key, value in timed.options.items() if key not in NOT_FOR_TIMING}
+    check_kernels_run(timed.provider)
+    calls = read_calls(timed.model)
     if not calls:
         raise UsageError("the model has no fused nodes; there is nothing to tune")
     try:
-        device = device_of(name, ordinal, allows_tf32(options))
+        device = device_of(name, timed.ordinal, allows_tf32(options))
     except Exception as error:  # CuPy's own errors have no common class
-        raise UsageError(f"there is no GPU {ordinal}: {first_line(error)}; give another --device-id") from error
-    environment = session_environment(name, device, options)
-    return _Task(model, folder, feeds, provider, options, open_fused, progress, calls, environment)
+        raise UsageError(f"there is no GPU {timed.ordinal}: {first_line(error)}; give another --device-id") from error
+    return _Task(replace(timed, options=options), calls, session_environment(name, device, options))
 
 
 # --- nodes -----------------------------------------------------------------------------------------------------------
@@ -219,15 +186,14 @@ def _task(
 
 def _dispatch_to_kernels(task: _Task) -> Sequence[NodeDispatch]:
     """Return how each node runs in a session where all nodes with a kernel run as kernels."""
-    open_session = partial(task.open_fused, prefer=all_kernels, choice="measured")
     try:
-        session = start_session(task.model, task.folder, task.provider, open_session, options=task.options)
-        return explain_session(session)
+        return explain_session(task.timed.start(MEASURED))
     except OnnxfuseError:
         raise
     except Exception as error:  # onnxruntime's errors have no common class
-        given = ", ".join(f"{name} = {value}" for name, value in task.options.items()) or "no options"
-        raise OnnxfuseError(f"the model does not load on {task.provider} with {given}: {first_line(error)}") from error
+        given = ", ".join(f"{name} = {value}" for name, value in task.timed.options.items()) or "no options"
+        where = f"on {task.timed.provider} with {given}"
+        raise OnnxfuseError(f"the model does not load {where}: {first_line(error)}") from error
 
 
 def _measure_plans(task: _Task, others: Sequence[Callable[[], Mapping[str, Array]]]) -> None:
@@ -237,26 +203,20 @@ def _measure_plans(task: _Task, others: Sequence[Callable[[], Mapping[str, Array
     """
     if not others:
         return
-    open_session = partial(task.open_fused, prefer=all_kernels, choice="measured")
-    session = start_session(task.model, task.folder, task.provider, open_session, options=task.options)
+    session = task.timed.start(MEASURED)
     for done, make in enumerate(others):
-        task.progress("measure plans", done, len(others))
+        task.timed.progress("measure plans", done, len(others))
         feeds = make()
         try:
-            bind(session, feeds, task.provider, None, task.ordinal).run()
+            replace(task.timed, feeds=feeds).bind(session).run()
         except Exception as error:  # onnxruntime's errors have no common class
             log.warning("plans are not measured at %s: %s", describe_feeds(feeds), first_line(error))
 
 
 def _time_nodes(task: _Task, dispatches: Sequence[NodeDispatch]) -> tuple[list[OpTime], str]:
     """Time each distinct node that has a kernel; the second result says why none was timed."""
-    graphs = CUDA_GRAPH in task.modes
     try:
-        rows = op_times(
-            task.model, task.folder, task.feeds, task.provider, dispatches, graphs, task.progress, task.open_fused,
-            options=task.options, only_kernels=True,
-        )  # fmt: skip
-        return rows, ""
+        return op_times(task.timed, dispatches, CUDA_GRAPH in task.modes, only_kernels=True), ""
     except Exception as error:  # such as too little memory for all values at once; the whole model is still timed
         return [], first_line(error)
 
@@ -273,7 +233,7 @@ def _keep_node(task: _Task, row: OpTime, bodies: Mapping[str, str]) -> bool:
 
 def _time_model(task: _Task, mode: Mode, original: onnx.ModelProto | None) -> ModelTimes:
     """Time all variants in turns; one after the other if memory does not hold all of them."""
-    task.progress(f"time the model ({mode})", 0, 0)
+    task.timed.progress(f"time the model ({mode})", 0, 0)
     try:
         variants = _variants(task, mode, original)
         seconds = _seconds_in_turns(variants, mode)
@@ -294,15 +254,19 @@ def _variants(task: _Task, mode: Mode, original: onnx.ModelProto | None) -> dict
 
     Raises what onnxruntime raises where the bodies do not run.
     """
-    alone = preferences_by_node(task.model, task.calls, task.environment)
-    prefer: dict[str, Prefer | None] = {ALL_BODIES: None, ALL_KERNELS: all_kernels}
+    fused, alone = task.timed, preferences_by_node(task.timed.model, task.calls, task.environment)
+    settings: dict[str, SessionSettings | None] = {ALL_BODIES: None, ALL_KERNELS: MEASURED}
     if is_mixed(alone):
-        prefer[mix_name(alone)] = lambda *_: alone
-    shapes = _output_shapes(task)
-    result: dict[str, Callable[[], BoundSession]] = {
-        name: partial(_warm_session, task, task.model, mode, each, shapes) for name, each in prefer.items()
-    }
-    return result | ({ORIGINAL: partial(_warm_session, task, original, mode, None, shapes)} if original else {})
+        settings[mix_name(alone)] = SessionSettings(lambda *_: alone, "measured")
+    bound = fused.bind(fused.start())
+    bound.run()
+    shapes = bound.shapes()  # with CUDA graphs, outputs must be allocated before the first run
+
+    def warm(timed: TimedModel, of_variant: SessionSettings | None) -> BoundSession:
+        return timed.bind(timed.start(of_variant, cuda_graph=mode == CUDA_GRAPH), shapes).warm_up()
+
+    made: dict[str, Callable[[], BoundSession]] = {n: partial(warm, fused, each) for n, each in settings.items()}
+    return made | ({ORIGINAL: partial(warm, replace(fused, model=original), None)} if original else {})
 
 
 def _seconds_in_turns(variants: Mapping[str, Callable[[], BoundSession]], mode: Mode) -> dict[str, float] | None:
@@ -327,41 +291,16 @@ def _seconds_in_turns(variants: Mapping[str, Callable[[], BoundSession]], mode: 
     return {name: each.median for name, each in zip(bound, times, strict=True)}
 
 
-def _warm_session(
-    task: _Task,
-    model: onnx.ModelProto,
-    mode: Mode,
-    prefer: Prefer | None,
-    shapes: Mapping[str, Sequence[int]] | None,
-) -> BoundSession:
-    """Start a session and warm it up; without `prefer`, all nodes run as their bodies in plain onnxruntime."""
-    options = {**task.options, **({"enable_cuda_graph": 1} if mode == CUDA_GRAPH else {})}
-    open_session = partial(task.open_fused, prefer=prefer, choice="measured") if prefer else None
-    session = start_session(model, task.folder, task.provider, open_session, options=options)
-    bound = bind(session, task.feeds, task.provider, shapes, task.ordinal)
-    for _ in range(WARM_UP_RUNS):
-        bound.run()
-    return bound
-
-
-def _output_shapes(task: _Task) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the outputs: with CUDA graphs, outputs must be allocated before the first run."""
-    session = start_session(task.model, task.folder, task.provider, options=task.options)
-    bound = bind(session, task.feeds, task.provider, None, task.ordinal)
-    bound.run()
-    return bound.shapes()
-
-
 def _model_case(task: _Task, mode: Mode) -> Data:
-    return {"mode": mode, "shapes": [f"{name} {text}" for name, text in describe_feeds(task.feeds).items()]}
+    return {"mode": mode, "shapes": [f"{name} {text}" for name, text in describe_feeds(task.timed.feeds).items()]}
 
 
 def _keep_model(task: _Task, times: ModelTimes) -> bool:
     seconds = {name: value for name, value in times.seconds.items() if name != ORIGINAL}
     case = _model_case(task, times.mode)
-    return cache.store(task.environment, model_subject(task.model), case, times.chosen, seconds)
+    return cache.store(task.environment, model_subject(task.timed.model), case, times.chosen, seconds)
 
 
 def _is_known(task: _Task) -> bool:
     """Return whether the whole model was timed at these shapes in plain mode; not every model can be captured."""
-    return cache.lookup_case(task.environment, model_subject(task.model), _model_case(task, PLAIN)) is not None
+    return cache.lookup_case(task.environment, model_subject(task.timed.model), _model_case(task, PLAIN)) is not None

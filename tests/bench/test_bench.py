@@ -22,7 +22,7 @@ from click.testing import CliRunner, Result
 from exported_models import unpack
 
 from onnxfuse import optimize
-from onnxfuse.bench.bench import Bench, Contender, bench, has_products, with_speed_ups
+from onnxfuse.bench.bench import Bench, BenchSettings, Contender, bench, has_products, with_speed_ups
 from onnxfuse.cli import main
 from onnxfuse.tuning import memory_rate, timing
 from onnxfuse.tuning.timing import RunTimes
@@ -155,7 +155,7 @@ def test_the_chart_is_well_formed(measured: tuple[Result, dict[str, Any], str]) 
 
 def test_a_fused_model_is_compared_with_its_own_bodies(tmp_path: Path, resnet: Path) -> None:
     onnx.save(optimize(resnet, verify=False)[0], tmp_path / "fused.onnx")
-    result = bench(tmp_path / "fused.onnx", shapes=["2x3x32x32"], runs=2, ops=False)
+    result = bench(tmp_path / "fused.onnx", BenchSettings(shapes=["2x3x32x32"], runs=2, ops=False))
     assert [each.name for each in result.contenders] == ["bodies", "fused"]
     assert result.counts["conv_bias_activation"] == 53
     assert result.passed
@@ -226,13 +226,14 @@ def test_an_output_that_is_no_array_is_a_sentence(text: str, kind: str, tmp_path
     result = run(path)
     assert (result.exit_code, f"output 'y' is {kind}, of which numpy makes no array" in result.stderr) == (FAILED, True)
     plain = saved(f"{text.partition(' =>')[0]} => (int8[b,4] z) {{ z = Cast<to = 3>(x) }}", tmp_path / "plain.onnx")
-    assert bench(plain, against=[path], runs=2, ops=False).contenders[-1].reason.startswith("does not run: output 'y'")
+    other = bench(plain, BenchSettings(against=[path], runs=2, ops=False)).contenders[-1]
+    assert other.reason.startswith("does not run: output 'y'")
 
 
 def test_an_output_that_is_listed_twice_counts_once(tmp_path: Path) -> None:
     text = "(float[b,4] x) => (float[b,4] y, float[b,4] z, float[b,4] y) { y = Relu(x) z = Neg(y) }"
     path = saved(text, tmp_path / "m.onnx")
-    assert bench(path, runs=2, ops=False).passed
+    assert bench(path, BenchSettings(runs=2, ops=False)).passed
 
 
 def test_a_size_that_cannot_be_computed_is_a_sentence(tmp_path: Path) -> None:
@@ -252,7 +253,7 @@ def saved(text: str, path: Path) -> Path:
 
 
 def test_a_model_with_other_inputs_did_not_run(bert: Path, resnet: Path) -> None:
-    result = bench(bert, against=[resnet], runs=2, ops=False)
+    result = bench(bert, BenchSettings(against=[resnet], runs=2, ops=False))
     other = result.contenders[-1]
     assert (other.agrees, other.times, other.speed_up) == (None, None, None)
     assert other.reason == "does not run: it has an input 'pixel_values', which the model does not have"
@@ -264,7 +265,7 @@ def test_models_of_one_file_name_are_told_apart(tmp_path: Path, resnet: Path) ->
     for path in paths:
         path.parent.mkdir()
         shutil.copy(resnet, path)
-    result = bench(resnet, against=[*paths, paths[0]], runs=2, ops=False)
+    result = bench(resnet, BenchSettings(against=[*paths, paths[0]], runs=2, ops=False))
     assert [each.name for each in result.contenders] == ["original", "fused", *map(str, paths)]
     assert result.passed
 

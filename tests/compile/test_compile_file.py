@@ -25,7 +25,7 @@ from stored_plans import native_session
 
 import onnxfuse
 from onnxfuse.cli import main, terminal
-from onnxfuse.compile.compile_file import Compiled, LeftOut, compile_file
+from onnxfuse.compile.compile_file import Compiled, CompileSettings, LeftOut, compile_file
 from onnxfuse.compile.samples import samples_within
 from onnxfuse.compile.summary import summary
 from onnxfuse.errors import KernelError, OnnxfuseError, UsageError
@@ -66,7 +66,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
 def compiled(path: Path, **arguments: Any) -> tuple[Compiled, PlanFile]:
     """Compile a model, and return what is said and what is in the file."""
     target = path.with_name(f"{path.name}.plans")
-    result = compile_file(path, target, **arguments)
+    result = compile_file(path, target, CompileSettings(**arguments))
     assert result.size == target.stat().st_size and result.seconds > 0
     return result, read_plan_file(target)
 
@@ -128,8 +128,9 @@ def test_no_onnxruntime_is_needed(fused: Path) -> None:
     """A build machine has neither a GPU nor onnxruntime."""
     program = (
         "import sys; sys.modules['onnxruntime'] = None\n"
-        "from onnxfuse.compile.compile_file import compile_file\n"
-        f"print(compile_file({str(fused)!r}, {str(fused.with_name('p'))!r}, archs=['sm_75']).gpus[0].device.name)"
+        "from onnxfuse.compile.compile_file import CompileSettings, compile_file\n"
+        f"made = compile_file({str(fused)!r}, {str(fused.with_name('p'))!r}, CompileSettings(archs=['sm_75']))\n"
+        "print(made.gpus[0].device.name)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("Tesla T4\n", "")
@@ -269,7 +270,7 @@ def test_a_node_whose_kernel_does_not_compile_is_left_out(
 
 def test_a_file_that_cannot_be_written_is_an_error(gpu: Stage, tmp_path: Path) -> None:
     with pytest.raises(PlanFileError, match="cannot be written"):
-        compile_file(write(tmp_path / "m.onnx", SHIFT), tmp_path / "none" / "p", provider=CPU)
+        compile_file(write(tmp_path / "m.onnx", SHIFT), tmp_path / "none" / "p", CompileSettings(provider=CPU))
 
 
 def test_nodes_at_the_border_of_the_model_take_memory_that_is_not_aligned(gpu: Stage, tmp_path: Path) -> None:

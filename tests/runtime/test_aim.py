@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
 
 from stand_in import CPU, SHIFT, Stage, model, session, stage
 
-from onnxfuse.compile.compile_file import compile_file
+from onnxfuse.compile.compile_file import CompileSettings, compile_file
 from onnxfuse.errors import UsageError
 from onnxfuse.runtime.plan import Aim, Device
 
@@ -53,7 +53,7 @@ def test_a_plan_file_has_an_aim(asked: list[Device], tmp_path: Path) -> None:
     (tmp_path / "m.onnx").write_bytes(model(SHIFT))
     for aim in get_args(Aim):
         asked.clear()
-        compile_file(tmp_path / "m.onnx", tmp_path / "m.plans", provider=CPU, aim=aim)
+        compile_file(tmp_path / "m.onnx", tmp_path / "m.plans", CompileSettings(provider=CPU, aim=aim))
         assert {each.shared for each in asked} == {aim == "throughput"}
 
 

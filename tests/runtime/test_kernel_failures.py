@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
 
 from stand_in import CPU, SHIFT, Stage, feed, load, model, node, session, stage
 
-from onnxfuse.compile.compile_file import compile_file
+from onnxfuse.compile.compile_file import CompileSettings, compile_file
 from onnxfuse.errors import KernelError
 from onnxfuse.runtime import body_runs, kernel_failures
 from onnxfuse.runtime.backends import BACKENDS
@@ -220,7 +220,7 @@ def test_plan_files_have_kernels_that_did_not_compile_here(
 ) -> None:
     path = tmp_path / "m.onnx"
     path.write_bytes(model(SHIFT))
-    compile_file(path, tmp_path / "m.onnx.plans", provider=CPU)
+    compile_file(path, tmp_path / "m.onnx.plans", CompileSettings(provider=CPU))
     with monkeypatch.context() as patch:
         offer(gpu, patch, "shift")
         assert explain_session(session(model(SHIFT)))[0].how == "body"

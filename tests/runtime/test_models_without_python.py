@@ -24,7 +24,7 @@ from stored_plans import native_options
 from test_models_gpu import feeds
 
 import onnxfuse
-from onnxfuse.compile.compile_file import compile_file
+from onnxfuse.compile.compile_file import CompileSettings, compile_file
 from onnxfuse.ir.save import save
 
 INDEX = read_index()
@@ -65,7 +65,7 @@ def test_a_model_runs_at_every_shape(gpu: Stage, tmp_path: Path, name: str) -> N
     fused, report = onnxfuse.optimize(load_exported(name), verify=False)
     path, plans = tmp_path / "fused.onnx", tmp_path / "fused.plans"
     save(fused, path)
-    compiled = compile_file(path, plans, archs=["sm_90"], provider=CPU)
+    compiled = compile_file(path, plans, CompileSettings(archs=["sm_90"], provider=CPU))
     quiet = ort.SessionOptions()
     quiet.log_severity_level = 4
     run, bodies = native_session(path, plans), ort.InferenceSession(str(path), quiet, providers=[CPU])

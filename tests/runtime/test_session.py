@@ -31,7 +31,7 @@ from onnxfuse.runtime.backends import BACKENDS
 from onnxfuse.runtime.fused_calls import Call
 from onnxfuse.runtime.plan import Kernel
 from onnxfuse.session import InferenceSession, NodeDispatch, explain_session, open_session, register
-from onnxfuse.tuning.dispatch import Preference
+from onnxfuse.tuning.dispatch import Preference, SessionSettings
 
 KERNEL = f"{CPU}, device 0"
 AZURE = "AzureExecutionProvider"  # a provider that a CPU build of onnxruntime has
@@ -159,7 +159,7 @@ def test_a_measurement_may_prefer_the_body(gpu: Stage) -> None:
     def slow(_: object, calls: Sequence[Call], *__: object) -> list[Preference]:
         return [Preference(False, "the body was faster: 3 against 4 us") for _ in calls]
 
-    run = open_session(model(SHIFT), providers=[CPU], prefer=slow, choice="first")
+    run = open_session(model(SHIFT), providers=[CPU], settings=SessionSettings(slow, "first"))
     assert [(r.how, r.why) for r in explain_session(run)] == [("body", "the body was faster: 3 against 4 us")]
 
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
 
 from stand_in import CPU, SHIFT, Stage, feed, model, node, stage
 
-from onnxfuse.compile.compile_file import compile_file
+from onnxfuse.compile.compile_file import CompileSettings, compile_file
 from onnxfuse.errors import UsageError
 from onnxfuse.runtime import nvrtc, support
 from onnxfuse.runtime.backends import BACKENDS
@@ -47,7 +47,7 @@ def path(gpu: Stage, tmp_path: Path) -> Path:
     """Return a model with a plan file beside it, which was made as by another process."""
     found = tmp_path / "m.onnx"
     found.write_bytes(model(SHIFT))
-    compile_file(found, tmp_path / "m.onnx.plans", provider=CPU)
+    compile_file(found, tmp_path / "m.onnx.plans", CompileSettings(provider=CPU))
     planner._prepared.clear()
     gpu.kernels("shift").calls.clear()
     return found
@@ -140,7 +140,7 @@ def test_a_session_of_another_aim_does_not_use_a_file(
     """Neither the one that names it, nor, after a session that has loaded it, one that names none."""
     plans = path.with_name("other.plans")
     Path(f"{path}.plans").unlink()
-    compile_file(path, plans, provider=CPU, aim=made_for)
+    compile_file(path, plans, CompileSettings(provider=CPU, aim=made_for))
     assert explain_session(open_(path, plans=plans, aim=made_for))[0].why == f"{CPU}, device 0; plans of other.plans"
     assert not warnings(caplog)
     for arguments in {"plans": plans}, {}:

@@ -24,6 +24,7 @@ from onnxfuse.runtime.planner import planner
 from onnxfuse.runtime.template_bytes import template_bytes
 from onnxfuse.session import InferenceSession, explain_session, open_session
 from onnxfuse.tuning.autotune import gpu_trial
+from onnxfuse.tuning.bound_session import TimedModel
 from onnxfuse.tuning.tune import tune
 
 
@@ -136,7 +137,7 @@ def test_candidates_are_timed_where_they_will_run() -> None:
 def test_a_model_is_tuned_on_the_second_gpu(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs of one kind share measurements, so that they hold for the first GPU too."""
     monkeypatch.setenv("ONNXFUSE_CACHE_DIR", str(tmp_path))
-    found = tune(onnx.load_from_string(model()), None, feed(512), "cuda", open_session, {"device_id": 1})
+    found = tune(TimedModel(onnx.load_from_string(model()), None, feed(512), "cuda", open_session, {"device_id": 1}))
     assert [(each.mode, each.reason, "kernels" in each.seconds) for each in found.models] == [
         ("plain", "", True), ("cuda graph", "", True)]  # fmt: skip
     names = {device_of(CUDA, ordinal, True).name for ordinal in BOTH}

@@ -12,7 +12,7 @@ from exported_models import load_exported, read_index
 from test_models_gpu import CUDA, WIDE, error, feeds, session
 
 import onnxfuse
-from onnxfuse.compile.compile_file import compile_file
+from onnxfuse.compile.compile_file import CompileSettings, compile_file
 from onnxfuse.ir.save import save
 from onnxfuse.runtime import cuda_driver
 from onnxfuse.runtime import native_library as native
@@ -33,7 +33,7 @@ def compiled(name: str, folder: Path, **options: str) -> Path:
     """Return the fused model; its plan file lies beside it."""
     path = folder / "fused.onnx"
     save(onnxfuse.optimize(load_exported(name), verify=False)[0], path)
-    compile_file(path, folder / "fused.onnx.plans", options=options)
+    compile_file(path, folder / "fused.onnx.plans", CompileSettings(options=options))
     return path
 
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
 
 from stand_in import CPU, DEVICE, SHIFT, Stage, feed, model, stage
 
-from onnxfuse.bench.bench import bench
+from onnxfuse.bench.bench import BenchSettings, bench
 from onnxfuse.runtime.loaded_templates import ready_plan
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 from onnxfuse.runtime.planner import planner
@@ -28,6 +28,7 @@ from onnxfuse.runtime.template_key import Situation
 from onnxfuse.session import open_session
 from onnxfuse.tuning import autotune, cache
 from onnxfuse.tuning.autotune import plan_digest
+from onnxfuse.tuning.dispatch import SessionSettings
 from onnxfuse.tuning.trial import array_difference
 
 INPUTS = (TensorSpec((2, 3), "float32"), TensorSpec((3,), "float32"))
@@ -246,7 +247,7 @@ def offered(monkeypatch: pytest.MonkeyPatch, gpu: Stage, trial: Pretended) -> No
 
 def grid_of_a_run(gpu: Stage, choice: PlanChoice = "known") -> int:
     given = feed(2, 3)
-    run = open_session(model(SHIFT), providers=[CPU], prefer=None, choice=choice)
+    run = open_session(model(SHIFT), providers=[CPU], settings=SessionSettings(None, choice))
     np.testing.assert_array_equal(run.run(None, given)[0], given["x"] + given["b"])
     return gpu.last()[0]
 
@@ -280,7 +281,7 @@ def test_what_was_measured_counts_for_sizes_near_by(monkeypatch: pytest.MonkeyPa
     offered(monkeypatch, gpu, OnHost({1: 5, 2: 1, 3: 4}))
     assert grid_of_a_run(gpu, "measured") == 3
     forget()
-    run = open_session(model(SHIFT), providers=[CPU], prefer=None, choice="known")
+    run = open_session(model(SHIFT), providers=[CPU], settings=SessionSettings(None, "known"))
     grids = []
     for rows in (1, 2, 3, 4, 5, 100):
         with contextlib.suppress(Exception):  # the plans are for six elements only
@@ -305,7 +306,7 @@ def test_a_session_that_measures_asks_at_each_shape(monkeypatch: pytest.MonkeyPa
     own = gpu.kernels("shift").candidates
     twice = lambda *arguments: [*own(*arguments), *own(*arguments)]  # noqa: E731
     monkeypatch.setattr(gpu.kernels("shift"), "candidates", twice)
-    run = open_session(model(SHIFT), providers=[CPU], prefer=None, choice="measured")
+    run = open_session(model(SHIFT), providers=[CPU], settings=SessionSettings(None, "measured"))
     for rows in (2, 5, 2, 9):
         given = feed(rows, 4)
         np.testing.assert_array_equal(run.run(None, given)[0], given["x"] + given["b"])
@@ -317,7 +318,7 @@ def test_bench_times_no_candidates(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     gpu = stage(monkeypatch)
     offered(monkeypatch, gpu, trial := OnHost({1: 5, 2: 1, 3: 4}))
     (tmp_path / "model.onnx").write_bytes(model(SHIFT))
-    result = bench(tmp_path / "model.onnx", shapes=["x:2x3"], runs=2, tune=word)
+    result = bench(tmp_path / "model.onnx", BenchSettings(shapes=["x:2x3"], runs=2, tune=word))
     assert result.passed and result.ops[0].kernel is not None
     assert trial.timed == []
 
@@ -330,7 +331,7 @@ def test_nothing_is_timed_where_nothing_is_computed(monkeypatch: pytest.MonkeyPa
         return [dataclasses.replace(plan(each), outputs=(inputs[0],)) for each in (1, 3)]
 
     monkeypatch.setattr(gpu.kernels("shift"), "candidates", empty)
-    run = open_session(model(SHIFT), providers=[CPU], prefer=None, choice="measured")
+    run = open_session(model(SHIFT), providers=[CPU], settings=SessionSettings(None, "measured"))
     assert run.run(None, feed(0, 3))[0].shape == (0, 3)
     assert trial.timed == []
 

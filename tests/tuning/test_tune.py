@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
 from stand_in import CPU, DEVICE, HEAD, SHIFT, Stage, feed, load, model, node, session, stage
 
 from onnxfuse.bench import tune_file
-from onnxfuse.bench.bench import bench
+from onnxfuse.bench.bench import BenchSettings, bench
 from onnxfuse.cli import main
 from onnxfuse.errors import UsageError
 from onnxfuse.runtime import cache_folder as cache_folder_module
@@ -31,7 +31,8 @@ from onnxfuse.runtime.backends import BACKENDS
 from onnxfuse.runtime.cache_folder import cache_folder
 from onnxfuse.runtime.plan import Kernel
 from onnxfuse.session import InferenceSession, explain_session, open_session, register
-from onnxfuse.tuning import cache, dispatch, op_times, tune
+from onnxfuse.tuning import bound_session, cache, dispatch, op_times, tune
+from onnxfuse.tuning.bound_session import TimedModel
 from onnxfuse.tuning.timing import RunTimes
 
 TWO = (
@@ -96,7 +97,7 @@ WHOLE = {("kernel", "kernel"): 40.0, ("body",): 50.0, ("kernel", "body"): 30.0, 
 
 
 def tuned(source: bytes, n: int = 4, d: int = 3) -> tune.Tuning:
-    return tune.tune(onnx.load_from_string(source), None, feed(n, d), "cpu", open_session)
+    return tune.tune(TimedModel(onnx.load_from_string(source), None, feed(n, d), "cpu", open_session))
 
 
 def how(source: bytes, **arguments: Any) -> list[tuple[str, str]]:
@@ -186,7 +187,7 @@ def test_a_measurement_without_kernels_is_ignored(gpu: Stage) -> None:
 def test_variants_that_do_not_fit_beside_each_other_are_timed_one_after_the_other(
     gpu: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = tune.start_session
+    made, timed = bound_session.start_session, tune._time_model
     loaded: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def start(*arguments: Any, **more: Any) -> Any:
@@ -195,8 +196,13 @@ def test_variants_that_do_not_fit_beside_each_other_are_timed_one_after_the_othe
         loaded.add(result := made(*arguments, **more))
         return result
 
+    def time_model(*arguments: Any) -> Any:
+        with monkeypatch.context() as only_here:
+            only_here.setattr(bound_session, "start_session", start)
+            return timed(*arguments)
+
     Clock(monkeypatch, {"shift": FAST, "scale": SLOW}, WHOLE)
-    monkeypatch.setattr(tune, "start_session", start)
+    monkeypatch.setattr(tune, "_time_model", time_model)
     (whole,) = tuned(model(TWO)).models
     assert list(whole.seconds.values()) == [pytest.approx(each) for each in (50e-6, 40e-6, 30e-6)]
     assert whole.chosen.startswith("mix ") and whole.reason == ""
@@ -422,7 +428,7 @@ def test_bench_takes_the_word(gpu: Stage, monkeypatch: pytest.MonkeyPatch, tmp_p
     path.write_bytes(model(SHIFT))
     kinds = {}
     for word in ("cached", "never", "now", "cached", "never"):
-        result = bench(path, shapes=["x:4x3"], runs=2, tune=word)  # type: ignore[arg-type]
+        result = bench(path, BenchSettings(shapes=["x:4x3"], runs=2, tune=word))  # type: ignore[arg-type]
         assert result.passed
         kinds.setdefault(word, []).append(result.ops[0].how)
     assert kinds == {"cached": ["kernel", "body"], "never": ["kernel", "kernel"], "now": ["body"]}
@@ -509,7 +515,7 @@ def test_options_that_onnxruntime_does_not_take_are_refused(
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("Unknown provider option: nhwc")
 
-    monkeypatch.setattr(tune, "start_session", refuse)
+    monkeypatch.setattr(bound_session, "start_session", refuse)
     result = run("tune", path, "--shape", "x:4x3", "--provider", "cpu", "--option", "nhwc=1")
     expected = "error: the model does not load on cpu with nhwc = 1: Unknown provider option: nhwc\n"
     assert (result.exit_code, result.stderr) == (1, expected)

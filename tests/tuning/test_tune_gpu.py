@@ -24,6 +24,8 @@ from onnxfuse.runtime.target import PlanChoice
 from onnxfuse.runtime.template import sizes_of
 from onnxfuse.session import InferenceSession, explain_session, open_session
 from onnxfuse.tuning.autotune import gpu_trial, plan_digest
+from onnxfuse.tuning.bound_session import TimedModel
+from onnxfuse.tuning.dispatch import SessionSettings
 from onnxfuse.tuning.trial import GpuTrial
 from onnxfuse.tuning.tune import tune
 
@@ -64,7 +66,7 @@ def test_a_fast_kernel_wins_and_a_slow_one_loses(monkeypatch: pytest.MonkeyPatch
     own = host().candidates
     monkeypatch.setattr(host(), "candidates", lambda *arguments: [repeated(each, times) for each in own(*arguments)])
     given = feed(ROWS, D)
-    found = tune(onnx.load_from_string(model(nodes=4)), None, given, "cuda", open_session)
+    found = tune(TimedModel(onnx.load_from_string(model(nodes=4)), None, given, "cuda", open_session))
     (row,) = found.ops
     assert (row.error, row.cuda_graph) == ("", True)
     assert row.kernel is not None and row.body is not None and (row.kernel < row.body) == (kind == "kernel")
@@ -99,7 +101,7 @@ def test_the_fastest_right_candidate_runs(monkeypatch: pytest.MonkeyPatch, caplo
     choices: tuple[PlanChoice, ...] = ("measured", "known", "first")
     chosen = []
     for choice in choices:
-        run = open_session(model(), providers=[CUDA], prefer=None, choice=choice)
+        run = open_session(model(), providers=[CUDA], settings=SessionSettings(None, choice))
         close(run.run(None, feed(ROWS, D))[0], feed(ROWS, D))
         chosen.append(plan_in_use())
         del run
