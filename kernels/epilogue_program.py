@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from onnxfuse.algebra.index_maps import Place
 from onnxfuse.algebra.indices import Index, divided, flat, variable_index
 from onnxfuse.algebra.sizes import Size, product
-from onnxfuse.kernels.epilogue_node import RESULT, Joined
+from onnxfuse.kernels.epilogue_node import MAX_TWO_STEPS, RESULT, Joined, Planner, in_two_steps, joined
 from onnxfuse.kernels.epilogue_reads import COLUMN, ROW, are_neighbours, is_aligned
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.region.arguments import Arguments
@@ -24,11 +24,27 @@ from onnxfuse.kernels.region.shapes import Shapes, infer
 from onnxfuse.kernels.region.sizes import Sizes
 from onnxfuse.kernels.tensors import element_count
 from onnxfuse.region_operators import ELEMENTWISE, VIEWS
-from onnxfuse.runtime.plan import Argument, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
+from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
+from onnxfuse.runtime.symint import for_later_plans
 
 OPERANDS: Final = ("of_row", "of_columns", "of_elements")  # what an operand has a value for
 WORDS: Final = {"float16": 1, "bfloat16": 1, "float64": 4, "int64": 4}  # of two elements, by dtype; 2 of the others
-Problem = TypeVar("Problem")  # a Gemm or a Conv
+MAX_EPILOGUES: Final = 8 - MAX_TWO_STEPS  # kernels with a program in their epilogue, of eight that tuning times
+
+
+class Product(Protocol):
+    """A Gemm or a Conv."""
+
+    @property
+    def residual(self) -> Pointer | None:
+        """What is added to the product, of the shape of y."""
+
+    @property
+    def rows(self) -> int:
+        """The rows of y, whose columns are its last axis."""
+
+
+Problem = TypeVar("Problem", bound=Product)
 WORD: Final = 2**31  # elements, from which on indices have 64 bits
 OUTPUT_REGISTERS: Final = 8  # of a thread, for an output that the program stores: for its values and addresses
 PRECISE_REGISTERS: Final = 40  # of a thread, for a Tanh to the last bits of float32, beside what its outputs take
@@ -174,22 +190,28 @@ def epilogue_program(
     )
 
 
-def plans_in_epilogue(
-    both: Joined,
-    y: TensorSpec,
+def joined_plans(
+    node: FusedNode,
     inputs: Sequence[TensorSpec],
-    takes_residual: bool,
-    ways: Callable[[EpilogueProgram], Sequence[Implementation]],
+    device: Device,
+    problem_of: Callable[[FusedNode, Sequence[TensorSpec], Device], tuple[Problem, TensorSpec]],
+    of_programs: Callable[[Problem, Device], Sequence[Implementation]],
+    candidates: Planner,
 ) -> list[Plan]:
-    """Return the plans, by `ways`, of a product with the program in its epilogue; none if epilogues cannot hold it.
+    """Return the plans of a product that operators have joined: with these in its epilogue, and then behind it.
 
-    The arguments are as in `epilogue_program`, which says what is raised.
+    `of_programs` are the ways to run one with a program in its epilogue, and `candidates` the plans of one without.
+    Raises ValueError if shapes do not fit.
     """
-    made = epilogue_program(both, y, inputs, takes_residual)
-    if made is None or not element_count(y):
-        return []
-    program, outputs = made
-    return [Plan(outputs, each.steps, each.scratch) for each in ways(program)]
+    both = joined(node)
+    problem, y = problem_of(both.product, inputs[: both.own], device)
+    made, found = epilogue_program(both, y, inputs, problem.residual is None), list[Plan]()
+    if made is not None and element_count(y):
+        program, outputs = made
+        ways = of_programs(in_epilogue(problem, program), device)[:MAX_EPILOGUES]
+        found = [Plan(outputs, each.steps, each.scratch) for each in ways]
+    with for_later_plans(problem.rows if found else 0):
+        return [*found, *in_two_steps(both, inputs, device, candidates)]
 
 
 def _places(both: Joined, shapes: Shapes, axes: int) -> dict[str, Place] | None:

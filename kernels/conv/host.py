@@ -20,9 +20,10 @@ from onnxfuse.kernels.conv import (
     stem,
 )
 from onnxfuse.kernels.conv.operands import conv_of, unsupported
-from onnxfuse.kernels.conv.plans import joined_plans, plans, with_library
+from onnxfuse.kernels.conv.plans import plans, with_library
 from onnxfuse.kernels.conv.problem import Conv, of_fewer_axes
 from onnxfuse.kernels.epilogue_node import is_joined
+from onnxfuse.kernels.epilogue_program import joined_plans
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, FusedNode, Launch, Matmul, Plan, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans, is_symbolic

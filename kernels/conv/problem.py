@@ -78,6 +78,11 @@ class Conv:
         return self.n * math.prod(self.y_sizes)
 
     @property
+    def rows(self) -> int:
+        """The rows of y: its pixels, each of m columns."""
+        return self.pixels
+
+    @property
     def taps(self) -> int:
         """The number of positions of the filter."""
         return math.prod(self.kernel)

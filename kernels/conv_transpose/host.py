@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from onnxfuse.kernels import epilogue_node
 from onnxfuse.kernels.conv import cudnn
-from onnxfuse.kernels.conv.plans import joined_plans, plans, with_library
+from onnxfuse.kernels.conv.plans import plans, with_library
 from onnxfuse.kernels.conv.problem import Conv
 from onnxfuse.kernels.conv_transpose import depthwise, hopper, mma
 from onnxfuse.kernels.conv_transpose.operands import conv_transpose_of, unsupported
 from onnxfuse.kernels.epilogue_node import is_joined
+from onnxfuse.kernels.epilogue_program import joined_plans
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 from onnxfuse.runtime.symint import is_symbolic

@@ -9,7 +9,7 @@ from typing import Final
 
 from onnxfuse.kernels import epilogue_node
 from onnxfuse.kernels.epilogue_node import is_joined
-from onnxfuse.kernels.epilogue_program import EpilogueProgram, in_epilogue, plans_in_epilogue
+from onnxfuse.kernels.epilogue_program import joined_plans
 from onnxfuse.kernels.gemm import hopper, small
 from onnxfuse.kernels.gemm.implementations import MAX_IMPLEMENTATIONS, implementations, implementations_if_any
 from onnxfuse.kernels.gemm.operands import gemm_of, unsupported
@@ -20,7 +20,6 @@ from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans
 
 MAX_GROUPED: Final = 4  # implementations that compute all products in one launch, of MAX_IMPLEMENTATIONS
-MAX_EPILOGUES: Final = MAX_IMPLEMENTATIONS - epilogue_node.MAX_TWO_STEPS  # kernels with a program in their epilogue
 SUFFIXES: Final = ("", "_2", "_3")  # of the operands' and attributes' names of the first, second and third product
 
 
@@ -34,7 +33,7 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit."""
     if is_joined(node):
-        return _with_epilogue(node, inputs, device)
+        return joined_plans(node, inputs, device, gemm_of, implementations_if_any, candidates)
     if node.fusion == "gated_gemm":
         required_spec(node, inputs, "up")
     products = [gemm_of(each, inputs, device, SUFFIXES[i], i) for i, each in enumerate(product_nodes(node))]
@@ -43,19 +42,6 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     with for_later_plans(gemms[0].m if together else 0):
         found = [*together, *_one_after_the_other(gemms, device)]
     return [Plan(outputs, each.steps, each.scratch) for each in found[:MAX_IMPLEMENTATIONS]]
-
-
-def _with_epilogue(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
-    """Return the plans of a product that operators have joined: with these in its epilogue, and then behind it."""
-    both = epilogue_node.joined(node)
-    gemm, y = gemm_of(both.product, inputs[: both.own], device)
-
-    def ways(program: EpilogueProgram) -> list[Implementation]:
-        return implementations_if_any(in_epilogue(gemm, program), device)[:MAX_EPILOGUES]
-
-    found = plans_in_epilogue(both, y, inputs, gemm.residual is None, ways)
-    with for_later_plans(gemm.m if found else 0):
-        return [*found, *epilogue_node.in_two_steps(both, inputs, device, candidates)]
 
 
 def product_nodes(node: FusedNode) -> list[FusedNode]:

@@ -54,6 +54,11 @@ class Gemm:
         return (self, *self.grouped)
 
     @property
+    def rows(self) -> int:
+        """The rows of y."""
+        return self.m
+
+    @property
     def extra(self) -> Pointer | None:
         """The column vector of which an epilogue has at most one: up_bias, slope or column_shift."""
         return self.up_bias or self.slope or self.column_shift
