@@ -17,7 +17,6 @@ Defines: TypeAlias = dict[str, int | float | str]  # the compile-time constants 
 STORAGE: Final = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}  # the storage types of types.cuh, by dtype
 ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 VECTOR_BYTES: Final = 16  # the widest load or store of a thread on every architecture
-PDL_ARCH: Final = 90  # the first compute capability with programmatic dependent launch
 ABSENT: Final = Scalar(0, "int64")  # the argument that a kernel gets in place of an absent operand: a null pointer
 
 # A norm, four operators on its result and one on theirs take 28.3 us at 2048x2048 fp16, where 34 MB pass through the

@@ -7,7 +7,7 @@ from typing import Final
 
 from onnxfuse.kernels.attention.problem import Attention
 from onnxfuse.kernels.head_tensor import HeadTensor
-from onnxfuse.kernels.tensors import ITEM_BYTES, PDL_ARCH, STORAGE, VECTOR_BYTES, Defines
+from onnxfuse.kernels.tensors import ITEM_BYTES, STORAGE, VECTOR_BYTES, Defines
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
 from onnxfuse.runtime.symint import gcd
 
@@ -83,5 +83,5 @@ def append(problem: Attention, cache: Cache, device: Device) -> Launch:
             *(stride for each in present for stride in stride_arguments(each)),
             *(Scalar(number, "int32") for number in integers),
         ),
-        pdl=device.arch >= PDL_ARCH,
+        pdl=device.has_pdl,
     )

@@ -18,7 +18,7 @@ from onnxfuse.kernels.attention.mma import (
 )
 from onnxfuse.kernels.attention.problem import Attention
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import ABSENT, PDL_ARCH
+from onnxfuse.kernels.tensors import ABSENT
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar
 from onnxfuse.runtime.symint import always, estimate, for_later_plans, gcd, is_symbolic, maximum, minimum
 
@@ -125,7 +125,7 @@ def _combined(
             partial,
             totals,
         ),
-        pdl=device.arch >= PDL_ARCH,
+        pdl=device.has_pdl,
     )
     rows = problem.batch * problem.kv_heads * splits * config.block_m
     scratch = (rows * problem.head_dim_v * 4, rows * 8)
@@ -160,5 +160,5 @@ def _split(
         (*arguments(problem, 1), Scalar(splits, "int32"), *scratch, *cache_arguments),
         shared_bytes(problem, config, device, True),
         cluster,
-        pdl=device.arch >= PDL_ARCH,
+        pdl=device.has_pdl,
     )

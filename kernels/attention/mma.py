@@ -10,7 +10,7 @@ from typing import Final
 from onnxfuse.kernels.attention.blocks import NEGLIGIBLE
 from onnxfuse.kernels.attention.problem import Attention, ScoreTensor
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, PDL_ARCH, STORAGE, VECTOR_BYTES, Defines
+from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, STORAGE, VECTOR_BYTES, Defines
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
 from onnxfuse.runtime.symint import always, estimate, gcd, is_symbolic
 
@@ -69,7 +69,7 @@ def _implementation(problem: Attention, config: MmaAttentionConfig, device: Devi
     constants = defines(problem, config, device, second_pass=config.warps_n == 1)
     kernel = Kernel("attention_mma", "attention_mma", constants)
     shared = shared_bytes(problem, config, device, config.warps_n > 1)
-    pdl = device.arch >= PDL_ARCH
+    pdl = device.has_pdl
     step = Launch(kernel, (blocks, 1, 1), (config.threads, 1, 1), arguments(problem, row_tiles), shared, pdl=pdl)
     return Implementation(f"attention_mma {config.name}", (problem.with_program(step),))
 

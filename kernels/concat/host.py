@@ -10,7 +10,6 @@ from typing import Final
 from onnxfuse.kernels.tensors import (
     ABSENT,
     ITEM_BYTES,
-    PDL_ARCH,
     STORAGE,
     STREAMED_FROM_BYTES,
     Defines,
@@ -119,4 +118,4 @@ def _plan(
     }  # fmt: skip
     kernel = Kernel(node.fusion, node.fusion, defines)
     every = (*arguments, Scalar(pixels, "int64"))
-    return Plan(outputs, (Launch(kernel, (blocks, 1, 1), (THREADS, 1, 1), every, pdl=device.arch >= PDL_ARCH),))
+    return Plan(outputs, (Launch(kernel, (blocks, 1, 1), (THREADS, 1, 1), every, pdl=device.has_pdl),))

@@ -12,7 +12,7 @@ from onnxfuse.kernels.conv.problem import Conv, three
 from onnxfuse.kernels.conv.representative_sizes import usual
 from onnxfuse.kernels.conv.shared_memory_fit import few_fitting, fitting
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
+from onnxfuse.kernels.tensors import ITEM_BYTES, VECTOR_BYTES
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
 from onnxfuse.runtime.symint import best_first, is_symbolic, maximum, minimum
 
@@ -115,7 +115,7 @@ def implementation(conv: Conv, config: DepthwiseConfig, device: Device) -> Imple
     }  # fmt: skip
     kernel = Kernel("conv_depthwise", "conv_depthwise", defines)
     grid = (config.patches(conv), -(-conv.c // (config.vec * config.bx)), 1)
-    pdl = device.arch >= PDL_ARCH
+    pdl = device.has_pdl
     launch = Launch(kernel, grid, (config.threads, 1, 1), _arguments(conv), config.shared(conv), pdl=pdl)
     return Implementation(config.name, (launch,))
 

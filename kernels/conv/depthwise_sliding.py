@@ -13,7 +13,7 @@ from onnxfuse.kernels.conv.problem import Conv, arguments_of_image, two
 from onnxfuse.kernels.conv.representative_sizes import usual
 from onnxfuse.kernels.conv.stem import RESERVED_BYTES
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import ITEM_BYTES, PDL_ARCH
+from onnxfuse.kernels.tensors import ITEM_BYTES
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Scalar
 from onnxfuse.runtime.symint import best_first, estimate, is_symbolic, maximum, minimum, without_soft_guards
 
@@ -138,7 +138,7 @@ def implementation(conv: Conv, config: SlidingConfig, device: Device) -> Impleme
     arguments = (*arguments_of_image(conv), Scalar(config.strip_rows(conv), "int32"))
     grid = (config.patches(conv), config.slices(conv), 1)
     shared = unused_shared(conv, config, device)
-    launch = Launch(kernel, grid, (config.threads, 1, 1), arguments, shared, pdl=device.arch >= PDL_ARCH)
+    launch = Launch(kernel, grid, (config.threads, 1, 1), arguments, shared, pdl=device.has_pdl)
     return Implementation(config.name, (launch,))
 
 

@@ -13,7 +13,7 @@ from onnxfuse.kernels.conv.representative_sizes import usual
 from onnxfuse.kernels.conv.shared_memory_fit import few_fitting, fitting
 from onnxfuse.kernels.conv.stem import MMA_ARCH, RESERVED_BYTES
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
+from onnxfuse.kernels.tensors import ITEM_BYTES, VECTOR_BYTES
 from onnxfuse.runtime.plan import Device, Kernel, Launch
 from onnxfuse.runtime.symint import best_first, is_symbolic, maximum, minimum
 
@@ -173,7 +173,7 @@ def implementation(conv: Conv, config: GroupedConfig, device: Device) -> Impleme
     blocks = max(1, device.multiprocessors * config.resident(conv, device) // config.slices(conv))
     tiles = config.tiles(conv)
     grid = (-(-tiles // -(-tiles // blocks)), config.slices(conv), 1)  # blocks have equal shares
-    pdl = device.arch >= PDL_ARCH
+    pdl = device.has_pdl
     launch = Launch(kernel, grid, (config.threads, 1, 1), arguments_of_image(conv), config.shared(conv), pdl=pdl)
     return Implementation(config.name, (launch,))
 

@@ -16,7 +16,7 @@ from onnxfuse.kernels.epilogue_program import with_program
 from onnxfuse.kernels.gemm.cublaslt import epilogue
 from onnxfuse.kernels.gemm.mma import GROUP_M, MMA_ARCH, RESERVED_BYTES, MmaConfig
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, PDL_ARCH, VECTOR_BYTES, Defines
+from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, VECTOR_BYTES, Defines
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar
 from onnxfuse.runtime.symint import best_first, is_symbolic, maximum
 
@@ -128,7 +128,7 @@ def few_configs(problems: tuple[Conv, ...], device: Device) -> list[ConvConfig]:
 
 def implementation(conv: Conv, config: ConvConfig, device: Device) -> Implementation:
     """Return one launch, or with slices of k one that leaves sums in scratch memory and one that adds them up."""
-    tile, pdl = config.tile, device.arch >= PDL_ARCH
+    tile, pdl = config.tile, device.has_pdl
     kernel = Kernel("conv_mma", "conv_mma", defines(conv, config, device))
     kernel, given = with_program(kernel, arguments(conv, config), conv.program)
     grid, threads = (tile_count(conv, tile), 1, config.slices), (32 * tile.warps_m * tile.warps_n, 1, 1)

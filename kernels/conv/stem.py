@@ -12,7 +12,7 @@ from onnxfuse.kernels.config_subset import covering_subset_of_each
 from onnxfuse.kernels.conv.problem import Conv, plain_pads, two
 from onnxfuse.kernels.conv.representative_sizes import usual
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
+from onnxfuse.kernels.tensors import ITEM_BYTES, VECTOR_BYTES
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
 from onnxfuse.runtime.symint import best_first, is_symbolic, maximum, minimum
 
@@ -94,7 +94,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 def _fitting(conv: Conv, device: Device) -> list[StemConfig]:
     """Return the configs that registers and shared memory have room for."""
     fitting = [config for config in configs(conv) if shared(conv, config) <= device.shared_per_block]
-    if device.arch < PDL_ARCH:  # the compiler takes more registers there, and would spill
+    if not device.has_pdl:  # the compiler takes more registers there, and would spill
         fitting = [config for config in fitting if config.min_blocks <= MAX_BLOCKS_BEFORE_HOPPER]
     return fitting
 
@@ -146,7 +146,7 @@ def implementation(conv: Conv, config: StemConfig, device: Device) -> Implementa
     }  # fmt: skip
     kernel = Kernel("conv_stem", "conv_stem", defines)
     threads = 32 * config.warps_m * config.warps_n
-    pdl = device.arch >= PDL_ARCH
+    pdl = device.has_pdl
     launch = Launch(
         kernel, grid(conv, config, device), (threads, 1, 1), _arguments(conv), shared(conv, config), pdl=pdl
     )

@@ -14,7 +14,7 @@ from onnxfuse.kernels.epilogue_program import with_program
 from onnxfuse.kernels.gemm.cublaslt import epilogue
 from onnxfuse.kernels.gemm.mma import GROUP_M, MMA_ARCH, MmaConfig
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, PDL_ARCH, VECTOR_BYTES, Defines
+from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, VECTOR_BYTES, Defines
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar
 from onnxfuse.runtime.symint import best_first, is_symbolic, maximum
 
@@ -51,7 +51,7 @@ def implementation(conv: Conv, config: ConvConfig, device: Device) -> Implementa
     grid, threads = (tile_count(conv, tile), 1, config.slices), (32 * tile.warps_m * tile.warps_n, 1, 1)
     arguments = geometry_arguments(conv, ABSENT if config.slices == 1 else Pointer("scratch", 0))
     kernel, arguments = with_program(kernel, arguments, conv.program)
-    launch = Launch(kernel, grid, threads, arguments, shared(tile), pdl=device.arch >= PDL_ARCH)
+    launch = Launch(kernel, grid, threads, arguments, shared(tile), pdl=device.has_pdl)
     name = config.name(equal, device).replace("conv", "conv_transpose", 1)
     if config.slices == 1:
         return Implementation(name, (launch,))

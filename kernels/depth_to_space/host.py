@@ -8,7 +8,6 @@ from typing import Final
 
 from onnxfuse.kernels.tensors import (
     ITEM_BYTES,
-    PDL_ARCH,
     STORAGE,
     STREAMED_FROM_BYTES,
     Defines,
@@ -86,6 +85,6 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     arguments = (operand_pointer(node, "x"), Pointer("output", 0), Scalar(width, "int32"), Scalar(threads, "int64"))
     launch = Launch(
         Kernel("pixel_blocks", "pixel_blocks", defines), (blocks, 1, 1), (THREADS, 1, 1), arguments,
-        pdl=device.arch >= PDL_ARCH,
+        pdl=device.has_pdl,
     )  # fmt: skip
     return [Plan((y,), (launch,))]

@@ -9,7 +9,6 @@ from typing import Final
 from onnxfuse.kernels.elementwise.elements import activation_arguments
 from onnxfuse.kernels.tensors import (
     ITEM_BYTES,
-    PDL_ARCH,
     STORAGE,
     STREAMED_FROM_BYTES,
     Defines,
@@ -66,4 +65,4 @@ def batch_norm_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Devi
     numbers = (Scalar(node.number("epsilon", 1e-5), "float32"), *activation_arguments(node), Scalar(pixels, "int64"))
     kernel = Kernel("batch_norm_activation", "batch_norm_activation", defines)
     block = (lanes_c * lanes_p, 1, 1)
-    return [Plan((y,), (Launch(kernel, (blocks, 1, 1), block, (*pointers, *numbers), pdl=device.arch >= PDL_ARCH),))]
+    return [Plan((y,), (Launch(kernel, (blocks, 1, 1), block, (*pointers, *numbers), pdl=device.has_pdl),))]

@@ -9,7 +9,6 @@ from typing import Final
 from onnxfuse.activations import ACTIVATIONS, PRELU
 from onnxfuse.kernels.tensors import (
     ITEM_BYTES,
-    PDL_ARCH,
     STREAMED_FROM_BYTES,
     Defines,
     element_count,
@@ -131,5 +130,5 @@ def element_launch(
     blocks = -(-vectors // block) + rest
     constants["RELEASE"] = is_released(blocks, device)
     kernel = Kernel(node.fusion, node.fusion, {**defines, **constants})
-    threads, pdl = (tiling.threads, 1, 1), device.arch >= PDL_ARCH
+    threads, pdl = (tiling.threads, 1, 1), device.has_pdl
     return Launch(kernel, (blocks, 1, 1), threads, (*arguments, Scalar(count, "int64")), pdl=pdl)

@@ -10,7 +10,7 @@ from onnxfuse.kernels.epilogue_program import with_program
 from onnxfuse.kernels.gemm.pad import launches, padded, padded_columns, scratch_bytes
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, PDL_ARCH, VECTOR_BYTES, Defines
+from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, VECTOR_BYTES, Defines
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
 from onnxfuse.runtime.symint import best_first
 
@@ -129,7 +129,7 @@ def implementation(gemm: Gemm, config: MmaConfig, device: Device, copied: bool =
     given = (*arguments(gemm), gemm.gate or ABSENT, Scalar(gemm.gate_rows, "int32"))
     kernel, given = with_program(kernel, given, gemm.program)
     grid, threads = (config.tiles(gemm), 1, 1), (32 * config.warps_m * config.warps_n, 1, 1)
-    pdl = device.arch >= PDL_ARCH
+    pdl = device.has_pdl
     launch = Launch(kernel, grid, threads, given, config.shared(gemm.weight_count), pdl=pdl)
     name = f"{config.name} of copies" if copied else config.name
     return Implementation(name, (*launches(copies, device), launch), scratch_bytes(copies))

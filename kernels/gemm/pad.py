@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from onnxfuse.kernels.gemm.problem import Gemm
-from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
+from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, VECTOR_BYTES
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar
 
 MAX_COPIES: Final = 4  # of one launch: x and three weights, or x, two weights and a residual
@@ -81,5 +81,5 @@ def launches(copies: list[Copy], device: Device) -> tuple[Launch, ...]:
     blocks = -(-sum(copy.segments for copy in copies) // WARPS)
     constants = sum(copy.constant << i for i, copy in enumerate(copies))
     kernel = Kernel("gemm_pad", "gemm_pad", {"WARPS": WARPS, "PAIRS": PAIRS, "WEIGHTS_CONSTANT": constants})
-    pdl = device.arch >= PDL_ARCH
+    pdl = device.has_pdl
     return (Launch(kernel, (blocks, 1, 1), (32 * WARPS, 1, 1), tuple(arguments), pdl=pdl),)

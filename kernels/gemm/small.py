@@ -10,7 +10,7 @@ from onnxfuse.kernels.gemm import mma, stream
 from onnxfuse.kernels.gemm.mma import RESERVED_BYTES, MmaConfig, arguments, row_bytes, shape_defines
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
+from onnxfuse.kernels.tensors import ITEM_BYTES, VECTOR_BYTES
 from onnxfuse.runtime.plan import Device, Kernel, Launch
 from onnxfuse.runtime.symint import for_later_plans
 
@@ -66,7 +66,7 @@ def dot_implementation(gemm: Gemm, config: DotConfig, device: Device) -> Impleme
     }  # fmt: skip
     grid, threads = (-(-gemm.n // tile_n), -(-gemm.m // config.rows), 1), (32 * config.warps_n * config.warps_k, 1, 1)
     kernel, given = with_program(Kernel("gemm_small", "gemm_small", defines), arguments(gemm), gemm.program)
-    return Implementation(config.name, (Launch(kernel, grid, threads, given, pdl=device.arch >= PDL_ARCH),))
+    return Implementation(config.name, (Launch(kernel, grid, threads, given, pdl=device.has_pdl),))
 
 
 def _mma_configs(gemm: Gemm, device: Device) -> list[MmaConfig]:

@@ -14,7 +14,6 @@ from onnxfuse.kernels.epilogue_node import Joined
 from onnxfuse.kernels.epilogue_program import WORD, EpilogueProgram, epilogue_program
 from onnxfuse.kernels.tensors import (
     ITEM_BYTES,
-    PDL_ARCH,
     STORAGE,
     STREAMED_FROM_BYTES,
     Defines,
@@ -179,7 +178,7 @@ def _one_launch_plan(norm: GroupNorm, tiling: GroupTiling, device: Device) -> Pl
     kept = tiling.pixel_bytes(norm.pixels, norm.item_bytes)
     if is_symbolic(kept):
         kept = _room(tiling, kept, norm.item_bytes, device.shared_per_block - memory)
-    pdl = device.arch >= PDL_ARCH
+    pdl = device.has_pdl
     launch = Launch(kernel, grid, (tiling.threads, 1, 1), arguments, memory + kept, tiling.cluster, pdl)
     return Plan(norm.outputs, (norm.with_program(launch),))
 
@@ -221,7 +220,7 @@ def _two_launch_plan(norm: GroupNorm, tiling: GroupTiling, chunks: int, device: 
     constants: Defines = {**norm.defines, **_constants(tiling), "CLUSTER": 1, "STREAMED": streamed}
     partials, sizes = Pointer("scratch", 0), (Scalar(norm.pixels, "int32"), Scalar(chunks, "int32"))
     grid = (norm.images * (norm.channels // tiling.subset) * chunks, 1, 1)
-    block, pdl = (tiling.threads, 1, 1), device.arch >= PDL_ARCH
+    block, pdl = (tiling.threads, 1, 1), device.has_pdl
     passed = {
         "group_norm_nhwc_statistics": (norm.operands[0], partials, *sizes),
         "group_norm_nhwc_apply": (*norm.operands, partials, norm.target, norm.epsilon, *sizes),

@@ -13,7 +13,6 @@ from typing import Final
 
 from onnxfuse.kernels.tensors import (
     ITEM_BYTES,
-    PDL_ARCH,
     STREAMED_FROM_BYTES,
     VECTOR_BYTES,
     Defines,
@@ -335,7 +334,7 @@ def row_launch(
         tuple(arguments),
         shared=shared_bytes(tiling, int(length), item_bytes) if tiling.in_shared else 0,
         cluster=tiling.cluster,
-        pdl=device.arch >= PDL_ARCH,
+        pdl=device.has_pdl,
     )
 
 

@@ -9,7 +9,6 @@ from typing import Final
 
 from onnxfuse.kernels.tensors import (
     ITEM_BYTES,
-    PDL_ARCH,
     STORAGE,
     Defines,
     operand_pointer,
@@ -111,6 +110,4 @@ def _launch(
     shared = (threads // 32 + cluster) * tiling.lanes_c * width * 4
     factors = [Scalar(factor, "float32")] if node.fusion == "global_average_pool" else []
     numbers = (*factors, Scalar(pixels, "int32"), Scalar(tiling.parts, "int32"))
-    return Launch(
-        kernel, (blocks, 1, 1), (threads, 1, 1), (*pointers, *numbers), shared, cluster, pdl=device.arch >= PDL_ARCH
-    )
+    return Launch(kernel, (blocks, 1, 1), (threads, 1, 1), (*pointers, *numbers), shared, cluster, pdl=device.has_pdl)

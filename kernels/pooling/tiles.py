@@ -10,7 +10,6 @@ from typing import Final
 from onnxfuse.kernels.pooling.windows import UNIT, Window, windows
 from onnxfuse.kernels.tensors import (
     ITEM_BYTES,
-    PDL_ARCH,
     STORAGE,
     STREAMED_FROM_BYTES,
     Defines,
@@ -93,7 +92,7 @@ def window_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
             "LANES_C": tiling.lanes_c, "LANES_W": tiling.lanes_w, "LANES_H": tiling.lanes_h,
         })  # fmt: skip
         block = (tiling.lanes_c, tiling.lanes_w, tiling.lanes_h)
-        launch = Launch(kernel, (blocks, 1, 1), block, arguments, pdl=device.arch >= PDL_ARCH)
+        launch = Launch(kernel, (blocks, 1, 1), block, arguments, pdl=device.has_pdl)
         plans.append(Plan((y,), (launch,)))
     return plans
 

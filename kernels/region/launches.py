@@ -20,7 +20,7 @@ from onnxfuse.kernels.region.scratch_reductions import Stored
 from onnxfuse.kernels.region.sizes import Sizes
 from onnxfuse.kernels.region.tilings import Tiling
 from onnxfuse.kernels.region.wrapped import wrapped
-from onnxfuse.kernels.tensors import PDL_ARCH, STREAMED_FROM_BYTES, is_released
+from onnxfuse.kernels.tensors import STREAMED_FROM_BYTES, is_released
 from onnxfuse.runtime.plan import Argument, Kernel, Launch, Plan, Pointer, TensorSpec
 from onnxfuse.runtime.symint import always
 
@@ -81,7 +81,7 @@ def _launch(
     precise = int(any(dtype == "float32" for dtype in program.dtypes.values()))
     kernel = Kernel("region", "region", {"PRECISE": precise}, text=wrapped(f"{head}{body}}}\n"))
     passed = (*(argument for _, argument in read.values()), *arguments.values)
-    return Launch(kernel, (total, 1, 1), (threads, 1, 1), passed, shared, pdl=region.device.arch >= PDL_ARCH)
+    return Launch(kernel, (total, 1, 1), (threads, 1, 1), passed, shared, pdl=region.device.has_pdl)
 
 
 def _blocks(nest: Nest, tiling: Tiling, sizes: Sizes) -> int:

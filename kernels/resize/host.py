@@ -10,7 +10,6 @@ import numpy as np
 
 from onnxfuse.kernels.tensors import (
     ITEM_BYTES,
-    PDL_ARCH,
     STORAGE,
     STREAMED_FROM_BYTES,
     Defines,
@@ -105,7 +104,7 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
         *(Scalar(scale, "float32") for scale in scaled),
     )  # fmt: skip
     kernel = Kernel("resize", "resize", defines)
-    launch = Launch(kernel, (rows, across, 1), (threads, 1, 1), arguments, pdl=device.arch >= PDL_ARCH)
+    launch = Launch(kernel, (rows, across, 1), (threads, 1, 1), arguments, pdl=device.has_pdl)
     return [Plan((y,), (launch,))]
 
 

@@ -11,7 +11,6 @@ from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.kernels.tensors import (
     ABSENT,
     ITEM_BYTES,
-    PDL_ARCH,
     STORAGE,
     STREAMED_FROM_BYTES,
     VECTOR_BYTES,
@@ -103,7 +102,7 @@ def launch(problem: Rotary, device: Device) -> Launch:
         Scalar(problem.length, "int64"), Scalar(count, "int64"),
     )  # fmt: skip
     kernel = Kernel("rotary_embedding", "rotary_embedding", defines)
-    return Launch(kernel, (-(-count // THREADS), 1, 1), (THREADS, 1, 1), arguments, pdl=device.arch >= PDL_ARCH)
+    return Launch(kernel, (-(-count // THREADS), 1, 1), (THREADS, 1, 1), arguments, pdl=device.has_pdl)
 
 
 def form_defines(problem: Rotary) -> Defines:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Final
 
 from onnxfuse.kernels.tensors import (
-    PDL_ARCH,
     STORAGE,
     Defines,
     element_count,
@@ -55,4 +54,4 @@ def rotary_table_plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Dev
         Scalar(node.number("factor", 1.0), "float32"), Scalar(count, "int64"),
     )  # fmt: skip
     kernel = Kernel("rotary_table", "rotary_table", defines)
-    return Plan(outputs, (Launch(kernel, (blocks, 1, 1), (THREADS, 1, 1), arguments, pdl=device.arch >= PDL_ARCH),))
+    return Plan(outputs, (Launch(kernel, (blocks, 1, 1), (THREADS, 1, 1), arguments, pdl=device.has_pdl),))

@@ -14,7 +14,6 @@ from onnxfuse.kernels.pooling.global_pools import CLUSTER_ARCH, global_plans
 from onnxfuse.kernels.tensors import (
     ABSENT,
     ITEM_BYTES,
-    PDL_ARCH,
     STORAGE,
     Defines,
     required_spec,
@@ -156,7 +155,7 @@ def in_one_launch(node: FusedNode, inputs: Sequence[TensorSpec], problem: Proble
     )  # fmt: skip
     kernel = Kernel("squeeze_excite", "squeeze_excite", defines)
     grid = (-(-problem.images // IMAGES) * CLUSTER, 1, 1)
-    launch = Launch(kernel, grid, (THREADS, 1, 1), arguments, shared, CLUSTER, pdl=device.arch >= PDL_ARCH)
+    launch = Launch(kernel, grid, (THREADS, 1, 1), arguments, shared, CLUSTER, pdl=device.has_pdl)
     return Plan((problem.gate,), (launch,))
 
 

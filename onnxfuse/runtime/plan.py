@@ -10,6 +10,7 @@ from onnxfuse.errors import ModelError
 from onnxfuse.ir.dtypes import dtype_name
 
 RESERVED_ATTRIBUTES: Final = ("fusion", "operands", "output_types", "attributes")  # a host finds them in FusedNode
+PDL_ARCH: Final = 90  # the first compute capability with programmatic dependent launch
 NO_GPU: Final = -1  # the ordinal of a GPU that this machine need not have
 Aim: TypeAlias = Literal["latency", "throughput"]  # of a session: a run takes little time, or many at once do
 Attribute: TypeAlias = int | float | str | list[int] | list[float]
@@ -37,6 +38,11 @@ class Device:
     shared: bool = False  # other runs use the GPU at the same time, so that plans should leave them much of it
     # Which of the machine's GPUs it is, so that hosts can ask its libraries; NO_GPU if they cannot.
     ordinal: int = field(default=0, compare=False)
+
+    @property
+    def has_pdl(self) -> bool:
+        """Whether it has programmatic dependent launch: see Launch."""
+        return self.arch >= PDL_ARCH
 
     @property
     def is_here(self) -> bool:
