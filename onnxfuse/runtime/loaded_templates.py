@@ -19,9 +19,8 @@ from onnxfuse.runtime.plan import Kernel, Launch, Plan, TensorSpec
 from onnxfuse.runtime.plan_file import KernelCode, SavedTemplate
 from onnxfuse.runtime.priority_pool import PriorityThreadPool
 from onnxfuse.runtime.template import Template, Variant
-from onnxfuse.runtime.template_bytes import kernel_key, template_bytes
 from onnxfuse.runtime.template_key import Situation
-from onnxfuse.runtime.template_words import TemplateWords
+from onnxfuse.runtime.template_words import TemplateWords, words_of
 
 log: Final = logging.getLogger("onnxfuse")
 
@@ -84,12 +83,12 @@ class PreparedTemplate:
         """Load nothing yet."""
         self.template: Final = template
         self.situation: Final = situation
-        self.kernels: dict[str, LoadedKernel] = {}  # by kernel_key
+        self.kernels: dict[str, LoadedKernel] = {}  # by Kernel.key
         self._backend, self._lock = backend, threading.RLock()
         self.is_loaded_later = False  # whether threads load the kernels that the first runs do not need
         self._data = b""
-        self._absent: set[str] = set()  # kernels that stand as 0 in the bytes, by kernel_key
-        self.refused: dict[str, OnnxfuseError] = {}  # kernels that cannot be loaded, by kernel_key
+        self._absent: set[str] = set()  # kernels that stand as 0 in the bytes, by Kernel.key
+        self.refused: dict[str, OnnxfuseError] = {}  # kernels that cannot be loaded, by Kernel.key
         self.dropped: list[Variant] = []  # variants that need one of them
 
     def add(self, variant: Variant) -> None:
@@ -104,10 +103,10 @@ class PreparedTemplate:
             yield from (step for step in variant.plan.steps if isinstance(step, Launch))
 
     def missing(self) -> dict[str, list[Launch]]:
-        """Return the launches whose kernels are not loaded, or not allowed what they take, by kernel_key."""
+        """Return the launches whose kernels are not loaded, or not allowed what they take, by Kernel.key."""
         found: dict[str, list[Launch]] = {}
         for step in self.launches():
-            key = kernel_key(step.kernel)
+            key = step.kernel.key
             if key not in self.kernels or not _is_allowed(self.kernels[key], step):
                 found.setdefault(key, []).append(step)
         return found
@@ -120,7 +119,7 @@ class PreparedTemplate:
         """
         ordinal = self.situation.device.ordinal
         for step in steps if goes_on() else ():
-            key = kernel_key(step.kernel)
+            key = step.kernel.key
             try:
                 kernel = self.kernels.get(key) or self._backend.load(step.kernel, ordinal)
                 with self._lock:
@@ -140,17 +139,17 @@ class PreparedTemplate:
 
     def error_of(self, variant: Variant) -> OnnxfuseError | None:
         """Return why a variant cannot run; None if all its kernels may be loaded."""
-        keys = map(kernel_key, variant.kernels)
+        keys = (kernel.key for kernel in variant.kernels)
         return next((self.refused[key] for key in keys if key in self.refused), None)
 
     def keys(self) -> set[str]:
-        """Return the kernels of all variants, by kernel_key."""
-        return {kernel_key(step.kernel) for step in self.launches()}
+        """Return the kernels of all variants, by Kernel.key."""
+        return {step.kernel.key for step in self.launches()}
 
     def keys_at(self, points: Iterable[Sequence[int]]) -> set[str]:
-        """Return the kernels of the variants that are chosen at some combinations of sizes, by kernel_key."""
+        """Return the kernels of the variants that are chosen at some combinations of sizes, by Kernel.key."""
         chosen = (self.template.chosen(sizes) for sizes in points)
-        return {kernel_key(kernel) for each in chosen if each for kernel in each.kernels}
+        return {kernel.key for each in chosen if each for kernel in each.kernels}
 
     def data(self, variant: Variant | None = None) -> bytes:
         """Return the template's bytes for the native library, with its kernels loaded.
@@ -162,7 +161,7 @@ class PreparedTemplate:
             if self._data and not self._absent:
                 return self._data
         part = variant.kernels if variant and self.is_loaded_later else None
-        wanted = self.keys() if part is None else set(map(kernel_key, part))
+        wanted = self.keys() if part is None else {kernel.key for kernel in part}
         load_all([self], lambda _: wanted)  # without the lock, which the threads that load take
         return self._bytes(wanted)
 
@@ -178,7 +177,8 @@ class PreparedTemplate:
                     run_plan.open_libraries(variant.plan)
                 missing = self.missing().keys()
                 handles = {key: kernel.handle for key, kernel in self.kernels.items()} | dict.fromkeys(missing, 0)
-                self._data, self._absent = template_bytes(self.template, dict(sorted(handles.items()))), set(missing)
+                self._data = words_of(self.template, dict(sorted(handles.items()))).data()
+                self._absent = set(missing)
             return self._data
 
 
@@ -190,7 +190,7 @@ def load_all(
 ) -> None:
     """Load the kernels of some templates, which are compiled in several threads while more templates come.
 
-    wanted   which kernels of a template are loaded, by kernel_key
+    wanted   which kernels of a template are loaded, by Kernel.key
     threads  at most; as many as there are processors if it is None
     goes_on  whether a kernel whose turn has come is still wanted
     """

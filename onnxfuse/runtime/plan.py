@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
@@ -119,6 +120,12 @@ class Kernel:
     defines: Mapping[str, int | float | str] = field(default_factory=dict)
     arch_specific: bool = False  # needs instructions of this architecture alone, as sm_90a has
     text: str = ""  # what is compiled where it is no file; it may include onnxfuse's headers
+
+    @property
+    def key(self) -> str:
+        """A text that is equal for equal kernels."""
+        own = (hashlib.sha256(self.text.encode()).hexdigest(),) if self.text else ()
+        return repr((self.source, self.entry, sorted(self.defines.items()), self.arch_specific, *own))
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,11 @@ from onnxfuse.runtime.plan import Kernel
 from onnxfuse.runtime.plan_file import KernelCode, PlanFile, SavedTemplate, node_identity, versions, write_plan_file
 from onnxfuse.runtime.planner import planner
 from onnxfuse.runtime.run_plan import LIBRARIES, libraries_of
-from onnxfuse.runtime.template_bytes import kernel_key, template_bytes
 from onnxfuse.runtime.template_key import Situation
-from onnxfuse.runtime.template_words import read_template
+from onnxfuse.runtime.template_words import words_of
 
 Progress = Callable[[int, int], None]  # how many kernels are compiled, and of how many
-Codes = dict[tuple[int, str], bytes]  # cubins by compute capability and kernel_key
+Codes = dict[tuple[int, str], bytes]  # cubins by compute capability and Kernel.key
 
 
 def save_plans(path: str | Path, provider: str = CUDA, device_id: int = 0) -> int:
@@ -57,7 +56,7 @@ def compile_kernels(
     wanted: dict[tuple[int, str], tuple[Kernel, Situation]] = {}
     for each in templates:
         for step in each.launches():
-            wanted[each.situation.device.arch, kernel_key(step.kernel)] = step.kernel, each.situation
+            wanted[each.situation.device.arch, step.kernel.key] = step.kernel, each.situation
     codes: Codes = {}
     errors: dict[tuple[int, str], KernelError] = {}
     progress(0, len(wanted))
@@ -88,12 +87,12 @@ def saved_template(prepared: PreparedTemplate, codes: Codes) -> SavedTemplate:
     situation = prepared.situation
     kernels: dict[str, KernelCode] = {}
     for step in prepared.launches():
-        key = kernel_key(step.kernel)
+        key = step.kernel.key
         code = codes[situation.device.arch, key]
         known = kernels.get(key, KernelCode(code, step.kernel.entry, 0, 1))
         most = max(known.shared, step.shared), max(known.cluster, step.cluster)
         kernels[key] = KernelCode(code, step.kernel.entry, *most)
-    words = read_template(template_bytes(prepared.template, {key: i for i, key in enumerate(kernels)}))
+    words = words_of(prepared.template, {key: i for i, key in enumerate(kernels)})
     libraries = libraries_of(step for variant in prepared.template.variants for step in variant.plan.steps)
     node, device = node_identity(situation.node), situation.device
     return SavedTemplate(gpu_kind(device), device.tf32, device.shared, node, words, tuple(kernels.values()), libraries)

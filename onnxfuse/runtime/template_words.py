@@ -1,26 +1,30 @@
-"""Read templates that are stored as 64-bit words, as far as Python changes them: their functions and their variants.
+"""Write templates as 64-bit words, and read them as far as Python changes them: their functions and their variants.
 
 What a plan's words say is checked by the native library, when it first makes a plan of a template.
 """
 
 from __future__ import annotations
 
+import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
 
 from onnxfuse.ir.dtypes import DTYPE_NAMES
 from onnxfuse.runtime.expressions import Expressions, Op, Values
 from onnxfuse.runtime.plan import TensorSpec
-from onnxfuse.runtime.plan_bytes import ALIGNED, CONSTANT, input_words, packed
-from onnxfuse.runtime.template import holds, sizes_of
-from onnxfuse.runtime.template_bytes import FUNCTION, TEMPLATE_MARK
+from onnxfuse.runtime.plan_bytes import ALIGNED, CONSTANT, input_words, packed, plan_words
+from onnxfuse.runtime.symint import SymInt
+from onnxfuse.runtime.template import Template, Variant, holds, sizes_of
 from onnxfuse.runtime.word_reader import WORD, WordReader
 
 MAX_RANK: Final = 64  # kMaxRank in native/plan.h
+TEMPLATE_MARK: Final = 0x6F6E66740001  # kTemplateMark in native/template.h
+EXPRESSION: Final = 0  # what a patch takes: Template::PatchKind in native/template.h
+FUNCTION: Final = 1
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class TemplateWords:
     variants: tuple[VariantWords, ...]
 
     def data(self) -> bytes:
-        """Return all words as `template_bytes` writes them."""
+        """Return all words, as bytes for the native library."""
         head = packed([TEMPLATE_MARK, len(self.inputs), *input_words(self.inputs)])
         functions = packed([len(self.functions), *self.functions, len(self.variants)])
         return b"".join((head, self.expressions, functions, *(each.data for each in self.variants)))
@@ -88,6 +92,43 @@ class TemplateWords:
     def tuned_sizes(self) -> set[tuple[int, ...]]:
         """The sizes for which variants were chosen by measuring."""
         return {each.hints for each in self.variants if each.tuned}
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+class _Function:
+    """Stands for the handle of a kernel among a plan's words."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def words_of(template: Template, functions: Mapping[str, int]) -> TemplateWords:
+    """Return the words of a template; `functions` are the CUfunction handles of its kernels by `Kernel.key`."""
+    indices = {key: i for i, key in enumerate(functions)}
+    variants = tuple(_words_of_variant(each, indices) for each in template.variants)  # may make expressions
+    rows = template.expressions.rows
+    expressions = packed([len(rows), *(word for op, a, b in rows for word in (int(op), a, b))])
+    return TemplateWords(template.inputs, expressions, tuple(functions.values()), variants)
+
+
+def _words_of_variant(variant: Variant, indices: Mapping[str, int]) -> VariantWords:
+    functions = [_Function(indices[kernel.key]) for kernel in variant.kernels]
+    plain: list[int] = []
+    patches: list[int] = []
+    for i, word in enumerate(plan_words(variant.plan, cast(Sequence[int], functions))):
+        if isinstance(word, _Function):
+            patches += [i, FUNCTION, word.index]
+        elif isinstance(word, SymInt):
+            patches += [i, EXPRESSION, word.number]
+        plain.append(0 if isinstance(word, _Function | SymInt) else word)
+    guards = [word for of in (variant.hard, variant.soft) for word in (len(of), *itertools.chain(*of))]
+    counted = [len(plain), *plain, len(patches) // 3, *patches]
+    return VariantWords(variant.hints, variant.tuned, packed([*variant.hints, variant.tuned, *guards, *counted]))
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def read_template(data: bytes) -> TemplateWords:

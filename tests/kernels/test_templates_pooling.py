@@ -18,7 +18,7 @@ from test_pooling_emulated import onnxruntime as pooled
 from test_resize_emulated import onnxruntime as resized
 
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, TensorSpec
-from onnxfuse.runtime.template_bytes import kernel_key, template_bytes
+from onnxfuse.runtime.template_words import words_of
 
 GPUS = [H200, A100, T4]
 MAX_KERNELS = 4
@@ -88,8 +88,8 @@ def test_a_scaled_size_is_rounded_as_float32(scale: float) -> None:
 def test_the_bytes_of_a_template_have_every_expression() -> None:
     """The bits of a real argument, here one over the number of pixels, are an expression of their own."""
     template = template_of(*described("global_average_pool", {}, IMAGES, 64), H200)
-    functions = {kernel_key(kernel): 0 for kernel in template.kernels}
-    assert template_bytes(template, functions) == template_bytes(template, functions)
+    functions = {kernel.key: 0 for kernel in template.kernels}
+    assert words_of(template, functions) == words_of(template, functions)
 
 
 SIZES: list[tuple[str, dict[str, Any], tuple[int, ...], list[tuple[int, ...]]]] = [

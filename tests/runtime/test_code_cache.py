@@ -11,7 +11,6 @@ from onnxfuse.runtime import cache_folder, code_cache
 from onnxfuse.runtime.code_cache import cached_cubin
 from onnxfuse.runtime.nvrtc import Cubin, kernel_text
 from onnxfuse.runtime.plan import Kernel
-from onnxfuse.runtime.template_bytes import kernel_key
 
 KERNEL = Kernel("activation", "activation", {"WIDTH": 8})
 
@@ -101,5 +100,5 @@ def test_a_text_is_compiled_in_place_of_a_file(compiled: list[tuple[Kernel, int]
     whole = kernel_text(first)
     assert whole.count("struct Divisor {") == 1 and "#include" not in whole
     assert '#line 2 "made.cu"' in whole, "messages of the compiler count the text's own lines"
-    assert kernel_key(first) != kernel_key(second) != kernel_key(Kernel("made", "made"))
+    assert first.key != second.key != Kernel("made", "made").key
     assert [cached_cubin(each, 90) for each in (first, second, first)] == [b"code 1", b"code 2", b"code 1"]

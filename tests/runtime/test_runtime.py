@@ -23,7 +23,7 @@ import stand_in
 from stand_in import CPU, SHIFT, Stage, fails, feed, model, node, session, stage
 
 from onnxfuse.errors import ModelError
-from onnxfuse.runtime import loaded_templates
+from onnxfuse.runtime import template_words
 from onnxfuse.runtime.plan import Launch, Plan, Pointer, Scalar, TensorSpec
 from onnxfuse.runtime.planner import planner
 from onnxfuse.session import NodeDispatch, explain_session, register
@@ -344,7 +344,7 @@ def test_a_malformed_plan_is_refused(gpu: Stage, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 80])
 def test_a_truncated_reply_is_refused(gpu: Stage, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(loaded_templates, "template_bytes", lambda *_: bytes(size))
+    monkeypatch.setattr(template_words.TemplateWords, "data", lambda _: bytes(size))
     assert "the plan is malformed" in fails(session(model(SHIFT)), feed(2, 3))
 
 

@@ -21,7 +21,7 @@ from onnxfuse.runtime.hosts import find_host
 from onnxfuse.runtime.loaded_templates import PreparedTemplate
 from onnxfuse.runtime.plan import FusedNode, Plan, TensorSpec
 from onnxfuse.runtime.planner import planner
-from onnxfuse.runtime.template_bytes import template_bytes
+from onnxfuse.runtime.template_words import words_of
 from onnxfuse.session import InferenceSession, explain_session, open_session
 from onnxfuse.tuning.autotune import gpu_trial
 from onnxfuse.tuning.bound_session import TimedModel
@@ -69,7 +69,7 @@ def test_each_gpu_has_its_own_plans_and_kernels() -> None:
     first, second = sorted(used, key=lambda each: each.situation.device.ordinal)
     assert (first.situation.device.ordinal, second.situation.device.ordinal) == BOTH
     numbers = {key: i for i, key in enumerate(sorted(first.kernels))}
-    assert template_bytes(first.template, numbers) == template_bytes(second.template, numbers)
+    assert words_of(first.template, numbers) == words_of(second.template, numbers)
     assert all(first.kernels[key].handle != second.kernels[key].handle for key in numbers)
 
 
