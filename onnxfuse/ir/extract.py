@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import onnx
 
 from onnxfuse.ir.execution_order import reads
+from onnxfuse.ir.inline_functions import inline_functions
 from onnxfuse.ir.protos import copy_without
 
 
@@ -35,4 +36,12 @@ def extract(model: onnx.ModelProto, outputs: Sequence[str]) -> onnx.ModelProto:
     graph.sparse_initializer.extend(t for t in source.sparse_initializer if t.values.name in read)
     graph.input.extend(value for value in source.input if value.name in read)
     graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs)
+    return result
+
+
+def without_unused_nodes(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model without the nodes that no output depends on, those of its own functions included."""
+    result = extract(inline_functions(model).model, [output.name for output in model.graph.output])
+    del result.graph.output[:]
+    result.graph.output.extend(model.graph.output)
     return result

@@ -23,7 +23,7 @@ from fuzz_cases import case_of, draw_case
 from hostile import wrong_versions
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from judge import LOST_VALUE, SECONDS, Hang, Verdict, compare, judge, limited
+from judge import LOST_VALUE, SECONDS, Hang, Options, Original, Verdict, compare, judge, limited
 from mutants import MUTATIONS, differs, mutant_of
 from reduction import reduced
 from roundings import ULP, rounded_otherwise
@@ -311,6 +311,39 @@ def test_a_value_that_onnxruntime_loses_without_its_optimizations_counts_with_th
     assert compare(original, folded, {}, 0).kind == kind
 
 
+ROUNDED = "o = Div (x, s) r = Round (o) i = Clip (r, low, high) z = Mul (i, s)"  # equals d
+
+
+@pytest.mark.parametrize(
+    ("right", "other", "said"),
+    [
+        ("z = Abs (x) n = Neg (d)", "z = Abs (x)", ""),
+        ("z = Abs (x) n = Neg (d)", "z = Neg (x)", "output z is "),
+        ("z = Identity (d)", ROUNDED, "with onnxruntime's optimizations output y is "),
+    ],
+)
+def test_what_onnxruntime_drops_of_the_original_without_unused_nodes_is_no_difference(
+    right: str, other: str, said: str
+) -> None:
+    """It makes one quantizer of two where nothing else reads the result of the first (seed 101012042)."""
+    text = """<ir_version: 9, opset_import: ["" : 19]> g (float[n,8] x) => (float[n,8] y, float[n,8] z)
+        <float s = {0.4}, float t = {0.3}, uint8 m = {128}, float low = {-128}, float high = {127}> {
+          q = QuantizeLinear (x, s, m) d = DequantizeLinear (q, s, m) NODES
+          p = QuantizeLinear (d, t, m) y = DequantizeLinear (p, t, m) }"""
+    require_verdict(text.replace("NODES", right), text.replace("NODES", other), {"n": 4}, said)
+
+
+@pytest.mark.parametrize(("scale", "said"), [("0.02", ""), ("0.0201", "off by")])
+def test_products_with_weights_of_8_bits_are_compared_in_float32(scale: str, said: str) -> None:
+    """onnxruntime rounds x to 8 bits by default, in the model without Casts alone (seed 101015599)."""
+    text = """<ir_version: 9, opset_import: ["" : 19]> g (float[n,4] x) => (float[n,2] y)
+        <uint8[4,2] w = {0, 31, 64, 127, 150, 191, 222, 255}, float s = {SCALE}, uint8 m = {128}> {
+          d = DequantizeLinear (w, s, m) READER }"""
+    casts = text.replace("READER", "c = Cast <to = 11> (d) f = Cast <to = 1> (c) y = MatMul (x, f)")
+    other = text.replace("READER", "y = MatMul (x, d)").replace("SCALE", scale)
+    require_verdict(casts.replace("SCALE", "0.02"), other, {"n": 4}, said)
+
+
 @pytest.mark.parametrize(
     ("right", "other", "said"),
     [
@@ -348,6 +381,17 @@ def test_rounding_otherwise_moves_each_element_by_itself(opset: int, kind: str, 
         moved = outputs_of(session, ones)
         assert moved, session.error
         assert len(set(moved["y"])) > 1 and np.abs(moved["y"] + 1).max() <= 2 * ulp
+
+
+def test_roundings_are_drawn_once_for_the_same_inputs() -> None:
+    """onnxruntime draws other numbers in each run, which may allow what they did not allow before (seed 101012468)."""
+    model = onnx.parser.parse_model(CHAIN)
+    original, (feeds, *_) = Original(model, 0, Options()), draws(model, {"n": 2}, 0)
+    session = original.shaken[0]
+    first = original.outputs_of(session, feeds)
+    again, other = original.outputs_of(session, feeds), outputs_of(session, feeds)
+    assert first and again and other
+    assert (first["y"] == again["y"]).all() and (first["y"] != other["y"]).any()
 
 
 def test_results_in_bodies_are_moved_too() -> None:

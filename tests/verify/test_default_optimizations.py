@@ -98,6 +98,43 @@ def test_what_onnxruntime_changes_in_the_optimized_model_alone_fails() -> None:
     assert found.reason.startswith("with onnxruntime's graph optimizations output 'y' differs in NaN at ")
 
 
+# onnxruntime makes one quantizer of both where nothing else reads the result of the first.
+TWO_QUANTIZERS = """(float[b, 8] x) => (float[b, 8] y, float[b, 8] z)
+    <float s = {0.4}, float t = {0.3}, uint8 m = {128}>
+    { q = QuantizeLinear (x, s, m)  d = DequantizeLinear (q, s, m)  READER
+      p = QuantizeLinear (d, t, m)  y = DequantizeLinear (p, t, m) }"""
+
+
+def test_what_onnxruntime_changes_once_unused_nodes_are_gone_is_told() -> None:
+    unused, used = (model(TWO_QUANTIZERS.replace("READER", f"z = Abs (x)  {each}"), 19) for each in ("n = Neg (d)", ""))
+    found = compare(unused, used)
+    assert (found.status, len(found.notes)) == ("verified", 1)
+    told = "onnxruntime's graph optimizations change output 'y' of the original without the nodes that nothing reads: "
+    assert found.notes[0].startswith(told)
+    limits = "low = Constant <value_float = -128.0> ()  high = Constant <value_float = 127.0> ()"
+    rounded = f"{limits}  o = Div (x, s)  r = Round (o)  i = Clip (r, low, high)  z = Mul (i, s)"
+    source, apart = (model(TWO_QUANTIZERS.replace("READER", each), 19) for each in ("z = Identity (d)", rounded))
+    found = compare(source, apart)
+    assert found.passed is False
+    assert found.reason.startswith("with onnxruntime's graph optimizations output 'y' is off by ")
+
+
+def test_products_with_weights_of_8_bits_round_as_on_a_gpu() -> None:
+    """onnxruntime would round x to 8 bits in one of the two models, in which nothing else reads the scale."""
+    text = """(float[b, 16] x) => (float[b, 8] y, float[b, 1] z)
+        { d = DequantizeLinear (w, s, m)  y = MatMul (x, d)  READER }"""
+    numbers = np.random.default_rng(0).integers(0, 256, (16, 8)).astype(np.uint8)
+    weights = {"w": numbers, "s": np.array(0.02, np.float32), "m": np.array(128, np.uint8)}
+    mean = "z = ReduceMean <axes = [1]> (x)"
+    source = model(text.replace("READER", f"v = Mul (d, s)  {mean}"), **weights)
+    used_once = model(text.replace("READER", mean), **weights)
+    assert compare(source, used_once).notes == ()
+    assert compare(source, used_once).passed
+    numbers[3, 2] ^= 1
+    found = compare(source, model(text.replace("READER", mean), **weights))
+    assert found.passed is False and "output 'y' is off by " in found.reason
+
+
 def test_a_dead_branch_of_another_rank_is_no_reason_to_refuse() -> None:
     """onnxruntime folds the shapes of one branch, and finds that the branches differ in rank."""
     text = """(float[1, 4, 8] x) => (float[] y) {
