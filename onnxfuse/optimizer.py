@@ -234,14 +234,25 @@ def _optimize(job: _Job, path: str | None) -> tuple[onnx.ModelProto, Report]:
     source = job.original
     if (job.is_standard or job.half) and has_fused_nodes(source):  # whose bodies hold dtypes, and operators of an opset
         source = in_operators(source, job.folder)[0]
-    newest = source
-    if job.is_standard:
-        newest = in_newest_opset(source, lambda model: fuse_model(model, job.folder, job.settings, job.timer))
-    found = _fuse_source(job, newest)
-    is_raised = opset_of(found.model.written) > job.opset > 0
-    if job.is_standard and is_raised and not needs_newer_opset(found.model, job.opset):
-        found = _fuse_source(job, source)
+    found = _fuse_standard(job, source) if job.is_standard else _fuse_source(job, source)
     return found.model.written, _report(job, path, found)
+
+
+def _fuse_standard(job: _Job, source: onnx.ModelProto) -> _Found:
+    """Return a model fused in the newest opset, or as it is where no operator that is written needs a newer one."""
+
+    def fuse(model: onnx.ModelProto) -> FusedModel:
+        return fuse_model(model, job.folder, job.settings, job.timer)
+
+    newest = in_newest_opset(source, fuse)
+    try:
+        found = _fuse_source(job, newest)
+        if not opset_of(found.model.written) > job.opset > 0 or needs_newer_opset(found.model, job.opset):
+            return found
+    except ModelError:  # onnxruntime refuses some models of opset 21 with quantizers that it takes in opset 20
+        if newest is source or needs_newer_opset(fuse(newest), job.opset):
+            raise
+    return _fuse_source(job, source)
 
 
 def _fuse_source(job: _Job, source: onnx.ModelProto) -> _Found:

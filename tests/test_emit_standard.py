@@ -110,6 +110,20 @@ def test_the_opset_is_only_raised_for_an_operator_that_needs_it() -> None:
     assert report.verified.status == "verified"
 
 
+def test_the_opset_stays_where_onnxruntime_breaks_the_newer_model() -> None:
+    """From opset 21 on it writes a QuantizeLinear of int8 after the Transpose, and gives it a zero point of uint8."""
+    text = """<ir_version: 8, opset_import: ["": 20]> main (float[2,3,4] x) => (float[4,3,2] y, float[2,3,4] g)
+        <float s = {0.5}, int8 z = {0}> {
+          q = QuantizeLinear (x, s, z)  d = DequantizeLinear (q, s, z)  t = Transpose (d)  y = Relu (t) LAST }"""
+    source = onnx.parser.parse_model(text.replace("LAST", "g = Neg (x)"))
+    standard, report = onnxfuse.optimize(source, emit="standard")
+    assert (opset_of(standard), report.verified.status) == (20, "verified")
+    silu = onnx.parser.parse_model(text.replace("LAST", "o = Sigmoid (x)  g = Mul (x, o)"))
+    sentence = "raising the opset from 20 to 24 changed the model: onnxruntime's graph optimizations break "
+    with pytest.raises(onnxfuse.ModelError, match=sentence):
+        onnxfuse.optimize(silu, emit="standard")
+
+
 @pytest.mark.parametrize("dtype", [None, "float16"])
 def test_what_cannot_be_raised_comes_through_where_it_need_not_be(dtype: Literal["float16"] | None) -> None:
     text = """<ir_version: 8, opset_import: ["": 17]>
