@@ -10,7 +10,7 @@ from drafts import FLOATS, SYMBOLS, Draft, Unavailable, types
 from inner_graphs import into_branch, into_function, into_loop
 from onnx import TensorProto, helper, numpy_helper
 
-from onnxfuse.ir.protos import OneNode, nodes
+from onnxfuse.ir.protos import OneNode, graphs, nodes, subgraphs
 
 SIBLINGS = [
     ("Add", "Sub", "Mul", "Div"), ("Max", "Min"), ("And", "Or", "Xor"), ("Greater", "Less", "LessOrEqual", "Equal"),
@@ -225,6 +225,12 @@ def duplicate(draft: Draft) -> None:
     copy.name = draft.fresh("again")
     copy.output[:] = [draft.fresh() if name else "" for name in node.output]
     new = dict(zip(node.output, copy.output, strict=True))
+    for body in graphs(*subgraphs(copy)):  # a result has its node's name there; ONNX forbids that of an earlier node
+        for each in body.node:
+            for names in (each.input, each.output):
+                names[:] = [new.get(name, name) for name in names]
+        for value in (*body.output, *body.value_info):
+            value.name = new.get(value.name, value.name)
     for reader in draft.nodes:
         if reader is not node and draft.random.random() < 0.5:
             reader.input[:] = [new.get(name, name) if name else "" for name in reader.input]

@@ -7,27 +7,31 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import fuzz_cases
 import numpy as np
 import onnx
 import pytest
 import run as fuzzer
+from changes import duplicate
 from drafts import shape_at, types
 from draws import draws
 from fuzz_cases import case_of, draw_case
 from hostile import wrong_versions
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from inner_graphs import into_branch
 from judge import LOST_VALUE, SECONDS, Hang, Options, Original, Verdict, compare, judge, limited
 from mutants import MUTATIONS, differs, mutant_of
 from reduction import reduced
 from roundings import ULP, rounded_otherwise
 from sessions import Session, outputs_of
+from spelled_graphs import spelled_graph
 from undetermined import joins_unequal_sizes, relies_on_empty_slices
 
 from onnxfuse.verify import own_process
@@ -421,6 +425,24 @@ def test_the_time_limit_passes_what_catches_exceptions() -> None:
 def test_the_time_limit_does_not_count_waiting() -> None:
     with limited(0.05):
         time.sleep(0.2)
+
+
+def test_a_node_is_duplicated_with_the_names_in_its_branches() -> None:
+    """An If may name the results of a branch as its own, of which ONNX allows one."""
+    for seed in range(6):
+        draft = spelled_graph(Random(seed))
+        into_branch(draft)
+        draft.random = Last()
+        duplicate(draft)
+        assert [node.op_type for node in draft.nodes].count("If") == 2
+        onnx.checker.check_model(draft.model())
+
+
+class Last(Random):
+    """Chooses the last of everything."""
+
+    def choice(self, of: Sequence[Any]) -> Any:
+        return of[-1]
 
 
 def test_a_failing_model_is_made_smaller() -> None:
