@@ -542,12 +542,14 @@ STAGES: Final = (
 def simplify(graph: Graph, shapes: ShapeInfo, without: Collection[str] = ()) -> list[Folded]:
     """Apply the passes of the pipeline round by round until none changes anything.  Returns the nodes that vanished.
 
-    Passes that `without` names, also as steps, are not applied.  Raises StepError for a pass that raises.
+    Nodes that nothing reads go first, as passes remove them only where they change something.  Passes that `without`
+    names, also as steps, are not applied.  Raises StepError for a pass that raises.
     """
     passes, late = (
         [each for each in some if each.__name__ not in without and pass_step(each) not in without]
         for some in (PIPELINE, LATE_PASSES)
     )
+    graph.remove_dead()
     folded = _rounds(graph, shapes, passes)
     changes = [_apply(each, graph, shapes) for each in late]
     if any(changes):

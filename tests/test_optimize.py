@@ -381,6 +381,16 @@ def test_a_loop_is_fused() -> None:
     assert (report.counts, report.verified.passed) == ({"gemm_bias_activation": 1}, True)
 
 
+@pytest.mark.parametrize(
+    "used", ["y = Abs (x)", "a = Abs (x) y = Neg (a)", "w = Constant <value_float = 2.0> () y = Mul (x, w)"]
+)
+def test_nodes_that_nothing_reads_go(used: str) -> None:
+    """They would be in a region without results, and onnxruntime would run them."""
+    model = parse(f"main (float[2,3] x) => (float[2,3] y) {{ u = Exp (x) v = Tanh (u) {used} }}")
+    result, report = optimize(model)
+    assert not {"Exp", "Tanh"} & set(ops(result)) and not report.left_out
+
+
 def test_newer_fused_nodes_are_refused() -> None:
     model, _ = optimize(parse(BLOCK), verify=False)
     next(each for each in model.opset_import if each.domain == "onnxfuse").version = 7
