@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from onnxfuse.attention import ATTENTION, SCORE_PASSES, add_heads_axis
 from onnxfuse.passes import Pass
-from onnxfuse.passes.canonicalize_roots import canonicalize_roots
 from onnxfuse.passes.canonicalize_rotary_pairs import canonicalize_rotary_pairs
 from onnxfuse.passes.canonicalize_rotations import canonicalize_rotations
-from onnxfuse.passes.conv_to_matmul import conv_to_matmul
 from onnxfuse.passes.einsum_to_matmul import einsum_to_matmul
 from onnxfuse.passes.fold_batch_norm import fold_batch_norm
 from onnxfuse.passes.fold_constants import fold_constants
@@ -23,7 +21,9 @@ from onnxfuse.passes.split_packed_gate import split_packed_gate
 from onnxfuse.passes.spread_affine import spread_affine
 from onnxfuse.rewrite.apply_rules import rules_pass
 from onnxfuse.rules.activations import ACTIVATIONS
-from onnxfuse.rules.masks import MASKS
+from onnxfuse.rules.convolutions import PATCHES
+from onnxfuse.rules.masks import MASKED_SUMS, MASKS
+from onnxfuse.rules.no_ops import NO_OPS
 from onnxfuse.rules.roots import ROOTS
 
 # The passes in the order in which a round applies them.  Rounds follow each other until none of them changes anything.
@@ -35,16 +35,17 @@ PIPELINE: tuple[Pass, ...] = (
     scatter_to_concat,
     einsum_to_matmul,  # its Transposes compose with those around it
     sizes_of_operands,
-    rules_pass("write_roots", ROOTS),
-    canonicalize_roots,  # so that a mean that is computed twice is computed once
+    rules_pass("write_roots", ROOTS),  # so that a mean that is computed twice is computed once
+    rules_pass("write_one_form", NO_OPS),
     normalize,  # so that patterns, and the passes below, meet each computation in one form
+    rules_pass("fill_masked_sums", MASKED_SUMS),
     rules_pass("merge_fills", MASKS),  # before a fill becomes a sum
     *ATTENTION,  # after the views that normalize has composed
     canonicalize_rotations,
     canonicalize_rotary_pairs,
     rules_pass("recognize_activations", ACTIVATIONS),  # before a scale of theirs is folded into the operator in front
     fold_pads,  # where Transposes meet windows; before a pass asks whether a convolution has pads
-    conv_to_matmul,  # makes products, into whose weights the next pass can fold
+    rules_pass("conv_to_matmul", PATCHES),  # makes products, into whose weights the next pass can fold
     fold_batch_norm,
     fold_variance_factor,
     spread_affine,  # of what could not be folded

@@ -33,7 +33,6 @@ from onnxfuse.analysis.mask_values import IndexAnalysis
 from onnxfuse.analysis.scores import HEADS_AXIS, MAX_STEPS, nodes_before, softmaxes_of_attention
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.shape_rules.elementwise import broadcast
-from onnxfuse.attention.fill_masked_sums import fill_masked_sum
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.graph import Graph, constant_number
 from onnxfuse.ir.node import Node, Tensor, op_of, producer
@@ -122,8 +121,6 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, analysis: Callable[[], IndexAnalys
     if (unlimited := _without_lowest(graph, shapes, tensor)) is not None:
         softmax.inputs[0] = unlimited
         return True
-    if any(op_of(each) == "Add" and fill_masked_sum(graph, shapes, each) for each in nodes_before(tensor)):
-        return True  # two fills become one before they are looked at
     if shapes.dtype(tensor) not in FUSIBLE_FLOATS or shapes.shape(tensor) is None:
         return False
     scores = parse_scores(graph, shapes, tensor)

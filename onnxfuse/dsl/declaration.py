@@ -67,6 +67,7 @@ class Rewrite:
 
     left: Fusion
     right: Term
+    of_scores: bool = False
 
 
 def require(sentence: str, holds: Callable[..., bool]) -> None:
@@ -136,7 +137,7 @@ def fusion(
 
 
 def rewrite(
-    *, example: Mapping[str, ExampleValue] | None = None
+    *, out: str = "...", of_scores: bool = False, example: Mapping[str, ExampleValue] | None = None
 ) -> Callable[[Callable[..., Rules]], tuple[Rewrite, ...]]:
     """Declare rewrite rules: a generator of pairs, each of a left side to match and a right side to write in its place.
 
@@ -144,6 +145,8 @@ def rewrite(
     no value between the operands and the result may have other readers, unless it is `shared`.  The right side may use
     `computed` numbers.  A condition of one pair is a `when` on its left side.
 
+    out      dimensions of the result, as in `fusion`
+    of_scores  the rule holds for finite scores only, and applies where an attention may be made of the result
     example  shapes of operands, for generated models, as in `fusion`
 
     Raises PatternError where the declaration is wrong.
@@ -162,10 +165,11 @@ def rewrite(
         return tuple(
             Rewrite(
                 Fusion(
-                    function.__name__, doc, _captures_in(left, captures), (left,), ("...",), guards, False, source,
+                    function.__name__, doc, _captures_in(left, captures), (left,), (out,), guards, False, source,
                     span, shapes,
                 ),
                 right,
+                of_scores,
             )
             for left, right in pairs
         )  # fmt: skip

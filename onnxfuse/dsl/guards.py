@@ -20,12 +20,13 @@ Relation: TypeAlias = Callable[..., bool]  # between operands, or between two si
 #   is_finite(a)         operand a is a constant without NaN and infinity
 #   broadcasts_to(a, b)  the shape of operand a broadcasts to the shape of b without changing it
 #   begins_with_one(a)   operand a has several axes, the first of them of size 1
+#   holds_zero_or_one(a)  each element of operand a is known to be 0 or 1
 #   is_triangle(a)       operand a is known to be true up to a diagonal, and false above it
 #   is_made_by(a, *ops)  one of the operators computes operand a
 #   has_readers(a)       more than one node reads operand a
 RELATIONS: Final = (
     "is_multiple", "share_symbols", "is_ordinary", "is_finite", "broadcasts_to", "begins_with_one",
-    "is_triangle", "is_made_by", "has_readers",
+    "holds_zero_or_one", "is_triangle", "is_made_by", "has_readers",
 )  # fmt: skip
 
 

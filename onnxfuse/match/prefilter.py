@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 
 from onnxfuse.dsl.declaration import Fusion
-from onnxfuse.dsl.terms import Alternatives, Term
+from onnxfuse.dsl.terms import Alternatives, Apply, Term
 from onnxfuse.ir.node import Node, Tensor, op_of
 from onnxfuse.match.fusion_terms import fusion_terms
 
@@ -14,6 +14,22 @@ def may_occur(fusion: Fusion, present: Set[str]) -> bool:
     """Return whether a graph of these operators may have a match: one of each set that a match needs is present."""
     needed = fusion.outputs[0].needed_ops
     return not needed or not needed.isdisjoint(present)
+
+
+def may_be(term: Term, tensor: Tensor) -> bool:
+    """Return whether a tensor may be a term, as far as the operators tell that compute it, and what these read."""
+    if term.root_ops is None:
+        return True
+    if not tensor.inputs or op_of(tensor.inputs[0]) not in term.root_ops:
+        return False
+    whole, read = term.unwrapped, tensor.inputs[0].inputs
+    if isinstance(whole, Alternatives):
+        return any(may_be(option, tensor) for option in whole.options)
+    parts = [part for part in whole.parts if part.root_ops is not None and not part.is_optional]
+    if isinstance(whole, Apply):
+        return all(any(may_be(part, each) for each in read) for part in parts)
+    ops = {op_of(each.inputs[0]) for each in read if each.inputs} if parts else set()
+    return all(not ops.isdisjoint((part.root_ops or ops) | whole.own_ops) for part in parts)  # a part may be deeper
 
 
 class Prefilter:

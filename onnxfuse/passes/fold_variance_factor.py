@@ -15,7 +15,6 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.graph import Graph, constant_number, constant_value
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
-from onnxfuse.passes.canonicalize_roots import is_mean_of_squares, with_epsilon
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.folded import Folded, node_label
 from onnxfuse.passes.graph_pass import graph_pass
@@ -31,14 +30,14 @@ def fold_variance_factor(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
 
 
 def _fold(graph: Graph, shapes: ShapeInfo, root: Node) -> list[Folded]:
-    total, product = with_epsilon(graph, root.inputs[0]), _product_behind(graph, root)
+    total, product = _with_epsilon(graph, root.inputs[0]), _product_behind(graph, root)
     if total is None or product is None:
         return []
     (mean, epsilon), factor, nodes = total, 1.0, list[Node]()
     while (node := producer(mean)) is not None and (found := _factor(graph, node)):
         mean, factor = found[0], factor * found[1]
         nodes.append(node)
-    if not nodes or not 0 < factor < math.inf or not is_mean_of_squares(graph, mean):
+    if not nodes or not 0 < factor < math.inf or not _is_mean_of_squares(graph, mean):
         return []
     stem, at = root.outputs[0].name, int(is_constant(product.inputs[1]))
     weight = product.inputs[at]
@@ -75,3 +74,30 @@ def _factor(graph: Graph, node: Node) -> tuple[Tensor, float] | None:
         if number:
             return node.inputs[1 - index], number if op_of(node) == "Mul" else 1 / number
     return None
+
+
+def _with_epsilon(graph: Graph, tensor: Tensor) -> tuple[Tensor, float] | None:
+    """Return what a sum adds a number above 0 to, and the number; None for what is no such sum."""
+    total = producer(tensor)
+    if total is None or op_of(total) != "Add":
+        return None
+    for other, number in (total.inputs, total.inputs[::-1]):
+        epsilon = constant_number(graph, number)
+        if epsilon is not None and 0 < epsilon < math.inf:
+            return other, epsilon
+    return None
+
+
+def _is_mean_of_squares(graph: Graph, tensor: Tensor) -> bool:
+    """Return whether a tensor is the mean of the squares of another one."""
+    reduction = producer(tensor)
+    return reduction is not None and op_of(reduction) == "ReduceMean" and _is_square(graph, reduction.inputs[0])
+
+
+def _is_square(graph: Graph, tensor: Tensor) -> bool:
+    node = producer(tensor)
+    if node is None:
+        return False
+    if op_of(node) == "Mul":
+        return node.inputs[0] is node.inputs[1]
+    return op_of(node) == "Pow" and constant_number(graph, node.inputs[1]) == 2

@@ -6,15 +6,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
+import numpy as np
 from onnx import TensorProto
 
-from onnxfuse.analysis.scores import is_of_last_axis
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import attribute_or_input, int_attribute
 from onnxfuse.ir.dtypes import is_exact_cast
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant, op_of, producer
-from onnxfuse.passes.emit import emit
 from onnxfuse.passes.graph_pass import graph_pass
 
 RewriteRule: TypeAlias = Callable[[Graph, ShapeInfo, Node], bool]  # returns whether it changed the graph
@@ -76,7 +75,7 @@ def _remove_identity(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _remove_of_one_input(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Remove a Concat, Max, Min or Mean of one tensor."""
+    """Remove a Concat, Max, Min, Mean or Sum of one tensor."""
     return len(node.inputs) == 1 and len(node.outputs) == 1 and _remove(graph, shapes, node, node.inputs[0])
 
 
@@ -157,6 +156,18 @@ def _remove_pad(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     return isinstance(pads, list) and not any(pads) and _remove(graph, shapes, node, node.inputs[0])
 
 
+def _name_last_axis(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    """Call the last axis of a reduction -1, so that two means of one tensor are computed once."""
+    rank = shapes.rank(node.inputs[0])
+    if not rank or attribute_or_input(graph, node, "axes") != [rank - 1]:
+        return False
+    if "axes" in node.attrs:
+        graph.set_attribute(node, "axes", [-1])
+    else:
+        node.inputs[1] = graph.constant(f"{node.outputs[0].name}_axes", np.array([-1], np.int64))
+    return True
+
+
 def _simplify_arithmetic(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     return _remove_neutral(graph, shapes, node) or _flatten_weight(graph, shapes, node)
 
@@ -193,48 +204,6 @@ def _flatten_weight(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
             node.inputs[index] = graph.constant(f"{weight.name}_row", constant_value(graph, weight).reshape(-1))
             return True
     return False
-
-
-def _is_exact(shapes: ShapeInfo, node: Node) -> bool:
-    """Return whether a node is a Cast that keeps every value."""
-    if op_of(node) != "Cast":
-        return False
-    source, target = (shapes.dtype(each) for each in (node.inputs[0], node.outputs[0]))
-    return source is not None and target is not None and is_exact_cast(source, target)
-
-
-def _remove_subtracted_maximum(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Let a Softmax read x in place of `x - max(x)` over its axis, which it computes itself.
-
-    Rows that begin with infinity, or hold nothing but -infinity, are NaN with and without it.
-    """
-    first = producer(node.inputs[0])
-    cast = first if first is not None and _is_exact(shapes, first) else None
-    difference = first if cast is None else producer(cast.inputs[0])
-    rank = shapes.rank(node.inputs[0])
-    if difference is None or op_of(difference) != "Sub" or rank is None or not is_of_last_axis(graph, node, rank):
-        return False
-    source, largest = difference.inputs[0], producer(difference.inputs[1])
-    if largest is None or op_of(largest) != "ReduceMax" or largest.inputs[0] is not source:
-        return False
-    axes = attribute_or_input(graph, largest, "axes")
-    if axes not in ([-1], [rank - 1]) or not int_attribute(largest, "keepdims", 1):
-        return False
-    if cast is not None:
-        stem, dtype = f"{cast.outputs[0].name}_whole", shapes.dtype(cast.outputs[0])
-        source = emit(graph, shapes, "Cast", [source], stem, shapes.shape(source), dtype, cast.attrs)
-    node.inputs[0] = source
-    return True
-
-
-def _replace_sum(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Replace a Sum of two tensors by an Add, and remove a Sum of one."""
-    if len(node.inputs) == 1:
-        return _remove(graph, shapes, node, node.inputs[0])
-    if len(node.inputs) != 2 or graph.opset < 7:
-        return False
-    _replace_node(graph, node, "Add", node.inputs)
-    return True
 
 
 def _read_shape_of_indices(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
@@ -276,8 +245,8 @@ RULES: dict[str, RewriteRule] = {
     "Min": _remove_of_one_input,
     "Mean": _remove_of_one_input,
     "Split": _remove_split,
-    "Softmax": _remove_subtracted_maximum,
-    "Sum": _replace_sum,
+    "Sum": _remove_of_one_input,
+    **dict.fromkeys(("ReduceMean", "ReduceL2"), _name_last_axis),
     "Shape": _read_shape_of_indices,
     **dict.fromkeys(NEUTRAL_SCALARS, _simplify_arithmetic),
 }

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+from onnxfuse.analysis.scores import rewritable_softmaxes
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.dsl.declaration import Rewrite
-from onnxfuse.dsl.terms import Term
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Tensor, op_of
 from onnxfuse.match import Match, Matcher
-from onnxfuse.match.prefilter import may_occur
+from onnxfuse.match.prefilter import may_be, may_occur
 from onnxfuse.passes import Pass
+from onnxfuse.passes.fold_constants import fold_nodes
 from onnxfuse.passes.folded import node_label
 from onnxfuse.passes.graph_pass import graph_pass
 from onnxfuse.rewrite.function_body import BodyBuilder
@@ -39,23 +40,26 @@ def rules_pass(name: str, rules: Sequence[Rewrite]) -> Pass:
 def _apply_rules(graph: Graph, shapes: ShapeInfo, rules: Sequence[Rewrite]) -> int:
     """Apply rules to a sorted graph, from the outputs to the inputs, each node once; return how many were applied."""
     present = {op_of(node) for node in graph.nodes}
-    by_root: dict[str, list[tuple[Matcher, Term]]] = defaultdict(list)
+    by_root: dict[str, list[tuple[Matcher, Rewrite]]] = defaultdict(list)
     for rule in rules:
         if may_occur(rule.left, present):
             matcher = Matcher(graph, shapes, rule.left)
             for op in matcher.prefilter.fusion_root_ops:
-                by_root[op].append((matcher, rule.right))
+                by_root[op].append((matcher, rule))
     return sum(
-        any(_apply(graph, shapes, matcher, right, node.outputs[0]) for matcher, right in by_root[op_of(node)])
-        for node in (graph.nodes[::-1] if by_root else ())
+        any(_apply(graph, shapes, matcher, rule, node.outputs[0]) for matcher, rule in by_root[op_of(node)])
+        for node in (graph.nodes[::-1] if by_root.keys() & present else ())
         if op_of(node) in by_root and node.outputs
     )
 
 
-def _apply(graph: Graph, shapes: ShapeInfo, matcher: Matcher, right: Term, root: Tensor) -> bool:
+def _apply(graph: Graph, shapes: ShapeInfo, matcher: Matcher, rule: Rewrite, root: Tensor) -> bool:
     """Write the right side in the place of the left one; return whether this matches and the opset can write that."""
-    match = matcher.at(root)
+    match, right = matcher.at(root) if may_be(rule.left.outputs[0], root) else None, rule.right
     if not isinstance(match, Match):
+        return False
+    softmaxes = rewritable_softmaxes(graph, root.inputs[0]) if rule.of_scores else set[str]()
+    if rule.of_scores and not softmaxes:
         return False
     dtypes = {name: shapes.dtype(tensor) for name, tensor in match.operands.items()}
     dtype, rank = shapes.dtype(root), shapes.rank(root) or 0
@@ -63,10 +67,12 @@ def _apply(graph: Graph, shapes: ShapeInfo, matcher: Matcher, right: Term, root:
     if not all(dtypes.values()) or not builder.can_write(right):
         return False
     value, label = builder.cast(builder.value(right), dtype), node_label(root.inputs[0])
+    graph.scores.done |= softmaxes
     position = max(graph.position[node] for node in match.nodes)
     for node in match.nodes:
         node.inputs.clear()
         node.outputs.clear()
     made = insert_nodes(graph, shapes, builder.nodes, match.operands, [(value.name, root)], label)
     graph.position |= dict.fromkeys(made, position)
+    fold_nodes(graph, shapes, [node for node in made if not any(map(graph.must_be_computed, node.outputs))])
     return True

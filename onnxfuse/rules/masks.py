@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
+
+from onnx import TensorProto
 
 from onnxfuse.dsl.declaration import Rewrite, Rules, require, rewrite
 from onnxfuse.dsl.terms import Term
-from onnxfuse.dsl.words import op, scalar, tensor, when
+from onnxfuse.dsl.words import computed, op, scalar, tensor, when
 
 SCORES: Final = (2, 3, 4, 5)
 
@@ -32,4 +35,20 @@ def merge_fills(a: Term = tensor(), b: Term = tensor(), scores: Term = tensor(),
     yield filled, op.Where(op.Or(a, b), number, scores)
 
 
+@rewrite(of_scores=True, example={"scores": SCORES, "mask": (2, 1, 4, 5), "number": -10000.0})
+def masked_sum(scores: Term = tensor(), mask: Term = tensor(), number: Term = scalar()) -> Rules:
+    """Scores times a mask of 0 and 1, plus a number where that is 0, as GPT has them, are a fill.
+
+    The mask leaves a finite score as it is or makes 0 of it, and what is added is 0 or the number.
+    """
+    require("the mask holds 0 and 1", lambda mask, holds_zero_or_one: holds_zero_or_one(mask))
+    require("the mask broadcasts to the scores", lambda mask, scores, broadcasts_to: broadcasts_to(mask, scores))
+    require("the number is finite", lambda number: math.isfinite(number))
+    masked, kept = op.Mul(scores, mask), op.Cast(mask, to=TensorProto.BOOL)
+    yield op.Add(masked, op.Mul(op.Sub(1, mask), number)), op.Where(kept, scores, number)
+    lifted = op.Mul(op.Sub(mask, 1), number)
+    yield op.Add(masked, lifted), op.Where(kept, scores, computed(lambda number: -number))
+
+
 MASKS: Final[tuple[Rewrite, ...]] = merge_fills
+MASKED_SUMS: Final[tuple[Rewrite, ...]] = masked_sum

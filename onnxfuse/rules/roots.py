@@ -1,4 +1,4 @@
-"""Roots of a mean of squares take the form that patterns know."""
+"""Roots, and the reductions in front of them, take the form that patterns know."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 from onnxfuse.dsl.declaration import Rewrite, Rules, require, rewrite
 from onnxfuse.dsl.terms import Term
-from onnxfuse.dsl.words import attribute, known, op, scalar, tensor
+from onnxfuse.dsl.words import attribute, known, op, rearrange, scalar, tensor
 
 
 @rewrite(example={"x": (2, 3, 4), "axes": [-1], "keepdims": 1})
@@ -28,4 +28,12 @@ def power_of_mean(
     yield op.Pow(positive, -0.5), op.Reciprocal(op.Sqrt(positive))
 
 
-ROOTS: Final[tuple[Rewrite, ...]] = power_of_mean
+@rewrite(out="... 1")
+def kept_axis(x: Term = tensor("... d")) -> Rules:
+    """A reduction that drops its last axis, which a view puts back, keeps it."""
+    for reduction in (op.ReduceMean, op.ReduceL2):
+        dropped = reduction(x, axes=[-1], keepdims=0)
+        yield rearrange(dropped, "... -> ... 1"), reduction(x, axes=[-1], keepdims=1)
+
+
+ROOTS: Final[tuple[Rewrite, ...]] = (*power_of_mean, *kept_axis)

@@ -11,6 +11,8 @@ from onnx_models import apply, assert_same_at_all_sizes, ops, parse
 
 from onnxfuse import optimize
 from onnxfuse.attention.canonicalize_scores import canonicalize_scores
+from onnxfuse.rewrite.apply_rules import rules_pass
+from onnxfuse.rules.masks import MASKED_SUMS
 
 LOWEST = float(np.finfo(np.float32).min)
 NUMBERS = {"least": -np.inf, "lowest": LOWEST, "low": -1e9, "half": 0.5, "one": 1.0, "small": -10000.0}
@@ -21,7 +23,7 @@ CONSTANTS = {
     "table": np.array([0.5, 0.25], np.float32).reshape(2, 1, 1) * np.arange(-2, 1, dtype=np.float32),
 }
 GPT = "m = Cast <to = 1> (keep) a = Mul (s, m) b = Sub (one, m) c = Mul (b, small) masked = Add (a, c)"
-# How scores become masked ones, and the operators that canonicalize_scores makes of that.
+# How scores become masked ones, and the operators that MASKED_SUMS and canonicalize_scores make of that.
 FORMS = {
     "masked = Where (keep, s, least)": "MatMul Where",
     "masked = Where (drop, low, s)": "MatMul Where",
@@ -57,7 +59,9 @@ def scores(form: str, end: str, signature: str = "float[B,2,3,4] q, float[B,2,4,
 def test_what_is_written(form: str) -> None:
     """The results are the same for finite scores."""
     before = scores(form, ENDS["softmax"])
-    after, (*_, again) = apply(before, canonicalize_scores, canonicalize_scores, canonicalize_scores)
+    after, (*_, again) = apply(
+        before, rules_pass("masked_sums", MASKED_SUMS), canonicalize_scores, canonicalize_scores, canonicalize_scores
+    )
     assert (ops(after), again) == (f"{FORMS[form]} Softmax", 0)
     assert_same_at_all_sizes(before, after, special=False)
 

@@ -17,6 +17,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from onnxfuse.algebra.operators import VIEWS
 from onnxfuse.algebra.sizes import Dim, evaluate, symbol
 from onnxfuse.algebra.sizes import Size as DimSize
 from onnxfuse.analysis import layout
@@ -200,12 +201,18 @@ def _dtype(spelling: Spelling, operand: Capture) -> int:
     for term in spelling.terms:
         if not isinstance(term, Apply):
             continue
-        if term.op == "Cast" and any(t.unwrapped is operand for t in every_term((term,))):
+        if term.op == "Cast" and any(t.unwrapped is operand for t in _viewed(term)):
             return TensorProto.INT64
         for index, item in enumerate(term.inputs):
             if item.unwrapped is operand and (dtype := _only_dtype(term.op, index, spelling.opset)):
                 return dtype
     return spelling.dtype
+
+
+def _viewed(cast: Apply) -> Sequence[Term]:
+    """Return the terms below a Cast, if only views are between it and the operands."""
+    below = every_term(cast.inputs)
+    return below if all(term.own_ops <= VIEWS for term in below) else ()
 
 
 @functools.cache
@@ -302,7 +309,10 @@ def _solution(
 
 
 def _values(spelling: Spelling) -> dict[str, Any]:
-    """Scalars: what an absent one is, or different numbers that the guards accept; attributes as asked for."""
+    """Scalars: what an absent one is, or different numbers that the guards accept; attributes as asked for.
+
+    An attribute that a guard looks at has its example.
+    """
     found: dict[str, Any] = {}
     fresh = iter([0.25, 0.75, 1.25, 1.75])
     for capture in captures(spelling):
@@ -313,6 +323,8 @@ def _values(spelling: Spelling) -> dict[str, Any]:
             tried = (usual, float("-inf"), float("inf"))
             good = (value for value in tried if all(_accepts(guard, capture.name, value) for guard in asking))
             found[capture.name] = next(good, usual)
+        elif capture.name in spelling.fusion.example and any(capture.name in g.names for g in _guards(spelling.fusion)):
+            found[capture.name] = spelling.fusion.example[capture.name]
         if capture.name in spelling.values:
             found[capture.name] = spelling.values[capture.name]
     return found
@@ -389,7 +401,7 @@ def _assert_axes_agree(spelling: Spelling, model: onnx.ModelProto) -> None:
 def _holds(variant: Variant, guard: Guard) -> bool:
     operands = {name: f"the tensor '{name}'" for name in variant.dtypes}  # a guard may ask whether two are the same
     known = {"dtype": "float32", "rank": variant.rank, "opset": variant.opset, **operands}
-    known |= {**variant.dims, **variant.values, **variant.choices}
+    known |= {**variant.dims, **variant.values, **variant.choices, "dtypes": dict.fromkeys(operands, "float32")}
     return guard.check(known)
 
 
@@ -545,6 +557,8 @@ def _model(
     rng = np.random.default_rng(len(nodes))
     kinds = {c.name: c.kind for c in spelling.fusion.captures}
     arrays = {name: _random(rng, concrete[name], dtype) for name, dtype in variant.dtypes.items()}
+    masks = [guard.names for guard in _guards(spelling.fusion) if "holds_zero_or_one" in guard.relations]
+    arrays |= {name: (arrays[name] > 0).astype(arrays[name].dtype) for (name,) in masks}
     for i, node in enumerate(nodes):
         node.name = f"{node.op_type.lower()}_{i}"
         if spelling.swapped and node.op_type in ("Add", "Mul"):

@@ -1,0 +1,49 @@
+"""Convolutions that are products, and what follows the activation of one."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from onnxfuse.dsl.declaration import Rewrite, Rules, require, rewrite
+from onnxfuse.dsl.terms import Term
+from onnxfuse.dsl.words import attribute, either, op, rearrange, size, tensor, weight
+
+
+@rewrite(out="batch (down across) channels", example={"pads": [0, 0, 0, 0], "dilations": [1, 1], "auto_pad": "NOTSET"})
+def conv_to_matmul(
+    image: Term = tensor("batch depth height width"),
+    kernel: Term = weight("channels depth rows columns"),
+    bias: Term = tensor("channels", optional=True),
+    pads: Term = attribute(),
+    dilations: Term = attribute(),
+    auto_pad: Term = attribute(),
+    kernel_shape: Term = attribute(),
+) -> Rules:
+    """A convolution whose windows do not overlap, as vision transformers read images, is a product of patches.
+
+    The convolution computes (batch, channels, patches), which is transposed.  The product computes (batch, patches,
+    channels), so that the operators that follow can be fused into it.
+    """
+    require("windows cover the height", lambda height, down, rows: isinstance(down, int) and height == down * rows)
+    require("and the width", lambda width, across, columns: isinstance(across, int) and width == across * columns)
+    require("nothing is padded", lambda pads, auto_pad: not any(pads or ()) and auto_pad in ("NOTSET", "VALID", None))
+    require("the windows are dense", lambda dilations: set(dilations or [1]) == {1})
+    down, across, rows, columns = size("down"), size("across"), size("rows"), size("columns")
+    computed = op.Conv(
+        image, kernel, bias, strides=[rows, columns], pads=pads, dilations=dilations, auto_pad=auto_pad,
+        kernel_shape=kernel_shape,
+    )  # fmt: skip
+    # (batch depth down rows across columns) becomes (batch down across depth rows columns) in two steps of four axes
+    # each, because runtimes have kernels for the transpose of the middle two of four axes.
+    x = op.Transpose(op.Reshape(image, shape=[-1, rows, across, columns]), perm=[0, 2, 1, 3])
+    x = op.Reshape(x, shape=[-1, size("depth"), down * across, rows * columns])
+    x = op.Transpose(x, perm=[0, 2, 1, 3])
+    x = op.Reshape(x, shape=[-1, down * across, size("depth") * rows * columns])
+    product = op.MatMul(x, rearrange(kernel, "channels depth rows columns -> (depth rows columns) channels"))
+    yield (
+        rearrange(computed, "batch channels down across -> batch (down across) channels"),
+        either(product + bias, product),
+    )
+
+
+PATCHES: Final[tuple[Rewrite, ...]] = conv_to_matmul

@@ -1,0 +1,35 @@
+"""Operators that are written in one form, and steps that another operator takes itself."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from onnx import TensorProto
+
+from onnxfuse.dsl.declaration import Rewrite, Rules, require, rewrite
+from onnxfuse.dsl.terms import Term
+from onnxfuse.dsl.words import attribute, either, op, shared, tensor
+
+ROWS: Final = (2, 3, 4)
+
+
+@rewrite(example={"x": ROWS, "axis": -1})
+def subtracted_maximum(x: Term = tensor(), axis: Term = attribute()) -> Rules:
+    """A Softmax subtracts the maximum of each row itself.
+
+    Rows that begin with infinity, or hold nothing but -infinity, are NaN with and without it.
+    """
+    require("it is over the last axis", lambda axis, rank, opset: (axis or (-1 if opset > 12 else 1)) in (-1, rank - 1))
+    require("x is not wider", lambda dtypes: dtypes["x"] in ("float32", "float16", "bfloat16"))
+    shifted = shared(op.Sub(x, op.ReduceMax(x, axes=[-1], keepdims=1)))
+    widened = op.Cast(shifted, to=TensorProto.FLOAT)
+    yield op.Softmax(either(shifted, widened), axis=axis), op.Softmax(x, axis=axis)
+
+
+@rewrite(example={"x": ROWS, "y": ROWS})
+def sum_of_two(x: Term = tensor(), y: Term = tensor()) -> Rules:
+    """A Sum of two tensors is an Add."""
+    yield op.Sum(x, y), op.Add(x, y)
+
+
+NO_OPS: Final[tuple[Rewrite, ...]] = (*subtracted_maximum, *sum_of_two)
