@@ -13,18 +13,16 @@ from itertools import groupby
 from typing import Final, TypeAlias
 
 import numpy as np
-from onnx import TensorProto
 
 from onnxfuse.algebra.operators import REGROUPING
 from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.scores import is_computed_from_product
-from onnxfuse.analysis.shape_inference import infer_node
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.shape_rules import SHAPE_RULES
 from onnxfuse.ir.attributes import attribute_or_input, int_attribute, ints_attribute
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
-from onnxfuse.passes.emit import emit
+from onnxfuse.passes.emit import integers, write
 from onnxfuse.passes.graph_pass import graph_pass
 
 RANGE_OPSET: Final = 15  # whose Shape may be of some of the axes
@@ -107,10 +105,7 @@ def _written(
         return None  # a Gather more
     stem = f"{sizes.name}_of_operand"
     parts = [_run(graph, shapes, run, stem, rank) for run in runs]
-    if len(parts) == 1:
-        return parts[0]
-    made = emit(graph, shapes, "Concat", parts, stem, (len(picked),), TensorProto.INT64, {"axis": 0})
-    return _inferred(shapes, made)
+    return parts[0] if len(parts) == 1 else write(graph, shapes, "Concat", parts, stem, {"axis": 0})
 
 
 def _of_one_tensor(shapes: ShapeInfo, picked: Sequence[Origin]) -> Sequence[Origin]:
@@ -131,19 +126,17 @@ def _run(graph: Graph, shapes: ShapeInfo, run: Sequence[Origin], stem: str, rank
     """Return sizes that are numbers, or axes of one tensor."""
     numbers = [each for each in run if isinstance(each, int)]
     if numbers:
-        return graph.constant(f"{stem}_numbers", np.array(numbers, np.int64))
+        return integers(graph, f"{stem}_numbers", numbers)
     (source, *_), axes = zip(*(each for each in run if not isinstance(each, int)), strict=True)
     count = shapes.rank(source) or 0
     is_whole = [*axes] == [*range(count)]
     if rank == 1 and not is_whole and _is_range(graph, shapes, run):
-        ends = {"start": axes[0], "end": axes[-1] + 1}
-        return _inferred(shapes, emit(graph, shapes, "Shape", [source], stem, (len(axes),), TensorProto.INT64, ends))
-    whole = _inferred(shapes, emit(graph, shapes, "Shape", [source], f"{stem}_shape", (count,), TensorProto.INT64))
+        return write(graph, shapes, "Shape", [source], stem, {"start": axes[0], "end": axes[-1] + 1})
+    whole = write(graph, shapes, "Shape", [source], f"{stem}_shape")
     if rank == 1 and is_whole:
         return whole
     index = graph.constant(f"{stem}_axis", np.array(axes, np.int64) if rank else np.array(axes[0], np.int64))
-    made = emit(graph, shapes, "Gather", [whole, index], stem, index.shape, TensorProto.INT64, {"axis": 0})
-    return _inferred(shapes, made)
+    return write(graph, shapes, "Gather", [whole, index], stem, {"axis": 0})
 
 
 def _is_range(graph: Graph, shapes: ShapeInfo, run: Sequence[Origin]) -> bool:
@@ -152,14 +145,6 @@ def _is_range(graph: Graph, shapes: ShapeInfo, run: Sequence[Origin]) -> bool:
     axes = [axis for _, axis in found]
     is_whole = axes == [*range(shapes.rank(found[0][0]) or 0)]
     return is_whole or (graph.opset >= RANGE_OPSET and axes == [*range(axes[0], axes[0] + len(axes))])
-
-
-def _inferred(shapes: ShapeInfo, tensor: Tensor) -> Tensor:
-    """Return a tensor whose value is inferred, too."""
-    node = producer(tensor)
-    if node is not None:
-        infer_node(shapes, node)
-    return tensor
 
 
 @dataclass
