@@ -24,7 +24,7 @@ from onnxfuse.algebra.sizes import (
 
 MAX_OPERANDS = 8  # of a `Max` or `Min` that are compared with each other
 MAX_SUBSTITUTIONS = 4
-Bounds: TypeAlias = tuple[int | None, int | None]  # the lower and the upper one; None: not known
+SizeBounds: TypeAlias = tuple[int | None, int | None]  # the lower and the upper one; None: not known
 
 
 def maximum(*sizes: Size) -> Size:
@@ -206,7 +206,7 @@ def _extreme(op: str, sizes: Iterable[Size], beats: Callable[[Size, Size], bool]
     return kept[0] if len(kept) == 1 else non_polynomial(op, *sorted(kept, key=str))
 
 
-def _monomial_bounds(monomial: Monomial) -> Bounds:
+def _monomial_bounds(monomial: Monomial) -> SizeBounds:
     """Return the products of the symbols' bounds, none of which may be negative."""
     low, high = 1, 1
     has_upper_bound = True
@@ -220,7 +220,7 @@ def _monomial_bounds(monomial: Monomial) -> Bounds:
     return low, high if has_upper_bound else None
 
 
-def _symbol_bounds(name: str) -> Bounds:
+def _symbol_bounds(name: str) -> SizeBounds:
     if not isinstance(name, NonPolynomial):
         return 0, None
     lows, highs = [lower_bound(arg) for arg in name.args], [upper_bound(arg) for arg in name.args]
@@ -232,12 +232,12 @@ def _symbol_bounds(name: str) -> Bounds:
     return _modulo_bounds(name.args[1]) if name.op == "%" else _quotient_bounds(lows[0], highs[0], name.args[1])
 
 
-def _modulo_bounds(divisor: Size) -> Bounds:
+def _modulo_bounds(divisor: Size) -> SizeBounds:
     low, high = lower_bound(divisor), upper_bound(divisor)
     return (None, None) if low is None or low < 0 else (0, None if high is None else high - 1)
 
 
-def _quotient_bounds(low: int | None, high: int | None, divisor: Size) -> Bounds:
+def _quotient_bounds(low: int | None, high: int | None, divisor: Size) -> SizeBounds:
     if isinstance(divisor, int):  # `floor_divide` has made it positive
         return None if low is None else low // divisor, None if high is None else high // divisor
     divisor_low = lower_bound(divisor)

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from onnxfuse.algebra.bounds import Bounds, lower_bound, upper_bound
+from onnxfuse.algebra.bounds import SizeBounds, lower_bound, upper_bound
 from onnxfuse.algebra.index_maps import Place
 from onnxfuse.algebra.indices import NOTHING, Index, replaced, variable_index
 from onnxfuse.algebra.sizes import Shape, Size
@@ -27,7 +27,7 @@ class AtMostZero:
 
 
 @dataclass(frozen=True)
-class Element:
+class GatheredElement:
     """The element of another tensor at these indices, one expression for each of its axes."""
 
     name: str
@@ -35,7 +35,8 @@ class Element:
     tensor: Tensor = field(compare=False, repr=False)
 
 
-Value: TypeAlias = bool | Index | AtMostZero | Element  # a bool or an Index without terms: all elements are equal
+# All elements of a tensor that holds a bool, or an Index without terms, are equal.
+Value: TypeAlias = bool | Index | AtMostZero | GatheredElement
 
 
 def axis_index(axis: int, size: Size) -> Index:
@@ -61,16 +62,16 @@ def at_source(value: Value, place: Place) -> Value | None:
     if isinstance(value, bool):
         return value
     axes = {str(axis - len(place)): index for axis, index in enumerate(place)}
-    of = value.indices if isinstance(value, Element) else (value.index if isinstance(value, AtMostZero) else value,)
-    found = tuple(replaced(index, axes) for index in of)
+    of = value.index if isinstance(value, AtMostZero) else value
+    found = tuple(replaced(index, axes) for index in (of.indices if isinstance(of, GatheredElement) else (of,)))
     if any(atom.kind != "variable" for index in found for atom, _ in index.terms):
         return None
-    if isinstance(value, Element):
+    if isinstance(value, GatheredElement):
         return replace(value, indices=found)
     return less_or_equal(found[0], NOTHING) if isinstance(value, AtMostZero) else found[0]
 
 
-def bounds(index: Index) -> Bounds:
+def bounds(index: Index) -> SizeBounds:
     """Return a lower and an upper bound of an index; None for one that is not known."""
     limits = index.range
     return (None, None) if limits is None else (lower_bound(limits[0]), upper_bound(limits[1]))

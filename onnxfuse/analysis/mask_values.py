@@ -22,7 +22,7 @@ from onnxfuse.algebra.operators import COMPARISONS, REGROUPING, VIEWS
 from onnxfuse.algebra.sizes import Shape, Size
 from onnxfuse.analysis.index_formulas import (
     AtMostZero,
-    Element,
+    GatheredElement,
     Value,
     at_source,
     axis_index,
@@ -148,7 +148,7 @@ class IndexAnalysis:
         found = self.value(node.inputs[input_index])
         return found if isinstance(found, Index) else None
 
-    def element(self, tensor: Tensor, indices: Sequence[Index]) -> Element | None:
+    def element(self, tensor: Tensor, indices: Sequence[Index]) -> GatheredElement | None:
         """Return the element of a tensor at `indices`, seen through regroupings as an element of their source."""
         if any((low := bounds(index)[0]) is None or low < 0 for index in indices):
             return None  # a negative index counts from the end
@@ -158,7 +158,7 @@ class IndexAnalysis:
             if source is None or any(atom.kind != "variable" for index in found for atom, _ in index.terms):
                 break
             tensor, indices = node.inputs[0], found
-        return Element(tensor.name, tuple(indices), tensor)
+        return GatheredElement(tensor.name, tuple(indices), tensor)
 
 
 # --- rules: the value of a node's output -----------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def _sliced(analysis: IndexAnalysis, node: Node, before: Shape, after: Shape) ->
 
 
 def _cast(analysis: IndexAnalysis, node: Node) -> Value | None:
-    """A cast keeps an index among integers and a mask among booleans; it makes a new tensor of an `Element`."""
+    """A cast keeps an index among integers and a mask among booleans; it makes a new tensor of a `GatheredElement`."""
     to = analysis.shapes.dtype(node.outputs[0])
     if analysis.shapes.dtype(node.inputs[0]) not in ANALYZED_DTYPES:
         number = analysis.fill_value(node.inputs[0])

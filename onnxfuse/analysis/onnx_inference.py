@@ -6,8 +6,8 @@ import onnx
 import onnx.shape_inference
 from onnx import TensorProto
 
-from onnxfuse.algebra.sizes import Dim, Size
-from onnxfuse.analysis.shape_info import CannotInfer, PartialShape, Shape, ShapeInfo
+from onnxfuse.algebra.sizes import Dim, Shape, Size
+from onnxfuse.analysis.shape_info import CannotInfer, PartialShape, ShapeInfo
 from onnxfuse.analysis.value_infos import EXPAND_BOUNDED_SINCE, ONNX_FAILURES
 from onnxfuse.ir.attributes import schema
 from onnxfuse.ir.graphsurgeon import export_node

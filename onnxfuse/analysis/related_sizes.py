@@ -6,8 +6,8 @@ This is for estimates alone.  A computed Pad, for example, may make an axis of a
 from __future__ import annotations
 
 from onnxfuse.algebra.bounds import maximum
-from onnxfuse.algebra.sizes import UNKNOWN, Size, floor_divide, name_of, product, symbols
-from onnxfuse.analysis.shape_info import Shape, ShapeInfo
+from onnxfuse.algebra.sizes import UNKNOWN, Shape, Size, floor_divide, name_of, product, symbols
+from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.node import Node, op_of
 
 

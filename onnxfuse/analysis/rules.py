@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeAlias, TypeVar, cast
 
-from onnxfuse.algebra.sizes import Dim, Size
-from onnxfuse.analysis.shape_info import MAX_VALUE_ELEMENTS, CannotInfer, PartialShape, Shape, ShapeInfo
+from onnxfuse.algebra.sizes import Dim, Shape, Size
+from onnxfuse.analysis.shape_info import MAX_VALUE_ELEMENTS, CannotInfer, PartialShape, ShapeInfo
 from onnxfuse.ir.attributes import AtRunTime, attribute_or_input
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.node import Node, op_of, producer

@@ -21,7 +21,7 @@ from onnxfuse.analysis.onnx_inference import infer_by_onnx
 from onnxfuse.analysis.output_dtypes import output_dtype
 from onnxfuse.analysis.related_sizes import relate_sizes
 from onnxfuse.analysis.rules import apply_rule
-from onnxfuse.analysis.shape_info import PartialShape, Scope, ShapeInfo
+from onnxfuse.analysis.shape_info import OuterScope, PartialShape, ShapeInfo
 from onnxfuse.analysis.shape_rules import SHAPE_RULES
 from onnxfuse.analysis.value_rules import VALUE_RULES
 from onnxfuse.ir.attributes import schema
@@ -33,7 +33,7 @@ from onnxfuse.ir.node import Node, op_of
 MAX_ROUNDS = 4  # of inference, in each of which operators may tell more of the sizes of their inputs
 
 
-def infer_shapes(graph: Graph, strict: bool = False, scope: Scope | None = None) -> ShapeInfo:
+def infer_shapes(graph: Graph, strict: bool = False, scope: OuterScope | None = None) -> ShapeInfo:
     """Infer the tensors of a sorted graph, and correct the shapes that the model records where they are wrong.
 
     `strict` lets an error of a rule out, where otherwise nothing is known.  `scope` is what is known of a subgraph's

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 
 from onnxfuse.algebra.bounds import solved, substituted, without_min_constants
-from onnxfuse.algebra.sizes import UNKNOWN, Dim, Size, is_known, symbol
+from onnxfuse.algebra.sizes import UNKNOWN, Dim, Shape, Size, is_known, symbol
 from onnxfuse.analysis.value_infos import RecordedSize, ValueInfos
 from onnxfuse.errors import ModelError, OnnxfuseError
 from onnxfuse.ir.dtypes import EXACT_INTEGERS, INTEGER_RANGES, Array
@@ -20,7 +20,6 @@ from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Constant, Tensor, is_constant
 from onnxfuse.steps import LeftOut, left_out
 
-Shape: TypeAlias = tuple[Size, ...]
 PartialShape: TypeAlias = Sequence["Size | None"]  # a dimension that is not known is None
 
 MAX_VALUE_ELEMENTS = 64  # longer tensors are data, not shapes
@@ -32,7 +31,7 @@ class CannotInfer(Exception):
 
 
 @dataclass(frozen=True)
-class Scope:
+class OuterScope:
     """What is known of the inputs of a subgraph, and of what it reads of the graphs around it, by name.
 
     `numbers` makes the names of unknown sizes, which are different ones in all graphs of a model.  `is_repeated` says
@@ -72,7 +71,7 @@ class ShapeInfo:
         graph: Graph,
         strict: bool = False,
         infos: ValueInfos | None = None,
-        scope: Scope | None = None,
+        scope: OuterScope | None = None,
         learned: Learned | None = None,
     ) -> None:
         """Start with what onnx infers; `strict` lets errors of rules out, which else are noted in `raised`.
@@ -80,7 +79,7 @@ class ShapeInfo:
         With `infos`, the shapes count that the model records behind operators of other domains than ONNX's.  `scope`
         is what is known of a subgraph's inputs.  `learned` is what an earlier inference found of the sizes.
         """
-        scope, self.known = scope or Scope(), learned or Learned()
+        scope, self.known = scope or OuterScope(), learned or Learned()
         self.graph = graph
         self.strict = strict
         self.raised: dict[str, LeftOut] = {}

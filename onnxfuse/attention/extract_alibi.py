@@ -16,6 +16,7 @@ import numpy as np
 from onnx import TensorProto
 from onnx.helper import tensor_dtype_to_np_dtype
 
+from onnxfuse.algebra.sizes import Shape
 from onnxfuse.analysis.rules import axes_parameter
 from onnxfuse.analysis.scores import (
     HEADS_AXIS,
@@ -25,7 +26,7 @@ from onnxfuse.analysis.scores import (
     is_product_of_slopes,
     rewritable_softmaxes,
 )
-from onnxfuse.analysis.shape_info import CannotInfer, Shape, ShapeInfo
+from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS, Array
 from onnxfuse.ir.graph import Graph, constant_number, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer

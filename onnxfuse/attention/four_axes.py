@@ -20,9 +20,9 @@ from functools import cached_property
 from typing import TypeAlias
 
 from onnxfuse.algebra.operators import SLICING
-from onnxfuse.algebra.sizes import product
+from onnxfuse.algebra.sizes import Shape, product
 from onnxfuse.analysis.scores import RANK, computes_probabilities, is_batched_product
-from onnxfuse.analysis.shape_info import CannotInfer, Shape, ShapeInfo
+from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
 from onnxfuse.analysis.slice_ranges import slice_ranges
 from onnxfuse.attention.new_axes import NewAxes, attention_before
 from onnxfuse.ir.attributes import ints_attribute

@@ -9,8 +9,9 @@ from __future__ import annotations
 from itertools import accumulate, pairwise
 from typing import Final
 
+from onnxfuse.algebra.sizes import Shape
 from onnxfuse.analysis.scores import RANK
-from onnxfuse.analysis.shape_info import Shape, ShapeInfo
+from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer

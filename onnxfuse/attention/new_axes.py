@@ -6,8 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from onnxfuse.algebra.sizes import Shape
 from onnxfuse.analysis.scores import ELEMENTWISE, is_batched_product, is_of_last_axis
-from onnxfuse.analysis.shape_info import Shape, ShapeInfo
+from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, op_of, producer
 from onnxfuse.passes.emit import emit

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from onnxfuse.algebra.sizes import Shape
 from onnxfuse.analysis.scores import ELEMENTWISE, computes_probabilities, nodes_before
-from onnxfuse.analysis.shape_info import Shape, ShapeInfo
+from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.attention.new_axes import NewAxes, nodes_from_product
 from onnxfuse.ir.attributes import int_attribute, ints_attribute
 from onnxfuse.ir.graph import Graph

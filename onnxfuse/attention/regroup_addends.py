@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce
 
-from onnxfuse.algebra.sizes import Size, product
+from onnxfuse.algebra.sizes import Shape, Size, product
 from onnxfuse.analysis.scores import nodes_before
-from onnxfuse.analysis.shape_info import Shape, ShapeInfo
+from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, op_of, producer
 from onnxfuse.passes.compose_views import View, write_views

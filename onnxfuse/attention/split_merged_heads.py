@@ -15,9 +15,9 @@ from typing import Final
 from onnx import TensorProto
 
 from onnxfuse.algebra.operators import REARRANGING
-from onnxfuse.algebra.sizes import Size
+from onnxfuse.algebra.sizes import Shape, Size
 from onnxfuse.analysis.scores import is_of_last_axis
-from onnxfuse.analysis.shape_info import Shape, ShapeInfo
+from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.attention.new_axes import SCORES, NewAxes, are_read_by
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, op_of, producer

@@ -18,7 +18,7 @@ import numpy as np
 from onnx.helper import tensor_dtype_to_np_dtype
 
 from onnxfuse.algebra.operators import COMPARISONS, REGROUPING
-from onnxfuse.analysis.index_formulas import Element, axis_index
+from onnxfuse.analysis.index_formulas import GatheredElement, axis_index
 from onnxfuse.analysis.mask_values import IndexAnalysis
 from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
 from onnxfuse.analysis.shape_rules.elementwise import broadcast
@@ -64,7 +64,7 @@ class _Substitution:
         op = op_of(node)
         if op == "Expand":
             return self._substitute(node, node.inputs[0])
-        if isinstance(value, Element) and op.startswith("Gather"):
+        if isinstance(value, GatheredElement) and op.startswith("Gather"):
             return self._substitute(node, self._regrouped_source(output, value))
         if op == "Gather" and not int_attribute(node, "axis", 0) and is_constant(node.inputs[0]):
             return self._substitute(node, self._single_row(node))
@@ -87,7 +87,7 @@ class _Substitution:
             return False
         return True
 
-    def _regrouped_source(self, output: Tensor, value: Element) -> Tensor | None:
+    def _regrouped_source(self, output: Tensor, value: GatheredElement) -> Tensor | None:
         """Return the gathered tensor with axes of size 1 added; None if that does not broadcast to the output."""
         sizes, shape = self.shapes.shape(value.tensor), self.shapes.shape(output)
         if sizes is None or shape is None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import onnx
 
 from onnxfuse.algebra.operators import CONTROL_FLOW
-from onnxfuse.algebra.sizes import UNKNOWN, Size
-from onnxfuse.analysis.shape_info import Scope, Shape, ShapeInfo
+from onnxfuse.algebra.sizes import UNKNOWN, Shape, Size
+from onnxfuse.analysis.shape_info import OuterScope, ShapeInfo
 from onnxfuse.control_flow.inputs import carried, known_inputs, scanned
 from onnxfuse.control_flow.known_branches import with_known_branches
 from onnxfuse.control_flow.repeated_shapes import infer_repeated
@@ -150,7 +150,7 @@ class _Surroundings:
         where = _where(node, message.attribute[index].name)
         return Body(node, index, where, linked, shapes, captured, tuple(taken), begins)
 
-    def _scope(self, names: Mapping[str, None]) -> Scope:
+    def _scope(self, names: Mapping[str, None]) -> OuterScope:
         """Return what is known of tensors of this graph; of those around it, it knows as much as of its inputs."""
         shapes, dtypes, values = dict[str, Shape | None](), dict[str, int](), {}
         for name in names:
@@ -158,7 +158,7 @@ class _Surroundings:
             if tensor is not None:
                 shapes[name], dtypes[name] = self.shapes.shape(tensor), self.shapes.dtype(tensor)
                 values[name] = self.shapes.exact_value(tensor)
-        return Scope(shapes, {n: dtype for n, dtype in dtypes.items() if dtype}, values, self.shapes.numbers)
+        return OuterScope(shapes, {n: dtype for n, dtype in dtypes.items() if dtype}, values, self.shapes.numbers)
 
     def _is_shared(self, name: str) -> bool:
         """Return whether others than one body read a constant, so that a changed copy of it would be a second one."""
@@ -175,7 +175,7 @@ def _where(node: Node, attribute: str) -> str:
 
 
 def _model(
-    model: onnx.ModelProto, graph: onnx.GraphProto, scope: Scope, read: Collection[str], begun: Collection[str]
+    model: onnx.ModelProto, graph: onnx.GraphProto, scope: OuterScope, read: Collection[str], begun: Collection[str]
 ) -> onnx.ModelProto:
     """Return a body as a model, whose inputs are its own, and behind them what it reads of the graphs around it.
 

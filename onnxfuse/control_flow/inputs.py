@@ -8,7 +8,8 @@ from typing import TypeAlias
 import onnx
 from onnx import TensorProto
 
-from onnxfuse.analysis.shape_info import Shape, ShapeInfo
+from onnxfuse.algebra.sizes import Shape
+from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import int_attribute, ints_attribute
 from onnxfuse.ir.node import Node, Tensor, op_of
 

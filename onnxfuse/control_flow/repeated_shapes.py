@@ -14,9 +14,9 @@ from typing import Final, TypeAlias
 
 import onnx
 
-from onnxfuse.algebra.sizes import Dim, Size, symbol
+from onnxfuse.algebra.sizes import Dim, Shape, Size, symbol
 from onnxfuse.analysis.shape_inference import infer_shapes
-from onnxfuse.analysis.shape_info import Scope, Shape, ShapeInfo
+from onnxfuse.analysis.shape_info import OuterScope, ShapeInfo
 from onnxfuse.control_flow.inputs import carried
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, op_of
@@ -24,10 +24,10 @@ from onnxfuse.ir.node import Node, op_of
 CARRIED: Final = "carried_"  # with a number: the name of a size that differs from one iteration to the next
 MAX_ROUNDS: Final = 8  # then nothing is known of the shapes of carried values
 
-Place: TypeAlias = tuple[str, int]  # the name of a carried value, and an axis
+CarriedAxis: TypeAlias = tuple[str, int]  # the name of a carried value, and an axis
 
 
-def infer_repeated(graph: Graph, node: Node, body: onnx.GraphProto, scope: Scope) -> ShapeInfo:
+def infer_repeated(graph: Graph, node: Node, body: onnx.GraphProto, scope: OuterScope) -> ShapeInfo:
     """Infer the tensors of a body, whose graph is sorted, so that they hold in every iteration."""
     names = [value.name for value in body.input]
     first_result = 1 if op_of(node) == "Loop" else 0  # a Loop's body computes first whether to go on
@@ -46,7 +46,7 @@ def infer_repeated(graph: Graph, node: Node, body: onnx.GraphProto, scope: Scope
 
 
 def _changed(
-    graph: Graph, shapes: ShapeInfo, scope: Scope, pairs: Iterable[tuple[str, str]], named: set[Size]
+    graph: Graph, shapes: ShapeInfo, scope: OuterScope, pairs: Iterable[tuple[str, str]], named: set[Size]
 ) -> dict[str, Shape | None]:
     """Return the shapes of carried values that the body changes, with names for what it changes.
 
@@ -54,7 +54,7 @@ def _changed(
     """
     tensors = graph.linked.tensors()
     changed: dict[str, Shape | None] = {}
-    steps: dict[Size, dict[Size, list[Place]]] = defaultdict(
+    steps: dict[Size, dict[Size, list[CarriedAxis]]] = defaultdict(
         lambda: defaultdict(list)
     )  # by a size, and what follows it
     for begun, ended in pairs:
@@ -72,12 +72,14 @@ def _changed(
     return changed
 
 
-def _renamed(scope: Scope, steps: dict[Size, dict[Size, list[Place]]], named: set[Size]) -> dict[Place, Dim]:
+def _renamed(
+    scope: OuterScope, steps: dict[Size, dict[Size, list[CarriedAxis]]], named: set[Size]
+) -> dict[CarriedAxis, Dim]:
     """Return new names for sizes that change, one for all that were equal and change equally.
 
     A size that has such a name keeps it at those places that change in one way.
     """
-    renamed: dict[Place, Dim] = {}
+    renamed: dict[CarriedAxis, Dim] = {}
     for old, following in steps.items():
         groups = list(following.items())[1:] if old in named else [each for each in following.items() if each[0] != old]
         for _, places in groups:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from onnxfuse.algebra.sizes import UNKNOWN, Size
+from onnxfuse.algebra.sizes import UNKNOWN, Shape, Size
 from onnxfuse.analysis.shape_inference import infer_behind
-from onnxfuse.analysis.shape_info import Shape, ShapeInfo
+from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.control_flow.body import Body, read_bodies
 from onnxfuse.control_flow.repeated_shapes import CARRIED
 from onnxfuse.ir.graph import Graph

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from onnxfuse.algebra.sizes import Dim
-from onnxfuse.analysis.shape_info import Shape, ShapeInfo
+from onnxfuse.algebra.sizes import Dim, Shape
+from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.value_infos import BRANCHES_JOINED_SINCE
 from onnxfuse.control_flow.body import Body, read_bodies
 from onnxfuse.ir.graph import Graph

@@ -9,7 +9,8 @@ from typing import Final
 import numpy as np
 import onnx
 
-from onnxfuse.analysis.shape_info import Shape, ShapeInfo
+from onnxfuse.algebra.sizes import Shape
+from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import str_attribute
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import Graph

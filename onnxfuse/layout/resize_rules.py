@@ -16,8 +16,7 @@ import onnx
 import onnx.numpy_helper
 from onnx import helper
 
-from onnxfuse.algebra.sizes import Size, divide
-from onnxfuse.analysis.shape_info import Shape
+from onnxfuse.algebra.sizes import Shape, Size, divide
 from onnxfuse.ir.attributes import attribute_or_input, int_attribute, ints_attribute, str_attribute
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
-from onnxfuse.analysis.shape_info import Shape
+from onnxfuse.algebra.sizes import Shape
 from onnxfuse.ir.attributes import int_attribute, str_attribute
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS

@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from onnxfuse.algebra import view_layouts as layouts
 from onnxfuse.algebra.bounds import substituted
 from onnxfuse.algebra.sizes import Dim, Size, is_known, name_of, product
-from onnxfuse.analysis import layout as layouts
 from onnxfuse.match.state import Dims
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from onnxfuse.algebra import view_layouts as layouts
 from onnxfuse.algebra.index_maps import squeezed, transposed
 from onnxfuse.algebra.operators import SLICING, VIEWS
 from onnxfuse.algebra.sizes import Size, product
-from onnxfuse.analysis import layout as layouts
 from onnxfuse.analysis.shape_info import CannotInfer
 from onnxfuse.analysis.slice_ranges import slice_ranges
 from onnxfuse.dsl.terms import Capture, Term
@@ -152,7 +152,7 @@ def _arrange(
     if sizes is None:
         return None
     if nodes or arrangement.source != arrangement.result:  # else nothing moves
-        layout: layouts.Layout | None = layouts.identity(start)
+        layout: layouts.ViewLayout | None = layouts.identity(start)
         for node in nodes:
             layout = _layout_after(m, layout, node)
         if layout is None or layouts.arrangement_layout(arrangement, sizes) != layouts.coalesce(layout):
@@ -174,7 +174,7 @@ def _with_sizes(
     return state._replace(dims={**dims, **({"...": state.dims["..."]} if "..." in state.dims else {})})
 
 
-def _layout_after(m: MatchContext, layout: layouts.Layout | None, node: Node) -> layouts.Layout | None:
+def _layout_after(m: MatchContext, layout: layouts.ViewLayout | None, node: Node) -> layouts.ViewLayout | None:
     """Return the layout after a view; None where sizes do not tell it."""
     after = m.shapes.shape(node.outputs[0])
     if layout is None or after is None:
@@ -251,9 +251,9 @@ def _is_within(width: int, offset: int, count: int, run: int, pitch: int) -> boo
 
 def _layout_and_offsets(
     m: MatchContext, shape: Sequence[Size], chain: Sequence[Node], tensor: Tensor
-) -> tuple[layouts.Layout, dict[int, int]] | None:
+) -> tuple[layouts.ViewLayout, dict[int, int]] | None:
     """Return the layout of the chain's result in a source of that shape, and on each axis the first element's index."""
-    layout: layouts.Layout | None = layouts.identity(shape)
+    layout: layouts.ViewLayout | None = layouts.identity(shape)
     offsets: dict[int, int] = {}
     for node, after in zip(chain, (*chain[1:], None), strict=True):
         if op_of(node) not in SLICING:

@@ -11,7 +11,7 @@ import numpy as np
 from onnxfuse.algebra.index_maps import inverse, transposed
 from onnxfuse.algebra.operators import REARRANGING
 from onnxfuse.algebra.sizes import Size, product
-from onnxfuse.analysis.layout import Layout, SubAxis, coalesce, identity, reshape
+from onnxfuse.algebra.view_layouts import SubAxis, ViewLayout, coalesce, identity, reshape
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import input_index, ints_attribute
 from onnxfuse.ir.graph import Graph, constant_number
@@ -130,9 +130,9 @@ def _removable_count(graph: Graph, chain: list[Node]) -> int:
     return count
 
 
-def layout_of(source: Sequence[Size], chain: Sequence[View]) -> Layout | None:
+def layout_of(source: Sequence[Size], chain: Sequence[View]) -> ViewLayout | None:
     """Return the layout of the chain's result in its source; None if the sizes do not tell it."""
-    layout: Layout | None = identity(source)
+    layout: ViewLayout | None = identity(source)
     for view in chain:
         if layout is None:
             return None
@@ -170,7 +170,7 @@ def equivalent_chains(source: tuple[Size, ...], chain: tuple[View, ...]) -> tupl
     return tuple(found)
 
 
-def _perm_of_source(source: Sequence[Size], layout: Layout) -> tuple[int, ...] | None:
+def _perm_of_source(source: Sequence[Size], layout: ViewLayout) -> tuple[int, ...] | None:
     """Return the perm that gives the layout from the source's own axes; None if it needs other axes."""
     ones = [i for i, size in enumerate(source) if size == 1]
     perm = []
@@ -184,7 +184,7 @@ def _perm_of_source(source: Sequence[Size], layout: Layout) -> tuple[int, ...] |
     return tuple(perm) if sorted(perm) == list(range(len(source))) else None
 
 
-def _order_in_source(source: Sequence[Size], layout: Layout) -> list[int] | None:
+def _order_in_source(source: Sequence[Size], layout: ViewLayout) -> list[int] | None:
     """Return the layout's axes in the order in which they lie in the source; None if an axis has several sub-axes."""
     if any(len(axis) > 1 or any(sub_axis.axis is None for sub_axis in axis) for axis in layout):
         return None

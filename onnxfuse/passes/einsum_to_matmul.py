@@ -17,8 +17,8 @@ from string import ascii_letters
 
 import numpy as np
 
-from onnxfuse.algebra.sizes import Size, product
-from onnxfuse.analysis.shape_info import Shape, ShapeInfo
+from onnxfuse.algebra.sizes import Shape, Size, product
+from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import str_attribute
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.graph import Graph

@@ -9,8 +9,7 @@ from itertools import accumulate
 import onnx
 from onnx import helper
 
-from onnxfuse.algebra.sizes import product
-from onnxfuse.analysis.shape_info import Shape
+from onnxfuse.algebra.sizes import Shape, product
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, producer

@@ -8,8 +8,8 @@ from enum import Enum
 from typing import Final
 
 from onnxfuse.algebra.operators import EXTREMES, REGROUPING, SOFTMAXES
-from onnxfuse.algebra.sizes import Size
-from onnxfuse.analysis.shape_info import Shape, ShapeInfo
+from onnxfuse.algebra.sizes import Shape, Size
+from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.node import Node
 from onnxfuse.region_operators import REDUCTIONS

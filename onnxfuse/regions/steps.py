@@ -9,8 +9,8 @@ from typing import Any, Final, TypeAlias
 
 from onnx import TensorProto
 
-from onnxfuse.algebra.sizes import Size
-from onnxfuse.analysis.shape_info import Shape, ShapeInfo
+from onnxfuse.algebra.sizes import Shape, Size
+from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.attributes import AtRunTime, attribute_or_input
 from onnxfuse.ir.dtypes import Array, dtype_name

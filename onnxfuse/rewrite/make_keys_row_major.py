@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence, Set
 from typing import Final
 
 from onnxfuse.algebra.operators import REARRANGING
-from onnxfuse.algebra.sizes import Size
-from onnxfuse.analysis.shape_info import Shape, ShapeInfo
+from onnxfuse.algebra.sizes import Shape, Size
+from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer

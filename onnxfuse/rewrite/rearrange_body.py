@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol, TypeAlias
 from onnx import TensorProto
 
 from onnxfuse.algebra.sizes import Size, product
-from onnxfuse.analysis.layout import Arrangement, parse_arrangement
+from onnxfuse.algebra.view_layouts import Arrangement, parse_arrangement
 from onnxfuse.dsl.terms import Term, Value
 from onnxfuse.errors import PatternError
 

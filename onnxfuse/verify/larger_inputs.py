@@ -9,8 +9,8 @@ from typing import Final
 
 import onnx
 
-from onnxfuse.algebra.sizes import Dim, Size, evaluate
-from onnxfuse.analysis.shape_info import Shape, ShapeInfo
+from onnxfuse.algebra.sizes import Dim, Shape, Size, evaluate
+from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.execution_order import reads
 from onnxfuse.ir.extract import ancestors

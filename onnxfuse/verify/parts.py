@@ -13,9 +13,10 @@ from onnx.external_data_helper import uses_external_data
 
 from onnxfuse.algebra.index_maps import inverse
 from onnxfuse.algebra.operators import VIEWS
+from onnxfuse.algebra.sizes import Shape
 from onnxfuse.analysis.magnitudes import MASKS_FROM, Bounds
 from onnxfuse.analysis.repeated_columns import COLUMNS
-from onnxfuse.analysis.shape_info import Shape, ShapeInfo
+from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import HALF_PRECISION, Array
 from onnxfuse.ir.execution_order import reads

@@ -8,7 +8,7 @@ from onnx_models import parse
 
 from onnxfuse.algebra.indices import Index
 from onnxfuse.algebra.sizes import symbol
-from onnxfuse.analysis.index_formulas import AtMostZero, Element, axis_index
+from onnxfuse.analysis.index_formulas import AtMostZero, GatheredElement, axis_index
 from onnxfuse.analysis.mask_values import IndexAnalysis
 from onnxfuse.analysis.shape_inference import infer_shapes
 from onnxfuse.ir.serde import read_graph
@@ -80,5 +80,5 @@ def test_value_of(nodes: str, expected: object) -> None:
 
 def test_a_gathered_element_is_known_by_its_indices() -> None:
     found = analyzed(RANGES + GATHERED, "padding")
-    assert isinstance(found, Element)
+    assert isinstance(found, GatheredElement)
     assert (found.name, found.indices) == ("p", (axis_index(-4, BATCH), axis_index(-1, LENGTH)))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from onnxfuse.algebra.sizes import Size
+from onnxfuse.algebra.sizes import Shape, Size
 from onnxfuse.analysis.rules import RuleTable, ShapeRule, has_input, input_shape, required
-from onnxfuse.analysis.shape_info import CannotInfer, PartialShape, Shape, ShapeInfo
+from onnxfuse.analysis.shape_info import CannotInfer, PartialShape, ShapeInfo
 from onnxfuse.ir.attributes import int_attribute, ints_attribute
 from onnxfuse.ir.node import Node, op_of
 

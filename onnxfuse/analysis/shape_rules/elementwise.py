@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from onnxfuse.algebra.bounds import limited_sizes, lower_bound, without_min_constants
-from onnxfuse.algebra.sizes import Size, divisor
+from onnxfuse.algebra.sizes import Shape, Size, divisor
 from onnxfuse.analysis.rules import RuleTable, ShapeRule, input_shape, normalize_axis
-from onnxfuse.analysis.shape_info import PartialShape, Shape, ShapeInfo
+from onnxfuse.analysis.shape_info import PartialShape, ShapeInfo
 from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.node import Node, op_of
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onnxfuse.algebra.bounds import maximum
-from onnxfuse.algebra.sizes import Size, product
+from onnxfuse.algebra.sizes import Shape, Size, product
 from onnxfuse.analysis.rules import (
     RuleTable,
     ShapeRule,
@@ -14,7 +14,7 @@ from onnxfuse.analysis.rules import (
     required,
     shape_of_known_rank,
 )
-from onnxfuse.analysis.shape_info import CannotInfer, Shape, ShapeInfo
+from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
 from onnxfuse.analysis.shape_rules.elementwise import broadcast
 from onnxfuse.ir.attributes import int_attribute, ints_attribute, tensor_attribute
 from onnxfuse.ir.graph import constant_value

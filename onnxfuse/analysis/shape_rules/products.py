@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from onnxfuse.algebra.sizes import Size
+from onnxfuse.algebra.sizes import Shape, Size
 from onnxfuse.analysis.rules import RuleTable, ShapeRule, input_shape, required
-from onnxfuse.analysis.shape_info import CannotInfer, Shape, ShapeInfo
+from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
 from onnxfuse.analysis.shape_rules.elementwise import broadcast, broadcast_sizes
 from onnxfuse.ir.attributes import int_attribute, str_attribute
 from onnxfuse.ir.node import Node, op_of

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from onnxfuse.algebra.index_maps import squeezed
-from onnxfuse.algebra.sizes import Size
+from onnxfuse.algebra.sizes import Shape, Size
 from onnxfuse.analysis.rules import RuleTable, ShapeRule, axes_parameter, input_shape, integers, normalize_axis
-from onnxfuse.analysis.shape_info import CannotInfer, Shape, ShapeInfo
+from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
 from onnxfuse.ir.attributes import flag_attribute, int_attribute
 from onnxfuse.ir.node import Node
 

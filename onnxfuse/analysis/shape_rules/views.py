@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from onnxfuse.algebra.bounds import limited_sizes, lower_bound, without_min_constants
 from onnxfuse.algebra.index_maps import squeezed, transposed, unsqueezed
-from onnxfuse.algebra.sizes import Size, divide, product
-from onnxfuse.analysis.layout import identity, reshape
+from onnxfuse.algebra.sizes import Shape, Size, divide, product
+from onnxfuse.algebra.view_layouts import identity, reshape
 from onnxfuse.analysis.rules import (
     RuleTable,
     ShapeRule,
@@ -17,7 +17,7 @@ from onnxfuse.analysis.rules import (
     normalize_axis,
     shape_of_known_rank,
 )
-from onnxfuse.analysis.shape_info import CannotInfer, Shape, ShapeInfo
+from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
 from onnxfuse.ir.attributes import flag_attribute, int_attribute, ints_attribute
 from onnxfuse.ir.node import Node
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from onnxfuse.algebra.bounds import maximum
-from onnxfuse.algebra.sizes import Size
+from onnxfuse.algebra.sizes import Shape, Size
 from onnxfuse.analysis.rules import RuleTable, ShapeRule, has_input, input_shape, integers, partial_integers, required
-from onnxfuse.analysis.shape_info import CannotInfer, Shape, ShapeInfo
+from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
 from onnxfuse.ir.attributes import (
     AtRunTime,
     attribute_or_input,

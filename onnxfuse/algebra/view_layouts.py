@@ -27,15 +27,15 @@ class SubAxis:
 
 
 Axis: TypeAlias = tuple[SubAxis, ...]  # an axis of size 1 has no sub-axis
-Layout: TypeAlias = tuple[Axis, ...]
+ViewLayout: TypeAlias = tuple[Axis, ...]
 
 
-def identity(shape: Sequence[Size]) -> Layout:
+def identity(shape: Sequence[Size]) -> ViewLayout:
     """Return the layout of a tensor of that shape in itself."""
     return tuple(() if size == 1 else (SubAxis(i, 1, size),) for i, size in enumerate(shape))
 
 
-def reshape(layout: Layout, shape: Sequence[Size]) -> Layout | None:
+def reshape(layout: ViewLayout, shape: Sequence[Size]) -> ViewLayout | None:
     """Return the layout after a Reshape to `shape`; None if the sizes do not tell how axes are split."""
     rest = [sub_axis for axis in reversed(layout) for sub_axis in reversed(axis)]
     result: list[Axis] = []
@@ -60,7 +60,7 @@ def reshape(layout: Layout, shape: Sequence[Size]) -> Layout | None:
     return tuple(result) if not rest else None
 
 
-def expand(layout: Layout, shape: Sequence[Size]) -> Layout:
+def expand(layout: ViewLayout, shape: Sequence[Size]) -> ViewLayout:
     """Return the layout after an Expand whose result has that shape."""
     padded = ((),) * (len(shape) - len(layout)) + layout
     return tuple(
@@ -68,7 +68,7 @@ def expand(layout: Layout, shape: Sequence[Size]) -> Layout:
     )
 
 
-def select(layout: Layout, axis: int, start: int, size: int) -> tuple[Layout, dict[int, int]] | None:
+def select(layout: ViewLayout, axis: int, start: int, size: int) -> tuple[ViewLayout, dict[int, int]] | None:
     """Return the layout of `size` elements of an axis from `start` on, and their offset on each source axis.
 
     None if the elements are not a range of the axis's outermost sub-axis, or symbolic sizes do not tell whether they
@@ -86,7 +86,7 @@ def select(layout: Layout, axis: int, start: int, size: int) -> tuple[Layout, di
     return (*layout[:axis], (*kept, *inner), *layout[axis + 1 :]), {outer.axis: start // block * outer.stride}
 
 
-def coalesce(layout: Layout) -> Layout:
+def coalesce(layout: ViewLayout) -> ViewLayout:
     """Return the layout with adjacent sub-axes joined: the normal form in which layouts are compared."""
     return tuple(_coalesce_axis(axis) for axis in layout)
 
@@ -151,7 +151,7 @@ def solve_sizes(
     return sizes
 
 
-def arrangement_layout(arrangement: Arrangement, sizes: Mapping[str, Size], pitch: Size | None = None) -> Layout:
+def arrangement_layout(arrangement: Arrangement, sizes: Mapping[str, Size], pitch: Size | None = None) -> ViewLayout:
     """Return the layout of an arrangement's result, coalesced.
 
     `pitch` is the distance between the runs of the last name of the last source axis, in elements, where other elements

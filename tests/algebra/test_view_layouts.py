@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from onnxfuse.algebra.index_maps import transposed
 from onnxfuse.algebra.sizes import Size, symbol
-from onnxfuse.analysis.layout import (
+from onnxfuse.algebra.view_layouts import (
     Arrangement,
-    Layout,
     SubAxis,
+    ViewLayout,
     arrangement_layout,
     coalesce,
     expand,
@@ -30,7 +30,7 @@ B, S, H = symbol("b"), symbol("s"), symbol("h")
 
 # --- chains of views ---------------------------------------------------------------------------------------------
 
-Chain = tuple[Layout | None, np.ndarray]  # the layout, None if not known, and the indices that it describes
+Chain = tuple[ViewLayout | None, np.ndarray]  # the layout, None if not known, and the indices that it describes
 SHAPES = [(2, 3, 4), (6, 4), (12, 2), (2, 1, 12), (4, 3, 2), (24,), (2, 2, 6), (1, 8, 3), (3, 8)]
 
 
@@ -38,7 +38,7 @@ SHAPES = [(2, 3, 4), (6, 4), (12, 2), (2, 1, 12), (4, 3, 2), (24,), (2, 2, 6), (
 def chains(draw: st.DrawFn, shape: tuple[int, ...] | None = None, expands: bool = True) -> Chain:
     """Draw a chain of up to five views of an array of 24 elements."""
     shape = shape or draw(st.sampled_from(SHAPES))
-    layout: Layout | None = identity(shape)
+    layout: ViewLayout | None = identity(shape)
     indices = np.arange(math.prod(shape)).reshape(shape)
     for _ in range(draw(st.integers(0, 5))):
         kind = draw(st.sampled_from(["reshape", "transpose", "expand" if expands else "reshape"]))
@@ -67,7 +67,7 @@ def splits(draw: st.DrawFn, size: int) -> tuple[int, ...]:
     return (*shape, size)
 
 
-def index_map(layout: Layout, source: tuple[int, ...]) -> np.ndarray:
+def index_map(layout: ViewLayout, source: tuple[int, ...]) -> np.ndarray:
     """Return, for each element of the view, its index in the flattened source."""
     weights = [math.prod(source[i + 1 :]) for i in range(len(source))]
     flat = [
@@ -252,7 +252,7 @@ def test_an_arrangement_has_the_layout_of_its_views(order: list[str], numbers: l
 
 def test_an_arrangement_that_repeats_heads_has_the_layout_of_an_expand() -> None:
     sizes: dict[str, Size] = {"b": B, "h": 2, "r": 3, "s": S, "d": 4}
-    kept: Layout = identity((B, 2, 1, S, 4))
+    kept: ViewLayout = identity((B, 2, 1, S, 4))
     repeated = reshape(expand(kept, (B, 2, 3, S, 4)), (B, 6, S, 4))
     assert repeated is not None
     found = arrangement_layout(parse_arrangement("b h 1 s d -> b (h r) s d"), sizes)
