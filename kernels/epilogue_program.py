@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol, TypeVar
 
-from onnxfuse.algebra.index_maps import Place
-from onnxfuse.algebra.indices import Index, divided, flat, variable_index
-from onnxfuse.algebra.sizes import Size, product
+from onnxfuse.algebra.index_maps import Place, reshaped
+from onnxfuse.algebra.indices import flat, variable_index
+from onnxfuse.algebra.sizes import Shape, product
 from onnxfuse.kernels.epilogue_node import MAX_TWO_STEPS, RESULT, Joined, Planner, in_two_steps, joined
 from onnxfuse.kernels.epilogue_reads import COLUMN, ROW, are_neighbours, is_aligned
 from onnxfuse.kernels.implementation import Implementation
@@ -230,7 +230,7 @@ def _places(both: Joined, shapes: Shapes, axes: int) -> dict[str, Place] | None:
             first = next((i for i in range(len(shape) - 1, -1, -1) if product(shape[i:]) == columns), -1)
             if first < 0 or not sizes.equal(product(shape[:first]), rows):
                 return None
-        found[name] = (*_divided(ROW, shape[:first]), *_divided(COLUMN, shape[first:]))
+        found[name] = (*_parts(ROW, shape[:first]), *_parts(COLUMN, shape[first:]))
     return found
 
 
@@ -356,13 +356,10 @@ class _Text:
         }
 
 
-def _divided(variable: str, dims: Sequence[Size]) -> Place:
+def _parts(variable: str, dims: Shape) -> Place:
     """Return the place along axes of which one variable is all."""
-    left, places = variable_index(variable, product(dims)), list[Index]()
-    for dim in reversed(dims):
-        left, inner = divided(left, dim)
-        places.insert(0, inner)
-    return tuple(places)
+    whole = (product(dims),)
+    return reshaped((variable_index(variable, *whole),), whole, dims)
 
 
 def _output(index: int, stored: str, value: str) -> dict[str, str]:

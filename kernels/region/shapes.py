@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from onnxfuse.algebra.index_maps import squeezed, transposed, unsqueezed
 from onnxfuse.algebra.operators import EXTREMES
-from onnxfuse.algebra.sizes import Shape, Size, product
+from onnxfuse.algebra.sizes import Shape, Size, cancelled, product
 from onnxfuse.kernels.region.program import Operation, Program
 from onnxfuse.kernels.region.sizes import Sizes
 from onnxfuse.region_operators import ELEMENTWISE, SUMS
@@ -120,23 +120,18 @@ def _common(a: Size, b: Size, sizes: Sizes) -> Size:
 def _reshaped(operation: Operation, shapes: Sequence[Shape], sizes: Sizes) -> Shape:
     """Return the shape that a Reshape gives, where 0 copies a dim and -1 stands for what is left."""
     x, target = shapes[0], operation.attributes["shape"]
-    left, literal = list(x), sizes_of(operation, "shape", shapes, sizes)
+    literal = sizes_of(operation, "shape", shapes, sizes)
     known = [x[i] if dim == 0 else literal[i] for i, dim in enumerate(target) if dim != -1]
-    others = []
-    for dim in known:
-        if dim in left:
-            left.remove(dim)
-        else:
-            others.append(dim)
+    left, others = map(product, cancelled(x, known))
     if -1 not in target:
         is_empty = 0 in x and 0 in known
-        if not is_empty and not sizes.equal(product(left), product(others)):
+        if not is_empty and not sizes.equal(left, others):
             raise ValueError(f"region: Reshape to {_text(literal)} does not keep the number of elements")
         free: Size = 1
-    elif product(others) == 0:
+    elif others == 0:
         raise ValueError(f"region: Reshape to {_text(literal)} has no size for -1")
     else:
-        free = sizes.quotient(product(left), product(others))
+        free = sizes.quotient(left, others)
     dims = iter(known)
     return tuple(free if dim == -1 else next(dims) for dim in target)
 

@@ -131,6 +131,17 @@ def product(sizes: Iterable[Size]) -> Size:
     return total
 
 
+def cancelled(sizes: Iterable[Size], others: Iterable[Size]) -> tuple[list[Size], list[Size]]:
+    """Return the factors of two products without those that both have, each as often as both have it."""
+    rest, divisors = list(sizes), list[Size]()
+    for size in others:
+        if size in rest:
+            rest.remove(size)
+        else:
+            divisors.append(size)
+    return rest, divisors
+
+
 def is_known(size: Size) -> bool:
     """Return whether the size depends on no unknown symbol (`?12`)."""
     return isinstance(size, int) or _is_known(size)

@@ -7,12 +7,11 @@ layouts of all of them as those of two spatial axes: nchw and nhwc, ohwi and hwi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Literal, TypeAlias, TypeVar
+from typing import Final, Literal, TypeAlias
 
 from onnxfuse.algebra.sizes import Size
 
 Perm: TypeAlias = tuple[int, ...]
-T = TypeVar("T")
 
 IMAGE_RANKS: Final = (3, 4, 5)  # numbers of axes; tensors of others stay channels-first
 # What the attribute w_layout says.  In ONNX, the weights of Conv are (M, C/group, H, W), and those of ConvTranspose,
@@ -33,16 +32,6 @@ def to_first(rank: int) -> Perm:
 def weight_perm(layout: WeightLayout, rank: int) -> Perm:
     """Return the perm that brings the weights of a convolution from ONNX's layout to this one."""
     return to_last(rank) if layout in ("ohwi", "ihwo") else (*range(2, rank), 1, 0)
-
-
-def permuted(values: Sequence[T], perm: Perm) -> tuple[T, ...]:
-    """Return one value for each axis of the result of a Transpose."""
-    return tuple(values[axis] for axis in perm)
-
-
-def inverse(perm: Perm) -> Perm:
-    """Return the perm of the Transpose that undoes another one."""
-    return tuple(perm.index(axis) for axis in range(len(perm)))
 
 
 def last_axis(axis: int, rank: int) -> int:

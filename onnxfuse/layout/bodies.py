@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import onnx
 from onnx import helper
 
+from onnxfuse.algebra.index_maps import inverse
 from onnxfuse.ir.domain import DOMAIN
-from onnxfuse.layout.axes import Perm, inverse
+from onnxfuse.layout.axes import Perm
 
 
 @dataclass(frozen=True)

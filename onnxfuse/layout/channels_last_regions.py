@@ -20,12 +20,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from onnxfuse.algebra.index_maps import transposed
 from onnxfuse.algebra.operators import REARRANGING, REDUCTIONS
 from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.tensor_bytes import tensor_bytes
 from onnxfuse.ir.attributes import ints_attribute
 from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
-from onnxfuse.layout.axes import has_one_pixel, permuted, to_first, to_last
+from onnxfuse.layout.axes import has_one_pixel, to_first, to_last
 from onnxfuse.layout.conversion import Conversion, Kind, Model
 from onnxfuse.passes.compose_views import View, shorter_chain, view_of
 
@@ -152,7 +153,7 @@ class Regions:
         if shape is None or chain[0].inputs[0] is not tensor:
             return None
         first = View(to_first(len(shape)), shape)
-        return self._saved(permuted(shape, to_last(len(shape))), [first, *map(self._view, chain)], tensor)
+        return self._saved(transposed(shape, to_last(len(shape))), [first, *map(self._view, chain)], tensor)
 
     def _saved_before(self, tensor: Tensor) -> int | None:
         """Return how many bytes of Transposes vanish in front of a tensor with its border; None if that stays."""
@@ -166,7 +167,7 @@ class Regions:
         if shape is None or source is None:
             return None
         perm = to_last(len(shape))
-        return self._saved(source, [*map(self._view, chain), View(perm, permuted(shape, perm))], tensor)
+        return self._saved(source, [*map(self._view, chain), View(perm, transposed(shape, perm))], tensor)
 
     def _view(self, node: Node) -> View | None:
         return view_of(self.model.shapes, node) if op_of(node) in REARRANGING else None

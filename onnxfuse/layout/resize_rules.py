@@ -16,12 +16,13 @@ import onnx
 import onnx.numpy_helper
 from onnx import helper
 
+from onnxfuse.algebra.index_maps import transposed
 from onnxfuse.algebra.sizes import Shape, Size, divide
 from onnxfuse.ir.attributes import attribute_or_input, int_attribute, ints_attribute, str_attribute
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant
 from onnxfuse.ir.serde import node_proto
-from onnxfuse.layout.axes import permuted, spatial_axes, to_last
+from onnxfuse.layout.axes import spatial_axes, to_last
 from onnxfuse.layout.bodies import Body, body_of_node
 from onnxfuse.layout.conversion import NOT_AN_IMAGE, Conversion, Kind, Model, constants_of
 from onnxfuse.layout.vectors import in_order
@@ -154,11 +155,11 @@ def _sizes(before: Shape, after: Shape, factors: tuple[Size | None, ...], is_con
     perm, outer = to_last(len(before)), [size if isinstance(size, int) else 0 for size in before[:2]]
     known = tuple(size for size in after[2:] if isinstance(size, int))
     if len(known) == len(after) - 2:
-        own: dict[str, AttributeValue] = {"sizes": list(permuted([*outer, *known], perm))}
+        own: dict[str, AttributeValue] = {"sizes": list(transposed([*outer, *known], perm))}
         return _Target(own, spatial=() if is_constant else known)
     found = tuple(factor for factor in factors if isinstance(factor, int))
     if found:
-        return _Target({"scales": list(permuted([1.0, 1.0, *map(float, found)], perm))}, factors=found)
+        return _Target({"scales": list(transposed([1.0, 1.0, *map(float, found)], perm))}, factors=found)
     return _Target({}, is_computed=True)
 
 

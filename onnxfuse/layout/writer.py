@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from onnxfuse.algebra.index_maps import transposed
 from onnxfuse.analysis.shape_inference import infer_node
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.domain import DOMAIN
@@ -18,7 +19,6 @@ from onnxfuse.layout.axes import (
     Perm,
     WeightLayout,
     has_one_pixel,
-    permuted,
     to_first,
     to_last,
     weight_perm,
@@ -123,7 +123,7 @@ class Writer:
     def _new(self, tensor: Tensor) -> Tensor:
         new, perm = self.graph.variable(f"{tensor.name}/nhwc"), to_last(image_rank(self.shapes, tensor))
         shape, dtype = self.shapes.shape(tensor), self.shapes.dtype(tensor)
-        self.shapes.record(new, None if shape is None else permuted(shape, perm), dtype)
+        self.shapes.record(new, None if shape is None else transposed(shape, perm), dtype)
         self.graph.record_type(new, dtype, self.shapes.shape(new))
         self.originals[new.name] = tensor.name, perm
         return new

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onnxfuse.runtime.fused_calls import Call, Shape
+from onnxfuse.runtime.fused_calls import Call, NamedShape
 from onnxfuse.runtime.plan import TensorSpec
 from onnxfuse.runtime.planner import Dims
 
@@ -18,7 +18,7 @@ def inputs_of(call: Call) -> tuple[TensorSpec, ...] | None:
     return tuple(TensorSpec(shape, str(dtype), constant=constant) for shape, dtype, constant in rows)
 
 
-def dims_of(shapes: Sequence[Shape | None]) -> Dims | None:
+def dims_of(shapes: Sequence[NamedShape | None]) -> Dims | None:
     """Return shapes with -1 - k in place of the name of a dynamic dim, numbered in the order in which they come first.
 
     None is returned if a rank is unknown.
@@ -30,6 +30,6 @@ def dims_of(shapes: Sequence[Shape | None]) -> Dims | None:
     return tuple(known) if len(known) == len(shapes) else None
 
 
-def dim_names(shapes: Sequence[Shape | None]) -> list[str]:
+def dim_names(shapes: Sequence[NamedShape | None]) -> list[str]:
     """Return the names of the dynamic dims, in the order in which they come first."""
     return list(dict.fromkeys(dim for shape in shapes for dim in shape or () if isinstance(dim, str)))

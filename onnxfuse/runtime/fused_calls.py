@@ -21,7 +21,7 @@ from onnxfuse.ir.protos import subgraphs
 from onnxfuse.ir.without_weights import read_without_weights
 from onnxfuse.runtime.plan import FusedNode
 
-Shape = tuple[int | str, ...]  # of a tensor; a dynamic dim is a name, and dims of one name are equal
+NamedShape = tuple[int | str, ...]  # of a tensor; a dynamic dim is a name, and dims of one name are equal
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Type:
     """What is known of a tensor."""
 
     dtype: int
-    shape: Shape | None  # None if its rank is unknown
+    shape: NamedShape | None  # None if its rank is unknown
     constant: bool = False  # the model holds its values
 
     @property
@@ -57,7 +57,7 @@ class Call:
     proto: onnx.NodeProto
     node: FusedNode
     dtypes: tuple[str | None, ...]  # of its inputs; None if unknown
-    shapes: tuple[Shape | None, ...]  # of its inputs; None if unknown
+    shapes: tuple[NamedShape | None, ...]  # of its inputs; None if unknown
     constants: tuple[bool, ...]  # whether the model holds the values of each input
     has_ranks: bool  # whether onnxruntime can infer the ranks of its outputs, as native/infer.h says
     in_function: bool  # whether it is in the body of a function
@@ -194,7 +194,7 @@ def _constants(graph: onnx.GraphProto) -> set[str]:
     return found
 
 
-def _shape(name: str, tensor: onnx.TypeProto.Tensor) -> Shape | None:
+def _shape(name: str, tensor: onnx.TypeProto.Tensor) -> NamedShape | None:
     """Return the shape of a tensor, with a name of its own for each dim of which nothing is known."""
     if not tensor.HasField("shape"):
         return None

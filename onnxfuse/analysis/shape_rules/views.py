@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from onnxfuse.algebra.bounds import limited_sizes, lower_bound, without_min_constants
 from onnxfuse.algebra.index_maps import squeezed, transposed, unsqueezed
-from onnxfuse.algebra.sizes import Shape, Size, divide, product
+from onnxfuse.algebra.sizes import Shape, Size, cancelled, divide, product
 from onnxfuse.algebra.view_layouts import identity, reshape
 from onnxfuse.analysis.rules import (
     RuleTable,
@@ -81,7 +81,7 @@ def tells_empty_axes(reshape: Node, target: Sequence[Size], source: Shape | None
     With `allowzero`, onnxruntime divides the sizes that are not 0, so those that may be must be in the source as well.
     """
     if flag_attribute(reshape, "allowzero", False):
-        rest, divisors = _cancelled(source or (), [size for size in target if size != -1])
+        rest, divisors = cancelled(source or (), [size for size in target if size != -1])
         return source is not None and all(map(_is_never_empty, (*rest, *divisors)))
     return all(_copies_empty(size, source, axis) for axis, size in enumerate(target))
 
@@ -101,23 +101,11 @@ def _is_never_empty(size: Size) -> bool:
 
 def _remaining_size(shapes: ShapeInfo, shape: Shape, others: Sequence[Size]) -> Size | None:
     """Return the element count of a shape divided by other sizes; equal sizes cancel first, even unknown ones."""
-    rest, divisors = _cancelled(shape, others)
+    rest, divisors = cancelled(shape, others)
     if 0 in divisors:
         return None
     shapes.not_limited.update(_cannot_be_limited(product(rest), product(divisors)))
     return divide(product(rest), product(divisors))
-
-
-def _cancelled(shape: Shape, others: Sequence[Size]) -> tuple[list[Size], list[Size]]:
-    """Return the sizes of a shape that are not among others, and the others that are not in the shape."""
-    rest = list(shape)
-    divisors = []
-    for size in others:
-        if size in rest:
-            rest.remove(size)
-        else:
-            divisors.append(size)
-    return rest, divisors
 
 
 def _cannot_be_limited(dividend: Size, divisor: Size) -> Iterator[str]:
