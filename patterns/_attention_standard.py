@@ -71,11 +71,12 @@ def standard_attention(
     four = _attended(by_heads, 2, scores, past, {})
     three = _attended(side_by_side or packed(*by_heads, rows), 1, scores, past, counts)
     found = zip((in_layout(three[0], PACKED), *three[1:]), (in_layout(four[0], RESULT), *four[1:]), strict=True)
-    return tuple(either(when(x, "queries lie by rows", _lies_by_rows), y) for x, y in found)
+    return tuple(either(when(x, "queries of a known size lie by rows", _lies_by_rows), y) for x, y in found)
 
 
-def _lies_by_rows(q_layout: str) -> bool:
-    return q_layout != "bhsd"
+def _lies_by_rows(q_layout: str, size: object = None, value_size: object = None) -> bool:
+    """Return whether queries lie by rows, and joining heads needs no -1, which a Reshape of an empty batch refuses."""
+    return q_layout != "bhsd" and all(each is None or isinstance(each, int) for each in (size, value_size))
 
 
 def _attended(
@@ -247,9 +248,15 @@ def _may_be_lowest(wanted: str) -> Callable[..., bool]:
 def rotated_by_operator(x: Term, cos: Term, sin: Term, rows: str, **heads: AttributeValue) -> dict[str, Term]:
     """Return x, of (batch, heads, rows, size) or with heads side by side, rotated by RotaryEmbedding.
 
-    The labels are the same as in `_rotary.rotated`.  The operator reads each column of its tables once.  An attribute
-    num_heads is given where heads lie side by side.
+    The labels are the same as in `_rotary.rotated`.  The operator reads each column of its tables once, and does not
+    broadcast their rows.  An attribute num_heads is given where heads lie side by side.
     """
+    if rows == "patches":
+        x = when(
+            x,
+            "the tables have {patches} rows, and {seq} less {kept} are rotated: as many",
+            lambda seq, kept, patches: seq == kept + patches,
+        )
     part: dict[str, AttributeValue] = {"rotary_embedding_dim": size("rotated")}
     kinds: dict[str, tuple[str, str, dict[str, AttributeValue]]] = {
         "rotate_half": ("size", "halves", {}),

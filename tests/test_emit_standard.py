@@ -227,9 +227,18 @@ def test_a_scale_that_onnxruntime_takes_for_0_is_left_to_an_operator_of_its_own(
     assert not any(node.op_type == "Attention" for node in nodes(standard.graph))
 
 
-def test_rows_that_are_not_rotated_stay_beside_a_rotary_embedding() -> None:
-    """A class token has no position, and the tables have no row for it."""
-    text = """<ir_version: 8, opset_import: ["" : 20]>
+def test_heads_of_unknown_size_are_not_joined_for_attention() -> None:
+    """A Reshape would need a -1 for them, and refuse an empty batch, so that verification took the attention back."""
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 18]>
+        main (float[n,rows,4,size] q, float[n,3,4,size] k, float[n,4,3,9] v) => (float[n,4,rows,9] y) {
+          a = Transpose <perm = [0, 2, 1, 3]> (q)  b = Transpose <perm = [0, 2, 3, 1]> (k)
+          s = MatMul (a, b)  p = Softmax <axis = -1> (s)  y = MatMul (p, v) }""")
+    standard, report = onnxfuse.optimize(model, emit="standard")
+    assert report.verified.status == "verified"
+    assert [node.op_type for node in standard.graph.node] == ["Transpose", "Transpose", "Attention"]
+
+
+KEEPS_FIRST_ROW = """<ir_version: 8, opset_import: ["" : 20]>
     main (float[2,3,5,4] x, float[1,4,2] cos, float[1,4,2] sin) => (float[2,3,5,4] y)
     <int64[1] zero = {0}, int64[1] one = {1}, int64[1] two = {2}, int64[1] end = {9223372036854775807},
      int64[1] last = {-1}, int64[4] shape = {1,1,4,2}> {
@@ -237,6 +246,19 @@ def test_rows_that_are_not_rotated_stay_beside_a_rotary_embedding() -> None:
       s = Reshape (sin, shape)  a = Slice (rows, zero, two, last)  b = Slice (rows, two, end, last)
       ac = Mul (a, c)  bs = Mul (b, s)  bc = Mul (b, c)  as = Mul (a, s)  first = Sub (ac, bs)  second = Add (as, bc)
       turned = Concat <axis = -1> (first, second)  y = Concat <axis = 2> (token, turned) }"""
-    standard, report = onnxfuse.optimize(onnx.parser.parse_model(text), emit="standard")
+
+
+def test_rows_that_are_not_rotated_stay_beside_a_rotary_embedding() -> None:
+    """A class token has no position, and the tables have no row for it."""
+    standard, report = onnxfuse.optimize(onnx.parser.parse_model(KEEPS_FIRST_ROW), emit="standard")
     assert (report.verified.status, report.counts["rotary_embedding"]) == ("verified", 1)
     assert [node.op_type for node in standard.graph.node].count("RotaryEmbedding") == 1
+
+
+def test_tables_that_may_have_one_row_for_all_are_not_written_as_a_rotary_embedding() -> None:
+    """The operator does not broadcast them, which the products of the model do."""
+    unrelated = KEEPS_FIRST_ROW.replace("float[1,4,2]", "float[1,rows,2]").replace("{1,1,4,2}", "{1,1,-1,2}")
+    model = onnx.parser.parse_model(unrelated)
+    standard, report = onnxfuse.optimize(model, emit="standard", verify=False)
+    assert report.counts["rotary_embedding"] == 1
+    assert "RotaryEmbedding" not in [node.op_type for node in standard.graph.node]
