@@ -141,7 +141,8 @@ class Writer:
         source, result = (first, last) if inward else (last, first)
         shape = self.shapes.shape(result)
         target = [0 if axis == 0 and not isinstance(size, int) else size for axis, size in enumerate(shape or ())]
-        if has_one_pixel(self.shapes.shape(first)) and all(isinstance(size, int) for size in target):
+        is_constant_target = all(isinstance(size, int) for size in target) and 0 not in (shape or ())
+        if has_one_pixel(self.shapes.shape(first)) and is_constant_target:
             stored = self.graph.constant(f"{result.name}/shape", np.array(target, np.int64))
             node = self.graph.add_node("Reshape", [source, stored], [result])
         else:

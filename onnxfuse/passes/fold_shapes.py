@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import onnx
@@ -47,16 +47,20 @@ def fold_shapes(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
     return folded
 
 
-def reshape_target(
-    shape: Sequence[Size] | None, wanted: Iterable[Size], *, infers_a_size: bool = False
-) -> list[int] | None:
+def reshape_target(shape: Sequence[Size] | None, wanted: Sequence[Size]) -> list[int] | None:
     """Return the constant target that reshapes a tensor of `shape` to the sizes `wanted`; None if there is none.
 
     A number stays a number, the size of the same axis becomes 0, and one other size may become -1, but not beside a 0:
-    where the dimension that this keeps is empty, -1 could be any number, and runtimes refuse it.  `infers_a_size` says
-    that the target has a -1 already, so that nothing is lost.
+    where the dimension that this keeps is empty, -1 could be any number, and runtimes refuse it.
     """
     sizes = shape or ()
+    if any(size == 0 and (i >= len(sizes) or sizes[i] != 0) for i, size in enumerate(wanted)):
+        return None  # a 0 would keep the size of the source's axis, which is another one
+    return _target(sizes, wanted, infers_a_size=False)
+
+
+def _target(sizes: Sequence[Size], wanted: Sequence[Size], *, infers_a_size: bool) -> list[int] | None:
+    """Return a target as `reshape_target` does, with a 0 that is wanted; `infers_a_size` if it has a -1 already."""
     target: list[int] = []
     for i, size in enumerate(wanted):
         if isinstance(size, int):
@@ -78,7 +82,7 @@ def _constant_reshape_target(graph: Graph, shapes: ShapeInfo, node: Node, wanted
     # A known size replaces -1, which does not tell a size of an empty tensor.
     pairs = zip(wanted, result, strict=True)
     sizes = [known if size == -1 and known and isinstance(known, int) else size for size, known in pairs]
-    return reshape_target(source, sizes, infers_a_size=-1 in wanted and not allows_zero)
+    return _target(source or (), sizes, infers_a_size=-1 in wanted and not allows_zero)
 
 
 def _constant_expand_target(graph: Graph, shapes: ShapeInfo, node: Node, wanted: list[Size]) -> list[int] | None:

@@ -471,6 +471,8 @@ def test_places_of_a_shape_are_taken_of_the_channels_last_one() -> None:
         "g = GlobalAveragePool (a) y = Reshape (g, flat)",
         "g = GlobalAveragePool (a) y = Squeeze (g, spatial)",
         "y = ReduceMean <keepdims = 0> (a, spatial)",
+        "y = ReduceMean <keepdims = 2> (a, spatial)",  # 0 in onnxruntime
+        "y = ReduceL1 <keepdims = -2> (a, spatial)",
     ],
 )
 def test_one_pixel_needs_no_transpose(tail: str) -> None:
@@ -481,6 +483,14 @@ def test_one_pixel_needs_no_transpose(tail: str) -> None:
     result = converted(model)
     assert operators(result)["Transpose"] == 0, operators(result)
     assert_same(model, result.model, **SIZES)
+
+
+def test_no_channel_of_one_pixel_is_left() -> None:
+    """A Reshape to [n, 0, 1, 1] would keep the second axis, of size 1, where a Transpose makes it the empty one."""
+    text = """(float[2,3,h,w] x) => (float[2,0,1,1] y) <float[8,3,3,3] k1, int64[1] at = {3}, int64[1] axis = {1}>
+    { a = Conv (x, k1) g = GlobalMaxPool (a) y = Slice (g, at, at, axis) }"""
+    model = parse(text)
+    assert_same(model, converted(model).model, **SIZES)
 
 
 def test_one_pixel_that_is_computed_elsewhere() -> None:

@@ -7,8 +7,9 @@ import onnx
 import pytest
 from onnx_models import apply, assert_same, assert_same_at_all_sizes, ops, parse, value
 
+from onnxfuse.algebra.sizes import symbol
 from onnxfuse.passes.fold_constants import fold_constants
-from onnxfuse.passes.fold_shapes import fold_shapes
+from onnxfuse.passes.fold_shapes import fold_shapes, reshape_target
 from onnxfuse.passes.normalize import normalize
 
 
@@ -70,3 +71,11 @@ def test_expand_and_slice_targets() -> None:
     near = parse(text.replace("z = Slice(x, i1, s, i1)", "z = Slice(x, i0, n, i1)"), i0=np.array([0]), i1=np.array([1]),
                  i4=np.array([4]))  # fmt: skip
     assert "Gather" in ops(apply(near, fold_shapes)[0])
+
+
+def test_a_target_of_0_keeps_the_size_of_its_axis() -> None:
+    n = symbol("n")
+    assert reshape_target((n, 2, 4), (n, 8)) == [0, 8]
+    assert reshape_target((n, 0, 4), (n, 0)) == [0, 0]
+    assert reshape_target((0, 2, 4), (2, 0)) is None  # [2, 0] would keep the 2
+    assert reshape_target(None, (2, 0)) is None
