@@ -63,12 +63,12 @@ def input_channels(graph: Graph, shapes: ShapeInfo, node: Node) -> Channels | No
 
 
 def is_linear(node: Node) -> bool:
-    """Return whether the node multiplies its input 0 by constant weights that are not empty."""
+    """Return whether the node multiplies its input 0 by constant weights that are not empty, and make its groups."""
     if op_of(node) not in LINEAR or not is_constant(node.inputs[1]):
         return False
-    shape = weight_of(node).shape
-    rank = len(shape)
-    return 0 not in shape and (rank == 2 or (rank > 2 and op_of(node).startswith("Conv")))
+    shape, groups = weight_of(node).shape, int_attribute(node, "group", 1)
+    rank, makes_groups = len(shape), groups > 0 and 0 not in shape and shape[0] % groups == 0
+    return makes_groups and (rank == 2 or (rank > 2 and op_of(node).startswith("Conv")))
 
 
 def turns_shift_into_bias(graph: Graph, node: Node) -> bool:

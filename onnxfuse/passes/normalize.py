@@ -16,7 +16,7 @@ FIRST_FLATTEN_FROM_END = 11  # the opset in which its axis may be negative
 
 def normalize(graph: Graph, shapes: ShapeInfo) -> int:
     """Apply the three passes until none of them changes anything; return the number of changes."""
-    total = _count_flattened_axes_from_front(graph, shapes)
+    total = _write_usual_attributes(graph, shapes)
     for _ in range(MAX_NORMALIZE_ROUNDS):
         changes = remove_no_ops(graph, shapes) + compose_views(graph, shapes)
         changes += eliminate_common_subexpressions(graph, shapes)
@@ -26,18 +26,21 @@ def normalize(graph: Graph, shapes: ShapeInfo) -> int:
     return total
 
 
-def _count_flattened_axes_from_front(graph: Graph, shapes: ShapeInfo) -> int:
-    """Make the axis of Flatten positive in opsets that have no negative one; return the number of nodes changed.
+def _write_usual_attributes(graph: Graph, shapes: ShapeInfo) -> int:
+    """Write attributes that only onnxruntime's kernels read as they are read there; return the number of changes.
 
-    onnxruntime's kernel takes a negative axis there, but its shape inference refuses it once the rank is known, which
-    other passes may make it.
+    A negative axis of Flatten is counted from the end in all opsets, but below 11 onnxruntime's inference refuses it
+    once the rank is known, which other passes may make it.  A `keepdims` that is neither 0 nor 1 is 0, but 1 to
+    onnxruntime's transpose optimizer, which comes upon the Transposes of layouts.
     """
-    if graph.opset >= FIRST_FLATTEN_FROM_END:
-        return 0
-    count = 0
+    changes = 0
     for node in graph.nodes:
-        axis, rank = int_attribute(node, "axis", 1) if op_of(node) == "Flatten" else 1, shapes.rank(node.inputs[0])
-        if axis < 0 and rank is not None:
+        axis = int_attribute(node, "axis", 1) if op_of(node) == "Flatten" else 1
+        rank = shapes.rank(node.inputs[0]) if axis < 0 and graph.opset < FIRST_FLATTEN_FROM_END else None
+        if rank is not None:
             graph.set_attribute(node, "axis", axis + rank)
-            count += 1
-    return count
+            changes += 1
+        if node.attrs.get("keepdims", 1) not in (0, 1):
+            graph.set_attribute(node, "keepdims", 0)
+            changes += 1
+    return changes

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
+import onnx
 import pytest
 from onnx import numpy_helper
 from onnx_models import apply, assert_same, ops, parse, random
 
+from onnxfuse.analysis.shape_inference import infer_shapes
+from onnxfuse.ir.serde import read_graph
 from onnxfuse.passes.fold_batch_norm import fold_batch_norm
 from onnxfuse.passes.folded import Folded
 
@@ -48,6 +51,18 @@ def test_groups(op: str, group: int) -> None:
     after, _ = apply(model, fold_batch_norm)
     assert ops(after) == op
     assert_same(model, after, (2, 4, 7, 7))
+
+
+@pytest.mark.parametrize("group", [-1, 0, 3])
+def test_groups_that_the_weights_do_not_make(group: int) -> None:
+    """onnxruntime refuses such a node when it runs, and a branch that is not taken may hold it."""
+    text = f"(float[n,4,7,7] x) => (float[] y) {{ c = Conv<group={group}>(x, w) {BN} }}"
+    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 20]> main {text}')
+    weights = {"w": random(8, 4, 3, 3), **batch_norm(8)}
+    model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in weights.items())
+    graph = read_graph(model)
+    assert fold_batch_norm(graph, infer_shapes(graph)) == []
+    assert [node.op for node in graph.nodes] == ["Conv", "BatchNormalization"]
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64, ml_dtypes.bfloat16])
