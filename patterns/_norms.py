@@ -1,6 +1,11 @@
 """The spellings of LayerNorm and RMSNorm, which the fusions with and without a sum in front share."""
 
-from onnxfuse.dsl import Term, either, float32, op
+from onnxfuse.dsl import Term, either, float32, op, require
+
+
+def require_epsilon() -> None:
+    """Require an epsilon that onnxruntime takes, where it makes its own norms of the operators in a stored body."""
+    require("epsilon is {epsilon}: 0 or more", lambda epsilon: epsilon is None or epsilon >= 0)
 
 
 def layer_normalized(x: Term, scale: Term, bias: Term, epsilon: Term) -> Term:

@@ -1,7 +1,7 @@
 """LayerNorm of a sum; the second output is the sum, which the next residual connection reads."""
 
 from onnxfuse.dsl import Term, fusion, scalar, tensor, weight
-from onnxfuse.patterns._norms import layer_normalized
+from onnxfuse.patterns._norms import layer_normalized, require_epsilon
 
 
 @fusion(out=("... d", "... d"), casts=True, epilogue=True)
@@ -14,4 +14,5 @@ def add_layer_norm(
 ) -> tuple[Term, Term]:
     """sum = x + residual; y = layer_norm(sum)"""
     total = x + residual
+    require_epsilon()
     return layer_normalized(total, scale, bias, epsilon), total

@@ -1,7 +1,7 @@
 """RMSNorm of a sum; the second output is the sum, which the next residual connection reads."""
 
 from onnxfuse.dsl import Term, fusion, scalar, tensor, weight
-from onnxfuse.patterns._norms import rms_normalized
+from onnxfuse.patterns._norms import require_epsilon, rms_normalized
 
 
 @fusion(out=("... d", "... d"), casts=True, epilogue=True)
@@ -13,4 +13,5 @@ def add_rms_norm(
 ) -> tuple[Term, Term]:
     """sum = x + residual; y = rms_norm(sum)"""
     total = x + residual
+    require_epsilon()
     return rms_normalized(total, scale, epsilon), total

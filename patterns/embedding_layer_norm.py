@@ -1,7 +1,7 @@
 """LayerNorm of embeddings: the sum of rows of tables, by tokens, positions and token types, or of other tensors."""
 
 from onnxfuse.dsl import Term, choose, fusion, op, require, scalar, tensor, weight
-from onnxfuse.patterns._norms import layer_normalized
+from onnxfuse.patterns._norms import layer_normalized, require_epsilon
 
 
 @fusion(out=("b s d", "b s d"), casts=True)
@@ -33,4 +33,5 @@ def embedding_layer_norm(
         tensor=tokens + added,
         none=tokens,
     )
+    require_epsilon()
     return layer_normalized(total, scale, bias, epsilon), total

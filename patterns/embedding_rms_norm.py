@@ -1,7 +1,7 @@
 """RMSNorm of embeddings; the second output are the embeddings, which the next residual connection reads."""
 
 from onnxfuse.dsl import Term, choose, fusion, op, scalar, tensor, weight
-from onnxfuse.patterns._norms import rms_normalized
+from onnxfuse.patterns._norms import require_epsilon, rms_normalized
 
 
 @fusion(out=("... d", "... d"), casts=True)
@@ -15,4 +15,5 @@ def embedding_rms_norm(
     """embedding = table[ids] * factor; y = rms_norm(embedding)"""
     rows = op.Gather(table, ids)
     embedding = choose("form", rows=rows, scaled_rows=rows * factor)
+    require_epsilon()
     return rms_normalized(embedding, scale, epsilon), embedding

@@ -1,7 +1,7 @@
 """LayerNorm over the last axis."""
 
 from onnxfuse.dsl import Term, fusion, scalar, tensor, weight
-from onnxfuse.patterns._norms import layer_normalized
+from onnxfuse.patterns._norms import layer_normalized, require_epsilon
 
 
 @fusion(out="... d", casts=True, epilogue=True)
@@ -12,4 +12,5 @@ def layer_norm(
     epsilon: Term = scalar(if_absent=1e-5),
 ) -> Term:
     """y = (x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias (Ba et al. 2016, arXiv:1607.06450)"""
+    require_epsilon()
     return layer_normalized(x, scale, bias, epsilon)
