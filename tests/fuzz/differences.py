@@ -85,7 +85,8 @@ def _float_difference(
         if odd.any():
             return f"is {_first(found, odd)}, not {_first(expected, odd)}"
         base = np.where(np.isfinite(want), want, references[-1])
-        finite = np.isfinite(got) & np.isfinite(base)
+        turns_nan = np.logical_or.reduce([np.isnan(each) for each in (np.zeros_like(want), *others)])
+        finite = np.isfinite(got) & np.isfinite(base) & ~turns_nan  # a sum that rounds to no number tells nothing
         sizes = np.where(finite, np.abs(base), 0.0)
         moves = [np.where(finite & np.isfinite(each), np.abs(each - base), 0.0) for each in (want, *others)]
         errors = [np.where(np.isfinite(each), np.abs(got - each), np.inf) for each in references]

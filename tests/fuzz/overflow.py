@@ -35,19 +35,21 @@ def without_overflow(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> tuple[
     return ({name: exact[name] for name in names}, largest) if overflows else None
 
 
-def allow_exact(want: Any, got: Any, near: Sequence[Any], exact: Any, largest: float) -> tuple[Any, list[Any]]:
+def allow_exact(
+    want: Any, got: Any, near: Sequence[Any], exact: Any, largest: float, hides_nan: bool = False
+) -> tuple[Any, list[Any]]:
     """Return wanted values, and what they are where they are rounded otherwise, for a model in which values overflow.
 
     A float that was found nearer to the exact one must be that one, unless float64 has lost it beside the `largest`
     value on the way to the outputs.  Where the wanted one is no number and that value is beyond float32, the order of
-    sums decides what is found.  Others, such as indices, may be as in float64.
+    sums decides what is found; with `hides_nan` it is 0 there.  Others, such as indices, may be as in float64.
     """
     if not all(isinstance(each, np.ndarray) and each.shape == want.shape for each in (want, got, exact)):
         return want, list(near)
     if want.dtype != np.float32:
         return want, [*near, exact]
     with np.errstate(all="ignore"):
-        depends = np.isnan(want) & (largest > np.finfo(np.float32).max)
+        depends = (np.isnan(want) | (hides_nan & (want == 0))) & (largest > np.finfo(np.float32).max)
         is_nearer = depends | np.isfinite(got) & np.isfinite(exact) & ~(np.abs(got - want) <= np.abs(got - exact))
         exact = np.where(depends | (ROUNDING * largest > LOST * np.abs(exact)), got, exact).astype(np.float32)
     want, *near = (np.where(is_nearer, exact, each) if each.shape == want.shape else each for each in (want, *near))

@@ -12,6 +12,8 @@ from drafts import inferred, types_in
 from onnx import TensorProto, helper, numpy_helper
 from sessions import Session
 
+from onnxfuse.ir.execution_order import in_execution_order
+from onnxfuse.ir.inline_functions import inline_functions
 from onnxfuse.ir.protos import tensors
 
 SHAKES, SHAKES_OF_CONVERSIONS = 4, 10  # half precision has larger tails
@@ -29,7 +31,8 @@ def nudged(feeds: Mapping[str, Any], by: float) -> dict[str, Any]:
     with np.errstate(all="ignore"):
         for name, value in feeds.items():
             signs = numbers.choice([-1, 1], value.shape)
-            moved[name] = (value * (1 + 2 * by * signs)).astype(value.dtype) if value.dtype in kinds else value
+            new = np.asarray(value * (1 + 2 * by * signs), value.dtype)  # of a scalar it is no array
+            moved[name] = new if value.dtype in kinds else value
     return moved
 
 
@@ -38,8 +41,10 @@ def rounded_otherwise(
 ) -> Iterator[Session]:
     """Yield the model with each element of results of these dtypes moved by up to an ulp at random, in bodies too.
 
-    Each element moves by itself: among scores that are offset by 10000, that is what changes their softmax.
+    Functions are inlined, and nodes put in order, so that the dtype of each result is known.  Each element moves by
+    itself: among scores that are offset by 10000, that is what changes their softmax.
     """
+    model = in_execution_order(inline_functions(model).model)
     typed, opset = inferred(model) or model, next((each.version for each in model.opset_import if not each.domain), 0)
     for shake in range(SHAKES if ulps is ULPS else SHAKES_OF_CONVERSIONS):
         shaken = onnx.ModelProto()

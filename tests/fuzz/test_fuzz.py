@@ -29,7 +29,7 @@ from inner_graphs import into_branch
 from judge import LOST_VALUE, SECONDS, Hang, Options, Original, Verdict, compare, judge, limited
 from mutants import MUTATIONS, differs, mutant_of
 from reduction import reduced
-from roundings import ULP, rounded_otherwise
+from roundings import ULP, nudged, rounded_otherwise
 from sessions import Session, outputs_of
 from spelled_graphs import spelled_graph
 from undetermined import joins_unequal_sizes, relies_on_empty_slices
@@ -244,6 +244,8 @@ def test_sizes_of_several_axes_count_for_no_difference() -> None:
     require_verdict(SEVERAL_AXES, folded.replace("Exp (r)", "Erf (r)"), {}, "does not run")  # opset 8 has no Erf
 
 
+SWAPPED_NORM = """m = ReduceMean <axes = [-1]> (x) c = Sub (x, m) q = Pow (c, p) a = ReduceMean <axes = [-1]> (q)
+    v = Add (a, e) r = Sqrt (v) d = Div (r, c) w = Mul (d, s) y = Add (w, t)"""
 FALSE_RANK = """<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[m] y, float z)
     <int64[1] first = {0}, int64 zero = {0}, bool go = {1}> {
       a = Abs (first) u = Unsqueeze (x, a) r = Squeeze (u, a)
@@ -407,6 +409,48 @@ def test_results_in_bodies_are_moved_too() -> None:
     found = [outputs_of(session, feeds) for session in rounded_otherwise(model, 1, [onnx.TensorProto.FLOAT16])]
     assert len({each["y"].tobytes() for each in found if each}) > 1
     assert all(found)
+
+
+def test_results_of_functions_and_of_nodes_in_another_order_are_moved_too() -> None:
+    """onnx infers neither the type of a call, nor that of a node that reads a later one."""
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17, "l" : 1]>
+        g (float[4000] x) => (float[4000] y, float[4000] z) { y = Identity (e) e = Exp (t) t = Relu (x) z = l.f (x) }
+        <domain: "l", opset_import: ["" : 17]> f (x) => (z) { a = Exp (x) b = Neg (a) z = Neg (b) }""")
+    moved = [np.zeros(4000, bool), np.zeros(4000, bool)]
+    ones = np.ones(4000, np.float32)
+    exact = outputs_of(Session(model), {"x": ones})
+    for shaken in rounded_otherwise(model, 1, [onnx.TensorProto.FLOAT]):
+        found = outputs_of(shaken, {"x": ones})
+        assert exact is not None and found is not None
+        moved = [each | (found[name] != exact[name]) for each, name in zip(moved, "yz", strict=True)]
+        assert all(np.abs(found[name] / exact[name] - 1).max() < 4 * ULP for name in "yz")
+    assert all(each.mean() > 0.9 for each in moved)
+
+
+def test_inputs_without_axes_are_nudged() -> None:
+    moved = nudged({"x": np.array(1.5, np.float32), "n": np.array(3)}, ULP)
+    assert moved["n"] == 3 and isinstance(moved["x"], np.ndarray) and 0 < abs(moved["x"] - 1.5) < 8 * ULP
+
+
+@pytest.mark.parametrize(
+    ("values", "right", "other"),
+    [
+        ("float[2,1] x, float[2,3] s", "n = Neg (x) v = PRelu (n, s) y = PRelu (v, s)",
+         "n = Neg (x) v = PRelu (n, s) q = PRelu (v, s) r = Neg (q) y = Neg (r)"),
+        ("float[n] x, float[4] s", "q = Pow (x, p) m = ReduceMean <axes = [-1]> (q) v = Add (m, e) r = Sqrt (v) "
+         "d = Div (x, r) y = Mul (d, s) unused = Exp (d)",
+         "q = Pow (x, p) m = ReduceMean <axes = [-1]> (q) v = Add (m, e) r = Sqrt (v) d = Div (x, r) y = Mul (d, s)"),
+        ("float[3,4] x, float[4] s, float[4] t", SWAPPED_NORM.replace("Pow (c, p)", "Mul (c, c)"), SWAPPED_NORM),
+        ("float[0,n,3] x, int64[1] k", "s = Shape (x) i = Slice (s, zero, one) "
+         "t = Concat <axis = 0> (two, i, k, three) y = Reshape (x, t)",
+         "t = Concat <axis = 0> (two, zero, k, three) y = Reshape (x, t)"),
+    ],
+)  # fmt: skip
+def test_faults_of_onnxruntime_that_the_original_escapes_are_no_difference(values: str, right: str, other: str) -> None:
+    text = f"""<ir_version: 8, opset_import: ["" : 12]> g ({values}) => (float[] y)
+        <float e = {{1e-5}}, float p = {{2}}, int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] two = {{2}},
+         int64[1] three = {{3}}> {{ NODES }}"""
+    require_verdict(text.replace("NODES", right), text.replace("NODES", other), {"n": 1}, "")
 
 
 def test_a_rounding_on_purpose_that_is_lost_is_found() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
-from onnx import numpy_helper
+from onnx import TensorProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.ops.op_slice import Slice_10
 
@@ -94,6 +95,50 @@ def expands_to_several_axes(model: onnx.ModelProto, error: str) -> bool:
     return False
 
 
+def confuses_optimizations(optimized: onnx.ModelProto, feeds: Mapping[str, Any]) -> bool:
+    """Return whether a model has nodes that onnxruntime's optimizations are known to take for others.
+
+    Its LayerNormFusion reads sqrt(var + epsilon) / (x - mean) as the inverse.  Its ReshapeFusion writes -1 for a size
+    that is computed, which Reshape refuses beside the size of an empty axis.
+    """
+    every = list(nodes(optimized.graph, *optimized.functions))
+    made = {name: node.op_type for node in every for name in node.output}
+    divides_root = any(node.op_type == "Div" and made.get(node.input[0]) == "Sqrt" for node in every)
+    joins_target = any(node.op_type == "Reshape" and made.get(node.input[1]) == "Concat" for node in every)
+    return divides_root or (joins_target and any(np.size(each) == 0 for each in feeds.values()))
+
+
+def bounds_masks(optimized: onnx.ModelProto, half: str | None) -> bool:
+    """Return whether a conversion to half precision bounds masks by its lowest number (docs/half.md), -inf among them.
+
+    Rows that are masked everywhere by -inf then have equal weights in place of NaN.
+    """
+    if half is None:
+        return False
+    lowest = float(np.float32(ml_dtypes.finfo(half).min))
+    held = tensors(optimized.graph, *optimized.functions)
+    return any((numpy_helper.to_array(t) == lowest).any() for t in held if t.data_type == TensorProto.FLOAT)
+
+
+def broadcasts_data_to_slopes(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> bool:
+    """Return whether a PRelu has slopes that do not broadcast to its data, which ONNX requires.
+
+    onnxruntime's kernel broadcasts the data, but its inference gives the result the shape of the data, and plans memory
+    by that unless the result is an output.
+    """
+    prelus = [node for node in in_execution_order(model).graph.node if node.op_type == "PRelu"]
+    shown = onnx.ModelProto()
+    shown.CopyFrom(model)
+    shown.graph.ClearField("output")
+    names = dict.fromkeys(name for node in prelus for name in (node.input[0], node.output[0]))
+    shown.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    try:
+        found = run(open_session(shown, None, optimize=False), feeds)
+    except Exception:  # onnxruntime has no public base class of its errors
+        return False
+    return any(np.shape(found[node.input[0]]) != np.shape(found[node.output[0]]) for node in prelus)
+
+
 def without_false_shapes(model: onnx.ModelProto, values: Mapping[str, Any]) -> onnx.ModelProto | None:
     """Return the model without the declared shapes of outputs, if these values have other ranks; None if none has.
 
@@ -176,5 +221,5 @@ def normalizes_one_element(model: onnx.ModelProto, feeds: Mapping[str, Any], wan
 
 def normalizes_nothing(optimized: onnx.ModelProto, feeds: Mapping[str, Any]) -> bool:
     """Return whether the model may run an InstanceNormalization of no elements, on which onnxruntime crashes."""
-    is_used = any(node.op_type == "InstanceNormalization" for f in optimized.functions for node in f.node)
+    is_used = any(node.op_type == "InstanceNormalization" for node in nodes(optimized.graph, *optimized.functions))
     return is_used and not all(value.size for value in feeds.values())
