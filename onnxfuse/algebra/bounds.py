@@ -222,7 +222,7 @@ def _monomial_bounds(monomial: Monomial) -> SizeBounds:
 
 def _symbol_bounds(name: str) -> SizeBounds:
     if not isinstance(name, NonPolynomial):
-        return 0, None
+        return None if name.startswith(TOO_LARGE) else 0, None
     lows, highs = [lower_bound(arg) for arg in name.args], [upper_bound(arg) for arg in name.args]
     known_lows, known_highs = [x for x in lows if x is not None], [x for x in highs if x is not None]
     if name.op == "Max":

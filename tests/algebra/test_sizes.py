@@ -242,6 +242,13 @@ def test_sizes_and_their_bounds_take_bounded_time(tree: Tree, operators: list[st
         lower_bound(size), upper_bound(size), divide(size, size + MANY[1]), str(size)
 
 
+def test_expressions_of_numbers_that_are_too_large_have_no_bounds() -> None:
+    """A Slice to the lowest integer has such an end, and was taken to leave no fewer rows than it has in front."""
+    end = maximum(0, symbol("n") - (2**63 - 1))
+    assert lower_bound(end - 2) == -2
+    assert lower_bound(symbol("n") - 2**63 - 1) is None
+
+
 def test_coefficients_of_any_length_are_unknown_sizes() -> None:
     """Python refuses to print an integer of 5,000 digits."""
     size = symbol("a") * 10**5000
