@@ -113,8 +113,6 @@ def is_nonnegative(size: Size) -> bool:
     Dims of tensors that have elements do, and no other element is read.
     """
     names = [name for monomial, _ in terms_of(size) for name in monomial]
-    if any(name.startswith(TOO_LARGE) for name in names):  # of any sign
-        return False
     least = {name: symbol(name) + int(not isinstance(name, NonPolynomial)) for name in names}
     above: Size = 0
     for monomial, coefficient in terms_of(size):
@@ -222,7 +220,7 @@ def _monomial_bounds(monomial: Monomial) -> SizeBounds:
 
 def _symbol_bounds(name: str) -> SizeBounds:
     if not isinstance(name, NonPolynomial):
-        return None if name.startswith(TOO_LARGE) else 0, None
+        return None if name.startswith(TOO_LARGE) else 0, None  # which is of any sign
     lows, highs = [lower_bound(arg) for arg in name.args], [upper_bound(arg) for arg in name.args]
     known_lows, known_highs = [x for x in lows if x is not None], [x for x in highs if x is not None]
     if name.op == "Max":
