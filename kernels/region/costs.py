@@ -18,7 +18,7 @@ from onnxfuse.kernels.region.interleaved import interleaved
 from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.nests import ELEMENTS, Nest, Variable
 from onnxfuse.kernels.region.operators import BYTES
-from onnxfuse.kernels.region.program import Program
+from onnxfuse.kernels.region.region import Region
 from onnxfuse.kernels.region.shapes import Shapes
 from onnxfuse.kernels.region.traffic import ACCUMULATOR_BYTES, Access, accesses, typical
 from onnxfuse.kernels.tensors import VECTOR_BYTES
@@ -37,7 +37,7 @@ EXCHANGED: Final = 3  # accesses for a vector that is stored so: to shared memor
 WARP: Final = 32
 
 
-def cost(nest: Nest, lanes: Lanes, program: Program, shapes: Shapes, repeated: str = "", repeats: int = 1) -> float:
+def cost(nest: Nest, lanes: Lanes, region: Region, repeated: str = "", repeats: int = 1) -> float:
     """Return about how many instructions an element takes: as many as issue while it waits for what takes longest.
 
     That is memory's bandwidth, the first-level cache, or the instructions themselves.  A thread that does little takes
@@ -50,11 +50,11 @@ def cost(nest: Nest, lanes: Lanes, program: Program, shapes: Shapes, repeated: s
     is_between = short is not None and short.name == repeated
     variables = tuple(each for each in variables if not (is_between and each.name == repeated))
     instructions = DIVISION_COST * (len(variables) - 1) * (width if lanes.scattered else 1) / repeats
-    instructions += width * len(program.operations)
+    instructions += width * len(region.program.operations)
     divisions, lines = set[Atom](), 0.0
     stored = [Access(str(key), at, ACCUMULATOR_BYTES, 0) for key, at in nest.stored_read]
-    for access in dict.fromkeys([*accesses(nest, program), *stored]):
-        parts, parts_bytes = _parts(access, lanes, shapes)
+    for access in dict.fromkeys([*accesses(nest, region.program), *stored]):
+        parts, parts_bytes = _parts(access, lanes, region.shapes)
         times = parts / (1 if repeated in access.address.variables() else repeats)
         times *= 1 if access.operand else len(nest.outputs)
         if is_between and not access.operand:
@@ -68,19 +68,19 @@ def cost(nest: Nest, lanes: Lanes, program: Program, shapes: Shapes, repeated: s
         lines += times * (touched if access.operand else max(touched, _stored_lines(*given)))
         divisions |= {atom for atom in access.address.atoms() if atom.kind in ("div", "mod")}
     instructions += DIVISION_COST * len(divisions) * width
-    splits = {each for each in nest.bounds if not lanes.are_on_one_side(*each, shapes.sizes)}
+    splits = {each for each in nest.bounds if not lanes.are_on_one_side(*each, region.sizes)}
     instructions += CHOICE_COST * len(splits) * width
     own = max(THREAD_COST / repeats, instructions, LINE_COST * lines) / width
-    return max(cost_of_bytes(nest, program, shapes), own)
+    return max(cost_of_bytes(nest, region), own)
 
 
-def cost_of_bytes(nest: Nest, program: Program, shapes: Shapes) -> float:
+def cost_of_bytes(nest: Nest, region: Region) -> float:
     """Return how many instructions issue while the bytes of an element are moved, an operand's no more than once."""
     moved: dict[str, int] = {}
-    for each in accesses(nest, program):
+    for each in accesses(nest, region.program):
         moved[each.operand] = moved.get(each.operand, 0) + each.moved
     for name in set(moved) - {""}:
-        whole = BYTES[program.dtypes[name]] * math.prod(map(typical, shapes.of[name]))
+        whole = BYTES[region.program.dtypes[name]] * math.prod(map(typical, region.shapes.of[name]))
         moved[name] = min(moved[name], whole)
     return BYTE_COST * sum(moved.values()) / max(1, math.prod(typical(each.extent) for each in nest.lists[ELEMENTS]))
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from onnxfuse.algebra.sizes import Shape, product
-from onnxfuse.kernels.region.launch_schedule import Region, stages_of
+from onnxfuse.kernels.region.launch_schedule import stages_of
 from onnxfuse.kernels.region.launches import plan_of
 from onnxfuse.kernels.region.program import parse, refusal
+from onnxfuse.kernels.region.region import Region
 from onnxfuse.kernels.region.shapes import infer
 from onnxfuse.kernels.region.sizes import Sizes
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec

@@ -13,27 +13,16 @@ from onnxfuse.kernels.region.costs import WARP
 from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, make_nest, make_stored_nest, with_row_outputs
 from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.reductions import Instance, Key
+from onnxfuse.kernels.region.region import Region
 from onnxfuse.kernels.region.scratch_reductions import Stored, StoredByKey, stored
 from onnxfuse.kernels.region.shapes import Shapes
 from onnxfuse.kernels.region.tilings import THREADS, Tiling, fastest_variables, of_one_block, tiling_of
 from onnxfuse.kernels.region.traffic import accesses, with_contiguous_last
 from onnxfuse.region_operators import REDUCTIONS
-from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.symint import estimate
 
 Keys: TypeAlias = tuple[Key, ...]  # of reductions that one nest stores
 MIN_STORED_ELEMENTS: Final = 32  # of a reduction that no row shares: fewer are a loop of each thread that reads it
-
-
-@dataclass(frozen=True)
-class Region:
-    """What decides how a region runs: what it computes, and on which GPU."""
-
-    program: Program
-    shapes: Shapes
-    aligned: bool  # operands and outputs start at multiples of 16 bytes
-    device: Device
-    is_wide: bool = False  # indices have 64 bits
 
 
 @dataclass(frozen=True)
@@ -128,7 +117,7 @@ def _joined(region: Region, rows: Nest, other: Nest, stored: StoredByKey) -> Nes
         return None
     given = {**other.row_outputs, **dict.fromkeys(rows.outputs, shape)}
     joined = _arranged(region, make_nest(program, shapes, other.outputs, stored, given), stored)
-    if joined.inner or joined.count(ROWS) != product(shape) or _tiling(region, joined).shares != 1:
+    if joined.inner or joined.count(ROWS) != product(shape) or tiling_of(joined, region).shares != 1:
         return None
     return joined
 
@@ -181,20 +170,20 @@ def _with_common_rows(region: Region, own: Mapping[Keys, Nest], found: StoredByK
 
 def _has_rows_of(region: Region, made: Nest, nests: Sequence[Nest]) -> bool:
     """Return whether a nest computes the rows that all of these do, each of them by threads that need no others."""
-    is_whole = not made.inner and all(_tiling(region, each).shares == 1 for each in (made, *nests))
+    is_whole = not made.inner and all(tiling_of(each, region).shares == 1 for each in (made, *nests))
     return is_whole and all(each.shape == made.shape and each.count(ROWS) == made.count(ROWS) for each in nests)
 
 
 def _arranged(region: Region, nest: Nest, found: Mapping[Key, Stored]) -> Nest:
     """Return a nest in the variables that make it fast."""
     nest = with_contiguous_last(nest, region.program)
-    return fastest_variables(nest, region.program, region.shapes, region.aligned, region.device, found)
+    return fastest_variables(nest, region, found)
 
 
 def _slow(region: Region, nest: Nest) -> Iterator[Instance]:
     """Yield the reductions of a nest that launches of their own should compute."""
     shapes = region.shapes
-    if nest.levels and _tiling(region, nest).shares != 1:
+    if nest.levels and tiling_of(nest, region).shares != 1:
         yield from (each for level in nest.levels for each in level if each not in nest.stores)
     for each in nest.inner:
         count = shapes.sizes.value(each.count(shapes))
@@ -202,13 +191,9 @@ def _slow(region: Region, nest: Nest) -> Iterator[Instance]:
             yield each
 
 
-def _tiling(region: Region, nest: Nest) -> Tiling:
-    return tiling_of(nest, region.program, region.shapes, region.aligned, region.device)
-
-
 def _in_order(region: Region, nests: Sequence[Nest], own: Mapping[Keys, Nest], found: StoredByKey) -> Stages:
     """Return nests in launches, each behind those that it reads."""
-    stages, tilings = Stages(), {keys: _tiling(region, nest) for keys, nest in own.items()}
+    stages, tilings = Stages(), {keys: tiling_of(nest, region) for keys, nest in own.items()}
     together = {key: keys for keys in own for key in keys}
     merged = {keys for keys, tiling in tilings.items() if tiling.shares != 1 and _is_merged(keys, own, nests)}
 
@@ -232,7 +217,7 @@ def _in_order(region: Region, nests: Sequence[Nest], own: Mapping[Keys, Nest], f
             stages.stored |= shared
         stages.add(launch, Work(nest, tiling, tuple(shared.values())))
     for nest in nests:
-        stages.add(first_launch(nest), Work(nest, _tiling(region, nest)))
+        stages.add(first_launch(nest), Work(nest, tiling_of(nest, region)))
     stages.launches = [_of_one_launch(works) for works in stages.launches]
     return stages
 

@@ -12,10 +12,11 @@ from onnxfuse.kernels.region.arguments import Arguments
 from onnxfuse.kernels.region.codegen import Writer
 from onnxfuse.kernels.region.emit_nest import NestText
 from onnxfuse.kernels.region.emit_tile import tiles
-from onnxfuse.kernels.region.launch_schedule import Region, Stages, Work
+from onnxfuse.kernels.region.launch_schedule import Stages, Work
 from onnxfuse.kernels.region.nests import ROWS, Nest
 from onnxfuse.kernels.region.operators import BYTES, STORED
 from onnxfuse.kernels.region.reductions import Key
+from onnxfuse.kernels.region.region import Region
 from onnxfuse.kernels.region.scratch_reductions import Stored
 from onnxfuse.kernels.region.sizes import Sizes
 from onnxfuse.kernels.region.tilings import Tiling

@@ -22,9 +22,8 @@ from onnxfuse.kernels.region.interleaved import (
 from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, Variable, flattened
 from onnxfuse.kernels.region.operators import BYTES, MAX_INSTRUCTIONS
-from onnxfuse.kernels.region.program import Program
+from onnxfuse.kernels.region.region import Region
 from onnxfuse.kernels.region.scratch_reductions import StoredByKey
-from onnxfuse.kernels.region.shapes import Shapes
 from onnxfuse.kernels.region.shared_memory_staging import staged_values
 from onnxfuse.kernels.region.sizes import Sizes
 from onnxfuse.kernels.region.tile_sides import TILE_AREA, tile_area, tile_sides
@@ -110,75 +109,79 @@ class Tiling:
     row_memory: int = 0  # bytes of dynamic shared memory
 
 
-def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: Device) -> Tiling:
+def tiling_of(nest: Nest, region: Region) -> Tiling:
     """Return how a nest runs on a device."""
-    sizes = shapes.sizes
-    tile = _tile(nest, program, shapes, aligned, device)
-    if tile:
-        return tile
     if not nest.levels:
-        _, lanes, (repeated, repeats) = _best_lanes(nest, program, shapes, aligned, device)
-        count = sizes.value(nest.count(ELEMENTS))
-        is_between = repeats > 1 and (short := interleaved(nest)) is not None and short.name == repeated
-        width = lanes.width if is_between else _narrowed(count, lanes.width, device)
-        if lanes.scattered:
-            width = width if is_symbolic(count) else _narrowed(count, width, device, SCATTERING_THREADS)
-            return Tiling("elements", THREADS, width, is_scattered=True)
-        variables = nest.lists[ELEMENTS]
-        # Of several variables the vectors divide the last one, also where its divisor is known of a product alone.
-        has_tail = width > 1 and len(variables) == 1 and sizes.divisor(variables[0].extent) % width != 0
-        elements = Tiling("elements", THREADS, width, repeated=repeated, repeats=repeats, has_tail=has_tail)
-        ahead = repeats > 1 and not is_between and _are_few(count, width * repeats, device)
-        return replace(elements, reads_ahead=ahead)
-    name = nest.elements_of(nest.levels[0][0], shapes)[0]
-    if _prefers_columns(nest, name, program):
-        return _columns(nest, name, program, shapes, aligned, device)
+        return _tile(nest, region) or _elements(nest, region)
+    name = nest.elements_of(nest.levels[0][0], region.shapes)[0]
+    return _columns(nest, name, region) if _prefers_columns(nest, name, region) else _rows(nest, name, region)
+
+
+def _elements(nest: Nest, region: Region) -> Tiling:
+    """Return how a nest runs in which threads have vectors of the outputs."""
+    sizes, device = region.sizes, region.device
+    _, lanes, (repeated, repeats) = _best_lanes(nest, region)
+    count = sizes.value(nest.count(ELEMENTS))
+    is_between = repeats > 1 and (short := interleaved(nest)) is not None and short.name == repeated
+    width = lanes.width if is_between else _narrowed(count, lanes.width, device)
+    if lanes.scattered:
+        width = width if is_symbolic(count) else _narrowed(count, width, device, SCATTERING_THREADS)
+        return Tiling("elements", THREADS, width, is_scattered=True)
+    variables = nest.lists[ELEMENTS]
+    # Of several variables the vectors divide the last one, also where its divisor is known of a product alone.
+    has_tail = width > 1 and len(variables) == 1 and sizes.divisor(variables[0].extent) % width != 0
+    elements = Tiling("elements", THREADS, width, repeated=repeated, repeats=repeats, has_tail=has_tail)
+    ahead = repeats > 1 and not is_between and _are_few(count, width * repeats, device)
+    return replace(elements, reads_ahead=ahead)
+
+
+def _rows(nest: Nest, name: str, region: Region) -> Tiling:
+    """Return how a nest runs whose rows warps or blocks have, along whose elements their vectors lie."""
+    sizes, device = region.sizes, region.device
     length, rows = sizes.value(nest.count(name)), sizes.value(nest.count(ROWS))
-    widths = {each: width_along(nest, each, program, shapes, aligned) for each in nest.lists if each != ROWS}
+    widths = {each: width_along(nest, each, region) for each in nest.lists if each != ROWS}
     is_long = always(lambda: length > MAX_WARP_ROUNDS * WARP * widths[name], rows, length)
     most = (MANY_ROUNDS_FEW_ROWS if is_long else FEW_ROWS) * device.multiprocessors
     few = always(lambda: rows < most, rows, length)
     warp = estimate(length) <= (FEW_ROWS_WARP_ELEMENTS if few else MAX_WARP_ELEMENTS)
     counts = {each: sizes.value(nest.count(each)) for each in widths}
-    row_bytes = sum(each.moved for each in accesses(nest, program)) / max(1, typical(nest.count(ROWS)))
+    row_bytes = sum(each.moved for each in accesses(nest, region.program)) / max(1, typical(nest.count(ROWS)))
     threads = _lanes(counts, widths, rows, row_bytes, device) if warp else ROW_THREADS
     for each, count in counts.items():
         while widths[each] > 1 and not is_symbolic(count) and count // (widths[each] // 2) <= threads:
             widths[each] //= 2
     if warp:
         return Tiling("warp", THREADS, inner_widths=widths, lanes=threads)
-    found = {each: _shifted(nest, each, program, shapes) for each in widths if aligned and widths[each] == 1}
+    found = {each: _shifted(nest, each, region) for each in widths if region.aligned and widths[each] == 1}
     shifted = {each: lanes for each, lanes in found.items() if lanes}
     width = shifted[name].width if name in shifted else widths[name]
-    rounds = length // (width * ROW_THREADS)
     fewest = MIN_SHARES if width > 1 else MIN_NARROW_SHARES
-    shares = _shares(rows, rounds, sizes, device, fewest=fewest) if _may_share(nest, length) else 1
-    memory = _row_memory(nest, name, width, name in shifted, program, shapes, device) if shares == 1 else 0
+    rounds = length // (width * ROW_THREADS)
+    shares = _shares(rows, rounds, region, fewest=fewest) if _may_share(nest, length) else 1
+    memory = _row_memory(nest, name, width, name in shifted, region) if shares == 1 else 0
     blocks = device.shared_per_block // memory if memory else math.inf
     threads = ROW_THREADS if ROW_THREADS * blocks >= KEPT_THREADS else 2 * ROW_THREADS
     return Tiling("block", threads, inner_widths=widths, shares=shares, shifted=shifted, row_memory=memory)
 
 
-def _row_memory(
-    nest: Nest, name: str, width: int, is_shifted: bool, program: Program, shapes: Shapes, device: Device
-) -> int:
+def _row_memory(nest: Nest, name: str, width: int, is_shifted: bool, region: Region) -> int:
     """Return how many bytes of shared memory a block has for what several loops read of its row; 0 if it needs none.
 
     Registers hold shorter rows, unless their vectors start elsewhere in each.
     """
     count, last = number_of(nest.count(name)), nest.lists[name][-1].name
-    loops = sum(nest.elements_of(level[0], shapes)[0] == name for level in nest.levels) + (name == ELEMENTS)
-    along = [each for each in accesses(nest, program) if each.operand and each.address.factor(last) == 1]
-    along = [each for each in along if program.dtypes[each.operand] in KEPT_DTYPES]
-    if count is None or loops < 2 or not along or device.arch < COPYING_ARCH:
+    loops = sum(nest.elements_of(level[0], region.shapes)[0] == name for level in nest.levels) + (name == ELEMENTS)
+    along = [each for each in accesses(nest, region.program) if each.operand and each.address.factor(last) == 1]
+    along = [each for each in along if region.program.dtypes[each.operand] in KEPT_DTYPES]
+    if count is None or loops < 2 or not along or region.device.arch < COPYING_ARCH:
         return 0
     if not is_shifted and count * len(along) <= MAX_HELD * ROW_THREADS:
         return 0
     needed = sum(count * each.item_bytes for each in along if width * each.item_bytes >= MIN_COPIED)
-    return needed if MIN_KEPT_BYTES <= needed <= device.shared_per_block - SPARE_BYTES else 0
+    return needed if MIN_KEPT_BYTES <= needed <= region.device.shared_per_block - SPARE_BYTES else 0
 
 
-def _shifted(nest: Nest, name: str, program: Program, shapes: Shapes) -> Lanes | None:
+def _shifted(nest: Nest, name: str, region: Region) -> Lanes | None:
     """Return lanes of vectors along rows of an odd length, which begin at another place of a vector in each row.
 
     All that lies along the rows must begin so together.
@@ -186,7 +189,7 @@ def _shifted(nest: Nest, name: str, program: Program, shapes: Shapes) -> Lanes |
     variables = nest.lists[name]
     if len(variables) != 1 or (number_of(variables[0].extent) or 0) < MIN_SHIFTED:
         return None
-    along = [each for each in accesses(nest, program) if each.address.factor(variables[0].name) == 1]
+    along = [each for each in accesses(nest, region.program) if each.address.factor(variables[0].name) == 1]
     if not along:
         return None
     width = min(MAX_WIDTH, VECTOR_BYTES // max(along, key=lambda each: each.moved).item_bytes)
@@ -194,7 +197,7 @@ def _shifted(nest: Nest, name: str, program: Program, shapes: Shapes) -> Lanes |
     if any(atom.kind == "value" for atom in rest.atoms()):  # a row that an index names: the head is written before it
         return None
     lanes = Lanes(variables[0].name, width, rest=rest)
-    return lanes if all(lanes.are_contiguous(each.address, shapes.sizes) for each in along) else None
+    return lanes if all(lanes.are_contiguous(each.address, region.sizes) for each in along) else None
 
 
 def _lanes(counts: Mapping[str, int], widths: Mapping[str, int], rows: int, row_bytes: float, device: Device) -> int:
@@ -218,23 +221,23 @@ def _lanes(counts: Mapping[str, int], widths: Mapping[str, int], rows: int, row_
     return found
 
 
-def _columns(nest: Nest, name: str, program: Program, shapes: Shapes, aligned: bool, device: Device) -> Tiling:
+def _columns(nest: Nest, name: str, region: Region) -> Tiling:
     """Return how a nest runs whose rows lie side by side in memory."""
-    sizes = shapes.sizes
+    sizes = region.sizes
     length, rows = sizes.value(nest.count(name)), sizes.value(nest.count(ROWS))
-    moved = sum(each.moved for each in accesses(nest, program))
-    is_crossed = 2 * moved_along(nest, nest.lists[ROWS][-1], program) < moved
-    width = 1 if is_crossed else width_along(nest, ROWS, program, shapes, aligned)
-    many = estimate(rows // width) > RESIDENT_THREADS * device.multiprocessors
+    moved = sum(each.moved for each in accesses(nest, region.program))
+    is_crossed = 2 * moved_along(nest, nest.lists[ROWS][-1], region.program) < moved
+    width = 1 if is_crossed else width_along(nest, ROWS, region)
+    many = estimate(rows // width) > RESIDENT_THREADS * region.device.multiprocessors
     shared = not many and estimate(length) >= MIN_SHARED_ELEMENTS
-    fewest = MANY_BLOCKS * device.multiprocessors * (COLUMNS if shared else ROW_THREADS)
+    fewest = MANY_BLOCKS * region.device.multiprocessors * (COLUMNS if shared else ROW_THREADS)
     if not many and not is_symbolic(rows):
         while width > SMALL_WIDTH and rows // width < fewest:
             width //= 2
     if not shared:
         return Tiling("columns", ROW_THREADS, width, ROW_THREADS)
     blocks, rounds = -(-rows // (width * COLUMNS)), length // (ROW_THREADS // COLUMNS)
-    shares = _shares(blocks, rounds, sizes, device, MAX_COLUMN_SHARES) if _may_share(nest, length) else 1
+    shares = _shares(blocks, rounds, region, MAX_COLUMN_SHARES) if _may_share(nest, length) else 1
     return Tiling("columns", ROW_THREADS, width, COLUMNS, shares=shares)
 
 
@@ -247,22 +250,20 @@ def _may_share(nest: Nest, length: int) -> bool:
     return not is_symbolic(length) or (len(nest.levels) <= MAX_CHAIN and len(dims) < MANY_DIMS)
 
 
-def _shares(
-    blocks: int, rounds: int, sizes: Sizes, device: Device, most: int = MAX_SHARES, fewest: int = MIN_SHARES
-) -> Size:
+def _shares(blocks: int, rounds: int, region: Region, most: int = MAX_SHARES, fewest: int = MIN_SHARES) -> Size:
     """Return among how many blocks the elements of rows are divided.
 
     Without shares, there would be so many blocks, and each would go round so often.  With them, there are no more
     blocks than the GPU holds at a time.
     """
-    resident = RESIDENT_THREADS * device.multiprocessors // ROW_THREADS
+    resident = RESIDENT_THREADS * region.device.multiprocessors // ROW_THREADS
     shares = maximum(1, minimum(resident // blocks, rounds // MIN_ROUNDS, most))
     if not estimate(rounds) >= MIN_DIVIDED_ROUNDS or not estimate(shares) >= fewest:
         return 1
-    return sizes.named(f"at most {most} shares of {rounds!r} rounds by {blocks!r} blocks", shares)
+    return region.sizes.named(f"at most {most} shares of {rounds!r} rounds by {blocks!r} blocks", shares)
 
 
-def _tile(nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: Device) -> Tiling | None:
+def _tile(nest: Nest, region: Region) -> Tiling | None:
     """Return tiles for an elementwise nest that reads along another variable than it stores; None for others."""
     variables = nest.lists[ELEMENTS]
     if nest.levels or nest.stores or len(variables) < 2 or _most_lanes(nest) < TILE_AREA // THREADS:
@@ -270,53 +271,51 @@ def _tile(nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: D
     last = variables[-1]
     if not is_side_by_side(flat(nest.place, nest.shape), last):
         return None
-    loads = [each for each in accesses(nest, program) if each.operand and last.name in each.address.variables()]
+    loads = [each for each in accesses(nest, region.program) if each.operand and last.name in each.address.variables()]
     crossed = [each for each in loads if not is_side_by_side(each.address, last)]
     moved = {each: sum(load.moved for load in crossed if is_side_by_side(load.address, each)) for each in variables}
     across = max(variables[:-1], key=lambda each: moved[each])
     if not moved[across] or any((number_of(each.extent) or MIN_TILED) < MIN_TILED for each in (across, last)):
         return None
-    own, *_ = _best_lanes(nest, program, shapes, aligned, device)
-    if max(cost_of_bytes(nest, program, shapes), TILE_COST) >= CHEAPER * own:
+    own, *_ = _best_lanes(nest, region)
+    if max(cost_of_bytes(nest, region), TILE_COST) >= CHEAPER * own:
         return None
-    words = _staged_words(nest, across, program, shapes)
+    words = _staged_words(nest, across, region)
     if words > MAX_TILED_WORDS:
         return None
-    width = width_along(nest, across, program, shapes, aligned, "branches")
-    store_width = _store_width(nest, program, shapes) if aligned else 1
+    width = width_along(nest, across, region, "branches")
+    store_width = _store_width(nest, region) if region.aligned else 1
     vectors = THREADS * min(width, store_width)
-    area = tile_area(shapes.sizes.value(nest.count(ELEMENTS)), vectors, words, device)
+    area = tile_area(region.sizes.value(nest.count(ELEMENTS)), vectors, words, region.device)
     sides = tile_sides(across.extent, last.extent, area)
     return Tiling("tile", THREADS, width, across=across.name, tile=sides, store_width=store_width)
 
 
-def _staged_words(nest: Nest, across: Variable, program: Program, shapes: Shapes) -> int:
+def _staged_words(nest: Nest, across: Variable, region: Region) -> int:
     """Return how many words of an element of a tile are in shared memory."""
-    staged = staged_values(nest, across, program, shapes)
-    return sum(BYTES[program.dtypes[name]] // 4 or 1 for name, _ in staged)
+    staged = staged_values(nest, across, region.program, region.shapes)
+    return sum(BYTES[region.program.dtypes[name]] // 4 or 1 for name, _ in staged)
 
 
-def _store_width(nest: Nest, program: Program, shapes: Shapes) -> int:
+def _store_width(nest: Nest, region: Region) -> int:
     """Return the elements of a vector of all outputs along the last variable."""
     last, address = nest.lists[ELEMENTS][-1], flat(nest.place, nest.shape)
-    widest = min(_widest(nest), VECTOR_BYTES // max(BYTES[program.dtypes[name]] for name in nest.outputs))
-    widths = _widths(last.extent, widest, shapes)
-    return next((each for each in widths if Lanes(last.name, each).are_contiguous(address, shapes.sizes)), 1)
+    widest = min(_widest(nest), VECTOR_BYTES // max(BYTES[region.program.dtypes[name]] for name in nest.outputs))
+    widths = _widths(last.extent, widest, region.sizes)
+    return next((each for each in widths if Lanes(last.name, each).are_contiguous(address, region.sizes)), 1)
 
 
-def fastest_variables(
-    nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: Device, stored: StoredByKey
-) -> Nest:
+def fastest_variables(nest: Nest, region: Region, stored: StoredByKey) -> Nest:
     """Return a nest without reductions in the variables, or in the order of them, with which an element costs least."""
-    if nest.levels or nest.stores or len(nest.lists[ELEMENTS]) < 2 or _tile(nest, program, shapes, aligned, device):
+    if nest.levels or nest.stores or len(nest.lists[ELEMENTS]) < 2 or _tile(nest, region):
         return nest
-    others = [flattened(nest, program, shapes, stored), *_turned(nest, program)]
+    others = [flattened(nest, region.program, region.shapes, stored), *_turned(nest, region)]
     if len(nest.lists[ELEMENTS]) > 2:
-        behind = flattened(nest, program, shapes, stored, kept=1)
-        others += [behind] if _best_lanes(behind, program, shapes, aligned, device)[2] != ONCE else []
+        behind = flattened(nest, region.program, region.shapes, stored, kept=1)
+        others += [behind] if _best_lanes(behind, region)[2] != ONCE else []
 
     def taken(each: Nest) -> tuple[float, int]:
-        own, lanes, repeats = _best_lanes(each, program, shapes, aligned, device)
+        own, lanes, repeats = _best_lanes(each, region)
         short = interleaved(each)
         if short and short.name == repeats[0]:  # where memory takes as long, fewer instructions than in one variable
             order = 1
@@ -327,44 +326,43 @@ def fastest_variables(
     return min([nest, *others], key=taken)
 
 
-def _turned(nest: Nest, program: Program) -> Iterator[Nest]:
+def _turned(nest: Nest, region: Region) -> Iterator[Nest]:
     """Yield a nest whose innermost variable is the one along which most is read, if that is another one.
 
     Its vectors are then loaded at once, and each of their elements is stored side by side with those of other threads.
     """
     variables, last = nest.lists[ELEMENTS], nest.lists[ELEMENTS][-1]
-    loads = [each for each in accesses(nest, program) if each.operand]
+    loads = [each for each in accesses(nest, region.program) if each.operand]
     moved = {each: sum(load.moved for load in loads if load.address.factor(each.name) == 1) for each in variables}
     along = max(variables, key=lambda each: (moved[each], each == last))
     if along != last:
         yield replace(nest, lists={**nest.lists, ELEMENTS: (*(each for each in variables if each != along), along)})
 
 
-def _best_lanes(
-    nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: Device
-) -> tuple[float, Lanes, Repeats]:
+def _best_lanes(nest: Nest, region: Region) -> tuple[float, Lanes, Repeats]:
     """Return at which lanes an element of a nest without reductions costs least, what that is, and what is repeated."""
     variables = nest.lists[ELEMENTS]
     name, names = (variables[-1].name if variables else ""), frozenset(each.name for each in variables)
-    whole = Lanes(name, width_along(nest, ELEMENTS, program, shapes, aligned))
-    others = [Lanes(name, width_along(nest, ELEMENTS, program, shapes, aligned, "branches"))]
-    others += [Lanes(name, width_along(nest, ELEMENTS, program, shapes, aligned, "stores"))]
+    whole = Lanes(name, width_along(nest, ELEMENTS, region))
+    others = [Lanes(name, width_along(nest, ELEMENTS, region, "branches"))]
+    others += [Lanes(name, width_along(nest, ELEMENTS, region, "stores"))]
     apart = [width for width in (MAX_WIDTH, MAX_WIDTH // 2) if width <= _widest(nest)]
     others += [Lanes("", width, names) for width in apart] if names else []
-    found = {(lanes, ONCE): cost(nest, lanes, program, shapes) for lanes in dict.fromkeys([whole, *others])}
+    found = {(lanes, ONCE): cost(nest, lanes, region) for lanes in dict.fromkeys([whole, *others])}
     short = interleaved(nest)
     repeating = [interleaved_lanes(short, others[1])] if short else [whole, *others[:2]]
     for lanes in dict.fromkeys(repeating):
-        for repeats in _repeats(nest, lanes.width, program, shapes, device):
-            own = cost(nest, lanes, program, shapes, *repeats)
-            few = not short and _are_few(shapes.sizes.value(nest.count(ELEMENTS)), lanes.width * repeats[1], device)
+        for repeats in _repeats(nest, lanes.width, region):
+            own = cost(nest, lanes, region, *repeats)
+            count = region.sizes.value(nest.count(ELEMENTS))
+            few = not short and _are_few(count, lanes.width * repeats[1], region.device)
             found[lanes, repeats] = own / (CHEAPER if few else 1)
     best = min(found, key=lambda each: (found[each], each[0].scattered != frozenset()))
     chosen = best if found[best] < CHEAPER * found[whole, ONCE] else (whole, ONCE)
     return found[chosen], *chosen
 
 
-def _repeats(nest: Nest, width: int, program: Program, shapes: Shapes, device: Device) -> Iterator[Repeats]:
+def _repeats(nest: Nest, width: int, region: Region) -> Iterator[Repeats]:
     """Yield of which variables a thread may have several values, so that it reads less often what they do not change.
 
     A warp has one value of such a variable at a time, so that what it reads and stores then is as near as without.
@@ -373,14 +371,15 @@ def _repeats(nest: Nest, width: int, program: Program, shapes: Shapes, device: D
     biases take a tenth longer so.  A short variable that is the innermost one of the outputs is repeated as a whole,
     and known where it chooses among the parts of a Concat.
     """
-    count = shapes.sizes.value(nest.count(ELEMENTS))
+    count = region.sizes.value(nest.count(ELEMENTS))
     if is_symbolic(count) or nest.inner:
         return
     short = interleaved(nest)
     if short and isinstance(short.extent, int):
         own = width * short.extent
-        chunks = [BYTES[program.dtypes[name]] * chunk_of(own, program.dtypes[name]) for name in nest.outputs]
-        is_enough = count // own >= REPEATING_THREADS * device.multiprocessors
+        dtypes = [region.program.dtypes[name] for name in nest.outputs]
+        chunks = [BYTES[dtype] * chunk_of(own, dtype) for dtype in dtypes]
+        is_enough = count // own >= REPEATING_THREADS * region.device.multiprocessors
         is_enough = is_enough and own <= min(MAX_INTERLEAVED, _most_lanes(nest))
         is_known = all(index.variables() <= {short.name} for index, _ in nest.bounds)
         if is_enough and is_known and min(chunks) >= MIN_CHUNK_BYTES:
@@ -388,17 +387,17 @@ def _repeats(nest: Nest, width: int, program: Program, shapes: Shapes, device: D
         return
     if nest.bounds or width == 1:
         return
-    loads, inner = [each.address.variables() for each in accesses(nest, program) if each.operand], 1
+    loads, inner = [each.address.variables() for each in accesses(nest, region.program) if each.operand], 1
     for before, each in itertools.pairwise(reversed(nest.lists[ELEMENTS])):
         inner *= typical(before.extent)
         if inner >= WARP * width and any(read and each.name not in read for read in loads):
             repeats = MAX_REPEATS
             while repeats > 1:
-                is_ahead = _bytes_along(nest, each, program) * width * repeats <= AHEAD_BYTES
-                is_enough = count // (width * repeats) >= AHEAD_THREADS * device.multiprocessors
-                is_enough = is_enough if is_ahead else not _are_few(count, width * repeats, device)
+                is_ahead = _bytes_along(nest, each, region) * width * repeats <= AHEAD_BYTES
+                is_enough = count // (width * repeats) >= AHEAD_THREADS * region.device.multiprocessors
+                is_enough = is_enough if is_ahead else not _are_few(count, width * repeats, region.device)
                 is_enough = is_enough and width * repeats <= _most_lanes(nest)
-                if is_enough and shapes.sizes.divisor(each.extent) % repeats == 0:
+                if is_enough and region.sizes.divisor(each.extent) % repeats == 0:
                     yield each.name, repeats
                 repeats //= 2
 
@@ -418,10 +417,10 @@ def _widest(nest: Nest) -> int:
     return next((width for width in (8, 4, 2) if width <= _most_lanes(nest)), 1)
 
 
-def _bytes_along(nest: Nest, variable: Variable, program: Program) -> int:
+def _bytes_along(nest: Nest, variable: Variable, region: Region) -> int:
     """Return how many bytes of all operands together an element has that depend on a variable."""
-    read = (each for each in accesses(nest, program) if each.operand and variable.name in each.address.variables())
-    return sum(each.item_bytes for each in read)
+    reads = (each for each in accesses(nest, region.program) if each.operand)
+    return sum(each.item_bytes for each in reads if variable.name in each.address.variables())
 
 
 def of_one_block(tilings: Sequence[Tiling]) -> list[Tiling]:
@@ -451,7 +450,7 @@ def _narrowed(count: int, width: int, device: Device, vectors: int = SMALL_VECTO
     return width
 
 
-def _prefers_columns(nest: Nest, name: str, program: Program) -> bool:
+def _prefers_columns(nest: Nest, name: str, region: Region) -> bool:
     """Return whether threads side by side read neighbouring rows: more is contiguous that way, or rows are short."""
     rows, elements = nest.lists[ROWS], nest.lists[name]
     if not rows:
@@ -459,12 +458,10 @@ def _prefers_columns(nest: Nest, name: str, program: Program) -> bool:
     length = number_of(nest.count(name))
     if not elements or (length is not None and length <= MAX_SERIAL):
         return True
-    return moved_along(nest, rows[-1], program) > moved_along(nest, elements[-1], program)
+    return moved_along(nest, rows[-1], region.program) > moved_along(nest, elements[-1], region.program)
 
 
-def width_along(
-    nest: Nest, name: str | Variable, program: Program, shapes: Shapes, aligned: bool, split_by: SplitBy = ""
-) -> int:
+def width_along(nest: Nest, name: str | Variable, region: Region, split_by: SplitBy = "") -> int:
     """Return the elements of a vector along a variable, or along the last one of a list.
 
     Of the widths that divide the variable's extent, it is the one with which most bytes are moved by whole vectors, and
@@ -472,19 +469,19 @@ def width_along(
     "stores" as well.  Vectors of what most bytes are of have 16 at most; those of other accesses may be several loads.
     """
     last = name if isinstance(name, Variable) else next(reversed(nest.lists[name]), None)
-    if last is None or not aligned:
+    if last is None or not region.aligned:
         return 1
-    along = [each for each in accesses(nest, program) if each.address.factor(last.name) == 1]
+    along = [each for each in accesses(nest, region.program) if each.address.factor(last.name) == 1]
     if not along:
         return 1
     widest = min(_widest(nest), VECTOR_BYTES // max(along, key=lambda each: each.moved).item_bytes)
     best, most = 1, 0
     is_flat = not nest.levels and len(nest.lists[ELEMENTS]) == 1
-    for width in _all_widths(widest) if is_flat else _widths(last.extent, widest, shapes):
+    for width in _all_widths(widest) if is_flat else _widths(last.extent, widest, region.sizes):
         lanes = Lanes(last.name, width)
-        if not split_by and not all(lanes.are_on_one_side(index, bound, shapes.sizes) for index, bound in nest.bounds):
+        if not split_by and not all(lanes.are_on_one_side(index, bound, region.sizes) for index, bound in nest.bounds):
             continue
-        whole = [each for each in along if lanes.are_contiguous(each.address, shapes.sizes)]
+        whole = [each for each in along if lanes.are_contiguous(each.address, region.sizes)]
         is_stored_so = split_by == "stores" or all(each.operand or each in whole for each in along)
         moved = sum(each.moved for each in whole)
         if is_stored_so and moved > most:
@@ -499,9 +496,8 @@ def _all_widths(widest: int) -> Iterator[int]:
         widest //= 2
 
 
-def _widths(extent: Size, widest: int, shapes: Shapes) -> Iterator[int]:
+def _widths(extent: Size, widest: int, sizes: Sizes) -> Iterator[int]:
     """Yield widths that divide an extent, the widest first; whether they divide a dynamic dim is asked."""
-    sizes = shapes.sizes
     known = sizes.divisor(extent)
     if known % widest and not isinstance(extent, int) and sizes.value(extent) % widest == 0:
         sizes.note_divisor(extent, widest)
