@@ -17,15 +17,16 @@ from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.nests import ELEMENTS, Variable
 from onnxfuse.kernels.region.operators import BYTES, NUMBER
 from onnxfuse.kernels.region.references import Reference
+from onnxfuse.kernels.region.tilings import Elements
 
 
 class ElementsText:
     """Writes which elements a thread has, and their stores."""
 
-    def __init__(self, parts: PartsText, store: StoreText) -> None:
-        """Take what writes variables, and what writes stores."""
-        self.parts, self.store = parts, store
-        self.nest, self.tiling, self.writer, self.type = parts.nest, parts.tiling, parts.writer, parts.type
+    def __init__(self, tiling: Elements, parts: PartsText, store: StoreText) -> None:
+        """Take how a nest runs, what writes variables, and what writes stores."""
+        self.tiling, self.parts, self.store = tiling, parts, store
+        self.nest, self.writer, self.type = parts.nest, parts.writer, parts.type
 
     def write(self) -> None:
         """Write elements that do not depend on each other."""

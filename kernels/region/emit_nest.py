@@ -23,7 +23,7 @@ from onnxfuse.kernels.region.operators import MAX_INSTRUCTIONS, NUMBER
 from onnxfuse.kernels.region.reductions import Instance
 from onnxfuse.kernels.region.references import Reference
 from onnxfuse.kernels.region.scratch_reductions import Stored
-from onnxfuse.kernels.region.tilings import MAX_HELD, Tiling
+from onnxfuse.kernels.region.tilings import MAX_HELD, Columns, Elements, Merge, Rows, Tile, Tiling
 
 UNROLLED: Final = 4  # rounds of a loop that reduces, so that several loads are under way at a time
 
@@ -42,7 +42,8 @@ class NestText:
         self.nest, self.tiling, self.writer, self.own = nest, tiling, writer, own
         self.release, self.leaving = release, leaving
         self.type = writer.arguments.index_type
-        self.parts, self.store = PartsText(nest, tiling, writer), StoreText(nest, writer, release, leaving, own)
+        self.shifted = tiling.shifted if isinstance(tiling, Rows) else {}
+        self.parts, self.store = PartsText(nest, writer), StoreText(nest, writer, release, leaving, own)
         self.reads: list[tuple[str, list[tuple[str, Place]]]] = []  # by loop: its list, and its vectors of operands
         self.held: dict[str, dict[tuple[str, Place], str]] = {}  # by list: vectors that registers hold, and where
         self.kept = RowCacheText(nest, tiling, writer, self._enter)
@@ -53,13 +54,13 @@ class NestText:
 
     def write(self) -> None:
         """Write all lines; vectors that several loops read are held in registers, where these suffice."""
-        if self.tiling.way in ("warp", "block", "columns", "tile"):
+        if isinstance(self.tiling, Rows | Columns | Tile):
             trial = NestText(self.nest, self.tiling, self.writer.copy(), self.release, self.leaving, self.own)
             trial._write()
             self.instructions = trial.writer.instructions
             self.ahead = trial.ahead
             self.held = trial.repeated() if self.tiling.shares == 1 else {}
-            if self.tiling.row_memory:
+            if self.kept.memory:
                 held = trial.repeated()
                 for name in dict.fromkeys(name for name, _ in trial.reads if name not in held):
                     self.kept.choose(name, [own for of, own in trial.reads if of == name], self._held_width(name))
@@ -79,17 +80,22 @@ class NestText:
         for key in sorted(self.nest.reads):
             if self.writer.stored[key].is_whole:
                 merge_whole(self.writer, self.writer.stored[key], self.tiling.threads)
-        if self.tiling.way == "merge" and self.own:
-            merge_shares(self.writer, self.own[0], self.tiling, self.parts.bound(ROWS, 1))
-            return
-        elements = ElementsText(self.parts, self.store)
-        ways = {"elements": elements.write, "tile": self._tile, "columns": self._columns}
-        ways.get(self.tiling.way, self._rows)()
+        match self.tiling:
+            case Merge():
+                merge_shares(self.writer, self.own[0], self.tiling, self.parts.bound(ROWS, 1))
+            case Elements():
+                ElementsText(self.tiling, self.parts, self.store).write()
+            case Tile():
+                self._tile(self.tiling)
+            case Columns():
+                self._columns(self.tiling)
+            case Rows():
+                self._rows(self.tiling)
 
-    def _tile(self) -> None:
+    def _tile(self, tiling: Tile) -> None:
         """Write a tile: what computes it, and behind a barrier what stores it."""
-        writer, variables = self.writer, tiles(self.nest, self.tiling, self.writer.shapes.sizes)
-        text = TileText(self.nest, self.tiling, writer)
+        writer, variables = self.writer, tiles(self.nest, tiling, self.writer.shapes.sizes)
+        text = TileText(self.nest, tiling, writer)
         writer.line(f"const {self.type} at = block;")
         self.parts.split("at", variables, 1)
         if any(writer.stored[key].is_whole for key in self.nest.reads):
@@ -106,11 +112,11 @@ class NestText:
             )
         self.ahead = writer.vectors[seen:]
 
-    def _rows(self) -> None:
+    def _rows(self, tiling: Rows) -> None:
         """Write rows that a warp or a block has together."""
         nest, writer, lanes = self.nest, self.writer, self.row_threads
         exists = ""
-        if self.tiling.way == "warp":
+        if tiling.lanes:
             exists = self._row_of_lanes(lanes)
         else:
             writer.line(f"const {self.type} row = {self._shared_block()};")
@@ -121,7 +127,7 @@ class NestText:
             self._hold(name, "lane", lanes)
         for name in self.kept.vectors:
             whole = "", self.parts.bound(name, self._held_width(name))
-            self.kept.start(name, *(self._head(name) if name in self.tiling.shifted else whole))
+            self.kept.start(name, *(self._head(name) if name in self.shifted else whole))
         for level in nest.levels:
             self._level(level, *self._shared("lane", lanes))
         self.store.write_rows(f"lane == 0{f' && {exists}' if exists else ''}")
@@ -135,15 +141,15 @@ class NestText:
     @property
     def row_threads(self) -> int:
         """The threads that have a row together."""
-        if self.tiling.way == "columns":
+        if isinstance(self.tiling, Columns):
             return self.tiling.threads // self.tiling.columns
-        return self.tiling.lanes if self.tiling.way == "warp" else self.tiling.threads
+        return self.tiling.lanes if isinstance(self.tiling, Rows) and self.tiling.lanes else self.tiling.threads
 
     def _held_width(self, name: str) -> int:
         """Return the elements of a vector that registers hold of a list."""
-        if name in self.tiling.shifted:
-            return self.tiling.shifted[name].width
-        return self.tiling.width if self.tiling.way == "columns" else self.tiling.inner_widths.get(name, 1)
+        if name in self.shifted:
+            return self.shifted[name].width
+        return self.tiling.width if isinstance(self.tiling, Columns) else self._width_along(name)
 
     def _row_of_lanes(self, lanes: int) -> str:
         """Write which row a thread has; return the condition of storing it where a warp has several rows.
@@ -180,7 +186,7 @@ class NestText:
 
     def _head(self, name: str) -> tuple[str, str]:
         """Write how many elements stand in front of shifted vectors, and how many vectors there are."""
-        writer, lanes = self.writer, self.tiling.shifted[name]
+        writer, lanes = self.writer, self.shifted[name]
         assert lanes.rest is not None
         head, count = writer.new_name("head"), writer.new_name("count")
         (variable,), width = self.nest.lists[name], lanes.width
@@ -191,8 +197,8 @@ class NestText:
 
     def _rounds(self, name: str) -> int:
         """Return how often a thread's turn comes in a loop over a list; 0 if that depends on dynamic dims."""
-        count, width = number_of(self.nest.count(name)), self.tiling.inner_widths.get(name, 1)
-        count = None if name in self.tiling.shifted else count
+        count, width = number_of(self.nest.count(name)), self._width_along(name)
+        count = None if name in self.shifted else count
         return -(-count // (width * self.row_threads)) if count else 0
 
     def _hold(self, name: str, start: str, step: int) -> None:
@@ -204,10 +210,10 @@ class NestText:
         with self._loop(name, start, step, fills=True):
             self._load(self.held[name])
 
-    def _columns(self) -> None:
+    def _columns(self, tiling: Columns) -> None:
         """Write rows that lie side by side; threads without a row compute the last one, and store nothing."""
-        nest, writer, tiling = self.nest, self.writer, self.tiling
-        parts, bound = tiling.threads // tiling.columns, self.parts.bound(ROWS, tiling.width)
+        nest, writer = self.nest, self.writer
+        parts, bound = self.row_threads, self.parts.bound(ROWS, tiling.width)
         writer.line(f"const int column = threadIdx.x % {tiling.columns}, part = threadIdx.x / {tiling.columns};")
         self._row_that_exists(f"{self._shared_block()} * {tiling.columns} + column", bound)
         self.parts.split("row", nest.lists[ROWS], tiling.width)
@@ -283,7 +289,7 @@ class NestText:
         """
         writer, width, before = self.writer, self._held_width(name), self.writer.lanes
         keys, at = self.batched[self.number], writer.new_name("at")
-        most = MAX_HELD // 2 if self.tiling.way == "columns" else MAX_HELD  # columns have accumulators for each lane
+        most = MAX_HELD // (2 if isinstance(self.tiling, Columns) else 1)  # columns have accumulators for each lane
         rounds = max(1, min(UNROLLED, most // (width * len(keys)), self._most_rounds()))
         bound, first = count or self.parts.bound(name, self._width_along(name)), f"{at}_first"
         held = {key: writer.new_name(f"{key[0]}_") for key in keys}
@@ -318,17 +324,17 @@ class NestText:
         """Write the variables of a list at a vector, along which lanes lie from here on."""
         writer, variables, width = self.writer, self.nest.lists[name], self._width_along(name)
         if head:
-            writer.lanes = self.tiling.shifted[name]
+            writer.lanes = self.shifted[name]
             writer.line(f"const {self.type} {variables[0].name} = {head} + {at} * {writer.lanes.width};")
             return
         if variables:
             self.parts.split(at, variables, width)
-        if self.tiling.way != "columns":
+        if not isinstance(self.tiling, Columns):
             writer.lanes = Lanes(variables[-1].name if variables else "", width)
 
     def _width_along(self, name: str) -> int:
         """Return the elements of a vector along a list."""
-        return 1 if self.tiling.way == "columns" else self.tiling.inner_widths.get(name, 1)
+        return self.tiling.widths.get(name, 1) if isinstance(self.tiling, Rows) else 1
 
     def _divides(self, name: str, rounds: int) -> bool:
         """Return whether so many rounds of all threads divide the elements of a list."""
@@ -337,7 +343,7 @@ class NestText:
 
     def _loops(self, name: str, start: str, step: int | str) -> Iterator[None]:
         """Write the loops over the elements of a list; over shifted vectors, and over what these leave."""
-        lanes, writer = self.tiling.shifted.get(name), self.writer
+        lanes, writer = self.shifted.get(name), self.writer
         if lanes is None:
             yield from self._loops_of_vectors(name, start, str(step))
             return
@@ -379,12 +385,12 @@ class NestText:
         """Write what merges the parts of all threads that have a row."""
         writer, tiling, name = self.writer, self.tiling, accumulator.text
         kind, size = instance.accumulator(writer.program), instance.accumulator_bytes(writer.program)
-        if tiling.way == "warp":
+        if isinstance(tiling, Rows) and tiling.lanes:
             writer.line(f"merge_warp<{tiling.lanes}>({name});")
-        elif tiling.way == "block":
+        elif isinstance(tiling, Rows):
             memory = writer.shared(tiling.threads // 32 * size)
             writer.line(f"merge_block<{kind}, {tiling.threads}>({name}, {memory});")
-        elif tiling.columns < tiling.threads:
-            width, parts = writer.lanes.width if accumulator.varies else 1, tiling.threads // tiling.columns
+        elif isinstance(tiling, Columns) and tiling.columns < tiling.threads:
+            width, parts = writer.lanes.width if accumulator.varies else 1, self.row_threads
             own, memory = name if accumulator.varies else f"&{name}", writer.shared(tiling.threads * width * size)
             writer.line(f"merge_columns<{kind}, {width}, {tiling.columns}, {parts}>({own}, {memory}, column, part);")

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from onnxfuse.algebra.sizes import Size, divide
 from onnxfuse.kernels.region.codegen import Writer
 from onnxfuse.kernels.region.nests import Nest, Variable
-from onnxfuse.kernels.region.tilings import Tiling
 
 
 class PartsText:
     """Writes variables, and how many vectors they count."""
 
-    def __init__(self, nest: Nest, tiling: Tiling, writer: Writer) -> None:
-        """Take what is written, how, and where."""
-        self.nest, self.tiling, self.writer = nest, tiling, writer
+    def __init__(self, nest: Nest, writer: Writer) -> None:
+        """Take what is written, and where."""
+        self.nest, self.writer = nest, writer
         self.type = writer.arguments.index_type
 
     def variable(self, name: str, value: str) -> str:
@@ -23,7 +22,7 @@ class PartsText:
         if not self.writer.lanes.scattered:
             self.writer.line(f"const {self.type} {name} = {value};")
             return name
-        width = self.tiling.width
+        width = self.writer.lanes.width
         self.writer.line(f"{self.type} {name}[{width}]; EACH({width}) {name}[j] = {value};")
         return f"{name}[j]"
 

@@ -13,7 +13,7 @@ from onnxfuse.kernels.region.codegen import Writer
 from onnxfuse.kernels.region.nests import Nest
 from onnxfuse.kernels.region.operators import BYTES, STORED
 from onnxfuse.kernels.region.references import Reference
-from onnxfuse.kernels.region.tilings import KEPT_DTYPES, MIN_COPIED, Tiling
+from onnxfuse.kernels.region.tilings import KEPT_DTYPES, MIN_COPIED, Rows, Tiling
 
 COPIED_AHEAD: Final = 8  # vectors of a row that are on their way to shared memory while a thread reads another one
 Vector: TypeAlias = tuple[str, Place]  # of an operand, and where
@@ -25,6 +25,7 @@ class RowCacheText:
     def __init__(self, nest: Nest, tiling: Tiling, writer: Writer, enter: Callable[[str, str, str], None]) -> None:
         """Take what is written, how, and where; `enter` writes the variables of a list at a vector behind a head."""
         self.nest, self.tiling, self.writer, self.enter = nest, tiling, writer, enter
+        self.memory = tiling.memory if isinstance(tiling, Rows) else 0
         self.vectors: dict[str, dict[Vector, str]] = {}  # by list, and the arrays that keep them
         self.widths: dict[str, int] = {}  # by list
         self.arrived: set[str] = set()  # lists that a loop has read
@@ -32,7 +33,7 @@ class RowCacheText:
     def choose(self, name: str, reads: Sequence[Collection[Vector]], width: int) -> None:
         """Choose which vectors of a list, of those that each of its loops reads, are kept: as many as memory has."""
         count, program = number_of(self.nest.count(name)) or 0, self.writer.program
-        left = self.tiling.row_memory - sum(self._bytes(each, of) for each in self.vectors for of in self.vectors[each])
+        left = self.memory - sum(self._bytes(each, of) for each in self.vectors for of in self.vectors[each])
         counts = Counter(vector for own in reads for vector in dict.fromkeys(own))
         for vector in [each for each, loops in counts.items() if loops > 1]:
             dtype = program.dtypes[vector[0]]

@@ -19,13 +19,13 @@ from onnxfuse.kernels.region.operators import BYTES, NUMBER
 from onnxfuse.kernels.region.references import Reference
 from onnxfuse.kernels.region.shared_memory_staging import staged_values
 from onnxfuse.kernels.region.sizes import Sizes
-from onnxfuse.kernels.region.tilings import Tiling
+from onnxfuse.kernels.region.tilings import Tile
 
 MAX_AHEAD: Final = 32  # numbers that a thread reads before the barrier for what it does behind it
 SKEWS: Final = (0, 1, 2, 4)  # words by which 32 rows, or columns, lie further from those in front of them
 
 
-def tiles(nest: Nest, tiling: Tiling, sizes: Sizes) -> list[Variable]:
+def tiles(nest: Nest, tiling: Tile, sizes: Sizes) -> list[Variable]:
     """Return the variables that count blocks: those that no tile has, and the tiles along the two that it has."""
     *others, last = nest.lists[ELEMENTS]
     across = next(each for each in others if each.name == tiling.across)
@@ -33,7 +33,7 @@ def tiles(nest: Nest, tiling: Tiling, sizes: Sizes) -> list[Variable]:
     def count(each: Variable, side: int) -> Variable:
         return Variable(f"tile_{each.name}", sizes.ceiling(each.extent, side))
 
-    return [*(each for each in others if each != across), count(across, tiling.tile[0]), count(last, tiling.tile[1])]
+    return [*(each for each in others if each != across), count(across, tiling.sides[0]), count(last, tiling.sides[1])]
 
 
 @functools.lru_cache(maxsize=256)
@@ -68,19 +68,19 @@ def layout(sides: tuple[int, int], width: int, store_width: int) -> tuple[int, i
 class TileText:
     """Writes what a block does with its tile, whose place is known."""
 
-    def __init__(self, nest: Nest, tiling: Tiling, writer: Writer) -> None:
+    def __init__(self, nest: Nest, tiling: Tile, writer: Writer) -> None:
         """Take what is written, how, and where."""
         self.nest, self.tiling, self.writer = nest, tiling, writer
         self.last = nest.lists[ELEMENTS][-1]
         self.across = next(each for each in nest.lists[ELEMENTS] if each.name == tiling.across)
-        self.layout = layout(tiling.tile, tiling.width, tiling.store_width)
+        self.layout = layout(tiling.sides, tiling.width, tiling.store_width)
         self.staged = staged_values(nest, self.across, writer.program, writer.shapes)
         self.ahead: dict[tuple[str, Place], str] = {}  # vectors of operands that registers hold at the barrier
 
     def read(self) -> None:
         """Write the loop that computes what is staged, by vectors along the variable that is read."""
         writer, width = self.writer, self.tiling.width
-        with self._loop(self.across, self.last, width, *self.tiling.tile):
+        with self._loop(self.across, self.last, width, *self.tiling.sides):
             for i, (name, place) in enumerate(self.staged):
                 value = writer.value(name, place)
                 writer.line(f"EACH({width}) {self._memory(i)}[{self._cell('j', '')}] = {value.lane};")
@@ -91,8 +91,8 @@ class TileText:
         They are then under way while the block waits at its barrier.
         """
         writer, width = self.writer, self.tiling.store_width
-        sides = reversed(self.tiling.tile)
-        rounds = -(-self.tiling.tile[0] * self.tiling.tile[1] // (width * self.tiling.threads))
+        sides = reversed(self.tiling.sides)
+        rounds = -(-self.tiling.sides[0] * self.tiling.sides[1] // (width * self.tiling.threads))
         keys = list(dict.fromkeys(vectors))[: MAX_AHEAD // (rounds * width)]
         self.ahead = {key: writer.new_name(f"{key[0]}_") for key in keys}
         for (operand, _), name in self.ahead.items():
@@ -107,7 +107,7 @@ class TileText:
     def stored(self) -> Iterator[None]:
         """Write the loop over a tile by vectors along the variable that is stored, which has what was staged."""
         writer, width = self.writer, self.tiling.store_width
-        with self._loop(self.last, self.across, width, *reversed(self.tiling.tile)):
+        with self._loop(self.last, self.across, width, *reversed(self.tiling.sides)):
             for key, name in self.ahead.items():
                 writer.keep(key, Reference(f"{name}[k]", varies=True))
             for i, key in enumerate(self.staged):
@@ -121,8 +121,8 @@ class TileText:
         pitch, row_skew, column_skew = self.layout
         row, column = (f"low_{each.name}" for each in (self.across, self.last))
         parts = [f"({row} + {row_lane}) * {pitch}" if row_lane else f"{row} * {pitch}", column]
-        parts += [f"{row} / {WARP} * {row_skew}"] if row_skew and self.tiling.tile[0] > WARP else []
-        parts += [f"{column} / {WARP} * {column_skew}"] if column_skew and self.tiling.tile[1] > WARP else []
+        parts += [f"{row} / {WARP} * {row_skew}"] if row_skew and self.tiling.sides[0] > WARP else []
+        parts += [f"{column} / {WARP} * {column_skew}"] if column_skew and self.tiling.sides[1] > WARP else []
         return " + ".join([*parts, *filter(None, [column_lane])])
 
     def _kind(self, name: str) -> str:
@@ -131,7 +131,7 @@ class TileText:
     def _memory(self, staged: int) -> str:
         """Return the part of shared memory that has a staged value's tile."""
         sizes = [8 if BYTES[self.writer.program.dtypes[name]] == 8 else 4 for name, _ in self.staged]
-        cells = self.tiling.tile[0] * self.layout[0] + self.tiling.tile[0] // WARP * self.layout[1]
+        cells = self.tiling.sides[0] * self.layout[0] + self.tiling.sides[0] // WARP * self.layout[1]
         cells += cells % 2
         begin = sum(sizes[:staged]) * cells
         self.writer.shared(begin + sizes[staged] * cells)

@@ -16,7 +16,7 @@ from onnxfuse.kernels.region.reductions import Instance, Key
 from onnxfuse.kernels.region.region import Region
 from onnxfuse.kernels.region.scratch_reductions import Stored, StoredByKey, stored
 from onnxfuse.kernels.region.shapes import Shapes
-from onnxfuse.kernels.region.tilings import THREADS, Tiling, fastest_variables, of_one_block, tiling_of
+from onnxfuse.kernels.region.tilings import THREADS, Columns, Merge, Tiling, fastest_variables, of_one_block, tiling_of
 from onnxfuse.kernels.region.traffic import accesses, with_contiguous_last
 from onnxfuse.region_operators import REDUCTIONS
 from onnxfuse.runtime.symint import estimate
@@ -206,11 +206,11 @@ def _in_order(region: Region, nests: Sequence[Nest], own: Mapping[Keys, Nest], f
 
     for keys, nest in own.items():
         tiling, launch = tilings[keys], first_launch(nest)
-        is_across = tiling.way == "columns" and tiling.shares != 1
+        is_across = isinstance(tiling, Columns) and tiling.shares != 1
         shared = {key: replace(found[key], shares=tiling.shares, is_across=is_across) for key in keys}
         if keys in merged:
             stages.stored |= {key: found[key] for key in keys}
-            merging = Tiling("merge", THREADS, lanes=1 if is_across else WARP, shares=tiling.shares)
+            merging = Merge(THREADS, 1 if is_across else WARP, shares=tiling.shares)
             stages.add(launch + 1, Work(nest, merging, (replace(found[keys[0]], is_across=is_across),)))
             shared = {key: replace(each, pointer=f"{each.pointer}_shares") for key, each in shared.items()}
         else:

@@ -19,7 +19,7 @@ from onnxfuse.kernels.region.reductions import Key
 from onnxfuse.kernels.region.region import Region
 from onnxfuse.kernels.region.scratch_reductions import Stored
 from onnxfuse.kernels.region.sizes import Sizes
-from onnxfuse.kernels.region.tilings import Tiling
+from onnxfuse.kernels.region.tilings import Columns, Elements, Merge, Rows, Tile, Tiling
 from onnxfuse.kernels.region.wrapped import wrapped
 from onnxfuse.kernels.tensors import STREAMED_FROM_BYTES, is_released
 from onnxfuse.runtime.plan import Argument, Kernel, Launch, Plan, Pointer, TensorSpec
@@ -87,17 +87,23 @@ def _launch(
 
 def _blocks(nest: Nest, tiling: Tiling, sizes: Sizes) -> int:
     """Return the blocks of a nest."""
-    if tiling.has_tail:
-        count = sizes.value(product(nest.shape))
-        return -(-(count // tiling.width + count % tiling.width) // tiling.threads)
-    if tiling.way == "elements":
-        return -(-sizes.value(product(nest.shape)) // (tiling.width * tiling.repeats * tiling.threads))
-    if tiling.way == "tile":
-        return math.prod(sizes.value(each.extent) for each in tiles(nest, tiling, sizes))
+    match tiling:
+        case Elements():
+            count, width = sizes.value(product(nest.shape)), tiling.width
+            if tiling.has_tail:
+                return -(-(count // width + count % width) // tiling.threads)
+            return -(-count // (width * tiling.repeats * tiling.threads))
+        case Tile():
+            return math.prod(sizes.value(each.extent) for each in tiles(nest, tiling, sizes))
     rows, shares = sizes.value(nest.count(ROWS)), sizes.value(tiling.shares)
-    if tiling.way in ("warp", "merge"):
-        return -(-rows // (tiling.threads // tiling.lanes))
-    return shares * (rows if tiling.way == "block" else -(-rows // (tiling.width * tiling.columns)))
+    match tiling:
+        case Rows(lanes=0):
+            return shares * rows
+        case Rows(lanes=lanes) | Merge(lanes=lanes):
+            return -(-rows // (tiling.threads // lanes))
+        case Columns():
+            return shares * -(-rows // (tiling.width * tiling.columns))
+    raise AssertionError(f"a nest runs as {tiling}")
 
 
 def _body(

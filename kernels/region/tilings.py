@@ -68,7 +68,6 @@ MANY_DIMS: Final = 2  # dynamic dims of rows of a dynamic length that no blocks 
 MAX_SHARES: Final = 512  # blocks of a row, whose accumulators a block or a warp merges
 MAX_COLUMN_SHARES: Final = 16  # whose accumulators each thread merges that reads a column's reduction
 MIN_ROUNDS: Final = 4  # vectors of each thread of a block that has a share of a row
-Way: TypeAlias = Literal["elements", "tile", "warp", "block", "columns", "merge"]
 Repeats: TypeAlias = tuple[str, int]  # a variable, and how many neighbouring values of it a thread has
 ONCE: Final[Repeats] = ("", 1)
 MAX_REPEATS: Final = 8
@@ -81,32 +80,60 @@ SplitBy: TypeAlias = Literal["", "branches", "stores"]
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a nest runs: who computes a row, and how many neighbouring elements a thread takes at once.
+    """How a nest runs: one of the classes below.
 
-    Where `way` is "elements", threads have vectors of the outputs; a "warp", or `lanes` of it, and a "block" have a row
-    together, along whose elements their vectors lie; in "columns", vectors lie across rows, and threads of a block
-    below each other share theirs.  Several blocks may have `shares` of a row, whose accumulators a launch behind
-    merges: to "merge", a warp has a row of them.  In a "tile", a block reads along one variable and stores along the
-    last one.  A block with row memory keeps there what several loops read of its row.
+    Where several blocks have `shares` of a row, a later launch merges their accumulators.
     """
 
-    way: Way
     threads: int  # of a block
+    shares: Size = field(default=1, kw_only=True)  # blocks that have a row, or a column's threads, together
+
+
+@dataclass(frozen=True)
+class Elements(Tiling):
+    """Threads have vectors of the outputs."""
+
     width: int = 1
-    columns: int = 0  # threads of a block side by side
-    across: str = ""  # the variable along which a tile is read
-    tile: tuple[int, int] = (0, 0)  # elements of a tile along that variable, and along the last one
-    store_width: int = 1  # elements of its vectors that are stored
     is_scattered: bool = False  # a thread's elements are not neighbours
     repeated: str = ""  # the variable of which a thread has several neighbouring values
     repeats: int = 1  # these
     reads_ahead: bool = False  # what a thread reads at all of these is loaded first
     has_tail: bool = False  # elements are left over after the last whole vector, each of which has a thread
-    inner_widths: Mapping[str, int] = field(default_factory=dict)  # along the elements of rows, by list
+
+
+@dataclass(frozen=True)
+class Tile(Tiling):
+    """A block reads along one variable and stores along the last one."""
+
+    width: int
+    across: str  # the variable along which a tile is read
+    sides: tuple[int, int]  # elements of a tile along that variable, and along the last one
+    store_width: int  # elements of its vectors that are stored
+
+
+@dataclass(frozen=True)
+class Rows(Tiling):
+    """A warp, some lanes of it, or a block have a row together, along whose elements their vectors lie."""
+
+    lanes: int = 0  # threads of a warp that have a row together; 0 if a block has it
+    widths: Mapping[str, int] = field(default_factory=dict)  # along the elements of rows, by list
     shifted: Mapping[str, Lanes] = field(default_factory=dict)  # by list: vectors that start elsewhere in each row
-    lanes: int = 32  # threads of a warp that have a row together
-    shares: Size = 1  # blocks that have a row, or a column's threads, together
-    row_memory: int = 0  # bytes of dynamic shared memory
+    memory: int = 0  # bytes of shared memory that keep what several loops read of the row
+
+
+@dataclass(frozen=True)
+class Columns(Tiling):
+    """Vectors lie across rows, and threads of a block below each other share theirs."""
+
+    width: int
+    columns: int  # threads of a block side by side
+
+
+@dataclass(frozen=True)
+class Merge(Tiling):
+    """Some lanes of a warp merge the shares of a row."""
+
+    lanes: int = WARP
 
 
 def tiling_of(nest: Nest, region: Region) -> Tiling:
@@ -117,7 +144,7 @@ def tiling_of(nest: Nest, region: Region) -> Tiling:
     return _columns(nest, name, region) if _prefers_columns(nest, name, region) else _rows(nest, name, region)
 
 
-def _elements(nest: Nest, region: Region) -> Tiling:
+def _elements(nest: Nest, region: Region) -> Elements:
     """Return how a nest runs in which threads have vectors of the outputs."""
     sizes, device = region.sizes, region.device
     _, lanes, (repeated, repeats) = _best_lanes(nest, region)
@@ -126,16 +153,15 @@ def _elements(nest: Nest, region: Region) -> Tiling:
     width = lanes.width if is_between else _narrowed(count, lanes.width, device)
     if lanes.scattered:
         width = width if is_symbolic(count) else _narrowed(count, width, device, SCATTERING_THREADS)
-        return Tiling("elements", THREADS, width, is_scattered=True)
+        return Elements(THREADS, width, is_scattered=True)
     variables = nest.lists[ELEMENTS]
     # Of several variables the vectors divide the last one, also where its divisor is known of a product alone.
     has_tail = width > 1 and len(variables) == 1 and sizes.divisor(variables[0].extent) % width != 0
-    elements = Tiling("elements", THREADS, width, repeated=repeated, repeats=repeats, has_tail=has_tail)
     ahead = repeats > 1 and not is_between and _are_few(count, width * repeats, device)
-    return replace(elements, reads_ahead=ahead)
+    return Elements(THREADS, width, False, repeated, repeats, ahead, has_tail)
 
 
-def _rows(nest: Nest, name: str, region: Region) -> Tiling:
+def _rows(nest: Nest, name: str, region: Region) -> Rows:
     """Return how a nest runs whose rows warps or blocks have, along whose elements their vectors lie."""
     sizes, device = region.sizes, region.device
     length, rows = sizes.value(nest.count(name)), sizes.value(nest.count(ROWS))
@@ -151,7 +177,7 @@ def _rows(nest: Nest, name: str, region: Region) -> Tiling:
         while widths[each] > 1 and not is_symbolic(count) and count // (widths[each] // 2) <= threads:
             widths[each] //= 2
     if warp:
-        return Tiling("warp", THREADS, inner_widths=widths, lanes=threads)
+        return Rows(THREADS, threads, widths)
     found = {each: _shifted(nest, each, region) for each in widths if region.aligned and widths[each] == 1}
     shifted = {each: lanes for each, lanes in found.items() if lanes}
     width = shifted[name].width if name in shifted else widths[name]
@@ -161,7 +187,7 @@ def _rows(nest: Nest, name: str, region: Region) -> Tiling:
     memory = _row_memory(nest, name, width, name in shifted, region) if shares == 1 else 0
     blocks = device.shared_per_block // memory if memory else math.inf
     threads = ROW_THREADS if ROW_THREADS * blocks >= KEPT_THREADS else 2 * ROW_THREADS
-    return Tiling("block", threads, inner_widths=widths, shares=shares, shifted=shifted, row_memory=memory)
+    return Rows(threads, 0, widths, shifted, memory, shares=shares)
 
 
 def _row_memory(nest: Nest, name: str, width: int, is_shifted: bool, region: Region) -> int:
@@ -221,7 +247,7 @@ def _lanes(counts: Mapping[str, int], widths: Mapping[str, int], rows: int, row_
     return found
 
 
-def _columns(nest: Nest, name: str, region: Region) -> Tiling:
+def _columns(nest: Nest, name: str, region: Region) -> Columns:
     """Return how a nest runs whose rows lie side by side in memory."""
     sizes = region.sizes
     length, rows = sizes.value(nest.count(name)), sizes.value(nest.count(ROWS))
@@ -235,10 +261,10 @@ def _columns(nest: Nest, name: str, region: Region) -> Tiling:
         while width > SMALL_WIDTH and rows // width < fewest:
             width //= 2
     if not shared:
-        return Tiling("columns", ROW_THREADS, width, ROW_THREADS)
+        return Columns(ROW_THREADS, width, ROW_THREADS)
     blocks, rounds = -(-rows // (width * COLUMNS)), length // (ROW_THREADS // COLUMNS)
     shares = _shares(blocks, rounds, region, MAX_COLUMN_SHARES) if _may_share(nest, length) else 1
-    return Tiling("columns", ROW_THREADS, width, COLUMNS, shares=shares)
+    return Columns(ROW_THREADS, width, COLUMNS, shares=shares)
 
 
 def _may_share(nest: Nest, length: int) -> bool:
@@ -263,7 +289,7 @@ def _shares(blocks: int, rounds: int, region: Region, most: int = MAX_SHARES, fe
     return region.sizes.named(f"at most {most} shares of {rounds!r} rounds by {blocks!r} blocks", shares)
 
 
-def _tile(nest: Nest, region: Region) -> Tiling | None:
+def _tile(nest: Nest, region: Region) -> Tile | None:
     """Return tiles for an elementwise nest that reads along another variable than it stores; None for others."""
     variables = nest.lists[ELEMENTS]
     if nest.levels or nest.stores or len(variables) < 2 or _most_lanes(nest) < TILE_AREA // THREADS:
@@ -288,7 +314,7 @@ def _tile(nest: Nest, region: Region) -> Tiling | None:
     vectors = THREADS * min(width, store_width)
     area = tile_area(region.sizes.value(nest.count(ELEMENTS)), vectors, words, region.device)
     sides = tile_sides(across.extent, last.extent, area)
-    return Tiling("tile", THREADS, width, across=across.name, tile=sides, store_width=store_width)
+    return Tile(THREADS, width, across.name, sides, store_width)
 
 
 def _staged_words(nest: Nest, across: Variable, region: Region) -> int:
@@ -428,16 +454,16 @@ def of_one_block(tilings: Sequence[Tiling]) -> list[Tiling]:
 
     None of several keeps rows: blocks of the others would get as much shared memory, and few would run at a time.
     """
-    threads, is_alone = max(tiling.threads for tiling in tilings), len(tilings) == 1
-    return [
-        replace(
-            each,
-            threads=threads,
-            columns=threads if each.columns == each.threads else each.columns,
-            row_memory=each.row_memory if is_alone else 0,
-        )
-        for each in tilings
-    ]
+    threads = max(each.threads for each in tilings)
+
+    def of_block(each: Tiling) -> Tiling:
+        if isinstance(each, Columns) and each.columns == each.threads:
+            return replace(each, threads=threads, columns=threads)
+        if isinstance(each, Rows) and len(tilings) > 1:
+            return replace(each, threads=threads, memory=0)
+        return replace(each, threads=threads)
+
+    return list(map(of_block, tilings))
 
 
 def _narrowed(count: int, width: int, device: Device, vectors: int = SMALL_VECTORS) -> int:
