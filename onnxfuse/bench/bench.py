@@ -31,7 +31,7 @@ from onnxfuse.tuning.memory_rate import copy_rate
 from onnxfuse.tuning.op_times import OpTime, op_times
 from onnxfuse.tuning.timing import RunTimes, interleaved, runs_within
 from onnxfuse.tuning.tune import tune as tune_model
-from onnxfuse.verify.difference import TF32, compare_output
+from onnxfuse.verify.difference import TF32, Standard, compare_output
 from onnxfuse.verify.random_nodes import describe_random_node
 from onnxfuse.verify.requested_shapes import describe_feeds, feeds_to_try
 from onnxfuse.verify.widen import arrays_to_float32, half_precision_of, half_precision_tensors, model_to_float32
@@ -212,7 +212,7 @@ class _Expected:
         """Return whether these outputs are right, and the reason why the first wrong one is not."""
         for name, value in self.outputs.items():
             exact, precision = (self.exact.get(name), self.precision) if name in self.rounded else (None, "")
-            error = compare_output(name, value, outputs.get(name), exact, precision)
+            error = compare_output(name, value, outputs.get(name), exact, Standard(precision))
             if not error.passed:
                 return False, error.reason
         return True, ""

@@ -65,35 +65,32 @@ class _Errors:
     overflowed: float  # the optimized model's error where the original overflowed in half precision
 
 
+@dataclass(frozen=True)
+class Standard:
+    """How an output is judged."""
+
+    half: str = ""  # the half precision, or TF32, that it is computed in or from, "" for neither
+    limit: float | None = None  # in place of the tolerance of floating-point dtypes
+    scale: float = 0.0  # errors are relative to the largest value of the output, or to this if it is larger
+
+
 def compare_output(
-    name: str,
-    expected: object,
-    actual: object,
-    exact: object = None,
-    half: str = "",
-    limit: float | None = None,
-    scale: float = 0.0,
+    name: str, expected: object, actual: object, exact: object = None, standard: Standard = Standard()
 ) -> OutputDifference:
     """Measure the error of one output: of a sequence element by element; a map must be equal.
 
-    `half` is the half precision, or TF32, that the value is computed in or from, '' for neither.  `exact` is the
-    original's value when it is evaluated in float32.  `limit` replaces the tolerance of floating-point dtypes.
-    Errors are relative to the largest value of the output, or to `scale` if that is larger.
+    `exact` is the original's value when it is evaluated in float32.
     """
     if not isinstance(expected, np.ndarray):
-        return _compare_objects(name, expected, actual, exact, half, limit, scale)
+        return _compare_objects(name, expected, actual, exact, standard)
     dtype = str(expected.dtype)
     tolerance = TOLERANCES.get(dtype, 0.0)
     wrong = _describe_mismatch(expected, actual, tolerance)
     if wrong or not tolerance or not isinstance(actual, np.ndarray):
         size = math.inf if wrong else 0.0
         return OutputDifference(name, size, size, tolerance, not wrong, wrong and f"output '{name}' {wrong}")
-    mask = min(MASK_MAGNITUDES.get(each, MASK_MAGNITUDE) for each in (dtype, half))
     float32 = exact if isinstance(exact, np.ndarray) and exact.shape == expected.shape else None
-    rounded = half if half and dtype not in HALF_PRECISION.values() else dtype
-    return _compare_floats(
-        name, expected, actual, float32, rounded, mask, TOLERANCES[rounded] if limit is None else limit, scale
-    )
+    return _compare_floats(name, expected, actual, float32, standard)
 
 
 def largest_value(value: object) -> float:
@@ -124,14 +121,17 @@ def _describe_mismatch(expected: Array, actual: object, tolerance: float) -> str
 
 
 def _compare_floats(
-    name: str, expected: Array, actual: Array, exact: Array | None, dtype: str, mask: float, tolerance: float,
-    scale: float,
-) -> OutputDifference:  # fmt: skip
+    name: str, expected: Array, actual: Array, exact: Array | None, standard: Standard
+) -> OutputDifference:
     """Check that NaN and infinities are where they must be, and all other values within the tolerance."""
-    misplaced = describe_misplaced(expected, actual, expected if exact is None else exact, expected.dtype.name)
+    own, half = expected.dtype.name, standard.half
+    dtype = half if half and own not in HALF_PRECISION.values() else own
+    tolerance = TOLERANCES[dtype] if standard.limit is None else standard.limit
+    mask = min(MASK_MAGNITUDES.get(each, MASK_MAGNITUDE) for each in (own, half))
+    misplaced = describe_misplaced(expected, actual, expected if exact is None else exact, own)
     if misplaced:
         return OutputDifference(name, math.inf, math.inf, tolerance, False, f"output '{name}' differs in {misplaced}")
-    found = _measure_errors(expected, actual, expected if exact is None else exact, mask, scale)
+    found = _measure_errors(expected, actual, expected if exact is None else exact, mask, standard.scale)
     allowed = max(tolerance, found.original)
     passed = found.optimized <= allowed and found.overflowed <= tolerance
     rel = max(found.optimized, found.overflowed)
@@ -205,7 +205,7 @@ def _as_double(array: Array) -> Array:
 
 
 def _compare_objects(
-    name: str, expected: object, actual: object, exact: object, half: str, limit: float | None, scale: float
+    name: str, expected: object, actual: object, exact: object, standard: Standard
 ) -> OutputDifference:
     if not isinstance(expected, list) or any(not isinstance(e, np.ndarray) for e in expected):
         same = type(expected) is type(actual) and expected == actual
@@ -216,7 +216,7 @@ def _compare_objects(
         return OutputDifference(name, math.inf, math.inf, 0.0, False, text)
     exacts = exact if isinstance(exact, list) and len(exact) == len(expected) else [None] * len(expected)
     triples = zip(expected, actual, exacts, strict=True)
-    found = [compare_output(name, old, new, true, half, limit, scale) for old, new, true in triples]
+    found = [compare_output(name, old, new, true, standard) for old, new, true in triples]
     return worst(found) if found else OutputDifference(name, 0.0, 0.0, 0.0, True, "")
 
 

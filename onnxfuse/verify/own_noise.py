@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 
 from onnxfuse.ir.dtypes import Array
-from onnxfuse.verify.difference import TOLERANCES, OutputDifference, compare_output, type_and_shape
+from onnxfuse.verify.difference import TOLERANCES, OutputDifference, Standard, compare_output, type_and_shape
 from onnxfuse.verify.noise import ROUNDINGS, Move, move_by_one_ulp, move_by_rounding, with_moved_weights
 from onnxfuse.verify.own_process import OnnxruntimeFailure
 from onnxfuse.verify.reference import Reference, Run
@@ -76,8 +76,8 @@ def _moved_by(cause: _Cause, reference: Reference) -> dict[str, float]:
         for each in reference.runs:
             outputs = reference.run(session, {n: cause.move(n, v) for n, v in each.feeds.items()})
             for name, expected in each.outputs.items():
-                scale = reference.scales.get(name, 0.0)
-                other = compare_output(name, expected, outputs.get(name), scale=scale).max_rel
+                standard = Standard(scale=reference.scales.get(name, 0.0))
+                other = compare_output(name, expected, outputs.get(name), standard=standard).max_rel
                 found[name] = max(found.get(name, 0.0), other if math.isfinite(other) else 0.0)
     except OnnxruntimeFailure:  # it breaks some models when it optimizes them
         return {}

@@ -19,7 +19,14 @@ import onnx
 from onnxfuse.errors import VerificationError, first_line
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.verify.cpu_session import Prepared, open_session, prepare, run
-from onnxfuse.verify.difference import OutputDifference, compare_output, largest_value, with_numbers_for_nan, worst
+from onnxfuse.verify.difference import (
+    OutputDifference,
+    Standard,
+    compare_output,
+    largest_value,
+    with_numbers_for_nan,
+    worst,
+)
 from onnxfuse.verify.inputs import check_inputs, model_inputs
 from onnxfuse.verify.larger_inputs import depends_on, largest_first
 from onnxfuse.verify.mask_rows import mask_inputs, with_mask_rows
@@ -111,10 +118,11 @@ class Reference:
     def worst_difference(self, results: Sequence[Mapping[str, object]], name: str) -> OutputDifference:
         """Return the worst error of one output over the runs."""
         half = self.half_precision if name in self.half_tensors else ""
+        standard = Standard(half, self.tolerance, self.scales.get(name, 0.0))
         return worst(
             compare_output(
                 name, self._expected(each, name, result), result.get(name),
-                each.float32_outputs.get(name) if half else None, half, self.tolerance, self.scales.get(name, 0.0),
+                each.float32_outputs.get(name) if half else None, standard,
             )
             for each, result in zip(self.runs, results, strict=True)
         )  # fmt: skip

@@ -19,7 +19,7 @@ from onnxfuse import optimize
 from onnxfuse.ir.protos import nodes, tensors
 from onnxfuse.verify import reference
 from onnxfuse.verify.compare import compare
-from onnxfuse.verify.difference import TF32, OutputDifference, compare_output
+from onnxfuse.verify.difference import TF32, OutputDifference, Standard, compare_output
 from onnxfuse.verify.reference import run_original
 from onnxfuse.verify.widen import half_precision_of, model_to_float32
 
@@ -138,7 +138,7 @@ def test_float32_outputs_are_compared_as_half_precision_where_float32_does_not_r
 
 def compared(old: list[float], new: list[float], exact: list[float], dtype: Any = np.float16) -> OutputDifference:
     half = "float16" if dtype == np.float16 else "bfloat16"
-    return compare_output("y", np.array(old, dtype), np.array(new, dtype), np.array(exact, np.float32), half)
+    return compare_output("y", np.array(old, dtype), np.array(new, dtype), np.array(exact, np.float32), Standard(half))
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_what_passes(old: list[float], new: list[float], exact: list[float], pas
 def test_products_in_tf32_are_judged_by_float32(new: float, passed: bool) -> None:
     """The original, off by 1.5e-3 the other way, is no standard; large numbers are no mask, as they are in float16."""
     old, found, exact = (np.array([first * 1e5, 1], np.float32) for first in (1.0015, new, 1.0))
-    assert compare_output("y", old, found, exact, TF32).passed is passed
+    assert compare_output("y", old, found, exact, Standard(TF32)).passed is passed
     assert not compare_output("y", old, found).passed
 
 
@@ -199,7 +199,7 @@ def test_masks_do_not_hide_errors() -> None:
     for new, passed in (([1, low], True), ([1.01, low], False), ([1, -3e38], False), ([low, low], False)):
         assert compare_output("y", np.array([1, low], np.float32), np.array(new, np.float32)).passed is passed
     assert not compare_output("y", np.array([1, -65504], np.float32), np.array([1.01, -65504], np.float32),
-                          np.array([1, -65504], np.float32), "float16").passed  # fmt: skip
+                          np.array([1, -65504], np.float32), Standard("float16")).passed  # fmt: skip
 
 
 # Conversion to float32
