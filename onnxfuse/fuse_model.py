@@ -19,7 +19,7 @@ from typing import Final, Literal, TypeAlias, TypeVar
 
 import onnx
 
-from onnxfuse.analysis.shape_inference import infer_shapes
+from onnxfuse.analysis.shape_inference import read_and_infer
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.control_flow.body import Body, read_bodies, write_body
 from onnxfuse.control_flow.invariants import read_invariants_outside
@@ -31,7 +31,7 @@ from onnxfuse.dsl.terms import OperatorSet
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.inline_functions import Inlined, inline_functions
 from onnxfuse.ir.node import Node, op_of
-from onnxfuse.ir.serde import read_graph, write_model
+from onnxfuse.ir.serde import write_model
 from onnxfuse.layout.assign import LAYOUT, LayoutResult, assign_layouts
 from onnxfuse.layout.conversion import Layout, LayoutOptions
 from onnxfuse.layout.fusions import CONVOLUTION, GATE
@@ -315,14 +315,12 @@ def _read(model: onnx.ModelProto, folder: Path | None, bodies: bool) -> tuple[Gr
     """Return the main graph with the branches that are always taken, its shapes, and the Ifs that vanished."""
     taken: list[onnx.NodeProto] = []
     while True:
-        graph = read_graph(model, folder)
-        graph.sort()
-        shapes = infer_shapes(graph)
+        shapes = read_and_infer(model, folder)
         with step(CONTROL_FLOW):
             model, known = with_known_branches(model, shapes) if bodies else (model, [])
         taken += known
         if not known:
-            return graph, shapes, taken
+            return shapes.graph, shapes, taken
 
 
 def _fuse_graph(work: Work) -> FusedModel:

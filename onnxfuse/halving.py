@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 import numpy as np
 import onnx
 
-from onnxfuse.analysis.shape_inference import infer_shapes
+from onnxfuse.analysis.shape_inference import read_and_infer
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.errors import ModelError, UsageError, VerificationError, first_line
@@ -33,9 +33,8 @@ from onnxfuse.half.weights import Weights
 from onnxfuse.half.widening import fewest
 from onnxfuse.ir.convert_opset import convert_opset, describe_change, opset_of, state_ir_version
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS, Array
-from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.protos import nodes
-from onnxfuse.ir.serde import read_graph, write_model
+from onnxfuse.ir.serde import write_model
 from onnxfuse.ir.validate import ONNX_DOMAINS
 from onnxfuse.steps import LeftOut, attempt
 from onnxfuse.verify.compare import compare_with
@@ -58,7 +57,7 @@ MAX_WIDENED: Final = 0.1  # of the nodes that stay without being asked for, so t
 NOISE_DRAWS: Final = 8  # where one does not explain an error: it may be a tenth of the next one
 
 Model = tuple[onnx.ModelProto, Path | None]
-Scaling = Callable[[Graph, ShapeInfo, Mapping[str, Range], Weights], dict[str, Range]]
+Scaling = Callable[[ShapeInfo, Mapping[str, Range], Weights], dict[str, Range]]
 Made = TypeVar("Made")
 
 
@@ -222,14 +221,13 @@ class Halving:
     def _scaled(
         self, scale: Scaling, model: onnx.ModelProto, ranges: dict[str, Range]
     ) -> tuple[onnx.ModelProto, dict[str, Range]]:
-        graph = read_graph(model, self.folder)
-        graph.sort()
-        made = scale(graph, infer_shapes(graph), ranges, self.weights)
+        shapes = read_and_infer(model, self.folder)
+        made = scale(shapes, ranges, self.weights)
         if not made:
             return model, ranges
-        graph.remove_dead()
-        graph.sort()
-        return write_model(graph), ranges | made
+        shapes.graph.remove_dead()
+        shapes.graph.sort()
+        return write_model(shapes.graph), ranges | made
 
     @cached_property
     def weights(self) -> Weights:

@@ -11,14 +11,14 @@ from typing import Final
 import onnx
 import onnx.inliner
 
-from onnxfuse.analysis.shape_inference import infer_shapes
+from onnxfuse.analysis.shape_inference import read_and_infer
 from onnxfuse.errors import ModelError, VerificationError
 from onnxfuse.fuse_model import Progress, simplify
 from onnxfuse.ir.domain import DOMAIN, is_fused
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.load import load
 from onnxfuse.ir.protos import copy_without, nodes
-from onnxfuse.ir.serde import read_graph, write_model
+from onnxfuse.ir.serde import write_model
 from onnxfuse.layout.channel_rules import CHANNEL_FUSIONS, between_transposes
 from onnxfuse.passes.merge_equal_sizes import merge_equal_sizes
 from onnxfuse.pipeline import SCORE_PASSES, WEIGHT_PASSES
@@ -91,9 +91,8 @@ def _in_operators(
 ) -> tuple[onnx.ModelProto, Traffic]:
     """Return the same; passes whose names are in `raised` are left out."""
     names = [(function.domain, function.name) for function in fused.functions if function.domain == DOMAIN]
-    graph = read_graph(onnx.inliner.inline_selected_functions(_prepared(fused), names), folder)
-    graph.sort()
-    shapes = infer_shapes(graph)
+    shapes = read_and_infer(onnx.inliner.inline_selected_functions(_prepared(fused), names), folder)
+    graph = shapes.graph
     if merge_sizes:
         merge_equal_sizes(graph, shapes)
     simplify(graph, shapes, {*WEIGHT_PASSES, *SCORE_PASSES, *raised})

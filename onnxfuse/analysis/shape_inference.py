@@ -13,7 +13,9 @@ as its weights have.  The tensors are then inferred once more, with what was lea
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from pathlib import Path
 
+import onnx
 from onnx import TensorProto
 
 from onnxfuse.algebra.sizes import Dim
@@ -29,8 +31,19 @@ from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import INTEGER_RANGES
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, op_of
+from onnxfuse.ir.serde import read_graph
 
 MAX_ROUNDS = 4  # of inference, in each of which operators may tell more of the sizes of their inputs
+
+
+def read_and_infer(model: onnx.ModelProto, folder: Path | None) -> ShapeInfo:
+    """Return what is known of the tensors of a model's main graph, which is read and sorted; it has the graph.
+
+    Raises ModelError for a graph with a cycle, and for fused nodes of another version.
+    """
+    graph = read_graph(model, folder)
+    graph.sort()
+    return infer_shapes(graph)
 
 
 def infer_shapes(graph: Graph, strict: bool = False, scope: OuterScope | None = None) -> ShapeInfo:

@@ -13,7 +13,7 @@ import onnx.numpy_helper
 from onnx import TensorProto
 from onnx.external_data_helper import uses_external_data
 
-from onnxfuse.analysis.shape_inference import infer_shapes
+from onnxfuse.analysis.shape_inference import read_and_infer
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.control_flow.body import read_bodies, write_body
 from onnxfuse.half.choose import Known, choose
@@ -22,11 +22,11 @@ from onnxfuse.half.operators import BROADCAST_MAX_OPSET, READS_ANY, half_inputs,
 from onnxfuse.half.precision import FLOAT16, REAL, Kept
 from onnxfuse.half.scope import Scope
 from onnxfuse.half.weights import ScratchFolder
-from onnxfuse.ir.graph import Graph, constant_value
+from onnxfuse.ir.graph import constant_value
 from onnxfuse.ir.graphsurgeon import constant_of, copy_of, new_node
 from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, is_constant, is_outer, op_of
 from onnxfuse.ir.protos import tensors
-from onnxfuse.ir.serde import read_graph, write_model
+from onnxfuse.ir.serde import write_model
 from onnxfuse.passes.folded import node_label
 
 FLOAT = TensorProto.FLOAT
@@ -55,9 +55,7 @@ def convert(model: onnx.ModelProto, known: Known, io: Io = "float32") -> Convert
     weights = known.weights
     if any(uses_external_data(t) for t in tensors(model.graph, *model.functions)):
         weights.scratch = ScratchFolder()
-    graph = read_graph(model, weights.folder)
-    graph.sort()
-    main = _Part(known, graph, infer_shapes(graph))
+    main = _Part(known, read_and_infer(model, weights.folder))
     written = main.converted(io)
     parts = main.everywhere()
     return Converted(
@@ -75,16 +73,16 @@ def convert(model: onnx.ModelProto, known: Known, io: Io = "float32") -> Convert
 class _Part:
     """One graph while it is converted: the main one, or a body in the part `outer`."""
 
-    def __init__(self, known: Known, graph: Graph, shapes: ShapeInfo, outer: _Part | None = None) -> None:
-        self.known, self.graph, self.outer = known, graph, outer
-        self.half, self.scope = known.precision.number, Scope(graph, shapes)
+    def __init__(self, known: Known, shapes: ShapeInfo, outer: _Part | None = None) -> None:
+        self.known, self.graph, self.outer = known, shapes.graph, outer
+        self.half, self.scope = known.precision.number, Scope(shapes)
         self.choice = choose(self.scope, known)
         self.kept, self.by_rule = (
             [Kept(node_label(node), node.op, why) for node, why in each.items()]
             for each in (self.choice.kept, self.choice.by_rule)
         )
         self.clamped = set(self.choice.clamped)
-        self.nodes = sum(map(self.scope.computes, graph.nodes))
+        self.nodes = sum(map(self.scope.computes, self.graph.nodes))
         self.added_masks = 0
         if known.precision is FLOAT16:  # in bfloat16 a score beside the lowest number vanishes as in float32
             self.added_masks = sum(1 for _ in adding_masks(self.scope, self._is_lowest, self.choice.is_wide))
@@ -118,7 +116,7 @@ class _Part:
         for node in nodes:
             self._convert(node)
         for body in bodies:
-            self.inner.append(_Part(self.known, body.graph, body.shapes, self))
+            self.inner.append(_Part(self.known, body.shapes, self))
             write_body(graph, body, self.inner[-1].converted("float32"))
         graph.update_captured()
         graph.remove_dead()

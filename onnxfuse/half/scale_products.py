@@ -23,12 +23,12 @@ from onnxfuse.passes.emit import emit
 ROOM: Final = 6  # bits between the smallest normal number and the largest of the scaled operand
 
 
-def scale_products(graph: Graph, shapes: ShapeInfo, ranges: Mapping[str, Range], weights: Weights) -> dict[str, Range]:
+def scale_products(shapes: ShapeInfo, ranges: Mapping[str, Range], weights: Weights) -> dict[str, Range]:
     """Bring products with weights into range; return the ranges of the tensors that this made, which may be none.
 
     What half precision cannot hold of the weights themselves stays as it is.
     """
-    made: dict[str, Range] = {}
+    graph, made = shapes.graph, dict[str, Range]()
     for node in [node for node in graph.nodes if op_of(node) == "MatMul"]:
         if not (bits := _bits(graph, ranges, weights, node)):
             continue

@@ -15,12 +15,12 @@ from onnxfuse.passes.scale_operand import scale_operand
 SCALINGS: Final = frozenset({"Mul", "Div"})
 
 
-def scale_queries(graph: Graph, shapes: ShapeInfo, ranges: Mapping[str, Range], weights: Weights) -> dict[str, Range]:
+def scale_queries(shapes: ShapeInfo, ranges: Mapping[str, Range], weights: Weights) -> dict[str, Range]:
     """Scale queries so that scores are in range; return the ranges of the scaled queries, which may be none.
 
     MatMul(q, k) * s becomes MatMul(q * s, k), which is what the bodies and kernels of fused attention compute.
     """
-    made: dict[str, Range] = {}
+    graph, made = shapes.graph, dict[str, Range]()
     for product in [node for node in graph.nodes if op_of(node) == "MatMul"]:
         scores, queries = product.outputs[0], product.inputs[0]
         scaling = graph.sole_consumer(scores)

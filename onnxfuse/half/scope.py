@@ -23,8 +23,12 @@ LARGE_WEIGHT = 4096  # elements: a product with such a constant is one of featur
 class Scope:
     """A sorted graph, and what is known of the tensors that its nodes read and write."""
 
-    graph: Graph
     shapes: ShapeInfo
+
+    @property
+    def graph(self) -> Graph:
+        """The graph."""
+        return self.shapes.graph
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:

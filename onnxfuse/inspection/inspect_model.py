@@ -11,7 +11,7 @@ from typing import Final
 import onnx
 from onnx import TensorProto
 
-from onnxfuse.analysis.shape_inference import infer_shapes
+from onnxfuse.analysis.shape_inference import read_and_infer
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.inspection.ort_kernels import ORT_DOMAINS, ort_kernels
 from onnxfuse.inspection.placement import Placement, place
@@ -23,7 +23,6 @@ from onnxfuse.ir.inline_functions import inline_functions
 from onnxfuse.ir.load import load
 from onnxfuse.ir.node import Node, op_of
 from onnxfuse.ir.protos import is_control_flow, nodes, tensors
-from onnxfuse.ir.serde import read_graph
 from onnxfuse.ir.validate import ONNX_DOMAINS, element_count, size_of
 from onnxfuse.passes.folded import node_label
 from onnxfuse.report.blocks import Block as Repeated
@@ -95,9 +94,8 @@ def inspect_model(path: Path) -> Inspection:
     """Inspect a model file.  Raises ModelError if it cannot be read."""
     model, folder = load(path)
     inlined = inline_functions(model).model
-    graph = read_graph(inlined, folder)
-    graph.sort()
-    shapes = infer_shapes(graph)
+    shapes = read_and_infer(inlined, folder)
+    graph = shapes.graph
     kernels = ort_kernels()
     placed = place(graph, shapes, kernels)
     weights = _weights(model)

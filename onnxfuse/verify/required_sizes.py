@@ -12,11 +12,10 @@ from typing import Final
 
 import onnx
 
-from onnxfuse.analysis.shape_inference import infer_shapes
+from onnxfuse.analysis.shape_inference import read_and_infer
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.protos import nodes
-from onnxfuse.ir.serde import read_graph
 from onnxfuse.verify.inputs import Input
 
 OPERATORS: Final = frozenset({"Conv", "ConvTranspose", "FusedConv"})
@@ -42,8 +41,6 @@ def _completed(each: Input, known: Sequence[object] | None) -> Input:
 def inferred_shapes(model: onnx.ModelProto, folder: Path | None) -> ShapeInfo | None:
     """Return what is known of the tensors of a model; None if it cannot be read.  `folder` has its external data."""
     try:
-        graph = read_graph(model, folder)
-        graph.sort()
+        return read_and_infer(model, folder)
     except ModelError:  # of fused nodes of another version, or of a cycle
         return None
-    return infer_shapes(graph)
