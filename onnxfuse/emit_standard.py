@@ -12,9 +12,9 @@ import onnx
 from onnxfuse.errors import ModelError
 from onnxfuse.fuse_model import FusedModel
 from onnxfuse.ir.attributes import schema
-from onnxfuse.ir.convert_opset import convert_opset, lower_opset, opset_of
+from onnxfuse.ir.convert_opset import convert_opset, lower_opset
 from onnxfuse.ir.domain import DOMAIN, is_fused
-from onnxfuse.ir.protos import nodes
+from onnxfuse.ir.protos import nodes, opset_of
 from onnxfuse.report.standard import Standard, WrittenAs
 from onnxfuse.report.traffic import Traffic
 from onnxfuse.rewrite.function_body import REFUSED

@@ -31,11 +31,10 @@ from onnxfuse.half.scale_queries import scale_queries
 from onnxfuse.half.suspects import suspects
 from onnxfuse.half.weights import Weights
 from onnxfuse.half.widening import fewest
-from onnxfuse.ir.convert_opset import convert_opset, describe_change, opset_of, state_ir_version
+from onnxfuse.ir.convert_opset import convert_opset, describe_change, state_ir_version
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS, Array
-from onnxfuse.ir.protos import nodes
+from onnxfuse.ir.protos import ONNX_DOMAINS, nodes, opset_of
 from onnxfuse.ir.serde import write_model
-from onnxfuse.ir.validate import ONNX_DOMAINS
 from onnxfuse.steps import LeftOut, attempt
 from onnxfuse.verify.compare import compare_with
 from onnxfuse.verify.cpu_session import open_session, run

@@ -21,12 +21,12 @@ from onnxfuse.errors import ModelError, UsageError, VerificationError
 from onnxfuse.fuse_model import Check, FusedModel, Progress, Regions, Settings, StageTimer, fuse_model
 from onnxfuse.half.result import HalfResult
 from onnxfuse.halving import Halving, Request, request
-from onnxfuse.ir.convert_opset import describe_change, opset_of
+from onnxfuse.ir.convert_opset import describe_change
 from onnxfuse.ir.digest import graph_digest
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.file_bytes import file_bytes
 from onnxfuse.ir.load import load
-from onnxfuse.ir.protos import nodes
+from onnxfuse.ir.protos import nodes, opset_of
 from onnxfuse.layout.assign import LAYOUT
 from onnxfuse.layout.conversion import Layout
 from onnxfuse.layout.fusions import LAYOUT_FUSIONS

@@ -20,9 +20,8 @@ from test_optimize import BLOCK, parse
 from test_unfuse import fusions, operators
 
 import onnxfuse
-from onnxfuse.ir.convert_opset import opset_of
 from onnxfuse.ir.domain import DOMAIN
-from onnxfuse.ir.protos import nodes
+from onnxfuse.ir.protos import nodes, opset_of
 
 LOOP = """g (float[b,8] x, int64 m) => (float[b,8] y) <float[8,8] w, float[8] c, bool go = {1}> {
     y = Loop <body = step (int64 i, bool p, float[b,8] s) => (bool q, float[b,8] t) {

@@ -10,8 +10,7 @@ import onnx.numpy_helper
 from onnx.external_data_helper import uses_external_data
 
 from onnxfuse.ir.graph import OPSET_OF_UNCUT_SLICES
-from onnxfuse.ir.protos import graphs, nodes
-from onnxfuse.ir.validate import ONNX_DOMAINS
+from onnxfuse.ir.protos import ONNX_DOMAINS, graphs, nodes
 
 TO_THE_END: Final = 2**31 - 1  # exporters write this, or the largest int64, as the end of a slice that takes the rest
 ENDS, STEPS = 2, 4  # inputs of a Slice

@@ -13,8 +13,7 @@ from onnx import TensorProto
 from onnxfuse.algebra.size_parser import is_name, parse_size
 from onnxfuse.algebra.sizes import UNKNOWN, Size
 from onnxfuse.analysis.backward_slices import hide_ambiguous_ends
-from onnxfuse.ir.protos import nodes, overridable_initializers, subgraphs
-from onnxfuse.ir.validate import ONNX_DOMAINS
+from onnxfuse.ir.protos import ONNX_DOMAINS, nodes, opset_of, overridable_initializers, subgraphs
 
 MAX_COPIED_BYTES = 1024  # of a constant in the copy that onnx infers from; inference reads small ones only
 EXPAND_BOUNDED_SINCE = 13  # the opset; before, onnx makes a dimension of each element of a target, be they 10^9
@@ -97,7 +96,7 @@ def _hide_results_of_branches(model: onnx.ModelProto, inferred: onnx.GraphProto)
 
     onnx gives an If the shape of one branch there if it does not know that of the other one.
     """
-    opset = next((each.version for each in model.opset_import if each.domain in ONNX_DOMAINS), 0)
+    opset = opset_of(model)
     branching = [
         node
         for node in (model.graph.node if opset < BRANCHES_JOINED_SINCE else ())

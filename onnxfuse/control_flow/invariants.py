@@ -13,7 +13,7 @@ import onnx
 from onnxfuse.control_flow.inputs import FIRST_SCAN_WITHOUT_BATCH, carried
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, has_subgraph, op_of, producer
-from onnxfuse.ir.protos import graphs, nodes
+from onnxfuse.ir.protos import ONNX_DOMAINS, graphs, nodes
 from onnxfuse.passes.folded import Folded, node_label
 
 FIRST_LOOP_OF_NOTHING: Final = 11  # the opset from which a Loop may carry nothing
@@ -39,7 +39,7 @@ def read_invariants_outside(graph: Graph) -> list[Folded]:
 
 def _invariants(graph: Graph, node: Node, body: onnx.GraphProto) -> dict[int, Tensor]:
     """Return what a body hands on as it gets it, by its place among what is carried."""
-    copies = {n.output[0]: n.input[0] for n in body.node if n.op_type == "Identity" and n.domain in ("", "ai.onnx")}
+    copies = {n.output[0]: n.input[0] for n in body.node if n.op_type == "Identity" and n.domain in ONNX_DOMAINS}
     names = [value.name for value in body.input]
     results = [value.name for value in body.output][_leading_results(node) :]
     # onnxruntime 1.31 refuses a body whose DequantizeLinear reads weights and scales from outside, before a MatMul.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 import onnx
 
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.node import op_of
-from onnxfuse.ir.protos import copy_without, graphs, is_control_flow, subgraphs
+from onnxfuse.ir.protos import copy_without, defined_names, graphs, is_control_flow, subgraphs
 
 
 def with_known_branches(model: onnx.ModelProto, shapes: ShapeInfo) -> tuple[onnx.ModelProto, list[onnx.NodeProto]]:
@@ -59,17 +59,10 @@ def _take(graph: onnx.GraphProto, node: onnx.NodeProto, branch: onnx.GraphProto)
 
 def _defined(*parts: onnx.GraphProto) -> set[str]:
     """Return the names of the tensors that graphs, and those inside them, define."""
-    return {name for part in graphs(*parts) for name in _names(part)}
+    return set[str]().union(*map(defined_names, graphs(*parts)))
 
 
 def _defined_beside(graph: onnx.GraphProto, one: onnx.NodeProto) -> Collection[str]:
     """Return the names that a graph defines without the subgraphs of one of its nodes."""
     others = [inner for node in graph.node if node is not one for inner in subgraphs(node)]
-    return _defined(*others).union(_names(graph))
-
-
-def _names(graph: onnx.GraphProto) -> Iterator[str]:
-    yield from (value.name for value in graph.input)
-    yield from (tensor.name for tensor in graph.initializer)
-    yield from (tensor.values.name for tensor in graph.sparse_initializer)
-    yield from (name for node in graph.node for name in node.output if name)
+    return _defined(*others) | defined_names(graph)

@@ -11,7 +11,6 @@ import numpy as np
 import onnx
 import onnx.numpy_helper
 from onnx import TensorProto
-from onnx.external_data_helper import uses_external_data
 
 from onnxfuse.analysis.shape_inference import read_and_infer
 from onnxfuse.analysis.shape_info import ShapeInfo
@@ -25,7 +24,7 @@ from onnxfuse.half.weights import ScratchFolder
 from onnxfuse.ir.graph import constant_value
 from onnxfuse.ir.graphsurgeon import constant_of, copy_of, new_node
 from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, is_constant, is_outer, op_of
-from onnxfuse.ir.protos import tensors
+from onnxfuse.ir.protos import has_external_data
 from onnxfuse.ir.serde import write_model
 from onnxfuse.passes.folded import node_label
 
@@ -53,7 +52,7 @@ def convert(model: onnx.ModelProto, known: Known, io: Io = "float32") -> Convert
     io  "half" converts the graph's inputs and outputs too
     """
     weights = known.weights
-    if any(uses_external_data(t) for t in tensors(model.graph, *model.functions)):
+    if has_external_data(model):
         weights.scratch = ScratchFolder()
     main = _Part(known, read_and_infer(model, weights.folder))
     written = main.converted(io)

@@ -16,10 +16,9 @@ from onnx import TensorProto
 
 from onnxfuse.half.operators import BROADCAST_MAX_OPSET
 from onnxfuse.half.precision import REAL
-from onnxfuse.ir.convert_opset import opset_of
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.execution_order import reads
-from onnxfuse.ir.protos import copy_without
+from onnxfuse.ir.protos import copy_without, opset_of
 from onnxfuse.ir.validate import size_of
 from onnxfuse.verify.cpu_session import open_session, run
 

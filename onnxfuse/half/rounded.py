@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import onnx
-from onnx.external_data_helper import uses_external_data
 
 from onnxfuse.half.precision import Precision
 from onnxfuse.half.weights import ScratchFolder, Weights
 from onnxfuse.ir.dtypes import FLOAT_BITS, Array
-from onnxfuse.ir.protos import graphs, replace_tensors, subgraphs, tensors
+from onnxfuse.ir.protos import graphs, has_external_data, replace_tensors, subgraphs
 from onnxfuse.verify.noise import move_by_rounding
 
 
@@ -24,7 +23,7 @@ def with_moved_weights(
     draw  another one has other directions
     """
     weights = Weights(folder, precision)
-    if any(uses_external_data(tensor) for tensor in tensors(plain.graph, *plain.functions)):
+    if has_external_data(plain):
         weights.scratch = ScratchFolder()
     result = replace_tensors(plain, lambda tensor: weights.moved(tensor, draw))
     for part in graphs(*(inner for node in result.graph.node for inner in subgraphs(node))):

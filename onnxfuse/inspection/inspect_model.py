@@ -15,15 +15,14 @@ from onnxfuse.analysis.shape_inference import read_and_infer
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.inspection.ort_kernels import ORT_DOMAINS, ort_kernels
 from onnxfuse.inspection.placement import Placement, place
-from onnxfuse.ir.convert_opset import opset_of
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.file_bytes import file_bytes
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.inline_functions import inline_functions
 from onnxfuse.ir.load import load
 from onnxfuse.ir.node import Node, op_of
-from onnxfuse.ir.protos import is_control_flow, nodes, tensors
-from onnxfuse.ir.validate import ONNX_DOMAINS, element_count, size_of
+from onnxfuse.ir.protos import ONNX_DOMAINS, is_control_flow, nodes, operator_name, opset_of, tensors
+from onnxfuse.ir.validate import element_count, size_of
 from onnxfuse.passes.folded import node_label
 from onnxfuse.report.blocks import Block as Repeated
 from onnxfuse.report.blocks import Blocks, Item, find_blocks
@@ -101,7 +100,7 @@ def inspect_model(path: Path) -> Inspection:
     weights = _weights(model)
     constants = {t.name for t in model.graph.initializer}
     inputs = tuple(_value(value) for value in model.graph.input if value.name not in constants)
-    operators = Counter(op_name(node) for node in nodes(model.graph))
+    operators = Counter(operator_name(node) for node in nodes(model.graph))
     findings = (
         *_without_kernel(placed),
         *_of_libraries(graph, inlined),
@@ -118,11 +117,6 @@ def inspect_model(path: Path) -> Inspection:
 
 
 # --- what it is -------------------------------------------------------------------------------------------------------
-
-
-def op_name(node: onnx.NodeProto) -> str:
-    """Return the operator of a node, with its domain where that is not ONNX's."""
-    return f"{node.domain}::{node.op_type}" if node.domain and node.domain != "ai.onnx" else node.op_type
 
 
 def _value(value: onnx.ValueInfoProto) -> Value:
@@ -151,7 +145,7 @@ def _blocks(model: onnx.ModelProto) -> Iterator[Block]:
     listed = [node for node in model.graph.node if node.op_type != "Constant"]
     makers = {name: i for i, node in enumerate(listed) for name in node.output}
     reads = [[makers[name] for name in node.input if name in makers] for node in listed]
-    found = find_blocks([op_name(node) for node in listed], reads) if listed else Blocks((), ())
+    found = find_blocks([operator_name(node) for node in listed], reads) if listed else Blocks((), ())
     blocks = [(found.order[_first(one)], one) for one in _repeated(found.items)]
     for index, one in sorted(blocks, key=lambda pair: pair[0]):
         if one.copies * one.length >= MIN_COVERED:

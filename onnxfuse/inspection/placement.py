@@ -17,7 +17,7 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.inspection.ort_kernels import ORT_DOMAINS, OrtKernels
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, has_subgraph, is_constant, op_of, producer
-from onnxfuse.ir.validate import ONNX_DOMAINS
+from onnxfuse.ir.protos import ONNX_DOMAINS
 from onnxfuse.regions.host import HOST_INPUTS, SEEDS
 
 SMALL: Final = 100  # elements of a constant that may be read on the host

@@ -19,15 +19,19 @@ from onnxfuse.errors import ModelError
 from onnxfuse.ir.attributes import schema
 from onnxfuse.ir.inline_functions import inline_functions
 from onnxfuse.ir.opset_adapters import ADAPTERS, LACKING, NEUTRAL_DEFAULTS, Place, Refused, Surroundings
-from onnxfuse.ir.protos import graphs, nodes, overridable_initializers, subgraphs, tensors, without_initializers
-from onnxfuse.ir.validate import DTYPE_ATTRIBUTES, ONNX_DOMAINS, label
+from onnxfuse.ir.protos import (
+    ONNX_DOMAINS,
+    graphs,
+    nodes,
+    opset_of,
+    overridable_initializers,
+    subgraphs,
+    tensors,
+    without_initializers,
+)
+from onnxfuse.ir.validate import DTYPE_ATTRIBUTES, label
 
 OLDEST_IR_VERSION: Final = 4  # before it, initializers have to be among the inputs
-
-
-def opset_of(model: onnx.ModelProto | onnx.FunctionProto) -> int:
-    """Return the version of the ONNX domain; 0 if it is not imported."""
-    return next((each.version for each in model.opset_import if each.domain in ONNX_DOMAINS), 0)
 
 
 def convert_opset(model: onnx.ModelProto, opset: int, *, has_to_run: bool = True) -> onnx.ModelProto:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import onnx
 
-from onnxfuse.ir.protos import graphs, subgraphs
+from onnxfuse.ir.protos import defined_names, graphs, subgraphs
 
 
 def reads(node: onnx.NodeProto) -> Iterator[str]:
@@ -22,8 +22,7 @@ def outer_reads(graph: onnx.GraphProto) -> Iterator[str]:
 
     A name that the subgraph defines is its own, even if the graph around it has a tensor of this name.
     """
-    own = {i.name for i in graph.input} | {t.name for t in graph.initializer}
-    own |= {t.values.name for t in graph.sparse_initializer} | {o for n in graph.node for o in n.output}
+    own = defined_names(graph)
     for node in graph.node:
         yield from (name for name in reads(node) if name not in own)
     yield from (o.name for o in graph.output if o.name not in own)

@@ -14,8 +14,15 @@ import onnx.inliner
 
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.domain import DOMAIN, is_fused
-from onnxfuse.ir.protos import NodeContainer, copy_without, nodes, subgraphs, without_initializers
-from onnxfuse.ir.validate import ONNX_DOMAINS
+from onnxfuse.ir.protos import (
+    ONNX_DOMAINS,
+    NodeContainer,
+    copy_without,
+    nodes,
+    opset_of,
+    subgraphs,
+    without_initializers,
+)
 
 Key: TypeAlias = tuple[str, str, str]  # domain, name and overload
 
@@ -63,7 +70,7 @@ def _inlined(
     for key, function in functions.items():
         if key not in kept:
             light.functions.add().CopyFrom(function)
-            _import_opset(light.functions[-1], _opset(model))
+            _import_opset(light.functions[-1], opset_of(model))
     for part in (light.graph, *light.functions):
         _state_defaults(part, functions)
     result = onnx.inliner.inline_local_functions(light)
@@ -178,10 +185,6 @@ def _depth(part: NodeContainer, depths: Mapping[Key, int]) -> int:
         called = depths.get((node.domain, node.op_type, node.overload), 0)
         found = max(found, called, *(1 + _depth(inner, depths) for inner in subgraphs(node)))
     return found
-
-
-def _opset(part: onnx.ModelProto | onnx.FunctionProto) -> int:
-    return next((o.version for o in part.opset_import if o.domain in ONNX_DOMAINS), 0)
 
 
 def _import_opset(function: onnx.FunctionProto, opset: int) -> None:

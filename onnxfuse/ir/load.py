@@ -16,8 +16,8 @@ from onnx.external_data_helper import uses_external_data
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.execution_order import in_execution_order, reads
 from onnxfuse.ir.inline_functions import check_expanded
-from onnxfuse.ir.protos import nodes, replace_tensors, subgraphs, tensors
-from onnxfuse.ir.validate import ONNX_DOMAINS, label, size_of, validate
+from onnxfuse.ir.protos import ONNX_DOMAINS, nodes, opset_of, replace_tensors, subgraphs, tensors
+from onnxfuse.ir.validate import label, size_of, validate
 
 SUPPORTED_OPSETS = range(7, 25)
 SUPPORTED_TEXT = f"{SUPPORTED_OPSETS[0]} to {SUPPORTED_OPSETS[-1]}"
@@ -95,7 +95,7 @@ def _check(model: onnx.ModelProto, folder: Path | None, name: str) -> None:
         raise ModelError(f"{name} has an empty graph; expected at least one node")
     if not model.graph.output:
         raise ModelError(f"{name} has no graph output; expected at least one")
-    versions = [o.version for o in model.opset_import if o.domain in ("", "ai.onnx")]
+    versions = [o.version for o in model.opset_import if o.domain in ONNX_DOMAINS]
     if not versions and any(n.domain in ONNX_DOMAINS for n in nodes(model.graph)):
         raise ModelError(f"{name} imports no opset of the ONNX domain; expected one of {SUPPORTED_TEXT}")
     if versions and versions[0] not in SUPPORTED_OPSETS:
@@ -139,7 +139,7 @@ def _check_operators(model: onnx.ModelProto, name: str) -> None:
     """Raise ModelError for a node of the ONNX domain whose operator the opset does not have."""
     local = {(f.domain, f.name) for f in model.functions}
     for part in (model.graph, *model.functions):
-        opset = _opset(part if isinstance(part, onnx.FunctionProto) else model)
+        opset = opset_of(part if isinstance(part, onnx.FunctionProto) else model)
         for node in nodes(part):
             if node.domain in ONNX_DOMAINS and opset and not (
                 _has_operator(node.op_type, opset) or (node.domain, node.op_type) in local
@@ -159,16 +159,11 @@ def _has_operator(op: str, opset: int) -> bool:
         return False
 
 
-def _opset(model: onnx.ModelProto | onnx.FunctionProto) -> int:
-    """Return the version of the ONNX domain; 0 if it is not imported."""
-    return next((o.version for o in model.opset_import if o.domain in ONNX_DOMAINS), 0)
-
-
 def _hide_from_checker(outline: onnx.ModelProto) -> None:
     """Move the nodes that onnxruntime accepts in the ONNX domain, but ONNX does not, to a domain without schemas."""
     for part in (outline.graph, *outline.functions):
         owner = part if isinstance(part, onnx.FunctionProto) else outline
-        opset = _opset(owner)
+        opset = opset_of(owner)
         hidden = [
             node for node in nodes(part)
             if node.domain in ONNX_DOMAINS and node.op_type in ONNXRUNTIME_OPERATORS

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import onnx
 from onnx.external_data_helper import uses_external_data
 
 from onnxfuse.algebra.operators import CONTROL_FLOW
+
+ONNX_DOMAINS: Final = ("", "ai.onnx")
 
 
 class NodeContainer(Protocol):
@@ -44,7 +46,24 @@ def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 
 def is_control_flow(node: onnx.NodeProto) -> bool:
     """Return whether a node is an If, Loop or Scan, the meaning of whose subgraphs ONNX defines."""
-    return node.op_type in CONTROL_FLOW and node.domain in ("", "ai.onnx")
+    return node.op_type in CONTROL_FLOW and node.domain in ONNX_DOMAINS
+
+
+def operator_name(node: onnx.NodeProto) -> str:
+    """Return `Add` for an operator of ONNX, and `domain::Add` for others, as `op_of` does for nodes of a graph."""
+    return node.op_type if node.domain in ONNX_DOMAINS else f"{node.domain}::{node.op_type}"
+
+
+def opset_of(part: onnx.ModelProto | onnx.FunctionProto) -> int:
+    """Return the version of the ONNX domain; 0 if it is not imported."""
+    return next((each.version for each in part.opset_import if each.domain in ONNX_DOMAINS), 0)
+
+
+def defined_names(graph: onnx.GraphProto) -> set[str]:
+    """Return the names of the tensors that a graph defines, those inside its subgraphs aside."""
+    names = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+    names |= {tensor.values.name for tensor in graph.sparse_initializer}
+    return names | {name for node in graph.node for name in node.output if name}
 
 
 def nodes(*parts: NodeContainer) -> Iterator[onnx.NodeProto]:
@@ -77,6 +96,11 @@ def tensors(*parts: NodeContainer) -> Iterator[onnx.TensorProto]:
 def _tensors_of(attributes: Iterable[onnx.AttributeProto]) -> Iterator[onnx.TensorProto]:
     for attribute in attributes:
         yield from (*([attribute.t] if attribute.HasField("t") else ()), *attribute.tensors)
+
+
+def has_external_data(model: onnx.ModelProto) -> bool:
+    """Return whether the data of a tensor at any depth, or in a function, lies in another file."""
+    return any(uses_external_data(tensor) for tensor in tensors(model.graph, *model.functions))
 
 
 def overridable_initializers(model: onnx.ModelProto) -> set[str]:

@@ -20,7 +20,7 @@ from onnx.external_data_helper import uses_external_data
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.load import EXTERNAL_THRESHOLD, PROTOBUF_LIMIT, external_range, read
 from onnxfuse.ir.plain_files import create, temporary
-from onnxfuse.ir.protos import replace_tensors, tensors
+from onnxfuse.ir.protos import has_external_data, replace_tensors, tensors
 from onnxfuse.ir.validate import size_of
 
 PAGE_BYTES = 4096  # runtimes map a tensor straight from the file if it starts on a page
@@ -90,7 +90,7 @@ def _write(model: onnx.ModelProto, target: Path, folder: Path | None) -> None:
     new_data, new_model = temporary(target), temporary(target)
     data: Path | None = None
     try:
-        has_external = any(uses_external_data(t) for t in tensors(model.graph, *model.functions))
+        has_external = has_external_data(model)
         content = None if has_external else serialize(model)
         if content is None:
             with create(new_data, target) as file:

@@ -17,7 +17,7 @@ from onnxfuse.ir.domain import DOMAIN, DOMAIN_VERSION, check_version, is_whole
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.graphsurgeon import export_node, link, share_constant, share_value, stored_value
 from onnxfuse.ir.node import Constant, Node, OuterVariable, is_constant
-from onnxfuse.ir.protos import copy_without, graphs, overridable_initializers
+from onnxfuse.ir.protos import copy_without, graphs, opset_of, overridable_initializers
 
 FOREIGN = f"not {DOMAIN}"  # the domain of such nodes in a graph; their messages keep theirs
 MIN_SHARED_BYTES = 2**20  # of a constant whose value is freed when it has been written
@@ -30,7 +30,6 @@ def read_graph(model: onnx.ModelProto, folder: Path | None = None) -> Graph:
     """
     check_version(model)
     graph = model.graph
-    opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
     defaults = overridable_initializers(model)
     linked = link(model, defaults)
     names = {n.name for n in graph.node} | defaults
@@ -38,7 +37,7 @@ def read_graph(model: onnx.ModelProto, folder: Path | None = None) -> Graph:
         names |= {t.name for t in (*part.input, *part.output, *part.initializer)}
         names |= {name for n in part.node for name in (n.name, *n.input, *n.output)}
     result = Graph(
-        linked, model, folder, opset, frozenset(defaults), frozenset(o.name for o in graph.output),
+        linked, model, folder, opset_of(model), frozenset(defaults), frozenset(o.name for o in graph.output),
         list(model.functions), names,
     )  # fmt: skip
     _remember_messages(result)

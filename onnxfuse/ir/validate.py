@@ -16,9 +16,8 @@ from onnx import AttributeProto, TensorProto
 from onnx.external_data_helper import uses_external_data
 
 from onnxfuse.errors import ModelError
-from onnxfuse.ir.protos import without_initializers
+from onnxfuse.ir.protos import ONNX_DOMAINS, without_initializers
 
-ONNX_DOMAINS: Final = ("", "ai.onnx")
 KNOWN_DTYPES: Final = frozenset(TensorProto.DataType.values()) - {TensorProto.UNDEFINED}
 PACKED_BITS: Final = {"UINT4": 4, "INT4": 4, "FLOAT4E2M1": 4, "UINT2": 2, "INT2": 2}
 MAX_DENSE_BYTES: Final = 2**31  # of a sparse tensor, which onnxruntime makes dense up to this size

@@ -23,8 +23,7 @@ from onnxfuse.errors import ModelError
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.graph import Graph, array_of
 from onnxfuse.ir.node import Node, has_subgraph, is_constant, op_of
-from onnxfuse.ir.protos import NodeContainer, OneNode, nodes, overridable_initializers, subgraphs
-from onnxfuse.ir.validate import ONNX_DOMAINS
+from onnxfuse.ir.protos import ONNX_DOMAINS, NodeContainer, OneNode, nodes, overridable_initializers, subgraphs
 from onnxfuse.passes.fold_constants import value_of_constant_node
 from onnxfuse.passes.graph_pass import graph_pass
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import onnx
 
 from onnxfuse.ir.domain import is_fused
-from onnxfuse.ir.protos import nodes
-from onnxfuse.ir.validate import ONNX_DOMAINS
+from onnxfuse.ir.protos import nodes, operator_name
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,4 @@ def count_operators(before: onnx.ModelProto, after: onnx.ModelProto) -> tuple[Op
 
 
 def _counts(model: onnx.ModelProto) -> Counter[str]:
-    return Counter(
-        node.op_type if node.domain in ONNX_DOMAINS else f"{node.domain}::{node.op_type}"
-        for node in nodes(model.graph)
-        if not is_fused(node)
-    )
+    return Counter(operator_name(node) for node in nodes(model.graph) if not is_fused(node))

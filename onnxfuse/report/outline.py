@@ -11,6 +11,7 @@ import onnx
 from onnx import AttributeProto, TensorProto
 
 from onnxfuse.ir.domain import is_fused
+from onnxfuse.ir.protos import operator_name
 
 MAX_ATTRIBUTE_CHARACTERS: Final = 80
 BOOKKEEPING: Final = frozenset({"fusion", "operands", "output_types", "attributes", "output_ranks"})  # of fused nodes
@@ -64,8 +65,7 @@ def _outline_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterable[OutlineNode]:
         inputs, outputs = tuple(filter(None, node.input)), tuple(filter(None, node.output))
         label = node.name or next(iter(outputs), "")
         fused = is_fused(node)
-        domain = "" if fused or node.domain in ("", "ai.onnx") else node.domain
-        op = f"{domain}::{node.op_type}" if domain else node.op_type
+        op = node.op_type if fused else operator_name(node)
         attributes = {each.name: text for each in node.attribute if (text := _attribute_text(each))}
         if fused:
             op = attributes.get("fusion", op)

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import onnx
-from onnx.external_data_helper import uses_external_data
 
 from onnxfuse.errors import NO_ONNXRUNTIME_TO_COMPARE, NothingRunsError, VerificationError, first_line
 from onnxfuse.ir.dtypes import Array
-from onnxfuse.ir.protos import tensors
+from onnxfuse.ir.protos import has_external_data
 from onnxfuse.ir.save import save, serialize
 from onnxfuse.verify import ort_session
 from onnxfuse.verify.own_process import BYTES_SENT, OnnxruntimeFailure, Stored, Worker, WorkerSession, current_worker
@@ -78,7 +77,7 @@ def _failures() -> Iterator[None]:
 
 def _stored(worker: Worker, model: onnx.ModelProto, folder: Path | None) -> Stored:
     content = serialize(model)
-    external = any(uses_external_data(t) for t in tensors(model.graph, *model.functions))
+    external = has_external_data(model)
     if content is not None and (external or len(content) <= BYTES_SENT):
         return Stored(content, _text(folder))
     path = worker.file_for(f"{worker.new_number()}.onnx")

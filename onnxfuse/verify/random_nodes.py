@@ -9,7 +9,7 @@ from onnx.external_data_helper import uses_external_data
 
 from onnxfuse.algebra.operators import RANDOM
 from onnxfuse.ir.dtypes import Array
-from onnxfuse.ir.protos import OneNode, nodes, tensors
+from onnxfuse.ir.protos import ONNX_DOMAINS, OneNode, nodes, tensors
 
 
 def describe_random_node(model: onnx.ModelProto, given: Mapping[str, Array], *, seeded: bool = False) -> str | None:
@@ -27,7 +27,7 @@ def describe_random_node(model: onnx.ModelProto, given: Mapping[str, Array], *, 
 
 def _draws(model: onnx.ModelProto, node: onnx.NodeProto, given: Mapping[str, Array], *, seeded: bool = False) -> bool:
     is_random = node.op_type in RANDOM or (node.op_type == "Dropout" and _is_training(model, node, given))
-    return is_random and node.domain in ("", "ai.onnx") and (seeded or all(a.name != "seed" for a in node.attribute))
+    return is_random and node.domain in ONNX_DOMAINS and (seeded or all(a.name != "seed" for a in node.attribute))
 
 
 def _described(node: onnx.NodeProto) -> str:

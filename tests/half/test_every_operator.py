@@ -16,8 +16,8 @@ import onnxfuse
 from onnxfuse.half.operators import STAY
 from onnxfuse.halving import BFLOAT16_OPSET
 from onnxfuse.ir.attributes import schema
-from onnxfuse.ir.convert_opset import opset_of
 from onnxfuse.ir.opset_adapters import LACKING
+from onnxfuse.ir.protos import opset_of
 
 OPSETS = (7, 13, 24)
 LACKS_KERNEL = "NOT_IMPLEMENTED"  # of onnxruntime's CPU provider, which has few in bfloat16

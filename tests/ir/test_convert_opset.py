@@ -20,8 +20,9 @@ from runtimes import evaluate
 
 import onnxfuse
 from onnxfuse.ir.attributes import schema
-from onnxfuse.ir.convert_opset import changes, convert_opset, lower_opset, opset_of
+from onnxfuse.ir.convert_opset import changes, convert_opset, lower_opset
 from onnxfuse.ir.opset_adapters import ADAPTERS, LACKING
+from onnxfuse.ir.protos import opset_of
 
 FIRST, LAST = 7, 24
 
