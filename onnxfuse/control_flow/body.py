@@ -41,6 +41,13 @@ class Body:
     # By the name of an input of its own: the tensor that it begins as, and the axis if it is a slice of that.
     begins: Mapping[str, tuple[str, int | None]]
 
+    @property
+    def result_shapes(self) -> list[Shape | None]:
+        """The shapes of the results; None for one that is not known."""
+        tensors = {tensor.name: tensor for tensor in self.graph.linked.inputs} | self.graph.linked.tensors()
+        names = [value.name for value in self.graph.model.graph.output]
+        return [self.shapes.shape(tensors[name]) if name in tensors else None for name in names]
+
 
 def read_bodies(graph: Graph, shapes: ShapeInfo, ops: Collection[str] = CONTROL_FLOW) -> Iterator[Body]:
     """Yield the bodies of the Ifs, Loops and Scans of a sorted graph, or of those in `ops`; none is changed yet."""

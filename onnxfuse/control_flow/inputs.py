@@ -59,6 +59,11 @@ def carried(node: Node, names: list[str]) -> Mapping[str, Tensor]:
     return {}
 
 
+def leading_results(node: Node) -> int:
+    """Return how many results a body has before those that it carries on: a Loop's, whether to go on."""
+    return 1 if op_of(node) == "Loop" else 0
+
+
 def scanned(node: Node, names: list[str]) -> Mapping[str, tuple[Tensor, int]]:
     """Return the inputs of a Scan's body that are slices, with what they are slices of, along which axis."""
     if op_of(node) != "Scan":

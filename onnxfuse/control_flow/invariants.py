@@ -10,7 +10,7 @@ from typing import Final
 
 import onnx
 
-from onnxfuse.control_flow.inputs import FIRST_SCAN_WITHOUT_BATCH, carried
+from onnxfuse.control_flow.inputs import FIRST_SCAN_WITHOUT_BATCH, carried, leading_results
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, has_subgraph, op_of, producer
 from onnxfuse.ir.protos import ONNX_DOMAINS, graphs, nodes
@@ -41,7 +41,7 @@ def _invariants(graph: Graph, node: Node, body: onnx.GraphProto) -> dict[int, Te
     """Return what a body hands on as it gets it, by its place among what is carried."""
     copies = {n.output[0]: n.input[0] for n in body.node if n.op_type == "Identity" and n.domain in ONNX_DOMAINS}
     names = [value.name for value in body.input]
-    results = [value.name for value in body.output][_leading_results(node) :]
+    results = [value.name for value in body.output][leading_results(node) :]
     # onnxruntime 1.31 refuses a body whose DequantizeLinear reads weights and scales from outside, before a MatMul.
     scales = {name for n in nodes(body) if n.op_type == "DequantizeLinear" for name in n.input[1:2]}
     found: dict[int, Tensor] = {}
@@ -64,10 +64,6 @@ def _is_lost(tensor: Tensor) -> bool:
     node = producer(tensor)
     made = producer(node.inputs[0]) if node is not None and op_of(node) == "Cast" else None
     return made is not None and op_of(made) == "Cast"
-
-
-def _leading_results(node: Node) -> int:
-    return 1 if op_of(node) == "Loop" else 0  # of the body: whether to go on
 
 
 def _is_defined(body: onnx.GraphProto, name: str, own: str) -> bool:
@@ -94,5 +90,5 @@ def _remove(graph: Graph, node: Node, index: int, invariants: Mapping[int, Tenso
             del node.outputs[place]
         del node.inputs[leading + place]
         del body.input[leading + place]
-        del body.output[_leading_results(node) + place]
+        del body.output[leading_results(node) + place]
     graph.protos[id(node)] = node, message

@@ -17,9 +17,9 @@ import onnx
 from onnxfuse.algebra.sizes import Dim, Shape, Size, symbol
 from onnxfuse.analysis.shape_inference import infer_shapes
 from onnxfuse.analysis.shape_info import OuterScope, ShapeInfo
-from onnxfuse.control_flow.inputs import carried
+from onnxfuse.control_flow.inputs import carried, leading_results
 from onnxfuse.ir.graph import Graph
-from onnxfuse.ir.node import Node, op_of
+from onnxfuse.ir.node import Node
 
 CARRIED: Final = "carried_"  # with a number: the name of a size that differs from one iteration to the next
 MAX_ROUNDS: Final = 8  # then nothing is known of the shapes of carried values
@@ -30,8 +30,7 @@ CarriedAxis: TypeAlias = tuple[str, int]  # the name of a carried value, and an 
 def infer_repeated(graph: Graph, node: Node, body: onnx.GraphProto, scope: OuterScope) -> ShapeInfo:
     """Infer the tensors of a body, whose graph is sorted, so that they hold in every iteration."""
     names = [value.name for value in body.input]
-    first_result = 1 if op_of(node) == "Loop" else 0  # a Loop's body computes first whether to go on
-    results = [value.name for value in body.output][first_result:]
+    results = [value.name for value in body.output][leading_results(node) :]
     pairs = list(zip(carried(node, names), results, strict=False))
     named: set[Size] = set()
     for _ in range(MAX_ROUNDS):

@@ -28,13 +28,11 @@ def _results(body: Body, shapes: ShapeInfo) -> dict[int, Shape | None]:
 
     Of no iterations, onnxruntime joins results to a tensor whose sizes are 0 but for those that are numbers.
     """
-    tensors = {tensor.name: tensor for tensor in body.graph.linked.inputs} | body.graph.linked.tensors()
-    source = body.graph.model.graph
-    inputs, results = ([value.name for value in values] for values in (source.input, source.output))
+    inputs, results = body.graph.linked.inputs, body.result_shapes
     carried = len(body.node.inputs) - 2
     found: dict[int, Shape | None] = {}
     for i, output in enumerate(body.node.outputs):
-        inner = body.shapes.shape(tensors[inputs[2 + i]] if i < carried else tensors[results[1 + i]])
+        inner = body.shapes.shape(inputs[2 + i]) if i < carried else results[1 + i]
         if inner is not None and i < carried:
             found[id(output)] = tuple(_outside(shapes, output, axis, size) for axis, size in enumerate(inner))
         elif inner is not None:

@@ -23,16 +23,9 @@ def keep_unequal_branches(graph: Graph, shapes: ShapeInfo) -> Collection[Node]:
     branches: dict[Node, list[Body]] = {}
     for body in read_bodies(graph, shapes, ["If"]):
         branches.setdefault(body.node, []).append(body)
-    kept = {node: found for node, found in branches.items() if not _are_equal(*map(_results, found))}
+    kept = {node: found for node, found in branches.items() if not _are_equal(*(body.result_shapes for body in found))}
     graph.fixed_names |= {name for found in kept.values() for body in found for name in body.captured}
     return kept.keys()
-
-
-def _results(body: Body) -> list[Shape | None]:
-    """Return the shapes of a body's results."""
-    tensors = {tensor.name: tensor for tensor in body.graph.linked.inputs} | body.graph.linked.tensors()
-    names = [value.name for value in body.graph.model.graph.output]
-    return [body.shapes.shape(tensors[name]) if name in tensors else None for name in names]
 
 
 def _are_equal(first: list[Shape | None], *others: list[Shape | None]) -> bool:
