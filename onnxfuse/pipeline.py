@@ -38,7 +38,7 @@ PIPELINE: tuple[Pass, ...] = (
     rules_pass("write_roots", ROOTS),  # so that a mean that is computed twice is computed once
     rules_pass("write_one_form", NO_OPS),
     normalize,  # so that patterns, and the passes below, meet each computation in one form
-    rules_pass("fill_masked_sums", MASKED_SUMS),
+    rules_pass("write_masked_sums", MASKED_SUMS),
     rules_pass("merge_fills", MASKS),  # before a fill becomes a sum
     *ATTENTION,  # after the views that normalize has composed
     canonicalize_rotations,

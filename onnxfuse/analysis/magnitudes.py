@@ -20,6 +20,7 @@ from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, produce
 MASKS_FROM: Final = 1e30  # magnitudes from here on are those of masks: beside one, a score is nothing
 # What sums of products are taken to stay below, as everything here takes scores to be nothing beside a mask.
 LARGEST_OF_PRODUCTS: Final = 1e12
+LARGEST_FLOAT32: Final = float(np.finfo(np.float32).max)
 MAX_DEPTH: Final = 24  # nodes between a tensor and what it is computed from
 MAX_ELEMENTS: Final = 2**24  # of a constant that is read
 
@@ -36,6 +37,11 @@ def is_ordinary(shapes: ShapeInfo, *tensors: Tensor) -> bool:
     """
     bounds = Bounds(shapes)
     return math.prod(max(1.0, bounds.of(each)) for each in tensors) < MASKS_FROM
+
+
+def is_bounded(shapes: ShapeInfo, tensor: Tensor) -> bool:
+    """Return whether no element of a float32 tensor is infinite or NaN, where products are taken to be finite."""
+    return Bounds(shapes).of(tensor) <= LARGEST_FLOAT32
 
 
 def holds_zero_or_one(shapes: ShapeInfo, tensor: Tensor, steps: int = MAX_DEPTH) -> bool:

@@ -28,6 +28,6 @@ ATTENTION: tuple[Pass, ...] = (
     unbroadcast_masks,  # follows the index arithmetic of masks through constants and views
 )
 # Those that write scores as attention has them, which may give other results where a masked score is not finite.
-SCORE_PASSES = frozenset({"canonicalize_scores", "extract_alibi", "fill_masked_sums"})
+SCORE_PASSES = frozenset({"canonicalize_scores", "extract_alibi", "write_masked_sums"})
 
 __all__ = ["ATTENTION", "SCORE_PASSES", "add_heads_axis"]

@@ -3,11 +3,9 @@
 Patterns know scores that are scaled at the product, then at most one bias, and one mask at the end.  Some models scale
 the sum of a product and a mask, replace scores under one mask and then add another, or add three tensors, or replace a
 bias of heads under a mask before they add it (Falcon), or replace scores under two masks one after the other
-(x-transformers), or multiply scores by a mask of 0 and 1 and add a number where that is 0 (GPT).  Factors are
-distributed over sums.  The addends are summed up first: tensors with an axis for heads, and all others.  A factor that
-differs from head to head, as in cosine attention, moves to the queries.  A Max of the lowest number and the sum of
-scores and a mask becomes one of the mask, and is left out where the mask is of finite numbers.  A causal mask that
-replaces scores becomes one that is added, because kernels know by place which numbers such a mask holds.
+(x-transformers).  Factors are distributed over sums.  The addends are summed up first: tensors with an axis for heads,
+and all others.  A factor that differs from head to head, as in cosine attention, moves to the queries.  A causal mask
+that replaces scores becomes one that is added, because kernels know by place which numbers such a mask holds.
 
 A key that two masks leave out keeps the score that the model gives it, because it has weight in a row without a key
 that counts, as padding on the left makes them: the sum of two lowest numbers is -inf, and one of them is not.  So a
@@ -28,7 +26,7 @@ from onnx.helper import tensor_dtype_to_np_dtype
 
 from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.index_formulas import AtMostZero, causal_mask_value, negated
-from onnxfuse.analysis.magnitudes import Bounds, is_ordinary
+from onnxfuse.analysis.magnitudes import LARGEST_FLOAT32, is_ordinary
 from onnxfuse.analysis.mask_values import IndexAnalysis
 from onnxfuse.analysis.scores import HEADS_AXIS, MAX_STEPS, nodes_before, softmaxes_of_attention
 from onnxfuse.analysis.shape_info import ShapeInfo
@@ -43,7 +41,6 @@ from onnxfuse.patterns._attention import SWALLOWS_SCORES
 
 MAX_ADDENDS: Final = 2  # that a fused attention takes
 QUERIES_AXIS: Final = -2
-LARGEST: Final = float(np.finfo(np.float32).max)
 # By operator: the places of an operand that may be scores, and of the one that is added, a factor or a fill.
 OPERANDS: Final = {
     "Add": ((0, 1), (1, 0)), "Sub": ((0, 1),), "Mul": ((0, 1), (1, 0)), "Div": ((0, 1),), "Where": ((1, 2), (2, 1)),
@@ -118,9 +115,6 @@ def canonicalize_scores(graph: Graph, shapes: ShapeInfo) -> int:
 def _rewrite(graph: Graph, shapes: ShapeInfo, analysis: Callable[[], IndexAnalysis], softmax: Node) -> bool:
     """Rewrite the scores that a Softmax reads; return whether they were."""
     tensor = softmax.inputs[0]
-    if (unlimited := _without_lowest(graph, shapes, tensor)) is not None:
-        softmax.inputs[0] = unlimited
-        return True
     if shapes.dtype(tensor) not in FUSIBLE_FLOATS or shapes.shape(tensor) is None:
         return False
     scores = parse_scores(graph, shapes, tensor)
@@ -217,32 +211,7 @@ def _is_replaced_after_diagonal(shapes: ShapeInfo, analysis: Callable[[], IndexA
     return isinstance(seen, AtMostZero) and seen in (value, *map(analysis().value, joined))
 
 
-# --- limits and factors -----------------------------------------------------------------------------------------------
-
-
-def _without_lowest(graph: Graph, shapes: ShapeInfo, scores: Tensor) -> Tensor | None:
-    """Return scores without the Max with the lowest finite number, which is taken of the mask that is added instead.
-
-    That is the same for scores that a number below -1e30 swallows, and changes infinite ones.  A mask of finite numbers
-    needs no Max.  Scores under another mask as well may be -inf, which becomes the number of a key that one mask leaves
-    out.
-    """
-    node = producer(scores)
-    if node is None or op_of(node) != "Max" or len(node.inputs) != 2 or shapes.dtype(scores) != TensorProto.FLOAT:
-        return None
-    for tensor, number in (node.inputs, node.inputs[::-1]):
-        total = producer(tensor)
-        if total is None or op_of(total) != "Add" or constant_number(graph, number) != -LARGEST:
-            continue
-        sides = [side for side in (total.inputs, total.inputs[::-1]) if is_ordinary(shapes, side[1])]
-        if any(Bounds(shapes).of(mask) <= LARGEST for mask, _ in sides):
-            return tensor
-        for mask, product in sides:
-            if parse_scores(graph, shapes, product) is not None and graph.sole_consumer(tensor) is not None:
-                limited = write(graph, shapes, "Max", [mask, number], f"{mask.name}_limited")
-                stem, shape = f"{tensor.name}_limited", shapes.shape(tensor)
-                return emit(graph, shapes, "Add", [product, limited], stem, shape, TensorProto.FLOAT)
-    return None
+# --- factors of heads -------------------------------------------------------------------------------------------------
 
 
 def _scale_queries(graph: Graph, shapes: ShapeInfo, scores: Tensor) -> bool:
@@ -351,6 +320,6 @@ class _Writer:
         return write(self.graph, self.shapes, "Mul", [tensor, self._constant(f"{stem}_factor", factor)], stem)
 
     def _constant(self, stem: str, number: float) -> Tensor:
-        rounded = number if abs(number) <= LARGEST else math.copysign(math.inf, number)
+        rounded = number if abs(number) <= LARGEST_FLOAT32 else math.copysign(math.inf, number)
         dtype = tensor_dtype_to_np_dtype(self.shapes.dtype(self.end))
         return self.graph.constant(stem, np.array(rounded, dtype))

@@ -17,6 +17,7 @@ Relation: TypeAlias = Callable[..., bool]  # between operands, or between two si
 #   is_multiple(a, b)    operand a is operand b times a constant
 #   share_symbols(m, n)  dimensions m and n depend on a symbol in common, so that they may be equal
 #   is_ordinary(a, ...)  the product of operands holds no number as masks have it, such as -3.4e38
+#   is_bounded(a)        no element of operand a is infinite or NaN, where products are taken to be finite
 #   is_finite(a)         operand a is a constant without NaN and infinity
 #   broadcasts_to(a, b)  the shape of operand a broadcasts to the shape of b without changing it
 #   begins_with_one(a)   operand a has several axes, the first of them of size 1
@@ -25,7 +26,7 @@ Relation: TypeAlias = Callable[..., bool]  # between operands, or between two si
 #   is_made_by(a, *ops)  one of the operators computes operand a
 #   has_readers(a)       more than one node reads operand a
 RELATIONS: Final = (
-    "is_multiple", "share_symbols", "is_ordinary", "is_finite", "broadcasts_to", "begins_with_one",
+    "is_multiple", "share_symbols", "is_ordinary", "is_bounded", "is_finite", "broadcasts_to", "begins_with_one",
     "holds_zero_or_one", "is_triangle", "is_made_by", "has_readers",
 )  # fmt: skip
 

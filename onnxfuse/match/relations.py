@@ -9,7 +9,7 @@ import numpy as np
 
 from onnxfuse.algebra.sizes import Size, symbols
 from onnxfuse.analysis.index_formulas import AtMostZero
-from onnxfuse.analysis.magnitudes import holds_zero_or_one, is_ordinary
+from onnxfuse.analysis.magnitudes import holds_zero_or_one, is_bounded, is_ordinary
 from onnxfuse.dsl.guards import Relation
 from onnxfuse.ir.graph import constant_value
 from onnxfuse.ir.node import Tensor, is_constant, op_of
@@ -67,6 +67,7 @@ def relations(m: MatchContext) -> Mapping[str, Relation]:
         "is_multiple": is_multiple,
         "share_symbols": share_symbols,
         "is_ordinary": partial(is_ordinary, m.shapes),
+        "is_bounded": partial(is_bounded, m.shapes),
         "is_finite": partial(is_finite, m),
         "broadcasts_to": partial(broadcasts_to, m),
         "begins_with_one": partial(begins_with_one, m),

@@ -10,6 +10,7 @@ from onnx import TensorProto
 from onnxfuse.dsl.declaration import Rewrite, Rules, require, rewrite
 from onnxfuse.dsl.terms import Term
 from onnxfuse.dsl.words import computed, op, scalar, tensor, when
+from onnxfuse.patterns._attention import SWALLOWS_SCORES
 
 SCORES: Final = (2, 3, 4, 5)
 
@@ -50,5 +51,19 @@ def masked_sum(scores: Term = tensor(), mask: Term = tensor(), number: Term = sc
     yield op.Add(masked, lifted), op.Where(kept, scores, computed(lambda number: -number))
 
 
+@rewrite(of_scores=True, example={"scores": SCORES, "mask": (2, 1, 4, 5), "number": -math.inf})
+def limited_sum(scores: Term = tensor(), mask: Term = tensor(), number: Term = scalar()) -> Rules:
+    """The larger of a sum of scores and a mask, and a number that is lower than scores, is a sum with a larger mask.
+
+    This changes infinite scores.  A mask of finite numbers is added as it is.  Scores under another mask as well may be
+    -inf, which becomes the number of a key that one mask leaves out (OPT).
+    """
+    require("the number swallows scores that are added to it", lambda number: number < SWALLOWS_SCORES)
+    require("scores hold no numbers of masks", lambda scores, is_ordinary: is_ordinary(scores))
+    limited = op.Max(op.Add(scores, mask), number)
+    yield when(limited, "the mask is finite", lambda mask, is_bounded: is_bounded(mask)), op.Add(scores, mask)
+    yield limited, op.Add(scores, op.Max(mask, number))
+
+
 MASKS: Final[tuple[Rewrite, ...]] = merge_fills
-MASKED_SUMS: Final[tuple[Rewrite, ...]] = masked_sum
+MASKED_SUMS: Final[tuple[Rewrite, ...]] = (*masked_sum, *limited_sum)

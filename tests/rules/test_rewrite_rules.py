@@ -26,7 +26,8 @@ from onnxfuse.rules.no_ops import NO_OPS
 from onnxfuse.rules.roots import ROOTS
 
 RULES = (*ACTIVATIONS, *MASKED_SUMS, *MASKS, *NO_OPS, *PATCHES, *ROOTS)
-ASSUMED = ("is_made_by", "has_readers", "holds_zero_or_one", "is_triangle")  # to choose among equal forms, or drawn so
+# Conditions that choose among equal forms, or that hold for the values that are drawn.
+ASSUMED = ("is_made_by", "is_ordinary", "is_bounded", "has_readers", "holds_zero_or_one", "is_triangle")
 by_rule = pytest.mark.parametrize("rule", RULES, ids=[f"{rule.left.name}-{index}" for index, rule in enumerate(RULES)])
 
 
