@@ -18,9 +18,9 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from onnxfuse.algebra.operators import VIEWS
-from onnxfuse.algebra.sizes import Dim, evaluate, symbol
+from onnxfuse.algebra.sizes import Dim, evaluate, product, symbol
 from onnxfuse.algebra.sizes import Size as DimSize
-from onnxfuse.analysis import layout
+from onnxfuse.algebra.view_layouts import parse_arrangement
 from onnxfuse.analysis.shape_inference import infer_shapes
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.dsl.guards import Guard
@@ -189,7 +189,7 @@ def _axes(spelling: Spelling, operand: Capture) -> list[tuple[str, ...]] | None:
         return [() if is_thin else (name,) for name, is_thin in zip(names, thin, strict=True)][kept:]
     for term in spelling.terms:
         if isinstance(term, Rearrange) and term.inner.unwrapped is operand:
-            return list(layout.parse_arrangement(term.pattern, spelling.leading).source)
+            return list(parse_arrangement(term.pattern, spelling.leading).source)
     return None
 
 
@@ -431,7 +431,7 @@ def _shape(
         return shape if not isinstance(batch, Dim) or is_weight else (batch, *shape[1:])
     leading = {f"...{i}": size for i, size in enumerate(dims["..."])}
     known = {**dims, **leading, "1": 1}
-    return tuple(layout.product([known[name] for name in names]) for names in axes)
+    return tuple(product([known[name] for name in names]) for names in axes)
 
 
 def _parted(spelling: Spelling) -> dict[str, Rearrange]:
@@ -442,8 +442,8 @@ def _parted(spelling: Spelling) -> dict[str, Rearrange]:
 
 def _part(spelling: Spelling, term: Rearrange, dims: Mapping[str, Any]) -> dict[str, int]:
     """Return a slice of the last axis: its `offset`, the `pitch` of several runs, and the `width` of the axis."""
-    *outer, inner = (dims[name] for name in layout.parse_arrangement(term.pattern, spelling.leading).source[-1])
-    count = layout.product(outer)
+    *outer, inner = (dims[name] for name in parse_arrangement(term.pattern, spelling.leading).source[-1])
+    count = product(outer)
     if spelling.parts[term.inner.name] == "run":
         return {"offset": 5, "width": 5 + count * inner + 3}
     return {"offset": inner + 3 + 2, "pitch": inner + 3, "width": (count + 2) * (inner + 3)}
@@ -706,7 +706,7 @@ def _with_parts(spellings: Iterable[Spelling]) -> Iterator[Spelling]:
         found = [t for t in spelling.terms if isinstance(t, Rearrange) and isinstance(t.inner, PackedSlice)]
         new = [t for t in found if f"{t.inner.name} {t.pattern}" not in seen]
         seen |= {f"{t.inner.name} {t.pattern}" for t in new}
-        names = {t.inner.name: layout.parse_arrangement(t.pattern, 2).source[-1] for t in new}
+        names = {t.inner.name: parse_arrangement(t.pattern, 2).source[-1] for t in new}
         for name, last in names.items():
             for kind in ("run", "runs") if len(last) > 1 else ("run",):
                 yield replace(spelling, what=f"{spelling.what}-{kind}-of-{name}", parts={name: kind})
