@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from onnxfuse.algebra.indices import Atom, Index
+from onnxfuse.algebra.indices import Atom, Index, function
 from onnxfuse.algebra.sizes import Size, divide
 from onnxfuse.kernels.region.sizes import Sizes
 
@@ -36,8 +36,7 @@ def _without_remainders(index: Index) -> Index:
     for atom, factor in index.terms:
         one = Index(0, ((atom, 1),))
         if atom.kind == "mod" and atom.of and COLUMN in atom.of.variables():
-            quotient = Index(0, ((Atom("div", atom.by, of=atom.of, by=atom.by), 1),))
-            one = _without_remainders(atom.of) + quotient * -atom.by
+            one = _without_remainders(atom.of) + function("div", atom.of, atom.by) * -atom.by
         found = found + one * factor
     return found
 

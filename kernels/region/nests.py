@@ -14,7 +14,7 @@ from typing import Final
 
 from onnxfuse.algebra.bounds import is_nonnegative
 from onnxfuse.algebra.index_maps import Place, reshaped
-from onnxfuse.algebra.indices import NOTHING, Atom, Index, divided, flat, replaced, variable_index
+from onnxfuse.algebra.indices import NOTHING, Index, divided, flat, replaced, variable_index
 from onnxfuse.algebra.sizes import Shape, Size, divide, product
 from onnxfuse.kernels.region.arguments import Arguments
 from onnxfuse.kernels.region.codegen import Writer
@@ -307,7 +307,7 @@ def _merges(index: Index, high: Variable, low: Variable) -> bool:
 
 def _with_merged(nest: Nest, high: Variable, low: Variable) -> Nest:
     one = Variable(f"{high.name}{low.name}", high.extent * low.extent)
-    quotient, rest = divided(Index(0, ((Atom("variable", one.extent, one.name), 1),)), low.extent)
+    quotient, rest = divided(variable_index(one.name, one.extent), low.extent)
     return _with_variables(nest, (high, low), (one,), {high.name: quotient, low.name: rest})
 
 
