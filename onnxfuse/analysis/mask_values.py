@@ -38,7 +38,7 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.shape_rules.slices import slice_bounds
 from onnxfuse.analysis.two_numbers import TwoNumbers, chosen, compared, triangle, two_numbers
 from onnxfuse.errors import ModelError
-from onnxfuse.ir.attributes import int_attribute, ints_attribute, tensor_attribute
+from onnxfuse.ir.attributes import int_attribute, perm_of, tensor_attribute
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer
 
@@ -185,7 +185,7 @@ def _regrouped(analysis: IndexAnalysis, node: Node, before: Shape, after: Shape)
 
 
 def _transposed(analysis: IndexAnalysis, node: Node, before: Shape, after: Shape) -> Place:
-    return transposed(place_in(after), inverse(ints_attribute(node, "perm") or range(len(before))[::-1]))
+    return transposed(place_in(after), inverse(perm_of(node, len(before))))
 
 
 def _sliced(analysis: IndexAnalysis, node: Node, before: Shape, after: Shape) -> Place | None:

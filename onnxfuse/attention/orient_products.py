@@ -14,7 +14,7 @@ from onnxfuse.algebra.sizes import Shape
 from onnxfuse.analysis.scores import ELEMENTWISE, computes_probabilities, nodes_before
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.attention.new_axes import NewAxes, nodes_from_product
-from onnxfuse.ir.attributes import int_attribute, ints_attribute
+from onnxfuse.ir.attributes import int_attribute, perm_of
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
 from onnxfuse.passes.compose_views import View, write_views
@@ -128,5 +128,4 @@ def _is_swap(shapes: ShapeInfo, node: Node) -> bool:
     rank = shapes.rank(node.outputs[0])
     if op_of(node) != "Transpose" or rank is None or rank < 2:
         return False
-    perm = ints_attribute(node, "perm") or [*range(rank)][::-1]
-    return list(perm) == [*range(rank - 2), rank - 1, rank - 2]
+    return perm_of(node, rank) == [*range(rank - 2), rank - 1, rank - 2]

@@ -50,6 +50,11 @@ def ints_attribute(node: Node, name: str, default: Sequence[int] | None = None) 
     return found
 
 
+def perm_of(transpose: Node, rank: int) -> list[int]:
+    """Return the perm of a Transpose of a tensor of that rank, which without the attribute reverses the axes."""
+    return ints_attribute(transpose, "perm") or [*range(rank)][::-1]
+
+
 def tensor_attribute(node: Node, name: str) -> Constant | None:
     """Return an attribute that is a tensor; None where it is absent.  Raises TypeError for another type."""
     found = node.attrs.get(name)

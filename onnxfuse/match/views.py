@@ -12,7 +12,7 @@ from onnxfuse.algebra.sizes import Size, product
 from onnxfuse.analysis.shape_info import CannotInfer
 from onnxfuse.analysis.slice_ranges import slice_ranges
 from onnxfuse.dsl.terms import Capture, Term
-from onnxfuse.ir.attributes import ints_attribute
+from onnxfuse.ir.attributes import perm_of
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 from onnxfuse.match.context import MatchContext
 from onnxfuse.match.diagnostics import arranged_axes_text, shape_text
@@ -181,7 +181,7 @@ def _layout_after(m: MatchContext, layout: layouts.ViewLayout | None, node: Node
         return None
     match op_of(node):
         case "Transpose":
-            return transposed(layout, ints_attribute(node, "perm") or range(len(after))[::-1])
+            return transposed(layout, perm_of(node, len(after)))
         case "Expand":
             return layouts.expand(layout, after)
         case "Reshape" | "Squeeze" | "Unsqueeze" | "Flatten":

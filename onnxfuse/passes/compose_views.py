@@ -13,7 +13,7 @@ from onnxfuse.algebra.operators import REARRANGING
 from onnxfuse.algebra.sizes import Size, product
 from onnxfuse.algebra.view_layouts import SubAxis, ViewLayout, coalesce, identity, reshape
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.ir.attributes import input_index, ints_attribute
+from onnxfuse.ir.attributes import input_index, perm_of
 from onnxfuse.ir.graph import Graph, constant_number
 from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
 from onnxfuse.passes.emit import emit
@@ -98,8 +98,7 @@ def view_of(shapes: ShapeInfo, node: Node) -> View | None:
     shape = shapes.shape(node.outputs[0])
     if shape is None:
         return None
-    perm = ints_attribute(node, "perm") or range(len(shape))[::-1]
-    return View(tuple(perm) if op_of(node) == "Transpose" else None, shape)
+    return View(tuple(perm_of(node, len(shape))) if op_of(node) == "Transpose" else None, shape)
 
 
 def chain_to(last: Node) -> list[Node]:

@@ -15,7 +15,7 @@ from onnxfuse.algebra.sizes import evaluate, symbols
 from onnxfuse.analysis.rules import axes_parameter
 from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
 from onnxfuse.analysis.shape_rules.views import tells_empty_axes
-from onnxfuse.ir.attributes import flag_attribute, int_attribute, ints_attribute
+from onnxfuse.ir.attributes import flag_attribute, int_attribute, perm_of
 from onnxfuse.ir.node import Node, op_of
 
 USUAL_SIZES: Final = (5, 7, 11, 13, 17, 19)  # primes, so that no size is a multiple of another one by chance
@@ -63,7 +63,7 @@ def _viewed(shapes: ShapeInfo, node: Node, shape: list[int], numbers: Mapping[st
     rank = len(shape)
     match op_of(node):
         case "Transpose":
-            return list(transposed(shape, ints_attribute(node, "perm") or range(rank)[::-1]))
+            return list(transposed(shape, perm_of(node, rank)))
         case "Flatten":
             axis = int_attribute(node, "axis", 1) % (rank + 1)
             return [math.prod(shape[:axis]), math.prod(shape[axis:])]

@@ -13,7 +13,7 @@ from typing import Final, TypeAlias, TypeGuard
 
 from onnxfuse.algebra.operators import NONNEGATIVE
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.ir.attributes import attribute_or_input, int_attribute, ints_attribute, str_attribute
+from onnxfuse.ir.attributes import attribute_or_input, int_attribute, ints_attribute, perm_of, str_attribute
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, op_of, producer
 from onnxfuse.passes.emit import emit
@@ -71,13 +71,9 @@ def _replace(graph: Graph, node: Node, inputs: Sequence[Tensor], attributes: Map
 def _transposed(graph: Graph, shapes: ShapeInfo, transpose: Node, source: Tensor) -> Tensor:
     """Return the same Transpose of another tensor."""
     shape, dtype = shapes.shape(source), shapes.dtype(source)
-    perm = _perm(transpose, len(shape or ()))
+    perm = perm_of(transpose, len(shape or ()))
     new = None if shape is None else [shape[axis] for axis in perm]
     return emit(graph, shapes, "Transpose", [source], f"{source.name}_transposed", new, dtype, {"perm": perm})
-
-
-def _perm(transpose: Node, rank: int) -> list[int]:
-    return ints_attribute(transpose, "perm", range(rank)[::-1])
 
 
 # --- the Pad -------------------------------------------------------------------------------------------------------
@@ -124,7 +120,7 @@ def _readers(graph: Graph, padded: Tensor) -> Iterator[tuple[Node, Node | None]]
 def _window(graph: Graph, pad: Node, node: Node, transpose: Node | None, sizes: Sizes, value: float) -> Window | None:
     """Return how a reader of a padded tensor, or of a Transpose of it, pads itself; None if it cannot."""
     if transpose is not None:
-        sizes = [sizes[axis] for axis in _perm(transpose, len(sizes))]
+        sizes = [sizes[axis] for axis in perm_of(transpose, len(sizes))]
     read = pad.outputs[0] if transpose is None else transpose.outputs[0]
     if [i for i, tensor in enumerate(node.inputs) if tensor is read] != [0]:
         return None

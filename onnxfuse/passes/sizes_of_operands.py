@@ -19,7 +19,7 @@ from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.scores import is_computed_from_product
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.shape_rules import SHAPE_RULES
-from onnxfuse.ir.attributes import attribute_or_input, int_attribute, ints_attribute
+from onnxfuse.ir.attributes import attribute_or_input, int_attribute, perm_of
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
 from onnxfuse.passes.emit import integers, write
@@ -200,8 +200,7 @@ def _candidates(shapes: ShapeInfo, node: Node, axis: int, rank: int) -> Iterator
     elif op == "Expand":
         yield aligned(first)
     elif op == "Transpose":
-        perm = ints_attribute(node, "perm") or range(rank)[::-1]
-        yield first, perm[axis]
+        yield first, perm_of(node, rank)[axis]
     elif op in REGROUPING:
         yield first, axis
         yield aligned(first)

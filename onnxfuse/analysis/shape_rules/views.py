@@ -18,7 +18,7 @@ from onnxfuse.analysis.rules import (
     shape_of_known_rank,
 )
 from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
-from onnxfuse.ir.attributes import flag_attribute, int_attribute, ints_attribute
+from onnxfuse.ir.attributes import flag_attribute, int_attribute, perm_of
 from onnxfuse.ir.node import Node
 
 RULES = RuleTable[ShapeRule]()
@@ -27,7 +27,7 @@ RULES = RuleTable[ShapeRule]()
 @RULES.rule("Transpose")
 def _transpose(shapes: ShapeInfo, node: Node) -> Shape:
     shape = input_shape(shapes, node)
-    return transposed(shape, ints_attribute(node, "perm", range(len(shape) - 1, -1, -1)))
+    return transposed(shape, perm_of(node, len(shape)))
 
 
 @RULES.rule("Reshape")
