@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -20,7 +20,7 @@ from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.execution_order import reads
 from onnxfuse.ir.protos import copy_without, opset_of
 from onnxfuse.ir.validate import size_of
-from onnxfuse.verify.cpu_session import open_session, run
+from onnxfuse.verify.cpu_session import input_of, open_session, run
 
 MAX_SLICE: Final = 2**28  # bytes of the weights of the nodes that run at a time
 MASKED: Final = 1e30  # numbers of this size only mask scores
@@ -65,22 +65,16 @@ def observe(
     `runs` are inputs, which the model takes.  The graph runs in slices, each of which holds MAX_SLICE bytes of weights;
     what a later slice reads is kept until then.  Raises whatever onnxruntime raises.
     """
-    found: dict[str, Range] = {}
-
-    def record(name: str, seen: Range) -> None:
-        found[name] = found[name].joined(seen) if name in found else seen
-
+    observer = _Observer(model, types, folder)
     live: list[dict[str, object]] = [dict(feeds) for feeds in runs]
-    for feeds in runs:
-        for name, value in feeds.items():
-            if types.get(name, 0) in REAL:
-                record(name, range_of(value))
+    for name, value in (each for feeds in runs for each in feeds.items()):
+        if types.get(name, 0) in REAL:
+            observer.record(name, range_of(value))
     pieces = list(slices(model))
-    for number, piece in enumerate(pieces):
-        tell(f"ranges {number + 1} of {len(pieces)}")
-        wanted = _read_later(model, pieces[number + 1 :])
-        _run_piece(model, piece, types, folder, live, wanted, record)
-    return found
+    for number, piece in enumerate(pieces, 1):
+        tell(f"ranges {number} of {len(pieces)}")
+        observer.run(piece, live, {name for rest in pieces[number:] for node in rest for name in reads(node)})
+    return observer.found
 
 
 def range_of(value: Array) -> Range:
@@ -106,82 +100,79 @@ def slices(model: onnx.ModelProto) -> Iterator[list[onnx.NodeProto]]:
         yield piece
 
 
-def _read_later(model: onnx.ModelProto, pieces: Sequence[Sequence[onnx.NodeProto]]) -> set[str]:
-    return {name for piece in pieces for node in piece for name in reads(node)}
+@dataclass(frozen=True)
+class _Observer:
+    """A model that runs in slices, and the ranges of its tensors that were seen."""
 
+    model: onnx.ModelProto
+    types: Mapping[str, int]
+    folder: Path | None
+    found: dict[str, Range] = field(default_factory=dict)
 
-def _run_piece(
-    model: onnx.ModelProto,
-    piece: Sequence[onnx.NodeProto],
-    types: Mapping[str, int],
-    folder: Path | None,
-    live: Sequence[dict[str, object]],
-    later: set[str],
-    record: Callable[[str, Range], None],
-) -> None:
-    """Run some nodes on what is live, record the ranges of what they compute, and keep what is read later."""
-    made = [name for node in piece for name in node.output if name]
-    read = {name for node in piece for name in reads(node)}
-    watched = [name for name in made if types.get(name, 0) in REAL]
-    carried = [name for name in made if name in later]
-    session = open_session(_piece_model(model, piece, read, live, types, watched, carried), folder, optimize=False)
-    for values in live:
-        results = run(session, {name: values[name] for name in values if name in read})  # type: ignore[misc]
+    def record(self, name: str, seen: Range) -> None:
+        """Join a range to those that a tensor had before."""
+        self.found[name] = self.found[name].joined(seen) if name in self.found else seen
+
+    def run(self, piece: Sequence[onnx.NodeProto], live: Sequence[dict[str, object]], later: set[str]) -> None:
+        """Run some nodes on what is live, record the ranges of what they compute, and keep what is read later."""
+        made = [name for node in piece for name in node.output if name]
+        watched = [name for name in made if self.types.get(name, 0) in REAL]
+        carried = [name for name in made if name in later]
+        model = self.model_of(piece, live[0], watched, carried)
+        session = open_session(model, self.folder, optimize=False)
+        for values in live:
+            results = run(session, {value.name: values[value.name] for value in model.graph.input})  # type: ignore[misc]
+            for name in watched:
+                seen = Range(*(float(np.asarray(results[f"{name}::{kind}"])) for kind in KINDS))
+                if math.isfinite(seen.magnitude):
+                    self.record(name, seen)
+            for name in [name for name in values if name not in later]:
+                del values[name]
+            values.update({name: results[name] for name in carried})
+
+    def model_of(
+        self,
+        piece: Sequence[onnx.NodeProto],
+        values: Mapping[str, object],
+        watched: Sequence[str],
+        carried: Sequence[str],
+    ) -> onnx.ModelProto:
+        """Return a model of some nodes whose outputs are the ranges of what they compute, and what is carried on."""
+        result, source = copy_without(self.model, "graph"), self.model.graph
+        graph, read = result.graph, {name for node in piece for name in reads(node)}
+        graph.name = "slice"
+        graph.node.extend(piece)
+        graph.initializer.extend(t for t in source.initializer if t.name in read and t.name not in values)
+        graph.sparse_initializer.extend(t for t in source.sparse_initializer if t.values.name in read)
+        graph.input.extend(_input(name, value, self.types) for name, value in values.items() if name in read)
+        numbers: dict[str, Array] = {"::flat": np.array([-1], np.int64), "::zero": np.zeros(1, np.float32)}
+        numbers |= {"::low": np.array(-MASKED, np.float32), "::up": np.array(MASKED, np.float32)}
+        graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in numbers.items())
         for name in watched:
-            seen = Range(*(float(np.asarray(results[f"{name}::{kind}"])) for kind in KINDS))
-            if math.isfinite(seen.magnitude):
-                record(name, seen)
-        for name in [name for name in values if name not in later]:
-            del values[name]
-        values.update({name: results[name] for name in carried})
+            for op, inputs, output, attributes in _range_nodes(name, opset_of(self.model)):
+                graph.node.append(onnx.helper.make_node(op, inputs, [f"{name}::{output}"], **attributes))
+            graph.output.extend(onnx.ValueInfoProto(name=f"{name}::{kind}") for kind in KINDS)
+        graph.output.extend(onnx.ValueInfoProto(name=name) for name in carried)
+        return result
 
 
-def _piece_model(
-    model: onnx.ModelProto,
-    piece: Sequence[onnx.NodeProto],
-    read: set[str],
-    live: Sequence[Mapping[str, object]],
-    types: Mapping[str, int],
-    watched: Sequence[str],
-    carried: Sequence[str],
-) -> onnx.ModelProto:
-    """Return a model of some nodes whose outputs are the ranges of what they compute, and what is carried on."""
-    result, opset = copy_without(model, "graph"), opset_of(model)
-    graph = result.graph
-    graph.name = "slice"
-    graph.node.extend(piece)
-    graph.initializer.extend(t for t in model.graph.initializer if t.name in read and t.name not in live[0])
-    graph.sparse_initializer.extend(t for t in model.graph.sparse_initializer if t.values.name in read)
-    for name, value in live[0].items():
-        if name in read:
-            graph.input.append(_input(name, value, types))
-    flat = onnx.numpy_helper.from_array(np.array([-1], np.int64), "::flat")
-    zero = onnx.numpy_helper.from_array(np.zeros(1, np.float32), "::zero")
-    bounds = [
-        onnx.numpy_helper.from_array(np.array(v, np.float32), n) for n, v in (("::low", -MASKED), ("::up", MASKED))
+def _range_nodes(name: str, opset: int) -> list[Line]:
+    """Return the nodes that compute the range of a tensor."""
+    return [
+        ("Cast", [name], "wide", {"to": TensorProto.FLOAT}),
+        ("Reshape", [f"{name}::wide", "::flat"], "row", {}),
+        ("Concat", [f"{name}::row", "::zero"], "padded", {"axis": 0}),  # an empty tensor has no largest element
+        *_held(name, opset),
+        ("ReduceMin", [f"{name}::held"], "lowest", {"keepdims": 0}),
+        ("ReduceMax", [f"{name}::held"], "highest", {"keepdims": 0}),
+        ("Abs", [f"{name}::held"], "size", {}),
+        ("Greater", [f"{name}::size", "::zero"], "counts", {}),
+        ("Not", [f"{name}::counts"], "is_zero", {}),
+        ("Cast", [f"{name}::is_zero"], "one_of_zero", {"to": TensorProto.FLOAT}),
+        ("Mul", [f"{name}::one_of_zero", "::up"], "up_of_zero", {}),
+        ("Add", [f"{name}::size", f"{name}::up_of_zero"], "sizes", {}),  # Where is younger than opset 7
+        ("ReduceMin", [f"{name}::sizes"], "smallest", {"keepdims": 0}),
     ]
-    graph.initializer.extend([flat, zero, *bounds])
-    for name in watched:
-        nodes: list[Line] = [
-            ("Cast", [name], "wide", {"to": TensorProto.FLOAT}),
-            ("Reshape", [f"{name}::wide", "::flat"], "row", {}),
-            ("Concat", [f"{name}::row", "::zero"], "padded", {"axis": 0}),  # an empty tensor has no largest element
-            *_held(name, opset),
-            ("ReduceMin", [f"{name}::held"], "lowest", {"keepdims": 0}),
-            ("ReduceMax", [f"{name}::held"], "highest", {"keepdims": 0}),
-            ("Abs", [f"{name}::held"], "size", {}),
-            ("Greater", [f"{name}::size", "::zero"], "counts", {}),
-            ("Not", [f"{name}::counts"], "is_zero", {}),
-            ("Cast", [f"{name}::is_zero"], "one_of_zero", {"to": TensorProto.FLOAT}),
-            ("Mul", [f"{name}::one_of_zero", "::up"], "up_of_zero", {}),
-            ("Add", [f"{name}::size", f"{name}::up_of_zero"], "sizes", {}),  # Where is younger than opset 7
-            ("ReduceMin", [f"{name}::sizes"], "smallest", {"keepdims": 0}),
-        ]
-        for op, inputs, output, attributes in nodes:
-            graph.node.append(onnx.helper.make_node(op, inputs, [f"{name}::{output}"], **attributes))
-        graph.output.extend(onnx.ValueInfoProto(name=f"{name}::{kind}") for kind in KINDS)
-    graph.output.extend(onnx.ValueInfoProto(name=name) for name in carried)
-    return result
 
 
 def _held(name: str, opset: int) -> list[Line]:
@@ -196,9 +187,5 @@ def _held(name: str, opset: int) -> list[Line]:
 
 def _input(name: str, value: object, types: Mapping[str, int]) -> onnx.ValueInfoProto:
     if isinstance(value, np.ndarray):
-        text = value.dtype.kind in "OUS"
-        kind = int(TensorProto.STRING if text else onnx.helper.np_dtype_to_tensor_dtype(value.dtype))
-        return onnx.helper.make_tensor_value_info(name, kind, [None] * value.ndim)
-    assert isinstance(value, list)
-    kind = types.get(name, 0) or int(TensorProto.FLOAT)
-    return onnx.helper.make_tensor_sequence_value_info(name, kind, None)
+        return input_of(name, value)
+    return onnx.helper.make_tensor_sequence_value_info(name, types.get(name, 0) or TensorProto.FLOAT, None)

@@ -17,7 +17,7 @@ from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import FLOAT_NAMES, HALF_PRECISION, Array, dtype_name
 from onnxfuse.ir.extract import ancestors
 from onnxfuse.ir.protos import copy_without
-from onnxfuse.verify.cpu_session import open_session, run
+from onnxfuse.verify.cpu_session import input_of, open_session, run
 from onnxfuse.verify.difference import (
     MASK_MAGNITUDE,
     MASK_MAGNITUDES,
@@ -269,7 +269,7 @@ def _open_both(unfused: UnfusedGraph, optimized: onnx.ModelProto, part: Part, gi
     OnnxruntimeFailure where it opens these, and not the fused node.
     """
     folder = unfused.graph.folder
-    inputs = [_input(name, value) for name, value in given.items()]
+    inputs = [input_of(name, value) for name, value in given.items()]
     replaced = unfused.model(part.replaced, inputs, part.outputs)
     fused = copy_without(optimized, "graph", "functions")
     fused.functions.extend(f for f in optimized.functions if f.domain == DOMAIN and f.name == part.fused.op_type)
@@ -303,11 +303,6 @@ def _open_replaced(model: onnx.ModelProto, folder: Path | None) -> Session:
         return _open(model, folder)
     except OnnxruntimeFailure as error:
         raise VerificationError(f"onnxruntime cannot run it on the CPU ({first_line(error)})") from error
-
-
-def _input(name: str, value: Array) -> onnx.ValueInfoProto:
-    dtype = onnx.TensorProto.STRING if value.dtype.kind == "O" else onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
-    return onnx.helper.make_tensor_value_info(name, dtype, [None] * value.ndim)
 
 
 def _half(unfused: UnfusedGraph, part: Part) -> str:

@@ -75,6 +75,13 @@ def _failures() -> Iterator[None]:
         raise OnnxruntimeFailure(str(error) or type(error).__name__) from error
 
 
+def input_of(name: str, value: Array) -> onnx.ValueInfoProto:
+    """Return the input of a model that takes an array, of any sizes."""
+    is_text = value.dtype.kind in "OUS"
+    dtype = onnx.TensorProto.STRING if is_text else onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
+    return onnx.helper.make_tensor_value_info(name, dtype, [None] * value.ndim)
+
+
 def _stored(worker: Worker, model: onnx.ModelProto, folder: Path | None) -> Stored:
     content = serialize(model)
     external = has_external_data(model)
