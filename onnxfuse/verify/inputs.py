@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
 import math
-import operator
 import os
 import re
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,8 @@ import ml_dtypes
 import numpy as np
 import onnx
 
-from onnxfuse.algebra.size_parser import is_name
+from onnxfuse.algebra.size_parser import is_name, parse_size
+from onnxfuse.algebra.sizes import Size, evaluate, symbol, symbols
 from onnxfuse.errors import UsageError, VerificationError, first_line
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.plain_files import require_plain
@@ -41,16 +40,12 @@ DIM_SIZES = (
     ((1,), (448,)),
     ((1,), (1024,)),
 )
-MAX_EXPRESSION = 150  # characters of a dim that is read as an expression; longer ones count as names
 # Tried after those, where a float input of at most three axes may hold samples of audio.  The 1 is for what may be the
 # batch of another input, such as the state of a recurrent network.
 AUDIO_SIZES = tuple(((1,), (2**n, 1)) for n in range(8, 16))
 MAX_DIMS_AT_EDGES = 4  # of a decoder: the batch, the length, that of the cache, and of another input
 MAX_ELEMENTS_DRAWN = 2**22  # of one input: an image of 1024 x 1024 in colors, or minutes of audio
-OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv, ast.Div: operator.floordiv,
-}  # fmt: skip
+SLASH = r"(?<!/)/(?!/)"  # a division, which exporters write as // too
 # Words in the names of inputs: of those that count elements, and of those that hold the size of an image.
 LENGTH_WORDS = frozenset({"len", "lens", "length", "lengths", "seqlen", "seqlens"})
 SIZE_WORDS = frozenset({"shape", "size", "sizes"})
@@ -202,15 +197,13 @@ def _choose_sizes(
         if each.name in given:
             pairs = zip(each.dims, given[each.name].shape, strict=True)
             named = ((dim, size) for dim, size in pairs if isinstance(dim, str))
-            sizes |= {dim: size for dim, size in named if _parse_expression(dim, single_names) is None}
+            sizes |= {dim: size for dim, size in named if _parsed(dim, single_names) == symbol(dim)}
     count: Counter[bool] = Counter()
     for each in inputs:
         alone = len(each.dims) == 1 and each.dtype.kind == "f"  # samples of audio rather than a batch
         for axis, dim in enumerate(each.dims):
-            tree = _parse_expression(dim, single_names) if isinstance(dim, str) else None
-            names = [n.id for n in ast.walk(tree) if isinstance(n, ast.Name)] if tree else [dim]
-            for name in names:
-                if isinstance(name, str) and name not in sizes:
+            for name in symbols(_parsed(dim, single_names)):
+                if name not in sizes:
                     batch = axis == 0 and not (alone and choices[0] == (1,))
                     numbers = choices[0 if batch else 1]
                     sizes[name] = numbers[count[batch] % len(numbers)]
@@ -223,50 +216,23 @@ def _single_names(inputs: Sequence[Input]) -> frozenset[str]:
     return frozenset(d for each in inputs for d in each.dims if isinstance(d, str) and d.isidentifier())
 
 
-def _parse_expression(dim: str, single_names: frozenset[str]) -> ast.expr | None:
-    """Parse a dim that is an expression, such as `past + seq` or `2*seq`; return None if it is only a name.
+def _parsed(dim: int | str, single_names: frozenset[str]) -> Size:
+    """Return the size that a dim is, such as `past + seq` or `2*seq`; one that is a name is a symbol.
 
     `total_sequence_length` is taken for the sum of `past_sequence_length` and `sequence_length` if both exist.
     """
+    if isinstance(dim, int):
+        return dim
     past, new = dim.replace("total", "past"), dim.replace("total_", "")
     if "total" in dim and past in single_names and new in single_names:
         dim = f"{past} + {new}"
-    if len(dim) > MAX_EXPRESSION:
-        return None
-    try:
-        tree = ast.parse(dim, mode="eval").body
-    except (SyntaxError, ValueError):
-        return None
-    if isinstance(tree, ast.Name):
-        return None
-    for node in ast.walk(tree):
-        supported = isinstance(node, ast.Name | ast.expr_context | ast.BinOp | ast.operator)
-        if not supported and not (isinstance(node, ast.Constant) and isinstance(node.value, int)):
-            return None
-        if isinstance(node, ast.operator) and type(node) not in OPERATORS:
-            return None
-    names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
-    ambiguous = any(isinstance(n, ast.Sub | ast.Div) for n in ast.walk(tree))  # `decoder-length` is a name as well
-    return None if ambiguous and not names <= single_names else tree
-
-
-def _evaluate(tree: ast.AST, sizes: Mapping[str, int]) -> int:
-    match tree:
-        case ast.BinOp(left, sign, right):
-            return OPERATORS[type(sign)](_evaluate(left, sizes), _evaluate(right, sizes))
-        case ast.Name(name):
-            return sizes[name]
-        case ast.Constant(int(value)):
-            return value
-    raise AssertionError(ast.dump(tree))
+    if not single_names.issuperset(re.findall(r"[A-Za-z_]\w*", dim)) and re.search(f"-|{SLASH}", dim):
+        return symbol(dim)  # `decoder-length` is a name as well
+    return parse_size(re.sub(SLASH, "//", dim).replace("-", " - "))
 
 
 def _shape(each: Input, sizes: Mapping[str, int], single_names: frozenset[str]) -> tuple[int, ...]:
-    result = []
-    for dim in each.dims:
-        tree = _parse_expression(dim, single_names) if isinstance(dim, str) else None
-        result.append(dim if isinstance(dim, int) else max(0, _evaluate(tree, sizes)) if tree else sizes[dim])
-    return tuple(result)
+    return tuple(max(0, evaluate(_parsed(dim, single_names), sizes)) for dim in each.dims)
 
 
 def _generate_input(
