@@ -16,7 +16,7 @@ from onnxfuse.errors import OnnxfuseError
 from onnxfuse.runtime.plan import Attribute, TensorSpec
 from onnxfuse.runtime.plan_bytes import read_attributes, read_inputs
 
-ABI: Final = 13  # onnxfuse_abi in native/exports.cc
+ABI: Final = 14  # onnxfuse_abi in native/exports.cc
 TF32: Final = 1  # flags of a session's settings
 VERDICTS: Final = 2
 MEASURE: Final = 4

@@ -1,11 +1,15 @@
-"""Plans: how a fused node runs for one combination of input shapes, as data that C++ follows without Python."""
+"""Plans: how a fused node runs for one combination of input shapes, as data that C++ follows without Python.
+
+plan_bytes.py writes the fields of steps as words, in the order in which they are declared here and native/steps.cc
+reads them.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.dtypes import dtype_name
@@ -14,6 +18,7 @@ RESERVED_ATTRIBUTES: Final = ("fusion", "operands", "output_types", "attributes"
 PDL_ARCH: Final = 90  # the first compute capability with programmatic dependent launch
 NO_GPU: Final = -1  # the ordinal of a GPU that this machine need not have
 Aim: TypeAlias = Literal["latency", "throughput"]  # of a session: a run takes little time, or many at once do
+Dtype = Annotated[str, "dtype"]  # of a tensor: "float32", "float16", "bfloat16", "bool", "int64", ...
 Attribute: TypeAlias = int | float | str | list[int] | list[float]
 
 
@@ -168,7 +173,7 @@ class TensorMap:
     """
 
     pointer: Pointer
-    dtype: Literal["float16", "bfloat16", "float32", "uint8", "tfloat32"]  # tfloat32: float32, rounded to TF32 by loads
+    dtype: Dtype  # float16, bfloat16, float32, uint8, or tfloat32: float32, rounded to TF32 by loads
     sizes: tuple[int, ...]  # elements, one to five dimensions
     strides: tuple[int, ...]  # multiples of 16
     box: tuple[int, ...]  # elements, at most 256 each; with `im2col`, channels and pixels
@@ -223,7 +228,7 @@ class Matrix:
     """A row-major matrix of `rows` x `columns`, with `stride` elements from one row to the next."""
 
     pointer: Pointer
-    dtype: str
+    dtype: Dtype
     rows: int
     columns: int
     stride: int
@@ -287,7 +292,7 @@ class Convolution:
     pads_begin: tuple[int, ...]
     pads_end: tuple[int, ...]
     group: int
-    dtype: str  # of all operands: float32, float16 or bfloat16
+    dtype: Dtype  # of all operands: float32, float16 or bfloat16
     x: Pointer
     w: Pointer
     y: Pointer
@@ -327,6 +332,8 @@ class NoAlias:
 @dataclass(frozen=True)
 class Plan:
     """Output shapes, steps in order, and sizes of scratch buffers in bytes; no steps if outputs have no elements."""
+
+    WORD_ORDER: ClassVar = ("outputs", "scratch", "steps", "no_alias")  # in its words, whose steps refer to scratch
 
     outputs: tuple[TensorSpec, ...]
     steps: tuple[Step, ...]

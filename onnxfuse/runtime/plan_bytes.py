@@ -2,168 +2,118 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import struct
-from collections.abc import Iterator, Sequence
-from typing import Final, cast, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from operator import attrgetter
+from typing import Any, Final, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS, dtype_name
 from onnxfuse.runtime.plan import (
-    Argument,
     Attribute,
     Convolution,
-    ConvolutionActivation,
-    Launch,
+    Dtype,
+    Kernel,
     Matmul,
-    Matrix,
     Plan,
-    Pointer,
     Scalar,
-    Struct,
-    TensorMap,
     TensorSpec,
 )
-from onnxfuse.runtime.symint import float_word, is_symbolic
+from onnxfuse.runtime.symint import float_word
 
-PLAN_MARK: Final = 0x6F6E66780006  # kPlanMark in native/plan.h
-MEMORY_KINDS: Final = {"input": 0, "output": 1, "scratch": 2}
-SCALAR: Final = 3  # of 64 bits
-TENSOR_MAP: Final = 4
-SCALAR_32: Final = 5  # of 32 bits
-STRUCT: Final = 6
+PLAN_MARK: Final = 0x6F6E66780007  # kPlanMark in native/plan.h
 TFLOAT32: Final = 1000  # kTfloat32 in native/steps.cc: the number of a tensor map's dtype that ONNX has not
-LAUNCH: Final = 0
-MATMUL: Final = 1
-CONVOLUTION: Final = 2
-ACTIVATION_NUMBERS: Final = {"none": 0, "relu": 1, "gelu_tanh": 2}
-CONVOLUTION_ACTIVATION_NUMBERS: Final = {name: i for i, name in enumerate(get_args(ConvolutionActivation))}
 ALGORITHM_WORDS: Final = 8  # of a cublasLtMatmulAlgo_t
+SCALAR_TYPES: Final = {"int32": 0, "int64": 1, "float32": 2}
 MAX_ENGINE_WORDS: Final = 129  # kMaxEngineWords in native/convolution.h
 ALIGNED: Final = 1  # flags of an input
 CONSTANT: Final = 2
 
 
+Writer: TypeAlias = Callable[[Any], Iterable[Any]]  # of integers, symbolic ones, and kernels for their functions
+
+
 def plan_bytes(plan: Plan, functions: Sequence[int]) -> bytes:
     """Return a plan as 64-bit words; `functions` are the CUfunction handles of its launches, in order.
 
-    Raises ValueError if there are not as many, or if a step contradicts itself.
+    Raises ValueError if there are not as many.
     """
-    return packed(plan_words(plan, functions))
-
-
-def plan_words(plan: Plan, functions: Sequence[int]) -> list[int]:
-    """Return the words of a plan, of which those that depend on symbolic sizes are symbolic; raises as `plan_bytes`."""
-    words = [PLAN_MARK, len(plan.outputs)]
-    for output in plan.outputs:
-        words += [DTYPE_NUMBERS[output.dtype], len(output.shape), *output.shape]
-    words += [len(plan.scratch), *plan.scratch, len(plan.steps)]
-    if (launches := sum(isinstance(step, Launch) for step in plan.steps)) != len(functions):
+    words, handles = plan_words(plan), iter(functions)
+    if (launches := sum(isinstance(word, Kernel) for word in words)) != len(functions):
         raise ValueError(f"a plan of {launches} launches needs as many functions, found {len(functions)}")
-    handles = iter(functions)
-    for step in plan.steps:
-        words += [LAUNCH, next(handles), *_launch(step)] if isinstance(step, Launch) else _library_call(step)
-    words.append(len(plan.no_alias))
-    return words + [word for pair in plan.no_alias for word in (pair.input, pair.output, pair.same_start)]
+    return packed([next(handles) if isinstance(word, Kernel) else word for word in words])
+
+
+def plan_words(plan: Plan) -> list[Any]:
+    """Return the words of a plan: symbolic integers where they depend on sizes, and kernels for their functions."""
+    return [PLAN_MARK, *_writer(Plan)(plan)]
 
 
 def matmul_bytes(matmul: Matmul) -> bytes:
     """Return a product alone as 64-bit words, for a question to cuBLASLt."""
-    return packed(_matmul(matmul))
+    return packed(_writer(Matmul)(matmul))
 
 
 def convolution_bytes(convolution: Convolution) -> bytes:
     """Return a convolution alone as 64-bit words, for a question to cuDNN."""
-    return packed(_convolution(convolution))
+    return packed(_writer(Convolution)(convolution))
 
 
-def _library_call(step: Matmul | Convolution) -> list[int]:
-    return [MATMUL, *_matmul(step)] if isinstance(step, Matmul) else [CONVOLUTION, *_convolution(step)]
-
-
-def packed(words: Sequence[int]) -> bytes:
+def packed(words: Iterable[int]) -> bytes:
     """Return words of 64 bits, signed or not, as bytes."""
     return b"".join(struct.pack("<q" if word < 1 << 63 else "<Q", word) for word in map(operator.index, words))
 
 
-def _launch(step: Launch) -> list[int]:
-    words = [*step.grid, *step.block, step.shared, step.cluster, int(step.pdl), len(step.arguments)]
-    for argument in step.arguments:
-        words += _argument(argument)
-    return words
+@functools.cache
+def _writer(kind: Any) -> Writer:
+    """Return the function that writes a value of a type, as native/steps.cc reads it.
+
+    Of a dataclass it writes the fields in order; of a tuple, whose length its type leaves open, the length first; of
+    a value that may be None whether there is one; and of several dataclasses the number of the one that it is.
+    """
+    if kind in WRITERS:
+        return WRITERS[kind]
+    if is_dataclass(kind):
+        hints = get_type_hints(kind, include_extras=True)
+        parts = [(attrgetter(name), _writer(hints[name])) for name in getattr(kind, "WORD_ORDER", hints)]
+        return lambda value: [word for get, write in parts for word in write(get(value))]
+    choices = get_args(kind)
+    if get_origin(kind) is Literal:
+        return lambda value: (choices.index(value) if isinstance(value, str) else value,)
+    if get_origin(kind) is tuple and choices[-1] is not Ellipsis:
+        return lambda value: value  # of integers
+    if get_origin(kind) is tuple:
+        each = _writer(choices[0])
+        return lambda value: [len(value), *(word for one in value for word in each(one))]
+    if type(None) in choices:
+        present = _writer(choices[0])
+        return lambda value: (0,) if value is None else (1, *present(value))
+    return functools.partial(_one_of, {each: (i, _writer(each)) for i, each in enumerate(choices)})
 
 
-def _argument(argument: Argument) -> Sequence[int]:
-    if isinstance(argument, Pointer):
-        return _pointer(argument)
-    if isinstance(argument, TensorMap):
-        return _tensor_map(argument)
-    if isinstance(argument, Struct):
-        return [STRUCT, len(argument.fields), *(word for field in argument.fields for word in _argument(field))]
-    return _scalar(argument)
+def _one_of(choices: Mapping[type, tuple[int, Writer]], value: object) -> Iterable[Any]:
+    if type(value) not in choices:
+        names = ", ".join(each.__name__ for each in choices)
+        raise ValueError(f"a plan has a {type(value).__name__} where it may have one of {names}")
+    number, write = choices[type(value)]
+    return number, *write(value)
 
 
-def _scalar(scalar: Scalar) -> tuple[int, int]:
-    if scalar.type == "float32":
-        return SCALAR_32, float_word(scalar.value)
-    value = cast(int, scalar.value)
-    if scalar.type == "int64":
-        return SCALAR, value
-    return SCALAR_32, value if is_symbolic(value) else value & 0xFFFFFFFF
+def _scalar(scalar: Scalar) -> tuple[int, Any]:
+    return SCALAR_TYPES[scalar.type], float_word(scalar.value) if scalar.type == "float32" else scalar.value
 
 
-def _pointer(pointer: Pointer) -> tuple[int, int, int]:
-    return MEMORY_KINDS[pointer.kind], pointer.index, pointer.offset
-
-
-def _tensor_map(argument: TensorMap) -> list[int]:
-    rank, walk = len(argument.sizes), argument.im2col
-    box = 2 if walk else rank
-    if (len(argument.strides), len(argument.box)) != (rank - 1, box):
-        raise ValueError(
-            f"a tensor map of {rank} dimensions has {rank - 1} strides and a box of {box}, "
-            f"found {len(argument.strides)} and {len(argument.box)}"
-        )
-    pointer = _pointer(argument.pointer)
-    dtype = TFLOAT32 if argument.dtype == "tfloat32" else DTYPE_NUMBERS[argument.dtype]
-    words = [TENSOR_MAP, *pointer, dtype, rank, *argument.sizes, *argument.strides, int(walk is not None)]
-    if walk:
-        if any(len(of) != rank - 2 for of in (walk.lower, walk.upper, walk.steps)):
-            raise ValueError(f"a tensor map of {rank} dimensions walks over {rank - 2} spatial axes, found {walk}")
-        words += [*walk.lower, *walk.upper, *walk.steps]
-    return [*words, *argument.box, argument.swizzle]
-
-
-def _matmul(step: Matmul) -> list[int]:
-    if len(step.algorithm) not in (0, ALGORITHM_WORDS):
-        raise ValueError(f"a matmul's algorithm has {ALGORITHM_WORDS} words or none, found {len(step.algorithm)}")
-    words = [*_matrix(step.x), *_matrix(step.w), *_matrix(step.y), step.transposed, step.batch, step.aligned]
-    words += [1, *_matrix(step.c)] if step.c else [0]
-    words += [1, *_pointer(step.bias)] if step.bias else [0]
-    words += [ACTIVATION_NUMBERS[step.activation], step.tf32]
-    words += [1, *_pointer(step.workspace)] if step.workspace else [0]
-    return [*words, step.workspace_bytes, int(bool(step.algorithm)), *step.algorithm]
-
-
-def _convolution(step: Convolution) -> list[int]:
-    by_axis = (step.sizes, step.y_sizes, step.kernel, step.strides, step.dilations, step.pads_begin, step.pads_end)
-    if any(len(values) != len(step.sizes) for values in by_axis):
-        raise ValueError(f"a convolution of {len(step.sizes)} spatial axes has as many of each size, found {by_axis}")
-    words = [DTYPE_NUMBERS[step.dtype], step.n, step.c, step.m, step.group, len(step.sizes)]
-    words += [value for values in by_axis for value in values]
-    words += [step.transposed, step.channels_last, step.w_channels_last, step.tf32, step.aligned]
-    words += [CONVOLUTION_ACTIVATION_NUMBERS[step.activation]]
-    words += [float_word(step.alpha), float_word(step.beta)]
-    words += [*_pointer(step.x), *_pointer(step.w), *_pointer(step.y)]
-    words += [1, *_pointer(step.bias)] if step.bias else [0]
-    words += [1, *_pointer(step.residual)] if step.residual else [0]
-    words += [step.residual_first]
-    words += [1, *_pointer(step.workspace)] if step.workspace else [0]
-    return [*words, step.workspace_bytes, len(step.engine), *step.engine]
-
-
-def _matrix(matrix: Matrix) -> tuple[int, ...]:
-    sizes = (matrix.rows, matrix.columns, matrix.stride, matrix.batch_stride)
-    return (*_pointer(matrix.pointer), DTYPE_NUMBERS[matrix.dtype], *sizes)
+WRITERS: Final[dict[Any, Writer]] = {
+    int: lambda value: (value,),
+    bool: lambda value: (value,),
+    float: lambda value: (float_word(value),),
+    Dtype: lambda value: (TFLOAT32 if value == "tfloat32" else DTYPE_NUMBERS[value],),
+    Kernel: lambda value: (value,),
+    TensorSpec: lambda value: input_words([value]),
+    Scalar: _scalar,
+}
 
 
 def input_words(inputs: Sequence[TensorSpec]) -> list[int]:

@@ -41,7 +41,7 @@ from onnxfuse.version import __version__
 
 PLANS_SUFFIX: Final = ".plans"  # of a plan file beside a model, behind the model's own name
 MAGIC: Final = b"onnxplan"
-FORMAT: Final = 8  # kPlanFileFormat in native/plan_file.h
+FORMAT: Final = 9  # kPlanFileFormat in native/plan_file.h
 LIBRARIES: Final = ("cublaslt", "cudnn")  # whose versions are words
 DIGEST_BYTES: Final = 32
 MAX_BYTES: Final = 2**31  # of a file

@@ -9,13 +9,13 @@ import itertools
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, cast
+from typing import Final
 
 import numpy as np
 
 from onnxfuse.ir.dtypes import DTYPE_NAMES
 from onnxfuse.runtime.expressions import Expressions, Op, Values
-from onnxfuse.runtime.plan import TensorSpec
+from onnxfuse.runtime.plan import Kernel, TensorSpec
 from onnxfuse.runtime.plan_bytes import ALIGNED, CONSTANT, input_words, packed, plan_words
 from onnxfuse.runtime.symint import SymInt
 from onnxfuse.runtime.template import Template, Variant, holds, sizes_of
@@ -97,13 +97,6 @@ class TemplateWords:
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-class _Function:
-    """Stands for the handle of a kernel among a plan's words."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
 def words_of(template: Template, functions: Mapping[str, int]) -> TemplateWords:
     """Return the words of a template; `functions` are the CUfunction handles of its kernels by `Kernel.key`."""
     indices = {key: i for i, key in enumerate(functions)}
@@ -114,15 +107,14 @@ def words_of(template: Template, functions: Mapping[str, int]) -> TemplateWords:
 
 
 def _words_of_variant(variant: Variant, indices: Mapping[str, int]) -> VariantWords:
-    functions = [_Function(indices[kernel.key]) for kernel in variant.kernels]
     plain: list[int] = []
     patches: list[int] = []
-    for i, word in enumerate(plan_words(variant.plan, cast(Sequence[int], functions))):
-        if isinstance(word, _Function):
-            patches += [i, FUNCTION, word.index]
+    for i, word in enumerate(plan_words(variant.plan)):
+        if isinstance(word, Kernel):
+            patches += [i, FUNCTION, indices[word.key]]
         elif isinstance(word, SymInt):
             patches += [i, EXPRESSION, word.number]
-        plain.append(0 if isinstance(word, _Function | SymInt) else word)
+        plain.append(0 if isinstance(word, Kernel | SymInt) else word)
     guards = [word for of in (variant.hard, variant.soft) for word in (len(of), *itertools.chain(*of))]
     counted = [len(plain), *plain, len(patches) // 3, *patches]
     return VariantWords(variant.hints, variant.tuned, packed([*variant.hints, variant.tuned, *guards, *counted]))

@@ -23,11 +23,15 @@ def template_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -
     return make_template(host, node, inputs, device)
 
 
-def plan_at(template: Template, variant: Variant, sizes: Sequence[int]) -> tuple[list[Kernel], list[int]]:
-    """Return the kernels of a variant, and the words of its plan at these sizes, with kernels' indices as functions."""
-    words = plan_words(variant.plan, range(len(variant.kernels)))  # makes expressions: the bits of real numbers
+def plan_at(template: Template, variant: Variant, sizes: Sequence[int]) -> tuple[list[Kernel], list[Any]]:
+    """Return the kernels of a variant, and the words of its plan at these sizes but those of functions."""
+    words = _without_functions(plan_words(variant.plan))  # makes expressions: the bits of real numbers
     values = template.expressions.evaluate([np.array([size]) for size in sizes])
     return list(variant.kernels), [int(values[w.number][0]) if isinstance(w, SymInt) else w for w in words]
+
+
+def _without_functions(words: Sequence[Any]) -> list[Any]:
+    return [word for word in words if not isinstance(word, Kernel)]
 
 
 def concrete_plan(template: Template, variant: Variant, sizes: Sequence[int]) -> Plan:
@@ -68,13 +72,13 @@ def with_dynamic_dims(inputs: Sequence[TensorSpec], *dynamic: int) -> tuple[Tens
     return tuple(dataclasses.replace(spec, shape=tuple(map(dim, spec.shape))) for spec in inputs)
 
 
-def host_plan_at(template: Template, sizes: Sequence[int]) -> tuple[list[Kernel], list[int]]:
+def host_plan_at(template: Template, sizes: Sequence[int]) -> tuple[list[Kernel], list[Any]]:
     """Return the same of the plan that the host has first for these very sizes; raises what the host raises."""
     host = find_host(template.node.fusion)
     assert host is not None
     plan = host.candidates(template.node, with_sizes(template.inputs, sizes), template.device)[0]
     kernels = [step.kernel for step in plan.steps if isinstance(step, Launch)]
-    return kernels, plan_words(plan, range(len(kernels)))
+    return kernels, _without_functions(plan_words(plan))
 
 
 def random_sizes(count: int, seed: int, largest: int = 1 << 13) -> list[int]:
@@ -129,10 +133,10 @@ def check_template(
 
 
 def _outputs(words: Sequence[int]) -> list[int]:
-    """Return the words of a plan's outputs: their number, then dtype, rank and dims of each."""
+    """Return the words of a plan's outputs: their number, then dtype, flags, rank and dims of each."""
     end = 2
     for _ in range(words[1]):
-        end += 2 + words[end + 1]
+        end += 3 + words[end + 2]
     return list(words[1:end])
 
 

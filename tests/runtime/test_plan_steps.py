@@ -217,8 +217,10 @@ def test_the_fields_of_a_struct_lie_where_c_has_them(gpu: Stage, monkeypatch: py
 
 MALFORMED_STRUCTS: dict[str, tuple[Any, ...]] = {
     "the number of a struct's fields is 0, required 1 to": (Struct(()),),
-    "a field of a struct is a tensor map": (Struct((TensorMap(Pointer("input", 0), "float32", (3,), (), (3,)),)),),  # type: ignore[arg-type]
-    "a field's kind is 6, required 0 to 5": (Struct((Struct((Scalar(1, "int32"),)),)),),  # type: ignore[arg-type]
+    "a plan has a TensorMap where it may have one of Pointer, Scalar": (
+        Struct((TensorMap(Pointer("input", 0), "float32", (3,), (), (3,)),)),  # type: ignore[arg-type]
+    ),
+    "a plan has a Struct where it may have one of Pointer, Scalar": (Struct((Struct((Scalar(1, "int32"),)),)),),  # type: ignore[arg-type]
     "the arguments of a launch take over 4096 bytes": (Struct((Scalar(1, "int64"),) * 512), Scalar(1, "int32")),
     "a pointer's index is 2, required 0 to 1": (Struct((Pointer("input", 2),)),),
 }
@@ -425,7 +427,8 @@ MALFORMED_MAPS = {
     "a tensor map ends beyond its tensor's 2048 bytes": {"sizes": (64, 9)},
     "a tensor map's memory does not start at a multiple of 16 bytes": {"pointer": Pointer("input", 0, 8)},
     "a pointer's index is 1, required 0 to 0": {"pointer": Pointer("input", 1)},
-    "a tensor map of 2 dimensions has 1 strides and a box of 2, found 2 and 2": {"strides": (256, 256)},
+    "a tensor map of 2 dimensions has 1 strides, found 2": {"strides": (256, 256)},
+    "a tensor map of 2 dimensions has a box of 2, found 1": {"box": (32,)},
 }
 
 

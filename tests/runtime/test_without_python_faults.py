@@ -71,7 +71,7 @@ def for_other_gpus(path: Path) -> Path:
 
 MISFITS = [
     (damaged, "edited.plans: it is damaged; make it again"),
-    (of_other_format, "it is of format 6, this library reads 8; make it with the library's version of onnxfuse"),
+    (of_other_format, "it is of format 6, this library reads 9; make it with the library's version of onnxfuse"),
     (no_plans, "it is no plan file"),
     (lambda path: path.with_name("absent"), "absent: No such file or directory"),
     (lambda path: path.parent, "it is a directory; name a file in it"),

@@ -16,7 +16,7 @@
 
 namespace onnxfuse {
 
-constexpr int64_t kPlanMark = 0x6f6e6678'0006;  // "onfx", format 6
+constexpr int64_t kPlanMark = 0x6f6e6678'0007;  // "onfx", format 7
 constexpr size_t kMaxArguments = 64;
 constexpr size_t kMaxArgumentWords = 512;  // of all arguments but tensor maps: what kernel parameters may take
 constexpr size_t kMaxTensorMaps = 8;  // of a launch; each takes 128 of the 4096 bytes that kernel parameters may take

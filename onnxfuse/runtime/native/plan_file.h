@@ -13,7 +13,7 @@
 
 namespace onnxfuse {
 
-constexpr int64_t kPlanFileFormat = 8;       // FORMAT of onnxfuse.runtime.plan_file
+constexpr int64_t kPlanFileFormat = 9;       // FORMAT of onnxfuse.runtime.plan_file
 constexpr uint32_t kMaxPortableCluster = 8;  // blocks, which every GPU that has clusters can run at once
 
 // An entry of a cubin for GPUs of one kind, and what its launches take.

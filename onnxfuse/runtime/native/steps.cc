@@ -1,7 +1,9 @@
 // Reading and checking the steps of a plan.
 #include "steps.h"
 
+#include <iterator>
 #include <string>
+#include <type_traits>
 
 namespace onnxfuse {
 namespace {
@@ -16,17 +18,13 @@ Dim read_dim(WordReader& reader, const char* what, int64_t x, int64_t y, int64_t
   return {first, second, size(z)};
 }
 
-Pointer read_pointer(WordReader& reader, int64_t kind, const Extents* extents) {
+Pointer read_pointer(WordReader& reader, const Extents* extents) {
   constexpr int64_t kMaxCount = 4096;  // if the extents are not known
+  const int64_t kind = reader.next("a pointer's kind", 0, 2);
   const int64_t count = extents ? static_cast<int64_t>(extents->of[kind].size()) : kMaxCount;
   const auto index = static_cast<size_t>(reader.next("a pointer's index", 0, count - 1));
   const int64_t offset = reader.next("a pointer's offset", 0, extents ? extents->of[kind][index].bytes : kMaxBytes);
   return {static_cast<MemoryKind>(kind), index, static_cast<uint64_t>(offset)};
-}
-
-Pointer read_pointer(WordReader& reader, const Extents* extents) {
-  const int64_t kind = reader.next("a pointer's kind", 0, 2);
-  return read_pointer(reader, kind, extents);
 }
 
 const Extent& extent_of(const Extents& extents, const Pointer& pointer) {
@@ -40,7 +38,7 @@ struct MapType {
   int type;       // CUtensorMapDataType
   int64_t bytes;
 };
-constexpr int64_t kTfloat32 = 1000;  // TFLOAT32 of plan_bytes.py
+constexpr int64_t kTfloat32 = 1000;  // as in plan_bytes.py
 constexpr MapType kMapTypes[] = {{1, 7, 4}, {2, 0, 1}, {10, 6, 2}, {16, 9, 2}, {kTfloat32, 11, 4}};
 
 const MapType& read_map_type(WordReader& reader) {
@@ -60,21 +58,29 @@ void read_im2col(WordReader& reader, TensorMap& map) {
   if (map.rank < 3) malformed("a tensor map over pixels has " + std::to_string(map.rank) + " dimensions, required 3");
   const uint32_t axes = map.rank - 2;
   const int64_t most = axes == 1 ? 32767 : axes == 2 ? 127 : 15;  // the driver's limits
-  for (uint32_t i = 0; i < axes; ++i) {
-    map.lower[i] = static_cast<int>(reader.next("a tensor map's lower corner", -most - 1, most));
-  }
-  for (uint32_t i = 0; i < axes; ++i) {
-    map.upper[i] = static_cast<int>(reader.next("a tensor map's upper corner", -most - 1, most));
-  }
-  for (uint32_t i = 0; i < axes; ++i) {
-    map.element_strides[1 + i] = static_cast<uint32_t>(reader.next("a tensor map's step", 1, 8));
-  }
+  const auto read = [&](const char* what, int64_t low, int64_t high, auto* values) {
+    if (const size_t found = reader.count("the number of spatial axes", kMaxTensorMapRank); found != axes) {
+      malformed("a tensor map of " + std::to_string(map.rank) + " dimensions walks over " + std::to_string(axes) +
+                " spatial axes, found " + std::to_string(found));
+    }
+    for (uint32_t i = 0; i < axes; ++i) {
+      values[i] = static_cast<std::remove_reference_t<decltype(*values)>>(reader.next(what, low, high));
+    }
+  };
+  read("a tensor map's lower corner", -most - 1, most, map.lower);
+  read("a tensor map's upper corner", -most - 1, most, map.upper);
+  read("a tensor map's step", 1, 8, map.element_strides + 1);
 }
 
-void read_sizes(WordReader& reader, int64_t element, TensorMap& map) {
+// Returns how many numbers the box has.
+size_t read_sizes(WordReader& reader, TensorMap& map) {
   map.rank = static_cast<uint32_t>(reader.next("a tensor map's rank", 1, kMaxTensorMapRank));
   for (uint32_t i = 0; i < map.rank; ++i) {
     map.sizes[i] = static_cast<uint64_t>(reader.next("a tensor map's size", 1, kMaxMapSize));
+  }
+  if (const size_t strides = reader.count("the number of strides", kMaxTensorMapRank); strides + 1 != map.rank) {
+    malformed("a tensor map of " + std::to_string(map.rank) + " dimensions has " + std::to_string(map.rank - 1) +
+              " strides, found " + std::to_string(strides));
   }
   for (uint32_t i = 0; i + 1 < map.rank; ++i) {
     map.strides[i] = static_cast<uint64_t>(reader.next("a tensor map's stride", 0, kMaxStride));
@@ -82,9 +88,17 @@ void read_sizes(WordReader& reader, int64_t element, TensorMap& map) {
       malformed("a tensor map's stride is " + std::to_string(map.strides[i]) + " bytes, required a multiple of 16");
     }
   }
-  read_im2col(reader, map);
-  for (uint32_t i = 0; i < (map.im2col ? 2 : map.rank); ++i) {
+  const auto box = static_cast<size_t>(reader.next("the rank of a tensor map's box", 1, kMaxTensorMapRank));
+  for (size_t i = 0; i < box; ++i) {
     map.box[i] = static_cast<uint32_t>(reader.next("a tensor map's box", 1, kMaxBox));
+  }
+  return box;
+}
+
+void check_box(const TensorMap& map, size_t box, int64_t element) {
+  if (const size_t required = map.im2col ? 2 : map.rank; box != required) {
+    malformed("a tensor map of " + std::to_string(map.rank) + " dimensions has a box of " + std::to_string(required) +
+              ", found " + std::to_string(box));
   }
   if (map.box[0] * element % 16 != 0) {
     malformed("a tensor map's box is " + std::to_string(map.box[0] * element) +
@@ -118,8 +132,10 @@ TensorMap read_tensor_map(WordReader& reader, const Extents& extents) {
   map.pointer = read_pointer(reader, &extents);
   const MapType& type = read_map_type(reader);
   map.type = type.type;
-  read_sizes(reader, type.bytes, map);
+  const size_t box = read_sizes(reader, map);
   read_swizzle(reader, type.bytes, map);
+  read_im2col(reader, map);
+  check_box(map, box, type.bytes);
   check_map_memory(map, type.bytes, extent_of(extents, map.pointer));
   if (!Driver::get().cuTensorMapEncodeTiled || !Driver::get().cuTensorMapEncodeIm2col) {
     throw std::runtime_error("the CUDA driver is too old for tensor maps; CUDA 12.0 or newer is required");
@@ -129,19 +145,21 @@ TensorMap read_tensor_map(WordReader& reader, const Extents& extents) {
 
 // --- launches --------------------------------------------------------------------------------------------------------
 
-constexpr int64_t kScalar = 3, kTensorMap = 4, kScalar32 = 5, kStruct = 6;  // as in plan_bytes.py; 0 to 2 are pointers
+constexpr int64_t kPointer = 0, kScalar = 1, kTensorMap = 2, kStruct = 3;  // alternatives of Argument in plan.py
+constexpr int64_t kInt64 = 1, kFloat32Scalar = 2;  // of Scalar.type; 0 is int32
 
 // Reads a pointer or scalar into the launch's values, at the first multiple of its size from byte `at` on.  Returns the
 // byte where it ends.
 size_t read_value(WordReader& reader, const Extents& extents, int64_t kind, size_t at, Launch& launch) {
-  const size_t size = kind == kScalar32 ? 4 : 8;
+  const bool is_small = kind == kScalar && reader.next("a scalar's type", 0, kFloat32Scalar) != kInt64;
+  const size_t size = is_small ? 4 : 8;
   at = (at + size - 1) / size * size;
   launch.values.resize(at / 8 + 1);
-  if (kind == kScalar || kind == kScalar32) {
+  if (kind == kScalar) {
     const uint64_t bits = reader.bits("a scalar");
     std::memcpy(reinterpret_cast<char*>(launch.values.data()) + at, &bits, size);
   } else {
-    launch.pointers.push_back({at / 8, read_pointer(reader, kind, &extents)});
+    launch.pointers.push_back({at / 8, read_pointer(reader, &extents)});
   }
   return at + size;
 }
@@ -157,8 +175,7 @@ void read_argument(WordReader& reader, const Extents& extents, Launch& launch) {
   } else if (kind == kStruct) {
     const int64_t fields = reader.next("the number of a struct's fields", 1, kMaxArgumentWords);
     for (int64_t i = 0; i < fields; ++i) {
-      const int64_t field = reader.next("a field's kind", 0, kScalar32);
-      if (field == kTensorMap) malformed("a field of a struct is a tensor map");
+      const int64_t field = reader.next("a field's kind", kPointer, kScalar);
       at = read_value(reader, extents, field, at, launch);
     }
   } else {
@@ -176,12 +193,12 @@ Launch read_launch(WordReader& reader, const Extents& extents) {
   config.grid = read_dim(reader, "a grid size", kGridX, 65535, 65535);
   config.block = read_dim(reader, "a block size", 1024, 1024, 64);
   if (uint64_t{config.block.x} * config.block.y * config.block.z > 1024) malformed("a block has over 1024 threads");
+  const size_t arguments = reader.count("the number of arguments", kMaxArguments);
+  for (size_t i = 0; i < arguments; ++i) read_argument(reader, extents, launch);
   config.shared = static_cast<uint32_t>(reader.next("shared memory", 0, 1 << 20));
   config.cluster = static_cast<uint32_t>(reader.next("a cluster size", 1, 16));
   if (config.grid.x % config.cluster != 0) malformed("the grid's width is no multiple of the cluster's");
   config.pdl = reader.flag("whether a launch is a programmatic dependent one");
-  const size_t arguments = reader.count("the number of arguments", kMaxArguments);
-  for (size_t i = 0; i < arguments; ++i) read_argument(reader, extents, launch);
   return launch;
 }
 
@@ -249,10 +266,7 @@ void check_matrices(const Matmul& matmul, const Extents* extents) {
   if (matmul.y.pointer.kind == MemoryKind::kInput) malformed("the matrix y is an input");
 }
 
-void read_bias(WordReader& reader, const Extents* extents, Matmul& matmul) {
-  matmul.has_bias = reader.flag("whether there is a bias");
-  if (!matmul.has_bias) return;
-  matmul.bias = read_pointer(reader, extents);
+void check_bias(const Matmul& matmul, const Extents* extents) {
   const int64_t element = matmul.y.type == kFloat32 ? 4 : 2;
   check_memory("the bias", matmul.bias, static_cast<__int128>(matmul.y.columns) * element, element, matmul.aligned,
                extents);
@@ -288,9 +302,12 @@ CudnnDataType read_cudnn_type(WordReader& reader) {
 }
 
 void read_axes(WordReader& reader, Convolution& conv) {
-  const size_t axes = static_cast<size_t>(reader.next("the number of a convolution's spatial axes", 1, kMaxAxes));
   const auto read = [&](const char* what, int64_t low, std::vector<int64_t>& values) {
-    values.resize(axes);
+    values.resize(static_cast<size_t>(reader.next("the number of a convolution's spatial axes", 1, kMaxAxes)));
+    if (values.size() != conv.sizes.size()) {
+      malformed("a convolution of " + std::to_string(conv.sizes.size()) + " spatial axes has " +
+                std::to_string(values.size()) + " of " + what);
+    }
     for (int64_t& value : values) value = reader.next(what, low, kMaxConvolutionSize);
   };
   read("a convolution's size", 1, conv.sizes);
@@ -371,37 +388,33 @@ Matmul read_matmul(WordReader& reader, const Extents* extents) {
   matmul.y = read_matrix(reader, extents);
   matmul.transposed = reader.flag("whether w is transposed");
   matmul.batch = static_cast<int32_t>(reader.next("a batch", 1, std::numeric_limits<int32_t>::max()));
-  matmul.aligned = reader.flag("whether matrices are aligned");
   matmul.has_c = reader.flag("whether there is a c");
   if (matmul.has_c) matmul.c = read_matrix(reader, extents);
-  read_bias(reader, extents, matmul);
+  matmul.has_bias = reader.flag("whether there is a bias");
+  if (matmul.has_bias) matmul.bias = read_pointer(reader, extents);
   matmul.activation = static_cast<Activation>(reader.next("an activation", 0, 2));
   matmul.tf32 = reader.flag("whether TF32 is allowed");
+  matmul.aligned = reader.flag("whether matrices are aligned");
   read_workspace(reader, extents, matmul);
-  matmul.has_algorithm = reader.flag("whether there is an algorithm");
-  if (matmul.has_algorithm) {
-    for (uint64_t& word : matmul.algorithm.words) word = reader.bits("an algorithm's word");
+  const size_t words = reader.count("the number of an algorithm's words");
+  matmul.has_algorithm = words > 0;
+  if (matmul.has_algorithm && words != std::size(matmul.algorithm.words)) {
+    malformed("a matmul's algorithm has 8 words or none, found " + std::to_string(words));
   }
+  for (size_t i = 0; i < words; ++i) matmul.algorithm.words[i] = reader.bits("an algorithm's word");
   check_matrices(matmul, extents);
+  if (matmul.has_bias) check_bias(matmul, extents);
   return matmul;
 }
 
 Convolution read_convolution(WordReader& reader, const Extents* extents) {
   Convolution conv;
-  conv.type = read_cudnn_type(reader);
   conv.n = reader.next("a convolution's batch", 1, kMaxConvolutionSize);
   conv.c = reader.next("a convolution's channels", 1, kMaxConvolutionSize);
   conv.m = reader.next("a convolution's channels", 1, kMaxConvolutionSize);
-  conv.group = reader.next("a convolution's groups", 1, kMaxConvolutionSize);
   read_axes(reader, conv);
-  conv.transposed = reader.flag("whether a convolution is transposed");
-  conv.channels_last = reader.flag("whether channels are last");
-  conv.w_channels_last = reader.flag("whether channels of w are last");
-  conv.tf32 = reader.flag("whether TF32 is allowed");
-  conv.aligned = reader.flag("whether operands are aligned");
-  conv.activation = static_cast<ConvolutionActivation>(reader.next("an activation", 0, 11));
-  conv.alpha = read_number(reader, "an activation's alpha");
-  conv.beta = read_number(reader, "an activation's beta");
+  conv.group = reader.next("a convolution's groups", 1, kMaxConvolutionSize);
+  conv.type = read_cudnn_type(reader);
   conv.x = read_pointer(reader, extents);
   conv.w = read_pointer(reader, extents);
   conv.y = read_pointer(reader, extents);
@@ -410,6 +423,14 @@ Convolution read_convolution(WordReader& reader, const Extents* extents) {
   conv.has_residual = reader.flag("whether there is a residual");
   if (conv.has_residual) conv.residual = read_pointer(reader, extents);
   conv.residual_first = reader.flag("whether the residual is added before the activation");
+  conv.activation = static_cast<ConvolutionActivation>(reader.next("an activation", 0, 11));
+  conv.alpha = read_number(reader, "an activation's alpha");
+  conv.beta = read_number(reader, "an activation's beta");
+  conv.channels_last = reader.flag("whether channels are last");
+  conv.w_channels_last = reader.flag("whether channels of w are last");
+  conv.transposed = reader.flag("whether a convolution is transposed");
+  conv.tf32 = reader.flag("whether TF32 is allowed");
+  conv.aligned = reader.flag("whether operands are aligned");
   read_workspace(reader, extents, conv);
   read_engine(reader, conv);
   check_axes(conv);
