@@ -26,7 +26,7 @@ from onnxfuse.control_flow.invariants import read_invariants_outside
 from onnxfuse.control_flow.known_branches import with_known_branches
 from onnxfuse.control_flow.results import infer_results
 from onnxfuse.control_flow.unequal_branches import keep_unequal_branches
-from onnxfuse.dsl.declaration import Fusion
+from onnxfuse.dsl.declaration import Fusion, Rewrite
 from onnxfuse.dsl.terms import OperatorSet
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.inline_functions import Inlined, inline_functions
@@ -44,6 +44,7 @@ from onnxfuse.regions.assign import RegionResult, assign_regions
 from onnxfuse.regions.defer_to_regions import DeferToRegions
 from onnxfuse.regions.joining import Joining
 from onnxfuse.report.traffic import Traffic, estimate_traffic
+from onnxfuse.rewrite.apply_rules import near_misses
 from onnxfuse.rewrite.make_keys_row_major import make_keys_row_major
 from onnxfuse.rewrite.replace import Fused, LocalFunctions
 from onnxfuse.rewrite.select import FusionResult, Selection, fuse, leave_none, nearness
@@ -106,7 +107,8 @@ class Settings:
     channels-first, by LAYOUT and the latter.  `keep_names` are tensors that are neither folded nor fused over.
     `keep_nodes` are the labels of nodes that no fusion, region or layout takes, by the body that they are in.
     `keep_unfused` remembers the graph as it was before fusing, for the comparison by parts.  `left_out` are fusions of
-    layouts that are not made, and `without_passes` names passes that are not applied.
+    layouts that are not made, and `without_passes` names passes that are not applied.  `rules` are those whose misses
+    are recorded beside the misses of the fusions.
     """
 
     fusions: Sequence[Fusion]
@@ -120,6 +122,7 @@ class Settings:
     keep_unfused: bool = False
     left_out: Collection[str] = frozenset()
     without_passes: Collection[str] = frozenset()
+    rules: Sequence[Rewrite] = ()
 
 
 @dataclass(frozen=True)
@@ -450,7 +453,9 @@ def fuse_matches(work: Work) -> None:
     products = {node_label(node) for node in graph.nodes if op_of(node) == "MatMul"}
     leave = work.defer_to_regions if settings.regions else leave_none
     progress = functools.partial(work.timer.progress, "fuse")
+    missed = near_misses(graph, work.shapes, settings.rules) if settings.rules else []
     fusing = fuse(graph, work.shapes, settings.fusions, replace(work.selection, leave=leave), progress)
+    fusing = replace(fusing, missed=(*missed, *fusing.missed))
     attended = {label for one in fusing.fused for label in one.replaces if products.intersection(one.replaces)}
     scores_left = graph.scores.done - {name for label, name in softmaxes.items() if label in attended}
     work.found = replace(work.found, fusing=fusing, scores_left=frozenset(scores_left))

@@ -21,6 +21,7 @@ from test_optimize import BLOCK, LONE_RELU, SQUARE_ROOT_OF_RELU, STORED, WRONG, 
 
 from onnxfuse.cli import main, terminal
 from onnxfuse.ir.digest import graph_digest
+from onnxfuse.rules import RULES
 from onnxfuse.verify import own_process
 from onnxfuse.version import __version__
 
@@ -412,6 +413,23 @@ def test_show_prints_the_operator_and_the_pattern() -> None:
     assert 'layer_norm(x: "... d", scale: "d", bias?: "d", epsilon?) -> ... d' in text
     assert "return layer_normalized(x, scale, bias, epsilon)" in text
     assert "patterns/layer_norm.py:" in text
+
+
+def test_rules_are_listed_shown_and_explained(tmp_path: Path) -> None:
+    """A rule has the same forms as a fusion: a line in a list, a page with both of its sides, and near misses."""
+    listed = run("list", "--rules").stdout
+    assert "convolutions\n  conv_to_matmul\n    A convolution whose windows do not overlap" in listed
+    names = {line.strip() for line in listed.splitlines() if line.startswith("  ") and not line.startswith("   ")}
+    assert names == {rule.left.name for rule in RULES}
+    shown = run("show", "merge_fills").stdout
+    assert "yield op.Where(a, op.Where(b, scores, number), number), kept" in shown and "rules/masks.py:" in shown
+    text = """g (float[n,3,8,12] x) => (float[n,m,5] y) <float[5,3,2,4] w, int64[3] flat = {0, 5, -1}>
+      { c = Conv <strides = [2, 4], pads = [0, 4, 0, 0]> (x, w)
+        f = Reshape (c, flat)  y = Transpose <perm = [0, 2, 1]> (f) }"""
+    onnx.save(parse(text), tmp_path / "m.onnx")
+    explained = run("explain", tmp_path / "m.onnx", "conv_to_matmul").stdout
+    assert "conv_to_matmul: not at 'y' (3 of 3 nodes agree)" in explained
+    assert "4 windows of 4 columns cover the width 12" in explained and "rules/convolutions.py:" in explained
 
 
 @pytest.mark.parametrize("shown", ["attention", "layer_norm"])

@@ -24,7 +24,7 @@ from onnxfuse.cli.terminal import console, echo, show_tracebacks, shown_progress
 @click.option("--limit", type=click.IntRange(0), default=5, show_default=True, help="How many misses to show.")
 @patterns_option
 def explain_command(source: Path, fusion: str | None, node: str | None, limit: int, patterns: tuple[Path, ...]) -> None:
-    """Show where SOURCE nearly matches a fusion.
+    """Show where SOURCE nearly matches a fusion or a rule.
 
     Each miss names the node that differs, what was found and what the fusion requires.  For the fusion region, and for
     a single node, it also says why nodes are in no region; for convolutions, why they are channels-first.
@@ -37,10 +37,12 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
     from onnxfuse.layout.fusions import LAYOUT_FUSIONS
     from onnxfuse.printing import escape
     from onnxfuse.rewrite.replace import REGION
+    from onnxfuse.rules import RULES
 
     fusions = catalogue.with_folders(patterns)
     if fusion:
-        catalogue.require_known(fusion, [*(f.name for f in fusions), REGION, *LAYOUT_FUSIONS])
+        known = [*fusions, *(rule.left for rule in RULES)]
+        catalogue.require_known(fusion, [*(each.name for each in known), REGION, *LAYOUT_FUSIONS])
     model, folder = load(source)
     inlined = inline_functions(model)
     if node and (sentence := where_inside(model, inlined, node)):
@@ -49,7 +51,7 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
     if node:
         require_node(node, inlined.model)
     with shown_progress() as progress:
-        result = fuse_model(model, folder, Settings(fusions, regions=True), StageTimer(progress))
+        result = fuse_model(model, folder, Settings(fusions, regions=True, rules=RULES), StageTimer(progress))
     show_tracebacks(result.left_out)
     if node and (sentence := where_fused(result.fused_of_model, node)):
         console().print(escape(sentence))

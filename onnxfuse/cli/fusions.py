@@ -12,8 +12,9 @@ from onnxfuse.errors import UsageError
 
 
 @click.command("list", epilog=examples("onnxfuse list", "onnxfuse list --patterns my_fusions"))
+@click.option("--rules", is_flag=True, help="List the rules that bring models into one form, by subject.")
 @patterns_option
-def list_command(patterns: tuple[Path, ...]) -> None:
+def list_command(rules: bool, patterns: tuple[Path, ...]) -> None:
     """List all fusions, each with what it computes."""
     from onnxfuse.dsl import catalogue
     from onnxfuse.dsl.documentation import summary
@@ -21,7 +22,15 @@ def list_command(patterns: tuple[Path, ...]) -> None:
     from onnxfuse.printing import Line, escape
     from onnxfuse.regions import SUMMARY
     from onnxfuse.rewrite.replace import REGION
+    from onnxfuse.rules import SUBJECTS
 
+    if rules:
+        for subject, table in SUBJECTS.items():
+            console().print(f"[bold]{subject}[/]", highlight=False)
+            for name, text in {rule.left.name: summary(rule.left) for rule in table}.items():
+                console().print(f"  [bold]{name}[/]", highlight=False)
+                console().print(Line(escape(text), "    "))
+        return
     rows = {fusion.name: summary(fusion) for fusion in catalogue.with_folders(patterns)} | {REGION: SUMMARY}
     rows |= {name: each.summary for name, each in LAYOUT_FUSIONS.items()}
     for name, text in sorted(rows.items()):
@@ -33,6 +42,7 @@ def list_command(patterns: tuple[Path, ...]) -> None:
     "show",
     epilog=examples(
         "onnxfuse show layer_norm",
+        "onnxfuse show merge_fills",
         "onnxfuse show region fused.onnx",
         "onnxfuse show region fused.onnx --node NAME --cuda --arch sm_90",
     ),
@@ -46,7 +56,7 @@ def list_command(patterns: tuple[Path, ...]) -> None:
 def show_command(
     fusion: str, model: Path | None, node: str | None, cuda: bool, arch: str, patterns: tuple[Path, ...]
 ) -> None:
-    """Show one fusion: its operator and its pattern.
+    """Show one fusion, its operator and its pattern, or one rule.
 
     `show region MODEL` lists the regions of a fused MODEL.  With --node it shows the program of one of them, and with
     --cuda the kernels that are generated for it; that needs no GPU.
@@ -60,8 +70,9 @@ def show_command(
     from onnxfuse.printing import escape
     from onnxfuse.regions import DESCRIPTION, SUMMARY
     from onnxfuse.rewrite.replace import REGION
+    from onnxfuse.rules import RULES
 
-    fusions = {f.name: f for f in catalogue.with_folders(patterns)}
+    fusions = {f.name: f for f in (*(rule.left for rule in RULES), *catalogue.with_folders(patterns))}
     catalogue.require_known(fusion, [*fusions, REGION, *LAYOUT_FUSIONS])
     if model is not None or node is not None or cuda:
         _show_regions(fusion, model, node, cuda, arch)
@@ -71,7 +82,8 @@ def show_command(
         console().print("\n\n".join([f"[bold]{fusion}[/]", *map(escape, texts)]), highlight=False)
         return
     found = fusions[fusion]
-    text = f"[bold]{escape(signature(found))}[/]\n\n{escape(found.doc)}\n\n{found.span}"
+    doc = "\n".join(map(escape, found.doc.splitlines()))
+    text = f"[bold]{escape(signature(found))}[/]\n\n{doc}\n\n{found.span}"
     console().print(text, highlight=False, soft_wrap=True)
     source = Syntax("", "python", background_color="default").highlight(found.source)
     console().print(source, soft_wrap=True)  # a line that is wider than the terminal stays whole

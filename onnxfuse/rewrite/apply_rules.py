@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from onnxfuse.analysis.scores import rewritable_softmaxes
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.dsl.declaration import Rewrite
 from onnxfuse.ir.graph import Graph
-from onnxfuse.ir.node import Tensor, op_of
-from onnxfuse.match import Match, Matcher
+from onnxfuse.ir.node import Node, Tensor, op_of
+from onnxfuse.match import Match, Matcher, Miss
 from onnxfuse.match.prefilter import may_be, may_occur
 from onnxfuse.passes import Pass
 from onnxfuse.passes.fold_constants import fold_nodes
@@ -37,25 +37,38 @@ def rules_pass(name: str, rules: Sequence[Rewrite]) -> Pass:
     return apply
 
 
+def near_misses(graph: Graph, shapes: ShapeInfo, rules: Sequence[Rewrite]) -> list[Miss]:
+    """Return why rules do not apply to a sorted graph, at each node where the operators of one do not rule that out."""
+    tried = (matcher.at(node.outputs[0]) for node, _, matcher in _candidates(graph, shapes, rules))
+    return [found for found in tried if isinstance(found, Miss)]
+
+
 def _apply_rules(graph: Graph, shapes: ShapeInfo, rules: Sequence[Rewrite]) -> int:
     """Apply rules to a sorted graph, from the outputs to the inputs, each node once; return how many were applied."""
+    return sum(
+        _apply(graph, shapes, matcher, rule, node.outputs[0])
+        for node, rule, matcher in _candidates(graph, shapes, rules)
+    )
+
+
+def _candidates(graph: Graph, shapes: ShapeInfo, rules: Sequence[Rewrite]) -> Iterator[tuple[Node, Rewrite, Matcher]]:
+    """Yield nodes, from the outputs to the inputs, with each rule that may end there as long as the nodes stay."""
     present = {op_of(node) for node in graph.nodes}
-    by_root: dict[str, list[tuple[Matcher, Rewrite]]] = defaultdict(list)
+    by_root: dict[str, list[tuple[Rewrite, Matcher]]] = defaultdict(list)
     for rule in rules:
         if may_occur(rule.left, present):
             matcher = Matcher(graph, shapes, rule.left)
             for op in matcher.prefilter.fusion_root_ops:
-                by_root[op].append((matcher, rule))
-    return sum(
-        any(_apply(graph, shapes, matcher, rule, node.outputs[0]) for matcher, rule in by_root[op_of(node)])
-        for node in (graph.nodes[::-1] if by_root.keys() & present else ())
-        if op_of(node) in by_root and node.outputs
-    )
+                by_root[op].append((rule, matcher))
+    for node in graph.nodes[::-1] if by_root.keys() & present else ():
+        for rule, matcher in by_root.get(op_of(node), ()):
+            if node.outputs and may_be(rule.left.outputs[0], node.outputs[0]):
+                yield node, rule, matcher
 
 
 def _apply(graph: Graph, shapes: ShapeInfo, matcher: Matcher, rule: Rewrite, root: Tensor) -> bool:
     """Write the right side in the place of the left one; return whether this matches and the opset can write that."""
-    match, right = matcher.at(root) if may_be(rule.left.outputs[0], root) else None, rule.right
+    match, right = matcher.at(root), rule.right
     if not isinstance(match, Match):
         return False
     softmaxes = rewritable_softmaxes(graph, root.inputs[0]) if rule.of_scores else set[str]()

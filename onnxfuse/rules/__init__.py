@@ -1,1 +1,22 @@
 """Rewrite rules by subject: tables of what is matched and what is written in its place, in the pattern language."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from onnxfuse.dsl.declaration import Rewrite
+from onnxfuse.rules.activations import ACTIVATIONS
+from onnxfuse.rules.convolutions import PATCHES
+from onnxfuse.rules.masks import MASKED_SUMS, MASKS
+from onnxfuse.rules.no_ops import NO_OPS
+from onnxfuse.rules.roots import ROOTS
+
+SUBJECTS: Final[Mapping[str, tuple[Rewrite, ...]]] = {
+    "activations": ACTIVATIONS,
+    "convolutions": PATCHES,
+    "masks": (*MASKED_SUMS, *MASKS),
+    "operators in one form": NO_OPS,
+    "roots": ROOTS,
+}
+RULES: Final[tuple[Rewrite, ...]] = tuple(rule for table in SUBJECTS.values() for rule in table)

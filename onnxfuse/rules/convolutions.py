@@ -24,8 +24,12 @@ def conv_to_matmul(
     The convolution computes (batch, channels, patches), which is transposed.  The product computes (batch, patches,
     channels), so that the operators that follow can be fused into it.
     """
-    require("windows cover the height", lambda height, down, rows: isinstance(down, int) and height == down * rows)
-    require("and the width", lambda width, across, columns: isinstance(across, int) and width == across * columns)
+    require("{down} windows of {rows} rows cover the height {height}", lambda height, down, rows: height == down * rows)
+    require(
+        "{across} windows of {columns} columns cover the width {width}",
+        lambda width, across, columns: width == across * columns,
+    )
+    require("the number of windows is known", lambda down, across: isinstance(down, int) and isinstance(across, int))
     require("nothing is padded", lambda pads, auto_pad: not any(pads or ()) and auto_pad in ("NOTSET", "VALID", None))
     require("the windows are dense", lambda dilations: set(dilations or [1]) == {1})
     down, across, rows, columns = size("down"), size("across"), size("rows"), size("columns")

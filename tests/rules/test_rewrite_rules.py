@@ -19,13 +19,8 @@ from onnxfuse.passes.fold_constants import fold_constants
 from onnxfuse.rewrite import apply_rules
 from onnxfuse.rewrite.apply_rules import rules_pass
 from onnxfuse.rewrite.function_body import BodyBuilder
-from onnxfuse.rules.activations import ACTIVATIONS
-from onnxfuse.rules.convolutions import PATCHES
-from onnxfuse.rules.masks import MASKED_SUMS, MASKS
-from onnxfuse.rules.no_ops import NO_OPS
-from onnxfuse.rules.roots import ROOTS
+from onnxfuse.rules import RULES
 
-RULES = (*ACTIVATIONS, *MASKED_SUMS, *MASKS, *NO_OPS, *PATCHES, *ROOTS)
 # Conditions that choose among equal forms, or that hold for the values that are drawn.
 ASSUMED = ("is_made_by", "is_ordinary", "is_bounded", "has_readers", "holds_zero_or_one", "is_triangle")
 by_rule = pytest.mark.parametrize("rule", RULES, ids=[f"{rule.left.name}-{index}" for index, rule in enumerate(RULES)])
