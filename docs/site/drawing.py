@@ -10,8 +10,20 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from onnxfuse.dsl.declaration import Fusion
-from onnxfuse.dsl.terms import Absent, Alternatives, Apply, Capture, Constant, Either, Product, Sum, Term, Wrapper
-from onnxfuse.dsl.words import Causal, Full, Rearrange, Scaled
+from onnxfuse.dsl.terms import (
+    Absent,
+    Alternatives,
+    Apply,
+    Capture,
+    Constant,
+    Either,
+    Product,
+    Rearrange,
+    Sum,
+    Term,
+    Wrapper,
+)
+from onnxfuse.dsl.words import Causal, Full, Scaled
 
 MIN_NODES_SPELLED_OUT: Final = 3  # of a spelling that is drawn in place of one operator: x / y and x**2 stay these
 MAX_NODES_IN_A_ROW: Final = 16  # larger drawings go from top to bottom

@@ -2,7 +2,7 @@
 
 A term defines its parts, the operators that can compute it, how it is matched and how it is written as nodes.  The last
 two go through the protocols `Matching` and `Writing`, so that this package knows no graphs.  The operators of Python
-and ONNX make the terms of this file; the other words of the pattern language are in words.py.
+and ONNX make terms of this file, and so does rearrange(); the other words of the pattern language are in words.py.
 """
 
 from __future__ import annotations
@@ -103,10 +103,8 @@ class Matching(Protocol[TensorT, StateT]):
         """Match a sum or product in any order and grouping."""
         ...
 
-    def match_rearrange(
-        self, term: Term, inner: Term, pattern: str, slice_name: str | None, tensor: TensorT, state: StateT
-    ) -> Iterator[StateT]:
-        """Match `inner` with its axes rearranged, or a slice of it whose attributes begin with `slice_name`."""
+    def match_rearrange(self, term: Rearrange, tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        """Match the inner term with its axes rearranged, or a slice of it that attributes describe."""
         ...
 
     def match_scaled(self, term: Term, inner: Term, scale: Capture, tensor: TensorT, state: StateT) -> Iterator[StateT]:
@@ -201,8 +199,8 @@ class Writing(Protocol):
         """Return the terms combined by `op`, from the left."""
         ...
 
-    def write_rearrange(self, term: Term, inner: Term, pattern: str, slice_name: str | None) -> Value:
-        """Return `inner`, or a slice of it, with its axes rearranged.  Raises PatternError where that is impossible."""
+    def write_rearrange(self, term: Rearrange) -> Value:
+        """Return a value, or a slice of it, with its axes rearranged.  Raises PatternError where that is impossible."""
         ...
 
     def write_scaled(self, inner: Term, scale: str) -> Value:
@@ -213,7 +211,7 @@ class Writing(Protocol):
         """Return whether the opset has the operator, and its inputs and attributes can be written."""
         ...
 
-    def can_write_rearrange(self, pattern: str, slice_name: str | None) -> bool:
+    def can_write_rearrange(self, term: Rearrange) -> bool:
         """Return whether the shapes of the views can be written."""
         ...
 
@@ -407,6 +405,55 @@ class Wrapper(Term):
 
     def number(self, body: Writing) -> Literals | None:
         return self.inner.number(body)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PackedSlice(Wrapper):
+    """Inside a Rearrange: its source, or a range of elements on the source's last axis."""
+
+    name: str
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Rearrange(Term):
+    """Axes split, merged, permuted and repeated, in einops' notation."""
+
+    inner: Term
+    pattern: str
+
+    @property
+    def parts(self) -> tuple[Term, ...]:
+        return (self.inner,)
+
+    @property
+    def slice_name(self) -> str | None:
+        """What the attributes begin with that describe a slice; None where all of the inner term is rearranged."""
+        return self.inner.name if isinstance(self.inner, PackedSlice) else None
+
+    @property
+    def own_ops(self) -> frozenset[str]:
+        return VIEWS
+
+    @property
+    def own_nodes(self) -> int:
+        return 2
+
+    @functools.cached_property
+    def root_ops(self) -> frozenset[str] | None:
+        return union([self.inner.root_ops, VIEWS])
+
+    @property
+    def dim_specs(self) -> tuple[str, ...]:
+        return (self.pattern,)
+
+    def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        return m.match_rearrange(self, tensor, state)
+
+    def can_write(self, body: Writing) -> bool:
+        return body.can_write(self.inner) and body.can_write_rearrange(self)
+
+    def write(self, body: Writing) -> Value:
+        return body.write_rearrange(self)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -16,7 +16,6 @@ from typing import ClassVar, Protocol
 import onnx.defs
 from onnx import TensorProto
 
-from onnxfuse.algebra.operators import VIEWS
 from onnxfuse.algebra.sizes import Dim, symbol
 from onnxfuse.dsl.guards import Guard
 from onnxfuse.dsl.spans import here
@@ -31,7 +30,9 @@ from onnxfuse.dsl.terms import (
     Number,
     Operand,
     OperatorSet,
+    PackedSlice,
     PlainValue,
+    Rearrange,
     StateT,
     TensorT,
     Term,
@@ -257,60 +258,12 @@ def when(value: Term, sentence: str, holds: Callable[..., bool]) -> Term:
 # --- axes and factors --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Rearrange(Term):
-    """Axes split, merged, permuted and repeated, in einops' notation."""
-
-    inner: Term
-    pattern: str
-
-    @property
-    def parts(self) -> tuple[Term, ...]:
-        return (self.inner,)
-
-    @property
-    def _slice_name(self) -> str | None:
-        return self.inner.name if isinstance(self.inner, PackedSlice) else None
-
-    @property
-    def own_ops(self) -> frozenset[str]:
-        return VIEWS
-
-    @property
-    def own_nodes(self) -> int:
-        return 2
-
-    @functools.cached_property
-    def root_ops(self) -> frozenset[str] | None:
-        return union([self.inner.root_ops, VIEWS])
-
-    @property
-    def dim_specs(self) -> tuple[str, ...]:
-        return (self.pattern,)
-
-    def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
-        return m.match_rearrange(self, self.inner, self.pattern, self._slice_name, tensor, state)
-
-    def can_write(self, body: Writing) -> bool:
-        return body.can_write(self.inner) and body.can_write_rearrange(self.pattern, self._slice_name)
-
-    def write(self, body: Writing) -> Value:
-        return body.write_rearrange(self, self.inner, self.pattern, self._slice_name)
-
-
 def rearrange(value: Term, pattern: str) -> Term:
     """Return `value` with its axes rearranged, as in einops: "b s (h d) -> b h s d"; a name new on the right repeats.
 
     Matches any chain of Reshape, Transpose, Squeeze, Unsqueeze, Flatten and Expand that does the same.
     """
     return Rearrange(inner=value, pattern=pattern, span=here())
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class PackedSlice(Wrapper):
-    """Inside a Rearrange: its source, or a range of elements on the source's last axis."""
-
-    name: str
 
 
 def packed_slice(value: Term, name: str) -> Term:

@@ -18,6 +18,7 @@ from onnxfuse.dsl.terms import (
     Constant,
     Number,
     Product,
+    Rearrange,
     Sum,
     Term,
     Wrapper,
@@ -176,11 +177,9 @@ class Matcher(MatchContext):
         """Match an operator."""
         return match_operator(self, term, tensor, state)
 
-    def match_rearrange(
-        self, term: Term, inner: Term, pattern: str, slice_name: str | None, tensor: Tensor, state: State
-    ) -> Iterator[State]:
-        """Match `inner` with its axes rearranged, or a slice of it whose attributes begin with `slice_name`."""
-        return match_rearrange(self, self._view_sources, term, inner, pattern, slice_name, tensor, state)
+    def match_rearrange(self, term: Rearrange, tensor: Tensor, state: State) -> Iterator[State]:
+        """Match the inner term with its axes rearranged, or a slice of it that attributes describe."""
+        return match_rearrange(self, self._view_sources, term, tensor, state)
 
     def match_scaled(self, term: Term, inner: Term, scale: Capture, tensor: Tensor, state: State) -> Iterator[State]:
         """Match `inner` times a scalar, wherever the factors stand."""

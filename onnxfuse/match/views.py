@@ -11,7 +11,7 @@ from onnxfuse.algebra.operators import SLICING, VIEWS
 from onnxfuse.algebra.sizes import Size, product
 from onnxfuse.analysis.shape_info import CannotInfer
 from onnxfuse.analysis.slice_ranges import slice_ranges
-from onnxfuse.dsl.terms import Capture, Term
+from onnxfuse.dsl.terms import Capture, Rearrange
 from onnxfuse.ir.attributes import perm_of
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 from onnxfuse.match.context import MatchContext
@@ -68,31 +68,22 @@ class ViewSources:
 
 
 def match_rearrange(
-    m: MatchContext,
-    sources: ViewSources,
-    term: Term,
-    inner: Term,
-    pattern: str,
-    slice_name: str | None,
-    tensor: Tensor,
-    state: State,
+    m: MatchContext, sources: ViewSources, term: Rearrange, tensor: Tensor, state: State
 ) -> Iterator[State]:
-    """Yield the state after each way to read a tensor as `inner` rearranged, from the farthest source that fits.
-
-    With `slice_name` it may be a slice of `inner`, which attributes that begin with this name describe.
-    """
-    value = inner.unwrapped
+    """Yield the state after each way to read a tensor as a value rearranged, from the farthest source that fits."""
+    inner, pattern, value = term.inner, term.pattern, term.inner.unwrapped
     keep = isinstance(value, Capture) or m.is_output(value)  # the source stays in the graph
     arranged, nearest_source = False, tensor
     farthest = sources.of(tensor, scaling=False, slicing=False)[-1].tensor
     if isinstance(value, Capture) and value.kind == "weight" and not is_constant(farthest):
         m.fail(term, state, lambda: f"'{tensor.name}' is computed; required a constant for {value.name}")
         return
-    candidates = sources.of(tensor, scaling=state.factor is not None, slicing=slice_name is not None)
-    for source, nodes, factor in reversed(candidates):
+    candidates = sources.of(tensor, scaling=state.factor is not None, slicing=term.slice_name is not None)
+    for view in reversed(candidates):
+        source, nodes, factor = view
         if not m.fits(inner, source) or (isinstance(value, Capture) and _is_rounded(m, source, nodes)):
             continue
-        after = _arrange(m, pattern, source, nodes, tensor, slice_name, state)
+        after = _arrange(m, term, view, tensor, state)
         if after is None:
             nearest_source = source
             continue
@@ -124,19 +115,13 @@ def _not_arranged(m: MatchContext, pattern: str, tensor: Tensor, source: Tensor,
     return sentence if source is tensor else f"{sentence} of '{source.name}' ({shape_text(m.shapes.shape(source))})"
 
 
-def _arrange(
-    m: MatchContext,
-    pattern: str,
-    source: Tensor,
-    nodes: Sequence[Node],
-    tensor: Tensor,
-    slice_name: str | None,
-    state: State,
-) -> State | None:
+def _arrange(m: MatchContext, term: Rearrange, view: ViewSource, tensor: Tensor, state: State) -> State | None:
     """Return the state with the sizes, and the slice, that make the tensor the arrangement of its source.
 
     None where it is not.
     """
+    source, nodes, _ = view
+    pattern, slice_name = term.pattern, term.slice_name
     start, end = m.shapes.shape(source), m.shapes.shape(tensor)
     if start is None or end is None:
         return None

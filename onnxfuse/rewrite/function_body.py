@@ -24,6 +24,7 @@ from onnxfuse.dsl.terms import (
     Number,
     OperatorSet,
     Product,
+    Rearrange,
     Term,
     Value,
 )
@@ -352,13 +353,13 @@ class BodyBuilder:
             for v in values
         ]
 
-    def can_write_rearrange(self, pattern: str, slice_name: str | None) -> bool:
+    def can_write_rearrange(self, term: Rearrange) -> bool:
         """Return whether the shapes of the Reshapes can be written: each has at most one unknown size."""
-        return all(reshape_targets(self, pattern, slice_name))
+        return all(reshape_targets(self, term))
 
-    def write_rearrange(self, term: Term, inner: Term, pattern: str, slice_name: str | None) -> Value:
-        """Append the views that rearrange `inner`, or a slice of it."""
-        return write_rearrange(self, term, inner, pattern, slice_name)
+    def write_rearrange(self, term: Rearrange) -> Value:
+        """Append the views that rearrange a value, or a slice of it."""
+        return write_rearrange(self, term)
 
     def write_scaled(self, inner: Term, scale: str) -> Value:
         """Append a Mul by a scalar: of the left operand of a MatMul, else of the value."""

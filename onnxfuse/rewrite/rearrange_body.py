@@ -10,7 +10,7 @@ from onnx import TensorProto
 
 from onnxfuse.algebra.sizes import Size, product
 from onnxfuse.algebra.view_layouts import Arrangement, parse_arrangement
-from onnxfuse.dsl.terms import Term, Value
+from onnxfuse.dsl.terms import Rearrange, Term, Value
 from onnxfuse.errors import PatternError
 
 UNCHANGED: Final = "unchanged"
@@ -62,18 +62,18 @@ class ViewBuilder(Protocol):
         ...
 
 
-def write_rearrange(builder: ViewBuilder, term: Term, inner: Term, pattern: str, slice_name: str | None) -> Value:
-    """Return `inner`, or a slice of it, with its axes rearranged.
+def write_rearrange(builder: ViewBuilder, term: Rearrange) -> Value:
+    """Return a value, or a slice of it, with its axes rearranged.
 
-    Raises PatternError, which names the source line of `term`, where a Reshape would have two unknown sizes.
+    Raises PatternError, which names the source line of the term, where a Reshape would have two unknown sizes.
     """
-    first, last = reshape_targets(builder, pattern, slice_name)
+    first, last = reshape_targets(builder, term)
     if first is None or last is None:
         raise PatternError(f"{term.span}: a Reshape with two unknown sizes cannot be written")
-    value = builder.value(inner)
-    if slice_name is not None:
-        value = _packed_slice(builder, value, slice_name, parse_arrangement(pattern, builder.leading_rank))
-    arrangement, split = _arrangement(builder, pattern, slice_name)
+    value = builder.value(term.inner)
+    if term.slice_name is not None:
+        value = _packed_slice(builder, value, term.slice_name, parse_arrangement(term.pattern, builder.leading_rank))
+    arrangement, split = _arrangement(builder, term)
     value = _reshape(builder, value, first)
     order = [name for names in arrangement.result for name in names]
     kept = [name for name in order if name in split]
@@ -85,12 +85,12 @@ def write_rearrange(builder: ViewBuilder, term: Term, inner: Term, pattern: str,
     return _reshape(builder, value, last)
 
 
-def reshape_targets(builder: ViewBuilder, pattern: str, slice_name: str | None) -> tuple[Target | None, Target | None]:
+def reshape_targets(builder: ViewBuilder, term: Rearrange) -> tuple[Target | None, Target | None]:
     """Return the shapes of the Reshape that splits axes and of the one that merges them.
 
     None stands for a shape that cannot be written, because two of its sizes are unknown.
     """
-    arrangement, split = _arrangement(builder, pattern, slice_name)
+    arrangement, split = _arrangement(builder, term)
     order = [name for names in arrangement.result for name in names]
     repeated = _repeated(builder, order, split)
     if split == [name for name in order if name in split] and not repeated:  # nothing moves: one Reshape does it
@@ -102,13 +102,13 @@ def reshape_targets(builder: ViewBuilder, pattern: str, slice_name: str | None) 
     )
 
 
-def _arrangement(builder: ViewBuilder, pattern: str, slice_name: str | None) -> tuple[Arrangement, list[str]]:
+def _arrangement(builder: ViewBuilder, term: Rearrange) -> tuple[Arrangement, list[str]]:
     """Return the arrangement once a slice is taken, and the names on its left."""
-    arrangement = parse_arrangement(pattern, builder.leading_rank)
-    if slice_name is not None and builder.captured_number(f"{slice_name}_pitch") is not None:
+    arrangement, name = parse_arrangement(term.pattern, builder.leading_rank), term.slice_name
+    if name is not None and builder.captured_number(f"{name}_pitch") is not None:
         *others, last = arrangement.source
-        arrangement = replace(arrangement, source=(*others, *((name,) for name in last)))
-    return arrangement, [name for names in arrangement.source for name in names]
+        arrangement = replace(arrangement, source=(*others, *((each,) for each in last)))
+    return arrangement, [each for names in arrangement.source for each in names]
 
 
 # --- a slice of a packed last axis -------------------------------------------------------------------------------

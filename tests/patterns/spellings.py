@@ -24,8 +24,8 @@ from onnxfuse.algebra.view_layouts import parse_arrangement
 from onnxfuse.analysis.shape_inference import infer_shapes
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.dsl.guards import Guard
-from onnxfuse.dsl.terms import Alternatives, Apply, Capture, Term, walk
-from onnxfuse.dsl.words import Known, PackedSlice, Rearrange
+from onnxfuse.dsl.terms import Alternatives, Apply, Capture, PackedSlice, Rearrange, Term, walk
+from onnxfuse.dsl.words import Known
 from onnxfuse.errors import PatternError
 from onnxfuse.ir.attributes import schema
 from onnxfuse.ir.serde import read_graph
