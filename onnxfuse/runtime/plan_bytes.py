@@ -10,7 +10,7 @@ from dataclasses import is_dataclass
 from operator import attrgetter
 from typing import Any, Final, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
-from onnxfuse.ir.dtypes import DTYPE_NUMBERS, dtype_name
+from onnxfuse.ir.dtypes import DTYPE_NAMES, DTYPE_NUMBERS
 from onnxfuse.runtime.plan import (
     Attribute,
     Convolution,
@@ -22,11 +22,13 @@ from onnxfuse.runtime.plan import (
     TensorSpec,
 )
 from onnxfuse.runtime.symint import float_word
+from onnxfuse.runtime.word_reader import WordReader
 
 PLAN_MARK: Final = 0x6F6E66780007  # kPlanMark in native/plan.h
 TFLOAT32: Final = 1000  # kTfloat32 in native/steps.cc: the number of a tensor map's dtype that ONNX has not
 ALGORITHM_WORDS: Final = 8  # of a cublasLtMatmulAlgo_t
 SCALAR_TYPES: Final = {"int32": 0, "int64": 1, "float32": 2}
+MAX_RANK: Final = 64  # kMaxRank in native/plan.h
 MAX_ENGINE_WORDS: Final = 129  # kMaxEngineWords in native/convolution.h
 ALIGNED: Final = 1  # flags of an input
 CONSTANT: Final = 2
@@ -125,15 +127,33 @@ def _flags(spec: TensorSpec) -> int:
     return ALIGNED * spec.aligned | CONSTANT * spec.constant
 
 
+def read_input(reader: WordReader) -> TensorSpec:
+    """Return the next input of a node or a template.  Raises ValueError if its words are missing or not allowed."""
+    dtype, flags = reader.word(), reader.index("the flags of an input", (ALIGNED | CONSTANT) + 1)
+    if dtype not in DTYPE_NAMES:
+        raise ValueError(f"the dtype of an input is {dtype}")
+    shape = reader.words(reader.index("the rank of an input", MAX_RANK + 1))
+    return TensorSpec(shape, DTYPE_NAMES[dtype], bool(flags & ALIGNED), bool(flags & CONSTANT))
+
+
 def read_inputs(words: Sequence[int]) -> tuple[TensorSpec, ...]:
     """Return the inputs of a node from their words."""
-    inputs, position = [], 0
-    while position < len(words):
-        dtype, flags, rank = words[position : position + 3]
-        position += 3 + rank
-        shape = tuple(words[position - rank : position])
-        inputs.append(TensorSpec(shape, dtype_name(dtype), bool(flags & ALIGNED), bool(flags & CONSTANT)))
+    reader, inputs = WordReader(packed(words)), list[TensorSpec]()
+    while not reader.at_end:
+        inputs.append(read_input(reader))
     return tuple(inputs)
+
+
+def attribute_bytes(name: str, value: Attribute) -> bytes:
+    """Return an attribute as `read_attributes` reads it."""
+    head = struct.pack("<I", len(name.encode())) + name.encode()
+    if isinstance(value, str):
+        data = value.encode()
+        return head + b"s" + struct.pack("<I", len(data)) + data
+    several = value if isinstance(value, list) else [value]
+    real = any(isinstance(each, float) for each in several)
+    kind = ("F" if real else "I") if isinstance(value, list) else ("f" if real else "i")
+    return head + kind.encode() + struct.pack(f"<I{len(several)}{'f' if real else 'q'}", len(several), *several)
 
 
 def read_attributes(data: bytes) -> dict[str, Attribute]:

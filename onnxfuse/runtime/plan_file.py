@@ -35,6 +35,7 @@ from onnxfuse.ir.dtypes import DTYPE_NUMBERS
 from onnxfuse.ir.plain_files import read_plain, write_whole
 from onnxfuse.runtime.environment import kernels_digest
 from onnxfuse.runtime.plan import Attribute, Device, FusedNode
+from onnxfuse.runtime.plan_bytes import attribute_bytes
 from onnxfuse.runtime.template_words import TemplateWords, read_template
 from onnxfuse.runtime.word_reader import WORD, WordReader
 from onnxfuse.version import __version__
@@ -111,18 +112,7 @@ def node_identity(node: FusedNode) -> bytes:
         "operands": " ".join(node.operands),
         "output_types": [DTYPE_NUMBERS[dtype] for dtype in node.output_dtypes],
     }
-    return b"".join(_attribute(name, value) for name, value in sorted(values.items()))
-
-
-def _attribute(name: str, value: Attribute) -> bytes:
-    head = struct.pack("<I", len(name.encode())) + name.encode()
-    if isinstance(value, str):
-        data = value.encode()
-        return head + b"s" + struct.pack("<I", len(data)) + data
-    several = value if isinstance(value, list) else [value]
-    real = any(isinstance(each, float) for each in several)
-    kind = ("F" if real else "I") if isinstance(value, list) else ("f" if real else "i")
-    return head + kind.encode() + struct.pack(f"<I{len(several)}{'f' if real else 'q'}", len(several), *several)
+    return b"".join(attribute_bytes(name, value) for name, value in sorted(values.items()))
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

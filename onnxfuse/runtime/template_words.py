@@ -13,15 +13,13 @@ from typing import Final
 
 import numpy as np
 
-from onnxfuse.ir.dtypes import DTYPE_NAMES
 from onnxfuse.runtime.expressions import Expressions, Op, Values
 from onnxfuse.runtime.plan import Kernel, TensorSpec
-from onnxfuse.runtime.plan_bytes import ALIGNED, CONSTANT, input_words, packed, plan_words
+from onnxfuse.runtime.plan_bytes import input_words, packed, plan_words, read_input
 from onnxfuse.runtime.symint import SymInt
 from onnxfuse.runtime.template import Template, Variant, holds, sizes_of
 from onnxfuse.runtime.word_reader import WORD, WordReader
 
-MAX_RANK: Final = 64  # kMaxRank in native/plan.h
 TEMPLATE_MARK: Final = 0x6F6E66740001  # kTemplateMark in native/template.h
 EXPRESSION: Final = 0  # what a patch takes: Template::PatchKind in native/template.h
 FUNCTION: Final = 1
@@ -142,17 +140,13 @@ def read_template(data: bytes) -> TemplateWords:
 
 def _inputs(reader: WordReader) -> tuple[TensorSpec, ...]:
     """Return the inputs of a template, whose sizes are numbered in the order in which they come first."""
-    inputs, sizes = [], 0
+    inputs, sizes = list[TensorSpec](), 0
     for _ in range(reader.count("inputs")):
-        dtype, flags = reader.word(), reader.index("the flags of an input", (ALIGNED | CONSTANT) + 1)
-        if dtype not in DTYPE_NAMES:
-            raise ValueError(f"the dtype of an input is {dtype}")
-        shape = reader.words(reader.index("the rank of an input", MAX_RANK + 1))
-        for dim in shape:
+        inputs.append(read_input(reader))
+        for dim in inputs[-1].shape:
             if dim < -1 - sizes:
                 raise ValueError(f"a dim of an input is {dim}, required {-1 - sizes} or more")
             sizes = max(sizes, -dim)
-        inputs.append(TensorSpec(shape, DTYPE_NAMES[dtype], bool(flags & ALIGNED), bool(flags & CONSTANT)))
     return tuple(inputs)
 
 
