@@ -112,11 +112,9 @@ def is_nonnegative(size: Size) -> bool:
 
     Dims of tensors that have elements do, and no other element is read.
     """
-    names = [name for monomial, _ in terms_of(size) for name in monomial]
-    least = {name: symbol(name) + int(not isinstance(name, NonPolynomial)) for name in names}
-    above: Size = 0
-    for monomial, coefficient in terms_of(size):
-        above = above + product(least[name] for name in monomial) * coefficient
+    above, terms = size, terms_of(size)
+    if not any(isinstance(name, NonPolynomial) for monomial, _ in terms for name in monomial):  # whose operands stay
+        above = sum((product(symbol(name) + 1 for name in monomial) * factor for monomial, factor in terms), 0)
     low = lower_bound(above)
     return low is not None and low >= 0
 

@@ -6,10 +6,11 @@ import operator
 from collections.abc import Callable
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from onnxfuse.algebra.bounds import (
+    is_nonnegative,
     lower_bound,
     maximum,
     minimum,
@@ -80,6 +81,20 @@ def test_bounds_hold(tree: Tree, values: dict[str, int]) -> None:
     low, high = lower_bound(size), upper_bound(size)
     assert low is None or low <= evaluate(size, values)
     assert high is None or evaluate(size, values) <= high
+
+
+@given(EXPRESSIONS, VALUES)
+@example(("-", ("-", symbol("seq"), ("*", 2, ("//", symbol("seq"), 2))), 1), {"batch": 1, "past": 1, "seq": 2})
+def test_a_size_that_is_proved_not_to_be_negative_is_not(tree: Tree, values: dict[str, int]) -> None:
+    size = build(tree)
+    assert not is_nonnegative(size) or evaluate(size, values) >= 0
+
+
+def test_a_dim_less_one_is_not_negative_and_an_expression_that_is_too_large_may_be() -> None:
+    seq = symbol("seq")
+    assert is_nonnegative(seq - 1) and is_nonnegative(seq * symbol("batch") - seq) and not is_nonnegative(seq - 2)
+    too_large = seq * -(2**62) * 4
+    assert not is_known(too_large) and not is_nonnegative(too_large)
 
 
 @given(POLYNOMIALS, POLYNOMIALS, POLYNOMIALS)
