@@ -249,6 +249,16 @@ class Term:
         return union([part.root_ops for part in self.parts])
 
     @functools.cached_property
+    def computed_parts(self) -> tuple[Term, ...]:
+        """The parts that are there in any case, and that an operator computes."""
+        return tuple(part for part in self.parts if part.root_ops is not None and not part.is_optional)
+
+    @functools.cached_property
+    def deeper_ops(self) -> frozenset[str]:
+        """The operators of the nodes that may stand between the one that computes the term and those of its parts."""
+        return self.own_ops
+
+    @functools.cached_property
     def needed_ops(self) -> frozenset[str]:
         """Operators at least one of which every spelling of the term contains; empty where that is unknown."""
         return _rarest([part.needed_ops for part in self.parts])
@@ -617,6 +627,10 @@ class Apply(Term):
     @property
     def dim_specs(self) -> tuple[str, ...]:
         return tuple(str(found) for value in self.attributes.values() for found in sizes_in(value))
+
+    @functools.cached_property
+    def deeper_ops(self) -> frozenset[str]:
+        return frozenset()
 
     @property
     def attribute_captures(self) -> tuple[Capture, ...]:

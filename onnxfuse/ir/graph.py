@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -75,6 +75,7 @@ class Graph:
     recorded_types: dict[str, onnx.ValueInfoProto] = field(default_factory=dict)
     misdeclared: set[str] = field(default_factory=set)  # tensors whose recorded shape was wrong and is corrected
     position: dict[Node, int] = field(default_factory=dict)  # in execution order, as of the last `sort`
+    _operators: tuple[dict[Node, int], Set[str]] = field(default_factory=lambda: ({}, frozenset()))
     _captured: dict[int, tuple[onnx.NodeProto, frozenset[str]]] = field(default_factory=dict)  # by the node's id
     origins: dict[str, tuple[str, str]] = field(default_factory=dict)  # by tensor: see `remember_origins`
     is_subgraph: bool = False
@@ -84,6 +85,13 @@ class Graph:
     def nodes(self) -> list[Node]:
         """The nodes, in execution order after `sort`."""
         return self.linked.nodes
+
+    @property
+    def operators(self) -> Set[str]:
+        """The operators of the nodes, as of the last `sort`."""
+        if self._operators[0] is not self.position:
+            self._operators = self.position, {op_of(node) for node in self.nodes}
+        return self._operators[1]
 
     def is_kept(self, tensor: Tensor) -> bool:
         """Return whether the tensor must keep its name: as a graph output, for subgraphs, or for `fixed_names`."""

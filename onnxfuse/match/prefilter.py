@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 
 from onnxfuse.dsl.declaration import Fusion
-from onnxfuse.dsl.terms import Alternatives, Apply, Term
+from onnxfuse.dsl.terms import Alternatives, Term, Wrapper
 from onnxfuse.ir.node import Node, Tensor, op_of
 from onnxfuse.match.fusion_terms import fusion_terms
 
@@ -22,14 +22,17 @@ def may_be(term: Term, tensor: Tensor) -> bool:
         return True
     if not tensor.inputs or op_of(tensor.inputs[0]) not in term.root_ops:
         return False
-    whole, read = term.unwrapped, tensor.inputs[0].inputs
-    if isinstance(whole, Alternatives):
-        return any(may_be(option, tensor) for option in whole.options)
-    parts = [part for part in whole.parts if part.root_ops is not None and not part.is_optional]
-    if isinstance(whole, Apply):
-        return all(any(may_be(part, each) for each in read) for part in parts)
-    ops = {op_of(each.inputs[0]) for each in read if each.inputs} if parts else set()
-    return all(not ops.isdisjoint((part.root_ops or ops) | whole.own_ops) for part in parts)  # a part may be deeper
+    if isinstance(term, Wrapper):
+        return may_be(term.inner, tensor)
+    if isinstance(term, Alternatives):
+        return any(may_be(option, tensor) for option in term.options)
+    for part in term.computed_parts:
+        for each in tensor.inputs[0].inputs:  # a part of a sum or a view may be deeper
+            if may_be(part, each) or (each.inputs and op_of(each.inputs[0]) in term.deeper_ops):
+                break
+        else:
+            return False
+    return True
 
 
 class Prefilter:

@@ -53,14 +53,13 @@ def _apply_rules(graph: Graph, shapes: ShapeInfo, rules: Sequence[Rewrite]) -> i
 
 def _candidates(graph: Graph, shapes: ShapeInfo, rules: Sequence[Rewrite]) -> Iterator[tuple[Node, Rewrite, Matcher]]:
     """Yield nodes, from the outputs to the inputs, with each rule that may end there as long as the nodes stay."""
-    present = {op_of(node) for node in graph.nodes}
     by_root: dict[str, list[tuple[Rewrite, Matcher]]] = defaultdict(list)
     for rule in rules:
-        if may_occur(rule.left, present):
+        if may_occur(rule.left, graph.operators):
             matcher = Matcher(graph, shapes, rule.left)
             for op in matcher.prefilter.fusion_root_ops:
                 by_root[op].append((rule, matcher))
-    for node in graph.nodes[::-1] if by_root.keys() & present else ():
+    for node in graph.nodes[::-1] if by_root.keys() & graph.operators else ():
         for rule, matcher in by_root.get(op_of(node), ()):
             if node.outputs and may_be(rule.left.outputs[0], node.outputs[0]):
                 yield node, rule, matcher
