@@ -43,18 +43,18 @@ def accept(m: MatchContext, root: Tensor, state: State, has_side_outputs: bool) 
         m.fail(first, state, lambda: f"'{root.name}' stands alone; required another output beside it")
         return None
     if len({id(t) for t in outputs}) < len(outputs):
-        m.fail(first, state, lambda: "two outputs are one value; required one for each", whole=True)
+        m.fail(first, state, lambda: "two outputs are one value; required one for each", agreed="the term")
         return None
     if (lossy := _lossy_precision(m, root, state)) is not None:
-        m.fail(first, state, lambda: lossy, whole=True)
+        m.fail(first, state, lambda: lossy, agreed="the term")
         return None
     nodes = tuple(state.nodes.values())
     if (bfloat16 := _bfloat16_too_early(m, nodes, state)) is not None:
-        m.fail(first, state, lambda: bfloat16, whole=True)
+        m.fail(first, state, lambda: bfloat16, agreed="the term")
         return None
     refused = refusal(m.graph, nodes, outputs, state.operands)
     if refused:
-        m.fail(first, state, lambda: refused.sentence, hint=refused.hint, whole=True, refused=True)
+        m.fail(first, state, lambda: refused.sentence, hint=refused.hint, agreed="the pattern")
         return None
     return Match(m.fusion, outputs, state.operands, values, state.dims, state.choices, nodes, has_side_outputs)
 
@@ -97,11 +97,11 @@ def guard_holds(m: MatchContext, guard: Guard, root: Tensor, state: State, term:
         known["dtypes"] = {name: _dtype_name(m, tensor) for name, tensor in state.operands.items()}
     answer = guard.answer(known, relations(m))
     if isinstance(answer, str):
-        m.fail(term or m.fusion.outputs[0], state, lambda: _unknown(answer, root), guard.span, whole=True)
+        m.fail(term or m.fusion.outputs[0], state, lambda: _unknown(answer, root), guard.span, agreed="the term")
     elif not answer and term is not None:
         asked = {name: known.get(name) for name in guard.names}
         shown = {name: getattr(value, "name", value) for name, value in asked.items()}
-        m.fail(term, state, lambda: guard.sentence.format(**shown), guard.span, whole=True)
+        m.fail(term, state, lambda: guard.sentence.format(**shown), guard.span, agreed="the term")
     return answer is True
 
 

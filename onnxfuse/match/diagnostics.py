@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, TypeAlias
 
 from onnxfuse.algebra.sizes import Size
 from onnxfuse.dsl.declaration import Fusion
@@ -13,6 +14,9 @@ from onnxfuse.ir.node import Tensor, is_constant, is_outer, op_of, producer
 from onnxfuse.match.named_dims import axes_of, size_of
 from onnxfuse.match.state import Dims, Miss, State
 
+# How much agreed at a failure, the least first: not even the number of axes; a part of a term; all of it but for a
+# condition; all of the pattern, which must not be replaced.
+Agreed: TypeAlias = Literal["nothing", "a part", "the term", "the pattern"]
 MAX_VALUE_CHARACTERS = 60  # of an attribute's value in a message
 
 
@@ -36,19 +40,12 @@ class NearestMiss:
         sentence: Callable[[], str],
         span: Span | None = None,
         hint: str = "",
-        *,
-        whole: bool = False,
-        refused: bool = False,
-        unlike: bool = False,
+        agreed: Agreed = "a part",
     ) -> None:
-        """Remember why `term` does not fit, if more agreed than at any failure before.
-
-        `whole` says that all of the term agreed and a condition failed: that says more than a part that does not fit.
-        `refused` says that all of the pattern agreed, but must not be replaced.  `unlike` says that not even the number
-        of axes agrees, which says less than any other failure.
-        """
-        self._refused = self._refused or refused
-        reached = len(state.nodes) + len(state.kept) + whole, len(state.operands), not unlike
+        """Remember why `term` does not fit, if more agreed than at any failure before."""
+        self._refused = self._refused or agreed == "the pattern"
+        count = len(state.nodes) + len(state.kept) + (agreed in ("the term", "the pattern"))
+        reached = count, len(state.operands), agreed != "nothing"
         if self._best is None or reached > self._best[0]:
             self._best = (reached, sentence, span or term.span, state, hint)
 

@@ -15,7 +15,7 @@ from onnxfuse.dsl.terms import Capture, Rearrange
 from onnxfuse.ir.attributes import perm_of
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 from onnxfuse.match.context import MatchContext
-from onnxfuse.match.diagnostics import arranged_axes_text, shape_text
+from onnxfuse.match.diagnostics import Agreed, arranged_axes_text, shape_text
 from onnxfuse.match.named_dims import arranged_axes_fit, fitted_arrangement, has_axes_of
 from onnxfuse.match.scaling import scale_step
 from onnxfuse.match.state import State
@@ -97,8 +97,9 @@ def match_rearrange(
             return  # a nearer source would only keep more views
     if not arranged:
         shape = m.shapes.shape(tensor)
-        unlike = shape is not None and not has_axes_of(pattern.partition("->")[2], len(shape))
-        m.fail(term, state, lambda: _not_arranged(m, pattern, tensor, nearest_source, state), unlike=unlike)
+        is_like = shape is None or has_axes_of(pattern.partition("->")[2], len(shape))
+        agreed: Agreed = "a part" if is_like else "nothing"
+        m.fail(term, state, lambda: _not_arranged(m, pattern, tensor, nearest_source, state), agreed=agreed)
 
 
 def _is_rounded(m: MatchContext, source: Tensor, nodes: Sequence[Node]) -> bool:
