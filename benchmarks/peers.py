@@ -17,7 +17,7 @@ from model_cases import Case, Work, at_sizes, feeds_of, job_of, model_of
 from torch_peers import in_torch, in_torch_in_place
 
 from onnxfuse.ir.dtypes import Array
-from onnxfuse.layout.assign import Layout
+from onnxfuse.layout.conversion import Layout
 from onnxfuse.optimizer import optimize
 from onnxfuse.session import InferenceSession
 from onnxfuse.tuning.bound_session import bind, start_session
