@@ -311,6 +311,15 @@ def test_resizing_to_computed_sizes(spatial: str, more: str, sizes: str, expecte
     assert_same(model, result.model, **SIZES)
 
 
+def test_a_constant_may_have_a_name_that_bodies_use() -> None:
+    """Older exporters give a Resize empty scales beside its sizes."""
+    body = RESIZE.format(spatial="t = Mul (inner, two)", more="", sizes="sizes").replace("(p, , , ", "(p, , scales, ")
+    model = between(body, f"{VECTORS}, float[0] scales")
+    result = converted(model)
+    assert attribute(nodes(result, "resize")[0], "scales") == [1.0, 2.0, 2.0, 1.0]
+    assert_same(model, result.model, **SIZES)
+
+
 def test_computed_sizes_cost_no_more_nodes() -> None:
     """Sizes that are joined of those of two images are taken from the second, without those of the first."""
     model = between(RESIZE.format(spatial="i = Shape (a) t = Slice (i, two, four)", more="", sizes="sizes"), VECTORS)
