@@ -217,7 +217,7 @@ def test_rules_of_inference_that_raise_tell_nothing(
     assert report.verified.passed, report.verified.reason
 
 
-@pytest.mark.parametrize("name", ["wrong_constants", "compare_parts", "distinct_parts", "compare", "run_original"])
+@pytest.mark.parametrize("name", ["wrong_constants", "compare_parts", "distinct_parts", "compare_with", "run_original"])
 def test_a_verification_that_raises_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it could not compare is not compared, and the rest is."""
     monkeypatch.setattr(verifier, name, raises)
