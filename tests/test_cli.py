@@ -221,6 +221,12 @@ def test_a_pipe_is_refused(block: Path) -> None:
     assert (result.exit_code, "is a device or a pipe; expected an ONNX file" in error_line(result)) == (FAILED, True)
 
 
+def test_no_progress_bar_is_written_to_a_file(block: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "SECONDS_WITHOUT_PROGRESS", 0.0)
+    result = run("optimize", block, tmp_path / "out.onnx")
+    assert (result.exit_code, result.stderr) == (DONE, "")
+
+
 def test_the_progress_bar_forgets_the_stage_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage of unknown length has no count, and its bar moves; it does not stand at the count before it."""
     monkeypatch.setattr(terminal, "SECONDS_WITHOUT_PROGRESS", 0.0)

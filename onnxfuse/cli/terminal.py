@@ -94,7 +94,7 @@ def show_tracebacks(left_out: Iterable[LeftOut]) -> None:
 
 @contextmanager
 def shown_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a progress bar once the work has taken SECONDS_WITHOUT_PROGRESS."""
+    """Show a progress bar on a terminal once the work has taken SECONDS_WITHOUT_PROGRESS."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -112,11 +112,13 @@ def shown_progress() -> Iterator[Callable[[str, int, int], None]]:
         bar.update(task, completed=done, total=of or None)
 
     timer = threading.Timer(SECONDS_WITHOUT_PROGRESS, bar.start)
-    timer.start()
+    if bar.console.is_terminal:  # a file would get a newline instead
+        timer.start()
     try:
         yield show
     finally:
         timer.cancel()
-        timer.join()
+        if timer.ident is not None:  # it was started
+            timer.join()
         if bar.live.is_started:  # stopping prints a newline
             bar.stop()
