@@ -236,14 +236,13 @@ def test_an_output_that_is_listed_twice_counts_once(tmp_path: Path) -> None:
     assert bench(path, BenchSettings(runs=2, ops=False)).passed
 
 
-def test_a_size_that_cannot_be_computed_is_a_sentence(tmp_path: Path) -> None:
+def test_a_size_that_cannot_be_computed_is_a_name(tmp_path: Path) -> None:
     path = saved("(float[b,4] x) => (float[b,4] y) { y = Relu(x) }", tmp_path / "m.onnx")
     model = onnx.load(path)
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "16//0"
     onnx.save(model, path)
-    result = run(path)
-    assert (result.exit_code, "cannot be made: integer division or modulo by zero" in result.stderr) == (USAGE, True)
-    assert run(path, "--shape", "x:8x4", "--runs", "2", "--no-ops").exit_code == DONE
+    for shape in ([], ["--shape", "x:8x4"]):
+        assert run(path, *shape, "--runs", "2", "--no-ops").exit_code == DONE
 
 
 def saved(text: str, path: Path) -> Path:
