@@ -6,7 +6,7 @@
 // All of it is computed in fp32 and rounded once, to ELEMENT. acc is the accumulator of an element of y; up, of a gated
 // product, is that of the second product at the same element. y and residual are row-major. A column is a position on
 // the last axis of y: an output feature of a product, a channel of a convolution. bias, up_bias, slope, column_scale
-// and column_shift have one value per column; residual has the shape of y. slope stands in the place of the
+// and column_shift have one value per column; residual has the shape of y. slope takes the place of the
 // activation's alpha, which makes a PRelu of leaky_relu. An epilogue has at most one of up_bias, slope and
 // column_shift, which kernels call `extra`.
 //
@@ -40,7 +40,7 @@ constexpr bool HAS_EXTRA = HAS_UP_BIAS || HAS_SLOPE || HAS_COLUMN_SHIFT;
 static_assert(GATED || !HAS_UP_BIAS, "up_bias belongs to the second product");
 static_assert(HAS_UP_BIAS + HAS_SLOPE + HAS_COLUMN_SHIFT <= 1, "there is one extra vector");
 
-// The column vectors at W neighbouring columns; what is absent is not set.
+// The column vectors at W neighbouring columns; absent ones are not set.
 template <int W>
 struct ColumnValues {
     float bias[W], extra[W], scale[W];

@@ -1,5 +1,5 @@
 // What the generated text of kernels/epilogue_program.py calls: accesses to W neighbouring elements of any dtype, of
-// which `left` are inside of their row. ALIGNED: the first is at a multiple of W elements.
+// and the first `left` of them are inside of their row. ALIGNED: the first is at a multiple of W elements.
 #pragma once
 #include "types.cuh"
 #include "activations.cuh"
@@ -10,7 +10,7 @@ namespace program {
 #include "region.cuh"
 
 template <class S, int W>
-struct Elements {  // as they lie in memory
+struct Elements {  // a vector as memory holds it
     S at[W];
 
     template <bool ALIGNED>

@@ -3,7 +3,7 @@
 
 namespace program {
 
-struct Located {  // in y: the first element of a row, or of a part of one
+struct Located {  // the first element of a row of y, or of a part of a row
     int row, column;
     long long at;
 };

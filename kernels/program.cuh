@@ -1,12 +1,12 @@
 // Elementwise operators that joined a fused node: `Program`, which kernels/epilogue_program.py generates in front of the
 // kernel's text; here is one of no operators, for kernels without that text.
 //
-// A kernel calls it where it has results in fp32, and stores what it makes of them. The program reads its other operands
+// A kernel calls it on results in fp32, and stores the values that it returns. The program reads its other operands
 // and stores all outputs but one, which the kernel stores as y. Where no output has a dtype that the kernel stores, the
 // program stores all. A column is a position on the last axis of y.
 //   HAS_PROGRAM           1: there are operators
 //   STORES_Y              1: the kernel stores y; 0: the program stores all outputs
-//   PROGRAM_PARAMETERS    what the kernel takes behind its own parameters
+//   PROGRAM_PARAMETERS    parameters that follow the kernel's own
 //   PROGRAM_ARGUMENTS     what initialises a Program
 #pragma once
 
@@ -21,7 +21,7 @@
 
 namespace program {
 
-struct Program {  // of no operators
+struct Program {  // without operators
     // What it reads for a row, for W columns of all rows, and for W elements of y.
     struct OfRow {};
     template <int W> struct OfColumns {};
@@ -49,8 +49,8 @@ struct Program {  // of no operators
 
 using program::Program;
 
-// For the W neighbouring results in `values`, which are at `column` of a row of which `to` is the beginning: loads what
-// the program reads, and makes of them what is stored. W divides what y's rows and parts of them begin at.
+// For the W neighbouring results in `values`, at `column` of the row that begins at `to`: loads the operands that
+// the program reads, and computes the values to store. Rows of y and their parts begin at multiples of W.
 template <int W>
 __device__ __forceinline__ void apply_program(const Program& program, const program::Located& to, int column,
                                               float (&values)[W]) {

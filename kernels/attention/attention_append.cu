@@ -1,4 +1,4 @@
-// The present caches of keys and values: the rows of the past caches, and the new rows behind them, in one launch.
+// The present caches of keys and values: the rows of the past caches, followed by the new rows, in one launch.
 //
 // A block copies ACCESSES accesses of ACCESS_BYTES for each of its THREADS threads, all loads before the first store,
 // of the keys or of the values of one head. Each element is read and written once. If a past and its present are the

@@ -13,7 +13,7 @@
 #include "attention_blocks.cuh"
 
 constexpr bool BOOLEAN = MASK == 1;
-constexpr int BIT_WORDS = (BLOCK_N / 2 + 31) / 32;  // of a thread, as in attention_hopper.cu
+constexpr int BIT_WORDS = (BLOCK_N / 2 + 31) / 32;  // per thread, as in attention_hopper.cu
 constexpr u32 ONE = sizeof(MASK_T) == 4 ? ~0u : (1u << 8 * sizeof(MASK_T)) - 1;  // one element of a word
 constexpr int PITCH = BLOCK_N + 16;  // bytes of a row, so that eight rows are in different banks
 
@@ -46,8 +46,8 @@ template <int N>
 __device__ __forceinline__ Left read_tile(const MASK_T* from, long long query_stride, int first_row, int queries,
                                           int first_key, int keys, unsigned char* counts) {
     constexpr int LANES = BLOCK_N / N;                                       // threads to a row
-    constexpr int ACCESSES = 64 * LANES / 128;                               // of a thread
-    constexpr int BATCH = ACCESSES <= 16 ? ACCESSES : ACCESSES % 8 ? 4 : 8;  // of accesses in flight
+    constexpr int ACCESSES = 64 * LANES / 128;                               // per thread
+    constexpr int BATCH = ACCESSES <= 16 ? ACCESSES : ACCESSES % 8 ? 4 : 8;  // accesses in flight
     static_assert(64 * LANES % 128 == 0 && ACCESSES % BATCH == 0, "each thread has as many accesses, in whole batches");
     Left left;
 #pragma unroll 1
@@ -65,7 +65,7 @@ __device__ __forceinline__ Left read_tile(const MASK_T* from, long long query_st
             const int access = (batch + i) * 128 + threadIdx.x, row = access / LANES, column = access % LANES * N;
             const bool inside = first_row + row < queries && first_key + column < keys;
             int kinds[N], one[1];
-            if (equal(elements[i])) {  // as in most of the masks of models
+            if (equal(elements[i])) {  // true of most masks in models
                 mask_kinds(Pack<MASK_T, 1>{{elements[i].words[0] & ONE}}, one);
                 left.take(inside, one[0]);
 #pragma unroll

@@ -7,11 +7,11 @@
 //   Producer (attention_hopper_copies.cuh)  decides which tiles of BLOCK_N keys matter, the last one first, and copies
 //       their keys and values by TMA into two rings of STAGES stages. Each stage has two mbarriers: `full` (the bytes
 //       have arrived) and `empty` (all consumers have read it). Under a mask each stage of keys carries the number of
-//       its tile and what is to be masked in it, and consumers take what comes until END; without a mask no tile is
+//       its tile and the masking that it needs, and consumers take tiles until END; without a mask no tile is
 //       skipped, and they count.
 //   Consumers  compute scores by wgmma from shared memory, apply cap, bias, mask and diagonal, run the online softmax
 //       (attention_hopper_scores.cuh), and multiply the weights, in registers, by the values. A tile's weights are
-//       multiplied by its values right behind the next tile's scores, so that the warpgroups' products and softmaxes
+//       multiplied by its values right after the next tile's scores, so that the warpgroups' products and softmaxes
 //       alternate. With PINGPONG the warpgroups issue their products in turns, so that one's softmax runs beside the
 //       other's products: 651 against 514 TFLOP/s on an H200 (two warpgroups, head_dim 128, 8192 keys).
 // The result goes through shared memory, where the queries were, and TMA stores it.
@@ -21,11 +21,11 @@
 // are the bare products of q and k until they become weights. With BIAS_FIRST the bias is one of slopes, the same for
 // all rows: the producer writes it beside the keys, and the accumulators of the tensor cores begin with it.
 //
-// Masks. attention_blocks.cu has found what a mask leaves of each tile; if the mask is the same for all queries, the
-// producer finds it itself. Tiles of which nothing is left are skipped, and a mask's elements are read only if they
-// change scores that count. If what a mask leaves out is finite (SECOND_PASS), a row without a score above
-// `second_pass_below` may need what was skipped: the warpgroups vote, and the whole block begins again with all tiles,
-// with ADD_MASKED_SCORE also those behind the diagonal.
+// Masks. attention_blocks.cu has found the unmasked part of each tile; if the mask is the same for all queries, the
+// producer finds it itself. Fully masked tiles are skipped, and a mask's elements are read only if they
+// change scores that count. If masked scores are finite (SECOND_PASS), a row without a score above
+// `second_pass_below` may need skipped tiles: the warpgroups vote, and the whole block begins again with all tiles,
+// with ADD_MASKED_SCORE also those beyond the diagonal.
 //
 // Macros:
 //   T, HEAD_DIM, HEAD_DIM_V   element type; elements of a head of q and k, and of v
@@ -54,7 +54,7 @@ __device__ __forceinline__ void multiply_keys(float (&s)[SCORES], u32 queries, u
     wgmma_commit();
 }
 
-// Sets the scores of both rows to the bias of their columns, of which `bias` is the thread's first.
+// Sets the scores of both rows to the bias of their columns; `bias` points to the thread's first column.
 __device__ __forceinline__ void begin_with(float (&s)[SCORES], const float* bias) {
 #pragma unroll
     for (int i = 0; i < SCORES; i += 2) load_words(shared_address(bias + i / 4 * 8), s[i], s[i + 1]);
@@ -78,12 +78,12 @@ __device__ __forceinline__ void rescale(float (&o)[RESULTS], const float (&facto
     for (int i = 0; i < RESULTS; ++i) o[i] *= factor[i / 2 % 2];
 }
 
-constexpr int PAIRS = VALUE_COLUMNS / 8;  // of columns of a row, that a thread has
+constexpr int PAIRS = VALUE_COLUMNS / 8;  // pairs of columns per row and thread
 #ifndef PROGRAM_PAIRS
 #define PROGRAM_PAIRS 1
 #endif
 
-// The program behind the results of a row: what it reads for PROGRAM_PAIRS pairs of columns at once.
+// The program that follows the results of a row; its operands are loaded for PROGRAM_PAIRS pairs of columns at once.
 struct RowResults {
     const Program& program;
     program::Located to;
@@ -96,7 +96,7 @@ struct RowResults {
         : program(program), to(program.locate(at.batch, at.head, query)), inside(query < queries) {
         if constexpr (HAS_PROGRAM) program.load(of_row, to.row, inside);
     }
-    // Loads what it reads for pairs from the first of several on, before one of these is stored.
+    // Loads the program's operands for several pairs, before the first of these pairs is stored.
     __device__ __forceinline__ void load(int first) {
         if constexpr (HAS_PROGRAM) {
 #pragma unroll
@@ -293,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK.all, BLOCKS_PER_SM)
     const int plane = (at.batch * mask_tiles.batch + at.head * mask_tiles.head) * row_tiles;
     const Mask::Element* const mask_plane = mask.plane(at.batch, at.head);
 
-    const auto head_slope = [&] {  // in the scores' units
+    const auto head_slope = [&] {  // the slope in the scores' units
         float slope[1];
         unpack(load_cached<1>(slopes + at.head), slope);
         return slope[0] * units.unit;

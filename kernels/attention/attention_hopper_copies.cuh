@@ -5,8 +5,8 @@
 // What a mask leaves of each tile, from the flags of attention_blocks.cu: 2 bits for each warpgroup. The lanes of the
 // warp load the flags of 32 tiles at once.
 struct Flags {
-    const unsigned char* flags;  // of the first 64 rows of the block
-    int step;                    // from these to the flags of the next 64 rows
+    const unsigned char* flags;  // flags of the block's first 64 rows
+    int step;                    // distance to the flags of the next 64 rows
     int groups, lane;            // warpgroups that have rows; this lane
     int first;                   // the tile of lane 0; the other lanes have the tiles before it
     u32 found;

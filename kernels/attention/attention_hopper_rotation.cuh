@@ -23,12 +23,12 @@ struct RotationTables {
     const COS_T* cos;
     const SIN_T* sin;
     long long batch;       // elements of a table from one batch to the next
-    const SCALE_T* scale;  // of the norm
+    const SCALE_T* scale;  // the norm's scales
     float epsilon;
 };
 
 #if !ROTATED
-struct QueryRotation {  // of queries that stay as they are
+struct QueryRotation {  // the queries stay as they are
     __device__ __forceinline__ QueryRotation(const RotationTables&, int, const Shape&, int) {}
     __device__ __forceinline__ void apply(char*, int) {}
 };
@@ -49,9 +49,9 @@ class QueryRotation {
     static constexpr int AT_ONCE = ROWS < IN_REGISTERS ? ROWS : IN_REGISTERS;
 
     const RotationTables& tables;
-    const COS_T* cos;  // of the first query of the warpgroup
+    const COS_T* cos;  // table row of the warpgroup's first query
     const SIN_T* sin;
-    int row, lane;    // of the first of its rows, in the warpgroup
+    int row, lane;    // the thread's first row in the warpgroup, and its lane
     int first, last;  // rows from `first` to `last` are rotated
     Rotation angles[AT_ONCE][OF_THREAD];
 

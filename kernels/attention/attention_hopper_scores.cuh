@@ -7,7 +7,7 @@
 
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
-// Converts what is added to a score to the score's units: with SCALE_IN_EXPONENT those of q k^T, in which -3.4e38 may
+// Converts an addend of a score to the score's units: with SCALE_IN_EXPONENT those of q k^T, in which -3.4e38 may
 // overflow.
 template <class E>
 __device__ __forceinline__ float in_units(E, float value, const ScoreUnits& units) {
@@ -20,7 +20,7 @@ __device__ __forceinline__ float in_units(f16, float value, const ScoreUnits& un
 // Where a thread reads a mask or bias, for its two rows or the last ones.
 template <class Tensor>
 struct Rows {
-    const typename Tensor::Element* from;  // of the first row
+    const typename Tensor::Element* from;  // address in the first row
     int next;                              // elements from there to the second row
     bool in_pairs;  // whether two neighbours can be read as one word (or two, of fp32), where Tensor::PAIRS is 2
 
@@ -166,9 +166,9 @@ struct ScoreMod {
     const Rows<Bias> bias;
     const int group, column;        // column: in a tile
     const int limit[2], unlimited;  // how many keys each row sees, and how many all rows of the warpgroup see
-    const float reciprocal_limit;   // of the cap
+    const float reciprocal_limit;   // one over the cap
     float masked = minus_infinity();
-    float slope = 0.0f;  // of the head, in the scores' units
+    float slope = 0.0f;  // the head's slope, in the scores' units
     int own_tiles = 0;   // the index of the first tile of the warpgroup's rows, among all tiles of the mask
 
     Fragment<Mask, BLOCK_N> added_mask;
@@ -290,7 +290,7 @@ enum class Scores { IN_UNITS, PRODUCTS, SMALL_PRODUCTS, SMALLEST_PRODUCTS };
 // reference is not raised to scores less than 2^4 times above it.
 //
 // Below -FAR the rounded product of a score with the scale is so far from the exact one that weights overflow
-// (SCALE_IN_EXPONENT). Only rows of which a mask leaves nothing come there, and under additive masks in fp16 none.
+// (SCALE_IN_EXPONENT). Only fully masked rows come there, and under additive masks in fp16 none.
 constexpr float FAR = 1e7f;
 template <class E> constexpr bool IS_HALF = false;
 template <> constexpr bool IS_HALF<f16> = true;
@@ -298,7 +298,7 @@ constexpr bool FAR_SCORES = SECOND_PASS && (ADD_MASKED_SCORE || !IS_HALF<Mask::E
 
 struct Softmax {
     float top[2] = {minus_infinity(), minus_infinity()};
-    float sum[2] = {0.0f, 0.0f};  // of this thread's columns
+    float sum[2] = {0.0f, 0.0f};  // sums over this thread's columns
     float scaled[2];              // the rows' references as exponents of 2
     bool keeps = false;           // whether the references of the warp may be kept
 
@@ -416,7 +416,7 @@ struct Softmax {
         return fmaxf(best, __shfl_xor_sync(0xffffffffu, best, 2));
     }
 
-    // Raises the top of row r to a score, and returns what it was before.
+    // Raises the maximum of row r to a score, and returns the maximum before that.
     __device__ __forceinline__ float raise(int r, float to, float scale) {
         const float before = top[r], best = fmaxf(before, to);
         const bool stays = LAZY_RESCALE && (best - before) * (SCALE_IN_EXPONENT ? scale : LOG2_E) <= 4.0f;

@@ -8,11 +8,11 @@ using namespace hopper;
 constexpr int BLOCK_M = WARPGROUPS * 64;
 constexpr int K_STEPS = (HEAD_DIM + 15) / 16;
 constexpr int VALUE_COLUMNS = (HEAD_DIM_V + 15) / 16 * 16;
-constexpr int SCORES = BLOCK_N / 2;         // of a thread
-constexpr int RESULTS = VALUE_COLUMNS / 2;  // of a thread
+constexpr int SCORES = BLOCK_N / 2;         // per thread
+constexpr int RESULTS = VALUE_COLUMNS / 2;  // per thread
 constexpr int K_PANELS = (HEAD_DIM + 63) / 64;
 constexpr int V_PANELS = (HEAD_DIM_V + 63) / 64;
-constexpr int QO_PANELS = K_PANELS > V_PANELS ? K_PANELS : V_PANELS;  // of the queries, and later of the result
+constexpr int QO_PANELS = K_PANELS > V_PANELS ? K_PANELS : V_PANELS;  // for the queries, and later for the result
 constexpr u32 PANEL = BLOCK_N * 128;                                  // bytes of 64 columns of a tile of keys or values
 constexpr u32 QO_PANEL = 64 * 128;
 constexpr u32 QO_BYTES = QO_PANELS * QO_PANEL;
@@ -77,7 +77,7 @@ constexpr bool BIAS_FIRST = BIAS == 2 && SCALE_IN_EXPONENT && Bias::KEY && !Bias
 struct BlockThreads {
     int consumers, all;
     bool reallocate;                             // the producer's warpgroup gives registers to the consumers
-    int consumer_registers, producer_registers;  // of a thread afterwards
+    int consumer_registers, producer_registers;  // per thread after reallocation
 
     // A block begins with an equal share of the registers for each thread.
     constexpr bool have_registers() const {
@@ -93,7 +93,7 @@ constexpr BlockThreads BLOCK = block_threads(WARPGROUPS, WARPGROUPS > 1 && BLOCK
 static_assert(BLOCK.have_registers(), "no thread waits for registers that do not exist");
 
 constexpr int BIT_WORDS = ((ROW_MASK ? BLOCK_N : SCORES) + 31) / 32;  // a row's, or a thread's
-constexpr int BIAS_WORDS = (BLOCK_N + 31) / 32;                       // of a lane of the producer
+constexpr int BIAS_WORDS = (BLOCK_N + 31) / 32;                       // per lane of the producer
 constexpr int KINDS = 24;  // the bit of a stage's info at which the tile's kinds begin, 2 bits for each warpgroup
 constexpr u32 EACH_GROUP = 0x55;
 constexpr u32 END = (1u << KINDS) - 1;
@@ -104,7 +104,7 @@ struct Barriers {
     u64 queries, vote, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     u32 tile[STAGES], bits[STAGES][ROW_MASK ? BIT_WORDS : 1];                  // info and mask bits of a stage of keys
     u32 second_pass;                                                           // 1: a warpgroup has voted for it
-    alignas(8) float bias[BIAS_FIRST ? STAGES : 1][BIAS_FIRST ? BLOCK_N : 2];  // of the columns, in the scores' units
+    alignas(8) float bias[BIAS_FIRST ? STAGES : 1][BIAS_FIRST ? BLOCK_N : 2];  // one per column, in the scores' units
 };
 
 struct Ring {

@@ -1,6 +1,6 @@
 // Attention of few queries over a growing cache: attention_decode, whose blocks also write the present caches.
 //
-// The keys and values are rows of the past caches, and behind them the new rows. A block reads them tile by tile as
+// The keys and values are rows of the past caches, followed by the new rows. A block reads them tile by tile as
 // attention_decode does, and stores each tile to the present cache once it is in shared memory, so that the past is
 // read once and the present written once. If a past and its present are the same memory, and a row has the same offset
 // in both, only the new rows are written. New rows are always read from k and v, so that no block waits for another.
@@ -10,12 +10,12 @@
 
 constexpr bool LARGE_HEAD_DIM = PV_SIZE > 128;  // registers allow less unrolling
 
-// The cache of a head: the rows of the past, and the new rows behind them.
+// The cache of a head: the rows of the past, followed by the new rows.
 struct Cache {
     const T *past, *added;
     T* present;
     int past_row, added_row, present_row;
-    int rows;       // of the past
+    int rows;       // rows of the past
     bool in_place;  // the present is the same memory as the past
 };
 

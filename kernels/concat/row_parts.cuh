@@ -6,7 +6,7 @@
 // they are, each of them once. Rows are read and written in whole lines.
 //
 //   T         storage type                          WIDTH    elements of a vector access, which divide all parts
-//   STREAMED  1: what is written leaves L2 first    RELEASE  1: the next kernel may start before this one stores
+//   STREAMED  1: written elements leave L2 first    RELEASE  1: the next kernel may start before this one stores
 //   INDEX     u32, or u64 where u32 cannot count all elements
 //
 // STREAMED and RELEASE may depend on `pixels` and gridDim.

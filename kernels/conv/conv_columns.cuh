@@ -9,7 +9,7 @@
 
 using i64 = long long;
 
-constexpr int COLUMNS = (TW - 1) * SW + (PIECE - 1) * DW + 1;  // of x that a strip reads
+constexpr int COLUMNS = (TW - 1) * SW + (PIECE - 1) * DW + 1;  // columns of x that a strip reads
 constexpr u32 ALL_COLUMNS = 0xffffffffu >> (32 - COLUMNS);
 
 static_assert(CHANNELS % VEC == 0, "a position is whole vectors");

@@ -29,9 +29,9 @@
 #include "conv_columns.cuh"
 
 constexpr int THREADS = BX * BW * BH, SLICE = BX * VEC;                      // channels of a block
-constexpr int PIECES = (KW + PIECE - 1) / PIECE, ROW_TAPS = PIECES * PIECE;  // of a row of the filter, and padded
+constexpr int PIECES = (KW + PIECE - 1) / PIECE, ROW_TAPS = PIECES * PIECE;  // per row of the filter; padded taps
 constexpr int TAPS = KD * KH * ROW_TAPS;
-constexpr int ROWS = (TH - 1) * SH + (KH - 1) * DH + 1;  // of x that a strip reads, unless ROLLED
+constexpr int ROWS = (TH - 1) * SH + (KH - 1) * DH + 1;  // rows of x that a strip reads, unless ROLLED
 constexpr int PLANE = VEC < 4 ? VEC : 4;                 // channels of a load from shared memory
 constexpr bool HELD = !ROLLED && TAPS * VEC <= 36;       // weights are kept in registers
 

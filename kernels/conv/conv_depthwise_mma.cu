@@ -50,7 +50,7 @@ constexpr int plane_chunks(int pixels) {
 constexpr int PLANE = plane_chunks(ROWS * PITCH), PATCH = BLOCK_GROUPS * PLANE * 16;
 constexpr int STAGE_PLANE = plane_chunks(TP * TQ);
 constexpr int STRIPS_W = (TQ + 7) / 8, STRIPS = TP / TH * STRIPS_W, JOBS = (STRIPS + 1) / 2;
-constexpr int STRIP_ROWS = (TH - 1) * SH + (KH - 1) * DH + 1;  // of x, from the first to the last that a strip reads
+constexpr int STRIP_ROWS = (TH - 1) * SH + (KH - 1) * DH + 1;  // rows of x from a strip's first to its last
 constexpr int PAIRS_W = KW / 2, PAIRS_H = KW % 2 ? (KH + 1) / 2 : 0, PAIRS = KH * PAIRS_W + PAIRS_H;
 
 static_assert(CHANNELS % 8 == 0 && TP % TH == 0 && sizeof(T) == 2, "see above");
@@ -74,7 +74,7 @@ __device__ constexpr bool is_read(int row, int multiple) {
 // ---- x -> shared memory ------------------------------------------------------------------------------------------
 
 struct Place {
-    int image, row, column;  // of a tile's first position of y
+    int image, row, column;  // a tile's first position in y
 };
 
 struct Tiles {
@@ -96,7 +96,7 @@ struct Image {
     __device__ __forceinline__ void begin(u32 to, Place place) const {
         const int top = place.row * SH - pad_h, left = place.column * SW - pad_w;
         const T* from = x + i64(place.image) * height * width * CHANNELS + first_group * 8;
-        // Unrolled, the offsets of its copies stay in registers from tile to tile, of which there are too few.
+        // Unrolled, the offsets of its copies would stay in registers from tile to tile; there are too few registers.
 #pragma unroll 1
         for (int i = threadIdx.x; i < ROWS * COLUMNS * BLOCK_GROUPS; i += THREADS) {
             const int pixel = i / BLOCK_GROUPS, group = i % BLOCK_GROUPS;
@@ -223,7 +223,7 @@ struct Output {
     const T* residual;
     T* y;
     float alpha, beta;
-    int height, width, first_group;  // of the block
+    int height, width, first_group;  // sizes of the image, and the block's first group
     ColumnValues<2> values;
 
     // `channel` is the first of the lane's two.
@@ -324,7 +324,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const bool more = tile + int(gridDim.y) < tiles.count();
         const Place next = tiles.place(tile + gridDim.y);
         wait_for_copies();
-        __syncthreads();  // the patch has arrived, and nobody reads the one before, nor what was finished
+        __syncthreads();  // the patch has arrived, and no thread reads the previous patch or result any more
         if (BUFFERS == 2 && more) {
             current = 1 - current;
             of.begin(shared_address(memory + current * PATCH), next);

@@ -5,7 +5,7 @@
 //
 // A thread computes a strip of `strip_rows` x TW positions of y of VEC neighbouring channels, and keeps the weights of
 // these channels in registers. It slides down the rows of x: a row is loaded while those before are used, widened to
-// fp32 once, and added to the KH rows of y that it belongs to, the oldest of which it completes. The sums of row r of
+// fp32 once, and added to the KH rows of y that read it; it completes the oldest of them. The sums of row r of
 // the filter move to row r + 1 with their first product, which reads one register and writes another, so that the loop
 // over rows neither copies nor is unrolled. The first and the last KH - 1 rows, which belong to fewer rows of the strip,
 // have code of their own: a branch for each row of the filter would make the compiler copy all sums. Loads overlap with
@@ -66,7 +66,7 @@ struct Weights {
 struct Sums {
     float rows[KH][TW][VEC];
 
-    // Adds a row of x by row `r` of the filter to what the row of x before has left.
+    // Adds the products of a row of x and row `r` of the filter to the sums after the previous row of x.
     __device__ __forceinline__ void add(int r, const float (&values)[COLUMNS][VEC], const Weights& weights) {
 #pragma unroll
         for (int s = 0; s < KW; ++s)

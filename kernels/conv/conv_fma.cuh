@@ -7,7 +7,7 @@
 #pragma once
 #include "gemm_mma.cuh"
 
-constexpr int FMA_K = 4;  // of k at a time
+constexpr int FMA_K = 4;  // elements of k at a time
 static_assert(TILE_M == 64 * WARPS_M && TILE_N == 32 * WARPS_N, "warps of 64 x 32");
 
 struct FmaSums {

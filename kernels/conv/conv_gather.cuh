@@ -1,5 +1,5 @@
 // How kernels whose main loop is that of gemm_mma.cuh gather x of a convolution: the rows of the product are positions
-// at which the filter stands, of all images; k runs over taps of the filter and, within a tap, over the channels of the
+// of the filter in all images; k runs over taps of the filter and, within a tap, over the channels of the
 // group. A thread copies chunks of one position along k for several rows, so that it finds the tap and the channel once
 // for all of them, and holds for each row the address and the coordinates that the first tap has. What lies in the
 // padding becomes zero. A copy never crosses from tap to tap, because the channels of a group are whole copies.
@@ -22,9 +22,9 @@ static_assert(CHANNELS * ITEM % X_COPY == 0 && (!X_NCHW || X_COPY == ITEM), "a c
 struct Position { int d, h, w; };
 
 struct Shape {
-    Position sizes, counts, pads;  // of x; how many positions there are; elements before the first one of x
+    Position sizes, counts, pads;  // sizes of x; numbers of positions; padding before x
 
-    __device__ __forceinline__ i64 pixels() const {  // of an image of x
+    __device__ __forceinline__ i64 pixels() const {  // pixels per image of x
         return (HAS_DEPTH ? i64(sizes.d) : 1) * (HAS_HEIGHT ? sizes.h : 1) * sizes.w;
     }
 
@@ -44,7 +44,7 @@ struct Shape {
     }
 };
 
-// The positions of a tile, of which each thread copies every CHUNK_ROWS-th: the pixels of y, or of one phase of y.
+// The positions of a tile; a thread copies every CHUNK_ROWS-th of them: the pixels of y, or of one phase of y.
 struct Pixels {
     static constexpr int CHUNKS = TILE_K_BYTES / 16, CHUNK_ROWS = THREADS / CHUNKS;
     static constexpr int EACH = (TILE_M + CHUNK_ROWS - 1) / CHUNK_ROWS;
@@ -52,7 +52,7 @@ struct Pixels {
 
     const char* x;  // the group's first channel of the first pixel
     Shape shape;
-    const char* corners[EACH];  // of each pixel, where the first tap reads; may lie outside x
+    const char* corners[EACH];  // address at which each pixel's first tap reads; may lie outside x
     Position at[EACH];          // the coordinates there
 
     __device__ __forceinline__ static int chunk() { return threadIdx.x % CHUNKS; }
@@ -103,7 +103,7 @@ struct PixelCopy {
     // A piece of X_COPY bytes along k: the tap and the channel where it begins.
     struct Piece {
         Position tap;
-        i64 offset;   // from the corner of a pixel
+        i64 offset;   // distance from the corner of a pixel
         bool exists;  // k goes that far
 
         __device__ __forceinline__ Piece(const Pixels& pixels, const Taps& taps, int k) {

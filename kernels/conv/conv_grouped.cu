@@ -10,7 +10,7 @@
 //   2. Each warp has WARP_GROUPS groups and 32 pixels at a time. Weights are in its registers, or in shared memory.
 //   3. It finishes its sums in registers and stores them through shared memory of its own (conv_pixels.cuh).
 //
-// Where the channels of a group are no whole chunks, or its filters are no multiple of 8, several groups are one here
+// Where a group's channels are not whole chunks, or its filters not a multiple of 8, several groups are one here
 // (MERGED), with weights of zero between them; an infinity then becomes NaN in the groups that it is merged with.
 //
 // Macros:
@@ -38,7 +38,7 @@ constexpr int TAP_CHUNKS = DEPTH / CHUNK, CHUNKS = KH * KW * TAP_CHUNKS, STEPS =
 constexpr int TILES_N = WIDE / 8;  // mma tiles of 8 filters of a group
 constexpr int M_TILES = 2;         // mma tiles of 16 pixels that a warp computes at a time
 constexpr int ROWS = (TP - 1) * SH + (KH - 1) * DH + 1, COLUMNS = (TQ - 1) * SW + (KW - 1) * DW + 1;
-constexpr int BLOCK_CHUNKS = BLOCK_GROUPS * TAP_CHUNKS;  // of a pixel of the patch
+constexpr int BLOCK_CHUNKS = BLOCK_GROUPS * TAP_CHUNKS;  // per pixel of the patch
 constexpr int PITCH = (BLOCK_CHUNKS | 1) * 16;  // bytes from pixel to pixel: eight fall into different banks if SW is 1
 constexpr int PATCH = ROWS * COLUMNS * PITCH;
 constexpr int WEIGHT_WORDS = BLOCK_GROUPS * STEPS * TILES_N * 64;
@@ -49,7 +49,7 @@ static_assert(CHANNELS % (BLOCK_GROUPS * DEPTH) == 0 && FILTERS % WIDTH == 0, "s
 // ---- x -> shared memory ------------------------------------------------------------------------------------------
 
 struct Image {
-    const T* x;  // from the block's first channel on
+    const T* x;  // address of the block's first channel
     int height, width, pad_h, pad_w, tiles_h, tiles_w;
 
     // Starts the copies of a tile's patch.
@@ -77,7 +77,7 @@ struct Image {
 // Stores the block's weights as the mma reads them: for each group, step and tile of 8 filters two words of each lane.
 // Neighbouring threads read neighbouring channels of a tap.
 __device__ __forceinline__ void store_weights(const T* w, int first_filter, u32* to) {
-    constexpr int TAP_WORDS = DEPTH / EACH, WORDS = STEPS * 8;  // of a filter at a tap, and at all with the padding
+    constexpr int TAP_WORDS = DEPTH / EACH, WORDS = STEPS * 8;  // per filter and tap, and over all taps with padding
 #pragma unroll 4
     for (int i = threadIdx.x; i < BLOCK_GROUPS * WIDE * WORDS; i += THREADS) {
         const int word = i % WORDS, n = i / WORDS % WIDE, group = i / (WORDS * WIDE);
@@ -120,7 +120,7 @@ struct Filters {
 
 // ---- shared memory -> mma ----------------------------------------------------------------------------------------
 
-// The offset of a chunk of a group behind a pixel's first chunk.
+// The offset of a chunk of a group from a pixel's first chunk.
 __device__ __forceinline__ int chunk_offset(int group, int chunk) {
     const int tap = chunk / TAP_CHUNKS;
     return (tap / KW * DH * COLUMNS + tap % KW * DW) * PITCH + (group * TAP_CHUNKS + chunk % TAP_CHUNKS) * 16;

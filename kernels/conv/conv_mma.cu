@@ -63,8 +63,8 @@ struct Operands {
     static constexpr int AHEAD = is_asynchronous(16) && X_COPY == 16 && W_COPY == 16 ? STAGES : 1;
 
     const Pixels& pixels;
-    const char* w;  // from the block's first column on
-    int columns;    // of the group that are left from there on
+    const char* w;  // address of the block's first column
+    int columns;    // columns of the group from there on
 
     __device__ __forceinline__ void begin(Stage& stage, unsigned to, int k) const {
         stage.x.begin(pixels, FilterTaps{}, to, k);

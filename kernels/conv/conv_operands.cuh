@@ -9,7 +9,7 @@
 //   CHANNELS            of x
 //   DIMS                spatial axes: 1 (W), 2 (H, W) or 3 (D, H, W)
 //   KERNEL_D, KERNEL_H, KERNEL_W    sizes of the filter, 1 for axes that there are not
-//   STRIDE_*, PAD_*, DILATION_*     by axis; PAD: what is in front of x
+//   STRIDE_*, PAD_*, DILATION_*     by axis; PAD: elements before x
 #pragma once
 #include "gemm_hopper.cuh"
 

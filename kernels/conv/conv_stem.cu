@@ -12,7 +12,7 @@
 //      fragment is four loads of words and the patch is never rearranged. Where pixels begin at odd columns (SW is odd,
 //      16-bit types), they read a second copy of the patch that is shifted by one column.
 //   3. Words may hold columns that belong to no tap: they are masked, so that infinities there do no harm.
-//   4. Where k ends inside an mma, the bias is the weight of a word behind the last tap that is one.
+//   4. Where k ends inside an mma, the bias is the weight of a word of value one after the last tap.
 //   5. Filters are assigned to the columns of the mma tiles so that the sums of a lane belong to neighbouring filters:
 //      a lane finishes them in registers and stores whole vectors.
 //
@@ -43,7 +43,7 @@ constexpr bool SHIFTED = EACH == 2 && SW % 2;     // there is a shifted copy
 // columns before those of the first pixel, so that copies are aligned.
 constexpr int LEAD = COPY > 1 && EACH == 2 ? PAD_W % 2 : 0;
 constexpr int EXTRA = (COPY - (PAD_W + LEAD) % COPY) % COPY;
-constexpr int ROW_WORDS = (LEAD + KW + EACH - 1) / EACH;  // of a pixel in a row of the patch
+constexpr int ROW_WORDS = (LEAD + KW + EACH - 1) / EACH;  // words per pixel in a row of the patch
 constexpr int WORDS = CHANNELS * KH * ROW_WORDS, STEPS = (WORDS + 7) / 8;
 constexpr int ROWS = (TP - 1) * SH + KH;
 constexpr int COLUMNS = (EXTRA + (TQ - 1) * SW + ROW_WORDS * EACH + (SHIFTED ? 2 : 0) + 7) / 8 * 8;
@@ -81,7 +81,7 @@ __device__ __forceinline__ void copy_elements(T* to, const T* from, bool exist) 
     }
 }
 
-struct Tile { int image, p, q; };  // of its first pixel
+struct Tile { int image, p, q; };  // position of its first pixel
 
 struct Image {
     const T* x;
@@ -213,7 +213,7 @@ struct Weights {
 
 struct Filters {
     uint2 held[HELD ? STEPS : 1][TILES_N];
-    const uint2* from;  // of the lane, unless they are held
+    const uint2* from;  // the lane's weights, unless registers hold them
 
     // Unless the weights are held, they go to `memory`, as the mma reads them.
     __device__ __forceinline__ void load(const Weights& weights, u32* memory) {
@@ -249,7 +249,7 @@ __device__ __forceinline__ u32 mask_of(int word) {
     return mask;
 }
 
-// Where a word lies behind a pixel's first word, what of it counts, and what it is besides.
+// The offset of a word from a pixel's first word, the bits of it that count, and the bits that are set besides.
 struct WordOfPatch {
     int offset;
     u32 mask, constant;
@@ -268,7 +268,7 @@ __device__ __forceinline__ u32 load_word(const u32* from, const WordOfPatch& at)
 
 // ---- pixels ------------------------------------------------------------------------------------------------------
 
-struct Place { int row, column; };  // in a tile
+struct Place { int row, column; };  // position in a tile
 
 // Pixel i of 16 that begin at a multiple of 16.
 __device__ __forceinline__ Place place_of(int first, int i) {
@@ -365,7 +365,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     extern __shared__ __align__(16) char memory[];
     u32* weights = reinterpret_cast<u32*>(memory);
     u32* patches = weights + WEIGHT_WORDS;
-    Tile* ahead = reinterpret_cast<Tile*>(patches + PATCH_WORDS);  // of each patch; in registers they would be too many
+    Tile* ahead = reinterpret_cast<Tile*>(patches + PATCH_WORDS);  // one per patch; registers could not hold them all
     T* raw = reinterpret_cast<T*>(HELD ? weights : patches);       // where the patches will be, unless weights are held
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_filter = blockIdx.y * BLOCK_N;
 

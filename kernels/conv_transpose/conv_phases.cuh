@@ -7,8 +7,8 @@ constexpr int common_divisor(int a, int b) { return b ? common_divisor(b, a % b)
 // The taps r of one axis for which (y + pad - r * DILATION) is a multiple of STRIDE; r reads x at that multiple.
 template <int KERNEL, int STRIDE, int DILATION>
 struct AxisTaps {
-    static constexpr int STEP = STRIDE / common_divisor(STRIDE, DILATION);  // from one of them to the next
-    static constexpr int SHIFT = DILATION * STEP / STRIDE;                  // by which the next reads x before it
+    static constexpr int STEP = STRIDE / common_divisor(STRIDE, DILATION);  // distance from one tap to the next
+    static constexpr int SHIFT = DILATION * STEP / STRIDE;                  // the next tap reads x this much earlier
     int first, count;                                                       // the first tap, and how many there are
     int from;                                                               // where the first tap reads x
 

@@ -3,7 +3,7 @@
 //   y = epilogue(conv_transpose(x, w))    each channel of y reads the same channel of x
 //
 // A thread computes STRIDE_W neighbouring pixels of y, one of each phase along the width, of WIDTH neighbouring
-// channels. They begin at a multiple of STRIDE_W, counted from the padding in front of y on, so that it is known when
+// channels. They begin at a multiple of STRIDE_W, counted from the padding before y on, so that it is known when
 // the kernel is compiled which phase a tap along the width belongs to and how far it moves x. A row of x that the
 // pixels read is loaded once for all of them, and the loads of neighbouring threads overlap, so that L1 serves them.
 // Which taps along the depth and the height a row of y meets is found when the kernel runs (conv_phases.cuh).
@@ -21,13 +21,13 @@
 
 using i64 = long long;
 
-constexpr int VECTORS = CHANNELS / WIDTH;                            // of a pixel
+constexpr int VECTORS = CHANNELS / WIDTH;                            // per pixel
 constexpr int OFFSETS = (KERNEL_W - 1) * DILATION_W / STRIDE_W + 1;  // pixels of a row of x that a thread reads
 static_assert(CHANNELS % WIDTH == 0, "a pixel is whole vectors");
 
 using Row = float[STRIDE_W][WIDTH];
 
-// Adds what a row of x gives to the pixels of y. `at` is the last pixel of x that they read; x and w begin at the
+// Adds the products of a row of x to the pixels of y. `at` is the last pixel of x that they read; x and w begin at the
 // thread's channels.
 __device__ __forceinline__ void add_row(Row& sums, const T* x, const T* w, int at, int width) {
 #pragma unroll

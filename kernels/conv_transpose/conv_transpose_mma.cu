@@ -44,7 +44,7 @@ using Sums = FmaSums;
 using Sums = MmaSums;
 #endif
 
-constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W, COLUMNS = GROUPS * FILTERS;  // of y
+constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W, COLUMNS = GROUPS * FILTERS;  // columns of y
 constexpr int PHASES = SHUFFLED ? 1 : STRIDE_D * STRIDE_H * STRIDE_W;
 constexpr int ROW = KERNEL_W * FILTERS;                    // with SHUFFLED, columns that are neighbours in y
 constexpr int WIDE = SHUFFLED ? TAPS * FILTERS : FILTERS;  // columns of the product, of a group
@@ -100,7 +100,7 @@ struct PhaseTaps {
 struct WeightCopy {
     CopyW tile;
 
-    // `w` is the first channel of the group at the first tap and the block's first column, of which `bytes` are left.
+    // `w` is the group's first channel at the first tap and the block's first column; `bytes` are left from there on.
     __device__ __forceinline__ void begin(const PhaseTaps& taps, unsigned to, const char* w, int k, i64 bytes) {
         if constexpr (SHUFFLED) {
             tile.begin(to, w + k * LINE, CHANNELS - k, bytes);
@@ -135,7 +135,7 @@ struct Operands {
     const Pixels& pixels;
     const PhaseTaps& taps;
     const char* w;  // the group's first channel at the block's first column
-    int columns;    // of the group that are left from there on
+    int columns;    // columns of the group from there on
 
     __device__ __forceinline__ void begin(Stage& stage, unsigned to, int k) const {
         stage.x.begin(pixels, taps, to, k);
@@ -243,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Sums sums = {};
     multiply_tiles(operands, shared_address(memory), from, to, sums);
 
-    __syncthreads();  // the sums overwrite the stages, and behind them lies the pixel of each row
+    __syncthreads();  // the sums overwrite the stages, and the pixel of each row lies after them
     float* staged = reinterpret_cast<float*>(memory);
     int* pixels = reinterpret_cast<int*>(memory + SUMS_BYTES);
     sums.store(staged);

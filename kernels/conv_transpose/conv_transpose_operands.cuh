@@ -14,14 +14,14 @@
 //   CHANNELS, FILTERS   of x and of y; w is (CHANNELS, taps, FILTERS)
 //   PERIOD              column vectors repeat after as many filters: FILTERS, or a divisor of it where pixels of y that
 //                       are neighbours along W count as one of so many more filters
-//   KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W, PAD_H, PAD_W    PAD: rows and columns that are cut off in front of y
+//   KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W, PAD_H, PAD_W    PAD: rows and columns that are cut off before y
 #pragma once
 #include "gemm_hopper_tiles.cuh"
 
 namespace {
 
 constexpr int CHANNEL_BLOCKS = (CHANNELS + TILE_K - 1) / TILE_K;
-constexpr int TAPS_H = KERNEL_H / STRIDE_H, TAPS_W = KERNEL_W / STRIDE_W;  // of a phase
+constexpr int TAPS_H = KERNEL_H / STRIDE_H, TAPS_W = KERNEL_W / STRIDE_W;  // per phase
 constexpr int ALL_BLOCKS = TAPS_H * TAPS_W * CHANNEL_BLOCKS;
 constexpr int FROM_H = PAD_H / STRIDE_H - (TAPS_H - 1), FROM_W = PAD_W / STRIDE_W - (TAPS_W - 1);  // where walks begin
 

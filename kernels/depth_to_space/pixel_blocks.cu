@@ -12,7 +12,7 @@
 // STREAMED and RELEASE may depend on `count` and gridDim.
 #include "types.cuh"
 
-constexpr int PIXELS = BLOCK * BLOCK, HELD = PIXELS * WIDTH;  // of a block, and elements of a thread
+constexpr int PIXELS = BLOCK * BLOCK, HELD = PIXELS * WIDTH;  // pixels per block, elements per thread
 
 static_assert(CHANNELS % WIDTH == 0 && HELD % DEEP_WIDTH == 0, "a vector would cross pixels");
 static_assert(!BY_CHANNEL || TO_SPACE, "SpaceToDepth has one order");
@@ -51,10 +51,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) pixel_blocks(const T* x, T
     const long long at = (long long)blockIdx.x * THREADS + threadIdx.x;
     if (at >= count) return;
     wait_for_predecessor();
-    const long long pixel = at / VECTORS, row = pixel / width;  // of the deep tensor; rows of all images
+    const long long pixel = at / VECTORS, row = pixel / width;  // in the deep tensor; rows count over all images
     const int channel = int(at - pixel * VECTORS) * WIDTH, column = int(pixel - row * width);
     const long long deep = pixel * (PIXELS * CHANNELS) + channel * (BY_CHANNEL ? PIXELS : 1);
-    const long long pitch = (long long)width * (BLOCK * CHANNELS);  // of the wide tensor, from row to row
+    const long long pitch = (long long)width * (BLOCK * CHANNELS);  // of the wide tensor's rows, in elements
     const long long wide = row * BLOCK * pitch + (long long)column * (BLOCK * CHANNELS) + channel;
 
     Vector block[PIXELS];

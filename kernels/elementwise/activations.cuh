@@ -93,7 +93,7 @@ __device__ __forceinline__ float mish(float x, float, float) {
     return x != x ? x : x * (n * reciprocal(n + 2.0f));
 }
 
-// 1 - 2 / (1 + exp(2 x)), to 2e-7; for 16-bit results, of which it and x near 0 have a relative error of 4e-5.
+// For 16-bit results: 1 - 2 / (1 + exp(2 x)), to 2e-7, or x near 0; the relative error is 4e-5 at most.
 __device__ __forceinline__ float tanh_16(float x) {
     const float y = fmaf(-2.0f, reciprocal(1.0f + exp2_fast(2.0f * LOG2_E * x)), 1.0f);
     return fabsf(x) < 0.01f ? x : y;

@@ -15,7 +15,7 @@
 
 #define ELEMENT_KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
 
-static_assert(WIDTH <= THREADS, "one block computes what is left over");
+static_assert(WIDTH <= THREADS, "one block computes the remaining elements");
 
 template <class Op>
 __device__ __forceinline__ void each_vector(const Op& op, INDEX first, INDEX vectors) {

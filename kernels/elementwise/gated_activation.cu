@@ -3,7 +3,7 @@
 // The kernel moves each element of gate, up and y once, 6 bytes an element in fp16, computes in fp32 and rounds once.
 //
 //   ROW                     elements of a row of y
-//   GATE_ROW, UP_ROW        elements of a row of the tensor; ROW: there is no slice
+//   GATE_ROW, UP_ROW        elements of a row of the tensor; equal to ROW if there is no slice
 //   GATE_OFFSET, UP_OFFSET  elements of such a row before the slice
 #include "types.cuh"
 #include "activations.cuh"

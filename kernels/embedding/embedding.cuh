@@ -22,7 +22,7 @@ using uint64_t = unsigned long long;
 // How an addend broadcasts over (batch, seq) rows: it has a row for each, per position, per batch element, or for all.
 enum Broadcast { PER_ROW, PER_POSITION, PER_BATCH, PER_ALL };
 
-__device__ __align__(16) char zero_row[ROW * 4];  // of any storage type
+__device__ __align__(16) char zero_row[ROW * 4];  // zeros of any storage type
 
 // Where the rows of one addend come from. Ids below 0 count from the end of the table. An id outside of the table,
 // which ONNX leaves undefined, gives zeros.

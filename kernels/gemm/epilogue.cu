@@ -5,7 +5,7 @@
 // the end of a row. The products are fp32, so that y is rounded once. It moves 6 bytes an element in fp16, 4 more for a
 // second product and 2 for a residual; the column vectors come from L1.
 //
-// Macros: COLUMNS, the columns of all matrices; SLICES, the sums of each element, of which the matrices lie one behind
+// Macros: COLUMNS, the columns of all matrices; SLICES, the sums of each element, whose matrices lie one after
 // the other, not with GATED; those of epilogue.cuh and of elementwise.cuh.
 #include "types.cuh"
 #include "epilogue.cuh"
@@ -23,7 +23,7 @@ struct EpilogueOp {
 
     const f32 *product, *up;
     Epilogue epilogue;
-    INDEX count;  // of y
+    INDEX count;  // elements of y
 
     template <int W>
     __device__ __forceinline__ Raw<W> fetch(INDEX at) const {

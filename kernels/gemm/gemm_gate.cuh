@@ -1,4 +1,4 @@
-// The main loop of gemm_mma.cuh with a gate in front of it: `pixels` neighbouring rows of x, those of an image, share k
+// The main loop of gemm_mma.cuh with a gate before it: `pixels` neighbouring rows of x, those of an image, share k
 // factors, by which their elements are multiplied, and are rounded to T as if the products were stored.
 //
 // A thread loads the factors of a step of k while the step before is multiplied. They come from L1, to which a block
@@ -16,7 +16,7 @@ template <int COUNT, int COPY>
 struct GateRows {
     static constexpr int EACH = 4 / sizeof(T);   // elements of a word
     static constexpr int STEP = 32 / sizeof(T);  // elements of k of an mma
-    const T* rows[COUNT][2];                     // for this thread's first elements of k
+    const T* rows[COUNT][2];                     // addresses of this thread's first elements of k
     int k;
 
     __device__ __forceinline__ GateRows() {}
@@ -35,7 +35,7 @@ struct GateRows {
     // Loads the factors of the step that begins at `from`; those beyond k are zeros. WHOLE: there are none.
     template <bool WHOLE = false>
     __device__ __forceinline__ void load(unsigned (&to)[COUNT][4], int from) const {
-        const int left = k - from - int(threadIdx.x) % 4 * EACH;  // from this thread's first element on
+        const int left = k - from - int(threadIdx.x) % 4 * EACH;  // elements from this thread's first one on
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
 #pragma unroll
@@ -67,14 +67,14 @@ __device__ __forceinline__ void multiply_fragments(unsigned (&x)[COUNT][4], cons
         for (int part = 0; part < 4; ++part) x[i][part] = multiply_words(T(), x[i][part], factors[i][part]);
 }
 
-// MmaSums of x behind a gate, over tiles of k in order. COPY: bytes of which the addresses of factors are multiples.
+// MmaSums of gated x, over tiles of k in order. COPY: the addresses of factors are multiples of so many bytes.
 template <int COPY>
 struct GatedSums {
     MmaSums sums;
     const T* gate;
     int row, m, pixels;  // the block's first row of the m of x
     GateRows<MMA_M, COPY> factors;
-    int k = 0;  // of the tile that is added next
+    int k = 0;  // beginning of the tile that is added next
 
     // Finds the rows' factors, and reads those of the block to L1.
     __device__ __forceinline__ void prepare() {

@@ -10,14 +10,14 @@
 // A stage of the ring holds 128 bytes of k, which are 64 elements or 32 of fp32: TILE_M rows of x and TILE_N columns of w
 // (and of up), in blocks of K_BLOCK elements of k, whose rows TMA swizzles as wgmma reads them. Each stage has two
 // mbarriers: the producer waits for `empty`, and consumers wait for `full`, which is complete when all bytes have
-// arrived. Warpgroup 0 is the producer, of which one thread issues all loads; warpgroups 1 to CONSUMERS multiply. The
+// arrived. Warpgroup 0 is the producer, one thread of which issues all loads; warpgroups 1 to CONSUMERS multiply. The
 // producer gives registers to the consumers (setmaxnreg).
 //
 // Macros:
 //   TILE_M, TILE_N   rows and columns of y in a tile. GATED: two products of that size, side by side
 //   PINGPONG    1: each consumer has tiles of its own; one runs its epilogue while the other multiplies
 //               0: the consumers share a tile, and each has an equal number of its rows (CUTLASS: cooperative)
-//   CONSUMERS   warpgroups that multiply: 2, or 3 that share a tile, or 1, of which two blocks live on a multiprocessor
+//   CONSUMERS   warpgroups that multiply: 2, or 3 that share a tile, or 1, where two blocks share a multiprocessor
 //   STAGES      of the ring
 //   K_BLOCK     elements of k in a block of a stage: those of 128, 64 or 32 bytes. Below 128, TRANSPOSED and not GATED
 //   SPLIT_K     blocks of a cluster, which share a tile, each with a slice of k: 1 but in gemm_hopper_split.cu
@@ -40,23 +40,23 @@
 
 namespace {
 
-constexpr int ROW_BYTES = 128;  // of a box that TMA swizzles
+constexpr int ROW_BYTES = 128;  // per row of a box that TMA swizzles
 constexpr int TILE_K = ROW_BYTES / sizeof(T);
-constexpr int K_BYTES = 32;                                            // of k that a wgmma multiplies
-constexpr int BLOCKS = TILE_K / K_BLOCK;                               // of a stage
-constexpr int BLOCK_ROW_BYTES = sizeof(T) * K_BLOCK;                   // TMA's swizzle covers them
-constexpr int COLUMNS = TILE_N * (1 + GATED);                          // of accumulators: those of up follow those of w
+constexpr int K_BYTES = 32;                           // bytes of k per wgmma
+constexpr int BLOCKS = TILE_K / K_BLOCK;              // blocks of k per stage
+constexpr int BLOCK_ROW_BYTES = sizeof(T) * K_BLOCK;  // TMA's swizzle covers them
+constexpr int COLUMNS = TILE_N * (1 + GATED);         // columns of accumulators: those of up follow those of w
 constexpr int CONSUMER_ROWS = PINGPONG ? TILE_M : TILE_M / CONSUMERS;  // rows of a tile that a consumer computes
 constexpr int ATOMS = CONSUMER_ROWS / 64;                              // wgmmas of 64 rows, one above the other
 // 128 (40 + 2 * 232) of the 65536 registers, 128 (32 + 3 * 160), or 128 (40 + 216) of half of them.
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : CONSUMERS == 2 ? 232 : 216;
 constexpr int BLOCKS_PER_SM = CONSUMERS == 1 ? 2 : 1;
-constexpr bool RESULTS_IN_RING = CONSUMERS == 1;  // the stage behind those of a tile is for its residual and its y
+constexpr bool RESULTS_IN_RING = CONSUMERS == 1;  // the stage after those of a tile holds its residual and its y
 
 constexpr int X_BYTES = TILE_M * ROW_BYTES;
-constexpr int FACTORS_AT = X_BYTES + COLUMNS * ROW_BYTES;  // in a stage
-constexpr int GATE_IMAGES = 8;                             // at most, that a tile has rows of, with X_GATE
+constexpr int FACTORS_AT = X_BYTES + COLUMNS * ROW_BYTES;  // offset in a stage
+constexpr int GATE_IMAGES = 8;                             // most images per tile, with X_GATE
 constexpr int STAGE_BYTES = FACTORS_AT + X_GATE * GATE_IMAGES * ROW_BYTES;
 static_assert((K_BLOCK == TILE_K && sizeof(T) == 2) || (TRANSPOSED && !GATED));
 static_assert(TILE_M % 64 == 0 && TILE_N % (TRANSPOSED && !GATED ? 32 : 64) == 0 && COLUMNS <= 256);
@@ -164,7 +164,7 @@ struct Tiles {
     }
 };
 
-// The factors of a gate, of which `pixels` neighbouring rows of x, those of an image, share k; null without X_GATE.
+// The factors of a gate: the `pixels` rows of x that belong to an image share k factors; null without X_GATE.
 struct Gate {
     const TensorMap* factors;  // images x k
     int pixels;
@@ -218,7 +218,7 @@ __device__ __forceinline__ void produce(Operands operands, u32 shared, const Bar
 // ---- the consumers ----------------------------------------------------------------------------------------------
 
 // Named barriers 1 to CONSUMERS join the threads of one consumer. With PINGPONG the two after them say whose turn it is
-// to multiply. They are needed because a consumer has not waited for the stages that the other took, and could not tell
+// to multiply. They are needed because a consumer has not waited for the other consumer's stages, and could not tell
 // the present phase of an mbarrier from the last but one.
 __device__ __forceinline__ int turn(int consumer) { return 1 + CONSUMERS + consumer; }
 
@@ -315,7 +315,7 @@ struct ProgramLoads<true, COUNT> {
     Program::OfColumns<2> of_columns[COUNT];
     Program::OfElements<2> of_elements[COUNT][2];
     long long at;              // the index of the first element of y
-    int rows, columns, pitch;  // of y that are left from there on, and the elements of a row
+    int rows, columns, pitch;  // rows and columns of y from there on, and elements per row
 
     // `from` is the first row and column, of the m and n of y.
     __device__ __forceinline__ void load(const Program& program, int2 from, int m, int n) {

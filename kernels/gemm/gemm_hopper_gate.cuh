@@ -1,4 +1,4 @@
-// The multiplication of gemm_hopper.cuh with a gate in front of it: x is multiplied by factors, and rounded to T as if
+// The multiplication of gemm_hopper.cuh with a gate before it: x is multiplied by factors, and rounded to T as if
 // the products were stored.
 //
 // A stage holds the factors of its elements of k too, in rows for GATE_IMAGES images from the tile's first one on. wgmma
@@ -20,11 +20,11 @@ static_assert(sizeof(T) == 2 && BLOCKS == 1 && !GATED);
 __device__ __forceinline__ u32 swizzled(int row) { return row * ROW_BYTES + (row % 8 << 4); }
 
 // Sums over `blocks` blocks of k for this consumer's rows, which begin with row `first_row` of the tile; else as
-// `multiply`. `row` is the tile's first row of x, of which an image has `pixels`.
+// `multiply`. `row` is the tile's first row of x; an image has `pixels` rows.
 __device__ __forceinline__ void multiply_gated(float (&d)[ATOMS][COLUMNS / 2], Ring<STAGES>& ring,
                                                const Barriers& barriers, u32 shared, int first_row, int blocks,
                                                int consumer, bool pass_on, int pixels, int row) {
-    constexpr int STEPS = ROW_BYTES / K_BYTES;  // of a stage
+    constexpr int STEPS = ROW_BYTES / K_BYTES;  // wgmma steps per block of k
     constexpr int TOGETHER = 2 / ATOMS;         // steps whose wgmmas are under way while the next are prepared
     static_assert(ATOMS <= 2);
     const int thread = threadIdx.x % 128, lane = thread % 32;
@@ -42,7 +42,7 @@ __device__ __forceinline__ void multiply_gated(float (&d)[ATOMS][COLUMNS / 2], R
         factors[atom] = shared + FACTORS_AT + swizzled(image) ^ lane / 16 << 4;
     }
     u32 before = 0,
-        fragments[2][TOGETHER][ATOMS][4];  // which wgmmas read until they have ended, beyond their block of k
+        fragments[2][TOGETHER][ATOMS][4];  // wgmmas read them until they end, beyond their block of k
     if constexpr (PINGPONG) hopper::named_barrier(turn(consumer), 256);
     for (int block = 0; block < blocks; ++block) {
         hopper::barrier_wait(barriers.full(ring.at), ring.parity);

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int THREADS = CONSUMERS * 128;
 constexpr int EIGHTS = ATOMS * TILE_N / 8;  // groups of eight columns that a thread has accumulators of, of all atoms
-constexpr int OWN_EIGHTS = (EIGHTS + SPLIT_K - 1) / SPLIT_K;  // that a block finishes; the last one may finish fewer
+constexpr int OWN_EIGHTS = (EIGHTS + SPLIT_K - 1) / SPLIT_K;  // per block; the last block may finish fewer
 constexpr int SUMS_AT = STAGES * STAGE_BYTES;
 constexpr int SUMS_BYTES = (SPLIT_K - 1) * OWN_EIGHTS * (1 + GATED) * THREADS * 16;
 constexpr int BARRIERS_AT = SUMS_AT + SUMS_BYTES;
@@ -25,7 +25,7 @@ static_assert(SPLIT_K > 1 && !PINGPONG);
 // The sums that the other blocks have of the columns which this one finishes.
 struct Exchange {
     float4* sums;  // shared memory: SPLIT_K - 1 blocks x OWN_EIGHTS x products x THREADS
-    int thread;    // of THREADS
+    int thread;    // number of the thread, below THREADS
     int rank;
 
     __device__ __forceinline__ float4* slot(int source, int eight, int product) const {
@@ -33,7 +33,7 @@ struct Exchange {
     }
 
     __device__ __forceinline__ void send(int to, int eight, int product, const float* d) const {
-        const int source = rank < to ? rank : rank - 1;  // of the blocks that are not `to`
+        const int source = rank < to ? rank : rank - 1;  // counts the blocks other than `to`
         hopper::store_at(hopper::shared_address(slot(source, eight, product)), to, {d[0], d[1], d[2], d[3]});
     }
 

@@ -1,5 +1,5 @@
 // Tiles of y by wgmma and TMA on Hopper (sm_90a), persistent: a block takes every gridDim.x-th tile, and threads load
-// what the epilogue reads and store y.
+// the epilogue's operands and store y.
 //
 // The producer and the multiplication are those of gemm_hopper.cuh. This is for fp32, whose tiles of y would leave little
 // shared memory to the ring; a quarter of a warp stores 32 bytes of a row, which are a whole sector of L2.

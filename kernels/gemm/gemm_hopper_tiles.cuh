@@ -3,12 +3,12 @@
 // The producer and the multiplication are those of gemm_hopper.cuh. What a consumer does with a tile's accumulators:
 //   1. Before it multiplies, it loads the tile's column vectors into registers, two columns a thread, and its first
 //      thread starts the TMA loads of the residual into shared memory, subtile by subtile (64 x 64 elements of y, or 64 x 32 if
-//      TILE_N is no multiple of 64).
+//      TILE_N is not a multiple of 64).
 //   2. After the multiplication the column vectors go to shared memory, from which each thread reads those of the
 //      columns of its accumulators.
 //   3. It applies the epilogue (epilogue.cuh, by fragment), reads the residual by ldmatrix and writes the result in its
 //      place by stmatrix. TMA stores the subtiles while the next tile is multiplied; what lies beyond y is not written.
-// With RESULTS_IN_RING the producer loads the residual, into the stage behind those of the tile, and y is written there.
+// With RESULTS_IN_RING the producer loads the residual, into the stage after those of the tile, and y is written there.
 // With STORE_BY_THREADS, step 3 ends with stores by threads, row by row in words, because rows of y are not aligned.
 //
 // Macros: those of gemm_hopper.cuh, and
@@ -37,7 +37,7 @@ namespace {
 constexpr int SUBTILE_N = TILE_N % 64 ? 32 : 64;
 constexpr int SUBTILE_ROW_BYTES = 2 * SUBTILE_N;  // TMA's swizzle covers them
 constexpr int SUBTILE_COLUMNS = TILE_N / SUBTILE_N;
-constexpr int SUBTILES = ATOMS * SUBTILE_COLUMNS;  // of a consumer's rows of a tile
+constexpr int SUBTILES = ATOMS * SUBTILE_COLUMNS;  // per tile, in a consumer's rows
 static_assert(sizeof(T) == 2 && (!STORE_BY_THREADS || SUBTILE_N == 64));
 static_assert(!RESULTS_IN_RING || (!STORE_BY_THREADS && 2 * TILE_M * TILE_N <= STAGE_BYTES));
 constexpr int VECTORS = HAS_BIAS + HAS_EXTRA + HAS_COLUMN_SCALE;
@@ -86,7 +86,7 @@ struct Results {
     const T* bias[PRODUCTS];  // OPTIONAL_BIAS: may be null
 };
 
-// Called by a warp: stores a row of a subtile, of which y has `left` elements. `word` holds the lane's two elements,
+// Called by a warp: stores a row of a subtile; y has `left` elements of it. `word` holds the lane's two elements,
 // and `before` those of the lane before it, in a ring. Elements are stored in pairs that begin at multiples of 4 bytes:
 // if those are not the lanes' own pairs, the first lane has the elements of both ends.
 [[maybe_unused]] __device__ __forceinline__ void store_row(u32 word, u32 before, T* to, int left) {
@@ -119,10 +119,10 @@ struct Output {
     const TensorMap& residual;
     const char* results;    // the subtiles in shared memory, swizzled as TMA does it
     u32 subtiles;           // their 32-bit address
-    u32 lane_offset;        // of this lane's row of an 8 x 8 matrix in a subtile
+    u32 lane_offset;        // offset of this lane's row of an 8 x 8 matrix in a subtile
     const float2* vectors;  // the column vectors in shared memory
     u32 residual_full;      // mbarrier: the tile's residual has arrived
-    int thread, named;      // of the warpgroup; its named barrier
+    int thread, named;      // number of the thread in its warpgroup, and the warpgroup's named barrier
     u32 parity;
 
     // The first row and column of a subtile of the consumer's rows.
@@ -139,7 +139,7 @@ struct Output {
             place.load(residual, subtiles + i * SUBTILE_BYTES, residual_full, subtile_at(origin, i));
     }
 
-    // Loads what the program reads for a subtile, if there is one with that index.
+    // Loads the program's operands for a subtile, if there is one with that index.
     __device__ __forceinline__ void load_program(SubtileLoads& loads, int2 origin, int i, int m, int n) const {
         if (i >= SUBTILES) return;
         const int2 at = subtile_at(origin, i);

@@ -35,9 +35,9 @@ struct Operands {
     // Registers do not hold the elements of several stages.
     static constexpr int AHEAD = X_COPY == 16 && W_COPY == 16 ? STAGES : 1;
 
-    const char* x;           // from the block's first row on
-    const char* w[WEIGHTS];  // from its first column on
-    int rows, columns;       // of y that are left from there on
+    const char* x;           // address of the block's first row
+    const char* w[WEIGHTS];  // addresses of its first column
+    int rows, columns;       // rows and columns of y from there on
 
     __device__ __forceinline__ void begin(Stage& stage, unsigned to, int k) const {
         const i64 left = i64(K - k) * ITEM;

@@ -30,7 +30,7 @@ constexpr int STEPS = TILE_K_BYTES / 32;                                    // m
 constexpr int MMA_M = TILE_M / WARPS_M / 16, MMA_N = TILE_N / WARPS_N / 8;  // a warp's mma tiles
 constexpr int W_ROWS = TRANSPOSED ? TILE_N : TILE_K, W_ROW_BYTES = TRANSPOSED ? TILE_K_BYTES : TILE_N * ITEM;
 constexpr int X_BYTES = TILE_M * TILE_K_BYTES, W_BYTES = TILE_N * TILE_K_BYTES, STAGE = X_BYTES + WEIGHTS * W_BYTES;
-constexpr int SUMS_PITCH = TILE_N + 8;  // of the sums in shared memory: 8 banks from row to row
+constexpr int SUMS_PITCH = TILE_N + 8;  // of a row of sums in shared memory, in floats: rows begin 8 banks apart
 
 static_assert(MMA_M * WARPS_M * 16 == TILE_M && MMA_N * WARPS_N * 8 == TILE_N && MMA_N % 2 == 0, "tiles of 16 x 16");
 static_assert(TILE_N % 32 == 0, "sums of four rows fall into different banks");
@@ -224,7 +224,7 @@ struct MmaSums {
 
 // The main loop: multiplies the tiles of k from `first` on until `last`. Each thread's last barrier comes before its
 // last multiplications. Operands has
-//   Stage                  what a thread holds of a stage while it is copied; AHEAD, how many of them it may hold
+//   Stage                  the elements that a thread holds while a stage is copied; AHEAD, how many stages it may hold
 //   begin(stage, to, k)    starts the copies of the stage that begins at k, to the address `to` in shared memory
 //   end(stage, to)         stores what went through registers
 // and Sums

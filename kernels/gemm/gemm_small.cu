@@ -30,7 +30,7 @@ constexpr int WEIGHTS = 1 + GATED;  // x is multiplied with w, and with up
 static_assert(N % WIDTH == 0, "a row is whole vectors");
 
 constexpr int THREADS = 32 * WARPS_N * WARPS_K;
-constexpr int SUMS = TRANSPOSED ? LOADS : VECTOR;  // of a thread, for each row of x
+constexpr int SUMS = TRANSPOSED ? LOADS : VECTOR;  // per thread and row of x
 using Sums = float[WEIGHTS][ROWS][SUMS];
 
 // Loads COUNT elements, or zeros unless `inside`. It then loads from `instead`, because a conditional load would wait

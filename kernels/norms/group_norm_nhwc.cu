@@ -6,7 +6,7 @@
 
 struct Memory {
     GroupMemory block;
-    float part_means[CLUSTER][GROUPS], part_squares[CLUSTER][GROUPS];  // of each block of the cluster
+    float part_means[CLUSTER][GROUPS], part_squares[CLUSTER][GROUPS];  // one entry per block of the cluster
     float means[GROUPS], slopes[GROUPS];
 };
 extern __shared__ uint4 norm_memory[];

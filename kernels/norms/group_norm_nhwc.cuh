@@ -17,7 +17,7 @@
 
 constexpr int VECTORS = SUBSET / WIDTH;
 constexpr int SUBSETS = CHANNELS / SUBSET;
-constexpr int GROUPS = SUBSET / GROUP;  // of a block
+constexpr int GROUPS = SUBSET / GROUP;  // per block
 constexpr int WARPS = BLOCK / 32;
 
 static_assert(SUBSET % WIDTH == 0 && SUBSET % GROUP == 0 && CHANNELS % SUBSET == 0, "whole vectors and groups");
@@ -28,7 +28,7 @@ constexpr int common_divisor(int a, int b) { return b ? common_divisor(b, a % b)
 constexpr int SPAN = common_divisor(GROUP, WIDTH);  // neighbouring channels of a thread that are of one group
 constexpr int SPANS = WIDTH / SPAN, GROUP_SPANS = GROUP / SPAN;
 
-// The threads that add up what a block has of a group: a power of two.
+// The threads that add up a block's part of a group: a power of two.
 constexpr int group_lanes() {
     int lanes = 1;
     while (lanes < 32 && 2 * lanes * GROUPS <= BLOCK) lanes *= 2;
@@ -52,7 +52,7 @@ struct GroupMemory {
 };
 
 struct Thread {
-    int vector, row;  // of the block
+    int vector, row;  // position of the thread in its block
     bool active;
 
     __device__ __forceinline__ Thread()
@@ -168,7 +168,7 @@ struct Normalization {
             slopes[i] *= group_slopes[thread.group(i)];
         }
     }
-    // Stores the results of a pixel, of which there are as many before it as `pixel` says; `channel` is the thread's.
+    // Stores the results of pixel number `pixel`; `channel` is the thread's.
     __device__ __forceinline__ void store_result(Y_T* y, u64 pixel, int channel, const Pack<X_T, WIDTH>& raw,
                                                  bool streamed, const Program& program) const {
         float values[WIDTH];

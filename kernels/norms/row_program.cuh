@@ -1,8 +1,8 @@
-// The program of program.cuh in a row op of rows.cuh: what it reads for the packs of a thread, and its results.
+// The program of program.cuh in a row op of rows.cuh: the operands that it reads for a thread's packs, and its results.
 #pragma once
 #include "program.cuh"
 
-// Where weights are loaded along with the row, so is what the program reads of all packs; else each pack's is loaded
+// Where weights are loaded along with the row, so are the program's operands of all packs; else each pack's are loaded
 // when its results are stored, because registers are few.
 struct RowProgram {
     Program program;

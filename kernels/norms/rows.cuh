@@ -24,7 +24,7 @@
 // FULL_BLOCKS is 0 where the number of rows is not known, and RELEASE may depend on gridDim. No output overlaps an input.
 //
 // A row op has
-//   LOCATES, void locate(row)                   what it does once before it fetches packs of a row
+//   LOCATES, void locate(row)                   called once before the packs of a row are fetched
 //   Raw fetch(row, pack)                        the loads of one pack
 //   void copy_async(raw, row, pack)             the same loads, to shared memory: copy_to_shared
 //   void convert(raw, row, pack, values, first) conversion to fp32; first: this is the first pass over the row
@@ -48,7 +48,7 @@ constexpr bool IN_REGISTERS = ROW / WIDTH <= STRIDE * CHUNKS && !IN_SHARED;
 constexpr bool FULL = IN_REGISTERS && ROW / WIDTH == STRIDE * CHUNKS;  // every thread has CHUNKS packs
 static_assert(ROW % WIDTH == 0, "a vector would cross the end of a row");
 #endif
-constexpr int PARTIALS = WARPS * CLUSTER;  // of a row, which meet in shared memory
+constexpr int PARTIALS = WARPS * CLUSTER;  // partial sums per row, combined in shared memory
 
 static_assert((THREADS & (THREADS - 1)) == 0 && (CLUSTER & (CLUSTER - 1)) == 0, "powers of two");
 static_assert(THREADS <= 32 || ROWS_PER_BLOCK == 1, "rows side by side are rows of one warp");
@@ -109,7 +109,7 @@ struct Rows {
     using Partial = typename Op::Partial;
     Op& op;
     int thread;       // index among the threads of the row
-    long long count;  // of rows
+    long long count;  // number of rows
     int length;       // elements of a row
 
     __device__ __forceinline__ static int pack_index(int thread, int batch, int k) {

@@ -11,7 +11,7 @@
 //   CLUSTER          blocks that share an image: `parts`, or 1
 //
 // A pooling op has
-//   static float initial()              what no pixel makes
+//   static float initial()              the result over no pixels
 //   static float merge(float, float)
 //   float finish(float)                 the result from what all pixels make
 #pragma once

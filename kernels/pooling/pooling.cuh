@@ -12,7 +12,7 @@
 //   These two are numbers, or expressions that depend on the grid.
 //
 // A pooling op has
-//   static float initial()                  what it reduces nothing to, and what padding counts as
+//   static float initial()                  the result over no elements, and the value of padding
 //   static float merge(float, float)
 //   float finish(float, z, row, column)     the result of a window from its reduction
 #pragma once
@@ -29,7 +29,7 @@ static_assert(CHANNELS % WIDTH == 0, "a vector would cross pixels");
 #define POOL_KERNEL extern "C" __global__ void __launch_bounds__(LANES_C * LANES_W * LANES_H)
 
 struct PoolSizes {
-    int depth, height, width;        // of x
+    int depth, height, width;        // sizes of x
     int y_depth, y_height, y_width;
     int pad_d, pad_h, pad_w;         // before the first element
 };

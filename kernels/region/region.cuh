@@ -19,7 +19,7 @@ template <int N>
 __device__ __forceinline__ void load(const bf16* from, float (&to)[N]) { unpack(load_cached<N>(from), to); }
 
 template <class T, int N>
-__device__ __forceinline__ void copy_elements(const T* from, T* to) {  // as wide as alignment allows, up to 16 bytes
+__device__ __forceinline__ void copy_elements(const T* from, T* to) {  // in accesses of up to 16 bytes
     constexpr int BYTES = N * sizeof(T) < 16 ? N * sizeof(T) : 16;
     using Chunk = typename Either<BYTES == 16, uint4,
         typename Either<BYTES == 8, u64, typename Either<BYTES == 4, u32,
@@ -38,7 +38,7 @@ __device__ __forceinline__ void load(const T* from, T (&to)[N]) {
 }
 
 template <class T>
-struct Number { using Type = T; };  // what one element is computed in
+struct Number { using Type = T; };  // the type that one element is computed in
 template <> struct Number<f32> { using Type = float; };
 template <> struct Number<f16> { using Type = float; };
 template <> struct Number<bf16> { using Type = float; };
@@ -101,8 +101,8 @@ __device__ __forceinline__ void put_shared(bf16* to, const float (&values)[N]) {
 template <int N, class T>
 __device__ __forceinline__ void put_shared(T* to, const T (&values)[N]) { put(false, to, values); }
 
-// Stores what the N threads of a block have, each of them COUNT elements behind those of the thread before it.  Threads
-// exchange chunks, so that neighbours store neighbouring ones; `left` of all chunks are there from `to` on.
+// Stores the elements of N threads of a block, COUNT neighbours for each.  Threads exchange chunks, so that
+// neighbouring threads store neighbouring chunks; `left` chunks exist from `to` on.
 template <int CHUNK, int N, int COUNT, class T>
 __device__ __forceinline__ void put_by_block(bool leaving, T* to, const typename Number<T>::Type (&values)[COUNT],
                                              int left, u64* memory) {
@@ -245,7 +245,7 @@ __device__ __forceinline__ float logarithm(float x) {
 }
 __device__ __forceinline__ double logarithm(double x) { return log(x); }
 
-// An angle: what is left of it from -pi/4 to pi/4, and the number of quarters of a turn, whose last two bits count.
+// An angle: the remainder from -pi/4 to pi/4, and the number of quarter turns, whose last two bits count.
 // Sin and Cos of one angle share it. Both are within 1.53 units in the last place, for every float.
 struct Angle {
     float rest;
@@ -260,7 +260,7 @@ __device__ __forceinline__
 __device__ __noinline__
 #endif
 Angle far_angle(float x) {
-    constexpr u32 DIGITS[] = {  // of 2 / pi
+    constexpr u32 DIGITS[] = {  // digits of 2 / pi
         0u, 0x28be60dbu, 0x9391054au, 0x7f09d5f4u, 0x7d4d3770u, 0x36d8a566u, 0x4f10e410u};
     const u32 bits = __float_as_uint(x), exponent = (bits >> 23 & 0xff) - 126;
     const u32 from = exponent / 32, shift = exponent % 32;
@@ -355,7 +355,7 @@ __device__ __forceinline__ T gathered(T at, T size) {
     return at < 0 ? T(0) : at >= size ? T(size - 1) : at;
 }
 
-// The place that padding repeats at one before the first or behind the last of `size` places.
+// The place that padding repeats at one before the first or after the last of `size` places.
 template <class T>
 __device__ __forceinline__ T reflected(T at, T size) {
     if (size == 1) return 0;

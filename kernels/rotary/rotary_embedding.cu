@@ -8,7 +8,7 @@
 //   ADJACENT_GROUPS  groups of THREAD_HEADS heads of one position side by side in a block; divides the number of groups
 //   LANES            with NORM a power of two up to 32
 //   TABLE_BATCHED    1: each element of the batch has tables of its own
-//   TABLE_BY_HEADS   1: each head of the first tensor has tables of its own, and there is no second one
+//   TABLE_BY_HEADS   1: each head of the first tensor has its own tables, and there is no second tensor
 //   KEPT             first positions whose elements stay as they are, and for which tables have no rows
 //   and those of rotation.cuh
 #include "types.cuh"
@@ -31,7 +31,7 @@ struct Strides {
     }
 };
 
-// THREAD_HEADS heads of a tensor at one position, of which `count` exist.
+// THREAD_HEADS heads of a tensor at one position; the first `count` exist.
 struct Heads {
     const X_T* x;
     Y_T* y;
@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     wait_for_predecessor();
     const bool more = MORE_HEADS > 0 && group >= GROUPS;
     const int head = (more ? group - GROUPS : group) * THREAD_HEADS;
-    const INDEX tables = TABLE_BATCHED ? batch : 0;  // in front of those of this element of the batch
+    const INDEX tables = TABLE_BATCHED ? batch : 0;  // tables before those of this batch element
     const INDEX rows = seq - KEPT;
     const INDEX table = ((TABLE_BY_HEADS ? tables * HEADS + head : tables) * rows + position - KEPT) * TABLE_ROW;
     const bool turned = KEPT == 0 || position >= KEPT;

@@ -1,7 +1,7 @@
 // Cosines and sines of position * frequency, with each row REPEATS times side by side. A thread computes one angle.
 //
 // The product is rounded to fp32 as the operators round it; positions of a long context need the exact range reduction
-// of sincosf. Tables are small compared with what they rotate: the gain is one launch in place of six.
+// of sincosf. Tables are small compared with the tensors that they rotate: the gain is one launch in place of six.
 #include "types.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) rotary_table(

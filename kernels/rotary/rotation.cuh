@@ -4,13 +4,13 @@
 //
 // A head has pieces: first those that are rotated, of two vectors of WIDTH elements, then the others, of one.
 //
-//   SIZE           elements of a head, of which ROTATED are rotated
+//   SIZE           elements of a head; the first ROTATED are rotated
 //   LANES          threads that share a head's pieces    NORM  1: each head is divided by its root mean square and scaled
 //   WIDTH          elements of a vector access; divides ROTATED / 2 and SIZE - ROTATED
 //   INTERLEAVED    1: the elements of a pair of x are neighbours; 0: they are ROTATED / 2 apart
 //   Y_INTERLEAVED  the same of y
 //   WHOLE_TABLE    1: a row of the tables has ROTATED elements, in the order of a head's; 0: it has ROTATED / 2
-//   X_T, COS_T, SIN_T, SCALE_T   types of the elements of x, of the tables, and of the scales behind a norm
+//   X_T, COS_T, SIN_T, SCALE_T   element types of x, of the tables, and of the norm's scales
 #pragma once
 #include "types.cuh"
 
@@ -21,7 +21,7 @@ constexpr int STEPS = (PIECES + LANES - 1) / LANES;  // pieces of a thread
 constexpr int TABLE_ROW = WHOLE_TABLE ? ROTATED : HALF;
 constexpr bool INSIDE = INTERLEAVED && Y_INTERLEAVED && WIDTH > 1;  // a pair lies in one vector, of x and of y
 constexpr bool TABLE_OF_PAIRS = WHOLE_TABLE && INTERLEAVED && !INSIDE;
-constexpr int TO_SECOND = TABLE_OF_PAIRS ? WIDTH : WHOLE_TABLE ? HALF : 0;  // of a piece of the tables
+constexpr int TO_SECOND = TABLE_OF_PAIRS ? WIDTH : WHOLE_TABLE ? HALF : 0;  // offset of the second half in the tables
 
 static_assert(HALF % WIDTH == 0 && (SIZE - ROTATED) % WIDTH == 0, "a piece is of one kind");
 
@@ -153,7 +153,7 @@ __device__ __forceinline__ float inverse_rms(const Vectors (&raw)[COUNT], int la
     return rsqrtf(sum / SIZE + epsilon);
 }
 
-// Returns in `one` and `other` the vectors of a piece behind norm and rotation; `factor` is one over the root mean
+// Returns in `one` and `other` the vectors of a piece after norm and rotation; `factor` is one over the root mean
 // square. A piece that is not rotated has `one` alone, and rows that are not `turned` are not rotated at all.
 __device__ __forceinline__ void turn(const Vectors& raw, const Piece& piece, float factor, const SCALE_T* scale,
                                      const Rotation& rotation, bool turned, float (&one)[WIDTH],

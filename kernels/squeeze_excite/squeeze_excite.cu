@@ -17,7 +17,7 @@
 #include "cluster.cuh"
 
 constexpr int PIXEL_PARTS = CLUSTER / CHANNEL_PARTS;
-constexpr int VECTORS = CHANNELS / WIDTH;                                    // of a pixel
+constexpr int VECTORS = CHANNELS / WIDTH;                                    // per pixel
 constexpr int PART = (VECTORS + CHANNEL_PARTS - 1) / CHANNEL_PARTS;          // vectors of a pixel that a block reads
 constexpr int ROWS = PART < THREADS ? THREADS / PART : 1;                    // pixels that a block reads at once
 constexpr int PART_CHANNELS = PART * WIDTH;
@@ -31,7 +31,7 @@ static_assert(CLUSTER % CHANNEL_PARTS == 0 && THREADS % 32 == 0);
 struct Memory {
     float rows[ROWS][PART_CHANNELS];          // sums over every ROWS-th pixel of an image
     float sums[IMAGES][PART_CHANNELS];        // over this block's pixels
-    float parts[CLUSTER][IMAGES][SQUEEZED];   // of the first product, from each block
+    float parts[CLUSTER][IMAGES][SQUEEZED];   // parts of the first product, one from each block
     float squeezed[IMAGES][SQUEEZED];
 };
 extern __shared__ uint4 squeeze_memory[];
