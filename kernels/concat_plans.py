@@ -1,4 +1,4 @@
-"""Plans one after the other: the second reads what the first computes from scratch memory."""
+"""Plans one after the other: the second reads the first one's result from scratch memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onnxfuse.runtime.plan import Plan, Pointer
 
 
 def chained(first: Plan, second: Plan, of_first: Sequence[int], of_second: Sequence[int | None]) -> Plan:
-    """Return the plan of two, of which the second reads the one output of the first and computes what the whole does.
+    """Return the plan of two, the second of which reads the one output of the first and computes the outputs of both.
 
     `of_first` and `of_second` are the whole's inputs that they read, by their own; None is the first one's output.
     """

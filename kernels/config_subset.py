@@ -11,14 +11,14 @@ import numpy as np
 Config = TypeVar("Config")
 Problem = TypeVar("Problem")
 
-SLACK: Final = 0.02  # by how much the best of the few may cost more than the best of all: estimates are no more exact
-MAX_OF_PROBLEM: Final = 12  # configs that are good for one problem, of which some may be good for all
+SLACK: Final = 0.02  # share by which the best of the few may cost more than the best of all
+MAX_OF_PROBLEM: Final = 12  # configs that are good for one problem; some may be good for all
 
 
 def few(
     configs: Sequence[Config], problems: Sequence[Problem], cost: Callable[[Problem, Config], float], most: int
 ) -> list[Config]:
-    """Return at most so many configs, of which one costs little more than the best of all for each of the problems.
+    """Return at most so many configs; for each problem, one of them costs little more than the best of all.
 
     The cost is infinite where a config does not take a problem.  Those that lower the mean most come first.
     """

@@ -24,7 +24,7 @@ def epilogue_defines(
 
     A `slope` is the alpha of each column of a PRelu.  There is at most one of up_bias, slope and column_shift.
     `residual_first`: the residual is added before the activation.  `optional_bias`: the launch computes several
-    products, of which some may have no bias.
+    products, some of which may have no bias.
     """
     return {
         "ELEMENT": STORAGE[dtype],

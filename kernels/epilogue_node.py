@@ -1,8 +1,8 @@
-"""Nodes that elementwise operators have joined: the attribute `program` says what follows the node's own result.
+"""Nodes that elementwise operators have joined: the attribute `program` lists these operators.
 
 Such a node is a product, a norm or an attention with an epilogue of any operators.  Kernels have these as their
-epilogue, where it can hold them (epilogue_program.py); otherwise the plan of the node by itself runs, and behind it
-that of a region.
+epilogue, where it can hold them (epilogue_program.py); otherwise the plan of the node by itself runs, and then
+the plan of a region.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from onnxfuse.kernels.region import host as region
 from onnxfuse.kernels.tensors import ITEM_BYTES, element_count
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, Pointer, Step, TensorSpec
 
-REGION: Final = "region"  # the fusion of what is a program and nothing else
-RESULT: Final = "x0"  # the name of the own result in the program; x1, x2, ... are operands behind the node's own
+REGION: Final = "region"  # the fusion of nodes that are only a program
+RESULT: Final = "x0"  # the name of the own result in the program; x1, x2, ... are operands after the node's own
 MAX_TWO_STEPS: Final = 2  # plans that leave the program to another launch
 Planner: TypeAlias = Callable[[FusedNode, Sequence[TensorSpec], Device], list[Plan]]
 
@@ -32,7 +32,7 @@ class Joined:
 
     product: FusedNode
     behind: FusedNode
-    outputs: tuple[str, ...]  # of the program, RESULT among them if the node gives that too
+    outputs: tuple[str, ...]  # outputs of the program, and RESULT if it is an output as well
 
     @property
     def own(self) -> int:
@@ -80,7 +80,7 @@ def unsupported(
     device: Device,
     supports: Callable[[FusedNode, Sequence[str], Device], str | None],
 ) -> str | None:
-    """Return why no kernel runs a node, whose product is asked by `supports`; None if one does."""
+    """Return why no kernel runs a node; `supports` answers for its product.  None if a kernel does."""
     try:
         both = joined(node)
     except ValueError as error:
@@ -90,7 +90,7 @@ def unsupported(
 
 
 def in_two_steps(both: Joined, inputs: Sequence[TensorSpec], device: Device, plans: Planner) -> list[Plan]:
-    """Return plans of the product by `plans`, each followed by that of the region.
+    """Return plans of the product by `plans`, each followed by the plan of the region.
 
     Raises ValueError if shapes do not fit.
     """

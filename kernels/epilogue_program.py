@@ -27,8 +27,8 @@ from onnxfuse.region_operators import ELEMENTWISE, VIEWS
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans
 
-OPERANDS: Final = ("of_row", "of_columns", "of_elements")  # what an operand has a value for
-WORDS: Final = {"float16": 1, "bfloat16": 1, "float64": 4, "int64": 4}  # of two elements, by dtype; 2 of the others
+OPERANDS: Final = ("of_row", "of_columns", "of_elements")  # the scopes of an operand's values
+WORDS: Final = {"float16": 1, "bfloat16": 1, "float64": 4, "int64": 4}  # 32-bit words of two elements; 2 for others
 MAX_EPILOGUES: Final = 8 - MAX_TWO_STEPS  # kernels with a program in their epilogue, of eight that tuning times
 
 
@@ -46,9 +46,9 @@ class Product(Protocol):
 
 Problem = TypeVar("Problem", bound=Product)
 WORD: Final = 2**31  # elements, from which on indices have 64 bits
-OUTPUT_REGISTERS: Final = 8  # of a thread, for an output that the program stores: for its values and addresses
-PRECISE_REGISTERS: Final = 40  # of a thread, for a Tanh to the last bits of float32, beside what its outputs take
-KINDS: Final = (*OPERANDS, *(f"load_{each}" for each in OPERANDS), "reading", "computing", "storing")  # of lines
+OUTPUT_REGISTERS: Final = 8  # per thread and output that the program stores: its values and addresses
+PRECISE_REGISTERS: Final = 40  # per thread, for an exact Tanh in float32, beside the registers of outputs
+KINDS: Final = (*OPERANDS, *(f"load_{each}" for each in OPERANDS), "reading", "computing", "storing")  # kinds of lines
 TEXT: Final = """\
 // {operators}
 #define HAS_PROGRAM 1
@@ -115,18 +115,18 @@ LOCATED: Final = """\
 
 @dataclass(frozen=True)
 class EpilogueProgram:
-    """The generated text, and what a kernel and its host must know of it."""
+    """The generated text, and the facts that a kernel and its host need."""
 
     text: str
-    arguments: tuple[Argument, ...]  # of the launch, behind the kernel's own
+    arguments: tuple[Argument, ...]  # arguments of the launch that follow the kernel's own
     y: Pointer  # the output that the kernel stores; any of them if the program stores all
     residual: (
         Pointer | None
     )  # the operand that takes the place of a residual, so that the kernel loads it as it does one
-    registers: int  # of a thread that holds what is read for two columns of two rows, eight times, and stores outputs
-    dtype: str  # of y
+    registers: int  # per thread that holds the operands of 2 x 2 elements eight times, and stores outputs
+    dtype: str  # dtype of y
     is_precise: bool  # some output is float32
-    element_bytes: int  # that are read for an element, or for a column
+    element_bytes: int  # bytes that are read per element or column
 
     def kernel(self, kernel: Kernel) -> Kernel:
         """Return a kernel with the program in its epilogue."""
@@ -135,7 +135,7 @@ class EpilogueProgram:
                       self.text.replace("{source}", kernel.source))  # fmt: skip
 
     def launch(self, launch: Launch) -> Launch:
-        """Return the launch of a norm or an attention with the program behind it: as accurate as y can show."""
+        """Return the launch of a norm or an attention with the program after it: as accurate as y can show."""
         defines = {"PRECISE": int(self.dtype == "float32"), **launch.kernel.defines}
         kernel, arguments = with_program(replace(launch.kernel, defines=defines), launch.arguments, self)
         return replace(launch, kernel=kernel, arguments=arguments)
@@ -149,7 +149,7 @@ def with_program(
 
 
 def in_epilogue(problem: Problem, program: EpilogueProgram) -> Problem:
-    """Return a product with a program in its epilogue, which may read what takes the place of a residual."""
+    """Return a product with a program in its epilogue, one operand of which may take the place of a residual."""
     given = {"residual": program.residual, "residual_first": False} if program.residual else {}
     return replace(problem, y=program.y, program=program, **given)  # type: ignore[type-var]
 
@@ -163,11 +163,11 @@ def epilogue_program(
     axes: int = 1,
     strides: tuple[int, int, int] | None = None,
 ) -> tuple[EpilogueProgram, tuple[TensorSpec, ...]] | None:
-    """Return the program behind a fused node with the result `y`, and all outputs; None if epilogues cannot hold it.
+    """Return the program after a fused node with the result `y`, and all outputs; None if epilogues cannot hold it.
 
-    `takes_residual`: the node has no residual, so that an operand may take its place.  `stored` are the dtypes that the
-    kernel can store besides that of `y`; without any, it must be able to leave all stores to the program.  `axes`: how
-    many of the last axes of y are its columns.  `strides`, in elements of y: those of its batch, heads and queries, by
+    `takes_residual`: the node has no residual, so that an operand may take its place.  `stored` are further dtypes that
+    the kernel can store; without any, it must be able to leave all stores to the program.  `axes`: how
+    many of the last axes of y are its columns.  `strides`, in elements of y, of its batch, heads and queries, by
     which attention locates results.  Raises ValueError if shapes do not fit.
     """
     program, sizes, specs = parse(both.behind), Sizes(), both.region_inputs(y, inputs)
@@ -225,7 +225,7 @@ def _places(both: Joined, shapes: Shapes, axes: int) -> dict[str, Place] | None:
     rows, columns = product(whole[:-axes]), product(whole[-axes:])
     found = dict[str, Place]()
     for name in (RESULT, *both.outputs):
-        shape, first = shapes.of[name], len(whole) - axes  # of the axes that are columns
+        shape, first = shapes.of[name], len(whole) - axes  # the first axis of the columns
         if len(shape) != len(whole) or not all(map(sizes.equal, shape, whole)):
             first = next((i for i in range(len(shape) - 1, -1, -1) if product(shape[i:]) == columns), -1)
             if first < 0 or not sizes.equal(product(shape[:first]), rows):
@@ -235,7 +235,7 @@ def _places(both: Joined, shapes: Shapes, axes: int) -> dict[str, Place] | None:
 
 
 class _Text:
-    """Writes `struct Program` for the element at `row` and `column` of y, and W - 1 elements behind it in the row."""
+    """Writes `struct Program` for the element at `row` and `column` of y, and the next W - 1 elements of the row."""
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ class _Text:
         axes: int,
         strides: tuple[int, int, int] | None,
     ) -> None:
-        """Take the program, the index of the output that the kernel stores, and what `epilogue_program` is given."""
+        """Take the program, the index of the output that the kernel stores, and the arguments of `epilogue_program`."""
         self.both, self.program, self.shapes, self.stored, self.strides = both, program, shapes, stored, strides
         whole, self.places = shapes.of[RESULT], places
         self.columns = product(whole[-axes:])
@@ -333,7 +333,7 @@ class _Text:
         return [flat(place, self.shapes.of[each]) for each, place in self.reads if each == name] == [self.whole]
 
     def _operand(self, name: str, place: Place, variable: str) -> dict[str, str]:
-        """Return the lines for what is read of an operand: one element for each column, or one for all of them."""
+        """Return the lines that read an operand: one element for each column, or one for all of them."""
         index, dtype = flat(place, self.shapes.of[name]), self.program.dtypes[name]
         varies = COLUMN in index.variables()
         self.writer.keep((name, place), Reference(f"{variable}_[{'j' if varies else 0}]"))
@@ -357,7 +357,7 @@ class _Text:
 
 
 def _parts(variable: str, dims: Shape) -> Place:
-    """Return the place along axes of which one variable is all."""
+    """Return the place along axes that one variable spans."""
     whole = (product(dims),)
     return reshaped((variable_index(variable, *whole),), whole, dims)
 

@@ -1,6 +1,6 @@
 """What hosts read off a node's tensors: storage types, element counts, vector widths, and the operands by name.
 
-Where dims are dynamic, what depends on them is no compile-time constant: see `macro` and `divisor`.
+Where dims are dynamic, values that depend on them are not compile-time constants: see `macro` and `divisor`.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ def is_released(blocks: int, device: Device) -> int | str:
 
 
 def is_streamed(tensors: Sequence[TensorSpec], expression: str = "0") -> int | str:
-    """Return 1 if a kernel's inputs and outputs exceed what L2 keeps for the next operator, else 0.
+    """Return 1 if a kernel's inputs and outputs exceed the bytes that L2 keeps for the next operator, else 0.
 
-    If dims are symbolic, it is what the kernel itself says, by an expression over its arguments; see `store_as`.
+    If dims are symbolic, the kernel itself decides, by an expression over its arguments; see `store_as`.
     """
     moved = sum(element_count(tensor) * ITEM_BYTES[tensor.dtype] for tensor in tensors)
     return macro(lambda: moved > STREAMED_FROM_BYTES, expression, moved)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         "unfuse",
     ]
 
-# The public names by the module that has them, those of the pattern language apart: onnxfuse.dsl has all of these.
+# The public names by module, without the pattern language, which onnxfuse.dsl has as a whole.
 _MODULES = {
     "InferenceSession": "onnxfuse.session",
     "KernelError": "onnxfuse.errors",

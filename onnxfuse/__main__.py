@@ -34,7 +34,7 @@ def run() -> None:
 
 
 def _end(code: int) -> NoReturn:
-    """End the process without Python's own end, at which onnxruntime's threads may still run what was interrupted."""
+    """End the process without Python's shutdown, during which onnxruntime's threads may still run interrupted work."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # closed by whoever reads it
             stream.flush()

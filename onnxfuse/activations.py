@@ -22,7 +22,7 @@ class Activation:
 
     name: str
     formula: Callable[[Array, float, float], Array]  # the reference in NumPy, of x, alpha and beta
-    source: str  # where the formula is from: an operator of ONNX, or a paper
+    source: str  # the formula's source: an operator of ONNX, or a paper
     alpha: float = 0.0  # the defaults of ONNX, where it has the parameter
     beta: float = 0.0
     parameters: tuple[str, ...] = ()  # those that it has, of "alpha" and "beta"

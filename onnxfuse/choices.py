@@ -29,7 +29,7 @@ from onnxfuse.steps import LeftOut
 FORMAT: Final = "onnxfuse-plan"
 VERSION: Final = 1
 ADVICE: Final = "make it again with `onnxfuse plan`"
-MAX_BYTES: Final = 2**28  # of a file; that of a model with 100,000 nodes has about 10 MB
+MAX_BYTES: Final = 2**28  # per file; the file of a model with 100,000 nodes has about 10 MB
 MAX_COMPARED: Final = 200  # characters of a name; comparing takes time as the product of two lengths
 
 
@@ -103,7 +103,7 @@ def read_choices(path: Path, model: onnx.ModelProto) -> Choices:
 
 
 def _parsed(path: Path, data: Any) -> Choices:
-    """Return what the JSON of a file says.  Raises UsageError where something is missing or of another type."""
+    """Return the choices in a file's JSON.  Raises UsageError where something is missing or of another type."""
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise _not_a_plan(path, f'it lacks "format": "{FORMAT}"')
     version, model, listed = data.get("version"), data.get("model"), data.get("matches")
@@ -154,7 +154,7 @@ class Chosen:
     seen: set[str] = field(default_factory=set)  # names of matches that there are
 
     def __call__(self, result: FusedModel, settings: Settings) -> FusedModel | Settings:
-        """Return the model if it has no match that is switched off, else the settings without their nodes."""
+        """Return the model if none of its matches is switched off, else the settings without these nodes."""
         self.seen |= {one.match for one in result.fused}
         off = set(self.switched_off)
         new = [one for one in result.fused if one.match in off]

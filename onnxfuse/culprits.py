@@ -1,4 +1,4 @@
-"""Find the fused nodes because of which a model differs: those that onnxruntime's message names, else by bisection."""
+"""Find the fused nodes that make a model differ: from the names in onnxruntime's message, else by bisection."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class FusedNode:
     where: str  # what reports call the body; the main graph is ""
     fused: Fused
     function: str  # the name of its body
-    is_transposed: bool  # it computes a Transpose of what the original has
+    is_transposed: bool  # it computes the Transpose of a tensor of the original
 
     def is_named(self, message: str) -> bool:
         """Return whether a message of onnxruntime names the node or its function."""
-        names = self.fused.node, self.function  # the name of a node ends with that of its fusion
+        names = self.fused.node, self.function  # the name of a node ends with its fusion's name
         return any(re.search(rf"(?<![\w/]){re.escape(name)}(?!\w)", message) for name in names)
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """A fused node because of which a model differs."""
+    """A fused node that makes a model differ."""
 
     node: FusedNode
-    reason: str  # what differs
+    reason: str  # a sentence that says what differs
     differs_alone: bool  # also where no other node is fused; else something around it is wrong
 
 
@@ -114,7 +114,7 @@ def _partly_fused(result: FusedModel, where: str, kept: dict[str, set[str]], aro
 
 
 def _fused_nodes(result: FusedModel) -> list[FusedNode]:
-    """Return all fused nodes, those of each graph in execution order."""
+    """Return all fused nodes, in the execution order of each graph."""
     records = {(one.where, one.node): one for one in result.fused}
 
     def found() -> Iterator[FusedNode]:

@@ -1,4 +1,4 @@
-"""Write what was fused as ONNX's own operators of opset 23 or 24, for runtimes that know these (`--emit standard`)."""
+"""Write fusions as ONNX's own operators of opset 23 or 24, for runtimes that know these (`--emit standard`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from onnxfuse.rewrite.function_body import REFUSED
 from onnxfuse.unfuse_model import in_operators
 
 OLDEST, NEWEST = 23, 24  # opsets that are written: the first with Attention, and the one that Swish needs
-PRIMITIVES: Final = 13  # the last opset of which no operator counts as one that stands for several
+PRIMITIVES: Final = 13  # the last opset without operators that replace several others
 NO_OPERATOR: Final = "ONNX has no operator for it"
 
 
@@ -64,7 +64,7 @@ def in_standard_operators(fused: onnx.ModelProto, folder: Path | None, opset: in
 
 
 def what_was_written(result: FusedModel) -> Standard:
-    """Return what stands in the written model for each fused node."""
+    """Return for each fused node the operator that the written model has in its place."""
     return Standard(opset_of(result.written), tuple(_written(result)))
 
 

@@ -1,4 +1,4 @@
-"""The exceptions that users meet, and the first line of what others say."""
+"""The exceptions that users meet, and the first lines of other exceptions."""
 
 from __future__ import annotations
 

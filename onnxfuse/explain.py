@@ -132,7 +132,7 @@ def why_in_no_region(fused: Sequence[Fused], reasons: Mapping[str, str], node: s
 
 
 def where_inside(model: onnx.ModelProto, inlined: Inlined, name: str) -> str | None:
-    """Return in words what a node of this name, or output, is inside of, where nothing is fused; None elsewhere."""
+    """Return in words the unfused body that holds a node of this name or output; None if none does."""
     for outer, node in _nodes_outside_bodies(inlined.model.graph):
         if name in (node.name, *node.output):
             where = f"a subgraph of {outer.op_type} '{outer.name or outer.output[0]}'" if outer else ""
@@ -144,7 +144,7 @@ def where_inside(model: onnx.ModelProto, inlined: Inlined, name: str) -> str | N
     if function in inlined.model.functions:
         return f"{where}, which is not inlined, so that its nodes are not fused"
     known = (each for node in nodes(inlined.model.graph) for each in (node.name, *node.output))
-    copies = [f"'{each}'" for each in known if each.startswith(f"{name}__")]  # as onnx's inliner names them
+    copies = [f"'{each}'" for each in known if each.startswith(f"{name}__")]  # the names that onnx's inliner gives
     return f"{where}, which is inlined where it is called: {', '.join(copies[:3])}{' ...' if len(copies) > 3 else ''}"
 
 

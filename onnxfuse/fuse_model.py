@@ -63,7 +63,7 @@ from onnxfuse.steps import (
 from onnxfuse.verify.parts import UnfusedGraph, unfused_graph
 
 MAX_SIMPLIFY_ROUNDS = 4
-MAX_SPELLING_ROUNDS = 4  # in which operators of which something was left over keep their form
+MAX_SPELLING_ROUNDS = 4  # after so many rounds, operators that are still left over keep their form
 T = TypeVar("T")
 Progress: TypeAlias = Callable[[str, int, int], None]  # called with the stage, how much of it is done, and of how much
 
@@ -92,7 +92,7 @@ class StageTimer:
 Regions: TypeAlias = bool | Literal["apart"]  # whether there are any; "apart" if none may join a product's kernel
 
 
-Scores: TypeAlias = frozenset[tuple[str, str]]  # of Softmaxes: the body that each is in, and its output
+Scores: TypeAlias = frozenset[tuple[str, str]]  # Softmaxes, each by its body and its output
 NO_TRAFFIC: Final = Traffic(0, 0)
 
 
@@ -161,7 +161,7 @@ class FusedBody:
 
 @dataclass(frozen=True)
 class FusedModel:
-    """A model after fusing, and what was done to it; or a body of it, as a model."""
+    """A model after fusing, with the record of all changes; or a body of it, as a model."""
 
     graph: Graph
     model: onnx.ModelProto = field(default_factory=onnx.ModelProto)
@@ -170,10 +170,10 @@ class FusedModel:
     folded: tuple[Folded, ...] = ()
     fusing: FusionResult = field(default_factory=FusionResult)
     layout: LayoutResult = field(default_factory=LayoutResult)
-    without_regions: Traffic = NO_TRAFFIC  # what it would be if the nodes of regions stayed apart
+    without_regions: Traffic = NO_TRAFFIC  # the traffic if the nodes of regions stayed apart
     regions: RegionResult = field(default_factory=RegionResult)
-    unfused: UnfusedGraph | None = None  # what was fused, for the comparison by parts
-    spelling: SpelledOut = field(default_factory=SpelledOut)  # of operators that other tools write for several
+    unfused: UnfusedGraph | None = None  # the graph before fusing, for the comparison by parts
+    spelling: SpelledOut = field(default_factory=SpelledOut)  # operators of other tools that were spelled out
     left: Mapping[str, Stays] = field(default_factory=dict)  # spelled out and not fused as a whole, by first outputs
     scores_left: frozenset[str] = frozenset()  # of Softmaxes, rewritten for an attention that was not made
     bodies: tuple[FusedBody, ...] = ()
@@ -187,7 +187,7 @@ class FusedModel:
         return self.standard or self.model
 
     def everywhere(self, where: str = "") -> Iterator[tuple[str, FusedModel]]:
-        """Yield this graph and all bodies in it, each with what reports call it; the main graph is ""."""
+        """Yield this graph and all bodies in it, each with its name in reports; the main graph is ""."""
         yield where, self
         for one in self.bodies:
             yield from one.fused.everywhere(f"{one.body.where} in {where}" if where else one.body.where)
@@ -203,7 +203,7 @@ class FusedModel:
 
     @property
     def fused_of_model(self) -> tuple[Fused, ...]:
-        """The same, with the operators of the model that nodes replace in place of what was spelled out for them."""
+        """The same records, with the model's own operators in place of the nodes that were spelled out for them."""
         return in_terms_of_model(self.fused, self.spelled)
 
     @property
@@ -347,8 +347,8 @@ class Work:
     settings: Settings
     learned: Learned
     timer: StageTimer
-    where: str = ""  # what reports call the body; the main graph is ""
-    kept_ifs: Collection[Node] = ()  # whose branches stay as they are
+    where: str = ""  # the body's name in reports; the main graph is ""
+    kept_ifs: Collection[Node] = ()  # Ifs whose branches stay as they are
     found: FusedModel = field(init=False)
     joining: Joining = field(init=False)
 
@@ -395,7 +395,7 @@ def keep_names(work: Work) -> None:
 
 
 def look_into_bodies(work: Work) -> None:
-    """Read what a Loop does not change outside of it, and infer what If, Loop and Scan compute."""
+    """Move values that a Loop does not change out of it, and infer the results of If, Loop and Scan."""
     if work.settings.bodies:
         invariants = read_invariants_outside(work.graph)
         work.found = replace(work.found, folded=(*work.found.folded, *invariants))
@@ -403,7 +403,7 @@ def look_into_bodies(work: Work) -> None:
 
 
 def spell_operators_out(work: Work) -> None:
-    """Write what large operators compute in their place."""
+    """Write large operators as the operators that they consist of."""
     if work.settings.fusions:
         work.found = replace(work.found, spelling=spell_out(work.graph, work.shapes, work.learned.operators))
 
@@ -422,7 +422,7 @@ def fuse_bodies(work: Work) -> None:
     """Fuse the bodies of If, Loop and Scan, and put them in place of those that the nodes have."""
     bodies = tuple(_fuse_bodies(work)) if work.settings.bodies else ()
     work.found = replace(work.found, bodies=bodies)
-    if bodies:  # which may read less of this graph than before
+    if bodies:  # they may read less of this graph than before
         work.graph.update_captured()
         work.graph.remove_dead()
         work.graph.sort()
@@ -440,7 +440,7 @@ def _fuse_bodies(work: Work) -> Iterator[FusedBody]:
 
 
 def fuse_matches(work: Work) -> None:
-    """Fuse what the patterns match, but what would be cheaper in a region."""
+    """Fuse the matches of the patterns, except nodes that would be cheaper in a region."""
     graph, settings = work.graph, work.settings
     spelled = {name for one in work.found.spelling.spelled for name in one.made}
     functions = LocalFunctions(graph, settings.operators, work.found.spelling.contrib)
@@ -478,7 +478,7 @@ def _kept_outputs(graph: Graph, fusions: Sequence[Fusion], keep: Set[str]) -> It
 
 
 def find_left_over(work: Work) -> None:
-    """Find the spelled operators of which a part was not fused."""
+    """Find the spelled operators that were fused only in part."""
     left = left_over(work.graph, work.shapes, work.found.spelling, work.found.fusing)
     work.found = replace(work.found, left=left)
 

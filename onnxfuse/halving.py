@@ -50,10 +50,10 @@ BFLOAT16_OPSET: Final = 13  # the first opset with operators in bfloat16
 # first with convolutions in bfloat16.
 RAISED_OPSETS: Final = range(14, 23)
 DRAWS_TRIED: Final = 8  # sizes at which a model is tried where it is not verified
-RUNS: Final = 2  # in which ranges are observed
-MAX_KEPT: Final = 0.5  # of the nodes: where more must stay because of errors, half precision is of no use
-MAX_WIDENED: Final = 0.1  # of the nodes that stay without being asked for, so that errors are as usual
-NOISE_DRAWS: Final = 8  # where one does not explain an error: it may be a tenth of the next one
+RUNS: Final = 2  # runs that observe ranges
+MAX_KEPT: Final = 0.5  # share of nodes; where more must stay because of errors, half precision is of no use
+MAX_WIDENED: Final = 0.1  # share of nodes that stay by default, so that errors are as usual
+NOISE_DRAWS: Final = 8  # draws where one does not explain an error: draws may differ tenfold
 
 Model = tuple[onnx.ModelProto, Path | None]
 Scaling = Callable[[ShapeInfo, Mapping[str, Range], Weights], dict[str, Range]]
@@ -70,7 +70,7 @@ class Request:
 
 
 def request(dtype: str | None, io: str, max_error: float | None) -> Request | None:
-    """Return what is asked for; None without a dtype.  Raises UsageError where that contradicts itself."""
+    """Return the requested conversion; None without a dtype.  Raises UsageError where options contradict each other."""
     if dtype is None:
         given = "io" if io != "float32" else "max_error" if max_error is not None else ""
         if given:
@@ -193,7 +193,7 @@ class Halving:
                 return self._observe(feeds)
             found: dict[str, Range] = {}
             runs = 0
-            with suppress(VerificationError):  # inputs of which nothing can be drawn
+            with suppress(VerificationError):  # raised where inputs cannot be drawn
                 for draw in itertools.islice(draws(self.original, self.shapes, self.inputs or {}), DRAWS_TRIED):
                     seen = self._observe([draw.make()])
                     found |= {name: found[name].joined(one) if name in found else one for name, one in seen.items()}
@@ -211,7 +211,7 @@ class Halving:
 
     @cached_property
     def prepared(self) -> tuple[onnx.ModelProto, dict[str, Range]]:
-        """The plain model with what can be brought into range, and the ranges of its tensors."""
+        """The plain model after rescaling values into range, and the ranges of its tensors."""
         found = self.plain.model, self.ranges
         for name, scale in (("scaling of queries", scale_queries), ("scaling of products", scale_products)):
             found = attempt(name, partial(self._scaled, scale, *found), found, self.raised)
@@ -239,7 +239,7 @@ class Halving:
     # --- conversion ------------------------------------------------------------------------------------------
 
     def convert(self) -> Converted:
-        """Return the model in half precision, with what was asked to stay in float32."""
+        """Return the model in half precision, in which the requested nodes stay in float32."""
         model, ranges = self.prepared
         with self.timer.stage("convert"):
             weights = Weights(self.folder, self.wanted.precision, losses=self.weights.losses)
@@ -310,7 +310,7 @@ class Halving:
         return all(each.error <= self.wanted.max_error for each in result.errors)
 
     def _refusal(self, result: HalfResult) -> str:
-        """Return why a model cannot be converted as is asked for."""
+        """Return why a model cannot be converted as requested."""
         worst, name = result.worst, self.wanted.precision.name
         share = f"with {len(result.kept)} of {result.nodes} nodes in float32"
         advice = "allow a larger error, or keep float32"
@@ -382,7 +382,7 @@ class Halving:
     def _outputs(self, model: onnx.ModelProto, *, as_is: bool) -> list[dict[str, object]]:
         """Return the outputs of a model in half precision for each run.
 
-        as_is  in onnxruntime as it is; else in float32, rounded behind each node
+        as_is  in onnxruntime as it is; else in float32, rounded after each node
         """
         assert self.converted is not None and self.reference is not None
         runs = [self.feeds(each.feeds) for each in self.reference.runs]

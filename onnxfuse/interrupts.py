@@ -1,4 +1,4 @@
-"""Let Ctrl-C end a command in one line at any moment, while it imports, cleans up or computes."""
+"""End a command with one line at Ctrl-C, at any moment: while it imports, computes or cleans up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 SECONDS_TO_CLEAN_UP: Final = 3.0  # after a Ctrl-C, while further ones change nothing
 SECONDS_UNTIL_RAISED_AGAIN: Final = 0.02
-LOADING_EXTENSIONS: Final = {"ExtensionFileLoader.create_module", "ExtensionFileLoader.exec_module"}  # of importlib
+LOADING_EXTENSIONS: Final = {"ExtensionFileLoader.create_module", "ExtensionFileLoader.exec_module"}  # in importlib
 
 _last: float | None = None  # the time of the last Ctrl-C
 
@@ -26,12 +26,12 @@ def install() -> None:
 
 
 def ignore() -> None:
-    """Ignore Ctrl-C from here on: the command has ended, and what is left is Python's own end."""
+    """Ignore Ctrl-C from here on: the command has ended, and only Python's shutdown remains."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def seen() -> bool:
-    """Whether there was a Ctrl-C: another exception, such as a failed import, may be what became of it."""
+    """Whether there was a Ctrl-C; it may have surfaced as another exception, such as a failed import."""
     return _last is not None
 
 
@@ -61,7 +61,7 @@ def _interrupt_later() -> None:
 
 
 def _loads_extension(frame: FrameType | None) -> bool:
-    """Return whether a C extension is being loaded: that of onnx crashes if Python code that it runs then raises."""
+    """Return whether a C extension is being loaded: onnx's crashes if Python code raises that it runs meanwhile."""
     while frame is not None:
         if frame.f_code.co_qualname in LOADING_EXTENSIONS:
             return True

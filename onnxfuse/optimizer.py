@@ -1,4 +1,4 @@
-"""Optimize a model: load it, fuse it, verify the result, and fuse it again without what is wrong."""
+"""Optimize a model: load it, fuse it, verify the result, and fuse it again without the matches that are wrong."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from onnxfuse.verify.compare_parts import PartFinding, PartsVerification
 from onnxfuse.verify.observed import NotCompared
 from onnxfuse.verify.own_process import DEFAULT_TIMEOUT, own_process
 
-Emit: TypeAlias = Literal["functions", "standard"]  # what stands for a fusion in the optimized model
+Emit: TypeAlias = Literal["functions", "standard"]  # the form of a fusion in the optimized model
 
 MAX_ROUNDS_OF_PARTS = 3  # in which nodes of one fusion are taken back; a fusion that is wrong more often is left out
 CONSTANT_FOLDING = "constant"  # the name in the report when the folding of a constant is taken back
@@ -177,7 +177,7 @@ def _with_operators(
 
 @dataclass(frozen=True)
 class _Job:
-    """A model, and what `optimize` was asked to do with it."""
+    """A model, and the settings of `optimize`."""
 
     original: onnx.ModelProto
     folder: Path | None
@@ -190,8 +190,8 @@ class _Job:
     shapes: Sequence[str]
     tolerance: float | None
     half: Request | None
-    opset: int  # of the original
-    is_converted: bool = False  # to half precision
+    opset: int  # opset of the original
+    is_converted: bool = False  # it is in half precision
 
     @property
     def is_standard(self) -> bool:
@@ -212,7 +212,7 @@ class _Found:
     taken_back: TakenBack
     switched_off: tuple[str, ...] = ()
     raised: tuple[LeftOut, ...] = ()  # the verification, where it raised
-    folder: Path | None = None  # where its weights lie
+    folder: Path | None = None  # the folder of its weights
     halving: Halving | None = None
     half: HalfResult | None = None  # its errors in half precision
 
@@ -357,7 +357,7 @@ def _unmatched(
 
 
 def _subgraphs(result: FusedModel) -> Iterator[Subgraph]:
-    """Yield what was done to each body of an If, Loop or Scan."""
+    """Yield the record of changes for each body of an If, Loop or Scan."""
     for where, each in result.everywhere():
         if where:
             counts = Counter(one.fusion for one in each.fusing.fused)
@@ -374,7 +374,7 @@ def _graphs(result: FusedModel) -> Iterator[Rewritten]:
 
 
 def _why_not_fused(result: FusedModel) -> dict[str, str]:
-    """Return what the fusion that came nearest, and the regions, say against nodes, by the labels of the nodes."""
+    """Return, by the labels of nodes, why the nearest fusion and the regions did not take them."""
     nearest: dict[str, Miss] = {}
     for miss in result.missed:
         known = nearest.get(miss.node)
@@ -398,7 +398,7 @@ class TakenBack:
     names: set[str] = field(default_factory=set)  # of fusions, passes, the layout and the folding into weights
     constants: set[str] = field(default_factory=set)  # names of tensors that are not folded
     matches: dict[tuple[str, str], int] = field(default_factory=dict)  # the round in which each was taken back
-    rounds: int = 0  # in which matches were taken back
+    rounds: int = 0  # rounds that took matches back
 
     @property
     def passes(self) -> frozenset[str]:

@@ -22,7 +22,7 @@ class Extension:
 
     @property
     def package(self) -> str:
-        """The name of the package, as pip takes it; that of the module if the package's metadata is damaged."""
+        """The name of the package for pip; the module's name if the package's metadata is damaged."""
         return (self.entry.dist.name if self.entry.dist else "") or self.entry.module.partition(".")[0]
 
     @property

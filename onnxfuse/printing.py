@@ -22,7 +22,7 @@ BRACKET: Final = "\ue000"  # stands for "[" in escaped text; it does not print, 
 
 
 def escape(text: str) -> str:
-    """Return markup that prints a text as it is, but for what does not print: see `printable`.
+    """Return markup that prints a text as it is, except for characters that do not print: see `printable`.
 
     rich.markup.escape leaves a "[" as it is that no "]" follows, so that two names may make a tag together, such as
     a link.
@@ -31,7 +31,7 @@ def escape(text: str) -> str:
 
 
 def cell(text: str) -> Text:
-    """Return the cell of a table that shows a text as it is, but for what does not print: see `printable`."""
+    """Return a table's cell that shows a text as it is, except for characters that do not print: see `printable`."""
     return Text(printable(text))
 
 
@@ -39,7 +39,7 @@ class SafeConsole(Console):
     """A console that prints no control characters but its own, and no marks of direction."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        """Yield the segments of what is printed."""
+        """Yield the segments of the printed text."""
         for segment in super().render(renderable, options):
             text = printable(segment.text.replace(BRACKET, "["), keep="\n")
             yield segment if segment.control else Segment(text, segment.style)

@@ -1,4 +1,4 @@
-"""The operators and dtypes of a region's program: what regions may be formed of, and what kernels are generated for."""
+"""The operators and dtypes of a region's program: regions consist of them, and kernels are generated for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onnxfuse.algebra.operators import (
 
 HALVES: Final = ("float16", "bfloat16")
 FLOATS: Final = (*HALVES, "float32", "float64")
-PRODUCTS: Final = (*HALVES, "float32")  # of the results of products that elementwise operators join
+PRODUCTS: Final = (*HALVES, "float32")  # dtypes of products that elementwise operators may join
 INTEGERS: Final = ("int8", "uint8", "int32", "int64")
 DTYPES: Final = (*FLOATS, *INTEGERS, "bool")
 

@@ -55,7 +55,7 @@ class LeftOut:
 
 @contextmanager
 def step(name: str) -> Iterator[None]:
-    """Raise StepError for what the block raises, unless the user can act on it, or a step inside has been named."""
+    """Raise StepError for an error of the block, unless the user can act on it, or a step inside has been named."""
     try:
         yield
     except Exception as error:
@@ -63,7 +63,7 @@ def step(name: str) -> Iterator[None]:
 
 
 def raise_of(name: str, error: Exception) -> NoReturn:
-    """Raise what `step` raises for an error, where a context for each call would take too long."""
+    """Raise the same error as `step`, where a context manager for each call would take too long."""
     if isinstance(error, OnnxfuseError | StepError):
         raise error
     raise StepError(name, error) from error
@@ -92,7 +92,7 @@ def also_raised(found: Mapping[str, LeftOut], error: StepError) -> dict[str, Lef
 
 
 def attempt(name: str, run: Callable[[], T], otherwise: T, raised: list[LeftOut]) -> T:
-    """Return what `run` returns; where it raises, `otherwise`, and `raised` then has the step."""
+    """Return the result of `run`; if it raises, return `otherwise` and add the step to `raised`."""
     try:
         with step(name):
             return run()

@@ -1,4 +1,4 @@
-"""Compare what was optimized with the original: folded constants, fused nodes, and the models as a whole."""
+"""Compare an optimized model with the original: folded constants, fused nodes, and the models as a whole."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WEIGHT_FOLDING: Final = "batch_norm"  # the name in the report when the folding 
 
 @dataclass
 class Verifier:
-    """The original model, which every optimized one is compared with, and what has been compared so far."""
+    """The original model, with which every optimized one is compared, and the results so far."""
 
     original: onnx.ModelProto
     folder: Path | None
@@ -39,8 +39,8 @@ class Verifier:
     timer: StageTimer
     shapes: Sequence[str] = ()
     tolerance: float | None = None
-    is_converted: bool = False  # to half precision
-    is_standard: bool = False  # in ONNX's own operators, whose Attention gives 0 where the original gives NaN
+    is_converted: bool = False  # the optimized models are in half precision
+    is_standard: bool = False  # they have ONNX's own operators; Attention gives 0 where the original gives NaN
     equal_parts: set[str] = field(default_factory=set)  # their keys
     raised: list[LeftOut] = field(default_factory=list)  # steps of the verification that raised
     _reference: Reference | VerificationError | None = None
@@ -65,7 +65,7 @@ class Verifier:
         return self._reference
 
     def wrong_constants(self, result: FusedModel) -> dict[str, str]:
-        """Return the folded constants that differ from what onnxruntime computes, each with a sentence.
+        """Return the folded constants that differ from onnxruntime's results, each with a sentence.
 
         Where the original, or a body, does not run, none is compared, and the verification of the outputs says why.
         """
@@ -184,7 +184,7 @@ class Verifier:
         self.timer.progress(f"verify: {step}", 0, 0)
 
     def culprits(self, result: FusedModel, verified: Verification, written: Written) -> list[Culprit]:
-        """Return the fused nodes because of which a model differs from the original, each with what differs.
+        """Return the fused nodes that make a model differ from the original, each with a sentence.
 
         written  returns what is written of a model with fused nodes
         """
@@ -197,6 +197,6 @@ class Verifier:
             return []
 
     def _failure(self, error: Exception) -> VerificationError:
-        """Record that the verification raised what no model should make it raise, and return it as a sentence."""
+        """Record an error that no model should cause in the verification, and return it as a sentence."""
         self.raised.append(left_out(VERIFICATION, error))
         return VerificationError(str(self.raised[-1]))

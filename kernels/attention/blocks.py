@@ -1,4 +1,4 @@
-"""The host side of attention_blocks.cu, which finds out what a mask leaves of each tile of the scores."""
+"""The host side of attention_blocks.cu, which finds the unmasked part of each tile of the scores."""
 
 from __future__ import annotations
 

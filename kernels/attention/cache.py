@@ -12,19 +12,19 @@ from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
 from onnxfuse.runtime.symint import gcd
 
 THREADS: Final = 256
-ACCESSES: Final = 4  # of a thread, all in flight at once
+ACCESSES: Final = 4  # per thread, all in flight at once
 
 
 @dataclass(frozen=True)
 class Cache:
-    """The past caches, and the new rows behind them; the problem's k and v are the present caches."""
+    """The past caches, and the new rows that follow them; the problem's k and v are the present caches."""
 
     past_k: HeadTensor
     past_v: HeadTensor
     new_k: HeadTensor
     new_v: HeadTensor
     past_rows: int
-    rows: int  # of the present: the past ones and the new
+    rows: int  # rows of the present cache: the past rows and the new ones
     same_offsets: bool  # a row of the past has the same offset in the past and in the present cache
 
     @property
@@ -49,7 +49,7 @@ def stride_arguments(heads: HeadTensor) -> tuple[Scalar, ...]:
 
 
 def access_bytes(problem: Attention, *tensors: HeadTensor) -> int:
-    """Return the bytes of an access to rows of keys and values, every one of which is then aligned."""
+    """Return the widest access, in bytes, for which all rows of keys and values are aligned."""
     item = ITEM_BYTES[problem.dtype]
     if not problem.aligned:
         return item

@@ -24,9 +24,10 @@ from onnxfuse.runtime.symint import always, estimate, for_later_plans, gcd, is_s
 
 CLUSTER_ARCH: Final = 90  # the first compute capability with clusters
 CLUSTERS: Final = (2, 4, 8)  # eight is the portable limit; sixteen were slower than eight
-BUSY_SHARE: Final = 0.9  # of the multiprocessors: on an H200, 64 heads in clusters of 2 outran 4 by a fifth, 8 by 1/4
+# The share of multiprocessors that have a block: on an H200, 64 heads in clusters of 2 beat 4 by 1/5, and 8 by 1/4.
+BUSY_SHARE: Final = 0.9
 MAX_ROWS: Final = 64  # queries times the query heads of a key head: four warps of sixteen
-MIN_TILES: Final = 2  # of a block: with fewer, its start and its end cost more than they save
+MIN_TILES: Final = 2  # tiles per block: with fewer, its start and its end cost more than they save
 MAX_SPLITS: Final = 64
 MIN_ROWS_OF_EIGHT_WARPS: Final = 1024  # rows of a cache from which eight warps of a block have enough to copy
 COMBINE_THREADS: Final = 128
@@ -54,7 +55,7 @@ def _configs(problem: Attention, rows: int, device: Device, cache: Cache | None)
     # Four warps serve dynamic numbers of rows from 17 on.
     warps_m = 1 if rows <= 16 else 2 if always(lambda: rows <= 32, rows) else 4
     large = max(problem.head_dim, problem.head_dim_v) > 128
-    if large and math_kind(problem, device) == "FP32":  # registers have no room for what warps that share keys need
+    if large and math_kind(problem, device) == "FP32":  # registers do not hold the operands of warps that share keys
         return [MmaAttentionConfig(warps_m, 1, 16, stages=3)]
     wide = large or math_kind(problem, device) != "HALF"
     warps_n = max(1, 4 // warps_m)

@@ -1,4 +1,4 @@
-"""The host side of attention_hopper.cu, which attention_blocks.cu tells what a mask leaves of each tile."""
+"""The host side of attention_hopper.cu, to which attention_blocks.cu gives the unmasked part of each tile."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_ROTATED_BEFORE: Final = 64  # elements of a head, whose queries a launch of 
 LAZY_RESCALE_FROM: Final = 0  # a wider head_dim_v is rescaled only if a row's maximum has grown by much
 L2_KEY_VALUE_BYTES: Final = 24 << 20  # keys and values of the heads that run together; L2 has 50 MB
 LOWEST: Final = -3.4028234663852886e38
-DIVISIBLE_SCALES: Final = (1e-6, 1e6)  # what a mask adds may be divided by a scale between these, in fp32
+DIVISIBLE_SCALES: Final = (1e-6, 1e6)  # the addend of a mask may be divided by a scale between these, in fp32
 LOG2_E: Final = math.log2(math.e)
 # Polynomials in odd powers that differ from tanh by at most TANH_ERROR up to a range, and rise with x everywhere. Under
 # a cap of 50 they move a score by 6e-5: an eighth of what fp16 loses when it rounds the weight.
@@ -33,22 +33,22 @@ CAP_POLYNOMIALS: Final = (
 )
 TANH_ERROR: Final = 1.2e-6
 CAPS: Final = (24.0, 100.0)  # below, the polynomial rarely holds for all scores that count
-CAP_RATES: Final = (1e-4, 1e3)  # of scale / cap, whose powers are fp32
+CAP_RATES: Final = (1e-4, 1e3)  # range of scale / cap, whose powers are fp32
 KEPT: Final = 1024  # weights up to which a row's reference is kept
 WEIGHTLESS: Final = 17.5  # exp(-17.5) is below half of the smallest fp16 number
-NEGLIGIBLE_GAP: Final = 128.0  # a score so far below another has no weight beside it
+NEGLIGIBLE_GAP: Final = 128.0  # a score this far below another one has no weight
 
 
 @dataclass(frozen=True)
 class HopperAttentionConfig:
     """The macros of attention_hopper.cu that the host chooses."""
 
-    warpgroups: int  # of 64 queries each
+    warpgroups: int  # each has 64 queries
     block_n: int  # keys of a tile
     stages: int  # tiles of keys, and of values, in flight
-    blocks: int = 1  # on a multiprocessor
+    blocks: int = 1  # blocks per multiprocessor
     pingpong: bool = False  # the warpgroups issue their products in turns
-    relative_time: float = 1.0  # of a multiprocessor full of them, relative to other configs of the same head dim
+    relative_time: float = 1.0  # per full multiprocessor, relative to other configs of the same head dim
 
     def shared(self, head_dim: int, head_dim_v: int) -> int:
         """Return the bytes of shared memory of a block."""
@@ -67,7 +67,7 @@ class HopperAttentionConfig:
 
     @property
     def registers(self) -> int:
-        """The registers of a consumer's thread: those of CONSUMER_REGISTERS, or an even share of a scheduler's."""
+        """The registers per thread of a consumer: as in CONSUMER_REGISTERS, or an even share of a scheduler's."""
         if self.reallocates_registers:
             return {2: 224, 3: 160, 4: 112}[self.warpgroups]
         return min(255, 512 // math.ceil(self.blocks * self.threads / 128) // 8 * 8)
@@ -108,11 +108,11 @@ CONFIGS: Final = {
     ),
 }
 CONFIGS_OF_DYNAMIC_LENGTH: Final = {64: 3, 128: 2, 192: 2, 256: 2}  # each is a kernel to compile; see `_few`
-BLOCK_OVERHEAD: Final = 300  # the time that a block takes to begin and to end, in that of a key
-TILE_OVERHEAD: Final = 24  # the time that each tile takes besides its keys, in that of a key
-IDLE_SHARE: Final = 0.2  # of a resident block's time, that the place of one costs where there are too few
-PROGRAM_REGISTERS: Final = 24  # of a thread, for what a program reads at once
-OTHER_REGISTERS: Final = 28  # of a thread, beside scores, weights, results and what is added to scores
+BLOCK_OVERHEAD: Final = 300  # start and end of a block, in units of the time of a key
+TILE_OVERHEAD: Final = 24  # overhead per tile, in units of the time of a key
+IDLE_SHARE: Final = 0.2  # cost of an empty place for a block, as a share of a resident block's time
+PROGRAM_REGISTERS: Final = 24  # per thread, for operands that a program has loaded at once
+OTHER_REGISTERS: Final = 28  # per thread, beside scores, weights, results and the addends of scores
 ADD_MASKED_REGISTERS: Final = 8  # more, for masked scores that are added
 DYNAMIC_PAIRS_REGISTERS: Final = 16  # more, for a mask of two rows, or one and a bias, read in pairs or not
 
@@ -152,7 +152,7 @@ def _fits(problem: Attention, config: HopperAttentionConfig, device: Device) -> 
 
 
 def _few(problem: Attention, configs: list[HopperAttentionConfig], limit: int) -> list[HopperAttentionConfig]:
-    """Return those of the configs for heads up to `limit` among which a node of dynamic length chooses.
+    """Return the configs for heads up to `limit` among which a node of dynamic length chooses.
 
     In 53 cases on an H200, plain and causal, what `_time` takes of these is 1.008 times as slow as the fastest of all
     tilings in the geometric mean, and 1.11 times at most.
@@ -170,14 +170,14 @@ def _few(problem: Attention, configs: list[HopperAttentionConfig], limit: int) -
 
 
 def _time(problem: Attention, config: HopperAttentionConfig, device: Device) -> float:
-    """Estimate the time of a multiprocessor, in that of a warpgroup for a key: waves of blocks times tiles of keys."""
+    """Estimate a multiprocessor's time, in a warpgroup's time per key: waves of blocks times tiles of keys."""
     blocks = -(-problem.queries // (64 * config.warpgroups)) * problem.heads * problem.batch
     resident = minimum(config.blocks, -(-blocks // device.multiprocessors))
     waves = blocks / (device.multiprocessors * resident)
     keys = problem.keys
     if problem.causal is None:
         waves = math.ceil(waves)
-    else:  # half of the keys, and half of what the diagonal crosses; short rows come last and fill up
+    else:  # half of the keys, and half of the tiles that the diagonal crosses; short rows come last and fill up
         keys = minimum(keys, (keys + 64 * config.warpgroups + config.block_n) // 2)
     keys = -(-keys // config.block_n) * (config.block_n + TILE_OVERHEAD) + BLOCK_OVERHEAD
     places = resident + IDLE_SHARE * (config.blocks - resident)
@@ -186,7 +186,7 @@ def _time(problem: Attention, config: HopperAttentionConfig, device: Device) -> 
 
 
 def _registers(problem: Attention, config: HopperAttentionConfig, late_mask: bool) -> int:
-    """Return the registers of a thread: its scores, weights and results, and what bias and mask add to the scores.
+    """Return the registers per thread: its scores, weights and results, and the addends of bias and mask.
 
     `late_mask`: a mask's elements are loaded after the products.
     """
@@ -202,7 +202,7 @@ def _registers(problem: Attention, config: HopperAttentionConfig, late_mask: boo
 
 
 def _lacks_registers(problem: Attention, config: HopperAttentionConfig) -> bool:
-    """Return whether registers have no room for the elements of an additive mask during the products."""
+    """Return whether registers cannot hold the elements of an additive mask during the products."""
     bias = None if _begins_with_bias(problem) else problem.bias
     added = [x for x in (problem.mask, bias) if x and x.reads_pairs(2, problem.keys) == 2]
     dynamic = len(added) if len(added) == 2 or any(x.differs[2] for x in added) else 0
@@ -290,7 +290,7 @@ def _launch(
         *(problem.queries, problem.keys, problem.heads, problem.gqa_group, problem.batch),
         *(0 if problem.causal is None else problem.causal, _heads_in_l2(problem)),
     )
-    flag_strides = (0, 0)  # of batch and head, in planes of flags
+    flag_strides = (0, 0)  # strides of batch and head, in planes of flags
     if mask:
         by_batch, by_head, _ = mask.differs
         flag_strides = ((problem.heads if by_head else 1) if by_batch else 0, int(by_head))
@@ -328,7 +328,7 @@ def _launch(
 
 
 def _program_pairs(program: EpilogueProgram) -> int:
-    """Return for how many pairs of columns of a row a thread holds what a program reads: in PROGRAM_REGISTERS."""
+    """Return for how many pairs of columns of a row PROGRAM_REGISTERS hold a program's operands."""
     of_pair = max(1, program.registers // 16)
     return max(pairs for pairs in (1, 2, 4, 8) if pairs == 1 or pairs * of_pair <= PROGRAM_REGISTERS)
 

@@ -10,7 +10,7 @@ from onnxfuse.runtime.plan import Scalar, Struct
 from onnxfuse.runtime.symint import is_symbolic
 
 WIDTH: Final = 8  # elements of an access to shared memory; divides half of the elements that are rotated
-MIN_LANES: Final = 2  # threads of a row, of which a warpgroup has 64
+MIN_LANES: Final = 2  # threads per row; a warpgroup has 64 rows
 MAX_LANES: Final = 8
 
 

@@ -57,9 +57,9 @@ def _plans(
 
 
 def _joined_candidates(both: Joined, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
-    """Return the plans of an attention that operators have joined: in its kernels, and in a launch behind it.
+    """Return the plans of an attention that operators have joined: in its kernels, and in a launch after it.
 
-    attention_hopper stores the dtype that it multiplies: where no output has it, the launch behind comes first.
+    attention_hopper stores the dtype that it multiplies: where no output has it, plans with two launches come first.
     """
     problem, out = attention_of(both.product, inputs[: both.own], device)
     strides = problem.out.batch_stride, problem.out.head_stride, problem.out.row_stride
@@ -86,7 +86,7 @@ def _with_program(
     made: tuple[EpilogueProgram, tuple[TensorSpec, ...]],
     device: Device,
 ) -> list[Plan]:
-    """Return the plans whose kernels have the operators behind the attention."""
+    """Return the plans whose kernels contain the operators that follow the attention."""
     program, outputs = made
     problem = replace(
         problem,

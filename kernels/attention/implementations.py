@@ -13,14 +13,14 @@ from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.symint import estimate, for_later_plans
 
-MAX_IMPLEMENTATIONS: Final = 6  # candidates, of which tuning compiles and times each
+MAX_IMPLEMENTATIONS: Final = 6  # candidates; tuning compiles and times each of them
 MAX_DECODE_ROWS: Final = 64  # queries times query heads of a key head, which one block can hold
 MIN_DECODE_KEYS: Final = 512  # keys from which it pays to split a few queries over several blocks
 # Queries from which Hopper's kernel comes first; see `_fills_hopper`.
 MIN_HOPPER_QUERIES: Final = 160
-MIN_WIDE_QUERIES: Final = 96  # in heads of more than 64
-MIN_MANY_QUERIES: Final = 40  # in many heads, of all elements of a batch
-MIN_MASKED_QUERIES: Final = 96  # in many heads under a mask whose blocks a first launch looks through
+MIN_WIDE_QUERIES: Final = 96  # queries, for heads of more than 64
+MIN_MANY_QUERIES: Final = 40  # queries, for many heads, counted over the batch
+MIN_MASKED_QUERIES: Final = 96  # queries, for many heads under a mask that a first launch scans
 MANY_HEADS: Final = 24
 
 
@@ -63,7 +63,7 @@ def _fills_hopper(problem: Attention) -> bool:
 
 
 def _skips_tiles(problem: Attention) -> bool:
-    """Return whether models' masks of this shape skip whole tiles, which random masks never do: timing is no guide.
+    """Return whether masks of this shape skip whole tiles in models, which random masks never do: timing misleads.
 
     A mask that differs between heads is a bias in effect, so that timing with random values is fair.
     """

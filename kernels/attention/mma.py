@@ -21,8 +21,8 @@ LOWEST: Final = -1.6e38  # LOWEST of attention_mma_tiles.cuh
 MASK_MACROS: Final = {"none": 0, "boolean": 1, "inverted": 2, "additive": 3}
 MASK_STORAGE: Final = {**STORAGE, "bool": "b8"}
 MAX_CONFIGS: Final = 4
-REGISTERS: Final = 65536  # of a multiprocessor
-CROWDED_REGISTERS: Final = 160  # of a thread: with fewer, queries are read again for each tile of keys
+REGISTERS: Final = 65536  # per multiprocessor
+CROWDED_REGISTERS: Final = 160  # per thread: with fewer, queries are read again for each tile of keys
 MIN_SPLIT_KEYS: Final = 1024  # keys from which decode.py, which splits them over blocks, runs a few rows
 
 
@@ -33,7 +33,7 @@ class MmaAttentionConfig:
     warps_m: int  # warps that have rows of their own
     warps_n: int  # warps that share the keys of a tile
     block_n: int  # keys of a tile
-    m_tiles: int = 1  # of sixteen rows, of a warp
+    m_tiles: int = 1  # tiles of sixteen rows per warp
     stages: int = 2
     min_blocks: int = 1  # blocks that must fit on a multiprocessor: a bound on registers
 
@@ -98,7 +98,7 @@ def _ranked(problem: Attention, device: Device) -> list[MmaAttentionConfig]:
 def _ranked_for_dynamic_sizes(
     problem: Attention, configs: list[MmaAttentionConfig], device: Device
 ) -> list[MmaAttentionConfig]:
-    """Return configs, first the one that `rank` would: the largest that has no idle warps and enough blocks.
+    """Return configs; the first is the largest one without idle warps and with enough blocks.
 
     It asks about as few configs as possible, because each question divides the sizes for which the answer holds.
     """
@@ -118,7 +118,7 @@ def _ranked_for_dynamic_sizes(
 
 def _configs(head_dim: int, kind: str) -> Iterator[MmaAttentionConfig]:
     config = MmaAttentionConfig
-    if kind == "FP32" and head_dim > 128:  # registers have no room for what warps that share keys need besides
+    if kind == "FP32" and head_dim > 128:  # registers do not hold the other operands of warps that share keys
         yield from (config(2, 1, 16), config(1, 1, 16))
         return
     if kind == "FP32":
@@ -197,7 +197,7 @@ def defines(problem: Attention, config: MmaAttentionConfig, device: Device, seco
 
 
 def bias_macro(problem: Attention) -> int:
-    """Return the macro BIAS: 0 without a bias, 1 with one, 2 with one of which a head has a multiple."""
+    """Return the macro BIAS: 0 without a bias, 1 with one, 2 with one that each head multiplies by a slope."""
     return 0 if problem.bias is None else 2 if problem.slopes else 1
 
 
@@ -210,7 +210,7 @@ def _scales_in_exponent(problem: Attention) -> bool:
 
 
 def _keeps_queries(problem: Attention, config: MmaAttentionConfig, device: Device) -> bool:
-    """Return whether registers have room for the queries beside what masks and biases need."""
+    """Return whether registers hold the queries beside the operands of masks and biases."""
     kind = math_kind(problem, device)
     registers = 4 * config.m_tiles * (-(-problem.head_dim // 16) if kind == "HALF" else -(-problem.head_dim // 8))
     crowded = REGISTERS // (config.threads * config.min_blocks) < CROWDED_REGISTERS
@@ -236,7 +236,7 @@ def _differs_by_row(problem: Attention, scores: ScoreTensor | None) -> bool:
 
 
 def access_bytes(problem: Attention) -> int:
-    """Return the bytes of an access to q, k and v, every one of which is then aligned."""
+    """Return the widest access, in bytes, for which q, k and v are aligned."""
     item = ITEM_BYTES[problem.dtype]
     if not problem.aligned:
         return item

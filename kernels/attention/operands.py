@@ -41,7 +41,7 @@ class Operand:
     length: int
     heads: int
     head_dim: int
-    strides: tuple[int, int, int]  # of batch, length, heads
+    strides: tuple[int, int, int]  # strides of batch, length and heads
     offset: int = 0  # elements before the first one
 
     def at(self, pointer: Pointer, item_bytes: int) -> HeadTensor:
@@ -91,7 +91,7 @@ def operands_of(node: FusedNode, inputs: Sequence[TensorSpec]) -> tuple[Operand,
 
 
 def attention_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> tuple[Attention, TensorSpec]:
-    """Return what the node computes, and its output.  Raises ValueError if shapes do not fit."""
+    """Return the attention that the node computes, and its output.  Raises ValueError if shapes do not fit."""
     q, k, v = operands_of(node, inputs)
     tensors, heads, kv_heads = {name: required_spec(node, inputs, name) for name in "qkv"}, q.heads, k.heads
     out = Operand(q.batch, q.length, heads, v.head_dim, (0, 0, 0))
@@ -106,7 +106,7 @@ def attention_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
         keys = min(keys, mask.shape[-1])
     item, out_item = ITEM_BYTES[tensors["q"].dtype], ITEM_BYTES[y.dtype]
     full = (q.batch, heads, q.length, keys)
-    cleared = node.attributes.get("fully_masked") == "cleared"  # what is masked has no weight in any row
+    cleared = node.attributes.get("fully_masked") == "cleared"  # masked keys have no weight in any row
     masked_score = -math.inf if operator or cleared else node.number("masked_score", -math.inf)
     bias = "positions" if node.attributes.get("bias_kind") == "slopes" else "bias"
     cap = node.number("cap", 0.0) if node.attributes.get("capped") == "tanh" else 0.0

@@ -78,9 +78,9 @@ class Attention:
     kv_heads: int
     queries: int
     keys: int
-    head_dim: int  # of queries and keys
-    head_dim_v: int  # of values and results
-    dtype: str  # of q, k and v, and of out unless `out_dtype` says another
+    head_dim: int  # elements per head of queries and keys
+    head_dim_v: int  # elements per head of values and results
+    dtype: str  # dtype of q, k and v, and of out unless `out_dtype` differs
     aligned: bool  # all four begin at multiples of 16 bytes
     q: HeadTensor
     k: HeadTensor
@@ -99,7 +99,7 @@ class Attention:
     tf32: bool = False  # float32 operands may be rounded to TF32
     out_dtype: str = ""
     program: EpilogueProgram | None = None  # operators that follow
-    rotation: Rotary | None = None  # which makes q and k of two tensors; a kernel may make q itself, and not read it
+    rotation: Rotary | None = None  # makes q and k from two tensors; a kernel may make q itself instead of reading it
 
     def with_program(self, launch: Launch) -> Launch:
         """Return the launch that stores the results, with the operators that follow."""

@@ -137,7 +137,7 @@ def _after(rotary: Rotary, attention: Implementation, out: TensorSpec, device: D
 
 
 def _shifted(value: ArgumentValue, by: int) -> ArgumentValue:
-    """Return a pointer to the scratch buffer so many behind its own; any other pointer or scalar as it is."""
+    """Return a pointer to the scratch buffer this many after its own; any other pointer or scalar unchanged."""
     if isinstance(value, Pointer) and value.kind == "scratch":
         return replace(value, index=value.index + by)
     return value

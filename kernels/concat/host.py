@@ -25,8 +25,8 @@ from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, P
 from onnxfuse.runtime.symint import estimate
 
 MAX_PARTS: Final = 32  # pointers that the kernels take
-THREADS: Final = 128  # of a block
-RESIDENT_THREADS: Final = 2048  # of a multiprocessor
+THREADS: Final = 128  # per block
+RESIDENT_THREADS: Final = 2048  # per multiprocessor
 CHUNKS: Final = (1, 2, 4)  # vectors of a thread: as many as let all threads be resident together, or the most
 
 
@@ -51,7 +51,7 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     concat has operands x_i (*pixels, channels of it), and y is (*pixels, all channels).  split has x (*pixels,
     channels), and each output has as many channels as the attribute `split` says.
 
-    Raises ValueError if other axes than the last differ, or `split` is not what x has.
+    Raises ValueError if other axes than the last differ, or `split` does not add up to the axis of x.
     """
     if node.fusion == "concat":
         y = _joined(node, inputs)

@@ -27,9 +27,9 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
     Engines whose kernel cuDNN compiles when a plan is read are left out, because a new shape would wait for it for up
     to some seconds in each process.  There is none if the library is missing or lacks the activation, if the GPU is of
-    another machine, for slopes of a PRelu, a scale or shift behind the activation, an x in NCHW, a w in HWIO, for
+    another machine, for slopes of a PRelu, a scale or shift after the activation, an x in NCHW, a w in HWIO, for
     misaligned operands, which its engines refuse when they run, and for a transposed convolution whose y has more
-    pixels behind the last that the filter reaches than a stride skips.
+    pixels beyond the filter's last position than a stride skips.
     """
     if (
         conv.x_nchw

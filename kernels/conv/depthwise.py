@@ -17,22 +17,22 @@ from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
 from onnxfuse.runtime.symint import best_first, is_symbolic, maximum, minimum
 
 MAX_IMPLEMENTATIONS: Final = 6
-MAX_FEW: Final = 7  # of a convolution of dynamic sizes
-MAX_RESEMBLING: Final = 2  # of them that differ in nothing but the size of strips
-MAX_COLUMNS: Final = 32  # of a row of x that a thread holds: the bits of a mask
+MAX_FEW: Final = 7  # configs for a convolution of dynamic sizes
+MAX_RESEMBLING: Final = 2  # among them, configs that differ only in the size of strips
+MAX_COLUMNS: Final = 32  # columns of a row of x that a thread holds, one mask bit each
 MAX_PIECE: Final = 8  # taps of a filter's row that are used at a time, where a loop goes through them
 MAX_UNROLLED: Final = 3200  # multiplications of a thread whose rows are unrolled: 50 KB of code
-MAX_REGISTERS: Final = 168  # of a thread, by `registers`
-THREADS: Final = 256  # of a block, about
+MAX_REGISTERS: Final = 168  # per thread, as `registers` estimates them
+THREADS: Final = 256  # per block, about
 BLOCK_SHARED: Final = 32 << 10  # bytes of weights of a block, where channels can be divided so
 
 # Of an H200, for one multiprocessor and clock cycle; other GPUs are near enough to order configs.
-WARP_INSTRUCTIONS: Final = 3.4  # of at most 4
+WARP_INSTRUCTIONS: Final = 3.4  # issued per cycle, at most 4
 L1_BYTES: Final = 110.0
 L2_BYTES: Final = 26.0
 MEMORY_BYTES: Final = 17.0
-NARROW_ACCESS: Final = {2: 1.25, 4: 1.05}  # by the bytes of an access: how much longer memory takes
-MIN_WARPS: Final = 12  # of a multiprocessor that hide latencies
+NARROW_ACCESS: Final = {2: 1.25, 4: 1.05}  # slowdown of memory, by the bytes of an access
+MIN_WARPS: Final = 12  # warps per multiprocessor that hide latencies
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class DepthwiseConfig:
 
 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
-    """Return the ways to run it, the expected fastest first; none if it is no depthwise convolution.
+    """Return the ways to run it, the expected fastest first; none if it is not a depthwise convolution.
 
     There is none either for filters of so many taps that the weights of one channel exceed a block's shared memory.
     """
@@ -250,7 +250,7 @@ def cost(conv: Conv, config: DepthwiseConfig, device: Device) -> float:
     resident = min(2048 // config.threads, 65536 // (registers(conv, config) * config.threads)) * config.threads / 32
     per_chip = max(1.0, resident) * device.multiprocessors
     waves = warps / per_chip
-    several = minimum(1, math.floor(waves))  # 0 for less than one wave, of which every multiprocessor has a share
+    several = minimum(1, math.floor(waves))  # 0 for less than one wave, which all multiprocessors share
     waves = maximum(1, waves + 0.3 * (math.ceil(waves) - waves))
     busy = min(1.0, max(1.0, resident) / MIN_WARPS)
     share = maximum(math.ceil(blocks / device.multiprocessors) * -(-config.threads // 32), MIN_WARPS / 2)

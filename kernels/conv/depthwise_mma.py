@@ -18,34 +18,34 @@ from onnxfuse.runtime.plan import Device, Kernel, Launch
 from onnxfuse.runtime.symint import best_first, is_symbolic, maximum, minimum
 
 MAX_IMPLEMENTATIONS: Final = 4
-MAX_FEW: Final = 7  # of a convolution of dynamic sizes
-MAX_OF_BUFFERS: Final = 3  # of them that have as many patches
-MAX_PAIRS: Final = 28  # of taps, whose weights a lane keeps in two registers each
-MAX_REGISTERS: Final = 160  # of a thread, by `registers`
-CHANNELS: Final = 8  # of a warp
-WARPS: Final = (4, 16)  # of a block: the least where there is so much work, and the most
+MAX_FEW: Final = 7  # configs for a convolution of dynamic sizes
+MAX_OF_BUFFERS: Final = 3  # among them, configs with the same number of patches
+MAX_PAIRS: Final = 28  # pairs of taps; a lane keeps the weights of each in two registers
+MAX_REGISTERS: Final = 160  # per thread, as `registers` estimates them
+CHANNELS: Final = 8  # per warp
+WARPS: Final = (4, 16)  # per block: the fewest if there is enough work, and the most
 STRIP_ROWS: Final = (1, 2, 4, 7, 8, 14)
 MAX_GROUPS_OF_FEW: Final = 3  # numbers of groups that are looked at for convolutions of dynamic sizes
-MIN_STRIP_ROWS: Final = 2  # of images of more than one row: a fragment of x serves several
+MIN_STRIP_ROWS: Final = 2  # for images of more than one row: a fragment of x serves several rows
 GROUPS: Final = (1, 2, 3, 4, 5, 6, 8)
 TILE_COLUMNS: Final = (8, 16, 32, 56)
-ROW_COLUMNS: Final = (112, 224, 448)  # of images of one row, besides these: their filters are long
+ROW_COLUMNS: Final = (112, 224, 448)  # more widths for images of one row, whose filters are long
 MAX_IDLE: Final = 1.2  # rows, columns and groups that are computed, as a multiple of those that there are
 MAX_BLOCKS: Final = 65535  # on the second axis of a grid
-REGISTERS: Final = 65536  # of a multiprocessor
+REGISTERS: Final = 65536  # per multiprocessor
 RESIDENT: Final = (1536, 16)  # threads and blocks that a multiprocessor of any GPU from sm_80 on runs at a time
 
 # Of an H200, for one multiprocessor and clock cycle; other GPUs are near enough to order configs.
-PRODUCT_CYCLES: Final = 1.65  # of an mma.m16n8k16
-WARP_INSTRUCTIONS: Final = 3.0  # of at most 4
+PRODUCT_CYCLES: Final = 1.65  # per mma.m16n8k16
+WARP_INSTRUCTIONS: Final = 3.0  # issued per cycle, at most 4
 L2_BYTES: Final = 26.0
 MEMORY_BYTES: Final = 17.0
-SECTOR_BYTES: Final = 32  # what memory moves at least
-MIN_WARPS: Final = 10  # that hide latencies
+SECTOR_BYTES: Final = 32  # the least that memory moves
+MIN_WARPS: Final = 10  # warps that hide latencies
 LOAD_CYCLES: Final = 1500  # until a patch has arrived, if nothing else is under way
-LONE_PRODUCT_CYCLES: Final = 9.0  # of an mma in a warp that is alone
-LONE_COPY_CYCLES: Final = 50.0  # of a copy of 16 bytes to or from shared memory in such a warp
-JOB_CYCLES: Final = 200  # of the epilogue of two strips
+LONE_PRODUCT_CYCLES: Final = 9.0  # per mma, if its warp is alone
+LONE_COPY_CYCLES: Final = 50.0  # per copy of 16 bytes to or from shared memory in such a warp
+JOB_CYCLES: Final = 200  # per epilogue of two strips
 TILE_CYCLES: Final = 600  # two barriers, and the latencies of finishing and storing
 
 
@@ -95,7 +95,7 @@ class DepthwiseMmaConfig:
         return (self.tp - 1) * sh + (kh - 1) * dh + 1, (self.tq - 1) * sw + (kw - 1) * dw + 1
 
     def shared(self, conv: Conv) -> int:
-        """Return the bytes of dynamic shared memory: one or two patches, and what is finished."""
+        """Return the bytes of dynamic shared memory: one or two patches, and finished results."""
         rows, columns = self.rows_columns(conv)
         stride = two(conv.strides)[1]
         patch = self._plane(rows * -(-columns // stride) * stride)
@@ -157,7 +157,7 @@ def is_supported(conv: Conv, device: Device) -> bool:
 
 
 def pairs(conv: Conv) -> int:
-    """Return the pairs of taps: those of each row of the filter, and those of an odd last column."""
+    """Return the pairs of taps: in each row of the filter, and in an odd last column."""
     kh, kw = two(conv.kernel)
     return kh * (kw // 2) + (kh + 1) // 2 * (kw % 2)
 
@@ -260,7 +260,7 @@ def cost(conv: Conv, config: DepthwiseMmaConfig, device: Device) -> float:
 
 
 def _tile_cycles(conv: Conv, config: DepthwiseMmaConfig) -> tuple[float, float]:
-    """Return the clock cycles that a tile takes of a multiprocessor that many warps keep busy, and those of its copies.
+    """Return a tile's clock cycles on a multiprocessor that many warps keep busy, and the cycles of its copies.
 
     Of the first, that is most of the slowest of products, shared memory and instructions, and some of the others.
     """

@@ -18,22 +18,22 @@ from onnxfuse.runtime.plan import Device, Kernel, Launch, Scalar
 from onnxfuse.runtime.symint import best_first, estimate, is_symbolic, maximum, minimum, without_soft_guards
 
 MAX_IMPLEMENTATIONS: Final = 3
-MAX_REGISTERS: Final = 184  # of a thread, by `registers`
-THREADS: Final = 128  # of a block, about: blocks of many registers are small, so that several fit
+MAX_REGISTERS: Final = 184  # per thread, as `registers` estimates them
+THREADS: Final = 128  # per block, about: blocks of many registers are small, so that several fit
 STRIP_COLUMNS: Final = (2, 4, 5, 7, 8, 14)
 MAX_VEC: Final = 4
-MAX_STRIPS: Final = 16  # that share the rows of an image
+MAX_STRIPS: Final = 16  # strips that share the rows of an image
 
 # Of an H200, for one multiprocessor and clock cycle; other GPUs are near enough to order configs.
-WARP_INSTRUCTIONS: Final = 0.8  # of each quarter of a multiprocessor
-START_CYCLES: Final = 3000  # of a launch, and until weights and the first row of x have arrived
+WARP_INSTRUCTIONS: Final = 0.8  # issued per cycle by each quarter of a multiprocessor
+START_CYCLES: Final = 3000  # from the launch until weights and the first row of x have arrived
 LOAD_CYCLES: Final = 700  # until a row of x has arrived
-ROW_INSTRUCTIONS: Final = 16  # of a row of x besides its products and loads
-RESIDENT_WARPS: Final = 64  # of a multiprocessor, if registers suffice
+ROW_INSTRUCTIONS: Final = 16  # per row of x, besides its products and loads
+RESIDENT_WARPS: Final = 64  # per multiprocessor, if registers suffice
 
 MAX_SHARE: Final = 8  # blocks of a multiprocessor that are counted out
 SHARES: Final = (1, 2, 4)  # of them, where sizes are dynamic
-WIDTHS: Final = (4, 8, 16)  # of y that are told apart where they are dynamic, because no strip may be wider
+WIDTHS: Final = (4, 8, 16)  # widths of y that dynamic plans distinguish, because no strip may be wider
 MAX_FEW_ROWS: Final = 8  # the same, where those of one kernel that differ in the rows of strips count, too
 MAX_FEW: Final = 5  # configs of a convolution of dynamic sizes
 SHARED_UNIT: Final = 128  # bytes that a block's shared memory is a multiple of
@@ -45,7 +45,7 @@ class SlidingConfig:
 
     vec: int
     tw: int
-    rows: int  # of a strip, at most
+    rows: int  # the most rows of a strip
     ahead: int
     bx: int
     bw: int

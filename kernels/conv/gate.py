@@ -19,7 +19,7 @@ from onnxfuse.runtime.plan import Device, FusedNode, Launch, Plan, TensorSpec
 from onnxfuse.runtime.symint import estimate, for_later_plans
 
 GATE: Final = "gate"
-MAX_EACH: Final = 4  # plans with the gate in front of the product in one kernel, and of two launches
+MAX_EACH: Final = 4  # plans with gate and product in one kernel, and plans of two launches
 # Microseconds on an H200, from 18 blocks of EfficientNet-B0 and MobileNetV3 with 32 images: of a channel_scale without
 # any bytes, and for each byte of x; and by how much an operation of a product takes longer in tiles of mma.sync with a
 # gate in front than in the fastest kernel without one. Of wgmma, clock cycles are estimated with and without a gate: 13
@@ -27,8 +27,8 @@ MAX_EACH: Final = 4  # plans with the gate in front of the product in one kernel
 SCALE_US: Final = 1.3
 SCALE_BYTE_US: Final = 2 / 4.5e6
 GATE_FLOP_US: Final = 7e-9
-CYCLES_OF_US: Final = 1755  # of an H200's clock
-FEW_COLUMNS: Final = 40  # of y: then memory is the limit
+CYCLES_OF_US: Final = 1755  # clock cycles of an H200
+FEW_COLUMNS: Final = 40  # columns of y up to which memory is the limit
 
 
 def plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device, convolution: Planner) -> list[Plan]:
@@ -50,7 +50,7 @@ def plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device, convolu
 def _is_expected_faster(conv: Conv, in_front: Implementation, device: Device) -> bool:
     """Return whether a kernel with the gate in front of the product is expected to be faster than two launches."""
     step, gemm = in_front.steps[-1], matrix.as_gemm(conv)
-    flops, stored = 2 * conv.c * conv.m, conv.c * ITEM_BYTES[conv.dtype]  # of a pixel
+    flops, stored = 2 * conv.c * conv.m, conv.c * ITEM_BYTES[conv.dtype]  # per pixel
     if conv.m <= FEW_COLUMNS:
         longer = 0.0
     elif isinstance(step, Launch) and step.kernel.source == "gemm_mma":

@@ -17,23 +17,23 @@ from onnxfuse.kernels.tensors import ITEM_BYTES, VECTOR_BYTES
 from onnxfuse.runtime.plan import Device, Kernel, Launch
 from onnxfuse.runtime.symint import best_first, is_symbolic, maximum, minimum
 
-MAX_CHANNELS: Final = 64  # and filters of a group; beyond, a group is a matrix product of its own
+MAX_CHANNELS: Final = 64  # and filters per group; larger groups are matrix products of their own
 MAX_IMPLEMENTATIONS: Final = 4
-MAX_FEW: Final = 5  # of a convolution of dynamic sizes
+MAX_FEW: Final = 5  # configs for a convolution of dynamic sizes
 MAX_HELD: Final = 80  # registers of a thread that hold weights
 MAX_SUMS: Final = 64  # registers of a thread that hold sums
-WARPS: Final = (4, 8)  # of a block
-M_TILES: Final = 2  # of conv_grouped.cu: mma tiles of 16 pixels that a warp computes at a time
+WARPS: Final = (4, 8)  # per block
+M_TILES: Final = 2  # in conv_grouped.cu: mma tiles of 16 pixels that a warp computes at a time
 TILE_ROWS: Final = (1, 2, 4, 7, 8, 14, 16)
 TILE_COLUMNS: Final = (7, 14, 16, 28, 32, 56)
-ROW_COLUMNS: Final = (112, 256, 512)  # of images of one row, besides these
-REGISTERS: Final = 65536  # of a multiprocessor
+ROW_COLUMNS: Final = (112, 256, 512)  # more widths for images of one row
+REGISTERS: Final = 65536  # per multiprocessor
 MAX_RESEMBLING: Final = 2  # implementations that differ in nothing but the tile of pixels
 
 # Of an H200, for one multiprocessor.
-L2_BYTES: Final = 26.0  # in a clock cycle
-SECTOR_BYTES: Final = 32  # what memory moves at least
-MIN_WARPS: Final = 12  # that hide latencies
+L2_BYTES: Final = 26.0  # per clock cycle
+SECTOR_BYTES: Final = 32  # the least that memory moves
+MIN_WARPS: Final = 12  # warps that hide latencies
 FIRST_CYCLES: Final = 2500  # before the first patch has arrived
 
 

@@ -23,14 +23,14 @@ from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, VECTOR_BYTES, Defines
 from onnxfuse.runtime.plan import Argument, Device, Im2col, Scalar, TensorMap
 from onnxfuse.runtime.symint import best_first, is_symbolic, maximum
 
-K_BLOCK_BYTES: Final = (128, 64, 32)  # of the channels of a block of k
+K_BLOCK_BYTES: Final = (128, 64, 32)  # bytes of channels per block of k
 MAX_CONFIGS: Final = 6
-MAX_SLICED: Final = 2  # of the configs whose slices of k epilogue.cu adds up
-MAX_FEW_OF_PADS: Final = 2  # for each combination of dynamic pads, which are constants of the kernel
-MAX_CORNER: Final = {1: 32767, 2: 127, 3: 15}  # of the walk of TMA, by the number of spatial axes
-MAX_OFFSET: Final = {1: 65534, 2: 254, 3: 30}  # of a filter's tap
+MAX_SLICED: Final = 2  # configs whose slices of k epilogue.cu adds up
+MAX_FEW_OF_PADS: Final = 2  # configs for each combination of dynamic pads, which are constants of the kernel
+MAX_CORNER: Final = {1: 32767, 2: 127, 3: 15}  # limit of TMA's corners, by the number of spatial axes
+MAX_OFFSET: Final = {1: 65534, 2: 254, 3: 30}  # limit of a filter tap's offset
 MAX_STRIDE: Final = 8
-WALK_CYCLES: Final = 4.1  # of TMA for a pixel: tiles of 64 filters and 192 or 256 pixels take 4.4 in all on an H200
+WALK_CYCLES: Final = 4.1  # of TMA per pixel: tiles of 64 filters and 192 or 256 pixels take 4.4 in all on an H200
 CONFIGS: Final = (
     *hopper.CONFIGS,
     HopperConfig(256, 32),
@@ -111,7 +111,7 @@ def _reach(conv: Conv) -> list[int]:
 
 
 def k_block(conv: Conv) -> int:
-    """Return the channels of a block of k: those that leave the fewest zeros behind the last channel."""
+    """Return the channels of a block of k: the size that leaves the fewest zeros after the last channel."""
     blocks = (size // ITEM_BYTES[conv.dtype] for size in K_BLOCK_BYTES)
     return min(blocks, key=lambda size: (-(-conv.c // size) * size, -size))
 

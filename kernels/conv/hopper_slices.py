@@ -21,7 +21,7 @@ MIN_STEPS: Final = 4  # stages of k, in a slice
 # Cycles of a multiprocessor of an H200.
 START_CYCLES: Final = 1500  # until the first stage has arrived
 SECOND_LAUNCH_CYCLES: Final = 15000  # orders slices and clusters as measured: tests/kernels/test_first_plans.py
-SUM_BYTES: Final = 24  # of sums and of what epilogue.cu moves, each cycle
+SUM_BYTES: Final = 24  # bytes of sums and of epilogue.cu's operands per cycle
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def fitting(conv: Conv, gemm: Gemm, device: Device) -> list[SlicedConfig]:
 
 
 def cycles(gemm: Gemm, config: SlicedConfig, device: Device, row_cycles: float) -> float:
-    """Estimate the clock cycles, to be compared with those of other configs of Hopper."""
+    """Estimate the clock cycles, for a comparison with other configs of Hopper."""
     tile, slices = config.tile, config.slices
     steps = -(-gemm.k // (hopper.stage_k(gemm) * slices))
     stored = 4 * tile.tile_m * tile.tile_n
@@ -79,7 +79,7 @@ def implementation(
     operands: tuple[Argument, ...],
     sizes: tuple[int, ...],
 ) -> Implementation:
-    """Return the launch of the kernel, and that of epilogue.cu.
+    """Return the launches of the kernel and of epilogue.cu.
 
     gemm      the product of the convolution, with its epilogue
     defines   the macros of the convolution without its epilogue

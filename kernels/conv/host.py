@@ -31,7 +31,7 @@ from onnxfuse.runtime.symint import for_later_plans, is_symbolic
 # Of the implementations of a depthwise convolution that have several kernels.
 MAX_MMA: Final = 3
 MAX_DEPTHWISE: Final = 2
-MAX_OF_PRODUCTS: Final = 3  # of the kernels of convolutions, for a pointwise one in float32
+MAX_OF_PRODUCTS: Final = 3  # kernels of convolutions for a pointwise one in float32
 # Matrix units compute the columns of y that a stride leaves out as well. For eight strided filters of 3x3 and 5x5, with
 # 64 to 672 channels and batch 32, they take 1.1 to 1.6 times as long as fma on an H200.
 FEW_STRIDED_TAPS: Final = 25
@@ -49,7 +49,7 @@ def _depthwise(conv: Conv, device: Device) -> list[Implementation]:
 
 
 def _pointwise(conv: Conv, device: Device) -> list[Implementation]:
-    """Return the ways to run a pointwise convolution as a product, and of float32 those of other convolutions too.
+    """Return the ways to run a pointwise convolution as a product; in float32, also the ways of other convolutions.
 
     The kernels of products leave TF32 on Hopper's matrix units to cuBLASLt. Those of convolutions are faster where k is
     not the short side, on an H200 in us: 100352x64x256 40.7 and 47.7, 25088x128x512 22.8 and 26.8. 100352x256x64, which
@@ -72,7 +72,7 @@ def _is_of_many_rows(product: Implementation) -> bool:
     return isinstance(step, Matmul) or (isinstance(step, Launch) and step.kernel.source == "gemm_mma")
 
 
-# Kernels for one kind of convolution, of which at most one kind takes each; then those that take any.
+# Kernels for one kind of convolution; at most one kind takes each convolution.  Then the kernels that take any.
 KINDS: Final[tuple[Callable[[Conv, Device], list[Implementation]], ...]] = (
     _pointwise,
     _depthwise,

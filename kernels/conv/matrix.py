@@ -14,7 +14,7 @@ from onnxfuse.runtime.plan import Device
 def as_gemm(conv: Conv) -> Gemm:
     """Return the product of a convolution of one group: its rows are pixels of y, and k counts taps and channels.
 
-    x is that of the convolution, so that only a pointwise convolution can run as this product.
+    x is the convolution's own x, so that only a pointwise convolution can run as this product.
     """
     return Gemm(
         conv.pixels, conv.m, conv.taps * conv.c, conv.dtype, True, conv.aligned, x=conv.x, w=conv.w, y=conv.y,

@@ -22,28 +22,28 @@ from onnxfuse.runtime.symint import best_first, is_symbolic, maximum
 
 MAX_DIMS: Final = 3  # spatial axes
 MAX_CONFIGS: Final = 6
-MAX_FEW: Final = 5  # of a convolution of dynamic sizes, besides the kernel that adds up sums
-FEW_SLICES: Final = (1, 3, 8)  # of it: each number of slices is another kernel that adds them up
-SLICES: Final = (1, 2, 3, 4, 6, 8, 12, 16)  # of k, for blocks along z
-MIN_SLICE_TILES: Final = 3  # of k, in a slice
-MAX_CHUNKS: Final = {16: 8, 8: 8, 4: 6, 2: 4}  # of 16 bytes a thread, by the bytes of a copy: registers hold no more
+MAX_FEW: Final = 5  # configs for a convolution of dynamic sizes, besides the kernel that adds up sums
+FEW_SLICES: Final = (1, 3, 8)  # slices for dynamic sizes: each number is another kernel that adds them up
+SLICES: Final = (1, 2, 3, 4, 6, 8, 12, 16)  # slices of k, one for each block along z
+MIN_SLICE_TILES: Final = 3  # tiles of k per slice
+MAX_CHUNKS: Final = {16: 8, 8: 8, 4: 6, 2: 4}  # of 16 bytes, that a thread's registers hold, by the bytes of a copy
 
 # Cycles of a multiprocessor, for the order of configs.
-MULTIPLY_BYTES: Final = 2048  # of k, in the products of rows and columns that mma.sync adds up each cycle
+MULTIPLY_BYTES: Final = 2048  # rows x columns x bytes of k that mma.sync multiplies per cycle
 TF32_MULTIPLY_BYTES: Final = 920  # the same in TF32: 128x128 blocks of 64 bytes take 1140 cycles on an H200
-EXACT_PRODUCTS: Final = 110  # of fma, each cycle
-LOAD_BYTES: Final = 48  # from L2, each cycle
-COPY_CYCLES: Final = 0.09  # of a copy to shared memory, whose address and bounds are computed
-STEP_CYCLES: Final = 220  # of a block that is alone, from one stage to the next
-BLOCK_CYCLES: Final = 1600  # of a block before the first stage arrives and after the last
-EPILOGUE_CYCLES: Final = 0.1  # of an element of y
+EXACT_PRODUCTS: Final = 110  # fma instructions per cycle
+LOAD_BYTES: Final = 48  # from L2 per cycle
+COPY_CYCLES: Final = 0.09  # per copy to shared memory, whose address and bounds are computed
+STEP_CYCLES: Final = 220  # from one stage to the next, of a block that is alone
+BLOCK_CYCLES: Final = 1600  # per block, before the first stage arrives and after the last
+EPILOGUE_CYCLES: Final = 0.1  # per element of y
 SECOND_LAUNCH_CYCLES: Final = 2000
-PARTIAL_BYTES: Final = 24  # of fp32 sums that are written or read, each cycle
+PARTIAL_BYTES: Final = 24  # bytes of fp32 sums written or read per cycle
 
 
 @dataclass(frozen=True)
 class ConvConfig:
-    """The tile of a block of conv_mma.cu, and the slices of k, of which blocks along z have one each."""
+    """The tile of a block of conv_mma.cu, and the slices of k, one for each block along z."""
 
     tile: MmaConfig
     slices: int = 1
@@ -64,7 +64,7 @@ MMA_TILES: Final = (
     MmaConfig(128, 32, 64, 5, 4, 1, min_blocks=4),
     MmaConfig(64, 32, 64, 6, 2, 1, min_blocks=6),
 )
-EXACT_TILES: Final = (  # of 64 x 32 for each warp
+EXACT_TILES: Final = (  # each warp has 64 x 32
     MmaConfig(128, 64, 64, 3, 2, 2, min_blocks=3),
     MmaConfig(64, 64, 64, 4, 1, 2, min_blocks=4),
     MmaConfig(128, 32, 64, 3, 2, 1, min_blocks=4),
@@ -120,7 +120,7 @@ def _slices(conv: Conv, tile: MmaConfig, counts: Sequence[int]) -> list[int]:
 
 @functools.lru_cache(maxsize=512)
 def few_configs(problems: tuple[Conv, ...], device: Device) -> list[ConvConfig]:
-    """Return a few configs for convolutions that differ in dynamic sizes alone, of which one is good for each."""
+    """Return a few configs for convolutions that differ only in dynamic sizes; one of them is good for each."""
     tiles = _tiles(problems[0], device)
     given = [ConvConfig(tile, count) for tile in tiles for count in _slices(problems[0], tile, FEW_SLICES)]
     return few(given, problems, lambda conv, config: cycles(conv, config, device), MAX_FEW)

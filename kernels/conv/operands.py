@@ -22,7 +22,7 @@ def unsupported(
 ) -> str | None:
     """Return why no kernel computes this convolution on this device; None if one does.
 
-    The first of `w_layouts` is that of a node that names none.
+    A node that names no layout has the first of `w_layouts`.
     """
     return (
         unsupported_dtype(node, input_dtypes)
@@ -149,7 +149,7 @@ def per_axis(node: FusedNode, attribute: str, rank: int) -> tuple[int, ...]:
 
 
 def explicit_pads(node: FusedNode, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the padding in front of and behind each spatial axis of a node whose auto_pad is one of EXPLICIT_PADS."""
+    """Return the padding before and after each spatial axis of a node whose auto_pad is one of EXPLICIT_PADS."""
     if node.text("auto_pad", "NOTSET") == "VALID":
         return (0,) * rank, (0,) * rank
     pads = node.attributes.get("pads", [0] * 2 * rank)
@@ -165,7 +165,7 @@ def _pads(
     strides: Sequence[int],
     dilations: Sequence[int],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the padding in front of and behind each spatial axis, as the ONNX operator Conv defines them."""
+    """Return the padding before and after each spatial axis, as the ONNX operator Conv defines them."""
     rank, auto_pad = len(sizes), node.text("auto_pad", "NOTSET")
     if auto_pad in EXPLICIT_PADS:
         return explicit_pads(node, rank)
@@ -198,7 +198,7 @@ def _optional_pointer(
 
 
 def _channels(node: FusedNode, inputs: Sequence[TensorSpec], name: str, geometry: Geometry) -> Pointer | None:
-    """Return the address of an operand with a number for each channel, whose shape is that of the unfused node."""
+    """Return the address of an operand with a number for each channel, in the shape of the unfused node's operand."""
     return _optional_pointer(node, inputs, name, (geometry.m, *[1] * len(geometry.sizes)))
 
 

@@ -9,14 +9,14 @@ from onnxfuse.kernels.conv.problem import Conv
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import FusedNode, Plan, TensorSpec
 
-MAX_IMPLEMENTATIONS: Final = 8  # candidates, of which tuning compiles and times each
-MAX_LIBRARY: Final = 2  # of these, how many run by cuDNN
+MAX_IMPLEMENTATIONS: Final = 8  # candidates; tuning compiles and times each of them
+MAX_LIBRARY: Final = 2  # the most of these that run by cuDNN
 
 
 def plans(
     node: FusedNode, conv: Conv, y: TensorSpec, implementations: Callable[[], Sequence[Implementation]]
 ) -> list[Plan]:
-    """Return the plans of a node; if y has no elements, one without steps.  Raises ValueError if no kernel takes it."""
+    """Return the plans of a node; one without steps if y is empty.  Raises ValueError if no kernel takes it."""
     if not conv.pixels * conv.m:
         return [Plan((y,), ())]
     found = implementations()
@@ -26,6 +26,6 @@ def plans(
 
 
 def with_library(own: Sequence[Implementation], library: Sequence[Implementation]) -> list[Implementation]:
-    """Return the first of our own kernels and, behind them, cuDNN's first engines: MAX_IMPLEMENTATIONS at most."""
+    """Return the first of our own kernels, then cuDNN's first engines: MAX_IMPLEMENTATIONS at most."""
     library = library[:MAX_LIBRARY]
     return [*own[: MAX_IMPLEMENTATIONS - len(library)], *library]

@@ -25,13 +25,13 @@ class Conv:
     operand that is None is absent.
 
     Of a `transposed` one, which is ONNX's ConvTranspose, w is (c, *kernel, m / group), or (*kernel, m / group, c) where
-    `w_hwio`; its pads are what is cut off the result.
+    `w_hwio`; its pads are cut off the result.
     """
 
     n: int  # images
     c: int  # channels of x
     m: int  # channels of y: filters
-    sizes: tuple[int, ...]  # of x
+    sizes: tuple[int, ...]  # spatial sizes of x
     y_sizes: tuple[int, ...]
     kernel: tuple[int, ...]
     strides: tuple[int, ...]
@@ -39,13 +39,13 @@ class Conv:
     pads_begin: tuple[int, ...]
     pads_end: tuple[int, ...]
     group: int
-    dtype: str  # of all operands
+    dtype: str  # dtype of all operands
     aligned: bool  # every pointer is a multiple of 16 bytes
     x: Pointer
     w: Pointer
     y: Pointer
     bias: Pointer | None = None  # m elements
-    slope: Pointer | None = None  # m elements: those of a PRelu, which is the activation; not with a column_shift
+    slope: Pointer | None = None  # m slopes of a PRelu, which is the activation; not with a column_shift
     column_scale: Pointer | None = None  # m elements
     column_shift: Pointer | None = None  # m elements
     residual: Pointer | None = None
@@ -63,7 +63,7 @@ class Conv:
 
     @property
     def extra(self) -> Pointer | None:
-        """The column vector of which an epilogue has at most one: slope or column_shift."""
+        """The column vector slope or column_shift; an epilogue has at most one of them."""
         return self.slope or self.column_shift
 
     @property
@@ -157,12 +157,12 @@ def plain_pads(conv: Conv) -> Conv:
 
 
 def two(values: tuple[int, ...], missing: int = 1) -> tuple[int, int]:
-    """Return the entries of height and width; `missing` is that of the height of a convolution over one axis."""
+    """Return the entries of height and width; `missing` is the entry of the height for a convolution over one axis."""
     height, width = (missing, *values)[-2:]
     return height, width
 
 
 def three(values: tuple[int, ...], missing: int = 1) -> tuple[int, int, int]:
-    """Return the entries of depth, height and width; `missing` is that of axes that the convolution lacks."""
+    """Return the entries of depth, height and width; `missing` is the entry of axes that the convolution lacks."""
     depth, height, width = (missing, missing, *values)[-3:]
     return depth, height, width

@@ -13,7 +13,7 @@ from onnxfuse.runtime.expressions import Expressions, Values
 from onnxfuse.runtime.symint import SymInt
 
 DYNAMIC: Final = ("n", "sizes", "y_sizes", "pads_begin", "pads_end")  # the fields that depend on dynamic sizes
-BATCHES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)  # where nothing else is dynamic
+BATCHES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)  # batch sizes, where nothing else is dynamic
 # Images, and pixels along an axis of two; an axis that is alone has the pixels of both, and three have as many as two.
 IMAGES: Final = ((1, 10), (1, 20), (1, 40), (1, 80), (1, 160), (1, 320), (8, 14), (8, 28), (8, 80), (32, 14), (32, 56))
 

@@ -1,4 +1,4 @@
-"""The configs of a kernel that fit into shared memory: all of them, or a few of which one is good at any size."""
+"""The configs of a kernel that fit into shared memory: all of them, or a few, one of which is good at any size."""
 
 from __future__ import annotations
 

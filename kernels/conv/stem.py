@@ -19,19 +19,19 @@ from onnxfuse.runtime.symint import best_first, is_symbolic, maximum, minimum
 MMA_ARCH: Final = 80  # the first compute capability with bf16, TF32 and cp.async
 MAX_CHANNELS: Final = 4
 MAX_IMPLEMENTATIONS: Final = 4
-MAX_FEW: Final = 5  # of a convolution of dynamic sizes
-MAX_FEW_OF_WIDTH: Final = 3  # of one whose width is dynamic, for each size of copies
+MAX_FEW: Final = 5  # configs for a convolution of dynamic sizes
+MAX_FEW_OF_WIDTH: Final = 3  # configs for a dynamic width, for each size of copies
 MAX_HELD: Final = 96  # registers of a thread that hold weights
-REGISTERS: Final = 65536  # of a multiprocessor
+REGISTERS: Final = 65536  # per multiprocessor
 MAX_BLOCKS_BEFORE_HOPPER: Final = 3
 MAX_TILES_N: Final = 6  # mma tiles of 8 filters of a warp
 WARPS: Final = 4
-TILE_BYTES: Final = 2 * 3 * 4  # of shared memory, for the places of two tiles
+TILE_BYTES: Final = 2 * 3 * 4  # of shared memory for the positions of two tiles
 MAX_IMAGE: Final = 2**31 - 1  # elements of an image of x, and of y
-TILE_PIXELS: Final = (64, 512)  # of a block: the least and the most
+TILE_PIXELS: Final = (64, 512)  # pixels per block: the fewest and the most
 TILE_COLUMNS: Final = (16, 32, 56, 64, 80, 96, 112, 128)
-ROW_COLUMNS: Final = (256, 512)  # of images of one row, besides these
-RESERVED_BYTES: Final = 1024  # of shared memory, for each block
+ROW_COLUMNS: Final = (256, 512)  # more widths for images of one row
+RESERVED_BYTES: Final = 1024  # of shared memory per block
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class _Geometry:
     """The constants of conv_stem.cu that sizes of shared memory depend on; words have 32 bits."""
 
     row_words: int
-    words: int  # along k
+    words: int  # words along k
     steps: int
     patch: int  # words of a tile's patch, with its shifted copy
 
@@ -81,8 +81,8 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
         return [implementation(conv, config, device) for config in given]
     fitting = sorted(_fitting(conv, device), key=lambda config: cost(conv, config, device))
     chosen: list[StemConfig] = []
-    launched = set()  # tiles and grids: a config that differs in the bound on registers alone is no other way
-    for config in fitting:  # of each bound on registers the best half
+    launched = set()  # tiles and grids: a config that differs only in the bound on registers is the same way
+    for config in fitting:  # the best half for each bound on registers
         alike = sum(other.min_blocks == config.min_blocks for other in chosen)
         launch = (config.tp, config.tq, grid(conv, config, device))
         if alike < MAX_IMPLEMENTATIONS // 2 and launch not in launched:
@@ -104,7 +104,7 @@ def _few_of(conv: Conv, device: Device) -> list[StemConfig]:
     if not is_symbolic(conv.sizes[-1]):
         return _few(usual(conv), device, MAX_FEW)
     copy, vector, problems = _copy(conv), _vector(conv), []
-    for each in usual(conv):  # which of them have as wide copies is chance
+    for each in usual(conv):  # the width of their copies depends on chance
         width = -(-each.sizes[-1] // vector) * vector + copy % vector
         problems.append(replace(each, sizes=(*each.sizes[:-1], width), pads_begin=conv.pads_begin))
     return _few(tuple(problems), device, MAX_FEW_OF_WIDTH)
@@ -226,7 +226,7 @@ def _registers(conv: Conv, config: StemConfig) -> int:
     """Return about how many registers a thread takes."""
     geometry = _geometry(conv, config)
     held = _held_registers(conv, config) if _held(conv, config) else 0
-    # Where a row of the filter is no multiple of four words, lanes hold the offset of each word, and its mask.
+    # Where a row of the filter is not a multiple of four words, lanes hold the offset of each word, and its mask.
     words = 0 if geometry.row_words % 4 == 0 or not held else geometry.steps * (2 if conv.dtype == "float32" else 4)
     vectors = bool(conv.bias and not _bias_in_product(conv, config)) + bool(conv.extra) + bool(conv.column_scale)
     others = 24 + (8 if conv.residual else 0) + (16 if conv.dtype == "float32" else 0)
@@ -289,7 +289,7 @@ def configs(conv: Conv) -> list[StemConfig]:
 
 
 def cost(conv: Conv, config: StemConfig, device: Device) -> float:
-    """Return a number that orders configs: the pixels of the busiest multiprocessor, with what their patches cost."""
+    """Return a number that orders configs: the pixels of the busiest multiprocessor, and the cost of their patches."""
     (kh, kw), (sh, sw) = two(conv.kernel), two(conv.strides)
     blocks, slices, _ = grid(conv, config, device)
     shares, busiest = -(-config.tiles(conv) // blocks), -(-blocks * slices // device.multiprocessors)

@@ -13,7 +13,7 @@ from onnxfuse.kernels.tensors import ITEM_BYTES, VECTOR_BYTES
 from onnxfuse.runtime.plan import Device, Kernel, Launch
 from onnxfuse.runtime.symint import estimate
 
-THREADS: Final = 128  # of a block
+THREADS: Final = 128  # per block
 MAX_SUMS: Final = 64  # registers of a thread that hold sums
 MAX_WIDTHS: Final = 3  # vectors to choose from: the narrower, the more threads there are
 

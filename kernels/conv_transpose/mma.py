@@ -86,7 +86,7 @@ def columns(conv: Conv) -> int:
 
 
 def equivalent(conv: Conv) -> Conv:
-    """Return a convolution that takes as long: its rows are those of all phases, which have equally many taps.
+    """Return a convolution that takes as long: its rows are the rows of all phases, which have equally many taps.
 
     Where the strides and the dilations have a common divisor, phases without a tap are among them.
     """
@@ -128,7 +128,7 @@ def defines(conv: Conv, config: ConvConfig, device: Device) -> Defines:
     tile, equal, shuffled = config.tile, equivalent(conv), is_shuffled(conv)
     x_copy, w_copy = mma.copy_bytes(equal)
     filters, item = conv.m // conv.group, ITEM_BYTES[conv.dtype]
-    row = filters * conv.kernel[-1] if shuffled and not conv.program else filters  # which an access may not leave
+    row = filters * conv.kernel[-1] if shuffled and not conv.program else filters  # an access may not leave it
     vectors = min(x_copy, w_copy) == VECTOR_BYTES and device.arch >= MMA_ARCH
     return {
         **conv.epilogue_defines(), **geometry_defines(conv), "DIMS": len(conv.kernel),

@@ -21,7 +21,7 @@ from onnxfuse.runtime.plan import Device, FusedNode, TensorSpec
 from onnxfuse.runtime.symint import expect_equal, maximum
 
 MAX_DIMS: Final = 3  # spatial axes
-MAX_STRIDE: Final = 64  # along the width, of a depthwise one: a thread computes as many pixels of y
+MAX_STRIDE: Final = 64  # stride along the width of a depthwise one: a thread computes as many pixels of y
 
 
 def unsupported(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
@@ -37,7 +37,7 @@ def _unsupported_stride(node: FusedNode) -> str | None:
 
 
 def conv_transpose_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> tuple[Conv, TensorSpec]:
-    """Return what a node computes, and its output.  Raises ValueError if shapes do not fit."""
+    """Return the transposed convolution of a node, and its output.  Raises ValueError if shapes do not fit."""
     x, w = required_spec(node, inputs, "x"), required_spec(node, inputs, "w")
     rank = len(x.shape) - 2
     if not 1 <= rank <= MAX_DIMS or len(w.shape) != rank + 2:
@@ -74,14 +74,14 @@ def _y_sizes(
     strides: Sequence[int],
     dilations: Sequence[int],
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return the sizes of y and what is cut off in front and behind, as onnxruntime understands ConvTranspose.
+    """Return the sizes of y and the elements cut off before and after it, as onnxruntime understands ConvTranspose.
 
     An `output_shape`, or `auto_pad` with the target size * stride, says how much is cut off in all, at least nothing;
-    where y is larger than what is left, what the filter does not reach is bias alone.
+    where y is larger than the rest, elements that the filter does not reach are the bias alone.
     """
     rank, auto_pad = len(sizes), node.text("auto_pad", "NOTSET")
     extra = _integers(node, "output_padding", rank) or [0] * rank
-    beyond = [  # of all that the filter gives, what is more than size * stride
+    beyond = [  # elements of the full result beyond size * stride
         added + (taps - 1) * dilation + 1 - stride
         for stride, added, taps, dilation in zip(strides, extra, kernel, dilations, strict=True)
     ]

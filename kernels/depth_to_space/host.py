@@ -21,10 +21,10 @@ from onnxfuse.kernels.tensors import (
 )
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 
-MODES: Final = ("DCR", "CRD")  # of depth_to_space: channels of a deep pixel are (block, channel) or (channel, block)
+MODES: Final = ("DCR", "CRD")  # in depth_to_space, channels of a deep pixel are (block, channel) or (channel, block)
 MAX_BLOCK: Final = 8
 MAX_HELD: Final = 64  # elements of a thread
-THREADS: Final = 128  # of a block
+THREADS: Final = 128  # per block
 
 
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:

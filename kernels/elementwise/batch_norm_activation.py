@@ -25,8 +25,8 @@ from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Point
 from onnxfuse.runtime.symint import estimate, is_symbolic
 
 LANES: Final = 32  # threads side by side in a pixel, at most
-THREADS: Final = 256  # of a block, at most
-MAX_PIXELS: Final = 8  # of a thread
+THREADS: Final = 256  # the most per block
+MAX_PIXELS: Final = 8  # per thread
 BUSY_THREADS: Final = 1024  # per multiprocessor: with fewer, a thread has fewer pixels
 WEIGHTS: Final = ("scale", "bias", "mean", "var")
 
@@ -48,7 +48,7 @@ def batch_norm_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Devi
     lanes_c = math.ceil(vectors / math.ceil(vectors / LANES))
     lanes_p, blocks_c = THREADS // lanes_c, math.ceil(vectors / lanes_c)
     each = MAX_PIXELS
-    step = 4 if is_symbolic(pixels) else 2  # of fewer kernels one is compiled for each number
+    step = 4 if is_symbolic(pixels) else 2  # a kernel is compiled for each number, so there are fewer numbers
     while each > 1 and estimate(pixels * vectors) < each * BUSY_THREADS * device.multiprocessors:
         each = max(1, each // step)
     blocks = blocks_c * math.ceil(pixels / (lanes_p * each))

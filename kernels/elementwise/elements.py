@@ -21,11 +21,11 @@ from onnxfuse.kernels.tensors import (
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Scalar, TensorSpec
 from onnxfuse.runtime.symint import always, estimate, is_symbolic, maximum, minimum
 
-THREADS: Final = 128  # of a block
-SMALL_THREADS: Final = 256  # of a block, where a tensor has few vectors
+THREADS: Final = 128  # per block
+SMALL_THREADS: Final = 256  # per block, where a tensor has few vectors
 SMALL_VECTORS: Final = 128  # per multiprocessor: with fewer vectors, narrower ones are 5-10 % faster
 SMALL_WIDTH: Final = 2  # elements; vectors are narrowed down to this
-RESIDENT_THREADS: Final = 2048  # of a multiprocessor
+RESIDENT_THREADS: Final = 2048  # per multiprocessor
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class VectorTiling:
 
 
 def vector_tiling(count: int, max_width: int, device: Device) -> VectorTiling:
-    """Return the tiling for `count` elements, of which one load takes at most `max_width`.
+    """Return the tiling for `count` elements; one load takes at most `max_width` of them.
 
     For a symbolic count, there are three: narrow vectors, wide ones, and two wide ones for a thread.
     """

@@ -72,7 +72,7 @@ def _gated_plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -
     if is_symbolic(row) and not any(f"{name}_offset" in node.attributes for name in operands):
         row = 1  # rows do not matter without slices
     defines: Defines = {"Y_T": STORAGE[y.dtype], "ROW": row}
-    multiples: list[int] = []  # what vectors must divide, so that none crosses the border of a slice
+    multiples: list[int] = []  # vectors divide all of these, so that none crosses the border of a slice
     for name, tensor in operands.items():
         operand_row, offset = _operand_row(node, name, tensor, row)
         define = name.upper()
@@ -84,7 +84,7 @@ def _gated_plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -
 
 
 def _sliced_shape(node: FusedNode, name: str, tensor: TensorSpec) -> tuple[int, ...]:
-    """Return the shape of the slice of an operand, which is its own shape where the node has no offset for it."""
+    """Return the shape of the slice of an operand, its whole shape where the node has no offset for it."""
     if f"{name}_offset" not in node.attributes:
         return tensor.shape
     offset, size = node.integer(f"{name}_offset"), node.integer("d")

@@ -36,7 +36,7 @@ PER_ROW, PER_POSITION, PER_BATCH, PER_ALL = range(4)  # embedding.cuh's Broadcas
 class RowSource:
     """Where the rows of one addend come from: a table that ids index, or a tensor.
 
-    `lead` is the shape of the ids, or that of the tensor without its last axis.
+    `lead` is the shape of the ids, or the tensor's shape without its last axis.
     """
 
     name: str
@@ -157,7 +157,7 @@ def _broadcast(node: FusedNode, source: RowSource, ids: tuple[int, ...]) -> int:
 
 
 def _is_full(size: int, full: int) -> bool:
-    """Return whether an axis of an addend is as long as that of the ids; length 1 is broadcast to any dynamic dim."""
+    """Return whether an axis of an addend is as long as the ids' axis; length 1 is broadcast to any dynamic dim."""
     if known_equal((size,), (full,)):
         return True
     return is_symbolic(size) and expect_equal(size, full)
@@ -178,7 +178,7 @@ def _types(node: FusedNode, inputs: Sequence[TensorSpec], outputs: Sequence[Tens
 
 
 def _addends(node: FusedNode, tokens: RowSource, addends: Sequence[RowSource], ids: tuple[int, ...]) -> Defines:
-    """Return what the kernel must know of tokens and addends; an absent addend gets the types of the tokens."""
+    """Return the macros that describe tokens and addends; an absent addend gets the types of the tokens."""
     defines: Defines = {"ADDENDS": len(addends), "TABLE_T": STORAGE[tokens.values.dtype]}
     defines["IDS_T"] = IDS[tokens.ids_dtype]
     for number, source in enumerate([*addends, tokens, tokens][:2], 2):

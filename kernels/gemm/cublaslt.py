@@ -27,9 +27,9 @@ from onnxfuse.runtime.symint import gcd, is_symbolic
 log: Final = logging.getLogger("onnxfuse")
 
 MAX_ALGORITHMS: Final = 9  # cuBLASLt's first choice and eight more
-MAX_WORKSPACE_BYTES: Final = 32 << 20  # what NVIDIA recommends for Hopper
+MAX_WORKSPACE_BYTES: Final = 32 << 20  # NVIDIA's recommendation for Hopper
 CublasltActivation: TypeAlias = Literal["none", "relu", "gelu_tanh"]
-CUBLASLT_ACTIVATIONS: Final = get_args(CublasltActivation)  # those of cuBLASLt's epilogues
+CUBLASLT_ACTIVATIONS: Final = get_args(CublasltActivation)  # activations of cuBLASLt's epilogues
 
 
 def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
@@ -78,7 +78,7 @@ def _is_cublaslt_activation(activation: str) -> TypeGuard[CublasltActivation]:
 def _has_epilogue(gemm: Gemm) -> bool:
     """Return whether cuBLASLt computes the whole epilogue and rounds once.
 
-    In 16 bits, if rows are no whole vectors, cuBLASLt applies a bias or GELU in a second kernel, to a product that is
+    In 16 bits, if rows are not whole vectors, cuBLASLt applies a bias or GELU in a second kernel, to a product that is
     rounded already (300x257x129 with bias and residual: 13 % of the elements off by more than half a unit in the last
     place; cuBLASLt 13.1 on an H200).  ReLU commutes with rounding, and a residual alone is added by the product.
     """
@@ -146,7 +146,7 @@ def _with_epilogue_kernel(
 def epilogue(gemm: Gemm, device: Device, slices: int = 1) -> Launch:
     """Return the launch of epilogue.cu; the fp32 products are in scratch buffer 0 and, if gated, 1.
 
-    Scratch buffer 0 may hold several of them, for as many slices of k, one behind the other.
+    Scratch buffer 0 may hold several of them, for as many slices of k, one after the other.
     """
     y = TensorSpec((gemm.m, gemm.n), gemm.dtype, gemm.aligned)
     product = TensorSpec(y.shape, "float32")

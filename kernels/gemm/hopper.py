@@ -15,26 +15,26 @@ from onnxfuse.runtime.symint import always, best_first, maximum, minimum
 
 TILE_K: Final = 64  # elements of 16 bits of k in a stage: the 128 bytes that TMA swizzles
 ROW_BYTES: Final = 128
-GATE_IMAGES: Final = 8  # of which a stage holds factors: after so many rows the swizzle repeats
-SUBTILE: Final = 64  # rows of y that one TMA store writes, and columns where they divide those of a tile
+GATE_IMAGES: Final = 8  # images whose factors a stage holds: the swizzle repeats after so many rows
+SUBTILE: Final = 64  # rows of y per TMA store, and columns where they divide a tile's columns
 NARROW_SUBTILE: Final = 32  # columns of y that one TMA store writes of other tiles
 MIN_STAGES: Final = 3
 MAX_STAGES: Final = 12
 MAX_CONFIGS: Final = 4
 BARRIER_BYTES: Final = 256  # reserved for mbarriers
 GROUP_ROWS: Final = 2048  # rows of y that are computed before the next columns
-CLUSTER_CYCLES: Final = 2700  # of a cluster whose blocks share a tile: they start late, and wait for each other
-TURN_CYCLES: Final = 25  # of a step of a consumer that multiplies alone: the next one is not under way
-SHARED_TILE_CYCLES: Final = 300  # of a tile whose consumers share it, and begin and end together
-PROGRAM_REGISTERS: Final = 64  # beside accumulators and what a program reads; with fewer, some of these are spilled
-ROW_REGISTERS: Final = 2  # of a thread, for an operand of two bytes that has a number for each row
-MAX_ACCUMULATORS_OF_THREADS: Final = 128  # beside what a thread loads for the epilogue of fp32
-GATE_STEP_CYCLES: Final = 80.0  # that a stage of k takes longer if x is multiplied by a gate first
-RESERVED_BYTES: Final = 1024  # of shared memory, that the runtime takes for each block
-HALF_SHARE: Final = 0.85  # of a multiprocessor, in a block's products beside those of another
-START_CYCLES: Final = 2000.0  # of a block that has a multiprocessor, until its first products
-L2_BYTES: Final = 3950  # that all multiprocessors together read a cycle
-ALONE_SHARE: Final = 0.15  # of a product's own time, in what it costs a shared GPU
+CLUSTER_CYCLES: Final = 2700  # per cluster whose blocks share a tile: they start late, and wait for each other
+TURN_CYCLES: Final = 25  # per step of a consumer that multiplies alone: the next step is not under way
+SHARED_TILE_CYCLES: Final = 300  # per tile that consumers share, and begin and end together
+PROGRAM_REGISTERS: Final = 64  # beside accumulators and a program's operands; with fewer, some are spilled
+ROW_REGISTERS: Final = 2  # per thread, for an operand of two bytes that has a number for each row
+MAX_ACCUMULATORS_OF_THREADS: Final = 128  # beside a thread's loads for the epilogue of fp32
+GATE_STEP_CYCLES: Final = 80.0  # extra time per stage of k if x is multiplied by a gate first
+RESERVED_BYTES: Final = 1024  # of shared memory that the runtime takes per block
+HALF_SHARE: Final = 0.85  # share of a multiprocessor that a block's products get beside another block's
+START_CYCLES: Final = 2000.0  # from the time a block has a multiprocessor to its first products
+L2_BYTES: Final = 3950  # per cycle, read by all multiprocessors together
+ALONE_SHARE: Final = 0.15  # weight of a product's own time in its cost for a shared GPU
 PENALTY: Final = 1e9  # clock cycles, more than any product takes, for a block whose cluster waits for others to end
 
 
@@ -143,13 +143,13 @@ def cycles(gemm: Gemm, config: HopperConfig, device: Device, row_cycles: float =
         waiting: int = maximum(0, blocks_beyond_room(gemm, config, device))
         return mainloop + exchange + CLUSTER_CYCLES + PENALTY * waiting
     rounds = -(-tile_count(gemm, config) // device.multiprocessors)
-    if config.pingpong or config.half:  # another consumer multiplies meanwhile, and waits for what is left
+    if config.pingpong or config.half:  # another consumer multiplies meanwhile, and waits for the rest
         return rounds * (mainloop + 0.45 * epilogue) + 0.55 * epilogue
     return rounds * (mainloop + epilogue + SHARED_TILE_CYCLES)
 
 
 def least_cycles(gemm: Gemm, device: Device) -> float:
-    """Return what `cycles` says of the config that it says least of; one must fit."""
+    """Return the fewest `cycles` of any config; one must fit."""
     every = [cycles(gemm, config, device) for config in CONFIGS if fits(gemm, config, device)]
     least: float = minimum(*every)
     return least
@@ -158,7 +158,7 @@ def least_cycles(gemm: Gemm, device: Device) -> float:
 def step_cycles(config: HopperConfig, row_cycles: float = 0.0) -> float:
     """Estimate the clock cycles of a stage of k, as `cycles` does."""
     rows, columns = config.tile_m, config.tile_n
-    multiply = rows * columns * TILE_K / 2048  # in TF32 as well, of half as many elements
+    multiply = rows * columns * TILE_K / 2048  # the same in TF32, which has half as many elements
     shared = 2 * rows + columns + rows * columns / 64  # 128 bytes each, that TMA writes and wgmmas of 64 rows read
     load = (rows + columns) * ROW_BYTES / 56  # bytes a cycle from L2
     return max(0.95 * multiply + 0.4 * shared, load, row_cycles * rows) + TURN_CYCLES * config.pingpong
@@ -167,16 +167,16 @@ def step_cycles(config: HopperConfig, row_cycles: float = 0.0) -> float:
 def _tile_cycles(gemm: Gemm, config: HopperConfig, row_cycles: float) -> tuple[float, float]:
     """Estimate the clock cycles of a tile's products, or of its slice of k, and of an epilogue without a split of k."""
     instructions = 8 + {"none": 0, "gelu": 13}.get(gemm.activation, 10) + 4 * bool(gemm.residual)
-    moved = ITEM_BYTES[gemm.dtype] * (1 + bool(gemm.residual)) / 32  # cycles for what an element of y moves
+    moved = ITEM_BYTES[gemm.dtype] * (1 + bool(gemm.residual)) / 32  # cycles for the bytes that an element of y moves
     epilogue = config.tile_m * tile_columns(gemm, config) * max(instructions / 128, moved)
     step = step_cycles(config, row_cycles) + (GATE_STEP_CYCLES if gemm.gate else 0.0)
     return -(-gemm.k // (stage_k(gemm) * config.split_k)) * step, epilogue
 
 
 def shared_cycles(gemm: Gemm, config: HopperConfig, device: Device) -> float:
-    """Estimate what a product takes of a GPU whose multiprocessors other runs use too, in clock cycles of all of it.
+    """Estimate a product's share of a GPU that other runs use too, in clock cycles of the whole GPU.
 
-    It is the time for which its blocks have multiprocessors, and that of its reads from L2, which all runs share. A
+    It is the time for which its blocks have multiprocessors, and the time of its reads from L2, which all runs share. A
     part of its own time is added, so that it is not computed by few blocks.
     """
     tiles, alone = tile_count(gemm, config), cycles(gemm, config, device)
@@ -197,10 +197,10 @@ def shared_cycles(gemm: Gemm, config: HopperConfig, device: Device) -> float:
 def fits(gemm: Gemm, config: HopperConfig, device: Device) -> bool:
     """Return whether registers and shared memory have room for the config, and whether a split of k has its use."""
     if config.split_k > 1:
-        if gemm.grouped or gemm.k <= (config.split_k - 1) * stage_k(gemm):  # then a block would have nothing of k
+        if gemm.grouped or gemm.k <= (config.split_k - 1) * stage_k(gemm):  # a block would have no part of k
             return False
         beyond = blocks_beyond_room(gemm, config, device)
-        if always(lambda: beyond > 0, beyond):  # where that depends on dynamic sizes, `cycles` says so
+        if always(lambda: beyond > 0, beyond):  # where this depends on dynamic sizes, `cycles` decides
             return False
     if not _has_registers(gemm, config) or stages(gemm, config, device) < MIN_STAGES:
         return False
@@ -222,7 +222,7 @@ def fits(gemm: Gemm, config: HopperConfig, device: Device) -> bool:
 
 
 def _has_registers(gemm: Gemm, config: HopperConfig, subtiles: int = 1) -> bool:
-    """Return whether registers hold what a program reads for so many subtiles beside the accumulators.
+    """Return whether registers hold a program's operands for so many subtiles beside the accumulators.
 
     Beside one column vector at most, a program takes no more of them than the fixed epilogue if it reads nothing. Of a
     product without a residual, it may read a number for each row as well.
@@ -268,7 +268,7 @@ def tile_columns(gemm: Gemm, config: HopperConfig) -> int:
 def fixed_bytes(gemm: Gemm, config: HopperConfig) -> int:
     """Return the bytes of shared memory beside the ring of stages."""
     if config.split_k > 1:
-        eights = config.tile_m // SUBTILE // config.consumers * tile_columns(gemm, config) // 8  # of a thread, of y
+        eights = config.tile_m // SUBTILE // config.consumers * tile_columns(gemm, config) // 8  # per thread
         sums = (config.split_k - 1) * -(-eights // config.split_k) * gemm.weight_count
         return sums * config.consumers * 128 * 16 + BARRIER_BYTES
     if gemm.dtype == "float32":  # results and column vectors stay in registers

@@ -20,7 +20,7 @@ from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans
 
 MAX_GROUPED: Final = 4  # implementations that compute all products in one launch, of MAX_IMPLEMENTATIONS
-SUFFIXES: Final = ("", "_2", "_3")  # of the operands' and attributes' names of the first, second and third product
+SUFFIXES: Final = ("", "_2", "_3")  # end the names of operands and attributes of the first, second and third product
 
 
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:

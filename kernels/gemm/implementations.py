@@ -11,9 +11,9 @@ from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, Launch
 from onnxfuse.runtime.symint import estimate, for_later_plans, is_symbolic
 
-MAX_IMPLEMENTATIONS: Final = 8  # candidates, of which tuning compiles and times each
+MAX_IMPLEMENTATIONS: Final = 8  # candidates; tuning compiles and times each of them
 
-MAX_OF_GATES: Final = 3  # of each kind, with a gate in front of x
+MAX_OF_GATES: Final = 3  # implementations of each kind, where x has a gate
 
 # Many rows of few columns: most of a tile of wgmma is empty, and cuBLASLt is faster on an H200 where one call of it is
 # enough. 401408x16x32 takes 14.8 us so and 37.7 in tiles of 64x64, 100352x24x72 10.4 and 24.9, 401408x64x16 24.5 and
@@ -61,7 +61,7 @@ def implementations_if_any(gemm: Gemm, device: Device) -> list[Implementation]:
 def _behind_a_gate(gemm: Gemm, device: Device) -> list[Implementation]:
     """Return the ways to run a product whose x is multiplied by a gate first.
 
-    Of few columns memory is the limit, which tiles of mma.sync, of which many are resident, are nearer to: on an H200,
+    With few columns memory is the limit, and tiles of mma.sync come nearer to it, as many are resident: on an H200,
     100352x24x144 takes 17.2 us so, 18.6 in tiles of wgmma, and 27.7 as a channel_scale and the product; 25088x40x240
     9.8, 8.1 and 13.6.
     """
@@ -102,7 +102,7 @@ def _is_split(wgmma: Implementation) -> bool:
 def _has_empty_tiles(gemm: Gemm) -> bool:
     """Return whether there are many rows, of so few columns that cuBLASLt is expected to be faster than wgmma.
 
-    A symbolic number of rows is not asked: guards of the library's plans are those of later ones there.
+    No condition on a symbolic number of rows: there the library's plans are guarded like other later plans.
     """
     few = gemm.n <= FEW_COLUMNS or (gemm.k <= SHORT_K and gemm.n <= COLUMNS_OF_SHORT_K)
     return few and not is_symbolic(gemm.m) and gemm.m >= MANY_ROWS

@@ -16,8 +16,8 @@ from onnxfuse.runtime.symint import best_first
 
 MMA_ARCH: Final = 80  # the first compute capability with bf16, TF32 and cp.async
 SUMS_PADDING: Final = 8  # floats: SUMS_PITCH - TILE_N of gemm_mma.cu
-MAX_CHUNKS: Final = {16: 12, 8: 8, 4: 6, 2: 5}  # of 16 bytes a thread, by the bytes of a copy: registers hold no more
-RESERVED_BYTES: Final = 1024  # of shared memory, for each block
+MAX_CHUNKS: Final = {16: 12, 8: 8, 4: 6, 2: 5}  # of 16 bytes, that a thread's registers hold, by the bytes of a copy
+RESERVED_BYTES: Final = 1024  # of shared memory per block
 GROUP_M: Final = 8  # rows of tiles that are computed before the next columns
 
 
@@ -74,7 +74,7 @@ GATE_CONFIGS: Final = (
     MmaConfig(32, 96, 128, 4, 2, 2, min_blocks=2),
     MmaConfig(32, 32, 128, 6, 2, 1, min_blocks=4),
 )
-GATE_COLUMNS: Final = 64  # of y, whose multiplication takes as long as to load and to multiply x by the gate
+GATE_COLUMNS: Final = 64  # columns of y that take as long as loading x and multiplying it by the gate
 GATE_TILE: Final = 1500  # elements of y, whose multiplication takes as long as to begin and to end a tile
 
 

@@ -9,10 +9,10 @@ from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, VECTOR_BYTES
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar
 
-MAX_COPIES: Final = 4  # of one launch: x and three weights, or x, two weights and a residual
-WARPS: Final = 8  # of a block
+MAX_COPIES: Final = 4  # per launch: x and three weights, or x, two weights and a residual
+WARPS: Final = 8  # per block
 PAIRS: Final = 8  # pairs of 16-bit elements that a lane copies
-SEGMENT_BYTES: Final = 32 * PAIRS * 4  # that a warp copies
+SEGMENT_BYTES: Final = 32 * PAIRS * 4  # bytes per warp
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def scratch_bytes(copies: list[Copy]) -> tuple[int, ...]:
 
 
 def launches(copies: list[Copy], device: Device) -> tuple[Launch, ...]:
-    """Return the one launch that makes all copies; none if there are no copies."""
+    """Return the one launch that makes all copies; an empty tuple if there are no copies."""
     if not copies:
         return ()
     arguments: list[Argument] = []

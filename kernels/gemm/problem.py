@@ -24,7 +24,7 @@ class Gemm:
     m: int
     n: int
     k: int
-    dtype: str  # of all matrices and vectors
+    dtype: str  # dtype of all matrices and vectors
     transposed: bool
     aligned: bool  # every pointer is a multiple of 16 bytes
     x: Pointer
@@ -33,7 +33,7 @@ class Gemm:
     bias: Pointer | None = None  # n elements
     up: Pointer | None = None  # the second weight of a gated product
     up_bias: Pointer | None = None  # n elements
-    slope: Pointer | None = None  # n elements: those of a PRelu, which is the activation
+    slope: Pointer | None = None  # n slopes of a PRelu, which is the activation
     column_scale: Pointer | None = None  # n elements
     column_shift: Pointer | None = None  # n elements
     residual: Pointer | None = None
@@ -60,7 +60,7 @@ class Gemm:
 
     @property
     def extra(self) -> Pointer | None:
-        """The column vector of which an epilogue has at most one: up_bias, slope or column_shift."""
+        """The column vector up_bias, slope or column_shift; an epilogue has at most one of them."""
         return self.up_bias or self.slope or self.column_shift
 
     @property

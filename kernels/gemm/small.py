@@ -1,4 +1,4 @@
-"""Matrix products of a few rows, whose time is that of reading the weights: which kernel takes which."""
+"""The choice of kernels for products of a few rows, which take as long as reading the weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onnxfuse.kernels.tensors import ITEM_BYTES, VECTOR_BYTES
 from onnxfuse.runtime.plan import Device, Kernel, Launch
 from onnxfuse.runtime.symint import for_later_plans
 
-MAX_ROWS: Final = 64  # of x: beyond, arithmetic counts as much as the weights' bytes
+MAX_ROWS: Final = 64  # rows of x; with more, arithmetic counts as much as the weights' bytes
 MAX_DOT_ROWS: Final = 8
 
 
@@ -26,7 +26,7 @@ class DotConfig:
     warps_n: int
     warps_k: int
     loads: int
-    lanes: int = 32  # along n, if w is k x n
+    lanes: int = 32  # lanes along n, if w is k x n
     unroll: int = 1  # if w is n x k
 
     @property

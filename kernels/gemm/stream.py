@@ -14,15 +14,15 @@ from onnxfuse.kernels.tensors import ABSENT
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar, TensorMap
 
 TMA_ARCH: Final = 90  # the first compute capability with TMA
-ROW_BYTES: Final = 128  # of k, in a stage
+ROW_BYTES: Final = 128  # bytes of k per stage
 TILE_K: Final = 64  # the elements in them
 PANEL: Final = 64  # columns of a TMA box if w is k x n
 SUMS_PADDING: Final = 4  # floats: SUMS_PITCH - TILE_N of gemm_stream.cu
-MAX_SUMS: Final = 4096  # of a warp: 128 a thread
+MAX_SUMS: Final = 4096  # per warp: 128 per thread
 TILES_M: Final = (8, 16, 32, 64)
-TILES_N: Final = (32, 64, 128)  # where all hold as much of the weights in flight, more blocks share the work
+TILES_N: Final = (32, 64, 128)  # where all hold equally many bytes in flight, the smallest gives the most blocks
 CLUSTERS: Final = (1, 2, 4, 8)
-BUSY_SHARE: Final = 0.5  # of the multiprocessors, which read nearly as fast as all of them
+BUSY_SHARE: Final = 0.5  # share of multiprocessors that reads nearly as fast as all of them
 
 
 @dataclass(frozen=True)

@@ -29,16 +29,16 @@ from onnxfuse.kernels.tensors import VECTOR_BYTES
 from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.symint import estimate
 
-BLOCK_THREADS: Final = 256  # of a block that has a row in registers
+BLOCK_THREADS: Final = 256  # threads of a block that has a row in registers
 SINGLES_THREADS: Final = 128  # the same, of single elements
 WARP_ROW: Final = 32 * MAX_VALUES  # elements of the longest row of a warp
-BLOCK_ROW: Final = BLOCK_THREADS * MAX_VALUES  # of the longest one of a block
+BLOCK_ROW: Final = BLOCK_THREADS * MAX_VALUES  # elements of a block's longest row
 
 
 def short_rows(length: int, width: int, device: Device, item_bytes: Sequence[int]) -> RowTiling:
-    """Return the tiling of rows that are mostly short, and of any width: those of scores along a sequence.
+    """Return the tiling of rows that are mostly short, and of any width, such as scores along a sequence.
 
-    Most lengths of a sequence are no multiple of a vector, so that rows of single elements have two ranges of their
+    Most lengths of a sequence are not a multiple of a vector, so that rows of single elements have two ranges of their
     own. Long rows, which share one kernel, are read twice, element by element.
     """
     if _within(length, SHORT_ROW):
@@ -53,7 +53,7 @@ def short_rows(length: int, width: int, device: Device, item_bytes: Sequence[int
 
 
 def long_rows(length: int, width: int, device: Device, item_bytes: Sequence[int]) -> RowTiling:
-    """Return the tiling of rows that may be long, and are mostly whole vectors: those of the pixels of an image."""
+    """Return the tiling of rows that may be long, and are mostly whole vectors, such as the pixels of an image."""
     if width == 1:
         return _row_read_twice(width, 1)
     if _within(length, WARP_ROW):

@@ -58,7 +58,7 @@ def group_norm_plan(
     else:
         tiling = row_tiling(rows, length, width, device, item_bytes)
     tiling = (with_registers_to_spare(tiling) or tiling) if program else tiling
-    packs = spatial // tiling.width  # which may be narrower
+    packs = spatial // tiling.width  # packs may be narrower
     defines: Defines = {
         "X_T": STORAGE[x.dtype], "SCALE_T": STORAGE[scale.dtype], "BIAS_T": STORAGE[bias.dtype],
         "Y_T": STORAGE[y.dtype], "ROW": length, "STREAMED": streamed_rows([x, y], length, width), "GROUPS": groups,

@@ -29,16 +29,16 @@ from onnxfuse.runtime.symint import best_first, estimate, is_symbolic, maximum, 
 
 CLUSTER_ARCH: Final = 90  # the first compute capability with clusters
 CLUSTERS: Final = (1, 2, 4, 8)
-THREADS: Final = 512  # of a block, at most, where a pixel has no more vectors
+THREADS: Final = 512  # the most threads per block, where a pixel has no more vectors
 MAX_THREADS: Final = 1024
-SECTOR_BYTES: Final = 32  # what memory moves at once
-LINE_BYTES: Final = 128  # of the L2 cache
-MAX_MERGED: Final = 32  # groups of a block of two launches, if it has a line of each pixel: those of a usual GroupNorm
-STATIC_BYTES: Final = 48 << 10  # of shared memory of a block, without asking
-MAX_CHUNKS: Final = 256  # of an image, in two launches
-CHUNK_PIXELS: Final = 2  # of a thread, at least
-MAX_CANDIDATES: Final = 2  # of one launch
-USUAL_IMAGES: Final = (1, 2, 8, 32)  # for which tilings are chosen where the numbers are symbolic
+SECTOR_BYTES: Final = 32  # the unit in which memory moves bytes
+LINE_BYTES: Final = 128  # per line of the L2 cache
+MAX_MERGED: Final = 32  # groups per block of two launches with a line per pixel, as in a usual GroupNorm
+STATIC_BYTES: Final = 48 << 10  # of shared memory per block, without opting in
+MAX_CHUNKS: Final = 256  # chunks per image, in two launches
+CHUNK_PIXELS: Final = 2  # the fewest pixels per thread
+MAX_CANDIDATES: Final = 2  # candidates of one launch
+USUAL_IMAGES: Final = (1, 2, 8, 32)  # numbers of images for which tilings are chosen where they are symbolic
 USUAL_PIXELS: Final = (64, 256, 1024, 4096, 16384)
 MAX_USUAL_TILINGS: Final = 4  # each is a kernel
 LEAST_ROOM: Final = 24 << 10  # bytes of shared memory, from which an image of symbolic size gets a half of it or all
@@ -46,14 +46,14 @@ LEAST_ROOM: Final = 24 << 10  # bytes of shared memory, from which an image of s
 # What launches take, in microseconds, from an H200 with 21 shapes in fp16, from 1x32x32x512 to 1x512x512x128, in one
 # launch of up to three tilings and in two: two take 0.8 to 1.3 times their estimate. Of the 18 shapes whose way of the
 # lowest estimate was measured, it is the fastest for 17, and takes 1.03 times as long as that for the other.
-WAVE_US: Final = 3.2  # of blocks that run at a time, with no bytes to move
+WAVE_US: Final = 3.2  # per wave of blocks, without bytes to move
 BYTES_PER_MULTIPROCESSOR: Final = 30e3
 BYTES_OF_MEMORY: Final = 4.2e6
-BARRIER_US: Final = 0.1  # for each block of a cluster; chosen so that of equals the smaller cluster comes first
-TWO_LAUNCHES_US: Final = 5.7  # with no bytes to move
+BARRIER_US: Final = 0.1  # per block of a cluster; makes the smaller of two equal clusters come first
+TWO_LAUNCHES_US: Final = 5.7  # without bytes to move
 BYTES_OF_TWO_LAUNCHES: Final = 3.4e6
 FULL_CLUSTER: Final = 2  # larger clusters do not fill the chip: in fours, 128 blocks take the time of two waves
-ROOM_OF_CLUSTERS: Final = 0.75  # of the multiprocessors, for those
+ROOM_OF_CLUSTERS: Final = 0.75  # share of multiprocessors that clusters occupy
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class GroupNorm:
     group: int  # channels of one
     width: int  # elements of a vector
     y: TensorSpec
-    item_bytes: int  # of an element of x
+    item_bytes: int  # bytes per element of x
     defines: Defines
     operands: tuple[Argument, ...]
     epsilon: Scalar
@@ -206,12 +206,12 @@ def _streamed(norm: GroupNorm, blocks_of_image: str) -> int | str:
 
 
 def _chunks(norm: GroupNorm, tiling: GroupTiling, device: Device) -> int:
-    """Return the parts of an image, each of which blocks of their own add up in the first of two launches."""
+    """Return the parts of an image; in the first of two launches, separate blocks sum each part."""
     wanted = math.ceil(2 * device.multiprocessors / (norm.images * (norm.channels // tiling.subset)))
     each = maximum(CHUNK_PIXELS, math.ceil(norm.pixels / (tiling.lanes_p * minimum(MAX_CHUNKS, wanted))))
     chunks: int = math.ceil(
         norm.pixels / (tiling.lanes_p * each)
-    )  # of as many pixels as rows of threads take at a time
+    )  # each has as many pixels as the rows of threads take at a time
     return chunks
 
 
@@ -251,7 +251,7 @@ def one_launch_tilings(
 
 
 def _time(tiling: GroupTiling, images: int, pixels: int, channels: int, item_bytes: int, device: Device) -> float:
-    """Return what one launch is expected to take, in microseconds."""
+    """Return the expected time of one launch, in microseconds."""
     rows, bytes_of_pixel = math.ceil(pixels / tiling.cluster), tiling.subset * item_bytes
     sectors = bytes_of_pixel + (0 if bytes_of_pixel % SECTOR_BYTES == 0 else SECTOR_BYTES // 2)
     blocks = images * (channels // tiling.subset) * tiling.cluster

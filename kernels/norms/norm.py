@@ -122,7 +122,7 @@ def _check(node: FusedNode, inputs: Sequence[TensorSpec], x: TensorSpec, length:
 
 
 def _types(node: FusedNode, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Defines:
-    """Return storage types and what is present; the type of an absent operand does not matter."""
+    """Return storage types and which operands are present; the type of an absent operand does not matter."""
     x, scale = required_spec(node, inputs, "x"), required_spec(node, inputs, "scale")
     residual, bias = operand_spec(node, inputs, "residual"), operand_spec(node, inputs, "bias")
     return {

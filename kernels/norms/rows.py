@@ -25,7 +25,7 @@ from onnxfuse.runtime.symint import always, estimate, is_symbolic, minimum
 MAX_GRID: Final = 2**31 - 1  # blocks of a launch
 CLUSTER_ARCH: Final = 90  # compute capability from which blocks form clusters
 MAX_CLUSTER: Final = 8  # the portable limit
-MAX_THREADS: Final = 1024  # of a block
+MAX_THREADS: Final = 1024  # per block
 
 # Values per thread live in fp32 registers beside their weights: 48 registers for 16 values, up to 80 for 32.
 USUAL_VALUES: Final = 16  # per thread
@@ -34,17 +34,17 @@ MAX_WARP_VALUES: Final = 32  # per thread, up to which a warp has the row to its
 MAX_PREFETCH_VALUES: Final = 16  # per thread, up to which there are registers for weights loaded along with the row
 MAX_WARP_PREFETCH_VALUES: Final = 24  # the same in a warp's row that nothing is added to
 MAX_BLOCK_VALUES: Final = 20  # per thread, in a block of 1024 threads, which have 64 registers each
-USUAL_THREADS: Final = 512  # of a block, before threads take more values
-RESIDENT_BYTES: Final = 48 << 10  # of rows that a multiprocessor shall hold, where registers limit it
-WARP_BLOCK_THREADS: Final = 128  # of a block whose rows belong to a warp or less
-REGISTERS: Final = 65536  # of a multiprocessor
-# (registers of a thread, those of them that may hold data) where a thread holds a part of a row and loads the next
+USUAL_THREADS: Final = 512  # per block, before threads take more values
+RESIDENT_BYTES: Final = 48 << 10  # bytes of rows to keep resident per multiprocessor, where registers are the limit
+WARP_BLOCK_THREADS: Final = 128  # per block whose rows belong to a warp or less
+REGISTERS: Final = 65536  # per multiprocessor
+# (registers per thread, registers for data) where a thread holds a part of a row and loads the next
 # one's; addresses and sums need the others. A warp holds its row with the weights, a block without.
 WARP_PERSISTENT_REGISTERS: Final = (128, 72)
 BLOCK_PERSISTENT_REGISTERS: Final = (64, 32)
 MAX_PERSISTENT_ROUNDS: Final = 4  # rows per resident block, up to which a persistent grid is expected to be faster
 ARCHS_OF_32_BLOCKS: Final = (80, 90, 100)  # compute capabilities with 32 resident blocks on a multiprocessor
-MAX_RESIDENT_BLOCKS: Final = 16  # of a multiprocessor, on the others
+MAX_RESIDENT_BLOCKS: Final = 16  # per multiprocessor, on the others
 MIN_REGISTERS: Final = 64  # per thread, to which a kernel may be held: fewer would slow none down, but help none
 
 # Few rows: their latency is all that counts, so that many chunks are better than a wide block's barrier (33x1023 fp16,
@@ -56,7 +56,7 @@ FEW_ROWS_THREADS: Final = 128
 
 # Short rows that are small altogether: narrower vectors for more threads or more loads of a thread at once (4096x64
 # fp16, layer_norm: 1.87 us with vectors of 2, 2.04 with 8).
-SMALL_ELEMENTS: Final = 1 << 19  # of all rows
+SMALL_ELEMENTS: Final = 1 << 19  # elements of all rows
 SHORT_ROW: Final = 256  # elements
 SHORT_ROW_WIDTH: Final = 2
 SHORT_ROW_VALUES: Final = 8
@@ -65,12 +65,12 @@ SHORT_ROW_VALUES: Final = 8
 # worth is on its way at once. With a residual there is twice as much to keep, and registers are faster.
 SHARED_BLOCKS: Final = ((512, 2), (256, 3))  # (threads, resident blocks) where one block has the row, where several do
 SHARED_CHUNKS: Final = 4
-SHARED_BYTES: Final = 64 << 10  # of a block, so that three are resident
-SPARE_SHARED_BYTES: Final = 12 << 10  # of a block, for partials
-CLUSTER_THREADS: Final = 512  # of a block that shares its row with others in registers
+SHARED_BYTES: Final = 64 << 10  # per block, so that three are resident
+SPARE_SHARED_BYTES: Final = 12 << 10  # per block, for partial sums
+CLUSTER_THREADS: Final = 512  # per block that shares its row with others in registers
 CLUSTER_MIN_BLOCKS: Final = 2
-REREAD_THREADS: Final = 512  # of a block whose rows are read twice
-REREAD_CHUNKS: Final = 8  # vectors per thread and batch, of which each needs addresses of its own
+REREAD_THREADS: Final = 512  # per block whose rows are read twice
+REREAD_CHUNKS: Final = 8  # vectors per thread and batch; each needs its own addresses
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class RowTiling:
     persistent: bool = False
     in_shared: bool = False
     min_blocks: int = 1
-    max_blocks: int = MAX_GRID  # of a launch; with fewer blocks than rows, blocks take further rows
+    max_blocks: int = MAX_GRID  # per launch; with fewer blocks than rows, blocks take further rows
     longest: int | None = None  # elements of the longest row, where the length is symbolic; 0: there is no limit
 
     @property
@@ -114,9 +114,9 @@ def row_tiling(
     weight_bytes: int = 0,
     max_threads: int = USUAL_THREADS,
 ) -> RowTiling:
-    """Return the tiling for `rows` rows of `length` elements, of which one load takes `width`.
+    """Return the tiling for `rows` rows of `length` elements; one load takes `width` of them.
 
-    An element takes `item_bytes` of each input, and `weight_bytes` of what all rows share. A block has at most
+    An element takes `item_bytes` of each input, and `weight_bytes` of operands that all rows share. A block has at most
     `max_threads`, as long as these can hold the row. Raises ValueError for a row of 2**31 elements or more.
     """
     if length >= 2**31:
@@ -173,7 +173,7 @@ def persistent_is_faster(usual: RowTiling, persistent: RowTiling, rows: int, dev
 
 
 def with_registers_to_spare(tiling: RowTiling) -> RowTiling | None:
-    """Return a tiling for a kernel with a program; None if a block has no registers left for what that reads."""
+    """Return a tiling for a kernel with a program; None if registers do not hold the program's operands."""
     if tiling.threads <= 32:
         return tiling
     return None if tiling.max_blocks < MAX_GRID else replace(tiling, min_blocks=max(1, tiling.min_blocks - 1))
@@ -207,7 +207,7 @@ def resident_blocks(tiling: RowTiling, device: Device, item_bytes: Sequence[int]
     """Return how many blocks are resident if registers hold the inputs or values of a warp's row, and its weights."""
     if device.arch < 80:
         return 1  # the code for it needs more registers than are counted here
-    words = max(4, sum(item_bytes)) + weight_bytes  # of a value, in bytes
+    words = max(4, sum(item_bytes)) + weight_bytes  # bytes per value
     registers = 16 + tiling.width * tiling.chunks * words // 4
     per_thread = max(MIN_REGISTERS, 8 * _ceil_div(registers, 8))
     fitting = REGISTERS // (per_thread * tiling.threads * tiling.rows_per_block)
@@ -339,7 +339,7 @@ def row_launch(
 
 
 def _whole_rows(tiling: RowTiling, rows: int, device: Device) -> Defines:
-    """Return what the number of rows decides: whether all blocks are whole, and whether the next kernel starts early.
+    """Return whether all blocks are whole, and whether the next kernel starts early, by the number of rows.
 
     Where the length is known, `row_tiling` has asked already whether rows are few.
     """

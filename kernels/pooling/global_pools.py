@@ -19,13 +19,13 @@ from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, P
 from onnxfuse.runtime.symint import estimate, is_symbolic, maximum
 
 CLUSTER_ARCH: Final = 90  # the first compute capability with clusters
-LINE_BYTES: Final = 128  # of a pixel that a block reads, where it has so many
-MIN_THREADS, MAX_THREADS = 128, 512  # of a block
+LINE_BYTES: Final = 128  # per pixel and block, where a pixel has so many
+MIN_THREADS, MAX_THREADS = 128, 512  # per block
 PIXELS_PER_THREAD: Final = 4  # a block has more threads while they have more pixels each
-DYNAMIC_THREADS: Final = 256  # of a block, where the number of pixels is dynamic
+DYNAMIC_THREADS: Final = 256  # per block, where the number of pixels is dynamic
 BUSY_THREADS: Final = 1024  # per multiprocessor: with fewer, an image's pixels are divided among blocks
 MAX_CLUSTER: Final = 8
-MAX_PARTS: Final = 32  # of an image, where another launch merges them
+MAX_PARTS: Final = 32  # per image, where another launch merges them
 LOADS: Final = 4
 
 
@@ -101,7 +101,7 @@ def _launch(
     cluster: int,
     device: Device,
 ) -> Launch:
-    """Return one launch; `factor` is what sums are multiplied with."""
+    """Return one launch; sums are multiplied by `factor`."""
     width = int(defines["WIDTH"])
     constants = {"LANES_C": tiling.lanes_c, "LANES_P": tiling.lanes_p, "LOADS": LOADS, "CLUSTER": cluster}
     kernel = Kernel(node.fusion, node.fusion, {**defines, **constants})

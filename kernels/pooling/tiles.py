@@ -23,11 +23,11 @@ from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Point
 from onnxfuse.runtime.symint import estimate, is_symbolic
 
 TILES: Final = ((2, 2), (1, 2), (1, 1))  # rows and columns of results of a thread
-THREADS: Final = 128  # of a block, at most
-LINE_BYTES: Final = 128  # of a pixel that neighbouring threads read, where it has so many
+THREADS: Final = 128  # the most per block
+LINE_BYTES: Final = 128  # per pixel for neighbouring threads, where a pixel has so many
 BUSY_THREADS: Final = 256  # per multiprocessor: with fewer, tiles are made smaller
 LANES_W: Final = 8  # threads along a row, at most
-UNROLLED_LOADS: Final = 36  # of a tile's windows; the rows of larger windows are a loop
+UNROLLED_LOADS: Final = 36  # loads of a tile's windows; the rows of larger windows are a loop
 MAX_CHUNK: Final = 9  # vectors of a row that a thread has in flight
 MAX_BLOCKS: Final = 2**31 - 1
 
@@ -49,7 +49,7 @@ class Tiling:
         return images * planes.y_size * down * across * math.ceil(vectors / self.lanes_c)
 
     def results(self, vectors: int) -> int:
-        """Return the vectors of y that a block computes, in the mean of those of a row of blocks."""
+        """Return the vectors of y per block, on average over a row of blocks."""
         return self.tile_h * self.tile_w * self.lanes_w * self.lanes_h * vectors // math.ceil(vectors / self.lanes_c)
 
 

@@ -23,7 +23,7 @@ AUTO_PADS: Final = ("NOTSET", "VALID", *SAME)
 class Window:
     """A window along one axis: y has `y_size` elements, and element i is of x[i * stride - pad_begin + k * dilation].
 
-    k goes from 0 to `kernel` - 1; what is outside x, which has `size` elements, is padding.
+    k goes from 0 to `kernel` - 1; positions outside of x, which has `size` elements, are padding.
     """
 
     size: int
@@ -35,7 +35,7 @@ class Window:
     pad_end: int = 0
 
 
-UNIT: Final = Window(1, 1, 1)  # along an axis that a node does not have
+UNIT: Final = Window(1, 1, 1)  # for an axis that a node does not have
 
 
 def unsupported_window(node: FusedNode) -> str | None:
@@ -108,7 +108,7 @@ def _integers(node: FusedNode, name: str, default: tuple[int, ...]) -> tuple[int
 def _automatic_pads(auto_pad: str, size: int, kernel: int, stride: int) -> tuple[int, int] | None:
     """Return the padding before and after x that auto_pad asks for; None if it leaves that to pads.
 
-    Like onnxruntime's, that of SAME_UPPER and SAME_LOWER does not look at dilations.  It is negative where the stride
+    As in onnxruntime, the padding of SAME_UPPER and SAME_LOWER ignores dilations.  It is negative where the stride
     passes the window, and is halved as C++ halves.
     """
     if auto_pad == "NOTSET":

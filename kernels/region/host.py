@@ -16,8 +16,8 @@ from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 from onnxfuse.runtime.symint import maximum, without_soft_guards
 
 WORD: Final = 2**31  # elements, from which on indices have 64 bits
-MAX_BEYOND: Final = 2**21  # how far indices of threads that have no element exceed the last element's, at most
-MAX_OPERATIONS: Final = 200  # of a program: the text of a longer one takes long to compile
+MAX_BEYOND: Final = 2**21  # the most by which indices of threads without an element exceed the last element's
+MAX_OPERATIONS: Final = 200  # per program: longer texts take long to compile
 
 
 def supports(node: FusedNode, dtypes: Sequence[str], device: Device) -> str | None:

@@ -13,7 +13,7 @@ from onnxfuse.kernels.region.operators import BYTES
 from onnxfuse.kernels.tensors import VECTOR_BYTES
 
 MAX_INTERLEAVED: Final = 32  # elements of such an axis, and of all vectors of a thread
-MIN_CHUNK_BYTES: Final = 4  # of what a thread stores at once
+MIN_CHUNK_BYTES: Final = 4  # bytes that a thread stores at once
 
 
 def chunk_of(count: int, dtype: str) -> int:

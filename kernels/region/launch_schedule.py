@@ -21,8 +21,8 @@ from onnxfuse.kernels.region.traffic import accesses, with_contiguous_last
 from onnxfuse.region_operators import REDUCTIONS
 from onnxfuse.runtime.symint import estimate
 
-Keys: TypeAlias = tuple[Key, ...]  # of reductions that one nest stores
-MIN_STORED_ELEMENTS: Final = 32  # of a reduction that no row shares: fewer are a loop of each thread that reads it
+Keys: TypeAlias = tuple[Key, ...]  # keys of the reductions that one nest stores
+MIN_STORED_ELEMENTS: Final = 32  # per reduction that no row shares: with fewer, each reading thread loops over them
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _with_rows(region: Region, nests: Sequence[Nest], stored: StoredByKey) -> li
 
 
 def _joined(region: Region, rows: Nest, other: Nest, stored: StoredByKey) -> Nest | None:
-    """Return the nest of the outputs of two, of which the first has one element for each row that the second reads."""
+    """Return the nest of the outputs of two; the first has one element for each row that the second reads."""
     program, shapes = region.program, region.shapes
     shape = _shape_of_rows(region, rows, other)
     if shape is None or other.inner:
@@ -192,7 +192,7 @@ def _slow(region: Region, nest: Nest) -> Iterator[Instance]:
 
 
 def _in_order(region: Region, nests: Sequence[Nest], own: Mapping[Keys, Nest], found: StoredByKey) -> Stages:
-    """Return nests in launches, each behind those that it reads."""
+    """Return nests in launches, each after those that it reads."""
     stages, tilings = Stages(), {keys: tiling_of(nest, region) for keys, nest in own.items()}
     together = {key: keys for keys in own for key in keys}
     merged = {keys for keys, tiling in tilings.items() if tiling.shares != 1 and _is_merged(keys, own, nests)}

@@ -49,14 +49,14 @@ class Nest:
     shape: Shape
     lists: Mapping[str, tuple[Variable, ...]]
     places: Mapping[str, Index]
-    levels: tuple[tuple[Instance, ...], ...] = ()  # reductions that rows share; each reads those of levels before
+    levels: tuple[tuple[Instance, ...], ...] = ()  # reductions that rows share; each reads reductions of earlier levels
     accesses: tuple[tuple[str, Index], ...] = ()  # operands and addresses that are read; "" stands for the outputs
     bounds: tuple[tuple[Index, Size], ...] = ()  # indices that are compared with sizes
-    row_outputs: Mapping[str, Shape] = field(default_factory=dict)  # of which a row has one element; shapes in its axes
+    row_outputs: Mapping[str, Shape] = field(default_factory=dict)  # outputs with one element per row
     stores: tuple[Instance, ...] = ()  # reductions whose accumulators are stored, at the axes' places
     inner: tuple[Instance, ...] = ()  # reductions that no row shares: each thread computes them by itself
     stored_read: tuple[tuple[Key, Index], ...] = ()  # reductions that launches before have computed, and where
-    instructions: int = 0  # for an element, about
+    instructions: int = 0  # per element, about
 
     @property
     def place(self) -> Place:
@@ -114,7 +114,7 @@ def _is_of(instance: Instance, variables: set[str]) -> bool:
 
 
 def draft(program: Program, shapes: Shapes, stored: StoredByKey) -> Writer:
-    """Return a writer whose text nobody reads: it finds out what is read, and where."""
+    """Return a writer for a draft, which finds the operands that are read, and where."""
     return Writer(program, shapes, Arguments(shapes.sizes, False), False, stored)
 
 
@@ -187,7 +187,7 @@ def _reads(instance: Instance, program: Program, shapes: Shapes, stored: StoredB
 
 
 def flattened(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey, kept: int = 0) -> Nest:
-    """Return a nest without reductions with one variable in place of all behind the first `kept`."""
+    """Return a nest without reductions with one variable in place of all after the first `kept`."""
     variables, by = nest.lists[ELEMENTS][kept:], dict[str, Index]()
     one = Variable("e", product(each.extent for each in variables))
     left = variable_index(one.name, one.extent)
@@ -197,7 +197,7 @@ def flattened(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey,
 
 
 def with_row_outputs(nests: Sequence[Nest], program: Program, shapes: Shapes, stored: StoredByKey) -> list[Nest]:
-    """Return nests of which those that compute one element for a row join one that has the same rows."""
+    """Return nests; those that compute one element per row join a nest with the same rows."""
     found = list(nests)
     for nest in nests:
         if nest.levels and not nest.inner and not nest.lists[ELEMENTS]:
@@ -241,7 +241,7 @@ def _refined(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) 
 
 
 def traced(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
-    """Return a nest whose accesses and bounds are those of its text."""
+    """Return a nest with the accesses and bounds of its text."""
     writer = draft(program, shapes, stored)
     for level in nest.levels:
         for instance in level:
@@ -281,7 +281,7 @@ def _splits(nest: Nest) -> Iterator[tuple[Variable, Size]]:
 
 
 def split(nest: Nest, variable: Variable, part: Size) -> Nest:
-    """Return a nest with two variables in place of one, of which the second counts `part` elements."""
+    """Return a nest with two variables in place of one; the second counts `part` elements."""
     whole = divide(variable.extent, part)
     assert whole is not None
     high = Variable(f"{variable.name}h", whole)
@@ -312,7 +312,7 @@ def _with_merged(nest: Nest, high: Variable, low: Variable) -> Nest:
 
 
 def _with_variables(nest: Nest, old: tuple[Variable, ...], new: tuple[Variable, ...], by: Mapping[str, Index]) -> Nest:
-    """Return a nest with other variables in place of some that stand side by side."""
+    """Return a nest with other variables in place of some neighbouring ones."""
     lists = {}
     for name, variables in nest.lists.items():
         found: list[Variable] = []

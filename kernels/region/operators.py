@@ -13,7 +13,7 @@ from onnxfuse.activations import ACTIVATIONS
 from onnxfuse.kernels.region.program import Operation
 from onnxfuse.region_operators import ACTIVATION_OF, FLOATS, HALVES
 
-NUMBER: Final = {  # what a value of each dtype is computed in
+NUMBER: Final = {  # the C++ types in which values are computed, by dtype
     "float16": "float", "bfloat16": "float", "float32": "float", "float64": "double", "bool": "bool",
     "int8": "signed char", "uint8": "unsigned char", "int32": "int", "int64": "long long",
 }  # fmt: skip
@@ -27,22 +27,22 @@ INFIX: Final = {
     "GreaterOrEqual": ">=", "And": "&&", "Or": "||", "Xor": "!=",
     "BitwiseAnd": "&", "BitwiseOr": "|", "BitwiseXor": "^",
 }  # fmt: skip
-MATH: Final = {  # functions of the C library, with f behind their names for float
+MATH: Final = {  # functions of the C library; the names for float end with f
     "Sqrt": "sqrt", "Exp": "exp", "Log": "log", "Erf": "erf", "Tanh": "tanh", "Sin": "sin", "Cos": "cos",
     "Floor": "floor", "Ceil": "ceil", "Round": "rint",
 }  # fmt: skip
-OF_ANGLES: Final = {"Sin": "sine", "Cos": "cosine"}  # which share the reduction of the angle, for float
-QUOTIENTS: Final = {  # of floats where the last bit does not matter
+OF_ANGLES: Final = {"Sin": "sine", "Cos": "cosine"}  # for float they share the reduction of the angle
+QUOTIENTS: Final = {  # for floats, where the last bit does not matter
     "Div": "quotient({}, {})", "Reciprocal": "quotient({one}, {})", "Sqrt": "root({})",
     "Softsign": "quotient({0}, {one} + magnitude({0}))",
 }  # fmt: skip
-INSTRUCTIONS: Final = {  # of an operator for an element, about; others take OTHER_INSTRUCTIONS
+INSTRUCTIONS: Final = {  # per element, about; other operators take OTHER_INSTRUCTIONS
     "Sin": 35, "Cos": 35, "Erf": 23, "Pow": 20, "Gelu": 20, "Softplus": 16, "Tanh": 12, "Mish": 12, "Log": 12,
     "Softmax": 12, "LogSoftmax": 12, "Elu": 10, "Selu": 10, "Exp": 8, "Sigmoid": 6, "Mod": 20,
 }  # fmt: skip
 OTHER_INSTRUCTIONS: Final = 2
-MERGE_INSTRUCTIONS: Final = 24  # for what threads have reduced
-MAX_INSTRUCTIONS: Final = 2400  # of a thread: vectors and unrolled loops have no more, so that kernels compile in 0.3 s
+MERGE_INSTRUCTIONS: Final = 24  # for merging the partial results of threads
+MAX_INSTRUCTIONS: Final = 2400  # per thread: the limit of vectors and unrolled loops, so that kernels compile in 0.3 s
 MAX_POWER: Final = 4  # the largest exponent for which a power is a product, a root or both
 NUMERAL: Final = re.compile(r"(-?[\d.]+(?:e[+-]?\d+)?)(?:f|ll)?")
 SELU: Final = (1.67326319217681884765625, 1.05070102214813232421875)  # alpha and gamma, ONNX's defaults
@@ -64,7 +64,7 @@ def literal(value: Any, dtype: str) -> str:
 
 
 def of_equal_inputs(operation: Operation, dtype: str) -> str | int | None:
-    """Return what an operator gives whose last two inputs are the same value of a dtype.
+    """Return the result of an operator whose last two inputs are the same value of a dtype.
 
     That is a literal, the number of an input, or None where it must be computed.
     """
@@ -128,7 +128,7 @@ def expression(
 
 
 def number_in(text: str, dtype: str) -> float:
-    """Return the number that a literal is; 0 for other expressions, and where its reciprocal is no good factor."""
+    """Return the number that a literal is; 0 for other expressions, and where its reciprocal is not a good factor."""
     try:
         number = float(text.rstrip("f")) if dtype in FLOATS else 0.0
     except ValueError:
@@ -144,7 +144,7 @@ def _divided_by_number(x: str, number: float, nearest: bool) -> str:
 
 
 def _others(operation: Operation, x: str, of: str) -> str:
-    """Return the result of an operator of one input that is no function of the C library."""
+    """Return the result of an operator of one input that is not a function of the C library."""
     name, number = operation.name, NUMBER[of]
     alpha, gamma = (
         literal(operation.attributes.get(key, default), of)
@@ -169,7 +169,7 @@ def _others(operation: Operation, x: str, of: str) -> str:
 
 
 def _of_width(text: str, dtype: str) -> str:
-    """Return an expression that wraps around as the dtype does; C++ computes in int what is narrower."""
+    """Return an expression that wraps around as the dtype does; C++ computes narrower integers in int."""
     return f"({NUMBER[dtype]})({text})" if dtype in ("int8", "uint8") else text
 
 
@@ -199,7 +199,7 @@ def _power(given: Sequence[str], dtypes: Sequence[str], nearest: bool) -> str:
 
 
 def _remainder(operation: Operation, given: Sequence[str], dtype: str) -> str:
-    """Return a remainder, which has the sign of the dividend if `fmod` is set, and that of the divisor otherwise."""
+    """Return a remainder, with the sign of the dividend if `fmod` is set, and of the divisor otherwise."""
     if dtype in FLOATS:
         return f"fmod{'f' if NUMBER[dtype] == 'float' else ''}({given[0]}, {given[1]})"
     if operation.attributes.get("fmod", 0):

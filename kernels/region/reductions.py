@@ -1,4 +1,4 @@
-"""Reductions: which accumulator each operator has, what is added to it, and what its result is."""
+"""Reductions: the accumulator of each operator, its addends, and its result."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from onnxfuse.kernels.region.operators import BYTES, NUMBER
 from onnxfuse.kernels.region.program import Operation, Program
 from onnxfuse.kernels.region.shapes import Shapes, reduced_axes
 
-ACCUMULATORS: Final = {  # of region.cuh, and what is added for an element
+ACCUMULATORS: Final = {  # types of region.cuh, and the addend of an element
     "ReduceSum": ("Sum", "{}"), "ReduceMean": ("Sum", "{}"), "ReduceMax": ("Max", "{}"), "ReduceMin": ("Min", "{}"),
     "ReduceProd": ("Prod", "{}"), "ReduceSumSquare": ("Sum", "{0} * {0}"), "ReduceL2": ("Sum", "{0} * {0}"),
     "ReduceL1": ("Sum", "magnitude({})"), "ReduceLogSumExp": ("Online", "{}"), "Softmax": ("Online", "{}"),
     "LogSoftmax": ("Online", "{}"), "ArgMax": ("Extreme", "{}"), "ArgMin": ("Extreme", "{}"),
 }  # fmt: skip
-Key: TypeAlias = tuple[str, str, str, tuple[int, ...]]  # of a reduction at any place
+Key: TypeAlias = tuple[str, str, str, tuple[int, ...]]  # the key of a reduction at any place
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def instance_of(operation: Operation, place: Place, program: Program, shapes: Sh
 
 
 def term(instance: Instance, value: str) -> str:
-    """Return what is added for an element."""
+    """Return the addend of an element."""
     return instance.terms.format(value)
 
 

@@ -1,4 +1,4 @@
-"""Values that the text of a kernel has, and what writes them."""
+"""Values in the text of a kernel, and the code that writes them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class ValueWriter(Protocol):
         """Return a name for a variable of a value or an operand."""
 
     def address(self, pointer: str, index: Index, in_lane: bool = False) -> str:
-        """Return the address of an element behind a pointer."""
+        """Return the address of an element after a pointer."""
 
     def declared(self, name: str, varies: bool) -> Reference:
         """Declare a variable for a value, without one."""

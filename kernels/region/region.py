@@ -1,4 +1,4 @@
-"""What decides how a region runs: what it computes, of which shapes, and on which GPU."""
+"""The facts that decide how a region runs: its program, its shapes, and the GPU."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ class Stored:
     """
 
     pointer: str
-    instance: Instance  # at the places o0, o1, ...
-    shape: Shape  # of the places
+    instance: Instance  # the reduction at the places o0, o1, ...
+    shape: Shape  # the shape of all places
     shares: Size = 1
     is_across: bool = False
 
@@ -47,7 +47,7 @@ StoredByKey: TypeAlias = Mapping[Key, Stored]
 
 
 def stored(instance: Instance, pointer: str, shapes: Shapes) -> Stored:
-    """Return the reduction of which an instance is at one place, at all places."""
+    """Return the reduction at all places, given its instance at one place."""
     dims = [dim for dim, index in zip(shapes.of[instance.value], instance.kept, strict=True) if index is not None]
     places = iter(variable_index(f"o{axis}", dim) for axis, dim in enumerate(dims))
     kept = tuple(None if index is None else next(places) for index in instance.kept)
@@ -55,5 +55,5 @@ def stored(instance: Instance, pointer: str, shapes: Shapes) -> Stored:
 
 
 def place_in(instance: Instance) -> Place:
-    """Return the place among those of the stored reduction at which an instance is."""
+    """Return the place of an instance in the stored reduction."""
     return tuple(index for index in instance.kept if index is not None)

@@ -1,4 +1,4 @@
-"""The shapes of all values of a region, from those of its operands."""
+"""The shapes of all values of a region, from the shapes of its operands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OF_SOME: Final = (*EXTREMES, "ReduceMax", "ReduceMin")  # their result is not de
 
 @dataclass(frozen=True)
 class Shapes:
-    """The shape of each value, and what is known of sizes."""
+    """The shape of each value, and the known facts about sizes."""
 
     sizes: Sizes
     of: Mapping[str, Shape]
@@ -118,7 +118,7 @@ def _common(a: Size, b: Size, sizes: Sizes) -> Size:
 
 
 def _reshaped(operation: Operation, shapes: Sequence[Shape], sizes: Sizes) -> Shape:
-    """Return the shape that a Reshape gives, where 0 copies a dim and -1 stands for what is left."""
+    """Return the shape after a Reshape, where 0 copies a dim and -1 takes the rest."""
     x, target = shapes[0], operation.attributes["shape"]
     literal = sizes_of(operation, "shape", shapes, sizes)
     known = [x[i] if dim == 0 else literal[i] for i, dim in enumerate(target) if dim != -1]

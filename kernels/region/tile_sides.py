@@ -11,7 +11,7 @@ from onnxfuse.runtime.symint import is_symbolic
 TILE_AREA: Final = 4096  # elements of a tile at most, as words of shared memory
 MIN_TILE_AREA: Final = 1024
 TILE_ROUNDS: Final = 4  # vectors of a thread that reads or stores a tile
-TILE_BLOCKS: Final = 16  # of tiles on a multiprocessor: tiles are smaller until there are so many
+TILE_BLOCKS: Final = 16  # blocks of tiles per multiprocessor: tiles are made smaller until there are so many
 MAX_TILE_WASTE: Final = 1.15  # by how much tiles may exceed an axis before they are longer along it than a square
 TILE_STEP: Final = 8  # a tile has a multiple of so many elements along each of its axes
 

@@ -33,32 +33,32 @@ from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.symint import always, estimate, is_symbolic, maximum, minimum
 
 MAX_WIDTH: Final = 8  # elements of a vector
-THREADS: Final = 128  # of a block
-ROW_THREADS: Final = 256  # of a block whose threads exchange what they have reduced
+THREADS: Final = 128  # per block
+ROW_THREADS: Final = 256  # per block whose threads exchange partial results
 MAX_SERIAL: Final = 8  # elements that a thread reduces by itself
-MAX_WARP_ELEMENTS: Final = 1024  # of a row that a warp has to itself
-FEW_ROWS: Final = 4  # on a multiprocessor
+MAX_WARP_ELEMENTS: Final = 1024  # per row that a warp has to itself
+FEW_ROWS: Final = 4  # per multiprocessor
 MANY_ROUNDS_FEW_ROWS: Final = 8  # the same where a lane would have more than MAX_WARP_ROUNDS vectors of a row
-FEW_ROWS_WARP_ELEMENTS: Final = 256  # of a row that a warp has to itself where rows are few
+FEW_ROWS_WARP_ELEMENTS: Final = 256  # per row that a warp has to itself where rows are few
 MAX_HELD: Final = 32  # numbers of a row that a thread holds in registers from one loop to the next
-MIN_KEPT_BYTES: Final = 16384  # of a row in shared memory: the first-level cache still has a shorter one
-KEPT_THREADS: Final = 1024  # on a multiprocessor that keeps rows so
+MIN_KEPT_BYTES: Final = 16384  # per row in shared memory: the L1 cache still holds a shorter row
+KEPT_THREADS: Final = 1024  # per multiprocessor that keeps rows in shared memory
 KEPT_DTYPES: Final = ("float16", "bfloat16", "float32")
-COPYING_ARCH: Final = 80  # from which on copies to shared memory take no registers
+COPYING_ARCH: Final = 80  # from here on, copies to shared memory take no registers
 MIN_COPIED: Final = 4  # bytes of such a copy
-SPARE_BYTES: Final = 2048  # of shared memory: what a block needs besides its row
-MIN_SHIFTED: Final = 2048  # elements of rows of which vectors start elsewhere in each
+SPARE_BYTES: Final = 2048  # of shared memory per block besides its row
+MIN_SHIFTED: Final = 2048  # elements per row where vectors start elsewhere in each row
 MAX_WARP_ROUNDS: Final = 8  # vectors of a lane
 ROUND_COST: Final = 16  # instructions for one of them
 EXCHANGE_COST: Final = 8  # the same for what two lanes have reduced
-MAX_TILED_WORDS: Final = 8  # of an element, of which shared memory holds a tile
+MAX_TILED_WORDS: Final = 8  # words per element, where shared memory holds a tile
 MIN_TILED: Final = 8  # elements along the axes of a tile
 TILE_COST: Final = 30  # instructions for an element of a tile, about
-CHEAPER: Final = 0.9  # of the cost of whole vectors: for less, other lanes are taken
+CHEAPER: Final = 0.9  # share of the cost of whole vectors below which other lanes are taken
 COLUMNS: Final = 32  # threads of a block side by side, where others share their rows
-MANY_BLOCKS: Final = 2  # of columns on a multiprocessor: vectors are narrowed until there are so many
-MIN_SHARED_ELEMENTS: Final = 32  # of rows that threads share so
-MIN_SHARES: Final = 4  # blocks of a row: fewer do not gain the launch that merges what they find
+MANY_BLOCKS: Final = 2  # blocks of columns per multiprocessor: vectors are narrowed until there are so many
+MIN_SHARED_ELEMENTS: Final = 32  # per row that threads share
+MIN_SHARES: Final = 4  # blocks per row: fewer do not gain the launch that merges their results
 MIN_NARROW_SHARES: Final = (
     2  # the same where rows have no vectors, but what follows the reduction has them if it is flat
 )
@@ -73,8 +73,8 @@ ONCE: Final[Repeats] = ("", 1)
 MAX_REPEATS: Final = 8
 REPEATING_THREADS: Final = 1024  # on a multiprocessor, at least, that repeat
 AHEAD_THREADS: Final = 256  # the same where each first loads all that it has at the values of the repeated variable
-AHEAD_BYTES: Final = 128  # of a thread's vectors that are loaded so, at most
-SCATTERING_THREADS: Final = 1024  # on a multiprocessor: with fewer, each has fewer elements that lie apart
+AHEAD_BYTES: Final = 128  # the most bytes of a thread's vectors that are loaded ahead
+SCATTERING_THREADS: Final = 1024  # per multiprocessor: with fewer, each thread has fewer elements that lie apart
 SplitBy: TypeAlias = Literal["", "branches", "stores"]
 
 
@@ -85,7 +85,7 @@ class Tiling:
     Where several blocks have `shares` of a row, a later launch merges their accumulators.
     """
 
-    threads: int  # of a block
+    threads: int  # per block
     shares: Size = field(default=1, kw_only=True)  # blocks that have a row, or a column's threads, together
 
 
@@ -95,10 +95,10 @@ class Elements(Tiling):
 
     width: int = 1
     is_scattered: bool = False  # a thread's elements are not neighbours
-    repeated: str = ""  # the variable of which a thread has several neighbouring values
+    repeated: str = ""  # the variable with several neighbouring values per thread
     repeats: int = 1  # these
-    reads_ahead: bool = False  # what a thread reads at all of these is loaded first
-    has_tail: bool = False  # elements are left over after the last whole vector, each of which has a thread
+    reads_ahead: bool = False  # the operands at all of these values are loaded first
+    has_tail: bool = False  # elements after the last whole vector have a thread each
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ class Rows(Tiling):
     """A warp, some lanes of it, or a block have a row together, along whose elements their vectors lie."""
 
     lanes: int = 0  # threads of a warp that have a row together; 0 if a block has it
-    widths: Mapping[str, int] = field(default_factory=dict)  # along the elements of rows, by list
+    widths: Mapping[str, int] = field(default_factory=dict)  # widths along the elements of rows, by list
     shifted: Mapping[str, Lanes] = field(default_factory=dict)  # by list: vectors that start elsewhere in each row
-    memory: int = 0  # bytes of shared memory that keep what several loops read of the row
+    memory: int = 0  # bytes of shared memory for operands of the row that several loops read
 
 
 @dataclass(frozen=True)

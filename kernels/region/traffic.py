@@ -1,4 +1,4 @@
-"""How many bytes a nest moves along each of its variables: what decides which threads lie side by side."""
+"""How many bytes a nest moves along each of its variables, by which neighbouring threads are chosen."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onnxfuse.kernels.region.program import Program
 
 DYNAMIC_DIM: Final = 64  # elements that a dynamic dim is taken to have
 PADDED: Final = ("reflect", "edge", "wrap")  # kinds of atoms that go along with an index but for its ends
-ACCUMULATOR_BYTES: Final = 8  # of a stored reduction, about
+ACCUMULATOR_BYTES: Final = 8  # per stored reduction, about
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Access:
 
     operand: str
     address: Index
-    item_bytes: int  # of the widest element there
+    item_bytes: int  # bytes of the widest element there
     moved: int  # bytes, for sizes that dynamic dims usually have
 
 

@@ -9,7 +9,7 @@ COLUMNS: Final = 120
 
 
 def wrapped(text: str) -> str:
-    """Return C++ with long lines broken at spaces; a comment behind a long line goes in front of it."""
+    """Return C++ with long lines broken at spaces; a comment after a long line goes before it."""
     return "\n".join(each for line in text.split("\n") for each in _parts(line))
 
 
@@ -26,9 +26,9 @@ def _parts(line: str) -> Iterator[str]:
 
 
 def _broken(text: str, indent: str, behind: str) -> Iterator[str]:
-    """Yield the lines of a text, the first one behind an indent, the others behind another one."""
+    """Yield the lines of a text, the first one after an indent, the others after another one."""
     while len(indent) + len(text) > COLUMNS and " " in text:
-        end = text.rfind(" ", 0, min(COLUMNS - len(indent), len(text) - 2) + 1)  # no brace stands alone
+        end = text.rfind(" ", 0, min(COLUMNS - len(indent), len(text) - 2) + 1)  # no line has only a brace
         end = end if end > 0 else text.index(" ")
         yield f"{indent}{text[:end]}"
         indent, text = behind, text[end + 1 :]

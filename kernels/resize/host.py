@@ -30,10 +30,10 @@ MODES: Final = ("nearest", "linear")
 COORDINATES: Final = ("half_pixel", "asymmetric", "pytorch_half_pixel", "align_corners")
 NEAREST: Final = ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
 DEFAULTS: Final = {"antialias": 0, "exclude_outside": 0, "keep_aspect_ratio_policy": "stretch", "axes": []}
-RANKS: Final = (3, 4, 5)  # of x
-MAX_THREADS: Final = 256  # of a block
-DYNAMIC_THREADS: Final = (64, 128)  # of a block, where rows of y are dynamic
-BLOCKS: Final = "static_cast<u64>(gridDim.x) * gridDim.y"  # of a launch, as the kernel says it
+RANKS: Final = (3, 4, 5)  # ranks of x
+MAX_THREADS: Final = 256  # per block
+DYNAMIC_THREADS: Final = (64, 128)  # per block, where rows of y are dynamic
+BLOCKS: Final = "static_cast<u64>(gridDim.x) * gridDim.y"  # blocks per launch, as an expression of the kernel
 SPLIT: Final = 2.0**29 + 1  # leaves the upper 24 of 53 bits
 MAX_ROW_BLOCKS: Final = 65535  # blocks along y of a grid
 

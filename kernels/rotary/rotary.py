@@ -20,8 +20,8 @@ from onnxfuse.kernels.tensors import (
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Scalar, TensorSpec, Value
 from onnxfuse.runtime.symint import estimate, gcd, is_symbolic, maximum
 
-THREADS: Final = 128  # of a block
-THREAD_HEADS: Final = 2  # of a thread, which reads its piece of the tables once for them
+THREADS: Final = 128  # per block
+THREAD_HEADS: Final = 2  # per thread, which reads its piece of the tables once for all of them
 MAX_ADJACENT_GROUPS: Final = 4  # in a block: 10.2 us on an H200 where one took 10.8 (2048x32x128, fp16)
 MIN_RESIDENT_THREADS: Final = 512  # per multiprocessor, before a thread takes a second head
 MEMORY_BYTES: Final = 24 << 20  # moved, from which data comes from memory: more threads gain more than fewer reads
@@ -30,7 +30,7 @@ WARP: Final = 32
 
 @dataclass(frozen=True)
 class RotatedHeads:
-    """A tensor of heads: the address of it and of the result, and what scales each head after its norm."""
+    """A tensor of heads: its address, the address of the result, and the scales that follow each head's norm."""
 
     heads: int
     x: HeadTensor
@@ -52,7 +52,7 @@ class Rotary:
     tensors: tuple[RotatedHeads, ...]  # one or two
     cos: Value
     sin: Value
-    tables: TensorSpec  # of cos; sin has the same shape
+    tables: TensorSpec  # the table of cos; sin has the same shape
     sin_dtype: str
     x_dtype: str
     y_dtype: str
@@ -61,7 +61,7 @@ class Rotary:
     interleaved: bool = False  # pairs of x are neighbours
     y_interleaved: bool = False  # pairs of y are
     kept: int = 0
-    scale_dtype: str = ""  # of the scales of the norm; "": there is no norm
+    scale_dtype: str = ""  # dtype of the norm's scales; "" without a norm
     epsilon: float = 0.0
 
 

@@ -12,7 +12,7 @@ from onnxfuse.kernels.tensors import ITEM_BYTES, differs_along, operand_pointer,
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, Pointer, TensorSpec
 
 LAYOUTS: Final = ("packed", "bshd", "bhsd")
-TABLE_AXES: Final = {"b": "1 or batch", "h": "heads", "s": "length", "d": "row", "1": "1"}  # in labels of `table`
+TABLE_AXES: Final = {"b": "1 or batch", "h": "heads", "s": "length", "d": "row", "1": "1"}  # letters of `table`
 
 
 def unsupported_rotary_embedding(node: FusedNode, input_dtypes: Sequence[str]) -> str | None:

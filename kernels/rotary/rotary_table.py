@@ -15,8 +15,8 @@ from onnxfuse.kernels.tensors import (
 )
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 
-POSITIONS: Final = {"int64": "long long", "int32": "int"}  # by dtype, the C++ type
-THREADS: Final = 128  # of a block
+POSITIONS: Final = {"int64": "long long", "int32": "int"}  # C++ types by dtype
+THREADS: Final = 128  # per block
 
 
 def unsupported_rotary_table(node: FusedNode, input_dtypes: Sequence[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""The gates of squeeze-and-excite blocks: a mean over the pixels of an image, and two small products behind it."""
+"""The gates of squeeze-and-excite blocks: a mean over the pixels of an image, and two small products after it."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""The plans of squeeze_excite, the gates that images compute of themselves: one launch, or those of three nodes."""
+"""The plans of squeeze_excite, the gates of squeeze-and-excite blocks: one launch, or the launches of three nodes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, P
 from onnxfuse.runtime.symint import estimate, expect_equal, maximum
 
 CLUSTER: Final = 8  # blocks that share images
-THREADS: Final = 256  # of a block; with 512, 18 blocks of networks took 1.02 to 1.9 times as long
-IMAGES: Final = 1  # of a cluster; of two, weights are read half as often, and they took 1.1 to 1.4 times as long
+THREADS: Final = 256  # per block; with 512, 18 blocks of networks took 1.02 to 1.9 times as long
+IMAGES: Final = 1  # per cluster; with two, weights are read half as often, and launches took 1.1 to 1.4 times as long
 LOADS: Final = 4
 MIN_PART: Final = 4  # vectors of a pixel that a block reads: 64 bytes, where a pixel has so many
 # Microseconds on an H200, from 18 blocks of EfficientNet-B0 and MobileNetV3 with 32 images: of both products; of the
@@ -123,7 +123,7 @@ def problem_of(node: FusedNode, inputs: Sequence[TensorSpec]) -> Problem:
 
 
 def in_one_launch(node: FusedNode, inputs: Sequence[TensorSpec], problem: Problem, device: Device) -> Plan | None:
-    """Return the plan of one launch; None where shared memory has no room for what blocks exchange."""
+    """Return the plan of one launch; None where shared memory cannot hold the values that blocks exchange."""
     channels, squeezed = problem.channels, problem.squeezed
     w, w_2 = (required_spec(node, inputs, name) for name in ("w", "w_2"))
     width, width_2 = vector_width([problem.x, w], channels), vector_width([w_2], squeezed)

@@ -1,1 +1,1 @@
-"""What is true of operators and of sizes wherever they stand: this room knows neither graphs nor kernels."""
+"""Facts about operators, sizes and index maps that need neither graphs nor kernels."""

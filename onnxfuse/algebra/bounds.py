@@ -22,7 +22,7 @@ from onnxfuse.algebra.sizes import (
     terms_of,
 )
 
-MAX_OPERANDS = 8  # of a `Max` or `Min` that are compared with each other
+MAX_OPERANDS = 8  # operands of a `Max` or `Min` that are compared with each other
 MAX_SUBSTITUTIONS = 4
 SizeBounds: TypeAlias = tuple[int | None, int | None]  # the lower and the upper one; None: not known
 

@@ -24,7 +24,7 @@ class Atom:
 
     kind: str
     extent: Size
-    name: str = ""  # of a variable or value
+    name: str = ""  # the name of a variable or value
     of: Index | None = None
     by: Size = 1
     varies: tuple[str, ...] = ()  # the variables on which a value depends
@@ -32,7 +32,7 @@ class Atom:
 
 @dataclass(frozen=True)
 class Index:
-    """The sum of a constant and of atoms with factors, of which none is 0."""
+    """The sum of a constant and of atoms with factors, none of which is 0."""
 
     constant: Size
     terms: tuple[tuple[Atom, Size], ...] = ()
@@ -88,7 +88,7 @@ class Index:
 
 
 NOTHING = Index(0)
-UNBOUNDED: Final = 2**62  # the extent of an atom of which no bound is known: more elements than memory holds
+UNBOUNDED: Final = 2**62  # the extent of an atom without a known bound: more elements than memory holds
 
 
 def variable_index(name: str, extent: Size) -> Index:

@@ -15,7 +15,7 @@ VIEWS: Final = REARRANGING | {"Expand", "Identity"}  # each element of the resul
 SLICING: Final = frozenset({"Gather", "Slice", "Split"})
 GATHERS: Final = frozenset({"Gather", "GatherElements", "GatherND"})
 SELECTING: Final = VIEWS | SLICING | GATHERS | {"Tile"}  # each element of the result is one of the first input
-MOVES: Final = SELECTING | {"Concat", "Pad", "ScatterND", "Trilu"}  # or of another input, or a fill
+MOVES: Final = SELECTING | {"Concat", "Pad", "ScatterND", "Trilu"}  # each element is one of any input, or a fill
 FREE: Final = REGROUPING | {"Constant", "Identity", "Shape", "Size"}  # no element is moved
 
 # --- operators that compute element by element ---------------------------------------------------------------------
@@ -49,7 +49,7 @@ EXTREMES: Final = ("ArgMax", "ArgMin")
 SOFTMAXES: Final = ("Softmax", "LogSoftmax")
 MATRIX_PRODUCTS: Final = frozenset({"Gemm", "MatMul"})
 CONVOLUTIONS: Final = frozenset({"Conv", "ConvTranspose"})
-LINEAR: Final = MATRIX_PRODUCTS | CONVOLUTIONS  # in the first input, by weights that are the second
+LINEAR: Final = MATRIX_PRODUCTS | CONVOLUTIONS  # linear in the first input; the weights are the second
 PRODUCTS: Final = LINEAR | {"Einsum"}
 
 # --- what follows for their results --------------------------------------------------------------------------------

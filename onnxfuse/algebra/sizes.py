@@ -22,7 +22,7 @@ from typing import TypeAlias, Union
 UNKNOWN = "?"  # the first character of symbols for sizes of which nothing is known
 TOO_LARGE = f"{UNKNOWN}x"  # of those for expressions beyond the bounds below, which may be negative
 MAX_DEGREE, MAX_TERMS, MAX_COEFFICIENT = 16, 64, 2**63 - 1  # of a polynomial
-MAX_TEXT = 512  # characters of an expression that is no polynomial
+MAX_TEXT = 512  # characters of an expression that is not a polynomial
 
 
 class NonPolynomial(str):
@@ -44,7 +44,7 @@ Monomial: TypeAlias = tuple[str, ...]  # sorted symbols, repeated for powers: s*
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """A size that is no number: a polynomial with integer coefficients, made by `symbol` and by arithmetic.
+    """A size that is not a number: a polynomial with integer coefficients, made by `symbol` and by arithmetic.
 
     Each of `terms` is (monomial, coefficient).  No coefficient is 0; the highest degree is first, the constant last.
     """

@@ -30,7 +30,7 @@ def has_steps(node: onnx.NodeProto) -> bool:
 
 
 def hide_ambiguous_ends(model: onnx.ModelProto) -> bool:
-    """Let each Slice with such an end read one that nothing defines, so that onnx infers the rank of its output alone.
+    """Give each Slice with such an end an undefined one, so that onnx infers only the rank of its output.
 
     Constants count by name, at any depth.  Where two have one name, too much may be hidden.  Returns whether there was
     such a Slice.  All ends are hidden in the opset in which onnx infers that a Slice keeps the sizes of what it cuts.

@@ -1,4 +1,4 @@
-"""The inputs of a node of which only some rows are read: those that an index input selects."""
+"""The inputs of a node of which only the rows that an index input selects are read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def gathered_tables(
     op      the operator as `op_of` names it
     axis    the operator's attribute `axis`: a Gather counts where it is 0 or absent, along the rows
     inputs  the node's inputs; optional ones at the end may be left out
-    body    the function that the node calls, whose Gathers count; None for an operator that is no function
+    body    the function that the node calls, whose Gathers count; None for an operator that is not a function
     """
     if body is None:
         return {0: 1} if op == "Gather" and not axis else {}

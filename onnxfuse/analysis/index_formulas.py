@@ -1,4 +1,4 @@
-"""Formulas over the indices of a tensor's own elements, for what integer and boolean tensors hold.
+"""Formulas over the indices of a tensor's own elements, for the contents of integer and boolean tensors.
 
 The variables of a formula are the tensor's axes.  Axes are counted from the last, -1, so that broadcasting leaves a
 formula as it is.
@@ -55,7 +55,7 @@ def shifted(index: Index, by: int) -> Index:
 
 
 def at_source(value: Value, place: Place) -> Value | None:
-    """Return what a view holds whose elements are read from `place` in a tensor that holds `value`.
+    """Return the contents of a view whose elements are read from `place` in a tensor with the contents `value`.
 
     None where that is not linear in the indices of the view.
     """
@@ -87,14 +87,14 @@ def less_or_equal(left: Index, right: Index, margin: Size = 0) -> Value:
 
 
 def negated(value: Value) -> Value | None:
-    """Return the boolean that is true where another one is false; None for what is no boolean formula."""
+    """Return the negation of a boolean formula; None for other values."""
     if isinstance(value, AtMostZero):
         return less_or_equal(Index(1), value.index)
     return not value if isinstance(value, bool) else None
 
 
 def causal_mask_value(queries: Size, keys: Size) -> Value:
-    """Return what a causal mask [..., queries, keys] holds: true up to the diagonal that ends in its last corner."""
+    """Return the contents of a causal mask [..., queries, keys]: true up to the diagonal through its last corner."""
     return less_or_equal(axis_index(-1, keys), axis_index(-2, queries), queries - keys)
 
 

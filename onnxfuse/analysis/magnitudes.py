@@ -1,4 +1,4 @@
-"""How large the elements of a tensor may be: what can hold the numbers of a mask, such as -3.4e38, and what cannot."""
+"""How large the elements of a tensor may be, so that it can or cannot hold the numbers of a mask, such as -3.4e38."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from onnxfuse.ir.dtypes import INTEGER_RANGES
 from onnxfuse.ir.graph import constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer
 
-MASKS_FROM: Final = 1e30  # magnitudes from here on are those of masks: beside one, a score is nothing
+MASKS_FROM: Final = 1e30  # magnitudes of masks: added to one, a score vanishes
 # What sums of products are taken to stay below, as everything here takes scores to be nothing beside a mask.
 LARGEST_OF_PRODUCTS: Final = 1e12
 LARGEST_FLOAT32: Final = float(np.finfo(np.float32).max)
-MAX_DEPTH: Final = 24  # nodes between a tensor and what it is computed from
-MAX_ELEMENTS: Final = 2**24  # of a constant that is read
+MAX_DEPTH: Final = 24  # nodes between a tensor and those that it is computed from
+MAX_ELEMENTS: Final = 2**24  # elements of a constant that is read
 
 KEEPING: Final = frozenset({"Abs", "Cast", "Max", "Min", "Neg", "ReduceMax", "ReduceMean", "ReduceMin", "Relu"})
 SUMS: Final = frozenset({"Add", "Sub", "Sum"})

@@ -42,9 +42,9 @@ from onnxfuse.ir.attributes import int_attribute, perm_of, tensor_attribute
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer
 
-MAX_INDEX_ELEMENTS = 2**16  # of an integer constant that is read
-MAX_STEP = 64  # in which an integer constant counts
-MAX_MASK_ELEMENTS = 2**22  # of a boolean constant that is read
+MAX_INDEX_ELEMENTS = 2**16  # elements of an integer constant that is read
+MAX_STEP = 64  # the largest step of a counting integer constant
+MAX_MASK_ELEMENTS = 2**22  # elements of a boolean constant that is read
 ANALYZED_DTYPES = frozenset({TensorProto.BOOL, TensorProto.INT32, TensorProto.INT64})
 
 
@@ -55,8 +55,8 @@ class IndexAnalysis:
         """Visit the nodes in order."""
         self.graph, self.shapes, self.note = graph, shapes, shapes.note
         self.values: dict[str, Value | None] = {}
-        self.numbers: dict[str, TwoNumbers | None] = {}  # of tensors of any dtype, as they are asked for
-        self.index_columns: dict[str, tuple[Value | None, ...]] = {}  # of a Concat of columns, as GatherND reads it
+        self.numbers: dict[str, TwoNumbers | None] = {}  # the two numbers of tensors of any dtype, computed when needed
+        self.index_columns: dict[str, tuple[Value | None, ...]] = {}  # the columns of a Concat, as GatherND reads them
         for node in graph.nodes:
             rule, output = RULES.get(op_of(node)), node.outputs[0] if len(node.outputs) == 1 else None
             if rule is not None and output is not None and shapes.dtype(output) in ANALYZED_DTYPES:
@@ -66,7 +66,7 @@ class IndexAnalysis:
                 self.values[output.name] = scalar
 
     def value(self, tensor: Tensor) -> Value | None:
-        """Return what the tensor's elements hold; None if that is not known."""
+        """Return the contents of the tensor; None if they are not known."""
         if tensor.name not in self.values:
             found = self._read_constant(tensor) if is_constant(tensor) else self._known_scalar(tensor)
             self.values[tensor.name] = found
@@ -136,7 +136,7 @@ class IndexAnalysis:
         return found
 
     def moved(self, node: Node, value: Value) -> Value | None:
-        """Return what the result of a view or a Slice holds, whose input holds `value`; None if that is not known."""
+        """Return the contents of a view or a Slice whose input has the contents `value`; None if they are not known."""
         if isinstance(value, bool) or (isinstance(value, Index) and not value.terms) or op_of(node) in UNMOVED:
             return value
         before, after = self.shapes.shape(node.inputs[0]), self.shapes.shape(node.outputs[0])

@@ -15,7 +15,7 @@ from onnxfuse.ir.node import Node, Tensor, has_subgraph, op_of
 
 
 def infer_by_onnx(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
-    """Return what onnx infers from what is known of the node's inputs.  Raises CannotInfer where that fails."""
+    """Return onnx's inference for a node from the known facts about its inputs.  Raises CannotInfer where it fails."""
     found = schema(op_of(node), shapes.graph.opset)
     if found is None or has_subgraph(node):
         raise CannotInfer

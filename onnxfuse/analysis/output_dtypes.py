@@ -22,7 +22,7 @@ _ONNXRUNTIME_SOURCES = {  # by operator: the inputs that have the dtype of the f
     "com.microsoft::MatMulIntegerToFloat": (2,), "com.microsoft::EmbedLayerNormalization": (2,),
 }  # fmt: skip
 
-_OUTPUTS_OF_ONE_DTYPE = {  # by operator: the outputs behind the first that have its dtype
+_OUTPUTS_OF_ONE_DTYPE = {  # by operator: the outputs after the first that have its dtype
     "com.microsoft::SkipLayerNormalization": (3,), "com.microsoft::SkipSimplifiedLayerNormalization": (3,),
     "com.microsoft::EmbedLayerNormalization": (2,), "com.microsoft::SkipGroupNorm": (1,),
     "com.microsoft::Attention": (1,), "com.microsoft::MultiHeadAttention": (1, 2),
@@ -65,7 +65,7 @@ class _Source:
 @functools.cache
 def _dtype_source(op: str, opset: int, index: int) -> _Source:
     found = schema(op, opset)
-    if found is None:  # an operator of onnxruntime, in its own domain or in that of ONNX
+    if found is None:  # an operator of onnxruntime, in its own domain or in ONNX's
         inputs = _ONNXRUNTIME_SOURCES.get(op, (0,))
         known = index == 0 or index in _OUTPUTS_OF_ONE_DTYPE.get(op, ())
         return _Source(inputs) if known and op in SHAPE_RULES else _Source()

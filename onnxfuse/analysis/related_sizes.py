@@ -1,4 +1,4 @@
-"""How large sizes may be of which nothing is known: about as large as those that they were computed from.
+"""Estimates of unknown sizes: about as large as the sizes that they were computed from.
 
 This is for estimates alone.  A computed Pad, for example, may make an axis of any size, and hardly changes it.
 """
@@ -12,7 +12,7 @@ from onnxfuse.ir.node import Node, op_of
 
 
 def relate_sizes(shapes: ShapeInfo, node: Node) -> None:
-    """Record for each unknown size of a node's outputs that has no relation yet the size that it is about as large as.
+    """Record, for each unknown size of a node's outputs without a relation, a size that is about as large.
 
     Of a Reshape that is the size that is left; else the one of the same axis in an input of as many axes.
     """
@@ -30,7 +30,7 @@ def relate_sizes(shapes: ShapeInfo, node: Node) -> None:
 
 
 def _unknown(size: Size) -> str:
-    """Return the name of a size of which nothing is known; "" for other sizes, and for those that depend on one."""
+    """Return the name of an unknown size; "" for known sizes, and for sizes that depend on an unknown one."""
     name = name_of(size)
     return name if name is not None and name.startswith(UNKNOWN) else ""
 

@@ -1,4 +1,4 @@
-"""Whether each column of a table stands in it twice, as in the cosines and sines of rotary embedding."""
+"""Whether a table has each column twice, as the cosines and sines of rotary embedding do."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from onnxfuse.ir.graph import constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer
 
 HALVES, PAIRS = "halves", "pairs"  # a table whose halves are equal, and one whose neighbouring columns are, in twos
-COLUMNS = "_columns"  # with an operand's name in front, the attribute of a fused node that says how its columns repeat
+COLUMNS = "_columns"  # after an operand's name: the fused node's attribute that says how the columns repeat
 ELEMENTWISE: Final = frozenset({"Add", "Cast", "Cos", "Div", "Identity", "Mul", "Neg", "Sin", "Sub"})
 MOVING: Final = VIEWS | {"Gather", "Slice"}
-MAX_DEPTH: Final = 24  # nodes between a table and what repeats its columns
+MAX_DEPTH: Final = 24  # nodes between a table and the node that repeats its columns
 
 
 def repeated_columns(shapes: ShapeInfo, tensor: Tensor) -> str:
@@ -29,7 +29,7 @@ def repeated_columns(shapes: ShapeInfo, tensor: Tensor) -> str:
 
 
 def repeat_columns(value: Array, columns: str) -> Array:
-    """Return an array of which each part that does not repeat is replaced by the one that it should equal."""
+    """Return an array in which each part that does not repeat is replaced by the part that it should equal."""
     for kind in columns.split():
         first, second = _parts(value, kind)
         second[...] = first
@@ -37,7 +37,7 @@ def repeat_columns(value: Array, columns: str) -> Array:
 
 
 def _repeats(shapes: ShapeInfo, tensor: Tensor, kind: str, depth: int) -> bool:
-    """Return whether the last axis repeats; what is one number for all columns does."""
+    """Return whether the last axis repeats; one number for all columns does."""
     if is_constant(tensor):
         return _constant_repeats(shapes, tensor, kind)
     node, size = producer(tensor), _last_size(shapes, tensor)
@@ -88,7 +88,7 @@ def _keeps_rows(shapes: ShapeInfo, node: Node, size: int) -> bool:
     """Return whether a node that moves elements leaves the rows of its first input whole."""
     source = node.inputs[0]
     if _last_size(shapes, source) != size:
-        return op_of(node) == "Expand"  # of one column
+        return op_of(node) == "Expand"  # it expands one column
     perm = node.attrs.get("perm")
     return op_of(node) != "Transpose" or (isinstance(perm, Sequence) and perm[-1] == len(perm) - 1)
 

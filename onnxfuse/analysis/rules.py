@@ -52,7 +52,7 @@ def apply_rule(rule: Callable[[Known, Node], T] | None, known: Known, node: Node
         return rule(known, node) if rule else None
     except CannotInfer:
         return None
-    except Exception as error:  # models may break the rules of ONNX in any way; what is not known is not fused
+    except Exception as error:  # models may break the rules of ONNX in any way; nodes with unknown facts are not fused
         known.note(f"inference of {op_of(node)}", error)
         return None
 
@@ -79,7 +79,7 @@ def input_value(shapes: ShapeInfo, node: Node, index: int = 0) -> Array:
 
 
 def input_vector(shapes: ShapeInfo, node: Node, index: int = 0) -> list[Size]:
-    """Return the elements of an input.  Raises CannotInfer where they are not known, or it is no vector."""
+    """Return the elements of an input.  Raises CannotInfer where they are not known, or it is not a vector."""
     value = input_value(shapes, node, index)
     if value.ndim != 1:
         raise CannotInfer
@@ -108,7 +108,7 @@ def integers(shapes: ShapeInfo, node: Node, name: str) -> list[Size] | None:
 def partial_integers(shapes: ShapeInfo, node: Node, index: int) -> list[Size | None]:
     """Return the elements of an input that is a vector of integers, with None for those that are not known.
 
-    They are known of what a Concat joins.  Raises CannotInfer where not even their number is known.
+    Those of a Concat are known from its operands.  Raises CannotInfer where not even their number is known.
     """
     if not has_input(node, index):
         raise CannotInfer
@@ -124,7 +124,7 @@ def partial_integers(shapes: ShapeInfo, node: Node, index: int) -> list[Size | N
 
 
 def _vector_length(shapes: ShapeInfo, node: Node, index: int) -> int:
-    """Return how many elements an input has.  Raises CannotInfer where these are too many, or it is no vector."""
+    """Return how many elements an input has.  Raises CannotInfer where these are too many, or it is not a vector."""
     shape = input_shape(shapes, node, index)
     if len(shape) != 1 or not isinstance(shape[0], int) or shape[0] > MAX_VALUE_ELEMENTS:
         raise CannotInfer

@@ -1,4 +1,4 @@
-"""Shape inference: visit the nodes in order, and record what rules tell of their outputs.
+"""Shape inference: visit the nodes in order, and record the rules' answers about their outputs.
 
 The rules of `shape_rules` and `value_rules` come first, then onnx's inference of a single node, then onnx's inference
 of the whole model.  The shapes that the exporter recorded may belong to other inputs than the model has now.  They
@@ -37,7 +37,7 @@ MAX_ROUNDS = 4  # of inference, in each of which operators may tell more of the 
 
 
 def read_and_infer(model: onnx.ModelProto, folder: Path | None) -> ShapeInfo:
-    """Return what is known of the tensors of a model's main graph, which is read and sorted; it has the graph.
+    """Return the facts about the tensors of a model's main graph, which is read and sorted; they hold the graph.
 
     Raises ModelError for a graph with a cycle, and for fused nodes of another version.
     """
@@ -75,7 +75,7 @@ def _inferred(shapes: ShapeInfo) -> ShapeInfo:
 
 
 def infer_behind(shapes: ShapeInfo, changed: Collection[Node]) -> None:
-    """Infer the outputs of nodes that a pass has changed, and of all nodes behind them, again.
+    """Infer the outputs of nodes that a pass has changed, and of all nodes after them, again.
 
     The shapes that the model records of these tensors held before the change, so they are corrected.
     """
@@ -84,7 +84,7 @@ def infer_behind(shapes: ShapeInfo, changed: Collection[Node]) -> None:
     for node in shapes.graph.nodes:
         if node in changed or not moved.isdisjoint(shapes.graph.reads(node)):
             moved.update(tensor.name for tensor in node.outputs)
-            if not _is_foreign(shapes, node):  # of which nothing more is known than before
+            if not _is_foreign(shapes, node):  # nothing more is known of it than before
                 infer_node(shapes, node)
                 behind.append(node)
     _correct_records(shapes, behind)
@@ -119,7 +119,7 @@ def _is_foreign(shapes: ShapeInfo, node: Node) -> bool:
 
 
 def infer_node(shapes: ShapeInfo, node: Node) -> None:
-    """Infer the outputs of a node from its inputs, and record them in place of what was known of them."""
+    """Infer the outputs of a node from its inputs, and record them in place of earlier facts."""
     op = op_of(node)
     inferred = apply_rule(SHAPE_RULES.get(op), shapes, node)
     if inferred is None:

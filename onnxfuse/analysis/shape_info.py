@@ -23,7 +23,7 @@ from onnxfuse.steps import LeftOut, left_out
 PartialShape: TypeAlias = Sequence["Size | None"]  # a dimension that is not known is None
 
 MAX_VALUE_ELEMENTS = 64  # longer tensors are data, not shapes
-MAX_EXACT_INTEGER = 2**24  # of the floating-point constants that count as integers
+MAX_EXACT_INTEGER = 2**24  # the largest floating-point constant that counts as an integer
 
 
 class CannotInfer(Exception):
@@ -32,7 +32,7 @@ class CannotInfer(Exception):
 
 @dataclass(frozen=True)
 class OuterScope:
-    """What is known of the inputs of a subgraph, and of what it reads of the graphs around it, by name.
+    """The facts about the inputs of a subgraph, and about the tensors that it reads of the graphs around it, by name.
 
     `numbers` makes the names of unknown sizes, which are different ones in all graphs of a model.  `is_repeated` says
     that the subgraph runs several times, so that what the model records of it may hold the first time only.
@@ -74,7 +74,7 @@ class ShapeInfo:
         scope: OuterScope | None = None,
         learned: Learned | None = None,
     ) -> None:
-        """Start with what onnx infers; `strict` lets errors of rules out, which else are noted in `raised`.
+        """Start with onnx's inference; `strict` lets errors of rules out, which are otherwise noted in `raised`.
 
         With `infos`, the shapes count that the model records behind operators of other domains than ONNX's.  `scope`
         is what is known of a subgraph's inputs.  `learned` is what an earlier inference found of the sizes.
@@ -85,7 +85,7 @@ class ShapeInfo:
         self.raised: dict[str, LeftOut] = {}
         self.infos = infos or ValueInfos(graph.model)
         self.uses_records = infos is not None
-        self.not_limited = set(self.known.not_limited)  # and those that were found since
+        self.not_limited = set(self.known.not_limited)  # and the ones found since
         self._with_numbers: set[str] = set()  # tensors in whose shapes numbers took the place of symbols
         self._required: dict[str, set[int]] = {name: {number} for name, number in self.known.numbers.items()}
         self._unknown, self.related = self.known.unknown, self.known.related
@@ -104,7 +104,7 @@ class ShapeInfo:
     def shape(self, tensor: Tensor) -> Shape | None:
         """Return the dimensions; None if the rank is unknown.
 
-        A dimension of which nothing is known is a symbol such as `?12`, which equals itself only.
+        An unknown dimension is a symbol such as `?12`, which equals only itself.
         """
         name = tensor.name
         if name not in self._shapes:
@@ -175,13 +175,13 @@ class ShapeInfo:
     def require(self, size: Size, number: Size) -> None:
         """Note that an operator runs only where a size is this number, if it is one.
 
-        What runs several times, or never, tells nothing of the graph around it.
+        A body that runs several times, or never, tells nothing about the graph around it.
         """
         if isinstance(number, int) and not self.is_repeated and (found := solved(size, number)):
             self._required.setdefault(found[0], set()).add(found[1])
 
     def learned(self) -> Learned:
-        """Return what the operators told so far; of a symbol that would have to be two numbers, nothing."""
+        """Return the sizes that operators told so far, without symbols that would have to be two numbers."""
         numbers = {name: min(found) for name, found in self._required.items() if len(found) == 1}
         return Learned(frozenset(self.not_limited), numbers, self._unknown, self.related)
 
@@ -202,13 +202,13 @@ class ShapeInfo:
         return any(isinstance(size, int) and not isinstance(other, int) for size, other in pairs)
 
     def unknown(self, *key: Hashable) -> Dim:
-        """Return a size of which nothing is known; the same one for the same key."""
+        """Return an unknown size; the same one for the same key."""
         if key not in self._unknown:
             self._unknown[key] = symbol(f"{UNKNOWN}{next(self.numbers)}")
         return self._unknown[key]
 
     def completed(self, name: str, inferred: PartialShape | None, foreign: bool = False) -> Shape | None:
-        """Return the shape of a computed tensor from what a rule tells of it; None if the rank is unknown.
+        """Return the shape of a computed tensor from a rule's answer; None if the rank is unknown.
 
         What the rule leaves open, None in place of the shape or of a dimension, is taken from onnx's inference, else it
         is an unknown size.  A rule returns an unknown size itself where onnx's inference must not count.  The output of
@@ -218,7 +218,7 @@ class ShapeInfo:
             found = self._sizes(name, self.infos.shape(name))
             if found is not None or not foreign or not self.uses_records:
                 return found
-            recorded = self.infos.recorded_shape(name)  # in which 0 may stand for a size that PyTorch does not know
+            recorded = self.infos.recorded_shape(name)  # a recorded 0 may mean a size that PyTorch does not know
             return self._sizes(name, recorded and [size or None for size in recorded])
         if None not in inferred:
             return tuple(size for size in inferred if size is not None)

@@ -10,7 +10,7 @@ from onnx import helper
 from onnxfuse.algebra.sizes import Size, evaluate, symbols
 from onnxfuse.analysis.shape_info import ShapeInfo
 
-ASSUMED_BATCH, ASSUMED_SIZE = 1, 128  # of dynamic dims: of those whose name contains "batch", and of the others
+ASSUMED_BATCH, ASSUMED_SIZE = 1, 128  # sizes of dynamic dims whose name contains "batch", and of other ones
 
 
 def tensor_bytes(shapes: ShapeInfo, shape: Sequence[Size] | None, dtype: int, first_axis: int = 0) -> int:

@@ -33,8 +33,8 @@ from onnxfuse.ir.attributes import flag_attribute
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer
 
-MAX_ELEMENTS: Final = 2**22  # of a constant that is read
-MAX_STEPS: Final = 16  # nodes from a tensor to what makes the triangle
+MAX_ELEMENTS: Final = 2**22  # elements of a constant that is read
+MAX_STEPS: Final = 16  # nodes from a tensor to the operator that makes the triangle
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Formulas(Protocol):
         ...
 
     def value(self, tensor: Tensor) -> Value | None:
-        """Return what an integer or boolean tensor holds."""
+        """Return the contents of an integer or boolean tensor."""
         ...
 
     def fill_value(self, tensor: Tensor) -> bool | int | float | None:
@@ -66,7 +66,7 @@ class Formulas(Protocol):
         ...
 
     def moved(self, node: Node, value: Value) -> Value | None:
-        """Return what the result of a view or a Slice holds, whose input holds `value`."""
+        """Return the contents of a view or a Slice whose input has the contents `value`."""
         ...
 
 
@@ -100,7 +100,7 @@ def _in_one_form(numbers: TwoNumbers) -> TwoNumbers:
 
 
 def _constant(analysis: Formulas, tensor: Constant) -> TwoNumbers | None:
-    """Read a constant whose last two axes have one number up to a diagonal, and another one behind it."""
+    """Read a constant whose last two axes have one number up to a diagonal, and another one above it."""
     size = math.prod(tensor.shape)
     if len(tensor.shape) < 2 or size != math.prod(tensor.shape[-2:]) or not 1 < size <= MAX_ELEMENTS:
         return None
@@ -216,7 +216,7 @@ def _negative(analysis: Formulas, node: Node, steps: int) -> TwoNumbers | None:
 def _mapped(
     analysis: Formulas, node: Node, numbers: TwoNumbers | None, function: Callable[..., float]
 ) -> TwoNumbers | None:
-    """Return what a function makes of both numbers, as the dtype of the node's output holds it."""
+    """Return a function's results for both numbers, in the dtype of the node's output."""
     dtypes = [analysis.shapes.dtype(each) for each in (node.inputs[0], node.outputs[0])]
     if numbers is None or 0 in dtypes:
         return None

@@ -1,4 +1,4 @@
-"""The types of tensors: what onnx's inference of the whole model tells, and what the exporter recorded."""
+"""The types of tensors: from onnx's inference of the whole model, and from the exporter's records."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onnxfuse.algebra.sizes import UNKNOWN, Size
 from onnxfuse.analysis.backward_slices import hide_ambiguous_ends
 from onnxfuse.ir.protos import ONNX_DOMAINS, nodes, opset_of, overridable_initializers, subgraphs
 
-MAX_COPIED_BYTES = 1024  # of a constant in the copy that onnx infers from; inference reads small ones only
+MAX_COPIED_BYTES = 1024  # bytes of a constant in the copy for onnx's inference, which reads only small ones
 EXPAND_BOUNDED_SINCE = 13  # the opset; before, onnx makes a dimension of each element of a target, be they 10^9
 INVENTED: Final = re.compile(r"unk__\d+")  # the names that inferences give to sizes they do not know
 BRANCHES_JOINED_SINCE = 11  # the opset
@@ -36,7 +36,7 @@ class ValueInfos:
         """Run onnx's inference on a copy without the weights and without the recorded shapes."""
         self._names_of_inputs, self._names = _dim_names(model.graph.input), _recorded_names(model.graph)
         light, weights = _without_weights(model)
-        # What a tool recorded of such slices, and behind them, may follow another reading than onnxruntime's.
+        # The records of a tool on such slices, and on nodes after them, may differ from onnxruntime's reading.
         self.has_ambiguous_slices = hide_ambiguous_ends(light)
         graph = _inferred(light)
         if _hide_results_of_branches(light, graph):
@@ -46,7 +46,7 @@ class ValueInfos:
         self._records = {info.name: info for info in (*source.value_info, *source.output)}
 
     def dtype(self, name: str) -> int:
-        """Return the onnx.TensorProto.DataType; 0 if it is unknown or the value is no tensor."""
+        """Return the onnx.TensorProto.DataType; 0 if it is unknown or the value is not a tensor."""
         info = self._infos.get(name)
         return int(info.type.tensor_type.elem_type) if info else 0
 
@@ -69,7 +69,7 @@ class ValueInfos:
 
 
 def _dims(info: onnx.ValueInfoProto | None, names: set[str]) -> list[RecordedSize] | None:
-    """Return dimensions, in which those of `names` are sizes, and other names are what they are called."""
+    """Return dimensions: the sizes of the names in `names`, and other names as they are."""
     if info is None or not info.type.tensor_type.HasField("shape"):
         return None
     return [_size(dim, names) for dim in info.type.tensor_type.shape.dim]
@@ -92,9 +92,9 @@ def _inferred(model: onnx.ModelProto) -> onnx.GraphProto:
 
 
 def _hide_results_of_branches(model: onnx.ModelProto, inferred: onnx.GraphProto) -> bool:
-    """Make inputs without a shape of what Ifs compute, before opset 11; return whether there are any.
+    """Replace the results of Ifs before opset 11 by inputs without a shape; return whether there are any.
 
-    onnx gives an If the shape of one branch there if it does not know that of the other one.
+    onnx gives an If the shape of one branch there if it does not know the shape of the other one.
     """
     opset = opset_of(model)
     branching = [
@@ -153,7 +153,7 @@ def _without_weights(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[onnx
 
 
 def _hide_expand_targets(graph: onnx.GraphProto) -> None:
-    """Let each Expand with a computed target read a name that nothing has, so that onnx infers its dtype alone."""
+    """Give each Expand with a computed target an undefined one, so that onnx infers only its dtype."""
     constants = {tensor.name for tensor in graph.initializer}
     constants.update(name for node in nodes(graph) if node.op_type == "Constant" for name in node.output)
     for node in nodes(graph):

@@ -35,7 +35,7 @@ class Commands(click.Group):
     """Turns errors into one line and an exit code: 2 for wrong usage, 1 for other failures."""
 
     def make_context(self, *arguments: Any, **options: Any) -> click.Context:
-        """Parse what stands before the command, and print --help and --version."""
+        """Parse the options before the command, and print --help and --version."""
         with _told_in_one_line():
             return super().make_context(*arguments, **options)
 
@@ -68,7 +68,7 @@ def _told_in_one_line(context: click.Context | None = None) -> Iterator[None]:
 
 
 def _sentence(error: Exception) -> str:
-    """Return an error as one line; of one that no user can act on, also what to do."""
+    """Return an error as one line; where no user can act on it, add what to do about it."""
     if isinstance(error, OnnxfuseError):
         return str(error)
     if isinstance(error, OSError) and was_printing(error):

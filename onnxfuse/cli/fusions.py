@@ -15,7 +15,7 @@ from onnxfuse.errors import UsageError
 @click.option("--rules", is_flag=True, help="List the rules that bring models into one form, by subject.")
 @patterns_option
 def list_command(rules: bool, patterns: tuple[Path, ...]) -> None:
-    """List all fusions, each with what it computes."""
+    """List all fusions with their formulas."""
     from onnxfuse.dsl import catalogue
     from onnxfuse.dsl.documentation import summary
     from onnxfuse.layout.fusions import LAYOUT_FUSIONS
@@ -90,7 +90,7 @@ def show_command(
 
 
 def _show_regions(fusion: str, model: Path | None, node: str | None, cuda: bool, arch: str) -> None:
-    """Show what `show region MODEL` asks for.  Raises UsageError where the arguments do not say what to show."""
+    """Show the region that `show region MODEL` names.  Raises UsageError where the arguments name none."""
     from onnxfuse.rewrite.replace import REGION
     from onnxfuse.show_region import show_regions
 

@@ -1,4 +1,4 @@
-"""Options that several commands have, and what is done with their values."""
+"""Options that several commands share, and the code that reads their values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-EXIT_CODES: Final = {"verified": 0, "failed": 1, "partly": 3, "none": 4}  # of optimize and verify
+EXIT_CODES: Final = {"verified": 0, "failed": 1, "partly": 3, "none": 4}  # exit codes of optimize and verify
 
 
 def together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -54,7 +54,7 @@ overwrite_option = click.option("--overwrite", is_flag=True, help="Let TARGET re
 verify_option = click.option(
     "--verify/--no-verify", default=True, show_default=True, help="Run both models in onnxruntime and compare them."
 )
-run_options = together(  # of commands that run a model to time it
+run_options = together(  # for commands that run a model to time it
     patterns_option,
     kernels_option,
     shape_option,
@@ -65,7 +65,7 @@ run_options = together(  # of commands that run a model to time it
     ),
     click.option("--input", "npz", type=file_path, help="Run on the inputs in this .npz file."),
 )
-fusing_options = together(  # of commands that fuse a model
+fusing_options = together(  # for commands that fuse a model
     click.option("--only", multiple=True, metavar="FUSION", help="Apply only this fusion (repeatable)."),
     click.option("--skip", multiple=True, metavar="FUSION", help="Leave this fusion out (repeatable)."),
     patterns_option,
@@ -124,7 +124,7 @@ verify_options = together(
 
 
 def given_regions(regions: bool, epilogues: bool) -> Regions:
-    """Return what --regions and --epilogues say together, as `optimize` takes it."""
+    """Return the value for `optimize` that --regions and --epilogues mean together."""
     return "apart" if regions and not epilogues else regions
 
 
@@ -174,7 +174,7 @@ def given_inputs(npz: Path | None, model: Path) -> dict[str, Array] | None:
 
 
 def use_kernels(folders: tuple[Path, ...], provider: Provider) -> None:
-    """Let the sessions of a command run the kernels in these folders too.
+    """Make the kernels in these folders available to the sessions of a command.
 
     Raises an error before any work if these, or those of an installed package, do not load.
     """

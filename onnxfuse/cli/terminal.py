@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from onnxfuse.steps import LeftOut
 
 SECONDS_WITHOUT_PROGRESS: Final = 2.0  # before a progress bar appears
-UNLIMITED: Final = 100_000  # columns of what is piped into a program or a file
+UNLIMITED: Final = 100_000  # columns of output that is piped into a program or a file
 
 
 @functools.cache
@@ -46,7 +46,7 @@ def echo(text: str, err: bool = False) -> None:
 
 
 def make_safe() -> None:
-    """Let what this process writes to stderr outside of the console be printable too: warnings, and tracebacks."""
+    """Make text printable that this process writes to stderr outside of the console: warnings and tracebacks."""
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_PrintableFormatter())
     format_warning = warnings.formatwarning
@@ -64,7 +64,7 @@ def _print_traceback(kind: type[BaseException], error: BaseException, trace: Tra
 
 
 def was_printing(error: OSError) -> bool:
-    """Return whether an error was raised by what prints, and so by the standard output."""
+    """Return whether printing raised an error, so that the standard output is at fault."""
     raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
     return Path(raised_in).parent.name in ("rich", "click")
 
@@ -104,7 +104,7 @@ def shown_progress() -> Iterator[Callable[[str, int, int], None]]:
     def show(stage: str, done: int, of: int) -> None:
         """Show a stage; each begins a new bar, which moves to and fro while the amount of work is unknown."""
         nonlocal shown, task
-        if interrupts.seen():  # and something swallowed the exception
+        if interrupts.seen():  # some code swallowed the exception
             raise KeyboardInterrupt
         if stage != shown or not of:
             bar.remove_task(task)

@@ -1,1 +1,1 @@
-"""The bodies of If, Loop and Scan as graphs of their own: what they read of the graphs around them, and its shapes."""
+"""The bodies of If, Loop and Scan as separate graphs: the tensors that they capture, and their shapes."""

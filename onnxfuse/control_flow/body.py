@@ -1,4 +1,4 @@
-"""A body of an If, Loop or Scan as a graph of its own, whose further inputs are what it reads of the graphs around it.
+"""A body of an If, Loop or Scan as a separate graph; the tensors that it captures are further inputs.
 
 So all that is done to the main graph can be done to a body.  An initializer outside stays one initializer: the body
 knows its value, but does not write it.
@@ -32,11 +32,11 @@ class Body:
     """A body of a node, as a graph."""
 
     node: Node
-    index: int  # of the attribute that holds the body, in the node's message
-    where: str  # what reports call it, such as "the else branch of If 'x'"
+    index: int  # index of the attribute that holds the body, in the node's message
+    where: str  # its name in reports, such as "the else branch of If 'x'"
     graph: Graph
     shapes: ShapeInfo
-    captured: frozenset[str]  # what it reads of the graphs around it, constants aside
+    captured: frozenset[str]  # tensors that it reads of the graphs around it, without constants
     taken: tuple[onnx.NodeProto, ...]  # Ifs in it that vanished, because their conditions are known
     # By the name of an input of its own: the tensor that it begins as, and the axis if it is a slice of that.
     begins: Mapping[str, tuple[str, int | None]]
@@ -77,7 +77,7 @@ def write_body(outer: Graph, body: Body, written: onnx.ModelProto) -> None:
 
 
 def _record_captured(outer: Graph, body: Body, written: onnx.GraphProto) -> None:
-    """Record the types of what fused nodes in a body read, for what plans their kernels."""
+    """Record the types of the operands of fused nodes in a body, from which their kernels are planned."""
     read = {name for node in nodes(written) if node.domain == DOMAIN for name in node.input}
     for tensor in body.graph.linked.inputs:
         if tensor.name in read and tensor.name in body.captured:
@@ -100,7 +100,7 @@ def _record_inputs(body: Body, written: onnx.GraphProto) -> None:
 
 
 class _Surroundings:
-    """A graph with what its bodies may read: its tensors and its constants, by name."""
+    """A graph with the tensors and constants that its bodies may read, by name."""
 
     def __init__(self, graph: Graph, shapes: ShapeInfo) -> None:
         self.graph, self.shapes = graph, shapes
@@ -127,7 +127,7 @@ class _Surroundings:
         return tensor if is_constant(tensor) else None
 
     def body(self, node: Node, index: int, message: onnx.NodeProto) -> Body:
-        """Return a body as a graph, with what is known of its tensors."""
+        """Return a body as a graph, with the facts about its tensors."""
         graph = message.attribute[index].g
         read = dict.fromkeys(outer_reads(graph))
         constants = {name: found for name in read if (found := self.constant(name)) is not None}
@@ -158,7 +158,7 @@ class _Surroundings:
         return Body(node, index, where, linked, shapes, captured, tuple(taken), begins)
 
     def _scope(self, names: Mapping[str, None]) -> OuterScope:
-        """Return what is known of tensors of this graph; of those around it, it knows as much as of its inputs."""
+        """Return the facts about tensors of this graph; about captured tensors it knows as much as about its inputs."""
         shapes, dtypes, values = dict[str, Shape | None](), dict[str, int](), {}
         for name in names:
             tensor = self.tensors.get(name) or self.constant(name)
@@ -184,7 +184,7 @@ def _where(node: Node, attribute: str) -> str:
 def _model(
     model: onnx.ModelProto, graph: onnx.GraphProto, scope: OuterScope, read: Collection[str], begun: Collection[str]
 ) -> onnx.ModelProto:
-    """Return a body as a model, whose inputs are its own, and behind them what it reads of the graphs around it.
+    """Return a body as a model, whose inputs are the body's own, followed by the tensors that it captures.
 
     Those that are `begun`, the carried ones, have no shape, because onnx would infer from it what the first iteration
     alone computes.

@@ -51,7 +51,7 @@ def _type_of(shapes: ShapeInfo, tensor: Tensor, declared: onnx.TypeProto.Tensor)
 
 
 def carried(node: Node, names: list[str]) -> Mapping[str, Tensor]:
-    """Return the inputs of a body that are carried from one iteration to the next, with what they begin as."""
+    """Return the inputs of a body that are carried from one iteration to the next, with their initial values."""
     if op_of(node) == "Loop":
         return dict(zip(names[2:], node.inputs[2:], strict=False))
     if op_of(node) == "Scan":
@@ -65,7 +65,7 @@ def leading_results(node: Node) -> int:
 
 
 def scanned(node: Node, names: list[str]) -> Mapping[str, tuple[Tensor, int]]:
-    """Return the inputs of a Scan's body that are slices, with what they are slices of, along which axis."""
+    """Return the inputs of a Scan's body that are slices, with the sliced tensors and axes."""
     if op_of(node) != "Scan":
         return {}
     first = _first_scanned(node)

@@ -1,4 +1,4 @@
-"""Let the body of a Loop or Scan read what no iteration changes from outside, in place of carrying it along.
+"""Let the body of a Loop or Scan capture the values that no iteration changes, in place of carrying them along.
 
 PaddlePaddle's converter lets a Loop carry its weights, which then are not constants in its body.
 """
@@ -20,7 +20,7 @@ FIRST_LOOP_OF_NOTHING: Final = 11  # the opset from which a Loop may carry nothi
 
 
 def read_invariants_outside(graph: Graph) -> list[Folded]:
-    """Remove from Loops and Scans what they carry and do not change; their results are what they began with."""
+    """Remove from Loops and Scans the carried values that they do not change; their results are the initial values."""
     folded: list[Folded] = []
     for node in [node for node in graph.nodes if op_of(node) in ("Loop", "Scan") and has_subgraph(node)]:
         if op_of(node) == "Scan" and graph.opset < FIRST_SCAN_WITHOUT_BATCH:
@@ -38,7 +38,7 @@ def read_invariants_outside(graph: Graph) -> list[Folded]:
 
 
 def _invariants(graph: Graph, node: Node, body: onnx.GraphProto) -> dict[int, Tensor]:
-    """Return what a body hands on as it gets it, by its place among what is carried."""
+    """Return the values that a body hands on unchanged, by their places among the carried ones."""
     copies = {n.output[0]: n.input[0] for n in body.node if n.op_type == "Identity" and n.domain in ONNX_DOMAINS}
     names = [value.name for value in body.input]
     results = [value.name for value in body.output][leading_results(node) :]
@@ -76,7 +76,7 @@ def _is_defined(body: onnx.GraphProto, name: str, own: str) -> bool:
 
 
 def _remove(graph: Graph, node: Node, index: int, invariants: Mapping[int, Tensor]) -> None:
-    """Remove what a node carries at these places, and let its body read the tensors that it begins with."""
+    """Remove the carried values at these places from a node, and let its body read the initial values."""
     message = onnx.NodeProto()
     message.CopyFrom(graph.protos[id(node)][1])
     body = message.attribute[index].g

@@ -1,4 +1,4 @@
-"""The shapes in a body that runs several times: of a carried value, only what no iteration changes is known.
+"""The shapes in a body that runs several times: of a carried value, only sizes that no iteration changes are known.
 
 A carried value begins with the shape of the Loop's input.  Where the body computes another size for the next iteration,
 as of a cache that grows by a Concat, that size gets a name, which stands for what it is in any iteration, and the body
@@ -21,7 +21,7 @@ from onnxfuse.control_flow.inputs import carried, leading_results
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node
 
-CARRIED: Final = "carried_"  # with a number: the name of a size that differs from one iteration to the next
+CARRIED: Final = "carried_"  # before a number: the name of a size that differs from one iteration to the next
 MAX_ROUNDS: Final = 8  # then nothing is known of the shapes of carried values
 
 CarriedAxis: TypeAlias = tuple[str, int]  # the name of a carried value, and an axis
@@ -39,7 +39,7 @@ def infer_repeated(graph: Graph, node: Node, body: onnx.GraphProto, scope: Outer
         if not changed:
             return shapes
         scope = replace(scope, shapes={**scope.shapes, **changed})
-        graph.recorded_types.clear()  # which held in the first iterations only
+        graph.recorded_types.clear()  # they held only in the first iterations
         graph.misdeclared.clear()
     return infer_shapes(graph, scope=replace(scope, shapes={**scope.shapes, **{name: None for name, _ in pairs}}))
 
@@ -47,7 +47,7 @@ def infer_repeated(graph: Graph, node: Node, body: onnx.GraphProto, scope: Outer
 def _changed(
     graph: Graph, shapes: ShapeInfo, scope: OuterScope, pairs: Iterable[tuple[str, str]], named: set[Size]
 ) -> dict[str, Shape | None]:
-    """Return the shapes of carried values that the body changes, with names for what it changes.
+    """Return the shapes of carried values that the body changes, with names for the sizes that it changes.
 
     `named` are the sizes that have such names, which may change.
     """

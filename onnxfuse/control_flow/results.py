@@ -1,4 +1,4 @@
-"""The shapes of what Loops compute, of which onnx's inference says nothing, for the nodes behind them."""
+"""The shapes of Loops' results, which onnx does not infer, for the nodes after them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onnxfuse.ir.node import Tensor, consumers
 
 
 def infer_results(graph: Graph, shapes: ShapeInfo) -> None:
-    """Record shapes of the results of Loops, where they are unknown, and infer what is computed from them."""
+    """Record unknown shapes of the results of Loops, and infer the tensors that are computed from them."""
     for body in read_bodies(graph, shapes, ["Loop"]):
         found = {id(t): t for t in body.node.outputs if t.name and shapes.shape(t) is None}
         known = {key: shape for key, shape in _results(body, shapes).items() if key in found and shape is not None}
@@ -43,6 +43,6 @@ def _results(body: Body, shapes: ShapeInfo) -> dict[int, Shape | None]:
 
 
 def _outside(shapes: ShapeInfo, output: Tensor, axis: int, size: Size) -> Size:
-    """Return a size of the body outside of it, where what iterations change has no name."""
+    """Return a size of the body for the graph outside, where sizes that iterations change have no name."""
     inside_only = not isinstance(size, int) and any(word in str(size) for word in (CARRIED, UNKNOWN))
     return shapes.unknown(output.name, axis) if inside_only else size

@@ -13,7 +13,7 @@ from onnxfuse.ir.node import Node
 
 
 def keep_unequal_branches(graph: Graph, shapes: ShapeInfo) -> Collection[Node]:
-    """Return the Ifs whose branches must stay as they are, and keep what these branches read.
+    """Return the Ifs whose branches must stay as they are, and keep the tensors that these branches read.
 
     A branch that computes the target of a Reshape is rewritten to one from which onnxruntime infers a shape.  Before
     opset 11 it then refuses an If whose other branch has another one.

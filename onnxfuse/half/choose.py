@@ -33,8 +33,8 @@ from onnxfuse.ir.node import Constant, Node, Tensor, consumers, is_constant, op_
 from onnxfuse.passes.folded import node_label
 
 LARGE_MASK: Final = 1e4  # no score comes near it: a constant of this size beside scores is a mask
-LARGE_ANGLE: Final = 64.0  # from here on, float16 knows an angle to 0.03 or worse
-BITS_LEFT: Final = 3  # of a sum that is much smaller than its terms: one that keeps fewer has lost too many
+LARGE_ANGLE: Final = 64.0  # from here on, float16 rounds an angle by 0.03 or more
+BITS_LEFT: Final = 3  # a sum much smaller than its terms that keeps fewer bits has lost too many
 
 CANNOT: Final = "{precision} is no dtype of this operator in opset {opset}"
 UNTYPED: Final = "the dtype of '{name}' is not known"
@@ -51,8 +51,8 @@ class Unit:
     """What one fused node of the float32 model replaces."""
 
     fusion: str
-    nodes: frozenset[str]  # by their names, or first outputs
-    in_float32: bool  # its body computes in float32 what is not a product
+    nodes: frozenset[str]  # their names, or first outputs
+    in_float32: bool  # its body computes all but products in float32
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _by_rule(scope: Scope, known: Known, scores: frozenset[Node]) -> dict[Node, 
             found |= {each: ANGLE for each in _angle(scope, known, node) if each not in found}
     masks = _mask_chain(scope, scores)
     found |= {node: COUNTS for node in nodes if node in scope.counted and node not in found and node not in masks}
-    for node in reversed(nodes):  # a Cast stands where arithmetic ends, in front of views
+    for node in reversed(nodes):  # a Cast comes where arithmetic ends, before views
         if found.get(node) in (COUNTS, ANGLE) and op_of(node) in (*MOVES, "Cast"):
             readers = [each for tensor in node.outputs for each in consumers(tensor)]
             is_read_wide = any(each in found or each.op in READS_ANY for each in readers)
@@ -160,7 +160,7 @@ def _can(scope: Scope, known: Known, node: Node) -> bool:
 
 
 def _angle(scope: Scope, known: Known, node: Node) -> Iterator[Node]:
-    """Yield a Sin or Cos and the arithmetic in front of it, where these read positions, times or large angles."""
+    """Yield a Sin or Cos and the arithmetic before it, where these read positions, times or large angles."""
     source = node.inputs[0]
     members = {node: None} | dict.fromkeys(
         scope.behind([source], lambda each: is_arithmetic(each) or is_index_product(each))
@@ -286,7 +286,7 @@ def _is_divided_by(tensor: Tensor) -> bool:
 
 
 def _by_cancelling(known: Known, tensor: Tensor) -> Iterator[tuple[Node, str]]:
-    """Yield the node of a difference that is much smaller than what it is taken of, and those that compute that."""
+    """Yield the node of a difference that is much smaller than its terms, and the nodes that compute these."""
     node = producer(tensor)
     if node is None or node.op not in ("Sub", "Add"):
         return
@@ -327,7 +327,7 @@ def _by_weight(
 
 
 def _other_exponent(scope: Scope, known: Known, tensor: Constant) -> str:
-    """Return which exponent would become an integer, whose powers of negative numbers are no NaN; "" if none."""
+    """Return which exponent would become an integer, whose powers of negative numbers are not NaN; "" if none would."""
     if constant_dtype(tensor) != TensorProto.FLOAT:
         return ""
     values = constant_value(scope.graph, tensor).reshape(-1)

@@ -1,4 +1,4 @@
-"""Rewrite a model so that what need not stay in float32 computes in half precision; Casts stand at borders only."""
+"""Rewrite a model so that nodes compute in half precision unless they must stay in float32; Casts are at borders."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ Io: TypeAlias = Literal["float32", "half"]
 
 @dataclass(frozen=True)
 class Converted:
-    """A model in half precision, where its external data lies, and what stayed in float32."""
+    """A model in half precision, the folder of its external data, and the nodes that stayed in float32."""
 
     model: onnx.ModelProto
     folder: Path | None
-    nodes: int  # that compute on floating-point numbers
+    nodes: int  # number of nodes that compute on floating-point numbers
     kept: tuple[Kept, ...]  # because of their values
-    by_rule: tuple[Kept, ...]  # because of what they are
+    by_rule: tuple[Kept, ...]  # nodes that stay because of their operators
     types: Mapping[str, int]  # the dtypes that tensors of the main graph have now
     scratch: ScratchFolder | None = None
-    added_masks: int = 0  # softmaxes of which a row without a key has other weights than in float32
+    added_masks: int = 0  # softmaxes whose fully masked rows have other weights than in float32
 
 
 def convert(model: onnx.ModelProto, known: Known, io: Io = "float32") -> Converted:
@@ -85,12 +85,12 @@ class _Part:
         self.added_masks = 0
         if known.precision is FLOAT16:  # in bfloat16 a score beside the lowest number vanishes as in float32
             self.added_masks = sum(1 for _ in adding_masks(self.scope, self._is_lowest, self.choice.is_wide))
-        self.dtypes: dict[str, int] = {}  # that tensors of this graph have now
+        self.dtypes: dict[str, int] = {}  # current dtypes of this graph's tensors
         self.outputs: dict[str, int] = {}  # the dtypes of the graph's outputs
         self.casts: dict[tuple[str, int], Tensor] = {}  # a tensor in a dtype
         self.weights: dict[tuple[str, int], Constant] = {}  # a constant in a dtype
-        self.stored: dict[str, tuple[int, bool]] = {}  # by constant: its dtype, and whether it is a mask or a bound
-        self.sources: dict[str, Tensor] = {}  # by the result of a Cast that has gone: its input
+        self.stored: dict[str, tuple[int, bool]] = {}  # constants: dtype, and whether it is a mask or a bound
+        self.sources: dict[str, Tensor] = {}  # inputs of removed Casts, by the Casts' results
         self.inner: list[_Part] = []
 
     def everywhere(self) -> list[_Part]:
@@ -174,7 +174,7 @@ class _Part:
         return new_node(node.op, node.name, attributes, inputs, outputs, None)
 
     def _filling(self, node: Node) -> Constant:
-        """Return in half precision what a Constant or a ConstantOfShape writes."""
+        """Return the value of a Constant or a ConstantOfShape in half precision."""
         found = next(iter(node.attrs.values()), [0.0])
         value = constant_value(self.graph, found) if is_constant(found) else np.array(found, np.float32)
         return constant_of(onnx.numpy_helper.from_array(self.known.precision.clamped(value)))
@@ -207,7 +207,7 @@ class _Part:
         return found or self.scope.shapes.dtype(tensor)
 
     def _source(self, tensor: Tensor) -> Tensor:
-        """Return what is read in place of a tensor: the input of a Cast that has gone."""
+        """Return the tensor to read in place of another: the input of a removed Cast."""
         return self.sources.get(tensor.name, tensor)
 
     def _read(self, tensor: Tensor, dtype: int, reader: Node | None = None) -> Tensor:
@@ -227,7 +227,7 @@ class _Part:
         return self.casts[tensor.name, dtype]
 
     def _may_be_mask(self, tensor: Tensor, reader: Node) -> bool:
-        """Return whether a float32 tensor that scores read is seen, or may be, below what half precision holds."""
+        """Return whether a float32 operand of scores was seen below the range of half precision, or may be there."""
         if reader not in self.choice.scores and not any(each is tensor for each in masked_inputs(reader)):
             return False
         seen, precision = self.known.ranges.get(tensor.name), self.known.precision

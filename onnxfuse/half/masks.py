@@ -1,4 +1,4 @@
-"""Find what masks scores: numbers such as -1e9 or -3.4e38, which half precision has no place for."""
+"""Find masks of scores: numbers such as -1e9 or -3.4e38, which are beyond half precision."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of
 ON_THE_WAY: Final = MOVES | {
     "Add", "And", "Cast", "Clip", "ConstantOfShape", "Max", "Min", "Mul", "Neg", "Not", "Or", "Sub", "Sum", "Where",
 }  # fmt: skip
-MASKED_INPUTS: Final = {  # operators that read scores, or what is added to them, at these inputs
+MASKED_INPUTS: Final = {  # operators that read scores or their addends at these inputs
     "Softmax": (0,), "LogSoftmax": (0,), "ReduceLogSumExp": (0,), "Attention": (3, 5), "MultiHeadAttention": (4, 5),
     "GroupQueryAttention": (10,), "ReduceMax": (0,),
 }  # fmt: skip
@@ -21,13 +21,13 @@ BOUNDS: Final = {"Clip": (1, 2), "Max": (0, 1), "Min": (0, 1)}  # inputs that ar
 
 
 def score_nodes(scope: Scope) -> frozenset[Node]:
-    """Return the nodes between products and softmax, and those that compute what is added to scores there."""
+    """Return the nodes between products and softmax, and the nodes that compute addends of scores there."""
     starts = [each for node in scope.graph.nodes for each in masked_inputs(node)]
     return frozenset(scope.behind(starts, _leads_on))
 
 
 def masked_inputs(node: Node) -> list[Tensor]:
-    """Return the scores, and what is added to them, that a node reads."""
+    """Return the scores and the addends of scores that a node reads."""
     return [node.inputs[k] for k in MASKED_INPUTS.get(node.op, ()) if k < len(node.inputs)]
 
 
@@ -41,7 +41,7 @@ def adding_masks(scope: Scope, is_lowest: Callable[[Tensor], bool], is_wide: Cal
     """
     for node in scope.graph.nodes:
         masked = masked_inputs(node)
-        if not node.op.endswith("Attention"):  # which adds the mask that it reads
+        if not node.op.endswith("Attention"):  # these operators add the mask that they read
             chain = scope.behind(masked, _leads_on)
             masked = [t for each in chain if not is_wide(each) and _adds_to_scores(scope, each) for t in each.inputs]
         if not is_wide(node) and _reaches(scope, masked, is_lowest):

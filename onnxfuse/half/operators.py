@@ -12,13 +12,13 @@ from onnxfuse.half.precision import Precision
 from onnxfuse.ir.attributes import schema, str_attribute
 from onnxfuse.ir.node import Node, op_of
 
-CONTRIB: Final = frozenset({  # of com.microsoft, whose floating-point inputs all have one dtype
+CONTRIB: Final = frozenset({  # operators of com.microsoft whose floating-point inputs all have one dtype
     "Attention", "BiasAdd", "BiasGelu", "BiasSplitGelu", "EmbedLayerNormalization", "FastGelu", "FusedConv",
     "FusedGemm", "FusedMatMul", "Gelu", "GemmFastGelu", "GroupNorm", "GroupQueryAttention", "MultiHeadAttention",
     "NhwcConv", "QuickGelu", "RotaryEmbedding", "SimplifiedLayerNormalization", "SkipGroupNorm",
     "SkipLayerNormalization", "SkipSimplifiedLayerNormalization",
 })  # fmt: skip
-WITHOUT_BFLOAT16: Final = frozenset({  # those of them that onnxruntime 1.31 declares for float16 alone
+WITHOUT_BFLOAT16: Final = frozenset({  # of these, the operators that onnxruntime 1.31 declares only for float16
     "BiasAdd", "BiasSplitGelu", "EmbedLayerNormalization", "FusedConv", "FusedGemm", "GroupNorm", "NhwcConv",
     "SkipGroupNorm",
 })  # fmt: skip
@@ -53,7 +53,7 @@ STAY: Final = {  # operators that stay in float32 whatever they read, and why
     "STFT": "it is a transform of audio, whose powers exceed half precision",
     "DFT": "it is a transform of audio, whose powers exceed half precision",
 }
-# Inputs of operators that select or read at coordinates: the arithmetic in front of these stays in float32 too.
+# Inputs of operators that select or read at coordinates: the arithmetic before these stays in float32 too.
 EXACT_INPUTS: Final = {"TopK": (0,), "ArgMax": (0,), "ArgMin": (0,), "GridSample": (1,), "RoiAlign": (1,),
                        "NonMaxSuppression": (0, 1)}  # fmt: skip
 ELEMENTWISE: Final = frozenset({
@@ -67,7 +67,7 @@ READS_ANY: Final = frozenset({"Cast", "Shape", "Size", "IsNaN", "IsInf"})  # wha
 
 
 def combines(node: Node) -> bool:
-    """Return whether a scatter adds, multiplies or compares what it writes with what is there."""
+    """Return whether a scatter adds, multiplies or compares updates with the data."""
     return op_of(node) in ("ScatterElements", "ScatterND") and str_attribute(node, "reduction", "none") != "none"
 
 

@@ -1,4 +1,4 @@
-"""What there is to know of float16 and bfloat16: ranges, what a value becomes, and which losses count."""
+"""The ranges and roundings of float16 and bfloat16, and the losses that count."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ REAL: Final = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFL
 
 @dataclass(frozen=True)
 class Precision:
-    """A half precision: how large values may become, and what a weight may lose."""
+    """A half precision: its range, and the loss that a weight may have."""
 
-    name: str  # as --dtype has it
-    number: int  # of onnx.TensorProto.DataType
+    name: str  # the value of --dtype
+    number: int  # in onnx.TensorProto.DataType
     largest: float
     limit: float  # the largest magnitude that a run may show: inputs other than those seen may lead to more
     smallest: float  # the smallest magnitude that is held with all bits
     rounding: float  # the largest relative error of a value in range
-    max_loss: float  # of a weight, relative to its norm
+    max_loss: float  # of a weight, relative to the weight's norm
 
     @property
     def numpy(self) -> np.dtype[Any]:
@@ -37,7 +37,7 @@ class Precision:
             return np.asarray(value).astype(self.numpy)
 
     def clamped(self, value: Array) -> Array:
-        """Return values in this precision, of which finite ones stay finite: what a mask or a bound means by them."""
+        """Return values in this precision; finite ones stay finite, as masks and bounds mean them."""
         wide = np.asarray(value, np.float32)
         return self.rounded(np.where(np.isfinite(wide), np.clip(wide, -self.largest, self.largest), wide))
 

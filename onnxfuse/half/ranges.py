@@ -24,9 +24,9 @@ from onnxfuse.verify.cpu_session import input_of, open_session, run
 
 MAX_SLICE: Final = 2**28  # bytes of the weights of the nodes that run at a time
 MASKED: Final = 1e30  # numbers of this size only mask scores
-Line: TypeAlias = tuple[str, list[str], str, dict[str, Any]]  # operator, inputs, what its output is, and attributes
+Line: TypeAlias = tuple[str, list[str], str, dict[str, Any]]  # operator, inputs, label of the output, attributes
 
-KINDS: Final = ("lowest", "highest", "smallest")  # of the fields of Range, which each tensor's outputs are named after
+KINDS: Final = ("lowest", "highest", "smallest")  # fields of Range, after which each tensor's outputs are named
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class _Observer:
         self.found[name] = self.found[name].joined(seen) if name in self.found else seen
 
     def run(self, piece: Sequence[onnx.NodeProto], live: Sequence[dict[str, object]], later: set[str]) -> None:
-        """Run some nodes on what is live, record the ranges of what they compute, and keep what is read later."""
+        """Run some nodes on the live tensors, record the ranges of their results, and keep those read later."""
         made = [name for node in piece for name in node.output if name]
         watched = [name for name in made if self.types.get(name, 0) in REAL]
         carried = [name for name in made if name in later]
@@ -137,7 +137,7 @@ class _Observer:
         watched: Sequence[str],
         carried: Sequence[str],
     ) -> onnx.ModelProto:
-        """Return a model of some nodes whose outputs are the ranges of what they compute, and what is carried on."""
+        """Return a model of some nodes, whose outputs are the ranges of their results and the results read later."""
         result, source = copy_without(self.model, "graph"), self.model.graph
         graph, read = result.graph, {name for node in piece for name in reads(node)}
         graph.name = "slice"

@@ -14,7 +14,7 @@ from onnxfuse.printing import escape
 from onnxfuse.verify.noise import ROUNDINGS
 
 MAX_KEPT_SHOWN: Final = 10
-USUAL_FACTOR: Final = 3.0  # of the noise of half precision, below which an error needs no explanation
+USUAL_FACTOR: Final = 3.0  # times the noise of half precision; errors below that need no explanation
 ADDED_MASKS: Final = "where all keys of a row are masked, {} weights them by their scores, and float32 equally"
 
 
@@ -40,7 +40,7 @@ class HalfError:
 
 @dataclass(frozen=True)
 class HalfResult:
-    """A model in half precision: what stayed in float32, and how far its outputs are from the original's.
+    """A model in half precision: the nodes that stayed in float32, and the errors of its outputs.
 
     `nodes` compute on floating-point numbers in the model before it is fused.  `kept` stayed in float32 because of
     their values, and `by_rule` because of what they are, by reason.
@@ -56,8 +56,8 @@ class HalfResult:
     errors: tuple[HalfError, ...] = ()
     max_error: float | None = None
     note: str = ""  # how the errors were measured if not as usual, or why they were not
-    scratch: ScratchFolder | None = None  # which holds converted external weights
-    added_masks: int = 0  # softmaxes of which a row without a key has other weights than in float32
+    scratch: ScratchFolder | None = None  # the folder of converted external weights
+    added_masks: int = 0  # softmaxes whose fully masked rows have other weights than in float32
 
     @property
     def worst(self) -> HalfError | None:

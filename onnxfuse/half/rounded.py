@@ -18,7 +18,7 @@ from onnxfuse.verify.noise import move_by_rounding
 def with_moved_weights(
     plain: onnx.ModelProto, folder: Path | None, precision: Precision, draw: int
 ) -> tuple[onnx.ModelProto, Weights]:
-    """Return a model whose weights are moved by one rounding to half precision, and what holds them on disk.
+    """Return a model whose weights are moved by one rounding to half precision, and the folder that holds them.
 
     draw  another one has other directions
     """
@@ -33,7 +33,7 @@ def with_moved_weights(
 
 
 def moved(feeds: Mapping[str, Array], precision: Precision, draw: int) -> dict[str, Array]:
-    """Return inputs of which floating-point values are moved up or down by one rounding to half precision."""
+    """Return inputs whose floating-point values are moved up or down by one rounding to half precision."""
     return {name: move_by_rounding(name, value, precision.rounding, draw) for name, value in feeds.items()}
 
 

@@ -1,4 +1,4 @@
-"""Scale what a product with a weight reads, where only its result is beyond half precision (T5's feed-forward blocks).
+"""Scale the operand of a product with a weight, where only the result exceeds half precision (T5's feed-forward).
 
 MatMul(x, w) becomes MatMul(x * 2^-k, w) * 2^k.  The product then reads and writes half precision, and what is left to
 float32 is the last factor, beside the addition that reads it.  Powers of two round nothing but numbers below half

@@ -18,7 +18,7 @@ SCALINGS: Final = frozenset({"Mul", "Div"})
 def scale_queries(shapes: ShapeInfo, ranges: Mapping[str, Range], weights: Weights) -> dict[str, Range]:
     """Scale queries so that scores are in range; return the ranges of the scaled queries, which may be none.
 
-    MatMul(q, k) * s becomes MatMul(q * s, k), which is what the bodies and kernels of fused attention compute.
+    MatMul(q, k) * s becomes MatMul(q * s, k), as the bodies and kernels of fused attention compute it.
     """
     graph, made = shapes.graph, dict[str, Range]()
     for product in [node for node in graph.nodes if op_of(node) == "MatMul"]:

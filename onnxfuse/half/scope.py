@@ -21,7 +21,7 @@ LARGE_WEIGHT = 4096  # elements: a product with such a constant is one of featur
 
 @dataclass(frozen=True)
 class Scope:
-    """A sorted graph, and what is known of the tensors that its nodes read and write."""
+    """A sorted graph, and the known facts about the tensors that its nodes read and write."""
 
     shapes: ShapeInfo
 
@@ -37,7 +37,7 @@ class Scope:
 
     @cached_property
     def labeled(self) -> dict[str, list[Node]]:
-        """The nodes by what reports call them."""
+        """The nodes by their labels in reports."""
         found: dict[str, list[Node]] = defaultdict(list)
         for node in self.graph.nodes:
             found[node_label(node)].append(node)
@@ -65,7 +65,7 @@ class Scope:
         return any(map(self.is_real, (*node.inputs, *node.outputs)))
 
     def behind(self, tensors: Iterable[Tensor], through: Callable[[Node], bool]) -> Iterator[Node]:
-        """Yield the nodes that compute tensors, and those that compute what these read, as long as `through` holds."""
+        """Yield the producers of tensors, and the producers of their inputs, as long as `through` holds."""
         seen: set[Node] = set()
         work = list(tensors)
         while work:

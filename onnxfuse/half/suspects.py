@@ -16,7 +16,7 @@ from onnxfuse.verify.cpu_session import open_session, run
 
 MAX_COMPARED_AT_ONCE: Final = 64  # tensors
 FIRST_INFINITE: Final = 1e300  # more than any error, less than infinity
-AMPLIFIED: Final = 4.0  # times the error of what a node reads
+AMPLIFIED: Final = 4.0  # times the error of a node's inputs
 Model = tuple[onnx.ModelProto, Path | None]
 
 
@@ -28,7 +28,7 @@ def suspects(
     half_feeds: Mapping[str, Array],
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[str]:
-    """Return the nodes of the main graph by what they add to the error, the largest first.
+    """Return the nodes of the main graph by their contribution to the error, the largest first.
 
     plain  the model in float32 and the folder of its data; `half` is the same model in half precision
     reals  the tensors of `plain` that have floating-point numbers

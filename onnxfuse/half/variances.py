@@ -15,7 +15,7 @@ from onnxfuse.ir.graph import constant_number
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 
 MEANS: Final = frozenset({"AveragePool", "GlobalAveragePool", "ReduceMean", "ReduceSum"})
-ON_THE_WAY: Final = REARRANGING | {"Div", "Mul"}  # by constants
+ON_THE_WAY: Final = REARRANGING | {"Div", "Mul"}  # Div and Mul by constants
 
 
 def variance_nodes(scope: Scope) -> frozenset[Node]:
@@ -51,7 +51,7 @@ def _variance(scope: Scope, node: Node) -> set[Node]:
 
 
 def _squared(scope: Scope, node: Node) -> Tensor | None:
-    """Return what a node squares."""
+    """Return the tensor that a node squares."""
     if op_of(node) == "Mul" and node.inputs[0] is node.inputs[1]:
         return node.inputs[0]
     if op_of(node) == "Pow" and constant_number(scope.graph, node.inputs[1]) == 2:
@@ -60,7 +60,7 @@ def _squared(scope: Scope, node: Node) -> Tensor | None:
 
 
 def _behind_mean(scope: Scope, tensor: Tensor) -> tuple[Sequence[Node], Tensor]:
-    """Return the nodes of a mean, scaled and viewed, and what it is the mean of; no nodes if it is none."""
+    """Return the nodes of a scaled and viewed mean, and the tensor of which it is the mean; no nodes for others."""
     members = list(_chain(scope, tensor))
     last = max((k for k, node in enumerate(members) if node.op in MEANS), default=-1)
     members = members[: last + 1]

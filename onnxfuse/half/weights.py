@@ -1,4 +1,4 @@
-"""Convert weights tensor by tensor: what is stored in a file goes to another file, never all of it into memory."""
+"""Convert weights tensor by tensor: external data goes to another file, and is never in memory as a whole."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from onnxfuse.ir.node import Constant
 from onnxfuse.verify.noise import move_by_rounding
 
 DATA_FILE: Final = "weights.data"
-MAX_PARAMETER: Final = 8  # elements of what may be no weight: the scales of a Resize, an epsilon
+MAX_PARAMETER: Final = 8  # elements of parameters that may not be weights: the scales of a Resize, an epsilon
 CHECKED_AT_ONCE: Final = 2**22  # elements of a weight: float64 copies of all of it would take three times its size
 
 
@@ -43,14 +43,14 @@ class Weights:
 
     folder: Path | None
     precision: Precision
-    scratch: ScratchFolder | None = None  # where converted external weights lie
-    losses: dict[tuple[str, bool], str] = field(default_factory=dict)  # of the weights that were looked at
+    scratch: ScratchFolder | None = None  # the folder of converted external weights
+    losses: dict[tuple[str, bool], str] = field(default_factory=dict)  # losses of the weights that were examined
     _end: int = 0
 
     def loss(self, graph: Graph, tensor: Constant, clamp: bool = False) -> str:
         """Return why a weight must stay as it is, as the end of a sentence; "" where half precision holds it.
 
-        Of what masks or bounds (`clamp`), numbers beyond the range may become the last one in it.
+        For masks and bounds (`clamp`), numbers beyond the range may become the last one in it.
         """
         if constant_dtype(tensor) != onnx.TensorProto.FLOAT:
             return ""
@@ -70,7 +70,7 @@ class Weights:
         return self._stored(tensor, value)
 
     def moved(self, tensor: onnx.TensorProto, draw: int) -> onnx.TensorProto:
-        """Return a weight of which each element is moved up or down by one rounding to half precision, as drawn."""
+        """Return a weight whose elements are moved up or down at random by one rounding to half precision."""
         if tensor.data_type not in REAL or math.prod(tensor.dims) <= MAX_PARAMETER:
             return self.kept(tensor)
         value = array_of(self.folder, tensor)
@@ -78,13 +78,13 @@ class Weights:
         return self._stored(tensor, moved.astype(value.dtype))
 
     def kept(self, tensor: onnx.TensorProto) -> onnx.TensorProto:
-        """Return a tensor as it is; its data lies beside that of converted ones where it is external."""
+        """Return a tensor unchanged; external data is copied to the file of converted tensors."""
         if uses_external_data(tensor) and self.scratch is not None:
             return self._stored(tensor, array_of(self.folder, tensor))
         return tensor
 
     def _stored(self, tensor: onnx.TensorProto, value: Array) -> onnx.TensorProto:
-        """Return a tensor with another value, which is appended to the scratch file if that of the tensor is external.
+        """Return a tensor with another value, which is appended to the scratch file if the tensor's data is external.
 
         Small values stay in memory.
         """
@@ -103,7 +103,7 @@ class Weights:
 
 
 def describe_loss(value: Array, precision: Precision, clamp: bool = False) -> str:
-    """Return what a weight loses in half precision that it must not, as the end of a sentence; "" for nothing."""
+    """Return an unacceptable loss of a weight in half precision, as the end of a sentence; "" for none."""
     flat = value.reshape(-1)
     lost = norm = 0.0
     for start in range(0, flat.size, CHECKED_AT_ONCE):

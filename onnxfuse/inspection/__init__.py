@@ -1,1 +1,1 @@
-"""Look at a model before it is optimized: what it is, and what will hurt where it runs on a GPU."""
+"""Look at a model before it is optimized: its facts, and the problems that it will have on a GPU."""

@@ -1,4 +1,4 @@
-"""What a model is, and what will hurt where onnxruntime runs it on a GPU."""
+"""The facts about a model, and the problems that it will have where onnxruntime runs it on a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DATA_DEPENDENT: Final = frozenset(
 )  # shapes that the GPU computes
 MAX_NAMED: Final = 3  # nodes in a sentence
 MIN_COVERED: Final = 16  # nodes in all copies of a repeated block
-MANY_BYTES: Final = 1 << 20  # of float32 weights, from which on a half precision is worth a sentence
+MANY_BYTES: Final = 1 << 20  # of float32 weights; from here on the lines mention half precision
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that will hurt on a GPU, and what to do about it."""
+    """A problem on a GPU, and its remedy."""
 
     what: str
     details: tuple[str, ...]
@@ -77,7 +77,7 @@ class Inspection:
     name: str
     maker: str
     opset: int
-    bytes: int | None  # of the files
+    bytes: int | None  # size of the files
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     weights: Mapping[str, Weights]
@@ -212,7 +212,7 @@ def _copies(placed: Placement) -> Iterator[Finding]:
 
 
 def _precision(graph: Graph, shapes: ShapeInfo, placed: Placement, weights: Mapping[str, Weights]) -> Iterator[Finding]:
-    """Yield what computes in float64, and weights of a model in float32."""
+    """Yield the operators that compute in float64, and the weights in float32."""
     computing = [node for node in graph.nodes if node not in placed.folded]
     double = [n for n in computing if any(shapes.dtype(t) == TensorProto.DOUBLE for t in n.outputs)]
     if double:

@@ -13,7 +13,7 @@ from onnxfuse.report.lines import MAX_SHOWN
 
 
 def inspection_text(found: Inspection, everything: bool = False) -> Group:
-    """Return what the model is, what will hurt and what to do about it; the verdict last."""
+    """Return the facts about the model, its problems and their remedies; the verdict last."""
     return Group(*_head(found), "", _values(found), "", _operators(found, everything), *_blocks(found), "",
                  *_findings(found))  # fmt: skip
 

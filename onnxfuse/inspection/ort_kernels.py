@@ -15,8 +15,8 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.node import Node, op_of
 
-OUTPUT: Final = "out "  # what the places of outputs begin with
-ORT_DOMAINS: Final = ("com.microsoft", "ai.onnx.ml")  # of operators that onnxruntime has beside ONNX's
+OUTPUT: Final = "out "  # prefix of the places of outputs
+ORT_DOMAINS: Final = ("com.microsoft", "ai.onnx.ml")  # domains of onnxruntime's operators beside ONNX's
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,6 @@ def _wrong_dtype(node: Node, shapes: ShapeInfo, types: Mapping[str, frozenset[st
 
 
 def _ort_name(dtype: int) -> str:
-    """Return what onnxruntime calls an onnx.TensorProto.DataType."""
+    """Return onnxruntime's name of an onnx.TensorProto.DataType."""
     name = dtype_name(dtype)
     return {"float32": "float", "float64": "double"}.get(name, name)

@@ -21,7 +21,7 @@ from onnxfuse.ir.protos import ONNX_DOMAINS
 from onnxfuse.regions.host import HOST_INPUTS, SEEDS
 
 SMALL: Final = 100  # elements of a constant that may be read on the host
-# What CUDA kernels read on the host, beside shapes: axes and other numbers, and what only concerns control flow.
+# Inputs that CUDA kernels read on the host, beside shapes: axes and other numbers, and values for control flow.
 MORE_HOST_INPUTS: Final[Mapping[str, range]] = {
     **{f"Reduce{name}": range(1, 2) for name in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum",
                                                 "SumSquare")},

@@ -1,4 +1,4 @@
-"""Convert a model to a newer opset of ONNX, so that each node goes on meaning what it meant.
+"""Convert a model to a newer opset of ONNX without changing the meaning of any node.
 
 From one version of an operator to the next, most only take more dtypes, which the schemas tell; `opset_adapters.py`
 rewrites the nodes whose meaning or form changes.  What neither covers is refused by name.
@@ -164,7 +164,7 @@ def _is_changed(op: str, version: int) -> bool:
 
 @functools.cache
 def changes(op: str, version: int) -> tuple[str, ...]:
-    """Return what an opset changes in an operator besides more dtypes, optional inputs and neutral attributes."""
+    """Return an opset's changes to an operator other than more dtypes, optional inputs and neutral attributes."""
     old, new = schema(op, version - 1), schema(op, version)
     if old is None or new is None or new.deprecated:
         return (f"{op}, which one of both opsets does not have",)
@@ -209,7 +209,7 @@ def _has_node(node: onnx.NodeProto, opset: int, dtypes: frozenset[str]) -> bool:
 
 @functools.cache
 def _widened(op: str, version: int) -> frozenset[str]:
-    """Return the dtypes that an opset adds to those of an operator."""
+    """Return the dtypes that an opset adds to an operator."""
     old, new = schema(op, version - 1), schema(op, version)
     assert old is not None and new is not None
     formals = zip((*old.inputs, *old.outputs), (*new.inputs, *new.outputs), strict=False)
@@ -217,7 +217,7 @@ def _widened(op: str, version: int) -> frozenset[str]:
 
 
 def _dtypes(model: onnx.ModelProto) -> frozenset[str]:
-    """Return the dtypes of what a model reads, holds and casts to, as schemas name tensors of them."""
+    """Return the dtypes of a model's inputs, initializers and Casts, by the names of tensor types in schemas."""
     found = {each.data_type for each in tensors(model.graph, *model.functions)}
     found |= {each.type.tensor_type.elem_type for part in graphs(model.graph) for each in (*part.input, *part.output)}
     attributes = (each for node in nodes(model.graph, *model.functions) for each in node.attribute)

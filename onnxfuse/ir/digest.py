@@ -1,4 +1,4 @@
-"""Tell models apart by their nodes."""
+"""A digest of a model's nodes, by which models are told apart."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-Array: TypeAlias = NDArray[Any]  # of any element type, which is known at run time only
+Array: TypeAlias = NDArray[Any]  # an array of any element type, which is known only at run time
 
 DTYPE_NAMES: Final = {
     number: str(helper.tensor_dtype_to_np_dtype(number).name)

@@ -11,7 +11,7 @@ from onnxfuse.ir.protos import defined_names, graphs, subgraphs
 
 
 def reads(node: onnx.NodeProto) -> Iterator[str]:
-    """Yield the tensors that a node reads: its inputs, and what its subgraphs read of the graphs around them."""
+    """Yield the tensors that a node reads: its inputs, and those that its subgraphs capture."""
     yield from filter(None, node.input)
     for inner in subgraphs(node):
         yield from outer_reads(inner)
@@ -54,7 +54,7 @@ def execution_order(needs: Sequence[Collection[str]], writes: Sequence[Collectio
 
 
 def is_in_order(needs: Sequence[Collection[str]], writes: Sequence[Collection[str]]) -> bool:
-    """Return whether no node reads what it or a later one writes."""
+    """Return whether no node reads an output of its own or of a later node."""
     later = {name for names in writes for name in names if name}
     for needed, written in zip(needs, writes, strict=True):
         if not later.isdisjoint(needed):

@@ -12,7 +12,7 @@ from onnxfuse.ir.protos import copy_without
 
 
 def ancestors(nodes: Sequence[onnx.NodeProto], names: Iterable[str]) -> list[onnx.NodeProto]:
-    """Return those of the nodes that the tensors depend on, in their present order."""
+    """Return the nodes on which the tensors depend, in their present order."""
     producers = {name: node for node in nodes for name in node.output if name}
     needed: set[int] = set()
     work = list(names)

@@ -20,7 +20,7 @@ from onnxfuse.ir.execution_order import execution_order, is_in_order, outer_read
 from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, consumers, has_subgraph, is_constant, op_of
 from onnxfuse.ir.protos import subgraphs
 
-OPSET_OF_UNCUT_SLICES: Final = 10  # in which onnx infers that a Slice of a named size has that size
+OPSET_OF_UNCUT_SLICES: Final = 10  # in this opset onnx infers that a Slice of a named size has that size
 
 
 def take_name(names: set[str], stem: str) -> str:
@@ -63,21 +63,21 @@ class Graph:
     model: onnx.ModelProto
     folder: Path | None
     opset: int
-    fixed_names: frozenset[str]  # of tensors that must be what they are, such as those a caller may override
-    outputs: frozenset[str]  # of the graph
+    fixed_names: frozenset[str]  # tensors that must not change, such as initializers that a caller may override
+    outputs: frozenset[str]  # names of the graph's outputs
     functions: list[onnx.FunctionProto]
     names: set[str]
     bodies: dict[bytes, str] = field(default_factory=dict)  # the names of functions that fused nodes call, by content
-    captured: frozenset[str] = frozenset()  # of tensors that subgraphs read
-    outer_constants: dict[str, Constant] = field(default_factory=dict)  # of the graphs around this one
+    captured: frozenset[str] = frozenset()  # names of tensors that subgraphs read
+    outer_constants: dict[str, Constant] = field(default_factory=dict)  # constants of the graphs around this one
     folded_for_subgraphs: dict[str, Constant] = field(default_factory=dict)  # constants that no node here need read
-    protos: dict[int, tuple[Node, onnx.NodeProto]] = field(default_factory=dict)  # of nodes that were read, by the id
+    protos: dict[int, tuple[Node, onnx.NodeProto]] = field(default_factory=dict)  # messages of read nodes, by ids
     recorded_types: dict[str, onnx.ValueInfoProto] = field(default_factory=dict)
     misdeclared: set[str] = field(default_factory=set)  # tensors whose recorded shape was wrong and is corrected
-    position: dict[Node, int] = field(default_factory=dict)  # in execution order, as of the last `sort`
+    position: dict[Node, int] = field(default_factory=dict)  # positions in execution order at the last `sort`
     _operators: tuple[dict[Node, int], Set[str]] = field(default_factory=lambda: ({}, frozenset()))
     _captured: dict[int, tuple[onnx.NodeProto, frozenset[str]]] = field(default_factory=dict)  # by the node's id
-    origins: dict[str, tuple[str, str]] = field(default_factory=dict)  # by tensor: see `remember_origins`
+    origins: dict[str, tuple[str, str]] = field(default_factory=dict)  # origins of tensors: see `remember_origins`
     is_subgraph: bool = False
     scores: RewrittenScores = field(default_factory=RewrittenScores)
 
@@ -98,11 +98,11 @@ class Graph:
         return tensor.name in self.outputs or self.is_fixed(tensor.name)
 
     def is_fixed(self, name: str) -> bool:
-        """Return whether a tensor must keep its name although it is no output of the graph."""
+        """Return whether a tensor must keep its name although it is not an output of the graph."""
         return name in self.captured or name in self.fixed_names
 
     def must_be_computed(self, tensor: Tensor) -> bool:
-        """Return whether a tensor may not become an initializer: what subgraphs alone read may."""
+        """Return whether a tensor must not become an initializer; a tensor that only subgraphs read may."""
         return tensor.name in self.outputs or tensor.name in self.fixed_names
 
     def sole_consumer(self, tensor: Tensor) -> Node | None:
@@ -176,7 +176,7 @@ class Graph:
         self.record_type(tensor, dtype, shape)
 
     def replace(self, old: Tensor, new: Tensor) -> bool:
-        """Let every node that reads `old` read `new`.
+        """Replace `old` by `new` in the inputs of all nodes.
 
         Where `old` must keep its name, the node that computes `new` computes `old` instead.  Returns False, and changes
         nothing, where both must keep their names or `new` is not computed by a node.
@@ -237,7 +237,7 @@ class Graph:
         return known[1]
 
     def update_captured(self) -> None:
-        """Find out what the subgraphs of the nodes read now."""
+        """Record the tensors that the subgraphs of the nodes read now."""
         self.captured = frozenset(n for node in self.nodes if has_subgraph(node) for n in self.captured_by(node))
 
     def sort(self) -> None:
@@ -266,7 +266,7 @@ def constant_value(graph: Graph, constant: Constant) -> Array:
 
 
 def constant_number(graph: Graph, tensor: Tensor) -> float | None:
-    """Return the value of a constant of one element that is no string; None for any other tensor."""
+    """Return the value of a constant of one element that is not a string; None for any other tensor."""
     if not is_constant(tensor) or math.prod(tensor.shape) != 1:
         return None
     value = constant_value(graph, tensor)
@@ -278,7 +278,7 @@ def array_of(folder: Path | None, proto: onnx.TensorProto | onnx.SparseTensorPro
 
     Raises ModelError for an external tensor if the folder is not known; the message names `name`, else the tensor.
     """
-    if isinstance(proto, onnx.SparseTensorProto):  # of which graphsurgeon reads neither the dtype nor raw data
+    if isinstance(proto, onnx.SparseTensorProto):  # graphsurgeon reads neither its dtype nor raw data
         values, indices = array_of(folder, proto.values), array_of(folder, proto.indices)
         dense = np.zeros(tuple(proto.dims), values.dtype)
         dense[np.unravel_index(indices, dense.shape) if indices.ndim == 1 else tuple(indices.T)] = values

@@ -53,7 +53,7 @@ def link(model: onnx.ModelProto, overridable: Iterable[str]) -> LinkedGraph:
     for part in (graph, *inner):
         for node in part.nodes:
             node.__class__ = IdentityNode
-    for part in inner:  # behind all, because two branches may hold nodes that are equal but for their identity
+    for part in inner:  # after all others, because two branches may hold nodes that differ only in identity
         for node in part.nodes:
             node.inputs.clear()
     return graph  # type: ignore[no-any-return]
@@ -84,7 +84,7 @@ def make_constant(tensor: Tensor, value: Array) -> None:
 
 
 def share_constant(tensor: Tensor, constant: Constant) -> None:
-    """Turn an input into a constant that holds what another one holds, without a copy."""
+    """Turn an input into a constant with the value of another one, without a copy."""
     tensor.to_constant(constant._values)  # type: ignore[attr-defined]
 
 
@@ -94,21 +94,21 @@ def constant_of(proto: onnx.TensorProto) -> Constant:
 
 
 def copy_of(constant: Constant, name: str) -> Constant:
-    """Return an initializer of another name that holds what a constant holds, and that no node reads."""
+    """Return an initializer of another name with the value of a constant, which no node reads."""
     return gs.Constant(name, constant._values)  # type: ignore[attr-defined,no-any-return]
 
 
 def stored_value(constant: Constant) -> Array | onnx.TensorProto | onnx.SparseTensorProto:
-    """Return what a constant holds: an array, or the message that was read, whose data may lie in another file."""
+    """Return a constant's value: an array, or the message that was read, whose data may be in another file."""
     stored = constant._values  # type: ignore[attr-defined]
     return stored if isinstance(stored, np.ndarray) else stored.tensor
 
 
 def share_value(constant: Constant, written: onnx.TensorProto) -> None:
-    """Let a constant hold the message that its value was written to, in place of the value."""
+    """Replace a constant's value by the message to which it was written."""
     constant._values = LazyValues(written)  # type: ignore[attr-defined]
 
 
 def export_node(node: Node) -> onnx.NodeProto:
-    """Return a node as a message, without what graphsurgeon does not know: metadata, doc strings, sparse attributes."""
+    """Return a node as a message, without what graphsurgeon drops: metadata, doc strings, sparse attributes."""
     return OnnxExporter.export_node(node)  # type: ignore[no-any-return]

@@ -26,9 +26,9 @@ from onnxfuse.ir.protos import (
 
 Key: TypeAlias = tuple[str, str, str]  # domain, name and overload
 
-MAX_NODES_INLINED: Final = 100_000  # to optimize so many takes about a minute; functions beyond them stay
-MAX_NODES_EXPANDED: Final = 1_000_000  # of all functions, at 33 us each in onnx's shape inference
-MAX_DEPTH: Final = 30  # of subgraphs; each takes 3 of the 100 levels of messages that protobuf reads
+MAX_NODES_INLINED: Final = 100_000  # optimizing so many takes about a minute; further functions stay
+MAX_NODES_EXPANDED: Final = 1_000_000  # nodes of all functions, at 33 us each in onnx's shape inference
+MAX_DEPTH: Final = 30  # nested subgraphs; each takes 3 of the 100 levels of messages that protobuf reads
 KERNEL_DOMAINS: Final = frozenset({DOMAIN, "com.microsoft"})  # onnxruntime may have a kernel for these functions
 
 
@@ -86,7 +86,7 @@ def _inlined(
 
 
 def _calls_of_others(model: onnx.ModelProto) -> Iterator[Key]:
-    """Yield what nodes call in the domain of the fused operators that are no fused operators."""
+    """Yield the calls in the domain of fused operators that are not fused operators."""
     for node in nodes(model.graph, *model.functions):
         if node.domain == DOMAIN and not is_fused(node):
             yield node.domain, node.op_type, node.overload

@@ -1,4 +1,4 @@
-"""Read and check model files; an error says in one sentence what is wrong with a file and what to do."""
+"""Read and check model files; an error names the fault of a file and the remedy in one sentence."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SUPPORTED_OPSETS = range(7, 25)
 SUPPORTED_TEXT = f"{SUPPORTED_OPSETS[0]} to {SUPPORTED_OPSETS[-1]}"
 PROTOBUF_LIMIT = 2**31 - 1
 EXTERNAL_THRESHOLD = 1024  # bytes; smaller tensors stay inside the model file, where they cost less than a page
-ONNXRUNTIME_OPERATORS = frozenset({  # which onnxruntime knows in the ONNX domain where the opset does not
+ONNXRUNTIME_OPERATORS = frozenset({  # operators of the ONNX domain that onnxruntime knows and the opset lacks
     "Affine", "Crop", "DynamicSlice", "GRUUnit", "GivenTensorFill", "GroupNormalization", "ImageScaler",
     "LayerNormalization", "MeanVarianceNormalization", "ParametricSoftplus", "Scale", "ScaledTanh",
     "SimplifiedLayerNormalization", "ThresholdedRelu",
 })  # fmt: skip
-NO_VALUE = frozenset({"name", "doc_string", "type", "ref_attr_name"})  # of the fields of an attribute
-UNCHECKED_DOMAIN = "unchecked"  # of nodes that the checker is not to look at
-SIGNATURES = (  # offset, bytes, and what a file that has them there is
+NO_VALUE = frozenset({"name", "doc_string", "type", "ref_attr_name"})  # fields of an attribute that are not its value
+UNCHECKED_DOMAIN = "unchecked"  # the domain of nodes that the checker must skip
+SIGNATURES = (  # offset, bytes, and the kind of file that has these bytes there
     (0, b"\x89PNG", "a PNG image"),
     (4, b"ORTM", "a model in onnxruntime's own format (.ort), which is not read; give the ONNX file it was made from"),
     (0, b"PK\x03\x04", "a zip archive; a PyTorch checkpoint has to be exported with torch.onnx.export"),
@@ -110,10 +110,10 @@ def _check(model: onnx.ModelProto, folder: Path | None, name: str) -> None:
     _check_operators(model, name)
     outline = replace_tensors(model, _without_values)
     _hide_from_checker(outline)
-    if outline.ir_version == 3:  # in which ONNX wants initializers among the inputs, and onnxruntime does not
+    if outline.ir_version == 3:  # ONNX wants initializers among its inputs, and onnxruntime does not
         outline.ir_version = 4
     for value in outline.graph.output:
-        if not value.HasField("type"):  # which onnxruntime infers
+        if not value.HasField("type"):  # onnxruntime infers it
             value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
     for value in (*outline.graph.input, *outline.graph.output):
         if value.type.HasField("tensor_type"):  # the checker wants a shape; runtimes do without
@@ -179,7 +179,7 @@ def _read(path: Path) -> bytes:
     try:
         if path.is_dir():
             raise ModelError(f"'{path}' is a directory; expected an ONNX file, such as '{path / 'model.onnx'}'")
-        if path.exists() and not path.is_file():  # which could be read once only
+        if path.exists() and not path.is_file():  # such as a pipe, which can be read only once
             raise ModelError(f"'{path}' is a device or a pipe; expected an ONNX file: write the model to one first")
         if path.stat().st_size > PROTOBUF_LIMIT:
             raise ModelError(f"'{path}' is larger than 2 GiB, which no ONNX file can be; export with external data")
@@ -194,7 +194,7 @@ def _read(path: Path) -> bytes:
 
 
 def _parse(data: bytes, name: str) -> onnx.ModelProto:
-    """Parse a model.  Protobuf accepts many bytes that are no model, so a graph is required as well."""
+    """Parse a model.  Protobuf accepts many bytes that are not a model, so a graph is required as well."""
     model = onnx.ModelProto()
     try:
         model.ParseFromString(data)

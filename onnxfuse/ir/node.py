@@ -43,7 +43,7 @@ class Constant(Tensor, Protocol):
 
 
 class Subgraph(Protocol):
-    """The body of an If, Loop or Scan.  It is written as it stands in the node's message, so nothing is asked of it."""
+    """The body of an If, Loop or Scan.  It is written as the node's message has it, so it needs no methods."""
 
     name: str
 

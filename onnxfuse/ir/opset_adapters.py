@@ -30,7 +30,7 @@ from onnxfuse.ir.protos import graphs, nodes, overridable_initializers, without_
 MAX_READ: Final = 64  # elements of the constants that adapters read: scales, one for each axis
 SINCE_OPTIONAL_ROI: Final = 13  # the first opset in which a Resize by scales need not have a region
 
-# Attributes that a newer version adds, whose defaults say what the older version does.
+# Attributes that a newer version adds, whose defaults mean the older version.
 NEUTRAL_DEFAULTS: Final = frozenset({
     ("ArgMax", "select_last_index"), ("ArgMin", "select_last_index"), ("AveragePool", "ceil_mode"),
     ("Cast", "round_mode"), ("Cast", "saturate"), ("CastLike", "round_mode"), ("CastLike", "saturate"),
@@ -121,7 +121,7 @@ class Surroundings:
 
 @dataclass
 class Place:
-    """A node that is rewritten in place, and what has to be written before and after it."""
+    """A node that is rewritten in place, and the nodes to write before and after it."""
 
     node: onnx.NodeProto
     around: Surroundings
@@ -250,7 +250,7 @@ def _spatial(place: Place) -> None:
 
 
 def _no_statistics(place: Place) -> None:
-    """Drop outputs of training, of which newer opsets have others."""
+    """Drop outputs of training, which newer opsets have changed."""
     if any(place.node.output[1:]):
         raise Refused("it writes the statistics of training, which newer opsets define in another way")
     del place.node.output[1:]

@@ -63,7 +63,7 @@ def check_replaceable(path: Path) -> None:
 
 
 def temporary(target: Path) -> Path:
-    """Return a name in the target's folder; it is short, because that of the target may be as long as is allowed."""
+    """Return a name in the target's folder; it is short, because the target's name may be as long as allowed."""
     return target.with_name(f".onnxfuse-{secrets.token_hex(8)}.tmp")
 
 

@@ -24,7 +24,7 @@ from onnxfuse.ir.protos import has_external_data, replace_tensors, tensors
 from onnxfuse.ir.validate import size_of
 
 PAGE_BYTES = 4096  # runtimes map a tensor straight from the file if it starts on a page
-COPIED_BYTES = 8 * 2**20  # at a time
+COPIED_BYTES = 8 * 2**20  # per step
 TEMPORARY = re.compile(r"\.onnxfuse-[0-9a-f]{16}\.tmp")  # the names of files that are being written
 
 
@@ -57,7 +57,7 @@ def check_target(target: Path) -> None:
 
 
 def serialize(model: onnx.ModelProto) -> bytes | None:
-    """Return the content of the model's file; None if it would exceed what protobuf can write."""
+    """Return the content of the model's file; None if it would exceed protobuf's limit."""
     try:
         content = model.SerializeToString()
     except EncodeError:
@@ -67,7 +67,7 @@ def serialize(model: onnx.ModelProto) -> bytes | None:
 
 def _check_target(target: Path) -> None:
     if target.is_symlink() and not target.exists():
-        target = target.resolve()  # where the file of a link that leads nowhere will be
+        target = target.resolve()  # the place of the file that a dangling link will get
     if target.is_dir():
         raise ModelError(f"cannot write '{target}': it is a directory; give the name of a file")
     if not target.parent.is_dir():
@@ -180,7 +180,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
     Else one process could remove the data of the old model just after another has published a model of that content.
     """
-    if sys.platform == "win32":  # has no lock on folders
+    if sys.platform == "win32":  # Windows has no lock on folders
         yield
         return
     import fcntl
@@ -225,7 +225,7 @@ def _data_files(target: Path) -> set[Path]:
         return set()
     try:
         model = read(target)
-    except ModelError:  # whatever is replaced there has no data files
+    except ModelError:  # the file that is replaced has no data files
         return set()
     external = [t for t in tensors(model.graph, *model.functions) if uses_external_data(t)]
     locations = {entry.value for tensor in external for entry in tensor.external_data if entry.key == "location"}

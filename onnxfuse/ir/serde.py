@@ -20,7 +20,7 @@ from onnxfuse.ir.node import Constant, Node, OuterVariable, is_constant
 from onnxfuse.ir.protos import copy_without, graphs, opset_of, overridable_initializers
 
 FOREIGN = f"not {DOMAIN}"  # the domain of such nodes in a graph; their messages keep theirs
-MIN_SHARED_BYTES = 2**20  # of a constant whose value is freed when it has been written
+MIN_SHARED_BYTES = 2**20  # of a constant whose value is freed after it was written
 
 
 def read_graph(model: onnx.ModelProto, folder: Path | None = None) -> Graph:
@@ -53,7 +53,7 @@ def read_subgraph(
     """
     linked = link(model, ())
     if not model.functions:
-        model.functions.extend(outer.model.functions)  # which need not be linked again
+        model.functions.extend(outer.model.functions)  # they need not be linked again
     for tensor in linked.inputs:
         if tensor.name in constants:
             share_constant(tensor, constants[tensor.name])
@@ -69,7 +69,7 @@ def read_subgraph(
 
 
 def _remember_messages(graph: Graph) -> None:
-    """Let the graph know the message of each node.  A node in our domain that is none of ours gets another one here."""
+    """Record the message of each node in the graph.  A foreign node in our domain gets another domain here."""
     bodies = {function.name: function for function in graph.model.functions if function.domain == DOMAIN}
     for node, proto in zip(graph.linked.nodes, graph.model.graph.node, strict=True):
         graph.protos[id(node)] = (node, proto)

@@ -1,4 +1,4 @@
-"""Validate what protobuf does not: texts are UTF-8, dtypes known, dims not negative, stored values complete."""
+"""Checks that protobuf does not make: texts are UTF-8, dtypes known, dims not negative, stored values complete."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from onnxfuse.ir.protos import ONNX_DOMAINS, without_initializers
 KNOWN_DTYPES: Final = frozenset(TensorProto.DataType.values()) - {TensorProto.UNDEFINED}
 PACKED_BITS: Final = {"UINT4": 4, "INT4": 4, "FLOAT4E2M1": 4, "UINT2": 2, "INT2": 2}
 MAX_DENSE_BYTES: Final = 2**31  # of a sparse tensor, which onnxruntime makes dense up to this size
-MAX_RANK: Final = 64  # of arrays of numpy
+MAX_RANK: Final = 64  # the largest rank of numpy's arrays
 MAX_ELEMENTS: Final = 2**62  # of a tensor, so that numpy can hold the number of its bytes
-CONSTANT_VALUES: Final = {  # the attributes of which a Constant has one, and their types
+CONSTANT_VALUES: Final = {  # a Constant has one of these attributes; their types
     "value": AttributeProto.TENSOR,
     "sparse_value": AttributeProto.SPARSE_TENSOR,
     "value_float": AttributeProto.FLOAT,
@@ -33,7 +33,7 @@ CONSTANT_VALUES: Final = {  # the attributes of which a Constant has one, and th
     "value_string": AttributeProto.STRING,
     "value_strings": AttributeProto.STRINGS,
 }
-DTYPE_ATTRIBUTES: Final = frozenset({"to", "dtype", "output_dtype", "output_datatype"})  # which name a data type
+DTYPE_ATTRIBUTES: Final = frozenset({"to", "dtype", "output_dtype", "output_datatype"})  # they name a data type
 TYPED_FIELDS: Final = ("float_data", "int32_data", "int64_data", "uint64_data", "double_data", "string_data")
 
 
@@ -52,7 +52,7 @@ def validate(model: onnx.ModelProto, name: str) -> None:
 
 
 def _check_part(part: onnx.GraphProto | onnx.FunctionProto) -> None:
-    ranks: dict[str, int] = {}  # of the initializers
+    ranks: dict[str, int] = {}  # ranks of the initializers
     if isinstance(part, onnx.GraphProto):
         for tensor in part.initializer:
             check_tensor(tensor)

@@ -37,7 +37,7 @@ def read_without_weights(source: str | os.PathLike[str] | bytes) -> onnx.ModelPr
         elif Path(source).is_file():
             with Path(source).open("rb") as stream:
                 model.ParseFromString(_light(stream))
-    return model if model.HasField("graph") else read(source)  # whose error says what is wrong
+    return model if model.HasField("graph") else read(source)  # its error names the fault
 
 
 def _light(stream: BinaryIO) -> bytes:

@@ -15,7 +15,7 @@ from onnxfuse.layout.bodies import chained, function_of_nodes
 from onnxfuse.layout.fusions import GATE
 from onnxfuse.layout.joins import Joined, Joins, is_channels_last, with_attributes
 
-ALONE: Final = "activation"  # the fusion of one that stands alone
+ALONE: Final = "activation"  # the fusion of an activation that follows no fused node
 # The activations that are one operator with no inputs but x, by that operator.
 ACTIVATIONS: Final = {
     "Elu": "elu",

@@ -28,14 +28,14 @@ from onnxfuse.passes.compose_views import compose_views
 from onnxfuse.passes.folded import node_label
 from onnxfuse.rewrite.replace import Fused, LocalFunctions, drop_functions
 
-LAYOUT: Final = "layout"  # what reports call this step
+LAYOUT: Final = "layout"  # the step's name in reports
 MAX_NODES_BETWEEN: Final = 8  # from a border to the node that a reason names
 MIN_OPSET: Final = 9  # functions hold their constants as Constant nodes of integers
 
 
 @dataclass(frozen=True)
 class RegionEnd:
-    """A Transpose that stands where a channels-last region ends, and why it ends there, as a sentence."""
+    """A Transpose at the end of a channels-last region, and a sentence that says why the region ends there."""
 
     tensor: str  # the channels-first one, which has the same name in the original
     reason: str
@@ -45,7 +45,7 @@ class RegionEnd:
 class ChannelsFirst:
     """A convolution, or another operator of images, that stays channels-first, and why, as a sentence."""
 
-    node: str  # its name, or that of its output
+    node: str  # its name, or its output's name
     output: str
     reason: str
     op: str = ""
@@ -53,7 +53,7 @@ class ChannelsFirst:
 
 @dataclass(frozen=True)
 class LayoutResult:
-    """What became channels-last: the number of nodes, the records of fused nodes, and where Transposes stand.
+    """The nodes that became channels-last: their number, the records of fused nodes, and the places of Transposes.
 
     The records are those of new fused nodes, and of those that add a residual now, which have the name that they had.
 
@@ -151,7 +151,7 @@ def _answer(model: Model, node: Node, kept: Collection[str]) -> Conversion | str
 
 
 def _compose(graph: Graph, shapes: ShapeInfo, writer: Writer, known: Collection[str]) -> None:
-    """Let Transposes at borders vanish with views of the model.
+    """Merge Transposes at borders with views of the model, so that both vanish.
 
     Where a fused node then reads or computes another tensor, that is the same as the one in its place before.  What it
     reads may be one of `known`, the tensors that the graph had before nodes became channels-last.

@@ -14,7 +14,7 @@ from onnxfuse.algebra.sizes import Size
 Perm: TypeAlias = tuple[int, ...]
 
 IMAGE_RANKS: Final = (3, 4, 5)  # numbers of axes; tensors of others stay channels-first
-# What the attribute w_layout says.  In ONNX, the weights of Conv are (M, C/group, H, W), and those of ConvTranspose,
+# Values of the attribute w_layout.  In ONNX, the weights of Conv are (M, C/group, H, W), and those of ConvTranspose,
 # whose layouts are ihwo and hwoi, are (C, M/group, H, W).
 WeightLayout: TypeAlias = Literal["ohwi", "hwio", "ihwo", "hwoi"]
 

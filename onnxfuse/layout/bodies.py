@@ -1,4 +1,4 @@
-"""The body of a channels-last node: Transposes in front of the operators that it had, and behind them."""
+"""The body of a channels-last node: its former operators, between Transposes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def body_of_node(
 def channels_last_function(
     name: str, body: Body, perms: Mapping[str, Perm], output_perms: Mapping[str, Perm], attributes: Sequence[str]
 ) -> onnx.FunctionProto:
-    """Return a function whose operands and outputs are transposed versions of those of `body`.
+    """Return a function whose operands and outputs are those of `body`, transposed.
 
     `perms` and `output_perms` are the perms of the Transposes that made them from those that the body has, by the names
     in the body; others are as in the body.  `attributes` are the names of the attributes of the node that calls it.
@@ -79,7 +79,7 @@ def channels_last_function(
 
 
 def function_of_nodes(operands: Sequence[str], *nodes: onnx.NodeProto) -> onnx.FunctionProto:
-    """Return a function of ONNX operators, of which the last one computes the result, for `chained`."""
+    """Return a function of ONNX operators, the last of which computes the result, for `chained`."""
     return helper.make_function(DOMAIN, "", operands, list(nodes[-1].output), list(nodes), [])
 
 

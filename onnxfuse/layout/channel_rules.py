@@ -76,7 +76,7 @@ def between_transposes(function: onnx.FunctionProto) -> onnx.FunctionProto:
 
 
 def _are_of_channels(model: Model, axis: int, tensors: Sequence[Tensor]) -> bool:
-    """Return whether an axis is that of channels, and all tensors are images with known numbers of them."""
+    """Return whether an axis is the channel axis, and all tensors are images with known numbers of channels."""
     shapes = model.shapes
     are_images = all(image_rank(shapes, tensor) and shapes.dtype(tensor) in FUSIBLE_FLOATS for tensor in tensors)
     if not are_images or last_axis(axis, _last(model, tensors[0]) + 1) != _last(model, tensors[0]):

@@ -59,10 +59,10 @@ class _Use:
     first_readers: int = 0  # nodes that need it channels-first; 1 more if it must keep its name
     last_readers: int = 0
     saved_behind: int = 0  # bytes of Transposes that vanish with the border if it is computed channels-last
-    saved_before: int | None = None  # the same if views in front of it make the border vanish; None where they do not
+    saved_before: int | None = None  # the same if views before it make the border vanish; None where they do not
 
     def cost(self) -> int:
-        """Return the bytes of the tensor's border, less those of the model's Transposes that vanish."""
+        """Return the bytes of the tensor's border, minus the bytes of the model's Transposes that vanish."""
         if self.computed_last:
             return self.bytes * bool(self.first_readers) - self.saved_behind
         if not self.last_readers:
@@ -224,7 +224,7 @@ class Regions:
             first, last = self._reads(node, use.tensor)
             if any(each is use.tensor for each in node.inputs):
                 use.last_readers += by * last
-                use.first_readers += by * (first - 1)  # as a channels-first node it needs it channels-first
+                use.first_readers += by * (first - 1)  # a channels-first node reads the tensor channels-first
             if self._computes(node, use.tensor):
                 use.computed_last = by > 0
 
@@ -235,7 +235,7 @@ class Regions:
         return any(self.conversions[n].kind is not Kind.NEUTRAL and op_of(n) not in REDUCTIONS for n in region)
 
     def _border(self, region: Iterable[Node]) -> int:
-        """Return the bytes of a region's borders, less those of the model's Transposes that vanish."""
+        """Return the bytes of a region's borders, minus the bytes of the model's Transposes that vanish."""
         images = {tensor.name: self._uses[tensor.name] for node in region for tensor in self._images(node)}
         return sum(use.cost() for use in images.values())
 

@@ -1,4 +1,4 @@
-"""How a node becomes one of channels-last tensors: what a rule answers, and what rules have in common."""
+"""How a node becomes channels-last: the answer of a rule, and the code that rules share."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Conversion:
     computes: tuple[int, ...]
     write: Callable[[Writer], None]
     reads_either: tuple[int, ...] = ()
-    fusion: str = ""  # of the fused node that it becomes; "" where it stays an operator
+    fusion: str = ""  # the fusion of the node that it becomes; "" where it stays an operator
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class LayoutOptions:
 
 @dataclass(frozen=True)
 class Model:
-    """A sorted graph and what is known of it; `functions` are those that fused nodes call, by name."""
+    """A sorted graph and its shapes; `functions` are the functions that fused nodes call, by name."""
 
     graph: Graph
     shapes: ShapeInfo

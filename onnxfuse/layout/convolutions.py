@@ -14,7 +14,7 @@ from onnxfuse.layout.conversion import Conversion, Kind, Model, body_of
 from onnxfuse.layout.fusions import CONVOLUTION, TRANSPOSED_CONVOLUTION
 from onnxfuse.layout.writer import ImageCall, Writer, image_rank
 
-MAX_STEM_CHANNELS: Final = 4  # of an image that a convolution reads channels-first: a Transpose would cost more
+MAX_STEM_CHANNELS: Final = 4  # channels of an image that is read channels-first: a Transpose would cost more
 # By whether the convolution is transposed, and whether it is depthwise, so that weights of all channels lie together.
 WEIGHT_LAYOUTS: Final[Mapping[tuple[bool, bool], WeightLayout]] = {
     (False, False): "ohwi", (False, True): "hwio", (True, False): "ihwo", (True, True): "hwoi",

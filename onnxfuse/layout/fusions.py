@@ -16,7 +16,7 @@ SQUEEZE: Final = "squeeze_excite"
 
 @dataclass(frozen=True)
 class LayoutFusion:
-    """What such a fusion computes, and the operators of which it is made, where these tell it."""
+    """The formula of such a fusion, and its operators, where they tell it."""
 
     summary: str
     operators: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ from onnxfuse.layout.bodies import chained
 from onnxfuse.layout.fusions import CONVOLUTION, GATE
 from onnxfuse.layout.joins import Joined, Joins, is_channels_last, operands_of, with_attributes
 
-OPERAND: Final = "gate"  # of a channel_scale, and the last one of a convolution that has taken it in
+OPERAND: Final = "gate"  # operand of a channel_scale, and the last operand of a convolution that has taken the gate in
 UNPADDED: Final = ("NOTSET", "VALID")  # values of auto_pad
 
 
@@ -32,7 +32,7 @@ def gates(joins: Joins) -> Iterator[Joined]:
 
 
 def _is_plain(node: Node) -> bool:
-    """Return whether a node is a gate with nothing behind it."""
+    """Return whether a node is a gate without operators after it."""
     plain = str_attribute(node, "activation", "none") == "none"
     return is_channels_last(node, GATE) and plain and operands_of(node) == ["x", OPERAND]
 

@@ -1,4 +1,4 @@
-"""Join fused nodes with what they meet once images are channels-last: several nodes become one fused node."""
+"""Join fused nodes with their neighbours once images are channels-last: several nodes become one fused node."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Joins:
     records: dict[str, Fused]
     known: Collection[str] = frozenset()
     excluded: Collection[tuple[str, str]] = frozenset()
-    bodies: Mapping[str, onnx.FunctionProto] = field(default_factory=dict)  # that fused nodes call, by name
+    bodies: Mapping[str, onnx.FunctionProto] = field(default_factory=dict)  # functions that fused nodes call, by name
     made: list[Fused] = field(default_factory=list)  # records of joined nodes
     vanished: int = 0  # channels-last nodes
 

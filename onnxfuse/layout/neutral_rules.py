@@ -138,12 +138,12 @@ def _with_axes(model: Model, node: Node, axes: Sequence[int], computes: tuple[in
     index = input_index(op_of(node), "axes", model.graph.opset)
     if index is None:
         return same_operator(node, attributes={"axes": new}, computes=computes)
-    axes_operand = stored(f"{node.outputs[0].name}/axes", np.array(new, np.int64))  # of a Slice, which may have none
+    axes_operand = stored(f"{node.outputs[0].name}/axes", np.array(new, np.int64))  # a Slice may have none
     return same_operator(node, operands={index: axes_operand}, computes=computes)
 
 
 def pad(model: Model, node: Node) -> Conversion | str:
-    """Permute the pads, which are those before each axis and then those behind each.
+    """Permute the pads: those before each axis, then those after each axis.
 
     Pads of some axes become those of all, because onnxruntime 1.31.1 moves a Transpose past a Pad as if it had no axes.
     """
@@ -155,7 +155,7 @@ def pad(model: Model, node: Node) -> Conversion | str:
     if axes is None:
         return "its axes are not constant"
     count, places = len(axes), {axis % rank: i for i, axis in enumerate(axes)}
-    before = [places.get(axis) for axis in to_last(rank)]  # where the pads of the permuted axes are among those given
+    before = [places.get(axis) for axis in to_last(rank)]  # positions of the permuted axes' pads among the given ones
     order = [*before, *(None if place is None else place + count for place in before)]
     pads = integers(model, node, "pads")
     if pads is not None and len(pads) != 2 * count:

@@ -24,10 +24,10 @@ from onnxfuse.passes.emit import emit
 from onnxfuse.passes.fold_shapes import reshape_target
 from onnxfuse.rewrite.replace import Fused
 
-CHANNELS_LAST: Final = (CONVOLUTION, GATE)  # fusions that are channels-last or have no kernel
+CHANNELS_LAST: Final = (CONVOLUTION, GATE)  # fusions that have only channels-last kernels
 RESIDUAL: Final = "residual"  # the last operand of all of them
 ADDED: Final = function_of_nodes(["x", RESIDUAL], onnx.helper.make_node("Add", ["x", RESIDUAL], ["sum"], domain=""))
-OPS_OF_ONE_RANK: Final = frozenset({"Gemm", "Reshape"})  # in whose bodies x cannot have another number of axes
+OPS_OF_ONE_RANK: Final = frozenset({"Gemm", "Reshape"})  # operators that fix the number of axes of x in a body
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Addition:
 
 
 def additions(graph: Graph, shapes: ShapeInfo, channels_last: Collection[Node]) -> dict[Node, Addition]:
-    """Return the Adds of a graph of which the nodes in `channels_last` are about to become channels-last."""
+    """Return the Adds of a graph in which the nodes in `channels_last` are about to become channels-last."""
     return {
         node: Addition(
             tuple(t.name for t in node.inputs),
@@ -53,7 +53,7 @@ def additions(graph: Graph, shapes: ShapeInfo, channels_last: Collection[Node]) 
 def residuals(joins: Joins, before: Mapping[Node, Addition]) -> Iterator[Joined]:
     """Yield each fused node and the Add of a tensor of its shape that fusing had not met as such.
 
-    Nothing else may read what the fused node computes.  `before` are the Adds as fusing left them.
+    No other node may read the fused node's result.  `before` are the Adds as fusing left them.
     """
     graph, compared = joins.graph, {*joins.known, *joins.originals}
     for add in list(graph.nodes):
@@ -64,7 +64,7 @@ def residuals(joins: Joins, before: Mapping[Node, Addition]) -> Iterator[Joined]
             product, view = _product(joins, add, index)
             if product is not None and (str_attribute(product, "fusion", ""), original) not in joins.excluded:
                 ends.append((product, view, index))
-        if ends:  # of two, the one that is computed last: the residual is there when it begins
+        if ends:  # of two, the one that is computed last, so that the residual is ready when it begins
             product, view, index = max(ends, key=lambda one: graph.position[one[0]])
             residual, perm = add.inputs[1 - index], before[add].perm
             if residual.name not in joins.originals and residual.name not in joins.known:
@@ -82,7 +82,7 @@ def residuals(joins: Joins, before: Mapping[Node, Addition]) -> Iterator[Joined]
 
 
 def _product(joins: Joins, add: Node, index: int) -> tuple[Node | None, Node | None]:
-    """Return the fused node that can add the other operand to this one, and the Reshape behind it if there is one."""
+    """Return the fused node that can add the other operand to this one, and the Reshape after it if there is one."""
     shapes, value, residual = joins.shapes, add.inputs[index], add.inputs[1 - index]
     node, view = producer(value), None
     if node is not None and op_of(node) == "Reshape":
@@ -112,7 +112,7 @@ def _takes_a_residual(node: Node) -> bool:
 def _moved_view(
     shapes: ShapeInfo, product: Node, view: Node, body: onnx.FunctionProto
 ) -> tuple[Shape, list[int]] | None:
-    """Return the shape of x, and the target of its Reshape, if that takes the place of the one behind a product.
+    """Return the shape of x, and the target of its Reshape, if that replaces the Reshape after a product.
 
     None where the rows are not the same, the target is not constant, or the body is of one rank only.
     """
@@ -127,7 +127,7 @@ def _moved_view(
 
 
 def _reshaped_x(joins: Joins, product: Node, view: Node, compared: Collection[str]) -> Tensor:
-    """Return the x of a product with the rows of a Reshape behind it.
+    """Return the x of a product with the rows of the Reshape that follows it.
 
     Its Reshape takes the place of one in front of the product too, if what that reads is one of `compared`: tensors of
     which the comparison of the product with the original has the values.

@@ -32,7 +32,7 @@ FUSION: Final = "resize"
 LIKE: Final = "like"  # the operand whose shape says the sizes
 MODES: Final = ("nearest", "linear")
 COORDINATES: Final = ("half_pixel", "asymmetric", "pytorch_half_pixel", "align_corners")
-SYMMETRIC: Final = "half_pixel_symmetric"  # which is half_pixel where nothing is rounded
+SYMMETRIC: Final = "half_pixel_symmetric"  # the same as half_pixel where nothing is rounded
 NO_SCALES: Final = "its scales are computed, or not one for each axis"
 BEFORE_COORDINATES: Final = 11  # the opset before which coordinates are asymmetric
 
@@ -42,7 +42,7 @@ class _Target:
     """What a Resize makes of its image, as attributes of the node that takes its place; or sizes that are computed."""
 
     attributes: Mapping[str, AttributeValue]
-    factors: tuple[int, ...] = ()  # of the spatial axes, where sizes that are computed are multiples
+    factors: tuple[int, ...] = ()  # factors of the spatial axes, where computed sizes are multiples
     spatial: tuple[int, ...] = ()  # sizes of these axes, where they are known and others are not
     is_computed: bool = False
 
@@ -122,7 +122,7 @@ def _places(node: Node, rank: int) -> dict[int, int]:
 
 
 def _target(model: Model, node: Node, before: Shape, after: Shape) -> _Target | str:
-    """Return what a Resize makes of its image, or why there is no kernel for that."""
+    """Return the channels-last form of a Resize, or why there is no kernel for it."""
     rank, is_symmetric = len(before), str_attribute(node, "coordinate_transformation_mode", "") == SYMMETRIC
     if scales := _scales(model, node):
         exact = [scales.get(axis, 1.0) for axis in to_last(rank)]
@@ -148,7 +148,7 @@ def _target(model: Model, node: Node, before: Shape, after: Shape) -> _Target | 
 
 
 def _sizes(before: Shape, after: Shape, factors: tuple[Size | None, ...], is_constant: bool) -> _Target:
-    """Return a target of sizes: they are known, multiples of those of the image, or computed.
+    """Return a target of sizes: known ones, multiples of the image's, or computed ones.
 
     An axis of an image whose size is not known has the size 0 in the attribute, and keeps its own.
     """

@@ -32,7 +32,7 @@ from onnxfuse.layout.resize_rules import resize
 from onnxfuse.layout.writer import ImageCall, image_rank
 
 MAX_BLOCK: Final = 8  # pixels of a side of the blocks of DepthToSpace and SpaceToDepth that there is a kernel for
-NORM: Final = "group_norm"  # whose kernel takes what follows it
+NORM: Final = "group_norm"  # a fusion whose kernel takes the operators that follow it
 # Fusions that compute element by element, unless they read slices: their functions stay as they are.
 NEUTRAL_FUSIONS: Final = frozenset({"activation", "gated_activation"})
 

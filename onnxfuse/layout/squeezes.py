@@ -33,7 +33,7 @@ SWAPPED: Final = (1, 0)  # the perm of weights (k, n), which the kernel reads as
 
 @dataclass(frozen=True)
 class Squeeze:
-    """A mean over an image, two products behind it, and the views between images of one pixel and rows, if any.
+    """A mean over an image, two products after it, and the views between images of one pixel and rows, if any.
 
     Products of rows stand between views; convolutions of images of one pixel have none.
     """
@@ -52,7 +52,7 @@ class Squeeze:
 
 
 def squeezes(joins: Joins) -> Iterator[Joined]:
-    """Yield each channels-last mean over an image, and the two products behind it that make a gate of it.
+    """Yield each channels-last mean over an image, and the two products after it that make it a gate.
 
     The products are convolutions of images of one pixel, or products of rows between views.  The second product has as
     many results as the image has channels, and nothing else reads what lies between the three.  Weights that are
@@ -128,7 +128,7 @@ def _joins_axes(shapes: ShapeInfo, rows: Sequence[Tensor], images: Sequence[Tens
 
 
 def _is_product(shapes: ShapeInfo, node: Node) -> bool:
-    """Return whether a node is a product of rows with constant weights, and with nothing behind its activation."""
+    """Return whether a node is a product of rows with constant weights, and without operators after its activation."""
     plain = operands_of(node) in (["x", "w"], ["x", "w", "bias"]) and len(operands_of(node)) == len(node.inputs)
     is_product = node.domain == DOMAIN and str_attribute(node, "fusion", "") == PRODUCT
     ranks = [shapes.rank(tensor) for tensor in node.inputs]
@@ -183,7 +183,7 @@ def _transposed() -> onnx.FunctionProto:
 
 
 def _reshaped(shapes: ShapeInfo, view: Node) -> onnx.FunctionProto:
-    """Return a function that does what a view of images of one pixel or of rows does, for any number of images."""
+    """Return a function that is a view of images of one pixel or of rows, for any number of images."""
     shape = shapes.shape(view.outputs[0])
     assert shape is not None  # `_joins_axes` has asked
     sizes = [0, *(size for size in shape[1:] if isinstance(size, int))]

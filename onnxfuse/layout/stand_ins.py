@@ -1,4 +1,4 @@
-"""Let regions take channels-last Concats, Splits and gates where they are cheaper there.
+"""Offer channels-last Concats, Splits and gates to regions, which take them where that is cheaper.
 
 Layouts are assigned before regions are formed, and make fused nodes of these operators, whose kernels a region cannot
 join: behind a Split that halves an image, its gate would be a launch of its own.  So the operators themselves stand for

@@ -40,7 +40,7 @@ def _in_order(writer: Writer, vector: Tensor, places: Sequence[int | None], know
 
 
 def _elements(writer: Writer, vector: Tensor, count: int) -> list[Element]:
-    """Return the elements of a vector of at least so many, by what it is joined or taken of."""
+    """Return the elements of a vector of at least so many, from the tensors that it joins or selects from."""
     if is_constant(vector):
         return [int(number) for number in constant_value(writer.graph, vector).tolist()]
     node = producer(vector)

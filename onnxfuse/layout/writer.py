@@ -64,7 +64,7 @@ class Writer:
     recorded: frozenset[str]  # names of fused nodes that have a record already
     fused: list[Fused] = field(default_factory=list)  # records of the other calls
     borders: list[Border] = field(default_factory=list)
-    originals: dict[str, tuple[str, Perm]] = field(default_factory=dict)  # what a new tensor is a Transpose of
+    originals: dict[str, tuple[str, Perm]] = field(default_factory=dict)  # sources and perms of new tensors
     nodes: int = 0  # channels-last ones
     vectors: dict[Hashable, Tensor] = field(default_factory=dict)  # shapes and pads that were put into order
     _images: dict[str, Tensor] = field(default_factory=dict)  # channels-last versions, by channels-first name
@@ -104,7 +104,7 @@ class Writer:
     def computed_by(
         self, op: str, inputs: Sequence[Tensor], stem: str, attributes: Mapping[str, AttributeValue] | None = None
     ) -> Tensor:
-        """Return what a new node computes, with its type and value as far as they are known."""
+        """Return the result of a new node, with its type and value as far as they are known."""
         output = self.graph.variable(stem)
         infer_node(self.shapes, self.graph.add_node(op, inputs, [output], attributes))
         self.graph.record_type(output, self.shapes.dtype(output), self.shapes.shape(output))
@@ -131,7 +131,7 @@ class Writer:
     # --- borders -------------------------------------------------------------------------------------------------
 
     def end_regions(self) -> None:
-        """Let a Transpose compute each channels-first tensor that is still read, or must keep its name."""
+        """Add a Transpose for each channels-first tensor that is still read, or must keep its name."""
         for tensor in self._computed.values():
             if tensor.outputs or self.graph.is_kept(tensor):
                 self._add_border(tensor, inward=False)
@@ -159,7 +159,7 @@ class Writer:
         outputs: Sequence[Tensor],
         attributes: Mapping[str, AttributeValue | None] | None = None,
     ) -> None:
-        """Let a node read and compute other tensors; a new node takes its place where attributes change.
+        """Change the inputs and outputs of a node; a new node replaces it where attributes change.
 
         An attribute of None is removed.
         """

@@ -1,4 +1,4 @@
-"""Make regions of what the patterns leave of a graph."""
+"""Make regions of the operators that the patterns leave."""
 
 from __future__ import annotations
 

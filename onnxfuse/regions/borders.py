@@ -1,4 +1,4 @@
-"""Move the borders between regions: what computes a large tensor goes to its readers where that moves fewer bytes.
+"""Move the borders between regions: the producer of a large tensor goes to its readers where that moves fewer bytes.
 
 Regions grow in execution order, so that the Sub of `x - mean(x)` joins the mean.  If a reduction over other rows reads
 the difference, it is written and read again; with the Sub in the region of its reader, x is read in its place.  Where
@@ -20,7 +20,7 @@ from onnxfuse.regions.steps import Step
 
 MAX_MOVED: Final = 8  # operators that go to the readers of a tensor
 MAX_READERS: Final = 4  # regions that get them
-MIN_SAVED: Final = 1 / 16  # of the bytes that the regions move, or of the operations that take as long
+MIN_SAVED: Final = 1 / 16  # share of the bytes that the regions move, or of the operations that take as long
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Border:
 
 @dataclass(frozen=True)
 class Move:
-    """Operators that go to the readers of a tensor: what is left of their cluster, and what the readers become."""
+    """Operators that go to the readers of a tensor, the rest of their cluster, and the new clusters of the readers."""
 
     nodes: Sequence[Node]  # in execution order
-    staying: Set[Node]  # those of them that their cluster needs for something else
+    staying: Set[Node]  # operators that their cluster also needs for something else
     left: Cluster
     readers: Sequence[Cluster]
 
@@ -113,7 +113,7 @@ def _ends(clusters: Clusters, border: Border) -> Iterator[list[Node]]:
 
 
 def _moves(clusters: Clusters, border: Border, node: Node) -> bool:
-    """Return whether an operator of the cluster in front of a border is elementwise or a view, with one result."""
+    """Return whether an operator of the cluster before a border is elementwise or a view, with one result."""
     return clusters.of.get(node) is border.own and (node.op in POINTWISE or op_of(node) in FREE)
 
 
@@ -141,7 +141,7 @@ def _saved(clusters: Clusters, border: Border, nodes: Sequence[Node]) -> int:
 
 
 def _staying(clusters: Clusters, border: Border, nodes: Sequence[Node]) -> set[Node]:
-    """Return those of the operators that are needed besides for the readers of a tensor."""
+    """Return the operators that are needed for more than the readers of a tensor."""
     going, staying = set(nodes), set[Node]()
     for node in reversed(nodes):
         for tensor in node.outputs:
@@ -161,7 +161,7 @@ def _apply(clusters: Clusters, level: dict[Node, int], border: Border, move: Mov
         if copied:
             copies = _copies(clusters, reader, copied)
             level.update(dict.fromkeys(copies, level[border.tensor.inputs[0]]))
-    left = clusters.part(move.left.nodes)  # with fewer outputs, where copies read what other copies compute
+    left = clusters.part(move.left.nodes)  # it has fewer outputs where copies read results of other copies
     for before, after in zip((border.own, *border.readers), (left, *move.readers), strict=True):
         after.place = before.place
         clusters.split(after)

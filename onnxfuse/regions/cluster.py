@@ -1,4 +1,4 @@
-"""Clusters: nodes that are to be one region, with what they read and compute, and what that costs."""
+"""Clusters: nodes that will be one region, with their operands, results and costs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from onnxfuse.regions.steps import Step
 
 MAX_STEPS, MAX_OPERANDS, MAX_OUTPUTS = 64, 24, 8
 NOTHING_BESIDE: Final = "nothing beside it can be merged with it"  # why a node is in no region
-LAUNCH_BYTES: Final = 8_000_000  # what an H200 moves at 4 TB/s in the 2 us that a launch takes
-OPERATIONS_PER_BYTE: Final = 8  # what it computes while it moves a byte, of 32 Tflop/s
-OPERATIONS: Final[Mapping[str, int]] = {  # of an element that a step computes, or reduces; 1 of others
+LAUNCH_BYTES: Final = 8_000_000  # the bytes that an H200 moves at 4 TB/s in the 2 us of a launch
+OPERATIONS_PER_BYTE: Final = 8  # operations per moved byte, at 32 Tflop/s
+OPERATIONS: Final[Mapping[str, int]] = {  # per element that a step computes or reduces; 1 for other operators
     **dict.fromkeys(("Constant", "Identity", "Reshape", "Squeeze", "Unsqueeze"), 0),
     **dict.fromkeys(("Div", "Sqrt", "Reciprocal", "Exp", "Log", "Tanh", "Sin", "Cos", "Sigmoid", "Softplus"), 8),
     **dict.fromkeys(
@@ -38,12 +38,12 @@ class Cluster:
     operands: dict[str, Tensor]
     outputs: dict[str, Tensor]
     steps: int
-    operations: float  # that its elements take
-    cost: float  # in bytes that an H200 could move meanwhile
+    operations: float  # of all its elements
+    cost: float  # the bytes that an H200 could move in the same time
     is_free: bool  # without anything that takes time at run time
-    rows: Rows | None  # that are reduced
+    rows: Rows | None  # rows that are reduced
     repeats: bool  # whether a value may be computed more than once for an element
-    place: int = 0  # in the order of the clusters of its level, in which each is behind those that it reads
+    place: int = 0  # in the order of its level's clusters, in which each follows those that it reads
 
 
 @dataclass
@@ -100,13 +100,13 @@ class Clusters:
         return next((rows for rows in found if rows is not None), None)
 
     def unite(self, parts: Sequence[Cluster]) -> None:
-        """Let clusters that do not depend on each other be one."""
+        """Merge clusters that do not depend on each other."""
         if len(parts) > 1:
             nodes = (node for part in parts for node in part.nodes)
             self.split(self.part(sorted(nodes, key=self.graph.position.__getitem__)))
 
     def split(self, *parts: Cluster) -> None:
-        """Let parts of a cluster be clusters of their own."""
+        """Split a cluster into its parts."""
         self.of.update((node, part) for part in parts for node in part.nodes)
 
     def bytes(self, tensor: Tensor) -> int:
@@ -161,7 +161,7 @@ class Clusters:
         return any(self.of.get(node) not in inside for node in tensor.outputs)
 
     def _cost(self, cluster: Cluster) -> float:
-        """Return what a cluster costs: its bytes or its operations, whichever take longer, and its launch.
+        """Return a cluster's cost: its bytes or its operations, whichever take longer, and its launch.
 
         Kernels compute while they move.  On an H200, regions of benchmarks/regions.py in which repeated operations take
         more than a tenth of the time of a copy take 1.06 times the longer of the two, and 0.89 times their sum.

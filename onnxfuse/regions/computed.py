@@ -23,7 +23,7 @@ from onnxfuse.ir.node import Tensor, is_constant, op_of, producer
 
 Expression: TypeAlias = "int | list[Any]"
 DIM: Final = "dim"
-OPERATORS: Final = {"+": "Add", "*": "Mul", "//": "Div", "%": "Mod", "max": "Max", "min": "Min"}  # of ONNX
+OPERATORS: Final = {"+": "Add", "*": "Mul", "//": "Div", "%": "Mod", "max": "Max", "min": "Min"}  # ONNX's operators
 SHAPE_OF_AXES_OPSET: Final = 15  # the first opset whose Shape gives some of the dims
 MAX_FOLLOWED: Final = 24  # nodes from a parameter to the Shapes that it is computed from
 
@@ -35,7 +35,7 @@ class ComputedInput:
     name: str
     dtype: int
     is_scalar: bool
-    sizes: tuple[Expression, ...]  # with tensors by their names
+    sizes: tuple[Expression, ...]  # expressions that name tensors
 
 
 def expression_of(size: Size, dims: Mapping[Size, Expression]) -> Expression:
@@ -106,7 +106,7 @@ def measured(parameter: Tensor) -> list[Tensor]:
 
 
 def nodes_of(computed: ComputedInput, names: Mapping[str, str], result: str, opset: int) -> list[onnx.NodeProto]:
-    """Return the nodes that compute an input of sizes; `names` are those of tensors in the function."""
+    """Return the nodes that compute an input of sizes; `names` are the names of tensors in the function."""
     nodes, count = list[onnx.NodeProto](), 0
 
     def add(op: str, inputs: Sequence[str], **attributes: Any) -> str:

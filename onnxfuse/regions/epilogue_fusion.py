@@ -31,7 +31,7 @@ class Join:
     result: Tensor
     cluster: Cluster
     apart: Cluster | None = None
-    match: Match | None = None  # that gives the result, and is replaced by a fused node first
+    match: Match | None = None  # the match that gives the result; a fused node replaces it first
 
 
 def find_epilogue_fusion(
@@ -76,7 +76,7 @@ def find_epilogue_fusion(
 def _closes_no_cycle(
     maker: Node, cluster: Cluster, forms: Mapping[Node, tuple[Step, ...]], level: Mapping[Node, int]
 ) -> bool:
-    """Return whether no path leads from a result of a node to what a cluster reads besides its first result.
+    """Return whether no path leads from a result of a node to an operand of a cluster other than its first result.
 
     Where the cluster alone reads that result, and there is no other, there is none.  Else, what the cluster reads must
     be of a lower level: then neither this join nor others can close a cycle.
@@ -123,7 +123,7 @@ def _join(formed: Formed, cluster: Cluster, result: Tensor) -> Join | None:
 
 
 def _keeps_order(step: Step) -> bool:
-    """Return whether elements of what a step gives have the order that they have in what it reads."""
+    """Return whether the elements of a step's result have the same order as in its operand."""
     return step.op in ("Constant", "Reshape", "Unsqueeze", "Squeeze", *ELEMENTWISE)
 
 
@@ -178,7 +178,7 @@ def write_epilogue_fusion(
 def _body(
     fusion: str, product: onnx.FunctionProto, behind: onnx.FunctionProto, attributes: list[str]
 ) -> onnx.FunctionProto:
-    """Return one function of two, of which the second reads the result of the first as its first input."""
+    """Return one function of two; the second reads the first one's result as its first input."""
     taken = {*product.input, *(name for node in product.node for name in node.output)}
     names = {behind.input[0]: product.output[0], "": ""}
     inner = (name for node in behind.node for name in node.output)

@@ -25,10 +25,10 @@ from onnxfuse.regions.steps import Step
 class Formed:
     """The regions of a graph, and why nodes are in none; `others` are too small for a region, but may join a node."""
 
-    merging: Merging  # which has merged them, and can go on
+    merging: Merging  # it has merged the clusters, and can go on
     regions: tuple[Cluster, ...] = ()
     others: tuple[Cluster, ...] = ()
-    reasons: dict[str, str] = field(default_factory=dict)  # by the label of a node
+    reasons: dict[str, str] = field(default_factory=dict)  # by the labels of nodes
 
     @property
     def forms(self) -> dict[Node, tuple[Step, ...]]:
@@ -44,7 +44,7 @@ class Merging:
     clusters: Clusters
     level: dict[Node, int]
     reasons: dict[str, str]  # why nodes stay apart, by their labels
-    _front: int = 0  # the place in front of all others
+    _front: int = 0  # the place before all others
 
     def with_neighbours(self, node: Node, neighbours: Callable[[Cluster], Iterable[Cluster]]) -> bool:
         """Merge the cluster of a node with neighbours of its level, the largest gain first; return whether one was."""
@@ -63,13 +63,13 @@ class Merging:
         return is_merged
 
     def _by_gain(self, node: Node, own: Cluster, others: Iterable[Cluster]) -> list[tuple[Cluster, Cluster]]:
-        """Return the clusters with which one can be merged, each with what both become, the largest gain first."""
+        """Return the clusters with which one can be merged, each with the merged cluster, the largest gain first."""
         same = [one for one in others if self.level[one.nodes[0]] == self.level[own.nodes[0]]]
         found = [(other, both) for other in same if (both := self._both(node, own, other)) is not None]
         return sorted(found, key=lambda each: each[1].cost - each[0].cost)
 
     def _both(self, node: Node, own: Cluster, other: Cluster) -> Cluster | None:
-        """Return what two clusters become; None, with the reason, where they cannot be merged or that does not pay."""
+        """Return two clusters merged; None and the reason where they cannot be merged or that does not pay."""
         both = self.clusters.merged(other, own)
         if isinstance(both, Cluster):
             return both
@@ -84,7 +84,7 @@ class Merging:
         return min(self.level[node] - (node not in self.clusters.of) for node in readers)
 
     def move(self, cluster: Cluster, level: int, place: int | None = None) -> None:
-        """Let the nodes of a cluster be of another level, there at a place, or else in front of all others."""
+        """Move a cluster's nodes to another level, to a place there, or else before all others."""
         for node in cluster.nodes:
             self.level[node] = level
         self._front -= 1
@@ -158,6 +158,6 @@ def _read_by(clusters: Clusters, node: Node) -> list[Cluster]:
 
 
 def _readers_of(clusters: Clusters, own: Cluster) -> list[Cluster]:
-    """Return the clusters that read what a cluster computes, some of them more than once."""
+    """Return the clusters that read results of a cluster, some of them more than once."""
     readers = [node for tensor in own.outputs.values() for node in tensor.outputs]
     return [clusters.of[node] for node in readers if node in clusters.of]

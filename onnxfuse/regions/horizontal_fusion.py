@@ -12,7 +12,7 @@ from onnxfuse.regions.formation import Formed, Merging
 from onnxfuse.regions.order import read_by, readers_of, set_places
 from onnxfuse.regions.siblings import merge_siblings
 
-MAX_BYTES: Final = LAUNCH_BYTES // 4  # that a small region moves, in a quarter of the time that its launch takes
+MAX_BYTES: Final = LAUNCH_BYTES // 4  # bytes of a small region, which move in a quarter of its launch's time
 MAX_OPEN: Final = 8  # groups of a level that are compared with the next cluster
 
 

@@ -1,8 +1,8 @@
 """Find the blocks of a graph that repeat, such as the equal layers of a transformer, so that each is drawn once.
 
 The nodes are put into an order that follows the data from the outputs back (`reading_order`), in which the nodes of one
-layer stand together.  A block that repeats is then a run of nodes in which each node equals the one that stands a fixed
-distance behind it.
+layer stand together.  A block that repeats is then a run of nodes, each of which equals the node at a fixed distance
+after it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from onnxfuse.ir.dtypes import Array
 
 MAX_PERIOD: Final = 600  # nodes in one copy of a block
 MIN_SAVED: Final = 3  # nodes that need not be drawn because their block repeats
-MAX_ITEMS: Final = 60  # nodes and blocks that stand side by side; more are divided into sections
+MAX_ITEMS: Final = 60  # nodes and blocks side by side; more are divided into sections
 SECTION: Final = 36  # nodes and blocks in a section
 DISTANCES: Final = (4, 12, 40, None)  # between two readers of a value, from which on it is computed ahead of both
 
@@ -51,8 +51,8 @@ class Blocks:
 def find_blocks(labels: Sequence[Hashable], reads: Sequence[Sequence[int]]) -> Blocks:
     """Return the repeated blocks of an acyclic graph.
 
-    labels  what must be equal of equal nodes, such as the operator and its attributes
-    reads   for each node the nodes that compute what it reads, input by input
+    labels  the properties that equal nodes share, such as the operator and its attributes
+    reads   for each node the producers of its inputs, input by input
     """
     interned: dict[Hashable, int] = {}
     numbers = np.array([interned.setdefault(label, len(interned)) for label in labels], np.int64)
@@ -77,9 +77,9 @@ def find_blocks(labels: Sequence[Hashable], reads: Sequence[Sequence[int]]) -> B
 
 
 def reading_order(reads: Sequence[Sequence[int]], ahead: Iterable[int]) -> list[int]:
-    """Return the nodes so that each stands behind those that it reads, and right behind the last of them.
+    """Return the nodes in an order in which each follows its producers, directly after the last of them.
 
-    Nodes that nothing reads are followed back in their order; `ahead` and what they read come first.
+    Nodes that nothing reads are followed back in their order; `ahead` and their producers come first.
     """
     read = {each for one in reads for each in one}
     roots = [*sorted(ahead), *(node for node in range(len(reads)) if node not in read)]

@@ -1,4 +1,4 @@
-"""What a report says of the model and of the run beside what was fused."""
+"""The facts about the model and the run that a report shows beside the fusions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from onnxfuse.version import __version__
 
 @dataclass(frozen=True)
 class FusionNote:
-    """What a fusion computes, in one line, and where its pattern stands."""
+    """The formula of a fusion, in one line, and the place of its pattern."""
 
     formula: str
     source: str

@@ -13,7 +13,7 @@ from onnxfuse.rewrite.replace import Fused
 
 Fate: TypeAlias = Literal["fused", "weights", "merged", "constant", "stays"]
 FATES: Final[tuple[Fate, ...]] = get_args(Fate)
-CONSTANT_KINDS: Final = frozenset({"constant", "shape", "branch", "carried"})  # of Folded: what needs no computing
+CONSTANT_KINDS: Final = frozenset({"constant", "shape", "branch", "carried"})  # kinds of Folded that need no computing
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Fates:
 
     fates: tuple[Fate, ...]
     stands_for: tuple[int | None, ...]
-    records: Mapping[int, Fused]  # by the index of the fused node in the new graph
-    replaced: Mapping[int, tuple[int | str, ...]]  # by the same: indices of nodes, or names of nodes made on the way
+    records: Mapping[int, Fused]  # records by the index of the fused node in the new graph
+    replaced: Mapping[int, tuple[int | str, ...]]  # by the same index: old nodes, or names of nodes made on the way
 
     @property
     def counts(self) -> dict[Fate, int]:
@@ -43,7 +43,7 @@ class Fates:
 
 
 def find_fates(graph: Rewritten, fused: Iterable[Fused], folded: Iterable[Folded]) -> Fates:
-    """Return what became of each node, as the records and the tensors of both graphs say."""
+    """Return the fate of each node, from the records and the tensors of both graphs."""
     before, after = graph.before.nodes, graph.after.nodes
     by_label = {node.label: i for i, node in enumerate(before)}
     new_by_label = {node.label: i for i, node in enumerate(after)}
@@ -56,7 +56,7 @@ def find_fates(graph: Rewritten, fused: Iterable[Fused], folded: Iterable[Folded
     replaced = {index: tuple(by_label.get(label, label) for label in one.replaces) for index, one in records.items()}
     stands_for: list[int | None] = [None] * len(before)
     fates: list[Fate] = ["merged"] * len(before)
-    into = {one.node: one for one in folded if one.kind != "pad"}  # which no weights took in
+    into = {one.node: one for one in folded if one.kind != "pad"}  # pads that no weights took in
     for i, node in enumerate(before):
         if node.label in into:
             fates[i] = "constant" if into[node.label].kind in CONSTANT_KINDS else "weights"
@@ -77,9 +77,9 @@ def find_fates(graph: Rewritten, fused: Iterable[Fused], folded: Iterable[Folded
 def _follow_outputs(
     graph: Rewritten, records: Mapping[int, Fused], fates: Sequence[Fate], stands_for: list[int | None]
 ) -> None:
-    """Let a new node stand for the nodes without one that lead to its outputs from what other new nodes compute."""
+    """Assign to a new node the unassigned old nodes between its outputs and the results of other new nodes."""
     producer = {name: i for i, node in enumerate(graph.before.nodes) for name in node.outputs}
-    ends: dict[int, list[int]] = defaultdict(list)  # by the new node: the nodes that compute its outputs
+    ends: dict[int, list[int]] = defaultdict(list)  # for each new node, the old nodes that compute its outputs
     computed = set()
     for index, node in enumerate(graph.after.nodes):
         names = [graph.originals.get(name, name) for name in node.outputs]

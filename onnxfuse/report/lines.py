@@ -65,7 +65,7 @@ def function_lines(inlined: Inlined | None) -> Iterator[Line]:
 
 
 def layout_lines(layout: LayoutResult, everything: bool) -> Iterator[Line]:
-    """Yield how many nodes are channels-last, why Transposes stand there, and why convolutions are channels-first."""
+    """Yield how many nodes are channels-last, why Transposes remain, and why convolutions are channels-first."""
     if layout.nodes:
         total = f"{counted(layout.nodes, 'node')} channels-last, {counted(len(layout.ends), 'Transpose')} at borders"
         yield Line(f"Layout: {total}")
@@ -100,7 +100,7 @@ def quantized_lines(quantized: Mapping[str, int]) -> Iterator[Line]:
 
 
 def missed_lines(missed: Sequence[Miss], everything: bool) -> Iterator[Line]:
-    """Yield what nearly fused, by reason; unless all is asked for, only where half of the pattern agreed.
+    """Yield near misses by reason; unless all are wanted, only those where half of the pattern agreed.
 
     An attention that nothing else explains is shown in any case, because it costs most.
     """

@@ -21,7 +21,7 @@ class OperatorCount:
 
 
 def count_operators(before: onnx.ModelProto, after: onnx.ModelProto) -> tuple[OperatorCount, ...]:
-    """Return the operators that are not fused nodes: those of which most are left, then the others."""
+    """Return the operators that are not fused nodes, the most frequent ones first."""
     old, new = _counts(before), _counts(after)
     found = (OperatorCount(op, old[op], new[op]) for op in old | new)
     return tuple(sorted(found, key=lambda one: (-one.after, -one.before, one.op)))

@@ -1,4 +1,4 @@
-"""The outline of a graph: what reports show of its nodes once the model itself is gone."""
+"""The outline of a graph: the facts about nodes that reports show once the model itself is gone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onnxfuse.ir.protos import operator_name
 
 MAX_ATTRIBUTE_CHARACTERS: Final = 80
 BOOKKEEPING: Final = frozenset({"fusion", "operands", "output_types", "attributes", "output_ranks"})  # of fused nodes
-PROGRAM: Final = "program"  # of regions, and of fused nodes with operators in their epilogue: what they compute
+PROGRAM: Final = "program"  # the attribute of regions, and of fused nodes with an epilogue, that lists their operators
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Rewritten:
 
 
 def outline(graph: onnx.GraphProto) -> Outline:
-    """Return the outline of a graph, without what is inside its subgraphs."""
+    """Return the outline of a graph, without the nodes of its subgraphs."""
     weights = {tensor.name: _weight_text(tensor) for tensor in graph.initializer}
     values = (*graph.value_info, *graph.input, *graph.output)
     types = {value.name: text for value in values if (text := _type_text(value.type))}
@@ -100,7 +100,7 @@ def _weight_text(tensor: TensorProto) -> str:
 
 
 def _type_text(value: onnx.TypeProto) -> str:
-    """Return "float16[batch, 8]"; "" for what is no tensor."""
+    """Return "float16[batch, 8]"; "" for values that are not tensors."""
     if not value.HasField("tensor_type") or not value.tensor_type.elem_type:
         return ""
     kind = value.tensor_type

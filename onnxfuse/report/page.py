@@ -44,7 +44,7 @@ def write_summary(report: Shown) -> str:
 
 
 def data(report: Shown) -> dict[str, Any]:
-    """Return what the page draws, searches and writes plans of, as plain data.
+    """Return the plain data that the page draws, searches, and writes plans from.
 
     A match is a list: its fusion, node, output, body, dims and the nodes in its epilogue; "graphs" says what it
     replaces.
@@ -88,7 +88,7 @@ def _render(template: str, report: Shown, **values: Any) -> str:
 
 
 def _as_script(value: Any) -> Markup:
-    """Return plain data as JSON that may stand in a script element."""
+    """Return plain data as JSON that is safe inside a script element."""
     return Markup(json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))
 
 
@@ -107,7 +107,7 @@ def _templates() -> Environment:
 
 
 def _printable(value: object) -> object:
-    """Return what a template shows of a value: names come from models, and models from strangers."""
+    """Return the text of a value in a template, escaped: names come from models, and models from strangers."""
     return printable(value, keep="\n") if type(value) is str else value
 
 
@@ -132,10 +132,10 @@ def _shown(report: Shown) -> dict[str, Any]:
 
 
 def code_text(text: str) -> Markup:
-    """Return a sentence as HTML, in which what stands between backticks is code."""
+    """Return a sentence as HTML, in which text between backticks is code."""
     return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(printable(text)))))
 
 
 def soft_text(name: str) -> Markup:
-    """Return a name as HTML that may be broken behind its underlines."""
+    """Return a name as HTML that may be broken after its underscores."""
     return Markup(str(escape(printable(name))).replace("_", "_<wbr>"))

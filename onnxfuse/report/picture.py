@@ -29,7 +29,7 @@ class Table:
 
 
 def picture(graph: Rewritten, fused: Sequence[Fused], folded: Iterable[Folded], texts: Table) -> dict[str, Any]:
-    """Return both graphs, what became of each node, and the repeated blocks of the graph after fusing.
+    """Return both graphs, the fate of each node, and the repeated blocks of the graph after fusing.
 
     `fused` are those of all graphs; "matches" gives for the number of each that is in this one its node after fusing,
     and the nodes that it replaced: their numbers, or names where they were made while the graph was simplified.
@@ -80,7 +80,7 @@ def _drop_unknown(nodes: Sequence[int | None]) -> list[int]:
 
 
 def _label(node: OutlineNode, graph: Outline) -> tuple[object, ...]:
-    """Return what is equal of equal nodes: the operator, the attributes, and the types of weights and of results."""
+    """Return the properties that equal nodes share: operator, attributes, and types of weights and results."""
     weights = tuple(graph.types[name] for name in node.inputs if name in graph.constants)
     types = tuple(graph.types.get(name, "") for name in node.outputs)
     return node.op, tuple(sorted(node.attributes.items())), weights, types, len(node.inputs)

@@ -45,7 +45,7 @@ from onnxfuse.spell_out import Stays
 from onnxfuse.steps import LeftOut
 from onnxfuse.verify.compare import Verification
 
-QUANTIZED: Final = (  # what the names of operators on quantized numbers begin with
+QUANTIZED: Final = (  # prefixes of operators on quantized numbers
     "Quantize", "Dequantize", "DynamicQuantize", "MatMulInteger", "ConvInteger", "QLinear", "MatMulNBits", "MatMulBnb4",
     "QAttention", "QGemm", "QEmbed", "QOrdered", "QMoE", "GatherBlockQuantized",
 )  # fmt: skip
@@ -65,7 +65,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class RegionGain:
-    """The regions, the nodes that they replace, those that joined others, and what is saved, as estimated."""
+    """The regions, the nodes that they replace, the operators that joined other nodes, and the estimated savings."""
 
     nodes: int
     replaced: int
@@ -104,14 +104,14 @@ class Report:
     inlined: Inlined | None = None  # the model's own functions
     stays: tuple[Stays, ...] = ()  # operators that could be spelled out to be fused, and stay as they are
     quantized: Mapping[str, int] = field(default_factory=dict)  # operators on quantized numbers, which are not fused
-    standard: Standard | None = None  # what stands for the fused nodes, with emit="standard"
+    standard: Standard | None = None  # the operators written for fused nodes, with emit="standard"
     operators: tuple[OperatorCount, ...] = ()  # those that are not fused nodes
     assumed: Mapping[str, int] = field(default_factory=dict)  # sizes of the inputs' dynamic dims, for the estimate
     unmatched: Mapping[str, str] = field(default_factory=dict)  # fusions named by `only` that match nothing, and why
     switched_off: tuple[str, ...] = ()  # names of matches that a plan leaves out
-    facts: Facts | None = None  # of the model and the run, for the page
-    half: HalfResult | None = None  # what the conversion to half precision did, with a dtype
-    folder: Path | None = None  # where the external data of the model lies until it is saved
+    facts: Facts | None = None  # facts about the model and the run, for the page
+    half: HalfResult | None = None  # the result of a conversion to half precision
+    folder: Path | None = None  # the folder of the model's external data until it is saved
     left_out: tuple[LeftOut, ...] = ()  # steps that raised; each has its traceback
 
     @property
@@ -189,7 +189,7 @@ class Report:
 
     def _repr_html_(self) -> str:
         """Return a compact summary, which notebooks show."""
-        from onnxfuse.report.page import write_summary  # which imports Jinja2
+        from onnxfuse.report.page import write_summary  # imports Jinja2
 
         return write_summary(self)
 
@@ -205,7 +205,7 @@ class Report:
         """
         check_name(path)
         if path.suffix.lower() == ".html":
-            from onnxfuse.report.page import write_page  # which imports Jinja2
+            from onnxfuse.report.page import write_page  # imports Jinja2
 
             text = write_page(self)
         else:
@@ -270,7 +270,7 @@ def miss_json(miss: Miss) -> dict[str, Any]:
 
 
 def _summary(report: Report) -> Table:
-    """Return what `optimize` gained: nodes, launches, bytes."""
+    """Return the gain of `optimize`: nodes, launches, bytes."""
     table = columns("", "before", "after")
     before, after = report.before, report.after
     table.add_row("nodes", str(report.input["nodes"]), str(report.output["nodes"]))
@@ -294,7 +294,7 @@ def _fused_table(report: Report) -> RenderableType:
 
 
 def _lines(report: Report, everything: bool) -> Iterator[Line]:
-    """Yield what else was done, and what stays and why."""
+    """Yield the other changes, and the operators that stay, with reasons."""
     for fusion, why in report.unmatched.items():
         yield Line(f"[yellow]{escape(fusion)} matches nothing[/]: {escape(why)}")
     yield folded_line([one.kind for one in report.folded])
@@ -311,7 +311,7 @@ def _lines(report: Report, everything: bool) -> Iterator[Line]:
 
 
 def _region_lines(regions: RegionGain) -> Iterator[Line]:
-    """Yield what regions save; nothing where there are none."""
+    """Yield the savings of regions; nothing where there are none."""
     if not regions.nodes + regions.joined:
         return
     joined = f", {counted(regions.joined, 'node')} in epilogues" if regions.joined else ""

@@ -28,8 +28,8 @@ HUES: Final = (
     ("activation", 50),
 )  # fmt: skip
 OTHER_HUE, HUE_STEP = 0, 12
-ON_HOST: Final = "runs on the host"  # in the reason why shape arithmetic is in no region
-MANY_STAY: Final = 0.2  # of the nodes: where more stay than that, the page says so at its top
+ON_HOST: Final = "runs on the host"  # part of the reason why shape arithmetic is in no region
+MANY_STAY: Final = 0.2  # share of nodes; if more stay unfused, the page says so at its top
 CONSTANT: Final = "Constant"  # the operator, which computes nothing
 
 
@@ -74,7 +74,7 @@ class Verdict:
 
 
 def verdict(verified: Verification, fused: int) -> Verdict:
-    """Return what the verification says in a word and a sentence."""
+    """Return the verdict of the verification as a word and a sentence."""
     outputs, parts = counted(len(verified.outputs), "output"), counted(verified.equal_parts, "fused node")
     if not verified.passed:
         return Verdict("Not verified", "bad", f"Nothing was compared with the original: {verified.reason}.")
@@ -139,7 +139,7 @@ def groups(report: Shown) -> list[Group]:
 
 
 def hues_of(fusions: Iterable[str]) -> dict[str, int]:
-    """Return a hue in degrees for each fusion: that of its family, moved on where another fusion has it."""
+    """Return a hue in degrees for each fusion: its family's hue, shifted where another fusion has it."""
     taken: dict[str, int] = {}
     for name in sorted(set(fusions)):
         hue = next((hue for word, hue in HUES if word in name), OTHER_HUE)
@@ -202,12 +202,12 @@ class Stayed:
 
 
 def stayed(report: Shown, plain: Mapping[str, Any]) -> list[Stayed]:
-    """Return what is not fused, by operator and reason, the most frequent first."""
+    """Return the nodes that are not fused, by operator and reason, the most frequent first."""
     if report.facts is None:
         return []
     reasons = reasons_of(report)
     left = [node for each in report.facts.graphs for node in each.after.nodes if not node.is_fused]
-    if plain["standard"]:  # what stands for fused nodes is no fused node then
+    if plain["standard"]:  # the operators written for fused nodes are not fused nodes then
         known = {node.label for each in report.facts.graphs for node in each.before.nodes}
         known -= {label for one in report.fused for label in one.replaces}
         left = [node for node in left if node.label in known]
@@ -236,7 +236,7 @@ class Advice:
 def advice(
     report: Shown, plain: Mapping[str, Any], misses: Sequence[MissGroup], left: Sequence[Stayed]
 ) -> Iterator[Advice]:
-    """Yield what the reader may want to do next, what concerns the trust in the result first."""
+    """Yield next steps for the reader, first the ones that concern trust in the result."""
     verified = report.verified
     if not verified.passed:
         yield Advice("Verify before you deploy", "`onnxfuse verify A B` compares two models.", "trust")

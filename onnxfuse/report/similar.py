@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 Item = TypeVar("Item")
-# What differs between equal reasons: quoted names, and numbers, of what was found.  What is required tells them apart.
+# Equal reasons may differ in quoted names and numbers that were found; different requirements make different reasons.
 PIECE: Final = re.compile(r"'[^']*'|(?<![\w.])-?\d[\w.+-]*|[^'\d]+|.")
 REQUIRED: Final = "; required"
 

@@ -11,7 +11,7 @@ from onnxfuse.printing import escape
 
 @dataclass(frozen=True)
 class WrittenAs:
-    """What stands for a fused node: operators that ONNX defines by others, and why there is none, or not what could."""
+    """The operator written for a fused node, which ONNX defines by others, or the reason why there is none."""
 
     fusion: str
     node: str

@@ -25,7 +25,7 @@ def why_unmatched(fusions: Iterable[Fusion], missed: Iterable[Miss], present: Se
 
 
 def why_no_region() -> str:
-    """Return what to read where `--only region` makes none."""
+    """Return the advice where `--only region` makes no region."""
     return f"no two operators side by side are worth a kernel; `onnxfuse explain MODEL {REGION}` says why for each"
 
 

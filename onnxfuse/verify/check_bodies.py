@@ -16,7 +16,7 @@ ERRORS: Final = (onnx.checker.ValidationError, onnx.shape_inference.InferenceErr
 
 
 def faults_of_bodies(model: onnx.ModelProto) -> dict[str, str]:
-    """Return what ONNX says against bodies that fused nodes of a model's main graph call, by their names.
+    """Return ONNX's objections to the bodies that fused nodes of a model's main graph call, by their names.
 
     A body is checked for the first call of it, as far as the dtypes of the operands are recorded.
     """
@@ -41,7 +41,7 @@ def faults_of_bodies(model: onnx.ModelProto) -> dict[str, str]:
 
 
 def _fault(call: onnx.ModelProto) -> str:
-    """Return what ONNX says against a model of one node and its body, which is the last function; "" for nothing."""
+    """Return ONNX's objection to a model of one node and its body, which is the last function; "" for none."""
     try:
         onnx.checker.check_function(call.functions[-1])
         onnx.shape_inference.infer_shapes(call, check_type=True, strict_mode=True)

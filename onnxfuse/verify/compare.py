@@ -25,7 +25,7 @@ from onnxfuse.verify.reference import Progress, Reference, Run, run_original
 from onnxfuse.verify.widen import model_to_float32
 
 Source: TypeAlias = str | os.PathLike[str] | onnx.ModelProto
-Result: TypeAlias = dict[str, object] | str  # the outputs of a run, or what onnxruntime raises
+Result: TypeAlias = dict[str, object] | str  # the outputs of a run, or onnxruntime's error
 
 NO_OUTPUTS = "the model has no outputs"
 # Operators that `--emit standard` and `--fallback ort` write, and whose CPU kernels take no empty tensors.
@@ -35,11 +35,11 @@ DOES_NOT_RUN: Final = "the optimized model does not run"
 
 @dataclass(frozen=True)
 class Verification:
-    """Whether what was compared agrees (`passed` is None if nothing was), and at which sizes of the dynamic dims.
+    """Whether the compared values agree (`passed` is None without any), and at which sizes of the dynamic dims.
 
     `reason` says what differs or why nothing was compared, and how half precision was compared if not as usual.
     `outputs` were compared; `not_compared` names the other outputs, and fused nodes, that were not.  `equal_parts` is
-    how many fused nodes compute what the nodes do that they replaced; 0 where whole models were compared.  `notes` are
+    how many fused nodes equal the nodes that they replaced; 0 where whole models were compared.  `notes` are
     sentences about what onnxruntime's own graph optimizations do to the original.
     """
 
@@ -61,7 +61,7 @@ class Verification:
         return "partly" if self.not_compared else "verified"
 
     def with_parts(self, equal: int, not_compared: Sequence[NotCompared]) -> Verification:
-        """Return the verification together with that of fused nodes, of which `equal` ones were found equal."""
+        """Return the verification with the results of fused nodes added; `equal` of them were found equal."""
         missing = (*self.not_compared, *not_compared)
         passed = True if self.passed is None and equal else self.passed
         return replace(self, passed=passed, not_compared=missing, equal_parts=equal)
@@ -142,7 +142,7 @@ def _compare(reference: Reference, optimized: Source) -> Verification:
 
 
 def _fault_at_edges(reference: Reference, results: Sequence[Result]) -> str:
-    """Return what differs at sizes of 0 and 1, where the original runs there; "" for nothing."""
+    """Return the difference at sizes of 0 and 1, where the original runs there; "" for none."""
     edges = reference.at_edges
     for each, result in zip(edges.runs, results, strict=True):
         at = ", ".join(f"{name}={size}" for name, size in each.sizes.items())
@@ -163,7 +163,7 @@ def _refuses_empty_tensors(message: str) -> bool:
 
 
 def _verdict(errors: Sequence[OutputDifference], reference: Reference) -> Verification:
-    """Return what the differences of the outputs say of the optimized model."""
+    """Return the verdict on the optimized model from the differences of its outputs."""
     sizes = reference.sizes
     failed = next((e for e in errors if not e.passed), None)
     reason = "; ".join(text for text in (failed.reason if failed else "", reference.note) if text)
@@ -205,7 +205,7 @@ def _in_float32(model: Prepared) -> Prepared:
 
 
 def _outputs_of(model: Prepared, reference: Reference) -> tuple[list[dict[str, object]], list[Result]]:
-    """Return the outputs for all runs, and for those at edges, or what onnxruntime raises there."""
+    """Return the outputs of all runs, and of the runs at edges the outputs or onnxruntime's errors."""
     session = open_session(model, optimize=False)
 
     def outputs(each: Run) -> dict[str, object]:

@@ -109,7 +109,7 @@ def compare_parts(
             fault = _compare_part(unfused, optimized, part, given, tried, numbers_for_nan)
         except VerificationError as error:
             unseen.append(PartFinding(part, str(error)))
-        except Exception as error:  # such as no memory for what is compared
+        except Exception as error:  # such as a lack of memory for the compared values
             unseen.append(PartFinding(part, f"the comparison failed: {type(error).__name__}: {first_line(error)}"))
         else:
             if fault:
@@ -239,7 +239,7 @@ class _Sessions:
     exact: Session | None
     half: str  # the half precision by which errors are judged, "" for none
     in_float32: bool  # both are converted, because onnxruntime's CPU provider cannot run them in bfloat16
-    model: onnx.ModelProto  # of the replaced nodes
+    model: onnx.ModelProto  # a model of the replaced nodes
     rounded: Mapping[str, int]  # the tensors of half precision that it computes, and their dtypes
     folder: Path | None
 
@@ -358,7 +358,7 @@ class _Check:
             return ""
         old, new, true = _wide(self.old), _wide(self.new), self._in_float32()
         found = describe_misplaced(old, new, true, dtype)
-        if found and self.sessions.half:  # in which whether a sum overflows on the way may be chance
+        if found and self.sessions.half:  # in half precision it may be chance whether a sum overflows on the way
             for other in self._moved():
                 new = np.where(np.isfinite(other) == np.isfinite(old), new, old)
             found = describe_misplaced(old, new, true, dtype)
@@ -392,7 +392,7 @@ class _Check:
         return float(np.sqrt(np.mean(np.square(kept)))) if kept.size else 0.0
 
     def _noise(self, old: Array, true: Array) -> Iterator[float]:
-        """Yield how far the replaced nodes are off: what is known after each draw of operands that are moved.
+        """Yield the errors of the replaced nodes, as known after each draw of moved operands.
 
         Operands move by one unit in the last place.  Half precision moves from its own result, because its own error is
         much larger than that of one rounding; before that, each node's result is rounded, as other providers do.
@@ -409,7 +409,7 @@ class _Check:
             yield found
 
     def _moved(self) -> Iterator[Array]:
-        """Yield what the replaced nodes give for operands that are moved by one unit in the last place."""
+        """Yield the results of the replaced nodes for operands that are moved by one unit in the last place."""
         for draw in range(NOISE_DRAWS):
             moved = {name: move_by_one_ulp(name, value, draw) for name, value in self.feeds.items()}
             yield _wide(np.asarray(run(self.sessions.replaced, self.sessions.feeds(moved))[self.name]))

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model of which sessions can be opened one after the other, without writing it again for each."""
+    """A model that is written once, so that several sessions can be opened one after the other."""
 
     model: onnx.ModelProto
     folder: Path | None
-    stored: Stored | None  # what a worker reads; None where models run in this process
+    stored: Stored | None  # the model for a worker; None where models run in this process
 
 
 def prepare(model: onnx.ModelProto, folder: Path | None) -> Prepared:
@@ -66,7 +66,7 @@ def open_session(model: onnx.ModelProto | Prepared, folder: Path | None = None, 
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Raise OnnxruntimeFailure for what the block raises, a VerificationError aside."""
+    """Raise OnnxruntimeFailure for any error of the block except VerificationError."""
     try:
         yield
     except (OnnxruntimeFailure, VerificationError):

@@ -18,7 +18,7 @@ from onnxfuse.verify.reference import Reference
 
 
 def with_default_optimizations(reference: Reference, optimized: Prepared) -> tuple[str, tuple[str, ...]]:
-    """Return what is wrong with the optimized model in the first run, "" for nothing, and sentences on the original.
+    """Return the fault of the optimized model in the first run, "" for none, and sentences on the original.
 
     Nothing is compared where both models do not run as they are, because onnxruntime's CPU provider lacks bfloat16.
     """
@@ -44,7 +44,7 @@ def with_default_optimizations(reference: Reference, optimized: Prepared) -> tup
 
 
 def _changed(first: Reference) -> dict[str, str] | str:
-    """Return how outputs of the original change under the optimizations, or what onnxruntime raises then."""
+    """Return how outputs of the original change under the optimizations, or onnxruntime's error."""
     if isinstance(first.optimized, str):
         return first.optimized
     errors, _ = differences(replace(first, by_optimizations=False), [first.optimized])

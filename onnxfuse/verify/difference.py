@@ -1,4 +1,4 @@
-"""How far an output is from what it should be, and whether that is rounding or an error."""
+"""How far an output is from the expected one, and whether that is rounding or an error."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ TF32 = "tf32"  # the precision of float32 products on CUDA, unless the session's
 #
 # The expected output is the original's own, unless the original computes in half precision.  Then it is the original
 # evaluated in float32, and an output also passes if its error is at most that of the original as it is.  The original's
-# own rounding is no standard: onnxruntime's CPU provider puts Casts around most float16 nodes and drops pairs of them,
+# rounding is not a standard: onnxruntime's CPU provider puts Casts around most float16 nodes and drops pairs of them,
 # so where it rounds depends on the neighbouring nodes.  Merely folding the shape arithmetic of the Reshapes moved an
 # output of float16 ViTs by 1.8e-3 (onnxruntime 1.31), without a change of arithmetic.  Against the float32 evaluation,
 # the exported float16 transformers are off by 4.8e-4 to 1.5e-3, optimized by 3.8e-4 to 1.9e-3.
 TOLERANCES: Mapping[str, float] = {
     "float64": 1e-12,  # 2^-53 = 1.1e-16: sums of some thousand terms in another order; no fusion touches doubles
     "float32": 1e-5,  # 2^-24 = 6e-8: some hundred roundings in another order
-    "complex128": 1e-12,  # as float64
-    "complex64": 1e-5,  # as float32
+    "complex128": 1e-12,  # the same as float64
+    "complex64": 1e-5,  # the same as float32
     "float16": 2e-3,  # 2^-11 = 4.9e-4: four roundings; a fused op rounds once where its nodes rounded each time
     "bfloat16": 1.6e-2,  # 2^-8 = 3.9e-3: four roundings, as for float16
     TF32: 4e-3,  # 2^-11 = 4.9e-4: what products multiply; a ResNet-50 and a vocoder are off by 2.3e-3 and 2.8e-3
@@ -70,7 +70,7 @@ class Standard:
     """How an output is judged."""
 
     half: str = ""  # the half precision, or TF32, that it is computed in or from, "" for neither
-    limit: float | None = None  # in place of the tolerance of floating-point dtypes
+    limit: float | None = None  # replaces the tolerance of floating-point dtypes
     scale: float = 0.0  # errors are relative to the largest value of the output, or to this if it is larger
 
 
@@ -109,7 +109,7 @@ def worst(errors: Iterable[OutputDifference]) -> OutputDifference:
 
 
 def _describe_mismatch(expected: Array, actual: object, tolerance: float) -> str:
-    """Return what differs besides rounding, as the end of a sentence about the output; '' if nothing does."""
+    """Return a difference beyond rounding, as the end of a sentence about the output; '' without one."""
     if not isinstance(actual, np.ndarray):
         return "is missing" if actual is None else "is no tensor any more"
     if (expected.dtype, expected.shape) != (actual.dtype, actual.shape):
@@ -144,7 +144,7 @@ def _compare_floats(
 
 
 def with_numbers_for_nan(expected: Array, actual: Array) -> Array:
-    """Return expected values, with those of the optimized model where they are NaN.
+    """Return expected values, with the optimized model's where the expected ones are NaN.
 
     ONNX's Attention gives 0 for a row whose keys are all masked by -inf, and the nodes that it stands for give NaN.
     """

@@ -31,11 +31,11 @@ LEAVE_NOTHING: Final = "masks that leave nothing"
 
 # Of dims that are symbols, by the order of their names: all different, so that none is mistaken for another.
 SYMBOL_SIZES: Final = (2, 3, 5, 7, 4, 6, 9, 11)
-MAX_ELEMENTS: Final = 2**28  # of a tensor that is drawn by its shape; more are a wrong shape, or take too long
+MAX_ELEMENTS: Final = 2**28  # elements of a drawn tensor; more mean a wrong shape, or take too long
 
 
 def operands_by_shape(unfused: UnfusedGraph, part: Part) -> Feeds:
-    """Return values of what a part reads, made from dtypes and symbolic shapes, for a model that does not run.
+    """Return values for a part's operands, drawn by dtype and symbolic shape, for a model that does not run.
 
     Integers are 0 or 1, which index any table.  Raises VerificationError where a shape is unknown or too large, and
     where the nodes that the part replaced read more than its operands and constants: such a tensor may be computed from

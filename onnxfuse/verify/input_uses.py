@@ -1,4 +1,4 @@
-"""Find out what a model uses the values of its inputs for: as rows of a table, as masks, lengths or sizes."""
+"""Find out how a model uses the values of its inputs: as rows of a table, as masks, lengths or sizes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ REORDERING_OPS: Final = VIEWS | {"Cast", "Clip", "Gather", "Slice"}
 ARITHMETIC_OPS: Final = {
     "Add", "Ceil", "Concat", "Div", "Floor", "Max", "Min", "Mod", "Mul", "ReduceMax", "ReduceMin", "Round", "Sub",
 }  # fmt: skip
-AFTER_SUMS: Final = {"Div", "Max", "Min", "Mul", "Where"}  # what happens to scores behind a mask that was added
+AFTER_SUMS: Final = {"Div", "Max", "Min", "Mul", "Where"}  # operators on scores after a mask was added
 LOGICAL_OPS: Final = {*COMPARISONS, "And", "Not", "Or"}
 COUNTING_OPS: Final = {"CumSum", "NonZero", "Range"}  # old exporters spell Range as NonZero of ones
 INTEGERS: Final = {
     TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64,
     TensorProto.UINT8, TensorProto.UINT16, TensorProto.UINT32, TensorProto.UINT64,
 }  # fmt: skip
-MASK_DTYPES: Final = {TensorProto.BOOL, *FLOATS}  # of the Cast that follows a mask of integers
+MASK_DTYPES: Final = {TensorProto.BOOL, *FLOATS}  # dtypes of the Cast that follows a mask of integers
 
 # Operators and the number of their input that holds a length: 1 to the size of an axis.
 LENGTH_INPUTS: Final = {
@@ -60,7 +60,7 @@ class Use:
 
 @dataclass(frozen=True)
 class _Links:
-    """The nodes of a graph, its subgraphs and functions by what they read and write, and what is known of constants."""
+    """The nodes of a graph, its subgraphs and functions, by their inputs and outputs, and known constants."""
 
     consumers: Mapping[str, list[tuple[onnx.NodeProto, int]]]
     producers: Mapping[str, onnx.NodeProto]
@@ -69,7 +69,7 @@ class _Links:
 
 
 def integer_uses(model: onnx.ModelProto) -> dict[str, Use]:
-    """Return what integer inputs are used for, by name; without those whose use is not recognised."""
+    """Return the uses of integer inputs by name; inputs with an unrecognised use are left out."""
     links = _links(model)
     inputs = [v for v in model.graph.input if v.type.tensor_type.elem_type in INTEGERS]
     found = {value.name: _use(value, links) for value in inputs if value.name not in links.constants}
@@ -77,13 +77,13 @@ def integer_uses(model: onnx.ModelProto) -> dict[str, Use]:
 
 
 def added_to_scores(model: onnx.ModelProto) -> set[str]:
-    """Return the floating-point inputs that are added to what a Softmax reads, as masks and position biases are."""
+    """Return the floating-point inputs that are added to a Softmax's input, as masks and position biases are."""
     inputs = {v.name for v in model.graph.input if v.type.tensor_type.elem_type in FLOATS}
     return added_to_scores_by(nodes(_without_weights(model)), inputs) if inputs else set()
 
 
 def added_to_scores_by(computing: Iterable[onnx.NodeProto], names: Iterable[str]) -> set[str]:
-    """Return those of the tensors `names` that nodes add to what a Softmax among them reads."""
+    """Return the tensors of `names` that nodes add to the input of a Softmax among them."""
     consumers: dict[str, list[tuple[onnx.NodeProto, int]]] = {}
     for node in computing:
         for index, name in enumerate(node.input):
@@ -92,7 +92,7 @@ def added_to_scores_by(computing: Iterable[onnx.NodeProto], names: Iterable[str]
 
 
 def _is_added_to_scores(name: str, consumers: Mapping[str, Sequence[tuple[onnx.NodeProto, int]]]) -> bool:
-    """Follow a tensor through views and sums: what is multiplied, or is no term of a sum, is something else."""
+    """Follow a tensor through views and sums, up to products and other operators."""
     work, seen = [(name, False)], {(name, False)}
     while work:
         tensor, is_added = work.pop()
@@ -211,7 +211,7 @@ def _constant(name: str, links: _Links) -> int:
 
 
 def _tensor_of_constant(node: onnx.NodeProto) -> TensorProto | None:
-    """Return what a Constant node holds; None for what are no tensors of numbers, which no use depends on."""
+    """Return the tensor of a Constant node; None for other values, which no use depends on."""
     for attribute in node.attribute:
         if attribute.name == "value":
             tensor: TensorProto = attribute.t

@@ -43,13 +43,13 @@ DIM_SIZES = (
 # Tried after those, where a float input of at most three axes may hold samples of audio.  The 1 is for what may be the
 # batch of another input, such as the state of a recurrent network.
 AUDIO_SIZES = tuple(((1,), (2**n, 1)) for n in range(8, 16))
-MAX_DIMS_AT_EDGES = 4  # of a decoder: the batch, the length, that of the cache, and of another input
-MAX_ELEMENTS_DRAWN = 2**22  # of one input: an image of 1024 x 1024 in colors, or minutes of audio
+MAX_DIMS_AT_EDGES = 4  # dims of a decoder: batch, length, the cache's length, and one of another input
+MAX_ELEMENTS_DRAWN = 2**22  # elements per input: an image of 1024 x 1024 in colors, or minutes of audio
 SLASH = r"(?<!/)/(?!/)"  # a division, which exporters write as // too
 # Words in the names of inputs: of those that count elements, and of those that hold the size of an image.
 LENGTH_WORDS = frozenset({"len", "lens", "length", "lengths", "seqlen", "seqlens"})
 SIZE_WORDS = frozenset({"shape", "size", "sizes"})
-SMALL_SIZE = 2  # of what is a size and says of nothing else
+SMALL_SIZE = 2  # for sizes of which nothing else is known
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ def _words(each: Input) -> set[str]:
 
 
 def _lengths(shape: tuple[int, ...], longest: int, cumulative: bool) -> Array:
-    """Return lengths from `longest` down, at least 1; if cumulative, where rows begin that lie one behind another."""
+    """Return lengths from `longest` down, at least 1; if cumulative, where rows begin that follow each other."""
     count = math.prod(shape)
     if cumulative:
         return np.linspace(0, longest, count).round().reshape(shape)
@@ -289,7 +289,7 @@ def _counted_size(each: Input, inputs: Sequence[Input], shapes: Mapping[str, tup
     """Return the size of the axis that a length counts.
 
     The axis belongs to the input that the length is named after, else to the first with as many rows, else to the
-    first of several axes.  It is the longest dynamic axis behind the batch, or the longest static one.
+    first of several axes.  It is the longest dynamic axis after the batch, or the longest static one.
     """
     words = sorted(LENGTH_WORDS, key=len, reverse=True)
     stem = re.sub(f"_?({'|'.join(words)})(?![a-z])", "", each.name.lower())

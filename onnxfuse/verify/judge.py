@@ -18,7 +18,7 @@ Results = Sequence[Mapping[str, object]]
 # An output may differ by this many times the original's own noise.  Fused nodes round elsewhere than onnxruntime's own
 # optimizations do, so they may move an output as far, and one sample of noise is seldom the largest.
 NOISE_FACTOR: Final = 4.0
-MAX_NOISE: Final = 0.5  # of an output's largest value: where so much is allowed, nothing is compared
+MAX_NOISE: Final = 0.5  # share of an output's largest value: where that much is allowed, nothing is compared
 
 
 def differences(reference: Reference, results: Results) -> tuple[tuple[OutputDifference, ...], dict[str, str]]:
@@ -52,7 +52,7 @@ def _allow_noise(
 ) -> tuple[tuple[OutputDifference, ...], dict[str, str]]:
     """Judge outputs that differ again, by a tolerance that the original's own noise sets.
 
-    Also returns why outputs are not compared: what moves by more than MAX_NOISE of itself shows nothing.
+    Also returns why outputs are not compared: one that moves by more than MAX_NOISE of itself shows nothing.
     """
     doubtful = [e.name for e in errors if not e.passed and math.isfinite(e.max_rel)]
     noise = measure_noise(reference, doubtful)

@@ -17,7 +17,7 @@ from onnxfuse.ir.extract import ancestors
 from onnxfuse.verify.requested_shapes import Draw
 from onnxfuse.verify.required_sizes import inferred_shapes
 
-MAX_ELEMENTS_GIVEN: Final = 2**15  # of an input: a second of audio, 1024 tokens
+MAX_ELEMENTS_GIVEN: Final = 2**15  # elements per input: a second of audio, 1024 tokens
 # Of a tensor that the model computes: twelve heads of attention over 512 tokens.  To compare an output of four times as
 # many takes 5 seconds and 1 GB, and a product of all samples of audio with all others has 2^30.
 MAX_ELEMENTS_COMPUTED: Final = 2**22

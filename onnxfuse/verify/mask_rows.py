@@ -17,8 +17,8 @@ from onnxfuse.ir.dtypes import FLOAT_NAMES, Array
 from onnxfuse.verify.input_uses import added_to_scores, integer_uses
 from onnxfuse.verify.inputs import is_mask, model_inputs
 
-KINDS: Final = 3  # of rows: nothing is left, the end is, all is
-# What masks that are added hold; those of other dtypes hold float32's.
+KINDS: Final = 3  # kinds of rows: fully masked, only the end kept, nothing masked
+# The numbers in added masks; masks of other dtypes have float32's.
 LOWEST: Final[Mapping[str, float]] = {"float16": -65504.0, "bfloat16": -3.3895313892515355e38}
 LOWEST_FLOAT32: Final = float(np.finfo(np.float32).min)
 Mask: TypeAlias = Literal["flags", "added"]  # true or 1 where something is left, or the reverse; 0 there, or the lowest

@@ -1,4 +1,4 @@
-"""Send objects through a pipe: pickled, with the bytes of large arrays behind them, which are not copied."""
+"""Send objects through a pipe: pickled, followed by the bytes of large arrays, which are not copied."""
 
 from __future__ import annotations
 

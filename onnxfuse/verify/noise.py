@@ -1,4 +1,4 @@
-"""Move values by one unit in the last place, or by a rounding, to see how far that moves what is computed from them."""
+"""Move values by one unit in the last place, or by a rounding, to see how far results move."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onnxfuse.ir.protos import replace_tensors
 
 ROUNDINGS: Final = {"float16": 2.0**-11, "bfloat16": 2.0**-8}  # the largest relative error of a rounding
 DRAWN_BLOCK: Final = 1_000_003  # numbers are drawn once and repeated; being prime, the count fits no axis
-Move: TypeAlias = Callable[[str, Array], Array]  # from the name and the values of a tensor to other values
+Move: TypeAlias = Callable[[str, Array], Array]  # maps a tensor's name and values to other values
 
 
 def move_by_one_ulp(name: str, value: Array, draw: int = 0) -> Array:

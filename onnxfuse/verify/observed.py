@@ -12,7 +12,7 @@ from onnxfuse.verify.difference import MASK_MAGNITUDE, MASK_MAGNITUDES, TOLERANC
 
 SAMPLE = 1 << 20  # elements of larger outputs that are looked at first: the rest in float64 would take much memory
 # What is done to floating-point inputs, one after the other, as long as an output shows nothing.
-REDRAWS: Mapping[str, tuple[float, float]] = {  # a factor, and what is added to the magnitudes; the sign is dropped
+REDRAWS: Mapping[str, tuple[float, float]] = {  # a factor, and an addend for the magnitudes; the sign is dropped
     "positive": (1.0, 0.1),
     "small": (0.01, 0.0),
     "large": (30.0, 1.0),

@@ -22,18 +22,18 @@ from onnxfuse.verify.rounded_results import model_that_rounds
 # A value may be off by this share after some roundings in another order, as after a fused node.
 SOME_ROUNDINGS: Final = 1e-6
 STEADY_DRAWS: Final = 8  # half of them move by one unit in the last place, half by SOME_ROUNDINGS
-INTEGERS_FACTOR: Final = 4.0  # as many times the elements that differ in the original's own runs may differ
+INTEGERS_FACTOR: Final = 4.0  # times the number of elements that differ between the original's own runs
 
 
 @dataclass(frozen=True)
 class _Cause:
-    """One reason why outputs move: a model that stands for the original, and what is done to its inputs."""
+    """One reason why outputs move: a model in place of the original, and a change of its inputs."""
 
     name: str
     model: Callable[[], onnx.ModelProto]
     move: Move
     optimize: bool = False
-    of_half_alone: bool = False  # it moves only what is computed in or from half precision
+    of_half_alone: bool = False  # it moves only values computed in or from half precision
 
 
 def measure_noise(reference: Reference, names: Sequence[str]) -> dict[str, float]:
@@ -131,7 +131,7 @@ def unsteady_outputs(
 
 
 def _elements_off(expected: object, actual: object) -> float:
-    """Return how many elements of what has to be equal differ, infinitely many where the shapes do; else 0."""
+    """Return how many elements that must be equal differ; infinity where the shapes differ, and 0 for floats."""
     if not isinstance(expected, np.ndarray) or not isinstance(actual, np.ndarray) or expected.dtype != actual.dtype:
         return 0.0
     if expected.shape != actual.shape:

@@ -21,7 +21,7 @@ from onnxfuse.verify.messages import receive, send
 
 DEFAULT_TIMEOUT: Final = 600.0  # seconds that opening a model, or one run of it, may take
 BYTES_SENT: Final = 16 * 2**20  # a larger model goes through a file: onnxruntime then needs no second copy in memory
-# The worker imports what this process would import, whatever its working directory and environment are.
+# The worker imports the same modules as this process, whatever its working directory and environment are.
 START_WORKER: Final = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from onnxfuse.verify.worker import main; main()"
 )
@@ -110,7 +110,7 @@ class Worker:
                     f"`{sys.executable} -c 'import onnxruntime'` may say why"
                 ) from None
             raise OnnxruntimeCrash(f"it ended onnxruntime with {how}") from None
-        except BaseException:  # an interrupted answer: what follows in the pipe is no beginning
+        except BaseException:  # an interrupted answer: the rest of it is still in the pipe
             self._ended()
             raise
         finally:
@@ -141,14 +141,14 @@ class Worker:
         return getattr(self._process, name)
 
     def _ended(self) -> str:
-        """End the process if it runs, and return what ended it: a signal's name or an exit code."""
+        """End the process if it runs, and return a signal's name or an exit code."""
         process, self._process = self._process, None
         if process is None:
             return ""
         self.ended += 1
         self.closed = []
         for pipe in (process.stdin, process.stdout):
-            with suppress(OSError):  # what was not sent yet
+            with suppress(OSError):  # from data that was not sent yet
                 if pipe is not None:
                     pipe.close()
         try:

@@ -1,4 +1,4 @@
-"""Build the graph in which only some of the fused nodes are there, and in place of the others what they replaced."""
+"""Build the graph that has some of the fused nodes, and in place of the others the nodes that they replaced."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ LOOKED_THROUGH: Final = VIEWS | {"Cast", "Slice"}
 # Between an operand and a replaced node: views, Casts and scalings that have other readers.
 MAX_NODES_LOOKED_THROUGH = 12
 TABLES: Final = ("cos", "sin")  # operands of this name
-MAX_HASHED_BYTES = 4096  # of a constant; a larger one counts as another one by its name
+MAX_HASHED_BYTES = 4096  # per constant; larger constants are told apart by their names
 
 
 # The name of a tensor of the original, and the perm of the Transpose of it that stands for it in the optimized model;
@@ -121,7 +121,7 @@ class Part:
 
     fused: onnx.NodeProto
     replaced: tuple[onnx.NodeProto, ...]
-    leaves: tuple[str, ...]  # what the replaced nodes read besides operands and constants
+    leaves: tuple[str, ...]  # tensors that the replaced nodes read besides operands and constants
     key: str
     originals: Mapping[str, Original] = field(default_factory=dict)
     derived: Mapping[str, Derived] = field(default_factory=dict)
@@ -144,7 +144,7 @@ class Part:
 
     @property
     def is_transposed(self) -> bool:
-        """Whether the fused node computes a Transpose of what the original has."""
+        """Whether the fused node computes the Transpose of a tensor of the original."""
         return any(self.originals[name][1] for name in self.fused.output if name in self.originals)
 
     @property
@@ -175,7 +175,7 @@ class Part:
 
     @cached_property
     def _named_inputs(self) -> dict[str, str]:
-        """The inputs of the fused node by what its fusion calls them."""
+        """The inputs of the fused node by the names of the fusion's operands."""
         words = next((each.s.decode() for each in self.fused.attribute if each.name == "operands"), "")
         return dict(zip(words.split(), self.fused.input, strict=False))
 
@@ -264,7 +264,7 @@ class _Derivations:
         return (min(sources, default=""), tuple(made.values())) if len(sources) < 2 and sources <= self.given else None
 
     def _sources(self, name: str, made: dict[str, onnx.NodeProto]) -> set[str]:
-        """Return what a tensor is computed from, and enter the nodes into `made` in order, by their first outputs."""
+        """Return the tensors from which one is computed, and enter the nodes into `made` in order, by first outputs."""
         constant, node = self.constants.get(name), self.nodes.get(name)
         if constant is not None and constant.ByteSize() <= MAX_HASHED_BYTES:
             made[name] = self._constant(name)

@@ -66,7 +66,7 @@ def _sentence(
 def _random_functions(model: onnx.ModelProto, given: Mapping[str, Array]) -> dict[str, str]:
     """Return a sentence for each function that draws numbers, itself or in a function that it calls."""
     found: dict[str, str] = {}
-    for _ in model.functions:  # as often as calls can be nested
+    for _ in model.functions:  # calls cannot be nested deeper
         for function in model.functions:
             for node in function.node:
                 if sentence := _sentence(model, node, given, found):

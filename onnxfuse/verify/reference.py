@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
 Progress: TypeAlias = Callable[[str], None]
 
-RUNS_COMPARED = 2  # with different sizes of the dynamic dims
+RUNS_COMPARED = 2  # runs with different sizes of the dynamic dims
 # From this size on, a run that is refused only after so many seconds is the last one: the next one takes longer, and
 # more memory.  Attention over 32768 positions has 4 GB of scores for each head.
 LARGE_SIZE, MAX_SECONDS_REFUSED = 1024, 1.0
-MAX_CRASHES = 3  # of onnxruntime, after which no other size is tried
-MAX_SECONDS_AT_EDGES = 30.0  # in which the original is run at sizes of 0 and 1
+MAX_CRASHES = 3  # crashes of onnxruntime after which no other size is tried
+MAX_SECONDS_AT_EDGES = 30.0  # for runs of the original at sizes of 0 and 1
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Reference:
     """
 
     original: onnx.ModelProto
-    folder: Path | None  # where its external data lies
+    folder: Path | None  # the folder of its external data
     tell: Progress
     runs: list[Run]
     half_precision: str  # "float16", "bfloat16", or "" for none
@@ -77,15 +77,15 @@ class Reference:
     in_float32: bool
     note: str
     not_compared: Mapping[str, str] = field(default_factory=dict)  # outputs that show nothing, and why
-    random: frozenset[str] = frozenset()  # those of them whose values are new in every run
+    random: frozenset[str] = frozenset()  # outputs whose values are new in every run
     numbers_for_nan: bool = False  # any numbers may stand for NaN
     is_converted: bool = False  # to half precision, whose Casts of float32 inputs are there for no other reason
-    tolerance: float | None = None  # replaces those of the dtypes, and the noise of the original
+    tolerance: float | None = None  # replaces the dtypes' tolerances and the noise of the original
     edges: Sequence[Run] = ()
     optimized: Mapping[str, object] | str = field(default_factory=dict)
-    scales: Mapping[str, float] = field(default_factory=dict)  # what errors of outputs are relative to, at the least
+    scales: Mapping[str, float] = field(default_factory=dict)  # least magnitudes to which errors are relative
     noise: dict[str, dict[str, float]] = field(default_factory=dict)  # of each output by its cause, as far as measured
-    by_optimizations: bool = True  # what onnxruntime's graph optimizations change counts as noise
+    by_optimizations: bool = True  # changes by onnxruntime's graph optimizations count as noise
 
     def open(self, model: onnx.ModelProto, *, optimize: bool = False) -> Session:
         """Open a model that is like the original as the original was run."""
@@ -105,7 +105,7 @@ class Reference:
 
     @property
     def at_edges(self) -> Reference:
-        """The runs at sizes of 0 and 1, in which errors are relative to what outputs are at other sizes."""
+        """The runs at sizes of 0 and 1; errors there are relative to the outputs at other sizes."""
         scales = {name: max(largest_value(each.outputs[name]) for each in self.runs) for name in self.runs[0].outputs}
         return replace(self, runs=list(self.edges), edges=(), optimized={}, scales=scales, noise={})
 
@@ -191,7 +191,7 @@ def run_original(
 
 
 def _run_optimized_by_onnxruntime(model: Prepared, first: Run, tell: Progress) -> dict[str, object] | str:
-    """Return the outputs with onnxruntime's graph optimizations, or what it says where the model then does not run."""
+    """Return the outputs with onnxruntime's graph optimizations, or its error where the model then does not run."""
     tell("run the original with onnxruntime's optimizations")
     try:
         return run(open_session(model), first.feeds)
@@ -200,7 +200,7 @@ def _run_optimized_by_onnxruntime(model: Prepared, first: Run, tell: Progress) -
 
 
 def _hidden_outputs(runs: Sequence[Run], random: Collection[str]) -> dict[str, str]:
-    """Return why outputs show nothing of the model, those of `random` aside."""
+    """Return why outputs show nothing of the model, except the outputs in `random`."""
     reasons = {n: what_hides([r.outputs[n] for r in runs]) for n in runs[0].outputs if n not in random}
     return {name: reason for name, reason in reasons.items() if reason}
 

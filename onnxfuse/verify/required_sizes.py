@@ -39,8 +39,8 @@ def _completed(each: Input, known: Sequence[object] | None) -> Input:
 
 
 def inferred_shapes(model: onnx.ModelProto, folder: Path | None) -> ShapeInfo | None:
-    """Return what is known of the tensors of a model; None if it cannot be read.  `folder` has its external data."""
+    """Return the shapes of a model's tensors; None if it cannot be read.  `folder` has its external data."""
     try:
         return read_and_infer(model, folder)
-    except ModelError:  # of fused nodes of another version, or of a cycle
+    except ModelError:  # raised for fused nodes of another version, or a cycle
         return None

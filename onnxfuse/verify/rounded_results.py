@@ -16,7 +16,7 @@ from onnxfuse.verify.widen import model_to_float32
 
 
 def model_that_rounds(model: onnx.ModelProto, tensors: Mapping[str, int]) -> onnx.ModelProto:
-    """Return a model in float32 that rounds what each node of the main graph writes, if that is in half precision.
+    """Return a model in float32 that rounds the half-precision results of each node of the main graph.
 
     tensors  the onnx.TensorProto.DataType of each tensor of `model`, as far as it is known
     """

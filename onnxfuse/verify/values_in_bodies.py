@@ -19,7 +19,7 @@ def values_needed(body: Body) -> set[str]:
 def first_feeds(body: Body, values: Mapping[str, Array]) -> dict[str, Array] | None:
     """Return the inputs of the first iteration, or of a branch, be it taken or not; None where one is not known.
 
-    `values` are those of the graph around the body, by name.
+    `values` are the values of the graph around the body, by name.
     """
     feeds = {name: values[name] for name in body.captured if name in values}
     for name, (source, axis) in body.begins.items():

@@ -144,12 +144,12 @@ def _round_again(part: onnx.GraphProto | onnx.FunctionProto, roundings: Mapping[
 
 
 def arrays_to_float32(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arrays, with those of half precision converted to float32."""
+    """Return the arrays; those in half precision are converted to float32."""
     return {name: TO_FLOAT32.array(value) for name, value in arrays.items()}
 
 
 def arrays_to_float64(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arrays, with those of float32 converted to float64."""
+    """Return the arrays; those in float32 are converted to float64."""
     return {name: TO_FLOAT64.array(value) for name, value in arrays.items()}
 
 
@@ -180,7 +180,7 @@ def _value_infos(part: NodeContainer) -> Iterator[onnx.ValueInfoProto]:
 
 
 def _element_types(kind: onnx.TypeProto) -> Iterator[Any]:
-    """Yield the tensor types in a type: its own, or that of the elements of a sequence, an optional or a map."""
+    """Yield the tensor types in a type: its own, or the type of the elements of a sequence, an optional or a map."""
     which = kind.WhichOneof("value")
     if which in ("tensor_type", "sparse_tensor_type"):
         yield getattr(kind, which)

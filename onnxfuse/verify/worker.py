@@ -18,7 +18,7 @@ def main() -> None:
     """Answer requests from standard input on standard output."""
     _no_core_files()
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what native code prints is no answer
+    os.dup2(2, 1)  # output of native code must not reach the pipe
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read_requests, args=(sys.stdin.buffer, requests), daemon=True).start()
     try:
@@ -60,7 +60,7 @@ def _answer(requests: queue.SimpleQueue[Any], answers: BinaryIO) -> None:
 
 
 def _no_core_files() -> None:
-    """Let no file be written when onnxruntime crashes."""
+    """Prevent core files when onnxruntime crashes."""
     try:
         import resource
     except ImportError:  # Windows

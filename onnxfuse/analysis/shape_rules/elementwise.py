@@ -33,7 +33,7 @@ def broadcast_sizes(shapes: ShapeInfo, a: Size, b: Size) -> Size:
         return b if a == 1 else a
     for size in (a, b):  # two sizes that broadcast are equal, or one of them is 1
         low = lower_bound(size)
-        if (low is not None and low > 1) or divisor(size) > 1:  # a multiple of 2, such as that of a Resize, is never 1
+        if (low is not None and low > 1) or divisor(size) > 1:  # a multiple of 2, as after a Resize, is never 1
             return size
     # A size that a slice limits to the length of a table broadcasts with the unlimited one only where it is equal or 1.
     for limited, size in ((b, a), (a, b)):

@@ -56,7 +56,7 @@ def _constant_of_shape(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]
 @RULES.rule("Expand")
 def _expand(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
     try:
-        target = tuple(input_value(shapes, node, 1).reshape(-1).tolist())  # of any rank, as onnxruntime takes it
+        target = tuple(input_value(shapes, node, 1).reshape(-1).tolist())  # onnxruntime takes any rank
     except CannotInfer:
         return shape_of_known_rank(shapes, node, 1)
     return broadcast(shapes, input_shape(shapes, node), target)

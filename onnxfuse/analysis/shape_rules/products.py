@@ -24,7 +24,7 @@ def require_equal(shapes: ShapeInfo, a: Size, b: Size) -> None:
 )  # fmt: skip
 def _matmul(shapes: ShapeInfo, node: Node) -> Shape:
     a, b = input_shape(shapes, node), input_shape(shapes, node, 3 if op_of(node) == "QLinearMatMul" else 1)
-    if int_attribute(node, "transBatchA", 0):  # the first axis stands in front of the last one
+    if int_attribute(node, "transBatchA", 0):  # the first axis moves before the last one
         a = (*a[1:-1], a[0], a[-1])
     if int_attribute(node, "transBatchB", 0):
         b = (*b[1:-1], b[0], b[-1])

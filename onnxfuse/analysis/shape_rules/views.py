@@ -76,7 +76,7 @@ def _if_empty(
 
 
 def tells_empty_axes(reshape: Node, target: Sequence[Size], source: Shape | None) -> bool:
-    """Return whether a Reshape to a target with a -1 fails, or gives what its sizes say, where one of these is 0.
+    """Return whether a Reshape to a target with a -1 fails, or has the sizes of its target, where one of these is 0.
 
     With `allowzero`, onnxruntime divides the sizes that are not 0, so those that may be must be in the source as well.
     """
@@ -90,7 +90,7 @@ def _copies_empty(size: Size, source: Shape | None, axis: int) -> bool:
     """Return whether a size of a target is never 0, or copies one that is 0 as well, beside which there is no -1."""
     if isinstance(size, int) or _is_never_empty(size):
         return True
-    if source is None or axis >= len(source):  # of an axis that the source lacks it copies nothing, and fails
+    if source is None or axis >= len(source):  # it fails for an axis that the source lacks
         return source is not None
     return divide(source[axis], size) is not None or isinstance(divide(size, source[axis]), int)
 

@@ -77,7 +77,7 @@ def _window_counts(node: Node, spatial: Shape, kernel: Sequence[Size]) -> list[S
             counts.append(_ceil_mode_count(size, extent, strides[i], pads[i], pads[i + rank]))
         else:
             room = size + (0 if mode == "VALID" else pads[i] + pads[i + rank]) - extent
-            if isinstance(room, int) and room < 0:  # of a number below 0, runtimes round the quotient up
+            if isinstance(room, int) and room < 0:  # runtimes round the quotient of a negative number up
                 counts.append(1 - -room // strides[i])
             else:
                 counts.append(room // strides[i] + 1)

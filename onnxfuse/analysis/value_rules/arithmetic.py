@@ -119,7 +119,7 @@ def _elementwise(shapes: ShapeInfo, node: Node) -> Array:
 
 
 def _numbers(value: Array) -> Array:
-    """Return the elements with 0 in place of those that are no numbers."""
+    """Return the elements, with 0 in place of those that are not numbers."""
     return _map(lambda size: size if isinstance(size, int) else 0, value)
 
 
