@@ -28,33 +28,33 @@ from onnxfuse.rules.roots import ROOTS
 
 # The passes in the order in which a round applies them.  Rounds follow each other until none of them changes anything.
 PIPELINE: tuple[Pass, ...] = (
-    fold_constants,  # first, because the other passes ask which inputs are constant
+    fold_constants,  # first, because the other passes check which inputs are constant
     fold_quantized_weights,
     fold_shapes,  # views can be composed when their targets are constant
     normalize_backward_slices,
     scatter_to_concat,
     einsum_to_matmul,  # its Transposes compose with those around it
     sizes_of_operands,
-    rules_pass("write_roots", ROOTS),  # so that a mean that is computed twice is computed once
+    rules_pass("write_roots", ROOTS),  # before normalize, which then merges equal means
     rules_pass("write_one_form", NO_OPS),
-    normalize,  # so that patterns, and the passes below, meet each computation in one form
+    normalize,  # so that the passes below, and patterns, find each computation in one form
     rules_pass("write_masked_sums", MASKED_SUMS),
-    rules_pass("merge_fills", MASKS),  # before a fill becomes a sum
-    *ATTENTION,  # after the views that normalize has composed
+    rules_pass("merge_fills", MASKS),  # before canonicalize_scores writes fills as sums
+    *ATTENTION,  # after normalize, which composes views
     canonicalize_rotations,
     canonicalize_rotary_pairs,
-    rules_pass("recognize_activations", ACTIVATIONS),  # before a scale of theirs is folded into the operator in front
-    fold_pads,  # where Transposes meet windows; before a pass asks whether a convolution has pads
-    rules_pass("conv_to_matmul", PATCHES),  # makes products, into whose weights the next pass can fold
+    rules_pass("recognize_activations", ACTIVATIONS),  # before fold_batch_norm takes their scales
+    fold_pads,  # after Transposes are composed; before the passes that check the pads of a convolution
+    rules_pass("conv_to_matmul", PATCHES),  # writes products, so that the next pass can fold into their weights
     fold_batch_norm,
     fold_variance_factor,
-    spread_affine,  # of what could not be folded
-    split_packed_gate,  # last, because scales and biases of a packed product are folded by then
+    spread_affine,  # for factors that fold_batch_norm could not fold
+    split_packed_gate,  # last, after scales and biases of packed products are folded
 )
-# The passes that are applied when no other changes anything, because they rewrite what others could not.
+# The passes that are applied once no other pass changes anything, because they rewrite only the remaining nodes.
 LATE_PASSES: tuple[Pass, ...] = (add_heads_axis,)
 PASS_NAMES: tuple[str, ...] = tuple(each.__name__ for each in (*PIPELINE, *LATE_PASSES))
-# The names of the passes that give weights new values.
+# The names of the passes that change the values of weights.
 WEIGHT_PASSES = frozenset({"fold_batch_norm", "fold_variance_factor", "split_packed_gate"})
 
 __all__ = ["LATE_PASSES", "PASS_NAMES", "PIPELINE", "SCORE_PASSES", "WEIGHT_PASSES"]

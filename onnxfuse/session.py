@@ -1,4 +1,4 @@
-"""Sessions of onnxruntime in which fused nodes run as kernels, or as their bodies where no kernel fits or is faster."""
+"""onnxruntime sessions in which fused nodes run as kernels, or as bodies where no kernel fits or the body is faster."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ __all__ = ["InferenceSession", "NodeDispatch", "explain_session", "open_session"
 
 log: Final = logging.getLogger("onnxfuse")
 NO_KERNELS: Final = "no node of the model runs as a kernel"
-planner.verdicts = MeasuredVerdicts()  # the planner knows nothing of measurements
+planner.verdicts = MeasuredVerdicts()  # the planner itself does not read measurements
 
 
 def InferenceSession(
@@ -79,12 +79,12 @@ def InferenceSession(
     """Open an ordinary onnxruntime session in which fused nodes run as kernels, where this GPU has kernels for them.
 
     tune    "cached": earlier measurements decide between kernel and body, and between the plans of a kernel; nodes
-            without one run as kernels, by the plans that are expected to be the fastest.
-            "now": nodes without one are measured first, at the sizes of the model's inputs.
+            without measurements run as kernels, by the plans that are expected to be the fastest.
+            "now": nodes without measurements are measured first, at the sizes of the model's inputs.
             "background": as "cached"; while no run of such a session is in flight, a thread measures the plans of the
-            kernels that run most, one node and shape after another, and later runs take the fastest. Their results
+            kernels that run most, one node and shape after another, and later runs use the fastest. Their results
             may then differ by rounding. The thread ends with the last of these sessions. Nodes that run by a plan file
-            keep its plans; nodes of a session with CUDA graphs do, too, and what was found counts in later sessions.
+            keep its plans. Nodes of a session with CUDA graphs keep theirs, too; later sessions use the results.
             "never": all nodes run as kernels, by the plans that are expected to be the fastest.
     shapes  for "now": the sizes of inputs with dynamic dims, as {"input_ids": (8, 512)}
     plans   a file that `onnxfuse compile` wrote, from which kernels are loaded instead of planned and compiled; by
@@ -94,11 +94,11 @@ def InferenceSession(
             use only files that you trust.
     aim     "throughput": kernels are planned for several runs at once, as threads of a server make them. Products of
             matrices then leave more of the GPU to other runs (on Hopper GPUs), and a single run takes longer.
-            Measurements do not count, because they are of kernels alone. A plan file is for sessions of one aim.
+            Measurements are not used, because they time each kernel alone. A plan file is for sessions of one aim.
 
-    A node whose kernel does not compile, now or at sizes that it meets later, runs its body there; a warning says so.
+    If a node's kernel does not compile, now or at sizes that occur later, its body runs instead; a warning says so.
 
-    Other arguments are those of onnxruntime.InferenceSession. Threads may share `sess_options` here, but not with
+    Other arguments are passed to onnxruntime.InferenceSession. Threads may share `sess_options` here, but not with
     onnxruntime.InferenceSession at the same time. If nodes run as kernels, `enable_fallback` is 0 unless it is given,
     and `set_providers` with other providers fails, because these have no kernels.
 
@@ -136,7 +136,7 @@ def open_session(
     nodes.choose(
         settings.prefer, f"; nodes cannot differ, as '{outside}' leads out of the model's folder" if outside else None
     )
-    # What these options have registered before its kernel failed is called by another name.
+    # Nodes whose kernels failed after these options registered their functions call copies of these by other names.
     mixed = nodes.mixed(registered_operators(options) if outside is None else frozenset())
     folder = path.parent if path and mixed and files else None
     whole = split_functions(model, mixed, read(source)).SerializeToString() if mixed else source
@@ -155,7 +155,7 @@ def open_session(
     if _stamp(path) != stamp:
         raise ModelError(f"'{path}' was written to while it was loaded; make the session again")
     if outside is None and nodes.any_fails():
-        del session  # in the next one, onnxruntime has the bodies of these nodes
+        del session  # the next session runs the bodies of these nodes
         return open_session(path_or_bytes, sess_options, providers, provider_options, settings=settings, **arguments)
     record_dispatches(session, nodes.dispatches(), nodes.places())
     if isinstance(nodes.target, Target) and is_observed:
@@ -167,7 +167,7 @@ def open_session(
 
 
 def _stamp(path: Path | None) -> tuple[int, ...]:
-    """Return what changes when the model's file is written: the file is read twice."""
+    """Return a stamp that changes when the model's file is written, because the file is read twice."""
     try:
         found = path.stat() if path else None
     except OSError:  # reading the file raises an error that says more
@@ -186,16 +186,16 @@ def register(
     plans: str | os.PathLike[str] | None = None,
     aim: Aim = "latency",
 ) -> tuple[NodeDispatch, ...]:
-    """Let a session that onnxruntime makes with these options, this model and these providers run kernels.
+    """Make sessions run kernels that onnxruntime opens with these options, this model and these providers.
 
-    `tune`, `shapes`, `plans` and `aim` are those of `InferenceSession`, but `tune` may not be "background", because
-    nobody counts the runs of a session that onnxruntime makes. Because the model stays as it is, either all nodes
+    `tune`, `shapes`, `plans` and `aim` are as in `InferenceSession`, but `tune` may not be "background", because the
+    runs of a session that onnxruntime makes are not counted. Because the model stays as it is, either all nodes
     that call one function run as kernels or none does. Give onnxruntime.InferenceSession enable_fallback=0, so that it
     shows why CUDA failed.
 
     Returns how each fused node will run.
 
-    Raises what `InferenceSession` raises, and UsageError for "background".
+    Raises the errors of `InferenceSession`, and UsageError for "background".
     """
     settings = _settings(model, tune, plans, aim)
     if tune == "background":
@@ -224,7 +224,7 @@ def register(
 def _plan_file(
     model: str | os.PathLike[str] | bytes | onnx.ModelProto, plans: str | os.PathLike[str] | None
 ) -> FoundPlans | None:
-    """Return the plan file of a session; None if there is none.  Raises UsageError if the one asked for is missing."""
+    """Return the plan file of a session; None if there is none.  Raises UsageError if the named one is missing."""
     if plans is not None:
         if Path(plans).is_dir():
             raise UsageError(f"plans='{plans}' is a directory; name the file in it that `onnxfuse compile` wrote")
@@ -272,9 +272,9 @@ class _Nodes:
     model: onnx.ModelProto
     calls: Sequence[Call]
     target: Target | NoTarget
-    given: Sequence[GivenTemplate | None]  # by node: the template of a plan file
-    reasons: Sequence[str | None] = ()  # by node: why its body runs; None if a kernel does
-    preferred: Sequence[Preference | None] = ()  # by node: what measurements say of it
+    given: Sequence[GivenTemplate | None]  # per node: the template of a plan file
+    reasons: Sequence[str | None] = ()  # per node: why its body runs; None if a kernel does
+    preferred: Sequence[Preference | None] = ()  # per node: the choice by measurements, if there are any
 
     @property
     def kernels(self) -> list[Call]:
@@ -284,8 +284,8 @@ class _Nodes:
     def choose(self, prefer: Prefer | None, why_alike: str | None) -> None:
         """Choose between kernel and body for each node.
 
-        prefer     what measurements say; None if they do not count
-        why_alike  why nodes that call one function must run alike, as the end of a sentence; None if they need not
+        prefer     chooses by measurements; None if they are not used
+        why_alike  why nodes that call one function must run the same way, as a sentence's end; None if they need not
         """
         reasons = require_bodies(self.calls, self._without_kernel())
         self.preferred = [None] * len(self.calls)
@@ -314,7 +314,7 @@ class _Nodes:
         ]
 
     def mixed(self, registered: Collection[str]) -> list[Call]:
-        """Return the nodes that run as bodies though the session options know their function as a kernel's operator.
+        """Return the nodes that run as bodies although session options have registered their function as a kernel.
 
         registered  the operators that the options have from earlier sessions; a kernel may have failed since
         """
@@ -340,18 +340,18 @@ class _Nodes:
         return isinstance(self.target, Target) and why_body(call.node, self.target.device) is not None
 
     def any_fails(self) -> bool:
-        """Return whether all kernels of a node that runs as one have failed; those of plan files are compiled."""
+        """Return whether a node runs as a kernel though all its kernels failed; plan files' kernels are compiled."""
         rows = zip(self.calls, self.reasons, self.given, strict=True)
         return any(why is None and given is None and self._fails(call) for call, why, given in rows)
 
     def places(self) -> list[Place | None]:
-        """Return by node where a failure of its kernels is noted; None if its body runs."""
+        """Return per node the key under which failures of its kernels are recorded; None if its body runs."""
         device = self.target.device if isinstance(self.target, Target) else None
         rows = zip(self.calls, self.reasons, strict=True)
         return [place_of(call.node, device) if device and why is None else None for call, why in rows]
 
     def dispatches(self) -> tuple[NodeDispatch, ...]:
-        """Return what `explain_session` says, and log it by fusion."""
+        """Return the dispatches that `explain_session` reports, and log them by fusion."""
         target = self.target
         where = f"{target.provider}, device {target.ordinal}" if isinstance(target, Target) else ""
         rows = zip(self.calls, self.reasons, self.preferred, self.given, strict=True)
@@ -376,9 +376,9 @@ def _settings(
     plans: str | os.PathLike[str] | None,
     aim: Aim,
 ) -> SessionSettings:
-    """Return what the arguments of a session ask for.
+    """Return the settings that a session's arguments ask for.
 
-    Raises UsageError for words that sessions do not know or that do not go together, and for plans that do not exist.
+    Raises UsageError for words that are unknown or do not go together, and for plans that do not exist.
     """
     for name, word, known in (("tune", tune, get_args(TunePolicy)), ("aim", aim, get_args(Aim))):
         if word not in known:
@@ -404,6 +404,6 @@ def _tune_now(
     if isinstance(target, Target) and target.optimization != ALL_OPTIMIZATIONS:
         log.warning("the model is not tuned: these session options have %s", target.optimization)
     elif isinstance(target, Target):
-        from onnxfuse.tuning.tune import tune_session  # other sessions start without what only measuring needs
+        from onnxfuse.tuning.tune import tune_session  # imported here, because only measuring needs it
 
         tune_session(model, options, target.provider, target.options, shapes, open_session)

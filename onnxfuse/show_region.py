@@ -25,12 +25,12 @@ from onnxfuse.runtime.support import why_no_kernel
 from onnxfuse.runtime.symint import Trace
 from onnxfuse.runtime.template import Template, Variant, concrete, make_template
 
-SHOWN_OPERATORS: Final = 6  # of a region, in the list of all regions
-DIVISIBLE: Final = 5040  # a size by which dynamic dims can be divided
+SHOWN_OPERATORS: Final = 6  # per region, in the list of all regions
+DIVISIBLE: Final = 5040  # dynamic dims are multiples of this size, which has many divisors
 
 
 def show_regions(path: Path, node: str | None, cuda: bool, arch: str) -> Iterator[str]:
-    """Yield lines on the regions of a fused model; of one node its program, or with `cuda` its source for `arch`.
+    """Yield a line per region of a fused model; for one node its program, or with `cuda` its source for `arch`.
 
     Raises UsageError where the model has no regions or none of this name, OnnxfuseError where no kernel is generated.
     """
@@ -65,7 +65,7 @@ def _summary(call: Call) -> str:
 
 
 def _parts(call: Call) -> tuple[Program, dict[str, str], Sequence[str]]:
-    """Return the program of a region, or of operators that joined a node, what its operands are, and its outputs."""
+    """Return the program of a region or of operators joined to a node, the meaning of its operands, and its outputs."""
     inputs = list(call.proto.input)
     if not is_joined(call.node):
         program = parse(call.node)
@@ -83,7 +83,7 @@ def _program_text(call: Call) -> Iterator[str]:
 
 
 def _values_text(call: Call, stored: Sequence[str]) -> Iterator[str]:
-    """Yield a line for each value, with its dtype, its shape and the operator that gives it, and for what is stored."""
+    """Yield a line for each value, with dtype, shape and the operator that computes it, and for each stored tensor."""
     program, operands, outputs = _parts(call)
     shapes = _shapes(call, program)
     typed = {name: f"{dtype}{_shape_text(shapes, name)}" for name, dtype in program.dtypes.items()}
@@ -104,9 +104,9 @@ def _operation_text(operation: Operation) -> str:
 
 
 def _shapes(call: Call, program: Program) -> dict[str, Shape]:
-    """Return the shapes of all values, in which dynamic dims have their names; none where a rank is not known.
+    """Return the shapes of all values, with dynamic dims by name; no shapes if a rank is unknown.
 
-    None either for operators that joined a node, whose result has a shape that only its host knows.
+    There are none for operators joined to a node either, because only its host knows the shape of its result.
     """
     if is_joined(call.node):
         return {}
@@ -120,7 +120,7 @@ def _shapes(call: Call, program: Program) -> dict[str, Shape]:
     sizes = Sizes({name: trace.size(i, DIVISIBLE * (i + 1)) for i, name in enumerate(dim_names(call.shapes))})
     try:
         return dict(infer(program, operands, sizes).of)
-    except ValueError:  # only sizes that are not known here make the program valid
+    except ValueError:  # the program is valid only for some sizes, which are unknown here
         return dict(operands)
 
 
@@ -153,7 +153,7 @@ def _kernels_text(call: Call, device: Device) -> Iterator[str]:
 
 
 def _variant_text(variant: Variant, kernel: Kernel, names: Sequence[str]) -> Iterator[str]:
-    """Yield the sizes at which a variant was made, and which of its launches are of a kernel."""
+    """Yield the sizes at which a variant was made, and which of its launches run this kernel."""
     at = ", ".join(f"{name}={size}" for name, size in zip(names, variant.hints, strict=True))
     steps = [step for step in concrete(variant.plan).steps if isinstance(step, Launch)]
     for i, step in enumerate(steps, 1):

@@ -4,13 +4,12 @@ A repository has a folder for each model:
 
     <model>/config.pbtxt
     <model>/1/model.onnx                the fused model
-    <model>/1/model.onnx.<digest>.data  its weights, if they are in files of their own
+    <model>/1/model.onnx.<digest>.data  its weights, if they are in separate files
     <model>/1/libonnxfuse.so            the native library, which config.pbtxt names
     <model>/1/libonnxfuse.so.plans      its plan file, which the library finds beside itself
 
-No name in a repository is taken from the model's file, which may come from strangers: its weights are copied to a file
-that is named here.  The fields of config.pbtxt are those of ModelConfig in triton-inference-server/common,
-protobuf/model_config.proto.
+No file name is taken from the model's file, which may come from strangers: its weights are copied to a file that is
+named here.  config.pbtxt has the fields of ModelConfig in triton-inference-server/common, protobuf/model_config.proto.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ MODEL_NAME: Final = "model.onnx"  # Triton's default
 LIBRARY_NAME: Final = "libonnxfuse.so"
 VERSION: Final = "1"
 DEFAULT_MAX_BATCH_SIZE: Final = 32  # for models that take batches
-MAX_CHECKED: Final = 1024  # batches; of more, the powers of two and the largest are checked
+MAX_CHECKED: Final = 1024  # batch sizes; of more, only the powers of two and the largest are checked
 DATA_TYPES: Final[dict[int, str]] = {
     TensorProto.BOOL: "TYPE_BOOL", TensorProto.STRING: "TYPE_STRING",
     TensorProto.UINT8: "TYPE_UINT8", TensorProto.UINT16: "TYPE_UINT16",
@@ -57,22 +56,22 @@ class _Tensor:
 
     name: str
     data_type: str
-    dims: tuple[int, ...]  # -1 for those that are dynamic
+    dims: tuple[int, ...]  # -1 for dynamic dims
     batch: str | None  # the name of the first dim, "" if it has none; None if there is no dynamic first dim
 
 
 @dataclass(frozen=True)
 class TritonSettings:
-    """How a model stands in a repository.
+    """How a model is placed in a repository.
 
-    Triton passes the path of the library to the system's loader, which takes it from the working directory if it is
-    relative: it is absolute, below the place where the server will see the repository.
+    Triton passes the library's path to the system's loader, which resolves relative paths from the working directory.
+    The path is therefore absolute, below the place where the server will see the repository.
     """
 
-    name: str | None = None  # of the model; by default that of its file
+    name: str | None = None  # of the model; by default its file's name without suffix
     served_from: str | None = None  # where the server will see the repository; by default where it is written
-    # The largest batch that the server makes of requests, 0 for none; by default 0 unless one dynamic dim is the first
-    # of all inputs and outputs.
+    # The largest batch that the server makes of requests, 0 for none; by default 0 unless all inputs and outputs have
+    # the same dynamic first dim.
     max_batch_size: int | None = None
     overwrite: bool = False  # whether a model of that name may be replaced, with all that its folder holds
 
@@ -82,7 +81,7 @@ def export_triton(
 ) -> Path:
     """Write a fused model into a model repository, and return its folder there.
 
-    plans  its plan file; by default the one beside it, whose name is the model's and .plans
+    plans  its plan file; by default the model's path with .plans appended
 
     Raises UsageError if the model has no fused nodes, is there already, or cannot have batches, for a name or a place
     that Triton cannot take, and if the plan file is missing, or lacks a node or a batch; ModelError if the model cannot
@@ -114,7 +113,7 @@ def export_triton(
 
 
 def _checked_name(name: str) -> str:
-    """Return a name of a model.  Raises UsageError for what is no name of a folder and of a URL's part."""
+    """Return a model's name.  Raises UsageError if it cannot be the name of a folder and a part of a URL."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
         what = "Triton takes the name of its folder, which clients write into URLs"
         raise UsageError(
@@ -139,7 +138,7 @@ def _served_from(text: str | None, repository: Path) -> PurePosixPath | Path:
 def _write(
     copies: Mapping[Path, str], config: str, folder: Path, overwrite: bool, with_weights: Path | None = None
 ) -> Path:
-    """Write a model's folder under another name beside it, and then give it its name; what was there is removed.
+    """Write a model's folder under a temporary name beside it, and then rename it; an earlier folder is removed.
 
     copies        the names of files in the folder, by the files that are copied
     with_weights  a model that is copied with the weights that it has in other files
@@ -174,7 +173,7 @@ def _check_replaced(folder: Path, overwrite: bool) -> None:
 
 
 def _swap(part: Path, folder: Path, old: Path) -> None:
-    """Give a folder its name, and another name to the one that has it."""
+    """Rename `part` to `folder`; if `folder` exists, rename that to `old` first."""
     if not folder.exists():
         part.rename(folder)
         return
@@ -186,7 +185,7 @@ def _swap(part: Path, folder: Path, old: Path) -> None:
         raise
 
 
-# --- what its plans take ----------------------------------------------------------------------------------------------
+# --- checks of the plans ----------------------------------------------------------------------------------------------
 
 
 def _check_batches(calls: Sequence[Call], file: PlanFile, path: Path, dims: Collection[str], batch: int) -> None:
@@ -201,7 +200,7 @@ def _check_batches(calls: Sequence[Call], file: PlanFile, path: Path, dims: Coll
 
 
 def _check_plans(calls: Sequence[Call], file: PlanFile, path: Path) -> None:
-    """Raise UsageError if a node would have no template where its operator is registered."""
+    """Raise UsageError if a node whose operator the plan file registers has no template in it."""
     operators = {line.split()[0] for line in file.operators}
     if not any(call.op in operators for call in calls):
         raise UsageError(f"'{path}' has plans for no node of the model; make it again with `onnxfuse compile`")
@@ -276,7 +275,7 @@ def _outputs(model: onnx.ModelProto) -> Iterator[_Tensor]:
 def _tensors(values: Sequence[onnx.ValueInfoProto]) -> Iterator[_Tensor]:
     for value in values:
         tensor = value.type.tensor_type
-        if tensor.elem_type not in DATA_TYPES:  # Triton's TYPE_BF16 is one of other backends: issue 8464 of its server
+        if tensor.elem_type not in DATA_TYPES:  # only other backends take TYPE_BF16: issue 8464 of Triton's server
             what = f"'{value.name}' is of {dtype_name(tensor.elem_type)}"
             raise ModelError(f"{what}, which Triton's onnxruntime backend does not take; cast it inside the model")
         if not tensor.HasField("shape"):

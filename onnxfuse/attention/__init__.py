@@ -1,7 +1,7 @@
 """Attention in one form: four axes, a row for each query, and scores with scale, biases and masks in one order.
 
-A round of `pipeline.py` applies the passes of ATTENTION in this order; `add_heads_axis` follows when no pass changes
-anything any more.
+A round of `pipeline.py` applies the passes of ATTENTION in this order; `add_heads_axis` is applied once no other pass
+changes anything.
 `analysis/scores.py` finds the nodes between a Softmax and its products.
 """
 
@@ -20,14 +20,14 @@ from onnxfuse.passes import Pass
 ATTENTION: tuple[Pass, ...] = (
     orient_products,  # its Transposes compose with those around it in the next round
     merge_window_axes,
-    regroup_addends,  # so that the shape of scores stays the same up to the softmax
-    split_merged_heads,  # its views compose where they meet others
-    merge_value_products,  # of four axes
-    canonicalize_scores,  # of four axes
-    extract_alibi,  # which stand alone by then
-    unbroadcast_masks,  # follows the index arithmetic of masks through constants and views
+    regroup_addends,  # so that the scores keep one shape up to the Softmax
+    split_merged_heads,  # its views compose with those around them
+    merge_value_products,  # needs four axes
+    canonicalize_scores,  # needs four axes
+    extract_alibi,  # biases are separate addends by then
+    unbroadcast_masks,  # last: it reads the index arithmetic of masks through constants and views
 )
-# Those that write scores as attention has them, which may give other results where a masked score is not finite.
+# The passes that rewrite scores; they may change the results where a masked score is not finite.
 SCORE_PASSES = frozenset({"canonicalize_scores", "extract_alibi", "write_masked_sums"})
 
 __all__ = ["ATTENTION", "SCORE_PASSES", "add_heads_axis"]

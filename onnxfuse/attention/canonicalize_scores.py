@@ -1,15 +1,17 @@
-"""Write the scores that a Softmax reads in the order that patterns know.
+"""Write the scores that a Softmax reads in the order that patterns match.
 
-Patterns know scores that are scaled at the product, then at most one bias, and one mask at the end.  Some models scale
-the sum of a product and a mask, replace scores under one mask and then add another, or add three tensors, or replace a
-bias of heads under a mask before they add it (Falcon), or replace scores under two masks one after the other
-(x-transformers).  Factors are distributed over sums.  The addends are summed up first: tensors with an axis for heads,
-and all others.  A factor that differs from head to head, as in cosine attention, moves to the queries.  A causal mask
-that replaces scores becomes one that is added, because kernels know by place which numbers such a mask holds.
+Patterns match scores that are scaled at the product, then get at most one bias and, at the end, one mask.  Models write
+other orders: they scale the sum of a product and a mask, replace scores under one mask and add another one, add three
+tensors, replace a bias of heads under a mask before they add it (Falcon), or replace scores under two masks one after
+the other (x-transformers).
 
-A key that two masks leave out keeps the score that the model gives it, because it has weight in a row without a key
-that counts, as padding on the left makes them: the sum of two lowest numbers is -inf, and one of them is not.  So a
-mask that replaces scores is added only if no score changes its number, and it replaces the masks before it.
+This pass distributes factors over sums.  It sums up the addends first: tensors with an axis for heads, and all others.
+A factor per head, as in cosine attention, moves to the queries.  A causal mask that replaces scores becomes a mask that
+is added, because kernels compute the numbers of an added causal mask from positions instead of reading them.
+
+A key that two masks hide must keep its score: in a row where all keys are hidden, as left padding makes them, it still
+has weight, and the sum of two lowest numbers is -inf, while one of them is finite.  So a mask that replaces scores is
+added only if its number swallows every score, and it replaces the masks before it.
 """
 
 from __future__ import annotations
@@ -39,9 +41,9 @@ from onnxfuse.passes.graph_pass import graph_pass
 from onnxfuse.passes.scale_operand import scale_operand
 from onnxfuse.patterns._attention import SWALLOWS_SCORES
 
-MAX_ADDENDS: Final = 2  # that a fused attention takes
+MAX_ADDENDS: Final = 2  # tensors that a fused attention adds to scores
 QUERIES_AXIS: Final = -2
-# By operator: the places of an operand that may be scores, and of the one that is added, a factor or a fill.
+# By operator: pairs of the input that may be scores and the other input, which is added, multiplied or filled in.
 OPERANDS: Final = {
     "Add": ((0, 1), (1, 0)), "Sub": ((0, 1),), "Mul": ((0, 1), (1, 0)), "Div": ((0, 1),), "Where": ((1, 2), (2, 1)),
 }  # fmt: skip
@@ -55,37 +57,37 @@ class Addend:
     factor: float = 1.0
 
     def times(self, factor: float) -> Addend:
-        """Return the addend of scores that are multiplied by a factor afterwards."""
+        """Return the addend after the scores are multiplied by a factor."""
         return replace(self, factor=self.factor * factor)
 
 
 @dataclass(frozen=True)
 class Mask:
-    """A number that replaces scores where a condition does not hold, or is added to them there (`is_added`).
+    """A number that replaces the scores that a condition hides, or is added to them (`is_added`).
 
-    `swallows` says that a score to which the number is added becomes that number.
+    `swallows`: adding the number to any score gives the number.
     """
 
     condition: Tensor
-    inverted: bool  # the condition holds where a score does not count
+    inverted: bool  # the condition is true where scores are hidden, not where they are kept
     number: float
     swallows: bool
     is_added: bool = False
 
     def times(self, factor: float) -> Mask:
-        """Return the mask of scores that are multiplied by a factor afterwards."""
+        """Return the mask after the scores are multiplied by a factor."""
         return replace(self, number=self.number * factor)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores as a product times a number, and the steps from there on, which `nodes` compute in order."""
+    """Scores as a product times a number and the steps after it; `nodes` compute the steps in order."""
 
     product: Tensor
     factor: float = 1.0
     steps: tuple[Addend | Mask, ...] = ()
     nodes: tuple[Node, ...] = ()
-    is_usual: bool = True  # patterns know the order as it is
+    is_usual: bool = True  # patterns match this order
 
     def then(self, node: Node, *steps: Addend | Mask, is_usual: bool = True) -> Scores:
         """Return the scores after one more node."""
@@ -99,10 +101,10 @@ class Scores:
         return replace(self, factor=self.factor * factor, steps=steps).then(node, is_usual=False)
 
 
-@graph_pass(opset=9)  # whose Where broadcasts
+@graph_pass(opset=9)  # from this opset on, Where broadcasts
 def canonicalize_scores(graph: Graph, shapes: ShapeInfo) -> int:
-    """Rewrite the scores of Softmaxes whose order patterns do not know.  Returns the number of rewritten scores."""
-    analysis = cache(partial(IndexAnalysis, graph, shapes))  # few models need it
+    """Rewrite scores in an order that patterns do not match.  Returns the number of rewritten scores."""
+    analysis = cache(partial(IndexAnalysis, graph, shapes))  # computed on demand, because few models need it
     count = 0
     for node in softmaxes_of_attention(graph):
         made = _rewrite(graph, shapes, analysis, node) + _scale_queries(graph, shapes, node.inputs[0])
@@ -113,7 +115,7 @@ def canonicalize_scores(graph: Graph, shapes: ShapeInfo) -> int:
 
 
 def _rewrite(graph: Graph, shapes: ShapeInfo, analysis: Callable[[], IndexAnalysis], softmax: Node) -> bool:
-    """Rewrite the scores that a Softmax reads; return whether they were."""
+    """Rewrite the scores that a Softmax reads; return whether they were rewritten."""
     tensor = softmax.inputs[0]
     if shapes.dtype(tensor) not in FUSIBLE_FLOATS or shapes.shape(tensor) is None:
         return False
@@ -138,7 +140,7 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, analysis: Callable[[], IndexAnalys
 
 
 def parse_scores(graph: Graph, shapes: ShapeInfo, tensor: Tensor, steps: int = MAX_STEPS) -> Scores | None:
-    """Return how a tensor is computed from a product; None where the product is not found in so many steps."""
+    """Return how a tensor is computed from a product; None if no product is found within `steps` nodes."""
     node = producer(tensor)
     if node is None or not steps:
         return None
@@ -168,9 +170,9 @@ def parse_scores(graph: Graph, shapes: ShapeInfo, tensor: Tensor, steps: int = M
 
 
 def _masked_bias(graph: Graph, shapes: ShapeInfo, tensor: Tensor) -> tuple[Addend, Mask] | None:
-    """Return the bias of heads and the mask without heads that a Where joins, beside whose number no score counts.
+    """Return the bias of heads and the mask without heads that a Where joins, if its number swallows scores.
 
-    The bias is the same for all queries: reading one of all queries and a mask takes longer than reading both as one.
+    The bias must be the same for all queries: with any other bias, a kernel reads the joined tensor faster.
     """
     node = producer(tensor)
     if node is None or op_of(node) != "Where" or _has_heads(shapes.shape(node.inputs[0])):
@@ -194,7 +196,7 @@ def _has_heads(shape: Sequence[Size] | None) -> bool:
 
 
 def _is_replaced_after_diagonal(shapes: ShapeInfo, analysis: Callable[[], IndexAnalysis], scores: Scores) -> bool:
-    """Return whether a causal mask replaces scores at last, to which at most ordinary tensors of heads were added."""
+    """Return whether the last step replaces scores by a causal mask, after sums with ordinary tensors of heads only."""
     *others, mask = scores.steps
     sizes = shapes.shape(scores.product)
     if not isinstance(mask, Mask) or mask.is_added or not mask.swallows or sizes is None:
@@ -215,7 +217,7 @@ def _is_replaced_after_diagonal(shapes: ShapeInfo, analysis: Callable[[], IndexA
 
 
 def _scale_queries(graph: Graph, shapes: ShapeInfo, scores: Tensor) -> bool:
-    """Move a factor of each head, or of each query, from scores to the queries; return whether there was one."""
+    """Move a factor per head or per query from scores to the queries; return whether there was one."""
     before = nodes_before(scores, ("Add", "Where"))
     return any(op_of(node) == "Mul" and _scale_queries_of(graph, shapes, node) for node in before)
 
@@ -240,17 +242,17 @@ def _scale_queries_of(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 @dataclass
 class _Writer:
-    """Writes scores that are computed otherwise as `end` is."""
+    """Writes the nodes of scores that replace the tensor `end`."""
 
     graph: Graph
     shapes: ShapeInfo
     end: Tensor
-    is_causal: bool  # the mask at last is
+    is_causal: bool  # the last mask is causal
     of_heads: Tensor | None = None  # the sum of the addends with an axis for heads
     plain: Tensor | None = None  # the sum of the other addends
 
     def scores(self, scores: Scores, inner: Sequence[Addend | Mask], mask: Mask | None) -> Tensor:
-        """Return a product plus at most two tensors, or plus one and with a number in its place under a mask."""
+        """Return the product plus at most two tensors, or plus at most one and with a mask that replaces scores."""
         total, stem = self._times(scores.product, scores.factor), f"{self.end.name}_masked"
         for step in inner:
             self._add(step)
@@ -265,7 +267,7 @@ class _Writer:
         return total if mask is None else self._where(mask, total, stem)
 
     def _may_be_added(self) -> bool:
-        """Return whether a mask can be added in place of replacing scores, and is better: see `causal` in patterns."""
+        """Return whether adding the mask is exact, and better than replacing scores: see `causal` in patterns."""
         if self.of_heads is not None and not is_ordinary(self.shapes, self.of_heads):
             return False
         return (self.of_heads is not None) if self.plain is not None else self.is_causal
@@ -282,7 +284,7 @@ class _Writer:
             self.plain = self._sum(self.plain, tensor)
 
     def _replace(self, mask: Mask) -> None:
-        """Put the number of a mask in the place of one of the sums: the other one holds no number of a mask."""
+        """Replace hidden elements of one of the sums by the mask's number; the other sum must be ordinary."""
         is_ordinary_of_heads, is_ordinary_plain = (
             each is None or is_ordinary(self.shapes, each) for each in (self.of_heads, self.plain)
         )
@@ -294,12 +296,12 @@ class _Writer:
             self.of_heads, self.plain = self._under(mask, self._sum(self.of_heads, self.plain)), None
 
     def _under(self, mask: Mask, addend: Tensor | None) -> Tensor:
-        """Return an addend, or 0, with the number of a mask in its place where the mask does not hold."""
+        """Return an addend (None: 0) that is replaced by the mask's number where the mask hides scores."""
         stem = f"{self.end.name}_mask"
         return self._where(mask, self._constant(f"{stem}_zero", 0.0) if addend is None else addend, stem)
 
     def _where(self, mask: Mask, value: Tensor, stem: str) -> Tensor:
-        """Return a value, and the number of a mask where the mask does not hold."""
+        """Return a value that is replaced by the mask's number where the mask hides scores."""
         number = self._constant(f"{stem}_number", mask.number)
         branches = [number, value] if mask.inverted else [value, number]
         return write(self.graph, self.shapes, "Where", [mask.condition, *branches], stem)
@@ -308,7 +310,7 @@ class _Writer:
         return b if a is None else write(self.graph, self.shapes, "Add", [a, b], f"{self.end.name}_mask")
 
     def _times(self, tensor: Tensor, factor: float) -> Tensor:
-        """Return a tensor times a number; a choice of 0 and a number by a condition stays one."""
+        """Return a tensor times a number; a Where of two numbers stays a Where of the scaled numbers."""
         if factor == 1:
             return tensor
         stem, node = f"{tensor.name}_scaled", producer(tensor)

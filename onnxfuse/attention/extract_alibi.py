@@ -1,9 +1,9 @@
-"""Write a bias of scores that is a number of each head times positions as this product (ALiBi).
+"""Write a bias of scores that is a slope per head times positions (ALiBi) as a Mul of slopes and positions.
 
 Attention with linear biases (Press et al. 2022, arXiv:2108.12409) adds slope[head] * position to scores.  Models write
 the product before Casts, Reshapes and Slices (Bloom), or store it as a table of all heads, which is cut to length
-(MPT).  It becomes Mul(slopes, positions) before the Add, whose slopes have the shape (heads, 1, 1), and whose
-positions are the same for all heads, so that attention reads the positions alone.
+(MPT).  It becomes `Mul(slopes, positions)` right before the Add.  The slopes have the shape (heads, 1, 1), and the
+positions are the same for all heads, so that attention reads only the slopes and one table of positions.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from onnxfuse.passes.compose_views import added_ones
 from onnxfuse.passes.emit import emit, unsqueezed
 from onnxfuse.passes.graph_pass import graph_pass
 
-MAX_TABLE_ELEMENTS: Final = 2**24  # of a table of all heads
+MAX_TABLE_ELEMENTS: Final = 2**24  # of a table of all heads; larger ones are left alone
 EPSILON: Final = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
 @dataclass(frozen=True)
 class Factored:
-    """A tensor that is slopes, one for each head, times positions, which have no axis for heads."""
+    """A tensor that is one slope per head times positions, which are the same for all heads."""
 
     slopes: Array
     positions: Tensor
@@ -48,7 +48,7 @@ class Factored:
 
 @graph_pass()
 def extract_alibi(graph: Graph, shapes: ShapeInfo) -> int:
-    """Rewrite biases of scores of four axes as products.  Returns the number of rewritten biases."""
+    """Rewrite biases of scores with four axes as products.  Returns the number of rewritten biases."""
     count = 0
     for node in [node for node in graph.nodes if op_of(node) == "Add" and shapes.rank(node.outputs[0]) == RANK]:
         softmaxes = rewritable_softmaxes(graph, node)
@@ -59,7 +59,7 @@ def extract_alibi(graph: Graph, shapes: ShapeInfo) -> int:
 
 
 def _rewrite(graph: Graph, shapes: ShapeInfo, node: Node, side: int) -> bool:
-    """Write the bias of an Add as a product; return whether it was another one before."""
+    """Write the bias of an Add as a product; return whether it was not one before."""
     bias, dtype = node.inputs[side], shapes.dtype(node.outputs[0])
     shape = shapes.shape(bias)
     if shape is None or len(shape) < -HEADS_AXIS or dtype not in FUSIBLE_FLOATS or is_product_of_slopes(shapes, bias):
@@ -85,18 +85,18 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, node: Node, side: int) -> bool:
 
 @dataclass(frozen=True)
 class _Biases:
-    """Factors biases of a dtype; those that are rounded to a narrower one stay."""
+    """Factors biases of one dtype; a bias that is rounded to a narrower dtype on the way is left alone."""
 
     graph: Graph
     shapes: ShapeInfo
     dtype: int
 
     def rank(self, positions: Tensor) -> int:
-        """Return the number of axes of positions, whose shape `factored` has asked for."""
+        """Return the number of axes of positions; `factored` has checked that their shape is known."""
         return self.shapes.rank(positions) or 0
 
     def factored(self, tensor: Tensor, axis: int, steps: int = MAX_STEPS) -> Factored | None:
-        """Return the factors of a tensor whose heads are along an axis, counted from the last; None if it has none."""
+        """Return the factors of a tensor whose heads are on `axis` (negative); None if it cannot be factored."""
         shape, node = self.shapes.shape(tensor), producer(tensor)
         if shape is None or not steps or self.shapes.dtype(tensor) not in (self.dtype, TensorProto.FLOAT):
             return None
@@ -116,7 +116,7 @@ class _Biases:
         return None
 
     def _product(self, node: Node, axis: int, steps: int) -> Factored | None:
-        """Return the factors of a product with a constant of each head, or of a product with a number."""
+        """Return the factors of a product with constant slopes, or of a factored tensor times a number."""
         for side in (0,) if op_of(node) == "Div" else (0, 1):
             tensor, other = node.inputs[side], node.inputs[1 - side]
             number = constant_number(self.graph, other)
@@ -131,14 +131,14 @@ class _Biases:
         return None
 
     def _of_heads(self, tensor: Tensor, axis: int) -> Array | None:
-        """Return the numbers of a constant that differs along one axis alone."""
+        """Return the elements of a finite constant whose axes other than `axis` have size 1; None for others."""
         if not is_constant(tensor) or len(tensor.shape) < -axis or tensor.shape[axis] != math.prod(tensor.shape):
             return None
         value = constant_value(self.graph, tensor).reshape(-1)
         return value.astype(np.float64) if np.all(np.isfinite(value)) else None
 
     def _table(self, table: Constant, axis: int) -> Factored | None:
-        """Return the factors of a table of rank one: every head is a multiple of one of them."""
+        """Return the factors of a table in which every head is a multiple of one head; None for other tables."""
         if len(table.shape) < -axis or table.shape[axis] == 1 or not 0 < math.prod(table.shape) <= MAX_TABLE_ELEMENTS:
             return None
         value = np.moveaxis(constant_value(self.graph, table), axis, 0)

@@ -1,15 +1,15 @@
 """Give every attention four axes: (batch, heads, rows, columns).
 
 Vision models compute attention in windows, groups or units of pooled queries, with q, k and v of (batch, windows,
-heads, rows, size).  Two axes before the rows are merged: the first two, or the second and the third where the
-result is read with the second beside the size, which is then the one for heads, or with both, as groups of heads that
-share their keys.  Tensors that come into the computation are reshaped, and so is the result; these Reshapes compose
-with the views around them.
+heads, rows, size).  Two of the axes before the rows are merged, usually the first two.  The second and the third are
+merged where a Transpose of the result moves the second axis next to the size, so that it is the axis of heads, or both
+of them, so that they are groups of heads that share their keys.  Tensors that the computation reads are reshaped, and
+so is its result; these Reshapes compose with the views around them.
 
 Attention of one head is often written as softmax(q k^T) v of (batch, rows, size), as in the middle of a variational
-autoencoder, or with a module for each head.  It gets an axis of size 1 for heads, and one for the batch where that
-lacks too, when no other pass changes anything any more: (batch * heads, rows, size) is split where a model tells the
-number of heads.
+autoencoder, or with a module for each head.  It gets an axis of size 1 for heads, and one for the batch if there is
+none.  This happens only once no other pass changes anything, because (batch * heads, rows, size) is split before that
+where the model tells the number of heads.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from onnxfuse.passes.sizes_of_operands import origin_of_size
 AxesOf: TypeAlias = "Callable[[Graph, ShapeInfo, Node, Shape], MergedAxes | OneHead]"
 
 
-@graph_pass(opset=13)  # whose Softmax is of one axis
+@graph_pass(opset=13)  # from this opset on, Softmax is over one axis
 def merge_window_axes(graph: Graph, shapes: ShapeInfo) -> int:
-    """Merge two axes of every attention of more than four.  Returns the number of attentions."""
+    """Merge two axes of every attention with more than four axes.  Returns the number of attentions."""
     return _rewrite_all(graph, shapes, lambda rank: rank > RANK, MergedAxes)
 
 
-@graph_pass(opset=7)  # with broadcasting from the last axis on
+@graph_pass(opset=7)  # from this opset on, broadcasting aligns the last axes
 def add_heads_axis(graph: Graph, shapes: ShapeInfo) -> int:
-    """Compute every attention of two or three axes on four.  Returns the number of attentions."""
+    """Add axes to every attention with two or three, so that it has four.  Returns the number of attentions."""
     return _rewrite_all(graph, shapes, lambda rank: rank < RANK, OneHead)
 
 
 def _rewrite_all(graph: Graph, shapes: ShapeInfo, has_rank: Callable[[int], bool], axes_of: AxesOf) -> int:
-    """Write the attentions whose products have such a number of axes with others; return how many were written."""
+    """Rewrite the attentions whose products have a rank that `has_rank` accepts; return how many were rewritten."""
     products = [node for node in graph.nodes if is_batched_product(shapes, node)]
     found = [node for node in products if has_rank(shapes.rank(node.outputs[0]) or RANK)]
     return sum(_rewrite(graph, shapes, node, axes_of) for node in found if computes_probabilities(node.inputs[0]))
 
 
 def _rewrite(graph: Graph, shapes: ShapeInfo, last: Node, axes_of: AxesOf) -> bool:
-    """Write the attention that ends in a product with other axes; return whether that was possible."""
+    """Rewrite the attention that ends in a product with new axes; return whether that was possible."""
     end = last.outputs[0]
     shape, inside = shapes.shape(end), attention_before(graph, shapes, last)
     if shape is None or inside is None:
@@ -69,7 +69,7 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, last: Node, axes_of: AxesOf) -> bo
 
 @dataclass(frozen=True)
 class OneHead:
-    """An axis of size 1 before the last two, and another one for the batch where there is none."""
+    """Adds an axis of size 1 before the last two, and another one for the batch where there is none."""
 
     graph: Graph
     shapes: ShapeInfo
@@ -82,9 +82,9 @@ class OneHead:
         return (*batch, 1, *shape[-2:])
 
     def operand(self, tensor: Tensor) -> Tensor | None:
-        """Return a tensor with the new axes, over which one of fewer axes broadcasts as it is."""
+        """Return a tensor with the new axes; a tensor of fewer axes broadcasts over them as it is."""
         sizes = self.shapes.shape(tensor)
-        if sizes is None or 0 in sizes:  # which a Reshape would keep
+        if sizes is None or 0 in sizes:  # in a Reshape target, 0 would copy the size of another axis
             return None
         return tensor if len(sizes) < len(self.result) else self._viewed(tensor, self.shape(sizes))
 
@@ -98,7 +98,7 @@ class OneHead:
 
 @dataclass(frozen=True)
 class MergedAxes:
-    """The axes `axis` and `axis + 1` of an attention's result, which become one in all tensors that have them."""
+    """Merges the axes `axis` and `axis + 1` of an attention's result in all tensors that have them."""
 
     graph: Graph
     shapes: ShapeInfo
@@ -107,7 +107,7 @@ class MergedAxes:
 
     @cached_property
     def axis(self) -> int:
-        """1 where a Transpose puts the second axis beside the size, or the third with the second, else 0."""
+        """1 where a Transpose of the result moves axis 1, or axes 1 and 2, next to the size; else 0."""
         for reader in consumers(self.last.outputs[0]):
             perm = ints_attribute(reader, "perm", ()) if op_of(reader) == "Transpose" else []
             if len(perm) == RANK + 1 and perm[-1] == RANK and (perm[-2] == 1 or perm[-3:-1] == [1, 2]):
@@ -115,7 +115,7 @@ class MergedAxes:
         return 0
 
     def shape(self, shape: Shape) -> Shape:
-        """Return a shape with the two axes as one."""
+        """Return a shape with the two axes merged."""
         return _joined(shape, self.axis)
 
     def operand(self, tensor: Tensor) -> Tensor | None:
@@ -136,9 +136,9 @@ class MergedAxes:
         return made or self._repeated_last(tensor, shape, at, wanted)
 
     def _repeated_last(self, tensor: Tensor, shape: Shape, at: int, wanted: Shape) -> Tensor | None:
-        """Return a tensor that is repeated along the two axes after these became the last ones, which a Reshape joins.
+        """Return a tensor that is repeated along the two axes; they are moved last, where a Reshape can merge them.
 
-        None where one of their sizes is not a number, or the tensor lacks an axis.
+        None where one of their sizes is dynamic, or the tensor lacks an axis.
         """
         others = [axis for axis in range(len(shape)) if axis not in (at, at + 1)]
         count, order = product(wanted), (*others, at, at + 1)
@@ -152,9 +152,9 @@ class MergedAxes:
         return None if made is None else self._viewed(made, back)
 
     def _expanded(self, tensor: Tensor, full: Shape, at: int, wanted: Shape) -> Tensor | None:
-        """Return a tensor that is repeated along the two axes; dynamic sizes are read from the values.
+        """Return a tensor that is repeated along the two axes; dynamic sizes are read from the values' shape.
 
-        None where the values have others.
+        None where the values do not have these sizes.
         """
         values, stem = self.last.inputs[1], f"{tensor.name}_merged"
         shape, target = self.shapes.shape(values), list[int | Tensor]([1] * len(full))
@@ -171,7 +171,7 @@ class MergedAxes:
         return emit(self.graph, self.shapes, "Expand", inputs, stem, expanded, self.shapes.dtype(tensor))
 
     def back(self, result: Tensor) -> Tensor | None:
-        """Return the result with the two axes that were merged; None where a Reshape would need a computed target."""
+        """Return the result with the merged axes split again; None where a Reshape would need a computed target."""
         made, sizes = self._reshaped(result, self.result), self.result[self.axis : self.axis + 2]
         if made is not None or not all(isinstance(size, int) for size in sizes):
             return made
@@ -190,14 +190,14 @@ class MergedAxes:
         return None if 0 in wanted else self._viewed(tensor, View(None, wanted))
 
     def _merged_before_slice(self, source: Tensor, views: tuple[View, ...]) -> tuple[Tensor, tuple[View, ...]]:
-        """Return a slice of a packed product of three axes in place of one of more, as patterns read it uncopied."""
+        """Slice a packed product of three axes instead of more, because patterns read such a slice without a copy."""
         node, shape = producer(source), self.shapes.shape(source)
         whole = None if node is None or op_of(node) not in SLICING else self.shapes.shape(node.inputs[0])
         if node is None or whole is None or shape is None or len(whole) < RANK or shape[:-1] != whole[:-1]:
             return source, views
         try:
             first, count = slice_ranges(self.shapes, node, source)[len(whole) - 1]
-        except (CannotInfer, KeyError):  # it may cut no columns
+        except (CannotInfer, KeyError):  # the node slices another axis, or its ranges are unknown
             return source, views
         rows = (product(whole[:-2]), *whole[-2:])
         sliced = (*rows[:-1], shape[-1])
@@ -214,5 +214,5 @@ class MergedAxes:
 
 
 def _joined(shape: Shape, at: int) -> Shape:
-    """Return a shape with the axes `at` and `at + 1` as one."""
+    """Return a shape with the axes `at` and `at + 1` merged."""
     return (*shape[:at], shape[at] * shape[at + 1], *shape[at + 2 :])

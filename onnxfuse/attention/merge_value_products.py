@@ -1,7 +1,7 @@
-"""Multiply probabilities that several products read by all of their values at once.
+"""Merge several products of the same probabilities with values into one product.
 
 DiffLlama weights two halves of its values by the same probabilities, which are then computed once and read twice.
-Attention has one product with values: the values are joined along their last axis, and the result is cut.
+A fused attention has one product with values, so the values are joined along their last axis and the result is sliced.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
 from onnxfuse.passes.emit import emit, integers, unsqueezed, write
 from onnxfuse.passes.graph_pass import graph_pass
 
-MAX_SIZE: Final = 256  # elements of a head of values that kernels of attention take
+MAX_SIZE: Final = 256  # elements per head of values that attention kernels support
 
 
-@graph_pass(opset=13)  # whose Unsqueeze has axes as an input
+@graph_pass(opset=13)  # from this opset on, the axes of Unsqueeze are an input
 def merge_value_products(graph: Graph, shapes: ShapeInfo) -> int:
-    """Rewrite products of the same probabilities as one.  Returns the number of probabilities."""
+    """Merge the products of each tensor of probabilities.  Returns the number of such tensors."""
     ends = [node.outputs[0] for node in graph.nodes if _is_probabilities(node)]
     return sum(_rewrite(graph, shapes, each) for each in ends)
 
 
 def _is_probabilities(node: Node) -> bool:
-    """Return whether a node is a Softmax, or replaces the NaNs of one."""
+    """Return whether a node is a Softmax, or a Where that replaces NaN in the result of a Softmax."""
     if op_of(node) == "Where":
         return any((made := producer(each)) is not None and op_of(made) == "Softmax" for each in node.inputs[1:])
     return op_of(node) == "Softmax"
 
 
 def _rewrite(graph: Graph, shapes: ShapeInfo, probabilities: Tensor) -> bool:
-    """Join the products that read probabilities; return whether that was possible."""
+    """Merge the products that read probabilities; return whether that was possible."""
     products = consumers(probabilities)
     are_first = all(op_of(node) == "MatMul" and node.inputs[0] is probabilities for node in products)
     if len(products) < 2 or not are_first or graph.is_kept(probabilities):
@@ -62,7 +62,7 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, probabilities: Tensor) -> bool:
 
 
 def _joined(graph: Graph, shapes: ShapeInfo, values: list[Tensor], stem: str, total: int) -> Tensor:
-    """Return values side by side; where all of them repeat heads equally often, they are joined before."""
+    """Return values joined along the last axis, before heads are repeated if all values repeat them equally often."""
     sources = [_unrepeated(shapes, each) for each in values]
     known = [source for source in sources if source is not None]
     counts = {found[1] for source in known if (found := shapes.shape(source)) is not None}
@@ -78,7 +78,7 @@ def _joined(graph: Graph, shapes: ShapeInfo, values: list[Tensor], stem: str, to
 
 
 def _unrepeated(shapes: ShapeInfo, values: Tensor) -> Tensor | None:
-    """Return the tensor whose heads the values repeat side by side; None if they are made in another way."""
+    """Return the tensor whose heads the values repeat, each several times in a row; None if they are made otherwise."""
     tensor, found = values, []
     for op in ("Reshape", "Expand", "Unsqueeze"):
         node = producer(tensor)

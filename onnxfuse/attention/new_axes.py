@@ -1,4 +1,4 @@
-"""Write the nodes of an attention, from one product to the other, anew with other axes."""
+"""Rewrite the nodes of an attention, from one product to the other, with other axes."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Axes(Protocol):
 
 @dataclass
 class NewAxes:
-    """Nodes that are written anew with other axes; those that were written before one is found impossible are dead."""
+    """Rewrites nodes with other axes; if one cannot be rewritten, the nodes written before it are dead."""
 
     graph: Graph
     shapes: ShapeInfo
     inside: Mapping[int, Node]  # the nodes, by the ids of their outputs
     axes: Axes
-    is_transposed: bool = False  # so that the operands of products change places
+    is_transposed: bool = False  # the operands of products are swapped
     _written: dict[int, Tensor | None] = field(default_factory=dict)
 
     def of(self, tensor: Tensor) -> Tensor | None:
@@ -45,7 +45,7 @@ class NewAxes:
         return self._written[id(tensor)]
 
     def _rewritten(self, node: Node) -> Tensor | None:
-        """Write a node anew; return its output."""
+        """Rewrite a node with the new axes; return its output."""
         operands = [self.of(each) if each.name else each for each in node.inputs]
         inputs = [each for each in operands if each is not None]
         end = node.outputs[0]
@@ -65,9 +65,9 @@ class NewAxes:
 
 
 def nodes_from_product(tensor: Tensor, is_part: Callable[[Tensor, Node], bool]) -> dict[int, Node]:
-    """Return the nodes that compute a tensor from a product, by the ids of their outputs; none if there is no product.
+    """Return the nodes that compute a tensor from a product, by the ids of their outputs; empty without a product.
 
-    `is_part` says whether a node that computes a tensor may be one of them.
+    `is_part` decides whether the node that computes a tensor may be one of them.
     """
     found: dict[int, Node | None] = {}
 
@@ -76,7 +76,7 @@ def nodes_from_product(tensor: Tensor, is_part: Callable[[Tensor, Node], bool]) 
             node = producer(tensor)
             leads = node is not None and is_part(tensor, node)
             if node is not None and leads and op_of(node) != "MatMul":
-                leads = any([*map(leads_to_product, node.inputs)])  # all of them are recorded
+                leads = any([*map(leads_to_product, node.inputs)])  # a list, so that all are recorded
             found[id(tensor)] = node if leads else None
         return found[id(tensor)] is not None
 
@@ -87,7 +87,7 @@ def nodes_from_product(tensor: Tensor, is_part: Callable[[Tensor, Node], bool]) 
 def attention_before(graph: Graph, shapes: ShapeInfo, last: Node) -> dict[int, Node] | None:
     """Return the nodes of the attention that ends in a product, by the ids of their outputs.
 
-    None where there is no other product, or a node outside reads a tensor between the two.
+    None where there is no other product, or a node outside reads a tensor between the two products.
     """
     end, rank = last.outputs[0], shapes.rank(last.outputs[0]) or 0
 
@@ -101,7 +101,7 @@ def attention_before(graph: Graph, shapes: ShapeInfo, last: Node) -> dict[int, N
 
 
 def are_read_by(graph: Graph, nodes: Iterable[Node], readers: Collection[Node], besides: Collection[str] = ()) -> bool:
-    """Return whether only these readers, and operators `besides`, read what nodes compute."""
+    """Return whether only the nodes `readers` and the operators `besides` read the results of `nodes`."""
     made = [tensor for node in nodes for tensor in node.outputs]
     return not any(map(graph.is_kept, made)) and all(
         reader in readers or op_of(reader) in besides for tensor in made for reader in consumers(tensor)

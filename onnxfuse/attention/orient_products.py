@@ -1,9 +1,10 @@
-"""Write an attention that is computed transposed with a row for each query, as patterns know it.
+"""Rewrite attentions that are computed transposed, so that scores have a row for each query, as patterns require.
 
 Models whose keys and values are images multiply values by transposed probabilities: `v p^T` is the transpose of
 `p v^T`.  Some compute the scores with a row for each key, `k q^T`, and take the Softmax over the rows, or transpose
-them before it.  Here the Softmax is over the last axis, the scores are `q k^T`, and the probabilities stand on the
-left of the values.  Queries, keys, values and the result are transposed for that, and their views compose.
+them before it.  This pass makes the scores `q k^T`, takes the Softmax over the last axis, and makes the probabilities
+the left operand of the product with values.  Queries, keys, values and the result are transposed instead, and these
+Transposes compose with the views around them.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from onnxfuse.passes.emit import write
 from onnxfuse.passes.graph_pass import graph_pass
 
 
-@graph_pass(opset=13)  # whose Softmax is of one axis
+@graph_pass(opset=13)  # from this opset on, Softmax is over one axis
 def orient_products(graph: Graph, shapes: ShapeInfo) -> int:
-    """Give scores, probabilities and the product with values a row for each query.  Returns the number of rewrites."""
+    """Give scores, probabilities and results a row for each query.  Returns the number of rewrites."""
     count = 0
     for node in list(graph.nodes):
         if op_of(node) == "Softmax":
@@ -37,7 +38,7 @@ def orient_products(graph: Graph, shapes: ShapeInfo) -> int:
 
 
 def _over_last_axis(graph: Graph, shapes: ShapeInfo, softmax: Node) -> bool:
-    """Take a Softmax over the rows of scores over the last axis of the transposed scores; return whether it was one."""
+    """Replace a Softmax over rows by one over the last axis of transposed scores; return whether it was replaced."""
     result, shape = softmax.outputs[0], shapes.shape(softmax.inputs[0])
     axis = int_attribute(softmax, "axis", -1)
     if shape is None or axis not in (-2, len(shape) - 2) or not _is_read_by_column(graph, shapes, result):
@@ -51,7 +52,7 @@ def _over_last_axis(graph: Graph, shapes: ShapeInfo, softmax: Node) -> bool:
 
 
 def _is_read_by_column(graph: Graph, shapes: ShapeInfo, probabilities: Tensor) -> bool:
-    """Return whether only products that sum over the rows of probabilities read them."""
+    """Return whether the only consumers of probabilities are products that sum over their rows, or Transposes."""
     return not graph.is_kept(probabilities) and all(
         _is_swap(shapes, reader) or (op_of(reader) == "MatMul" and reader.inputs[0] is not probabilities)
         for reader in consumers(probabilities)
@@ -59,12 +60,12 @@ def _is_read_by_column(graph: Graph, shapes: ShapeInfo, probabilities: Tensor) -
 
 
 def _probabilities_first(graph: Graph, shapes: ShapeInfo, product: Node) -> bool:
-    """Write `x p^T` as the transpose of `p x^T`, where p are probabilities; return whether the product was one."""
+    """Write `x p^T` as the transpose of `p x^T`, where p are probabilities; return whether it was rewritten."""
     left, right = product.inputs
     node, result, columns = producer(right), product.outputs[0], shapes.shape(right)
     if node is None or columns is None or (shapes.rank(left) or 0) < 2:
         return False
-    is_one = columns[-2:] == (1, 1)  # the transpose of itself
+    is_one = columns[-2:] == (1, 1)  # then it is its own transpose
     probabilities = node.inputs[0] if _is_swap(shapes, node) else right if is_one else None
     if probabilities is None or not computes_probabilities(probabilities) or computes_probabilities(left):
         return False
@@ -74,7 +75,7 @@ def _probabilities_first(graph: Graph, shapes: ShapeInfo, product: Node) -> bool
 
 
 def _product_of_rows(graph: Graph, shapes: ShapeInfo, swap: Node) -> bool:
-    """Compute scores in the order in which a Transpose has them; return whether they are of a product."""
+    """Compute scores in the order that a Transpose gives them; return whether they come from a product."""
     rows = _scores_of_rows(graph, shapes, swap.inputs[0])
     return rows is not None and graph.replace(swap.outputs[0], rows)
 
@@ -82,7 +83,7 @@ def _product_of_rows(graph: Graph, shapes: ShapeInfo, swap: Node) -> bool:
 def _scores_of_rows(graph: Graph, shapes: ShapeInfo, scores: Tensor) -> Tensor | None:
     """Return scores with their last two axes swapped, computed in that order from a product; None if there is none.
 
-    Nothing else reads the tensors between.  A swap there gives way to the tensor that it reads.
+    Nothing else may read the tensors between.  A Transpose between them is replaced by its input.
     """
 
     def is_part(tensor: Tensor, node: Node) -> bool:
@@ -100,7 +101,7 @@ def _scores_of_rows(graph: Graph, shapes: ShapeInfo, scores: Tensor) -> Tensor |
 
 @dataclass(frozen=True)
 class Transposed:
-    """The last two axes in the other order."""
+    """Swaps the last two axes."""
 
     graph: Graph
     shapes: ShapeInfo

@@ -1,9 +1,9 @@
-"""Add tensors to scores as they are, where a model reshapes the scores to more axes to add them, and back.
+"""Add tensors to scores in their own shape, where a model reshapes the scores to more axes for the sum, and back.
 
 Windows of an image that was shifted have a mask each (Swin), which is added to scores of (batch, windows, heads, rows,
 columns) and then (batch * windows, heads, rows, columns) again.  Positions along height and width (SAM, MViT) are added
-to scores with two axes for each of rows and columns.  The addends are reshaped instead, and expanded along the axes
-that are joined with another one along which they differ.
+to scores with two axes for each of rows and columns.  The addends are reshaped instead.  Before that, where axes are
+joined and an addend differs along one of them, it is expanded along the others.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from onnxfuse.passes.graph_pass import graph_pass
 from onnxfuse.passes.sizes_of_operands import origin_of_size
 
 
-@graph_pass(opset=8)  # with Expand
+@graph_pass(opset=8)  # the first opset with Expand
 def regroup_addends(graph: Graph, shapes: ShapeInfo) -> int:
-    """Rewrite every Reshape, Adds and Reshape back to the first shape.  Returns their number."""
+    """Rewrite every Reshape that is followed by Adds and a Reshape back.  Returns their number."""
     return sum(_rewrite(graph, shapes, node) for node in list(graph.nodes) if op_of(node) == "Reshape")
 
 
@@ -41,7 +41,7 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
     if added is None or split is None or groups is None or shapes.shape(end) != shape or len(added) > len(split):
         return False
     added = (1,) * (len(split) - len(added)) + added
-    differs = {i: any(added[j] != 1 for j in group) for group in groups for i in group}  # along an axis joined with i
+    differs = {i: any(added[j] != 1 for j in group) for group in groups for i in group}  # on an axis joined with i
     expanded = tuple(size if differs[i] else 1 for i, size in enumerate(split))
     view = View(None, tuple(product(expanded[i] for i in group) for group in groups))
     repeats = [size if size != found else 1 for size, found in zip(expanded, added, strict=True)]
@@ -56,9 +56,9 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
 
 
 def _reshaped_sum(graph: Graph, tensor: Tensor) -> tuple[Node, list[Tensor]] | None:
-    """Return the Reshape of a product that a tensor is the sum of, and the tensors that Adds add to it.
+    """Return the Reshape of scores that a tensor sums up with other tensors, and these tensors.
 
-    None where there is none, or other nodes read the sums.
+    None where there is no such Reshape, or other nodes read the sums.
     """
     node = producer(tensor)
     if node is None or graph.sole_consumer(tensor) is None:
@@ -73,7 +73,7 @@ def _reshaped_sum(graph: Graph, tensor: Tensor) -> tuple[Node, list[Tensor]] | N
 
 
 def _groups(shape: Shape, split: Shape) -> list[list[int]] | None:
-    """Return the axes of `split` that each axis of `shape` is split into; None where axes are joined."""
+    """Return, for each axis of `shape`, the axes of `split` that it is split into; None where axes are joined."""
     groups: list[list[int]] = []
     axis = 0
     for size in shape:
@@ -90,9 +90,9 @@ def _groups(shape: Shape, split: Shape) -> list[list[int]] | None:
 def _target(
     graph: Graph, shapes: ShapeInfo, source: Tensor, repeats: Sequence[Size], groups: list[list[int]], split: Shape
 ) -> Tensor | None:
-    """Return the target of an Expand; a dynamic size is one of `source`, divided by those that are joined with it.
+    """Return the target of an Expand; a dynamic size is an axis of `source`, divided by its other parts in `split`.
 
-    None where there are several, or one of the others is dynamic.
+    None where several sizes are dynamic, or one of the other parts is.
     """
     open_axes = [i for i, size in enumerate(repeats) if not isinstance(size, int)]
     sizes: list[int | Tensor] = [size if isinstance(size, int) else 1 for size in repeats]

@@ -2,8 +2,8 @@
 
 Many models compute attention with `torch.bmm`: queries, keys and values are reshaped to three axes, and the scores,
 their addends or the result are reshaped back to four.  Where such a Reshape splits the first axis of a product, or of a
-tensor that is computed from it element by element, the whole computation runs on four axes, and the Reshapes before the
-products and after them cancel.
+tensor that is computed from a product by elementwise operators, this pass rewrites the whole computation on four axes.
+Then the Reshapes before and after the products cancel.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from onnxfuse.passes.fold_shapes import reshape_target
 from onnxfuse.passes.graph_pass import graph_pass
 
 RANK: Final = 3  # of the tensors that are split
-ALLOWZERO_OPSET: Final = 14  # with targets in which 0 is a size; before, it is the size of the input along that axis
+ALLOWZERO_OPSET: Final = 14  # the first opset with `allowzero`: a 0 in a target is then a size, not a copy
 THROUGH: Final = SCORES | {"MatMul"}
 
 
-@graph_pass(opset=7)  # with broadcasting from the last axis on
+@graph_pass(opset=7)  # from this opset on, broadcasting aligns the last axes
 def split_merged_heads(graph: Graph, shapes: ShapeInfo) -> int:
-    """Compute tensors on four axes that are reshaped to four afterwards.  Returns the number of results."""
+    """Rewrite computations on three axes whose results are reshaped to four.  Returns the number of results."""
     return sum(_split_at(graph, shapes, node) for node in list(graph.nodes) if op_of(node) in REARRANGING)
 
 
 def _split_at(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
-    """Split the source of a chain of views, if they split its first axis in two; return whether they did."""
+    """Split the source of a chain of views, if the views split its first axis in two; return whether it was split."""
     chain = chain_to(last)
     source = chain[0].inputs[0] if chain else None
     node = None if source is None else producer(source)
@@ -70,7 +70,7 @@ def _split_at(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
 
 
 def _parts_of_first_axis(shape: Sequence[Size], views: Sequence[View]) -> tuple[Size, Size] | None:
-    """Return the two sizes that views split the first axis into; None where they do not."""
+    """Return the two sizes that views split the first axis into; None where they do not split it in two."""
     layout = layout_of(shape, views)
     found = [sub_axis for axis in layout or () for sub_axis in axis if sub_axis.axis == 0]
     if len(found) != 2:
@@ -81,12 +81,12 @@ def _parts_of_first_axis(shape: Sequence[Size], views: Sequence[View]) -> tuple[
 
 @dataclass
 class SplitHeads:
-    """The first axis of (batch * heads, rows, columns) as two, and the nodes that can be written so."""
+    """Splits the first axis of (batch * heads, rows, columns), and collects the nodes that can be rewritten so."""
 
     graph: Graph
     shapes: ShapeInfo
     parts: tuple[Size, Size]
-    _inside: dict[int, Node | None] = field(default_factory=dict)  # by the id of the output
+    _inside: dict[int, Node | None] = field(default_factory=dict)  # by the output's id; None: cannot be rewritten
 
     @property
     def nodes(self) -> dict[int, Node]:
@@ -94,26 +94,26 @@ class SplitHeads:
         return {key: node for key, node in self._inside.items() if node is not None}
 
     def are_read_by(self, chain: Sequence[Node]) -> bool:
-        """Return whether one of the nodes is a product, and only they, the chain of views, and Shapes read them."""
+        """Return whether the nodes include a product, and only they, the views of `chain` and Shapes read them."""
         nodes = [*self.nodes.values()]
         has_product = any(op_of(node) == "MatMul" for node in nodes)
         return has_product and are_read_by(self.graph, [*nodes, *chain[:-1]], {*nodes, *chain}, besides=("Shape",))
 
     def is_inside(self, tensor: Tensor) -> bool:
-        """Return whether the node that computes a tensor can be written with four axes; its operands then can, too."""
+        """Return whether the node that computes a tensor can be rewritten with four axes, and its operands as well."""
         if id(tensor) not in self._inside:
             node = producer(tensor)
             found = node is not None and op_of(node) in THROUGH and self._has_first_axis(tensor)
             if node is not None and found:
                 is_product, is_softmax = op_of(node) == "MatMul", op_of(node) == "Softmax"
-                found = not is_product or all(map(self._has_first_axis, node.inputs))  # rows of a weight have no heads
+                found = not is_product or all(map(self._has_first_axis, node.inputs))  # a weight has no axis of heads
                 operands = [self._can_write(each, is_product) for each in node.inputs if found and each.name]
                 found &= all(operands) and (not is_softmax or is_of_last_axis(self.graph, node, RANK))
             self._inside[id(tensor)] = node if found else None
         return self._inside[id(tensor)] is not None
 
     def _can_write(self, tensor: Tensor, of_product: bool) -> bool:
-        """Return whether an operand can have the new axes: one of a product by views whose targets are constants."""
+        """Return whether an operand can get the new axes; for a product, only by views whose targets are constants."""
         if self.is_inside(tensor) or self._farthest_view(tensor) is not None:
             return True
         can_reshape = isinstance(self.parts[1], int) and self._has_first_axis(tensor)
@@ -128,7 +128,7 @@ class SplitHeads:
         return shape is not None and (len(shape) < RANK or (len(shape) == RANK and shape[0] == 1))
 
     def _farthest_view(self, tensor: Tensor) -> tuple[Tensor, tuple[View, ...], list[Node]] | None:
-        """Return how a view of the farthest tensor from which constants suffice gives a view one more axis."""
+        """Return how views of the farthest possible source give a tensor its first axis split; see `farthest_view`."""
         node, shape = producer(tensor), self.shapes.shape(tensor)
         if node is None or shape is None or op_of(node) not in REARRANGING or not self._has_first_axis(tensor):
             return None
@@ -139,7 +139,7 @@ class SplitHeads:
         return (*self.parts, *shape[1:])
 
     def operand(self, tensor: Tensor) -> Tensor:
-        """Return a tensor from outside with its first axis split; it may broadcast over heads as it is."""
+        """Return a tensor from outside with its first axis split; unchanged if it broadcasts over heads."""
         if self._broadcasts(tensor):
             return tensor
         if (found := self._farthest_view(tensor)) is None:
@@ -156,14 +156,14 @@ class SplitHeads:
         split, stem = self.shape(shape), f"{tensor.name}_heads"
         constant = reshape_target(shape, split)
         target = self._computed_target(tensor, stem) if constant is None else integers(self.graph, stem, constant)
-        # A size of 0 in a computed target is that size, and not the input's size along the same axis.
+        # A 0 in a computed target is a size of 0, and does not copy the input's size.
         attributes = {"allowzero": 1} if constant is None and self.graph.opset >= ALLOWZERO_OPSET else {}
         dtype = self.shapes.dtype(tensor)
         return emit(self.graph, self.shapes, "Reshape", [tensor, target], stem, split, dtype, attributes)
 
     def _computed_target(self, tensor: Tensor, stem: str) -> Tensor:
-        """Write (merged / heads, heads, rows, columns); a -1 would have no meaning beside an empty axis."""
-        assert isinstance(self.parts[1], int)  # as `is_inside` asks for
+        """Write the target (merged / heads, heads, rows, columns); a -1 would be undetermined beside an empty axis."""
+        assert isinstance(self.parts[1], int)  # checked by `_can_write`
         write, heads = (self.graph, self.shapes), integers(self.graph, f"{stem}_count", [self.parts[1]])
         merged, rest = (sizes_along(*write, tensor, axes, stem) for axes in ([0], [1, 2]))
         batch = emit(*write, "Div", [merged, heads], f"{stem}_batch", (1,), TensorProto.INT64)

@@ -1,12 +1,12 @@
 """Shrink masks: where a mask is constant along an axis, store it with size 1 there and let its consumers broadcast it.
 
 A padding mask gathered at the ranges of its own axes becomes a Reshape of itself.  `And(x, range >= 0)` becomes `x`;
-if that has fewer axes than the And, the consumers broadcast it.  A mask that is true everywhere vanishes.  The same
-holds for the embedding of token types that are all 0.  Operators that broadcast read the input of an Expand, as where
-F.normalize of PyTorch divides by the norms of rows.
+if `x` has fewer axes than the And, the consumers broadcast it.  A mask that is true everywhere vanishes.  The embedding
+of token types that are all 0 becomes one row.  Operators that broadcast read the input of an Expand instead of its
+result, for example where F.normalize of PyTorch divides by the norms of rows.
 
-An And or Or whose result gets axes of size 1 is computed with these axes, so that each of its operands is a mask in the
-form in which the scores read it.
+Where axes of size 1 are added to the result of an And or Or, they are added to its operands instead, so that each
+operand is a mask of the shape that broadcasts to the scores.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from onnxfuse.passes.graph_pass import graph_pass
 BROADCASTING = frozenset(
     ("Add", "And", "Cast", "Div", "Max", "Min", "Mod", "Mul", "Not", "Or", "Pow", "Sub", "Where", "Xor", *COMPARISONS)
 )
-# By operator: the value that, as all elements of one operand, makes the result the other operand.
+# By operator: if all elements of one operand equal this value, the result is the other operand.
 NEUTRAL_MASKS = {"And": True, "Or": False, "Add": 0, "Mul": 1}
 
 
 @graph_pass()
 def unbroadcast_masks(graph: Graph, shapes: ShapeInfo) -> int:
-    """Let elementwise operators read the smallest tensor of the same values; return the number of changes."""
+    """Make elementwise operators read the smallest tensor that broadcasts alike; return the number of changes."""
     substitution = _Substitution(graph, shapes)
     return sum(substitution.visit(node) for node in list(graph.nodes) if len(node.outputs) == 1)
 
@@ -53,7 +53,7 @@ class _Substitution:
         """Analyze the integer and boolean tensors of a sorted graph."""
         self.graph, self.shapes = graph, shapes
         self.indices = IndexAnalysis(graph, shapes)
-        self.smaller: dict[str, Tensor] = {}  # by the name of the tensor that they can replace
+        self.smaller: dict[str, Tensor] = {}  # by the name of the tensor that each can replace
 
     def visit(self, node: Node) -> bool:
         """Find a substitute for the node's output; return whether it replaces that output everywhere."""
@@ -92,19 +92,20 @@ class _Substitution:
         sizes, shape = self.shapes.shape(value.tensor), self.shapes.shape(output)
         if sizes is None or shape is None:
             return None
-        axes = [int(index.terms[0][0].name) if index.terms else 0 for index in value.indices]  # of the output; 0: none
+        axes = [int(index.terms[0][0].name) if index.terms else 0 for index in value.indices]  # in the output; 0: none
         triples = zip(value.indices, axes, sizes, strict=True)
         takes_all = all(index == axis_index(axis, size) for index, axis, size in triples)
         used = [axis for axis in axes if axis]
         if any(-axis > len(shape) or shape[axis] != size for axis, size in zip(axes, sizes, strict=True) if axis):
-            return None  # a size of 1 that is broadcast
+            return None  # the tensor broadcasts along this axis
         new = [i for i in range(len(shape)) if i - len(shape) not in used]
         small_shape = [1 if i in new else size for i, size in enumerate(shape)]
         target = reshape_target(sizes, small_shape)
         if not takes_all or used != sorted(set(used)) or (target is None and 0 in axes):
             return None
         stem, dtype = f"{output.name}_thin", self.shapes.dtype(output)
-        # Unsqueeze avoids the -1 of a Reshape, which a size of 0 forbids.  Only a Reshape can move axes of size 1.
+        # A Reshape might need a -1, which is not allowed beside a size of 0, so Unsqueeze is preferred.  But only a
+        # Reshape can move axes of size 1.
         if 0 not in axes:
             return unsqueezed(self.graph, self.shapes, value.tensor, new, stem)
         inputs = [value.tensor, integers(self.graph, f"{stem}_shape", target or [])]
@@ -136,14 +137,14 @@ class _Substitution:
         kept = [axis for axis in range(len(after)) if axis not in new]
         for operand, shape in zip(joined.inputs, operand_shapes, strict=True):
             first = kept[len(kept) - len(shape)] if shape else len(after)
-            inner = [axis - first for axis in new if axis > first]  # broadcasting adds the outer ones
+            inner = [axis - first for axis in new if axis > first]  # broadcasting adds the outer axes
             stem = f"{output.name}_part"
             operands.append(unsqueezed(self.graph, self.shapes, operand, inner, stem) if inner else operand)
         stem, dtype = f"{output.name}_joined", self.shapes.dtype(output)
         return self.graph.replace(output, emit(self.graph, self.shapes, joined.op, operands, stem, after, dtype))
 
     def _shrink(self, node: Node, inputs: list[Tensor]) -> bool:
-        """Let the node, or a smaller copy of it, read the smaller inputs."""
+        """Make the node, or a copy with a smaller result, read the smaller inputs; return whether the graph changed."""
         if (result := self._result_among(op_of(node), inputs)) is not None:
             return self._substitute(node, result)
         known = [self.shapes.shape(t) for t in inputs]

@@ -36,8 +36,8 @@ from onnxfuse.verify.random_nodes import describe_random_node
 from onnxfuse.verify.requested_shapes import describe_feeds, feeds_to_try
 from onnxfuse.verify.widen import arrays_to_float32, half_precision_of, half_precision_tensors, model_to_float32
 
-SCHEMA: Final = 1  # of the JSON
-SECONDS_PER_MODEL: Final = 2.0  # of runs in each mode, unless the number of runs is given
+SCHEMA: Final = 1  # the version of the JSON's fields
+SECONDS_PER_MODEL: Final = 2.0  # spent on the runs of each mode, unless their number is given
 LARGE_COPY_BYTES: Final = 2**29
 PRODUCTS: Final = frozenset({
     "Conv", "ConvTranspose", "Gemm", "MatMul", "Einsum", "Attention", "MultiHeadAttention", "GroupQueryAttention",
@@ -55,7 +55,7 @@ class Contender:
     times: RunTimes | None = None  # None if it did not run
     agrees: bool | None = None  # whether its outputs are those of the original; None if it did not run
     reason: str = ""  # why it does not agree, or did not run
-    speed_up: float | None = None  # over the original in the same mode, if the outputs of both are right
+    speed_up: float | None = None  # relative to the original in the same mode, if the outputs of both are right
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -75,7 +75,7 @@ class Bench:
     inputs: Mapping[str, str]
     counts: Mapping[str, int]
     contenders: tuple[Contender, ...]
-    ops: tuple[OpTime, ...]  # fused ones, and those that nothing fused
+    ops: tuple[OpTime, ...]  # fused operators, and those that were not fused
     copy_rate: float | None  # bytes per second of a large copy
     ops_error: str = ""  # why no operator was timed alone
 
@@ -109,13 +109,13 @@ def write_text(path: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """Against what and on what a model is timed."""
+    """How a model is timed: its inputs, the models to compare with, the provider and the number of runs."""
 
     patterns: Iterable[str | os.PathLike[str]] = ()  # folders with further fusions
-    shapes: Sequence[str] = ()  # sizes of dynamic dims, as "input:8x512"; verification's choice of the others
-    inputs: Mapping[str, Array] = field(default_factory=dict)  # to run on, instead of generated ones
+    shapes: Sequence[str] = ()  # sizes of dynamic dims, as "input:8x512"; verification chooses the others
+    inputs: Mapping[str, Array] = field(default_factory=dict)  # inputs to run on, instead of generated ones
     against: Sequence[str | os.PathLike[str]] = ()  # further models with the same inputs and outputs
-    runs: int | None = None  # of each model and mode; by default as many as fit into two seconds
+    runs: int | None = None  # number of runs of each model and mode; by default as many as fit into two seconds
     provider: Provider = "cpu"
     cuda_graph: bool = True  # on CUDA, also run with CUDA graphs
     ops: bool = True  # also time each operator alone
@@ -129,8 +129,8 @@ def bench(
 
     An unfused model is fused here; a fused model is compared with itself running as bodies.
 
-    Raises UsageError for a shape that the model does not take, VerificationError where the original does not run, or
-    has outputs that cannot be compared.
+    Raises UsageError for a shape that the model does not accept, VerificationError if the original does not run or has
+    outputs that cannot be compared.
     """
     path = Path(model)
     progress("load", 0, 0)
@@ -174,7 +174,7 @@ def _timed(
     first: BoundSession,
     runs: int | None,
 ) -> tuple[tuple[Contender, ...], Mapping[tuple[str, Mode], BoundSession]]:
-    """Time models, of which the first is the original, and compare their outputs; return the sessions that run too."""
+    """Time models, the original first, and compare their outputs; also return the sessions that run."""
     (base, original, folder), *_ = models
     expected = runner.expected(original, folder, feeds, first)
     bound, failed = runner.start(models, base, feeds, first)
@@ -187,7 +187,7 @@ def _timed(
 def _fused(
     path: Path, model: onnx.ModelProto, patterns: Iterable[str | os.PathLike[str]], progress: Progress
 ) -> tuple[onnx.ModelProto, dict[str, int]]:
-    """Return the fused model, which is the same if it has fused nodes, and the number of its nodes by fusion."""
+    """Fuse the model unless it has fused nodes; return it with the number of its fused nodes by fusion."""
     if not any(map(is_fused, nodes(model.graph))):
         fused, report = optimize(path, patterns=patterns, verify=False, progress=progress)
         return fused, report.counts
@@ -201,15 +201,15 @@ def _fused(
 
 @dataclass(frozen=True)
 class _Expected:
-    """What the outputs should be."""
+    """The outputs that other models' outputs are compared with."""
 
-    outputs: Mapping[str, Array]  # of the original
-    exact: Mapping[str, Array]  # of the original in float32, if it computes in less
+    outputs: Mapping[str, Array]  # outputs of the original model
+    exact: Mapping[str, Array]  # outputs of the original in float32, if it computes in lower precision
     precision: str  # float16, bfloat16 or tf32; empty if the original computes in none of them
-    rounded: set[str]  # the outputs that are computed from less than float32
+    rounded: set[str]  # the outputs that are computed in lower precision than float32
 
     def compare(self, outputs: Mapping[str, Array]) -> tuple[bool, str]:
-        """Return whether these outputs are right, and the reason why the first wrong one is not."""
+        """Return whether these outputs are right, and why the first wrong one is wrong."""
         for name, value in self.outputs.items():
             exact, precision = (self.exact.get(name), self.precision) if name in self.rounded else (None, "")
             error = compare_output(name, value, outputs.get(name), exact, Standard(precision))
@@ -235,7 +235,7 @@ class _Runner:
     def first(
         self, model: onnx.ModelProto, folder: Path | None, choices: Sequence[dict[str, Array]]
     ) -> tuple[dict[str, Array], BoundSession]:
-        """Find the first of the inputs that the original runs on, and return them with its session."""
+        """Return the first of the inputs in `choices` that the original runs on, and its session."""
         try:
             session = start_session(model, folder, self.provider)
         except OnnxfuseError:
@@ -256,19 +256,19 @@ class _Runner:
     def expected(
         self, model: onnx.ModelProto, folder: Path | None, feeds: dict[str, Array], first: BoundSession
     ) -> _Expected:
-        """Return the original's outputs, and those of the original in float32 if it rounds more and that runs."""
+        """Return the original's outputs, and its outputs in float32 if it computes in less and can run in float32."""
         outputs, half = first.outputs(), half_precision_of(model)
         if half:
             return _Expected(outputs, self._in_float32(model, folder, feeds), half, half_precision_tensors(model))
         if self.provider == "cpu" or not has_products(model):
             return _Expected(outputs, {}, "", set())
-        exact = self._in_float32(model, folder, feeds)  # kernels use TF32 where the session allows it, cuDNN not always
+        exact = self._in_float32(model, folder, feeds)  # our kernels use TF32 if the session allows it, cuDNN sometimes
         return _Expected(outputs, exact, TF32, set(exact))
 
     def _in_float32(self, model: onnx.ModelProto, folder: Path | None, feeds: dict[str, Array]) -> dict[str, Array]:
-        """Return the outputs of the original in float32, without TF32; none if it does not run so."""
+        """Return the outputs of the original in float32, without TF32; none if it does not run in float32."""
         self.progress("run in float32", 0, 0)
-        with suppress(Exception):  # then the outputs are compared with the original's own alone
+        with suppress(Exception):  # on failure, outputs are compared with the original's own only
             options = {"use_tf32": 0} if self.provider == "cuda" else {}
             session = start_session(model_to_float32(model), folder, self.provider, options=options)
             wide = bind(session, arrays_to_float32(feeds), self.provider)
@@ -283,7 +283,7 @@ class _Runner:
         feeds: Mapping[str, Array],
         first: BoundSession,
     ) -> tuple[dict[tuple[str, Mode], BoundSession], list[Contender]]:
-        """Start and warm up every model in every mode; the second result are those that do not run."""
+        """Start and warm up every model in every mode; return the sessions, and the contenders that do not run."""
         bound: dict[tuple[str, Mode], BoundSession] = {(base, PLAIN): first}
         failed: list[Contender] = []
         names = [(name, mode, model, folder) for name, model, folder in models for mode in self.modes]
@@ -305,7 +305,7 @@ class _Runner:
     def timed(
         self, bound: Mapping[tuple[str, Mode], BoundSession], expected: _Expected, runs: int | None
     ) -> list[Contender]:
-        """Time all of them in turns, then compare the outputs of their last runs."""
+        """Time all sessions in turns, then compare the outputs of their last runs."""
         self.progress("time", 0, 0)
         count = runs or min(runs_within(SECONDS_PER_MODEL, each.run) for each in bound.values())
         all_times = interleaved([each.run for each in bound.values()], count)
@@ -322,7 +322,7 @@ def has_products(model: onnx.ModelProto) -> bool:
 
 
 def with_speed_ups(contenders: Sequence[Contender], base: str) -> Iterator[Contender]:
-    """Yield the contenders, those that are right with their speed-up over the original in the same mode."""
+    """Yield the contenders; those with right outputs get their speed-up over the original in the same mode."""
     usable = {each.mode: each.times.median for each in contenders if each.name == base and each.agrees and each.times}
     for each in contenders:
         if each.name != base and each.agrees and each.times and each.mode in usable:
@@ -339,5 +339,5 @@ def _op_times(
     try:
         choice: PlanChoice = "first" if runner.tune == "never" else "known"
         return op_times(fused, dispatches, runner.cuda_graph, unfused=True, choice=choice), ""
-    except Exception as error:  # such as too little memory for all values at once; the models are measured
+    except Exception as error:  # such as too little memory for all values at once; the models are timed anyway
         return [], first_line(error)

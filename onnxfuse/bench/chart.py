@@ -33,15 +33,15 @@ text {{ font: 13px system-ui, sans-serif; fill: currentColor; }}
 {charts}
 </body></html>
 """
-LONGEST_BAR, CHARACTER, MARGIN, ROW_HEIGHT, BAR_HEIGHT = 440, 7.6, 16, 26, 16  # pixels; a character of 13 px type
-MAX_OPERATORS_SHOWN: Final = 12  # in the terminal
+LONGEST_BAR, CHARACTER, MARGIN, ROW_HEIGHT, BAR_HEIGHT = 440, 7.6, 16, 26, 16  # pixels; CHARACTER: width at 13 px
+MAX_OPERATORS_SHOWN: Final = 12  # number of rows shown in the terminal
 COLORS: Final = {"plain": "#8a94a6", "fused": "#2f6fde", "wrong": "#c9463d"}
 BarKind = Literal["plain", "fused", "wrong"]
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar of a chart: its length, the quartiles if they are known, and the note behind it."""
+    """One bar of a chart: its length, the quartiles if they are known, and the note after it."""
 
     label: str
     value: float
@@ -71,7 +71,7 @@ def draw(result: Bench, path: Path) -> None:
 
 
 def tables(result: Bench) -> Group:
-    """Return what the terminal shows."""
+    """Return the tables and lines to print in the terminal."""
     on_gpu = result.provider == "cuda"
     parts: list[RenderableType] = [Line(escape(_subtitle(result))), "", _models(result.contenders, on_gpu)]
     parts += [Line(f"[red]{escape(_label(each))}[/]: {escape(each.reason)}")
@@ -83,7 +83,7 @@ def tables(result: Bench) -> Group:
 
 
 def _models(contenders: Sequence[Contender], on_gpu: bool) -> Table:
-    """Return a row for each model; on a GPU for each mode, which is with or without a CUDA graph."""
+    """Return a table with a row per model; on a GPU, a row per model and mode (with or without a CUDA graph)."""
     table = columns("model", *(["mode"] if on_gpu else []), "median ms", "quartiles ms", "runs", "speed-up")
     for each in contenders:
         times = each.times
@@ -95,7 +95,7 @@ def _models(contenders: Sequence[Contender], on_gpu: bool) -> Table:
 
 
 def _label(each: Contender) -> str:
-    """Return the name of a model, with the mode where that is a CUDA graph."""
+    """Return the name of a model, with the mode if it runs as a CUDA graph."""
     return each.name if each.mode == PLAIN else f"{each.name}, {each.mode}"
 
 
@@ -107,7 +107,7 @@ def _outcome(each: Contender) -> str:
 
 
 def _ops(ops: Sequence[OpTime], on_gpu: bool) -> list[RenderableType]:
-    """Return a table of the fused nodes by fusion and inputs; there are kernels, and copies to compare, on GPUs."""
+    """Return a table of the fused nodes by fusion and inputs; on GPUs, with kernels' times and shares of a copy."""
     names = ("kernel us", "body us", "MB", "of a copy") if on_gpu else ("us each", "MB")
     table = columns("Fused operators", "nodes", *names)
     for op in ops[:MAX_OPERATORS_SHOWN]:
@@ -122,7 +122,7 @@ def _ops(ops: Sequence[OpTime], on_gpu: bool) -> list[RenderableType]:
 
 
 def _others(fused: Sequence[OpTime], others: Sequence[OpTime]) -> list[RenderableType]:
-    """Return a table of the operators that nothing fused, one row for each kind, and the sums."""
+    """Return a table of the unfused operators, with a row for each kind, and the sums."""
     table = columns("Other operators", "nodes", "us of all")
     kinds = {op.fusion: [each for each in others if each.fusion == op.fusion] for op in others}
     totals = {kind: total_of(each) for kind, each in kinds.items()}
@@ -139,7 +139,7 @@ def total_of(ops: Sequence[OpTime]) -> float:
 
 
 def _inputs(op: OpTime) -> str:
-    """Return the dims of the inputs; a dtype that all of them have is named once."""
+    """Return the dims and dtypes of the inputs; if all have one dtype, it is named once."""
     pairs = [shape.partition(" ") for shape in op.shapes]
     dtypes = {dtype for _, _, dtype in pairs if dtype}
     if len(dtypes) == 1:
@@ -202,7 +202,7 @@ def page(result: Bench) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return a text as HTML, with what does not print as escapes."""
+    """Return a text as HTML; characters that cannot be printed become escapes."""
     return html.escape(printable(text))
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark ran on: the device and the versions of the packages that matter to times."""
+"""The machine of a benchmark: its device and the versions of the packages that affect times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES: Final = ("onnxfuse", "onnx", "onnxruntime", "onnxruntime-gpu", "cupy-c
 
 
 def versions(more: Sequence[str] = ()) -> dict[str, str]:
-    """Return the versions of Python, of the packages that matter to times, and of `more` packages."""
+    """Return the versions of Python, of the packages that affect times, and of `more` packages."""
     found = {"python": platform.python_version()}
     for package in (*PACKAGES, *more):
         with contextlib.suppress(PackageNotFoundError):

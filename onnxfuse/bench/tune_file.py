@@ -1,4 +1,4 @@
-"""`onnxfuse tune`: tune a model file, and print tables of what was measured."""
+"""`onnxfuse tune`: tune a model file, and print tables of the measurements."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ GIVE_SIZES: Final = "--shape input:8x512, or inputs: --input x.npz"
 
 @dataclass(frozen=True)
 class TuneSettings:
-    """On what a model is tuned.
+    """The inputs, provider and fusions that a model is tuned with.
 
-    Shapes may be ranges, as "input:1..8x1..512": the model is then timed at the largest sizes, and the plans of its
-    kernels at the powers of two in between, too.
+    Shapes may be ranges, as "input:1..8x1..512".  The whole model is then timed at the largest
+    sizes, and the plans of its kernels also at the powers of two between the bounds.
     """
 
     patterns: Iterable[str | os.PathLike[str]] = ()  # folders with further fusions
     shapes: Sequence[str] = ()  # sizes of dynamic dims, as "input:8x512"
-    inputs: Mapping[str, Array] = field(default_factory=dict)  # to run on, instead of generated ones
+    inputs: Mapping[str, Array] = field(default_factory=dict)  # inputs to run on, instead of generated ones
     provider: Provider = "cuda"
-    options: ProviderOptions = field(default_factory=dict)  # of the provider
+    options: ProviderOptions = field(default_factory=dict)  # options of the provider
 
 
 def tune_file(
@@ -72,7 +72,7 @@ def tune_file(
 
 
 def _spread(model: onnx.ModelProto, shapes: Sequence[str]) -> list[Sequence[str]]:
-    """Return the shapes to measure at: those that are given, or a spread where they have ranges, the largest first."""
+    """Return the shapes to measure at, the largest first: the given ones, or sizes spread over their ranges."""
     if not is_range(shapes):
         return [shapes]
     wanted = model_inputs(model)
@@ -80,7 +80,7 @@ def _spread(model: onnx.ModelProto, shapes: Sequence[str]) -> list[Sequence[str]
 
 
 def tuning_tables(tuning: Tuning) -> Group:
-    """Return what the terminal shows: the nodes, the whole model, and where the measurements are kept."""
+    """Return the tables of nodes and of the whole model, and a line that says where the measurements are kept."""
     parts: list[RenderableType] = [_nodes(tuning), ""] if tuning.ops else []
     parts += [f"Nodes were not timed alone: {escape(tuning.ops_error)}"] if tuning.ops_error else []
     failed = dict.fromkeys(f"{op.fusion}: not timed alone: {op.error}" for op in tuning.ops if op.error)
@@ -96,7 +96,7 @@ def tuning_tables(tuning: Tuning) -> Group:
 
 
 def _nodes(tuning: Tuning) -> Table:
-    """Return a row for each kind of node, with its inputs under its fusion."""
+    """Return a table with a row for each kind of node, with its inputs under its fusion."""
     table = columns("Fused nodes", "nodes", "kernel us", "body us", "chosen")
     for op in tuning.ops:
         times = ["-" if value is None else f"{1e6 * value:.2f}" for value in (op.kernel, op.body)]
@@ -105,7 +105,7 @@ def _nodes(tuning: Tuning) -> Table:
 
 
 def _models(models: Sequence[ModelTimes]) -> Table:
-    """Return a row for each mode and variant of the whole model."""
+    """Return a table with a row for each mode and variant of the whole model."""
     table = columns("The whole model", "variant", "median ms", "chosen")
     for row in _rows(models):
         table.add_row(*row)

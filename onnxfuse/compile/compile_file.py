@@ -33,18 +33,18 @@ from onnxfuse.verify.inputs import model_inputs
 from onnxfuse.verify.shape_ranges import Range, parse_ranges, ranges_of_dims
 
 Progress = Callable[[str, int, int], None]
-planner.verdicts = MeasuredVerdicts()  # the planner knows nothing of measurements
+planner.verdicts = MeasuredVerdicts()  # the planner itself does not read measurements
 UNKNOWN_RANKS: Final = "the rank of an operand is not known, so that it is planned when it first runs"
 
 
 @dataclass(frozen=True)
 class CompiledGpu:
-    """What a plan file has for one kind of GPU."""
+    """The content of a plan file for one kind of GPU."""
 
     device: Device
     templates: int
     variants: int
-    tuned: int  # of the variants, chosen by measuring
+    tuned: int  # number of variants that were chosen by measuring
     kernels: int
 
 
@@ -60,36 +60,37 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What was compiled."""
+    """The result of `compile_file`."""
 
     path: Path
     size: int  # bytes of the file
     seconds: float
     gpus: tuple[CompiledGpu, ...]
     left_out: tuple[LeftOut, ...]
-    bodies: Mapping[str, str]  # functions whose bodies run where there is no Python, and why
+    bodies: Mapping[str, str]  # functions that run as bodies where there is no Python, and why
 
 
 @dataclass(frozen=True)
 class CompileSettings:
-    """For which GPUs, sizes and sessions a model is compiled: for this machine's GPUs if none are named.
+    """The GPUs, sizes and session settings that a model is compiled for; GPUs default to this machine's.
 
-    The aim is "latency", or "throughput": kernels are planned for several runs at once then, and measurements, which
-    are of kernels alone, do not count.
+    The aim is "latency", or "throughput".  For throughput, kernels are planned for several runs at once, and
+    measurements are ignored, because they timed each kernel alone.
     """
 
     archs: Sequence[str] = ()  # compute capabilities, such as "sm_90"
-    gpus: Sequence[str] = ()  # names of GPUs, whose multiprocessors count in the choice between plans
-    shapes: Sequence[str] = ()  # sizes of inputs for which plans are chosen, as "input:1..8x1..512"; all others run too
+    gpus: Sequence[str] = ()  # names of GPUs; their number of multiprocessors affects the choice between plans
+    shapes: Sequence[str] = ()  # sizes of inputs for which plans are chosen, as "input:1..8x1..512"; others run too
     provider: str = CUDA
-    # Of the provider in later sessions: use_tf32 counts, and others where measurements on this machine do.
+    # The provider's options in later sessions: use_tf32 always matters, others only where measurements on this
+    # machine are used.
     options: Mapping[str, object] = field(default_factory=dict)
     aim: Aim = "latency"
 
 
 @dataclass(frozen=True)
 class _Task:
-    """A model to compile, and for what."""
+    """A model to compile, with its fused nodes, the settings and the sizes of its dims."""
 
     model: onnx.ModelProto
     calls: Sequence[Call]
@@ -106,9 +107,9 @@ def compile_file(
 ) -> Compiled:
     """Compile a fused model into a plan file.
 
-    Raises UsageError for a model without fused nodes, sizes that it does not have, and GPUs and options that are not
-    known, KernelError without a compiler, OnnxfuseError if no node has a kernel, PlanFileError if the file cannot be
-    written, or would replace one that is no plan file.
+    Raises UsageError for a model without fused nodes, sizes that it does not have, and unknown GPUs and options,
+    KernelError without a compiler, OnnxfuseError if no node has a kernel, PlanFileError if the file cannot be
+    written, or would replace one that is not a plan file.
     """
     start = time.perf_counter()
     check_options(settings.options)
@@ -174,8 +175,8 @@ class _Planned:
     """The templates of a model's nodes for one GPU, and why some have none."""
 
     device: Device
-    of_nodes: Sequence[Sequence[PreparedTemplate]]  # by node: for memory that is aligned, and for any
-    reasons: Sequence[str | None]  # by node: why it has none
+    of_nodes: Sequence[Sequence[PreparedTemplate]]  # per node: one for aligned memory, and one for any if needed
+    reasons: Sequence[str | None]  # per node: why it has no template; None if it has one
     calls: Sequence[Call]
 
     @property
@@ -184,7 +185,7 @@ class _Planned:
         return list({id(each): each for of_node in self.of_nodes for each in of_node}.values())
 
     def that_compiles(self) -> _Planned:
-        """Return the same without the nodes of which a kernel does not compile: they run as their bodies."""
+        """Return the same without nodes that have a kernel which does not compile: they run as their bodies."""
         failed = [next((error for t in own for error in t.refused.values()), None) for own in self.of_nodes]
         reasons = [
             why or (f"a kernel of it fails: {error.args[0].splitlines()[0]}" if error else None)
@@ -243,10 +244,10 @@ def _template(
 
 
 def _bodies(task: _Task, found: Sequence[_Planned]) -> dict[str, str]:
-    """Return the functions whose bodies run where there is no Python, and why.
+    """Return the functions that run as their bodies where there is no Python, and why.
 
-    There, all nodes of a function run alike: as bodies if one of them has no kernel on one of the GPUs, or is faster
-    as its body.
+    Without Python, all nodes of a function run the same way: as bodies if any of them has no kernel on one of the
+    GPUs, or is faster as its body.
     """
     bodies: dict[str, str] = {}
     for each in found:
@@ -263,6 +264,6 @@ def _bodies(task: _Task, found: Sequence[_Planned]) -> dict[str, str]:
 
 
 def _operators(calls: Sequence[Call], bodies: Mapping[str, str]) -> list[str]:
-    """Return what the native library registers: a line for each function that kernels run, with its attributes."""
+    """Return the lines that the native library registers: one per function that runs as kernels, with attributes."""
     ops = sorted({call.op for call in calls} - bodies.keys())
     return [f"{op} {attribute_kinds([call for call in calls if call.op == op])}" for op in ops]

@@ -1,4 +1,4 @@
-"""For which sizes of a model's dims a plan file has no plans."""
+"""Find sizes of a model's dims for which a plan file has no plans."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onnxfuse.runtime.fused_calls import Call
 from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.plan_file import PlanFile, node_identity
 
-OTHER_SIZES: Final = (1, 13, 128)  # of all other dims
+OTHER_SIZES: Final = (1, 13, 128)  # sizes that are tried for all other dims
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class NoPlan:
 def without_plans(
     calls: Sequence[Call], file: PlanFile, dims: Collection[str], wanted: Sequence[int]
 ) -> Iterator[NoPlan]:
-    """Yield the nodes for which a file has no plan where some dims have a size, with the first of the wanted ones.
+    """Yield the nodes without a plan at one of the `wanted` sizes of `dims`, each with the first such size.
 
-    dims    names of dims of the model's inputs, which all have that size; others have a few sizes in turn
+    dims    names of dims of the model's inputs that all get the wanted size; other dims get OTHER_SIZES in turn
 
     Nodes whose operators the file does not name are left out, because their bodies run.
     """
@@ -58,7 +58,7 @@ def without_plans(
 
 
 def _sizes(call: Call, dims: Collection[str], wanted: Sequence[int]) -> list[Values]:
-    """Return the sizes of a node's dynamic dims at every wanted size and those of other dims, an array of each."""
+    """Return an array for each dynamic dim of a node: its sizes at every wanted size, combined with OTHER_SIZES."""
     points = [(size, other) for size in wanted for other in OTHER_SIZES]
     parsed = [parse_size(name) for name in dim_names(call.shapes)]
     names = {name for size in parsed for name in symbols(size)}

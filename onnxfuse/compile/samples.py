@@ -1,4 +1,4 @@
-"""The sizes for which a node's template is made, where a user says how large the model's inputs are."""
+"""Choose the sizes at which a node's template is made from the sizes that a user gives for the model's inputs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from onnxfuse.verify.shape_ranges import Range
 
 
 def samples_within(dims: Sequence[str], ranges: Mapping[str, Range]) -> list[tuple[int, ...]]:
-    """Return combinations of the sizes of a node's dynamic dims, common ones first; none where nothing is said of them.
+    """Return combinations of the sizes of a node's dynamic dims, common ones first; none if no range names them.
 
     dims    the names of the dims, or expressions over names such as "past + sequence"
-    ranges  the least and the greatest size of dims of the model's inputs, by name
+    ranges  the smallest and the largest size of dims of the model's inputs, by name
     """
     sizes = [parse_size(dim) for dim in dims]
     names = list(dict.fromkeys(name for size in sizes for name in symbols(size)))

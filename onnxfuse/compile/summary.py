@@ -1,4 +1,4 @@
-"""What `onnxfuse compile` prints."""
+"""The tables and lines that `onnxfuse compile` prints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onnxfuse.runtime.gpu_kinds import describe
 
 
 def summary(compiled: Compiled) -> Group:
-    """Return what the file has for each GPU, and which nodes have nothing in it, with the reasons."""
+    """Return a table of the file's content for each GPU, and the nodes without templates, with the reasons."""
     parts: list[RenderableType] = [_gpus(compiled.gpus)]
     kernels = sum(each.kernels for each in compiled.gpus)
     templates = sum(each.templates for each in compiled.gpus)
@@ -37,7 +37,7 @@ def _gpus(gpus: Sequence[CompiledGpu]) -> Table:
 
 
 def _left_out(left_out: Sequence[LeftOut]) -> Iterator[Line]:
-    """Yield each reason once, with the first of its nodes and how many there are."""
+    """Yield each reason once, with its first node and the number of its nodes."""
     rows: dict[tuple[int, str, str], list[str]] = {}
     for each in left_out:
         rows.setdefault((each.device.arch, each.fusion, each.why), []).append(each.node)

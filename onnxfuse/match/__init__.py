@@ -1,7 +1,7 @@
-"""A fusion's terms against a model's tensors: a Match, or the Miss that came nearest.
+"""Match a fusion's terms against a model's tensors: the result is a Match, or the nearest Miss.
 
-Nodes are of two kinds.  Those of a Match are replaced by the fused node.  Views and scalings of an operand, Casts of an
-input and shared values are only seen through, and are removed later if nothing else reads them.
+The matched nodes are of two kinds.  The nodes of a Match are replaced by the fused node.  Views and scalings of an
+operand, Casts of an input and shared values are only looked through, and are removed later if nothing else reads them.
 """
 
 from onnxfuse.match.matcher import Matcher

@@ -19,13 +19,13 @@ from onnxfuse.match.relations import relations
 from onnxfuse.match.side_outputs import may_be_absent
 from onnxfuse.match.state import Match, State
 
-MOVING_OPS = VIEWS | SLICING | {"Concat"}  # they round nothing
-BFLOAT16_OPSET = 13  # the first opset whose operators take it
-MAX_VIEWS_FOLLOWED = 12  # nodes outside that are looked through for one that will stay
+MOVING_OPS = VIEWS | SLICING | {"Concat"}  # operators that do not round
+BFLOAT16_OPSET = 13  # the first opset whose operators take bfloat16
+MAX_VIEWS_FOLLOWED = 12  # nodes outside the match that are followed to find one that will stay
 
 
 def accept(m: MatchContext, root: Tensor, state: State, has_side_outputs: bool) -> Match | None:
-    """Return the match that ends at `root`; None, and the reason is noted as a miss, where a check fails."""
+    """Return the match that ends at `root`; if a check fails, record the reason as a miss and return None."""
     first = m.fusion.outputs[0]
     values = dict(state.values)
     for capture in m.fusion.captures:
@@ -60,7 +60,7 @@ def accept(m: MatchContext, root: Tensor, state: State, has_side_outputs: bool) 
 
 
 def _outputs(m: MatchContext, root: Tensor, state: State) -> tuple[Tensor, ...] | None:
-    """Return the fusion's outputs, without those at the end that may be absent; None where another one is missing."""
+    """Return the fusion's outputs, without absent optional ones at the end; None if a required output is missing."""
     others = [state.terms.get(id(term.unwrapped)) for term in m.fusion.outputs[1:]]
     while others and others[-1] is None and may_be_absent(m.fusion, len(others)):
         others.pop()
@@ -69,9 +69,9 @@ def _outputs(m: MatchContext, root: Tensor, state: State) -> tuple[Tensor, ...] 
 
 
 def _bfloat16_too_early(m: MatchContext, nodes: Sequence[Node], state: State) -> str | None:
-    """Return why a function cannot hold these nodes in an opset without bfloat16; None if it can.
+    """Return why a function cannot contain these nodes in an opset without bfloat16; None if it can.
 
-    onnxruntime runs such operators in a graph, and checks the types of a function's operators by their schemas.
+    onnxruntime runs such nodes in a graph, but in a function it checks their types against the operators' schemas.
     """
     if m.graph.opset >= BFLOAT16_OPSET:
         return None
@@ -86,9 +86,9 @@ def _bfloat16_too_early(m: MatchContext, nodes: Sequence[Node], state: State) ->
 
 
 def guard_holds(m: MatchContext, guard: Guard, root: Tensor, state: State, term: Term | None) -> bool:
-    """Return whether a condition is true of what was captured; where it is false, its sentence is a miss of `term`.
+    """Return whether a condition on the captured values is true; if it is false, its sentence is a miss of `term`.
 
-    Where it cannot be told, because a fact is not known, that is a miss in any case.
+    If it cannot be decided because a fact is unknown, a miss is recorded even without `term`.
     """
     known = {**state.dims, **state.values, **state.operands, **state.choices}
     known |= {"dtype": dtype_name(m.shapes.dtype(root)), "rank": m.shapes.rank(root), "opset": m.graph.opset}
@@ -106,7 +106,7 @@ def guard_holds(m: MatchContext, guard: Guard, root: Tensor, state: State, term:
 
 
 def _unknown(fact: str, root: Tensor) -> str:
-    """Return that a fact which a condition asks for is not known."""
+    """Return the sentence that a fact used by a condition is unknown."""
     return f"the {fact} of '{root.name}' is not known" if fact in ("rank", "dtype") else f"{fact} is not known"
 
 
@@ -119,7 +119,7 @@ def _dtype_name(m: MatchContext, tensor: Tensor) -> str:
 
 
 def _lossy_precision(m: MatchContext, root: Tensor, state: State) -> str | None:
-    """Return why the fused node would not have the precision of the match; None where it would."""
+    """Return why the fused node would be less precise than the match, or lose a rounding; None if it is equivalent."""
     rounding = _rounding_cast(m, root, state)
     if rounding is not None:
         made = rounding.outputs[0]
@@ -132,7 +132,7 @@ def _lossy_precision(m: MatchContext, root: Tensor, state: State) -> str | None:
 
 
 def _rounding_cast(m: MatchContext, root: Tensor, state: State) -> Node | None:
-    """Return a Cast to a half precision that rounds on purpose, so that it must not vanish; None if there is none."""
+    """Return a Cast to half precision that rounds on purpose, and so must stay; None if there is none."""
     inside = {**state.kept, **state.nodes}
     casts = [node for node in inside.values() if m.float_cast(node.outputs[0]) is node and not m.is_to_float32(node)]
     root_dtype = m.shapes.dtype(root)
@@ -140,11 +140,11 @@ def _rounding_cast(m: MatchContext, root: Tensor, state: State) -> Node | None:
 
 
 class _Rounding:
-    """A Cast to a half precision inside a match, where the values around it are computed from and go.
+    """A Cast to half precision inside a match, with the dtypes before and after it.
 
-    The fused node does not round there.  That is as precise as the graph where the graph merely computes in that
-    dtype: its result leaves the match in it, or it is the dtype of the operands in front of the Cast or beside it.
-    Where the result is cast on to another dtype, as from float32 to float16 and back, the Cast is there to round.
+    The fused node does not round there.  That is fine where the graph merely computes in that dtype: the result leaves
+    the match in it, or operands before the Cast or of later nodes have it.  Where the result is cast to another dtype
+    again, as from float32 to float16 and back, the purpose of the Cast is to round.
     """
 
     def __init__(self, m: MatchContext, cast: Node, state: State, inside: Mapping[int, Node]) -> None:
@@ -155,7 +155,7 @@ class _Rounding:
         self._ends = {id(tensor) for tensor in state.operands.values()}
 
     def is_on_purpose(self, root_dtype: int) -> bool:
-        """Return whether the graph rounds here although neither its operands nor its result ask for it."""
+        """Return whether the graph rounds here although neither its operands nor its result have that dtype."""
         made = self._cast.outputs[0]
         if not self._is_cast_on(made, computed=True):
             return False
@@ -167,7 +167,7 @@ class _Rounding:
         return root_dtype != self._dtype and not self._meets_operand(made)
 
     def _is_cast_on(self, tensor: Tensor, *, computed: bool) -> bool:
-        """Return whether a Cast inside changes the tensor's dtype again, at once or (`computed`) at any later point."""
+        """Return whether a Cast inside changes the dtype again, after views only or (`computed`) any operators."""
         seen, work = set[int](), [tensor]
         while work:
             for reader in work.pop().outputs:
@@ -183,7 +183,7 @@ class _Rounding:
         return False
 
     def _meets_operand(self, tensor: Tensor) -> bool:
-        """Return whether an operator reads the tensor, or a view of it, beside what an operand of its dtype gives."""
+        """Return whether an operator combines the tensor, or a view of it, with values of an operand of its dtype."""
         for reader in tensor.outputs:
             if id(reader) not in self._inside:
                 continue
@@ -195,7 +195,7 @@ class _Rounding:
         return False
 
     def _operand_dtypes(self, tensor: Tensor) -> set[int]:
-        """Return the dtypes of the operands, other than weights, that a tensor is computed from."""
+        """Return the dtypes of the operands (without weights) that a tensor is computed from."""
         found, seen, work = set[int](), set[int](), [tensor]
         while work:
             each = work.pop()
@@ -210,9 +210,9 @@ class _Rounding:
 
 
 def _float32_product(m: MatchContext, root: Tensor, state: State) -> Node | None:
-    """Return a matrix product in a wider dtype than the result, of two operands cast to it.
+    """Return a matrix product of two operands cast to float32 whose result is then narrowed; None if there is none.
 
-    The wider dtype holds products that exceed the range of the narrower one.
+    float32 holds products that exceed the range of the narrower dtype.
     """
     for node in state.nodes.values():
         wider = op_of(node) == "MatMul" and m.shapes.dtype(node.outputs[0]) != m.shapes.dtype(root)
@@ -222,7 +222,7 @@ def _float32_product(m: MatchContext, root: Tensor, state: State) -> Node | None
 
 
 def _is_cast_to_float32(m: MatchContext, tensor: Tensor) -> bool:
-    """Return whether the tensor is a view or a multiple of what a Cast has made float32."""
+    """Return whether the tensor is a view or a multiple of a tensor that was cast to float32."""
     while (node := producer(tensor)) is not None and op_of(node) in {*VIEWS, "Mul", "Div"}:
         tensor = next((t for t in node.inputs if not is_constant(t)), node.inputs[0])
     return node is not None and op_of(node) == "Cast" and m.is_to_float32(node)
@@ -233,7 +233,7 @@ def _is_cast_to_float32(m: MatchContext, tensor: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a match may not be replaced, and what the user can change."""
+    """Why a match may not be replaced, and a hint for the user."""
 
     sentence: str
     hint: str = "let nothing else read the value, or take it off the graph's outputs"
@@ -242,7 +242,7 @@ class Refusal:
 def refusal(
     graph: Graph, nodes: Sequence[Node], outputs: Sequence[Tensor], operands: Mapping[str, Tensor]
 ) -> Refusal | None:
-    """Return why `nodes` may not become one node that reads `operands` and computes `outputs`; None where they may."""
+    """Return why `nodes` may not become one node that reads `operands` and computes `outputs`; None if they may."""
     inside, read = {id(n) for n in nodes}, {id(t) for t in operands.values()}
     found = (
         _read_outside(graph, nodes, inside, outputs, read)
@@ -250,7 +250,7 @@ def refusal(
         or _output_of_output(inside, outputs[0])
     )
     interior = (t for n in nodes for t in n.outputs if t is not outputs[0])
-    if found or all(id(reader) in inside for t in interior for reader in t.outputs):  # no operand can come from there
+    if found or all(id(reader) in inside for t in interior for reader in t.outputs):  # no operand depends on them
         return found
     return _cycle(graph, nodes, operands)
 
@@ -258,7 +258,7 @@ def refusal(
 def needed_outputs(
     graph: Graph, nodes: Sequence[Node], outputs: Sequence[Tensor], operands: Mapping[str, Tensor]
 ) -> list[Tensor]:
-    """Return the outputs up to the last one that something outside reads; the first one always is needed."""
+    """Return the outputs up to the last one that is read outside; the first one is always needed."""
     inside, read = {id(n) for n in nodes}, {id(t) for t in operands.values()}
     needed = list(outputs)
     while len(needed) > 1 and not _is_needed(graph, needed[-1], inside, read):
@@ -267,12 +267,12 @@ def needed_outputs(
 
 
 def _is_needed(graph: Graph, tensor: Tensor, inside: set[int], read: set[int]) -> bool:
-    """Return whether a node that will stay reads a tensor, or it is kept for its name."""
+    """Return whether a node that will stay reads the tensor, or the graph needs it by name."""
     return graph.is_kept(tensor) or any(_stays(graph, r, inside, read) for r in tensor.outputs if id(r) not in inside)
 
 
 def _stays(graph: Graph, reader: Node, inside: set[int], read: set[int], steps: int = MAX_VIEWS_FOLLOWED) -> bool:
-    """Return whether a node outside will stay: one whose results only nodes inside read, and not as operands, dies."""
+    """Return whether a node outside will stay; it dies if only nodes inside read its results, and not as operands."""
     if not steps:
         return True
     return any(
@@ -286,7 +286,7 @@ def _stays(graph: Graph, reader: Node, inside: set[int], read: set[int], steps: 
 def _read_outside(
     graph: Graph, nodes: Sequence[Node], inside: set[int], outputs: Sequence[Tensor], read: set[int]
 ) -> Refusal | None:
-    """Refuse where something outside needs an interior value, which would vanish."""
+    """Refuse if a node outside needs an interior value, because this value would vanish."""
     allowed = {t.name for t in outputs}
     for node in nodes:
         for tensor in node.outputs:
@@ -304,7 +304,7 @@ def _read_outside(
 
 
 def _operand_inside(inside: set[int], operands: Mapping[str, Tensor]) -> Refusal | None:
-    """Refuse where an operand is a value that would vanish, as in `relu(a) + a` with `a` as the residual."""
+    """Refuse if an operand is an interior value, as in `relu(a) + a` with `a` as the residual."""
     for name, operand in operands.items():
         if any(id(n) in inside for n in operand.inputs):
             return Refusal(
@@ -315,7 +315,7 @@ def _operand_inside(inside: set[int], operands: Mapping[str, Tensor]) -> Refusal
 
 
 def _output_of_output(inside: set[int], first: Tensor) -> Refusal | None:
-    """Refuse where another output is computed from the first one, as `a` and `a + b`: it would be computed twice."""
+    """Refuse if another output is computed from the first one, as for `a` and `a + b`: it would be computed twice."""
     reader = next((r for r in first.outputs if id(r) in inside), None)
     if reader is None:
         return None
@@ -323,7 +323,7 @@ def _output_of_output(inside: set[int], first: Tensor) -> Refusal | None:
 
 
 def _cycle(graph: Graph, nodes: Sequence[Node], operands: Mapping[str, Tensor]) -> Refusal | None:
-    """Refuse where an operand is computed from one of several outputs; nothing that runs before the nodes can be."""
+    """Refuse if an operand is computed from an output; nodes before the first matched one are not searched."""
     inside, first = set(nodes), min(graph.position[n] for n in nodes)
     seen: set[Node] = set()
     for name, operand in operands.items():

@@ -1,4 +1,4 @@
-"""What a matching rule is given: the graph's constant numbers and Casts, and the walk over the other terms."""
+"""The context of matching rules: the graph's constant numbers and Casts, and the matching of inner terms."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from onnxfuse.match.diagnostics import NearestMiss, number_text
 from onnxfuse.match.prefilter import Prefilter
 from onnxfuse.match.state import CapturedValue, State
 
-# By how much a constant may differ from the pattern's number, by the dtype that it is stored in: one rounding.
+# Relative difference allowed between a constant and the pattern's number, by the constant's dtype: about one rounding.
 TOLERANCES: dict[int, float] = {TensorProto.FLOAT16: 2e-3, TensorProto.BFLOAT16: 1e-2}
 FLOAT32_TOLERANCE = 2e-5
 
@@ -29,7 +29,7 @@ class MatchContext(ABC):
     """One fusion on one graph."""
 
     def __init__(self, graph: Graph, shapes: ShapeInfo, fusion: Fusion, joined: bool = False) -> None:
-        """`joined`: operators follow that join what is matched."""
+        """`joined` says whether later operators will be fused into the match."""
         self.graph, self.shapes, self.fusion, self.casts = graph, shapes, fusion, fusion.casts
         self.joined = joined
         self.nearest = NearestMiss(fusion)
@@ -40,10 +40,10 @@ class MatchContext(ABC):
 
     @abstractmethod
     def match(self, term: Term, tensor: Tensor, state: State) -> Iterator[State]:
-        """Yield the state after each way to read the tensor as the term."""
+        """Yield the state after each way to match the tensor with the term."""
 
     def bind_value(self, term: Capture, value: CapturedValue, state: State) -> Iterator[State]:
-        """Yield the state with a scalar or attribute bound, unless it has another value elsewhere."""
+        """Yield the state with a scalar or attribute bound, unless it is already bound to another value."""
         if term.name in state.values and state.values[term.name] != value:
             here, elsewhere = number_text(value), number_text(state.values[term.name])
             self.fail(term, state, lambda: f"{term.name} is {here} here; it is {elsewhere} elsewhere")
@@ -56,7 +56,7 @@ class MatchContext(ABC):
 
     @functools.cached_property
     def index_analysis(self) -> IndexAnalysis:
-        """What integer and boolean tensors hold.  Fusing meanwhile changes no values, so it stays valid."""
+        """The values of integer and boolean tensors.  Fusing changes no values, so the analysis stays valid."""
         return IndexAnalysis(self.graph, self.shapes)
 
     # --- constants -----------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ class MatchContext(ABC):
         return self._numbers[tensor.name]
 
     def rank_raising_constant(self, node: Node) -> Constant | None:
-        """Return the one-element constant that has more axes than the other inputs, and so gives the result more."""
+        """Return the one-element constant that has more axes than the other inputs, and adds them to the result."""
         numbers = [t for t in node.inputs if is_constant(t) and t.shape and math.prod(t.shape) == 1]
         if not numbers:
             return None
@@ -80,7 +80,7 @@ class MatchContext(ABC):
         return widest if len(widest.shape) > most else None
 
     def close(self, found: float, required: float, tensor: Tensor) -> bool:
-        """Return whether a stored constant is the required number, rounded to the dtype that it is stored in."""
+        """Return whether a stored constant equals the required number within the rounding of its dtype."""
         tolerance = TOLERANCES.get(self.shapes.dtype(tensor), FLOAT32_TOLERANCE)
         return found == required or math.isclose(found, required, rel_tol=tolerance)
 
@@ -98,9 +98,9 @@ class MatchContext(ABC):
         return self.shapes.dtype(cast.outputs[0]) == TensorProto.FLOAT
 
     def through_casts(self, tensor: Tensor, state: State, is_operand: bool = False) -> tuple[Tensor, State]:
-        """Return what is under the Casts on a tensor, where the fusion absorbs them.
+        """Return the tensor before the Casts that the fusion absorbs, and the state with these Casts.
 
-        On an operand only those to float32 are absorbed: another one rounds it to the dtype that the kernel reads.
+        For an operand, only Casts to float32 are absorbed: others round it to the dtype that the kernel reads.
         """
         nodes = []
         while self.casts and (node := self.float_cast(tensor)):
@@ -111,9 +111,9 @@ class MatchContext(ABC):
         return tensor, state.with_nodes(nodes)
 
     def without_casts(self, tensor: Tensor, term: Term) -> tuple[Tensor, list[Node]]:
-        """Return the tensor whose identity decides whether `term` stands for the same value twice, and the Casts on it.
+        """Return the tensor before absorbed Casts, and the Casts; values of `term` with the same tensor are equal.
 
-        Casts that the fusion absorbs do not matter; for an operand only those to float32 are absorbed.
+        For an operand, only Casts to float32 are absorbed.
         """
         casts = []
         while self.casts and (node := self.float_cast(tensor)):

@@ -1,4 +1,4 @@
-"""What misses say: the failure where most of a pattern agreed, and the words for tensors, shapes and values."""
+"""The texts of misses: the failure where most of a pattern agreed, and words for tensors, shapes and values."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from onnxfuse.ir.node import Tensor, is_constant, is_outer, op_of, producer
 from onnxfuse.match.named_dims import axes_of, size_of
 from onnxfuse.match.state import Dims, Miss, State
 
-# How much agreed at a failure, the least first: not even the number of axes; a part of a term; all of it but for a
-# condition; all of the pattern, which must not be replaced.
+# How much of the pattern matched at a failure, in ascending order: not even the number of axes; a part of a term; all
+# of a term, but a condition failed; all of the pattern, but it must not be replaced.
 Agreed: TypeAlias = Literal["nothing", "a part", "the term", "the pattern"]
-MAX_VALUE_CHARACTERS = 60  # of an attribute's value in a message
+MAX_VALUE_CHARACTERS = 60  # of a value in a message
 
 
 class NearestMiss:
-    """Of the failures of one fusion at one tensor, the one where most nodes agreed."""
+    """The failure of one fusion at one tensor where most nodes agreed."""
 
     def __init__(self, fusion: Fusion) -> None:
         self.fusion = fusion
-        self._refused = False  # all of the pattern agreed somewhere, but it may not be replaced
+        self._refused = False  # the whole pattern matched in some way, but it may not be replaced
         self._best: tuple[tuple[int, int, bool], Callable[[], str], Span, State, str] | None = None
         self._sizes: dict[tuple[tuple[str, str], ...], int] = {}
 
@@ -42,7 +42,7 @@ class NearestMiss:
         hint: str = "",
         agreed: Agreed = "a part",
     ) -> None:
-        """Remember why `term` does not fit, if more agreed than at any failure before."""
+        """Record why `term` does not match, if more of the pattern matched than at any failure before."""
         self._refused = self._refused or agreed == "the pattern"
         count = len(state.nodes) + len(state.kept) + (agreed in ("the term", "the pattern"))
         reached = count, len(state.operands), agreed != "nothing"
@@ -59,7 +59,7 @@ class NearestMiss:
         return Miss(self.fusion, node_name(tensor), len(names), size, sentence, span, names, hint, self._refused)
 
     def miss_at_once(self, sentence: str, tensor: Tensor, hint: str = "") -> Miss:
-        """Return a miss at a tensor where nothing was tried."""
+        """Return a miss at a tensor without having tried to match."""
         size = self._size({})
         return Miss(self.fusion, node_name(tensor), 0, size, lambda: sentence, self.fusion.span, (), hint)
 
@@ -74,7 +74,7 @@ class NearestMiss:
 
 
 def origin(graph: Graph, tensor: Tensor) -> str:
-    """Return what computes a tensor, in words, or did before nodes were fused."""
+    """Describe the node that computes a tensor, or did before nodes were fused."""
     node = producer(tensor)
     now = ("", "") if node is None else (op_of(node), node.name)
     op, name = graph.origins.get(tensor.name, now)
@@ -85,7 +85,7 @@ def origin(graph: Graph, tensor: Tensor) -> str:
 
 
 def node_name(tensor: Tensor) -> str:
-    """Return the name of the node that computes a tensor; the tensor's own where the node has none."""
+    """Return the name of the node that computes a tensor, or the tensor's name if the node has none."""
     node = producer(tensor)
     return str((node.name if node is not None else "") or tensor.name)
 
@@ -125,6 +125,6 @@ def number_text(value: object) -> str:
 
 
 def value_text(value: object) -> str:
-    """Return a value for a message, cut off where it is long."""
+    """Return a value for a message, shortened to MAX_VALUE_CHARACTERS."""
     text = repr(value)
     return text if len(text) <= MAX_VALUE_CHARACTERS else text[: MAX_VALUE_CHARACTERS - 3] + "..."

@@ -1,4 +1,4 @@
-"""What matching has to know of a fusion's terms, whatever the graph: it is found once for each fusion."""
+"""Facts about a fusion's terms that do not depend on the graph; they are computed once per fusion."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from onnxfuse.dsl.words import Scaled
 from onnxfuse.errors import PatternError
 from onnxfuse.match.side_outputs import SideOutput, side_outputs
 
-MAX_FUSIONS: Final = 256  # that are remembered; a process that reads folders of patterns again and again declares more
+MAX_FUSIONS: Final = 256  # a bound on the cache, because a process may read folders of patterns again and again
 
 
 @dataclass(frozen=True)
 class FusionTerms:
-    """The terms of a fusion by their ids, which are valid as long as the fusion exists."""
+    """Facts about the terms of a fusion, by `id(term)`, which is valid as long as the fusion exists."""
 
-    visible: Mapping[int, Term]  # of each term, what is left of it without the wrappers that matching ignores
-    repeated: Set[int]  # values that stand in several positions, or are outputs: each is one tensor
+    visible: Mapping[int, Term]  # each term without the wrappers that matching ignores
+    repeated: Set[int]  # terms that occur several times, or are outputs: each must be one tensor
     root_ops: Mapping[int, frozenset[str] | None]  # the operators that can compute a term; None where any can
-    fusion_root_ops: frozenset[str]  # those of the first output and, where they are absorbed, of a Cast behind it
+    fusion_root_ops: frozenset[str]  # operators of the first output, and Cast if the fusion absorbs Casts
     side_outputs: tuple[SideOutput, ...]
-    views_of_operands: Set[int]  # terms that are an operand behind views alone
+    views_of_operands: Set[int]  # terms that are an operand, or only views of one
 
 
 @functools.lru_cache(maxsize=MAX_FUSIONS)
 def fusion_terms(fusion: Fusion) -> FusionTerms:
-    """Return what is known of a fusion.  Raises PatternError where it may be just one of its operands."""
+    """Return the facts about a fusion.  Raises PatternError if the fusion may be just one of its operands."""
     terms = list(walk(*fusion.outputs))
     root_ops = {id(term): term.root_ops for term in terms}
     for term in _factors(terms):
@@ -67,7 +67,7 @@ def _without_remarks(term: Term) -> Term:
 
 
 def _factors(terms: Sequence[Term]) -> Iterator[Term]:
-    """Yield the terms inside scaled() that may be multiplied there: the factors of its product, down to operators."""
+    """Yield the terms inside scaled() that may carry a factor: the parts of the scaled product, down to operators."""
     work = [part for term in terms if isinstance(term, Scaled) for part in term.inner.unwrapped.parts]
     while work:
         term = work.pop()

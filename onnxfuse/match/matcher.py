@@ -1,4 +1,4 @@
-"""The walk over a fusion's terms: every way to read them yields a State, and the first one that is accepted wins."""
+"""Match a fusion's terms by backtracking: every way yields a State, and the first accepted one wins."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ from onnxfuse.match.sums_and_products import AssociativeMatcher, Decompositions
 from onnxfuse.match.views import ViewSources, match_rearrange
 from onnxfuse.steps import raise_of
 
-MAX_SIDE_OUTPUT_COMBINATIONS = 8  # ways to choose the outputs beside the first that are tried for one State
+MAX_SIDE_OUTPUT_COMBINATIONS = 8  # choices of side outputs that are tried for one State
 MAX_STEPS_PER_TENSOR = 20_000  # a bound on backtracking, far above what the patterns need
 
 
 class Matcher(MatchContext):
-    """Matches one fusion against one graph.  It is the `Matching` of the pattern language."""
+    """Matches one fusion against one graph.  It implements the protocol `Matching` of the pattern language."""
 
     def __init__(self, graph: Graph, shapes: ShapeInfo, fusion: Fusion, joined: bool = False) -> None:
-        """Prepare for a fusion; `joined`: operators follow that join what is matched."""
+        """Prepare for a fusion; `joined` says whether later operators will be fused into the match."""
         super().__init__(graph, shapes, fusion, joined)
         known = fusion_terms(fusion)
         self._visible, self._repeated, self._side_outputs = known.visible, known.repeated, known.side_outputs
@@ -60,7 +60,7 @@ class Matcher(MatchContext):
         self._steps = 0
 
     def at(self, tensor: Tensor) -> Match | Miss:
-        """Return the first acceptable way to read `tensor` as the fusion's first output, or the nearest miss."""
+        """Return the first accepted match of `tensor` with the fusion's first output, or the nearest miss."""
         try:
             return self._at(tensor)
         except Exception as error:
@@ -85,14 +85,14 @@ class Matcher(MatchContext):
         return self.nearest.miss(tensor)
 
     def _start(self, tensor: Tensor) -> State:
-        """Return the state in which the names of the output's dimensions are bound, which operands must agree with."""
+        """Return the initial state: the output's named dimensions are bound, and operands must agree with them."""
         shape, spec = self.shapes.shape(tensor), self.fusion.out[0]
         return State(dims=unify_first(spec, shape) if shape is not None and "(" not in spec else {})
 
     # --- the walk ------------------------------------------------------------------------------------------------
 
     def match(self, term: Term, tensor: Tensor, state: State) -> Iterator[State]:
-        """Yield the state after each way to read `tensor` as `term`, given what is captured already."""
+        """Yield the state after each way to match `tensor` with `term`, consistent with the captured values."""
         term = self._visible[id(term)]
         if isinstance(term, Wrapper):
             return term.match(self, tensor, state)
@@ -109,11 +109,11 @@ class Matcher(MatchContext):
         return self._match_once(term, tensor, state)
 
     def match_option(self, term: Term, tensor: Tensor, state: State) -> Iterator[State]:
-        """Do what `match` does for an option that `fitting` has found to fit."""
+        """Match an option that `fitting` has selected, without checking its operator again."""
         return self.match(term, tensor, state) if isinstance(term, Wrapper) else self._match_once(term, tensor, state)
 
     def _match_once(self, term: Term, tensor: Tensor, state: State) -> Iterator[State]:
-        """Match a term; where it stands in several positions, only against the value that it has already."""
+        """Match a term; if it occurs several times, only against the value that it already has."""
         self._steps += 1
         if self._steps > MAX_STEPS_PER_TENSOR:
             return iter(())
@@ -132,14 +132,14 @@ class Matcher(MatchContext):
         for after in term.match(self, tensor, state):
             yield after.with_term(id(term), tensor)
 
-    # --- what terms ask for --------------------------------------------------------------------------------------
+    # --- the protocol that terms call ----------------------------------------------------------------------------
 
     def fitting(self, term: Alternatives, tensor: Tensor) -> Sequence[int]:
         """Return the indices of the options that can end with the operator that computes the tensor."""
         return self.prefilter.fitting(term, tensor)
 
     def holds(self, guard: Guard, state: State, term: Term | None = None) -> bool:
-        """Return whether a condition is true of the state; where it is false, that is a miss of `term`, if given."""
+        """Return whether a condition is true in the state; if it is false, record a miss of `term`, if given."""
         assert self._root is not None
         return guard_holds(self, guard, self._root, state, term)
 
@@ -156,7 +156,7 @@ class Matcher(MatchContext):
         return match_constant(self, term, tensor, state)
 
     def match_full(self, term: Term, value: Number, dims: str, tensor: Tensor, state: State) -> Iterator[State]:
-        """Match a constant of these dimensions whose elements all are `value`."""
+        """Match a constant of these dimensions in which all elements are `value`."""
         return match_full(self, term, value, dims, tensor, state)
 
     def match_causal(
@@ -166,7 +166,7 @@ class Matcher(MatchContext):
         return match_causal(self, term, dims, score, tensor, state)
 
     def is_widened(self, term: Term, tensor: Tensor, state: State) -> bool:
-        """Return whether a tensor is cast to float32, which is a miss of the term."""
+        """Return whether a tensor is the result of a Cast to float32; if so, record a miss of the term."""
         cast = self.float_cast(tensor)
         if cast is None or not self.is_to_float32(cast):
             return False
@@ -178,11 +178,11 @@ class Matcher(MatchContext):
         return match_operator(self, term, tensor, state)
 
     def match_rearrange(self, term: Rearrange, tensor: Tensor, state: State) -> Iterator[State]:
-        """Match the inner term with its axes rearranged, or a slice of it that attributes describe."""
+        """Match the inner term with its axes rearranged, or a slice of it that the fusion's attributes describe."""
         return match_rearrange(self, self._view_sources, term, tensor, state)
 
     def match_scaled(self, term: Term, inner: Term, scale: Capture, tensor: Tensor, state: State) -> Iterator[State]:
-        """Match `inner` times a scalar, wherever the factors stand."""
+        """Match `inner` times a scalar whose factors may be at several nodes."""
         return match_scaled(self, term, inner, scale, tensor, state)
 
     def match_associative(self, term: Sum | Product, tensor: Tensor, state: State) -> Iterator[State]:
@@ -192,15 +192,15 @@ class Matcher(MatchContext):
             matcher = self._associative[id(term)] = AssociativeMatcher(self, self._decompositions, term)
         if state.factor is None:
             return matcher.match(tensor, state)
-        inside = matcher.match(tensor, state._replace(factor=None))  # factors of a part are not those of the whole
+        inside = matcher.match(tensor, state._replace(factor=None))  # factors inside a part do not scale the whole
         return (after._replace(factor=state.factor) for after in inside)
 
     # --- outputs beside the first --------------------------------------------------------------------------------
 
     def _with_side_outputs(self, root: Tensor, state: State, index: int = 0) -> Iterator[State]:
-        """Yield the state with the outputs that are not interior values of the first, as far as they are found.
+        """Yield the state with the side outputs that are found: outputs that are not interior values of the first one.
 
-        Tensors of the first output's dtype are tried first: they have or lack a last Cast, as the first output does.
+        Tensors of the first output's dtype are tried first, because a last Cast follows all outputs or none.
         """
         if index == len(self._side_outputs):
             yield state

@@ -1,4 +1,4 @@
-"""The names that a pattern gives to dimensions, against the shapes of tensors."""
+"""Match the names that a pattern gives to dimensions with the shapes of tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onnxfuse.match.state import Dims
 
 
 class Token(NamedTuple):
-    """A name, whether the axis may broadcast, and whether its size may be one that is not known."""
+    """The name of an axis, whether it may broadcast, and whether its size may be unknown."""
 
     name: str
     may_broadcast: bool
@@ -23,7 +23,7 @@ class Token(NamedTuple):
 
 @functools.cache
 def _parsed(spec: str) -> tuple[tuple[Token, ...], bool, tuple[Token, ...]]:
-    """Return the tokens before "...", whether that is present, and the tokens after it."""
+    """Return the tokens before "...", whether "..." is present, and the tokens after it."""
     before, dots, after = spec.partition("...")
     head, tail = (tuple(map(_token, part.split())) for part in (before, after))
     return head, bool(dots), tail
@@ -33,14 +33,14 @@ def _token(text: str) -> Token:
     return Token(text.rstrip("?"), text.endswith("?"), text.endswith("??"))
 
 
-@functools.lru_cache(maxsize=4096)  # asked for every fusion at every node, of the few shapes that a model has
+@functools.lru_cache(maxsize=4096)  # called for every fusion at every node, with the few shapes of a model
 def unify_first(spec: str, shape: tuple[Size, ...]) -> Dims:
-    """Return the sizes of the names in `spec`, which describes `shape`; none where they contradict."""
+    """Return the sizes of the names in `spec`, which describes `shape`; empty if they contradict each other."""
     return unify(spec, shape, {}) or {}
 
 
 def unify(spec: str, shape: Sequence[Size], known: Dims) -> Dims | None:
-    """Return `known` and the sizes of the names in `spec`, which describes `shape`; None where they contradict."""
+    """Return `known` with the sizes of the names in `spec`, which describes `shape`; None if they contradict."""
     head, dots, tail = _parsed(spec)
     dims = dict(known)
     if not dots:
@@ -54,7 +54,7 @@ def unify(spec: str, shape: Sequence[Size], known: Dims) -> Dims | None:
 
 
 def _bind_from_right(tokens: Sequence[Token], sizes: Sequence[Size], dims: dict[str, Any]) -> bool:
-    """Bind names to sizes, beginning with the last axis; return whether they agree with what is bound already."""
+    """Bind names to sizes, beginning with the last axis; return whether they agree with the sizes bound before."""
     left = len(sizes)
     for name, may_broadcast, may_be_unknown in reversed(tokens):
         if not left:
@@ -74,19 +74,19 @@ def _bind_from_right(tokens: Sequence[Token], sizes: Sequence[Size], dims: dict[
 
 
 def axes_of(side: str) -> list[list[str]]:
-    """Return the names that each axis of one side of an arrangement is composed of; "..." is an axis here."""
+    """Return, for each axis of one side of an arrangement, its names; "..." counts as one axis."""
     return [(inside or single).split() for inside, single in re.findall(r"\(([^)]*)\)|(\S+)", side)]
 
 
-@functools.cache  # asked at every failure to rearrange
+@functools.cache  # called at every failure to rearrange
 def has_axes_of(side: str, rank: int) -> bool:
-    """Return whether one side of an arrangement may describe a tensor of so many axes."""
+    """Return whether one side of an arrangement may describe a tensor of `rank` axes."""
     axes = axes_of(side)
     return len(axes) - 1 <= rank if ["..."] in axes else len(axes) == rank
 
 
 def arranged_axes_fit(side: str, shape: Sequence[Size], known: Dims) -> bool:
-    """Return whether one side of an arrangement may describe a shape, as far as the sizes of its names are known."""
+    """Return whether one side of an arrangement may describe a shape, judged by the names whose sizes are known."""
     axes = axes_of(side)
     if not has_axes_of(side, len(shape)):
         return False
@@ -97,7 +97,7 @@ def arranged_axes_fit(side: str, shape: Sequence[Size], known: Dims) -> bool:
 
 
 def size_of(names: Sequence[str], known: Dims) -> Size | None:
-    """Return the size of an axis that is composed of names; None where one of these is not known, or several axes."""
+    """Return the size of an axis composed of names; None if one is unknown, or is "...", which is several axes."""
     if "..." in names:
         return None
     sizes = [int(name) if name.isdecimal() else known.get(name) for name in names]
@@ -105,13 +105,13 @@ def size_of(names: Sequence[str], known: Dims) -> Size | None:
 
 
 def with_sizes(size: Dim, known: Dims) -> Any:
-    """Return an attribute's size with the sizes of its names; a name alone may have the value of any attribute."""
+    """Return an attribute's size with known sizes substituted; a single name may also be any other attribute value."""
     name = name_of(size)
     return substituted(size, known) if name is None else known[name]
 
 
 def fitted_arrangement(pattern: str, source_rank: int, result_rank: int) -> layouts.Arrangement | None:
-    """Return the arrangement whose "..." stands for as many axes as fit both ranks; None where none does."""
+    """Return the arrangement with as many axes for "..." as fit both ranks; None if no number fits."""
     for extra in range(max(source_rank, result_rank) + 1) if "..." in pattern else (0,):
         arrangement = layouts.parse_arrangement(pattern, extra)
         if (len(arrangement.source), len(arrangement.result)) == (source_rank, result_rank):

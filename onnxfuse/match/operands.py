@@ -1,4 +1,4 @@
-"""Where a pattern's terms end: operands, numbers and constant tensors."""
+"""Match the leaves of a pattern: operands, numbers and constant tensors."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from onnxfuse.match.named_dims import unify
 from onnxfuse.match.scaling import unscaled
 from onnxfuse.match.state import Dims, State
 
-MAX_NODES_OF_A_WEIGHT = 16  # that compute it from constants, where folding is advised
+MAX_NODES_OF_A_WEIGHT = 16  # constant folding is advised if at most so many nodes compute a weight
 
 
 def match_capture(m: MatchContext, term: Capture, tensor: Tensor, state: State) -> Iterator[State]:
-    """Yield the state with the tensor as a parameter of the fused operator."""
+    """Yield the state with the tensor bound to a parameter of the fused operator."""
     if term.kind == "scalar":
         value = m.number(tensor)
         if value is None:
@@ -48,10 +48,10 @@ def match_capture(m: MatchContext, term: Capture, tensor: Tensor, state: State) 
 
 
 def _unified(m: MatchContext, spec: str, term: Capture, tensor: Tensor, state: State) -> Sequence[Dims]:
-    """Return the ways to bind the names of an operand's dimensions; none where its shape does not agree.
+    """Return the ways to bind the names of an operand's dimensions; empty if its shape does not agree.
 
-    An operand that broadcasts may be a slice [:s] of a table of 64 rows, whose size is Min(64, s).  Beside an axis of
-    size s the model runs only where that is s.
+    An operand that broadcasts may be a slice [:s] of a table of 64 rows, whose size is Min(64, s).  If it must agree
+    with an axis of size s, the model only runs where Min(64, s) is s, so the size is also tried without the 64.
     """
     shape = m.shapes.shape(tensor)
     if shape is None:
@@ -67,13 +67,13 @@ def _unified(m: MatchContext, spec: str, term: Capture, tensor: Tensor, state: S
 
 
 def match_absent(m: MatchContext, term: Absent, tensor: Tensor, state: State) -> Iterator[State]:
-    """Yield nothing: an input that is present is not left out."""
+    """Yield nothing, because the input is present."""
     m.fail(term, state, lambda: f"'{tensor.name}' is given; required to be left out")
     return iter(())
 
 
 def match_constant(m: MatchContext, term: Constant, tensor: Tensor, state: State) -> Iterator[State]:
-    """Yield the state where the tensor is the required number."""
+    """Yield the state if the tensor is the required number."""
     value = m.number(tensor)
     if value is None:
         m.fail(term, state, lambda: f"'{tensor.name}' is not a constant number; required {term.value:g}")
@@ -84,7 +84,7 @@ def match_constant(m: MatchContext, term: Constant, tensor: Tensor, state: State
 
 
 def match_full(m: MatchContext, term: Term, value: Number, spec: str, tensor: Tensor, state: State) -> Iterator[State]:
-    """Yield the state where the tensor is a constant of the dimensions `spec` whose elements all are `value`."""
+    """Yield the state if the tensor is a constant of the dimensions `spec` in which all elements are `value`."""
     shape = m.shapes.shape(tensor)
     dims = unify(spec, shape, state.dims) if shape is not None else None
     if dims is None or not is_constant(tensor):
@@ -103,9 +103,9 @@ def match_full(m: MatchContext, term: Term, value: Number, spec: str, tensor: Te
 def match_causal(
     m: MatchContext, term: Term, spec: str, score: Capture | None, tensor: Tensor, state: State
 ) -> Iterator[State]:
-    """Yield the state where the tensor is known to leave out the keys behind each query, and no others.
+    """Yield the state if the tensor is known to hide exactly the keys after each query.
 
-    Without `score` it is true where a key counts; with it, it is 0 there, and the number `score` elsewhere.
+    Without `score`, the tensor is true where a key is kept.  With it, it is 0 there and the number `score` elsewhere.
     """
     shape = m.shapes.shape(tensor)
     dims = None if shape is None else unify(spec, shape[-2:], state.dims)
@@ -123,7 +123,7 @@ def match_causal(
 
 
 def _is_of_constants(tensor: Tensor) -> bool:
-    """Return whether a few nodes compute a tensor, from constants alone."""
+    """Return whether a tensor is computed by a few nodes from constants only."""
     work, nodes = [tensor], 0
     while work:
         node = producer(each := work.pop())

@@ -1,4 +1,4 @@
-"""An operator against a node: its inputs, and its attributes, be they attributes or inputs in the model's opset."""
+"""Match an operator with a node: its inputs, and its attributes, which may be inputs in the model's opset."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from onnxfuse.match.diagnostics import origin, value_text
 from onnxfuse.match.named_dims import with_sizes
 from onnxfuse.match.state import CapturedValue, Dims, State
 
-LINEAR = {"MatMul"}  # in each of its inputs: factors may stand on either of them
+LINEAR = {"MatMul"}  # linear in each input, so that factors of any input scale the result
 
 
 def match_operator(m: MatchContext, term: Apply, tensor: Tensor, state: State) -> Iterator[State]:
-    """Yield the state after each way to read a tensor as the output of an operator."""
+    """Yield the state after each way to match a tensor with the output of an operator."""
     node = producer(tensor)
     if node is not None and op_of(node) == "Split" and term.op == "Slice":
         yield from _match_split(m, term, tensor, node, state)
@@ -40,7 +40,7 @@ def match_operator(m: MatchContext, term: Apply, tensor: Tensor, state: State) -
         m.fail(term, state, lambda: f"'{constant.name}' has {len(constant.shape)} axes, more than what it meets")
         return
     state, factor = state.with_nodes([node]), state.factor
-    if term.op not in LINEAR:  # factors inside are not those of the whole
+    if term.op not in LINEAR:  # factors of its inputs do not scale the result
         state = state._replace(factor=None)
     inputs = [t for i, t in enumerate(node.inputs) if _input_name(m, term.op, i) not in term.attributes]
     orders = [inputs]
@@ -52,7 +52,7 @@ def match_operator(m: MatchContext, term: Apply, tensor: Tensor, state: State) -
 
 
 def _match_split(m: MatchContext, term: Apply, tensor: Tensor, node: Node, state: State) -> Iterator[State]:
-    """Yield the state after each way to read an output of a Split as what a Slice along one axis takes."""
+    """Yield the state after each way to match an output of a Split with a Slice along one axis."""
     try:
         ((axis, (start, count)),) = slice_ranges(m.shapes, node, tensor).items()
     except CannotInfer:
@@ -76,7 +76,7 @@ def _match_split(m: MatchContext, term: Apply, tensor: Tensor, node: Node, state
 
 
 def _with_size(wanted: object, value: object, state: State) -> State:
-    """Return the state with the dimension that the attribute [size("d")] names, where nothing else has bound it."""
+    """Return the state with the dimension d bound for an attribute [size("d")], unless it is bound already."""
     if not isinstance(wanted, list) or not isinstance(value, list) or len(wanted) != 1 or len(value) != 1:
         return state
     (item,) = wanted
@@ -87,7 +87,7 @@ def _with_size(wanted: object, value: object, state: State) -> State:
 
 
 def _inputs(m: MatchContext, term: Apply, tensors: Sequence[Tensor], i: int, state: State) -> Iterator[State]:
-    """Yield the state after each way to read the inputs from index `i` on as those of the term."""
+    """Yield the state after each way to match the inputs from index `i` on with the inputs of the term."""
     if i == len(term.inputs):
         extra = next((t for t in tensors[i:] if t.name), None)
         if extra is None:
@@ -112,7 +112,7 @@ def _input_name(m: MatchContext, op: str, index: int) -> str | None:
 
 
 def _attributes(m: MatchContext, term: Apply, node: Node, state: State) -> Iterator[State]:
-    """Yield the state where all attributes are what the pattern says; those that it does not mention, their default."""
+    """Yield the state if all attributes are as the pattern requires, and unmentioned ones have their defaults."""
     for name in node.attrs:
         if name not in term.attributes and not _is_default(m, node, name):
             value = node.attrs[name]
@@ -132,13 +132,13 @@ def _attributes(m: MatchContext, term: Apply, node: Node, state: State) -> Itera
 
 def _is_default(m: MatchContext, node: Node, name: str) -> bool:
     value, usual = node.attrs[name], attribute_default(op_of(node), name, m.graph.opset)
-    if is_tensor(value):  # which equals no number
+    if is_tensor(value):  # a tensor equals no number
         return False
     return bool(value == usual) or (usual is not None and _same_axis(m, node, name, value, usual))
 
 
 def _attribute(m: MatchContext, term: Apply, node: Node, name: str, wanted: object, state: State) -> Iterator[State]:
-    """Yield the state where an attribute is what the pattern says; what it captures is bound."""
+    """Yield the state if an attribute is as the pattern requires, with captured values bound."""
     value = attribute_or_input(m.graph, node, name)
     if isinstance(wanted, Capture):
         if value is None and wanted.optional:
@@ -168,7 +168,7 @@ def _attribute(m: MatchContext, term: Apply, node: Node, name: str, wanted: obje
 
 
 def _same(m: MatchContext, node: Node, name: str, found: CapturedValue | AtRunTime, required: Any) -> bool:
-    """Return whether an attribute, or the input that it became, is what is required."""
+    """Return whether an attribute, or the input that replaces it, has the required value."""
     if name == "steps" and found is None:
         found = [1] * len(required)
     if isinstance(found, float) and isinstance(required, int | float):
@@ -179,7 +179,7 @@ def _same(m: MatchContext, node: Node, name: str, found: CapturedValue | AtRunTi
 
 
 def _ends(m: MatchContext, node: Node, ends: Sequence[object]) -> list[object]:
-    """Return the ends of a Slice, where those beyond the axis become its size."""
+    """Return the ends of a Slice, clamped to the sizes of their axes."""
     shape, axes = m.shapes.shape(node.inputs[0]), attribute_or_input(m.graph, node, "axes")
     if shape is None or not isinstance(axes, list):
         return list(ends)
@@ -193,7 +193,7 @@ def _ends(m: MatchContext, node: Node, ends: Sequence[object]) -> list[object]:
 
 
 def _same_axis(m: MatchContext, node: Node, name: str, found: Any, required: Any) -> bool:
-    """Return whether two values of `axis` or `axes` are equal, where negative axes count from the last one."""
+    """Return whether two values of `axis` or `axes` are equal after negative axes are resolved."""
     if name not in ("axis", "axes") or not node.inputs:
         return False
     rank = m.shapes.rank(node.inputs[0])
@@ -206,7 +206,7 @@ def _same_axis(m: MatchContext, node: Node, name: str, found: Any, required: Any
 
 
 def _evaluated(wanted: object, dims: Dims) -> Any:
-    """Return an attribute's value, in which named dimensions have their sizes."""
+    """Return an attribute's value with the sizes of named dimensions substituted."""
     if isinstance(wanted, list):
         return [_evaluated(item, dims) for item in wanted]
     return with_sizes(wanted, dims) if isinstance(wanted, Dim) else wanted

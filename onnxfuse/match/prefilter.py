@@ -1,4 +1,4 @@
-"""What lets a node be skipped before anything is matched: it is not of an operator that the fusion can end with."""
+"""Skip nodes before matching, by the operators that a fusion's terms can be computed by."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from onnxfuse.match.fusion_terms import fusion_terms
 
 
 def may_occur(fusion: Fusion, present: Set[str]) -> bool:
-    """Return whether a graph of these operators may have a match: one of each set that a match needs is present."""
+    """Return whether a graph with the operators `present` may have a match: it needs one of `needed_ops`."""
     needed = fusion.outputs[0].needed_ops
     return not needed or not needed.isdisjoint(present)
 
 
 def may_be(term: Term, tensor: Tensor) -> bool:
-    """Return whether a tensor may be a term, as far as the operators tell that compute it, and what these read."""
+    """Return whether a tensor may match a term, judged by the operators that compute it and its producer's inputs."""
     if term.root_ops is None:
         return True
     if not tensor.inputs or op_of(tensor.inputs[0]) not in term.root_ops:
@@ -27,7 +27,7 @@ def may_be(term: Term, tensor: Tensor) -> bool:
     if isinstance(term, Alternatives):
         return any(may_be(option, tensor) for option in term.options)
     for part in term.computed_parts:
-        for each in tensor.inputs[0].inputs:  # a part of a sum or a view may be deeper
+        for each in tensor.inputs[0].inputs:  # parts of sums and of views may be deeper
             if may_be(part, each) or (each.inputs and op_of(each.inputs[0]) in term.deeper_ops):
                 break
         else:
@@ -36,10 +36,10 @@ def may_be(term: Term, tensor: Tensor) -> bool:
 
 
 class Prefilter:
-    """For each term of a fusion, the operators that can compute it."""
+    """The operators that can compute each term of a fusion."""
 
     def __init__(self, fusion: Fusion, float_cast: Callable[[Tensor], Node | None] | None) -> None:
-        """Prepare for a fusion; `float_cast` finds the Cast above a tensor, where the fusion absorbs Casts."""
+        """Prepare for a fusion; `float_cast` returns the Cast that computes a tensor, if the fusion absorbs Casts."""
         self._float_cast = float_cast
         known = fusion_terms(fusion)
         self._root_ops, self.fusion_root_ops = known.root_ops, known.fusion_root_ops
@@ -60,7 +60,7 @@ class Prefilter:
         )
 
     def fitting(self, term: Alternatives, tensor: Tensor) -> Sequence[int]:
-        """Return the indices of the options that fit the tensor; equal for all tensors that one operator computes."""
+        """Return the indices of the options that fit the tensor; except for Casts, they depend on its operator only."""
         key = id(term), op_of(tensor.inputs[0]) if tensor.inputs else ""
         if key not in self._fitting or key[1] == "Cast":
             self._fitting[key] = [i for i, option in enumerate(term.options) if self.fits(option, tensor)]

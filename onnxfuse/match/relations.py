@@ -1,4 +1,4 @@
-"""What the condition of a pattern may ask about values of a graph."""
+"""The functions of tensors that the conditions of patterns may call."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from onnxfuse.match.context import MatchContext
 
 
 def is_multiple(value: Tensor, of: Tensor) -> bool:
-    """Return whether a value is another one times or over a constant."""
+    """Return whether a value is another value multiplied or divided by a constant."""
     makers = [node for node in value.inputs if node.op in ("Mul", "Div")]
     return any(t is of for node in makers for t in node.inputs) and any(map(is_constant, makers[0].inputs))
 
 
 def share_symbols(left: Size, right: Size) -> bool:
-    """Return whether two dims depend on a symbol in common, so that they may be equal: [:s] of 512 has min(512, s)."""
+    """Return whether two dims share a symbol, so that they may be equal: s and the size min(512, s) of [:s] do."""
     return not {*symbols(left)}.isdisjoint(symbols(right))
 
 
@@ -33,7 +33,7 @@ def is_finite(m: MatchContext, value: Tensor) -> bool:
 
 
 def broadcasts_to(m: MatchContext, value: Tensor, to: Tensor) -> bool:
-    """Return whether a value broadcasts to the shape of another one, and leaves this as it is."""
+    """Return whether a value broadcasts to another one without changing the other's shape."""
     shape, whole = m.shapes.shape(value), m.shapes.shape(to)
     if shape is None or whole is None or len(shape) > len(whole):
         return False
@@ -62,7 +62,7 @@ def has_readers(value: Tensor) -> bool:
 
 
 def relations(m: MatchContext) -> Mapping[str, Relation]:
-    """Return what may be asked, by name, of the values of a graph."""
+    """Return the functions that conditions may call, by name."""
     return {
         "is_multiple": is_multiple,
         "share_symbols": share_symbols,

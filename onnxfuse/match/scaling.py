@@ -1,4 +1,4 @@
-"""Factors around a value: scaled() collects the constant numbers of Mul and Div nodes on the way to its operands."""
+"""Match scaled(): collect the constant factors of Mul and Div nodes around a value and on its operands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onnxfuse.match.state import State
 def match_scaled(
     m: MatchContext, term: Term, inner: Term, scale: Capture, tensor: Tensor, state: State
 ) -> Iterator[State]:
-    """Yield the state after each way to read a tensor as `inner` times a number, collected from all around it."""
+    """Yield the state after each way to match a tensor with `inner` times a number, the product of all factors."""
     factor = 1.0
     nodes: list[Node] = []
     while (node := producer(tensor)) is not None:
@@ -34,7 +34,7 @@ def match_scaled(
 
 
 def unscaled(m: MatchContext, tensor: Tensor, state: State) -> tuple[Tensor, State]:
-    """Return an operand inside scaled() without the numbers that it is multiplied by, which the state collects."""
+    """Return an operand inside scaled() without its constant factors, which the state's factor collects."""
     factor = state.factor
     nodes: list[Node] = []
     while factor is not None and (node := producer(tensor)) is not None and (step := scale_step(m, node)) is not None:
@@ -44,7 +44,7 @@ def unscaled(m: MatchContext, tensor: Tensor, state: State) -> tuple[Tensor, Sta
 
 
 def scale_step(m: MatchContext, node: Node) -> tuple[Tensor, float] | None:
-    """Return (x, c) where the node computes x * c or x / (1/c) for a constant number c; None where it does not."""
+    """Return (x, c) if the node computes x * c, or x / (1/c), for a constant number c; None for other nodes."""
     if op_of(node) not in ("Mul", "Div") or m.rank_raising_constant(node) is not None:
         return None
     left, right = node.inputs
@@ -58,6 +58,6 @@ def scale_step(m: MatchContext, node: Node) -> tuple[Tensor, float] | None:
 
 
 def _no_number(node: Node, inputs: Sequence[Tensor]) -> str:
-    """Return the sentence; the node has lost its inputs where a region has replaced it since."""
+    """Return the sentence of a miss; the inputs are passed, because the node may have lost its own by then."""
     left, right = (t.name for t in inputs)
     return f"{op_of(node)} '{node.name}' takes '{left}' and '{right}'; required a constant number as one of them"

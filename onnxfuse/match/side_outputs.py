@@ -1,4 +1,4 @@
-"""Outputs of a fusion that are not interior values of the first one: they share only operands with it."""
+"""Side outputs: outputs of a fusion that are not interior values of the first one, but share operands with it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from onnxfuse.dsl.terms import Capture, Term, walk
 from onnxfuse.ir.node import Tensor, op_of
 
 MAX_DEPTH = 7  # nodes from a shared operand to an output, as in rotary_table: Cast, MatMul, Transpose, Concat …
-MAX_TENSORS_PER_DEPTH = 64  # that are looked at
+MAX_TENSORS_PER_DEPTH = 64  # tensors that are visited per depth
 
 
 class SideOutput(NamedTuple):
-    """An output beside the first one."""
+    """An output that is not an interior value of the first one."""
 
     term: Term
-    operands: tuple[str, ...]  # that it shares with the first one
-    ops: frozenset[str]  # the operators that it consists of
+    operands: tuple[str, ...]  # operands that it shares with the first output
+    ops: frozenset[str]  # the operators of its terms
 
 
 def side_outputs(fusion: Fusion) -> tuple[SideOutput, ...]:
@@ -35,14 +35,14 @@ def side_outputs(fusion: Fusion) -> tuple[SideOutput, ...]:
 
 
 def may_be_absent(fusion: Fusion, index: int) -> bool:
-    """Return whether an output may be left out: all operands that no output before it has are optional."""
+    """Return whether an output may be absent: all operands that no earlier output has are optional."""
     known = {term for output in fusion.outputs[:index] for term in walk(output) if isinstance(term, Capture)}
     own = {term for term in walk(fusion.outputs[index]) if isinstance(term, Capture)} - known
     return bool(own) and all(capture.optional for capture in own)
 
 
 def computed_from(starts: Sequence[Tensor], ops: frozenset[str]) -> Iterator[Tensor]:
-    """Yield what these operators compute from the tensors in a few steps, the farthest first, else in graph order."""
+    """Yield tensors that `ops` compute from `starts` in at most MAX_DEPTH nodes, the farthest first."""
     levels = [list(starts)]
     seen = {id(tensor) for tensor in starts}
     for _ in range(MAX_DEPTH):

@@ -1,4 +1,4 @@
-"""What a match is: the State on the way, the Match at the end, or the Miss that came nearest."""
+"""The results of matching: the State on the way, the Match at the end, or the nearest Miss."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.dsl.spans import Span
 from onnxfuse.ir.node import AttributeValue, Node, Tensor
 
-Dims: TypeAlias = Mapping[str, Any]  # a Size by each name, and under "..." the tuple of those that it stands for
+Dims: TypeAlias = Mapping[str, Any]  # a Size by name, and a tuple of Sizes by "..."
 CapturedValue: TypeAlias = "AttributeValue | Tensor | None"
 
 
 class State(NamedTuple):
-    """What is captured so far.  It is never changed, so that every way of matching can go on from it."""
+    """The captures so far.  A State is immutable, so that backtracking can continue from it."""
 
-    terms: Mapping[int, Tensor] = MappingProxyType({})  # by the term's id
+    terms: Mapping[int, Tensor] = MappingProxyType({})  # by the id of the term
     values: Mapping[str, CapturedValue] = MappingProxyType({})
     operands: Mapping[str, Tensor] = MappingProxyType({})
     dims: Dims = MappingProxyType({})
     choices: Mapping[str, str] = MappingProxyType({})
-    nodes: Mapping[int, Node] = MappingProxyType({})  # by the node's id: they will be replaced
-    kept: Mapping[int, Node] = MappingProxyType({})  # they are only seen through, and stay for what else reads them
+    nodes: Mapping[int, Node] = MappingProxyType({})  # by the id of the node: nodes that will be replaced
+    kept: Mapping[int, Node] = MappingProxyType({})  # nodes that are only looked through, and stay for other readers
     factor: float | None = None  # the product of the scalars met so far, while inside scaled()
 
     def with_nodes(self, nodes: Sequence[Node], *, keep: bool = False) -> State:
-        """Return the state with more nodes: to be replaced, or (`keep`) only seen through."""
+        """Return the state with more nodes, which are replaced or (`keep`) only looked through."""
         if not nodes:
             return self
         new = {id(n): n for n in nodes}
@@ -38,17 +38,17 @@ class State(NamedTuple):
         return State(terms, values, operands, dims, choices, {**old, **new}, kept, factor)
 
     def keep_nodes_since(self, before: State) -> State:
-        """Return the state in which the nodes that were matched since `before` are only seen through."""
+        """Return the state in which the nodes that were matched since `before` are only looked through."""
         new = [node for key, node in self.nodes.items() if key not in before.nodes]
         return self._replace(nodes=before.nodes).with_nodes(new, keep=True)
 
     def with_term(self, term: int, tensor: Tensor) -> State:
-        """Return the state with the tensor that a term, given by its id, stands for."""
+        """Return the state with a tensor bound to a term, which is given by its id."""
         terms, values, operands, dims, choices, nodes, kept, factor = self
         return State({**terms, term: tensor}, values, operands, dims, choices, nodes, kept, factor)
 
     def with_operand(self, name: str, tensor: Tensor, dims: Dims) -> State:
-        """Return the state with an operand, and with the dimensions that are known then."""
+        """Return the state with an operand, and with `dims` as its dimensions."""
         terms, values, operands, _, choices, nodes, kept, factor = self
         return State(terms, values, {**operands, name: tensor}, dims, choices, nodes, kept, factor)
 
@@ -69,10 +69,10 @@ class Match:
     dims: Dims
     choices: Mapping[str, str]
     nodes: tuple[Node, ...]
-    has_side_outputs: bool = False  # whether an output is computed beside the first one: see side_outputs.py
+    has_side_outputs: bool = False  # whether an output is not an interior value of the first: see side_outputs.py
 
 
-class Miss(NamedTuple):  # most attempts end in one: a NamedTuple is made in a quarter of a frozen dataclass's time
+class Miss(NamedTuple):  # most attempts give one; a NamedTuple takes a quarter of the time of a frozen dataclass
     """Why a fusion does not apply at a tensor: `matched` of about `of` nodes agreed."""
 
     fusion: Fusion
@@ -82,15 +82,15 @@ class Miss(NamedTuple):  # most attempts end in one: a NamedTuple is made in a q
     sentence: Callable[[], str]
     span: Span
     around: tuple[str, ...] = ()  # names of the nodes that agreed
-    hint: str = ""  # what the user can change
+    hint: str = ""  # a change that the user can make
     complete: bool = False  # all nodes agreed, but replacing them was refused
 
     @property
     def of(self) -> int:
-        """About how many nodes the pattern has, in the variant that came nearest."""
+        """About how many nodes the pattern has, in the variant that matched most."""
         return max(self.size(), self.matched)
 
     @property
     def reason(self) -> str:
-        """The sentence: subject, what is required, what was found."""
+        """The sentence that names the subject, the requirement and the finding."""
         return self.sentence()

@@ -1,4 +1,4 @@
-"""Sums and products against trees of Add or Mul: in any order and grouping, with their constants collected."""
+"""Match sums and products with trees of Add or Mul, in any order and grouping, with their constants collected."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from onnxfuse.match.context import MatchContext
 from onnxfuse.match.diagnostics import origin
 from onnxfuse.match.state import State
 
-StoredNumber: TypeAlias = tuple[float, Tensor]  # what a constant adds or multiplies, and the constant
+StoredNumber: TypeAlias = tuple[float, Tensor]  # an addend or factor, and the constant that stores it or its inverse
 
 
 class Decomposition(NamedTuple):
-    """One way to read a node as a sum or product of two: of two values, or of a value and a number."""
+    """One way to read a node as a sum or product: of two values, or of a value and a number."""
 
     values: list[Tensor]
     numbers: list[StoredNumber]
@@ -25,7 +25,7 @@ class Decomposition(NamedTuple):
 
 
 class Decompositions:
-    """The decompositions of the tensors that were met while matching at one tensor."""
+    """A cache of the decompositions of tensors, while matching at one tensor."""
 
     def __init__(self, m: MatchContext) -> None:
         self._m = m
@@ -36,7 +36,7 @@ class Decompositions:
         self._known.clear()
 
     def of(self, tensor: Tensor, product: bool) -> Sequence[Decomposition]:
-        """Return the ways to read a tensor as a product, or as a sum; none where it is neither."""
+        """Return the ways to read a tensor as a product or a sum; empty if its node is neither."""
         key = id(tensor), product
         known = self._known.get(key)
         if known is None:
@@ -81,19 +81,19 @@ class AssociativeMatcher:
         self.most_selective = min(filter(root_ops, self.values), key=lambda v: len(root_ops(v) or ()), default=None)
 
     def _has_known_shape(self, value: Term) -> bool:
-        """Return whether a value is an operand whose dimensions are those of the output: they rule most tensors out."""
+        """Return whether a value is an operand with dimensions of the output only, which exclude most tensors."""
         leaf, out = value.unwrapped, self.m.fusion.out[0]
         return isinstance(leaf, Capture) and leaf.dims is not None and set(leaf.dims.split()) <= set(out.split())
 
     def match(self, tensor: Tensor, state: State) -> Iterator[State]:
-        """Yield the state after each way to read the tensor as the term."""
+        """Yield the state after each way to match the tensor with the term."""
         found = self.decompositions.of(tensor, self.product)
         if not found:
             kind = "a product (Mul or Div)" if self.product else "a sum (Add)"
             self.m.fail(self.term, state, lambda: f"'{tensor.name}' is {origin(self.m.graph, tensor)}; required {kind}")
             return iter(())
         found = self._usable(found)
-        # Most attempts end here, without the search below.
+        # Most attempts fail here, before the search below.
         if self.is_pair and found and not self._orders(found[0].values):
             values, _, node = found[0]
             self.m.fail(self.term, state.with_nodes([node]), lambda: self._misfit(values))
@@ -107,7 +107,7 @@ class AssociativeMatcher:
     def _decompose_further(
         self, values: list[Tensor], numbers: list[StoredNumber], start: int, state: State
     ) -> Iterator[State]:
-        """Match the values, then those with one of them, from index `start` on, replaced by what it consists of."""
+        """Match the values; then replace one of them, from index `start` on, by its own parts, and match again."""
         if len(values) == len(self.values):
             orders = self._orders(values)
             if not orders:
@@ -126,7 +126,7 @@ class AssociativeMatcher:
                     yield from self._decompose_further(grown, numbers + more, i, after.with_nodes([node]))
 
     def _orders(self, values: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
-        """Return the orders in which each value is computed by an operator that fits the term at its index."""
+        """Return the orders of values in which each value's operator fits the term at its index."""
         fits = self.m.fits
         if self.most_selective is not None and not any(fits(self.most_selective, tensor) for tensor in values):
             return ()
@@ -141,7 +141,7 @@ class AssociativeMatcher:
         return f"{found} are {how}; required {wanted}"
 
     def _assign(self, values: Sequence[Tensor], i: int, state: State) -> Iterator[State]:
-        """Yield the state after each way to read the values from index `i` on as the terms at their indices."""
+        """Yield the state after each way to match the values from index `i` on with the terms at their indices."""
         if i == len(values):
             yield state
             return
@@ -149,7 +149,7 @@ class AssociativeMatcher:
             yield from self._assign(values, i + 1, after)
 
     def _check_numbers(self, numbers: list[StoredNumber], state: State) -> Iterator[State]:
-        """Yield the state where the numbers that were found are the constant, or leave a value for the scalar."""
+        """Yield the state if the collected numbers equal the constant; what remains of them is bound to the scalar."""
         found = self._total([value for value, _ in numbers])
         required = self._total([]) if self.constant is None else self.constant
         if self.scalar is not None and numbers:
@@ -171,5 +171,5 @@ class AssociativeMatcher:
         return math.prod(numbers) if self.product else math.fsum(numbers)
 
     def _usable(self, decompositions: Sequence[Decomposition]) -> Sequence[Decomposition]:
-        """Return the decompositions without those that take out a number, where the term has none."""
+        """Return the decompositions; those with a number only if the term has a number."""
         return decompositions if self.has_number else [one for one in decompositions if not one.numbers]

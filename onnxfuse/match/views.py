@@ -1,4 +1,4 @@
-"""Rearrangements against chains of views: Reshape, Transpose, Expand and the like, and slices of a packed last axis."""
+"""Match rearrangements with chains of views (Reshape, Transpose, Expand, …), and with slices of a packed last axis."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class ViewSource(NamedTuple):
     """A tensor that another one is a view of."""
 
     tensor: Tensor
-    nodes: list[Node]  # from it to the view
-    factor: float  # the product of the numbers that these multiply by
+    nodes: list[Node]  # the nodes from the source to the view
+    factor: float  # the product of the constant factors of the nodes
 
 
 class ViewSources:
-    """The sources of the tensors that were met while matching at one tensor."""
+    """A cache of the sources of tensors, while matching at one tensor."""
 
     def __init__(self, m: MatchContext) -> None:
         self._m = m
@@ -41,9 +41,9 @@ class ViewSources:
         self._known.clear()
 
     def of(self, tensor: Tensor, *, scaling: bool, slicing: bool) -> Sequence[ViewSource]:
-        """Return the tensor itself and what it is a view of, nearest first.
+        """Return the tensor itself and the tensors that it is a view of, nearest first.
 
-        `scaling` and `slicing` say whether the nodes may also multiply by numbers, and take slices.
+        With `scaling`, nodes between may also multiply by numbers; with `slicing`, they may also take slices.
         """
         key = id(tensor), scaling, slicing
         known = self._known.get(key)
@@ -70,9 +70,9 @@ class ViewSources:
 def match_rearrange(
     m: MatchContext, sources: ViewSources, term: Rearrange, tensor: Tensor, state: State
 ) -> Iterator[State]:
-    """Yield the state after each way to read a tensor as a value rearranged, from the farthest source that fits."""
+    """Yield the state after each way to match a tensor with a rearranged value, from the farthest source that fits."""
     inner, pattern, value = term.inner, term.pattern, term.inner.unwrapped
-    keep = isinstance(value, Capture) or m.is_output(value)  # the source stays in the graph
+    keep = isinstance(value, Capture) or m.is_output(value)  # then the source stays in the graph
     arranged, nearest_source = False, tensor
     farthest = sources.of(tensor, scaling=False, slicing=False)[-1].tensor
     if isinstance(value, Capture) and value.kind == "weight" and not is_constant(farthest):
@@ -94,7 +94,7 @@ def match_rearrange(
             fits = True
             yield inside
         if fits:
-            return  # a nearer source would only keep more views
+            return  # a nearer source would only leave more views in the graph
     if not arranged:
         shape = m.shapes.shape(tensor)
         is_like = shape is None or has_axes_of(pattern.partition("->")[2], len(shape))
@@ -103,7 +103,7 @@ def match_rearrange(
 
 
 def _is_rounded(m: MatchContext, source: Tensor, nodes: Sequence[Node]) -> bool:
-    """Return whether Casts among the nodes round what is in the source; then an operand is what they give."""
+    """Return whether Casts among the nodes round the source; if so, the operand is their result, not the source."""
     casts = [node for node in nodes if op_of(node) == "Cast" and not m.is_to_float32(node)]
     return any(m.shapes.dtype(cast.outputs[0]) != m.shapes.dtype(source) for cast in casts)
 
@@ -117,9 +117,9 @@ def _not_arranged(m: MatchContext, pattern: str, tensor: Tensor, source: Tensor,
 
 
 def _arrange(m: MatchContext, term: Rearrange, view: ViewSource, tensor: Tensor, state: State) -> State | None:
-    """Return the state with the sizes, and the slice, that make the tensor the arrangement of its source.
+    """Return the state with the sizes, and the slice, with which the tensor is the arrangement of its source.
 
-    None where it is not.
+    None if it is not.
     """
     source, nodes, _ = view
     pattern, slice_name = term.pattern, term.slice_name
@@ -137,7 +137,7 @@ def _arrange(m: MatchContext, term: Rearrange, view: ViewSource, tensor: Tensor,
     sizes = layouts.solve_sizes(arrangement, start, end, known)
     if sizes is None:
         return None
-    if nodes or arrangement.source != arrangement.result:  # else nothing moves
+    if nodes or arrangement.source != arrangement.result:  # otherwise no axis moves
         layout: layouts.ViewLayout | None = layouts.identity(start)
         for node in nodes:
             layout = _layout_after(m, layout, node)
@@ -149,7 +149,7 @@ def _arrange(m: MatchContext, term: Rearrange, view: ViewSource, tensor: Tensor,
 def _with_sizes(
     pattern: str, arrangement: layouts.Arrangement, sizes: Mapping[str, Size], state: State
 ) -> State | None:
-    """Return the state with the sizes of an arrangement; None where "..." stands for other sizes elsewhere."""
+    """Return the state with the sizes of an arrangement; None if "..." is bound to other sizes already."""
     dims = {name: size for name, size in sizes.items() if not name.startswith("...")}
     if "..." in pattern:
         count = sum(name.startswith("...") for axis in arrangement.source for name in axis)
@@ -161,7 +161,7 @@ def _with_sizes(
 
 
 def _layout_after(m: MatchContext, layout: layouts.ViewLayout | None, node: Node) -> layouts.ViewLayout | None:
-    """Return the layout after a view; None where sizes do not tell it."""
+    """Return the layout after a view; None if the sizes do not determine it."""
     after = m.shapes.shape(node.outputs[0])
     if layout is None or after is None:
         return None
@@ -179,17 +179,17 @@ def _layout_after(m: MatchContext, layout: layouts.ViewLayout | None, node: Node
 
 
 class FoundSlice(NamedTuple):
-    """The elements of a last axis "(a b)" that are arranged: `a` runs of `b` elements."""
+    """The slice of a last axis "(a b)": `a` runs of `b` elements."""
 
-    sizes: dict[str, Size]  # of the arrangement
+    sizes: dict[str, Size]  # sizes of the names in the arrangement
     offset: int  # elements before the first run
-    pitch: int | None  # elements from the beginning of one run to that of the next; None where that is `b`
+    pitch: int | None  # elements from the start of one run to the start of the next; None if runs are adjacent
 
 
 def _with_packed_slice(
     pattern: str, arrangement: layouts.Arrangement, name: str, found: FoundSlice, width: Size, state: State
 ) -> State | None:
-    """Return the state with the attributes that describe a slice; None where they have other values elsewhere."""
+    """Return the state with the attributes that describe a slice; None if they are bound to other values already."""
     numbers = {f"{name}_offset": found.offset, **({} if found.pitch is None else {f"{name}_pitch": found.pitch})}
     if any(state.values.get(key, number) != number for key, number in numbers.items()):
         return None
@@ -205,7 +205,7 @@ def packed_slice(
     tensor: Tensor,
     known: Mapping[str, Size],
 ) -> FoundSlice | None:
-    """Return the slice of the source's last axis of which the tensor is an arrangement; None where it is not one."""
+    """Return the slice of the source's last axis that the tensor is an arrangement of; None if there is none."""
     start, end = m.shapes.shape(source), m.shapes.shape(tensor)
     assert start is not None and end is not None
     axis, found = len(start) - 1, _layout_and_offsets(m, start, chain, tensor)
@@ -230,7 +230,7 @@ def packed_slice(
 
 
 def _is_within(width: int, offset: int, count: int, run: int, pitch: int) -> bool:
-    """Return whether so many runs lie within an axis of blocks of `pitch` elements, one run in a block."""
+    """Return whether `count` runs fit into an axis of `width` elements, one run in each block of `pitch` elements."""
     block, begin = divmod(offset, pitch)
     return width % pitch == 0 and block + count <= width // pitch and begin + run <= pitch
 
@@ -238,7 +238,7 @@ def _is_within(width: int, offset: int, count: int, run: int, pitch: int) -> boo
 def _layout_and_offsets(
     m: MatchContext, shape: Sequence[Size], chain: Sequence[Node], tensor: Tensor
 ) -> tuple[layouts.ViewLayout, dict[int, int]] | None:
-    """Return the layout of the chain's result in a source of that shape, and on each axis the first element's index."""
+    """Return the layout of the chain's result in a source of `shape`, and the index of its first element by axis."""
     layout: layouts.ViewLayout | None = layouts.identity(shape)
     offsets: dict[int, int] = {}
     for node, after in zip(chain, (*chain[1:], None), strict=True):

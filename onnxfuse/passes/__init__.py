@@ -10,7 +10,8 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.passes.folded import Folded
 
 # A pass changes a sorted graph in place, and records the types of the tensors that it adds.  It returns the nodes that
-# it folded, or a number of changes.  `graph_pass` makes one of a function: it checks the opset, removes and sorts.
+# it folded, or the number of changes.  `graph_pass` turns a function into a pass: it checks the opset before, and after
+# changes it removes unread nodes and sorts the graph.
 Pass: TypeAlias = Callable[[Graph, ShapeInfo], list[Folded] | int]
 
 __all__ = ["Folded", "Pass"]

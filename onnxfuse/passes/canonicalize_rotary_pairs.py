@@ -1,7 +1,7 @@
-"""Write rotary embedding of pairs, which are neighbours in a head, with the slices that patterns know.
+"""Write rotary embedding of adjacent pairs in a head with the slices that patterns match.
 
 Where a model reshapes heads to (..., pairs, 2) and takes either column, as torch's `unbind` does, a Slice of every
-other element takes its place.  Where an exporter joined what is not rotated and both halves of what is in one Concat,
+other element replaces this.  Where one Concat joins the unrotated part of a head and both halves of the rotated part,
 the halves get a Concat of their own.
 """
 
@@ -22,13 +22,13 @@ from onnxfuse.passes.emit import emit
 from onnxfuse.passes.fold_shapes import reshape_target
 from onnxfuse.passes.graph_pass import graph_pass
 
-RANK: Final = 5  # of heads that are divided into pairs
-MAX_INT64: Final = np.iinfo(np.int64).max  # as the end of a Slice: the rest of its axis
+RANK: Final = 5  # of heads reshaped to pairs: batch, heads, rows, pairs and 2
+MAX_INT64: Final = np.iinfo(np.int64).max  # the end of a Slice that takes the rest of its axis
 
 
-@graph_pass(opset=13)  # with axes of Unsqueeze as an input
+@graph_pass(opset=13)  # from this opset on, the axes of Unsqueeze are an input
 def canonicalize_rotary_pairs(graph: Graph, shapes: ShapeInfo) -> int:
-    """Rewrite columns of pairs, and Concats that were joined.  Returns their number."""
+    """Rewrite columns of pairs, and Concats that join more than a rotation.  Returns the number of changes."""
     columns = [(node, made) for node in graph.nodes if op_of(node) in SLICING for made in node.outputs]
     count = sum(_slice_instead(graph, shapes, node, made) for node, made in columns)
     count += sum(_separate_rotated(graph, shapes, node) for node in list(graph.nodes) if op_of(node) == "Concat")
@@ -36,7 +36,7 @@ def canonicalize_rotary_pairs(graph: Graph, shapes: ShapeInfo) -> int:
 
 
 def _slice_instead(graph: Graph, shapes: ShapeInfo, node: Node, made: Tensor) -> bool:
-    """Replace a column of (..., pairs, 2) by a Slice of what was reshaped to that; return whether it was one."""
+    """Replace a column of (..., pairs, 2) by a Slice of the tensor before the Reshape; return whether it was one."""
     reshape = producer(node.inputs[0])
     if reshape is None or op_of(reshape) != "Reshape" or shapes.dtype(made) not in FUSIBLE_FLOATS:
         return False
@@ -67,7 +67,7 @@ def _slice_instead(graph: Graph, shapes: ShapeInfo, node: Node, made: Tensor) ->
 
 
 def _separate_rotated(graph: Graph, shapes: ShapeInfo, concat: Node) -> bool:
-    """Give the last two inputs of a Concat one of their own if they are a rotation; return whether they are."""
+    """Join the last two inputs of a Concat in a separate Concat if they are a rotation; return whether they are."""
     if len(concat.inputs) <= 2:
         return False
     *rest, first, second = concat.inputs
@@ -84,7 +84,7 @@ def _separate_rotated(graph: Graph, shapes: ShapeInfo, concat: Node) -> bool:
 
 
 def _is_rotation(first: Tensor, second: Tensor) -> bool:
-    """Return whether tensors are a * c - b * s and b * c + a * s."""
+    """Return whether the tensors are `a * c - b * s` and `b * c + a * s`."""
     difference, total = producer(first), producer(second)
     if difference is None or total is None or (op_of(difference), op_of(total)) != ("Sub", "Add"):
         return False

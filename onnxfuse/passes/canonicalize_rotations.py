@@ -1,10 +1,10 @@
-"""Write rotations of pairs, halves of a head or neighbours in it, in the two forms that patterns know.
+"""Write rotations of pairs (both halves of a head, or adjacent elements) in the two forms that patterns match.
 
 These are `x * cos + turned(x) * sin`, where turned(x) is `-second, first`, and the product of complex numbers
-`a cos - b sin, b cos + a sin`.  Models that turn the other way round, `second, -first`, get a table of `-sin`.  Two
-tables that a tensor is multiplied by, as the scale of xPos is one, are multiplied by each other first.  Results that
-keep an axis of size 1 for the columns of a pair get it behind the products.  What is cast to float32 once it is turned
-is turned in float32.
+`a cos - b sin, b cos + a sin`.  Models that rotate the other way, with `second, -first`, get a table of `-sin`.  Where
+a tensor is multiplied by two tables, such as cos and the scale of xPos, the tables are multiplied first.  Where pairs
+have an axis of size 1 for their columns, the axis is added after the products.  A turned tensor that is cast to
+float32 is cast before it is turned instead.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from onnxfuse.passes.emit import emit
 from onnxfuse.passes.graph_pass import graph_pass
 
 MOVING: Final = REARRANGING | {"Concat", "Neg", "Slice"}
-MAX_REARRANGING: Final = 4  # between the slices of a head and its rotation
-RANK: Final = 4  # of heads: batch, heads and rows, in any order, and the size of a head
+MAX_REARRANGING: Final = 4  # views between the slices of a head and its rotation
+RANK: Final = 4  # of x: batch, heads and rows, in any order, and the size of a head
 
 
 class Term(NamedTuple):
-    """A product of a sum, and whether it is added or subtracted."""
+    """A product that is an addend of a sum; `sign` is 1 if it is added and -1 if it is subtracted."""
 
     sign: int
     factors: tuple[Tensor, Tensor]
@@ -47,9 +47,9 @@ class Rotation(NamedTuple):
     signs: tuple[int, int]
 
 
-@graph_pass(opset=13)  # with axes of Squeeze and Unsqueeze as an input
+@graph_pass(opset=13)  # from this opset on, the axes of Squeeze and Unsqueeze are an input
 def canonicalize_rotations(graph: Graph, shapes: ShapeInfo) -> int:
-    """Rewrite what is a rotation in another form; return the number of changes."""
+    """Rewrite rotations that are in another form; return the number of changes."""
     count = sum(_take_joined(graph, shapes, node) for node in list(graph.nodes) if op_of(node) == "Slice")
     for node in list(graph.nodes):
         if op_of(node) == "Concat" and _is_along_last_axis(shapes, node):
@@ -65,7 +65,7 @@ def canonicalize_rotations(graph: Graph, shapes: ShapeInfo) -> int:
 
 
 def _take_joined(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Let what reads a Slice of a Concat read the tensor instead that was joined there, if it takes exactly one."""
+    """Replace a Slice that takes exactly one input of a Concat by this input; return whether it does."""
     concat, made = producer(node.inputs[0]), node.outputs[0]
     shape = shapes.shape(node.inputs[0])
     if concat is None or op_of(concat) != "Concat" or shape is None:
@@ -89,7 +89,7 @@ def _take_joined(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _negative(graph: Graph, shapes: ShapeInfo, tensor: Tensor) -> Tensor:
-    """Return a tensor negated in front of its views, so that both tables of a rotation keep the same ones."""
+    """Return a tensor negated before its views, so that both tables of a rotation keep the same views."""
     view, shape, dtype = producer(tensor), shapes.shape(tensor), shapes.dtype(tensor)
     if view is not None and op_of(view) == "Neg":
         return view.inputs[0]
@@ -100,13 +100,13 @@ def _negative(graph: Graph, shapes: ShapeInfo, tensor: Tensor) -> Tensor:
 
 
 def _has_axis_of_heads(shapes: ShapeInfo, table: Tensor) -> bool:
-    """Return whether a table has three axes, of which the first has size 1: it broadcasts over heads, as two would."""
+    """Return whether a table has three axes, the first of size 1; without it, the table broadcasts alike."""
     shape = shapes.shape(table)
     return shape is not None and len(shape) == RANK - 1 and shape[0] == 1
 
 
 def _of_heads(graph: Graph, shapes: ShapeInfo, table: Tensor) -> Tensor:
-    """Return a table without the axis of size 1 that it has in front of rows and columns."""
+    """Return a table without its axis of size 1 before rows and columns."""
     if not _has_axis_of_heads(shapes, table):
         return table
     axes, shape = graph.constant(f"{table.name}_axes", np.array([0], np.int64)), shapes.shape(table)
@@ -115,7 +115,7 @@ def _of_heads(graph: Graph, shapes: ShapeInfo, table: Tensor) -> Tensor:
 
 
 def _is_table(shapes: ShapeInfo, tensor: Tensor, x: Tensor) -> bool:
-    """Return whether a tensor has fewer elements than x, of whose last axis it has all, and rows."""
+    """Return whether a tensor with the last axis of x and an axis of rows broadcasts with x, and is smaller."""
     shape, of_x = shapes.shape(tensor), shapes.shape(x)
     if shape is None or of_x is None or len(shape) < 2 or len(shape) > len(of_x) or shape[-1] != of_x[-1]:
         return False
@@ -151,7 +151,7 @@ def _below_unsqueeze(tensor: Tensor) -> Tensor:
 
 
 def _unsqueezed_like(graph: Graph, shapes: ShapeInfo, tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor behind the Unsqueeze that another one has, if it has one."""
+    """Return `tensor` after an Unsqueeze like the one that computes `like`; unchanged if none does."""
     node = producer(like)
     if node is None or op_of(node) != "Unsqueeze":
         return tensor
@@ -160,7 +160,7 @@ def _unsqueezed_like(graph: Graph, shapes: ShapeInfo, tensor: Tensor, like: Tens
 
 
 def _product_of(graph: Graph, tensor: Tensor) -> tuple[Tensor, Node] | None:
-    """Return the product that reads a tensor, alone and maybe through views, and what it reads of it."""
+    """Return (operand, Mul) if only this Mul reads the tensor, perhaps through views that end in the operand."""
     for _ in range(MAX_REARRANGING):
         reader = graph.sole_consumer(tensor)
         if reader is None:
@@ -180,7 +180,7 @@ def _are_of_one(*tensors: Tensor) -> bool:
 
 
 def _sliced(tensor: Tensor) -> Tensor | None:
-    """Return what a tensor is a slice of; None for what no slicing operator computes, through views."""
+    """Return the tensor that a slicing operator took this one from, perhaps with views after it; None if none did."""
     for _ in range(MAX_REARRANGING):
         node = producer(tensor)
         if node is None or op_of(node) not in REARRANGING | SLICING:
@@ -192,7 +192,7 @@ def _sliced(tensor: Tensor) -> Tensor | None:
 
 
 def _canonicalize_sum(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Write `x * cos * scale - turned(x) * sin * scale` as patterns know it."""
+    """Write `x * cos * scale - turned(x) * sin * scale` as `x * table + turned(x) * table`, which patterns match."""
     end = node.outputs[0]
     shape, dtype, is_sub = shapes.shape(end), shapes.dtype(end), op_of(node) == "Sub"
     if shape is None or len(shape) != RANK or dtype not in FUSIBLE_FLOATS:
@@ -214,7 +214,7 @@ def _canonicalize_sum(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _is_turned(turned: Tensor, x: Tensor) -> bool:
-    """Return whether a tensor is joined of two slices of x, of which one is negated."""
+    """Return whether a tensor is a Concat of two slices of x, one of them negated."""
     for _ in range(MAX_REARRANGING):
         node = producer(turned)
         if node is None or op_of(node) not in REARRANGING | {"Concat"}:
@@ -226,7 +226,7 @@ def _is_turned(turned: Tensor, x: Tensor) -> bool:
 
 
 def _cast_first(graph: Graph, shapes: ShapeInfo, cast: Node) -> bool:
-    """Turn x in the wider dtype that the turned x is cast to, in which x itself is multiplied too."""
+    """Cast x before it is turned, where the turned x is cast to a wider dtype; return whether it was."""
     end, tensor = cast.outputs[0], cast.inputs[0]
     node = producer(tensor)
     while node is not None and op_of(node) in REARRANGING and graph.sole_consumer(tensor) is not None:
@@ -242,7 +242,7 @@ def _cast_first(graph: Graph, shapes: ShapeInfo, cast: Node) -> bool:
 
 
 def _is_moved(tensor: Tensor, x: Tensor) -> bool:
-    """Return whether a tensor is made of x by slices, signs, joins and views alone."""
+    """Return whether only Slice, Neg, Concat and views compute the tensor from x."""
     node = producer(tensor)
     if tensor is x or node is None or op_of(node) not in MOVING:
         return tensor is x
@@ -255,7 +255,7 @@ def _moved_inputs(node: Node) -> list[Tensor]:
 
 
 def _moved(graph: Graph, shapes: ShapeInfo, tensor: Tensor, x: Tensor, wide: Tensor) -> Tensor:
-    """Return what makes `tensor` of x, made of `wide`."""
+    """Copy the nodes that compute `tensor` from x, reading `wide` instead of x; return their result."""
     node = producer(tensor)
     if tensor is x or node is None:
         return wide
@@ -265,7 +265,7 @@ def _moved(graph: Graph, shapes: ShapeInfo, tensor: Tensor, x: Tensor, wide: Ten
 
 
 def _sliced_of_signed(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return what two tensors are slices of, one of them negated; None for others."""
+    """Return the tensor that two tensors are slices of, if exactly one of them is negated; else None."""
     sources, signs = [], 0
     for tensor in tensors:
         node = producer(tensor)
@@ -278,7 +278,7 @@ def _sliced_of_signed(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def _factors(graph: Graph, shapes: ShapeInfo, tensor: Tensor) -> tuple[Tensor, list[Tensor]] | None:
-    """Return a tensor and the tables, at least one, that products multiply it by."""
+    """Return x and its tables (at least one) where the tensor is a product of x and tables; else None."""
     tables: list[Tensor] = []
     while (node := producer(tensor)) is not None and op_of(node) == "Mul":
         at = next((i for i in (1, 0) if _is_table(shapes, node.inputs[i], node.outputs[0])), None)
@@ -290,7 +290,7 @@ def _factors(graph: Graph, shapes: ShapeInfo, tensor: Tensor) -> tuple[Tensor, l
 
 
 def _product(graph: Graph, shapes: ShapeInfo, tables: Sequence[Tensor]) -> Tensor:
-    """Return the product of tables of which each broadcasts with the first."""
+    """Return the product of tables, all of which broadcast with the first."""
     result = tables[0]
     for table in tables[1:]:
         shape = _broadcast(shapes.shape(result), shapes.shape(table))
@@ -299,7 +299,7 @@ def _product(graph: Graph, shapes: ShapeInfo, tables: Sequence[Tensor]) -> Tenso
 
 
 def _broadcast(one: Sequence[Size] | None, other: Sequence[Size] | None) -> tuple[Size, ...] | None:
-    """Return the shape of what two tensors broadcast to, of which each has sizes of one tensor, or 1."""
+    """Return the shape that two tables broadcast to; on each axis, their sizes are equal or one of them is 1."""
     if one is None or other is None:
         return None
     rank = max(len(one), len(other))
@@ -316,7 +316,7 @@ def _is_along_last_axis(shapes: ShapeInfo, concat: Node) -> bool:
 
 
 def _canonicalize_complex(graph: Graph, shapes: ShapeInfo, concat: Node) -> bool:
-    """Write the last two inputs of a Concat as a product of complex numbers if they are one in another form."""
+    """Write the last two inputs of a Concat in the form of patterns if they are a complex product in another form."""
     if len(concat.inputs) < 2:
         return False
     *rest, real, imaginary = concat.inputs
@@ -347,7 +347,7 @@ def _canonicalize_complex(graph: Graph, shapes: ShapeInfo, concat: Node) -> bool
 def _complex_product(
     graph: Graph, shapes: ShapeInfo, found: Rotation, stem: str, shape: Sequence[Size]
 ) -> tuple[Tensor, Tensor]:
-    """Return `a cos - b sin` and `b cos + a sin`, by tables with the signs of the rotation."""
+    """Return `a cos - b sin` and `b cos + a sin`, with the signs of the rotation in the tables."""
     dtype, signed = shapes.dtype(found.a), zip((found.cos, found.sin), found.signs, strict=True)
     tables = [_of_heads(graph, shapes, table) for table, _ in signed]
     cos, sin = (
@@ -370,7 +370,7 @@ def _plain(graph: Graph, shapes: ShapeInfo, tensor: Tensor) -> Tensor:
 
 
 def _is_in_order(shapes: ShapeInfo, real: Tensor, imaginary: Tensor) -> bool:
-    """Return whether tensors are a Sub and an Add of the products that patterns know."""
+    """Return whether the tensors are the Sub and the Add of products that patterns match, without other signs."""
     operators = [op_of(node) for each in (real, imaginary) if (node := producer(each)) is not None]
     found = _rotation(shapes, real, imaginary, signs_of_factors=False)
     return operators == ["Sub", "Add"] and found is not None and found.signs == (1, 1)
@@ -382,9 +382,9 @@ def _is_negated(tensor: Tensor) -> bool:
 
 
 def _rotation(shapes: ShapeInfo, real: Tensor, imaginary: Tensor, *, signs_of_factors: bool = True) -> Rotation | None:
-    """Return what is rotated, and by which tables, if tensors are both parts of a product of complex numbers.
+    """Return the rotation whose real and imaginary parts the tensors are; None if they are not a complex product.
 
-    `signs_of_factors` looks through a Neg in front of a factor.
+    With `signs_of_factors`, a factor may be the result of a Neg.
     """
     of_real, of_imaginary = (list(_terms(each, 1, signs_of_factors)) for each in (real, imaginary))
     if len(of_real) != 2 or len(of_imaginary) != 2:
@@ -398,7 +398,7 @@ def _rotation(shapes: ShapeInfo, real: Tensor, imaginary: Tensor, *, signs_of_fa
 
 
 def _assigned(shapes: ShapeInfo, first: Term, second: Term, third: Term, fourth: Term) -> Rotation | None:
-    """Return the rotation whose products are a cos, b sin, b cos and a sin, in this order; None if they are not."""
+    """Return the rotation if the terms are `a cos`, `b sin`, `b cos` and `a sin`, in this order; else None."""
     for a, cos in (first.factors, first.factors[::-1]):
         for b, sin in (second.factors, second.factors[::-1]):
             if {id(b), id(cos)} != set(map(id, third.factors)) or {id(a), id(sin)} != set(map(id, fourth.factors)):
@@ -411,7 +411,7 @@ def _assigned(shapes: ShapeInfo, first: Term, second: Term, third: Term, fourth:
 
 
 def _terms(tensor: Tensor, sign: int, signs_of_factors: bool) -> Iterator[Term]:
-    """Yield the products whose sum a tensor is, with the signs in front of them, and of their factors if asked for."""
+    """Yield the products that a tensor sums up, with their signs; `signs_of_factors` includes a Neg of a factor."""
     node = producer(tensor)
     if node is None:
         return

@@ -32,16 +32,16 @@ class View:
     shape: tuple[Size, ...]
 
 
-@graph_pass(opset=5)  # the target of Reshape was an attribute
+@graph_pass(opset=5)  # before, the target of Reshape was an attribute
 def compose_views(graph: Graph, shapes: ShapeInfo) -> int:
-    """Replace chains of views by shorter ones: nothing, or the needed ones of Reshape > Transpose > Reshape.
+    """Replace chains of views by shorter ones: no view, or as few as possible of Reshape > Transpose > Reshape.
 
     Sizes may be symbolic; a chain stays if a Reshape in its place would need a target that is computed at run time.
-    So does one that makes rows of groups of channels for a GroupNorm: the shape in front of the last Reshape, which may
-    be a view too, is that of the result.  Returns the number of chains that were replaced.
+    A chain that ends in the Reshape before the InstanceNormalization of a GroupNorm stays too: the norm's result gets
+    back the shape from before this Reshape, which may be a view itself.  Returns the number of replaced chains.
     """
     views = [node for node in graph.nodes if op_of(node) in REARRANGING and not _makes_rows_of_groups(node)]
-    return sum(_shorten(graph, shapes, node) for node in reversed(views))  # from the ends: the longest chains first
+    return sum(_shorten(graph, shapes, node) for node in reversed(views))  # from the end: longest chains first
 
 
 def _makes_rows_of_groups(node: Node) -> bool:
@@ -83,7 +83,7 @@ def shorter_chain(source: tuple[Size, ...], chain: tuple[View, ...]) -> tuple[Vi
 
 
 def _shorter_chains(source: tuple[Size, ...], chain: tuple[View, ...], removed: int) -> list[tuple[View, ...]]:
-    """Return the chains that may stand in for `chain`, of which `removed` nodes vanish with it, the shortest first."""
+    """Return chains that may replace `chain`, shortest first: fewer views than the `removed` nodes that then vanish."""
     max_rank = max((len(view.perm) for view in chain if view.perm is not None), default=0)
     return [
         candidate
@@ -94,7 +94,7 @@ def _shorter_chains(source: tuple[Size, ...], chain: tuple[View, ...], removed: 
 
 
 def view_of(shapes: ShapeInfo, node: Node) -> View | None:
-    """Return what a node of a chain does; None if the shape of its result is not known."""
+    """Return a node of a chain as a View; None if the shape of its result is not known."""
     shape = shapes.shape(node.outputs[0])
     if shape is None:
         return None
@@ -102,7 +102,7 @@ def view_of(shapes: ShapeInfo, node: Node) -> View | None:
 
 
 def chain_to(last: Node) -> list[Node]:
-    """Return the views that end in this one, from the source on."""
+    """Return the chain of views that ends in this one, from the source on."""
     chain: list[Node] = []
     node: Node | None = last
     while node is not None and op_of(node) in REARRANGING and node.inputs and len(chain) < MAX_CHAIN_NODES:
@@ -112,7 +112,7 @@ def chain_to(last: Node) -> list[Node]:
 
 
 def _disconnect_unread(graph: Graph, chain: list[Node]) -> None:
-    """Disconnect the chain's nodes that nothing reads now, so that they are not shortened in turn."""
+    """Disconnect the chain's nodes that nothing reads any more, so that they are not shortened as well."""
     for node in reversed(chain):
         if any(t.outputs or graph.is_kept(t) for t in node.outputs):
             break
@@ -120,7 +120,7 @@ def _disconnect_unread(graph: Graph, chain: list[Node]) -> None:
 
 
 def _removable_count(graph: Graph, chain: list[Node]) -> int:
-    """Return how many nodes at the end of the chain serve its result only."""
+    """Return how many nodes at the end of the chain vanish if the chain's result is replaced."""
     count = 1
     for node in reversed(chain[:-1]):
         if graph.sole_consumer(node.outputs[0]) is None:
@@ -130,7 +130,7 @@ def _removable_count(graph: Graph, chain: list[Node]) -> int:
 
 
 def layout_of(source: Sequence[Size], chain: Sequence[View]) -> ViewLayout | None:
-    """Return the layout of the chain's result in its source; None if the sizes do not tell it."""
+    """Return the layout of the chain's result in its source; None if the sizes do not determine it."""
     layout: ViewLayout | None = identity(source)
     for view in chain:
         if layout is None:
@@ -151,13 +151,13 @@ def equivalent_chains(source: tuple[Size, ...], chain: tuple[View, ...]) -> tupl
     found: list[tuple[View, ...]] = []
     if (perm := _perm_of_source(source, layout)) is not None:
         found.append((View(perm, result),))
-    # Of a source of one axis, because a Reshape may join axes of the source as well as split them.
+    # The source counts as one axis here, because a Reshape may join axes of the source as well as split them.
     length = (product(source),)
     flat = layout_of(length, (View(None, source), *chain))
     if flat is not None and (order := _order_in_source(length, flat)) is not None:
         before = transposed(result, order)
         found.append((View(None, before), View(inverse(order), result)))
-    # With the result's axes split into the runs of the source that they consist of, a Reshape joins them at the end.
+    # Each axis of the result is split into the runs of the source that it consists of; a Reshape joins them at the end.
     runs = coalesce((tuple(sub_axis for axis in layout for sub_axis in axis),))[0]
     split = tuple((run,) for run in runs)
     perm = _perm_of_source(source, split + tuple(() for size in source if size == 1))
@@ -201,7 +201,7 @@ def _order_in_source(source: Sequence[Size], layout: ViewLayout) -> list[int] | 
 
 
 def _replace(graph: Graph, shapes: ShapeInfo, last: Node, source: Tensor, views: Sequence[View]) -> bool:
-    """Let the views compute what the node computes; False, and nothing changed, if a target is not constant."""
+    """Replace the node by the views; return False, and change nothing, if a target would not be constant."""
     end = last.outputs[0]
     if not views:
         done = graph.replace(end, source)
@@ -216,7 +216,7 @@ def _replace(graph: Graph, shapes: ShapeInfo, last: Node, source: Tensor, views:
 
 
 def scaled_chain_to(graph: Graph, shapes: ShapeInfo, tensor: Tensor) -> list[Node]:
-    """Return the views, and products with a number, that end in a tensor, from the source on."""
+    """Return the chain of views and of products with a number that ends in a tensor, from the source on."""
     chain: list[Node] = []
     node = producer(tensor)
     while node is not None and len(chain) < MAX_CHAIN_NODES:
@@ -228,7 +228,7 @@ def scaled_chain_to(graph: Graph, shapes: ShapeInfo, tensor: Tensor) -> list[Nod
 
 
 def _is_scaling(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Return whether a node multiplies its first input by a number, and leaves its shape."""
+    """Return whether a node multiplies or divides its first input by a number, and keeps its rank."""
     if op_of(node) not in ("Mul", "Div") or constant_number(graph, node.inputs[1]) is None:
         return False
     return shapes.rank(node.outputs[0]) == shapes.rank(node.inputs[0])
@@ -237,9 +237,9 @@ def _is_scaling(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 def farthest_view(
     graph: Graph, shapes: ShapeInfo, tensor: Tensor, last: View
 ) -> tuple[Tensor, tuple[View, ...], list[Node]] | None:
-    """Return the farthest tensor of which constants make the view `last` of a tensor, how, and the scalings between.
+    """Return the farthest source from which views with constant targets give the view `last` of `tensor`.
 
-    The shortest views are returned, without those of no effect.
+    Also returns the fewest such views, and the products with a number on the way, which the views leave out.
     """
     chain = scaled_chain_to(graph, shapes, tensor)
     for start, first in enumerate(chain):
@@ -253,7 +253,7 @@ def farthest_view(
 
 
 def write_scalings(graph: Graph, shapes: ShapeInfo, tensor: Tensor, scalings: Sequence[Node]) -> Tensor:
-    """Return a tensor times the numbers that nodes multiply by."""
+    """Multiply or divide a tensor by the numbers of the nodes `scalings`; return the result."""
     shape, dtype = shapes.shape(tensor), shapes.dtype(tensor)
     for node in scalings:
         stem = f"{node.outputs[0].name}_moved"
@@ -262,19 +262,19 @@ def write_scalings(graph: Graph, shapes: ShapeInfo, tensor: Tensor, scalings: Se
 
 
 def written_from(source: tuple[Size, ...], views: tuple[View, ...]) -> tuple[View, ...] | None:
-    """Return views of the same effect whose targets are constants, the fewest; None if there are none."""
+    """Return the fewest views of the same effect whose targets are constants; None if there are none."""
     if any(size == 0 for size in (*source, *views[-1].shape)):
         return None
     return next((each for each in equivalent_chains(source, views) if can_write_views(source, each)), None)
 
 
 def can_write_views(source: Sequence[Size] | None, views: Sequence[View]) -> bool:
-    """Return whether constants suffice as the targets of views of a tensor of shape `source`."""
+    """Return whether the views of a tensor of shape `source` need no target that is computed at run time."""
     return None not in _operators(source, views)
 
 
 def write_views(graph: Graph, shapes: ShapeInfo, source: Tensor, views: Sequence[View], stem: str) -> Tensor | None:
-    """Return the tensor that the views make of the source; None, and nothing is written, if a target is computed."""
+    """Apply the views to the source; return None, and write nothing, if a target would be computed at run time."""
     forms = _operators(shapes.shape(source), views)
     tensor, dtype = source, shapes.dtype(source)
     if None in forms:
@@ -296,9 +296,9 @@ def _operators(source: Sequence[Size] | None, views: Sequence[View]) -> list[tup
 
 
 def _operator(shape: Sequence[Size] | None, view: View) -> tuple[str, list[int]] | None:
-    """Return the operator that does what a view does to a tensor of that shape, and its perm, target or axes.
+    """Return the operator that computes a view of a tensor of that shape, and its perm, target or axes.
 
-    None where a Reshape would need a target that is computed at run time, and more changes than axes of size 1.
+    None where a Reshape would need a computed target, and more changes than axes of size 1.
     """
     if view.perm:
         return "Transpose", list(view.perm)
@@ -314,7 +314,7 @@ def _operator(shape: Sequence[Size] | None, view: View) -> tuple[str, list[int]]
 
 
 def added_ones(shorter: Sequence[Size], longer: Sequence[Size]) -> list[int] | None:
-    """Return the axes of size 1 that the longer of two shapes has in addition; None if they differ in anything else."""
+    """Return the axes of size 1 by which the longer shape differs from the shorter; None if they differ otherwise."""
     rest, axes = list(shorter), list[int]()
     for axis, size in enumerate(longer):
         if rest and size == rest[0]:

@@ -5,8 +5,8 @@ left operand and the result, *columns* in the right operand and the result, and 
 any number of *leading* axes: batch axes, and rows other than the last, over which the right operand broadcasts.  They
 keep the order that they have in the result, and where there are batch axes the operand that has the result's last axis
 is the right one, so that the result needs no Transpose if its own last two axes are a row and a column.  Several inner
-axes, or several columns of an operand without batch axes, are merged, and the result is reshaped back.  An ellipsis
-stands for axes that the operands' ranks count.
+axes, or several columns of an operand without batch axes, are merged, and the result is reshaped back.  The number of
+axes that an ellipsis stands for follows from the operands' ranks.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from onnxfuse.passes.graph_pass import graph_pass
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of a product by their kinds; each is a letter of the equation, and has their order in the result."""
+    """The axes of a product by kind, as letters of the equation, in the order that they have in the result."""
 
     batch: str
     leading: str  # batch axes, and all rows but the last
-    row: str  # the last one
+    row: str  # the last row axis
     columns: str
     inner: str
 
@@ -46,22 +46,22 @@ class Axes:
 
     @property
     def right(self) -> str:
-        """The right operand's axes in that order."""
+        """The right operand's axes in the order in which MatMul takes them."""
         return self.batch + self.inner + self.columns
 
     @property
     def right_leading(self) -> str:
-        """The leading axes from the first batch axis on, of which the right operand has size 1 along rows."""
+        """The leading axes from the first batch axis on; along the rows among them, the right operand has size 1."""
         first = min((self.leading.index(axis) for axis in self.batch), default=len(self.leading))
         return self.leading[first:]
 
     @property
     def result(self) -> str:
-        """The axes of what MatMul computes."""
+        """The axes of the MatMul's result, in order."""
         return self.leading + self.row + self.columns
 
 
-@graph_pass(opset=12)  # with Einsum
+@graph_pass(opset=12)  # the first opset with Einsum
 def einsum_to_matmul(graph: Graph, shapes: ShapeInfo) -> int:
     """Rewrite every Einsum that can be rewritten.  Returns their number."""
     einsums = [node for node in graph.nodes if op_of(node) == "Einsum"]
@@ -87,10 +87,10 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _letters(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:
-    """Return the axes of the operands and of the result, those that an ellipsis stands for as letters of their own.
+    """Return the axes of the operands and of the result; the axes of an ellipsis get letters of their own.
 
-    None of either where the equation has no arrow, which leaves the order of the result to the alphabet, or where what
-    an ellipsis stands for is summed up.
+    Both are empty where the equation has no arrow, so that the result's axes are in alphabetical order, or where the
+    axes of an ellipsis are summed up.
     """
     operands, arrow, result = equation.partition("->")
     axes = operands.split(",")
@@ -98,7 +98,7 @@ def _letters(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:
         return [], ""
     counts = {rank - len(each.replace("...", "")) for each, rank in zip(axes, ranks, strict=True) if "..." in each}
     if len(counts) > 1 or min(counts, default=0) < 0 or (counts - {0} and "..." not in result):
-        return [], ""  # ONNX lets all of them be as many axes, and takes a result without them for none
+        return [], ""  # all ellipses must have the same number of axes, and the result must keep them
     free = sorted(set(ascii_letters).difference(equation))
     dots = "".join(free[: max(counts, default=0)])
     return [each.replace("...", dots) for each in axes], result.replace("...", dots)
@@ -107,11 +107,11 @@ def _letters(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:
 def _product(
     write: _Writer, inputs: Sequence[Tensor], letters: tuple[str, str], shapes: tuple[Shape, Shape], result: str
 ) -> Tensor | None:
-    """Write an Einsum of two operands as a MatMul; None where it is none."""
+    """Write an Einsum of two operands as a MatMul; None where it is not a matrix product."""
     left, right = letters
     sizes = dict(zip(left, shapes[0], strict=True))
     if any(sizes.setdefault(axis, size) != size for axis, size in zip(right, shapes[1], strict=True)):
-        return None  # an axis that broadcasts, or sizes that are not known to be equal
+        return None  # an axis broadcasts, or its sizes are not known to be equal
     shared = [axis for axis in left if axis in right]
     if result[-1:] in left and any(axis in result for axis in shared):  # the result ends with a row
         return _product_in_order(write, inputs[::-1], (right, left), result, sizes)
@@ -121,7 +121,7 @@ def _product(
 def _product_in_order(
     write: _Writer, inputs: Sequence[Tensor], letters: tuple[str, str], result: str, sizes: dict[str, Size]
 ) -> Tensor | None:
-    """Write an Einsum as a MatMul with the first input on the left; None where it is none."""
+    """Write an Einsum as a MatMul with the first input on the left; None where it is not a matrix product."""
     left, right = letters
     shared = [axis for axis in left if axis in right]
     rows = "".join(axis for axis in result if axis in left and axis not in shared)
@@ -161,13 +161,13 @@ class _Writer:
         return emit(self.graph, self.shapes, op, inputs, self.stem, shape, self.dtype, attributes)
 
     def transposed(self, tensor: Tensor, axes: str, wanted: str) -> Tensor:
-        """Return a tensor of these axes with the wanted order of them."""
+        """Return a tensor with its `axes` in the order `wanted`."""
         shape, perm = self.shapes.shape(tensor), [axes.index(axis) for axis in wanted]
         assert shape is not None
         return tensor if axes == wanted else self("Transpose", [tensor], [shape[i] for i in perm], perm=perm)
 
     def merged(self, tensor: Tensor, axes: str, groups: Sequence[str], sizes: dict[str, Size]) -> Tensor | None:
-        """Return a tensor whose last axes, in groups that are adjacent, are one axis for each group."""
+        """Merge each of `groups`, adjacent groups of a tensor's last axes, into one axis."""
         behind = [product(sizes[axis] for axis in group) for group in groups]
         return self.reshaped(tensor, (*(sizes[axis] for axis in axes[: -len("".join(groups))]), *behind))
 

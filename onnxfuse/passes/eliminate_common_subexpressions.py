@@ -1,4 +1,4 @@
-"""Merge nodes that compute the same from the same inputs."""
+"""Merge nodes with equal operators, attributes and inputs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MAX_COMPARED_BYTES = 4096  # constants up to this size are compared by value, la
 @graph_pass()
 def eliminate_common_subexpressions(graph: Graph, shapes: ShapeInfo) -> int:
     """Merge equal nodes of a sorted graph; return how many were removed."""
-    first: dict[Hashable, Node] = {}  # by coarse key, which few nodes share, because exact ones are costly
-    exact: dict[Hashable, Node] = {}  # of the nodes that share a coarse key, the first of each exact one
+    first: dict[Hashable, Node] = {}  # by coarse key: exact keys are costly, and few nodes share a coarse one
+    exact: dict[Hashable, Node] = {}  # by exact key, computed only for nodes that share a coarse key
     has_exact: set[Node] = set()
     constant_keys: dict[int, Hashable] = {}
     count = 0
@@ -41,7 +41,7 @@ def eliminate_common_subexpressions(graph: Graph, shapes: ShapeInfo) -> int:
 
 
 def _merge(graph: Graph, kept: Node, node: Node) -> bool:
-    """Let the consumers of `node` read `kept`; False, and nothing changed, if outputs of both must keep their names."""
+    """Replace the outputs of `node` by those of `kept`; False, with no change, if two of them must keep their names."""
     pairs = list(zip(list(node.outputs), list(kept.outputs), strict=True))
     if any(graph.is_kept(old) and graph.is_kept(new) for old, new in pairs):
         return False
@@ -65,7 +65,7 @@ def _key(graph: Graph, node: Node, constant_keys: dict[int, Hashable]) -> Hashab
 
 
 def _has_plain_attributes(graph: Graph, node: Node) -> bool:
-    """Return whether all attributes are numbers, strings, or lists of them, all of which graphsurgeon reads."""
+    """Return whether all attributes are numbers, strings, or lists, and graphsurgeon has read all of them."""
     plain = (int, float, str, bytes, list)
     stored = graph.protos[id(node)][1].attribute
     return len(stored) == len(node.attrs) and all(isinstance(value, plain) for value in node.attrs.values())

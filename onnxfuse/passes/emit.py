@@ -40,7 +40,7 @@ def write(
     stem: str,
     attributes: Mapping[str, AttributeValue] | None = None,
 ) -> Tensor:
-    """Append a node as `emit` does, with the type that its inputs tell."""
+    """Append a node as `emit` does; the type of its output is inferred from its inputs."""
     output = graph.variable(stem)
     infer_node(shapes, graph.add_node(op, inputs, [output], attributes))
     return output
@@ -52,13 +52,13 @@ def integers(graph: Graph, stem: str, numbers: Sequence[int]) -> Tensor:
 
 
 def sizes_along(graph: Graph, shapes: ShapeInfo, tensor: Tensor, axes: Sequence[int], stem: str) -> Tensor:
-    """Return the vector of a tensor's sizes along axes, which are read at run time."""
+    """Return the vector of a tensor's sizes along axes, read at run time."""
     sizes = write(graph, shapes, "Shape", [tensor], f"{stem}_sizes")
     return write(graph, shapes, "Gather", [sizes, integers(graph, f"{stem}_axes", axes)], f"{stem}_size", {"axis": 0})
 
 
 def joined_sizes(graph: Graph, shapes: ShapeInfo, sizes: Sequence[int | Tensor], stem: str) -> Tensor:
-    """Return sizes, which are numbers and vectors of int64, as one vector."""
+    """Join sizes, which are numbers or int64 vectors, into one vector."""
     parts: list[Tensor] = []
     for _, run in groupby(sizes, lambda size: isinstance(size, int)):
         known = [*run]

@@ -1,7 +1,7 @@
-"""What chains of views give where an axis is empty, which may be another shape than their sizes say.
+"""The shapes that chains of views give where an axis is empty, which may differ from the inferred ones.
 
 A 0 in the target of a Reshape copies the size of the source's axis.  So [-1, n] of (n, 6) is (6, n), but (0, 6) of
-(0, 6), and a chain with such a Reshape is no other view of its source there.
+(0, 6), so that no chain of other views can replace a chain with such a Reshape there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ USUAL_SIZES: Final = (5, 7, 11, 13, 17, 19)  # primes, so that no size is a mult
 def gives_shape_if_empty(shapes: ShapeInfo, chain: Sequence[Node]) -> bool:
     """Return whether a chain of views fails, or gives the shape that is inferred, where any one size is 0.
 
-    Sizes that are 0 at the same time are not tried: exported models give other shapes there than their sizes say.
+    Two sizes of 0 at the same time are not tried: there, exported models themselves give other shapes than inferred.
     """
     if all(_is_plain(shapes, node) for node in chain):
         return True
@@ -51,7 +51,7 @@ def gives_shape_if_empty(shapes: ShapeInfo, chain: Sequence[Node]) -> bool:
 
 
 def _is_plain(shapes: ShapeInfo, node: Node) -> bool:
-    """Return whether a view gives the shape that is inferred wherever it runs."""
+    """Return whether a view gives the inferred shape for empty tensors too."""
     target = shapes.value(node.inputs[1]) if op_of(node) == "Reshape" else None
     if target is None:
         return True
@@ -82,7 +82,7 @@ def _viewed(shapes: ShapeInfo, node: Node, shape: list[int], numbers: Mapping[st
 
 def _reshaped(shapes: ShapeInfo, node: Node, shape: Sequence[int], numbers: Mapping[str, int]) -> list[int]:
     found = shapes.value(node.inputs[1])
-    assert found is not None  # which the caller has asked for
+    assert found is not None  # the caller has checked all targets
     target, allows_zero = [evaluate(size, numbers) for size in found.flat], flag_attribute(node, "allowzero", False)
     if not allows_zero:
         target = [shape[i] if size == 0 else size for i, size in enumerate(target)]
@@ -91,7 +91,7 @@ def _reshaped(shapes: ShapeInfo, node: Node, shape: Sequence[int], numbers: Mapp
         if others != count:
             raise CannotInfer
         return target
-    if allows_zero and others == 0:  # onnxruntime divides the sizes that are not 0
+    if allows_zero and others == 0:  # onnxruntime divides the products of the sizes other than 0
         count, others = (math.prod(size for size in part if size and size != -1) for part in (shape, target))
     if others == 0 or count % others:
         raise CannotInfer

@@ -1,8 +1,8 @@
 """Fold BatchNormalization, and constant scales and biases per channel, into the weights of a linear node beside them.
 
-Conv, ConvTranspose, Gemm and MatMul are linear.  So `y = x * scale + shift` per channel after such a node, or before it
-if no padding is in the way, is a change of its weights.  The arithmetic is done in float64 and rounded once.  Nothing
-is folded if the rounded weights would overflow or vanish.
+Conv, ConvTranspose, Gemm and MatMul are linear.  So `y = x * scale + shift` per channel after such a node can be folded
+into its weights, and before it too unless it pads its input.  The arithmetic is done in float64 and rounded once.
+Nothing is folded if the rounded weights would overflow or vanish.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from onnxfuse.passes.linear_weights import (
     set_weights,
 )
 
-FOLDED_KINDS = {  # by operator: how reports call it
+FOLDED_KINDS = {  # by operator, the kind that reports name
     "BatchNormalization": "batch_norm", "Mul": "scale", "Div": "scale", "Add": "bias", "Sub": "bias", "Cast": "cast",
 }  # fmt: skip
 
@@ -47,7 +47,7 @@ class AffineStep:
     shift: Array
 
 
-@graph_pass(opset=7)  # BatchNormalization had other attributes, and broadcasting other rules
+@graph_pass(opset=7)  # before, BatchNormalization had other attributes, and broadcasting other rules
 def fold_batch_norm(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
     """Fold affine steps per channel into constant weights; return the nodes that vanished."""
     folded: list[Folded] = []
@@ -87,7 +87,7 @@ def _fold_after(graph: Graph, shapes: ShapeInfo, node: Node) -> list[Folded]:
 
 
 def _fold_behind_transpose(graph: Graph, shapes: ShapeInfo, node: Node, channels: Channels) -> list[Folded]:
-    """Fold the chain of steps behind the Transpose that alone reads a convolution, as channels-last models have it."""
+    """Fold the steps after a Transpose that is a convolution's only consumer, as in channels-last models."""
     view = graph.sole_consumer(node.outputs[0])
     perm = ints_attribute(view, "perm") if view is not None and op_of(view) == "Transpose" else None
     if view is None or perm is None or not op_of(node).startswith("Conv") or channels.rank != len(perm):
@@ -106,7 +106,7 @@ def _fold_behind_transpose(graph: Graph, shapes: ShapeInfo, node: Node, channels
 
 
 def _steps_after(graph: Graph, shapes: ShapeInfo, node: Node, start: Tensor, channels: Channels) -> list[AffineStep]:
-    """Return the chain of steps from `start` on, the output or a Transpose of it, up to the last one of its dtype."""
+    """Return the steps from `start` on, the output or a Transpose of it, up to the last result of the same dtype."""
     steps: list[AffineStep] = []
     end = start
     dtype = shapes.dtype(end)
@@ -127,7 +127,7 @@ def _steps_after(graph: Graph, shapes: ShapeInfo, node: Node, start: Tensor, cha
 
 
 def _disconnect(steps: Sequence[AffineStep], into: Node) -> list[Folded]:
-    """Disconnect the steps from their inputs; return the records of them."""
+    """Disconnect the steps from their inputs; return their records for reports."""
     folded = [Folded(FOLDED_KINDS[step.node.op], node_label(step.node), node_label(into)) for step in steps]
     for step in steps:
         step.node.inputs.clear()
@@ -135,7 +135,7 @@ def _disconnect(steps: Sequence[AffineStep], into: Node) -> list[Folded]:
 
 
 def _is_worth_folding(node: Node, steps: list[AffineStep]) -> bool:
-    """Return whether nodes vanish.  A MatMul has no bias input, so a shift after it stays as an Add."""
+    """Return whether folding removes nodes.  A MatMul has no bias input, so a shift after it stays as an Add."""
     if all(op_of(step.node) == "Cast" for step in steps):
         return False
     if op_of(node) != "MatMul" or any(map(_is_batch_norm, steps)):
@@ -144,10 +144,10 @@ def _is_worth_folding(node: Node, steps: list[AffineStep]) -> bool:
 
 
 def _fold_before(graph: Graph, shapes: ShapeInfo, node: Node) -> list[Folded]:
-    """Fold the chain of steps that computes the node's input: as many of its last ones as is exact.
+    """Fold the steps that compute the node's input: as many of the last ones as can be folded exactly.
 
-    Only BatchNormalization, and what scales a graph input: other scales before a node are the affine part of a norm or
-    the 0.5 of a GELU, which belong to the operators before them.
+    Only BatchNormalization and steps that start at a graph input are folded: other scales before a node are the affine
+    part of a norm or the 0.5 of a GELU, which belong to the operators before them.
     """
     channels = input_channels(graph, shapes, node)
     if channels is None:
@@ -175,7 +175,7 @@ def _step_before(graph: Graph, shapes: ShapeInfo, tensor: Tensor, channels: Chan
     step = next((step for step in readings if step is not None), None)
     if step is None or _is_batch_norm(step):
         return step
-    shape = shapes.shape(step.source)  # the constant may add channels or axes that the source does not have
+    shape = shapes.shape(step.source)  # broadcasting with the constant may add channels or axes
     return step if shape is not None and shape == shapes.shape(tensor) else None
 
 
@@ -193,7 +193,7 @@ def _fold_into_inputs(graph: Graph, shapes: ShapeInfo, node: Node, channels: Cha
     scale, shift = _compose(steps)
     is_matmul = op_of(node) == "MatMul"
     if is_matmul and shift.any() and len(steps) == 1 and not _is_batch_norm(steps[0]):
-        return False  # one Add would only become another
+        return False  # folding would only replace one Add by another
     new = scale_inputs(graph, node, channels, scale, shift)
     if new is None:
         return False
@@ -209,7 +209,7 @@ def _fold_into_inputs(graph: Graph, shapes: ShapeInfo, node: Node, channels: Cha
 
 
 def _change_bias(graph: Graph, node: Node, add: Node, new: RescaledWeights) -> None:
-    """Let the Add that follows a MatMul read its output and the new bias."""
+    """Make the Add that follows a MatMul read the MatMul's output and the new bias."""
     assert new.bias is not None
     set_weights(graph, node, RescaledWeights(new.weight, None))
     index = 0 if is_constant(add.inputs[0]) else 1
@@ -218,7 +218,7 @@ def _change_bias(graph: Graph, node: Node, add: Node, new: RescaledWeights) -> N
 
 
 def _add_bias(graph: Graph, shapes: ShapeInfo, node: Node, end: Tensor, new: RescaledWeights) -> None:
-    """Append an Add of the new bias to a MatMul, which computes `end`."""
+    """Append an Add of the new bias to a MatMul; the Add computes `end`."""
     assert new.bias is not None
     set_weights(graph, node, RescaledWeights(new.weight, None))
     bias = graph.constant(f"{node.inputs[1].name}_bias", new.bias)
@@ -226,7 +226,7 @@ def _add_bias(graph: Graph, shapes: ShapeInfo, node: Node, end: Tensor, new: Res
 
 
 def _read_step(graph: Graph, node: Node, source: Tensor, channels: Channels) -> AffineStep | None:
-    """Return the node as a scale and a shift of `source` per channel; None if it is something else."""
+    """Return the node as a scale and a shift of `source` per channel; None if it is neither."""
     if op_of(node) not in FOLDED_KINDS or op_of(node) == "Cast":
         return None
     if op_of(node) == "BatchNormalization":
@@ -252,7 +252,7 @@ def _read_batch_norm(graph: Graph, node: Node, source: Tensor, channels: Channel
     if not is_on_axis_1 or any(t.name for t in node.outputs[1:]):
         return None
     values = [constant_value(graph, t).astype(np.float64) for t in constants]
-    if attribute_or_input(graph, node, "spatial") == 0:  # before opset 9: statistics of single elements, no channels
+    if attribute_or_input(graph, node, "spatial") == 0:  # before opset 9: statistics per element instead of per channel
         return None
     if attribute_or_input(graph, node, "training_mode") or any(v.shape != (channels.count,) for v in values):
         return None

@@ -1,4 +1,4 @@
-"""Compute what depends on constants only, and shape arithmetic whose result is known, and store it as initializers."""
+"""Compute nodes that depend on constants only, and known shape arithmetic, and store the results as initializers."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from onnxfuse.ir.serde import node_proto
 from onnxfuse.passes.folded import Folded, node_label
 from onnxfuse.passes.graph_pass import graph_pass
 
-MAX_GROWTH_BYTES = 64 * 1024  # a constant up to this size may be added to the file or stored in it twice
-# Products of matrices take time in every run, so that larger results are worth their room
-MAX_PRODUCTS_GROWTH = 0.1  # bytes of all results of such products, as a share of the constants' that nodes read
-# Operators that are deterministic and the same in every runtime.  Quantization is not among them: it says how to run a
-# model.
+MAX_GROWTH_BYTES = 64 * 1024  # constants up to this size may be added to the file, or stored twice
+# Matrix products take time in every run, so folding them is worth a larger file.
+MAX_PRODUCTS_GROWTH = 0.1  # total bytes that folded products may add, relative to the constants that nodes read
+# Operators that are deterministic and the same in every runtime.  Quantization is not among them, because it tells the
+# runtime to compute in integers.
 FOLDABLE = re.compile(
     "Abs|Add|And|Cast|Ceil|Clip|Concat|ConstantOfShape|Cos|CumSum|Div|Equal|Exp|Expand|Flatten|Floor|"
     "Gather(Elements|ND)?|Gemm|(Greater|Less)(OrEqual)?|Identity|InstanceNormalization|IsNaN|LayerNormalization|Log|MatMul|Max|Min|Mod|Mul|Neg|Not|Or|Pow|Range|"
     "Reciprocal|Reduce(L2|Max|Mean|Min|Prod|Sum)|Reshape|ScatterND|Shape|Sign|Sin|Size|Slice|Split|Sqrt|Squeeze|Sub|"
     "Sum|Tile|Transpose|Trilu|Unsqueeze|Where|Xor"
 )
-MOVING = re.compile(  # those that compute no new numbers
+MOVING = re.compile(  # the operators that only move or repeat elements
     "Concat|Expand|Flatten|Gather(Elements|ND)?|Identity|Reshape|ScatterND|Shape|Size|Slice|Split|Squeeze|Tile|"
     "Transpose|Trilu|Unsqueeze|Where"
 )
@@ -50,10 +50,10 @@ SIZED_BY_VALUE = frozenset({"ConstantOfShape", "Expand", "Range", "Tile"})  # sm
 def fold_constants(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
     """Turn Constant nodes, known shape arithmetic, and nodes that read only constants into initializers.
 
-    Results of more than MAX_GROWTH_BYTES that would make the file larger are not folded, but for products, which may
-    make it larger by MAX_PRODUCTS_GROWTH: DeBERTa projects its table of relative positions in every layer.  What counts
-    is what is left of all nodes that compute with a weight: NFNet standardizes the filters of each convolution.  Nodes
-    that read large weights from an external file are not folded.
+    Results of more than MAX_GROWTH_BYTES are not folded if they would make the file larger.  Only matrix products may,
+    by MAX_PRODUCTS_GROWTH: DeBERTa projects its table of relative positions in every layer.  Sizes are compared over
+    whole groups of connected nodes: NFNet standardizes the filters of each convolution in several nodes, whose results
+    replace the filters.  Nodes that read large weights from an external file are not folded.
     """
     return [*_fold_constant_nodes(graph, shapes), *_fold_known_values(graph, shapes), *_fold_evaluated(graph, shapes)]
 
@@ -74,7 +74,7 @@ def _fold_constant_nodes(graph: Graph, shapes: ShapeInfo) -> Iterator[Folded]:
 
 
 def value_of_constant_node(graph: Graph, constant: onnx.NodeProto) -> Array | None:
-    """Return the value of a Constant; None if it is sparse, or has not one value as it should."""
+    """Return the value of a Constant; None if it is sparse, or does not have exactly one attribute."""
     if len(constant.attribute) != 1:
         return None
     value = onnx.helper.get_attribute_value(constant.attribute[0])
@@ -100,7 +100,7 @@ def _make_constant(graph: Graph, node: Node, tensor: Tensor, value: Array) -> Fo
 
 
 def _fold_known_values(graph: Graph, shapes: ShapeInfo) -> Iterator[Folded]:
-    """Fold shape arithmetic whose result is known although its inputs are not."""
+    """Fold shape arithmetic whose result is known even though its inputs are not constant."""
     for node in list(graph.nodes):
         for tensor in list(node.outputs):
             if not (tensor.outputs or tensor.name in graph.captured) or graph.must_be_computed(tensor):
@@ -139,7 +139,7 @@ def fold_nodes(graph: Graph, shapes: ShapeInfo, nodes: Sequence[Node]) -> None:
 
 def _foldable_nodes(graph: Graph, shapes: ShapeInfo) -> list[Node]:
     """Return the nodes that depend on constants only, in execution order."""
-    folded_bytes: dict[int, int | None] = {}  # of the tensors that folding will compute, by id; None: not known
+    folded_bytes: dict[int, int | None] = {}  # size of each tensor that folding will compute, by id; None: not known
     room = MAX_PRODUCTS_GROWTH * sum(_byte_count(shapes, t) or 0 for t in _constants(graph))
     nodes, constant = [], _of_constants(graph, shapes)
     together = {id(node) for group in _groups(constant) if _is_no_larger(graph, shapes, group) for node in group}
@@ -161,7 +161,7 @@ def _of_constants(graph: Graph, shapes: ShapeInfo) -> list[Node]:
         if not _is_foldable(op_of(node)) or not node.inputs or any(map(graph.must_be_computed, node.outputs)):
             continue
         if op_of(node) in ("Mul", "Cast") and is_factored_bias(shapes, node):
-            continue  # attention reads less of both factors
+            continue  # attention reads fewer bytes if it reads the two factors
         if all(not t.name or id(t) in made or is_constant(t) for t in node.inputs):
             found.append(node)
             made.update(map(id, node.outputs))
@@ -169,8 +169,8 @@ def _of_constants(graph: Graph, shapes: ShapeInfo) -> list[Node]:
 
 
 def _groups(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Return groups of nodes, in order, of which none reads a result of another group."""
-    group_of: dict[int, list[Node]] = {}  # by id of a node
+    """Return the connected groups of nodes, in order: no node reads a result of another group."""
+    group_of: dict[int, list[Node]] = {}  # by the node's id
     producers = {id(tensor): node for node in nodes for tensor in node.outputs}
     for node in nodes:
         group_of[id(node)] = own = [node]
@@ -182,9 +182,9 @@ def _groups(nodes: Sequence[Node]) -> list[list[Node]]:
 
 
 def _is_no_larger(graph: Graph, shapes: ShapeInfo, group: Sequence[Node]) -> bool:
-    """Return whether the results that others read of a group have no more bytes than the constants that it alone reads.
+    """Return whether folding a group of nodes makes the file no larger, with intermediate results that are no larger.
 
-    What it computes on the way is no larger either.
+    The results that other nodes read replace the constants that only the group reads.
     """
     own = {id(node) for node in group}
     read = {id(t): t for node in group for t in node.inputs if is_constant(t)}.values()
@@ -214,9 +214,9 @@ def _constants(graph: Graph) -> list[Tensor]:
 def _growth(
     graph: Graph, shapes: ShapeInfo, node: Node, output_bytes: list[int | None], folded_bytes: dict[int, int | None]
 ) -> float:
-    """Return by how many bytes the outputs make the file larger; 0 if they are small, infinity if that is not known.
+    """Return by how many bytes folding the node makes the file larger; 0 if its outputs are small, infinity if unknown.
 
-    The constants that only this node reads are gone then.
+    The inputs that only this node reads are not stored any more.
     """
     freed = 0
     for tensor in node.inputs:
@@ -244,7 +244,7 @@ def _is_external(tensor: Tensor) -> bool:
 
 
 def _evaluate(graph: Graph, shapes: ShapeInfo, nodes: list[Node]) -> dict[str, Array]:
-    """Return what onnx's reference implementation computes, by tensor name; what it cannot compute is left out."""
+    """Return the results of onnx's reference implementation by tensor name, without those that it cannot compute."""
     if not nodes:
         return {}
     values = {t.name: constant_value(graph, t) for n in nodes for t in n.inputs if is_constant(t)}
@@ -260,7 +260,7 @@ def _evaluate(graph: Graph, shapes: ShapeInfo, nodes: list[Node]) -> dict[str, A
                 if _depends_on_runtime(node, inputs):
                     continue
                 outputs = _run_in_float32(shapes, node, operator, inputs)
-            except Exception:  # whatever numpy raises, or an overflow; the runtime reports an invalid node itself
+            except Exception:  # any error of numpy, or an overflow: the runtime reports an invalid node itself
                 continue
             if all(_agrees(shapes, tensor, value) for tensor, value in zip(node.outputs, outputs, strict=False)):
                 results.update(zip(operator.output, outputs, strict=False))
@@ -269,19 +269,19 @@ def _evaluate(graph: Graph, shapes: ShapeInfo, nodes: list[Node]) -> dict[str, A
 
 
 class _Operator(Protocol):
-    """An operator of onnx's reference implementation, which has no types."""
+    """An operator of onnx's reference implementation, which has no type annotations."""
 
     def run(self, *inputs: Array | None) -> Sequence[object]:
         """Return the outputs."""
 
 
 def _run_in_float32(shapes: ShapeInfo, node: Node, operator: _Operator, inputs: list[Array | None]) -> list[Array]:
-    """Return the outputs of an operator, which computes in float32 what is in half precision, and rounds once.
+    """Return the outputs of an operator; half precision is computed in float32 and rounded once.
 
     numpy would round each partial sum to half precision: the sum of 1,000 ones in bfloat16 is 256.
 
-    Raises OverflowError where only the rounding makes a number infinite: onnxruntime's CPU provider, which has hardly
-    any kernels in half precision, goes on with the finite number.
+    Raises OverflowError if only this rounding makes a number infinite: onnxruntime's CPU provider has hardly any
+    kernels in half precision, and so continues with the finite float32 number.
     """
     if MOVING.fullmatch(op_of(node)) or not any(x is not None and x.dtype in HALF_DTYPES for x in inputs):
         return [np.asarray(value) for value in operator.run(*inputs)]
@@ -296,24 +296,24 @@ def _run_in_float32(shapes: ShapeInfo, node: Node, operator: _Operator, inputs: 
 
 
 def _depends_on_runtime(node: Node, inputs: list[Array | None]) -> bool:
-    """Return whether runtimes compute different things: what ONNX leaves open, or what onnxruntime does in its way."""
+    """Return whether runtimes may give different results: ONNX leaves them open, or onnxruntime deviates from ONNX."""
     op, (first, *others) = op_of(node), inputs
     if first is None:
         return False
-    if op.startswith("Reduce") and first.size == 0:  # the mean of nothing is 0 in onnxruntime, NaN in ONNX
+    if op.startswith("Reduce") and first.size == 0:  # the mean of no elements is 0 in onnxruntime, NaN in ONNX
         return True
     if op in ("Div", "Mod"):
         divisor = others[0]
         return first.dtype.kind in "iu" and divisor is not None and bool(np.any(divisor == 0))
     if op == "Cast":
         to = int_attribute(node, "to", 0)
-        if to == onnx.TensorProto.STRING or first.dtype.kind in "OSUT":  # how a number is written, and read
+        if to == onnx.TensorProto.STRING or first.dtype.kind in "OSUT":  # runtimes format and parse numbers differently
             return True
         low, high = INTEGER_RANGES.get(to, (-math.inf, math.inf))
         if to == onnx.TensorProto.BOOL or to not in INTEGER_RANGES or first.dtype.kind in "biu":
             return False
         return not bool(np.all((first.astype(np.float64) > low - 1) & (first.astype(np.float64) < high + 1)))
-    if op == "Slice" and len(others) == 4:  # the ends are the second of them and the steps the last
+    if op == "Slice" and len(others) == 4:  # `others` is starts, ends, axes and steps
         ends, steps = others[1], others[3]
         if ends is not None and steps is not None:
             return any(map(is_ambiguous_end, ends.tolist(), steps.tolist()))
@@ -321,7 +321,7 @@ def _depends_on_runtime(node: Node, inputs: list[Array | None]) -> bool:
 
 
 def _agrees(shapes: ShapeInfo, tensor: Tensor, value: Array) -> bool:
-    """Return whether a value has the dtype and the shape that are inferred for the tensor, where any are."""
+    """Return whether a value has the dtype and shape inferred for the tensor; it must be small if no shape is known."""
     shape, dtype = shapes.shape(tensor), shapes.dtype(tensor)
     if dtype not in (0, onnx.helper.np_dtype_to_tensor_dtype(value.dtype)):
         return False

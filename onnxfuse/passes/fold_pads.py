@@ -1,7 +1,7 @@
 """Fold a Pad into the pads of the convolutions and pools that read it.
 
-TensorFlow's converters write the pads of strided convolutions so, and exporters those of causal ones. A convolution and
-an average take zeros; a maximum takes -inf, and zeros if no element of its image is negative.
+TensorFlow's converters write such a Pad before strided convolutions, and other exporters before causal ones.  A Conv
+and an AveragePool pad with zeros.  A MaxPool pads with -inf, so zeros fit only if no element of its image is negative.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from onnxfuse.passes.emit import emit
 from onnxfuse.passes.folded import Folded, node_label
 from onnxfuse.passes.graph_pass import graph_pass
 
-# Operators whose results are not negative
 FIRST_WITH_INPUTS: Final = 11  # the first opset in which pads are an input
-Sizes: TypeAlias = Sequence[tuple[int, int]]  # of each axis, what is added in front and behind
+Sizes: TypeAlias = Sequence[tuple[int, int]]  # per axis, the elements added at the beginning and at the end
 
 
 @dataclass(frozen=True)
 class Window:
-    """A node whose pads take in a Pad, the Transpose between them if there is one, and the attributes that change."""
+    """A node that can pad instead of a Pad, the Transpose between them if there is one, and new attributes."""
 
     node: Node
     transpose: Node | None
@@ -36,7 +35,7 @@ class Window:
 
 @graph_pass()
 def fold_pads(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
-    """Fold each Pad whose readers all can pad themselves; return the nodes that vanished."""
+    """Fold each Pad whose consumers can all pad themselves; return the nodes that vanished."""
     return [one for node in list(graph.nodes) if op_of(node) == "Pad" for one in _fold(graph, shapes, node)]
 
 
@@ -80,7 +79,7 @@ def _transposed(graph: Graph, shapes: ShapeInfo, transpose: Node, source: Tensor
 
 
 def _sizes(graph: Graph, shapes: ShapeInfo, pad: Node) -> Sizes | None:
-    """Return what a Pad adds to each axis; None where that is computed, or takes elements away."""
+    """Return the elements that a Pad adds to each axis; None if the pads are computed or negative."""
     rank, pads = shapes.rank(pad.inputs[0]), attribute_or_input(graph, pad, "pads")
     axes = attribute_or_input(graph, pad, "axes")
     if rank is None or not _are_integers(pads) or not (axes is None or _are_integers(axes)):
@@ -97,7 +96,7 @@ def _are_integers(value: object) -> TypeGuard[list[int]]:
 
 
 def _value(graph: Graph, pad: Node) -> float | None:
-    """Return the number that a Pad adds; None where it is computed, or copies elements."""
+    """Return the number that a Pad adds; None where it is computed, or the mode copies elements."""
     if str_attribute(pad, "mode", "constant") != "constant":
         return None
     found = attribute_or_input(graph, pad, "value" if graph.opset < FIRST_WITH_INPUTS else "constant_value")
@@ -105,11 +104,11 @@ def _value(graph: Graph, pad: Node) -> float | None:
     return 0.0 if found is None else float(found) if isinstance(found, int | float) else None
 
 
-# --- what reads it -------------------------------------------------------------------------------------------------
+# --- its consumers -------------------------------------------------------------------------------------------------
 
 
 def _readers(graph: Graph, padded: Tensor) -> Iterator[tuple[Node, Node | None]]:
-    """Yield each node that reads a tensor, or a Transpose of it that nothing but such nodes reads, with that."""
+    """Yield each consumer of a tensor, or of a Transpose of it, with that Transpose or None."""
     for node in dict.fromkeys(consumers(padded)):
         if op_of(node) == "Transpose" and not graph.is_kept(node.outputs[0]):
             yield from ((reader, node) for reader in dict.fromkeys(consumers(node.outputs[0])))
@@ -118,13 +117,13 @@ def _readers(graph: Graph, padded: Tensor) -> Iterator[tuple[Node, Node | None]]
 
 
 def _window(graph: Graph, pad: Node, node: Node, transpose: Node | None, sizes: Sizes, value: float) -> Window | None:
-    """Return how a reader of a padded tensor, or of a Transpose of it, pads itself; None if it cannot."""
+    """Return how a consumer of a padded tensor, or of a Transpose of it, can pad itself; None if it cannot."""
     if transpose is not None:
         sizes = [sizes[axis] for axis in perm_of(transpose, len(sizes))]
     read = pad.outputs[0] if transpose is None else transpose.outputs[0]
     if [i for i, tensor in enumerate(node.inputs) if tensor is read] != [0]:
         return None
-    if len(sizes) < 3 or any(sum(both) for both in sizes[:2]):  # images, or channels
+    if len(sizes) < 3 or any(sum(both) for both in sizes[:2]):  # the batch axis or channels are padded
         return None
     is_padded = str_attribute(node, "auto_pad", "NOTSET") == "NOTSET"
     if not is_padded and str_attribute(node, "auto_pad") != "VALID":
@@ -148,9 +147,9 @@ def _window(graph: Graph, pad: Node, node: Node, transpose: Node | None, sizes: 
 
 
 def _pads_whole_windows(pool: Node, pads: Sequence[int]) -> bool:
-    """Return whether every window of a pool has an element of its image, as runtimes require.
+    """Return whether every window of a pool covers an element of its image, as runtimes require.
 
-    With ceil_mode, a window may begin behind the image, and then it depends on the pads which windows there are.
+    With ceil_mode, a window may begin after the end of the image, so that the number of windows depends on the pads.
     """
     kernel = ints_attribute(pool, "kernel_shape", [])
     has_indices = any(tensor.name for tensor in pool.outputs[1:])

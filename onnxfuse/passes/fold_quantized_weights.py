@@ -1,7 +1,7 @@
-"""Compute the weights of convolutions that a model stores quantized, or rounds as if they were.
+"""Compute the weights of convolutions that a model stores quantized, or quantizes and dequantizes.
 
-Only where weights alone are quantized: a model that quantizes what it computes is run in integers, and onnxruntime
-finds its integer operators by the pairs of QuantizeLinear and DequantizeLinear around the weights.
+This is done only where nothing but weights is quantized: a model with quantized activations runs in integers, and
+onnxruntime finds its integer operators by the pairs of QuantizeLinear and DequantizeLinear around the weights.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ QUANTIZING: Final = frozenset({"QuantizeLinear", "DequantizeLinear"})
 IN_INTEGERS: Final = ("DynamicQuantize", "QLinear", "ConvInteger", "MatMulInteger", "com.microsoft::")
 INTEGERS: Final = ("int8", "uint8", "int32")
 FLOATS: Final = ("float32", "float16")
-FIRST_WITH_PRECISION: Final = 23  # the opset
-VIEWS: Final = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Identity", "Cast"})  # of weights
+FIRST_WITH_PRECISION: Final = 23  # the opset in which QuantizeLinear has an attribute `precision`
+VIEWS: Final = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Identity", "Cast"})  # of the weights
 
 
 @graph_pass()
 def fold_quantized_weights(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
-    """Turn each DequantizeLinear of constants whose result is weights of convolutions into an initializer."""
+    """Turn each DequantizeLinear of constants that only convolutions read, as weights, into an initializer."""
     if any(op_of(node).startswith(IN_INTEGERS) for node in graph.nodes):
         return []
     found = [node for node in graph.nodes if op_of(node) in QUANTIZING]
@@ -48,7 +48,7 @@ def fold_quantized_weights(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
 
 
 def _is_of_constants(node: Node) -> bool:
-    """Return whether the node quantizes a constant, or reads one, which may just have been quantized."""
+    """Return whether the node reads constants only; its first input may also be a QuantizeLinear of constants."""
     source = producer(node.inputs[0])
     is_stored = is_constant(node.inputs[0]) or (
         source is not None and op_of(source) == "QuantizeLinear" and all(map(is_constant, source.inputs))
@@ -57,7 +57,7 @@ def _is_of_constants(node: Node) -> bool:
 
 
 def _are_weights(graph: Graph, tensor: Tensor) -> bool:
-    """Return whether all that reads the tensor are convolutions, as their weights or biases, or views for these."""
+    """Return whether only convolutions read the tensor, as weights or biases, directly or through views."""
     if graph.is_kept(tensor) or not tensor.outputs:
         return False
     for node in tensor.outputs:
@@ -70,7 +70,7 @@ def _are_weights(graph: Graph, tensor: Tensor) -> bool:
 
 
 def _value(graph: Graph, node: Node) -> Array | None:
-    """Return what onnxruntime computes for a DequantizeLinear; None for dtypes and blocks that are not known here."""
+    """Return the result of onnxruntime for a DequantizeLinear; None for other dtypes, and for blocks."""
     source = producer(node.inputs[0])
     values = _constant(graph, node, 0) if source is None else _quantized(graph, source)
     if values is None or values.dtype.name not in INTEGERS or not _is_plain(graph, node):
@@ -83,9 +83,9 @@ def _value(graph: Graph, node: Node) -> Array | None:
 
 
 def _quantized(graph: Graph, node: Node) -> Array | None:
-    """Return what onnxruntime computes for a QuantizeLinear of float32 or float16 to 8 bits.
+    """Return the result of onnxruntime for a QuantizeLinear of float32 or float16 to 8 bits; None for others.
 
-    The quotient of float16 is rounded to float16 from opset 23 on, which has an attribute for its precision.
+    From opset 23 on, which has an attribute for the precision, the quotient of float16 is rounded to float16.
     """
     values, zero_point = _constant(graph, node, 0), _constant(graph, node, 2)
     dtype = np.dtype(np.uint8) if zero_point is None else zero_point.dtype
@@ -104,7 +104,7 @@ def _quantized(graph: Graph, node: Node) -> Array | None:
 
 
 def _is_plain(graph: Graph, node: Node) -> bool:
-    """Return whether all attributes but the axis are as their operator has them by default."""
+    """Return whether all attributes except the axis have their default values."""
     others = ((name, value) for name, value in node.attrs.items() if name != "axis")
     return all(value == attribute_default(op_of(node), name, graph.opset) for name, value in others)
 
@@ -116,7 +116,7 @@ def _constant(graph: Graph, node: Node, index: int) -> Array | None:
 
 
 def _scale_and_zero(graph: Graph, node: Node, values: Array) -> tuple[Array | None, Array]:
-    """Return the scale and the zero point, as they broadcast; None for a scale of blocks, of 0, or not finite."""
+    """Return the scale and the zero point, shaped to broadcast; no scale if it is per block, 0, or not finite."""
     scale, zero = _constant(graph, node, 1), _constant(graph, node, 2)
     offset: Array = np.zeros((), np.int64) if zero is None else zero.astype(np.int64)
     if scale is None or scale.dtype.name not in FLOATS or int_attribute(node, "block_size", 0):

@@ -1,4 +1,4 @@
-"""Make computed targets of Reshape and Expand, and computed ends of Slice, constant where they keep dimensions."""
+"""Replace computed targets of Reshape and Expand, and computed ends of Slice, by constants that keep dimensions."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from onnxfuse.ir.node import Node, is_constant, op_of, producer
 from onnxfuse.passes.folded import Folded, node_label
 from onnxfuse.passes.graph_pass import graph_pass
 
-MAX_INT64 = np.iinfo(np.int64).max  # as the end of a Slice: the rest of its axis
+MAX_INT64 = np.iinfo(np.int64).max  # the end of a Slice that takes the rest of its axis
 
 
 @graph_pass()
 def fold_shapes(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
     """Replace computed shapes by constants; return the nodes that computed them.
 
-    A Reshape target keeps dimensions by 0, or has one unknown size, which becomes -1 (see `reshape_target`).
+    In a Reshape target, 0 keeps a dimension, and one unknown size becomes -1 (see `reshape_target`).
     """
     folded = []
     for node in list(graph.nodes):
@@ -50,17 +50,18 @@ def fold_shapes(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
 def reshape_target(shape: Sequence[Size] | None, wanted: Sequence[Size]) -> list[int] | None:
     """Return the constant target that reshapes a tensor of `shape` to the sizes `wanted`; None if there is none.
 
-    A number stays a number, the size of the same axis becomes 0, and one other size may become -1, but not beside a 0:
-    where the dimension that this keeps is empty, -1 could be any number, and runtimes refuse it.
+    A number stays a number, and a symbolic size that equals the same axis of `shape` becomes 0.  One other size may
+    become -1, but not beside a 0: if the dimension that the 0 keeps is empty, -1 could be any number, and runtimes
+    refuse it.
     """
     sizes = shape or ()
     if any(size == 0 and (i >= len(sizes) or sizes[i] != 0) for i, size in enumerate(wanted)):
-        return None  # a 0 would keep the size of the source's axis, which is another one
+        return None  # a 0 in the target would copy the size of the source's axis, which is not 0
     return _target(sizes, wanted, infers_a_size=False)
 
 
 def _target(sizes: Sequence[Size], wanted: Sequence[Size], *, infers_a_size: bool) -> list[int] | None:
-    """Return a target as `reshape_target` does, with a 0 that is wanted; `infers_a_size` if it has a -1 already."""
+    """Return a target as `reshape_target` does, but allow 0 in `wanted`, and -1 beside it if `infers_a_size`."""
     target: list[int] = []
     for i, size in enumerate(wanted):
         if isinstance(size, int):
@@ -73,20 +74,20 @@ def _target(sizes: Sequence[Size], wanted: Sequence[Size], *, infers_a_size: boo
 def _constant_reshape_target(graph: Graph, shapes: ShapeInfo, node: Node, wanted: list[Size]) -> list[int] | None:
     allows_zero = bool(int_attribute(node, "allowzero"))
     if allows_zero and 0 in wanted:
-        return None  # a size of 0, which could not be told from a 0 that keeps a dimension
+        return None  # a size of 0, which would look like a 0 that keeps a dimension
     source, result = shapes.shape(node.inputs[0]), shapes.shape(node.outputs[0]) or wanted
     if -1 in wanted and not tells_empty_axes(node, wanted, source):
         if allows_zero:
             return None
-        result = wanted  # an empty axis may give the one of -1 another size
-    # A known size replaces -1, which does not tell a size of an empty tensor.
+        result = wanted  # where an axis is empty, -1 may become another size
+    # A known size replaces -1, because -1 is undetermined in an empty tensor.
     pairs = zip(wanted, result, strict=True)
     sizes = [known if size == -1 and known and isinstance(known, int) else size for size, known in pairs]
     return _target(source or (), sizes, infers_a_size=-1 in wanted and not allows_zero)
 
 
 def _constant_expand_target(graph: Graph, shapes: ShapeInfo, node: Node, wanted: list[Size]) -> list[int] | None:
-    """Sizes of the input become 1, which keeps them."""
+    """Write 1 for symbolic sizes that equal the input's axis, which Expand keeps; None if there are other ones."""
     shape = shapes.shape(node.inputs[0])
     if shape is None:
         return None
@@ -97,7 +98,7 @@ def _constant_expand_target(graph: Graph, shapes: ShapeInfo, node: Node, wanted:
 
 
 def _constant_slice_ends(graph: Graph, shapes: ShapeInfo, node: Node, wanted: list[Size]) -> list[int] | None:
-    """Ends of forward slices that are the size of their axis become "to the end"."""
+    """Write MAX_INT64 for ends of forward slices that equal the size of their axis; None if there are other ones."""
     shape = shapes.shape(node.inputs[0])
     axes = shapes.value(node.inputs[3]) if len(node.inputs) > 3 and node.inputs[3].name else np.arange(len(wanted))
     steps = shapes.value(node.inputs[4]) if len(node.inputs) > 4 and node.inputs[4].name else np.ones(len(wanted))
@@ -113,7 +114,7 @@ def _constant_slice_ends(graph: Graph, shapes: ShapeInfo, node: Node, wanted: li
     return known if len(known) == len(ends) else None
 
 
-RULES = {  # by operator: the index of the input, and its constant value
+RULES = {  # by operator: the index of the input, and the function that finds its constant value
     "Reshape": (1, _constant_reshape_target),
     "Expand": (1, _constant_expand_target),
     "Slice": (2, _constant_slice_ends),

@@ -24,7 +24,7 @@ FLOAT: Final = TensorProto.FLOAT
 
 @graph_pass()
 def fold_variance_factor(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
-    """Let every root behind which a weight is multiplied take a mean without a factor; return the factors."""
+    """Remove constant factors of the mean before each square root that a weight follows; return their nodes."""
     roots = [node for node in graph.nodes if op_of(node) == "Sqrt" and shapes.dtype(node.outputs[0]) == FLOAT]
     return [one for root in roots for one in _fold(graph, shapes, root)]
 
@@ -51,7 +51,7 @@ def _fold(graph: Graph, shapes: ShapeInfo, root: Node) -> list[Folded]:
 
 
 def _product_behind(graph: Graph, root: Node) -> Node | None:
-    """Return the product with a weight in which the inverse of a root ends; None if something else reads the root."""
+    """Return the Mul by a weight that follows the inverse of a root; None if there are other consumers on the way."""
     tensor, is_inverse = root.outputs[0], False
     while (reader := graph.sole_consumer(tensor)) is not None:
         op, constant = op_of(reader), next((t for t in reader.inputs if is_constant(t)), None)
@@ -66,7 +66,7 @@ def _product_behind(graph: Graph, root: Node) -> Node | None:
 
 
 def _factor(graph: Graph, node: Node) -> tuple[Tensor, float] | None:
-    """Return a tensor and the number that a node multiplies it by, or divides it by; None for another node."""
+    """Return a tensor and the number that a node scales it by; None if the node is not such a Mul or Div."""
     if op_of(node) not in ("Mul", "Div"):
         return None
     for index in (1, 0) if op_of(node) == "Mul" else (1,):
@@ -77,7 +77,7 @@ def _factor(graph: Graph, node: Node) -> tuple[Tensor, float] | None:
 
 
 def _with_epsilon(graph: Graph, tensor: Tensor) -> tuple[Tensor, float] | None:
-    """Return what a sum adds a number above 0 to, and the number; None for what is no such sum."""
+    """Return the tensor and the number above 0 that an Add sums up; None for other tensors."""
     total = producer(tensor)
     if total is None or op_of(total) != "Add":
         return None

@@ -9,15 +9,15 @@ from onnxfuse.ir.node import Node
 
 @dataclass(frozen=True)
 class Folded:
-    """A node that vanished, and what its effect was folded into."""
+    """A node that vanished, and the node or tensor that its effect was folded into."""
 
     # constant, shape, batch_norm, scale, bias, cast, half, pad, branch (an If whose condition is known), or carried
-    # (what no iteration of a Loop changes)
+    # (a tensor that no iteration of a Loop changes)
     kind: str
     node: str  # the label of the node
     into: str  # the name of a tensor, or the label of a node
 
 
 def node_label(node: Node) -> str:
-    """Return what reports call a node: its name, or that of its first output that is not left out if it has none."""
+    """Return the label of a node in reports: its name, or the name of its first present output."""
     return node.name or next((each.name for each in node.outputs if each.name), "")

@@ -1,4 +1,4 @@
-"""The frame of every pass: which opsets it is for, and how it leaves the graph."""
+"""A decorator for passes, which checks the opset and leaves the graph sorted and without unread nodes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Change: TypeAlias = Callable[[Graph, ShapeInfo], Changes]
 
 
 def graph_pass(opset: int = 1) -> Callable[[Change[Changes]], Change[Changes]]:
-    """Make a pass of a function that changes a sorted graph in place and returns what it changed.
+    """Make a pass of a function that changes a sorted graph in place and returns its changes.
 
-    In graphs below `opset` the pass changes nothing.  Where it changed something, or added nodes in vain, the nodes
-    that nothing reads are removed, and the graph is sorted.
+    In graphs below `opset` the pass changes nothing.  After changes, or if it added nodes in vain, unread nodes are
+    removed and the graph is sorted.
     """
 
     def declare(change: Change[Changes]) -> Change[Changes]:

@@ -17,14 +17,14 @@ from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of
 from onnxfuse.passes.fold_constants import MAX_GROWTH_BYTES
 
-LARGE_INPUT = 2.0**16  # that products with rescaled weights are to stand: numbers of float16 are no larger
+LARGE_INPUT = 2.0**16  # an input up to this size must not overflow with rescaled weights; float16 has none above it
 
 
 @dataclass(frozen=True)
 class Channels:
     """The channels of the input or of the output of a linear node."""
 
-    rank: int | None  # of the tensor; None if unknown
+    rank: int | None  # the tensor's rank; None if unknown
     axis_from_end: int  # 1 is the last axis
     count: int
 
@@ -63,7 +63,7 @@ def input_channels(graph: Graph, shapes: ShapeInfo, node: Node) -> Channels | No
 
 
 def is_linear(node: Node) -> bool:
-    """Return whether the node multiplies its input 0 by constant weights that are not empty, and make its groups."""
+    """Return whether input 0 is multiplied by constant weights that are not empty and divisible by `group`."""
     if op_of(node) not in LINEAR or not is_constant(node.inputs[1]):
         return False
     shape, groups = weight_of(node).shape, int_attribute(node, "group", 1)
@@ -72,7 +72,7 @@ def is_linear(node: Node) -> bool:
 
 
 def turns_shift_into_bias(graph: Graph, node: Node) -> bool:
-    """Return whether a constant added to an input channel adds one and the same constant to each output channel.
+    """Return whether adding a constant to an input channel adds one constant to each output channel.
 
     Where an image is padded, or windows overlap in a ConvTranspose, the constant differs between output elements.
     """
@@ -85,13 +85,13 @@ def turns_shift_into_bias(graph: Graph, node: Node) -> bool:
 
 
 def scale_outputs(graph: Graph, node: Node, channels: Channels, scale: Array, shift: Array) -> RescaledWeights | None:
-    """Return the weights that compute `output * scale + shift`; None if there are none."""
+    """Return new weights with which the node computes `output * scale + shift`; None if that is not possible."""
     bias = _read_bias(graph, node)
     if bias is None:
         return None
     beta = number_parameter(graph, node, "beta") if op_of(node) == "Gemm" else 1.0
     new_bias = bias * scale + shift / beta
-    if new_bias.size > max(bias.size, channels.count):  # the C of a Gemm has a value for each row
+    if new_bias.size > max(bias.size, channels.count):  # the C of a Gemm has different values for each row
         return None
     if new_bias.size == 1:
         new_bias = np.broadcast_to(new_bias.reshape(-1), (channels.count,))
@@ -103,7 +103,7 @@ def scale_outputs(graph: Graph, node: Node, channels: Channels, scale: Array, sh
 
 
 def scale_inputs(graph: Graph, node: Node, channels: Channels, scale: Array, shift: Array) -> RescaledWeights | None:
-    """Return the weights that compute the output for `input * scale + shift`; None if there are none."""
+    """Return new weights with which the node applies the old ones to `input * scale + shift`; None if not possible."""
     bias = _read_bias(graph, node)
     if bias is None or (shift.any() and not turns_shift_into_bias(graph, node)):
         return None
@@ -121,7 +121,7 @@ def scale_inputs(graph: Graph, node: Node, channels: Channels, scale: Array, shi
 
 
 def set_weights(graph: Graph, node: Node, new: RescaledWeights) -> None:
-    """Let the node read the new values."""
+    """Replace the node's weight and bias by the new values, unless these are None."""
     weight = node.inputs[1]
     if new.weight is not None:
         node.inputs[1] = graph.constant(f"{weight.name}_folded", new.weight)
@@ -135,9 +135,9 @@ def set_weights(graph: Graph, node: Node, new: RescaledWeights) -> None:
 
 
 def read_per_channel(graph: Graph, tensor: Tensor, channels: Channels) -> Array | None:
-    """Return a constant of one value, or of one per channel, in float64; None for any other tensor.
+    """Return the values of a constant with one element, or one per channel, in float64; None for any other tensor.
 
-    None also for a constant whose broadcasting would change the shape of the tensor with the channels.
+    Also None for a constant that would change the shape of the tensor with the channels by broadcasting.
     """
     if not is_constant(tensor) or len(tensor.shape) > (1 if channels.rank is None else channels.rank):
         return None
@@ -165,7 +165,7 @@ def _read_blocks(graph: Graph, node: Node) -> Array:
 
 
 def _read_bias(graph: Graph, node: Node) -> Array | None:
-    """Return the bias in float64, 0 if the node has none; None if it is not constant or is multiplied by 0."""
+    """Return the bias in float64, or 0 if the node has none; None if it is not constant, or multiplied by 0."""
     if op_of(node) == "Gemm" and number_parameter(graph, node, "beta") == 0:
         return None
     if op_of(node) == "MatMul" or len(node.inputs) < 3 or not node.inputs[2].name:
@@ -177,8 +177,8 @@ def _read_bias(graph: Graph, node: Node) -> Array | None:
 def _rounded(graph: Graph, node: Node, blocks: Array | None, bias: Array) -> RescaledWeights | None:
     """Return the values in the dtype of the weights.
 
-    None if they leave its range, if a sum of products could leave the range of sums where the scaled result does not,
-    or if a large weight, which other nodes read, would be stored a second time.
+    None if they exceed its range, if a sum of products could overflow although the result without folding does not, or
+    if a large weight that other nodes read would be stored a second time.
     """
     weight = weight_of(node)
     dtype = constant_value(graph, weight).dtype
@@ -203,5 +203,5 @@ def _rounded(graph: Graph, node: Node, blocks: Array | None, bias: Array) -> Res
 
 
 def _largest_sum(dtype: np.dtype[Any]) -> float:
-    """Return the largest number of the dtype in which products of these are added: float32, but for float64."""
+    """Return the largest number of the dtype that sums up products: float64 for float64, else float32."""
     return float(np.finfo(np.float64 if dtype == np.float64 else np.float32).max)

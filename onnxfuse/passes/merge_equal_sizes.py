@@ -1,4 +1,4 @@
-"""Compute equal sizes once, such as the rows of two tensors, and from the graph's inputs where these tell."""
+"""Compute equal sizes once, such as the rows of two tensors, and from the graph's inputs where these have them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onnxfuse.passes.emit import emit
 
 
 def merge_equal_sizes(graph: Graph, shapes: ShapeInfo) -> None:
-    """Let one tensor of a sorted graph stand for all that hold the same sizes."""
+    """Replace all tensors of a sorted graph that hold the same sizes by the first of them."""
     _read_from_inputs(graph, shapes)
     first: dict[Hashable, Tensor] = {}
     for node in graph.nodes:
@@ -27,7 +27,7 @@ def merge_equal_sizes(graph: Graph, shapes: ShapeInfo) -> None:
 
 
 def _read_from_inputs(graph: Graph, shapes: ShapeInfo) -> None:
-    """Take single sizes from inputs of the graph, so that no value inside is read for its shape alone."""
+    """Take single sizes from graph inputs that have them, so that no tensor inside is read for its shape alone."""
     sources = {
         str(size): (tensor, axis)
         for tensor in reversed(graph.linked.inputs)

@@ -1,4 +1,4 @@
-"""Give what means the same one form: no-ops are removed, views are composed, repeated nodes are computed once."""
+"""Give equivalent graphs one form: remove no-ops, compose views, and compute repeated nodes once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onnxfuse.passes.eliminate_common_subexpressions import eliminate_common_sub
 from onnxfuse.passes.remove_no_ops import remove_no_ops
 
 MAX_NORMALIZE_ROUNDS = 10
-FIRST_FLATTEN_FROM_END = 11  # the opset in which its axis may be negative
+FIRST_FLATTEN_FROM_END = 11  # the first opset in which the axis of Flatten may be negative
 
 
 def normalize(graph: Graph, shapes: ShapeInfo) -> int:
@@ -27,11 +27,11 @@ def normalize(graph: Graph, shapes: ShapeInfo) -> int:
 
 
 def _write_usual_attributes(graph: Graph, shapes: ShapeInfo) -> int:
-    """Write attributes that only onnxruntime's kernels read as they are read there; return the number of changes.
+    """Rewrite attributes that only onnxruntime's kernels accept to valid equivalents; return the number of changes.
 
-    A negative axis of Flatten is counted from the end in all opsets, but below 11 onnxruntime's inference refuses it
-    once the rank is known, which other passes may make it.  A `keepdims` that is neither 0 nor 1 is 0, but 1 to
-    onnxruntime's transpose optimizer, which comes upon the Transposes of layouts.
+    Kernels count a negative axis of Flatten from the end in all opsets, but below opset 11 onnxruntime's shape
+    inference refuses it once the rank is known, and other passes may make the rank known.  Kernels read a `keepdims`
+    other than 0 and 1 as 0, but onnxruntime's transpose optimizer, which moves the Transposes of layouts, as 1.
     """
     changes = 0
     for node in graph.nodes:

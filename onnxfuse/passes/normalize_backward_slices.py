@@ -1,9 +1,9 @@
 """Write the end of a backward Slice that runtimes disagree about as onnxruntime's kernels read it.
 
-A backward slice to INT32_MAX or INT64_MAX is empty in ONNX, and goes to the first element in onnxruntime's kernel. But
-onnxruntime takes it for empty when it plans which tensors share memory. Such a model runs or ends in "Shape mismatch
-attempting to re-use buffer" depending on which other nodes it has, and on whether the shape of what is sliced is known,
-so that removing unused nodes, or folding the target of a Reshape, was enough to break it.
+A backward slice to INT32_MAX or INT64_MAX is empty in ONNX, but goes to the first element in onnxruntime's kernel.
+However, onnxruntime plans which tensors share memory as if it were empty.  Such a model runs, or ends in "Shape
+mismatch attempting to re-use buffer", depending on its other nodes and on whether the shape of the sliced tensor is
+known.  Removing unused nodes, or folding the target of a Reshape, was enough to break it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Part: TypeAlias = "onnx.GraphProto | onnx.FunctionProto"
 def normalize_backward_slices(graph: Graph, shapes: ShapeInfo) -> int:
     """Replace constant ends that are ambiguous by the lowest integer; return the number of nodes changed.
 
-    What subgraphs and the model's own functions hold is changed as well.
+    Slices in subgraphs and in the model's own functions are changed as well.
     """
     found = [node for node in graph.nodes if op_of(node) == "Slice" and _settle(graph, shapes, node)]
     if found:
@@ -54,7 +54,7 @@ def _settle(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _settled(ends: Array | None, steps: Array | None, dtype: np.dtype[Any]) -> Array | None:
-    """Return the ends of a Slice without ambiguous ones; None if it has none, or its ends or steps are not known."""
+    """Return the ends of a Slice with ambiguous ones replaced; None if there are none, or ends or steps are unknown."""
     if ends is None or steps is None or not ends.shape == steps.shape == (ends.size,):
         return None
     ambiguous = [is_ambiguous_end(end, step) for end, step in zip(ends.tolist(), steps.tolist(), strict=True)]
@@ -87,7 +87,7 @@ def _settle_in_functions(graph: Graph) -> int:
 
 
 def _settle_messages(graph: Graph, part: Part, outer: Mapping[str, Array]) -> int:
-    """Settle the Slices of a part in place; `outer` are constants of the graphs around it."""
+    """Replace ambiguous ends of Slices in a graph or function; `outer` are the constants of the graphs around it."""
     inputs = {each if isinstance(each, str) else each.name for each in part.input}
     own = inputs.union(*(node.output for node in part.node), (t.name for t in _initializers(part)))
     constants = {name: value for name, value in outer.items() if name not in own}
@@ -114,12 +114,12 @@ def _initializers(part: Part) -> Iterable[onnx.TensorProto]:
 
 
 def _bounds(part: NodeContainer) -> set[str]:
-    """Return the names of the ends and steps of Slices, also of those in subgraphs."""
+    """Return the names of the ends and steps of Slices, including Slices in subgraphs."""
     return {node.input[i] for node in nodes(part) if has_steps(node) for i in (ENDS, STEPS)}
 
 
 def _constants(graph: Graph, part: Part, names: Collection[str], overridable: Collection[str]) -> dict[str, Array]:
-    """Return the values of those of the tensors `names` that are constants of this part."""
+    """Return the values of the tensors in `names` that are integer constants of this part."""
     found: dict[str, Array | None] = {}
     for tensor in _initializers(part):
         if tensor.name in names and tensor.name not in overridable:

@@ -16,10 +16,10 @@ from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant, op_of, producer
 from onnxfuse.passes.graph_pass import graph_pass
 
-RewriteRule: TypeAlias = Callable[[Graph, ShapeInfo, Node], bool]  # returns whether it changed the graph
+RewriteRule: TypeAlias = Callable[[Graph, ShapeInfo, Node], bool]  # a rule returns whether it changed the graph
 
 NEUTRAL_SCALARS = {"Mul": 1, "Div": 1, "Add": 0, "Sub": 0}
-MAX_WEIGHT_RANK = 3  # of what a weight is multiplied by or added to: batch, sequence, features
+MAX_WEIGHT_RANK = 3  # rank of the tensor that the weight scales or shifts: batch, sequence, features
 
 
 @graph_pass()
@@ -29,10 +29,10 @@ def remove_no_ops(graph: Graph, shapes: ShapeInfo) -> int:
 
 
 def _remove(graph: Graph, shapes: ShapeInfo, node: Node, source: Tensor) -> bool:
-    """Let the consumers of the node's output read `source`; False if both names must stay.
+    """Replace the node's output by `source`; False if both names must stay.
 
-    They also stay where the output is one of the graph, and declares more than is known of `source`: other consumers of
-    `source` would then read what the declaration says, and onnxruntime refuses them if it is wrong.
+    They also stay where the node's output is a graph output that declares more dims than are known of `source`: other
+    consumers of `source` would then read a tensor with these dims, and onnxruntime refuses them if the dims are wrong.
     """
     output = node.outputs[0]
     if graph.is_kept(output) and len(source.outputs) > 1 and _says_more(shapes, output, source):
@@ -44,7 +44,7 @@ def _remove(graph: Graph, shapes: ShapeInfo, node: Node, source: Tensor) -> bool
 
 
 def _says_more(shapes: ShapeInfo, output: Tensor, source: Tensor) -> bool:
-    """Return whether an output is declared with constant dims, or a rank, that are not known of `source`."""
+    """Return whether an output is declared with a rank or constant dims that are not known of `source`."""
     declared, known = output.shape, shapes.shape(source)
     if declared is None or known is None or len(declared) != len(known):
         return declared is not None
@@ -62,9 +62,9 @@ def _replace_node(
 
 
 def _remove_identity(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Remove an Identity, but not between a Transpose that a Gemm reads too and an output of the graph.
+    """Remove an Identity, but not one between a Transpose that a Gemm reads too and a graph output.
 
-    onnxruntime 1.31 merges Transposes in front of a Gemm into it, and loses an output that one of them computes.
+    onnxruntime 1.31 merges a Transpose before a Gemm into the Gemm, and loses a graph output that it computes.
     """
     source = node.inputs[0]
     transpose = producer(source)
@@ -84,7 +84,7 @@ def _remove_empty_inputs(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     axis = int_attribute(node, "axis", 1)
     found = [shapes.shape(t) for t in node.inputs]
     if any(shape is not None and not -len(shape) <= axis < len(shape) for shape in found):
-        return False  # the model is invalid, and whoever runs it says so
+        return False  # the model is invalid; the runtime reports it
     filled = [t for t, shape in zip(node.inputs, found, strict=True) if shape is None or shape[axis] != 0]
     if not filled or len(filled) == len(node.inputs):
         return _remove_of_one_input(graph, shapes, node)
@@ -109,7 +109,7 @@ def _remove_dropout(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _simplify_cast(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Remove a Cast to the dtype of its input; let a Cast after an exact Cast read that one's input."""
+    """Remove a Cast to the dtype of its input; make a Cast after an exact Cast read the input of the exact one."""
     source, wanted = node.inputs[0], shapes.dtype(node.outputs[0])
     if wanted and shapes.dtype(source) == wanted:
         return _remove(graph, shapes, node, source)
@@ -144,7 +144,7 @@ def _remove_if_same_shape(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _remove_slice(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Remove a Slice that goes forward and takes everything."""
+    """Remove a Slice with positive steps that takes all elements."""
     steps = attribute_or_input(graph, node, "steps")
     forward = steps is None or (isinstance(steps, list) and all(isinstance(step, int) and step > 0 for step in steps))
     return forward and _remove_if_same_shape(graph, shapes, node)
@@ -157,7 +157,7 @@ def _remove_pad(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _name_last_axis(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Call the last axis of a reduction -1, so that two means of one tensor are computed once."""
+    """Write the last axis of a reduction as -1, so that two equal reductions of one tensor are merged."""
     rank = shapes.rank(node.inputs[0])
     if not rank or attribute_or_input(graph, node, "axes") != [rank - 1]:
         return False
@@ -173,7 +173,7 @@ def _simplify_arithmetic(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _remove_neutral(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Remove `x * 1`, `x / 1`, `x + 0` and `x - 0` with a scalar that broadcasts nothing.
+    """Remove `x * 1`, `x / 1`, `x + 0` and `x - 0` where the scalar does not change the shape.
 
     Only scalars count: a vector of ones is the weight of a norm.  `x + 0` turns -0 into +0, but no runtime promises
     that.
@@ -207,9 +207,9 @@ def _flatten_weight(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _read_shape_of_indices(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Let a Shape of gathered rows read the indices instead, if its consumers take only sizes that these have.
+    """Read the Shape of gathered rows from the indices instead, if its consumers take only sizes that these have.
 
-    So an embedding can be fused although its size is read.
+    Then an embedding can be fused even though its sizes are read.
     """
     gather, sizes = producer(node.inputs[0]), node.outputs[0]
     if gather is None or op_of(gather) != "Gather" or int_attribute(gather, "axis", 0):
@@ -224,7 +224,7 @@ def _read_shape_of_indices(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _axes_read(graph: Graph, node: Node) -> Iterable[int]:
-    """Return the elements of a Shape that one of its consumers takes; [-1] if it may take any."""
+    """Return the indices of the sizes that a consumer of a Shape takes; [-1] if it may take any."""
     if op_of(node) != "Gather" or not is_constant(indices := node.inputs[1]):
         return [-1]
     axes: list[int] = constant_value(graph, indices).reshape(-1).tolist()

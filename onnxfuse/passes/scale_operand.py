@@ -9,7 +9,7 @@ from onnxfuse.passes.folded import node_label
 
 
 def scale_operand(graph: Graph, shapes: ShapeInfo, product: Node, scaling: Node) -> Tensor:
-    """Write MatMul(a, b) * s as MatMul(a * s, b), and return a * s; the result keeps its name, and so do the nodes.
+    """Write `MatMul(a, b) * s` as `MatMul(a * s, b)`, and return `a * s`.  The result and the nodes keep their names.
 
     product  the MatMul, whose result no other node reads
     scaling  the Mul, or the Div by s, that reads it
@@ -19,7 +19,7 @@ def scale_operand(graph: Graph, shapes: ShapeInfo, product: Node, scaling: Node)
     shapes.record(scaled, shapes.shape(operand), shapes.dtype(operand))
     factors = [operand if each is product.outputs[0] else each for each in scaling.inputs]
     names = node_label(scaling), node_label(product)
-    for node in (product, scaling):  # which are then dead
+    for node in (product, scaling):  # both nodes are dead now
         node.outputs.clear()
     graph.add_node(scaling.op, factors, [scaled], name=names[0])
     graph.add_node(product.op, [scaled, product.inputs[1]], [end], name=names[1])

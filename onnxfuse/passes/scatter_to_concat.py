@@ -1,8 +1,8 @@
-"""Write what assignments to slices make of a tensor as a Concat of what is assigned.
+"""Replace assignments to slices that write all of a tensor by a Concat of the assigned values.
 
 `x[:, :, a:b] = y` is exported as a ScatterND whose indices are ranges: along one axis from a to b, and whole along the
-others.  Where such nodes write all of a tensor, what it held before does not matter.  `x[..., ::2] = y` and
-`x[..., 1::2] = z` give y and z an axis of their own, along which they are joined: elements take turns.
+others.  Where such nodes write all of a tensor, its values before do not matter.  For `x[..., ::2] = y` and
+`x[..., 1::2] = z`, y and z get a new axis, along which they are joined, so that their elements alternate.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from onnxfuse.passes.emit import emit
 from onnxfuse.passes.fold_shapes import reshape_target
 from onnxfuse.passes.graph_pass import graph_pass
 
-MAX_ASSIGNMENTS: Final = 8  # to one tensor
+MAX_ASSIGNMENTS: Final = 8  # to one tensor; more are not looked at
 
 
 class Assignment(NamedTuple):
-    """What is assigned to every `step`th element of an axis; the axis is None where all of the tensor is written."""
+    """Values assigned to every `step`th element of an axis from `first` on; the axis is None for the whole tensor."""
 
     axis: int | None
     first: int
@@ -39,7 +39,7 @@ class Assignment(NamedTuple):
 
 @graph_pass()
 def scatter_to_concat(graph: Graph, shapes: ShapeInfo) -> int:
-    """Replace every ScatterND at the end of assignments that write all of a tensor.  Returns their number."""
+    """Replace every ScatterND that ends a chain of assignments to all of a tensor.  Returns their number."""
     scatters = [node for node in graph.nodes if op_of(node) == "ScatterND"]
     if not scatters:
         return 0
@@ -48,7 +48,7 @@ def scatter_to_concat(graph: Graph, shapes: ShapeInfo) -> int:
 
 
 def _rewrite(graph: Graph, shapes: ShapeInfo, indices: IndexAnalysis, last: Node) -> bool:
-    """Replace what the assignments that end in a node make of a tensor; return whether they write all of it."""
+    """Replace the assignments that end in a node, if they write all of the tensor; return whether they do."""
     result, found = last.outputs[0], list[Assignment]()
     node: Node | None = last
     while len(found) < MAX_ASSIGNMENTS and node is not None and op_of(node) == "ScatterND":
@@ -73,10 +73,10 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, indices: IndexAnalysis, last: Node
 
 
 def _stack(graph: Graph, shapes: ShapeInfo, result: Tensor, parts: Sequence[Assignment], axis: int) -> bool:
-    """Let parts take turns along an axis; return whether they write all of it.
+    """Interleave the parts along an axis, if they write all of it; return whether they do.
 
-    Where Transposes have moved the axis to the front for the ScatterND, and move it back, the parts are joined as they
-    were before.
+    Where a Transpose moves the axis back to the end after the ScatterND, the parts are interleaved in that order of
+    axes.
     """
     shape, step, dtype = shapes.shape(result), parts[0].step, shapes.dtype(result)
     assert shape is not None
@@ -104,7 +104,7 @@ def _stack(graph: Graph, shapes: ShapeInfo, result: Tensor, parts: Sequence[Assi
 
 
 def _order_with_axis_last(tensor: Tensor, rank: int, axis: int) -> list[int]:
-    """Return the order of axes of a Transpose that reads the tensor and has this axis last, or that of the tensor."""
+    """Return the perm of a Transpose that reads the tensor and moves this axis last; the identity if none does."""
     orders = [ints_attribute(reader, "perm") for reader in consumers(tensor) if op_of(reader) == "Transpose"]
     return next((order for order in orders if order is not None and order[-1] == axis), list(range(rank)))
 
@@ -118,7 +118,7 @@ def _transposed(graph: Graph, shapes: ShapeInfo, tensor: Tensor, order: Sequence
 
 
 def _are_adjacent(shapes: ShapeInfo, parts: Sequence[Assignment], axis: int, size: Size) -> bool:
-    """Return whether parts follow each other along an axis, from its first element to the last of `size`."""
+    """Return whether the parts follow each other along an axis and cover its `size` elements."""
     end = 0
     for part in parts:
         shape = shapes.shape(part.updates)
@@ -130,7 +130,7 @@ def _are_adjacent(shapes: ShapeInfo, parts: Sequence[Assignment], axis: int, siz
 
 
 def _assignment(shapes: ShapeInfo, indices: IndexAnalysis, node: Node) -> Assignment | None:
-    """Return what a ScatterND assigns, if its indices are a range of one axis and whole along the others."""
+    """Return the assignment of a ScatterND whose indices are a range of one axis and whole along others; else None."""
     data, places, updates = node.inputs
     shape, grid = shapes.shape(data), shapes.shape(places)
     if shape is None or grid is None or str_attribute(node, "reduction", "none") != "none":
@@ -156,7 +156,7 @@ def _assignment(shapes: ShapeInfo, indices: IndexAnalysis, node: Node) -> Assign
 
 
 def _range_of(column: Value | None, axis: int, width: object) -> tuple[int, int] | None:
-    """Return the first of indices that count up along an axis, and by how much they do; None where they do not."""
+    """Return the first index and the step of indices that count up along an axis; None where they do not."""
     if not isinstance(column, Index) or not isinstance(column.constant, int) or column.constant < 0:
         return None
     if width == 1:

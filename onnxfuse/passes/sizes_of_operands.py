@@ -1,8 +1,9 @@
-"""Read sizes of computed tensors from where they come from, so that no value inside of a fusion is read for its shape.
+"""Read sizes of computed tensors from the tensors that they come from, so that no result inside a fusion is needed.
 
-A size of what an elementwise operator computes is that of an operand, a size of a product is one of its left or right
-operand, and so on: as far as sizes tell it, towards the graph's inputs.  A mask whose sizes are those of the scores
-then leaves the scores to the attention, and equal masks of all layers become one.
+An elementwise operator takes each size from an operand, a matrix product from its left or right operand, and so on.
+Sizes are followed in this way towards the graph's inputs, as far as they are known to be equal.  A mask that is built
+from the sizes of the scores then does not need the scores, which stay inside the attention, and equal masks of all
+layers become one.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, produc
 from onnxfuse.passes.emit import integers, write
 from onnxfuse.passes.graph_pass import graph_pass
 
-RANGE_OPSET: Final = 15  # whose Shape may be of some of the axes
-MIN_RANK: Final = 3  # of scores
-KEEPING_ORDER: Final = frozenset({"Concat", "Pad", "Slice", "Split"})  # an axis keeps its index, and its size or not
+RANGE_OPSET: Final = 15  # from this opset on, Shape may give the sizes of some axes only
+MIN_RANK: Final = 3  # lowest rank of scores
+KEEPING_ORDER: Final = frozenset({"Concat", "Pad", "Slice", "Split"})  # axes keep their index, and most their size
 BROADCASTING: Final = frozenset(op for op, rule in SHAPE_RULES.items() if rule is SHAPE_RULES["Add"])
 SAME_SHAPE: Final = frozenset(op for op, rule in SHAPE_RULES.items() if rule is SHAPE_RULES["Softmax"])
-Origin: TypeAlias = "tuple[Tensor, int] | int"  # a tensor and the axis of it that has a size, or the size as a number
+Origin: TypeAlias = "tuple[Tensor, int] | int"  # a size: a tensor and its axis, or a number
 
 
 @graph_pass()
 def sizes_of_operands(graph: Graph, shapes: ShapeInfo) -> int:
-    """Let what reads the Shape of a product, or of what is computed by elements, read that of what has the size first.
+    """Replace the Shape of a product or elementwise result by the Shape of the tensor that its sizes come from.
 
     The Shape of a view stays: without it the view could be composed with others into one whose target is computed.
     Returns the number of sizes, or groups of sizes, that are read elsewhere.
@@ -46,12 +47,12 @@ def sizes_of_operands(graph: Graph, shapes: ShapeInfo) -> int:
 
 
 def _is_inside(node: Node | None) -> bool:
-    """Return whether what a node computes may be inside of a fusion."""
+    """Return whether the node's result may be inside a fusion."""
     return node is not None and (op_of(node) in ("Concat", "MatMul") or op_of(node) in BROADCASTING | SAME_SHAPE)
 
 
 def _read_elsewhere(graph: Graph, shapes: ShapeInfo, origins: Origins, shape: Node) -> int:
-    """Let the readers of a Shape read other ones, each for itself; return how many do."""
+    """Replace a Shape by others, separately for each consumer; return for how many."""
     tensor, whole = shape.inputs[0], shape.outputs[0]
     sizes = shapes.shape(tensor)
     if sizes is None:
@@ -73,7 +74,7 @@ def _read_elsewhere(graph: Graph, shapes: ShapeInfo, origins: Origins, shape: No
 
 
 def _picked(graph: Graph, reader: Node, count: int) -> tuple[list[int], int] | None:
-    """Return the sizes of a Shape that a Gather or Slice takes, and the rank of its result; None for other readers."""
+    """Return the indices of the sizes that a Gather or Slice takes, and its result's rank; None for other consumers."""
     if op_of(reader) == "Gather" and is_constant(reader.inputs[1]):
         indices = constant_value(graph, reader.inputs[1])
         if indices.ndim < 2 and all(-count <= index < count for index in indices.reshape(-1).tolist()):
@@ -90,9 +91,9 @@ def _picked(graph: Graph, reader: Node, count: int) -> tuple[list[int], int] | N
 def _written(
     graph: Graph, shapes: ShapeInfo, tensor: Tensor, picked: Sequence[Origin], sizes: Tensor, rank: int, of_scores: bool
 ) -> Tensor | None:
-    """Return sizes as a tensor of that rank, 0 or 1; None where they are read of the tensor itself, or of several.
+    """Return sizes as a tensor of rank 0 or 1; None if `tensor` itself, or several tensors, would have to be read.
 
-    `of_scores` lets them be read of several tensors, and by a Gather in place of a Shape.
+    With `of_scores`, several tensors may be read, and a Shape may become a Shape and a Gather.
     """
     maker = producer(sizes)
     replaces_shape = maker is not None and op_of(maker) == "Shape"
@@ -102,14 +103,14 @@ def _written(
     if not sources or any(source is tensor for source in sources) or (len(runs) > 1 and not of_scores):
         return None
     if replaces_shape and not of_scores and not _is_range(graph, shapes, runs[0]):
-        return None  # a Gather more
+        return None  # this would add a Gather to the graph
     stem = f"{sizes.name}_of_operand"
     parts = [_run(graph, shapes, run, stem, rank) for run in runs]
     return parts[0] if len(parts) == 1 else write(graph, shapes, "Concat", parts, stem, {"axis": 0})
 
 
 def _of_one_tensor(shapes: ShapeInfo, picked: Sequence[Origin]) -> Sequence[Origin]:
-    """Return sizes as those of all axes of one tensor, numbers included, if they are these."""
+    """Return sizes that equal the whole shape of one tensor as axes of this tensor, numbers included."""
     source = next((each[0] for each in picked if not isinstance(each, int)), None)
     shape = None if source is None else shapes.shape(source)
     if source is None or shape is None or len(shape) != len(picked):
@@ -123,7 +124,7 @@ def _of_one_tensor(shapes: ShapeInfo, picked: Sequence[Origin]) -> Sequence[Orig
 
 
 def _run(graph: Graph, shapes: ShapeInfo, run: Sequence[Origin], stem: str, rank: int) -> Tensor:
-    """Return sizes that are numbers, or axes of one tensor."""
+    """Return a tensor of sizes that are all numbers, or all axes of one tensor."""
     numbers = [each for each in run if isinstance(each, int)]
     if numbers:
         return integers(graph, f"{stem}_numbers", numbers)
@@ -140,7 +141,7 @@ def _run(graph: Graph, shapes: ShapeInfo, run: Sequence[Origin], stem: str, rank
 
 
 def _is_range(graph: Graph, shapes: ShapeInfo, run: Sequence[Origin]) -> bool:
-    """Return whether a Shape alone gives sizes: all of them, or adjacent ones where it may be of some axes."""
+    """Return whether one Shape gives the sizes: all of them, or adjacent ones if the opset's Shape has a range."""
     found = [each for each in run if not isinstance(each, int)]
     axes = [axis for _, axis in found]
     is_whole = axes == [*range(shapes.rank(found[0][0]) or 0)]
@@ -149,13 +150,13 @@ def _is_range(graph: Graph, shapes: ShapeInfo, run: Sequence[Origin]) -> bool:
 
 @dataclass
 class Origins:
-    """Where tensors have their sizes from."""
+    """The tensors that the sizes of other tensors come from."""
 
     shapes: ShapeInfo
-    _known: dict[tuple[int, int], Origin] = field(default_factory=dict)  # by the tensor's id, and the axis
+    _known: dict[tuple[int, int], Origin] = field(default_factory=dict)  # by the tensor's id and the axis
 
     def of(self, tensor: Tensor, axis: int) -> Origin:
-        """Return the tensor nearest to the graph's inputs that an axis is followed to, and the axis there."""
+        """Return the tensor nearest to the graph's inputs that a size comes from, and its axis; or a constant size."""
         path: list[tuple[int, int]] = []
         while True:
             key = id(tensor), axis
@@ -171,7 +172,7 @@ class Origins:
         return end
 
     def _step(self, tensor: Tensor, axis: int, size: Size) -> tuple[Tensor, int] | None:
-        """Return an operand of the node that computes a tensor, and the axis from which that has its size."""
+        """Return the operand, and its axis, that gives an axis of a computed tensor its size; None if none does."""
         node = producer(tensor)
         candidates = () if node is None else _candidates(self.shapes, node, axis, self.shapes.rank(tensor) or 0)
         for operand, index in candidates:
@@ -182,9 +183,9 @@ class Origins:
 
 
 def _candidates(shapes: ShapeInfo, node: Node, axis: int, rank: int) -> Iterator[tuple[Tensor, int]]:
-    """Yield the operands, and axes of these, of which the first that has the size of an axis of the result gives it.
+    """Yield operands and their axes that may give an axis of the result its size; the first of equal size is taken.
 
-    `rank` is that of the result.  An axis that an operand does not have is out of its range.
+    `rank` is the rank of the result.  The index of an axis that an operand does not have is out of range.
     """
     op, first, behind = op_of(node), node.inputs[0] if node.inputs else None, axis - rank
 
@@ -226,6 +227,6 @@ def _of_gather(shapes: ShapeInfo, node: Node, axis: int) -> Iterator[tuple[Tenso
 
 
 def origin_of_size(shapes: ShapeInfo, tensor: Tensor, axis: int) -> tuple[Tensor, int]:
-    """Return the tensor and its axis from which an axis of dynamic size takes that size."""
+    """Return the tensor and axis that a dynamic size comes from; a constant size comes from the tensor itself."""
     found = Origins(shapes).of(tensor, axis)
     return (tensor, axis) if isinstance(found, int) else found

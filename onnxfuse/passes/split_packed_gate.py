@@ -1,6 +1,6 @@
-"""Split a MatMul that packs the gate and the up projection, as Phi-3's does, into the two products of a gated product.
+"""Split a MatMul that packs the gate and the up projection, as in Phi-3, into two products for a gated-product fusion.
 
-A gated product never writes its two halves to memory.  The halves of the weight replace the weight in the file.
+The fused gated product never writes its two halves to memory.  The halves of the weight replace the weight in the file.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from onnxfuse.passes.graph_pass import graph_pass
 GATE_OPERATORS = frozenset(
     ["Add", "Cast", "Div", "Erf", "Gelu", "HardSigmoid", "HardSwish", "Mul", "Pow", "Relu", "Sigmoid", "Swish", "Tanh"]
 )
-MAX_GATE_TENSORS = 12  # visited on the way from the product of both halves back to the gate
+MAX_GATE_TENSORS = 12  # tensors visited on the way from the product of both halves back to the gate
 
 
 @graph_pass()
 def split_packed_gate(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
-    """Split each packed product; return the nodes that took halves of it."""
+    """Split each packed product; return the Slices and Splits that took its halves."""
     folded: list[Folded] = []
     for node in list(graph.nodes):
         if op_of(node) == "MatMul" and is_constant(weight := node.inputs[1]) and len(weight.shape) == 2:
@@ -57,7 +57,7 @@ def _emit_like(graph: Graph, shapes: ShapeInfo, op: str, inputs: list[Tensor], l
 
 
 def _with_bias(graph: Graph, matmul: Node, columns: int) -> tuple[Tensor, Constant | None]:
-    """Return the product with the bias that is added to it, and that bias: a constant with a number for each column."""
+    """Return the product after its bias is added, and that bias: a constant with one element per column, or None."""
     add = graph.sole_consumer(matmul.outputs[0])
     if add is None or op_of(add) != "Add":
         return matmul.outputs[0], None
@@ -66,7 +66,7 @@ def _with_bias(graph: Graph, matmul: Node, columns: int) -> tuple[Tensor, Consta
 
 
 def _halves(graph: Graph, shapes: ShapeInfo, packed: Tensor, columns: int) -> tuple[Tensor, Tensor] | None:
-    """Return the two halves of a tensor's last axis; None if anything else of the tensor is read."""
+    """Return the two halves of a tensor's last axis; None if the tensor has other consumers."""
     rank = shapes.rank(packed)
     slicing = consumers(packed)
     if rank is None or columns % 2 or graph.is_kept(packed):

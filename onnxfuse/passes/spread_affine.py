@@ -1,7 +1,7 @@
 """Spread the numbers that scale and shift the result of a convolution's activation over its channels.
 
-Models of PaddlePaddle have such an affine block of two learnt numbers behind an activation, where it cannot be folded
-into the convolution.  The fused convolution takes vectors of its channels, of which each number becomes one.
+PaddlePaddle models have such an affine block of two learnt numbers after an activation, where it cannot be folded into
+the convolution's weights.  The fused convolution takes a vector over channels, so each number is repeated into one.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer
 from onnxfuse.passes.graph_pass import graph_pass
 
-RANK: Final = 4  # of images: the fusion takes vectors of (channels, 1, 1)
-ACTIVATIONS: Final = frozenset(  # in one operator
+RANK: Final = 4  # of images; the fusion takes vectors of shape (channels, 1, 1)
+ACTIVATIONS: Final = frozenset(  # activations that are one operator
     ("Relu", "Clip", "LeakyRelu", "PRelu", "Elu", "Sigmoid", "HardSigmoid", "Tanh", "Softplus", "HardSwish", "Mish",
      "Gelu", "Swish")
 )  # fmt: skip
-GATES: Final = frozenset({"Sigmoid", "HardSigmoid"})  # of x in a product with x
+GATES: Final = frozenset({"Sigmoid", "HardSigmoid"})  # `gate(x) * x` is an activation
 
 
 @graph_pass(opset=7)
 def spread_affine(graph: Graph, shapes: ShapeInfo) -> int:
-    """Give every Mul and Add of a number behind the activation of a convolution a vector; return their number."""
+    """Spread the number of each Mul and Add after a convolution's activation to a vector; return how many were."""
     return sum(_spread_behind(graph, shapes, node) for node in list(graph.nodes) if _is_activation(node))
 
 
@@ -46,7 +46,7 @@ def _is_activation(node: Node) -> bool:
 
 
 def _is_convolution(x: Tensor) -> bool:
-    """Return whether a Conv computes the tensor, or an Add of one and a residual."""
+    """Return whether the tensor is the result of a Conv, or of an Add of a Conv and a residual."""
     node = producer(x)
     if node is not None and op_of(node) == "Add":
         return any(_is_convolution_alone(each) for each in node.inputs)
@@ -59,7 +59,7 @@ def _is_convolution_alone(x: Tensor) -> bool:
 
 
 def _spread_behind(graph: Graph, shapes: ShapeInfo, activation: Node) -> int:
-    """Spread the number of a Mul that alone reads the result, and that of an Add that alone reads what follows."""
+    """Spread the number of a Mul that is the activation's only consumer, and of an Add after it or in its place."""
     end, count = activation.outputs[0], 0
     shape = shapes.shape(end)
     if shape is None or len(shape) != RANK or shapes.dtype(end) not in FUSIBLE_FLOATS:
@@ -84,7 +84,7 @@ def _spread_behind(graph: Graph, shapes: ShapeInfo, activation: Node) -> int:
 
 
 def _vector(graph: Graph, number: Constant, channels: int) -> Array | None:
-    """Return a constant of one element, or of one for each channel, with the axes that the fusion asks for."""
+    """Return a constant with one element or one per channel in the shape (channels, 1, 1); None if not needed."""
     shape, wanted = tuple(number.shape), (channels, 1, 1)
     if shape == wanted or len(shape) > RANK:
         return None

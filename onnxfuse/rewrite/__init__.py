@@ -1,1 +1,1 @@
-"""From matches to fused nodes: select the match that wins, write its body as a function, replace its nodes."""
+"""From matches to fused nodes: select a match, write its body as a function, and replace its nodes."""

@@ -1,4 +1,4 @@
-"""Apply rewrite rules: where the left side of one matches, write its right side in its place."""
+"""Apply rewrite rules: where the left side of a rule matches, replace it by the right side."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from onnxfuse.steps import StepError
 
 
 def rules_pass(name: str, rules: Sequence[Rewrite]) -> Pass:
-    """Return a pass of that name that applies rules."""
+    """Return a pass called `name` that applies the rules."""
 
-    @graph_pass(opset=7)  # with broadcasting as it is today
+    @graph_pass(opset=7)  # from this opset on, broadcasting is as it is today
     def apply(graph: Graph, shapes: ShapeInfo) -> int:
         try:
             return _apply_rules(graph, shapes, rules)
-        except StepError as error:  # a rule raised: the pass is left out
+        except StepError as error:  # a rule raised: the caller then skips this pass
             assert error.__cause__ is not None
             raise error.__cause__ from None
 
@@ -38,7 +38,7 @@ def rules_pass(name: str, rules: Sequence[Rewrite]) -> Pass:
 
 
 def near_misses(graph: Graph, shapes: ShapeInfo, rules: Sequence[Rewrite]) -> list[Miss]:
-    """Return why rules do not apply to a sorted graph, at each node where the operators of one do not rule that out."""
+    """Return why rules do not match in a sorted graph, at all nodes whose operators fit the end of a rule."""
     tried = (matcher.at(node.outputs[0]) for node, _, matcher in _candidates(graph, shapes, rules))
     return [found for found in tried if isinstance(found, Miss)]
 
@@ -52,7 +52,7 @@ def _apply_rules(graph: Graph, shapes: ShapeInfo, rules: Sequence[Rewrite]) -> i
 
 
 def _candidates(graph: Graph, shapes: ShapeInfo, rules: Sequence[Rewrite]) -> Iterator[tuple[Node, Rewrite, Matcher]]:
-    """Yield nodes, from the outputs to the inputs, with each rule that may end there as long as the nodes stay."""
+    """Yield nodes, from outputs to inputs, with each rule that may end there, until the node is replaced."""
     by_root: dict[str, list[tuple[Rewrite, Matcher]]] = defaultdict(list)
     for rule in rules:
         if may_occur(rule.left, graph.operators):
@@ -66,7 +66,7 @@ def _candidates(graph: Graph, shapes: ShapeInfo, rules: Sequence[Rewrite]) -> It
 
 
 def _apply(graph: Graph, shapes: ShapeInfo, matcher: Matcher, rule: Rewrite, root: Tensor) -> bool:
-    """Write the right side in the place of the left one; return whether this matches and the opset can write that."""
+    """Replace a match of the left side by the right side; return whether it matched and the opset could write it."""
     match, right = matcher.at(root), rule.right
     if not isinstance(match, Match):
         return False

@@ -36,26 +36,26 @@ from onnxfuse.match.named_dims import with_sizes
 from onnxfuse.rewrite.rearrange_body import reshape_targets, write_rearrange
 from onnxfuse.rewrite.variant import Variant
 
-BFLOAT16, FLOAT = "tensor(bfloat16)", "tensor(float)"  # as schemas name them
+BFLOAT16, FLOAT = "tensor(bfloat16)", "tensor(float)"  # the names in operator schemas
 ORT_DOMAIN = "com.microsoft"
 REFUSED: Final = "onnxfuse.refused"
-FIRST_STEPS: Final = 10  # the opset that gave Slice steps
+FIRST_STEPS: Final = 10  # the first opset in which Slice has steps
 
 
-SelectOption: TypeAlias = Callable[[Alternatives, Sequence[Term]], Term]  # of the options that can be written
+SelectOption: TypeAlias = Callable[[Alternatives, Sequence[Term]], Term]  # selects among options that can be written
 
 
 def first_option(term: Alternatives, options: Sequence[Term]) -> Term:
-    """Select the first option, as stored bodies do."""
+    """Select the first option; stored bodies always use it."""
     return options[0]
 
 
 def body(
     fusion: Fusion, variant: Variant, select: SelectOption = first_option
 ) -> tuple[list[onnx.NodeProto], list[str]]:
-    """Return (nodes, output names) that compute the fusion from values named like its operands.
+    """Return the nodes that compute the fusion from values named like its operands, and the names of its outputs.
 
-    Raises PatternError where the opset has no spelling of the body.
+    Raises PatternError where the opset cannot express the body.
     """
     builder, outputs = _written(fusion, variant, select)
     return builder.nodes, outputs
@@ -75,7 +75,7 @@ def _written(fusion: Fusion, variant: Variant, select: SelectOption) -> tuple[Bo
 def function(fusion: Fusion, variant: Variant, name: str, attributes: Sequence[str]) -> onnx.FunctionProto:
     """Return the body as a model-local function `onnxfuse::name` with the operands as inputs.
 
-    Where what is preferred for the variant's operators cannot be written, its metadata say why, as REFUSED.
+    If a form that is preferred for the variant's operators cannot be written, the metadata entry REFUSED says why.
     """
     builder, outputs = _written(fusion, variant, first_option)
     domains = {node.domain for node in builder.nodes} - {""}
@@ -89,7 +89,7 @@ def function(fusion: Fusion, variant: Variant, name: str, attributes: Sequence[s
 
 
 class BodyBuilder:
-    """Writes terms as nodes, each term once.  It is the `Writing` of the pattern language."""
+    """Writes terms as nodes, each term once.  It implements the protocol `Writing` of the pattern language."""
 
     def __init__(self, variant: Variant, select: SelectOption = first_option) -> None:
         self.variant, self.select = variant, select
@@ -107,14 +107,14 @@ class BodyBuilder:
             self._operands[name] = self.cast(operand, TensorProto.FLOAT) if in_float32 else operand
 
     def value(self, term: Term) -> Value:
-        """Return the value of a term, whose nodes are added where it is met first."""
+        """Return the value of a term; its nodes are added on the first call."""
         if id(term) not in self._values:
             self._values[id(term)] = term.write(self)
         return self._values[id(term)]
 
     def can_write(self, term: Term) -> bool:
-        """Return whether the opset has the operators of a term and the operands that it needs are present."""
-        if id(term) not in self._can_write:  # alternatives inside alternatives would be asked a thousand times each
+        """Return whether the opset has the operators of a term, and its required operands are present."""
+        if id(term) not in self._can_write:  # nested alternatives would check each term a thousand times
             self._can_write[id(term)] = term, term.can_write(self)
         return self._can_write[id(term)][1]
 
@@ -127,7 +127,7 @@ class BodyBuilder:
 
     @property
     def operators(self) -> OperatorSet:
-        """Which operators the body may have."""
+        """The set of operators that the body may have."""
         return self.variant.operators
 
     def refuse(self, term: Term) -> None:
@@ -135,9 +135,9 @@ class BodyBuilder:
         self.refused.append(self._why_not(term))
 
     def _why_not(self, term: Term) -> str:
-        """Return why a term cannot be written: a condition of it that does not hold, or an operator that is missing.
+        """Return why a term cannot be written: a condition that does not hold, or a missing operator.
 
-        Of several spellings the last counts, which is the most general one.
+        For a term with several spellings, this is the reason for the last one, which is the most general.
         """
         if isinstance(term, When) and not self.holds(term.guard):
             return f"required: {self.variant.sentence(term.guard)}"
@@ -163,7 +163,7 @@ class BodyBuilder:
         return self.variant.choices[choice]
 
     def operand(self, name: str) -> Value:
-        """Return an operand: in float32 where an output has a wider dtype than the operand, or the variant says so."""
+        """Return an operand, cast to float32 if an output has a wider dtype or the variant requires it."""
         return self._operands[name]
 
     def scalar(self, name: str) -> float:
@@ -173,24 +173,24 @@ class BodyBuilder:
         return float(value)
 
     def captured_number(self, name: str) -> int | None:
-        """Return a number that matching has captured under a name; None where it has not."""
+        """Return the integer that matching has captured under a name; None if there is none."""
         found = self.variant.values.get(name)
         return found if isinstance(found, int) else None
 
     @property
     def leading_rank(self) -> int:
-        """How many axes "..." stands for."""
+        """The number of axes that "..." stands for."""
         return len(self.variant.dims.get("...", ()))
 
     def size(self, name: str) -> Size:
-        """Return the size of a named dimension, "...0" the first that "..." stands for; a number stands for itself."""
+        """Return the size of a named dimension; "...0" is the first axis of "...", and a numeral is its own size."""
         if name.isdecimal():
             return int(name)
         size: Size = self.variant.dims["..."][int(name[3:])] if name.startswith("...") else self.variant.dims[name]
         return size
 
     def full(self, value: Number, dims: str) -> Array:
-        """Return an array of these dimensions whose elements all are `value`."""
+        """Return an array of these dimensions in which all elements are `value`."""
         sizes = [self.size(name) for name in dims.split()]
         return np.full([size for size in sizes if is_static(size)], value)
 
@@ -208,13 +208,13 @@ class BodyBuilder:
         return Value(name, dtype)
 
     def cast(self, value: Value, dtype: int) -> Value:
-        """Return the value in another floating dtype; a value that is not of a floating dtype stays as it is."""
+        """Return the value cast to another floating dtype; a value of any other dtype stays as it is."""
         if value.dtype == dtype or value.dtype not in FLOAT_BITS or dtype not in FLOAT_BITS:
             return value
         return self.node("Cast", [value], dtype, to=dtype)
 
     def constant(self, value: Literals | Sequence[Size], dtype: int) -> Value:
-        """Return the value of a new Constant node, before opset 9 cast to a dtype other than a floating-point one."""
+        """Return the value of a new Constant node; before opset 9, integers and booleans need a Cast after it."""
         if self.opset < 9 and dtype not in FLOATS:  # Constant had floating-point values only
             return self.node("Cast", [self.constant(value, TensorProto.DOUBLE)], dtype, to=dtype)
         array = np.asarray(value).astype(helper.tensor_dtype_to_np_dtype(dtype))
@@ -223,14 +223,14 @@ class BodyBuilder:
     # --- terms ---------------------------------------------------------------------------------------------------
 
     def can_write_operator(self, term: Apply) -> bool:
-        """Return whether the opset has an operator for the dtype, and its inputs and attributes can be written."""
+        """Return whether the opset has the operator for its dtype, and its inputs and attributes can be written."""
         known = term.op.startswith(ORT_DOMAIN) or self._has(term)
         return known and all(map(self._is_static, term.attributes.values())) and all(
             self.can_write(item) or self._may_lack(term.op, index, item) for index, item in enumerate(term.inputs)
         )  # fmt: skip
 
     def _has(self, term: Apply) -> bool:
-        """Return whether the opset has an operator, for bfloat16 where it reads that: old opsets have few of these."""
+        """Return whether the opset has the operator, for bfloat16 if it reads that, as few older operators do."""
         found = schema(term.op, self.opset)
         if found is None or self._lacks_steps(term):
             return False
@@ -240,12 +240,12 @@ class BodyBuilder:
         return BFLOAT16 in found.inputs[0].types or FLOAT not in found.inputs[0].types
 
     def _lacks_steps(self, term: Apply) -> bool:
-        """Return whether a term is a Slice in steps, which opset 10 brought: before, all steps were one."""
+        """Return whether a term is a Slice with steps other than 1 in an opset before 10, which has no steps."""
         steps = term.attributes.get("steps") if term.op == "Slice" else None
         return self.opset < FIRST_STEPS and isinstance(steps, Sequence) and any(step != 1 for step in steps)
 
     def _dtype(self, term: Term) -> int | None:
-        """Return the dtype of a term that is not written yet: that of its first operand, or what this is cast to."""
+        """Return the dtype that a term will have: of its first operand, or of a cast, Shape or comparison before."""
         if isinstance(term, Precision):
             return TensorProto.FLOAT if term.like is None else self._dtype(term.like)
         if isinstance(term, Capture):
@@ -256,19 +256,19 @@ class BodyBuilder:
         return next((dtype for part in parts if (dtype := self._dtype(part)) is not None), None)
 
     def _is_static(self, wanted: object) -> bool:
-        """Return whether an attribute can be written: one that depends on sizes known at run time only cannot."""
+        """Return whether an attribute can be written: not if it depends on sizes that are only known at run time."""
         if isinstance(wanted, list):
             return all(map(self._is_static, wanted))
         return not isinstance(wanted, Dim) or is_static(self._attribute(wanted))
 
     def _may_lack(self, op: str, index: int, term: Term) -> bool:
-        """Return whether an input is optional, for the fusion and for the operator."""
+        """Return whether an input is optional both in the fusion and in the operator."""
         formals = found.inputs if (found := schema(op, self.opset)) else ()
         needed = index < len(formals) and formals[index].option == OpSchema.FormalParameterOption.Single
         return term.is_optional and not needed
 
     def write_operator(self, term: Apply) -> Value:
-        """Append the node of an operator, whose attributes are inputs where the opset wants that."""
+        """Append the node of an operator; attributes become inputs where the opset requires it."""
         inputs: list[Value | Literals | None] = []
         for item in term.inputs:
             number = item.number(self)
@@ -299,12 +299,12 @@ class BodyBuilder:
         return self.node(term.op, ready, dtype, **attributes)
 
     def _input_index(self, op: str, name: str) -> int | None:
-        """Return the index of the input that an attribute is in this opset; None where it is an attribute."""
+        """Return the index of the input that replaces an attribute in this opset; None if it is still an attribute."""
         found = schema(op, self.opset)
         return None if found and name in found.attributes else input_index(op, name, self.opset)
 
     def _attribute(self, wanted: object) -> Any:
-        """Return an attribute's value, with captured values and sizes put in."""
+        """Return an attribute's value with captured values and sizes substituted."""
         if isinstance(wanted, Capture):
             return self.variant.values.get(wanted.name)
         if isinstance(wanted, When):
@@ -327,7 +327,7 @@ class BodyBuilder:
         return Value(made.output[index], first.dtype)
 
     def write_associative(self, op: str, terms: Sequence[Term]) -> Value:
-        """Combine the terms from the left; numbers stay numbers until the dtype beside them is known."""
+        """Combine the terms from the left; numbers are stored only once the dtype of the other operand is known."""
         numbers = [term.number(self) for term in terms]
         items = [self.value(term) if number is None else number for term, number in zip(terms, numbers, strict=True)]
         whole = items[0]
@@ -345,7 +345,7 @@ class BodyBuilder:
         return left * right if op == "Mul" else left + right
 
     def _promoted(self, values: Sequence[Value | Literals | None]) -> list[Value | None]:
-        """Return all in one floating dtype, the widest among the values; numbers beside integers are integers."""
+        """Return all values in the widest floating dtype among them; numbers with integer operands become integers."""
         found = [v.dtype for v in values if isinstance(v, Value) and v.dtype != TensorProto.BOOL]
         widest = max(found, key=lambda dtype: FLOAT_BITS.get(dtype, 0), default=int(TensorProto.FLOAT))
         return [
@@ -362,7 +362,7 @@ class BodyBuilder:
         return write_rearrange(self, term)
 
     def write_scaled(self, inner: Term, scale: str) -> Value:
-        """Append a Mul by a scalar: of the left operand of a MatMul, else of the value."""
+        """Return `inner` times a scalar; for a MatMul, its left operand is scaled instead of its result."""
         factor, inner = self.scalar(scale), inner.unwrapped
         if factor == 1:
             return self.value(inner)

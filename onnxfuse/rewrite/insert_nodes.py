@@ -22,13 +22,13 @@ def insert_nodes(
     outputs: Sequence[tuple[str, Tensor]],
     label: str,
 ) -> list[Node]:
-    """Append nodes that compute tensors which nothing computes any more, and return them with their types inferred.
+    """Append nodes that compute tensors whose producers were removed; return them with their types inferred.
 
     protos    nodes that a BodyBuilder wrote; their Constants become initializers
-    operands  the tensors that they read, by the names of the values
-    outputs   the name of a value and the tensor that takes its place; a value that is an operand, or that takes the
-              place of a second tensor, gets an Identity
-    label     the beginning of new names
+    operands  the tensors that the nodes read, by the names of the values in `protos`
+    outputs   pairs of the name of a value and the tensor that it becomes; a value that is an operand, or becomes a
+              second tensor, gets an Identity
+    label     the prefix of new names
     """
     tensors = dict(operands)
     computed = {name for proto in protos for name in proto.output}

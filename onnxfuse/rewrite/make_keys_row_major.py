@@ -1,10 +1,10 @@
-"""Make rows of keys that attention reads as columns, where no pattern knows how they lie in memory.
+"""Make the keys of an attention row-major where patterns do not match their layout in memory.
 
-Scores are the product of queries and of keys as (batch, heads, size, keys).  Patterns look through the views in front
-of these for keys whose elements lie side by side: "batch keys (heads size)" and the like.  Where there are none, as
-behind a convolution, whose images are columns already, or behind a Reshape of five axes, keys get views that go through
-one of these layouts.  If a Reshape of what is there leads to one, nothing is copied; else one Transpose makes rows, but
-not of a cache.
+Scores are the product of queries and of keys as (batch, heads, size, keys).  Patterns look through the views before
+these keys for a layout in which the elements of a key are adjacent, such as "batch keys (heads size)".  Sometimes there
+is none: a convolution gives images, whose keys are columns already, and some models reshape keys to five axes.  Then
+the keys get new views that pass through one of these layouts.  If a Reshape of the source gives one, nothing is copied.
+Otherwise one Transpose copies the keys, but never a cache.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RANK: Final = 4
 def make_keys_row_major(
     graph: Graph, shapes: ShapeInfo, fusions: Sequence[Fusion], keep: Set[str] = frozenset()
 ) -> int:
-    """Rewrite the keys of attentions that match with these views and not without.  Returns their number.
+    """Rewrite the keys of attentions that only match with such views.  Returns the number of attentions.
 
     `keep` holds the labels of nodes that are not fused.
     """
@@ -50,14 +50,14 @@ def make_keys_row_major(
     chosen = [fusion for fusion in fusions if has_softmax(fusion) and may_occur(fusion, present)] if pairs else []
     matchers = [Matcher(graph, shapes, fusion) for fusion in chosen]
     count = sum(_settle(graph, shapes, matchers, *pair) for pair in pairs) if matchers else 0
-    if matchers:  # what was written in vain is dead
+    if matchers:  # nodes that were written in vain are dead
         graph.remove_dead()
         graph.sort()
     return count
 
 
 def _settle(graph: Graph, shapes: ShapeInfo, matchers: Sequence[Matcher], end: Node, scores: Node) -> bool:
-    """Rewrite the keys of the attention that ends in a product; return whether it matches because of that."""
+    """Rewrite the keys of the attention that ends in `end` if only this makes it match; return whether it does."""
     columns = scores.inputs[1]
     written = None if _matches(matchers, end) else _through_rows(graph, shapes, columns)
     if written is None:
@@ -74,7 +74,7 @@ def _matches(matchers: Sequence[Matcher], end: Node) -> bool:
 
 
 def _scores(end: Node) -> Node | None:
-    """Return the nearest product in front of the one that ends an attention, on the side of the probabilities."""
+    """Return the nearest product before the one that ends an attention, on the side of the probabilities."""
     work, seen = [end.inputs[0]], set[int]()
     while work and len(seen) < MAX_NODES_BETWEEN:
         node = producer(work.pop(0))
@@ -88,7 +88,7 @@ def _scores(end: Node) -> Node | None:
 
 
 def _reads_rows(graph: Graph, shapes: ShapeInfo, columns: Tensor) -> bool:
-    """Return whether views make columns of keys in a layout that kernels read, or these are not of four axes."""
+    """Return whether the columns are views of keys in a layout that kernels read, or do not have four axes."""
     shape, chain = shapes.shape(columns), scaled_chain_to(graph, shapes, columns)
     if shape is None or len(shape) != RANK:
         return True
@@ -105,11 +105,11 @@ def _reads_rows(graph: Graph, shapes: ShapeInfo, columns: Tensor) -> bool:
 
 
 def _through_rows(graph: Graph, shapes: ShapeInfo, columns: Tensor) -> Tensor | None:
-    """Return the same keys by views through rows, by the fewest copies; None where views with constants do not do."""
+    """Return the same keys viewed through rows, with as few copies as possible; None where targets are not constant."""
     shape, chain = shapes.shape(columns), scaled_chain_to(graph, shapes, columns)
     if shape is None:
         return None
-    for i, source in enumerate([*(each.inputs[0] for each in chain), columns]):  # the farthest that sizes tell it of
+    for i, source in enumerate([*(each.inputs[0] for each in chain), columns]):  # the farthest source first
         nodes = [each for each in chain[i:] if op_of(each) in REARRANGING]
         start, views = shapes.shape(source), [view for each in nodes if (view := view_of(shapes, each)) is not None]
         options = list(_ways(start, views, shape)) if start is not None and len(views) == len(nodes) else []
@@ -129,9 +129,9 @@ def _copies_and_views(views: Sequence[View]) -> tuple[int, int]:
 
 
 def _is_cache(graph: Graph, keys: Tensor) -> bool:
-    """Return whether a caller keeps keys from step to step.  To copy them in each step takes longer than to read them.
+    """Return whether keys are a cache, which is kept from step to step and costs more to copy than to read as it is.
 
-    They are an input or an output of the graph, or what is appended to an input.
+    A cache is a graph input or output, or a Concat with a graph input.
     """
     node = producer(keys)
     appended = node.inputs if node is not None and op_of(node) == "Concat" else [keys]
@@ -139,7 +139,7 @@ def _is_cache(graph: Graph, keys: Tensor) -> bool:
 
 
 def _ways(start: Shape, views: Sequence[View], columns: Shape) -> Iterator[tuple[tuple[View, ...], tuple[View, ...]]]:
-    """Yield views from the source of a chain to rows in each layout that kernels read, and from there to columns."""
+    """Yield, for each layout that kernels read, the views from a source to it, and from it to the columns."""
     for rows, after in _layouts(columns):
         whole = (View(None, start), *views, *_inverse(rows, after, columns))
         before = written_from(start, whole)
@@ -148,7 +148,7 @@ def _ways(start: Shape, views: Sequence[View], columns: Shape) -> Iterator[tuple
 
 
 def _layouts(columns: Shape) -> Iterator[tuple[Shape, tuple[View, ...]]]:
-    """Yield the shape of keys in each layout that kernels read, and the views that make columns of them."""
+    """Yield the shape of keys in each layout that kernels read, and the views from it to the columns."""
     batch, heads, size, keys = columns
     width: Size = heads * size
     yield (batch, keys, width), (View(None, (batch, keys, heads, size)), View((0, 2, 3, 1), columns))

@@ -14,18 +14,18 @@ from onnxfuse.dsl.terms import Rearrange, Term, Value
 from onnxfuse.errors import PatternError
 
 UNCHANGED: Final = "unchanged"
-PLACEHOLDER: Final = None  # an axis of size 1 that is squeezed away again
+PLACEHOLDER: Final = None  # an axis of size 1 that a Squeeze removes again
 
 
 @dataclass(frozen=True)
 class Ones:
-    """Axes of size 1 that vanish, by their indices before, and new ones, by their indices after."""
+    """Axes of size 1 to remove (indices before), and axes of size 1 to add (indices after)."""
 
     squeezed: tuple[int, ...]
     new: tuple[int, ...]
 
 
-Target: TypeAlias = list[int | None] | Ones | str  # the sizes of a Reshape, axes that it need not name, or UNCHANGED
+Target: TypeAlias = list[int | None] | Ones | str  # the target of a Reshape, only axes of size 1, or UNCHANGED
 
 
 class ViewBuilder(Protocol):
@@ -38,15 +38,15 @@ class ViewBuilder(Protocol):
 
     @property
     def leading_rank(self) -> int:
-        """How many axes "..." stands for."""
+        """The number of axes that "..." stands for."""
         ...
 
     def size(self, name: str) -> Size:
-        """Return the size of a named dimension, "...0" the first that "..." stands for; a number stands for itself."""
+        """Return the size of a named dimension; "...0" is the first axis of "...", and a numeral is its own size."""
         ...
 
     def captured_number(self, name: str) -> int | None:
-        """Return a number that matching has captured under a name; None where it has not."""
+        """Return the integer that matching has captured under a name; None if there is none."""
         ...
 
     def value(self, term: Term) -> Value:
@@ -86,14 +86,14 @@ def write_rearrange(builder: ViewBuilder, term: Rearrange) -> Value:
 
 
 def reshape_targets(builder: ViewBuilder, term: Rearrange) -> tuple[Target | None, Target | None]:
-    """Return the shapes of the Reshape that splits axes and of the one that merges them.
+    """Return the targets of the Reshape that splits axes and of the Reshape that merges them.
 
-    None stands for a shape that cannot be written, because two of its sizes are unknown.
+    None is a target that cannot be written, because two of its sizes are unknown.
     """
     arrangement, split = _arrangement(builder, term)
     order = [name for names in arrangement.result for name in names]
     repeated = _repeated(builder, order, split)
-    if split == [name for name in order if name in split] and not repeated:  # nothing moves: one Reshape does it
+    if split == [name for name in order if name in split] and not repeated:  # no axis moves: one Reshape suffices
         return UNCHANGED, _target(builder, arrangement.result, arrangement.source)
     present = [name for i, name in enumerate(order) if name in split or i in repeated]
     return (
@@ -103,7 +103,7 @@ def reshape_targets(builder: ViewBuilder, term: Rearrange) -> tuple[Target | Non
 
 
 def _arrangement(builder: ViewBuilder, term: Rearrange) -> tuple[Arrangement, list[str]]:
-    """Return the arrangement once a slice is taken, and the names on its left."""
+    """Return the arrangement after a slice is taken, and the names of its left side."""
     arrangement, name = parse_arrangement(term.pattern, builder.leading_rank), term.slice_name
     if name is not None and builder.captured_number(f"{name}_pitch") is not None:
         *others, last = arrangement.source
@@ -115,7 +115,7 @@ def _arrangement(builder: ViewBuilder, term: Rearrange) -> tuple[Arrangement, li
 
 
 def _packed_slice(builder: ViewBuilder, value: Value, name: str, arrangement: Arrangement) -> Value:
-    """Return the slice of the last axis that is arranged: one run, or several, which get an axis for each name."""
+    """Return the slice of the last axis: one run of elements, or several runs, which get an axis for each name."""
     offset, pitch = builder.captured_number(f"{name}_offset"), builder.captured_number(f"{name}_pitch")
     *others, last = arrangement.source
     sizes = [builder.size(each) for each in last]
@@ -123,7 +123,7 @@ def _packed_slice(builder: ViewBuilder, value: Value, name: str, arrangement: Ar
         return value
     if pitch is None:
         return _slice(builder, value, {len(others): (offset, product(sizes))})
-    blocks = builder.size(f"{name}_blocks")  # not -1, because the other axes may be empty
+    blocks = builder.size(f"{name}_blocks")  # not -1, which is undetermined if another axis is empty
     by_block = builder.constant([*(0 for _ in others), blocks, pitch], TensorProto.INT64)
     value = builder.node("Reshape", [value, by_block], value.dtype)
     axis = len(others)
@@ -136,7 +136,7 @@ def _packed_slice(builder: ViewBuilder, value: Value, name: str, arrangement: Ar
 
 
 def _slice(builder: ViewBuilder, value: Value, ranges: dict[int, tuple[int, Size]]) -> Value:
-    """Slice by ranges, which give the first element and the number of elements on an axis."""
+    """Slice by ranges: for each axis, the first element and the number of elements."""
     starts, ends = [first for first, _ in ranges.values()], [first + count for first, count in ranges.values()]
     bounds: dict[str, Sequence[Size]] = {"starts": starts, "ends": ends, "axes": list(ranges)}
     if builder.opset < 10:
@@ -149,7 +149,7 @@ def _slice(builder: ViewBuilder, value: Value, ranges: dict[int, tuple[int, Size
 
 
 def _repeated(builder: ViewBuilder, order: Sequence[str], split: Sequence[str]) -> list[int]:
-    """Return the indices of the names that are new on the right: the value is repeated along their axes."""
+    """Return the indices of names that only the right side has: the value is repeated along their axes."""
     return [i for i, name in enumerate(order) if name not in split and builder.size(name) != 1]
 
 
@@ -169,7 +169,7 @@ def _with_axes(builder: ViewBuilder, op: str, value: Value, axes: Sequence[int])
 def _target(
     builder: ViewBuilder, wanted: Sequence[tuple[str, ...]], present: Sequence[tuple[str, ...]]
 ) -> Target | None:
-    """Return the shape that makes axes of the names `wanted` of axes of the names `present`; None for two unknowns."""
+    """Return the Reshape target from the axes `present` to the axes `wanted`; None if two sizes are unknown."""
     wanted, present = (
         [tuple(n for n in names if builder.size(n) != 1) for names in axes] for axes in (wanted, present)
     )
@@ -190,10 +190,10 @@ def _target(
 def _with_placeholders(
     target: Sequence[int | None], wanted: Sequence[tuple[str, ...]], present: Sequence[tuple[str, ...]]
 ) -> list[int | None] | None:
-    """Return the target with 0 in place of -1, and placeholders in front that bring the 0 to the index it copies from.
+    """Return the target with 0 instead of -1, and placeholders before it, so that 0 has the index that it copies from.
 
-    Beside a size that is 0 when the model runs, -1 could be any number, and runtimes refuse it.  None where it cannot
-    be written so.
+    If another size is 0 at run time, -1 could be any number, and runtimes refuse it.  None where placeholders cannot
+    move a 0 to its index.
     """
     result: list[int | None] = []
     for size, names in zip(target, wanted, strict=True):
@@ -206,7 +206,7 @@ def _with_placeholders(
 
 
 def _ones(wanted: Sequence[tuple[str, ...]], present: Sequence[tuple[str, ...]]) -> Ones | None:
-    """Return the axes of size 1 in which two shapes differ, so that no Reshape is needed; None if they differ else."""
+    """Return the axes of size 1 in which two shapes differ, so that no Reshape is needed; None if others differ."""
     if [names for names in wanted if names] != [names for names in present if names]:
         return None
     squeezed, new = (tuple(i for i, names in enumerate(axes) if not names) for axes in (present, wanted))

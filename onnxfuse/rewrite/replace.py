@@ -1,4 +1,4 @@
-"""Replace a match by one node, whose body is stored as a function of the model."""
+"""Replace a match by one node; its body is stored as a function of the model."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from onnxfuse.rewrite.function_body import function, is_static
 from onnxfuse.rewrite.variant import Variant
 from onnxfuse.steps import step
 
-REGION: Final = "region"  # what reports call fused nodes of operators that no pattern names; see onnxfuse/regions
+REGION: Final = "region"  # in reports, the fusion of nodes that no pattern names; see onnxfuse/regions
 
 
 @dataclass(frozen=True)
 class Fused:
-    """A fused node that stands in the optimized model."""
+    """A fused node of the optimized model."""
 
     fusion: str
     node: str
@@ -40,16 +40,16 @@ class Fused:
     dims: Mapping[str, int | str]  # sizes, or formulas of symbolic ones
     output: str  # the tensor that it computes, which has the same name in the original
     where: str = ""  # "the body of Loop 'x'", or "" for the main graph
-    joined: tuple[str, ...] = ()  # those of `replaces` that no pattern names, and that regions put into its epilogue
+    joined: tuple[str, ...] = ()  # the part of `replaces` that regions added as an epilogue, outside of any pattern
 
     @property
     def match(self) -> str:
-        """The name of the match, which is the same in every run; in several bodies, matches may have one name."""
+        """The name of the match, equal in every run; matches in different subgraphs may share a name."""
         return f"{self.fusion}:{self.output}"
 
 
 def count_replaced(fused: Iterable[Fused]) -> int:
-    """Return how many nodes fused nodes replace; one that several regions compute counts once."""
+    """Return how many nodes were replaced; a node that several regions compute counts once."""
     return len({(one.where, label) for one in fused for label in one.replaces})
 
 
@@ -57,8 +57,8 @@ def count_replaced(fused: Iterable[Fused]) -> int:
 class LocalFunctions:
     """The bodies that the model's fused nodes call; equal bodies are one function.
 
-    `operators` says which of them bodies may have.  Those of com.microsoft may stand in a body of ONNX's as well if it
-    replaces one of the nodes that `contrib` names: a model that had such operators needs onnxruntime already.
+    `operators` is the set of operators that bodies may have.  With "onnx", a body may also have operators of
+    com.microsoft if it replaces a node that `contrib` names: a model with such operators needs onnxruntime already.
     """
 
     graph: Graph
@@ -67,14 +67,14 @@ class LocalFunctions:
     names_by_variant: dict[Hashable, str] = field(default_factory=dict)
 
     def name_of(self, fusion: Fusion, variant: Variant, attributes: list[str]) -> str:
-        """Return the name of the function for a variant, which is added to the model if it is new."""
+        """Return the name of the function for a variant; a new one is added to the model."""
         key = fusion.name, variant.key(), tuple(sorted(attributes))
         if key not in self.names_by_variant:
             self.names_by_variant[key] = self.add(function(fusion, variant, fusion.name, sorted(attributes)))
         return self.names_by_variant[key]
 
     def add(self, body: onnx.FunctionProto) -> str:
-        """Add a body that is named like its fusion, unless an equal one was added; return its name in the model."""
+        """Add a body, named after its fusion, unless an equal one was added; return its name in the model."""
         key = body.SerializeToString(deterministic=True)
         if key not in self.graph.bodies:
             taken = {f.name for f in self.graph.functions if f.domain == DOMAIN}
@@ -90,9 +90,9 @@ class LocalFunctions:
 
 
 def drop_functions(graph: Graph, called: Collection[Node]) -> None:
-    """Remove functions that fusing added and that only the nodes in `called` call, which will call others.
+    """Remove functions that fusing added and that only the nodes in `called` call: these will call other functions.
 
-    The graph is the main one, which knows what all subgraphs call.
+    The graph must be the main one, so that calls in all subgraphs are known.
     """
     present = {(f.domain, f.name) for f in graph.model.functions}
     used = {node.op for node in graph.nodes if node.domain == DOMAIN and node not in called}
@@ -109,7 +109,7 @@ def drop_functions(graph: Graph, called: Collection[Node]) -> None:
 def replace_match(graph: Graph, shapes: ShapeInfo, match: Match, functions: LocalFunctions) -> Fused | Miss:
     """Replace the matched nodes by a call of the fused operator.
 
-    Returns a Miss, and changes nothing, where the opset has no spelling of the body.
+    Returns a Miss, and changes nothing, where the opset cannot express the body.
     """
     with step(match.fusion.step):
         return _replace(graph, shapes, match, functions)
@@ -146,12 +146,12 @@ class FunctionCall:
 
 
 def put_call(graph: Graph, shapes: ShapeInfo, nodes: Iterable[Node], call: FunctionCall) -> Node:
-    """Put a fused node in place of `nodes`, which are dead then, and return it."""
+    """Replace `nodes` by a fused node, and return it."""
     for node in nodes:
         node.inputs.clear()
         node.outputs.clear()
     made = graph.add_node(call.function, call.inputs, call.outputs, call.attributes, name=call.name, domain=DOMAIN)
-    # The inputs too, because what plans kernels reads the model with onnx's inference, which knows fewer dims.
+    # Types of inputs too, because the planner of kernels uses onnx's own inference, which knows fewer dims.
     for tensor in (*call.outputs, *(tensor for tensor in call.inputs if not is_constant(tensor))):
         graph.record_type(tensor, shapes.dtype(tensor), shapes.shape(tensor))
     return made
@@ -160,18 +160,18 @@ def put_call(graph: Graph, shapes: ShapeInfo, nodes: Iterable[Node], call: Funct
 def attributes_of(
     fusion: str, operands: Iterable[str], types: Sequence[int], own: Mapping[str, AttributeValue]
 ) -> dict[str, AttributeValue]:
-    """Return the attributes of a fused node that computes outputs of these dtypes, and has its `own` ones."""
+    """Return the attributes of a fused node: those that every fused node has, and its `own`."""
     return {
         "fusion": fusion,
         "operands": " ".join(operands),
         "output_types": list(types),
-        "attributes": " ".join(sorted(own)),  # by which a reader notices that one was lost
+        "attributes": " ".join(sorted(own)),  # so that a reader notices a missing attribute
         **own,
     }
 
 
 def _operators(functions: LocalFunctions, match: Match) -> OperatorSet:
-    """Return which operators the body of a match may have."""
+    """Return the set of operators that the body of a match may have."""
     replaces_contrib = any(node.name in functions.contrib for node in match.nodes)
     return "ort" if functions.operators == "onnx" and replaces_contrib else functions.operators
 
@@ -200,7 +200,7 @@ def _variant(graph: Graph, shapes: ShapeInfo, match: Match, outputs: list[Tensor
 
 @functools.cache
 def _asked_by_others(fusion: Fusion) -> frozenset[str]:
-    """Return what the conditions in the other values of stored() ask for."""
+    """Return the names that conditions use in the `others` of stored() terms."""
     found: dict[int, Term] = {}
     work = list(fusion.outputs)
     while work:
@@ -211,11 +211,11 @@ def _asked_by_others(fusion: Fusion) -> frozenset[str]:
 
 
 def _is_in_float32(shapes: ShapeInfo, match: Match, dtypes: Set[int]) -> bool:
-    """Return whether the body has to compute in float32 what it reads or gives in a half precision.
+    """Return whether the body must compute in float32, although its operands or outputs are in half precision.
 
-    It has to where it meets both half precisions, as neither holds the values of the other, and where the replaced
-    nodes compute nothing in bfloat16: onnxruntime's CPU provider lacks most operators in bfloat16, so that the body
-    would not run where they do.
+    It must if both half precisions occur, because neither can hold the values of the other.  It also must if tensors
+    are bfloat16 but the replaced nodes compute nothing in bfloat16: onnxruntime's CPU provider lacks most operators in
+    bfloat16, so that a body in bfloat16 would not run where the replaced nodes do.
     """
     if TensorProto.BFLOAT16 not in dtypes:
         return False
@@ -226,7 +226,7 @@ def _is_in_float32(shapes: ShapeInfo, match: Match, dtypes: Set[int]) -> bool:
 
 
 def _attributes(match: Match, variant: Variant, ranks: list[int]) -> dict[str, AttributeValue]:
-    """Return what a kernel must know besides the tensors."""
+    """Return the attributes that a kernel needs besides the tensors."""
     dims = {name: size for name, size in match.dims.items() if is_static(size)}
     values = {name: value for name, value in match.values.items() if value is not None}
     columns = {name: str(value) for name, value in variant.values.items() if name.endswith(COLUMNS)}

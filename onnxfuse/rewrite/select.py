@@ -19,24 +19,24 @@ from onnxfuse.match.prefilter import may_occur
 from onnxfuse.passes.folded import node_label
 from onnxfuse.rewrite.replace import REGION, Fused, LocalFunctions, replace_match
 
-MAX_NODES_BETWEEN = 24  # of two products of an attention and its Softmax
-NEAR_MISS_SHARE = 0.3  # a miss is reported when this share of the nodes of the pattern agreed
+MAX_NODES_BETWEEN = 24  # visited on the way from a product of an attention to its Softmax, or to the other product
+NEAR_MISS_SHARE = 0.3  # a miss is reported if at least this share of the pattern's nodes matched
 
 
 @dataclass(frozen=True)
 class FusionResult:
-    """The fused nodes, and every miss."""
+    """The fused nodes, and all misses."""
 
     fused: tuple[Fused, ...] = ()
     missed: tuple[Miss, ...] = ()
-    remaining: frozenset[str] = frozenset()  # names of the nodes that were not replaced; not of absorbed Casts
-    attentions: frozenset[str] = frozenset()  # names of the last products of attentions among them
+    remaining: frozenset[str] = frozenset()  # names of the nodes that were not replaced, without absorbed Casts
+    attentions: frozenset[str] = frozenset()  # names of the last products of all attentions
 
     def near(self) -> list[Miss]:
-        """Return the misses worth reading, nearest first: those where much agreed, at nodes that nothing else fused.
+        """Return the misses worth reading, nearest first: many nodes matched, and no other fusion took the node.
 
-        An attention that is not fused has one in any case: the one where most agreed.  A fusion that gets what others
-        leave has none in a region, which does as much in one launch.
+        Every attention that is not fused has one miss: the one where most nodes matched.  A fusion that is tried last
+        has no miss at a node in a region, because a region does as much in one launch.
         """
         taken = {n for one in self.fused if one.fusion != REGION for n in one.replaces if n not in one.joined}
         in_regions = {n for one in self.fused for n in one.replaces} - taken
@@ -54,19 +54,19 @@ class FusionResult:
 
 
 def nearness(miss: Miss) -> tuple[float, str, str]:
-    """Return a key by which misses are sorted, the nearest first."""
+    """Return a key that sorts misses, the nearest first."""
     return -miss.matched / miss.of, miss.fusion.name, miss.node
 
 
 @functools.cache
 def has_softmax(fusion: Fusion) -> bool:
-    """Return whether a fusion ends with a product of the result of a Softmax."""
+    """Return whether a fusion is an attention: its terms have a MatMul and a Softmax, and it is not tried last."""
     ops = {op for term in walk(*fusion.outputs) for op in term.own_ops}
     return not fusion.last and {"MatMul", "Softmax"} <= ops
 
 
 def ends_of_attention(graph: Graph) -> list[Node]:
-    """Return the products whose first factor is made of a Softmax, which is made of another product."""
+    """Return the products whose first operand comes from a Softmax that comes from another product."""
     scores = {id(node) for node in graph.nodes if op_of(node) == "Softmax" and _is_behind(node, _is_product)}
     ends = (node for node in graph.nodes if _is_product(node))
     return [node for node in ends if _is_behind(node, lambda made: id(made) in scores, first=True)]
@@ -77,7 +77,7 @@ def _is_product(node: Node) -> bool:
 
 
 def _is_behind(node: Node, wanted: Callable[[Node], bool], *, first: bool = False) -> bool:
-    """Return whether a wanted node is in front of a node, with no product and at most so many nodes between them."""
+    """Return whether a wanted node is before a node, with no product and at most MAX_NODES_BETWEEN nodes between."""
     work, seen = list(node.inputs[:1] if first else node.inputs), set[int]()
     while work and len(seen) < MAX_NODES_BETWEEN:
         made = producer(work.pop(0))
@@ -90,22 +90,23 @@ def _is_behind(node: Node, wanted: Callable[[Node], bool], *, first: bool = Fals
     return False
 
 
-Leave: TypeAlias = Callable[[Match], bool]  # whether a match is left
+Leave: TypeAlias = Callable[[Match], bool]  # whether not to replace a match
 
 
 def leave_none(match: Match) -> bool:
-    """Leave no match."""
+    """Replace every match."""
     return False
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which matches may be replaced, and by what.
+    """Which matches may be replaced, and the operators of the bodies.
 
-    `operators` says which of them bodies have; `contrib` names nodes in whose place those of com.microsoft may stand
-    anyway.  `exclude` holds matches that are not replaced, each by the name of its fusion and of its first output.
-    `keep` holds the labels of nodes that no match may have, and `leave` says which matches of fusions that are tried
-    last are left.
+    operators  the set of operators that bodies may have
+    contrib    names of nodes that a body may replace with operators of com.microsoft in any case
+    exclude    matches that are not replaced, as pairs of the fusion's name and the first output's name
+    keep       labels of nodes that no match may contain
+    leave      decides which matches are not replaced, among fusions that are tried last
     """
 
     operators: OperatorSet = "onnx"
@@ -122,10 +123,10 @@ def fuse(
     selection: Selection = Selection(),
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> FusionResult:
-    """Replace in the graph what the fusions match.
+    """Replace matches of the fusions in the graph.
 
-    Nodes are tried from outputs to inputs, until nothing changes.  `progress` is called with the number of nodes tried,
-    and of all nodes.
+    Nodes are tried from outputs to inputs, until nothing changes.  `progress` gets the number of nodes that were tried
+    and the number of all nodes.
     """
     graph.remember_origins()
     attentions = frozenset(node.name or node.outputs[0].name for node in ends_of_attention(graph))
@@ -140,7 +141,7 @@ def fuse(
         while nodes:
             new = sweep.run(nodes)
             fused += new
-            # A node that was replaced may have been the outside reader for which a complete match was refused.
+            # A replaced node may have been the outside reader because of which a complete match was refused.
             refused = {miss.node for miss in sweep.misses.values() if miss.complete} if new else set()
             nodes = [n for n in graph.nodes[::-1] if (n.name or n.outputs[0].name) in refused]
     remaining = frozenset(n.name or n.outputs[0].name for n in graph.nodes)
@@ -149,7 +150,7 @@ def fuse(
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A fusion's matcher, without the matches that are excluded by the names of their first outputs, or by a node."""
+    """A fusion's matcher, without matches that are excluded by their first output, or contain a node to keep."""
 
     matcher: Matcher
     excluded: frozenset[str]
@@ -170,7 +171,7 @@ class _Candidate:
 def _by_root(
     graph: Graph, shapes: ShapeInfo, fusions: Sequence[Fusion], selection: Selection
 ) -> Mapping[str, Sequence[_Candidate]]:
-    """Return the matchers of the fusions that may occur, by the operators that these can end with."""
+    """Return the matchers of the fusions that may occur, by the operators that the fusions can end with."""
     by_root: dict[str, list[_Candidate]] = defaultdict(list)
     present = {op_of(node) for node in graph.nodes}
     for fusion in fusions:
@@ -184,7 +185,7 @@ def _by_root(
 
 @dataclass
 class _Sweep:
-    """Tries nodes as the ends of fusions, and replaces what matches."""
+    """Tries nodes as the ends of fusions, and replaces the matches."""
 
     graph: Graph
     shapes: ShapeInfo
@@ -194,9 +195,9 @@ class _Sweep:
     misses: dict[tuple[str, str], Miss] = field(default_factory=dict)
 
     def run(self, nodes: Sequence[Node]) -> list[Fused]:
-        """Try every node once, and return what was fused.
+        """Try every node once, and return the new fused nodes.
 
-        A match with outputs beside each other waits until all nodes were tried: it takes what nothing else has matched.
+        A match with side outputs waits until all nodes were tried, because other matches have priority.
         """
         fused: list[Fused | None] = []
         later: dict[int, tuple[Node, Match | None]] = {}
@@ -222,7 +223,7 @@ class _Sweep:
         return done
 
     def fuse_first(self, matches: Sequence[Match], missed: Sequence[Miss]) -> Fused | None:
-        """Replace the first match whose body can be written; None, and the misses are noted, where there is none."""
+        """Replace the first match whose body can be written; if there is none, record the misses and return None."""
         refused = []
         for match in matches:
             result = replace_match(self.graph, self.shapes, match, self.functions)
@@ -232,12 +233,12 @@ class _Sweep:
         for miss in (*missed, *refused):
             key = miss.fusion.name, miss.node
             if miss.complete or key not in self.misses or not self.misses[key].complete:
-                self.misses[key] = miss  # a refusal says more than what follows it
+                self.misses[key] = miss  # a refused complete match is kept, because it explains more
         return None
 
 
 def _is_intact(graph: Graph, match: Match) -> bool:
-    """Return whether nothing that was fused since a match was found has changed it."""
+    """Return whether a match is still possible after the fusions since it was found."""
     return all(n.outputs for n in match.nodes) and not refusal(graph, match.nodes, match.outputs, match.operands)
 
 
@@ -249,9 +250,9 @@ def _matches_at(node: Node, candidates: Sequence[_Candidate]) -> tuple[list[Matc
 
 
 def _prefer_disjoint(matches: Sequence[Match], by_root: Mapping[str, Sequence[_Candidate]]) -> list[Match]:
-    """Return a smaller match first where a further output of the largest one is the end of another fusion.
+    """Put a smaller match first if a further output of the largest one is the end of another fusion.
 
-    So a matrix product adds its residual, and a norm only reads the sum.  Where other nodes read the sum too, that
+    Then a matrix product adds its residual, and a norm only reads the sum.  Where other nodes read the sum too, that
     saves one trip of the tensor to memory; where none do, the traffic is equal, but the product's arithmetic hides part
     of it.  On an H200 (benchmarks/results) 4096x768 in float16 takes 5.1 us as layer_norm and 7.4 us as add_layer_norm
     from memory, 3.2 and 4.3 us from the L2 cache, and bias and residual make a product of 768 terms 1.0 us longer.

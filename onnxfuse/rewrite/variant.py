@@ -1,4 +1,4 @@
-"""What decides the body of a fused operator."""
+"""The properties that determine the body of a fused operator."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from onnxfuse.match.state import Dims
 
 @dataclass(frozen=True)
 class Variant:
-    """All that decides a body: dtypes of the operands, and what was captured."""
+    """Everything that a body depends on: the opset, dtypes, and the captured values, sizes and choices."""
 
     opset: int
-    dtypes: Mapping[str, int]  # of the present operands, by name, in order
+    dtypes: Mapping[str, int]  # dtypes of the present operands by name, in order
     out: tuple[int, ...]  # dtypes of the outputs
-    rank: int  # of the first output
+    rank: int  # rank of the first output
     values: Mapping[str, object] = field(default_factory=dict)
     dims: Dims = field(default_factory=dict)
     choices: Mapping[str, str] = field(default_factory=dict)
-    operators: OperatorSet = "onnx"  # which the body may have
-    in_float32: bool = False  # whether operands in a half precision are cast to float32 before anything is computed
+    operators: OperatorSet = "onnx"  # operators that the body may have
+    in_float32: bool = False  # whether operands in half precision are cast to float32 first
 
     def key(self) -> Hashable:
-        """Return what is equal for variants with equal bodies."""
+        """Return a key that is equal for variants with equal bodies."""
         maps = self.dtypes, self.values, self.dims, self.choices
         scalars = self.opset, self.out, self.rank, self.operators, self.in_float32
         return (*scalars, *(repr(sorted(m.items())) for m in maps))
 
     def holds(self, guard: Guard) -> bool:
-        """Return whether a condition on what was captured is true of this variant."""
+        """Return whether a condition on captured values is true for this variant."""
         return guard.check(self._known)
 
     def sentence(self, guard: Guard) -> str:
-        """Return the sentence of a condition, with what this variant has."""
+        """Return the sentence of a condition, with the values of this variant."""
         return guard.sentence.format(**{name: self._known.get(name) for name in guard.names})
 
     @functools.cached_property
     def _known(self) -> Mapping[str, object]:
-        """What a condition may ask for, by name."""
+        """The values that conditions may use, by name."""
         known: dict[str, object] = {**dict.fromkeys(self.dtypes, True), **self.dims, **self.values, **self.choices}
         known |= {"dtype": dtype_name(self.out[0]), "rank": self.rank, "opset": self.opset}
         return known | {"dtypes": {name: dtype_name(dtype) for name, dtype in self.dtypes.items()}}

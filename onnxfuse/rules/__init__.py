@@ -1,4 +1,4 @@
-"""Rewrite rules by subject: tables of what is matched and what is written in its place, in the pattern language."""
+"""Rewrite rules by subject: tables of patterns and their replacements, both in the pattern language."""
 
 from __future__ import annotations
 

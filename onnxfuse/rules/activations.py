@@ -1,4 +1,4 @@
-"""Activations that exporters write in several operators become the one operator that patterns know."""
+"""Replace activations that exporters write as several operators by the one operator that patterns match."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from onnxfuse.dsl.declaration import Rewrite, Rules, require, rewrite
 from onnxfuse.dsl.terms import Term
 from onnxfuse.dsl.words import choose, computed, either, op, scalar, tensor, weight
 
-# What may compute the argument of a hard sigmoid, which is then fused with it: not every CUDA provider has it alone.
+# Producers that a HardSigmoid is fused with.  After others it is not written, because not every CUDA provider has a
+# kernel for it alone.
 FUSED_PRODUCERS: Final = ("Conv", "Gemm", "MatMul", "BatchNormalization", "Add", "Sub", "Mul")
 UNIT_ROUNDING: Final = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 IMAGE: Final = (2, 4, 3, 5)  # the shape in examples
@@ -17,7 +18,7 @@ SLOPES_BROADCAST: Final = "the slopes broadcast to x", lambda slope, x, broadcas
 
 
 def _hard_sigmoid(x: Term, slope: Term, offset: Term, top: Term) -> tuple[Term, Term]:
-    """Return clip(slope x + offset, 0, top) as exporters write it, and the HardSigmoid that it is top times."""
+    """Return clip(slope x + offset, 0, top) as exporters write it, and the HardSigmoid that equals it over top."""
     require("x is fused with its activation", lambda x, is_made_by: is_made_by(x, *FUSED_PRODUCERS))
     require(
         "slope and offset are finite, and top is above 0",
@@ -37,9 +38,9 @@ def _hard_sigmoid(x: Term, slope: Term, offset: Term, top: Term) -> tuple[Term, 
 def hard_sigmoid(
     x: Term = tensor(), slope: Term = scalar(if_absent=1.0), offset: Term = scalar(), top: Term = scalar()
 ) -> Rules:
-    """clip(slope x + offset, 0, 1) of a value with other readers.
+    """`clip(slope x + offset, 0, 1)` of an x with other consumers is a HardSigmoid.
 
-    With one reader, the sum and the factor are folded into the operator that computes the value.
+    If x has no other consumers, slope and offset are folded into the operator that computes it instead.
     """
     require("x has other readers", lambda x, has_readers: has_readers(x))
     require("top is 1", lambda top: top == 1)
@@ -55,7 +56,7 @@ def scaled_hard_sigmoid(
     top: Term = scalar(),
     inverse: Term = scalar(),
 ) -> Rules:
-    """clip(slope x + offset, 0, top) / top, alone or in a product with another value, with the division anywhere."""
+    """`clip(slope x + offset, 0, top) / top`, alone or times another tensor, with the division at any place."""
     require(
         "the factor is 1 / top",
         lambda inverse, top, dtype: inverse is not None and abs(inverse * top - 1) <= UNIT_ROUNDING[dtype],
@@ -73,14 +74,14 @@ def scaled_hard_sigmoid(
 
 @rewrite(example={"x": IMAGE})
 def leaky_relu(x: Term = tensor(), alpha: Term = scalar()) -> Rules:
-    """A PRelu of one slope."""
+    """A PRelu with one slope is a LeakyRelu."""
     require("the slope is finite", lambda alpha: math.isfinite(alpha))
     yield op.PRelu(x, alpha), op.LeakyRelu(x, alpha=alpha)
 
 
 @rewrite(example={"x": IMAGE, "slope": (1, 4, 1, 1)})
 def prelu_of_channels(x: Term = tensor(), slope: Term = weight()) -> Rules:
-    """A PRelu whose slopes have an axis of size 1 before the channels."""
+    """The slopes of a PRelu lose an axis of size 1 before the channels."""
     require("the slopes begin with an axis of size 1", lambda slope, begins_with_one: begins_with_one(slope))
     require(*SLOPES_BROADCAST)
     yield op.PRelu(x, slope), op.PRelu(x, op.Squeeze(slope, axes=[0]))
@@ -88,7 +89,7 @@ def prelu_of_channels(x: Term = tensor(), slope: Term = weight()) -> Rules:
 
 @rewrite(example={"x": IMAGE, "slope": (4, 1, 1)})
 def prelu(x: Term = tensor(), slope: Term = weight(), factor: Term = scalar(if_absent=1.0)) -> Rules:
-    """relu(x) - slope relu(-x), and relu(x) + slope (x - |x|) / 2."""
+    """A PRelu is relu(x) - slope relu(-x), or relu(x) + slope (x - |x|) / 2."""
     require("the slopes are finite", lambda slope, factor, is_finite: is_finite(slope) and math.isfinite(factor))
     require(*SLOPES_BROADCAST)
     negative, twice = slope * factor * op.Relu(-x), slope * factor * (x - op.Abs(x))

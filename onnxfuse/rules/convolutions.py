@@ -1,4 +1,4 @@
-"""Convolutions that are products, and what follows the activation of one."""
+"""Rewrite rules for convolutions."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def conv_to_matmul(
     auto_pad: Term = attribute(),
     kernel_shape: Term = attribute(),
 ) -> Rules:
-    """A convolution whose windows do not overlap, as vision transformers read images, is a product of patches.
+    """A convolution whose windows do not overlap, as in the patch embedding of vision transformers, is a MatMul.
 
-    The convolution computes (batch, channels, patches), which is transposed.  The product computes (batch, patches,
-    channels), so that the operators that follow can be fused into it.
+    The convolution computes (batch, channels, patches), which is then transposed.  The MatMul computes (batch, patches,
+    channels) directly, so that later operators can be fused into it.
     """
     require("{down} windows of {rows} rows cover the height {height}", lambda height, down, rows: height == down * rows)
     require(
@@ -37,8 +37,8 @@ def conv_to_matmul(
         image, kernel, bias, strides=[rows, columns], pads=pads, dilations=dilations, auto_pad=auto_pad,
         kernel_shape=kernel_shape,
     )  # fmt: skip
-    # (batch depth down rows across columns) becomes (batch down across depth rows columns) in two steps of four axes
-    # each, because runtimes have kernels for the transpose of the middle two of four axes.
+    # (batch depth down rows across columns) becomes (batch down across depth rows columns) by two Transposes of four
+    # axes each, because runtimes have kernels that swap the middle two of four axes.
     x = op.Transpose(op.Reshape(image, shape=[-1, rows, across, columns]), perm=[0, 2, 1, 3])
     x = op.Reshape(x, shape=[-1, size("depth"), down * across, rows * columns])
     x = op.Transpose(x, perm=[0, 2, 1, 3])

@@ -1,4 +1,4 @@
-"""Fills of scores under masks take one form."""
+"""Write fills of scores under masks (a Where with a number) in one form."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SCORES: Final = (2, 3, 4, 5)
 
 @rewrite(example={"a": (4, 5), "b": (2, 1, 1, 5), "scores": SCORES})
 def merge_fills(a: Term = tensor(), b: Term = tensor(), scores: Term = tensor(), number: Term = scalar()) -> Rules:
-    """Two fills with one number, one under each mask, are one fill under both masks.
+    """Two fills with the same number, each under its mask, are one fill under both masks.
 
-    Conditions that say where scores are filled are negated where one of them is a triangle, because a fused attention
-    knows a causal mask that says where scores are kept.
+    If both conditions are true where scores are filled, and one is a triangle, both are negated, because a fused
+    attention recognizes a causal mask that is true where scores are kept.
     """
     require(
         "both masks broadcast to the scores",
@@ -38,9 +38,9 @@ def merge_fills(a: Term = tensor(), b: Term = tensor(), scores: Term = tensor(),
 
 @rewrite(of_scores=True, example={"scores": SCORES, "mask": (2, 1, 4, 5), "number": -10000.0})
 def masked_sum(scores: Term = tensor(), mask: Term = tensor(), number: Term = scalar()) -> Rules:
-    """Scores times a mask of 0 and 1, plus a number where that is 0, as GPT has them, are a fill.
+    """Scores times a mask of 0 and 1, plus a number where the mask is 0 (GPT), are a fill.
 
-    The mask leaves a finite score as it is or makes 0 of it, and what is added is 0 or the number.
+    The product is the finite score or 0, and the addend is 0 or the number.
     """
     require("the mask holds 0 and 1", lambda mask, holds_zero_or_one: holds_zero_or_one(mask))
     require("the mask broadcasts to the scores", lambda mask, scores, broadcasts_to: broadcasts_to(mask, scores))
@@ -53,10 +53,10 @@ def masked_sum(scores: Term = tensor(), mask: Term = tensor(), number: Term = sc
 
 @rewrite(of_scores=True, example={"scores": SCORES, "mask": (2, 1, 4, 5), "number": -math.inf})
 def limited_sum(scores: Term = tensor(), mask: Term = tensor(), number: Term = scalar()) -> Rules:
-    """The larger of a sum of scores and a mask, and a number that is lower than scores, is a sum with a larger mask.
+    """`Max(scores + mask, number)` is `scores + Max(mask, number)` if the number is lower than any score (OPT).
 
-    This changes infinite scores.  A mask of finite numbers is added as it is.  Scores under another mask as well may be
-    -inf, which becomes the number of a key that one mask leaves out (OPT).
+    Infinite scores change.  A finite mask needs no Max.  Scores that another mask may have made extreme are left alone:
+    their sum with the mask may be -inf, which the Max makes equal to the score of a key that one mask hides.
     """
     require("the number swallows scores that are added to it", lambda number: number < SWALLOWS_SCORES)
     require("scores hold no numbers of masks", lambda scores, is_ordinary: is_ordinary(scores))

@@ -1,4 +1,4 @@
-"""Roots, and the reductions in front of them, take the form that patterns know."""
+"""Write roots, and the reductions before them, in the form that patterns match."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def power_of_mean(
     keepdims: Term = attribute(),
     epsilon: Term = scalar(),
 ) -> Rules:
-    """A power of 0.5 or -0.5 of a mean of squares plus a number above 0.
+    """A power of 0.5 or -0.5 of a mean of squares plus a number above 0 is a root, or its reciprocal.
 
-    Of -0 and of -inf, which such a sum cannot be, the power and the root differ.
+    The power and the root differ only for -0 and -inf, which such a sum cannot be.
     """
     require("epsilon is above 0", lambda epsilon: 0 < epsilon < math.inf)
     positive = known(total, op.ReduceMean(x**2, axes=axes, keepdims=keepdims) + epsilon)
@@ -30,7 +30,7 @@ def power_of_mean(
 
 @rewrite(out="... 1")
 def kept_axis(x: Term = tensor("... d")) -> Rules:
-    """A reduction that drops its last axis, which a view puts back, keeps it."""
+    """A reduction that drops the last axis before a view adds it back keeps it instead."""
     for reduction in (op.ReduceMean, op.ReduceL2):
         dropped = reduction(x, axes=[-1], keepdims=0)
         yield rearrange(dropped, "... -> ... 1"), reduction(x, axes=[-1], keepdims=1)

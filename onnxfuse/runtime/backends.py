@@ -15,7 +15,7 @@ CUDA: Final = "CUDAExecutionProvider"
 
 @dataclass(frozen=True)
 class Backend:
-    """What a provider needs; any thread may call these functions."""
+    """The functions that onnxfuse needs for a provider; any thread may call them."""
 
     no_gpu: Callable[[], str | None]  # why kernels cannot run here; None if they can
     unavailable: Callable[[], str | None]  # why they cannot be compiled here; None if they can

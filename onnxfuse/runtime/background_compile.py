@@ -1,4 +1,4 @@
-"""Compile the kernels that the first runs of a session hardly need, in threads behind it."""
+"""Compile the kernels that the first runs of a session rarely need, in background threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _exits: Final = threading.Event()
 
 
 def compile_in_background(templates: Sequence[PreparedTemplate]) -> None:
-    """Begin to load the kernels of these templates that are not loaded yet, which nodes have when all are."""
+    """Start loading the missing kernels of these templates in a thread; nodes get them when all are loaded."""
     if any(template.missing() for template in templates):
         thread = threading.Thread(target=_load, args=(templates,), name="onnxfuse later kernels", daemon=True)
         _working.add(thread)
@@ -32,20 +32,20 @@ def _load(templates: Sequence[PreparedTemplate]) -> None:
             if not _exits.is_set():
                 planner.mend(template)
                 planner.complete(template)
-    except Exception as error:  # of CuPy or the driver, which have no common class; a run that needs the kernel says it
+    except Exception as error:  # CuPy and the driver have no common error class; a run that needs the kernel reports it
         log.info("kernels are compiled when a run needs them: %s: %s", type(error).__name__, error)
     finally:
         _working.discard(threading.current_thread())
 
 
 def wait() -> None:
-    """Return when nothing that `compile_in_background` has begun is compiled any more."""
+    """Wait until all threads that `compile_in_background` started have ended."""
     for thread in list(_working):
         thread.join()
 
 
 @atexit.register
 def _stop() -> None:
-    """Let compilations that have begun end, because the compiler's library must not be unloaded under them."""
+    """Wait for running compilations, because the compiler's library must not be unloaded while they use it."""
     _exits.set()
     wait()

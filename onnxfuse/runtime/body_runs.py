@@ -1,7 +1,8 @@
 """Run bodies of nodes inside the runs of a session: where no kernel compiles, onnxruntime's own operators run.
 
 A body is a session of its own, with one node that calls the function.  It runs on the stream of the node, and does not
-wait for it, so that a CUDA graph captures its kernels too; each stream has its session, because these share memory.
+wait for it, so that a CUDA graph captures its kernels too.  Each stream has its own session, because the runs of a
+session share its memory.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from onnxfuse.runtime.plan import Device, FusedNode, TensorSpec
 if TYPE_CHECKING:
     import onnxruntime as ort
 
-DEVICE_TYPES: Final = {"CPUExecutionProvider": "cpu"}  # of memory, by provider; that of the others is on the GPU
+DEVICE_TYPES: Final = {"CPUExecutionProvider": "cpu"}  # device type of memory, by provider; others use GPU memory
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Body:
 
 
 _bodies: Final[dict[Place, Body]] = {}
-_sessions: Final[dict[int, dict[tuple[int, tuple[int, ...]], ort.InferenceSession]]] = {}  # by number of a node
+_sessions: Final[dict[int, dict[tuple[int, tuple[int, ...]], ort.InferenceSession]]] = {}  # by node, stream and ranks
 _lock: Final = threading.Lock()
 
 
@@ -56,7 +57,7 @@ def keep_bodies(model: onnx.ModelProto, nodes: Iterable[tuple[FusedNode, onnx.No
 
 
 def _called(name: str, functions: dict[str, onnx.FunctionProto], seen: set[str]) -> Iterator[onnx.FunctionProto]:
-    """Yield a function, and those that it calls."""
+    """Yield a function, and the functions that it calls, directly or not."""
     if name in functions and name not in seen:
         seen.add(name)
         yield functions[name]
@@ -78,7 +79,7 @@ def has_body(node: FusedNode, device: Device) -> bool:
 
 
 def run_body(request: BodyRequest, node: FusedNode, device: Device) -> None:
-    """Start the body of a node on its stream, and put its outputs.  Raises what onnxruntime raises."""
+    """Start the body of a node on its stream, and hand over its outputs.  Passes on onnxruntime's errors."""
     given, provider = request.node.inputs, request.node.provider
     session = _session(request, _bodies[place_of(node, device)], given)
     binding, kind = session.io_binding(), DEVICE_TYPES.get(provider, "cuda")
@@ -107,7 +108,7 @@ def _session(request: BodyRequest, body: Body, inputs: Sequence[TensorSpec]) -> 
         if key not in of_node:
             options = _onnxruntime().SessionOptions()
             options.log_severity_level = 3
-            options.enable_mem_pattern = False  # else the second run allocates otherwise, maybe in a graph's capture
+            options.enable_mem_pattern = False  # else the second run allocates anew, perhaps during a graph's capture
             of_node[key] = _onnxruntime().InferenceSession(
                 model_of(body, inputs).SerializeToString(), options, [(request.node.provider, _options(request))]
             )
@@ -115,7 +116,7 @@ def _session(request: BodyRequest, body: Body, inputs: Sequence[TensorSpec]) -> 
 
 
 def _onnxruntime() -> Any:
-    """Return onnxruntime, which planning alone does without."""
+    """Return the onnxruntime module, imported only here because planning does not need it."""
     return importlib.import_module("onnxruntime")
 
 
@@ -128,7 +129,7 @@ def _options(request: BodyRequest) -> dict[str, Any]:
 
 
 def model_of(body: Body, inputs: Sequence[TensorSpec]) -> onnx.ModelProto:
-    """Return the model of one node, of operands i0, i1, ... of these dtypes and ranks."""
+    """Return a model of this one node, with inputs i0, i1, ... of these dtypes and ranks."""
     node = onnx.NodeProto.FromString(body.node)
     types = next(list(each.ints) for each in node.attribute if each.name == "output_types")
     given = [

@@ -12,8 +12,8 @@ from onnxfuse.errors import OnnxfuseError
 from onnxfuse.runtime.native_library import PACKAGE
 
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")
-# onnxruntime unloads a library of operators with the last session that uses it, but this one holds what is shared by
-# later sessions, such as plan files, and objects that threads delete when they end.
+# onnxruntime unloads a library of operators with the last session that uses it.  This library must stay loaded: it
+# holds state that later sessions share, such as plan files, and objects that threads delete when they end.
 LINK_FLAGS = ("-ldl", "-Wl,-z,nodelete")
 
 

@@ -1,6 +1,6 @@
 """Where onnxfuse keeps files between processes: machine code and measurements.
 
-Machine code runs as it is read, so that nothing is read from a folder that another user could have written to.
+Machine code is run as it is read, so nothing is read from a folder that another user could have written to.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Final
 
 log: Final = logging.getLogger("onnxfuse")
-PRIVATE: Final = 0o700  # the mode of a cache folder that is made
-READABLE: Final = 0o755  # the most that the mode of a folder inside it allows
+PRIVATE: Final = 0o700  # the mode of a new cache folder
+READABLE: Final = 0o755  # the mode of folders inside it allows no more than this
 _warned: Final[set[str]] = set()
 
 
@@ -27,7 +27,7 @@ def cache_folder() -> Path | None:
 
 
 def is_trusted(path: Path) -> bool:
-    """Return whether no other user but root can write to a file or folder of the cache; if not, a warning says so."""
+    """Return whether only this user and root can write to a file or folder of the cache; if others can, warn."""
     if why := why_untrusted(path):
         remedy = f"empty it and run `chmod go-w '{path}'`, or set ONNXFUSE_CACHE_DIR to a folder of your own"
         warn_once(f"the cache '{path}' is not used, as it holds machine code that would be run: {why}; {remedy}")
@@ -36,15 +36,15 @@ def is_trusted(path: Path) -> bool:
 
 
 def why_untrusted(path: Path) -> str | None:
-    """Return why another user than root can write to a file or folder, as a sentence; None if none can.
+    """Return why users other than this one and root can write to a file or folder, as a sentence; None if not.
 
-    None too if it is missing, and on Windows, whose permissions are others.
+    Also returns None if it is missing, and on Windows, which has other permissions.
     """
     if not hasattr(os, "geteuid"):
         return None
     try:
         found = path.stat()
-    except OSError:  # who reads or makes it will say more
+    except OSError:  # reading or making it raises an error that says more
         return None
     if found.st_uid not in (os.geteuid(), 0):
         return f"it belongs to user {found.st_uid}"
@@ -54,9 +54,9 @@ def why_untrusted(path: Path) -> str | None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder of the cache, and those around it.  Raises OSError if that fails.
+    """Make a folder of the cache, and its parents.  Raises OSError if that fails.
 
-    They are for this user alone, unless the cache folder was there and lets others read.
+    Only this user can read them, unless the cache folder existed before and lets others read.
     """
     root = cache_folder()
     if root is None or not folder.is_relative_to(root):

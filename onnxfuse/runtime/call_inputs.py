@@ -19,7 +19,7 @@ def inputs_of(call: Call) -> tuple[TensorSpec, ...] | None:
 
 
 def dims_of(shapes: Sequence[NamedShape | None]) -> Dims | None:
-    """Return shapes with -1 - k in place of the name of a dynamic dim, numbered in the order in which they come first.
+    """Return shapes in which -1 - k replaces the name of dynamic dim k; dims are numbered in order of first use.
 
     None is returned if a rank is unknown.
     """
@@ -31,5 +31,5 @@ def dims_of(shapes: Sequence[NamedShape | None]) -> Dims | None:
 
 
 def dim_names(shapes: Sequence[NamedShape | None]) -> list[str]:
-    """Return the names of the dynamic dims, in the order in which they come first."""
+    """Return the names of the dynamic dims, in order of first use."""
     return list(dict.fromkeys(dim for shape in shapes for dim in shape or () if isinstance(dim, str)))

@@ -1,4 +1,4 @@
-"""Machine code on disk, by the content of what it was compiled from: one file each, which processes share."""
+"""Cache machine code on disk, for all processes: one file per kernel, named by a digest of its source and flags."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from onnxfuse.runtime.cache_folder import cache_folder, is_trusted, make_folder,
 from onnxfuse.runtime.nvrtc import arch_name, compile_cubin, compile_flags, compiler_version, kernel_text
 from onnxfuse.runtime.plan import Kernel
 
-MAX_BYTES: Final = 2**28  # of a file
-DIGEST_BYTES: Final = 32  # of SHA-256, in front of the code, so that a damaged file is compiled again
+MAX_BYTES: Final = 2**28  # of the largest file that is read
+DIGEST_BYTES: Final = 32  # a SHA-256 before the code, so that a damaged file is compiled again
 
 
 def cached_cubin(kernel: Kernel, arch: int) -> bytes:
-    """Return a kernel's machine code for compute capability `arch`, compiled unless the folder has it.
+    """Return a kernel's machine code for compute capability `arch`; compile it unless the folder has it.
 
-    A folder that cannot be written costs the cache only.  Raises KernelError if the kernel does not compile.
+    If the folder cannot be written, nothing is cached.  Raises KernelError if the kernel does not compile.
     """
     path = _path(kernel, arch)
     if path and (code := _read(path)):
@@ -51,7 +51,7 @@ def _read(path: Path) -> bytes:
 
 
 def _write(path: Path, code: bytes) -> None:
-    part = path.with_name(f"{uuid.uuid4().hex}.part")  # other processes may write the same file now
+    part = path.with_name(f"{uuid.uuid4().hex}.part")  # other processes may write the same file at this time
     try:
         make_folder(path.parent)
         part.write_bytes(hashlib.sha256(code).digest() + code)

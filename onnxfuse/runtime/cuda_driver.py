@@ -1,4 +1,4 @@
-"""Ask the CUDA driver what GPUs this machine has, without importing CuPy, which takes longer than all else."""
+"""Ask the CUDA driver which GPUs this machine has, without importing CuPy, which takes longer than everything else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CuPy, which times kernels and bodies; sessions do without it."""
+"""CuPy, which times kernels and bodies; sessions do not need it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def cupy_module() -> Any:
-    """Return CuPy; if its cache folder cannot be made, or others can write to it, let it cache compiled code in memory.
+    """Return CuPy; if its cache folder cannot be made, or others can write to it, CuPy caches compiled code in memory.
 
     CuPy cannot even be imported without that folder. Raises ImportError if it is not installed.
     """
@@ -44,7 +44,7 @@ def unavailable() -> str | None:
 
 
 def retry_without_disk_cache(call: Callable[[], T]) -> T:
-    """Return what `call`, which compiles through CuPy, returns; if the disk fails, call it again with CuPy's cache off.
+    """Return the result of `call`, which compiles through CuPy; if the disk fails, call it again with CuPy's cache off.
 
     The cache stays off until the process ends.
     """

@@ -19,10 +19,10 @@ from onnxfuse.runtime.target import NoTarget, PlanChoice, Target, native_library
 
 @dataclass(frozen=True)
 class _Registration:
-    """What session options have registered."""
+    """The operators that session options have registered, and their settings."""
 
     ops: frozenset[str]
-    settings: int  # flags: native.TF32 and those behind it
+    settings: int  # flags: native.TF32 and the flags after it
 
 
 _registrations: Final[weakref.WeakKeyDictionary[ort.SessionOptions, _Registration]] = weakref.WeakKeyDictionary()
@@ -32,10 +32,10 @@ _lock: Final = threading.Lock()
 def register_operators(
     options: ort.SessionOptions, target: Target | NoTarget, calls: Sequence[Call], bodies: set[str], choice: PlanChoice
 ) -> None:
-    """Register the functions that `calls` name as operators of the target's provider; any thread may.
+    """Register the functions that `calls` name as operators of the target's provider; any thread may call this.
 
     bodies  functions that must not be registered, because their bodies run
-    choice  which candidates of kernels run
+    choice  which candidate plans of a kernel run
 
     Raises UsageError if these options have registered operators that do not fit, OnnxfuseError if onnxruntime refuses
     the operators.
@@ -62,7 +62,7 @@ def register_operators(
 
 
 def registered_operators(options: ort.SessionOptions) -> frozenset[str]:
-    """Return the functions that session options have as operators."""
+    """Return the functions that are registered as operators with session options."""
     with _lock:
         found = _registrations.get(options)
         return found.ops if found else frozenset()

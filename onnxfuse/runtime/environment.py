@@ -1,4 +1,4 @@
-"""Describe what the speed of kernels depends on besides node and shapes: GPU, driver, libraries, kernels, settings."""
+"""Describe the environment that the speed of kernels depends on: GPU, driver, libraries, kernels and settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BOOLEAN_TEXTS: Final = {"True": "1", "true": "1", "False": "0", "false": "0"}  #
 # Defaults of the CUDA provider's options that are not "0".
 OPTION_DEFAULTS: Final = {"cudnn_conv_algo_search": "EXHAUSTIVE", "cudnn_conv_use_max_workspace": "1"}
 BOOLEANS: Final = ("0", "1", *BOOLEAN_TEXTS)
-# Options of the CUDA provider of onnxruntime 1.23 to 1.32, and the values that they may have, if these are words.
+# Options of the CUDA provider of onnxruntime 1.23 to 1.32, and their possible values; None if any value is possible.
 OPTIONS: Final[dict[str, tuple[str, ...] | None]] = {
     **dict.fromkeys(
         ("use_tf32", "prefer_nhwc", "fuse_conv_bias", "enable_cuda_graph", "do_copy_in_default_stream",
@@ -52,7 +52,7 @@ IGNORED_OPTIONS: Final = {
 
 
 def kernel_environment(provider: str, device: Device) -> Environment:
-    """Return what the speed of our kernels depends on; measurements made in another environment do not hold."""
+    """Return the environment that our kernels' speed depends on; measurements from another one are not used."""
     return {
         "provider": provider,
         "gpu": device.name,
@@ -71,9 +71,9 @@ def kernel_environment(provider: str, device: Device) -> Environment:
 def session_environment(
     provider: str, device: Device, options: Mapping[str, object], optimization: str = ALL_OPTIMIZATIONS
 ) -> Environment:
-    """Return `kernel_environment` and what decides which of its own kernels onnxruntime runs in a session.
+    """Return `kernel_environment` and the settings that decide which of its own kernels onnxruntime runs.
 
-    options       of the provider; those that are ignored or at their default do not count
+    options       the provider's options; ignored ones and those at their defaults are left out
     optimization  the level of onnxruntime's graph optimization
     """
     texts = {
@@ -139,7 +139,8 @@ def library_versions() -> str:
 def kernels_digest() -> str:
     """Return a digest of the sources and hosts of all kernels, which does not depend on where they are installed.
 
-    Of a package it covers the folder of its family and its version, which stands for what else the host imports.
+    For a package it covers the family's folder and the package's version, which represents everything else that the
+    host imports.
     """
     return _digest_of_folders(tuple((each.origin.package, each.folder) for each in kernel_folders()))
 

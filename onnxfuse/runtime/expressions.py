@@ -1,4 +1,4 @@
-"""Expressions over the sizes of a node's inputs: arithmetic that the native library repeats for every new shape."""
+"""Expressions over the sizes of a node's inputs: arithmetic that the native library evaluates for every new shape."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 
 class Op(IntEnum):
-    """An operation; native/expressions.h has the same numbers.  Those from TO_REAL to POWER give real numbers."""
+    """An operation; native/expressions.cc has the same numbers.  Operations from REAL_CONSTANT on give real numbers."""
 
     CONSTANT = 0  # an integer, in `a`
     SIZE = 1  # the size number `a`
@@ -24,13 +24,13 @@ class Op(IntEnum):
     MODULO = 6  # has the sign of the divisor, as in Python; 0 if the divisor is 0
     MINIMUM = 7
     MAXIMUM = 8
-    LESS = 9  # 1 or 0, as the next two
+    LESS = 9  # 1 or 0, like the next two
     LESS_EQUAL = 10
     EQUAL = 11
     GCD = 12
-    CEILING = 13  # of a real number, as an integer; 0 if it is infinite or none, as after a division by 0
-    FLOOR = 14  # the same
-    FLOAT_BITS = 15  # of a real number, rounded to float32, as the integer of its bits
+    CEILING = 13  # rounds a real number up to an integer; 0 if it is infinite or NaN, as after a division by 0
+    FLOOR = 14  # rounds down, with the same exceptions
+    FLOAT_BITS = 15  # the bits of a real number rounded to float32, as an integer
     REAL_LESS = 16
     REAL_LESS_EQUAL = 17
     REAL_EQUAL = 18
@@ -44,13 +44,13 @@ class Op(IntEnum):
     REAL_MAXIMUM = 26
     POWER = 27
 
-    __hash__ = int.__hash__  # that of an enum hashes its name, in Python: a trace hashes thousands
+    __hash__ = int.__hash__  # faster than an enum's own hash, which is Python code: a trace hashes thousands
 
 
 LEAVES: Final = (Op.CONSTANT, Op.SIZE, Op.REAL_CONSTANT)
 UNARY: Final = (Op.CEILING, Op.FLOOR, Op.FLOAT_BITS, Op.TO_REAL)
 COMPARISONS: Final = (Op.REAL_LESS, Op.REAL_LESS_EQUAL, Op.REAL_EQUAL)
-Values = NDArray[Any]  # int64 or float64, one for each of several combinations of sizes
+Values = NDArray[Any]  # int64 or float64, one value per combination of sizes
 
 
 def float_bits(value: float) -> int:
@@ -77,7 +77,7 @@ def _divide(a: Values, b: Values) -> Values:
 
 
 def _integer(a: Values) -> Values:
-    """Return real numbers that are integers as such; 0 for what is no number, which a plan's guards exclude."""
+    """Convert integral real numbers to int64; infinities and NaNs, which a plan's guards exclude, become 0."""
     return np.where(np.isfinite(a), a, 0).astype(np.int64)
 
 
@@ -119,7 +119,7 @@ class Expressions:
     """A list of expressions in which equal ones are stored once; each refers to earlier ones by number."""
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Start without expressions."""
         self.rows: list[tuple[Op, int, int]] = []
         self.ties: dict[int, int] = {}  # sizes that usually equal an expression of other sizes; see symint.expect_equal
         self._numbers: dict[tuple[Op, int, int], int] = {}
@@ -169,7 +169,7 @@ class Expressions:
     def miss(self, number: int, answer: bool, values: Sequence[Values]) -> Values:
         """Return how far the sides of a comparison are from an answer: the greater over the lesser, minus 1.
 
-        It is 0 where the comparison has that answer, and infinite where a side is not positive or no real number.
+        It is 0 where the comparison has that answer, and infinite where a side is not positive or not real.
         """
         op, a, b = self.rows[number]
         right = values[number].astype(bool) == answer
@@ -181,7 +181,7 @@ class Expressions:
         return np.where(right, 0.0, np.where(less > 0, _divide(greater, less) - 1, np.inf))
 
     def value(self, number: int, sizes: Mapping[int, Values], known: dict[int, Values]) -> Values:
-        """Return the values of one expression; `sizes` holds arrays as for `evaluate`, `known` keeps what is known."""
+        """Return the values of one expression; `sizes` holds arrays as for `evaluate`, `known` caches values."""
         if number not in known:
             op, a, b = self.rows[number]
             if op is Op.SIZE:
@@ -194,13 +194,13 @@ class Expressions:
         return known[number]
 
     def evaluate(self, sizes: Sequence[Values], known: list[Values] | None = None) -> list[Values]:
-        """Return the values of all expressions; `sizes` holds arrays of one length, a size's values in each.
+        """Return the values of all expressions; `sizes` holds one array per size, all of one length.
 
         `known` are values that an earlier call returned for the same sizes; they are not computed again.
         """
         values = known if known is not None else []
         shape = sizes[0].shape if sizes else (1,)
-        with np.errstate(all="ignore"):  # an expression may be without a value where its guards do not hold
+        with np.errstate(all="ignore"):  # an expression may have no value where its guards do not hold
             for op, a, b in self.rows[len(values) :]:
                 if op is Op.CONSTANT:
                     values.append(np.full(shape, a, np.int64))

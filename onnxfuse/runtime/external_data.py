@@ -1,4 +1,4 @@
-"""Tell a session the folder of the weights that are stored outside its model's file."""
+"""Give a session the folder of the weights that are stored outside its model's file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def file_outside(folder: Path, files: Iterable[str]) -> str | None:
 
 
 def configured_folder(options: ort.SessionOptions) -> Path | None:
-    """Return the folder that session options name, which onnxruntime prefers to the model's; None if they do not."""
+    """Return the folder that session options name, if any; onnxruntime prefers it to the model's folder."""
     try:
         text = options.get_session_config_entry(FOLDER_ENTRY)
     except RuntimeError:  # the entry was never set
@@ -48,10 +48,10 @@ def configured_folder(options: ort.SessionOptions) -> Path | None:
 
 @contextmanager
 def external_data_folder(folder: Path | None, options: ort.SessionOptions, *, shared: bool) -> Iterator[None]:
-    """Let a session that is made from bytes find its weights in this folder.
+    """Set the folder in which a session that is made from bytes finds its weights.
 
     If `folder` is None or the options name a folder, they stay as they are. `shared` options may serve another model
-    next, so the folder is removed from them in the end; onnxruntime logs a warning about that. Threads with the same
+    next, so the folder is removed from them at the end; onnxruntime logs a warning about that. Threads with the same
     options wait here for each other, because a session would otherwise find the weights of another thread's model.
     """
     with _lock:

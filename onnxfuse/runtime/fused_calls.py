@@ -1,4 +1,4 @@
-"""Read the fused nodes of a model and the dtypes of their inputs, and let some nodes call a copy of their function."""
+"""Read a model's fused nodes and the dtypes of their inputs, and make some nodes call a copy of their function."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from onnxfuse.ir.protos import subgraphs
 from onnxfuse.ir.without_weights import read_without_weights
 from onnxfuse.runtime.plan import FusedNode
 
-NamedShape = tuple[int | str, ...]  # of a tensor; a dynamic dim is a name, and dims of one name are equal
+NamedShape = tuple[int | str, ...]  # a dynamic dim is a name, and dims of one name are equal
 
 
 @dataclass(frozen=True)
 class Type:
-    """What is known of a tensor."""
+    """The dtype of a tensor, its shape if known, and whether it is constant."""
 
     dtype: int
     shape: NamedShape | None  # None if its rank is unknown
@@ -56,23 +56,23 @@ class Call:
     op: str  # the function it calls
     proto: onnx.NodeProto
     node: FusedNode
-    dtypes: tuple[str | None, ...]  # of its inputs; None if unknown
-    shapes: tuple[NamedShape | None, ...]  # of its inputs; None if unknown
+    dtypes: tuple[str | None, ...]  # dtypes of its inputs; None if unknown
+    shapes: tuple[NamedShape | None, ...]  # shapes of its inputs; None if unknown
     constants: tuple[bool, ...]  # whether the model holds the values of each input
-    has_ranks: bool  # whether onnxruntime can infer the ranks of its outputs, as native/infer.h says
+    has_ranks: bool  # whether onnxruntime can infer the ranks of its outputs: see native/infer.h
     in_function: bool  # whether it is in the body of a function
     has_body: bool  # whether the model has the function that it calls
 
 
 def read_model(source: str | Path | bytes | onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model; one that is read has no values of large weights.  Raises ModelError if it cannot be read."""
+    """Return the model; if it is read here, large weights have no values.  Raises ModelError if it cannot be read."""
     return source if isinstance(source, onnx.ModelProto) else read_without_weights(source)
 
 
 def read_calls(model: onnx.ModelProto) -> list[Call]:
     """Return the fused nodes of a model.
 
-    Raises ModelError for a node that this version of onnxfuse cannot read, and for functions of too many nodes.
+    Raises ModelError for a node that this version of onnxfuse cannot read, and for functions with too many nodes.
     """
     check_version(model)
     check_expanded(model, "the model")
@@ -129,7 +129,7 @@ def attribute_kinds(calls: Collection[Call]) -> str:
 
 
 def split_functions(model: onnx.ModelProto, calls: Collection[Call], whole: onnx.ModelProto) -> onnx.ModelProto:
-    """Let these nodes of the model call renamed copies of their functions in `whole`, the model with its weights.
+    """Make these nodes of the model call renamed copies of their functions in `whole`, the model with its weights.
 
     Returns `whole`.
     """
@@ -167,7 +167,7 @@ def _all_nodes(nodes: Collection[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
 def _nodes(
     graph: onnx.GraphProto, scope: ChainMap[str, Type], constants: AbstractSet[str] = frozenset()
 ) -> Iterator[tuple[onnx.NodeProto, Types]]:
-    """Yield every node with the types of the tensors that are visible to it, of which `constants` never change."""
+    """Yield every node with the types of the tensors visible to it; `constants` name those that never change."""
     types = scope.new_child()
     for info in (*graph.input, *graph.value_info, *graph.output):
         tensor = info.type.tensor_type
@@ -184,7 +184,7 @@ def _nodes(
 
 
 def _constants(graph: onnx.GraphProto) -> set[str]:
-    """Return the tensors of a graph that onnxruntime holds as constants: initializers, and what it computes of them."""
+    """Return the tensors that onnxruntime treats as constants: initializers, and tensors computed from constants."""
     inputs = {each.name for each in graph.input}
     found = {t.name for t in graph.initializer} - inputs
     for node in graph.node:
@@ -195,7 +195,7 @@ def _constants(graph: onnx.GraphProto) -> set[str]:
 
 
 def _shape(name: str, tensor: onnx.TypeProto.Tensor) -> NamedShape | None:
-    """Return the shape of a tensor, with a name of its own for each dim of which nothing is known."""
+    """Return the shape of a tensor; each dim without a size or a name gets a name of its own."""
     if not tensor.HasField("shape"):
         return None
     dims = enumerate(tensor.shape.dim)
@@ -229,5 +229,5 @@ def inferred(model: onnx.ModelProto) -> onnx.ModelProto:
                     graph.value_info.append(helper.make_tensor_value_info(output, dtype, None))
     try:
         return onnx.shape_inference.infer_shapes(light)
-    except Exception:  # its errors have no common class; the types that the model records must do
+    except Exception:  # onnx's errors have no common class; use the types that the model records
         return light

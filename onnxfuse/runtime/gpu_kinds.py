@@ -1,8 +1,8 @@
-"""Kinds of GPUs: what plans depend on, which GPUs can run plans made for others, and the data of known GPUs.
+"""Kinds of GPUs: the properties that plans depend on, which GPUs can run plans made for others, and known GPUs.
 
-A plan is right on every GPU of its compute capability whose blocks may have the shared memory and the clusters that its
-launches take: no kernel waits for blocks of other clusters.  How many multiprocessors a GPU has decides grids and
-choices between variants, which are then right, but may not be the fastest.
+A plan is correct on every GPU of its compute capability that allows the shared memory per block and the cluster sizes
+of its launches, because no kernel waits for blocks of other clusters.  The number of multiprocessors decides grids and
+choices between variants: on a GPU with another number these are still correct, but may not be the fastest.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from onnxfuse.errors import UsageError
 from onnxfuse.runtime.plan import NO_GPU, Device
 from onnxfuse.runtime.plan_file import KernelCode
 
-PORTABLE_CLUSTER: Final = 8  # blocks, which every GPU that has clusters can run at once
+PORTABLE_CLUSTER: Final = 8  # blocks in the largest cluster that every GPU with clusters can run
 # Name, compute capability, multiprocessors, bytes of shared memory that a block may opt in to.  The first GPU of each
-# compute capability is the one that the capability alone stands for.
+# compute capability is the default if only the capability is given.
 _KNOWN: Final = (
     ("Tesla T4", 75, 40, 65536),
     ("NVIDIA GeForce RTX 2080 Ti", 75, 68, 65536),
@@ -50,7 +50,7 @@ KNOWN_GPUS: Final = tuple(Device(*row, ordinal=NO_GPU) for row in _KNOWN)
 
 
 def gpu_kind(device: Device) -> Device:
-    """Return a GPU without what its ordinal and a session's settings say."""
+    """Return a GPU without its ordinal and the session's settings."""
     return Device(device.name, device.arch, device.multiprocessors, device.shared_per_block)
 
 
@@ -60,13 +60,13 @@ def describe(device: Device) -> str:
 
 
 def nearest_kinds(kinds: Iterable[Device], here: Device) -> list[Device]:
-    """Return those kinds whose machine code this GPU runs, the most similar first: it itself if it is among them."""
+    """Return the kinds whose machine code this GPU runs, the most similar first: `here` itself if it is among them."""
     same = [kind for kind in kinds if kind.arch == here.arch]
     return sorted(same, key=lambda kind: (kind != here, abs(kind.multiprocessors - here.multiprocessors)))
 
 
 def plans_alike(kind: Device, here: Device) -> bool:
-    """Return whether hosts plan the same for two kinds of GPUs: all but their names is equal."""
+    """Return whether hosts plan the same for two kinds of GPUs: only their names may differ."""
     return replace(kind, name=here.name) == here
 
 
@@ -86,8 +86,8 @@ def why_too_large(kernels: Iterable[KernelCode], kind: Device, here: Device) -> 
 def named_gpus(archs: Sequence[str], names: Sequence[str], present: Sequence[Device]) -> list[Device]:
     """Return the GPUs of these names, and the usual GPU of each compute capability that none of them has.
 
-    A GPU that is present is preferred to one that is only known.  Raises UsageError for a name or a capability that is
-    neither.
+    A GPU that is present is preferred to one that is only known.  Raises UsageError for a name or a capability that
+    no such GPU has.
     """
     known = [*present, *(device for device in KNOWN_GPUS if device not in present)]
     found = [_by_name(name, known) for name in names]
@@ -113,7 +113,7 @@ def _usual(arch: int, known: Sequence[Device]) -> Device:
 
 
 def _by_name(name: str, known: Sequence[Device]) -> Device:
-    """Return the GPU of a name, of which words may be left out where hosts plan the same for all that are meant."""
+    """Return the GPU of a name; an abbreviated name is accepted if hosts plan alike for every GPU that it matches."""
     exact = [device for device in known if device.name.casefold() == name.casefold()]
     found = exact or [device for device in known if _words(name) <= _words(device.name)]
     if not (found and (exact or all(plans_alike(device, found[0]) for device in found))):

@@ -1,4 +1,4 @@
-"""Find the host of a fusion: the Python module that says whether kernels can run a node, and plans how."""
+"""Find the host of a fusion: the Python module that says whether kernels can run a node, and makes its plans."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 
 
 class Host(Protocol):
-    """What `host.py` of a family defines."""
+    """The functions that `host.py` of a family defines."""
 
     def supports(self, node: FusedNode, dtypes: Sequence[str], device: Device, /) -> str | None:
-        """Return why no kernel can run this node on this device; None if one can.  `dtypes` are those of its inputs."""
+        """Return why no kernel can run this node on this device; None if one can.  `dtypes` are its inputs' dtypes."""
 
     def candidates(self, node: FusedNode, inputs: Sequence[TensorSpec], device: Device, /) -> list[Plan]:
         """Return the plans for these inputs, the one that is expected to be fastest first.
@@ -27,7 +27,7 @@ class Host(Protocol):
 def find_host(fusion: str) -> Host | None:
     """Return the host of a fusion; None if the fusion has no kernels.
 
-    Raises KernelError, which names who brings the family, if its host does not load.
+    Raises KernelError, which names the origin of the family, if its host does not load.
     """
     families = (family for each in kernel_folders() for family in each.families)
     return next((_host(family) for family in families if fusion in family.fusions), None)

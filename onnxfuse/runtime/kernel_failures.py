@@ -1,4 +1,4 @@
-"""Which nodes have kernels that failed: each is warned of once, and `explain_session` says what runs instead."""
+"""Record nodes whose kernels failed: each is logged once, and `explain_session` says what runs instead."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from onnxfuse.runtime.plan import Device, FusedNode
 from onnxfuse.runtime.template_key import signature
 
 log: Final = logging.getLogger("onnxfuse")
-# What runs where a kernel failed: another one, the body for some sizes, or the body for all sizes.
+# The replacement of a failed kernel: another kernel, the body for some sizes, or the body for all sizes.
 Instead = Literal["kernel", "body", "body always"]
 TEXTS: Final[dict[Instead, str]] = {
     "kernel": "another kernel runs, or its body, in place of one that failed",
     "body": "its body runs where its kernel failed",
     "body always": "its body runs, because its kernels failed",
 }
-Place = tuple[str, str, int]  # of a node: its signature, and its GPU
+Place = tuple[str, str, int]  # the signature of a node, and the name and ordinal of its GPU
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What failed of a node, and what runs instead."""
+    """The error of a node's kernel, and what runs instead."""
 
     instead: Instead
-    error: str  # its first line
+    error: str  # the first line of the error
 
     def __str__(self) -> str:
         return f"{TEXTS[self.instead]}: {self.error}"
@@ -38,14 +38,14 @@ _lock: Final = threading.Lock()
 
 
 def place_of(node: FusedNode, device: Device) -> Place:
-    """Return what nodes have in common that run by the same kernels."""
+    """Return a key that is equal for nodes that run by the same kernels."""
     return signature(node, (), device), device.name, device.ordinal
 
 
 def note(node: FusedNode, device: Device, error: BaseException, instead: Instead) -> None:
-    """Note that a kernel of a node failed, and warn, unless a failure is known that left the node as few kernels."""
+    """Record and log that a kernel of a node failed, unless a recorded failure already left it as few kernels."""
     order, place = list(TEXTS), place_of(node, device)
-    first = OnnxfuseError(first_line(Exception(*error.args)))  # of the compiler's lines
+    first = OnnxfuseError(first_line(Exception(*error.args)))  # only the first of the compiler's lines
     failure = Failure(instead, f"{type(error).__name__}: {first}")
     with _lock:
         known = _failures.get(place)
@@ -56,11 +56,11 @@ def note(node: FusedNode, device: Device, error: BaseException, instead: Instead
 
 
 def failure_of(place: Place) -> Failure | None:
-    """Return what failed of the nodes of a place; None if nothing did."""
+    """Return the failure of the nodes of a place; None if nothing failed."""
     return _failures.get(place)
 
 
 def why_body(node: FusedNode, device: Device) -> str | None:
-    """Return why no kernel can run a node for any sizes, as a session has found before; None if one may."""
+    """Return why no kernel can run a node at any sizes, as was found before; None if a kernel may."""
     failure = _failures.get(place_of(node, device)) if _failures else None
     return failure.error if failure and failure.instead == "body always" else None

@@ -1,4 +1,4 @@
-"""Where kernels are found: onnxfuse's own folder, those of installed packages, and those that a user adds.
+"""Find kernels in onnxfuse's own folder, in installed packages, and in folders that a user adds.
 
 The kernels of related fusions are a family: a Python package whose `__init__.py` names its fusions in `FUSIONS`, whose
 `host.py` plans them (see hosts.py), and whose .cu files are the sources.  An installed package names a family by an
@@ -31,10 +31,10 @@ _added: Final[list[Path]] = []  # the folders that `add_kernels` was given
 
 @dataclass(frozen=True)
 class Origin:
-    """Who brings kernels, in the words of messages."""
+    """The origin of kernels, as text for messages."""
 
-    name: str  # begins a sentence
-    remedy: str = ""  # what a user can do who cannot change the kernels: ends a sentence
+    name: str  # the start of a message
+    remedy: str = ""  # the end of a message: advice for a user who cannot change the kernels
     package: str = ""  # name and version of the installed package that they come with
 
     def error(self, what: str, repair: str) -> KernelError:
@@ -56,25 +56,25 @@ class Family:
 
 @dataclass(frozen=True)
 class KernelFolder:
-    """A folder whose files, and those of the folders in it, are kernels' sources; and the families that it brings."""
+    """A folder with the sources of kernels, directly in it or in its subfolders, and its families."""
 
     folder: Path
     families: tuple[Family, ...]
     origin: Origin
 
     def sources(self, pattern: str) -> Iterator[Path]:
-        """Yield the files of a name or pattern, those directly in the folder first."""
+        """Yield the files that match a name or pattern, those directly in the folder first."""
         yield from sorted(self.folder.glob(pattern))
         yield from sorted(self.folder.glob(f"*/{pattern}"))
 
 
 def add_kernels(folder: str | os.PathLike[str]) -> tuple[str, ...]:
-    """Let the sessions that this process makes from now on run the kernels of the families in a folder.
+    """Make later sessions of this process run the kernels of the families in a folder.
 
-    Returns the fusions that the folder has kernels of.
+    Returns the fusions that the folder has kernels for.
 
-    Raises UsageError if it is no folder or holds no family, KernelError if a family does not load, or has kernels of a
-    fusion, or a source, that another has too.
+    Raises UsageError if it is not a folder or has no family; KernelError if a family does not load, or if another
+    family has kernels for the same fusion or a source of the same name.
     """
     path = Path(folder).resolve()
     if not path.is_dir():
@@ -88,7 +88,7 @@ def add_kernels(folder: str | os.PathLike[str]) -> tuple[str, ...]:
 def kernel_folders() -> tuple[KernelFolder, ...]:
     """Return all folders of kernels, onnxfuse's own first.
 
-    Raises KernelError if a family does not load, or has kernels of a fusion, or a source, that another has too.
+    Raises KernelError if a family does not load, or if two have kernels for one fusion or sources of one name.
     """
     return _kernel_folders(_own_folders(), tuple(_added))
 
@@ -97,11 +97,11 @@ def _own_folders() -> tuple[str, ...]:
     return tuple(onnxfuse.kernels.__path__)
 
 
-@functools.cache  # listing the folders takes some ms, and every plan asks for its host
+@functools.cache  # listing the folders takes some ms, and every plan looks up its host
 def _kernel_folders(own: tuple[str, ...], added: tuple[Path, ...]) -> tuple[KernelFolder, ...]:
     name = onnxfuse.kernels.__name__
     inside = [KernelFolder(path, _families(name, path, OWN), OWN) for path in map(Path, own)]
-    # The folder of a package that is installed in place may be added too: its families are there once.
+    # A user may add the folder of a package that is installed in place; its families must not count twice.
     packages = [each for each in _of_packages() if each.folder.parent not in added]
     outside = [*packages, *map(_of_user, added)]
     if outside:
@@ -121,7 +121,7 @@ def _of_packages() -> Iterator[KernelFolder]:
 
 
 def _of_user(folder: Path) -> KernelFolder:
-    """Return the families in a folder of the user's, as subpackages of a namespace package that is made for it."""
+    """Return the families in a user's folder, as subpackages of a namespace package that is made for it."""
     name = f"onnxfuse_kernels_{hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]}"
     if name not in sys.modules:
         spec = ModuleSpec(name, None, is_package=True)
@@ -150,7 +150,7 @@ def _families(package: str, folder: Path, origin: Origin) -> tuple[Family, ...]:
 
 
 def _family(module: ModuleType, origin: Origin) -> Family:
-    """Return what the `__init__.py` of a family says.  Raises KernelError if it does not name its fusions."""
+    """Return the family that its `__init__.py` describes.  Raises KernelError if it does not name its fusions."""
     fusions = getattr(module, "FUSIONS", None)
     if not isinstance(fusions, tuple | list) or not fusions or not all(isinstance(each, str) for each in fusions):
         name = module.__name__.rpartition(".")[2]
@@ -160,9 +160,9 @@ def _family(module: ModuleType, origin: Origin) -> Family:
 
 
 def _check_apart(folders: Iterable[KernelFolder]) -> None:
-    """Raise KernelError if two families have kernels of one fusion, or sources of one name: which counts is not clear.
+    """Raise KernelError if two families have kernels for one fusion, or sources of one name, which is ambiguous.
 
-    Headers may have the names of others, because the folder of the file that includes them is searched first.
+    Two families may have headers of one name, because the folder of the including file is searched first.
     """
     seen: dict[str, Origin] = {}
     for each in folders:

@@ -15,7 +15,7 @@ from onnxfuse.runtime.cuda_driver import gpu
 from onnxfuse.runtime.nvrtc import arch_name, compile_flags, kernel_text
 from onnxfuse.runtime.plan import Device, Kernel
 
-MAX_UNUSED_KERNELS: Final = 256  # that stay loaded when their sessions are gone, because the next session may use them
+MAX_UNUSED_KERNELS: Final = 256  # kernels that stay loaded after their sessions end, for later sessions
 
 
 @dataclass(eq=False)
@@ -23,9 +23,9 @@ class LoadedKernel:
     """A kernel's entry point on a GPU, which can be launched as long as this object lives."""
 
     handle: int  # CUfunction
-    module: object  # what unloads the code when it is deleted
-    max_shared: int = 0  # bytes of dynamic shared memory that launches may use so far
-    max_cluster: int = 1  # blocks of a cluster that launches may use so far
+    module: object  # unloads the code when it is deleted
+    max_shared: int = 0  # bytes of dynamic shared memory that launches are allowed so far
+    max_cluster: int = 1  # blocks per cluster that launches are allowed so far
 
 
 @dataclass(eq=False)
@@ -42,19 +42,19 @@ class _Module:
 KernelKey = tuple[int, str, tuple[str, ...], str]  # GPU, entry, flags and source
 _loaded: weakref.WeakValueDictionary[KernelKey, LoadedKernel] = weakref.WeakValueDictionary()
 _recent: deque[LoadedKernel] = deque(maxlen=MAX_UNUSED_KERNELS)
-_turns: Final[dict[KernelKey, threading.Lock]] = {}  # of kernels that are being compiled
-_refused: Final[dict[KernelKey, KernelError]] = {}  # what does not compile, which is not tried again
+_turns: Final[dict[KernelKey, threading.Lock]] = {}  # locks of kernels that are being compiled
+_refused: Final[dict[KernelKey, KernelError]] = {}  # kernels that do not compile; they are not tried again
 _lock = threading.RLock()
 
 
 def load_cubin(code: bytes, entry: str, ordinal: int) -> LoadedKernel:
-    """Return an entry of machine code, loaded on the GPU with that number.  Raises NativeError."""
+    """Load machine code on the GPU with that number, and return its entry.  Raises NativeError."""
     module, function = native.load_function(native.driver(), ordinal, code, entry)
     return LoadedKernel(function, _Module(ordinal, module))
 
 
 def load_kernel(kernel: Kernel, ordinal: int) -> LoadedKernel:
-    """Return the kernel, loaded on that GPU: the same object for equal kernels while somebody holds it.
+    """Return the kernel, loaded on that GPU; equal kernels share one object while it is in use.
 
     Raises KernelError if it does not compile, NativeError if it cannot be loaded.
     """
@@ -65,7 +65,7 @@ def load_kernel(kernel: Kernel, ordinal: int) -> LoadedKernel:
         if refused := _refused.get(key):
             raise KernelError(*refused.args)
         turn = _turns.setdefault(key, threading.Lock())
-    with turn:  # one thread compiles the kernel, while others compile others
+    with turn:  # only one thread compiles this kernel; other threads may compile other kernels
         loaded = _loaded.get(key)
         if loaded is None:
             try:

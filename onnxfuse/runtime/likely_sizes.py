@@ -1,4 +1,4 @@
-"""The sizes at which sessions probably run first, and whose kernels are therefore compiled first."""
+"""The sizes at which sessions probably run first; the kernels for them are compiled first."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import itertools
 from collections.abc import Iterator
 from typing import Final
 
-LIKELY_FIRST: Final = (1, 8)  # of the first dynamic dim, which is the batch in most models
-LIKELY: Final = (1, 128)  # of the others, such as the length of a sequence
-MAX_OTHERS: Final = 2  # that differ from each other; choosing variants at 8 combinations takes 4 ms a template
+LIKELY_FIRST: Final = (1, 8)  # sizes of the first dynamic dim, which is the batch in most models
+LIKELY: Final = (1, 128)  # sizes of other dynamic dims, such as the length of a sequence
+MAX_OTHERS: Final = 2  # other dims that vary independently; choosing variants at 8 combinations takes 4 ms per template
 
 
 def likely_sizes(count: int) -> Iterator[tuple[int, ...]]:
-    """Yield likely combinations of `count` sizes; the one without sizes if there are none."""
+    """Yield likely combinations of `count` sizes; one empty combination if `count` is 0."""
     if not count:
         yield ()
         return

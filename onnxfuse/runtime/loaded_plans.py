@@ -1,4 +1,4 @@
-"""Let sessions use the templates of plan files, on GPUs that can run them."""
+"""Load plan files, so that sessions use their templates on GPUs that can run them."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ _lock: Final = threading.Lock()
 
 
 def load_plans(path: str | Path, provider: str = CUDA, device_id: int = 0) -> int:
-    """Let all sessions of this process use a file's templates from now on, before those of files that came earlier.
+    """Make all sessions of this process use a file's templates from now on, rather than those of earlier files.
 
-    Returns how many there are.  Raises PlanFileError if one of them is malformed, or if the file is for other GPUs or
-    another version, and then uses none, not even what the file had earlier; UsageError for a provider that has no
-    kernels.
+    Returns the number of templates.  Raises PlanFileError if one of them is malformed, or if the file is for other GPUs
+    or another version; then no template of the file is used, not even those that were loaded from it earlier.  Raises
+    UsageError for a provider that has no kernels.
     """
     return len(_load(Path(path), provider, backend_of(provider).device(device_id)).templates)
 
 
 def use_plans(path: Path, provider: str, device: Device) -> PlanFile | None:
-    """Load a file's templates for sessions like one on this device: see `load_plans`.
+    """Load a file's templates for sessions with this device's settings: see `load_plans`.
 
-    Returns what the file holds; None if it is not used, and a warning then says why.
+    Returns the file's content.  If the file is not used, returns None and logs why.
     """
     try:
         source = _load(path, provider, device)
@@ -93,12 +93,12 @@ def _for_gpu(path: Path, file: PlanFile, here: Device) -> list[SavedTemplate]:
             return found
         level = logging.INFO if plans_alike(kind, here) else logging.WARNING
         log.log(level, "%s, for which its plans are right, but may not be the fastest", made_for)
-        return [each for each in found if not any(each.libraries.values())]  # whose algorithms are for one kind
+        return [each for each in found if not any(each.libraries.values())]  # library algorithms fit one kind only
     raise PlanFileError(made_for + (f"; {why}" if why else ""))
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """Return what changes when a file is written."""
+    """Return a stamp of a file that changes when it is written."""
     try:
         found = path.stat()
     except OSError:  # reading it raises an error that says more
@@ -116,7 +116,7 @@ class _Source:
     def __init__(
         self, key: PlanFileKey, stamp: tuple[int, ...], file: PlanFile, templates: Sequence[SavedTemplate]
     ) -> None:
-        """Take the templates that the GPUs of the key run."""
+        """Take the templates, which GPUs of the key's kind can run."""
         self.stamp, self.file, self.templates = stamp, file, templates
         self._path, *self._where = key
         self._lock = threading.Lock()
@@ -127,7 +127,7 @@ class _Source:
         self._given: dict[tuple[SavedTemplate, tuple[TensorSpec, ...], int, bool], GivenTemplate] = {}
 
     def is_current(self, path: Path) -> bool:
-        """Return whether the file is the one that was read, and the kernels are those that it was made from."""
+        """Return whether the file is unchanged since it was read, and was made from the current kernels."""
         return self.stamp == _stamp(path) and self.file.versions.get("kernels") == kernels_digest()
 
     def check_settings(self, path: Path, device: Device) -> None:
@@ -139,7 +139,7 @@ class _Source:
             raise PlanFileError(f"{path}: {what}; make it again, with --aim or --option use_tf32=")
 
     def find(self, situation: Situation, inputs: Sequence[TensorSpec]) -> GivenTemplate | None:
-        """Return the template for such inputs, whose dynamic dims may be -1 - k; None if there is none."""
+        """Return the template for these inputs, whose dynamic dims may be -1 - k; None if there is none."""
         if [situation.provider, gpu_kind(situation.device)] != self._where:
             return None
         found: list[tuple[SavedTemplate, TemplateWords]] = []
@@ -150,7 +150,7 @@ class _Source:
                 found.append((each, words))
             elif words and (untuned := words.untuned()).variants:
                 found.append((each, untuned))
-        # The one that is not for other inputs too is made for these.
+        # Prefer a template that was made for exactly these inputs to one that fits other inputs too.
         best = min(found, key=lambda pair: pair[0].words.inputs != pair[1].inputs, default=None)
         return self._given_for(*best, situation) if best else None
 
@@ -164,7 +164,7 @@ class _Source:
             return self._given[key]
 
     def _kernel(self, code: KernelCode, ordinal: int) -> LoadedKernel:
-        """Return a kernel that is loaded once on a GPU.  Raises NativeError."""
+        """Return a kernel on a GPU, which is loaded there once.  Raises NativeError."""
         with self._lock:
             key = code, ordinal
             if key not in self._loaded:

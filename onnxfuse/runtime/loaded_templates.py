@@ -1,4 +1,4 @@
-"""Templates whose kernels are loaded on a GPU, as nodes of sessions run by them."""
+"""Templates whose kernels are loaded on a GPU, so that nodes of sessions can run them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log: Final = logging.getLogger("onnxfuse")
 
 
 class GivenTemplate:
-    """A template of a plan file for nodes on one GPU, whose kernels are loaded when they are first wanted.
+    """A template of a plan file for nodes on one GPU; its kernels are loaded when they are first needed.
 
     They stay loaded as long as this object lives.
     """
@@ -39,7 +39,7 @@ class GivenTemplate:
         situation: Situation,
         load: Callable[[KernelCode], LoadedKernel],
     ) -> None:
-        """Take the file, those words of its template that nodes run by, and what loads a kernel on the GPU."""
+        """Take the plan file, the words of its template that nodes use, and the function that loads a kernel."""
         self.path: Final = path
         self.saved: Final = saved
         self.words: Final = words
@@ -50,7 +50,7 @@ class GivenTemplate:
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """The inputs that it is for, whose dynamic dims are -1 - k."""
+        """The inputs that it is for; dynamic dim k is -1 - k."""
         return self.words.inputs
 
     def data(self) -> bytes:
@@ -64,7 +64,7 @@ class GivenTemplate:
             return self._data
 
     def loads(self) -> bool:
-        """Load the kernels, and return whether that works; if not, a warning says why."""
+        """Load the kernels, and return whether that succeeds; log a warning if not."""
         try:
             self.data()
             return True
@@ -87,9 +87,9 @@ class PreparedTemplate:
         self._backend, self._lock = backend, threading.RLock()
         self.is_loaded_later = False  # whether threads load the kernels that the first runs do not need
         self._data = b""
-        self._absent: set[str] = set()  # kernels that stand as 0 in the bytes, by Kernel.key
+        self._absent: set[str] = set()  # kernels that are 0 in the bytes, by Kernel.key
         self.refused: dict[str, OnnxfuseError] = {}  # kernels that cannot be loaded, by Kernel.key
-        self.dropped: list[Variant] = []  # variants that need one of them
+        self.dropped: list[Variant] = []  # variants that need a refused kernel
 
     def add(self, variant: Variant) -> None:
         """Add a variant."""
@@ -103,7 +103,7 @@ class PreparedTemplate:
             yield from (step for step in variant.plan.steps if isinstance(step, Launch))
 
     def missing(self) -> dict[str, list[Launch]]:
-        """Return the launches whose kernels are not loaded, or not allowed what they take, by Kernel.key."""
+        """Return the launches, by Kernel.key, whose kernels are not loaded or not yet allowed such launches."""
         found: dict[str, list[Launch]] = {}
         for step in self.launches():
             key = step.kernel.key
@@ -112,10 +112,10 @@ class PreparedTemplate:
         return found
 
     def load(self, steps: Iterable[Launch], goes_on: Callable[[], bool]) -> None:
-        """Load the kernels of some launches, unless they are loaded, and allow these what they take.
+        """Load the kernels of some launches, and allow them the shared memory and the cluster sizes of these launches.
 
         Nothing is done if `goes_on` says that they are no longer wanted.  Variants that need a kernel which cannot be
-        loaded are dropped, and a warning says so.
+        loaded are dropped, after a warning.
         """
         ordinal = self.situation.device.ordinal
         for step in steps if goes_on() else ():
@@ -131,7 +131,7 @@ class PreparedTemplate:
     def refuse(self, key: str, error: OnnxfuseError) -> None:
         """Drop the variants of a kernel that cannot be compiled or loaded."""
         with self._lock:
-            self.refused[key] = type(error)(*error.args)  # without the frames that raised it, and what these hold
+            self.refused[key] = type(error)(*error.args)  # without the traceback, whose frames keep objects alive
             variants = self.template.variants
             self.dropped += [each for each in variants if self.error_of(each)]
             self.template.variants[:] = [each for each in variants if not self.error_of(each)]
@@ -154,23 +154,24 @@ class PreparedTemplate:
     def data(self, variant: Variant | None = None) -> bytes:
         """Return the template's bytes for the native library, with its kernels loaded.
 
-        With a variant only its kernels need be, if the others are loaded later: those that are not loaded yet stand as
-        0, and a node that needs one of them asks again.  Variants whose kernels cannot be loaded are dropped.
+        If a variant is given and other kernels are loaded later, only its kernels are loaded now.  Kernels that are not
+        loaded are 0 in the bytes, and a node that needs one of them asks again.  Variants whose kernels cannot be
+        loaded are dropped.
         """
         with self._lock:
             if self._data and not self._absent:
                 return self._data
         part = variant.kernels if variant and self.is_loaded_later else None
         wanted = self.keys() if part is None else {kernel.key for kernel in part}
-        load_all([self], lambda _: wanted)  # without the lock, which the threads that load take
+        load_all([self], lambda _: wanted)  # without the lock, which the loading threads take
         return self._bytes(wanted)
 
     def data_so_far(self) -> bytes:
-        """Return the same with the kernels that are loaded by now."""
+        """Return the template's bytes with the kernels that are loaded by now."""
         return self._bytes(set())
 
     def _bytes(self, wanted: set[str]) -> bytes:
-        """Return the template's bytes, in which `wanted` kernels are not absent, because they are loaded now."""
+        """Return the template's bytes; encode them again if a `wanted` kernel, loaded by now, is absent from them."""
         with self._lock:
             if not self._data or self._absent & wanted:
                 for variant in self.template.variants:
@@ -188,11 +189,11 @@ def load_all(
     threads: int | None = None,
     goes_on: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Load the kernels of some templates, which are compiled in several threads while more templates come.
+    """Load the kernels of some templates, compiling in several threads while further templates are made.
 
-    wanted   which kernels of a template are loaded, by Kernel.key
-    threads  at most; as many as there are processors if it is None
-    goes_on  whether a kernel whose turn has come is still wanted
+    wanted   returns the kernels of a template to load, by Kernel.key
+    threads  the maximum number of threads; None for the number of processors
+    goes_on  returns, when a kernel's turn comes, whether it is still wanted
     """
     compiled: set[tuple[int, str]] = set()
     with PriorityThreadPool(threads) as pool:
@@ -202,16 +203,16 @@ def load_all(
                 if key not in of_template:
                     continue
                 code = template.situation.device.ordinal, key
-                length = 0 if code in compiled else _length(steps[0].kernel)  # 0: it waits for another template's
+                length = 0 if code in compiled else _length(steps[0].kernel)  # 0: another template compiles it
                 compiled.add(code)
                 pool.add(length, partial(template.load, steps, goes_on))
 
 
 def _length(kernel: Kernel) -> int:
-    """Return what the time to compile a kernel goes with: the length of its source."""
+    """Return the length of a kernel's source, to which its compile time is roughly proportional."""
     try:
         return len(kernel_text(kernel))
-    except KernelError:  # which compiling it raises as well
+    except KernelError:  # compiling it raises the same error
         return 0
 
 

@@ -22,8 +22,8 @@ VERDICTS: Final = 2
 MEASURE: Final = 4
 COUNT_RUNS: Final = 8
 CUDA_GRAPH: Final = 16
-ALL_KERNELS: Final = 32  # of a request, not of a session
-SHARED: Final = 64  # of a session
+ALL_KERNELS: Final = 32  # a flag of requests, not of sessions
+SHARED: Final = 64  # a flag of sessions
 PACKAGE: Final = Path(__file__).parent
 HINT: Final = "install a C++17 compiler and run `python -m onnxfuse.runtime.build_native`"
 
@@ -74,14 +74,14 @@ class _Interrupt(ctypes.Structure):  # Interrupt in native/python.h
 
 @dataclass(frozen=True)
 class Request:
-    """What the native library asks when a node of a session has no template for its inputs."""
+    """A request of the native library for a template, because a node has none for its inputs."""
 
     kernel: int  # identifies the node of this session until it is dropped
     provider: str
     op: str
     node: str
     attributes: Mapping[str, Attribute]
-    inputs: tuple[TensorSpec, ...]  # none if the node has not run
+    inputs: tuple[TensorSpec, ...]  # empty if the node has not run
     device: int
     tf32: bool  # whether the session allows TF32
     verdicts: bool  # whether earlier measurements decide between candidates
@@ -89,17 +89,17 @@ class Request:
     count_runs: bool  # whether the session's runs are counted, so that candidates are timed between them
     cuda_graph: bool  # whether the session captures its runs
     shared: bool  # whether other runs use the GPU at the same time
-    all_kernels: bool  # whether those for other sizes must be loaded, too
+    all_kernels: bool  # whether kernels for other sizes must be loaded, too
 
 
 @dataclass(frozen=True)
 class BodyRequest:
-    """A run of a node whose body must run."""
+    """A request of the native library to run the body of a node."""
 
     node: Request
     inputs: tuple[int, ...]  # addresses of the operands
-    stream: int  # on which the node's other work is
-    put: Callable[[int, Sequence[int], int], None]  # gives output i of this shape what lies at an address
+    stream: int  # the CUDA stream on which the node runs
+    put: Callable[[int, Sequence[int], int], None]  # makes output i of this shape, and copies it from an address
 
 
 AnswerRequest = Callable[[Request], bytes | None]  # the bytes of a template; None if the node's body must run
@@ -111,7 +111,7 @@ _NODE: Final = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Request))
 _RUNS: Final = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_int64), ctypes.c_size_t, ctypes.c_uint64)
 _BODY: Final = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_BodyRequest), ctypes.c_void_p)
 _FAILED, _INTERRUPT, _RUNS_BODY = 1, 2, 3  # kInterrupt and kBody in native/python.h
-_kept_alive: list[object] = []  # what the library holds pointers to
+_kept_alive: list[object] = []  # objects that the library holds pointers to
 
 
 def library_path() -> Path | None:
@@ -184,7 +184,7 @@ def _declare(library: ctypes.CDLL) -> None:
 
 
 def connect(library: ctypes.CDLL, answer: AnswerRequest, run_body: RunBody, forget: ForgetNode) -> None:
-    """Let the library ask `answer` for plans, `run_body` for runs of bodies, and tell `forget` which nodes are gone.
+    """Make the library call `answer` for plans, `run_body` to run bodies, and `forget` for nodes that are gone.
 
     It does so until Python exits. An exception of `answer` or `run_body` becomes an onnxruntime error. A program may
     catch that error, so KeyboardInterrupt and SystemExit also raise KeyboardInterrupt in the main thread:
@@ -265,7 +265,7 @@ def take_runs(kernel: int) -> list[tuple[tuple[TensorSpec, ...], int]]:
 
 
 def give_template(kernel: int, data: bytes) -> None:
-    """Make later runs of a node take the plans of a template; nothing happens if it is gone.  Raises NativeError."""
+    """Make later runs of a node use the plans of a template; do nothing if the node is gone.  Raises NativeError."""
     check(load().onnxfuse_give(kernel, data, len(data)))
 
 

@@ -18,7 +18,7 @@ from onnxfuse.runtime.plan import Kernel
 
 CUPY_NVRTC: Final = "cupy_backends.cuda.libs.nvrtc"
 BINDINGS: Final = "cuda.bindings.nvrtc"
-# Denormal numbers are zero in float32, and a function without __host__ or __device__ is for the device.
+# Denormal float32 numbers are flushed to zero, and functions without __host__ or __device__ are device functions.
 COMMON_FLAGS: Final = ("-ftz=true", "--device-as-default-execution-space")
 PTXAS_REPORT: Final = re.compile(
     r"Compiling entry function '(?P<entry>[^']+)'.*?"
@@ -28,7 +28,7 @@ PTXAS_REPORT: Final = re.compile(
 )
 INCLUDE: Final = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"[^\n]*$', re.MULTILINE)
 PRAGMA_ONCE: Final = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[^\n]*$", re.MULTILINE)
-_texts: Final[dict[tuple[str, tuple[Path, ...]], tuple[str, dict[Path, int]]]] = {}  # and when their files were written
+_texts: Final[dict[tuple[str, tuple[Path, ...]], tuple[str, dict[Path, int]]]] = {}  # sources, and mtimes of files
 
 
 # --- the source of a kernel ------------------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ _texts: Final[dict[tuple[str, tuple[Path, ...]], tuple[str, dict[Path, int]]]] =
 def source_text(stem: str) -> str:
     """Return <stem>.cu of a family with its `#include "..."` lines replaced by the headers, each of them once.
 
-    One text holds all, so that the cache of machine code knows a kernel by it. Raises KernelError if a file is missing.
+    The text is complete, so that it identifies a kernel in the cache. Raises KernelError if a file is missing.
     """
     key = stem, tuple(each.folder for each in kernel_folders())
     text, files = _texts.get(key, ("", {}))
@@ -49,12 +49,12 @@ def source_text(stem: str) -> str:
 
 
 def kernel_text(kernel: Kernel) -> str:
-    """Return what is compiled for a kernel, with its headers in it: its own text, or that of its file."""
+    """Return the source text of a kernel, with its headers in it: its own text, or its file's."""
     return _expanded(kernel.text, f"{kernel.source}.cu", None, set()) if kernel.text else source_text(kernel.source)
 
 
 def compile_flags(kernel: Kernel) -> tuple[str, ...]:
-    """Return the compiler's flags without that for the architecture."""
+    """Return the compiler's flags except the one for the architecture."""
     return ("-std=c++17", *(f"-D{name}={_literal(value)}" for name, value in sorted(kernel.defines.items())))
 
 
@@ -70,12 +70,12 @@ def _literal(value: int | float | str) -> str:
 
 
 def _find_source(name: str) -> Path:
-    """Return the source of a name, which no two families have."""
+    """Return the source of this name; no two families have sources of one name."""
     return _first(name, kernel_folders())
 
 
 def _find_header(name: str, included_by: Path | None) -> Path:
-    """Return the header of a name: that beside the kernels of the file which includes it, or else onnxfuse's own."""
+    """Return the header of this name from the kernel folder of the including file, or else from onnxfuse's own."""
     folders = kernel_folders()
     beside = [each for each in folders if included_by and included_by.is_relative_to(each.folder)]
     return _first(name, [*beside, *(each for each in folders if each.origin is OWN)])
@@ -90,19 +90,19 @@ def _first(name: str, folders: Sequence[KernelFolder]) -> Path:
 
 
 def _with_headers(path: Path, seen: set[Path]) -> str:
-    """Return the file's text with its headers, and add it to what was seen."""
+    """Return the file's text with its headers, and add the file to `seen`."""
     seen.add(path)
     return _expanded(PRAGMA_ONCE.sub("", path.read_text(encoding="utf-8")), path.name, path, seen)
 
 
 def _expanded(text: str, name: str, path: Path | None, seen: set[Path]) -> str:
-    """Return a text, of a file if `path` names one, with headers that were not seen in place of their include lines."""
+    """Return a text, of the file `path` if given; headers that are not in `seen` replace their include lines."""
     parts, end = [f'#line 1 "{name}"\n'], 0
     for include in INCLUDE.finditer(text):
         header = _find_header(include[1], path)
         parts.append(text[end : include.start()])
         if header not in seen:
-            line = text.count("\n", 0, include.end()) + 2  # the number of the line behind the include
+            line = text.count("\n", 0, include.end()) + 2  # the number of the line after the include
             parts.append(f'{_with_headers(header, seen)}\n#line {line} "{name}"')
         end = include.end()
     return "".join([*parts, text[end:]])
@@ -113,7 +113,7 @@ def _expanded(text: str, name: str, path: Path | None, seen: set[Path]) -> str:
 
 @dataclass(frozen=True)
 class Cubin:
-    """Machine code for one architecture, and what ptxas reports of the kernel's entry; -1 if it reports nothing."""
+    """Machine code for one architecture, and ptxas's figures for the kernel's entry; they are -1 if it reports none."""
 
     code: bytes
     registers: int  # per thread
@@ -150,7 +150,7 @@ def compile_cubin(kernel: Kernel, arch: int) -> Cubin:
 
 
 def _cuda_include_flags() -> Iterator[str]:
-    """Yield the flag for the folder of <cuda_fp16.h>: a CUDA toolkit's, or that of NVIDIA's wheels."""
+    """Yield the flag for the folder of <cuda_fp16.h>, in a CUDA toolkit or in NVIDIA's wheels."""
     homes = [os.environ.get("CUDA_PATH"), os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
     folders = [Path(home, "include") for home in homes if home]
     try:
@@ -196,11 +196,11 @@ def _nvrtc() -> tuple[Any, bool]:
             if is_cupy:
                 cupy_module()
             nvrtc = importlib.import_module(module)
-            _version(nvrtc, is_cupy)  # which loads the library
+            _version(nvrtc, is_cupy)  # this loads the library
             return nvrtc, is_cupy
         except ImportError:
             continue
-        except Exception as error:  # of cuda-bindings or CuPy where the library is missing; they have no common class
+        except Exception as error:  # the library is missing; cuda-bindings and CuPy have no common error class
             failures.append(described(error))
     if failures:
         raise KernelError(f"NVRTC, which compiles kernels, does not load: {failures[0]}; install onnxfuse[cuda]")

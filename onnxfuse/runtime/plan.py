@@ -1,4 +1,4 @@
-"""Plans: how a fused node runs for one combination of input shapes, as data that C++ follows without Python.
+"""Plans: how a fused node runs for one combination of input shapes, as data that C++ runs without Python.
 
 plan_bytes.py writes the fields of steps as words, in the order in which they are declared here and native/steps.cc
 reads them.
@@ -14,11 +14,11 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.dtypes import dtype_name
 
-RESERVED_ATTRIBUTES: Final = ("fusion", "operands", "output_types", "attributes")  # a host finds them in FusedNode
+RESERVED_ATTRIBUTES: Final = ("fusion", "operands", "output_types", "attributes")  # hosts read fields of FusedNode
 PDL_ARCH: Final = 90  # the first compute capability with programmatic dependent launch
 NO_GPU: Final = -1  # the ordinal of a GPU that this machine need not have
-Aim: TypeAlias = Literal["latency", "throughput"]  # of a session: a run takes little time, or many at once do
-Dtype = Annotated[str, "dtype"]  # of a tensor: "float32", "float16", "bfloat16", "bool", "int64", ...
+Aim: TypeAlias = Literal["latency", "throughput"]  # a session's aim: fast single runs, or many runs at once
+Dtype = Annotated[str, "dtype"]  # a tensor's dtype: "float32", "float16", "bfloat16", "bool", "int64", ...
 Attribute: TypeAlias = int | float | str | list[int] | list[float]
 
 
@@ -28,20 +28,20 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     dtype: str
-    aligned: bool = True  # the data starts at a multiple of 16 bytes; False for all inputs if it does not for an output
+    aligned: bool = True  # the data starts at a multiple of 16 bytes; False for all inputs if an output's data does not
     constant: bool = False  # the model holds the values, so that every node reads its own from memory, not the L2 cache
 
 
 @dataclass(frozen=True)
 class Device:
-    """What plans depend on besides the node: the GPU and the session's settings."""
+    """A GPU and the settings of a session on it: what plans depend on besides the node."""
 
     name: str
     arch: int  # compute capability as a number: 75, 80, 90, 120
     multiprocessors: int
     shared_per_block: int  # bytes of dynamic shared memory that a block may opt in to
     tf32: bool = True  # the session allows float32 matrix products to round their operands to TF32
-    shared: bool = False  # other runs use the GPU at the same time, so that plans should leave them much of it
+    shared: bool = False  # other runs use the GPU at the same time, so that plans should leave them a large part
     # Which of the machine's GPUs it is, so that hosts can ask its libraries; NO_GPU if they cannot.
     ordinal: int = field(default=0, compare=False)
 
@@ -120,11 +120,11 @@ class FusedNode:
 class Kernel:
     """An entry point of a .cu file, or of a text that a host has generated, with its compile-time constants."""
 
-    source: str  # the file's stem, or what messages call the text
+    source: str  # the file's stem, or the name of `text` in messages
     entry: str
     defines: Mapping[str, int | float | str] = field(default_factory=dict)
-    arch_specific: bool = False  # needs instructions of this architecture alone, as sm_90a has
-    text: str = ""  # what is compiled where it is no file; it may include onnxfuse's headers
+    arch_specific: bool = False  # needs instructions that only one architecture has, as sm_90a does
+    text: str = ""  # generated source that replaces the file; it may include onnxfuse's headers
 
     @property
     def key(self) -> str:
@@ -159,8 +159,8 @@ class Im2col:
     with the next row and the next image; a filter's tap is an offset that the load adds.
     """
 
-    lower: tuple[int, ...]  # the first pixel: minus the padding in front
-    upper: tuple[int, ...]  # relative to the last pixel: the padding behind minus (filter size - 1) * dilation
+    lower: tuple[int, ...]  # the first pixel: minus the padding before
+    upper: tuple[int, ...]  # relative to the last pixel: the padding after minus (filter size - 1) * dilation
     steps: tuple[int, ...]  # pixels from one to the next: the convolution's strides, 1 to 8
 
 
@@ -177,7 +177,7 @@ class TensorMap:
     sizes: tuple[int, ...]  # elements, one to five dimensions
     strides: tuple[int, ...]  # multiples of 16
     box: tuple[int, ...]  # elements, at most 256 each; with `im2col`, channels and pixels
-    swizzle: Literal[0, 32, 64, 128] = 0  # bytes; the box's innermost dimension is no wider
+    swizzle: Literal[0, 32, 64, 128] = 0  # bytes; the box's innermost dimension must not be wider
     im2col: Im2col | None = None
 
 
@@ -284,7 +284,7 @@ class Convolution:
     n: int
     c: int  # channels of x
     m: int  # channels of y
-    sizes: tuple[int, ...]  # of x
+    sizes: tuple[int, ...]  # spatial sizes of x
     y_sizes: tuple[int, ...]
     kernel: tuple[int, ...]
     strides: tuple[int, ...]
@@ -292,7 +292,7 @@ class Convolution:
     pads_begin: tuple[int, ...]
     pads_end: tuple[int, ...]
     group: int
-    dtype: Dtype  # of all operands: float32, float16 or bfloat16
+    dtype: Dtype  # dtype of all operands: float32, float16 or bfloat16
     x: Pointer
     w: Pointer
     y: Pointer
@@ -300,7 +300,7 @@ class Convolution:
     residual: Pointer | None = None
     residual_first: bool = True
     activation: ConvolutionActivation = "none"
-    alpha: float = 0.0  # of the activation, as in onnxfuse.activations
+    alpha: float = 0.0  # a parameter of the activation, as in onnxfuse.activations
     beta: float = 0.0
     channels_last: bool = True
     w_channels_last: bool = True
@@ -333,7 +333,7 @@ class NoAlias:
 class Plan:
     """Output shapes, steps in order, and sizes of scratch buffers in bytes; no steps if outputs have no elements."""
 
-    WORD_ORDER: ClassVar = ("outputs", "scratch", "steps", "no_alias")  # in its words, whose steps refer to scratch
+    WORD_ORDER: ClassVar = ("outputs", "scratch", "steps", "no_alias")  # of the words: steps refer to scratch
 
     outputs: tuple[TensorSpec, ...]
     steps: tuple[Step, ...]

@@ -25,8 +25,8 @@ from onnxfuse.runtime.symint import float_word
 from onnxfuse.runtime.word_reader import WordReader
 
 PLAN_MARK: Final = 0x6F6E66780007  # kPlanMark in native/plan.h
-TFLOAT32: Final = 1000  # kTfloat32 in native/steps.cc: the number of a tensor map's dtype that ONNX has not
-ALGORITHM_WORDS: Final = 8  # of a cublasLtMatmulAlgo_t
+TFLOAT32: Final = 1000  # kTfloat32 in native/steps.cc: a dtype of tensor maps that ONNX does not have
+ALGORITHM_WORDS: Final = 8  # 64-bit words of a cublasLtMatmulAlgo_t
 SCALAR_TYPES: Final = {"int32": 0, "int64": 1, "float32": 2}
 MAX_RANK: Final = 64  # kMaxRank in native/plan.h
 MAX_ENGINE_WORDS: Final = 129  # kMaxEngineWords in native/convolution.h
@@ -34,13 +34,13 @@ ALIGNED: Final = 1  # flags of an input
 CONSTANT: Final = 2
 
 
-Writer: TypeAlias = Callable[[Any], Iterable[Any]]  # of integers, symbolic ones, and kernels for their functions
+Writer: TypeAlias = Callable[[Any], Iterable[Any]]  # yields integers, symbolic or not, and kernels for functions
 
 
 def plan_bytes(plan: Plan, functions: Sequence[int]) -> bytes:
     """Return a plan as 64-bit words; `functions` are the CUfunction handles of its launches, in order.
 
-    Raises ValueError if there are not as many.
+    Raises ValueError if their number differs from that of the launches.
     """
     words, handles = plan_words(plan), iter(functions)
     if (launches := sum(isinstance(word, Kernel) for word in words)) != len(functions):
@@ -49,17 +49,17 @@ def plan_bytes(plan: Plan, functions: Sequence[int]) -> bytes:
 
 
 def plan_words(plan: Plan) -> list[Any]:
-    """Return the words of a plan: symbolic integers where they depend on sizes, and kernels for their functions."""
+    """Return the words of a plan: symbolic integers where they depend on sizes, kernels in place of functions."""
     return [PLAN_MARK, *_writer(Plan)(plan)]
 
 
 def matmul_bytes(matmul: Matmul) -> bytes:
-    """Return a product alone as 64-bit words, for a question to cuBLASLt."""
+    """Return a product alone as 64-bit words, for a query to cuBLASLt."""
     return packed(_writer(Matmul)(matmul))
 
 
 def convolution_bytes(convolution: Convolution) -> bytes:
-    """Return a convolution alone as 64-bit words, for a question to cuDNN."""
+    """Return a convolution alone as 64-bit words, for a query to cuDNN."""
     return packed(_writer(Convolution)(convolution))
 
 
@@ -72,8 +72,8 @@ def packed(words: Iterable[int]) -> bytes:
 def _writer(kind: Any) -> Writer:
     """Return the function that writes a value of a type, as native/steps.cc reads it.
 
-    Of a dataclass it writes the fields in order; of a tuple, whose length its type leaves open, the length first; of
-    a value that may be None whether there is one; and of several dataclasses the number of the one that it is.
+    It writes the fields of a dataclass in order; a tuple of any length after its length; a value that may be None after
+    a 1, and None as 0; and a value of one of several dataclasses after the index of its type.
     """
     if kind in WRITERS:
         return WRITERS[kind]
@@ -85,7 +85,7 @@ def _writer(kind: Any) -> Writer:
     if get_origin(kind) is Literal:
         return lambda value: (choices.index(value) if isinstance(value, str) else value,)
     if get_origin(kind) is tuple and choices[-1] is not Ellipsis:
-        return lambda value: value  # of integers
+        return lambda value: value  # a tuple of integers
     if get_origin(kind) is tuple:
         each = _writer(choices[0])
         return lambda value: [len(value), *(word for one in value for word in each(one))]

@@ -1,7 +1,7 @@
 """Plan files: templates with the machine code of their kernels, for GPUs of some kinds.
 
-The native library reads the same files (native/plan_file.h), so they are made of 64-bit words and of strings, each with
-its length in front and padded to whole words:
+The native library reads the same files (native/plan_file.h), so they are made of 64-bit words and of strings.  A string
+is preceded by its length and padded to whole words:
 
     "onnxplan", format, digest of what follows (SHA-256: four words)
     text      versions of onnxfuse and its kernels, and a digest of the model or null, as JSON
@@ -10,11 +10,11 @@ its length in front and padded to whole words:
     codes     count; each the cubin
     kernels   count; each device, code, entry, shared memory, cluster
     operators count; each the operator's name and its attributes' kinds, as onnxfuse_prepare takes them
-    templates count; each device, TF32, aim, libraries, node (see `node_identity`), template, whose functions are
-              kernels by number
+    templates count; each device, TF32, aim, libraries, node (see `node_identity`), template; its functions
+              are the numbers of kernels
 
-A template is for sessions that allow TF32 if its word for that is 1, and for those of aim="throughput" if the next one
-is.
+A template is for sessions that allow TF32 if its TF32 word is 1, and for sessions with aim="throughput" if its aim word
+is 1.
 
 A template's libraries are a sum: 1 if its plans call cuBLASLt, 2 if they name an algorithm of it, 4 if they call cuDNN,
 8 if they name an engine of it. An algorithm or engine is for one version of its library and one kind of GPU.
@@ -40,14 +40,14 @@ from onnxfuse.runtime.template_words import TemplateWords, read_template
 from onnxfuse.runtime.word_reader import WORD, WordReader
 from onnxfuse.version import __version__
 
-PLANS_SUFFIX: Final = ".plans"  # of a plan file beside a model, behind the model's own name
+PLANS_SUFFIX: Final = ".plans"  # appended to a model's file name to name the plan file beside it
 MAGIC: Final = b"onnxplan"
 FORMAT: Final = 9  # kPlanFileFormat in native/plan_file.h
-LIBRARIES: Final = ("cublaslt", "cudnn")  # whose versions are words
+LIBRARIES: Final = ("cublaslt", "cudnn")  # libraries whose versions are words of the file
 DIGEST_BYTES: Final = 32
-MAX_BYTES: Final = 2**31  # of a file
-MAX_SHARED_BYTES: Final = 1 << 20  # of a block, more than any GPU has
-MAX_CLUSTER: Final = 64  # blocks, the same
+MAX_BYTES: Final = 2**31  # of the largest file that is read
+MAX_SHARED_BYTES: Final = 1 << 20  # per block: more than any GPU has
+MAX_CLUSTER: Final = 64  # blocks: more than any GPU allows
 
 
 class PlanFileError(OnnxfuseError):
@@ -56,7 +56,7 @@ class PlanFileError(OnnxfuseError):
 
 @dataclass(frozen=True)
 class KernelCode:
-    """An entry of a cubin, and what its launches take."""
+    """An entry of a cubin, and the shared memory and cluster size that its launches need."""
 
     cubin: bytes
     entry: str
@@ -69,17 +69,17 @@ class SavedTemplate:
     """A template for nodes of one identity, with the machine code of its kernels for one kind of GPU."""
 
     device: Device  # its kind: see gpu_kinds.py
-    tf32: bool  # of the sessions that it is for, as in Device
-    shared: bool  # the same: whether their aim is throughput
+    tf32: bool  # whether it is for sessions that allow TF32
+    shared: bool  # whether it is for sessions with aim="throughput"
     node: bytes  # node_identity
-    words: TemplateWords  # whose functions are indices of kernels
+    words: TemplateWords  # its functions are indices into `kernels`
     kernels: tuple[KernelCode, ...]
-    libraries: Mapping[str, bool] = field(default_factory=dict)  # that its plans call; True: by an algorithm of theirs
+    libraries: Mapping[str, bool] = field(default_factory=dict)  # called by its plans; True if they name algorithms
 
 
 @dataclass(frozen=True)
 class PlanFile:
-    """What a plan file holds."""
+    """The content of a plan file."""
 
     versions: Mapping[str, object]
     operators: Sequence[str]
@@ -92,19 +92,19 @@ class PlanFile:
 
 
 def versions(model: str | None = None, **libraries: int | None) -> dict[str, object]:
-    """Return what plans of this onnxfuse depend on.
+    """Return the versions that plans of this onnxfuse depend on.
 
-    model      a digest of the model that they are for; None if they are for whatever has equal nodes
+    model      a digest of the model that they are for; None if they are for any model with equal nodes
     libraries  the versions of libraries whose algorithms the plans name
     """
     return {"onnxfuse": __version__, "kernels": kernels_digest(), "model": model, **libraries}
 
 
 def node_identity(node: FusedNode) -> bytes:
-    """Return bytes that are equal for nodes of equal attributes; native/attributes.cc writes the same for a node.
+    """Return bytes that are equal for nodes with equal attributes; native/attributes.cc writes the same bytes.
 
-    Each attribute but `attributes`, in the order of the names, is u32 size of its name, name, u8 kind, u32 count, and
-    then as many int64, float32 or bytes.
+    Each attribute except `attributes`, in order of name, is: u32 size of its name, name, u8 kind, u32 count, and that
+    many int64, float32 or bytes.
     """
     values: dict[str, Attribute] = {
         **node.attributes,
@@ -119,7 +119,7 @@ def node_identity(node: FusedNode) -> bytes:
 
 
 def check_plan_target(target: Path, model: Path | None = None) -> None:
-    """Raise PlanFileError if a plan file would replace another file; `model` is the one that is read."""
+    """Raise PlanFileError if writing a plan file would replace a file of another kind, or `model`, which is read."""
     if not target.is_file():
         return
     if model and model.exists() and target.samefile(model):
@@ -134,9 +134,9 @@ def check_plan_target(target: Path, model: Path | None = None) -> None:
 
 
 def write_plan_file(path: Path, file: PlanFile) -> None:
-    """Write a plan file under another name and rename it.
+    """Write a plan file under a temporary name and rename it.
 
-    Raises PlanFileError if that fails, or if it would replace a file that is no plan file.
+    Raises PlanFileError if that fails, or if it would replace a file that is not a plan file.
     """
     check_plan_target(path)
     body = b"".join(_parts(file))
@@ -195,7 +195,7 @@ def _string(data: bytes) -> bytes:
 
 
 def read_plan_file(path: Path) -> PlanFile:
-    """Return what a plan file holds.  Raises PlanFileError if it is none, is corrupted or of another version."""
+    """Return the content of a plan file.  Raises PlanFileError if it is not one, is corrupted or of another version."""
     try:
         data = read_plain(path, MAX_BYTES)
     except OSError as error:
@@ -210,7 +210,7 @@ def read_plan_file(path: Path) -> PlanFile:
         _refuse(path, "it is corrupted; make it again")
     try:
         file = _read(WordReader(body))
-    except (ValueError, RecursionError) as error:  # of JSON that nests without end, too
+    except (ValueError, RecursionError) as error:  # RecursionError: JSON that is nested too deeply
         raise PlanFileError(f"{path}: it is malformed: {error}") from error
     if file.versions.get("onnxfuse") != __version__:
         _refuse(path, f"written by onnxfuse {file.versions.get('onnxfuse')}, this is {__version__}; make it again")

@@ -1,4 +1,4 @@
-"""Make the plan templates that nodes of sessions run by: when a session is made, or when a node meets other inputs."""
+"""Make the plan templates of sessions' nodes, when a session is made or when a node gets inputs of new shapes."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from onnxfuse.runtime.template import Template, Variant, candidates_at, concrete
 from onnxfuse.runtime.template_key import Situation, signature
 
 log: Final = logging.getLogger("onnxfuse")
-MAX_UNUSED_TEMPLATES: Final = 512  # that are kept for nodes that have not run yet, or whose sessions are gone
-MAX_PATTERNS: Final = 64  # of the dims of equal nodes
-Dims = tuple[tuple[int, ...], ...]  # of each input of a node; a dynamic one is -1 - k, where k is the number of a size
+MAX_UNUSED_TEMPLATES: Final = 512  # templates that are kept for nodes that have not run yet, or whose sessions ended
+MAX_PATTERNS: Final = 64  # patterns of dims that are kept for equal nodes
+Dims = tuple[tuple[int, ...], ...]  # dims of each input of a node; -1 - k is the dynamic size number k
 
 
 class Verdicts(Protocol):
-    """What measurements say of the plans of nodes."""
+    """The results of measuring the plans of nodes."""
 
     def inputs_measured(
         self, situation: Situation, inputs: Sequence[TensorSpec], /
     ) -> Iterable[tuple[TensorSpec, ...]]:
-        """Return the inputs of a node of these dims at which its plans were measured."""
+        """Return the inputs with these dims at which a node's plans were measured."""
 
     def choose(
         self, plans: Sequence[Plan], situation: Situation, inputs: Sequence[TensorSpec], measure: bool, /
     ) -> int | None:
-        """Return the index of the plan that was measured to be the fastest; None if that is not known.
+        """Return the index of the plan that was measured to be the fastest; None if none was.
 
         measure  whether the plans may be measured now
         """
@@ -50,7 +50,7 @@ class TemplateSource(Protocol):
     """A plan file for GPUs of one kind."""
 
     def find(self, situation: Situation, inputs: Sequence[TensorSpec], /) -> GivenTemplate | None:
-        """Return its template for inputs of a node, whose dynamic dims may be -1 - k; None if it has none."""
+        """Return its template for a node's inputs, in which dynamic dims may be -1 - k; None if it has none."""
 
 
 PlanFileKey = tuple[Path, str, Device]  # path, provider, and kind of GPU
@@ -60,19 +60,19 @@ PlanFileKey = tuple[Path, str, Device]  # path, provider, and kind of GPU
 class _SessionNode:
     """A node of a session."""
 
-    counts_runs: bool  # so that its plans are measured between them
-    may_change: bool  # whether later runs may take other plans, as no CUDA graph has those that it has
+    counts_runs: bool  # whether its runs are counted, so that its plans are measured between runs
+    may_change: bool  # whether later runs may use other plans, because no CUDA graph holds its present ones
     templates: list[PreparedTemplate | GivenTemplate] = field(default_factory=list)
 
 
 class Planner:
-    """The templates of the nodes of all sessions, the plan files that they may come from, and what measurements say."""
+    """The templates of all sessions' nodes, the plan files that they may come from, and the measurements to use."""
 
     def __init__(self) -> None:
-        """Know of no node, no file and no measurement."""
-        self.verdicts: Verdicts | None = None  # decide between plans, in sessions that allow it
-        self.plan_files: Final[dict[PlanFileKey, TemplateSource]] = {}  # the one that was loaded last is asked first
-        self._nodes: Final[dict[int, _SessionNode]] = {}  # by the native library's number of a node
+        """Start without nodes, plan files and measurements."""
+        self.verdicts: Verdicts | None = None  # decides between plans in sessions that allow it
+        self.plan_files: Final[dict[PlanFileKey, TemplateSource]] = {}  # searched from the last loaded to the first
+        self._nodes: Final[dict[int, _SessionNode]] = {}  # by the number that the native library gave the node
         self._prepared: Final = weakref.WeakValueDictionary[tuple[str, str, int, bool], PreparedTemplate]()
         self._recent: Final = deque[PreparedTemplate](maxlen=MAX_UNUSED_TEMPLATES)
         self._patterns: Final = defaultdict[str, deque[Dims]](lambda: deque(maxlen=MAX_PATTERNS))
@@ -83,20 +83,20 @@ class Planner:
     def answer_request(self, request: native.Request) -> bytes | None:
         """Return the bytes of the template that the native library asks for; None if the node's body must run.
 
-        It does where planning or compiling fails, and a warning says why.  Without a body, what this raises becomes an
-        onnxruntime error of the node.
+        The body runs where planning or compiling fails, and a warning says why.  Without a body, an exception becomes
+        an onnxruntime error of the node.
         """
         situation = _situation(request)
         try:
             return self._template_bytes(request, situation)
-        except Exception as error:  # of hosts, of other packages too
+        except Exception as error:  # hosts, which may be other packages', can raise anything
             if request.measure or not body_runs.has_body(situation.node, situation.device):
                 raise
             kernel_failures.note(situation.node, situation.device, error, "body")
             return None
 
     def run_body(self, request: native.BodyRequest) -> None:
-        """Run the body of a node.  What this raises becomes an onnxruntime error of the node."""
+        """Run the body of a node.  An exception becomes an onnxruntime error of the node."""
         situation = _situation(request.node)
         body_runs.run_body(request, situation.node, situation.device)
 
@@ -104,7 +104,7 @@ class Planner:
         with self._lock:
             of_node = self._node(request).templates
             given = None if request.measure else self._template_of_files(situation, request.inputs)
-            if given is not None and given not in of_node and given.loads():  # else it has no plan for these sizes
+            if given is not None and given not in of_node and given.loads():  # a node that has it lacks these sizes
                 of_node.append(given)
                 return given.data()
             prepared = self._template_for(situation, request.inputs)
@@ -126,10 +126,11 @@ class Planner:
     ) -> tuple[PreparedTemplate, bytes]:
         """Return a template that has a plan for these sizes, and its bytes, with the kernels of that plan loaded.
 
-        It is this one, with one more variant if need be, or one for these sizes alone where only a library runs the
-        node that plans for single shapes.  A plan whose kernels cannot be loaded gives way to the next that is right.
+        This is `prepared`, with one more variant if needed.  Where only a library that plans for single shapes can run
+        the node, it is a template for these sizes alone.  If a plan's kernels cannot be loaded, the next correct plan
+        is used.
 
-        Raises KernelError, NativeError if there is none, and what the host raises.
+        Raises KernelError or NativeError if there is none, and the host's errors.
         """
         while True:
             variant = prepared.template.chosen(sizes)
@@ -146,10 +147,10 @@ class Planner:
                 return prepared, data
 
     def mend(self, prepared: PreparedTemplate) -> None:
-        """Give a template of which no kernel could be loaded the next plans of its host, for the sizes that were tried.
+        """If none of a template's kernels could be loaded, give it its host's next plans for the sizes that were tried.
 
-        If these fail too, the node runs as its body for all sizes from the next session on; not if the GPU refused to
-        load what was compiled, because it may lack memory for a while.
+        If these fail too, the node runs as its body at all sizes from the next session on.  This does not apply if the
+        GPU refused to load compiled code, because it may only lack memory for a while.
         """
         errors = prepared.refused.values()
         if prepared.kernels or not any(isinstance(each, KernelError) for each in errors):
@@ -165,32 +166,32 @@ class Planner:
                 kernel_failures.note(situation.node, situation.device, error, "body always")
 
     def add_plan_file(self, key: PlanFileKey, source: TemplateSource) -> None:
-        """Ask a plan file before all others from now on; what the same path held earlier is forgotten."""
+        """Search this plan file before all others from now on; forget earlier content of the same path."""
         with self._lock:
             self.drop_plan_file(key)
             self.plan_files[key] = source
 
     def drop_plan_file(self, key: PlanFileKey) -> None:
-        """Ask a plan file no longer; nodes keep the templates that they have."""
+        """Stop searching a plan file; nodes keep the templates that they have."""
         with self._lock:
             self.plan_files.pop(key, None)
 
     def expect(self, node: FusedNode, dims: Dims, device: Device) -> None:
-        """Let nodes equal to this one, of inputs with these dims, share one template for all dynamic sizes."""
+        """Make nodes equal to this one, with inputs of these dims, share one template for all dynamic sizes."""
         with self._lock:
             of_node = self._patterns[signature(node, (), device)]
             if dims not in of_node:
                 of_node.append(dims)
 
     def given_template(self, situation: Situation, inputs: Sequence[TensorSpec]) -> GivenTemplate | None:
-        """Return the template of a plan file for inputs whose dynamic dims may be -1 - k; None if none has one."""
+        """Return the template of a plan file for inputs whose dynamic dims may be -1 - k; None if no file has one."""
         with self._lock:
             return self._template_of_files(situation, inputs)
 
     def prepare(self, situation: Situation, inputs: Sequence[TensorSpec]) -> PreparedTemplate:
         """Make the template of inputs whose dynamic dims are -1 - k, but load none of its kernels yet.
 
-        Raises what the host raises where it has no plan for any sizes.
+        Raises the host's error if it has no plan for any sizes.
         """
         with self._lock:
             key = situation.key(inputs)
@@ -201,12 +202,12 @@ class Planner:
             return prepared
 
     def equip(self, known: Iterable[tuple[Situation, PreparedTemplate | GivenTemplate]]) -> None:
-        """Give the nodes of new sessions their templates, so that they need not ask when they first run.
+        """Give the nodes of new sessions their templates, so that they need not request them in their first runs.
 
-        known  nodes of models with their templates, whose kernels that first runs need are loaded
+        known  nodes of models with their templates; the kernels that first runs probably need are loaded
 
-        A node is known by its name and by all that a template depends on but inputs.  One that gets a template for
-        other inputs, or cannot read it, asks as if it had none.
+        A node is identified by its name and by everything that a template depends on except inputs.  If its template is
+        for other inputs or cannot be read, the node requests one as if it had none.
         """
         by_node = {_place(each): template for each, template in known}
         for request in native.new_nodes() if by_node else ():
@@ -218,14 +219,14 @@ class Planner:
             try:
                 data = template.data() if isinstance(template, GivenTemplate) else template.data_so_far()
                 native.give_template(request.kernel, data)
-            except Exception as error:  # of a plan that cannot be written or read; the first run raises it, too
+            except Exception as error:  # a plan cannot be written or read; the first run raises this error, too
                 log.info("node '%s' asks for its plans when it first runs: %s", request.node, error)
                 continue
             with self._lock:
                 self._node(request).templates.append(template)
 
     def _node(self, request: native.Request) -> _SessionNode:
-        """Return the node of a request, which is known from now on."""
+        """Return the node of a request; remember it if it is new."""
         counts = request.count_runs
         return self._nodes.setdefault(request.kernel, _SessionNode(counts, counts and not request.cuda_graph))
 
@@ -235,14 +236,14 @@ class Planner:
         body_runs.forget_node(kernel)
 
     def templates_in_use(self) -> list[PreparedTemplate | GivenTemplate]:
-        """Return the templates of the nodes of sessions, each of them once."""
+        """Return the templates of all sessions' nodes, each of them once."""
         found = {id(each): each for node in list(self._nodes.values()) for each in list(node.templates)}
         return list(found.values())
 
     def take_runs(self) -> Iterator[tuple[PreparedTemplate, tuple[int, ...], int]]:
-        """Yield the sizes at which nodes whose runs are counted ran since the last call, by template, and how often.
+        """Yield template, sizes and number of the counted runs of nodes since the last call.
 
-        Nodes that run by templates of plan files are left out, and so are sizes that have a template for themselves.
+        Nodes that run by templates of plan files are left out, and so are sizes that have a template of their own.
         """
         for kernel, node in list(self._nodes.items()):
             templates = [each for each in node.templates if isinstance(each, PreparedTemplate)]
@@ -252,7 +253,7 @@ class Planner:
                     yield (*found, runs)
 
     def complete(self, prepared: PreparedTemplate, only_observed: bool = False) -> None:
-        """Give a template as it is now, with all its kernels, to the nodes that run by it.
+        """Send a template in its present state, with all its kernels, to the nodes that run by it.
 
         only_observed  leave out nodes whose runs are not counted, and those of sessions that capture CUDA graphs
 
@@ -273,7 +274,7 @@ class Planner:
         return None
 
     def _is_measured_since(self, situation: Situation, given: GivenTemplate) -> bool:
-        """Return whether measurements on this machine know of sizes of which a plan file does not."""
+        """Return whether plans were measured on this machine at sizes that the plan file was not tuned for."""
         if not (situation.verdicts and self.verdicts):
             return False
         measured = self.verdicts.inputs_measured(situation, given.inputs)
@@ -281,9 +282,9 @@ class Planner:
         return not sizes <= given.words.tuned_sizes
 
     def _template_for(self, situation: Situation, inputs: Sequence[TensorSpec]) -> PreparedTemplate:
-        """Return the template of inputs that a node has met: with the dynamic dims that its model says, or with none.
+        """Return the template for a run's inputs: with the model's dynamic dims if they are known, else with none.
 
-        It is one without dynamic dims, too, where a host has no plan for those of the model.
+        It also has no dynamic dims if the host has no plan for the model's.
         """
         for dims in self._patterns.get(signature(situation.node, (), situation.device), ()):
             if len(dims) == len(inputs):
@@ -296,11 +297,11 @@ class Planner:
     def new_template(
         self, situation: Situation, inputs: Sequence[TensorSpec], samples: Sequence[Sequence[int]] = ()
     ) -> PreparedTemplate:
-        """Make a template of inputs whose dynamic dims are -1 - k, with what measurements say of it.
+        """Make a template of inputs whose dynamic dims are -1 - k, with the plans that were measured to be fastest.
 
-        samples  combinations of sizes that it is made for; those of the usual spread if there are none
+        samples  combinations of sizes that it is made for; if there are none, the usual spread of sizes
 
-        Raises what the host raises where it has a plan for no sample.
+        Raises the host's error if it has a plan for no sample.
         """
         host, node, device = _host_of(situation), situation.node, situation.device
         if why := host.supports(node, tuple(spec.dtype for spec in inputs), device):
@@ -318,8 +319,8 @@ class Planner:
     def _measured(self, prepared: PreparedTemplate, sizes: tuple[int, ...]) -> PreparedTemplate:
         """Return a template for these sizes alone, so that the node asks again at others.
 
-        It has the fastest of the plans that the host offers, which is measured unless it was before; `prepared`, the
-        template for all sizes, then has it too.
+        It has the fastest of the host's plans, which are measured now unless they were before.  The fastest is also
+        added to `prepared`, the template for all sizes.
         """
         template, situation = prepared.template, prepared.situation
         is_known = any(each.tuned and each.hints == sizes for each in template.variants)
@@ -335,11 +336,11 @@ class Planner:
     def add_fastest(
         self, prepared: PreparedTemplate, sizes: tuple[int, ...], verdicts: Verdicts, measure: bool
     ) -> bool:
-        """Add the plan that measurements say is the fastest at these sizes, if they say it, and return whether they do.
+        """Add the plan that was measured to be the fastest at these sizes; return False if none is known.
 
-        measure  whether the plans may be measured now; nodes can be planned meanwhile
+        measure  whether the plans may be measured now; other nodes can be planned meanwhile
 
-        Raises what the host raises.
+        Raises the host's errors.
         """
         template, situation = prepared.template, prepared.situation
         with self._lock:
@@ -358,7 +359,7 @@ class Planner:
 def _add_variant(prepared: PreparedTemplate, sizes: tuple[int, ...]) -> None:
     """Add the first plan for these sizes whose kernels are not known to fail.
 
-    Raises what the host raises, and what loading the kernels of all its plans has raised.
+    Raises the host's errors, and an earlier error of loading kernels if the kernels of all plans have failed.
     """
     variants = candidates_at(_host_of(prepared.situation), prepared.template, sizes)
     errors = [prepared.error_of(each) for each in variants]
@@ -375,7 +376,7 @@ def _situation(request: native.Request) -> Situation:
 
 
 def _place(situation: Situation) -> tuple[object, ...]:
-    """Return what is equal for a node of a model and for that of its session."""
+    """Return a key that is equal for a node of a model and for the same node in a session."""
     return (situation.node.name, *situation.key(()))
 
 

@@ -25,9 +25,9 @@ Made: TypeAlias = list[tuple[Situation, PreparedTemplate | GivenTemplate]]  # no
 
 @contextmanager
 def preparation(calls: Sequence[Call], target: Target | NoTarget, choice: PlanChoice) -> Iterator[None]:
-    """Prepare the nodes that run as kernels in a thread beside the body of the `with`, whose end waits for it.
+    """Prepare the nodes that run as kernels in a thread, while the body of the `with` runs; its end waits for it.
 
-    Kernels that are hardly needed first are compiled behind it; a run that needs one of them waits for that one.
+    Kernels that first runs rarely need are compiled in the background afterwards; a run that needs one waits for it.
 
     A node that cannot be prepared, because its shapes are unknown, is planned in its first run.  Kernels that do not
     compile are left out, and a warning names the node.
@@ -47,7 +47,7 @@ def preparation(calls: Sequence[Call], target: Target | NoTarget, choice: PlanCh
 
 
 def _prepare(calls: Sequence[Call], target: Target, choice: PlanChoice, made: Made) -> None:
-    """Make the templates, which `made` then has with their nodes, and load the kernels for likely sizes."""
+    """Make the templates, append them with their nodes to `made`, and load the kernels for likely sizes."""
 
     def templates() -> Iterator[PreparedTemplate]:
         known: set[int] = set()
@@ -65,14 +65,14 @@ def _prepare(calls: Sequence[Call], target: Target, choice: PlanChoice, made: Ma
         load_all(templates(), likely)
         for template in {id(each): each for _, each in made if isinstance(each, PreparedTemplate)}.values():
             planner.mend(template)
-    except Exception as error:  # of CuPy or the driver, which have no common class
+    except Exception as error:  # CuPy and the driver have no common error class
         log.info("kernels are compiled when their nodes first run: %s: %s", type(error).__name__, error)
 
 
 def _templates(
     calls: Sequence[Call], target: Target, choice: PlanChoice
 ) -> Iterator[tuple[Situation, PreparedTemplate | GivenTemplate]]:
-    """Yield some nodes with their templates, which are made, or loaded if plan files have them."""
+    """Yield nodes with their templates, which are loaded from plan files if possible, and made otherwise."""
     for call in calls:
         inputs = inputs_of(call)
         if inputs is None:
@@ -89,7 +89,7 @@ def _templates(
 
 
 def given_for(call: Call, target: Target, choice: PlanChoice) -> GivenTemplate | None:
-    """Return the template that a plan file has for a node of a model; None if none has one, or it is measured anew."""
+    """Return the template of a plan file for a node; None if no file has one, or if the node is measured anew."""
     inputs = inputs_of(call) if choice != "measured" and planner.plan_files else None
     if inputs is None:
         return None

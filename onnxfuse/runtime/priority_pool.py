@@ -1,4 +1,4 @@
-"""Run tasks in threads, the longest first, while more are added: so that none is left alone at the end."""
+"""Run tasks in threads, the longest first, while more are added, so that no long task is left for the end."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _Task = Callable[[], None]
 
 
 class PriorityThreadPool:
-    """A context whose end waits for its tasks, and raises the first error that one of them raised.
+    """A context manager whose end waits for its tasks, and raises the first error that one of them raised.
 
     If its body raises an error, tasks that have not begun are dropped.
     """
 
     def __init__(self, threads: int | None = None) -> None:
-        """Start no thread yet: there may be nothing to do.  There will be as many as processors, or `threads`."""
+        """Set the largest number of threads, by default the number of processors; start none yet."""
         self._max_threads = threads or min(MAX_THREADS, os.cpu_count() or 1)
         self._tasks: queue.PriorityQueue[tuple[int, int, _Task | None]] = queue.PriorityQueue()
-        self._numbers = count()  # of equal lengths, the task that was added first comes first
+        self._numbers = count()  # among tasks of equal length, the one that was added first comes first
         self._threads: list[threading.Thread] = []
         self._errors: list[BaseException] = []
 
     def add(self, length: int, task: _Task) -> None:
-        """Add a task of such a length, in any unit."""
+        """Add a task; `length` estimates how long it takes, in any unit."""
         self._put(length, task)
         if len(self._threads) < self._max_threads:
             thread = threading.Thread(target=self._work, name="onnxfuse loader", daemon=True)
@@ -43,7 +43,7 @@ class PriorityThreadPool:
         while task := self._tasks.get()[2]:
             try:
                 task()
-            except BaseException as error:  # which the thread that waits raises
+            except BaseException as error:  # the waiting thread raises it
                 self._errors.append(error)
 
     def __enter__(self) -> PriorityThreadPool:

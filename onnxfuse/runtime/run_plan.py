@@ -1,4 +1,4 @@
-"""Run plans without onnxruntime, and ask cuBLASLt and cuDNN what they offer; tests, trials and hosts do."""
+"""Run plans without onnxruntime, and query the algorithms of cuBLASLt and cuDNN, for tests, trials and hosts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Engine:
 
     words: tuple[int, ...]  # Convolution.engine
     workspace_bytes: int
-    compiles: bool  # reading a plan with it compiles a kernel, which takes up to some seconds; that may fail yet
+    compiles: bool  # reading a plan with it compiles a kernel, which may take some seconds and may fail
 
 
 class ReadyPlan:
@@ -55,7 +55,7 @@ class ReadyPlan:
     """
 
     def __init__(self, plan: Plan, kernels: Sequence[LoadedKernel], inputs: Sequence[TensorSpec], ordinal: int) -> None:
-        """Let the native library read the plan; `kernels` are those of its launches, in order.
+        """Make the native library read the plan; `kernels` are the kernels of its launches, in order.
 
         Raises NativeError if the plan is malformed or needs a library that is missing.
         """
@@ -110,7 +110,7 @@ def convolution_engines(convolution: Convolution, ordinal: int, max_count: int) 
     empty if cuDNN has none.  Raises NativeError if cuDNN is missing.
     """
     library, data = cudnn(), convolution_bytes(convolution)
-    width = 3 + MAX_ENGINE_WORDS  # workspace, whether it compiles, and how many of the words behind them are used
+    width = 3 + MAX_ENGINE_WORDS  # workspace, whether it compiles, and how many of the words after them are used
     words, found = (ctypes.c_int64 * (width * max_count))(), ctypes.c_int()
     native.check(library.onnxfuse_engines(ordinal, data, len(data), max_count, width, words, ctypes.byref(found)))
     rows = [words[i * width : (i + 1) * width] for i in range(found.value)]
@@ -127,7 +127,7 @@ def open_libraries(plan: Plan) -> None:
 def cublaslt() -> ctypes.CDLL:
     """Return the native library with the driver and cuBLASLt open.
 
-    It takes the cuBLASLt that this process has loaded, which is onnxruntime's, and otherwise one that is installed.
+    It uses the cuBLASLt that this process has loaded, which is onnxruntime's, or else an installed one.
     Raises NativeError if there is none.
     """
     names, folders = CUBLASLT_NAMES, ("cu13", "cublas")
@@ -148,7 +148,7 @@ def cublaslt_version() -> int:
 def cudnn() -> ctypes.CDLL:
     """Return the native library with the driver and cuDNN 9 open.
 
-    It takes the cuDNN that this process has loaded, which is onnxruntime's, and otherwise one that is installed.
+    It uses the cuDNN that this process has loaded, which is onnxruntime's, or else an installed one.
     Raises NativeError if there is none.
     """
     if why := _refusal("onnxfuse_open_cudnn", "ONNXFUSE_LIBCUDNN", CUDNN_NAMES, ("cudnn",)):
@@ -174,7 +174,7 @@ class Library:
 
 
 LIBRARIES: Final = {
-    "cublaslt": Library("cuBLASLt", lambda: cublaslt(), cublaslt_version),  # a name that tests replace
+    "cublaslt": Library("cuBLASLt", lambda: cublaslt(), cublaslt_version),  # a lambda, because tests replace cublaslt
     "cudnn": Library("cuDNN", lambda: cudnn(), cudnn_version),
 }
 
@@ -191,7 +191,7 @@ def libraries_of(steps: Iterable[Step]) -> dict[str, bool]:
 
 
 def _refusal(function: str, variable: str, names: Sequence[str], folders: Sequence[str]) -> str | None:
-    """Let the native library open the first library that it can, and return None, or else why it can open none."""
+    """Make the native library open the first library that it can; return None, or why it could open none."""
     open_library = getattr(native.driver(), function)
     chosen = os.environ.get(variable)
     refusals = []
@@ -204,7 +204,7 @@ def _refusal(function: str, variable: str, names: Sequence[str], folders: Sequen
 
 
 def _installed(names: Sequence[str], parts: Sequence[str]) -> Iterator[Path]:
-    """Yield the libraries of NVIDIA's wheels, in folders `parts` of theirs, and of a CUDA toolkit, by name in order."""
+    """Yield the library files in folders `parts` of NVIDIA's wheels and in a CUDA toolkit, in the order of `names`."""
     try:
         packages = [Path(path) for path in importlib.import_module("nvidia").__path__]
     except ImportError:

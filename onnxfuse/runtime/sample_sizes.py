@@ -1,4 +1,4 @@
-"""Sizes of dynamic dims, at which a plan template asks its host: powers of two, numbers between them, and zero."""
+"""Sample sizes of dynamic dims, at which a template's host makes plans: powers of two, numbers between, and zero."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Final
 
 import numpy as np
 
-MAX_SAMPLES: Final = 1024  # combinations of sizes at which a template is made to have the host's own choice
-LARGEST_SIZE: Final = 1 << 16  # of a dim, among the samples
-HALVED_ONCE: Final = {26, 194, 1538}  # sizes that 2 divides and 4 does not, for choices of the width of accesses
-USUAL: Final = 128  # of a dim
-MAX_SIZES_WITH_ZEROS: Final = 4  # of which several are 0; each set of them may take a kernel of its own
+MAX_SAMPLES: Final = 1024  # combinations of sizes at which a template must have the host's own choice
+LARGEST_SIZE: Final = 1 << 16  # the largest sample of a dim
+HALVED_ONCE: Final = {26, 194, 1538}  # sizes divisible by 2 but not by 4, which affect the width of memory accesses
+USUAL: Final = 128  # the usual size of a dim
+MAX_SIZES_WITH_ZEROS: Final = 4  # dims, several of which may be 0; each set of zeros may need a kernel of its own
 
 
 def usual_samples(count: int) -> Iterator[tuple[int, ...]]:
@@ -27,7 +27,7 @@ def usual_samples(count: int) -> Iterator[tuple[int, ...]]:
         powers = [size for size in coarse if not size & (size - 1)]
         coarse = powers if len(powers) < len(coarse) else coarse[:-1] if count < 4 else coarse[::2]
     yield from itertools.product(sorted(coarse, key=is_unusual), repeat=count)
-    if len(coarse) < len(spread):  # it has hardly any odd sizes, and few small products
+    if len(coarse) < len(spread):  # `coarse` has hardly any odd sizes, and few small products
         chance = random.Random(0)
         yield from (tuple(chance.choices(spread, k=count)) for _ in range(MAX_SAMPLES))
         for axis, size in itertools.product(range(count), spread):
@@ -35,7 +35,7 @@ def usual_samples(count: int) -> Iterator[tuple[int, ...]]:
 
 
 def samples_with_zeros(count: int) -> Iterator[tuple[int, ...]]:
-    """Yield combinations of `count` sizes of which one is 0, or, if there are few sizes, one or more."""
+    """Yield combinations of `count` sizes with one 0, or, if `count` is small, with one or more."""
     for axis in range(count):
         yield tuple(0 if i == axis else USUAL for i in range(count))
     if 0 < count <= MAX_SIZES_WITH_ZEROS:
@@ -44,17 +44,17 @@ def samples_with_zeros(count: int) -> Iterator[tuple[int, ...]]:
 
 
 def sizes_between(low: int, high: int, per_octave: int) -> list[int]:
-    """Return the sizes of the usual spread from `low` to `high`, and these themselves."""
+    """Return the sizes of the usual spread from `low` to `high`, and `low` and `high` themselves."""
     return sorted({low, high, *(size for size in _spread(per_octave) if low <= size <= high)})
 
 
 def is_unusual(size: int) -> tuple[bool, float]:
-    """Return what sorts sizes so that common ones come first: powers of two, from USUAL on."""
+    """Return a sort key that puts common sizes first: powers of two before others, those near USUAL first."""
     return size & (size - 1) != 0, abs(float(np.log2(max(1, size))) - np.log2(USUAL))
 
 
 def _spread(per_octave: int) -> list[int]:
-    """Return sizes from 1 on, so many in each octave, and an odd one in each."""
+    """Return sizes from 1 on: `per_octave` of them, and an odd one, in each octave."""
     found = {1, 2, 3}
     octave = 4
     while octave <= LARGEST_SIZE:

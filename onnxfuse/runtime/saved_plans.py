@@ -18,7 +18,7 @@ from onnxfuse.runtime.run_plan import LIBRARIES, libraries_of
 from onnxfuse.runtime.template_key import Situation
 from onnxfuse.runtime.template_words import words_of
 
-Progress = Callable[[int, int], None]  # how many kernels are compiled, and of how many
+Progress = Callable[[int, int], None]  # called with the number of compiled kernels and the number of all
 Codes = dict[tuple[int, str], bytes]  # cubins by compute capability and Kernel.key
 
 
@@ -40,7 +40,7 @@ def save_plans(path: str | Path, provider: str = CUDA, device_id: int = 0) -> in
 
 
 def backend_of(provider: str) -> Backend:
-    """Return how kernels run on a provider.  Raises UsageError if they do not."""
+    """Return the backend of a provider.  Raises UsageError if kernels do not run on it."""
     if provider not in BACKENDS:
         raise UsageError(f"kernels run on {', '.join(BACKENDS)}, not on {provider}; there are no plans")
     return BACKENDS[provider]
@@ -51,7 +51,7 @@ def compile_kernels(
 ) -> Codes:
     """Return the machine code of some templates' kernels for their GPUs, compiled in several threads.
 
-    Of a kernel that does not compile there is none, and its template drops the variants that need it.
+    A kernel that does not compile is left out, and its template drops the variants that need it.
     """
     wanted: dict[tuple[int, str], tuple[Kernel, Situation]] = {}
     for each in templates:
@@ -72,7 +72,7 @@ def compile_kernels(
                 except KernelError as error:
                     errors[tasks[task]] = error
                 progress(done, len(wanted))
-        except BaseException:  # Ctrl-C too; what has not begun need not begin
+        except BaseException:  # also Ctrl-C; tasks that have not begun are dropped
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     for each in templates:
@@ -83,7 +83,7 @@ def compile_kernels(
 
 
 def saved_template(prepared: PreparedTemplate, codes: Codes) -> SavedTemplate:
-    """Return what a plan file has of a template, whose kernels are among `codes`."""
+    """Return a template as plan files store it; its kernels must be in `codes`."""
     situation = prepared.situation
     kernels: dict[str, KernelCode] = {}
     for step in prepared.launches():
@@ -101,9 +101,9 @@ def saved_template(prepared: PreparedTemplate, codes: Codes) -> SavedTemplate:
 def plan_file_of(
     templates: Sequence[SavedTemplate], model: str | None = None, operators: Sequence[str] = ()
 ) -> PlanFile:
-    """Return the plan file of some templates; of several for one node and equal inputs it has the one that knows most.
+    """Return a plan file; of several templates for one node and equal inputs, it has the one with the most variants.
 
-    These are made by equal nodes on GPUs with other ordinals, by sessions that ignore measurements, and by others.
+    There are several if equal nodes run on several GPUs, or in sessions with and without measurements.
     """
     found: dict[tuple[object, ...], SavedTemplate] = {}
     for each in templates:

@@ -1,4 +1,4 @@
-"""Which fused nodes of a model kernels can run, and why not the others."""
+"""Find which fused nodes of a model kernels can run, and why they cannot run the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onnxfuse.runtime.plan import Device
 
 
 def why_not_as_kernel(call: Call) -> str | None:
-    """Return why no kernel can stand for a node in a session, whatever kernels there are; None if one can."""
+    """Return why no kernel could replace a node in a session, whatever kernels there are; None if one could."""
     if call.in_function:
         return "it stands inside a function"
     if "" in call.proto.output:
@@ -39,7 +39,7 @@ def why_no_kernel(call: Call, device: Device) -> str | None:
 
 
 def require_bodies(calls: Sequence[Call], reasons: Sequence[str | None]) -> list[str | None]:
-    """Return why each node runs as its body, where functions that are also called inside functions must run as theirs.
+    """Return why each node runs as its body: no kernel can run it, or its function is also called inside a function.
 
     Raises ModelError for a node that neither a kernel nor a body can run.
     """
@@ -57,7 +57,7 @@ def require_bodies(calls: Sequence[Call], reasons: Sequence[str | None]) -> list
 
 
 def make_alike(calls: Sequence[Call], reasons: list[str | None], why: str) -> None:
-    """Let nodes that call one function run alike: as bodies if one of them does; `why` ends the sentence."""
+    """Make nodes that call one function run alike: as bodies if one of them does; `why` ends the reason."""
     bodies = {call.op: call.node.name for call, reason in zip(calls, reasons, strict=True) if reason}
     for i, call in enumerate(calls):
         if reasons[i] is None and call.op in bodies:

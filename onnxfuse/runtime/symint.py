@@ -1,13 +1,13 @@
-"""Symbolic integers: a host that computes with them says for all sizes at once what it says for one.
+"""Symbolic integers: a host that computes with them makes a plan for all sizes at once.
 
-A host is written as if sizes were numbers.  For a plan template, the dynamic sizes are `SymInt`s: each has a value (the
-hint) and the expression that it is of the sizes.  Arithmetic makes expressions.  A comparison returns what holds for
-the hints, and becomes a guard: the plan that the host then returns is for all sizes for which the guards hold.  A
-symbolic integer that is used as a plain one (an index, a compile-time constant) guards that it equals its hint.
+A host is written as if sizes were plain numbers.  For a plan template, dynamic sizes are `SymInt`s: each has a value
+(the hint) and an expression over the sizes.  Arithmetic makes expressions.  A comparison returns its answer for the
+hints, and becomes a guard: the plan that the host then returns is valid for all sizes for which the guards hold.  Using
+a symbolic integer as a plain one (an index, a compile-time constant) adds a guard that it equals its hint.
 
-Real numbers are estimates: comparing them becomes a soft guard, which says for which sizes the host would choose this
-plan, not for which it is right.  `estimate` makes one of an integer.  PyTorch's compiler knows the same idea by these
-names.
+Real numbers are estimates: comparing them adds a soft guard, which says for which sizes the host would choose this
+plan, not for which it is correct.  `estimate` converts an integer to one.  PyTorch's compiler uses the same idea and
+the same names.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from typing import Any, Final, TypeVar, cast
 from onnxfuse.runtime.expressions import Expressions, Op, float_bits, real_bits
 
 T = TypeVar("T")
-SLACK: Final = 0.03  # by how much a choice may cost more than the best one: estimates are no more exact than that
+SLACK: Final = 0.03  # the fraction by which a choice may cost more than the best one, because estimates are inexact
 _HERE: Final = Path(__file__).name
 
 
 @dataclass
 class Trace:
-    """What a host asks about sizes while it plans, for the sizes that the hints say."""
+    """The comparisons of sizes that a host makes while it plans for the sizes in the hints."""
 
     expressions: Expressions
-    hard: dict[int, bool] = field(default_factory=dict)  # guards by expression, and what they are
+    hard: dict[int, bool] = field(default_factory=dict)  # guards: expressions and their required answers
     soft: dict[int, bool] = field(default_factory=dict)
-    later: dict[int, bool] = field(default_factory=dict)  # hard guards of the plans behind the first alone
+    later: dict[int, bool] = field(default_factory=dict)  # hard guards of only the plans after the first
     fixed: dict[str, int] = field(default_factory=dict)  # where a size was used as a plain integer, and its value
     is_choosing: bool = True  # comparisons of estimates become soft guards; see `without_soft_guards`
 
     def size(self, index: int, hint: int) -> int:
-        """Return the size of that number, as a symbolic integer."""
+        """Return size number `index` as a symbolic integer."""
         return cast(int, SymInt(self, self.expressions.number(Op.SIZE, index), hint))
 
     def fix(self, value: SymInt, where: str = "") -> int:
-        """Guard that a symbolic integer equals its hint, and return that; `where` it is used so, or the caller."""
+        """Guard that a symbolic integer equals its hint, and return the hint; `where` is its use, else the caller."""
         same = self.expressions.number(Op.EQUAL, value.number, self.expressions.constant(value.hint))
         if same not in self.hard:
             self.hard[same] = True
@@ -71,7 +71,7 @@ class Symbolic:
         self.trace, self.number, self.hint = trace, number, hint
 
     def _with(self, op: Op, other: Any, swap: bool = False) -> Any:
-        """Return the result of an operation of integers with another number, which with `swap` is the first operand."""
+        """Return the result of an integer operation with another number, which is the first operand if `swap`."""
         raise NotImplementedError
 
     def _compare(self, op: Op, other: Any, swap: bool = False) -> Any:
@@ -132,12 +132,12 @@ class Symbolic:
         return self.trace.expressions.text(self.number)
 
 
-_COMPUTE: Final[Mapping[Op, Callable[[Any, Any], Any]]] = {  # the value of an operation for the trace's sizes
+_COMPUTE: Final[Mapping[Op, Callable[[Any, Any], Any]]] = {  # computes an operation for the trace's sizes
     Op.ADD: operator.add, Op.SUBTRACT: operator.sub, Op.MULTIPLY: operator.mul, Op.FLOOR_DIVIDE: operator.floordiv,
     Op.MODULO: operator.mod, Op.MINIMUM: min, Op.MAXIMUM: max, Op.LESS: operator.lt, Op.LESS_EQUAL: operator.le,
     Op.EQUAL: operator.eq, Op.REAL_DIVIDE: operator.truediv, Op.POWER: operator.pow,
 }  # fmt: skip
-_REAL: Final[Mapping[Op, Op]] = {  # the same operation of real numbers
+_REAL: Final[Mapping[Op, Op]] = {  # the operation on real numbers, by operation on integers
     Op.ADD: Op.REAL_ADD, Op.SUBTRACT: Op.REAL_SUBTRACT, Op.MULTIPLY: Op.REAL_MULTIPLY, Op.MINIMUM: Op.REAL_MINIMUM,
     Op.MAXIMUM: Op.REAL_MAXIMUM, Op.LESS: Op.REAL_LESS, Op.LESS_EQUAL: Op.REAL_LESS_EQUAL, Op.EQUAL: Op.REAL_EQUAL,
     Op.REAL_DIVIDE: Op.REAL_DIVIDE, Op.POWER: Op.POWER,
@@ -237,7 +237,7 @@ class SymInt(Symbolic):
         return hash(self.trace.fix(self))
 
     def bit_length(self) -> int:
-        """Return the bits of the integer; it is used as a plain one."""
+        """Return the number of bits of the integer, which is guarded to equal its hint."""
         return self.trace.fix(self).bit_length()
 
     def __float__(self) -> float:
@@ -300,7 +300,7 @@ def divisor_of(rows: Expressions, number: int) -> int:
 
 
 def _divided(rows: Expressions, number: int, divisor: int) -> int | None:
-    """Return the number of a product with a constant factor after division by a divisor of that; None for others."""
+    """Return the number of a product divided by `divisor`, if that divides a constant factor of it; else None."""
     op, a, b = rows.rows[number]
     if op is not Op.MULTIPLY:
         return None
@@ -315,11 +315,11 @@ def _divided(rows: Expressions, number: int, divisor: int) -> int | None:
     return None
 
 
-# --- what hosts use instead of Python's own functions ----------------------------------------------------------------
+# --- functions for hosts instead of Python's own ones ----------------------------------------------------------------
 
 
 def as_real(trace: Trace, value: Any) -> SymReal:
-    """Return a number as a symbolic real one."""
+    """Return a number as a symbolic real number."""
     if isinstance(value, SymReal):
         return value
     if isinstance(value, SymInt):
@@ -338,30 +338,30 @@ def _pairwise(op: Op, a: Any, b: Any) -> Any:
 
 
 def minimum(first: Any, *others: Any) -> Any:
-    """Return the least of some numbers; where `min` would guard which of them that is, this makes an expression."""
+    """Return the least of some numbers as an expression; `min` would add guards for which of them it is."""
     for each in others:
         first = _pairwise(Op.MINIMUM, first, each)
     return first
 
 
 def maximum(first: Any, *others: Any) -> Any:
-    """Return the greatest of some numbers; where `max` would guard which of them that is, this makes an expression."""
+    """Return the greatest of some numbers as an expression; `max` would add guards for which of them it is."""
     for each in others:
         first = _pairwise(Op.MAXIMUM, first, each)
     return first
 
 
 def gcd(*values: Any) -> Any:
-    """Return the greatest common divisor of integers; of symbolic ones, one that divides them for all sizes.
+    """Return the greatest common divisor of integers, or a common divisor for all sizes if some are symbolic.
 
-    It is a plain integer if one of them is: a divisor of that which is known to divide the others, too.
+    The result is a plain integer: the greatest one that is known to divide all of them.
     """
     known = [value if isinstance(value, int) else divisor_of(value.trace.expressions, value.number) for value in values]
     return math.gcd(*known)
 
 
 def estimate(value: Any) -> Any:
-    """Return an integer as a real number, whose comparisons are soft guards: they decide what is faster only."""
+    """Return an integer as a real number; comparing it adds soft guards, which only decide which plan is faster."""
     return value._real() if isinstance(value, SymInt) else float(value)
 
 
@@ -372,7 +372,7 @@ def is_symbolic(*values: Any) -> bool:
 
 @contextmanager
 def without_soft_guards(*values: Any) -> Iterator[None]:
-    """Compare estimates of these values' sizes without guards: for the order of plans that are not the first."""
+    """Compare estimates of these values' sizes without adding guards, to order the plans after the first."""
     traces = {id(each.trace): each.trace for each in values if isinstance(each, Symbolic)}
     before = {key: trace.is_choosing for key, trace in traces.items()}
     for trace in traces.values():
@@ -386,7 +386,7 @@ def without_soft_guards(*values: Any) -> Iterator[None]:
 
 @contextmanager
 def for_later_plans(*values: Any) -> Iterator[None]:
-    """Make plans that come behind a host's first one: choices among them are no guards, and hard guards theirs alone.
+    """Make a host's plans after the first: choices among them add no guards, and hard guards apply to them alone.
 
     `values` are symbolic sizes; without any, nothing changes.
     """
@@ -404,9 +404,9 @@ def for_later_plans(*values: Any) -> Iterator[None]:
 
 
 def expect_equal(first: Any, second: Any) -> bool:
-    """Return whether two sizes are equal, as they are in every usual run: those of a mask and of the keys under it.
+    """Return whether two sizes are equal that usually are, such as the length of a mask and the number of keys.
 
-    If one of them is a dynamic dim by itself, a template's samples have it equal to the other from then on.
+    If one of them is a dynamic dim by itself, a template's samples make it equal to the other from then on.
     """
     equal = bool(first == second)
     if not equal:
@@ -417,7 +417,7 @@ def expect_equal(first: Any, second: Any) -> bool:
 
 
 def _tie(size: SymInt, other: int | SymInt) -> bool:
-    """Note that a size usually equals another number; return whether it can be computed from that."""
+    """Record that a size usually equals another number; return whether it can be computed from that number."""
     rows = size.trace.expressions
     op, index, _ = rows.rows[size.number]
     number, _ = size._number_of(other)
@@ -428,20 +428,21 @@ def _tie(size: SymInt, other: int | SymInt) -> bool:
 
 
 def always(condition: Callable[[], Any], *values: Any) -> bool:
-    """Return a condition on values that are all plain; False, without a guard, if one of them is symbolic."""
+    """Return whether a condition on plain values holds; False, without a guard, if one of them is symbolic."""
     return not is_symbolic(*values) and bool(condition())
 
 
 def best_first(items: Iterable[T], cost: Callable[[T], Any], slack: float = SLACK) -> list[T]:
     """Return the items by their cost, the lowest first; a soft guard says for which sizes the first is good enough.
 
-    It is where its cost exceeds the lowest by a share of `slack` at most, so that a template needs few of the items.
+    It is good enough where its cost exceeds the lowest by a fraction of at most `slack`, so that a template needs few
+    of the items.
     """
     costs = [(cost(item), item) for item in items]
     ordered = sorted(costs, key=lambda pair: _hint(pair[0]))
     symbolic = next((each for each, _ in costs if is_symbolic(each)), None)
     if symbolic is not None and symbolic.trace.is_choosing and len(costs) > 1:
-        # The lowest is an expression of the items in their order: one for all sizes at which a host is asked.
+        # The minimum is over the items in their own order, so that its expression is equal for all hints.
         _ = ordered[0][0] * 1.0 <= minimum(*(each for each, _ in costs)) * (1.0 + slack)
     return [item for _, item in ordered]
 

@@ -25,7 +25,7 @@ from onnxfuse.runtime.planner import planner
 
 ProviderOptions = Mapping[str, object]
 # Which candidate of a kernel runs: the first, the one that was measured to be the fastest, or one that is measured now.
-# "observed" is "known", and runs are counted, so that candidates can be measured between them.
+# "observed" is like "known", but runs are counted, so that candidates can be measured between them.
 PlanChoice = Literal["first", "known", "measured", "observed"]
 Providers = Sequence[str | tuple[str, ProviderOptions]]
 _working_providers: Final[set[tuple[str, int]]] = set()
@@ -39,7 +39,7 @@ class Target:
     ordinal: int
     tf32: bool = True
     cuda_graph: bool = False
-    options: ProviderOptions = field(default_factory=dict, compare=False)  # of the provider
+    options: ProviderOptions = field(default_factory=dict, compare=False)  # options of the provider
     optimization: str = ALL_OPTIMIZATIONS  # onnxruntime's level of graph optimization
     shared: bool = False  # other runs use the GPU at the same time: the session's aim is throughput
 
@@ -50,7 +50,7 @@ class Target:
 
     @property
     def environment(self) -> Environment:
-        """Return what measurements of this session's nodes depend on."""
+        """Return the environment that measurements of this session's nodes depend on."""
         return session_environment(self.provider, self.device, self.options, self.optimization)
 
     def settings(self, choice: PlanChoice) -> int:
@@ -82,12 +82,12 @@ def find_target(
 ) -> Target | NoTarget:
     """Return where a session with these options and providers runs kernels, or why it runs none.
 
-    Whether kernels can be compiled there is not asked: those of a plan file are.
+    This does not check whether kernels can be compiled there, because those of plan files are compiled already.
     """
     if not providers and options.has_providers():
         return NoTarget("the providers were added to the session options; name them in `providers`")
     available = ort.get_available_providers()
-    chosen = providers or available  # onnxruntime also takes an empty list for all providers
+    chosen = providers or available  # onnxruntime, too, treats an empty list as all providers
     extra = provider_options or [{}] * len(chosen)
     for item, more in zip(chosen, extra, strict=False):
         name, given = (item, more) if isinstance(item, str) else item

@@ -1,4 +1,4 @@
-"""Plan templates: how a fused node runs for all sizes of its dynamic dims, as variants with the sizes they are for."""
+"""Plan templates: plans of a fused node for all sizes of its dynamic dims, as variants with guards on the sizes."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from onnxfuse.runtime.symint import SymInt, SymReal, Trace
 
 log: Final = logging.getLogger("onnxfuse")
 T = TypeVar("T")
-MAX_VARIANTS: Final = 48  # made for speed; more are made where none of these computes the right thing
+MAX_VARIANTS: Final = 48  # variants made for speed; more are made only for sizes at which none of these is correct
 MAX_ALL_VARIANTS: Final = 96
-MAX_LOSS: Final = 0.03  # of time at a sample, as the host estimates it, up to which a kernel may be left out
-MAX_MEAN_LOSS: Final = 0.001  # the same in the mean of all samples
-MAX_LOSS_ELSEWHERE: Final = 1.0  # of time at sizes that do not count in the choice between plans
-MAX_TUNED_DISTANCE: Final = 1.0  # from the sizes at which a plan was measured, up to which it counts: a factor of two
+MAX_LOSS: Final = 0.03  # largest estimated loss of time at a sample, as a fraction, for which a kernel is left out
+MAX_MEAN_LOSS: Final = 0.001  # the largest mean of these losses over all samples
+MAX_LOSS_ELSEWHERE: Final = 1.0  # the largest loss at sizes that do not count in the choice between plans
+MAX_TUNED_DISTANCE: Final = 1.0  # within this distance of its sizes, a measured plan is preferred: a factor of two
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A plan for the sizes for which its guards hold; its numbers may be symbolic integers."""
+    """A plan for all sizes that satisfy its guards; its numbers may be symbolic integers."""
 
     plan: Plan
-    hard: tuple[tuple[int, bool], ...]  # expressions and what they must be, so that the plan is right
-    soft: tuple[tuple[int, bool], ...]  # the same, so that it is the one that the host would choose
+    hard: tuple[tuple[int, bool], ...]  # expressions and the answers that make the plan correct
+    soft: tuple[tuple[int, bool], ...]  # expressions and the answers that make it the host's choice
     hints: tuple[int, ...]  # sizes at which it was chosen
     fixed: tuple[tuple[str, int], ...]  # where the host used a size as a plain integer, and its value
-    tuned: bool = False  # it was chosen by measuring, and counts for sizes near its hints
+    tuned: bool = False  # it was chosen by measuring, and is preferred at sizes near its hints
 
     @property
     def guards(self) -> tuple[tuple[int, bool], ...]:
@@ -68,7 +68,7 @@ class Template:
         return list({repr(kernel): kernel for each in self.variants for kernel in each.kernels}.values())
 
     def chosen(self, sizes: Sequence[int]) -> Variant | None:
-        """Return the variant that the native library takes for these sizes; None if it has none for them."""
+        """Return the variant that the native library uses for these sizes; None if it has none for them."""
         values = self.expressions.evaluate([np.array([size]) for size in sizes])
         right = [each for each in self.variants if holds(values, each.hard).all()]
 
@@ -85,9 +85,9 @@ class Template:
         return min((each for each in right if not each.tuned), key=cost, default=tuned)
 
     def loss(self, variant: Variant, values: Sequence[Values]) -> Values:
-        """Return how much slower than its choice the host expects a variant to be: 0 where the soft guards hold.
+        """Return how much slower than its own choice a host expects a variant to be: 0 where the soft guards hold.
 
-        `values` are those of all expressions.  It is infinite for sizes for which the plan is not right.
+        `values` are the values of all expressions.  The loss is infinite for sizes at which the plan is not correct.
         """
         missed = [self.expressions.miss(number, answer, values) for number, answer in variant.soft]
         return np.where(holds(values, variant.hard), np.maximum.reduce(missed) if missed else 0.0, np.inf)
@@ -109,7 +109,7 @@ def with_sizes(inputs: Sequence[TensorSpec], sizes: Sequence[int]) -> tuple[Tens
 
 
 def sizes_of(inputs: Sequence[TensorSpec], found: Sequence[TensorSpec]) -> tuple[int, ...] | None:
-    """Return the sizes of the dynamic dims in inputs that were found; None if these do not fit the template's."""
+    """Return the sizes of a template's dynamic dims in the inputs `found`; None if these do not fit the template's."""
     if len(inputs) != len(found):
         return None
     sizes: dict[int, int] = {}
@@ -131,11 +131,11 @@ def make_template(
 ) -> Template:
     """Return the template of a node whose dynamic dims are -1 - k; without them it has one variant.
 
-    The host is asked at combinations of sizes: at those of the usual spread, or first at the `given` ones, which then
-    are the only ones that count in the choice between plans.  It is asked again where no earlier answer is for the
-    sizes, or, where they do not count, where none is right and fast enough.
+    The host plans at sample combinations of sizes: the usual spread, or first the `given` ones, which then are the only
+    ones that count in the choice between plans.  It plans at a sample if the guards of no earlier variant hold there.
+    At a sample that does not count, it plans only if no earlier variant is correct and fast enough.
 
-    Raises what the host raises where it has a plan for no sizes but those of outputs without elements.
+    Raises the host's error if it has plans only for sizes at which outputs have no elements.
     """
     template = Template(node, tuple(inputs), device, Expressions())
     ties, error = template.expressions.ties, None
@@ -170,8 +170,8 @@ def make_template(
 def candidates_at(host: Host, template: Template, sizes: Sequence[int], record: Trace | None = None) -> list[Variant]:
     """Return all plans that a host offers at these sizes, the expected fastest first.
 
-    `record`, an empty trace, then has the guards of that answer.  Raises what the host raises, and ValueError where it
-    takes what depends on dynamic sizes for a plain number.
+    `record`, an empty trace, gets the guards of that answer.  Raises the host's errors, and ValueError if the host uses
+    a number that depends on dynamic sizes as a plain one.
     """
     record = record or Trace(template.expressions)
     symbolic = [record.size(i, size) for i, size in enumerate(sizes)]
@@ -190,9 +190,9 @@ def candidates_at(host: Host, template: Template, sizes: Sequence[int], record: 
 
 
 def _no_plan_of_dynamic_sizes(template: Template, error: TypeError) -> str:
-    """Return why a host, which ended with that error, has no plan: it takes what depends on dynamic sizes as a number.
+    """Return why the host that raised `error` has no plan: it uses a symbolic number as a plain one.
 
-    The line is that of the host, not that of the arithmetic that it calls.
+    The text names the line of the host, not of the arithmetic in symint.py that it calls.
     """
     frames = traceback.extract_tb(error.__traceback__)
     at = next((f for f in reversed(frames) if Path(f.filename).name != Path(symint.__file__).name), frames[-1])
@@ -205,12 +205,12 @@ def _no_plan_of_dynamic_sizes(template: Template, error: TypeError) -> str:
 
 
 def holds(values: Sequence[Values], guards: Sequence[tuple[int, bool]]) -> Any:
-    """Return for which combinations of sizes guards hold; `values` are those of all expressions."""
+    """Return for which combinations of sizes guards hold; `values` are the values of all expressions."""
     return np.logical_and.reduce([values[number].astype(bool) == answer for number, answer in guards] or [True])
 
 
 def concrete(plan: T) -> T:
-    """Return a plan, or a part of one, with the hints of its symbolic numbers in their place."""
+    """Return a plan, or a part of one, with its symbolic numbers replaced by their hints."""
     if isinstance(plan, SymInt | SymReal):
         return cast(T, plan.hint)
     if isinstance(plan, tuple):
@@ -258,7 +258,7 @@ class _Samples:
     """
 
     def __init__(self, template: Template, given: Sequence[Sequence[int]]) -> None:
-        """Let the given ones count, or else the usual ones; sizes of 0 never do."""
+        """Make the given samples count, or else the usual ones; `samples_with_zeros` never count."""
         rows = template.expressions
         count = size_count(template.inputs)
         free = [i for i in range(count) if i not in rows.ties]
@@ -275,7 +275,7 @@ class _Samples:
         self.values: list[Values] = []
 
     def take(self) -> tuple[int, ...] | None:
-        """Return the next combination, which is then no longer left; None if there is none."""
+        """Return the next combination that is left, and remove it from those; None if none is left."""
         if not self.left.any():
             return None
         at = int(np.argmax(self.left))
@@ -283,7 +283,7 @@ class _Samples:
         return tuple(map(int, self.columns[:, at]))
 
     def cover(self, variants: Iterable[Variant]) -> None:
-        """Leave out the combinations for which these variants are, and others at which they are fast enough."""
+        """Leave out combinations where these variants' guards hold, and uncounted ones where they are fast enough."""
         for each in variants if len(self.columns) else ():
             loss = self._loss(each)
             self.leave_out(each.guards)
@@ -295,9 +295,9 @@ class _Samples:
             self.left &= ~holds(self._evaluated(), guards)
 
     def needed(self) -> list[Variant]:
-        """Return the template's variants without those that no combination needs, and kernels that gain little.
+        """Return the template's variants without those that no combination needs, or whose kernels gain little.
 
-        A kernel is left out if it is hardly faster than others, and that at few combinations.
+        A kernel gains little if it is only slightly faster than others, and at few combinations.
         """
         variants = self.template.variants
         losses = [self._loss(each)[self.meant] for each in variants]
@@ -318,7 +318,7 @@ class _Samples:
         return [variants[i] for i in kept]
 
     def _loss(self, variant: Variant) -> Values:
-        """Return what `Template.loss` returns, but a finite number wherever the variant is right."""
+        """Return `Template.loss`, limited to a finite number wherever the variant is correct."""
         values = self._evaluated()
         loss = np.minimum(self.template.loss(variant, values), np.finfo(np.float64).max)
         return np.where(holds(values, variant.hard), loss, np.inf)
@@ -329,7 +329,7 @@ class _Samples:
 
 
 def _columns(rows: Sequence[Sequence[int]], places: Sequence[int], count: int) -> Values:
-    """Return `count` sizes by combination; those that the rows lack are 1."""
+    """Return an array of `count` sizes, with a column per combination; sizes that `rows` lacks are 1."""
     found = np.ones((count, len(rows)), np.int64)
     found[list(places)] = np.array(rows, np.int64).reshape(len(rows), len(places)).T
     return found

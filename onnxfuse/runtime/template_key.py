@@ -1,4 +1,4 @@
-"""A fused node on a GPU, with what its session allows: what a template is made for."""
+"""The key of a template: a fused node, its GPU, and the settings of its session."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from onnxfuse.runtime.plan import Device, FusedNode, TensorSpec
 
 @dataclass(frozen=True)
 class Situation:
-    """A node on a GPU, with what its session allows."""
+    """A node, its GPU, and the settings of its session."""
 
     node: FusedNode
     device: Device
     provider: str
-    verdicts: bool  # earlier measurements count
+    verdicts: bool  # whether earlier measurements are used
 
     def key(self, inputs: Sequence[TensorSpec]) -> tuple[str, str, int, bool]:
-        """Return what is equal for nodes and inputs that can share a template."""
+        """Return a key that is equal for nodes and inputs that can share a template."""
         return signature(self.node, tuple(inputs), self.device), self.provider, self.device.ordinal, self.verdicts
 
 

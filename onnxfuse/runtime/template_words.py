@@ -1,6 +1,6 @@
-"""Write templates as 64-bit words, and read them as far as Python changes them: their functions and their variants.
+"""Write templates as 64-bit words, and read the parts that Python changes: their functions and their variants.
 
-What a plan's words say is checked by the native library, when it first makes a plan of a template.
+The native library checks the words of plans, when it first makes a plan of a template.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from onnxfuse.runtime.template import Template, Variant, holds, sizes_of
 from onnxfuse.runtime.word_reader import WORD, WordReader
 
 TEMPLATE_MARK: Final = 0x6F6E66740001  # kTemplateMark in native/template.h
-EXPRESSION: Final = 0  # what a patch takes: Template::PatchKind in native/template.h
+EXPRESSION: Final = 0  # kinds of patches: Template::PatchKind in native/template.h
 FUNCTION: Final = 1
 
 
@@ -35,7 +35,7 @@ class VariantWords:
 
     @property
     def hard(self) -> tuple[tuple[int, bool], ...]:
-        """The guards that hold where the plan is right: expressions by number, and what they must be."""
+        """The guards that hold where the plan is correct: numbers of expressions, and their required answers."""
         reader = WordReader(self.data)
         reader.skip(len(self.hints) + 1)
         words = reader.words(2 * reader.count("hard guards"))
@@ -75,7 +75,7 @@ class TemplateWords:
         return replace(self, inputs=strict) if sizes_of(strict, inputs) is not None else None
 
     def have_plans(self, sizes: Sequence[Values]) -> Values:
-        """Return for which combinations of sizes a variant is right; `sizes` holds an array of each size's values."""
+        """Return for which combinations of sizes a variant is correct; `sizes` holds an array of values per size."""
         words = struct.unpack(f"<{len(self.expressions) // WORD}q", self.expressions)
         rows = Expressions()
         rows.rows = [(Op(op), a, b) for op, a, b in zip(words[1::3], words[2::3], words[3::3], strict=True)]
@@ -98,7 +98,7 @@ class TemplateWords:
 def words_of(template: Template, functions: Mapping[str, int]) -> TemplateWords:
     """Return the words of a template; `functions` are the CUfunction handles of its kernels by `Kernel.key`."""
     indices = {key: i for i, key in enumerate(functions)}
-    variants = tuple(_words_of_variant(each, indices) for each in template.variants)  # may make expressions
+    variants = tuple(_words_of_variant(each, indices) for each in template.variants)  # this may add expressions
     rows = template.expressions.rows
     expressions = packed([len(rows), *(word for op, a, b in rows for word in (int(op), a, b))])
     return TemplateWords(template.inputs, expressions, tuple(functions.values()), variants)
@@ -122,7 +122,7 @@ def _words_of_variant(variant: Variant, indices: Mapping[str, int]) -> VariantWo
 
 
 def read_template(data: bytes) -> TemplateWords:
-    """Return what the words of a template say.  Raises ValueError that names the fault if they are malformed."""
+    """Decode the words of a template.  Raises a ValueError that names the fault if they are malformed."""
     reader = WordReader(data)
     if reader.word() != TEMPLATE_MARK:
         raise ValueError("it is no template of this format")
@@ -139,7 +139,7 @@ def read_template(data: bytes) -> TemplateWords:
 
 
 def _inputs(reader: WordReader) -> tuple[TensorSpec, ...]:
-    """Return the inputs of a template, whose sizes are numbered in the order in which they come first."""
+    """Return the inputs of a template; its sizes must be numbered in order of first use."""
     inputs, sizes = list[TensorSpec](), 0
     for _ in range(reader.count("inputs")):
         inputs.append(read_input(reader))

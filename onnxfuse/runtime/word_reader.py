@@ -34,7 +34,7 @@ class WordReader:
         return struct.unpack(f"<{count}q", self._view(count * WORD))
 
     def skip(self, count: int) -> None:
-        """Pass over words."""
+        """Skip words."""
         self._view(count * WORD)
 
     def word(self) -> int:
@@ -42,7 +42,7 @@ class WordReader:
         return self.words(1)[0]
 
     def count(self, what: str) -> int:
-        """Return a word that counts things which follow; none takes less than a byte."""
+        """Return the number of items that follow; each takes at least one byte."""
         count = self.word()
         if not 0 <= count <= len(self._data) - self._at:
             raise ValueError(f"the number of {what} is {count}")
@@ -56,7 +56,7 @@ class WordReader:
         return index
 
     def string(self, what: str) -> bytes:
-        """Return bytes behind their number, padded to whole words."""
+        """Return a string of bytes, which is preceded by its length and padded to whole words."""
         size = self.count(f"bytes of {what}")
         found = self.take(size)
         self._view(-size % WORD)

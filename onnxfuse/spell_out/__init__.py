@@ -1,8 +1,9 @@
-"""Spell out the operators of which one computes what patterns know in several.
+"""Spell out large operators in the smaller operators that patterns match.
 
-onnxruntime's own tools write operators of com.microsoft, and newer opsets of ONNX have large ones.  Each rule says in
-the language of the patterns what one of them computes.  `spell_out` writes that in place of the node, so that all of
-it, or parts together with the neighbours, can be fused.  What is not fused keeps its operator: see `fuse_model.py`.
+onnxruntime's own tools write operators of com.microsoft, and newer opsets of ONNX have large ones.  Each rule gives the
+spelling of such an operator: terms of the pattern language that compute the same.  `spell_out` writes the spelling in
+place of the node, so that all of it, or parts of it together with neighbouring nodes, can be fused.  If it is not
+fused, the model keeps the operator: see `fuse_model.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Activations with what stands in front of them, and gates."""
+"""Activations together with the sum before them, and gates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""onnxruntime's attention: of queries, keys and values, or of what their weights are multiplied by."""
+"""onnxruntime's attention: of queries, keys and values, or of an input and the weights that project it to them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from onnxfuse.spell_out.call import Call, Rule
 
 RULES = RuleTable[Rule]()
 
-MASK_FILTER: Final = -10000.0  # what is added to scores of keys that padding hides
-LOWEST: Final[Mapping[int, float]] = {  # what is added to scores of keys behind their query
+MASK_FILTER: Final = -10000.0  # added to the scores of keys that padding hides
+LOWEST: Final[Mapping[int, float]] = {  # added to the scores of keys after their query
     TensorProto.FLOAT: -3.4028234663852886e38,
     TensorProto.FLOAT16: -65504.0,
     TensorProto.BFLOAT16: -3.3895313892515355e38,
@@ -28,7 +28,7 @@ HEADS: Final = "batch heads {rows} {size}"
 
 @dataclass
 class Padding:
-    """Keys that padding hides: where a key counts, and the number that is added to the scores of others."""
+    """A padding mask: a term that is true where keys are kept, and the number added to the scores of others."""
 
     counts: Term
     number: float
@@ -36,7 +36,7 @@ class Padding:
 
 @dataclass
 class Heads:
-    """Queries, keys and values as (batch, heads, rows, size), and the sums that change scores before the softmax."""
+    """Queries, keys and values as (batch, heads, rows, size), and the biases and masks of the scores."""
 
     queries: Term
     keys: Term
@@ -49,7 +49,7 @@ class Heads:
 
 
 def attended(call: Call, heads: Heads) -> Term:
-    """Return softmax(scale * queries keys + added) values as (batch, queries, heads * value_size)."""
+    """Return `softmax(scale * queries keys^T + added) values` as (batch, queries, heads * value_size)."""
     size = call.dims["size"]
     assert isinstance(size, int)
     scale = call.scalar("scale", call.number("scale", 0.0) or size**-0.5)
@@ -64,10 +64,10 @@ def attended(call: Call, heads: Heads) -> Term:
 
 
 def _masks(call: Call, heads: Heads, columns: Term) -> list[Term]:
-    """Return what masks add to scores.
+    """Return the terms that masks add to scores.
 
-    A causal mask replaces what padding adds to a score.  Where that is so low that the sum of both is another number,
-    the two are one mask, or a choice between two numbers.
+    A causal mask replaces the number that padding adds to a score.  If the padding number is so low that adding both
+    numbers gives a third one, both masks become one mask, or a Where that selects one of the numbers.
     """
     padding, lowest = heads.padding, LOWEST[call.dtype(0)]
     hidden = [] if padding is None else [_added(padding.counts, padding.number, heads)]
@@ -91,12 +91,12 @@ def split_heads(x: Term, rows: str, size: str) -> Term:
 
 
 def columns_of(x: Term, start: int, count: int, axis: int = -1) -> Term:
-    """Return some columns of x."""
+    """Return `count` columns of x from column `start` on."""
     return op.Slice(x, starts=[start], ends=[start + count], axes=[axis], steps=[1])
 
 
 def sizes(call: Call, heads: int, hidden: Size, value_hidden: Size) -> str | None:
-    """Name the sizes of heads; return why that is not possible."""
+    """Name the sizes of heads in `call.dims`; return the reason if they are not known."""
     for name, whole in ("size", hidden), ("value_size", value_hidden):
         if not isinstance(whole, int) or not heads or whole % heads:
             return f"{whole} columns are no {heads} heads of known size"
@@ -109,9 +109,9 @@ def sizes(call: Call, heads: int, hidden: Size, value_hidden: Size) -> str | Non
 
 
 def padding(call: Call, index: int, heads: Heads) -> Padding | str:
-    """Return which keys a mask hides, or why it has no spelling.
+    """Return the padding mask that an input is, or the reason why it has no spelling.
 
-    It has 1 where a key counts, by batch or by batch and query, or it is the number of keys that count.
+    The input has 1 where a key is kept, per batch or per batch and query, or it is the number of kept keys.
     """
     shape, mask = call.shape(index), call.input(index)
     if shape is None or len(shape) not in (1, 2, 3) or (len(shape) > 1 and shape[-1] != call.dims["keys"]):
@@ -158,7 +158,7 @@ def _attention(call: Call) -> dict[int, Term] | str:
 
 
 def _with_masks(call: Call, heads: Heads, mask: int, bias: int) -> dict[int, Term] | str:
-    """Return attention under the mask and the bias that two inputs are."""
+    """Return attention with the inputs `mask` and `bias` as its mask and bias, or the reason for no spelling."""
     heads.added = (call.input(bias),) if call.has(bias) else ()
     if call.has(mask):
         found = padding(call, mask, heads)
@@ -180,14 +180,14 @@ def _multi_head_attention(call: Call) -> dict[int, Term] | str:
 
 @RULES.rule("com.microsoft::DecoderMaskedMultiHeadAttention")
 def _decoder_masked_multi_head_attention(call: Call) -> dict[int, Term] | str:
-    if call.rank(1) != 4 or any(map(call.has, (5, 6, 8, 9))):  # all but cross attention
+    if call.rank(1) != 4 or any(map(call.has, (5, 6, 8, 9))):  # only cross attention has a spelling
         return "it shares the memory of its cache, or has beams"
     return _multi_head(call, Inputs(bias=10, mask=3, added=4, past=5))
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The indices of the inputs behind queries, keys and values; those of the past stand side by side."""
+    """The indices of the inputs after queries, keys and values; past values are the input after past keys."""
 
     bias: int
     mask: int
@@ -216,7 +216,7 @@ def _multi_head(call: Call, inputs: Inputs) -> dict[int, Term] | str:
 
 
 def _heads(call: Call, inputs: Inputs) -> Heads | str:
-    """Return queries, keys and values by heads, with their biases."""
+    """Return queries, keys and values split into heads, with their biases, or the reason for no spelling."""
     query, heads = call.shape(0), call.integer("num_heads")
     if query is None:
         return "the rank of its queries is not known"
@@ -250,7 +250,7 @@ def _heads(call: Call, inputs: Inputs) -> Heads | str:
 
 
 def _packed_heads(call: Call, shape: tuple[Size, ...], count: int, inputs: Inputs) -> Heads | str:
-    """Return the heads of (batch, rows, heads, 3, size) queries, keys and values, or of 2 keys and values."""
+    """Return the heads of packed (batch, rows, heads, 3, size) queries, keys and values; or 2 for keys and values."""
     _, rows, heads, parts, size = shape
     if parts != count or not isinstance(heads, int) or not isinstance(size, int) or call.has(inputs.bias):
         return "its packed queries, keys and values have a bias, or sizes that are not known"

@@ -1,4 +1,4 @@
-"""What a rule reads of the operator that it spells out, and what it returns."""
+"""The view of a node that a spelling rule gets, and the type of rules."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from onnxfuse.ir.node import Constant, Node, Tensor, is_constant
 
 
 class Call:
-    """A node that is to be spelled out: its inputs are terms, and a rule says what other names in terms mean.
+    """A node to be spelled out: its inputs are terms, and a rule sets the values of other names in terms.
 
-    dims     the sizes that terms name
-    values   the scalars that terms name
-    choices  the variant of each `choose` in the terms
-    may_remain  operators of the spelling that need not be fused, beside those of `spell_out.MAY_REMAIN`
+    dims        sizes by the names that terms use
+    values      scalars by the names that terms use
+    choices     the selected variant of each `choose` in the terms
+    may_remain  operators of the spelling that need not be fused, besides `spell_out.MAY_REMAIN`
     """
 
     def __init__(self, graph: Graph, shapes: ShapeInfo, node: Node) -> None:
@@ -42,13 +42,13 @@ class Call:
         return bool(output.outputs) or self.graph.is_kept(output)
 
     def input(self, index: int) -> Term:
-        """Return the term of an input, the same one each time."""
+        """Return the term of an input; repeated calls return the same term."""
         if index not in self._inputs:
             self._inputs[index] = Capture(kind="tensor", name=input_name(index), span=here())
         return self._inputs[index]
 
     def scalar(self, name: str, value: float) -> Capture:
-        """Return the term of a scalar that has this value."""
+        """Return the term of a scalar with this value."""
         self.values[name] = value
         return Capture(kind="scalar", name=name, span=here())
 
@@ -109,10 +109,10 @@ class Call:
 
 
 def input_name(index: int) -> str:
-    """Return what terms call an input."""
+    """Return the name of an input in terms."""
     return f"input_{index}"
 
 
-# A rule returns what its node computes, by the index of the output, or a sentence that says why the node stays, or
-# None where patterns know the node as it is.  An output that is left out must not be read.
+# A rule returns a term for each output index, or a sentence that says why the node stays, or None where patterns match
+# the node as it is.  If an output has no term, the node is spelled out only if nothing reads that output.
 Rule: TypeAlias = Callable[[Call], "dict[int, Term] | str | None"]

@@ -1,4 +1,4 @@
-"""Convolutions with an activation or a residual, and of channels-last images."""
+"""Convolutions fused with an activation or a residual, and convolutions of channels-last images."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _fused_conv(call: Call) -> dict[int, Term] | str:
 
 @RULES.rule("com.microsoft::NhwcConv", "com.microsoft::NhwcFusedConv")
 def _nhwc_conv(call: Call) -> dict[int, Term] | str:
-    """NhwcConv has its weights as (filters, height, width, channels), NhwcFusedConv as ONNX has them."""
+    """The weights of NhwcConv are (filters, height, width, channels); those of NhwcFusedConv are as in ONNX's Conv."""
     if call.rank(0) != 4 or call.rank(1) != 4:
         return "its image has not two spatial axes"
     x = op.Transpose(call.input(0), perm=[0, 3, 1, 2])

@@ -1,4 +1,4 @@
-"""The embeddings of BERT with their norm."""
+"""The embeddings of BERT and the norm of their sum."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _embed_layer_normalization(call: Call) -> dict[int, Term] | str:
 
 
 def _lengths(call: Call) -> Term:
-    """Return how many ids of each sequence its mask leaves; 0 where it has none."""
+    """Return how many ids of each sequence the mask keeps; 0 if there is no mask."""
     if not call.has(7):
         return op.Gather(op.Sub(call.input(0), call.input(0)), 0, axis=1)
     counts = op.Cast(op.Equal(call.input(7), 1), to=call.dtype(7))

@@ -1,9 +1,9 @@
-"""onnxruntime's GroupQueryAttention, where its lengths are those of the tensors.
+"""onnxruntime's GroupQueryAttention, where all sequences are as long as the tensors.
 
-The operator reads how long each sequence is, so that sequences may be padded on the right, and their caches may be
-longer than what they hold.  It is attention over past and new keys, as fusions have it, only where all sequences of the
-batch are as long as the past and the new keys together.  The shapes of the model must tell that, or a mask of ones that
-the model makes and counts; a mask that is an input may count fewer.
+The operator reads the length of each sequence, so that sequences may be padded on the right, and caches may be longer
+than their contents.  It equals the attention of fusions, over past and new keys, only if all sequences of the batch are
+as long as the past and the new keys together.  This must follow from the model's shapes, or from a mask of ones that
+the model builds and counts; a mask that is a graph input may have fewer ones.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ QUERY, KEY, VALUE, PAST_KEY, PAST_VALUE, LENGTHS, TOTAL, COS, SIN, POSITIONS, BI
 UNKNOWN_INPUTS: Final = range(
     11, 17
 )  # a sink, scales of a quantized cache, norms of queries and keys, lengths of queries
-UNKNOWN_ATTRIBUTES: Final = {  # and the values with which they have no meaning
+UNKNOWN_ATTRIBUTES: Final = {  # by attribute: the values that have no effect
     "local_window_size": (-1,), "smooth_softmax": (-1, 0), "causal": (1,), "sliding_window_cache": (0,),
     "kv_cache_bit_width": (0,), "rotary_interleaved": (0,),
 }  # fmt: skip
-UNIFORM: Final = VIEWS | {"Cast", "Tile"}  # in one number
+UNIFORM: Final = VIEWS | {"Cast", "Tile"}  # if all elements of the input are one number, so are those of the result
 
 
 @RULES.rule("com.microsoft::GroupQueryAttention")
@@ -65,7 +65,7 @@ def _group_query_attention(call: Call) -> dict[int, Term] | str:
 
 
 def _name_sizes(call: Call) -> str | None:
-    """Name the sizes of queries and keys; return why that is not possible."""
+    """Name the sizes of queries and keys in `call.dims`; return the reason if they are not known."""
     query, past = call.shape(QUERY), call.shape(PAST_KEY)
     heads, kv_heads = call.integer("num_heads"), call.integer("kv_num_heads")
     if query is None or len(query) != 3 or not heads or not kv_heads or heads % kv_heads:
@@ -84,7 +84,7 @@ def _name_sizes(call: Call) -> str | None:
 
 
 def _unequal_lengths(call: Call) -> str | None:
-    """Return why sequences may be shorter than past and new keys together; None if all are known to be as long."""
+    """Return why a sequence may be shorter than past and new keys together; None if none can be."""
     keys = call.dims["keys"]
     for index, length in (LENGTHS, keys - 1), (TOTAL, keys):
         found = _number(call, call.tensor(index))
@@ -99,7 +99,7 @@ def _unequal_lengths(call: Call) -> str | None:
 
 
 def _number(call: Call, tensor: Tensor) -> Size | None:
-    """Return the number that all elements of an integer tensor are; None where it is not known."""
+    """Return the number that all elements of an integer tensor equal; None where it is not known."""
     value, node = call.shapes.value(tensor), producer(tensor)
     if value is not None and value.size:
         elements = list(value.reshape(-1))
@@ -121,7 +121,7 @@ def _number(call: Call, tensor: Tensor) -> Size | None:
 
 
 def _sum_of_axis(call: Call, node: Node, number: Size) -> Size | None:
-    """Return the sum of one axis of a tensor whose elements all are a number; None where that is not known."""
+    """Return the sum over one axis of a tensor whose elements all equal `number`; None where it is not known."""
     shape = call.shapes.shape(node.inputs[0])
     try:
         axes = None if shape is None else axes_parameter(call.shapes, node, len(shape))
@@ -131,7 +131,7 @@ def _sum_of_axis(call: Call, node: Node, number: Size) -> Size | None:
 
 
 def _counted_mask(tensor: Tensor) -> Tensor | None:
-    """Return the mask whose elements lengths are sums of, as exporters count them; None where there is none."""
+    """Return the mask whose elements are summed up to the lengths, as exporters write it; None if there is none."""
     while (node := producer(tensor)) is not None and op_of(node) in UNIFORM | {"Add", "ReduceSum", "Sub"}:
         if op_of(node) == "ReduceSum":
             return _before_casts(node.inputs[0])
@@ -140,14 +140,14 @@ def _counted_mask(tensor: Tensor) -> Tensor | None:
 
 
 def _before_casts(tensor: Tensor) -> Tensor:
-    """Return what Casts make a tensor of."""
+    """Return the tensor before any Casts."""
     while (node := producer(tensor)) is not None and op_of(node) == "Cast":
         tensor = node.inputs[0]
     return tensor
 
 
 def _new_heads(call: Call) -> tuple[Term, Term, Term]:
-    """Return queries, and keys and values of this step, as (batch, heads, rows, size)."""
+    """Return the queries, keys and values of this step as (batch, heads, rows, size)."""
     size, heads, kv_heads = call.dims["size"], call.dims["heads"], call.dims["kv_heads"]
     parts = [call.input(QUERY)] * 3
     if call.has(KEY):

@@ -1,7 +1,7 @@
-"""The losses of classifiers, which onnxruntime spells out itself: it has no kernels for them.
+"""The losses of classifiers, for which onnxruntime has no kernels: it spells them out itself.
 
-Because nothing is lost, all of a spelling may remain: regions take the scores of the labels from the softmax that reads
-the same rows, so that the logarithms of all classes are not written.
+So all nodes of the spelling may remain unfused without a loss.  Regions take the labels' scores from the softmax of the
+same rows, so that the logarithms of all classes are not written to memory.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from onnxfuse.spell_out.call import Call, Rule
 
 RULES = RuleTable[Rule]()
 
-CLASSES: Final = 1  # the axis
-FIRST_OPSET_OF_ONE_AXIS: Final = 13  # from which on LogSoftmax is over one axis
+CLASSES: Final = 1  # the axis of classes
+FIRST_OPSET_OF_ONE_AXIS: Final = 13  # from this opset on, LogSoftmax is over one axis
 OPERATORS: Final = frozenset(
     {"Add", "Div", "Equal", "GatherElements", "LogSoftmax", "Mul", "Neg", "ReduceMean", "ReduceSum"}
 )
@@ -36,15 +36,15 @@ def _negative_log_likelihood_loss(call: Call) -> dict[int, Term] | str:
 
 
 def _loss(call: Call, scores: Term) -> Term:
-    """Return minus the score of each label by its weight, or their sum, or their mean by weight.
+    """Return the negative score of each label times its weight, or their sum, or their weighted mean.
 
-    Weights of labels to be ignored are zero.  Source: ONNX, NegativeLogLikelihoodLoss.
+    Ignored labels have weight 0.  Source: ONNX, NegativeLogLikelihoodLoss.
     """
     call.may_remain |= OPERATORS
     labels = call.input(1)
     ignored = op.Equal(labels, call.integer("ignore_index")) if "ignore_index" in call.node.attrs else None
     if ignored is not None:
-        labels = op.Where(ignored, 0, labels)  # a label to be ignored may be the number of no class
+        labels = op.Where(ignored, 0, labels)  # a label to be ignored may be out of range
     of_labels = op.GatherElements(scores, op.Unsqueeze(labels, axes=[CLASSES]), axis=CLASSES)
     losses: Term = op.Neg(op.Squeeze(of_labels, axes=[CLASSES]))
     weights: Term | None = op.Gather(call.input(2), labels) if call.has(2) else None

@@ -1,4 +1,4 @@
-"""Norms with a sum in front, of channels-last images, or over several axes."""
+"""Norms with a sum before them, of channels-last images, or over several axes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RULES = RuleTable[Rule]()
 
 TO_CHANNELS_FIRST: Final = [0, 3, 1, 2]
 TO_CHANNELS_LAST: Final = [0, 2, 3, 1]
-CHANNELS: Final = "(groups size) -> (groups size) 1 1"  # of a vector that meets an image
+CHANNELS: Final = "(groups size) -> (groups size) 1 1"  # makes a vector per channel broadcast to an image
 
 
 @RULES.rule("com.microsoft::SkipLayerNormalization", "SkipLayerNormalization")
@@ -35,13 +35,13 @@ def _skip_simplified_layer_normalization(call: Call) -> dict[int, Term]:
 
 
 def _sum(call: Call, bias: int) -> Term:
-    """Return the sum of the first two inputs and the bias, which is added first to the one that a product computes."""
+    """Return the sum of the first two inputs and the bias, which is added first to the result of a matrix product."""
     products = [_is_product(call.tensor(index)) for index in (0, 1)]
     return call.sum_of(1, bias, 0) if products == [False, True] else call.sum_of(0, bias, 1)
 
 
 def _is_product(tensor: Tensor) -> bool:
-    """Return whether a matrix product computes the tensor, perhaps behind views."""
+    """Return whether the tensor is the result of a matrix product, perhaps after views."""
     node = producer(tensor)
     while node is not None and op_of(node) in VIEWS:
         node = producer(node.inputs[0])
@@ -103,7 +103,7 @@ def _group_norm(call: Call) -> dict[int, Term] | str:
         if skip is None:
             return "what is added to its image has not two or four axes"
         image = image + rearrange(call.input(4), CHANNELS) + skip if call.has(4) else image + skip
-        call.may_remain.add("Add")  # of the embedding of a time, which stands alone in an export as well
+        call.may_remain.add("Add")  # of a time embedding, which exports add in a separate node, too
     normalized = _normalized_groups(call, rearrange(image, "n (groups size) h w -> n groups (size h w)"))
     result = cast_like(silu(normalized) if call.integer("activation") else normalized, like=image)
     outputs = {0: result, 1: image}
@@ -111,7 +111,7 @@ def _group_norm(call: Call) -> dict[int, Term] | str:
 
 
 def _skipped(call: Call, channels_last: bool) -> Term | None:
-    """Return what a SkipGroupNorm adds to its image, channels first; None if it has no axes that are known."""
+    """Return the tensor that a SkipGroupNorm adds to its image, channels first; None if its rank is not 2 or 4."""
     rank, skip = call.rank(3), call.input(3)
     if rank == 2:
         return op.Unsqueeze(skip, axes=[2, 3])
@@ -122,7 +122,7 @@ def _skipped(call: Call, channels_last: bool) -> Term | None:
 
 @RULES.rule("GroupNormalization")
 def _group_normalization(call: Call) -> dict[int, Term] | str | None:
-    """Spell out the operator of opsets 18 to 20, which has a scale and a shift for each group."""
+    """Spell out the operator of opsets 18 to 20, which has a scale and a shift per group."""
     if call.graph.opset >= 21:
         return None
     shape, groups = call.shape(0), call.integer("num_groups")
@@ -134,7 +134,7 @@ def _group_normalization(call: Call) -> dict[int, Term] | str | None:
 
 
 def _normalized_groups(call: Call, rows: Term, channels: str = CHANNELS) -> Term:
-    """Return the rows of groups normalized, as an image, times a scale and plus a shift for each channel."""
+    """Normalize rows that are groups; return them as an image with a scale and a shift per channel applied."""
     epsilon = call.scalar("epsilon", call.number("epsilon", 1e-5))
     ones, zeros = full(1, "groups"), full(0, "groups")
     normalized = op.InstanceNormalization(rows, ones, zeros, epsilon=epsilon)

@@ -14,7 +14,7 @@ from onnxfuse.spell_out.call import Call, Rule
 RULES = RuleTable[Rule]()
 
 Q, K, V, MASK, PAST_KEY, PAST_VALUE, LENGTHS = range(7)
-NEEDLESS = {"q_num_heads", "kv_num_heads", "softmax_precision"}  # of the form that patterns know
+NEEDLESS = {"q_num_heads", "kv_num_heads", "softmax_precision"}  # not needed in the form that patterns match
 
 
 @RULES.rule("Attention")
@@ -50,7 +50,7 @@ def _attention(call: Call) -> dict[int, Term] | str | None:
 
 
 def _name_sizes(call: Call) -> str | None:
-    """Name the sizes of queries, keys and values; return why that is not possible."""
+    """Name the sizes of queries, keys and values in `call.dims`; return the reason if they are not known."""
     (q, k, v), past = (call.shape(index) or () for index in (Q, K, V)), call.shape(PAST_KEY)
     heads: Size
     kv_heads: Size
@@ -84,7 +84,7 @@ def _by_heads(call: Call, index: int, rows: str, heads: str, size: str) -> Term:
 
 
 def _repeated(call: Call, x: Term, size: str) -> Term:
-    """Return keys or values with a copy of each head for each query head that it serves."""
+    """Return keys or values with each head repeated for the query heads that share it."""
     if call.dims["repeats"] == 1:
         return x
     return rearrange(x, f"batch kv_heads keys {size} -> batch (kv_heads repeats) keys {size}")
@@ -94,7 +94,7 @@ def _repeated(call: Call, x: Term, size: str) -> Term:
 
 
 def _mask(call: Call, queries: Term, keys: Term) -> Term | str:
-    """Return the mask, with what the past and the lengths of keys add to it, or why it has no spelling."""
+    """Return the mask, combined with those of a causal past and of key lengths, or the reason for no spelling."""
     causal = call.integer("is_causal") == 1
     given = call.optional(MASK)
     if not call.has(LENGTHS) and not (causal and call.has(PAST_KEY)):
@@ -110,10 +110,10 @@ def _mask(call: Call, queries: Term, keys: Term) -> Term | str:
 
 
 def _within_length(call: Call, causal: bool) -> Term:
-    """Return where a key is one of those that count: up to the place of its query, if that is causal."""
+    """Return a mask of keys within each sequence's length, and, if causal, not after their query."""
     places = op.Range(0, axis_size(call.input(K), 2 if call.rank(K) == 4 else 1), 1)
     lengths = rearrange(call.input(LENGTHS), "batch -> batch 1 1 1")
-    if not causal:  # onnxruntime wants a row for each query
+    if not causal:  # onnxruntime requires a row for each query
         return rearrange(op.Less(places, lengths), "batch 1 1 keys -> batch 1 queries keys")
     rows = axis_size(call.input(Q), 2 if call.rank(Q) == 4 else 1)
     behind = rearrange(op.Range(1, rows + 1, 1), "queries -> queries 1")

@@ -22,7 +22,7 @@ def _fused_matmul(call: Call) -> dict[int, Term] | str:
         if rank is None:
             return f"the rank of '{call.tensor(index).name}' is not known"
         order = list(range(rank))
-        if call.integer(f"transBatch{side}") and rank > 2:  # the first axis moves in front of the last one
+        if call.integer(f"transBatch{side}") and rank > 2:  # the first axis moves before the last one
             order = [*order[1:-1], 0, order[-1]]
         if call.integer(f"trans{side}") and rank > 1:
             order[-2:] = order[:-3:-1]
@@ -51,7 +51,7 @@ def _fused_gemm(call: Call) -> dict[int, Term] | str:
 
 # --- activations by name -------------------------------------------------------------------------------------------
 
-# How onnxruntime's fused operators call activations, and what these are of x and their parameters.
+# Activations by the names that onnxruntime's fused operators use, as functions of x and the parameters.
 NAMED: Final[Mapping[str, Callable[..., Term]]] = {
     "Relu": lambda x: op.Relu(x),
     "Sigmoid": lambda x: op.Sigmoid(x),
@@ -64,7 +64,7 @@ NAMED: Final[Mapping[str, Callable[..., Term]]] = {
 
 
 def activated(x: Term, name: str, parameters: Sequence[float]) -> dict[int, Term] | str:
-    """Return an activation of x by its name, as the first output; x itself for no name."""
+    """Return the named activation of x as the first output (x itself for no name), or the reason for no spelling."""
     if not name:
         return {0: x}
     if name not in NAMED:

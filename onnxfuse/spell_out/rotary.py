@@ -1,4 +1,4 @@
-"""Rotary embedding with tables that are gathered by positions, of packed heads, and of a part of each head."""
+"""Rotary embedding: with tables gathered by position, of packed heads, and of a part of each head."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from onnxfuse.spell_out.call import Call, Rule
 
 RULES = RuleTable[Rule]()
 
-READERS: Final = frozenset({"Attention", "com.microsoft::MultiHeadAttention"})  # which read packed heads and are fused
+READERS: Final = frozenset({"Attention", "com.microsoft::MultiHeadAttention"})  # fused, and read packed heads
 BY_HEADS: Final = "batch heads seq size"
 PACKED: Final = "batch seq (heads size)"
 
 
 @dataclass(frozen=True)
 class Table:
-    """Cosines or sines, with a column for each pair of elements; by position where there are positions."""
+    """A table of cosines or sines with a column per pair of elements; rows are gathered if there are positions."""
 
     values: Term
     positions: Term | None = None
 
     @property
     def rows(self) -> Term:
-        """The table of (batch, seq, half)."""
+        """The rows for the input, of shape (batch, seq, half)."""
         return self.values if self.positions is None else op.Gather(self.values, self.positions)
 
     @property
     def wide_rows(self) -> Term:
-        """The table with a column for each element, (batch, 1, seq, 2 half); a constant one is doubled once."""
+        """The rows with a column per element, (batch, 1, seq, 2 half); the table is doubled before the Gather."""
         wide = Table(op.Concat(self.values, self.values, axis=-1), self.positions)
         return op.Unsqueeze(wide.rows, axes=[1])
 
@@ -73,7 +73,7 @@ def _is_read_by_attention(call: Call) -> bool:
 
 
 def _name_sizes(call: Call, table: int) -> str | None:
-    """Name the sizes of the input and of half of what is rotated; return why that is not possible."""
+    """Name the sizes of the input and of half the rotated part; return the reason if they are not known."""
     shape, widths = call.shape(0), call.shape(table)
     if shape is None or widths is None or len(shape) not in (3, 4):
         return "its input has not three or four known axes"
@@ -94,7 +94,7 @@ def _name_sizes(call: Call, table: int) -> str | None:
 
 
 def _rotated(call: Call, cos: Table, sin: Table) -> dict[int, Term] | str:
-    """Return the input rotated by tables of (batch, seq, half), by heads, and in its own layout again."""
+    """Return the input rotated by tables of (batch, seq, half); packed heads are split, rotated and packed again."""
     packed, interleaved = call.rank(0) == 3, call.integer("interleaved") == 1
     x = rearrange(call.input(0), f"{PACKED} -> {BY_HEADS}") if packed else call.input(0)
     half, size = call.dims["half"], call.dims["size"]
@@ -112,7 +112,7 @@ def _rotated(call: Call, cos: Table, sin: Table) -> dict[int, Term] | str:
 
 
 def rotated(x: Term, cos: Table, sin: Table, half: int, size: int) -> Term:
-    """Return (batch, heads, rows, size) with the first 2 half elements of each head rotated, in several operators."""
+    """Return x (batch, heads, rows, size) with the first 2 * half elements of each head rotated, in basic operators."""
     if 2 * half == size:
         return rotated_halves(x, cos, sin, half)
     return op.Concat(rotated_halves(part_of(x, 0, 2 * half), cos, sin, half), part_of(x, 2 * half, size), axis=-1)

@@ -1,4 +1,4 @@
-"""Replace operators by what they compute, and find those of which something was not fused."""
+"""Replace operators by their spellings, and find the spellings that were not fully fused."""
 
 from __future__ import annotations
 
@@ -46,25 +46,26 @@ for _family in (
 ):  # fmt: skip
     RULES.update(_family.RULES)
 
-# Operators of a spelling that may be left over, beside those on integers and booleans: they move or mask elements.
+# Operators of a spelling that need not be fused, because they only move or mask elements.  Operators on integers and
+# booleans need not be fused either.
 MAY_REMAIN: Final = VIEWS | SLICING | {"Cast", "Concat", "Where"}
-SUMS_AND_FACTORS: Final = frozenset({"Add", "Div", "Mul", "Sub"})  # parts of so many fusions that a miss tells nothing
+SUMS_AND_FACTORS: Final = frozenset({"Add", "Div", "Mul", "Sub"})  # in so many fusions that misses explain nothing
 
 
 @dataclass(frozen=True)
 class Spelled:
-    """An operator that was spelled out: its first output, and the nodes that stand for it."""
+    """An operator that was spelled out: its name, its first output, and the nodes that replace it."""
 
     op: str
     node: str
     output: str
-    made: frozenset[str]  # their names
+    made: frozenset[str]  # names of the nodes that replace it
     may_remain: frozenset[str] = frozenset()  # operators of these nodes that need not be fused
 
 
 @dataclass(frozen=True)
 class Stays:
-    """An operator that has a rule and is not spelled out, and why."""
+    """An operator that has a rule but is not spelled out, with the reason."""
 
     op: str
     node: str
@@ -73,28 +74,28 @@ class Stays:
 
 @dataclass(frozen=True)
 class SpelledOut:
-    """What was spelled out, and what has a rule and was not."""
+    """The operators that were spelled out, and those that have a rule but were not."""
 
     spelled: tuple[Spelled, ...] = ()
     stays: tuple[Stays, ...] = ()
 
     @property
     def contrib(self) -> frozenset[str]:
-        """The names of nodes that stand for operators of com.microsoft."""
+        """The names of nodes that replace operators of com.microsoft."""
         return frozenset(name for one in self.spelled if one.op.startswith(CONTRIB) for name in one.made)
 
 
 def spell_out(graph: Graph, shapes: ShapeInfo, keep: Collection[str] = frozenset()) -> SpelledOut:
-    """Replace every operator that has a rule by what it computes, but not those whose first outputs `keep` names.
+    """Replace every operator that has a rule by its spelling, except those whose first outputs `keep` names.
 
-    An operator whose rule raises stays, and `shapes.raised` says so.
+    An operator whose rule raises stays, and `shapes.raised` records the error.
     """
     spelled: list[Spelled] = []
     stays: list[Stays] = []
     for node in list(graph.nodes):
         rule = RULES.get(op_of(node))
         if spelled and node.outputs and not shapes.dtype(node.outputs[0]):
-            infer_node(shapes, node)  # of whose inputs a spelling may tell more
+            infer_node(shapes, node)  # a spelling may make the types of its inputs known
         if rule is None or not node.outputs or node.outputs[0].name in keep:
             continue
         call, label, output = Call(graph, shapes, node), node_label(node), node.outputs[0].name
@@ -114,7 +115,7 @@ def spell_out(graph: Graph, shapes: ShapeInfo, keep: Collection[str] = frozenset
 
 
 def left_over(graph: Graph, shapes: ShapeInfo, spelled_out: SpelledOut, fusing: FusionResult) -> dict[str, Stays]:
-    """Return the operators of whose spelling something that computes was not fused, by their first outputs, and why."""
+    """Return the operators with unfused nodes that compute in their spelling, by first output, with the reason."""
     computing = (node for node in graph.nodes if op_of(node) not in MAY_REMAIN)
     remaining = {
         node.name: op_of(node) for node in computing if any(shapes.dtype(tensor) in FLOATS for tensor in node.outputs)
@@ -133,14 +134,14 @@ def left_over(graph: Graph, shapes: ShapeInfo, spelled_out: SpelledOut, fusing: 
 
 
 def _nearest_miss(names: Set[str], missed: Iterable[Miss]) -> str:
-    """Return the reason of the miss that came nearest to fusing the nodes of these names; "" where none came near."""
+    """Return the reason of the nearest miss at nodes of these names; "" where there is none."""
     near = [m for m in missed if m.matched and not names.isdisjoint((m.node, *m.around))]
     best = max(near, key=lambda m: (m.matched, m.matched / m.of), default=None)
     return f"{best.fusion.name}: {best.reason}" if best else ""
 
 
 def in_terms_of_model(fused: Iterable[Fused], spelled: Iterable[Spelled]) -> tuple[Fused, ...]:
-    """Return the fused nodes with the names of operators in place of the nodes that stand for them."""
+    """Return the fused nodes with the names of the spelled-out operators instead of the nodes that replaced these."""
     operators = {name: one.node for one in spelled for name in one.made}
     return tuple(
         replace(one, replaces=tuple(dict.fromkeys(operators.get(name, name) for name in one.replaces))) for one in fused
@@ -152,14 +153,14 @@ def in_terms_of_model(fused: Iterable[Fused], spelled: Iterable[Spelled]) -> tup
 
 @dataclass(frozen=True)
 class _Written:
-    """The nodes of a spelling, and the names of the values that are the operator's outputs, by index."""
+    """The nodes of a spelling, and by output index of the operator, the names of their results."""
 
     nodes: Sequence[onnx.NodeProto]
     outputs: Mapping[int, str]
 
 
 def _written(call: Call, rule: Rule) -> _Written | str | None:
-    """Return the nodes that stand for an operator; a sentence, or None, where it stays as it is."""
+    """Return the nodes of an operator's spelling; the reason, or None, if it stays as it is."""
     node, shapes = call.node, call.shapes
     found = rule(call)
     if not isinstance(found, dict):
@@ -192,7 +193,7 @@ def _variant(call: Call, dtype: int) -> Variant:
 
 
 def _replace(call: Call, written: _Written) -> frozenset[str]:
-    """Put the nodes of a spelling in the place of its operator; return their names."""
+    """Replace an operator by the nodes of its spelling; return their names."""
     graph, node = call.graph, call.node
     label, outputs = node_label(node), list(node.outputs)
     operands: dict[str, Tensor] = {input_name(i): tensor for i, tensor in enumerate(node.inputs)}

@@ -1,4 +1,4 @@
-"""Choose which of a node's candidate plans runs: the fastest on this GPU of those that compute the same."""
+"""Choose which of a node's candidate plans runs: the fastest on this GPU among those with equal results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Trial(Protocol[Outputs]):
         """Return why nothing can be measured here; None if it can."""
 
     def outputs(self, plan: Plan) -> Outputs:
-        """Return what a plan computes from random inputs, which are the same for all plans."""
+        """Return the outputs of a plan for random inputs, which are the same for all plans."""
 
     def difference(self, expected: Outputs, outputs: Outputs) -> str | None:
         """Return how outputs differ by more than rounding; None if they do not."""
@@ -41,7 +41,7 @@ class Trial(Protocol[Outputs]):
         """Give the memory back."""
 
 
-# Makes a trial of plans for these inputs, whose work on the GPU is given to Alone, piece by piece.
+# Makes a trial of plans for these inputs; the trial passes its work on the GPU to Alone, piece by piece.
 MakeTrial = Callable[[Sequence[TensorSpec], Sequence[Plan], Device, Alone], Trial[Any]]
 
 
@@ -50,14 +50,14 @@ def gpu_trial(inputs: Sequence[TensorSpec], plans: Sequence[Plan], device: Devic
     return GpuTrial(inputs, plans, device, lambda plan: ready_plan(plan, inputs, device.ordinal), alone)
 
 
-trials: Final[dict[str, MakeTrial]] = {CUDA: gpu_trial}  # by provider; candidates for others are not timed
+trials: Final[dict[str, MakeTrial]] = {CUDA: gpu_trial}  # by provider; candidates are not timed on others
 
 
 class MeasuredVerdicts:
-    """What measurements on this machine say of the plans of nodes: the planner's `Verdicts`."""
+    """The planner's `Verdicts`, from measurements of nodes' plans on this machine."""
 
     def __init__(self, alone: Alone = at_once) -> None:
-        """Measure by what `alone` does with each piece of work on the GPU."""
+        """Run each piece of measuring work on the GPU through `alone`."""
         self._alone = alone
 
     def inputs_measured(self, situation: Situation, inputs: Sequence[TensorSpec]) -> list[tuple[TensorSpec, ...]]:
@@ -70,7 +70,7 @@ class MeasuredVerdicts:
     def choose(
         self, plans: Sequence[Plan], situation: Situation, inputs: Sequence[TensorSpec], measure: bool
     ) -> int | None:
-        """Return the index of the fastest of a node's plans, as it was measured before; else, with `measure`, now.
+        """Return the index of the fastest of a node's plans by earlier measurements, or by measuring now if `measure`.
 
         Raises MeasuringStopped where `alone` does.
         """
@@ -101,7 +101,7 @@ def inputs_of_case(case: Data) -> tuple[TensorSpec, ...]:
 def inputs_of_trial(node: FusedNode, inputs: Sequence[TensorSpec]) -> list[TensorSpec]:
     """Return the inputs with past caches marked as constants.
 
-    A trial gives constants memory that is not in the L2 cache; a layer finds its own cache in memory likewise.
+    A trial keeps constants out of the L2 cache; likewise, a layer's past cache is not in the L2 cache when it runs.
     """
     pairs = zip(node.operands, inputs, strict=True)
     return [replace(spec, constant=spec.constant or name.startswith("past_")) for name, spec in pairs]
@@ -116,7 +116,7 @@ def fastest_plan(
 ) -> int | None:
     """Return the index of the plan that an earlier measurement found to be fastest, else measure now.
 
-    None is returned without an earlier measurement where nothing can be measured, as without `make_trial`.  `subject`
+    Returns None if there is no earlier measurement and nothing can be measured, as without `make_trial`.  `subject`
     is equal for equal nodes.
     """
     indices = {plan_digest(plan): i for i, plan in reversed(list(enumerate(plans)))}
@@ -154,7 +154,7 @@ def _measure(plans: Sequence[Plan], make_trial: Callable[[Sequence[Plan]], Trial
             return {}
         right = _plans_of_the_majority(plans, trial)
         return dict(zip(map(plan_digest, right), trial.seconds(right), strict=True))
-    except Exception as error:  # of CuPy or the driver, which have no common class; the first plan may still run
+    except Exception as error:  # CuPy and the driver have no common error class; the first plan may still run
         log.warning("candidates cannot be timed, the first is taken: %s: %s", type(error).__name__, error)
         return {}
     finally:
@@ -163,9 +163,9 @@ def _measure(plans: Sequence[Plan], make_trial: Callable[[Sequence[Plan]], Trial
 
 
 def _plans_of_the_majority(plans: Sequence[Plan], trial: Trial[Outputs]) -> list[Plan]:
-    """Return the plans that run and compute what most of them do; at a tie, what the first does.
+    """Return the largest group of plans that run and have equal outputs; at a tie, the group that comes first.
 
-    Raises what the first plan raises if none runs.
+    Raises the first plan's error if none runs.
     """
     groups: list[tuple[Outputs, list[int]]] = []  # outputs, and the indices of the plans that compute them
     failed: dict[int, Exception] = {}

@@ -1,4 +1,4 @@
-"""tune="background": measure the plans of nodes between the runs of sessions, at the shapes that they met most."""
+"""tune="background": measure the plans of nodes between the runs of sessions, at the most frequent shapes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from onnxfuse.tuning.autotune import MeasuredVerdicts
 from onnxfuse.tuning.runs_in_flight import MeasuringStopped, RunsInFlight
 
 log: Final = logging.getLogger("onnxfuse")
-PAUSE_SECONDS: Final = 0.5  # between looks at what the sessions ran
-MAX_MEASURED_SIZES: Final = 32  # of a template; each new shape of a node is held against all of them
-MAX_SEEN_SIZES: Final = 4096  # of a template, whose runs are counted
-NEAR: Final = MAX_TUNED_DISTANCE / 2  # of sizes that were measured: others this near are not measured
+PAUSE_SECONDS: Final = 0.5  # between checks of the sessions' runs
+MAX_MEASURED_SIZES: Final = 32  # per template; each new shape of a node is compared with all of them
+MAX_SEEN_SIZES: Final = 4096  # per template, with counts of their runs
+NEAR: Final = MAX_TUNED_DISTANCE / 2  # sizes within this distance of measured ones are not measured
 SECONDS_TO_STOP: Final = 10.0
 Sizes = tuple[int, ...]
 
@@ -37,7 +37,7 @@ class BackgroundTuning:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew, as a forked process must: it has none of its parent's threads."""
+        """Reset, as a forked process must, because it has none of its parent's threads."""
         self.runs.forget()
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -56,7 +56,7 @@ class BackgroundTuning:
                 self._thread.start()
 
     def stop(self) -> None:
-        """Let the thread end, and wait for that: Python must not exit while a measurement uses the GPU."""
+        """Stop the thread and wait for its end, because Python must not exit while a measurement uses the GPU."""
         self._stop.set()
         if thread := self._thread:
             thread.join(SECONDS_TO_STOP)
@@ -76,7 +76,7 @@ class BackgroundTuning:
                     self._measure(*task)
             except MeasuringStopped:
                 self._stop.wait(PAUSE_SECONDS)
-            except Exception as error:  # no program should miss the thread
+            except Exception as error:  # the program goes on without the thread
                 why = f"{type(error).__name__}: {error}"
                 log.warning("tune='background' measures nothing more: %s", why)
 
@@ -89,7 +89,7 @@ class BackgroundTuning:
             return False
 
     def _next(self) -> tuple[PreparedTemplate, Sizes] | None:
-        """Return the template and the sizes that ran most often and are not measured; None if all are.
+        """Return the template and the sizes that ran most often and are not measured yet; None if all are measured.
 
         Raises MeasuringStopped if runs leave no time to measure.
         """
@@ -101,7 +101,7 @@ class BackgroundTuning:
         rows = [(count, prepared, sizes) for prepared, of in self._seen.items() for sizes, count in of.items()]
         for _, prepared, sizes in sorted(rows, key=lambda row: -row[0]):
             if not self._is_done(prepared, sizes):
-                self.runs.wait_for_none(PAUSE_SECONDS)  # planning takes time that a run would need
+                self.runs.wait_for_none(PAUSE_SECONDS)  # planning would slow down a run
                 return prepared, sizes
         return None
 
@@ -114,7 +114,7 @@ class BackgroundTuning:
         return sizes in done
 
     def _measure(self, prepared: PreparedTemplate, sizes: Sizes) -> None:
-        """Measure a template's plans, and let the sessions' nodes take the fastest from their next run on."""
+        """Measure a template's plans, and make the sessions' nodes use the fastest from their next run on."""
         node = prepared.situation.node
         try:
             if planner.add_fastest(prepared, sizes, self._verdicts, measure=True):

@@ -33,14 +33,14 @@ Value: TypeAlias = Array | ort.OrtValue
 Provider: TypeAlias = Literal["cpu", "cuda"]
 PROVIDERS: Final[Mapping[Provider, str]] = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 NO_NUMPY_DTYPE: Final = ("float8", "float4", "int4", "int2")  # element types that OrtValue.numpy does not convert
-WARM_UP_RUNS: Final = 3  # with CUDA graphs the first of them runs twice and captures
+WARM_UP_RUNS: Final = 3  # with CUDA graphs, the first of them runs the model twice and captures it
 ProvidersWithOptions = Sequence[tuple[str, Mapping[str, str]]]
-Progress = Callable[[str, int, int], None]  # called with the stage, how much of it is done, and of how much
+Progress = Callable[[str, int, int], None]  # called with the stage, the number of steps done, and of all steps
 Open = Callable[[str | bytes, ort.SessionOptions, ProvidersWithOptions], ort.InferenceSession]
 
 
 class OpenFused(Protocol):
-    """Opens a session in which fused nodes run as kernels where the settings do not object: session.open_session."""
+    """Opens a session in which fused nodes run as kernels unless the settings say otherwise: session.open_session."""
 
     def __call__(
         self, path_or_bytes: str | bytes, sess_options: ort.SessionOptions, providers: ProvidersWithOptions, /,
@@ -52,14 +52,14 @@ class OpenFused(Protocol):
 
 @dataclass(frozen=True)
 class TimedModel:
-    """A model that is measured, and where and on what it runs."""
+    """A model that is measured, with its inputs and its provider."""
 
     model: onnx.ModelProto
     folder: Path | None  # where its external data is
     feeds: Mapping[str, Value]
     provider: Provider
     open_fused: OpenFused  # opens sessions that run kernels: onnxfuse.session.open_session
-    options: ProviderOptions = field(default_factory=dict)  # of the provider: device_id, use_tf32, …
+    options: ProviderOptions = field(default_factory=dict)  # provider options: device_id, use_tf32, …
     progress: Progress = lambda stage, done, of: None
 
     @property
@@ -101,15 +101,15 @@ def start_session(
     *,
     options: ProviderOptions | None = None,
 ) -> ort.InferenceSession:
-    """Start a session on one provider; CUDA leaves to the CPU the operators that it lacks.
+    """Start a session on one provider; CUDA leaves operators that it lacks to the CPU.
 
     folder        where the model's external data is
-    open_session  what makes the session, onnxruntime.InferenceSession by default
-    options       of the provider
+    open_session  makes the session; by default onnxruntime.InferenceSession
+    options       options of the provider
 
     Weights in files are read in place; only a model of more than 2 GiB is written to a temporary file.
     Raises UsageError where onnxruntime lacks the provider, OnnxfuseError where the provider does not start, and
-    whatever onnxruntime raises.
+    passes on onnxruntime's errors.
     """
     check_available(provider)
     settings = ort.SessionOptions()
@@ -155,7 +155,7 @@ def check_available(provider: Provider) -> None:
 
 @functools.cache
 def _preload() -> None:
-    """Let onnxruntime find the CUDA libraries that are Python packages."""
+    """Make onnxruntime load the CUDA libraries that are installed as Python packages."""
     with contextlib.redirect_stdout(None):  # onnxruntime prints the libraries that it does not find
         ort.preload_dlls()
 
@@ -175,7 +175,7 @@ class BoundSession:
             self.binding.synchronize_outputs()
 
     def warm_up(self) -> BoundSession:
-        """Run the model as often as its first runs take longer, and return the session."""
+        """Run the model until its slower first runs are over, and return the session."""
         for _ in range(WARM_UP_RUNS):
             self.run()
         return self
@@ -205,7 +205,7 @@ def bind(
     """Bind a session to its inputs, each copied once to the device of its readers, and to its outputs.
 
     Outputs with a shape in `shapes` are allocated here, the others by the first run; later runs write to the same
-    memory. Outputs for which `buffers` has the same name share their memory: each holds what was written there last.
+    memory. Outputs with the same name in `buffers` share memory, which holds the output that was written last.
     Raises OnnxfuseError for an input that `feeds` lacks.
     """
     shared: dict[str, ort.OrtValue] = {}
@@ -233,7 +233,7 @@ def _empty(shape: Sequence[int], kind: str, provider: Provider, ordinal: int) ->
 
 
 def check_outputs(session: ort.InferenceSession) -> None:
-    """Raise VerificationError for an output that NumPy cannot hold, so that it could not be compared."""
+    """Raise VerificationError for an output that NumPy cannot hold, because it could not be compared."""
     for each in session.get_outputs():
         if not each.type.startswith("tensor(") or any(kind in each.type for kind in NO_NUMPY_DTYPE):
             raise VerificationError(f"output '{each.name}' is a {each.type}, of which numpy makes no array to compare")

@@ -17,10 +17,10 @@ from onnxfuse.ir.plain_files import read_plain
 from onnxfuse.runtime.cache_folder import cache_folder, is_trusted, make_folder, warn_once
 from onnxfuse.runtime.environment import Environment
 
-FORMAT: Final = 1  # of the files
-MAX_BYTES: Final = 2**24  # of one; most have about 2 kB
-SESSION_SETTINGS: Final = ("options", "optimization", "tf32")  # the part of an environment that a session decides
-Data = Mapping[str, object]  # what JSON can hold
+FORMAT: Final = 1  # the format of the files
+MAX_BYTES: Final = 2**24  # per file; most have about 2 kB
+SESSION_SETTINGS: Final = ("options", "optimization", "tf32")  # the keys of an environment that a session decides
+Data = Mapping[str, object]  # data that JSON can hold
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ _unwritten: Final[dict[str, dict[str, Measurement]]] = {}  # by digests of subje
 def store(environment: Environment, subject: Data, case: Data, chosen: str, seconds: Mapping[str, float]) -> bool:
     """Write a measurement to disk, over an earlier one of the same case.
 
-    environment  what the times depend on besides subject and case
-    subject      what was measured
-    case         at which shapes, and in which mode
-    seconds      of each variant; `chosen` is one of them
+    environment  the conditions that the times depend on besides subject and case
+    subject      the measured node or model
+    case         the shapes, and the mode
+    seconds      the seconds of each variant; `chosen` is one of the variants
 
     Returns False, after a warning, if the file cannot be written: the measurement then lasts as long as this process.
     """
@@ -90,7 +90,7 @@ def lookup(environment: Environment, subject: Data) -> list[Measurement]:
 
 
 def is_empty() -> bool:
-    """Return whether there are no measurements at all, so that nobody need ask what they would depend on."""
+    """Return whether there are no measurements at all, so that callers need not find out what they would depend on."""
     folder = _measurements()
     try:
         return not any(_unwritten.values()) and not (folder and any(folder.iterdir()))
@@ -135,7 +135,7 @@ def _read(path: Path, environment: Environment, subject: Data) -> Measurement | 
             raise ValueError(f"its times are {seconds}")
         datetime.datetime.fromisoformat(record["measured"])
         return Measurement(record["case"], str(record["chosen"]), seconds, record["measured"])
-    except (FileNotFoundError, NotADirectoryError):  # another process may tidy up
+    except (FileNotFoundError, NotADirectoryError):  # another process may have removed it
         return None
     except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError) as error:
         warn_once(f"measurement {path} is ignored: {type(error).__name__}: {error}; it may be deleted")
@@ -147,9 +147,9 @@ def _digest(value: object) -> str:
 
 
 def other_session_settings(here: Environment, subject: Data) -> Data | None:
-    """Return settings of a session that differ from these, and for which the subject was measured; None if it was not.
+    """Return session settings, different from these, for which the subject was measured; None if there are none.
 
-    All else that times depend on must be the same as here.
+    Everything else that times depend on must be the same as here.
     """
     folder = _measurements()
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -11,10 +11,10 @@ from onnxfuse.tuning.runs_in_flight import RunsInFlight
 
 
 class CountedSession(ort.InferenceSession):  # type: ignore[misc]  # onnxruntime has no types
-    """An ordinary session whose every way to run is counted."""
+    """An ordinary session that counts its runs, whichever method starts them."""
 
     def __init__(self, runs: RunsInFlight, *arguments: Any, **named: Any) -> None:
-        """Make a session that counts in `runs`, of the arguments of onnxruntime.InferenceSession."""
+        """Make a session whose runs are counted in `runs`; other arguments are onnxruntime.InferenceSession's."""
         self._runs_in_flight = runs
         super().__init__(*arguments, **named)
 
@@ -55,6 +55,6 @@ class CountedSession(ort.InferenceSession):  # type: ignore[misc]  # onnxruntime
         self._runs_in_flight.begin()
         try:
             return super().run_async(output_names, input_feed, ended, user_data, run_options)
-        except BaseException:  # then no callback will come
+        except BaseException:  # the callback will not be called
             self._runs_in_flight.end()
             raise

@@ -1,4 +1,4 @@
-"""Kernel or body: how the fused nodes of a session run, as earlier measurements say."""
+"""Choose between kernel and body for the fused nodes of a session, by earlier measurements."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from onnxfuse.runtime.target import PlanChoice
 
 log: Final = logging.getLogger("onnxfuse")
-# Ignore measurements, use them, make those that are missing first, or make them between runs.
+# Ignore measurements, use them, make missing ones before the session runs, or make them between its runs.
 TunePolicy = Literal["never", "cached", "now", "background"]
-Mode = Literal["plain", "cuda graph"]  # of a session
+Mode = Literal["plain", "cuda graph"]  # the mode of a session
 PLAIN: Final = "plain"
 CUDA_GRAPH: Final = "cuda graph"
-ALL_KERNELS: Final = "kernels"  # variants of a whole model; a third one mixes what is faster node by node
+ALL_KERNELS: Final = "kernels"  # variants of a whole model; a third variant runs each node in its faster way
 ALL_BODIES: Final = "bodies"
 
 
@@ -56,9 +56,9 @@ def record_dispatches(
     dispatches: Sequence[NodeDispatch],
     places: Sequence[Place | None],
 ) -> None:
-    """Keep what `explain_session` says of a session, or of the sessions that are made with these options.
+    """Record the answer of `explain_session` for a session, or for the sessions that are made with these options.
 
-    places  by node: where `kernel_failures` notes that a kernel fails later; None where none runs
+    places  per node: the key under which `kernel_failures` records later failures; None if no kernel runs
     """
     _dispatches[session] = tuple(zip(dispatches, places, strict=True))
 
@@ -66,8 +66,8 @@ def record_dispatches(
 def explain_session(session: ort.InferenceSession) -> tuple[NodeDispatch, ...]:
     """Return how each fused node of a session runs, and why.
 
-    Raises UsageError for a session that neither `InferenceSession` made, nor onnxruntime with options that went through
-    `register`.
+    Raises UsageError for a session that was made neither by `InferenceSession`, nor by onnxruntime with options that
+    went through `register`.
     """
     for key in (session, session.get_session_options(), getattr(session, "_sess_options_initial", None)):
         if key is not None and key in _dispatches:
@@ -76,7 +76,7 @@ def explain_session(session: ort.InferenceSession) -> tuple[NodeDispatch, ...]:
 
 
 def _with_failure(dispatch: NodeDispatch, place: Place | None) -> NodeDispatch:
-    """Return a dispatch that says what has failed of a node's kernels since the session was made."""
+    """Return a dispatch that also names the failure of a node's kernels since the session was made, if any."""
     failure = failure_of(place) if place else None
     return replace(dispatch, why=f"{dispatch.why}; {failure}") if failure else dispatch
 
@@ -86,7 +86,7 @@ def _with_failure(dispatch: NodeDispatch, place: Place | None) -> NodeDispatch:
 
 @dataclass(frozen=True)
 class Preference:
-    """Whether a node should run as a kernel, and the measurement that says so."""
+    """Whether a node should run as a kernel, and the measurement that shows it."""
 
     kernel: bool
     why: str
@@ -100,26 +100,26 @@ class FoundPlans:
     """The plan file of a session."""
 
     path: Path
-    is_named: bool  # by the argument `plans`; it is beside the model otherwise
+    is_named: bool  # whether the argument `plans` names it; otherwise it is beside the model
 
 
 @dataclass(frozen=True)
 class SessionSettings:
     """How the fused nodes of a session run."""
 
-    prefer: Prefer | None  # which as kernels and which as bodies; None runs every node with a kernel as one
+    prefer: Prefer | None  # chooses kernel or body per node; None runs every node with a kernel as a kernel
     choice: PlanChoice  # which candidate plans of a kernel run
-    plan_file: FoundPlans | None = None  # is used if it fits
-    aim: Aim = "latency"  # that of InferenceSession
+    plan_file: FoundPlans | None = None  # used if it fits
+    aim: Aim = "latency"  # the aim of InferenceSession
 
 
 def cached_preferences(
     model: onnx.ModelProto, calls: Sequence[Call], environment: Environment, mode: Mode, per_node: bool = True
 ) -> list[Preference | None]:
-    """Return what the measurements say of each fused node; None for a node that was not measured.
+    """Return for each fused node whether measurements prefer its kernel; None if it was not measured.
 
-    If the whole model was timed, in this mode or else in the other one, its fastest variant counts: all kernels, all
-    bodies, or the mix of what is faster node by node. Times at several shapes are summed.
+    If the whole model was timed, in this mode or else in the other one, its fastest variant decides: all kernels,
+    all bodies, or the mix in which each node runs in its faster way. Times at several shapes are summed.
     Without `per_node`, all nodes that call one function must run alike, and a mix in which they do not is ignored.
     """
     alone = preferences_by_node(model, calls, environment, per_node)
@@ -153,7 +153,7 @@ def all_kernels(
 def preferences_by_node(
     model: onnx.ModelProto, calls: Sequence[Call], environment: Environment, per_node: bool = True
 ) -> list[Preference | None]:
-    """Return what the measurements of single nodes say of each fused node; None for a node that was not measured.
+    """Return for each fused node whether measurements of single nodes prefer its kernel; None if it was not measured.
 
     Without `per_node`, the times of all nodes that call one function are summed.
     """
@@ -206,7 +206,7 @@ def case_text(case: Data) -> str:
 
 
 def shapes_text(shapes: Sequence[str]) -> str:
-    """Join shapes such as "4096x768 float16"; a dtype that all of them have is named once."""
+    """Join shapes such as "4096x768 float16"; if all have one dtype, it is named once."""
     pairs = [each.rpartition(" ") for each in shapes]
     dtypes = {dtype for *_, dtype in pairs}
     if len(dtypes) == 1 and all(dims for dims, *_ in pairs):
@@ -218,9 +218,9 @@ def shapes_text(shapes: Sequence[str]) -> str:
 
 
 def node_subject(call: Call, bodies: Mapping[str, str]) -> Data:
-    """Describe a fused node and its body without name and shapes: nodes that do the same have equal subjects.
+    """Describe a fused node and its body without name and shapes: nodes that compute the same have equal subjects.
 
-    `bodies` is what `body_digests` returns.
+    `bodies` is the result of `body_digests`.
     """
     node = call.node
     return {

@@ -38,7 +38,7 @@ def _cuda_eviction(ordinal: int) -> Callable[[], None]:
 
     def read() -> None:
         with cupy.cuda.Device(ordinal) as device:
-            # The memory is read: what is written would go to memory later, while other code is timed.
+            # The memory is read, because written data would be flushed later, while other code is timed.
             retry_without_disk_cache(words.max)
             device.synchronize()
 

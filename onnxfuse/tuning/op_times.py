@@ -1,4 +1,4 @@
-"""Time each operator of a model alone: a fused one as a kernel and as its body, beside a copy of the same bytes."""
+"""Time each operator of a model alone: a fused one as a kernel and as its body, and a copy of as many bytes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from onnxfuse.tuning.dispatch import NodeDispatch, SessionSettings, all_kernels,
 from onnxfuse.tuning.memory_rate import cache_eviction, copy_rate
 from onnxfuse.tuning.timing import interleaved, runs_within
 
-UNFUSED: Final = "onnxruntime"  # how a node runs that no fusion took
-COPIES: Final = 9  # of an operator in one graph: the time of a node is an eighth of what eight more copies take
+UNFUSED: Final = "onnxruntime"  # how an unfused node runs
+COPIES: Final = 9  # of an operator in one graph: a node's time is an eighth of the time of eight further copies
 SECONDS_PER_OPERATOR: Final = {"kernel": 0.3, "body": 0.3, UNFUSED: 0.1}
-# Copies of an operator share weights of more bytes. Smaller ones could stay in a cache: an H200's L2 has 60 MiB.
+# Copies of an operator share weights larger than this. Smaller ones could stay in a cache: an H200's L2 has 60 MiB.
 MIN_SHARED_WEIGHT_BYTES: Final = 64 * 2**20
-# Operators that do no work on a device, or not on tensors.
+# Operators that do no work on a device, or do not work on tensors.
 UNTIMED: Final = re.compile("Constant|If|Loop|Random.*|Scan|Shape|Size|.*(Optional|Sequence|String).*")
 DESCRIPTIONS: Final = {"fusion", "operands", "output_types", "output_ranks", "attributes"}  # attributes for onnxfuse
 Attribute = int | float | str | list[int] | list[float] | list[str]
@@ -40,14 +40,14 @@ class OpTime:
 
     fusion: str  # or the ONNX operator of an unfused node
     nodes: tuple[str, ...]
-    shapes: tuple[str, ...]  # of the inputs, such as "4096x768 float16"
+    shapes: tuple[str, ...]  # shapes of the inputs, such as "4096x768 float16"
     attributes: Mapping[str, Attribute]
     how: str  # kernel, body, or UNFUSED: its time is in `body`
     why: str
     bytes: int
     kernel: float | None = None
     body: float | None = None
-    share: float | None = None  # of the rate at which a copy moves as many bytes
+    share: float | None = None  # rate of moving its bytes, as a share of the rate of a copy of as many bytes
     cuda_graph: bool = False  # whether it was timed in a CUDA graph
     error: str = ""  # why it was not timed
 
@@ -75,7 +75,7 @@ class OpTime:
 
 @dataclass(frozen=True)
 class _Operator:
-    """Nodes that do the same on tensors of the same shapes; the first of them is timed."""
+    """Nodes that compute the same on tensors of the same shapes; the first of them is timed."""
 
     whole: TimedModel
     nodes: tuple[onnx.NodeProto, ...]
@@ -96,12 +96,12 @@ def op_times(
     unfused: bool = False,
     choice: PlanChoice = "measured",
 ) -> list[OpTime]:
-    """Time the fused nodes of a model's main graph on the values that they have in a run; slowest first.
+    """Time the fused nodes of a model's main graph on their values in a run; slowest first.
 
     dispatches    how the nodes run in a session of the model
     cuda_graph    time in a CUDA graph, where the operator can be captured
     only_kernels  leave out the nodes that run as their bodies
-    unfused       also time the nodes that no fusion took
+    unfused       also time the unfused nodes
     choice        which candidate plans of a kernel run
     """
     model, how = whole.model, {each.node: each for each in dispatches}
@@ -118,7 +118,7 @@ def op_times(
         row = _untimed(op, dispatch.how if dispatch else unknown, dispatch.why if dispatch else "")
         try:
             result.append(_timed(op, row, cuda_graph))
-        except Exception as error:  # whatever onnxruntime raises belongs in the table
+        except Exception as error:  # any error of onnxruntime is shown in the table
             result.append(replace(row, error=first_line(error)))
     return sorted(result, key=lambda row: -(row.seconds or 0.0) * len(row.nodes))
 
@@ -132,7 +132,7 @@ def node_name(node: onnx.NodeProto) -> str:
 
 
 def _values(whole: TimedModel, nodes: Sequence[onnx.NodeProto]) -> dict[str, Value]:
-    """Return the feeds, and as OrtValues on the device all that the nodes read and write in one run."""
+    """Return the feeds, and the tensors that the nodes read and write in one run, as OrtValues on the device."""
     model = whole.model
     weights = {t.name for t in (*model.graph.initializer, *_constants(model))} | {i.name for i in model.graph.input}
     wanted = {name for node in nodes for name in (*node.input, *node.output) if name and name not in weights}
@@ -149,7 +149,7 @@ def _values(whole: TimedModel, nodes: Sequence[onnx.NodeProto]) -> dict[str, Val
 def _equal_nodes(
     model: onnx.ModelProto, nodes: Sequence[onnx.NodeProto], values: Mapping[str, Value]
 ) -> list[tuple[onnx.NodeProto, ...]]:
-    """Group the nodes that do the same on tensors of the same shapes."""
+    """Group the nodes that compute the same on tensors of the same shapes."""
     weights = {t.name: t for t in (*model.graph.initializer, *_constants(model))}
     groups: dict[object, list[onnx.NodeProto]] = {}
     for node in nodes:
@@ -195,7 +195,7 @@ def _untimed(op: _Operator, how: str, why: str) -> OpTime:
 
 
 def _bytes_moved(op: _Operator, weights: Mapping[str, onnx.TensorProto]) -> int:
-    """Return the bytes that a node reads and writes; of a table that it gathers from, only the rows count."""
+    """Return the bytes that a node reads and writes; of a table that it gathers from, only the gathered rows count."""
     node = op.nodes[0]
     names = dict.fromkeys(name for name in (*node.input, *node.output) if name)
     moved = {n: size_of(weights[n]) if n in weights else _bytes(op.values[n]) for n in names}
@@ -220,15 +220,15 @@ def _bytes(value: Value) -> int:
 def _timed(op: _Operator, row: OpTime, cuda_graph: bool) -> OpTime:
     """Time kernel and body in turns, each as one copy and as COPIES copies in a graph, with a cold cache at the start.
 
-    The difference is the time of the further copies. Their weights come from memory, as in a model whose weights exceed
-    the cache, and their activations from where a chain of nodes leaves them.
+    The difference is the time of the further copies. They read weights from memory, as in a model whose weights exceed
+    the cache, and activations from wherever a chain of nodes leaves them.
     """
     kinds = ("kernel", "body") if row.how == "kernel" else ("body",)
     counts = [(kind, copies) for kind in kinds for copies in (1, COPIES)]
     try:
         bound = [_bound(op, copies, kind == "kernel", cuda_graph) for kind, copies in counts]
     except Exception:  # a body with a node on the CPU cannot be captured
-        if not cuda_graph or row.how == UNFUSED:  # alone on the CPU, an unfused node's time would be the transfer's
+        if not cuda_graph or row.how == UNFUSED:  # an unfused node on the CPU would time the transfers
             raise
         return _timed(op, row, False)
     count = runs_within(SECONDS_PER_OPERATOR[row.how] / sum(copies for _, copies in counts), bound[0].run)
@@ -242,9 +242,9 @@ def _timed(op: _Operator, row: OpTime, cuda_graph: bool) -> OpTime:
 
 
 def _bound(op: _Operator, copies: int, kernels: bool, cuda_graph: bool) -> BoundSession:
-    """Start a session of so many copies of the operator and warm it up.
+    """Start a session with `copies` copies of the operator, and warm it up.
 
-    Raises OnnxfuseError where a copy runs as its body though `kernels` are asked for.
+    Raises OnnxfuseError if `kernels` is true and a copy runs as its body.
     """
     model, feeds, shapes = _repeated(op, copies)
     repeated = replace(op.whole, model=model, feeds=feeds)
@@ -256,7 +256,7 @@ def _bound(op: _Operator, copies: int, kernels: bool, cuda_graph: bool) -> Bound
 
 
 def _repeated(op: _Operator, copies: int) -> tuple[onnx.ModelProto, dict[str, Value], dict[str, tuple[int, ...]]]:
-    """Return a model of so many copies of the operator, its inputs, and the shapes of its outputs.
+    """Return a model with `copies` copies of the operator, its inputs, and the shapes of its outputs.
 
     The copies read inputs of different names, because onnxruntime would merge equal nodes. Weights that fit into a
     cache are copied as well: in a model, each node reads its own weights from memory.

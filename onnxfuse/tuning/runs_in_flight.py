@@ -9,13 +9,13 @@ from typing import Final, Protocol, TypeVar
 
 T = TypeVar("T")
 
-QUIET_SECONDS: Final = 0.02  # since the last run ended: a server whose requests follow more closely is left alone
-PATIENCE_SECONDS: Final = 2.0  # of waiting for that with memory allocated for a trial
-MAX_ATTEMPTS: Final = 10  # at a piece of work during which runs began
+QUIET_SECONDS: Final = 0.02  # required since the last run ended: a server with denser requests is not disturbed
+PATIENCE_SECONDS: Final = 2.0  # longest wait for that while a trial holds memory
+MAX_ATTEMPTS: Final = 10  # at a piece of work that is repeated because runs began meanwhile
 
 
 class Alone(Protocol):
-    """Returns what `work` returns, which it calls now or later, and perhaps more than once."""
+    """Calls `work` now or later, perhaps more than once, and returns its result."""
 
     def __call__(self, work: Callable[[], T], /) -> T:
         """Call `work`."""
@@ -24,12 +24,12 @@ class Alone(Protocol):
 class MeasuringStopped(BaseException):
     """A measurement is given up, because runs leave no time for it or their sessions are gone.
 
-    It is no Exception, as asyncio.CancelledError is none: it is no failure of the plan that was measured.
+    Like asyncio.CancelledError, it is not an Exception, because it is not a failure of the measured plan.
     """
 
 
 def at_once(work: Callable[[], T]) -> T:
-    """Return what `work` returns: no run is in flight whose time it would take."""
+    """Call `work` at once and return its result: no run is in flight that it would slow down."""
     return work()
 
 
@@ -60,7 +60,7 @@ class RunsInFlight:
             self._ended = time.monotonic()
 
     def alone(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns, called while no run is in flight; it is called again if one began meanwhile.
+        """Call `work` while no run is in flight, again if one began meanwhile, and return its result.
 
         Raises MeasuringStopped if runs leave no time for that.
         """
@@ -72,9 +72,9 @@ class RunsInFlight:
         raise MeasuringStopped
 
     def wait_for_none(self, seconds: float) -> int:
-        """Return how many runs have begun, when none is in flight and the last one ended QUIET_SECONDS ago.
+        """Wait until no run is in flight and the last one ended QUIET_SECONDS ago; return how many runs have begun.
 
-        Raises MeasuringStopped after so many seconds.
+        Raises MeasuringStopped after `seconds`, or if waiting makes no sense any more.
         """
         deadline = time.monotonic() + seconds
         while self._goes_on():

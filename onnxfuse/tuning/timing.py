@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-MIN_RUNS: Final = 10  # of `runs_within`
+MIN_RUNS: Final = 10  # by default, in `runs_within`
 MAX_RUNS: Final = 200
 
 
 @dataclass(frozen=True)
 class RunTimes:
-    """Seconds of a run: the median, the quartiles and the minimum of so many runs."""
+    """Seconds of a run: the median, the quartiles and the minimum of `runs` runs."""
 
     median: float
     q1: float

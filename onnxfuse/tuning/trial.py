@@ -19,11 +19,11 @@ from onnxfuse.runtime.plan import Device, Plan, TensorSpec
 from onnxfuse.runtime.run_plan import ReadyPlan
 from onnxfuse.tuning.runs_in_flight import Alone, MeasuringStopped, at_once
 
-MAX_SCRATCH_BYTES: Final = 4 * 2**30  # or half of what is free, if that is less
+MAX_SCRATCH_BYTES: Final = 4 * 2**30  # or half of the free memory, if that is less
 MAX_CONSTANT_SETS: Final = 256
 MIN_LAUNCHES_PER_GRAPH: Final = 8  # starting a CUDA graph takes about 10 us
 WARM_UP_REPLAYS: Final = 2
-MIN_ROUNDS, MAX_ROUNDS = 5, 20  # of replaying the graph of each plan
+MIN_ROUNDS, MAX_ROUNDS = 5, 20  # rounds of replaying the graph of each plan
 SECONDS_PER_PLAN: Final = 0.05
 RANDOM_VALUES: Final = 1_000_003  # a prime number, so that no two rows of a matrix are equal
 NUMPY_DTYPES: Final[dict[str, Any]] = {"bfloat16": ml_dtypes.bfloat16}  # dtypes whose names NumPy does not know
@@ -48,7 +48,7 @@ class GpuTrial:
         ready: Callable[[Plan], ReadyPlan],
         alone: Alone = at_once,
     ) -> None:
-        """Open a stream and a memory pool; `ready` compiles a plan for the device, `alone` is given what then runs."""
+        """Open a stream and a memory pool; `ready` compiles a plan for the device, `alone` runs the work on it."""
         self._cupy: Any = cupy_module()
         self._inputs, self._outputs, self._device, self._compile = tuple(inputs), plans[0].outputs, device, ready
         self._alone = alone
@@ -73,11 +73,11 @@ class GpuTrial:
         return f"they need {needed} bytes of scratch memory, at most {limit} are taken" if needed > limit else None
 
     def outputs(self, plan: Plan) -> list[Any]:
-        """Return copies of what a plan computes from the first set of inputs."""
+        """Return copies of a plan's outputs for the first set of inputs."""
         return self._alone(partial(self._outputs_of, plan))
 
     def difference(self, expected: Sequence[Any], outputs: Sequence[Any]) -> str | None:
-        """Return how the first output that differs does so; None if all agree up to rounding."""
+        """Return how the first differing output differs; None if all agree up to rounding."""
         with self._on_device():
             for number, (right, found, spec) in enumerate(zip(expected, outputs, self._outputs, strict=True)):
                 tolerance = TOLERANCE.get(spec.dtype, 0.0)
@@ -107,7 +107,7 @@ class GpuTrial:
             except MeasuringStopped as stopped:
                 raise stopped.with_traceback(None) from None  # its frames hold a graph
             finally:
-                graphs.clear()  # while this thread is relaxed: captures of other threads may forbid it later
+                graphs.clear()  # now, while this thread is relaxed; later, captures of other threads may forbid it
             self._sets = []  # the runs have overwritten their inputs
             return [statistics.median(each) for each in times]
 
@@ -128,7 +128,7 @@ class GpuTrial:
         with self._on_device():
             inputs, outputs = self._memory(1)[0]
             for buffer, spec in zip(outputs, self._outputs, strict=True):
-                buffer.memset_async(0xFF, size_of(spec), self._stream)  # what a plan does not write must not look right
+                buffer.memset_async(0xFF, size_of(spec), self._stream)  # memory that a plan leaves must not look right
             self._start(plan, (inputs, outputs))
             pairs = zip(outputs, self._outputs, strict=True)
             copies = [retry_without_disk_cache(partial(self._array, buffer, spec)) for buffer, spec in pairs]
@@ -149,7 +149,7 @@ class GpuTrial:
         return self._plans[key]
 
     def _captured(self, plan: Plan, sets: Sequence[Buffers]) -> Any:
-        """Capture a CUDA graph of several runs: each takes the next constants and reads what the last one wrote."""
+        """Capture a CUDA graph of several runs: each uses the next constants and reads the last one's outputs."""
         self._start(plan, sets[0])  # a first run may allocate memory or load code
         self._stream.synchronize()
         self._stream.begin_capture(CAPTURE_MODE_RELAXED)
@@ -161,7 +161,7 @@ class GpuTrial:
         return graph
 
     def _time(self, graph: Any) -> float:
-        """Return the seconds that a graph takes when it has the GPU for itself."""
+        """Return the seconds that a graph takes while nothing else runs on the GPU."""
         return self._alone(partial(self._replay, graph))
 
     def _replay(self, graph: Any) -> float:
@@ -180,7 +180,7 @@ class GpuTrial:
             return min(MAX_SCRATCH_BYTES, int(self._cupy.cuda.runtime.memGetInfo()[0]) // 2)
 
     def _count(self) -> int:
-        """Return how many sets of constants take twice the L2 cache; 1 if they are too small to matter."""
+        """Return how many sets of constants fill twice the L2 cache; 1 if they are too small to matter."""
         if not self._constant_bytes:
             return 1
         with self._on_device():
@@ -209,7 +209,7 @@ class GpuTrial:
         return self._sets[:count]
 
     def _swapped(self, memory: Buffers) -> Buffers:
-        """Return the buffers with chained inputs and outputs swapped, to read what the run before wrote."""
+        """Return the buffers with chained inputs and outputs swapped, so that a run reads the last one's outputs."""
         inputs, outputs = map(list, memory)
         for output, source in self._chained:
             inputs[source], outputs[output] = outputs[output], inputs[source]
@@ -223,8 +223,8 @@ class GpuTrial:
         """Allocate a tensor of normal values that differ by `number`, of random booleans, or of zeros for integers.
 
         Integers may be indices.  The values of constant matrices and filters are so small that products and
-        convolutions keep the size of what they read: runs read what the run before wrote, and infinite values take
-        other branches of kernels.
+        convolutions keep the magnitude of their inputs, because runs read the outputs of the run before, and infinite
+        values take other branches of kernels.
         """
         buffer, size = self._allocate(spec), size_of(spec)
         if spec.dtype not in TOLERANCE and spec.dtype != "bool":
@@ -256,7 +256,7 @@ class GpuTrial:
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Make the GPU, the stream and the memory pool current, and permit what captures of other threads forbid."""
+        """Make the GPU, the stream and the memory pool current, and allow calls that other threads' captures forbid."""
         with self._cupy.cuda.Device(self._device.ordinal), relaxed():
             if not hasattr(self, "_stream"):
                 yield
@@ -278,8 +278,8 @@ def _chained(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Ite
 def _terms(constant: TensorSpec) -> int:
     """Return how many products a sum over a constant matrix or filter has, at most; 1 for vectors.
 
-    The largest axis of a filter is taken for its output channels: where a run reads what the run before wrote, there
-    are as many of them as input channels, or one filter for each channel.
+    The largest axis of a filter is taken as its output channels: where a run reads the output of the run before, there
+    are as many output channels as input channels, or one filter for each channel.
     """
     if len(constant.shape) < 2:
         return 1
@@ -303,7 +303,7 @@ def size_of(spec: TensorSpec) -> int:
 
 
 def array_difference(xp: Any, right: Any, found: Any, tolerance: float) -> str | None:
-    """Return how an array differs from the right one by more than rounding; None if it does not.
+    """Return how an array differs from the expected one by more than rounding; None if it does not.
 
     xp         the arrays' module, NumPy or CuPy
     tolerance  how far an element may be off, relative to its value plus the root mean square of all elements
@@ -326,7 +326,7 @@ def array_difference(xp: Any, right: Any, found: Any, tolerance: float) -> str |
 
 @contextmanager
 def relaxed() -> Iterator[None]:
-    """Let this thread allocate and synchronize while another thread captures a CUDA graph, which goes on."""
+    """Allow this thread to allocate and synchronize without ending another thread's capture of a CUDA graph."""
     mode = ctypes.c_int(CAPTURE_MODE_RELAXED)
     exchange = ctypes.CDLL(libcuda()).cuThreadExchangeStreamCaptureMode
     exchange(ctypes.byref(mode))

@@ -54,9 +54,9 @@ from onnxfuse.tuning.timing import interleaved, runs_within
 from onnxfuse.verify.requested_shapes import describe_feeds, feeds_of_known_sizes
 
 log: Final = logging.getLogger("onnxfuse")
-# The words of CUDA, of onnxruntime's allocator and of its gpu_mem_limit.
+# Messages of CUDA, of onnxruntime's allocator, and about its gpu_mem_limit.
 OUT_OF_MEMORY: Final = re.compile("out of memory|failed to allocate|smaller than requested", re.IGNORECASE)
-SECONDS_PER_VARIANT: Final = 2.0  # of runs of the whole model
+SECONDS_PER_VARIANT: Final = 2.0  # spent on runs of the whole model
 NOT_FOR_TIMING: Final = ("enable_cuda_graph", "user_compute_stream", "has_user_compute_stream")  # provider options
 ORIGINAL: Final = "original"  # a variant that is timed, but never chosen
 MEASURED: Final = SessionSettings(all_kernels, "measured")
@@ -65,17 +65,17 @@ Source = str | os.PathLike[str] | bytes | onnx.ModelProto
 
 @dataclass(frozen=True)
 class ModelTimes:
-    """The seconds of a run of the whole model in one mode, by variant, and the variant that sessions will be."""
+    """The seconds of a run of the whole model in one mode, by variant, and the variant that sessions will use."""
 
     mode: Mode
     seconds: Mapping[str, float]
-    chosen: str  # empty where none is
+    chosen: str  # empty if none is chosen
     reason: str = ""  # why none is chosen
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What `tune` measured."""
+    """The results of `tune`."""
 
     ops: tuple[OpTime, ...]
     models: tuple[ModelTimes, ...]  # one for each mode
@@ -86,7 +86,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class _Task:
-    """A model to tune, its fused nodes, and what their measurements depend on."""
+    """A model to tune, its fused nodes, and the environment that their measurements depend on."""
 
     timed: TimedModel
     calls: Sequence[Call]
@@ -105,13 +105,13 @@ def tune(
 ) -> Tuning:
     """Measure a fused model on its inputs and keep the measurements, which later sessions on this GPU use.
 
-    fused     CUDA graphs are timed as well, whatever its options say
-    original  the model before it was fused, which is timed beside it and never chosen
+    fused     CUDA graphs are timed as well, whatever its provider options are
+    original  the model before it was fused, which is timed too, but never chosen
     others    make inputs of other sizes, at which the plans of the kernels are measured, too
 
     Raises UsageError where nothing can be tuned, OnnxfuseError where the model does not load with these options. The
-    result says why a variant that does not run was left out. If the kernels of a model do not run, nothing is kept of
-    the model, because the reason may pass.
+    result says why a variant that does not run was left out. If the kernels of a model do not run, nothing is kept
+    for the whole model, because the reason may be temporary.
     """
     task = _task(fused)
     dispatches = _dispatch_to_kernels(task)
@@ -134,7 +134,7 @@ def tune_session(
 ) -> None:
     """Tune the model of a session for tune="now", unless it was measured at these shapes before.
 
-    Failures are logged, because the session itself may be possible. Raises UsageError for missing or wrong shapes.
+    Failures are logged, because the session itself may still work. Raises UsageError for missing or wrong shapes.
     """
     provider: Provider = "cuda" if provider_name == PROVIDERS["cuda"] else "cpu"
     if PROVIDERS[provider] != provider_name:
@@ -167,7 +167,7 @@ def check_kernels_run(provider: Provider) -> None:
 
 
 def _task(timed: TimedModel) -> _Task:
-    """Collect what is measured.  Raises UsageError where nothing can be tuned."""
+    """Collect the nodes to measure and their environment.  Raises UsageError where nothing can be tuned."""
     name = PROVIDERS[timed.provider]
     options = {key: value for key, value in timed.options.items() if key not in NOT_FOR_TIMING}
     check_kernels_run(timed.provider)
@@ -197,9 +197,9 @@ def _dispatch_to_kernels(task: _Task) -> Sequence[NodeDispatch]:
 
 
 def _measure_plans(task: _Task, others: Sequence[Callable[[], Mapping[str, Array]]]) -> None:
-    """Measure the plans of all kernels at several sizes: a session that measures does so when a node meets new ones.
+    """Measure the plans of all kernels at several sizes, by running a session that measures at each new size.
 
-    Sizes at which the model does not run are left out, with a line in the log.
+    Sizes at which the model does not run are left out, after a warning.
     """
     if not others:
         return
@@ -250,9 +250,9 @@ def _time_model(task: _Task, mode: Mode, original: onnx.ModelProto | None) -> Mo
 
 
 def _variants(task: _Task, mode: Mode, original: onnx.ModelProto | None) -> dict[str, Callable[[], BoundSession]]:
-    """Return what loads all bodies, all kernels, and the mix of what is faster node by node if that is neither.
+    """Return functions that load all bodies, all kernels, and a mix of each node's faster way if it differs from both.
 
-    Raises what onnxruntime raises where the bodies do not run.
+    Raises onnxruntime's error if the bodies do not run.
     """
     fused, alone = task.timed, preferences_by_node(task.timed.model, task.calls, task.environment)
     settings: dict[str, SessionSettings | None] = {ALL_BODIES: None, ALL_KERNELS: MEASURED}
@@ -272,7 +272,7 @@ def _variants(task: _Task, mode: Mode, original: onnx.ModelProto | None) -> dict
 def _seconds_in_turns(variants: Mapping[str, Callable[[], BoundSession]], mode: Mode) -> dict[str, float] | None:
     """Return the median seconds of the variants that run; None where several do not fit into memory together.
 
-    Raises what onnxruntime raises where the bodies do not run.
+    Raises onnxruntime's error if the bodies do not run.
     """
     bound: dict[str, BoundSession] = {}
     for name, make in variants.items():

@@ -31,7 +31,7 @@ std::string text_attribute(const Ort& ort, const OrtKernelInfo* info, const char
 // then as many int64, float32 or bytes.
 std::string read_attributes(const Ort& ort, const OrtKernelInfo* info, const std::vector<AttributeName>& names);
 
-// Returns the bytes by which plan files know a node: `read_attributes` in the order of the names, without `attributes`,
+// Returns the bytes that name a node in plan files: `read_attributes` in the order of the names, without `attributes`,
 // as `node_identity` in plan_file.py writes them.  Throws std::runtime_error if the node has an attribute that `names`
 // does not have.
 std::string node_identity(const Ort& ort, const OrtKernelInfo* info, std::vector<AttributeName> names);

@@ -16,15 +16,15 @@ using Sizes = std::vector<int64_t>;
 
 constexpr int64_t kAlignment = 16;  // bytes; of inputs and outputs if the convolution says that they are aligned
 enum TensorId : int64_t { kX = 1, kW = 2, kY = 3, kBias = 4, kResidual = 5, kFirstVirtual = 16 };
-// cuDNN calls B the more precise estimate; the fallback has engines for what neither knows.
+// cuDNN calls B the more precise estimate; the fallback has engines for convolutions that neither knows.
 constexpr CudnnHeuristicMode kHeuristicModes[] = {kHeuristicB, kHeuristicA, kHeuristicFallback};
 
 const char* name_of(CudnnDataType type) {
   return type == kCudnnFloat16 ? "float16" : type == kCudnnBfloat16 ? "bfloat16" : "float32";
 }
 
-// Returns the size of the spatial axis in front of a single one, which cuDNN requires: its convolutions have two or
-// three.
+// Returns values for two or three spatial axes, as cuDNN requires: a single axis gets another one before it, with the
+// value `first`.
 Sizes at_least_two(const Sizes& values, int64_t first) {
   return values.size() > 1 ? values : Sizes{first, values.front()};
 }
@@ -49,7 +49,7 @@ Sizes strides_of(const Sizes& dims, bool channels_last) {
   return strides;
 }
 
-// Returns the largest power of two, up to 16, that divides the address as far as the plan tells.
+// Returns the largest power of two, up to 16, that is known to divide the address.
 int64_t alignment_of(const Convolution& convolution, const Pointer& pointer) {
   const bool aligned = convolution.aligned || pointer.kind == MemoryKind::kScratch;
   const int64_t start = aligned ? kAlignment : convolution.element_bytes();
@@ -94,7 +94,7 @@ class Graph {
                       alignment_of(convolution_, pointer), false);
   }
 
-  // Adds what an operation writes: y if it is the last one, and otherwise a virtual tensor in float32.
+  // Adds the result of an operation: y for the last operation, else a virtual tensor in float32.
   void* add_result(bool last) {
     const Sizes dims = joined(convolution_.n, convolution_.m, convolution_.y_sizes);
     if (last) return add_operand(kY, convolution_.y, dims, convolution_.channels_last);
@@ -190,7 +190,7 @@ class Graph {
     pointwise.set(Attribute::kPointwiseMathPrecision, Type::kDataType, int{kCudnnFloat32});
   }
 
-  // Adds an operation on the last result and, if it is not null, an operand.
+  // Adds an operation on the last result and, unless it is null, on `operand`.
   bool add_pointwise(CudnnDescriptor& mode, void* operand, bool last) {
     void* const mode_raw = mode.raw();
     if (!mode.finalize_if_supported()) return false;
@@ -211,7 +211,7 @@ class Graph {
     return true;
   }
 
-  // The engines that were compiled ahead of time, the only ones for exact float32, want the residual before the bias.
+  // cuDNN's precompiled engines, the only ones for exact float32, require the residual before the bias.
   bool add_operations() {
     const Convolution& conv = convolution_;
     std::vector<std::function<bool(bool)>> epilogue;
@@ -286,7 +286,7 @@ CudnnEngine words_of(const Cudnn& cudnn, const CudnnDescriptor& config) {
 bool is_precise(const Convolution& convolution, const std::vector<int>& notes) {
   const bool exact = convolution.type == kCudnnFloat32 && !convolution.tf32;
   return std::none_of(notes.begin(), notes.end(), [&](int note) {
-    // Sums in the order in which blocks end are formed in y's dtype; the errors of FFT and Winograd are relative to the
+    // Sums in the order in which blocks end are made in y's dtype; the errors of FFT and Winograd are relative to the
     // largest of many pixels.
     const bool other_sums = note == kNoteReducedPrecisionReduction || note == kNoteNondeterministic ||
                             note == kNoteFft || note == kNoteWinograd;
@@ -294,9 +294,9 @@ bool is_precise(const Convolution& convolution, const std::vector<int>& notes) {
   });
 }
 
-// An engine with its knobs, and then its execution plan.
+// An engine with its knobs, and later its execution plan.
 struct Engine {
-  std::vector<CudnnDescriptor> descriptors;  // the configuration is the last one, until there is a plan behind it
+  std::vector<CudnnDescriptor> descriptors;  // the last one is the configuration, or the plan once it is made
   std::vector<int> notes;
   bool compiles = false;  // an execution plan's kernel is compiled when the plan is made, which takes a second or two
 };
@@ -343,7 +343,7 @@ uint64_t add_plan(const Cudnn& cudnn, const CudnnHandle& handle, Engine& engine)
   return static_cast<uint64_t>(std::max<int64_t>(0, workspace));
 }
 
-// Returns an engine's workspace in bytes, by making its execution plan unless that would compile a kernel.  Throws
+// Returns an engine's workspace in bytes, from its execution plan unless that would compile a kernel.  Throws
 // std::runtime_error if there is none.
 uint64_t workspace_of(const Cudnn& cudnn, const CudnnHandle& handle, Engine& engine) {
   constexpr size_t kVersionOfConfigWorkspace = 9'02'00;
@@ -353,8 +353,8 @@ uint64_t workspace_of(const Cudnn& cudnn, const CudnnHandle& handle, Engine& eng
 }
 
 // Calls `take` for each engine that cuDNN proposes and whose results are precise enough, the best by cuDNN's own
-// estimate first, until `take` returns false.  An engine for which `take` throws std::runtime_error is passed over,
-// because cuDNN also proposes engines that have no execution plan then.
+// estimate first, until `take` returns false.  An engine for which `take` throws std::runtime_error is skipped,
+// because cuDNN also proposes engines that turn out to have no execution plan.
 void for_each_engine(const Cudnn& cudnn, const Convolution& convolution, const Graph& graph,
                      const std::function<bool(const CudnnEngine&, Engine)>& take) {
   std::vector<CudnnEngine> seen;

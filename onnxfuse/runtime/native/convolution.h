@@ -29,7 +29,7 @@ enum class ConvolutionActivation : int64_t {
   kQuickGelu = 11,
 };
 
-// An engine of cuDNN and its knobs: the engine's global index, and then the type and the value of each knob.
+// An engine of cuDNN and its knobs: the engine's global index, followed by the type and the value of each knob.
 using CudnnEngine = std::vector<int64_t>;
 constexpr size_t kMaxEngineWords = 1 + 2 * kMaxKnobs;
 
@@ -81,9 +81,9 @@ class CudnnConvolution {
   const Cudnn& cudnn_;
   const Convolution convolution_;
   const int device_;
-  const std::vector<CudnnDescriptor> plan_;  // the execution plan, last, and all that it was made from
+  const std::vector<CudnnDescriptor> plan_;  // the descriptors that the execution plan was made from, and then the plan
   // cuDNN does not promise that threads may run one execution plan at one time, so each run holds the mutex while it
-  // starts.  It also guards the addresses of the last run, which are often those of the next one, and their descriptor.
+  // starts.  It also guards the addresses of the last run, which the next one often uses again, and their descriptor.
   mutable std::mutex mutex_;
   mutable Addresses addresses_{};
   mutable std::optional<CudnnDescriptor> pack_;

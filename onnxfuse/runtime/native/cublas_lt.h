@@ -1,4 +1,4 @@
-// cuBLASLt, opened at run time.  The part of its API that is used is declared here, as in cublasLt.h of CUDA 12.9.
+// cuBLASLt, opened at run time.  The part of its API that we use is declared here, as in cublasLt.h of CUDA 12.9.
 #pragma once
 
 #include <cstddef>

@@ -82,7 +82,7 @@ void Cudnn::open(const char* path) {
 
 const Cudnn& Cudnn::get() {
   const Cudnn* cudnn = opened.load(std::memory_order_acquire);
-  if (!cudnn) {  // in processes where Python, which knows more places, does not open it
+  if (!cudnn) {  // Python, which searches more places, has not opened it
     const char* chosen = std::getenv("ONNXFUSE_LIBCUDNN");
     const bool is_loaded = dlopen(kName, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
     try {

@@ -1,4 +1,4 @@
-// cuDNN 9's backend API, opened at run time.  The part of it that is used is declared here, as in cudnn_graph.h.
+// cuDNN 9's backend API, opened at run time.  The part of it that we use is declared here, as in cudnn_graph.h.
 #pragma once
 
 #include <cstddef>
@@ -126,8 +126,8 @@ enum CudnnNumericalNote : int {
   kNoteWinograd = 5,
 };
 enum CudnnBehaviorNote : int { kNoteRuntimeCompilation = 0 };
-constexpr int64_t kMaxNotes = 16;  // of an engine; cuDNN 9.28 knows ten numerical notes
-constexpr int64_t kMaxKnobs = 64;  // of an engine; cuDNN 9.28 knows 46 types of knobs
+constexpr int64_t kMaxNotes = 16;  // per engine; cuDNN 9.28 knows ten numerical notes
+constexpr int64_t kMaxKnobs = 64;  // per engine; cuDNN 9.28 knows 46 types of knobs
 
 struct Cudnn {
   // Opens the library at `path`, or, if `path` is null, the one that this process has loaded.  Does nothing if one is
@@ -137,7 +137,7 @@ struct Cudnn {
   // finds.  Throws std::runtime_error if there is none.
   static const Cudnn& get();
 
-  // Whether a status says that cuDNN cannot compute what was asked for, rather than that the call was wrong.
+  // Whether a status says that cuDNN does not support the operation, rather than that the call was wrong.
   static bool is_unsupported(int code) { return code >= 3000 && code < 4000; }
   // Throws "<what> failed: CUDNN_STATUS_… (cuDNN's own text)" unless the code is 0.
   void check(int code, const std::string& what) const;
@@ -157,8 +157,8 @@ struct Cudnn {
   int (*cudnnBackendExecute)(void* handle, void* plan, void* variant_pack);
 };
 
-// A handle of a device that no other thread uses as long as this object lives; afterwards the device's pool keeps it,
-// so that there are as many as threads that used them at one time.  The device's context must be current.
+// A handle of a device for this thread alone, as long as this object lives; then it returns to the device's pool, which
+// grows to the largest number of threads that used handles at one time.  The device's context must be current.
 class CudnnHandle {
  public:
   CudnnHandle(const Cudnn& cudnn, int device);
@@ -197,7 +197,7 @@ class CudnnDescriptor {
   }
 
   void finalize();
-  // Returns false, instead of throwing, if cuDNN does not support what the descriptor describes.
+  // Returns false, instead of throwing, if cuDNN does not support the content of the descriptor.
   bool finalize_if_supported();
 
   // Reads up to `room` elements and returns how many there are of them.

@@ -8,7 +8,7 @@
 
 namespace onnxfuse {
 
-// Runs `body`; returns null, or the message of what it threw, which stays valid until the thread's next call.
+// Runs `body`; returns null, or the message of its exception, which stays valid until the thread's next call.
 template <class Body>
 const char* reported(Body body) {
   thread_local std::string last_error;

@@ -16,26 +16,26 @@ ONNXFUSE_EXPORT void onnxfuse_reply(void* reply, const char* bytes, size_t size)
   static_cast<std::string*>(reply)->assign(bytes, size);
 }
 
-// Sets how many plans a template keeps while they take turns, and returns the earlier number.
+// Sets how many recently used plans a template keeps, and returns the earlier number.
 ONNXFUSE_EXPORT size_t onnxfuse_keep_plans(size_t count) { return Template::set_max_recent_plans(count); }
 
-// Tells `each` the inputs, as words, at which a node or an equal one ran since the last call, and how often.
+// Calls `each` with the inputs, as words, at which a node or an equal one ran since the last call, and how often.
 ONNXFUSE_EXPORT void onnxfuse_take_runs(uint64_t kernel, void (*each)(const int64_t* key, size_t size, uint64_t runs)) {
   std::vector<std::pair<Key, uint64_t>> found;
   FusedKernel::with(kernel, [&](FusedKernel& node) { found = node.take_runs(); });
   for (const auto& [key, runs] : found) each(key.data(), key.size(), runs);
 }
 
-// Tells `each` the nodes that have no templates yet, as requests without inputs.
+// Calls `each` with the nodes that have no templates yet, as requests without inputs.
 ONNXFUSE_EXPORT void onnxfuse_new_nodes(void (*each)(const PlanRequest*)) {
-  for (const NewNode& node : FusedKernel::new_nodes()) {  // without the lock, which nodes take that Python deletes
+  for (const NewNode& node : FusedKernel::new_nodes()) {  // without the lock, because deleting a node takes it
     const PlanRequest request{node.id, node.provider.c_str(), node.op.c_str(), node.node.c_str(),
                               node.attributes.data(), node.attributes.size(), nullptr, 0, node.device, node.settings};
     each(&request);
   }
 }
 
-// Makes later runs of a node take the plans of a template; does nothing if the node is gone.
+// Makes later runs of a node use the plans of a template; does nothing if the node is gone.
 ONNXFUSE_EXPORT const char* onnxfuse_give(uint64_t kernel, const char* bytes, size_t size) {
   return reported([&] { FusedKernel::with(kernel, [&](FusedKernel& node) { node.give({bytes, size}); }); });
 }

@@ -1,4 +1,4 @@
-// Expressions over the sizes of a node's inputs: what a plan's numbers are for a new shape.
+// Expressions over the sizes of a node's inputs, which compute the numbers of a plan for a new shape.
 #pragma once
 
 #include <cstdint>
@@ -15,12 +15,13 @@ class Expressions {
 
   size_t count() const { return rows_.size(); }
 
-  // Returns the values of all expressions; those of real numbers are the bits of a double.  `overflowed` becomes true if
+  // Returns the values of all expressions; real numbers are the bits of a double.  `overflowed` becomes true if
   // an integer does not fit into 64 bits.
   std::vector<int64_t> evaluate(const std::vector<int64_t>& sizes, bool& overflowed) const;
 
-  // Returns how far the sides of a comparison are from an answer, among all expressions' values: the greater over the
-  // lesser, minus 1.  It is 0 where the comparison has that answer, infinite where a side is not positive or not real.
+  // Returns how far the sides of a comparison are from an answer: the greater over the lesser, minus 1.  It is 0 where
+  // the comparison has that answer, and infinite where a side is not positive or not real.  `values` are the values of
+  // all expressions.
   double miss(size_t expression, bool answer, const std::vector<int64_t>& values) const;
 
  private:

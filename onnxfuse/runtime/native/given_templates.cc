@@ -44,7 +44,7 @@ class Module {
 
 namespace {
 
-// What is loaded on GPUs as long as some node holds it.  The caller holds the mutex.
+// Cubins and templates that are loaded on GPUs, as long as some node holds them.  The caller holds the mutex.
 struct Loaded {
   std::mutex mutex;
   std::map<std::tuple<const PlanFile*, size_t, int>, std::weak_ptr<const Module>> modules;  // by code and device

@@ -15,7 +15,7 @@ class Module;  // a loaded cubin
 struct GivenTemplate {
   bool tf32, shared;  // as in StoredTemplate
   std::shared_ptr<Template> plans;
-  std::vector<std::shared_ptr<const Module>> modules;  // which stay loaded as long as this object lives
+  std::vector<std::shared_ptr<const Module>> modules;  // they stay loaded as long as this object lives
 };
 
 using PlanFiles = std::vector<std::shared_ptr<const PlanFile>>;

@@ -1,4 +1,4 @@
-// The dtypes and ranks of a fused node's outputs, which onnxruntime asks for when a session is created.
+// The dtypes and ranks of a fused node's outputs, which onnxruntime requests when a session is created.
 #include "infer.h"
 
 #include <atomic>
@@ -37,7 +37,7 @@ int64_t rank_of_first_input(const Ort& ort, const OrtShapeInferContext* context)
   return rank ? static_cast<int64_t>(rank) : -1;  // onnxruntime reports an unknown rank as 0
 }
 
-// Gives every size a name of its own, because onnxruntime takes sizes of one name for equal.
+// Gives every size a name of its own, because onnxruntime treats sizes of one name as equal.
 void set_output(const Ort& ort, OrtShapeInferContext* context, size_t index, int64_t dtype, int64_t rank) {
   std::vector<std::string> names;
   std::vector<const char*> pointers;

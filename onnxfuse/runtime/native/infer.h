@@ -1,4 +1,4 @@
-// The dtypes and ranks of a fused node's outputs, which onnxruntime asks for when a session is created.
+// The dtypes and ranks of a fused node's outputs, which onnxruntime requests when a session is created.
 #pragma once
 
 #include "ort_api.h"

@@ -31,8 +31,9 @@ Nodes& nodes() {
 
 constexpr uintptr_t kAlignment = 16;  // bytes
 
-// Returns for each input whether the model holds its values.  Only the choice between plans depends on it, so that an
-// input about which onnxruntime reports an error counts as computed.  The values are not read: they may be on the GPU.
+// Returns for each input whether the model holds its values.  Only the choice between plans depends on it;
+// therefore an input counts as computed if onnxruntime reports an error about it.  The values are not read: they may be
+// on the GPU.
 std::vector<bool> constants_of(const Ort& ort, const OrtKernelInfo* info) {
   size_t count = 0;
   check(ort, ort.KernelInfo_GetInputCount(info, &count));
@@ -47,7 +48,7 @@ std::vector<bool> constants_of(const Ort& ort, const OrtKernelInfo* info) {
   return constants;
 }
 
-// Tells onnxruntime's log, once for each file and GPU, that the plans were made for GPUs of another kind.
+// Logs to onnxruntime, once for each file and GPU, that the plans were made for GPUs of another kind.
 void log_other_kind(const Ort& ort, const OrtKernelInfo* info, const PlanFile& file, int device,
                     const DeviceKind& here) {
   static auto* mutex = new std::mutex();  // never deleted: sessions may outlive static objects
@@ -125,7 +126,7 @@ struct Tensors {
   }
 };
 
-// A thread's Tensors, whose memory its next run uses again.  Python may start a run while it plans for another run of
+// A thread's Tensors, whose memory its next run reuses.  Python may start a run while it plans for another run of
 // the thread; the inner run gets Tensors of its own.
 class ReusedTensors {
  public:
@@ -147,9 +148,9 @@ class ReusedTensors {
   }
 };
 
-constexpr size_t kMaxInputsOfBody = 1024;  // that a node knows to run its body
+constexpr size_t kMaxInputsOfBody = 1024;  // inputs that a node remembers to run as its body
 
-// Where a node's body puts its outputs.
+// The destination of the outputs of a node's body.
 struct BodyOutputs {
   const Ort& ort;
   const Driver& driver;
@@ -183,7 +184,7 @@ struct BodyOutputs {
   }
 };
 
-// Returns the key of the same inputs without their alignment, which is that of the plan for unaligned outputs.
+// Returns the key of the same inputs without their alignment: the key of the plan for unaligned outputs.
 Key without_alignment(Key key) {
   for (size_t at = 0; at + 2 < key.size(); at += 3 + static_cast<size_t>(key[at + 2])) key[at + 1] &= ~kAligned;
   return key;
@@ -293,8 +294,8 @@ std::string FusedKernel::describe(const Key* key) const {
   return text + ")";
 }
 
-// A session tells whether it allows TF32 when a node runs, and not before.  Of its aim only Python tells; without it the
-// plans of either are taken, those of the first file first.
+// Whether a session allows TF32 is known only when a node runs.  Its aim is known only through Python; without Python,
+// plans for either aim are used, those of the first file first.
 void FusedKernel::choose_given(const OrtKernelContext* context) {
   bool tf32 = setup_.settings & kTf32;
   if (!setup_.asks_python) {
@@ -321,7 +322,7 @@ FusedKernel::SharedPlan FusedKernel::first_fit(const Templates& templates, const
                                                SharedPlan (Template::*plan)(const Key&)) const {
   using Fit = Template::Fit;
   for (const Fit fit : {Fit::kExact, Fit::kBetter, Fit::kNotConstant}) {
-    // Python makes templates for inputs exactly as they are, or, in a session with plan files, with their constants.
+    // Templates from Python fit exactly.  kBetter is tried only for plan files, kNotConstant only without Python.
     if (setup_.asks_python && (fit == Fit::kNotConstant || (given_.empty() && fit != Fit::kExact))) break;
     for (const auto& each : templates) {
       if (!each->fits(key, fit)) continue;
@@ -348,8 +349,8 @@ FusedKernel::SharedPlan FusedKernel::make(const Key& key, Stream stream) {
     throw std::runtime_error("plan files have no plan for these inputs: " + onnxfuse::describe(setup_.files) +
                              "; make them again with these shapes");
   }
-  // Python loads the kernels of the variant that it would choose.  Should its arithmetic choose another one than ours,
-  // the second request is for all of them.
+  // Python loads the kernels of the variant that it would choose.  If its arithmetic chooses another variant than ours,
+  // the second request loads all kernels.
   for (const int settings : {0, kAllKernels}) {
     const std::shared_ptr<Template> added = ask(key, stream, settings);
     if (!added) return nullptr;
@@ -365,7 +366,7 @@ std::shared_ptr<Template> FusedKernel::ask(const Key& key, Stream stream, int se
   }
   if (const std::optional<std::string> bytes = ask_for_plan(request_for(key, settings))) return add(*bytes);
   std::unique_lock<std::shared_mutex> lock(mutex_);
-  if (of_body_.size() >= kMaxInputsOfBody) of_body_.clear();  // Python says it again
+  if (of_body_.size() >= kMaxInputsOfBody) of_body_.clear();  // Python will answer again
   of_body_.insert(key);
   return nullptr;
 }
@@ -398,7 +399,7 @@ std::shared_ptr<Template> FusedKernel::add(const std::string& bytes) {
   const auto is_replaced = [&](const auto& each) { return each->is_for_inputs_of(*added); };
   templates_.erase(std::remove_if(templates_.begin(), templates_.end(), is_replaced), templates_.end());
   templates_.insert(templates_.begin(), added);
-  of_body_.clear();  // it may have their plans
+  of_body_.clear();  // the template may have plans for them
   return added;
 }
 

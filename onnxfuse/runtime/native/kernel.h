@@ -18,7 +18,7 @@
 
 namespace onnxfuse {
 
-// A node of a session that has no templates yet, with what a request for one says of it besides its inputs.
+// A node of a session that has no templates yet: the fields of a request for one, except its inputs.
 struct NewNode {
   uint64_t id;
   std::string provider, op, node, attributes;
@@ -28,12 +28,12 @@ struct NewNode {
 // Throws std::runtime_error with the status's message and releases the status, unless it is null.
 void check(const Ort& ort, OrtStatus* status);
 
-// What the nodes of sessions with the same settings have in common.
+// The setup that the nodes of sessions with equal settings share.
 struct Setup {
   std::string provider;
-  PlanFiles files;  // whose templates come first
-  bool asks_python = false;  // for templates that the files do not have
-  int settings = 0;          // of the session, which requests for templates repeat to Python
+  PlanFiles files;  // their templates are preferred
+  bool asks_python = false;  // whether Python makes templates that the files lack
+  int settings = 0;          // flags of the session, repeated in requests to Python
 };
 
 class FusedKernel {
@@ -56,7 +56,7 @@ class FusedKernel {
   static void with(uint64_t id, const std::function<void(FusedKernel&)>& function);
   // Returns the inputs at which the node, or an equal one, ran since the last call, and how often, if runs are counted.
   std::vector<std::pair<Key, uint64_t>> take_runs();
-  // Makes later runs take the plans of a template, in place of those of a template for the same inputs.
+  // Makes later runs use the plans of a template, which replaces a template for the same inputs.
   void give(const std::string& bytes);
 
  private:
@@ -66,9 +66,9 @@ class FusedKernel {
   void read_node(const OrtKernelInfo* info);
   void take_templates(const OrtKernelInfo* info, const std::vector<AttributeName>& names);
   void choose_given(const OrtKernelContext* context);
-  // Returns what the first template that fits and has a plan returns: known_plan or plan of Template; null without any.
+  // Returns the first plan that a fitting template gives by `plan`, which is known_plan or plan of Template; else null.
   SharedPlan first_fit(const Templates& templates, const Key& key, SharedPlan (Template::*plan)(const Key&)) const;
-  // Returns null if a call of `make` has not made the plan for these inputs.
+  // Returns null unless a call of `make` has made the plan for these inputs.
   SharedPlan known(const Key& key);
   // Returns null if Python says that the body must run.
   SharedPlan make(const Key& key, Stream stream);
@@ -90,10 +90,10 @@ class FusedKernel {
   const OrtMemoryInfo* memory_ = nullptr;
   int device_ = 0;
   std::shared_mutex mutex_;  // guards the templates and of_body_
-  Templates templates_;      // which equal nodes share; the one that came last is the first
-  std::set<Key> of_body_;    // inputs for which Python said that the body must run
-  std::vector<std::shared_ptr<const GivenTemplate>> given_;  // by plan files
-  std::once_flag given_are_chosen_;                          // and those for the session's TF32 are in templates_
+  Templates templates_;      // shared by equal nodes; the newest is the first
+  std::set<Key> of_body_;    // inputs for which the body must run, by Python's answer
+  std::vector<std::shared_ptr<const GivenTemplate>> given_;  // the templates of plan files
+  std::once_flag given_are_chosen_;                          // once those for the session's TF32 are in templates_
 };
 
 }  // namespace onnxfuse

@@ -22,7 +22,7 @@ int epilogue_of(const Matmul& matmul) {
   return epilogue ? epilogue : kEpilogueNone;
 }
 
-// Returns the largest power of two, up to 256, that divides the address as far as the plan tells.
+// Returns the largest power of two, up to 256, that is known to divide the address.
 uint32_t alignment_of(const Matmul& matmul, const Pointer& pointer, DataType type) {
   const uint64_t start = pointer.kind == MemoryKind::kScratch ? kScratchAlignment
                          : matmul.aligned                ? kAlignment

@@ -12,7 +12,7 @@ namespace {
 
 const FusedOp& self(const OrtCustomOp* op) { return *static_cast<const FusedOp*>(op); }
 
-// What onnxruntime holds for a node.
+// The object that onnxruntime holds for a node.
 struct KernelOfOrt {
   const Ort& ort;
   FusedKernel kernel;
@@ -50,7 +50,7 @@ FusedOp::FusedOp(const Ort& ort_functions, Setup of_sessions, std::string op_nam
   GetInputType = GetOutputType = [](const OrtCustomOp*, size_t) { return 0; };  // undefined: any type
   GetInputTypeCount = GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return 1; };
   GetInputCharacteristic = GetOutputCharacteristic = [](const OrtCustomOp*, size_t) -> int { return kVariadic; };
-  GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };  // of the provider's device
+  GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };  // memory of the provider's device
   GetVariadicInputMinArity = GetVariadicOutputMinArity = [](const OrtCustomOp*) { return 1; };
   GetVariadicInputHomogeneity = GetVariadicOutputHomogeneity = [](const OrtCustomOp*) { return 0; };
   GetStartVersion = [](const OrtCustomOp*) { return 1; };

@@ -11,7 +11,7 @@ namespace onnxfuse {
 
 constexpr const char* kDomain = "onnxfuse";
 
-// One fused op.  It lives as long as the process, because sessions point to it and do not tell when they end.
+// One fused op.  It lives as long as the process, because sessions point to it and do not report when they end.
 struct FusedOp : OrtCustomOp {
   FusedOp(const Ort& ort, Setup setup, std::string name);
   std::vector<AttributeName> attributes() const;
@@ -30,7 +30,7 @@ struct FusedOp : OrtCustomOp {
 // Returns a status with a message.
 OrtStatus* failed(const Ort& ort, const char* message);
 
-// Runs `body` and turns what it throws into a status.
+// Runs `body`, and returns its exception as a status.
 template <class Body>
 OrtStatus* guarded(const Ort& ort, Body body) {
   try {

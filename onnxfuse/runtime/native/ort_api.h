@@ -25,7 +25,7 @@ constexpr uint32_t kShapeReferenceApi = 29;  // from this version on, a tensor's
 enum ErrorCode { kFail = 1, kInvalidArgument = 2, kRuntimeException = 6 };
 constexpr int kLogWarning = 2;
 enum AttributeType { kAttributeInts = 2 };
-// Of the CUDA provider, from onnxruntime's cuda_resource.h.
+// Resources of the CUDA provider, from onnxruntime's cuda_resource.h.
 constexpr int kCudaResourceVersion = 3;
 constexpr int kCudaUseTf32 = 10011;
 
@@ -104,7 +104,7 @@ struct Ort {
   }
 };
 
-// A custom operator as onnxruntime reads it; `version` says how many fields there are.
+// A custom operator as onnxruntime reads it; `version` determines the number of fields.
 struct OrtCustomOp {
   uint32_t version;
   void* (*CreateKernel)(const OrtCustomOp*, const void* api, const OrtKernelInfo*);

@@ -1,4 +1,4 @@
-// Finding plan files, and what they are good for on this machine.
+// Finding plan files, and the operators that they have plans for on this machine.
 #include "plan_choice.h"
 
 #include <dlfcn.h>
@@ -28,7 +28,7 @@ std::string config_entry(const Ort& ort, const OrtSessionOptions* options, const
   check(ort, ort.GetSessionConfigEntry(options, key.c_str(), nullptr, &size));
   std::string value(size, '\0');
   check(ort, ort.GetSessionConfigEntry(options, key.c_str(), value.data(), &size));
-  return value.c_str();  // without the zero behind it
+  return value.c_str();  // without the terminating zero
 }
 
 std::vector<std::string> split(const std::string& paths) {

@@ -1,4 +1,4 @@
-// Which plan files a session uses, and what happens if they do not fit: what a process without Python can say.
+// Which plan files a session uses, and what happens if they do not fit: settings for processes without Python.
 #pragma once
 
 #include <string>
@@ -10,8 +10,8 @@
 
 namespace onnxfuse {
 
-// Returns what session options or the environment say: the config entry onnxfuse.<name>, or else $ONNXFUSE_<NAME>.
-// Returns an empty string if they say nothing.  `ort` may be null: then only the environment counts.
+// Returns a setting of session options or the environment: the config entry onnxfuse.<name>, or else $ONNXFUSE_<NAME>.
+// Returns an empty string if neither is set.  `ort` may be null: then only the environment counts.
 std::string setting(const Ort* ort, const OrtSessionOptions* options, const char* name);
 
 // Returns whether `missing` is "body": where plans are missing, the bodies of fused nodes run.  The alternative, which
@@ -28,7 +28,7 @@ struct Runnable {
   std::string left_out;  // the names of operators that only some GPUs have plans for, if all must have them
 };
 
-// Finds plan files by `plans` (setting), or beside the library: <library>.plans, or else all *.plans in its folder.
+// Finds plan files by `plans` (setting), or beside this library: <library>.plans, or else all *.plans in its folder.
 // Returns the files for the GPUs of this process and the operators that some GPU, or, if `on_all`, every GPU, has plans
 // for.  Throws std::runtime_error if there are none.
 Runnable find_runnable(const Ort& ort, const OrtSessionOptions* options, bool on_all);

@@ -14,9 +14,9 @@
 namespace onnxfuse {
 
 constexpr int64_t kPlanFileFormat = 9;       // FORMAT of onnxfuse.runtime.plan_file
-constexpr uint32_t kMaxPortableCluster = 8;  // blocks, which every GPU that has clusters can run at once
+constexpr uint32_t kMaxPortableCluster = 8;  // blocks in the largest cluster that every GPU with clusters can run
 
-// An entry of a cubin for GPUs of one kind, and what its launches take.
+// An entry of a cubin for GPUs of one kind, and the shared memory and cluster size that its launches need.
 struct StoredKernel {
   size_t device, code;
   std::string entry;
@@ -29,21 +29,21 @@ struct StoredTemplate {
   size_t device;
   bool tf32;                     // whether it is for sessions that allow TF32
   bool shared;                   // whether it is for sessions whose aim is throughput
-  int64_t libraries;             // that its plans call: the flags below
-  std::string_view node, words;  // `node` is what node_identity returns
+  int64_t libraries;             // libraries that its plans call: the flags below
+  std::string_view node, words;  // `node` is the result of node_identity
 };
 constexpr int64_t kCallsCublasLt = 1, kNamesAlgorithm = 2, kCallsCudnn = 4, kNamesEngine = 8;
 
 struct PlanFile {
-  // Returns what a file holds: the same object as long as the file does not change.  Throws std::runtime_error that
-  // begins with the path if it cannot be read, is no plan file, is damaged or is of another format.
+  // Returns the content of a file: the same object as long as the file does not change.  Throws std::runtime_error that
+  // begins with the path if it cannot be read, is not a plan file, is damaged or is of another format.
   static std::shared_ptr<const PlanFile> load(const std::string& path);
 
-  // Returns the number of the kind among `devices` whose plans a GPU runs: its own, or else that of the same compute
-  // capability which is the most similar, if none of its kernels needs more than every such GPU has.
+  // Returns the index in `devices` of the kind whose plans a GPU runs: its own kind, or else the most similar kind of
+  // the same compute capability, if none of its kernels needs more than every such GPU has.
   std::optional<size_t> kind_for(const DeviceKind& here) const;
 
-  // Returns whether a GPU runs a template, which is for that kind: algorithms of libraries are for one kind only.
+  // Returns whether a GPU can run a template of that kind: algorithms of libraries are for one kind only.
   bool runs(const StoredTemplate& stored, const DeviceKind& here) const;
 
   std::string path;

@@ -1,4 +1,4 @@
-// The calls into Python, which are possible as long as Python runs.
+// The calls into Python, which are possible until Python exits.
 #include "python.h"
 
 #include <atomic>
@@ -14,8 +14,8 @@ std::atomic<const Interrupt*> interrupt{nullptr};
 
 // Raises KeyboardInterrupt in Python's main thread.
 //
-// onnxruntime turns every failure of a node into an ordinary exception, which a program may catch and pass over; a
-// KeyboardInterrupt or SystemExit that Python code raised while it planned must stop the program all the same.  The
+// onnxruntime turns every failure of a node into an ordinary exception, which a program may catch and pass over; but
+// a KeyboardInterrupt or SystemExit that Python code raised during planning must stop the program nevertheless.  The
 // exception is set on the main thread's state, here, because:
 //  - Inside the callback it would be raised in the callback's own code, and ctypes would discard it.
 //  - It is set before onnxruntime sees the error.  If the main thread runs the session, which is in C++ until then,

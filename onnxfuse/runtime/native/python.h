@@ -9,10 +9,10 @@ namespace onnxfuse {
 
 // Flags of a session's settings: TF32 is allowed, the runs of each plan are counted, its aim is throughput.
 constexpr int kTf32 = 1, kCountRuns = 8, kShared = 64;
-// Flag of a request: no kernel of the template may be missing, not only none for these shapes.
+// Flag of a request: all kernels of the template must be loaded, not only those for these shapes.
 constexpr int kAllKernels = 32;
 
-// What Python is told about a node that meets new input shapes.  native_library.py declares the same layout.
+// A request to Python for a template, as a node gets new input shapes.  native_library.py declares the same layout.
 struct PlanRequest {
   uint64_t kernel;  // identifies the node of a session until Python is told that it is dropped
   const char* provider;
@@ -26,10 +26,10 @@ struct PlanRequest {
   int32_t settings;  // of the session, as onnxfuse_prepare received them, and of the request
 };
 
-// What Python is told about a node that runs as its body.  native_library.py declares the same layout.
+// A request to Python to run the body of a node.  native_library.py declares the same layout.
 struct BodyRequest {
   const PlanRequest* node;
-  void* const* inputs;  // where they lie, in the order of the key
+  void* const* inputs;  // their addresses, in the order of the key
   void* stream;
   // Makes an output of this shape, and starts to copy it from `source`.  Returns whether that worked.
   int (*put)(void* outputs, uint64_t index, const int64_t* shape, uint64_t rank, const void* source);
@@ -39,7 +39,7 @@ struct BodyRequest {
 // Replies with a template and returns 0, returns kBody if the node's body must run for these inputs, or replies with the
 // text of an error and returns another number: kInterrupt if the error was KeyboardInterrupt or SystemExit.
 using PlanCallback = int (*)(const PlanRequest*, void* reply);
-// Starts a node's body, and puts its outputs; returns as PlanCallback does.
+// Starts a node's body, and calls `put` for its outputs; returns as PlanCallback does.
 using BodyCallback = int (*)(const BodyRequest*, void* reply);
 using DropCallback = void (*)(uint64_t kernel);
 constexpr int kInterrupt = 2, kBody = 3;

@@ -20,7 +20,7 @@ namespace {
 
 constexpr const char* kCudaProvider = "CUDAExecutionProvider";
 
-// What Python says of the thread's next registration.
+// The thread's next registration, as Python has prepared it.
 struct Prepared {
   std::string provider, operators;
   int settings = 0;
@@ -103,9 +103,9 @@ OrtStatus* refuse_runtime(const OrtApiBase& base, const std::exception& error) {
       warn("all fused nodes", error.what());
       return nullptr;
     }
-  } catch (const std::exception&) {  // what the environment says is not understood
+  } catch (const std::exception&) {  // the environment has an unknown setting
   }
-  const auto* slots = static_cast<void* const*>(base.GetApi(1));  // CreateStatus is the first of every version
+  const auto* slots = static_cast<void* const*>(base.GetApi(1));  // CreateStatus is the first function of every version
   const std::string text = utf8(std::string("onnxfuse: ") + error.what());
   return reinterpret_cast<OrtStatus* (*)(int, const char*)>(slots[0])(kFail, text.c_str());
 }
@@ -134,7 +134,7 @@ ONNXFUSE_EXPORT void onnxfuse_prepare(const char* provider, const char* operator
   prepared = Prepared{provider, operators, settings};
 }
 
-// Adds attributes that nodes of operators which exist may have.
+// Adds attributes that nodes of existing operators may have.
 ONNXFUSE_EXPORT void onnxfuse_add_attributes(const char* provider, const char* operators) {
   Registry& all = registry();
   std::lock_guard<std::mutex> lock(all.mutex);

@@ -38,8 +38,8 @@ void check_no_alias(const NoAlias& pair, void* const* inputs, void* const* outpu
                            " overlap in memory; required no overlap" + (pair.same_start ? ", or the same start" : ""));
 }
 
-// A launch that starts early holds registers and shared memory while it waits.  Where other streams have work, their
-// kernels could use these.  A captured graph keeps its launches, for runs without others.
+// A launch that starts early holds registers and shared memory while it waits; kernels of other streams could use them.
+// A captured graph keeps its early launches, because other streams may have no work when it runs.
 bool may_start_early(const Driver& driver, int device, Stream stream) {
   return !shares_device(device, stream) || driver.is_capturing(stream);
 }

@@ -19,7 +19,7 @@ Dim read_dim(WordReader& reader, const char* what, int64_t x, int64_t y, int64_t
 }
 
 Pointer read_pointer(WordReader& reader, const Extents* extents) {
-  constexpr int64_t kMaxCount = 4096;  // if the extents are not known
+  constexpr int64_t kMaxCount = 4096;  // used if the extents are not known
   const int64_t kind = reader.next("a pointer's kind", 0, 2);
   const int64_t count = extents ? static_cast<int64_t>(extents->of[kind].size()) : kMaxCount;
   const auto index = static_cast<size_t>(reader.next("a pointer's index", 0, count - 1));
@@ -72,7 +72,7 @@ void read_im2col(WordReader& reader, TensorMap& map) {
   read("a tensor map's step", 1, 8, map.element_strides + 1);
 }
 
-// Returns how many numbers the box has.
+// Returns the number of the box's dimensions.
 size_t read_sizes(WordReader& reader, TensorMap& map) {
   map.rank = static_cast<uint32_t>(reader.next("a tensor map's rank", 1, kMaxTensorMapRank));
   for (uint32_t i = 0; i < map.rank; ++i) {
@@ -319,7 +319,7 @@ void read_axes(WordReader& reader, Convolution& conv) {
   read("a convolution's padding", 0, conv.pads_end);
 }
 
-// The sizes of y follow from those of x or, in a transposed convolution, those of x from y's.
+// The sizes of y follow from the sizes of x; in a transposed convolution, the sizes of x follow from the sizes of y.
 void check_axes(const Convolution& conv) {
   const auto& from = conv.transposed ? conv.y_sizes : conv.sizes;
   const auto& to = conv.transposed ? conv.sizes : conv.y_sizes;

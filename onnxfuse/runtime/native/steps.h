@@ -20,7 +20,7 @@ struct Extents {
 
 Step read_step(WordReader& reader, const Extents& extents, int device);
 
-// If `extents` is null, bounds are not checked, because the step is not run: the library is only asked about it.
+// If `extents` is null, bounds are not checked, because the step is not run: it is only a query to the library.
 Matmul read_matmul(WordReader& reader, const Extents* extents);
 Convolution read_convolution(WordReader& reader, const Extents* extents);
 

@@ -13,11 +13,12 @@ constexpr int64_t kLately = 200'000;  // nanoseconds
 constexpr int64_t kNever = -kLately;
 constexpr int kDevices = 64;  // those with larger numbers share the last entry
 
-// Threads that change it at once may take each other's launches for their own; then kernels start early, or do not.
+// Threads that change it at once may mistake each other's launches for their own.  This only affects whether kernels
+// start early.
 struct alignas(64) Use {
-  std::atomic<Stream> stream{nullptr};  // that was launched to last
-  std::atomic<int64_t> at{kNever};      // when that was
-  std::atomic<int64_t> others_at{kNever};  // when another stream was launched to last
+  std::atomic<Stream> stream{nullptr};  // the last one that was launched to
+  std::atomic<int64_t> at{kNever};      // the time of that launch
+  std::atomic<int64_t> others_at{kNever};  // the time of the last launch to another stream
 };
 Use uses[kDevices];
 

@@ -1,11 +1,11 @@
-// Which streams of a GPU have work, as far as the launches of this library tell.
+// Which streams of a GPU have work, as far as this library's launches show.
 #pragma once
 
 #include "driver.h"
 
 namespace onnxfuse {
 
-// Notes that kernels are started on a stream of the device now.  Returns whether they were on another one lately.
+// Records that kernels start on a stream of the device now.  Returns whether any started on another stream lately.
 // Several threads may call it at once.
 bool shares_device(int device, Stream stream);
 

@@ -14,13 +14,13 @@ namespace onnxfuse {
 namespace {
 
 constexpr int64_t kMaxWords = 1 << 20;
-constexpr size_t kFewPlans = 32;  // of a template that meets few shapes
+constexpr size_t kFewPlans = 32;  // plans of a template that is used at few shapes
 constexpr double kMaxTunedDistance = 1.0;  // as MAX_TUNED_DISTANCE of onnxfuse.runtime.template
-// A cache that grows to so many tokens meets as many shapes, again and again.
+// A key-value cache that grows to this many tokens gives as many shapes, again and again.
 std::atomic<size_t> max_recent_plans{4096};
 std::atomic<int64_t> plan_count{0}, plans_freed{0};
 
-// How far sizes are from those of a variant: the sum of their ratios' logarithms to base 2.
+// The distance of sizes from a variant's sizes: the sum of their ratios' logarithms to base 2.
 double distance(const std::vector<int64_t>& sizes, const std::vector<int64_t>& hints) {
   double sum = 0.0;
   for (size_t i = 0; i < sizes.size(); ++i) {
@@ -30,7 +30,7 @@ double distance(const std::vector<int64_t>& sizes, const std::vector<int64_t>& h
   return sum;
 }
 
-// Returns what the driver tells of a function's parameters, unless it is still compiled.
+// Returns the parameters of a function, if it is compiled already and the driver can tell them.
 std::optional<Parameters> parameters_of(int64_t function, int device) {
   if (!function) return std::nullopt;
   const Driver& driver = Driver::get();
@@ -87,7 +87,7 @@ void Template::read_pattern(WordReader& reader) {
     pattern_.push_back(static_cast<int64_t>(rank));
     kinds_.insert(kinds_.end(), {Word::kExact, Word::kFlags, Word::kExact});
     for (size_t axis = 0; axis < rank; ++axis) {
-      // Sizes are numbered in the order in which they come first.
+      // Sizes are numbered in order of first use.
       const auto known = static_cast<int64_t>(places_.size());
       pattern_.push_back(reader.next("an input's dim", -1 - known, kMaxBytes));
       kinds_.push_back(Word::kDim);
@@ -223,7 +223,7 @@ Template::SharedPlan Template::make(const Key& key) const {
   const std::shared_ptr<Plan> plan(new Plan(read_plan(bytes, types_of(key), output_dtypes_, device_)), free);
   ++plan_count;
   check_functions(*plan);
-  if (!holds_constants(key)) {  // a kernel that starts early would read them while the kernel in front writes them
+  if (!holds_constants(key)) {  // a kernel that starts early would read them while the previous kernel writes them
     for (Step& step : plan->steps) {
       if (auto* launch = std::get_if<Launch>(&step)) launch->config.pdl = false;
     }
@@ -284,8 +284,8 @@ void Template::try_plan() {
 }
 
 Template::SharedPlan Template::add(const Key& key, SharedPlan plan) {
-  // No run may pay for many: the table grows once and for all, and each plan that is added frees two others.  Growing
-  // by and by took 345 us at the 2357th plan, and freeing 4096 plans at once 1.8 ms, on an EPYC.
+  // No run may pay for many plans: the table grows once to its full size, and each new plan frees two others.  Growing
+  // in steps took 345 us at the 2357th plan, and freeing 4096 plans at once 1.8 ms, on an EPYC.
   if (recent_.size() == kFewPlans) recent_.reserve(max_recent_plans);
   for (int i = 0; i < 2 && !dropped_.empty(); ++i) dropped_.erase(dropped_.begin());
   if (recent_.size() >= max_recent_plans) {

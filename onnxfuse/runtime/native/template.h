@@ -30,11 +30,11 @@ class Template {
  public:
   using SharedPlan = std::shared_ptr<const Plan>;  // shared, because another thread may drop a plan while it runs
 
-  // Returns the CUfunction that a template's word for a function stands for.
+  // Returns the CUfunction for the word of a function in a template.
   using FunctionOf = std::function<int64_t(int64_t)>;
 
-  // Reads a template from its words, in which functions stand as CUfunctions unless `function_of` is given, and those
-  // that are still compiled as 0; throws std::runtime_error that names the fault if they are malformed.
+  // Reads a template from its words.  Functions are CUfunctions there, unless `function_of` is given, and 0 if they are
+  // still being compiled.  Throws std::runtime_error that names the fault if the words are malformed.
   Template(std::string_view bytes, std::vector<int64_t> output_dtypes, int device, const FunctionOf& function_of = {});
   Template(const Template&) = delete;
   Template& operator=(const Template&) = delete;
@@ -43,31 +43,31 @@ class Template {
   static std::shared_ptr<Template> shared(const std::string& bytes, const std::vector<int64_t>& output_dtypes,
                                           int device);
 
-  // Inputs may differ from the template's in the sizes of dynamic dims; if kBetter, also by being aligned or constant
-  // where the template's are not, on which its plans do not rely; if kNotConstant, also by not being constant: then no
-  // kernel of a plan starts while the kernel in front of it runs.
+  // Inputs may differ from the template's in the sizes of dynamic dims.  With kBetter, they may also be aligned or
+  // constant where the template's are not, because its plans do not rely on that.  With kNotConstant, they may also be
+  // not constant: then no kernel of a plan starts while the previous kernel runs.
   enum class Fit { kExact, kBetter, kNotConstant };
   bool fits(const Key& key, Fit fit = Fit::kExact) const;
 
-  // Returns the plan for inputs that fit; null if no variant is for their sizes, or if a function of the one that is
-  // was still compiled when the template was made: whoever made it has another one then.  Throws what `read_plan` throws.
+  // Returns the plan for inputs that fit; null if no variant is for their sizes, or if a function of that variant was
+  // still being compiled when the template was made: its maker has a newer one then.  Throws what `read_plan` throws.
   SharedPlan plan(const Key& key);
 
   // Returns the same plan if a call of `plan` has made it before, and null otherwise.
   SharedPlan known_plan(const Key& key);
 
-  // Makes a plan at the sizes of the first variant, so that what cannot run is found before the first run.  Throws what
+  // Makes a plan at the sizes of the first variant, so that its faults are found before the first run.  Throws what
   // `plan` throws.
   void try_plan();
 
-  // Returns the inputs of the plans that ran since the last call, and how often; of dropped plans nothing is known.
+  // Returns the inputs of the plans that ran since the last call, and how often; runs of dropped plans are not counted.
   std::vector<std::pair<Key, uint64_t>> take_runs();
 
   // Whether the other template is for the same inputs.
   bool is_for_inputs_of(const Template& other) const { return pattern_ == other.pattern_; }
 
-  // A template whose sizes take turns keeps the plans of the last `count` of them; it knows up to twice as many, and
-  // frees those before them one after the other.  Returns the earlier count.
+  // A template that is used at many sizes keeps the plans of the last `count` sizes.  It holds up to twice as many, and
+  // frees older ones one after the other.  Returns the earlier count.
   static size_t set_max_recent_plans(size_t count);
   // How many plans all templates have made, and how many of these exist.
   static int64_t plans_made();
@@ -87,7 +87,7 @@ class Template {
   };
   struct Variant {
     std::vector<int64_t> hints;  // sizes at which it was chosen
-    bool tuned;                  // by measuring; it counts for sizes near the hints
+    bool tuned;                  // whether by measuring; then it is preferred at sizes near the hints
     std::vector<Guard> hard, soft;
     std::vector<int64_t> words;
     std::vector<Patch> patches;
@@ -109,14 +109,14 @@ class Template {
   const int device_;
   Key pattern_;  // as the inputs' words, with -1 - k for size number k
   std::vector<Word> kinds_;     // of the pattern's words
-  std::vector<size_t> places_;  // by number of a size: the first of the words that are it
+  std::vector<size_t> places_;  // by number of a size: its first word in the pattern
   std::optional<Expressions> expressions_;
   std::vector<int64_t> functions_;
-  std::vector<std::optional<Parameters>> parameters_;  // by function; nothing where the driver does not tell
+  std::vector<std::optional<Parameters>> parameters_;  // by function; nothing where the driver cannot tell
   std::vector<Variant> variants_;
   std::shared_mutex mutex_;  // guards the plans
-  Plans recent_, earlier_;   // a full recent_ becomes earlier_, and that dropped_; a plan that is used moves back
-  Plans dropped_;            // which are still to be freed
+  Plans recent_, earlier_;   // a full recent_ becomes earlier_, which becomes dropped_; a used plan moves back
+  Plans dropped_;            // plans that are still to be freed
 };
 
 }  // namespace onnxfuse

@@ -1,4 +1,4 @@
-// Finding bytes that are no UTF-8.
+// Finding bytes that are not UTF-8.
 #include "utf8.h"
 
 #include <string_view>
@@ -6,7 +6,7 @@
 namespace onnxfuse {
 namespace {
 
-// Returns how many bytes the first character has, 0 if it is none: see table 3-7 of the Unicode standard.
+// Returns how many bytes the first character has, 0 if it is not valid: see table 3-7 of the Unicode standard.
 size_t character(std::string_view text) {
   const auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
   const unsigned char first = byte(0);

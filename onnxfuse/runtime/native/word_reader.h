@@ -40,9 +40,9 @@ class WordReader {
     constexpr auto limits = std::numeric_limits<int64_t>();
     return static_cast<uint64_t>(next(what, limits.min(), limits.max()));
   }
-  // Reads a number of things that follow, none of which takes less than a word.
+  // Reads the number of items that follow; each takes at least one word.
   size_t count(const char* what) { return count(what, static_cast<int64_t>((bytes_.size() - position_) / kWord)); }
-  // Returns bytes that stand behind their number and are padded to whole words.
+  // Returns bytes, which are preceded by their number and padded to whole words.
   std::string_view text(const char* what) {
     const size_t left = bytes_.size() - position_;
     const size_t size = count(what, static_cast<int64_t>(left ? left - kWord : 0));
