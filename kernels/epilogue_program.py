@@ -198,7 +198,7 @@ def joined_plans(
     of_programs: Callable[[Problem, Device], Sequence[Implementation]],
     candidates: Planner,
 ) -> list[Plan]:
-    """Return the plans of a product that operators have joined: with these in its epilogue, and then behind it.
+    """Return the plans of a product that operators have joined: with these in its epilogue, and then after it.
 
     `of_programs` are the ways to run one with a program in its epilogue, and `candidates` the plans of one without.
     Raises ValueError if shapes do not fit.

@@ -1,4 +1,4 @@
-// Elementwise operators that joined a fused node: `Program`, which kernels/epilogue_program.py generates in front of the
+// Elementwise operators that joined a fused node: `Program`, which kernels/epilogue_program.py generates before the
 // kernel's text; here is one of no operators, for kernels without that text.
 //
 // A kernel calls it on results in fp32, and stores the values that it returns. The program reads its other operands

@@ -139,7 +139,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
 @functools.lru_cache(maxsize=512)
 def _few(problems: tuple[Conv, ...], device: Device) -> list[DepthwiseMmaConfig]:
-    """Return a few configs for a convolution of dynamic sizes, of which one is good for any size."""
+    """Return a few configs for a convolution of dynamic sizes, one of which is good for any size."""
     return few_fitting(problems, device, functools.partial(configs, thorough=False), cost, MAX_FEW)
 
 
@@ -235,7 +235,7 @@ def cost(conv: Conv, config: DepthwiseMmaConfig, device: Device) -> float:
     """Return the expected clock cycles of a launch, of the busiest multiprocessor."""
     compute, load = _tile_cycles(conv, config)
     rows, columns = config.rows_columns(conv)
-    copies = config.groups * (rows * columns + config.tp * config.tq) / config.threads  # of a thread
+    copies = config.groups * (rows * columns + config.tp * config.tq) / config.threads  # per thread
     blocks, tiles = config.blocks(conv, device) * config.slices(conv), config.tiles(conv) * config.slices(conv)
     resident = config.resident(conv, device)
     busy = maximum(1, minimum(resident, -(-blocks // device.multiprocessors)))  # blocks at a time

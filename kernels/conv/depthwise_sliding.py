@@ -104,7 +104,7 @@ def _least_rows(conv: Conv) -> int:
 
 
 def _given(conv: Conv, device: Device) -> list[SlidingConfig]:
-    """Return the configs that are worth a look; of a convolution of dynamic sizes few, of which one is good for any."""
+    """Return the configs that are worth a look; of a convolution of dynamic sizes few, one of which is good for any."""
     if not is_symbolic(conv.n, *conv.sizes):
         return configs(conv)
     width = two(conv.y_sizes)[1]

@@ -23,7 +23,7 @@ MAX_EACH: Final = 4  # plans with gate and product in one kernel, and plans of t
 # Microseconds on an H200, from 18 blocks of EfficientNet-B0 and MobileNetV3 with 32 images: of a channel_scale without
 # any bytes, and for each byte of x; and by how much an operation of a product takes longer in tiles of mma.sync with a
 # gate in front than in the fastest kernel without one. Of wgmma, clock cycles are estimated with and without a gate: 13
-# products of 224 to 1152 channels took at most 1.5 us longer with one, and 2.9 to 11 us behind a channel_scale.
+# products of 224 to 1152 channels took at most 1.5 us longer with one, and 2.9 to 11 us after a channel_scale.
 SCALE_US: Final = 1.3
 SCALE_BYTE_US: Final = 2 / 4.5e6
 GATE_FLOP_US: Final = 7e-9
@@ -48,7 +48,7 @@ def plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device, convolu
 
 
 def _is_expected_faster(conv: Conv, in_front: Implementation, device: Device) -> bool:
-    """Return whether a kernel with the gate in front of the product is expected to be faster than two launches."""
+    """Return whether a kernel with the gate before the product is expected to be faster than two launches."""
     step, gemm = in_front.steps[-1], matrix.as_gemm(conv)
     flops, stored = 2 * conv.c * conv.m, conv.c * ITEM_BYTES[conv.dtype]  # per pixel
     if conv.m <= FEW_COLUMNS:

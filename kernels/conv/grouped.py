@@ -125,7 +125,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
 @functools.lru_cache(maxsize=512)
 def _few(problems: tuple[Conv, ...], device: Device) -> list[GroupedConfig]:
-    """Return a few configs for a convolution of dynamic sizes, of which one is good for any size."""
+    """Return a few configs for a convolution of dynamic sizes, one of which is good for any size."""
     return few_fitting(problems, device, functools.partial(configs, thorough=False), cost, MAX_FEW)
 
 

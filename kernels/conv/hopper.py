@@ -66,7 +66,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 def fitting(conv: Conv, device: Device) -> list[HopperConfig]:
     """Return the configs that registers, shared memory and the convolution have room for.
 
-    Of a convolution of dynamic sizes they are few, of which one is good for any size.
+    Of a convolution of dynamic sizes they are few, one of which is good for any size.
     """
     most = MAX_FEW_OF_PADS if is_symbolic(*conv.pads_end) else MAX_CONFIGS
     configs = _few(usual(conv), device, most) if is_symbolic(conv.n, *conv.sizes) else CONFIGS

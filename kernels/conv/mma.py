@@ -92,7 +92,7 @@ def is_exact(conv: Conv, device: Device) -> bool:
 def configs(conv: Conv, device: Device) -> list[ConvConfig]:
     """Return the tiles that fit the device: each without slices of k, and with the number expected to be fastest.
 
-    Of a convolution of dynamic sizes they are few, of which one is good for any size.
+    Of a convolution of dynamic sizes they are few, one of which is good for any size.
     """
     if is_symbolic(conv.n, *conv.sizes):
         return few_configs(usual(conv), device)

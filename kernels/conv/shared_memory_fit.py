@@ -32,7 +32,7 @@ def few_fitting(
     cost: Callable[[Conv, Config, Device], float],
     most: int,
 ) -> list[Config]:
-    """Return a few configs for a convolution of dynamic sizes, of which one is good at any size.
+    """Return a few configs for a convolution of dynamic sizes, one of which is good at any size.
 
     problems  the convolution at usual sizes
     """

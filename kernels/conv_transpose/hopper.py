@@ -42,7 +42,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 def fitting(conv: Conv, device: Device) -> list[HopperConfig]:
     """Return the configs whose tiles belong to one phase, and that registers and shared memory have room for.
 
-    Of a convolution of dynamic sizes they are few, of which one is good for any size.
+    Of a convolution of dynamic sizes they are few, one of which is good for any size.
     """
     return _few(usual(conv), device) if is_symbolic(conv.n, *conv.sizes) else _fitting(conv, device)
 

@@ -35,7 +35,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 def configs(conv: Conv, device: Device) -> list[ConvConfig]:
     """Return the tiles that fit the device, without slices of k and with the number expected to be fastest.
 
-    Of a convolution of dynamic sizes they are few, of which one is good for any size.
+    Of a convolution of dynamic sizes they are few, one of which is good for any size.
     """
     if is_symbolic(conv.n, *conv.sizes):
         found = mma.few_configs(tuple(equivalent(each) for each in usual(conv)), device)

@@ -76,6 +76,6 @@ def in_parentheses(text: str) -> str:
 
 
 def _is_closed(text: str) -> bool:
-    """Return whether each closing parenthesis of an expression has an opening one in front of it."""
+    """Return whether each closing parenthesis of an expression has an opening one before it."""
     depths = itertools.accumulate((letter == "(") - (letter == ")") for letter in text)
     return all(depth >= 0 for depth in depths)

@@ -81,7 +81,7 @@ class Writer:
 
     @contextmanager
     def block(self, head: str) -> Iterator[None]:
-        """Write a block behind a line such as `for (...)`; what is computed in it is known in it alone."""
+        """Write a block after a line such as `for (...)`; what is computed in it is known in it alone."""
         self.line(f"{head} {{" if head else "{")
         self.depth += 1
         self.scopes.append({})
@@ -112,17 +112,17 @@ class Writer:
         self.masks.pop()
 
     def new_name(self, begin: str = "t") -> str:
-        """Return a name that no variable has: a number behind a beginning."""
+        """Return a name that no variable has: a number after a beginning."""
         self.names[begin] = count = self.names.get(begin, 0) + 1
         return f"{begin}{count}"
 
     def own_name(self, name: str) -> str:
-        """Return a name that no variable has: this one, with a number behind it where it is taken."""
+        """Return a name that no variable has: this one, with a number after it where it is taken."""
         self.names[name] = count = self.names.get(name, 0) + 1
         return name if count == 1 else f"{name}_{count}"
 
     def name_of(self, value: str) -> str:
-        """Return a name for a variable: that of a value, or of an operand with a number behind it."""
+        """Return a name for a variable: that of a value, or of an operand with a number after it."""
         return self.own_name(value) if value in self.program.producers else self.new_name(f"{value}_")
 
     def shared(self, size: int) -> str:
@@ -144,7 +144,7 @@ class Writer:
         return [key for key in self.kept if isinstance(key, tuple) and len(key) == 2]
 
     def keep(self, key: Any, reference: Reference) -> Reference:
-        """Note that the text has a value from here on; if all lanes have it, behind the masks as well."""
+        """Note that the text has a value from here on; if all lanes have it, after the masks as well."""
         scope = len(self.scopes) - 1
         while not reference.masked and scope in self.masked_scopes:
             scope -= 1
@@ -155,7 +155,7 @@ class Writer:
     def declare(
         self, kind: str, value: str, varies: bool, masked: bool = False, name: str = "", note: str = ""
     ) -> Reference:
-        """Write a variable with its value, an expression that may be of lane j, and a note behind it."""
+        """Write a variable with its value, an expression that may be of lane j, and a note after it."""
         name, comment = name or self.new_name(), f"  // {note}" if note else ""
         self.instructions += INSTRUCTIONS.get(note, OTHER_INSTRUCTIONS) * (self.lanes.width if varies else 1)
         if varies:
@@ -189,7 +189,7 @@ class Writer:
         return text_of(index, self.arguments.size, atom)
 
     def address(self, pointer: str, index: Index, in_lane: bool = False) -> str:
-        """Return the address of an element behind a pointer; `in_lane` is as in `index`."""
+        """Return the address of an element after a pointer; `in_lane` is as in `index`."""
         at = self.index(index, in_lane)
         return pointer if at == "0" else f"{pointer} + {in_parentheses(at)}"
 

@@ -146,7 +146,7 @@ class ElementsText:
         return found
 
     def _write_without(self, repeated: Variable) -> None:
-        """Write the values that do not depend on a variable, in front of the loop over it."""
+        """Write the values that do not depend on a variable, before the loop over it."""
         writer = self.writer
         for name, place in self._trial().values():
             is_read = any(atom.kind == "value" for index in place for atom in index.atoms())  # by the trial's name
@@ -209,7 +209,7 @@ class ElementsText:
         self.store.write()
 
     def _elements_with_tail(self, variable: Variable) -> None:
-        """Write whole vectors along the one variable, and single elements behind them."""
+        """Write whole vectors along the one variable, and single elements after them."""
         writer, width, sizes = self.writer, self.tiling.width, self.writer.shapes.sizes
         whole, count = self.parts.vectors(variable.extent, width), variable.extent
         with writer.block(f"if (at < {writer.arguments.size(whole)})"):

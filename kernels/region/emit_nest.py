@@ -93,7 +93,7 @@ class NestText:
                 self._rows(self.tiling)
 
     def _tile(self, tiling: Tile) -> None:
-        """Write a tile: what computes it, and behind a barrier what stores it."""
+        """Write a tile: what computes it, and after a barrier what stores it."""
         writer, variables = self.writer, tiles(self.nest, tiling, self.writer.shapes.sizes)
         text = TileText(self.nest, tiling, writer)
         writer.line(f"const {self.type} at = block;")
@@ -185,7 +185,7 @@ class NestText:
         return found
 
     def _head(self, name: str) -> tuple[str, str]:
-        """Write how many elements stand in front of shifted vectors, and how many vectors there are."""
+        """Write how many elements stand before shifted vectors, and how many vectors there are."""
         writer, lanes = self.writer, self.shifted[name]
         assert lanes.rest is not None
         head, count = writer.new_name("head"), writer.new_name("count")
@@ -252,7 +252,7 @@ class NestText:
         """Write a loop over the elements of a list, with vectors along its last variable unless they go across rows.
 
         Where registers hold vectors of the list, the loop is unrolled, and knows them unless it `fills` them.  Shifted
-        vectors begin behind `head` elements, and are `count`.
+        vectors begin after `head` elements, and are `count`.
         """
         writer, before = self.writer, self.writer.lanes
         seen, at, held = len(writer.vectors), writer.new_name("at"), self.held.get(name, {})

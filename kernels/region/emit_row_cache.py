@@ -23,7 +23,7 @@ class RowCacheText:
     """Writes what keeps vectors of a row.  A thread copies those that it reads itself, so that no barrier is needed."""
 
     def __init__(self, nest: Nest, tiling: Tiling, writer: Writer, enter: Callable[[str, str, str], None]) -> None:
-        """Take what is written, how, and where; `enter` writes the variables of a list at a vector behind a head."""
+        """Take what is written, how, and where; `enter` writes the variables of a list at a vector after a head."""
         self.nest, self.tiling, self.writer, self.enter = nest, tiling, writer, enter
         self.memory = tiling.memory if isinstance(tiling, Rows) else 0
         self.vectors: dict[str, dict[Vector, str]] = {}  # by list, and the arrays that keep them

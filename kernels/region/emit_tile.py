@@ -21,8 +21,8 @@ from onnxfuse.kernels.region.shared_memory_staging import staged_values
 from onnxfuse.kernels.region.sizes import Sizes
 from onnxfuse.kernels.region.tilings import Tile
 
-MAX_AHEAD: Final = 32  # numbers that a thread reads before the barrier for what it does behind it
-SKEWS: Final = (0, 1, 2, 4)  # words by which 32 rows, or columns, lie further from those in front of them
+MAX_AHEAD: Final = 32  # numbers that a thread reads before the barrier for what it does after it
+SKEWS: Final = (0, 1, 2, 4)  # words by which 32 rows, or columns, lie further from those before them
 
 
 def tiles(nest: Nest, tiling: Tile, sizes: Sizes) -> list[Variable]:

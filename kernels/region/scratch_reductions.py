@@ -1,4 +1,4 @@
-"""Reductions whose accumulators are in scratch memory: a launch computes them, and launches behind it read them.
+"""Reductions whose accumulators are in scratch memory: a launch computes them, and launches after it read them.
 
 A reduction is stored where the threads that read it would compute it too slowly: where rows are so few that their
 blocks leave most of the GPU idle, or where it is read at places that no row shares, so that each thread would reduce

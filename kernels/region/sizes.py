@@ -57,7 +57,7 @@ class Sizes:
         return bool(self.value(a) >= self.value(b))
 
     def quotient(self, size: Size, by: Size) -> Size:
-        """Return size / by.  Raises ValueError if that is no integer."""
+        """Return size / by.  Raises ValueError if that is not an integer."""
         exact = divide(size, by)
         if exact is not None:
             return exact

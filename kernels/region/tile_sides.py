@@ -36,7 +36,7 @@ def tile_sides(across: Size, last: Size, area: int) -> tuple[int, int]:
 
 
 def _longest(one: Size, other: Size, area: int) -> tuple[int, int]:
-    """Return the sides of a tile, of which the first may have an axis that is longer than the side of a square."""
+    """Return the sides of a tile, the first of which may have an axis that is longer than the side of a square."""
     square = 1 << (area.bit_length() - 1) // 2
     first = _side(one, square)
     if _covered(one, first) > MAX_TILE_WASTE * (number_of(one) or first):

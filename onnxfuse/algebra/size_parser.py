@@ -19,7 +19,7 @@ def is_name(text: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def parse_size(text: str) -> Size:
-    """Return the size that a `dim_param` describes; a text that is no expression is a symbol of that name."""
+    """Return the size that a `dim_param` describes; a text that is not an expression is a symbol of that name."""
     tokens = [match.lastgroup and match[0].strip() for match in _TOKEN.finditer(text)]
     try:
         rest = [token for token in tokens if token is not None]

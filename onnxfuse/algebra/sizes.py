@@ -1,6 +1,6 @@
 """Symbolic dimensions: polynomials over named sizes, in a normal form, so that equal expressions are equal objects.
 
-A symbol stands for a size, so it is never negative.  An expression that is no polynomial, such as `(s + 1)//2` or
+A symbol stands for a size, so it is never negative.  An expression that is not a polynomial, such as `(s + 1)//2` or
 `Max(1, s)`, becomes a `NonPolynomial` symbol that carries its operands.  Equal expressions become equal symbols.
 
 Expressions are bounded: one of a higher degree, of more terms or with larger numbers than the constants below say

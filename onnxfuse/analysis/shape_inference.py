@@ -2,7 +2,7 @@
 
 The rules of `shape_rules` and `value_rules` come first, then onnx's inference of a single node, then onnx's inference
 of the whole model.  The shapes that the exporter recorded may belong to other inputs than the model has now.  They
-count only behind operators of other domains, where no rule tells the shape, and only if no record of the model
+count only after operators of other domains, where no rule tells the shape, and only if no record of the model
 contradicts what is inferred, and the model has no Slice whose size runtimes disagree about.
 
 Operators tell of the sizes of what they read.  A table of 512 positions, of which [:seq] are added to an input of seq

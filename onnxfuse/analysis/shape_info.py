@@ -76,7 +76,7 @@ class ShapeInfo:
     ) -> None:
         """Start with onnx's inference; `strict` lets errors of rules out, which are otherwise noted in `raised`.
 
-        With `infos`, the shapes count that the model records behind operators of other domains than ONNX's.  `scope`
+        With `infos`, the shapes count that the model records after operators of other domains than ONNX's.  `scope`
         is what is known of a subgraph's inputs.  `learned` is what an earlier inference found of the sizes.
         """
         scope, self.known = scope or OuterScope(), learned or Learned()

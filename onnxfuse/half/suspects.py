@@ -33,7 +33,7 @@ def suspects(
     plain  the model in float32 and the folder of its data; `half` is the same model in half precision
     reals  the tensors of `plain` that have floating-point numbers
 
-    The first node whose values are not finite comes before all others.  Behind a node that only amplifies an error, as
+    The first node whose values are not finite comes before all others.  After a node that only amplifies an error, as
     a difference of large numbers does, come those that compute what it reads.  Raises whatever onnxruntime raises.
     """
     nodes = plain[0].graph.node

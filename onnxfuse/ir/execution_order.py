@@ -32,7 +32,7 @@ def execution_order(needs: Sequence[Collection[str]], writes: Sequence[Collectio
     """Return the indices of nodes so that each comes after those whose tensors it reads (Kahn's algorithm).
 
     `needs` and `writes` are the names that each node reads and writes.  The order stays close to the present one.  The
-    nodes of a cycle, and those behind it, are left out.
+    nodes of a cycle, and those after it, are left out.
     """
     producer_of = {name: i for i, names in enumerate(writes) for name in names if name}
     missing, users = [], [list[int]() for _ in needs]  # by node: how many producers must come first; who reads it

@@ -170,7 +170,7 @@ class Graph:
     def correct_type(self, tensor: Tensor, dtype: int, shape: Iterable[object] | None) -> None:
         """Record a tensor's type in place of the one that the model records, or declares of an output.
 
-        onnxruntime believes that one where its own inference tells nothing, as behind a fused node.
+        onnxruntime believes that one where its own inference tells nothing, as after a fused node.
         """
         self.misdeclared.add(tensor.name)
         self.record_type(tensor, dtype, shape)

@@ -16,8 +16,8 @@ from typing import BinaryIO
 def read_plain(path: Path, limit: int) -> bytes:
     """Return the content of a file.
 
-    Raises OSError if it cannot be read, is no plain file, or has more than `limit` bytes: reading a pipe waits for its
-    writer, and reading a device may never end.
+    Raises OSError if it cannot be read, is not a plain file, or has more than `limit` bytes: reading a pipe waits for
+    its writer, and reading a device may never end.
     """
     require_plain(path)
     with path.open("rb") as file:

@@ -39,7 +39,7 @@ class Refused:
 
     `border` and `moved` are the bytes that its Transposes and its convolutions would move; both are 0 where all of its
     convolutions are products of one pixel.  `widest` is the tensor whose Transpose would move most, and `inward` says
-    that it is channels-first in front of the region.
+    that it is channels-first before the region.
     """
 
     convolutions: tuple[Node, ...]
@@ -142,7 +142,7 @@ class Regions:
         return any(node.outputs[i] is tensor for i in self.conversions[node].computes)
 
     def _saved_behind(self, tensor: Tensor, reader: Node) -> int | None:
-        """Return how many bytes of Transposes vanish with the border in front of them; None if it stays."""
+        """Return how many bytes of Transposes vanish with the border before them; None if it stays."""
         chain = [reader]
         while op_of(chain[-1]) in REARRANGING and op_of(chain[-1]) != "Transpose":
             following = self.model.graph.sole_consumer(chain[-1].outputs[0])
@@ -156,7 +156,7 @@ class Regions:
         return self._saved(transposed(shape, to_last(len(shape))), [first, *map(self._view, chain)], tensor)
 
     def _saved_before(self, tensor: Tensor) -> int | None:
-        """Return how many bytes of Transposes vanish in front of a tensor with its border; None if that stays."""
+        """Return how many bytes of Transposes vanish before a tensor with its border; None if that stays."""
         chain: list[Node] = []
         node = producer(tensor)
         while node is not None and op_of(node) in REARRANGING and not any(op_of(each) == "Transpose" for each in chain):

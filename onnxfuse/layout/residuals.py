@@ -129,7 +129,7 @@ def _moved_view(
 def _reshaped_x(joins: Joins, product: Node, view: Node, compared: Collection[str]) -> Tensor:
     """Return the x of a product with the rows of the Reshape that follows it.
 
-    Its Reshape takes the place of one in front of the product too, if what that reads is one of `compared`: tensors of
+    Its Reshape takes the place of one before the product too, if what that reads is one of `compared`: tensors of
     which the comparison of the product with the original has the values.
     """
     graph, shapes = joins.graph, joins.shapes

@@ -1,7 +1,7 @@
 """Offer channels-last Concats, Splits and gates to regions, which take them where that is cheaper.
 
 Layouts are assigned before regions are formed, and make fused nodes of these operators, whose kernels a region cannot
-join: behind a Split that halves an image, its gate would be a launch of its own.  So the operators themselves stand for
+join: after a Split that halves an image, its gate would be a launch of its own.  So the operators themselves stand for
 those nodes while regions are formed.  Those that no region takes become fused nodes again.
 """
 

@@ -99,7 +99,7 @@ def _best_move(clusters: Clusters, border: Border) -> Move | None:
 
 
 def _ends(clusters: Clusters, border: Border) -> Iterator[list[Node]]:
-    """Yield the last operators in front of a tensor: one, and more by that which computes the largest tensor read."""
+    """Yield the last operators before a tensor: one, and more by that which computes the largest tensor read."""
     found = [border.tensor.inputs[0]]
     while len(found) <= MAX_MOVED:
         yield found

@@ -69,7 +69,7 @@ def share_launches(formed: Formed, apart: Collection[Cluster]) -> list[Cluster]:
 def _groups(merging: Merging, in_order: Sequence[Cluster], small: Collection[Cluster]) -> Iterable[Group]:
     """Yield the groups of the small ones among all clusters of a level.
 
-    Each cluster gets a step behind those of what it reads, and before the last one that leaves steps for what reads it.
+    Each cluster gets a step after those of what it reads, and before the last one that leaves steps for what reads it.
     So clusters of one step do not depend on each other, whichever of them are grouped.
     """
     latest = _latest_steps(merging, in_order)

@@ -170,7 +170,7 @@ def _is_along_last(step: Step, rank: int) -> bool:
 
 
 def norm_steps(graph: Graph, shapes: ShapeInfo, norm: Node, moved: Tensor | None = None) -> tuple[Step, ...] | None:
-    """Return what a fused norm computes, in float32, as steps of a program; None where a weight is no vector.
+    """Return what a fused norm computes, in float32, as steps of a program; None where a weight is not a vector.
 
     With `moved`, its rows are read from the value MOVED, and its result is that tensor.
     """

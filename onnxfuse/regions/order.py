@@ -1,4 +1,4 @@
-"""The order of the clusters of a level: each has a place behind those that it reads, also when two become one."""
+"""The order of the clusters of a level: each has a place after those that it reads, also when two become one."""
 
 from __future__ import annotations
 

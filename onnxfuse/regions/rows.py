@@ -91,7 +91,7 @@ def _axes(step: Step) -> tuple[int, ...]:
 
 
 def _kind_behind(shapes: ShapeInfo, node: Node, rows: Rows, kinds: Mapping[str, Kind]) -> Kind | None:
-    """Return the kind of what a node computes from values behind a reduction; None where it moves them."""
+    """Return the kind of what a node computes from values after a reduction; None where it moves them."""
     out = shapes.shape(node.outputs[0])
     if out is None or len(node.outputs) > 1:
         return None

@@ -39,7 +39,7 @@ class StaysOut(Exception):
 class Step:
     """An operator of a program.  Values are tensors of the graph, by name, or `#0`, `#1`, ... inside one node.
 
-    Behind what an operator computes from, the inputs name the tensors of whose dims its attributes are expressions.
+    After what an operator computes from, the inputs name the tensors of whose dims its attributes are expressions.
     """
 
     op: str

@@ -62,7 +62,7 @@ def body(
     attributes: list[str],
     bodies: Mapping[str, onnx.FunctionProto] | None = None,
 ) -> onnx.FunctionProto:
-    """Return the function that holds the nodes of a region; constants that are no operands stand in it.
+    """Return the function that holds the nodes of a region; constants that are not operands stand in it.
 
     So do the nodes that compute sizes from dims.  `bodies` are the functions that fused nodes among them call, whose
     nodes stand in place of these.

@@ -74,8 +74,8 @@ def _by_shape(name: str, shape: tuple[int, ...], dtype: int) -> Array:
 def draws(unfused: UnfusedGraph, part: Part, given: Feeds, *, runs: bool) -> Iterator[tuple[str, Feeds]]:
     """Yield values of a run, if `given` are such, and drawn ones of size one and of a large size, each with its name.
 
-    Where operands are masks, such with rows that leave nothing follow.  Integers, and what the replaced nodes read that
-    is no operand, keep the values of the run.  Where the latter is a floating-point tensor, it may be computed from an
+    Where operands are masks, draws with fully masked rows follow.  Integers, and tensors that the replaced nodes read
+    besides operands, keep the values of the run.  Where such a tensor is floating-point, it may be computed from an
     operand, and then nothing is drawn.
     """
     if runs:

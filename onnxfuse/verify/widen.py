@@ -129,7 +129,7 @@ def _roundings(part: NodeContainer, by: Widening) -> dict[str, int]:
 
 
 def _round_again(part: onnx.GraphProto | onnx.FunctionProto, roundings: Mapping[str, int]) -> None:
-    """Put a Cast to half precision in front of each Cast that has rounded to it and is to float32 now."""
+    """Put a Cast to half precision before each Cast that has rounded to it and is to float32 now."""
     if not roundings:
         return
     present = list(part.node)

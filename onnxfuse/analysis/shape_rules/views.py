@@ -109,7 +109,7 @@ def _remaining_size(shapes: ShapeInfo, shape: Shape, others: Sequence[Size]) -> 
 
 
 def _cannot_be_limited(dividend: Size, divisor: Size) -> Iterator[str]:
-    """Yield the symbol of a dividend `Min(512, seq)` whose divisor is `seq`: 512 rows are no multiple of more rows."""
+    """Yield the symbol of a dividend `Min(512, seq)` with the divisor `seq`: 512 is not a multiple of more rows."""
     names = set(limited_sizes(dividend, least=1))
     is_product = not isinstance(dividend, int) and len(dividend.terms) == 1
     if is_product and names and without_min_constants(dividend, names) == divisor:
