@@ -71,7 +71,7 @@ def test_engines_that_compile_are_left_out(gpu: Stage, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_that_cudnn_lacks_are_left_to_others(gpu: Stage, activation: str) -> None:
     found = cudnn.implementations(conv(activation=activation, alpha=0.1, beta=1.0), DEVICE)
-    assert bool(found) == (activation not in ("hard_swish", "scaled_hard_swish", "mish", "hard_sigmoid"))
+    assert bool(found) == (activation in cudnn.CUDNN_ACTIVATIONS)
 
 
 def test_layouts_that_cudnn_lacks_are_left_to_others(gpu: Stage) -> None:
