@@ -320,7 +320,7 @@ class Halving:
         return f"output '{worst.name}' {found} in {name}, {share}; {advice}"
 
     def _ask(self, count: int, reason: str) -> None:
-        """Ask for nodes that are to stay in float32, those first that add most to the error."""
+        """Request float32 for the `count` nodes that add most to the error, and for the other nodes of their units."""
         queue = self._queue  # of the first conversion, before others are asked for
         self.asked.clear()
         for name in queue[:count]:

@@ -1,10 +1,10 @@
-// The rotary embedding of the queries of a block, in shared memory, by the warpgroup that multiplies them.
+// Rotary embedding of a block's queries in shared memory. Each warpgroup rotates the queries that it multiplies.
 //
-// Each query is of one block only, so that no work is repeated, and what a launch of its own would move, each query
-// twice, is not moved. Keys are rotated once, in front: every block reads all of them.
+// Each query belongs to one block only, so no rotation is repeated, and no separate launch moves the queries.
+// Keys are rotated once, before this kernel, because every block reads all of them.
 //
-// Macros, where ROTATED is not 0: those of rotation.cuh, of which X_T is T and SIZE is HEAD_DIM, and
-//   KEPT_ROWS   first queries that stay as they are, and for which tables have no rows
+// Macros, where ROTATED is not 0: those of rotation.cuh, with X_T = T and SIZE = HEAD_DIM, and
+//   KEPT_ROWS   number of first queries that are not rotated; the tables have no rows for them
 #pragma once
 #include "attention_hopper_shape.cuh"
 

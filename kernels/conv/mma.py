@@ -28,7 +28,7 @@ SLICES: Final = (1, 2, 3, 4, 6, 8, 12, 16)  # slices of k, one for each block al
 MIN_SLICE_TILES: Final = 3  # tiles of k per slice
 MAX_CHUNKS: Final = {16: 8, 8: 8, 4: 6, 2: 4}  # of 16 bytes, that a thread's registers hold, by the bytes of a copy
 
-# Cycles of a multiprocessor, for the order of configs.
+# Costs and rates in clock cycles of one multiprocessor; they serve to order configs by expected time.
 MULTIPLY_BYTES: Final = 2048  # rows x columns x bytes of k that mma.sync multiplies per cycle
 TF32_MULTIPLY_BYTES: Final = 920  # the same in TF32: 128x128 blocks of 64 bytes take 1140 cycles on an H200
 EXACT_PRODUCTS: Final = 110  # fma instructions per cycle

@@ -157,7 +157,7 @@ def _broadcast(node: FusedNode, source: RowSource, ids: tuple[int, ...]) -> int:
 
 
 def _is_full(size: int, full: int) -> bool:
-    """Return whether an axis of an addend is as long as the ids' axis; length 1 is broadcast to any dynamic dim."""
+    """Return whether an addend's axis is as long as the ids' axis; a constant size never equals a dynamic dim."""
     if known_equal((size,), (full,)):
         return True
     return is_symbolic(size) and expect_equal(size, full)

@@ -259,7 +259,7 @@ def _time(tiling: GroupTiling, images: int, pixels: int, channels: int, item_byt
     room = int(device.multiprocessors * share) * max(1, THREADS // tiling.threads)
     busy: float = maximum(
         math.ceil(blocks / room) * (WAVE_US + 2 * rows * sectors / BYTES_PER_MULTIPROCESSOR),
-        blocks * 2 * rows * bytes_of_pixel / BYTES_OF_MEMORY,  # the other half of a sector is in L2
+        blocks * 2 * rows * bytes_of_pixel / BYTES_OF_MEMORY,  # each sector is moved once: its other half is then in L2
     )
     return busy + BARRIER_US * tiling.cluster
 

@@ -151,7 +151,7 @@ def persistent_tiling(
     registers, max_words = WARP_PERSISTENT_REGISTERS if is_warp else BLOCK_PERSISTENT_REGISTERS
     resident = REGISTERS // (registers * threads)
     max_blocks = resident * device.multiprocessors
-    pack = 4 * tiling.width + sum(max(4, tiling.width * size) for size in item_bytes)  # bytes in registers
+    pack = 4 * tiling.width + sum(max(4, tiling.width * size) for size in item_bytes)  # register bytes per vector
     words = tiling.chunks * (pack + (tiling.width * weight_bytes if is_warp else 0)) // 4
     in_registers = _fits(length // tiling.width, tiling.threads, tiling.chunks, 1) and not tiling.in_shared
     if words > max_words or not in_registers or device.arch not in ARCHS_OF_32_BLOCKS:
@@ -204,7 +204,7 @@ def _rows_of_warps(rows: int, length: int, width: int, few: bool, adds: bool, de
 
 
 def resident_blocks(tiling: RowTiling, device: Device, item_bytes: Sequence[int], weight_bytes: int) -> int:
-    """Return how many blocks are resident if registers hold the inputs or values of a warp's row, and its weights."""
+    """Return the resident blocks per multiprocessor if registers hold each row (as inputs or fp32) and its weights."""
     if device.arch < 80:
         return 1  # the code for it needs more registers than are counted here
     words = max(4, sum(item_bytes)) + weight_bytes  # bytes per value

@@ -138,7 +138,7 @@ def _chosen(writer: ValueWriter, moved: Moved, text_of: Callable[[Load], str], i
 
 
 def _parts(writer: ValueWriter, operation: Operation, place: Place) -> list[Part]:
-    """Return the inputs that may have the place."""
+    """Return the inputs that may hold the element at `place`, each with the indices where it begins and ends."""
     axis, parts = axis_of(operation), list[Part]()
     begin: Size = 0
     for each in operation.inputs:

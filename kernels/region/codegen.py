@@ -100,7 +100,7 @@ class Writer:
 
     @contextmanager
     def mask(self, condition: str) -> Iterator[str]:
-        """Write for lanes that a condition on lane j chooses, without a branch; yield the array that says which."""
+        """Write branchless code for the lanes j where `condition` is true; yield the name of their array of bools."""
         name, outer = self.new_name(), f"{self.masks[-1]}[j] && " if self.masks else ""
         self.line(f"bool {name}[{self.lanes.width}]; EACH({self.lanes.width}) {name}[j] = {outer}{condition};")
         self.masks.append(name)

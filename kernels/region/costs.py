@@ -24,7 +24,7 @@ from onnxfuse.kernels.region.traffic import ACCUMULATOR_BYTES, Access, accesses,
 from onnxfuse.kernels.tensors import VECTOR_BYTES
 
 THREAD_COST: Final = 150  # instructions: 1.36 us for all threads that an H200 holds at a time, if each has one vector
-ACCESS_COST: Final = 4  # of a load or store
+ACCESS_COST: Final = 4  # instructions per load or store
 DIVISION_COST: Final = 4  # by a number that the compiler knows
 CHOICE_COST: Final = 3  # of a lane's choice among the parts of a Concat, or between a Pad and its inside
 LINE_COST: Final = 4  # instructions that a multiprocessor issues while its first-level cache takes one line

@@ -1,4 +1,4 @@
-"""Elements of which nearly all are computed alike: the largest part of a Concat along the innermost axis."""
+"""Find the part of a Concat along the innermost axis that holds most elements, so that most are computed alike."""
 
 from __future__ import annotations
 

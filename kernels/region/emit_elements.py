@@ -154,10 +154,10 @@ class ElementsText:
                 writer.value(name, place)
 
     def _interleaved(self, short: Variable) -> None:
-        """Write vectors at all values of the outputs' innermost variable, which is short.
+        """Write code in which each thread computes its vectors at all values of the outputs' short innermost variable.
 
-        A block's elements lie side by side.  Its threads exchange them, so that neighbours store neighbouring chunks;
-        those beyond the end compute the last vectors again.
+        A block's elements are contiguous in the outputs.  Its threads exchange them, so that neighbouring threads store
+        neighbouring chunks.  Threads beyond the end compute the last vectors again.
         """
         nest, writer, width, repeats = self.nest, self.writer, self.tiling.width, self.tiling.repeats
         own = [each for each in nest.lists[ELEMENTS] if each != short]

@@ -12,7 +12,7 @@ from onnxfuse.kernels.region.nests import ELEMENTS, Nest, Variable
 from onnxfuse.kernels.region.operators import BYTES
 from onnxfuse.kernels.tensors import VECTOR_BYTES
 
-MAX_INTERLEAVED: Final = 32  # elements of such an axis, and of all vectors of a thread
+MAX_INTERLEAVED: Final = 32  # the most elements of the short innermost axis, and of a thread's vectors together
 MIN_CHUNK_BYTES: Final = 4  # bytes that a thread stores at once
 
 

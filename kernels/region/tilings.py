@@ -48,7 +48,7 @@ COPYING_ARCH: Final = 80  # from here on, copies to shared memory take no regist
 MIN_COPIED: Final = 4  # bytes of such a copy
 SPARE_BYTES: Final = 2048  # of shared memory per block besides its row
 MIN_SHIFTED: Final = 2048  # elements per row where vectors start elsewhere in each row
-MAX_WARP_ROUNDS: Final = 8  # vectors of a lane
+MAX_WARP_ROUNDS: Final = 8  # vectors of a row per lane, where lanes of one warp share the row
 ROUND_COST: Final = 16  # instructions for one of them
 EXCHANGE_COST: Final = 8  # the same for what two lanes have reduced
 MAX_TILED_WORDS: Final = 8  # words per element, where shared memory holds a tile
@@ -66,7 +66,7 @@ MIN_DIVIDED_ROUNDS: Final = 32  # vectors of each thread of a block that has a w
 MAX_CHAIN: Final = 3  # reductions of dynamic lengths, each of which reads the ones before, whose rows blocks share
 MANY_DIMS: Final = 2  # dynamic dims of rows of a dynamic length that no blocks share
 MAX_SHARES: Final = 512  # blocks of a row, whose accumulators a block or a warp merges
-MAX_COLUMN_SHARES: Final = 16  # whose accumulators each thread merges that reads a column's reduction
+MAX_COLUMN_SHARES: Final = 16  # blocks per column; each thread that reads the result merges their accumulators
 MIN_ROUNDS: Final = 4  # vectors of each thread of a block that has a share of a row
 Repeats: TypeAlias = tuple[str, int]  # a variable, and how many neighbouring values of it a thread has
 ONCE: Final[Repeats] = ("", 1)
@@ -389,13 +389,15 @@ def _best_lanes(nest: Nest, region: Region) -> tuple[float, Lanes, Repeats]:
 
 
 def _repeats(nest: Nest, width: int, region: Region) -> Iterator[Repeats]:
-    """Yield of which variables a thread may have several values, so that it reads less often what they do not change.
+    """Yield the variables of which a thread may compute several values, to load operands without them less often.
 
-    A warp has one value of such a variable at a time, so that what it reads and stores then is as near as without.
-    Half as many threads as the GPU holds at a time are left, and their loads are in no branch, so that all are under
-    way together; or fewer, if these load what they have at all values first.  Single elements gain nothing: Swin's
-    biases take a tenth longer so.  A short variable that is the innermost one of the outputs is repeated as a whole,
-    and known where it chooses among the parts of a Concat.
+    At each step all lanes of a warp have the same value of the variable, so that accesses stay as contiguous as before.
+    At least half of the threads that the GPU can hold must remain, and loads must not be in a branch, so that all loads
+    are in flight together.  Fewer threads suffice if each of them first loads its operands at all values.  Threads with
+    single elements gain nothing: Swin's biases take a tenth longer with repeats.
+
+    If the outputs' innermost variable is short, a thread computes all of its values; the compiler then knows the value
+    that selects a part of a Concat.
     """
     count = region.sizes.value(nest.count(ELEMENTS))
     if is_symbolic(count) or nest.inner:

@@ -100,7 +100,7 @@ struct Rotation {
 // takes as long as if they read all; so vectors of whole pairs are HALF apart.
 constexpr bool X_ADJACENT = INTERLEAVED && !INSIDE, Y_ADJACENT = Y_INTERLEAVED && !INSIDE;
 
-// The indices in a head of x and of y of a thread's elements.
+// The two vectors of a piece: where each begins within a head, in x and in y.
 struct Piece {
     bool exists, rotated;
     int first, second, y_first, y_second;

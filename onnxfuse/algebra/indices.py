@@ -140,7 +140,7 @@ def divided(index: Index, by: Size) -> tuple[Index, Index]:
 
 
 def _remainder_of_multiple(index: Index, by: Size) -> tuple[Index, Size] | None:
-    """Return, where an index is the remainder of another one by a multiple of a size, that index and the multiple."""
+    """Return `inner` and `multiple` if the index is `inner mod (by * multiple)`; None otherwise."""
     if len(index.terms) != 1 or index.constant != 0 or index.terms[0][1] != 1:
         return None
     atom = index.terms[0][0]
@@ -175,7 +175,7 @@ def _merged(constant: Size, terms: Iterable[tuple[Atom, Size]]) -> Index:
 
 
 def _put_together(atom: Atom, factor: Size, sums: Mapping[Atom, Size]) -> tuple[Atom, Index] | None:
-    """Return the term that a remainder completes, and what both are: an index, or its remainder by a larger size."""
+    """Return the term that merges with a remainder, and their sum: the index itself, or its larger remainder."""
     assert atom.of is not None
     above = _quotient(atom.of, atom.by).terms[0][0]
     if sums.get(above) == factor * atom.by:

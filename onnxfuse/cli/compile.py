@@ -55,9 +55,10 @@ def compile_command(
 ) -> None:
     """Compile the kernels of a fused MODEL into a plan file.
 
-    Sessions that find the file, beside the model or by plans=, plan and compile nothing.  It is made for the GPUs of
-    this machine, with what `onnxfuse tune` measured on them, or for those that --arch and --gpu name, which need not be
-    here.  A --shape may have ranges, as in ids:1..8x1..512, within which plans are chosen; other sizes run too.
+    Sessions that find the file, next to the model or given as plans=, need not plan or compile.  By default the file is
+    for this machine's GPUs and uses the measurements of `onnxfuse tune`; --arch and --gpu name other GPUs, which this
+    machine need not have.  A --shape may have ranges, as in ids:1..8x1..512: plans are chosen for these sizes, but
+    other sizes run too.
     """
     from onnxfuse.compile.compile_file import CompileSettings, compile_file
     from onnxfuse.compile.summary import summary

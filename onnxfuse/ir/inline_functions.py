@@ -34,7 +34,7 @@ KERNEL_DOMAINS: Final = frozenset({DOMAIN, "com.microsoft"})  # onnxruntime may 
 
 @dataclass(frozen=True)
 class Inlined:
-    """A model without calls of its own functions, and how many there were; `kept` says which are left, and why."""
+    """A model after inlining, and the number of calls inlined; `kept` says which functions were not, and why."""
 
     model: onnx.ModelProto
     calls: int = 0

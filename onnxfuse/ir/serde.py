@@ -107,7 +107,7 @@ def write_model(graph: Graph) -> onnx.ModelProto:
 def _write_initializers(graph: Graph, result: onnx.GraphProto, alive: Collection[str]) -> set[str]:
     """Write the initializers that are still read: unchanged ones as they were, new ones from their values.
 
-    A large new constant then refers to what was written, so that the memory does not hold its value twice.
+    A large new constant then refers to the written bytes, so that memory does not hold its value twice.
     """
     source = graph.model.graph
     known = {t.name: t for t in source.initializer}

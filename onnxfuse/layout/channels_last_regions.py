@@ -72,7 +72,7 @@ class _Use:
 
 @dataclass
 class Regions:
-    """The nodes that are channels-last, while that is decided."""
+    """The nodes chosen so far to become channels-last; `choose` adds and removes nodes."""
 
     model: Model
     conversions: Mapping[Node, Conversion]

@@ -132,7 +132,7 @@ def fused_node(node: Node, call: ImageCall, images: Collection[str], kind: Kind 
 
 
 def body_of(model: Model, node: Node, operands: Mapping[str, Tensor]) -> Body | str:
-    """Return a body that is an operator with these operands, and its constants; or why there is none."""
+    """Return a body that holds only this node and its constants, with `operands` as inputs; or why there is none."""
     names = {tensor.name: name for name, tensor in operands.items()}
     if len(names) < len(operands):
         return "it reads one tensor twice"

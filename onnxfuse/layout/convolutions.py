@@ -22,7 +22,7 @@ WEIGHT_LAYOUTS: Final[Mapping[tuple[bool, bool], WeightLayout]] = {
 
 
 def convolution(model: Model, node: Node) -> Conversion | str:
-    """A Conv or ConvTranspose becomes a node of the fusion, without an activation."""
+    """Return the conversion of a Conv or ConvTranspose to a fused node without an activation; or why it stays."""
     operands = {name: t for name, t in zip(("x", "w", "bias"), node.inputs, strict=False) if t.name}
     if reason := _stays(model, operands, node.outputs[0]):
         return reason

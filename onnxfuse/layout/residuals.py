@@ -51,9 +51,10 @@ def additions(graph: Graph, shapes: ShapeInfo, channels_last: Collection[Node]) 
 
 
 def residuals(joins: Joins, before: Mapping[Node, Addition]) -> Iterator[Joined]:
-    """Yield each fused node and the Add of a tensor of its shape that fusing had not met as such.
+    """Yield each fused node that can take an Add of a tensor of its shape as its residual, joined with that Add.
 
-    No other node may read the fused node's result.  `before` are the Adds as fusing left them.
+    Only Adds whose operands changed after fusing are joined; `before` holds the Adds as fusing left them.  No other
+    node may read the fused node's result.
     """
     graph, compared = joins.graph, {*joins.known, *joins.originals}
     for add in list(graph.nodes):

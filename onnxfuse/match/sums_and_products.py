@@ -149,7 +149,7 @@ class AssociativeMatcher:
             yield from self._assign(values, i + 1, after)
 
     def _check_numbers(self, numbers: list[StoredNumber], state: State) -> Iterator[State]:
-        """Yield the state if the collected numbers equal the constant; what remains of them is bound to the scalar."""
+        """Yield the state if the collected numbers equal the constant; the term's scalar is bound to any excess."""
         found = self._total([value for value, _ in numbers])
         required = self._total([]) if self.constant is None else self.constant
         if self.scalar is not None and numbers:

@@ -65,7 +65,7 @@ class Joining:
     def match_at(self, tensor: Tensor) -> Match | None:
         """Return the match that ends at a tensor and is worth a fused node only if operators join it; None if none."""
         maker = producer(tensor)
-        is_added = maker is None or maker.domain is None  # by a pass, which the model did not have
+        is_added = maker is None or maker.domain is None  # a pass added the producer to the model
         return None if is_added else self._match_at(tensor, self._matchers)
 
     def _match_at(self, tensor: Tensor, matchers: Sequence[Matcher]) -> Match | None:

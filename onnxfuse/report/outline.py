@@ -43,7 +43,7 @@ class Outline:
 class Rewritten:
     """A graph before and after fusing: the main graph, or a body of an If, Loop or Scan.
 
-    `originals` says for tensors of the second graph which one of the first they are another layout of.
+    `originals` maps a tensor of the second graph to the tensor of the first that it holds in another layout.
     """
 
     where: str

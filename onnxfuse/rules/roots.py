@@ -1,4 +1,4 @@
-"""Write roots, and the reductions before them, in the form that patterns match."""
+"""Rewrite square roots, and the reductions before them, into the form that patterns match."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class PreparedTemplate:
         self._backend, self._lock = backend, threading.RLock()
         self.is_loaded_later = False  # whether threads load the kernels that the first runs do not need
         self._data = b""
-        self._absent: set[str] = set()  # kernels that are 0 in the bytes, by Kernel.key
+        self._absent: set[str] = set()  # Kernel.key of kernels that have handle 0 in `_data`: not loaded yet
         self.refused: dict[str, OnnxfuseError] = {}  # kernels that cannot be loaded, by Kernel.key
         self.dropped: list[Variant] = []  # variants that need a refused kernel
 

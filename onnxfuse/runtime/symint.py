@@ -404,9 +404,9 @@ def for_later_plans(*values: Any) -> Iterator[None]:
 
 
 def expect_equal(first: Any, second: Any) -> bool:
-    """Return whether two sizes are equal that usually are, such as the length of a mask and the number of keys.
+    """Return whether two sizes that are usually equal are so here, such as a mask's length and the number of keys.
 
-    If one of them is a dynamic dim by itself, a template's samples make it equal to the other from then on.
+    If they differ and one of them is just a dynamic dim, the template's later samples give that dim the other size.
     """
     equal = bool(first == second)
     if not equal:

@@ -62,9 +62,9 @@ class TemplateWords:
         return replace(self, functions=tuple(functions))
 
     def for_inputs(self, inputs: Sequence[TensorSpec]) -> TemplateWords | None:
-        """Return the template for such inputs, whose dynamic dims may be -1 - k; None if it is not for them.
+        """Return the template specialized to `inputs`, in which dynamic dim k may be -1 - k; None if it does not fit.
 
-        A template for inputs that need not be aligned or constant is also for inputs that are.
+        Inputs may be aligned or constant even if the template does not require that.
         """
         if len(inputs) != len(self.inputs):
             return None

@@ -1,4 +1,4 @@
-"""Measure the original's own noise: how far its outputs move by rounding alone, and by how onnxruntime runs it."""
+"""Measure the original's own noise: how much rounding and onnxruntime's graph optimizations change its outputs."""
 
 from __future__ import annotations
 
