@@ -41,6 +41,7 @@ from onnxfuse.passes import Folded, Pass
 from onnxfuse.passes.folded import node_label
 from onnxfuse.pipeline import LATE_PASSES, PIPELINE
 from onnxfuse.regions.assign import RegionResult, assign_regions
+from onnxfuse.regions.defer_to_regions import DeferToRegions
 from onnxfuse.regions.joining import Joining
 from onnxfuse.report.traffic import Traffic, estimate_traffic
 from onnxfuse.rewrite.apply_rules import near_misses
@@ -268,24 +269,24 @@ def fuse_model(
     fusion, and was not fused, stays as it was: an operator that was spelled out, or scores of an attention.
     """
     timer, learned = timer or StageTimer(), Learned()
-    while True:
-        try:
-            with _no_garbage_collection():
+    with _no_garbage_collection():
+        while True:
+            try:
                 result = _fuse_once(model, folder, learned.applied(settings), learned, timer)
-        except StepError as error:
-            learned = Learned(also_raised(learned.raised, error))  # no step leaves anything half done
-            continue
-        if (result.all_left or result.all_scores_left) and learned.rounds < MAX_SPELLING_ROUNDS:
-            learned = _with_left(learned, result)
-            continue
-        noted = {one.step: one for _, each in result.everywhere() for one in each.left_out}  # for single nodes
-        found: FusedModel | Settings = replace(result, left_out=(*learned.raised.values(), *noted.values()))
-        for check in checks:
+            except StepError as error:
+                learned = Learned(also_raised(learned.raised, error))  # no step leaves anything half done
+                continue
+            if (result.all_left or result.all_scores_left) and learned.rounds < MAX_SPELLING_ROUNDS:
+                learned = _with_left(learned, result)
+                continue
+            noted = {one.step: one for _, each in result.everywhere() for one in each.left_out}  # for single nodes
+            found: FusedModel | Settings = replace(result, left_out=(*learned.raised.values(), *noted.values()))
+            for check in checks:
+                if isinstance(found, FusedModel):
+                    found = check(found, settings)
             if isinstance(found, FusedModel):
-                found = check(found, settings)
-        if isinstance(found, FusedModel):
-            return found
-        settings, learned = found, Learned()
+                return found
+            settings, learned = found, Learned()
 
 
 def _with_left(learned: Learned, result: FusedModel) -> Learned:
@@ -351,6 +352,7 @@ class Work:
     kept_ifs: Collection[Node] = ()  # Ifs whose branches stay as they are
     found: FusedModel = field(init=False)
     joining: Joining = field(init=False)
+    defer_to_regions: DeferToRegions = field(init=False)
 
     def __post_init__(self) -> None:
         """Begin with nothing found."""
@@ -443,13 +445,13 @@ def fuse_matches(work: Work) -> None:
     """Fuse the matches of the patterns, except nodes that would be cheaper in a region."""
     graph, settings = work.graph, work.settings
     spelled = {name for one in work.found.spelling.spelled for name in one.made}
+    fusions = settings.fusions if settings.regions is True else ()
     functions = LocalFunctions(graph, settings.operators, work.found.spelling.contrib)
-    work.joining = Joining(
-        graph, work.shapes, settings.fusions, functions, settings.exclude, work.keep, settings.regions is True, spelled
-    )
+    work.joining = Joining(graph, work.shapes, fusions, functions, settings.exclude, work.keep)
+    work.defer_to_regions = DeferToRegions(work.joining, spelled)
     softmaxes = {node_label(node): graph.scores.name(node) for node in graph.nodes if op_of(node) == "Softmax"}
     products = {node_label(node) for node in graph.nodes if op_of(node) == "MatMul"}
-    leave = work.joining.waits if settings.regions else leave_none
+    leave = work.defer_to_regions if settings.regions else leave_none
     progress = functools.partial(work.timer.progress, "fuse")
     missed = near_misses(graph, work.shapes, settings.rules) if settings.rules else []
     fusing = fuse(graph, work.shapes, settings.fusions, replace(work.selection, leave=leave), progress)
@@ -493,7 +495,7 @@ def form_regions(work: Work) -> None:
             with step(REGIONS):
                 made = _regions(work, known)
             known = _standing(graph, known)  # without norms that are parts of regions
-        if work.joining.has_waiting:
+        if work.defer_to_regions.has_left:
             last = [fusion for fusion in work.settings.fusions if fusion.last]
             rest = fuse(graph, work.shapes, last, work.selection).fused
             known = (*known, *rest)

@@ -50,7 +50,6 @@ def assign_regions(joining: Joining, fused: Collection[Fused] = ()) -> RegionRes
             apart.append(cluster)
     apart, norms = _with_norms(formed, apart, joining, joins)
     apart = [one for one in share_launches(formed, apart) if is_worth_it(one)]
-    apart = [one for one in apart if not joining.is_one_match(one.nodes, one.outputs)]
     for cluster in apart:
         order_by_reading(cluster, formed.forms)
     bodies = {f.name: f for f in graph.functions if f.domain == DOMAIN}

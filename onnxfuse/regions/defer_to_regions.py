@@ -1,0 +1,130 @@
+"""Matches that are cheaper in a region, or joined with the fused node before them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+from functools import cached_property
+
+from onnxfuse.algebra.operators import FREE
+from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
+from onnxfuse.match import Match
+from onnxfuse.passes.folded import node_label
+from onnxfuse.regions.host import host_nodes
+from onnxfuse.regions.joining import Joining
+from onnxfuse.regions.normal_form import MIN_OPSET, normal_form
+from onnxfuse.regions.norms import NORMS
+from onnxfuse.regions.pointwise import POINTWISE
+from onnxfuse.regions.reductions import REDUCTIONS
+from onnxfuse.steps import REGIONS, step
+
+MAX_VIEWS = 4  # between a match and the operator beside it
+
+
+@dataclass
+class DeferToRegions:
+    """Says whether a match is left to a region: its nodes and one beside them can be in one, or join a fused node.
+
+    Such a fusion (a softmax, an activation) would read or write a tensor that a region with both does not.  `joining`
+    says which nodes elementwise operators join, as far as that depends on no layout, and `spelled` holds the names of
+    nodes whose fusion must not be left.
+    """
+
+    joining: Joining
+    spelled: Set[str]
+    has_left: bool = False  # whether a match was left
+
+    def __call__(self, match: Match) -> bool:
+        """Return whether a match is left."""
+        with step(REGIONS):
+            return self._is_left(match)
+
+    def _is_left(self, match: Match) -> bool:
+        inside = _nodes_up_to_operands(match)
+        if self.joining.graph.opset < MIN_OPSET or not all(map(self._may_be_in_region, inside)):
+            return False
+        others = itertools.chain(_siblings(self.joining.graph, match, inside), *map(_beside, inside))
+        outside = (other for other in others if other not in inside)
+        behind = (other for node in inside for tensor in node.outputs for other in _behind(tensor, MAX_VIEWS))
+        is_left = any(map(self._may_be_in_region, outside)) or any(map(self._may_be_joined, inside))
+        is_left = is_left or any(map(self._may_be_taken_in, behind))
+        self.has_left |= is_left
+        return is_left
+
+    def _may_be_joined(self, node: Node) -> bool:
+        """Return whether a node may join the node whose result it reads."""
+        return op_of(node) in POINTWISE and any(map(self._is_joined, node.inputs))
+
+    def _is_joined(self, tensor: Tensor) -> bool:
+        """Return whether operators may join the node that gives a tensor."""
+        maker = producer(tensor)
+        if maker is not None and maker.domain == DOMAIN:
+            return self.joining.epilogues.get(str(maker.attrs["fusion"]), "nhwc") != "nhwc"
+        return self.joining.match_at(tensor) is not None
+
+    def _may_be_taken_in(self, node: Node) -> bool:
+        """Return whether a node is a fused norm, which may be part of the region whose result it reads."""
+        return node.domain == DOMAIN and node.attrs["fusion"] in self.joining.epilogues.keys() & {*NORMS}
+
+    @cached_property
+    def _host(self) -> set[Node]:
+        return set(host_nodes(self.joining.graph, self.joining.shapes))
+
+    def _may_be_in_region(self, node: Node) -> bool:
+        is_onnx = not node.domain or node.domain == "ai.onnx"
+        labels = {node.name, node_label(node)}
+        if not is_onnx or not labels.isdisjoint(self.joining.keep) or not labels.isdisjoint(self.spelled):
+            return False
+        form = normal_form(self.joining.graph, self.joining.shapes, node)
+        return node not in self._host and not isinstance(form, str)
+
+
+def _nodes_up_to_operands(match: Match) -> set[Node]:
+    """Return the nodes of a match, and those that it reads its operands through, such as Slices of them."""
+    operands = {tensor.name for tensor in match.operands.values()}
+    found, work = set(match.nodes), list(match.nodes)
+    while work:
+        makers = (producer(tensor) for tensor in work.pop().inputs if tensor.name not in operands)
+        new = {maker for maker in makers if maker is not None and maker not in found}
+        found |= new
+        work += new
+    return found
+
+
+def _siblings(graph: Graph, match: Match, inside: Set[Node]) -> Iterator[Node]:
+    """Yield the operators that read an operand of a match in its own order and could be computed before the match."""
+    position = graph.position  # nodes that were just made have none
+    first = min(position.get(node, 0) for node in inside)
+    for tensor in match.operands.values():
+        for node in consumers(tensor) if not is_constant(tensor) else ():
+            makers = (producer(each) for each in node.inputs)
+            is_ready = all(maker is None or position.get(maker, first) < first for maker in makers)
+            if is_ready and (op_of(node) in POINTWISE or op_of(node) in REDUCTIONS):
+                yield node
+
+
+def _beside(node: Node) -> Iterator[Node]:
+    """Yield the operators that a node reads, and those that read it, with views at most between."""
+    for tensor in node.inputs:
+        yield from _before(tensor, MAX_VIEWS)
+    for tensor in node.outputs:
+        yield from _behind(tensor, MAX_VIEWS)
+
+
+def _before(tensor: Tensor, steps: int) -> Iterator[Node]:
+    made = producer(tensor)
+    if made is not None and op_of(made) not in FREE:
+        yield made
+    elif made is not None and steps:
+        yield from _before(made.inputs[0], steps - 1)
+
+
+def _behind(tensor: Tensor, steps: int) -> Iterator[Node]:
+    for reader in consumers(tensor):
+        if op_of(reader) not in FREE:
+            yield reader
+        elif steps:
+            yield from _behind(reader.outputs[0], steps - 1)
