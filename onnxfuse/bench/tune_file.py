@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import onnx
 from rich.console import Group, RenderableType
@@ -23,7 +23,6 @@ from onnxfuse.ir.protos import nodes
 from onnxfuse.optimizer import optimize
 from onnxfuse.printing import columns, escape, two_lines
 from onnxfuse.runtime.cache_folder import cache_folder
-from onnxfuse.runtime.target import ProviderOptions
 from onnxfuse.session import open_session
 from onnxfuse.tuning.bound_session import Provider, TimedModel
 from onnxfuse.tuning.dispatch import shapes_text
@@ -31,6 +30,9 @@ from onnxfuse.tuning.tune import ORIGINAL, ModelTimes, Tuning, check_kernels_run
 from onnxfuse.verify.inputs import model_inputs
 from onnxfuse.verify.requested_shapes import feeds_of_known_sizes
 from onnxfuse.verify.shape_ranges import is_range, parse_ranges, spread
+
+if TYPE_CHECKING:  # it imports onnxruntime, which session.py asks for in a sentence
+    from onnxfuse.runtime.target import ProviderOptions
 
 GIVE_SIZES: Final = "--shape input:8x512, or inputs: --input x.npz"
 
