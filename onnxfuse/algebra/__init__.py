@@ -1,1 +1,1 @@
-"""Facts about operators, sizes and index maps that need neither graphs nor kernels."""
+"""Facts about operators, symbolic sizes and index maps; they depend on no graph and no kernel."""

@@ -1,4 +1,4 @@
-"""Bounds of symbolic sizes, and the sizes that depend on them: the largest and the smallest of several."""
+"""Lower and upper bounds of symbolic sizes, and the functions that need them: the maximum and minimum of sizes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ from onnxfuse.algebra.sizes import (
     terms_of,
 )
 
-MAX_OPERANDS = 8  # operands of a `Max` or `Min` that are compared with each other
+MAX_OPERANDS = 8  # only so many operands of a `Max` or `Min` are compared with each other
 MAX_SUBSTITUTIONS = 4
-SizeBounds: TypeAlias = tuple[int | None, int | None]  # the lower and the upper one; None: not known
+SizeBounds: TypeAlias = tuple[int | None, int | None]  # (lower bound, upper bound); None: not known
 
 
 def maximum(*sizes: Size) -> Size:
-    """Return the largest of the sizes; of a number and a number less a size it is written with `Min`."""
+    """Return the largest of the sizes.
+
+    `Max(c, d - size)`, for numbers c and d, is written with `Min`: `d - Min(d - c, size)`.
+    """
     for number, other in (sizes, sizes[::-1]) if len(sizes) == 2 else ():
         if isinstance(number, int) and isinstance(other, Dim):
             constant = next((factor for monomial, factor in other.terms if not monomial), 0)
@@ -38,27 +41,30 @@ def maximum(*sizes: Size) -> Size:
 
 
 def minimum(*sizes: Size) -> Size:
-    """Return the smallest of the sizes; of 1 and a multiple of a size, which is 0 or more, it is that of 1 and it."""
+    """Return the smallest of the sizes.
+
+    `Min(1, n*size)` is simplified to `Min(1, size)`, because a size is never negative.
+    """
     if len(sizes) == 2 and 1 in sizes:
         sizes = tuple(_divided(size) if isinstance(size, Dim) else size for size in sizes)
     return _extreme("Min", sizes, lambda a, b: _is_at_most_zero(a - b))
 
 
 def _divided(size: Dim) -> Size:
-    """Return a size without the factor of its only term."""
+    """Return a size `n*a` with a single term as `a`; return any other size unchanged."""
     ((monomial, factor), *others) = size.terms
     is_multiple = not others and monomial and factor > 1 and (lower_bound(size) or 0) >= 0
     return size // factor if is_multiple else size
 
 
 def lower_bound(size: Size) -> int | None:
-    """Return a number that the size never falls below; None if no such number is known."""
+    """Return a lower bound of the size; None if none is known."""
     return size if isinstance(size, int) else _lower_bound(size, MAX_SUBSTITUTIONS)
 
 
-@functools.lru_cache(maxsize=65536)  # sizes ask for the bounds of their operands again and again
+@functools.lru_cache(maxsize=65536)  # cached, because the same operands occur in many sizes
 def _lower_bound(size: Dim, substitutions: int) -> int | None:
-    """Return a lower bound; at most so many `Max`, `Min` and quotients, one inside the other, are replaced."""
+    """Return a lower bound; replace at most `substitutions` nested `Max`, `Min` and quotients by their own bounds."""
     total: int | None = 0
     for monomial, coefficient in size.terms:
         low = _monomial_bounds(monomial)[0 if coefficient > 0 else 1]
@@ -66,7 +72,8 @@ def _lower_bound(size: Dim, substitutions: int) -> int | None:
     if substitutions:
         others = (total, _bound_of_quotients(size, substitutions))
         total = max((bound for bound in others if bound is not None), default=None)
-    # -Min(a, b) is at least -a and at least -b; Max(a, b) is at least a and at least b.  The best bound counts.
+    # -Min(a, b) is at least -a and at least -b; Max(a, b) is at least a and at least b.  The largest of these bounds is
+    # used.
     for op, sign in (("Min", -1), ("Max", 1)) if substitutions else ():
         for monomial, coefficient in size.terms:
             first = monomial[0] if len(monomial) == 1 else None
@@ -78,9 +85,10 @@ def _lower_bound(size: Dim, substitutions: int) -> int | None:
 
 
 def _bound_of_quotients(size: Dim, substitutions: int) -> int | None:
-    """Return a lower bound from those of quotients by numbers: `a//4` is at most a/4 and at least (a - 3)/4.
+    """Return a lower bound that uses the bounds of quotients by numbers: `a//4` is at most a/4 and at least (a - 3)/4.
 
-    `h//2 - 2*(h//4)`, which a Pad adds to an image that was halved and doubled, is at least -1/2 by that, and so 0.
+    Example: `h//2 - 2*(h//4)`, the padding of an image that was halved and doubled.  It is at least -1/2, and so at
+    least 0.
     """
     quotients: dict[str, tuple[Size, int]] = {}
     for name in (monomial[0] for monomial, _ in size.terms if len(monomial) == 1):
@@ -89,7 +97,7 @@ def _bound_of_quotients(size: Dim, substitutions: int) -> int | None:
     if not quotients:
         return None
     factor = math.lcm(*(number for _, number in quotients.values()))
-    total: Size = 0  # at most so many times the size
+    total: Size = 0  # at most `factor` times the size
     for monomial, coefficient in size.terms:
         if len(monomial) == 1 and monomial[0] in quotients:
             a, number = quotients[monomial[0]]
@@ -101,19 +109,20 @@ def _bound_of_quotients(size: Dim, substitutions: int) -> int | None:
 
 
 def upper_bound(size: Size) -> int | None:
-    """Return a number that the size never exceeds; None if no such number is known."""
+    """Return an upper bound of the size; None if none is known."""
     low = lower_bound(size * -1)
     return None if low is None else -low
 
 
-@functools.lru_cache(maxsize=65536)  # asked for each step of index arithmetic
+@functools.lru_cache(maxsize=65536)  # cached, because each step of index arithmetic calls it
 def is_nonnegative(size: Size) -> bool:
-    """Return whether the size is proved to be 0 or more where each name in it stands for 1 or more.
+    """Return whether the size is proved to be 0 or more if each name in it stands for 1 or more.
 
-    Dims of tensors that have elements do, and no other element is read.
+    Every dim of a tensor that has elements is 1 or more, and tensors without elements are never read.
     """
     above, terms = size, terms_of(size)
-    if not any(isinstance(name, NonPolynomial) for monomial, _ in terms for name in monomial):  # whose operands stay
+    # The operands of these symbols stay as they are.
+    if not any(isinstance(name, NonPolynomial) for monomial, _ in terms for name in monomial):
         above = sum((product(symbol(name) + 1 for name in monomial) * factor for monomial, factor in terms), 0)
     low = lower_bound(above)
     return low is not None and low >= 0
@@ -122,7 +131,7 @@ def is_nonnegative(size: Size) -> bool:
 def without_min_constants(size: Size, names: Collection[str] | None = None) -> Size:
     """Return the size without the numbers that `Min` limits it to: `Min(512, seq)` becomes `seq`.
 
-    With `names`, only those symbols change that these are the names of.
+    With `names`, only the symbols with these names change.
     """
     if isinstance(size, int):
         return size
@@ -135,7 +144,7 @@ def without_min_constants(size: Size, names: Collection[str] | None = None) -> S
 
 
 def substituted(size: Size, values: Mapping[str, Size]) -> Size:
-    """Return the size with others in place of the symbols that have one."""
+    """Return the size with symbols replaced: `values` maps a symbol's name to the size that replaces it."""
     if isinstance(size, int):
         return size
     total: Size = 0
@@ -161,9 +170,9 @@ _OPERATIONS: Final[Mapping[str, Callable[..., Size]]] = {
 
 
 def solved(size: Size, number: int) -> tuple[str, int] | None:
-    """Return the symbol that must be a number so that the size is `number`, and that number.
+    """Return the only symbol of a size and the number that it must be for the size to equal `number`.
 
-    None where the size depends on other symbols too, or no number of at least 1 makes them equal.
+    None where the size depends on other symbols too, or where no number of at least 1 solves the equation.
     """
     if isinstance(size, int):
         return None
@@ -175,7 +184,7 @@ def solved(size: Size, number: int) -> tuple[str, int] | None:
 
 
 def limited_sizes(size: Size, least: int) -> Iterator[str]:
-    """Yield the names of the symbols in a size that `Min` limits to a number of at least `least`."""
+    """Yield the names of the symbols of a size that are a `Min` with a number of at least `least`."""
     for name in () if isinstance(size, int) else (name for monomial, _ in size.terms for name in monomial):
         numbers = name.args if isinstance(name, NonPolynomial) and name.op == "Min" else ()
         if numbers and all(arg >= least for arg in numbers if isinstance(arg, int)):
@@ -188,7 +197,7 @@ def _is_at_most_zero(size: Size) -> bool:
 
 
 def _extreme(op: str, sizes: Iterable[Size], beats: Callable[[Size, Size], bool]) -> Size:
-    """Return the `Max` or `Min` of sizes; `beats(a, b)` is whether `b` can be left out beside `a`."""
+    """Return the `Max` or `Min` of sizes; `beats(a, b)` returns whether `b` can be dropped because `a` always wins."""
     flat: list[Size] = []  # Max(a, Max(b, c)) is Max(a, b, c)
     for size in sizes:
         inner = size.terms[0][0][0] if isinstance(size, Dim) and size == symbol(size.terms[0][0][0]) else None
@@ -203,7 +212,7 @@ def _extreme(op: str, sizes: Iterable[Size], beats: Callable[[Size, Size], bool]
 
 
 def _monomial_bounds(monomial: Monomial) -> SizeBounds:
-    """Return the products of the symbols' bounds, none of which may be negative."""
+    """Return the bounds of a product of symbols: the products of their bounds, if none of them may be negative."""
     low, high = 1, 1
     has_upper_bound = True
     for name in monomial:
@@ -218,7 +227,7 @@ def _monomial_bounds(monomial: Monomial) -> SizeBounds:
 
 def _symbol_bounds(name: str) -> SizeBounds:
     if not isinstance(name, NonPolynomial):
-        return None if name.startswith(TOO_LARGE) else 0, None  # which is of any sign
+        return None if name.startswith(TOO_LARGE) else 0, None  # symbols for too large expressions may be negative
     lows, highs = [lower_bound(arg) for arg in name.args], [upper_bound(arg) for arg in name.args]
     known_lows, known_highs = [x for x in lows if x is not None], [x for x in highs if x is not None]
     if name.op == "Max":
@@ -234,7 +243,7 @@ def _modulo_bounds(divisor: Size) -> SizeBounds:
 
 
 def _quotient_bounds(low: int | None, high: int | None, divisor: Size) -> SizeBounds:
-    if isinstance(divisor, int):  # `floor_divide` has made it positive
+    if isinstance(divisor, int):  # positive, because `floor_divide` normalizes signs
         return None if low is None else low // divisor, None if high is None else high // divisor
     divisor_low = lower_bound(divisor)
     if divisor_low is None or divisor_low < 0:

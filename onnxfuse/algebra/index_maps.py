@@ -1,6 +1,7 @@
-"""Index maps: the shape of a view, and the place in its input from which an element of its output is read.
+"""Index maps of views: the shape of a view's output, and the place in its input that an output element is read from.
 
-What a view does to the axes of a shape, its inverse does to a place.
+Most functions serve both purposes.  Applied to a shape, `transposed` returns the shape after a Transpose; applied to
+the place of an output element, the inverse Transpose returns the place of the input element.
 """
 
 from __future__ import annotations
@@ -13,32 +14,35 @@ from onnxfuse.algebra.indices import Index, divided, flat
 from onnxfuse.algebra.sizes import Shape, Size, product
 
 T = TypeVar("T")
-Place: TypeAlias = tuple[Index, ...]  # of an element: an index for each axis
+Place: TypeAlias = tuple[Index, ...]  # the place of an element: one index per axis
 
 
 def transposed(items: Sequence[T], perm: Sequence[int]) -> tuple[T, ...]:
-    """Return a shape after a Transpose; with `inverse(perm)`, the place from which it reads."""
+    """Return a shape after a Transpose with this perm.
+
+    With `inverse(perm)` and the place of an output element, return the place in the input from which it is read.
+    """
     return tuple(items[axis] for axis in perm)
 
 
 def inverse(perm: Sequence[int]) -> tuple[int, ...]:
-    """Return the perm of the Transpose that undoes another."""
+    """Return the perm of the Transpose that undoes the Transpose with this perm."""
     return tuple(perm.index(axis) for axis in range(len(perm)))
 
 
 def squeezed(items: Sequence[T], axes: Collection[int]) -> tuple[T, ...]:
-    """Return a shape after a Squeeze, or the place from which an Unsqueeze reads."""
+    """Return a shape after a Squeeze of `axes`, or the input place of an element of an Unsqueeze's output."""
     return tuple(each for axis, each in enumerate(items) if axis not in axes)
 
 
 def unsqueezed(items: Sequence[T], axes: Collection[int], new: T) -> tuple[T, ...]:
-    """Return a shape after an Unsqueeze, where `new` is 1, or the place from which a Squeeze reads."""
+    """Return a shape after an Unsqueeze (`new` is 1), or the input place of an element of a Squeeze's output."""
     left = iter(items)
     return tuple(new if axis in axes else next(left) for axis in range(len(items) + len(axes)))
 
 
 def sliced(place: Place, ranges: Mapping[int, tuple[Size, int]]) -> Place:
-    """Return the place from which a Slice reads; `ranges` holds the start and the step of each of its axes."""
+    """Return the input place that a Slice reads for `place` in its output; `ranges` maps an axis to (start, step)."""
     found = list(place)
     for axis, (start, step) in ranges.items():
         found[axis] = place[axis] * step + start
@@ -46,14 +50,15 @@ def sliced(place: Place, ranges: Mapping[int, tuple[Size, int]]) -> Place:
 
 
 def offset(place: Place, axis: int, by: Size) -> Place:
-    """Return the place `by` elements further along an axis."""
+    """Return the place that lies `by` elements further along an axis."""
     return (*place[:axis], place[axis] + by, *place[axis + 1 :])
 
 
 def reshaped(place: Place, shape: Shape, source: Shape) -> Place:
-    """Return the place from which a Reshape of a tensor of the shape `source` reads.
+    """Return the input place that a Reshape from the shape `source` to `shape` reads for `place` in its output.
 
-    Dims are taken from the last on until as many elements are on both sides, so that only such blocks are divided.
+    Axes are grouped from the last one on into the smallest blocks with as many elements in both shapes.  The index is
+    divided within each block only.
     """
     found: list[Index] = []
     own, other = list(range(len(shape))), list(range(len(source)))

@@ -1,7 +1,7 @@
 """Index arithmetic: sums of variables with factors, where quotients and remainders appear only if they do not cancel.
 
-An index is computed from the variables of a loop nest.  A quotient and a remainder by a size cancel where the index is
-put together again (a Reshape that splits what another one merges), or where ranges prove what they are.
+An index is computed from the variables of a loop nest.  Quotient and remainder by a size cancel where they are combined
+again (a Reshape splits an axis that another Reshape merges), or where the ranges of variables give their values.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from onnxfuse.algebra.sizes import Size, divide
 class Atom:
     """A number from 0 to `extent` - 1: a variable, or a function of an index.
 
-    `kind` is "variable", "value" (read from memory while the kernel runs), "div" or "mod" by the size `by`, or
-    "reflect", "edge" or "wrap": the place in a dim of `by` elements that padding repeats.
+    `kind` is "variable", "value" (read from memory while the kernel runs), "div" or "mod" (quotient or remainder by the
+    size `by`), or one of the padding modes "reflect", "edge" and "wrap" (the element of a dim of size `by` that the
+    padding repeats).
     """
 
     kind: str
     extent: Size
-    name: str = ""  # the name of a variable or value
+    name: str = ""  # the name, if this is a variable or value
     of: Index | None = None
     by: Size = 1
-    varies: tuple[str, ...] = ()  # the variables on which a value depends
+    varies: tuple[str, ...] = ()  # names of the variables that a value depends on
 
 
 @dataclass(frozen=True)
 class Index:
-    """The sum of a constant and of atoms with factors, none of which is 0."""
+    """A sum: a constant plus atoms with nonzero factors."""
 
     constant: Size
     terms: tuple[tuple[Atom, Size], ...] = ()
@@ -49,7 +50,7 @@ class Index:
 
     @property
     def range(self) -> tuple[Size, Size] | None:
-        """The least and the greatest value, as far as ranges of atoms say; None if signs are not known."""
+        """The least and the greatest value that the ranges of the atoms allow; None if a sign is unknown."""
         low = high = self.constant
         for atom, factor in self.terms:
             if is_nonnegative(factor):
@@ -61,18 +62,18 @@ class Index:
         return low, high
 
     def is_below(self, bound: Size) -> bool | None:
-        """Return whether it is less than a bound; None if it depends."""
+        """Return whether the index is always (True) or never (False) less than a bound; None if neither is proved."""
         limits = self.range
         if limits and is_nonnegative(bound - 1 - limits[1]):
             return True
         return False if limits and is_nonnegative(limits[0] - bound) else None
 
     def factor(self, name: str) -> Size:
-        """Return the factor of a variable; 0 where it is absent."""
+        """Return the factor of a variable in this index; 0 if the index does not contain it."""
         return next((f for atom, f in self.terms if atom.kind == "variable" and atom.name == name), 0)
 
     def variables(self) -> set[str]:
-        """Return the names of all variables on which it depends."""
+        """Return the names of all variables on which the index depends."""
         found: set[str] = set()
         for atom, _ in self.terms:
             found |= {atom.name} if atom.kind == "variable" else set(atom.varies)
@@ -80,7 +81,7 @@ class Index:
         return found
 
     def atoms(self) -> Iterator[Atom]:
-        """Yield its atoms and those inside them."""
+        """Yield the atoms of the index, and the atoms inside their own indices."""
         for atom, _ in self.terms:
             yield atom
             if atom.of:
@@ -88,16 +89,16 @@ class Index:
 
 
 NOTHING = Index(0)
-UNBOUNDED: Final = 2**62  # the extent of an atom without a known bound: more elements than memory holds
+UNBOUNDED: Final = 2**62  # the extent of atoms without a known bound; no tensor has so many elements
 
 
 def variable_index(name: str, extent: Size) -> Index:
-    """Return the index that is one variable, which is 0 if it has one value only."""
+    """Return the index that consists of one variable; the constant 0 if the variable can only be 0."""
     return NOTHING if extent == 1 else Index(0, ((Atom("variable", extent, name), 1),))
 
 
 def flat(index: Iterable[Index], shape: Iterable[Size]) -> Index:
-    """Return the place of an element in a row-major tensor."""
+    """Return the offset of an element in a row-major tensor of this shape."""
     found = NOTHING
     for each, dim in zip(index, shape, strict=True):
         found = found * dim + each
@@ -105,12 +106,12 @@ def flat(index: Iterable[Index], shape: Iterable[Size]) -> Index:
 
 
 def function(kind: str, of: Index, by: Size) -> Index:
-    """Return a function of an index as an index."""
+    """Return the function `kind` ("div", "mod", "reflect" and so on) of an index, as an index with one atom."""
     return Index(0, ((Atom(kind, by, of=of, by=by), 1),))
 
 
 def divided(index: Index, by: Size) -> tuple[Index, Index]:
-    """Return quotient and remainder of an index that is 0 or more; by 0 where nothing is ever read."""
+    """Return quotient and remainder of a nonnegative index; the size `by` may be 0 only if no element is ever read."""
     if by in (1, 0):
         return index, NOTHING
     quotient, rest = NOTHING, NOTHING
@@ -140,7 +141,7 @@ def divided(index: Index, by: Size) -> tuple[Index, Index]:
 
 
 def _remainder_of_multiple(index: Index, by: Size) -> tuple[Index, Size] | None:
-    """Return `inner` and `multiple` if the index is `inner mod (by * multiple)`; None otherwise."""
+    """Return `(inner, multiple)` if the index is `inner mod (by * multiple)`; None otherwise."""
     if len(index.terms) != 1 or index.constant != 0 or index.terms[0][1] != 1:
         return None
     atom = index.terms[0][0]
@@ -175,7 +176,7 @@ def _merged(constant: Size, terms: Iterable[tuple[Atom, Size]]) -> Index:
 
 
 def _put_together(atom: Atom, factor: Size, sums: Mapping[Atom, Size]) -> tuple[Atom, Index] | None:
-    """Return the term that merges with a remainder, and their sum: the index itself, or its larger remainder."""
+    """Return the term that merges with a remainder, and their sum: the divided index, or a larger remainder of it."""
     assert atom.of is not None
     above = _quotient(atom.of, atom.by).terms[0][0]
     if sums.get(above) == factor * atom.by:
@@ -187,7 +188,7 @@ def _put_together(atom: Atom, factor: Size, sums: Mapping[Atom, Size]) -> tuple[
 
 
 def replaced(index: Index, by: Mapping[str, Index]) -> Index:
-    """Return an index with others in place of variables, simplified again."""
+    """Return an index with variables replaced by the indices that `by` maps their names to, simplified again."""
     found = Index(index.constant)
     for atom, factor in index.terms:
         found = found + _replaced_atom(atom, by) * factor
@@ -204,7 +205,7 @@ def _replaced_atom(atom: Atom, by: Mapping[str, Index]) -> Index:
 
 
 def text_of(index: Index, size: Callable[[Size], str], atom: Callable[[Atom], str]) -> str:
-    """Return an index as an expression of C++."""
+    """Return an index as a C++ expression."""
     parts = [("" if factor == 1 else f"{size(factor)} * ") + atom(each) for each, factor in index.terms]
     if index.constant != 0 or not parts:
         parts.append(size(index.constant))

@@ -1,6 +1,7 @@
-"""The table of ONNX's operators: which of them move elements, compute element by element, reduce, or multiply.
+"""Sets of ONNX operators: those that move elements, compute element by element, reduce, or multiply.
 
-Each set says what an operator does in every opset; rooms that need fewer or more operators say so beside the set.
+Each set holds for every opset.  A module that needs a slightly different set adds or removes operators where it uses
+the set.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ from typing import Final
 
 # --- operators that move elements ----------------------------------------------------------------------------------
 
-REGROUPING: Final = frozenset({"Flatten", "Reshape", "Squeeze", "Unsqueeze"})  # other axes, the same order in memory
-REARRANGING: Final = REGROUPING | {"Transpose"}  # each element is in the result once
-VIEWS: Final = REARRANGING | {"Expand", "Identity"}  # each element of the result is one of the only tensor
+# The axes change, the order of elements in memory does not.
+REGROUPING: Final = frozenset({"Flatten", "Reshape", "Squeeze", "Unsqueeze"})
+REARRANGING: Final = REGROUPING | {"Transpose"}  # each input element occurs exactly once in the result
+VIEWS: Final = REARRANGING | {"Expand", "Identity"}  # each element of the result is an element of the only data input
 SLICING: Final = frozenset({"Gather", "Slice", "Split"})
 GATHERS: Final = frozenset({"Gather", "GatherElements", "GatherND"})
-SELECTING: Final = VIEWS | SLICING | GATHERS | {"Tile"}  # each element of the result is one of the first input
-MOVES: Final = SELECTING | {"Concat", "Pad", "ScatterND", "Trilu"}  # each element is one of any input, or a fill
-FREE: Final = REGROUPING | {"Constant", "Identity", "Shape", "Size"}  # no element is moved
+SELECTING: Final = VIEWS | SLICING | GATHERS | {"Tile"}  # each element of the result is an element of the first input
+# Each element of the result is an element of an input, or a fill value.
+MOVES: Final = SELECTING | {"Concat", "Pad", "ScatterND", "Trilu"}
+FREE: Final = REGROUPING | {"Constant", "Identity", "Shape", "Size"}  # these operators move no element
 
 # --- operators that compute element by element ---------------------------------------------------------------------
 
@@ -25,7 +28,7 @@ ORDERINGS: Final = ("Less", "LessOrEqual", "Greater", "GreaterOrEqual")
 COMPARISONS: Final = ("Equal", *ORDERINGS)
 LOGIC: Final = ("And", "Or", "Xor", "Not")
 BITWISE: Final = ("BitwiseAnd", "BitwiseOr", "BitwiseXor", "BitwiseNot")
-TRUTHS: Final = frozenset((*COMPARISONS, *LOGIC, "IsInf", "IsNaN"))  # their results are booleans
+TRUTHS: Final = frozenset((*COMPARISONS, *LOGIC, "IsInf", "IsNaN"))  # operators with boolean results
 COMMUTATIVE: Final = frozenset({"Add", "And", "Equal", "Max", "Min", "Mul", "Or"})
 UNARY: Final = frozenset({
     "Abs", "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "BitwiseNot", "Cast", "Ceil", "Celu", "Clip",
@@ -37,7 +40,8 @@ BROADCASTING: Final = frozenset({
     "Add", "And", "Div", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Mean", "Min",
     "Mod", "Mul", "Or", "PRelu", "Pow", "Sub", "Sum", "Where", "Xor",
 })  # fmt: skip
-NONNEGATIVE: Final = frozenset({"Abs", "Exp", "HardSigmoid", "Relu", "Sigmoid", "Softplus"})  # their results are
+# Operators whose results are never negative.
+NONNEGATIVE: Final = frozenset({"Abs", "Exp", "HardSigmoid", "Relu", "Sigmoid", "Softplus"})
 
 # --- reductions and products ---------------------------------------------------------------------------------------
 
@@ -49,12 +53,12 @@ EXTREMES: Final = ("ArgMax", "ArgMin")
 SOFTMAXES: Final = ("Softmax", "LogSoftmax")
 MATRIX_PRODUCTS: Final = frozenset({"Gemm", "MatMul"})
 CONVOLUTIONS: Final = frozenset({"Conv", "ConvTranspose"})
-LINEAR: Final = MATRIX_PRODUCTS | CONVOLUTIONS  # linear in the first input; the weights are the second
+LINEAR: Final = MATRIX_PRODUCTS | CONVOLUTIONS  # linear in the first input; the second input holds the weights
 PRODUCTS: Final = LINEAR | {"Einsum"}
 
-# --- what follows for their results --------------------------------------------------------------------------------
+# --- sets for the analysis of results ------------------------------------------------------------------------------
 
-# Operators that are not continuous, like a Cast to integers or bool: all that they depend on is rounded.
+# Discontinuous operators: like a Cast to integers or bool, they can turn a rounding error of their input into a jump.
 DISCONTINUOUS: Final = frozenset((*COMPARISONS, *EXTREMES, "IsNaN", "IsInf", "Floor", "Ceil", "Round", "Sign", "Mod"))
 RANDOM: Final = frozenset(
     ("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")

@@ -1,4 +1,4 @@
-"""The parser of the expressions that exporters write as names of dimensions: `past + seq`, `(batch*seq)//batch`."""
+"""The parser for expressions in the names of dimensions that exporters write: `past + seq`, `(batch*seq)//batch`."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from collections.abc import Callable
 from onnxfuse.algebra.bounds import maximum, minimum
 from onnxfuse.algebra.sizes import UNKNOWN, Size, floor_divide, is_known, modulo, product, symbol
 
-MAX_EXPONENT = 8  # of a power that is multiplied out
+MAX_EXPONENT = 8  # largest exponent of a power that is multiplied out
 
 
 def is_name(text: str) -> bool:
-    """Return whether a `dim_param` names a size.  A number ("-1", "0") names none: it stands for any size."""
+    """Return whether a `dim_param` names a size.  A number ("-1", "0") is not a name: it stands for any size."""
     return text.strip() not in ("", "?", "None") and not isinstance(parse_size(text), int)
 
 
 @functools.lru_cache(maxsize=4096)
 def parse_size(text: str) -> Size:
-    """Return the size that a `dim_param` describes; a text that is not an expression is a symbol of that name."""
+    """Return the size that a `dim_param` describes; a text that is not an expression becomes a symbol of that name."""
     tokens = [match.lastgroup and match[0].strip() for match in _TOKEN.finditer(text)]
     try:
         rest = [token for token in tokens if token is not None]
         size = _parse_sum(rest)
-        is_too_large = UNKNOWN not in text and not is_known(size)  # what is named is known by its text at least
+        # A too large expression becomes a symbol named by its text.
+        is_too_large = UNKNOWN not in text and not is_known(size)
         return symbol(text.strip()) if rest or None in tokens or is_too_large else size
     except (ValueError, IndexError, ZeroDivisionError, RecursionError):
         return symbol(text.strip())
 
 
-# A hyphen between letters belongs to a name ("batch-size"): exporters write spaces around a minus sign.  A character
-# that no group matches is an error.
+# "batch-size" is one name, because exporters write spaces around a minus sign.  A character that no group matches is an
+# error.
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>\d+(?![\w.]))|(?P<name>[A-Za-z_?][\w.?]*(?:-[A-Za-z_][\w.]*)*)|(?P<sign>\*\*|//|[-+*%(),]))\s*|."
 )

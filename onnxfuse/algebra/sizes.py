@@ -1,10 +1,10 @@
 """Symbolic dimensions: polynomials over named sizes, in a normal form, so that equal expressions are equal objects.
 
 A symbol stands for a size, so it is never negative.  An expression that is not a polynomial, such as `(s + 1)//2` or
-`Max(1, s)`, becomes a `NonPolynomial` symbol that carries its operands.  Equal expressions become equal symbols.
+`Max(1, s)`, becomes a `NonPolynomial` symbol, which holds its operands.  Equal expressions become equal symbols.
 
-Expressions are bounded: one of a higher degree, of more terms or with larger numbers than the constants below say
-becomes an unknown size, whose name is a digest of the expression.  So arithmetic takes bounded time on any input.
+Expressions are limited: if the degree, the number of terms or a number exceeds the constants below, the expression
+becomes an unknown size named by its digest.  So arithmetic takes bounded time for any input.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias, Union
 
-UNKNOWN = "?"  # the first character of symbols for sizes of which nothing is known
-TOO_LARGE = f"{UNKNOWN}x"  # of those for expressions beyond the bounds below, which may be negative
-MAX_DEGREE, MAX_TERMS, MAX_COEFFICIENT = 16, 64, 2**63 - 1  # of a polynomial
-MAX_TEXT = 512  # characters of an expression that is not a polynomial
+UNKNOWN = "?"  # first character of symbols for unknown sizes
+TOO_LARGE = f"{UNKNOWN}x"  # prefix of symbols for expressions beyond the limits below; they may be negative
+MAX_DEGREE, MAX_TERMS, MAX_COEFFICIENT = 16, 64, 2**63 - 1  # limits of a polynomial
+MAX_TEXT = 512  # maximum number of characters of an expression that is not a polynomial
 
 
 class NonPolynomial(str):
-    """A symbol for the result of `//`, `%`, `Max` or `Min`; its name is the text of that expression."""
+    """A symbol for the result of `//`, `%`, `Max` or `Min`; its name is the text of the expression."""
 
     op: str
     args: tuple[Size, ...]
 
     def __new__(cls, op: str, args: tuple[Size, ...]) -> NonPolynomial:
-        """Make the symbol for `op` (one of `//`, `%`, `Max`, `Min`) applied to sizes."""
+        """Return the symbol for `op` (one of `//`, `%`, `Max`, `Min`) applied to sizes."""
         infix = op in ("//", "%")
         made = super().__new__(cls, op.join(map(_operand, args)) if infix else f"{op}({', '.join(map(str, args))})")
         made.op, made.args = op, args
@@ -44,9 +44,9 @@ Monomial: TypeAlias = tuple[str, ...]  # sorted symbols, repeated for powers: s*
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """A size that is not a number: a polynomial with integer coefficients, made by `symbol` and by arithmetic.
+    """A size that is not a number: a polynomial with integer coefficients, created by `symbol` and by arithmetic.
 
-    Each of `terms` is (monomial, coefficient).  No coefficient is 0; the highest degree is first, the constant last.
+    Each of `terms` is (monomial, coefficient).  No coefficient is 0.  The highest degree is first, the constant last.
     """
 
     terms: tuple[tuple[Monomial, int], ...]
@@ -101,7 +101,7 @@ class Dim:
         return f"Dim({self})"
 
 
-Size: TypeAlias = Union[int, Dim]  # noqa: UP007 - NonPolynomial and Dim name it before it exists
+Size: TypeAlias = Union[int, Dim]  # noqa: UP007 - the annotations of NonPolynomial and Dim use it before it is defined
 
 
 Shape: TypeAlias = tuple[Size, ...]
@@ -113,18 +113,18 @@ def symbol(name: str) -> Dim:
 
 
 def non_polynomial(op: str, *args: Size) -> Dim:
-    """Return `op` (one of `//`, `%`, `Max`, `Min`) of sizes, in no other form; an unknown size if that is too long."""
+    """Return the symbol for `op` (one of `//`, `%`, `Max`, `Min`) of sizes; an unknown size if its text is too long."""
     name = NonPolynomial(op, args)
     return symbol(name) if len(name) <= MAX_TEXT else _unknown(name)
 
 
 def _unknown(text: str) -> Dim:
-    """Return the unknown size that stands for an expression."""
+    """Return the unknown size that stands for the expression with this text."""
     return symbol(f"{TOO_LARGE}{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}")
 
 
 def product(sizes: Iterable[Size]) -> Size:
-    """Return the product of the sizes, which is the element count of a shape."""
+    """Return the product of the sizes; for a shape, this is the number of elements."""
     total: Size = 1
     for size in sizes:
         total = total * size
@@ -132,7 +132,7 @@ def product(sizes: Iterable[Size]) -> Size:
 
 
 def cancelled(sizes: Iterable[Size], others: Iterable[Size]) -> tuple[list[Size], list[Size]]:
-    """Return the factors of two products without those that both have, each as often as both have it."""
+    """Return the factors of two products after equal factors are cancelled, one for one."""
     rest, divisors = list(sizes), list[Size]()
     for size in others:
         if size in rest:
@@ -143,11 +143,11 @@ def cancelled(sizes: Iterable[Size], others: Iterable[Size]) -> tuple[list[Size]
 
 
 def is_known(size: Size) -> bool:
-    """Return whether the size depends on no unknown symbol (`?12`)."""
+    """Return whether the size depends on known symbols only, not on an unknown one such as `?12`."""
     return isinstance(size, int) or _is_known(size)
 
 
-@functools.lru_cache(maxsize=4096)  # called for every axis of every tensor; a model has few different sizes
+@functools.lru_cache(maxsize=4096)  # cached: called for every axis of every tensor; a model has few different sizes
 def _is_known(size: Dim) -> bool:
     return all(_is_known_symbol(name) for monomial, _ in size.terms for name in monomial)
 
@@ -157,19 +157,19 @@ def _is_known_symbol(name: str) -> bool:
 
 
 def terms_of(size: Size) -> tuple[tuple[Monomial, int], ...]:
-    """Return the terms of a size, each with its coefficient; a number has one, and 0 has none."""
+    """Return the (monomial, coefficient) terms of a size; a number has one term, and 0 has none."""
     if isinstance(size, Dim):
         return size.terms
     return (((), int(size)),) if size else ()
 
 
 def number_of(size: Size) -> int | None:
-    """Return the number that a size is whatever its symbols are; None where it depends on them."""
+    """Return the value of a size that is constant; None where it depends on symbols."""
     return size if isinstance(size, int) else None
 
 
 def name_of(size: object) -> str | None:
-    """Return the name that a size is; None for a number, and for a size that is computed from names."""
+    """Return the name of a size that is a single symbol; None for a number or any other expression."""
     match size:
         case Dim(terms=(((name,), 1),)) if not isinstance(name, NonPolynomial):
             return name
@@ -177,7 +177,7 @@ def name_of(size: object) -> str | None:
 
 
 def symbols(size: Size) -> Iterator[str]:
-    """Yield the names that the size depends on, those in operands of non-polynomial symbols included."""
+    """Yield the names that the size depends on, including names in the operands of non-polynomial symbols."""
     if isinstance(size, int):
         return
     for monomial, _ in size.terms:
@@ -190,7 +190,7 @@ def symbols(size: Size) -> Iterator[str]:
 
 
 def divide(a: Size, b: Size) -> Size | None:
-    """Return the exact quotient of two polynomials by long division; None if there is a remainder."""
+    """Return the quotient of two polynomials by long division; None if there is a remainder."""
     if isinstance(b, int):
         if b == 0 or any(coefficient % b for _, coefficient in terms_of(a)):
             return None
@@ -238,16 +238,16 @@ def modulo(a: Size, b: Size) -> Size:
 
 
 def divisor(size: Size, known: Mapping[str, int] | None = None) -> int:
-    """Return the largest number of which the size is a multiple, if its symbols are multiples of those in `known`.
+    """Return the largest number known to divide a size; `known` maps symbols to numbers that divide them.
 
-    It is 0 for the size 0.
+    The result is 0 for the size 0.
     """
     factors = known or {}
     return math.gcd(*(factor * math.prod(factors.get(name, 1) for name in m) for m, factor in terms_of(size)))
 
 
 def evaluate(size: Size, values: Mapping[str, int]) -> int:
-    """Return the size as a number.  Raises KeyError for a symbol without a value."""
+    """Return the number that the size has for these values of its symbols.  Raises KeyError if a value is missing."""
     if isinstance(size, int):
         return size
     total = 0
@@ -257,7 +257,7 @@ def evaluate(size: Size, values: Mapping[str, int]) -> int:
 
 
 def _order(term: tuple[Monomial, int]) -> tuple[int, Monomial]:
-    return -len(term[0]), term[0]  # graded lexicographic: a monomial order, as the long division needs
+    return -len(term[0]), term[0]  # graded lexicographic order, a monomial order as required by the long division
 
 
 def _size(terms: dict[Monomial, int]) -> Size:
@@ -272,7 +272,8 @@ def _size(terms: dict[Monomial, int]) -> Size:
             return Dim((kept[0],))
     elif len(kept) <= MAX_TERMS and all(len(m) <= MAX_DEGREE and abs(c) <= MAX_COEFFICIENT for m, c in kept):
         return Dim(tuple(sorted(kept, key=_order)))
-    return _unknown(str([(monomial, hex(coefficient)) for monomial, coefficient in sorted(kept)]))  # of any length
+    # The coefficients, of any length, become part of the digest.
+    return _unknown(str([(monomial, hex(coefficient)) for monomial, coefficient in sorted(kept)]))
 
 
 def _divide_monomial(monomial: Monomial, divisor: Monomial) -> Monomial | None:
@@ -285,7 +286,7 @@ def _divide_monomial(monomial: Monomial, divisor: Monomial) -> Monomial | None:
 
 
 def _cancel_common_factor(a: Size, b: Size) -> tuple[Size, Size]:
-    """Divide both by the greatest common divisor of all their terms."""
+    """Return both sizes divided by the greatest common divisor of all their terms."""
     terms = (*terms_of(a), *terms_of(b))
     common = functools.reduce(operator.and_, (Counter(monomial) for monomial, _ in terms))
     divisor = _size({tuple(sorted(common.elements())): math.gcd(*(coefficient for _, coefficient in terms))})
@@ -293,7 +294,7 @@ def _cancel_common_factor(a: Size, b: Size) -> tuple[Size, Size]:
 
 
 def _floor_divide_remainder(a: Size, b: int) -> Size:
-    """Return `a // b` for an `a` whose coefficients lie in [0, b), in the normal form of nested divisions.
+    """Return `a // b` in the normal form of nested divisions; the coefficients of `a` must lie in [0, b).
 
     `(x//m + c)//n` becomes `(x + c*m)//(m*n)`.
     """

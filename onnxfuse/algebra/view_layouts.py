@@ -1,9 +1,9 @@
-"""Layouts: from which elements of a source a view is made.  The algebra of Reshape, Transpose, Expand and Slice.
+"""View layouts: the source elements that make up a view.  They model Reshape, Transpose, Expand and Slice.
 
-A layout gives, for each axis of a view, the sub-axes that it consists of, outermost first.  A sub-axis is a part of a
-source axis with a size and a stride, as (h d) of einops consists of h and d.  The view "b s (h d) -> b h s d" has the
-layout [[b], [h], [s], [d]], in which h has source axis 2 and the stride of d's size, and d has source axis 2 and stride
-1.  Two chains of views do the same exactly if their layouts are equal after `coalesce`.  Sizes may be symbolic.
+A layout lists, for each axis of a view, its sub-axes, outermost first.  A sub-axis is a part of a source axis with a
+size and a stride, like h and d in einops' (h d).  The view "b s (h d) -> b h s d" has the layout [[b], [h], [s], [d]].
+There, h lies on source axis 2 with d's size as its stride, and d lies on source axis 2 with stride 1.  Two chains of
+views are equivalent exactly if their layouts are equal after `coalesce`.  Sizes may be symbolic.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from onnxfuse.algebra.sizes import Size, divide, product
 
 @dataclass(frozen=True)
 class SubAxis:
-    """`size` elements of source axis `axis` that lie `stride` elements apart on it; `axis` None repeats one element."""
+    """`size` elements of source axis `axis`, spaced `stride` elements apart; with `axis` None, one element repeated."""
 
     axis: int | None
     stride: Size
@@ -31,12 +31,12 @@ ViewLayout: TypeAlias = tuple[Axis, ...]
 
 
 def identity(shape: Sequence[Size]) -> ViewLayout:
-    """Return the layout of a tensor of that shape in itself."""
+    """Return the layout of a tensor of this shape as a view of itself."""
     return tuple(() if size == 1 else (SubAxis(i, 1, size),) for i, size in enumerate(shape))
 
 
 def reshape(layout: ViewLayout, shape: Sequence[Size]) -> ViewLayout | None:
-    """Return the layout after a Reshape to `shape`; None if the sizes do not tell how axes are split."""
+    """Return the layout after a Reshape to `shape`; None if symbolic sizes do not show how axes are split."""
     rest = [sub_axis for axis in reversed(layout) for sub_axis in reversed(axis)]
     result: list[Axis] = []
     for size in shape:
@@ -61,7 +61,7 @@ def reshape(layout: ViewLayout, shape: Sequence[Size]) -> ViewLayout | None:
 
 
 def expand(layout: ViewLayout, shape: Sequence[Size]) -> ViewLayout:
-    """Return the layout after an Expand whose result has that shape."""
+    """Return the layout after an Expand to `shape`."""
     padded = ((),) * (len(shape) - len(layout)) + layout
     return tuple(
         (SubAxis(None, 0, size),) if not axis and size != 1 else axis for axis, size in zip(padded, shape, strict=True)
@@ -71,8 +71,8 @@ def expand(layout: ViewLayout, shape: Sequence[Size]) -> ViewLayout:
 def select(layout: ViewLayout, axis: int, start: int, size: int) -> tuple[ViewLayout, dict[int, int]] | None:
     """Return the layout of `size` elements of an axis from `start` on, and their offset on each source axis.
 
-    None if the elements are not a range of the axis's outermost sub-axis, or symbolic sizes do not tell whether they
-    are.
+    None if the elements are not a contiguous range of the axis's outermost sub-axis, or if symbolic sizes do not prove
+    that they are.
     """
     if not layout[axis]:
         return (layout, {}) if (start, size) == (0, 1) else None
@@ -87,7 +87,7 @@ def select(layout: ViewLayout, axis: int, start: int, size: int) -> tuple[ViewLa
 
 
 def coalesce(layout: ViewLayout) -> ViewLayout:
-    """Return the layout with adjacent sub-axes joined: the normal form in which layouts are compared."""
+    """Return the layout in normal form, with adjacent sub-axes joined; layouts are compared in this form."""
     return tuple(_coalesce_axis(axis) for axis in layout)
 
 
@@ -104,7 +104,7 @@ def _coalesce_axis(axis: Axis) -> Axis:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A parsed einops pattern: for each axis the names that it is composed of; an axis of size 1 has none."""
+    """A parsed einops pattern: for each axis, the names of its parts; an axis of size 1 has none."""
 
     source: tuple[tuple[str, ...], ...]
     result: tuple[tuple[str, ...], ...]
@@ -112,7 +112,7 @@ class Arrangement:
 
 @functools.cache
 def parse_arrangement(pattern: str, ellipsis_rank: int = 0) -> Arrangement:
-    """Parse a pattern such as "b s (h d) -> b h s d", in which "..." stands for `ellipsis_rank` axes."""
+    """Return the parsed form of a pattern such as "b s (h d) -> b h s d"; "..." stands for `ellipsis_rank` axes."""
     text = pattern.replace("...", " ".join(f"...{i}" for i in range(ellipsis_rank)))
     source, _, result = text.partition("->")
     return Arrangement(_parse_axes(source), _parse_axes(result))
@@ -126,7 +126,7 @@ def _parse_axes(text: str) -> tuple[tuple[str, ...], ...]:
 def solve_sizes(
     arrangement: Arrangement, source: Sequence[Size], result: Sequence[Size], known: Mapping[str, Size]
 ) -> dict[str, Size] | None:
-    """Return the size of each name, given both shapes; None if they contradict each other or leave a name open."""
+    """Return the size of each name, given both shapes; None if the shapes are contradictory or leave a size unknown."""
     sizes = dict(known)
     composed = []
     for names, size in (*zip(arrangement.source, source, strict=True), *zip(arrangement.result, result, strict=True)):
@@ -154,8 +154,8 @@ def solve_sizes(
 def arrangement_layout(arrangement: Arrangement, sizes: Mapping[str, Size], pitch: Size | None = None) -> ViewLayout:
     """Return the layout of an arrangement's result, coalesced.
 
-    `pitch` is the distance between the runs of the last name of the last source axis, in elements, where other elements
-    lie between them; None where they are adjacent.
+    `pitch` is for sources with gaps: the distance, in elements, from the start of one run of the last name of the last
+    source axis to the start of the next.  None means that the runs are adjacent.
     """
     sub_axes: dict[str, SubAxis] = {}
     for i, names in enumerate(arrangement.source):

@@ -1,1 +1,1 @@
-"""What is known of tensors before the model runs: symbolic shapes, dtypes, values of shape arithmetic and masks."""
+"""Static facts about tensors: symbolic shapes, dtypes, and the values of shape arithmetic and masks."""

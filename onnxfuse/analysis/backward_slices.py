@@ -1,4 +1,4 @@
-"""Backward Slices to the largest integer: they are empty in ONNX, and go to the first element in onnxruntime."""
+"""Backward Slices whose end is the largest integer: empty in ONNX, but up to the first element in onnxruntime."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from onnx.external_data_helper import uses_external_data
 from onnxfuse.ir.graph import OPSET_OF_UNCUT_SLICES
 from onnxfuse.ir.protos import ONNX_DOMAINS, graphs, nodes
 
-TO_THE_END: Final = 2**31 - 1  # exporters write this, or the largest int64, as the end of a slice that takes the rest
-ENDS, STEPS = 2, 4  # inputs of a Slice
+# Exporters write this number, or the largest int64, as the end of a slice up to the last element.
+TO_THE_END: Final = 2**31 - 1
+ENDS, STEPS = 2, 4  # indices of a Slice's inputs
 
 
 def is_ambiguous_end(end: object, step: object) -> bool:
-    """Return whether runtimes disagree about a slice: backward with the end INT32_MAX or INT64_MAX.
+    """Return whether runtimes disagree about a slice: it is backward, and its end is INT32_MAX or INT64_MAX.
 
-    The pass `normalize_backward_slices` writes constant ends as onnxruntime reads them.
+    The pass `normalize_backward_slices` replaces constant ends of this kind by the ends that onnxruntime uses.
     """
     return isinstance(step, int) and step < 0 and end in (TO_THE_END, 2**63 - 1)
 
 
 def has_steps(node: onnx.NodeProto) -> bool:
-    """Return whether a node is a Slice whose steps are given."""
+    """Return whether a node is a Slice with a `steps` input."""
     return node.op_type == "Slice" and node.domain in ONNX_DOMAINS and len(node.input) > STEPS
 
 
 def hide_ambiguous_ends(model: onnx.ModelProto) -> bool:
-    """Give each Slice with such an end an undefined one, so that onnx infers only the rank of its output.
+    """Replace the ambiguous ends of Slices by an undefined value, so that onnx infers only the rank of their outputs.
 
-    Constants count by name, at any depth.  Where two have one name, too much may be hidden.  Returns whether there was
-    such a Slice.  All ends are hidden in the opset in which onnx infers that a Slice keeps the sizes of what it cuts.
+    Constants are found by name at any depth; if two constants share a name, a Slice may be hidden needlessly.  In the
+    opset whose inference gives a Slice the sizes of its input, all ends are hidden.  Returns whether any Slice had an
+    ambiguous end.
     """
     slices = [node for node in nodes(model.graph, *model.functions) if has_steps(node)]
     wanted = {node.input[i] for node in slices for i in (ENDS, STEPS)}
@@ -55,7 +57,7 @@ def hide_ambiguous_ends(model: onnx.ModelProto) -> bool:
 
 
 def _constants(model: onnx.ModelProto) -> Iterator[tuple[str, Iterable[int]]]:
-    """Yield the names and numbers of integers that are constants, at any depth."""
+    """Yield the name and the numbers of each integer constant, at any depth."""
     for part in graphs(model.graph, *model.functions):
         for tensor in part.initializer if isinstance(part, onnx.GraphProto) else ():
             yield tensor.name, _integers(tensor)

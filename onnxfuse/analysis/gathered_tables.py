@@ -1,4 +1,4 @@
-"""The inputs of a node of which only the rows that an index input selects are read."""
+"""Finds the inputs of a node that are gathered: only the rows selected by another input are read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import onnx
 def gathered_tables(
     op: str, axis: int | None, inputs: Sequence[object], body: onnx.FunctionProto | None
 ) -> dict[int, int]:
-    """Return, for the index of each gathered input of a node, the index of the input that holds its row numbers.
+    """Return a map from the index of each gathered input to the index of the input that holds its row numbers.
 
     op      the operator as `op_of` names it
     axis    the operator's attribute `axis`: a Gather counts where it is 0 or absent, along the rows

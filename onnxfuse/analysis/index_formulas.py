@@ -1,7 +1,7 @@
-"""Formulas over the indices of a tensor's own elements, for the contents of integer and boolean tensors.
+"""Formulas for the contents of integer and boolean tensors, in terms of the indices of the tensor's own elements.
 
-The variables of a formula are the tensor's axes.  Axes are counted from the last, -1, so that broadcasting leaves a
-formula as it is.
+The variables of a formula are the tensor's axes.  Axes are counted from the last, -1, so that broadcasting does not
+change a formula.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ from onnxfuse.ir.node import Tensor
 
 @dataclass(frozen=True)
 class AtMostZero:
-    """A boolean that is true where the expression is 0 or less."""
+    """A boolean tensor that is true where the expression is 0 or less."""
 
     index: Index
 
 
 @dataclass(frozen=True)
 class GatheredElement:
-    """The element of another tensor at these indices, one expression for each of its axes."""
+    """The tensor gathered from another tensor at these indices, one expression per axis of that tensor."""
 
     name: str
     indices: tuple[Index, ...]
     tensor: Tensor = field(compare=False, repr=False)
 
 
-# All elements of a tensor that holds a bool, or an Index without terms, are equal.
+# A bool, or an Index without terms, stands for a tensor whose elements are all equal.
 Value: TypeAlias = bool | Index | AtMostZero | GatheredElement
 
 
 def axis_index(axis: int, size: Size) -> Index:
-    """Return the index along an axis, which is 0 for an axis of size 1."""
+    """Return the index along an axis as a formula; 0 for an axis of size 1."""
     return variable_index(str(axis), size)
 
 
 def place_in(shape: Shape) -> Place:
-    """Return the place of an element in its own tensor."""
+    """Return the formulas of an element's own indices in a tensor of this shape."""
     return tuple(axis_index(axis - len(shape), size) for axis, size in enumerate(shape))
 
 
 def shifted(index: Index, by: int) -> Index:
-    """Return the formula for a tensor in which each axis is `by` axes further back."""
+    """Return the formula with `by` added to every axis number."""
     return replaced(index, {atom.name: axis_index(int(atom.name) + by, atom.extent) for atom, _ in index.terms})
 
 
 def at_source(value: Value, place: Place) -> Value | None:
     """Return the contents of a view whose elements are read from `place` in a tensor with the contents `value`.
 
-    None where that is not linear in the indices of the view.
+    None where the contents are not linear in the indices of the view.
     """
     if isinstance(value, bool):
         return value
@@ -72,13 +72,13 @@ def at_source(value: Value, place: Place) -> Value | None:
 
 
 def bounds(index: Index) -> SizeBounds:
-    """Return a lower and an upper bound of an index; None for one that is not known."""
+    """Return the lower and the upper bound of an index; each is None where it is not known."""
     limits = index.range
     return (None, None) if limits is None else (lower_bound(limits[0]), upper_bound(limits[1]))
 
 
 def less_or_equal(left: Index, right: Index, margin: Size = 0) -> Value:
-    """Return the boolean `left + margin <= right`."""
+    """Return the boolean formula `left + margin <= right`."""
     excess = left + right * -1 + margin
     low, high = bounds(excess)
     if high is not None and high <= 0:
@@ -94,14 +94,14 @@ def negated(value: Value) -> Value | None:
 
 
 def causal_mask_value(queries: Size, keys: Size) -> Value:
-    """Return the contents of a causal mask [..., queries, keys]: true up to the diagonal through its last corner."""
+    """Return a causal mask [..., queries, keys] as a formula: true up to the diagonal that ends in its last corner."""
     return less_or_equal(axis_index(-1, keys), axis_index(-2, queries), queries - keys)
 
 
 def triangular_mask_value(mask: Array) -> Value | None:
-    """Return what a boolean array holds that is true up to a diagonal of its last two axes; None for any other array.
+    """Return the formula of a boolean array that is true up to a diagonal of its last two axes; otherwise None.
 
-    Its other axes have size 1.
+    All other axes must have size 1.
     """
     rows, columns = (1, 1, *mask.shape)[-2:]
     if mask.size != rows * columns:

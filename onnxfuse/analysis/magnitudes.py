@@ -1,4 +1,4 @@
-"""How large the elements of a tensor may be, so that it can or cannot hold the numbers of a mask, such as -3.4e38."""
+"""Upper bounds of the magnitudes in a tensor, to tell whether it can hold a mask's large number, such as -3.4e38."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from onnxfuse.ir.dtypes import INTEGER_RANGES
 from onnxfuse.ir.graph import constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer
 
-MASKS_FROM: Final = 1e30  # magnitudes of masks: added to one, a score vanishes
-# What sums of products are taken to stay below, as everything here takes scores to be nothing beside a mask.
+MASKS_FROM: Final = 1e30  # numbers of at least this magnitude count as masks: a score added to one vanishes
+# Assumed bound of the results of matrix products and norms.  Rewrites of attention rely on scores vanishing beside a
+# mask.
 LARGEST_OF_PRODUCTS: Final = 1e12
 LARGEST_FLOAT32: Final = float(np.finfo(np.float32).max)
-MAX_DEPTH: Final = 24  # nodes between a tensor and those that it is computed from
-MAX_ELEMENTS: Final = 2**24  # elements of a constant that is read
+MAX_DEPTH: Final = 24  # maximum number of nodes followed back from a tensor
+MAX_ELEMENTS: Final = 2**24  # larger constants are not read
 
 KEEPING: Final = frozenset({"Abs", "Cast", "Max", "Min", "Neg", "ReduceMax", "ReduceMean", "ReduceMin", "Relu"})
 SUMS: Final = frozenset({"Add", "Sub", "Sum"})
@@ -31,21 +32,21 @@ NORMALIZED: Final = PRODUCTS | {"LayerNormalization"}
 
 
 def is_ordinary(shapes: ShapeInfo, *tensors: Tensor) -> bool:
-    """Return whether the product of tensors cannot hold a number as masks have it, so that it vanishes beside one.
+    """Return whether the product of tensors stays so small that it vanishes when a mask's large number is added.
 
-    What is computed by products counts as ordinary, as scores do.  A floating-point input of the graph may hold a mask.
+    Results of matrix products count as small, like scores.  A floating-point input of the graph may hold a mask.
     """
     bounds = Bounds(shapes)
     return math.prod(max(1.0, bounds.of(each)) for each in tensors) < MASKS_FROM
 
 
 def is_bounded(shapes: ShapeInfo, tensor: Tensor) -> bool:
-    """Return whether no element of a float32 tensor is infinite or NaN, where products are taken to be finite."""
+    """Return whether no element of a float32 tensor is infinite or NaN, assuming that matrix products are finite."""
     return Bounds(shapes).of(tensor) <= LARGEST_FLOAT32
 
 
 def holds_zero_or_one(shapes: ShapeInfo, tensor: Tensor, steps: int = MAX_DEPTH) -> bool:
-    """Return whether each element of a tensor is 0 or 1: stored ones, and those that a Cast makes of booleans."""
+    """Return whether each element of a tensor is 0 or 1: a constant of such numbers, or a Cast of booleans."""
     if is_constant(tensor):
         if math.prod(tensor.shape) > MAX_ELEMENTS:
             return False
@@ -63,7 +64,7 @@ def holds_zero_or_one(shapes: ShapeInfo, tensor: Tensor, steps: int = MAX_DEPTH)
 
 
 class Bounds:
-    """Bounds of the magnitudes of tensors, of those that were asked for; they hold while the graph stays as it is."""
+    """Bounds of the magnitudes of tensors, computed on demand and cached; valid while the graph does not change."""
 
     def __init__(self, shapes: ShapeInfo) -> None:
         self._shapes = shapes
@@ -71,7 +72,7 @@ class Bounds:
         self._depth = 0
 
     def of(self, tensor: Tensor) -> float:
-        """Return a bound of the magnitudes of a tensor's elements; infinity where none is known."""
+        """Return an upper bound of the magnitudes of a tensor's elements; infinity if no bound is known."""
         found = self._known.get(tensor.name)
         if found is None and self._depth < MAX_DEPTH:
             self._depth += 1
@@ -115,12 +116,12 @@ class Bounds:
         return math.inf if rule is None else rule(self, node)
 
     def of_product(self, node: Node) -> float:
-        """Return the bound of a Mul; 0 times infinity is unknown."""
+        """Return the bound of a Mul's result; infinity for 0 times infinity."""
         first, second = map(self.of, node.inputs)
         return math.inf if math.inf in (first, second) else first * second
 
     def of_quotient(self, node: Node) -> float:
-        """Return the bound of a Div by a constant."""
+        """Return the bound of the result of a Div by a constant."""
         divisor = node.inputs[1]
         if not is_constant(divisor) or not 0 < math.prod(divisor.shape) <= MAX_ELEMENTS:
             return math.inf
@@ -128,11 +129,11 @@ class Bounds:
         return self.of(node.inputs[0]) / smallest if smallest > 0 else math.inf
 
     def of_choice(self, node: Node) -> float:
-        """Return the bound of a Where."""
+        """Return the bound of a Where's result."""
         return max(map(self.of, node.inputs[1:]))
 
     def of_fill(self, node: Node) -> float:
-        """Return the bound of a ConstantOfShape."""
+        """Return the bound of a ConstantOfShape's result."""
         value = tensor_attribute(node, "value")
         return 0.0 if value is None else self._of_constant(value)
 

@@ -1,9 +1,9 @@
-"""What integer and boolean tensors hold, as formulas over the indices of their own elements.
+"""The contents of integer and boolean tensors, as formulas over the indices of their own elements.
 
 Exporters compute attention masks from ranges: they compare the position of a key with the position of a query, and
 gather a padding mask at positions that are ranges of its own axes.  `IndexAnalysis` follows these computations.
 
-Axes are counted from the last, -1, so that broadcasting leaves a formula as it is.
+Axes are counted from the last, -1, so that broadcasting does not change a formula.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from onnxfuse.ir.attributes import int_attribute, perm_of, tensor_attribute
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer
 
-MAX_INDEX_ELEMENTS = 2**16  # elements of an integer constant that is read
-MAX_STEP = 64  # the largest step of a counting integer constant
-MAX_MASK_ELEMENTS = 2**22  # elements of a boolean constant that is read
+MAX_INDEX_ELEMENTS = 2**16  # larger integer constants are not read
+MAX_STEP = 64  # the largest step of a constant that counts up
+MAX_MASK_ELEMENTS = 2**22  # larger boolean constants are not read
 ANALYZED_DTYPES = frozenset({TensorProto.BOOL, TensorProto.INT32, TensorProto.INT64})
 
 
 class IndexAnalysis:
-    """The values of a sorted graph's integer and boolean tensors, by tensor name; None or absent where unknown."""
+    """The contents of a sorted graph's integer and boolean tensors, by tensor name; None or absent where unknown."""
 
     def __init__(self, graph: Graph, shapes: ShapeInfo) -> None:
-        """Visit the nodes in order."""
+        """Analyze the nodes of the graph in order."""
         self.graph, self.shapes, self.note = graph, shapes, shapes.note
         self.values: dict[str, Value | None] = {}
-        self.numbers: dict[str, TwoNumbers | None] = {}  # the two numbers of tensors of any dtype, computed when needed
-        self.index_columns: dict[str, tuple[Value | None, ...]] = {}  # the columns of a Concat, as GatherND reads them
+        self.numbers: dict[str, TwoNumbers | None] = {}  # tensors of two numbers, of any dtype; filled on demand
+        self.index_columns: dict[str, tuple[Value | None, ...]] = {}  # the joined columns of each Concat, for GatherND
         for node in graph.nodes:
             rule, output = RULES.get(op_of(node)), node.outputs[0] if len(node.outputs) == 1 else None
             if rule is not None and output is not None and shapes.dtype(output) in ANALYZED_DTYPES:
@@ -73,7 +73,7 @@ class IndexAnalysis:
         return self.values[tensor.name]
 
     def _if_no_overflow(self, value: Value | None, tensor: Tensor) -> Value | None:
-        """Return None if the expression might leave the range of the tensor's dtype; sizes are below 2**31."""
+        """Return the value; None if it might leave the range of the tensor's dtype, assuming sizes below 2**31."""
         if not isinstance(value, Index):
             return value
         is_int64 = self.shapes.dtype(tensor) == TensorProto.INT64
@@ -84,7 +84,7 @@ class IndexAnalysis:
         return value if all(abs(factor) <= max_factor for factor in factors) else None
 
     def _known_scalar(self, tensor: Tensor) -> Value | None:
-        """Return the value of a tensor of one element, where shape inference knows it."""
+        """Return the value of a one-element tensor if shape inference knows it; otherwise None."""
         found = self.shapes.value(tensor)
         if found is None or found.size != 1:
             return None
@@ -92,9 +92,9 @@ class IndexAnalysis:
         return value if isinstance(value, bool) else Index(value)
 
     def _read_constant(self, tensor: Constant) -> Value | None:
-        """Read a constant that is the same everywhere, counts up along one axis, or is true up to a diagonal.
+        """Return the contents of a constant that is uniform, counts up along one axis, or is true up to a diagonal.
 
-        It may count in steps, as the places of every other element do.
+        It may count in steps greater than 1, as the indices of every second element do.  None for any other constant.
         """
         dtype = self.shapes.dtype(tensor)
         max_elements = MAX_MASK_ELEMENTS if dtype == TensorProto.BOOL else MAX_INDEX_ELEMENTS
@@ -117,7 +117,7 @@ class IndexAnalysis:
         return axis_index(long_axes[0] - value.ndim, value.size) * int(steps[0]) + int(first)
 
     def fill_value(self, tensor: Tensor) -> bool | int | float | None:
-        """Return the one number that all elements of a tensor of any dtype equal; None if no such number is known."""
+        """Return the one number that fills a tensor of any dtype; None if no such number is known."""
         while (node := producer(tensor)) is not None and op_of(node) in VIEWS:
             tensor = node.inputs[0]
         stored = tensor
@@ -144,14 +144,14 @@ class IndexAnalysis:
         return None if place is None else at_source(value, place)
 
     def index(self, node: Node, input_index: int = 0) -> Index | None:
-        """Return the value of an input if it is a linear expression in indices."""
+        """Return the value of an input if it is a linear formula in the indices; otherwise None."""
         found = self.value(node.inputs[input_index])
         return found if isinstance(found, Index) else None
 
     def element(self, tensor: Tensor, indices: Sequence[Index]) -> GatheredElement | None:
-        """Return the element of a tensor at `indices`, seen through regroupings as an element of their source."""
+        """Return the element of a tensor at `indices`, traced through views before it to their source."""
         if any((low := bounds(index)[0]) is None or low < 0 for index in indices):
-            return None  # a negative index counts from the end
+            return None  # a negative index would count from the end
         while (node := producer(tensor)) is not None and op_of(node) in REGROUPING:
             source, shape = self.shapes.shape(node.inputs[0]), self.shapes.shape(tensor)
             found = () if source is None or shape is None else reshaped(tuple(indices), shape, source)
@@ -161,7 +161,7 @@ class IndexAnalysis:
         return GatheredElement(tensor.name, tuple(indices), tensor)
 
 
-# --- rules: the value of a node's output -----------------------------------------------------------------------------
+# --- rules: each returns the value of a node's output -----------------------------------------------------------------
 
 Rule: TypeAlias = Callable[[IndexAnalysis, Node], Value | None]
 
@@ -189,18 +189,22 @@ def _transposed(analysis: IndexAnalysis, node: Node, before: Shape, after: Shape
 
 
 def _sliced(analysis: IndexAnalysis, node: Node, before: Shape, after: Shape) -> Place | None:
-    """A Slice begins to count the indices at its starts, in its steps."""
+    """Return the place in its input that a Slice reads; None where a start may count from the end."""
     ranges: dict[int, tuple[Size, int]] = {}
     for axis, (start, _, step) in slice_bounds(analysis.shapes, node, before).items():
         least = None if start is None else lower_bound(start)
         if start is None or least is None or least < 0 or not isinstance(step, int) or step < 1:
-            return None  # a start that counts from the end, or may do so
+            return None  # the start counts from the end, or may do so
         ranges[axis] = start, step
     return sliced(place_in(after), ranges)
 
 
 def _cast(analysis: IndexAnalysis, node: Node) -> Value | None:
-    """A cast keeps an index among integers and a mask among booleans; it makes a new tensor of a `GatheredElement`."""
+    """Return the contents of a Cast's output; None where they are not known.
+
+    Followed are integers cast to integers, booleans cast to booleans or numbers, and uniform or two-number tensors cast
+    to booleans.
+    """
     to = analysis.shapes.dtype(node.outputs[0])
     if analysis.shapes.dtype(node.inputs[0]) not in ANALYZED_DTYPES:
         number = analysis.fill_value(node.inputs[0])
@@ -225,7 +229,7 @@ def _nonzero(analysis: IndexAnalysis, tensor: Tensor) -> Value | None:
 
 
 def _trilu(analysis: IndexAnalysis, node: Node) -> Value | None:
-    """Return a triangle of a boolean tensor whose elements are all equal."""
+    """Return the contents of a Trilu of a boolean tensor whose elements are all equal."""
     value, found = analysis.value(node.inputs[0]), triangle(analysis, node)
     if value is False:
         return False
@@ -261,7 +265,7 @@ def _mul(analysis: IndexAnalysis, node: Node) -> Value | None:
 
 
 def _concat(analysis: IndexAnalysis, node: Node) -> Value | None:
-    """Remember the columns that are joined to the indices of a GatherND."""
+    """Store the columns that a Concat joins, for a GatherND that reads them as indices; return None."""
     shapes = [analysis.shapes.shape(t) for t in node.inputs]
     axis = node.attrs["axis"]
     if all(shape is not None and shape[-1:] == (1,) and axis in (-1, len(shape) - 1) for shape in shapes):
@@ -273,7 +277,7 @@ def _gather_nd(analysis: IndexAnalysis, node: Node) -> Value | None:
     columns, rank = analysis.index_columns.get(node.inputs[1].name, ()), analysis.shapes.rank(node.inputs[0])
     if int_attribute(node, "batch_dims", 0) or not columns or len(columns) != rank:
         return None
-    # The columns have a last axis of size 1, which the result does not have.
+    # The columns have a last axis of size 1, which the result lacks, so all other axes move by one.
     indices = [shifted(column, 1) for column in columns if isinstance(column, Index)]
     return analysis.element(node.inputs[0], indices) if len(indices) == rank else None
 
@@ -287,7 +291,7 @@ def _gather(analysis: IndexAnalysis, node: Node) -> Value | None:
 
 
 def _gather_elements(analysis: IndexAnalysis, node: Node) -> Value | None:
-    """Elements gathered from a tensor whose elements are all equal hold that same value."""
+    """Return the contents of a GatherElements whose data are uniform: the same uniform value."""
     index = analysis.index(node)
     return index if index is not None and not index.terms else None
 

@@ -1,4 +1,4 @@
-"""The shapes that onnx's own inference gives the outputs of a single node."""
+"""Runs onnx's own shape inference on a single node."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from onnxfuse.ir.node import Node, Tensor, has_subgraph, op_of
 
 
 def infer_by_onnx(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
-    """Return onnx's inference for a node from the known facts about its inputs.  Raises CannotInfer where it fails."""
+    """Return the output shapes that onnx infers for a node from the known facts about its inputs.
+
+    Raises CannotInfer where onnx's inference fails.
+    """
     found = schema(op_of(node), shapes.graph.opset)
     if found is None or has_subgraph(node):
         raise CannotInfer
-    if op_of(node) == "Expand" and shapes.graph.opset < EXPAND_BOUNDED_SINCE:  # our rule tells as much
+    if op_of(node) == "Expand" and shapes.graph.opset < EXPAND_BOUNDED_SINCE:  # our own rule tells as much
         raise CannotInfer
     proto = export_node(node)
     inputs = [tensor for tensor in node.inputs if tensor.name]
@@ -35,7 +38,7 @@ def infer_by_onnx(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
 
 
 def _tensor_proto(shapes: ShapeInfo, tensor: Tensor) -> TensorProto | None:
-    """Return the value of a tensor if it is known and all numbers."""
+    """Return the value of a tensor as a TensorProto; None unless it is known and has no symbols."""
     value = shapes.value(tensor)
     if value is None or any(isinstance(size, Dim) for size in value.reshape(-1)):
         return None

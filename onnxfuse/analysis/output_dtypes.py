@@ -1,4 +1,4 @@
-"""The dtypes of a node's outputs, from its attributes or from the type constraints of the operator's schema."""
+"""The dtypes of a node's outputs, determined by its attributes or by the type constraints of the operator's schema."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _CONSTANT_DTYPES = {
     "value_float": TensorProto.FLOAT, "value_int": TensorProto.INT64, "value_string": TensorProto.STRING,
 }  # fmt: skip
 
-_ONNXRUNTIME_SOURCES = {  # by operator: the inputs that have the dtype of the first output, where input 0 has another
+_ONNXRUNTIME_SOURCES = {  # by operator: inputs to take the first output's dtype from, instead of input 0
     "com.microsoft::QuantizeLinear": (2,), "com.microsoft::DequantizeLinear": (1,),
     "com.microsoft::MatMulIntegerToFloat": (2,), "com.microsoft::EmbedLayerNormalization": (2,),
 }  # fmt: skip
 
-_OUTPUTS_OF_ONE_DTYPE = {  # by operator: the outputs after the first that have its dtype
+_OUTPUTS_OF_ONE_DTYPE = {  # by operator: further outputs with the same dtype as the first output
     "com.microsoft::SkipLayerNormalization": (3,), "com.microsoft::SkipSimplifiedLayerNormalization": (3,),
     "com.microsoft::EmbedLayerNormalization": (2,), "com.microsoft::SkipGroupNorm": (1,),
     "com.microsoft::Attention": (1,), "com.microsoft::MultiHeadAttention": (1, 2),
@@ -31,7 +31,7 @@ _OUTPUTS_OF_ONE_DTYPE = {  # by operator: the outputs after the first that have 
 
 
 def output_dtype(shapes: ShapeInfo, node: Node, index: int) -> int:
-    """Return the onnx.TensorProto.DataType of an output; 0 where neither an attribute nor the schema tells it."""
+    """Return the onnx.TensorProto.DataType of an output; 0 where neither an attribute nor the schema determines it."""
     op = op_of(node)
     if op == "Constant":
         return _constant_node_dtype(node)
@@ -48,7 +48,7 @@ def output_dtype(shapes: ShapeInfo, node: Node, index: int) -> int:
 
 
 def _constant_node_dtype(node: Node) -> int:
-    if len(node.attrs) != 1:  # a sparse value, which graphsurgeon leaves out, or an invalid node
+    if len(node.attrs) != 1:  # the node is invalid, or has a sparse value, which graphsurgeon leaves out
         return 0
     ((name, value),) = node.attrs.items()
     return constant_dtype(value) if is_constant(value) else int(_CONSTANT_DTYPES[name.removesuffix("s")])
@@ -56,7 +56,7 @@ def _constant_node_dtype(node: Node) -> int:
 
 @dataclass(frozen=True)
 class _Source:
-    """Where an output's dtype comes from: the first present one of some inputs, or a fixed dtype."""
+    """The source of an output's dtype: the first of `inputs` that is present, or a fixed dtype."""
 
     inputs: tuple[int, ...] = ()
     fixed: int = 0
@@ -65,14 +65,14 @@ class _Source:
 @functools.cache
 def _dtype_source(op: str, opset: int, index: int) -> _Source:
     found = schema(op, opset)
-    if found is None:  # an operator of onnxruntime, in its own domain or in ONNX's
+    if found is None:  # an operator of onnxruntime, in its own domain or in the ONNX domain
         inputs = _ONNXRUNTIME_SOURCES.get(op, (0,))
         known = index == 0 or index in _OUTPUTS_OF_ONE_DTYPE.get(op, ())
         return _Source(inputs) if known and op in SHAPE_RULES else _Source()
     if not found.outputs:
         return _Source()
     formal_output = found.outputs[min(index, len(found.outputs) - 1)]
-    if not formal_output.is_homogeneous:  # the outputs of a Loop, each of a dtype of its own
+    if not formal_output.is_homogeneous:  # a Loop's outputs may have different dtypes
         return _Source()
     kind = formal_output.type_str
     allowed = next((c.allowed_type_strs for c in found.type_constraints if c.type_param_str == kind), [kind])

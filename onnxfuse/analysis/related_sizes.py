@@ -1,6 +1,7 @@
 """Estimates of unknown sizes: about as large as the sizes that they were computed from.
 
-This is for estimates alone.  A computed Pad, for example, may make an axis of any size, and hardly changes it.
+They serve cost estimates only.  For example, an unknown size after a computed Pad is estimated by the size before it,
+although the Pad could make the axis of any size.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from onnxfuse.ir.node import Node, op_of
 def relate_sizes(shapes: ShapeInfo, node: Node) -> None:
     """Record, for each unknown size of a node's outputs without a relation, a size that is about as large.
 
-    Of a Reshape that is the size that is left; else the one of the same axis in an input of as many axes.
+    For a Reshape, it is the source's element count divided by the other sizes.  Otherwise it is the size of the same
+    axis in an input of the same rank.
     """
     for output in node.outputs:
         shape = shapes.shape(output) if output.name else None
@@ -30,22 +32,23 @@ def relate_sizes(shapes: ShapeInfo, node: Node) -> None:
 
 
 def _unknown(size: Size) -> str:
-    """Return the name of an unknown size; "" for known sizes, and for sizes that depend on an unknown one."""
+    """Return the name of a size that is a single unknown symbol; "" for any other size."""
     name = name_of(size)
     return name if name is not None and name.startswith(UNKNOWN) else ""
 
 
 def _same_axis(shapes: ShapeInfo, node: Node, shape: Shape, axis: int) -> Size | None:
-    """Return the largest size of the axis among the inputs, which are aligned at their last axes if they broadcast."""
+    """Return the largest size of the axis among the inputs that have the output's rank; None if there are none."""
     inputs = [found for tensor in node.inputs if tensor.name and (found := shapes.shape(tensor)) is not None]
     alike = [found[axis] for found in inputs if len(found) == len(shape)]
     return maximum(*alike) if alike else None
 
 
 def _rest(shapes: ShapeInfo, node: Node, shape: Shape, axis: int) -> Size | None:
-    """Return the size that a Reshape leaves for an axis, rounded up, if something is known of all others.
+    """Return the size of a Reshape's axis from the element count and all other sizes, rounded up.
 
-    Assumed sizes need not divide each other, and the view should not look smaller than its source.
+    None if another size is unknown.  It is rounded up because assumed sizes may not divide evenly, and the view should
+    not look smaller than its source.
     """
     source, others = shapes.shape(node.inputs[0]), (*shape[:axis], *shape[axis + 1 :])
     are_known = all(not name or name in shapes.related for name in map(_unknown, others))

@@ -1,4 +1,4 @@
-"""Whether a table has each column twice, as the cosines and sines of rotary embedding do."""
+"""Detects tables that hold each column twice, like the cosines and sines of rotary embeddings."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.graph import constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer
 
-HALVES, PAIRS = "halves", "pairs"  # a table whose halves are equal, and one whose neighbouring columns are, in twos
-COLUMNS = "_columns"  # after an operand's name: the fused node's attribute that says how the columns repeat
+# How columns repeat: the second half equals the first, or each pair of neighbours is equal.
+HALVES, PAIRS = "halves", "pairs"
+COLUMNS = "_columns"  # suffix to an operand's name: the fused node's attribute that says how its columns repeat
 ELEMENTWISE: Final = frozenset({"Add", "Cast", "Cos", "Div", "Identity", "Mul", "Neg", "Sin", "Sub"})
 MOVING: Final = VIEWS | {"Gather", "Slice"}
-MAX_DEPTH: Final = 24  # nodes between a table and the node that repeats its columns
+MAX_DEPTH: Final = 24  # maximum number of nodes between a table and the node that repeats its columns
 
 
 def repeated_columns(shapes: ShapeInfo, tensor: Tensor) -> str:
-    """Return how the columns of a table repeat, as far as the graph tells: HALVES, PAIRS, both, or ""."""
+    """Return how the columns of a table repeat, as the graph proves: HALVES, PAIRS, both joined by a space, or ""."""
     size = _last_size(shapes, tensor)
     if not isinstance(size, int) or size % 2:
         return ""
@@ -29,7 +30,7 @@ def repeated_columns(shapes: ShapeInfo, tensor: Tensor) -> str:
 
 
 def repeat_columns(value: Array, columns: str) -> Array:
-    """Return an array in which each part that does not repeat is replaced by the part that it should equal."""
+    """Overwrite the second copy of each column by the first, in place, and return the array."""
     for kind in columns.split():
         first, second = _parts(value, kind)
         second[...] = first
@@ -37,7 +38,7 @@ def repeat_columns(value: Array, columns: str) -> Array:
 
 
 def _repeats(shapes: ShapeInfo, tensor: Tensor, kind: str, depth: int) -> bool:
-    """Return whether the last axis repeats; one number for all columns does."""
+    """Return whether the columns repeat as `kind` says; a number that is the same for all columns also does."""
     if is_constant(tensor):
         return _constant_repeats(shapes, tensor, kind)
     node, size = producer(tensor), _last_size(shapes, tensor)
@@ -70,13 +71,13 @@ def _constant_repeats(shapes: ShapeInfo, tensor: Constant, kind: str) -> bool:
 
 
 def _parts(value: Array, kind: str) -> tuple[Array, Array]:
-    """Return views of the two sets of columns that are equal in a table that repeats."""
+    """Return views of the first and the second copies of the columns of a table."""
     half = value.shape[-1] // 2
     return (value[..., :half], value[..., half:]) if kind == HALVES else (value[..., 0::2], value[..., 1::2])
 
 
 def _is_doubled(shapes: ShapeInfo, node: Node | None) -> bool:
-    """Return whether a node repeats a column along a last axis of two."""
+    """Return whether a node fills a last axis of size 2 with two copies of a column."""
     if node is None:
         return False
     if op_of(node) == "Expand":
@@ -85,10 +86,10 @@ def _is_doubled(shapes: ShapeInfo, node: Node | None) -> bool:
 
 
 def _keeps_rows(shapes: ShapeInfo, node: Node, size: int) -> bool:
-    """Return whether a node that moves elements leaves the rows of its first input whole."""
+    """Return whether a node that moves elements keeps the rows of its first input intact."""
     source = node.inputs[0]
     if _last_size(shapes, source) != size:
-        return op_of(node) == "Expand"  # it expands one column
+        return op_of(node) == "Expand"  # an Expand repeats one column
     perm = node.attrs.get("perm")
     return op_of(node) != "Transpose" or (isinstance(perm, Sequence) and perm[-1] == len(perm) - 1)
 

@@ -1,4 +1,4 @@
-"""What an inference rule is, and how it reads the shapes, values and parameters of its node."""
+"""Inference rules: their types, and how they read the shapes, values and parameters of a node."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from onnxfuse.ir.attributes import AtRunTime, attribute_or_input
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.node import Node, op_of, producer
 
-# A shape rule returns one shape, which then every output has, or a list with a shape for each output.  A dimension or a
-# shape that it cannot tell is None.
+# A shape rule returns one shape for all outputs, or a list with one shape per output.  An unknown dimension or shape is
+# None.
 ShapeRule: TypeAlias = Callable[[ShapeInfo, Node], "tuple[Size | None, ...] | list[PartialShape | None]"]
-# A value rule returns the value of the output, or a list with one for each output: arrays of int, bool and Dim objects.
+# A value rule returns the output's value, or a list with one value per output: arrays of int, bool and Dim objects.
 ValueRule: TypeAlias = Callable[[ShapeInfo, Node], "Array | list[Array]"]
-# Both raise CannotInfer where they can tell nothing.  They do not guess: an answer that depends on a symbol (`s == 1`)
-# cannot be inferred.
+# Both raise CannotInfer where the answer is unknown.  They do not guess: if an answer depends on a symbol's value, as
+# in `s == 1`, it is unknown.
 
 
 class _Known(Protocol):
     def note(self, step: str, error: Exception) -> None:
-        """Take note of an error; see `ShapeInfo.note`."""
+        """Record an error; see `ShapeInfo.note`."""
 
 
 T = TypeVar("T")
@@ -31,10 +31,10 @@ Rule = TypeVar("Rule", bound=Callable[..., object])
 
 
 class RuleTable(dict[str, Rule], Generic[Rule]):
-    """Rules, by the operator that they are for as `op_of` names it."""
+    """Inference rules, by operator name as `op_of` returns it."""
 
     def rule(self, *ops: str) -> Callable[[Rule], Rule]:
-        """Enter the decorated function for these operators."""
+        """Return a decorator that registers a function as the rule for these operators."""
 
         def enter(function: Rule) -> Rule:
             self.update(dict.fromkeys(ops, function))
@@ -44,21 +44,21 @@ class RuleTable(dict[str, Rule], Generic[Rule]):
 
 
 def apply_rule(rule: Callable[[Known, Node], T] | None, known: Known, node: Node) -> T | None:
-    """Return a rule's answer; None where there is no rule, or it can tell nothing.
+    """Return a rule's answer; None if there is no rule, or it raises CannotInfer.
 
-    An error of a rule is noted, and nothing is known of its node.
+    Any other error of a rule is noted, and also gives None.
     """
     try:
         return rule(known, node) if rule else None
     except CannotInfer:
         return None
-    except Exception as error:  # models may break the rules of ONNX in any way; nodes with unknown facts are not fused
+    except Exception as error:  # invalid models can raise any error; nodes with unknown facts are not fused
         known.note(f"inference of {op_of(node)}", error)
         return None
 
 
 def has_input(node: Node, index: int) -> bool:
-    """Return whether the node has this input; an optional one may be left out."""
+    """Return whether the node has this input; an optional input may be omitted."""
     return index < len(node.inputs) and bool(node.inputs[index].name)
 
 
@@ -87,7 +87,7 @@ def input_vector(shapes: ShapeInfo, node: Node, index: int = 0) -> list[Size]:
 
 
 def integers(shapes: ShapeInfo, node: Node, name: str) -> list[Size] | None:
-    """Return a parameter, be it an attribute or an input, as a list of integers and sizes; None where it is absent.
+    """Return a parameter, an attribute or an input, as a list of integers and sizes; None where it is absent.
 
     Raises CannotInfer where it is an input whose value is not known.
     """
@@ -100,15 +100,15 @@ def integers(shapes: ShapeInfo, node: Node, name: str) -> list[Size] | None:
             raise CannotInfer
         found = value.tolist()
     numbers = found if isinstance(found, list) else [found]
-    if not all(isinstance(number, int | Dim) for number in numbers):  # a target of several axes, or of fractions
+    if not all(isinstance(number, int | Dim) for number in numbers):  # a multi-dimensional target, or fractions
         raise CannotInfer
     return cast("list[Size]", numbers)
 
 
 def partial_integers(shapes: ShapeInfo, node: Node, index: int) -> list[Size | None]:
-    """Return the elements of an input that is a vector of integers, with None for those that are not known.
+    """Return the elements of an input that is a vector of integers; None for each element that is not known.
 
-    Those of a Concat are known from its operands.  Raises CannotInfer where not even their number is known.
+    The elements of a Concat are collected from its operands.  Raises CannotInfer if even the length is unknown.
     """
     if not has_input(node, index):
         raise CannotInfer
@@ -124,7 +124,7 @@ def partial_integers(shapes: ShapeInfo, node: Node, index: int) -> list[Size | N
 
 
 def _vector_length(shapes: ShapeInfo, node: Node, index: int) -> int:
-    """Return how many elements an input has.  Raises CannotInfer where these are too many, or it is not a vector."""
+    """Return the length of an input vector.  Raises CannotInfer if it is unknown or too large, or the rank is not 1."""
     shape = input_shape(shapes, node, index)
     if len(shape) != 1 or not isinstance(shape[0], int) or shape[0] > MAX_VALUE_ELEMENTS:
         raise CannotInfer
@@ -139,22 +139,22 @@ def required(value: T | None) -> T:
 
 
 def axes_parameter(shapes: ShapeInfo, node: Node, rank: int) -> list[int] | None:
-    """Return the parameter `axes`, counted from the front; None where it is absent."""
+    """Return the parameter `axes` with nonnegative axes; None where it is absent."""
     found = integers(shapes, node, "axes")
     return None if found is None else [normalize_axis(axis, rank) for axis in found]
 
 
 def normalize_axis(axis: Size, rank: int) -> int:
-    """Return an axis counted from the front.  Raises CannotInfer where a tensor of this rank has no such axis."""
+    """Return an axis as a nonnegative number.  Raises CannotInfer where a tensor of this rank has no such axis."""
     if not isinstance(axis, int) or not -rank <= axis < rank:
         raise CannotInfer
     return axis % rank
 
 
 def shape_of_known_rank(shapes: ShapeInfo, node: Node, index: int) -> tuple[Size | None, ...]:
-    """Return a shape of unknown dimensions, as many as the input that gives the shape has elements.
+    """Return a shape of unknown dimensions; its rank is the length of the input that gives the shape.
 
-    Raises CannotInfer where these are more than a shape has: a model may reshape its target to 10^9 elements.
+    Raises CannotInfer where that length exceeds the rank limit: a malformed model may reshape to 10^9 axes.
     """
     rank = _vector_length(shapes, node, index)
     if op_of(node) == "Expand":

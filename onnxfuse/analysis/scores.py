@@ -1,4 +1,4 @@
-"""The scores of attention: the nodes between a product of queries and keys, a Softmax, and a product with values."""
+"""Finds attention scores: the nodes between the product of queries and keys, a Softmax, and the product with values."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
 
-MAX_STEPS: Final = 12  # nodes between a Softmax and a product, and before a mask or a bias
-# The operators that models compute scores by, after the product of queries and keys, and probabilities after a Softmax.
+MAX_STEPS: Final = 12  # maximum number of nodes followed: from a Softmax to a product, or back to a mask or bias
+# Operators between the product of queries and keys and the Softmax, and between the Softmax and the second product.
 ELEMENTWISE: Final = frozenset(
     ("Add", "Cast", "Clip", "Div", "IsNaN", "Max", "Min", "Mul", "Neg", "Sub", "Tanh", "Where")
 )
 VIEWS: Final = frozenset(("Reshape", "Squeeze", "Transpose", "Unsqueeze"))
-RANK: Final = 4  # of the products that patterns know: (batch, heads, rows, columns)
+RANK: Final = 4  # rank of the products that attention patterns match: (batch, heads, rows, columns)
 HEADS_AXIS: Final = -3
 
 
 def softmaxes_of_attention(graph: Graph) -> list[Node]:
-    """Return the Softmaxes that may become parts of an attention: all whose scores need not stay."""
+    """Return the Softmaxes that may become parts of an attention: those whose scores may be rewritten."""
     return [
         node for node in graph.nodes if op_of(node) == "Softmax" and graph.scores.name(node) not in graph.scores.stay
     ]
 
 
 def nodes_before(tensor: Tensor, through: Collection[str] = ELEMENTWISE, steps: int = MAX_STEPS) -> Iterator[Node]:
-    """Yield the nodes that compute a tensor, each before those of its operands, up to operators not in `through`."""
+    """Yield the producer of a tensor and the nodes before it, consumers first; stop at operators not in `through`."""
     node = producer(tensor)
     if node is not None and steps:
         yield node
@@ -38,14 +38,14 @@ def nodes_before(tensor: Tensor, through: Collection[str] = ELEMENTWISE, steps: 
 
 
 def is_computed_from_product(tensor: Tensor, through: Collection[str] = ELEMENTWISE) -> bool:
-    """Return whether a tensor is a product of two computed tensors, or computed from one by operators `through`."""
+    """Return whether a tensor is a product of two computed tensors, or computed from one by operators in `through`."""
     return any(
         op_of(node) == "MatMul" and not any(map(is_constant, node.inputs)) for node in nodes_before(tensor, through)
     )
 
 
 def softmaxes_after(tensor: Tensor) -> list[Node]:
-    """Return the Softmaxes that read a tensor, or a tensor that elementwise operators and views compute from it."""
+    """Return the Softmaxes that read a tensor directly, or after elementwise operators and views."""
     found: list[Node] = []
     seen, front = {tensor.name}, [tensor]
     for _ in range(MAX_STEPS):
@@ -58,7 +58,7 @@ def softmaxes_after(tensor: Tensor) -> list[Node]:
 
 
 def computes_probabilities(tensor: Tensor) -> bool:
-    """Return whether a tensor is a Softmax, or computed from one element by element."""
+    """Return whether a tensor is the output of a Softmax, or is computed from one element by element."""
     node = producer(tensor)
     while node is not None and op_of(node) in ELEMENTWISE:
         node = next((made for each in reversed(node.inputs) if (made := producer(each)) is not None), None)
@@ -66,13 +66,13 @@ def computes_probabilities(tensor: Tensor) -> bool:
 
 
 def is_of_last_axis(graph: Graph, softmax: Node, rank: int) -> bool:
-    """Return whether a Softmax of a tensor of that rank is over its last axis alone."""
+    """Return whether a Softmax of a tensor of this rank reduces only the last axis."""
     default = -1 if graph.opset >= 13 else 1
     return int_attribute(softmax, "axis", default) in (-1, rank - 1)
 
 
 def is_batched_product(shapes: ShapeInfo, node: Node | None) -> bool:
-    """Return whether a node is a product of two operands with equally many axes."""
+    """Return whether a node is a MatMul of two operands of the same known rank."""
     if node is None or op_of(node) != "MatMul":
         return False
     left, right = (shapes.rank(each) for each in node.inputs)
@@ -80,7 +80,7 @@ def is_batched_product(shapes: ShapeInfo, node: Node | None) -> bool:
 
 
 def rewritable_softmaxes(graph: Graph, add: Node) -> set[str]:
-    """Return the names of the Softmaxes of the scores that an Add computes, if none of their scores must stay."""
+    """Return the names of the Softmaxes of an Add's result; an empty set if the scores of any of them must stay."""
     found = {graph.scores.name(each) for each in softmaxes_after(add.outputs[0])}
     return found if graph.scores.stay.isdisjoint(found) else set()
 
@@ -100,8 +100,8 @@ def is_product_of_slopes(shapes: ShapeInfo, bias: Tensor) -> bool:
 
 
 def is_factored_bias(shapes: ShapeInfo, node: Node) -> bool:
-    """Return whether a node computes a bias of scores that is slopes times positions, or is the Mul before its Cast."""
-    output = node.outputs[0] if node.outputs else None  # a constant by now
+    """Return whether a node computes a bias that is slopes times positions, or is the Mul before that bias's Cast."""
+    output = node.outputs[0] if node.outputs else None  # a node without outputs has been folded to a constant
     if output is None or not is_product_of_slopes(shapes, output):
         return False
     return any(

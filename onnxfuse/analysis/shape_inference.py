@@ -1,13 +1,13 @@
-"""Shape inference: visit the nodes in order, and record the rules' answers about their outputs.
+"""Shape inference: visit the nodes in order, and record the shapes and values that the rules infer for their outputs.
 
-The rules of `shape_rules` and `value_rules` come first, then onnx's inference of a single node, then onnx's inference
-of the whole model.  The shapes that the exporter recorded may belong to other inputs than the model has now.  They
-count only after operators of other domains, where no rule tells the shape, and only if no record of the model
-contradicts what is inferred, and the model has no Slice whose size runtimes disagree about.
+A shape comes from the rules of `shape_rules` and `value_rules`, else from onnx's inference of the single node, else
+from onnx's inference of the whole model.  The shapes that the exporter recorded may belong to other inputs than the
+model has now.  They are used only for operators of other domains without a rule.  They are not used at all if any
+record contradicts an inferred shape, or if the model has a Slice whose size runtimes disagree about.
 
-Operators tell of the sizes of what they read.  A table of 512 positions, of which [:seq] are added to an input of seq
-tokens, has Min(512, seq) rows; the Add runs only where these are seq.  A Conv runs only on images of as many channels
-as its weights have.  The tensors are then inferred once more, with what was learned.
+Operators also constrain the sizes of their inputs.  A table of 512 positions, sliced to [:seq], has Min(512, seq) rows;
+if it is added to an input of seq tokens, the Add can run only where Min(512, seq) equals seq.  A Conv can run only on
+images with as many channels as its weights have.  After such findings, all tensors are inferred again.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, op_of
 from onnxfuse.ir.serde import read_graph
 
-MAX_ROUNDS = 4  # of inference, in each of which operators may tell more of the sizes of their inputs
+MAX_ROUNDS = 4  # maximum number of inference rounds; each may find new constraints on sizes
 
 
 def read_and_infer(model: onnx.ModelProto, folder: Path | None) -> ShapeInfo:
-    """Return the facts about the tensors of a model's main graph, which is read and sorted; they hold the graph.
+    """Read and sort a model's main graph, and return the facts about its tensors; these include the graph.
 
     Raises ModelError for a graph with a cycle, and for fused nodes of another version.
     """
@@ -47,10 +47,10 @@ def read_and_infer(model: onnx.ModelProto, folder: Path | None) -> ShapeInfo:
 
 
 def infer_shapes(graph: Graph, strict: bool = False, scope: OuterScope | None = None) -> ShapeInfo:
-    """Infer the tensors of a sorted graph, and correct the shapes that the model records where they are wrong.
+    """Infer the tensors of a sorted graph, correct wrong shapes that the model records, and return the facts.
 
-    `strict` lets an error of a rule out, where otherwise nothing is known.  `scope` is what is known of a subgraph's
-    inputs.
+    With `strict`, errors of rules are raised; otherwise the outputs of that node stay unknown.  `scope` holds the facts
+    about a subgraph's inputs.
     """
     shapes = _inferred(ShapeInfo(graph, strict, scope=scope))
     for _ in range(MAX_ROUNDS - 1):
@@ -75,27 +75,27 @@ def _inferred(shapes: ShapeInfo) -> ShapeInfo:
 
 
 def infer_behind(shapes: ShapeInfo, changed: Collection[Node]) -> None:
-    """Infer the outputs of nodes that a pass has changed, and of all nodes after them, again.
+    """Infer again the outputs of nodes that a pass changed, and of all nodes after them.
 
-    The shapes that the model records of these tensors held before the change, so they are corrected.
+    The shapes that the model records for these tensors date from before the change, so they are corrected.
     """
     behind: list[Node] = []
     moved: set[str] = set()
     for node in shapes.graph.nodes:
         if node in changed or not moved.isdisjoint(shapes.graph.reads(node)):
             moved.update(tensor.name for tensor in node.outputs)
-            if not _is_foreign(shapes, node):  # nothing more is known of it than before
+            if not _is_foreign(shapes, node):  # nothing new is known about it
                 infer_node(shapes, node)
                 behind.append(node)
     _correct_records(shapes, behind)
 
 
 def _correct_records(shapes: ShapeInfo, nodes: Iterable[Node]) -> None:
-    """Correct the recorded types that are wrong, and those that have a symbol in place of a number.
+    """Correct recorded types that are wrong, or that have a symbol where inference found a number.
 
-    Names of sizes that are not known to be these are left out of what is recorded between the nodes: onnxruntime takes
-    equal names for equal sizes, and reuses memory accordingly.  The names in a model that has fused nodes were known to
-    be these when it was written.
+    Unproven names of sizes are removed from the records between nodes, because onnxruntime assumes that equal names are
+    equal sizes, and reuses memory accordingly.  A model with fused nodes keeps its names: they were proved when it was
+    written.
     """
     is_optimized = any(function.domain == DOMAIN for function in shapes.graph.model.functions)
     inputs = ((tensor, False) for tensor in shapes.graph.linked.inputs)
@@ -114,12 +114,12 @@ def _needs_records(shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _is_foreign(shapes: ShapeInfo, node: Node) -> bool:
-    """Return whether the operator is none of the ONNX domain."""
+    """Return whether the operator is outside the ONNX domain."""
     return schema(op_of(node), shapes.graph.opset) is None
 
 
 def infer_node(shapes: ShapeInfo, node: Node) -> None:
-    """Infer the outputs of a node from its inputs, and record them in place of earlier facts."""
+    """Infer the outputs of a node from its inputs; the results replace earlier facts."""
     op = op_of(node)
     inferred = apply_rule(SHAPE_RULES.get(op), shapes, node)
     if inferred is None:
@@ -130,10 +130,10 @@ def infer_node(shapes: ShapeInfo, node: Node) -> None:
             shape = inferred[i] if i < len(inferred) else None
         else:
             shape = inferred
-        if shape is not None and not all(map(_is_size, shape)):  # of an invalid node
+        if shape is not None and not all(map(_is_size, shape)):  # the node is invalid
             shape = None
         completed = shapes.completed(output.name, shape and _recordable(shapes, output.name, shape), is_foreign)
-        if output.name:  # otherwise the output is left out
+        if output.name:  # an omitted output has no name
             shapes.record(output, completed, output_dtype(shapes, node, i) or shapes.recorded_dtype(output))
     relate_sizes(shapes, node)
     values = apply_rule(VALUE_RULES.get(op), shapes, node)
@@ -147,6 +147,6 @@ def _is_size(size: object) -> bool:
 
 
 def _recordable(shapes: ShapeInfo, name: str, shape: PartialShape) -> PartialShape:
-    """Return the shape with an unknown size for each number that no int64 holds: a model cannot record such a size."""
+    """Return the shape with an unknown size for each number that exceeds int64, which a model cannot record."""
     largest = INTEGER_RANGES[TensorProto.INT64][1]
     return [shapes.unknown(name, i) if isinstance(n, int) and n > largest else n for i, n in enumerate(shape)]

@@ -1,4 +1,4 @@
-"""What is known of every tensor before the model runs: its symbolic shape, its dtype, its value if that is small."""
+"""Static facts about every tensor: its symbolic shape, its dtype, and its value if it is small."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Constant, Tensor, is_constant
 from onnxfuse.steps import LeftOut, left_out
 
-PartialShape: TypeAlias = Sequence["Size | None"]  # a dimension that is not known is None
+PartialShape: TypeAlias = Sequence["Size | None"]  # None: an unknown dimension
 
-MAX_VALUE_ELEMENTS = 64  # longer tensors are data, not shapes
-MAX_EXACT_INTEGER = 2**24  # the largest floating-point constant that counts as an integer
+MAX_VALUE_ELEMENTS = 64  # longer tensors are data, not shapes, and are not followed
+MAX_EXACT_INTEGER = 2**24  # the largest floating-point constant that is read as an integer
 
 
 class CannotInfer(Exception):
-    """What a question about a graph depends on is not known; this is not an error of the model."""
+    """A fact that the answer depends on is unknown; this is not an error of the model."""
 
 
 @dataclass(frozen=True)
 class OuterScope:
-    """The facts about the inputs of a subgraph, and about the tensors that it reads of the graphs around it, by name.
+    """The facts about a subgraph's inputs and about the outer tensors that it reads, by name.
 
-    `numbers` makes the names of unknown sizes, which are different ones in all graphs of a model.  `is_repeated` says
-    that the subgraph runs several times, so that what the model records of it may hold the first time only.
+    `numbers` counts the unknown sizes, so that their names are unique across all graphs of a model.  `is_repeated` says
+    that the subgraph runs several times; its recorded shapes may then hold for the first iteration only.
     """
 
     shapes: Mapping[str, Shape | None] = field(default_factory=dict)
@@ -47,11 +47,11 @@ class OuterScope:
 
 @dataclass(frozen=True)
 class Learned:
-    """What the operators of a model tell of the sizes of their inputs.
+    """Facts about sizes that the operators of a model imply, because they could not run otherwise.
 
-    `not_limited` are names of symbols such as `Min(512, seq)` whose limit the model cannot exceed.  `numbers` are the
-    symbols that must be a number, such as the channels of the image of a Conv, by name.  `unknown` are the sizes of
-    which nothing else is known, by what they are the sizes of, and `related` the sizes that they are about as large as.
+    `not_limited` names symbols such as `Min(512, seq)` whose limit never applies.  `numbers` maps a symbol to the
+    number that it must equal, such as the channels of a Conv's image.  `unknown` maps a key, which describes the origin
+    of a size, to its unknown symbol.  `related` maps an unknown symbol to a size that is about as large.
     """
 
     not_limited: frozenset[str] = frozenset()
@@ -61,9 +61,9 @@ class Learned:
 
 
 class ShapeInfo:
-    """Shapes, dtypes and values of a graph's tensors, by name.
+    """Symbolic shapes, dtypes and values of a graph's tensors, by name.
 
-    `infer_shapes` makes it.  `record` and `infer_node` keep it up to date while passes rewrite the graph.
+    `infer_shapes` creates it.  `record` and `infer_node` keep it up to date while passes rewrite the graph.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class ShapeInfo:
         scope: OuterScope | None = None,
         learned: Learned | None = None,
     ) -> None:
-        """Start with onnx's inference; `strict` lets errors of rules out, which are otherwise noted in `raised`.
+        """Start with onnx's inference; `strict` raises the errors of rules, which are otherwise collected in `raised`.
 
-        With `infos`, the shapes count that the model records after operators of other domains than ONNX's.  `scope`
-        is what is known of a subgraph's inputs.  `learned` is what an earlier inference found of the sizes.
+        If `infos` is given, the shapes that the model records for operators outside the ONNX domain are used.  `scope`
+        holds the facts about a subgraph's inputs.  `learned` holds the sizes that an earlier inference found.
         """
         scope, self.known = scope or OuterScope(), learned or Learned()
         self.graph = graph
@@ -85,8 +85,8 @@ class ShapeInfo:
         self.raised: dict[str, LeftOut] = {}
         self.infos = infos or ValueInfos(graph.model)
         self.uses_records = infos is not None
-        self.not_limited = set(self.known.not_limited)  # and the ones found since
-        self._with_numbers: set[str] = set()  # tensors in whose shapes numbers took the place of symbols
+        self.not_limited = set(self.known.not_limited)  # this set also gets the names that this inference finds
+        self._with_numbers: set[str] = set()  # tensors whose shapes had symbols replaced by numbers
         self._required: dict[str, set[int]] = {name: {number} for name, number in self.known.numbers.items()}
         self._unknown, self.related = self.known.unknown, self.known.related
         self.numbers, self.is_repeated = scope.numbers, scope.is_repeated
@@ -95,7 +95,7 @@ class ShapeInfo:
         self._values: dict[str, Array | None] = dict(scope.values)
 
     def note(self, step: str, error: Exception) -> None:
-        """Take note that a step raised, and was left out for one node; where `strict`, raise the error."""
+        """Record the error of a step that was skipped for one node; if `strict`, raise it."""
         if self.strict:
             raise error
         if not isinstance(error, OnnxfuseError):
@@ -104,7 +104,7 @@ class ShapeInfo:
     def shape(self, tensor: Tensor) -> Shape | None:
         """Return the dimensions; None if the rank is unknown.
 
-        An unknown dimension is a symbol such as `?12`, which equals only itself.
+        An unknown dimension is a symbol such as `?12`, which is equal only to itself.
         """
         name = tensor.name
         if name not in self._shapes:
@@ -129,17 +129,20 @@ class ShapeInfo:
         return self.infos.dtype(tensor.name)
 
     def value(self, tensor: Tensor) -> Array | None:
-        """Return the elements (int, Dim, bool) of an integer or bool tensor of at most 64; None if one is unknown."""
+        """Return the elements (int, Dim, bool) of an integer or bool tensor.
+
+        None if any element is unknown, or if there are more than 64.
+        """
         return self.exact_value(tensor) if self.dtype(tensor) in INTEGER_RANGES else None
 
     def exact_value(self, tensor: Tensor) -> Array | None:
-        """Return the elements as `value` does, also of float tensors all of whose elements are integers."""
+        """Return the elements like `value`, and also those of a float tensor whose elements are all integers."""
         if tensor.name not in self._values:
             self._values[tensor.name] = self.exact_constant(tensor) if is_constant(tensor) else None
         return self._values[tensor.name]
 
     def exact_constant(self, tensor: Constant) -> Array | None:
-        """Return the elements of a constant, be it a tensor of the graph or an attribute, as `exact_value` does."""
+        """Return the elements of a constant (an initializer or an attribute's tensor) as `exact_value` does."""
         if math.prod(tensor.shape) > MAX_VALUE_ELEMENTS:
             return None
         try:
@@ -148,7 +151,7 @@ class ShapeInfo:
             return None
 
     def record(self, tensor: Tensor, shape: Sequence[Size] | None, dtype: int) -> None:
-        """Record the type of a tensor that a pass made."""
+        """Record the shape and dtype of a tensor that a pass made."""
         if shape is not None and self.known.not_limited:
             shape = [each if isinstance(each, int) else self._not_limited(each) for each in shape]
         self._shapes[tensor.name] = self._settled(tensor.name, None if shape is None else tuple(shape))
@@ -156,9 +159,10 @@ class ShapeInfo:
         self._values.pop(tensor.name, None)
 
     def record_value(self, tensor: Tensor, value: Array | None) -> None:
-        """Record the elements of a tensor whose dtype is recorded; None if they are not known.
+        """Record the elements of a tensor whose dtype is already recorded; None if they are not known.
 
-        Long values, and numbers that the dtype cannot hold (the runtime wraps or rounds them), count as not known.
+        Long values count as not known.  So do numbers that the dtype cannot hold, because the runtime would wrap or
+        round them.
         """
         if value is not None and self.known.numbers:
             sizes = [substituted(each, self.known.numbers) if isinstance(each, Dim) else each for each in value.flat]
@@ -169,24 +173,24 @@ class ShapeInfo:
             self._shapes[tensor.name] = value.shape
 
     def _not_limited(self, size: Dim) -> Size:
-        """Return a size without limits that the model cannot exceed, because an operator would not run then."""
+        """Return a size without the `Min` limits that were found never to apply."""
         return without_min_constants(size, self.known.not_limited)
 
     def require(self, size: Size, number: Size) -> None:
-        """Note that an operator runs only where a size is this number, if it is one.
+        """Record that an operator runs only if a size equals `number`; a symbolic `number` is ignored.
 
-        A body that runs several times, or never, tells nothing about the graph around it.
+        Calls from a body that runs several times, or never, are ignored: they prove nothing about the graph around it.
         """
         if isinstance(number, int) and not self.is_repeated and (found := solved(size, number)):
             self._required.setdefault(found[0], set()).add(found[1])
 
     def learned(self) -> Learned:
-        """Return the sizes that operators told so far, without symbols that would have to be two numbers."""
+        """Return the constraints found so far, without the symbols that would have to equal two different numbers."""
         numbers = {name: min(found) for name, found in self._required.items() if len(found) == 1}
         return Learned(frozenset(self.not_limited), numbers, self._unknown, self.related)
 
     def _settled(self, name: str, shape: Shape | None) -> Shape | None:
-        """Return a shape with numbers in place of the symbols that must be these."""
+        """Return a shape with each symbol that must equal a number replaced by that number."""
         if shape is None or not self.known.numbers:
             return shape
         settled = tuple(substituted(size, self.known.numbers) for size in shape)
@@ -195,14 +199,14 @@ class ShapeInfo:
         return settled
 
     def is_settled(self, name: str) -> bool:
-        """Return whether an operator's requirement tells a size of a tensor that was, or is recorded as, a symbol."""
+        """Return whether a constraint replaced a symbol in a tensor's shape, or in its recorded shape, by a number."""
         if name in self._with_numbers or not self.known.numbers:
             return name in self._with_numbers
         pairs = zip(self._shapes.get(name) or (), self.infos.recorded_shape(name) or (), strict=False)
         return any(isinstance(size, int) and not isinstance(other, int) for size, other in pairs)
 
     def unknown(self, *key: Hashable) -> Dim:
-        """Return an unknown size; the same one for the same key."""
+        """Return the unknown size for this key: always the same symbol for the same key."""
         if key not in self._unknown:
             self._unknown[key] = symbol(f"{UNKNOWN}{next(self.numbers)}")
         return self._unknown[key]
@@ -210,15 +214,16 @@ class ShapeInfo:
     def completed(self, name: str, inferred: PartialShape | None, foreign: bool = False) -> Shape | None:
         """Return the shape of a computed tensor from a rule's answer; None if the rank is unknown.
 
-        What the rule leaves open, None in place of the shape or of a dimension, is taken from onnx's inference, else it
-        is an unknown size.  A rule returns an unknown size itself where onnx's inference must not count.  The output of
-        a `foreign` operator, none of the ONNX domain, has the shape that the model records, if records count.
+        A shape or dimension that the rule returns as None is taken from onnx's inference; if that does not know it
+        either, it becomes an unknown size.  To bypass onnx's inference, a rule returns an unknown size itself.  A
+        `foreign` operator's output, from outside the ONNX domain, gets the shape that the model records, if records are
+        used.
         """
         if inferred is None:
             found = self._sizes(name, self.infos.shape(name))
             if found is not None or not foreign or not self.uses_records:
                 return found
-            recorded = self.infos.recorded_shape(name)  # a recorded 0 may mean a size that PyTorch does not know
+            recorded = self.infos.recorded_shape(name)  # a recorded 0 may mean that PyTorch did not know the size
             return self._sizes(name, recorded and [size or None for size in recorded])
         if None not in inferred:
             return tuple(size for size in inferred if size is not None)
@@ -228,10 +233,10 @@ class ShapeInfo:
         return tuple(other if size is None else size for size, other in zip(inferred, known, strict=True))
 
     def contradicts_record(self, name: str, *, zeros_count: bool = False) -> bool:
-        """Return whether the shape that is known of a tensor shows that the recorded one belongs to other inputs.
+        """Return whether a tensor's inferred shape proves that the recorded shape belongs to other inputs.
 
-        PyTorch records 0 for sizes that it does not know, so a wrong 0 does not show that other records are wrong.  It
-        counts only with `zeros_count`.
+        PyTorch records 0 for sizes that it does not know.  So a wrong 0 is no proof against other records, and is
+        ignored unless `zeros_count`.
         """
         found, recorded = self._shapes.get(name), self.infos.recorded_shape(name)
         if found is None or recorded is None:
@@ -243,10 +248,10 @@ class ShapeInfo:
         )
 
     def without_unproven_names(self, name: str, foreign: bool) -> list[Size | None] | None:
-        """Return the recorded shape of a tensor without the names of sizes that are not known to be these.
+        """Return the recorded shape of a tensor with each unproven name replaced by None.
 
-        None where all names are known, or there is no record.  Of a `foreign` operator's output, whose record may be
-        all that tells its sizes, only names are left out that an inference invented.
+        Returns None where all names are proved, or there is no record.  The record of a `foreign` operator's output may
+        be the only source of its sizes, so only names that an inference invented are removed there.
         """
         recorded = self.infos.recorded_names(name)
         if recorded is None:
@@ -273,7 +278,7 @@ def constant_dtype(tensor: Constant) -> int:
 
 
 def exact_elements(value: Array) -> Array | None:
-    """Return a short array of integers as Python objects; None for a long one, or one with any other number."""
+    """Return a short array of integers as Python objects; None for a longer array, or one with other elements."""
     if value.size > MAX_VALUE_ELEMENTS or value.dtype.kind not in "biuf":
         return None
     if value.dtype.kind == "f":
@@ -282,11 +287,11 @@ def exact_elements(value: Array) -> Array | None:
         if not np.all(is_integer):
             return None
         value = whole.astype(np.int64)
-    return value.astype(object)  # a list of the elements would lose axes: an array [3, 0, 1] is [[], [], []]
+    return value.astype(object)  # not via a list, which would lose axes: for the shape [3, 0, 1], it is [[], [], []]
 
 
 def number_range(dtype: int) -> tuple[int, int]:
-    """Return the range in which a dtype holds every integer; (0, -1) for a dtype whose elements are not followed."""
+    """Return the range in which a dtype holds every integer; (0, -1) for a dtype whose values are not tracked."""
     if dtype in EXACT_INTEGERS:
         return -EXACT_INTEGERS[dtype], EXACT_INTEGERS[dtype]
     return INTEGER_RANGES.get(dtype, (0, -1))
@@ -295,8 +300,8 @@ def number_range(dtype: int) -> tuple[int, int]:
 def _fits(value: Array, dtype: int) -> bool:
     """Return whether the dtype holds every number among the elements, and every coefficient of a symbolic size.
 
-    An operation on integers whose result a floating-point dtype holds is exact in that dtype.  What a symbol stands for
-    is taken to be in the range.
+    If a floating-point dtype holds the result of an integer operation, it computes that result exactly.  The sizes that
+    symbols stand for are assumed to be in range.
     """
     low, high = number_range(dtype)
     numbers = (n for e in value.flat for n in ((e,) if isinstance(e, int) else (c for _, c in e.terms)))

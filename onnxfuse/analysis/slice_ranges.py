@@ -1,4 +1,4 @@
-"""Slice, Split and Gather as the ranges of elements that they take along the axes of a tensor."""
+"""Slice, Split and Gather, described by the range of elements that they take along each axis of a tensor."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from onnxfuse.analysis.shape_rules.slices import slice_bounds, split_sizes
 from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.node import Node, Tensor, op_of
 
-AxisRanges: TypeAlias = dict[int, tuple[int, int]]  # by axis: the first element, and the number of elements after it
+AxisRanges: TypeAlias = dict[int, tuple[int, int]]  # axis -> (first element, number of elements after it)
 
 
 def slice_ranges(shapes: ShapeInfo, node: Node, output: Tensor) -> AxisRanges:
-    """Return the range of each axis of the first input of a `SLICING` node that `output` holds.
+    """Return the ranges, by axis, that `output` of a `SLICING` node takes from the node's first input.
 
-    Raises CannotInfer where `output` is not known to hold one range of adjacent elements, at least one, of each axis.
+    Raises CannotInfer unless `output` is known to hold a nonempty range of adjacent elements along each axis.
     """
     shape = shapes.shape(node.inputs[0])
     if shape is None:

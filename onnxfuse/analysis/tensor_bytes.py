@@ -1,4 +1,4 @@
-"""How many bytes a tensor has, with assumed sizes for dynamic dims."""
+"""Estimates of the bytes of tensors, with assumed sizes for dynamic dims."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from onnx import helper
 from onnxfuse.algebra.sizes import Size, evaluate, symbols
 from onnxfuse.analysis.shape_info import ShapeInfo
 
-ASSUMED_BATCH, ASSUMED_SIZE = 1, 128  # sizes of dynamic dims whose name contains "batch", and of other ones
+ASSUMED_BATCH, ASSUMED_SIZE = 1, 128  # assumed sizes of dynamic dims: with "batch" in the name, and others
 
 
 def tensor_bytes(shapes: ShapeInfo, shape: Sequence[Size] | None, dtype: int, first_axis: int = 0) -> int:
-    """Return the bytes of a tensor of this shape, leaving out the axes before `first_axis`.
+    """Return the bytes of a tensor of this shape, not counting the axes before `first_axis`.
 
-    `dtype` is an onnx.TensorProto.DataType.  A tensor of unknown rank or dtype counts as 0 bytes, dynamic dims as
-    assumed: one size for each that the model names, and for others about those that they are computed from.
+    `dtype` is an onnx.TensorProto.DataType.  A tensor of unknown rank or dtype counts as 0 bytes.  A named dynamic dim
+    has one assumed size; an unknown dim is estimated from the sizes that it was computed from.
     """
     if shape is None or not dtype:
         return 0
@@ -26,7 +26,7 @@ def tensor_bytes(shapes: ShapeInfo, shape: Sequence[Size] | None, dtype: int, fi
 
 
 def _number(shapes: ShapeInfo, size: Size, inside: frozenset[str]) -> int:
-    """Return a size as estimates assume it; `inside` are symbols that it is about as large as, which end the walk."""
+    """Return a size with assumed values for its symbols; `inside` holds symbols being estimated, to stop recursion."""
     assumed: dict[str, int] = {}
     for name in symbols(size):
         other = None if name in inside else shapes.related.get(name)
@@ -35,10 +35,10 @@ def _number(shapes: ShapeInfo, size: Size, inside: frozenset[str]) -> int:
 
 
 def assumed_size(name: str) -> int:
-    """Return the size that estimates assume for a dynamic dim of this name."""
+    """Return the size that estimates assume for a dynamic dim with this name."""
     return ASSUMED_BATCH if "batch" in name.lower() else ASSUMED_SIZE
 
 
 def item_bytes(dtype: int) -> int:
-    """Return the bytes of an element of an onnx.TensorProto.DataType."""
+    """Return the bytes of one element of a dtype, given as an onnx.TensorProto.DataType."""
     return int(helper.tensor_dtype_to_np_dtype(dtype).itemsize)

@@ -1,7 +1,8 @@
-"""Tensors that hold one of two numbers, by a condition that is known as a formula: triangles of ones, masks of -inf.
+"""Tensors that hold one number where a condition is true and another elsewhere: triangles of ones, masks of -inf.
 
-Exporters write a causal mask in numbers: as a triangle that Trilu makes of a filled tensor, or that is stored, cut to
-the length of a sequence, compared with a number, cast, or multiplied.  Of all these the condition is followed.
+The condition is a formula over the tensor's indices.  Exporters write a causal mask as numbers: they make a triangle
+with Trilu, or store one and slice it to the sequence's length; then they compare, cast or multiply it.  The condition
+is followed through all of these operators.
 """
 
 from __future__ import annotations
@@ -33,13 +34,16 @@ from onnxfuse.ir.attributes import flag_attribute
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer
 
-MAX_ELEMENTS: Final = 2**22  # elements of a constant that is read
-MAX_STEPS: Final = 16  # nodes from a tensor to the operator that makes the triangle
+MAX_ELEMENTS: Final = 2**22  # larger constants are not read
+MAX_STEPS: Final = 16  # maximum number of nodes back to the operator that makes the triangle
 
 
 @dataclass(frozen=True)
 class TwoNumbers:
-    """`here` where the condition holds, `elsewhere` where it does not; a bool holds everywhere, or nowhere."""
+    """A tensor that is `here` where the condition `where` is true, and `elsewhere` where it is false.
+
+    A condition that is a bool is true, or false, for all elements.
+    """
 
     where: bool | AtMostZero
     here: float
@@ -47,26 +51,26 @@ class TwoNumbers:
 
 
 class Formulas(Protocol):
-    """What is known of a graph's tensors as formulas."""
+    """The part of `IndexAnalysis` that this module uses: formulas for a graph's tensors."""
 
     graph: Graph
     shapes: ShapeInfo
-    numbers: dict[str, TwoNumbers | None]  # those that were asked for, by tensor name
+    numbers: dict[str, TwoNumbers | None]  # cached results, by tensor name
 
     def note(self, step: str, error: Exception) -> None:
-        """Take note of an error of a rule."""
+        """Record an error of a rule."""
         ...
 
     def value(self, tensor: Tensor) -> Value | None:
-        """Return the contents of an integer or boolean tensor."""
+        """Return the contents of an integer or boolean tensor; None if they are not known."""
         ...
 
     def fill_value(self, tensor: Tensor) -> bool | int | float | None:
-        """Return the one number that all elements of a tensor equal."""
+        """Return the number that all elements of a tensor equal; None if no such number is known."""
         ...
 
     def moved(self, node: Node, value: Value) -> Value | None:
-        """Return the contents of a view or a Slice whose input has the contents `value`."""
+        """Return the contents of a view or a Slice whose input has the contents `value`; None if they are not known."""
         ...
 
 
@@ -74,7 +78,7 @@ Rule: TypeAlias = Callable[[Formulas, Node, int], TwoNumbers | None]
 
 
 def two_numbers(analysis: Formulas, tensor: Tensor, steps: int = MAX_STEPS) -> TwoNumbers | None:
-    """Return the numbers of a tensor that is known to hold two; None for any other tensor."""
+    """Return the two numbers of a tensor and their condition; None if the tensor is not known to hold two numbers."""
     known = analysis.numbers
     if tensor.name not in known:
         known[tensor.name] = _constant(analysis, tensor) if is_constant(tensor) else _computed(analysis, tensor, steps)
@@ -91,7 +95,7 @@ def _computed(analysis: Formulas, tensor: Tensor, steps: int) -> TwoNumbers | No
 
 
 def _in_one_form(numbers: TwoNumbers) -> TwoNumbers:
-    """Return the numbers with the condition, of it and its negation, in which the last axis has a positive factor."""
+    """Return the same tensor with its condition negated, if needed, so that the last axis has a positive factor."""
     if isinstance(numbers.where, bool):
         return numbers
     last = numbers.where.index.factor("-1")
@@ -100,7 +104,7 @@ def _in_one_form(numbers: TwoNumbers) -> TwoNumbers:
 
 
 def _constant(analysis: Formulas, tensor: Constant) -> TwoNumbers | None:
-    """Read a constant whose last two axes have one number up to a diagonal, and another one above it."""
+    """Return the two numbers of a constant that has one up to a diagonal of its last two axes, and one above it."""
     size = math.prod(tensor.shape)
     if len(tensor.shape) < 2 or size != math.prod(tensor.shape[-2:]) or not 1 < size <= MAX_ELEMENTS:
         return None
@@ -114,12 +118,12 @@ def _constant(analysis: Formulas, tensor: Constant) -> TwoNumbers | None:
     here, elsewhere = rows[-1, 0], rows[0, -1]
     if not np.all((rows == here) | (rows == elsewhere)):
         return None
-    where = triangular_mask_value(values == here)  # true, where all elements are equal
+    where = triangular_mask_value(values == here)  # a bool if all elements are equal
     return TwoNumbers(where, float(here), float(elsewhere)) if isinstance(where, bool | AtMostZero) else None
 
 
 def compared(analysis: Formulas, node: Node) -> Value | None:
-    """Return the boolean of a comparison of two numbers with one; None where it is none."""
+    """Return the boolean formula of comparing a tensor of two numbers with a number; None for any other comparison."""
     compare = COMPARISONS[op_of(node)]
     for i in (0, 1):
         numbers, number = two_numbers(analysis, node.inputs[i]), analysis.fill_value(node.inputs[1 - i])
@@ -130,7 +134,7 @@ def compared(analysis: Formulas, node: Node) -> Value | None:
 
 
 def chosen(where: bool | AtMostZero, here: bool, elsewhere: bool) -> Value | None:
-    """Return the boolean that is `here` where a condition holds, and else `elsewhere`."""
+    """Return the formula of a boolean that is `here` where the condition is true, and `elsewhere` where it is false."""
     if isinstance(where, bool):
         return here if where else elsewhere
     if here == elsewhere:
@@ -139,9 +143,9 @@ def chosen(where: bool | AtMostZero, here: bool, elsewhere: bool) -> Value | Non
 
 
 def triangle(analysis: Formulas, node: Node) -> tuple[Value, bool] | None:
-    """Return the condition of a Trilu, and whether its input is kept where that holds, and else is 0.
+    """Return a Trilu's condition, and whether it keeps its input where the condition is true (else it writes 0 there).
 
-    None where sizes do not tell it.
+    None where the sizes or the diagonal are unknown.
     """
     shape = analysis.shapes.shape(node.outputs[0])
     diagonal: Size | None = 0
@@ -155,7 +159,7 @@ def triangle(analysis: Formulas, node: Node) -> tuple[Value, bool] | None:
     return less_or_equal(axis_index(-1, shape[-1]), rows), not upper
 
 
-# --- rules: the numbers of a node's output ----------------------------------------------------------------------------
+# --- rules: each returns the two numbers of a node's output -----------------------------------------------------------
 
 
 def _trilu(analysis: Formulas, node: Node, steps: int) -> TwoNumbers | None:
@@ -189,7 +193,7 @@ def _viewed(analysis: Formulas, node: Node, steps: int) -> TwoNumbers | None:
 
 
 def _arithmetic(analysis: Formulas, node: Node, steps: int) -> TwoNumbers | None:
-    """Compute with a number."""
+    """Return the two numbers after an arithmetic operation with a number."""
     if len(node.inputs) != 2:
         return None
     function = ARITHMETIC[op_of(node)]
@@ -216,7 +220,7 @@ def _negative(analysis: Formulas, node: Node, steps: int) -> TwoNumbers | None:
 def _mapped(
     analysis: Formulas, node: Node, numbers: TwoNumbers | None, function: Callable[..., float]
 ) -> TwoNumbers | None:
-    """Return a function's results for both numbers, in the dtype of the node's output."""
+    """Return the results of a function for both numbers, in the dtype of the node's output."""
     dtypes = [analysis.shapes.dtype(each) for each in (node.inputs[0], node.outputs[0])]
     if numbers is None or 0 in dtypes:
         return None
@@ -224,7 +228,7 @@ def _mapped(
     with np.errstate(all="ignore"):
         made = [np.asarray(function(before.type(x))) for x in (numbers.here, numbers.elsewhere)]
         if after.kind in "iu" and not all(np.iinfo(after).min <= float(x) <= np.iinfo(after).max for x in made):
-            return None  # runtimes make different integers of it
+            return None  # runtimes convert it to different integers
         here, elsewhere = (float(x.astype(after)) for x in made)
     return TwoNumbers(numbers.where, here, elsewhere)
 

@@ -1,4 +1,4 @@
-"""The types of tensors: from onnx's inference of the whole model, and from the exporter's records."""
+"""The types of tensors, from onnx's inference of the whole model and from the exporter's records."""
 
 from __future__ import annotations
 
@@ -15,28 +15,30 @@ from onnxfuse.algebra.sizes import UNKNOWN, Size
 from onnxfuse.analysis.backward_slices import hide_ambiguous_ends
 from onnxfuse.ir.protos import ONNX_DOMAINS, nodes, opset_of, overridable_initializers, subgraphs
 
-MAX_COPIED_BYTES = 1024  # bytes of a constant in the copy for onnx's inference, which reads only small ones
-EXPAND_BOUNDED_SINCE = 13  # the opset; before, onnx makes a dimension of each element of a target, be they 10^9
-INVENTED: Final = re.compile(r"unk__\d+")  # the names that inferences give to sizes they do not know
-BRANCHES_JOINED_SINCE = 11  # the opset
+MAX_COPIED_BYTES = 1024  # larger constants are removed from the copy for onnx's inference, which reads only small ones
+EXPAND_BOUNDED_SINCE = 13  # opset; before it, onnx makes one dimension per element of a target, even for 10^9 elements
+INVENTED: Final = re.compile(r"unk__\d+")  # names that inferences give to unknown sizes
+BRANCHES_JOINED_SINCE = 11  # opset; before it, onnx's inference may use the shape of only one branch of an If
 ONNX_FAILURES = (
     onnx.shape_inference.InferenceError, onnx.checker.ValidationError, ValueError, RuntimeError, TypeError,
 )  # fmt: skip
-RecordedSize: TypeAlias = "Size | str | None"  # a str is a symbol that onnx invented; None is a nameless dimension
+# A str is a symbol that onnx invented; None is a dimension without name or size.
+RecordedSize: TypeAlias = "Size | str | None"
 
 
 class ValueInfos:
     """Dtypes and shapes, by tensor name.
 
-    A shape is inferred from the shapes of the graph's inputs.  What the model records of other tensors may belong to
-    other inputs than the model has now, so that is kept apart.  A recorded dtype holds: runtimes refuse a wrong one.
+    Shapes are inferred from the shapes of the graph's inputs.  Shapes that the model records for other tensors may
+    belong to other inputs than the model has now, so they are kept separately.  Recorded dtypes are trusted: runtimes
+    refuse wrong ones.
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
-        """Run onnx's inference on a copy without the weights and without the recorded shapes."""
+        """Run onnx's inference on a copy of the model without weights and without recorded shapes."""
         self._names_of_inputs, self._names = _dim_names(model.graph.input), _recorded_names(model.graph)
         light, weights = _without_weights(model)
-        # The records of a tool on such slices, and on nodes after them, may differ from onnxruntime's reading.
+        # Tools may record other shapes for ambiguous slices, and for the nodes after them, than onnxruntime computes.
         self.has_ambiguous_slices = hide_ambiguous_ends(light)
         graph = _inferred(light)
         if _hide_results_of_branches(light, graph):
@@ -57,19 +59,19 @@ class ValueInfos:
     def recorded_shape(self, name: str) -> list[Size | None] | None:
         """Return the dimensions that the model records for a computed tensor; None if it records none.
 
-        A name that an inference invented, such as unk__3, is none: another one may have given it to another size.
+        A name that an inference invented, such as unk__3, becomes None: another inference may use it for another size.
         """
         found = _dims(self._records.get(name), self._names)
         return None if found is None else [None if isinstance(size, str) else size for size in found]
 
     def recorded_names(self, name: str) -> list[Size | None] | None:
-        """Return the dimensions that the model records, with every name as a size of that name."""
+        """Return the dimensions that the model records, each name as a size of that name; None if it records none."""
         found = _dims(self._records.get(name), set())
         return None if found is None else [parse_size(size) if isinstance(size, str) else size for size in found]
 
 
 def _dims(info: onnx.ValueInfoProto | None, names: set[str]) -> list[RecordedSize] | None:
-    """Return dimensions: the sizes of the names in `names`, and other names as they are."""
+    """Return the dims of a recorded shape: names in `names` as sizes, other names as strings; None without a shape."""
     if info is None or not info.type.tensor_type.HasField("shape"):
         return None
     return [_size(dim, names) for dim in info.type.tensor_type.shape.dim]
@@ -92,9 +94,9 @@ def _inferred(model: onnx.ModelProto) -> onnx.GraphProto:
 
 
 def _hide_results_of_branches(model: onnx.ModelProto, inferred: onnx.GraphProto) -> bool:
-    """Replace the results of Ifs before opset 11 by inputs without a shape; return whether there are any.
+    """Replace the outputs of Ifs before opset 11 by inputs without a shape; return whether there are any such Ifs.
 
-    onnx gives an If the shape of one branch there if it does not know the shape of the other one.
+    For these Ifs, onnx infers the shape of one branch if it does not know the shape of the other.
     """
     opset = opset_of(model)
     branching = [
@@ -116,15 +118,15 @@ def _dim_names(infos: Iterable[onnx.ValueInfoProto]) -> set[str]:
 
 
 def _recorded_names(graph: onnx.GraphProto) -> set[str]:
-    """Return the names of sizes that a graph records, other than those that inferences invent."""
+    """Return the names of sizes that a graph records, except the names that inferences invent."""
     found = _dim_names((*graph.output, *graph.value_info))
     return _dim_names(graph.input) | {name for name in found if not INVENTED.fullmatch(name)}
 
 
 def _without_weights(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[onnx.ValueInfoProto]]:
-    """Return a copy without recorded shapes, in which large and overridable constants are inputs.
+    """Return a copy without recorded shapes and weights, and the types of all constants.
 
-    The types of all constants are returned beside it.
+    In the copy, large and overridable constants are inputs.
     """
     light = onnx.ModelProto(ir_version=max(model.ir_version, 4), opset_import=model.opset_import)
     light.functions.extend(model.functions)
@@ -153,7 +155,7 @@ def _without_weights(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[onnx
 
 
 def _hide_expand_targets(graph: onnx.GraphProto) -> None:
-    """Give each Expand with a computed target an undefined one, so that onnx infers only its dtype."""
+    """Give each Expand with a computed target an undefined target, so that onnx infers only its output's dtype."""
     constants = {tensor.name for tensor in graph.initializer}
     constants.update(name for node in nodes(graph) if node.op_type == "Constant" for name in node.output)
     for node in nodes(graph):

@@ -1,1 +1,1 @@
-"""The bodies of If, Loop and Scan as separate graphs: the tensors that they capture, and their shapes."""
+"""The bodies of If, Loop and Scan as separate graphs: captured tensors, and shapes inside and after them."""

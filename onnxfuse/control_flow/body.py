@@ -1,7 +1,7 @@
-"""A body of an If, Loop or Scan as a separate graph; the tensors that it captures are further inputs.
+"""The body of an If, Loop or Scan as a separate graph, in which the tensors that it captures are additional inputs.
 
-So all that is done to the main graph can be done to a body.  An initializer outside stays one initializer: the body
-knows its value, but does not write it.
+So every rewrite of the main graph can also be applied to a body.  A body knows the values of initializers outside it,
+but does not write them: so no initializer is duplicated.
 """
 
 from __future__ import annotations
@@ -29,28 +29,29 @@ from onnxfuse.ir.serde import read_subgraph
 
 @dataclass(frozen=True)
 class Body:
-    """A body of a node, as a graph."""
+    """A body of an If, Loop or Scan as a graph, and its place in the graph around it."""
 
     node: Node
-    index: int  # index of the attribute that holds the body, in the node's message
-    where: str  # its name in reports, such as "the else branch of If 'x'"
+    index: int  # the body's index among the attributes of the node's message
+    where: str  # the body's name in reports, such as "the else branch of If 'x'"
     graph: Graph
     shapes: ShapeInfo
-    captured: frozenset[str]  # tensors that it reads of the graphs around it, without constants
-    taken: tuple[onnx.NodeProto, ...]  # Ifs in it that vanished, because their conditions are known
-    # By the name of an input of its own: the tensor that it begins as, and the axis if it is a slice of that.
+    captured: frozenset[str]  # outer tensors that the body reads, without constants
+    taken: tuple[onnx.NodeProto, ...]  # Ifs that were removed from the body because their conditions are known
+    # Maps each carried or scanned input of the body to its initial tensor, and to the axis if it is a slice of that
+    # tensor.
     begins: Mapping[str, tuple[str, int | None]]
 
     @property
     def result_shapes(self) -> list[Shape | None]:
-        """The shapes of the results; None for one that is not known."""
+        """The shapes of the body's results; None for each that is not known."""
         tensors = {tensor.name: tensor for tensor in self.graph.linked.inputs} | self.graph.linked.tensors()
         names = [value.name for value in self.graph.model.graph.output]
         return [self.shapes.shape(tensors[name]) if name in tensors else None for name in names]
 
 
 def read_bodies(graph: Graph, shapes: ShapeInfo, ops: Collection[str] = CONTROL_FLOW) -> Iterator[Body]:
-    """Yield the bodies of the Ifs, Loops and Scans of a sorted graph, or of those in `ops`; none is changed yet."""
+    """Yield the bodies of a sorted graph's Ifs, Loops and Scans, or only of operators in `ops`, before any changes."""
     found = [node for node in graph.nodes if has_subgraph(node) and is_control_flow(graph.protos[id(node)][1])]
     found = [node for node in found if op_of(node) in ops]
     surroundings = _Surroundings(graph, shapes) if found else None
@@ -63,7 +64,7 @@ def read_bodies(graph: Graph, shapes: ShapeInfo, ops: Collection[str] = CONTROL_
 
 
 def write_body(outer: Graph, body: Body, written: onnx.ModelProto) -> None:
-    """Put a body that was rewritten in place of the one that its node has."""
+    """Replace the body of a node by its rewritten version `written`."""
     result = onnx.NodeProto()
     result.CopyFrom(outer.protos[id(body.node)][1])
     graph = result.attribute[body.index].g
@@ -77,7 +78,7 @@ def write_body(outer: Graph, body: Body, written: onnx.ModelProto) -> None:
 
 
 def _record_captured(outer: Graph, body: Body, written: onnx.GraphProto) -> None:
-    """Record the types of the operands of fused nodes in a body, from which their kernels are planned."""
+    """Record the types of captured tensors that fused nodes in a body read; kernels are planned from these types."""
     read = {name for node in nodes(written) if node.domain == DOMAIN for name in node.input}
     for tensor in body.graph.linked.inputs:
         if tensor.name in read and tensor.name in body.captured:
@@ -85,9 +86,9 @@ def _record_captured(outer: Graph, body: Body, written: onnx.GraphProto) -> None
 
 
 def _record_inputs(body: Body, written: onnx.GraphProto) -> None:
-    """Record the shapes of the body's own inputs that hold in every iteration: an exporter may record the first.
+    """Record the shapes of the body's inputs that hold in every iteration, where an exporter may record the first one.
 
-    Where the body had fused nodes, an earlier optimization has recorded them, and knew more.
+    If the body already had fused nodes, its records are kept: an earlier optimization wrote them, and knew more.
     """
     if any(node.domain == DOMAIN for node in nodes(body.graph.model.graph)):
         return
@@ -100,7 +101,7 @@ def _record_inputs(body: Body, written: onnx.GraphProto) -> None:
 
 
 class _Surroundings:
-    """A graph with the tensors and constants that its bodies may read, by name."""
+    """A graph, and by name the tensors and constants that its bodies may read."""
 
     def __init__(self, graph: Graph, shapes: ShapeInfo) -> None:
         self.graph, self.shapes = graph, shapes
@@ -116,13 +117,13 @@ class _Surroundings:
                 yield from set(outer_reads(attribute.g))
 
     def constant(self, name: str) -> Constant | None:
-        """Return the constant of this graph, or of those around it, that has the name."""
+        """Return the constant of this name from this graph or the graphs around it; None if there is none."""
         if name in self.graph.outer_constants:
             return self.graph.outer_constants[name]
         tensor = self.tensors.get(name)
         if (
             tensor is None and name in self.initializers and name not in self.graph.fixed_names
-        ):  # a caller may change it
+        ):  # a caller may change this initializer
             return constant_of(self.initializers[name])
         return tensor if is_constant(tensor) else None
 
@@ -158,7 +159,7 @@ class _Surroundings:
         return Body(node, index, where, linked, shapes, captured, tuple(taken), begins)
 
     def _scope(self, names: Mapping[str, None]) -> OuterScope:
-        """Return the facts about tensors of this graph; about captured tensors it knows as much as about its inputs."""
+        """Return the facts about these tensors of the graph; captured tensors are known as well as inputs."""
         shapes, dtypes, values = dict[str, Shape | None](), dict[str, int](), {}
         for name in names:
             tensor = self.tensors.get(name) or self.constant(name)
@@ -168,7 +169,7 @@ class _Surroundings:
         return OuterScope(shapes, {n: dtype for n, dtype in dtypes.items() if dtype}, values, self.shapes.numbers)
 
     def _is_shared(self, name: str) -> bool:
-        """Return whether others than one body read a constant, so that a changed copy of it would be a second one."""
+        """Return whether a constant has readers besides one body: a copy changed for the body would be a second one."""
         tensor = self.tensors.get(name)
         is_read = tensor is not None and bool(tensor.outputs)
         return is_read or self.readers[name] > 1 or name in self.graph.fixed_names or name in self.graph.outputs
@@ -186,8 +187,7 @@ def _model(
 ) -> onnx.ModelProto:
     """Return a body as a model, whose inputs are the body's own, followed by the tensors that it captures.
 
-    Those that are `begun`, the carried ones, have no shape, because onnx would infer from it what the first iteration
-    alone computes.
+    The carried inputs, `begun`, get no shape: from it, onnx would infer shapes that hold in the first iteration only.
     """
     result = copy_without(model, "graph", "functions")
     result.graph.CopyFrom(copy_without(graph, "input"))

@@ -1,4 +1,4 @@
-"""What is known of the inputs of a body from the inputs of its Loop or Scan."""
+"""The types of a body's inputs, as known from the inputs of its Loop or Scan."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import int_attribute, ints_attribute
 from onnxfuse.ir.node import Node, Tensor, op_of
 
-Known: TypeAlias = "tuple[Shape | None, int]"  # a shape, None for an unknown rank, and a dtype, 0 for an unknown one
+Known: TypeAlias = "tuple[Shape | None, int]"  # (shape, dtype); None: unknown rank; 0: unknown dtype
 
-FIRST_SCAN_WITHOUT_BATCH = 9  # the opset
+FIRST_SCAN_WITHOUT_BATCH = 9  # the first opset in which a Scan has no batch axis
 
 
 def known_inputs(shapes: ShapeInfo, node: Node, body: onnx.GraphProto) -> dict[str, Known]:
-    """Return shape and dtype of the body's own inputs, by name.
+    """Return the shape and dtype of each of the body's own inputs, by name.
 
-    Those that are carried from one iteration to the next have the shape with which the first iteration begins:
-    `infer_repeated` finds out which of it holds in all others.
+    Carried inputs get the shape of their initial values; `infer_repeated` finds out which of their sizes hold in every
+    iteration.
     """
     names = [value.name for value in body.input]
     declared = {value.name: value.type.tensor_type for value in body.input}
@@ -34,7 +34,8 @@ def known_inputs(shapes: ShapeInfo, node: Node, body: onnx.GraphProto) -> dict[s
     if op_of(node) == "Loop":
         for name, dtype in zip(names[:2], (int(TensorProto.INT64), int(TensorProto.BOOL)), strict=False):
             dims = declared[name].shape.dim
-            single = declared[name].HasField("shape") and len(dims) <= 1  # a scalar, or as some exporters write, [1]
+            # A scalar, or [1], which some exporters write for it.
+            single = declared[name].HasField("shape") and len(dims) <= 1
             known[name] = ((1,) * len(dims) if single else None), dtype
     elif op_of(node) == "Scan":
         for name, (tensor, axis) in scanned(node, names).items():
@@ -51,7 +52,7 @@ def _type_of(shapes: ShapeInfo, tensor: Tensor, declared: onnx.TypeProto.Tensor)
 
 
 def carried(node: Node, names: list[str]) -> Mapping[str, Tensor]:
-    """Return the inputs of a body that are carried from one iteration to the next, with their initial values."""
+    """Return the carried inputs of a body, each with its initial value."""
     if op_of(node) == "Loop":
         return dict(zip(names[2:], node.inputs[2:], strict=False))
     if op_of(node) == "Scan":
@@ -60,12 +61,12 @@ def carried(node: Node, names: list[str]) -> Mapping[str, Tensor]:
 
 
 def leading_results(node: Node) -> int:
-    """Return how many results a body has before those that it carries on: a Loop's, whether to go on."""
+    """Return the number of a body's results before the carried ones: 1 for a Loop (its condition), 0 for a Scan."""
     return 1 if op_of(node) == "Loop" else 0
 
 
 def scanned(node: Node, names: list[str]) -> Mapping[str, tuple[Tensor, int]]:
-    """Return the inputs of a Scan's body that are slices, with the sliced tensors and axes."""
+    """Return the inputs of a Scan's body that are slices; each is mapped to the sliced tensor and the axis."""
     if op_of(node) != "Scan":
         return {}
     first = _first_scanned(node)

@@ -1,6 +1,6 @@
-"""Let the body of a Loop or Scan capture the values that no iteration changes, in place of carrying them along.
+"""Capture loop-invariant values in the body of a Loop or Scan, instead of carrying them through the iterations.
 
-PaddlePaddle's converter lets a Loop carry its weights, which then are not constants in its body.
+PaddlePaddle's converter makes a Loop carry its weights.  Captured weights are constants in the body again.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from onnxfuse.ir.node import Node, Tensor, has_subgraph, op_of, producer
 from onnxfuse.ir.protos import ONNX_DOMAINS, graphs, nodes
 from onnxfuse.passes.folded import Folded, node_label
 
-FIRST_LOOP_OF_NOTHING: Final = 11  # the opset from which a Loop may carry nothing
+FIRST_LOOP_OF_NOTHING: Final = 11  # the first opset in which a Loop may have no carried values
 
 
 def read_invariants_outside(graph: Graph) -> list[Folded]:
-    """Remove from Loops and Scans the carried values that they do not change; their results are the initial values."""
+    """Remove unchanged carried values from Loops and Scans, and replace their results by the initial values.
+
+    Returns the records of these changes.
+    """
     folded: list[Folded] = []
     for node in [node for node in graph.nodes if op_of(node) in ("Loop", "Scan") and has_subgraph(node)]:
         if op_of(node) == "Scan" and graph.opset < FIRST_SCAN_WITHOUT_BATCH:
@@ -38,11 +41,11 @@ def read_invariants_outside(graph: Graph) -> list[Folded]:
 
 
 def _invariants(graph: Graph, node: Node, body: onnx.GraphProto) -> dict[int, Tensor]:
-    """Return the values that a body hands on unchanged, by their places among the carried ones."""
+    """Return the initial values that a body passes on unchanged, by index among the carried values."""
     copies = {n.output[0]: n.input[0] for n in body.node if n.op_type == "Identity" and n.domain in ONNX_DOMAINS}
     names = [value.name for value in body.input]
     results = [value.name for value in body.output][leading_results(node) :]
-    # onnxruntime 1.31 refuses a body whose DequantizeLinear reads weights and scales from outside, before a MatMul.
+    # onnxruntime 1.31 refuses a body in which a MatMul reads a DequantizeLinear whose weights and scales are captured.
     scales = {name for n in nodes(body) if n.op_type == "DequantizeLinear" for name in n.input[1:2]}
     found: dict[int, Tensor] = {}
     for place, ((name, tensor), result) in enumerate(zip(carried(node, names).items(), results, strict=False)):
@@ -60,14 +63,14 @@ def _invariants(graph: Graph, node: Node, body: onnx.GraphProto) -> dict[int, Te
 
 
 def _is_lost(tensor: Tensor) -> bool:
-    """Return whether onnxruntime 1.31 loses the tensor where a body reads it: it removes the second of two Casts."""
+    """Return whether onnxruntime 1.31 loses a captured tensor: it removes the second of two Casts in a row."""
     node = producer(tensor)
     made = producer(node.inputs[0]) if node is not None and op_of(node) == "Cast" else None
     return made is not None and op_of(made) == "Cast"
 
 
 def _is_defined(body: onnx.GraphProto, name: str, own: str) -> bool:
-    """Return whether a body, or a graph in it, defines a name otherwise than as its input `own`."""
+    """Return whether a body, or a graph in it, defines a tensor of this name other than as its input `own`."""
     inputs = [value.name for part in graphs(body) for value in part.input]
     if name == own:
         inputs.remove(own)
@@ -76,11 +79,11 @@ def _is_defined(body: onnx.GraphProto, name: str, own: str) -> bool:
 
 
 def _remove(graph: Graph, node: Node, index: int, invariants: Mapping[int, Tensor]) -> None:
-    """Remove the carried values at these places from a node, and let its body read the initial values."""
+    """Remove the carried values at these indices from a node; its body then captures the initial values."""
     message = onnx.NodeProto()
     message.CopyFrom(graph.protos[id(node)][1])
     body = message.attribute[index].g
-    leading = 2 if op_of(node) == "Loop" else 0  # inputs: how often, and whether to begin
+    leading = 2 if op_of(node) == "Loop" else 0  # a Loop's inputs before the carried values: trip count and condition
     renamed = {body.input[leading + place].name: tensor.name for place, tensor in invariants.items()}
     for inner in nodes(body):
         inner.input[:] = [renamed.get(name, name) for name in inner.input]

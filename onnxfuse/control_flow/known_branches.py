@@ -1,4 +1,4 @@
-"""Put the branch that is always taken in place of an If whose condition is known, as exporters write for a Squeeze."""
+"""Replace an If whose condition is known by the branch that is always taken; exporters write such Ifs for a Squeeze."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from onnxfuse.ir.protos import copy_without, defined_names, graphs, is_control_f
 
 
 def with_known_branches(model: onnx.ModelProto, shapes: ShapeInfo) -> tuple[onnx.ModelProto, list[onnx.NodeProto]]:
-    """Return the model with the nodes of such branches in its graph, and the Ifs that vanish.
+    """Return the model with Ifs of known condition replaced by the nodes of their branch, and the list of these Ifs.
 
-    `shapes` are those of its graph.  An If stays where a name of the branch has another meaning outside.  Where no If
-    vanishes, it is the model itself.
+    `shapes` holds the facts about the model's graph.  An If stays where a name in its branch has another meaning
+    outside.  If no If is replaced, the same model object is returned.
     """
     conditions = {node.inputs[0].name: node.inputs[0] for node in shapes.graph.nodes if op_of(node) == "If"}
     taken: dict[int, onnx.GraphProto] = {}
@@ -25,7 +25,8 @@ def with_known_branches(model: onnx.ModelProto, shapes: ShapeInfo) -> tuple[onnx
         value = shapes.exact_value(conditions[node.input[0]])
         flag = value.item() if value is not None and value.size == 1 else None
         branch = _branch(node, bool(flag)) if isinstance(flag, int) else None
-        are_tensors = all(shapes.infos.dtype(name) for name in node.output if name)  # Identity takes others since 14
+        # Identity accepts values other than tensors only since opset 14.
+        are_tensors = all(shapes.infos.dtype(name) for name in node.output if name)
         if branch is not None and are_tensors and _defined(branch).isdisjoint(_defined_beside(model.graph, node)):
             taken[index] = branch
     if not taken:
@@ -47,7 +48,7 @@ def _branch(node: onnx.NodeProto, flag: bool) -> onnx.GraphProto | None:
 
 
 def _take(graph: onnx.GraphProto, node: onnx.NodeProto, branch: onnx.GraphProto) -> None:
-    """Append the nodes of a branch, whose results get the names of the If's outputs as well."""
+    """Append the nodes of a branch to a graph, with an Identity from each result to the If's output of that result."""
     graph.node.extend(branch.node)
     graph.initializer.extend(branch.initializer)
     graph.sparse_initializer.extend(branch.sparse_initializer)
@@ -58,11 +59,11 @@ def _take(graph: onnx.GraphProto, node: onnx.NodeProto, branch: onnx.GraphProto)
 
 
 def _defined(*parts: onnx.GraphProto) -> set[str]:
-    """Return the names of the tensors that graphs, and those inside them, define."""
+    """Return the names of the tensors that graphs and their subgraphs define."""
     return set[str]().union(*map(defined_names, graphs(*parts)))
 
 
 def _defined_beside(graph: onnx.GraphProto, one: onnx.NodeProto) -> Collection[str]:
-    """Return the names that a graph defines without the subgraphs of one of its nodes."""
+    """Return the names that a graph and its subgraphs define, except those in the subgraphs of the node `one`."""
     others = [inner for node in graph.node if node is not one for inner in subgraphs(node)]
     return _defined(*others) | defined_names(graph)

@@ -1,8 +1,9 @@
-"""The shapes in a body that runs several times: of a carried value, only sizes that no iteration changes are known.
+"""Shapes in a body that runs several times: a size of a carried value is known only if no iteration changes it.
 
-A carried value begins with the shape of the Loop's input.  Where the body computes another size for the next iteration,
-as of a cache that grows by a Concat, that size gets a name, which stands for what it is in any iteration, and the body
-is inferred again.  Sizes that begin equal and change equally, as those of cached keys and values, share a name.
+A carried value starts with the shape of the Loop's input.  Where the body computes another size for the next iteration,
+as for a cache that grows by a Concat, that size gets a new name.  The name stands for the size in any iteration, and
+the body is inferred again.  Sizes that start equal and change equally, such as those of cached keys and values, share a
+name.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from onnxfuse.control_flow.inputs import carried, leading_results
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node
 
-CARRIED: Final = "carried_"  # before a number: the name of a size that differs from one iteration to the next
-MAX_ROUNDS: Final = 8  # then nothing is known of the shapes of carried values
+CARRIED: Final = "carried_"  # prefix of the names of sizes that differ between iterations
+MAX_ROUNDS: Final = 8  # after so many rounds, the shapes of carried values count as unknown
 
-CarriedAxis: TypeAlias = tuple[str, int]  # the name of a carried value, and an axis
+CarriedAxis: TypeAlias = tuple[str, int]  # (name of a carried value, axis)
 
 
 def infer_repeated(graph: Graph, node: Node, body: onnx.GraphProto, scope: OuterScope) -> ShapeInfo:
-    """Infer the tensors of a body, whose graph is sorted, so that they hold in every iteration."""
+    """Return the facts about the tensors of a body, whose graph is sorted, that hold in every iteration."""
     names = [value.name for value in body.input]
     results = [value.name for value in body.output][leading_results(node) :]
     pairs = list(zip(carried(node, names), results, strict=False))
@@ -39,7 +40,7 @@ def infer_repeated(graph: Graph, node: Node, body: onnx.GraphProto, scope: Outer
         if not changed:
             return shapes
         scope = replace(scope, shapes={**scope.shapes, **changed})
-        graph.recorded_types.clear()  # they held only in the first iterations
+        graph.recorded_types.clear()  # the recorded types held only in the first iterations
         graph.misdeclared.clear()
     return infer_shapes(graph, scope=replace(scope, shapes={**scope.shapes, **{name: None for name, _ in pairs}}))
 
@@ -47,15 +48,15 @@ def infer_repeated(graph: Graph, node: Node, body: onnx.GraphProto, scope: Outer
 def _changed(
     graph: Graph, shapes: ShapeInfo, scope: OuterScope, pairs: Iterable[tuple[str, str]], named: set[Size]
 ) -> dict[str, Shape | None]:
-    """Return the shapes of carried values that the body changes, with names for the sizes that it changes.
+    """Return the new shapes of carried values that the body changes, with names for the changed sizes.
 
-    `named` are the sizes that have such names, which may change.
+    A changed rank gives None.  `named` holds the sizes that already have such names; new names are added to it.
     """
     tensors = graph.linked.tensors()
     changed: dict[str, Shape | None] = {}
     steps: dict[Size, dict[Size, list[CarriedAxis]]] = defaultdict(
         lambda: defaultdict(list)
-    )  # by a size, and what follows it
+    )  # [size before an iteration][size after it]: the carried axes
     for begun, ended in pairs:
         before, after = scope.shapes.get(begun), shapes.shape(tensors[ended]) if ended in tensors else None
         if before is not None and (after is None or len(after) != len(before)):
@@ -74,9 +75,9 @@ def _changed(
 def _renamed(
     scope: OuterScope, steps: dict[Size, dict[Size, list[CarriedAxis]]], named: set[Size]
 ) -> dict[CarriedAxis, Dim]:
-    """Return new names for sizes that change, one for all that were equal and change equally.
+    """Return new names for changed sizes, by carried axis; sizes that were equal and change equally share a name.
 
-    A size that has such a name keeps it at those places that change in one way.
+    If a size that already has such a name changes in several ways, it keeps its name where it changes in the first way.
     """
     renamed: dict[CarriedAxis, Dim] = {}
     for old, following in steps.items():

@@ -1,4 +1,4 @@
-"""The shapes of Loops' results, which onnx does not infer, for the nodes after them."""
+"""Infer the shapes of Loops' results, which onnx leaves unknown, for the nodes after the Loops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onnxfuse.ir.node import Tensor, consumers
 
 
 def infer_results(graph: Graph, shapes: ShapeInfo) -> None:
-    """Record unknown shapes of the results of Loops, and infer the tensors that are computed from them."""
+    """Record the unknown shapes of Loops' results, and infer again all tensors that are computed from them."""
     for body in read_bodies(graph, shapes, ["Loop"]):
         found = {id(t): t for t in body.node.outputs if t.name and shapes.shape(t) is None}
         known = {key: shape for key, shape in _results(body, shapes).items() if key in found and shape is not None}
@@ -24,9 +24,9 @@ def infer_results(graph: Graph, shapes: ShapeInfo) -> None:
 
 
 def _results(body: Body, shapes: ShapeInfo) -> dict[int, Shape | None]:
-    """Return the shapes of a Loop's outputs, by the tensor's id: of the last carried values, and of what is joined.
+    """Return the shapes of a Loop's outputs, by the tensor's id: final carried values, and stacked scan outputs.
 
-    Of no iterations, onnxruntime joins results to a tensor whose sizes are 0 but for those that are numbers.
+    After zero iterations, onnxruntime's stacked output has size 0 on every axis whose size is not a number.
     """
     inputs, results = body.graph.linked.inputs, body.result_shapes
     carried = len(body.node.inputs) - 2
@@ -43,6 +43,6 @@ def _results(body: Body, shapes: ShapeInfo) -> dict[int, Shape | None]:
 
 
 def _outside(shapes: ShapeInfo, output: Tensor, axis: int, size: Size) -> Size:
-    """Return a size of the body for the graph outside, where sizes that iterations change have no name."""
+    """Return a body's size for the outer graph: an unknown size if it is unknown in the body or varies by iteration."""
     inside_only = not isinstance(size, int) and any(word in str(size) for word in (CARRIED, UNKNOWN))
     return shapes.unknown(output.name, axis) if inside_only else size

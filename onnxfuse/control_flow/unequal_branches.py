@@ -1,4 +1,4 @@
-"""Ifs before opset 11 whose branches differ in shape: onnxruntime refuses them where it can infer both shapes."""
+"""Finds Ifs before opset 11 whose branches differ in shape; onnxruntime refuses them if it can infer both shapes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from onnxfuse.ir.node import Node
 
 
 def keep_unequal_branches(graph: Graph, shapes: ShapeInfo) -> Collection[Node]:
-    """Return the Ifs whose branches must stay as they are, and keep the tensors that these branches read.
+    """Return the Ifs whose branches must stay unchanged, and protect the tensors that these branches read.
 
-    A branch that computes the target of a Reshape is rewritten to one from which onnxruntime infers a shape.  Before
-    opset 11 it then refuses an If whose other branch has another one.
+    Rewriting a branch that computes the target of a Reshape can let onnxruntime infer the branch's shape.  Before opset
+    11 it then refuses the If, because the other branch has a different shape.
     """
     if graph.opset >= BRANCHES_JOINED_SINCE:
         return ()
@@ -29,7 +29,7 @@ def keep_unequal_branches(graph: Graph, shapes: ShapeInfo) -> Collection[Node]:
 
 
 def _are_equal(first: list[Shape | None], *others: list[Shape | None]) -> bool:
-    """Return whether branches have results of one rank each, and no two numbers in them differ."""
+    """Return whether the results of all branches agree: they have the same known ranks, and no two numbers differ."""
     return all(_is_one(*pair) for other in others for pair in zip(first, other, strict=True))
 
 

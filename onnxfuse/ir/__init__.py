@@ -1,1 +1,1 @@
-"""Read ONNX models, link them into graphs of typed nodes and tensors, and write them."""
+"""Read and check ONNX models, link them into graphs of typed nodes and tensors, and write them."""

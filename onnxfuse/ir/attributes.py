@@ -1,4 +1,4 @@
-"""The attributes of operators: typed values, defaults of the schema, and attributes that later opsets made inputs."""
+"""Attributes of operators: typed access, the schemas' defaults, and attributes that later opsets made inputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def int_attribute(node: Node, name: str, default: int | None = None) -> int | No
 
 
 def flag_attribute(node: Node, name: str, default: bool) -> bool:
-    """Return whether an int attribute is 1; `default` where it is absent.  onnxruntime takes 2 and -1 for 0."""
+    """Return whether an int attribute is 1; `default` where it is absent.  Like onnxruntime, 2 and -1 count as 0."""
     return int_attribute(node, name, int(default)) == 1
 
 
@@ -51,7 +51,7 @@ def ints_attribute(node: Node, name: str, default: Sequence[int] | None = None) 
 
 
 def perm_of(transpose: Node, rank: int) -> list[int]:
-    """Return the perm of a Transpose of a tensor of that rank, which without the attribute reverses the axes."""
+    """Return the perm of a Transpose of a tensor of this rank; without the attribute, it reverses the axes."""
     return ints_attribute(transpose, "perm") or [*range(rank)][::-1]
 
 
@@ -79,16 +79,16 @@ def _wrong_type(node: Node, name: str, found: object, required: str) -> TypeErro
 
 @dataclass(frozen=True, eq=False)
 class AtRunTime:
-    """A parameter that is known in a run only, and the input that holds it then.  It equals no value."""
+    """A parameter whose value is known only at run time, and the input that holds it.  It equals no value."""
 
     tensor: Tensor
 
 
 def attribute_or_input(graph: Graph, node: Node, name: str) -> AttributeValue | AtRunTime | None:
-    """Return a parameter of an ONNX operator, be it an attribute or, in later opsets, an input.
+    """Return a parameter of an ONNX operator: an attribute or, in later opsets, an input.
 
-    Returns the value (of a constant input as Python numbers), the schema's default where the parameter is absent (None
-    without one), or AtRunTime where it is an input that is not constant.
+    Returns its value as Python numbers if it is an attribute or a constant input, and AtRunTime if it is any other
+    input.  If it is absent, returns the schema's default, or None without a default.
     """
     if name in node.attrs:
         return node.attrs[name]
@@ -118,14 +118,14 @@ def schema(op: str, opset: int) -> onnx.defs.OpSchema | None:
 
 @functools.cache
 def input_index(op: str, name: str, opset: int) -> int | None:
-    """Return the index of an operator's input `name` in an opset; None where the opset knows no such input."""
+    """Return the index of an operator's input `name` in an opset; None where the operator has no such input there."""
     found = schema(op, opset)
     return next((i for i, formal in enumerate(found.inputs) if formal.name == name), None) if found else None
 
 
 @functools.cache
 def attribute_default(op: str, name: str, opset: int) -> AttributeValue | None:
-    """Return the default of an operator's attribute in an opset; None where it has none."""
+    """Return the default of an operator's attribute in an opset; None if it has no default."""
     found = schema(op, opset)
     formal = found.attributes.get(name) if found else None
     if formal is None or not formal.default_value.name:

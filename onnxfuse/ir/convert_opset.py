@@ -1,7 +1,7 @@
 """Convert a model to a newer opset of ONNX without changing the meaning of any node.
 
-From one version of an operator to the next, most only take more dtypes, which the schemas tell; `opset_adapters.py`
-rewrites the nodes whose meaning or form changes.  What neither covers is refused by name.
+Most new versions of an operator only accept more dtypes, which the schemas show.  `opset_adapters.py` rewrites the
+nodes whose meaning or form changes.  Any other change is refused, with an error that names it.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from onnxfuse.ir.protos import (
 )
 from onnxfuse.ir.validate import DTYPE_ATTRIBUTES, label
 
-OLDEST_IR_VERSION: Final = 4  # before it, initializers have to be among the inputs
+OLDEST_IR_VERSION: Final = 4  # before this version, initializers must also be graph inputs
 
 
 def convert_opset(model: onnx.ModelProto, opset: int, *, has_to_run: bool = True) -> onnx.ModelProto:
-    """Return a model in a newer opset; `model` stays as it is.  Its own functions are inlined where they can be.
+    """Return a model converted to a newer opset; `model` is not changed.  Functions are inlined where possible.
 
     A model that has this opset, a newer one or none at all is returned as it is.  Raises ModelError, which names the
-    node, if a node cannot be written in the newer opset, or, where the result `has_to_run`, if onnxruntime has no
-    kernel for what it becomes.  The IR version is left to `state_ir_version`.
+    node, if a node cannot be expressed in the newer opset.  If the result `has_to_run`, it is also raised if
+    onnxruntime has no kernel for the converted node.  The IR version is left to `state_ir_version`.
     """
     old = opset_of(model)
     if old == 0 or old >= opset:
@@ -60,13 +60,13 @@ def convert_opset(model: onnx.ModelProto, opset: int, *, has_to_run: bool = True
 
 
 def describe_change(original: onnx.ModelProto, converted: onnx.ModelProto, reason: str) -> str:
-    """Return that a converted model differs from the original, as a sentence for users."""
+    """Return a sentence for users which says that, and why, the converted model differs from the original."""
     old, new = opset_of(original), opset_of(converted)
     return f"raising the opset from {old} to {new} changed the model: {reason}; please report this model"
 
 
 def lower_opset(model: onnx.ModelProto, oldest: int) -> None:
-    """Lower the opset of a model to the first one from `oldest` on in which all of its nodes mean the same."""
+    """Lower a model's opset, in place, to the lowest one from `oldest` on in which all nodes keep their meaning."""
     version, dtypes = opset_of(model), _dtypes(model)
     found = [each for each in nodes(model.graph, *model.functions) if each.domain in ONNX_DOMAINS]
     while version > oldest and all(_has_node(each, version - 1, dtypes) for each in found):
@@ -83,13 +83,13 @@ def _set_opset(model: onnx.ModelProto, version: int) -> None:
 
 
 def state_ir_version(model: onnx.ModelProto) -> None:
-    """Raise the IR version of a model to the first one that its opset may have."""
+    """Raise the IR version of a model, in place, to the lowest one that allows its opset."""
     needed = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset_of(model))])
     model.ir_version = max(model.ir_version, needed)
 
 
 def _as_model(function: onnx.FunctionProto) -> onnx.ModelProto:
-    """Return a model of the nodes of a function, whose inputs and outputs have no types."""
+    """Return a function as a model with the function's nodes; its inputs and outputs have no types."""
     inputs, outputs = (
         [onnx.ValueInfoProto(name=name) for name in names] for names in (function.input, function.output)
     )
@@ -98,7 +98,7 @@ def _as_model(function: onnx.FunctionProto) -> onnx.ModelProto:
 
 
 def _drop_constant_inputs(model: onnx.ModelProto, source: onnx.ModelProto) -> None:
-    """Remove from the inputs of a model before IR version 4 the initializers, which no caller can override there."""
+    """Remove initializers from the inputs of a model that had an IR version below 4, where none can be overridden."""
     constants = {tensor.name for tensor in source.graph.initializer} - overridable_initializers(source)
     inputs = [each for each in model.graph.input if each.name not in constants]
     del model.graph.input[:]
@@ -106,11 +106,11 @@ def _drop_constant_inputs(model: onnx.ModelProto, source: onnx.ModelProto) -> No
     model.ir_version = max(model.ir_version, OLDEST_IR_VERSION)
 
 
-# --- up ----------------------------------------------------------------------------------------------------------
+# --- raise the opset ---------------------------------------------------------------------------------------------
 
 
 def _raise_nodes(part: onnx.GraphProto | onnx.FunctionProto, opset: int, around: Surroundings) -> None:
-    """Write all nodes of a graph or function, which are in `opset`, as the newer opset has them."""
+    """Convert all nodes of a graph or function from `opset` to the newer opset, in place."""
     written = [_raised(node, opset, around) for node in part.node]
     if any(len(each) > 1 for each in written):
         nodes_in_order = [node for each in written for node in each]
@@ -119,7 +119,7 @@ def _raise_nodes(part: onnx.GraphProto | onnx.FunctionProto, opset: int, around:
 
 
 def _raised(node: onnx.NodeProto, opset: int, around: Surroundings) -> list[onnx.NodeProto]:
-    """Write a node in place as the newer opset has it, version by version; return it with those that it needs."""
+    """Convert a node to the newer opset, in place and version by version; return it with the nodes added around it."""
     for inner in subgraphs(node):
         _raise_nodes(inner, opset, around)
     before: list[onnx.NodeProto] = []
@@ -149,22 +149,22 @@ def _adapt(place: Place, version: int) -> None:
 
 @functools.cache
 def _next_version(op: str, opset: int, newest: int) -> int | None:
-    """Return the next opset up to `newest` that has another version of an operator."""
+    """Return the next opset, up to `newest`, that defines a new version of an operator; None if there is none."""
     return next((version for version in range(opset + 1, newest + 1) if _is_changed(op, version)), None)
 
 
 @functools.cache
 def _is_changed(op: str, version: int) -> bool:
-    """Return whether an opset has another version of an operator than the one before it."""
+    """Return whether an opset defines a new version of an operator."""
     old, new = schema(op, version - 1), schema(op, version)
-    if old is None:  # an operator of onnxruntime's own
+    if old is None:  # an operator that onnxruntime adds to the ONNX domain
         return (op, version) in ADAPTERS or LACKING.get(op) == version
     return new is None or old.since_version != new.since_version
 
 
 @functools.cache
 def changes(op: str, version: int) -> tuple[str, ...]:
-    """Return an opset's changes to an operator other than more dtypes, optional inputs and neutral attributes."""
+    """Return an opset's changes to an operator, except new dtypes, optional inputs and neutral attributes, as texts."""
     old, new = schema(op, version - 1), schema(op, version)
     if old is None or new is None or new.deprecated:
         return (f"{op}, which one of both opsets does not have",)
@@ -192,11 +192,11 @@ def _changed_operands(old: OpSchema, new: OpSchema) -> Iterator[str]:
         yield from (f"the {what} '{each.name}' of {old.name}" for each in rest)
 
 
-# --- down --------------------------------------------------------------------------------------------------------
+# --- lower the opset ---------------------------------------------------------------------------------------------
 
 
 def _has_node(node: onnx.NodeProto, opset: int, dtypes: frozenset[str]) -> bool:
-    """Return whether an opset has a node as the next one has it, with dtypes of the model."""
+    """Return whether a node valid in opset + 1 is also valid in `opset`, given the dtypes that the model uses."""
     op = node.op_type
     if not _is_changed(op, opset + 1):
         return schema(op, opset) is not None or schema(op, opset + 1) is None
@@ -209,7 +209,7 @@ def _has_node(node: onnx.NodeProto, opset: int, dtypes: frozenset[str]) -> bool:
 
 @functools.cache
 def _widened(op: str, version: int) -> frozenset[str]:
-    """Return the dtypes that an opset adds to an operator."""
+    """Return the dtypes that a version of an operator accepts, and the version before it does not."""
     old, new = schema(op, version - 1), schema(op, version)
     assert old is not None and new is not None
     formals = zip((*old.inputs, *old.outputs), (*new.inputs, *new.outputs), strict=False)
@@ -217,7 +217,7 @@ def _widened(op: str, version: int) -> frozenset[str]:
 
 
 def _dtypes(model: onnx.ModelProto) -> frozenset[str]:
-    """Return the dtypes of a model's inputs, initializers and Casts, by the names of tensor types in schemas."""
+    """Return the dtypes of a model's inputs, outputs, stored tensors and dtype attributes, such as "tensor(float)"."""
     found = {each.data_type for each in tensors(model.graph, *model.functions)}
     found |= {each.type.tensor_type.elem_type for part in graphs(model.graph) for each in (*part.input, *part.output)}
     attributes = (each for node in nodes(model.graph, *model.functions) for each in node.attribute)

@@ -1,4 +1,4 @@
-"""The domain and version of the operators that onnxfuse writes."""
+"""The domain of onnxfuse's operators, and its version."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from onnxfuse.ir.protos import nodes
 
 DOMAIN: str = "onnxfuse"
 DOMAIN_VERSION: int = 1
-TEXTS: Final = frozenset({"fusion", "operands"})  # attributes that every fused node has
+TEXTS: Final = frozenset({"fusion", "operands"})  # string attributes of every fused node
 
 
 def is_fused(node: onnx.NodeProto) -> bool:
-    """Return whether onnxfuse wrote a node; others may have functions of their own in its domain."""
+    """Return whether onnxfuse wrote a node; other nodes in its domain may call the user's own functions."""
     if node.domain != DOMAIN:
         return False
     return {each.name for each in node.attribute if each.type == onnx.AttributeProto.STRING} >= TEXTS
 
 
 def is_whole(node: onnx.NodeProto, body: onnx.FunctionProto | None) -> bool:
-    """Return whether a node is a fused one that has its body, its operands and the attributes that it names."""
+    """Return whether a fused node is complete: it has its body, its operands, and all attributes that it lists."""
     if body is None or not is_fused(node):
         return False
     texts = {each.name: each.s.decode(errors="replace") for each in node.attribute}
@@ -34,7 +34,7 @@ def is_whole(node: onnx.NodeProto, body: onnx.FunctionProto | None) -> bool:
 def check_version(model: onnx.ModelProto) -> None:
     """Raise ModelError for a model that has operators of onnxfuse in a newer version than this one.
 
-    A model that an onnxruntime session wrote imports every domain that is registered in the process, in version 1000.
+    Exception: version 1000.  An onnxruntime session writes it for every domain that is registered in the process.
     """
     has_fused = any(map(is_fused, nodes(model.graph, *model.functions)))
     for opset in model.opset_import if has_fused else ():

@@ -1,4 +1,4 @@
-"""Element types: ONNX's numbers, their names, and the sets of them that fusions and passes ask for."""
+"""Element types: ONNX's numbers, their names, and the sets of them that fusions and passes use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-Array: TypeAlias = NDArray[Any]  # an array of any element type, which is known only at run time
+Array: TypeAlias = NDArray[Any]  # an array whose element type is known only at run time
 
 DTYPE_NAMES: Final = {
     number: str(helper.tensor_dtype_to_np_dtype(number).name)
@@ -20,20 +20,21 @@ DTYPE_NUMBERS: Final = {name: number for number, name in DTYPE_NAMES.items()}
 HALF_PRECISION: Final[dict[int, str]] = {TensorProto.FLOAT16: "float16", TensorProto.BFLOAT16: "bfloat16"}
 FLOATS: Final = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.FLOAT, TensorProto.DOUBLE})
 FLOAT_NAMES: Final = frozenset(DTYPE_NAMES[number] for number in FLOATS)
-FUSIBLE_FLOATS: Final = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16})  # outputs of fusions
+# Dtypes of the outputs of fusions.
+FUSIBLE_FLOATS: Final = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16})
 FLOAT_BITS: Final[dict[int, int]] = {TensorProto.FLOAT16: 16, TensorProto.BFLOAT16: 16, TensorProto.FLOAT: 32}
 
 INTEGER_RANGES: Final[dict[int, tuple[int, int]]] = {
     int(TensorProto.BOOL): (0, 1)
-} | {  # the smallest and the largest number of each dtype
+} | {  # (smallest, largest) number of each integer dtype
     DTYPE_NUMBERS[name]: (int(np.iinfo(name).min), int(np.iinfo(name).max))
     for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 }
 
 _T = TensorProto
-# The largest number n of a floating-point dtype such that it holds every integer from -n to n.
+# For each floating-point dtype, the largest n such that it represents every integer from -n to n exactly.
 EXACT_INTEGERS: Final[dict[int, int]] = {_T.FLOAT16: 2**11, _T.BFLOAT16: 2**8, _T.FLOAT: 2**24, _T.DOUBLE: 2**53}
-_EXACT_CASTS: Final[dict[int, tuple[int, ...]]] = {  # by dtype: other dtypes that hold every value of it
+_EXACT_CASTS: Final[dict[int, tuple[int, ...]]] = {  # dtype -> other dtypes that represent all of its values
     _T.FLOAT16: (_T.FLOAT, _T.DOUBLE),
     _T.BFLOAT16: (_T.FLOAT, _T.DOUBLE),
     _T.FLOAT: (_T.DOUBLE,),
@@ -46,10 +47,10 @@ _EXACT_CASTS: Final[dict[int, tuple[int, ...]]] = {  # by dtype: other dtypes th
 
 
 def is_exact_cast(source: int, target: int) -> bool:
-    """Return whether a Cast from one dtype to another, different one keeps every value."""
+    """Return whether a Cast from one dtype to a different one keeps every value."""
     return target in _EXACT_CASTS.get(source, ())
 
 
 def dtype_name(number: int) -> str:
-    """Return the numpy name of an onnx.TensorProto.DataType: "float32" for 1; "dtype 99" for a number without one."""
+    """Return the numpy name of an onnx.TensorProto.DataType ("float32" for 1), or "dtype 99" if it has none."""
     return DTYPE_NAMES.get(number, f"dtype {number}")

@@ -1,4 +1,4 @@
-"""Put the nodes of a model in execution order, at any depth, as onnxruntime does when it loads one."""
+"""Puts the nodes of a model and its subgraphs in execution order, as onnxruntime does when it loads a model."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from onnxfuse.ir.protos import defined_names, graphs, subgraphs
 
 
 def reads(node: onnx.NodeProto) -> Iterator[str]:
-    """Yield the tensors that a node reads: its inputs, and those that its subgraphs capture."""
+    """Yield the names of tensors that a node reads: its inputs, and the tensors that its subgraphs capture."""
     yield from filter(None, node.input)
     for inner in subgraphs(node):
         yield from outer_reads(inner)
 
 
 def outer_reads(graph: onnx.GraphProto) -> Iterator[str]:
-    """Yield the tensors that a subgraph reads and does not define itself.
+    """Yield the names of tensors that a subgraph captures: it reads them, and does not define them.
 
-    A name that the subgraph defines is its own, even if the graph around it has a tensor of this name.
+    If the subgraph defines a name itself, the name means its own tensor, even if the outer graph has one of that name.
     """
     own = defined_names(graph)
     for node in graph.node:
@@ -29,13 +29,14 @@ def outer_reads(graph: onnx.GraphProto) -> Iterator[str]:
 
 
 def execution_order(needs: Sequence[Collection[str]], writes: Sequence[Collection[str]]) -> list[int]:
-    """Return the indices of nodes so that each comes after those whose tensors it reads (Kahn's algorithm).
+    """Return the indices of nodes, ordered so that each node follows the producers of its inputs (Kahn's algorithm).
 
-    `needs` and `writes` are the names that each node reads and writes.  The order stays close to the present one.  The
-    nodes of a cycle, and those after it, are left out.
+    `needs` and `writes` hold the names that each node reads and writes.  The order stays close to the present one.  The
+    nodes of a cycle, and the nodes after it, are omitted.
     """
     producer_of = {name: i for i, names in enumerate(writes) for name in names if name}
-    missing, users = [], [list[int]() for _ in needs]  # by node: how many producers must come first; who reads it
+    # Per node: the number of producers still missing, and the nodes that read it.
+    missing, users = [], [list[int]() for _ in needs]
     for i, names in enumerate(needs):
         producers = {producer_of[name] for name in names if name in producer_of}
         missing.append(len(producers))
@@ -54,7 +55,7 @@ def execution_order(needs: Sequence[Collection[str]], writes: Sequence[Collectio
 
 
 def is_in_order(needs: Sequence[Collection[str]], writes: Sequence[Collection[str]]) -> bool:
-    """Return whether no node reads an output of its own or of a later node."""
+    """Return whether the order is valid: no node reads an output of its own or of a later node."""
     later = {name for names in writes for name in names if name}
     for needed, written in zip(needs, writes, strict=True):
         if not later.isdisjoint(needed):
@@ -64,7 +65,7 @@ def is_in_order(needs: Sequence[Collection[str]], writes: Sequence[Collection[st
 
 
 def in_execution_order(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model itself if its nodes are in execution order, else a copy whose nodes are, where no cycle is."""
+    """Return the model if its nodes are in execution order, else a sorted copy; graphs with a cycle stay unsorted."""
     if all(_order(part) is None for part in graphs(model.graph, *model.functions)):
         return model
     result = onnx.ModelProto()
@@ -79,7 +80,7 @@ def in_execution_order(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _order(part: onnx.GraphProto | onnx.FunctionProto) -> list[int] | None:
-    """Return the execution order of the nodes; None if they are in it, or if there is none."""
+    """Return the execution order as indices of the nodes; None if they are already in order, or have a cycle."""
     needs, writes = [set(reads(n)) for n in part.node], [n.output for n in part.node]
     if is_in_order(needs, writes):
         return None

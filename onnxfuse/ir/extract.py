@@ -1,4 +1,4 @@
-"""The part of a model that computes some of its tensors."""
+"""Extracts the part of a model that computes given tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onnxfuse.ir.protos import copy_without
 
 
 def ancestors(nodes: Sequence[onnx.NodeProto], names: Iterable[str]) -> list[onnx.NodeProto]:
-    """Return the nodes on which the tensors depend, in their present order."""
+    """Return the nodes that the tensors depend on, in their present order."""
     producers = {name: node for node in nodes for name in node.output if name}
     needed: set[int] = set()
     work = list(names)
@@ -25,7 +25,7 @@ def ancestors(nodes: Sequence[onnx.NodeProto], names: Iterable[str]) -> list[onn
 
 
 def extract(model: onnx.ModelProto, outputs: Sequence[str]) -> onnx.ModelProto:
-    """Return the part of the model that computes the tensors `outputs`, which become its outputs, without dtypes."""
+    """Return the part of the model that computes the tensors `outputs`, which become its outputs without dtypes."""
     result = copy_without(model, "graph")
     graph, source = result.graph, model.graph
     nodes = ancestors(source.node, outputs)
@@ -40,7 +40,7 @@ def extract(model: onnx.ModelProto, outputs: Sequence[str]) -> onnx.ModelProto:
 
 
 def without_unused_nodes(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model without the nodes that no output depends on, those of its own functions included."""
+    """Return the model without nodes, and without functions' nodes, that no output depends on."""
     result = extract(inline_functions(model).model, [output.name for output in model.graph.output])
     del result.graph.output[:]
     result.graph.output.extend(model.graph.output)

@@ -12,9 +12,9 @@ from onnxfuse.ir.protos import tensors
 
 
 def file_bytes(path: Path, model: onnx.ModelProto) -> int:
-    """Return the bytes of a model's file and of its external data, in which bytes that tensors share count once.
+    """Return the bytes of a model's file plus its external data; bytes that several tensors share count once.
 
-    `model` is what the file holds.  Raises ModelError where external data is missing.
+    `model` is the parsed content of the file.  Raises ModelError where external data is missing.
     """
     external = {
         external_range(tensor, path.resolve().parent)

@@ -1,4 +1,4 @@
-"""A graph of a model, linked to be rewritten: nodes in execution order, and the tensors between them."""
+"""A model's graph, linked for rewriting: its nodes in execution order, and the tensors between them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from onnxfuse.ir.execution_order import execution_order, is_in_order, outer_read
 from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, consumers, has_subgraph, is_constant, op_of
 from onnxfuse.ir.protos import subgraphs
 
-OPSET_OF_UNCUT_SLICES: Final = 10  # in this opset onnx infers that a Slice of a named size has that size
+OPSET_OF_UNCUT_SLICES: Final = 10  # the opset whose inference gives a Slice of a named size that same size
 
 
 def take_name(names: set[str], stem: str) -> str:
-    """Return a name that is not among `names` yet, and add it: `stem`, else `stem_2`, `stem_3` and so on."""
+    """Return a name that is not in `names`, and add it there: `stem`, else `stem_2`, `stem_3` and so on."""
     name, count = stem, 1
     while name in names:
         count += 1
@@ -35,10 +35,10 @@ def take_name(names: set[str], stem: str) -> str:
 
 @dataclass
 class RewrittenScores:
-    """The Softmaxes whose scores were rewritten as patterns of attention have them, by the outputs they began with.
+    """The Softmaxes whose scores were rewritten to match attention patterns, by the names of their original outputs.
 
-    `stay` are those of which no attention was made before, and whose scores therefore stay as they are.  `begun` has
-    the output that a Softmax began with, by that which it has since it was written with other axes.
+    `stay` holds the Softmaxes that did not become an attention in an earlier attempt, so their scores stay as they are.
+    `begun` maps the current output of a Softmax to its original output, if it was rewritten with other axes.
     """
 
     stay: frozenset[str] = frozenset()
@@ -46,38 +46,43 @@ class RewrittenScores:
     begun: dict[str, str] = field(default_factory=dict)
 
     def name(self, softmax: Node) -> str:
-        """Return the output that a Softmax began with."""
+        """Return the name of a Softmax's original output."""
         name = softmax.outputs[0].name
         return self.begun.get(name, name)
 
 
 @dataclass
 class Graph:
-    """A model's main graph, or a subgraph as one, whose nodes are rewritten in place.
+    """A model's main graph or a subgraph, whose nodes are rewritten in place.
 
-    Its own subgraphs stay inside the message of their node.  What belongs to the whole model, `functions`, `bodies` and
-    `names`, is shared by all of its graphs.
+    Its own subgraphs stay inside the messages of their nodes.  `functions`, `bodies` and `names` belong to the whole
+    model and are shared by all of its graphs.
     """
 
     linked: graphsurgeon.LinkedGraph
     model: onnx.ModelProto
     folder: Path | None
     opset: int
-    fixed_names: frozenset[str]  # tensors that must not change, such as initializers that a caller may override
+    # Tensors that keep their names and values, such as initializers that a caller may override.
+    fixed_names: frozenset[str]
     outputs: frozenset[str]  # names of the graph's outputs
     functions: list[onnx.FunctionProto]
     names: set[str]
-    bodies: dict[bytes, str] = field(default_factory=dict)  # the names of functions that fused nodes call, by content
+    bodies: dict[bytes, str] = field(default_factory=dict)  # serialized content of a function -> the function's name
     captured: frozenset[str] = frozenset()  # names of tensors that subgraphs read
-    outer_constants: dict[str, Constant] = field(default_factory=dict)  # constants of the graphs around this one
-    folded_for_subgraphs: dict[str, Constant] = field(default_factory=dict)  # constants that no node here need read
-    protos: dict[int, tuple[Node, onnx.NodeProto]] = field(default_factory=dict)  # messages of read nodes, by ids
+    # Constants of the graphs around this one, by name.
+    outer_constants: dict[str, Constant] = field(default_factory=dict)
+    folded_for_subgraphs: dict[str, Constant] = field(default_factory=dict)  # folded constants that only subgraphs read
+    # Id of a node -> the node and the message it was read from.
+    protos: dict[int, tuple[Node, onnx.NodeProto]] = field(default_factory=dict)
     recorded_types: dict[str, onnx.ValueInfoProto] = field(default_factory=dict)
     misdeclared: set[str] = field(default_factory=set)  # tensors whose recorded shape was wrong and is corrected
-    position: dict[Node, int] = field(default_factory=dict)  # positions in execution order at the last `sort`
+    # Index of each node in execution order, as of the last `sort`.
+    position: dict[Node, int] = field(default_factory=dict)
     _operators: tuple[dict[Node, int], Set[str]] = field(default_factory=lambda: ({}, frozenset()))
-    _captured: dict[int, tuple[onnx.NodeProto, frozenset[str]]] = field(default_factory=dict)  # by the node's id
-    origins: dict[str, tuple[str, str]] = field(default_factory=dict)  # origins of tensors: see `remember_origins`
+    # Id of a node -> its message, and the names that its subgraphs read.
+    _captured: dict[int, tuple[onnx.NodeProto, frozenset[str]]] = field(default_factory=dict)
+    origins: dict[str, tuple[str, str]] = field(default_factory=dict)  # see `remember_origins`
     is_subgraph: bool = False
     scores: RewrittenScores = field(default_factory=RewrittenScores)
 
@@ -88,40 +93,40 @@ class Graph:
 
     @property
     def operators(self) -> Set[str]:
-        """The operators of the nodes, as of the last `sort`."""
+        """The names of all operators in the graph, as of the last `sort`."""
         if self._operators[0] is not self.position:
             self._operators = self.position, {op_of(node) for node in self.nodes}
         return self._operators[1]
 
     def is_kept(self, tensor: Tensor) -> bool:
-        """Return whether the tensor must keep its name: as a graph output, for subgraphs, or for `fixed_names`."""
+        """Return whether the tensor must keep its name: as an output, for a subgraph, or because of `fixed_names`."""
         return tensor.name in self.outputs or self.is_fixed(tensor.name)
 
     def is_fixed(self, name: str) -> bool:
-        """Return whether a tensor must keep its name although it is not an output of the graph."""
+        """Return whether a tensor must keep its name for another reason than being an output of the graph."""
         return name in self.captured or name in self.fixed_names
 
     def must_be_computed(self, tensor: Tensor) -> bool:
-        """Return whether a tensor must not become an initializer; a tensor that only subgraphs read may."""
+        """Return whether a tensor must not become an initializer; a tensor that only subgraphs read may become one."""
         return tensor.name in self.outputs or tensor.name in self.fixed_names
 
     def sole_consumer(self, tensor: Tensor) -> Node | None:
-        """Return the node that is all that reads the tensor.
+        """Return the only node that reads the tensor.
 
-        None where several nodes, or none, read it, one node reads it twice, or the tensor must keep its name.
+        None if no node or several nodes read it, if one node reads it twice, or if the tensor must keep its name.
         """
         return tensor.outputs[0] if len(tensor.outputs) == 1 and not self.is_kept(tensor) else None
 
     def unique_name(self, stem: str) -> str:
-        """Return a name that no node or tensor has yet, and take it: `stem`, else `stem_2`, `stem_3` and so on."""
+        """Return and reserve a name that no node or tensor has yet: `stem`, else `stem_2`, `stem_3` and so on."""
         return take_name(self.names, stem)
 
     def constant(self, stem: str, value: Array) -> Constant:
-        """Return a new initializer."""
+        """Return a new initializer with this value, named after `stem`."""
         return graphsurgeon.new_constant(self.unique_name(stem), value)
 
     def variable(self, stem: str, like: Tensor | None = None) -> Tensor:
-        """Return a new computed tensor; with the dtype and shape that the model records for `like`, where given."""
+        """Return a new tensor for a node to compute; it gets the recorded dtype and shape of `like`, if given."""
         recorded = (like.dtype, like.shape) if like is not None else ()
         return graphsurgeon.new_variable(self.unique_name(stem), *recorded)
 
@@ -142,7 +147,7 @@ class Graph:
         return node
 
     def set_attribute(self, node: Node, name: str, value: int | list[int]) -> None:
-        """Change an attribute of a node, and of its message where it was read, which is what is written."""
+        """Change an attribute of a node, and of the message that it was read from, which is what gets written."""
         node.attrs[name] = value
         if id(node) in self.protos:
             changed = onnx.NodeProto()
@@ -153,24 +158,24 @@ class Graph:
             self.protos[id(node)] = (node, changed)
 
     def record_type(self, tensor: Tensor, dtype: int, shape: Iterable[object] | None) -> None:
-        """Record a tensor's type in the model that is written, so that tools which do not know its node can go on."""
+        """Record a tensor's type in the written model, for tools that do not know its node and cannot infer it."""
         if dtype:
             known = shape if shape is None else [d if isinstance(d, int) else self._dim_param(d) for d in shape]
             self.recorded_types[tensor.name] = onnx.helper.make_tensor_value_info(tensor.name, dtype, known)
 
     def _dim_param(self, size: object) -> str | None:
-        """Return the name of a size in a recorded type; None where it is not known, which "?" marks.
+        """Return the name of a size for a recorded type; None for an unknown size, whose text contains "?".
 
-        None as well where onnx's inference gives a Slice the names of what it cuts: onnxruntime would then take two
-        Slices of a tensor to be equally large, and fail where one reuses the memory of the other.
+        Also None if onnx's inference gives a Slice the size names of its input.  Otherwise onnxruntime would assume
+        that two Slices of a tensor are equally large, and fail where one reuses the other's memory.
         """
         is_named = size is not None and "?" not in str(size) and self.opset != OPSET_OF_UNCUT_SLICES
         return str(size) if is_named else None
 
     def correct_type(self, tensor: Tensor, dtype: int, shape: Iterable[object] | None) -> None:
-        """Record a tensor's type in place of the one that the model records, or declares of an output.
+        """Record a tensor's type in place of the type that the model records, or declares for an output.
 
-        onnxruntime believes that one where its own inference tells nothing, as after a fused node.
+        onnxruntime trusts the recorded type where its own inference fails, as after a fused node.
         """
         self.misdeclared.add(tensor.name)
         self.record_type(tensor, dtype, shape)
@@ -178,8 +183,8 @@ class Graph:
     def replace(self, old: Tensor, new: Tensor) -> bool:
         """Replace `old` by `new` in the inputs of all nodes.
 
-        Where `old` must keep its name, the node that computes `new` computes `old` instead.  Returns False, and changes
-        nothing, where both must keep their names or `new` is not computed by a node.
+        If `old` must keep its name, the node that computes `new` computes `old` instead.  If both must keep their
+        names, or no node computes `new`, nothing changes, and False is returned.
         """
         if self.is_kept(old):
             if self.is_kept(new) or not new.inputs:
@@ -195,7 +200,7 @@ class Graph:
         return True
 
     def remove_dead(self) -> None:
-        """Remove every node that nothing kept depends on."""
+        """Remove every node on which no output, and no other tensor that must be kept, depends."""
         dead: set[int] = set()
         work = list(self.nodes)
         while work:
@@ -212,15 +217,15 @@ class Graph:
             self.linked.nodes = [n for n in self.nodes if id(n) not in dead]
 
     def remember_origins(self) -> None:
-        """Record the operator and the name of the node that computes each tensor, for messages after it is replaced.
+        """Record the operator and name of each tensor's producer, so that messages can name it after it was replaced.
 
-        What was recorded of a tensor before stays.
+        Origins that were recorded before are kept.
         """
         now = {t.name: (op_of(node), node.name or "") for node in self.nodes for t in node.outputs}
         self.origins = {**now, **self.origins}
 
     def reads(self, node: Node) -> set[str]:
-        """Return the names of the tensors that a node reads, those that its subgraphs read included."""
+        """Return the names of the tensors that a node or its subgraphs read."""
         names = {t.name for t in node.inputs}
         names.discard("")
         if has_subgraph(node):
@@ -228,7 +233,7 @@ class Graph:
         return names
 
     def captured_by(self, node: Node) -> frozenset[str]:
-        """Return the names of the tensors of this graph, and of those around it, that a node's subgraphs read."""
+        """Return the names of the tensors of this graph and of outer graphs that a node's subgraphs read."""
         proto = self.protos[id(node)][1]
         known = self._captured.get(id(node))
         if known is None or known[0] is not proto:
@@ -237,7 +242,7 @@ class Graph:
         return known[1]
 
     def update_captured(self) -> None:
-        """Record the tensors that the subgraphs of the nodes read now."""
+        """Update `captured`: the names of all tensors that the nodes' subgraphs read now."""
         self.captured = frozenset(n for node in self.nodes if has_subgraph(node) for n in self.captured_by(node))
 
     def sort(self) -> None:
@@ -260,13 +265,13 @@ def _replace_in(tensors: list[Tensor], old: Tensor, new: Tensor) -> None:
 
 
 def constant_value(graph: Graph, constant: Constant) -> Array:
-    """Return a constant's value, read from its file only now where it is external; bfloat16 as ml_dtypes.bfloat16."""
+    """Return a constant's value; an external one is read from its file now.  bfloat16 becomes ml_dtypes.bfloat16."""
     stored = graphsurgeon.stored_value(constant)
     return stored if isinstance(stored, np.ndarray) else array_of(graph.folder, stored)
 
 
 def constant_number(graph: Graph, tensor: Tensor) -> float | None:
-    """Return the value of a constant of one element that is not a string; None for any other tensor."""
+    """Return the number in a one-element constant; None for strings and for any other tensor."""
     if not is_constant(tensor) or math.prod(tensor.shape) != 1:
         return None
     value = constant_value(graph, tensor)
@@ -274,11 +279,12 @@ def constant_number(graph: Graph, tensor: Tensor) -> float | None:
 
 
 def array_of(folder: Path | None, proto: onnx.TensorProto | onnx.SparseTensorProto, name: str = "") -> Array:
-    """Return a stored tensor's value, read from the model's folder where it is external; the proto stays as it is.
+    """Return a stored tensor's value, read from the model's folder if it is external; the proto is not changed.
 
-    Raises ModelError for an external tensor if the folder is not known; the message names `name`, else the tensor.
+    Raises ModelError for an external tensor if the folder is not known.  The message names `name`, or else the tensor.
     """
-    if isinstance(proto, onnx.SparseTensorProto):  # graphsurgeon reads neither its dtype nor raw data
+    # For a sparse tensor, graphsurgeon reads neither the dtype nor raw data.
+    if isinstance(proto, onnx.SparseTensorProto):
         values, indices = array_of(folder, proto.values), array_of(folder, proto.indices)
         dense = np.zeros(tuple(proto.dims), values.dtype)
         dense[np.unravel_index(indices, dense.shape) if indices.ndim == 1 else tuple(indices.T)] = values

@@ -1,4 +1,4 @@
-"""The one file that touches the inside of onnx-graphsurgeon, which links nodes and tensors and ships no types."""
+"""The only module that accesses internals of onnx-graphsurgeon, which links nodes and tensors and has no type hints."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ G_LOGGER.severity = G_LOGGER.ERROR
 
 
 class LinkedGraph(Protocol):
-    """A graph whose nodes know their tensors, and whose tensors know their nodes."""
+    """A graph whose nodes refer to their tensors, and whose tensors refer to their nodes."""
 
     nodes: list[Node]
     inputs: list[Tensor]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that nodes read or write, by name."""
+        """Return all tensors that nodes read or write, by name."""
 
 
 class IdentityNode(gs.Node):  # type: ignore[misc]
-    """A node that equals itself only.
+    """A node that equals only itself.
 
-    graphsurgeon compares nodes by content, which its lists do on every removal: slow, and wrong among unnamed nodes.
+    graphsurgeon's nodes are compared by content, also on each removal from a list: that is slow, and wrong among
+    unnamed nodes.
     """
 
     __eq__ = object.__eq__
@@ -41,8 +42,8 @@ class IdentityNode(gs.Node):  # type: ignore[misc]
 def link(model: onnx.ModelProto, overridable: Iterable[str]) -> LinkedGraph:
     """Link a model's main graph.  The initializers named in `overridable` become graph inputs without a value.
 
-    Nodes of subgraphs read nothing here: they stay in the message of their node, and what they read must keep its name
-    (`Graph.captured`), so that nothing is fused with them.
+    Subgraphs stay inside the message of their node and are not linked.  The tensors that they read must keep their
+    names (`Graph.captured`), so that no fusion removes them.
     """
     graph = gs.import_onnx(model)
     names = set(overridable)
@@ -53,7 +54,7 @@ def link(model: onnx.ModelProto, overridable: Iterable[str]) -> LinkedGraph:
     for part in (graph, *inner):
         for node in part.nodes:
             node.__class__ = IdentityNode
-    for part in inner:  # after all others, because two branches may hold nodes that differ only in identity
+    for part in inner:  # last, because two branches may hold nodes that are equal but not identical
         for node in part.nodes:
             node.inputs.clear()
     return graph  # type: ignore[no-any-return]
@@ -63,38 +64,38 @@ def new_node(
     op: str, name: str, attributes: dict[str, AttributeValue], inputs: Iterable[Tensor], outputs: Iterable[Tensor],
     domain: str | None,
 ) -> Node:  # fmt: skip
-    """Return a node that is linked to its tensors, and is in no graph yet."""
+    """Return a node that is linked to its tensors, and is not yet part of a graph."""
     return IdentityNode(op, name, attributes, list(inputs), list(outputs), domain)
 
 
 def new_constant(name: str, value: Array) -> Constant:
-    """Return an initializer."""
+    """Return an initializer with this name and value, not yet read by any node."""
     return gs.Constant(name, np.array(value, order="C", copy=None))  # type: ignore[no-any-return]
 
 
 def new_variable(name: str, dtype: DType | None = None, shape: Sequence[int | str | None] | None = None) -> Tensor:
-    """Return a tensor that a node is to compute, with the dtype and shape to record for it."""
+    """Return a tensor that a node will compute, with the dtype and shape to record for it."""
     return gs.Variable(name, dtype, shape)  # type: ignore[no-any-return]
 
 
 def make_constant(tensor: Tensor, value: Array) -> None:
-    """Turn a tensor that a node computed into an initializer of its name; its readers then read that."""
+    """Turn a computed tensor into an initializer of the same name; its consumers then read the initializer."""
     tensor.inputs.clear()
     tensor.to_constant(np.array(value, order="C", copy=None))  # type: ignore[attr-defined]
 
 
 def share_constant(tensor: Tensor, constant: Constant) -> None:
-    """Turn an input into a constant with the value of another one, without a copy."""
+    """Turn an input into a constant that shares the value of another constant."""
     tensor.to_constant(constant._values)  # type: ignore[attr-defined]
 
 
 def constant_of(proto: onnx.TensorProto) -> Constant:
-    """Return an initializer that no node reads, whose value stays in the message."""
+    """Return a constant for this initializer, not yet read by any node; its value stays in the message."""
     return gs.Constant(proto.name, LazyValues(proto))  # type: ignore[no-any-return]
 
 
 def copy_of(constant: Constant, name: str) -> Constant:
-    """Return an initializer of another name with the value of a constant, which no node reads."""
+    """Return a constant of another name that shares the value of `constant`, not yet read by any node."""
     return gs.Constant(name, constant._values)  # type: ignore[attr-defined,no-any-return]
 
 
@@ -105,10 +106,10 @@ def stored_value(constant: Constant) -> Array | onnx.TensorProto | onnx.SparseTe
 
 
 def share_value(constant: Constant, written: onnx.TensorProto) -> None:
-    """Replace a constant's value by the message to which it was written."""
+    """Replace a constant's value by the message into which it was written, so that memory holds it once."""
     constant._values = LazyValues(written)  # type: ignore[attr-defined]
 
 
 def export_node(node: Node) -> onnx.NodeProto:
-    """Return a node as a message, without what graphsurgeon drops: metadata, doc strings, sparse attributes."""
+    """Return a node as a message, without the parts that graphsurgeon drops, such as metadata and doc strings."""
     return OnnxExporter.export_node(node)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Replace calls of a model's own functions by the nodes of these functions, so that the nodes can be fused."""
+"""Inline a model's own functions: replace calls by the functions' nodes, so that these nodes can be fused."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ from onnxfuse.ir.protos import (
     without_initializers,
 )
 
-Key: TypeAlias = tuple[str, str, str]  # domain, name and overload
+Key: TypeAlias = tuple[str, str, str]  # (domain, name, overload) of a function
 
-MAX_NODES_INLINED: Final = 100_000  # optimizing so many takes about a minute; further functions stay
-MAX_NODES_EXPANDED: Final = 1_000_000  # nodes of all functions, at 33 us each in onnx's shape inference
-MAX_DEPTH: Final = 30  # nested subgraphs; each takes 3 of the 100 levels of messages that protobuf reads
-KERNEL_DOMAINS: Final = frozenset({DOMAIN, "com.microsoft"})  # onnxruntime may have a kernel for these functions
+MAX_NODES_INLINED: Final = 100_000  # optimizing this many nodes takes about a minute; further functions are not inlined
+# Limit of the nodes in all functions; onnx's shape inference takes 33 us per node.
+MAX_NODES_EXPANDED: Final = 1_000_000
+MAX_DEPTH: Final = 30  # limit of nested subgraphs; each takes 3 of the 100 message levels that protobuf reads
+# Functions in these domains may have a kernel in onnxruntime.
+KERNEL_DOMAINS: Final = frozenset({DOMAIN, "com.microsoft"})
 
 
 @dataclass(frozen=True)
 class Inlined:
-    """A model after inlining, and the number of calls inlined; `kept` says which functions were not, and why."""
+    """A model after inlining, and the number of inlined calls; `kept` maps each function that stays to the reason."""
 
     model: onnx.ModelProto
     calls: int = 0
@@ -42,9 +44,9 @@ class Inlined:
 
 
 def inline_functions(model: onnx.ModelProto) -> Inlined:
-    """Return the model with the calls of its functions inlined, but not of fused operators; the model stays as it is.
+    """Return the model with calls of its own functions inlined, except fused operators; `model` is not changed.
 
-    Functions stay as well that would bring the model more than MAX_NODES_INLINED nodes.
+    Functions that would add more than MAX_NODES_INLINED nodes are also kept.
     """
     functions = {_key(f): f for f in model.functions}
     kept = {key: "" for key in functions if key[0] in KERNEL_DOMAINS}
@@ -60,10 +62,10 @@ def inline_functions(model: onnx.ModelProto) -> Inlined:
 def _inlined(
     model: onnx.ModelProto, functions: Mapping[Key, onnx.FunctionProto], kept: Collection[Key]
 ) -> onnx.ModelProto:
-    """Return the model with all functions but `kept` inlined; weights are not looked at.
+    """Return the model with all functions except `kept` inlined; weights are not read.
 
-    onnx and onnxruntime refuse a function with an operator that another opset than the model's defines, so that the
-    number of the opset alone may differ, for which onnx's inliner would leave the function out.
+    onnx's inliner skips functions whose opset number differs from the model's.  The number alone may differ, because
+    onnx and onnxruntime refuse functions whose operators the two opsets define differently; so it is aligned first.
     """
     light = copy_without(without_initializers(model), "functions")
     needed = _reached(functions, kept)
@@ -86,7 +88,7 @@ def _inlined(
 
 
 def _calls_of_others(model: onnx.ModelProto) -> Iterator[Key]:
-    """Yield the calls in the domain of fused operators that are not fused operators."""
+    """Yield the functions in the domain of fused operators that are called, but are not fused operators."""
     for node in nodes(model.graph, *model.functions):
         if node.domain == DOMAIN and not is_fused(node):
             yield node.domain, node.op_type, node.overload
@@ -103,7 +105,7 @@ def _calls(part: onnx.GraphProto | onnx.FunctionProto, functions: Collection[Key
 
 
 def _reached(functions: Mapping[Key, onnx.FunctionProto], kept: Collection[Key]) -> set[Key]:
-    """Return the functions that stay: `kept`, and those that these call."""
+    """Return the functions that stay: `kept`, and all functions that they call, directly or not."""
     reached, work = set[Key](), list(kept)
     while work:
         key = work.pop()
@@ -116,9 +118,9 @@ def _reached(functions: Mapping[Key, onnx.FunctionProto], kept: Collection[Key])
 def _too_many(
     model: onnx.ModelProto, functions: Mapping[Key, onnx.FunctionProto], kept: Collection[Key]
 ) -> dict[Key, str]:
-    """Return the functions that would bring the most nodes, as far as the model would have too many of them.
+    """Return the functions to keep, largest first, so that inlining the rest stays within the limit; with the reasons.
 
-    All of them where they call each other in a circle, which no runtime takes.
+    Returns all functions if some call each other in a cycle, which no runtime accepts.
     """
     inner = {key: _calls(function, functions) for key, function in functions.items()}
     try:
@@ -145,15 +147,15 @@ def _too_many(
 
 
 def _called_first(inner: Mapping[Key, Counter[Key]]) -> list[Key]:
-    """Return functions so that each comes after those that it calls.  Raises CycleError if some call each other."""
+    """Return functions ordered so that each follows the functions it calls.  Raises CycleError for a cycle of calls."""
     return list(graphlib.TopologicalSorter({key: set(calls) for key, calls in inner.items()}).static_order())
 
 
 def check_expanded(model: onnx.ModelProto, name: str) -> None:
-    """Raise ModelError if a model's calls would become too many nodes, those of fused operators too, or nest too deep.
+    """Raise ModelError if expanding all calls, also of fused operators, gives too many nodes or too deep nesting.
 
-    onnx's shape inference looks at them all, and each of 60 functions that calls the next one twice doubles them.
-    Functions that call each other in a circle, which no runtime takes, count as they are.
+    onnx's shape inference visits all expanded nodes.  They can grow exponentially: if each of 60 functions calls the
+    next one twice, their number doubles 60 times.  A cycle of calls, which no runtime accepts, is not expanded.
     """
     if not model.functions:
         return
@@ -179,7 +181,7 @@ def check_expanded(model: onnx.ModelProto, name: str) -> None:
 
 
 def _depth(part: NodeContainer, depths: Mapping[Key, int]) -> int:
-    """Return how many subgraphs deep a graph or function is, with functions, of which `depths` knows it, inlined."""
+    """Return the depth of nested subgraphs in a graph or function after inlining; `depths` gives that of functions."""
     found = 0
     for node in part.node:
         called = depths.get((node.domain, node.op_type, node.overload), 0)
@@ -194,7 +196,7 @@ def _import_opset(function: onnx.FunctionProto, opset: int) -> None:
 
 
 def _state_defaults(part: onnx.GraphProto | onnx.FunctionProto, functions: Mapping[Key, onnx.FunctionProto]) -> None:
-    """Give calls the attributes that they leave to the function's defaults, which onnx's inliner takes for absent."""
+    """Add a function's default attributes to the calls that omit them: onnx's inliner would drop the attributes."""
     for node in nodes(part):
         function = functions.get((node.domain, node.op_type, node.overload))
         if function is not None and function.attribute_proto:

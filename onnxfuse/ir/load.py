@@ -1,4 +1,4 @@
-"""Read and check model files; an error names the fault of a file and the remedy in one sentence."""
+"""Read and check model files; an error names, in one sentence, the fault of a file and its remedy."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ from onnxfuse.ir.validate import label, size_of, validate
 SUPPORTED_OPSETS = range(7, 25)
 SUPPORTED_TEXT = f"{SUPPORTED_OPSETS[0]} to {SUPPORTED_OPSETS[-1]}"
 PROTOBUF_LIMIT = 2**31 - 1
-EXTERNAL_THRESHOLD = 1024  # bytes; smaller tensors stay inside the model file, where they cost less than a page
-ONNXRUNTIME_OPERATORS = frozenset({  # operators of the ONNX domain that onnxruntime knows and the opset lacks
+EXTERNAL_THRESHOLD = 1024  # bytes; smaller tensors stay inside the model file, where they take less space than a page
+# Operators that onnxruntime accepts in the ONNX domain although the opset lacks them.
+ONNXRUNTIME_OPERATORS = frozenset({
     "Affine", "Crop", "DynamicSlice", "GRUUnit", "GivenTensorFill", "GroupNormalization", "ImageScaler",
     "LayerNormalization", "MeanVarianceNormalization", "ParametricSoftplus", "Scale", "ScaledTanh",
     "SimplifiedLayerNormalization", "ThresholdedRelu",
 })  # fmt: skip
-NO_VALUE = frozenset({"name", "doc_string", "type", "ref_attr_name"})  # fields of an attribute that are not its value
-UNCHECKED_DOMAIN = "unchecked"  # the domain of nodes that the checker must skip
-SIGNATURES = (  # offset, bytes, and the kind of file that has these bytes there
+# Fields of an attribute that do not hold its value.
+NO_VALUE = frozenset({"name", "doc_string", "type", "ref_attr_name"})
+UNCHECKED_DOMAIN = "unchecked"  # nodes that the checker must skip are moved to this domain
+SIGNATURES = (  # (offset, bytes at that offset, kind of file)
     (0, b"\x89PNG", "a PNG image"),
     (4, b"ORTM", "a model in onnxruntime's own format (.ort), which is not read; give the ONNX file it was made from"),
     (0, b"PK\x03\x04", "a zip archive; a PyTorch checkpoint has to be exported with torch.onnx.export"),
@@ -44,8 +46,8 @@ def load(source: str | os.PathLike[str] | bytes | onnx.ModelProto) -> tuple[onnx
     """Read and check a model; external data stays on disk.
 
     Returns the model, with its nodes in execution order, and the folder of its external data, which is None if the
-    model does not come from a file.  A model that is given as a ModelProto is not changed.
-    Raises ModelError if the model cannot be read or is not valid ONNX.
+    model does not come from a file.  A model that is given as a ModelProto is not changed. Raises ModelError if the
+    model cannot be read or is not valid ONNX.
     """
     if isinstance(source, onnx.ModelProto):
         model, folder, name = source, None, "the model"
@@ -60,9 +62,9 @@ def load(source: str | os.PathLike[str] | bytes | onnx.ModelProto) -> tuple[onnx
 
 
 def _without_references(model: onnx.ModelProto, name: str) -> onnx.ModelProto:
-    """Return the model without references to attributes of a function outside functions, where onnxruntime has none.
+    """Return the model without references to function attributes outside functions, which onnxruntime ignores.
 
-    Such an attribute has its own value.  Raises ModelError where it has no value.
+    An attribute with such a reference keeps its own value.  Raises ModelError where it has no value.
     """
     found = [(node, a) for node in nodes(model.graph) for a in node.attribute if a.ref_attr_name]
     for node, attribute in found:
@@ -90,7 +92,7 @@ def read(source: str | os.PathLike[str] | bytes) -> onnx.ModelProto:
 
 
 def _check(model: onnx.ModelProto, folder: Path | None, name: str) -> None:
-    """Raise ModelError unless the model is valid ONNX of a supported opset whose external data lies in `folder`."""
+    """Raise ModelError unless the model is valid ONNX of a supported opset, and its external data lies in `folder`."""
     if not model.graph.node:
         raise ModelError(f"{name} has an empty graph; expected at least one node")
     if not model.graph.output:
@@ -110,13 +112,13 @@ def _check(model: onnx.ModelProto, folder: Path | None, name: str) -> None:
     _check_operators(model, name)
     outline = replace_tensors(model, _without_values)
     _hide_from_checker(outline)
-    if outline.ir_version == 3:  # ONNX wants initializers among its inputs, and onnxruntime does not
+    if outline.ir_version == 3:  # ONNX's checker requires initializers to be inputs there; onnxruntime does not
         outline.ir_version = 4
     for value in outline.graph.output:
-        if not value.HasField("type"):  # onnxruntime infers it
+        if not value.HasField("type"):  # onnxruntime infers the type
             value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
     for value in (*outline.graph.input, *outline.graph.output):
-        if value.type.HasField("tensor_type"):  # the checker wants a shape; runtimes do without
+        if value.type.HasField("tensor_type"):  # the checker requires a shape; runtimes do not
             value.type.tensor_type.shape.SetInParent()
     try:
         onnx.checker.check_model(outline)
@@ -125,18 +127,18 @@ def _check(model: onnx.ModelProto, folder: Path | None, name: str) -> None:
 
 
 def _what_and_where(text: str) -> str:
-    """Return a message of the checker as one line, with the node that it is about."""
+    """Return a message of the checker as one line, with the node that caused it."""
     line = " ".join(text.strip().split("\n")[0].split())
     nodes = re.findall(r"Bad node spec for node\. Name: (.*) OpType: (.*)", text)
     if not nodes:
         return line
-    name, op = nodes[-1]  # the innermost
+    name, op = nodes[-1]  # the innermost node
     where = f"{op} node '{name}'" if name else f"{op} node"
     return f"{line} (in the {where})"
 
 
 def _check_operators(model: onnx.ModelProto, name: str) -> None:
-    """Raise ModelError for a node of the ONNX domain whose operator the opset does not have."""
+    """Raise ModelError for a node of the ONNX domain whose operator does not exist in the model's opset."""
     local = {(f.domain, f.name) for f in model.functions}
     for part in (model.graph, *model.functions):
         opset = opset_of(part if isinstance(part, onnx.FunctionProto) else model)
@@ -160,7 +162,7 @@ def _has_operator(op: str, opset: int) -> bool:
 
 
 def _hide_from_checker(outline: onnx.ModelProto) -> None:
-    """Move the nodes that onnxruntime accepts in the ONNX domain, but ONNX does not, to a domain without schemas."""
+    """Move the nodes that onnxruntime, but not ONNX, accepts in the ONNX domain to a domain without schemas."""
     for part in (outline.graph, *outline.functions):
         owner = part if isinstance(part, onnx.FunctionProto) else outline
         opset = opset_of(owner)
@@ -179,7 +181,7 @@ def _read(path: Path) -> bytes:
     try:
         if path.is_dir():
             raise ModelError(f"'{path}' is a directory; expected an ONNX file, such as '{path / 'model.onnx'}'")
-        if path.exists() and not path.is_file():  # such as a pipe, which can be read only once
+        if path.exists() and not path.is_file():  # for example a pipe, which can be read only once
             raise ModelError(f"'{path}' is a device or a pipe; expected an ONNX file: write the model to one first")
         if path.stat().st_size > PROTOBUF_LIMIT:
             raise ModelError(f"'{path}' is larger than 2 GiB, which no ONNX file can be; export with external data")
@@ -188,13 +190,13 @@ def _read(path: Path) -> bytes:
         raise ModelError(f"'{path}' does not exist; give the path of an ONNX file") from error
     except PermissionError as error:
         raise ModelError(f"'{path}' cannot be read: no permission; change it with chmod +r") from error
-    except (OSError, ValueError) as error:  # a name that is too long, or has a zero byte
+    except (OSError, ValueError) as error:  # the name is too long, or has a zero byte
         reason = getattr(error, "strerror", None) or error
         raise ModelError(f"'{_shortened(str(path))}' cannot be read: {reason}; expected an ONNX file") from error
 
 
 def _parse(data: bytes, name: str) -> onnx.ModelProto:
-    """Parse a model.  Protobuf accepts many bytes that are not a model, so a graph is required as well."""
+    """Parse a model; it must contain a graph, because protobuf also accepts many bytes that are not a model."""
     model = onnx.ModelProto()
     try:
         model.ParseFromString(data)
@@ -204,7 +206,7 @@ def _parse(data: bytes, name: str) -> onnx.ModelProto:
         pass
     if not data:
         raise ModelError(f"{name} is empty (0 bytes); expected an ONNX file")
-    if data[0] == 0x08:  # the tag of ir_version, with which every model begins
+    if data[0] == 0x08:  # tag of the field ir_version, with which every model begins
         raise ModelError(f"{name} is damaged or cut short at {len(data):,} bytes; export or download it again")
     kind = next((f": it looks like {kind}" for offset, text, kind in SIGNATURES if data.startswith(text, offset)), "")
     raise ModelError(f"{name} is not an ONNX file{kind}")
@@ -215,8 +217,8 @@ def _check_names(
 ) -> None:
     """Raise ModelError unless every tensor is defined once, and before a node reads it.
 
-    `outer_definitions` says what defines the tensors of the graphs around a subgraph; `defined_outside` are those
-    tensors that are defined before the subgraph.
+    `outer_definitions` maps each tensor of the graphs around a subgraph to a text that says what defines it.
+    `defined_outside` holds the tensors that are defined before the subgraph.
     """
     weights = [*(t.name for t in graph.initializer), *(t.values.name for t in graph.sparse_initializer)]
     definitions = {i.name: "a graph input" for i in graph.input}
@@ -246,7 +248,7 @@ def _describe_undefined(
     definitions: dict[str, str],
     outer_definitions: dict[str, str],
 ) -> str:
-    """Return why `tensor` is not defined where the node reads it, as the end of a sentence."""
+    """Return, as the end of a sentence, why `tensor` is not defined where the node reads it."""
     if tensor in outer_definitions and tensor not in definitions:
         later = f"which {outer_definitions[tensor]} of the graph around it writes only later"
         return f"{label(node)} in a subgraph reads '{tensor}', {later}; ONNX graphs are acyclic and in execution order"
@@ -263,7 +265,7 @@ def _describe_undefined(
 
 
 def external_files(path: Path) -> list[Path]:
-    """Return the files that exist and in which a model has external data; none if there is no model at the path."""
+    """Return the existing files that hold external data of the model at `path`; none if there is no model."""
     try:
         model = read(path)
     except ModelError:
@@ -275,7 +277,7 @@ def external_files(path: Path) -> list[Path]:
 
 
 def external_range(tensor: onnx.TensorProto, folder: Path | None) -> tuple[Path, int, int]:
-    """Return file, offset and length of an external tensor.  Raises ModelError unless the file holds them."""
+    """Return (file, offset, length) of an external tensor.  Raises ModelError unless the file contains that range."""
     what = f"the external data of tensor '{tensor.name}'"
     if folder is None:
         raise ModelError(f"{what} lies in a file; give the model as a path, so that the file can be found")
@@ -283,7 +285,8 @@ def external_range(tensor: onnx.TensorProto, folder: Path | None) -> tuple[Path,
     location = fields.get("location", "")
     try:
         path, status = _external_file(what, folder, location)
-    except (OSError, ValueError, RuntimeError) as error:  # a name that is too long or has a zero byte; a ring of links
+    # The name is too long or has a zero byte, or links form a cycle.
+    except (OSError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ModelError(f"{what} is at {_shortened(location)!r}, which cannot be a file: {reason}; export the model "
                          "again") from error  # fmt: skip
@@ -303,7 +306,7 @@ def external_range(tensor: onnx.TensorProto, folder: Path | None) -> tuple[Path,
 
 
 def _state_range(tensor: onnx.TensorProto, offset: int, length: int) -> None:
-    """Write where external data begins and ends: onnx reads a tensor without a length up to the end of the file."""
+    """Write offset and length of external data into the tensor: without a length, onnx reads to the end of the file."""
     kept = [(each.key, each.value) for each in tensor.external_data if each.key not in ("offset", "length")]
     del tensor.external_data[:]
     for key, value in (*kept, ("offset", str(offset)), ("length", str(length))):
@@ -319,7 +322,7 @@ def _external_file(what: str, folder: Path, location: str) -> tuple[Path, os.sta
     if not path.exists():
         raise ModelError(f"{what} is missing: '{path}' does not exist; copy it there, or export the model again")
     status = path.lstat()
-    if path.is_symlink() or not path.is_file() or status.st_nlink > 1:  # onnx refuses to read these
+    if path.is_symlink() or not path.is_file() or status.st_nlink > 1:  # onnx refuses to read such files
         raise ModelError(f"{what}, '{path}', is a link or no plain file; replace it by a copy (cp --dereference)")
     return path, status
 
@@ -329,7 +332,7 @@ def _shortened(text: str) -> str:
 
 
 def _without_values(tensor: onnx.TensorProto) -> onnx.TensorProto:
-    """Return an empty tensor in place of a large or external one, so that the checker reads little."""
+    """Return an empty tensor in place of a large or external one, so that the checker reads little data."""
     if not uses_external_data(tensor):
         found = len(tensor.raw_data)
         if found < EXTERNAL_THRESHOLD:

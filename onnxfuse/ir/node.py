@@ -1,4 +1,4 @@
-"""The nodes, tensors and attribute values of a linked graph, as types over the objects of onnx-graphsurgeon."""
+"""Types for the nodes, tensors and attribute values of a linked graph; the objects are onnx-graphsurgeon's."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ DType: TypeAlias = "np.dtype[np.generic] | int"  # numpy's dtype, or an onnx.Ten
 
 
 class Tensor(Protocol):
-    """A value in a graph.  Two tensors of one name are one tensor: compare them with `is`; they are not hashable."""
+    """A value in a graph; it is not hashable.  Tensors of one name are one object: compare them with `is`."""
 
-    name: str  # "" for an optional input or output that is left out
-    inputs: list[Node]  # the node that computes it; empty for graph inputs and initializers
-    outputs: list[Node]  # the nodes that read it, once for each time that they do
+    name: str  # "" for an omitted optional input or output
+    inputs: list[Node]  # [its producer]; empty for graph inputs and initializers
+    outputs: list[Node]  # its consumers; a node occurs once per input that reads the tensor
 
     @property
     def dtype(self) -> DType | None:
@@ -27,11 +27,11 @@ class Tensor(Protocol):
 
     @property
     def shape(self) -> Sequence[int | str | None] | None:
-        """The recorded dims: sizes, names, or None; None as a whole where the rank is not recorded."""
+        """The recorded dims, each a size, a name or None; None instead of a list if the rank is not recorded."""
 
 
 class Constant(Tensor, Protocol):
-    """A tensor whose value is stored in the model: an initializer, or an attribute.  `constant_value` reads it."""
+    """A tensor whose value is stored in the model: an initializer, or an attribute's tensor; see `constant_value`."""
 
     @property
     def dtype(self) -> DType:
@@ -43,7 +43,7 @@ class Constant(Tensor, Protocol):
 
 
 class Subgraph(Protocol):
-    """The body of an If, Loop or Scan.  It is written as the node's message has it, so it needs no methods."""
+    """The body of an If, Loop or Scan.  It is written back from the node's message, so this type needs no methods."""
 
     name: str
 
@@ -52,7 +52,7 @@ AttributeValue: TypeAlias = "int | float | str | list[int] | list[float] | list[
 
 
 class Node(Protocol):
-    """An operator with its inputs and outputs.  It equals itself only, so that it may be a key."""
+    """An operator with its inputs and outputs.  It equals only itself, so it can be a dictionary key."""
 
     op: str
     name: str
@@ -79,21 +79,21 @@ def consumers(tensor: Tensor) -> list[Node]:
 
 
 def is_tensor(value: AttributeValue | Tensor | None) -> TypeIs[Tensor]:
-    """Return whether the value is a tensor: one of the graph, or an attribute's."""
+    """Return whether the value is a tensor: a tensor of the graph, or an attribute's tensor."""
     return isinstance(value, gs.Tensor)
 
 
 def is_constant(value: AttributeValue | Tensor | None) -> TypeIs[Constant]:
-    """Return whether the value is a tensor that is stored in the model; no caller can override it."""
+    """Return whether the value is a tensor that is stored in the model and that no caller can override."""
     return isinstance(value, gs.Constant)
 
 
 class OuterVariable(gs.Variable):  # type: ignore[misc]
-    """A tensor of a graph around a subgraph, which the subgraph reads."""
+    """A tensor of an outer graph that a subgraph reads."""
 
 
 def is_outer(tensor: Tensor) -> bool:
-    """Return whether a tensor belongs to a graph around the subgraph that reads it."""
+    """Return whether a tensor belongs to an outer graph, not to the subgraph that reads it."""
     return isinstance(tensor, OuterVariable)
 
 

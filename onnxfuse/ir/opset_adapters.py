@@ -1,7 +1,7 @@
-"""What changes in the meaning or the form of ONNX's operators from one opset to the next, as rewrites of a node.
+"""Rewrites of nodes for the operators whose meaning or form changes from one opset to the next.
 
-`ADAPTERS` maps an operator and the opset that changed it to the function that writes a node as that opset has it.  The
-schemas tell what else changes: more dtypes, further optional inputs, and attributes that are absent by default.
+`ADAPTERS` maps an operator and the opset that changed it to a function, which rewrites a node for that opset.  The
+schemas describe all other changes: more dtypes, further optional inputs, and attributes that are absent by default.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.graph import take_name
 from onnxfuse.ir.protos import graphs, nodes, overridable_initializers, without_initializers
 
-MAX_READ: Final = 64  # elements of the constants that adapters read: scales, one for each axis
-SINCE_OPTIONAL_ROI: Final = 13  # the first opset in which a Resize by scales need not have a region
+MAX_READ: Final = 64  # maximum number of elements of constants that adapters read, such as the scales of all axes
+SINCE_OPTIONAL_ROI: Final = 13  # the first opset in which a Resize by scales may omit the region input
 
-# Attributes that a newer version adds, whose defaults mean the older version.
+# Attributes that a newer version adds; their defaults keep the older version's meaning.
 NEUTRAL_DEFAULTS: Final = frozenset({
     ("ArgMax", "select_last_index"), ("ArgMin", "select_last_index"), ("AveragePool", "ceil_mode"),
     ("Cast", "round_mode"), ("Cast", "saturate"), ("CastLike", "round_mode"), ("CastLike", "saturate"),
@@ -50,17 +50,17 @@ class Refused(Exception):
 
 @dataclass
 class Surroundings:
-    """What adapters know of the model around a node, or of the function, as a model."""
+    """The facts that adapters use about the model around a node; a function is given as a model."""
 
-    model: onnx.ModelProto  # before it is converted
-    opset: int  # the one that it is converted to
-    lacking: Mapping[str, int]  # operators that are refused, from an opset on
-    enlarging: set[str] = field(default_factory=set)  # the results of Resizes that were Upsamples
-    with_empty: set[str] = field(default_factory=set)  # the results of Reshapes to shapes that may hold a 0
+    model: onnx.ModelProto  # the model before its conversion
+    opset: int  # the opset to convert to
+    lacking: Mapping[str, int]  # operator -> the opset from which on it is refused
+    enlarging: set[str] = field(default_factory=set)  # outputs of Resizes that were Upsamples
+    with_empty: set[str] = field(default_factory=set)  # outputs of Reshapes whose target may contain a 0
 
     @cached_property
     def defined(self) -> Counter[str]:
-        """How many graphs, inputs, initializers and nodes define each name; an input with a default counts once."""
+        """How often each name is defined in all graphs; an input and the initializer that is its default count once."""
         found = Counter[str]()
         for part in graphs(self.model.graph):
             names = {each.name for each in (*part.input, *part.initializer)}
@@ -69,19 +69,19 @@ class Surroundings:
 
     @cached_property
     def names(self) -> set[str]:
-        """The names of all tensors and nodes."""
+        """The names of all tensors and nodes in the model."""
         read = {name for each in nodes(self.model.graph) for name in (each.name, *each.input)}
         return {*read, *self.defined}
 
     @cached_property
     def read(self) -> set[str]:
-        """The tensors that nodes read or graphs give."""
+        """The names of tensors that are a node's input or a graph's output."""
         results = {value.name for part in graphs(self.model.graph) for value in part.output}
         return results | {name for each in nodes(self.model.graph) for name in each.input}
 
     @cached_property
     def constants(self) -> dict[str, Array]:
-        """The values of small constants; none of a name that stands for several tensors."""
+        """The values of small constants, by name; without names that stand for several tensors."""
         found = {each.name: each for part in graphs(self.model.graph) for each in part.initializer}
         variable = overridable_initializers(self.model)
         for node in nodes(self.model.graph):
@@ -96,7 +96,7 @@ class Surroundings:
 
     @cached_property
     def types(self) -> dict[str, onnx.TypeProto]:
-        """The types of tensors, as onnx infers them; none of a name that stands for several tensors."""
+        """The types of tensors that onnx infers, by name; without names that stand for several tensors."""
         light = without_initializers(self.model)
         given = {each.name for each in light.graph.input}
         light.graph.input.extend(
@@ -104,7 +104,7 @@ class Surroundings:
             for each in self.model.graph.initializer
             if each.name not in given
         )
-        with suppress(Exception):  # whatever inference raises: recorded types are left
+        with suppress(Exception):  # inference may raise any error; then only recorded types are used
             light = onnx.shape_inference.infer_shapes(light)
         values = [each for part in graphs(light.graph) for each in (*part.input, *part.output, *part.value_info)]
         return {each.name: each.type for each in values if self.defined[each.name] == 1}
@@ -121,7 +121,7 @@ class Surroundings:
 
 @dataclass
 class Place:
-    """A node that is rewritten in place, and the nodes to write before and after it."""
+    """A node that is rewritten in place, with the nodes to insert before and after it."""
 
     node: onnx.NodeProto
     around: Surroundings
@@ -131,7 +131,7 @@ class Place:
     def take(self, name: str, default: Any = None) -> Any:
         """Remove an attribute, and return its value; `default` if the node has none.
 
-        Raises Refused for an attribute of the function around the node, whose value is not known.
+        Raises Refused if the attribute refers to an attribute of the surrounding function: its value is not known here.
         """
         for i, attribute in enumerate(self.node.attribute):
             if attribute.name == name:
@@ -147,21 +147,21 @@ class Place:
         self.node.attribute.extend(onnx.helper.make_attribute(name, value) for name, value in attributes.items())
 
     def name(self, stem: str) -> str:
-        """Return a new name."""
+        """Return a new name that begins with `stem`."""
         return take_name(self.around.names, stem)
 
     def compute(self, op: str, inputs: Sequence[str], what: str, **attributes: Any) -> str:
-        """Write a node before this one, and return the name of its result, which ends in `what`."""
+        """Insert a node before this one, and return the name of its result, which ends in `what`."""
         result = self.name(f"{self.node.output[0]}_{what}")
         self.before.append(onnx.helper.make_node(op, inputs, [result], result, **attributes))
         return result
 
     def constant(self, value: Array, what: str) -> str:
-        """Write a constant before this node, and return its name, which ends in `what`."""
+        """Insert a constant before this node, and return its name, which ends in `what`."""
         return self.compute("Constant", [], what, value=onnx.numpy_helper.from_array(value))
 
     def to_input(self, index: int, value: Array, what: str) -> None:
-        """Make a value the input at `index`; the inputs before it that the node lacks are left out."""
+        """Make a value the input at `index`; missing inputs before it are filled with omitted ones."""
         self.node.input.extend([""] * (index - len(self.node.input)))
         self.node.input.append(self.constant(value, what))
 
@@ -185,7 +185,7 @@ def _floating(place: Place) -> None:
 
 
 def _axes(place: Place) -> None:
-    """Make the attribute `axes` an input."""
+    """Turn the attribute `axes` into an input."""
     axes = place.take("axes")
     if axes:
         place.to_input(1, np.array(axes, np.int64), "axes")
@@ -214,7 +214,7 @@ def _top_k(place: Place) -> None:
 
 
 def _clip(place: Place) -> None:
-    """Make the bounds inputs in the dtype of the data; a bound that float16 cannot hold is infinite there."""
+    """Turn a Clip's bounds into inputs in the data's dtype; a bound too large for float16 becomes infinite there."""
     dtype, largest = place.dtype(), float(np.finfo(np.float32).max)
     for index, (what, default) in enumerate((("min", -largest), ("max", largest)), 1):
         bound = place.take(what, default)
@@ -231,7 +231,10 @@ def _pad(place: Place) -> None:
 
 
 def _dropout_mask(place: Place) -> None:
-    """Drop a mask that nobody reads; before opset 12 its values were not defined, nor was it boolean before 10."""
+    """Drop an unused mask of a Dropout.
+
+    Before opset 12 its values were not defined, and before opset 10 it was not boolean.
+    """
     if any(name in place.around.read for name in place.node.output[1:]):
         raise Refused("its mask is read, which another opset defines in another way")
     del place.node.output[1:]
@@ -250,7 +253,7 @@ def _spatial(place: Place) -> None:
 
 
 def _no_statistics(place: Place) -> None:
-    """Drop outputs of training, which newer opsets have changed."""
+    """Drop the outputs that exist for training only, which newer opsets have changed."""
     if any(place.node.output[1:]):
         raise Refused("it writes the statistics of training, which newer opsets define in another way")
     del place.node.output[1:]
@@ -266,7 +269,7 @@ def _upsample(place: Place) -> None:
 
 
 def _resize(place: Place) -> None:
-    """State how coordinates are computed; of a shrunk axis the next pixel is read, of another one the last."""
+    """State the coordinate mode; in mode nearest, coordinates are rounded up on shrunk axes and down on others."""
     node = place.node
     scales = node.input[1]
     roi = "" if place.around.opset >= SINCE_OPTIONAL_ROI else place.constant(np.zeros(0, np.float32), "roi")
@@ -294,7 +297,7 @@ def _resize(place: Place) -> None:
 
 
 def _one_of_both(place: Place) -> None:
-    """Leave out the empty scales beside sizes, and an empty region, which need not be there any more."""
+    """Omit empty scales if sizes are given, and omit an empty region: both are optional in the newer opset."""
     inputs = place.node.input
     if len(inputs) > 3 and inputs[3]:
         inputs[2] = ""
@@ -305,12 +308,12 @@ def _one_of_both(place: Place) -> None:
 
 
 def _over_images(place: Place) -> None:
-    if place.node.attribute:  # onnxruntime's own operator of older opsets has others
+    if place.node.attribute:  # onnxruntime's own operator of older opsets has other attributes
         raise Refused(f"it has the attribute '{place.node.attribute[0].name}', which opset 9 does not have")
 
 
 def _in_float32(place: Place) -> None:
-    """Compute in float32, the one dtype in which the newer operator's definition has types that fit."""
+    """Compute in float32, the only dtype for which the newer operator's function definition type-checks."""
     dtype, result = place.around.dtype(place.node.input[0]), place.node.output[0]
     if dtype == TensorProto.FLOAT:
         return
@@ -328,7 +331,7 @@ def _scatter(place: Place) -> None:
 
 
 def _flattened(place: Place) -> None:
-    """Compute along the last axis of a matrix, which all axes from `axis` on made before opset 13."""
+    """Compute along the last axis of a matrix: before opset 13, all axes from `axis` on were flattened to one."""
     node = place.node
     axis, rank = place.take("axis", 1), place.around.rank(node.input[0])
     place.give(axis=-1)
@@ -345,7 +348,7 @@ def _flattened(place: Place) -> None:
 
 
 def _zeros(place: Place) -> None:
-    """Take a 0 in the shapes of `_flattened` for a size."""
+    """Mark a Reshape of `_flattened` with `allowzero`, so that a 0 in its target is a size."""
     if place.node.output[0] in place.around.with_empty:
         place.give(allowzero=1)
 
@@ -365,7 +368,7 @@ def _dft_axis(place: Place) -> None:
 
 
 def _scale_of_groups(place: Place) -> None:
-    """Repeat scale and bias of each group for its channels, and keep float64 in float64."""
+    """Repeat scale and bias, which have one element per group, for each channel; keep float64 in float64."""
     node = place.node
     groups = next(each.i for each in node.attribute if each.name == "num_groups")
     channels = place.compute("Shape", [node.input[0]], "channels", start=1, end=2)
@@ -417,7 +420,7 @@ ADAPTERS: Final[dict[tuple[str, int], Adapter]] = {
     ("GridSample", 20): _grid_sample,
     ("GroupNormalization", 21): _scale_of_groups,
 }
-# The first opset in which onnxruntime has no kernel for an operator that it had one for.
+# Operator -> the first opset in which onnxruntime no longer has a kernel for it.
 LACKING: Final = {
     **dict.fromkeys(
         ("Affine", "Crop", "DynamicSlice", "ImageScaler", "ParametricSoftplus", "Scale", "ScaledTanh"), 10

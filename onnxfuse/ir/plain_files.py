@@ -1,4 +1,4 @@
-"""Read plain files within bounds, and write files whole: whatever a path names may have been put there by strangers."""
+"""Read plain files with a size limit, and write files atomically: a path may lead to any kind of file."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import BinaryIO
 def read_plain(path: Path, limit: int) -> bytes:
     """Return the content of a file.
 
-    Raises OSError if it cannot be read, is not a plain file, or has more than `limit` bytes: reading a pipe waits for
-    its writer, and reading a device may never end.
+    Raises OSError if it cannot be read, is not a plain file, or has more than `limit` bytes: reading a pipe blocks
+    until data comes, and reading a device may never end.
     """
     require_plain(path)
     with path.open("rb") as file:
@@ -29,7 +29,7 @@ def read_plain(path: Path, limit: int) -> bytes:
 
 
 def require_plain(path: Path) -> None:
-    """Raise OSError if the path names no plain file, or a link to something else."""
+    """Raise OSError unless the path names a plain file, or a link to one."""
     mode = path.stat().st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -38,10 +38,10 @@ def require_plain(path: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file under another name beside its own, and rename it: it appears whole or not at all.
+    """Write a file atomically: write a temporary file beside it, then rename it.
 
-    It gets the permissions of the file that it replaces; a symbolic link is written through.  Raises OSError if that
-    fails, or if something other than a plain file has the name, or a file that is write-protected.
+    It gets the permissions of the file that it replaces; a symbolic link is followed.  Raises OSError if writing fails,
+    if the path is not a plain file, or if the file is write-protected.
     """
     check_replaceable(path)
     target = Path(os.path.realpath(path))
@@ -55,7 +55,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise OSError if something other than a plain file that may be written to has this name."""
+    """Raise OSError if this path exists and is not a writable plain file."""
     if path.exists():
         require_plain(path)
         if not os.access(path, os.W_OK):
@@ -63,13 +63,13 @@ def check_replaceable(path: Path) -> None:
 
 
 def temporary(target: Path) -> Path:
-    """Return a name in the target's folder; it is short, because the target's name may be as long as allowed."""
+    """Return a new name in the target's folder; it is short, because the target's may have the maximum length."""
     return target.with_name(f".onnxfuse-{secrets.token_hex(8)}.tmp")
 
 
 @contextlib.contextmanager
 def create(new: Path, replaced: Path) -> Iterator[BinaryIO]:
-    """Open a new file, and sync it to disk at the end; it gets the permissions of the file that is replaced."""
+    """Open a new file for writing, and sync it to disk at the end; it gets the permissions of the file `replaced`."""
     with new.open("xb") as file:
         yield file
         file.flush()

@@ -28,7 +28,7 @@ class NodeContainer(Protocol):
 
 @dataclass(frozen=True)
 class OneNode:
-    """A container of one node: it refers to the node, whose tensors a FunctionProto would copy."""
+    """A container of one node that refers to the node; a FunctionProto would copy it with its tensors."""
 
     node: tuple[onnx.NodeProto]
     value_info: tuple[onnx.ValueInfoProto, ...] = ()
@@ -45,22 +45,22 @@ def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 
 
 def is_control_flow(node: onnx.NodeProto) -> bool:
-    """Return whether a node is an If, Loop or Scan, the meaning of whose subgraphs ONNX defines."""
+    """Return whether a node is an If, Loop or Scan of the ONNX domain, whose subgraphs are understood."""
     return node.op_type in CONTROL_FLOW and node.domain in ONNX_DOMAINS
 
 
 def operator_name(node: onnx.NodeProto) -> str:
-    """Return `Add` for an operator of ONNX, and `domain::Add` for others, as `op_of` does for nodes of a graph."""
+    """Return `Add` for an operator of ONNX, and `domain::Add` for others, like `op_of` for nodes of a graph."""
     return node.op_type if node.domain in ONNX_DOMAINS else f"{node.domain}::{node.op_type}"
 
 
 def opset_of(part: onnx.ModelProto | onnx.FunctionProto) -> int:
-    """Return the version of the ONNX domain; 0 if it is not imported."""
+    """Return the version of the ONNX domain that a model or function imports; 0 if it imports none."""
     return next((each.version for each in part.opset_import if each.domain in ONNX_DOMAINS), 0)
 
 
 def defined_names(graph: onnx.GraphProto) -> set[str]:
-    """Return the names of the tensors that a graph defines, those inside its subgraphs aside."""
+    """Return the names of the tensors that a graph defines, without those inside its subgraphs."""
     names = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
     names |= {tensor.values.name for tensor in graph.sparse_initializer}
     return names | {name for node in graph.node for name in node.output if name}
@@ -75,7 +75,7 @@ def nodes(*parts: NodeContainer) -> Iterator[onnx.NodeProto]:
 
 
 def graphs(*parts: Part) -> Iterator[Part | onnx.GraphProto]:
-    """Yield the graphs and functions, and the graphs inside them."""
+    """Yield the graphs and functions, and all subgraphs inside them."""
     for part in parts:
         yield part
         for node in part.node:
@@ -83,7 +83,7 @@ def graphs(*parts: Part) -> Iterator[Part | onnx.GraphProto]:
 
 
 def tensors(*parts: NodeContainer) -> Iterator[onnx.TensorProto]:
-    """Yield every dense tensor in graphs and functions, at any depth, and those that functions have as defaults."""
+    """Yield every dense tensor in graphs and functions, at any depth, including defaults of functions' attributes."""
     for part in graphs(*parts):
         if isinstance(part, onnx.GraphProto):
             yield from part.initializer
@@ -99,24 +99,24 @@ def _tensors_of(attributes: Iterable[onnx.AttributeProto]) -> Iterator[onnx.Tens
 
 
 def has_external_data(model: onnx.ModelProto) -> bool:
-    """Return whether the data of a tensor at any depth, or in a function, lies in another file."""
+    """Return whether any tensor, at any depth or in a function, has its data in another file."""
     return any(uses_external_data(tensor) for tensor in tensors(model.graph, *model.functions))
 
 
 def overridable_initializers(model: onnx.ModelProto) -> set[str]:
-    """Return the initializers that a caller may override: from IR version 4 on those that are graph inputs too."""
+    """Return the initializers that a caller may override: since IR version 4, those that are also graph inputs."""
     inputs = {value.name for value in model.graph.input}
     return {t.name for t in model.graph.initializer if t.name in inputs} if model.ir_version >= 4 else set()
 
 
 def copy_without(message: Message, *fields: str) -> Message:
-    """Return a copy of a message without these fields, whose content is not read."""
+    """Return a copy of a message without these fields; their content is not read."""
     kept = {field.name: value for field, value in message.ListFields() if field.name not in fields}
     return type(message)(**kept)
 
 
 def without_initializers(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy of a model without the dense initializers of its main graph, which are not read."""
+    """Return a copy of a model without the dense initializers of its main graph; they are not read."""
     copy = copy_without(model, "graph")
     copy.graph.CopyFrom(copy_without(model.graph, "initializer"))
     return copy
@@ -125,7 +125,7 @@ def without_initializers(model: onnx.ModelProto) -> onnx.ModelProto:
 def replace_tensors(
     model: onnx.ModelProto, replacement: Callable[[onnx.TensorProto], onnx.TensorProto]
 ) -> onnx.ModelProto:
-    """Return a copy with every initializer and every external tensor replaced; replaced weights are not copied."""
+    """Return a copy with every initializer and external tensor replaced; the replaced weights are not copied."""
     copy = without_initializers(model)
     for tensor in tensors(copy.graph, *copy.functions):
         if uses_external_data(tensor):

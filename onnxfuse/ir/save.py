@@ -1,4 +1,4 @@
-"""Write model files: an output appears complete or not at all."""
+"""Write model files atomically: an output appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ from onnxfuse.ir.plain_files import create, temporary
 from onnxfuse.ir.protos import has_external_data, replace_tensors, tensors
 from onnxfuse.ir.validate import size_of
 
-PAGE_BYTES = 4096  # runtimes map a tensor straight from the file if it starts on a page
-COPIED_BYTES = 8 * 2**20  # per step
-TEMPORARY = re.compile(r"\.onnxfuse-[0-9a-f]{16}\.tmp")  # the names of files that are being written
+PAGE_BYTES = 4096  # bytes; runtimes memory-map a tensor from the file if it starts at a page boundary
+COPIED_BYTES = 8 * 2**20  # bytes that are copied at a time
+TEMPORARY = re.compile(r"\.onnxfuse-[0-9a-f]{16}\.tmp")  # names of files that are being written
 
 
 def save(model: onnx.ModelProto, path: str | os.PathLike[str], *, folder: Path | None = None) -> None:
     """Write the model completely or not at all; `path` may be the file that it was read from.
 
-    If tensors are external (relative to `folder`), or the model would exceed 2 GiB, the bytes of these tensors and of
-    every initializer of at least 1 KiB go to one file beside it, `<path>.<digest of its content>.data`.  One rename,
-    that of the model file, decides: whenever the program is killed, the old model and its data are there, or the new
-    ones.  A data file of that kind that the replaced model read is removed last, unless another file of the folder
-    names it, as a copy of the replaced model does.  A symbolic link is written through.  `model` itself is not changed.
-    Raises ModelError if that fails; an output that existed before is then unchanged.
+    If tensors are external (relative to `folder`), or the model would exceed 2 GiB, a data file is written beside the
+    model: `<path>.<digest of its content>.data`.  It holds the external tensors and every initializer of at least 1
+    KiB.
+
+    The write takes effect by one rename, of the model file: if the program is killed at any time, either the old model
+    and its data are there, or the new ones.  The old model's data file of such a name is removed last, unless another
+    file in the folder names it, as a copy of the old model does.  A symbolic link is followed.  `model` is not changed.
+    Raises ModelError if writing fails; an output that existed before is then unchanged.
     """
     target = Path(path)
     check_target(target)
@@ -51,13 +53,14 @@ def check_target(target: Path) -> None:
     try:
         os.path.realpath(target)
         _check_target(target)
-    except (OSError, ValueError, RuntimeError) as error:  # a name that is too long or has a zero byte; a ring of links
+    # The name is too long or has a zero byte, or links form a cycle.
+    except (OSError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ModelError(f"cannot write '{target}': {reason}; choose another name") from error
 
 
 def serialize(model: onnx.ModelProto) -> bytes | None:
-    """Return the content of the model's file; None if it would exceed protobuf's limit."""
+    """Return the serialized model; None if it would exceed protobuf's limit."""
     try:
         content = model.SerializeToString()
     except EncodeError:
@@ -67,7 +70,7 @@ def serialize(model: onnx.ModelProto) -> bytes | None:
 
 def _check_target(target: Path) -> None:
     if target.is_symlink() and not target.exists():
-        target = target.resolve()  # the place of the file that a dangling link will get
+        target = target.resolve()  # a dangling link is followed to the place of the file it names
     if target.is_dir():
         raise ModelError(f"cannot write '{target}': it is a directory; give the name of a file")
     if not target.parent.is_dir():
@@ -110,7 +113,7 @@ def _write(model: onnx.ModelProto, target: Path, folder: Path | None) -> None:
 
 
 def _digest(path: Path) -> str:
-    """Return a digest of the file's content, so that a file of another content has another name."""
+    """Return a digest of the file's content, for its name."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=6)).hexdigest()
 
@@ -118,9 +121,9 @@ def _digest(path: Path) -> str:
 def _writer_of_tensors(file: BinaryIO, folder: Path | None) -> Callable[[onnx.TensorProto], onnx.TensorProto]:
     """Return a function that appends a tensor's values to the file, and returns a tensor that refers to them there.
 
-    A range of a file that several tensors share is copied once.
+    If several tensors share a range of a file, the range is copied once.
     """
-    written: dict[tuple[Path, int, int], int] = {}  # offset in the new file, by range in the old one
+    written: dict[tuple[Path, int, int], int] = {}  # (file, offset, length) in the old data -> offset in the new file
 
     def write(tensor: onnx.TensorProto) -> onnx.TensorProto:
         if uses_external_data(tensor):
@@ -140,7 +143,7 @@ def _writer_of_tensors(file: BinaryIO, folder: Path | None) -> Callable[[onnx.Te
 
 
 def _pad_to_page(file: BinaryIO) -> int:
-    """Fill the file with zeros up to the next page.  Returns the offset of that page."""
+    """Pad the file with zeros to the next page boundary, and return that offset."""
     file.write(b"\0" * (-file.tell() % PAGE_BYTES))
     return file.tell()
 
@@ -158,7 +161,7 @@ def _copy_range(source: tuple[Path, int, int], file: BinaryIO) -> None:
 
 
 def _external(tensor: onnx.TensorProto, offset: int, length: int) -> onnx.TensorProto:
-    """Return a tensor that refers to its values in a file; `_set_location` names the file."""
+    """Return a copy of a tensor whose values are external; `_set_location` sets the file's name later."""
     result = onnx.TensorProto(
         name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, doc_string=tensor.doc_string,
         data_location=onnx.TensorProto.EXTERNAL,
@@ -176,11 +179,12 @@ def _set_location(model: onnx.ModelProto, location: str) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time publish in a folder.
+    """Hold a lock on a folder, so that one process at a time replaces models in it.
 
-    Else one process could remove the data of the old model just after another has published a model of that content.
+    Otherwise, one process could remove the old model's data just after another has written a model that uses the same
+    data file.
     """
-    if sys.platform == "win32":  # Windows has no lock on folders
+    if sys.platform == "win32":  # Windows cannot lock folders
         yield
         return
     import fcntl
@@ -194,9 +198,9 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _publish(new_data: Path, data: Path | None, new_model: Path, target: Path) -> None:
-    """Rename the new data file, then the new model, then remove the data files that only the replaced model read.
+    """Rename the new data file, then the new model, then remove data files that only the replaced model read.
 
-    If the model cannot be renamed, the new data file is removed, unless a file of its content was there before.
+    If renaming the model fails, the new data file is removed, unless it existed before.
     """
     unused = _data_files(target)
     unused = {path for path in unused if path != data and not _is_named(path, {target, new_data, new_model, *unused})}
@@ -210,14 +214,14 @@ def _publish(new_data: Path, data: Path | None, new_model: Path, target: Path) -
             data.unlink(missing_ok=True)
         raise
     for old in unused:
-        with contextlib.suppress(OSError):  # the new model is complete without that
+        with contextlib.suppress(OSError):  # the new model is complete even if this fails
             old.unlink()
 
 
 def _data_files(target: Path) -> set[Path]:
-    """Return the data files, among those that `save` named after the target, which the model at the target reads.
+    """Return the data files that the model at the target reads, and that `save` named after the target.
 
-    Files of other names were written by other tools, and other models may read them, be they compressed or elsewhere.
+    Files of other names are not returned: other tools wrote them, and other models may read them.
     """
     own = re.compile(re.escape(target.name) + r"\.[0-9a-f]{12}\.data")
     named = {path.name for path in target.parent.iterdir() if own.fullmatch(path.name)}
@@ -225,7 +229,7 @@ def _data_files(target: Path) -> set[Path]:
         return set()
     try:
         model = read(target)
-    except ModelError:  # the file that is replaced has no data files
+    except ModelError:  # the replaced file is not a model, so it has no data files
         return set()
     external = [t for t in tensors(model.graph, *model.functions) if uses_external_data(t)]
     locations = {entry.value for tensor in external for entry in tensor.external_data if entry.key == "location"}
@@ -233,10 +237,10 @@ def _data_files(target: Path) -> set[Path]:
 
 
 def _is_named(data: Path, others: Collection[Path]) -> bool:
-    """Return whether a file beside a data file, other than `others`, may be a model that reads it.
+    """Return whether another file in the folder may be a model that reads this data file; `others` are ignored.
 
-    It may if the name of the data file is among its bytes, or if it cannot be read.  What other processes are writing
-    does not count: they bring their own data.
+    A file counts if its bytes contain the data file's name, or if it cannot be read.  Temporary files of other
+    processes do not count, because these write their own data.
     """
     for path in data.parent.iterdir():
         if path in others or TEMPORARY.fullmatch(path.name) or not path.is_file():
@@ -244,7 +248,7 @@ def _is_named(data: Path, others: Collection[Path]) -> bool:
         try:
             if path.stat().st_size <= PROTOBUF_LIMIT and _contains(path, os.fsencode(data.name)):
                 return True
-        except FileNotFoundError:  # another process may tidy up
+        except FileNotFoundError:  # another process may remove the file meanwhile
             continue
         except OSError:
             return True

@@ -1,8 +1,8 @@
-"""Turn a model into a linked graph, and a graph into a model again.
+"""Convert a model to a linked graph, and a graph back to a model.
 
-graphsurgeon's exporter drops what it does not know: metadata, doc strings, some types of attributes.  So a node that no
-pass created is written as the NodeProto that it was read from, and everything outside the list of nodes is copied from
-the model that was read.
+graphsurgeon's exporter drops the parts that it does not know: metadata, doc strings, and some types of attributes.  So
+a node that no pass created is written from the NodeProto that it was read from.  Everything outside the list of nodes
+is copied from the original model.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from onnxfuse.ir.graphsurgeon import export_node, link, share_constant, share_va
 from onnxfuse.ir.node import Constant, Node, OuterVariable, is_constant
 from onnxfuse.ir.protos import copy_without, graphs, opset_of, overridable_initializers
 
-FOREIGN = f"not {DOMAIN}"  # the domain of such nodes in a graph; their messages keep theirs
-MIN_SHARED_BYTES = 2**20  # of a constant whose value is freed after it was written
+# The domain, in a graph, of nodes that are in our domain but not fused; their messages keep their domain.
+FOREIGN = f"not {DOMAIN}"
+MIN_SHARED_BYTES = 2**20  # bytes; the value of a constant at least this large is freed after it was written
 
 
 def read_graph(model: onnx.ModelProto, folder: Path | None = None) -> Graph:
-    """Link a model's main graph.  `folder` is where its external data lies; initializers are read when they are needed.
+    """Link a model's main graph.  `folder` holds its external data; initializers are read when they are needed.
 
     Raises ModelError if the model's fused nodes are newer than this version of onnxfuse.
     """
@@ -33,7 +34,7 @@ def read_graph(model: onnx.ModelProto, folder: Path | None = None) -> Graph:
     defaults = overridable_initializers(model)
     linked = link(model, defaults)
     names = {n.name for n in graph.node} | defaults
-    for part in graphs(graph):  # a new name must not be one of a subgraph either
+    for part in graphs(graph):  # a new name must also differ from all names in subgraphs
         names |= {t.name for t in (*part.input, *part.output, *part.initializer)}
         names |= {name for n in part.node for name in (n.name, *n.input, *n.output)}
     result = Graph(
@@ -47,13 +48,14 @@ def read_graph(model: onnx.ModelProto, folder: Path | None = None) -> Graph:
 def read_subgraph(
     outer: Graph, model: onnx.ModelProto, captured: Collection[str], constants: Mapping[str, Constant]
 ) -> Graph:
-    """Link a subgraph that was written as a model, whose further inputs are what it reads of the graphs around it.
+    """Link a subgraph that was written as a model; the outer tensors that it reads are its last inputs.
 
-    `captured` are the names of these inputs, and `constants` those of them whose values the graphs around it hold.
+    `captured` holds the names of these inputs, and `constants` the values of those that are constant in the outer
+    graphs.
     """
     linked = link(model, ())
     if not model.functions:
-        model.functions.extend(outer.model.functions)  # they need not be linked again
+        model.functions.extend(outer.model.functions)  # the functions need not be linked again
     for tensor in linked.inputs:
         if tensor.name in constants:
             share_constant(tensor, constants[tensor.name])
@@ -69,7 +71,7 @@ def read_subgraph(
 
 
 def _remember_messages(graph: Graph) -> None:
-    """Record the message of each node in the graph.  A foreign node in our domain gets another domain here."""
+    """Store the message of each node in the graph.  A node in our domain that is not fused gets the domain FOREIGN."""
     bodies = {function.name: function for function in graph.model.functions if function.domain == DOMAIN}
     for node, proto in zip(graph.linked.nodes, graph.model.graph.node, strict=True):
         graph.protos[id(node)] = (node, proto)
@@ -79,7 +81,7 @@ def _remember_messages(graph: Graph) -> None:
 
 
 def write_model(graph: Graph) -> onnx.ModelProto:
-    """Return the graph as a model; all that was not rewritten is the same as in the model that was read."""
+    """Return the graph as a model; everything that was not rewritten equals the original model."""
     source = graph.model.graph
     model = copy_without(graph.model, "graph", "functions")
     rewritten = "node", "initializer", "sparse_initializer", "value_info", "quantization_annotation"
@@ -107,7 +109,7 @@ def write_model(graph: Graph) -> onnx.ModelProto:
 def _write_initializers(graph: Graph, result: onnx.GraphProto, alive: Collection[str]) -> set[str]:
     """Write the initializers that are still read: unchanged ones as they were, new ones from their values.
 
-    A large new constant then refers to the written bytes, so that memory does not hold its value twice.
+    A large new constant afterwards refers to the written bytes, so that memory holds its value once.
     """
     source = graph.model.graph
     known = {t.name: t for t in source.initializer}
@@ -135,7 +137,7 @@ def _write_initializers(graph: Graph, result: onnx.GraphProto, alive: Collection
 
 
 def constant_proto(graph: Graph, constant: Constant, name: str) -> onnx.TensorProto:
-    """Return a constant as an initializer; data that lies in a file stays there."""
+    """Return a constant as an initializer named `name`; external data stays in its file."""
     stored = stored_value(constant)
     if not isinstance(stored, onnx.TensorProto):
         return onnx.numpy_helper.from_array(constant_value(graph, constant), name)
@@ -148,7 +150,7 @@ def constant_proto(graph: Graph, constant: Constant, name: str) -> onnx.TensorPr
 
 
 def _declare_functions(model: onnx.ModelProto) -> None:
-    """Import the domain of the fused operators if the model has any; functions require IR version 8."""
+    """If the model has fused operators, import their domain, and raise the IR version to 8, which functions require."""
     if not any(f.domain == DOMAIN for f in model.functions):
         return
     imported = next((each for each in model.opset_import if each.domain == DOMAIN), None)
@@ -159,9 +161,9 @@ def _declare_functions(model: onnx.ModelProto) -> None:
 
 
 def _drop_constant_inputs(model: onnx.ModelProto, constants: set[str]) -> None:
-    """Remove initializers from the graph inputs of a model before IR version 4, and raise it to version 4.
+    """Remove initializers from the graph inputs of a model before IR version 4, and set its version to 4.
 
-    Before version 4 every initializer is an input too; from 4 on that would let callers override it.
+    Before version 4, every initializer is also an input.  Since version 4, this would allow callers to override it.
     """
     if model.ir_version < 4:
         inputs = [i for i in model.graph.input if i.name not in constants]
@@ -171,7 +173,7 @@ def _drop_constant_inputs(model: onnx.ModelProto, constants: set[str]) -> None:
 
 
 def node_proto(graph: Graph, node: Node) -> onnx.NodeProto:
-    """Return a node as a message: the one it was read from with its present inputs and outputs, or a new one."""
+    """Return a node as a message: the original one with the present inputs and outputs, or a new one."""
     if id(node) not in graph.protos:
         return export_node(node)
     proto = onnx.NodeProto()

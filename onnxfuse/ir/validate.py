@@ -1,4 +1,4 @@
-"""Checks that protobuf does not make: texts are UTF-8, dtypes known, dims not negative, stored values complete."""
+"""Checks that protobuf lacks: strings are UTF-8, dtypes are known, dims are nonnegative, stored values are complete."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from onnxfuse.ir.protos import ONNX_DOMAINS, without_initializers
 
 KNOWN_DTYPES: Final = frozenset(TensorProto.DataType.values()) - {TensorProto.UNDEFINED}
 PACKED_BITS: Final = {"UINT4": 4, "INT4": 4, "FLOAT4E2M1": 4, "UINT2": 2, "INT2": 2}
-MAX_DENSE_BYTES: Final = 2**31  # of a sparse tensor, which onnxruntime makes dense up to this size
-MAX_RANK: Final = 64  # the largest rank of numpy's arrays
-MAX_ELEMENTS: Final = 2**62  # of a tensor, so that numpy can hold the number of its bytes
-CONSTANT_VALUES: Final = {  # a Constant has one of these attributes; their types
+MAX_DENSE_BYTES: Final = 2**31  # maximum bytes of a sparse tensor after onnxruntime makes it dense
+MAX_RANK: Final = 64  # the maximum rank of numpy's arrays
+MAX_ELEMENTS: Final = 2**62  # maximum elements of a tensor, so that numpy can hold its byte count
+CONSTANT_VALUES: Final = {  # attributes of a Constant, exactly one of which holds its value, and their types
     "value": AttributeProto.TENSOR,
     "sparse_value": AttributeProto.SPARSE_TENSOR,
     "value_float": AttributeProto.FLOAT,
@@ -33,14 +33,15 @@ CONSTANT_VALUES: Final = {  # a Constant has one of these attributes; their type
     "value_string": AttributeProto.STRING,
     "value_strings": AttributeProto.STRINGS,
 }
-DTYPE_ATTRIBUTES: Final = frozenset({"to", "dtype", "output_dtype", "output_datatype"})  # they name a data type
+# Attributes that hold a data type.
+DTYPE_ATTRIBUTES: Final = frozenset({"to", "dtype", "output_dtype", "output_datatype"})
 TYPED_FIELDS: Final = ("float_data", "int32_data", "int64_data", "uint64_data", "double_data", "string_data")
 
 
 def validate(model: onnx.ModelProto, name: str) -> None:
-    """Raise ModelError unless every part of the model can be read.  `name` is the model's, for the message.
+    """Raise ModelError unless every part of the model can be read.  `name` is the model's name in the message.
 
-    The values of external tensors are not looked at, and those of large inline tensors are only counted.
+    The values of external tensors are not checked, and large inline values are only counted.
     """
     if not _is_decodable(model):
         raise ModelError(f"{name} is damaged: the text in field '{_undecodable(model)}' is not UTF-8; export it again")
@@ -52,7 +53,7 @@ def validate(model: onnx.ModelProto, name: str) -> None:
 
 
 def _check_part(part: onnx.GraphProto | onnx.FunctionProto) -> None:
-    ranks: dict[str, int] = {}  # ranks of the initializers
+    ranks: dict[str, int] = {}  # ranks of the initializers, by name
     if isinstance(part, onnx.GraphProto):
         for tensor in part.initializer:
             check_tensor(tensor)
@@ -73,12 +74,12 @@ def _check_part(part: onnx.GraphProto | onnx.FunctionProto) -> None:
 
 
 def label(node: onnx.NodeProto) -> str:
-    """Return how a message calls a node: by its name, else by its operator and its first output."""
+    """Return a node's name for messages: its name, or else its operator and first output."""
     return f"node '{node.name}'" if node.name else f"the {node.op_type} node of '{next(iter(node.output), '')}'"
 
 
 def size_of(tensor: TensorProto) -> int:
-    """Return the bytes that the tensor's dtype and dims require.  Raises ModelError where these are not valid."""
+    """Return the number of bytes that the tensor's dtype and dims require.  Raises ModelError if they are not valid."""
     if tensor.data_type not in KNOWN_DTYPES:
         raise ModelError(f"tensor '{tensor.name}' has the unknown data type {tensor.data_type}; expected one of ONNX's")
     return int(-(-element_count(tensor.dims, f"tensor '{tensor.name}'") * _bits(tensor.data_type) // 8))
@@ -97,7 +98,7 @@ def element_count(dims: Iterable[int], what: str) -> int:
 
 
 def check_tensor(tensor: TensorProto) -> None:
-    """Raise ModelError unless the dtype and dims are valid and the message holds as many values as they require."""
+    """Raise ModelError unless dtype and dims are valid, and the message holds as many values as they require."""
     required, what = size_of(tensor), f"tensor '{tensor.name}'"
     if tensor.HasField("segment"):
         raise ModelError(f"{what} is stored as a segment of a tensor; expected a whole tensor")
@@ -129,13 +130,13 @@ def check_tensor(tensor: TensorProto) -> None:
 
 
 def _bits(dtype: int) -> int:
-    """Return the bits of one element."""
+    """Return the number of bits per element of a dtype."""
     packed = PACKED_BITS.get(TensorProto.DataType.Name(dtype))
     return packed or 8 * onnx.helper.tensor_dtype_to_np_dtype(dtype).itemsize
 
 
 def _check_sparse(sparse: onnx.SparseTensorProto) -> None:
-    """Raise ModelError unless values and indices are valid, each index lies inside the dims, and these are bounded."""
+    """Raise ModelError unless a sparse tensor is valid: values, indices within the dims, and a bounded dense size."""
     what = f"sparse tensor '{sparse.values.name}'"
     count = element_count(sparse.dims, what)
     check_tensor(sparse.values)
@@ -156,7 +157,7 @@ def _check_sparse(sparse: onnx.SparseTensorProto) -> None:
 
 
 def _check_type(kind: onnx.TypeProto, name: str) -> None:
-    """Raise ModelError unless every dtype in a type is known; 0 stands for one that is not recorded."""
+    """Raise ModelError unless every dtype in a type is known; 0, for a dtype that is not recorded, is allowed."""
     for dtype in _dtypes(kind):
         if dtype and dtype not in KNOWN_DTYPES:
             raise ModelError(f"the type of '{name}' has the unknown data type {dtype}; expected one of ONNX's")
@@ -178,11 +179,12 @@ def _dtypes(kind: onnx.TypeProto) -> Iterator[int]:
 
 
 def _check_attribute(node: onnx.NodeProto, attribute: AttributeProto) -> None:
-    """Raise ModelError unless the attribute's texts are UTF-8, and the data type that it names is known."""
+    """Raise ModelError unless the attribute's strings are UTF-8, and the data type that it holds, if any, is known."""
     kind = attribute.type
     if kind == AttributeProto.INT:
         names_dtype = attribute.name in DTYPE_ATTRIBUTES and node.domain in ONNX_DOMAINS
-        if names_dtype and attribute.i not in KNOWN_DTYPES | {TensorProto.UNDEFINED}:  # 0 also where it is a reference
+        # An attribute that refers to a function's attribute has the value 0.
+        if names_dtype and attribute.i not in KNOWN_DTYPES | {TensorProto.UNDEFINED}:
             raise ModelError(f"{label(node)} has {attribute.name}={attribute.i}, which is no data type of ONNX")
     elif kind in (AttributeProto.INTS, AttributeProto.FLOAT, AttributeProto.FLOATS):
         return
@@ -200,7 +202,7 @@ def _check_attribute(node: onnx.NodeProto, attribute: AttributeProto) -> None:
 
 
 def _check_sizes(node: onnx.NodeProto, ranks: Mapping[str, int]) -> None:
-    """Raise ModelError if the sizes that a node reads are an initializer of another rank than 1.
+    """Raise ModelError if a node reads its sizes (a shape or repeats) from an initializer that is not a vector.
 
     onnxruntime does not run such a Reshape or Tile either; it does run such an Expand or ConstantOfShape.
     """
@@ -210,7 +212,7 @@ def _check_sizes(node: onnx.NodeProto, ranks: Mapping[str, int]) -> None:
 
 
 def _check_constant(node: onnx.NodeProto) -> None:
-    """Raise ModelError unless a Constant has one value, and of the type that its name says."""
+    """Raise ModelError unless a Constant has exactly one value, whose type fits the attribute's name."""
     given = [a for a in node.attribute if a.name in CONSTANT_VALUES]
     if len(given) != 1:
         found = " and ".join(a.name for a in given) or "none"
@@ -230,7 +232,7 @@ def _is_text(text: bytes) -> bool:
 
 
 def _is_decodable(model: onnx.ModelProto) -> bool:
-    """Return whether every string field is UTF-8; initializers are looked at one by one, so that none is copied."""
+    """Return whether every string field is UTF-8; initializers are checked one at a time, to avoid copying them."""
     try:
         _strict_model().FromString(without_initializers(model).SerializeToString())
     except (DecodeError, ValueError):
@@ -240,7 +242,7 @@ def _is_decodable(model: onnx.ModelProto) -> bool:
 
 @functools.cache
 def _strict_model() -> type[Message]:
-    """Return the class of ONNX models in the syntax of proto3, whose parser refuses strings that are not UTF-8."""
+    """Return a class for ONNX models in proto3 syntax, whose parser refuses strings that are not UTF-8."""
     file = descriptor_pb2.FileDescriptorProto()
     onnx.ModelProto.DESCRIPTOR.file.CopyToProto(file)
     file.syntax = "proto3"
@@ -251,7 +253,7 @@ def _strict_model() -> type[Message]:
 
 
 def _undecodable(message: Message) -> str | None:
-    """Return the path of the first string field that is not UTF-8: "graph.node[3].name"; None where all are.
+    """Return the path of the first string field that is not UTF-8, such as "graph.node[3].name"; None if all are UTF-8.
 
     protobuf returns such a field as bytes.  The values of tensors are not read, because reading would copy them.
     """

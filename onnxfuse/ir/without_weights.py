@@ -1,8 +1,8 @@
-"""Read a model without the values of its weights, which sessions of large models would read twice otherwise.
+"""Read a model without the values of its weights; sessions of large models would otherwise read them twice.
 
-A field of a protocol buffer is a tag, which holds its number and its wire type, and its content; messages are content
-with a length in front (https://protobuf.dev/programming-guides/encoding).  So a reader can step over the values of
-initializers without knowing the other fields.
+A protobuf field is a tag, which holds its number and wire type, followed by its content; a nested message is content
+after a length prefix (https://protobuf.dev/programming-guides/encoding).  So a reader can skip the values of
+initializers without understanding the other fields.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from google.protobuf.message import DecodeError
 
 from onnxfuse.ir.load import PROTOBUF_LIMIT, read
 
-LARGE: Final = 1024  # bytes of a tensor; smaller ones keep their values, which may be shapes
-GRAPH, INITIALIZER = 7, 5  # field numbers in ModelProto and GraphProto
-VALUES: Final = frozenset({4, 5, 6, 7, 9, 10, 11})  # float_data to uint64_data and raw_data in TensorProto
-IS_EXTERNAL: Final = b"\x70\x01"  # data_location: EXTERNAL
-VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5  # wire types
+LARGE: Final = 1024  # bytes; smaller tensors keep their values, which may be shapes
+GRAPH, INITIALIZER = 7, 5  # field numbers: `graph` in ModelProto, `initializer` in GraphProto
+# Field numbers of TensorProto's values: float_data to uint64_data, and raw_data.
+VALUES: Final = frozenset({4, 5, 6, 7, 9, 10, 11})
+IS_EXTERNAL: Final = b"\x70\x01"  # the encoded field data_location = EXTERNAL
+VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5  # protobuf wire types
 
 
 def read_without_weights(source: str | os.PathLike[str] | bytes) -> onnx.ModelProto:
-    """Return a model whose large initializers have no values: their data is external, and no file is named.
+    """Return a model whose large initializers have no values: they are marked external, without a file name.
 
-    Raises ModelError if the source holds no model.
+    Raises ModelError if the source does not hold a model.
     """
     model = onnx.ModelProto()
     with suppress(OSError, ValueError, DecodeError):
@@ -37,25 +38,25 @@ def read_without_weights(source: str | os.PathLike[str] | bytes) -> onnx.ModelPr
         elif Path(source).is_file():
             with Path(source).open("rb") as stream:
                 model.ParseFromString(_light(stream))
-    return model if model.HasField("graph") else read(source)  # its error names the fault
+    return model if model.HasField("graph") else read(source)  # `read` raises an error that names the fault
 
 
 def _light(stream: BinaryIO) -> bytes:
-    """Return a model without the values of its large initializers.  Raises ValueError if it is malformed."""
+    """Return a model's bytes without the values of its large initializers.  Raises ValueError if it is malformed."""
     size = stream.seek(0, io.SEEK_END)
     stream.seek(0)
     return _Message(stream).copy(size, (GRAPH, INITIALIZER)) if size <= PROTOBUF_LIMIT else b""
 
 
 class _Message:
-    """A stream of fields."""
+    """A reader of the fields in a stream."""
 
     def __init__(self, stream: BinaryIO) -> None:
-        """Take a stream at its beginning."""
+        """Start at the beginning of a stream."""
         self._stream, self._at = stream, 0
 
     def copy(self, end: int, path: tuple[int, ...]) -> bytes:
-        """Return the message that ends there; the messages that `path` leads to are tensors, which lose large values.
+        """Return the message that ends at `end`; large tensors at the field path `path` lose their values.
 
         Raises ValueError if it is malformed.
         """
@@ -122,7 +123,7 @@ class _Message:
 
 
 def _varint(value: int) -> bytes:
-    """Return the encoding of a number that is not negative: seven bits in each byte, the lowest first."""
+    """Return the varint encoding of a nonnegative number: seven bits per byte, lowest bits first."""
     found = bytearray()
     while value > 127:
         found.append(value & 127 | 128)

@@ -1,1 +1,1 @@
-"""Channels-last layouts: which tensors get them, and how nodes read and write them."""
+"""Channels-last layouts: choose the tensors that get them, and rewrite the nodes that read and write these tensors."""

@@ -1,4 +1,4 @@
-"""Gates of channels compute the activations that follow them, with the residual that they add."""
+"""Fuse activations, and the residuals that they add, into the channel gates before them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from onnxfuse.layout.bodies import chained, function_of_nodes
 from onnxfuse.layout.fusions import GATE
 from onnxfuse.layout.joins import Joined, Joins, is_channels_last, with_attributes
 
-ALONE: Final = "activation"  # the fusion of an activation that follows no fused node
-# The activations that are one operator with no inputs but x, by that operator.
+ALONE: Final = "activation"  # fusion name of an activation that does not follow a fused node
+# Activations that are one operator with x as its only input: operator -> activation name.
 ACTIVATIONS: Final = {
     "Elu": "elu",
     "HardSigmoid": "hard_sigmoid",
@@ -28,12 +28,12 @@ ACTIVATIONS: Final = {
     "Softplus": "softplus",
     "Tanh": "tanh",
 }
-# Those that are a product of x and another one of x, by the operator of that.
+# Activations that are x times a function of x: operator of that function -> activation name.
 PRODUCTS: Final = {"HardSigmoid": "scaled_hard_swish", "Sigmoid": "silu"}
 
 
 def activations(joins: Joins) -> Iterator[Joined]:
-    """Yield each channels-last gate and the activation of the gated image, which nothing else reads."""
+    """Yield each channels-last gate joined with the activation of its result, which nothing else reads."""
     for end in joins.graph.nodes:
         nodes, activation = _activation(joins, end)
         if not activation or (GATE, joins.original(end.outputs[0])) in joins.excluded:
@@ -50,7 +50,7 @@ def activations(joins: Joins) -> Iterator[Joined]:
 
 
 def _operators(nodes: Sequence[Node]) -> onnx.FunctionProto:
-    """Return a function of x that is one operator, or a product of x and one."""
+    """Return a function that applies the first node's operator to x and, given a second node, multiplies by x."""
     product = [onnx.helper.make_node("Mul", ["x", "y"], ["z"], domain="")] if len(nodes) > 1 else []
     first = onnx.helper.make_node(op_of(nodes[0]), ["x"], ["y"], domain="")
     first.attribute.extend(onnx.helper.make_attribute(name, value) for name, value in nodes[0].attrs.items())
@@ -58,7 +58,7 @@ def _operators(nodes: Sequence[Node]) -> onnx.FunctionProto:
 
 
 def _activation(joins: Joins, end: Node) -> tuple[tuple[Node, ...], str]:
-    """Return the gate whose activation a node ends, the nodes of that, and its name; "" where it is none."""
+    """Return the gate and the activation nodes that `end` completes, and the activation's name; else () and ""."""
     graph = joins.graph
     activation = ACTIVATIONS.get(op_of(end)) or (str_attribute(end, "activation", "") if _is_fused(end) else "")
     if activation:
@@ -76,12 +76,12 @@ def _activation(joins: Joins, end: Node) -> tuple[tuple[Node, ...], str]:
 
 
 def _is_fused(node: Node) -> bool:
-    """Return whether a node is an activation in several operators that was fused alone."""
+    """Return whether a node is a fused activation of several operators that follows no fused node."""
     return node.domain == DOMAIN and str_attribute(node, "fusion", "") == ALONE
 
 
 def _replaced(joins: Joins, node: Node) -> tuple[str, ...]:
-    """Return the labels of the nodes of the original that a node is."""
+    """Return the labels of the original model's nodes that a node replaces."""
     return joins.records[node.name].replaces if _is_fused(node) else (node.name or joins.original(node.outputs[0]),)
 
 

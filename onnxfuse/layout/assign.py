@@ -1,4 +1,4 @@
-"""Assign channels-last layouts to the regions of a fused graph around its convolutions."""
+"""Assign channels-last layouts to regions around the convolutions of a fused graph."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from onnxfuse.passes.compose_views import compose_views
 from onnxfuse.passes.folded import node_label
 from onnxfuse.rewrite.replace import Fused, LocalFunctions, drop_functions
 
-LAYOUT: Final = "layout"  # the step's name in reports
-MAX_NODES_BETWEEN: Final = 8  # from a border to the node that a reason names
-MIN_OPSET: Final = 9  # functions hold their constants as Constant nodes of integers
+LAYOUT: Final = "layout"  # this step's name in reports
+MAX_NODES_BETWEEN: Final = 8  # maximum number of nodes between a border and the node that a reason names
+MIN_OPSET: Final = 9  # functions need integer Constant nodes, which exist since this opset
 
 
 @dataclass(frozen=True)
 class RegionEnd:
     """A Transpose at the end of a channels-last region, and a sentence that says why the region ends there."""
 
-    tensor: str  # the channels-first one, which has the same name in the original
+    tensor: str  # name of the channels-first tensor, the same as in the original model
     reason: str
 
 
 @dataclass(frozen=True)
 class ChannelsFirst:
-    """A convolution, or another operator of images, that stays channels-first, and why, as a sentence."""
+    """A convolution, or another image operator, that stays channels-first; `reason` says why, as a sentence."""
 
-    node: str  # its name, or its output's name
+    node: str  # the node's name, or else its output's name
     output: str
     reason: str
     op: str = ""
@@ -53,38 +53,37 @@ class ChannelsFirst:
 
 @dataclass(frozen=True)
 class LayoutResult:
-    """The nodes that became channels-last: their number, the records of fused nodes, and the places of Transposes.
+    """The results of assigning layouts: how many nodes became channels-last, their records, and the Transposes.
 
-    The records are those of new fused nodes, and of those that add a residual now, which have the name that they had.
-
-    `originals` gives for each new tensor the name of the tensor that it is a Transpose of, and the perm.
+    `fused` holds the records of new fused nodes, and of existing ones that now add a residual; these keep their names.
+    `originals` maps each new tensor to the tensor that it is a Transpose of, and to the perm.
     """
 
     nodes: int = 0
-    first: str = ""  # the name of the first of them
+    first: str = ""  # name of the first channels-last node
     fused: tuple[Fused, ...] = ()
     ends: tuple[RegionEnd, ...] = ()
     stays: tuple[ChannelsFirst, ...] = ()
-    others: tuple[ChannelsFirst, ...] = ()  # operators that could be one of LAYOUT_FUSIONS
+    others: tuple[ChannelsFirst, ...] = ()  # channels-first operators that could become one of LAYOUT_FUSIONS
     originals: Mapping[str, tuple[str, Perm]] = field(default_factory=dict)
 
     def original(self, name: str) -> str:
-        """Return the name of the tensor that a tensor is a Transpose of; its own where it is none."""
+        """Return the name of the tensor that this tensor is a Transpose of; its own name if it is not a Transpose."""
         return self.originals[name][0] if name in self.originals else name
 
     def is_transposed(self, names: Iterable[str]) -> bool:
-        """Return whether one of these tensors is a Transpose of one of the original."""
+        """Return whether any of these tensors is a Transpose of a tensor of the original model."""
         return any(self.originals[name][1] for name in names if name in self.originals)
 
 
 def assign_layouts(
     graph: Graph, shapes: ShapeInfo, options: LayoutOptions, recorded: Collection[Fused] = ()
 ) -> LayoutResult:
-    """Make the regions of a sorted graph channels-last that can be (`nhwc`), or of them those where it pays (`auto`).
+    """Make regions of a sorted graph channels-last: all that can be (`nhwc`), or those where it pays (`auto`).
 
-    A product or convolution that meets the Add of a residual, because the Transposes between them vanish, takes it in;
-    so does a gate of channels, with the activation that follows it.  A pointwise convolution takes in the gate that it
-    reads.  `recorded` are the records of the fused nodes that there are.
+    Between channels-last nodes, Transposes vanish, so further fusions become possible.  A product or convolution takes
+    in the Add of a residual that it then meets.  So does a channel gate, together with the activation after it.  A
+    pointwise convolution takes in the gate that it reads.  `recorded` holds the records of the existing fused nodes.
     """
     if options.layout == "nchw":
         return LayoutResult()
@@ -107,7 +106,7 @@ def assign_layouts(
 def _write(
     model: Model, chosen: Sequence[Conversion], reasons: Mapping[Node, str], recorded: Collection[Fused]
 ) -> LayoutResult:
-    """Make these nodes channels-last; `reasons` say why others are not."""
+    """Make the `chosen` nodes channels-last, and return the result; `reasons` says why other nodes stay as they are."""
     graph, shapes, first = model.graph, model.shapes, node_label(chosen[0].node)
     drop_functions(graph, {one.node for one in chosen if one.kind is not Kind.NEUTRAL})
     adds, known = additions(graph, shapes, {one.node for one in chosen}), frozenset(graph.names)
@@ -115,7 +114,7 @@ def _write(
     for one in chosen:
         one.write(writer)
     writer.end_regions()
-    graph.remove_dead()  # the nodes that others took the place of
+    graph.remove_dead()  # removes the nodes that were replaced
     graph.sort()
     ends = {
         border.node: RegionEnd(border.tensor.name, _why_border(graph, border.tensor, border.inward, reasons))
@@ -135,7 +134,7 @@ def _write(
 
 
 def _choose(model: Model, answers: Mapping[Node, Conversion | str]) -> tuple[Sequence[Conversion], Sequence[Refused]]:
-    """Return the conversions of the nodes of the regions around convolutions, and the regions that do not pay."""
+    """Return the conversions of nodes in the regions that become channels-last, and the regions that do not pay."""
     conversions = {node: answer for node, answer in answers.items() if isinstance(answer, Conversion)}
     convolutions = [node for node, answer in conversions.items() if answer.kind is Kind.CONVOLUTION]
     if all(answer.kind is Kind.NEUTRAL for answer in conversions.values()):
@@ -153,8 +152,8 @@ def _answer(model: Model, node: Node, kept: Collection[str]) -> Conversion | str
 def _compose(graph: Graph, shapes: ShapeInfo, writer: Writer, known: Collection[str]) -> None:
     """Merge Transposes at borders with views of the model, so that both vanish.
 
-    Where a fused node then reads or computes another tensor, that is the same as the one in its place before.  What it
-    reads may be one of `known`, the tensors that the graph had before nodes became channels-last.
+    A fused node may then read or compute another tensor with the same values; `writer.originals` records which one it
+    replaces.  Inputs in `known`, the tensors from before nodes became channels-last, are not recorded.
     """
     calls = [node for node in graph.nodes if node.domain == DOMAIN]
     before = [([t.name for t in node.inputs], [t.name for t in node.outputs]) for node in calls]
@@ -166,7 +165,7 @@ def _compose(graph: Graph, shapes: ShapeInfo, writer: Writer, known: Collection[
             if name != old and name not in writer.originals:
                 identity: Perm = ()
                 original = writer.originals.get(old, (old, identity))
-                if original[0] != name:  # else it has one pixel and one channel: both layouts are one tensor
+                if original[0] != name:  # if equal, both layouts are one tensor: one pixel, one channel
                     writer.originals[name] = original
 
 
@@ -174,7 +173,7 @@ def _compose(graph: Graph, shapes: ShapeInfo, writer: Writer, known: Collection[
 
 
 def _why_border(graph: Graph, tensor: Tensor, inward: bool, reasons: Mapping[Node, str]) -> str:
-    """Return why a border is where it is: because of the nodes on the channels-first side of a tensor."""
+    """Return why a border is where it is: the reasons of the nodes on the channels-first side of a tensor."""
     if not inward and tensor.name in graph.outputs:
         return f"'{tensor.name}' is an output of the graph"
     if not inward and graph.is_fixed(tensor.name):
@@ -182,7 +181,7 @@ def _why_border(graph: Graph, tensor: Tensor, inward: bool, reasons: Mapping[Nod
     first = _beside(tensor, inward, reasons)
     if first is None:
         return f"'{tensor.name}' is an input of the graph"
-    # What is next to it may be on its side because of a node farther away.
+    # The adjacent node may be channels-first only because of a node farther away.
     node: Node | None = first
     for _ in range(MAX_NODES_BETWEEN):
         if node is None or node in reasons or not node.inputs:
@@ -195,9 +194,10 @@ def _why_border(graph: Graph, tensor: Tensor, inward: bool, reasons: Mapping[Nod
 
 
 def _beside(tensor: Tensor, inward: bool, reasons: Mapping[Node, str]) -> Node | None:
-    """Return the node that computes a tensor, or the one that reads it and decides its layout; None where none does.
+    """Return the producer of a tensor, or the consumer that decides its layout; None if there is none.
 
-    Of several readers, one without a channels-last form decides; a Shape goes where the others are.
+    Among several consumers, one without a channels-last form decides.  A Shape never decides, because it follows the
+    others.
     """
     if inward:
         return producer(tensor)
@@ -219,7 +219,7 @@ def _stays(why: Mapping[Node, str]) -> tuple[ChannelsFirst, ...]:
 
 
 def _others(graph: Graph, chosen: Collection[Node], reasons: Mapping[Node, str]) -> tuple[ChannelsFirst, ...]:
-    """Return why operators that have channels-last kernels stay channels-first."""
+    """Return the operators that stay channels-first although they have channels-last kernels, with the reasons."""
     known = {op for each in LAYOUT_FUSIONS.values() for op in each.operators}
     left = [node for node in graph.nodes if op_of(node) in known and node not in chosen]
     return _stays({node: reasons.get(node, "no channels-last convolution gains by it") for node in left})

@@ -1,4 +1,4 @@
-"""The body of a channels-last node: its former operators, between Transposes."""
+"""Function bodies of channels-last nodes: the operators of the channels-first node, between Transposes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onnxfuse.layout.axes import Perm
 
 @dataclass(frozen=True)
 class Body:
-    """Operators of channels-first tensors, as a function has them."""
+    """The operators of a function on channels-first tensors."""
 
     operands: tuple[str, ...]
     nodes: tuple[onnx.NodeProto, ...]
@@ -36,9 +36,10 @@ def body_of_function(function: onnx.FunctionProto) -> Body:
 def body_of_node(
     node: onnx.NodeProto, operands: Mapping[str, str], constants: Iterable[onnx.TensorProto], opset: int
 ) -> Body:
-    """Return the body that is one node with one output.
+    """Return a body that consists of one node with one output.
 
-    `operands` names its inputs, by the names of their tensors; `constants` are other inputs, which the body holds.
+    `operands` maps the node's input tensors to operand names; `constants` are its other inputs, which become part of
+    the body.
     """
     inner = onnx.NodeProto()
     inner.CopyFrom(node)
@@ -57,10 +58,10 @@ def body_of_node(
 def channels_last_function(
     name: str, body: Body, perms: Mapping[str, Perm], output_perms: Mapping[str, Perm], attributes: Sequence[str]
 ) -> onnx.FunctionProto:
-    """Return a function whose operands and outputs are those of `body`, transposed.
+    """Return a function with the operators of `body`, whose operands and outputs are transposed.
 
-    `perms` and `output_perms` are the perms of the Transposes that made them from those that the body has, by the names
-    in the body; others are as in the body.  `attributes` are the names of the attributes of the node that calls it.
+    `perms` and `output_perms` map names in `body` to the perms that convert the body's layout to the function's; other
+    operands and outputs keep their layout.  `attributes` holds the names of the calling node's attributes.
     """
     taken = {*body.operands, *(each for node in body.nodes for each in (*node.input, *node.output))}
     renamed, first, last, outputs = dict[str, str](), list[onnx.NodeProto](), list[onnx.NodeProto](), list[str]()
@@ -79,14 +80,14 @@ def channels_last_function(
 
 
 def function_of_nodes(operands: Sequence[str], *nodes: onnx.NodeProto) -> onnx.FunctionProto:
-    """Return a function of ONNX operators, the last of which computes the result, for `chained`."""
+    """Return a function of these ONNX operators, the last of which computes the result; see `chained`."""
     return helper.make_function(DOMAIN, "", operands, list(nodes[-1].output), list(nodes), [])
 
 
 def chained(before: onnx.FunctionProto, after: onnx.FunctionProto, operand: str = "x") -> onnx.FunctionProto:
-    """Return a function in which one body computes an operand of another; operands of one name are one.
+    """Return a function in which the result of `before` becomes an operand of `after`; operands of one name are shared.
 
-    Values of the second one are numbered as fusing numbers them.
+    Values of `after` are numbered as in a fused function.
     """
     result = onnx.FunctionProto()
     result.CopyFrom(before)
@@ -104,7 +105,7 @@ def chained(before: onnx.FunctionProto, after: onnx.FunctionProto, operand: str 
 
 
 def with_operands(body: onnx.FunctionProto, names: Mapping[str, str]) -> onnx.FunctionProto:
-    """Return a body with other names for operands, which none of its values has."""
+    """Return a body with operands renamed; no value of the body has one of the new names."""
     result = onnx.FunctionProto()
     result.CopyFrom(body)
     result.input[:] = [names.get(name, name) for name in body.input]

@@ -1,4 +1,4 @@
-"""Concat and Split along channels: functions of channels-last images, which have kernels."""
+"""Concat and Split along channels become functions of channels-last images, which have their own kernels."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from onnxfuse.layout.conversion import Conversion, Kind, Model, fused_node
 from onnxfuse.layout.writer import ImageCall, image_rank
 
 CHANNEL_FUSIONS: Final = frozenset({"concat", "split"})
-MAX_PARTS: Final = 32  # tensors that a Concat joins or a Split computes
+MAX_PARTS: Final = 32  # maximum number of tensors that a Concat joins or a Split computes
 
 
 def concat(model: Model, node: Node) -> Conversion | None:
-    """Images that are joined along known numbers of channels."""
+    """Return the conversion of a Concat along the channel axis, where all numbers of channels are known."""
     axis = int_attribute(node, "axis")
     if axis is None or not _are_of_channels(model, axis, node.inputs) or not 1 < len(node.inputs) <= MAX_PARTS:
         return None
@@ -35,7 +35,7 @@ def concat(model: Model, node: Node) -> Conversion | None:
 
 
 def split(model: Model, node: Node) -> Conversion | str | None:
-    """Images that are divided into known numbers of channels."""
+    """Return the conversion of a Split along the channel axis, where all numbers of channels are known."""
     x, opset = node.inputs[0], model.graph.opset
     is_of_channels = _are_of_channels(model, int_attribute(node, "axis", 0), (x, *node.outputs))
     if not is_of_channels or not 1 < len(node.outputs) <= MAX_PARTS:
@@ -60,8 +60,8 @@ def split(model: Model, node: Node) -> Conversion | str | None:
 def between_transposes(function: onnx.FunctionProto) -> onnx.FunctionProto:
     """Return the function of a concat or split in the form that other channels-last nodes have.
 
-    It joins or divides channels-first images, between Transposes, so that the Transposes of its neighbours cancel when
-    functions become operators again.
+    It joins or divides channels-first images, between Transposes.  When functions are expanded to operators again,
+    these cancel with the Transposes of neighbouring nodes.
     """
     body = body_of_function(function)
     *constants, last = body.nodes
@@ -85,11 +85,11 @@ def _are_of_channels(model: Model, axis: int, tensors: Sequence[Tensor]) -> bool
 
 
 def _last(model: Model, image: Tensor) -> int:
-    """Return the axis of channels of a channels-last image."""
+    """Return the index of the channel axis of an image in its channels-last form."""
     return image_rank(model.shapes, image) - 1
 
 
 def _channels(model: Model, tensors: Sequence[Tensor]) -> list[int]:
-    """Return the numbers of channels that are known of channels-first images."""
+    """Return the numbers of channels of channels-first images, without those that are not known."""
     every = (model.shapes.shape(tensor) for tensor in tensors)
     return [size for shape in every if shape is not None and isinstance(size := shape[1], int)]

@@ -1,17 +1,18 @@
-"""Which nodes become channels-last: connected regions around convolutions, trimmed to where few Transposes are needed.
+"""Choose the nodes that become channels-last: connected regions around convolutions, trimmed to save Transposes.
 
-A region begins as all connected nodes that have a channels-last form, convolutions among them.  A tensor that is
-computed in one layout and read in the other costs a Transpose, which reads and writes its bytes; one that would only
-meet views which then vanish with it, or which move the tensor anyway, costs nothing.  First in execution order and then
-against it, a neutral node leaves its region where that adds no such bytes, and a pool or the like where it saves some.
+A region starts as all connected nodes with a channels-last form, including a convolution.  A tensor that is computed in
+one layout and read in the other needs a Transpose, which reads and writes its bytes.  The Transpose costs nothing if it
+cancels with adjacent views, or merges with views that move the tensor anyway.  Then the region is trimmed, first in
+execution order and then against it.  A neutral node leaves if that adds no bytes of Transposes, and a node with its own
+kernel, such as a pool, leaves if that saves bytes.
 
-Without a convolution, nodes with kernels, such as pools, are a region where Transposes of the model vanish: a model of
-channels-last images has these around each of them.
+Without a convolution, nodes with kernels (such as pools) form a region if Transposes of the model vanish: a model of
+channels-last images has Transposes around each of these nodes.
 
-With `auto`, a region is kept if one of its convolutions computes more than the pixel of a gate, and if its Transposes
-move at most MAX_BORDER_SHARE of the bytes that its convolutions read and write: a Transpose runs at the rate of a copy,
-and channels-first convolutions take about twice as long as channels-last ones (ResNet-50 in float16, batch 32, on an
-H200: 3.68 and 2.13 ms in onnxruntime).
+With `auto`, a region is kept under two conditions.  One of its convolutions must compute more than a gate's single
+pixel.  Its Transposes must move at most MAX_BORDER_SHARE of the bytes that its convolutions read and write: a Transpose
+runs as fast as a copy, and channels-first convolutions take about twice as long as channels-last ones (ResNet-50 in
+float16, batch 32, on an H200: 3.68 and 2.13 ms in onnxruntime).
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ MAX_BORDER_SHARE: Final = 0.5
 
 @dataclass(frozen=True)
 class Refused:
-    """A region that stays channels-first with `auto`: its convolutions, and what decides that.
+    """A region that stays channels-first with `auto`: its convolutions, and the bytes that decided it.
 
-    `border` and `moved` are the bytes that its Transposes and its convolutions would move; both are 0 where all of its
-    convolutions are products of one pixel.  `widest` is the tensor whose Transpose would move most, and `inward` says
-    that it is channels-first before the region.
+    `border` and `moved` are the bytes that its Transposes and its convolutions would move; both are 0 if all of its
+    convolutions compute single pixels.  `widest` is the tensor with the largest Transpose; `inward` says that this
+    Transpose is at the region's input.
     """
 
     convolutions: tuple[Node, ...]
@@ -51,18 +52,20 @@ class Refused:
 
 @dataclass
 class _Use:
-    """How a tensor that may be an image is computed and read now."""
+    """The present layout of a tensor that may be an image: how it is computed, and how many nodes read each layout."""
 
     tensor: Tensor
     bytes: int
     computed_last: bool = False
-    first_readers: int = 0  # nodes that need it channels-first; 1 more if it must keep its name
+    first_readers: int = 0  # nodes that read it channels-first; plus 1 if it must keep its name
     last_readers: int = 0
-    saved_behind: int = 0  # bytes of Transposes that vanish with the border if it is computed channels-last
-    saved_before: int | None = None  # the same if views before it make the border vanish; None where they do not
+    # Bytes of the model's Transposes after it that cancel with the border, if it is computed channels-last.
+    saved_behind: int = 0
+    # Bytes of the model's Transposes before it that cancel with the border; None if the border stays.
+    saved_before: int | None = None
 
     def cost(self) -> int:
-        """Return the bytes of the tensor's border, minus the bytes of the model's Transposes that vanish."""
+        """Return the bytes of the tensor's border, minus the bytes of the model's Transposes that vanish with it."""
         if self.computed_last:
             return self.bytes * bool(self.first_readers) - self.saved_behind
         if not self.last_readers:
@@ -72,7 +75,7 @@ class _Use:
 
 @dataclass
 class Regions:
-    """The nodes chosen so far to become channels-last; `choose` adds and removes nodes."""
+    """The nodes chosen so far to become channels-last; `choose` chooses them."""
 
     model: Model
     conversions: Mapping[Node, Conversion]
@@ -81,7 +84,11 @@ class Regions:
     _uses: dict[str, _Use] = field(default_factory=dict)
 
     def choose(self, seeds: Iterable[Node], *, only_where_it_pays: bool) -> list[Conversion]:
-        """Return the conversions of the nodes that become channels-last, in execution order."""
+        """Return the conversions of the nodes that become channels-last, in execution order.
+
+        `seeds` are the convolutions around which regions form.  With `only_where_it_pays`, regions that do not pay are
+        left out.
+        """
         starts = set(seeds)
         for region in self._connected(list(self.conversions)):
             if starts.intersection(region) or self._has_kernels(region):
@@ -103,7 +110,7 @@ class Regions:
     # --- tensors -------------------------------------------------------------------------------------------------
 
     def _images(self, node: Node) -> list[Tensor]:
-        """Return the tensors that a node can read or compute channels-last, each of them once."""
+        """Return the tensors that a node can read or compute channels-last, each once."""
         one = self.conversions[node]
         found = [*(node.inputs[i] for i in (*one.reads, *one.reads_either)), *(node.outputs[i] for i in one.computes)]
         return list({tensor.name: tensor for tensor in found}.values())
@@ -133,7 +140,7 @@ class Regions:
         return use
 
     def _reads(self, node: Node, tensor: Tensor) -> tuple[bool, bool]:
-        """Return whether a member reads a tensor channels-first, and whether it reads it channels-last."""
+        """Return two flags: whether a member reads a tensor channels-first, and whether it reads it channels-last."""
         one = self.conversions[node]
         indices = {i for i, each in enumerate(node.inputs) if each is tensor}
         return bool(indices.difference(one.reads, one.reads_either)), bool(indices.intersection(one.reads))
@@ -142,7 +149,7 @@ class Regions:
         return any(node.outputs[i] is tensor for i in self.conversions[node].computes)
 
     def _saved_behind(self, tensor: Tensor, reader: Node) -> int | None:
-        """Return how many bytes of Transposes vanish with the border before them; None if it stays."""
+        """Return the bytes of Transposes after a tensor that vanish with its border; None if the border stays."""
         chain = [reader]
         while op_of(chain[-1]) in REARRANGING and op_of(chain[-1]) != "Transpose":
             following = self.model.graph.sole_consumer(chain[-1].outputs[0])
@@ -156,7 +163,7 @@ class Regions:
         return self._saved(transposed(shape, to_last(len(shape))), [first, *map(self._view, chain)], tensor)
 
     def _saved_before(self, tensor: Tensor) -> int | None:
-        """Return how many bytes of Transposes vanish before a tensor with its border; None if that stays."""
+        """Return the bytes of Transposes before a tensor that vanish with its border; None if the border stays."""
         chain: list[Node] = []
         node = producer(tensor)
         while node is not None and op_of(node) in REARRANGING and not any(op_of(each) == "Transpose" for each in chain):
@@ -187,7 +194,7 @@ class Regions:
     # --- regions -------------------------------------------------------------------------------------------------
 
     def _connected(self, nodes: Sequence[Node]) -> list[list[Node]]:
-        """Return the groups of nodes that share channels-last tensors."""
+        """Return the groups of nodes that are connected by channels-last tensors."""
         parent = {node: node for node in nodes}
 
         def root(node: Node) -> Node:
@@ -219,19 +226,20 @@ class Regions:
             self._move(node, uses, 1)
 
     def _move(self, node: Node, uses: Iterable[_Use], by: int) -> None:
-        """Count a node as channels-last (`by` 1) or as channels-first (-1)."""
+        """Count a node as channels-last (`by` is 1) or channels-first (`by` is -1) in the uses of its tensors."""
         for use in uses:
             first, last = self._reads(node, use.tensor)
             if any(each is use.tensor for each in node.inputs):
                 use.last_readers += by * last
-                use.first_readers += by * (first - 1)  # a channels-first node reads the tensor channels-first
+                # A node that becomes channels-first then reads the tensor channels-first.
+                use.first_readers += by * (first - 1)
             if self._computes(node, use.tensor):
                 use.computed_last = by > 0
 
-    # --- what pays -----------------------------------------------------------------------------------------------
+    # --- whether a region pays ---------------------------------------------------------------------------------------
 
     def _has_kernels(self, region: Iterable[Node]) -> bool:
-        """Return whether a node, such as a pool, has a channels-last kernel; others, and means, may be in regions."""
+        """Return whether the region has a node with its own channels-last kernel, such as a pool, but not a mean."""
         return any(self.conversions[n].kind is not Kind.NEUTRAL and op_of(n) not in REDUCTIONS for n in region)
 
     def _border(self, region: Iterable[Node]) -> int:
@@ -240,7 +248,7 @@ class Regions:
         return sum(use.cost() for use in images.values())
 
     def _refused(self, region: Sequence[Node]) -> Refused | None:
-        """Return why a region does not pay; None where it does."""
+        """Return a record of why a region does not pay; None if it pays."""
         convolutions = tuple(node for node in region if self.conversions[node].kind is Kind.CONVOLUTION)
         if all(self._is_gate(node) for node in convolutions):
             return Refused(convolutions)
@@ -259,7 +267,7 @@ class Regions:
         return Refused(convolutions, border, moved, widest.tensor, not widest.computed_last)
 
     def _is_gate(self, node: Node) -> bool:
-        """Return whether a convolution is a matrix product of one pixel."""
+        """Return whether a convolution reads images of one pixel, as in a channel gate: it is a matrix product."""
         kernel = ints_attribute(node, "kernel_shape")
         rank = self.model.shapes.rank(node.outputs[0])
         weights = next((t.shape for t in node.inputs if is_constant(t) and len(t.shape) == rank), ())

@@ -1,4 +1,4 @@
-"""How a node becomes channels-last: the answer of a rule, and the code that rules share."""
+"""Conversions of nodes to channels-last, which the rules return, and helper functions that the rules share."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ Layout: TypeAlias = Literal["auto", "nchw", "nhwc"]
 
 
 class Kind(Enum):
-    """What becoming channels-last is to a node."""
+    """What becoming channels-last means for a node."""
 
-    CONVOLUTION = auto()  # it gains by that
-    WRAPPED = auto()  # its function transposes, and it has a kernel that does not
-    NEUTRAL = auto()  # its operator computes the same in either layout
+    CONVOLUTION = auto()  # a convolution: it becomes faster
+    WRAPPED = auto()  # the node's function transposes, but its kernel works without Transposes
+    NEUTRAL = auto()  # the same operator works in either layout
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A node that can be one of channels-last tensors.
+    """A rule's answer: a node that can become channels-last, and how.
 
     `reads` and `computes` are the indices of the inputs and outputs that become channels-last.  Inputs in
-    `reads_either` are read in the layout in which they are computed.
+    `reads_either` are read in whichever layout they are computed in.
     """
 
     node: Node
@@ -45,16 +45,17 @@ class Conversion:
     computes: tuple[int, ...]
     write: Callable[[Writer], None]
     reads_either: tuple[int, ...] = ()
-    fusion: str = ""  # the fusion of the node that it becomes; "" where it stays an operator
+    fusion: str = ""  # fusion of the node it becomes; "" if it stays an operator
 
 
 @dataclass(frozen=True)
 class LayoutOptions:
-    """How layouts are assigned: `layout` is as in `optimize`.
+    """How layouts are assigned; `layout` has the same values as in `optimize`.
 
-    `channels_last` names for each fusion that has a channels-last form the operands that it reads channels-last.
-    `exclude` holds nodes that stay channels-first, each by LAYOUT and the name of its first output, and what joins no
-    fused node, by the name of that node's fusion and of the output.  `left_out` are fusions that layouts do not make.
+    `channels_last` maps each fusion with a channels-last form to the operands that it reads channels-last.  `exclude`
+    holds (LAYOUT, name of the first output) for nodes that stay channels-first.  It also holds (fusion of the fused
+    node, name of the output) for operators that must not join that node.  `left_out` holds fusions that layouts must
+    not create.
     """
 
     layout: Layout
@@ -65,7 +66,7 @@ class LayoutOptions:
 
 @dataclass(frozen=True)
 class Model:
-    """A sorted graph and its shapes; `functions` are the functions that fused nodes call, by name."""
+    """A sorted graph and its shapes; `functions` maps names to the functions that fused nodes call."""
 
     graph: Graph
     shapes: ShapeInfo
@@ -73,10 +74,10 @@ class Model:
     options: LayoutOptions
 
 
-# Returns the conversion of a node, or why it stays channels-first: the end of a sentence that begins with the node.
-# None leaves that to the operator's next rule.
+# A rule returns the conversion of a node; or why it stays channels-first, as the end of a sentence that begins with the
+# node; or None, to let the operator's next rule decide.
 Rule: TypeAlias = Callable[[Model, Node], "Conversion | str | None"]
-Made: TypeAlias = Callable[[Writer], Tensor]  # writes an operand
+Made: TypeAlias = Callable[[Writer], Tensor]  # a function that writes an operand and returns it
 NOT_AN_IMAGE: Final = "it reads no computed tensor of three to five axes"
 
 
@@ -89,10 +90,11 @@ def same_operator(
     broadcasts: bool = False,
     computes: tuple[int, ...] | None = None,
 ) -> Conversion:
-    """Return the conversion to the same operator, which computes images from the inputs `reads`.
+    """Return the conversion to the same operator, which reads channels-last images as its inputs `reads`.
 
-    `attributes` replace those of the node; one of None is removed.  `operands` are other inputs, by index.  With
-    `broadcasts`, other constant inputs are broadcast to the images.  Without `computes` every output is an image.
+    `attributes` replaces attributes of the node; None removes one.  `operands` replaces other inputs, by index.  With
+    `broadcasts`, the remaining constant inputs are broadcast to the images.  Without `computes`, every output is an
+    image.
     """
     if computes is None:
         computes = tuple(i for i, tensor in enumerate(node.outputs) if tensor.name)
@@ -113,12 +115,12 @@ def same_operator(
 
 
 def stored(stem: str, value: Array) -> Made:
-    """Return an operand that is a constant."""
+    """Return a function that writes a constant operand with this value."""
     return lambda writer: writer.graph.constant(stem, value)
 
 
 def fused_node(node: Node, call: ImageCall, images: Collection[str], kind: Kind = Kind.WRAPPED) -> Conversion:
-    """Return the conversion to a fused node, whose operands in `images` become channels-last."""
+    """Return the conversion to a call of a fused node; its operands in `images` become channels-last."""
 
     def write(writer: Writer) -> None:
         given = {name: writer.image(tensor) if name in images else tensor for name, tensor in call.operands.items()}
@@ -132,7 +134,7 @@ def fused_node(node: Node, call: ImageCall, images: Collection[str], kind: Kind 
 
 
 def body_of(model: Model, node: Node, operands: Mapping[str, Tensor]) -> Body | str:
-    """Return a body that holds only this node and its constants, with `operands` as inputs; or why there is none."""
+    """Return a body with this node and its constants, whose inputs are `operands`; or why that is not possible."""
     names = {tensor.name: name for name, tensor in operands.items()}
     if len(names) < len(operands):
         return "it reads one tensor twice"
@@ -140,6 +142,6 @@ def body_of(model: Model, node: Node, operands: Mapping[str, Tensor]) -> Body | 
 
 
 def constants_of(model: Model, node: Node, besides: Collection[str]) -> list[onnx.TensorProto]:
-    """Return the constants that a node reads, but for tensors of these names."""
+    """Return the constants that a node reads, except the tensors named in `besides`."""
     others = {t.name: t for t in node.inputs if t.name and t.name not in besides and is_constant(t)}
     return [onnx.numpy_helper.from_array(constant_value(model.graph, t), name) for name, t in others.items()]

@@ -1,4 +1,4 @@
-"""Convolutions of images, transposed or not: functions that transpose, with kernels that do not."""
+"""Rules for Conv and ConvTranspose: their functions transpose, but their kernels read channels-last images directly."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from onnxfuse.layout.conversion import Conversion, Kind, Model, body_of
 from onnxfuse.layout.fusions import CONVOLUTION, TRANSPOSED_CONVOLUTION
 from onnxfuse.layout.writer import ImageCall, Writer, image_rank
 
-MAX_STEM_CHANNELS: Final = 4  # channels of an image that is read channels-first: a Transpose would cost more
-# By whether the convolution is transposed, and whether it is depthwise, so that weights of all channels lie together.
+# Images with up to so many channels are read channels-first, because a Transpose would cost more.
+MAX_STEM_CHANNELS: Final = 4
+# (is transposed, is depthwise) -> layout; in hwio and hwoi, weights of neighbouring channels are adjacent
 WEIGHT_LAYOUTS: Final[Mapping[tuple[bool, bool], WeightLayout]] = {
     (False, False): "ohwi", (False, True): "hwio", (True, False): "ihwo", (True, True): "hwoi",
 }  # fmt: skip
@@ -39,7 +40,7 @@ def convolution(model: Model, node: Node) -> Conversion | str:
 
 
 def fused_convolution(model: Model, node: Node, operands: Mapping[str, Tensor]) -> Conversion | str:
-    """A fused node keeps its attributes."""
+    """Return the conversion of a fused convolution, which keeps its attributes; or why it stays channels-first."""
     if reason := _stays(model, operands, node.outputs[0]):
         return reason
     body = body_of_function(model.functions[node.op])
@@ -47,7 +48,7 @@ def fused_convolution(model: Model, node: Node, operands: Mapping[str, Tensor]) 
 
 
 def _stays(model: Model, operands: Mapping[str, Tensor], y: Tensor) -> str:
-    """Return why a convolution has no channels-last form; "" where it has one."""
+    """Return why a convolution has no channels-last form; "" if it has one."""
     x, w, residual = operands["x"], operands["w"], operands.get("residual")
     if not is_constant(w):
         return f"its weights '{w.name}' are not constant"
@@ -64,7 +65,7 @@ def _stays(model: Model, operands: Mapping[str, Tensor], y: Tensor) -> str:
 
 
 def _converted(node: Node, call: ImageCall) -> Conversion:
-    """Return the conversion to a call; the image of a stem is read in the layout in which it is computed."""
+    """Return the conversion to a call; a stem's image is read in the layout in which it is computed."""
     x, w, group = call.operands["x"], call.operands["w"], int_attribute(node, "group", 1)
     assert is_constant(w)
     is_transposed, is_depthwise = call.fusion == TRANSPOSED_CONVOLUTION, w.shape[1] == 1 and w.shape[0] == group > 1
@@ -85,7 +86,7 @@ def _converted(node: Node, call: ImageCall) -> Conversion:
 
 
 def _is_transposed(tensor: Tensor) -> bool:
-    """Return whether the model computes a tensor channels-last, and a Transpose makes it channels-first."""
+    """Return whether the model computes a tensor channels-last and transposes it to channels-first."""
     node = producer(tensor)
     perm = ints_attribute(node, "perm") if node is not None and op_of(node) == "Transpose" else None
     return perm is not None and perm == list(to_first(len(perm)))

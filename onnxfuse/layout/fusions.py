@@ -1,4 +1,4 @@
-"""The fusions that layouts make of single operators of channels-last images, which no pattern names."""
+"""Fusions of single operators on channels-last images; they are created by layouts, not by patterns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-# Fusions of patterns that layouts know, and of layouts that join others.
+# Names of pattern fusions that layouts handle, and of fusions in which layouts join several nodes.
 PRODUCT: Final = "gemm_bias_activation"
 CONVOLUTION: Final = "conv_bias_activation"
 TRANSPOSED_CONVOLUTION: Final = "conv_transpose_bias_activation"
@@ -16,7 +16,7 @@ SQUEEZE: Final = "squeeze_excite"
 
 @dataclass(frozen=True)
 class LayoutFusion:
-    """The formula of such a fusion, and its operators, where they tell it."""
+    """The description of such a fusion, and the operators that it replaces, if the description does not name them."""
 
     summary: str
     operators: tuple[str, ...] = ()

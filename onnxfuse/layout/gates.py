@@ -1,4 +1,4 @@
-"""Pointwise convolutions take in the gates of channels that they read."""
+"""Fuse channel gates into the pointwise convolutions that read them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from onnxfuse.layout.bodies import chained
 from onnxfuse.layout.fusions import CONVOLUTION, GATE
 from onnxfuse.layout.joins import Joined, Joins, is_channels_last, operands_of, with_attributes
 
-OPERAND: Final = "gate"  # operand of a channel_scale, and the last operand of a convolution that has taken the gate in
-UNPADDED: Final = ("NOTSET", "VALID")  # values of auto_pad
+OPERAND: Final = "gate"  # a channel_scale's gate operand; a convolution that took in a gate has it as its last operand
+UNPADDED: Final = ("NOTSET", "VALID")  # values of auto_pad without padding
 
 
 def gates(joins: Joins) -> Iterator[Joined]:
-    """Yield each channels-last gate and the pointwise convolution that alone reads it."""
+    """Yield each channels-last gate joined with the pointwise convolution that is its only reader."""
     for node in joins.graph.nodes:
         gate = producer(node.inputs[0]) if is_pointwise(joins.shapes, node) else None
         if gate is None or not _is_plain(gate) or joins.graph.sole_consumer(gate.outputs[0]) is not node:
@@ -32,13 +32,13 @@ def gates(joins: Joins) -> Iterator[Joined]:
 
 
 def _is_plain(node: Node) -> bool:
-    """Return whether a node is a gate without operators after it."""
+    """Return whether a node is a gate without fused operators after it."""
     plain = str_attribute(node, "activation", "none") == "none"
     return is_channels_last(node, GATE) and plain and operands_of(node) == ["x", OPERAND]
 
 
 def is_pointwise(shapes: ShapeInfo, node: Node) -> bool:
-    """Return whether a node is a channels-last convolution whose filters have one tap, which reads every pixel once."""
+    """Return whether a node is a channels-last 1x1 convolution that reads every pixel exactly once."""
     operands = operands_of(node)
     if not is_channels_last(node, CONVOLUTION) or operands[:2] != ["x", "w"] or len(operands) != len(node.inputs):
         return False

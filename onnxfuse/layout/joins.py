@@ -1,4 +1,4 @@
-"""Join fused nodes with their neighbours once images are channels-last: several nodes become one fused node."""
+"""Join fused nodes with their neighbours once images are channels-last, so that several nodes become one."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from onnxfuse.rewrite.replace import Fused, LocalFunctions, drop_functions
 
 @dataclass(frozen=True)
 class Joined:
-    """Nodes that become one fused node, which has the output of the last and the name of `named`, one of them.
+    """Nodes to replace by one fused node, which gets the last node's output and the name of `named`, one of the nodes.
 
-    `attributes` names its fusion, and the operands that `inputs` are.  `vanished` is the number of channels-last nodes
-    that there are less then.
+    `attributes` holds the new node's fusion and the names of its operands, in the order of `inputs`.  `vanished` is the
+    number by which the count of channels-last nodes decreases.
     """
 
     nodes: tuple[Node, ...]
@@ -36,11 +36,11 @@ class Joined:
 
 @dataclass
 class Joins:
-    """A graph with channels-last images while nodes are joined in it.
+    """A graph with channels-last images, while nodes in it are joined.
 
-    `known` are the tensors that the graph had before, and `originals` tells which of them new ones are Transposes of.
-    `records` are those of the fused nodes, by name.  `excluded` are nodes that stay, each by the name of a fusion and
-    of its output in the original.
+    `known` holds the tensors from before the layouts were assigned, and `originals` maps new tensors to those that they
+    are Transposes of.  `records` holds the records of fused nodes, by name.  `excluded` holds the nodes that must not
+    be joined, as (fusion, name of the output in the original model).
     """
 
     graph: Graph
@@ -49,12 +49,12 @@ class Joins:
     records: dict[str, Fused]
     known: Collection[str] = frozenset()
     excluded: Collection[tuple[str, str]] = frozenset()
-    bodies: Mapping[str, onnx.FunctionProto] = field(default_factory=dict)  # functions that fused nodes call, by name
+    bodies: Mapping[str, onnx.FunctionProto] = field(default_factory=dict)  # name -> function that fused nodes call
     made: list[Fused] = field(default_factory=list)  # records of joined nodes
-    vanished: int = 0  # channels-last nodes
+    vanished: int = 0  # how many channels-last nodes were joined away
 
     def apply(self, rule: Rule) -> None:
-        """Join the nodes that a rule finds."""
+        """Replace the groups of nodes that a rule yields by one fused node each."""
         self.bodies = {f.name: f for f in self.graph.functions if f.domain == DOMAIN}
         found = list(rule(self))
         drop_functions(self.graph, {node for one in found for node in one.nodes})
@@ -82,7 +82,7 @@ class Joins:
         self.vanished += one.vanished
 
     def original(self, tensor: Tensor) -> str:
-        """Return the name that the original has for a tensor, maybe in the other layout."""
+        """Return the name of the original model's tensor that this tensor equals, perhaps in the other layout."""
         return self.originals[tensor.name][0] if tensor.name in self.originals else tensor.name
 
 
@@ -90,25 +90,25 @@ Rule: TypeAlias = Callable[[Joins], Iterator[Joined]]
 
 
 def operands_of(node: Node) -> list[str]:
-    """Return the names of the operands of a fused node."""
+    """Return the names of a fused node's operands."""
     return str_attribute(node, "operands", "").split()
 
 
 def is_channels_last(node: Node, fusion: str) -> bool:
-    """Return whether a node is a channels-last one of a fusion."""
+    """Return whether a node is a channels-last node of this fusion."""
     layouts = str_attribute(node, "layout", ""), str_attribute(node, "x_layout", "nhwc")
     return node.domain == DOMAIN and str_attribute(node, "fusion", "") == fusion and set(layouts) == {"nhwc"}
 
 
 def with_attributes(node: Node, own: Mapping[str, AttributeValue], *operands: str) -> dict[str, AttributeValue]:
-    """Return the attributes of a fused node with some of another value, and with further operands."""
+    """Return a fused node's attributes, with the values in `own` replaced or added, and with `operands` appended."""
     names = {*str_attribute(node, "attributes", "").split(), *own}
     every = " ".join((*operands_of(node), *operands))
     return {**node.attrs, "operands": every, "attributes": " ".join(sorted(names)), **own}
 
 
 def function_name(functions: LocalFunctions, body: onnx.FunctionProto, fusion: str) -> str:
-    """Return the name of the function with that body: one that the model has, or a new one, named like its fusion."""
+    """Return the name of the function with this body: an existing one, or a new one named after the fusion."""
     for function in functions.graph.functions:
         body.name = function.name
         if body == function:

@@ -1,4 +1,4 @@
-"""Operators that compute the same in either layout, with their axes and constants permuted."""
+"""Rules for operators that work in either layout, once their axes and constants are permuted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from onnxfuse.layout.writer import Writer, image_rank
 
 
 def integers(model: Model, node: Node, name: str) -> list[int] | None:
-    """Return a parameter that is a list of integers, be it an attribute or a constant input; None where it is not."""
+    """Return a parameter, an attribute or constant input, as a list of integers; None if it is not one."""
     found = attribute_or_input(model.graph, node, name)
     if not isinstance(found, list) or not all(isinstance(number, int) for number in found):
         return None
@@ -32,9 +32,9 @@ def integers(model: Model, node: Node, name: str) -> list[int] | None:
 def moved(
     model: Model, node: Node, axis: int | None = None, why_not: Callable[[Model, Node], str] = lambda model, node: ""
 ) -> Conversion | str:
-    """An operator of one image; its attribute `axis`, which is `axis` where it has none, moves with the axes.
+    """Return the conversion of an operator on one image; its axis, `axis` if the attribute is absent, is permuted.
 
-    `why_not` says why it is not one that computes the same in either layout.
+    `why_not` returns the reason why the operator depends on the layout, or "".
     """
     if not (rank := image_rank(model.shapes, node.inputs[0])):
         return NOT_AN_IMAGE
@@ -45,30 +45,40 @@ def moved(
 
 
 def second_is_read(model: Model, node: Node) -> str:
-    """A mask of a Dropout, which is all true, and indices of a MaxPool, which count channels-first elements."""
+    """Return why the node stays if its second output is read; else "".
+
+    A MaxPool's indices depend on the layout, because they count channels-first elements.
+    """
     is_read = any(tensor.name and (tensor.outputs or model.graph.is_kept(tensor)) for tensor in node.outputs[1:])
     return "its second output is read" if is_read else ""
 
 
 def has_several_scales(model: Model, node: Node) -> str:
-    """A quantized tensor may have a scale for each channel."""
+    """Return why a quantized tensor with more than one scale stays: the scales may belong to channels; else ""."""
     of_one = (is_constant(tensor) and math.prod(tensor.shape) == 1 for tensor in node.inputs[1:] if tensor.name)
     return "" if all(of_one) else "it has more than one scale"
 
 
 def flattens(model: Model, node: Node) -> str:
-    """A Softmax."""
+    """Return why a Softmax that flattens axes (before opset 13) stays channels-first; else ""."""
     return "it flattens the axes behind its own in this opset" if model.graph.opset < 13 else ""
 
 
 def changes_axes(model: Model, node: Node) -> str:
-    """A Gather; a list of indices keeps the axes, as a shuffle of channels does."""
+    """Return why a Gather that changes the rank stays channels-first; else "".
+
+    A list of indices keeps the rank, as in a shuffle of channels.
+    """
     is_list = model.shapes.rank(node.inputs[1]) == 1
     return "" if is_list else "its indices are no list, so that its result has other axes"
 
 
 def broadcasting(model: Model, node: Node) -> Conversion | str:
-    """Computed operands are images of one rank, or have one element; constants have no more axes than images."""
+    """Return the conversion of an operator that broadcasts.
+
+    Computed operands must be images of one rank, or have one element.  Constants must not have more axes than the
+    images.
+    """
     rank = image_rank(model.shapes, node.outputs[0])
     if not rank or not any(image_rank(model.shapes, tensor) == rank for tensor in node.inputs):
         return NOT_AN_IMAGE
@@ -90,7 +100,7 @@ def _is_scalar(shapes: ShapeInfo, tensor: Tensor, rank: int) -> bool:
 
 
 def concat(model: Model, node: Node) -> Conversion | str:
-    """Join along the permuted axis."""
+    """Return the conversion of a Concat: it joins along the permuted axis."""
     axis, rank = int_attribute(node, "axis"), image_rank(model.shapes, node.outputs[0])
     images = [i for i, tensor in enumerate(node.inputs) if image_rank(model.shapes, tensor) == rank]
     if axis is None or not rank or not images:
@@ -106,7 +116,7 @@ def concat(model: Model, node: Node) -> Conversion | str:
 
 
 def slice_(model: Model, node: Node) -> Conversion | str:
-    """Only the axes change: starts, ends and steps keep their order."""
+    """Return the conversion of a Slice: only its axes change; starts, ends and steps keep their order."""
     if not image_rank(model.shapes, node.inputs[0]):
         return NOT_AN_IMAGE
     axes = integers(model, node, "axes")
@@ -119,7 +129,10 @@ def slice_(model: Model, node: Node) -> Conversion | str:
 
 
 def reduction(model: Model, node: Node) -> Conversion | str:
-    """Without keepdims, the axes that stay must be in the same order in both layouts."""
+    """Return the conversion of a reduction.
+
+    Without keepdims, the remaining axes must have the same order in both layouts.
+    """
     if not (rank := image_rank(model.shapes, node.inputs[0])):
         return NOT_AN_IMAGE
     axes = integers(model, node, "axes")
@@ -138,14 +151,14 @@ def _with_axes(model: Model, node: Node, axes: Sequence[int], computes: tuple[in
     index = input_index(op_of(node), "axes", model.graph.opset)
     if index is None:
         return same_operator(node, attributes={"axes": new}, computes=computes)
-    axes_operand = stored(f"{node.outputs[0].name}/axes", np.array(new, np.int64))  # a Slice may have none
+    axes_operand = stored(f"{node.outputs[0].name}/axes", np.array(new, np.int64))  # a Slice may have no axes input
     return same_operator(node, operands={index: axes_operand}, computes=computes)
 
 
 def pad(model: Model, node: Node) -> Conversion | str:
-    """Permute the pads: those before each axis, then those after each axis.
+    """Return the conversion of a Pad: pads are permuted, first those before each axis, then those after each axis.
 
-    Pads of some axes become those of all, because onnxruntime 1.31.1 moves a Transpose past a Pad as if it had no axes.
+    Pads of some axes are extended to all axes: onnxruntime 1.31.1 ignores `axes` when it moves a Transpose past a Pad.
     """
     if not (rank := image_rank(model.shapes, node.inputs[0])):
         return NOT_AN_IMAGE
@@ -155,7 +168,7 @@ def pad(model: Model, node: Node) -> Conversion | str:
     if axes is None:
         return "its axes are not constant"
     count, places = len(axes), {axis % rank: i for i, axis in enumerate(axes)}
-    before = [places.get(axis) for axis in to_last(rank)]  # positions of the permuted axes' pads among the given ones
+    before = [places.get(axis) for axis in to_last(rank)]  # indices of the permuted axes' pads in the given list
     order = [*before, *(None if place is None else place + count for place in before)]
     pads = integers(model, node, "pads")
     if pads is not None and len(pads) != 2 * count:
@@ -174,7 +187,7 @@ def pad(model: Model, node: Node) -> Conversion | str:
 
 
 def reshape(model: Model, node: Node) -> Conversion | str:
-    """Axes of pixels are joined or divided, such as those of rows of pixels; images and channels stay what they are."""
+    """Return the conversion of a Reshape that joins or splits spatial axes only, and keeps batch and channels."""
     x, y, target = node.inputs[0], node.outputs[0], node.inputs[-1]
     before, after = model.shapes.shape(x), model.shapes.shape(y)
     if not image_rank(model.shapes, x) or not image_rank(model.shapes, y) or before is None or after is None:
@@ -184,7 +197,8 @@ def reshape(model: Model, node: Node) -> Conversion | str:
         return "it does not keep both its images and its channels"
 
     def new_target(writer: Writer) -> Tensor:
-        # A 0 keeps the size at its place, which for pixels is one place earlier in both layouts, and for channels not.
+        # A 0 copies the size at its index.  This works for spatial axes, whose index decreases by 1 on both sides, but
+        # not for channels.
         value = writer.shapes.exact_value(target)
         known = {} if value is not None and value[1] == channels else {1: channels}
         return in_order(writer, target, to_last(len(after)), known)
@@ -193,9 +207,9 @@ def reshape(model: Model, node: Node) -> Conversion | str:
 
 
 def shape_of(model: Model, node: Node) -> Conversion | str:
-    """The shape of a channels-last image is put into the order of a channels-first one.
+    """Return the conversion of a Shape: the shape of the channels-last image, permuted to channels-first order.
 
-    Nodes that take constant places of the shape take other places instead.
+    Nodes that take constant indices of the shape take the permuted indices instead.
     """
     if not (rank := image_rank(model.shapes, node.inputs[0])):
         return NOT_AN_IMAGE
@@ -221,7 +235,7 @@ def shape_of(model: Model, node: Node) -> Conversion | str:
 
 
 def _places_taken(model: Model, node: Node, count: int) -> Array | None:
-    """Return the places that a Gather or a Slice takes of so many; None where they are not constant."""
+    """Return the indices that a Gather or Slice takes from `count` elements; None if they are not constant."""
     if op_of(node) == "Gather" and is_constant(indices := node.inputs[1]):
         return constant_value(model.graph, indices)
     if op_of(node) != "Slice" or attribute_or_input(model.graph, node, "steps") is not None:
@@ -236,7 +250,7 @@ def _take(writer: Writer, source: Tensor, places: Array, output: Tensor) -> None
 
 
 NEUTRAL_RULES: Final[dict[str, Rule]] = {
-    **dict.fromkeys(UNARY, partial(moved, why_not=second_is_read)),  # further inputs are scalars
+    **dict.fromkeys(UNARY, partial(moved, why_not=second_is_read)),  # the inputs after the first are scalars
     **dict.fromkeys(BROADCASTING, broadcasting),
     **dict.fromkeys(REDUCTIONS, reduction),
     "Concat": concat,

@@ -1,4 +1,4 @@
-"""Products, convolutions and gates of channels add residuals from which only Transposes separated them."""
+"""Fuse residual Adds into products, convolutions and channel gates, if only Transposes were between them."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from onnxfuse.passes.emit import emit
 from onnxfuse.passes.fold_shapes import reshape_target
 from onnxfuse.rewrite.replace import Fused
 
-CHANNELS_LAST: Final = (CONVOLUTION, GATE)  # fusions that have only channels-last kernels
-RESIDUAL: Final = "residual"  # the last operand of all of them
+CHANNELS_LAST: Final = (CONVOLUTION, GATE)  # fusions that have channels-last kernels only
+RESIDUAL: Final = "residual"  # the last operand of each of these fusions
 ADDED: Final = function_of_nodes(["x", RESIDUAL], onnx.helper.make_node("Add", ["x", RESIDUAL], ["sum"], domain=""))
-OPS_OF_ONE_RANK: Final = frozenset({"Gemm", "Reshape"})  # operators that fix the number of axes of x in a body
+OPS_OF_ONE_RANK: Final = frozenset({"Gemm", "Reshape"})  # operators that fix the rank of x in a body
 
 
 @dataclass(frozen=True)
 class Addition:
-    """An Add as fusing left it: what it read, by name, and the perm of the Transposes of that which it reads now."""
+    """An Add before layouts were assigned: the names of its inputs, and the perm of its future Transposes."""
 
     inputs: tuple[str, ...]
     perm: Perm
 
 
 def additions(graph: Graph, shapes: ShapeInfo, channels_last: Collection[Node]) -> dict[Node, Addition]:
-    """Return the Adds of a graph in which the nodes in `channels_last` are about to become channels-last."""
+    """Return the Adds of a graph, before the nodes in `channels_last` become channels-last."""
     return {
         node: Addition(
             tuple(t.name for t in node.inputs),
@@ -51,10 +51,10 @@ def additions(graph: Graph, shapes: ShapeInfo, channels_last: Collection[Node]) 
 
 
 def residuals(joins: Joins, before: Mapping[Node, Addition]) -> Iterator[Joined]:
-    """Yield each fused node that can take an Add of a tensor of its shape as its residual, joined with that Add.
+    """Yield each fused node joined with an Add that can become its residual, because the shapes are equal.
 
-    Only Adds whose operands changed after fusing are joined; `before` holds the Adds as fusing left them.  No other
-    node may read the fused node's result.
+    Only Adds whose operands changed after fusing are joined; `before` holds the Adds as they were.  The Add must be the
+    only reader of the fused node's result.
     """
     graph, compared = joins.graph, {*joins.known, *joins.originals}
     for add in list(graph.nodes):
@@ -65,7 +65,7 @@ def residuals(joins: Joins, before: Mapping[Node, Addition]) -> Iterator[Joined]
             product, view = _product(joins, add, index)
             if product is not None and (str_attribute(product, "fusion", ""), original) not in joins.excluded:
                 ends.append((product, view, index))
-        if ends:  # of two, the one that is computed last, so that the residual is ready when it begins
+        if ends:  # of two candidates, the last one computed, so that the residual is ready when it starts
             product, view, index = max(ends, key=lambda one: graph.position[one[0]])
             residual, perm = add.inputs[1 - index], before[add].perm
             if residual.name not in joins.originals and residual.name not in joins.known:
@@ -83,7 +83,10 @@ def residuals(joins: Joins, before: Mapping[Node, Addition]) -> Iterator[Joined]
 
 
 def _product(joins: Joins, add: Node, index: int) -> tuple[Node | None, Node | None]:
-    """Return the fused node that can add the other operand to this one, and the Reshape after it if there is one."""
+    """Return the fused node that computes operand `index` of an Add and can add the other operand instead.
+
+    Also return the Reshape between the node and the Add, or None.  Without such a node, both are None.
+    """
     shapes, value, residual = joins.shapes, add.inputs[index], add.inputs[1 - index]
     node, view = producer(value), None
     if node is not None and op_of(node) == "Reshape":
@@ -113,9 +116,9 @@ def _takes_a_residual(node: Node) -> bool:
 def _moved_view(
     shapes: ShapeInfo, product: Node, view: Node, body: onnx.FunctionProto
 ) -> tuple[Shape, list[int]] | None:
-    """Return the shape of x, and the target of its Reshape, if that replaces the Reshape after a product.
+    """Return a new shape for x and its Reshape's target, if reshaping x can replace the Reshape after a product.
 
-    None where the rows are not the same, the target is not constant, or the body is of one rank only.
+    None where the rows differ, the target is not constant, or the body works for one rank only.
     """
     x, y, result = (shapes.shape(t) for t in (product.inputs[0], product.outputs[0], view.outputs[0]))
     if str_attribute(product, "fusion", "") != PRODUCT or OPS_OF_ONE_RANK & {node.op_type for node in body.node}:
@@ -128,14 +131,14 @@ def _moved_view(
 
 
 def _reshaped_x(joins: Joins, product: Node, view: Node, compared: Collection[str]) -> Tensor:
-    """Return the x of a product with the rows of the Reshape that follows it.
+    """Return the product's x, reshaped so that its rows match the Reshape that follows the product.
 
-    Its Reshape takes the place of one before the product too, if what that reads is one of `compared`: tensors of
-    which the comparison of the product with the original has the values.
+    This Reshape can also replace a Reshape before the product.  It does so only if the source of that Reshape is in
+    `compared`: tensors whose values are available when the product is compared with the original.
     """
     graph, shapes = joins.graph, joins.shapes
     moved = _moved_view(shapes, product, view, joins.bodies[product.op])
-    assert moved is not None  # `_product` has asked
+    assert moved is not None  # not None: `_product` checked it
     x, (shape, target) = product.inputs[0], moved
     before = producer(x)
     if before is not None and op_of(before) == "Reshape" and graph.sole_consumer(x) is product:
@@ -150,7 +153,7 @@ def _reshaped_x(joins: Joins, product: Node, view: Node, compared: Collection[st
 
 
 def _attributes(product: Node, rank: int) -> dict[str, AttributeValue]:
-    """Return the attributes that fusing writes where a residual follows."""
+    """Return a product's attributes after it takes a residual."""
     own: dict[str, AttributeValue] = {"output_ranks": [rank]}
     if str_attribute(product, "fusion", "") in CHANNELS_LAST:
         has_activation = str_attribute(product, "activation", "none") != "none"

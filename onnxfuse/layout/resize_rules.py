@@ -1,8 +1,8 @@
-"""Resize and Upsample of the spatial axes of images: functions that transpose, with a kernel that does not.
+"""Rules for Resize and Upsample of spatial axes: their functions transpose, but their kernel does not.
 
-What the kernel multiplies sizes by is an attribute of the node: scales, or sizes.  Sizes that are computed are those of
-an operand without elements, (0, *spatial): a Reshape of an empty constant, which costs nothing, has the shape that the
-Resize was given, so that a plan for all sizes knows that of its result.
+The new size is an attribute of the node, as scales or sizes.  If the sizes are computed at run time, the node gets an
+operand `like` without elements, whose shape is (0, *spatial).  It is a Reshape of an empty constant to the given sizes,
+and costs nothing.  It lets a plan for symbolic sizes know the result's shape.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from onnxfuse.layout.vectors import in_order
 from onnxfuse.layout.writer import ImageCall, Writer, image_rank
 
 FUSION: Final = "resize"
-LIKE: Final = "like"  # the operand whose shape says the sizes
+LIKE: Final = "like"  # name of the operand whose shape gives the sizes
 MODES: Final = ("nearest", "linear")
 COORDINATES: Final = ("half_pixel", "asymmetric", "pytorch_half_pixel", "align_corners")
-SYMMETRIC: Final = "half_pixel_symmetric"  # the same as half_pixel where nothing is rounded
+SYMMETRIC: Final = "half_pixel_symmetric"  # equal to half_pixel if no size is rounded
 NO_SCALES: Final = "its scales are computed, or not one for each axis"
-BEFORE_COORDINATES: Final = 11  # the opset before which coordinates are asymmetric
+BEFORE_COORDINATES: Final = 11  # before this opset, coordinates are always asymmetric
 
 
 @dataclass(frozen=True)
 class _Target:
-    """What a Resize makes of its image, as attributes of the node that takes its place; or sizes that are computed."""
+    """The new size of a Resize as attributes of the fused node, or `is_computed` for sizes known at run time only."""
 
     attributes: Mapping[str, AttributeValue]
-    factors: tuple[int, ...] = ()  # factors of the spatial axes, where computed sizes are multiples
-    spatial: tuple[int, ...] = ()  # sizes of these axes, where they are known and others are not
+    factors: tuple[int, ...] = ()  # scale factors of the spatial axes, if computed sizes are multiples of the image's
+    spatial: tuple[int, ...] = ()  # spatial sizes, if they are known although the node's sizes are not constant
     is_computed: bool = False
 
 
 def resize(model: Model, node: Node) -> Conversion | str:
-    """Images and channels stay as many as they are; scales are constant, sizes may be computed."""
+    """Return the conversion of a Resize that keeps batch and channels; scales must be constant, sizes may vary."""
     x = node.inputs[0]
     if not image_rank(model.shapes, x) or model.shapes.dtype(x) not in FUSIBLE_FLOATS:
         return NOT_AN_IMAGE
@@ -74,7 +74,7 @@ def resize(model: Model, node: Node) -> Conversion | str:
 
 
 def _unsupported(model: Model, node: Node) -> str:
-    """Return why there is no kernel for a Resize, whatever it resizes to; "" where there is one."""
+    """Return why there is no kernel for a Resize, whatever its size; "" if there is one."""
     mode, coordinates = (
         str_attribute(node, name, default)
         for name, default in (("mode", "nearest"), ("coordinate_transformation_mode", "half_pixel"))
@@ -89,7 +89,7 @@ def _unsupported(model: Model, node: Node) -> str:
 
 
 def _coordinates(model: Model, node: Node) -> dict[str, AttributeValue]:
-    """Return the attributes for which pixels are read, where the operator has others or none."""
+    """Return the attributes that say which pixels are read, where the operator names them differently or not at all."""
     if model.graph.opset < BEFORE_COORDINATES:
         smaller = any(scale < 1 for scale in _scales(model, node).values())
         return {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "ceil" if smaller else "floor"}
@@ -98,7 +98,7 @@ def _coordinates(model: Model, node: Node) -> dict[str, AttributeValue]:
 
 
 def _scales(model: Model, node: Node) -> dict[int, float]:
-    """Return the constant scales of a Resize by axis; none where it has none, or they are not one for each axis."""
+    """Return the constant scales of a Resize, by axis; empty if there are none, or not one per axis."""
     found, axes = attribute_or_input(model.graph, node, "scales"), _axes(node, model.shapes.rank(node.inputs[0]) or 0)
     if not isinstance(found, list) or len(found) != len(axes):
         return {}
@@ -107,7 +107,7 @@ def _scales(model: Model, node: Node) -> dict[int, float]:
 
 
 def _sizes_of(model: Model, node: Node) -> Tensor | None:
-    """Return the sizes that a Resize is given; None where it is given scales."""
+    """Return the `sizes` input of a Resize; None if it has scales."""
     is_given = len(node.inputs) > 3 and node.inputs[3].name and model.graph.opset >= BEFORE_COORDINATES
     return node.inputs[3] if is_given else None
 
@@ -117,12 +117,12 @@ def _axes(node: Node, rank: int) -> list[int]:
 
 
 def _places(node: Node, rank: int) -> dict[int, int]:
-    """Return where the size of each axis is among those that a Resize has."""
+    """Return, for each axis, the index of its size among the sizes that a Resize has."""
     return {axis: place for place, axis in enumerate(_axes(node, rank))}
 
 
 def _target(model: Model, node: Node, before: Shape, after: Shape) -> _Target | str:
-    """Return the channels-last form of a Resize, or why there is no kernel for it."""
+    """Return the new size of a Resize in channels-last form, or why there is no kernel for it."""
     rank, is_symmetric = len(before), str_attribute(node, "coordinate_transformation_mode", "") == SYMMETRIC
     if scales := _scales(model, node):
         exact = [scales.get(axis, 1.0) for axis in to_last(rank)]
@@ -148,9 +148,9 @@ def _target(model: Model, node: Node, before: Shape, after: Shape) -> _Target | 
 
 
 def _sizes(before: Shape, after: Shape, factors: tuple[Size | None, ...], is_constant: bool) -> _Target:
-    """Return a target of sizes: known ones, multiples of the image's, or computed ones.
+    """Return the target of a Resize by sizes: known sizes, multiples of the image's sizes, or computed ones.
 
-    An axis of an image whose size is not known has the size 0 in the attribute, and keeps its own.
+    In the attribute, a 0 stands for an unknown batch or channel size, which stays as it is.
     """
     perm, outer = to_last(len(before)), [size if isinstance(size, int) else 0 for size in before[:2]]
     known = tuple(size for size in after[2:] if isinstance(size, int))
@@ -164,7 +164,7 @@ def _sizes(before: Shape, after: Shape, factors: tuple[Size | None, ...], is_con
 
 
 def _empty(writer: Writer, sizes: Tensor, places: Mapping[int, int], dtype: int) -> Tensor:
-    """Return a tensor without elements whose shape has the spatial sizes of a Resize: (0, *spatial)."""
+    """Return a tensor without elements whose shape is (0, *spatial), with the Resize's spatial sizes."""
     graph, spatial = writer.graph, [place for axis, place in sorted(places.items()) if axis > 1]
     target = in_order(writer, sizes, [None, *spatial])
     empty = graph.constant(f"{sizes.name}/none", np.zeros(0, helper.tensor_dtype_to_np_dtype(dtype)))
@@ -175,12 +175,12 @@ def _empty(writer: Writer, sizes: Tensor, places: Mapping[int, int], dtype: int)
 
 
 def _body(model: Model, node: Node, target: _Target) -> Body:
-    """Return the Resize with the constants that it reads, and with nodes that compute its sizes where these are."""
+    """Return a body with the Resize, the constants that it reads, and nodes for sizes that are computed."""
     proto, rank = node_proto(model.graph, node), model.shapes.rank(node.inputs[0]) or 0
     del proto.output[1:]
     before: list[onnx.NodeProto] = []
     if model.graph.opset >= BEFORE_COORDINATES and node.inputs[1].name and not is_constant(node.inputs[1]):
-        before.append(_constant("roi", np.zeros(0, np.float32)))  # of tf_crop_and_resize alone
+        before.append(_constant("roi", np.zeros(0, np.float32)))  # only tf_crop_and_resize uses it
         proto.input[1] = "roi"
     if target.factors:
         scales = np.array([1.0, 1.0, *target.factors], np.float32)[_axes(node, rank)]
@@ -198,7 +198,7 @@ def _body(model: Model, node: Node, target: _Target) -> Body:
 
 
 def _nodes_of_sizes(axes: Sequence[int], spatial: Sequence[int], rank: int) -> list[onnx.NodeProto]:
-    """Return the nodes that compute the `sizes` of these axes: of x, of `spatial`, or of the shape of `like`."""
+    """Return nodes that compute `sizes` for these axes from the shape of x, and from `spatial` or `like`'s shape."""
     shapes = [
         helper.make_node("Shape", ["x"], ["x_shape"]),
         _constant("first", np.arange(2)),

@@ -1,4 +1,4 @@
-"""How each operator becomes one of channels-last images: a fused node that has a kernel, or the same operator."""
+"""Channels-last rules for all operators: each becomes a fused node that has a kernel, or stays the same operator."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from onnxfuse.layout.neutral_rules import NEUTRAL_RULES, integers, second_is_rea
 from onnxfuse.layout.resize_rules import resize
 from onnxfuse.layout.writer import ImageCall, image_rank
 
-MAX_BLOCK: Final = 8  # pixels of a side of the blocks of DepthToSpace and SpaceToDepth that there is a kernel for
-NORM: Final = "group_norm"  # a fusion whose kernel takes the operators that follow it
-# Fusions that compute element by element, unless they read slices: their functions stay as they are.
+MAX_BLOCK: Final = 8  # largest block side, in pixels, for which DepthToSpace and SpaceToDepth have a kernel
+NORM: Final = "group_norm"  # a fusion whose kernel can take the operators after it as epilogue
+# Elementwise fusions: unless they read slices, their functions work unchanged in either layout.
 NEUTRAL_FUSIONS: Final = frozenset({"activation", "gated_activation"})
 
 
@@ -41,7 +41,7 @@ NEUTRAL_FUSIONS: Final = frozenset({"activation", "gated_activation"})
 
 
 def fused(model: Model, node: Node) -> Conversion | str:
-    """Return the conversion of a fused node, by the name of its fusion."""
+    """Return the conversion of a fused node, or why it stays channels-first; this depends on its fusion."""
     fusion = str_attribute(node, "fusion", "")
     if node.op not in model.functions:
         return "the model does not have the function that it calls"
@@ -61,7 +61,10 @@ def fused(model: Model, node: Node) -> Conversion | str:
 
 
 def _element_by_element(model: Model, node: Node) -> Conversion | str:
-    """All operands are images of one rank; the attribute d, where there is one, is the size of their last axis."""
+    """Return the conversion of an elementwise fusion, or why it stays.
+
+    All operands must be images of one rank.  The attribute d, if there is one, is the size of their last axis.
+    """
     if any(name.endswith("_offset") for name in node.attrs):
         return "it reads slices of its last axis"
     ranks = {image_rank(model.shapes, tensor) for tensor in (*node.inputs, *node.outputs)}
@@ -80,7 +83,7 @@ def _element_by_element(model: Model, node: Node) -> Conversion | str:
 def _of_image(
     model: Model, node: Node, fusion: str, why_not: Callable[[Model, Node], str] = lambda model, node: ""
 ) -> Conversion | str:
-    """An operator of one image becomes a node of that fusion with its attributes, unless `why_not` has a reason."""
+    """Return the conversion of an operator on one image to a node of this fusion, unless `why_not` returns a reason."""
     if reason := why_not(model, node):
         return reason
     if not image_rank(model.shapes, node.inputs[0]) or model.shapes.dtype(node.inputs[0]) not in FUSIBLE_FLOATS:
@@ -89,14 +92,14 @@ def _of_image(
 
 
 def _has_large_blocks(model: Model, node: Node) -> str:
-    """A DepthToSpace or SpaceToDepth; a thread holds a block."""
+    """Return why a DepthToSpace or SpaceToDepth with large blocks has no kernel (a thread holds one block); else ""."""
     size = int_attribute(node, "blocksize", 1)
     too_large = f"its blocks have {size} x {size} pixels; the kernel takes up to {MAX_BLOCK} x {MAX_BLOCK}"
     return too_large if size > MAX_BLOCK else ""
 
 
 def _reduced(model: Model, node: Node, fusion: str) -> Conversion | str | None:
-    """A reduction over all spatial axes becomes a pool of whole images."""
+    """Return the conversion of a reduction over all spatial axes to a global pool."""
     rank, x = image_rank(model.shapes, node.inputs[0]), node.inputs[0]
     is_global = rank and {axis % rank for axis in integers(model, node, "axes") or ()} == spatial_axes(rank)
     if not is_global or model.shapes.dtype(x) not in FUSIBLE_FLOATS:
@@ -105,7 +108,7 @@ def _reduced(model: Model, node: Node, fusion: str) -> Conversion | str | None:
 
 
 def batch_norm(model: Model, node: Node) -> Conversion | str:
-    """A BatchNormalization that could not be folded becomes a batch_norm_activation without an activation."""
+    """Return the conversion of a BatchNormalization that could not be folded to a batch_norm_activation."""
     if not image_rank(model.shapes, node.inputs[0]) or model.shapes.dtype(node.inputs[0]) not in FUSIBLE_FLOATS:
         return NOT_AN_IMAGE
     if len(node.outputs) > 1 or int_attribute(node, "training_mode", 0):
@@ -116,10 +119,10 @@ def batch_norm(model: Model, node: Node) -> Conversion | str:
 
 
 def mul(model: Model, node: Node) -> Conversion | str | None:
-    """An image times one number for each of its channels is a channel_scale.
+    """Return the conversion of a Mul of an image by one number per channel to a channel_scale.
 
-    Products that alone read the result of a norm are not, as in FiLM and AdaIN: the norm's kernel can compute them with
-    the Add that follows.
+    A product that is the only reader of a norm's result, as in FiLM and AdaIN, stays: the norm's kernel can compute it
+    together with the Add that follows.
     """
     shapes, (a, b) = model.shapes, node.inputs
     if image_rank(shapes, a) == image_rank(shapes, b) > 0 and shapes.dtype(a) in FUSIBLE_FLOATS:
@@ -132,7 +135,7 @@ def mul(model: Model, node: Node) -> Conversion | str | None:
 def _fused(
     model: Model, node: Node, fusion: str, operands: Mapping[str, Tensor], attributes: Mapping[str, AttributeValue]
 ) -> Conversion | str:
-    """Return the conversion to a node of a fusion, whose body is the operator."""
+    """Return the conversion to a node of this fusion, whose body is the operator."""
     body, is_gate = body_of(model, node, operands), fusion == GATE
     if isinstance(body, str):
         return body
@@ -175,9 +178,9 @@ FUSED_RULES: Final[dict[str, Rule]] = {
 
 
 def conversion(model: Model, node: Node) -> Conversion | str:
-    """Return how a node becomes channels-last, or why it stays channels-first: the end of a sentence.
+    """Return how a node becomes channels-last, or why it stays channels-first, as the end of a sentence.
 
-    It becomes a fused node where there is a kernel, else the same operator where that computes the same.
+    A node becomes a fused node if there is a kernel, else the same operator if that works in either layout.
     """
     if node.domain == DOMAIN:
         return fused(model, node)

@@ -1,4 +1,4 @@
-"""Make one node of the mean over an image and the two small products that compute a gate of its channels from it."""
+"""Fuse the mean over an image with the two small products that compute a channel gate from it (squeeze-and-excite)."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from onnxfuse.passes.folded import node_label
 from onnxfuse.rewrite.replace import Fused, attributes_of
 
 MEAN: Final = "global_average_pool"
-SECOND: Final = {"w": "w_2", "bias": "bias_2"}  # the operands of the second product
+SECOND: Final = {"w": "w_2", "bias": "bias_2"}  # names of the second product's operands
 ACTIVATION: Final = ("activation", "alpha", "beta")
-SWAPPED: Final = (1, 0)  # the perm of weights (k, n), which the kernel reads as (n, k)
+SWAPPED: Final = (1, 0)  # the perm from weights (k, n) to (n, k), which the kernel reads
 
 
 @dataclass(frozen=True)
 class Squeeze:
-    """A mean over an image, two products after it, and the views between images of one pixel and rows, if any.
+    """The nodes of a squeeze-and-excite: a mean over an image and two products, with views in between if needed.
 
-    Products of rows stand between views; convolutions of images of one pixel have none.
+    Matrix products need views between images of one pixel and rows.  Convolutions of images of one pixel need none.
     """
 
     mean: Node
@@ -45,18 +45,18 @@ class Squeeze:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """All of them; the last one computes the gate."""
+        """All nodes; the last one computes the gate."""
         fused = (self.mean, self.first, self.second)
         last = self.views[-1:]
         return (*(node for node in (*fused, *self.views[:-1]) if node not in last), *last)
 
 
 def squeezes(joins: Joins) -> Iterator[Joined]:
-    """Yield each channels-last mean over an image, and the two products after it that make it a gate.
+    """Yield each channels-last mean over an image joined with the two products after it that compute a gate.
 
-    The products are convolutions of images of one pixel, or products of rows between views.  The second product has as
-    many results as the image has channels, and nothing else reads what lies between the three.  Weights that are
-    transposed for the kernel are entered in `joins.originals`.
+    The products are convolutions of images of one pixel, or matrix products between views.  The second product has one
+    result per channel of the image.  Nothing else reads the tensors between the nodes.  Weights that are transposed for
+    the kernel are added to `joins.originals`.
     """
     for one in _squeezes(joins):
         attributes, parts = _attributes(one, joins.shapes), (one.mean, one.first, one.second)
@@ -70,7 +70,7 @@ def squeezes(joins: Joins) -> Iterator[Joined]:
         yield Joined(one.nodes, one.second, _body(one, joins), inputs, attributes, record, vanished=2)
 
 
-# --- what is found -------------------------------------------------------------------------------------------------
+# --- find squeezes ------------------------------------------------------------------------------------------------
 
 
 def _squeezes(joins: Joins) -> Iterator[Squeeze]:
@@ -87,7 +87,7 @@ def _squeezes(joins: Joins) -> Iterator[Squeeze]:
 
 
 def _of_images(shapes: ShapeInfo, second: Node) -> Squeeze | None:
-    """Return the squeeze that a convolution of images of one pixel ends."""
+    """Return the squeeze whose second product is this convolution of images of one pixel; None if there is none."""
     first = producer(second.inputs[0]) if _is_convolution(shapes, second) else None
     mean = producer(first.inputs[0]) if first is not None and _is_convolution(shapes, first) else None
     if first is None or mean is None or not is_channels_last(mean, MEAN):
@@ -101,7 +101,7 @@ def _is_convolution(shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _of_rows(joins: Joins, view: Node) -> Squeeze | None:
-    """Return the squeeze that a view of rows as images of one pixel ends."""
+    """Return the squeeze that ends in this view from rows to images of one pixel; None if there is none."""
     shapes = joins.shapes
     if op_of(view) not in REGROUPING or not _joins_axes(shapes, view.inputs[:1], view.outputs):
         return None
@@ -120,7 +120,7 @@ def _of_rows(joins: Joins, view: Node) -> Squeeze | None:
 
 
 def _joins_axes(shapes: ShapeInfo, rows: Sequence[Tensor], images: Sequence[Tensor]) -> bool:
-    """Return whether these are rows (n, channels), and channels-last images of one pixel with the same elements."""
+    """Return whether these are rows (n, channels) and channels-last images of one pixel with the same elements."""
     (row, image) = (shapes.shape(tensors[0]) if tensors else None for tensors in (rows, images))
     if row is None or image is None or len(row) != 2 or len(image) < 3:
         return False
@@ -128,23 +128,23 @@ def _joins_axes(shapes: ShapeInfo, rows: Sequence[Tensor], images: Sequence[Tens
 
 
 def _is_product(shapes: ShapeInfo, node: Node) -> bool:
-    """Return whether a node is a product of rows with constant weights, and without operators after its activation."""
+    """Return whether a node multiplies rows by constant weights, with no fused operator after its activation."""
     plain = operands_of(node) in (["x", "w"], ["x", "w", "bias"]) and len(operands_of(node)) == len(node.inputs)
     is_product = node.domain == DOMAIN and str_attribute(node, "fusion", "") == PRODUCT
     ranks = [shapes.rank(tensor) for tensor in node.inputs]
     return plain and is_product and is_constant(node.inputs[1]) and ranks == [2, 2, 1][: len(ranks)]
 
 
-# --- what is written -----------------------------------------------------------------------------------------------
+# --- write the fused node -----------------------------------------------------------------------------------------
 
 
 def _is_swapped(node: Node) -> bool:
-    """Return whether the weights of a product are (k, n)."""
+    """Return whether the weights of a product have the order (k, n)."""
     return str_attribute(node, "weight_layout", "nk") == "kn"
 
 
 def _weights(joins: Joins, node: Node) -> list[Tensor]:
-    """Return the operands of a product besides x, with a row of weights for each result."""
+    """Return the operands of a product other than x; its weights have one row per result."""
     w = node.inputs[1]
     if not _is_swapped(node) or not is_constant(w):
         return list(node.inputs[1:])
@@ -183,9 +183,9 @@ def _transposed() -> onnx.FunctionProto:
 
 
 def _reshaped(shapes: ShapeInfo, view: Node) -> onnx.FunctionProto:
-    """Return a function that is a view of images of one pixel or of rows, for any number of images."""
+    """Return a function that reshapes images of one pixel to rows or back, for any number of images."""
     shape = shapes.shape(view.outputs[0])
-    assert shape is not None  # `_joins_axes` has asked
+    assert shape is not None  # not None: `_joins_axes` checked it
     sizes = [0, *(size for size in shape[1:] if isinstance(size, int))]
     target = helper.make_tensor("", onnx.TensorProto.INT64, [len(shape)], sizes)
     nodes = [

@@ -1,8 +1,8 @@
-"""Offer channels-last Concats, Splits and gates to regions, which take them where that is cheaper.
+"""Offer channels-last Concats, Splits and gates to regions, which take them if that is cheaper.
 
-Layouts are assigned before regions are formed, and make fused nodes of these operators, whose kernels a region cannot
-join: after a Split that halves an image, its gate would be a launch of its own.  So the operators themselves stand for
-those nodes while regions are formed.  Those that no region takes become fused nodes again.
+Layouts are assigned before regions are formed, and turn these operators into fused nodes, whose kernels a region cannot
+include.  For example, a gate after a Split would need its own launch.  So the plain operators replace these fused nodes
+while regions are formed.  Operators that no region takes become fused nodes again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FUSIONS: Final = frozenset({*CHANNEL_FUSIONS, GATE})
 
 @dataclass(frozen=True)
 class StandIn:
-    """An operator, and the fused node that it stands for, with its record."""
+    """A plain operator, the fused node that it temporarily replaces, and the fused node's record."""
 
     node: Node
     record: Fused
@@ -38,9 +38,9 @@ class StandIn:
 
 
 def stand_in(graph: Graph, fused: Collection[Fused]) -> list[StandIn]:
-    """Put the operator of its function in place of each fused node of FUSIONS that has one operator.
+    """Replace each fused node of FUSIONS whose function has one operator by that operator; return the replacements.
 
-    `fused` are the records of fused nodes.
+    `fused` holds the records of the fused nodes.
     """
     bodies = {f.name: f for f in graph.functions if f.domain == DOMAIN}
     records = {one.node: one for one in fused if one.fusion in FUSIONS}
@@ -58,7 +58,7 @@ def stand_in(graph: Graph, fused: Collection[Fused]) -> list[StandIn]:
 
 
 def _stand_in(graph: Graph, node: Node, record: Fused, body: onnx.FunctionProto, inner: onnx.NodeProto) -> StandIn:
-    """Put an operator of channels-last tensors in place of a call, whose function may have it between Transposes."""
+    """Replace a fused node by its operator on channels-last tensors; its function may have it between Transposes."""
     inputs, outputs = tuple(node.inputs), list(node.outputs)
     known = dict(zip(body.input, inputs, strict=True))
     for each in body.node:
@@ -79,7 +79,7 @@ def _stand_in(graph: Graph, node: Node, record: Fused, body: onnx.FunctionProto,
 
 
 def put_back(graph: Graph, stand_ins: Sequence[StandIn]) -> list[Fused]:
-    """Put fused nodes in place of the operators that still stand for them, and return the records of those."""
+    """Replace the operators that are still present by their fused nodes, and return the records of these nodes."""
     functions, present, left = LocalFunctions(graph), set(graph.nodes), list[Fused]()
     for one in stand_ins:
         if one.node in present:

@@ -1,4 +1,4 @@
-"""Put vectors of integers into the order of channels-last images: pads and sizes, one or two for each axis."""
+"""Permute vectors of integers, such as pads and sizes, to the order of channels-last axes; one or two per axis."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from onnxfuse.ir.graph import constant_value
 from onnxfuse.ir.node import Tensor, is_constant, op_of, producer
 from onnxfuse.layout.writer import Writer
 
-Element: TypeAlias = "int | tuple[Tensor, int]"  # a number, or the element of a tensor at a place
+Element: TypeAlias = "int | tuple[Tensor, int]"  # a number, or (tensor, index) for an element of a tensor
 
 
 def in_order(
     writer: Writer, vector: Tensor, places: Sequence[int | None], known: Mapping[int, int] = MappingProxyType({})
 ) -> Tensor:
-    """Return the elements of a vector at these places, with 0 for a place that is None.
+    """Return the elements of a vector at the indices `places`, with 0 where an index is None.
 
-    `known` are elements, by place, that are written as these numbers whatever the vector has there.  Of what a Concat
-    computes they are taken from the tensors that it joins, so that shape arithmetic grows by no node where these stay
-    whole.
+    `known` maps indices to numbers that are written instead of the vector's elements.  Elements of a Concat's result
+    are taken from the tensors that it joins; this adds no nodes for tensors that are used whole.
     """
     key = vector.name, tuple(places), tuple(known.items())
     if key not in writer.vectors:
@@ -40,7 +39,7 @@ def _in_order(writer: Writer, vector: Tensor, places: Sequence[int | None], know
 
 
 def _elements(writer: Writer, vector: Tensor, count: int) -> list[Element]:
-    """Return the elements of a vector of at least so many, from the tensors that it joins or selects from."""
+    """Return the first `count` or more elements of a vector; those of a Concat or Gather refer to its inputs."""
     if is_constant(vector):
         return [int(number) for number in constant_value(writer.graph, vector).tolist()]
     node = producer(vector)
@@ -62,7 +61,7 @@ def _source(element: Element) -> str:
 
 
 def _part(writer: Writer, vector: Tensor, run: Sequence[Element]) -> Tensor:
-    """Return elements of one tensor, or numbers, as a tensor."""
+    """Return a run of elements of one tensor, or a run of numbers, as a tensor."""
     pairs = [each for each in run if not isinstance(each, int)]
     if not pairs:
         dtype = helper.tensor_dtype_to_np_dtype(writer.shapes.dtype(vector))

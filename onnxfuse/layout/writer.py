@@ -1,4 +1,4 @@
-"""Write channels-last tensors and the nodes that read and compute them, and Transposes where a region ends."""
+"""Write channels-last tensors, the nodes that read and compute them, and Transposes at the ends of regions."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from onnxfuse.rewrite.replace import Fused, LocalFunctions, attributes_of
 
 @dataclass(frozen=True)
 class Border:
-    """A Transpose between the two layouts of a tensor; a Reshape, which moves nothing, where it has one pixel."""
+    """A Transpose of a tensor between the two layouts; for one pixel, it is a Reshape, which moves nothing."""
 
-    tensor: Tensor  # the channels-first one
+    tensor: Tensor  # the channels-first tensor
     node: Node
-    inward: bool  # from channels-first to channels-last
+    inward: bool  # True: from channels-first to channels-last
 
 
 @dataclass(frozen=True)
 class ImageCall:
-    """The call of a channels-last function.
+    """A call of a channels-last function.
 
-    `operands` are the tensors that it reads, by the names that the body has for them, and `perms` the perms of those
-    that are transposed versions of what the body reads.  `attributes` are those of the fused node, `fusion` aside.
-    Outputs of the body that have the axes of images are channels-first, unless it `is_channels_last`.
+    `operands` maps operand names of the body to the tensors that the call reads.  `perms` maps the names of transposed
+    operands to their perms.  `attributes` holds the fused node's attributes except `fusion`.  Outputs of the body with
+    the axes of images are channels-first, unless `is_channels_last`.
     """
 
     fusion: str
@@ -56,42 +56,47 @@ class ImageCall:
 
 @dataclass
 class Writer:
-    """Writes regions of a graph channels-last, node by node in execution order."""
+    """Rewrites regions of a graph to channels-last, node by node in execution order."""
 
     graph: Graph
     shapes: ShapeInfo
     functions: LocalFunctions
-    recorded: frozenset[str]  # names of fused nodes that have a record already
-    fused: list[Fused] = field(default_factory=list)  # records of the other calls
+    recorded: frozenset[str]  # names of fused nodes that already have a record
+    fused: list[Fused] = field(default_factory=list)  # records of the other fused nodes
     borders: list[Border] = field(default_factory=list)
-    originals: dict[str, tuple[str, Perm]] = field(default_factory=dict)  # sources and perms of new tensors
-    nodes: int = 0  # channels-last ones
-    vectors: dict[Hashable, Tensor] = field(default_factory=dict)  # shapes and pads that were put into order
-    _images: dict[str, Tensor] = field(default_factory=dict)  # channels-last versions, by channels-first name
-    _computed: dict[str, Tensor] = field(default_factory=dict)  # channels-first tensors that are computed channels-last
+    # New tensor -> the tensor that it is a Transpose of, and the perm.
+    originals: dict[str, tuple[str, Perm]] = field(default_factory=dict)
+    nodes: int = 0  # number of channels-last nodes
+    vectors: dict[Hashable, Tensor] = field(default_factory=dict)  # permuted shapes and pads, cached
+    _images: dict[str, Tensor] = field(default_factory=dict)  # channels-first name -> channels-last version
+    # Channels-first name -> channels-last version that a node computes.
+    _computed: dict[str, Tensor] = field(default_factory=dict)
     _constants: dict[tuple[str, Perm], Constant] = field(default_factory=dict)
 
     # --- tensors -------------------------------------------------------------------------------------------------
 
     def is_computed_last(self, tensor: Tensor) -> bool:
-        """Return whether a node that was written computes the channels-last version of a tensor."""
+        """Return whether an already written node computes the channels-last version of a tensor."""
         return tensor.name in self._computed
 
     def image(self, tensor: Tensor) -> Tensor:
-        """Return the channels-last version of a tensor; a Transpose makes it where no node computes it."""
+        """Return the channels-last version of a tensor; if no node computes it, add a Transpose."""
         if tensor.name not in self._images:
             self._images[tensor.name] = self._new(tensor)
             self._add_border(tensor, inward=True)
         return self._images[tensor.name]
 
     def computed(self, tensor: Tensor) -> Tensor:
-        """Return the new channels-last version of a tensor that a node is to compute."""
+        """Return a new tensor for the channels-last version of a tensor, which a node will compute."""
         self._computed[tensor.name] = tensor
         self._images[tensor.name] = self._new(tensor)
         return self._images[tensor.name]
 
     def broadcast(self, constant: Constant, rank: int) -> Constant:
-        """Return a constant that broadcasts to channels-last images of so many axes as this one does to others."""
+        """Return a constant that broadcasts to channels-last images of this rank.
+
+        `constant` broadcasts to the same images in the channels-first layout.
+        """
         if math.prod(constant.shape) == 1:
             return constant
         key = constant.name, to_last(rank)
@@ -104,14 +109,14 @@ class Writer:
     def computed_by(
         self, op: str, inputs: Sequence[Tensor], stem: str, attributes: Mapping[str, AttributeValue] | None = None
     ) -> Tensor:
-        """Return the result of a new node, with its type and value as far as they are known."""
+        """Add a node, and return its result, with its type and value as far as they are known."""
         output = self.graph.variable(stem)
         infer_node(self.shapes, self.graph.add_node(op, inputs, [output], attributes))
         self.graph.record_type(output, self.shapes.dtype(output), self.shapes.shape(output))
         return output
 
     def weight(self, weight: Constant, layout: WeightLayout) -> Constant:
-        """Return the weights of a convolution in this layout; all that share them share that."""
+        """Return a convolution's weights in this layout; the result is cached, so that all users share it."""
         perm = weight_perm(layout, len(weight.shape))
         if (weight.name, perm) not in self._constants:
             value = np.ascontiguousarray(constant_value(self.graph, weight).transpose(perm))
@@ -131,7 +136,7 @@ class Writer:
     # --- borders -------------------------------------------------------------------------------------------------
 
     def end_regions(self) -> None:
-        """Add a Transpose for each channels-first tensor that is still read, or must keep its name."""
+        """Add a Transpose for each channels-first tensor that is still read or must keep its name."""
         for tensor in self._computed.values():
             if tensor.outputs or self.graph.is_kept(tensor):
                 self._add_border(tensor, inward=False)
@@ -159,9 +164,9 @@ class Writer:
         outputs: Sequence[Tensor],
         attributes: Mapping[str, AttributeValue | None] | None = None,
     ) -> None:
-        """Change the inputs and outputs of a node; a new node replaces it where attributes change.
+        """Change the inputs and outputs of a node; if attributes change, a new node replaces it.
 
-        An attribute of None is removed.
+        An attribute with the value None is removed.
         """
         self.nodes += 1
         attrs = {**node.attrs, **(attributes or {})}
@@ -175,7 +180,7 @@ class Writer:
             self.graph.add_node(node.op, inputs, outputs, kept, name=node.name, domain=node.domain or "")
 
     def call(self, node: Node, call: ImageCall) -> None:
-        """Replace a node by the call of a channels-last function, which computes as many outputs as its body has."""
+        """Replace a node by the call of a channels-last function, which computes as many outputs as the body has."""
         body = call.body
         self.nodes += 1
         outputs = node.outputs[: len(body.outputs)]
@@ -205,6 +210,6 @@ class Writer:
 
 
 def image_rank(shapes: ShapeInfo, tensor: Tensor) -> int:
-    """Return the number of axes of a computed tensor that may be an image; 0 where it is none."""
+    """Return the rank of a computed tensor that may be an image; 0 if it cannot be one."""
     rank = shapes.rank(tensor) if tensor.name and not is_constant(tensor) else None
     return rank if rank in IMAGE_RANKS else 0

@@ -1,4 +1,4 @@
-"""Regions: connected elementwise operators, index maps and reductions that become one fused node."""
+"""Regions: connected elementwise operators, views and reductions that become one fused node with a generated kernel."""
 
 from typing import Final
 

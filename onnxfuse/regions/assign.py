@@ -1,4 +1,4 @@
-"""Make regions of the operators that the patterns leave."""
+"""Form regions of the operators that pattern fusions left over."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from onnxfuse.rewrite.replace import Fused, LocalFunctions, drop_functions
 
 @dataclass(frozen=True)
 class RegionResult:
-    """The records of regions, and of fused nodes that others joined; and why nodes are in none, by their labels."""
+    """The records of regions and of nodes that took in operators; `reasons` maps other nodes' labels to reasons."""
 
     fused: tuple[Fused, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 def assign_regions(joining: Joining, fused: Collection[Fused] = ()) -> RegionResult:
-    """Replace the regions of a sorted graph by fused nodes, or join them with fused nodes.
+    """Replace the regions of a sorted graph by fused nodes, or fuse them into existing fused nodes; return the records.
 
-    `joining` has the graph, and says which nodes operators may join; `fused` are the records of those that there are.
+    `joining` holds the graph, and says which fused nodes take operators.  `fused` holds the records of existing fused
+    nodes.
     """
     graph, formed = joining.graph, form_regions(joining.graph, joining.shapes, joining.keep)
-    joins, apart = dict[str, tuple[Join, Fused]](), list[Cluster]()  # the former by the results that they read
+    joins, apart = dict[str, tuple[Join, Fused]](), list[Cluster]()  # joins: by the name of the fused node's result
     records, work = {one.node: one for one in fused}, deque((*formed.regions, *formed.others))
     while work:
         cluster = work.popleft()
-        if not all(node.outputs for node in cluster.nodes):  # what an operator has joined holds some of them by now
+        if not all(node.outputs for node in cluster.nodes):  # a join that was made since has replaced some of its nodes
             continue
         order_by_reading(cluster, formed.forms)
         join = find_epilogue_fusion(formed, cluster, joining, joins)
@@ -68,9 +69,10 @@ def assign_regions(joining: Joining, fused: Collection[Fused] = ()) -> RegionRes
 def _with_norms(
     formed: Formed, apart: Collection[Cluster], joining: Joining, joins: dict[str, tuple[Join, Fused]]
 ) -> tuple[list[Cluster], list[Node]]:
-    """Return clusters that join no fused node with the norms that read them, and these norms.
+    """Return clusters, each merged with the norms that should be computed with it, and all these norms.
 
-    What has joined such a norm is part of the cluster then, and no longer one of the joins.
+    `apart` holds clusters that join no fused node.  If operators were to join such a norm, they become part of the
+    cluster instead, and are removed from `joins`.
     """
     found, norms = list[Cluster](), list[Node]()
     for cluster in apart:
@@ -87,7 +89,7 @@ def _with_norms(
 
 
 def _record(formed: Formed, join: Join, records: Mapping[str, Fused], joining: Joining) -> Fused | None:
-    """Return the record of the fused node that a cluster joins, which may have to be made; None if it must not join."""
+    """Return the record of the fused node that a cluster joins, made now if needed; None if it must not join."""
     (maker,) = join.result.inputs
     record = records.get(maker.name)
     fusion = join.match.fusion.name if join.match else record.fusion if record else ""

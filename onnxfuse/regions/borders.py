@@ -1,8 +1,8 @@
-"""Move the borders between regions: the producer of a large tensor goes to its readers where that moves fewer bytes.
+"""Move borders between regions: operators that compute a large tensor move to its readers if that saves bytes.
 
-Regions grow in execution order, so that the Sub of `x - mean(x)` joins the mean.  If a reduction over other rows reads
-the difference, it is written and read again; with the Sub in the region of its reader, x is read in its place.  Where
-several regions read the tensor, each of them gets a copy of the operators.
+Regions grow in execution order, so the Sub of `x - mean(x)` joins the mean.  If a reduction over other rows reads the
+difference, it is written and read again.  With the Sub in the reader's region, x is read instead.  If several regions
+read the tensor, each gets a copy of the operators.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from onnxfuse.regions.cluster import LAUNCH_BYTES, Cluster, Clusters
 from onnxfuse.regions.pointwise import POINTWISE
 from onnxfuse.regions.steps import Step
 
-MAX_MOVED: Final = 8  # operators that go to the readers of a tensor
-MAX_READERS: Final = 4  # regions that get them
-MIN_SAVED: Final = 1 / 16  # share of the bytes that the regions move, or of the operations that take as long
+MAX_MOVED: Final = 8  # maximum number of operators moved to the readers of a tensor
+MAX_READERS: Final = 4  # maximum number of regions that receive them
+MIN_SAVED: Final = 1 / 16  # minimum saving, as a share of the regions' cost without launches
 
 
 @dataclass(frozen=True)
 class Border:
-    """A tensor between the cluster that computes it and those that read it."""
+    """A tensor between the cluster that computes it and the clusters that read it."""
 
     tensor: Tensor
     own: Cluster
@@ -34,19 +34,19 @@ class Border:
 
 @dataclass(frozen=True)
 class Move:
-    """Operators that go to the readers of a tensor, the rest of their cluster, and the new clusters of the readers."""
+    """A planned move: the operators that move to a tensor's readers, and the clusters before and after."""
 
     nodes: Sequence[Node]  # in execution order
-    staying: Set[Node]  # operators that their cluster also needs for something else
+    staying: Set[Node]  # operators that also stay, because their cluster needs them for something else
     left: Cluster
     readers: Sequence[Cluster]
 
 
 def settle_borders(clusters: Clusters, level: dict[Node, int], reasons: dict[str, str]) -> None:
-    """Move operators from the clusters that compute large tensors to those that read them, where that saves bytes.
+    """Move operators from the clusters that compute large tensors to those that read them, if that saves bytes.
 
-    `reasons` gets why the nodes that are left may be in no region, by their labels.
-    Tensors are visited from the last to the first: once what computes one has gone, it may be all that reads another.
+    `reasons` receives, by node label, why the remaining nodes may be in no region. Tensors are visited from last to
+    first, because moving a producer can remove other readers of an earlier tensor.
     """
     for node in reversed(list(clusters.graph.nodes)):
         for tensor in node.outputs if node in clusters.of else ():
@@ -59,7 +59,7 @@ def settle_borders(clusters: Clusters, level: dict[Node, int], reasons: dict[str
 
 
 def _border(clusters: Clusters, level: Mapping[Node, int], tensor: Tensor) -> Border | None:
-    """Return the border at a tensor that an elementwise operator computes, and clusters of one level alone read."""
+    """Return the border at a tensor that an elementwise operator computes, if only clusters of its level read it."""
     maker, of = tensor.inputs[0], clusters.of
     own = of[maker]
     if maker.op not in POINTWISE or tensor.name not in own.outputs or clusters.graph.is_kept(tensor):
@@ -75,7 +75,7 @@ def _border(clusters: Clusters, level: Mapping[Node, int], tensor: Tensor) -> Bo
 
 
 def _best_move(clusters: Clusters, border: Border) -> Move | None:
-    """Return the operators that save most bytes if they go to the readers of a tensor; None if none save any."""
+    """Return the move to a tensor's readers that saves most bytes; None if no move saves enough."""
     saved, nodes = max(
         ((_saved(clusters, border, nodes), nodes) for nodes in _ends(clusters, border)), key=lambda each: each[0]
     )
@@ -99,7 +99,7 @@ def _best_move(clusters: Clusters, border: Border) -> Move | None:
 
 
 def _ends(clusters: Clusters, border: Border) -> Iterator[list[Node]]:
-    """Yield the last operators before a tensor: one, and more by that which computes the largest tensor read."""
+    """Yield growing groups of the last operators before a tensor; each adds the producer of the largest tensor read."""
     found = [border.tensor.inputs[0]]
     while len(found) <= MAX_MOVED:
         yield found
@@ -113,19 +113,19 @@ def _ends(clusters: Clusters, border: Border) -> Iterator[list[Node]]:
 
 
 def _moves(clusters: Clusters, border: Border, node: Node) -> bool:
-    """Return whether an operator of the cluster before a border is elementwise or a view, with one result."""
+    """Return whether an operator of the cluster before a border may move: it is elementwise or a free view."""
     return clusters.of.get(node) is border.own and (node.op in POINTWISE or op_of(node) in FREE)
 
 
 def _read(clusters: Clusters, nodes: Sequence[Node]) -> list[Tensor]:
-    """Return the tensors that nodes read and do not compute."""
+    """Return the tensors that these nodes read and do not compute themselves."""
     read = {name for node in nodes for step in clusters.forms[node] for name in step.inputs}
     read -= {tensor.name for node in nodes for tensor in node.outputs}
     return list({t.name: t for node in nodes for t in node.inputs if t.name in read}.values())
 
 
 def _saved(clusters: Clusters, border: Border, nodes: Sequence[Node]) -> int:
-    """Return the bytes that are saved if operators go to the readers of a tensor, or get lost if that is negative."""
+    """Return the bytes saved if these operators move to a tensor's readers; negative if bytes are added."""
     staying = _staying(clusters, border, nodes)
     inside = [node for node in border.own.nodes if node in staying or node not in nodes]
     read, made = {t.name for node in inside for t in node.inputs}, {t.name for node in inside for t in node.outputs}
@@ -141,7 +141,7 @@ def _saved(clusters: Clusters, border: Border, nodes: Sequence[Node]) -> int:
 
 
 def _staying(clusters: Clusters, border: Border, nodes: Sequence[Node]) -> set[Node]:
-    """Return the operators that are needed for more than the readers of a tensor."""
+    """Return the operators whose results are also needed elsewhere than by a tensor's readers."""
     going, staying = set(nodes), set[Node]()
     for node in reversed(nodes):
         for tensor in node.outputs:
@@ -155,20 +155,21 @@ def _staying(clusters: Clusters, border: Border, nodes: Sequence[Node]) -> set[N
 
 
 def _apply(clusters: Clusters, level: dict[Node, int], border: Border, move: Move) -> None:
-    """Make a move: the first reader gets the operators, or copies of those that stay, and the others get copies."""
-    for i, reader in reversed(list(enumerate(move.readers))):  # the first one's inputs change, if it has copies as well
+    """Apply a move: the first reader gets the operators, or copies of operators that stay; other readers get copies."""
+    # Last to first: the first reader's inputs change if it gets copies too.
+    for i, reader in reversed(list(enumerate(move.readers))):
         copied = [node for node in move.nodes if i or node in move.staying]
         if copied:
             copies = _copies(clusters, reader, copied)
             level.update(dict.fromkeys(copies, level[border.tensor.inputs[0]]))
-    left = clusters.part(move.left.nodes)  # it has fewer outputs where copies read results of other copies
+    left = clusters.part(move.left.nodes)  # it may have fewer outputs now, because copies read other copies
     for before, after in zip((border.own, *border.readers), (left, *move.readers), strict=True):
         after.place = before.place
         clusters.split(after)
 
 
 def _copies(clusters: Clusters, reader: Cluster, nodes: Sequence[Node]) -> list[Node]:
-    """Put copies in place of some nodes of a cluster, and return them; other clusters go on reading the nodes."""
+    """Replace nodes of a cluster by copies, and return these; other clusters keep reading the original nodes."""
     graph, shapes, forms = clusters.graph, clusters.shapes, clusters.forms
     made, renamed = dict[Node, Node](), dict[str, Tensor]()
     for node in nodes:

@@ -1,4 +1,4 @@
-"""Clusters: nodes that will be one region, with their operands, results and costs."""
+"""Clusters: groups of nodes that will become one region, with their operands, results and costs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from onnxfuse.regions.rows import Kind, Rows, is_reduction, kinds_of, rows_of
 from onnxfuse.regions.steps import Step
 
 MAX_STEPS, MAX_OPERANDS, MAX_OUTPUTS = 64, 24, 8
-NOTHING_BESIDE: Final = "nothing beside it can be merged with it"  # why a node is in no region
-LAUNCH_BYTES: Final = 8_000_000  # the bytes that an H200 moves at 4 TB/s in the 2 us of a launch
-OPERATIONS_PER_BYTE: Final = 8  # operations per moved byte, at 32 Tflop/s
-OPERATIONS: Final[Mapping[str, int]] = {  # per element that a step computes or reduces; 1 for other operators
+NOTHING_BESIDE: Final = "nothing beside it can be merged with it"  # reason why a node is in no region
+LAUNCH_BYTES: Final = 8_000_000  # bytes equivalent to a launch: an H200 moves them in 2 us, at 4 TB/s
+OPERATIONS_PER_BYTE: Final = 8  # operations that take as long as moving one byte, at 32 Tflop/s
+# Operations per element that a step computes or reduces; 1 for other operators.
+OPERATIONS: Final[Mapping[str, int]] = {
     **dict.fromkeys(("Constant", "Identity", "Reshape", "Squeeze", "Unsqueeze"), 0),
     **dict.fromkeys(("Div", "Sqrt", "Reciprocal", "Exp", "Log", "Tanh", "Sin", "Cos", "Sigmoid", "Softplus"), 8),
     **dict.fromkeys(
@@ -32,23 +33,23 @@ OPERATIONS: Final[Mapping[str, int]] = {  # per element that a step computes or 
 
 @dataclass(eq=False)
 class Cluster:
-    """Nodes that are merged, and the values at their border.  It equals itself only, so that it may be a key."""
+    """Nodes that are merged, with the values that enter and leave them.  It equals only itself, so it can be a key."""
 
     nodes: list[Node]  # in execution order
     operands: dict[str, Tensor]
     outputs: dict[str, Tensor]
     steps: int
-    operations: float  # of all its elements
-    cost: float  # the bytes that an H200 could move in the same time
-    is_free: bool  # without anything that takes time at run time
-    rows: Rows | None  # rows that are reduced
-    repeats: bool  # whether a value may be computed more than once for an element
-    place: int = 0  # in the order of its level's clusters, in which each follows those that it reads
+    operations: float  # total number of operations
+    cost: float  # time, in bytes that an H200 could move in it
+    is_free: bool  # True if it has no operator that takes time at run time
+    rows: Rows | None  # the rows that it reduces, if any
+    repeats: bool  # True if a value may be computed more than once per element
+    place: int = 0  # position among its level's clusters; each cluster follows those that it reads
 
 
 @dataclass
 class Clusters:
-    """Makes and merges clusters of the nodes of a graph."""
+    """Creates, merges and splits clusters of a graph's nodes."""
 
     graph: Graph
     shapes: ShapeInfo
@@ -58,7 +59,7 @@ class Clusters:
     _bytes: dict[str, int] = field(default_factory=dict)
 
     def add(self, node: Node) -> Cluster:
-        """Return the cluster of one node."""
+        """Return a new cluster that consists of one node."""
         forms = self.forms[node]
         read = {name for step in forms for name in step.inputs}
         operands = {t.name: t for t in node.inputs if t.name in read}
@@ -74,9 +75,10 @@ class Clusters:
         return made
 
     def part(self, nodes: Sequence[Node], outputs: Iterable[Tensor] | None = None) -> Cluster:
-        """Return a cluster of nodes in execution order; `split` makes it theirs.
+        """Return a new cluster of nodes in execution order; `split` later assigns the nodes to it.
 
-        Its outputs are what other nodes read, unless they are given.  What cannot be a region costs infinitely much.
+        Without `outputs`, its outputs are the tensors that other nodes read.  If it cannot be a region, its cost is
+        infinite.
         """
         inside, made = set(nodes), [t for node in nodes for t in node.outputs]
         if outputs is None:
@@ -106,7 +108,7 @@ class Clusters:
             self.split(self.part(sorted(nodes, key=self.graph.position.__getitem__)))
 
     def split(self, *parts: Cluster) -> None:
-        """Split a cluster into its parts."""
+        """Replace a cluster by its parts."""
         self.of.update((node, part) for part in parts for node in part.nodes)
 
     def bytes(self, tensor: Tensor) -> int:
@@ -123,7 +125,7 @@ class Clusters:
         return self._counts[tensor.name]
 
     def merged(self, a: Cluster, b: Cluster) -> Cluster | str:
-        """Return the cluster of the nodes of two, or a sentence that says why they are better apart."""
+        """Return a cluster of both clusters' nodes, or a sentence that says why they stay separate."""
         if a.steps + b.steps > MAX_STEPS:
             return f"together they have {a.steps + b.steps} operators; at most {MAX_STEPS} are one region"
         if (read := max(len(a.operands) - len(b.outputs), len(b.operands) - len(a.outputs))) > MAX_OPERANDS:
@@ -152,7 +154,7 @@ class Clusters:
         return both
 
     def bytes_of(self, tensors: Iterable[Tensor]) -> int:
-        """Return the bytes of tensors, with assumed sizes for dynamic dims."""
+        """Return the total bytes of tensors, with assumed sizes for dynamic dims."""
         return sum(map(self.bytes, tensors))
 
     def _leaves(self, tensor: Tensor, inside: Sequence[Cluster]) -> bool:
@@ -161,10 +163,10 @@ class Clusters:
         return any(self.of.get(node) not in inside for node in tensor.outputs)
 
     def _cost(self, cluster: Cluster) -> float:
-        """Return a cluster's cost: its bytes or its operations, whichever take longer, and its launch.
+        """Return a cluster's cost: the larger of its memory time and its compute time, plus its launch.
 
-        Kernels compute while they move.  On an H200, regions of benchmarks/regions.py in which repeated operations take
-        more than a tenth of the time of a copy take 1.06 times the longer of the two, and 0.89 times their sum.
+        Kernels compute while they move data.  On an H200, regions of benchmarks/regions.py whose repeated operations
+        take more than a tenth of a copy's time take 1.06 times the larger of the two times, and 0.89 times their sum.
         """
         if cluster.is_free:
             return 0.0
@@ -173,16 +175,16 @@ class Clusters:
         return max(total, cluster.operations / OPERATIONS_PER_BYTE) + LAUNCH_BYTES
 
     def _work(self, node: Node) -> int:
-        """Return the operations of each element that a node computes, or reduces."""
+        """Return the number of operations per element that a node computes or reduces."""
         return sum(OPERATIONS.get(step.op, 1) for step in self.forms[node])
 
     def _evaluations(self, node: Node) -> int:
-        """Return of how many elements a node computes or reduces each once."""
+        """Return the number of elements that a node computes, or reduces, if it does so once for each."""
         tensors = node.inputs[:1] if any(map(is_reduction, self.forms[node])) else node.outputs
         return max(map(self.count, tensors), default=0)
 
     def _operations(self, cluster: Cluster, kinds: Mapping[str, Kind]) -> float:
-        """Return the operations of a cluster, in which elements are computed again for each that is made of them."""
+        """Return a cluster's operations, where an operand's elements are recomputed for each element that uses them."""
         needed: dict[str, float] = {name: float(self.count(t)) for name, t in cluster.outputs.items()}
         total = 0.0
         for node in reversed(cluster.nodes):

@@ -1,8 +1,8 @@
-"""Sizes that a model computes from dims, such as the bound of a Slice: as expressions over the dims of tensors.
+"""Sizes that a model computes from dims, such as the end of a Slice, as expressions over the dims of tensors.
 
-An expression is an integer, ["dim", tensor, axis], or an operator and its two operands: "+", "*", "//", "%", "max" or
-"min".  In the function of a region a tensor is meant by its name; in a program, by its index among the inputs of an
-operator.
+An expression is an integer, ["dim", tensor, axis], or [operator, operand, operand] with the operator "+", "*", "//",
+"%", "max" or "min".  A region's function identifies the tensor by name; a region's program identifies it by its index
+among the operator's inputs.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from onnxfuse.ir.node import Tensor, is_constant, op_of, producer
 
 Expression: TypeAlias = "int | list[Any]"
 DIM: Final = "dim"
-OPERATORS: Final = {"+": "Add", "*": "Mul", "//": "Div", "%": "Mod", "max": "Max", "min": "Min"}  # ONNX's operators
-SHAPE_OF_AXES_OPSET: Final = 15  # the first opset whose Shape gives some of the dims
-MAX_FOLLOWED: Final = 24  # nodes from a parameter to the Shapes that it is computed from
+# Expression operator -> ONNX operator.
+OPERATORS: Final = {"+": "Add", "*": "Mul", "//": "Div", "%": "Mod", "max": "Max", "min": "Min"}
+SHAPE_OF_AXES_OPSET: Final = 15  # the first opset whose Shape can return a range of the dims
+MAX_FOLLOWED: Final = 24  # maximum number of nodes followed from a parameter back to Shapes
 
 
 @dataclass(frozen=True)
 class ComputedInput:
-    """An input of a node that holds sizes, which a function computes from dims by itself."""
+    """An input of a node that holds sizes; the region's function computes it from dims itself."""
 
     name: str
     dtype: int
     is_scalar: bool
-    sizes: tuple[Expression, ...]  # expressions that name tensors
+    sizes: tuple[Expression, ...]  # expressions in which tensors have names
 
 
 def expression_of(size: Size, dims: Mapping[Size, Expression]) -> Expression:
-    """Return a size as an expression over known dims.  Raises KeyError for a symbol that is none of them."""
+    """Return a size as an expression over known dims.  Raises KeyError for a symbol that is not among them."""
     if isinstance(size, int):
         return size
     if size in dims:
@@ -63,7 +64,7 @@ def _chain(operator: str, operands: Sequence[Expression]) -> Expression:
 
 
 def known_dims(shapes: ShapeInfo, tensors: Iterable[Tensor]) -> dict[Size, Expression]:
-    """Return the dynamic dims of tensors as expressions, each by the first of them that has it."""
+    """Return the dynamic dims of tensors as expressions; each dim refers to the first tensor that has it."""
     found: dict[Size, Expression] = {}
     for tensor in tensors:
         for axis, size in enumerate(shapes.shape(tensor) or ()):
@@ -82,7 +83,7 @@ def tensors_in(expression: Expression) -> Iterator[str]:
 
 
 def by_index(expression: Expression, index: Callable[[str], int]) -> Expression:
-    """Return an expression with the indices of tensors in place of their names."""
+    """Return an expression with each tensor's name replaced by its index."""
     if not isinstance(expression, list):
         return expression
     if expression[0] == DIM:
@@ -106,7 +107,7 @@ def measured(parameter: Tensor) -> list[Tensor]:
 
 
 def nodes_of(computed: ComputedInput, names: Mapping[str, str], result: str, opset: int) -> list[onnx.NodeProto]:
-    """Return the nodes that compute an input of sizes; `names` are the names of tensors in the function."""
+    """Return nodes that compute an input of sizes, named `result`; `names` maps tensors to names in the function."""
     nodes, count = list[onnx.NodeProto](), 0
 
     def add(op: str, inputs: Sequence[str], **attributes: Any) -> str:

@@ -1,4 +1,4 @@
-"""Matches that are cheaper in a region, or joined with the fused node before them."""
+"""Leave a match to regions where it is cheaper in a region, or joined with the fused node before it."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from onnxfuse.regions.pointwise import POINTWISE
 from onnxfuse.regions.reductions import REDUCTIONS
 from onnxfuse.steps import REGIONS, step
 
-MAX_VIEWS = 4  # between a match and the operator beside it
+MAX_VIEWS = 4  # maximum number of views between a match and a neighbouring operator
 
 
 @dataclass
 class DeferToRegions:
-    """Says whether a match is left to a region: its nodes and one beside them can be in one, or join a fused node.
+    """Decides whether a match is left to regions, because its nodes can join a neighbour in a region or a fused node.
 
-    Such a fusion (a softmax, an activation) would read or write a tensor that a region with both does not.  `joining`
-    says which nodes elementwise operators join, as far as that depends on no layout, and `spelled` holds the names of
-    nodes whose fusion must not be left.
+    Fused alone, such a match (a softmax, an activation) would read or write a tensor that a common region does not.
+    `joining` says which fused nodes take elementwise operators, as far as no layout decides it.  `spelled` holds the
+    names of nodes whose match must be fused.
     """
 
     joining: Joining
     spelled: Set[str]
-    has_left: bool = False  # whether a match was left
+    has_left: bool = False  # whether any match was left to regions
 
     def __call__(self, match: Match) -> bool:
-        """Return whether a match is left."""
+        """Return whether a match is left to regions."""
         with step(REGIONS):
             return self._is_left(match)
 
@@ -55,18 +55,18 @@ class DeferToRegions:
         return is_left
 
     def _may_be_joined(self, node: Node) -> bool:
-        """Return whether a node may join the node whose result it reads."""
+        """Return whether a node may join the fused node whose result it reads."""
         return op_of(node) in POINTWISE and any(map(self._is_joined, node.inputs))
 
     def _is_joined(self, tensor: Tensor) -> bool:
-        """Return whether operators may join the node that gives a tensor."""
+        """Return whether operators may join the node that computes a tensor."""
         maker = producer(tensor)
         if maker is not None and maker.domain == DOMAIN:
             return self.joining.epilogues.get(str(maker.attrs["fusion"]), "nhwc") != "nhwc"
         return self.joining.match_at(tensor) is not None
 
     def _may_be_taken_in(self, node: Node) -> bool:
-        """Return whether a node is a fused norm, which may be part of the region whose result it reads."""
+        """Return whether a node is a fused norm, which may be merged into the region whose result it reads."""
         return node.domain == DOMAIN and node.attrs["fusion"] in self.joining.epilogues.keys() & {*NORMS}
 
     @cached_property
@@ -83,7 +83,7 @@ class DeferToRegions:
 
 
 def _nodes_up_to_operands(match: Match) -> set[Node]:
-    """Return the nodes of a match, and those that it reads its operands through, such as Slices of them."""
+    """Return the nodes of a match, and the nodes through which it reads its operands, such as Slices."""
     operands = {tensor.name for tensor in match.operands.values()}
     found, work = set(match.nodes), list(match.nodes)
     while work:
@@ -95,8 +95,8 @@ def _nodes_up_to_operands(match: Match) -> set[Node]:
 
 
 def _siblings(graph: Graph, match: Match, inside: Set[Node]) -> Iterator[Node]:
-    """Yield the operators that read an operand of a match in its own order and could be computed before the match."""
-    position = graph.position  # nodes that were just made have none
+    """Yield operators that read an operand of a match elementwise or reduce it, and can run before the match."""
+    position = graph.position  # new nodes have no position
     first = min(position.get(node, 0) for node in inside)
     for tensor in match.operands.values():
         for node in consumers(tensor) if not is_constant(tensor) else ():
@@ -107,7 +107,7 @@ def _siblings(graph: Graph, match: Match, inside: Set[Node]) -> Iterator[Node]:
 
 
 def _beside(node: Node) -> Iterator[Node]:
-    """Yield the operators that a node reads, and those that read it, with views at most between."""
+    """Yield the operators that a node reads or that read it, directly or through views."""
     for tensor in node.inputs:
         yield from _before(tensor, MAX_VIEWS)
     for tensor in node.outputs:

@@ -1,4 +1,4 @@
-"""Join elementwise operators with the fused node whose result they read: its kernel then has them as epilogue."""
+"""Fuse elementwise operators into the fused node whose result they read; they become its kernel's epilogue."""
 
 from __future__ import annotations
 
@@ -26,12 +26,15 @@ from onnxfuse.rewrite.replace import FunctionCall, Fused, LocalFunctions, attrib
 
 @dataclass(frozen=True)
 class Join:
-    """What joins the fused node that gives `result`: a cluster, or a part of one whose other nodes stay apart."""
+    """A planned join of a cluster, or of a part of it, with the fused node that computes `result`.
+
+    `apart` holds the rest of a cluster that joins in part only.
+    """
 
     result: Tensor
     cluster: Cluster
     apart: Cluster | None = None
-    match: Match | None = None  # the match that gives the result; a fused node replaces it first
+    match: Match | None = None  # the match that computes the result and must first become a fused node
 
 
 def find_epilogue_fusion(
@@ -39,12 +42,12 @@ def find_epilogue_fusion(
 ) -> Join | None:
     """Return how a cluster can join a fused node; None if it cannot.
 
-    `joining` says which nodes operators may join, and `taken` are the names of results that others join.  Of the nodes
-    of the cluster, those that depend on the node's result must be elementwise or Reshapes, and their outputs have as
-    many elements.  What they read besides is computed with them, where nothing else reads it and it is elementwise or
-    a view.
+    `joining` says which fused nodes take operators, and `taken` holds results that other clusters already join.
+    Operators of the cluster that depend on the fused node's result must be elementwise or Reshapes, and their outputs
+    must have as many elements.  The producers of their other operands also join, if they are elementwise or views and
+    nothing else reads them.
 
-    The result may be read elsewhere and be an output of the graph: then the joined node gives it too.
+    The result may also be read elsewhere, or be a graph output; then the joined node still computes it.
     """
     if cluster.is_free:
         return None
@@ -76,10 +79,10 @@ def find_epilogue_fusion(
 def _closes_no_cycle(
     maker: Node, cluster: Cluster, forms: Mapping[Node, tuple[Step, ...]], level: Mapping[Node, int]
 ) -> bool:
-    """Return whether no path leads from a result of a node to an operand of a cluster other than its first result.
+    """Return whether joining a cluster with the node before it cannot close a cycle.
 
-    Where the cluster alone reads that result, and there is no other, there is none.  Else, what the cluster reads must
-    be of a lower level: then neither this join nor others can close a cycle.
+    It cannot if the node has one result, and only the cluster reads it.  Otherwise, all other operands of the cluster
+    must be of a lower level than the node; then no combination of joins can close a cycle.
     """
     result = maker.outputs[0]
     if len(maker.outputs) == 1 and all(node in cluster.nodes for node in consumers(result)):
@@ -123,14 +126,14 @@ def _join(formed: Formed, cluster: Cluster, result: Tensor) -> Join | None:
 
 
 def _keeps_order(step: Step) -> bool:
-    """Return whether the elements of a step's result have the same order as in its operand."""
+    """Return whether the elements of a step's result have the same order as those of its operand."""
     return step.op in ("Constant", "Reshape", "Unsqueeze", "Squeeze", *ELEMENTWISE)
 
 
 def _has_rows_of(shape: Shape | None, result: Shape | None) -> bool:
-    """Return whether a shape has as many elements as a result, and whole axes at its end that are the result's last.
+    """Return whether a shape has a result's element count, and trailing axes that multiply to the result's last axis.
 
-    Then a row of the result is one of it, however its axes are divided.
+    Then each row of the result is one row of the shape, however its axes are divided.
     """
     if not shape or not result:
         return shape == result
@@ -139,7 +142,7 @@ def _has_rows_of(shape: Shape | None, result: Shape | None) -> bool:
 
 
 def _is_read_in_place(step: Step) -> bool:
-    """Return whether an epilogue computes a step, or reads through it so that neighbours stay such."""
+    """Return whether an epilogue can compute a step, or read through it so that neighbouring elements stay adjacent."""
     if step.op == "Transpose":
         perm: list[int] = step.attributes["perm"]  # type: ignore[assignment]
         return perm[-1] == len(perm) - 1
@@ -149,9 +152,10 @@ def _is_read_in_place(step: Step) -> bool:
 def write_epilogue_fusion(
     formed: Formed, join: Join, record: Fused, functions: LocalFunctions, bodies: Mapping[str, onnx.FunctionProto]
 ) -> Fused:
-    """Replace the nodes of a cluster, and the fused node whose result they join, by one; `record` is its own.
+    """Replace the nodes of a cluster, and the fused node whose result they join, by one node; return its record.
 
-    `bodies` are the functions that fused nodes call.  The graph must be sorted afterwards.
+    `record` is the old fused node's record, and `bodies` holds the functions that fused nodes call.  The graph must be
+    sorted afterwards.
     """
     graph, shapes, cluster, result = formed.merging.graph, formed.merging.clusters.shapes, join.cluster, join.result
     (maker,) = result.inputs
@@ -178,7 +182,7 @@ def write_epilogue_fusion(
 def _body(
     fusion: str, product: onnx.FunctionProto, behind: onnx.FunctionProto, attributes: list[str]
 ) -> onnx.FunctionProto:
-    """Return one function of two; the second reads the first one's result as its first input."""
+    """Return one function that chains two; the second reads the first one's result as its first input."""
     taken = {*product.input, *(name for node in product.node for name in node.output)}
     names = {behind.input[0]: product.output[0], "": ""}
     inner = (name for node in behind.node for name in node.output)

@@ -1,4 +1,4 @@
-"""Form regions: merge the nodes that the patterns leave, level by level, where that saves bytes or launches."""
+"""Form regions: merge the nodes that patterns left over, level by level, where that saves bytes or launches."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from onnxfuse.regions.steps import Step
 
 @dataclass(frozen=True)
 class Formed:
-    """The regions of a graph, and why nodes are in none; `others` are too small for a region, but may join a node."""
+    """The regions of a graph; `others` are clusters too small for a region, which may still join a fused node."""
 
-    merging: Merging  # it has merged the clusters, and can go on
+    merging: Merging  # the object that merged the clusters, for further merging
     regions: tuple[Cluster, ...] = ()
     others: tuple[Cluster, ...] = ()
-    reasons: dict[str, str] = field(default_factory=dict)  # by the labels of nodes
+    reasons: dict[str, str] = field(default_factory=dict)  # node label -> why the node is in no region
 
     @property
     def forms(self) -> dict[Node, tuple[Step, ...]]:
@@ -38,16 +38,16 @@ class Formed:
 
 @dataclass
 class Merging:
-    """Merges clusters of one level."""
+    """Merges clusters of the same level."""
 
     graph: Graph
     clusters: Clusters
     level: dict[Node, int]
-    reasons: dict[str, str]  # why nodes stay apart, by their labels
+    reasons: dict[str, str]  # node label -> why the node stays separate
     _front: int = 0  # the place before all others
 
     def with_neighbours(self, node: Node, neighbours: Callable[[Cluster], Iterable[Cluster]]) -> bool:
-        """Merge the cluster of a node with neighbours of its level, the largest gain first; return whether one was."""
+        """Merge a node's cluster with neighbours of its level, largest gain first; return whether any was merged."""
         own, tried, is_merged = self.clusters.of[node], set[Cluster](), False
         while others := [one for one in dict.fromkeys(neighbours(own)) if one is not own and one not in tried]:
             tried.update(others)
@@ -63,13 +63,13 @@ class Merging:
         return is_merged
 
     def _by_gain(self, node: Node, own: Cluster, others: Iterable[Cluster]) -> list[tuple[Cluster, Cluster]]:
-        """Return the clusters with which one can be merged, each with the merged cluster, the largest gain first."""
+        """Return (cluster, merged cluster) for each cluster that can be merged with `own`, largest gain first."""
         same = [one for one in others if self.level[one.nodes[0]] == self.level[own.nodes[0]]]
         found = [(other, both) for other in same if (both := self._both(node, own, other)) is not None]
         return sorted(found, key=lambda each: each[1].cost - each[0].cost)
 
     def _both(self, node: Node, own: Cluster, other: Cluster) -> Cluster | None:
-        """Return two clusters merged; None and the reason where they cannot be merged or that does not pay."""
+        """Return the merged cluster of two; None, with the reason stored, if merging is impossible or does not pay."""
         both = self.clusters.merged(other, own)
         if isinstance(both, Cluster):
             return both
@@ -77,14 +77,14 @@ class Merging:
         return None
 
     def latest(self, cluster: Cluster) -> int:
-        """Return the latest level at which a cluster can be computed; its own where that is not known."""
+        """Return the latest level at which a cluster can be computed; its own level if that is not known."""
         readers = [node for tensor in cluster.outputs.values() for node in consumers(tensor)]
         if not readers or any(self.graph.is_fixed(name) for name in cluster.outputs):
             return self.level[cluster.nodes[0]]
         return min(self.level[node] - (node not in self.clusters.of) for node in readers)
 
     def move(self, cluster: Cluster, level: int, place: int | None = None) -> None:
-        """Move a cluster's nodes to another level, to a place there, or else before all others."""
+        """Move a cluster's nodes to another level, at `place` if given, else before all other clusters there."""
         for node in cluster.nodes:
             self.level[node] = level
         self._front -= 1
@@ -94,7 +94,7 @@ class Merging:
 def form_regions(graph: Graph, shapes: ShapeInfo, keep: Set[str] = frozenset()) -> Formed:
     """Return the regions of a sorted graph, in execution order of their first nodes.
 
-    `keep` holds the labels of nodes that are in none.
+    `keep` holds the labels of nodes that must be in no region.
     """
     if graph.opset < MIN_OPSET:
         return Formed(Merging(graph, Clusters(graph, shapes, {}), {}, {}))
@@ -129,12 +129,12 @@ def form_regions(graph: Graph, shapes: ShapeInfo, keep: Set[str] = frozenset()) 
 
 
 def is_worth_it(cluster: Cluster) -> bool:
-    """Return whether a cluster has two operators that take time at run time."""
+    """Return whether a cluster has at least two operators that take time at run time."""
     return sum(op_of(node) not in FREE for node in cluster.nodes) > 1
 
 
 def _merge_all(merging: Merging) -> None:
-    """Merge the nodes in execution order, and then clusters with later ones that read them."""
+    """Merge the nodes in execution order, and then the resulting clusters with later clusters that read them."""
     clusters = merging.clusters
     for node in merging.graph.nodes:
         if node in clusters.forms:
@@ -152,12 +152,12 @@ def _merge_all(merging: Merging) -> None:
 
 
 def _read_by(clusters: Clusters, node: Node) -> list[Cluster]:
-    """Return the clusters that a node reads, some of them more than once."""
+    """Return the clusters that a node reads; duplicates are possible."""
     makers = [producer(tensor) for tensor in node.inputs]
     return [clusters.of[maker] for maker in makers if maker is not None and maker in clusters.of]
 
 
 def _readers_of(clusters: Clusters, own: Cluster) -> list[Cluster]:
-    """Return the clusters that read results of a cluster, some of them more than once."""
+    """Return the clusters that read results of a cluster; duplicates are possible."""
     readers = [node for tensor in own.outputs.values() for node in tensor.outputs]
     return [clusters.of[node] for node in readers if node in clusters.of]

@@ -1,4 +1,4 @@
-"""Put small regions that do not depend on each other into one: their blocks then share a launch."""
+"""Merge small independent regions, so that they share one launch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from onnxfuse.regions.formation import Formed, Merging
 from onnxfuse.regions.order import read_by, readers_of, set_places
 from onnxfuse.regions.siblings import merge_siblings
 
-MAX_BYTES: Final = LAUNCH_BYTES // 4  # bytes of a small region, which move in a quarter of its launch's time
-MAX_OPEN: Final = 8  # groups of a level that are compared with the next cluster
+MAX_BYTES: Final = LAUNCH_BYTES // 4  # maximum bytes of a small region: they move in a quarter of a launch's time
+MAX_OPEN: Final = 8  # maximum number of groups of a level that are compared with the next cluster
 
 
 @dataclass
@@ -25,12 +25,12 @@ class Group:
     operands: set[str] = field(default_factory=set)
 
     def add(self, cluster: Cluster) -> None:
-        """Add a cluster."""
+        """Add a cluster to the group."""
         self.clusters.append(cluster)
         self.operands.update(cluster.operands)
 
     def takes(self, cluster: Cluster) -> bool:
-        """Return whether the clusters and another one are small enough for one region, and reduce the same rows."""
+        """Return whether the group with another cluster is small enough for one region, and reduces the same rows."""
         every = [*self.clusters, cluster]
         rows = [one.rows for one in every if one.rows is not None]
         return (
@@ -41,14 +41,14 @@ class Group:
         )
 
     def shared_bytes(self, cluster: Cluster, clusters: Clusters) -> int:
-        """Return the bytes of the operands that another cluster reads as well."""
+        """Return the bytes of a cluster's operands that the group also reads."""
         return clusters.bytes_of(tensor for name, tensor in cluster.operands.items() if name in self.operands)
 
 
 def share_launches(formed: Formed, apart: Collection[Cluster]) -> list[Cluster]:
-    """Return the clusters with those of one level merged that read the same, or are small and independent.
+    """Merge clusters of a level that read the same tensors, or are small and independent; return all clusters.
 
-    `apart` are the clusters that join no other node, which may be of one operator.
+    `apart` holds the clusters that join no fused node; a cluster may have one operator.
     """
     merging, clusters = formed.merging, formed.merging.clusters
     by_level = defaultdict[int, dict[Cluster, None]](dict)
@@ -67,10 +67,10 @@ def share_launches(formed: Formed, apart: Collection[Cluster]) -> list[Cluster]:
 
 
 def _groups(merging: Merging, in_order: Sequence[Cluster], small: Collection[Cluster]) -> Iterable[Group]:
-    """Yield the groups of the small ones among all clusters of a level.
+    """Return groups of the small clusters among all clusters of a level.
 
-    Each cluster gets a step after those of what it reads, and before the last one that leaves steps for what reads it.
-    So clusters of one step do not depend on each other, whichever of them are grouped.
+    Each cluster gets a step after the steps of the clusters that it reads, early enough to leave steps for its readers.
+    So clusters of one step never depend on each other, and any of them can be grouped.
     """
     latest = _latest_steps(merging, in_order)
     step, groups = dict[Cluster, int](), list[Group]()

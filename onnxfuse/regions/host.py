@@ -1,4 +1,4 @@
-"""Shape arithmetic, which onnxruntime runs on the host: it is part of no region."""
+"""Finds shape arithmetic, which onnxruntime runs on the host; it is left out of regions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onnxfuse.analysis.shape_info import MAX_VALUE_ELEMENTS, ShapeInfo
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
 
-# The inputs of operators that onnxruntime reads on the host.
+# operator -> inputs that onnxruntime reads on the host
 HOST_INPUTS: Final[Mapping[str, range]] = {
     "Reshape": range(1, 2),
     "Expand": range(1, 2),
@@ -34,7 +34,7 @@ SEEDS: Final = ("Shape", "Size")
 
 
 def host_nodes(graph: Graph, shapes: ShapeInfo) -> set[Node]:
-    """Return the nodes that compute short tensors from shapes alone, or for nothing but shapes."""
+    """Return the nodes that compute short tensors from shapes only, or that only shapes depend on."""
     found: set[Node] = set()
     for node in graph.nodes:
         if op_of(node) in SEEDS or (_is_short(shapes, node) and _reads_only(node, found)):
@@ -61,7 +61,7 @@ def _reads_only(node: Node, found: set[Node]) -> bool:
 
 
 def _is_for_host(graph: Graph, tensor: Tensor, found: set[Node]) -> bool:
-    """Return whether all that reads a tensor is shape arithmetic, or reads it as a shape."""
+    """Return whether every reader of a tensor is shape arithmetic, or reads the tensor as a shape."""
     if graph.is_kept(tensor) or not tensor.outputs:
         return False
     return all(node in found or _reads_as_shape(node, tensor) for node in consumers(tensor))

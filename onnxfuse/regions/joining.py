@@ -1,4 +1,4 @@
-"""The fused nodes that other operators join, and the matches that are worth a fused node only if some do."""
+"""The fused nodes that operators may join, and the matches that are worth a fused node only if operators join it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from onnxfuse.rewrite.replace import REGION, Fused, LocalFunctions, replace_matc
 
 @dataclass
 class Joining:
-    """Says which fused nodes elementwise operators may join, and fuses what is fused only where they do.
+    """Decides which fused nodes elementwise operators may join, and fuses matches that pay only with such operators.
 
-    `fusions` are those whose nodes operators may join, where their declarations say so.  `exclude` holds matches that
-    stay unfused and regions that stay as they are, each by the name of its fusion, or REGION, and of its first output;
-    and what joins no other node, by that node's fusion.  `keep` holds the labels of nodes that are in no match and no
-    region.
+    `fusions` holds the fusions whose nodes operators may join, if the fusion's declaration allows it.  `exclude` holds
+    (fusion or REGION, first output) of matches that stay unfused and of regions that are not formed.  For operators
+    that must not join a fused node, it holds (that node's fusion, their first output).  `keep` holds the labels of
+    nodes that must be in no match and no region.
     """
 
     graph: Graph
@@ -34,15 +34,15 @@ class Joining:
 
     @cached_property
     def epilogues(self) -> dict[str, bool | str]:
-        """What the declarations of fusions say of their epilogues, where they have any: True, or the one layout."""
+        """The epilogues that fusions declare, by fusion name: True, or the only layout that allows one."""
         return {fusion.name: fusion.epilogue for fusion in self.fusions if fusion.epilogue}
 
     def may_be_region(self, outputs: Iterable[str]) -> bool:
-        """Return whether nodes with these outputs may be a region, which is known by the first."""
+        """Return whether nodes with these outputs may be a region; `exclude` names a region by its first output."""
         return (REGION, next(iter(outputs))) not in self.exclude
 
     def takes_epilogue(self, node: Node) -> bool:
-        """Return whether operators may join a fused node."""
+        """Return whether operators may join a fused node as its epilogue."""
         return self.epilogues.get(str(node.attrs["fusion"]), False) in (True, node.attrs.get("layout"))
 
     @cached_property
@@ -51,7 +51,7 @@ class Joining:
         return [Matcher(self.graph, self.shapes, fusion, joined=True) for fusion in only_if_joined]
 
     def match_at(self, tensor: Tensor) -> Match | None:
-        """Return the match that ends at a tensor and is worth a fused node only if operators join it; None if none."""
+        """Return the match that ends at a tensor and pays only if operators join it; None if there is none."""
         maker = producer(tensor)
         if maker is None or maker.domain not in ("", "ai.onnx"):
             return None
@@ -68,6 +68,6 @@ class Joining:
         return excluded or any(node_label(node) in self.keep for node in match.nodes)
 
     def replace(self, match: Match) -> Fused | None:
-        """Replace a match by its fused node; None, and nothing changes, where the opset has no spelling of its body."""
+        """Replace a match by its fused node, and return its record; None, without changes, if that is impossible."""
         found = replace_match(self.graph, self.shapes, match, self.functions)
         return found if isinstance(found, Fused) else None

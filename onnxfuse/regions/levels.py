@@ -1,4 +1,4 @@
-"""Levels: nodes of one level can be merged without a cycle through a node that belongs to no region."""
+"""Levels of nodes: merging nodes of one level cannot close a cycle through a node that is in no region."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from onnxfuse.ir.node import Node, has_subgraph, producer
 
 
 def levels(graph: Graph, members: Collection[Node]) -> dict[Node, int]:
-    """Return the level of each node of a sorted graph; `members` are the nodes that may be in regions.
+    """Return the level of each node of a sorted graph; `members` holds the nodes that may be in regions.
 
-    A node's level is at least that of the nodes that it depends on, and above that of a member where the node is none.
-    So no path between two members of one level leads through another node.
+    A node's level is at least the level of every node that it depends on.  A nonmember's level is greater than the
+    level of each member that it depends on.  So no path between two members of one level passes through a nonmember.
     """
     made_by = _producers(graph)
     found: dict[Node, int] = {}

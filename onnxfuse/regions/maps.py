@@ -1,4 +1,4 @@
-"""The index maps of regions: operators that move elements and compute nothing."""
+"""Region steps of operators that only move elements."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _flatten(s: Steps) -> None:
 
 
 def _elements(shape: Sequence[Size]) -> int | None:
-    """Return the product of sizes; None where one of them is not known."""
+    """Return the product of sizes; None if any of them is symbolic."""
     known = [size for size in shape if isinstance(size, int)]
     return math.prod(known) if len(known) == len(shape) else None
 
@@ -114,7 +114,7 @@ def _pad(s: Steps) -> None:
 
 
 def _gather(s: Steps) -> None:
-    """Write a Gather; with one constant index it is a Slice."""
+    """Write a Gather; a Gather with a single constant index becomes a Slice."""
     axis, indices = axis_of(s.integer("axis", 0), s.rank()), s.node.inputs[1]
     if not is_constant(indices) or math.prod(indices.shape) != 1 or len(indices.shape) > 1:
         s.end("Gather", [s.data(0), indices.name], axis=axis)
@@ -141,13 +141,13 @@ def _tile(s: Steps) -> None:
 def _blocks(s: Steps, split: Sequence[Size], perm: list[int], joined: Sequence[Size]) -> None:
     """Write a rearrangement of blocks as Reshape, Transpose and Reshape."""
     first, last = ([s.size(size) for size in target] for target in (split, joined))
-    data = s.data(0)  # after the last input, whose dims are not those that sizes are computed from
+    data = s.data(0)  # it becomes the second input of the last Reshape, whose sizes are computed from its dims
     moved = s.emit("Transpose", [s.emit("Reshape", [data], shape=first)], perm=perm)
     s.end("Reshape", [moved, data], shape=[by_index(each, lambda _: 1) for each in last])
 
 
 def _sizes(s: Steps) -> tuple[int, Size, int, Size, Size]:
-    """Return the block size and the images, channels, rows and columns of a tensor."""
+    """Return block size, batch, channels, rows and columns of a tensor."""
     shape = s.shape(s.node.inputs[0])
     if len(shape) != 4 or not isinstance(shape[1], int):
         raise StaysOut("its channels are not known")

@@ -1,4 +1,4 @@
-"""The normal form of a node: the steps that it is in a region's program, or why it can be in none."""
+"""The normal form of a node: its steps in a region's program, or the reason why it cannot be in a region."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from onnxfuse.regions.reductions import REDUCTIONS
 from onnxfuse.regions.steps import StaysOut, Step, Steps, Writer, require_dtypes
 
 WRITERS: Final[Mapping[str, Writer]] = {**POINTWISE, **MAPS, **REDUCTIONS}
-MIN_OPSET: Final = 9  # functions hold their constants as Constant nodes of integers
+MIN_OPSET: Final = 9  # functions need integer Constant nodes, which exist since this opset
 
 
 def normal_form(graph: Graph, shapes: ShapeInfo, node: Node) -> tuple[Step, ...] | str:
-    """Return the steps of a node, or a sentence that says why regions leave it out."""
+    """Return the steps of a node, or a sentence that says why it cannot be in a region."""
     op = op_of(node)
     if op not in WRITERS:
         return f"{op} is none of the operators of regions"
@@ -48,14 +48,14 @@ def normal_form(graph: Graph, shapes: ShapeInfo, node: Node) -> tuple[Step, ...]
 
 
 def _is_tiled_half(steps: Steps) -> bool:
-    """Return whether a node repeats a constant in half precision, which onnxruntime has no kernel to fold with."""
+    """Return whether a node tiles a constant in half precision; onnxruntime has no kernel to fold this."""
     return op_of(steps.node) == "Tile" and dtype_name(steps.dtype()) in HALVES
 
 
 def _require_declared(steps: Steps) -> None:
-    """Raise StaysOut for a dtype that ONNX does not declare for the operator at the model's opset.
+    """Raise StaysOut if ONNX does not declare the node's dtypes for the operator at the model's opset.
 
-    Such a node runs in the main graph, where onnxruntime has a kernel, but the body of a function is checked.
+    Such a node may run in the main graph, if onnxruntime has a kernel, but function bodies are checked strictly.
     """
     node, opset = steps.node, steps.graph.opset
     inputs, outputs = _declared_types(op_of(node), opset)
@@ -79,7 +79,7 @@ def _declared_types(op: str, opset: int) -> tuple[tuple[frozenset[str], ...], tu
 
 
 def _require_kernels(steps: Steps) -> None:
-    """Raise StaysOut for a step whose first input has a dtype for which no kernel is generated."""
+    """Raise StaysOut for a step whose first input has a dtype that generated kernels do not support."""
     dtypes = {t.name: steps.shapes.dtype(t) for t in steps.node.inputs if t.name}
     for step in steps.found:
         if step.op != "Constant" and (found := dtype_name(dtypes[step.inputs[0]])) not in dtypes_of(step.op):

@@ -1,4 +1,4 @@
-"""Norms that a region takes in: what precedes a norm is then computed where the norm reads its rows."""
+"""Merge fused norms into regions, so that the region computes a norm's input while the norm reads its rows."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from onnxfuse.regions.write import measured_besides, order_by_reading
 
 NORMS: Final = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
 FLOAT: Final = int(TensorProto.FLOAT)
-MOVED: Final = "#moved"  # the rows that a norm reads, where they are moved first
+MOVED: Final = "#moved"  # name of the moved rows, if rows are moved before the norm
 ROW_MAPS: Final = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Split", "Concat")
 
 
 def with_norms(
     formed: Formed, cluster: Cluster, joining: Joining, joins: Mapping[str, Join]
 ) -> tuple[Cluster, list[Node]]:
-    """Return a cluster with the fused norms that read its results and are best computed with it, and these norms.
+    """Return a cluster merged with the fused norms that read its results, where that pays; and these norms.
 
-    `joining` says which nodes operators may join, and `joins` has those that do, by the results that they read: what
-    has joined such a norm is then part of the cluster too.
+    `joining` says which fused nodes take operators.  `joins` holds the planned joins, by the name of the result that
+    they read: operators that were to join such a norm become part of the cluster too.
     """
     taken = list[Node]()
     if cluster.is_free or not all(map(_keeps_last_axis, _steps(formed, cluster))):
@@ -50,9 +50,9 @@ def _steps(formed: Formed, cluster: Cluster) -> Iterator[Step]:
 
 
 def _keeps_last_axis(step: Step) -> bool:
-    """Return whether neighbours along the last axis stay such, so that rows are read by vectors.
+    """Return whether elements that are adjacent along the last axis stay adjacent, so that rows are read as vectors.
 
-    Rows that a Transpose divides would be read element by element: it is faster in a launch of its own.
+    Otherwise (after some Transposes) rows are read element by element; then a separate launch is faster.
     """
     if step.op == "Transpose":
         perm: list[int] = step.attributes["perm"]  # type: ignore[assignment]
@@ -61,7 +61,7 @@ def _keeps_last_axis(step: Step) -> bool:
 
 
 def _norms_behind(formed: Formed, cluster: Cluster, joining: Joining) -> list[Node]:
-    """Return the norms that read what a cluster computes, in execution order."""
+    """Return the norms that read results of a cluster, in execution order."""
     graph = formed.merging.graph
     readers = {
         id(node): node
@@ -73,9 +73,9 @@ def _norms_behind(formed: Formed, cluster: Cluster, joining: Joining) -> list[No
 
 
 def _merged(formed: Formed, joining: Joining, cluster: Cluster, norm: Node, join: Join | None) -> Cluster | None:
-    """Return a cluster with a norm that reads its result, and with what has joined the norm; None if they stay apart.
+    """Return a cluster merged with a norm that reads its result, and with the norm's join; None if they stay separate.
 
-    All that they read besides must be of a lower level than the cluster, so that no path leads from it to them.
+    Everything else that they read must be of a lower level than the cluster, so that no path leads from it to them.
     """
     merging, clusters, level = formed.merging, formed.merging.clusters, formed.merging.level
     steps = norm_steps(merging.graph, clusters.shapes, norm)
@@ -103,16 +103,16 @@ def _merged(formed: Formed, joining: Joining, cluster: Cluster, norm: Node, join
 
 
 def _belong(merging: Merging, cluster: Cluster, level: int) -> None:
-    """Let nodes be those of a cluster, at its level."""
+    """Assign nodes to a cluster, and to its level."""
     merging.clusters.split(cluster)
     merging.move(cluster, level)
 
 
 def with_moved_norm(formed: Formed, cluster: Cluster, joining: Joining) -> tuple[Cluster, list[Node]]:
-    """Return a cluster that moves the rows of a norm, as a window partition does, with the norm, and this norm.
+    """Return a cluster that moves rows of a norm, as a window partition does, merged with that norm; and the norm.
 
-    The norm of moved rows is the same as the moved rows of a norm: the program moves those that the norm reads.
-    `joining` is as in `with_norms`.
+    A norm of moved rows equals the moved rows of a norm, so the program moves the rows first.  `joining` is as in
+    `with_norms`.
     """
     norm = _moved_norm(formed, cluster, joining)
     if norm is None or not joining.may_be_region(cluster.outputs):
@@ -134,7 +134,7 @@ def with_moved_norm(formed: Formed, cluster: Cluster, joining: Joining) -> tuple
 
 
 def _moved_norm(formed: Formed, cluster: Cluster, joining: Joining) -> Node | None:
-    """Return the norm whose rows a cluster moves, and that nothing else reads; None if there is none."""
+    """Return the norm whose rows a cluster moves, if nothing else reads its result; None if there is none."""
     if cluster.is_free or len(cluster.operands) != 1 or len(cluster.outputs) != 1:
         return None
     graph, clusters = formed.merging.graph, formed.merging.clusters
@@ -155,7 +155,7 @@ def _renamed(step: Step, names: Mapping[str, str]) -> Step:
 
 
 def _moves_rows(shapes: ShapeInfo, node: Node, steps: Iterable[Step]) -> bool:
-    """Return whether a node moves rows along the last axis as wholes, and changes nothing in them."""
+    """Return whether a node moves whole rows along the last axis, and changes nothing within them."""
     before, after = shapes.shape(node.inputs[0]), [shapes.shape(output) for output in node.outputs]
     if not before or any(not shape or shape[-1] != before[-1] for shape in after):
         return False
@@ -164,15 +164,15 @@ def _moves_rows(shapes: ShapeInfo, node: Node, steps: Iterable[Step]) -> bool:
 
 
 def _is_along_last(step: Step, rank: int) -> bool:
-    """Return whether a step takes, joins or adds elements along the last of so many axes."""
+    """Return whether a step slices, joins or pads along the last axis of a tensor of this rank."""
     axes = step.attributes.get("axes", step.attributes.get("axis", []))
     return rank - 1 in (axes if isinstance(axes, list) else [axes])
 
 
 def norm_steps(graph: Graph, shapes: ShapeInfo, norm: Node, moved: Tensor | None = None) -> tuple[Step, ...] | None:
-    """Return what a fused norm computes, in float32, as steps of a program; None where a weight is not a vector.
+    """Return the steps of a fused norm, which compute in float32; None if one of its weights is not a vector.
 
-    With `moved`, its rows are read from the value MOVED, and its result is that tensor.
+    With `moved`, it reads its rows from the value MOVED, and its result is the tensor `moved`.
     """
     operands: dict[str, Tensor] = dict(zip(str(norm.attrs["operands"]).split(), norm.inputs, strict=True))
     rank = shapes.rank(moved or operands["x"])

@@ -1,4 +1,4 @@
-"""The order of the clusters of a level: each has a place after those that it reads, also when two become one."""
+"""The order of a level's clusters: each cluster follows those that it reads, and merging keeps this order valid."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Final, TypeAlias
 from onnxfuse.ir.node import Node, producer
 from onnxfuse.regions.cluster import Cluster, Clusters
 
-MAX_VISITED: Final = 64  # clusters, in the search for those between two
+MAX_VISITED: Final = 64  # maximum number of clusters visited in a search between two clusters
 Neighbours: TypeAlias = Callable[[Cluster], Iterable[Cluster]]
 
 
 def read_by(clusters: Clusters, level: Mapping[Node, int], own: Cluster) -> Iterable[Cluster]:
-    """Yield the clusters of its level that a cluster reads, some of them more than once."""
+    """Yield the clusters of the same level that a cluster reads; duplicates are possible."""
     at = level[own.nodes[0]]
     for tensor in own.operands.values():
         maker = producer(tensor)
@@ -24,7 +24,7 @@ def read_by(clusters: Clusters, level: Mapping[Node, int], own: Cluster) -> Iter
 
 
 def readers_of(clusters: Clusters, level: Mapping[Node, int], own: Cluster) -> Iterable[Cluster]:
-    """Yield the clusters of its level that read a cluster, some of them more than once."""
+    """Yield the clusters of the same level that read a cluster; duplicates are possible."""
     at = level[own.nodes[0]]
     for tensor in own.outputs.values():
         for node in tensor.outputs:
@@ -34,10 +34,10 @@ def readers_of(clusters: Clusters, level: Mapping[Node, int], own: Cluster) -> I
 
 
 def place_of_both(clusters: Clusters, level: Mapping[Node, int], a: Cluster, b: Cluster) -> int | None:
-    """Return the place of what two clusters of one level become, and make room for it.
+    """Return the place for the merged cluster of two clusters of a level, after making room for it.
 
-    Returns None, and moves nothing, where one of them depends on the other through a third cluster: both would make a
-    cycle.  So it does where more than MAX_VISITED clusters would have to be looked at.
+    Returns None, and moves nothing, if one of them depends on the other through a third cluster: merging would close a
+    cycle.  Also returns None if more than MAX_VISITED clusters would have to be visited.
     """
     first, last = (a, b) if a.place < b.place else (b, a)
     before = _between(first, last, last, lambda each: read_by(clusters, level, each))
@@ -59,7 +59,7 @@ def place_of_both(clusters: Clusters, level: Mapping[Node, int], a: Cluster, b: 
 
 
 def merge(clusters: Clusters, level: Mapping[Node, int], a: Cluster, b: Cluster, both: Cluster) -> bool:
-    """Put one cluster in place of two of one level; return False, and do nothing, where that could make a cycle."""
+    """Replace two clusters of a level by one; return False, and change nothing, if that could close a cycle."""
     place = place_of_both(clusters, level, a, b)
     if place is not None:
         both.place = place
@@ -68,7 +68,7 @@ def merge(clusters: Clusters, level: Mapping[Node, int], a: Cluster, b: Cluster,
 
 
 def _between(first: Cluster, last: Cluster, start: Cluster, neighbours: Neighbours) -> list[Cluster] | None:
-    """Return the clusters between the places of two that one of these leads to, in order; None if they are too many."""
+    """Return, in order, the clusters between two places that are reachable from `start`; None if they are too many."""
     found, work = set[Cluster](), [start]
     while work:
         for each in neighbours(work.pop()):
@@ -81,9 +81,10 @@ def _between(first: Cluster, last: Cluster, start: Cluster, neighbours: Neighbou
 
 
 def set_places(clusters: Clusters, level: Mapping[Node, int], of_level: Iterable[Cluster]) -> list[Cluster]:
-    """Give all clusters of a level places anew, close to the order of their first nodes; return them in this order."""
+    """Assign new places to all clusters of a level, close to the order of their first nodes; return them in order."""
     left = {each: len(set(read_by(clusters, level, each))) for each in of_level}
-    in_order = sorted(left, key=lambda each: clusters.graph.position[each.nodes[0]])  # copies have a place in common
+    # Copies share the position of their original.
+    in_order = sorted(left, key=lambda each: clusters.graph.position[each.nodes[0]])
     number = {each: i for i, each in enumerate(in_order)}
     work = [number[each] for each in in_order if not left[each]]
     found = list[Cluster]()

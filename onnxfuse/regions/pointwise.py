@@ -1,4 +1,4 @@
-"""The elementwise operators of regions."""
+"""Region steps of elementwise operators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAME: Final = (
     "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "And", "Or", "Xor", "Not", "IsNaN", "Identity",
     "BitwiseAnd", "BitwiseOr", "BitwiseXor", "BitwiseNot",
 )  # fmt: skip
-# Operators with numbers as attributes, and the defaults of these.
+# Operators with numeric attributes, and the attributes' defaults.
 WITH_NUMBERS: Final[Mapping[str, Mapping[str, float]]] = {
     "LeakyRelu": {"alpha": 0.01},
     "Elu": {"alpha": 1.0},
@@ -36,7 +36,7 @@ def _with_numbers(op: str, s: Steps) -> None:
 
 
 def _chain(op: str, s: Steps) -> None:
-    """Write an operator of any number of inputs as operators of two."""
+    """Write an operator with any number of inputs as a chain of binary operators."""
     values = s.elementwise(range(len(s.node.inputs)))
     if len(values) == 1:
         s.end("Identity", values)
@@ -48,7 +48,7 @@ def _chain(op: str, s: Steps) -> None:
 
 
 def _power(s: Steps) -> None:
-    """Write a power with an exponent of the base's dtype."""
+    """Write a Pow, with the exponent cast to the base's dtype."""
     x, exponent = s.elementwise([0, 1])
     if s.dtype(0) != s.dtype(1):
         if s.dtype(0) not in FLOATS:
@@ -58,7 +58,7 @@ def _power(s: Steps) -> None:
 
 
 def _range(dtype: int) -> tuple[float, float]:
-    """Return the least and the largest finite number of a dtype."""
+    """Return the smallest and the largest finite number of a dtype."""
     if dtype in INTEGER_RANGES:
         return INTEGER_RANGES[dtype]
     limits = ml_dtypes.finfo(helper.tensor_dtype_to_np_dtype(dtype))  # type: ignore[no-untyped-call]
@@ -66,7 +66,7 @@ def _range(dtype: int) -> tuple[float, float]:
 
 
 def _clip(s: Steps) -> None:
-    """Write a Clip as Max and Min, whose bounds are attributes before opset 11: by default, the dtype's range."""
+    """Write a Clip as Max and Min; before opset 11, its bounds are attributes, whose default is the dtype's range."""
     least, largest = (
         s.data(index, s.rank()) if s.has(index) else s.number(s.node.attrs.get(name, limit), s.dtype())
         for index, name, limit in zip((1, 2), ("min", "max"), _range(s.dtype()), strict=True)

@@ -1,4 +1,4 @@
-"""The reductions of regions, and the operators that consist of one and of what follows it."""
+"""Region steps of reductions, and of operators that combine a reduction with elementwise steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onnxfuse.ir.dtypes import FLOATS
 from onnxfuse.region_operators import SUMS
 from onnxfuse.regions.steps import StaysOut, Steps, Writer, axis_of
 
-LAST_FLATTENING_OPSET: Final = 12  # up to which Softmax is over all axes from one on
+LAST_FLATTENING_OPSET: Final = 12  # up to this opset, Softmax reduces all axes from `axis` on
 
 
 def _reduce(op: str, s: Steps) -> None:
@@ -45,7 +45,7 @@ def _arg(op: str, s: Steps) -> None:
 
 
 def _pool(op: str, s: Steps) -> None:
-    """Write the pool of a whole image, which is a reduction over its spatial axes."""
+    """Write a global pool as a reduction over the spatial axes."""
     if s.dtype() not in FLOATS:
         raise StaysOut("it pools integers")
     s.end(op, [s.data(0)], axes=list(range(2, s.rank())), keepdims=1)

@@ -1,4 +1,4 @@
-"""The rows of a region with reductions: all of them are over the same axes of one shape."""
+"""The rows of a region with reductions: all reductions must be over the same axes of the same shape."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ONE_AXIS: Final = (*SOFTMAXES, *EXTREMES)
 
 
 class Kind(Enum):
-    """How a value depends on the reductions of its region."""
+    """How a value depends on its region's reductions."""
 
     ELEMENT = "one for each element of the rows"
     ROW = "one for each row"
@@ -28,29 +28,29 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Rows:
-    """The shape that is reduced, and the axes over which it is."""
+    """The shape that is reduced, and the axes that are reduced."""
 
     shape: Shape
     axes: tuple[int, ...]
 
     @property
     def kept(self) -> Shape:
-        """The shape of a result that keeps the reduced axes."""
+        """The shape of a reduction's result with the reduced axes kept as size 1."""
         return tuple(1 if i in self.axes else size for i, size in enumerate(self.shape))
 
     @property
     def dropped(self) -> Shape:
-        """The shape of a result without the reduced axes."""
+        """The shape of a reduction's result without the reduced axes."""
         return tuple(size for i, size in enumerate(self.shape) if i not in self.axes)
 
 
 def is_reduction(step: Step) -> bool:
-    """Return whether a step reduces rows."""
+    """Return whether a step is a reduction over rows."""
     return step.op in REDUCTIONS
 
 
 def rows_of(shapes: ShapeInfo, node: Node, steps: Iterable[Step]) -> Rows | None:
-    """Return the rows that a node reduces; None if it reduces none."""
+    """Return the rows that a node reduces; None if it is not a reduction."""
     reduction = next((step for step in steps if is_reduction(step)), None)
     return Rows(shapes.shape(node.inputs[0]) or (), _axes(reduction)) if reduction is not None else None
 
@@ -58,9 +58,9 @@ def rows_of(shapes: ShapeInfo, node: Node, steps: Iterable[Step]) -> Rows | None
 def kinds_of(
     shapes: ShapeInfo, nodes: Iterable[Node], forms: Mapping[Node, tuple[Step, ...]]
 ) -> dict[str, Kind] | None:
-    """Return the kinds of the tensors of nodes in execution order that depend on a reduction.
+    """Return the kinds of all values that depend on a reduction, by name; `nodes` must be in execution order.
 
-    Returns None where the nodes cannot be one region: reductions are over other rows, or what follows them moves rows.
+    Returns None if the nodes cannot be one region: their reductions have different rows, or a later node moves rows.
     """
     rows: Rows | None = None
     kinds: dict[str, Kind] = {}
@@ -72,7 +72,7 @@ def kinds_of(
             if rows not in (None, found) or kinds.get(node.inputs[0].name) is Kind.ROW:
                 return None
             rows = found
-            gives_rows = reduction.op in SOFTMAXES or node.domain == DOMAIN  # a norm
+            gives_rows = reduction.op in SOFTMAXES or node.domain == DOMAIN  # such a fused node is a norm
             kinds[node.outputs[0].name] = Kind.ELEMENT if gives_rows else Kind.ROW
             continue
         behind = {t.name for t in node.inputs if t.name in kinds}
@@ -91,7 +91,7 @@ def _axes(step: Step) -> tuple[int, ...]:
 
 
 def _kind_behind(shapes: ShapeInfo, node: Node, rows: Rows, kinds: Mapping[str, Kind]) -> Kind | None:
-    """Return the kind of what a node computes from values after a reduction; None where it moves them."""
+    """Return the kind of a node's result if it reads values after a reduction; None if it moves their rows."""
     out = shapes.shape(node.outputs[0])
     if out is None or len(node.outputs) > 1:
         return None
@@ -115,7 +115,7 @@ def _kind_behind(shapes: ShapeInfo, node: Node, rows: Rows, kinds: Mapping[str, 
 
 
 def _takes_one_of_each_row(shapes: ShapeInfo, node: Node, rows: Rows, kinds: Mapping[str, Kind]) -> bool:
-    """Return whether a GatherElements takes one element of each row, as what picks the scores of labels does."""
+    """Return whether a GatherElements takes one element per row, as for the scores of labels."""
     data, indices = node.inputs
     axis = node.attrs.get("axis", 0)
     is_along = isinstance(axis, int) and rows.axes == (axis % len(rows.shape),)

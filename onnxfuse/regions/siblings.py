@@ -1,4 +1,4 @@
-"""Merge regions that read a tensor in the same order, element by element or row by row: their kernel reads it once."""
+"""Merge regions that read a tensor in the same order, by element or by row, so that one kernel reads it once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onnxfuse.regions.order import merge
 from onnxfuse.regions.pointwise import POINTWISE
 from onnxfuse.regions.rows import is_reduction
 
-MAX_OPEN: Final = 4  # clusters that read a tensor and are compared with the next one
+MAX_OPEN: Final = 4  # maximum number of readers of a tensor that are compared with the next one
 
 
 def is_of_fused(tensor: Tensor) -> bool:
@@ -32,10 +32,10 @@ def merge_siblings(
     among: Iterable[Cluster],
     is_wanted: Callable[[Tensor], bool] = lambda tensor: True,
 ) -> list[Cluster]:
-    """Merge clusters of one level that read a wanted tensor in its own order; return what all of them have become.
+    """Merge clusters of one level that read a wanted tensor in its own order; return the resulting clusters.
 
-    Those of the largest tensor are merged first.  The clusters must have places in the order of their level.  `reasons`
-    says by the labels of nodes why these are in no region, and gets what is found here where it knows nothing better.
+    Readers of the largest tensor are merged first.  The clusters must have places in the order of their level.
+    `reasons` maps node labels to the reasons why nodes are in no region; reasons found here replace less specific ones.
     """
     in_order = sorted(among, key=lambda each: (level[each.nodes[0]], each.place))
     readers, tensors = defaultdict[str, list[Cluster]](list), dict[str, Tensor]()
@@ -52,7 +52,7 @@ def merge_siblings(
 def _merge_readers(
     clusters: Clusters, level: Mapping[Node, int], reasons: dict[str, str], tensor: Tensor, readers: Iterable[Cluster]
 ) -> None:
-    """Merge the clusters that read a tensor in its own order, each with the first of the last few that takes it."""
+    """Merge clusters that read a tensor in its own order; each joins the first of the last few that accepts it."""
     found = list[Cluster]()
     for cluster in dict.fromkeys(clusters.of[each.nodes[0]] for each in readers):
         if not _is_read_in_order(clusters, tensor, cluster):
@@ -71,7 +71,7 @@ def _merge_readers(
 
 
 def _merge(clusters: Clusters, level: Mapping[Node, int], a: Cluster, b: Cluster) -> str:
-    """Merge two clusters; return why they stay apart, "" if they do not."""
+    """Merge two clusters; return "", or why they stay separate."""
     if level[a.nodes[0]] != level[b.nodes[0]]:
         return "other nodes are computed between the two"
     both = clusters.merged(a, b)
@@ -81,7 +81,7 @@ def _merge(clusters: Clusters, level: Mapping[Node, int], a: Cluster, b: Cluster
 
 
 def _is_read_in_order(clusters: Clusters, tensor: Tensor, cluster: Cluster) -> bool:
-    """Return whether a cluster reduces rows of a tensor, or has an output whose elements are computed from its own."""
+    """Return whether a cluster reads a tensor in order: it reduces its rows, or computes an output elementwise."""
     dims = _dims(clusters, tensor)
     names = {tensor.name}
     for node in cluster.nodes if dims else ():
@@ -98,5 +98,5 @@ def _is_read_in_order(clusters: Clusters, tensor: Tensor, cluster: Cluster) -> b
 
 
 def _dims(clusters: Clusters, tensor: Tensor) -> tuple[Size, ...]:
-    """Return the sizes of a tensor but those of one."""
+    """Return the sizes of a tensor, without those that are 1."""
     return tuple(size for size in clusters.shapes.shape(tensor) or () if size != 1)

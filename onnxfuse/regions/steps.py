@@ -1,4 +1,4 @@
-"""The steps that an operator consists of in a region's program: one normal form for every opset."""
+"""Steps: the normal form of an operator in a region's program, the same for every opset."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from onnxfuse.regions.computed import (
     tensors_in,
 )
 
-Value: TypeAlias = "int | float | str | list[Any]"  # of an attribute of a step; a list may hold expressions
+Value: TypeAlias = "int | float | str | list[Any]"  # value of a step's attribute; a list may hold expressions
 MAX_RANK: Final = 8
 
 
 class StaysOut(Exception):
-    """An operator cannot be part of a region; the message is a sentence that says why."""
+    """An operator cannot be part of a region; the message says why, as a sentence."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """An operator of a program.  Values are tensors of the graph, by name, or `#0`, `#1`, ... inside one node.
+    """An operator of a region's program.  Values are names of the graph's tensors, or `#0`, `#1`, ... inside one node.
 
-    After what an operator computes from, the inputs name the tensors of whose dims its attributes are expressions.
+    The last inputs may be tensors whose elements are not read: the step's attributes are expressions over their dims.
     """
 
     op: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     attributes: Mapping[str, Value]
-    dtype: int  # of the outputs
-    measured: tuple[Tensor, ...] = ()  # these tensors, but for the first input
-    computed: tuple[ComputedInput, ...] = ()  # inputs of the node in place of which there are such attributes
+    dtype: int  # dtype of the outputs
+    measured: tuple[Tensor, ...] = ()  # tensors whose dims the attributes read, except the first input
+    computed: tuple[ComputedInput, ...] = ()  # the node's inputs that these attributes replace
 
 
 @dataclass
@@ -63,10 +63,10 @@ class Steps:
     _measured: dict[str, Tensor] = field(default_factory=dict)
     _computed: list[ComputedInput] = field(default_factory=list)
 
-    # --- what the node reads -----------------------------------------------------------------------------------------
+    # --- the node's inputs and attributes -----------------------------------------------------------------------------
 
     def shape(self, tensor: Tensor) -> Shape:
-        """Return the symbolic shape of a tensor.  Raises StaysOut where its rank is unknown, or above 8."""
+        """Return the symbolic shape of a tensor.  Raises StaysOut if its rank is unknown or above 8."""
         shape = self.shapes.shape(tensor)
         if shape is None or len(shape) > MAX_RANK:
             what = "of unknown rank" if shape is None else f"of {len(shape)} axes"
@@ -91,9 +91,9 @@ class Steps:
         return self.shapes.dtype(self.node.outputs[0])
 
     def data(self, index: int, rank_beside: int = 0) -> str:
-        """Return the value of an input; a constant of one element is a number.
+        """Return the value of an input; a constant of one element becomes a number.
 
-        `rank_beside` is the rank of what it is broadcast with: a number has no axes.
+        `rank_beside` is the rank of the other operands: a constant of a higher rank is reshaped to keep its axes.
         """
         tensor = self.node.inputs[index]
         if not is_constant(tensor) or math.prod(tensor.shape) != 1:
@@ -110,7 +110,7 @@ class Steps:
         return [self.data(i, beside) for i in indices]
 
     def constant(self, tensor: Tensor) -> Array:
-        """Return the value of a constant.  Raises StaysOut where the tensor is none, or cannot be read."""
+        """Return the value of a constant.  Raises StaysOut if the tensor is not constant, or cannot be read."""
         if not is_constant(tensor):
             raise StaysOut(f"'{tensor.name}' is computed; required is a constant")
         try:
@@ -119,7 +119,7 @@ class Steps:
             raise StaysOut(str(error)) from error
 
     def parameter(self, name: str) -> object:
-        """Return an attribute, or the constant input that later opsets have in its place; None without either."""
+        """Return an attribute, or the constant input that replaces it in later opsets; None if there is neither."""
         found = attribute_or_input(self.graph, self.node, name)
         if not isinstance(found, int | float | str | list) and found is not None:
             raise StaysOut(f"its {name} is computed; required is a constant")
@@ -132,14 +132,15 @@ class Steps:
             return None
         values = found if isinstance(found, list) else [found]
         numbers = [int(each) for each in values if isinstance(each, int | float)]
-        if len(numbers) < len(values):  # of a model whose types do not fit
+        if len(numbers) < len(values):  # in a model whose types do not match
             raise StaysOut(f"its {name} are no numbers")
         return numbers
 
     def sizes(self, name: str) -> list[Expression] | None:
-        """Return a parameter that is a list of integers or of expressions over dims; None where it is absent.
+        """Return a parameter as a list of integers or of expressions over dims; None where it is absent.
 
-        Expressions refer to the inputs that `data_and_measured` returns.  Raises StaysOut where a size is not known.
+        Expressions refer to tensors by index, in the order of `data_and_measured`.  Raises StaysOut if a size is not
+        known.
         """
         found = attribute_or_input(self.graph, self.node, name)
         if not isinstance(found, AtRunTime):
@@ -154,7 +155,7 @@ class Steps:
         return [self._indexed(each, sources) for each in sizes]
 
     def size(self, size: Size) -> Expression:
-        """Return a size as an expression over the dims of the first input.  Raises StaysOut where it has others."""
+        """Return a size as an expression over the first input's dims.  Raises StaysOut if it depends on other sizes."""
         return self._indexed(self._named(size, "size", []), [])
 
     def _named(self, size: Size, name: str, sources: Sequence[Tensor]) -> Expression:
@@ -166,40 +167,40 @@ class Steps:
             raise StaysOut(f"its {name} depends on {error.args[0]}, which is no dim of a tensor in front") from error
 
     def _indexed(self, expression: Expression, sources: Sequence[Tensor]) -> Expression:
-        """Return an expression with indices of inputs, and remember the tensors that it reads besides the first."""
+        """Return an expression with tensors as input indices; record the tensors it reads besides the first input."""
         first, by_name = self.node.inputs[0].name, {each.name: each for each in sources}
         self._measured |= {name: by_name[name] for name in tensors_in(expression) if name != first}
         return by_index(expression, lambda name: 0 if name == first else 1 + list(self._measured).index(name))
 
     def data_and_measured(self) -> list[str]:
-        """Return the inputs of the last step of a map: the first one, and the tensors whose dims are read."""
+        """Return the inputs of an operator's last step: the first input, and the tensors whose dims are read."""
         return [self.data(0), *self._measured]
 
     def integer(self, name: str, default: int) -> int:
-        """Return an attribute that is an integer."""
+        """Return an integer attribute, or `default` if it is absent."""
         found = self.parameter(name)
         return default if found is None else int(found)  # type: ignore[call-overload]
 
     def real(self, name: str, default: float) -> float:
-        """Return an attribute that is a number."""
+        """Return a numeric attribute, or `default` if it is absent."""
         found = self.parameter(name)
         return default if found is None else float(found)  # type: ignore[arg-type]
 
-    # --- what it does ------------------------------------------------------------------------------------------------
+    # --- the node's steps ---------------------------------------------------------------------------------------------
 
     def emit(self, op: str, inputs: Sequence[str], dtype: int = 0, **attributes: Value) -> str:
-        """Add a step with one output, and return that; by default it has the dtype of the node's first input."""
+        """Add a step, and return its output's name; the default dtype is that of the node's first input."""
         name = f"#{self._count}"
         self._count += 1
         self.found.append(Step(op, tuple(inputs), (name,), attributes, dtype or self.dtype()))
         return name
 
     def number(self, value: object, dtype: int) -> str:
-        """Add a constant."""
+        """Add a constant, and return its name."""
         return self.emit("Constant", [], dtype, value=json_number(value, dtype))
 
     def end(self, op: str, inputs: Sequence[str], **attributes: Value) -> None:
-        """Add the last step, which computes the outputs of the node."""
+        """Add the last step, which computes the node's outputs."""
         names = tuple(each.name for each in self.node.outputs)
         beside = tuple(self._measured.values()), tuple(self._computed)
         self.found.append(Step(op, tuple(inputs), names, attributes, self.out_dtype, *beside))
@@ -209,7 +210,7 @@ Writer: TypeAlias = Callable[[Steps], None]
 
 
 def json_number(value: object, dtype: int) -> Value:
-    """Return a number as JSON has it; infinities and NaN are strings."""
+    """Return a number as a JSON value; infinities and NaN become strings."""
     if dtype == TensorProto.BOOL:
         return int(bool(value))
     if dtype in (TensorProto.INT64, TensorProto.INT32, TensorProto.INT8, TensorProto.UINT8):
@@ -221,7 +222,7 @@ def json_number(value: object, dtype: int) -> Value:
 
 
 def require_dtypes(shapes: ShapeInfo, tensors: Sequence[Tensor]) -> None:
-    """Raise StaysOut for a tensor whose dtype regions do not have."""
+    """Raise StaysOut if a tensor has a dtype that regions do not support."""
     for tensor in tensors:
         if tensor.name and dtype_name(dtype := shapes.dtype(tensor)) not in DTYPES:
             what = dtype_name(dtype) if dtype else "of unknown dtype"
@@ -229,7 +230,7 @@ def require_dtypes(shapes: ShapeInfo, tensors: Sequence[Tensor]) -> None:
 
 
 def axis_of(axis: int, rank: int) -> int:
-    """Return an axis as a number that is not negative.  Raises StaysOut where there is no such axis."""
+    """Return an axis as a nonnegative number.  Raises StaysOut if there is no such axis."""
     if not -rank <= axis < rank:
         raise StaysOut(f"there is no axis {axis} in a tensor of {rank} dims")
     return axis % rank

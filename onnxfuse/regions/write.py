@@ -1,4 +1,4 @@
-"""Write regions into a model: the function with the very nodes, and the node with the program that says the same."""
+"""Write regions into a model: a function with the original nodes, and a node whose program does the same."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DOC: Final = "Elementwise operators, index maps and reductions that one kernel r
 
 
 def program(shapes: ShapeInfo, region: Cluster, forms: Mapping[Node, tuple[Step, ...]]) -> str:
-    """Return the program of a region, as compact JSON; its operands are x0, x1, ... in the region's order."""
+    """Return the program of a region as compact JSON; its operands are x0, x1, ... in the region's order."""
     names = {name: f"x{i}" for i, name in enumerate(region.operands)}
     dtypes = {names[name]: dtype_name(shapes.dtype(tensor)) for name, tensor in region.operands.items()}
     constants: dict[tuple[object, ...], str] = {}
@@ -62,10 +62,10 @@ def body(
     attributes: list[str],
     bodies: Mapping[str, onnx.FunctionProto] | None = None,
 ) -> onnx.FunctionProto:
-    """Return the function that holds the nodes of a region; constants that are not operands stand in it.
+    """Return a function with the nodes of a region; it also holds the constants that are not operands.
 
-    So do the nodes that compute sizes from dims.  `bodies` are the functions that fused nodes among them call, whose
-    nodes stand in place of these.
+    It also holds the nodes that compute sizes from dims.  Fused nodes in the region are expanded to the nodes of their
+    functions, which are in `bodies`.
     """
     names = {name: f"x{i}" for i, name in enumerate(region.operands)}
     nodes: list[onnx.NodeProto] = []
@@ -99,7 +99,7 @@ def body(
 
 
 def _nodes_of(body: onnx.FunctionProto, inputs: list[str], outputs: list[str], stem: str) -> list[onnx.NodeProto]:
-    """Return the nodes of a function for a call of it; the names of inner values begin with a stem."""
+    """Return the nodes of a function, inlined for a call; the names of inner values begin with `stem`."""
     names = {"": "", **dict(zip(body.input, inputs, strict=True)), **dict(zip(body.output, outputs, strict=True))}
     found = list[onnx.NodeProto]()
     for node in body.node:
@@ -116,9 +116,10 @@ def write_region(
     bodies: Mapping[str, onnx.FunctionProto],
     records: Mapping[str, Fused],
 ) -> Fused:
-    """Replace the nodes of a region by a call of its function; the graph must be sorted afterwards.
+    """Replace the nodes of a region by a call of its function, and return its record.
 
-    Fused nodes among them call `bodies`, and `records` say by their names what they have replaced.
+    The graph must be sorted afterwards.  `bodies` holds the functions of fused nodes in the region, and `records`, by
+    their names, which nodes they have replaced.
     """
     graph, shapes, forms = formed.merging.graph, formed.merging.clusters.shapes, formed.forms
     region = replace(region, operands=region.operands | measured_besides(region, forms))
@@ -143,14 +144,14 @@ def write_region(
 
 
 def measured_besides(region: Cluster, forms: Mapping[Node, tuple[Step, ...]]) -> dict[str, Tensor]:
-    """Return the tensors of which a region reads nothing but dims, by name."""
+    """Return, by name, the tensors whose dims a region reads, but not their elements."""
     made = {t.name for node in region.nodes for t in node.outputs}
     found = (tensor for node in region.nodes for step in forms[node] for tensor in step.measured)
     return {tensor.name: tensor for tensor in found if tensor.name not in made and tensor.name not in region.operands}
 
 
 def order_by_reading(region: Cluster, forms: Mapping[Node, tuple[Step, ...]]) -> None:
-    """Order the operands of a region as its nodes read them, and the outputs as they compute them."""
+    """Reorder a region's operands in the order of reading, and its outputs in the order of computing."""
     read = dict.fromkeys(name for node in region.nodes for step in forms[node] for name in step.inputs)
     made = dict.fromkeys(t.name for node in region.nodes for t in node.outputs)
     region.operands = {name: region.operands[name] for name in read if name in region.operands}

@@ -1,4 +1,4 @@
-"""The shapes of an operator's outputs from its inputs' symbolic shapes: one file for each family of operators."""
+"""Shape rules: they return the shapes of an operator's outputs from its input shapes; one file per operator family."""
 
 from onnxfuse.analysis.rules import ShapeRule
 from onnxfuse.analysis.shape_rules import (

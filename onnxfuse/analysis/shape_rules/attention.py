@@ -1,4 +1,4 @@
-"""Shape rules of attention operators, ONNX's and onnxruntime's."""
+"""Shape rules of the attention operators of ONNX and onnxruntime."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _attention(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
 
 
 def _by_heads(shapes: ShapeInfo, node: Node, index: int, heads_attribute: str) -> Shape:
-    """Return the shape of an input as (batch, heads, length, head size)."""
+    """Return an input's shape as (batch, heads, length, head size); a 3-D input is divided into heads."""
     shape = input_shape(shapes, node, index)
     if len(shape) == 4:
         return shape

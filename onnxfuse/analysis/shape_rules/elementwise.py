@@ -1,4 +1,4 @@
-"""Shape rules of operators that work element by element, with or without broadcasting, and of norms."""
+"""Shape rules of elementwise operators, with or without broadcasting, and of norms."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.node import Node, op_of
 
 RULES = RuleTable[ShapeRule]()
-# Norms whose second input has a number for each channel; that of a GroupNormalization had one for each group before
-# opset 21.
+# Norms whose second input has one element per channel (for GroupNormalization before opset 21: one per group).
 OF_CHANNELS = frozenset({"BatchNormalization", "GroupNormalization", "InstanceNormalization"})
 
 
 def broadcast(shapes: ShapeInfo, *operands: Shape) -> Shape:
-    """Return the shape that tensors of these shapes broadcast to."""
+    """Return the broadcast shape of tensors with these shapes."""
     rank = max(map(len, operands))
     result: Shape = operands[0]
     for shape in operands[1:]:
@@ -28,14 +27,14 @@ def broadcast(shapes: ShapeInfo, *operands: Shape) -> Shape:
 
 
 def broadcast_sizes(shapes: ShapeInfo, a: Size, b: Size) -> Size:
-    """Return the size that two sizes broadcast to; an unknown one if either of them may be 1."""
+    """Return the size that two sizes broadcast to; an unknown size if it is not known which of them may be 1."""
     if a == 1 or b == 1:
         return b if a == 1 else a
-    for size in (a, b):  # two sizes that broadcast are equal, or one of them is 1
+    for size in (a, b):  # sizes that broadcast are equal, or one of them is 1
         low = lower_bound(size)
-        if (low is not None and low > 1) or divisor(size) > 1:  # a multiple of 2, as after a Resize, is never 1
+        if (low is not None and low > 1) or divisor(size) > 1:  # for example a multiple of 2, as after a Resize
             return size
-    # A size that a slice limits to the length of a table broadcasts with the unlimited one only where it is equal or 1.
+    # If `Min(512, seq)` (a slice of a table) is broadcast with `seq`, both are equal or the table has one row.
     for limited, size in ((b, a), (a, b)):
         if without_min_constants(limited) == size:
             shapes.not_limited.update(limited_sizes(limited, least=2))
@@ -67,7 +66,7 @@ def _broadcasting(shapes: ShapeInfo, node: Node) -> Shape:
     "com.microsoft::SkipGroupNorm",
     "SimplifiedLayerNormalization", "com.microsoft::SimplifiedLayerNormalization", "com.microsoft::BiasSoftmax",
     "com.microsoft::QuantizeLinear", "com.microsoft::DequantizeLinear",
-    # Operators that onnxruntime has in the ONNX domain, from before opset 9 or for its own fusions.
+    # Operators that onnxruntime registers in the ONNX domain: removed before opset 9, or used by its own fusions.
     "Affine", "ImageScaler", "ParametricSoftplus", "Scale", "ScaledTanh",
 )  # fmt: skip
 def _same_as_first_input(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:

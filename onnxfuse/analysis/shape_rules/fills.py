@@ -1,4 +1,4 @@
-"""Shape rules of operators whose output shape is given by values: constants, fills, ranges, repeats, and indices."""
+"""Shape rules of operators that take their output shape from values: constants, fills, ranges, repeats and indices."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _constant(shapes: ShapeInfo, node: Node) -> Shape:
     tensor = tensor_attribute(node, "value")
     if tensor is not None:
         return tensor.shape
-    if len(node.attrs) != 1:  # a sparse value, which graphsurgeon leaves out
+    if len(node.attrs) != 1:  # sparse values, which graphsurgeon leaves out
         raise CannotInfer
     (value,) = node.attrs.values()
     return (len(value),) if isinstance(value, list) else ()
@@ -56,7 +56,7 @@ def _constant_of_shape(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]
 @RULES.rule("Expand")
 def _expand(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
     try:
-        target = tuple(input_value(shapes, node, 1).reshape(-1).tolist())  # onnxruntime takes any rank
+        target = tuple(input_value(shapes, node, 1).reshape(-1).tolist())  # onnxruntime accepts a target of any rank
     except CannotInfer:
         return shape_of_known_rank(shapes, node, 1)
     return broadcast(shapes, input_shape(shapes, node), target)
@@ -85,7 +85,7 @@ def _range(shapes: ShapeInfo, node: Node) -> Shape:
 
 
 def range_length(start: Size, limit: Size, delta: Size) -> Size:
-    """Return how many numbers `Range` gives."""
+    """Return the number of elements that `Range` computes."""
     if not isinstance(delta, int) or delta == 0:
         raise CannotInfer
     span = (limit - start) * (1 if delta > 0 else -1)
@@ -94,7 +94,7 @@ def range_length(start: Size, limit: Size, delta: Size) -> Size:
 
 @RULES.rule("NonZero")
 def _non_zero(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
-    """The number of columns is known where the input is a fill of nonzero elements."""
+    """Return the shape [rank, count]; the count is known if the input is filled with a nonzero number."""
     shape = input_shape(shapes, node)
     fill = producer(node.inputs[0])
     is_nonzero = False

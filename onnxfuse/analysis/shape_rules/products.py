@@ -13,7 +13,7 @@ RULES = RuleTable[ShapeRule]()
 
 
 def require_equal(shapes: ShapeInfo, a: Size, b: Size) -> None:
-    """Note that a product runs only where two sizes are equal."""
+    """Record that a product runs only if these two sizes are equal."""
     shapes.require(a, b)
     shapes.require(b, a)
 
@@ -24,7 +24,7 @@ def require_equal(shapes: ShapeInfo, a: Size, b: Size) -> None:
 )  # fmt: skip
 def _matmul(shapes: ShapeInfo, node: Node) -> Shape:
     a, b = input_shape(shapes, node), input_shape(shapes, node, 3 if op_of(node) == "QLinearMatMul" else 1)
-    if int_attribute(node, "transBatchA", 0):  # the first axis moves before the last one
+    if int_attribute(node, "transBatchA", 0):  # the first axis moves to just before the last one
         a = (*a[1:-1], a[0], a[-1])
     if int_attribute(node, "transBatchB", 0):
         b = (*b[1:-1], b[0], b[-1])

@@ -1,4 +1,4 @@
-"""Shape rules of operators that reduce axes, or keep the largest elements along one."""
+"""Shape rules of operators that reduce axes, or that select the largest elements along an axis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shape rules of operators that cut, join or gather elements along axes."""
+"""Shape rules of operators that slice, concatenate or gather elements along axes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.node import Node
 
 RULES = RuleTable[ShapeRule]()
-SliceBounds: TypeAlias = "tuple[Size | None, Size | None, Size]"  # start, end, step; None: not known
+SliceBounds: TypeAlias = "tuple[Size | None, Size | None, Size]"  # (start, end, step); None: not known
 
 
 @RULES.rule("Concat")
@@ -27,7 +27,7 @@ def _concat(shapes: ShapeInfo, node: Node) -> Shape:
 
 
 def _best_known(sizes: list[Size]) -> Size:
-    """Return a number among sizes that must be equal, or else a named size, or else an unknown one."""
+    """Return the most specific of sizes that must be equal: a number, else a named size, else an unknown one."""
     return min(sizes, key=lambda size: (not isinstance(size, int), str(size).startswith("?")))
 
 
@@ -43,7 +43,7 @@ def _split(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
 
 
 def split_sizes(shapes: ShapeInfo, node: Node, size: Size) -> list[Size]:
-    """Return the sizes that a `Split` divides an axis of `size` into."""
+    """Return the sizes of the parts into which a `Split` divides an axis of this size."""
     given = integers(shapes, node, "split")
     if given is not None:
         return given
@@ -72,7 +72,7 @@ def _slice(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
 
 
 def slice_bounds(shapes: ShapeInfo, node: Node, shape: Shape) -> dict[int, SliceBounds]:
-    """Return the start, end and step of a `Slice` for each of its axes."""
+    """Return the start, end and step of a `Slice`, by axis."""
     starts, ends = _integers_if_known(shapes, node, "starts"), _integers_if_known(shapes, node, "ends")
     if starts is None and ends is None:
         raise CannotInfer
@@ -94,7 +94,10 @@ def _integers_if_known(shapes: ShapeInfo, node: Node, name: str) -> list[Size] |
 
 
 def _clamped_start(start: Size | None, size: Size, step: Size) -> Size | None:
-    """A backward slice that starts before the first element takes that element in ONNX, and nothing in Python."""
+    """Return the start; for a backward slice, at least `-size`.
+
+    ONNX clamps such a start to the first element, and Python would return an empty slice.
+    """
     if isinstance(start, int) and isinstance(size, int) and isinstance(step, int) and step < 0:
         return max(start, -size)
     return start
@@ -113,14 +116,14 @@ def _slice_size(size: Size, start: Size | None, end: Size | None, step: Size) ->
     if first is None or last is None:
         return None
     if (start, end) == (0, 1) or (start == -1 and last == size):
-        return minimum(1, size)  # not 1, which would become a constant: of an empty axis nothing is taken
+        return minimum(1, size)  # `minimum` instead of 1: an empty axis gives no element
     length, low = last - first, lower_bound(last - first)
-    # x[1:] of `s` elements is taken to have s - 1: an empty dimension, for which that would be -1, does not occur.
+    # x[1:] of `s` elements is assumed to have s - 1 elements: s is never 0, for which that would be -1.
     return ((length if low is not None and low >= -1 else maximum(0, length)) + step - 1) // step
 
 
 def _position(bound: Size, size: Size) -> Size | None:
-    """Return a slice's bound counted from the front and clamped to the dimension; None where its sign is not known."""
+    """Return a nonnegative slice bound, clamped to the axis's size; None where the sign of `bound` is not known."""
     low, high = lower_bound(bound), upper_bound(bound)
     if low is not None and low >= 0:
         return size if low >= TO_THE_END or bound == size else bound if bound == 1 else minimum(bound, size)

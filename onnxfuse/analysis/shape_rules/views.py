@@ -1,4 +1,4 @@
-"""Shape rules of operators that regroup or permute axes and keep every element."""
+"""Shape rules of operators that regroup or permute axes, and keep all elements."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def _copied_size(source: Shape | None, axis: int) -> Size | None:
 def _if_empty(
     shapes: ShapeInfo, node: Node, source: Shape | None, target: Sequence[Size], result: Sequence[Size | None]
 ) -> tuple[Size | None, ...]:
-    """Return the shape that a Reshape to a target with a -1 has, with unknown sizes where an empty axis changes it.
+    """Return the shape after a Reshape to a target with a -1; sizes that an empty axis could change become unknown.
 
-    [-1, n] makes (2, n) of (n, 2), but (0, 2) of (0, 2), because the 0 copies the size of the source.  Where it joins
-    or splits axes of the source, as [-1, seq, 8] does with (batch, heads, seq, 8), its result is taken to be as usual:
-    exported models rely on it, and fail where the axis is empty.
+    For example, [-1, n] reshapes (n, 2) to (2, n), but (0, 2) to (0, 2), because a 0 in the target copies the source's
+    size.  If the -1 joins or splits axes, as [-1, seq, 8] does with (batch, heads, seq, 8), empty axes are ignored:
+    exported models rely on the usual result, and fail for empty axes.
     """
     usual = [size for size in result if size is not None]
     is_regrouped = len(usual) == len(result) and reshape(identity(source or ()), usual) is not None
@@ -76,9 +76,10 @@ def _if_empty(
 
 
 def tells_empty_axes(reshape: Node, target: Sequence[Size], source: Shape | None) -> bool:
-    """Return whether a Reshape to a target with a -1 fails, or has the sizes of its target, where one of these is 0.
+    """Return whether a Reshape with a -1 either fails or gives its target's sizes when a target size is 0.
 
-    With `allowzero`, onnxruntime divides the sizes that are not 0, so those that may be must be in the source as well.
+    With `allowzero`, onnxruntime divides by the product of the nonzero sizes, so each size that may be 0 must also be
+    in the source.
     """
     if flag_attribute(reshape, "allowzero", False):
         rest, divisors = cancelled(source or (), [size for size in target if size != -1])
@@ -87,10 +88,10 @@ def tells_empty_axes(reshape: Node, target: Sequence[Size], source: Shape | None
 
 
 def _copies_empty(size: Size, source: Shape | None, axis: int) -> bool:
-    """Return whether a size of a target is never 0, or copies one that is 0 as well, beside which there is no -1."""
+    """Return whether a target size is never 0, or is 0 only together with the source size that a 0 copies."""
     if isinstance(size, int) or _is_never_empty(size):
         return True
-    if source is None or axis >= len(source):  # it fails for an axis that the source lacks
+    if source is None or axis >= len(source):  # the Reshape fails where the source has no such axis
         return source is not None
     return divide(source[axis], size) is not None or isinstance(divide(size, source[axis]), int)
 
@@ -109,7 +110,7 @@ def _remaining_size(shapes: ShapeInfo, shape: Shape, others: Sequence[Size]) -> 
 
 
 def _cannot_be_limited(dividend: Size, divisor: Size) -> Iterator[str]:
-    """Yield the symbol of a dividend `Min(512, seq)` with the divisor `seq`: 512 is not a multiple of more rows."""
+    """Yield the `Min` symbol of a dividend like `Min(512, seq)` with divisor `seq`: 512 is no multiple if seq > 512."""
     names = set(limited_sizes(dividend, least=1))
     is_product = not isinstance(dividend, int) and len(dividend.terms) == 1
     if is_product and names and without_min_constants(dividend, names) == divisor:

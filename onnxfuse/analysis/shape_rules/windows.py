@@ -1,4 +1,4 @@
-"""Shape rules of operators on images: convolutions, pools, padding and changes of resolution."""
+"""Shape rules of image operators: convolutions, pools, padding and resizing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from onnxfuse.ir.graph import constant_value
 from onnxfuse.ir.node import Node, op_of, producer
 
 RULES = RuleTable[ShapeRule]()
-PADS_ARE_INPUT_SINCE = 11  # the opset
+PADS_ARE_INPUT_SINCE = 11  # the opset in which `pads` of a Pad became an input
 
 
 @RULES.rule("Conv", "ConvInteger", "QLinearConv", "com.microsoft::FusedConv")
@@ -36,7 +36,10 @@ def _conv(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
 
 @RULES.rule("com.microsoft::NhwcConv", "com.microsoft::NhwcFusedConv")
 def _nhwc_conv(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
-    """NhwcConv has its weights as (filters, height, width, channels), NhwcFusedConv as ONNX has them."""
+    """Return the output shape.
+
+    NhwcConv has weights (filters, height, width, channels); those of NhwcFusedConv are in ONNX's order.
+    """
     image, weight = input_shape(shapes, node), input_shape(shapes, node, 1)
     kernel = weight[1:-1] if op_of(node) == "com.microsoft::NhwcConv" else weight[2:]
     windows = _window_counts(node, image[1:-1], ints_attribute(node, "kernel_shape") or kernel)
@@ -57,13 +60,13 @@ def _global_pool(shapes: ShapeInfo, node: Node) -> Shape:
 
 @RULES.rule("STFT")
 def _short_time_fourier_transform(shapes: ShapeInfo, node: Node) -> Shape:
-    """Leave the numbers of frames and bins unknown: onnx's inference mistakes one-sided spectra for two-sided ones."""
+    """Return the shape with unknown numbers of frames and bins: onnx confuses one- and two-sided spectra."""
     name = node.outputs[0].name
     return (input_shape(shapes, node)[0], shapes.unknown(name, 1), shapes.unknown(name, 2), 2)
 
 
 def _window_counts(node: Node, spatial: Shape, kernel: Sequence[Size]) -> list[Size | None]:
-    """Return how many windows there are along each spatial axis."""
+    """Return the number of windows along each spatial axis; None where it is not known."""
     rank = len(spatial)
     strides, dilations = (ints_attribute(node, name) or [1] * rank for name in ("strides", "dilations"))
     pads = ints_attribute(node, "pads") or [0] * 2 * rank
@@ -77,7 +80,7 @@ def _window_counts(node: Node, spatial: Shape, kernel: Sequence[Size]) -> list[S
             counts.append(_ceil_mode_count(size, extent, strides[i], pads[i], pads[i + rank]))
         else:
             room = size + (0 if mode == "VALID" else pads[i] + pads[i + rank]) - extent
-            if isinstance(room, int) and room < 0:  # runtimes round the quotient of a negative number up
+            if isinstance(room, int) and room < 0:  # runtimes round the negative quotient toward zero
                 counts.append(1 - -room // strides[i])
             else:
                 counts.append(room // strides[i] + 1)
@@ -85,7 +88,10 @@ def _window_counts(node: Node, spatial: Shape, kernel: Sequence[Size]) -> list[S
 
 
 def _ceil_mode_count(size: Size, extent: Size, stride: int, before: int, after: int) -> Size | None:
-    """With `ceil_mode` a last window may start in the image or in the padding before it, not in the one after it."""
+    """Return the number of windows with `ceil_mode`; None if unknown.
+
+    The last window may start in the image or in the padding before it, but not in the padding after it.
+    """
     count = (size + before + after - extent + stride - 1) // stride + 1
     if isinstance(count, int) and isinstance(size, int):
         return count - 1 if (count - 1) * stride >= size + before else count
@@ -106,7 +112,7 @@ def _conv_transpose(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
     sizes: list[Size | None] = []
     for i, size in enumerate(spatial):
         window = (kernel[i] - 1) * dilations[i] + 1 + output_padding[i]
-        # SAME gives size * stride, but adds nothing where the windows cover less.
+        # SAME gives size * stride, but the padding is never negative where windows cover less than the stride.
         padding = maximum(0, window - strides[i]) if is_same else pads[i] + pads[i + rank]
         sizes.append((size - 1) * strides[i] + window - padding)
     channels = weight[1] * int_attribute(node, "group", 1)
@@ -153,11 +159,11 @@ def _resize(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
 
 
 def _scales(shapes: ShapeInfo, node: Node) -> Sequence[Size | float]:
-    """Return the scales of the axes: of a constant also fractions, of a computed tensor integers only."""
+    """Return the scale of each axis: any number from a constant, but only integers from a computed tensor."""
     scales = attribute_or_input(shapes.graph, node, "scales")
     if isinstance(scales, list):
         numbers = [scale for scale in scales if isinstance(scale, int | float)]
-        if len(numbers) != len(scales):  # a tensor of several axes
+        if len(numbers) != len(scales):  # the tensor has several axes
             raise CannotInfer
         return numbers
     if isinstance(scales, AtRunTime):
@@ -170,7 +176,7 @@ def _scales(shapes: ShapeInfo, node: Node) -> Sequence[Size | float]:
 
 def _scaled_size(size: Size, scale: Size | float) -> Size | None:
     if isinstance(size, int) and isinstance(scale, int | float):
-        return math.floor(np.float32(size) * np.float32(scale))  # in float32 as runtimes do: 10 * 0.7 is 7
+        return math.floor(np.float32(size) * np.float32(scale))  # in float32 like runtimes: 10 * 0.7 gives 7
     if not isinstance(scale, float):
         return size * scale
     if scale.is_integer():

@@ -1,4 +1,4 @@
-"""The values of small integer tensors, sizes included: the results of the shape arithmetic in a graph."""
+"""Value rules: they return the values of small integer tensors, such as sizes in a graph's shape arithmetic."""
 
 from onnxfuse.analysis.rules import ValueRule
 from onnxfuse.analysis.value_rules import arithmetic, views

@@ -1,4 +1,4 @@
-"""Value rules of shape arithmetic: sums, products, comparisons, casts and reductions of sizes."""
+"""Value rules of shape arithmetic: they compute sums, products, comparisons, casts and reductions of sizes."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from onnxfuse.ir.dtypes import EXACT_INTEGERS, INTEGER_RANGES, Array
 from onnxfuse.ir.node import Node, op_of
 
 RULES = RuleTable[ValueRule]()
-# The dtypes that shape arithmetic is followed through.  Sizes of float32 are taken to be below 2**24.
+# Dtypes in which shape arithmetic is followed.  Sizes in float32 are assumed to be below 2**24.
 SHAPE_DTYPES = frozenset({TensorProto.INT64, TensorProto.INT32, TensorProto.FLOAT, TensorProto.DOUBLE})
 
 
 def _divide_toward_zero(a: Size, b: Size) -> Size:
-    """Return the quotient of integers, which in ONNX is rounded toward zero."""
+    """Return the quotient of two integers rounded toward zero, as in ONNX."""
     low, low_divisor = lower_bound(a), lower_bound(b)
     if b == 0:
         raise CannotInfer
@@ -119,14 +119,14 @@ def _elementwise(shapes: ShapeInfo, node: Node) -> Array:
 
 
 def _numbers(value: Array) -> Array:
-    """Return the elements, with 0 in place of those that are not numbers."""
+    """Return the elements, with each element that is not a number replaced by 0."""
     return _map(lambda size: size if isinstance(size, int) else 0, value)
 
 
 def _require_exact_in_any_order(shapes: ShapeInfo, node: Node, largest: object) -> None:
-    """Raise CannotInfer if an intermediate result, none of which exceeds `largest`, may be rounded in floating point.
+    """Raise CannotInfer if floating point could round an intermediate result, whose magnitude is at most `largest`.
 
-    Integers need no such check: a result that fits is right although intermediate ones wrapped around.
+    Integers need no such check: a final result that fits is correct even if intermediate results wrapped around.
     """
     limit = EXACT_INTEGERS.get(shapes.dtype(node.outputs[0]))
     if limit is not None and np.any(object_array(largest) > limit):
@@ -134,14 +134,14 @@ def _require_exact_in_any_order(shapes: ShapeInfo, node: Node, largest: object) 
 
 
 def _map(function: Callable[..., object], *values: Array) -> Array:
-    """Apply a function to each element of the arrays, with broadcasting."""
+    """Return an array with a function's result for each element of the broadcast arrays."""
     if math.prod(np.broadcast_shapes(*(value.shape for value in values))) > MAX_VALUE_ELEMENTS:
         raise CannotInfer
     return object_array(np.frompyfunc(function, len(values), 1)(*values))
 
 
 def _where(shapes: ShapeInfo, node: Node) -> Array:
-    """A `Where` whose condition is the same everywhere needs the value of one branch only."""
+    """Return the value of a `Where`; if the condition is uniform, only the selected branch needs a known value."""
     condition = input_value(shapes, node)
     outcomes = set(condition.reshape(-1).tolist())
     if len(outcomes) == 1:

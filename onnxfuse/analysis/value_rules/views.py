@@ -1,4 +1,4 @@
-"""Value rules of operators that make, move or pick elements and compute nothing."""
+"""Value rules of operators that create, move or select elements without computing new numbers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ RULES = RuleTable[ValueRule]()
 
 
 def object_array(value: object) -> Array:
-    """Return an array of Python objects from a list of them, an array, or a single one."""
+    """Return an array of Python objects from a list, an array, or a single object."""
     return np.asarray(value, dtype=object)
 
 
 def static_shape(shape: Array) -> tuple[int, ...]:
-    """Return a shape that consists of numbers and has few elements.  Raises CannotInfer for any other."""
+    """Return a shape as a tuple of ints.  Raises CannotInfer if it has symbols or too many elements."""
     sizes: list[int] = shape.tolist()
     if not all(isinstance(size, int) for size in sizes) or math.prod(sizes) > MAX_VALUE_ELEMENTS:
         raise CannotInfer
