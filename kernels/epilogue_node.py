@@ -1,8 +1,8 @@
-"""Nodes that elementwise operators have joined: the attribute `program` lists these operators.
+"""Nodes into which elementwise operators were fused: the attribute `program` lists these operators.
 
-Such a node is a product, a norm or an attention with an epilogue of any operators.  Kernels have these as their
-epilogue, where it can hold them (epilogue_program.py); otherwise the plan of the node by itself runs, and then
-the plan of a region.
+Such a node is a product, a norm or an attention, followed by any elementwise operators.  A kernel computes them in its
+epilogue if it can hold them (epilogue_program.py).  Otherwise the plan of the node without them runs first, and then
+the plan of a region that computes them.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from onnxfuse.kernels.region import host as region
 from onnxfuse.kernels.tensors import ITEM_BYTES, element_count
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, Pointer, Step, TensorSpec
 
-REGION: Final = "region"  # the fusion of nodes that are only a program
-RESULT: Final = "x0"  # the name of the own result in the program; x1, x2, ... are operands after the node's own
-MAX_TWO_STEPS: Final = 2  # plans that leave the program to another launch
+REGION: Final = "region"  # the `fusion` of nodes that consist only of a program
+RESULT: Final = "x0"  # the product's result in the program; x1, x2, ... are the node's last operands
+MAX_TWO_STEPS: Final = 2  # maximum plans that compute the program in a separate launch
 Planner: TypeAlias = Callable[[FusedNode, Sequence[TensorSpec], Device], list[Plan]]
 
 
 @dataclass(frozen=True)
 class Joined:
-    """A node in two: the product, and the region that reads its first result and the node's last operands.
+    """A node split in two: the product, and the region that reads its first result and the node's last operands.
 
-    What is called a product here may be a norm or an attention.  Its other results are the node's last outputs.
+    What is called a product here may be a norm or an attention.  Its further results are the node's last outputs.
     """
 
     product: FusedNode
     behind: FusedNode
-    outputs: tuple[str, ...]  # outputs of the program, and RESULT if it is an output as well
+    outputs: tuple[str, ...]  # the program's outputs, among them RESULT if the product's result is an output
 
     @property
     def own(self) -> int:
@@ -40,7 +40,7 @@ class Joined:
         return len(self.product.operands)
 
     def other_result(self, index: int) -> Pointer:
-        """Return the output of the node that is one of the product's results but the first."""
+        """Return the node's output that is the product's result `index`, which is not the first."""
         return Pointer("output", len(self.outputs) + index - 1)
 
     def region_inputs(self, y: TensorSpec, inputs: Sequence[TensorSpec]) -> list[TensorSpec]:
@@ -49,12 +49,12 @@ class Joined:
 
 
 def is_joined(node: FusedNode) -> bool:
-    """Return whether elementwise operators have joined a node."""
+    """Return whether elementwise operators were fused into a node."""
     return "program" in node.attributes and node.fusion != REGION
 
 
 def joined(node: FusedNode) -> Joined:
-    """Return both halves of a node.  Raises ValueError if its program cannot be read."""
+    """Return a node split into product and region.  Raises ValueError if its program is malformed."""
     attributes = {name: value for name, value in node.attributes.items() if name != "program"}
     try:
         content = json.loads(node.text("program"))
@@ -80,7 +80,7 @@ def unsupported(
     device: Device,
     supports: Callable[[FusedNode, Sequence[str], Device], str | None],
 ) -> str | None:
-    """Return why no kernel runs a node; `supports` answers for its product.  None if a kernel does."""
+    """Return why no kernel can run a node, None if one can; `supports` returns this for the node's product."""
     try:
         both = joined(node)
     except ValueError as error:
@@ -90,7 +90,7 @@ def unsupported(
 
 
 def in_two_steps(both: Joined, inputs: Sequence[TensorSpec], device: Device, plans: Planner) -> list[Plan]:
-    """Return plans of the product by `plans`, each followed by the plan of the region.
+    """Return the product's plans, which `plans` returns, each followed by the plan of the region.
 
     Raises ValueError if shapes do not fit.
     """
@@ -131,7 +131,7 @@ def _one_after_the_other(both: Joined, inputs: Sequence[TensorSpec], device: Dev
 
 
 def moved(step: Step, to: Callable[[Pointer], Pointer]) -> Step:
-    """Return a step with other pointers in place of its own."""
+    """Return a step in which `to` has replaced each pointer."""
 
     def each(value: Any) -> Any:
         if isinstance(value, Pointer):

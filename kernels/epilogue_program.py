@@ -1,6 +1,6 @@
-"""The elementwise operators that joined a fused node, as C++ that its kernel calls: the `Program` of program.cuh.
+"""Generates the elementwise operators after a fused node as C++ that its kernel calls: the `Program` of program.cuh.
 
-Its operands are broadcast to the shape of y, or read through views: elements that lie elsewhere in their tensor.
+Operands of the program are broadcast to the shape of y, or read through views such as Transpose and Slice.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from onnxfuse.region_operators import ELEMENTWISE, VIEWS
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans
 
-OPERANDS: Final = ("of_row", "of_columns", "of_elements")  # the scopes of an operand's values
-WORDS: Final = {"float16": 1, "bfloat16": 1, "float64": 4, "int64": 4}  # 32-bit words of two elements; 2 for others
-MAX_EPILOGUES: Final = 8 - MAX_TWO_STEPS  # kernels with a program in their epilogue, of eight that tuning times
+OPERANDS: Final = ("of_row", "of_columns", "of_elements")  # whether an operand has one value per row, column or element
+WORDS: Final = {"float16": 1, "bfloat16": 1, "float64": 4, "int64": 4}  # words per two elements; 2 for others
+MAX_EPILOGUES: Final = 8 - MAX_TWO_STEPS  # maximum candidates with the program in the epilogue
 
 
 class Product(Protocol):
@@ -37,18 +37,18 @@ class Product(Protocol):
 
     @property
     def residual(self) -> Pointer | None:
-        """What is added to the product, of the shape of y."""
+        """The address of a tensor of y's shape that is added to the product."""
 
     @property
     def rows(self) -> int:
-        """The rows of y, whose columns are its last axis."""
+        """The number of rows of y; the columns are y's last axis."""
 
 
 Problem = TypeVar("Problem", bound=Product)
-WORD: Final = 2**31  # elements, from which on indices have 64 bits
-OUTPUT_REGISTERS: Final = 8  # per thread and output that the program stores: its values and addresses
-PRECISE_REGISTERS: Final = 40  # per thread, for an exact Tanh in float32, beside the registers of outputs
-KINDS: Final = (*OPERANDS, *(f"load_{each}" for each in OPERANDS), "reading", "computing", "storing")  # kinds of lines
+WORD: Final = 2**31  # elements: indices have 64 bits from this size on
+OUTPUT_REGISTERS: Final = 8  # per thread, for the values and addresses of each output that the program stores
+PRECISE_REGISTERS: Final = 40  # more per thread for an exact Tanh in float32
+KINDS: Final = (*OPERANDS, *(f"load_{each}" for each in OPERANDS), "reading", "computing", "storing")  # line kinds
 TEXT: Final = """\
 // {operators}
 #define HAS_PROGRAM 1
@@ -115,18 +115,16 @@ LOCATED: Final = """\
 
 @dataclass(frozen=True)
 class EpilogueProgram:
-    """The generated text, and the facts that a kernel and its host need."""
+    """The generated code of a program, and the properties that a kernel and its host side need."""
 
     text: str
-    arguments: tuple[Argument, ...]  # arguments of the launch that follow the kernel's own
-    y: Pointer  # the output that the kernel stores; any of them if the program stores all
-    residual: (
-        Pointer | None
-    )  # the operand that takes the place of a residual, so that the kernel loads it as it does one
-    registers: int  # per thread that holds the operands of 2 x 2 elements eight times, and stores outputs
+    arguments: tuple[Argument, ...]  # arguments of the launch after the kernel's own
+    y: Pointer  # the output that the kernel stores; any output if the program stores all
+    residual: Pointer | None  # the operand that the kernel loads as its residual
+    registers: int  # per thread that holds the operands of eight groups of 2 x 2 elements, and stores outputs
     dtype: str  # dtype of y
-    is_precise: bool  # some output is float32
-    element_bytes: int  # bytes that are read per element or column
+    is_precise: bool  # whether some output is float32
+    element_bytes: int  # bytes of operands per element or column
 
     def kernel(self, kernel: Kernel) -> Kernel:
         """Return a kernel with the program in its epilogue."""
@@ -135,7 +133,7 @@ class EpilogueProgram:
                       self.text.replace("{source}", kernel.source))  # fmt: skip
 
     def launch(self, launch: Launch) -> Launch:
-        """Return the launch of a norm or an attention with the program after it: as accurate as y can show."""
+        """Return the launch of a norm or an attention with the program after it, as accurate as y's dtype needs."""
         defines = {"PRECISE": int(self.dtype == "float32"), **launch.kernel.defines}
         kernel, arguments = with_program(replace(launch.kernel, defines=defines), launch.arguments, self)
         return replace(launch, kernel=kernel, arguments=arguments)
@@ -144,12 +142,12 @@ class EpilogueProgram:
 def with_program(
     kernel: Kernel, arguments: tuple[Argument, ...], program: EpilogueProgram | None
 ) -> tuple[Kernel, tuple[Argument, ...]]:
-    """Return a kernel and its arguments with the program, where there is one."""
+    """Return a kernel and its arguments, extended by the program if there is one."""
     return (program.kernel(kernel), (*arguments, *program.arguments)) if program else (kernel, arguments)
 
 
 def in_epilogue(problem: Problem, program: EpilogueProgram) -> Problem:
-    """Return a product with a program in its epilogue, one operand of which may take the place of a residual."""
+    """Return a product with a program in its epilogue; the kernel may load one operand of the program as residual."""
     given = {"residual": program.residual, "residual_first": False} if program.residual else {}
     return replace(problem, y=program.y, program=program, **given)  # type: ignore[type-var]
 
@@ -163,10 +161,10 @@ def epilogue_program(
     axes: int = 1,
     strides: tuple[int, int, int] | None = None,
 ) -> tuple[EpilogueProgram, tuple[TensorSpec, ...]] | None:
-    """Return the program after a fused node with the result `y`, and all outputs; None if epilogues cannot hold it.
+    """Return the program after a fused node with the result `y`, and all outputs' specs; None if no epilogue fits.
 
-    `takes_residual`: the node has no residual, so that an operand may take its place.  `stored` are further dtypes that
-    the kernel can store; without any, it must be able to leave all stores to the program.  `axes`: how
+    `takes_residual`: the node has no residual, so the kernel can load an operand as one.  `stored` are further dtypes
+    that the kernel can store; without any, it must be able to leave all stores to the program.  `axes`: how
     many of the last axes of y are its columns.  `strides`, in elements of y, of its batch, heads and queries, by
     which attention locates results.  Raises ValueError if shapes do not fit.
     """
@@ -198,9 +196,9 @@ def joined_plans(
     of_programs: Callable[[Problem, Device], Sequence[Implementation]],
     candidates: Planner,
 ) -> list[Plan]:
-    """Return the plans of a product that operators have joined: with these in its epilogue, and then after it.
+    """Return the plans of a product with a program: first with the program in the epilogue, then in a separate launch.
 
-    `of_programs` are the ways to run one with a program in its epilogue, and `candidates` the plans of one without.
+    `of_programs` returns implementations of a product with a program, and `candidates` plans of a product without one.
     Raises ValueError if shapes do not fit.
     """
     both = joined(node)
@@ -215,9 +213,9 @@ def joined_plans(
 
 
 def _places(both: Joined, shapes: Shapes, axes: int) -> dict[str, Place] | None:
-    """Return where the result and the outputs have the element at a row and column of y; None if one has no such rows.
+    """Return the places in the result and in the outputs of the element at `row` and `column` of y.
 
-    An output's axes may divide the elements of y otherwise, if some of the last ones are the columns.
+    It is None if an output has other columns than y: some of its last axes must together be the columns of y.
     """
     whole, sizes = shapes.of[RESULT], shapes.sizes
     if not whole:
@@ -235,7 +233,7 @@ def _places(both: Joined, shapes: Shapes, axes: int) -> dict[str, Place] | None:
 
 
 class _Text:
-    """Writes `struct Program` for the element at `row` and `column` of y, and the next W - 1 elements of the row."""
+    """Writes `struct Program` for W elements of a row of y, the first one at `row` and `column`."""
 
     def __init__(
         self,
@@ -262,7 +260,7 @@ class _Text:
         return writer
 
     def _reads(self) -> list[tuple[str, Place]]:
-        """Return the operands that are read, and where; the result among them where it is not read in place."""
+        """Return the operands with the places that are read, including the product's result if it is read elsewhere."""
         draft = self._writer(Arguments(self.shapes.sizes, False))
         for name in self.both.outputs:
             draft.value(name, self.places[name])
@@ -318,7 +316,7 @@ class _Text:
         )  # fmt: skip
 
     def _located(self, members: list[str], given: list[Argument]) -> str:
-        """Return the function that locates results of attention."""
+        """Return the C++ function that locates results of attention."""
         assert self.strides is not None
         terms = []
         for name, stride in zip(("batch", "head", "query"), self.strides, strict=True):
@@ -329,11 +327,11 @@ class _Text:
         return LOCATED.format(at=" + ".join(terms), row=row, columns=self.arguments.size(self.columns))
 
     def is_whole(self, name: str) -> bool:
-        """Return whether an operand is read where y is, and nowhere else."""
+        """Return whether an operand is read only at the same flat index as y."""
         return [flat(place, self.shapes.of[each]) for each, place in self.reads if each == name] == [self.whole]
 
     def _operand(self, name: str, place: Place, variable: str) -> dict[str, str]:
-        """Return the lines that read an operand: one element for each column, or one for all of them."""
+        """Return the lines, by kind, that read an operand: one element per column, or one for all columns."""
         index, dtype = flat(place, self.shapes.of[name]), self.program.dtypes[name]
         varies = COLUMN in index.variables()
         self.writer.keep((name, place), Reference(f"{variable}_[{'j' if varies else 0}]"))
@@ -357,13 +355,13 @@ class _Text:
 
 
 def _parts(variable: str, dims: Shape) -> Place:
-    """Return the place along axes that one variable spans."""
+    """Return the place along the axes `dims`, over whose flat index one variable runs."""
     whole = (product(dims),)
     return reshaped((variable_index(variable, *whole),), whole, dims)
 
 
 def _output(index: int, stored: str, value: str) -> dict[str, str]:
-    """Return the lines for an output that the program stores."""
+    """Return the lines, by kind, for an output that the program stores."""
     return {
         "reading": f"typename Number<{stored}>::Type y{index}_[W];",
         "computing": f"y{index}_[j] = {value};",

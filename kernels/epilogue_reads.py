@@ -1,4 +1,4 @@
-"""How the program of an epilogue reads W neighbouring columns of an operand, at most 8, from a multiple of W on."""
+"""How an epilogue program reads W <= 8 adjacent columns of an operand, the first of which is a multiple of W."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from onnxfuse.algebra.indices import Atom, Index, function
 from onnxfuse.algebra.sizes import Size, divide
 from onnxfuse.kernels.region.sizes import Sizes
 
-ROW, COLUMN = "row", "column"  # variables: of all axes but the last ones of y, and of these
+ROW, COLUMN = "row", "column"  # variables: over the first axes of y, and over its last ones
 WIDEST: Final = 8
 
 
 def are_neighbours(index: Index) -> bool:
-    """Return whether neighbouring columns are neighbours in memory."""
+    """Return whether the W columns are contiguous in memory."""
     plain = _without_remainders(index)
     behind = (atom for atom, _ in plain.terms if atom.kind != "variable" and COLUMN in _of(atom).variables())
     return plain.factor(COLUMN) == 1 and all(_is_one_of_all(atom) for atom in behind)
 
 
 def is_aligned(index: Index, columns: Size, sizes: Sizes) -> bool:
-    """Return whether neighbours begin at a multiple of W elements, where `columns` is a multiple of W."""
+    """Return whether the first of the W columns is at a multiple of W elements, given that W divides `columns`."""
     plain = _without_remainders(index)
     factors = (plain.constant, *(factor for atom, factor in plain.terms if atom.name != COLUMN))
     return all(sizes.divisor(each) % WIDEST == 0 or divide(each, columns) is not None for each in factors)
@@ -31,7 +31,7 @@ def _of(atom: Atom) -> Index:
 
 
 def _without_remainders(index: Index) -> Index:
-    """Return an index with a dividend minus multiples of a quotient in place of each remainder."""
+    """Return an index in which each remainder x % n is replaced by x - x / n * n."""
     found = Index(index.constant)
     for atom, factor in index.terms:
         one = Index(0, ((atom, 1),))
@@ -42,7 +42,7 @@ def _without_remainders(index: Index) -> Index:
 
 
 def _is_one_of_all(atom: Atom) -> bool:
-    """Return whether a quotient is the same in all W columns."""
+    """Return whether an atom is a quotient with the same value in all W columns."""
     if atom.kind != "div" or atom.of is None:
         return False
     inner = _without_remainders(atom.of)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         "unfuse",
     ]
 
-# The public names by module, without the pattern language, which onnxfuse.dsl has as a whole.
+# The public names by module, except those of the pattern language, which are in onnxfuse.dsl.
 _MODULES = {
     "InferenceSession": "onnxfuse.session",
     "KernelError": "onnxfuse.errors",

@@ -11,7 +11,7 @@ import onnxfuse.interrupts as interrupts  # `from onnxfuse import` would import 
 
 
 def run() -> None:
-    """Run the command of the program's arguments, and exit."""
+    """Run the command line with the arguments of this process, and exit."""
     try:
         try:
             interrupts.install()
@@ -36,7 +36,7 @@ def run() -> None:
 def _end(code: int) -> NoReturn:
     """End the process without Python's shutdown, during which onnxruntime's threads may still run interrupted work."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # closed by whoever reads it
+        with suppress(OSError, ValueError):  # the reader has closed the stream
             stream.flush()
     os._exit(code)
 

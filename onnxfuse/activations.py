@@ -22,11 +22,11 @@ class Activation:
 
     name: str
     formula: Callable[[Array, float, float], Array]  # the reference in NumPy, of x, alpha and beta
-    source: str  # the formula's source: an operator of ONNX, or a paper
-    alpha: float = 0.0  # the defaults of ONNX, where it has the parameter
+    source: str  # where the formula is defined: an ONNX operator, or a paper
+    alpha: float = 0.0  # defaults of alpha and beta in ONNX, if it has these parameters
     beta: float = 0.0
-    parameters: tuple[str, ...] = ()  # those that it has, of "alpha" and "beta"
-    gated: bool = False  # gated units use it: activation(gate) * up
+    parameters: tuple[str, ...] = ()  # which of "alpha" and "beta" the function has
+    gated: bool = False  # whether gated units use it, as activation(gate) * up
 
 
 def _sigmoid(x: Array) -> Array:
@@ -104,6 +104,6 @@ _TABLE: Final = (
 
 ACTIVATIONS: Final[Mapping[str, Activation]] = {activation.name: activation for activation in _TABLE}
 
-# ONNX PRelu: leaky_relu with one alpha for each channel, an operand of the fused node.  It is no function of x and
-# numbers, so that it is not in the table; convolutions and matrix products have it beside the activations that are.
+# ONNX PRelu: leaky_relu with one alpha per channel, which is an operand of the fused node.  It is not in the table,
+# because its parameter is a tensor; fusions of convolutions and matrix products support it in addition to the table.
 PRELU: Final = "prelu"

@@ -1,10 +1,10 @@
-"""Which matches of a model to apply: the file that `onnxfuse plan` writes and `onnxfuse optimize --plan` reads.
+"""The matches of a model that are to be applied, in the file of `onnxfuse plan` and `onnxfuse optimize --plan`.
 
-Elsewhere in the code a plan is how a kernel runs a node; what users call a plan is `Choices` here.
+Elsewhere in the code, a plan says how a kernel runs a node; the users' term "plan" corresponds to `Choices` here.
 
-A match has a name: its fusion, and the tensor in the original model that it ends with.  The name is the same in every
-run.  Bodies of If, Loop and Scan may have matches of one name, which are then switched together.  A match that the file
-does not list is applied, as it is without a file.
+A match is named by its fusion and by its last tensor in the original model.  The name is the same in every run.
+Matches of the same name in several bodies of If, Loop and Scan are switched together.  A match that the file does not
+list is applied, as it is without a file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FORMAT: Final = "onnxfuse-plan"
 VERSION: Final = 1
 ADVICE: Final = "make it again with `onnxfuse plan`"
 MAX_BYTES: Final = 2**28  # per file; the file of a model with 100,000 nodes has about 10 MB
-MAX_COMPARED: Final = 200  # characters of a name; comparing takes time as the product of two lengths
+MAX_COMPARED: Final = 200  # characters of a name that are compared: the time grows with the product of both lengths
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ class Choice:
 
 @dataclass(frozen=True)
 class Choices:
-    """The choices for a model, which the digest of its nodes tells from other ones."""
+    """The choices for a model; a digest of its nodes identifies the model."""
 
     model: str
     digest: str
     matches: tuple[Choice, ...]
-    left_out: tuple[LeftOut, ...] = ()  # steps that raised when the matches were found; no file says them
+    left_out: tuple[LeftOut, ...] = ()  # steps that raised when the matches were found; not in the file
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data, as the file has it."""
+        """Return the contents of the file as JSON values."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -83,7 +83,7 @@ def choices_of(fused: Iterable[Fused]) -> tuple[Choice, ...]:
 def read_choices(path: Path, model: onnx.ModelProto) -> Choices:
     """Read the choices for a model.
 
-    Raises UsageError if there is no such file, if it is none that `onnxfuse plan` writes, or one for another model.
+    Raises UsageError if there is no such file, if `onnxfuse plan` did not write it, or if it is for another model.
     """
     try:
         data = json.loads(read_plain(path, MAX_BYTES))
@@ -147,21 +147,21 @@ class Chosen:
     """Fuses a model without the matches that are switched off.
 
     The nodes of a match that is switched off stay as they are: no other fusion, no region and no layout takes them.
-    Which nodes these are is found by fusing, so the model is fused again where a match that is off was found.
+    These nodes are known only after fusing, so the model is fused again if a switched-off match was found.
     """
 
     choices: Choices
-    seen: set[str] = field(default_factory=set)  # names of matches that there are
+    seen: set[str] = field(default_factory=set)  # names of all matches that were found so far
 
     def __call__(self, result: FusedModel, settings: Settings) -> FusedModel | Settings:
-        """Return the model if none of its matches is switched off, else the settings without these nodes."""
+        """Return the model if none of its matches is switched off, else settings that keep their nodes unfused."""
         self.seen |= {one.match for one in result.fused}
         off = set(self.switched_off)
         new = [one for one in result.fused if one.match in off]
         return replace(settings, keep_nodes=_with_nodes(settings.keep_nodes, new)) if new else result
 
     def check_known(self) -> None:
-        """Raise UsageError for a match in the file that no run had."""
+        """Raise UsageError if the file names a match that no run found."""
         unknown = [one.name for one in self.choices.matches if one.name not in self.seen]
         if unknown:
             near = get_close_matches(unknown[0][:MAX_COMPARED], self.seen, 1)
@@ -179,7 +179,7 @@ class Chosen:
 
 
 def _with_nodes(kept: Mapping[str, Collection[str]], matches: Iterable[Fused]) -> dict[str, frozenset[str]]:
-    """Return the labels of nodes by body, with those that matches replace."""
+    """Return `kept`, node labels by body, with the labels of the nodes that the matches replace added."""
     found = {where: set(labels) for where, labels in kept.items()}
     for one in matches:
         found.setdefault(one.where, set()).update(one.replaces)

@@ -23,10 +23,10 @@ Compare: TypeAlias = Callable[[onnx.ModelProto], Verification]
 class FusedNode:
     """A fused node in a graph of the model: the main one, or the body of an If, Loop or Scan."""
 
-    where: str  # what reports call the body; the main graph is ""
+    where: str  # the graph's name in reports; "" for the main graph
     fused: Fused
     function: str  # the name of its body
-    is_transposed: bool  # it computes the Transpose of a tensor of the original
+    is_transposed: bool  # whether it computes the Transpose of a tensor of the original
 
     def is_named(self, message: str) -> bool:
         """Return whether a message of onnxruntime names the node or its function."""
@@ -39,25 +39,25 @@ class Culprit:
     """A fused node that makes a model differ."""
 
     node: FusedNode
-    reason: str  # a sentence that says what differs
-    differs_alone: bool  # also where no other node is fused; else something around it is wrong
+    reason: str  # a sentence about the difference
+    differs_alone: bool  # whether the model differs even if no other node is fused
 
 
 def find_culprits(result: FusedModel, differs: Verification, compare: Compare) -> list[Culprit]:
-    """Return the fused nodes without which a model that differs from the original does not differ.
+    """Return the fused nodes that must be unfused so that a model no longer differs from the original.
 
     differs  how the model differs
     compare  compares a model with the original
 
-    A culprit that onnxruntime's message names takes two comparisons, any other two more than the logarithm of the
-    number of fused nodes.  Where two culprits have one body, all nodes that have it count as culprits.  Nothing is
-    returned where the model differs without any fused node too.
+    Finding a culprit that onnxruntime's message names takes two comparisons; any other takes two more than the
+    logarithm of the number of fused nodes.  If two culprits have the same body, all nodes with that body count as
+    culprits.  The list is empty if the model differs even without fused nodes.
     """
     left = _fused_nodes(result)
     found: list[Culprit] = []
     if not left or _compare_with(compare, result, []).passed is False:
         return found
-    good = 0  # so many of the first ones are known to make no difference
+    good = 0  # number of first nodes that are known to cause no difference
     while differs.passed is False:
         wrong: Sequence[FusedNode] = [one for one in left if one.is_named(differs.reason)]
         alone = bool(wrong) and _compare_with(compare, result, wrong).passed is False
@@ -74,7 +74,7 @@ def find_culprits(result: FusedModel, differs: Verification, compare: Compare) -
 
 
 def _first_bad(left: Sequence[FusedNode], good: int, is_bad: Callable[[Sequence[FusedNode]], bool]) -> int:
-    """Return the least number of first nodes that are bad together with the next one; all nodes are bad together."""
+    """Return the least n >= `good` for which the first n + 1 nodes together are bad; all nodes together are bad."""
     low, high = good, len(left)
     while high - low > 1:
         middle = (low + high) // 2
@@ -83,7 +83,7 @@ def _first_bad(left: Sequence[FusedNode], good: int, is_bad: Callable[[Sequence[
 
 
 def _compare_with(compare: Compare, result: FusedModel, kept: Collection[FusedNode]) -> Verification:
-    """Compare the model in which only some of the fused nodes are there."""
+    """Compare the model with only the `kept` fused nodes; the others are unfused."""
     names: dict[str, set[str]] = {}
     for one in kept:
         names.setdefault(one.where, set()).add(one.fused.node)
@@ -95,7 +95,7 @@ def _compare_with(compare: Compare, result: FusedModel, kept: Collection[FusedNo
 
 
 def _partly_fused(result: FusedModel, where: str, kept: dict[str, set[str]], around: frozenset[str]) -> onnx.GraphProto:
-    """Return a graph with some of its fused nodes, and such bodies."""
+    """Return a graph, and its bodies, with only the `kept` fused nodes."""
     assert result.unfused is not None
     graph = onnx.GraphProto()
     graph.CopyFrom(result.model.graph)
@@ -103,7 +103,7 @@ def _partly_fused(result: FusedModel, where: str, kept: dict[str, set[str]], aro
     inside = around | {tensor.name for tensor in graph.initializer}
     for one in result.bodies:
         node = holders.get(one.body.node.outputs[0].name)
-        if node is not None:  # else nothing reads its result
+        if node is not None:  # None if no node reads its result
             inner = f"{one.body.where} in {where}" if where else one.body.where
             body, written = node.attribute[one.body.index].g, _partly_fused(one.fused, inner, kept, inside)
             for field in "node", "initializer":

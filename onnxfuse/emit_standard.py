@@ -20,17 +20,17 @@ from onnxfuse.report.traffic import Traffic
 from onnxfuse.rewrite.function_body import REFUSED
 from onnxfuse.unfuse_model import in_operators
 
-OLDEST, NEWEST = 23, 24  # opsets that are written: the first with Attention, and the one that Swish needs
-PRIMITIVES: Final = 13  # the last opset without operators that replace several others
+OLDEST, NEWEST = 23, 24  # the range of written opsets: 23 has Attention, 24 Swish
+PRIMITIVES: Final = 13  # the last opset without composite operators
 NO_OPERATOR: Final = "ONNX has no operator for it"
 
 
 def in_newest_opset(model: onnx.ModelProto, fuse: Callable[[onnx.ModelProto], FusedModel]) -> onnx.ModelProto:
-    """Return a model in the opset in which it is fused; as it is where it cannot be raised and need not be.
+    """Convert a model to the opset in which it is fused; unchanged if it cannot be converted and need not be.
 
     fuse  makes fused nodes whose bodies are in standard operators
 
-    Raises ModelError if a node cannot be written in the newest opset, and an operator is to be written that needs it.
+    Raises ModelError if a node cannot be converted to the newest opset, although an operator to be written needs it.
     """
     try:
         return convert_opset(model, NEWEST)
@@ -47,7 +47,7 @@ def in_newest_opset(model: onnx.ModelProto, fuse: Callable[[onnx.ModelProto], Fu
 
 
 def needs_newer_opset(result: FusedModel, opset: int) -> bool:
-    """Return whether an operator is written for a fused node that an opset does not have."""
+    """Return whether fused nodes are written as an operator that the opset lacks."""
     found = {op for one in _written(result) for op in one.operators}
     return any((has := schema(op, opset)) is None or has.deprecated for op in found)
 
@@ -55,7 +55,7 @@ def needs_newer_opset(result: FusedModel, opset: int) -> bool:
 def in_standard_operators(fused: onnx.ModelProto, folder: Path | None, opset: int) -> tuple[onnx.ModelProto, Traffic]:
     """Return a fused model with operators in the place of its fused nodes, and its estimated traffic.
 
-    Its opset is the first from `opset`, that of the original, and from OLDEST on that has all of its operators.
+    Its opset is the lowest that has all of its operators, but at least OLDEST and `opset`, the original's opset.
     """
     standard, after = in_operators(fused, folder, merge_sizes=True)
     if opset:
@@ -64,7 +64,7 @@ def in_standard_operators(fused: onnx.ModelProto, folder: Path | None, opset: in
 
 
 def what_was_written(result: FusedModel) -> Standard:
-    """Return for each fused node the operator that the written model has in its place."""
+    """Return which operator the written model has in place of each fused node."""
     return Standard(opset_of(result.written), tuple(_written(result)))
 
 
@@ -72,7 +72,7 @@ def _written(result: FusedModel) -> Iterator[WrittenAs]:
     bodies = {each.name: each for each in result.model.functions if each.domain == DOMAIN}
     called = {node.name: bodies[node.op_type] for node in nodes(result.model.graph) if is_fused(node)}
     for fused in result.fused:
-        if fused.node not in called:  # its result is not used any more
+        if fused.node not in called:  # no node reads its result any more
             continue
         body = called[fused.node]
         ops = tuple(
@@ -86,7 +86,7 @@ def _written(result: FusedModel) -> Iterator[WrittenAs]:
 
 @functools.cache
 def _stands_for_several(op: str, opset: int) -> bool:
-    """Return whether ONNX defines an operator by others, and had none for them in the opset of PRIMITIVES."""
+    """Return whether an operator is a composite: ONNX defines it by others, and opset PRIMITIVES does not have it."""
     found = schema(op, opset)
     if found is None or schema(op, PRIMITIVES) is not None:
         return False

@@ -15,10 +15,10 @@ NO_ONNXRUNTIME_TO_COMPARE: Final = (
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""Return a text in which all that does not print is written as an escape, but for the characters to keep.
+    r"""Return a text with all non-printing characters, except those in `keep`, written as escapes.
 
-    Names come from models, and models from strangers: control characters (`\x1b`) command terminals, and marks of
-    direction (`\u202e`) reorder what a reader sees.
+    Names in models are untrusted: control characters (`\x1b`) may control the terminal, and direction marks (`\u202e`)
+    reorder the text on the screen.
     """
     if text.isprintable():
         return text
@@ -26,7 +26,7 @@ def printable(text: str, keep: str = "") -> str:
 
 
 class OnnxfuseError(Exception):
-    """An error that the user can act on.  Its text is one line: what was found, what is required, what to do."""
+    """An error that the user can act on.  Its text is one line: the finding, the requirement, and the remedy."""
 
     def __str__(self) -> str:
         """Return the text; line breaks and control characters in the names that it quotes are written as escapes."""
@@ -46,11 +46,11 @@ class MissingPackageError(UsageError, ImportError):
 
 
 class PatternError(OnnxfuseError):
-    """Fusions that are declared in a way that cannot work or do not load; its text names file and line, or package."""
+    """Fusions that do not load, or whose declaration is wrong; its text names the file and line, or the package."""
 
 
 class KernelError(OnnxfuseError):
-    """Kernels that are missing, do not load or cannot be compiled; its text names the source, or who brings them."""
+    """Kernels that are missing, do not load or do not compile; its text names the source file, or the package."""
 
 
 class VerificationError(OnnxfuseError):

@@ -25,7 +25,8 @@ CONVOLUTIONS: Final = ("conv_bias_activation", "conv_transpose_bias_activation")
 def explanations(result: FusedModel, fusion: str | None = None, node: str | None = None) -> list[str]:
     """Return why a fusion does not apply, or why a node is not fused, in lines for each reason; nearest misses first.
 
-    `result` was made with regions.  For all fusions and nodes, only the misses worth reading are returned.
+    `result` must have been made with regions.  If neither a fusion nor a node is named, only the misses worth reading
+    are returned.
     """
     found = [f"Left out: {one}\n" for one in result.left_out]
     if fusion == REGION or (node and not fusion):
@@ -41,7 +42,7 @@ def explanations(result: FusedModel, fusion: str | None = None, node: str | None
 
 
 def explain(miss: Miss) -> str:
-    """Return the explanation of one miss, in lines."""
+    """Return the explanation of one near miss, a text of several lines."""
     head = f"{miss.fusion.name}: not at '{miss.node}' ({miss.matched} of {miss.of} nodes agree)"
     lines = [head, f"  {miss.reason}", *_source(miss.span)]
     if miss.hint:
@@ -50,7 +51,7 @@ def explain(miss: Miss) -> str:
 
 
 def explain_stays(stays: Iterable[Stays], node: str | None = None) -> list[str]:
-    """Return why operators that other tools write for several stay as they are, in lines for each reason."""
+    """Return why composite operators of other tools were not decomposed, in lines for each reason."""
     nodes: dict[tuple[str, str], list[str]] = {}
     for one in stays:
         if node in (None, one.node):
@@ -65,7 +66,7 @@ def explain_stays(stays: Iterable[Stays], node: str | None = None) -> list[str]:
 def why_channels_first(result: FusedModel, fusion: str | None = None, node: str | None = None) -> list[str]:
     """Return why convolutions, or operators of a layout's fusion, are channels-first, in lines for each reason.
 
-    A named node may be one that a fused convolution replaced, or its output.
+    `node` may also name a node that a fused convolution replaced, or the output of one.
     """
     nodes: dict[str, list[str]] = {}
     replaced = {one.node: one.replaces for one in result.fused}
@@ -94,7 +95,7 @@ def _source(span: Span) -> list[str]:
 
 
 def nearest(misses: Iterable[Miss], fusion: str | None = None, node: str | None = None) -> list[Miss]:
-    """Return the misses of a fusion where some nodes agreed, or all misses around a node, nearest first."""
+    """Return the misses of a fusion in which some nodes matched, or all misses around a node, nearest first."""
     found = [
         m
         for m in misses
@@ -113,7 +114,7 @@ def require_node(name: str, model: onnx.ModelProto) -> None:
 
 
 def where_fused(fused: Sequence[Fused], node: str) -> str | None:
-    """Return the fused node that a pattern put in place of a node, in words; None where none did."""
+    """Return a sentence that names the fused node that replaced a node; None if no pattern replaced it."""
     matched = (one for one in fused if one.fusion != REGION and node not in one.joined)
     found = next((one for one in matched if node in one.replaces), None)
     if found is None:
@@ -122,7 +123,7 @@ def where_fused(fused: Sequence[Fused], node: str) -> str | None:
 
 
 def why_in_no_region(fused: Sequence[Fused], reasons: Mapping[str, str], node: str | None = None) -> list[str]:
-    """Return why nodes are in no region, one line each; of a named node that alone, or its region."""
+    """Return why nodes are in no region, one line each; for a named node its reason alone, or its region."""
     found = next((one for one in fused if node in one.replaces), None)
     if found is not None and found.fusion == REGION:
         return [f"'{node}' is part of the region node '{found.node}', which --regions makes"]
@@ -132,7 +133,7 @@ def why_in_no_region(fused: Sequence[Fused], reasons: Mapping[str, str], node: s
 
 
 def where_inside(model: onnx.ModelProto, inlined: Inlined, name: str) -> str | None:
-    """Return in words the unfused body that holds a node of this name or output; None if none does."""
+    """Describe the unfused body that holds a node with this name or output; None if no body does."""
     for outer, node in _nodes_outside_bodies(inlined.model.graph):
         if name in (node.name, *node.output):
             where = f"a subgraph of {outer.op_type} '{outer.name or outer.output[0]}'" if outer else ""
@@ -144,14 +145,14 @@ def where_inside(model: onnx.ModelProto, inlined: Inlined, name: str) -> str | N
     if function in inlined.model.functions:
         return f"{where}, which is not inlined, so that its nodes are not fused"
     known = (each for node in nodes(inlined.model.graph) for each in (node.name, *node.output))
-    copies = [f"'{each}'" for each in known if each.startswith(f"{name}__")]  # the names that onnx's inliner gives
+    copies = [f"'{each}'" for each in known if each.startswith(f"{name}__")]  # names made by onnx's function inliner
     return f"{where}, which is inlined where it is called: {', '.join(copies[:3])}{' ...' if len(copies) > 3 else ''}"
 
 
 def _nodes_outside_bodies(
     graph: onnx.GraphProto, outer: onnx.NodeProto | None = None
 ) -> Iterator[tuple[onnx.NodeProto | None, onnx.NodeProto]]:
-    """Yield every node with the outermost node around it whose subgraphs are not fused."""
+    """Yield every node, with the outermost enclosing node whose subgraphs are not fused, or None."""
     for node in graph.node:
         yield outer, node
         for inner in subgraphs(node):

@@ -1,9 +1,9 @@
-"""The recipe: the stages that a graph goes through, and the loop that repeats them without what went wrong.
+"""Fuse a model: the stages that a graph goes through, and the loop that repeats them without steps that failed.
 
-The bodies of If, Loop and Scan go the same way, before the graph around them is fused: it reads constants and shapes of
-that graph, and what a body no longer reads may be fused outside.
+The bodies of If, Loop and Scan go through the same stages, before the graph around them is fused: they use its
+constants and shapes, and tensors that a body no longer reads may then be fused outside.
 
-This verifies nothing; `optimizer.py` does, and says with which settings the model is fused again.
+This module verifies nothing; `optimizer.py` does, and chooses the settings with which the model is fused again.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ from onnxfuse.steps import (
 from onnxfuse.verify.parts import UnfusedGraph, unfused_graph
 
 MAX_SIMPLIFY_ROUNDS = 4
-MAX_SPELLING_ROUNDS = 4  # after so many rounds, operators that are still left over keep their form
+MAX_SPELLING_ROUNDS = 4  # after so many rounds, decomposed operators that are still not fused are kept as they were
 T = TypeVar("T")
-Progress: TypeAlias = Callable[[str, int, int], None]  # called with the stage, how much of it is done, and of how much
+Progress: TypeAlias = Callable[[str, int, int], None]  # called with the stage, the amount done and the total
 
 
 @dataclass
@@ -90,10 +90,10 @@ class StageTimer:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
-Regions: TypeAlias = bool | Literal["apart"]  # whether there are any; "apart" if none may join a product's kernel
+Regions: TypeAlias = bool | Literal["apart"]  # whether to make regions; "apart": but no epilogues of products
 
 
-Scores: TypeAlias = frozenset[tuple[str, str]]  # Softmaxes, each by its body and its output
+Scores: TypeAlias = frozenset[tuple[str, str]]  # Softmaxes, each by the name of its graph and of its output
 NO_TRAFFIC: Final = Traffic(0, 0)
 
 
@@ -101,14 +101,14 @@ NO_TRAFFIC: Final = Traffic(0, 0)
 class Settings:
     """How `fuse_model` fuses a model.
 
-    `operators` says which ones the bodies of fused nodes consist of.  `layout` and `regions` are as in `optimize`.
-    `bodies` says whether those of If, Loop and Scan are fused, in which images stay channels-first.  `exclude` holds
-    matches that stay unfused, each by the name of its fusion and of its first output, and nodes that stay
-    channels-first, by LAYOUT and the latter.  `keep_names` are tensors that are neither folded nor fused over.
-    `keep_nodes` are the labels of nodes that no fusion, region or layout takes, by the body that they are in.
-    `keep_unfused` remembers the graph as it was before fusing, for the comparison by parts.  `left_out` are fusions of
-    layouts that are not made, and `without_passes` names passes that are not applied.  `rules` are those whose misses
-    are recorded beside the misses of the fusions.
+    `operators` says which operators the bodies of fused nodes consist of.  `layout` and `regions` are as in `optimize`.
+    `bodies` says whether bodies of If, Loop and Scan are fused; images in these stay channels-first.  `exclude` holds
+    matches that stay unfused, as pairs of the fusion's name and the first output, and nodes that stay channels-first,
+    as pairs of LAYOUT and the first output.  `keep_names` are tensors that are neither folded nor fused over.
+    `keep_nodes` maps a body to the labels of its nodes that no fusion, region or layout may take.  `keep_unfused` keeps
+    a copy of the graph before fusing, for the comparison by parts.  `left_out` names fusions made by layouts that are
+    not to be made, and `without_passes` names passes that are not applied.  `rules` are the rewrite rules whose misses
+    are recorded in addition to the misses of fusions.
     """
 
     fusions: Sequence[Fusion]
@@ -127,12 +127,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Learned:
-    """What earlier rounds have shown that a model is fused without."""
+    """The steps and rewrites that a model is fused without, because earlier rounds failed or made nothing of them."""
 
-    raised: Mapping[str, LeftOut] = field(default_factory=dict)  # steps, by their names
-    operators: Mapping[str, Stays] = field(default_factory=dict)  # not spelled out, by their first outputs
+    raised: Mapping[str, LeftOut] = field(default_factory=dict)  # steps that raised, by name
+    operators: Mapping[str, Stays] = field(default_factory=dict)  # operators not to be decomposed, by first output
     scores: Scores = frozenset()  # the Softmaxes whose scores stay as they are
-    rounds: int = 0  # in which something was left over
+    rounds: int = 0  # number of rounds that left something over
 
     def applied(self, settings: Settings) -> Settings:
         """Return the settings without the steps that raised."""
@@ -145,7 +145,7 @@ class Learned:
         )
 
     def run(self, name: str, function: Callable[[], T], otherwise: T) -> T:
-        """Return what a step returns; `otherwise` where it is left out."""
+        """Run a step and return its result; return `otherwise` if the step is left out."""
         if name in self.raised:
             return otherwise
         with step(name):
@@ -162,7 +162,7 @@ class FusedBody:
 
 @dataclass(frozen=True)
 class FusedModel:
-    """A model after fusing, with the record of all changes; or a body of it, as a model."""
+    """A model after fusing, with the record of all changes; or one of its bodies, as a model."""
 
     graph: Graph
     model: onnx.ModelProto = field(default_factory=onnx.ModelProto)
@@ -174,12 +174,12 @@ class FusedModel:
     without_regions: Traffic = NO_TRAFFIC  # the traffic if the nodes of regions stayed apart
     regions: RegionResult = field(default_factory=RegionResult)
     unfused: UnfusedGraph | None = None  # the graph before fusing, for the comparison by parts
-    spelling: SpelledOut = field(default_factory=SpelledOut)  # operators of other tools that were spelled out
-    left: Mapping[str, Stays] = field(default_factory=dict)  # spelled out and not fused as a whole, by first outputs
-    scores_left: frozenset[str] = frozenset()  # of Softmaxes, rewritten for an attention that was not made
+    spelling: SpelledOut = field(default_factory=SpelledOut)  # operators of other tools that were decomposed
+    left: Mapping[str, Stays] = field(default_factory=dict)  # decomposed, but not fused as a whole; by first output
+    scores_left: frozenset[str] = frozenset()  # Softmaxes whose scores were rewritten for an attention, in vain
     bodies: tuple[FusedBody, ...] = ()
     inlined: Inlined | None = None  # the model's own functions
-    standard: onnx.ModelProto | None = None  # the model in ONNX's own operators, where these are written
+    standard: onnx.ModelProto | None = None  # the model in ONNX's own operators, if requested
     left_out: tuple[LeftOut, ...] = ()  # steps that raised
 
     @property
@@ -195,7 +195,7 @@ class FusedModel:
 
     @property
     def fused(self) -> tuple[Fused, ...]:
-        """All fused nodes, those in bodies included; channels-last outputs have the names of those in the original."""
+        """All fused nodes, also in bodies; a channels-last output has the name of the original's tensor."""
         return tuple(
             replace(one, where=where, output=each.layout.original(one.output))
             for where, each in self.everywhere()
@@ -204,27 +204,27 @@ class FusedModel:
 
     @property
     def fused_of_model(self) -> tuple[Fused, ...]:
-        """The same records, with the model's own operators in place of the nodes that were spelled out for them."""
+        """The same records; decomposed operators are listed as in the model, not as the nodes that replaced them."""
         return in_terms_of_model(self.fused, self.spelled)
 
     @property
     def all_folded(self) -> tuple[Folded, ...]:
-        """All nodes that vanished, those in bodies included."""
+        """All nodes that were removed, including nodes in bodies."""
         return tuple(one for _, each in self.everywhere() for one in each.folded)
 
     @property
     def spelled(self) -> tuple[Spelled, ...]:
-        """All operators that were spelled out to be fused, those in bodies included."""
+        """All operators that were decomposed to be fused, including operators in bodies."""
         return tuple(one for _, each in self.everywhere() for one in each.spelling.spelled)
 
     @property
     def stays(self) -> tuple[Stays, ...]:
-        """All operators that could be spelled out, and stay as they are."""
+        """All operators that could be decomposed, but stay as they are."""
         return tuple(one for _, each in self.everywhere() for one in each.spelling.stays)
 
     @property
     def all_left(self) -> dict[str, Stays]:
-        """All operators that were spelled out and not fused as a whole, by their first outputs, and why."""
+        """All operators that were decomposed but not fused as a whole: the reason by the first output."""
         return {name: one for _, each in self.everywhere() for name, one in each.left.items()}
 
     @property
@@ -234,22 +234,22 @@ class FusedModel:
 
     @property
     def no_region(self) -> dict[str, str]:
-        """Why nodes are in no region, by their names, those in bodies included."""
+        """The reasons why nodes, also in bodies, are in no region, by the nodes' names."""
         return {name: why for _, each in self.everywhere() for name, why in each.regions.reasons.items()}
 
     @property
     def missed(self) -> tuple[Miss, ...]:
-        """Every miss, those in bodies included."""
+        """All near misses, including those in bodies."""
         return tuple(miss for _, each in self.everywhere() for miss in each.fusing.missed)
 
     def near(self) -> list[Miss]:
-        """Return the misses worth reading, those in bodies included, nearest first."""
+        """Return the near misses worth reading, including those in bodies, the nearest first."""
         return sorted((miss for _, each in self.everywhere() for miss in each.fusing.near()), key=nearness)
 
 
 # --- the driver -----------------------------------------------------------------------------------------------------
 
-# Returns a fused model, maybe with more to it, or the settings with which it is fused again.
+# Returns the fused model, possibly with additions, or the settings with which to fuse again.
 Check: TypeAlias = Callable[[FusedModel, Settings], "FusedModel | Settings"]
 
 
@@ -260,13 +260,13 @@ def fuse_model(
     timer: StageTimer | None = None,
     checks: Sequence[Check] = (),
 ) -> FusedModel:
-    """Simplify and fuse a model that was loaded, and again without what raises, what is left over, or what fails.
+    """Simplify and fuse a loaded model; repeat this without steps that raise, leave nodes over, or fail a check.
 
     folder  where its external data lies
-    checks  are made of a fused model in this order, until one asks for other settings
+    checks  are called with the fused model in this order, until one returns other settings
 
-    A step that raises is left out, as the result says, unless the user can act on its error.  What was written for a
-    fusion, and was not fused, stays as it was: an operator that was spelled out, or scores of an attention.
+    A step that raises is left out, and recorded in the result, unless the user can act on its error.  If an operator
+    was decomposed, or the scores of an attention rewritten, and no fusion followed, the original form is kept.
     """
     timer, learned = timer or StageTimer(), Learned()
     with _no_garbage_collection():
@@ -274,7 +274,7 @@ def fuse_model(
             try:
                 result = _fuse_once(model, folder, learned.applied(settings), learned, timer)
             except StepError as error:
-                learned = Learned(also_raised(learned.raised, error))  # no step leaves anything half done
+                learned = Learned(also_raised(learned.raised, error))  # each attempt starts over: no step is half done
                 continue
             if (result.all_left or result.all_scores_left) and learned.rounds < MAX_SPELLING_ROUNDS:
                 learned = _with_left(learned, result)
@@ -290,9 +290,9 @@ def fuse_model(
 
 
 def _with_left(learned: Learned, result: FusedModel) -> Learned:
-    """Return what was learned, and that what is left of spelled operators and of scores stays as it was.
+    """Return `learned` with the decomposed operators and rewritten scores that were not fused: these keep their form.
 
-    In the last round, all of them do.
+    After the last round, all decomposed operators and rewritten scores keep their form.
     """
     operators, scores = {**learned.operators, **result.all_left}, learned.scores | result.all_scores_left
     if learned.rounds + 1 == MAX_SPELLING_ROUNDS:
@@ -315,7 +315,7 @@ def _fuse_once(
 
 
 def _read(model: onnx.ModelProto, folder: Path | None, bodies: bool) -> tuple[Graph, ShapeInfo, list[onnx.NodeProto]]:
-    """Return the main graph with the branches that are always taken, its shapes, and the Ifs that vanished."""
+    """Return the main graph, with branches that are always taken inlined; its shapes; and the Ifs thus removed."""
     taken: list[onnx.NodeProto] = []
     while True:
         shapes = read_and_infer(model, folder)
@@ -340,7 +340,7 @@ def _fuse_graph(work: Work) -> FusedModel:
 
 @dataclass
 class Work:
-    """A graph on its way through the stages, and what they have found; `taken` are the Ifs that vanished from it."""
+    """A graph on its way through the stages, and their results; `taken` are the Ifs that were inlined."""
 
     graph: Graph
     shapes: ShapeInfo
@@ -349,18 +349,18 @@ class Work:
     learned: Learned
     timer: StageTimer
     where: str = ""  # the body's name in reports; the main graph is ""
-    kept_ifs: Collection[Node] = ()  # Ifs whose branches stay as they are
+    kept_ifs: Collection[Node] = ()  # Ifs whose branches must not change
     found: FusedModel = field(init=False)
     joining: Joining = field(init=False)
     defer_to_regions: DeferToRegions = field(init=False)
 
     def __post_init__(self) -> None:
-        """Begin with nothing found."""
+        """Start with empty results."""
         self.found = FusedModel(self.graph)
 
     @property
     def keep(self) -> Set[str]:
-        """The labels of nodes that are not fused."""
+        """The labels of nodes that must not be fused."""
         return self.settings.keep_nodes.get(self.where, frozenset())
 
     @property
@@ -375,9 +375,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of fusing a graph: its name in docs/design.md, what it does, and the seconds that it counts to.
+    """A stage of fusing a graph: its name in docs/design.md, its function, and the timer that its seconds add to.
 
-    `step` is what is left out where it raises; "" where the parts of a stage have names of their own.
+    `step` names the step to leave out if the stage raises; "" if the parts of the stage have names of their own.
     """
 
     name: str
@@ -387,7 +387,7 @@ class Stage:
 
 
 def keep_names(work: Work) -> None:
-    """Keep what earlier rounds found wrong, and branches that onnxruntime would refuse if they were rewritten."""
+    """Mark names to keep: those found wrong in earlier rounds, and branches that onnxruntime refuses once rewritten."""
     work.graph.fixed_names |= frozenset(work.settings.keep_names)
     work.graph.scores.stay = frozenset(name for where, name in work.learned.scores if where == work.where)
     with step(CONTROL_FLOW):
@@ -405,13 +405,13 @@ def look_into_bodies(work: Work) -> None:
 
 
 def spell_operators_out(work: Work) -> None:
-    """Write large operators as the operators that they consist of."""
+    """Decompose composite operators into the operators that they consist of."""
     if work.settings.fusions:
         work.found = replace(work.found, spelling=spell_out(work.graph, work.shapes, work.learned.operators))
 
 
 def normalize(work: Work) -> None:
-    """Bring the graph into one form, in which it is remembered for the comparison by parts."""
+    """Normalize the graph, and keep a copy of the normalized graph for the comparison by parts."""
     graph, shapes, settings = work.graph, work.shapes, work.settings
     folded = simplify(graph, shapes, settings.without_passes)
     rows = pass_step(make_keys_row_major)
@@ -421,10 +421,10 @@ def normalize(work: Work) -> None:
 
 
 def fuse_bodies(work: Work) -> None:
-    """Fuse the bodies of If, Loop and Scan, and put them in place of those that the nodes have."""
+    """Fuse the bodies of If, Loop and Scan, and replace the nodes' bodies by the results."""
     bodies = tuple(_fuse_bodies(work)) if work.settings.bodies else ()
     work.found = replace(work.found, bodies=bodies)
-    if bodies:  # they may read less of this graph than before
+    if bodies:  # fused bodies may read fewer tensors of this graph than before
         work.graph.update_captured()
         work.graph.remove_dead()
         work.graph.sort()
@@ -442,7 +442,7 @@ def _fuse_bodies(work: Work) -> Iterator[FusedBody]:
 
 
 def fuse_matches(work: Work) -> None:
-    """Fuse the matches of the patterns, except nodes that would be cheaper in a region."""
+    """Replace matches of the patterns by fused nodes, except matches that would be cheaper in a region."""
     graph, settings = work.graph, work.settings
     spelled = {name for one in work.found.spelling.spelled for name in one.made}
     fusions = settings.fusions if settings.regions is True else ()
@@ -473,28 +473,28 @@ def lay_images_out(work: Work) -> None:
 
 
 def _kept_outputs(graph: Graph, fusions: Sequence[Fusion], keep: Set[str]) -> Iterator[tuple[str, str]]:
-    """Yield the outputs of kept nodes, which stay channels-first, and which no fusion takes in with another layout."""
+    """Yield, for LAYOUT and each layout fusion, the outputs of kept nodes, which stay channels-first and unfused."""
     names = {LAYOUT, GATE, *(fusion.name for fusion in fusions)}
     outputs = [tensor.name for node in graph.nodes if keep and node_label(node) in keep for tensor in node.outputs]
     yield from ((name, output) for output in outputs for name in names)
 
 
 def find_left_over(work: Work) -> None:
-    """Find the spelled operators that were fused only in part."""
+    """Find the decomposed operators that were fused only in part."""
     left = left_over(work.graph, work.shapes, work.found.spelling, work.found.fusing)
     work.found = replace(work.found, left=left)
 
 
 def form_regions(work: Work) -> None:
-    """Make regions of the operators that are left, and let the patterns take what no region took."""
+    """Make regions of the remaining operators, then apply the patterns to the nodes in no region."""
     graph, fusing, made, after = work.graph, work.found.fusing, RegionResult(), work.traffic()
     work.found = replace(work.found, without_regions=after)
-    known = _standing(graph, (*fusing.fused, *work.found.layout.fused))  # layouts have put others in place of some
+    known = _standing(graph, (*fusing.fused, *work.found.layout.fused))  # layouts have replaced some of the fused nodes
     if work.settings.regions:
         if not work.found.left:
             with step(REGIONS):
                 made = _regions(work, known)
-            known = _standing(graph, known)  # without norms that are parts of regions
+            known = _standing(graph, known)  # without norms that became parts of regions
         if work.defer_to_regions.has_left:
             last = [fusion for fusion in work.settings.fusions if fusion.last]
             rest = fuse(graph, work.shapes, last, work.selection).fused
@@ -507,7 +507,7 @@ def form_regions(work: Work) -> None:
 
 
 def _regions(work: Work, known: Collection[Fused]) -> RegionResult:
-    """Make regions, also of operators that channels-last nodes were made of; `known` are the records of fused nodes."""
+    """Make regions, also of operators in channels-last form; `known` are the records of fused nodes."""
     stand_ins = stand_in(work.graph, known)
     made = assign_regions(work.joining, known)
     fused_again = {name for one in put_back(work.graph, stand_ins) for name in one.replaces}
@@ -515,7 +515,7 @@ def _regions(work: Work, known: Collection[Fused]) -> RegionResult:
 
 
 def _standing(graph: Graph, fused: Collection[Fused]) -> tuple[Fused, ...]:
-    """Return the records of the fused nodes that a graph has."""
+    """Return the records whose fused nodes are still in the graph."""
     names = {node.name for node in graph.nodes}
     return tuple(one for one in fused if one.node in names)
 
@@ -545,8 +545,8 @@ STAGES: Final = (
 def simplify(graph: Graph, shapes: ShapeInfo, without: Collection[str] = ()) -> list[Folded]:
     """Apply the passes of the pipeline round by round until none changes anything.  Returns the nodes that vanished.
 
-    Nodes that nothing reads go first, as passes remove them only where they change something.  Passes that `without`
-    names, also as steps, are not applied.  Raises StepError for a pass that raises.
+    Nodes that nothing reads go first, as passes remove them only where they change something.  Passes named in
+    `without`, by their own names or their step names, are not applied.  Raises StepError for a pass that raises.
     """
     passes, late = (
         [each for each in some if each.__name__ not in without and pass_step(each) not in without]
@@ -576,13 +576,13 @@ def _apply(apply_pass: Pass, graph: Graph, shapes: ShapeInfo) -> list[Folded] | 
 
 
 def pass_step(apply_pass: Callable[..., object]) -> str:
-    """Return how a report calls a pass that raised."""
+    """Return the step name of a pass, for reports on steps that raised."""
     return f"pass {apply_pass.__name__}"
 
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Pause Python's garbage collector: to search many small objects that live on takes a quarter of the time."""
+    """Pause Python's garbage collector in the block: scanning many long-lived objects takes a quarter of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

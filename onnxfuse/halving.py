@@ -1,4 +1,4 @@
-"""Convert a model to half precision, measure how far it is from float32, and let more of it stay until that holds."""
+"""Convert a model to half precision, measure its error, and keep more nodes in float32 until that is allowed."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ BFLOAT16_OPSET: Final = 13  # the first opset with operators in bfloat16
 # The opsets that a model is raised to: 14 is the first whose Reshape tells a size of 0 from a copied one, and 22 the
 # first with convolutions in bfloat16.
 RAISED_OPSETS: Final = range(14, 23)
-DRAWS_TRIED: Final = 8  # sizes at which a model is tried where it is not verified
-RUNS: Final = 2  # runs that observe ranges
-MAX_KEPT: Final = 0.5  # share of nodes; where more must stay because of errors, half precision is of no use
-MAX_WIDENED: Final = 0.1  # share of nodes that stay by default, so that errors are as usual
-NOISE_DRAWS: Final = 8  # draws where one does not explain an error: draws may differ tenfold
+DRAWS_TRIED: Final = 8  # sizes at which a model is tried to observe ranges, if it is not verified
+RUNS: Final = 2  # runs of the model in which ranges of tensors are recorded
+MAX_KEPT: Final = 0.5  # share of nodes; if errors require more in float32, the conversion is refused
+MAX_WIDENED: Final = 0.1  # share of nodes that may stay in float32 by default to make errors usual
+NOISE_DRAWS: Final = 8  # draws of noise if one draw does not explain an error: draws may differ tenfold
 
 Model = tuple[onnx.ModelProto, Path | None]
 Scaling = Callable[[ShapeInfo, Mapping[str, Range], Weights], dict[str, Range]]
@@ -62,7 +62,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks for with --dtype, --io and --max-error."""
+    """The values of --dtype, --io and --max-error."""
 
     precision: Precision
     io: Io
@@ -87,9 +87,9 @@ def request(dtype: str | None, io: str, max_error: float | None) -> Request | No
 
 @dataclass
 class Halving:
-    """A model on its way to half precision.
+    """Converts a model to half precision.
 
-    given  the original, without fused nodes, and in the opset that is asked for
+    given  the original, without fused nodes, in the requested opset
     """
 
     original: onnx.ModelProto
@@ -101,9 +101,9 @@ class Halving:
     shapes: Sequence[str]
     timer: StageTimer
     verify: bool
-    asked: dict[str, str] = field(default_factory=dict)  # nodes that are to stay in float32, and why
+    asked: dict[str, str] = field(default_factory=dict)  # nodes requested to stay in float32, and why
     converted: Converted | None = None
-    noises: list[dict[str, float]] = field(default_factory=list)  # how far each output moved, of each draw
+    noises: list[dict[str, float]] = field(default_factory=list)  # per draw: how far each output moved
     raised: list[LeftOut] = field(default_factory=list)  # steps that raised
 
     @cached_property
@@ -121,9 +121,9 @@ class Halving:
         return raised
 
     def _in_first_opset(self) -> onnx.ModelProto:
-        """Return the model in the first opset that has every operator in the dtype, as far as opsets have it at all.
+        """Return the model in the first opset in which its operators accept the dtype, except those that never do.
 
-        An older one is taken where a node cannot be written in that one.
+        If a node cannot be converted to that opset, an older one is used.
         """
         opset = opset_of(self.given)
         first = {_first_opset(node, opset, self.wanted.precision) for node in nodes(self.given.graph)}
@@ -143,11 +143,11 @@ class Halving:
             ) from refusals[0]
         return self.given
 
-    # --- what is known of the model --------------------------------------------------------------------------
+    # --- facts about the model -------------------------------------------------------------------------------
 
     @cached_property
     def plain(self) -> FusedModel:
-        """The model with constants folded and spellings in one form, in the precision that it has."""
+        """The model in its original precision, with constants folded and spellings normalized."""
         return fuse_model(self.source, self.folder, Settings([], layout="nchw", keep_unfused=True), self.timer)
 
     @cached_property
@@ -166,14 +166,14 @@ class Halving:
 
     @cached_property
     def units(self) -> list[Unit]:
-        """What will be fused: the nodes inside never write their results to memory."""
+        """The groups of nodes that will be fused; values inside a group are never written to memory."""
         in_float32 = {fusion.name for fusion in self.fusions if fusion.casts}
         found = fuse_model(self.plain.model, self.folder, Settings(self.fusions, layout="nchw"), self.timer).fused
         return [Unit(one.fusion, frozenset(one.replaces), one.fusion in in_float32) for one in found]
 
     @cached_property
     def reference(self) -> Reference | None:
-        """Runs of the original; None where none are wanted, or it does not run."""
+        """Runs of the original; None if no verification is wanted, or the original does not run."""
         if not self.verify:
             return None
         with self.timer.stage("verify"):
@@ -186,7 +186,7 @@ class Halving:
 
     @cached_property
     def ranges(self) -> dict[str, Range]:
-        """How large tensors become; nothing where the model does not run."""
+        """The range of each tensor's values by name; empty if the model does not run."""
         with self.timer.stage("ranges"):
             if self.reference is not None:
                 feeds: list[Mapping[str, Array]] = [each.feeds for each in self.reference.runs]
@@ -206,7 +206,7 @@ class Halving:
         model = self.plain.model
         try:
             return observe(model, self.types, self.folder, feeds, self._tell)
-        except Exception:  # whatever onnxruntime raises: sizes that do not fit, an operator of others
+        except Exception:  # any exception of onnxruntime: wrong sizes, custom operators
             return {}
 
     @cached_property
@@ -255,7 +255,7 @@ class Halving:
     # --- errors ----------------------------------------------------------------------------------------------
 
     def judge(self, written: onnx.ModelProto) -> HalfResult:
-        """Return the errors of the optimized model."""
+        """Return the result of the conversion, with the errors of the optimized model."""
         result = self._result(written)
         with self.timer.stage("verify"):
             if self.reference is None:
@@ -269,11 +269,13 @@ class Halving:
     def settle(self, attempt: Callable[[bool], tuple[Made, HalfResult]]) -> tuple[Made, HalfResult]:
         """Return the attempt with the fewest nodes in float32 whose errors are allowed, and these errors.
 
-        attempt  converts the model with the nodes that are asked to stay, verifies it if told to, and judges it
+        attempt  converts the model with the requested nodes in float32, verifies it if its argument is true, and judges
+                 it
 
-        By default, errors are to be usual, for which at most MAX_WIDENED of the nodes stay; where that does not do, the
-        model is the first that is finite, and a note tells so.  Raises VerificationError where values that are not
-        finite, or errors above max_error, appear although MAX_KEPT of the nodes stay.
+        By default, errors must be usual (`HalfError.is_usual`), and at most MAX_WIDENED of the nodes stay in float32
+        for that.  If that does not suffice, the first model with finite outputs is returned, with a note.  Raises
+        VerificationError if outputs are not finite, or errors exceed max_error, although MAX_KEPT of the nodes stay in
+        float32.
         """
         first = attempt(True)
         result = first[1]
@@ -321,7 +323,7 @@ class Halving:
 
     def _ask(self, count: int, reason: str) -> None:
         """Request float32 for the `count` nodes that add most to the error, and for the other nodes of their units."""
-        queue = self._queue  # of the first conversion, before others are asked for
+        queue = self._queue  # the order of the first conversion, before more nodes are requested
         self.asked.clear()
         for name in queue[:count]:
             unit = next((unit.nodes for unit in self.units if name in unit.nodes), frozenset({name}))
@@ -341,7 +343,7 @@ class Halving:
         assert self.converted is not None and self.reference is not None
         self._tell("errors")
         made = self._outputs(written, as_is=False)
-        if self.wanted.precision is FLOAT16:  # of whose nodes onnxruntime rounds some, and NaN shows
+        if self.wanted.precision is FLOAT16:  # onnxruntime rounds at some float16 nodes, so a run shows NaN
             made += self._outputs(written, as_is=True)
         errors = self._distances(made)
         found: tuple[HalfError, ...] = ()
@@ -368,7 +370,7 @@ class Halving:
         return self._distances([run(session, each) for each in feeds])
 
     def _distances(self, results: Sequence[Mapping[str, object]]) -> dict[str, float]:
-        """Return the largest error of each floating-point output; results of several models may follow each other."""
+        """Return each floating-point output's largest error; `results` may hold the runs of several models in a row."""
         assert self.reference is not None
         runs = self.reference.runs
         exact = [{**each.outputs, **each.float32_outputs} for each in runs]
@@ -382,7 +384,7 @@ class Halving:
     def _outputs(self, model: onnx.ModelProto, *, as_is: bool) -> list[dict[str, object]]:
         """Return the outputs of a model in half precision for each run.
 
-        as_is  in onnxruntime as it is; else in float32, rounded after each node
+        as_is  run the model unchanged in onnxruntime; else in float32, with each node's result rounded
         """
         assert self.converted is not None and self.reference is not None
         runs = [self.feeds(each.feeds) for each in self.reference.runs]
@@ -394,13 +396,13 @@ class Halving:
 
     @cached_property
     def _queue(self) -> list[str]:
-        """The nodes in the order in which they are to stay in float32: the last ones first where none are suspects."""
+        """The nodes in the order in which to keep them in float32: suspects, or without any the last nodes first."""
         assert self.converted is not None and self.reference is not None
         feeds, converted = self.reference.runs[0].feeds, self.converted
         half, given = model_that_rounds(converted.model, converted.types), arrays_to_float32(self.feeds(feeds))
         plain, rounded = (self.prepared[0], self.folder), (half, converted.folder)
         found: list[str] = []
-        with self.timer.stage("verify"), suppress(Exception):  # whatever onnxruntime raises: no memory, no time
+        with self.timer.stage("verify"), suppress(Exception):  # any exception of onnxruntime
             reals = {name for name, dtype in self.types.items() if dtype in REAL} | self.prepared[1].keys()
             found = suspects(plain, rounded, reals, feeds, given, self._tell)
         every = [each.name or each.output[0] for each in self.plain.model.graph.node]
@@ -416,14 +418,14 @@ def _is_finite(result: HalfResult) -> bool:
 
 
 def _why(result: HalfResult, max_error: float | None) -> str:
-    """Return why more nodes stay than in the conversion that had these errors."""
+    """Return the reason to keep more nodes in float32 than in the conversion with these errors."""
     worst = result.worst if max_error is not None or not _is_finite(result) else result.unusual
     assert worst is not None
     return f"the error of '{worst.name}' was {worst.error:.1e}"
 
 
 def _unexplained(tried: Mapping[int, HalfResult]) -> str:
-    """Return that more nodes in float32 did not make an error usual."""
+    """Return the note that keeping more nodes in float32 did not make an error usual."""
     most = max(tried)
     last = tried[most].unusual
     told = f"errors are more than {USUAL_FACTOR:g} times the noise"

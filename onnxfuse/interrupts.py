@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from types import FrameType
 
-SECONDS_TO_CLEAN_UP: Final = 3.0  # after a Ctrl-C, while further ones change nothing
+SECONDS_TO_CLEAN_UP: Final = 3.0  # time after a Ctrl-C during which further ones are ignored
 SECONDS_UNTIL_RAISED_AGAIN: Final = 0.02
 LOADING_EXTENSIONS: Final = {"ExtensionFileLoader.create_module", "ExtensionFileLoader.exec_module"}  # in importlib
 
@@ -20,7 +20,7 @@ _last: float | None = None  # the time of the last Ctrl-C
 
 
 def install() -> None:
-    """Raise KeyboardInterrupt at Ctrl-C, once while files and processes are cleaned up."""
+    """Make Ctrl-C raise KeyboardInterrupt, but only once within SECONDS_TO_CLEAN_UP, so that cleaning up can finish."""
     signal.signal(signal.SIGINT, _raise)
     sys.unraisablehook = _raise_again
 
@@ -31,7 +31,7 @@ def ignore() -> None:
 
 
 def seen() -> bool:
-    """Whether there was a Ctrl-C; it may have surfaced as another exception, such as a failed import."""
+    """Return whether Ctrl-C was pressed; it may have surfaced as another exception, such as a failed import."""
     return _last is not None
 
 
@@ -47,7 +47,7 @@ def _raise(number: int, frame: FrameType | None) -> None:
 
 
 def _raise_again(unraisable: Any) -> None:
-    """Raise a KeyboardInterrupt again that came while an object was deleted, where Python only prints it."""
+    """Raise again a KeyboardInterrupt that arrived while an object was deleted: Python only prints such exceptions."""
     global _last
     if unraisable.exc_type is not KeyboardInterrupt:
         sys.__unraisablehook__(unraisable)
@@ -61,7 +61,7 @@ def _interrupt_later() -> None:
 
 
 def _loads_extension(frame: FrameType | None) -> bool:
-    """Return whether a C extension is being loaded: onnx's crashes if Python code raises that it runs meanwhile."""
+    """Return whether a C extension is being loaded: onnx's extension crashes if Python code that it runs raises."""
     while frame is not None:
         if frame.f_code.co_qualname in LOADING_EXTENSIONS:
             return True

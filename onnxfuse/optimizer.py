@@ -50,7 +50,7 @@ from onnxfuse.verify.own_process import DEFAULT_TIMEOUT, own_process
 
 Emit: TypeAlias = Literal["functions", "standard"]  # the form of a fusion in the optimized model
 
-MAX_ROUNDS_OF_PARTS = 3  # in which nodes of one fusion are taken back; a fusion that is wrong more often is left out
+MAX_ROUNDS_OF_PARTS = 3  # a fusion whose nodes were taken back in so many rounds is left out
 CONSTANT_FOLDING = "constant"  # the name in the report when the folding of a constant is taken back
 BODIES = "subgraphs"  # the name in the report when all that was done inside If, Loop and Scan is taken back
 
@@ -72,24 +72,26 @@ def optimize(
     skip      names of fusions to leave out
     patterns  folders of Python files with further fusions; a fusion replaces one of the same name
     fallback  operators that the bodies of fused nodes consist of: standard ONNX, or also onnxruntime's own
-    emit      what stands for a fusion: a node that calls a function, or ONNX's own operators of opset 23 or 24
-              ("standard"), for other runtimes; images then stay channels-first, and there are no regions
-    layout    of images around convolutions: channels-last where that pays or wherever it can be, or channels-first
+    emit      the form of a fusion in the result: a node that calls a function, or ONNX's own operators of opset 23 or
+              24 ("standard"), for other runtimes; images then stay channels-first, and there are no regions
+    layout    of images around convolutions: channels-last where that pays ("auto") or wherever possible, or
+              channels-first
     regions   whether connected operators that no pattern names become fused nodes where that should save traffic or
               launches, or join the kernel of a product or convolution before them; the latter not if "apart"
     plan      a file of `onnxfuse plan` for this model; nothing takes the nodes of a match that it switches off
-    verify    run each fused node and what it replaced, and both models, in onnxruntime; take back what differs
+    verify    run each fused node and the nodes that it replaced, and both models, in onnxruntime; undo fusions that
+              differ
     inputs    arrays to verify with, by input name; others are generated
     shapes    sizes to verify with, as "input:8x512"; others are chosen
     timeout   seconds that opening a model in onnxruntime, or one run of it, may take in a process of its own; None runs
               models in this process, without a limit, and not at sizes of 0, at which onnxruntime may crash
-    tolerance the largest relative error of an output; by default that of its dtype, or more by the original's noise
-    dtype     the half precision that the model is converted to; what overflows, or loses too much, stays in float32.
+    tolerance the largest relative error of an output; by default it depends on the dtype and the original's noise
+    dtype     the half precision that the model is converted to; nodes that overflow or lose too much stay in float32.
               External weights then lie in `report.folder`, as long as the report exists
     io        the dtype of floating-point inputs and outputs where the model is converted: float32, or `dtype` ("half")
     max_error the largest relative error that is allowed against float32; as many nodes stay in float32 as that takes.
               By default up to a tenth of them stay so that errors are within three times the noise of half precision
-    progress  called with the stage, how much of it is done, and of how much
+    progress  called with the stage, the amount of it that is done, and the total amount
 
     Returns the model, whose fused nodes call model-local functions, and the report.  Raises ModelError for a model that
     cannot be read, or written in opset 24 for emit="standard"; UsageError for an unknown fusion or a plan of another
@@ -140,9 +142,9 @@ def _settings(
     layout: Layout,
     regions: Regions,
 ) -> Settings:
-    """Return how a model is fused by these arguments of `optimize`.
+    """Return the settings that these arguments of `optimize` stand for.
 
-    Where `only` names fusions that layouts make, they make no others.  Raises UsageError for an unknown fusion or
+    If `only` names fusions that layouts make, layouts make only these.  Raises UsageError for an unknown fusion or
     layout.
     """
     if layout not in get_args(Layout):
@@ -191,7 +193,7 @@ class _Job:
     tolerance: float | None
     half: Request | None
     opset: int  # opset of the original
-    is_converted: bool = False  # it is in half precision
+    is_converted: bool = False  # whether the model is in half precision
 
     @property
     def is_standard(self) -> bool:
@@ -199,19 +201,19 @@ class _Job:
         return self.settings.operators == "standard"
 
     def written(self, model: onnx.ModelProto) -> onnx.ModelProto:
-        """Return the model that is written of one with fused nodes."""
+        """Return the model to write for a model with fused nodes: itself, or in ONNX's own operators."""
         return in_standard_operators(model, self.folder, self.opset)[0] if self.is_standard else model
 
 
 @dataclass(frozen=True)
 class _Found:
-    """The fused model, whether it agrees with the original, and what was left out for that, or by a plan."""
+    """The fused model, the result of its verification, and the matches left out because of that or by a plan."""
 
     model: FusedModel
     verified: Verification
     taken_back: TakenBack
     switched_off: tuple[str, ...] = ()
-    raised: tuple[LeftOut, ...] = ()  # the verification, where it raised
+    raised: tuple[LeftOut, ...] = ()  # the verification step, if it raised
     folder: Path | None = None  # the folder of its weights
     halving: Halving | None = None
     half: HalfResult | None = None  # its errors in half precision
@@ -232,14 +234,14 @@ class _Found:
 def _optimize(job: _Job, path: str | None) -> tuple[onnx.ModelProto, Report]:
     """Return the optimized model and its report, as `optimize` does."""
     source = job.original
-    if (job.is_standard or job.half) and has_fused_nodes(source):  # whose bodies hold dtypes, and operators of an opset
+    if (job.is_standard or job.half) and has_fused_nodes(source):  # bodies depend on dtypes and the opset
         source = in_operators(source, job.folder)[0]
     found = _fuse_standard(job, source) if job.is_standard else _fuse_source(job, source)
     return found.model.written, _report(job, path, found)
 
 
 def _fuse_standard(job: _Job, source: onnx.ModelProto) -> _Found:
-    """Return a model fused in the newest opset, or as it is where no operator that is written needs a newer one."""
+    """Fuse a model in the newest opset, or in its own opset if no operator to be written needs a newer one."""
 
     def fuse(model: onnx.ModelProto) -> FusedModel:
         return fuse_model(model, job.folder, job.settings, job.timer)
@@ -249,14 +251,14 @@ def _fuse_standard(job: _Job, source: onnx.ModelProto) -> _Found:
         found = _fuse_source(job, newest)
         if not opset_of(found.model.written) > job.opset > 0 or needs_newer_opset(found.model, job.opset):
             return found
-    except ModelError:  # onnxruntime refuses some models of opset 21 with quantizers that it takes in opset 20
+    except ModelError:  # onnxruntime refuses some quantized models in opset 21 that it accepts in opset 20
         if newest is source or needs_newer_opset(fuse(newest), job.opset):
             raise
     return _fuse_source(job, source)
 
 
 def _fuse_source(job: _Job, source: onnx.ModelProto) -> _Found:
-    """Return a model, which is the original in the opset in which it is fused, fused and maybe in half precision."""
+    """Fuse the original, given in the opset for fusing, and convert it to half precision if requested."""
     if job.half is None:
         return _fuse_verified(job, source)
     halving = Halving(
@@ -278,7 +280,7 @@ def _fuse_source(job: _Job, source: onnx.ModelProto) -> _Found:
 
 
 def _fuse_verified(job: _Job, source: onnx.ModelProto) -> _Found:
-    """Return the fused model, whether it agrees with the original, and what was taken back for that.
+    """Fuse a model and verify it; return the fused model, the verification, and everything that was taken back.
 
     source  the original in the opset in which it is fused
     """
@@ -300,7 +302,7 @@ def _fuse_verified(job: _Job, source: onnx.ModelProto) -> _Found:
 
 
 def _check_converted(verifier: Verifier, source: onnx.ModelProto) -> None:
-    """Raise ModelError if the model that is fused differs from the original, which has an older opset."""
+    """Raise ModelError if converting the original to a newer opset, before fusing, has changed its results."""
     is_raised = opset_of(source) != opset_of(verifier.original)
     converted = verifier.verify(source) if is_raised else NOT_VERIFIED
     if converted.passed is False:
@@ -311,7 +313,7 @@ def _check_converted(verifier: Verifier, source: onnx.ModelProto) -> None:
 
 
 def _report(job: _Job, path: str | None, found: _Found) -> Report:
-    """Return the report; parts of it that raise are left out."""
+    """Return the report, without parts that raised while they were made."""
     original, result, raised = job.original, found.model, list(found.left_out)
     fusions = job.settings.fusions
     told_of = functools.partial(attempt, REPORT, raised=raised)
@@ -346,7 +348,7 @@ def _assumed_sizes(model: onnx.ModelProto) -> dict[str, int]:
 def _unmatched(
     result: FusedModel, fusions: Sequence[Fusion], only: Sequence[str], told: Collection[str]
 ) -> dict[str, str]:
-    """Return for each fusion that `only` names and that matches nothing why that is; not for those in `told`."""
+    """Return why fusions named by `only` match nothing, by the fusion's name; without the fusions in `told`."""
     made = {*told, *(one.fusion for one in result.fused)}
     lacking = [fusion for fusion in fusions if fusion.name in only and fusion.name not in made]
     present = {node.op_type for node in nodes(result.model.graph)} if lacking else set()
@@ -366,7 +368,7 @@ def _subgraphs(result: FusedModel) -> Iterator[Subgraph]:
 
 
 def _graphs(result: FusedModel) -> Iterator[Rewritten]:
-    """Yield the main graph and each body of an If, Loop or Scan as it was and as it is."""
+    """Yield the main graph and each body of an If, Loop or Scan, before and after fusing."""
     for where, each in result.everywhere():
         new = each.model if where else result.written
         originals = {name: original for name, (original, _) in each.layout.originals.items()}
@@ -374,7 +376,7 @@ def _graphs(result: FusedModel) -> Iterator[Rewritten]:
 
 
 def _why_not_fused(result: FusedModel) -> dict[str, str]:
-    """Return, by the labels of nodes, why the nearest fusion and the regions did not take them."""
+    """Return why the nearest fusion and the regions did not fuse nodes, by the nodes' labels."""
     nearest: dict[str, Miss] = {}
     for miss in result.missed:
         known = nearest.get(miss.node)
@@ -392,22 +394,22 @@ def _why_not_fused(result: FusedModel) -> dict[str, str]:
 
 @dataclass
 class TakenBack:
-    """What was found wrong, and is left out when the model is fused again."""
+    """The matches, fusions, passes and constants found wrong, which are left out when the model is fused again."""
 
-    dropped: list[Dropped] = field(default_factory=list)  # all of it, for the report
-    names: set[str] = field(default_factory=set)  # of fusions, passes, the layout and the folding into weights
+    dropped: list[Dropped] = field(default_factory=list)  # everything that was taken back, for the report
+    names: set[str] = field(default_factory=set)  # names of fusions, passes, the layout and the folding into weights
     constants: set[str] = field(default_factory=set)  # names of tensors that are not folded
     matches: dict[tuple[str, str], int] = field(default_factory=dict)  # the round in which each was taken back
     rounds: int = 0  # rounds that took matches back
 
     @property
     def passes(self) -> frozenset[str]:
-        """The names of the passes that are left out: those that change weights are taken back together."""
+        """The names of the passes that are left out; passes that change weights are left out together."""
         of_weights = WEIGHT_PASSES if WEIGHT_FOLDING in self.names else frozenset()
         return of_weights.union(self.names.intersection(PASS_NAMES))
 
     def applied(self, settings: Settings) -> Settings:
-        """Return the settings without all of it."""
+        """Return the settings without everything that was taken back."""
         return replace(
             settings,
             fusions=[fusion for fusion in settings.fusions if fusion.name not in self.names],
@@ -425,19 +427,19 @@ class TakenBack:
         self.names.add(dropped.fusion)
 
     def take_constants(self, folded: Sequence[Folded], wrong: Mapping[str, str]) -> None:
-        """Leave constants unfolded, each of which has a reason."""
+        """Leave these constants unfolded; `wrong` gives the reason for each."""
         into = {one.into: one.node for one in folded if one.kind == CONSTANT_FOLDING}
         self.constants |= wrong.keys()
         self.dropped += [Dropped(CONSTANT_FOLDING, into.get(name, name), why) for name, why in wrong.items()]
 
     def take_matches(self, wrong: Iterable[tuple[Fused, bool, str]]) -> None:
-        """Leave nodes unfused, or channels-first; and a fusion as a whole that was wrong in several rounds.
+        """Leave nodes unfused, or channels-first; leave out a fusion that was wrong in MAX_ROUNDS_OF_PARTS rounds.
 
-        wrong  fused nodes, whether they compute a Transpose of what the original has, and what is wrong with them
+        wrong  fused nodes, whether they compute a Transpose of the original's tensor, and a sentence on what is wrong
         """
         for fused, is_transposed, reason in wrong:
             what = LAYOUT if is_transposed else fused.fusion
-            if (what, fused.output) in self.matches:  # as a fusion of layouts that is made again in another form
+            if (what, fused.output) in self.matches:  # such as a layout fusion that was made again in another form
                 self.names.add(LAYOUT if fused.fusion in LAYOUT_FUSIONS else what)
             self.matches[what, fused.output] = self.rounds
             self.dropped.append(Dropped(what, fused.node, reason))
@@ -450,11 +452,11 @@ class TakenBack:
 
 @dataclass
 class _Search:
-    """Fuses a model, and takes back what is wrong until nothing is.
+    """Fuses a model repeatedly, each time without the matches found wrong, until nothing is wrong.
 
     source  the original in the opset in which it is fused
 
-    Without a verifier, what is wrong is only what ONNX refuses.
+    Without a verifier, only fused nodes whose bodies ONNX's checker refuses count as wrong.
     """
 
     job: _Job
@@ -465,25 +467,25 @@ class _Search:
     verified: Verification = NOT_VERIFIED
 
     def fuse(self, settings: Settings, verdict: Check | None = None) -> FusedModel:
-        """Return the fused model without the matches that are switched off, and in the operators that are written."""
+        """Return the fused model, without switched-off matches, and in ONNX's own operators if requested."""
         checks: list[Check | None] = [self.chosen, self._in_operators, verdict]
         return fuse_model(
             self.source, self.job.folder, settings, self.job.timer, [check for check in checks if check is not None]
         )
 
     def _in_operators(self, result: FusedModel, _settings: Settings) -> FusedModel:
-        """Return the fused model in ONNX's own operators where these are asked for."""
+        """Return the fused model, converted to ONNX's own operators if requested."""
         if not self.job.is_standard:
             return result
         standard, after = in_standard_operators(result.model, self.job.folder, self.job.opset)
         return replace(result, standard=standard, after=after)
 
     def __call__(self, result: FusedModel, settings: Settings) -> FusedModel | Settings:
-        """Return the fused model if it agrees with the original, else the settings without something that is wrong."""
+        """Return the fused model if it agrees with the original, else settings without something found wrong."""
         return self.taken_back.applied(settings) if self._takes_back(result, settings) else result
 
     def _takes_back(self, result: FusedModel, settings: Settings) -> bool:
-        """Take something back that is wrong; return whether anything is."""
+        """Take back one kind of fault, if there is any; return whether something was taken back."""
         if invalid := list(_invalid(result)):
             self.taken_back.take_matches(invalid)
             return True
@@ -505,7 +507,7 @@ class _Search:
         return False
 
     def _take_cause(self, verifier: Verifier, result: FusedModel, settings: Settings, verified: Verification) -> None:
-        """Take back why a model differs whose fused nodes seem to be equal: some of them, the layout, or a pass."""
+        """Take back the cause if a model differs although its fused nodes seem equal: nodes, the layout, or a pass."""
         culprits = verifier.culprits(result, verified, self.job.written)
         is_of_layout = result.layout.nodes and not (culprits and all(one.differs_alone for one in culprits))
         if is_of_layout and not self._differs(verifier, replace(settings, layout="nchw")):
@@ -529,7 +531,7 @@ class _Search:
         Raises VerificationError if no step does.
         """
         differs = verifier.verify(self.fuse(settings).written)
-        if differs.passed is not False:  # then it is how the fusions are written in standard operators
+        if differs.passed is not False:  # then the fusions' standard operators are the cause
             reason = verifier.verify(result.written).reason
             if not result.fused:
                 text = "operators that were spelled out changed the model"
@@ -543,7 +545,7 @@ class _Search:
             node = next((one.node for one in result.folded if one.kind in ("batch_norm", "scale")), "")
             return Dropped(WEIGHT_FOLDING, node, differs.reason)
         passes = [name for name in PASS_NAMES if name not in self.taken_back.names]
-        low, high = 0, len(passes)  # the model differs where the first `high` passes are applied
+        low, high = 0, len(passes)  # the model differs if the first `high` passes are applied
         if differs_without(passes):
             reason = f"reading and writing changed the model: {differs.reason}"
             raise VerificationError(f"{reason}; please report this model")
@@ -566,7 +568,7 @@ def _invalid(result: FusedModel) -> Iterator[tuple[Fused, bool, str]]:
 
 
 def _fused_nodes(result: FusedModel, wrong: Iterable[PartFinding]) -> Iterator[tuple[PartFinding, Fused]]:
-    """Yield every fused node that a finding is about, those that equal the one that was compared included."""
+    """Yield each finding with every fused node that it concerns: the compared one and all equal ones."""
     by_name = {fused.node: fused for fused in result.fused}
     for finding in wrong:
         for node in (finding.part.fused, *finding.part.equal):
@@ -574,7 +576,7 @@ def _fused_nodes(result: FusedModel, wrong: Iterable[PartFinding]) -> Iterator[t
 
 
 def _with_parts(verified: Verification, result: FusedModel, parts: PartsVerification) -> Verification:
-    """Return the verification of the outputs together with that of the fused nodes."""
+    """Return the verification of the outputs, with the results of comparing fused nodes added."""
     missing = [NotCompared(fused.node, one.reason) for one, fused in _fused_nodes(result, parts.not_compared)]
     equal = len(result.fused) - len(missing)
     return verified if verified.passed is None and not equal else verified.with_parts(equal, missing)

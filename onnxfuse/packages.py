@@ -1,4 +1,4 @@
-"""What other installed packages add to onnxfuse: the modules that their entry points name."""
+"""Find the modules that other installed packages add to onnxfuse by entry points."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Extension:
 
     @property
     def origin(self) -> str:
-        """Who brings the module, as a sentence names it."""
+        """The package of the module, in words for a sentence."""
         return f"package {self.package} {self.version}".rstrip()
 
     @property
     def remedy(self) -> str:
-        """What a user can do who cannot change the package, as the end of a sentence."""
+        """Advice to a user who cannot change the package, as the end of a sentence."""
         return f"remove it with `pip uninstall {self.package}`"
 
     def load(self, error: type[OnnxfuseError]) -> ModuleType:

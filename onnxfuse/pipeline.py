@@ -48,7 +48,7 @@ PIPELINE: tuple[Pass, ...] = (
     rules_pass("conv_to_matmul", PATCHES),  # writes products, so that the next pass can fold into their weights
     fold_batch_norm,
     fold_variance_factor,
-    spread_affine,  # for factors that fold_batch_norm could not fold
+    spread_affine,  # handles factors that fold_batch_norm could not fold
     split_packed_gate,  # last, after scales and biases of packed products are folded
 )
 # The passes that are applied once no other pass changes anything, because they rewrite only the remaining nodes.

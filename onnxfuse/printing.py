@@ -1,7 +1,7 @@
-"""What all commands print with: sentences that wrap under their beginning, and figures in columns.
+"""The printing of all commands: sentences with a hanging indent, and numbers in columns.
 
-Names come from models, and models from strangers.  A sentence quotes them by `escape`, a table by `cell`, and the
-console of the commands writes all that does not print as escapes, wherever it comes from.
+Names in models are untrusted.  Sentences quote them by `escape`, tables by `cell`, and the commands' console writes all
+non-printing characters as escapes, whatever their origin.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from rich.text import Text
 
 from onnxfuse.errors import printable
 
-NARROWEST: Final = 30  # columns for a sentence
-BRACKET: Final = "\ue000"  # stands for "[" in escaped text; it does not print, so that no other text has it
+NARROWEST: Final = 30  # the least number of columns for a sentence
+BRACKET: Final = "\ue000"  # replaces "[" in escaped text; it is non-printing, so no other text contains it
 
 
 def escape(text: str) -> str:
-    """Return markup that prints a text as it is, except for characters that do not print: see `printable`.
+    """Return rich markup that prints a text literally, with non-printing characters escaped as by `printable`.
 
-    rich.markup.escape leaves a "[" as it is that no "]" follows, so that two names may make a tag together, such as
-    a link.
+    rich.markup.escape does not escape a "[" without a following "]", so two names together may form a tag, such as a
+    link.
     """
     return printable(text).replace("[", BRACKET)
 
 
 def cell(text: str) -> Text:
-    """Return a table's cell that shows a text as it is, except for characters that do not print: see `printable`."""
+    """Return a table's cell that shows a text literally, with non-printing characters escaped as by `printable`."""
     return Text(printable(text))
 
 
 class SafeConsole(Console):
-    """A console that prints no control characters but its own, and no marks of direction."""
+    """A console that prints no control characters except its own, and no direction marks."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         """Yield the segments of the printed text."""
@@ -47,7 +47,7 @@ class SafeConsole(Console):
 
 @dataclass(frozen=True)
 class Line:
-    """A sentence with rich's markup, which wraps under its beginning, or `indent` columns farther right."""
+    """A sentence with rich markup; its further lines begin under its first word, or `indent` columns farther right."""
 
     text: str
     start: str = ""
@@ -69,7 +69,7 @@ class Line:
 
 
 def columns(title: str, *names: str) -> Table:
-    """Return a table of names, with a title over them, and numbers; a name that is too long is cut off, not wrapped."""
+    """Return an empty table: a column of names under `title`, cut off if too long, and columns of numbers."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column(title, overflow="ellipsis")
     for name in names:

@@ -1,4 +1,4 @@
-"""The operators and dtypes of a region's program: regions consist of them, and kernels are generated for them."""
+"""The operators and dtypes that programs of regions may have, and for which kernels can be generated."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from onnxfuse.algebra.operators import (
 
 HALVES: Final = ("float16", "bfloat16")
 FLOATS: Final = (*HALVES, "float32", "float64")
-PRODUCTS: Final = (*HALVES, "float32")  # dtypes of products that elementwise operators may join
+PRODUCTS: Final = (*HALVES, "float32")  # dtypes of products that an epilogue may join
 INTEGERS: Final = ("int8", "uint8", "int32", "int64")
 DTYPES: Final = (*FLOATS, *INTEGERS, "bool")
 
 SHIFTS: Final = ("BitShift",)
-ACTIVATION_OF: Final = {  # operators that call a function of onnxfuse/activations.py
+ACTIVATION_OF: Final = {  # operators that are computed by a function of onnxfuse/activations.py
     "Sigmoid": "sigmoid", "LeakyRelu": "leaky_relu", "Elu": "elu", "HardSigmoid": "hard_sigmoid",
     "HardSwish": "hard_swish", "Softplus": "softplus", "Mish": "mish", "Gelu": "gelu",
 }  # fmt: skip
@@ -37,21 +37,21 @@ GATHERS: Final = ("Gather", "GatherElements")
 MAPS: Final = frozenset(
     ("Reshape", "Transpose", "Unsqueeze", "Squeeze", "Expand", "Slice", "Concat", "Split", "Pad", "Tile", *GATHERS)
 )
-# The maps of which an epilogue reads an operand of its own through: an element of theirs is one of one input.
+# Views through which an epilogue reads its other operands: each output element is one element of one input.
 VIEWS: Final = ("Reshape", "Transpose", "Unsqueeze", "Squeeze", "Expand", "Slice", "Split")
 SUMS: Final = (
     "ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSumSquare", "ReduceL1", "ReduceL2",
     "ReduceLogSumExp",
 )  # fmt: skip
 REDUCTIONS: Final = frozenset((*SUMS, *EXTREMES, *SOFTMAXES))
-# Operators whose results need no rounding if their inputs need none: each is an input, its negative, or an integer.
+# Operators whose results are exact if their inputs are: each result is an input, its negative, or an integer.
 EXACT: Final = frozenset(
     (*DISCONTINUOUS, "Max", "Min", "Neg", "Abs", "Where", "Identity", "Relu", "Cast", "ReduceMax", "ReduceMin", *MAPS)
 )
 
 
 def dtypes_of(operator: str) -> tuple[str, ...]:
-    """Return the dtypes that the first input of an operator may have; none for an operator that programs do not have.
+    """Return the dtypes that an operator's first input may have; empty if region programs lack the operator.
 
     A Constant, which has no input, is in every program.
     """

@@ -126,7 +126,7 @@ def open_session(
     source = path_or_bytes if isinstance(path_or_bytes, bytes) else Path(path_or_bytes)
     path = source if isinstance(source, Path) else None
     stamp = _stamp(path)
-    with ThreadPoolExecutor(1) as pool:  # the provider starts while the model is read
+    with ThreadPoolExecutor(1) as pool:  # start the CUDA provider while the model is read
         found = pool.submit(find_target, options, providers, provider_options, settings.aim)
         model = read_model(source)
         calls = read_calls(model)
@@ -136,7 +136,8 @@ def open_session(
     nodes.choose(
         settings.prefer, f"; nodes cannot differ, as '{outside}' leads out of the model's folder" if outside else None
     )
-    # Nodes whose kernels failed after these options registered their functions call copies of these by other names.
+    # If a node's kernel fails after the options have registered its function, the node calls a renamed copy of that
+    # function.
     mixed = nodes.mixed(registered_operators(options) if outside is None else frozenset())
     folder = path.parent if path and mixed and files else None
     whole = split_functions(model, mixed, read(source)).SerializeToString() if mixed else source
@@ -155,7 +156,7 @@ def open_session(
     if _stamp(path) != stamp:
         raise ModelError(f"'{path}' was written to while it was loaded; make the session again")
     if outside is None and nodes.any_fails():
-        del session  # the next session runs the bodies of these nodes
+        del session  # the next session will run the bodies of the failed nodes
         return open_session(path_or_bytes, sess_options, providers, provider_options, settings=settings, **arguments)
     record_dispatches(session, nodes.dispatches(), nodes.places())
     if isinstance(nodes.target, Target) and is_observed:
@@ -167,10 +168,10 @@ def open_session(
 
 
 def _stamp(path: Path | None) -> tuple[int, ...]:
-    """Return a stamp that changes when the model's file is written, because the file is read twice."""
+    """Return a stamp of the model's file, to detect that it was changed between two reads."""
     try:
         found = path.stat() if path else None
-    except OSError:  # reading the file raises an error that says more
+    except OSError:  # reading the file will raise a clearer error
         return ()
     return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns) if found else ()
 
@@ -186,7 +187,7 @@ def register(
     plans: str | os.PathLike[str] | None = None,
     aim: Aim = "latency",
 ) -> tuple[NodeDispatch, ...]:
-    """Make sessions run kernels that onnxruntime opens with these options, this model and these providers.
+    """Register kernels with session options, for sessions that onnxruntime opens with this model and these providers.
 
     `tune`, `shapes`, `plans` and `aim` are as in `InferenceSession`, but `tune` may not be "background", because the
     runs of a session that onnxruntime makes are not counted. Because the model stays as it is, either all nodes
@@ -240,9 +241,9 @@ def _plan_file(
 def _with_plans(
     model: onnx.ModelProto, calls: Sequence[Call], target: Target | NoTarget, settings: SessionSettings
 ) -> _Nodes:
-    """Return the fused nodes of a model with the templates that plan files have for them.
+    """Return the fused nodes of a model, with the templates that plan files contain for them.
 
-    Where nothing can be compiled, a session runs the kernels of plan files only, and none if these have none.
+    If kernels cannot be compiled on this machine, only kernels from plan files are used.
     """
     plans, choice = settings.plan_file, settings.choice
     if isinstance(target, NoTarget) or not calls:
@@ -267,12 +268,12 @@ def _with_plans(
 
 @dataclass
 class _Nodes:
-    """The fused nodes of a model, where a session runs their kernels, and which of them run as kernels."""
+    """The fused nodes of a model, the target on which kernels run, and which nodes run as kernels."""
 
     model: onnx.ModelProto
     calls: Sequence[Call]
     target: Target | NoTarget
-    given: Sequence[GivenTemplate | None]  # per node: the template of a plan file
+    given: Sequence[GivenTemplate | None]  # per node: its template from a plan file, if any
     reasons: Sequence[str | None] = ()  # per node: why its body runs; None if a kernel does
     preferred: Sequence[Preference | None] = ()  # per node: the choice by measurements, if there are any
 
@@ -285,7 +286,8 @@ class _Nodes:
         """Choose between kernel and body for each node.
 
         prefer     chooses by measurements; None if they are not used
-        why_alike  why nodes that call one function must run the same way, as a sentence's end; None if they need not
+        why_alike  why all nodes that call one function must run as kernels or all as bodies, as a sentence's end; None
+                   if not
         """
         reasons = require_bodies(self.calls, self._without_kernel())
         self.preferred = [None] * len(self.calls)
@@ -316,7 +318,7 @@ class _Nodes:
     def mixed(self, registered: Collection[str]) -> list[Call]:
         """Return the nodes that run as bodies although session options have registered their function as a kernel.
 
-        registered  the operators that the options have from earlier sessions; a kernel may have failed since
+        registered  operators that earlier sessions registered with the options; their kernels may have failed since
         """
         operators = {call.op for call in self.kernels}
         return [
@@ -331,7 +333,7 @@ class _Nodes:
         register_operators(options, self.target, self.kernels, bodies, choice)
 
     def keep_bodies(self) -> None:
-        """Keep the bodies of nodes that run as kernels, for runs in which one fails."""
+        """Keep the bodies of nodes that run as kernels, as a fallback for runs in which a kernel fails."""
         if isinstance(self.target, Target):
             keep_bodies(self.model, [(call.node, call.proto) for call in self.kernels], self.target.device)
 
@@ -376,9 +378,9 @@ def _settings(
     plans: str | os.PathLike[str] | None,
     aim: Aim,
 ) -> SessionSettings:
-    """Return the settings that a session's arguments ask for.
+    """Return the settings for the arguments of a session.
 
-    Raises UsageError for words that are unknown or do not go together, and for plans that do not exist.
+    Raises UsageError for unknown or contradictory values, and for plans that do not exist.
     """
     for name, word, known in (("tune", tune, get_args(TunePolicy)), ("aim", aim, get_args(Aim))):
         if word not in known:
@@ -399,7 +401,7 @@ def _tune_now(
     provider_options: Sequence[ProviderOptions] | None,
     shapes: Mapping[str, Sequence[int]],
 ) -> None:
-    """Measure a model that was not measured yet at these shapes."""
+    """Measure a model at these shapes, unless measurements exist."""
     target = find_target(options if options is not None else ort.SessionOptions(), providers, provider_options)
     if isinstance(target, Target) and target.optimization != ALL_OPTIMIZATIONS:
         log.warning("the model is not tuned: these session options have %s", target.optimization)

@@ -25,14 +25,14 @@ from onnxfuse.runtime.support import why_no_kernel
 from onnxfuse.runtime.symint import Trace
 from onnxfuse.runtime.template import Template, Variant, concrete, make_template
 
-SHOWN_OPERATORS: Final = 6  # per region, in the list of all regions
-DIVISIBLE: Final = 5040  # dynamic dims are multiples of this size, which has many divisors
+SHOWN_OPERATORS: Final = 6  # at most so many per region, in the list of all regions
+DIVISIBLE: Final = 5040  # dynamic dims are assumed to be multiples of this size, which has many divisors
 
 
 def show_regions(path: Path, node: str | None, cuda: bool, arch: str) -> Iterator[str]:
     """Yield a line per region of a fused model; for one node its program, or with `cuda` its source for `arch`.
 
-    Raises UsageError where the model has no regions or none of this name, OnnxfuseError where no kernel is generated.
+    Raises UsageError if the model has no regions, or none of this name; OnnxfuseError if no kernel can be generated.
     """
     calls = [call for call in read_calls(read_model(path)) if call.node.fusion == REGION or is_joined(call.node)]
     if not calls:
@@ -106,7 +106,7 @@ def _operation_text(operation: Operation) -> str:
 def _shapes(call: Call, program: Program) -> dict[str, Shape]:
     """Return the shapes of all values, with dynamic dims by name; no shapes if a rank is unknown.
 
-    There are none for operators joined to a node either, because only its host knows the shape of its result.
+    Operators joined to a node have no shapes either, because only the code of that node knows the shape of its result.
     """
     if is_joined(call.node):
         return {}

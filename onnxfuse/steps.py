@@ -13,9 +13,9 @@ from typing import Final, NoReturn, TypeVar
 from onnxfuse.errors import OnnxfuseError, described
 
 PACKAGE: Final = Path(__file__).parent
-OTHER_CODE: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})  # that steps call
+OTHER_CODE: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})  # not onnxfuse's
 
-INLINING: Final = "inlining of functions"  # the names of steps that are neither a pass, a spelling nor a fusion
+INLINING: Final = "inlining of functions"  # names of the steps that are not a pass, a decomposition or a fusion
 CONTROL_FLOW: Final = "fusing inside If, Loop and Scan"
 SPELLING: Final = "spelling operators out"
 LAYOUTS: Final = "assigning layouts"
@@ -49,7 +49,7 @@ class LeftOut:
     traceback: str
 
     def __str__(self) -> str:
-        """Return a sentence."""
+        """Return a sentence on which step was left out, and why."""
         return f"{self.step} raised {self.error} ({self.where}); please report this model"
 
 
@@ -70,10 +70,10 @@ def raise_of(name: str, error: Exception) -> NoReturn:
 
 
 def without_what_raises(attempt: Callable[[frozenset[str]], T]) -> tuple[T, tuple[LeftOut, ...]]:
-    """Return what `attempt` returns for the names of the steps that raise, which it must leave out; and these steps.
+    """Call `attempt` with the names of steps to leave out, until no step raises; return its result and these steps.
 
-    Each attempt begins from nothing, so that no step leaves anything half done.  What a step raises that was to be left
-    out is raised.
+    Each attempt starts over, so no step is left half done.  If a step raises although it was to be left out, its
+    exception is raised.
     """
     found: dict[str, LeftOut] = {}
     while True:
@@ -107,7 +107,7 @@ def left_out(name: str, error: Exception) -> LeftOut:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if _is_own(frame.filename)] or frames
     where = f"{_shown(Path(own[-1].filename))}:{own[-1].lineno}" if own else "of unknown place"
-    text = str(OnnxfuseError(described(error)))  # in which control characters are escapes
+    text = str(OnnxfuseError(described(error)))  # escapes control characters
     return LeftOut(name, text, where, "".join(traceback.format_exception(error)))
 
 

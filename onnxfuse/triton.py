@@ -8,8 +8,8 @@ A repository has a folder for each model:
     <model>/1/libonnxfuse.so            the native library, which config.pbtxt names
     <model>/1/libonnxfuse.so.plans      its plan file, which the library finds beside itself
 
-No file name is taken from the model's file, which may come from strangers: its weights are copied to a file that is
-named here.  config.pbtxt has the fields of ModelConfig in triton-inference-server/common, protobuf/model_config.proto.
+No file name is taken from the model, which may be untrusted: its weights are copied to a file that is named here.
+config.pbtxt has the fields of ModelConfig in triton-inference-server/common, protobuf/model_config.proto.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from onnxfuse.runtime.plan_file import PLANS_SUFFIX, PlanFile, node_identity, re
 MODEL_NAME: Final = "model.onnx"  # Triton's default
 LIBRARY_NAME: Final = "libonnxfuse.so"
 VERSION: Final = "1"
-DEFAULT_MAX_BATCH_SIZE: Final = 32  # for models that take batches
-MAX_CHECKED: Final = 1024  # batch sizes; of more, only the powers of two and the largest are checked
+DEFAULT_MAX_BATCH_SIZE: Final = 32  # the default for models with a batch dim
+MAX_CHECKED: Final = 1024  # batch sizes up to this are all checked; beyond, only powers of two and the largest
 DATA_TYPES: Final[dict[int, str]] = {
     TensorProto.BOOL: "TYPE_BOOL", TensorProto.STRING: "TYPE_STRING",
     TensorProto.UINT8: "TYPE_UINT8", TensorProto.UINT16: "TYPE_UINT16",
@@ -57,7 +57,7 @@ class _Tensor:
     name: str
     data_type: str
     dims: tuple[int, ...]  # -1 for dynamic dims
-    batch: str | None  # the name of the first dim, "" if it has none; None if there is no dynamic first dim
+    batch: str | None  # the name of the first dim if that is dynamic, "" if it has no name; None if it is not dynamic
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class TritonSettings:
     The path is therefore absolute, below the place where the server will see the repository.
     """
 
-    name: str | None = None  # of the model; by default its file's name without suffix
-    served_from: str | None = None  # where the server will see the repository; by default where it is written
+    name: str | None = None  # the model's name; by default its file's name without suffix
+    served_from: str | None = None  # the repository's path on the server; by default as written
     # The largest batch that the server makes of requests, 0 for none; by default 0 unless all inputs and outputs have
     # the same dynamic first dim.
     max_batch_size: int | None = None
@@ -83,10 +83,10 @@ def export_triton(
 
     plans  its plan file; by default the model's path with .plans appended
 
-    Raises UsageError if the model has no fused nodes, is there already, or cannot have batches, for a name or a place
-    that Triton cannot take, and if the plan file is missing, or lacks a node or a batch; ModelError if the model cannot
-    be described, or its weights are missing or not in its folder, PlanFileError, NativeError if the library is missing,
-    OnnxfuseError if nothing can be written there.
+    Raises UsageError if the model has no fused nodes, is already in the repository, or cannot have batches; if Triton
+    does not accept its name or place; and if the plan file is missing, or lacks a node or a batch.  Raises ModelError
+    if config.pbtxt cannot describe the model, or its weights are missing or not in its folder; PlanFileError;
+    NativeError if the library is missing; OnnxfuseError if nothing can be written there.
     """
     model = read_model(source)
     if not (calls := read_calls(model)):
@@ -140,8 +140,8 @@ def _write(
 ) -> Path:
     """Write a model's folder under a temporary name beside it, and then rename it; an earlier folder is removed.
 
-    copies        the names of files in the folder, by the files that are copied
-    with_weights  a model that is copied with the weights that it has in other files
+    copies        files to copy, each with its name in the folder
+    with_weights  a model to copy together with its external weights
 
     Raises UsageError if something else is there, or a model that may not be replaced; OnnxfuseError if that fails.
     """
@@ -189,7 +189,7 @@ def _swap(part: Path, folder: Path, old: Path) -> None:
 
 
 def _check_batches(calls: Sequence[Call], file: PlanFile, path: Path, dims: Collection[str], batch: int) -> None:
-    """Raise UsageError if a node has no plan for a batch that the server may make, of `batch` at most."""
+    """Raise UsageError if a node has no plan for one of the batch sizes up to `batch`, the server's largest."""
     powers = (1 << i for i in range(batch.bit_length()))
     wanted = range(1, batch + 1) if batch <= MAX_CHECKED else sorted({*powers, batch})
     lacking = min(without_plans(calls, file, dims, wanted), key=lambda each: each.size, default=None)
@@ -200,7 +200,7 @@ def _check_batches(calls: Sequence[Call], file: PlanFile, path: Path, dims: Coll
 
 
 def _check_plans(calls: Sequence[Call], file: PlanFile, path: Path) -> None:
-    """Raise UsageError if a node whose operator the plan file registers has no template in it."""
+    """Raise UsageError if a plan file registers the operator of a node but has no template for that node."""
     operators = {line.split()[0] for line in file.operators}
     if not any(call.op in operators for call in calls):
         raise UsageError(f"'{path}' has plans for no node of the model; make it again with `onnxfuse compile`")
@@ -248,7 +248,7 @@ def _quoted(text: str) -> str:
 
 
 def _lines(field: str, tensor: _Tensor, batches: bool) -> Iterator[str]:
-    """Yield an input or output; its dims do not show the batch where Triton makes batches."""
+    """Yield the lines for an input or output; its dims omit the batch dim if Triton makes batches."""
     dims = tensor.dims[1:] if batches else tensor.dims
     yield f"{field} {{"
     yield f"  name: {_quoted(tensor.name)}"

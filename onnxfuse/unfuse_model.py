@@ -42,8 +42,9 @@ def unfuse(
 ) -> tuple[onnx.ModelProto, Verification]:
     """Replace the fused nodes of an optimized model by the operators that they stand for.
 
-    The parameters are those of `onnxfuse.optimize`.  What optimizing folded, such as a BatchNormalization in weights,
-    stays folded.  Transposes around channels-last nodes cancel where they meet, and other functions of the model stay.
+    The parameters are those of `onnxfuse.optimize`.  Nodes that `optimize` folded, such as a BatchNormalization into
+    weights, stay folded.  Transposes around channels-last nodes cancel where they meet, and other functions of the
+    model stay.
 
     Returns the model, which has no operators of onnxfuse, and the comparison with the fused one.  Raises ModelError if
     the model cannot be read or has no fused node, UsageError for inputs or shapes that it does not take,
@@ -74,10 +75,10 @@ def has_fused_nodes(model: onnx.ModelProto) -> bool:
 def in_operators(
     fused: onnx.ModelProto, folder: Path | None, *, merge_sizes: bool = False
 ) -> tuple[onnx.ModelProto, Traffic]:
-    """Return a model with the operators of their bodies in place of its fused nodes, and its estimated traffic.
+    """Replace the fused nodes of a model by the operators of their bodies; return the model and its estimated traffic.
 
-    What cancels where bodies meet is removed: Transposes, constants and Casts.  With `merge_sizes`, sizes that several
-    bodies compute are computed once, so that what depends on them alone, such as a causal mask, is too.
+    Transposes, constants and Casts that cancel between adjacent bodies are removed.  With `merge_sizes`, sizes that
+    several bodies compute are computed once, and so are tensors that depend only on these sizes, such as a causal mask.
     """
     result, left_out = without_what_raises(lambda raised: _in_operators(fused, folder, merge_sizes, raised))
     for one in left_out:
@@ -89,7 +90,7 @@ def in_operators(
 def _in_operators(
     fused: onnx.ModelProto, folder: Path | None, merge_sizes: bool, raised: Collection[str]
 ) -> tuple[onnx.ModelProto, Traffic]:
-    """Return the same; passes whose names are in `raised` are left out."""
+    """Return the result of `in_operators`; passes whose names are in `raised` are left out."""
     names = [(function.domain, function.name) for function in fused.functions if function.domain == DOMAIN]
     shapes = read_and_infer(onnx.inliner.inline_selected_functions(_prepared(fused), names), folder)
     graph = shapes.graph
@@ -100,7 +101,7 @@ def _in_operators(
 
 
 def _prepared(fused: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model with what its bodies import in place of onnxfuse's operators, and Transposes in all of them."""
+    """Return the model with the opset imports of its bodies, without onnxfuse's, and with Transposes in bodies."""
     joining = {node.op_type for node in nodes(fused.graph) if _fusion(node) in CHANNEL_FUSIONS}
     imported = {each.domain for each in fused.opset_import}
     result = copy_without(fused, "functions", "opset_import")
@@ -118,6 +119,6 @@ def _prepared(fused: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _fusion(node: onnx.NodeProto) -> str:
-    """Return the fusion of a channels-last node; "" of others."""
+    """Return the name of the fusion of a channels-last node; "" for other nodes."""
     values = {each.name: each.s.decode() for each in node.attribute if each.name in ("fusion", "layout")}
     return values.get("fusion", "") if node.domain == DOMAIN and values.get("layout") == "nhwc" else ""

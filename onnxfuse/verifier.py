@@ -39,12 +39,12 @@ class Verifier:
     timer: StageTimer
     shapes: Sequence[str] = ()
     tolerance: float | None = None
-    is_converted: bool = False  # the optimized models are in half precision
-    is_standard: bool = False  # they have ONNX's own operators; Attention gives 0 where the original gives NaN
-    equal_parts: set[str] = field(default_factory=set)  # their keys
+    is_converted: bool = False  # whether the optimized models are in half precision
+    is_standard: bool = False  # they have ONNX operators; Attention gives 0 for the original's NaN
+    equal_parts: set[str] = field(default_factory=set)  # keys of the parts that were found equal
     raised: list[LeftOut] = field(default_factory=list)  # steps of the verification that raised
     _reference: Reference | VerificationError | None = None
-    _inside: tuple[FusedModel, Sequence[tuple[FusedModel, Feeds | None]]] | None = None  # of the last result
+    _inside: tuple[FusedModel, Sequence[tuple[FusedModel, Feeds | None]]] | None = None  # of the last call
 
     def reference(self) -> Reference:
         """Return runs of the original.  Raises VerificationError if it does not run."""
@@ -67,7 +67,7 @@ class Verifier:
     def wrong_constants(self, result: FusedModel) -> dict[str, str]:
         """Return the folded constants that differ from onnxruntime's results, each with a sentence.
 
-        Where the original, or a body, does not run, none is compared, and the verification of the outputs says why.
+        Constants of a graph that does not run are not compared; the verification of the outputs then says why.
         """
         wrong: dict[str, str] = {}
         with self.timer.stage("verify"):
@@ -87,7 +87,7 @@ class Verifier:
         if self._inside is None or self._inside[0] is not result:
             try:
                 feeds: Feeds | None = self.reference().runs[0].feeds
-            except VerificationError:  # a part may run all the same
+            except VerificationError:  # a part of the graph may still run
                 feeds = None
             self._inside = result, list(self._graphs(result, feeds))
         return self._inside[1]
@@ -111,14 +111,14 @@ class Verifier:
         assert result.unfused is not None
         try:
             return values_of_run(result.unfused, names, feeds)
-        except Exception:  # whatever onnxruntime raises: a branch that is not taken need not fit the inputs
+        except Exception:  # any exception of onnxruntime: a branch that is not taken need not fit the inputs
             return None
 
     def verify_parts(self, result: FusedModel) -> PartsVerification:
-        """Compare each fused node with the nodes that it replaced; not again what was equal before.
+        """Compare each fused node with the nodes that it replaced, except parts that were found equal before.
 
-        Where the original does not run, as a whole, they are compared on drawn values.  So are those of bodies where
-        neither a branch nor the first iteration of a Loop runs on the values of the graph around it.
+        If the original does not run, fused nodes are compared on drawn values.  The same holds for fused nodes in a
+        body whose branch, or first iteration, does not run on the values of the graph around it.
         """
         with self.timer.stage("verify"):
             try:
@@ -186,7 +186,7 @@ class Verifier:
     def culprits(self, result: FusedModel, verified: Verification, written: Written) -> list[Culprit]:
         """Return the fused nodes that make a model differ from the original, each with a sentence.
 
-        written  returns what is written of a model with fused nodes
+        written  returns the model to write for a model with fused nodes
         """
         try:
             return find_culprits(result, verified, lambda model: self.verify(written(model)))
@@ -197,6 +197,6 @@ class Verifier:
             return []
 
     def _failure(self, error: Exception) -> VerificationError:
-        """Record an error that no model should cause in the verification, and return it as a sentence."""
+        """Record an internal error of the verification, and return it as a VerificationError with a sentence."""
         self.raised.append(left_out(VERIFICATION, error))
         return VerificationError(str(self.raised[-1]))

@@ -1,1 +1,1 @@
-"""What is fused: one file per fusion."""
+"""The patterns of the fusions: one file per fusion."""

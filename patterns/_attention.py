@@ -1,4 +1,4 @@
-"""What the attention patterns share: memory layouts, masks, and softmax(scores) values."""
+"""Terms that the attention patterns share: memory layouts, masks, and softmax(scores) values."""
 
 from typing import Final, NamedTuple
 
@@ -21,7 +21,7 @@ from onnxfuse.dsl import (
 SCORES: Final = "batch? heads? queries? keys??"
 SLOPES: Final = "heads 1 1"
 POSITIONS: Final = "batch? 1 queries? keys??"
-BIASED: Final = ("slopes", "position")  # `bias_kind` where there is a bias
+BIASED: Final = ("slopes", "position")  # the labels of `bias_kind` with a bias
 INFINITY: Final = float("inf")
 SWALLOWS_SCORES: Final = -1e30  # in float32, adding a finite score to a value below this does not change the value
 LOWEST_FLOAT16: Final = -65504.0
@@ -32,7 +32,7 @@ IN_RANGE: Final = "a masked score is -inf, or a number that {dtype} has; it is {
 
 
 class Scores(NamedTuple):
-    """The parameters of attention other than queries, keys and values: they change scores before the softmax."""
+    """The parameters of attention that change the scores before the softmax: all except queries, keys and values."""
 
     mask: Term
     bias: Term
@@ -46,7 +46,7 @@ class Scores(NamedTuple):
 
 
 def require_grouped_heads() -> None:
-    """Require that every key head serves as many query heads; a single one may be broadcast by the products."""
+    """Require the same number of query heads per key head; the products may broadcast a single key head."""
     require(
         "{heads} query heads are {kv_heads} key heads times {repeats}, or one key head is broadcast",
         lambda heads, kv_heads, repeats: (
@@ -143,7 +143,7 @@ def survives_cast(masked_score: float, dtype: str) -> bool:
 
 
 def _swallows(masked_score: float, dtype: str) -> bool:
-    """Return whether a score to which this is added becomes this."""
+    """Return whether adding `masked_score` to any score gives `masked_score`."""
     return masked_score < SWALLOWS_SCORES and survives_cast(masked_score, dtype)
 
 
@@ -217,5 +217,5 @@ def attend(queries: Term, columns: Term, keys: Term, values: Term, scores: Score
 
 
 def _where(kind: str, cleared: Term) -> Term:
-    """Return probabilities that are cleared under a mask of a kind."""
+    """Return probabilities that are 0 for keys masked by a mask of this kind."""
     return when(cleared, f"the mask is {kind}", lambda mask_kind: mask_kind == kind)

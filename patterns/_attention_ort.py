@@ -47,8 +47,8 @@ def group_query_attention(
 ) -> tuple[Term, Term, Term]:
     """Return result, keys and values of GroupQueryAttention, where it computes the fused attention of QUERIES.
 
-    `keys` and `values` are GROUPED_KEYS and GROUPED_VALUES, those of this step where there is a past.  The past and
-    the returned caches are (batch, kv_heads, rows, size).
+    `keys` and `values` have the axes GROUPED_KEYS and GROUPED_VALUES; with a past, they hold only this step's rows.
+    The past and the returned caches are (batch, kv_heads, rows, size).
     """
     rows = axis_size(queries, 1) if past[0] is None else axis_size(past[0], 2) + axis_size(queries, 1)
     total = op.Cast(rows, to=TensorProto.INT32)
@@ -92,7 +92,7 @@ def _is_causal(
     form: str, mask_kind: str, bias_kind: str, masked_score: float, dtype: str, mask: object, is_causal: object,
     queries: object, keys: object,
 ) -> bool:  # fmt: skip
-    """Return whether the last query sees all keys, and each one before it one less."""
+    """Return whether the last query sees all keys, and each earlier query one key fewer than the next."""
     if mask is not None or bias_kind in BIASED:
         return False
     if is_causal or queries == 1:
@@ -103,7 +103,7 @@ def _is_causal(
 def has_no_weight(masked_score: float, dtype: str) -> bool:
     """Return whether a score to which this is added has weight 0 in a row that has another score.
 
-    In float16 the lowest number has, as scores of one row do not differ by 65,000.
+    In float16, the lowest number qualifies, because scores of one row do not differ by 65,000.
     """
     return masked_score <= LOWEST_FLOAT16 if dtype == "float16" else masked_score < SWALLOWS_SCORES
 
@@ -177,7 +177,7 @@ def adding_is_exact(form: str, mask_kind: str, fully_masked: str, masked_score: 
 
 
 def mask_and_bias(queries: Term, rows: tuple[Term, Term], scores: Scores) -> Term:
-    """Return the mask as numbers, plus the bias, which a boolean mask replaces: it may be a mask itself.
+    """Return the additive mask plus the bias; a boolean mask replaces the bias, which may be a mask itself.
 
     `rows` are the numbers of queries and keys.
     """
@@ -231,5 +231,5 @@ def _zero_where_all_masked(context: Term, bias: Term) -> Term:
 
 
 def masks_are_finite(masked_score: float, mask_kind: str, bias_kind: str) -> bool:
-    """Return whether nothing that is added to scores is infinite."""
+    """Return whether all mask and bias values that are added to scores are finite."""
     return bias_kind == "none" and mask_kind in ("boolean", "inverted", "causal") and masked_score > -INFINITY

@@ -1,9 +1,9 @@
-"""The bodies of attention as ONNX's own Attention, of opset 23, with a RotaryEmbedding in front.
+"""The bodies of attention with ONNX's own Attention, of opset 23, after a RotaryEmbedding if there is one.
 
-Attention reads heads of keys without repeating them, and the past of a cache as inputs of their own.  What its
-definition allows and onnxruntime's CPU kernel refuses is not written: a scale that is not positive, and masks that are
-broadcast along queries or keys.  Where all masks of a row are the lowest number of their dtype, that kernel gives 0 and
-not the mean of all values, so that masks end above that number.
+Attention reads key heads without repeating them, and a cache's past as separate inputs.  Two forms that its definition
+allows are not written, because onnxruntime's CPU kernel refuses them: a scale that is not positive, and masks that
+broadcast along queries or keys.  If a row's mask is entirely the lowest number of its dtype, that kernel gives 0
+instead of the mean of all values, so masks are limited to numbers above that.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,12 +40,12 @@ from onnxfuse.patterns._attention_ort import (
 SMALLEST_SCALE: Final = 2.0**-126  # the smallest normal number of float32
 HEADS: Final = "batch heads queries size"
 RESULT: Final = "batch heads queries value_size"
-LOWEST_ADDED: Final = {"float32": -1e38, "float16": -65472.0}  # the lowest number of the dtype is added as this one
+LOWEST_ADDED: Final = {"float32": -1e38, "float16": -65472.0}  # added in place of the dtype's lowest number
 ADDED: Final = "a score to which the mask is added becomes what the mask replaces it by"
 
 
 def packed(queries: Term, keys: Term, values: Term, rows: str = "keys") -> tuple[Term, Term, Term]:
-    """Return queries, keys and values of (batch, heads, rows, size) with the heads side by side."""
+    """Return queries, keys and values of (batch, heads, rows, size) as (batch, rows, heads * size)."""
     return (
         rearrange(queries, f"{HEADS} -> {QUERIES}"),
         rearrange(keys, f"batch kv_heads {rows} size -> {GROUPED_KEYS.format(rows=rows)}"),
@@ -61,11 +61,11 @@ def standard_attention(
     rows: str = "keys",
     side_by_side: tuple[Term, Term, Term] | None = None,
 ) -> tuple[Term, ...]:
-    """Return the fused attention as Attention computes it, and with a past the keys and values with it in front.
+    """Return the result of the fused attention as ONNX's Attention; with a past, also the keys and values after it.
 
     by_heads      queries, keys and values of (batch, heads, rows, size); `rows` names the number of keys
-    past          keys and values of earlier steps, which are so too
-    side_by_side  the same three as in `packed`, which are read where the queries of the fused node lie by rows
+    past          keys and values of earlier steps, also (batch, heads, rows, size)
+    side_by_side  the three in the layout of `packed`, used if the fused node's queries are (batch, rows, ...)
     """
     counts = {"q_num_heads": size("heads"), "kv_num_heads": size("kv_heads")}
     four = _attended(by_heads, 2, scores, past, {})
@@ -75,19 +75,19 @@ def standard_attention(
 
 
 def _lies_by_rows(q_layout: str, size: object = None, value_size: object = None) -> bool:
-    """Return whether queries lie by rows, and joining heads needs no -1, which a Reshape of an empty batch refuses."""
+    """Return whether queries are (batch, rows, ...), and joining their heads needs no -1 in a Reshape."""
     return q_layout != "bhsd" and all(each is None or isinstance(each, int) for each in (size, value_size))
 
 
 def _attended(
     inputs: Sequence[Term], axis: int, scores: Scores, past: Sequence[Term], heads: Mapping[str, AttributeValue]
 ) -> tuple[Term, ...]:
-    """Return the outputs of Attention whose inputs have their rows along `axis`."""
+    """Return the outputs of an Attention whose inputs have the rows on axis `axis`."""
     queries, keys, _ = inputs
     rows = _size(queries, axis), _size(keys, axis)
     if past:
         rows = rows[0], _size(past[0], 2) + rows[1]
-    # The operator divides by softcap inside tanh; absent factors are left out of a product of parameters.
+    # The operator divides by softcap inside tanh.  In a product of parameters, absent ones are left out.
     attributes = {"scale": scores.scale * scores.cap, "softcap": scores.softcap * scores.cap, **heads}
     precision = when(
         as_term(TensorProto.FLOAT), "a softmax in float32", lambda dtypes, dtype: _is_in("float16", dtypes, dtype)
@@ -103,7 +103,7 @@ def _attended(
 
 
 def _where_exact(value: Term) -> Term:
-    # The attribute is scale * cap, in float32, and onnxruntime takes numbers that small for 0.
+    # The attribute is scale * cap, in float32, and onnxruntime treats numbers below SMALLEST_SCALE as 0.
     scaled = when(
         value,
         "a scale that is positive",
@@ -117,7 +117,7 @@ def _where_exact(value: Term) -> Term:
 
 
 def _is_in(wanted: str, dtypes: dict[str, str], dtype: str) -> bool:
-    """Return whether Attention computes in this dtype: in float32, if anything is."""
+    """Return whether Attention computes in the dtype `wanted`: float16 if all operands are float16, else float32."""
     return (wanted == "float16") == ({dtype, *attention_dtypes(dtypes)} == {"float16"})
 
 
@@ -130,7 +130,7 @@ def _size(x: Term, axis: int) -> Term:
 
 
 class _Mask(NamedTuple):
-    """The mask of Attention and its attribute is_causal, and the condition under which they equal the fused node."""
+    """A mask and an is_causal for Attention, and the condition under which they equal the fused node's masks."""
 
     mask: Term | None
     is_causal: AttributeValue
@@ -151,7 +151,7 @@ def _masks(queries: Term, rows: tuple[Term, Term], scores: Scores, has_past: boo
 
 
 def _is_operator(has_past: bool) -> Callable[..., bool]:
-    """Return the condition under which the mask of an Attention is its mask again: a past would move a causal one."""
+    """Return the condition under which an Attention's own mask can be reused: a past would shift a causal mask."""
     return lambda form, is_causal: form == "operator" and not (has_past and is_causal)
 
 
@@ -159,7 +159,7 @@ def _is_square(
     form: str, mask_kind: str, bias_kind: str, masked_score: float, dtype: str, mask: object, queries: object,
     keys: object,
 ) -> bool:  # fmt: skip
-    """Return whether a causal mask alone is there, for as many queries as keys."""
+    """Return whether the only mask is a causal one, with as many queries as keys."""
     below = form == "causal_operator" or (mask_kind == "causal" and has_no_weight(masked_score, dtype))
     return below and mask is None and bias_kind not in BIASED and queries == keys
 
@@ -168,12 +168,12 @@ def _ends_level(
     form: str, mask_kind: str, bias_kind: str, masked_score: float, dtype: str, mask: object, queries: object,
     new: object,
 ) -> bool:  # fmt: skip
-    """Return whether there is only a causal mask, for as many queries as keys after the past."""
+    """Return whether the only mask is a causal one, with as many queries as new keys after the past."""
     return _is_square(form, mask_kind, bias_kind, masked_score, dtype, mask, queries, new)
 
 
 def _kept(rows: tuple[Term, Term], scores: Scores) -> Term:
-    """Return where a key counts."""
+    """Return a boolean mask, true where a key counts."""
     diagonal = causal_mask(*rows, scores.mask)
     below = when(diagonal, "the mask is causal", lambda form, mask_kind: "causal" in (form.split("_")[0], mask_kind))
     inverted = when(op.Not(scores.mask), "the mask is inverted", lambda mask_kind: mask_kind == "inverted")
@@ -181,7 +181,7 @@ def _kept(rows: tuple[Term, Term], scores: Scores) -> Term:
 
 
 def _is_kept(has_past: bool) -> Callable[..., bool]:
-    """Return the condition under which keys are left out that a boolean mask leaves out."""
+    """Return the condition under which a boolean mask alone says which keys are left out."""
 
     def holds(
         form: str, mask_kind: str, bias_kind: str, fully_masked: str, masked_score: float, is_causal: object
@@ -195,7 +195,7 @@ def _is_kept(has_past: bool) -> Callable[..., bool]:
 
 
 def _added(queries: Term, rows: tuple[Term, Term], scores: Scores) -> Term:
-    """Return the addend of scores, above the lowest number of the dtype."""
+    """Return the additive mask of scores, whose numbers are above the lowest number of the dtype."""
     swallowing = cast_like(op.Where(_kept(rows, scores), 0.0, LOWEST_ADDED["float32"]), like=queries)
     whole = mask_and_bias(queries, rows, scores)
     clipped = (
@@ -206,9 +206,9 @@ def _added(queries: Term, rows: tuple[Term, Term], scores: Scores) -> Term:
 
 
 def _above_lowest(added: Term, above: float) -> Term:
-    """Return the addend of scores, without finite numbers below `above`.
+    """Return the additive mask with finite numbers below `above` replaced.
 
-    Infinities stay where they make probabilities NaN that the operator replaces by 0.
+    Infinities may stay where `fully_masked` is zero: the operator replaces the resulting NaN probabilities by 0.
     """
     limited = op.Max(added, above)
     finite_alone = op.Where(op.Greater(added, -INFINITY), limited, added)
@@ -223,7 +223,7 @@ def _above_lowest(added: Term, above: float) -> Term:
 def _is_swallowing(
     mask_kind: str, bias_kind: str, fully_masked: str, masked_score: float, dtypes: dict[str, str], dtype: str
 ) -> bool:
-    """Return whether the mask replaces scores by a finite number beside which they are nothing."""
+    """Return whether the mask uses a finite number so low that adding a score does not change it."""
     is_finite = (
         fully_masked != "cleared"
         and mask_kind in ("boolean", "inverted", "causal")
@@ -233,7 +233,7 @@ def _is_swallowing(
 
 
 def _may_be_lowest(wanted: str) -> Callable[..., bool]:
-    """Return the condition under which a mask may be the lowest number of that dtype."""
+    """Return the condition under which a mask may contain the lowest number of the dtype `wanted`."""
 
     def holds(dtypes: dict[str, str], dtype: str, mask_kind: str, masked_score: float) -> bool:
         known = mask_kind in ("boolean", "inverted", "causal") and not -INFINITY < masked_score <= LOWEST_FLOAT16
@@ -298,14 +298,14 @@ def _rows_of(table: Term, rows: str, width: str) -> Term:
 
 
 def _once(table: Term, width: str, columns: str) -> Term:
-    """Return a table without the columns that are there a second time."""
+    """Return a table without its repeated columns."""
     if columns == "halves":
         return op.Slice(table, starts=[0], ends=[size(width) // 2], axes=[-1], steps=[1])
     return op.Slice(table, starts=[0], ends=[size(width)], axes=[-1], steps=[2])
 
 
 def for_batch(table: Term, x: Term) -> Term:
-    """Return a table with rows for each batch element of x, as onnxruntime's kernel wants them."""
+    """Return a table with rows for each batch element of x, as onnxruntime's kernel requires."""
     return either(
         when(table, "a table for each batch element", lambda batch, cos_batch: cos_batch == batch),
         op.Expand(table, shape=[size("batch"), 1, 1]),

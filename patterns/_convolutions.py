@@ -1,11 +1,11 @@
-"""What the fusions of convolutions share: the bias aside, all that follows the product."""
+"""Terms that the fusions of convolutions share: all that follows the convolution, except the bias."""
 
 from onnxfuse.dsl import Term, choose, either, op, rearrange, require, when
 from onnxfuse.patterns._activations import activation
 
 
 def per_channel(value: Term) -> Term:
-    """Return a weight of one number for each channel of an image, (m, 1, 1)."""
+    """Return a weight with one number per channel, of shape (m, 1, 1) to broadcast over images."""
     return when(rearrange(value, "m 1 1 -> m 1 1"), "the output has two spatial axes", lambda rank: rank == 4)
 
 
@@ -32,7 +32,7 @@ def finished(
 
 
 def _shifted(scaled: Term, column_shift: Term) -> Term:
-    """Return the sum of an image and a number for each channel."""
+    """Return the sum of an image and a shift per channel."""
     return when(
         scaled + per_channel(column_shift),
         "kernels have either slopes of a PRelu or a shift of channels",

@@ -6,7 +6,7 @@ from onnxfuse.dsl import Term, choose, either, op, rearrange, when
 def linear(x: Term, w: Term, bias: Term, number: str = "") -> Term:
     """Return x w + bias, or x w; w is (k, n), or (n, k) with weight_layout nk.
 
-    `number` ends the names of n and of the choice, where a fusion has several products.
+    If a fusion has several products, `number` is appended to the names of the dimension n and of the choice.
     """
     rows, n = rearrange(x, "... k -> (...) k"), f"n{number}"
     variants = {}

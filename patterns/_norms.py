@@ -1,10 +1,10 @@
-"""The spellings of LayerNorm and RMSNorm, which the fusions with and without a sum in front share."""
+"""The spellings of LayerNorm and RMSNorm, shared by the fusions with and without a preceding sum."""
 
 from onnxfuse.dsl import Term, either, float32, op, require
 
 
 def require_epsilon() -> None:
-    """Require an epsilon that onnxruntime takes, where it makes its own norms of the operators in a stored body."""
+    """Require an epsilon that onnxruntime accepts when it fuses the operators of a body into its own norm."""
     require("epsilon is {epsilon}: 0 or more", lambda epsilon: epsilon is None or epsilon >= 0)
 
 

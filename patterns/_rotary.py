@@ -19,7 +19,7 @@ def require_cos_batch() -> None:
 def rotated_rows(x: Term, axes: str, rotate: Callable[[Term, str], dict[str, Term]]) -> dict[str, Term]:
     """Return x rotated by `rotate` along these axes, by label; the first `kept` rows may stay as they are.
 
-    Vision transformers keep class tokens and registers so, which precede the patches and have no positions.
+    Vision transformers leave class tokens and registers unrotated: these precede the patches and have no positions.
     """
     names = axes.split()
     at = next(i for i, name in enumerate(names[1:], start=1) if not name.endswith("heads"))
@@ -70,21 +70,21 @@ def rotated(x: Term, cos: Term, sin: Term, axes: str, *, of_heads: bool = False)
 
 
 def is_sum(rows: object, kept: object, patches: object) -> bool:
-    """Return whether the rows are the kept ones and then the patches, as far as these are numbers."""
+    """Return whether rows = kept + patches, or whether one of the three is not a known number."""
     if isinstance(rows, int) and isinstance(kept, int) and isinstance(patches, int):
         return kept > 0 and rows == kept + patches
     return True
 
 
 def _is_part(rotated: object, size: object) -> bool:
-    """Return whether fewer elements are rotated than a head has, as far as these are numbers."""
+    """Return whether fewer elements are rotated than a head has, or for symbols whether they differ."""
     if isinstance(rotated, int) and isinstance(size, int):
         return rotated < size
     return rotated is None or rotated != size
 
 
 def _turned_halves(x: Term, count: str) -> Term:
-    """Return -second, first for the halves of the last axis, which has `count` elements."""
+    """Return the concatenation (-second half, first half) of the last axis, which has `count` elements."""
     first, second = _halves(x, count)
     return op.Concat(-second, first, axis=-1)
 
@@ -96,13 +96,13 @@ def _halves(x: Term, count: str) -> tuple[Term, Term]:
 
 
 def _pairs(x: Term) -> tuple[Term, Term]:
-    """Return the first and the second elements of all pairs of neighbours."""
+    """Return two tensors: the first and the second elements of all pairs of neighbours on the last axis."""
     first, second = (op.Slice(x, starts=[i], ends=[END], axes=[-1], steps=[2]) for i in (0, 1))
     return first, second
 
 
 def _turned_pairs(x: Term, leading: str, count: str) -> Term:
-    """Return -second, first for every pair of neighbours on the last axis, which has `count` of them.
+    """Replace every pair (first, second) of neighbours by (-second, first); the last axis has `count` pairs.
 
     `leading` names the axes before it.
     """
@@ -111,7 +111,7 @@ def _turned_pairs(x: Term, leading: str, count: str) -> Term:
 
 
 def _stacked(parts: Iterable[Term], leading: str, count: str) -> Term:
-    """Return tensors of `count` columns as one in which their columns take turns."""
+    """Interleave the columns of tensors with `count` columns each, and return the resulting tensor."""
     columns = (rearrange(each, f"{leading} {count} -> {leading} {count} 1") for each in parts)
     return rearrange(op.Concat(*columns, axis=-1), f"{leading} {count} two -> {leading} ({count} two)")
 
@@ -136,5 +136,5 @@ def _per_head(table: Term, axes: str, count: str, of_heads: bool) -> Term:
             "bhsd": rearrange(table, f"cos_batch {heads} -> cos_batch {each}"),
             "hsd": rearrange(table, f"{heads} -> {each}"),
         }
-    last = "b1sd" if names[1] == "1" else "bs1d"  # any view of another table fits it
+    last = "b1sd" if names[1] == "1" else "bs1d"  # the label for a table of any other layout, by a view
     return choose("table", **{label: layouts[label] for label in sorted(layouts, key=lambda label: label == last)})

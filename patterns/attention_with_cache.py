@@ -46,7 +46,7 @@ ROWS_FIRST: Final = "batch {rows} kv_heads {size}"
 
 
 def appended(past: Term, new: Term, name: str, size: str) -> Term:
-    """Return a cache of this step: the rows of the past, followed by the new ones; choices call it `name`."""
+    """Return a cache after this step: the past's rows, then the new ones; `name` is the prefix of its choices."""
 
     def cache(axes: str, axis: int) -> Term:
         old = axes.format(rows="past", size=size)

@@ -23,7 +23,7 @@ RANKS = 2, 3, 4, 5  # ranks of x, which is (n, channels, …)
 
 
 def of_rank(axes: int, value: Term) -> Term:
-    """Return a spelling that holds only where x has so many axes."""
+    """Return a spelling that matches only if x has `axes` axes."""
     return when(value, f"x has {axes} axes", lambda rank: rank == axes)
 
 
@@ -98,7 +98,7 @@ def group_norm(
     normalized = choose(
         "scale_layout",
         broadcast=stored(
-            broadcast_bias + broadcast_scale * spatial,  # this order rules out most nodes first
+            broadcast_bias + broadcast_scale * spatial,  # this order rules out most nodes early
             standard=group_operator(*reshaped),
         ),
         channels=group_operator(*by_channel),

@@ -27,7 +27,7 @@ from onnxfuse.runtime.symint import gcd, is_symbolic
 log: Final = logging.getLogger("onnxfuse")
 
 MAX_ALGORITHMS: Final = 9  # cuBLASLt's first choice and eight more
-MAX_WORKSPACE_BYTES: Final = 32 << 20  # NVIDIA's recommendation for Hopper
+MAX_WORKSPACE_BYTES: Final = 32 << 20  # NVIDIA's recommended workspace for Hopper
 CublasltActivation: TypeAlias = Literal["none", "relu", "gelu_tanh"]
 CUBLASLT_ACTIVATIONS: Final = get_args(CublasltActivation)  # activations of cuBLASLt's epilogues
 
@@ -35,8 +35,8 @@ CUBLASLT_ACTIVATIONS: Final = get_args(CublasltActivation)  # activations of cuB
 def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
     """Return the algorithms that cuBLASLt proposes for a Gemm of at least one element, its first choice first.
 
-    If cuBLASLt lacks the epilogue, a 16-bit product is left in fp32, so that the result is rounded once.  There is none
-    if the library is missing, the GPU is of another machine, or a program follows.
+    If cuBLASLt lacks the epilogue, it stores a 16-bit product in fp32, so that the result is rounded once.  The list is
+    empty if the library is missing, the GPU is in another machine, or the product has a program.
     """
     if gemm.program or not (device.is_here and _is_available()):
         return []
@@ -62,9 +62,10 @@ def _is_available() -> bool:
 
 
 def _algorithms(matmul: Matmul, device: Device) -> list[run_plan.Algorithm]:
-    """Return the algorithms that cuBLASLt proposes, its first choice first.
+    """Return the algorithms that cuBLASLt proposes, best first.
 
-    Where sizes are symbolic there is one without words: the native library asks cuBLASLt once it knows the sizes.
+    If sizes are symbolic, it is a single algorithm without words: the native library calls cuBLASLt's heuristic once it
+    knows the sizes.
     """
     if is_symbolic(*(size for matrix in (matmul.x, matmul.w) for size in (matrix.rows, matrix.columns))):
         return [run_plan.Algorithm((), matmul.workspace_bytes)]
@@ -115,7 +116,7 @@ def _residual(gemm: Gemm) -> Matrix | None:
 
 
 def _with_algorithm(matmul: Matmul, algorithm: run_plan.Algorithm, workspace: int) -> Matmul:
-    """Return the product by that algorithm, whose workspace is the scratch buffer with index `workspace`."""
+    """Return the product with an algorithm; its workspace is the scratch buffer with index `workspace`."""
     size = algorithm.workspace_bytes
     pointer = Pointer("scratch", workspace) if size else None
     return replace(matmul, algorithm=algorithm.words, workspace=pointer, workspace_bytes=size)
@@ -129,7 +130,7 @@ def _with_own_epilogue(matmul: Matmul, algorithm: run_plan.Algorithm, rank: int)
 def _with_epilogue_kernel(
     gemm: Gemm, product: Matmul, algorithm: run_plan.Algorithm, rank: int, device: Device
 ) -> Implementation:
-    """Return the product, or both of a gated one, into scratch memory, and then epilogue.cu."""
+    """Return launches that store the product (two products if gated) in scratch memory, then run epilogue.cu."""
     weights = [gemm.w, gemm.up] if gemm.up else [gemm.w]
     steps = [
         replace(
@@ -146,7 +147,7 @@ def _with_epilogue_kernel(
 def epilogue(gemm: Gemm, device: Device, slices: int = 1) -> Launch:
     """Return the launch of epilogue.cu; the fp32 products are in scratch buffer 0 and, if gated, 1.
 
-    Scratch buffer 0 may hold several of them, for as many slices of k, one after the other.
+    Scratch buffer 0 may hold several products, one per slice of k, one after the other.
     """
     y = TensorSpec((gemm.m, gemm.n), gemm.dtype, gemm.aligned)
     product = TensorSpec(y.shape, "float32")
@@ -158,10 +159,10 @@ def epilogue(gemm: Gemm, device: Device, slices: int = 1) -> Launch:
     arguments += [operand or ABSENT for operand in operands]
     arguments += [Scalar(gemm.alpha, "float32"), Scalar(gemm.beta, "float32")]
     width = vector_width([*read, y])
-    if slices > 1:  # vectors of every slice start at a multiple of their width
+    if slices > 1:  # vectors of each slice must start at a multiple of their width
         width = gcd(width, gemm.m * gemm.n)
     tiling = vector_tiling(gemm.m * gemm.n, width, device)
-    moved = sum(ITEM_BYTES[tensor.dtype] for tensor in (*read, y))  # bytes for each element of y
+    moved = sum(ITEM_BYTES[tensor.dtype] for tensor in (*read, y))  # bytes per element of y
     streamed = is_streamed([*read, y], f"count > {STREAMED_FROM_BYTES // moved}")
     largest = gemm.m * gemm.n * slices
     return element_launch(node, tiling, y, streamed, defines, arguments, device, largest)

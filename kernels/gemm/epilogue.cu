@@ -1,12 +1,12 @@
-// The epilogue of epilogue.cuh as a kernel of its own, after matrix products by a library, or after a kernel that
-// leaves several sums of each element, to be added up in their order.
+// The epilogue of epilogue.cuh as a separate kernel, after matrix products by a library, or after a kernel that stores
+// several partial sums per element, which this kernel adds in a fixed order.
 //
-// An elementwise kernel (elementwise.cuh): each thread finishes vectors of WIDTH elements of y, which do not stop at
-// the end of a row. The products are fp32, so that y is rounded once. It moves 6 bytes an element in fp16, 4 more for a
-// second product and 2 for a residual; the column vectors come from L1.
+// An elementwise kernel (elementwise.cuh): each thread computes vectors of WIDTH elements of y, which may cross
+// the end of a row. The products are fp32, so that y is rounded once. In fp16 the kernel moves 6 bytes per element,
+// 4 more for a second product and 2 more for a residual; the column vectors come from L1.
 //
-// Macros: COLUMNS, the columns of all matrices; SLICES, the sums of each element, whose matrices lie one after
-// the other, not with GATED; those of epilogue.cuh and of elementwise.cuh.
+// Macros: COLUMNS, the columns of all matrices; SLICES, the number of partial sums per element, whose matrices follow
+// each other in memory (1 with GATED); and the macros of epilogue.cuh and of elementwise.cuh.
 #include "types.cuh"
 #include "epilogue.cuh"
 #include "elementwise.cuh"

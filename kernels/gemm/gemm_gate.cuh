@@ -1,27 +1,27 @@
-// The main loop of gemm_mma.cuh with a gate before it: `pixels` neighbouring rows of x, those of an image, share k
-// factors, by which their elements are multiplied, and are rounded to T as if the products were stored.
+// The main loop of gemm_mma.cuh with a gate before it: the `pixels` rows of x that belong to an image share k
+// factors. Elements of x are multiplied by their factors and rounded to T, as if the products were stored.
 //
-// A thread loads the factors of a step of k while the step before is multiplied. They come from L1, to which a block
-// reads those of its rows while the first copies of x are under way.
+// A thread loads the factors of a step of k while the previous step is multiplied. They come from L1: a block reads the
+// factors of its rows into L1 while the first copies of x are in flight.
 //
-// Macros: those of gemm_mma.cuh.
+// Macros: the macros of gemm_mma.cuh.
 #pragma once
 #include "epilogue.cuh"
 #include "multiply_words.cuh"
 #include "gemm_mma.cuh"
 
-// The factors of a thread's rows, in the layout of its fragments of x: two rows in each of COUNT tiles of 16. COPY: bytes
-// of which the addresses of an image's factors are multiples.
+// The factors of a thread's rows, in the layout of its fragments of x: two rows in each of COUNT tiles of 16. COPY:
+// alignment in bytes of each image's factors.
 template <int COUNT, int COPY>
 struct GateRows {
-    static constexpr int EACH = 4 / sizeof(T);   // elements of a word
-    static constexpr int STEP = 32 / sizeof(T);  // elements of k of an mma
-    const T* rows[COUNT][2];                     // addresses of this thread's first elements of k
+    static constexpr int EACH = 4 / sizeof(T);   // elements per word
+    static constexpr int STEP = 32 / sizeof(T);  // elements of k per mma
+    const T* rows[COUNT][2];                     // addresses of this thread's first factors of each row
     int k;
 
     __device__ __forceinline__ GateRows() {}
 
-    // `row` is this thread's first row of the m of x.
+    // `row` is this thread's first row among the m rows of x.
     __device__ __forceinline__ GateRows(const T* gate, int row, int m, int pixels, int k) : k(k) {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
@@ -32,10 +32,10 @@ struct GateRows {
             }
     }
 
-    // Loads the factors of the step that begins at `from`; those beyond k are zeros. WHOLE: there are none.
+    // Loads the factors of the step that begins at `from`; factors beyond k are zeros. WHOLE: the step ends before k.
     template <bool WHOLE = false>
     __device__ __forceinline__ void load(unsigned (&to)[COUNT][4], int from) const {
-        const int left = k - from - int(threadIdx.x) % 4 * EACH;  // elements from this thread's first one on
+        const int left = k - from - int(threadIdx.x) % 4 * EACH;  // elements of k from this thread's first one on
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
 #pragma unroll
@@ -67,16 +67,16 @@ __device__ __forceinline__ void multiply_fragments(unsigned (&x)[COUNT][4], cons
         for (int part = 0; part < 4; ++part) x[i][part] = multiply_words(T(), x[i][part], factors[i][part]);
 }
 
-// MmaSums of gated x, over tiles of k in order. COPY: the addresses of factors are multiples of so many bytes.
+// MmaSums for gated x, over tiles of k in order. COPY: alignment in bytes of each image's factors.
 template <int COPY>
 struct GatedSums {
     MmaSums sums;
     const T* gate;
-    int row, m, pixels;  // the block's first row of the m of x
+    int row, m, pixels;  // the block's first row, the rows of x, and the rows per image
     GateRows<MMA_M, COPY> factors;
-    int k = 0;  // beginning of the tile that is added next
+    int k = 0;  // where the next tile to add begins
 
-    // Finds the rows' factors, and reads those of the block to L1.
+    // Finds the addresses of the rows' factors, and reads the block's factors into L1.
     __device__ __forceinline__ void prepare() {
         const int own = row + threadIdx.x / 32 / WARPS_N * MMA_M * 16 + threadIdx.x % 32 / 4;
         factors = GateRows<MMA_M, COPY>(gate, own, m, pixels, GEMM_K);

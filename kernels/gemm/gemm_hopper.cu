@@ -1,4 +1,4 @@
-// Matrix products by wgmma and TMA on Hopper (sm_90a), persistent: a block takes every gridDim.x-th tile.
+// Matrix products by wgmma and TMA on Hopper (sm_90a). Blocks are persistent: each takes every gridDim.x-th tile.
 //
 //   y = activation(x w + bias) [* (x up + up_bias)] * column_scale + column_shift + residual
 //

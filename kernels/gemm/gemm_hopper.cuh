@@ -1,34 +1,32 @@
 // The main loop of the Hopper GEMMs and convolutions (sm_90a): a producer keeps a ring of operand tiles filled by TMA,
-// consumers multiply them by wgmma. gemm_hopper_tiles.cuh, gemm_hopper_threads.cuh and gemm_hopper_split.cuh add what
-// happens to the accumulators. gemm_operands.cuh, conv_operands.cuh and conv_transpose_operands.cuh say where the producer finds x and
-// w.
+// and consumers multiply the tiles by wgmma. gemm_hopper_tiles.cuh, gemm_hopper_threads.cuh and gemm_hopper_split.cuh
+// add the epilogues. gemm_operands.cuh, conv_operands.cuh and conv_transpose_operands.cuh load x and w.
 //
 // x is m x k, y and residual are m x n, all row-major; w and up are k x n, or n x k if TRANSPOSED. Products are summed
-// in fp32; epilogue.cuh does the rest. Of fp32, TMA rounds x and w to TF32 on their way to shared memory; it is
-// TRANSPOSED, because wgmma reads TF32 along k alone.
+// in fp32, and epilogue.cuh computes the epilogue. If T is fp32, TMA rounds x and w to TF32 on their way to shared
+// memory, and TRANSPOSED is 1, because wgmma reads TF32 operands only along k.
 //
-// A stage of the ring holds 128 bytes of k, which are 64 elements or 32 of fp32: TILE_M rows of x and TILE_N columns of w
-// (and of up), in blocks of K_BLOCK elements of k, whose rows TMA swizzles as wgmma reads them. Each stage has two
-// mbarriers: the producer waits for `empty`, and consumers wait for `full`, which is complete when all bytes have
-// arrived. Warpgroup 0 is the producer, one thread of which issues all loads; warpgroups 1 to CONSUMERS multiply. The
-// producer gives registers to the consumers (setmaxnreg).
+// A stage of the ring holds 128 bytes of k (64 elements, or 32 in fp32) for TILE_M rows of x and TILE_N columns of w
+// (and of up). It consists of blocks of K_BLOCK elements of k, whose rows TMA swizzles as wgmma requires. Each stage
+// has two mbarriers: the producer waits for `empty`; consumers wait for `full`, which completes when all bytes have
+// arrived. Warpgroup 0 is the producer, and one of its threads issues all loads; warpgroups 1 to CONSUMERS multiply.
+// The producer gives registers to the consumers (setmaxnreg).
 //
 // Macros:
-//   TILE_M, TILE_N   rows and columns of y in a tile. GATED: two products of that size, side by side
-//   PINGPONG    1: each consumer has tiles of its own; one runs its epilogue while the other multiplies
-//               0: the consumers share a tile, and each has an equal number of its rows (CUTLASS: cooperative)
-//   CONSUMERS   warpgroups that multiply: 2, or 3 that share a tile, or 1, where two blocks share a multiprocessor
-//   STAGES      of the ring
-//   K_BLOCK     elements of k in a block of a stage: those of 128, 64 or 32 bytes. Below 128, TRANSPOSED and not GATED
-//   SPLIT_K     blocks of a cluster, which share a tile, each with a slice of k: 1 but in gemm_hopper_split.cu
-//   PRODUCTS    of x with as many weights, each with its own n, y and bias: 1 to 3. Above 1, not GATED, and with a bias
-//               at most
+//   TILE_M, TILE_N   rows and columns of y in a tile. GATED: a tile has two products of that size, side by side
+//   PINGPONG    1: each consumer has its own tiles; one runs its epilogue while the other multiplies
+//               0: the consumers share a tile; each computes an equal part of its rows (CUTLASS: cooperative)
+//   CONSUMERS   number of warpgroups that multiply: 2; 3 if they share a tile; 1 if two blocks share a multiprocessor
+//   STAGES      number of stages of the ring
+//   K_BLOCK     elements of k per block of a stage: 128, 64 or 32 bytes. Below 128 only if TRANSPOSED and not GATED
+//   SPLIT_K     blocks per cluster, which share a tile; each has a slice of k. 1 except in gemm_hopper_split.cu
+//   PRODUCTS    number of products of x, each with its own weight, n, y and bias: 1 to 3. If above 1, it is not GATED,
+//               and the epilogue has at most a bias
 //   STORE_BY_THREADS   0: n is a multiple of 8, and TMA stores y. 1: rows of y begin at any element, and threads store
-//               them; the column vectors begin anywhere too. What TMA reads has rows of multiples of 16 bytes
-//   WEIGHTS_CONSTANT   1: no kernel writes the weights, so that the first stages are read before the predecessor has
-//               ended
+//               them; the column vectors begin anywhere too. Operands that TMA reads have rows of multiples of 16 bytes
+//   WEIGHTS_CONSTANT   1: no kernel writes the weights, so the first stages are read before the previous kernel ends
 //   X_GATE      1: x is multiplied by a gate first (gemm_hopper_gate.cuh). 0, or not defined: it is not
-//   and those of epilogue.cuh
+//   and the macros of epilogue.cuh
 #pragma once
 #include "types.cuh"
 #include "epilogue.cuh"
@@ -40,23 +38,24 @@
 
 namespace {
 
-constexpr int ROW_BYTES = 128;  // per row of a box that TMA swizzles
+constexpr int ROW_BYTES = 128;  // bytes per row of a box that TMA swizzles
 constexpr int TILE_K = ROW_BYTES / sizeof(T);
 constexpr int K_BYTES = 32;                           // bytes of k per wgmma
 constexpr int BLOCKS = TILE_K / K_BLOCK;              // blocks of k per stage
-constexpr int BLOCK_ROW_BYTES = sizeof(T) * K_BLOCK;  // TMA's swizzle covers them
-constexpr int COLUMNS = TILE_N * (1 + GATED);         // columns of accumulators: those of up follow those of w
+constexpr int BLOCK_ROW_BYTES = sizeof(T) * K_BLOCK;  // the span of TMA's swizzle
+constexpr int COLUMNS = TILE_N * (1 + GATED);         // columns of accumulators: first for w, then for up
 constexpr int CONSUMER_ROWS = PINGPONG ? TILE_M : TILE_M / CONSUMERS;  // rows of a tile that a consumer computes
 constexpr int ATOMS = CONSUMER_ROWS / 64;                              // wgmmas of 64 rows, one above the other
-// 128 (40 + 2 * 232) of the 65536 registers, 128 (32 + 3 * 160), or 128 (40 + 216) of half of them.
+// Registers per thread. A block uses at most the 65536 of a multiprocessor: 128 * (40 + 2 * 232) or
+// 128 * (32 + 3 * 160); or at most half of them: 128 * (40 + 216).
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : CONSUMERS == 2 ? 232 : 216;
 constexpr int BLOCKS_PER_SM = CONSUMERS == 1 ? 2 : 1;
-constexpr bool RESULTS_IN_RING = CONSUMERS == 1;  // the stage after those of a tile holds its residual and its y
+constexpr bool RESULTS_IN_RING = CONSUMERS == 1;  // the stage after a tile's last one holds the tile's residual and y
 
 constexpr int X_BYTES = TILE_M * ROW_BYTES;
-constexpr int FACTORS_AT = X_BYTES + COLUMNS * ROW_BYTES;  // offset in a stage
-constexpr int GATE_IMAGES = 8;                             // most images per tile, with X_GATE
+constexpr int FACTORS_AT = X_BYTES + COLUMNS * ROW_BYTES;  // offset of gate factors in a stage
+constexpr int GATE_IMAGES = 8;                             // maximum images per tile, with X_GATE
 constexpr int STAGE_BYTES = FACTORS_AT + X_GATE * GATE_IMAGES * ROW_BYTES;
 static_assert((K_BLOCK == TILE_K && sizeof(T) == 2) || (TRANSPOSED && !GATED));
 static_assert(TILE_M % 64 == 0 && TILE_N % (TRANSPOSED && !GATED ? 32 : 64) == 0 && COLUMNS <= 256);
@@ -70,27 +69,27 @@ struct Barriers {
     __device__ __forceinline__ u32 empty(int stage) const { return first + 8 * (STAGES + stage); }
 };
 
-// Called by all threads: initialises the mbarriers of the stages, and `more` after them that one arrival completes. A
-// barrier of the block must follow.
+// Called by all threads: initialises the stages' mbarriers, and after them `more` mbarriers that one arrival completes.
+// A barrier of the block must follow.
 __device__ __forceinline__ void init_barriers(const Barriers& barriers, int more) {
-    const int i = int(threadIdx.x) - 128;  // one thread for each; thread 0 has other things to do
+    const int i = int(threadIdx.x) - 128;  // one thread per mbarrier, outside the producer warpgroup
     if (i < 0 || i >= 2 * STAGES + more) return;
     const bool empty = i >= STAGES && i < 2 * STAGES;
     hopper::barrier_init(barriers.first + 8 * i, empty && !PINGPONG ? CONSUMERS : 1);
     hopper::barrier_init_fence();
 }
 
-// Called by all threads after init_barriers: they then see the mbarriers, and the blocks that share the tile have
-// started.
+// Called by all threads after init_barriers. Afterwards all threads see the mbarriers, and all blocks that share the
+// tile have started.
 __device__ __forceinline__ void sync_blocks() {
     if constexpr (SPLIT_K > 1) hopper::cluster_barrier_relaxed();
     else __syncthreads();
 }
 
-// The warpgroup of this thread; a shuffle tells the compiler that all threads of a warp have the same.
+// The index of this thread's warpgroup; the shuffle tells the compiler that it is uniform in a warp.
 __device__ __forceinline__ int warpgroup() { return __shfl_sync(0xffffffff, threadIdx.x / 128, 0); }
 
-// A position in a ring of SIZE buffers, and the parity of the rounds so far.
+// A position in a ring of SIZE buffers, and the parity of the completed rounds.
 template <int SIZE>
 struct Ring {
     int at = 0;
@@ -109,7 +108,7 @@ struct Ring {
     }
 };
 
-// The value of one product out of those of all; a run-time index would move the array to local memory.
+// Selects the value of one product; a run-time index would move the array to local memory.
 template <class Value>
 __device__ __forceinline__ Value pick(const Value (&of)[PRODUCTS], int product) {
     Value found = of[0];
@@ -131,7 +130,7 @@ struct Weights {
         for (int i = 0; i < PRODUCTS; ++i) sum += columns_of(n[i]);
         return sum;
     }
-    // Returns the product that `column` belongs to, and makes it a column of that product.
+    // Returns the index of the product that contains `column`, and converts `column` to a column of this product.
     __device__ __forceinline__ int find(int& column) const {
         int product = 0;
 #pragma unroll
@@ -145,7 +144,7 @@ struct Weights {
     }
 };
 
-// The order of tiles, in which those that run at once share operands in L2: down `group_m` rows of tiles, then right.
+// The order of tiles: down `group_m` rows of tiles, then right, so that concurrent tiles share operands in L2.
 struct Tiles {
     int rows, columns, group_m;
 
@@ -156,7 +155,7 @@ struct Tiles {
     __device__ __forceinline__ int step() const { return gridDim.x / SPLIT_K; }
     __device__ __forceinline__ int count() const { return rows * columns; }
 
-    // The first row and column of a tile.
+    // Returns the first row and column of a tile.
     __device__ __forceinline__ int2 origin(int tile) const {
         const int group = tile / (group_m * columns), within = tile - group * group_m * columns;
         const int height = min(group_m, rows - group * group_m);
@@ -164,7 +163,7 @@ struct Tiles {
     }
 };
 
-// The factors of a gate: the `pixels` rows of x that belong to an image share k factors; null without X_GATE.
+// The factors of a gate: the `pixels` rows of x that belong to an image share k factors. Without X_GATE, they are null.
 struct Gate {
     const TensorMap* factors;  // images x k
     int pixels;
@@ -172,17 +171,17 @@ struct Gate {
 
 // ---- the producer ------------------------------------------------------------------------------------------------
 
-// What a stage for the results of a tile is filled with.
+// Fills the stage for the results of a tile: here with nothing.
 struct NoResults {
     __device__ __forceinline__ void fill(u32 stage, u32 full, int2 origin) const {}
 };
 
-// Called by one thread: fills stages for all tiles of the block. `range`: the first step along k and the one after the
-// last. Operands is that of gemm_operands.cuh and the like.
+// Called by one thread: fills stages for all tiles of the block. `range`: the first step along k, and the step after
+// the last. Operands: MatrixOperands of gemm_operands.cuh or its counterpart for convolutions.
 template <class Operands, class InRing = NoResults>
 __device__ __forceinline__ void produce(Operands operands, u32 shared, const Barriers& barriers, const Tiles& tiles,
                                         int2 range, const InRing& results = {}) {
-    int ahead = 0;  // stages whose weights are loaded already, but not yet x
+    int ahead = 0;  // number of stages whose weights are already loading, but not yet x
     if (WEIGHTS_CONSTANT && tiles.first() < tiles.count()) {
         operands.begin(tiles.origin(tiles.first()));
         for (; ahead < min(STAGES, range.y - range.x); ++ahead) {
@@ -217,18 +216,18 @@ __device__ __forceinline__ void produce(Operands operands, u32 shared, const Bar
 
 // ---- the consumers ----------------------------------------------------------------------------------------------
 
-// Named barriers 1 to CONSUMERS join the threads of one consumer. With PINGPONG the two after them say whose turn it is
-// to multiply. They are needed because a consumer has not waited for the other consumer's stages, and could not tell
+// Named barriers 1 to CONSUMERS join the threads of one consumer. With PINGPONG, the next two signal which consumer
+// may multiply. They are needed because a consumer has not waited for the other consumer's stages, and could not tell
 // the present phase of an mbarrier from the last but one.
 __device__ __forceinline__ int turn(int consumer) { return 1 + CONSUMERS + consumer; }
 
 __device__ __forceinline__ u64 with_low(u64 descriptor, u32 low) { return (descriptor >> 32) << 32 | low; }
 
-// The stages that hold `blocks` blocks of k.
+// The number of stages that hold `blocks` blocks of k.
 __device__ __forceinline__ int steps_of(int blocks) { return (blocks + BLOCKS - 1) / BLOCKS; }
 
-// Sums over `blocks` blocks of k for this consumer's rows from `first_row` on. A stage is released once the wgmmas after
-// it are under way. `pass_on`: the other consumer has a tile after this one.
+// Sums over `blocks` blocks of k for this consumer's rows from `first_row` on. A stage is released once the next
+// stage's wgmmas are in flight. `pass_on`: the other consumer has a tile after this one.
 __device__ __forceinline__ void multiply(float (&d)[ATOMS][COLUMNS / 2], Ring<STAGES>& ring, const Barriers& barriers,
                                          u32 shared, int first_row, int blocks, int consumer, bool pass_on) {
     const int thread = threadIdx.x % 128, steps = steps_of(blocks);
@@ -238,7 +237,7 @@ __device__ __forceinline__ void multiply(float (&d)[ATOMS][COLUMNS / 2], Ring<ST
                                                              8 * BLOCK_ROW_BYTES);
     constexpr int X_STEP = K_BYTES / 16, W_STEP = (TRANSPOSED ? K_BYTES : 16 * ROW_BYTES) / 16;  // in units of 16 bytes
     constexpr int X_BLOCK = TILE_M * BLOCK_ROW_BYTES / 16, W_BLOCK = TILE_N * BLOCK_ROW_BYTES / 16;
-    const u32 x_low = u32(x), w_low = u32(w);  // only the low words, which hold addresses, change
+    const u32 x_low = u32(x), w_low = u32(w);  // only the low words of descriptors change: they hold the addresses
     u32 before = 0;
     if constexpr (PINGPONG) hopper::named_barrier(turn(consumer), 256);
     for (int step = 0; step < steps; ++step) {
@@ -283,7 +282,7 @@ __device__ __forceinline__ void copy_pair(float2 both, float (&to)[2]) {
     to[1] = both.y;
 }
 
-// Loads two neighbouring elements of a row that has `left` elements from `from` on; those beyond it are zeros.
+// Loads two neighbouring elements of a row that has `left` elements from `from` on; elements beyond its end are zeros.
 template <class Element>
 __device__ __forceinline__ Pack<Element, 2> load_pair(const Element* from, int left) {
     if constexpr (!STORE_BY_THREADS) return left > 0 ? load_cached<2>(from) : Pack<Element, 2>{};
@@ -300,8 +299,8 @@ __device__ __forceinline__ void finish_four(const float* d, const float* up, con
     for (int i = 0; i < 4; ++i) y[i] = epilogue_columns(d[i], up[i], values, i % 2, y[i], alpha, beta);
 }
 
-// What the program reads for COUNT neighbouring shares of a thread, as finish_four has them: two columns of two rows,
-// eight columns apart.
+// The program's operands for COUNT groups of four results of a thread, as in finish_four: two columns of two rows. The
+// groups are eight columns apart.
 template <bool PRESENT, int COUNT>
 struct ProgramLoads {
     __device__ __forceinline__ void load(const Program& program, int2 at, int m, int n) {}
@@ -317,7 +316,7 @@ struct ProgramLoads<true, COUNT> {
     long long at;              // the index of the first element of y
     int rows, columns, pitch;  // rows and columns of y from there on, and elements per row
 
-    // `from` is the first row and column, of the m and n of y.
+    // `from` is the first row and column; y has m rows and n columns.
     __device__ __forceinline__ void load(const Program& program, int2 from, int m, int n) {
         at = (long long)from.x * n + from.y, rows = m - from.x, columns = n - from.y, pitch = n;
 #pragma unroll
@@ -332,7 +331,7 @@ struct ProgramLoads<true, COUNT> {
         }
     }
 
-    // Makes results of y, the product's of share i.
+    // Replaces group i's results of the product by the program's results.
     __device__ __forceinline__ void apply(const Program& program, float (&y)[4], const float* residual, int i) const {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {

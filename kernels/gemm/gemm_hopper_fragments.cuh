@@ -1,5 +1,5 @@
-// The epilogue of the Hopper GEMMs where threads load its operands and store y, each for its own accumulators as wgmma
-// leaves them (epilogue.cuh, by fragment).
+// The epilogue of the Hopper GEMMs in which each thread loads the operands and stores y for its own accumulators, in
+// wgmma's layout (epilogue.cuh, by fragment).
 //
 // Macros: those of gemm_hopper.cuh.
 #pragma once
@@ -16,13 +16,13 @@ struct FragmentOutput {
     Program program;
 };
 
-// A thread's share of eight columns: two neighbouring columns of two rows, and what the epilogue needs for them.
+// A thread's part of eight columns: two adjacent columns of two rows, and the epilogue's operands for them.
 struct Fragment {
     int row, column;
     Pair bias, extra, scale, residual[2];
     ProgramLoads<HAS_PROGRAM, 1> loads;
 
-    // The columns of row i that are left; 0 beyond the last row.
+    // Returns the number of columns of y from this one on in row i; 0 beyond the last row.
     __device__ __forceinline__ int left(const FragmentOutput& of, int i) const {
         return row + 8 * i < of.m ? of.n - column : 0;
     }

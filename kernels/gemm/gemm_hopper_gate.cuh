@@ -1,11 +1,11 @@
-// The multiplication of gemm_hopper.cuh with a gate before it: x is multiplied by factors, and rounded to T as if
-// the products were stored.
+// The multiplication of gemm_hopper.cuh with a gate: x is first multiplied by factors and rounded to T, as if these
+// products were stored.
 //
-// A stage holds the factors of its elements of k too, in rows for GATE_IMAGES images from the tile's first one on. wgmma
-// takes fragments of x from registers then: a warp loads them and their factors by ldmatrix, which gives each row of x
-// the row of its image, while the wgmmas before are under way.
+// A stage also holds the factors for its elements of k: one row per image, for GATE_IMAGES images from the tile's first
+// image on. wgmma takes x from registers: a warp loads fragments of x and of the factors by ldmatrix, where each
+// row of x uses the row of its image, while earlier wgmmas are in flight.
 //
-// Macros: those of gemm_hopper.cuh, of 16-bit types, not GATED and with whole stages as blocks of k.
+// Macros: those of gemm_hopper.cuh. T has 16 bits, GATED is 0, and a block of k is a whole stage.
 #pragma once
 #include "gemm_hopper.cuh"
 #include "multiply_words.cuh"
@@ -16,16 +16,16 @@ namespace {
 
 static_assert(sizeof(T) == 2 && BLOCKS == 1 && !GATED);
 
-// Where TMA puts the first of the 16-byte chunks of a row: chunk c is at this offset ^ 16 c.
+// The offset at which TMA puts a row's first 16-byte chunk; chunk c is at this offset XOR 16 c.
 __device__ __forceinline__ u32 swizzled(int row) { return row * ROW_BYTES + (row % 8 << 4); }
 
-// Sums over `blocks` blocks of k for this consumer's rows, which begin with row `first_row` of the tile; else as
+// Sums over `blocks` blocks of k for this consumer's rows, from row `first_row` of the tile on, like
 // `multiply`. `row` is the tile's first row of x; an image has `pixels` rows.
 __device__ __forceinline__ void multiply_gated(float (&d)[ATOMS][COLUMNS / 2], Ring<STAGES>& ring,
                                                const Barriers& barriers, u32 shared, int first_row, int blocks,
                                                int consumer, bool pass_on, int pixels, int row) {
     constexpr int STEPS = ROW_BYTES / K_BYTES;  // wgmma steps per block of k
-    constexpr int TOGETHER = 2 / ATOMS;         // steps whose wgmmas are under way while the next are prepared
+    constexpr int TOGETHER = 2 / ATOMS;         // steps whose wgmmas are in flight while the next ones are prepared
     static_assert(ATOMS <= 2);
     const int thread = threadIdx.x % 128, lane = thread % 32;
     const u64 w =
@@ -42,7 +42,7 @@ __device__ __forceinline__ void multiply_gated(float (&d)[ATOMS][COLUMNS / 2], R
         factors[atom] = shared + FACTORS_AT + swizzled(image) ^ lane / 16 << 4;
     }
     u32 before = 0,
-        fragments[2][TOGETHER][ATOMS][4];  // wgmmas read them until they end, beyond their block of k
+        fragments[2][TOGETHER][ATOMS][4];  // wgmmas may still read fragments after their block of k
     if constexpr (PINGPONG) hopper::named_barrier(turn(consumer), 256);
     for (int block = 0; block < blocks; ++block) {
         hopper::barrier_wait(barriers.full(ring.at), ring.parity);
@@ -58,7 +58,7 @@ __device__ __forceinline__ void multiply_gated(float (&d)[ATOMS][COLUMNS / 2], R
                     hopper::load_matrices(x[atom] + stage ^ (first + i) * K_BYTES, loaded[i][atom]);
                     hopper::load_matrices(factors[atom] + stage ^ (first + i) * K_BYTES, by[i][atom]);
                 }
-            hopper::wgmma_wait<1>();  // those before the last, whose fragments are overwritten
+            hopper::wgmma_wait<1>();  // for all but the last group: the fragments of these are overwritten next
             if (first == TOGETHER && block > 0 && thread == 0) hopper::barrier_arrive(before);
             u32(&products)[TOGETHER][ATOMS][4] = fragments[first / TOGETHER % 2];
 #pragma unroll

@@ -1,10 +1,10 @@
 // Few tiles of y and long k by wgmma and TMA on Hopper (sm_90a): blocks of a cluster share a tile.
 //
 // Each of the SPLIT_K blocks sums over a slice of k, with the producer and the multiplication of gemm_hopper.cuh. Then
-// each finishes an equal part of the columns: every consumer thread sends its accumulators of the other parts to the
-// shared memory of the blocks that finish them, a barrier of the cluster follows, and each block adds what it received
-// to its own accumulators in a fixed order. It applies the epilogue (epilogue.cuh, by fragment), with column vectors
-// and residual that threads have loaded before the exchange, and threads store y.
+// each finishes an equal part of the columns. Every consumer thread sends its accumulators of the other parts to the
+// shared memory of the blocks that finish them. After a barrier of the cluster, each block adds the received sums to
+// its own accumulators in a fixed order. It applies the epilogue (epilogue.cuh, by fragment). Threads load the column
+// vectors and the residual before the exchange, and store y.
 //
 // Macros: those of gemm_hopper.cuh; not PINGPONG. Every block has at least one step of k.
 #pragma once
@@ -14,18 +14,18 @@
 namespace {
 
 constexpr int THREADS = CONSUMERS * 128;
-constexpr int EIGHTS = ATOMS * TILE_N / 8;  // groups of eight columns that a thread has accumulators of, of all atoms
-constexpr int OWN_EIGHTS = (EIGHTS + SPLIT_K - 1) / SPLIT_K;  // per block; the last block may finish fewer
+constexpr int EIGHTS = ATOMS * TILE_N / 8;                    // groups of eight columns per thread, over all atoms
+constexpr int OWN_EIGHTS = (EIGHTS + SPLIT_K - 1) / SPLIT_K;  // groups per block; the last block may have fewer
 constexpr int SUMS_AT = STAGES * STAGE_BYTES;
 constexpr int SUMS_BYTES = (SPLIT_K - 1) * OWN_EIGHTS * (1 + GATED) * THREADS * 16;
 constexpr int BARRIERS_AT = SUMS_AT + SUMS_BYTES;
 
 static_assert(SPLIT_K > 1 && !PINGPONG);
 
-// The sums that the other blocks have of the columns which this one finishes.
+// The other blocks' sums of the columns that this block finishes.
 struct Exchange {
     float4* sums;  // shared memory: SPLIT_K - 1 blocks x OWN_EIGHTS x products x THREADS
-    int thread;    // number of the thread, below THREADS
+    int thread;    // index of the thread, below THREADS
     int rank;
 
     __device__ __forceinline__ float4* slot(int source, int eight, int product) const {
@@ -33,7 +33,7 @@ struct Exchange {
     }
 
     __device__ __forceinline__ void send(int to, int eight, int product, const float* d) const {
-        const int source = rank < to ? rank : rank - 1;  // counts the blocks other than `to`
+        const int source = rank < to ? rank : rank - 1;  // index of this block among the blocks other than `to`
         hopper::store_at(hopper::shared_address(slot(source, eight, product)), to, {d[0], d[1], d[2], d[3]});
     }
 
@@ -89,7 +89,7 @@ __device__ __forceinline__ void consume(char* memory, const Barriers& barriers, 
     }
 }
 
-// The kernel, of all threads: y = epilogue(x w) over `blocks` blocks of k.
+// The body of the kernel, which all threads run: y = epilogue(x w) over `blocks` blocks of k.
 template <class Operands>
 __device__ __forceinline__ void run_split(Operands operands, const Weights& weights, const FragmentOutput& output,
                                           int blocks, int group_m, const Gate& gate = {}) {
@@ -112,7 +112,7 @@ __device__ __forceinline__ void run_split(Operands operands, const Weights& weig
         hopper::give_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x == 0) produce(operands, shared, barriers, tiles, range);
         __syncwarp();
-        hopper::cluster_barrier();  // joins that of the consumers
+        hopper::cluster_barrier();  // the consumers arrive at the same barrier
     } else {
         hopper::take_registers<CONSUMER_REGISTERS>();
         wait_for_predecessor();

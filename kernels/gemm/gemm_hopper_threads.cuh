@@ -1,8 +1,8 @@
-// Tiles of y by wgmma and TMA on Hopper (sm_90a), persistent: a block takes every gridDim.x-th tile, and threads load
-// the epilogue's operands and store y.
+// Tiles of y by wgmma and TMA on Hopper (sm_90a). Blocks are persistent: each takes every gridDim.x-th tile.
+// Threads load the epilogue's operands and store y.
 //
-// The producer and the multiplication are those of gemm_hopper.cuh. This is for fp32, whose tiles of y would leave little
-// shared memory to the ring; a quarter of a warp stores 32 bytes of a row, which are a whole sector of L2.
+// gemm_hopper.cuh has the producer and the multiplication. This variant is for fp32: if shared memory held
+// tiles of y, it would leave little to the ring. Four lanes store 32 bytes of a row, a whole sector of L2.
 //
 // Macros: those of gemm_hopper.cuh.
 #pragma once
@@ -11,8 +11,8 @@
 namespace {
 
 constexpr int BARRIERS_AT = STAGES * STAGE_BYTES;
-constexpr int EIGHTS = TILE_N / 8;  // groups of eight columns that a thread has accumulators of, in an atom
-// Of them, whose operands are loaded before the first is finished: as many as there are registers for.
+constexpr int EIGHTS = TILE_N / 8;  // groups of eight columns per thread in an atom
+// The groups whose operands are loaded before the first one is finished, limited by registers.
 constexpr int FETCHED = CONSUMERS == 3 ? 2 : ATOMS * EIGHTS > 24 || EIGHTS % 8 ? 4 : 8;
 
 static_assert(SPLIT_K == 1 && PRODUCTS == 1 && !GATED);
@@ -59,7 +59,7 @@ __device__ __forceinline__ void consume(u32 shared, const Barriers& barriers, co
     }
 }
 
-// The kernel, of all threads: y = epilogue(x w) over `blocks` blocks of k.
+// The body of the kernel, which all threads run: y = epilogue(x w) over `blocks` blocks of k.
 template <class Operands>
 __device__ __forceinline__ void run_tiles(Operands operands, const Weights& weights, const FragmentOutput& output,
                                           int blocks, int group_m) {

@@ -1,18 +1,18 @@
-// Tiles of y by wgmma and TMA on Hopper (sm_90a), persistent: a block takes every gridDim.x-th tile.
+// Tiles of y by wgmma and TMA on Hopper (sm_90a). Blocks are persistent: each takes every gridDim.x-th tile.
 //
-// The producer and the multiplication are those of gemm_hopper.cuh. What a consumer does with a tile's accumulators:
-//   1. Before it multiplies, it loads the tile's column vectors into registers, two columns a thread, and its first
-//      thread starts the TMA loads of the residual into shared memory, subtile by subtile (64 x 64 elements of y, or 64 x 32 if
-//      TILE_N is not a multiple of 64).
-//   2. After the multiplication the column vectors go to shared memory, from which each thread reads those of the
-//      columns of its accumulators.
+// The producer and the multiplication are those of gemm_hopper.cuh. A consumer processes a tile in three steps:
+//   1. Before it multiplies, it loads the tile's column vectors into registers, two columns per thread. Its first
+//      thread starts the TMA loads of the residual into shared memory, by subtile (64 x 64 elements of y, or 64 x 32
+//      if TILE_N is not a multiple of 64).
+//   2. After the multiplication it stores the column vectors in shared memory. Each thread reads the values for the
+//      columns of its accumulators from there.
 //   3. It applies the epilogue (epilogue.cuh, by fragment), reads the residual by ldmatrix and writes the result in its
-//      place by stmatrix. TMA stores the subtiles while the next tile is multiplied; what lies beyond y is not written.
-// With RESULTS_IN_RING the producer loads the residual, into the stage after those of the tile, and y is written there.
+//      place by stmatrix. TMA stores the subtiles while the next tile is multiplied, without elements beyond y.
+// With RESULTS_IN_RING, the producer loads the residual into the stage after the tile's last one; y replaces it there.
 // With STORE_BY_THREADS, step 3 ends with stores by threads, row by row in words, because rows of y are not aligned.
 //
 // Macros: those of gemm_hopper.cuh, and
-//   PROGRAM_AHEAD   1: what the program of the epilogue reads for a subtile is loaded while the one before it is finished
+//   PROGRAM_AHEAD   1: the program's operands for a subtile are loaded while the previous subtile is finished
 #pragma once
 #include "gemm_hopper.cuh"
 #include "gemm_hopper_gate.cuh"
@@ -21,7 +21,7 @@
 #define PROGRAM_AHEAD 0
 #endif
 
-// y as the kernel's parameter, and as a member of Results.
+// The type of y: as the kernel's parameter, and as a member of Results.
 #if STORE_BY_THREADS
 #define RESULT T*
 #define RESULT_REFERENCE
@@ -35,9 +35,9 @@ using Result = const TensorMap*;
 namespace {
 
 constexpr int SUBTILE_N = TILE_N % 64 ? 32 : 64;
-constexpr int SUBTILE_ROW_BYTES = 2 * SUBTILE_N;  // TMA's swizzle covers them
+constexpr int SUBTILE_ROW_BYTES = 2 * SUBTILE_N;  // the span of TMA's swizzle
 constexpr int SUBTILE_COLUMNS = TILE_N / SUBTILE_N;
-constexpr int SUBTILES = ATOMS * SUBTILE_COLUMNS;  // per tile, in a consumer's rows
+constexpr int SUBTILES = ATOMS * SUBTILE_COLUMNS;  // subtiles per tile in a consumer's rows
 static_assert(sizeof(T) == 2 && (!STORE_BY_THREADS || SUBTILE_N == 64));
 static_assert(!RESULTS_IN_RING || (!STORE_BY_THREADS && 2 * TILE_M * TILE_N <= STAGE_BYTES));
 constexpr int VECTORS = HAS_BIAS + HAS_EXTRA + HAS_COLUMN_SCALE;
@@ -77,7 +77,7 @@ __device__ __forceinline__ void read_column_values(const float2* vectors, int co
     }
 }
 
-// What the program of the epilogue reads for a thread's accumulators in a subtile.
+// The program's operands for a thread's accumulators in a subtile.
 using SubtileLoads = ProgramLoads<HAS_PROGRAM, SUBTILE_N / 8>;
 
 // The y and the bias of each product.
@@ -87,8 +87,8 @@ struct Results {
 };
 
 // Called by a warp: stores a row of a subtile; y has `left` elements of it. `word` holds the lane's two elements,
-// and `before` those of the lane before it, in a ring. Elements are stored in pairs that begin at multiples of 4 bytes:
-// if those are not the lanes' own pairs, the first lane has the elements of both ends.
+// and `before` the two elements of the previous lane, where lane 0 follows the last lane. Elements are stored in pairs
+// that begin at multiples of 4 bytes: if a row begins between such multiples, the first lane stores both of its ends.
 [[maybe_unused]] __device__ __forceinline__ void store_row(u32 word, u32 before, T* to, int left) {
     const int lane = threadIdx.x % 32, odd = size_t(to) / sizeof(T) % 2;
     const u32 both = odd ? word << 16 | before >> 16 : word, high = both >> 16;
@@ -99,8 +99,8 @@ struct Results {
     if (!pair && second < left) store_bytes<false, 2>(reinterpret_cast<char*>(to + second), &high);
 }
 
-// Where TMA finds a subtile of y or of the residual whose first row and column of the product are at `origin`, and which
-// element of the column vectors belongs to a column. This is for matrices.
+// Loads and stores the subtile of y or of the residual at row and column `origin`, and maps columns to elements of the
+// column vectors. This one is for matrices; convolutions have their own.
 struct MatrixPlace {
     __device__ __forceinline__ void load(const TensorMap& from, u32 to, u32 full, int2 origin) const {
         hopper::load(from, to, full, origin.y, origin.x);
@@ -111,21 +111,21 @@ struct MatrixPlace {
     static __device__ __forceinline__ int column(int column) { return column; }
 };
 
-// A consumer's way from accumulators to y.
+// Computes y from a consumer's accumulators and stores it.
 template <class Place>
 struct Output {
     const Place& place;
     const Program& program;
     const TensorMap& residual;
-    const char* results;    // the subtiles in shared memory, swizzled as TMA does it
+    const char* results;    // the subtiles in shared memory, with TMA's swizzle
     u32 subtiles;           // their 32-bit address
     u32 lane_offset;        // offset of this lane's row of an 8 x 8 matrix in a subtile
     const float2* vectors;  // the column vectors in shared memory
     u32 residual_full;      // mbarrier: the tile's residual has arrived
-    int thread, named;      // number of the thread in its warpgroup, and the warpgroup's named barrier
+    int thread, named;      // index of the thread in its warpgroup, and the warpgroup's named barrier
     u32 parity;
 
-    // The first row and column of a subtile of the consumer's rows.
+    // Returns the first row and column of the consumer's subtile i.
     static __device__ __forceinline__ int2 subtile_at(int2 origin, int i) {
         return {origin.x + i / SUBTILE_COLUMNS * 64, origin.y + i % SUBTILE_COLUMNS * SUBTILE_N};
     }
@@ -139,7 +139,7 @@ struct Output {
             place.load(residual, subtiles + i * SUBTILE_BYTES, residual_full, subtile_at(origin, i));
     }
 
-    // Loads the program's operands for a subtile, if there is one with that index.
+    // Loads the program's operands for subtile i, if it exists.
     __device__ __forceinline__ void load_program(SubtileLoads& loads, int2 origin, int i, int m, int n) const {
         if (i >= SUBTILES) return;
         const int2 at = subtile_at(origin, i);
@@ -153,7 +153,7 @@ struct Output {
         read_column_values(vectors, column, values);
 #pragma unroll
         for (int i = 0; i < SUBTILE_N / 16; ++i) {
-            const u32 address = (subtile + lane_offset) ^ i << 5;  // 16 columns on, in swizzled rows
+            const u32 address = (subtile + lane_offset) ^ i << 5;  // 16 i columns further, in swizzled rows
             float results[2][4] = {};
             u32 words[4];
             if constexpr (HAS_RESIDUAL) {
@@ -209,7 +209,7 @@ struct Output {
             for (int i = 0; i < 2 * SUBTILES; ++i) {  // halves of subtiles
                 const int above = i / 2 / SUBTILE_COLUMNS * 64 + i % 2 * 32, row = origin.x + above + warp;
                 const int column = origin.y + i / 2 % SUBTILE_COLUMNS * 64;
-                u32 words[8], before[8];  // all are read before the first store, which reads cannot be moved across
+                u32 words[8], before[8];  // all reads come first: the compiler cannot move reads across stores
 #pragma unroll
                 for (int j = 0; j < 8; ++j) {
                     const int offset = (i * 32 + 4 * j) * ROW_BYTES + ((lane / 4 ^ warp ^ j % 2 * 4) << 4);
@@ -223,7 +223,7 @@ struct Output {
             }
             if (!HAS_RESIDUAL) return;
             hopper::store_fence();
-            hopper::named_barrier(named, 128);  // the next residual overwrites them
+            hopper::named_barrier(named, 128);  // the next residual overwrites the results
         } else {
             if (thread > 0) return;
 #pragma unroll
@@ -288,7 +288,7 @@ __device__ __forceinline__ void consume(const Place& place, const Results& resul
         origin.x += above;
         const int product = weights.find(origin.y);
         if (HAS_RESIDUAL && !RESULTS_IN_RING && thread == 0) {
-            if (!PINGPONG) hopper::barrier_wait(barriers.full(ring.at), ring.parity);  // the operands are needed first
+            if (!PINGPONG) hopper::barrier_wait(barriers.full(ring.at), ring.parity);  // the operands come first
             output.fetch_residual(origin);
         }
         Vectors fetched;
@@ -322,7 +322,7 @@ __device__ __forceinline__ void consume(const Place& place, const Results& resul
     if (thread == 0) hopper::store_wait_read<0>();
 }
 
-// The kernel, of all threads: y = epilogue(x w) over `blocks` blocks of k.
+// The body of the kernel, which all threads run: y = epilogue(x w) over `blocks` blocks of k.
 template <class Operands, class Place = MatrixPlace>
 __device__ __forceinline__ void run_tiles(Operands operands, const Weights& weights, const Results& results,
                                           const TensorMap& residual, const T* extra, const T* scale, float alpha,

@@ -2,18 +2,18 @@
 //
 //   y = activation(x w + bias) [* (x up + up_bias)] * column_scale + column_shift + residual
 //
-// The tiles, their stages in shared memory and the main loop are those of gemm_mma.cuh. What lies outside a matrix
-// becomes zero.
+// gemm_mma.cuh has the tiles, their stages in shared memory and the main loop. Elements outside a matrix
+// become zero.
 //
 // Macros:
 //   GEMM_N, GEMM_K   n and k; m is an argument    TRANSPOSED  1: w and up are n x k, 0: k x n
-//   X_PITCH, W_PITCH   elements from row to row of x, and of w and up
-//   X_COPY, W_COPY     bytes of a copy to shared memory: 16, 8, 4, or 2, which goes through registers
-//   GROUP_M            rows of tiles that are computed before the next columns, so that they find w in L2
-//   MIN_BLOCKS         blocks that must fit on a multiprocessor: a bound on registers
+//   X_PITCH, W_PITCH   elements between starts of rows of x, and of w and up
+//   X_COPY, W_COPY     bytes per copy to shared memory: 16, 8 or 4; or 2, through registers
+//   GROUP_M            rows of tiles that are computed before the next columns, so that w stays in L2
+//   MIN_BLOCKS         minimum resident blocks per multiprocessor, which limits the registers
 //   X_GATE             1: x is multiplied by a gate first (gemm_gate.cuh)
-//   WIDTH              elements of an access to y, the residual and the column vectors; divides n
-//   and those of gemm_mma.cuh and of epilogue.cuh
+//   WIDTH              elements per access to y, the residual and the column vectors; divides n
+//   and the macros of gemm_mma.cuh and of epilogue.cuh
 #include "types.cuh"
 #include "epilogue.cuh"
 #include "gemm_mma.cuh"
@@ -36,8 +36,8 @@ struct Operands {
     static constexpr int AHEAD = X_COPY == 16 && W_COPY == 16 ? STAGES : 1;
 
     const char* x;           // address of the block's first row
-    const char* w[WEIGHTS];  // addresses of its first column
-    int rows, columns;       // rows and columns of y from there on
+    const char* w[WEIGHTS];  // addresses of the block's first column
+    int rows, columns;       // rows and columns of y from the block's first ones on
 
     __device__ __forceinline__ void begin(Stage& stage, unsigned to, int k) const {
         const i64 left = i64(K - k) * ITEM;

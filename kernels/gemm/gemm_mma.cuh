@@ -4,18 +4,18 @@
 // A block computes TILE_M x TILE_N of y; its WARPS_M x WARPS_N warps divide the tile among them. All threads load and
 // all multiply:
 //   1. Threads copy stages of TILE_K_BYTES along k of x and of the weights to shared memory by cp.async, STAGES - 1
-//      stages ahead of the one that is multiplied. What lies outside a matrix becomes zero. Elements of 2 bytes, and
-//      everything before sm_80, go through registers instead, because cp.async moves 4 bytes or more.
-//   2. For each stage, one __syncthreads says both that it has arrived and that nobody reads the one that is now
-//      overwritten. Warps load fragments by ldmatrix, one step of k ahead of the mma, and add up in fp32 registers.
-//   3. The sums go to shared memory, where the stages were, so that the epilogue (epilogue.cuh) reads the residual and
-//      writes y in whole rows.
-// Stages are swizzled so that ldmatrix meets no bank twice (gemm_multiply.cuh).
+//      stages ahead of the one that is multiplied. Elements outside a matrix become zero. Copies of 2 bytes, and
+//      all copies before sm_80, go through registers instead, because cp.async needs sm_80 and 4 bytes or more.
+//   2. For each stage, one __syncthreads ensures that it has arrived, and that no thread still reads the stage that is
+//      overwritten next. Warps load fragments by ldmatrix, one step of k ahead of the mma, and sum in fp32 registers.
+//   3. The sums overwrite the stages in shared memory, so that the epilogue (epilogue.cuh) can read the residual and
+//      write y in whole rows.
+// Stages are swizzled so that ldmatrix has no bank conflicts (gemm_multiply.cuh).
 //
 // Macros:
 //   TILE_M, TILE_N, TILE_K_BYTES, STAGES, WARPS_M, WARPS_N    as above
 //   TRANSPOSED   1: the weights are n x k, 0: k x n
-//   and those of epilogue.cuh
+//   and the macros of epilogue.cuh
 #pragma once
 #include "types.cuh"
 #include "epilogue.cuh"
@@ -30,7 +30,7 @@ constexpr int STEPS = TILE_K_BYTES / 32;                                    // m
 constexpr int MMA_M = TILE_M / WARPS_M / 16, MMA_N = TILE_N / WARPS_N / 8;  // a warp's mma tiles
 constexpr int W_ROWS = TRANSPOSED ? TILE_N : TILE_K, W_ROW_BYTES = TRANSPOSED ? TILE_K_BYTES : TILE_N * ITEM;
 constexpr int X_BYTES = TILE_M * TILE_K_BYTES, W_BYTES = TILE_N * TILE_K_BYTES, STAGE = X_BYTES + WEIGHTS * W_BYTES;
-constexpr int SUMS_PITCH = TILE_N + 8;  // of a row of sums in shared memory, in floats: rows begin 8 banks apart
+constexpr int SUMS_PITCH = TILE_N + 8;  // floats between rows of sums in shared memory: rows begin 8 banks apart
 
 static_assert(MMA_M * WARPS_M * 16 == TILE_M && MMA_N * WARPS_N * 8 == TILE_N && MMA_N % 2 == 0, "tiles of 16 x 16");
 static_assert(TILE_N % 32 == 0, "sums of four rows fall into different banks");
@@ -39,16 +39,16 @@ constexpr bool TF32 = ITEM == 4;
 
 // ---- global memory -> shared memory ------------------------------------------------------------------------------
 
-// swizzled_offset, or with PAIRS one under which four rows of two columns fall into different banks: TF32 fragments of
-// a k x n weight are read so.
+// swizzled_offset; or with PAIRS, an offset with which four rows of two columns fall into different banks, as TF32
+// fragments of a k x n weight are read.
 template <int ROW_BYTES, bool PAIRS>
 __device__ __forceinline__ int weight_offset(int row, int chunk) {
     if constexpr (PAIRS) return row * ROW_BYTES + ((chunk ^ (row & 3) << 1) << 4);
     else return swizzled_offset<ROW_BYTES>(row, chunk);
 }
 
-// Loads a chunk in pieces of COPY bytes: `inside` says whether that at an offset is there, else it is zeros, and
-// `address` where.
+// Loads a chunk in pieces of COPY bytes. `inside` returns whether the piece at an offset exists, else it is zeros;
+// `address` returns where it is.
 template <int COPY, class Inside, class Address>
 __device__ __forceinline__ void fetch_chunk(unsigned (&words)[4], Inside inside, Address address) {
     if constexpr (COPY == 2) {
@@ -70,7 +70,7 @@ __device__ __forceinline__ void fetch_chunk(unsigned (&words)[4], Inside inside,
     }
 }
 
-// Copies one operand's share of a stage: ROWS rows of ROW_BYTES out of a matrix with a row every LINE bytes. PARTIAL:
+// Copies one operand's part of a stage: ROWS rows of ROW_BYTES from a matrix whose rows are LINE bytes apart. PARTIAL:
 // the last copy of a row may have fewer bytes than the others.
 template <int ROWS, int ROW_BYTES, i64 LINE, int COPY, bool PARTIAL, bool PAIRS>
 struct TileCopy {
@@ -90,7 +90,7 @@ struct TileCopy {
         }
     }
 
-    // Starts the copies. `rows` and `bytes` are left of the matrix from `from` on; what lies outside is zero.
+    // Starts the copies. From `from` on, the matrix has `rows` rows and `bytes` bytes per row; zeros replace the rest.
     __device__ __forceinline__ void begin(unsigned to, const char* from, int rows, i64 bytes) {
         each([&](int i, int row, int chunk) {
             const char* source = from + row * LINE + chunk * 16;
@@ -113,7 +113,7 @@ struct TileCopy {
         fetch_chunk<COPY>(words, [&](int at) { return at < bytes; }, [&](int at) { return source + at; });
     }
 
-    // Stores what went through registers.
+    // Stores the chunks that went through registers.
     __device__ __forceinline__ void end(unsigned to) const {
         if constexpr (THROUGH_REGISTERS) {
             each([&](int i, int row, int chunk) {
@@ -129,7 +129,7 @@ struct TileCopy {
 struct Fragments {
     unsigned x[MMA_M][4], w[WEIGHTS][MMA_N / 2][4];
 
-    // ROUND: those of fp32 are rounded to TF32, which comes last of all that is done to them.
+    // ROUND: fp32 operands are rounded to TF32; this must be the last operation on them.
     template <bool ROUND = true>
     __device__ __forceinline__ void load(unsigned stage, int step) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -202,7 +202,7 @@ struct MmaSums {
         }
     }
 
-    // Stores them to rows of SUMS_PITCH in shared memory; those of the second weight follow those of the first.
+    // Stores the sums in shared memory, in rows of SUMS_PITCH floats; first for w, then for up.
     __device__ __forceinline__ void store(float* to) const {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const int row = warp / WARPS_N * MMA_M * 16 + lane / 4, column = warp % WARPS_N * MMA_N * 8 + lane % 4 * 2;
@@ -224,11 +224,12 @@ struct MmaSums {
 
 // The main loop: multiplies the tiles of k from `first` on until `last`. Each thread's last barrier comes before its
 // last multiplications. Operands has
-//   Stage                  the elements that a thread holds while a stage is copied; AHEAD, how many stages it may hold
+//   Stage                  the elements that a thread holds while a stage is copied
 //   begin(stage, to, k)    starts the copies of the stage that begins at k, to the address `to` in shared memory
-//   end(stage, to)         stores what went through registers
+//   end(stage, to)         stores the elements that went through registers
+//   AHEAD                  the maximum number of stages whose elements a thread may hold
 // and Sums
-//   prepare()              is called while the first copies are under way
+//   prepare()              is called while the first copies are in flight
 //   add(stage)             multiplies a stage
 template <class Operands, class Sums>
 __device__ __forceinline__ void multiply_tiles(const Operands& operands, unsigned stages, int first, int last,

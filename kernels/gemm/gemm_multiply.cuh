@@ -1,6 +1,6 @@
 // mma.sync of 16 x 8 sums in fp32 over 32 bytes of k (16 elements of fp16 or bf16, or 8 of fp32, which are read as
 // TF32), and its operands in shared memory, whose rows are swizzled as TMA swizzles them: the instructions that copy
-// them there and read them. Before sm_80 there is fp16 alone, and no cp.async.
+// the operands to shared memory and read them. Before sm_80 there are only fp16 and no cp.async.
 #pragma once
 #include "types.cuh"
 
@@ -8,8 +8,8 @@ using i64 = long long;
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) { return u32(__cvta_generic_to_shared(pointer)); }
 
-// The offset of 16-byte chunk `chunk` of a row, in rows of ROW_BYTES whose chunks are permuted so that those of one
-// column in eight rows fall into different banks.
+// The offset of a 16-byte chunk in rows of ROW_BYTES. The chunks of a row are permuted, so that a column of chunks in
+// eight rows falls into different banks.
 template <int ROW_BYTES>
 __device__ __forceinline__ int swizzled_offset(int row, int chunk) {
     return row * ROW_BYTES + ((chunk ^ (ROW_BYTES == 64 ? row >> 1 & 3 : row & 7)) << 4);
@@ -17,7 +17,7 @@ __device__ __forceinline__ int swizzled_offset(int row, int chunk) {
 
 // ---- global memory -> shared memory ------------------------------------------------------------------------------
 
-// Whether a copy of so many bytes goes to shared memory by cp.async. Others go through registers.
+// Whether copies of `bytes` bytes go to shared memory by cp.async; other copies go through registers.
 constexpr bool is_asynchronous(int bytes) {
 #if __CUDA_ARCH__ >= 800
     return bytes >= 4;
@@ -71,7 +71,7 @@ __device__ __forceinline__ unsigned load_word(unsigned from) {
     return word;
 }
 
-// WORDS of 1, 2 or 4 words; the address is a multiple of their bytes.
+// Loads 1, 2 or 4 words; the address is a multiple of their total size.
 template <int WORDS>
 __device__ __forceinline__ void load_words(unsigned from, unsigned (&to)[WORDS]) {
     if constexpr (WORDS == 4)
@@ -83,7 +83,7 @@ __device__ __forceinline__ void load_words(unsigned from, unsigned (&to)[WORDS])
     else to[0] = load_word(from);
 }
 
-// Four matrices of 8 x 8 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.
+// Loads four matrices of 8 x 8 16-bit elements; lane i passes the address of row i % 8 of matrix i / 8.
 template <bool TRANSPOSE>
 __device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned from) {
     if constexpr (TRANSPOSE)

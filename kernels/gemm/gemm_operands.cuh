@@ -1,8 +1,8 @@
-// Where the producer of gemm_hopper.cuh finds the operands of a matrix product.
+// Loads the operands of a matrix product for the producer of gemm_hopper.cuh.
 #pragma once
 #include "gemm_hopper.cuh"
 
-// The gate as parameters of a kernel, and as the members of Gate.
+// The gate: as kernel parameters, and as initializers of the members of Gate.
 #if X_GATE
 #define GATE_PARAMETERS , const __grid_constant__ TensorMap factors, int pixels
 #define GATE_ARGUMENTS &factors, pixels
@@ -13,7 +13,7 @@
 
 namespace {
 
-// x and the weights of one product of the launch, at one tile.
+// x and the weights of one product of the launch, for one tile.
 struct MatrixOperands {
     const TensorMap& x;
     const Weights& weights;

@@ -1,13 +1,13 @@
-// Copies of up to four matrices of 16-bit elements, whose rows then begin at multiples of 16 bytes, as TMA and vector
-// accesses need it. A matrix of 32-bit elements counts as one of twice as many columns.
+// Copies up to four matrices of 16-bit elements, so that rows begin at multiples of 16 bytes, which TMA and vector
+// accesses require. A matrix of 32-bit elements is treated as one of 16-bit elements with twice as many columns.
 //
-// A warp copies SEGMENT elements of a row. Each lane copies PAIRS pairs of neighbouring elements: it loads them one by
-// one, because a source row begins anywhere, all loads before the first store, and stores each pair as one word. What
-// lies between the end of a row and the next is not written, but for one element, which gets any value.
+// A warp copies SEGMENT elements of a row. Each lane copies PAIRS pairs of adjacent elements. It loads elements one by
+// one, because a source row may begin at any element, and stores each pair as one word; all loads come before the first
+// store. The padding after a row is not written, except for one element, which gets an arbitrary value.
 //
 // Macros:
-//   WARPS   of a block    PAIRS  of a lane
-//   WEIGHTS_CONSTANT   bit i: no kernel writes matrix i, so that it is read before the predecessor has ended
+//   WARPS   warps per block    PAIRS  pairs of elements per lane
+//   WEIGHTS_CONSTANT   bit i: no kernel writes matrix i, so it is read before the previous kernel ends
 #include "types.cuh"
 
 namespace {
@@ -29,7 +29,7 @@ struct Matrix {
         u32 pairs[PAIRS][2];
         if (!constant) wait_for_predecessor();
 #pragma unroll
-        for (int i = 0; i < 2 * PAIRS; ++i) {  // beyond the end the last element again: a conditional load waits
+        for (int i = 0; i < 2 * PAIRS; ++i) {  // beyond the row's end, the last element again: a conditional load waits
             const u32 column = first + i / 2 * 64 + i % 2;
             pairs[i / 2][i % 2] = load_cached<1>(source + min(column, u32(columns) - 1)).words[0];
         }

@@ -5,21 +5,21 @@
 // The time is that of reading the weights once, so they go from memory to registers in accesses of 16 bytes, many in
 // flight, and shared memory holds sums only. A block computes ROWS rows and TILE columns of y; WARPS_N warps divide the
 // columns and WARPS_K warps divide k.
-//   - w is n x k (LanesAlongK): a warp takes LOADS columns; its lanes divide k, each with UNROLL vectors in flight.
-//   - w is k x n (LanesAlongN): LANES lanes lie along n, and each takes LOADS neighbouring rows of w, so that x is read
-//     in vectors too; the other lanes of the warp take other rows.
-// Lanes add up by shuffles, and warps that divide k through shared memory in a fixed order. All threads run the
-// epilogue (epilogue.cuh).
+//   - If w is n x k (LanesAlongK), a warp has LOADS columns; its lanes divide k, each with UNROLL vectors in flight.
+//   - If w is k x n (LanesAlongN), LANES lanes lie along n, and each reads LOADS adjacent rows of w, so that x is read
+//     in vectors too; the other lanes of the warp read other rows.
+// Sums are added across lanes by shuffles, and across the warps that divide k through shared memory, in a fixed order.
+// All threads run the epilogue (epilogue.cuh).
 //
 // Macros:
 //   GEMM_N, GEMM_K   n and k; m is an argument    TRANSPOSED  1: w and up are n x k, 0: k x n
 //   ROWS, WARPS_N, WARPS_K, LOADS, LANES, UNROLL    as above
-//   VECTOR     elements of an access to w; divides its rows
-//   X_VECTOR   elements of an access to x; divides k, and LOADS if w is k x n
-//   WEIGHTS_CONSTANT   1: no kernel writes w and up, so that they are read before the predecessor has ended
-//   MIN_BLOCKS   on a multiprocessor: tells the compiler that there are registers for all loads
-//   WIDTH        elements of an access to y, the residual and the column vectors; divides n
-//   and those of epilogue.cuh
+//   VECTOR     elements per access to w; divides the elements of its rows
+//   X_VECTOR   elements per access to x; divides k, and LOADS if w is k x n
+//   WEIGHTS_CONSTANT   1: no kernel writes w and up, so they are read before the previous kernel ends
+//   MIN_BLOCKS   minimum resident blocks per multiprocessor: it lets the compiler use registers for all loads
+//   WIDTH        elements per access to y, the residual and the column vectors; divides n
+//   and the macros of epilogue.cuh
 #include "types.cuh"
 #include "epilogue.cuh"
 
@@ -30,11 +30,11 @@ constexpr int WEIGHTS = 1 + GATED;  // x is multiplied with w, and with up
 static_assert(N % WIDTH == 0, "a row is whole vectors");
 
 constexpr int THREADS = 32 * WARPS_N * WARPS_K;
-constexpr int SUMS = TRANSPOSED ? LOADS : VECTOR;  // per thread and row of x
+constexpr int SUMS = TRANSPOSED ? LOADS : VECTOR;  // sums per thread and row of x
 using Sums = float[WEIGHTS][ROWS][SUMS];
 
-// Loads COUNT elements, or zeros unless `inside`. It then loads from `instead`, because a conditional load would wait
-// for the one before it. KEEP: other threads read the same elements.
+// Loads COUNT elements, or returns zeros unless `inside`. In that case it loads from `instead` and ignores the result,
+// because a conditional load would wait for the previous one. KEEP: other threads read the same elements.
 template <int COUNT, bool KEEP>
 __device__ __forceinline__ Pack<T, COUNT> load_or_zero(bool inside, const T* from, const T* instead) {
     const T* source = inside ? from : instead;
@@ -44,13 +44,13 @@ __device__ __forceinline__ Pack<T, COUNT> load_or_zero(bool inside, const T* fro
     return loaded;
 }
 
-// The operands from a thread's first row and column on, the rows and columns that are left, and the weights'
-// beginnings.
+// The operands from a thread's first row and column on, the number of rows and columns from there on, and the starts
+// of the weights.
 struct Operands {
     const T *x, *w[WEIGHTS], *first[WEIGHTS];
     int rows, columns;
 
-    // Rows beyond the last read the last one: their sums are not stored.
+    // For rows beyond the last, it loads the last row: their sums are not stored.
     template <int COUNT>
     __device__ __forceinline__ Pack<T, COUNT> load_x(int row, int k, bool inside) const {
         return load_or_zero<COUNT, true>(inside, x + i64(ROWS == 1 ? 0 : min(row, rows - 1)) * K + k, x);
@@ -211,7 +211,7 @@ constexpr int TILE = WARPS_N * Mainloop::COLUMNS_EACH;
 constexpr int K_STEPS = (K + Mainloop::K_STEP - 1) / Mainloop::K_STEP;
 static_assert(TILE % WIDTH == 0, "vectors end with a tile");
 
-// Adds the sums of the warps that divide k to those of the first.
+// Adds the sums of the warps that divide k to the first warp's sums.
 __device__ __forceinline__ void add_warps(float* partial) {
     constexpr int PARTIAL_SUMS = WEIGHTS * ROWS * TILE;
     for (int at = threadIdx.x; at < PARTIAL_SUMS; at += THREADS) {

@@ -2,27 +2,29 @@
 //
 //   y = activation(x w + bias) [* (x up + up_bias)] * column_scale + column_shift + residual
 //
-// The time is that of reading the weights once, so the kernel keeps nearly all bytes that a multiprocessor can have in
-// flight in flight, and no warp waits for another before its sums are complete:
-//   1. Each warp has a ring of STAGES stages in shared memory. Its first lane fills them by TMA, an mbarrier says when
-//      a stage has arrived, and the warp alone multiplies it by mma.sync. A stage is 128 bytes of k: TILE_N columns of
-//      each weight and TILE_M rows of x. The weights are mma's left operand, so that tiles of 8 rows of x suffice.
-//      Warps take the stages of the block's slice of k in turn.
-//   2. Each warp leaves its sums where its ring was, and all threads add those of all warps.
+// The time is that of reading the weights once. So the kernel keeps nearly as many bytes in flight as a multiprocessor
+// can have, and no warp waits for another one before its sums are complete:
+//   1. Each warp has a ring of STAGES stages in shared memory. Its first lane fills them by TMA, an mbarrier
+//      signals that a stage has arrived, and only this warp multiplies it, by mma.sync. A stage is 128 bytes of k:
+//      TILE_N columns of each weight and TILE_M rows of x. The weights are mma's left operand, so that tiles of 8 rows
+//      of x suffice. Warps take the stages of the block's slice of k in turn.
+//   2. Each warp overwrites its ring with its sums, and all threads add the sums of all warps.
 //   3. CLUSTER blocks share a tile, each with a slice of k. Each finishes TILE_N / CLUSTER columns: the blocks send
 //      each other their sums of these by st.async, and an mbarrier counts the bytes that arrive.
 //   4. All threads run the epilogue (epilogue.cuh) by row.
 //
-// 1x4096x4096 fp16 takes 8.5 us on an H200 (n x k; 9.0 as k x n), where 33.5 MB take 8.0 at the rate of a long copy. It
-// takes 10.6 without programmatic dependent launch. A kernel that only reads these bytes takes 7.4 and 9.3.
+// 1x4096x4096 in fp16 takes 8.5 us on an H200 (n x k; 9.0 as k x n), and 10.6 without programmatic dependent launch.
+// Its 33.5 MB take 8.0 us at the rate of a long copy. A kernel that only reads these bytes takes 7.4, and 9.3 without
+// programmatic dependent launch.
 //
 // Macros:
 //   GEMM_N, GEMM_K   n and k; m is an argument    TRANSPOSED  1: w and up are n x k, 0: k x n
 //   TILE_M   rows of x, a multiple of 8    TILE_N  columns of a tile: 32, or a multiple of 64
 //   STAGES, WARPS, CLUSTER   as above
-//   PRODUCTS   of one x, whose tiles lie side by side in the grid; their n are GEMM_N, GEMM_N_2 and GEMM_N_3
-//   WEIGHTS_CONSTANT   1: no kernel writes the weights, so that they are read before the predecessor has ended
-//   WIDTH   elements of an access to y, the residual and the column vectors; divides every n and TILE_N / CLUSTER
+//   PRODUCTS   number of products of one x; their tiles follow each other in the grid, and their n are GEMM_N, GEMM_N_2
+//              and GEMM_N_3
+//   WEIGHTS_CONSTANT   1: no kernel writes the weights, so they are read before the previous kernel ends
+//   WIDTH   elements per access to y, the residual and the column vectors; divides every n and TILE_N / CLUSTER
 //   and those of epilogue.cuh
 #include "types.cuh"
 #include "epilogue.cuh"
@@ -45,7 +47,7 @@ constexpr int RING = STAGES * STAGE;
 constexpr int SUMS_PITCH = TILE_N + 4;  // floats: the sums that a warp stores fall into different banks
 constexpr int TILES_K = (K + TILE_K - 1) / TILE_K;
 constexpr int OWN_COLUMNS = TILE_N / CLUSTER;                              // columns that a block finishes
-constexpr int EXCHANGE = CLUSTER > 1 ? WEIGHTS * TILE_M * TILE_N * 4 : 0;  // bytes of all blocks' sums of these columns
+constexpr int EXCHANGE = CLUSTER > 1 ? WEIGHTS * TILE_M * TILE_N * 4 : 0;  // bytes of all blocks' sums of its columns
 
 static_assert(sizeof(T) == 2, "ldmatrix moves 16-bit elements");
 static_assert(OWN_COLUMNS % 4 == 0 && OWN_COLUMNS % WIDTH == 0, "vectors end with a block's columns");
@@ -161,7 +163,7 @@ __device__ __forceinline__ void store_sums(const Sums& sums, float* to) {
                         sums[weight][n][m][i];
 }
 
-// Adds COUNT neighbouring sums of all warps; `from` points to those of the first warp.
+// Adds COUNT adjacent sums over all warps; `from` points to the first warp's sums.
 template <int COUNT>
 __device__ __forceinline__ void add_warps(const float* from, float (&to)[COUNT]) {
 #pragma unroll
@@ -173,7 +175,7 @@ __device__ __forceinline__ void add_warps(const float* from, float (&to)[COUNT])
         }
 }
 
-// The sums that the blocks of a cluster have of the columns which this one finishes: CLUSTER x WEIGHTS x TILE_M x
+// The sums that all blocks of a cluster have of the columns that this block finishes: CLUSTER x WEIGHTS x TILE_M x
 // OWN_COLUMNS.
 struct Exchange {
     const float* sums;
@@ -190,7 +192,7 @@ struct Exchange {
         asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     }
 
-    __device__ __forceinline__ void wait_for_peers() const {  // until their barriers are initialised
+    __device__ __forceinline__ void wait_for_peers() const {  // until the other blocks' mbarriers are initialised
         asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
     }
 
@@ -207,7 +209,7 @@ struct Exchange {
             : "memory");
     }
 
-    // Sends the block's sums to the blocks that finish them; returns when this one has received all of its own.
+    // Sends the block's sums to the blocks that finish them; returns when this block has received its own.
     __device__ __forceinline__ void swap(const float* staged, int rank, int rows) const {
         for (int at = threadIdx.x; at < WEIGHTS * rows * (TILE_N / 4); at += THREADS) {
             const int line = at / (TILE_N / 4), column = at % (TILE_N / 4) * 4;

@@ -1,4 +1,4 @@
-"""The host side of gemm_hopper.cu and gemm_hopper_split.cu: which tiles cut up a matrix product on a Hopper GPU."""
+"""The host side of gemm_hopper.cu and gemm_hopper_split.cu: chooses the tiles of a matrix product on a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, Defines
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar, TensorMap
 from onnxfuse.runtime.symint import always, best_first, maximum, minimum
 
-TILE_K: Final = 64  # elements of 16 bits of k in a stage: the 128 bytes that TMA swizzles
+TILE_K: Final = 64  # 16-bit elements along k per stage: the 128 bytes that TMA swizzles
 ROW_BYTES: Final = 128
-GATE_IMAGES: Final = 8  # images whose factors a stage holds: the swizzle repeats after so many rows
-SUBTILE: Final = 64  # rows of y per TMA store, and columns where they divide a tile's columns
-NARROW_SUBTILE: Final = 32  # columns of y that one TMA store writes of other tiles
+GATE_IMAGES: Final = 8  # images whose gate factors a stage holds: the swizzle repeats after 8 rows
+SUBTILE: Final = 64  # rows of y per TMA store; also its columns, if 64 divides a tile's columns
+NARROW_SUBTILE: Final = 32  # columns of y per TMA store if SUBTILE does not divide a tile's columns
 MIN_STAGES: Final = 3
 MAX_STAGES: Final = 12
 MAX_CONFIGS: Final = 4
-BARRIER_BYTES: Final = 256  # reserved for mbarriers
+BARRIER_BYTES: Final = 256  # bytes of shared memory reserved for mbarriers
 GROUP_ROWS: Final = 2048  # rows of y that are computed before the next columns
-CLUSTER_CYCLES: Final = 2700  # per cluster whose blocks share a tile: they start late, and wait for each other
-TURN_CYCLES: Final = 25  # per step of a consumer that multiplies alone: the next step is not under way
-SHARED_TILE_CYCLES: Final = 300  # per tile that consumers share, and begin and end together
-PROGRAM_REGISTERS: Final = 64  # beside accumulators and a program's operands; with fewer, some are spilled
-ROW_REGISTERS: Final = 2  # per thread, for an operand of two bytes that has a number for each row
-MAX_ACCUMULATORS_OF_THREADS: Final = 128  # beside a thread's loads for the epilogue of fp32
-GATE_STEP_CYCLES: Final = 80.0  # extra time per stage of k if x is multiplied by a gate first
-RESERVED_BYTES: Final = 1024  # of shared memory that the runtime takes per block
-HALF_SHARE: Final = 0.85  # share of a multiprocessor that a block's products get beside another block's
-START_CYCLES: Final = 2000.0  # from the time a block has a multiprocessor to its first products
-L2_BYTES: Final = 3950  # per cycle, read by all multiprocessors together
-ALONE_SHARE: Final = 0.15  # weight of a product's own time in its cost for a shared GPU
-PENALTY: Final = 1e9  # clock cycles, more than any product takes, for a block whose cluster waits for others to end
+CLUSTER_CYCLES: Final = 2700  # extra time if blocks of a cluster share a tile: they start late and wait for each other
+TURN_CYCLES: Final = 25  # extra time per step if one consumer multiplies at a time: steps do not overlap
+SHARED_TILE_CYCLES: Final = 300  # extra time per tile whose consumers begin and end together
+PROGRAM_REGISTERS: Final = 64  # per thread, beside accumulators and a program's operands; with fewer, registers spill
+ROW_REGISTERS: Final = 2  # per thread, for a 2-byte operand with one number per row
+MAX_ACCUMULATORS_OF_THREADS: Final = 128  # maximum accumulators per thread that loads fp32 operands of the epilogue
+GATE_STEP_CYCLES: Final = 80.0  # extra time per stage of k for a gate
+RESERVED_BYTES: Final = 1024  # bytes of shared memory that the runtime reserves per block
+HALF_SHARE: Final = 0.85  # rate of a block's products beside another block on the multiprocessor, relative to alone
+START_CYCLES: Final = 2000.0  # from a block's start on a multiprocessor to its first products
+L2_BYTES: Final = 3950  # bytes per cycle that all multiprocessors together read from L2
+ALONE_SHARE: Final = 0.15  # weight of a product's latency in its cost for a shared GPU
+PENALTY: Final = 1e9  # clock cycles, more than any product takes: excludes clusters that wait for other clusters to end
 
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """The tile of a block; tile_n counts the columns of both products of a gated one."""
+    """The tile of a block, and its threads; for a gated product, tile_n counts the columns of both products."""
 
     tile_m: int
     tile_n: int
-    pingpong: bool = False  # each consumer warpgroup has tiles of its own, else they share one
-    split_k: int = 1  # blocks of a cluster, which share a tile, each with a slice of k
-    half: bool = False  # a block takes half a multiprocessor: one warpgroup multiplies, and results lie in the ring
+    pingpong: bool = False  # each consumer warpgroup has its own tiles; otherwise they share one
+    split_k: int = 1  # blocks per cluster; they share a tile, and each has a slice of k
+    half: bool = False  # two blocks per multiprocessor: one warpgroup multiplies, and the ring also holds results
 
     @property
     def consumers(self) -> int:
@@ -57,12 +57,12 @@ class HopperConfig:
 
     @property
     def accumulators(self) -> int:
-        """The sums of a thread."""
+        """The number of accumulators per thread."""
         return self.tile_m * self.tile_n // (128 * (1 if self.pingpong else self.consumers))
 
     @property
     def registers(self) -> int:
-        """The registers of a thread that multiplies: CONSUMER_REGISTERS of gemm_hopper.cuh."""
+        """The registers per consumer thread: CONSUMER_REGISTERS of gemm_hopper.cuh."""
         return {1: 216, 2: 232, 3: 160}[self.consumers]
 
     @property
@@ -93,14 +93,15 @@ CONFIGS: Final = (
     HopperConfig(128, 128, split_k=2),
     HopperConfig(128, 128, split_k=4),
 )
-# For GPUs that several runs share: another block, of any stream, multiplies while one starts, waits or ends. With 4 and
-# 8 threads on a session of a BERT-base, an H200 answers 1761 and 1712 requests/s by CONFIGS, 1832 and 1936 by these,
-# and 1793 and 1814 by the cheapest of both: probably blocks of the one kind wait until two of the other have ended.
+# Configs for GPUs that several runs share: while one block starts, waits or ends, a block of any stream multiplies.
+# With 4 and 8 threads on a session of a BERT-base, an H200 answers 1761 and 1712 requests/s with CONFIGS, 1832 and 1936
+# with these, and 1793 and 1814 with the cheapest of both. A mix is probably slower because a whole-multiprocessor block
+# waits until two half blocks have ended.
 HALF_CONFIGS: Final = tuple(HopperConfig(*tile, half=True) for tile in ((128, 128), (64, 128), (128, 64), (64, 64)))
 
 
 def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
-    """Return the ways to run it, the expected fastest first; none for another GPU or dtype."""
+    """Return the implementations of a Gemm, the expected fastest first; none for other GPUs or dtypes."""
     if not all(is_supported(each, device) for each in gemm.products) or (gemm.gate and padded(gemm, residual=True)[1]):
         return []
     halves = [config for config in HALF_CONFIGS if device.shared and fits(gemm, config, device)]
@@ -111,7 +112,7 @@ def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
 
 
 def is_supported(gemm: Gemm, device: Device) -> bool:
-    """Return whether the kernels take this product: wgmma of 16-bit types, with coordinates that are ints for TMA."""
+    """Return whether the kernels support this product: wgmma supports its dtype, and TMA's int coordinates suffice."""
     return (
         device.arch == 90
         and gemm.dtype in ("float16", "bfloat16")
@@ -126,48 +127,48 @@ def stage_k(gemm: Gemm) -> int:
 
 
 def cycles(gemm: Gemm, config: HopperConfig, device: Device, row_cycles: float = 0.0) -> float:
-    """Estimate the clock cycles without the launch, well enough for the fastest to be among the first three.
+    """Estimate the clock cycles of a product without its launch; the fastest config is usually among the three lowest.
 
-    row_cycles  that TMA takes at least for a row of x in a stage
+    row_cycles: minimum cycles of TMA per row of x in a stage
 
-    The constants are of an H200: times of two to six configs at each of 92 products and convolutions with m from 128 to
-    262144 and k from 64 to 8192, of which the one with the lowest estimate takes 1.0 % longer than the fastest in the
-    geometric mean, and 9 % at most; of twelve others in TF32, 1.1 %. CLUSTER_CYCLES is from 112 products and
+    The constants are of an H200: two to six configs were timed for each of 92 products and convolutions with m from 128
+    to 262144 and k from 64 to 8192. The config with the lowest estimate takes 1.0 % longer than the fastest in the
+    geometric mean, and 9 % at most; for twelve others in TF32, 1.1 %. CLUSTER_CYCLES is from 112 products and
     convolutions of convolutional networks, with m from 196 to 25088. GATE_STEP_CYCLES is from nine configs at each of
     13 products with m from 1568 to 25088 and n from 40 to 896, with 0.9 % and 5 %.
     """
     mainloop, epilogue = _tile_cycles(gemm, config, row_cycles)
-    if config.split_k > 1:  # the blocks exchange their sums; large clusters start late
+    if config.split_k > 1:  # blocks exchange their sums, and large clusters start late
         others = config.split_k - 1
         exchange = 750 * others + config.tile_m * config.tile_n * 4 * others / config.split_k / 16
         waiting: int = maximum(0, blocks_beyond_room(gemm, config, device))
         return mainloop + exchange + CLUSTER_CYCLES + PENALTY * waiting
     rounds = -(-tile_count(gemm, config) // device.multiprocessors)
-    if config.pingpong or config.half:  # another consumer multiplies meanwhile, and waits for the rest
+    if config.pingpong or config.half:  # another consumer multiplies during a part of the epilogue
         return rounds * (mainloop + 0.45 * epilogue) + 0.55 * epilogue
     return rounds * (mainloop + epilogue + SHARED_TILE_CYCLES)
 
 
 def least_cycles(gemm: Gemm, device: Device) -> float:
-    """Return the fewest `cycles` of any config; one must fit."""
+    """Return the minimum of `cycles` over all configs that fit; at least one must fit."""
     every = [cycles(gemm, config, device) for config in CONFIGS if fits(gemm, config, device)]
     least: float = minimum(*every)
     return least
 
 
 def step_cycles(config: HopperConfig, row_cycles: float = 0.0) -> float:
-    """Estimate the clock cycles of a stage of k, as `cycles` does."""
+    """Estimate the clock cycles per stage of k; `row_cycles` is as in `cycles`."""
     rows, columns = config.tile_m, config.tile_n
-    multiply = rows * columns * TILE_K / 2048  # the same in TF32, which has half as many elements
-    shared = 2 * rows + columns + rows * columns / 64  # 128 bytes each, that TMA writes and wgmmas of 64 rows read
-    load = (rows + columns) * ROW_BYTES / 56  # bytes a cycle from L2
+    multiply = rows * columns * TILE_K / 2048  # the same for TF32, with half as many elements per stage
+    shared = 2 * rows + columns + rows * columns / 64  # 128 bytes each: TMA's writes, and reads by wgmmas of 64 rows
+    load = (rows + columns) * ROW_BYTES / 56  # L2 delivers 56 bytes per cycle
     return max(0.95 * multiply + 0.4 * shared, load, row_cycles * rows) + TURN_CYCLES * config.pingpong
 
 
 def _tile_cycles(gemm: Gemm, config: HopperConfig, row_cycles: float) -> tuple[float, float]:
-    """Estimate the clock cycles of a tile's products, or of its slice of k, and of an epilogue without a split of k."""
+    """Estimate the clock cycles of a tile's main loop over a block's part of k, and of its epilogue without split_k."""
     instructions = 8 + {"none": 0, "gelu": 13}.get(gemm.activation, 10) + 4 * bool(gemm.residual)
-    moved = ITEM_BYTES[gemm.dtype] * (1 + bool(gemm.residual)) / 32  # cycles for the bytes that an element of y moves
+    moved = ITEM_BYTES[gemm.dtype] * (1 + bool(gemm.residual)) / 32  # cycles for the bytes that move per element of y
     epilogue = config.tile_m * tile_columns(gemm, config) * max(instructions / 128, moved)
     step = step_cycles(config, row_cycles) + (GATE_STEP_CYCLES if gemm.gate else 0.0)
     return -(-gemm.k // (stage_k(gemm) * config.split_k)) * step, epilogue
@@ -176,8 +177,8 @@ def _tile_cycles(gemm: Gemm, config: HopperConfig, row_cycles: float) -> tuple[f
 def shared_cycles(gemm: Gemm, config: HopperConfig, device: Device) -> float:
     """Estimate a product's share of a GPU that other runs use too, in clock cycles of the whole GPU.
 
-    It is the time for which its blocks have multiprocessors, and the time of its reads from L2, which all runs share. A
-    part of its own time is added, so that it is not computed by few blocks.
+    It is the time for which its blocks occupy multiprocessors, plus the time of its reads from L2, which runs share.
+    A part of the product's own latency is added, so that configs with very few blocks are not chosen.
     """
     tiles, alone = tile_count(gemm, config), cycles(gemm, config, device)
     if config.split_k > 1:
@@ -195,37 +196,37 @@ def shared_cycles(gemm: Gemm, config: HopperConfig, device: Device) -> float:
 
 
 def fits(gemm: Gemm, config: HopperConfig, device: Device) -> bool:
-    """Return whether registers and shared memory have room for the config, and whether a split of k has its use."""
+    """Return whether a config fits into registers and shared memory, and whether its split of k is useful."""
     if config.split_k > 1:
-        if gemm.grouped or gemm.k <= (config.split_k - 1) * stage_k(gemm):  # a block would have no part of k
+        if gemm.grouped or gemm.k <= (config.split_k - 1) * stage_k(gemm):  # some block would have no step of k
             return False
         beyond = blocks_beyond_room(gemm, config, device)
-        if always(lambda: beyond > 0, beyond):  # where this depends on dynamic sizes, `cycles` decides
+        if always(lambda: beyond > 0, beyond):  # if this depends on dynamic sizes, `cycles` decides
             return False
     if not _has_registers(gemm, config) or stages(gemm, config, device) < MIN_STAGES:
         return False
-    if gemm.gate and (GATE_IMAGES - 1) * gemm.gate_rows < config.tile_m - 1:  # a tile may have rows of more images
+    if gemm.gate and (GATE_IMAGES - 1) * gemm.gate_rows < config.tile_m - 1:  # a tile could have rows of more images
         return False
     if config.half and (stores_by_threads(gemm) or gemm.gate):
-        return False  # TMA alone stores from the ring; gates have not been tried
+        return False  # only TMA can store from the ring; gates are untested
     if config.half and config.accumulators == 128 and gemm.column_shift:
-        return False  # two registers would be spilled with a Gelu in front
+        return False  # with a Gelu before it, two registers would spill
     if gemm.dtype == "float32":
         return config.accumulators <= MAX_ACCUMULATORS_OF_THREADS
     vectors = column_vectors(gemm) + bool(gemm.residual)
     if config.pingpong and config.tile_m * config.tile_n > 128 * 128 and (vectors > 2 or gemm.gate):
-        return False  # they, or fragments of x, would not fit into registers beside the accumulators
-    narrow = tile_columns(gemm, config) % SUBTILE  # threads store rows of whole subtiles
+        return False  # their loads, or fragments of x, would not fit into registers beside the accumulators
+    narrow = tile_columns(gemm, config) % SUBTILE  # threads only store rows of whole subtiles
     if narrow and (gemm.up or not gemm.transposed or stores_by_threads(gemm)):
         return False
     return narrow % NARROW_SUBTILE == 0
 
 
 def _has_registers(gemm: Gemm, config: HopperConfig, subtiles: int = 1) -> bool:
-    """Return whether registers hold a program's operands for so many subtiles beside the accumulators.
+    """Return whether registers hold a program's operands for `subtiles` subtiles, beside the accumulators.
 
-    Beside one column vector at most, a program takes no more of them than the fixed epilogue if it reads nothing. Of a
-    product without a residual, it may read a number for each row as well.
+    With at most one column vector, a program without operands needs no more registers than the fixed epilogue.  If the
+    product has no residual, the program may also read one number per row.
     """
     read = gemm.program.registers * subtiles if gemm.program else 0
     is_little = read <= (0 if gemm.residual else ROW_REGISTERS) and column_vectors(gemm) < 2
@@ -233,22 +234,22 @@ def _has_registers(gemm: Gemm, config: HopperConfig, subtiles: int = 1) -> bool:
 
 
 def blocks_beyond_room(gemm: Gemm, config: HopperConfig, device: Device) -> int:
-    """Return how many blocks of clusters that share tiles would have to wait for others; none if it is not positive.
+    """Return the number of blocks that would wait for others, if clusters share tiles; no block waits if it is <= 0.
 
-    Larger clusters than pairs do not fill the chip: 128x2048x2048 took 13.3 us as 128 blocks in fours, 8.8 as 64 in
-    pairs; a convolution of 512x1280x11520 49.6 as 120 blocks in threes, 35.6 as 80 in pairs.
+    Clusters of more than two blocks do not fill the GPU: 128x2048x2048 took 13.3 us with 128 blocks in fours,
+    8.8 with 64 in pairs; a convolution of 512x1280x11520 took 49.6 us with 120 blocks in threes, 35.6 with 80 in pairs.
     """
     room = device.multiprocessors if config.split_k == 2 else device.multiprocessors * 3 // 4
     return tile_count(gemm, config) * config.split_k - room
 
 
 def tile_count(gemm: Gemm, config: HopperConfig) -> int:
-    """Return the number of tiles of all results of the launch."""
+    """Return the number of tiles of all products of the launch."""
     return -(-gemm.m // config.tile_m) * sum(-(-each.n // tile_columns(gemm, config)) for each in gemm.products)
 
 
 def stores_by_threads(gemm: Gemm) -> bool:
-    """Return whether y of some product of the launch has rows that TMA, or pairs of fp32, do not take."""
+    """Return whether threads must store y: some product's rows are not aligned for TMA, or for pairs in fp32."""
     if gemm.dtype == "float32":
         return not gemm.aligned or gemm.n % 2 > 0
     return not gemm.aligned or any(each.n < padded_columns(each.n, each.dtype) for each in gemm.products)
@@ -266,12 +267,12 @@ def tile_columns(gemm: Gemm, config: HopperConfig) -> int:
 
 
 def fixed_bytes(gemm: Gemm, config: HopperConfig) -> int:
-    """Return the bytes of shared memory beside the ring of stages."""
+    """Return the bytes of shared memory that a block needs besides its ring of stages."""
     if config.split_k > 1:
         eights = config.tile_m // SUBTILE // config.consumers * tile_columns(gemm, config) // 8  # per thread
         sums = (config.split_k - 1) * -(-eights // config.split_k) * gemm.weight_count
         return sums * config.consumers * 128 * 16 + BARRIER_BYTES
-    if gemm.dtype == "float32":  # results and column vectors stay in registers
+    if gemm.dtype == "float32":  # in fp32, results and column vectors stay in registers
         return BARRIER_BYTES
     results = 0 if config.half else config.tile_m * tile_columns(gemm, config) * 2 * (2 if config.pingpong else 1)
     return results + config.consumers * column_vectors(gemm) * tile_columns(gemm, config) * 4 + BARRIER_BYTES
@@ -292,9 +293,9 @@ def stages(gemm: Gemm, config: HopperConfig, device: Device) -> int:
 
 
 def implementation(gemm: Gemm, config: HopperConfig, device: Device) -> Implementation:
-    """Return one launch of the kernel, after one of gemm_pad.cu if TMA cannot read the operands as they are.
+    """Return one launch of the kernel; a launch of gemm_pad.cu comes first if TMA cannot read the operands as they are.
 
-    With split_k threads read the residual, not TMA, so that it needs no copy.
+    With split_k, the residual needs no copy, because threads read it instead of TMA.
     """
     gemm, copies = padded(gemm, residual=config.split_k == 1)
     source = "gemm_hopper_split" if config.split_k > 1 else "gemm_hopper"
@@ -309,8 +310,8 @@ def kernel_launch(
 ) -> Launch:
     """Return the launch of a kernel of gemm_hopper.cuh.
 
-    A block of it takes tiles until none is left, so that there are as many at most as multiprocessors hold; a cluster
-    of blocks that share a tile takes that one alone.
+    Blocks are persistent: there are at most as many as multiprocessors hold, and each takes tiles until none is left.
+    But a cluster whose blocks share a tile computes only this tile.
     """
     tiles = tile_count(gemm, config)
     resident = device.multiprocessors * (2 if config.half else 1)
@@ -368,26 +369,26 @@ def arguments(gemm: Gemm, config: HopperConfig) -> tuple[Argument, ...]:
 
 
 def weight_map(gemm: Gemm, pointer: Pointer, config: HopperConfig) -> TensorMap:
-    """Return the map of a weight, in boxes of one stage's k; a box of an n x k weight has all columns of a tile."""
+    """Return the TMA map of a weight; a box has the k of a stage and, if the weight is n x k, all columns of a tile."""
     if gemm.transposed:
         return tensor_map(gemm, pointer, (gemm.k, gemm.n), (TILE_K, tile_columns(gemm, config)))
     return tensor_map(gemm, pointer, (gemm.n, gemm.k), (SUBTILE, TILE_K))
 
 
 def result_map(gemm: Gemm, config: HopperConfig, pointer: Pointer, n: int) -> TensorMap:
-    """Return the map of y or of the residual, in boxes of a subtile."""
+    """Return the TMA map of y or of the residual; a box is a subtile."""
     columns = NARROW_SUBTILE if tile_columns(gemm, config) % SUBTILE else SUBTILE
     return tensor_map(gemm, pointer, (n, gemm.m), (columns, SUBTILE))
 
 
 def tensor_map(gemm: Gemm, pointer: Pointer, sizes: tuple[int, int], box: tuple[int, int]) -> TensorMap:
-    """Return the map of a row-major matrix with padded rows, whose boxes TMA swizzles; sizes are (columns, rows)."""
+    """Return the TMA map, with swizzled boxes, of a row-major matrix with padded rows; sizes are (columns, rows)."""
     dtype: Literal["float16", "bfloat16"] = "float16" if gemm.dtype == "float16" else "bfloat16"
     swizzle: Literal[64, 128] = 64 if box[0] == NARROW_SUBTILE else 128
     return TensorMap(pointer, dtype, sizes, (padded_columns(sizes[0], gemm.dtype) * 2,), box, swizzle)
 
 
 def group_m(gemm: Gemm, config: HopperConfig) -> int:
-    """Return the rows of tiles that are computed before the next columns, so that weights are read few times."""
+    """Return the rows of tiles computed before the next columns; many rows per group mean few reads of weights."""
     rows, limit = -(-gemm.m // config.tile_m), max(1, GROUP_ROWS // config.tile_m)
     return -(-rows // -(-rows // limit))

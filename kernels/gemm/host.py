@@ -19,8 +19,8 @@ from onnxfuse.kernels.tensors import required_spec
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans
 
-MAX_GROUPED: Final = 4  # implementations that compute all products in one launch, of MAX_IMPLEMENTATIONS
-SUFFIXES: Final = ("", "_2", "_3")  # end the names of operands and attributes of the first, second and third product
+MAX_GROUPED: Final = 4  # maximum of the MAX_IMPLEMENTATIONS that compute all products in one launch
+SUFFIXES: Final = ("", "_2", "_3")  # suffixes of the operands and attributes of the first, second and third product
 
 
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
@@ -45,14 +45,14 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
 
 
 def product_nodes(node: FusedNode) -> list[FusedNode]:
-    """Return the node once for each of its products, with that product's weight layout as the node's own."""
+    """Return a copy of the node per product, with that product's weight layout as the attribute `weight_layout`."""
     suffixes = [suffix for suffix in SUFFIXES if node.input_index(f"w{suffix}") is not None] or [SUFFIXES[0]]
     layouts = [node.attributes.get(f"weight_layout{suffix}", "kn") for suffix in suffixes]
     return [replace(node, attributes={**node.attributes, "weight_layout": layout}) for layout in layouts]
 
 
 def _in_one_launch(gemms: Sequence[Gemm], device: Device) -> list[Implementation]:
-    """Return those that compute all products in one launch, so that multiprocessors run out of tiles only once."""
+    """Return implementations that compute all products in one launch, whose last tiles leave the GPU idle only once."""
     gemm = group(gemms)
     if not gemm:
         return []
@@ -62,7 +62,7 @@ def _in_one_launch(gemms: Sequence[Gemm], device: Device) -> list[Implementation
 
 
 def _one_after_the_other(gemms: Sequence[Gemm], device: Device) -> list[Implementation]:
-    """Return sequences of launches: each product by its first implementation, each by its second, and so on.
+    """Return sequences of launches: all products by their first implementations, all by their second ones, and so on.
 
     The products use the same scratch memory.
     """

@@ -11,13 +11,13 @@ from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, Launch
 from onnxfuse.runtime.symint import estimate, for_later_plans, is_symbolic
 
-MAX_IMPLEMENTATIONS: Final = 8  # candidates; tuning compiles and times each of them
+MAX_IMPLEMENTATIONS: Final = 8  # maximum candidates; tuning compiles and times each one
 
-MAX_OF_GATES: Final = 3  # implementations of each kind, where x has a gate
+MAX_OF_GATES: Final = 3  # maximum implementations of each kind if x has a gate
 
-# Many rows of few columns: most of a tile of wgmma is empty, and cuBLASLt is faster on an H200 where one call of it is
-# enough. 401408x16x32 takes 14.8 us so and 37.7 in tiles of 64x64, 100352x24x72 10.4 and 24.9, 401408x64x16 24.5 and
-# 62.9; but 100352x64x64 7.8 and 8.0, and 100352x72x24 14.7 and 15.6.
+# With many rows and few columns, most of a wgmma tile is empty, and cuBLASLt is faster on an H200 if one call of it is
+# enough. Times in us by cuBLASLt and in wgmma tiles of 64x64: 401408x16x32 14.8 and 37.7, 100352x24x72 10.4 and 24.9,
+# 401408x64x16 24.5 and 62.9; but 100352x64x64 7.8 and 8.0, and 100352x72x24 14.7 and 15.6.
 MANY_ROWS: Final = 1 << 14
 FEW_COLUMNS: Final = 40
 FEW_COLUMNS_OF_GATES: Final = 32
@@ -36,7 +36,7 @@ def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
 
 
 def implementations_if_any(gemm: Gemm, device: Device) -> list[Implementation]:
-    """Return the same, or none if there is none."""
+    """Return the implementations worth timing; an empty list if there is none."""
     if gemm.gate:
         return _behind_a_gate(gemm, device)
     for_few_rows = small.implementations(gemm, device)
@@ -59,11 +59,11 @@ def implementations_if_any(gemm: Gemm, device: Device) -> list[Implementation]:
 
 
 def _behind_a_gate(gemm: Gemm, device: Device) -> list[Implementation]:
-    """Return the ways to run a product whose x is multiplied by a gate first.
+    """Return the implementations of a product whose x is multiplied by a gate first.
 
-    With few columns memory is the limit, and tiles of mma.sync come nearer to it, as many are resident: on an H200,
-    100352x24x144 takes 17.2 us so, 18.6 in tiles of wgmma, and 27.7 as a channel_scale and the product; 25088x40x240
-    9.8, 8.1 and 13.6.
+    With few columns, memory is the limit, and mma.sync comes closer to it, as more of its tiles are resident. Times on
+    an H200 in us by mma.sync, by wgmma, and as a channel_scale and the product: 100352x24x144 17.2, 18.6 and 27.7;
+    25088x40x240 9.8, 8.1 and 13.6.
     """
     few = gemm.n <= FEW_COLUMNS_OF_GATES
     with for_later_plans(gemm.m if few else 0):
@@ -74,20 +74,21 @@ def _behind_a_gate(gemm: Gemm, device: Device) -> list[Implementation]:
 
 
 def _is_copied(gemm: Gemm, wgmma: Implementation) -> bool:
-    """Return whether wgmma has a copy in front, and few rows would be loaded element by element without it.
+    """Return whether wgmma needs a copy of the operands first, without which other kernels load single elements.
 
-    16x4095x4095 takes 109 us without the copy, and 34 with it; of one step of k, 32x240x10 takes 2.15 and 2.99 us.
+    16x4095x4095 takes 109 us without the copy, and 34 with it.  For a single step of k, it is
+    slower: 32x240x10 takes 2.15 us without and 2.99 with it.
     """
     return len(wgmma.steps) > 1 and gemm.k >= hopper.TILE_K
 
 
 def _fills_tiles(gemm: Gemm, wgmma: Implementation) -> bool:
-    """Return whether few rows are enough for wgmma in one step, which has no weights in flight before it starts.
+    """Return whether wgmma in one launch is faster than gemm_stream for a few rows, though it prefetches no weights.
 
     On an H200, in us by wgmma and by gemm_stream: 49x2048x512 2.7 and 4.0, 33x768x768 3.1 and 3.7, 64x4096x1024 4.1 and
     4.7, 33x256x256 2.2 and 2.6, 20x512x128 2.0 and 2.1; but 20x768x768 3.1 and 2.6, 20x5120x1024 5.6 and 4.0,
-    32x168x672 3.1 and 2.6. Of eleven products with as many columns as k or more, and k up to 1024, wgmma is the faster
-    one for all numbers of rows from 33 on, with weights in L2 as well as in memory.
+    32x168x672 3.1 and 2.6. For each of eleven products with n >= k and k <= 1024, wgmma is faster from 33 rows on,
+    with weights in L2 as well as in memory.
     """
     if len(wgmma.steps) > 1 or _is_split(wgmma) or gemm.n < gemm.k or gemm.k > 1024:
         return False
@@ -100,9 +101,9 @@ def _is_split(wgmma: Implementation) -> bool:
 
 
 def _has_empty_tiles(gemm: Gemm) -> bool:
-    """Return whether there are many rows, of so few columns that cuBLASLt is expected to be faster than wgmma.
+    """Return whether many rows have so few columns that cuBLASLt is expected to be faster than wgmma.
 
-    No condition on a symbolic number of rows: there the library's plans are guarded like other later plans.
+    False for a symbolic number of rows: then the library's plans are guarded like other later plans.
     """
     few = gemm.n <= FEW_COLUMNS or (gemm.k <= SHORT_K and gemm.n <= COLUMNS_OF_SHORT_K)
     return few and not is_symbolic(gemm.m) and gemm.m >= MANY_ROWS

@@ -15,9 +15,9 @@ from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
 from onnxfuse.runtime.symint import best_first
 
 MMA_ARCH: Final = 80  # the first compute capability with bf16, TF32 and cp.async
-SUMS_PADDING: Final = 8  # floats: SUMS_PITCH - TILE_N of gemm_mma.cu
-MAX_CHUNKS: Final = {16: 12, 8: 8, 4: 6, 2: 5}  # of 16 bytes, that a thread's registers hold, by the bytes of a copy
-RESERVED_BYTES: Final = 1024  # of shared memory per block
+SUMS_PADDING: Final = 8  # floats of padding per row of sums: SUMS_PITCH - TILE_N of gemm_mma.cuh
+MAX_CHUNKS: Final = {16: 12, 8: 8, 4: 6, 2: 5}  # chunks of 16 bytes that a thread's registers hold, by bytes per copy
+RESERVED_BYTES: Final = 1024  # bytes of shared memory reserved per block
 GROUP_M: Final = 8  # rows of tiles that are computed before the next columns
 
 
@@ -27,11 +27,11 @@ class MmaConfig:
 
     tile_m: int
     tile_n: int
-    tile_k_bytes: int  # 64 or 128
+    tile_k_bytes: int  # bytes along k per stage: 64 or 128
     stages: int
     warps_m: int
     warps_n: int
-    min_blocks: int = 1  # blocks that must fit on a multiprocessor: a bound on registers
+    min_blocks: int = 1  # minimum resident blocks per multiprocessor, which limits the registers
 
     @property
     def name(self) -> str:
@@ -53,8 +53,8 @@ class MmaConfig:
         return -(-gemm.m // self.tile_m) * -(-gemm.n // self.tile_n)
 
 
-# Up to 64 x 64 for each warp: the larger, the less often shared memory is read for a product. A gated product holds
-# two sums for each element of y.
+# Each warp has up to 64 x 64 elements: larger tiles read shared memory less often per multiplication. A gated product
+# has two sums per element of y.
 PLAIN_CONFIGS: Final = (
     MmaConfig(128, 128, 64, 3, 2, 2, min_blocks=2),
     MmaConfig(64, 128, 64, 4, 2, 2, min_blocks=2),
@@ -64,7 +64,7 @@ GATED_CONFIGS: Final = (
     MmaConfig(128, 64, 64, 4, 2, 2, min_blocks=2),
     MmaConfig(64, 64, 64, 4, 2, 2, min_blocks=2),
 )
-# Of products whose x has a gate: where y has few columns and memory is the limit, and for few rows.
+# Configs for products whose x has a gate: for few columns of y, where memory is the limit, and for few rows.
 GATE_CONFIGS: Final = (
     MmaConfig(128, 32, 64, 4, 4, 1, min_blocks=4),
     MmaConfig(64, 32, 64, 4, 4, 1, min_blocks=6),
@@ -74,17 +74,17 @@ GATE_CONFIGS: Final = (
     MmaConfig(32, 96, 128, 4, 2, 2, min_blocks=2),
     MmaConfig(32, 32, 128, 6, 2, 1, min_blocks=4),
 )
-GATE_COLUMNS: Final = 64  # columns of y that take as long as loading x and multiplying it by the gate
-GATE_TILE: Final = 1500  # elements of y, whose multiplication takes as long as to begin and to end a tile
+GATE_COLUMNS: Final = 64  # columns of y whose computation takes as long as loading x and multiplying it by the gate
+GATE_TILE: Final = 1500  # elements of y whose computation takes as long as the fixed cost per tile
 
 
 def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
-    """Return the ways to run it, the expected fastest first; none if the device or the precision does not allow it."""
+    """Return the implementations, the expected fastest first; none if the device or the precision rules them out."""
     return [implementation(gemm, config, device) for config in _configs(gemm, device)]
 
 
 def implementations_of_copies(gemm: Gemm, device: Device) -> list[Implementation]:
-    """Return the same on copies of the operands with padded rows; none if all rows are aligned as they are."""
+    """Return implementations that first copy the operands to padded rows; none if all rows are already aligned."""
     if not padded(gemm, residual=False)[1]:
         return []
     return [implementation(gemm, config, device, copied=True) for config in _configs(gemm, device)]
@@ -99,12 +99,12 @@ def _configs(gemm: Gemm, device: Device) -> list[MmaConfig]:
 
 
 def is_supported(gemm: Gemm, device: Device) -> bool:
-    """Return whether mma.sync computes this product as precisely as required, and 32 bits count its rows."""
+    """Return whether mma.sync computes this product as precisely as required, and its row index fits 32 bits."""
     return device.arch >= MMA_ARCH and (gemm.dtype != "float32" or gemm.tf32) and gemm.m < 2**31 - 2**16
 
 
 def cost(gemm: Gemm, config: MmaConfig, device: Device) -> float:
-    """Return a number that orders configs: waves of tiles over the chip, times the time of a tile."""
+    """Return a relative cost of a config: waves of tiles over the GPU, times the time per tile."""
     resident = device.multiprocessors * config.min_blocks
     waves = -(-config.tiles(gemm) // resident)
     small_tile_penalty = 1.0 if config.tile_m * config.tile_n >= 128 * 64 else 1.25
@@ -112,17 +112,17 @@ def cost(gemm: Gemm, config: MmaConfig, device: Device) -> float:
 
 
 def gate_cost(gemm: Gemm, config: MmaConfig, device: Device) -> float:
-    """Return the same of a product whose x has a gate.
+    """Return the relative cost for a product whose x has a gate.
 
-    On an H200, of 18 products of EfficientNet-B0 and MobileNetV3 with 32 images, the first config takes at most 1.02
-    times as long as the fastest where y has at most 112 columns, and 1.33 times where it has more.
+    On an H200, for 18 products of EfficientNet-B0 and MobileNetV3 with 32 images, the config with the least cost takes
+    at most 1.02 times as long as the fastest if y has at most 112 columns, and 1.33 times if it has more.
     """
     waves = -(-config.tiles(gemm) // (device.multiprocessors * config.min_blocks))
     return waves * config.min_blocks * (config.tile_m * (config.tile_n + GATE_COLUMNS) + GATE_TILE)
 
 
 def implementation(gemm: Gemm, config: MmaConfig, device: Device, copied: bool = False) -> Implementation:
-    """Return one launch by that config or one with more threads; `copied`: after one that copies x and w."""
+    """Return one launch with `config`, or with more threads if needed; `copied`: a launch first copies x and w."""
     gemm, copies = padded(gemm, residual=False) if copied else (gemm, [])
     config = _with_enough_threads(gemm, config, copied)
     kernel = Kernel("gemm_mma", "gemm_mma", _defines(gemm, config, copied))
@@ -136,7 +136,7 @@ def implementation(gemm: Gemm, config: MmaConfig, device: Device, copied: bool =
 
 
 def shape_defines(gemm: Gemm, columns: int) -> Defines:
-    """Return the macros of the kernels whose n and k are compile-time constants; a block finishes `columns` of y."""
+    """Return macros for kernels whose n and k are compile-time constants and whose blocks compute `columns` of y."""
     width = row_bytes(gemm, gemm.n, VECTOR_BYTES) // ITEM_BYTES[gemm.dtype]
     return {
         **gemm.epilogue_defines(),
@@ -145,7 +145,7 @@ def shape_defines(gemm: Gemm, columns: int) -> Defines:
 
 
 def _with_enough_threads(gemm: Gemm, config: MmaConfig, copied: bool) -> MmaConfig:
-    """Return a config whose threads hold their share of a stage in registers: its addresses, or its elements."""
+    """Return a config with shorter stages or more threads, if registers could not hold a thread's part of a stage."""
     limit = MAX_CHUNKS[min(_copy_bytes(gemm, copied))]
     if config.chunks(gemm.weight_count) > limit and config.tile_k_bytes > 64:
         config = replace(config, tile_k_bytes=64, stages=2 * config.stages)
@@ -155,7 +155,7 @@ def _with_enough_threads(gemm: Gemm, config: MmaConfig, copied: bool) -> MmaConf
 
 
 def _row_elements(gemm: Gemm) -> tuple[int, int]:
-    """Return the elements of a row of x and of w."""
+    """Return the elements per row of x, and per row of w."""
     return gemm.k, gemm.k if gemm.transposed else gemm.n
 
 
@@ -174,14 +174,14 @@ def _defines(gemm: Gemm, config: MmaConfig, copied: bool) -> Defines:
         **shape_defines(gemm, config.tile_n),
         "TILE_M": config.tile_m, "TILE_N": config.tile_n, "TILE_K_BYTES": config.tile_k_bytes,
         "STAGES": config.stages, "WARPS_M": config.warps_m, "WARPS_N": config.warps_n,
-        "MIN_BLOCKS": config.min_blocks if min(x_copy, w_copy) == 16 else 1,  # narrow copies take registers
+        "MIN_BLOCKS": config.min_blocks if min(x_copy, w_copy) == 16 else 1,  # narrow copies need more registers
         "GROUP_M": GROUP_M, "X_COPY": x_copy, "W_COPY": w_copy, "X_PITCH": x_pitch, "W_PITCH": w_pitch,
         "X_GATE": int(gemm.gate is not None),
     }  # fmt: skip
 
 
 def row_bytes(gemm: Gemm, row: int, widest: int) -> int:
-    """Return the bytes of an access to rows of `row` elements: at most `widest`, one element if misaligned."""
+    """Return the bytes per access to rows of `row` elements: at most `widest`, and one element if misaligned."""
     item = ITEM_BYTES[gemm.dtype]
     if not gemm.aligned:
         return item

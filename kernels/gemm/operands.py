@@ -1,4 +1,4 @@
-"""From a fused node to a Gemm: the sizes, the operands' addresses, and the checks that shapes and dtypes fit."""
+"""Converts a fused node to a Gemm: its sizes and operands' addresses; checks that shapes and dtypes fit."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from onnxfuse.kernels.tensors import operand_spec, required_spec, unsupported_ch
 from onnxfuse.runtime.plan import Device, FusedNode, Pointer, TensorSpec
 
 WEIGHT_LAYOUTS: Final = ("kn", "nk")
-BF16_ARCH: Final = 80  # the first compute capability whose matrix units and conversions have bf16
+BF16_ARCH: Final = 80  # the first compute capability with bf16 in matrix units and conversions
 
 
 @dataclass(frozen=True)
 class GemmShape:
-    """The sizes of a node's product, and its result."""
+    """The sizes of a node's product, and the shape and dtype of its result."""
 
     m: int
     n: int
@@ -80,9 +80,9 @@ def gemm_shape(node: FusedNode, inputs: Sequence[TensorSpec], weight: str) -> Ge
 def gemm_of(
     node: FusedNode, inputs: Sequence[TensorSpec], device: Device, suffix: str = "", output: int = 0
 ) -> tuple[Gemm, TensorSpec]:
-    """Return the product that a node computes, and the output with index `output`, which is its y.
+    """Return the product that a node computes, and its y, which is the node's output with index `output`.
 
-    `suffix` ends the names of w and bias if the node computes several products.
+    `suffix` is appended to the names of w and bias if the node computes several products.
 
     Raises ValueError if shapes do not fit.
     """
@@ -118,7 +118,7 @@ def _required_pointer(node: FusedNode, name: str) -> Pointer:
 def _optional_pointer(
     node: FusedNode, inputs: Sequence[TensorSpec], name: str, shape: tuple[int, ...]
 ) -> Pointer | None:
-    """Return the address of an operand of that shape; None if it is absent.  Raises ValueError for another shape."""
+    """Return the address of an operand; None if it is absent.  Raises ValueError if its shape is not `shape`."""
     found = operand_spec(node, inputs, name)
     if found is None:
         return None

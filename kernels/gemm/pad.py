@@ -9,10 +9,10 @@ from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, VECTOR_BYTES
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar
 
-MAX_COPIES: Final = 4  # per launch: x and three weights, or x, two weights and a residual
-WARPS: Final = 8  # per block
-PAIRS: Final = 8  # pairs of 16-bit elements that a lane copies
-SEGMENT_BYTES: Final = 32 * PAIRS * 4  # bytes per warp
+MAX_COPIES: Final = 4  # matrices per launch: x and three weights, or x, two weights and a residual
+WARPS: Final = 8  # warps per block
+PAIRS: Final = 8  # pairs of 16-bit elements per lane
+SEGMENT_BYTES: Final = 32 * PAIRS * 4  # bytes that a warp copies
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Copy:
     rows: int
     columns: int
     dtype: str
-    constant: bool  # the model holds the matrix
+    constant: bool  # the matrix is a constant of the model
 
     @property
     def segments(self) -> int:
-        """The number of warps that copy it."""
+        """The number of warps that copy the matrix."""
         return self.rows * -(-self.columns * ITEM_BYTES[self.dtype] // SEGMENT_BYTES)
 
 
@@ -39,7 +39,7 @@ def padded_columns(columns: int, dtype: str) -> int:
 
 
 def padded(gemm: Gemm, residual: bool) -> tuple[Gemm, list[Copy]]:
-    """Return the product of matrices with padded rows, and the copies that make them; y stays as it is.
+    """Return the product with operands whose rows are padded, and the copies that create these; y is unchanged.
 
     `residual`: the residual needs padded rows too.
     """
@@ -65,7 +65,7 @@ def padded(gemm: Gemm, residual: bool) -> tuple[Gemm, list[Copy]]:
 
 
 def scratch_bytes(copies: list[Copy]) -> tuple[int, ...]:
-    """Return the sizes of the copies."""
+    """Return the bytes of scratch memory per copy."""
     return tuple(copy.rows * padded_columns(copy.columns, copy.dtype) * ITEM_BYTES[copy.dtype] for copy in copies)
 
 

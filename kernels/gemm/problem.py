@@ -1,4 +1,4 @@
-"""A matrix product with its epilogue, as the hosts of every GEMM kernel see it."""
+"""A matrix product with its epilogue: the input of the host side of every GEMM kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onnxfuse.runtime.plan import Pointer
 class Gemm:
     """y = activation(x w + bias) [* (x up + up_bias)] * column_scale + column_shift + residual, rounded once from fp32.
 
-    With a gate, x is multiplied by it first, and rounded to its dtype.
+    With a gate, x is first multiplied by the gate and rounded to x's dtype.
 
     All matrices are row-major, contiguous and of one dtype: x is m x k, y and residual are m x n; w and up are k x n,
     or n x k if `transposed`.  An operand that is None is absent.
@@ -26,7 +26,7 @@ class Gemm:
     k: int
     dtype: str  # dtype of all matrices and vectors
     transposed: bool
-    aligned: bool  # every pointer is a multiple of 16 bytes
+    aligned: bool  # whether every pointer is a multiple of 16 bytes
     x: Pointer
     w: Pointer
     y: Pointer
@@ -37,16 +37,16 @@ class Gemm:
     column_scale: Pointer | None = None  # n elements
     column_shift: Pointer | None = None  # n elements
     residual: Pointer | None = None
-    residual_first: bool = False  # it is added before the activation; not of a gated product
+    residual_first: bool = False  # the residual is added before the activation; not for gated products
     activation: str = "none"  # a name of onnxfuse.activations.ACTIVATIONS
     alpha: float = 0.0
     beta: float = 0.0
     tf32: bool = False  # float32 operands may be rounded to TF32
-    weights_constant: bool = False  # no kernel writes w and up, so that they are read before the predecessor has ended
-    program: EpilogueProgram | None = None  # operators that follow; not of grouped products
-    gate: Pointer | None = None  # k elements for every `gate_rows` rows of x
+    weights_constant: bool = False  # no kernel writes w and up, so they may be read before the previous kernel ends
+    program: EpilogueProgram | None = None  # operators fused after the product; not for grouped products
+    gate: Pointer | None = None  # k factors per `gate_rows` rows of x
     gate_rows: int = 1
-    grouped: tuple[Gemm, ...] = ()  # more products of the same x, with a bias at most, that one launch computes too
+    grouped: tuple[Gemm, ...] = ()  # further products of the same x, with at most a bias, in the same launch
 
     @property
     def products(self) -> tuple[Gemm, ...]:
@@ -65,7 +65,7 @@ class Gemm:
 
     @property
     def weight_count(self) -> int:
-        """How many weights x is multiplied with for each element of y: 2 for a gated product, else 1."""
+        """The number of weights per product: 2 (w and up) if gated, else 1."""
         return 2 if self.up else 1
 
     @property
@@ -91,6 +91,6 @@ class Gemm:
 
 
 def group(gemms: Sequence[Gemm]) -> Gemm | None:
-    """Return products of one x, with a bias at most, as one grouped product; None if the layouts of weights differ."""
+    """Return products of one x, with at most a bias, as one grouped Gemm; None if the weights' layouts differ."""
     first, *others = gemms
     return replace(first, grouped=tuple(others)) if len({each.transposed for each in gemms}) == 1 else None

@@ -1,4 +1,4 @@
-"""The choice of kernels for products of a few rows, which take as long as reading the weights."""
+"""Chooses kernels for products of a few rows, whose time is that of reading the weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onnxfuse.kernels.tensors import ITEM_BYTES, VECTOR_BYTES
 from onnxfuse.runtime.plan import Device, Kernel, Launch
 from onnxfuse.runtime.symint import for_later_plans
 
-MAX_ROWS: Final = 64  # rows of x; with more, arithmetic counts as much as the weights' bytes
+MAX_ROWS: Final = 64  # maximum rows of x; with more, arithmetic takes as long as reading the weights
 MAX_DOT_ROWS: Final = 8
 
 
@@ -26,8 +26,8 @@ class DotConfig:
     warps_n: int
     warps_k: int
     loads: int
-    lanes: int = 32  # lanes along n, if w is k x n
-    unroll: int = 1  # if w is n x k
+    lanes: int = 32  # lanes of a warp along n; only if w is k x n
+    unroll: int = 1  # vectors in flight per lane; only if w is n x k
 
     @property
     def name(self) -> str:
@@ -36,7 +36,7 @@ class DotConfig:
 
 
 def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
-    """Return the ways to multiply a few rows, the expected fastest first; none for many rows."""
+    """Return the implementations for a few rows, the expected fastest first; none for more than MAX_ROWS rows."""
     if gemm.m > MAX_ROWS:
         return []
     streamed = stream.implementations(gemm, device) if stream.is_supported(gemm, device) else []
@@ -70,7 +70,7 @@ def dot_implementation(gemm: Gemm, config: DotConfig, device: Device) -> Impleme
 
 
 def _mma_configs(gemm: Gemm, device: Device) -> list[MmaConfig]:
-    """Return configs of gemm_mma.cu with many stages, so that much of the weights is in flight."""
+    """Return configs of gemm_mma.cu with many stages, so that many bytes of weights are in flight."""
     tile_m = 16 if gemm.m <= 16 else 32 if gemm.m <= 32 else 64
     configs = []
     for tile_n in (64, 32) if gemm.n > 64 * device.multiprocessors else (32, 64):
@@ -93,5 +93,5 @@ def _dot_config(gemm: Gemm, device: Device) -> DotConfig:
         return DotConfig(rows, 4 // warps, warps, 2, unroll=unroll)
     if gemm.n >= 7 * vector * device.multiprocessors:
         return DotConfig(rows, 1, 8, 8 if rows < 4 else 4, lanes=8)
-    # Narrower tiles give more blocks, each with more of k.
+    # Narrower tiles give more blocks, whose warps divide k further.
     return DotConfig(rows, 1, 16 if rows < 4 else 8, 8 if rows < 4 else 4, lanes=4)

@@ -14,15 +14,15 @@ from onnxfuse.kernels.tensors import ABSENT
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar, TensorMap
 
 TMA_ARCH: Final = 90  # the first compute capability with TMA
-ROW_BYTES: Final = 128  # bytes of k per stage
-TILE_K: Final = 64  # the elements in them
+ROW_BYTES: Final = 128  # bytes along k per stage
+TILE_K: Final = 64  # elements along k per stage
 PANEL: Final = 64  # columns of a TMA box if w is k x n
-SUMS_PADDING: Final = 4  # floats: SUMS_PITCH - TILE_N of gemm_stream.cu
-MAX_SUMS: Final = 4096  # per warp: 128 per thread
+SUMS_PADDING: Final = 4  # floats of padding per row of sums: SUMS_PITCH - TILE_N of gemm_stream.cu
+MAX_SUMS: Final = 4096  # maximum sums per warp: 128 per thread
 TILES_M: Final = (8, 16, 32, 64)
-TILES_N: Final = (32, 64, 128)  # where all hold equally many bytes in flight, the smallest gives the most blocks
+TILES_N: Final = (32, 64, 128)  # if all have equally many bytes in flight, the smallest gives the most blocks
 CLUSTERS: Final = (1, 2, 4, 8)
-BUSY_SHARE: Final = 0.5  # share of multiprocessors that reads nearly as fast as all of them
+BUSY_SHARE: Final = 0.5  # this share of the multiprocessors reads nearly as fast as all of them
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class StreamConfig:
         return f"stream_{self.tile_m}x{self.tile_n}_{self.warps}x{self.stages}{split}"
 
     def shared(self, weights: int) -> int:
-        """Return the bytes of dynamic shared memory: the warps' rings and barriers, and room for the peers' sums."""
+        """Return the bytes of dynamic shared memory: the warps' rings and mbarriers, and space for peers' sums."""
         exchange = weights * self.tile_m * self.tile_n * 4 + 8 if self.cluster > 1 else 0
         return self.warps * self.stages * ((self.tile_m + weights * self.tile_n) * ROW_BYTES + 8) + exchange
 
@@ -50,7 +50,7 @@ class StreamConfig:
 def is_supported(gemm: Gemm, device: Device) -> bool:
     """Return whether TMA can read these operands, and mma.sync multiplies them as precisely as required."""
     columns = [each.n for each in gemm.products]
-    rows = [gemm.k] if gemm.transposed else [gemm.k, *columns]  # the elements of a row, of every matrix
+    rows = [gemm.k] if gemm.transposed else [gemm.k, *columns]  # elements per row of every matrix
     return (
         device.arch >= TMA_ARCH
         and gemm.dtype in ("float16", "bfloat16")
@@ -61,7 +61,7 @@ def is_supported(gemm: Gemm, device: Device) -> bool:
 
 
 def fits(gemm: Gemm, config: StreamConfig, device: Device) -> bool:
-    """Return whether the sums fit registers, a warp's sums fit its stages, and all stages fit shared memory."""
+    """Return whether sums fit into registers, a warp's sums into its stages, and all stages into shared memory."""
     weights = gemm.weight_count
     sums = weights * config.tile_m * config.tile_n
     ring = config.stages * (config.tile_m + weights * config.tile_n) * ROW_BYTES
@@ -70,7 +70,7 @@ def fits(gemm: Gemm, config: StreamConfig, device: Device) -> bool:
 
 
 def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
-    """Return the ways to multiply these rows; first the one that has most of the weights in flight."""
+    """Return the implementations; first the one with the most bytes of weights in flight."""
     tile_m = next((rows for rows in TILES_M if gemm.m <= rows), TILES_M[-1])
     found = [config for tile_n in TILES_N if (config := _config(gemm, tile_m, tile_n, device))]
     found.sort(key=lambda config: -_rank(gemm, config, device))
@@ -78,9 +78,9 @@ def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
 
 
 def _config(gemm: Gemm, tile_m: int, tile_n: int, device: Device) -> StreamConfig | None:
-    """Return the config for tiles of that size; None if none fits.
+    """Return the config for tiles of tile_m x tile_n; None if none fits.
 
-    The cluster is the smallest that fills the chip, unless a larger one has 1.5 times as much of the weights in flight.
+    The cluster is the smallest that fills the GPU, unless a larger one has 1.5 times as many weights in flight.
     """
     clusters = [cluster for cluster in CLUSTERS if cluster <= _k_steps(gemm)]
     tiles = _tile_count(gemm, tile_m, tile_n)
@@ -95,9 +95,9 @@ def _config(gemm: Gemm, tile_m: int, tile_n: int, device: Device) -> StreamConfi
 
 
 def _with_ring(gemm: Gemm, config: StreamConfig, device: Device) -> StreamConfig | None:
-    """Return the config with warps and stages for a block's slice of k, in a multiprocessor's shared memory or half."""
+    """Return the config with warps and stages that fit into all or half of a multiprocessor's shared memory."""
     steps = -(-_k_steps(gemm) // config.cluster)
-    # Blocks of larger clusters do not find room on every multiprocessor, unless two fit on each.
+    # Clusters of more than two blocks cannot use every multiprocessor unless two blocks fit on each.
     alone = config.cluster <= 2 and _block_count(gemm, config) <= device.multiprocessors
     room = device.shared_per_block if alone else device.shared_per_block // 2 - RESERVED_BYTES
 
@@ -113,7 +113,7 @@ def _with_ring(gemm: Gemm, config: StreamConfig, device: Device) -> StreamConfig
 
 
 def _in_flight(gemm: Gemm, config: StreamConfig, device: Device) -> int:
-    """Return how much of the weights all rings on the chip hold, in columns times steps of k."""
+    """Return the amount of weights that all resident rings hold, in columns times steps of k."""
     each = min(config.warps * config.stages, -(-_k_steps(gemm) // config.cluster)) * config.tile_n
     used = config.shared(gemm.weight_count) + RESERVED_BYTES
     resident = min(2, (device.shared_per_block + RESERVED_BYTES) // used)
@@ -121,7 +121,7 @@ def _in_flight(gemm: Gemm, config: StreamConfig, device: Device) -> int:
 
 
 def _rank(gemm: Gemm, config: StreamConfig, device: Device) -> int:
-    """Return the weights in flight; half of that for clusters above two, unless it is all of them.
+    """Return the amount of weights in flight; halved for clusters of more than two, unless all weights are in flight.
 
     Some blocks of large clusters start late: 16x2048x8192 on an H200 takes 12.7 us in clusters of eight, 10.4 in pairs.
     """
@@ -134,7 +134,7 @@ def _tile_count(gemm: Gemm, tile_m: int, tile_n: int) -> int:
 
 
 def _row_count(gemm: Gemm, tile_m: int) -> int:
-    """Return the rows of tiles, which is 1 for every number of rows that the host chooses the tile for."""
+    """Return the number of rows of tiles; it is 1 whenever the host chose tile_m for this number of rows."""
     return 1 if gemm.m <= tile_m else -(-gemm.m // tile_m)
 
 
@@ -187,6 +187,6 @@ def _three(pointers: Sequence[Pointer | None]) -> list[Pointer | None]:
 
 
 def _tensor_map(gemm: Gemm, pointer: Pointer, sizes: tuple[int, int], box: tuple[int, int]) -> TensorMap:
-    """Return the map of a contiguous matrix, whose boxes TMA swizzles; sizes are (columns, rows)."""
+    """Return the TMA map, with swizzled boxes, of a contiguous matrix; sizes are (columns, rows)."""
     dtype: Literal["float16", "bfloat16"] = "float16" if gemm.dtype == "float16" else "bfloat16"
     return TensorMap(pointer, dtype, sizes, (2 * sizes[0],), box, swizzle=128 if box[0] == TILE_K else 64)

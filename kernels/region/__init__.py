@@ -1,4 +1,4 @@
-"""Kernels of regions, which are generated from what the node's attribute `program` says."""
+"""Kernels of regions, which are generated from the operators in the node's attribute `program`."""
 
 from typing import Final
 

@@ -13,10 +13,10 @@ from onnxfuse.runtime.plan import Argument, Scalar
 
 @dataclass
 class Arguments:
-    """The kernel's arguments that are sizes, each of them once."""
+    """The size arguments of a kernel, without duplicates."""
 
     sizes: Sizes
-    is_wide: bool  # indices have 64 bits
+    is_wide: bool  # whether indices have 64 bits
     declared: list[str] = field(default_factory=list)
     values: list[Argument] = field(default_factory=list)
     names: dict[tuple[str, Size], str] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Arguments:
         return self.names[key]
 
     def quotient(self, index: str, by: Size, operator: str = "/") -> str:
-        """Return the quotient or, with the operator %, the remainder of an index that is 0 or more.
+        """Return the quotient of an index >= 0 by a size or, with the operator %, the remainder.
 
         Division of unsigned words takes the fewest instructions.
         """
@@ -50,7 +50,7 @@ class Arguments:
             return f"(long long)(u64({index}) {operator} {by}u)"
         if index.startswith("(") and in_parentheses(index) == index:
             index = index[1:-1]
-        inner = index.removeprefix("int(").removesuffix(")")  # what a division gives is unsigned before it is an int
+        inner = index.removeprefix("int(").removesuffix(")")  # a quotient inside int(...) is unsigned
         is_unsigned = index == f"int({inner})" and index.startswith("int(u32") and _is_closed(inner)
         return f"int({f'({inner})' if is_unsigned else f'u32({index})'} {operator} {by}u)"
 
@@ -66,7 +66,7 @@ class Arguments:
 
 
 def in_parentheses(text: str) -> str:
-    """Return an expression in parentheses, unless it is a word, a number, or one call or cast of these."""
+    """Return an expression in parentheses; a word, a number, or one call or cast of these needs none."""
     depth = 0
     for i, letter in enumerate(text):
         depth += (letter in "([{") - (letter in ")]}")
@@ -76,6 +76,6 @@ def in_parentheses(text: str) -> str:
 
 
 def _is_closed(text: str) -> bool:
-    """Return whether each closing parenthesis of an expression has an opening one before it."""
+    """Return whether every closing parenthesis of an expression matches an earlier opening one."""
     depths = itertools.accumulate((letter == "(") - (letter == ")") for letter in text)
     return all(depth >= 0 for depth in depths)

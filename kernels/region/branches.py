@@ -1,7 +1,7 @@
-"""The text of what depends on where an element is: the parts of a Concat, and the inside of a Pad.
+"""Writes code that branches on an element's position: the parts of a Concat, and the inside of a Pad.
 
-All lanes of a vector take the same branch, or there is none: then each part is computed for the lanes that need it, and
-each lane chooses among the parts.
+If all lanes of a vector are in the same part, the code is a branch.  Otherwise each part is computed for the lanes that
+need it, and each lane selects among the parts.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Part: TypeAlias = tuple[str, Size, Size]  # a Concat's input, where it begins, a
 
 @dataclass(frozen=True)
 class Choice:
-    """A value that is read in one of several places: in each part, where an index is below its end."""
+    """A value that is loaded from one of several parts: the first one whose end is above the index."""
 
     index: Index
     parts: Sequence[tuple[Moved, Size]]
 
     def loads(self) -> Iterator[Load]:
-        """Yield all operands, and where they are read."""
+        """Yield all operands, each with the address at which it is read."""
         for part, _ in self.parts:
             if isinstance(part, Choice):
                 yield from part.loads()
@@ -42,7 +42,7 @@ class Choice:
                 yield part
 
     def splits(self) -> Iterator[tuple[Index, Size]]:
-        """Yield all indices, and the sizes with which they are compared."""
+        """Yield all indices, each with a size that it is compared with."""
         for i, (part, end) in enumerate(self.parts):
             if i < len(self.parts) - 1:
                 yield self.index, end
@@ -77,7 +77,7 @@ def joined(writer: ValueWriter, operation: Operation, name: str, place: Place) -
 
 
 def _moved(writer: ValueWriter, name: str, place: Place) -> Moved | None:
-    """Return where a value is read that operators only move; None if it is computed."""
+    """Return from where a value is loaded if operators only move it; None if it is computed."""
     operation = writer.program.producers.get(name)
     if operation is None:
         return name, flat(place, writer.shapes.of[name])
@@ -94,7 +94,7 @@ def _moved(writer: ValueWriter, name: str, place: Place) -> Moved | None:
 
 
 def _loaded(writer: ValueWriter, choice: Choice) -> Reference:
-    """Write one load from the operand that has the part in which an index lies."""
+    """Write one load, whose address depends on the part that contains the index."""
     lanes, loads, splits = writer.lanes, list(choice.loads()), list(choice.splits())
     writer.accesses += loads
     writer.bounds += splits
@@ -114,7 +114,7 @@ def _loaded(writer: ValueWriter, choice: Choice) -> Reference:
 
 
 def _address(writer: ValueWriter, choice: Choice, in_lane: bool) -> str:
-    """Return the address that a choice makes; where addresses differ by a number alone, that number is chosen."""
+    """Return the selected address; if the addresses differ only by an integer, only that integer is selected."""
     (operand, first), *others = choice.loads()
     if any(each[0] != operand or each[1].terms != first.terms for each in others):
         return _chosen(writer, choice, lambda load: writer.address(*load, in_lane), in_lane)
@@ -125,7 +125,7 @@ def _address(writer: ValueWriter, choice: Choice, in_lane: bool) -> str:
 
 
 def _chosen(writer: ValueWriter, moved: Moved, text_of: Callable[[Load], str], in_lane: bool) -> str:
-    """Return an expression that is the text of the part that has an index."""
+    """Return an expression that selects the text of the part that contains the index."""
     if not isinstance(moved, Choice):
         return text_of(moved)
     *parts, (last, _) = moved.parts
@@ -138,7 +138,7 @@ def _chosen(writer: ValueWriter, moved: Moved, text_of: Callable[[Load], str], i
 
 
 def _parts(writer: ValueWriter, operation: Operation, place: Place) -> list[Part]:
-    """Return the inputs that may hold the element at `place`, each with the indices where it begins and ends."""
+    """Return the inputs that may hold the element at `place`, each with its begin and its end along the axis."""
     axis, parts = axis_of(operation), list[Part]()
     begin: Size = 0
     for each in operation.inputs:
@@ -178,7 +178,7 @@ def _joined_by_lanes(
 
 
 def padded(writer: ValueWriter, operation: Operation, inner: Place) -> Reference:
-    """Write the value of a Pad with a constant, whose input has the element at `inner` or no such place."""
+    """Write the value of a Pad with a constant: the input's element at `inner`, or the constant if that is outside."""
     x, limits = operation.inputs[0], list[tuple[int, str, Size]]()
     value = literal(operation.attributes.get("value", 0), writer.program.dtypes[x])
     for axis, (index, dim) in enumerate(zip(inner, writer.shapes.of[x], strict=True)):

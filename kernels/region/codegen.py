@@ -1,4 +1,4 @@
-"""The text of a kernel's computation: each value of a program at a place, written where it is first needed."""
+"""Writes the code of a kernel: each value of the program, at the place where it is first needed."""
 
 from __future__ import annotations
 
@@ -33,41 +33,41 @@ from onnxfuse.kernels.region.shapes import Shapes, axis_of
 from onnxfuse.kernels.tensors import VECTOR_BYTES
 from onnxfuse.region_operators import ELEMENTWISE, FLOATS, GATHERS, HALVES, REDUCTIONS
 
-MAX_LINES: Final = 2000  # of one loop nest: a program that gives more takes too long to compile
+MAX_LINES: Final = 2000  # per loop nest: longer code takes too long to compile
 FUNCTIONS: Final = {"reflect": "reflected", "edge": "nearest", "wrap": "modulo"}
 
 
 @dataclass
 class Writer:
-    """Lines of text, and which values they have computed."""
+    """Lines of generated code, and the values that they compute."""
 
     program: Program
     shapes: Shapes
     arguments: Arguments
-    aligned: bool  # operands and outputs start at multiples of 16 bytes
-    stored: StoredByKey  # reductions that a launch before has computed
+    aligned: bool  # whether operands and outputs start at multiples of 16 bytes
+    stored: StoredByKey  # reductions that an earlier launch computes
     lanes: Lanes = field(default_factory=Lanes)
     lines: list[str] = field(default_factory=list)
     depth: int = 1
-    names: dict[str, int] = field(default_factory=dict)  # how often a name, or a beginning of names, was given
-    conditions: int = 0  # how many branches are open
-    masks: list[str] = field(default_factory=list)  # arrays that say which lanes need what is written; the last counts
+    names: dict[str, int] = field(default_factory=dict)  # number of uses per name or prefix
+    conditions: int = 0  # number of open branches
+    masks: list[str] = field(default_factory=list)  # bool arrays: lanes that need the code; the last one counts
     scopes: list[dict[Any, Reference]] = field(default_factory=lambda: [{}])
-    kept: dict[Any, None] = field(default_factory=dict)  # all that was known anywhere
-    masked_scopes: list[int] = field(default_factory=list)  # the numbers of those that masks opened
-    found: list[tuple[Instance, bool]] = field(default_factory=list)  # reductions that were written in place
-    stored_read: list[tuple[Key, Index]] = field(default_factory=list)  # and where among its places
+    kept: dict[Any, None] = field(default_factory=dict)  # all keys that any scope has had
+    masked_scopes: list[int] = field(default_factory=list)  # indices of the scopes that masks opened
+    found: list[tuple[Instance, bool]] = field(default_factory=list)  # reductions written as loops of one thread
+    stored_read: list[tuple[Key, Index]] = field(default_factory=list)  # stored reductions that were read; where
     accesses: list[tuple[str, Index]] = field(default_factory=list)
-    vectors: list[tuple[str, Place]] = field(default_factory=list)  # operands that were read as whole vectors
-    bounds: list[tuple[Index, Size]] = field(default_factory=list)  # comparisons of an index in branches
-    instructions: int = 0  # of the operators that were written, about
-    shared_bytes: int = 0  # of a block's memory
-    row_bytes: int = 0  # of the memory that keeps a row
-    within: Within | None = None  # what holds where the next line stands
-    dependencies: dict[tuple[str, Place], frozenset[str]] = field(default_factory=dict)  # the variables of values
+    vectors: list[tuple[str, Place]] = field(default_factory=list)  # operands read as whole vectors; where
+    bounds: list[tuple[Index, Size]] = field(default_factory=list)  # comparisons of an index with a size, in branches
+    instructions: int = 0  # estimated instructions of the operators written
+    shared_bytes: int = 0  # bytes of shared memory that the block uses
+    row_bytes: int = 0  # bytes of memory that keep a row
+    within: Within | None = None  # a bound on an index that holds at the next line
+    dependencies: dict[tuple[str, Place], frozenset[str]] = field(default_factory=dict)  # by value: its variables
 
     def copy(self) -> Writer:
-        """Return a writer of the same that has written nothing."""
+        """Return a writer for the same program that has written nothing."""
         given = (self.program, self.shapes, self.arguments, self.aligned, self.stored)
         return Writer(*given, depth=self.depth)
 
@@ -81,7 +81,7 @@ class Writer:
 
     @contextmanager
     def block(self, head: str) -> Iterator[None]:
-        """Write a block after a line such as `for (...)`; what is computed in it is known in it alone."""
+        """Write a block after a line such as `for (...)`; values computed inside are only known inside."""
         self.line(f"{head} {{" if head else "{")
         self.depth += 1
         self.scopes.append({})
@@ -92,7 +92,7 @@ class Writer:
 
     @contextmanager
     def branch(self, head: str) -> Iterator[None]:
-        """Write a block that not every thread runs."""
+        """Write a block after a line such as `if (...)`, which only some threads run."""
         self.conditions += 1
         with self.block(head):
             yield
@@ -112,39 +112,39 @@ class Writer:
         self.masks.pop()
 
     def new_name(self, begin: str = "t") -> str:
-        """Return a name that no variable has: a number after a beginning."""
+        """Return an unused name: the prefix `begin` and a number."""
         self.names[begin] = count = self.names.get(begin, 0) + 1
         return f"{begin}{count}"
 
     def own_name(self, name: str) -> str:
-        """Return a name that no variable has: this one, with a number after it where it is taken."""
+        """Return an unused name: `name`, followed by a number if it is taken."""
         self.names[name] = count = self.names.get(name, 0) + 1
         return name if count == 1 else f"{name}_{count}"
 
     def name_of(self, value: str) -> str:
-        """Return a name for a variable: that of a value, or of an operand with a number after it."""
+        """Return an unused name for a variable that holds a value or, with a number after it, an operand's element."""
         return self.own_name(value) if value in self.program.producers else self.new_name(f"{value}_")
 
     def shared(self, size: int) -> str:
-        """Return the memory that a block's threads share, of which so many bytes are used."""
+        """Reserve `size` bytes of the block's shared memory and return its name."""
         self.shared_bytes = max(self.shared_bytes, size)
         return "shared"
 
     def row_memory(self, size: int) -> str:
-        """Return memory that keeps a part of a row, of so many bytes."""
+        """Reserve `size` bytes of the memory that keeps a row and return their address."""
         begin, self.row_bytes = self.row_bytes, self.row_bytes + -(-size // VECTOR_BYTES) * VECTOR_BYTES
         return f"row_memory + {begin // VECTOR_BYTES}"
 
     def known(self, key: Any) -> Reference | None:
-        """Return what the text has for a key where the next line stands."""
+        """Return the variable that holds a key's value at the next line; None if there is none."""
         return next((scope[key] for scope in reversed(self.scopes) if key in scope), None)
 
     def values(self) -> list[tuple[str, Place]]:
-        """Return the values that the text has, in branches too, in the order in which it computed them."""
+        """Return all values that the code computes, in branches too, in order of computation."""
         return [key for key in self.kept if isinstance(key, tuple) and len(key) == 2]
 
     def keep(self, key: Any, reference: Reference) -> Reference:
-        """Note that the text has a value from here on; if all lanes have it, after the masks as well."""
+        """Record that a variable holds a value from here on; if all lanes have the value, also after the masks end."""
         scope = len(self.scopes) - 1
         while not reference.masked and scope in self.masked_scopes:
             scope -= 1
@@ -155,7 +155,7 @@ class Writer:
     def declare(
         self, kind: str, value: str, varies: bool, masked: bool = False, name: str = "", note: str = ""
     ) -> Reference:
-        """Write a variable with its value, an expression that may be of lane j, and a note after it."""
+        """Declare a variable with a value, an expression that may depend on lane j, and append `note` as a comment."""
         name, comment = name or self.new_name(), f"  // {note}" if note else ""
         self.instructions += INSTRUCTIONS.get(note, OTHER_INSTRUCTIONS) * (self.lanes.width if varies else 1)
         if varies:
@@ -194,7 +194,7 @@ class Writer:
         return pointer if at == "0" else f"{pointer} + {in_parentheses(at)}"
 
     def is_below(self, index: Index, bound: Size) -> bool | None:
-        """Return whether an index is less than a bound; None if it depends."""
+        """Return whether an index is less than a bound; None if that is only known at run time."""
         if self.within and self.within.index == index:
             if is_nonnegative(bound - self.within.end):
                 return True
@@ -203,13 +203,13 @@ class Writer:
         return index.is_below(bound)
 
     def is_contiguous(self, address: Index) -> bool:
-        """Return whether a vector access reads or writes all lanes at an address."""
+        """Return whether one vector access reads or writes all lanes at an address."""
         return self.aligned and self.lanes.are_contiguous(address, self.shapes.sizes)
 
     # --- values ---------------------------------------------------------------------------------------------------
 
     def value(self, name: str, place: Place) -> Reference:
-        """Return a value at a place, which is written unless the text has it."""
+        """Return a value at a place; write its computation unless the code already has it."""
         operation = self.program.producers.get(name)
         if operation and operation.name == "Constant":
             return Reference(literal(operation.attributes["value"], self.program.dtypes[name]))
@@ -233,7 +233,7 @@ class Writer:
         return self.value(operation.inputs[0], inner)
 
     def rounded(self, name: str, value: str) -> str:
-        """Return the expression of a value, rounded to its dtype where the program says so."""
+        """Return a value's expression, rounded to its dtype if `Program.rounded` contains the value."""
         return f"rounded<{STORED[self.program.dtypes[name]]}>({value})" if name in self.program.rounded else value
 
     def _load(self, name: str, place: Place) -> Reference:
@@ -258,7 +258,7 @@ class Writer:
         return self.declare(kind, text, True, name=self.name_of(name))
 
     def _load_step(self, name: str, address: Index, step: int) -> Reference:
-        """Load what the first and the last lane have: lanes from the next multiple of `step` on have the latter."""
+        """Load the first lane's element, and the last lane's for all lanes from the next multiple of `step` on."""
         kind, lanes = NUMBER[self.program.dtypes[name]], self.lanes
         variable = next(each for each in address.atoms() if each.kind == "variable" and each.name == lanes.variable)
         own = variable_index(lanes.variable, variable.extent)
@@ -288,30 +288,30 @@ class Writer:
         if operation.name in OF_ANGLES and NUMBER[dtypes[0]] == "float":
             given = [self._angle(given[0])]
         lanes = [each.lane for each in given]
-        if masked and operation.name in ("Div", "Mod") and target not in FLOATS:  # by any number, even 0
+        if masked and operation.name in ("Div", "Mod") and target not in FLOATS:  # such lanes may divide by 0
             lanes[1] = f"({self.masks[-1]}[j] ? {lanes[1]} : 1)"
         text = self.rounded(name, expression(operation, lanes, dtypes, target, nearest))
         varies = any(each.varies for each in given) or masked
         return self.declare(NUMBER[target], text, varies, masked, self.name_of(name), operation.name)
 
     def _angle(self, value: Reference) -> Reference:
-        """Return the reduced angle of a value, which Sin and Cos of it have in common."""
+        """Return the reduced angle of a value, which its Sin and its Cos share."""
         key = ("angle", value.text, self.lanes)
         found = self.known(key)
         if found is None:
-            (word,) = re.findall(r"^\w*", value.text)  # of an element of an array, the array; of a number, its digits
+            (word,) = re.findall(r"^\w*", value.text)  # the array's name without [j], or a number's digits
             name, text = self.own_name(f"angle_of_{word}"), f"angle({value.lane})"
             found = self.keep(key, self.declare("Angle", text, value.varies, value.masked, name))
         return found
 
     def declared(self, name: str, varies: bool) -> Reference:
-        """Declare a variable for a value, without one."""
+        """Declare a variable for a value without an initializer."""
         found = Reference(self.name_of(name), varies)
         self.line(f"{NUMBER[self.program.dtypes[name]]} {found.text}{f'[{self.lanes.width}]' if varies else ''};")
         return found
 
     def assign(self, to: Reference, value: Reference) -> None:
-        """Write an assignment to a variable that was declared before."""
+        """Write the assignment of a value to an already declared variable."""
         self.line(f"EACH({self.lanes.width}) {to.lane} = {value.lane};" if to.varies else f"{to.text} = {value.text};")
 
     def _gathered(self, operation: Operation, place: Place) -> Reference:
@@ -328,13 +328,13 @@ class Writer:
         if chosen is None:
             text = f"gathered<{kind}>({reference.lane}, {self.arguments.size(dim)})"
             chosen = self.keep(key, self.declare(kind, text, reference.varies, masked=reference.masked))
-        own = self.lanes.variables  # the lanes differ in a variable of the text, or have one number in common
+        own = self.lanes.variables  # the lanes differ in a variable of the code, or share one number
         variables = variables | own if chosen.varies else variables - own
         atom = Atom("value", dim, chosen.text, varies=tuple(sorted(variables)))
         return self.value(x, (*place[:axis], Index(0, ((atom, 1),)), *place[end:]))
 
     def _variables_of(self, name: str, place: Place) -> frozenset[str]:
-        """Return the variables of a place on which a value depends there: those of what is read, and of branches."""
+        """Return the variables on which a value at a place depends, through addresses of loads and through branches."""
         key = (name, place)
         if key not in self.dependencies:
             draft = Writer(self.program, self.shapes, Arguments(self.shapes.sizes, False), False, {})
@@ -362,7 +362,7 @@ class Writer:
         return self.declare(NUMBER[target], text, varies, masked, self.name_of(name), operation.name)
 
     def _stored(self, instance: Instance) -> Reference:
-        """Read the accumulator of a reduction that a launch before has computed, and merge its shares."""
+        """Read the accumulator of a reduction that an earlier launch computed, and merge its shares."""
         each = self.stored[instance.key]
         address, kind = flat(place_in(instance), each.shape), instance.accumulator(self.program)
         self.stored_read.append((instance.key, address))
@@ -382,13 +382,13 @@ class Writer:
         return self.keep(instance, self.declare(kind, text, varies or masked, masked=masked))
 
     def in_place(self, instance: Instance) -> Reference:
-        """Write a loop in which each thread reduces all elements by itself."""
+        """Write a loop in which each thread reduces all elements alone."""
         accumulator, extents = self.accumulator(instance), instance.extents(self.shapes)
         coordinates = [variable_index(f"q{self.new_name()}", extent) for extent in extents]
         seen = len(self.vectors)
         with self.loops(coordinates, extents):
             self.add(instance, accumulator, coordinates)
-        del self.vectors[seen:]  # they depend on the variables of these loops, so that nothing outside can read them
+        del self.vectors[seen:]  # their addresses use these loops' variables, so no code outside can read them
         self.found.append((instance, self.conditions > 0))
         return self.keep(instance, replace(accumulator, masked=bool(self.masks)))
 
@@ -405,14 +405,14 @@ class Writer:
             yield
 
     def accumulator(self, instance: Instance) -> Reference:
-        """Declare the accumulator of a reduction, one for each lane whose places differ."""
+        """Declare the accumulator of a reduction; it is an array if the places of the lanes differ."""
         varies = self.lanes.vary(*instance.kept) or bool(self.masks)
         found = Reference(self.own_name(f"{instance.kind.split()[0].lower()}_of_{instance.value}"), varies)
         self.line(f"{instance.accumulator(self.program)} {found.text}{f'[{self.lanes.width}]' if varies else ''};")
         return found
 
     def add(self, instance: Instance, accumulator: Reference, coordinates: Sequence[Index]) -> None:
-        """Write what adds the element at these places along the reduced axes to an accumulator."""
+        """Write the addition of the element at `coordinates` along the reduced axes to an accumulator."""
         left = iter(coordinates)
         place = tuple(next(left) if each is None else each for each in instance.kept)
         reference = self.value(instance.value, place)

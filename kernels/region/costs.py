@@ -1,9 +1,8 @@
-"""What an element costs in a nest without reductions, for vectors and for scattered lanes: what chooses among them.
+"""Estimates the cost per element of a nest without reductions, to choose among vectors and scattered lanes.
 
-A warp's access takes the first-level cache a cycle for each line of 128 bytes that it touches, and its instructions
-take a quarter of a cycle each.  Where threads read eight integers of 64 bits each, 16 lines are touched four times: the
-times of such kernels on an H200 (a causal mask with padding, 37 us; the bias of Swin's windows, 13 us) follow from this
-within 10 %.
+An access of a warp takes one cycle of the L1 cache per line of 128 bytes that it touches; an instruction takes a
+quarter of a cycle.  If each thread reads eight 64-bit integers, 16 lines are touched four times.  This model predicts
+the times of such kernels on an H200 within 10 % (a causal mask with padding: 37 us; the bias of Swin's windows: 13 us).
 """
 
 from __future__ import annotations
@@ -23,27 +22,27 @@ from onnxfuse.kernels.region.shapes import Shapes
 from onnxfuse.kernels.region.traffic import ACCUMULATOR_BYTES, Access, accesses, typical
 from onnxfuse.kernels.tensors import VECTOR_BYTES
 
-THREAD_COST: Final = 150  # instructions: 1.36 us for all threads that an H200 holds at a time, if each has one vector
+THREAD_COST: Final = 150  # minimum instructions per thread: 1.36 us for all threads that fit on an H200 at once
 ACCESS_COST: Final = 4  # instructions per load or store
-DIVISION_COST: Final = 4  # by a number that the compiler knows
-CHOICE_COST: Final = 3  # of a lane's choice among the parts of a Concat, or between a Pad and its inside
-LINE_COST: Final = 4  # instructions that a multiprocessor issues while its first-level cache takes one line
-BYTE_COST: Final = 7  # instructions that an H200 issues while it moves a byte: 30 T/s, and 4.2 TB/s
+DIVISION_COST: Final = 4  # instructions per division by a compile-time constant
+CHOICE_COST: Final = 3  # instructions with which a lane selects a part of a Concat, or a Pad's constant or its input
+LINE_COST: Final = 4  # instructions that a multiprocessor issues while its L1 cache handles one line
+BYTE_COST: Final = 7  # instructions that an H200 issues (30 T/s) while it moves one byte (4.2 TB/s)
 LINE_BYTES: Final = 128
 SECTOR_BYTES: Final = 32
-WHOLE_SECTOR_LINES: Final = 0.5  # that the first-level cache takes while a sector is stored
-PART_SECTOR_LINES: Final = 1.5  # while a part of one is: the patches of an MAE, stored so, take 21.5 us for 13.7 us
-EXCHANGED: Final = 3  # accesses for a vector that is stored so: to shared memory, from there, and to the output
+WHOLE_SECTOR_LINES: Final = 0.5  # lines that the L1 cache could read while a whole sector is stored
+PART_SECTOR_LINES: Final = 1.5  # the same for a part of a sector: an MAE's patches take 21.5 us so, 13.7 in whole ones
+EXCHANGED: Final = 3  # accesses per vector that threads exchange: to shared memory, from there, and to the output
 WARP: Final = 32
 
 
 def cost(nest: Nest, lanes: Lanes, region: Region, repeated: str = "", repeats: int = 1) -> float:
-    """Return about how many instructions an element takes: as many as issue while it waits for what takes longest.
+    """Return the cost of an element: the instructions that could issue during its slowest resource's time.
 
-    That is memory's bandwidth, the first-level cache, or the instructions themselves.  A thread that does little takes
-    as long as THREAD_COST instructions, because it waits for memory.  A thread has vectors at so many neighbouring
-    values of the repeated variable, and reads once what does not depend on it.  Where that is the innermost one of the
-    outputs, blocks exchange in shared memory what they store.
+    The resources are memory bandwidth, the L1 cache, and the issue of instructions.  A thread takes at least as long as
+    THREAD_COST instructions, because it waits for memory.  Each thread has vectors at `repeats` neighbouring values of
+    the variable `repeated`, and reads operands that do not depend on it once.  If that variable is the innermost one of
+    the outputs, the threads of a block exchange their results in shared memory before they store them.
     """
     variables, width = nest.lists[ELEMENTS], lanes.width
     short = interleaved(nest) if repeated else None
@@ -75,7 +74,7 @@ def cost(nest: Nest, lanes: Lanes, region: Region, repeated: str = "", repeats: 
 
 
 def cost_of_bytes(nest: Nest, region: Region) -> float:
-    """Return how many instructions issue while the bytes of an element are moved, an operand's no more than once."""
+    """Return the number of instructions that issue while an element's bytes move; each operand counts at most once."""
     moved: dict[str, int] = {}
     for each in accesses(nest, region.program):
         moved[each.operand] = moved.get(each.operand, 0) + each.moved
@@ -86,7 +85,7 @@ def cost_of_bytes(nest: Nest, region: Region) -> float:
 
 
 def _parts(access: Access, lanes: Lanes, shapes: Shapes) -> tuple[int, int]:
-    """Return of how many loads or stores an access is, and of how many bytes these are."""
+    """Return the number of loads or stores that an access takes, and the bytes of each."""
     if not lanes.vary(access.address):
         return 1, access.item_bytes
     if not lanes.are_contiguous(access.address, shapes.sizes):
@@ -98,7 +97,7 @@ def _parts(access: Access, lanes: Lanes, shapes: Shapes) -> tuple[int, int]:
 def _stored_lines(
     address: Index, variables: tuple[Variable, ...], lanes: Lanes, access_bytes: int, item_bytes: int
 ) -> float:
-    """Return how many lines could be read while a warp stores: sectors of which it writes a part take the longest."""
+    """Return how many lines could be read while a warp stores; partly written sectors take longer than whole ones."""
     found = _touched(address, variables, lanes, access_bytes, item_bytes, SECTOR_BYTES)
     return sum(WHOLE_SECTOR_LINES if written >= SECTOR_BYTES else PART_SECTOR_LINES for written in found.values())
 
@@ -107,7 +106,7 @@ def _stored_lines(
 def _touched(
     address: Index, variables: tuple[Variable, ...], lanes: Lanes, access_bytes: int, item_bytes: int, unit: int
 ) -> Mapping[int, int]:
-    """Return the units of memory that a warp in the middle of the elements touches with one access, and their bytes."""
+    """Return the bytes that one access of a warp touches in each unit of memory, for a warp amid the elements."""
     step = 1 if lanes.scattered else lanes.width
     first = math.prod(typical(each.extent) for each in variables) // step // 2 // WARP * WARP
     found = dict[int, int]()
@@ -120,7 +119,7 @@ def _touched(
 
 
 def _values(left: int, variables: tuple[Variable, ...]) -> dict[str, int]:
-    """Return the values of variables at an element."""
+    """Return the values of the variables at the element with the flat index `left`."""
     found = {}
     for each in reversed(variables):
         left, found[each.name] = divmod(left, max(1, typical(each.extent)))
@@ -134,7 +133,7 @@ def _evaluated(index: Index, values: Mapping[str, int]) -> int:
 def _atom(atom: Atom, values: Mapping[str, int]) -> int:
     if atom.kind == "variable":
         return values.get(atom.name, 0)
-    if atom.of is None:  # a value that is read: any one, the same at the same place
+    if atom.of is None:  # a loaded value: any number, but the same one at the same place
         seed = sum((i + 1) * 7919 * values.get(name, 0) for i, name in enumerate(atom.varies))
         return (seed * 2654435761 >> 9) % max(1, typical(atom.extent))
     of, by = _evaluated(atom.of, values), max(1, typical(atom.by))

@@ -1,4 +1,4 @@
-"""Find the part of a Concat along the innermost axis that holds most elements, so that most are computed alike."""
+"""Finds the part of a Concat along the innermost axis that holds most elements, so that they share one code path."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.references import Within
 from onnxfuse.kernels.region.shapes import Shapes
 
-MIN_SHARE: Final = 0.75  # of the elements that are computed alike
-MIN_PERIOD: Final = 32  # elements of the axis
+MIN_SHARE: Final = 0.75  # minimum share of the elements that the part holds
+MIN_PERIOD: Final = 32  # minimum number of elements along the axis
 
 
 @dataclass(frozen=True)
 class DominantPart:
-    """Elements from `begin` to `end` of each row of `period` neighbours in memory are computed alike."""
+    """In each row of `period` contiguous elements, those from `begin` to before `end` are computed alike."""
 
-    index: Index  # the place in a row
+    index: Index  # the position of an element in its row
     begin: int
     end: int
     period: int
 
     @property
     def within(self) -> Within:
-        """What holds for these elements."""
+        """The bounds on the index that hold for these elements."""
         return Within(self.index, self.begin, self.end)
 
     @property
     def others(self) -> int:
-        """How many elements of a row are not among these."""
+        """The number of other elements in a row."""
         return self.period - (self.end - self.begin)
 
     def count(self, elements: int) -> int:
-        """Return how many others there are at most in all rows of which so many neighbouring elements are."""
+        """Return the maximum number of other elements in the rows that `elements` contiguous elements touch."""
         return (-(-elements // self.period) + 1) * self.others
 
 
 def dominant_part(nest: Nest, program: Program, shapes: Shapes) -> DominantPart | None:
-    """Return which elements of a nest in one variable are computed alike, if nearly all are; None otherwise.
+    """Return the dominant part of a nest with one variable; None if no part has nearly all elements.
 
-    What these read must be there for the other elements too, because vectors have both.
+    The operands that this part reads must be readable at the other elements too, because vectors contain both.
     """
     indices = {index for index, _ in nest.bounds}
     if len(indices) != 1 or len(nest.lists[ELEMENTS]) != 1 or nest.stores or nest.levels or nest.inner or nest.reads:
@@ -64,7 +64,7 @@ def dominant_part(nest: Nest, program: Program, shapes: Shapes) -> DominantPart 
 
 
 def _is_readable(nest: Nest, found: DominantPart, program: Program, shapes: Shapes) -> bool:
-    """Return whether all elements can be read as these are, without another choice among parts."""
+    """Return whether the part's loads are in bounds for all elements, and it has no further choice among parts."""
     writer = draft(program, shapes, {})
     writer.within = found.within
     for name in nest.outputs:

@@ -1,4 +1,4 @@
-"""The text of elements that do not depend on each other: vectors of neighbours, or scattered lanes."""
+"""Writes the code of independent elements: as vectors of neighbours, or as scattered lanes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from onnxfuse.kernels.region.tilings import Elements
 
 
 class ElementsText:
-    """Writes which elements a thread has, and their stores."""
+    """Writes the code that finds a thread's elements, computes them and stores them."""
 
     def __init__(self, tiling: Elements, parts: PartsText, store: StoreText) -> None:
-        """Take how a nest runs, what writes variables, and what writes stores."""
+        """Take the tiling, the writer of variables, and the writer of stores."""
         self.tiling, self.parts, self.store = tiling, parts, store
         self.nest, self.writer, self.type = parts.nest, parts.writer, parts.type
 
     def write(self) -> None:
-        """Write elements that do not depend on each other."""
+        """Write the code of independent elements."""
         nest, writer, width = self.nest, self.writer, self.tiling.width
         variables = nest.lists[ELEMENTS]
         if self.tiling.is_scattered:
@@ -58,9 +58,9 @@ class ElementsText:
         self.store.write()
 
     def _alike(self, variable: Variable, alike: DominantPart) -> None:
-        """Write vectors as if all elements were computed alike, and one of the others for each of some threads.
+        """Write vectors as if the dominant part had all elements; then some threads compute one other element each.
 
-        Vectors have these elements too.  The block that stores vectors stores them afterwards.
+        The vectors overwrite the other elements with wrong values.  So the same block stores the right ones afterwards.
         """
         nest, writer, width, threads = self.nest, self.writer, self.tiling.width, self.tiling.threads
         bound, kind, others = self.parts.bound(ELEMENTS, width), self.type, alike.others
@@ -78,7 +78,7 @@ class ElementsText:
         writer.line(f"const {kind} {other} = {row} * {alike.period} + {column};")
         ends = f"{other} < {begin} + {threads * width} && {other} < {writer.arguments.size(variable.extent)}"
         writer.line(f"const bool {is_other} = {other} >= {begin} && {ends};")
-        writer.scopes = [{}]  # the variable has another value
+        writer.scopes = [{}]  # in this branch the variable has another value, so no value is known
         with writer.branch(f"if ({is_other})"):
             writer.line(f"const {kind} {variable.name} = {other};")
             for name, value in self._values().items():
@@ -93,13 +93,13 @@ class ElementsText:
             self.store.write_all(own)
 
     def _values(self) -> dict[str, Reference]:
-        """Write the values of the outputs."""
+        """Write the values of the outputs and return them by name."""
         return {
             name: self.writer.value(name, self.nest.place_of(name, self.writer.shapes)) for name in self.nest.outputs
         }
 
     def _repeated(self, variables: Sequence[Variable]) -> None:
-        """Write vectors at several values of a variable; what does not depend on it is computed before them."""
+        """Write vectors at several values of a variable, after the values that do not depend on it."""
         writer, width, repeats = self.writer, self.tiling.width, self.tiling.repeats
         (repeated,) = (each for each in variables if each.name == self.tiling.repeated)
         first = Variable(f"{repeated.name}_first", writer.shapes.sizes.quotient(repeated.extent, repeats))
@@ -128,7 +128,7 @@ class ElementsText:
         return trial.writer
 
     def _read_ahead(self, repeated: Variable, value: str) -> dict[tuple[str, Place], str]:
-        """Write the loads of vectors at all values of a variable, so that all are under way together."""
+        """Write the loads of vectors at all values of a variable first, so that all are in flight together."""
         writer = self.writer
         found = {
             (operand, place): writer.new_name(f"{operand}_")
@@ -149,12 +149,13 @@ class ElementsText:
         """Write the values that do not depend on a variable, before the loop over it."""
         writer = self.writer
         for name, place in self._trial().values():
-            is_read = any(atom.kind == "value" for index in place for atom in index.atoms())  # by the trial's name
+            # A place with a loaded index contains a variable of the trial, which this writer does not have.
+            is_read = any(atom.kind == "value" for index in place for atom in index.atoms())
             if not is_read and not any(repeated.name in index.variables() for index in place):
                 writer.value(name, place)
 
     def _interleaved(self, short: Variable) -> None:
-        """Write code in which each thread computes its vectors at all values of the outputs' short innermost variable.
+        """Write code in which each thread computes a vector at all values of the outputs' short innermost variable.
 
         A block's elements are contiguous in the outputs.  Its threads exchange them, so that neighbouring threads store
         neighbouring chunks.  Threads beyond the end compute the last vectors again.
@@ -178,7 +179,7 @@ class ElementsText:
         self._put_by_block({name: Reference(array) for name, array in found.items()})
 
     def _put_by_block(self, values: Mapping[str, Reference]) -> None:
-        """Write the stores of what each thread has beside what its neighbours have."""
+        """Write stores of a block's contiguous results, for which neighbouring threads exchange theirs."""
         writer, threads, count = self.writer, self.tiling.threads, self.tiling.width * self.tiling.repeats
         for number, (i, name) in enumerate((i, n) for i, n in enumerate(writer.program.outputs) if n in values):
             dtype = writer.program.dtypes[name]
@@ -193,9 +194,9 @@ class ElementsText:
             writer.line(f"put_by_block<{chunk}, {threads}>({given});")
 
     def _scattered(self, variables: Sequence[Variable]) -> None:
-        """Write elements of which each thread has several, so far apart that a warp's neighbours are side by side.
+        """Write several elements per thread, far apart, so that neighbouring threads have neighbouring elements.
 
-        Beyond the end, threads compute the last element again.
+        Threads beyond the end compute the last element again.
         """
         writer, width, threads, kind = self.writer, self.tiling.width, self.tiling.threads, self.type
         count = self.nest.count(ELEMENTS)
@@ -209,7 +210,7 @@ class ElementsText:
         self.store.write()
 
     def _elements_with_tail(self, variable: Variable) -> None:
-        """Write whole vectors along the one variable, and single elements after them."""
+        """Write whole vectors along the nest's only variable, and single elements after the last vector."""
         writer, width, sizes = self.writer, self.tiling.width, self.writer.shapes.sizes
         whole, count = self.parts.vectors(variable.extent, width), variable.extent
         with writer.block(f"if (at < {writer.arguments.size(whole)})"):
@@ -224,5 +225,5 @@ class ElementsText:
 
 
 def _place_of(variables: Sequence[Variable]) -> Index:
-    """Return the place of an element among all of a nest's, in its variables."""
+    """Return the flat index of an element of a nest as an expression in the nest's variables."""
     return flat([variable_index(each.name, each.extent) for each in variables], [each.extent for each in variables])

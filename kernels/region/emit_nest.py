@@ -1,4 +1,4 @@
-"""The text of a loop nest: who computes a row, its loops, and what threads exchange."""
+"""Writes the code of a loop nest: the threads of each row, the loops, and the exchange between threads."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from onnxfuse.kernels.region.references import Reference
 from onnxfuse.kernels.region.scratch_reductions import Stored
 from onnxfuse.kernels.region.tilings import MAX_HELD, Columns, Elements, Merge, Rows, Tile, Tiling
 
-UNROLLED: Final = 4  # rounds of a loop that reduces, so that several loads are under way at a time
+UNROLLED: Final = 4  # rounds of a reducing loop that are unrolled, so that several loads are in flight
 
 
 class NestText:
-    """Writes the text of a nest.  A thread knows `block`, the number of its block among those of the nest."""
+    """Writes the code of a nest.  In that code, `block` is the index of a thread's block among the nest's blocks."""
 
     def __init__(
         self, nest: Nest, tiling: Tiling, writer: Writer, release: str, leaving: str, own: Sequence[Stored] = ()
     ) -> None:
-        """Take what is written, how, and where.
+        """Take the nest, its tiling, and the writer that gets the lines.
 
-        `release` says when the next kernel may start before the stores, `leaving` whether outputs leave L2 first.
+        `release` is code that lets the next kernel start before the stores; `leaving`: whether outputs leave L2 first.
         `own` are the reductions that the nest stores.
         """
         self.nest, self.tiling, self.writer, self.own = nest, tiling, writer, own
@@ -44,16 +44,16 @@ class NestText:
         self.type = writer.arguments.index_type
         self.shifted = tiling.shifted if isinstance(tiling, Rows) else {}
         self.parts, self.store = PartsText(nest, writer), StoreText(nest, writer, release, leaving, own)
-        self.reads: list[tuple[str, list[tuple[str, Place]]]] = []  # by loop: its list, and its vectors of operands
-        self.held: dict[str, dict[tuple[str, Place], str]] = {}  # by list: vectors that registers hold, and where
+        self.reads: list[tuple[str, list[tuple[str, Place]]]] = []  # per loop: its list, and the vectors it reads
+        self.held: dict[str, dict[tuple[str, Place], str]] = {}  # by list: vectors in registers, and their names
         self.kept = RowCacheText(nest, tiling, writer, self._enter)
-        self.batched: dict[int, list[tuple[str, Place]]] = {}  # by number of a loop: vectors that are read in batches
-        self.ahead: list[tuple[str, Place]] = []  # vectors that are read where a tile is stored
-        self.number = 0  # of the next loop
-        self.instructions = 0  # of all loops, about, if none is unrolled
+        self.batched: dict[int, list[tuple[str, Place]]] = {}  # by index of a loop: vectors that are loaded in batches
+        self.ahead: list[tuple[str, Place]] = []  # vectors that the loop that stores a tile reads
+        self.number = 0  # index of the next loop
+        self.instructions = 0  # estimate for all loops, not unrolled
 
     def write(self) -> None:
-        """Write all lines; vectors that several loops read are held in registers, where these suffice."""
+        """Write all lines; registers hold the vectors that several loops read, if there are enough registers."""
         if isinstance(self.tiling, Rows | Columns | Tile):
             trial = NestText(self.nest, self.tiling, self.writer.copy(), self.release, self.leaving, self.own)
             trial._write()
@@ -93,13 +93,13 @@ class NestText:
                 self._rows(self.tiling)
 
     def _tile(self, tiling: Tile) -> None:
-        """Write a tile: what computes it, and after a barrier what stores it."""
+        """Write a tile: the loop that computes it, a barrier, and the loop that stores it."""
         writer, variables = self.writer, tiles(self.nest, tiling, self.writer.shapes.sizes)
         text = TileText(self.nest, tiling, writer)
         writer.line(f"const {self.type} at = block;")
         self.parts.split("at", variables, 1)
         if any(writer.stored[key].is_whole for key in self.nest.reads):
-            writer.line("__syncthreads();")  # which read the shared memory
+            writer.line("__syncthreads();")  # merged reductions were read from the same shared memory
         text.read_ahead(self.ahead)
         text.read()
         writer.line("__syncthreads();")
@@ -113,7 +113,7 @@ class NestText:
         self.ahead = writer.vectors[seen:]
 
     def _rows(self, tiling: Rows) -> None:
-        """Write rows that a warp or a block has together."""
+        """Write rows, each of which the threads of a warp or a block compute together."""
         nest, writer, lanes = self.nest, self.writer, self.row_threads
         exists = ""
         if tiling.lanes:
@@ -140,21 +140,21 @@ class NestText:
 
     @property
     def row_threads(self) -> int:
-        """The threads that have a row together."""
+        """The number of threads that compute a row together."""
         if isinstance(self.tiling, Columns):
             return self.tiling.threads // self.tiling.columns
         return self.tiling.lanes if isinstance(self.tiling, Rows) and self.tiling.lanes else self.tiling.threads
 
     def _held_width(self, name: str) -> int:
-        """Return the elements of a vector that registers hold of a list."""
+        """Return the elements per vector of a list that registers hold."""
         if name in self.shifted:
             return self.shifted[name].width
         return self.tiling.width if isinstance(self.tiling, Columns) else self._width_along(name)
 
     def _row_of_lanes(self, lanes: int) -> str:
-        """Write which row a thread has; return the condition of storing it where a warp has several rows.
+        """Write the row of a thread; return the condition on which it stores, "" if there is none.
 
-        All its threads then have one, because they exchange what they reduce.
+        If a warp has several rows, even threads beyond the last row compute one, because lanes exchange their results.
         """
         writer, bound = self.writer, self.parts.bound(ROWS, 1)
         writer.line(f"const int lane = threadIdx.x % {lanes};")
@@ -167,7 +167,7 @@ class NestText:
         return "exists"
 
     def _row_that_exists(self, number: str, bound: str) -> None:
-        """Write a thread's row: the last one where there is none of its number, so that all threads have a row."""
+        """Write a thread's row; threads beyond the last row get the last one, so that all threads have a row."""
         self.writer.line(f"const {self.type} own = {number};")
         self.writer.line(f"const bool exists = own < {bound};")
         self.writer.line(f"const {self.type} row = exists ? own : {bound} - 1;")
@@ -185,7 +185,7 @@ class NestText:
         return found
 
     def _head(self, name: str) -> tuple[str, str]:
-        """Write how many elements stand before shifted vectors, and how many vectors there are."""
+        """Write the numbers of elements before shifted vectors and of vectors; return both variables' names."""
         writer, lanes = self.writer, self.shifted[name]
         assert lanes.rest is not None
         head, count = writer.new_name("head"), writer.new_name("count")
@@ -196,13 +196,13 @@ class NestText:
         return head, count
 
     def _rounds(self, name: str) -> int:
-        """Return how often a thread's turn comes in a loop over a list; 0 if that depends on dynamic dims."""
+        """Return the maximum rounds of a thread in a loop over a list; 0 if that depends on dynamic dims."""
         count, width = number_of(self.nest.count(name)), self._width_along(name)
         count = None if name in self.shifted else count
         return -(-count // (width * self.row_threads)) if count else 0
 
     def _hold(self, name: str, start: str, step: int) -> None:
-        """Write the loads of all vectors of a list that registers hold."""
+        """Write the loads of all vectors of a list into the registers that hold them."""
         writer, width = self.writer, self._held_width(name)
         for (operand, _), held in self.held[name].items():
             kind = NUMBER[writer.program.dtypes[operand]]
@@ -211,7 +211,7 @@ class NestText:
             self._load(self.held[name])
 
     def _columns(self, tiling: Columns) -> None:
-        """Write rows that lie side by side; threads without a row compute the last one, and store nothing."""
+        """Write rows that are adjacent in memory; threads without a row compute the last one, and store nothing."""
         nest, writer = self.nest, self.writer
         parts, bound = self.row_threads, self.parts.bound(ROWS, tiling.width)
         writer.line(f"const int column = threadIdx.x % {tiling.columns}, part = threadIdx.x / {tiling.columns};")
@@ -230,7 +230,7 @@ class NestText:
             self.store.write("exists && part == 0" if parts > 1 else "exists")
 
     def _shared_block(self) -> str:
-        """Return a block's number among those of different rows, and write which share of these it has."""
+        """Return the index of a block's rows, and write the index of its share of these rows."""
         if self.tiling.shares == 1:
             return f"({self.type})block"
         arguments, shares = self.writer.arguments, self.tiling.shares
@@ -238,7 +238,7 @@ class NestText:
         return arguments.quotient("block", shares)
 
     def _shared(self, start: str, step: int) -> tuple[str, str]:
-        """Return where a thread begins and how far it steps if its block has a share of the elements."""
+        """Return a thread's first element and its step, for a block that has only a share of the elements."""
         if self.tiling.shares == 1:
             return start, str(step)
         return f"share * {step} + {start}", f"{step} * {self.writer.arguments.size(self.tiling.shares)}"
@@ -249,10 +249,10 @@ class NestText:
     def _loop(
         self, name: str, start: str, step: int | str, fills: bool = False, head: str = "", count: str = ""
     ) -> Iterator[None]:
-        """Write a loop over the elements of a list, with vectors along its last variable unless they go across rows.
+        """Write a loop over the elements of a list, by vectors along its last variable unless vectors lie across rows.
 
-        Where registers hold vectors of the list, the loop is unrolled, and knows them unless it `fills` them.  Shifted
-        vectors begin after `head` elements, and are `count`.
+        If registers hold vectors of the list, the loop is unrolled and reads these registers, unless it `fills` them.
+        Shifted vectors begin after `head` elements; there are `count` of them.
         """
         writer, before = self.writer, self.writer.lanes
         seen, at, held = len(writer.vectors), writer.new_name("at"), self.held.get(name, {})
@@ -279,17 +279,17 @@ class NestText:
             self.writer.keep(key, Reference(f"{text}[k]", varies=True))
 
     def _most_rounds(self) -> int:
-        """Return how many rounds a batch may have, which the text has twice, with loads of their own."""
+        """Return the maximum rounds per batch; the code contains a batch twice, and its loads apart."""
         return MAX_INSTRUCTIONS // (3 * max(1, self.instructions))
 
     def _batches(self, name: str, start: str, step: str, head: str, count: str) -> Iterator[None]:
-        """Write a loop over batches of rounds, which loads all vectors of a batch first, and one over the rounds left.
+        """Write a loop over batches of rounds, which load all vectors first, and a loop over the other rounds.
 
         In the last batch, not all threads have all rounds.
         """
         writer, width, before = self.writer, self._held_width(name), self.writer.lanes
         keys, at = self.batched[self.number], writer.new_name("at")
-        most = MAX_HELD // (2 if isinstance(self.tiling, Columns) else 1)  # columns have accumulators for each lane
+        most = MAX_HELD // (2 if isinstance(self.tiling, Columns) else 1)  # columns also need an accumulator per lane
         rounds = max(1, min(UNROLLED, most // (width * len(keys)), self._most_rounds()))
         bound, first = count or self.parts.bound(name, self._width_along(name)), f"{at}_first"
         held = {key: writer.new_name(f"{key[0]}_") for key in keys}
@@ -315,13 +315,13 @@ class NestText:
                 writer.lanes = before
 
     def _load(self, held: Mapping[tuple[str, Place], str]) -> None:
-        """Write the loads of round k of vectors that registers hold."""
+        """Write the loads of round k into the registers that hold vectors."""
         for (operand, place), text in held.items():
             address = self.writer.address(operand, flat(place, self.writer.shapes.of[operand]))
             self.writer.line(f"load({address}, {text}[k]);")
 
     def _enter(self, name: str, at: str, head: str) -> None:
-        """Write the variables of a list at a vector, along which lanes lie from here on."""
+        """Write the variables of a list at a vector; from here on, the lanes are this vector's elements."""
         writer, variables, width = self.writer, self.nest.lists[name], self._width_along(name)
         if head:
             writer.lanes = self.shifted[name]
@@ -333,16 +333,16 @@ class NestText:
             writer.lanes = Lanes(variables[-1].name if variables else "", width)
 
     def _width_along(self, name: str) -> int:
-        """Return the elements of a vector along a list."""
+        """Return the elements per vector along a list."""
         return self.tiling.widths.get(name, 1) if isinstance(self.tiling, Rows) else 1
 
     def _divides(self, name: str, rounds: int) -> bool:
-        """Return whether so many rounds of all threads divide the elements of a list."""
+        """Return whether a list's elements are a multiple of `rounds` rounds of all threads."""
         count, each = number_of(self.nest.count(name)), rounds * self.row_threads * self._width_along(name)
         return self.tiling.shares == 1 and count is not None and count % each == 0
 
     def _loops(self, name: str, start: str, step: int | str) -> Iterator[None]:
-        """Write the loops over the elements of a list; over shifted vectors, and over what these leave."""
+        """Write the loops over a list: over vectors, and over the single elements before and after shifted vectors."""
         lanes, writer = self.shifted.get(name), self.writer
         if lanes is None:
             yield from self._loops_of_vectors(name, start, str(step))
@@ -366,7 +366,7 @@ class NestText:
         self.kept.arrived.add(name)
 
     def _level(self, level: tuple[Instance, ...], start: str, step: str) -> None:
-        """Write the reductions of one level: loops over the elements, then what merges the threads' parts."""
+        """Write the reductions of one level: loops over the elements, then the merge of the threads' accumulators."""
         nest, writer = self.nest, self.writer
         by_list: dict[str, list[Instance]] = {}
         for instance in level:
@@ -382,7 +382,7 @@ class NestText:
                 writer.keep(each, accumulator)
 
     def _merge(self, instance: Instance, accumulator: Reference) -> None:
-        """Write what merges the parts of all threads that have a row."""
+        """Write the merge of the accumulators of all threads that share a row."""
         writer, tiling, name = self.writer, self.tiling, accumulator.text
         kind, size = instance.accumulator(writer.program), instance.accumulator_bytes(writer.program)
         if isinstance(tiling, Rows) and tiling.lanes:

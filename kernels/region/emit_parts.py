@@ -1,4 +1,4 @@
-"""The text of a nest's variables, which are parts of a number that a thread knows."""
+"""Writes a nest's variables, which are quotients and remainders of a thread's flat index."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from onnxfuse.kernels.region.nests import Nest, Variable
 
 
 class PartsText:
-    """Writes variables, and how many vectors they count."""
+    """Writes variables, and the number of vectors that they count."""
 
     def __init__(self, nest: Nest, writer: Writer) -> None:
-        """Take what is written, and where."""
+        """Take the nest, and the writer that gets the lines."""
         self.nest, self.writer = nest, writer
         self.type = writer.arguments.index_type
 
     def variable(self, name: str, value: str) -> str:
-        """Write an index variable, which is an array if lanes are scattered; return what reads it."""
+        """Declare an index variable, an array if lanes are scattered; return the expression that reads it."""
         if not self.writer.lanes.scattered:
             self.writer.line(f"const {self.type} {name} = {value};")
             return name
@@ -36,7 +36,7 @@ class PartsText:
         return self.writer.arguments.size(self.vectors(self.nest.count(name), width))
 
     def split(self, name: str, variables: Sequence[Variable], width: int) -> None:
-        """Write variables as parts of a number, which counts vectors of `width` along the last one."""
+        """Write variables as parts of the number `name`, which counts vectors of `width` along the last variable."""
         writer, left = self.writer, f"{name}[j]" if self.writer.lanes.scattered else name
         first, *others = variables
         for variable in reversed(others):

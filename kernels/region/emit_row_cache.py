@@ -1,4 +1,4 @@
-"""The text of rows in shared memory: vectors that several loops read are copied there ahead of the first one."""
+"""Writes the cache of rows in shared memory: vectors that several loops read are copied there before the first loop."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from onnxfuse.kernels.region.operators import BYTES, STORED
 from onnxfuse.kernels.region.references import Reference
 from onnxfuse.kernels.region.tilings import KEPT_DTYPES, MIN_COPIED, Rows, Tiling
 
-COPIED_AHEAD: Final = 8  # vectors of a row that are on their way to shared memory while a thread reads another one
-Vector: TypeAlias = tuple[str, Place]  # of an operand, and where
+COPIED_AHEAD: Final = 8  # vectors whose copies are in flight while a thread reads another vector
+Vector: TypeAlias = tuple[str, Place]  # an operand, and the place of the vector in it
 
 
 class RowCacheText:
-    """Writes what keeps vectors of a row.  A thread copies those that it reads itself, so that no barrier is needed."""
+    """Writes the copies and reads of a row's vectors.  A thread only reads vectors that it copied: without barriers."""
 
     def __init__(self, nest: Nest, tiling: Tiling, writer: Writer, enter: Callable[[str, str, str], None]) -> None:
-        """Take what is written, how, and where; `enter` writes the variables of a list at a vector after a head."""
+        """Take the nest, its tiling and the writer; `enter` writes the variables of a list at a vector after a head."""
         self.nest, self.tiling, self.writer, self.enter = nest, tiling, writer, enter
         self.memory = tiling.memory if isinstance(tiling, Rows) else 0
-        self.vectors: dict[str, dict[Vector, str]] = {}  # by list, and the arrays that keep them
-        self.widths: dict[str, int] = {}  # by list
-        self.arrived: set[str] = set()  # lists that a loop has read
+        self.vectors: dict[str, dict[Vector, str]] = {}  # by list: its vectors, and the names of their arrays
+        self.widths: dict[str, int] = {}  # by list: elements per vector
+        self.arrived: set[str] = set()  # lists that a loop has already read
 
     def choose(self, name: str, reads: Sequence[Collection[Vector]], width: int) -> None:
-        """Choose which vectors of a list, of those that each of its loops reads, are kept: as many as memory has."""
+        """Choose the vectors of a list to keep, among those that its loops read: as many as fit the memory."""
         count, program = number_of(self.nest.count(name)) or 0, self.writer.program
         left = self.memory - sum(self._bytes(each, of) for each in self.vectors for of in self.vectors[each])
         counts = Counter(vector for own in reads for vector in dict.fromkeys(own))
@@ -59,7 +59,7 @@ class RowCacheText:
             self._copy(name, at, head, bound)
 
     def _copy(self, name: str, at: str, head: str, bound: str) -> None:
-        """Write the copies of one vector of each operand, if there is such a vector."""
+        """Write the copies of one vector of each operand, under a condition that `at` is below `bound`."""
         writer, before = self.writer, self.writer.lanes
         with writer.block(f"if ({at} < {bound})"):
             self.enter(name, at, head)
@@ -70,7 +70,7 @@ class RowCacheText:
         writer.line("commit_copies();")
 
     def read(self, name: str, at: str, head: str, bound: str) -> None:
-        """Write the reads of a list's vectors in a loop; the first one waits for them, and copies others."""
+        """Write the reads of a list's vectors in a loop; the first loop waits for the copies, and starts more."""
         if name not in self.vectors:
             return
         writer, is_first = self.writer, name not in self.arrived

@@ -1,4 +1,4 @@
-"""The text that stores the outputs of a nest, or the accumulators of reductions."""
+"""Writes the stores of a nest's outputs, or of the accumulators of its reductions."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from onnxfuse.kernels.region.scratch_reductions import Stored
 
 
 class StoreText:
-    """Writes values and their stores, where the nest's variables are known."""
+    """Writes values and their stores, at a point of the code where the nest's variables are set."""
 
     def __init__(self, nest: Nest, writer: Writer, release: str, leaving: str, own: Sequence[Stored]) -> None:
-        """Take what is stored, where, and what NestText has of it."""
+        """Take the nest, the writer, and `release`, `leaving` and `own` of NestText."""
         self.nest, self.writer, self.release, self.leaving, self.own = nest, writer, release, leaving, own
 
     def write(self, condition: str = "") -> None:
@@ -35,12 +35,12 @@ class StoreText:
         self.write_all(found, condition)
 
     def write_release(self) -> None:
-        """Write what lets the next kernel start, where it may before the stores."""
+        """Write the instruction that lets the next kernel start, if it may start before the stores."""
         if self.release != "0":
             self.writer.line(f"{'' if self.release == '1' else f'if {self.release} '}release_successor();")
 
     def write_rows(self, condition: str) -> None:
-        """Write the values and the stores of outputs of which a row has one element."""
+        """Write the values and the stores of outputs that have one element per row."""
         writer, nest = self.writer, self.nest
         if nest.row_outputs:
             with writer.branch(f"if ({condition})"):
@@ -48,14 +48,14 @@ class StoreText:
                 self.write_all({name: writer.value(name, place) for name, place in places.items()})
 
     def write_all(self, values: Mapping[str, Reference], condition: str = "") -> None:
-        """Write the stores of outputs whose values the text has."""
+        """Write the stores of outputs whose values are already computed."""
         for i, name in enumerate(self.writer.program.outputs):
             if name in values:
                 place = self.nest.place_of(name, self.writer.shapes)
                 self._store(i, flat(place, self.writer.shapes.of[name]), values[name], condition)
 
     def _store_accumulator(self, instance: Instance, own: Stored, condition: str) -> None:
-        """Write the store of what a block has reduced."""
+        """Write the store of a block's accumulator."""
         writer, address = self.writer, flat(self.nest.place, self.nest.shape)
         accumulator = writer.known(instance)
         assert accumulator

@@ -1,4 +1,4 @@
-"""The text of tiles: a block reads along one variable, and stores along another one, through shared memory."""
+"""Writes tiles: a block reads along one variable and stores along another, through shared memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from onnxfuse.kernels.region.shared_memory_staging import staged_values
 from onnxfuse.kernels.region.sizes import Sizes
 from onnxfuse.kernels.region.tilings import Tile
 
-MAX_AHEAD: Final = 32  # numbers that a thread reads before the barrier for what it does after it
-SKEWS: Final = (0, 1, 2, 4)  # words by which 32 rows, or columns, lie further from those before them
+MAX_AHEAD: Final = 32  # numbers that a thread loads before the barrier and uses after it
+SKEWS: Final = (0, 1, 2, 4)  # candidates: words of padding after every 32 rows, or columns
 
 
 def tiles(nest: Nest, tiling: Tile, sizes: Sizes) -> list[Variable]:
-    """Return the variables that count blocks: those that no tile has, and the tiles along the two that it has."""
+    """Return the variables that count blocks: variables outside tiles, and the tiles along both axes of a tile."""
     *others, last = nest.lists[ELEMENTS]
     across = next(each for each in others if each.name == tiling.across)
 
@@ -38,10 +38,10 @@ def tiles(nest: Nest, tiling: Tile, sizes: Sizes) -> list[Variable]:
 
 @functools.lru_cache(maxsize=256)
 def layout(sides: tuple[int, int], width: int, store_width: int) -> tuple[int, int, int]:
-    """Return the words from a row of a tile to the next, and the skews of 32 rows and columns.
+    """Return the pitch of a tile's rows in words, and the skews: padding after every 32 rows or columns.
 
-    A row lies along the last variable.  The accesses of a warp that writes a vector of a column in each thread, and of
-    one that reads a vector of a row, then meet most banks.
+    A row lies along the last variable.  Threads of a warp write one vector of a column each, and read one vector of a
+    row each; the layout has the fewest bank conflicts in both.
     """
     rows, columns = sides
 
@@ -66,19 +66,19 @@ def layout(sides: tuple[int, int], width: int, store_width: int) -> tuple[int, i
 
 
 class TileText:
-    """Writes what a block does with its tile, whose place is known."""
+    """Writes the loops of a block over its tile; the tile's position is known."""
 
     def __init__(self, nest: Nest, tiling: Tile, writer: Writer) -> None:
-        """Take what is written, how, and where."""
+        """Take the nest, its tiling, and the writer that gets the lines."""
         self.nest, self.tiling, self.writer = nest, tiling, writer
         self.last = nest.lists[ELEMENTS][-1]
         self.across = next(each for each in nest.lists[ELEMENTS] if each.name == tiling.across)
         self.layout = layout(tiling.sides, tiling.width, tiling.store_width)
         self.staged = staged_values(nest, self.across, writer.program, writer.shapes)
-        self.ahead: dict[tuple[str, Place], str] = {}  # vectors of operands that registers hold at the barrier
+        self.ahead: dict[tuple[str, Place], str] = {}  # vectors of operands loaded before the barrier, and their names
 
     def read(self) -> None:
-        """Write the loop that computes what is staged, by vectors along the variable that is read."""
+        """Write the loop that computes the staged values, by vectors along the variable `across`."""
         writer, width = self.writer, self.tiling.width
         with self._loop(self.across, self.last, width, *self.tiling.sides):
             for i, (name, place) in enumerate(self.staged):
@@ -86,9 +86,9 @@ class TileText:
                 writer.line(f"EACH({width}) {self._memory(i)}[{self._cell('j', '')}] = {value.lane};")
 
     def read_ahead(self, vectors: Sequence[tuple[str, Place]]) -> None:
-        """Write the loads of vectors that are read where the tile is stored, as many as registers hold.
+        """Write the loads of vectors that the storing loop reads, as many as registers hold.
 
-        They are then under way while the block waits at its barrier.
+        They are then in flight while the block waits at its barrier.
         """
         writer, width = self.writer, self.tiling.store_width
         sides = reversed(self.tiling.sides)
@@ -105,7 +105,7 @@ class TileText:
 
     @contextmanager
     def stored(self) -> Iterator[None]:
-        """Write the loop over a tile by vectors along the variable that is stored, which has what was staged."""
+        """Write the loop that stores a tile by vectors along the last variable; it knows the staged values."""
         writer, width = self.writer, self.tiling.store_width
         with self._loop(self.last, self.across, width, *reversed(self.tiling.sides)):
             for key, name in self.ahead.items():
@@ -117,7 +117,7 @@ class TileText:
             yield
 
     def _cell(self, row_lane: str, column_lane: str) -> str:
-        """Return the place of an element in shared memory; lanes do not cross multiples of a warp."""
+        """Return the index of an element in shared memory; a vector's lanes do not cross a multiple of 32."""
         pitch, row_skew, column_skew = self.layout
         row, column = (f"low_{each.name}" for each in (self.across, self.last))
         parts = [f"({row} + {row_lane}) * {pitch}" if row_lane else f"{row} * {pitch}", column]
@@ -129,7 +129,7 @@ class TileText:
         return NUMBER[self.writer.program.dtypes[name]]
 
     def _memory(self, staged: int) -> str:
-        """Return the part of shared memory that has a staged value's tile."""
+        """Return the address in shared memory of a staged value's tile."""
         sizes = [8 if BYTES[self.writer.program.dtypes[name]] == 8 else 4 for name, _ in self.staged]
         cells = self.tiling.sides[0] * self.layout[0] + self.tiling.sides[0] // WARP * self.layout[1]
         cells += cells % 2
@@ -140,7 +140,7 @@ class TileText:
 
     @contextmanager
     def _loop(self, along: Variable, other: Variable, width: int, side: int, other_side: int) -> Iterator[None]:
-        """Write a loop over the vectors of a tile along a variable, without those beyond the ends of both."""
+        """Write a loop over the vectors of a tile along a variable; it skips vectors beyond the end of either axis."""
         writer, kind = self.writer, self.writer.arguments.index_type
         vectors, threads = side // width, self.tiling.threads
         rounds, left = divmod(vectors * other_side, threads)

@@ -15,9 +15,9 @@ from onnxfuse.kernels.region.sizes import Sizes
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 from onnxfuse.runtime.symint import maximum, without_soft_guards
 
-WORD: Final = 2**31  # elements, from which on indices have 64 bits
-MAX_BEYOND: Final = 2**21  # the most by which indices of threads without an element exceed the last element's
-MAX_OPERATIONS: Final = 200  # per program: longer texts take long to compile
+WORD: Final = 2**31  # elements: indices have 64 bits from this size on
+MAX_BEYOND: Final = 2**21  # maximum by which an index in an idle thread exceeds the last element's
+MAX_OPERATIONS: Final = 200  # maximum operators per program: longer code takes too long to compile
 
 
 def supports(node: FusedNode, dtypes: Sequence[str], device: Device) -> str | None:
@@ -32,7 +32,7 @@ def supports(node: FusedNode, dtypes: Sequence[str], device: Device) -> str | No
 
 
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
-    """Return the one plan.
+    """Return the one plan of a region, in a list.
 
     Raises ValueError if the operands' shapes do not fit the program, or its kernel would have too many lines.
     """
@@ -51,7 +51,8 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
         return [Plan(outputs, ())]
     largest = maximum(*(sizes.value(count) for count in dict.fromkeys(map(product, shapes.of.values()))))
     region = Region(program, shapes, aligned, device, is_wide=not largest < WORD - MAX_BEYOND)
-    # Tensors of more elements are rare: their template has the variants that it needs, and none for speed.
+    # Tensors with more than 2^31 elements are rare: their template gets only the variants that are necessary, none for
+    # speed.
     with without_soft_guards(*([largest] if region.is_wide else [])):
         return [plan_of(region, stages_of(region, list(groups.values())), inputs, outputs)]
 

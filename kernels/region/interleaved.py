@@ -1,4 +1,4 @@
-"""Nests whose outputs have a short innermost axis: channels that are read as planes, and stored side by side."""
+"""Nests whose outputs have a short innermost axis, such as channels that are read as planes and stored interleaved."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from onnxfuse.kernels.region.nests import ELEMENTS, Nest, Variable
 from onnxfuse.kernels.region.operators import BYTES
 from onnxfuse.kernels.tensors import VECTOR_BYTES
 
-MAX_INTERLEAVED: Final = 32  # the most elements of the short innermost axis, and of a thread's vectors together
-MIN_CHUNK_BYTES: Final = 4  # bytes that a thread stores at once
+MAX_INTERLEAVED: Final = 32  # maximum for the short axis's elements, and for a thread's elements
+MIN_CHUNK_BYTES: Final = 4  # minimum size of a thread's store
 
 
 def chunk_of(count: int, dtype: str) -> int:
-    """Return how many elements a thread stores at once where each of a block has so many side by side."""
+    """Return the elements per store, for threads that each have `count` contiguous elements."""
     return math.gcd(count, VECTOR_BYTES // BYTES[dtype])
 
 
 def interleaved_lanes(short: Variable, lanes: Lanes) -> Lanes:
-    """Return lanes along the same variable, as many as a thread can have at all values of the short one."""
+    """Return lanes along the same variable, as many as a thread can compute at all values of the short variable."""
     width = lanes.width
     while width > 1 and width * (number_of(short.extent) or 1) > MAX_INTERLEAVED:
         width //= 2
@@ -30,10 +30,10 @@ def interleaved_lanes(short: Variable, lanes: Lanes) -> Lanes:
 
 
 def interleaved(nest: Nest) -> Variable | None:
-    """Return the innermost variable of the outputs if it is short and not the last one of the nest; None otherwise.
+    """Return the outputs' innermost variable if it is short and not the nest's last variable; None otherwise.
 
-    The outputs are in the order of the nest's other variables, so that vectors along the last one, at all values of
-    the short one, lie side by side: those of a thread, and those of a block.
+    The outputs have the nest's other variables in the same order.  So the elements of a vector along the last variable,
+    at all values of the short one, are contiguous in the outputs, and so are the elements of a block.
     """
     variables, address = nest.lists[ELEMENTS], flat(nest.place, nest.shape)
     for short in variables[:-1]:

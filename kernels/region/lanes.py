@@ -1,4 +1,4 @@
-"""The lanes of a vector: neighbouring values of one variable of a loop nest, which a thread takes at once."""
+"""The lanes of a vector: neighbouring values of one variable of a loop nest, which a thread computes at once."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from onnxfuse.kernels.region.sizes import Sizes
 
 
 def variable_of(index: Index, name: str) -> Index:
-    """Return the part of an index that is a variable."""
+    """Return the terms of an index that contain the variable `name`, each with the factor 1."""
     terms = [each for each in index.terms if each[0].kind == "variable" and each[0].name == name]
     return Index(0, tuple((atom, 1) for atom, _ in terms))
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """The variable along which a vector lies, and its width; lane j has the variable's value plus j.
+    """The variable along which a vector lies, and the vector's width; in lane j, the variable is larger by j.
 
-    `scattered` are variables that are arrays in the text: each lane has an element of its own, far from the others.
+    `scattered` are variables that are arrays in the generated code: the elements of different lanes are far apart.
     """
 
     variable: str = ""
     width: int = 1
     scattered: frozenset[str] = frozenset()
-    rest: Index | None = None  # where the variable is 0, of places of which the first lane's is a multiple of the width
-    linear: Index | None = None  # the place among all elements, which the text has as `at[j]`, or as `at` vectors
+    rest: Index | None = None  # the address at variable 0: `rest` plus lane 0's variable is a multiple of the width
+    linear: Index | None = None  # the flat index of an element: `at[j]` in the code, or `at` times the width
 
     @property
     def variables(self) -> frozenset[str]:
@@ -43,7 +43,7 @@ class Lanes:
         return any(self.differ(index.variables()) for index in indices if index)
 
     def are_contiguous(self, address: Index, sizes: Sizes) -> bool:
-        """Return whether the lanes are neighbours in memory, the first at a multiple of the width."""
+        """Return whether the lanes are contiguous in memory, and the first is at a multiple of the width."""
         is_one = not self.scattered and address.factor(self.variable) == 1
         behind = self._without_variable(address)
         return is_one and self._is_multiple(behind + self.rest * -1 if self.rest else behind, sizes)
@@ -54,17 +54,17 @@ class Lanes:
         return not self.vary(difference) or (self.rest is None and self.are_contiguous(difference, sizes))
 
     def step_of(self, address: Index) -> int:
-        """Return a number of neighbours that have one address, of which the lanes meet two at most; 0 if there is none.
+        """Return the length of runs of neighbours that share an address if a vector meets at most two runs; else 0.
 
-        That is so for a column that is broadcast, where vectors lie across rows: the address depends on quotients by
-        multiples of a row's elements alone.
+        An example is a column that is broadcast along rows, if vectors cross rows: its address depends only on
+        quotients by multiples of a row's length.
         """
         divisors = None if self.scattered or self.rest else self._divisors(address)
         step = min(divisors, default=0) if divisors else 0
         return step if step >= self.width and all(each % step == 0 for each in divisors or ()) else 0
 
     def _divisors(self, index: Index) -> list[int] | None:
-        """Return by what the lanes' variable is divided; None if an index depends on it in another way."""
+        """Return the divisors of the lanes' variable in an index; None if the index also depends on it otherwise."""
         found = list[int]()
         for atom, _ in index.terms:
             if self.variable not in (atom.of.variables() if atom.of else {atom.name, *atom.varies}):
@@ -81,7 +81,7 @@ class Lanes:
         return Index(index.constant, tuple(each for each in index.terms if each[0].name != self.variable))
 
     def _is_multiple(self, index: Index, sizes: Sizes) -> bool:
-        """Return whether an index is a multiple of the width, and the same for all lanes."""
+        """Return whether an index is a multiple of the width and equal in all lanes."""
         factors = (index.constant, *(factor for _, factor in index.terms))
         divides = all(sizes.divisor(each) % self.width == 0 for each in factors)
         return divides and self.variable not in index.variables()

@@ -1,4 +1,4 @@
-"""The launches of a region: which reductions are stored by launches of their own, and which nests each launch has."""
+"""The launches of a region: the nests of each launch, and the reductions that separate launches compute and store."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from onnxfuse.region_operators import REDUCTIONS
 from onnxfuse.runtime.symint import estimate
 
 Keys: TypeAlias = tuple[Key, ...]  # keys of the reductions that one nest stores
-MIN_STORED_ELEMENTS: Final = 32  # per reduction that no row shares: with fewer, each reading thread loops over them
+MIN_STORED_ELEMENTS: Final = 32  # per reduction that no row shares: below this, each reading thread loops over them
 
 
 @dataclass(frozen=True)
 class Work:
-    """A nest, how it runs, and the reductions that it stores."""
+    """A nest, its tiling, and the reductions that it stores."""
 
     nest: Nest
     tiling: Tiling
@@ -36,7 +36,7 @@ class Work:
 
 @dataclass
 class Stages:
-    """The works of each launch, in their order, and the reductions that works of earlier launches store."""
+    """The works of each launch, in order of launch, and the reductions that works of earlier launches store."""
 
     launches: list[list[Work]] = field(default_factory=list)
     stored: dict[Key, Stored] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Stages:
 
 
 def stages_of(region: Region, groups: Sequence[Sequence[str]]) -> Stages:
-    """Return the launches that compute outputs, which are grouped by their shapes."""
+    """Return the launches that compute the outputs; `groups` are the outputs by shape."""
     program, shapes, found = region.program, region.shapes, dict[Key, Stored]()
     groups = _grouped(program, shapes, groups)
     while True:
@@ -65,7 +65,7 @@ def stages_of(region: Region, groups: Sequence[Sequence[str]]) -> Stages:
 
 
 def _grouped(program: Program, shapes: Shapes, groups: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return groups of outputs of one nest each: with equally many elements, where operands are then read once."""
+    """Merge groups of outputs into one nest each if they have equally many elements and then read operands once."""
     found, left = list[list[str]](), [list(each) for each in groups]
     while left:
         own = left.pop(0)
@@ -78,7 +78,7 @@ def _grouped(program: Program, shapes: Shapes, groups: Sequence[Sequence[str]]) 
 
 
 def _share_reads(program: Program, shapes: Shapes, own: Sequence[str], other: Sequence[str]) -> bool:
-    """Return whether two groups of outputs read fewer bytes in one nest."""
+    """Return whether one nest for two groups of outputs reads fewer bytes than two nests."""
     a, b = shapes.of[own[0]], shapes.of[other[0]]
     is_same = [dim for dim in a if dim != 1] == [dim for dim in b if dim != 1]
     reduces = any(each.name in REDUCTIONS for each in program.operations)
@@ -92,9 +92,9 @@ def _share_reads(program: Program, shapes: Shapes, own: Sequence[str], other: Se
 
 
 def _with_rows(region: Region, nests: Sequence[Nest], stored: StoredByKey) -> list[Nest]:
-    """Return nests of which those that compute one element for a row join one that reads the rows for something else.
+    """Return nests; a nest that computes one element per row is merged into another nest that reads the same rows.
 
-    The rows are then read once, or a second time while the first-level cache has them.
+    The rows are then read once, or a second time from the L1 cache.
     """
     found = list(nests)
     for rows in nests:
@@ -108,7 +108,7 @@ def _with_rows(region: Region, nests: Sequence[Nest], stored: StoredByKey) -> li
 
 
 def _joined(region: Region, rows: Nest, other: Nest, stored: StoredByKey) -> Nest | None:
-    """Return the nest of the outputs of two; the first has one element for each row that the second reads."""
+    """Return one nest for the outputs of two nests, of which `rows` has one element per row of `other`; or None."""
     program, shapes = region.program, region.shapes
     shape = _shape_of_rows(region, rows, other)
     if shape is None or other.inner:
@@ -123,9 +123,9 @@ def _joined(region: Region, rows: Nest, other: Nest, stored: StoredByKey) -> Nes
 
 
 def _shape_of_rows(region: Region, rows: Nest, other: Nest) -> Shape | None:
-    """Return the shape, in the axes of `other`, of which each element is one that `rows` computes, in the same order.
+    """Return a shape in the axes of `other` whose elements are those that `rows` computes, in the same order; or None.
 
-    There is none unless `rows` only reduces, over some of these axes, values with as many elements along each.
+    It is None unless `rows` only reduces values over some of these axes, and the values have the same size along each.
     """
     instances = [each for level in rows.levels for each in level]
     if not instances or rows.inner or rows.row_outputs or rows.lists[ELEMENTS]:
@@ -144,16 +144,16 @@ def _shape_of_rows(region: Region, rows: Nest, other: Nest) -> Shape | None:
 
 
 def _stored_nest(region: Region, keys: Keys, found: StoredByKey) -> Nest:
-    """Return the nest that stores reductions, each of which it computes from the others where it needs these."""
+    """Return the nest that computes and stores reductions; some may be computed from others of the same nest."""
     others = {key: each for key, each in found.items() if key not in keys or len(keys) == 1}
     made = make_stored_nest(region.program, region.shapes, [found[key] for key in keys], others)
     return _arranged(region, made, found)
 
 
 def _with_common_rows(region: Region, own: Mapping[Keys, Nest], found: StoredByKey) -> dict[Keys, Nest]:
-    """Return nests of which those that store reductions of a row join one that stores what they read of the same row.
+    """Return nests; one that reduces rows is merged into one that stores the reductions of the same rows that it reads.
 
-    One launch then computes all of them, and reads the row once.
+    One launch then computes all these reductions, and reads each row once.
     """
     joined = dict[Keys, Nest]()
     for keys, nest in own.items():
@@ -169,19 +169,19 @@ def _with_common_rows(region: Region, own: Mapping[Keys, Nest], found: StoredByK
 
 
 def _has_rows_of(region: Region, made: Nest, nests: Sequence[Nest]) -> bool:
-    """Return whether a nest computes the rows that all of these do, each of them by threads that need no others."""
+    """Return whether a nest has the same rows as all `nests`, and no row is shared among blocks."""
     is_whole = not made.inner and all(tiling_of(each, region).shares == 1 for each in (made, *nests))
     return is_whole and all(each.shape == made.shape and each.count(ROWS) == made.count(ROWS) for each in nests)
 
 
 def _arranged(region: Region, nest: Nest, found: Mapping[Key, Stored]) -> Nest:
-    """Return a nest in the variables that make it fast."""
+    """Return a nest with the order and the split of variables that make it fastest."""
     nest = with_contiguous_last(nest, region.program)
     return fastest_variables(nest, region, found)
 
 
 def _slow(region: Region, nest: Nest) -> Iterator[Instance]:
-    """Yield the reductions of a nest that launches of their own should compute."""
+    """Yield the reductions of a nest that separate launches should compute."""
     shapes = region.shapes
     if nest.levels and tiling_of(nest, region).shares != 1:
         yield from (each for level in nest.levels for each in level if each not in nest.stores)
@@ -192,7 +192,7 @@ def _slow(region: Region, nest: Nest) -> Iterator[Instance]:
 
 
 def _in_order(region: Region, nests: Sequence[Nest], own: Mapping[Keys, Nest], found: StoredByKey) -> Stages:
-    """Return nests in launches, each after those that it reads."""
+    """Assign nests to launches; each nest comes after the nests whose reductions it reads."""
     stages, tilings = Stages(), {keys: tiling_of(nest, region) for keys, nest in own.items()}
     together = {key: keys for keys in own for key in keys}
     merged = {keys for keys, tiling in tilings.items() if tiling.shares != 1 and _is_merged(keys, own, nests)}
@@ -223,10 +223,10 @@ def _in_order(region: Region, nests: Sequence[Nest], own: Mapping[Keys, Nest], f
 
 
 def _is_merged(keys: Keys, own: Mapping[Keys, Nest], nests: Sequence[Nest]) -> bool:
-    """Return whether a launch merges the shares of a reduction before others read it.
+    """Return whether a separate launch merges the shares of a reduction before other launches read it.
 
-    Blocks merge those of a reduction that has one place.  Where no more elements are computed from it than it has
-    places, each thread merges the shares of its own.
+    It does not if the reduction has a single place: each reading block merges its shares.  Nor if all readers compute
+    one element per place: each thread merges the shares of its place.
     """
     places = own[keys].count(ROWS)
     readers = [nest for nest in (*nests, *own.values()) if nest.reads & set(keys)]
@@ -234,6 +234,6 @@ def _is_merged(keys: Keys, own: Mapping[Keys, Nest], nests: Sequence[Nest]) -> b
 
 
 def _of_one_launch(works: Sequence[Work]) -> list[Work]:
-    """Return works in blocks of equal size."""
+    """Return the works of one launch with equal numbers of threads per block."""
     tilings = of_one_block([work.tiling for work in works])
     return [replace(work, tiling=tiling) for work, tiling in zip(works, tilings, strict=True)]

@@ -1,4 +1,4 @@
-"""The kernels of a region: the text of each launch, whose blocks have the works of one stage."""
+"""The kernels of a region: the code of each launch, whose blocks compute the works of one stage."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__({threads}) region({parameters}) {{
 
 
 def plan_of(region: Region, stages: Stages, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Plan:
-    """Return the plan that runs the launches of a region, one after the other."""
+    """Return the plan that runs the launches of a region in order."""
     stored = {each.pointer: each for works in stages.launches for work in works for each in work.stored}
     parameters: dict[str, tuple[str, Argument]] = {}
     for i, spec in enumerate(inputs):
@@ -67,7 +67,7 @@ def _launch(
     parameters: Mapping[str, tuple[str, Argument]],
     leaving: str,
 ) -> Launch:
-    """Return one launch: blocks of its works, one work after the other."""
+    """Return one launch, whose grid has the blocks of the first work, then those of the next, and so on."""
     program, sizes = region.program, region.shapes.sizes
     threads = works[0].tiling.threads
     blocks = [_blocks(work.nest, work.tiling, sizes) for work in works]
@@ -86,7 +86,7 @@ def _launch(
 
 
 def _blocks(nest: Nest, tiling: Tiling, sizes: Sizes) -> int:
-    """Return the blocks of a nest."""
+    """Return the number of blocks of a nest."""
     match tiling:
         case Elements():
             count, width = sizes.value(product(nest.shape)), tiling.width
@@ -114,7 +114,7 @@ def _body(
     stored: Mapping[Key, Stored],
     given: tuple[str, str],
 ) -> tuple[str, int]:
-    """Return the text of all works, one of which each block runs, and the bytes of dynamic shared memory."""
+    """Return the code of all works, of which each block runs one, and the bytes of dynamic shared memory."""
     lines, before, begin, shared, row_bytes = list[str](), 0, "", 0, 0
     for i, work in enumerate(works):
         end = before + blocks[i]

@@ -1,4 +1,4 @@
-"""The index maps of a region's operations: which element of its input an element of an output is."""
+"""The index maps of a region's operations: from a place in the output to the place in the input that it reads."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from onnxfuse.kernels.region.sizes import Sizes
 
 
 def source(operation: Operation, output: str, place: Place, shapes: Shapes) -> Place:
-    """Return the place in an operation's only input of an element of its output.
+    """Return the place in an operation's only input that the element at `place` of its output reads.
 
-    Of the maps it takes all but Concat and those that gather; for a Pad with a constant, the place may lie outside.
+    It takes all operators that only move elements, except Concat and gathers.  For a Pad with a constant, the result
+    may lie outside the input.
     """
     given, name = [shapes.of[each] for each in operation.inputs], operation.name
     x = given[0]
@@ -42,7 +43,7 @@ def source(operation: Operation, output: str, place: Place, shapes: Shapes) -> P
 
 
 def broadcast(place: Place, shape: Shape, x: Shape, shapes: Shapes) -> Place:
-    """Return the place in `x`, which is broadcast to `shape`."""
+    """Return the place in `x` for a place in `shape`, to which `x` is broadcast."""
     skipped = len(shape) - len(x)
     return tuple(
         NOTHING if dim == 1 or not shapes.sizes.equal(dim, whole) else each
@@ -63,7 +64,7 @@ def _padded(operation: Operation, place: Place, given: Sequence[Shape], sizes: S
 
 
 def is_inside(place: Place, shape: Shape) -> bool:
-    """Return whether ranges of indices prove that a tensor has the place; one that is gathered of may be empty."""
+    """Return whether index ranges prove that a place is in a tensor, which may be empty if it is gathered from."""
     limits = [index.range for index in place]
     known = all(each is not None and is_nonnegative(each[0]) for each in limits)
     gathered = (atom.extent for index in place for atom in index.atoms() if atom.kind == "value")

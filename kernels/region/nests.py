@@ -1,8 +1,9 @@
-"""Loop nests: how the elements of a region's outputs are divided among threads, and the text that computes them.
+"""Loop nests over the elements of a region's outputs, with the variables that are later divided among threads.
 
-A nest computes outputs of one shape.  Its variables are first the axes of these outputs.  Where reductions are read at
-places that all elements of a row share, the axes of such places are the nest's rows, and its other axes the elements
-of a row.  Variables are then split and merged until what is read is at sums of variables, as far as that is possible.
+A nest computes outputs of one shape.  Its variables are first the axes of these outputs.  If all
+elements along some axes read the same results of reductions, these axes are the elements of a row, and the nest's other
+axes count the rows.  Variables are then split and merged until, where possible, the addresses that are read are sums
+of multiples of variables.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ class Variable:
 
 @dataclass(frozen=True)
 class Nest:
-    """Outputs of one shape, or the accumulators of a reduction, and the variables by which all of them are reached.
+    """A loop nest over outputs of one shape, or over the accumulators of a reduction, and its variables.
 
-    `lists` has the variables of rows, those of a row's elements, and for reductions over other elements theirs, the
-    innermost last; `places` says what the axes of outputs and of reductions are in these variables.
+    `lists` has, innermost last, the variables of rows, of a row's elements, and of other elements that are reduced.
+    `places` expresses the axes of outputs and of reductions in these variables.
     """
 
     outputs: tuple[str, ...]
@@ -50,13 +51,13 @@ class Nest:
     lists: Mapping[str, tuple[Variable, ...]]
     places: Mapping[str, Index]
     levels: tuple[tuple[Instance, ...], ...] = ()  # reductions that rows share; each reads reductions of earlier levels
-    accesses: tuple[tuple[str, Index], ...] = ()  # operands and addresses that are read; "" stands for the outputs
-    bounds: tuple[tuple[Index, Size], ...] = ()  # indices that are compared with sizes
+    accesses: tuple[tuple[str, Index], ...] = ()  # operands that are read, with their addresses; "" means the outputs
+    bounds: tuple[tuple[Index, Size], ...] = ()  # indices, each with a size that it is compared with
     row_outputs: Mapping[str, Shape] = field(default_factory=dict)  # outputs with one element per row
-    stores: tuple[Instance, ...] = ()  # reductions whose accumulators are stored, at the axes' places
-    inner: tuple[Instance, ...] = ()  # reductions that no row shares: each thread computes them by itself
-    stored_read: tuple[tuple[Key, Index], ...] = ()  # reductions that launches before have computed, and where
-    instructions: int = 0  # per element, about
+    stores: tuple[Instance, ...] = ()  # reductions whose accumulators the nest stores, one per place
+    inner: tuple[Instance, ...] = ()  # reductions that no row shares: each thread computes them alone
+    stored_read: tuple[tuple[Key, Index], ...] = ()  # reductions of earlier launches, and the indices read
+    instructions: int = 0  # estimate per element
 
     @property
     def place(self) -> Place:
@@ -64,25 +65,25 @@ class Nest:
         return self._place_in(self.shape)
 
     def place_of(self, name: str, shapes: Shapes) -> Place:
-        """Return the place of the element that is computed in an output."""
+        """Return the place in the output `name` of the element that is computed."""
         own, shape = self.row_outputs.get(name, self.shape), shapes.of[name]
         return self._place_in(own) if own == shape else reshaped(self._place_in(own), own, shape)
 
     def _place_in(self, shape: Shape) -> Place:
-        """Return the place in a tensor whose axes are the nest's, some of them with one element."""
+        """Return the place in a tensor that has the nest's axes, some of them perhaps with size 1."""
         return tuple(NOTHING if dim == 1 else self.places.get(f"o{axis}", NOTHING) for axis, dim in enumerate(shape))
 
     @property
     def reads(self) -> set[Key]:
-        """The reductions that launches before have computed."""
+        """The reductions of earlier launches that the nest reads."""
         return {key for key, _ in self.stored_read}
 
     def count(self, name: str) -> Size:
-        """Return the product of the extents of a list of variables."""
+        """Return the number of elements of a list: the product of its variables' extents."""
         return product(each.extent for each in self.lists[name])
 
     def elements_of(self, instance: Instance, shapes: Shapes) -> tuple[str, tuple[Index, ...]]:
-        """Return the list that has the elements of a reduction, and their places along the reduced axes."""
+        """Return the name of the list that runs over a reduction's elements, and their place along the reduced axes."""
         extents = instance.extents(shapes)
         name = self.list_of(extents)
         if name != ELEMENTS:
@@ -91,14 +92,14 @@ class Nest:
         return name, tuple(NOTHING if dim == 1 else self.places[f"o{next(own)}"] for dim in extents)
 
     def list_of(self, extents: Sequence[Size]) -> str:
-        """Return the name of the list for reduced axes of these extents: the row's elements if they have the same."""
+        """Return the name of the list for reduced axes of these extents: ELEMENTS if a row has the same extents."""
         dims = [dim for dim in extents if dim != 1]
         if dims and dims == [self.shape[axis] for axis in self.element_axes() if self.shape[axis] != 1]:
             return ELEMENTS
         return "reduced " + " ".join(f"[{dim}]" for dim in extents)
 
     def element_axes(self) -> list[int]:
-        """Return the axes of the outputs that are elements of rows."""
+        """Return the axes of the outputs that run along the elements of a row."""
         rows = {name for level in self.levels for each in level for name in _variables(each)}
         return [axis for axis in range(len(self.shape)) if f"o{axis}" not in rows]
 
@@ -108,13 +109,13 @@ def _variables(instance: Instance) -> set[str]:
 
 
 def _is_of(instance: Instance, variables: set[str]) -> bool:
-    """Return whether a reduction's place depends on these variables alone, and on nothing that is read."""
+    """Return whether a reduction's place depends on these variables alone, and not on a loaded value."""
     atoms = (atom for index in instance.kept if index for atom in index.atoms())
     return _variables(instance) <= variables and not any(atom.kind == "value" for atom in atoms)
 
 
 def draft(program: Program, shapes: Shapes, stored: StoredByKey) -> Writer:
-    """Return a writer for a draft, which finds the operands that are read, and where."""
+    """Return a writer whose code is discarded; it records the operands that are read, and their addresses."""
     return Writer(program, shapes, Arguments(shapes.sizes, False), False, stored)
 
 
@@ -125,7 +126,7 @@ def make_nest(
     stored: StoredByKey,
     row_outputs: Mapping[str, Shape] | None = None,
 ) -> Nest:
-    """Return the nest of outputs that have equally many elements; `stored` are reductions that it need not compute."""
+    """Return the nest of outputs with equally many elements; separate launches compute the `stored` reductions."""
     nest = Nest(tuple(outputs), shapes.of[outputs[0]], {}, {}, row_outputs=row_outputs or {})
     return _made(nest, program, shapes, stored)
 
@@ -137,7 +138,7 @@ def make_stored_nest(program: Program, shapes: Shapes, group: Sequence[Stored], 
 
 
 def _made(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
-    """Return a nest with all but its outputs and its shape."""
+    """Complete a nest that has only its outputs and its shape."""
     axes = [Variable(f"o{axis}", dim) for axis, dim in enumerate(nest.shape) if dim != 1]
     places = {each.name: variable_index(each.name, each.extent) for each in axes}
     nest = _with_levels(replace(nest, lists={ROWS: (), ELEMENTS: tuple(axes)}, places=places), program, shapes, stored)
@@ -158,7 +159,7 @@ def _made(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> 
 
 
 def _with_levels(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
-    """Return a nest with the reductions that rows share: outside branches, at places that follow from the outputs."""
+    """Add the reductions that rows share: they are outside branches, and their places depend on the outputs' axes."""
     writer = draft(program, shapes, stored)
     for name in (*nest.outputs, *nest.row_outputs):
         writer.value(name, nest.place_of(name, shapes))
@@ -180,14 +181,14 @@ def _with_levels(nest: Nest, program: Program, shapes: Shapes, stored: StoredByK
 
 
 def _reads(instance: Instance, program: Program, shapes: Shapes, stored: StoredByKey) -> set[Instance]:
-    """Return the reductions that are computed while one is."""
+    """Return the reductions whose results the computation of `instance` needs."""
     writer = draft(program, shapes, stored)
     writer.in_place(instance)
     return {each for each, _ in writer.found}
 
 
 def flattened(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey, kept: int = 0) -> Nest:
-    """Return a nest without reductions with one variable in place of all after the first `kept`."""
+    """Merge all variables of a nest without reductions into one, except the first `kept`."""
     variables, by = nest.lists[ELEMENTS][kept:], dict[str, Index]()
     one = Variable("e", product(each.extent for each in variables))
     left = variable_index(one.name, one.extent)
@@ -197,7 +198,7 @@ def flattened(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey,
 
 
 def with_row_outputs(nests: Sequence[Nest], program: Program, shapes: Shapes, stored: StoredByKey) -> list[Nest]:
-    """Return nests; those that compute one element per row join a nest with the same rows."""
+    """Return nests; a nest that computes one element per row is merged into a nest with the same rows."""
     found = list(nests)
     for nest in nests:
         if nest.levels and not nest.inner and not nest.lists[ELEMENTS]:
@@ -216,16 +217,16 @@ def _reductions(nest: Nest) -> set[Instance]:
 
 
 def in_variables(instance: Instance, nest: Nest) -> Instance:
-    """Return a reduction at its place in the nest's variables."""
+    """Return a reduction with its place expressed in the nest's variables."""
     kept = tuple(None if index is None else replaced(index, nest.places) for index in instance.kept)
     return replace(instance, kept=kept)
 
 
-# --- variables that make what is read a sum --------------------------------------------------------------------------
+# --- split and merge variables, so that addresses become sums --------------------------------------------------------
 
 
 def _refined(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
-    """Return a nest with split variables where dims are split, and merged ones where dims are merged."""
+    """Split variables where the program splits dims, and merge variables where it merges dims."""
     nest = traced(nest, program, shapes, stored)
     for _ in range(MAX_REFINEMENTS):
         found = next(_splits(nest), None)
@@ -241,7 +242,7 @@ def _refined(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) 
 
 
 def traced(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
-    """Return a nest with the accesses and bounds of its text."""
+    """Return a nest with the accesses, bounds and instructions of its code, found by a draft."""
     writer = draft(program, shapes, stored)
     for level in nest.levels:
         for instance in level:
@@ -268,7 +269,7 @@ def _indices(nest: Nest) -> Iterator[Index]:
 
 
 def _splits(nest: Nest) -> Iterator[tuple[Variable, Size]]:
-    """Yield variables of which quotients and remainders are taken, with the number of elements to divide them by."""
+    """Yield variables that indices divide, each with the divisor by which to split it."""
     variables = {each.name: each for of in nest.lists.values() for each in of}
     for atom in dict.fromkeys(atom for index in _indices(nest) for atom in index.atoms()):
         if atom.kind not in ("div", "mod") or atom.of is None:
@@ -281,7 +282,7 @@ def _splits(nest: Nest) -> Iterator[tuple[Variable, Size]]:
 
 
 def split(nest: Nest, variable: Variable, part: Size) -> Nest:
-    """Return a nest with two variables in place of one; the second counts `part` elements."""
+    """Split one variable of a nest into two, the second of which has the extent `part`."""
     whole = divide(variable.extent, part)
     assert whole is not None
     high = Variable(f"{variable.name}h", whole)
@@ -298,7 +299,7 @@ def _mergeable(nest: Nest) -> Iterator[tuple[Variable, Variable]]:
 
 
 def _merges(index: Index, high: Variable, low: Variable) -> bool:
-    """Return whether two variables appear in an index as one: the second counts on where the first steps."""
+    """Return whether an index depends on two variables as on one: a step of the first is the second's whole extent."""
     if index.factor(high.name) != index.factor(low.name) * low.extent:
         return False
     inner = [atom for atom, _ in index.terms if atom.kind != "variable"]
@@ -312,7 +313,7 @@ def _with_merged(nest: Nest, high: Variable, low: Variable) -> Nest:
 
 
 def _with_variables(nest: Nest, old: tuple[Variable, ...], new: tuple[Variable, ...], by: Mapping[str, Index]) -> Nest:
-    """Return a nest with other variables in place of some neighbouring ones."""
+    """Replace adjacent variables `old` of a list by `new`; `by` has the old ones as indices of the new ones."""
     lists = {}
     for name, variables in nest.lists.items():
         found: list[Variable] = []

@@ -27,29 +27,29 @@ INFIX: Final = {
     "GreaterOrEqual": ">=", "And": "&&", "Or": "||", "Xor": "!=",
     "BitwiseAnd": "&", "BitwiseOr": "|", "BitwiseXor": "^",
 }  # fmt: skip
-MATH: Final = {  # functions of the C library; the names for float end with f
+MATH: Final = {  # functions of the C library; their float variants have the suffix f
     "Sqrt": "sqrt", "Exp": "exp", "Log": "log", "Erf": "erf", "Tanh": "tanh", "Sin": "sin", "Cos": "cos",
     "Floor": "floor", "Ceil": "ceil", "Round": "rint",
 }  # fmt: skip
-OF_ANGLES: Final = {"Sin": "sine", "Cos": "cosine"}  # for float they share the reduction of the angle
-QUOTIENTS: Final = {  # for floats, where the last bit does not matter
+OF_ANGLES: Final = {"Sin": "sine", "Cos": "cosine"}  # for float, both use the same reduction of the angle
+QUOTIENTS: Final = {  # for floats, if the last bit does not matter
     "Div": "quotient({}, {})", "Reciprocal": "quotient({one}, {})", "Sqrt": "root({})",
     "Softsign": "quotient({0}, {one} + magnitude({0}))",
 }  # fmt: skip
-INSTRUCTIONS: Final = {  # per element, about; other operators take OTHER_INSTRUCTIONS
+INSTRUCTIONS: Final = {  # estimate per element; other operators take OTHER_INSTRUCTIONS
     "Sin": 35, "Cos": 35, "Erf": 23, "Pow": 20, "Gelu": 20, "Softplus": 16, "Tanh": 12, "Mish": 12, "Log": 12,
     "Softmax": 12, "LogSoftmax": 12, "Elu": 10, "Selu": 10, "Exp": 8, "Sigmoid": 6, "Mod": 20,
 }  # fmt: skip
 OTHER_INSTRUCTIONS: Final = 2
-MERGE_INSTRUCTIONS: Final = 24  # for merging the partial results of threads
-MAX_INSTRUCTIONS: Final = 2400  # per thread: the limit of vectors and unrolled loops, so that kernels compile in 0.3 s
-MAX_POWER: Final = 4  # the largest exponent for which a power is a product, a root or both
+MERGE_INSTRUCTIONS: Final = 24  # estimate for merging the partial results of threads
+MAX_INSTRUCTIONS: Final = 2400  # per thread: limits vectors and unrolled loops, so that kernels compile in 0.3 s
+MAX_POWER: Final = 4  # largest exponent for which Pow becomes products and square roots
 NUMERAL: Final = re.compile(r"(-?[\d.]+(?:e[+-]?\d+)?)(?:f|ll)?")
-SELU: Final = (1.67326319217681884765625, 1.05070102214813232421875)  # alpha and gamma, ONNX's defaults
+SELU: Final = (1.67326319217681884765625, 1.05070102214813232421875)  # ONNX's default alpha and gamma
 
 
 def literal(value: Any, dtype: str) -> str:
-    """Return a constant of a dtype in C++; infinities and NaN may be texts."""
+    """Return a constant of a dtype in C++; infinities and NaN may be given as strings."""
     if dtype == "bool":
         return "true" if value else "false"
     if dtype not in FLOATS:
@@ -66,7 +66,7 @@ def literal(value: Any, dtype: str) -> str:
 def of_equal_inputs(operation: Operation, dtype: str) -> str | int | None:
     """Return the result of an operator whose last two inputs are the same value of a dtype.
 
-    That is a literal, the number of an input, or None where it must be computed.
+    The result is a literal, the index of an input, or None if it must be computed.
     """
     name, inputs = operation.name, operation.inputs
     if len(inputs) < 2 or inputs[-1] != inputs[-2]:
@@ -83,10 +83,10 @@ def of_equal_inputs(operation: Operation, dtype: str) -> str | int | None:
 def expression(
     operation: Operation, given: Sequence[str], dtypes: Sequence[str], target: str, nearest: bool = True
 ) -> str:
-    """Return the result of an operator for inputs that are given as expressions, of these dtypes.
+    """Return the C++ expression of an operator; `given` are its inputs' expressions, and `dtypes` their dtypes.
 
-    Sin and Cos of floats get reduced angles.  Quotients and roots of floats are the nearest ones if `nearest`, and else
-    within 2 units in the last place.
+    The inputs of Sin and Cos in float are reduced angles.  Quotients and roots of floats are correctly rounded if
+    `nearest`, and otherwise within 2 units in the last place.
     """
     name, of = operation.name, dtypes[0]
     single = "f" if NUMBER[of] == "float" else ""
@@ -128,7 +128,7 @@ def expression(
 
 
 def number_in(text: str, dtype: str) -> float:
-    """Return the number that a literal is; 0 for other expressions, and where its reciprocal is not a good factor."""
+    """Return the value of a literal; 0 for other expressions, or if the reciprocal would over- or underflow."""
     try:
         number = float(text.rstrip("f")) if dtype in FLOATS else 0.0
     except ValueError:
@@ -144,7 +144,7 @@ def _divided_by_number(x: str, number: float, nearest: bool) -> str:
 
 
 def _others(operation: Operation, x: str, of: str) -> str:
-    """Return the result of an operator of one input that is not a function of the C library."""
+    """Return the result of a unary operator that is not a function of the C library."""
     name, number = operation.name, NUMBER[of]
     alpha, gamma = (
         literal(operation.attributes.get(key, default), of)
@@ -169,13 +169,13 @@ def _others(operation: Operation, x: str, of: str) -> str:
 
 
 def _of_width(text: str, dtype: str) -> str:
-    """Return an expression that wraps around as the dtype does; C++ computes narrower integers in int."""
+    """Return an expression that wraps around in its dtype; C++ computes integers narrower than int in int."""
     return f"({NUMBER[dtype]})({text})" if dtype in ("int8", "uint8") else text
 
 
 def _activation(operation: Operation, x: str) -> str:
     attributes = operation.attributes
-    is_tanh = attributes.get("approximate", "none") == "tanh"  # of Gelu
+    is_tanh = attributes.get("approximate", "none") == "tanh"  # Gelu's approximation
     function = ACTIVATIONS["gelu_tanh" if is_tanh else ACTIVATION_OF[operation.name]]
     alpha, beta = (
         literal(attributes.get(key, default), "float32")
@@ -199,7 +199,7 @@ def _power(given: Sequence[str], dtypes: Sequence[str], nearest: bool) -> str:
 
 
 def _remainder(operation: Operation, given: Sequence[str], dtype: str) -> str:
-    """Return a remainder, with the sign of the dividend if `fmod` is set, and of the divisor otherwise."""
+    """Return a remainder; its sign is the dividend's if `fmod` is set, and the divisor's otherwise."""
     if dtype in FLOATS:
         return f"fmod{'f' if NUMBER[dtype] == 'float' else ''}({given[0]}, {given[1]})"
     if operation.attributes.get("fmod", 0):

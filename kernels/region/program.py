@@ -1,8 +1,8 @@
-"""What a region computes: the node's attribute `program`, read and checked.
+"""Parses and checks a node's attribute `program`, which lists the operators of a region.
 
 The program is JSON: "ops" are [operator, inputs, outputs, attributes] in an order in which they can be computed,
 "outputs" are the values that the node gives, and "dtypes" names the dtype of every value.  Operands are x0, x1, ...
-Operators mean what ONNX says, whatever the model's opset; onnxfuse/region_operators.py lists them.  An integer of an
+Operators have ONNX's semantics, in any opset of the model; onnxfuse/region_operators.py lists them.  An integer of an
 attribute may be an expression over the dims of the operator's inputs, as onnxfuse/regions/computed.py says.
 """
 
@@ -19,10 +19,10 @@ from onnxfuse.algebra.operators import DISCONTINUOUS
 from onnxfuse.region_operators import DTYPES, EXACT, FLOATS, HALVES, dtypes_of
 from onnxfuse.runtime.plan import FusedNode
 
-VALUE_NAME: Final = re.compile(r"[a-z]+[0-9]+")  # it becomes a variable's name; programs come from model files
+VALUE_NAME: Final = re.compile(r"[a-z]+[0-9]+")  # it becomes a C++ name; model files are untrusted
 SHIFTS: Final = ("LEFT", "RIGHT")
 PAD_MODES: Final = ("constant", "reflect", "edge", "wrap")
-MAX_OPERANDS: Final = 64  # pointers that a kernel takes
+MAX_OPERANDS: Final = 64  # maximum operands of a kernel
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Operation:
     attributes: Mapping[str, Any]
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """Return an attribute that is a list of integers."""
+        """Return the value of an attribute that is a list of integers."""
         return tuple(int(each) for each in self.attributes[name])
 
 
@@ -49,12 +49,12 @@ class Program:
 
     @functools.cached_property
     def producers(self) -> Mapping[str, Operation]:
-        """The operation that gives each value; operands have none."""
+        """The operation that computes each value; operands are not among the keys."""
         return {name: each for each in self.operations for name in each.outputs}
 
     @functools.cached_property
     def read_by_steps(self) -> frozenset[str]:
-        """The values on which results of operators depend that are not continuous: the last bit of these may matter."""
+        """The values on which discontinuous operators depend, for whose results the last bit may matter."""
         found: set[str] = set()
         for each in reversed(self.operations):
             is_cut = each.name == "Cast" and self.dtypes[each.outputs[0]] not in FLOATS
@@ -64,9 +64,9 @@ class Program:
 
     @functools.cached_property
     def rounded(self) -> frozenset[str]:
-        """The values of 16-bit floats that kernels round to their dtype, as the model does.
+        """The 16-bit float values that kernels round to their dtype, as the model does.
 
-        These are the ones that are read by steps.  What an operator only passes on was rounded before.
+        They are the values of `read_by_steps`, except results of operators that only move rounded values.
         """
         halves = {name for name in self.read_by_steps if self.dtypes[name] in HALVES}
         return frozenset(halves - {name for each in self.operations if each.name in EXACT for name in each.outputs})
@@ -110,7 +110,7 @@ def parse(node: FusedNode) -> Program:
 
 
 def refusal(program: Program, dtypes: Sequence[str], output_dtypes: Sequence[str]) -> str | None:
-    """Say which operator or dtype no kernel can be generated for; None if one can."""
+    """Return why no kernel can be generated for a program's operators or dtypes; None if one can."""
     if len(dtypes) > MAX_OPERANDS:
         return f"region: it has {len(dtypes)} operands; a kernel takes {MAX_OPERANDS}"
     for i, dtype in enumerate(dtypes):

@@ -14,18 +14,18 @@ from onnxfuse.kernels.region.operators import BYTES, NUMBER
 from onnxfuse.kernels.region.program import Operation, Program
 from onnxfuse.kernels.region.shapes import Shapes, reduced_axes
 
-ACCUMULATORS: Final = {  # types of region.cuh, and the addend of an element
+ACCUMULATORS: Final = {  # by kind: the type in region.cuh, and the addend for an element
     "ReduceSum": ("Sum", "{}"), "ReduceMean": ("Sum", "{}"), "ReduceMax": ("Max", "{}"), "ReduceMin": ("Min", "{}"),
     "ReduceProd": ("Prod", "{}"), "ReduceSumSquare": ("Sum", "{0} * {0}"), "ReduceL2": ("Sum", "{0} * {0}"),
     "ReduceL1": ("Sum", "magnitude({})"), "ReduceLogSumExp": ("Online", "{}"), "Softmax": ("Online", "{}"),
     "LogSoftmax": ("Online", "{}"), "ArgMax": ("Extreme", "{}"), "ArgMin": ("Extreme", "{}"),
 }  # fmt: skip
-Key: TypeAlias = tuple[str, str, str, tuple[int, ...]]  # the key of a reduction at any place
+Key: TypeAlias = tuple[str, str, str, tuple[int, ...]]  # identifies a reduction without its place
 
 
 @dataclass(frozen=True)
 class Instance:
-    """A reduction of a value: at a place along the axes that are kept, and None along those that are reduced."""
+    """A reduction of a value at one place: `kept` has the index along each kept axis, and None for reduced axes."""
 
     kind: str
     terms: str
@@ -39,12 +39,12 @@ class Instance:
 
     @property
     def key(self) -> Key:
-        """What is reduced, how, and over which axes, at whatever place."""
+        """The kind, the addend, the reduced value and the axes: the reduction without its place."""
         return self.kind, self.terms, self.value, self.axes
 
     @property
     def is_extreme(self) -> bool:
-        """Whether the place of an element is the result."""
+        """Whether the result is the index of an element (ArgMax, ArgMin)."""
         return self.kind.startswith("Extreme")
 
     def extents(self, shapes: Shapes) -> tuple[Size, ...]:
@@ -52,7 +52,7 @@ class Instance:
         return tuple(shapes.of[self.value][axis] for axis in self.axes)
 
     def count(self, shapes: Shapes) -> Size:
-        """Return the number of elements that are reduced to one."""
+        """Return the number of elements that are reduced to one result."""
         return product(self.extents(shapes))
 
     def accumulator(self, program: Program) -> str:
@@ -62,20 +62,20 @@ class Instance:
         return f"{name}<{', '.join([number, *arguments.split()])}>"
 
     def accumulator_bytes(self, program: Program) -> int:
-        """Return the size of the accumulator."""
+        """Return the size of the accumulator in bytes."""
         dtype = program.dtypes[self.value]
         number = 8 if self._is_wide(program) else 4 if NUMBER[dtype] == "float" else BYTES[dtype]
         if self.is_extreme:
-            return 2 * max(number, 4)  # the number and an int, aligned
+            return 2 * max(number, 4)  # the number and an int index, aligned
         return 2 * number if self.kind == "Online" else number
 
     def _is_wide(self, program: Program) -> bool:
-        """Return whether a sum of int32 has 64 bits: its mean has 32 even where the sum has more."""
+        """Return whether int32 is summed in 64 bits: the mean fits 32 bits even if the sum does not."""
         return self.kind == "Sum" and program.dtypes[self.value] == "int32"
 
 
 def instance_of(operation: Operation, place: Place, program: Program, shapes: Shapes) -> Instance:
-    """Return the reduction that gives an operation's result at a place."""
+    """Return the reduction that an operation's result at a place needs."""
     value, axes = operation.inputs[0], reduced_axes(operation)
     rank = len(shapes.of[value])
     left = iter(place)
@@ -98,17 +98,17 @@ def instance_of(operation: Operation, place: Place, program: Program, shapes: Sh
 
 
 def term(instance: Instance, value: str) -> str:
-    """Return the addend of an element."""
+    """Return the expression that an element adds to the accumulator."""
     return instance.terms.format(value)
 
 
 def finished(operation: Operation, accumulator: str, own: str, count: str, number: str, nearest: bool) -> str:
-    """Return an operator's result; `own` is the element itself, for Softmax.  `nearest` is as in operators.py."""
+    """Return an operator's result from an accumulator; `own` is Softmax's element.  `nearest` is as in operators.py."""
     name, total = operation.name, f"{accumulator}.total"
     if name == "ReduceMean":
         is_float = number in ("float", "double")
         way = "nearest_quotient" if nearest else "quotient"
-        by = count if count[0] in "123456789" else f"{count} > 0 ? {count} : 1"  # the mean of no elements is 0
+        by = count if count[0] in "123456789" else f"{count} > 0 ? {count} : 1"  # without elements, the mean is 0
         return f"{way}({total}, ({number})({by}))" if is_float else f"{total} / ({number})({by})"
     if number == "int" and ACCUMULATORS[name][0] == "Sum":
         return f"saturated({total})"

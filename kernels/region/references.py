@@ -1,4 +1,4 @@
-"""Values in the text of a kernel, and the code that writes them."""
+"""References to values in a kernel's code, and the protocol of the writer that computes them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from onnxfuse.kernels.region.shapes import Shapes
 
 @dataclass(frozen=True)
 class Reference:
-    """A value that the text has: a variable of C++, or an array of one for each lane of a vector."""
+    """A value in the generated code: a C++ variable, or an array with one element per lane of a vector."""
 
     text: str
-    varies: bool = False  # it is an array
-    masked: bool = False  # lanes that do not need it may have another value
+    varies: bool = False  # it is an array with one element per lane
+    masked: bool = False  # lanes that do not need the value may hold a wrong one
 
     @property
     def lane(self) -> str:
@@ -29,17 +29,17 @@ class Reference:
         return f"{self.text}[j]" if self.varies else self.text
 
     def where(self, masked: bool) -> Reference:
-        """Return the same variable, in which lanes that do not need it have another value if `masked`."""
+        """Return the same variable; `masked`: lanes that do not need the value may hold a wrong one."""
         return replace(self, masked=masked)
 
     def of_text(self, text: str) -> Reference:
-        """Return a reference to an expression that all lanes have in common."""
+        """Return a reference to an expression that is the same in all lanes."""
         return Reference(text)
 
 
 @dataclass(frozen=True)
 class Within:
-    """What the text may rely on: an index is `begin` or more, and below `end`."""
+    """A bound that the generated code may assume: `begin` <= index < `end`."""
 
     index: Index
     begin: Size
@@ -47,7 +47,7 @@ class Within:
 
 
 class ValueWriter(Protocol):
-    """What codegen.py offers to the modules that emit a part of its text."""
+    """The methods of codegen.Writer that modules use to emit parts of a kernel."""
 
     program: Program
     shapes: Shapes
@@ -61,39 +61,39 @@ class ValueWriter(Protocol):
         """Add a line."""
 
     def branch(self, head: str) -> AbstractContextManager[None]:
-        """Write a block that not every thread runs."""
+        """Write a block after a line such as `if (...)`, which only some threads run."""
 
     def mask(self, condition: str) -> AbstractContextManager[str]:
-        """Write for the lanes that a condition chooses; yield the array that says which."""
+        """Write branchless code for the lanes where a condition is true; yield the name of their array of bools."""
 
     def is_below(self, index: Index, bound: Size) -> bool | None:
-        """Return whether an index is less than a bound; None if it depends."""
+        """Return whether an index is less than a bound; None if that is only known at run time."""
 
     def index(self, index: Index, in_lane: bool = False) -> str:
         """Return an index as an expression."""
 
     def is_contiguous(self, address: Index) -> bool:
-        """Return whether a vector access has all lanes at an address."""
+        """Return whether one vector access reads or writes all lanes at an address."""
 
     def value(self, name: str, place: Place) -> Reference:
-        """Return a value at a place, which is written unless the text has it."""
+        """Return a value at a place; write its computation unless the code already has it."""
 
     def declare(
         self, kind: str, value: str, varies: bool, masked: bool = False, name: str = "", note: str = ""
     ) -> Reference:
-        """Write a variable with its value."""
+        """Declare a variable with a value, an expression that may depend on lane j."""
 
     def new_name(self, begin: str = "t") -> str:
-        """Return a name that no variable has."""
+        """Return an unused name that starts with `begin`."""
 
     def name_of(self, value: str) -> str:
-        """Return a name for a variable of a value or an operand."""
+        """Return an unused name for a variable that holds a value or an operand's element."""
 
     def address(self, pointer: str, index: Index, in_lane: bool = False) -> str:
-        """Return the address of an element after a pointer."""
+        """Return the address of the element at an index from a pointer on."""
 
     def declared(self, name: str, varies: bool) -> Reference:
-        """Declare a variable for a value, without one."""
+        """Declare a variable for a value without an initializer."""
 
     def assign(self, to: Reference, value: Reference) -> None:
-        """Write an assignment to a variable that was declared before."""
+        """Write the assignment of a value to an already declared variable."""

@@ -1,6 +1,6 @@
-// What generated kernels of regions call: accesses of all dtypes, operators, and the accumulators of reductions.
+// Functions for the generated kernels of regions: accesses of all dtypes, operators, and accumulators of reductions.
 //
-//   PRECISE  1: some value is fp32, so that activations are as accurate; 0: all floats are stored in 16 bits
+//   PRECISE  1: some value is fp32, so activations need fp32 accuracy; 0: all floats are stored in 16 bits
 #pragma once
 
 #define INFINITE __uint_as_float(0x7f800000u)
@@ -38,7 +38,7 @@ __device__ __forceinline__ void load(const T* from, T (&to)[N]) {
 }
 
 template <class T>
-struct Number { using Type = T; };  // the type that one element is computed in
+struct Number { using Type = T; };  // the type in which an element is computed
 template <> struct Number<f32> { using Type = float; };
 template <> struct Number<f16> { using Type = float; };
 template <> struct Number<bf16> { using Type = float; };
@@ -50,7 +50,7 @@ __device__ __forceinline__ typename Number<T>::Type load_one(const T* from) {
     return values[0];
 }
 
-// What lies in memory as it is, whose place is a multiple of its size or of 16 bytes.
+// Reads a pack of elements without conversion; its address is a multiple of its size or of 16 bytes.
 template <class T, int N>
 __device__ __forceinline__ Pack<T, N> read_packed(const Pack<T, N>& from) {
     alignas(16) Pack<T, N> found;
@@ -63,14 +63,14 @@ __device__ __forceinline__ void put_packed(T* to, const Pack<T, N>& packed) {
     copy_elements<u32, N * int(sizeof(T)) / 4>(aligned.words, reinterpret_cast<u32*>(to));
 }
 
-// Copies to shared memory that were started since the last call are waited for together.
+// Closes a group of copies to shared memory: those started since the last call are later waited for together.
 __device__ __forceinline__ void commit_copies() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 template <int LATEST>
-__device__ __forceinline__ void wait_for_copies_but() {  // all but those of the latest calls of commit_copies
+__device__ __forceinline__ void wait_for_copies_but() {  // waits for all groups of copies except the latest ones
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_group %0;" ::"n"(LATEST) : "memory");
 #endif
@@ -101,13 +101,13 @@ __device__ __forceinline__ void put_shared(bf16* to, const float (&values)[N]) {
 template <int N, class T>
 __device__ __forceinline__ void put_shared(T* to, const T (&values)[N]) { put(false, to, values); }
 
-// Stores the elements of N threads of a block, COUNT neighbours for each.  Threads exchange chunks, so that
-// neighbouring threads store neighbouring chunks; `left` chunks exist from `to` on.
+// Stores the elements of a block of N threads, each of which has COUNT contiguous ones.  Threads exchange chunks of
+// CHUNK elements, so that neighbouring threads store neighbouring chunks; the output has `left` chunks from `to` on.
 template <int CHUNK, int N, int COUNT, class T>
 __device__ __forceinline__ void put_by_block(bool leaving, T* to, const typename Number<T>::Type (&values)[COUNT],
                                              int left, u64* memory) {
     constexpr int EACH_HAS = COUNT / CHUNK;
-    T* slots = reinterpret_cast<T*>(memory);  // one of nine is free, so that few are in the same banks
+    T* slots = reinterpret_cast<T*>(memory);  // every ninth slot is unused, so that bank conflicts are few
 #pragma unroll
     for (int i = 0; i < EACH_HAS; ++i) {
         typename Number<T>::Type chunk[CHUNK];
@@ -132,7 +132,7 @@ __device__ __forceinline__ void put_one(bool leaving, T* to, typename Number<T>:
     put(leaving, to, values);
 }
 
-// The value as a tensor of 16-bit floats would hold it.
+// The value rounded to the 16-bit float type T.
 template <class T>
 __device__ __forceinline__ float rounded(float value) {
     const float before[1] = {value};
@@ -143,7 +143,7 @@ __device__ __forceinline__ float rounded(float value) {
 
 // ---- operators ---------------------------------------------------------------------------------------------------
 
-// A NaN among the two is the result.
+// Maximum and minimum; if one input is NaN, so is the result.
 template <class T>
 __device__ __forceinline__ T larger(T a, T b) { return a > b || a != a ? a : b; }
 template <class T>
@@ -164,7 +164,8 @@ __device__ __forceinline__ float smaller(float a, float b) {
 }
 #endif
 #if __CUDA_ARCH__ >= 900
-// ptxas of CUDA 13.0 loses the minus in max(max(a, -b), c) of signed words, which VIMNMX3 computes; these are unsigned.
+// These compare unsigned words, because ptxas of CUDA 13.0 loses the minus in max(max(a, -b), c) of signed words, for
+// which it emits VIMNMX3.
 constexpr u32 SIGN = 0x80000000u;
 template <>
 __device__ __forceinline__ int larger(int a, int b) {
@@ -180,12 +181,12 @@ __device__ __forceinline__ int smaller(int a, int b) {
 }
 #endif
 
-// The nearest product, which the compiler does not make a part of a sum that is rounded once.
+// The rounded product, which the compiler must not contract with an addition into an FMA.
 __device__ __forceinline__ float product(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ double product(double a, double b) { return __dmul_rn(a, b); }
 
-// Within 2 units in the last place: 3 to 4 instructions, where the nearest result takes about 12 and a branch. Results
-// that are not continuous are of nearest ones.
+// Approximations within 2 units in the last place. They take 3 to 4 instructions, a correctly rounded result
+// about 12 and a branch. Inputs of discontinuous operators are correctly rounded instead.
 __device__ __forceinline__ float quotient(float a, float b) {
 #if __CUDA_ARCH__ >= 750
     float y;
@@ -197,8 +198,8 @@ __device__ __forceinline__ float quotient(float a, float b) {
 }
 __device__ __forceinline__ double quotient(double a, double b) { return a / b; }
 
-// The nearest quotient, or in rare cases a number beside it; exact where a number has it. It takes no branch, and what
-// depends on b alone is computed once for many a.
+// The nearest quotient, or in rare cases an adjacent number; exact if the quotient is representable. It has no branch,
+// and the part that depends only on b is computed once for many a.
 __device__ __forceinline__ float nearest_quotient(float a, float b) {
 #if __CUDA_ARCH__ >= 750
     const float near = reciprocal(b), size = fabsf(b);
@@ -212,12 +213,12 @@ __device__ __forceinline__ float nearest_quotient(float a, float b) {
 }
 __device__ __forceinline__ double nearest_quotient(double a, double b) { return a / b; }
 
-// The same by a number whose reciprocal is known, far from the limits of what a float holds.
+// The same for a divisor whose reciprocal is known; both must be far from the overflow and underflow of float.
 __device__ __forceinline__ float divided(float a, float by, float inverse) {
     const float q = a * inverse, better = fmaf(fmaf(-by, q, a), inverse, q);
     return fabsf(q) < LARGEST ? better : q;
 }
-__device__ __forceinline__ float root(float x) {  // within 1 unit in the last place
+__device__ __forceinline__ float root(float x) {  // approximates the square root within 1 unit in the last place
 #if __CUDA_ARCH__ >= 750
     float y;
     asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -231,7 +232,7 @@ __device__ __forceinline__ double root(double x) { return sqrt(x); }
 __device__ __forceinline__ float exponential(float x) { return exp2_fast(LOG2_E * x); }
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
 
-// Within 6e-7 of the logarithm: near 1 by a series of (x - 1) / (x + 1), and elsewhere by the hardware's log2.
+// The logarithm within 6e-7: near 1 by a series in (x - 1) / (x + 1), elsewhere by the hardware's log2.
 __device__ __forceinline__ float logarithm(float x) {
 #if __CUDA_ARCH__ >= 750
     float y;
@@ -245,15 +246,15 @@ __device__ __forceinline__ float logarithm(float x) {
 }
 __device__ __forceinline__ double logarithm(double x) { return log(x); }
 
-// An angle: the remainder from -pi/4 to pi/4, and the number of quarter turns, whose last two bits count.
-// Sin and Cos of one angle share it. Both are within 1.53 units in the last place, for every float.
+// A reduced angle: a remainder from -pi/4 to pi/4, and a number of quarter turns whose last two bits matter.
+// Sin and Cos of one angle share it. For every float, both are within 1.53 units in the last place.
 struct Angle {
     float rest;
     u32 quarters;
 };
 
-// The product of an angle beyond 71476 and 2 / pi, in 64 bits from the quarters on (Payne and Hanek). It is called,
-// because few angles need it, and each lane would have its 60 instructions; kernels with wgmma must call nothing.
+// Reduces an angle above 71476 by a multiplication with 2 / pi in 64 bits (Payne and Hanek). It is not inlined, because
+// few angles need it and each lane would repeat its 60 instructions. Kernels with wgmma inline it: they must not call.
 #ifdef HAS_PROGRAM
 __device__ __forceinline__
 #else
@@ -298,7 +299,7 @@ __device__ __forceinline__ float cosine(Angle x) { return sine({x.rest, x.quarte
 template <class T>
 __device__ __forceinline__ T sign(T x) { return x > T(0) ? T(1) : x < T(0) ? T(-1) : x == x ? T(0) : x; }
 
-// A shift by all bits and more gives 0.
+// Shifts by the number of bits or more give 0.
 __device__ __forceinline__ unsigned char shifted_left(unsigned char x, unsigned char by) { return by < 8 ? x << by : 0; }
 __device__ __forceinline__ unsigned char shifted_right(unsigned char x, unsigned char by) { return by < 8 ? x >> by : 0; }
 
@@ -314,7 +315,8 @@ __device__ __forceinline__ T modulo(T a, T b) {
     return rest != 0 && (rest < 0) != (b < 0) ? T(rest + b) : rest;
 }
 
-// Long words that fit into words are divided as such. The compiler does so as well, but where neither has a sign.
+// 64-bit numbers that fit into 32 bits are divided in 32 bits. The compiler does this too, but
+// only if neither is negative.
 template <>
 __device__ __forceinline__ long long modulo(long long a, long long b) {
     const u64 x = a < 0 ? 0 - u64(a) : u64(a), y = b < 0 ? 0 - u64(b) : u64(b);
@@ -323,7 +325,7 @@ __device__ __forceinline__ long long modulo(long long a, long long b) {
     return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
 }
 
-// x to the power of TWICE / 2. As pow has it, a root of a negative number is NaN, but of -inf that of inf, and of -0 0.
+// x to the power of TWICE / 2. As in pow, a negative number has the root NaN, but -inf has inf, and -0 has 0.
 template <int TWICE, class T>
 __device__ __forceinline__ T power(T x) {
     if constexpr (TWICE < 0 && TWICE % 2 == 0) {
@@ -348,14 +350,14 @@ __device__ __forceinline__ T power_of_integer(T base, double exponent) { return 
 template <class T>
 __device__ __forceinline__ T selu(T x, T alpha, T gamma) { return gamma * (x > T(0) ? x : alpha * T(expm1(x))); }
 
-// An index as Gather takes it, from -size to size - 1; others are an error of the model, and read the nearest element.
+// The index of Gather, from -size to size - 1, as one >= 0; others are an error in the model, and are clamped.
 template <class T>
 __device__ __forceinline__ T gathered(T at, T size) {
     if (at < 0) at += size;
     return at < 0 ? T(0) : at >= size ? T(size - 1) : at;
 }
 
-// The place that padding repeats at one before the first or after the last of `size` places.
+// The source index of reflect padding for an index before the first or after the last of `size` elements.
 template <class T>
 __device__ __forceinline__ T reflected(T at, T size) {
     if (size == 1) return 0;
@@ -365,10 +367,10 @@ __device__ __forceinline__ T reflected(T at, T size) {
 template <class T>
 __device__ __forceinline__ T nearest(T at, T size) { return at < 0 ? T(0) : at >= size ? T(size - 1) : at; }
 
-#ifndef HAS_PROGRAM  // the program of an epilogue has no reductions, and indices of 32 bits
+#ifndef HAS_PROGRAM  // an epilogue's program has no reductions, and its indices have 32 bits
 // ---- quotients and remainders by sizes that are arguments, of numbers below 2^62 ----------------------------------
 
-// As types.cuh has it for words; `multiplier` is 2^62 / value + 1, so that a quotient is at most one too large.
+// The 64-bit variant of Divisor in types.cuh; `multiplier` is 2^62 / value + 1, so a quotient is at most one too large.
 struct WideDivisor { u64 value, multiplier; };
 
 __device__ __forceinline__ long long operator/(long long n, WideDivisor d) {
@@ -379,7 +381,7 @@ __device__ __forceinline__ long long operator%(long long n, WideDivisor d) { ret
 
 // ---- accumulators ------------------------------------------------------------------------------------------------
 
-// The nearest number of 32 bits, which onnxruntime gives for a sum that is none.
+// The sum clamped to int32, as onnxruntime does.
 __device__ __forceinline__ int saturated(long long x) {
     return int(smaller<long long>(larger<long long>(x, -2147483647 - 1), 2147483647));
 }
@@ -426,7 +428,7 @@ struct Min {
     __device__ __forceinline__ void merge(const Min& other) { add(other.total); }
 };
 
-// The maximum of numbers and the sum of exp(x - maximum), in one pass with one exponential a number. `top` is finite
+// The maximum of numbers and the sum of exp(x - maximum), in one pass with one exponential per number. `top` is finite
 // even if all are -inf, and the sum is NaN if one of them is inf or NaN.
 template <class T>
 struct Online {
@@ -437,7 +439,7 @@ struct Online {
         top = distance > T(0) ? x : top;
     }
     template <int N>
-    __device__ __forceinline__ void add(const T (&x)[N]) {  // the sum is scaled once
+    __device__ __forceinline__ void add(const T (&x)[N]) {  // scales the sum once for N numbers
         T largest = top;
 #pragma unroll
         for (int i = 0; i < N; ++i) largest = x[i] > largest ? x[i] : largest;
@@ -454,7 +456,7 @@ struct Online {
     }
 };
 
-// The place of the largest number (of the least one if !LARGEST_WINS); the first of equal ones, or the last if LAST.
+// The index of the largest number, or of the least one if !LARGEST_WINS; of equal ones the first, or the last if LAST.
 template <class T, bool LARGEST_WINS, bool LAST>
 struct Extreme {
     T best = T(0);
@@ -467,7 +469,7 @@ struct Extreme {
     }
 };
 
-// What the lane whose number differs by `mask` has.
+// Returns the accumulator of the lane whose index is this lane's XOR `mask`.
 template <class A>
 __device__ __forceinline__ A exchanged(const A& own, int mask) {
     union Words {
@@ -481,7 +483,7 @@ __device__ __forceinline__ A exchanged(const A& own, int mask) {
     return to.whole;
 }
 
-// Merges what LANES neighbouring threads of a warp have, a power of two.
+// Merges the accumulators of LANES neighbouring threads of a warp; LANES is a power of two.
 template <int LANES = 32, class A>
 __device__ __forceinline__ void merge_warp(A& own) {
 #pragma unroll
@@ -500,7 +502,7 @@ __device__ __forceinline__ void merge_block(A& own, u64* memory) {
     for (int i = 1; i < THREADS / 32; ++i) own.merge(slots[i]);
 }
 
-// Merges the parts of columns, in their order; each thread has a part of WIDTH columns.
+// Merges the accumulators of columns in a fixed order; each thread has partial ones for WIDTH columns.
 template <class A, int WIDTH, int COLUMNS, int PARTS>
 __device__ __forceinline__ void merge_columns(A* own, u64* memory, int column, int part) {
     A* slots = reinterpret_cast<A*>(memory) + column;
@@ -519,9 +521,9 @@ __device__ __forceinline__ void merge_columns(A* own, u64* memory, int column, i
     for (int j = 0; j < WIDTH; ++j) own[j] = slots[j * COLUMNS];
 }
 
-// ---- accumulators in scratch memory, of all blocks that shared a row ---------------------------------------------
+// ---- accumulators in scratch memory, by the blocks that shared a row ---------------------------------------------
 
-// The merged accumulators of a row: one lies at `first`, and `step` further the next one.
+// Merges the accumulators of a row: the first one is at index `first`, each next one `step` further.
 template <class A>
 __device__ __forceinline__ A stored(const u64* memory, long long first, long long step, int shares) {
     const A* from = reinterpret_cast<const A*>(memory) + first;

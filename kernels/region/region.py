@@ -1,4 +1,4 @@
-"""The facts that decide how a region runs: its program, its shapes, and the GPU."""
+"""The input of a region's code generator: the program, the shapes, and the GPU."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from onnxfuse.runtime.plan import Device
 
 @dataclass(frozen=True)
 class Region:
-    """What decides how a region runs."""
+    """A region's program, shapes and device, which determine its kernels."""
 
     program: Program
     shapes: Shapes
-    aligned: bool  # operands and outputs start at multiples of 16 bytes
+    aligned: bool  # whether operands and outputs start at multiples of 16 bytes
     device: Device
-    is_wide: bool = False  # indices have 64 bits
+    is_wide: bool = False  # whether indices have 64 bits
 
     @property
     def sizes(self) -> Sizes:
-        """The sizes in the shapes."""
+        """The values and guards of the sizes in the shapes."""
         return self.shapes.sizes

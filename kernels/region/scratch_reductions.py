@@ -1,8 +1,8 @@
-"""Reductions whose accumulators are in scratch memory: a launch computes them, and launches after it read them.
+"""Reductions whose accumulators are in scratch memory: one launch computes them, and later launches read them.
 
-A reduction is stored where the threads that read it would compute it too slowly: where rows are so few that their
-blocks leave most of the GPU idle, or where it is read at places that no row shares, so that each thread would reduce
-all elements by itself.
+A reduction is stored if the threads that read it would compute it too slowly.  There are two cases: rows are so few
+that their blocks leave most of the GPU idle; or each thread reads the reduction at another place and would reduce all
+elements alone.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from onnxfuse.kernels.region.shapes import Shapes
 
 @dataclass(frozen=True)
 class Stored:
-    """A reduction at all places along the axes that it keeps.
+    """A reduction at all places along its kept axes, with accumulators in scratch memory.
 
-    Each place is a row of elements, which `shares` blocks reduced.  The accumulators of a row lie side by side, for a
-    warp or a block to merge, or, if `is_across`, those of a share of all rows, for threads that have a row each.
+    Each place is a row of elements, of which each of `shares` blocks reduced a part.  The accumulators of one row are
+    contiguous, so that a warp or a block merges them.  If `is_across`, the accumulators of one share of all rows are
+    contiguous instead, so that each thread merges one row.
     """
 
     pointer: str
-    instance: Instance  # the reduction at the places o0, o1, ...
-    shape: Shape  # the shape of all places
+    instance: Instance  # the reduction at a place with the variables o0, o1, ...
+    shape: Shape  # the extents of the kept axes
     shares: Size = 1
     is_across: bool = False
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is one place only, so that a block can merge the shares for all its threads."""
+        """Whether there is a single place with several shares, which a block merges for all its threads."""
         return product(self.shape) == 1 and self.shares != 1
 
     @property
@@ -55,5 +56,5 @@ def stored(instance: Instance, pointer: str, shapes: Shapes) -> Stored:
 
 
 def place_in(instance: Instance) -> Place:
-    """Return the place of an instance in the stored reduction."""
+    """Return the place of an instance among the places of the stored reduction."""
     return tuple(index for index in instance.kept if index is not None)

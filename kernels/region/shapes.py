@@ -1,4 +1,4 @@
-"""The shapes of all values of a region, from the shapes of its operands."""
+"""Infers the shapes of all values of a region from the shapes of its operands."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from onnxfuse.kernels.region.program import Operation, Program
 from onnxfuse.kernels.region.sizes import Sizes
 from onnxfuse.region_operators import ELEMENTWISE, SUMS
 
-OF_SOME: Final = (*EXTREMES, "ReduceMax", "ReduceMin")  # their result is not defined for no elements
+OF_SOME: Final = (*EXTREMES, "ReduceMax", "ReduceMin")  # reductions whose result is undefined for empty inputs
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """The shape of each value, and the known facts about sizes."""
+    """The shape of each value, and the values and guards of the sizes in the shapes."""
 
     sizes: Sizes
     of: Mapping[str, Shape]
 
 
 def infer(program: Program, operands: Mapping[str, Shape], sizes: Sizes) -> Shapes:
-    """Return the shapes of all values.  Raises ValueError if operands do not fit together."""
+    """Return the shapes of all values.  Raises ValueError if the operands' shapes are incompatible."""
     found = dict(operands)
     for operation in program.operations:
         shapes = [found[name] for name in operation.inputs]
@@ -71,7 +71,7 @@ def _output(operation: Operation, shapes: list[Shape], sizes: Sizes, output: int
 
 
 def sizes_of(operation: Operation, name: str, shapes: Sequence[Shape], sizes: Sizes) -> tuple[Size, ...]:
-    """Return an attribute that is a list of integers, or of expressions over the dims of the operation's inputs."""
+    """Return the values of a list attribute of integers or expressions over the dims of the operation's inputs."""
     return tuple(_size_of(each, shapes, sizes) for each in operation.attributes[name])
 
 
@@ -91,12 +91,12 @@ def reduced_axes(operation: Operation) -> tuple[int, ...]:
 
 
 def axis_of(operation: Operation) -> int:
-    """Return the one axis of an operation."""
+    """Return an operation's attribute `axis`."""
     return int(operation.attributes["axis"])
 
 
 def broadcast(shapes: list[Shape], sizes: Sizes) -> Shape:
-    """Return the shape to which all are broadcast.  Raises ValueError if they cannot be."""
+    """Return the shape to which shapes are broadcast together.  Raises ValueError if they are incompatible."""
     rank = max(map(len, shapes))
     found: list[Size] = [1] * rank
     for shape in shapes:
@@ -148,7 +148,7 @@ def _sliced(operation: Operation, shapes: Sequence[Shape], sizes: Sizes) -> Shap
 
 
 def slice_of(operation: Operation, axis: int, shapes: Sequence[Shape], sizes: Sizes) -> tuple[Size, int, Size]:
-    """Return first place, step and number of places of a Slice along one of its axes; `shapes` are its inputs'."""
+    """Return the first index, the step and the number of indices of a Slice along an axis, given its inputs' shapes."""
     at, dim = operation.integers("axes").index(axis), shapes[0][axis]
     start, end = (sizes_of(operation, name, shapes, sizes)[at] for name in ("starts", "ends"))
     step = operation.integers("steps")[at] if operation.attributes.get("steps") else 1
@@ -181,14 +181,14 @@ def _padded(operation: Operation, x: Shape, pads: Sequence[Size]) -> Shape:
 
 
 def _taken(name: str, dim: Size, found: Shape) -> Shape:
-    """Return the shape of what is taken along a dim.  Raises ValueError if there is nothing to take."""
+    """Return `found`, the shape of elements taken along a dim.  Raises ValueError if the dim has none to take."""
     if dim == 0 and 0 not in found:
         raise ValueError(f"region: {name} takes elements of an axis that has none")
     return found
 
 
 def _of_parts(operation: Operation, shapes: list[Shape], sizes: Sizes, output: int) -> Shape:
-    """Return the shape of what Concat, Split or Gather gives."""
+    """Return the shape of an output of Concat, Split or Gather."""
     x, axis = shapes[0], axis_of(operation)
     if operation.name == "Gather":
         return _taken("Gather", x[axis], (*x[:axis], *shapes[1], *x[axis + 1 :]))

@@ -1,4 +1,4 @@
-"""Which values of a tile go through shared memory: those that are read along another variable than it is stored."""
+"""Finds the values of a tile that go through shared memory: they are read along another variable than stored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onnxfuse.region_operators import ELEMENTWISE
 
 
 def staged_values(nest: Nest, across: Variable, program: Program, shapes: Shapes) -> list[tuple[str, Place]]:
-    """Return the values, and their places, that are computed along `across`: as late as nothing else is in them."""
+    """Return the values, with places, to compute along `across`: the largest ones without loads along the last axis."""
     found: dict[tuple[str, Place], None] = {}
     for name in nest.outputs:
         found |= dict.fromkeys(_staged(name, nest.place_of(name, shapes), nest, across, program, shapes))

@@ -1,6 +1,6 @@
-"""What a region's generator asks about sizes, which are polynomials over the dynamic dims of its operands.
+"""Queries of a region's generator about sizes, which are polynomials over the dynamic dims of its operands.
 
-Every dynamic dim is 1 or more: a plan is made apart for a dim of 0, which is then a constant.
+Every dynamic dim is at least 1, because a dim of 0 gets a separate plan, where it is a constant.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from onnxfuse.runtime.symint import SymInt, is_symbolic, maximum, minimum
 
 @dataclass
 class Sizes:
-    """The values of dynamic dims, and what was asked about them: answers are guards, as in runtime/symint.py."""
+    """The values of dynamic dims.  Comparisons of symbolic values add guards to the plan, as in runtime/symint.py."""
 
-    values: dict[str, int] = field(default_factory=dict)  # symbolic integers
-    divisors: dict[str, int] = field(default_factory=dict)  # known divisors of dims
+    values: dict[str, int] = field(default_factory=dict)  # by symbol: its value, a symbolic integer
+    divisors: dict[str, int] = field(default_factory=dict)  # by symbol: a known divisor
 
     def read(self, shape: Sequence[int]) -> Shape:
-        """Return the dims of a tensor as sizes; whether a dynamic one is 0 is asked."""
+        """Return the dims of a tensor as sizes; adds a guard on whether a dynamic dim is 0."""
         return tuple(self._dim(dim) for dim in shape)
 
     def _dim(self, dim: int) -> Size:
@@ -32,7 +32,7 @@ class Sizes:
         return 0 if dim == 0 else self.named(repr(dim), dim)
 
     def named(self, name: str, value: int) -> Size:
-        """Return a size of that value, which is the symbol `name` if the value is symbolic."""
+        """Return `value` as a size: the symbol `name` if the value is symbolic, else the number."""
         if not is_symbolic(value):
             return value
         self.values.setdefault(name, value)
@@ -43,13 +43,13 @@ class Sizes:
         return evaluate(size, self.values)
 
     def equal(self, a: Size, b: Size) -> bool:
-        """Return whether two sizes are equal; asked only where neither is known."""
+        """Return whether two sizes are equal; adds a guard only if the polynomials do not decide it."""
         if isinstance(a - b, int):
             return a == b
         return bool(self.value(a) == self.value(b))
 
     def at_least(self, a: Size, b: Size) -> bool:
-        """Return whether a >= b; asked only where neither is known."""
+        """Return whether a >= b; adds a guard only if the polynomials do not decide it."""
         if is_nonnegative(a - b):
             return True
         if is_nonnegative(b - a - 1):
@@ -67,13 +67,13 @@ class Sizes:
         return self.named(f"(({size}) / ({by}))", a // b)
 
     def computed(self, operator: str, a: Size, b: Size) -> Size:
-        """Return the result of //, %, max or min: a symbol where that is not a polynomial."""
+        """Return the result of //, %, max or min; it is a new symbol unless it is a polynomial."""
         exact = divide(a, b) if operator in ("//", "%") else None
         if exact is not None:
             return exact if operator == "//" else 0
         x, y = self.value(a), self.value(b)
         found = {"//": floordiv, "%": mod, "max": maximum, "min": minimum}[operator](x, y)
-        if found == 0:  # a symbol is 1 or more
+        if found == 0:  # symbols are at least 1, so 0 cannot become one
             return 0
         name = f"{operator}(({a}), ({b}))"
         return self.named(name, found) if found > 0 else -self.named(f"-{name}", -found)
@@ -89,7 +89,7 @@ class Sizes:
         return divisor(size, self.divisors)
 
     def note_divisor(self, size: Size, by: int) -> None:
-        """Note what follows for the one symbol of a size, if it has one, from an integer that divides the size."""
+        """Record that `by` divides a size, as a divisor of the size's symbol if it has only one."""
         match size:
             case Dim(terms=(((name,), factor),)):
                 self.divisors[name] = math.lcm(self.divisors.get(name, 1), by // math.gcd(by, factor))

@@ -1,4 +1,4 @@
-"""How many elements a tile has along each of its axes."""
+"""Chooses the number of elements of a tile along each of its axes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from onnxfuse.algebra.sizes import Size, number_of
 from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.symint import is_symbolic
 
-TILE_AREA: Final = 4096  # elements of a tile at most, as words of shared memory
+TILE_AREA: Final = 4096  # maximum elements of a tile, if each takes one word of shared memory
 MIN_TILE_AREA: Final = 1024
-TILE_ROUNDS: Final = 4  # vectors of a thread that reads or stores a tile
-TILE_BLOCKS: Final = 16  # blocks of tiles per multiprocessor: tiles are made smaller until there are so many
-MAX_TILE_WASTE: Final = 1.15  # by how much tiles may exceed an axis before they are longer along it than a square
-TILE_STEP: Final = 8  # a tile has a multiple of so many elements along each of its axes
+TILE_ROUNDS: Final = 4  # maximum vectors that each thread reads, or stores, per tile
+TILE_BLOCKS: Final = 16  # tiles per multiprocessor: tiles are halved until there are so many
+MAX_TILE_WASTE: Final = 1.15  # maximum ratio of tiled length to an axis; above it, tiles are not square
+TILE_STEP: Final = 8  # the sides of a tile are multiples of this number of elements
 
 
 def tile_area(count: int, elements: int, words: int, device: Device) -> int:
-    """Return how many elements a tile has at most, of a nest of `count` with so many words of each in shared memory.
+    """Return the maximum elements of a tile, for a nest of `count` elements.
 
-    Threads of a block take so many `elements` in a round.
+    Shared memory holds `words` words per element; in one round, the threads of a block read `elements` elements.
     """
     area = max(MIN_TILE_AREA, min(TILE_AREA // words, TILE_ROUNDS * elements))
     if is_symbolic(count):
@@ -30,13 +30,13 @@ def tile_area(count: int, elements: int, words: int, device: Device) -> int:
 
 
 def tile_sides(across: Size, last: Size, area: int) -> tuple[int, int]:
-    """Return the elements of a tile along both of its axes: about a square, or longer where the other one is short."""
+    """Return the sides of a tile in elements: about a square, or longer along one axis if the other one is short."""
     found = [_longest(across, last, area), _longest(last, across, area)[::-1]]
     return min(found, key=lambda sides: _covered(across, sides[0]) * _covered(last, sides[1]))
 
 
 def _longest(one: Size, other: Size, area: int) -> tuple[int, int]:
-    """Return the sides of a tile, the first of which may have an axis that is longer than the side of a square."""
+    """Return the sides of a tile that is as long as possible along the first axis, beside a short second axis."""
     square = 1 << (area.bit_length() - 1) // 2
     first = _side(one, square)
     if _covered(one, first) > MAX_TILE_WASTE * (number_of(one) or first):
@@ -46,7 +46,7 @@ def _longest(one: Size, other: Size, area: int) -> tuple[int, int]:
 
 
 def _side(extent: Size, most: int) -> int:
-    """Return the elements of a tile along an axis, of which equally long ones cover the axis."""
+    """Return the side of a tile along an axis: the axis is divided into the fewest tiles of equal length <= `most`."""
     if not isinstance(extent, int):
         return most
     count = -(-extent // most)
@@ -54,5 +54,5 @@ def _side(extent: Size, most: int) -> int:
 
 
 def _covered(extent: Size, side: int) -> int:
-    """Return how many elements of an axis tiles have together, or those of one tile where that is dynamic."""
+    """Return the elements that the tiles along an axis cover together; for a dynamic axis, those of one tile."""
     return -(-(number_of(extent) or 1) // side) * side

@@ -1,4 +1,4 @@
-"""How a nest is divided among threads: by rows or elements, and with how wide vectors."""
+"""Divides a nest among threads: by rows or by elements, and with which width of vectors."""
 
 from __future__ import annotations
 
@@ -32,73 +32,73 @@ from onnxfuse.kernels.tensors import VECTOR_BYTES
 from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.symint import always, estimate, is_symbolic, maximum, minimum
 
-MAX_WIDTH: Final = 8  # elements of a vector
-THREADS: Final = 128  # per block
-ROW_THREADS: Final = 256  # per block whose threads exchange partial results
-MAX_SERIAL: Final = 8  # elements that a thread reduces by itself
-MAX_WARP_ELEMENTS: Final = 1024  # per row that a warp has to itself
-FEW_ROWS: Final = 4  # per multiprocessor
-MANY_ROUNDS_FEW_ROWS: Final = 8  # the same where a lane would have more than MAX_WARP_ROUNDS vectors of a row
-FEW_ROWS_WARP_ELEMENTS: Final = 256  # per row that a warp has to itself where rows are few
-MAX_HELD: Final = 32  # numbers of a row that a thread holds in registers from one loop to the next
-MIN_KEPT_BYTES: Final = 16384  # per row in shared memory: the L1 cache still holds a shorter row
-KEPT_THREADS: Final = 1024  # per multiprocessor that keeps rows in shared memory
+MAX_WIDTH: Final = 8  # maximum elements per vector
+THREADS: Final = 128  # threads per block
+ROW_THREADS: Final = 256  # threads per block, if threads exchange partial results
+MAX_SERIAL: Final = 8  # maximum elements of a short row, which one thread reduces alone
+MAX_WARP_ELEMENTS: Final = 1024  # maximum elements of a row for one warp; a block has a longer row
+FEW_ROWS: Final = 4  # rows per multiprocessor: below this number, rows count as few
+MANY_ROUNDS_FEW_ROWS: Final = 8  # replaces FEW_ROWS if a lane would have more than MAX_WARP_ROUNDS vectors of a row
+FEW_ROWS_WARP_ELEMENTS: Final = 256  # replaces MAX_WARP_ELEMENTS if rows are few
+MAX_HELD: Final = 32  # maximum numbers of a row that a thread holds in registers between loops
+MIN_KEPT_BYTES: Final = 16384  # per row: shared memory keeps rows from this size on; the L1 cache holds shorter ones
+KEPT_THREADS: Final = 1024  # wanted threads per multiprocessor if shared memory keeps rows
 KEPT_DTYPES: Final = ("float16", "bfloat16", "float32")
-COPYING_ARCH: Final = 80  # from here on, copies to shared memory take no registers
-MIN_COPIED: Final = 4  # bytes of such a copy
-SPARE_BYTES: Final = 2048  # of shared memory per block besides its row
-MIN_SHIFTED: Final = 2048  # elements per row where vectors start elsewhere in each row
-MAX_WARP_ROUNDS: Final = 8  # vectors of a row per lane, where lanes of one warp share the row
-ROUND_COST: Final = 16  # instructions for one of them
-EXCHANGE_COST: Final = 8  # the same for what two lanes have reduced
-MAX_TILED_WORDS: Final = 8  # words per element, where shared memory holds a tile
-MIN_TILED: Final = 8  # elements along the axes of a tile
-TILE_COST: Final = 30  # instructions for an element of a tile, about
-CHEAPER: Final = 0.9  # share of the cost of whole vectors below which other lanes are taken
-COLUMNS: Final = 32  # threads of a block side by side, where others share their rows
-MANY_BLOCKS: Final = 2  # blocks of columns per multiprocessor: vectors are narrowed until there are so many
-MIN_SHARED_ELEMENTS: Final = 32  # per row that threads share
-MIN_SHARES: Final = 4  # blocks per row: fewer do not gain the launch that merges their results
+COPYING_ARCH: Final = 80  # compute capability from which on copies to shared memory take no registers
+MIN_COPIED: Final = 4  # minimum bytes of an asynchronous copy to shared memory
+SPARE_BYTES: Final = 2048  # bytes of shared memory per block that remain beside its row
+MIN_SHIFTED: Final = 2048  # elements per row from which on vectors are shifted
+MAX_WARP_ROUNDS: Final = 8  # maximum vectors of a row per lane, if lanes of one warp share the row
+ROUND_COST: Final = 16  # estimated instructions per vector of a row that a lane reads
+EXCHANGE_COST: Final = 8  # estimated instructions to merge the results of two lanes
+MAX_TILED_WORDS: Final = 8  # maximum words per element of a tile in shared memory
+MIN_TILED: Final = 8  # minimum elements along each axis that is tiled
+TILE_COST: Final = 30  # estimated instructions per element of a tile
+CHEAPER: Final = 0.9  # a variant is chosen only if it costs less than this share of the default's cost
+COLUMNS: Final = 32  # adjacent threads of a block, if the block's other threads share the same rows
+MANY_BLOCKS: Final = 2  # wanted blocks of columns per multiprocessor; vectors are narrowed until there are so many
+MIN_SHARED_ELEMENTS: Final = 32  # elements per row from which on several threads share a row of columns
+MIN_SHARES: Final = 4  # blocks per row: fewer do not pay for the extra launch that merges their results
 MIN_NARROW_SHARES: Final = (
-    2  # the same where rows have no vectors, but what follows the reduction has them if it is flat
+    2  # replaces MIN_SHARES if rows have no vectors, but a launch after the reduction would have them
 )
-MIN_DIVIDED_ROUNDS: Final = 32  # vectors of each thread of a block that has a whole row: fewer do not, either
-MAX_CHAIN: Final = 3  # reductions of dynamic lengths, each of which reads the ones before, whose rows blocks share
-MANY_DIMS: Final = 2  # dynamic dims of rows of a dynamic length that no blocks share
-MAX_SHARES: Final = 512  # blocks of a row, whose accumulators a block or a warp merges
-MAX_COLUMN_SHARES: Final = 16  # blocks per column; each thread that reads the result merges their accumulators
-MIN_ROUNDS: Final = 4  # vectors of each thread of a block that has a share of a row
-Repeats: TypeAlias = tuple[str, int]  # a variable, and how many neighbouring values of it a thread has
+MIN_DIVIDED_ROUNDS: Final = 32  # vectors per thread: with fewer, one block reduces the whole row
+MAX_CHAIN: Final = 3  # levels of reductions of dynamic length: with more, blocks do not share rows
+MANY_DIMS: Final = 2  # dynamic dims that count rows of dynamic length: from this number on, blocks do not share rows
+MAX_SHARES: Final = 512  # maximum blocks per row, whose accumulators a block or a warp merges
+MAX_COLUMN_SHARES: Final = 16  # maximum blocks per column; each thread that reads the result merges their accumulators
+MIN_ROUNDS: Final = 4  # minimum vectors per thread of a block that has a share of a row
+Repeats: TypeAlias = tuple[str, int]  # a variable, and the number of its neighbouring values per thread
 ONCE: Final[Repeats] = ("", 1)
 MAX_REPEATS: Final = 8
-REPEATING_THREADS: Final = 1024  # on a multiprocessor, at least, that repeat
-AHEAD_THREADS: Final = 256  # the same where each first loads all that it has at the values of the repeated variable
-AHEAD_BYTES: Final = 128  # the most bytes of a thread's vectors that are loaded ahead
-SCATTERING_THREADS: Final = 1024  # per multiprocessor: with fewer, each thread has fewer elements that lie apart
+REPEATING_THREADS: Final = 1024  # minimum threads per multiprocessor if each computes several values of a variable
+AHEAD_THREADS: Final = 256  # the same minimum if each thread first loads its operands at all values of the variable
+AHEAD_BYTES: Final = 128  # maximum bytes per thread that are loaded ahead
+SCATTERING_THREADS: Final = 1024  # threads per multiprocessor: with fewer, each thread gets fewer scattered elements
 SplitBy: TypeAlias = Literal["", "branches", "stores"]
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a nest runs: one of the classes below.
+    """How a nest is divided among threads; each subclass below is one way.
 
-    Where several blocks have `shares` of a row, a later launch merges their accumulators.
+    If several blocks each have a share of a row, a later launch merges their accumulators.
     """
 
-    threads: int  # per block
-    shares: Size = field(default=1, kw_only=True)  # blocks that have a row, or a column's threads, together
+    threads: int  # number of threads per block
+    shares: Size = field(default=1, kw_only=True)  # number of blocks that share a row, or a block's columns
 
 
 @dataclass(frozen=True)
 class Elements(Tiling):
-    """Threads have vectors of the outputs."""
+    """Each thread computes vectors of the outputs."""
 
     width: int = 1
-    is_scattered: bool = False  # a thread's elements are not neighbours
+    is_scattered: bool = False  # a thread's elements are not adjacent
     repeated: str = ""  # the variable with several neighbouring values per thread
-    repeats: int = 1  # these
-    reads_ahead: bool = False  # the operands at all of these values are loaded first
-    has_tail: bool = False  # elements after the last whole vector have a thread each
+    repeats: int = 1  # the number of these values
+    reads_ahead: bool = False  # a thread first loads its operands at all of these values
+    has_tail: bool = False  # each element after the last whole vector gets its own thread
 
 
 @dataclass(frozen=True)
@@ -107,37 +107,37 @@ class Tile(Tiling):
 
     width: int
     across: str  # the variable along which a tile is read
-    sides: tuple[int, int]  # elements of a tile along that variable, and along the last one
-    store_width: int  # elements of its vectors that are stored
+    sides: tuple[int, int]  # elements of a tile along `across`, and along the last variable
+    store_width: int  # elements per vector that is stored
 
 
 @dataclass(frozen=True)
 class Rows(Tiling):
-    """A warp, some lanes of it, or a block have a row together, along whose elements their vectors lie."""
+    """A warp, some of its lanes, or a block computes each row together; vectors lie along the row."""
 
-    lanes: int = 0  # threads of a warp that have a row together; 0 if a block has it
-    widths: Mapping[str, int] = field(default_factory=dict)  # widths along the elements of rows, by list
-    shifted: Mapping[str, Lanes] = field(default_factory=dict)  # by list: vectors that start elsewhere in each row
+    lanes: int = 0  # lanes of a warp that compute a row together; 0 if a block does
+    widths: Mapping[str, int] = field(default_factory=dict)  # by list: elements per vector
+    shifted: Mapping[str, Lanes] = field(default_factory=dict)  # by list: lanes of shifted vectors
     memory: int = 0  # bytes of shared memory for operands of the row that several loops read
 
 
 @dataclass(frozen=True)
 class Columns(Tiling):
-    """Vectors lie across rows, and threads of a block below each other share theirs."""
+    """Vectors lie across rows; threads of a block with the same vector of rows divide the elements of these rows."""
 
     width: int
-    columns: int  # threads of a block side by side
+    columns: int  # number of adjacent threads of a block, which have different rows
 
 
 @dataclass(frozen=True)
 class Merge(Tiling):
-    """Some lanes of a warp merge the shares of a row."""
+    """Some lanes of a warp merge the accumulators of the blocks that shared a row."""
 
     lanes: int = WARP
 
 
 def tiling_of(nest: Nest, region: Region) -> Tiling:
-    """Return how a nest runs on a device."""
+    """Return the tiling of a nest."""
     if not nest.levels:
         return _tile(nest, region) or _elements(nest, region)
     name = nest.elements_of(nest.levels[0][0], region.shapes)[0]
@@ -145,7 +145,7 @@ def tiling_of(nest: Nest, region: Region) -> Tiling:
 
 
 def _elements(nest: Nest, region: Region) -> Elements:
-    """Return how a nest runs in which threads have vectors of the outputs."""
+    """Return the tiling of a nest whose threads compute vectors of the outputs."""
     sizes, device = region.sizes, region.device
     _, lanes, (repeated, repeats) = _best_lanes(nest, region)
     count = sizes.value(nest.count(ELEMENTS))
@@ -155,14 +155,14 @@ def _elements(nest: Nest, region: Region) -> Elements:
         width = width if is_symbolic(count) else _narrowed(count, width, device, SCATTERING_THREADS)
         return Elements(THREADS, width, is_scattered=True)
     variables = nest.lists[ELEMENTS]
-    # Of several variables the vectors divide the last one, also where its divisor is known of a product alone.
+    # If there are several variables, the width divides the last one, even if only a product's divisor is known.
     has_tail = width > 1 and len(variables) == 1 and sizes.divisor(variables[0].extent) % width != 0
     ahead = repeats > 1 and not is_between and _are_few(count, width * repeats, device)
     return Elements(THREADS, width, False, repeated, repeats, ahead, has_tail)
 
 
 def _rows(nest: Nest, name: str, region: Region) -> Rows:
-    """Return how a nest runs whose rows warps or blocks have, along whose elements their vectors lie."""
+    """Return the tiling of a nest with one row per warp or block, and vectors along the rows."""
     sizes, device = region.sizes, region.device
     length, rows = sizes.value(nest.count(name)), sizes.value(nest.count(ROWS))
     widths = {each: width_along(nest, each, region) for each in nest.lists if each != ROWS}
@@ -191,9 +191,9 @@ def _rows(nest: Nest, name: str, region: Region) -> Rows:
 
 
 def _row_memory(nest: Nest, name: str, width: int, is_shifted: bool, region: Region) -> int:
-    """Return how many bytes of shared memory a block has for what several loops read of its row; 0 if it needs none.
+    """Return the bytes of shared memory that keep the operands of a row that several loops read; 0 if none are kept.
 
-    Registers hold shorter rows, unless their vectors start elsewhere in each.
+    Registers hold shorter rows instead, unless their vectors are shifted.
     """
     count, last = number_of(nest.count(name)), nest.lists[name][-1].name
     loops = sum(nest.elements_of(level[0], region.shapes)[0] == name for level in nest.levels) + (name == ELEMENTS)
@@ -208,9 +208,9 @@ def _row_memory(nest: Nest, name: str, width: int, is_shifted: bool, region: Reg
 
 
 def _shifted(nest: Nest, name: str, region: Region) -> Lanes | None:
-    """Return lanes of vectors along rows of an odd length, which begin at another place of a vector in each row.
+    """Return lanes of shifted vectors along rows: where a row is not aligned, vectors begin after its first elements.
 
-    All that lies along the rows must begin so together.
+    All accesses along the rows must have the same misalignment; otherwise the result is None.
     """
     variables = nest.lists[name]
     if len(variables) != 1 or (number_of(variables[0].extent) or 0) < MIN_SHIFTED:
@@ -220,16 +220,16 @@ def _shifted(nest: Nest, name: str, region: Region) -> Lanes | None:
         return None
     width = min(MAX_WIDTH, VECTOR_BYTES // max(along, key=lambda each: each.moved).item_bytes)
     rest = replaced(along[0].address, {variables[0].name: NOTHING})
-    if any(atom.kind == "value" for atom in rest.atoms()):  # a row that an index names: the head is written before it
+    if any(atom.kind == "value" for atom in rest.atoms()):  # the head comes before loads of a gathered row's index
         return None
     lanes = Lanes(variables[0].name, width, rest=rest)
     return lanes if all(lanes.are_contiguous(each.address, region.sizes) for each in along) else None
 
 
 def _lanes(counts: Mapping[str, int], widths: Mapping[str, int], rows: int, row_bytes: float, device: Device) -> int:
-    """Return how many lanes of a warp have a row: as many as cost least, at most one for each vector.
+    """Return the number of lanes per row with the least cost; at most one lane per vector.
 
-    Fewer lanes go round more often; where rows are few, more have one.
+    With fewer lanes, each loops more often.  If rows are few, more lanes share a row.
     """
     if is_symbolic(*counts.values()):
         return WARP
@@ -248,7 +248,7 @@ def _lanes(counts: Mapping[str, int], widths: Mapping[str, int], rows: int, row_
 
 
 def _columns(nest: Nest, name: str, region: Region) -> Columns:
-    """Return how a nest runs whose rows lie side by side in memory."""
+    """Return the tiling of a nest whose rows are adjacent in memory."""
     sizes = region.sizes
     length, rows = sizes.value(nest.count(name)), sizes.value(nest.count(ROWS))
     moved = sum(each.moved for each in accesses(nest, region.program))
@@ -268,19 +268,19 @@ def _columns(nest: Nest, name: str, region: Region) -> Columns:
 
 
 def _may_share(nest: Nest, length: int) -> bool:
-    """Return whether a template may have the kernels of blocks that share rows of this length.
+    """Return whether blocks may share rows of this length, for which a template needs more kernels.
 
-    It has two for each reduction that reads others.  Rows that two dynamic dims count are hardly ever few.
+    It needs two per reduction that reads others.  Rows that are counted by two dynamic dims are rarely few.
     """
     dims = {name for monomial, _ in terms_of(nest.count(ROWS)) for name in monomial}
     return not is_symbolic(length) or (len(nest.levels) <= MAX_CHAIN and len(dims) < MANY_DIMS)
 
 
 def _shares(blocks: int, rounds: int, region: Region, most: int = MAX_SHARES, fewest: int = MIN_SHARES) -> Size:
-    """Return among how many blocks the elements of rows are divided.
+    """Return the number of blocks among which the elements of a row are divided.
 
-    Without shares, there would be so many blocks, and each would go round so often.  With them, there are no more
-    blocks than the GPU holds at a time.
+    Without shares, there would be `blocks` blocks with `rounds` rounds each.  With shares, there are at most as many
+    blocks as the GPU can hold at a time.
     """
     resident = RESIDENT_THREADS * region.device.multiprocessors // ROW_THREADS
     shares = maximum(1, minimum(resident // blocks, rounds // MIN_ROUNDS, most))
@@ -290,7 +290,7 @@ def _shares(blocks: int, rounds: int, region: Region, most: int = MAX_SHARES, fe
 
 
 def _tile(nest: Nest, region: Region) -> Tile | None:
-    """Return tiles for an elementwise nest that reads along another variable than it stores; None for others."""
+    """Return the tiling by tiles of an elementwise nest that reads along another variable than it stores; else None."""
     variables = nest.lists[ELEMENTS]
     if nest.levels or nest.stores or len(variables) < 2 or _most_lanes(nest) < TILE_AREA // THREADS:
         return None
@@ -318,13 +318,13 @@ def _tile(nest: Nest, region: Region) -> Tile | None:
 
 
 def _staged_words(nest: Nest, across: Variable, region: Region) -> int:
-    """Return how many words of an element of a tile are in shared memory."""
+    """Return the words of shared memory per element of a tile."""
     staged = staged_values(nest, across, region.program, region.shapes)
     return sum(BYTES[region.program.dtypes[name]] // 4 or 1 for name, _ in staged)
 
 
 def _store_width(nest: Nest, region: Region) -> int:
-    """Return the elements of a vector of all outputs along the last variable."""
+    """Return the elements per vector with which all outputs are stored along the last variable."""
     last, address = nest.lists[ELEMENTS][-1], flat(nest.place, nest.shape)
     widest = min(_widest(nest), VECTOR_BYTES // max(BYTES[region.program.dtypes[name]] for name in nest.outputs))
     widths = _widths(last.extent, widest, region.sizes)
@@ -332,7 +332,7 @@ def _store_width(nest: Nest, region: Region) -> int:
 
 
 def fastest_variables(nest: Nest, region: Region, stored: StoredByKey) -> Nest:
-    """Return a nest without reductions in the variables, or in the order of them, with which an element costs least."""
+    """Return a nest without reductions with the variables, and their order, that make an element cheapest."""
     if nest.levels or nest.stores or len(nest.lists[ELEMENTS]) < 2 or _tile(nest, region):
         return nest
     others = [flattened(nest, region.program, region.shapes, stored), *_turned(nest, region)]
@@ -343,7 +343,7 @@ def fastest_variables(nest: Nest, region: Region, stored: StoredByKey) -> Nest:
     def taken(each: Nest) -> tuple[float, int]:
         own, lanes, repeats = _best_lanes(each, region)
         short = interleaved(each)
-        if short and short.name == repeats[0]:  # where memory takes as long, fewer instructions than in one variable
+        if short and short.name == repeats[0]:  # if memory-bound, fewer instructions than with one variable
             order = 1
         else:
             order = 0 if each is nest and repeats == ONCE else 2 if repeats == ONCE else 3
@@ -353,9 +353,9 @@ def fastest_variables(nest: Nest, region: Region, stored: StoredByKey) -> Nest:
 
 
 def _turned(nest: Nest, region: Region) -> Iterator[Nest]:
-    """Yield a nest whose innermost variable is the one along which most is read, if that is another one.
+    """Yield a nest whose innermost variable is the one along which most bytes are read, unless it already is.
 
-    Its vectors are then loaded at once, and each of their elements is stored side by side with those of other threads.
+    Then operands are loaded as vectors, and element stores of neighbouring threads are adjacent.
     """
     variables, last = nest.lists[ELEMENTS], nest.lists[ELEMENTS][-1]
     loads = [each for each in accesses(nest, region.program) if each.operand]
@@ -366,7 +366,7 @@ def _turned(nest: Nest, region: Region) -> Iterator[Nest]:
 
 
 def _best_lanes(nest: Nest, region: Region) -> tuple[float, Lanes, Repeats]:
-    """Return at which lanes an element of a nest without reductions costs least, what that is, and what is repeated."""
+    """Return the least cost of an element of a nest without reductions, and the lanes and repeats that have it."""
     variables = nest.lists[ELEMENTS]
     name, names = (variables[-1].name if variables else ""), frozenset(each.name for each in variables)
     whole = Lanes(name, width_along(nest, ELEMENTS, region))
@@ -389,7 +389,7 @@ def _best_lanes(nest: Nest, region: Region) -> tuple[float, Lanes, Repeats]:
 
 
 def _repeats(nest: Nest, width: int, region: Region) -> Iterator[Repeats]:
-    """Yield the variables of which a thread may compute several values, to load operands without them less often.
+    """Yield variables, each with its number of values per thread, with which operands are loaded less often.
 
     At each step all lanes of a warp have the same value of the variable, so that accesses stay as contiguous as before.
     At least half of the threads that the GPU can hold must remain, and loads must not be in a branch, so that all loads
@@ -431,30 +431,30 @@ def _repeats(nest: Nest, width: int, region: Region) -> Iterator[Repeats]:
 
 
 def _are_few(count: int, elements: int, device: Device) -> bool:
-    """Return whether threads of so many elements are too few to wait for one load each."""
+    """Return whether threads of `elements` elements each are too few to hide the latency of one load each."""
     return count // elements < REPEATING_THREADS * device.multiprocessors
 
 
 def _most_lanes(nest: Nest) -> int:
-    """Return how many elements the text of a thread may have: fewer, the more instructions each takes."""
+    """Return the maximum elements per thread, which decreases with the instructions per element."""
     return MAX_INSTRUCTIONS // max(1, nest.instructions)
 
 
 def _widest(nest: Nest) -> int:
-    """Return the elements of the widest vector that a thread may have."""
+    """Return the maximum elements per vector of a thread."""
     return next((width for width in (8, 4, 2) if width <= _most_lanes(nest)), 1)
 
 
 def _bytes_along(nest: Nest, variable: Variable, region: Region) -> int:
-    """Return how many bytes of all operands together an element has that depend on a variable."""
+    """Return the bytes per element of all operands whose address depends on a variable."""
     reads = (each for each in accesses(nest, region.program) if each.operand)
     return sum(each.item_bytes for each in reads if variable.name in each.address.variables())
 
 
 def of_one_block(tilings: Sequence[Tiling]) -> list[Tiling]:
-    """Return tilings for blocks of equal size, because one launch has the blocks of all nests.
+    """Return tilings with equally many threads per block, because one launch runs the blocks of all nests.
 
-    None of several keeps rows: blocks of the others would get as much shared memory, and few would run at a time.
+    With several nests, none keeps rows in shared memory: all blocks would get as much, and few would be resident.
     """
     threads = max(each.threads for each in tilings)
 
@@ -469,7 +469,7 @@ def of_one_block(tilings: Sequence[Tiling]) -> list[Tiling]:
 
 
 def _narrowed(count: int, width: int, device: Device, vectors: int = SMALL_VECTORS) -> int:
-    """Return a width at which a small tensor has more vectors: as many as these on a multiprocessor."""
+    """Return a smaller width if a tensor has fewer than `vectors` vectors per multiprocessor; else `width`."""
     small = vectors * device.multiprocessors
     if is_symbolic(count):
         return min(width, SMALL_WIDTH) if estimate(count // width) < small else width
@@ -479,7 +479,7 @@ def _narrowed(count: int, width: int, device: Device, vectors: int = SMALL_VECTO
 
 
 def _prefers_columns(nest: Nest, name: str, region: Region) -> bool:
-    """Return whether threads side by side read neighbouring rows: more is contiguous that way, or rows are short."""
+    """Return whether adjacent threads get adjacent rows: because more accesses are contiguous so, or rows are short."""
     rows, elements = nest.lists[ROWS], nest.lists[name]
     if not rows:
         return False
@@ -490,11 +490,12 @@ def _prefers_columns(nest: Nest, name: str, region: Region) -> bool:
 
 
 def width_along(nest: Nest, name: str | Variable, region: Region, split_by: SplitBy = "") -> int:
-    """Return the elements of a vector along a variable, or along the last one of a list.
+    """Return the elements per vector along a variable, or along the last variable of a list.
 
-    Of the widths that divide the variable's extent, it is the one with which most bytes are moved by whole vectors, and
-    the widest of these.  No store and no branch splits its vectors, unless `split_by` says that "branches" may, or
-    "stores" as well.  Vectors of what most bytes are of have 16 at most; those of other accesses may be several loads.
+    The width divides the variable's extent.  Among such widths, it is the one with which whole vectors move most bytes;
+    of equal ones, the widest.  Stores and branches must not split
+    its vectors, unless `split_by` is "branches", which allows branches to, or "stores", which allows both.  A vector
+    of the operand with the most bytes has at most 16 bytes; vectors of other operands may take several loads.
     """
     last = name if isinstance(name, Variable) else next(reversed(nest.lists[name]), None)
     if last is None or not region.aligned:
@@ -518,14 +519,14 @@ def width_along(nest: Nest, name: str | Variable, region: Region, split_by: Spli
 
 
 def _all_widths(widest: int) -> Iterator[int]:
-    """Yield widths, the widest first; what is left over after the last vector has threads of its own."""
+    """Yield powers of two as widths, the widest first; separate threads compute the elements after the last vector."""
     while widest > 1:
         yield widest
         widest //= 2
 
 
 def _widths(extent: Size, widest: int, sizes: Sizes) -> Iterator[int]:
-    """Yield widths that divide an extent, the widest first; whether they divide a dynamic dim is asked."""
+    """Yield widths that divide an extent, the widest first; may add a guard that one divides a dynamic dim."""
     known = sizes.divisor(extent)
     if known % widest and not isinstance(extent, int) and sizes.value(extent) % widest == 0:
         sizes.note_divisor(extent, widest)

@@ -1,4 +1,4 @@
-"""How many bytes a nest moves along each of its variables, by which neighbouring threads are chosen."""
+"""The bytes that a nest moves along each variable, to choose the variable along which neighbouring threads lie."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from onnxfuse.kernels.region.nests import Nest, Variable
 from onnxfuse.kernels.region.operators import BYTES
 from onnxfuse.kernels.region.program import Program
 
-DYNAMIC_DIM: Final = 64  # elements that a dynamic dim is taken to have
-PADDED: Final = ("reflect", "edge", "wrap")  # kinds of atoms that go along with an index but for its ends
-ACCUMULATOR_BYTES: Final = 8  # per stored reduction, about
+DYNAMIC_DIM: Final = 64  # assumed size of a dynamic dim
+PADDED: Final = ("reflect", "edge", "wrap")  # kinds of atoms that equal their index except in the padding
+ACCUMULATOR_BYTES: Final = 8  # estimate per stored accumulator
 
 
 @dataclass(frozen=True)
 class Access:
-    """An operand that is read at an address, or the outputs, whose name is ""."""
+    """An operand and an address at which it is read, or the address of the outputs, for which the name is ""."""
 
     operand: str
     address: Index
-    item_bytes: int  # bytes of the widest element there
-    moved: int  # bytes, for sizes that dynamic dims usually have
+    item_bytes: int  # bytes of the widest element at this address
+    moved: int  # bytes in total, if dynamic dims are DYNAMIC_DIM
 
 
 def accesses(nest: Nest, program: Program) -> list[Access]:
-    """Return all different accesses of a nest."""
+    """Return the accesses of a nest without duplicates."""
     extents, found = _extents(nest), []
     for operand, address in dict.fromkeys(nest.accesses):
         items = [BYTES[program.dtypes[name]] for name in ([operand] if operand else nest.outputs)]
@@ -47,12 +47,12 @@ def _moved(address: Index, item_bytes: int, extents: Mapping[str, int]) -> int:
 
 
 def typical(size: Size) -> int:
-    """Return a size for dynamic dims as they usually are."""
+    """Return the value of a size if each dynamic dim is DYNAMIC_DIM."""
     return sum(factor * DYNAMIC_DIM ** len(monomial) for monomial, factor in terms_of(size))
 
 
 def moved_along(nest: Nest, variable: Variable, program: Program) -> int:
-    """Return the bytes of accesses that are contiguous along a variable, of stored reductions as well."""
+    """Return the bytes of the accesses that are contiguous along a variable, including stored reductions."""
     extents = _extents(nest)
     stored = [
         Access(str(key), at, ACCUMULATOR_BYTES, _moved(at, ACCUMULATOR_BYTES, extents)) for key, at in nest.stored_read
@@ -62,14 +62,14 @@ def moved_along(nest: Nest, variable: Variable, program: Program) -> int:
 
 
 def is_side_by_side(address: Index, variable: Variable) -> bool:
-    """Return whether neighbouring values of a variable are neighbours in memory, forwards or backwards."""
+    """Return whether an address steps by 1 or -1 element when a variable steps by 1."""
     inner = (atom.of for atom, factor in address.terms if atom.kind in PADDED and factor == 1)
     is_one = address.factor(variable.name) in (1, -1)
     return is_one or any(is_side_by_side(index, variable) for index in inner if index)
 
 
 def with_contiguous_last(nest: Nest, program: Program) -> Nest:
-    """Return a nest with reductions in whose lists that variable is the innermost along which most bytes lie."""
+    """Make the variable along which most bytes are contiguous the innermost of each list, if a nest has reductions."""
     lists = {
         name: tuple(sorted(variables, key=lambda each: each == _most_contiguous(nest, variables, program)))
         for name, variables in nest.lists.items()

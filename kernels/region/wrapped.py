@@ -1,4 +1,4 @@
-"""Lines of generated C++ that a screen holds."""
+"""Wraps long lines of generated C++."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ COLUMNS: Final = 120
 
 
 def wrapped(text: str) -> str:
-    """Return C++ with long lines broken at spaces; a comment after a long line goes before it."""
+    """Return C++ with long lines broken at spaces; a comment at the end of a long line moves to the line before it."""
     return "\n".join(each for line in text.split("\n") for each in _parts(line))
 
 
@@ -26,9 +26,9 @@ def _parts(line: str) -> Iterator[str]:
 
 
 def _broken(text: str, indent: str, behind: str) -> Iterator[str]:
-    """Yield the lines of a text, the first one after an indent, the others after another one."""
+    """Yield the lines of a wrapped text; the first one is indented by `indent`, the others by `behind`."""
     while len(indent) + len(text) > COLUMNS and " " in text:
-        end = text.rfind(" ", 0, min(COLUMNS - len(indent), len(text) - 2) + 1)  # no line has only a brace
+        end = text.rfind(" ", 0, min(COLUMNS - len(indent), len(text) - 2) + 1)  # so that no line is a lone brace
         end = end if end > 0 else text.index(" ")
         yield f"{indent}{text[:end]}"
         indent, text = behind, text[end + 1 :]

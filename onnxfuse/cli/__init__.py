@@ -1,7 +1,7 @@
 """The command line: parse the arguments, call the library, print the result.
 
-Each command has a file of its name, and imports what it needs when it runs: `--version` and `--help` import neither
-onnx, NumPy nor onnxruntime.
+Each command has a file of its name, and imports other modules only when it runs: `--version` and `--help` import
+neither onnx, NumPy nor onnxruntime.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from onnxfuse.version import __version__
 
 
 class Commands(click.Group):
-    """Turns errors into one line and an exit code: 2 for wrong usage, 1 for other failures."""
+    """A group of commands that prints an error as one line and exits: with 2 for wrong usage, 1 for other failures."""
 
     def make_context(self, *arguments: Any, **options: Any) -> click.Context:
         """Parse the options before the command, and print --help and --version."""
@@ -50,7 +50,7 @@ def _told_in_one_line(context: click.Context | None = None) -> Iterator[None]:
     """Print an error as one line, with --debug its traceback too, and exit."""
     try:
         yield
-    except click.ClickException as error:  # click prints its message, which may quote names of strangers' files
+    except click.ClickException as error:  # click prints its message, which may quote untrusted file names
         error.message = printable(error.message)  # type: ignore[misc]
         raise
     except (click.Abort, click.exceptions.Exit, BrokenPipeError):
@@ -68,7 +68,7 @@ def _told_in_one_line(context: click.Context | None = None) -> Iterator[None]:
 
 
 def _sentence(error: Exception) -> str:
-    """Return an error as one line; where no user can act on it, add what to do about it."""
+    """Return an error as one line; for an internal error, add how to report it."""
     if isinstance(error, OnnxfuseError):
         return str(error)
     if isinstance(error, OSError) and was_printing(error):

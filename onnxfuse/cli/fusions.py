@@ -86,11 +86,11 @@ def show_command(
     text = f"[bold]{escape(signature(found))}[/]\n\n{doc}\n\n{found.span}"
     console().print(text, highlight=False, soft_wrap=True)
     source = Syntax("", "python", background_color="default").highlight(found.source)
-    console().print(source, soft_wrap=True)  # a line that is wider than the terminal stays whole
+    console().print(source, soft_wrap=True)  # lines wider than the terminal are not broken
 
 
 def _show_regions(fusion: str, model: Path | None, node: str | None, cuda: bool, arch: str) -> None:
-    """Show the region that `show region MODEL` names.  Raises UsageError where the arguments name none."""
+    """Print the regions that `show region MODEL` asks for.  Raises UsageError if the arguments do not fit."""
     from onnxfuse.rewrite.replace import REGION
     from onnxfuse.show_region import show_regions
 

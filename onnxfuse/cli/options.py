@@ -1,4 +1,4 @@
-"""Options that several commands share, and the code that reads their values."""
+"""Options that several commands share, and functions that check and convert their values."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def together(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
 
 
 def examples(*commands: str) -> str:
-    """Return the end of a command's help text: calls of it, a line each."""
+    """Return the examples at the end of a command's help text, one call per line."""
     return "\b\nExamples:\n" + "\n".join(f"  {command}" for command in commands)
 
 
@@ -54,7 +54,7 @@ overwrite_option = click.option("--overwrite", is_flag=True, help="Let TARGET re
 verify_option = click.option(
     "--verify/--no-verify", default=True, show_default=True, help="Run both models in onnxruntime and compare them."
 )
-run_options = together(  # for commands that run a model to time it
+run_options = together(  # options of commands that run a model to time it
     patterns_option,
     kernels_option,
     shape_option,
@@ -65,7 +65,7 @@ run_options = together(  # for commands that run a model to time it
     ),
     click.option("--input", "npz", type=file_path, help="Run on the inputs in this .npz file."),
 )
-fusing_options = together(  # for commands that fuse a model
+fusing_options = together(  # options of commands that fuse a model
     click.option("--only", multiple=True, metavar="FUSION", help="Apply only this fusion (repeatable)."),
     click.option("--skip", multiple=True, metavar="FUSION", help="Leave this fusion out (repeatable)."),
     patterns_option,
@@ -92,7 +92,7 @@ fusing_options = together(  # for commands that fuse a model
 
 
 class _PositiveNumber(click.FloatRange):
-    """A number above 0; click's range takes NaN, too."""
+    """A number above 0; unlike click's own range, it rejects NaN."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))
@@ -124,12 +124,12 @@ verify_options = together(
 
 
 def given_regions(regions: bool, epilogues: bool) -> Regions:
-    """Return the value for `optimize` that --regions and --epilogues mean together."""
+    """Return the argument `regions` of `optimize` that --regions and --epilogues together stand for."""
     return "apart" if regions and not epilogues else regions
 
 
 def options_by_name(options: tuple[str, ...]) -> dict[str, str]:
-    """Split texts "name=value".  Raises UsageError for other texts."""
+    """Parse texts of the form "name=value" into a dict.  Raises UsageError for other texts."""
     found: dict[str, str] = {}
     for option in options:
         name, equals, found[name] = option.partition("=")
@@ -141,11 +141,11 @@ def options_by_name(options: tuple[str, ...]) -> dict[str, str]:
 
 
 def checked_target(source: Path, target: Path, overwrite: bool | None = None) -> Path:
-    """Return the file to write.  Raises an error, before any work, if it cannot be, or would be `source` unasked.
+    """Return the file to write.  Raises an error, before any work, if it is not writable, or may not be overwritten.
 
     The files in which `source` has external data are never written.
 
-    overwrite  whether it may be `source`; None for a command without that option
+    overwrite  whether the target may be `source` itself; None for a command without that option
     """
     from onnxfuse.ir.save import check_target
 
@@ -158,7 +158,7 @@ def checked_target(source: Path, target: Path, overwrite: bool | None = None) ->
 
 
 def check_is_not_data(source: Path, target: Path) -> None:
-    """Raise UsageError if a file to write is one in which `source` has its weights."""
+    """Raise UsageError if the target is a file that holds external weights of `source`."""
     from onnxfuse.ir.load import external_files
 
     if target.exists() and any(target.samefile(data) for data in external_files(source)):
@@ -166,7 +166,7 @@ def check_is_not_data(source: Path, target: Path) -> None:
 
 
 def given_inputs(npz: Path | None, model: Path) -> dict[str, Array] | None:
-    """Return the inputs of a model that --input names; None without it.  Raises UsageError if they do not fit."""
+    """Read the inputs of a model from the file of --input; None without it.  Raises UsageError if they do not fit."""
     from onnxfuse.ir.load import load
     from onnxfuse.verify.inputs import load_inputs
 
@@ -176,7 +176,7 @@ def given_inputs(npz: Path | None, model: Path) -> dict[str, Array] | None:
 def use_kernels(folders: tuple[Path, ...], provider: Provider) -> None:
     """Make the kernels in these folders available to the sessions of a command.
 
-    Raises an error before any work if these, or those of an installed package, do not load.
+    Raises an error, before any work, if these kernels, or kernels of an installed package, do not load.
     """
     from onnxfuse.runtime.kernel_folders import add_kernels, kernel_folders
 

@@ -1,4 +1,4 @@
-"""What commands print on: the console, lines without markup, and a progress bar."""
+"""The output of commands: the console, lines without markup, and a progress bar."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
     from onnxfuse.steps import LeftOut
 
-SECONDS_WITHOUT_PROGRESS: Final = 2.0  # before a progress bar appears
-UNLIMITED: Final = 100_000  # columns of output that is piped into a program or a file
+SECONDS_WITHOUT_PROGRESS: Final = 2.0  # a progress bar appears after this time
+UNLIMITED: Final = 100_000  # columns; output into a pipe or a file is not wrapped
 
 
 @functools.cache
 def console(stderr: bool = False) -> Console:
-    """Return rich's console on stdout or stderr; lines are wrapped on a terminal alone, or where COLUMNS is set."""
+    """Return rich's console on stdout or stderr; it wraps lines only on a terminal, or if COLUMNS is set."""
     import os
 
     from onnxfuse.printing import SafeConsole
@@ -46,7 +46,7 @@ def echo(text: str, err: bool = False) -> None:
 
 
 def make_safe() -> None:
-    """Make text printable that this process writes to stderr outside of the console: warnings and tracebacks."""
+    """Escape control characters in text that bypasses the console on stderr, such as warnings and tracebacks."""
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_PrintableFormatter())
     format_warning = warnings.formatwarning
@@ -64,7 +64,7 @@ def _print_traceback(kind: type[BaseException], error: BaseException, trace: Tra
 
 
 def was_printing(error: OSError) -> bool:
-    """Return whether printing raised an error, so that the standard output is at fault."""
+    """Return whether an error was raised while printing, for example because the output pipe was closed."""
     raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
     return Path(raised_in).parent.name in ("rich", "click")
 
@@ -102,9 +102,9 @@ def shown_progress() -> Iterator[Callable[[str, int, int], None]]:
     shown, task = "load", bar.add_task("load", total=None)
 
     def show(stage: str, done: int, of: int) -> None:
-        """Show a stage; each begins a new bar, which moves to and fro while the amount of work is unknown."""
+        """Show progress of a stage; each stage has its own bar, which pulses while the amount of work is unknown."""
         nonlocal shown, task
-        if interrupts.seen():  # some code swallowed the exception
+        if interrupts.seen():  # Ctrl-C was pressed, but some code swallowed the KeyboardInterrupt
             raise KeyboardInterrupt
         if stage != shown or not of:
             bar.remove_task(task)
@@ -112,13 +112,13 @@ def shown_progress() -> Iterator[Callable[[str, int, int], None]]:
         bar.update(task, completed=done, total=of or None)
 
     timer = threading.Timer(SECONDS_WITHOUT_PROGRESS, bar.start)
-    if bar.console.is_terminal:  # a file would get a newline instead
+    if bar.console.is_terminal:  # in a file, an erased bar would leave an empty line
         timer.start()
     try:
         yield show
     finally:
         timer.cancel()
-        if timer.ident is not None:  # it was started
+        if timer.ident is not None:  # the timer was started
             timer.join()
         if bar.live.is_started:  # stopping prints a newline
             bar.stop()

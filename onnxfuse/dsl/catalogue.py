@@ -29,9 +29,10 @@ def builtin() -> tuple[Fusion, ...]:
 
 @functools.cache
 def installed() -> tuple[Fusion, ...]:
-    """Return the fusions of onnxfuse and of the packages that add some, in alphabetical order.
+    """Return the fusions of onnxfuse and of installed packages with fusions, in alphabetical order.
 
-    Raises PatternError for a package that does not load or declares none, and for a name that two of them declare.
+    Raises PatternError for a package that does not load or declares no fusion, and if two packages declare the same
+    name.
     """
     found = {fusion.name: fusion for fusion in builtin()}
     origins = dict.fromkeys(found, "onnxfuse")
@@ -60,7 +61,7 @@ def declared(module: ModuleType) -> list[Fusion]:
 def from_folder(folder: Path) -> list[Fusion]:
     """Return the fusions declared in a folder's Python files, except those whose names begin with "_".
 
-    Raises UsageError for a folder that does not exist or declares none, PatternError for a file that fails.
+    Raises UsageError if the folder does not exist or declares no fusion, PatternError if a file fails to run.
     """
     if not folder.is_dir():
         raise UsageError(f"'{folder}' is not a folder; --patterns takes a folder of Python files with fusions")
@@ -92,7 +93,7 @@ def select(
 ) -> list[Fusion]:
     """Return the fusions named by `only` (all, if none is named) without those named by `skip`.
 
-    Raises UsageError for a name that no fusion has, and that is none of `also`.
+    Raises UsageError for a name that is neither the name of a fusion nor in `also`.
     """
     only, skip = list(only), list(skip)
     names = [*(f.name for f in fusions), *also]
@@ -110,5 +111,5 @@ def require_known(name: str, names: Sequence[str]) -> None:
 
 
 def by_name(fusions: Iterable[Fusion]) -> tuple[Fusion, ...]:
-    """Return the fusions in alphabetical order; of several with one name the last, so that users can replace one."""
+    """Return the fusions in alphabetical order; of several with one name the last, so users can replace fusions."""
     return tuple(f for _, f in sorted({f.name: f for f in fusions}.items()))

@@ -2,9 +2,9 @@
 
 A rewrite rule is declared in the same words, as pairs of a left side to match and a right side to write in its place.
 
-The function runs once, on terms.  Operators mean the mathematics (`a * b * c` is a product in any order and grouping,
-`x / y` may be a Div or a product with the reciprocal, `x**2` may be a Mul), and `op.Name(...)` means that ONNX operator
-in whatever form its opset gives it.  The other words are in words.py.
+The function runs once, on terms.  Python operators stand for the mathematics: `a * b * c` is a product in any order and
+grouping, `x / y` may be a Div or a product with the reciprocal, and `x**2` may be a Mul.  `op.Name(...)` stands for the
+ONNX operator `Name`, in the form that it has in the model's opset.  The other words are in words.py.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from onnxfuse.errors import PatternError
 __all__ = ["Fusion", "fusion", "require"]
 
 Body: TypeAlias = Callable[..., Term | tuple[Term, ...]]
-Rules: TypeAlias = Iterator[tuple[Term, Term]]  # left sides to match, right sides to write in their place
+Rules: TypeAlias = Iterator[tuple[Term, Term]]  # pairs: a left side to match, and a right side that replaces it
 ExampleValue: TypeAlias = Sequence[int] | Number | str
 
-_guards: list[list[Guard]] = []  # conditions of the fusions whose bodies are running, innermost last
+_guards: list[list[Guard]] = []  # per fusion whose body is running, innermost last: its conditions so far
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,12 +47,12 @@ class Fusion:
     channels_last: tuple[str, ...] = ()
     epilogue: bool | Literal["nhwc"] = False
 
-    def __repr__(self) -> str:  # terms share others, so a repr of them would grow exponentially
+    def __repr__(self) -> str:  # terms share subterms, so the default repr would grow exponentially
         return f"Fusion({self.name})"
 
     @property
     def step(self) -> str:
-        """How a report calls matching the fusion and writing its body, where that raised."""
+        """The name of this step in reports, if matching the fusion or writing its body raised."""
         return f"fusion {self.name}"
 
     @property
@@ -63,7 +63,7 @@ class Fusion:
 
 @dataclass(frozen=True, eq=False)
 class Rewrite:
-    """A rewrite rule: where `left`, which is matched like a fusion, is found, `right` is written in its place."""
+    """A rewrite rule: `left` is matched like a fusion, and each match is replaced by `right`."""
 
     left: Fusion
     right: Term
@@ -73,13 +73,13 @@ class Rewrite:
 def require(sentence: str, holds: Callable[..., bool]) -> None:
     """Add a condition of the whole fusion, or of all pairs of a rewrite rule.
 
-    `holds` names as parameters the dimensions, scalars, choices and operands that it looks at (an absent operand is
-    None), or dtype and rank of the first output, the dtypes of the operands by name, or the model's opset; `sentence`
-    states the requirement and may show them as {name}.  It may name functions as well: is_multiple(a, b), whether
-    operand a is operand b times a constant, share_symbols(m, n), whether two dimensions depend on a symbol in common,
-    so that they may be equal, and is_ordinary(a, ...), whether the product of operands holds no number of a mask.
-    `joined` is true where operators follow that join the fused node: a fusion that names it is tried once more,
-    without its other condition, on nodes that operators could join.
+    The parameters of `holds` name the facts that it needs: dimensions, scalars, choices and operands of the fusion (an
+    absent operand is None), `dtype` and `rank` of the first output, `dtypes` of the operands by name, or the model's
+    `opset`.  `sentence` states the requirement, and may show these facts as {name}.  A parameter may also be a
+    function.  is_multiple(a, b) returns whether operand a is operand b times a constant; share_symbols(m, n), whether
+    two dimensions depend on a common symbol, so that they may be equal; is_ordinary(a, ...), whether the product of
+    operands holds no mask value.  `joined` is true if operators that follow join the fused node: a fusion that names it
+    is tried once more, without its other condition, on nodes that operators could join.
     """
     if not _guards:
         raise PatternError(f"{here()}: require() stands outside a fusion's body")
@@ -97,10 +97,10 @@ def fusion(
 ) -> Callable[[Body], Fusion]:
     """Declare a fusion.
 
-    out     dimensions of the output or outputs; further outputs are interior values that others may read, or values
-            beside the first, computed from one of its operands
-    casts   Casts between floating dtypes inside are absorbed: the body states which values are computed in float32
-    last    tried on the nodes that other fusions leave, because they may be part of larger ones that end elsewhere
+    out     dimensions of the output or outputs; further outputs are interior values that other nodes may read, or
+            values computed from an operand of the first output
+    casts   absorb Casts between floating dtypes inside the match: the body states which values are computed in float32
+    last    try the fusion only on nodes that other fusions leave, because they may be part of a larger match
     channels_last  operands (n, channels, spatial axes ...) that a channels-last node reads channels-last, as its output
             is then; the others it reads as they are.  Inside a channels-last region the fused node becomes such a node,
             with the attribute layout="nhwc".  Without this, a region ends at the fusion
@@ -139,9 +139,9 @@ def fusion(
 def rewrite(
     *, out: str = "...", of_scores: bool = False, example: Mapping[str, ExampleValue] | None = None
 ) -> Callable[[Callable[..., Rules]], tuple[Rewrite, ...]]:
-    """Declare rewrite rules: a generator of pairs, each of a left side to match and a right side to write in its place.
+    """Declare rewrite rules by a generator of pairs: a left side to match, and a right side that replaces it.
 
-    Both sides compute the same wherever the left side is found and its conditions hold.  Rules match as fusions do:
+    Both sides must compute the same wherever the left side matches and its conditions hold.  Rules match as fusions do:
     no value between the operands and the result may have other readers, unless it is `shared`.  The right side may use
     `computed` numbers.  A condition of one pair is a `when` on its left side.
 
@@ -178,7 +178,7 @@ def rewrite(
 
 
 def _captures_in(left: Term, captures: Sequence[Capture]) -> tuple[Capture, ...]:
-    """Return the parameters that a side of a rule has, as operands or as attributes."""
+    """Return the parameters that occur in the left side of a rule, as operands or as attributes."""
     terms = list(walk(left))
     present = {id(term) for term in terms} | {id(each) for term in terms for each in term.attribute_captures}
     return tuple(capture for capture in captures if id(capture) in present)
@@ -209,7 +209,7 @@ def _checked_example(
 
 
 def _checked_images(names: Sequence[str], captures: tuple[Capture, ...], outputs: int, span: Span) -> tuple[str, ...]:
-    """Return the operands of channels_last=, which are tensors; such a fusion has one output."""
+    """Return the names in channels_last=.  Raises PatternError unless all are tensors and there is one output."""
     tensors = {capture.name for capture in captures if capture.kind == "tensor"}
     for name in names:
         if name not in tensors:

@@ -1,4 +1,4 @@
-"""Fusions as text: signatures, one-line summaries, and the names of their variants."""
+"""Describe fusions as text: signatures, one-line summaries, and the names of variants."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def summary(fusion: Fusion) -> str:
 
 
 def variants(fusion: Fusion) -> dict[str, list[str]]:
-    """Return the attributes of the fused node that say which variant it is, with their values."""
+    """Return the attributes that tell variants of the fused node apart, each with its possible values."""
     found: dict[str, list[str]] = {}
     for term in walk(*fusion.outputs):
         if isinstance(term, Alternatives) and term.name is not None:

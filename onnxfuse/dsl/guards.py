@@ -11,13 +11,13 @@ from typing import Final, TypeAlias
 
 from onnxfuse.dsl.spans import Span
 
-Relation: TypeAlias = Callable[..., bool]  # between operands, or between two sizes
+Relation: TypeAlias = Callable[..., bool]  # tests operands, or two sizes
 
-# What a condition may ask about values of a graph, as a parameter of this name:
+# The functions about values of a graph that a condition may have as parameters, by these names:
 #   is_multiple(a, b)    operand a is operand b times a constant
 #   share_symbols(m, n)  dimensions m and n depend on a symbol in common, so that they may be equal
-#   is_ordinary(a, ...)  the product of operands holds no number as masks have it, such as -3.4e38
-#   is_bounded(a)        no element of operand a is infinite or NaN, where products are taken to be finite
+#   is_ordinary(a, ...)  the product of operands holds no mask value such as -3.4e38
+#   is_bounded(a)        no element of operand a is infinite or NaN, assuming that products are finite
 #   is_finite(a)         operand a is a constant without NaN and infinity
 #   broadcasts_to(a, b)  the shape of operand a broadcasts to the shape of b without changing it
 #   begins_with_one(a)   operand a has several axes, the first of them of size 1
@@ -33,7 +33,7 @@ RELATIONS: Final = (
 
 @dataclass(frozen=True)
 class Guard:
-    """A condition on captured values; its sentence is the message where it does not hold."""
+    """A condition on captured values; its sentence is the message if the condition does not hold."""
 
     sentence: str
     holds: Callable[..., bool]
@@ -41,12 +41,12 @@ class Guard:
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """The dimensions, scalars, choices and operands that the condition asks for."""
+        """The names of the dimensions, scalars, choices and operands that the condition needs."""
         return tuple(name for name in inspect.signature(self.holds).parameters if name not in RELATIONS)
 
     @functools.cached_property
     def relations(self) -> tuple[str, ...]:
-        """The relations that the condition asks for, of RELATIONS."""
+        """The names of the RELATIONS that the condition needs."""
         return tuple(name for name in inspect.signature(self.holds).parameters if name in RELATIONS)
 
     @functools.cached_property
@@ -61,10 +61,11 @@ class Guard:
     def answer(
         self, known: Mapping[str, object], relations: Mapping[str, Relation] = MappingProxyType({})
     ) -> bool | str:
-        """Return whether the condition holds, or the name of a fact without which that cannot be told.
+        """Return whether the condition holds, or the name of an unknown fact on which that depends.
 
-        A name that is not in `known`, or None there, is given as None: an operand, a scalar or a size that is absent.
-        A condition of the rank holds for known ranks alone.  A relation that is not given holds for no values.
+        An operand, scalar or size that is absent, so that `known` lacks its name or has None, is passed as None.  A
+        condition on the rank holds only for known ranks.  A relation that is missing in `relations` holds for no
+        values.
         """
         asked = {name: known.get(name) for name in self.names}
         unknown = next((name for name, value in asked.items() if value is None), "")

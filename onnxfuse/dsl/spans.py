@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
 
-DSL = "onnxfuse.dsl."  # code in these modules makes the terms; the first caller outside them is the pattern
+DSL = "onnxfuse.dsl."  # prefix of the modules that make terms; the first caller outside of them is the pattern
 
 
 @dataclass(frozen=True)

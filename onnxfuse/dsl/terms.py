@@ -1,8 +1,9 @@
 """The grammar of patterns: terms, which represent values, and the protocols by which they are matched and written.
 
-A term defines its parts, the operators that can compute it, how it is matched and how it is written as nodes.  The last
-two go through the protocols `Matching` and `Writing`, so that this package knows no graphs.  The operators of Python
-and ONNX make terms of this file, and so does rearrange(); the other words of the pattern language are in words.py.
+A term defines its parts, the operators that can compute it, how it is matched and how it is written as nodes.  Matching
+and writing use the protocols `Matching` and `Writing`, so this package does not depend on graphs.  The terms of
+Python's operators, of ONNX operators and of rearrange() are in this file; the other words of the pattern language are
+in words.py.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ Operand: TypeAlias = "Term | Number"
 PlainValue: TypeAlias = int | float | str | list[int] | list[float] | list[str]
 AttributeValue: TypeAlias = "Term | Dim | Number | str | Sequence[Number | Dim] | None"
 OperatorSet: TypeAlias = Literal["onnx", "ort", "standard"]  # which operators a body may have; see words.stored
-Literals: TypeAlias = float | NDArray[Any]  # one number, or an array; it takes the dtype of the value it meets
+Literals: TypeAlias = float | NDArray[Any]  # one number, or an array; it takes the dtype of the other operand
 
-# Operators of most models, or ones in which a spelling may differ: that one of them is absent rules out little.
+# Operators that most models have, or that differ between spellings: their absence from a model rules out few fusions.
 COMMON_OPS = VIEWS | {"Add", "Mul", "Sub", "Div", "Neg", "Cast", "Pow", "Sqrt", "Slice", "Where"}
 
 
 @dataclass(frozen=True)
 class Value:
-    """A named value in a function body, and its TensorProto.DataType."""
+    """A value in a function body: its name and its TensorProto.DataType."""
 
     name: str
     dtype: int
@@ -65,14 +66,14 @@ StateT = TypeVar("StateT", bound=MatchState)
 
 
 class Matching(Protocol[TensorT, StateT]):
-    """What the matcher offers to the terms that it matches."""
+    """The methods of the matcher that terms call while they are matched."""
 
     def match(self, term: Term, tensor: TensorT, state: StateT) -> Iterator[StateT]:
-        """Yield the state after each way to read the tensor as the term."""
+        """Match a tensor against a term; yield the state after each possible way to match."""
         ...
 
     def match_option(self, term: Term, tensor: TensorT, state: StateT) -> Iterator[StateT]:
-        """Match an option, as `match` does, that `fitting` has found to fit."""
+        """Match an option that `fitting` returned, as `match` does."""
         ...
 
     def fitting(self, term: Alternatives, tensor: TensorT) -> Sequence[int]:
@@ -80,7 +81,7 @@ class Matching(Protocol[TensorT, StateT]):
         ...
 
     def holds(self, guard: Guard, state: StateT, term: Term | None = None) -> bool:
-        """Return whether a condition is true of the state; where it is false, that is a miss of `term`, if given."""
+        """Return whether a condition holds in the state; if it does not, record a miss of `term`, if given."""
         ...
 
     def match_absent(self, term: Absent, tensor: TensorT, state: StateT) -> Iterator[StateT]:
@@ -108,11 +109,11 @@ class Matching(Protocol[TensorT, StateT]):
         ...
 
     def match_scaled(self, term: Term, inner: Term, scale: Capture, tensor: TensorT, state: StateT) -> Iterator[StateT]:
-        """Match `inner` times a scalar, wherever the factors are."""
+        """Match `inner` times a scalar; the factors may be anywhere in the expression."""
         ...
 
     def match_full(self, term: Term, value: Number, dims: str, tensor: TensorT, state: StateT) -> Iterator[StateT]:
-        """Match a constant of these dimensions whose elements all are `value`."""
+        """Match a constant of these dimensions whose elements are all `value`."""
         ...
 
     def match_causal(
@@ -122,16 +123,16 @@ class Matching(Protocol[TensorT, StateT]):
         ...
 
     def is_widened(self, term: Term, tensor: TensorT, state: StateT) -> bool:
-        """Return whether a tensor is cast to float32, which is a miss of the term."""
+        """Return whether a tensor is cast to float32; if so, record a miss of the term."""
         ...
 
 
 class Writing(Protocol):
-    """What a function body that is being written offers to the terms in it."""
+    """The methods of a function body that terms call while they are written into it."""
 
     @property
     def opset(self) -> int:
-        """The version of the ONNX operators."""
+        """The ONNX opset of the body."""
         ...
 
     @property
@@ -140,11 +141,11 @@ class Writing(Protocol):
         ...
 
     def refuse(self, term: Term) -> None:
-        """Note that a term is preferred and cannot be written."""
+        """Record that a term is preferred, but cannot be written."""
         ...
 
     def value(self, term: Term) -> Value:
-        """Return the value of a term, whose nodes are added where it is met first."""
+        """Return the value of a term; the first call for a term adds its nodes."""
         ...
 
     def can_write(self, term: Term) -> bool:
@@ -164,7 +165,7 @@ class Writing(Protocol):
         ...
 
     def select(self, term: Alternatives, options: Sequence[Term]) -> Term:
-        """Return the option to write, of those that can be written."""
+        """Return the option to write among those that can be written."""
         ...
 
     def cast(self, value: Value, dtype: int) -> Value:
@@ -180,7 +181,7 @@ class Writing(Protocol):
         ...
 
     def full(self, value: Number, dims: str) -> NDArray[Any]:
-        """Return an array of these dimensions whose elements all are `value`."""
+        """Return an array of these dimensions whose elements are all `value`."""
         ...
 
     def operand(self, name: str) -> Value:
@@ -188,7 +189,7 @@ class Writing(Protocol):
         ...
 
     def write_operator(self, term: Apply) -> Value:
-        """Return the value of an operator, whose node is added."""
+        """Add the node of an operator, and return its value."""
         ...
 
     def write_output(self, operator: Apply, index: int, count: int) -> Value:
@@ -200,7 +201,7 @@ class Writing(Protocol):
         ...
 
     def write_rearrange(self, term: Rearrange) -> Value:
-        """Return a value, or a slice of it, with its axes rearranged.  Raises PatternError where that is impossible."""
+        """Return a value, or a slice of it, with its axes rearranged.  Raises PatternError if that is impossible."""
         ...
 
     def write_scaled(self, inner: Term, scale: str) -> Value:
@@ -224,7 +225,7 @@ class Term:
     """A value in a pattern.  Terms are compared by identity: one term used twice is one value used twice."""
 
     span: Span
-    is_leaf: ClassVar[bool] = False  # whether it is matched against a tensor as it is, Casts included
+    is_leaf: ClassVar[bool] = False  # whether it is matched against a tensor itself, not through Casts
 
     # --- how it is read, matched and written ---------------------------------------------------------------------
 
@@ -235,32 +236,32 @@ class Term:
 
     @property
     def own_ops(self) -> frozenset[str]:
-        """The operators that the term itself stands for, its parts apart."""
+        """The operators that the term itself stands for, without its parts."""
         return frozenset()
 
     @property
     def own_nodes(self) -> int:
-        """About how many nodes the term itself stands for, its parts apart."""
+        """About how many nodes the term itself stands for, without its parts."""
         return 0
 
     @functools.cached_property
     def root_ops(self) -> frozenset[str] | None:
-        """The operators that can compute the term; None where any can, or none has to, as for an operand."""
+        """The operators that can compute the term; None if any can, or if none is needed, as for an operand."""
         return union([part.root_ops for part in self.parts])
 
     @functools.cached_property
     def computed_parts(self) -> tuple[Term, ...]:
-        """The parts that are there in any case, and that an operator computes."""
+        """The parts that every match has, and that an operator computes."""
         return tuple(part for part in self.parts if part.root_ops is not None and not part.is_optional)
 
     @functools.cached_property
     def deeper_ops(self) -> frozenset[str]:
-        """The operators of the nodes that may stand between the one that computes the term and those of its parts."""
+        """The operators that may lie between the node that computes the term and the nodes that compute its parts."""
         return self.own_ops
 
     @functools.cached_property
     def needed_ops(self) -> frozenset[str]:
-        """Operators at least one of which every spelling of the term contains; empty where that is unknown."""
+        """A set of operators; every spelling of the term contains at least one of them.  Empty if unknown."""
         return _rarest([part.needed_ops for part in self.parts])
 
     @property
@@ -270,12 +271,12 @@ class Term:
 
     @property
     def is_optional(self) -> bool:
-        """Whether the fusion can do without the value."""
+        """Whether the fusion also matches without the value."""
         return False
 
     @property
     def dim_specs(self) -> tuple[str, ...]:
-        """The texts that name dimensions in this term, its parts apart."""
+        """The texts that name dimensions in this term, without its parts."""
         return ()
 
     @property
@@ -285,7 +286,7 @@ class Term:
 
     @property
     def guards(self) -> tuple[Guard, ...]:
-        """The conditions under which this term counts."""
+        """The conditions under which this term matches."""
         return ()
 
     def count_nodes(self, choices: Mapping[str, str], seen: set[int]) -> int:
@@ -300,14 +301,14 @@ class Term:
 
     @functools.cached_property
     def unshared_count(self) -> int:
-        """How many nodes the longest spelling has if terms in several positions count in each of them."""
+        """The number of nodes of the longest spelling, counting a term once for each position that it has."""
         return self.own_nodes + sum(part.unshared_count for part in self.parts)
 
     def _count_nodes(self, choices: Mapping[str, str], seen: set[int]) -> int:
         return self.own_nodes + sum(part.count_nodes(choices, seen) for part in self.parts)
 
     def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
-        """Yield the state after each way to read the tensor as this term."""
+        """Match a tensor against this term; yield the state after each possible way to match."""
         raise NotImplementedError(type(self).__name__)
 
     def can_write(self, body: Writing) -> bool:
@@ -315,11 +316,11 @@ class Term:
         return all(map(body.can_write, self.parts))
 
     def write(self, body: Writing) -> Value:
-        """Return the term's value, whose nodes are added to the body."""
+        """Add the term's nodes to the body, and return its value."""
         raise NotImplementedError(type(self).__name__)
 
     def number(self, body: Writing) -> Literals | None:
-        """Return the numbers that the term is in this body; None where it is computed."""
+        """Return the number or array that the term is in this body; None if nodes compute it."""
         return None
 
     # --- arithmetic ----------------------------------------------------------------------------------------------
@@ -378,19 +379,19 @@ def walk(*roots: Term) -> Iterator[Term]:
 
 
 def union(sets: Sequence[frozenset[str] | None]) -> frozenset[str] | None:
-    """Return the union; None where one of the sets is None."""
+    """Return the union of the sets; None if one of them is None."""
     known = [ops for ops in sets if ops is not None]
     return frozenset().union(*known) if len(known) == len(sets) else None
 
 
 def _rarest(sets: Sequence[frozenset[str]]) -> frozenset[str]:
-    """Return, of the sets that are not empty, the one that rules out most models."""
+    """Return the non-empty set of operators that rules out the most models."""
     return min(filter(None, sets), key=lambda ops: (len(ops & COMMON_OPS), len(ops)), default=frozenset())
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Wrapper(Term):
-    """A term that means the value of another one, `inner`, and adds a remark for matching or for writing."""
+    """A term for the same value as `inner`, with an additional instruction for matching or for writing."""
 
     inner: Term
 
@@ -410,7 +411,7 @@ class Wrapper(Term):
         return m.match(self.inner, tensor, state)
 
     def write(self, body: Writing) -> Value:
-        """Write the value without any wrapper: a precision or a stored form inside another wrapper is not written."""
+        """Write `inner` without any wrappers: a Precision or Stored inside another wrapper has no effect."""
         return body.value(self.unwrapped)
 
     def number(self, body: Writing) -> Literals | None:
@@ -437,7 +438,7 @@ class Rearrange(Term):
 
     @property
     def slice_name(self) -> str | None:
-        """What the attributes begin with that describe a slice; None where all of the inner term is rearranged."""
+        """The prefix of the attributes that describe a slice; None if the whole inner term is rearranged."""
         return self.inner.name if isinstance(self.inner, PackedSlice) else None
 
     @property
@@ -468,7 +469,7 @@ class Rearrange(Term):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Alternatives(Term):
-    """A term that is one of several; which one was found becomes the attribute `name` of the fused node, if any."""
+    """One of several terms; if it has a `name`, the fused node's attribute of that name says which one matched."""
 
     options: tuple[Term, ...]
     name: str | None = None
@@ -493,7 +494,7 @@ class Alternatives(Term):
         return max(option.unshared_count for option in self.options)
 
     def labelled(self, label: str) -> Term:
-        """Return the option of a label."""
+        """Return the option with this label."""
         return self.options[self.labels.index(label)]
 
 
@@ -565,7 +566,7 @@ class Constant(Term):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Absent(Term):
-    """No value: an optional input of an operator that is left out."""
+    """An optional input of an operator that is left out."""
 
     is_leaf: ClassVar[bool] = True
 
@@ -701,7 +702,7 @@ class Product(_Associative):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Either(Alternatives):
-    """Spellings of one value."""
+    """Several spellings of one value."""
 
     def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
         for index in m.fitting(self, tensor):

@@ -1,4 +1,4 @@
-"""The words of the pattern language, which patterns use beside the operators of Python.
+"""The words of the pattern language: functions that patterns use in addition to Python's operators.
 
 A word is one function and, where it means something new, one class of terms beside it that says how the word is matched
 and written (see terms.py).  A word that is listed in `__all__` is exported by onnxfuse and onnxfuse.dsl.
@@ -77,9 +77,9 @@ def tensor(dims: str | None = None, *, optional: bool = False) -> Capture:
 
     `dims` names its axes, for example "... d": a name stands for one size throughout the fusion, "..." for any
     leading axes (the same throughout), `name?` for that size, 1, or an axis that is absent, and a number for itself.
-    `name??` is also an unknown size, where a product of the fusion sums over the axis that the tensor broadcasts to:
-    models in which that size is another one do not run.
-    Without `dims`, a rearrange() of the tensor names them.  Raises PatternError if `dims` has anything else.
+    `name??` also matches an unknown size if a product of the fusion sums over the axis to which the tensor broadcasts:
+    models with another size there would not run.  Without `dims`, a rearrange() of the tensor names them.  Raises
+    PatternError if `dims` has anything else.
     """
     _check_dims(dims)
     return Capture(kind="tensor", dims=dims, optional=optional, span=here())
@@ -105,7 +105,7 @@ def scalar(*, if_absent: Number | None = None, optional: bool = False) -> Captur
 
     In the model it is a constant of one element, or an operator's attribute.  A model without it is a match only with
     `optional=True`, where the fused node has no such attribute, or with `if_absent=1e-5`, where the attribute is 1e-5.
-    The latter must be the number with which the spellings that have none compute the same as the others.
+    Choose `if_absent` so that the spellings without the number compute the same as the others with this number.
     """
     return Capture(kind="scalar", if_absent=if_absent, optional=optional or if_absent is not None, span=here())
 
@@ -113,7 +113,7 @@ def scalar(*, if_absent: Number | None = None, optional: bool = False) -> Captur
 def attribute(*, if_absent: PlainValue | None = None) -> Capture:
     """Declare an operator's attribute of any value, which becomes an attribute of the fused node.
 
-    Where the operator does not have it, the fused node has `if_absent`, or without that no such attribute.
+    If the operator lacks the attribute, the fused node has the value `if_absent`, or no such attribute if that is None.
     """
     return Capture(kind="attribute", if_absent=if_absent, optional=True, span=here())
 
@@ -122,7 +122,7 @@ def attribute(*, if_absent: PlainValue | None = None) -> Capture:
 
 
 class _Operator(Protocol):
-    """What `op.Name` is: it makes the term of an operator with these inputs and attributes."""
+    """The type of `op.Name`: a function from inputs and attributes to the term of that operator."""
 
     def __call__(self, *inputs: Operand | None, **attributes: AttributeValue) -> Apply: ...
 
@@ -171,7 +171,7 @@ class Output(Term):
 
 
 def results(node: Term, count: int) -> tuple[Output, ...]:
-    """Return the outputs of an operator that has several, all of one dtype; only in another value of stored()."""
+    """Return the outputs, all of one dtype, of one operator; only for the `ort` or `standard` of stored()."""
     if not isinstance(node, Apply):
         raise PatternError(f"{here()}: results() needs an operator as its first argument")
     return tuple(Output(inner=node, index=index, count=count, span=here()) for index in range(count))
@@ -189,7 +189,7 @@ def size(name: str) -> Dim:
 
 
 def either(*options: Term) -> Term:
-    """Return a value that has several spellings; the first that an opset can express is the one that is stored."""
+    """Return a value with several spellings; the body stores the first one that the opset can express."""
     return Either(options=options, span=here())
 
 
@@ -200,7 +200,7 @@ class Choose(Alternatives):
     name: str
 
     def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
-        """Variants exclude each other: the first one that fits is not taken back."""
+        """Match the variants in order; they exclude each other, so none is tried after the first that matches."""
         known = state.choices.get(self.name)
         for index in m.fitting(self, tensor):
             if known is not None and known != self.labels[index]:
@@ -221,7 +221,7 @@ class Choose(Alternatives):
 
 
 def choose(name: str, **options: Term) -> Term:
-    """Return a value that differs among variants of the fused operator, which are tried in order.
+    """Return a value that differs between variants of the fused operator; the options are tried in order.
 
     The label of the one found becomes the attribute `name` of the fused node.
     """
@@ -250,7 +250,7 @@ class When(Wrapper):
 
 
 def when(value: Term, sentence: str, holds: Callable[..., bool]) -> Term:
-    """Return `value` as a spelling or variant that counts only where `holds(...)` is true; see `require`."""
+    """Return `value` as a spelling or variant that matches only if `holds(...)` is true; see `require`."""
     span = here()
     return When(inner=value, guard=Guard(sentence, holds, span), span=span)
 
@@ -269,17 +269,17 @@ def rearrange(value: Term, pattern: str) -> Term:
 def packed_slice(value: Term, name: str) -> Term:
     """Return, inside rearrange(), `value` or a slice of it that Slices, Splits or Gathers take from its last axis.
 
-    Of a last axis "(a b)" each of the `a` runs of `b` elements may be one of several that lie side by side.  Where
-    elements are left out, the attribute `<name>_offset` is the number of elements of the axis before the first one, and
-    `<name>_pitch`, where it is not `b`, the distance between the beginnings of two runs, in elements; the
-    axis has `<name>_blocks` blocks of that size.
+    If the last axis is "(a b)", each of the `a` runs of `b` elements may be one of several adjacent runs.  For a slice,
+    attributes of the fused node describe its place: `<name>_offset` is the number of elements on the axis before the
+    first run, `<name>_pitch` the distance in elements between the starts of two runs, if it is not `b`, and
+    `<name>_blocks` the number of blocks of that size on the axis.
     """
     return PackedSlice(inner=value, name=name, span=here())
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Scaled(Term):
-    """A value times a scalar, wherever in the (bi)linear expression the factors are."""
+    """A value times a scalar; the factors may be anywhere in the (bi)linear expression."""
 
     inner: Term
     scale: Capture
@@ -311,7 +311,7 @@ def scaled(value: Term, scale: Term) -> Term:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Full(Term):
-    """A constant of the model whose elements all are one number."""
+    """A constant of the model whose elements are all the same number."""
 
     value: Number
     dims: str
@@ -336,7 +336,7 @@ class Full(Term):
 
 
 def full(value: Number, dims: str) -> Term:
-    """Return a constant with these dimensions (named as in `tensor`) whose elements all are `value`."""
+    """Return a constant with these dimensions (named as in `tensor`) whose elements are all `value`."""
     return Full(value=value, dims=dims, span=here())
 
 
@@ -372,11 +372,11 @@ class Causal(Term):
 
 
 def causal(written: Term, dims: str, score: Term | None = None) -> Term:
-    """Return a tensor of the dimensions `dims`, "queries keys", that is true up to the diagonal at which both end.
+    """Return a causal mask with `dims` "queries keys": true up to the diagonal that ends at the last query and key.
 
-    Query i of q sees the keys up to i + k - q of k.  With a scalar parameter `score` the tensor is 0 where a key is
-    seen, and `score` elsewhere.  Matches any tensor that holds this, however it is computed; `written` is how it is
-    stored.
+    Of q queries and k keys, query i sees the keys up to i + k - q.  With a scalar parameter `score`, the tensor is 0
+    where a key is seen, and `score` elsewhere.  Matches any tensor with these contents, however it is computed; the
+    body stores it as `written`.
     """
     if score is not None and not isinstance(score, Capture):
         raise PatternError(f"{here()}: causal() needs a scalar parameter as its third argument")
@@ -409,7 +409,7 @@ def computed(compute: Callable[..., float]) -> Term:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Shared(Wrapper):
-    """A value that nodes outside may read; the nodes that compute it stay for them."""
+    """A value that nodes outside the fusion may read; the nodes that compute it stay in the graph."""
 
     def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
         for after in m.match(self.inner, tensor, state):
@@ -417,13 +417,13 @@ class Shared(Wrapper):
 
 
 def shared(value: Term) -> Term:
-    """Return a value that nodes outside the fusion may read too; the nodes that compute it stay for them."""
+    """Return a value that nodes outside the fusion may read too; the nodes that compute it stay in the graph."""
     return Shared(inner=value, span=here())
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Known(Wrapper):
-    """An operand that is known to be computed as `inner`; the nodes that compute it stay."""
+    """An operand that must be computed as `inner`; the nodes that compute it stay in the graph."""
 
     operand: Capture
 
@@ -447,7 +447,7 @@ class Known(Wrapper):
 
 
 def known(operand: Term, value: Term) -> Term:
-    """Return, in a rewrite rule, an operand that is known to be computed as `value`; the nodes that compute it stay."""
+    """Return, in a rewrite rule, an operand that must be computed as `value`; the computing nodes stay in the graph."""
     if not isinstance(operand, Capture):
         raise PatternError(f"{here()}: known() needs a parameter as its first argument")
     return Known(inner=value, operand=operand, span=here())
@@ -455,7 +455,7 @@ def known(operand: Term, value: Term) -> Term:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Unrounded(Wrapper):
-    """A value that is not cast to float32, so that it does not come from a narrower dtype."""
+    """A value that matches only without a Cast to float32, so that it does not come from a narrower dtype."""
 
     def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
         if not m.is_widened(self, tensor, state):
@@ -463,7 +463,7 @@ class Unrounded(Wrapper):
 
 
 def unrounded(value: Term) -> Term:
-    """Return a value whose reader does not cast it to float32: a model may have rounded it before on purpose."""
+    """Return a value that its consumer must not cast to float32: a model may have rounded it before on purpose."""
     return Unrounded(inner=value, span=here())
 
 
@@ -490,7 +490,7 @@ def cast_like(value: Term, like: Term) -> Term:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Stored(Wrapper):
-    """A value that is matched as `inner`, and stored as another one where the body may have certain operators."""
+    """A value that is matched as `inner`; bodies that may have certain operators store another value for it."""
 
     others: Mapping[OperatorSet, Term]
 
@@ -504,7 +504,7 @@ class Stored(Wrapper):
 
 
 def stored(value: Term, *, ort: Term | None = None, standard: Term | None = None) -> Term:
-    """Return `value`, written as another one in some files, where that can be written.
+    """Return `value`; bodies for some targets store an equal value in its place, if that can be written.
 
     `ort` is for onnxruntime only (`--fallback ort`) and may use com.microsoft operators; `standard` is for
     `--emit standard` and has ONNX's own operator in place of the several operators of `value`.

@@ -32,9 +32,9 @@ from onnxfuse.ir.graph import constant_number, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, consumers, is_constant, op_of, producer
 from onnxfuse.passes.folded import node_label
 
-LARGE_MASK: Final = 1e4  # no score comes near it: a constant of this size beside scores is a mask
-LARGE_ANGLE: Final = 64.0  # from here on, float16 rounds an angle by 0.03 or more
-BITS_LEFT: Final = 3  # a sum much smaller than its terms that keeps fewer bits has lost too many
+LARGE_MASK: Final = 1e4  # a constant this large that is added to scores is a mask: no score is near it
+LARGE_ANGLE: Final = 64.0  # radians; from here on, float16 rounds an angle by 0.03 or more
+BITS_LEFT: Final = 3  # a sum that cancellation leaves fewer correct bits stays in float32
 
 CANNOT: Final = "{precision} is no dtype of this operator in opset {opset}"
 UNTYPED: Final = "the dtype of '{name}' is not known"
@@ -48,21 +48,21 @@ INSIDE: Final = "it is inside of a fused node, which computes it in float32"
 
 @dataclass(frozen=True)
 class Unit:
-    """What one fused node of the float32 model replaces."""
+    """The nodes that one fused node of the float32 model replaces."""
 
     fusion: str
     nodes: frozenset[str]  # their names, or first outputs
-    in_float32: bool  # its body computes all but products in float32
+    in_float32: bool  # whether its body computes all but matrix products in float32
 
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a model besides its graph."""
+    """The facts about a model, other than its graph, by which nodes are chosen."""
 
     weights: Weights
     units: Sequence[Unit] = ()
     ranges: Mapping[str, Range] = field(default_factory=dict)
-    asked: Mapping[str, str] = field(default_factory=dict)  # nodes that are to stay, by name, and why
+    asked: Mapping[str, str] = field(default_factory=dict)  # nodes requested to stay in float32, by name: why
 
     @property
     def precision(self) -> Precision:
@@ -72,10 +72,10 @@ class Known:
 
 @dataclass(frozen=True)
 class Choice:
-    """The nodes that stay in float32, and why; and which constants are masks or bounds."""
+    """The nodes that stay in float32, each with the reason; and the constants that are masks or bounds."""
 
     by_rule: Mapping[Node, str]
-    kept: Mapping[Node, str]  # because of their values
+    kept: Mapping[Node, str]  # nodes that stay because of their values
     clamped: frozenset[str]
     scores: frozenset[Node]
 
@@ -105,7 +105,7 @@ def choose(scope: Scope, known: Known) -> Choice:
     return Choice(rules, {node: kept[node] for node in nodes if node in kept}, clamped, scores)
 
 
-# --- by what an operator is --------------------------------------------------------------------------------------
+# --- by the operator ---------------------------------------------------------------------------------------------
 
 
 def _by_rule(scope: Scope, known: Known, scores: frozenset[Node]) -> dict[Node, str]:
@@ -141,13 +141,13 @@ def _by_rule(scope: Scope, known: Known, scores: frozenset[Node]) -> dict[Node, 
 
 
 def _is_small(known: Known, tensor: Tensor) -> bool:
-    """Return whether integers that a Cast reads are seen to be exact in half precision."""
+    """Return whether the integers that a Cast reads were, in all runs, exact in half precision."""
     seen = known.ranges.get(tensor.name)
     return seen is not None and seen.magnitude <= EXACT_INTEGERS[known.precision.number]
 
 
 def _can(scope: Scope, known: Known, node: Node) -> bool:
-    """Return whether an operator takes half precision wherever its dtype may change, but for inputs that stay."""
+    """Return whether an operator accepts half precision at all inputs and outputs that may change."""
     if op_of(node) in READS_ANY:
         return True
     inputs = half_inputs(op_of(node), len(node.inputs), scope.graph.opset, known.precision)
@@ -160,7 +160,7 @@ def _can(scope: Scope, known: Known, node: Node) -> bool:
 
 
 def _angle(scope: Scope, known: Known, node: Node) -> Iterator[Node]:
-    """Yield a Sin or Cos and the arithmetic before it, where these read positions, times or large angles."""
+    """Yield a Sin or Cos and the arithmetic before it, if their inputs are positions, times or large angles."""
     source = node.inputs[0]
     members = {node: None} | dict.fromkeys(
         scope.behind([source], lambda each: is_arithmetic(each) or is_index_product(each))
@@ -197,7 +197,7 @@ def _fills_mask(scope: Scope, node: Node) -> bool:
     return number is not None and number < -LARGE_MASK
 
 
-# --- by what is fused --------------------------------------------------------------------------------------------
+# --- by fused nodes ----------------------------------------------------------------------------------------------
 
 
 def _members(scope: Scope, unit: Unit) -> dict[Node, None]:
@@ -207,7 +207,7 @@ def _members(scope: Scope, unit: Unit) -> dict[Node, None]:
 
 
 def _inside(scope: Scope, known: Known) -> dict[str, Unit]:
-    """Return the tensors that vanish in fused nodes, which compute them in float32 or do not round them."""
+    """Return the tensors internal to fused nodes, where they are in float32 or not rounded, with the unit of each."""
     found: dict[str, Unit] = {}
     for unit in known.units:
         members = _members(scope, unit)
@@ -218,10 +218,10 @@ def _inside(scope: Scope, known: Known) -> dict[str, Unit]:
 
 
 def _norms(scope: Scope, known: Known) -> Iterator[Node]:
-    """Yield the nodes of norms from the squares to the quotient: they read and give half precision through Casts.
+    """Yield the nodes of norms from the squares to the quotient; Casts around them convert from and to half precision.
 
-    That is how models in half precision are exported, and what is fused then computes in float32.  The scale and the
-    shift that follow, and what is added in front, are in half precision.
+    Half-precision models are exported in this way, and their fused norms compute in float32.  The scale and the shift
+    that follow, and an addition before the norm, are in half precision.
     """
     for unit in known.units:
         if not unit.in_float32 or "norm" not in unit.fusion or len(unit.nodes) == 1:
@@ -280,13 +280,13 @@ def describe_range(name: str, seen: Range, precision: Precision, is_score: bool)
 
 
 def _is_divided_by(tensor: Tensor) -> bool:
-    """Return whether small values of a tensor become large."""
+    """Return whether a consumer divides by a tensor or takes its log, so that small values become large."""
     ops = [(op_of(node), node) for node in tensor.outputs]
     return any(op in ("Log", "Reciprocal") or (op == "Div" and node.inputs[1] is tensor) for op, node in ops)
 
 
 def _by_cancelling(known: Known, tensor: Tensor) -> Iterator[tuple[Node, str]]:
-    """Yield the node of a difference that is much smaller than its terms, and the nodes that compute these."""
+    """Yield, with reasons, a node whose result is much smaller than its terms, and the producers of these terms."""
     node = producer(tensor)
     if node is None or node.op not in ("Sub", "Add"):
         return
@@ -300,7 +300,7 @@ def _by_cancelling(known: Known, tensor: Tensor) -> Iterator[tuple[Node, str]]:
 
 
 def _around(tensor: Tensor) -> Iterator[Node]:
-    """Yield the nodes that must be in float32 so that a tensor is."""
+    """Yield the nodes that must stay in float32 for a tensor to be in float32."""
     yield from tensor.inputs
     yield from (node for node in consumers(tensor) if op_of(node) not in READS_ANY)
 
@@ -327,7 +327,7 @@ def _by_weight(
 
 
 def _other_exponent(scope: Scope, known: Known, tensor: Constant) -> str:
-    """Return which exponent would become an integer, whose powers of negative numbers are not NaN; "" if none would."""
+    """Name the exponent that half precision would round to an integer, so that negative bases give no NaN; else ""."""
     if constant_dtype(tensor) != TensorProto.FLOAT:
         return ""
     values = constant_value(scope.graph, tensor).reshape(-1)

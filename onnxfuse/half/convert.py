@@ -1,4 +1,4 @@
-"""Rewrite a model so that nodes compute in half precision unless they must stay in float32; Casts are at borders."""
+"""Rewrite a model to compute in half precision, with Casts around the nodes that must stay in float32."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def convert(model: onnx.ModelProto, known: Known, io: Io = "float32") -> Convert
 
 
 class _Part:
-    """One graph while it is converted: the main one, or a body in the part `outer`."""
+    """A graph during conversion: the main graph, or a body of a node in the part `outer`."""
 
     def __init__(self, known: Known, shapes: ShapeInfo, outer: _Part | None = None) -> None:
         self.known, self.graph, self.outer = known, shapes.graph, outer
@@ -83,22 +83,22 @@ class _Part:
         self.clamped = set(self.choice.clamped)
         self.nodes = sum(map(self.scope.computes, self.graph.nodes))
         self.added_masks = 0
-        if known.precision is FLOAT16:  # in bfloat16 a score beside the lowest number vanishes as in float32
+        if known.precision is FLOAT16:  # in bfloat16, as in float32, a score added to the lowest number vanishes
             self.added_masks = sum(1 for _ in adding_masks(self.scope, self._is_lowest, self.choice.is_wide))
         self.dtypes: dict[str, int] = {}  # current dtypes of this graph's tensors
         self.outputs: dict[str, int] = {}  # the dtypes of the graph's outputs
-        self.casts: dict[tuple[str, int], Tensor] = {}  # a tensor in a dtype
-        self.weights: dict[tuple[str, int], Constant] = {}  # a constant in a dtype
-        self.stored: dict[str, tuple[int, bool]] = {}  # constants: dtype, and whether it is a mask or a bound
-        self.sources: dict[str, Tensor] = {}  # inputs of removed Casts, by the Casts' results
+        self.casts: dict[tuple[str, int], Tensor] = {}  # the Cast of a tensor, by the tensor's name and the dtype
+        self.weights: dict[tuple[str, int], Constant] = {}  # a converted constant, by its name and the dtype
+        self.stored: dict[str, tuple[int, bool]] = {}  # by constant: its dtype now, and whether it is a mask or a bound
+        self.sources: dict[str, Tensor] = {}  # inputs of removed Casts, by the Casts' outputs
         self.inner: list[_Part] = []
 
     def everywhere(self) -> list[_Part]:
-        """Return the part and those inside it."""
+        """Return this part and all parts of bodies inside it."""
         return [self, *(each for part in self.inner for each in part.everywhere())]
 
     def converted(self, io: Io) -> onnx.ModelProto:
-        """Return the graph with its nodes in half precision, those that stay in float32 aside."""
+        """Return the graph as a model in half precision, except for the nodes that stay in float32."""
         graph, shapes = self.graph, self.scope.shapes
         bodies = list(read_bodies(graph, shapes))
         for tensor in graph.linked.inputs:
@@ -111,7 +111,7 @@ class _Part:
             constant = self.scope.tensors.get(value.name)
             if is_constant(constant) and dtype in REAL:
                 self._weight(constant, self.outputs[value.name])
-        nodes, graph.linked.nodes = graph.nodes, []  # to which Casts are added beside the nodes that need them
+        nodes, graph.linked.nodes = graph.nodes, []  # nodes are appended again below, together with Casts
         for node in nodes:
             self._convert(node)
         for body in bodies:
@@ -138,7 +138,7 @@ class _Part:
     # --- nodes -----------------------------------------------------------------------------------------------
 
     def _convert(self, node: Node) -> None:
-        """Append a node with its inputs in the dtypes that it takes now, and its outputs in those that it then has."""
+        """Append a node, with its inputs cast to the dtypes that it takes now, and its outputs in their new dtypes."""
         scope, opset, precision, op = self.scope, self.graph.opset, self.known.precision, op_of(node)
         reads, writes = scope.real_inputs(node), scope.real_outputs(node)
         wide = self.choice.is_wide(node)
@@ -180,7 +180,7 @@ class _Part:
         return constant_of(onnx.numpy_helper.from_array(self.known.precision.clamped(value)))
 
     def _output(self, tensor: Tensor, dtype: int) -> Tensor:
-        """Return the tensor that a node writes: another one if an output of the graph has its dtype."""
+        """Return the tensor that a node writes; a new one if a graph output must keep another dtype."""
         wanted = self.outputs.get(tensor.name) or dtype
         self.dtypes[tensor.name] = wanted
         if wanted == dtype:
@@ -211,7 +211,7 @@ class _Part:
         return self.sources.get(tensor.name, tensor)
 
     def _read(self, tensor: Tensor, dtype: int, reader: Node | None = None) -> Tensor:
-        """Return a tensor in a dtype, casting it where it has another one."""
+        """Return a tensor in a dtype; add a Cast if it has another one."""
         if is_constant(tensor):
             return self._weight(tensor, dtype)
         tensor = self._source(tensor)
@@ -220,14 +220,14 @@ class _Part:
             return tensor
         if (tensor.name, dtype) not in self.casts:
             source, result = tensor, self._variable(tensor, dtype)
-            is_float16 = present == TensorProto.FLOAT16  # whose numbers bfloat16 holds
+            is_float16 = present == TensorProto.FLOAT16  # its range fits into bfloat16
             if dtype == self.half and not is_float16 and reader is not None and self._may_be_mask(tensor, reader):
                 source = self._bounded(self._read(tensor, FLOAT))
             self.casts[tensor.name, dtype] = self._cast(source, result, dtype)
         return self.casts[tensor.name, dtype]
 
     def _may_be_mask(self, tensor: Tensor, reader: Node) -> bool:
-        """Return whether a float32 operand of scores was seen below the range of half precision, or may be there."""
+        """Return whether a float32 operand of scores has, or may have, values below the range of half precision."""
         if reader not in self.choice.scores and not any(each is tensor for each in masked_inputs(reader)):
             return False
         seen, precision = self.known.ranges.get(tensor.name), self.known.precision
@@ -254,7 +254,7 @@ class _Part:
         return result
 
     def _weight(self, tensor: Constant, dtype: int) -> Constant:
-        """Return a constant in a dtype; the graph that owns it holds it in each that is read."""
+        """Return a constant in a dtype; its graph stores one copy for each dtype in which it is read."""
         key = tensor.name, dtype
         if key in self.weights:
             return self.weights[key]

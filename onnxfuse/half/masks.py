@@ -9,7 +9,7 @@ from onnxfuse.algebra.operators import MOVES
 from onnxfuse.half.scope import Scope
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of
 
-# Between a mask and the softmax that it is for.
+# Operators that may lie between a mask and its softmax.
 ON_THE_WAY: Final = MOVES | {
     "Add", "And", "Cast", "Clip", "ConstantOfShape", "Max", "Min", "Mul", "Neg", "Not", "Or", "Sub", "Sum", "Where",
 }  # fmt: skip
@@ -17,11 +17,11 @@ MASKED_INPUTS: Final = {  # operators that read scores or their addends at these
     "Softmax": (0,), "LogSoftmax": (0,), "ReduceLogSumExp": (0,), "Attention": (3, 5), "MultiHeadAttention": (4, 5),
     "GroupQueryAttention": (10,), "ReduceMax": (0,),
 }  # fmt: skip
-BOUNDS: Final = {"Clip": (1, 2), "Max": (0, 1), "Min": (0, 1)}  # inputs that are bounds, where they are constants
+BOUNDS: Final = {"Clip": (1, 2), "Max": (0, 1), "Min": (0, 1)}  # inputs that are bounds if constant
 
 
 def score_nodes(scope: Scope) -> frozenset[Node]:
-    """Return the nodes between products and softmax, and the nodes that compute addends of scores there."""
+    """Return the nodes between the product q k^T and the softmax, and the nodes that compute addends of the scores."""
     starts = [each for node in scope.graph.nodes for each in masked_inputs(node)]
     return frozenset(scope.behind(starts, _leads_on))
 
@@ -34,7 +34,8 @@ def masked_inputs(node: Node) -> list[Tensor]:
 def adding_masks(scope: Scope, is_lowest: Callable[[Tensor], bool], is_wide: Callable[[Node], bool]) -> Iterator[Node]:
     """Yield the softmaxes and attentions in half precision whose masks are added to scores, not put in their place.
 
-    Where all keys of a row are masked, float16 keeps the scores in such a sum, and float32 has the mask's number alone.
+    In a fully masked row, such a sum in float16 still depends on the scores, while in float32 only the mask's number is
+    left.
 
     is_lowest  whether a tensor holds numbers below the range of half precision
     is_wide    whether a node stays in float32
@@ -53,7 +54,7 @@ def _adds_to_scores(scope: Scope, node: Node) -> bool:
 
 
 def _reaches(scope: Scope, tensors: Sequence[Tensor], is_lowest: Callable[[Tensor], bool]) -> bool:
-    """Return whether tensors, or what they are computed from by the operators of masks, hold the lowest numbers."""
+    """Return whether the lowest numbers are in these tensors, or in tensors from which mask operators compute them."""
     read = (each for node in scope.behind(tensors, _leads_on) for each in node.inputs)
     return any(map(is_lowest, (*tensors, *read)))
 

@@ -18,12 +18,12 @@ CONTRIB: Final = frozenset({  # operators of com.microsoft whose floating-point 
     "NhwcConv", "QuickGelu", "RotaryEmbedding", "SimplifiedLayerNormalization", "SkipGroupNorm",
     "SkipLayerNormalization", "SkipSimplifiedLayerNormalization",
 })  # fmt: skip
-WITHOUT_BFLOAT16: Final = frozenset({  # of these, the operators that onnxruntime 1.31 declares only for float16
+WITHOUT_BFLOAT16: Final = frozenset({  # operators of CONTRIB that onnxruntime 1.31 declares only for float16
     "BiasAdd", "BiasSplitGelu", "EmbedLayerNormalization", "FusedConv", "FusedGemm", "GroupNorm", "NhwcConv",
     "SkipGroupNorm",
 })  # fmt: skip
-# Operators that onnxruntime inlines, by their definition, where it has no kernel: the first opset whose operators have
-# the dtype there.
+# Operators that onnxruntime inlines by their ONNX definition if it has no kernel: the first opset in which the
+# operators of that definition accept the dtype.
 DEFINED_SINCE: Final = {
     ("Gelu", "float16"): 9, ("FastGelu", "bfloat16"): 13, ("Gelu", "bfloat16"): 13, ("QuickGelu", "bfloat16"): 13,
     ("Clip", "bfloat16"): 16, ("SoftmaxCrossEntropyLoss", "bfloat16"): 16,
@@ -53,7 +53,7 @@ STAY: Final = {  # operators that stay in float32 whatever they read, and why
     "STFT": "it is a transform of audio, whose powers exceed half precision",
     "DFT": "it is a transform of audio, whose powers exceed half precision",
 }
-# Inputs of operators that select or read at coordinates: the arithmetic before these stays in float32 too.
+# Inputs by which operators select, or coordinates at which they read: the arithmetic before these stays in float32 too.
 EXACT_INPUTS: Final = {"TopK": (0,), "ArgMax": (0,), "ArgMin": (0,), "GridSample": (1,), "RoiAlign": (1,),
                        "NonMaxSuppression": (0, 1)}  # fmt: skip
 ELEMENTWISE: Final = frozenset({
@@ -63,7 +63,7 @@ ELEMENTWISE: Final = frozenset({
 })  # fmt: skip
 FILLS: Final = frozenset({"Cast", "Constant", "ConstantOfShape"})  # they write the dtype that an attribute names
 BROADCAST_MAX_OPSET: Final = 8  # the first opset whose Max and Min take operands of different shapes
-READS_ANY: Final = frozenset({"Cast", "Shape", "Size", "IsNaN", "IsInf"})  # whatever dtype they read
+READS_ANY: Final = frozenset({"Cast", "Shape", "Size", "IsNaN", "IsInf"})  # operators that read any dtype
 
 
 def combines(node: Node) -> bool:
@@ -72,12 +72,12 @@ def combines(node: Node) -> bool:
 
 
 def keeps_dtypes(op: str) -> bool:
-    """Return whether an operator that stays keeps the dtypes that it had, which need not be float32."""
+    """Return whether an operator that is not converted keeps its declared dtypes, which need not be float32."""
     return "::" in op or op in CONTROL_FLOW or op in SEQUENCES
 
 
 def half_inputs(op: str, count: int, opset: int, precision: Precision) -> frozenset[int]:
-    """Return the inputs, by position, that may have half precision; those of other dtypes may be among them.
+    """Return the positions of inputs that may have half precision; inputs that are not floating-point may be included.
 
     op     the operator, with its domain unless that is ONNX's, as `op_of` returns it
     count  the number of its inputs
@@ -96,7 +96,7 @@ def half_inputs(op: str, count: int, opset: int, precision: Precision) -> frozen
 
 
 def half_outputs(node: Node, opset: int, precision: Precision) -> frozenset[int]:
-    """Return the outputs, by position, that have half precision where all of `half_inputs` do."""
+    """Return the positions of outputs that have half precision if all of `half_inputs` do."""
     op, every = op_of(node), frozenset(range(len(node.outputs)))
     found = None if op in FILLS or "::" in op else schema(op, opset)
     if found is None:

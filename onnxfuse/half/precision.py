@@ -1,4 +1,4 @@
-"""The ranges and roundings of float16 and bfloat16, and the losses that count."""
+"""The ranges and roundings of float16 and bfloat16, and the largest acceptable loss of a weight."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ REAL: Final = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFL
 class Precision:
     """A half precision: its range, and the loss that a weight may have."""
 
-    name: str  # the value of --dtype
-    number: int  # in onnx.TensorProto.DataType
+    name: str  # the name, as in --dtype
+    number: int  # its number in onnx.TensorProto.DataType
     largest: float
     limit: float  # the largest magnitude that a run may show: inputs other than those seen may lead to more
-    smallest: float  # the smallest magnitude that is held with all bits
+    smallest: float  # the smallest normal magnitude: smaller ones lose bits
     rounding: float  # the largest relative error of a value in range
-    max_loss: float  # of a weight, relative to the weight's norm
+    max_loss: float  # the largest acceptable error of a weight, relative to the weight's norm
 
     @property
     def numpy(self) -> np.dtype[Any]:
@@ -37,13 +37,13 @@ class Precision:
             return np.asarray(value).astype(self.numpy)
 
     def clamped(self, value: Array) -> Array:
-        """Return values in this precision; finite ones stay finite, as masks and bounds mean them."""
+        """Return values in this precision, clamped so that finite ones stay finite, as masks and bounds require."""
         wide = np.asarray(value, np.float32)
         return self.rounded(np.where(np.isfinite(wide), np.clip(wide, -self.largest, self.largest), wide))
 
 
 FLOAT16: Final = Precision("float16", TensorProto.FLOAT16, 65504.0, 65504.0 / 4, 2.0**-14, 2.0**-11, 2.0**-10)
-# Rounding alone takes up to 2^-8 of a bfloat16 weight, so only what overflows is too much.
+# Rounding to bfloat16 alone may change a weight by 2^-8, so only overflow counts as an unacceptable loss.
 BFLOAT16: Final = Precision(
     "bfloat16", TensorProto.BFLOAT16, 3.3895313892515355e38, 3.3895313892515355e38 / 4, 2.0**-126, 2.0**-8, 2.0**-7
 )

@@ -22,16 +22,16 @@ from onnxfuse.ir.protos import copy_without, opset_of
 from onnxfuse.ir.validate import size_of
 from onnxfuse.verify.cpu_session import input_of, open_session, run
 
-MAX_SLICE: Final = 2**28  # bytes of the weights of the nodes that run at a time
-MASKED: Final = 1e30  # numbers of this size only mask scores
+MAX_SLICE: Final = 2**28  # bytes of weights per slice of the model
+MASKED: Final = 1e30  # numbers of at least this magnitude occur only in masks of scores
 Line: TypeAlias = tuple[str, list[str], str, dict[str, Any]]  # operator, inputs, label of the output, attributes
 
-KINDS: Final = ("lowest", "highest", "smallest")  # fields of Range, after which each tensor's outputs are named
+KINDS: Final = ("lowest", "highest", "smallest")  # fields of Range; each tensor's range outputs are named after them
 
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that a tensor held in all runs: the lowest, the highest, and the smallest magnitude but 0."""
+    """The range of a tensor over all runs: its lowest and highest number, and its smallest magnitude other than 0."""
 
     lowest: float
     highest: float
@@ -47,7 +47,7 @@ class Range:
         return Range(self.lowest * factor, self.highest * factor, self.smallest * factor)
 
     def joined(self, other: Range) -> Range:
-        """Return the range of both."""
+        """Return the range that covers both ranges."""
         return Range(
             min(self.lowest, other.lowest), max(self.highest, other.highest), min(self.smallest, other.smallest)
         )
@@ -62,8 +62,8 @@ def observe(
 ) -> dict[str, Range]:
     """Return the range of each floating-point tensor of the main graph that a node computes or a caller gives.
 
-    `runs` are inputs, which the model takes.  The graph runs in slices, each of which holds MAX_SLICE bytes of weights;
-    what a later slice reads is kept until then.  Raises whatever onnxruntime raises.
+    `runs` are sets of inputs on which the model runs.  The graph runs in slices, each with at most about MAX_SLICE
+    bytes of weights; tensors that a later slice reads are kept until then.  Raises whatever onnxruntime raises.
     """
     observer = _Observer(model, types, folder)
     live: list[dict[str, object]] = [dict(feeds) for feeds in runs]
@@ -102,7 +102,7 @@ def slices(model: onnx.ModelProto) -> Iterator[list[onnx.NodeProto]]:
 
 @dataclass(frozen=True)
 class _Observer:
-    """A model that runs in slices, and the ranges of its tensors that were seen."""
+    """Runs a model in slices, and records the ranges of its tensors."""
 
     model: onnx.ModelProto
     types: Mapping[str, int]
@@ -110,7 +110,7 @@ class _Observer:
     found: dict[str, Range] = field(default_factory=dict)
 
     def record(self, name: str, seen: Range) -> None:
-        """Join a range to those that a tensor had before."""
+        """Merge a range into the recorded range of a tensor."""
         self.found[name] = self.found[name].joined(seen) if name in self.found else seen
 
     def run(self, piece: Sequence[onnx.NodeProto], live: Sequence[dict[str, object]], later: set[str]) -> None:
@@ -161,7 +161,7 @@ def _range_nodes(name: str, opset: int) -> list[Line]:
     return [
         ("Cast", [name], "wide", {"to": TensorProto.FLOAT}),
         ("Reshape", [f"{name}::wide", "::flat"], "row", {}),
-        ("Concat", [f"{name}::row", "::zero"], "padded", {"axis": 0}),  # an empty tensor has no largest element
+        ("Concat", [f"{name}::row", "::zero"], "padded", {"axis": 0}),  # so that ReduceMax works on an empty tensor
         *_held(name, opset),
         ("ReduceMin", [f"{name}::held"], "lowest", {"keepdims": 0}),
         ("ReduceMax", [f"{name}::held"], "highest", {"keepdims": 0}),
@@ -170,13 +170,13 @@ def _range_nodes(name: str, opset: int) -> list[Line]:
         ("Not", [f"{name}::counts"], "is_zero", {}),
         ("Cast", [f"{name}::is_zero"], "one_of_zero", {"to": TensorProto.FLOAT}),
         ("Mul", [f"{name}::one_of_zero", "::up"], "up_of_zero", {}),
-        ("Add", [f"{name}::size", f"{name}::up_of_zero"], "sizes", {}),  # Where is younger than opset 7
+        ("Add", [f"{name}::size", f"{name}::up_of_zero"], "sizes", {}),  # used in place of Where, which opset 7 lacks
         ("ReduceMin", [f"{name}::sizes"], "smallest", {"keepdims": 0}),
     ]
 
 
 def _held(name: str, opset: int) -> list[Line]:
-    """Return the nodes that bring a tensor between the bounds."""
+    """Return the nodes that clamp a tensor to the bounds."""
     if opset < BROADCAST_MAX_OPSET:
         return [("Clip", [f"{name}::padded"], "held", {"min": -MASKED, "max": MASKED})]
     return [

@@ -1,4 +1,4 @@
-"""What a report says of a conversion to half precision."""
+"""The part of a report about a conversion to half precision."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onnxfuse.printing import escape
 from onnxfuse.verify.noise import ROUNDINGS
 
 MAX_KEPT_SHOWN: Final = 10
-USUAL_FACTOR: Final = 3.0  # times the noise of half precision; errors below that need no explanation
+USUAL_FACTOR: Final = 3.0  # errors up to this many times the noise of half precision are usual
 ADDED_MASKS: Final = "where all keys of a row are masked, {} weights them by their scores, and float32 equally"
 
 
@@ -22,10 +22,10 @@ ADDED_MASKS: Final = "where all keys of a row are masked, {} weights them by the
 class HalfError:
     """How far an output is from float32, relative to its largest value.
 
-    What each node writes is rounded to half precision, as kernels do, while the nodes compute in float32: onnxruntime's
-    CPU provider has few operators in half precision, and does not round between most of those.
-    `noise` is how far the output moves in float32 where each weight and each input is moved by one rounding to half
-    precision, up or down at random: the root mean square of the draws.  Both are infinite where NaN or infinite values
+    For the measurement, nodes compute in float32, and each node's output is rounded to half precision, as kernels round
+    it: onnxruntime's CPU provider has few half-precision operators, and does not round between most of them.  `noise`
+    is how far the float32 output moves if each weight and each input moves by one rounding to half precision, up or
+    down at random; it is the root mean square of several draws.  Error and noise are infinite if NaN or infinite values
     appear.
     """
 
@@ -42,8 +42,8 @@ class HalfError:
 class HalfResult:
     """A model in half precision: the nodes that stayed in float32, and the errors of its outputs.
 
-    `nodes` compute on floating-point numbers in the model before it is fused.  `kept` stayed in float32 because of
-    their values, and `by_rule` because of what they are, by reason.
+    `nodes` counts the nodes that compute on floating-point numbers before fusing.  `kept` stayed in float32 because of
+    their values, and `by_rule` because of their operators.
     """
 
     dtype: str
@@ -66,12 +66,12 @@ class HalfResult:
 
     @property
     def unusual(self) -> HalfError | None:
-        """Of the outputs whose errors the noise does not explain, the one that is the farthest from that."""
+        """The output whose error exceeds the noise by the most; None if the noise explains all errors."""
         found = [each for each in self.errors if not each.is_usual(self.dtype)]
         return max(found, key=lambda each: each.error / (each.noise or ROUNDINGS[self.dtype]), default=None)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data; an infinite error, which JSON cannot write, is None."""
+        """Return the result as JSON values; an infinite error, which JSON cannot write, becomes None."""
         return {
             "dtype": self.dtype, "io": self.io, "nodes": self.nodes, "kept": [asdict(each) for each in self.kept],
             "by_rule": dict(self.by_rule), "bytes_before": self.bytes_before, "bytes_after": self.bytes_after,

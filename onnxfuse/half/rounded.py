@@ -1,4 +1,4 @@
-"""Weights and inputs that are moved by a rounding to half precision, which show its noise."""
+"""Move weights and inputs by one rounding to half precision, to measure how much noise that causes."""
 
 from __future__ import annotations
 

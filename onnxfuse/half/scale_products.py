@@ -1,8 +1,8 @@
 """Scale the operand of a product with a weight, where only the result exceeds half precision (T5's feed-forward).
 
-MatMul(x, w) becomes MatMul(x * 2^-k, w) * 2^k.  The product then reads and writes half precision, and what is left to
-float32 is the last factor, beside the addition that reads it.  Powers of two round nothing but numbers below half
-precision's smallest ones.
+MatMul(x, w) becomes MatMul(x * 2^-k, w) * 2^k.  The product then reads and writes half precision; only the last
+multiplication and the addition that reads it stay in float32.  Scaling by powers of two is exact, except for results
+below half precision's smallest normal number.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ ROOM: Final = 6  # bits between the smallest normal number and the largest of th
 
 
 def scale_products(shapes: ShapeInfo, ranges: Mapping[str, Range], weights: Weights) -> dict[str, Range]:
-    """Bring products with weights into range; return the ranges of the tensors that this made, which may be none.
+    """Bring products with weights into range; return the ranges of the new tensors by name, maybe empty.
 
-    What half precision cannot hold of the weights themselves stays as it is.
+    Weights that half precision cannot hold are left as they are.
     """
     graph, made = shapes.graph, dict[str, Range]()
     for node in [node for node in graph.nodes if op_of(node) == "MatMul"]:
@@ -44,7 +44,7 @@ def scale_products(shapes: ShapeInfo, ranges: Mapping[str, Range], weights: Weig
 
 
 def _bits(graph: Graph, ranges: Mapping[str, Range], weights: Weights, node: Node) -> int:
-    """Return the power of two by which a product is to be divided; 0 where that is not worth it."""
+    """Return k if the product should be divided by 2^k; 0 if scaling is not worth it."""
     precision, weight = weights.precision, node.inputs[1]
     read, written = ranges.get(node.inputs[0].name), ranges.get(node.outputs[0].name)
     if not is_constant(weight) or read is None or written is None or not written.magnitude > precision.limit:

@@ -1,4 +1,4 @@
-"""Scale an operand of a product instead of its result, where only the latter is beyond half precision (Phi-2)."""
+"""Scale an operand of a product instead of its result, if only the result exceeds half precision (Phi-2)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCALINGS: Final = frozenset({"Mul", "Div"})
 
 
 def scale_queries(shapes: ShapeInfo, ranges: Mapping[str, Range], weights: Weights) -> dict[str, Range]:
-    """Scale queries so that scores are in range; return the ranges of the scaled queries, which may be none.
+    """Scale queries so that scores are in range; return the ranges of the scaled queries by name, maybe empty.
 
     MatMul(q, k) * s becomes MatMul(q * s, k), as the bodies and kernels of fused attention compute it.
     """

@@ -16,12 +16,12 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 from onnxfuse.passes.folded import node_label
 
-LARGE_WEIGHT = 4096  # elements: a product with such a constant is one of features, not of indices
+LARGE_WEIGHT = 4096  # elements; a product with a constant at least this large computes features, not indices
 
 
 @dataclass(frozen=True)
 class Scope:
-    """A sorted graph, and the known facts about the tensors that its nodes read and write."""
+    """A sorted graph, with the dtypes and other known facts of the tensors that its nodes read and write."""
 
     shapes: ShapeInfo
 
@@ -37,7 +37,7 @@ class Scope:
 
     @cached_property
     def labeled(self) -> dict[str, list[Node]]:
-        """The nodes by their labels in reports."""
+        """The nodes, by the labels that reports use for them."""
         found: dict[str, list[Node]] = defaultdict(list)
         for node in self.graph.nodes:
             found[node_label(node)].append(node)
@@ -65,7 +65,7 @@ class Scope:
         return any(map(self.is_real, (*node.inputs, *node.outputs)))
 
     def behind(self, tensors: Iterable[Tensor], through: Callable[[Node], bool]) -> Iterator[Node]:
-        """Yield the producers of tensors, and the producers of their inputs, as long as `through` holds."""
+        """Yield the producers of tensors, and of the inputs of those producers for which `through` holds, and so on."""
         seen: set[Node] = set()
         work = list(tensors)
         while work:
@@ -97,10 +97,10 @@ def elements(tensor: Tensor) -> int:
 
 
 def is_arithmetic(node: Node) -> bool:
-    """Return whether a node is elementwise or moves values, so that it knows no features."""
+    """Return whether a node is elementwise or only moves values, so that it uses no learnt features."""
     op = op_of(node)
     if op in GATHERS and elements(node.inputs[0]):
-        return False  # rows of a table of weights
+        return False  # it reads rows of a weight table
     return op in ELEMENTWISE or op in MOVES
 
 

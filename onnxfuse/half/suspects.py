@@ -1,4 +1,4 @@
-"""Find the nodes at which half precision loses the most: those that are to stay in float32 next."""
+"""Find the nodes at which half precision loses the most, which should stay in float32 next."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.protos import copy_without
 from onnxfuse.verify.cpu_session import open_session, run
 
-MAX_COMPARED_AT_ONCE: Final = 64  # tensors
+MAX_COMPARED_AT_ONCE: Final = 64  # number of tensors compared in one run
 FIRST_INFINITE: Final = 1e300  # more than any error, less than infinity
-AMPLIFIED: Final = 4.0  # times the error of a node's inputs
+AMPLIFIED: Final = 4.0  # a node amplifies an error if its own error exceeds this many times its inputs' error
 Model = tuple[onnx.ModelProto, Path | None]
 
 
@@ -31,10 +31,10 @@ def suspects(
     """Return the nodes of the main graph by their contribution to the error, the largest first.
 
     plain  the model in float32 and the folder of its data; `half` is the same model in half precision
-    reals  the tensors of `plain` that have floating-point numbers
+    reals  the names of the floating-point tensors of `plain`
 
-    The first node whose values are not finite comes before all others.  After a node that only amplifies an error, as
-    a difference of large numbers does, come those that compute what it reads.  Raises whatever onnxruntime raises.
+    The first node whose values are not finite comes before all others.  After a node that amplifies an error, such as a
+    difference of large numbers, come the producers of its inputs.  Raises whatever onnxruntime raises.
     """
     nodes = plain[0].graph.node
     written = {name for node in half[0].graph.node for name in node.output}

@@ -1,7 +1,7 @@
-"""Find variances that are written as mean(x²) - mean(x)²: half precision loses such a difference wholly.
+"""Find variances that are written as mean(x²) - mean(x)²: half precision may lose all bits of such a difference.
 
-Flax writes all its norms that way.  The two means agree in most of their bits where the mean is large beside the
-deviation: of 11 bits none is left where it is 45 times as large, and the difference may become negative.
+Flax writes all its norms that way.  If the mean is large compared with the deviation, the two means agree in most of
+their bits.  If it is 45 times as large, none of 11 bits is left, and the difference may become negative.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from onnxfuse.ir.graph import constant_number
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 
 MEANS: Final = frozenset({"AveragePool", "GlobalAveragePool", "ReduceMean", "ReduceSum"})
-ON_THE_WAY: Final = REARRANGING | {"Div", "Mul"}  # Div and Mul by constants
+ON_THE_WAY: Final = REARRANGING | {"Div", "Mul"}  # between a mean and the difference; Div, Mul by constants
 
 
 def variance_nodes(scope: Scope) -> frozenset[Node]:
@@ -30,7 +30,7 @@ def variance_nodes(scope: Scope) -> frozenset[Node]:
         if node in found or not reads & inner or not is_arithmetic(node):
             continue
         if any(elements(each) > 1 for each in scope.real_inputs(node)):
-            continue  # a scale: the quotient ends here
+            continue  # the quotient ends at a multiplication by a scale
         found.add(node)
         if reads <= inner:
             inner.add(node)
@@ -38,7 +38,7 @@ def variance_nodes(scope: Scope) -> frozenset[Node]:
 
 
 def _variance(scope: Scope, node: Node) -> set[Node]:
-    """Return the nodes that compute a difference, if it is a variance."""
+    """Return the nodes that compute the variance that ends with `node`; empty if the node is not such a difference."""
     of_squares, square = map(producer, node.inputs)
     if of_squares is None or square is None or (mean := _squared(scope, square)) is None:
         return set()
@@ -51,7 +51,7 @@ def _variance(scope: Scope, node: Node) -> set[Node]:
 
 
 def _squared(scope: Scope, node: Node) -> Tensor | None:
-    """Return the tensor that a node squares."""
+    """Return the tensor that a node squares; None if it squares nothing."""
     if op_of(node) == "Mul" and node.inputs[0] is node.inputs[1]:
         return node.inputs[0]
     if op_of(node) == "Pow" and constant_number(scope.graph, node.inputs[1]) == 2:
@@ -60,7 +60,7 @@ def _squared(scope: Scope, node: Node) -> Tensor | None:
 
 
 def _behind_mean(scope: Scope, tensor: Tensor) -> tuple[Sequence[Node], Tensor]:
-    """Return the nodes of a scaled and viewed mean, and the tensor of which it is the mean; no nodes for others."""
+    """Return the nodes that compute a mean, scaled or viewed, and the tensor averaged; no nodes if it is not a mean."""
     members = list(_chain(scope, tensor))
     last = max((k for k, node in enumerate(members) if node.op in MEANS), default=-1)
     members = members[: last + 1]

@@ -24,33 +24,33 @@ from onnxfuse.ir.node import Constant
 from onnxfuse.verify.noise import move_by_rounding
 
 DATA_FILE: Final = "weights.data"
-MAX_PARAMETER: Final = 8  # elements of parameters that may not be weights: the scales of a Resize, an epsilon
-CHECKED_AT_ONCE: Final = 2**22  # elements of a weight: float64 copies of all of it would take three times its size
+MAX_PARAMETER: Final = 8  # elements; smaller constants may be parameters, such as the scales of a Resize
+CHECKED_AT_ONCE: Final = 2**22  # elements of a weight per step: float64 copies of a whole weight are large
 
 
 class ScratchFolder:
     """A folder of temporary files, which is removed with this object."""
 
     def __init__(self) -> None:
-        """Make the folder, where the environment has temporary files."""
+        """Make the folder in the system's folder for temporary files."""
         self.path = Path(tempfile.mkdtemp(prefix="onnxfuse-half-"))
         self._removal = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
 
 @dataclass
 class Weights:
-    """The weights of a model, whose external data lies in `folder`, on their way to half precision."""
+    """Converts the weights of a model, whose external data lies in `folder`, to half precision."""
 
     folder: Path | None
     precision: Precision
     scratch: ScratchFolder | None = None  # the folder of converted external weights
-    losses: dict[tuple[str, bool], str] = field(default_factory=dict)  # losses of the weights that were examined
+    losses: dict[tuple[str, bool], str] = field(default_factory=dict)  # of checked weights, by name and `clamp`
     _end: int = 0
 
     def loss(self, graph: Graph, tensor: Constant, clamp: bool = False) -> str:
         """Return why a weight must stay as it is, as the end of a sentence; "" where half precision holds it.
 
-        For masks and bounds (`clamp`), numbers beyond the range may become the last one in it.
+        In masks and bounds (`clamp`), numbers beyond the range may become the largest or lowest number in it.
         """
         if constant_dtype(tensor) != onnx.TensorProto.FLOAT:
             return ""
@@ -59,7 +59,7 @@ class Weights:
         return self.losses[tensor.name, clamp]
 
     def converted(self, tensor: onnx.TensorProto, number: int, clamp: bool = False) -> onnx.TensorProto:
-        """Return a tensor in the dtype `number`, float32 or half precision if that is another one than it has."""
+        """Return a tensor converted to the dtype `number` (float32 or half precision), if it has another one."""
         if tensor.data_type == number:
             return self.kept(tensor)
         value = array_of(self.folder, tensor)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 def fewest(suffices: Callable[[int], bool], limit: int) -> int | None:
-    """Return the smallest number from 1 to `limit` that suffices, to a quarter of it; None where `limit` does not.
+    """Return about the smallest number up to `limit` that suffices, to within a quarter; None if `limit` does not.
 
     The number is doubled until it suffices, and then bisected.
     """

@@ -1,1 +1,1 @@
-"""Look at a model before it is optimized: its facts, and the problems that it will have on a GPU."""
+"""Inspect a model before it is optimized: its facts, and the problems that it will have on a GPU."""

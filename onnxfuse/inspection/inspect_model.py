@@ -29,10 +29,10 @@ from onnxfuse.report.blocks import Blocks, Item, find_blocks
 
 DATA_DEPENDENT: Final = frozenset(
     {"Compress", "NonMaxSuppression", "NonZero", "Unique"}
-)  # shapes that the GPU computes
-MAX_NAMED: Final = 3  # nodes in a sentence
-MIN_COVERED: Final = 16  # nodes in all copies of a repeated block
-MANY_BYTES: Final = 1 << 20  # of float32 weights; from here on the lines mention half precision
+)  # operators whose output shapes depend on values that the GPU computes
+MAX_NAMED: Final = 3  # at most so many nodes are named in a sentence
+MIN_COVERED: Final = 16  # a repeated block is reported if its copies have at least so many nodes
+MANY_BYTES: Final = 1 << 20  # bytes of float32 weights; from here on, half precision is suggested
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Weights:
-    """The constants of one dtype: how many elements and bytes."""
+    """The constants of one dtype: their numbers of elements and bytes."""
 
     elements: int
     bytes: int
@@ -54,7 +54,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem on a GPU, and its remedy."""
+    """A problem that the model will have on a GPU, and its remedy."""
 
     what: str
     details: tuple[str, ...]
@@ -63,7 +63,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Block:
-    """Equal blocks of nodes: how many of how many nodes, and the name of the first node."""
+    """A repeated block: the number of copies, the nodes per copy, and the name of the first node."""
 
     copies: int
     length: int
@@ -72,7 +72,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `onnxfuse inspect` says of a model."""
+    """The facts and findings that `onnxfuse inspect` prints about a model."""
 
     name: str
     maker: str
@@ -81,10 +81,10 @@ class Inspection:
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     weights: Mapping[str, Weights]
-    operators: Mapping[str, int]  # those in subgraphs included, the most frequent first
+    operators: Mapping[str, int]  # number of nodes by operator, including subgraphs, the most frequent first
     functions: int
     blocks: tuple[Block, ...]
-    onnxruntime: str  # the version whose kernels are known
+    onnxruntime: str  # the onnxruntime version that the list of kernels is for
     findings: tuple[Finding, ...]
     no_cuda_graph: tuple[str, ...]  # why the model cannot be captured in a CUDA graph
 
@@ -116,7 +116,7 @@ def inspect_model(path: Path) -> Inspection:
     )  # fmt: skip
 
 
-# --- what it is -------------------------------------------------------------------------------------------------------
+# --- facts ------------------------------------------------------------------------------------------------------------
 
 
 def _value(value: onnx.ValueInfoProto) -> Value:
@@ -162,7 +162,7 @@ def _first(item: Item) -> int:
     return item if isinstance(item, int) else _first(item.items[0])
 
 
-# --- what hurts -------------------------------------------------------------------------------------------------------
+# --- problems ---------------------------------------------------------------------------------------------------------
 
 
 def _without_kernel(placed: Placement) -> Iterator[Finding]:
@@ -181,7 +181,7 @@ def _without_kernel(placed: Placement) -> Iterator[Finding]:
 
 
 def _of_libraries(graph: Graph, model: onnx.ModelProto) -> Iterator[Finding]:
-    """Yield the operators that onnxruntime does not have itself."""
+    """Yield the operators that need a custom-operator library, because onnxruntime does not have them."""
     functions = {(f.domain, f.name) for f in model.functions}
     own = (*ONNX_DOMAINS, *ORT_DOMAINS)
     others = [n for n in graph.nodes if (n.domain or "") not in own and (n.domain, n.op) not in functions]
@@ -230,7 +230,7 @@ def _precision(graph: Graph, shapes: ShapeInfo, placed: Placement, weights: Mapp
 
 
 def _wide_masks(graph: Graph, inputs: Sequence[Value]) -> Iterator[Finding]:
-    """Yield the masks that are inputs of 64-bit integers."""
+    """Yield the inputs that are masks of 64-bit integers."""
     names = [one.name for one in inputs if one.dtype == "int64" and "mask" in one.name.lower()]
     if names:
         advice = "Export the model with a bool mask, which has an eighth of the bytes and needs no Cast."

@@ -1,4 +1,4 @@
-"""What `onnxfuse inspect` prints."""
+"""Format the output of `onnxfuse inspect`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For which operators onnxruntime's CUDA provider has kernels: the file that benchmarks/ort_kernels.py writes."""
+"""Look up which operators have kernels in onnxruntime's CUDA provider, in a file by benchmarks/ort_kernels.py."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.node import Node, op_of
 
-OUTPUT: Final = "out "  # prefix of the places of outputs
-ORT_DOMAINS: Final = ("com.microsoft", "ai.onnx.ml")  # domains of onnxruntime's operators beside ONNX's
+OUTPUT: Final = "out "  # prefix of a key that names an output, as in "out 0"
+ORT_DOMAINS: Final = ("com.microsoft", "ai.onnx.ml")  # operator domains of onnxruntime, other than ONNX's own
 
 
 @dataclass(frozen=True)
 class OrtKernels:
     """The kernels of one version of onnxruntime.
 
-    `cuda` has for each operator its kernels: the first and last version of the operator, 0 if no newer one has other
-    kernels, and the dtypes that they take at an input ("0") or give at an output ("out 0").  `cpu` has the versions of
-    CPU kernels of operators that ONNX defines by others.
+    `cuda` maps an operator to its kernels.  Each has the first and the last operator version that it supports (0 if the
+    kernel is for the newest version), and the dtypes that it accepts at an input ("0") or writes at an output ("out
+    0").  `cpu` has the versions of CPU kernels, for operators that ONNX defines as functions of other operators.
     """
 
     version: str
@@ -33,9 +33,9 @@ class OrtKernels:
     cpu: Mapping[str, Sequence[tuple[int, int]]]
 
     def why_none(self, node: Node, shapes: ShapeInfo, opset: int) -> str | None:
-        """Return why the CUDA provider has no kernel for a node, as a sentence; None if it has one.
+        """Return a sentence on why the CUDA provider has no kernel for a node; None if it has one.
 
-        Tensors of unknown dtype count as such that it takes.
+        Tensors of unknown dtype count as supported.
         """
         op = op_of(node)
         if op not in self.cuda:
@@ -48,7 +48,7 @@ class OrtKernels:
         return next((f"the CUDA provider has no kernel of {op} for {dtype}" for dtype in wrong if all(wrong)), None)
 
     def is_spelled_out(self, node: Node, opset: int) -> bool:
-        """Return whether onnxruntime replaces an operator without kernels by the operators that ONNX defines it by."""
+        """Return whether onnxruntime has no kernel for an operator and inlines its ONNX function body instead."""
         op = op_of(node)
         schema = _schema(op, opset)
         if schema is None or not (schema.has_function or schema.has_context_dependent_function):  # type: ignore[attr-defined]
@@ -58,7 +58,7 @@ class OrtKernels:
 
 @functools.cache
 def ort_kernels() -> OrtKernels:
-    """Return the kernels that are known."""
+    """Read the file of kernels, and return its contents."""
     data: Any = json.loads(files(__package__).joinpath("ort_kernels.json").read_text(encoding="utf-8"))
     sets = [frozenset(dtypes.split()) for dtypes in data["dtypes"]]
     cuda = {
@@ -69,12 +69,12 @@ def ort_kernels() -> OrtKernels:
 
 
 def _is_for(first: int, last: int, version: int) -> bool:
-    """Return whether a kernel is for this version: without a last one it is for the first alone."""
+    """Return whether a kernel supports this operator version; without a last version, it supports only the first."""
     return version == first or first <= version <= last
 
 
 def _since(op: str, opset: int) -> int:
-    """Return the version of an operator; 1 for one that this opset of ONNX does not have."""
+    """Return the version that an operator has in an opset; 1 if the opset does not have the operator."""
     schema = _schema(op, opset)
     return schema.since_version if schema else 1
 
@@ -88,7 +88,7 @@ def _schema(op: str, opset: int) -> defs.OpSchema | None:
 
 
 def _wrong_dtype(node: Node, shapes: ShapeInfo, types: Mapping[str, frozenset[str]]) -> str | None:
-    """Return a dtype of the node that a kernel does not take; None if it takes all."""
+    """Return a dtype of a node's tensors that a kernel does not support; None if it supports all."""
     for place, dtypes in types.items():
         tensors = node.outputs if place.startswith(OUTPUT) else node.inputs
         index = int(place.removeprefix(OUTPUT))

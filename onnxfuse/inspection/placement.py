@@ -1,8 +1,8 @@
-"""Where onnxruntime runs the nodes of a model, host or GPU, and which tensors it copies between them.
+"""Predict which nodes onnxruntime runs on the host and which on the GPU, and which tensors it copies between them.
 
 The rules are those of onnxruntime's partitioning (GetCpuPreferredNodes in fallback_cpu_capability.cc, and
 transformer_memcpy.cc): a node without a CUDA kernel runs on the host; so does a node that reads only shapes, small
-constants and what such nodes compute, unless its CUDA kernel reads all of that on the host anyway.
+constants and outputs of such nodes, unless its CUDA kernel reads all of these inputs on the host anyway.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from onnxfuse.ir.node import Node, Tensor, consumers, has_subgraph, is_constant,
 from onnxfuse.ir.protos import ONNX_DOMAINS
 from onnxfuse.regions.host import HOST_INPUTS, SEEDS
 
-SMALL: Final = 100  # elements of a constant that may be read on the host
-# Inputs that CUDA kernels read on the host, beside shapes: axes and other numbers, and values for control flow.
+SMALL: Final = 100  # a constant of at most so many elements may be read on the host
+# Inputs, other than shapes, that CUDA kernels read on the host: axes and other parameters, and values for control flow.
 MORE_HOST_INPUTS: Final[Mapping[str, range]] = {
     **{f"Reduce{name}": range(1, 2) for name in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum",
                                                 "SumSquare")},
@@ -31,7 +31,7 @@ MORE_HOST_INPUTS: Final[Mapping[str, range]] = {
 
 @dataclass(frozen=True)
 class Copy:
-    """A tensor that is copied between host and GPU in every run, and the node for which it is."""
+    """A tensor that is copied between host and GPU in every run, and the node that needs the copy."""
 
     tensor: str
     to_host: bool
@@ -40,16 +40,16 @@ class Copy:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where nodes run.  Nodes that constants determine are in neither group, because onnxruntime folds them."""
+    """The nodes that run on the host, in two groups.  Neither has nodes that onnxruntime folds into constants."""
 
-    without_kernel: Mapping[Node, str]  # nodes on the host, and why the CUDA provider does not take them
+    without_kernel: Mapping[Node, str]  # nodes on the host, and why the CUDA provider cannot run them
     shape_nodes: frozenset[Node]  # nodes on the host, because they compute shapes
     copies: tuple[Copy, ...]
     folded: frozenset[Node]
 
 
 def place(graph: Graph, shapes: ShapeInfo, kernels: OrtKernels) -> Placement:
-    """Return where the nodes of a sorted main graph run; those of other libraries count as if these had kernels."""
+    """Return where the nodes of a sorted main graph run; custom operators are assumed to have CUDA kernels."""
     folded = frozenset(_folded(graph, shapes))
     nodes = [node for node in graph.nodes if node not in folded]
     own = [node for node in nodes if (node.domain or "") in (*ONNX_DOMAINS, *ORT_DOMAINS)]
@@ -69,7 +69,7 @@ def reads_on_host(node: Node, index: int) -> bool:
 
 
 def _folded(graph: Graph, shapes: ShapeInfo) -> list[Node]:
-    """Return the nodes whose results constants and static shapes determine."""
+    """Return the nodes whose results depend only on constants and static shapes, so that onnxruntime folds them."""
     found: dict[Node, None] = {}
     for node in graph.nodes:
         if op_of(node) in RANDOM or has_subgraph(node):
@@ -84,7 +84,7 @@ def _folded(graph: Graph, shapes: ShapeInfo) -> list[Node]:
 def _shape_nodes(
     nodes: list[Node], shapes: ShapeInfo, without: Mapping[Node, str], folded: Collection[Node]
 ) -> set[Node]:
-    """Return the nodes that compute shapes on the host although there are CUDA kernels for them."""
+    """Return the nodes that run on the host because they compute shapes, although they have CUDA kernels."""
     on_host = {id(t) for node in nodes if op_of(node) in SEEDS and node not in without for t in node.outputs}
     behind = {node for node in nodes if op_of(node) in SEEDS for t in node.outputs for node in consumers(t)}
     found: set[Node] = set()
@@ -109,15 +109,15 @@ def _is_small(shapes: ShapeInfo, constant: Tensor) -> bool:
 
 
 def _copies(nodes: list[Node], on_host: set[Node]) -> list[Copy]:
-    """Return the tensors that are written on one side and read on the other; of graph inputs, those read on both."""
+    """Return the tensors written on one side and read on the other, and graph inputs that both sides read."""
     found: list[Copy] = []
     tensors = {id(t): t for node in nodes for t in (*node.inputs, *node.outputs) if t.name and not is_constant(t)}
     inside = set(nodes)
     for tensor in tensors.values():
         maker = producer(tensor)
-        if maker is not None and maker not in inside:  # folded, so a constant
+        if maker is not None and maker not in inside:  # the producer is folded, so the tensor is a constant
             continue
-        wants: dict[bool, Node] = {}  # whether on the host: the first node that reads it there
+        wants: dict[bool, Node] = {}  # by side (true: host): the first node that reads the tensor there
         for node in consumers(tensor):
             for index, each in enumerate(node.inputs):
                 if each is tensor and node in inside:

@@ -1,8 +1,8 @@
 """Find the blocks of a graph that repeat, such as the equal layers of a transformer, so that each is drawn once.
 
 The nodes are put into an order that follows the data from the outputs back (`reading_order`), in which the nodes of one
-layer stand together.  A block that repeats is then a run of nodes, each of which equals the node at a fixed distance
-after it.
+layer are adjacent.  A repeated block is then a run of nodes, each of which equals the node at a fixed distance after
+it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import numpy as np
 from onnxfuse.ir.dtypes import Array
 
 MAX_PERIOD: Final = 600  # nodes in one copy of a block
-MIN_SAVED: Final = 3  # nodes that need not be drawn because their block repeats
-MAX_ITEMS: Final = 60  # nodes and blocks side by side; more are divided into sections
+MIN_SAVED: Final = 3  # a repeated block must save drawing at least so many nodes
+MAX_ITEMS: Final = 60  # nodes and blocks drawn side by side; more are divided into sections
 SECTION: Final = 36  # nodes and blocks in a section
-DISTANCES: Final = (4, 12, 40, None)  # between two readers of a value, from which on it is computed ahead of both
+DISTANCES: Final = (4, 12, 40, None)  # nodes between readers from which on a value comes first; None: never
 
 
 @dataclass(frozen=True)
 class Block:
-    """Nodes that follow each other: `copies` times the items, the first copy of which is listed.
+    """Consecutive nodes that consist of `copies` copies of the same items; `items` lists the first copy.
 
-    `length` is the number of nodes in one copy, so that the node `i` of the first copy is the node `i + k * length`, in
-    the order, of the copy k.  A block of one copy is a section of a long graph.
+    `length` is the number of nodes in one copy: position `i` in the first copy corresponds to position `i + k * length`
+    in copy k.  A block with one copy is a section of a long graph.
     """
 
     items: tuple[Item, ...]
@@ -42,7 +42,7 @@ Item: TypeAlias = "int | Block"
 
 @dataclass(frozen=True)
 class Blocks:
-    """The nodes in reading order, by their indices in the graph, and the items, by the positions in that order."""
+    """The reading order, a list of node indices, and the items, whose numbers are positions in that order."""
 
     order: tuple[int, ...]
     items: tuple[Item, ...]
@@ -79,7 +79,8 @@ def find_blocks(labels: Sequence[Hashable], reads: Sequence[Sequence[int]]) -> B
 def reading_order(reads: Sequence[Sequence[int]], ahead: Iterable[int]) -> list[int]:
     """Return the nodes in an order in which each follows its producers, directly after the last of them.
 
-    Nodes that nothing reads are followed back in their order; `ahead` and their producers come first.
+    The order starts from nodes without consumers and goes back to their producers; `ahead` and its producers come
+    first.
     """
     read = {each for one in reads for each in one}
     roots = [*sorted(ahead), *(node for node in range(len(reads)) if node not in read)]
@@ -101,7 +102,7 @@ def reading_order(reads: Sequence[Sequence[int]], ahead: Iterable[int]) -> list[
 
 
 def _shared_values(labels: Array, reads: Sequence[Sequence[int]], order: Sequence[int], distance: int) -> Set[int]:
-    """Return the nodes that equal nodes far from each other read, such as the mask that all layers share."""
+    """Return the nodes whose values equal nodes in distant positions read, such as a mask that all layers share."""
     position = {node: i for i, node in enumerate(order)}
     readers: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for node, inputs in enumerate(reads):
@@ -111,13 +112,13 @@ def _shared_values(labels: Array, reads: Sequence[Sequence[int]], order: Sequenc
 
 
 def _drawn(items: Iterable[Item]) -> int:
-    """Return how many nodes are drawn, a repeated block counting as one more."""
+    """Return how many shapes the items need: one per node, and one more per repeated block."""
     return sum(1 if isinstance(item, int) else 1 + _drawn(item.items) for item in items)
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Copies of a block: where the first begins, the nodes in each, and how many there are."""
+    """Copies of a block: the start of the first copy, the nodes per copy, and the number of copies."""
 
     start: int
     period: int
@@ -129,7 +130,7 @@ class _Run:
 
 
 def _repeats(labels: Array, reads: Sequence[Sequence[int]], start: int, end: int) -> Iterator[Item]:
-    """Yield the nodes and the repeated blocks between two positions, the block that saves the most first found."""
+    """Yield the nodes and repeated blocks between two positions, dividing at the block that saves the most nodes."""
     work = [(start, end)]
     while work:
         start, end = work.pop()
@@ -148,7 +149,7 @@ def _repeats(labels: Array, reads: Sequence[Sequence[int]], start: int, end: int
 
 
 def _longest_run(labels: Array, reads: Sequence[Sequence[int]], start: int, end: int) -> _Run | None:
-    """Return the copies of a block that save the most nodes between two positions; None where none save enough."""
+    """Return the run of copies between two positions that saves the most nodes; None if none saves enough."""
     part = labels[start:end]
     found: list[_Run] = []
     for period in range(1, min(len(part) // 2, MAX_PERIOD) + 1):
@@ -164,9 +165,10 @@ def _longest_run(labels: Array, reads: Sequence[Sequence[int]], start: int, end:
 
 
 def _exact_run(labels: Array, reads: Sequence[Sequence[int]], run: _Run, end: int) -> _Run | None:
-    """Return the run from the node on where the fewest values enter a copy, if the copies are linked inside alike.
+    """Shift the run to where the fewest values enter a copy; None if no shift has copies that are linked alike.
 
-    Labels repeat from `run.start` on for some nodes more than the copies have, so that the first copy may begin there.
+    Labels repeat from `run.start` on for some more nodes than the copies have, so the first copy may start at several
+    nodes.
     """
     period = run.period
     last = run.start + run.copies * period
@@ -187,7 +189,7 @@ def _exact_run(labels: Array, reads: Sequence[Sequence[int]], run: _Run, end: in
 
 
 def _linked_alike(reads: Sequence[Sequence[int]], start: int, period: int, copies: int) -> bool:
-    """Return whether the nodes of each copy read the same nodes of their copy."""
+    """Return whether corresponding nodes of all copies read corresponding nodes within their copy."""
 
     def inside(copy: int, node: int) -> list[int]:
         begin = start + copy * period
@@ -198,7 +200,7 @@ def _linked_alike(reads: Sequence[Sequence[int]], start: int, period: int, copie
 
 
 def _in_sections(items: tuple[Item, ...], reads: Sequence[Sequence[int]]) -> tuple[Item, ...]:
-    """Return the items, in sections where they are too many to be looked at at once."""
+    """Return the items, divided into sections if there are more than MAX_ITEMS."""
     items = tuple(
         item if isinstance(item, int) else Block(_in_sections(item.items, reads), item.copies, item.length)
         for item in items
@@ -212,7 +214,7 @@ def _in_sections(items: tuple[Item, ...], reads: Sequence[Sequence[int]]) -> tup
 
 
 def _narrowest(items: Sequence[Item], reads: Sequence[Sequence[int]], near: int) -> int:
-    """Return the index near this one at which the fewest values pass from earlier to later items."""
+    """Return the index close to `near` at which the fewest values pass from earlier to later items."""
     reach = SECTION // 4
     starts = {at: _span(items[at])[0] for at in range(near - reach, near + reach)}
     window = range(min(starts.values()), min(max(starts.values()) + 4 * SECTION, len(reads)))

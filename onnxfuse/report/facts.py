@@ -1,4 +1,4 @@
-"""The facts about the model and the run that a report shows beside the fusions."""
+"""The facts about the model and the run that a report shows in addition to the fusions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from onnxfuse.version import __version__
 
 @dataclass(frozen=True)
 class FusionNote:
-    """The formula of a fusion, in one line, and the place of its pattern."""
+    """The formula of a fusion, in one line, and the file and line of its pattern."""
 
     formula: str
     source: str
@@ -30,8 +30,8 @@ class FusionNote:
 class Facts:
     """The model's name and maker, the weights' bytes, the versions and the time of the run, and the graphs.
 
-    `graphs` are the main graph and the bodies in it, before and after.  `why_not` says why nodes are not fused, by
-    their labels.
+    `graphs` are the main graph and the bodies in it, before and after.  `why_not` maps the labels of unfused nodes to
+    the reason why they are not fused.
     """
 
     name: str
@@ -53,7 +53,7 @@ def gather_facts(
     graphs: Iterable[Rewritten],
     why_not: Mapping[str, str],
 ) -> Facts:
-    """Return the facts of a run that fused `original` and ends now."""
+    """Return the facts about a run that fused `original`; the time of the run is now."""
     name = Path(path).name if path else original.graph.name
     producer = " ".join(filter(None, (original.producer_name, original.producer_version)))
     notes = {one.name: FusionNote(one.doc.partition("\n")[0], str(one.span)) for one in fusions}
@@ -70,7 +70,7 @@ def _weight_bytes(model: onnx.ModelProto) -> int:
 
 @functools.cache
 def _versions() -> Mapping[str, str]:
-    """Return the versions of onnxfuse and of the packages that it works with, as far as they are installed."""
+    """Return the versions of onnxfuse, and of those packages it works with that are installed."""
     found = {"onnxfuse": __version__}
     for package in "onnx", "onnxruntime", "onnxruntime-gpu":
         try:

@@ -1,4 +1,4 @@
-"""What became of each node of a graph: fused, folded away, merged with others, or kept."""
+"""Find the fate of each node of a graph: fused, folded away, merged with others, or kept."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from onnxfuse.rewrite.replace import Fused
 
 Fate: TypeAlias = Literal["fused", "weights", "merged", "constant", "stays"]
 FATES: Final[tuple[Fate, ...]] = get_args(Fate)
-CONSTANT_KINDS: Final = frozenset({"constant", "shape", "branch", "carried"})  # kinds of Folded that need no computing
+CONSTANT_KINDS: Final = frozenset({"constant", "shape", "branch", "carried"})  # kinds of Folded with known values
 
 
 @dataclass(frozen=True)
 class Fates:
-    """What became of the nodes of a graph, by their indices there, and the node of the new graph that stands for each.
+    """The fate of each node of a graph, by its index there, and the node of the new graph that represents it.
 
     fused     a fused node computes it
-    weights   its effect is folded into the weights of the node that stands for it
-    merged    it was rewritten, or is no longer needed; the node that computes what it led to stands for it
+    weights   its effect is folded into the weights of the node that represents it
+    merged    it was rewritten, or is no longer needed; the node that computes its consumers' results represents it
     constant  its value is known before the model runs
     stays     it is in the new graph as it was
 
-    `stands_for` is None where no node of the new graph computes what it did.  Names in `replaced` are
-    of nodes that were made while the graph was simplified.
+    `stands_for` is None if no node of the new graph represents the old one.  Names in `replaced` are names of nodes
+    that were made while the graph was simplified.
     """
 
     fates: tuple[Fate, ...]
     stands_for: tuple[int | None, ...]
-    records: Mapping[int, Fused]  # records by the index of the fused node in the new graph
-    replaced: Mapping[int, tuple[int | str, ...]]  # by the same index: old nodes, or names of nodes made on the way
+    records: Mapping[int, Fused]  # the record of each fused node, by its index in the new graph
+    replaced: Mapping[int, tuple[int | str, ...]]  # by the same index: old nodes, or names of intermediate nodes
 
     @property
     def counts(self) -> dict[Fate, int]:
@@ -56,7 +56,7 @@ def find_fates(graph: Rewritten, fused: Iterable[Fused], folded: Iterable[Folded
     replaced = {index: tuple(by_label.get(label, label) for label in one.replaces) for index, one in records.items()}
     stands_for: list[int | None] = [None] * len(before)
     fates: list[Fate] = ["merged"] * len(before)
-    into = {one.node: one for one in folded if one.kind != "pad"}  # pads that no weights took in
+    into = {one.node: one for one in folded if one.kind != "pad"}  # kind "pad": a Pad that no weights absorbed
     for i, node in enumerate(before):
         if node.label in into:
             fates[i] = "constant" if into[node.label].kind in CONSTANT_KINDS else "weights"
@@ -77,7 +77,7 @@ def find_fates(graph: Rewritten, fused: Iterable[Fused], folded: Iterable[Folded
 def _follow_outputs(
     graph: Rewritten, records: Mapping[int, Fused], fates: Sequence[Fate], stands_for: list[int | None]
 ) -> None:
-    """Assign to a new node the unassigned old nodes between its outputs and the results of other new nodes."""
+    """For each new node, assign to it the unassigned old nodes between other new nodes' outputs and its own."""
     producer = {name: i for i, node in enumerate(graph.before.nodes) for name in node.outputs}
     ends: dict[int, list[int]] = defaultdict(list)  # for each new node, the old nodes that compute its outputs
     computed = set()

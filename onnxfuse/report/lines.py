@@ -18,11 +18,11 @@ from onnxfuse.rewrite.select import has_softmax
 from onnxfuse.spell_out import Stays
 from onnxfuse.verify.compare import Verification
 
-MAX_SHOWN: Final = 10  # operators, reasons and outputs, unless all are asked for
+MAX_SHOWN: Final = 10  # at most so many operators, reasons or outputs, unless the user asks for all
 
 
 def operator_table(operators: Sequence[OperatorCount], everything: bool) -> Table | None:
-    """Return how many nodes of each operator there are before and after; None where there are none."""
+    """Return a table of the number of nodes per operator before and after; None if there are no operators."""
     if not operators:
         return None
     table = columns("Other operators", "before", "after")
@@ -37,13 +37,13 @@ def operator_table(operators: Sequence[OperatorCount], everything: bool) -> Tabl
 
 
 def estimate_line(assumed: Mapping[str, int]) -> Line:
-    """Return for which sizes launches and memory traffic were estimated."""
+    """Return a line on the sizes that the estimates of launches and memory traffic assume."""
     sizes = ", ".join(f"{escape(name)} = {size}" for name, size in assumed.items())
     return Line(f"[dim]Launches and traffic are estimated{f', for {sizes}' if sizes else ''}.[/]")
 
 
 def subgraph_lines(subgraphs: Sequence[Any], everything: bool) -> Iterator[Line]:
-    """Yield the nodes of each subgraph, those with fused nodes first, and its fused ones."""
+    """Yield a line per subgraph with its numbers of nodes and fused nodes; subgraphs with fused nodes come first."""
     ordered = sorted(subgraphs, key=lambda each: -sum(each.counts.values()))
     shown = ordered if everything else ordered[:MAX_SHOWN]
     for each in shown:
@@ -56,7 +56,7 @@ def subgraph_lines(subgraphs: Sequence[Any], everything: bool) -> Iterator[Line]
 
 
 def function_lines(inlined: Inlined | None) -> Iterator[Line]:
-    """Yield how many calls of the model's own functions were inlined, and which functions stay."""
+    """Yield lines on how many calls of the model's own functions were inlined, and which functions stay."""
     if inlined is None:
         return
     if inlined.calls:
@@ -65,7 +65,7 @@ def function_lines(inlined: Inlined | None) -> Iterator[Line]:
 
 
 def layout_lines(layout: LayoutResult, everything: bool) -> Iterator[Line]:
-    """Yield how many nodes are channels-last, why Transposes remain, and why convolutions are channels-first."""
+    """Yield lines on channels-last nodes, and on why Transposes remain and why convolutions are channels-first."""
     if layout.nodes:
         total = f"{counted(layout.nodes, 'node')} channels-last, {counted(len(layout.ends), 'Transpose')} at borders"
         yield Line(f"Layout: {total}")
@@ -76,7 +76,7 @@ def layout_lines(layout: LayoutResult, everything: bool) -> Iterator[Line]:
 
 
 def _reason_lines(reasons: Sequence[str], more: str, everything: bool) -> Iterator[Line]:
-    """Yield each reason with how often there is one like it, and how many are not shown."""
+    """Yield each group of similar reasons with its count, and then how many are not shown."""
     groups = group(reasons, lambda reason: reason)
     shown = groups if everything else groups[:MAX_SHOWN]
     for one in shown:
@@ -100,9 +100,9 @@ def quantized_lines(quantized: Mapping[str, int]) -> Iterator[Line]:
 
 
 def missed_lines(missed: Sequence[Miss], everything: bool) -> Iterator[Line]:
-    """Yield near misses by reason; unless all are wanted, only those where half of the pattern agreed.
+    """Yield near misses by reason; without `everything`, only those in which at least half of the pattern agreed.
 
-    An attention that nothing else explains is shown in any case, because it costs most.
+    A near miss of attention without another explanation is always shown, because unfused attention costs most.
     """
     half = {id(miss): miss for miss in missed if everything or 2 * miss.matched >= miss.of}
     explained = {miss.node for miss in half.values()}
@@ -128,7 +128,7 @@ def missed_lines(missed: Sequence[Miss], everything: bool) -> Iterator[Line]:
 
 
 def verification_lines(verified: Verification, everything: bool = False) -> Iterator[Line]:
-    """Yield what was compared, each output and fused node that was not, and what onnxruntime makes of the original."""
+    """Yield the result of the verification, outputs and fused nodes not compared, and notes on onnxruntime."""
     yield from _compared_lines(verified, everything)
     yield from (Line(escape(note), "  ", 4) for note in verified.notes)
 
@@ -156,6 +156,6 @@ def _compared_lines(verified: Verification, everything: bool) -> Iterator[Line]:
 
 
 def folded_line(kinds: Sequence[str]) -> Line:
-    """Return how many nodes were folded, by kind."""
+    """Return a line on how many nodes were folded, by kind."""
     counts = sorted(Counter(kinds).items())
     return Line(f"Folded: {', '.join(f'{count} {kind}' for kind, count in counts) or 'nothing'}")

@@ -1,4 +1,4 @@
-"""The operators of a model before and after, which `optimize` reports."""
+"""Count the operators of a model before and after optimizing, for the report."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from onnxfuse.ir.protos import nodes, operator_name
 
 @dataclass(frozen=True)
 class OperatorCount:
-    """How many nodes of an operator there are before and after, those in subgraphs included."""
+    """The number of nodes of an operator before and after, including nodes in subgraphs."""
 
-    op: str  # operators of other domains than ONNX's are named as in "com.microsoft::Gelu"
+    op: str  # with its domain unless that is ONNX's: "com.microsoft::Gelu"
     before: int
     after: int
 
 
 def count_operators(before: onnx.ModelProto, after: onnx.ModelProto) -> tuple[OperatorCount, ...]:
-    """Return the operators that are not fused nodes, the most frequent ones first."""
+    """Return the counts of all operators that are not fused nodes, the most frequent ones first."""
     old, new = _counts(before), _counts(after)
     found = (OperatorCount(op, old[op], new[op]) for op in old | new)
     return tuple(sorted(found, key=lambda one: (-one.after, -one.before, one.op)))

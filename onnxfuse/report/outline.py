@@ -14,8 +14,8 @@ from onnxfuse.ir.domain import is_fused
 from onnxfuse.ir.protos import operator_name
 
 MAX_ATTRIBUTE_CHARACTERS: Final = 80
-BOOKKEEPING: Final = frozenset({"fusion", "operands", "output_types", "attributes", "output_ranks"})  # of fused nodes
-PROGRAM: Final = "program"  # the attribute of regions, and of fused nodes with an epilogue, that lists their operators
+BOOKKEEPING: Final = frozenset({"fusion", "operands", "output_types", "attributes", "output_ranks"})  # not in reports
+PROGRAM: Final = "program"  # the attribute that lists the operators of a region or of an epilogue
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Outline:
     """A graph without its weights: its nodes in execution order, and the types of tensors as text."""
 
     nodes: tuple[OutlineNode, ...]
-    types: Mapping[str, str] = field(default_factory=dict)  # "float16[batch, 8]", of tensors whose type is recorded
+    types: Mapping[str, str] = field(default_factory=dict)  # by tensor: its recorded type, such as "float16[batch, 8]"
     constants: frozenset[str] = frozenset()  # names of initializers
 
 
@@ -74,7 +74,7 @@ def _outline_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterable[OutlineNode]:
 
 
 def _attribute_text(attribute: AttributeProto) -> str:
-    """Return an attribute's value as text; of a tensor its type, and of a graph ""."""
+    """Return an attribute's value as text: a tensor's type instead of its values, and "" for a graph."""
     value: object = ""
     match attribute.type:
         case AttributeProto.INT | AttributeProto.INTS:
@@ -100,7 +100,7 @@ def _weight_text(tensor: TensorProto) -> str:
 
 
 def _type_text(value: onnx.TypeProto) -> str:
-    """Return "float16[batch, 8]"; "" for values that are not tensors."""
+    """Return a tensor type as text, such as "float16[batch, 8]"; "" for other types."""
     if not value.HasField("tensor_type") or not value.tensor_type.elem_type:
         return ""
     kind = value.tensor_type

@@ -34,20 +34,20 @@ ASSETS: Final = files("onnxfuse.report") / "assets"
 
 
 def write_page(report: Shown) -> str:
-    """Return the whole page."""
+    """Return the HTML text of the whole page."""
     return _render("page.html.j2", report, asset=_asset, data=_as_script(data(report)))
 
 
 def write_summary(report: Shown) -> str:
-    """Return a compact fragment of HTML, for notebooks: what was fused, what it saves, whether it was verified."""
+    """Return a compact HTML fragment for notebooks: the fusions, the savings and the result of the verification."""
     return _render("summary.html.j2", report)
 
 
 def data(report: Shown) -> dict[str, Any]:
-    """Return the plain data that the page draws, searches, and writes plans from.
+    """Return the data that the page's script draws and searches, and from which it writes plans, as JSON values.
 
-    A match is a list: its fusion, node, output, body, dims and the nodes in its epilogue; "graphs" says what it
-    replaces.
+    A match is a list: its fusion, node, output, body, dims and the nodes in its epilogue; "graphs" has the nodes that
+    it replaces.
     """
     texts, facts = Table(), report.facts
     reasons = reasons_of(report)
@@ -107,12 +107,12 @@ def _templates() -> Environment:
 
 
 def _printable(value: object) -> object:
-    """Return the text of a value in a template, escaped: names come from models, and models from strangers."""
+    """Return the text of a template's value, escaped, because names in models may come from untrusted sources."""
     return printable(value, keep="\n") if type(value) is str else value
 
 
 def _shown(report: Shown) -> dict[str, Any]:
-    """Return the values of the templates."""
+    """Return the variables for the page's templates."""
     plain, misses = report.to_dict(), miss_groups(report)
     left = stayed(report, plain)
     graphs = report.facts.graphs if report.facts else ()
@@ -132,10 +132,10 @@ def _shown(report: Shown) -> dict[str, Any]:
 
 
 def code_text(text: str) -> Markup:
-    """Return a sentence as HTML, in which text between backticks is code."""
+    """Return a sentence as HTML; text between backticks becomes <code> elements."""
     return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(printable(text)))))
 
 
 def soft_text(name: str) -> Markup:
-    """Return a name as HTML that may be broken after its underscores."""
+    """Return a name as HTML in which lines may break after underscores."""
     return Markup(str(escape(printable(name))).replace("_", "_<wbr>"))

@@ -13,13 +13,13 @@ from onnxfuse.rewrite.replace import Fused
 
 
 class Table:
-    """Values that are written once and referred to by their number."""
+    """A table of texts; each is stored once and referred to by its number."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
 
     def number(self, text: str) -> int:
-        """Return the number of a text."""
+        """Return the number of a text, which is added if it is new."""
         return self.numbers.setdefault(text, len(self.numbers))
 
     @property
@@ -31,12 +31,12 @@ class Table:
 def picture(graph: Rewritten, fused: Sequence[Fused], folded: Iterable[Folded], texts: Table) -> dict[str, Any]:
     """Return both graphs, the fate of each node, and the repeated blocks of the graph after fusing.
 
-    `fused` are those of all graphs; "matches" gives for the number of each that is in this one its node after fusing,
-    and the nodes that it replaced: their numbers, or names where they were made while the graph was simplified.
+    `fused` lists the fused nodes of all graphs.  "matches" maps the number of each one in this graph to its node after
+    fusing, and to the nodes that it replaced: their numbers, or names for nodes made while the graph was simplified.
 
-    A node is a list: its label, operator, the nodes that it reads, its attributes and the types of its outputs, all
-    texts as numbers in `texts` but the label.  Nodes before fusing end with their fate, by its number in FATES, and the
-    node that stands for them, or -1.
+    A node is a list: its label, operator, producers, attributes and output types; all texts except the label are
+    numbers in `texts`.  The lists of nodes before fusing end with their fate, a number in FATES, and the node that
+    represents them after fusing, or -1.
     """
     numbers = {id(one): i for i, one in enumerate(fused)}
     fates = find_fates(graph, [one for one in fused if one.where == graph.where], folded)
@@ -80,7 +80,7 @@ def _drop_unknown(nodes: Sequence[int | None]) -> list[int]:
 
 
 def _label(node: OutlineNode, graph: Outline) -> tuple[object, ...]:
-    """Return the properties that equal nodes share: operator, attributes, and types of weights and results."""
+    """Return the properties by which nodes count as equal: operator, attributes, and types of weights and outputs."""
     weights = tuple(graph.types[name] for name in node.inputs if name in graph.constants)
     types = tuple(graph.types.get(name, "") for name in node.outputs)
     return node.op, tuple(sorted(node.attributes.items())), weights, types, len(node.inputs)

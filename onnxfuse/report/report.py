@@ -45,7 +45,7 @@ from onnxfuse.spell_out import Stays
 from onnxfuse.steps import LeftOut
 from onnxfuse.verify.compare import Verification
 
-QUANTIZED: Final = (  # prefixes of operators on quantized numbers
+QUANTIZED: Final = (  # prefixes of the names of operators on quantized tensors
     "Quantize", "Dequantize", "DynamicQuantize", "MatMulInteger", "ConvInteger", "QLinear", "MatMulNBits", "MatMulBnb4",
     "QAttention", "QGemm", "QEmbed", "QOrdered", "QMoE", "GatherBlockQuantized",
 )  # fmt: skip
@@ -53,7 +53,7 @@ QUANTIZED: Final = (  # prefixes of operators on quantized numbers
 
 @dataclass(frozen=True)
 class Dropped:
-    """A fusion, the layout, a pass, or the folding into weights or constants, that was taken back, and why.
+    """A step that was taken back, and why: a fusion, the layout, a pass, or the folding into weights or constants.
 
     `node` is "" where it was taken back everywhere.
     """
@@ -65,7 +65,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class RegionGain:
-    """The regions, the nodes that they replace, the operators that joined other nodes, and the estimated savings."""
+    """Counts of regions, of the nodes that they replace and of operators in epilogues; and the estimated savings."""
 
     nodes: int
     replaced: int
@@ -76,7 +76,7 @@ class RegionGain:
 
 @dataclass(frozen=True)
 class Subgraph:
-    """A body of an If, Loop or Scan: its nodes before and after, and how many fused ones of each fusion."""
+    """A body of an If, Loop or Scan: its number of nodes before and after, and of fused nodes by fusion."""
 
     where: str
     nodes_before: int
@@ -99,29 +99,29 @@ class Report:
     verified: Verification
     seconds: Mapping[str, float] = field(default_factory=dict)
     layout: LayoutResult = field(default_factory=LayoutResult)
-    without_regions: Traffic | None = None  # the traffic if the nodes of regions stayed apart; None for none
+    without_regions: Traffic | None = None  # the traffic with regions' nodes unfused; None: no regions
     subgraphs: tuple[Subgraph, ...] = ()
-    inlined: Inlined | None = None  # the model's own functions
-    stays: tuple[Stays, ...] = ()  # operators that could be spelled out to be fused, and stay as they are
+    inlined: Inlined | None = None  # the model's own functions, and whether they were inlined
+    stays: tuple[Stays, ...] = ()  # operators that could be decomposed to be fused, but stay as they are
     quantized: Mapping[str, int] = field(default_factory=dict)  # operators on quantized numbers, which are not fused
     standard: Standard | None = None  # the operators written for fused nodes, with emit="standard"
-    operators: tuple[OperatorCount, ...] = ()  # those that are not fused nodes
+    operators: tuple[OperatorCount, ...] = ()  # counts of the operators that are not fused nodes
     assumed: Mapping[str, int] = field(default_factory=dict)  # sizes of the inputs' dynamic dims, for the estimate
     unmatched: Mapping[str, str] = field(default_factory=dict)  # fusions named by `only` that match nothing, and why
     switched_off: tuple[str, ...] = ()  # names of matches that a plan leaves out
     facts: Facts | None = None  # facts about the model and the run, for the page
     half: HalfResult | None = None  # the result of a conversion to half precision
     folder: Path | None = None  # the folder of the model's external data until it is saved
-    left_out: tuple[LeftOut, ...] = ()  # steps that raised; each has its traceback
+    left_out: tuple[LeftOut, ...] = ()  # steps that raised an exception and were left out, with tracebacks
 
     @property
     def counts(self) -> dict[str, int]:
-        """The number of fused nodes by fusion."""
+        """The number of fused nodes of each fusion."""
         return dict(sorted(Counter(one.fusion for one in self.fused).items()))
 
     @property
     def regions(self) -> RegionGain:
-        """What regions save of the traffic that is left by the other fusions."""
+        """The counts of regions, and the traffic that they save after all other fusions."""
         fused = [one for one in self.fused if one.fusion == REGION]
         apart = self.without_regions or self.after
         return RegionGain(
@@ -130,7 +130,7 @@ class Report:
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data.
+        """Return the report as JSON values.
 
         Its keys are input, output, counts, subgraphs, functions, fused, folded, missed, stays, quantized, dropped,
         layout, regions, estimate, standard, half, operators, unmatched, switched_off, left_out, verified and seconds.
@@ -184,11 +184,11 @@ class Report:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, as `to_json` does."""
+        """Return the report as JSON values, as `to_json` does."""
         return self.to_json()
 
     def _repr_html_(self) -> str:
-        """Return a compact summary, which notebooks show."""
+        """Return a compact summary as HTML, which notebooks display."""
         from onnxfuse.report.page import write_summary  # imports Jinja2
 
         return write_summary(self)
@@ -199,7 +199,7 @@ class Report:
         return replace(self, output={**self.output, "path": str(path), "bytes": size})
 
     def write(self, path: Path) -> None:
-        """Write as JSON (.json) or as a page (.html).
+        """Write the report to a file, as JSON (.json) or as a page (.html).
 
         Raises UsageError for other suffixes, ModelError if the file cannot be written.
         """
@@ -216,9 +216,10 @@ class Report:
             raise _not_written(path, error) from error
 
     def table(self, everything: bool = False) -> Group:
-        """Return the tables and lines for the terminal: what changed, what did not and why, and last the verification.
+        """Return the tables and lines for the terminal: changes, unfused nodes with reasons, and last the verification.
 
-        `everything` says whether to show all operators and reasons, and misses in which less than half agrees.
+        `everything` shows all operators and reasons, and also near misses in which less than half of the pattern
+        agreed.
         """
         if not self.input["opset"]:
             return Group("Unchanged: the model has no operator of the ONNX domain, and no other operators are fused.")
@@ -242,7 +243,7 @@ def quantized_operators(model: onnx.ModelProto) -> dict[str, int]:
 
 
 def check_name(path: Path) -> None:
-    """Raise UsageError unless the name ends as that of a report must, ModelError if no file can be written there."""
+    """Raise UsageError unless the name ends in .json or .html, ModelError if no file can be written there."""
     if path.suffix.lower() not in (".json", ".html"):
         raise UsageError(f"cannot write the report '{path}': its name must end in .json or .html")
     if not path.parent.is_dir():
@@ -258,7 +259,7 @@ def _not_written(path: Path, error: OSError) -> ModelError:
 
 
 def miss_json(miss: Miss) -> dict[str, Any]:
-    """Return a miss as plain data."""
+    """Return a near miss as JSON values."""
     return {
         "fusion": miss.fusion.name,
         "node": miss.node,
@@ -270,7 +271,7 @@ def miss_json(miss: Miss) -> dict[str, Any]:
 
 
 def _summary(report: Report) -> Table:
-    """Return the gain of `optimize`: nodes, launches, bytes."""
+    """Return the table of the gain: nodes, launches and bytes before and after."""
     table = columns("", "before", "after")
     before, after = report.before, report.after
     table.add_row("nodes", str(report.input["nodes"]), str(report.output["nodes"]))
@@ -283,7 +284,7 @@ def _summary(report: Report) -> Table:
 
 
 def _fused_table(report: Report) -> RenderableType:
-    """Return the fused nodes by fusion, and how many nodes each replaces."""
+    """Return the table of fusions: how many fused nodes of each, and how many nodes they replace."""
     if not report.counts:
         return Line("Nothing was fused.")
     table = columns("Fused", "nodes", "replaced")
@@ -294,7 +295,7 @@ def _fused_table(report: Report) -> RenderableType:
 
 
 def _lines(report: Report, everything: bool) -> Iterator[Line]:
-    """Yield the other changes, and the operators that stay, with reasons."""
+    """Yield the lines on all other changes, and on operators that stay, with reasons."""
     for fusion, why in report.unmatched.items():
         yield Line(f"[yellow]{escape(fusion)} matches nothing[/]: {escape(why)}")
     yield folded_line([one.kind for one in report.folded])
@@ -320,7 +321,7 @@ def _region_lines(regions: RegionGain) -> Iterator[Line]:
 
 
 def _dropped_lines(dropped: Sequence[Dropped]) -> Iterator[Line]:
-    """Yield one line for each fusion and reason, which names the first node and how many more there are."""
+    """Yield one line per fusion and reason, with the name of the first node and the number of further ones."""
     for one in group(dropped, lambda each: each.reason, lambda each: each.fusion):
         first, *more = one.items
         others = f" and at {counted(len(more), 'more node')}" if more else ""

@@ -1,4 +1,4 @@
-"""What the sections of a page say: the verdict, the charts, what was fused, nearly fused and not, and what to do."""
+"""The content of a page's sections: verdict, charts, fused nodes, near misses, unfused nodes, and advice."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from onnxfuse.verify.compare import Verification
 
 REGION_FORMULA: Final = "operators that no pattern names, in one kernel that is generated from them"
 NO_REASON: Final = "no fusion has this operator in this place"
-# The hue of a fusion's family in the picture, by a word of the fusion's name.
+# The hue, in degrees, of a family of fusions in the picture, by a word in the fusions' names.
 HUES: Final = (
     ("attention", 295), ("gemm", 255), ("conv", 155), ("norm", 75), (REGION, 25), ("embedding", 340), ("rotary", 320),
     ("softmax", 110), ("concat", 205), ("resize", 225), ("pool", 185), ("channel_scale", 130), ("squeeze", 120),
     ("activation", 50),
 )  # fmt: skip
 OTHER_HUE, HUE_STEP = 0, 12
-ON_HOST: Final = "runs on the host"  # part of the reason why shape arithmetic is in no region
+ON_HOST: Final = "runs on the host"  # text in the reason that is given for shape arithmetic outside of regions
 MANY_STAY: Final = 0.2  # share of nodes; if more stay unfused, the page says so at its top
-CONSTANT: Final = "Constant"  # the operator, which computes nothing
+CONSTANT: Final = "Constant"  # left out of counts: a Constant computes nothing
 
 
 class Shown(Protocol):
-    """What a page is written of: the report of an optimization."""
+    """The data from which a page is written: the report of an optimization."""
 
     @property
     def fused(self) -> Sequence[Fused]:
@@ -42,7 +42,7 @@ class Shown(Protocol):
 
     @property
     def folded(self) -> Sequence[Folded]:
-        """The nodes that vanished."""
+        """The nodes that were removed."""
 
     @property
     def missed(self) -> Sequence[Miss]:
@@ -50,15 +50,15 @@ class Shown(Protocol):
 
     @property
     def stays(self) -> Sequence[Stays]:
-        """The operators that could be spelled out, and stay."""
+        """The operators that could be decomposed, but stay as they are."""
 
     @property
     def verified(self) -> Verification:
-        """What was compared."""
+        """The result of the verification."""
 
     @property
     def facts(self) -> Facts | None:
-        """What else is known of the model and the run."""
+        """Further facts about the model and the run."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data."""
@@ -66,7 +66,7 @@ class Shown(Protocol):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the result can be trusted: a word, its tone (good, fair or bad), and how this is known."""
+    """The verdict on the result: a word, its tone (good, fair or bad), and a sentence that explains it."""
 
     word: str
     tone: str
@@ -97,7 +97,7 @@ class Bar:
 
 
 def operators(plain: Mapping[str, Any]) -> list[Bar]:
-    """Return how many nodes of each operator there are before and after, the most frequent first; no Constants."""
+    """Return the number of nodes per operator before and after, the most frequent first, without Constants."""
     rows = [Bar(one["op"], one["before"], one["after"], False) for one in plain["operators"] if one["op"] != CONSTANT]
     rows += [Bar(name, 0, count, True) for name, count in plain["counts"].items() if not plain["standard"]]
     return sorted(rows, key=lambda row: (-max(row.before, row.after), row.is_fused, row.name))
@@ -125,7 +125,7 @@ class Group:
 
 
 def groups(report: Shown) -> list[Group]:
-    """Return the fusions that were applied, those that replace the most nodes first."""
+    """Return the applied fusions, sorted by the number of replaced nodes, the largest first."""
     notes = report.facts.fusions if report.facts else {}
     counts = Counter(one.fusion for one in report.fused)
     replaced = {name: count_replaced(one for one in report.fused if one.fusion == name) for name in counts}
@@ -139,7 +139,7 @@ def groups(report: Shown) -> list[Group]:
 
 
 def hues_of(fusions: Iterable[str]) -> dict[str, int]:
-    """Return a hue in degrees for each fusion: its family's hue, shifted where another fusion has it."""
+    """Return a hue in degrees for each fusion: its family's hue, shifted if another fusion already uses it."""
     taken: dict[str, int] = {}
     for name in sorted(set(fusions)):
         hue = next((hue for word, hue in HUES if word in name), OTHER_HUE)
@@ -151,7 +151,7 @@ def hues_of(fusions: Iterable[str]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class MissGroup:
-    """Near misses of one fusion for one reason: the first of them, all nodes, and the pattern's line with carets."""
+    """Near misses of one fusion with one reason: the first miss, all nodes, and the pattern's line with carets."""
 
     first: Miss
     reason: str
@@ -161,7 +161,7 @@ class MissGroup:
 
     @property
     def unfused(self) -> int:
-        """How many of the nodes are part of no other fused node."""
+        """The number of these nodes that are in no other fused node."""
         return len(self.nodes) - sum(self.fused_as.values())
 
     @property
@@ -171,7 +171,7 @@ class MissGroup:
 
 
 def miss_groups(report: Shown) -> list[MissGroup]:
-    """Return the misses in groups that differ in the names that the reason quotes alone, the nearest first."""
+    """Group misses whose reasons differ only in the quoted names, and return the groups, the nearest misses first."""
     fusion = {label: one.fusion for one in report.fused for label in one.replaces}
     made = [
         MissGroup(
@@ -184,7 +184,7 @@ def miss_groups(report: Shown) -> list[MissGroup]:
 
 
 def source_lines(span: Span) -> Iterator[str]:
-    """Yield the pattern's line that a span points into, and carets under it; nothing where the file is gone."""
+    """Yield the pattern's source line of a span, and a line of carets under it; nothing if the file is gone."""
     if text := linecache.getline(span.file, span.line).rstrip("\n"):
         end = span.end_column if span.end_column > span.column else len(text)
         indent = len(text) - len(text.lstrip())
@@ -194,7 +194,7 @@ def source_lines(span: Span) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Stayed:
-    """Nodes of one operator that are in the optimized model as they were, and why."""
+    """Nodes of one operator that are unchanged in the optimized model, and why."""
 
     op: str
     reason: str
@@ -207,7 +207,7 @@ def stayed(report: Shown, plain: Mapping[str, Any]) -> list[Stayed]:
         return []
     reasons = reasons_of(report)
     left = [node for each in report.facts.graphs for node in each.after.nodes if not node.is_fused]
-    if plain["standard"]:  # the operators written for fused nodes are not fused nodes then
+    if plain["standard"]:  # with emit="standard", operators written for fused nodes are not counted
         known = {node.label for each in report.facts.graphs for node in each.before.nodes}
         known -= {label for one in report.fused for label in one.replaces}
         left = [node for node in left if node.label in known]
@@ -219,14 +219,14 @@ def stayed(report: Shown, plain: Mapping[str, Any]) -> list[Stayed]:
 
 
 def reasons_of(report: Shown) -> dict[str, str]:
-    """Return why nodes are not fused, by their labels."""
+    """Return the reason why each unfused node is not fused, by the node's label."""
     found = dict(report.facts.why_not) if report.facts else {}
     return found | {one.node: one.reason for one in report.stays}
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Something to know or do, in a few words and in sentences, and the section of the page that has more."""
+    """A piece of advice: a title, sentences, and the section of the page with more about it."""
 
     title: str
     text: str
@@ -236,7 +236,7 @@ class Advice:
 def advice(
     report: Shown, plain: Mapping[str, Any], misses: Sequence[MissGroup], left: Sequence[Stayed]
 ) -> Iterator[Advice]:
-    """Yield next steps for the reader, first the ones that concern trust in the result."""
+    """Yield advice to the reader; advice on whether the result can be trusted comes first."""
     verified = report.verified
     if not verified.passed:
         yield Advice("Verify before you deploy", "`onnxfuse verify A B` compares two models.", "trust")

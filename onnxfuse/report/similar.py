@@ -1,4 +1,4 @@
-"""Group sentences that differ only in names and numbers, so that many equal reasons are read once."""
+"""Group sentences that differ only in names and numbers, so that a report shows similar reasons once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 Item = TypeVar("Item")
-# Equal reasons may differ in quoted names and numbers that were found; different requirements make different reasons.
+# The pieces of a sentence: quoted names, numbers, and the text between.  Similar sentences differ in the first two.
 PIECE: Final = re.compile(r"'[^']*'|(?<![\w.])-?\d[\w.+-]*|[^'\d]+|.")
 REQUIRED: Final = "; required"
 
@@ -43,7 +43,7 @@ def _may_differ(piece: str) -> bool:
 
 
 def _merge(sentences: list[tuple[str, ...]]) -> str:
-    """Return one sentence for several of equally many pieces."""
+    """Merge sentences with equal numbers of pieces; pieces that differ become an ellipsis."""
     first = sentences[0]
     same = [all(each[i] == piece for each in sentences) for i, piece in enumerate(first)]
     return "".join(

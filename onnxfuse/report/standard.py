@@ -1,4 +1,4 @@
-"""What a report says of ONNX's operators that were written in the place of fused nodes (`--emit standard`)."""
+"""The part of a report about the ONNX operators that replace fused nodes (`--emit standard`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onnxfuse.printing import escape
 
 @dataclass(frozen=True)
 class WrittenAs:
-    """The operator written for a fused node, which ONNX defines by others, or the reason why there is none."""
+    """The composite ONNX operator that was written for a fused node, or the reason why there is none."""
 
     fusion: str
     node: str
@@ -22,7 +22,7 @@ class WrittenAs:
 
 @dataclass(frozen=True)
 class Standard:
-    """What was written in place of the fused nodes, and the opset of the model."""
+    """The operators written in place of the fused nodes, and the opset of the model."""
 
     opset: int
     written: tuple[WrittenAs, ...]
@@ -33,13 +33,13 @@ class Standard:
         return dict(sorted(Counter(op for one in self.written for op in one.operators).items()))
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return the counts and reasons as JSON values."""
         written = [{**asdict(one), "operators": list(one.operators)} for one in self.written]
         return {"opset": self.opset, "counts": self.counts, "written": written}
 
 
 def standard_lines(standard: Standard | None) -> list[str]:
-    """Return ONNX's operators that stand for fused nodes, and why plain ones stand for others."""
+    """Return lines on the ONNX operators written for fused nodes, and on why other fused nodes have none."""
     if standard is None:
         return []
     listed = ", ".join(f"{count} {op}" for op, count in standard.counts.items())

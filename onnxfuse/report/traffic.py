@@ -17,7 +17,7 @@ from onnxfuse.ir.node import Tensor, op_of
 class Traffic:
     """Bytes and launches of a graph in which every node reads its inputs and writes its outputs once, in one launch.
 
-    Of a table whose rows are looked up, a node reads only these rows.
+    A node that looks up rows of a table reads only these rows.
     """
 
     bytes: int
@@ -25,7 +25,7 @@ class Traffic:
 
 
 def estimate_traffic(graph: Graph, shapes: ShapeInfo) -> Traffic:
-    """Return the traffic of a graph; tensors of unknown rank or dtype count as 0 bytes, dynamic dims as assumed."""
+    """Return the traffic of a graph; dynamic dims get assumed sizes, tensors of unknown rank or dtype 0 bytes."""
     total, launches = 0, 0
     sizes: dict[object, int] = {}
     bodies = {f"{f.domain}::{f.name}": f for f in graph.functions}

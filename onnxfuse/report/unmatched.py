@@ -1,4 +1,4 @@
-"""Why a fusion that `--only` names matches nothing."""
+"""Explain why a fusion that `--only` names matches nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onnxfuse.match import Miss
 from onnxfuse.match.prefilter import may_occur
 from onnxfuse.rewrite.replace import REGION
 
-MAX_NAMED = 5  # operators in a sentence
+MAX_NAMED = 5  # at most so many operators are named in a sentence
 
 
 def why_unmatched(fusions: Iterable[Fusion], missed: Iterable[Miss], present: Set[str]) -> dict[str, str]:
@@ -25,12 +25,12 @@ def why_unmatched(fusions: Iterable[Fusion], missed: Iterable[Miss], present: Se
 
 
 def why_no_region() -> str:
-    """Return the advice where `--only region` makes no region."""
+    """Return the advice for a run in which `--only region` made no region."""
     return f"no two operators side by side are worth a kernel; `onnxfuse explain MODEL {REGION}` says why for each"
 
 
 def why_not_made(fusion: LayoutFusion, fusions: Iterable[Fusion], layout: LayoutResult, graph: onnx.GraphProto) -> str:
-    """Return why layouts make no node of one of their fusions, in a model that they left like that."""
+    """Return why a layout made no node of `fusion`, one of the fusions that layouts make, in this graph."""
     if not any(each.name == CONVOLUTION for each in fusions):
         return f"layouts make it around convolutions; name {CONVOLUTION}, too"
     nearest = next((one for one in (*layout.others, *layout.stays) if one.op in fusion.operators), None)

@@ -28,19 +28,19 @@ Source: TypeAlias = str | os.PathLike[str] | onnx.ModelProto
 Result: TypeAlias = dict[str, object] | str  # the outputs of a run, or onnxruntime's error
 
 NO_OUTPUTS = "the model has no outputs"
-# Operators that `--emit standard` and `--fallback ort` write, and whose CPU kernels take no empty tensors.
+# Operators written by `--emit standard` and `--fallback ort` whose CPU kernels refuse empty tensors.
 WITHOUT_EMPTY_TENSORS: Final = {"Attention", "GroupQueryAttention", "MultiHeadAttention"}
 DOES_NOT_RUN: Final = "the optimized model does not run"
 
 
 @dataclass(frozen=True)
 class Verification:
-    """Whether the compared values agree (`passed` is None without any), and at which sizes of the dynamic dims.
+    """The result of a comparison: whether values agree (`passed`; None if none were compared), and the dim sizes used.
 
     `reason` says what differs or why nothing was compared, and how half precision was compared if not as usual.
-    `outputs` were compared; `not_compared` names the other outputs, and fused nodes, that were not.  `equal_parts` is
-    how many fused nodes equal the nodes that they replaced; 0 where whole models were compared.  `notes` are
-    sentences about what onnxruntime's own graph optimizations do to the original.
+    `outputs` were compared; `not_compared` names the outputs and fused nodes that were not.  `equal_parts` counts the
+    fused nodes that equal the nodes that they replaced; it is 0 where whole models were compared.  `notes` are
+    sentences about the effect of onnxruntime's own graph optimizations on the original.
     """
 
     passed: bool | None
@@ -53,7 +53,7 @@ class Verification:
 
     @property
     def status(self) -> Literal["verified", "partly", "none", "failed"]:
-        """Return "verified" where all was compared and agrees, "partly" where that is true of a part of it."""
+        """Return "verified" if everything was compared and agrees, "partly" if only some outputs were compared."""
         if self.passed is None:
             return "none"
         if not self.passed:
@@ -61,13 +61,13 @@ class Verification:
         return "partly" if self.not_compared else "verified"
 
     def with_parts(self, equal: int, not_compared: Sequence[NotCompared]) -> Verification:
-        """Return the verification with the results of fused nodes added; `equal` of them were found equal."""
+        """Return this verification with the comparison of fused nodes added: `equal` of them were equal."""
         missing = (*self.not_compared, *not_compared)
         passed = True if self.passed is None and equal else self.passed
         return replace(self, passed=passed, not_compared=missing, equal_parts=equal)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values; an infinite error, which JSON cannot write, is None."""
+        """Return the verification as JSON values; an infinite error, which JSON cannot write, becomes None."""
         rows = [
             {key: _finite(getattr(o, key)) for key in ("name", "max_abs", "max_rel", "tolerance")} for o in self.outputs
         ]
@@ -89,17 +89,16 @@ def compare(
     progress: Progress = lambda line: None,
     tolerance: float | None = None,
 ) -> Verification:
-    """Run both models at two sizes of every dynamic dim, and at sizes of 0 and 1, and compare their outputs.
+    """Run both models at two sizes of every dynamic dim, and at sizes 0 and 1, and compare their outputs.
 
-    Both run without onnxruntime's graph optimizations, which change some models, and once more with these: the
-    optimized model must then run, and compute the same, wherever the original does.
-    The tolerance of an output is that of its dtype, or `judge.NOISE_FACTOR` times the original's own noise; `tolerance`
-    replaces both.  Half precision is judged by the original evaluated in float32 (see `difference.TOLERANCES`).  A
-    bfloat16 model that the CPU provider cannot run is compared in float32.
-    `inputs` replaces generated ones, and `shapes` sets the sizes of others, as "input:8x512".  `folder` is where the
-    external data of a ModelProto lies; for `optimized` it is by default the folder of `original`.  `progress` is called
-    with one line before each step.
-    Raises UsageError for inputs or shapes that the model does not take, ModelError if `original` cannot be read.
+    Both run without onnxruntime's graph optimizations, because these change some models, and once more with them: if
+    the original then runs, the optimized model must run too, and compute the same.  The tolerance of an output depends
+    on its dtype, or is `judge.NOISE_FACTOR` times the original's own noise; `tolerance` replaces both.  Half precision
+    is judged by the original evaluated in float32 (see `difference.TOLERANCES`).  A bfloat16 model that the CPU
+    provider cannot run is compared in float32.  `inputs` are used in place of generated inputs, and `shapes` sets the
+    sizes of generated ones, as "input:8x512".  `folder` is where the external data of a ModelProto lies; for
+    `optimized` it is by default the folder of `original`.  `progress` is called with one line before each step.  Raises
+    UsageError for inputs or shapes that the model does not take, ModelError if `original` cannot be read.
     """
     before, folder = _open(original, folder)
     try:
@@ -125,7 +124,7 @@ def _compare(reference: Reference, optimized: Source) -> Verification:
         reference, results, at_edges = _run_optimized(after, reference)
     except TimeLimitExceeded:
         raise
-    except Exception as error:  # whatever onnxruntime or the file system raises is the finding
+    except Exception as error:  # any exception of onnxruntime or the file system is the result
         return Verification(False, (), f"{DOES_NOT_RUN}: {first_line(error)}", reference.sizes)
     errors, hidden = differences(reference, results)
     errors = _fail_changed_dtypes(reference.original, after.model, errors) if reference.in_float32 else errors
@@ -142,7 +141,7 @@ def _compare(reference: Reference, optimized: Source) -> Verification:
 
 
 def _fault_at_edges(reference: Reference, results: Sequence[Result]) -> str:
-    """Return the difference at sizes of 0 and 1, where the original runs there; "" for none."""
+    """Return how the outputs differ at the sizes 0 and 1 at which the original runs; "" if they agree."""
     edges = reference.at_edges
     for each, result in zip(edges.runs, results, strict=True):
         at = ", ".join(f"{name}={size}" for name, size in each.sizes.items())
@@ -157,7 +156,7 @@ def _fault_at_edges(reference: Reference, results: Sequence[Result]) -> str:
 
 
 def _refuses_empty_tensors(message: str) -> bool:
-    """Return whether an operator failed whose kernel takes no empty tensors, which ONNX allows."""
+    """Return whether an error comes from an operator whose CPU kernel refuses empty tensors, which ONNX allows."""
     found = re.search(r"while running (\w+) node", message)
     return found is not None and found[1] in WITHOUT_EMPTY_TENSORS
 
@@ -186,9 +185,10 @@ def _open(source: Source, folder: Path | None) -> tuple[onnx.ModelProto, Path | 
 
 
 def _run_optimized(model: Prepared, reference: Reference) -> tuple[Reference, list[dict[str, object]], list[Result]]:
-    """Return the reference to compare with, and the optimized model's outputs for its runs, and for those at edges.
+    """Return the reference to compare with, and the optimized model's outputs for its usual runs and its edge runs.
 
-    If only the original's bfloat16 nodes have CPU kernels, both models are compared in float32 after all.
+    If the CPU provider has kernels for the original's bfloat16 nodes, but not for the optimized model's, both models
+    are compared in float32.
     """
     try:
         return reference, *_outputs_of(_in_float32(model) if reference.in_float32 else model, reference)
@@ -205,7 +205,7 @@ def _in_float32(model: Prepared) -> Prepared:
 
 
 def _outputs_of(model: Prepared, reference: Reference) -> tuple[list[dict[str, object]], list[Result]]:
-    """Return the outputs of all runs, and of the runs at edges the outputs or onnxruntime's errors."""
+    """Return the outputs of all usual runs, and for each edge run its outputs or onnxruntime's error."""
     session = open_session(model, optimize=False)
 
     def outputs(each: Run) -> dict[str, object]:

@@ -17,13 +17,13 @@ from onnxfuse.verify.difference import compare_output
 from onnxfuse.verify.own_process import OnnxruntimeFailure
 from onnxfuse.verify.parts import UnfusedGraph
 
-MAX_BYTES_COMPARED: Final = 64 * 2**20  # bytes of folded constants that are compared, the smallest ones first
+MAX_BYTES_COMPARED: Final = 64 * 2**20  # bytes of folded constants compared in total, the smallest constants first
 
 
 def wrong_constants(
     original: onnx.ModelProto, folder: Path | None, unfused: UnfusedGraph, feeds: Mapping[str, Array]
 ) -> dict[str, str]:
-    """Return the names of folded constants that differ from the original's results, each with a sentence.
+    """Return the folded constants that differ from the original's results: a sentence by the constant's name.
 
     `feeds` are inputs on which the original runs: shape arithmetic may depend on them.  Raises VerificationError if the
     nodes that were folded do not run.

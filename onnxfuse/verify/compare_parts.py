@@ -42,27 +42,27 @@ if TYPE_CHECKING:
     from onnxfuse.verify.cpu_session import Session
 
 # The largest allowed error of an element of a part, relative to its own magnitude plus the root mean square of the
-# tensor.  A part is a few operators, so its errors are a few roundings.  An error above that still passes where the
-# replaced nodes are as unsteady: see NOISE_FACTOR.
+# tensor.  A part is a few operators, so its errors are a few roundings.  A larger error still passes if the replaced
+# nodes have that much noise: see NOISE_FACTOR.
 PART_TOLERANCES: Final[Mapping[str, float]] = {
     "float64": 1e-12,  # 2^-53 = 1.1e-16, and sums of some thousand terms
     "float32": 1e-5,  # 2^-24 = 6e-8, and sums of some thousand terms in another order
     "float16": 4e-3,  # 2^-11 = 4.9e-4: eight roundings; a fused node rounds once where its nodes rounded each time
     "bfloat16": 3.2e-2,  # 2^-8 = 3.9e-3: eight roundings, as for float16
 }
-# A part may differ by this many times what the replaced nodes are off themselves, on the operands and on such as are
-# moved by one unit in the last place: scores of attention in the millions, of which two are nearly equal, move its
-# probabilities by more than any fixed tolerance.  Which way they move is chance, so that one draw may show nothing: of
-# five draws on 1025 tokens, one moved a result by 0.0005, one by 0.07, and three by 0.7 to 1.3.  A gate that multiplies
-# large values multiplies the error of its own sigmoid, which float64 shows, and in half precision the rounding of each
-# result.
+# A part may differ by this many times the error of the replaced nodes themselves, measured on the operands and on
+# operands moved by one unit in the last place.  If attention scores are in the millions and two are nearly equal, the
+# probabilities move by more than any fixed tolerance.  The direction is random, so one draw may miss it: of five draws
+# on 1025 tokens, one moved a result by 0.0005, one by 0.07, and three by 0.7 to 1.3.  A gate that multiplies large
+# values amplifies the error of its own sigmoid, which a run in float64 shows, and in half precision the rounding of
+# each result.
 NOISE_FACTOR: Final = 8.0
 NOISE_DRAWS: Final = 6
 
 
 @dataclass(frozen=True)
 class PartFinding:
-    """What is wrong with a part, or why it was not compared."""
+    """A part, with a sentence on how it differs or why it was not compared."""
 
     part: Part
     reason: str
@@ -88,16 +88,16 @@ def compare_parts(
 ) -> PartsVerification:
     """Run each part and the nodes that it replaced, in plain onnxruntime without its graph optimizations.
 
-    `feeds` are inputs on which the original runs.  The parts are run on the values that these lead to, and on two sets
-    of drawn ones; on drawn ones alone if `feeds` is None, because the original does not run.  `progress` is called with
-    the number of parts compared, and of all parts.  With `numbers_for_nan` a fused node may have any numbers where the
-    nodes that it replaced give NaN.
+    `feeds` are inputs on which the original runs.  The parts are run on the values that `feeds` lead to, and on two
+    sets of drawn values; only on drawn values if `feeds` is None, because the original does not run.  `progress` is
+    called with the number of parts compared, and of all parts.  With `numbers_for_nan` a fused node may have any
+    numbers where the nodes that it replaced give NaN.
     """
     wrong, unseen, equal = list[PartFinding](), list[PartFinding](), set[str]()
     try:
         needed = (name for part in parts for name in _needed(unfused, part))
         values = {} if feeds is None else values_of_run(unfused, needed, feeds)
-    except Exception as error:  # whatever onnxruntime raises is the reason
+    except Exception as error:  # any exception of onnxruntime is the reason
         reason = f"the original does not run ({first_line(error)})"
         return PartsVerification((), tuple(PartFinding(part, reason) for part in parts), frozenset())
     uses = Counter(name for part in parts for name in _needed(unfused, part))
@@ -124,12 +124,12 @@ def compare_parts(
 
 
 def _needed(unfused: UnfusedGraph, part: Part) -> list[str]:
-    """Return the tensors of a run that a part reads."""
+    """Return the names of the tensors that a part reads, and whose values a run of the graph must give."""
     return list(dict.fromkeys(name for name in (*part.operands, *part.leaves) if name not in unfused.constants))
 
 
 def values_of_run(unfused: UnfusedGraph, names: Iterable[str], feeds: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the values in a run of tensors that are not constants.
+    """Run the graph on `feeds`, and return the values of those tensors in `names` that are not constants.
 
     Raises OnnxruntimeFailure where the graph does not run.
     """
@@ -150,7 +150,7 @@ def values_of_run(unfused: UnfusedGraph, names: Iterable[str], feeds: Mapping[st
 
 
 def _as_recorded(unfused: UnfusedGraph, name: str, value: Array) -> Array:
-    """Return a value in the half precision that the model has it in; others are as they are."""
+    """Return a value in the half-precision dtype that the model declares for it; other values are unchanged."""
     dtype = unfused.types[name][0]
     return value.astype(onnx.helper.tensor_dtype_to_np_dtype(dtype)) if dtype in HALF_PRECISION else value
 
@@ -207,8 +207,8 @@ def _compare_part(
             compared |= _says_something(old)
             old = with_numbers_for_nan(old, new) if numbers_for_nan else old
             check = _Check(sessions, feeds, name, old, new, true if isinstance(true, np.ndarray) else None)
-            # In float16 a row that is left nothing depends on whether scores beside -65504 are rounded to it, which
-            # onnxruntime does where no Casts cancel.
+            # In float16, the result of a fully masked row depends on whether scores near -65504 are rounded to it;
+            # onnxruntime rounds them only where no Casts cancel.
             is_determined = what != LEAVE_NOTHING or sessions.half != "float16"
             if fault := check.fault() if is_determined else check.misplaced():
                 return f"on {what} {fault}{_rounding_sentence(optimized, part)}"
@@ -218,7 +218,7 @@ def _compare_part(
 
 
 def _given(unfused: UnfusedGraph, part: Part, values: Mapping[str, Array]) -> Feeds:
-    """Return the values of everything that a part reads.  Raises VerificationError where one is not known."""
+    """Return the values of all tensors that a part reads.  Raises VerificationError if a value is unknown."""
     given: Feeds = {}
     for name in dict.fromkeys((*part.operands, *part.leaves)):
         if name in unfused.constants:
@@ -238,9 +238,9 @@ class _Sessions:
     fused: Session
     exact: Session | None
     half: str  # the half precision by which errors are judged, "" for none
-    in_float32: bool  # both are converted, because onnxruntime's CPU provider cannot run them in bfloat16
+    in_float32: bool  # whether both are converted, because onnxruntime's CPU provider cannot run them in bfloat16
     model: onnx.ModelProto  # a model of the replaced nodes
-    rounded: Mapping[str, int]  # the tensors of half precision that it computes, and their dtypes
+    rounded: Mapping[str, int]  # the half-precision tensors that `model` computes, and their dtypes
     folder: Path | None
 
     def feeds(self, feeds: Feeds) -> Feeds:
@@ -248,7 +248,7 @@ class _Sessions:
 
     @cached_property
     def in_float64(self) -> Session | None:
-        """The replaced nodes in float64; None for half precision, and where onnxruntime has no kernels for that."""
+        """A session of the replaced nodes in float64; None for half precision, and without float64 kernels."""
         if self.half:
             return None
         try:
@@ -258,15 +258,15 @@ class _Sessions:
 
     @cached_property
     def rounding(self) -> Session | None:
-        """The replaced nodes of half precision in float32, with each result rounded; None for others."""
+        """A session of half-precision nodes in float32 with each result rounded; None for other precisions."""
         return _open(model_that_rounds(self.model, self.rounded), self.folder) if self.rounded else None
 
 
 def _open_both(unfused: UnfusedGraph, optimized: onnx.ModelProto, part: Part, given: Mapping[str, Array]) -> _Sessions:
     """Open the replaced nodes and the fused node as models that read the same inputs.
 
-    Raises VerificationError where onnxruntime does not open the replaced nodes, as where two of them have one name, and
-    OnnxruntimeFailure where it opens these, and not the fused node.
+    Raises VerificationError if onnxruntime does not open the replaced nodes, for example because two have the same
+    name, and OnnxruntimeFailure if it opens these but not the fused node.
     """
     folder = unfused.graph.folder
     inputs = [input_of(name, value) for name, value in given.items()]
@@ -316,7 +316,7 @@ def _half(unfused: UnfusedGraph, part: Part) -> str:
 
 @dataclass(frozen=True)
 class _Check:
-    """One output of a part on one set of values."""
+    """The comparison of one output of a part on one set of operand values."""
 
     sessions: _Sessions
     feeds: Feeds
@@ -352,32 +352,32 @@ class _Check:
         )
 
     def misplaced(self) -> str:
-        """Return where the output is NaN or infinite and must not be, or the reverse; "" where it is not."""
+        """Describe where NaN or infinite values of the output appeared or vanished wrongly; "" if nowhere."""
         dtype = self.old.dtype.name
         if dtype not in PART_TOLERANCES:
             return ""
         old, new, true = _wide(self.old), _wide(self.new), self._in_float32()
         found = describe_misplaced(old, new, true, dtype)
-        if found and self.sessions.half:  # in half precision it may be chance whether a sum overflows on the way
+        if found and self.sessions.half:  # in half precision, the order of a sum may decide whether it overflows
             for other in self._moved():
                 new = np.where(np.isfinite(other) == np.isfinite(old), new, old)
             found = describe_misplaced(old, new, true, dtype)
         return f"its output '{self.name}' differs in {found}" if found else ""
 
     def _in_float32(self) -> Array:
-        """Return the output of the replaced nodes in float32 as far as it is finite; else as in the first run."""
+        """Return the replaced nodes' output in float32; elements that are not finite are taken from the first run."""
         old = _wide(self.old)
         return old if self.exact is None else np.where(np.isfinite(_wide(self.exact)), _wide(self.exact), old)
 
     def _allowed(self, true: Array) -> Array:
-        """Return the error of each element that rounding explains."""
+        """Return the error that rounding can explain, for each element."""
         dtype, half = self.old.dtype.name, self.sessions.half
         tolerance = max(PART_TOLERANCES[dtype], PART_TOLERANCES[half] if half else 0.0)
         result: Array = tolerance * (np.where(np.isfinite(true), np.abs(true), 0.0) + self._rms(true, dtype))
         return result
 
     def _in_float64(self, old: Array) -> Array:
-        """Return the output of the replaced nodes in float64 as far as it is finite; else as in the first run."""
+        """Return the replaced nodes' output in float64; elements that are not finite are taken from the first run."""
         if self.sessions.in_float64 is None:
             return self._in_float32()
         try:
@@ -392,10 +392,11 @@ class _Check:
         return float(np.sqrt(np.mean(np.square(kept)))) if kept.size else 0.0
 
     def _noise(self, old: Array, true: Array) -> Iterator[float]:
-        """Yield the errors of the replaced nodes, as known after each draw of moved operands.
+        """Yield the error of the replaced nodes that is known so far, after each draw of moved operands.
 
-        Operands move by one unit in the last place.  Half precision moves from its own result, because its own error is
-        much larger than that of one rounding; before that, each node's result is rounded, as other providers do.
+        Operands move by one unit in the last place.  In half precision, movements are measured from the unmoved result,
+        because its error is much larger than one rounding; before that, the nodes run with each result rounded, as
+        other providers round it.
         """
         start = old if self.sessions.half else true
         found = float(_error(old, start).max(initial=0.0))
@@ -416,7 +417,7 @@ class _Check:
 
 
 def _says_something(array: Array) -> bool:
-    """Return whether an element is neither NaN nor infinite nor the number of a mask."""
+    """Return whether any element is neither NaN nor infinite nor a mask value."""
     if array.dtype.name not in FLOAT_NAMES:
         return bool(array.size)
     with np.errstate(invalid="ignore"):
@@ -424,7 +425,7 @@ def _says_something(array: Array) -> bool:
 
 
 def _rounding_sentence(optimized: onnx.ModelProto, part: Part) -> str:
-    """Return a sentence about Casts to half precision that only one of both has, "" for none."""
+    """Return a sentence on Casts to half precision that only the fused or only the replaced nodes have; "" if none."""
     replaced = _roundings(part.replaced)
     body = next((f for f in optimized.functions if f.domain == DOMAIN and f.name == part.fused.op_type), None)
     fused = _roundings(body.node) if body else set()
@@ -440,7 +441,7 @@ def _roundings(nodes: Sequence[onnx.NodeProto]) -> set[int]:
 
 
 def _error(value: Array, true: Array) -> Array:
-    """Return how far elements are from true ones, 0 where one of both is not finite."""
+    """Return each element's distance from the true one; 0 where either is not finite."""
     result: Array = np.zeros(true.shape)
     where = np.isfinite(value) & np.isfinite(true)
     with np.errstate(over="ignore"):  # an infinite error is one

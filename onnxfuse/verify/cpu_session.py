@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model that is written once, so that several sessions can be opened one after the other."""
+    """A model that is serialized once, so that several sessions can be opened from it."""
 
     model: onnx.ModelProto
     folder: Path | None
@@ -34,7 +34,7 @@ class Prepared:
 
 
 def prepare(model: onnx.ModelProto, folder: Path | None) -> Prepared:
-    """Return a model as sessions are opened of it; external weights are read from `folder`."""
+    """Serialize a model, so that sessions can be opened from it; external weights are read from `folder`."""
     worker = current_worker()
     return Prepared(model, folder, None if worker is None else _stored(worker, model, folder))
 
@@ -76,7 +76,7 @@ def _failures() -> Iterator[None]:
 
 
 def input_of(name: str, value: Array) -> onnx.ValueInfoProto:
-    """Return the input of a model that takes an array, of any sizes."""
+    """Return a graph input of the array's dtype and rank, with dims of any size."""
     is_text = value.dtype.kind in "OUS"
     dtype = onnx.TensorProto.STRING if is_text else onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
     return onnx.helper.make_tensor_value_info(name, dtype, [None] * value.ndim)

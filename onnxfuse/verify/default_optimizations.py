@@ -1,7 +1,7 @@
 """Compare models as users run them: with onnxruntime's own graph optimizations, which are on by default.
 
-These break some models and change what others compute.  What they do to the original is told, also where they do it
-only once the nodes that nothing reads are gone; what they do to the optimized model alone is a fault of that model.
+These optimizations break some models and change the results of others.  If they affect the original, with or without
+its unused nodes, that is reported as a note.  If they affect only the optimized model, that is a fault of that model.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from onnxfuse.verify.reference import Reference
 
 
 def with_default_optimizations(reference: Reference, optimized: Prepared) -> tuple[str, tuple[str, ...]]:
-    """Return the fault of the optimized model in the first run, "" for none, and sentences on the original.
+    """Return the fault of the optimized model in the first run ("" for none), and notes on the original.
 
-    Nothing is compared where both models do not run as they are, because onnxruntime's CPU provider lacks bfloat16.
+    Nothing is compared if the models ran only in float32, because onnxruntime's CPU provider lacks bfloat16 kernels.
     """
     if reference.in_float32:
         return "", ()
@@ -52,7 +52,7 @@ def _changed(first: Reference) -> dict[str, str] | str:
 
 
 def _changed_if_unused_nodes_go(first: Reference) -> dict[str, str]:
-    """Return how outputs of the original without the nodes that nothing reads change; none where it does not run."""
+    """Remove the original's unused nodes; return how the optimizations then change its outputs, empty if it fails."""
     used = without_unused_nodes(first.original)
     if used.graph.node == first.original.graph.node:
         return {}

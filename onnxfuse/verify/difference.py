@@ -1,4 +1,4 @@
-"""How far an output is from the expected one, and whether that is rounding or an error."""
+"""Measure how far an output is from the expected one, and decide whether that is rounding or an error."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ TF32 = "tf32"  # the precision of float32 products on CUDA, unless the session's
 # output of float16 ViTs by 1.8e-3 (onnxruntime 1.31), without a change of arithmetic.  Against the float32 evaluation,
 # the exported float16 transformers are off by 4.8e-4 to 1.5e-3, optimized by 3.8e-4 to 1.9e-3.
 TOLERANCES: Mapping[str, float] = {
-    "float64": 1e-12,  # 2^-53 = 1.1e-16: sums of some thousand terms in another order; no fusion touches doubles
+    "float64": 1e-12,  # 2^-53 = 1.1e-16: sums of some thousand terms in another order; fusions leave float64 alone
     "float32": 1e-5,  # 2^-24 = 6e-8: some hundred roundings in another order
     "complex128": 1e-12,  # the same as float64
     "complex64": 1e-5,  # the same as float32
     "float16": 2e-3,  # 2^-11 = 4.9e-4: four roundings; a fused op rounds once where its nodes rounded each time
     "bfloat16": 1.6e-2,  # 2^-8 = 3.9e-3: four roundings, as for float16
-    TF32: 4e-3,  # 2^-11 = 4.9e-4: what products multiply; a ResNet-50 and a vocoder are off by 2.3e-3 and 2.8e-3
+    TF32: 4e-3,  # 2^-11 = 4.9e-4: rounding of factors; a ResNet-50 and a vocoder are off by 2.3e-3 and 2.8e-3
 }  # every other dtype is exact: integers, booleans and strings have no roundings
 
 # From these magnitudes on a value can only come from a mask: -3.4e38, or -65504 in float16.  Such values would make
@@ -41,9 +41,9 @@ MASK_MAGNITUDES: Mapping[str, float] = {"float16": 3e4}
 class OutputDifference:
     """The largest error of one output over all runs.
 
-    `max_rel` is relative to the output's largest magnitude, values of masks aside.  For an output that is computed in
-    or from half precision, or by products in TF32, it is the error against the original evaluated in float32, and
-    `original_rel` is the original's own error against that; `original_rel` is None for other outputs.
+    `max_rel` is relative to the output's largest magnitude, mask values such as -3.4e38 aside.  For an output that is
+    computed in or from half precision, or by products in TF32, it is the error against the original evaluated in
+    float32, and `original_rel` is the original's own error against that; `original_rel` is None for other outputs.
     """
 
     name: str
@@ -62,14 +62,14 @@ class _Errors:
     max_abs: float
     optimized: float
     original: float
-    overflowed: float  # the optimized model's error where the original overflowed in half precision
+    overflowed: float  # the optimized model's error at elements where the original overflowed in half precision
 
 
 @dataclass(frozen=True)
 class Standard:
-    """How an output is judged."""
+    """The tolerance and the scale by which the error of an output is judged."""
 
-    half: str = ""  # the half precision, or TF32, that it is computed in or from, "" for neither
+    half: str = ""  # the half precision, or TF32, in or from which the output is computed; "" for neither
     limit: float | None = None  # replaces the tolerance of floating-point dtypes
     scale: float = 0.0  # errors are relative to the largest value of the output, or to this if it is larger
 
@@ -77,7 +77,7 @@ class Standard:
 def compare_output(
     name: str, expected: object, actual: object, exact: object = None, standard: Standard = Standard()
 ) -> OutputDifference:
-    """Measure the error of one output: of a sequence element by element; a map must be equal.
+    """Measure the error of one output; sequences are compared element by element, and maps must be equal.
 
     `exact` is the original's value when it is evaluated in float32.
     """
@@ -104,12 +104,12 @@ def largest_value(value: object) -> float:
 
 
 def worst(errors: Iterable[OutputDifference]) -> OutputDifference:
-    """Return a difference that fails, else the one with the largest relative error."""
+    """Return a difference that failed, if there is one, else the one with the largest relative error."""
     return max(errors, key=lambda e: (not e.passed, e.max_rel))
 
 
 def _describe_mismatch(expected: Array, actual: object, tolerance: float) -> str:
-    """Return a difference beyond rounding, as the end of a sentence about the output; '' without one."""
+    """Describe a difference beyond rounding, as the end of a sentence about the output; '' if there is none."""
     if not isinstance(actual, np.ndarray):
         return "is missing" if actual is None else "is no tensor any more"
     if (expected.dtype, expected.shape) != (actual.dtype, actual.shape):
@@ -144,9 +144,9 @@ def _compare_floats(
 
 
 def with_numbers_for_nan(expected: Array, actual: Array) -> Array:
-    """Return expected values, with the optimized model's where the expected ones are NaN.
+    """Return the expected values, with each NaN replaced by the optimized model's value.
 
-    ONNX's Attention gives 0 for a row whose keys are all masked by -inf, and the nodes that it stands for give NaN.
+    For a row whose keys are all masked by -inf, ONNX's Attention gives 0, and the nodes that it replaces give NaN.
     """
     if str(expected.dtype) not in TOLERANCES or (actual.dtype, actual.shape) != (expected.dtype, expected.shape):
         return expected
@@ -156,9 +156,9 @@ def with_numbers_for_nan(expected: Array, actual: Array) -> Array:
 def describe_misplaced(expected: Array, actual: Array, exact: Array, dtype: str) -> str:
     """Return where NaN or infinite values appeared or vanished, as the end of a sentence; '' for nowhere.
 
-    One that the float32 evaluation does not have may vanish.  None may appear, but in a half precision as `dtype` where
-    the float32 evaluation is within rounding of its largest number, or beyond it: whether such a value is infinite
-    depends on where it is rounded.
+    Such values may vanish if the float32 evaluation is finite there.  They may not appear, with one exception: if
+    `dtype` is a half precision and the float32 evaluation is within rounding of its largest number, or beyond it, a
+    value may be infinite or not, depending on where it is rounded.
     """
     old, new, true = _as_double(expected), _as_double(actual), _as_double(exact)
     both_nan = np.isnan(old) & np.isnan(new)
@@ -175,7 +175,7 @@ def describe_misplaced(expected: Array, actual: Array, exact: Array, dtype: str)
 
 
 def _largest_certain(dtype: str) -> float:
-    """Return the magnitude up to which a value in half precision is finite, however it was rounded on its way."""
+    """Return the magnitude up to which a half-precision value is finite, however earlier results were rounded."""
     largest = float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
     return largest * (1 - 2 * TOLERANCES[dtype])
 
@@ -189,7 +189,7 @@ def _measure_errors(expected: Array, actual: Array, exact: Array, mask: float, l
     size = np.where(size < mask, scale, size)
 
     def largest(value: Array, where: Array, relative: bool = True) -> float:
-        with np.errstate(over="ignore"):  # an infinite error is one
+        with np.errstate(over="ignore"):  # the error may overflow to infinity
             errors = np.abs(value[where] - true[where])
             return float((errors / size[where] if relative else errors).max(initial=0.0))
 

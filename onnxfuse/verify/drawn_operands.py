@@ -21,15 +21,15 @@ from onnxfuse.verify.parts import Part, UnfusedGraph
 
 Feeds: TypeAlias = dict[str, Array]
 
-# The magnitude of drawn values.  Large ones saturate activations and let a forgotten rounding show; in half precision
-# the sum of 64 products of two such values is still finite.
+# Magnitudes of drawn values.  Large values saturate activations and reveal a missing rounding; in half precision, the
+# sum of 64 products of two such values is still finite.
 DRAWN_MAGNITUDES: Final[Mapping[str, tuple[float, float]]] = {
     "float64": (1.0, 1000.0), "float32": (1.0, 1000.0), "float16": (1.0, 16.0), "bfloat16": (1.0, 16.0),
 }  # fmt: skip
 
 LEAVE_NOTHING: Final = "masks that leave nothing"
 
-# Of dims that are symbols, by the order of their names: all different, so that none is mistaken for another.
+# Sizes for symbolic dims, assigned in the order of their names; all differ, so that exchanged dims are noticed.
 SYMBOL_SIZES: Final = (2, 3, 5, 7, 4, 6, 9, 11)
 MAX_ELEMENTS: Final = 2**28  # elements of a drawn tensor; more mean a wrong shape, or take too long
 
@@ -72,11 +72,11 @@ def _by_shape(name: str, shape: tuple[int, ...], dtype: int) -> Array:
 
 
 def draws(unfused: UnfusedGraph, part: Part, given: Feeds, *, runs: bool) -> Iterator[tuple[str, Feeds]]:
-    """Yield values of a run, if `given` are such, and drawn ones of size one and of a large size, each with its name.
+    """Yield named sets of operand values: `given`, if it comes from a run; then drawn ones of magnitude 1 and large.
 
-    Where operands are masks, draws with fully masked rows follow.  Integers, and tensors that the replaced nodes read
-    besides operands, keep the values of the run.  Where such a tensor is floating-point, it may be computed from an
-    operand, and then nothing is drawn.
+    If operands are masks, draws with fully masked rows follow.  Integers keep the values of the run, and so do tensors
+    that the replaced nodes read besides operands.  If such a tensor is floating-point, nothing is drawn, because it may
+    be computed from an operand.
     """
     if runs:
         yield "the values of a run", given
@@ -98,7 +98,7 @@ def draws(unfused: UnfusedGraph, part: Part, given: Feeds, *, runs: bool) -> Ite
 
 
 def _masks(unfused: UnfusedGraph, part: Part, given: Feeds) -> dict[str, Mask]:
-    """Return the operands that leave out keys, or other elements of a row."""
+    """Return the operands that are masks over keys, or over other elements of a row, by name."""
     may_mask = (name for name in part.operands if name not in unfused.ordinary)
     floats = [name for name in may_mask if given[name].dtype.name in FLOAT_NAMES]
     masks: dict[str, Mask] = dict.fromkeys(added_to_scores_by(part.replaced, floats), "added")
@@ -111,7 +111,7 @@ def _draw(name: str, like: Array, size: int) -> Array:
     if dtype == "bool":
         bits = random.random(like.shape) < 0.5
         if like.ndim:
-            bits[..., :1] = True  # a row of a mask keeps something
+            bits[..., :1] = True  # every row of a mask keeps at least one element
         return np.asarray(bits)
     if dtype not in DRAWN_MAGNITUDES:
         return like

@@ -1,4 +1,4 @@
-"""Find out how a model uses the values of its inputs: as rows of a table, as masks, lengths or sizes."""
+"""Find out how a model uses the values of its inputs: as indices of table rows, as masks, lengths or sizes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from onnxfuse.ir.dtypes import FLOATS, Array
 from onnxfuse.ir.protos import nodes
 
 REORDERING_OPS: Final = VIEWS | {"Cast", "Clip", "Gather", "Slice"}
-# A length is still one after these, such as the number of frames that is computed from a number of samples.
+# Operators after which a length is still a length, such as a number of frames computed from a number of samples.
 ARITHMETIC_OPS: Final = {
     "Add", "Ceil", "Concat", "Div", "Floor", "Max", "Min", "Mod", "Mul", "ReduceMax", "ReduceMin", "Round", "Sub",
 }  # fmt: skip
-AFTER_SUMS: Final = {"Div", "Max", "Min", "Mul", "Where"}  # operators on scores after a mask was added
+AFTER_SUMS: Final = {"Div", "Max", "Min", "Mul", "Where"}  # operators that may follow on scores after a mask was added
 LOGICAL_OPS: Final = {*COMPARISONS, "And", "Not", "Or"}
 COUNTING_OPS: Final = {"CumSum", "NonZero", "Range"}  # old exporters spell Range as NonZero of ones
 INTEGERS: Final = {
@@ -42,12 +42,12 @@ SIZE_INPUTS: Final = {
     ("HammingWindow", 0), ("HannWindow", 0), ("Range", 0), ("Range", 2), ("Reshape", 1), ("Resize", 3), ("STFT", 1),
     ("STFT", 3), ("Slice", 1), ("Slice", 4), ("Split", 1), ("Tile", 1), ("TopK", 1),
 }  # fmt: skip
-TABLES: Final = {("EmbedLayerNormalization", 0): 2, ("EmbedLayerNormalization", 1): 4}  # by the input of indices
+TABLES: Final = {("EmbedLayerNormalization", 0): 2, ("EmbedLayerNormalization", 1): 4}  # index input: table input
 
 
 @dataclass(frozen=True)
 class Use:
-    """What the values of an integer input are used for.
+    """How a model uses the values of an integer input.
 
     "row": they index a table of `number` rows.  "mask": they are compared or turned into floats.  "length": they count
     elements along an axis.  "size": they are the size of a result, or a step.  "equal": the model compares them with
@@ -60,7 +60,7 @@ class Use:
 
 @dataclass(frozen=True)
 class _Links:
-    """The nodes of a graph, its subgraphs and functions, by their inputs and outputs, and known constants."""
+    """The nodes of a graph, its subgraphs and functions, by their inputs and outputs; and the known constants."""
 
     consumers: Mapping[str, list[tuple[onnx.NodeProto, int]]]
     producers: Mapping[str, onnx.NodeProto]
@@ -92,7 +92,7 @@ def added_to_scores_by(computing: Iterable[onnx.NodeProto], names: Iterable[str]
 
 
 def _is_added_to_scores(name: str, consumers: Mapping[str, Sequence[tuple[onnx.NodeProto, int]]]) -> bool:
-    """Follow a tensor through views and sums, up to products and other operators."""
+    """Return whether a tensor reaches a Softmax through views and sums alone, not through products or the like."""
     work, seen = [(name, False)], {(name, False)}
     while work:
         tensor, is_added = work.pop()
@@ -132,7 +132,7 @@ def _links(model: onnx.ModelProto) -> _Links:
 
 def _use(value: onnx.ValueInfoProto, links: _Links) -> Use | None:
     dims = value.type.tensor_type.shape.dim
-    few = len(dims) < 2 or dims[-1].dim_value == 1  # one number, or one for each row of the batch
+    few = len(dims) < 2 or dims[-1].dim_value == 1  # one number, or one per batch element
     found = list(_uses(value.name, links))
     rows = [use.number for use in found if use.kind == "row"]
     if rows:
@@ -143,7 +143,7 @@ def _use(value: onnx.ValueInfoProto, links: _Links) -> Use | None:
 
 
 def _uses(name: str, links: _Links) -> Iterator[Use]:
-    """Follow the tensor to the nodes that use its values, also through arithmetic where lengths are concerned."""
+    """Yield the uses of a tensor's values by its consumers; lengths are followed through arithmetic, too."""
     work, seen = [(name, True)], {name}
     while work:
         tensor, unchanged = work.pop()
@@ -181,7 +181,7 @@ def _table_rows(node: onnx.NodeProto, index: int, numbers: Mapping[str, int], li
 
 
 def _compares_with_range(node: onnx.NodeProto, index: int, links: _Links) -> bool:
-    """Whether the node compares its input `index` with 0, 1, 2, ...: the way to make a mask of lengths."""
+    """Return whether the node compares its input `index` with 0, 1, 2, ..., as models do to make masks from lengths."""
     if node.op_type not in ORDERINGS:
         return False
     work, seen = [node.input[1 - index]], set[str]()
@@ -199,7 +199,7 @@ def _compares_with_range(node: onnx.NodeProto, index: int, links: _Links) -> boo
 
 
 def _counts(constant: TensorProto | None) -> bool:
-    """Whether a constant is 0, 1, 2, ... along its last axis."""
+    """Return whether a constant is 0, 1, 2, ... along its last axis."""
     values = _integers(constant)
     return values.ndim > 0 and values.shape[-1] > 1 and bool((values == range(values.shape[-1])).all())
 
@@ -211,7 +211,7 @@ def _constant(name: str, links: _Links) -> int:
 
 
 def _tensor_of_constant(node: onnx.NodeProto) -> TensorProto | None:
-    """Return the tensor of a Constant node; None for other values, which no use depends on."""
+    """Return the tensor of a Constant node; None if it has another kind of value, on which no use depends."""
     for attribute in node.attribute:
         if attribute.name == "value":
             tensor: TensorProto = attribute.t
@@ -224,7 +224,7 @@ def _tensor_of_constant(node: onnx.NodeProto) -> TensorProto | None:
 
 
 def _integers(constant: TensorProto | None) -> Array:
-    """Return the values of a constant of integers that lies in the model; none for others."""
+    """Return the values of an integer constant that is stored in the model; an empty array for others."""
     integer = constant is not None and constant.data_type in (TensorProto.INT64, TensorProto.INT32)
     if constant is None or not integer or uses_external_data(constant):
         return np.zeros(0, np.int64)

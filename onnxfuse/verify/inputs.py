@@ -26,8 +26,8 @@ from onnxfuse.ir.plain_files import require_plain
 from onnxfuse.verify.input_uses import Use
 
 # Sizes of the dynamic dims, on axis 0 and on the other axes; the n-th name takes the n-th number.  The first two lines
-# give all names different sizes.  The others are for models that need more: a batch of one, equal sizes under
-# different names, images.
+# give all names different sizes.  The other lines are for models with more requirements: a batch of one, equal sizes
+# under different names, images.
 DIM_SIZES = (
     ((2, 7, 13), (5, 3, 9, 11, 4)),
     ((3, 10, 14), (8, 4, 6, 12, 7)),
@@ -40,16 +40,16 @@ DIM_SIZES = (
     ((1,), (448,)),
     ((1,), (1024,)),
 )
-# Tried after those, where a float input of at most three axes may hold samples of audio.  The 1 is for what may be the
-# batch of another input, such as the state of a recurrent network.
+# Tried after DIM_SIZES if a float input of at most three axes may hold audio samples.  The 1 is for a dim that may be
+# the batch size of another input, such as the state of a recurrent network.
 AUDIO_SIZES = tuple(((1,), (2**n, 1)) for n in range(8, 16))
-MAX_DIMS_AT_EDGES = 4  # dims of a decoder: batch, length, the cache's length, and one of another input
+MAX_DIMS_AT_EDGES = 4  # dims set to 0 or 1 alone: a decoder's batch, length, cache length and one more
 MAX_ELEMENTS_DRAWN = 2**22  # elements per input: an image of 1024 x 1024 in colors, or minutes of audio
 SLASH = r"(?<!/)/(?!/)"  # a division, which exporters write as // too
-# Words in the names of inputs: of those that count elements, and of those that hold the size of an image.
+# Words in the names of inputs that hold lengths, and of inputs that hold the size of an image.
 LENGTH_WORDS = frozenset({"len", "lens", "length", "lengths", "seqlen", "seqlens"})
 SIZE_WORDS = frozenset({"shape", "size", "sizes"})
-SMALL_SIZE = 2  # for sizes of which nothing else is known
+SMALL_SIZE = 2  # the value of an input that holds a size about which nothing else is known
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Input:
 
 
 def model_inputs(model: onnx.ModelProto) -> list[Input]:
-    """Return the graph inputs that a caller must give."""
+    """Return the graph inputs that a caller must pass."""
     weights = {t.name for t in model.graph.initializer} | {t.values.name for t in model.graph.sparse_initializer}
     return [_input(value) for value in model.graph.input if value.name not in weights]
 
@@ -152,9 +152,9 @@ def sizes_to_try(inputs: Sequence[Input], given: Mapping[str, Array]) -> Iterato
 def edge_sizes(
     inputs: Sequence[Input], given: Mapping[str, Array], usual: Mapping[str, int]
 ) -> Iterator[dict[str, int]]:
-    """Yield sizes of all dynamic dims with 0 and 1 in all of those that no given array fixes, and in one at a time.
+    """Yield dim sizes that are 0, or 1, in all dynamic dims that no given array fixes; then in one such dim at a time.
 
-    Only the first MAX_DIMS_AT_EDGES are 0 and 1 alone; the others then have their `usual` sizes.
+    One at a time, only the first MAX_DIMS_AT_EDGES dims are 0 and 1, and the other dims have their `usual` sizes.
     """
     zeros, ones = (_choose_sizes(inputs, ((size,), (size,)), given) for size in (0, 1))
     free = [name for name in usual if zeros[name] != ones[name]]
@@ -169,7 +169,7 @@ def edge_sizes(
 def _is_big(each: Input, sizes: Mapping[str, int], single_names: frozenset[str]) -> bool:
     try:
         return math.prod(_shape(each, sizes, single_names)) > MAX_ELEMENTS_DRAWN
-    except ArithmeticError:  # whoever makes the input reports it
+    except ArithmeticError:  # the code that makes the input reports this error
         return False
 
 
@@ -180,7 +180,7 @@ def generate_inputs(
     given: Mapping[str, Array],
     requested: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, Array]:
-    """Return an array for every input: the given one, else seeded values of the requested shape or of these sizes."""
+    """Return an array for every input: the given array, else seeded values of the requested shape or of `sizes`."""
     names = _single_names(inputs)
     known = {**(requested or {}), **{name: array.shape for name, array in given.items()}}
     shapes = {i.name: known[i.name] if i.name in known else _shape(i, sizes, names) for i in inputs}
@@ -217,7 +217,7 @@ def _single_names(inputs: Sequence[Input]) -> frozenset[str]:
 
 
 def _parsed(dim: int | str, single_names: frozenset[str]) -> Size:
-    """Return the size that a dim is, such as `past + seq` or `2*seq`; one that is a name is a symbol.
+    """Parse a dim: a name becomes a symbol, and an expression such as `past + seq` or `2*seq` a size of symbols.
 
     `total_sequence_length` is taken for the sum of `past_sequence_length` and `sequence_length` if both exist.
     """
@@ -238,7 +238,7 @@ def _shape(each: Input, sizes: Mapping[str, int], single_names: frozenset[str]) 
 def _generate_input(
     each: Input, inputs: Sequence[Input], shapes: Mapping[str, tuple[int, ...]], uses: Mapping[str, Use]
 ) -> Array:
-    """Return seeded values that the input's name or use asks for: a mask, lengths, rows of a table, noise and so on."""
+    """Return seeded values that suit the input's name or use: a mask, lengths, indices of a table, noise and so on."""
     shape, use = shapes[each.name], uses.get(each.name)
     if each.dtype.kind == "O":
         return np.full(shape, "a", object)
@@ -278,7 +278,7 @@ def _words(each: Input) -> set[str]:
 
 
 def _lengths(shape: tuple[int, ...], longest: int, cumulative: bool) -> Array:
-    """Return lengths from `longest` down, at least 1; if cumulative, where rows begin that follow each other."""
+    """Return lengths from `longest` down, at least 1; if cumulative, the offsets of rows that follow each other."""
     count = math.prod(shape)
     if cumulative:
         return np.linspace(0, longest, count).round().reshape(shape)
@@ -288,8 +288,9 @@ def _lengths(shape: tuple[int, ...], longest: int, cumulative: bool) -> Array:
 def _counted_size(each: Input, inputs: Sequence[Input], shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Return the size of the axis that a length counts.
 
-    The axis belongs to the input that the length is named after, else to the first with as many rows, else to the
-    first of several axes.  It is the longest dynamic axis after the batch, or the longest static one.
+    The axis belongs to the input that the length is named after, else to the first input with as many rows as there are
+    lengths, else to the first input of several axes.  In that input, it is the longest dynamic axis after the batch, or
+    else the longest static one.
     """
     words = sorted(LENGTH_WORDS, key=len, reverse=True)
     stem = re.sub(f"_?({'|'.join(words)})(?![a-z])", "", each.name.lower())
@@ -313,7 +314,7 @@ def _size_of_image(inputs: Sequence[Input], shapes: Mapping[str, tuple[int, ...]
 
 
 def _noise(each: Input, shape: tuple[int, ...], rows: int) -> Array:
-    """Return positions if the input's name says so, else random values: rows of its table, bits, normal floats."""
+    """Return positions if the input's name says so, else random values: indices of table rows, bits, normal floats."""
     random = np.random.default_rng(zlib.crc32(each.name.encode()))
     if each.dtype.kind == "b":
         bits = random.random(shape) < 0.5

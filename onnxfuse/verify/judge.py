@@ -18,11 +18,11 @@ Results = Sequence[Mapping[str, object]]
 # An output may differ by this many times the original's own noise.  Fused nodes round elsewhere than onnxruntime's own
 # optimizations do, so they may move an output as far, and one sample of noise is seldom the largest.
 NOISE_FACTOR: Final = 4.0
-MAX_NOISE: Final = 0.5  # share of an output's largest value: where that much is allowed, nothing is compared
+MAX_NOISE: Final = 0.5  # relative to an output's largest value; a noisier output is not compared
 
 
 def differences(reference: Reference, results: Results) -> tuple[tuple[OutputDifference, ...], dict[str, str]]:
-    """Return the differences of the outputs in all runs, and why some of the outputs turned out to show nothing.
+    """Return the differences of the outputs over all runs, and the outputs that cannot be compared, with reasons.
 
     The original's noise is measured, and ties are looked for, only where an output differs by more than its tolerance.
     Outputs that depend on random numbers are left out.
@@ -52,7 +52,7 @@ def _allow_noise(
 ) -> tuple[tuple[OutputDifference, ...], dict[str, str]]:
     """Judge outputs that differ again, by a tolerance that the original's own noise sets.
 
-    Also returns why outputs are not compared: one that moves by more than MAX_NOISE of itself shows nothing.
+    Also returns the outputs that are not compared, with reasons: their noise is above MAX_NOISE.
     """
     doubtful = [e.name for e in errors if not e.passed and math.isfinite(e.max_rel)]
     noise = measure_noise(reference, doubtful)
@@ -73,7 +73,7 @@ def _allow_noise(
 
 
 def _find_ties(reference: Reference, results: Results, errors: Sequence[OutputDifference]) -> dict[str, str]:
-    """Return the outputs whose indices differ only between scores that are equal but for rounding, each with why."""
+    """Return the outputs of indices that differ only where scores are equal but for rounding, each with a reason."""
     found: dict[str, str] = {}
     for error in errors:
         node = None if error.passed or error.tolerance else source_of_indices(reference.original, error.name)

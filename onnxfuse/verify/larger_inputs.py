@@ -1,4 +1,4 @@
-"""Choose further inputs for an output that shows nothing: whether it depends on inputs, and how large these may be."""
+"""Choose larger inputs for an output that cannot be compared because it is constant, all NaN or the like."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from onnxfuse.verify.requested_shapes import Draw
 from onnxfuse.verify.required_sizes import inferred_shapes
 
 MAX_ELEMENTS_GIVEN: Final = 2**15  # elements per input: a second of audio, 1024 tokens
-# Of a tensor that the model computes: twelve heads of attention over 512 tokens.  To compare an output of four times as
-# many takes 5 seconds and 1 GB, and a product of all samples of audio with all others has 2^30.
+# Elements of the largest computed tensor: room for the scores of twelve heads over 512 tokens.  Comparing an output of
+# four times as many takes 5 seconds and 1 GB, and a product of all audio samples with all others has 2^30.
 MAX_ELEMENTS_COMPUTED: Final = 2**22
 
 
 def depends_on(model: onnx.ModelProto, output: str, names: Collection[str]) -> bool:
-    """Return whether an output of the model is one of these tensors, or computed from one."""
+    """Return whether an output of the model is one of the tensors `names`, or computed from one."""
     nodes = ancestors(model.graph.node, [output])
     return output in names or any(name in names for node in nodes for name in reads(node))
 
@@ -32,7 +32,7 @@ def depends_on(model: onnx.ModelProto, output: str, names: Collection[str]) -> b
 def largest_first(
     model: onnx.ModelProto, folder: Path | None, draws: Iterable[Draw]
 ) -> Iterator[tuple[dict[str, int], dict[str, Array]]]:
-    """Yield sizes and inputs of those draws that a model runs fast on, the largest ones first.
+    """Yield sizes and inputs of the draws that are small enough for fast runs, the largest first.
 
     Tensors whose shapes the draws do not determine count as small.
     """
@@ -63,7 +63,7 @@ def _named_sizes(shape: Shape, given: tuple[int, ...]) -> Iterator[tuple[str, in
 
 
 def _elements(shape: Iterable[Size], sizes: Mapping[str, int]) -> int:
-    """Return the number of elements; 0 if a size is not known."""
+    """Return the number of elements of a shape; 0 if a size is not known."""
     try:
         return math.prod(max(0, evaluate(size, sizes)) for size in shape)
     except (KeyError, ZeroDivisionError):

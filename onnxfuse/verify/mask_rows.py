@@ -1,7 +1,6 @@
-"""Draw masks again, with rows that leave nothing, the end, or all: no row of the first draws is empty.
+"""Draw masks again, with rows that keep nothing, only the end, or all: rows of first draws always keep a beginning.
 
-Attention computes something else of a row without a key that counts than of any other one, and padding on the left
-makes such rows under a causal mask.
+Attention treats fully masked rows differently from all others, and left padding under a causal mask makes such rows.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from onnxfuse.verify.input_uses import added_to_scores, integer_uses
 from onnxfuse.verify.inputs import is_mask, model_inputs
 
 KINDS: Final = 3  # kinds of rows: fully masked, only the end kept, nothing masked
-# The numbers in added masks; masks of other dtypes have float32's.
+# The lowest finite number by dtype, used in additive masks; other dtypes use float32's.
 LOWEST: Final[Mapping[str, float]] = {"float16": -65504.0, "bfloat16": -3.3895313892515355e38}
 LOWEST_FLOAT32: Final = float(np.finfo(np.float32).min)
-Mask: TypeAlias = Literal["flags", "added"]  # true or 1 where something is left, or the reverse; 0 there, or the lowest
+Mask: TypeAlias = Literal["flags", "added"]  # boolean flags, or numbers added to scores: 0, or the lowest one
 
 
 def mask_inputs(model: onnx.ModelProto, given: Collection[str]) -> dict[str, Mask]:
-    """Return the inputs of a model that are masks and are not given, by name."""
+    """Return which inputs, other than `given` ones, are masks: the kind of mask by the input's name."""
     uses, added = integer_uses(model), added_to_scores(model)
     found: dict[str, Mask] = {}
     for each in model_inputs(model):
@@ -39,7 +38,7 @@ def mask_inputs(model: onnx.ModelProto, given: Collection[str]) -> dict[str, Mas
 
 
 def with_mask_rows(feeds: Mapping[str, Array], masks: Mapping[str, Mask]) -> Iterator[dict[str, Array]]:
-    """Yield inputs whose masks have rows of all kinds, as often as the mask with the fewest rows needs to have them."""
+    """Yield inputs with redrawn masks, until the mask with the fewest rows has had rows of all kinds."""
     sizes = {name: _rows(feeds[name].shape) for name in masks}
     known = {name: size for name, size in sizes.items() if size is not None}
     fewest = min((rows for rows, _ in known.values()), default=0)
@@ -50,9 +49,10 @@ def with_mask_rows(feeds: Mapping[str, Array], masks: Mapping[str, Mask]) -> Ite
 
 
 def _rows(shape: tuple[int, ...]) -> tuple[int, int] | None:
-    """Return how many rows of how many elements a mask has; None for one without elements, and for a number.
+    """Return the number of rows of a mask and the elements per row; None for an empty mask, and for a scalar.
 
-    Where the last one of more than two axes has size 1, rows lie along the one before, as in (batch, length, 1).
+    If there are more than two axes and the last has size 1, rows lie along the axis before it, as in (batch, length,
+    1).
     """
     while len(shape) > 2 and shape[-1] == 1:
         shape = shape[:-1]

@@ -22,7 +22,7 @@ def send(stream: BinaryIO, content: object) -> None:
 
 
 def receive(stream: BinaryIO) -> Any:
-    """Read one object.  Raises EOFError at the end of the stream, and where it holds something else."""
+    """Read one object.  Raises EOFError at the end of the stream, and if it holds anything but a message."""
     if _read(stream, len(BEGINNING)) != BEGINNING:
         raise EOFError
     (count,) = struct.unpack("<Q", _read(stream, 8))

@@ -21,9 +21,10 @@ Move: TypeAlias = Callable[[str, Array], Array]  # maps a tensor's name and valu
 
 
 def move_by_one_ulp(name: str, value: Array, draw: int = 0) -> Array:
-    """Return floating-point values, each moved up or down by one unit in the last place; others as they are.
+    """Move each floating-point value up or down by one unit in the last place; return other dtypes unchanged.
 
-    The lowest and the highest number and infinities stay: masks hold them, and one unit of theirs is more than a score.
+    The lowest and the highest finite number and infinities stay: masks hold them, and one unit in their last place is
+    larger than a score.
 
     draw  another one has other directions
     """
@@ -36,7 +37,7 @@ def move_by_one_ulp(name: str, value: Array, draw: int = 0) -> Array:
 
 
 def move_by_rounding(name: str, value: Array, rounding: float, draw: int = 0) -> Array:
-    """Return float32 values, each moved up or down by a relative error; others as they are.
+    """Move each float32 value up or down by a relative error; return other dtypes unchanged.
 
     draw  another one has other directions
     """
@@ -46,9 +47,9 @@ def move_by_rounding(name: str, value: Array, rounding: float, draw: int = 0) ->
 
 
 def with_moved_weights(model: onnx.ModelProto, move: Move) -> onnx.ModelProto:
-    """Return a model whose floating-point initializers are moved, those in external files aside.
+    """Return a model whose floating-point initializers are moved, except those in external files.
 
-    Integral values stay: exponents, flags and the numbers of masks are such, and must not become others.
+    Integral values stay, because they may be exponents, flags or mask values.
     """
 
     def moved(tensor: onnx.TensorProto) -> onnx.TensorProto:

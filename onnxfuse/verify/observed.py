@@ -1,4 +1,4 @@
-"""What the outputs of a model show: one that is NaN, empty, masked or constant hides errors, so it is not compared."""
+"""Detect outputs that hide errors because they are all NaN, empty, masked or constant; these are not compared."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 from onnxfuse.ir.dtypes import FLOAT_NAMES, Array
 from onnxfuse.verify.difference import MASK_MAGNITUDE, MASK_MAGNITUDES, TOLERANCES
 
-SAMPLE = 1 << 20  # elements of larger outputs that are looked at first: the rest in float64 would take much memory
-# What is done to floating-point inputs, one after the other, as long as an output shows nothing.
-REDRAWS: Mapping[str, tuple[float, float]] = {  # a factor, and an addend for the magnitudes; the sign is dropped
+SAMPLE = 1 << 20  # elements of a large output that are checked first: all of them in float64 would take much memory
+# Changes of the floating-point inputs that are tried in turn while an output hides errors.
+REDRAWS: Mapping[str, tuple[float, float]] = {  # values become abs(x) * factor + addend
     "positive": (1.0, 0.1),
     "small": (0.01, 0.0),
     "large": (30.0, 1.0),
@@ -28,7 +28,7 @@ class NotCompared:
 
 
 def what_hides(values: Sequence[object]) -> str:
-    """Return why the values of an output over several runs show nothing of the model; "" where they do."""
+    """Return why the values of an output in several runs would hide errors; "" if they can be compared."""
     arrays = [array for value in values for array in _arrays(value)]
     if not arrays or any(a.dtype == object for a in arrays):
         return ""  # maps and strings are compared exactly
@@ -36,7 +36,7 @@ def what_hides(values: Sequence[object]) -> str:
         return "it is empty"
     size = sum(a.size for a in arrays)
     if size > SAMPLE and not _hidden([a.ravel()[:: size // SAMPLE] for a in arrays]):
-        return ""  # a part that shows the model is enough
+        return ""  # one part of the values that can be compared is enough
     return _hidden(arrays)
 
 
@@ -63,14 +63,14 @@ def _hidden(arrays: Sequence[Array]) -> str:
 
 
 def redrawn(feeds: Mapping[str, Array], kind: str, given: Collection[str]) -> dict[str, Array]:
-    """Return other values of the floating-point inputs that are not given."""
+    """Return new values for the floating-point inputs that are not `given`, made by the change `kind` of REDRAWS."""
     factor, offset = REDRAWS[kind]
     floats = {n: v for n, v in feeds.items() if n not in given and v.dtype.name in FLOAT_NAMES}
     return {n: (np.abs(v.astype(np.float64)) * factor + offset).astype(v.dtype) for n, v in floats.items()}
 
 
 def inverted_flags(feeds: Mapping[str, Array], given: Collection[str]) -> dict[str, Array]:
-    """Return booleans of one element that are not given, inverted: such an input may choose the branch of an If."""
+    """Return, inverted, the boolean inputs of one element that are not `given`: they may select an If's branch."""
     return {n: np.asarray(~v) for n, v in feeds.items() if n not in given and v.dtype == np.bool_ and v.size == 1}
 
 

@@ -14,9 +14,9 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import onnxruntime as ort
 
-BFLOAT16: Final = 16  # onnx.TensorProto.BFLOAT16; to import onnx takes longer than to import onnxruntime
-# onnxruntime's optimizations make a MatMulNBits of a product of dequantized weights that no other node reads.  On the
-# CPU, but on no GPU, that rounds the other operand to 8 bits unless it is asked for float32.
+BFLOAT16: Final = 16  # onnx.TensorProto.BFLOAT16; importing onnx takes longer than importing onnxruntime
+# onnxruntime's optimizations replace DequantizeLinear and MatMul by MatMulNBits if no other node reads the dequantized
+# weight.  Its CPU kernel, unlike GPU kernels, rounds the other operand to 8 bits unless the option requires float32.
 EXACT_PRODUCTS: Final = "session.qdq_matmulnbits_accuracy_level", "1"
 
 
@@ -30,7 +30,7 @@ def start(source: bytes | str, folder: str | None, optimize: bool) -> ort.Infere
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # errors are raised; level 3 would print them a second time
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # while Python compares what was computed
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # idle threads must not use the CPU
     options.add_session_config_entry(*EXACT_PRODUCTS)
     if not optimize:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL

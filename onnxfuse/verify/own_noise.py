@@ -19,30 +19,30 @@ from onnxfuse.verify.reference import Reference, Run
 from onnxfuse.verify.required_sizes import inferred_shapes
 from onnxfuse.verify.rounded_results import model_that_rounds
 
-# A value may be off by this share after some roundings in another order, as after a fused node.
+# Relative error that a value may have after some roundings in another order, as after a fused node.
 SOME_ROUNDINGS: Final = 1e-6
-STEADY_DRAWS: Final = 8  # half of them move by one unit in the last place, half by SOME_ROUNDINGS
-INTEGERS_FACTOR: Final = 4.0  # times the number of elements that differ between the original's own runs
+STEADY_DRAWS: Final = 8  # random draws of moved values: half move by one unit in the last place, half by SOME_ROUNDINGS
+INTEGERS_FACTOR: Final = 4.0  # times the elements of an output that differ between the original's own runs
 
 
 @dataclass(frozen=True)
 class _Cause:
-    """One reason why outputs move: a model in place of the original, and a change of its inputs."""
+    """One source of noise: a variant of the original to run, and a change of its inputs."""
 
     name: str
     model: Callable[[], onnx.ModelProto]
     move: Move
     optimize: bool = False
-    of_half_alone: bool = False  # it moves only values computed in or from half precision
+    of_half_alone: bool = False  # whether it moves only values that are computed in or from half precision
 
 
 def measure_noise(reference: Reference, names: Sequence[str]) -> dict[str, float]:
     """Return how far outputs of the original move, relative to their largest value.
 
-    Inputs and weights move by one unit in the last place, and onnxruntime's graph optimizations count if the reference
-    says so.  Where a model was converted to half precision, its float32 inputs move by one rounding to that too.  Where
-    bfloat16 is compared in float32, the rounding of each result counts.
-    An output whose NaN or infinite values move shows nothing of its noise.
+    The causes are: inputs and weights that move by one unit in the last place; onnxruntime's graph optimizations, if
+    `reference.by_optimizations`; float32 inputs that move by one rounding to half precision, if the model was converted
+    to it; and the rounding of each result, where bfloat16 is compared in float32.  If the NaN or infinite values of an
+    output move, its noise is not measured.
     """
     found = dict.fromkeys(names, 0.0)
     for cause in _causes(reference):
@@ -69,7 +69,7 @@ def _causes(reference: Reference) -> Iterator[_Cause]:
 
 
 def _moved_by(cause: _Cause, reference: Reference) -> dict[str, float]:
-    """Return how far a cause moves each output; nothing where onnxruntime does not run the model."""
+    """Return how far a cause moves each output; empty if onnxruntime does not run the variant."""
     found: dict[str, float] = {}
     try:
         session = reference.open(cause.model(), optimize=cause.optimize)
@@ -79,7 +79,7 @@ def _moved_by(cause: _Cause, reference: Reference) -> dict[str, float]:
                 standard = Standard(scale=reference.scales.get(name, 0.0))
                 other = compare_output(name, expected, outputs.get(name), standard=standard).max_rel
                 found[name] = max(found.get(name, 0.0), other if math.isfinite(other) else 0.0)
-    except OnnxruntimeFailure:  # it breaks some models when it optimizes them
+    except OnnxruntimeFailure:  # onnxruntime's optimizations break some models
         return {}
     return found
 
@@ -99,11 +99,11 @@ def _that_rounds(model: onnx.ModelProto) -> onnx.ModelProto:
 def unsteady_outputs(
     reference: Reference, results: Sequence[Mapping[str, object]], errors: Sequence[OutputDifference]
 ) -> dict[str, str]:
-    """Return the outputs that differ in shape, or in integers, no more than runs of the original do; each with why.
+    """Return outputs whose shapes or integers differ no more than between runs of the original, each with the reason.
 
-    A step of a quantizer may decide how long a result is, and a rounding decides that step.  Runs of the original are
-    those with inputs and weights that are moved by a rounding, and the one with onnxruntime's graph optimizations if
-    the reference says that these count.
+    For example, a rounding may change a quantized value by one step, and that step may decide the length of a result.
+    The runs of the original have inputs and weights moved by a rounding; one more uses onnxruntime's graph
+    optimizations, if `reference.by_optimizations`.
     """
     pairs = list(zip(reference.runs, results, strict=True))
     differ = {each.name: max(_elements_off(one.outputs[each.name], new.get(each.name)) for one, new in pairs)
@@ -131,7 +131,7 @@ def unsteady_outputs(
 
 
 def _elements_off(expected: object, actual: object) -> float:
-    """Return how many elements that must be equal differ; infinity where the shapes differ, and 0 for floats."""
+    """Return how many integers (or other exact elements) differ; infinity if the shapes differ, and 0 for floats."""
     if not isinstance(expected, np.ndarray) or not isinstance(actual, np.ndarray) or expected.dtype != actual.dtype:
         return 0.0
     if expected.shape != actual.shape:

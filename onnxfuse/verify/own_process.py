@@ -19,7 +19,7 @@ from onnxfuse.errors import NO_ONNXRUNTIME_TO_COMPARE, NothingRunsError, Verific
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.verify.messages import receive, send
 
-DEFAULT_TIMEOUT: Final = 600.0  # seconds that opening a model, or one run of it, may take
+DEFAULT_TIMEOUT: Final = 600.0  # time limit in seconds for opening a model, and for each run of it
 BYTES_SENT: Final = 16 * 2**20  # a larger model goes through a file: onnxruntime then needs no second copy in memory
 # The worker imports the same modules as this process, whatever its working directory and environment are.
 START_WORKER: Final = (
@@ -34,7 +34,7 @@ class OnnxruntimeFailure(Exception):
 
 
 class OnnxruntimeCrash(OnnxruntimeFailure):
-    """How onnxruntime ended the worker."""
+    """The error that onnxruntime crashed and ended the worker; the text says with which signal or exit code."""
 
 
 class TimeLimitExceeded(VerificationError):
@@ -46,7 +46,7 @@ class Worker:
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
-        self.ended = 0  # how many processes have ended, with all sessions in them
+        self.ended = 0  # number of worker processes that have ended so far, and with them their sessions
         self.closed: list[int] = []  # numbers of sessions that the worker can drop
         self._numbers = itertools.count()
         self._process: subprocess.Popen[bytes] | None = None
@@ -148,11 +148,11 @@ class Worker:
         self.ended += 1
         self.closed = []
         for pipe in (process.stdin, process.stdout):
-            with suppress(OSError):  # from data that was not sent yet
+            with suppress(OSError):  # flushing unsent data to an ended process
                 if pipe is not None:
                     pipe.close()
         try:
-            code = process.wait(0.5)  # a worker whose input has ended ends itself
+            code = process.wait(0.5)  # a worker exits when its input ends
         except subprocess.TimeoutExpired:
             process.kill()
             code = process.wait()
@@ -167,7 +167,7 @@ def _end_late(process: subprocess.Popen[bytes], expired: threading.Event) -> Non
 
 
 class Stored:
-    """A model as a worker reads it: its bytes, whose external weights lie in `folder`, or a file, which it owns."""
+    """A model in the form that a worker reads: bytes with external weights in `folder`, or a file that this owns."""
 
     def __init__(self, source: bytes | str, folder: str | None) -> None:
         self.source, self.folder = source, folder

@@ -1,4 +1,4 @@
-"""Build the graph that has some of the fused nodes, and in place of the others the nodes that they replaced."""
+"""Build a graph in which some fused nodes are replaced by the original nodes again."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def partly_fused(
     """Return a fused graph with nodes of the original in place of the fused nodes whose names are `without`.
 
     unfused    the graph as it was before fusing; the tensors that both graphs have, have the same names
-    originals  the tensors of the original that those of the fused graph are Transposes of
+    originals  by tensor of the fused graph: the original's tensor of which it is a Transpose
     around     the constants of the graphs around this one
     """
     given = {*around, *(t.name for t in fused.initializer), *(t.values.name for t in fused.sparse_initializer)}
     given |= {value.name for value in fused.input if value.name not in unfused.constants}
     made: dict[str, onnx.NodeProto] = {}
-    for node in fused.node:  # a Transpose at a border is in vain without the fused node whose result it reads
+    for node in fused.node:  # a Transpose at a layout border is useless without the fused node whose output it reads
         others = originals if node.domain == DOMAIN else {}
         known = made, given, unfused.types, others
         if node.name not in without and all(any(name in each for each in known) for name in reads(node)):
             made |= {name: node for name in node.output if name}
-    # What fused nodes compute channels-last need not be computed again to have it channels-first.
+    # A channels-last output of a fused node is transposed to channels-first, not computed a second time.
     back = {original: (name, perm) for name, (original, perm) in originals.items()
             if name in made and made[name].domain == DOMAIN}  # fmt: skip
 
@@ -69,10 +69,9 @@ def partly_fused(
 
 
 def _beside(node: onnx.NodeProto, made: Mapping[str, onnx.NodeProto], taken: Collection[str]) -> onnx.NodeProto:
-    """Return a node that can stand beside those of the fused graph.
+    """Return a copy of an original node that does not conflict with nodes of the fused graph.
 
-    A node of the original that is needed for one of its outputs may compute others that are there already, and have the
-    name of another node.
+    The fused graph may already have other outputs of the node, or another node with its name.
     """
     result = with_other_outputs(node, [name for name in node.output if made.get(name, node) is not node])
     if not node.name or node.name not in taken or any(made.get(name) is node for name in node.output):

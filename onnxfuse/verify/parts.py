@@ -1,4 +1,4 @@
-"""The parts of an optimized model: each fused node and the nodes that it replaced, as two models with equal inputs."""
+"""Parts of an optimized model: a fused node and the nodes that it replaced, as two models with the same inputs."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from onnxfuse.ir.protos import copy_without, subgraphs
 from onnxfuse.ir.serde import constant_proto, node_proto
 
 LOOKED_THROUGH: Final = VIEWS | {"Cast", "Slice"}
-# Between an operand and a replaced node: views, Casts and scalings that have other readers.
+# Maximum number of nodes between an operand and a replaced node: views, Casts and scalings with other consumers.
 MAX_NODES_LOOKED_THROUGH = 12
-TABLES: Final = ("cos", "sin")  # operands of this name
-MAX_HASHED_BYTES = 4096  # per constant; larger constants are told apart by their names
+TABLES: Final = ("cos", "sin")  # names of operands that hold cosines and sines
+MAX_HASHED_BYTES = 4096  # per constant; larger constants are compared by name, not by value
 
 
-# The name of a tensor of the original, and the perm of the Transpose of it that stands for it in the optimized model;
-# () where that is the tensor itself under another name.
+# A tensor's name in the original, and the perm of the Transpose that the optimized model has in its place; () if the
+# optimized model has the tensor itself under another name.
 Original: TypeAlias = tuple[str, tuple[int, ...]]
-# The name of a tensor of the optimized model, and the nodes that compute an operand from it, which only that model has;
-# "" where they compute it from constants alone, as a table in another layout.
+# A tensor's name in the optimized model, and the nodes, found only in that model, that compute an operand from it.  The
+# name is "" where they compute it from constants alone, such as a table in another layout.
 Derived: TypeAlias = tuple[str, tuple[onnx.NodeProto, ...]]
 
 
@@ -49,7 +49,7 @@ class UnfusedGraph:
     nodes: tuple[onnx.NodeProto, ...]
     constants: Mapping[str, Constant]
     types: Mapping[str, tuple[int, Shape | None]]  # the dtype and the symbolic shape of every tensor
-    ordinary: frozenset[str] = frozenset()  # terms of sums that hold no numbers as masks have them
+    ordinary: frozenset[str] = frozenset()  # addends that hold no mask values such as -inf
 
     @cached_property
     def producer(self) -> dict[str, onnx.NodeProto]:
@@ -72,7 +72,7 @@ class UnfusedGraph:
     def model(
         self, nodes: Iterable[onnx.NodeProto], inputs: Sequence[onnx.ValueInfoProto], outputs: Sequence[str]
     ) -> onnx.ModelProto:
-        """Return a model of some of the nodes, with the constants that they read and `inputs` does not name."""
+        """Return a model of the given nodes, and of the constants that they read, unless `inputs` names these."""
         result = copy_without(self.graph.model, "graph", "functions")
         result.functions.extend(self.graph.model.functions)
         graph, given = result.graph, {value.name for value in inputs}
@@ -85,12 +85,12 @@ class UnfusedGraph:
         return result
 
     def reads(self, node: onnx.NodeProto) -> set[str]:
-        """Return the names of the tensors that a node reads, those that its subgraphs read included."""
+        """Return the names of the tensors that a node and its subgraphs read."""
         return set(reads(node))
 
 
 def unfused_graph(graph: Graph, shapes: ShapeInfo) -> UnfusedGraph:
-    """Remember a sorted graph before nodes of it are replaced."""
+    """Return a copy of a sorted graph, made before nodes of it are replaced."""
     tensors: dict[str, Tensor] = {**graph.outer_constants, **graph.folded_for_subgraphs}
     tensors |= {t.name: t for node in graph.nodes for t in (*node.inputs, *node.outputs) if t.name}
     constants = {name: tensor for name, tensor in tensors.items() if is_constant(tensor)}
@@ -100,7 +100,7 @@ def unfused_graph(graph: Graph, shapes: ShapeInfo) -> UnfusedGraph:
 
 
 def _ordinary(graph: Graph, shapes: ShapeInfo) -> Iterator[str]:
-    """Yield the terms of sums that hold no numbers as masks have them, and what these are views of."""
+    """Yield the addends that hold no mask values such as -inf, and the tensors of which they are views."""
     bounds, seen = Bounds(shapes), set[str]()
     for tensor in (each for node in graph.nodes if op_of(node) == "Add" for each in node.inputs):
         while tensor.name not in seen and bounds.of(tensor) < MASKS_FROM:
@@ -121,7 +121,7 @@ class Part:
 
     fused: onnx.NodeProto
     replaced: tuple[onnx.NodeProto, ...]
-    leaves: tuple[str, ...]  # tensors that the replaced nodes read besides operands and constants
+    leaves: tuple[str, ...]  # tensors, other than operands and constants, that the replaced nodes read
     key: str
     originals: Mapping[str, Original] = field(default_factory=dict)
     derived: Mapping[str, Derived] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class Part:
 
     @property
     def nodes(self) -> list[onnx.NodeProto]:
-        """The fused node between nodes that make its inputs of `operands`, and `outputs` of its outputs."""
+        """The fused node, with the nodes that compute its inputs from `operands`, and `outputs` from its outputs."""
         before = [transpose(*self.originals[n], n) for n in dict.fromkeys(self._sources) if n in self.originals]
         before += [node for _, nodes in self.derived.values() for node in nodes]
         after = [
@@ -162,7 +162,7 @@ class Part:
 
     @cached_property
     def repeated(self) -> dict[str, str]:
-        """How the columns of operands repeat, where the body of the fused node relies on it, by their names."""
+        """By operand name: how the operand's columns repeat, where the fused node's body relies on that."""
         attributes = {each.name: each.s.decode() for each in self.fused.attribute if each.s}
         named = self._named_inputs.items()
         return {name: attributes[f"{word}{COLUMNS}"] for word, name in named if f"{word}{COLUMNS}" in attributes}
@@ -175,12 +175,12 @@ class Part:
 
     @cached_property
     def _named_inputs(self) -> dict[str, str]:
-        """The inputs of the fused node by the names of the fusion's operands."""
+        """The fused node's input names, by the operand names that the fusion declares."""
         words = next((each.s.decode() for each in self.fused.attribute if each.name == "operands"), "")
         return dict(zip(words.split(), self.fused.input, strict=False))
 
     def computes_in_half(self, unfused: UnfusedGraph) -> bool:
-        """Return whether an operand, an output or a replaced node but a Cast is in half precision."""
+        """Return whether an operand, an output or a replaced node other than a Cast is in half precision."""
         inner = (o for node in self.replaced if node.op_type != "Cast" for o in node.output)
         names = (*self.operands, *self.outputs, *inner)
         return any(unfused.types[name][0] in HALF_PRECISION for name in names if name in unfused.types)
@@ -204,10 +204,10 @@ def distinct_parts(
     replaced: Mapping[str, Collection[str]],
     originals: Mapping[str, Original] | None = None,
 ) -> list[Part]:
-    """Return one part for all fused nodes that are equal but for the names of their tensors.
+    """Return the parts: one for each group of fused nodes that differ only in the names of their tensors.
 
-    `replaced` holds the names of the nodes that a fused node replaced, or of their first outputs, by its own name.
-    `originals` are the tensors of the original that those of the optimized model are Transposes of.
+    `replaced` maps a fused node's name to the names, or first outputs, of the nodes that it replaced.  `originals` maps
+    a tensor of the optimized model to the original's tensor of which it is a Transpose.
     """
     originals = originals or {}
     parts: dict[str, Part] = {}
@@ -239,10 +239,10 @@ def distinct_parts(
 
 
 class _Derivations:
-    """Finds what operands are computed from that the original does not have: Reshapes, and sizes put into order."""
+    """Finds how operands that only the optimized model has are computed: by Reshapes, or from reordered sizes."""
 
     def __init__(self, unfused: UnfusedGraph, optimized: onnx.ModelProto, originals: Mapping[str, Original]) -> None:
-        """Take the tensors that the original has, also in another layout, for those that are given."""
+        """Treat the tensors that the original has, in this or another layout, as the start of derivations."""
         self.given = {*unfused.types, *originals}
         self.nodes = {name: n for n in optimized.graph.node if not n.domain for name in n.output}
         self.constants = {tensor.name: tensor for tensor in optimized.graph.initializer}
@@ -264,7 +264,7 @@ class _Derivations:
         return (min(sources, default=""), tuple(made.values())) if len(sources) < 2 and sources <= self.given else None
 
     def _sources(self, name: str, made: dict[str, onnx.NodeProto]) -> set[str]:
-        """Return the tensors from which one is computed, and enter the nodes into `made` in order, by first outputs."""
+        """Return the tensors from which `name` is computed; add the nodes to `made`, in order, by first output."""
         constant, node = self.constants.get(name), self.nodes.get(name)
         if constant is not None and constant.ByteSize() <= MAX_HASHED_BYTES:
             made[name] = self._constant(name)
@@ -300,7 +300,7 @@ def _original(originals: Mapping[str, Original], name: str) -> str:
 
 
 def _renamed(node: onnx.NodeProto, originals: Mapping[str, Original], of_inputs: bool = True) -> onnx.NodeProto:
-    """Return a fused node with the names that the original has for its tensors, or for its outputs alone."""
+    """Return a fused node with its tensors, or only its outputs, renamed to the original's names."""
     if not originals:
         return node
     result = onnx.NodeProto()
@@ -314,10 +314,10 @@ def _renamed(node: onnx.NodeProto, originals: Mapping[str, Original], of_inputs:
 def _between(
     unfused: UnfusedGraph, fused: onnx.NodeProto, replaced: Collection[str]
 ) -> tuple[tuple[onnx.NodeProto, ...], tuple[str, ...]]:
-    """Return the nodes between the operands and the outputs of a fused node, and what else these read.
+    """Return the nodes between the operands and the outputs of a fused node, and the other tensors that these read.
 
-    Nodes that were only looked through belong to them where they lead to an operand.  At other tensors the walk stops.
-    An output that is an operand in another layout has none.
+    The walk goes back from the outputs.  It also passes through views, Casts and scalings if these lead to an operand,
+    and stops at other tensors.  An output that is an operand in another layout has no nodes.
     """
     ends, gone = set(fused.input), set(replaced)
     distances: dict[tuple[str, int], bool] = {}
@@ -353,7 +353,7 @@ def _between(
 
 
 def with_other_outputs(node: onnx.NodeProto, names: Collection[str]) -> onnx.NodeProto:
-    """Return a node whose outputs of these names have other ones, because something else computes such tensors."""
+    """Return a node with these outputs renamed, because other nodes already compute tensors of these names."""
     if not any(name and name in names for name in node.output):
         return node
     result = onnx.NodeProto()
@@ -363,7 +363,7 @@ def with_other_outputs(node: onnx.NodeProto, names: Collection[str]) -> onnx.Nod
 
 
 def _key(unfused: UnfusedGraph, fused: onnx.NodeProto, nodes: Sequence[onnx.NodeProto], function: str) -> str:
-    """Return a text that is equal for parts that differ by the names of their tensors only."""
+    """Return a text that is the same for all parts that differ only in the names of their tensors."""
     digest, numbers = hashlib.sha256(function.encode()), dict[str, int]()
 
     def number(name: str) -> str:

@@ -13,7 +13,7 @@ from onnxfuse.ir.protos import ONNX_DOMAINS, OneNode, nodes, tensors
 
 
 def describe_random_node(model: onnx.ModelProto, given: Mapping[str, Array], *, seeded: bool = False) -> str | None:
-    """Return a sentence about a node, at any depth or in a function, that draws new numbers each time; else None.
+    """Return a sentence about a node that draws new random numbers, in the graph, a subgraph or a function; else None.
 
     `given` are inputs by name: Dropout draws numbers only if its training_mode, which may be an input, is true.
     A node with a seed draws the same numbers in every session, but new ones in every run of a session: it is reported
@@ -55,7 +55,7 @@ def random_outputs(model: onnx.ModelProto, given: Mapping[str, Array]) -> dict[s
 def _sentence(
     model: onnx.ModelProto, node: onnx.NodeProto, given: Mapping[str, Array], functions: Mapping[str, str]
 ) -> str | None:
-    """Return a sentence about a random node in a node, its subgraphs and the functions that they call."""
+    """Return a sentence about the random node that a node is, or has in its subgraphs or functions; else None."""
     for inner in nodes(OneNode((node,))):
         called = functions.get(f"{inner.domain}::{inner.op_type}")
         if called or _draws(model, inner, given):
@@ -66,7 +66,7 @@ def _sentence(
 def _random_functions(model: onnx.ModelProto, given: Mapping[str, Array]) -> dict[str, str]:
     """Return a sentence for each function that draws numbers, itself or in a function that it calls."""
     found: dict[str, str] = {}
-    for _ in model.functions:  # calls cannot be nested deeper
+    for _ in model.functions:  # one pass per level of nested calls
         for function in model.functions:
             for node in function.node:
                 if sentence := _sentence(model, node, given, found):
@@ -75,7 +75,7 @@ def _random_functions(model: onnx.ModelProto, given: Mapping[str, Array]) -> dic
 
 
 def _is_training(model: onnx.ModelProto, dropout: onnx.NodeProto, given: Mapping[str, Array]) -> bool:
-    """Return whether training_mode, an input since opset 12, may be true."""
+    """Return whether the training_mode of a Dropout, an input since opset 12, may be true."""
     flag = dropout.input[2] if len(dropout.input) > 2 else ""
     if not flag or flag in given:
         return bool(flag) and bool(given[flag])

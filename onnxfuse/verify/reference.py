@@ -1,7 +1,8 @@
 """Run the original, as the reference that optimized models are compared with.
 
-It runs without onnxruntime's graph optimizations, which change some models, at two sizes of its dynamic dims, on
-further inputs as long as outputs show nothing of what it computes, and at sizes of 0 and 1.
+It runs without onnxruntime's graph optimizations, because these change some models.  Its dynamic dims get two sets of
+sizes, and the sizes 0 and 1.  Further inputs follow while an output is all NaN, constant or the like, so that comparing
+it would prove nothing.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ if TYPE_CHECKING:
 
 Progress: TypeAlias = Callable[[str], None]
 
-RUNS_COMPARED = 2  # runs with different sizes of the dynamic dims
-# From this size on, a run that is refused only after so many seconds is the last one: the next one takes longer, and
-# more memory.  Attention over 32768 positions has 4 GB of scores for each head.
+RUNS_COMPARED = 2  # number of usual runs, with different sizes of the dynamic dims
+# If onnxruntime refuses a run at this size or a larger one, and only after this many seconds, no larger size is tried:
+# it would take longer, and more memory.  Attention over 32768 positions has 4 GB of scores for each head.
 LARGE_SIZE, MAX_SECONDS_REFUSED = 1024, 1.0
-MAX_CRASHES = 3  # crashes of onnxruntime after which no other size is tried
-MAX_SECONDS_AT_EDGES = 30.0  # for runs of the original at sizes of 0 and 1
+MAX_CRASHES = 3  # after this many crashes of onnxruntime, no other size is tried
+MAX_SECONDS_AT_EDGES = 30.0  # time limit for the original's runs at sizes 0 and 1
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,9 @@ class Run:
 class Reference:
     """The runs of the original, which the optimized model is compared with.
 
-    `edges` are runs at sizes of 0 and 1.  `optimized` are the outputs of the first run with onnxruntime's graph
-    optimizations, or what onnxruntime says where these break the model.  `in_float32`: `outputs` are those of the model
-    converted to float32, because it does not run as it is.
+    `edges` are runs at sizes 0 and 1.  `optimized` holds the outputs of the first run with onnxruntime's graph
+    optimizations, or onnxruntime's error if these break the model.  `in_float32` is true if the outputs come from the
+    model converted to float32, because it does not run as it is.
     """
 
     original: onnx.ModelProto
@@ -73,30 +74,30 @@ class Reference:
     tell: Progress
     runs: list[Run]
     half_precision: str  # "float16", "bfloat16", or "" for none
-    half_tensors: set[str]  # computed in or from half precision
+    half_tensors: set[str]  # names of the tensors that are computed in half precision or from such tensors
     in_float32: bool
     note: str
-    not_compared: Mapping[str, str] = field(default_factory=dict)  # outputs that show nothing, and why
+    not_compared: Mapping[str, str] = field(default_factory=dict)  # outputs that cannot be compared, and why
     random: frozenset[str] = frozenset()  # outputs whose values are new in every run
-    numbers_for_nan: bool = False  # any numbers may stand for NaN
-    is_converted: bool = False  # to half precision, whose Casts of float32 inputs are there for no other reason
-    tolerance: float | None = None  # replaces the dtypes' tolerances and the noise of the original
+    numbers_for_nan: bool = False  # where the original gives NaN, any number passes
+    is_converted: bool = False  # the model was converted to half precision, so Casts of float32 inputs are ours
+    tolerance: float | None = None  # replaces the tolerances by dtype and by the original's noise
     edges: Sequence[Run] = ()
     optimized: Mapping[str, object] | str = field(default_factory=dict)
-    scales: Mapping[str, float] = field(default_factory=dict)  # least magnitudes to which errors are relative
-    noise: dict[str, dict[str, float]] = field(default_factory=dict)  # of each output by its cause, as far as measured
-    by_optimizations: bool = True  # changes by onnxruntime's graph optimizations count as noise
+    scales: Mapping[str, float] = field(default_factory=dict)  # by output: the least magnitude for relative errors
+    noise: dict[str, dict[str, float]] = field(default_factory=dict)  # by output and cause, as far as measured
+    by_optimizations: bool = True  # whether changes by onnxruntime's graph optimizations count as noise
 
     def open(self, model: onnx.ModelProto, *, optimize: bool = False) -> Session:
-        """Open a model that is like the original as the original was run."""
+        """Open a variant of the original in the same way as the original: converted to float32 if that was."""
         return open_session(model_to_float32(model) if self.in_float32 else model, self.folder, optimize=optimize)
 
     def run(self, session: Session, feeds: Mapping[str, Array]) -> dict[str, object]:
-        """Return the outputs of a model that is like the original."""
+        """Run a variant of the original, opened by `open`, and return its outputs by name."""
         return run(session, arrays_to_float32(feeds) if self.in_float32 else feeds)
 
     def evaluated_in_float32(self, note: str) -> Reference:
-        """Return the same reference with the outputs in float32 in place of those in half precision."""
+        """Return this reference with each output replaced by the one from the evaluation in float32."""
         runs, edges = (
             [replace(each, outputs=dict(each.float32_outputs), float32_outputs={}) for each in some]
             for some in (self.runs, self.edges)
@@ -105,13 +106,13 @@ class Reference:
 
     @property
     def at_edges(self) -> Reference:
-        """The runs at sizes of 0 and 1; errors there are relative to the outputs at other sizes."""
+        """Return a reference whose runs are at sizes 0 and 1; its errors are relative to the outputs at other sizes."""
         scales = {name: max(largest_value(each.outputs[name]) for each in self.runs) for name in self.runs[0].outputs}
         return replace(self, runs=list(self.edges), edges=(), optimized={}, scales=scales, noise={})
 
     @property
     def sizes(self) -> tuple[dict[str, int], ...]:
-        """The sizes of the dynamic dims of the runs, each set once."""
+        """The sets of dynamic dim sizes that were run, without duplicates."""
         distinct = {tuple(run.sizes.items()): run.sizes for run in self.runs}
         return tuple(distinct.values())
 
@@ -128,7 +129,7 @@ class Reference:
         )  # fmt: skip
 
     def _expected(self, one: Run, name: str, result: Mapping[str, object]) -> object:
-        """Return the original's output, with numbers of the optimized model for NaN where these may stand for it."""
+        """Return the original's output; if `numbers_for_nan`, with NaN replaced by the optimized model's numbers."""
         expected, actual = one.outputs[name], result.get(name)
         if not self.numbers_for_nan or not isinstance(expected, np.ndarray) or not isinstance(actual, np.ndarray):
             return expected
@@ -146,9 +147,10 @@ def run_original(
 ) -> Reference:
     """Run the original as it is, and converted to float32 if it uses half precision.
 
-    `extremes` adds runs at sizes of 0 and 1, one with onnxruntime's graph optimizations, and runs on masks with rows
-    that leave nothing; the latter not in float16, where the results of such a row depend on whether scores beside
-    -65504 are rounded, which onnxruntime does where no Casts cancel.  Raises VerificationError if it runs at no sizes.
+    `extremes` adds runs at sizes 0 and 1, one run with onnxruntime's graph optimizations, and runs on masks with fully
+    masked rows.  Float16 models get no such masks: the result of a fully masked row depends on whether scores near
+    -65504 are rounded, and onnxruntime rounds them only where no Casts cancel.  Raises VerificationError if the
+    original runs at no sizes.
     """
     check_inputs(given, model_inputs(model))
     half, random = half_precision_of(model), random_outputs(model, given)
@@ -181,7 +183,7 @@ def run_original(
         return result
     try:
         tell("run the original in float32")
-        session = open_session(model_to_float32(model), folder, optimize=False)  # which would drop pairs of Casts
+        session = open_session(model_to_float32(model), folder, optimize=False)  # it would drop pairs of Casts
         every = (*runs, *at_edges)
         exact = [replace(r, float32_outputs=run(session, arrays_to_float32(r.feeds))) for r in every]
     except Exception as error:
@@ -195,19 +197,19 @@ def _run_optimized_by_onnxruntime(model: Prepared, first: Run, tell: Progress) -
     tell("run the original with onnxruntime's optimizations")
     try:
         return run(open_session(model), first.feeds)
-    except Exception as error:  # whatever onnxruntime raises is the finding
+    except Exception as error:  # any exception of onnxruntime is the result
         return first_line(error)
 
 
 def _hidden_outputs(runs: Sequence[Run], random: Collection[str]) -> dict[str, str]:
-    """Return why outputs show nothing of the model, except the outputs in `random`."""
+    """Return the outputs, except `random` ones, that cannot be compared (all NaN, constant, ...), each with why."""
     reasons = {n: what_hides([r.outputs[n] for r in runs]) for n in runs[0].outputs if n not in random}
     return {name: reason for name, reason in reasons.items() if reason}
 
 
 @dataclass(frozen=True)
 class _Original:
-    """The original and how it is run: arguments of `run_original`, and the outputs that depend on random numbers."""
+    """The original, the arguments of `run_original`, and the outputs that depend on random numbers."""
 
     model: onnx.ModelProto
     folder: Path | None
@@ -218,13 +220,12 @@ class _Original:
     mask_rows: bool
 
     def run(self, model: Prepared, tell: Progress, *, in_float32: bool = False) -> tuple[list[Run], list[Run]]:
-        """Return runs of a model, which is the original or the same in float32, and those at sizes of 0 and 1.
+        """Run the original, or its float32 version; return the usual runs, and the runs at sizes 0 and 1.
 
-        The first are runs at the first sizes at which the model runs: two sets of sizes if dims are dynamic.  Flags,
-        which choose between branches, are inverted in one more run, and masks are drawn again with rows that leave
-        nothing, where `mask_rows` says so.  As long as an output that depends on drawn inputs shows nothing, a larger
-        size and other values follow; outputs in `random` never show anything.
-        Raises VerificationError if it runs at none.
+        The usual runs use the first sizes at which the model runs, two sets of sizes if dims are dynamic.  One more run
+        inverts boolean flags, which choose between branches, and `mask_rows` adds masks with fully masked rows.  While
+        an output that depends on drawn inputs cannot be compared, a larger size and other values follow; outputs in
+        `random` are never compared.  Raises VerificationError if the model runs at no sizes.
         """
         session = _session_of_original(model)
 
@@ -236,7 +237,7 @@ class _Original:
         first, last, may_show = runs[0], runs[-1], self._may_show_more(runs)
         for sizes, feeds in largest_first(self.model, self.folder, left) if may_show else ():
             tell("run the original" + _named(sizes))
-            with suppress(Exception):  # sizes and values that the model refuses show nothing either
+            with suppress(Exception):  # sizes and values that the model refuses are skipped
                 runs.append(run_at(sizes, feeds))
                 break
         if flags := inverted_flags(first.feeds, self.given):
@@ -259,9 +260,10 @@ class _Original:
     def _at_edges(
         self, runs: Sequence[Run], run_at: Callable[[dict[str, int], dict[str, Array]], Run], tell: Progress
     ) -> Iterator[Run]:
-        """Yield runs at sizes of 0 and 1, as far as the model takes them, for MAX_SECONDS_AT_EDGES at most.
+        """Yield the runs at sizes 0 and 1 that the model accepts; stop after MAX_SECONDS_AT_EDGES.
 
-        Where models run in this process, none is run at a size of 0: some kernels of onnxruntime divide by it.
+        If models run in this process, size 0 is skipped: some kernels of onnxruntime divide by it, which would crash
+        this process.
         """
         done = [each.sizes for each in runs]
         started = time.monotonic()
@@ -273,13 +275,13 @@ class _Original:
             tell("run the original" + _named(draw.sizes))
             try:
                 yield run_at(draw.sizes, draw.make())
-            except OnnxruntimeCrash:  # it would crash at other such sizes too
+            except OnnxruntimeCrash:  # it would crash at other edge sizes too
                 break
-            except Exception:  # where the original does not run, nothing is compared
+            except Exception:  # where the original fails, there is nothing to compare with
                 continue
 
     def _may_show_more(self, runs: Sequence[Run]) -> bool:
-        """Return whether an output that shows nothing in these runs depends on inputs that can be drawn again."""
+        """Return whether an output that these runs cannot compare depends on inputs that can be drawn again."""
         drawn = {each.name for each in model_inputs(self.model)}.difference(self.given)
         return any(depends_on(self.model, name, drawn) for name in _hidden_outputs(runs, self.random))
 
@@ -291,7 +293,7 @@ def _named(sizes: Mapping[str, int]) -> str:
 def _first_runs(
     left: Iterator[Draw], run_at: Callable[[dict[str, int], dict[str, Array]], Run], tell: Progress, is_given: bool
 ) -> list[Run]:
-    """Return the runs of the first draws that the model takes.  Raises VerificationError if it takes none."""
+    """Run the draws in order; return the first runs that succeed.  Raises VerificationError if none does."""
     runs: list[Run] = []
     failures: list[tuple[dict[str, int], str]] = []
     crashes = 0
@@ -300,7 +302,7 @@ def _first_runs(
         started = time.monotonic()
         try:
             runs.append(run_at(draw.sizes, draw.make()))
-        except VerificationError:  # such as the time limit, which others would exceed as well
+        except VerificationError:  # such as the time limit: other sizes would exceed it as well
             raise
         except Exception as error:
             failures.append((draw.sizes, first_line(error)))

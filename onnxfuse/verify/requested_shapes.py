@@ -30,7 +30,7 @@ class Draw:
 
 
 def draws(model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array]) -> Iterator[Draw]:
-    """Yield draws of inputs of these shapes, with other sizes of the open dims each time, larger ones last.
+    """Yield draws of inputs of these shapes; dims that these leave open have other sizes each time, larger ones last.
 
     Raises UsageError for shapes that the model does not accept or that do not fit into memory.
     """
@@ -42,7 +42,7 @@ def draws(model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Arr
 def edge_draws(
     model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array], usual: Mapping[str, int]
 ) -> Iterator[Draw]:
-    """Yield draws at which dims that neither shapes nor arrays fix have the sizes 0 and 1, where others are `usual`."""
+    """Yield draws with sizes 0 and 1 for dims that neither shapes nor arrays fix; the other dims are as in `usual`."""
     wanted, known, make = _fitting(model, shapes, given)
     for sizes in edge_sizes(wanted, known, usual):
         yield Draw(sizes, partial(make, sizes))
@@ -51,7 +51,7 @@ def edge_draws(
 def _fitting(
     model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array]
 ) -> tuple[list[Input], Mapping[str, Array], Callable[[Mapping[str, int]], dict[str, Array]]]:
-    """Return the inputs of a model, arrays of the shapes that are known, and what makes inputs of sizes of the others.
+    """Return a model's inputs, arrays for the known shapes, and a function from the other dims' sizes to inputs.
 
     Raises UsageError for shapes that the model does not accept or that do not fit into memory.
     """
@@ -62,7 +62,7 @@ def _fitting(
     with _usage_error_for_sizes():
         empty = {name: np.broadcast_to(np.zeros((), dtypes.get(name, "f4")), dims) for name, dims in requested.items()}
     check_inputs(empty, wanted)
-    if requested:  # arrays alone that do not fit together may fit the model
+    if requested:  # without requested shapes, arrays that seem inconsistent may still fit the model
         _check_names(requested | {name: value.shape for name, value in given.items()}, wanted)
     uses = integer_uses(model)
     return wanted, {**empty, **given}, lambda sizes: generate_inputs(wanted, sizes, uses, given, requested)
@@ -71,7 +71,7 @@ def _fitting(
 def feeds_to_try(
     model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array]
 ) -> Iterator[dict[str, Array]]:
-    """Yield inputs of these shapes, with other sizes of the open dims each time.
+    """Yield inputs of these shapes; dims that these leave open have other sizes each time.
 
     Raises UsageError for shapes that the model does not accept or that do not fit into memory.
     """
@@ -84,7 +84,7 @@ def feeds_to_try(
 
 @contextmanager
 def _usage_error_for_sizes() -> Iterator[None]:
-    """Raise UsageError for sizes that cannot be computed, or that numpy or the memory cannot hold."""
+    """Convert errors in the block to UsageError: sizes that cannot be computed, or do not fit into NumPy or memory."""
     try:
         yield
     except (ArithmeticError, MemoryError, ValueError) as error:

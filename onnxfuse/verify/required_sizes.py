@@ -1,6 +1,6 @@
-"""The sizes that the filters of a model require of its inputs: onnxruntime may run a Conv on images of other channels.
+"""Find the input sizes that a model's filters require: onnxruntime may run a Conv on images of other channel counts.
 
-Its blocked layout reads past the end of memory then, so that sizes must not be found by trying them.
+Its blocked layout then reads past the end of memory, so sizes must not be found by trial.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OPERATORS: Final = frozenset({"Conv", "ConvTranspose", "FusedConv"})
 
 
 def with_required_sizes(model: onnx.ModelProto, inputs: Sequence[Input]) -> list[Input]:
-    """Return the inputs of a model with numbers in place of the dims that can only be these."""
+    """Return the inputs of a model; dims for which only one size is possible are replaced by that number."""
     has_dynamic = any(isinstance(dim, str) for each in inputs for dim in each.dims[1:])
     if not has_dynamic or not any(node.op_type in OPERATORS for node in nodes(model.graph)):
         return list(inputs)

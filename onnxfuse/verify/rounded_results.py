@@ -1,7 +1,7 @@
-"""Evaluate a model of half precision in float32, with the rounding of each result.
+"""Evaluate a half-precision model in float32, rounding each node's result to half precision.
 
-In half precision, onnxruntime does not round between most operators on the CPU; other providers do, and so does a
-Transpose between them.
+On the CPU, onnxruntime does not round between most half-precision operators, unless a Transpose lies between them;
+other providers round each result.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from onnxfuse.errors import UsageError
 from onnxfuse.verify.inputs import Input
 from onnxfuse.verify.requested_shapes import split_shapes
 
-MAX_SPREAD: Final = 256  # combinations of sizes
+MAX_SPREAD: Final = 256  # largest number of combinations of sizes
 Range = tuple[int, int]  # the least and the greatest size; both are the same for a size that was given as one number
 
 

@@ -1,4 +1,4 @@
-"""Find out whether indices differ because two scores are equal but for rounding, as ArgMax of a tie may."""
+"""Find out whether indices differ only because two scores are equal but for rounding, as in a tie of an ArgMax."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from onnxfuse.algebra.operators import REGROUPING
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.verify.difference import TOLERANCES
 
-INDEX_OPS: Final = {("ArgMax", 0): 0, ("ArgMin", 0): 0, ("TopK", 1): -1}  # by output; the default of its axis
-FOLLOWED_OPS: Final = REGROUPING | {"Cast", "Identity"}  # they keep the order of the indices
+INDEX_OPS: Final = {("ArgMax", 0): 0, ("ArgMin", 0): 0, ("TopK", 1): -1}  # (op, output): default of `axis`
+FOLLOWED_OPS: Final = REGROUPING | {"Cast", "Identity"}  # operators through which indices are followed back
 
 
 def source_of_indices(model: onnx.ModelProto, output: str) -> onnx.NodeProto | None:

@@ -1,4 +1,4 @@
-"""The values with which a body of an If, Loop or Scan begins in a run of the graph around it."""
+"""The input values of the first iteration of a Loop or Scan body, or of an If branch, in a run of the outer graph."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from onnxfuse.ir.node import op_of
 
 
 def values_needed(body: Body) -> set[str]:
-    """Return the tensors of the graph around a body that its first iteration begins with."""
+    """Return the names of the outer graph's tensors that the first iteration of a body reads."""
     return {name for name, _ in body.begins.values()} | body.captured
 
 
 def first_feeds(body: Body, values: Mapping[str, Array]) -> dict[str, Array] | None:
-    """Return the inputs of the first iteration, or of a branch, be it taken or not; None where one is not known.
+    """Return the inputs of the first iteration, or of a branch, taken or not; None if the value of one is unknown.
 
-    `values` are the values of the graph around the body, by name.
+    `values` holds tensors of the outer graph by name.
     """
     feeds = {name: values[name] for name in body.captured if name in values}
     for name, (source, axis) in body.begins.items():

@@ -15,20 +15,20 @@ from onnx.external_data_helper import uses_external_data
 from onnxfuse.ir.dtypes import HALF_PRECISION
 from onnxfuse.ir.protos import NodeContainer, OneNode, graphs, nodes, replace_tensors
 
-NUMBERS: Final = ("value_float", "value_floats")  # attributes of a Constant, which is float32
+NUMBERS: Final = ("value_float", "value_floats")  # attributes of a Constant that make its output float32
 DTYPE_ATTRIBUTES = {"to", "dtype", "output_dtype", "softmax_precision", "stash_type"}
 
 
 @dataclass(frozen=True)
 class Widening:
-    """The dtypes that a conversion replaces, and the one that it puts in their place."""
+    """The dtypes that a conversion replaces, and the wider dtype that replaces them."""
 
     replaced: frozenset[int]
     to: int
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype of arrays that stand for replaced ones."""
+        """The NumPy dtype of the converted arrays."""
         return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(self.to))
 
     def array(self, value: Any) -> Any:
@@ -50,7 +50,7 @@ def half_precision_of(model: onnx.ModelProto) -> str:
 
 
 def half_precision_tensors(model: onnx.ModelProto) -> set[str]:
-    """Return the tensors of the main graph that are computed in or from half precision, whatever their own dtype is."""
+    """Return the main graph's tensors that are in half precision or are computed from such tensors."""
     graph, names = model.graph, _dtype_names(model)
     known = {t.name for t in graph.initializer if t.data_type in HALF_PRECISION}
     known |= {t.values.name for t in graph.sparse_initializer if t.values.data_type in HALF_PRECISION}
@@ -68,7 +68,7 @@ def half_precision_tensors(model: onnx.ModelProto) -> set[str]:
 
 
 def _dtypes_in(names: set[str], *outer: NodeContainer) -> set[int]:
-    """Return the dtypes that graphs and functions name: of tensors, of values, and in the attributes `names`."""
+    """Return all dtypes in graphs and functions: of initializers, of values, and in the attributes `names`."""
     parts = list(graphs(*outer))
     found = {a.i for a in _dtype_attributes(names, parts)}
     for part in parts:
@@ -83,7 +83,7 @@ def _dtypes_in(names: set[str], *outer: NodeContainer) -> set[int]:
 def model_to_float32(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy that computes in float32 wherever the model computes in float16 or bfloat16.
 
-    A Cast to half precision rounds on purpose, so it still rounds: a Cast back to float32 follows it.  Initializers,
+    A Cast to half precision rounds on purpose, so it is kept, followed by a Cast back to float32.  Initializers,
     tensors in attributes, the types of values, and the dtypes of `Cast` and the like are replaced, in subgraphs and
     model-local functions too.  External weights stay in their file, and a Cast converts them.
     """
@@ -93,7 +93,7 @@ def model_to_float32(model: onnx.ModelProto) -> onnx.ModelProto:
 def model_to_float64(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy that computes in float64 wherever the model computes in float32, as `model_to_float32` does.
 
-    What is in half precision stays so.
+    Half-precision parts stay in half precision.
     """
     return _widened(model, TO_FLOAT64)
 
@@ -104,7 +104,7 @@ def _widened(model: onnx.ModelProto, by: Widening) -> onnx.ModelProto:
     roundings = {id(part): _roundings(part, by) for part in parts}
     for attribute in _dtype_attributes(_dtype_names(result), parts):
         attribute.i = by.to if attribute.i in by.replaced else attribute.i
-    for part in reversed(parts):  # inner ones first: `_round_again` copies the nodes of a graph, with what they hold
+    for part in reversed(parts):  # inner graphs first: `_round_again` copies nodes with their subgraphs
         for value in _value_infos(part):
             _type(value.type, by)
         for tensor in getattr(part, "sparse_initializer", ()):
@@ -119,7 +119,7 @@ def _widened(model: onnx.ModelProto, by: Widening) -> onnx.ModelProto:
 
 
 def _roundings(part: NodeContainer, by: Widening) -> dict[str, int]:
-    """Return the replaced half precision that Casts of a graph round to, by the name of the output."""
+    """Return the half-precision dtype that each Cast of a graph rounds to, by the name of its output."""
     return {
         node.output[0]: attribute.i
         for node in part.node
@@ -129,7 +129,7 @@ def _roundings(part: NodeContainer, by: Widening) -> dict[str, int]:
 
 
 def _round_again(part: onnx.GraphProto | onnx.FunctionProto, roundings: Mapping[str, int]) -> None:
-    """Put a Cast to half precision before each Cast that has rounded to it and is to float32 now."""
+    """Insert a Cast to half precision before each Cast that used to round to it and is now to float32."""
     if not roundings:
         return
     present = list(part.node)
@@ -160,7 +160,7 @@ def _tensor(tensor: TensorProto, by: Widening) -> TensorProto:
 
 
 def _dtype_names(model: onnx.ModelProto) -> set[str]:
-    """Return names of attributes that hold a dtype, also of function calls whose body uses an attribute as a dtype."""
+    """Return the names of attributes that hold a dtype, including function attributes that a body uses as a dtype."""
     bodies = (node for part in graphs(*model.functions) for node in part.node)
     return DTYPE_ATTRIBUTES | {
         a.ref_attr_name for n in bodies for a in n.attribute if a.name in DTYPE_ATTRIBUTES and a.ref_attr_name
@@ -180,7 +180,7 @@ def _value_infos(part: NodeContainer) -> Iterator[onnx.ValueInfoProto]:
 
 
 def _element_types(kind: onnx.TypeProto) -> Iterator[Any]:
-    """Yield the tensor types in a type: its own, or the type of the elements of a sequence, an optional or a map."""
+    """Yield the tensor types in a type: itself, or the element types of a sequence, an optional or a map."""
     which = kind.WhichOneof("value")
     if which in ("tensor_type", "sparse_tensor_type"):
         yield getattr(kind, which)
@@ -210,7 +210,7 @@ def _attribute(node: onnx.NodeProto, attribute: AttributeProto, by: Widening) ->
 
 
 def _initializers(graph: onnx.GraphProto, by: Widening) -> None:
-    """Convert initializers; one in an external file gets a new name, and a Cast under its old name converts it."""
+    """Convert initializers; an external one is renamed instead, and a Cast of it gets its old name."""
     casts = {}
     for tensor in graph.initializer:
         if not uses_external_data(tensor):

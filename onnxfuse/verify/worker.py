@@ -1,6 +1,7 @@
 """The process in which onnxruntime runs models for verification: it answers requests until its input ends.
 
-A request is a tuple: the sessions to close, then "open" or "run", the session's number, and what `ort_session` takes.
+A request is a tuple: the sessions to close, "open" or "run", the session's number, and the arguments for the function
+of `ort_session`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def main() -> None:
 
 
 def _read_requests(stream: BinaryIO, requests: queue.SimpleQueue[Any]) -> None:
-    """Hand requests on, and end this process when the one that sends them has ended, even while a model runs."""
+    """Put requests into the queue; when the parent process ends, end this process, even while a model runs."""
     try:
         while True:
             requests.put(receive(stream))
