@@ -1,4 +1,4 @@
-// Blocks that work together: CLUSTER of them (sm_90 and later), or one where CLUSTER is 1.
+// Helpers for a cluster of CLUSTER blocks (sm_90 and later); with CLUSTER 1, for a single block.
 #pragma once
 
 #if CLUSTER > 1
@@ -13,7 +13,7 @@ __device__ __forceinline__ unsigned cluster_rank() {
     return rank;
 }
 
-// The two halves of a barrier over the blocks; for one block cluster_wait is the whole barrier.
+// The two halves of a barrier over all blocks of the cluster; for one block, cluster_wait is a block barrier.
 __device__ __forceinline__ void cluster_arrive() {
     if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
@@ -23,7 +23,7 @@ __device__ __forceinline__ void cluster_wait() {
     else __syncthreads();
 }
 
-// Writes to the same address in the shared memory of block `rank` of the cluster.
+// Stores `value` at this shared memory address in block `rank` of the cluster.
 __device__ __forceinline__ void store_peer(float* address, unsigned rank, float value) {
     if constexpr (CLUSTER > 1) {
         const unsigned own = static_cast<unsigned>(__cvta_generic_to_shared(address));

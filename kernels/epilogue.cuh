@@ -1,33 +1,33 @@
-// The epilogue: what happens to the fp32 accumulators of a matrix product or a convolution before y is stored.
+// The epilogue: the operations on the fp32 accumulators of a matrix product or a convolution before y is stored.
 //
 //   y = activation(acc + bias) [* (up + up_bias)] * column_scale + column_shift + residual, or, with RESIDUAL_FIRST,
 //   y = activation(acc + bias + residual) [* (up + up_bias)] * column_scale + column_shift
 //
-// All of it is computed in fp32 and rounded once, to ELEMENT. acc is the accumulator of an element of y; up, of a gated
-// product, is that of the second product at the same element. y and residual are row-major. A column is a position on
+// All of it is computed in fp32 and rounded once, to ELEMENT. acc is the accumulator of an element of y; for a
+// gated product, up is the second product's. y and residual are row-major. A column is a position on
 // the last axis of y: an output feature of a product, a channel of a convolution. bias, up_bias, slope, column_scale
 // and column_shift have one value per column; residual has the shape of y. slope takes the place of the
 // activation's alpha, which makes a PRelu of leaky_relu. An epilogue has at most one of up_bias, slope and
 // column_shift, which kernels call `extra`.
 //
 // A kernel hands over its accumulators in one of two ways:
-//   by row       It has those of W neighbouring columns of one row, and calls Epilogue::finish, which loads the column
-//                vectors and the residual and stores y. load_columns and load_residual do the loads alone, for kernels
-//                that have them under way earlier.
-//   by fragment  It holds accumulators as mma or wgmma leave them, loads column vectors and residual in that layout
+//   by row       It has those of W adjacent columns of one row, and calls Epilogue::finish, which loads the column
+//                vectors and the residual and stores y. load_columns and load_residual only load, for kernels that
+//                start these loads earlier.
+//   by fragment  It has accumulators in the layout of mma or wgmma, loads column vectors and residual in that layout
 //                itself, calls epilogue_columns for each accumulator and its residual, and stores y.
 //
 // Macros, which epilogue_defines of kernels/epilogue.py sets:
 //   ELEMENT               storage type of y, residual and the column vectors: f32, f16 or bf16
-//   ACTIVATION, PRECISE   a function of activations.cuh, and the accuracy that ELEMENT can show
+//   ACTIVATION, PRECISE   a function of activations.cuh, and the accuracy that ELEMENT can represent
 //   GATED                 1: there is a second product
-//   HAS_BIAS HAS_COLUMN_SCALE HAS_RESIDUAL    1: there is one
-//   HAS_UP_BIAS HAS_SLOPE HAS_COLUMN_SHIFT    1: there is one, and it is the extra vector
-//   RESIDUAL_FIRST        1: the residual is added before the activation; 0 where there is none
-//   OPTIONAL_BIAS         1: some products of this launch have a bias; that of the others is null and counts as zeros
+//   HAS_BIAS HAS_COLUMN_SCALE HAS_RESIDUAL    1: the operand is present
+//   HAS_UP_BIAS HAS_SLOPE HAS_COLUMN_SHIFT    1: the operand is present, as the vector `extra`
+//   RESIDUAL_FIRST        1: the residual is added before the activation; 0 without a residual
+//   OPTIONAL_BIAS         1: only some products of this launch have a bias; a null pointer counts as zeros
 //
 // Elementwise operators that joined the product follow: the `Program` of program.cuh.
-//   STORES_Y              1: y is stored; 0: the program has stored all there is
+//   STORES_Y              1: y is stored; 0: the program stores all outputs
 //   PROGRAM_RESIDUAL      1: the residual is one of the program's operands, and not added
 #pragma once
 #include "types.cuh"
@@ -40,13 +40,13 @@ constexpr bool HAS_EXTRA = HAS_UP_BIAS || HAS_SLOPE || HAS_COLUMN_SHIFT;
 static_assert(GATED || !HAS_UP_BIAS, "up_bias belongs to the second product");
 static_assert(HAS_UP_BIAS + HAS_SLOPE + HAS_COLUMN_SHIFT <= 1, "there is one extra vector");
 
-// The column vectors at W neighbouring columns; absent ones are not set.
+// The values of the column vectors at W neighbouring columns; absent vectors are not set.
 template <int W>
 struct ColumnValues {
     float bias[W], extra[W], scale[W];
 };
 
-// y of the accumulators of the column of `values` with index i; `residual` is read only if there is one.
+// Returns y from the accumulators at column i of `values`; `residual` is used only with HAS_RESIDUAL.
 template <int W>
 __device__ __forceinline__ float epilogue_columns(float acc, float up, const ColumnValues<W>& values, int i,
                                                   float residual, float alpha, float beta) {
@@ -59,11 +59,11 @@ __device__ __forceinline__ float epilogue_columns(float acc, float up, const Col
     return HAS_RESIDUAL && !RESIDUAL_FIRST && !PROGRAM_RESIDUAL ? y + residual : y;
 }
 
-// The column vectors in memory, for kernels by fragment that load each of their columns alone.
+// Pointers to the column vectors, for kernels by fragment, which load single columns.
 struct ColumnVectors {
     const T *bias, *extra, *scale;
 
-    // Those at `column` become the values with index i.
+    // Loads the vectors at `column` as the values with index i.
     template <int W>
     __device__ __forceinline__ void load(ColumnValues<W>& values, int i, int column) const {
         if constexpr (HAS_BIAS) values.bias[i] = value(bias + column);
@@ -106,7 +106,7 @@ struct ColumnLoads {
     }
 };
 
-// What the epilogue reads for W neighbouring elements of y.
+// The operands of the epilogue for W neighbouring elements of y.
 template <int W, bool WRAPS>
 struct EpilogueLoads {
     Pack<T, W> residual;
@@ -158,7 +158,7 @@ struct Epilogue {
         if constexpr (STORES_Y) store<STREAM>(y + at, results);
     }
 
-    // The elements of y in a row of `columns`, from `column` on; `up` is read only if GATED.
+    // Computes and stores W elements of a row of `columns`, from `column` on; `up` is used only if GATED.
     template <int W>
     __device__ __forceinline__ void finish(const float (&acc)[W], const float (&up)[W], long long row, int column,
                                            int columns) const {
@@ -171,7 +171,7 @@ struct Epilogue {
         finish<false>(row * columns + column, loads, acc, up);
     }
 
-    // The same for W accumulators in shared memory; those of the second product lie `up` floats after them.
+    // The same for W accumulators in shared memory; the second product's accumulators lie `up` floats after them.
     template <int W>
     __device__ __forceinline__ void finish(const float* acc, int up, long long row, int column, int columns) const {
         float values[W], ups[W];

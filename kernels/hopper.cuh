@@ -1,6 +1,6 @@
-// Hopper's own instructions (sm_90a), one function each: mbarriers, bulk tensor copies (TMA), wgmma, stmatrix.
+// Instructions that only Hopper (sm_90a) has, one function each: mbarriers, TMA copies, wgmma, stmatrix.
 //
-// An address of shared memory is the 32-bit one that shared_address returns.
+// Shared memory addresses are 32-bit, as shared_address returns them.
 #pragma once
 #include "types.cuh"
 
@@ -12,7 +12,7 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) { return u32(
 
 // ---- threads, clusters, registers --------------------------------------------------------------------------------
 
-// Waits for `threads` threads that name this barrier (1 to 15; 0 is __syncthreads).
+// Waits until `threads` threads have arrived at this named barrier (1 to 15; 0 is __syncthreads).
 __device__ __forceinline__ void named_barrier(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
@@ -38,8 +38,8 @@ __device__ __forceinline__ void cluster_barrier_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// Sets the registers of a thread of this warpgroup to COUNT, a multiple of 8: a producer gives some up, consumers take
-// them.
+// Sets the registers per thread of this warpgroup to COUNT, a multiple of 8: a producer releases registers, consumers
+// take them.
 template <int COUNT>
 __device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 
@@ -63,13 +63,13 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and makes the phase wait for that many bytes of TMA loads too.
+// Arrives, and adds `bytes` of TMA loads to those that the current phase waits for.
 __device__ __forceinline__ void barrier_arrive_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Returns once the phase of that parity is complete. The first phase has parity 0; before it, parity 1 counts as
-// complete.
+// Returns once the phase with this parity is complete. The first phase has parity 0; before it, a wait for parity 1
+// returns at once.
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     asm volatile("{ .reg .pred done;\n"
                  "again:\n"
@@ -78,7 +78,7 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
                  : "memory");
 }
 
-// Stores to the shared memory of block `rank` of the cluster, at the address that the place has in this block.
+// Stores to the shared memory of block `rank` of the cluster; `address` is the same place's address in this block.
 __device__ __forceinline__ void store_at(u32 address, u32 rank, const float (&values)[4]) {
     asm volatile("{ .reg .b32 remote;\n"
                  "mapa.shared::cluster.u32 remote, %0, %1;\n"
@@ -112,8 +112,8 @@ __device__ __forceinline__ void load(const TensorMap& map, u32 to, u32 barrier, 
 }
 #undef TMA_LOAD
 
-// Loads pixels of a map with an im2col walk over W, over W and H, or over W, H and D: the first one at coordinates c,
-// w, h, d, n, moved by the offsets of a filter's tap, which have 16, 8 or 5 bits.
+// Loads pixels by an im2col map, which walks over W, over W and H, or over W, H and D. The first pixel is at
+// coordinates c, w, h, d, n plus the offsets of a filter tap, which have 16, 8 or 5 bits.
 #define TMA_IM2COL(rank, coordinates, offsets, ...)                                                                \
     asm volatile("cp.async.bulk.tensor." rank ".shared::cluster.global.im2col.mbarrier::complete_tx::bytes "       \
                  "[%0], [%1, " coordinates "], [%2], " offsets ";" ::"r"(to), "l"(&map), "r"(barrier),             \
@@ -169,7 +169,7 @@ __device__ __forceinline__ void store_word(u32 to, u32 word) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
 }
 
-// Loads two neighbours, each time it is called: two loads take less than a load and two copies.
+// Loads two neighbouring words. The asm is volatile: loading again costs less than copying registers.
 __device__ __forceinline__ void load_words(u32 from, float& first, float& second) {
     asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "r"(from) : "memory");
 }
@@ -189,10 +189,13 @@ __device__ __forceinline__ void load_matrices(u32 from, u32 (&words)[4]) {
 }
 
 // ---- wgmma -------------------------------------------------------------------------------------------------------
-// d (64 x N, fp32) += a (64 x 16) b (16 x N), or for TF32 a (64 x 8) b (8 x N): 32 bytes of k. Thread t of the warpgroup holds rows 16 (t / 32) + t % 32 / 4 and 8 below
-// that, columns 2 (t % 4) and the next of every 8: d[4 j], d[4 j + 1] are above, d[4 j + 2], d[4 j + 3] below.
+// d (64 x N, fp32) += a (64 x 16) b (16 x N), or for TF32 a (64 x 8) b (8 x N): 32 bytes of k.
+// Thread t of the warpgroup holds two rows, 16 (t / 32) + t % 32 / 4 and the row 8 below it. Of every 8 columns it
+// holds 2 (t % 4) and the next: d[4 j] and d[4 j + 1] belong to the upper row, d[4 j + 2] and d[4 j + 3] to the
+// lower row.
 
-// Describes an operand in shared memory, in rows of SWIZZLE bytes as TMA writes them, from a multiple of 8 rows on.
+// Returns the descriptor of an operand in shared memory, in rows of SWIZZLE bytes as TMA writes them; it begins at a
+// multiple of 8 rows.
 //   contiguous along k:        `stride` from 8 rows of m or n to the next 8 (8 SWIZZLE); `leading` unused;
 //                              32 bytes of k further on: address + 32
 //   contiguous along m or n:   `leading` from SWIZZLE bytes of m or n to the next, `stride` from 8 rows of k to the
@@ -203,12 +206,12 @@ __device__ __forceinline__ u64 matrix_descriptor(u32 address, u32 leading, u32 s
     return KIND << 62 | u64(stride >> 4) << 32 | u64(leading >> 4) << 16 | u64((address & 0x3ffff) >> 4);
 }
 
-// The descriptor of an operand that begins so many bytes later.
+// Returns the descriptor of an operand that begins `bytes` bytes later.
 __device__ __forceinline__ u64 moved(u64 descriptor, u32 bytes) {
     return (descriptor & 0xffffffff00000000) | (u32(descriptor) + (bytes >> 4));
 }
 
-// Called before the first wgmma, and after ordinary writes to its registers.
+// Call this before the first wgmma, and after ordinary writes to registers that wgmma uses.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -218,14 +221,14 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Called after wgmma_wait: keeps the compiler from reading the results earlier.
+// Call this after wgmma_wait: it keeps the compiler from reading the results earlier.
 template <int COUNT>
 __device__ __forceinline__ void settle(float (&d)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Keeps the compiler from computing a pointer again where it is used.
+// Keeps the compiler from recomputing a pointer at each use.
 template <class E>
 __device__ __forceinline__ void settle(const E*& pointer) {
     asm("" : "+l"(pointer));

@@ -1,4 +1,4 @@
-// Products of the elements of two words, each rounded to their type.
+// Elementwise products of two 32-bit words of packed elements, each product rounded to the element type.
 #pragma once
 #include "types.cuh"
 

@@ -1,4 +1,4 @@
-// Where the results of a kernel are that a program (program.cuh) is applied to.
+// The position in y of results to which a kernel applies a program (program.cuh).
 #pragma once
 
 namespace program {

@@ -1,13 +1,13 @@
-// Elementwise operators that joined a fused node: `Program`, which kernels/epilogue_program.py generates before the
-// kernel's text; here is one of no operators, for kernels without that text.
+// Elementwise operators that joined a fused node, as the struct `Program`. kernels/epilogue_program.py generates it
+// before the kernel's source; this file defines an empty one, for kernels without operators.
 //
-// A kernel calls it on results in fp32, and stores the values that it returns. The program reads its other operands
-// and stores all outputs but one, which the kernel stores as y. Where no output has a dtype that the kernel stores, the
-// program stores all. A column is a position on the last axis of y.
+// A kernel calls the program on results in fp32, and stores the returned values as y. The program itself loads its
+// other operands and stores the other outputs. If no output has a dtype that the kernel stores, the program stores all
+// of them. A column is a position on the last axis of y.
 //   HAS_PROGRAM           1: there are operators
 //   STORES_Y              1: the kernel stores y; 0: the program stores all outputs
 //   PROGRAM_PARAMETERS    parameters that follow the kernel's own
-//   PROGRAM_ARGUMENTS     what initialises a Program
+//   PROGRAM_ARGUMENTS     the initialiser of a Program
 #pragma once
 
 #include "output_position.cuh"
@@ -22,15 +22,15 @@
 namespace program {
 
 struct Program {  // without operators
-    // What it reads for a row, for W columns of all rows, and for W elements of y.
+    // Operands loaded for a row, for W columns of all rows, and for W elements of y.
     struct OfRow {};
     template <int W> struct OfColumns {};
     template <int W> struct OfElements {};
 
-    // Where in y the results of a query of a head begin, for attention.
+    // Returns the position in y at which a query's results of one head begin, for attention.
     __device__ __forceinline__ Located locate(int batch, int head, int query) const { return {}; }
 
-    // Load these; `left` columns, and the row if it is `inside`, are those of y. ALIGNED: all rows of y begin at
+    // Load these operands. Only `left` columns, and the row only if `inside`, lie in y. ALIGNED: all rows of y begin at
     // multiples of W elements. `at` is the index of the first element.
     __device__ __forceinline__ void load(OfRow&, int row, bool inside) const {}
     template <bool ALIGNED, int W>
@@ -38,7 +38,7 @@ struct Program {  // without operators
     template <bool ALIGNED, int W>
     __device__ __forceinline__ void load(OfElements<W>&, int row, int column, long long at, int left) const {}
 
-    // Makes results of the product's, and stores the other outputs.
+    // Applies the operators to the kernel's results, and stores the other outputs.
     template <bool ALIGNED, int W>
     __device__ __forceinline__ void apply(float (&results)[W], const float (&residual)[W], const OfRow&,
                                           const OfColumns<W>&, const OfElements<W>&, long long at, int left) const {}
@@ -49,8 +49,8 @@ struct Program {  // without operators
 
 using program::Program;
 
-// For the W neighbouring results in `values`, at `column` of the row that begins at `to`: loads the operands that
-// the program reads, and computes the values to store. Rows of y and their parts begin at multiples of W.
+// Applies the program to the W neighbouring results in `values`, at `column` of the row that begins at `to`: loads the
+// program's operands, and computes the values to store. Rows of y and their parts begin at multiples of W.
 template <int W>
 __device__ __forceinline__ void apply_program(const Program& program, const program::Located& to, int column,
                                               float (&values)[W]) {

@@ -1,6 +1,6 @@
-"""What hosts read off a node's tensors: storage types, element counts, vector widths, and the operands by name.
+"""Helpers for hosts of kernels: storage types, element counts, vector widths, and operands of a node by name.
 
-Where dims are dynamic, values that depend on them are not compile-time constants: see `macro` and `divisor`.
+Values that depend on dynamic dims are not compile-time constants: see `macro` and `divisor`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 VECTOR_BYTES: Final = 16  # the widest load or store of a thread on every architecture
 ABSENT: Final = Scalar(0, "int64")  # the argument that a kernel gets in place of an absent operand: a null pointer
 
-# A norm, four operators on its result and one on theirs take 28.3 us at 2048x2048 fp16, where 34 MB pass through the
-# norm and its result is left in L2, and 29.7 us where the result leaves L2 first; at 4096x4096 (134 MB) they take 141.6
-# and 137.8. An H100 or H200 has 50 MB of L2.
+# Bytes of inputs and outputs from which outputs are marked to leave L2 first. Measured on a norm, four operators that
+# read its result, and one that reads theirs, in fp16: at 2048x2048 (34 MB through the norm) 28.3 us if the result stays
+# in L2, 29.7 us if it leaves first; at 4096x4096 (134 MB) 141.6 and 137.8 us. An H100 or H200 has 50 MB of L2.
 STREAMED_FROM_BYTES: Final = 48 << 20
 
 
 def unsupported_dtype(node: FusedNode, input_dtypes: Sequence[str]) -> str | None:
-    """Say which input or output has a dtype that no kernel stores; None if all are supported."""
+    """Return a message that names an input or output with an unsupported dtype; None if all are supported."""
     for name, dtype in (
         *zip(node.operands, input_dtypes, strict=True),
         *((f"output {i}", dtype) for i, dtype in enumerate(node.output_dtypes)),
@@ -37,17 +37,17 @@ def unsupported_dtype(node: FusedNode, input_dtypes: Sequence[str]) -> str | Non
 
 
 def unsupported_choice(node: FusedNode, choice: str, known: Sequence[str], default: str) -> str | None:
-    """Say that the node's value of the attribute `choice` is none of `known`; None if it is one of them."""
+    """Return a message if the attribute `choice` has a value outside of `known`; None if the value is known."""
     found = node.attributes.get(choice, default)
     return None if found in known else f"{node.fusion}: {choice} is {found}; the kernel has {', '.join(known)}"
 
 
 def vector_width(tensors: Sequence[TensorSpec], *extents: int, weights: Sequence[TensorSpec] = ()) -> int:
-    """Return the elements of a vector access: a divisor of every extent, at most 16 bytes of each of `tensors`.
+    """Return the elements per vector access: a divisor of every extent, at most 16 bytes in each of `tensors`.
 
-    The width is 1 if any tensor is misaligned.  Where extents are symbolic, it is either the widest one or what divides
-    them for all sizes.  `weights` must be aligned too, but their vectors may be wider than 16
-    bytes: they come from a cache, so that a second access costs little.
+    The width is 1 if any tensor is misaligned.  For symbolic extents, it is the widest one or a width that divides
+    them for all sizes.  `weights` must be aligned too, but their vectors may exceed 16 bytes: they come from a cache,
+    so that a second access costs little.
     """
     if not all(tensor.aligned for tensor in (*tensors, *weights)):
         return 1
@@ -58,14 +58,14 @@ def vector_width(tensors: Sequence[TensorSpec], *extents: int, weights: Sequence
 
 
 def known_equal(first: Sequence[int], second: Sequence[int]) -> bool:
-    """Return whether two shapes are equal whatever the sizes of dynamic dims are; it takes no guard to say so."""
-    return list(map(repr, first)) == list(map(repr, second))  # a symbolic dim is its expression
+    """Return whether two shapes are equal for all sizes of dynamic dims; adds no guard."""
+    return list(map(repr, first)) == list(map(repr, second))  # the repr of a symbolic dim is its expression
 
 
 def differs_along(found: int, wanted: int) -> bool | None:
-    """Return whether an operand differs along an axis of `found` elements, not `wanted` ones; None if that cannot be.
+    """Return True if an operand axis of `found` elements matches `wanted`, False if it broadcasts, None if neither.
 
-    A dynamic axis that is as long is taken to differ, because any stride is right if it has one element.
+    A dynamic axis equal to `wanted` returns True: if it has one element, any stride is right.
     """
     if always(lambda: found == 1, found):
         return False
@@ -75,36 +75,36 @@ def differs_along(found: int, wanted: int) -> bool | None:
 
 
 def macro(value: Callable[[], int | bool], expression: str, *sizes: int) -> int | str:
-    """Return a compile-time constant that depends on these sizes.
+    """Return the value of a macro that depends on `sizes`.
 
-    If any of them is symbolic, it is an expression over the kernel's arguments in place of the number.  The kernel
-    tests it by `if`, not `if constexpr`, and so has one source for both.
+    If a size is symbolic, return `expression`, over the kernel's arguments, instead of the number.  The kernel tests
+    the macro by `if`, not `if constexpr`, so that one source serves both cases.
     """
     return f"({expression})" if is_symbolic(*sizes) else int(value())
 
 
 def divisor(size: int) -> tuple[Scalar, Scalar]:
-    """Return the two arguments of a kernel that makes a Divisor (types.cuh) of a size, `u32 value, u64 multiplier`."""
+    """Return the arguments `u32 value, u64 multiplier`, from which a kernel makes a Divisor (types.cuh)."""
     return Scalar(size, "int32"), Scalar((1 << 62) // size + 1, "int64")
 
 
 def is_released(blocks: int, device: Device) -> int | str:
-    """Return 1 if so few blocks may let the next kernel start before they store, else 0; see `macro`."""
+    """Return the macro RELEASE: 1 if a launch of `blocks` may let the next kernel start before it stores, else 0."""
     few = 2 * device.multiprocessors
     return macro(lambda: blocks <= few, f"gridDim.x <= {few}", blocks)
 
 
 def is_streamed(tensors: Sequence[TensorSpec], expression: str = "0") -> int | str:
-    """Return 1 if a kernel's inputs and outputs exceed the bytes that L2 keeps for the next operator, else 0.
+    """Return the macro STREAMED: 1 if the tensors exceed the bytes that L2 keeps for the next operator, else 0.
 
-    If dims are symbolic, the kernel itself decides, by an expression over its arguments; see `store_as`.
+    If dims are symbolic, return `expression`, which the kernel evaluates over its arguments; see `store_as`.
     """
     moved = sum(element_count(tensor) * ITEM_BYTES[tensor.dtype] for tensor in tensors)
     return macro(lambda: moved > STREAMED_FROM_BYTES, expression, moved)
 
 
 def all_constant(tensors: Sequence[TensorSpec]) -> int:
-    """Return 1 if the model holds all of these tensors, so that no kernel writes them, else 0."""
+    """Return 1 if all of these tensors are constants of the model, which no kernel writes, else 0."""
     return int(all(tensor.constant for tensor in tensors))
 
 

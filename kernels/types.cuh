@@ -1,6 +1,6 @@
 // Storage types, vectors of them, their loads and stores, and programmatic dependent launch.
 //
-// Arithmetic is in fp32; f32, f16 and bf16 say how a tensor is stored. Conversions are PTX, so that a kernel needs no
+// Arithmetic is in fp32; f32, f16 and bf16 are types of storage. Conversions are PTX, so that a kernel needs no
 // header of the CUDA toolkit and compiles in under 0.1 s.
 #pragma once
 
@@ -27,8 +27,8 @@ __device__ __forceinline__ float reciprocal(float x) {  // 1 ulp; 0 for infinity
 
 constexpr float LOG2_E = 1.442695041f;
 
-// A size below 2^31 that is an argument and by which a kernel divides numbers below 2^31; `multiplier` is 2^62 / value + 1,
-// from the host. A macro may be a Divisor where sizes are dynamic, and a number elsewhere.
+// A divisor below 2^31 for numbers below 2^31, passed as a kernel argument; the host computes `multiplier` as
+// 2^62 / value + 1. A macro may be a Divisor if sizes are dynamic, and a number otherwise.
 struct Divisor {
     u32 value;
     u64 multiplier;
@@ -43,8 +43,8 @@ __device__ __forceinline__ int operator%(int n, Divisor d) { return static_cast<
 
 // ---- programmatic dependent launch -------------------------------------------------------------------------------
 
-// In a launch with Launch.pdl, which may start before its predecessor has ended: returns when the kernels before it
-// have ended and their writes are visible. Until then the kernel may read nothing but constants, and write nothing. In
+// A launch with Launch.pdl may start before its predecessor has ended. This function then returns when all earlier
+// kernels have ended and their writes are visible; until then, the kernel may read only constants and write nothing. In
 // any other launch it returns at once.
 __device__ __forceinline__ void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900
@@ -52,7 +52,7 @@ __device__ __forceinline__ void wait_for_predecessor() {
 #endif
 }
 
-// Lets the next kernel start, if its launch has Launch.pdl, once all blocks have called this or ended.
+// Allows the next kernel, if its launch has Launch.pdl, to start once all blocks have called this or ended.
 __device__ __forceinline__ void release_successor() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
@@ -103,7 +103,7 @@ __device__ __forceinline__ unsigned narrow(bf16, const float* from) {
 
 // ---- vectors -----------------------------------------------------------------------------------------------------
 
-// N neighbouring elements as they lie in memory.
+// N neighbouring elements as stored in memory.
 template <class T, int N>
 struct Pack {
     static constexpr int BYTES = N * sizeof(T);
@@ -140,9 +140,9 @@ __device__ __forceinline__ Pack<T, N> pack(const float (&from)[N]) {
 // ---- loads and stores --------------------------------------------------------------------------------------------
 
 // The loads are volatile, because the compiler would otherwise move them to their first use.
-//   ONCE      no other thread of this kernel reads the data, so that it need not evict weights from L1
-//   CONSTANT  no kernel writes the data, so that it may come through the read-only path (.nc); the data of others may
-//             still be written by the predecessor when a launch with Launch.pdl starts
+//   ONCE      no other thread of this kernel reads the data, so it should not evict weights from L1
+//   CONSTANT  no kernel writes the data, so it may come through the read-only path (.nc). Other data may still be
+//             written by the predecessor when a launch with Launch.pdl starts
 enum class Use { ONCE, OFTEN, CONSTANT };
 
 #define LOAD(size, operands, ...)                                                                                     \
@@ -205,7 +205,7 @@ __device__ __forceinline__ Pack<T, N> load_once(const T* from) {
     return loaded;
 }
 
-// Loads data that several rows or threads use; CONSTANT: no kernel writes it.
+// Loads data that several rows or threads read; CONSTANT: no kernel writes the data.
 template <int N, bool CONSTANT = false, class T>
 __device__ __forceinline__ Pack<T, N> load_cached(const T* from) {
     Pack<T, N> loaded;
@@ -224,7 +224,7 @@ __device__ __forceinline__ void store(T* to, const float (&values)[N]) {
     store_pack<LEAVING>(to, pack<T, N>(values));
 }
 
-// The same where `leaving` may depend on a kernel's arguments; all threads of a warp agree.
+// Stores with LEAVING chosen at run time by `leaving`, which must be equal in all threads of a warp.
 template <int N, class T>
 __device__ __forceinline__ void store_pack_as(bool leaving, T* to, const Pack<T, N>& packed) {
     if (leaving) store_pack<true>(to, packed);

@@ -1,6 +1,6 @@
-// What a mask leaves of each tile of 64 queries and BLOCK_N keys, for attention_hopper.cu to skip tiles by.
+// Classifies the tiles of a mask, of 64 queries and BLOCK_N keys each, so that attention_hopper.cu can skip tiles.
 //
-// One block of 128 threads reads a tile of the mask, WIDTH elements an access, and writes
+// One block of 128 threads reads one tile of the mask, with WIDTH elements per access, and writes
 //   flags  one byte: 0, no score of the tile counts; 1, some scores change; 2, all scores stay as they are; 3, each
 //          score stays or does not count
 //   bits   for tiles of kind 3, and for all tiles of a boolean mask: which scores count. They are in the layout of a
@@ -14,8 +14,8 @@
 
 constexpr bool BOOLEAN = MASK == 1;
 constexpr int BIT_WORDS = (BLOCK_N / 2 + 31) / 32;  // per thread, as in attention_hopper.cu
-constexpr u32 ONE = sizeof(MASK_T) == 4 ? ~0u : (1u << 8 * sizeof(MASK_T)) - 1;  // one element of a word
-constexpr int PITCH = BLOCK_N + 16;  // bytes of a row, so that eight rows are in different banks
+constexpr u32 ONE = sizeof(MASK_T) == 4 ? ~0u : (1u << 8 * sizeof(MASK_T)) - 1;  // mask of one element in a word
+constexpr int PITCH = BLOCK_N + 16;  // bytes between rows, so that eight rows are in different banks
 
 // Stores a byte for each score: 1 if it counts, else 0.
 template <int N>
@@ -30,7 +30,7 @@ __device__ __forceinline__ void put(unsigned char* to, const int (&kinds)[N]) {
         for (int w = 0; w < N / 4; ++w) reinterpret_cast<u32*>(to)[w] = words[w];
 }
 
-// What the mask leaves of a tile, as far as a thread has seen.
+// The kinds of scores that a thread has found in its part of a tile.
 struct Left {
     bool none = true, all = true, plain = true;
 
@@ -41,7 +41,7 @@ struct Left {
     }
 };
 
-// Reads the tile at `first_row` and `first_key`, N elements an access, and stores which of its scores count.
+// Reads the tile at `first_row` and `first_key`, with N elements per access, and stores which of its scores count.
 template <int N>
 __device__ __forceinline__ Left read_tile(const MASK_T* from, long long query_stride, int first_row, int queries,
                                           int first_key, int keys, unsigned char* counts) {

@@ -1,4 +1,4 @@
-// How the elements of a mask change their scores.
+// Classifies the elements of a mask by their effect on scores.
 #pragma once
 #include "types.cuh"
 
@@ -11,14 +11,14 @@ __device__ __forceinline__ Pack<E, N> load_mask(const E* from) {
     else return load_cached<N>(from);
 }
 
-// For each element: 0, the score does not count; 1, the score changes; 2, the score stays as it is.
+// Returns for each element: 0, the score does not count; 1, the score changes; 2, the score stays as it is.
 template <int N>
 __device__ __forceinline__ void mask_kinds(const Pack<b8, N>& elements, int (&kinds)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) kinds[i] = (elements.words[i / 4] >> i % 4 * 8 & 0xff) != 0 != INVERTED ? 2 : 0;
 }
 
-// Elements of an additive mask up to NEGLIGIBLE count as if they were -inf in the first pass: see attention_hopper.cu.
+// The first pass treats elements of an additive mask up to NEGLIGIBLE as -inf: see attention_hopper.cu.
 template <class E, int N>
 __device__ __forceinline__ void mask_kinds(const Pack<E, N>& elements, int (&kinds)[N]) {
     float values[N];
@@ -31,7 +31,7 @@ __device__ __forceinline__ void mask_kinds(const Pack<E, N>& elements, int (&kin
 template <class E, int N>
 __device__ __forceinline__ bool equal(const Pack<E, N>& elements) {
     if constexpr (N == 1) return true;
-    constexpr u32 EACH = sizeof(E) == 4 ? 1 : sizeof(E) == 2 ? 0x10001 : 0x1010101;  // copies in a word
+    constexpr u32 EACH = sizeof(E) == 4 ? 1 : sizeof(E) == 2 ? 0x10001 : 0x1010101;  // repeats an element in a word
     constexpr u32 ONE = sizeof(E) == 4 ? ~0u : (1u << 8 * sizeof(E)) - 1, ALL = N * sizeof(E) == 2 ? 0xffff : ~0u;
     const u32 first = (elements.words[0] & ONE) * EACH & ALL;
     bool same = true;

@@ -1,9 +1,9 @@
-// Combines what the splits of attention_decode.cu, or of attention_with_cache.cu, have left in scratch memory: of each
-// split `block_rows` rows of HEAD_DIM_V floats, and the maximum and the sum of each row.
+// Combines the partial results that the splits of attention_decode.cu or attention_with_cache.cu wrote to scratch
+// memory: per split, `block_rows` rows of HEAD_DIM_V floats, and the maximum and the sum of each row.
 //
-// There is a block for each row of the result; its threads divide columns and splits.
+// Each row of the result has one block, whose threads divide columns and splits among them.
 //
-// Macros: those of attention_mma.cuh that are named here.
+// Macros: a subset of the macros of attention_mma.cuh.
 #include "attention_results.cuh"
 #include "program.cuh"
 

@@ -6,7 +6,7 @@
 #include "attention_mma.cuh"
 #include "attention_mma_shares.cuh"
 
-constexpr int CLUSTER_BLOCKS = CLUSTER ? CLUSTER : 8;  // the most
+constexpr int CLUSTER_BLOCKS = CLUSTER ? CLUSTER : 8;  // maximum
 
 #if CLUSTER > 1
 #define IN_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
@@ -35,7 +35,7 @@ __device__ __forceinline__ float load_peer(u32 address, int rank) {
     return value;
 }
 
-// The result of a block, put together from those of its warps, in shared memory over that of the first warp.
+// The result of a block, combined from the results of its warps; it overwrites the first warp's in shared memory.
 struct BlockResult {
     float *o, *top, *sum;
 
@@ -92,7 +92,7 @@ __device__ __forceinline__ void write_partial(const WarpResults& results, int co
     }
 }
 
-// `split` of `splits`: the block's slice of the keys. The slices are one cluster if `partial` is null.
+// The block has slice `split` of `splits` slices of the keys. If `partial` is null, the slices form one cluster.
 __device__ __forceinline__ void write_rows(const WarpState& warp, const Out& out, int split, int splits, float* partial,
                                            float2* totals) {
     const WarpResults results;

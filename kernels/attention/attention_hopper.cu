@@ -12,8 +12,8 @@
 //   Consumers  compute scores by wgmma from shared memory, apply cap, bias, mask and diagonal, run the online softmax
 //       (attention_hopper_scores.cuh), and multiply the weights, in registers, by the values. A tile's weights are
 //       multiplied by its values right after the next tile's scores, so that the warpgroups' products and softmaxes
-//       alternate. With PINGPONG the warpgroups issue their products in turns, so that one's softmax runs beside the
-//       other's products: 651 against 514 TFLOP/s on an H200 (two warpgroups, head_dim 128, 8192 keys).
+//       alternate. With PINGPONG the warpgroups issue their products in turns, so that one's softmax overlaps with
+//       the other's products: 651 instead of 514 TFLOP/s on an H200 (two warpgroups, head_dim 128, 8192 keys).
 // The result goes through shared memory, where the queries were, and TMA stores it.
 //
 // Scores. With SCALE_IN_EXPONENT they are in units of q k^T and the scale goes into the exponent: what a mask adds is
@@ -36,7 +36,8 @@
 //   ADD_MASKED_SCORE, SECOND_PASS, SCALE_IN_EXPONENT, LATE_CAP   as above
 //   KEPT, LAZY_RESCALE   when a row's reference is raised and results are rescaled: attention_hopper_scores.cuh
 //   LATE_MASK      a mask's elements are loaded after the products, during which registers have no room for them
-//   MASK_T, MASK_KEY, MASK_QUERY, MASK_PAIRS, BIAS_T and so on   arguments of ScoreTensor, in attention_hopper_shape.cuh
+//   MASK_T, MASK_KEY, MASK_QUERY, MASK_PAIRS, BIAS_T and so on
+//                  arguments of ScoreTensor, in attention_hopper_shape.cuh
 //   ROTATED   0, or the elements of a query that are rotated: attention_hopper_rotation.cuh
 #include "attention_hopper_copies.cuh"
 #include "attention_hopper_rotation.cuh"
@@ -83,7 +84,7 @@ constexpr int PAIRS = VALUE_COLUMNS / 8;  // pairs of columns per row and thread
 #define PROGRAM_PAIRS 1
 #endif
 
-// The program that follows the results of a row; its operands are loaded for PROGRAM_PAIRS pairs of columns at once.
+// Applies the program to the results of a row; its operands are loaded for PROGRAM_PAIRS pairs of columns at once.
 struct RowResults {
     const Program& program;
     program::Located to;
@@ -152,10 +153,10 @@ __device__ __forceinline__ void write(const TensorMap& out, const WorkTile& at, 
 // The main loop over the first `tiles` tiles, or those that the producer sends. Registers of products in flight stay
 // untouched until wgmma_wait.
 //
-// The keys of a stage are read once a product has been waited for, and k_taken releases the stage then. What came with
-// the keys is read by each warp for itself, and each releases it: the last warp in k_taken, the others at once. The
-// last thread of a warp does that, because racecheck remembers only that one of the threads that read a word, and sees
-// no order through __syncwarp.
+// The keys of a stage are read once a product has been waited for, and k_taken releases the stage then. The bits and
+// bias stored with the keys are read by each warp separately, and each warp releases them: the last one in k_taken, the
+// others at once. The last thread of a warp does so, because racecheck records only the last thread that read a word,
+// and does not take __syncwarp as an order.
 __device__ __forceinline__ void consume(ScoreMod& score_mod, Softmax& softmax, float (&o)[RESULTS], float exponent,
                                         int tiles, u32 qo, u32 k_buffers, u32 v_buffers, Barriers& barriers,
                                         Ring& k_ring, Ring& v_ring) {

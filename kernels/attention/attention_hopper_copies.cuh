@@ -2,12 +2,12 @@
 #pragma once
 #include "attention_hopper_shape.cuh"
 
-// What a mask leaves of each tile, from the flags of attention_blocks.cu: 2 bits for each warpgroup. The lanes of the
-// warp load the flags of 32 tiles at once.
+// The kinds of a mask's tiles, 2 bits per warpgroup, from the flags of attention_blocks.cu. The lanes of the warp load
+// the flags of 32 tiles at once.
 struct Flags {
     const unsigned char* flags;  // flags of the block's first 64 rows
     int step;                    // distance to the flags of the next 64 rows
-    int groups, lane;            // warpgroups that have rows; this lane
+    int groups, lane;            // number of warpgroups that have rows; index of this lane
     int first;                   // the tile of lane 0; the other lanes have the tiles before it
     u32 found;
 
@@ -23,7 +23,7 @@ struct Flags {
     }
 };
 
-// The same for a mask that is the same for all queries, from its elements, and the bits of each tile.
+// The kinds and bits of the tiles of a mask that is the same for all queries, found from its elements.
 struct RowMask {
     const Mask::Element* mask;
     int keys, lane;
@@ -54,7 +54,7 @@ struct RowMask {
     }
 };
 
-// The bias of the columns of each tile, of a head whose slope is in the scores' units.
+// Writes the bias of the columns of each tile; the head's slope is in the units of the scores.
 struct ColumnBias {
     const Bias::Element* elements;
     float slope;
@@ -75,7 +75,7 @@ struct ColumnBias {
     }
 };
 
-// The number of tiles that the block's rows see on their side of the diagonal.
+// Returns the number of tiles that the diagonal lets the block's rows see.
 __device__ __forceinline__ int tiles_of(const Shape& shape, int first) {
     int keys = shape.keys;
     if (CAUSAL) keys = min(keys, min(first + BLOCK_M, shape.queries) + shape.causal);
@@ -133,7 +133,7 @@ struct Producer {
     }
 };
 
-// Copies those of the first `tiles` tiles that count and then, if a row needs a second pass, all of the first `all`
+// Copies the tiles that count among the first `tiles` and then, if a row needs a second pass, all of the first `all`
 // tiles.
 template <class Mask>
 __device__ __forceinline__ void produce(Producer& producer, Mask& mask, int tiles, int all, bool leader) {

@@ -38,14 +38,14 @@ struct QueryRotation {  // the queries stay as they are
 static_assert(WIDTH == 8 && LANES >= 2 && LANES <= 8, "vectors are swizzled, and the threads of a row are in a warp");
 static_assert(KEPT_ROWS == 0 || INTERLEAVED == Y_INTERLEAVED, "elements that stay as they are do not move");
 
-// One of the LANES threads of several of the 64 queries of a warpgroup. They are neighbours, because what a warp reads
-// of rows of tables that lie 128 bytes apart takes as long as if it read all of these bytes.
+// The work of one thread: LANES neighbouring threads share a query, and each has several of a warpgroup's 64 queries.
+// The threads are neighbours because a warp that reads parts of table rows pays for whole 128-byte lines.
 class QueryRotation {
-    static constexpr int PIECES_OF_ROW = NORM ? PIECES : ROTATED_PIECES;  // those that change
+    static constexpr int PIECES_OF_ROW = NORM ? PIECES : ROTATED_PIECES;  // pieces that change
     static constexpr int OF_THREAD = (PIECES_OF_ROW + LANES - 1) / LANES;
     static constexpr int ROWS = 64 * LANES / 128, NEXT_ROW = 128 / LANES;  // per thread
     static constexpr int ANGLE_WORDS = OF_THREAD * (TABLE_ROW / HALF * WIDTH * (sizeof(COS_T) + sizeof(SIN_T)) / 4);
-    static constexpr int IN_REGISTERS = ANGLE_WORDS < 64 ? 64 / ANGLE_WORDS : 1;  // rows whose angles are there
+    static constexpr int IN_REGISTERS = ANGLE_WORDS < 64 ? 64 / ANGLE_WORDS : 1;  // rows whose angles are in registers
     static constexpr int AT_ONCE = ROWS < IN_REGISTERS ? ROWS : IN_REGISTERS;
 
     const RotationTables& tables;
@@ -70,7 +70,7 @@ class QueryRotation {
         }
     }
 
-    // The 16 bytes from `element` on of row r, in panels of 64 columns.
+    // Returns the 16 bytes of row r from `element` on; rows lie in panels of 64 columns.
     __device__ __forceinline__ uint4& vector(char* queries, int r, int element) const {
         const int at = row + r * NEXT_ROW;
         char* const line = queries + element / 64 * QO_PANEL + at * 128;
@@ -88,7 +88,7 @@ class QueryRotation {
     }
 
 public:
-    // Takes the first angles, while queries may still be on their way. `from`: the first query of the warpgroup.
+    // Loads the first angles, while the queries may still be in flight. `from`: the first query of the warpgroup.
     __device__ __forceinline__ QueryRotation(const RotationTables& tables, int from, const Shape& shape, int batch)
         : tables(tables), row(threadIdx.x % 128 / LANES), lane(threadIdx.x % LANES), first(KEPT_ROWS - from),
           last(shape.queries - 1 - from) {
@@ -97,8 +97,8 @@ public:
         load_angles(0);
     }
 
-    // Rotates the queries of the warpgroup, which are there; wgmma may read them afterwards. `barrier`: a named one of
-    // its 128 threads.
+    // Rotates the warpgroup's queries, which must have arrived; wgmma may read them afterwards. `barrier`: a named
+    // barrier of its 128 threads.
     __device__ __forceinline__ void apply(char* queries, int barrier) {
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
@@ -112,7 +112,7 @@ public:
                 if (piece.rotated) raw[j].second = loaded(queries, r, piece.second);
             }
             const float factor = NORM ? inverse_rms(raw, lane, tables.epsilon) : 1.0f;
-            if (INTERLEAVED != Y_INTERLEAVED) __syncwarp();  // the others have read the row
+            if (INTERLEAVED != Y_INTERLEAVED) __syncwarp();  // the other lanes have read the row
 #pragma unroll
             for (int j = 0; j < OF_THREAD; ++j) {
                 const Piece piece(lane + j * LANES);

@@ -1,4 +1,4 @@
-// What attention_hopper.cu does with the scores of a thread: cap, bias, mask, limits and the online softmax.
+// The operations of attention_hopper.cu on a thread's scores: cap, bias, mask, limits and the online softmax.
 //
 // A thread holds scores of two rows, 8 apart: s[4 j], s[4 j + 1] are columns 8 j + 2 (lane % 4) and the next of the
 // first row, s[4 j + 2], s[4 j + 3] the same of the second.
@@ -17,7 +17,7 @@ __device__ __forceinline__ float in_units(f16, float value, const ScoreUnits& un
     return SCALE_IN_EXPONENT ? value * units.unit : value;
 }
 
-// Where a thread reads a mask or bias, for its two rows or the last ones.
+// The addresses at which a thread reads a mask or bias: its two rows, or the last existing rows instead.
 template <class Tensor>
 struct Rows {
     const typename Tensor::Element* from;  // address in the first row
@@ -101,11 +101,11 @@ struct Fragment {
     }
 };
 
-// An odd polynomial of the products of q and k that gives log2(e) times their capped scores while they are small.
+// An odd polynomial that maps small products of q and k to log2(e) times their capped scores.
 template <int TERMS>
 struct CapPolynomial {
-    float largest;  // product for which it holds
-    float lowest;   // score of a row's reference from which the products below -largest have no weight
+    float largest;  // largest product for which the polynomial holds
+    float lowest;   // if a row's reference is at least this score, products below -largest have no weight
     float terms[TERMS];
 
     __device__ __forceinline__ bool holds(float product, float reference) const {
@@ -125,14 +125,14 @@ struct CapPolynomial {
     }
 };
 
-// The cap; all but `limit` is for LATE_CAP, which applies it to products of q and k that become weights at once.
-// Exponentials and reciprocals come from one unit, 16 a clock, and bound the kernel; so the tanh is a polynomial where
-// one holds for all scores of a warp, which takes FMAs alone. hopper.py writes the fields in this order; parameters take
-// no registers.
+// The softcap. All fields but `limit` are for LATE_CAP, which applies the cap while products of q and k become weights.
+// Exponentials and reciprocals share one unit (16 per clock), which limits the kernel. If a polynomial holds for all
+// scores of a warp, it replaces the tanh, and takes only FMAs. hopper.py writes the fields in this order; parameters
+// take no registers.
 struct Cap {
     float limit;
     float rate;     // 2 log2(e) scale / limit
-    float highest;  // score of a row's reference up to which weights of at most KEPT mean that `smallest` holds
+    float highest;  // if a row's reference is at most this score, weights of at most KEPT imply that `smallest` holds
     CapPolynomial<3> smallest;
     CapPolynomial<5> small;
 
@@ -142,7 +142,7 @@ struct Cap {
         const float power = exp2_fast(2.0f * LOG2_E * s * reciprocal_limit);
         return limit - 2.0f * limit * reciprocal(1.0f + power);
     }
-    // The capped score of a product.
+    // Returns the capped score of a product of q and k.
     __device__ __forceinline__ float score(float product) const {
         if (product == minus_infinity()) return product;
         return limit - 2.0f * limit * reciprocal(1.0f + exp2_fast(rate * product));
@@ -150,7 +150,7 @@ struct Cap {
     __device__ __forceinline__ void score_all(float (&s)[SCORES]) const {
 #pragma unroll
         for (int i = 0; i < SCORES; ++i) {
-            if (i % 8 == 0) __syncwarp();  // else more at once than there are registers
+            if (i % 8 == 0) __syncwarp();  // limits the values in flight to the available registers
             s[i] = score(s[i]);
         }
     }
@@ -165,8 +165,8 @@ struct ScoreMod {
     const Rows<Mask> mask;
     const Rows<Bias> bias;
     const int group, column;        // column: in a tile
-    const int limit[2], unlimited;  // how many keys each row sees, and how many all rows of the warpgroup see
-    const float reciprocal_limit;   // one over the cap
+    const int limit[2], unlimited;  // keys that each row sees, and keys that all rows of the warpgroup see
+    const float reciprocal_limit;   // 1 / cap
     float masked = minus_infinity();
     float slope = 0.0f;  // the head's slope, in the scores' units
     int own_tiles = 0;   // the index of the first tile of the warpgroup's rows, among all tiles of the mask
@@ -188,7 +188,7 @@ struct ScoreMod {
 
     __device__ __forceinline__ u32 kind(u32 info) const { return info >> (KINDS + 2 * group) & 3; }
 
-    // Reads the bits that came with the keys, of a mask that is the same for all queries.
+    // Reads the mask bits stored with the keys, if the mask is the same for all queries.
     __device__ __forceinline__ void read_row(const u32* row_bits) {
         if constexpr (ROW_MASK) {
 #pragma unroll
@@ -196,7 +196,7 @@ struct ScoreMod {
         }
     }
 
-    // Starts the loads of what else the tile's scores need, while the products run.
+    // Starts the loads of the mask and bias elements of the tile, while the products run.
     __device__ __forceinline__ void prepare(u32 info) {
         const int tile = info & END, first = tile * BLOCK_N + column;
         if constexpr (BIAS && !BIAS_FIRST) added_bias.load(bias, first, keys - first);
@@ -280,17 +280,17 @@ struct ScoreMod {
     }
 };
 
-// What the scores of a warp are with LATE_CAP.
+// The form of a warp's scores with LATE_CAP.
 enum class Scores { IN_UNITS, PRODUCTS, SMALL_PRODUCTS, SMALLEST_PRODUCTS };
 
-// A row's reference is the score whose weight is 1. It need not be the largest score: larger weights are as exact in
-// fp16 and bf16, and results need not be rescaled while it stays. So tiles are weighed with the references as they are;
-// only where a thread's weights of a row add up to more than KEPT are the largest scores looked for, and the references
-// raised. Without that the loop for 64 keys of 64 elements takes 200 instructions instead of 253. With LAZY_RESCALE a
-// reference is not raised to scores less than 2^4 times above it.
+// A row's reference is the score whose weight is 1. It need not be the largest score: weights above 1 are as exact in
+// fp16 and bf16, and results need no rescaling while the reference stays. So weights are computed with the current
+// references. Only if a thread's weights of a row add up to more than KEPT, the largest scores are determined and the
+// references raised. Without that step, the loop for 64 keys of 64 elements takes 200 instructions instead of 253. With
+// LAZY_RESCALE, a reference is raised only if weights would exceed 2^4.
 //
-// Below -FAR the rounded product of a score with the scale is so far from the exact one that weights overflow
-// (SCALE_IN_EXPONENT). Only fully masked rows come there, and under additive masks in fp16 none.
+// For scores below -FAR, rounding the product of score and scale changes it so much that weights overflow
+// (SCALE_IN_EXPONENT). Only fully masked rows have such scores, and no row does under additive masks in fp16.
 constexpr float FAR = 1e7f;
 template <class E> constexpr bool IS_HALF = false;
 template <> constexpr bool IS_HALF<f16> = true;
@@ -302,8 +302,8 @@ struct Softmax {
     float scaled[2];              // the rows' references as exponents of 2
     bool keeps = false;           // whether the references of the warp may be kept
 
-    // Turns scores into packed weights relative to the references as they are, without looking for the largest. Returns
-    // false, and changes nothing else, if weights of the warp are so large that a reference must be raised.
+    // Computes packed weights from scores with the current references, without determining the largest score. Returns
+    // false, and changes nothing else, if the warp's weights are so large that a reference must be raised.
     __device__ __forceinline__ bool keep(const float (&s)[SCORES], u32 (&p)[BLOCK_N / 16][4], float scale,
                                          const Cap& cap) {
         float more[2] = {0.0f, 0.0f};
@@ -337,8 +337,7 @@ struct Softmax {
         keeps = __all_sync(0xffffffffu, may);
     }
 
-    // Raises the rows' references to this tile's scores; `factor` returns what earlier weights and results are to be
-    // multiplied by.
+    // Raises the rows' references to this tile's scores; writes to `factor` the factors for earlier sums and results.
     __device__ __forceinline__ void raise(const float (&s)[SCORES], float scale, float (&factor)[2]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -349,7 +348,7 @@ struct Softmax {
         }
     }
 
-    // The same with LATE_CAP, unless the scores are `in_units` of products. Returns what they are.
+    // The same with LATE_CAP; `in_units`: the scores already are in their units. Returns the form of the scores.
     __device__ __forceinline__ Scores raise(const float (&s)[SCORES], const Cap& cap, bool in_units,
                                             float (&factor)[2]) {
         bool small = true, smallest = true;
@@ -407,7 +406,7 @@ struct Softmax {
         }
     }
 
-    // The largest score of row r in this tile, in all lanes of the row.
+    // Returns the largest score of row r in this tile, to all lanes of the row.
     __device__ __forceinline__ static float largest(const float (&s)[SCORES], int r) {
         float best = minus_infinity();
 #pragma unroll
@@ -424,7 +423,7 @@ struct Softmax {
         return before;
     }
 
-    // The score of row r whose weight is 1; -inf less -inf would be NaN.
+    // Returns the score of row r whose weight is 1; 0 instead of -inf, because -inf - -inf would be NaN.
     __device__ __forceinline__ float reference(int r) const { return top[r] == minus_infinity() ? 0.0f : top[r]; }
 
     __device__ __forceinline__ static bool is_far(float reference, float scale) {
@@ -451,7 +450,7 @@ struct Softmax {
         }
     }
 
-    // The sum of the whole row.
+    // Returns the sum over the whole row, from all of its lanes.
     __device__ __forceinline__ float total(int r) const {
         const float pair = sum[r] + __shfl_xor_sync(0xffffffffu, sum[r], 1);
         return pair + __shfl_xor_sync(0xffffffffu, pair, 2);

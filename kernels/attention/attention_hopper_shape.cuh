@@ -12,7 +12,7 @@ constexpr int SCORES = BLOCK_N / 2;         // per thread
 constexpr int RESULTS = VALUE_COLUMNS / 2;  // per thread
 constexpr int K_PANELS = (HEAD_DIM + 63) / 64;
 constexpr int V_PANELS = (HEAD_DIM_V + 63) / 64;
-constexpr int QO_PANELS = K_PANELS > V_PANELS ? K_PANELS : V_PANELS;  // for the queries, and later for the result
+constexpr int QO_PANELS = K_PANELS > V_PANELS ? K_PANELS : V_PANELS;  // panels of the queries, and later of the result
 constexpr u32 PANEL = BLOCK_N * 128;                                  // bytes of 64 columns of a tile of keys or values
 constexpr u32 QO_PANEL = 64 * 128;
 constexpr u32 QO_BYTES = QO_PANELS * QO_PANEL;
@@ -29,10 +29,10 @@ struct Shape {
     int heads_in_l2;  // heads whose blocks begin together: see work_tile
 };
 
-// Numbers of the scores, all but `scale` in their units. The first two, which all elements of a mask need, are loaded
-// at once.
+// Constants of the scores, all but `scale` in the units of the scores. The first two, which every mask element needs,
+// are loaded together.
 struct alignas(8) ScoreUnits {
-    float unit;    // a natural unit
+    float unit;    // a score of 1 in natural units
     float lowest;  // the lowest finite score
     float scale;
     float masked;  // a masked score, in the second pass
@@ -48,7 +48,7 @@ struct ScoreTensor {
     static constexpr bool QUERY = QUERY_DIFFERS;
 
     const E* elements;
-    long long batch, head, query;  // elements from one to the next; 0 if all share them
+    long long batch, head, query;  // strides in elements; 0 if all share them
 
     __device__ __forceinline__ const E* plane(int b, int h) const { return elements + b * batch + h * head; }
     __device__ __forceinline__ bool has_pairs(int keys) const { return (batch | head | query | keys) % 2 == 0; }
@@ -56,18 +56,18 @@ struct ScoreTensor {
 using Mask = ScoreTensor<MASK_T, MASK_KEY, MASK_QUERY, MASK_PAIRS>;
 using Bias = ScoreTensor<BIAS_T, BIAS_KEY, BIAS_QUERY, BIAS_PAIRS>;
 
-// What attention_blocks.cu has found in a mask that differs along queries.
+// The output of attention_blocks.cu for a mask that differs along queries.
 struct MaskTiles {
     const unsigned char* flags;
     const u32* bits;
-    int batch, head;  // planes of tiles from one to the next; 0 if all share them
+    int batch, head;  // strides in planes of tiles; 0 if all share them
 };
 
 // ---- constants that follow from the macros ------------------------------------------------------------------------
 
 constexpr bool BOOLEAN = MASK == 1;
 constexpr bool ADDITIVE = MASK == 2;
-constexpr bool ROW_MASK = MASK && !Mask::QUERY;                 // the same for all queries
+constexpr bool ROW_MASK = MASK && !Mask::QUERY;                 // the mask is the same for all queries
 constexpr bool TILES_DIFFER = CAUSAL || (MASK && Mask::QUERY);  // later rows are expected to see more keys
 
 // The tensor cores add the products to the biases of the columns, which the producer writes beside the keys.
@@ -92,7 +92,7 @@ constexpr BlockThreads block_threads(int warpgroups, bool reallocate, bool row_m
 constexpr BlockThreads BLOCK = block_threads(WARPGROUPS, WARPGROUPS > 1 && BLOCKS_PER_SM == 1, ROW_MASK);
 static_assert(BLOCK.have_registers(), "no thread waits for registers that do not exist");
 
-constexpr int BIT_WORDS = ((ROW_MASK ? BLOCK_N : SCORES) + 31) / 32;  // a row's, or a thread's
+constexpr int BIT_WORDS = ((ROW_MASK ? BLOCK_N : SCORES) + 31) / 32;  // per row, or per thread
 constexpr int BIAS_WORDS = (BLOCK_N + 31) / 32;                       // per lane of the producer
 constexpr int KINDS = 24;  // the bit of a stage's info at which the tile's kinds begin, 2 bits for each warpgroup
 constexpr u32 EACH_GROUP = 0x55;
@@ -117,8 +117,8 @@ struct Ring {
 
 __device__ __forceinline__ u32 reread(const u32& word) { return *const_cast<const volatile u32*>(&word); }
 
-// The work of a block. Blocks begin in the order of their indices: `heads_in_l2` heads at a time, whose keys and values
-// fit into L2; of these the rows with most keys first, if a diagonal or a mask makes them differ.
+// Returns the work of a block. Blocks start in the order of their indices: `heads_in_l2` heads at a time, whose keys
+// and values fit into L2. Among these heads, rows with most keys come first, if a diagonal or a mask makes them differ.
 __device__ __forceinline__ WorkTile work_tile(u32 block, const Shape& shape) {
     const int tiles = (shape.queries + BLOCK_M - 1) / BLOCK_M;
     const int all = shape.heads * shape.batches;

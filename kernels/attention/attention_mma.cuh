@@ -22,8 +22,8 @@
 //   Q_IN_REGISTERS                 1: queries stay in registers
 //   ACCESS_BYTES                   of q, k and v: 16 unless rows or addresses are less aligned
 //   OUT_WIDTH                      elements of an access to the result
-//   MASK, BIAS                     kind of mask (an enum in attention_mma_tiles.cuh); 1: there is a bias, 2: the bias of
-//                                  a head is its slope, of type SLOPE_T, times the elements. Of each also
+//   MASK, BIAS                     kind of mask (an enum in attention_mma_tiles.cuh); 1: there is a bias, 2: the bias
+//                                  of a head is its slope, of type SLOPE_T, times the elements. Both also have
 //                                  _T, the element type; _BY_ROW, rows differ; _PAIRS, two keys are one access,
 //                                  which may be an expression over the parameters `p`
 //   CAUSAL, SOFTCAP                1: there is one
@@ -36,8 +36,8 @@
 
 #include "attention_mma_scores.cuh"
 
-// Whether tiles that are seen completely have code of their own; the FP32 products of large heads lack registers for
-// it.
+// Whether fully visible tiles have separate code, without masking; for FP32 products of large heads, registers do not
+// suffice.
 constexpr bool HAS_WHOLE_TILE_CODE = MATH_KIND != FP32 || PV_SIZE <= 128;
 
 template <bool PART>

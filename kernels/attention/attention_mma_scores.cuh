@@ -1,11 +1,11 @@
-// What happens to a warp's scores between the two products: softcap, bias, mask, causal limits and the end of the keys.
+// The operations on a warp's scores between the two products: softcap, bias, mask, causal limits, end of the keys.
 #pragma once
 
 #include "attention_mma_warp.cuh"
 
 // ---- masks and biases --------------------------------------------------------------------------------------------
 
-// Converts to units of log2(e). What is finite stays finite; an fp16 number cannot leave the range of fp32.
+// Converts a number to units of log2(e). Finite numbers stay finite; an fp16 number cannot leave the range of fp32.
 template <class M>
 __device__ __forceinline__ float in_powers_of_two(M, float value) {
     return value == MINUS_INFINITY ? MINUS_INFINITY : fmaxf(value * LOG2_E, LOWEST);
@@ -57,7 +57,7 @@ struct ScoreElements {
         }
     }
 
-    // Returns those of two neighbouring keys of a row: a boolean as 0 or not 0, a number in units of log2(e).
+    // Writes the elements of two neighbouring keys of a row: a boolean as 0 or not 0, a number in units of log2(e).
     __device__ __forceinline__ void get(int line, int n, float (&to)[2]) const {
         const Pack<M, 2>& pair = packs[BY_ROW ? line : 0][n];
         if constexpr (sizeof(M) == 1) {
@@ -119,7 +119,7 @@ struct Scores {
             }
     }
 
-    // How many of the warp's groups of sixteen keys in a tile at least one of its rows sees.
+    // Returns how many of the warp's groups of sixteen keys in a tile are visible to at least one of its rows.
     __device__ __forceinline__ int live(int tile, const WarpState& warp) const {
         return (last - (tile * BLOCK_N + warp.n * WARP_KEYS) + 15) >> 4;
     }
@@ -155,7 +155,7 @@ struct Scores {
                 }
     }
 
-    // Two neighbouring scores x of a row; `seen`: how many of these two keys and those after them the row sees.
+    // Processes two neighbouring scores x of a row; `seen`: how many keys the row sees from the first of them on.
     __device__ __forceinline__ void one(float* x, int mt, int half, int t, [[maybe_unused]] int seen) const {
         if (!SCALE_IN_EXPONENT) x[0] *= p.scale, x[1] *= p.scale;
 #if SOFTCAP

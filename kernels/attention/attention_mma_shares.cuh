@@ -1,11 +1,11 @@
-// The way of results to memory: from the registers of a warp, or combined from several warps that share the keys, each
-// with its own maximum and sum.
+// Writes results to memory: from the registers of a warp, or combined from several warps that share the keys, each with
+// its own maximum and sum.
 #pragma once
 
 #include "attention_mma.cuh"
 #include "program.cuh"
 
-constexpr int PITCH = PV_SIZE + 8;  // floats of a row, so that the 16-byte stores of eight rows meet no bank twice
+constexpr int PITCH = PV_SIZE + 8;  // floats between rows, so that 16-byte stores of eight rows have no bank conflicts
 constexpr int OUT_VECTORS = HEAD_DIM_V / OUT_WIDTH;
 
 // The rows of the result that a block writes.
@@ -81,7 +81,7 @@ struct WarpResults {
     }
 };
 
-// N results of a row: their common maximum and sum, and the factor of each.
+// Combines N partial results of a row: their common maximum and sum, and a factor for each.
 template <int N>
 struct Combination {
     float top, sum, factors[N];

@@ -31,8 +31,8 @@ constexpr int PV_SIZE = up(HEAD_DIM_V, MATH_KIND == HALF ? 16 : 8);
 constexpr int V_TILES = PV_SIZE / 8;
 constexpr int WARP_KEYS = BLOCK_N / WARPS_N;
 constexpr int KEY_TILES = WARP_KEYS / 8, SIXTEENS = (KEY_TILES + 1) / 2;
-// Rows are an odd number of 16 bytes, so that eight rows of ldmatrix, or of the other accesses here, meet no bank
-// twice.
+// A row takes an odd multiple of 16 bytes, so that eight rows of ldmatrix, or of the other accesses here, have no bank
+// conflicts.
 constexpr int K_ROW = odd_sixteens(QK_SIZE * SHARED_ITEM), V_ROW = odd_sixteens(PV_SIZE * SHARED_ITEM);
 constexpr int Q_BYTES = BLOCK_M * K_ROW, K_BYTES = BLOCK_N * K_ROW, STAGE = K_BYTES + BLOCK_N * V_ROW;
 
@@ -183,7 +183,7 @@ struct WorkTile {
     int batch, kv, row, end;  // the first row; the block's rows see keys before `end` only
 };
 
-// seen_keys: one more than the last key that a query sees. last_key: one more than the last key that it reads.
+// seen_keys: the end of the keys that a query sees (last key + 1). last_key: the end of the keys that it reads.
 __device__ __forceinline__ int seen_keys(int query, int keys, int causal) {
     return CAUSAL ? min(keys, query + causal + 1) : keys;
 }
@@ -191,7 +191,7 @@ __device__ __forceinline__ int last_key(int query, int keys, int causal) {
     return ADD_MASKED_SCORE && !SECOND_PASS ? keys : seen_keys(query, keys, causal);
 }
 
-// The work of block `index`: tiles that see most keys begin first.
+// Returns the work of block `index`: tiles that see most keys start first.
 __device__ __forceinline__ WorkTile work_tile(u32 index, const Problem& p) {
     const int tile = CAUSAL ? p.row_tiles - 1 - int(index % p.row_tiles) : int(index % p.row_tiles);
     const int head = index / p.row_tiles, row = tile * BLOCK_M;

@@ -20,7 +20,7 @@ struct WarpState {
         }
     }
 
-    // The row in the block that half `half` of accumulator `mt` belongs to.
+    // Returns the row in the block of half `half` of accumulator `mt`.
     __device__ __forceinline__ int row(int mt, int half) const { return (m * M_TILES + mt) * 16 + half * 8 + group; }
 
     __device__ __forceinline__ void load_queries(u32 (&a)[4], u32 tile, int mt, int step) const {
@@ -198,7 +198,7 @@ struct WarpState {
                             a[mt][half] = __shfl_sync(0xffffffffu, p[mt][t][2 * half + c], lane / 4 * 4 + from);
 #pragma unroll
                     for (int vt = 0; vt < V_TILES; ++vt) {
-                        if (vt % 8 == 0) __syncwarp();  // else all loads come first, into more registers than exist
+                        if (vt % 8 == 0) __syncwarp();  // else all loads move ahead and exceed the registers
                         const float2 b = shared_float2(tile + (t * 8 + 2 * from + c) * V_ROW + (vt * 8 + 2 * quad) * 4);
 #pragma unroll
                         for (int mt = 0; mt < M_TILES; ++mt)
@@ -224,7 +224,7 @@ struct WarpState {
                 factors[mt][half] = row_softmax(s[mt], mt, half, scale);
                 same = same && factors[mt][half] == 1.0f;
             }
-        if (__all_sync(0xffffffffu, same)) return;  // after some tiles maxima seldom change
+        if (__all_sync(0xffffffffu, same)) return;  // after the first tiles, maxima seldom change
 #pragma unroll
         for (int mt = 0; mt < M_TILES; ++mt)
 #pragma unroll
@@ -241,7 +241,7 @@ struct WarpState {
         float most = fmaxf(best[0], best[1]);
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-        // -inf less -inf would be NaN.
+        // Subtract 0 instead of -inf, because -inf - -inf would be NaN.
         const float zero = most == MINUS_INFINITY ? 0.0f : SCALE_IN_EXPONENT ? most * scale : most;
         const float factor = exp2_fast(SCALE_IN_EXPONENT ? fmaf(top[mt][half], scale, -zero) : top[mt][half] - zero);
 #pragma unroll
@@ -257,7 +257,7 @@ struct WarpState {
         return factor;
     }
 
-    // Whether one of this lane's rows, of `rows` in the block, has no score above SECOND_PASS_BELOW.
+    // Returns whether one of this lane's rows (the block has `rows`) has no score above SECOND_PASS_BELOW.
     __device__ __forceinline__ bool needs_second_pass(int rows) const {
         bool found = false;
 #pragma unroll

@@ -14,26 +14,26 @@ MASK_MACROS: Final = {"none": 0, "boolean": 1, "inverted": 1, "additive": 2}  # 
 BLOCK_M: Final = 64  # queries of a tile
 THREADS: Final = 128
 
-# For an additive mask: elements up to the first number are skipped at first, and if a row's best score is not above the
-# second one they may count after all. In between lies more than the scores can make up for: scores of 2e4 in fp16 are
-# 16 apart, those of 5e7 in fp32 are 4.
+# Two limits for an additive mask, by dtype. In the first pass, scores whose mask element is at most the first limit are
+# skipped. If a row's best score does not exceed the second limit, a second pass takes them into account. The two limits
+# are farther apart than scores can make up for: fp16 numbers near 2e4 are 16 apart, fp32 numbers near 5e7 are 4 apart.
 NEGLIGIBLE: Final = {"float16": (-3e4, -1e4), "bfloat16": (-1e8, -5e7), "float32": (-1e8, -5e7)}
 
 
 def tile_count(problem: Attention, mask: ScoreTensor, block_n: int) -> int:
-    """Return the number of tiles of `block_n` keys of a mask that differs along queries; each has a 1-byte flag."""
+    """Return the number of tiles of 64 queries and `block_n` keys in a mask; each has a flag of one byte."""
     by_batch, by_head, _ = mask.differs
     planes = (problem.batch if by_batch else 1) * (problem.heads if by_head else 1)
     return planes * -(-problem.queries // BLOCK_M) * -(-problem.keys // block_n)
 
 
 def bit_bytes(block_n: int) -> int:
-    """Return the bytes of the mask bits of a tile."""
+    """Return how many bytes the mask bits of one tile take."""
     return 4 * THREADS * math.ceil(block_n / 64)
 
 
 def mask_defines(problem: Attention) -> Defines:
-    """Return the macros by which attention_blocks.cuh reads a mask's elements."""
+    """Return the macros that tell attention_blocks.cuh how to read the elements of the mask."""
     additive = problem.mask is not None and problem.mask_kind == "additive"
     return {
         "MASK": MASK_MACROS[problem.mask_kind],
@@ -43,7 +43,7 @@ def mask_defines(problem: Attention) -> Defines:
 
 
 def launch(problem: Attention, mask: ScoreTensor, block_n: int, flags: Pointer, bits: Pointer) -> Launch:
-    """Return the pass over the mask for tiles of `block_n` keys."""
+    """Return the launch of attention_blocks.cu, which writes flags and bits of the mask for tiles of `block_n` keys."""
     width, divides = _width(problem, mask, block_n)
     defines: Defines = {
         "BLOCK_N": block_n,
@@ -67,9 +67,11 @@ def launch(problem: Attention, mask: ScoreTensor, block_n: int, flags: Pointer, 
 
 
 def _width(problem: Attention, mask: ScoreTensor, block_n: int) -> tuple[int, int | str]:
-    """Return the elements of an access, so that none crosses the last key or the middle of a tile's row.
+    """Return (elements per access to the mask, WIDTH_DIVIDES).
 
-    Where lengths are dynamic it is the widest, and the kernel tests the second value, WIDTH_DIVIDES.
+    No access crosses the last key or the middle of a tile's row.
+
+    For dynamic lengths this is the widest access, and the kernel evaluates WIDTH_DIVIDES before it uses it.
     """
     if not (mask.aligned and mask.key_stride):
         return 1, 1

@@ -1,4 +1,4 @@
-"""Caches of keys and values that a step extends: where they lie, and the launch that copies them."""
+"""Caches of keys and values that each step extends: their addresses and strides, and the launch that copies them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
 from onnxfuse.runtime.symint import gcd
 
 THREADS: Final = 256
-ACCESSES: Final = 4  # per thread, all in flight at once
+ACCESSES: Final = 4  # loads per thread, all in flight at once
 
 
 @dataclass(frozen=True)
 class Cache:
-    """The past caches, and the new rows that follow them; the problem's k and v are the present caches."""
+    """The past caches and the new rows to append. The present caches are k and v of the Attention."""
 
     past_k: HeadTensor
     past_v: HeadTensor
@@ -25,7 +25,7 @@ class Cache:
     new_v: HeadTensor
     past_rows: int
     rows: int  # rows of the present cache: the past rows and the new ones
-    same_offsets: bool  # a row of the past has the same offset in the past and in the present cache
+    same_offsets: bool  # each past row has the same offset in the past cache as in the present cache
 
     @property
     def tensors(self) -> tuple[HeadTensor, ...]:

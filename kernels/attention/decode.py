@@ -22,21 +22,23 @@ from onnxfuse.kernels.tensors import ABSENT
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar
 from onnxfuse.runtime.symint import always, estimate, for_later_plans, gcd, is_symbolic, maximum, minimum
 
-CLUSTER_ARCH: Final = 90  # the first compute capability with clusters
-CLUSTERS: Final = (2, 4, 8)  # eight is the portable limit; sixteen were slower than eight
-# The share of multiprocessors that have a block: on an H200, 64 heads in clusters of 2 beat 4 by 1/5, and 8 by 1/4.
+CLUSTER_ARCH: Final = 90  # the lowest compute capability with thread block clusters
+CLUSTERS: Final = (2, 4, 8)  # blocks per cluster; eight is the portable limit, and sixteen were slower
+# The least share of multiprocessors that must have a block. On an H200, 64 heads run 1/5 faster in clusters of 2 than
+# in clusters of 4, and 1/4 faster than in clusters of 8.
 BUSY_SHARE: Final = 0.9
-MAX_ROWS: Final = 64  # queries times the query heads of a key head: four warps of sixteen
-MIN_TILES: Final = 2  # tiles per block: with fewer, its start and its end cost more than they save
+MAX_ROWS: Final = 64  # rows per block, queries x query heads per key head: four warps of sixteen
+MIN_TILES: Final = 2  # tiles of keys per block; with fewer, the block's start and end cost more than it saves
 MAX_SPLITS: Final = 64
-MIN_ROWS_OF_EIGHT_WARPS: Final = 1024  # rows of a cache from which eight warps of a block have enough to copy
+MIN_ROWS_OF_EIGHT_WARPS: Final = 1024  # cache rows from which eight warps per block have enough to copy
 COMBINE_THREADS: Final = 128
 
 
 def implementations(problem: Attention, device: Device, cache: Cache | None = None) -> list[Implementation]:
-    """Return the ways to run it, the expected fastest first; none for many rows, few keys or no tensor cores.
+    """Return the implementations, fastest expected first; none for many rows, few keys or no tensor cores.
 
-    With a `cache` the problem's k and v are the present caches, which the kernel writes on the way; keys may be few.
+    With a `cache`, k and v of the problem are the present caches, which the kernel also writes; any number of keys is
+    then accepted.
     """
     rows = problem.queries * problem.gqa_group
     if device.arch < MMA_ARCH or rows > MAX_ROWS or max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
@@ -51,19 +53,20 @@ def implementations(problem: Attention, device: Device, cache: Cache | None = No
 
 
 def _configs(problem: Attention, rows: int, device: Device, cache: Cache | None) -> list[MmaAttentionConfig]:
-    """Return configs of sixteen rows to a warp, and four warps, which share keys if not all have rows, or eight."""
+    """Return configs with sixteen rows per warp and four or eight warps; warps without rows of their own share keys."""
     # Four warps serve dynamic numbers of rows from 17 on.
     warps_m = 1 if rows <= 16 else 2 if always(lambda: rows <= 32, rows) else 4
     large = max(problem.head_dim, problem.head_dim_v) > 128
-    if large and math_kind(problem, device) == "FP32":  # registers do not hold the operands of warps that share keys
+    if large and math_kind(problem, device) == "FP32":  # too few registers for warps that share keys
         return [MmaAttentionConfig(warps_m, 1, 16, stages=3)]
     wide = large or math_kind(problem, device) != "HALF"
     warps_n = max(1, 4 // warps_m)
     four_warps = MmaAttentionConfig(warps_m, warps_n, max(32 if wide else 64, 16 * warps_n), stages=3)
     if cache is None or wide or warps_m > 1 or estimate(problem.keys) < MIN_ROWS_OF_EIGHT_WARPS:
         return [four_warps]
-    # 64 heads of a cache of 4096 rows on an H200: 82.5 us instead of 84.4 at head_dim 128, 45.8 instead of 55.1 at 64.
-    if is_symbolic(rows) and problem.head_dim > 64:  # the one kernel more of such a node is not worth 2 %
+    # Gain with 64 heads and a cache of 4096 rows on an H200: 82.5 us instead of 84.4 at head_dim 128, 45.8 instead of
+    # 55.1 at head_dim 64.
+    if is_symbolic(rows) and problem.head_dim > 64:  # a gain of 2 % is not worth compiling another kernel
         return [four_warps]
     eight_warps = MmaAttentionConfig(1, 8, 128, stages=3)
     busy = problem.batch * problem.kv_heads * CLUSTERS[0] >= BUSY_SHARE * device.multiprocessors
@@ -73,10 +76,10 @@ def _configs(problem: Attention, rows: int, device: Device, cache: Cache | None)
 def _implementations_of(
     problem: Attention, config: MmaAttentionConfig, device: Device, cache: Cache | None
 ) -> list[Implementation]:
-    """Return the ways to split keys over blocks, the expected fastest first."""
+    """Return one implementation for each way to split the keys over blocks, fastest expected first."""
     heads, tiles = problem.batch * problem.kv_heads, -(-problem.keys // config.block_n)
     splits = maximum(1, minimum(MAX_SPLITS, device.multiprocessors // heads, tiles // MIN_TILES))
-    if estimate(splits) < 1.5:  # two splits are far from one: a guard of 2 would say that one is as good there
+    if estimate(splits) < 1.5:  # not 2, whose guard would accept one split where two are better
         return [_one_block(problem, config, device, cache)] if cache else []
     clusters = _clusters(problem, tiles, device)
     in_clusters = [_in_cluster(problem, config, cluster, device, cache) for cluster in clusters]
@@ -110,7 +113,7 @@ def _in_cluster(
 def _combined(
     problem: Attention, config: MmaAttentionConfig, splits: int, device: Device, cache: Cache | None
 ) -> Implementation:
-    """Return splits that leave their results in scratch memory, and the launch that combines them."""
+    """Return an implementation of two launches: one computes the splits, one combines them."""
     partial, totals = Pointer("scratch", 0), Pointer("scratch", 1)
     first = _split(problem, config, 1, splits, (partial, totals), device, cache)
     out = problem.out
@@ -145,7 +148,7 @@ def _split(
     cache: Cache | None,
 ) -> Launch:
     """Return the launch whose blocks each take one of `splits` slices of the keys."""
-    # Where sizes are dynamic, one kernel serves clusters of every size, and blocks without one.
+    # For dynamic sizes, one kernel serves clusters of every size and blocks without a cluster.
     constant = 0 if problem.is_symbolic and device.arch >= CLUSTER_ARCH else cluster
     entry, constants = "attention_decode", {**defines(problem, config, device), "CLUSTER": constant}
     cache_arguments: tuple[Argument, ...] = ()

@@ -1,4 +1,4 @@
-"""The host side of attention_hopper.cu, to which attention_blocks.cu gives the unmasked part of each tile."""
+"""The host side of attention_hopper.cu. Under a mask, attention_blocks.cu runs first and finds the tiles to skip."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, STORAGE, Defines
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer, Scalar, Struct, TensorMap, Value
 from onnxfuse.runtime.symint import always, best_first, is_symbolic, maximum, minimum
 
-PANEL: Final = 64  # columns that lie together in shared memory: 128 bytes
-ALIGNMENT: Final = 8  # elements; the strides of tensor maps are multiples of 16 bytes
-BARRIER_BYTES: Final = 512  # reserved for mbarriers
-MAX_ROTATED_BEFORE: Final = 64  # elements of a head, whose queries a launch of its own rotates
-LAZY_RESCALE_FROM: Final = 0  # a wider head_dim_v is rescaled only if a row's maximum has grown by much
-L2_KEY_VALUE_BYTES: Final = 24 << 20  # keys and values of the heads that run together; L2 has 50 MB
+PANEL: Final = 64  # columns per panel of shared memory: 128 bytes
+ALIGNMENT: Final = 8  # elements that divide every stride: tensor maps need multiples of 16 bytes
+BARRIER_BYTES: Final = 512  # bytes of shared memory reserved for mbarriers
+MAX_ROTATED_BEFORE: Final = 64  # head_dim up to which a separate launch rotates the queries
+LAZY_RESCALE_FROM: Final = 0  # for a larger head_dim_v, results are rescaled only if a row's maximum grows by much
+L2_KEY_VALUE_BYTES: Final = 24 << 20  # bytes of keys and values for the heads that run together; L2 has 50 MB
 LOWEST: Final = -3.4028234663852886e38
-DIVISIBLE_SCALES: Final = (1e-6, 1e6)  # the addend of a mask may be divided by a scale between these, in fp32
+DIVISIBLE_SCALES: Final = (1e-6, 1e6)  # range of scales by which mask elements may be divided in fp32
 LOG2_E: Final = math.log2(math.e)
-# Polynomials in odd powers that differ from tanh by at most TANH_ERROR up to a range, and rise with x everywhere. Under
-# a cap of 50 they move a score by 6e-5: an eighth of what fp16 loses when it rounds the weight.
+# Odd polynomials that approximate tanh with an error of at most TANH_ERROR up to a limit of |x|, and are monotonic
+# everywhere. With a cap of 50 they change a score by 6e-5: an eighth of the error of rounding the weight to fp16.
 CAP_POLYNOMIALS: Final = (
     (0.4, (0.99997883, -0.33225425, 0.11942388)),
     (0.9, (0.99998674, -0.33298706, 0.13076786, -0.04593853, 0.00984349)),
 )
 TANH_ERROR: Final = 1.2e-6
-CAPS: Final = (24.0, 100.0)  # below, the polynomial rarely holds for all scores that count
-CAP_RATES: Final = (1e-4, 1e3)  # range of scale / cap, whose powers are fp32
-KEPT: Final = 1024  # weights up to which a row's reference is kept
-WEIGHTLESS: Final = 17.5  # exp(-17.5) is below half of the smallest fp16 number
-NEGLIGIBLE_GAP: Final = 128.0  # a score this far below another one has no weight
+CAPS: Final = (24.0, 100.0)  # range of softcaps that use a polynomial; below, it rarely holds for all scores that count
+CAP_RATES: Final = (1e-4, 1e3)  # range of scale / cap for which its powers stay in the range of fp32
+KEPT: Final = 1024  # largest weight for which a row keeps its reference score
+WEIGHTLESS: Final = 17.5  # -ln of a weight that rounds to 0: exp(-17.5) is below half of the smallest fp16 number
+NEGLIGIBLE_GAP: Final = 128.0  # score difference beyond which the lower score has no weight
 
 
 @dataclass(frozen=True)
 class HopperAttentionConfig:
     """The macros of attention_hopper.cu that the host chooses."""
 
-    warpgroups: int  # each has 64 queries
+    warpgroups: int  # consumer warpgroups per block, each with 64 queries
     block_n: int  # keys of a tile
-    stages: int  # tiles of keys, and of values, in flight
+    stages: int  # tiles of keys in flight, and as many tiles of values
     blocks: int = 1  # blocks per multiprocessor
-    pingpong: bool = False  # the warpgroups issue their products in turns
-    relative_time: float = 1.0  # per full multiprocessor, relative to other configs of the same head dim
+    pingpong: bool = False  # whether the warpgroups take turns in issuing their products
+    relative_time: float = 1.0  # time of a full multiprocessor, relative to other configs of the same head dim
 
     def shared(self, head_dim: int, head_dim_v: int) -> int:
         """Return the bytes of shared memory of a block."""
@@ -62,21 +62,22 @@ class HopperAttentionConfig:
 
     @property
     def reallocates_registers(self) -> bool:
-        """Whether the producer's warpgroup gives registers to the consumers."""
+        """Whether the warpgroup of the producer hands registers over to the consumers (setmaxnreg)."""
         return self.warpgroups > 1 and self.blocks == 1
 
     @property
     def registers(self) -> int:
-        """The registers per thread of a consumer: as in CONSUMER_REGISTERS, or an even share of a scheduler's."""
+        """The registers of each consumer thread: CONSUMER_REGISTERS, or an equal share of a scheduler's registers."""
         if self.reallocates_registers:
             return {2: 224, 3: 160, 4: 112}[self.warpgroups]
         return min(255, 512 // math.ceil(self.blocks * self.threads / 128) // 8 * 8)
 
 
-# By head_dim_v, on which most registers depend. The relative times, and the constants of `_time`, are of 39 and 14
-# cases of 64 and 128 elements on an H200, plain and causal, of 77 to 4096 queries: what `_time` takes is 1.006 times as
-# slow as the fastest. With 2048 queries of 96 elements and values of 64 the first takes 73.9 us, the best of those for
-# 128 elements 84.4; with 192 and 128 elements these are 129.6 and, of those for 192, 142.5.
+# Configs by the largest head_dim_v that they serve, on which most registers depend. Relative times and the constants of
+# `_time` were fitted on an H200 to 39 cases of 64 elements and 14 of 128, plain and causal, with 77 to 4096 queries:
+# the config that `_time` chooses takes 1.006 times as long as the fastest. With 2048 queries, head_dim 96 and
+# head_dim_v 64, the first config of 64 takes 73.9 us, and the best config of 128 takes 84.4. With head_dim 192
+# and head_dim_v 128, the first config of 128 takes 129.6 us, and the best config of 192 takes 142.5.
 CONFIGS: Final = {
     64: (
         HopperAttentionConfig(1, 64, 2, 3),
@@ -107,25 +108,26 @@ CONFIGS: Final = {
         HopperAttentionConfig(1, 32, 2, relative_time=1.27),
     ),
 }
-CONFIGS_OF_DYNAMIC_LENGTH: Final = {64: 3, 128: 2, 192: 2, 256: 2}  # each is a kernel to compile; see `_few`
-BLOCK_OVERHEAD: Final = 300  # start and end of a block, in units of the time of a key
-TILE_OVERHEAD: Final = 24  # overhead per tile, in units of the time of a key
-IDLE_SHARE: Final = 0.2  # cost of an empty place for a block, as a share of a resident block's time
-PROGRAM_REGISTERS: Final = 24  # per thread, for operands that a program has loaded at once
-OTHER_REGISTERS: Final = 28  # per thread, beside scores, weights, results and the addends of scores
-ADD_MASKED_REGISTERS: Final = 8  # more, for masked scores that are added
-DYNAMIC_PAIRS_REGISTERS: Final = 16  # more, for a mask of two rows, or one and a bias, read in pairs or not
+CONFIGS_OF_DYNAMIC_LENGTH: Final = {64: 3, 128: 2, 192: 2, 256: 2}  # number by head dim; each is a kernel to compile
+BLOCK_OVERHEAD: Final = 300  # time to start and end a block, in units of the time per key
+TILE_OVERHEAD: Final = 24  # overhead per tile, in units of the time per key
+IDLE_SHARE: Final = 0.2  # cost of a free block slot, as a share of a resident block's time
+PROGRAM_REGISTERS: Final = 24  # per thread, for the operands that an epilogue program loads at once
+OTHER_REGISTERS: Final = 28  # per thread, for all but scores, weights, results, mask and bias
+ADD_MASKED_REGISTERS: Final = 8  # more registers per thread for ADD_MASKED_SCORE
+DYNAMIC_PAIRS_REGISTERS: Final = 16  # more per thread, if the kernel decides whether masks are read in pairs
 
 
 def implementations(problem: Attention, device: Device) -> list[Implementation]:
-    """Return the ways to run it, the expected fastest first; none if GPU, dtype, sizes or alignment do not allow it."""
+    """Return the implementations, fastest expected first; none if GPU, dtype, sizes or alignment do not allow any."""
     if device.arch != 90 or not _is_supported(problem):
         return []
     if problem.mask_kind == "additive" and problem.mask and problem.mask.differs[1] and problem.bias is None:
-        # A bias in effect: a pass over it would read as much as the attention itself.
+        # Treat the mask as a bias: a pass over it would read as many bytes as the attention itself.
         problem = replace(problem, mask_kind="none", mask=None, bias=problem.mask)
     limit = _limit(problem, device)
-    # Under a mask, heads up to 64 are fastest in small blocks, which skip more; so they are where rows differ.
+    # Under a mask, small blocks skip more tiles: they are fastest for heads of up to 64 elements, and for masks whose
+    # rows differ.
     mask = problem.mask
     largest = math.inf if mask is None or limit > 64 else 64 if mask.differs[2] else 128
     configs = [
@@ -141,27 +143,27 @@ def implementations(problem: Attention, device: Device) -> list[Implementation]:
 
 
 def _limit(problem: Attention, device: Device) -> int:
-    """Return the key of CONFIGS: the smallest for these values whose first config has room for queries and keys."""
+    """Return the smallest key of CONFIGS that is at least head_dim_v and whose first config fits; else the largest."""
     limits = [limit for limit in CONFIGS if problem.head_dim_v <= limit]
     return next((limit for limit in limits if _fits(problem, CONFIGS[limit][0], device)), limits[-1])
 
 
 def _fits(problem: Attention, config: HopperAttentionConfig, device: Device) -> bool:
-    """Return whether shared memory has room for the blocks of a multiprocessor."""
+    """Return whether `config.blocks` blocks fit into the shared memory of a multiprocessor."""
     return _shared(problem, config) * config.blocks <= device.shared_per_block
 
 
 def _few(problem: Attention, configs: list[HopperAttentionConfig], limit: int) -> list[HopperAttentionConfig]:
     """Return the configs for heads up to `limit` among which a node of dynamic length chooses.
 
-    In 53 cases on an H200, plain and causal, what `_time` takes of these is 1.008 times as slow as the fastest of all
-    tilings in the geometric mean, and 1.11 times at most.
+    In 53 cases on an H200, plain and causal, the config that `_time` chooses among these takes 1.008 times as long as
+    the fastest of all configs in the geometric mean, and 1.11 times at most.
     """
     if problem.bias and problem.mask and problem.mask_kind == "additive":
         configs = [_with_room(problem, config) for config in configs]
     if problem.mask and problem.mask.differs[2] and limit < 256:
-        # Each tile size needs an attention_blocks of its own. Such masks are mostly causal, for which 64 x 64 alone
-        # takes 1 to 2 % more than the best; for what is not causal it takes 7 % more at 64, 5 % at 128.
+        # Each tile size needs its own attention_blocks kernel. Such masks are mostly causal, for which tiles of 64 x 64
+        # take 1 to 2 % more time than the best size; for other masks they take 7 % more at head_dim 64, 5 % at 128.
         small = [config for config in configs if (config.warpgroups, config.block_n) == (1, 64)]
         return small or configs[:1]
     if problem.causal is not None and limit == 64:
@@ -170,14 +172,14 @@ def _few(problem: Attention, configs: list[HopperAttentionConfig], limit: int) -
 
 
 def _time(problem: Attention, config: HopperAttentionConfig, device: Device) -> float:
-    """Estimate a multiprocessor's time, in a warpgroup's time per key: waves of blocks times tiles of keys."""
+    """Estimate the time as waves of blocks times tiles of keys, in units of a warpgroup's time per key."""
     blocks = -(-problem.queries // (64 * config.warpgroups)) * problem.heads * problem.batch
     resident = minimum(config.blocks, -(-blocks // device.multiprocessors))
     waves = blocks / (device.multiprocessors * resident)
     keys = problem.keys
     if problem.causal is None:
         waves = math.ceil(waves)
-    else:  # half of the keys, and half of the tiles that the diagonal crosses; short rows come last and fill up
+    else:  # half of the keys and half of the tiles on the diagonal; short rows come last and fill gaps
         keys = minimum(keys, (keys + 64 * config.warpgroups + config.block_n) // 2)
     keys = -(-keys // config.block_n) * (config.block_n + TILE_OVERHEAD) + BLOCK_OVERHEAD
     places = resident + IDLE_SHARE * (config.blocks - resident)
@@ -186,7 +188,7 @@ def _time(problem: Attention, config: HopperAttentionConfig, device: Device) -> 
 
 
 def _registers(problem: Attention, config: HopperAttentionConfig, late_mask: bool) -> int:
-    """Return the registers per thread: its scores, weights and results, and the addends of bias and mask.
+    """Return the registers per thread: for scores, weights, results, and the elements of bias and mask.
 
     `late_mask`: a mask's elements are loaded after the products.
     """
@@ -210,7 +212,7 @@ def _lacks_registers(problem: Attention, config: HopperAttentionConfig) -> bool:
 
 
 def _with_room(problem: Attention, config: HopperAttentionConfig) -> HopperAttentionConfig:
-    """Return the config, with a block less on a multiprocessor if a bias and an additive mask would spill otherwise."""
+    """Return the config, with one block fewer per multiprocessor if bias and additive mask would spill otherwise."""
     return replace(config, blocks=max(1, config.blocks - 1)) if _lacks_registers(problem, config) else config
 
 
@@ -234,7 +236,7 @@ def _is_supported(problem: Attention) -> bool:
 
 
 def _has_tensor_map(x: HeadTensor, rows: int, heads: int, batch: int) -> bool:
-    """Return whether a tensor map can describe it: strides of 40 bits, no overlap, aligned."""
+    """Return whether a tensor map can describe `x`: its strides fit 40 bits, no elements overlap, and it is aligned."""
     extents = (batch, heads, rows)
     return (
         all(
@@ -246,11 +248,11 @@ def _has_tensor_map(x: HeadTensor, rows: int, heads: int, batch: int) -> bool:
 
 
 def _rotates(problem: Attention) -> bool:
-    """Return whether the kernel rotates the queries of `problem.rotation` itself, in place of reading `problem.q`.
+    """Return whether the kernel itself applies `problem.rotation` to the queries, instead of reading `problem.q`.
 
-    A block then reads as much of the tables as they have for its rows, twice what its queries have, before it begins.
-    On an H200, of 2048 queries in 32 heads of 128 elements, that takes 0.96 of the time of a launch that rotates them,
-    in the mean of eight forms; in heads of 64, whose blocks have twice as many rows, 1.03.
+    Each block then reads the tables' rows for its queries before it begins: twice as many bytes as the queries. On an
+    H200, with 2048 queries and 32 heads of 128 elements, this takes 0.96 times as long as a separate launch, in the
+    mean of eight forms of rotation. With heads of 64, whose blocks have twice as many rows, the factor is 1.03.
     """
     rotation = problem.rotation
     return (
@@ -263,7 +265,7 @@ def _rotates(problem: Attention) -> bool:
 
 
 def _is_one(extent: int) -> bool:
-    """Return whether a dimension has one element at most, so that its stride does not matter; no for dynamic ones."""
+    """Return whether a dim is at most 1, so that its stride does not matter; False for dynamic dims."""
     return always(lambda: extent <= 1, extent)
 
 
@@ -328,7 +330,7 @@ def _launch(
 
 
 def _program_pairs(program: EpilogueProgram) -> int:
-    """Return for how many pairs of columns of a row PROGRAM_REGISTERS hold a program's operands."""
+    """Return how many pairs of columns of a row have their program operands in PROGRAM_REGISTERS at once."""
     of_pair = max(1, program.registers // 16)
     return max(pairs for pairs in (1, 2, 4, 8) if pairs == 1 or pairs * of_pair <= PROGRAM_REGISTERS)
 
@@ -340,7 +342,7 @@ def _shared(problem: Attention, config: HopperAttentionConfig) -> int:
 
 
 def _begins_with_bias(problem: Attention) -> bool:
-    """Return whether the tensor cores add the products to the bias of the columns: BIAS_FIRST."""
+    """Return whether the accumulators start from the bias of the columns (macro BIAS_FIRST)."""
     bias = problem.bias
     if not (problem.slopes and bias):
         return False
@@ -355,7 +357,7 @@ def _scales_in_exponent(problem: Attention) -> bool:
 
 
 def _caps_late(problem: Attention) -> bool:
-    """Return whether the cap is applied where scores become weights, by a polynomial while they are small."""
+    """Return whether the softcap is applied only when scores become weights: the macro LATE_CAP."""
     return (
         CAPS[0] <= problem.softcap <= CAPS[1]
         and problem.bias is None
@@ -364,7 +366,7 @@ def _caps_late(problem: Attention) -> bool:
 
 
 def _cap(problem: Attention) -> tuple[float, ...]:
-    """Return the fields of Cap; those after the first are zeros where no cap is applied late."""
+    """Return the fields of the kernel's struct Cap; all but the first are 0 without LATE_CAP."""
     if not _caps_late(problem):
         return (problem.softcap or 1.0, *(0.0,) * (2 + sum(2 + len(polynomial) for _, polynomial in CAP_POLYNOMIALS)))
     cap, rate = problem.softcap, problem.scale / problem.softcap
@@ -376,9 +378,9 @@ def _cap(problem: Attention) -> tuple[float, ...]:
 
 
 def _score_units(problem: Attention) -> tuple[float, float, float, float, float]:
-    """Return the fields of ScoreUnits."""
+    """Return the fields of the kernel's struct ScoreUnits."""
     unit = 1 / problem.scale if _scales_in_exponent(problem) else 1.0
-    lowest = LOWEST / max(1.0, 1.5 / unit)  # times scale and log2(e) it is still finite
+    lowest = LOWEST / max(1.0, 1.5 / unit)  # still finite when multiplied by the scale and log2(e)
     masked, second_pass_below = problem.masked_score, problem.masked_score + NEGLIGIBLE_GAP
     if problem.mask and problem.mask_kind == "additive":
         second_pass_below = blocks.NEGLIGIBLE[problem.mask.dtype][1]
@@ -419,7 +421,7 @@ def _defines(problem: Attention, config: HopperAttentionConfig, mask: ScoreTenso
 
 
 def _score_defines(name: str, problem: Attention, scores: ScoreTensor | None) -> Defines:
-    """Return the type of a mask's or bias's elements, the axes on which it differs, and whether to read two at once."""
+    """Return the macros of a mask or bias: element type, axes along which it differs, and access in pairs."""
     if scores is None:
         return {f"{name}_T": "f16", f"{name}_KEY": 0, f"{name}_QUERY": 0, f"{name}_PAIRS": 0}
     pairs = scores.reads_pairs(2, problem.keys) if scores.dtype != "bool" else 0
@@ -437,7 +439,7 @@ def _score_argument(scores: ScoreTensor | None) -> Struct:
 
 
 def _heads_in_l2(problem: Attention) -> int:
-    """Return how many heads begin with their longest rows at once: as many as have their keys and values in L2."""
+    """Return how many heads run at the same time: as many as have keys and values that fit into L2 together."""
     if problem.causal is None and not (problem.mask and problem.mask.differs[2]):
         return 1
     key_value_bytes = 2 * problem.keys * (problem.head_dim + problem.head_dim_v) * problem.kv_heads / problem.heads

@@ -1,4 +1,4 @@
-"""The host side of attention_hopper_rotation.cuh, by which attention_hopper.cu rotates queries in shared memory."""
+"""The host side of attention_hopper_rotation.cuh: attention_hopper.cu rotates its queries in shared memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from onnxfuse.kernels.tensors import ABSENT, Defines
 from onnxfuse.runtime.plan import Scalar, Struct
 from onnxfuse.runtime.symint import is_symbolic
 
-WIDTH: Final = 8  # elements of an access to shared memory; divides half of the elements that are rotated
+WIDTH: Final = 8  # elements per access to shared memory; divides half of the rotated elements
 MIN_LANES: Final = 2  # threads per row; a warpgroup has 64 rows
 MAX_LANES: Final = 8
 
@@ -24,7 +24,7 @@ def defines(rotation: Rotary) -> Defines:
 
 
 def argument(rotation: Rotary | None) -> Struct:
-    """Return RotationTables for the queries, the first tensor; without a rotation, pointers are null."""
+    """Return the kernel's struct RotationTables for the queries; without a rotation its pointers are null."""
     if rotation is None:
         return Struct((ABSENT, ABSENT, Scalar(0, "int64"), ABSENT, Scalar(0.0, "float32")))
     batch, _, length, row = rotation.tables.shape

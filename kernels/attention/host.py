@@ -1,6 +1,6 @@
-"""The plans of attention: of q, k and v as they are, over a cache that grows, and after rotary embedding.
+"""The plans of attention nodes: plain attention, attention over a growing cache, and attention after rotary embedding.
 
-Elementwise operators may have joined all but those over a cache.
+Elementwise operators may have joined the node, except over a cache.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def _plans(
 
 
 def _joined_candidates(both: Joined, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
-    """Return the plans of an attention that operators have joined: in its kernels, and in a launch after it.
+    """Return the plans of an attention with joined operators, which run in its kernels or in a launch after it.
 
-    attention_hopper stores the dtype that it multiplies: where no output has it, plans with two launches come first.
+    attention_hopper stores only the dtype of q. Where no output has that dtype, plans with two launches come first.
     """
     problem, out = attention_of(both.product, inputs[: both.own], device)
     strides = problem.out.batch_stride, problem.out.head_stride, problem.out.row_stride

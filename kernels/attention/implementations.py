@@ -1,4 +1,4 @@
-"""Every way to run an Attention on a GPU, the expected fastest first."""
+"""All implementations of an Attention on a GPU, fastest expected first."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.symint import estimate, for_later_plans
 
 MAX_IMPLEMENTATIONS: Final = 6  # candidates; tuning compiles and times each of them
-MAX_DECODE_ROWS: Final = 64  # queries times query heads of a key head, which one block can hold
-MIN_DECODE_KEYS: Final = 512  # keys from which it pays to split a few queries over several blocks
+MAX_DECODE_ROWS: Final = 64  # largest number of rows (queries times query heads per key head) in one block
+MIN_DECODE_KEYS: Final = 512  # keys from which splitting them over several blocks pays for few queries
 # Queries from which Hopper's kernel comes first; see `_fills_hopper`.
 MIN_HOPPER_QUERIES: Final = 160
 MIN_WIDE_QUERIES: Final = 96  # queries, for heads of more than 64
 MIN_MANY_QUERIES: Final = 40  # queries, for many heads, counted over the batch
-MIN_MASKED_QUERIES: Final = 96  # queries, for many heads under a mask that a first launch scans
+MIN_MASKED_QUERIES: Final = 96  # queries, for many heads under a mask that attention_blocks.cu scans first
 MANY_HEADS: Final = 24
 
 
 def implementations(problem: Attention, device: Device) -> list[Implementation]:
     """Return the implementations of all kernels, the expected fastest first; none if no kernel takes the problem."""
     if math.isinf(problem.masked_score):
-        problem = replace(problem, add_masked_score=False)  # adding -inf is the same as putting it in place
+        problem = replace(problem, add_masked_score=False)  # adding -inf equals replacing the score by -inf
     rows = problem.queries * problem.gqa_group
     is_long = _fills_hopper(problem)
     if is_long and _skips_tiles(problem) and (wgmma := hopper.implementations(problem, device)):
@@ -46,11 +46,12 @@ def implementations(problem: Attention, device: Device) -> list[Implementation]:
 
 
 def _fills_hopper(problem: Attention) -> bool:
-    """Return whether Hopper's kernel is expected to be faster than that of mma.sync.
+    """Return whether attention_hopper is expected to be faster than attention_mma.
 
-    Of 218 cases on an H200, plain, causal, with a bias, a mask of the keys or of rows, or shared key heads, 16 to 150
-    queries and as many keys, 12 to 384 heads of 64 or 128 elements, what this says takes 1.008 times as long as the
-    faster one in the geometric mean, and 1.44 at most; with 160 queries for all, 1.20 and 2.2.
+        Measured on an H200 in 218 cases: plain, causal, with a bias, a mask of keys or of rows, or shared key heads; 16
+    to 150 queries and as many keys; 12 to 384 heads of 64 or 128 elements. The chosen kernel takes 1.008 times as long
+    as the faster one in the geometric mean, and 1.44 times at most. With MIN_HOPPER_QUERIES for all cases it would take
+    1.20 and 2.2 times as long.
     """
     many = bool(estimate(problem.batch) * problem.heads >= MANY_HEADS)
     if _skips_tiles(problem):
@@ -63,9 +64,11 @@ def _fills_hopper(problem: Attention) -> bool:
 
 
 def _skips_tiles(problem: Attention) -> bool:
-    """Return whether masks of this shape skip whole tiles in models, which random masks never do: timing misleads.
+    """Return whether masks of this shape usually skip whole tiles in models.
 
-    A mask that differs between heads is a bias in effect, so that timing with random values is fair.
+    Random masks, as in tuning, never do, so that their times mislead.
+
+    A mask that differs between heads acts as a bias, for which random values give fair times.
     """
     mask = problem.mask
     return bool(mask and mask.differs[2] and mask.key_stride and not mask.differs[1])

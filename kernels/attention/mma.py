@@ -1,4 +1,4 @@
-"""The host side of attention_mma.cu and attention_mma.cuh: attention by mma.sync, for every shape, mask and dtype."""
+"""The host side of attention_mma.cu and attention_mma.cuh: attention by mma.sync for all shapes, masks and dtypes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from onnxfuse.runtime.symint import always, estimate, gcd, is_symbolic
 MMA_ARCH: Final = 80  # the first compute capability with bf16 and TF32 products and asynchronous copies
 MAX_HEAD_DIM: Final = 256
 LOG2_E: Final = math.log2(math.e)
-LOWEST: Final = -1.6e38  # LOWEST of attention_mma_tiles.cuh
+LOWEST: Final = -1.6e38  # lowest score in units of log2(e): LOWEST of attention_mma_tiles.cuh
 MASK_MACROS: Final = {"none": 0, "boolean": 1, "inverted": 2, "additive": 3}
 MASK_STORAGE: Final = {**STORAGE, "bool": "b8"}
 MAX_CONFIGS: Final = 4
 REGISTERS: Final = 65536  # per multiprocessor
-CROWDED_REGISTERS: Final = 160  # per thread: with fewer, queries are read again for each tile of keys
-MIN_SPLIT_KEYS: Final = 1024  # keys from which decode.py, which splits them over blocks, runs a few rows
+CROWDED_REGISTERS: Final = 160  # registers per thread below which queries are read again for each tile of keys
+MIN_SPLIT_KEYS: Final = 1024  # keys from which few rows are left to decode.py, which splits the keys over blocks
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class MmaAttentionConfig:
 
 
 def implementations(problem: Attention, device: Device) -> list[Implementation]:
-    """Return the ways to run it, the expected fastest first; none if head dims are too large for this GPU."""
+    """Return the implementations, fastest expected first; none if head dims are too large for this GPU."""
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
         return []
     found = (fitted(problem, config, device) for config in _ranked(problem, device))
@@ -75,7 +75,7 @@ def _implementation(problem: Attention, config: MmaAttentionConfig, device: Devi
 
 
 def _ranked(problem: Attention, device: Device) -> list[MmaAttentionConfig]:
-    """Return configs: first those without idle warps and with enough blocks for the chip, and of these large ones."""
+    """Return the configs in order: first without idle warps, then with enough blocks for the GPU, then larger tiles."""
     rows = problem.queries * problem.gqa_group
     configs = list(_configs(max(problem.head_dim, problem.head_dim_v), math_kind(problem, device)))
 
@@ -84,7 +84,7 @@ def _ranked(problem: Attention, device: Device) -> list[MmaAttentionConfig]:
         enough = blocks >= device.multiprocessors
         return (config.block_m > _round_up(rows, 16), not enough, -config.block_m if enough else -blocks)
 
-    if problem.mask or problem.bias or problem.add_masked_score:  # their elements, or row limits, need registers too
+    if problem.mask or problem.bias or problem.add_masked_score:  # mask, bias or row limits take registers too
         configs = [config for config in configs if config.m_tiles == 1]
     if problem.add_masked_score or _differs_by_row(problem, problem.mask) or _differs_by_row(problem, problem.bias):
         configs = [config for config in configs if config.warps_m <= 4]
@@ -98,12 +98,12 @@ def _ranked(problem: Attention, device: Device) -> list[MmaAttentionConfig]:
 def _ranked_for_dynamic_sizes(
     problem: Attention, configs: list[MmaAttentionConfig], device: Device
 ) -> list[MmaAttentionConfig]:
-    """Return configs; the first is the largest one without idle warps and with enough blocks.
+    """Return the configs; the first is the largest one without idle warps and with enough blocks for the GPU.
 
-    It asks about as few configs as possible, because each question divides the sizes for which the answer holds.
+    Few configs are tested, because each test on a dynamic size adds a guard that narrows the range of sizes.
     """
     rows, heads = estimate(problem.queries * problem.gqa_group), estimate(problem.kv_heads * problem.batch)
-    if is_symbolic(rows):  # blocks of 128 and of 64 rows serve as well
+    if is_symbolic(rows):  # also offer blocks of 128 and of 64 rows
         configs = [config for config in configs if config.warps_m <= 4]
     ordered = sorted(configs, key=lambda config: -config.block_m)
     best = ordered[-1]
@@ -118,7 +118,7 @@ def _ranked_for_dynamic_sizes(
 
 def _configs(head_dim: int, kind: str) -> Iterator[MmaAttentionConfig]:
     config = MmaAttentionConfig
-    if kind == "FP32" and head_dim > 128:  # registers do not hold the other operands of warps that share keys
+    if kind == "FP32" and head_dim > 128:  # too few registers for warps that share keys
         yield from (config(2, 1, 16), config(1, 1, 16))
         return
     if kind == "FP32":
@@ -134,7 +134,7 @@ def _configs(head_dim: int, kind: str) -> Iterator[MmaAttentionConfig]:
 
 
 def math_kind(problem: Attention, device: Device) -> str:
-    """Return the instruction that multiplies: MATH_KIND of attention_mma.cuh."""
+    """Return the macro MATH_KIND of attention_mma.cuh: the instruction of the products."""
     if device.arch < MMA_ARCH:
         return "FP32"
     return "HALF" if problem.dtype != "float32" else "TF32" if problem.tf32 else "FP32"
@@ -146,7 +146,7 @@ def shared_item_bytes(problem: Attention, device: Device) -> int:
 
 
 def shared_bytes(problem: Attention, config: MmaAttentionConfig, device: Device, combines: bool) -> int:
-    """Return the bytes of shared memory of a block; `combines`: the results of its warps meet there."""
+    """Return the bytes of shared memory of a block; with `combines`, the warps combine their results there."""
     kind, item = math_kind(problem, device), shared_item_bytes(problem, device)
     k_row = _odd_sixteens(_round_up(problem.head_dim, {"HALF": 16, "TF32": 8, "FP32": 4}[kind]) * item)
     head_dim_v = _round_up(problem.head_dim_v, 16 if kind == "HALF" else 8)
@@ -158,7 +158,7 @@ def shared_bytes(problem: Attention, config: MmaAttentionConfig, device: Device,
 def fitted(
     problem: Attention, config: MmaAttentionConfig, device: Device, combines: bool = False
 ) -> MmaAttentionConfig | None:
-    """Return the config, or one with fewer stages, keys or rows that fits into shared memory; None if none does."""
+    """Return the config, or one with fewer stages, keys or rows, that fits into shared memory; None if none fits."""
     min_block_n = (8 if math_kind(problem, device) == "FP32" else 16) * config.warps_n
     while shared_bytes(problem, config, device, combines or config.warps_n > 1) > device.shared_per_block:
         if config.stages > 2:
@@ -173,9 +173,9 @@ def fitted(
 
 
 def defines(problem: Attention, config: MmaAttentionConfig, device: Device, second_pass: bool = False) -> Defines:
-    """Return the macros of attention_mma.cuh; lengths are none of them, so that a growing cache needs no new kernel.
+    """Return the macros of attention_mma.cuh. Lengths are arguments, so that a growing cache needs no new kernel.
 
-    `second_pass`: a block may begin again with the tiles that it skipped, because it has all keys of its rows.
+    With `second_pass`, a block may start again with the tiles that it skipped, because it has all keys of its rows.
     """
     negligible, second_pass_below = NEGLIGIBLE[problem.dtype]
     skips_causal_tiles = problem.add_masked_score and problem.causal is not None and problem.masked_score <= negligible
@@ -197,12 +197,12 @@ def defines(problem: Attention, config: MmaAttentionConfig, device: Device, seco
 
 
 def bias_macro(problem: Attention) -> int:
-    """Return the macro BIAS: 0 without a bias, 1 with one, 2 with one that each head multiplies by a slope."""
+    """Return the macro BIAS: 0 without a bias, 1 with a bias, 2 with a bias that is multiplied by a slope per head."""
     return 0 if problem.bias is None else 2 if problem.slopes else 1
 
 
 def _scales_in_exponent(problem: Attention) -> bool:
-    """Return whether scores can stay without their scale until they are exponentiated."""
+    """Return whether the scale can be applied to scores as late as in the exponent (macro SCALE_IN_EXPONENT)."""
     replaced = problem.mask_kind in ("boolean", "inverted") and problem.masked_score > -math.inf
     added = problem.add_masked_score or problem.mask_kind == "additive"
     changed = replaced or added or problem.bias is not None or problem.softcap != 0
@@ -210,7 +210,7 @@ def _scales_in_exponent(problem: Attention) -> bool:
 
 
 def _keeps_queries(problem: Attention, config: MmaAttentionConfig, device: Device) -> bool:
-    """Return whether registers hold the queries beside the operands of masks and biases."""
+    """Return whether the queries fit into registers in addition to the elements of masks and biases."""
     kind = math_kind(problem, device)
     registers = 4 * config.m_tiles * (-(-problem.head_dim // 16) if kind == "HALF" else -(-problem.head_dim // 8))
     crowded = REGISTERS // (config.threads * config.min_blocks) < CROWDED_REGISTERS
@@ -248,7 +248,7 @@ def access_bytes(problem: Attention) -> int:
 
 
 def out_width(problem: Attention) -> int:
-    """Return the elements of an access to the result."""
+    """Return the elements per access to the result: the macro OUT_WIDTH."""
     item = ITEM_BYTES[problem.out_dtype or problem.dtype]
     if not problem.aligned:
         return 1
@@ -258,7 +258,7 @@ def out_width(problem: Attention) -> int:
 
 
 def arguments(problem: Attention, row_tiles: int) -> tuple[Argument, ...]:
-    """Return the arguments for ATTENTION_PARAMETERS of attention_mma_tiles.cuh."""
+    """Return the kernel arguments that match ATTENTION_PARAMETERS of attention_mma_tiles.cuh."""
     tensors = (problem.q, problem.k, problem.v, problem.out)
     scores = (problem.mask, problem.bias)
     integers = (
@@ -276,7 +276,7 @@ def arguments(problem: Attention, row_tiles: int) -> tuple[Argument, ...]:
 
 
 def _score_scalars(problem: Attention) -> tuple[float, float, float]:
-    """Return (scale, masked, cap), which make scores in units of log2(e) from the products q k^T."""
+    """Return (scale, masked, cap), by which products q k^T become scores in units of log2(e)."""
     boolean = problem.add_masked_score or problem.mask_kind in ("boolean", "inverted")
     masked = problem.masked_score if boolean else 0.0
     masked = masked if math.isinf(masked) else max(LOWEST, min(-LOWEST, masked * LOG2_E))
@@ -290,5 +290,5 @@ def _round_up(number: int, step: int) -> int:
 
 
 def _odd_sixteens(count: int) -> int:
-    """Return the bytes of a row in shared memory: an odd number of sixteens, so that eight rows meet no bank twice."""
+    """Return the bytes of a row in shared memory: an odd multiple of 16, so that eight rows have no bank conflicts."""
     return (-(-count // 16) | 1) * 16

@@ -1,4 +1,4 @@
-"""From a fused node to an Attention: sizes, strides of every layout, masks, and the checks that they fit."""
+"""Convert a fused node to an Attention: read sizes, strides and masks for all layouts, and check that they fit."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ CHOICES: Final = (  # (attribute, known values, default)
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor of heads as (batch, length, heads, head_dim), with the strides of the first three in elements."""
+    """A tensor viewed as (batch, length, heads, head_dim); the strides of the first three axes are in elements."""
 
     batch: int
     length: int
     heads: int
     head_dim: int
-    strides: tuple[int, int, int]  # strides of batch, length and heads
-    offset: int = 0  # elements before the first one
+    strides: tuple[int, int, int]  # strides of batch, length and heads, in elements
+    offset: int = 0  # elements before the first element of the first head
 
     def at(self, pointer: Pointer, item_bytes: int) -> HeadTensor:
-        """Return these heads in the memory that `pointer` points to."""
+        """Return the HeadTensor with these strides at `pointer`."""
         batch, row, head = self.strides
         return HeadTensor(replace(pointer, offset=self.offset * item_bytes), batch, head, row)
 
@@ -99,7 +99,7 @@ def attention_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
     y = TensorSpec(shape, node.output_dtypes[0], tensors["q"].aligned)
     operator = _is_operator(node)
     mask = operand_spec(node, inputs, "mask")
-    # The operator's mask may be shorter than the keys; the keys beyond it do not count.
+    # The mask of ONNX's Attention operator may be shorter than the keys; the keys beyond its end do not count.
     kind = _mask_kind(node, mask.dtype if mask else None)
     keys = k.length
     if operator and mask and mask.shape and kind != "causal" and not expect_equal(mask.shape[-1], keys):
@@ -124,7 +124,7 @@ def attention_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
         causal=_causal(node, kind, q.length, keys),
         add_masked_score=kind == "causal",
         softcap=node.number("softcap", 0.0) if operator else cap,
-        # The operator gives 0 for rows without a key, and so does a product over no keys at all.
+        # ONNX's Attention gives 0 for rows without a key, and so does a product over no keys at all.
         zero_masked_rows=operator or node.attributes.get("fully_masked") in ("zero", "cleared") or keys == 0,
         tf32=device.tf32, out_dtype=y.dtype if y.dtype != tensors["q"].dtype else "",
     )  # fmt: skip
@@ -136,10 +136,10 @@ def _is_operator(node: FusedNode) -> bool:
 
 
 def _causal(node: FusedNode, kind: str, queries: int, keys: int) -> int | None:
-    """Return `Attention.causal`.
+    """Return the value of `Attention.causal`.
 
-    With the operator's is_causal the first query sees the first key only; under a causal mask the last query sees the
-    last key.
+    With is_causal of ONNX's Attention, the first query sees only the first key. Under a causal mask, the last query
+    sees the last key.
     """
     bounds = [keys - queries] if kind == "causal" and not always(lambda: queries <= 1, queries) else []
     bounds += [0] if _is_operator(node) and node.integer("is_causal", 0) else []
@@ -147,9 +147,9 @@ def _causal(node: FusedNode, kind: str, queries: int, keys: int) -> int | None:
 
 
 def _mask_kind(node: FusedNode, dtype: str | None) -> MaskKind | Literal["causal"]:
-    """Return the kind of the node's mask, whose dtype is `dtype`; None if it has none.
+    """Return the kind of the node's mask of dtype `dtype`; "none" without a mask.
 
-    The operator's mask is boolean or additive by its dtype.
+    The dtype decides whether the mask of ONNX's Attention is boolean or additive.
     """
     if node.attributes.get("form") == "operator":
         return "none" if dtype is None else "boolean" if dtype == "bool" else "additive"
@@ -208,7 +208,7 @@ def _operand(node: FusedNode, name: str, tensor: TensorSpec, heads: int) -> Oper
 
 
 def _packed_heads(node: FusedNode, name: str, width: int, heads: int) -> tuple[int, int, int]:
-    """Return head_dim, the elements before the first head, and those from one head to the next, in rows of `width`."""
+    """Return (head_dim, offset of the first head, stride between heads) in elements, for packed rows of `width`."""
     if f"{name}_offset" not in node.attributes:
         size = width // max(1, heads)
         return (size if heads * size == width else -1), 0, size
@@ -254,7 +254,7 @@ def _out_shape(node: FusedNode, out: Operand) -> tuple[tuple[int, ...], tuple[in
 def _score_tensor(
     node: FusedNode, name: str, tensor: TensorSpec | None, full: tuple[int, int, int, int]
 ) -> ScoreTensor | None:
-    """Return a mask or bias, which broadcasts from the right to (batch, heads, queries, keys); None if it is absent."""
+    """Return a mask or bias broadcast to (batch, heads, queries, keys); None if the node has none."""
     if tensor is None:
         return None
     shape = (1,) * (4 - len(tensor.shape)) + tensor.shape

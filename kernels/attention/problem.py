@@ -1,4 +1,4 @@
-"""Scaled dot-product attention, as the hosts of every attention kernel see it."""
+"""The description of an attention problem that the hosts of all attention kernels share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ScoreTensor:
     head_stride: int
     query_stride: int
     key_stride: int  # 0 or 1
-    aligned: bool  # the data begins at a multiple of 16 bytes
+    aligned: bool  # the address is a multiple of 16 bytes
 
     @property
     def strides(self) -> tuple[int, int, int]:
@@ -33,14 +33,14 @@ class ScoreTensor:
 
     @property
     def differs(self) -> tuple[bool, bool, bool]:
-        """Whether the elements differ along batch, head and query; a stride that is symbolic is not 0."""
+        """Whether the elements differ along batch, head and query; a symbolic stride counts as not 0."""
         batch, head, query = (is_symbolic(stride) or stride != 0 for stride in self.strides)
         return batch, head, query
 
     def reads_pairs(self, dynamic: int | str, *extents: int) -> int | str:
-        """Return a macro: 1 if two keys can be one access, because all strides and these extents are even, else 0.
+        """Return the value of a macro: 1 if one access can read two keys (all strides and `extents` are even), else 0.
 
-        Where that depends on dynamic sizes, it is `dynamic`, by which the kernel finds out.
+        If it depends on dynamic sizes, the value is `dynamic`, an expression that the kernel evaluates.
         """
         numbers = (*self.strides, *extents)
         if self.key_stride != 1 or not self.aligned or any(number % 2 for number in numbers if isinstance(number, int)):
@@ -52,7 +52,7 @@ class ScoreTensor:
 
 @dataclass(frozen=True)
 class HeadNumbers:
-    """A number of each query head, side by side."""
+    """A contiguous vector with one number per query head."""
 
     pointer: Pointer
     dtype: str  # "float32", "float16", "bfloat16"
@@ -64,12 +64,12 @@ class Attention:
 
     Query head h reads key and value head h // (heads // kv_heads).
 
-    - A boolean mask keeps the scores where it is true and puts `masked_score` in place of the others; an inverted one
-      keeps those where it is false; an additive one is added.
-    - With `slopes`, the bias of a head is its slope times the elements of `bias`, which are the same for all heads.
-    - `causal` is None, or the number c for which query i sees the keys up to i + c: the scores of others are -inf.
-    - With `add_masked_score`, `masked_score` is instead added to the scores that `causal`, or a boolean mask if there
-      is one, leaves out.
+    - A boolean mask keeps the scores where it is true and replaces the others by `masked_score`; an inverted mask
+      keeps the scores where it is false; an additive mask is added to the scores.
+    - With `slopes`, the bias of a head is the head's slope times `bias`, which all heads share.
+    - If `causal` is a number c, query i sees only the keys up to i + c, and its other scores are -inf.
+    - With `add_masked_score`, `masked_score` is added to the scores that `causal` or a boolean mask excludes, instead
+      of replacing them.
     - A row whose scores are all -inf gives 0 if `zero_masked_rows`, else NaN.
     """
 
@@ -81,7 +81,7 @@ class Attention:
     head_dim: int  # elements per head of queries and keys
     head_dim_v: int  # elements per head of values and results
     dtype: str  # dtype of q, k and v, and of out unless `out_dtype` differs
-    aligned: bool  # all four begin at multiples of 16 bytes
+    aligned: bool  # the addresses of q, k, v and out are multiples of 16 bytes
     q: HeadTensor
     k: HeadTensor
     v: HeadTensor
@@ -98,21 +98,21 @@ class Attention:
     zero_masked_rows: bool = False
     tf32: bool = False  # float32 operands may be rounded to TF32
     out_dtype: str = ""
-    program: EpilogueProgram | None = None  # operators that follow
-    rotation: Rotary | None = None  # makes q and k from two tensors; a kernel may make q itself instead of reading it
+    program: EpilogueProgram | None = None  # elementwise operators applied to the results before they are stored
+    rotation: Rotary | None = None  # the rotation that produces q and k; a kernel may rotate q itself
 
     def with_program(self, launch: Launch) -> Launch:
-        """Return the launch that stores the results, with the operators that follow."""
+        """Return the launch that stores the results, extended by `program`."""
         return self.program.launch(launch) if self.program else launch
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """The sizes that may be dynamic."""
+        """The sizes that may be dynamic dims."""
         return self.batch, self.queries, self.keys
 
     @property
     def is_symbolic(self) -> bool:
-        """Whether a size is dynamic, and the plan is one for many sizes."""
+        """Whether any size is dynamic, so that one plan serves many sizes."""
         return is_symbolic(*self.sizes)
 
     @property

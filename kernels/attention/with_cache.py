@@ -1,4 +1,4 @@
-"""Attention over a growing cache: one launch reads the past and writes the present, or a launch before it copies."""
+"""Attention over a growing cache: one launch attends and writes the present caches, or a first launch copies them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from onnxfuse.kernels.tensors import ITEM_BYTES, element_count, required_spec, u
 from onnxfuse.runtime.plan import Device, FusedNode, NoAlias, Plan, Pointer, TensorSpec
 from onnxfuse.runtime.symint import expect_equal, for_later_plans, is_symbolic, maximum
 
-ROW_AXIS: Final = {"bhsd": 2, "bshd": 1}  # the axis on which a cache grows, by its layout
-PASTS: Final = (("past_key", "k"), ("past_value", "v"))  # each past cache, and the operand with its new rows
+ROW_AXIS: Final = {"bhsd": 2, "bshd": 1}  # axis along which a cache grows, by layout
+PASTS: Final = (("past_key", "k"), ("past_value", "v"))  # (operand of a past cache, operand with its new rows)
 
 
 def unsupported_cache(node: FusedNode, input_dtypes: Sequence[str]) -> str | None:
@@ -45,8 +45,8 @@ def with_cache_candidates(node: FusedNode, inputs: Sequence[TensorSpec], device:
     no_alias = _no_alias(node, cache)
     if 0 in outputs[0].shape:
         return [_of_outputs(node, Plan(outputs, copy, no_alias=no_alias))]
-    # One launch writes the keys that it reads, so it must read all of them: under a causal mask it does so only if the
-    # mask adds to scores.
+    # A single launch writes only the keys that it reads, so it must read all of them. Under a causal mask it does so
+    # only with add_masked_score.
     reads_all_keys = (problem.causal is None or problem.add_masked_score) and problem.keys == cache.rows
     found = decode.implementations(problem, device, cache)[: MAX_IMPLEMENTATIONS - 1] if reads_all_keys else []
     with for_later_plans(*problem.sizes) if found else nullcontext():
@@ -60,7 +60,7 @@ def with_cache_candidates(node: FusedNode, inputs: Sequence[TensorSpec], device:
 
 
 def _of_outputs(node: FusedNode, plan: Plan) -> Plan:
-    """Return a plan whose present caches lie in scratch memory where the node has no such outputs."""
+    """Return the plan with present caches moved to scratch memory if the node does not output them."""
     count, before = len(node.output_dtypes), len(plan.scratch)
     if count == len(plan.outputs):
         return plan
@@ -77,7 +77,7 @@ def _of_outputs(node: FusedNode, plan: Plan) -> Plan:
 def cached_attention(
     node: FusedNode, inputs: Sequence[TensorSpec], device: Device
 ) -> tuple[Attention, Cache, tuple[TensorSpec, ...]]:
-    """Return attention over the present caches, how these are made, and the outputs.
+    """Return (attention over the present caches, the Cache that describes how to fill them, the output specs).
 
     Raises ValueError if shapes do not fit.
     """
@@ -98,7 +98,7 @@ def cached_attention(
         grown[node.operands.index(name)] = present
     problem, y = attention_of(_attention_over(node, ("k", "v"), caches, masks=True), grown, device)
     k, v = (replace(each, pointer=Pointer("output", i)) for i, each in enumerate((problem.k, problem.v), 1))
-    # Of a dynamic batch it is an expression, 1 or 0, and no guard; a batch of 0 is as good as one of 1.
+    # For a dynamic batch this is an expression with value 1 or 0, which adds no guard; a batch of 0 counts as 1.
     one_batch = cast(bool, 1 // maximum(problem.batch, 1)) if is_symbolic(problem.batch) else problem.batch <= 1
     same_offsets = one_batch if problem.kv_heads == 1 or _cache_layout(node) == "bshd" else False
     item = ITEM_BYTES[problem.dtype]
@@ -120,7 +120,10 @@ def _attention_over(
 
 
 def _no_alias(node: FusedNode, cache: Cache) -> tuple[NoAlias, ...]:
-    """Return that no past may overlap a present, except its own at the same start if rows keep their offsets."""
+    """Return the constraints that no past overlaps a present cache.
+
+    A past may share the address of its own present cache if rows have the same offsets in both.
+    """
     pasts = list(enumerate(name for name, _ in PASTS))
     return tuple(
         NoAlias(node.operands.index(past), 1 + present, same_start=cache.same_offsets if own == present else False)

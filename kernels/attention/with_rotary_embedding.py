@@ -1,9 +1,9 @@
-"""Attention after rotary embedding: one launch rotates queries and keys, and the attention kernels read the result.
+"""Attention after rotary embedding: one launch rotates queries and keys before the attention kernel.
 
-Every tile of 64 to 192 queries reads a key, so that rotating it while it is loaded would repeat that work. Written once
-and read from L2, it costs as many bytes as it has: for 2048 queries of 32 heads and keys of 8, of 64 elements in fp16,
-21 MB in one launch instead of two, and with norms instead of four. A query is read by one block: attention_hopper.cu
-rotates queries itself, and the launch has keys alone, 4 MB of these 21.
+Each tile of 64 to 192 queries reads every key, so rotating keys on load would repeat that work for each tile. Instead,
+keys are rotated once and read from L2. For 2048 positions, 32 query heads and 8 key heads of 64 elements in fp16, one
+launch moves 21 MB; it replaces two launches, or four with norms. A query is read by one block only, so
+attention_hopper.cu rotates queries itself; the launch then rotates only keys, 4 MB of the 21.
 """
 
 from __future__ import annotations
@@ -60,20 +60,20 @@ def unsupported_rotary(node: FusedNode, input_dtypes: Sequence[str]) -> str | No
 def rotary_candidates(
     node: FusedNode, inputs: Sequence[TensorSpec], problem: Attention, out: TensorSpec, device: Device
 ) -> list[Plan]:
-    """Return the plans of a node with at least one key, the expected fastest first; none if no kernel takes the heads.
+    """Return the plans of a node with at least one key, fastest expected first; none if no kernel supports the heads.
 
     Raises ValueError if the tables do not fit.
     """
     results = _rotated_tensors(problem)
     rotary = _rotary(node, inputs, problem, results)
-    # `_after` adds the number of results to the index of every scratch buffer, also to these two.
+    # The indices are negative because `_after` adds the number of results to the index of every scratch buffer.
     q, k = (replace(heads, pointer=Pointer("scratch", i - len(results))) for i, heads in enumerate(results))
     ways = implementations(replace(problem, q=q, k=k, rotation=rotary), device)
     return [_after(rotary if _reads(each, q.pointer) else _of_keys(rotary), each, out, device) for each in ways]
 
 
 def _rotated_tensors(problem: Attention) -> tuple[HeadTensor, HeadTensor]:
-    """Return the rotated queries and as many keys in scratch memory, as (batch, length, heads, head_dim)."""
+    """Return scratch tensors for the rotated queries and keys, as (batch, length, heads, head_dim)."""
     rows = problem.heads * problem.head_dim, problem.kv_heads * problem.head_dim
     q, k = (
         HeadTensor(Pointer("scratch", i), problem.queries * row, problem.head_dim, row) for i, row in enumerate(rows)
@@ -82,13 +82,13 @@ def _rotated_tensors(problem: Attention) -> tuple[HeadTensor, HeadTensor]:
 
 
 def _of_keys(rotary: Rotary) -> Rotary:
-    """Return the rotation of the keys alone, to the first scratch buffer."""
+    """Return the rotation of only the keys, which writes them to the first scratch buffer."""
     keys = rotary.tensors[-1]
     return replace(rotary, tensors=(replace(keys, y=replace(keys.y, pointer=Pointer("scratch", 0))),))
 
 
 def _reads(attention: Implementation, pointer: Pointer) -> bool:
-    """Return whether a kernel reads a tensor."""
+    """Return whether any launch of `attention` has `pointer` among its arguments."""
     return any(pointer in step.values for step in attention.steps if isinstance(step, Launch))
 
 
@@ -120,7 +120,7 @@ def _scale(node: FusedNode, name: str) -> Value:
 
 
 def _after(rotary: Rotary, attention: Implementation, out: TensorSpec, device: Device) -> Plan:
-    """Return the plan of a rotation, whose results are its first scratch buffers, and then the steps of `attention`."""
+    """Return the plan that rotates into the first scratch buffers and then runs the steps of `attention`."""
     results = [tensor.y for tensor in rotary.tensors]
     scratch = [rotary.batch * heads.batch_stride * ITEM_BYTES[rotary.y_dtype] for heads in results]
 
@@ -137,7 +137,7 @@ def _after(rotary: Rotary, attention: Implementation, out: TensorSpec, device: D
 
 
 def _shifted(value: ArgumentValue, by: int) -> ArgumentValue:
-    """Return a pointer to the scratch buffer this many after its own; any other pointer or scalar unchanged."""
+    """Return a scratch pointer with its index increased by `by`; any other argument unchanged."""
     if isinstance(value, Pointer) and value.kind == "scratch":
         return replace(value, index=value.index + by)
     return value

@@ -1,4 +1,4 @@
-// y (pixels, CHANNELS) is x0 to the last of PARTS tensors of as many pixels, side by side; the others are null.
+// y (pixels, CHANNELS) is the concatenation of PARTS tensors x0, x1, ... along channels; the other pointers are null.
 //
 // A thread writes vectors of y, so that neighbouring threads write a whole row.
 #include "row_parts.cuh"

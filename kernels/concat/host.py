@@ -24,10 +24,10 @@ from onnxfuse.kernels.tensors import (
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 from onnxfuse.runtime.symint import estimate
 
-MAX_PARTS: Final = 32  # pointers that the kernels take
-THREADS: Final = 128  # per block
-RESIDENT_THREADS: Final = 2048  # per multiprocessor
-CHUNKS: Final = (1, 2, 4)  # vectors of a thread: as many as let all threads be resident together, or the most
+MAX_PARTS: Final = 32  # parts per node: the kernels take this many pointers
+THREADS: Final = 128  # threads per block
+RESIDENT_THREADS: Final = 2048  # threads per multiprocessor
+CHUNKS: Final = (1, 2, 4)  # vectors per thread: the fewest with which all threads are resident, else 4
 
 
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
@@ -48,10 +48,10 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the one plan.
 
-    concat has operands x_i (*pixels, channels of it), and y is (*pixels, all channels).  split has x (*pixels,
-    channels), and each output has as many channels as the attribute `split` says.
+    concat: each operand is (*pixels, its channels), and y is (*pixels, all channels).  split: x is (*pixels, channels),
+    and the attribute `split` has the channels of each output.
 
-    Raises ValueError if other axes than the last differ, or `split` does not add up to the axis of x.
+    Raises ValueError if axes other than the last differ, or if `split` does not add up to the channels of x.
     """
     if node.fusion == "concat":
         y = _joined(node, inputs)
@@ -66,7 +66,7 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
 
 
 def _joined(node: FusedNode, inputs: Sequence[TensorSpec]) -> TensorSpec:
-    """Return the shape of y.  Raises ValueError if pixels differ."""
+    """Return the spec of y.  Raises ValueError if the pixel axes of inputs differ."""
     pixels = inputs[0].shape[:-1]
     for name, tensor in zip(node.operands, inputs, strict=True):
         if not tensor.shape or tensor.shape[:-1] != pixels:
@@ -77,7 +77,7 @@ def _joined(node: FusedNode, inputs: Sequence[TensorSpec]) -> TensorSpec:
 
 
 def _divided(node: FusedNode, x: TensorSpec) -> tuple[TensorSpec, ...]:
-    """Return the shapes of the outputs.  Raises ValueError if they do not make x."""
+    """Return the specs of the outputs.  Raises ValueError if their channels do not add up to x."""
     sizes = node.attributes.get("split")
     count = len(node.output_dtypes)
     if not isinstance(sizes, list | tuple) or len(sizes) != count or not x.shape or sum(sizes) != x.shape[-1]:
@@ -98,7 +98,7 @@ def _plan(
     node: FusedNode, parts: Sequence[TensorSpec], whole: TensorSpec, outputs: tuple[TensorSpec, ...],
     arguments: Sequence[Argument], device: Device,
 ) -> Plan:  # fmt: skip
-    """Return the plan for `parts`, which lie side by side in `whole`."""
+    """Return the plan that copies between `parts` and `whole`, whose channels are the parts' channels in order."""
     count = element_count(whole)
     if not count:
         return Plan(outputs, ())

@@ -1,9 +1,9 @@
-// Rows of CHANNELS elements, one a pixel, whose parts are tensors of their own: of PARTS tensors, the i-th one has the
-// channels from the i-th of BEGINS up to the next one of every pixel.
+// Rows of CHANNELS elements, one per pixel, that are divided among PARTS tensors: the i-th tensor has the channels from
+// the i-th number of BEGINS up to the next number, for all pixels.
 //
-// A thread copies the vector of the same channels of CHUNKS pixels, a CHUNKS-th of all pixels apart, so that it looks
-// for their part once, before its predecessor has ended, and has all loads in flight together. Elements are moved as
-// they are, each of them once. Rows are read and written in whole lines.
+// A thread copies one vector of channels for CHUNKS pixels, which lie a CHUNKS-th of all pixels apart. So it looks up
+// the part only once, before the preceding kernel has ended, and has all loads in flight together. Each element is
+// copied once, unchanged. Rows are read and written in whole lines.
 //
 //   T         storage type                          WIDTH    elements of a vector access, which divide all parts
 //   STREAMED  1: written elements leave L2 first    RELEASE  1: the next kernel may start before this one stores
@@ -31,7 +31,7 @@ struct Place {
     }
 };
 
-// Where a channel of the first pixel lies in the part that has it, and the channels of that part.
+// The address of a channel of the first pixel in the part that contains it, and the number of channels of that part.
 template <class P>
 struct Part {
     P* at;

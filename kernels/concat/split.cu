@@ -1,4 +1,4 @@
-// y0 to the last of PARTS tensors are the channels of x (pixels, CHANNELS), in order; the others are null.
+// x (pixels, CHANNELS) is split along channels into PARTS tensors y0, y1, ...; the other pointers are null.
 //
 // A thread reads vectors of x, so that neighbouring threads read a whole row.
 #include "row_parts.cuh"

@@ -1,4 +1,4 @@
-// A row of x as a thread of a depthwise kernel reads it: the columns of a strip of TW positions of y.
+// The part of a row of x that a thread of a depthwise kernel reads, for a strip of TW positions of y.
 //
 // Macros:
 //   CHANNELS, VEC       channels of x, and elements of an access, which divide them
@@ -15,7 +15,7 @@ constexpr u32 ALL_COLUMNS = 0xffffffffu >> (32 - COLUMNS);
 static_assert(CHANNELS % VEC == 0, "a position is whole vectors");
 static_assert(COLUMNS <= 32, "a bit for each column");
 
-// Whether a position reads column `column` of a strip.
+// Returns whether any position of a strip reads column `column`.
 __device__ constexpr bool reads_column(int column) {
     for (int s = 0; s < PIECE; ++s) {
         const int from = column - s * DW;
@@ -24,7 +24,7 @@ __device__ constexpr bool reads_column(int column) {
     return false;
 }
 
-// The bits of the columns that lie inside a row of x, of those from `first` on.
+// Returns a mask of the columns, from `first` on, that lie inside a row of x.
 __device__ __forceinline__ u32 columns_inside(int first, int width) {
     const int low = max(0, -first), high = min(COLUMNS, width - first);
     return low < high ? ALL_COLUMNS >> (COLUMNS - (high - low)) << low : 0;
@@ -43,7 +43,7 @@ struct Row {
         }
     }
 
-    // The same, with code of its own for rows that are all inside.
+    // The same, with a faster path if all columns are inside.
     __device__ __forceinline__ void load(const T* from, u32 inside) {
         if (inside != ALL_COLUMNS) return load_some(from, inside);
 #pragma unroll

@@ -37,7 +37,7 @@ constexpr bool HELD = !ROLLED && TAPS * VEC <= 36;       // weights are kept in 
 
 static_assert(ROLLED ? TH == 1 && AHEAD == 1 : KD == 1 && PIECE == KW, "see above");
 
-// Whether a position reads row `row` of a strip.
+// Returns whether any position of a strip reads row `row`.
 __device__ constexpr bool reads_row(int row) {
     for (int r = 0; r < KH; ++r) {
         const int from = row - r * DH;
@@ -48,7 +48,8 @@ __device__ constexpr bool reads_row(int row) {
 
 // ---- weights -----------------------------------------------------------------------------------------------------
 
-// Channels of a tap lie in planes of BX x PLANE, so that lanes read different banks.
+// Returns the offset of a vector's weights. Channels of a tap lie in planes of BX x PLANE, so that lanes read different
+// banks.
 __device__ __forceinline__ int weight_offset(int tap, int vector) { return tap * SLICE + vector * PLANE; }
 
 __device__ __forceinline__ Pack<T, VEC> load_weights(const T* w, int tap, int channel) {
@@ -77,7 +78,7 @@ __device__ __forceinline__ void store_weights(float* to, const Pack<T, VEC>& loa
     for (int v = 0; v < VEC; ++v) to[weight_offset(tap, vector) + v / PLANE * (BX * PLANE) + v % PLANE] = values[v];
 }
 
-// The block's weights on their way to shared memory: FETCHED vectors of a thread at a time.
+// The copy of the block's weights to shared memory takes FETCHED vectors per thread at a time.
 constexpr int VECTORS = TAPS * BX, FETCHES = (VECTORS + THREADS - 1) / THREADS, FETCHED = FETCHES < 4 ? FETCHES : 4;
 
 struct Weights {

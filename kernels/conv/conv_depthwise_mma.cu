@@ -40,8 +40,8 @@ constexpr int THREADS = 32 * BLOCK_GROUPS * WARPS_M, ALL_GROUPS = CHANNELS / 8;
 constexpr int ROWS = (TP - 1) * SH + (KH - 1) * DH + 1, COLUMNS = (TQ - 1) * SW + (KW - 1) * DW + 1;
 constexpr int SPAN = (COLUMNS + SW - 1) / SW, PITCH = SPAN * SW;  // chunks of one remainder, and of a row of the patch
 
-// Chunks from plane to plane: of eight neighbouring lanes, which read or write all groups of a pixel before the next
-// pixel, as few as possible meet in one bank.
+// Returns the distance of planes in chunks. Lanes read or write all groups of a pixel before the next pixel; the
+// distance gives eight neighbouring lanes as few bank conflicts as possible.
 constexpr int plane_chunks(int pixels) {
     constexpr int STEP = BLOCK_GROUPS < 8 ? (8 + BLOCK_GROUPS - 1) / BLOCK_GROUPS : 1;
     return pixels + (STEP - pixels % 8 + 8) % 8;
@@ -55,16 +55,16 @@ constexpr int PAIRS_W = KW / 2, PAIRS_H = KW % 2 ? (KH + 1) / 2 : 0, PAIRS = KH 
 
 static_assert(CHANNELS % 8 == 0 && TP % TH == 0 && sizeof(T) == 2, "see above");
 
-// The chunk of a row of the patch that the first position of a strip reads at a tap.
+// Returns the chunk in a row of the patch that the first position of a strip reads at tap `s`.
 __device__ constexpr int tap_chunk(int s) { return s * DW % SW * SPAN + s * DW / SW; }
 
-// The row of the filter by which row `t` of a strip reads its row `row` of x, or -1.
+// Returns the row of the filter by which row `t` of a strip reads row `row` of x, or -1 if none.
 __device__ constexpr int filter_row(int row, int t) {
     const int from = row - t * SH;
     return from >= 0 && from % DH == 0 && from / DH < KH ? from / DH : -1;
 }
 
-// Whether a row of a strip reads row `row` of x by a row of the filter that is a multiple of `multiple`.
+// Returns whether some row of a strip reads row `row` of x by a filter row that is a multiple of `multiple`.
 __device__ constexpr bool is_read(int row, int multiple) {
     for (int t = 0; t < TH; ++t)
         if (filter_row(row, t) >= 0 && filter_row(row, t) % multiple == 0) return true;
@@ -150,8 +150,8 @@ struct Strip {
 
     __device__ __forceinline__ explicit Strip(int strip) : row(strip / STRIPS_W * TH), column(strip % STRIPS_W * 8) {}
 
-    // The chunk of a plane that the strip's position of column `at` reads at the first tap of its first row; where the
-    // tile has no such column, that of its last one.
+    // Returns the chunk of a plane that column `at` of the strip reads at the first tap of its first row. If the tile
+    // has no such column, its last column counts.
     __device__ __forceinline__ int chunk(int at) const { return row * SH * PITCH + min(column + at, TQ - 1); }
 };
 
@@ -233,7 +233,7 @@ struct Output {
         for (int i = 0; i < 2; ++i) vectors.load(values, i, channel + i);
     }
 
-    // Finishes the sums of position (row, column) of the tile and leaves them at `to`.
+    // Applies the epilogue to the sums of position (row, column) of the tile, and stores the results at `to`.
     __device__ __forceinline__ void finish(char* to, const float (&sums)[2], Place place, int row, int column,
                                            int channel) const {
         float added[2] = {}, results[2];
@@ -264,7 +264,7 @@ struct Output {
     }
 };
 
-// Finishes two strips of a tile and leaves them in shared memory. `patch` and `stage` are the planes of the warp.
+// Computes two strips of a tile and stores the results in shared memory. `patch` and `stage` are the warp's planes.
 __device__ __forceinline__ void compute_strips(const char* patch, char* stage, Place place, int job, int group,
                                                const T* w, const Weights& weights, const Output& output) {
     float sums[TH][4] = {};

@@ -1,5 +1,5 @@
-// Depthwise convolutions of channels-last tensors by CUDA cores, in fp32, for filters of stride and dilation 1 along the
-// height; one or two spatial axes.
+// Depthwise convolutions of channels-last tensors by CUDA cores, in fp32, for filters of stride and dilation 1 along
+// the height; one or two spatial axes.
 //
 //   y = epilogue(conv(x, w))    each channel of y reads the same channel of x
 //
@@ -7,8 +7,8 @@
 // these channels in registers. It slides down the rows of x: a row is loaded while those before are used, widened to
 // fp32 once, and added to the KH rows of y that read it; it completes the oldest of them. The sums of row r of
 // the filter move to row r + 1 with their first product, which reads one register and writes another, so that the loop
-// over rows neither copies nor is unrolled. The first and the last KH - 1 rows, which belong to fewer rows of the strip,
-// have code of their own: a branch for each row of the filter would make the compiler copy all sums. Loads overlap with
+// over rows needs neither copies nor unrolling. The first and the last KH - 1 rows contribute to fewer rows of the
+// strip and have separate code: a branch per row of the filter makes the compiler copy all sums. Loads overlap with
 // those of neighbouring threads of the block, which is a patch of BH x BW such strips, and are served by L1 there.
 //
 // A strip has at least KH - 1 rows, and y is no smaller than a strip.
@@ -62,7 +62,7 @@ struct Weights {
 
 // ---- sums --------------------------------------------------------------------------------------------------------
 
-// The rows of y that a row of x belongs to: sums[r] is of the one that reads it by row r of the filter.
+// Sums of the rows of y that read the current row of x: sums[r] is the row of y that reads it by row r of the filter.
 struct Sums {
     float rows[KH][TW][VEC];
 
@@ -80,7 +80,7 @@ struct Sums {
     }
 };
 
-// Has the compiler keep a pointer in registers. Otherwise every access computes its address from the kernel's arguments.
+// Makes the compiler keep a pointer in registers; otherwise each access computes its address from kernel arguments.
 template <class P>
 __device__ __forceinline__ void keep(P*& pointer) {
     asm volatile("" : "+l"(pointer));
@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     release_successor();
     if (channel >= CHANNELS || strip_row >= out_height || strip_column >= out_width) return;
 
-    // The last strips are whole, too: they compute some positions of those before once more.
+    // The last strips have full size too: they recompute some positions of the strips before them.
     const int out_row = min(strip_row, out_height - strip_rows), out_column = min(strip_column, out_width - TW);
     int row = out_row - pad_h;
     const int column = out_column * SW - pad_w;
@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
 
     Sums sums;
-    // Widens a row of x, and starts the loads of one that follows.
+    // Widens a row of x to fp32, and starts the loads of a later row.
     const auto next_row = [&](float (&values)[COLUMNS][VEC], bool is_more = true) {
         ahead[0].widen_to(values);
         if constexpr (AHEAD > 1) ahead[0] = ahead[1];

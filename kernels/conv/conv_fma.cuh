@@ -1,5 +1,5 @@
 // Sums of a tile on CUDA cores, exactly in fp32, with the stages of gemm_mma.cuh: for fp32 that may not be rounded to
-// TF32, and for what mma.sync lacks on the GPU.
+// TF32, and for dtypes that mma.sync does not support on the GPU.
 //
 // A warp has 64 rows and 32 columns of the tile; a thread has every eighth of the rows and every fourth of the columns.
 // Of four neighbouring k, it loads its 8 rows of x once and then a column of w at a time: 16 loads for 256 fma, both of
@@ -18,7 +18,7 @@ struct FmaSums {
     __device__ __forceinline__ static int row() { return threadIdx.x / 32 / WARPS_N * 64 + threadIdx.x % 32 / 4; }
     __device__ __forceinline__ static int column() { return threadIdx.x / 32 % WARPS_N * 32 + threadIdx.x % 4; }
 
-    // FMA_K elements of a row that has k along it.
+    // Loads FMA_K elements along k of row `row` of a tile.
     __device__ __forceinline__ static void load_row(unsigned tile, int row, int step, float (&to)[FMA_K]) {
         constexpr int BYTES = FMA_K * ITEM;
         Pack<T, FMA_K> packed;
@@ -27,7 +27,7 @@ struct FmaSums {
         unpack(packed, to);
     }
 
-    // FMA_K elements of a column of w.
+    // Loads FMA_K elements along k of column `column` of w.
     __device__ __forceinline__ static void load_weights(unsigned tile, int column, int step, float (&to)[FMA_K]) {
         if constexpr (TRANSPOSED) {
             load_row(tile, column, step, to);
@@ -61,7 +61,7 @@ struct FmaSums {
         }
     }
 
-    // Stores them to rows of SUMS_PITCH in shared memory.
+    // Stores the sums to shared memory, in rows of SUMS_PITCH.
     __device__ __forceinline__ void store(float* to) const {
 #pragma unroll
         for (int i = 0; i < 8; ++i)

@@ -1,8 +1,8 @@
-// How kernels whose main loop is that of gemm_mma.cuh gather x of a convolution: the rows of the product are positions
-// of the filter in all images; k runs over taps of the filter and, within a tap, over the channels of the
+// The gather of x for convolution kernels with the main loop of gemm_mma.cuh. The rows of the product are positions of
+// the filter in all images; k runs over taps of the filter and, within a tap, over the channels of the
 // group. A thread copies chunks of one position along k for several rows, so that it finds the tap and the channel once
-// for all of them, and holds for each row the address and the coordinates that the first tap has. What lies in the
-// padding becomes zero. A copy never crosses from tap to tap, because the channels of a group are whole copies.
+// for all of them, and holds for each row the address and the coordinates that the first tap has. Elements in the
+// padding become zero. A copy never crosses from tap to tap, because the channels of a group are whole copies.
 //
 // Macros, besides those of gemm_mma.cuh:
 //   DIMS               spatial axes: 1 (W), 2 (H, W) or 3 (D, H, W); sizes of others are 1 and not read
@@ -14,7 +14,7 @@
 #include "gemm_mma.cuh"
 
 constexpr bool HAS_DEPTH = DIMS > 2, HAS_HEIGHT = DIMS > 1;
-constexpr int NOWHERE = -(1 << 30);  // a coordinate that no tap brings into the image
+constexpr int NOWHERE = -(1 << 30);  // a coordinate that lies outside the image at every tap
 
 static_assert(CHANNELS * ITEM % X_COPY == 0 && (!X_NCHW || X_COPY == ITEM), "a copy is of one tap");
 
@@ -28,7 +28,7 @@ struct Shape {
         return (HAS_DEPTH ? i64(sizes.d) : 1) * (HAS_HEIGHT ? sizes.h : 1) * sizes.w;
     }
 
-    // The index of a pixel of x in its image.
+    // Returns the index of a pixel of x in its image.
     __device__ __forceinline__ i64 index(const Position& at) const {
         i64 found = at.w;
         if constexpr (HAS_HEIGHT) found += i64(at.h) * sizes.w;
@@ -64,7 +64,7 @@ struct Pixels {
         return shape.index(pixel) * (X_NCHW ? 1 : GROUPS * CHANNELS) * ITEM;
     }
 
-    // Of `count` positions, which lie `steps` apart in x, those of the tile from `first` on.
+    // Takes the positions of a tile: `count` of them, from `first` on, which lie `steps` apart in x.
     __device__ __forceinline__ Pixels(const T* whole, const Shape& given, const Position& steps, int group, int first,
                                       int count)
         : shape(given) {
@@ -91,10 +91,10 @@ struct Pixels {
     }
 };
 
-// Copies x's share of a stage. Taps has
+// Copies the part of x in a stage. The class Taps has
 //   WHOLE      every k of a stage exists
-//   k()        how many there are
-//   (index)    how far a tap lies from the first one
+//   k()        the number of elements along k
+//   (index)    the offset of a tap from the first tap
 template <class Taps>
 struct PixelCopy {
     static constexpr bool THROUGH_REGISTERS = !is_asynchronous(X_COPY);

@@ -5,7 +5,7 @@
 //
 // A block has BLOCK_GROUPS groups and goes through tiles of TP x TQ pixels:
 //   1. The part of x that a tile reads, its patch, is copied to shared memory by cp.async, while the tile before is
-//      computed. What lies outside x is zero there. A tap of a tile is the patch at another offset, so that ldmatrix
+//      computed. Elements outside x are zero. A tap of a tile is the patch at another offset, so that ldmatrix
 //      reads fragments straight from it: chunks of 16 bytes are neighbouring channels of a pixel at one tap.
 //   2. Each warp has WARP_GROUPS groups and 32 pixels at a time. Weights are in its registers, or in shared memory.
 //   3. It finishes its sums in registers and stores them through shared memory of its own (conv_pixels.cuh).
@@ -52,7 +52,7 @@ struct Image {
     const T* x;  // address of the block's first channel
     int height, width, pad_h, pad_w, tiles_h, tiles_w;
 
-    // Starts the copies of a tile's patch.
+    // Starts the asynchronous copies of the patch of tile `tile`.
     __device__ __forceinline__ void begin(char* to, int tile) const {
         const int image = tile / (tiles_h * tiles_w), rest = tile % (tiles_h * tiles_w);
         const int top = rest / tiles_w * (TP * SH) - pad_h, left = rest % tiles_w * (TQ * SW) - pad_w;
@@ -112,7 +112,7 @@ struct Filters {
         }
     }
 
-    __device__ __forceinline__ uint2 at(int step, int j) const {  // steps count on from group to group
+    __device__ __forceinline__ uint2 at(int step, int j) const {  // steps are numbered across groups
         if constexpr (HELD) return held[step][j];
         else return from[(step * TILES_N + j) * 32];
     }
@@ -120,7 +120,7 @@ struct Filters {
 
 // ---- shared memory -> mma ----------------------------------------------------------------------------------------
 
-// The offset of a chunk of a group from a pixel's first chunk.
+// Returns the offset of a group's chunk from the first chunk of a pixel.
 __device__ __forceinline__ int chunk_offset(int group, int chunk) {
     const int tap = chunk / TAP_CHUNKS;
     return (tap / KW * DH * COLUMNS + tap % KW * DW) * PITCH + (group * TAP_CHUNKS + chunk % TAP_CHUNKS) * 16;

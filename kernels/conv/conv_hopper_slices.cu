@@ -1,8 +1,8 @@
-// Sums of convolutions of channels-last tensors by wgmma and TMA on Hopper (sm_90a), where y has few tiles and k is
-// long: blocks along z have a slice of k each, and leave their sums in scratch memory, which epilogue.cu adds up.
+// Convolutions of channels-last tensors by wgmma and TMA on Hopper (sm_90a), if y has few tiles and k is long: each
+// block along z sums over a slice of k, and writes its sums to scratch memory. epilogue.cu then adds them up.
 //
-// This keeps the whole chip busy where clusters do not: blocks of conv_hopper_split.cu that share a tile have to run at
-// a time in one part of the chip, and larger clusters than pairs leave multiprocessors without one.
+// This keeps the whole GPU busy, unlike clusters: blocks of conv_hopper_split.cu that share a tile must run at the same
+// time in one part of the GPU, and clusters of more than two blocks leave multiprocessors idle.
 //
 // x is (n, d, h, w, CHANNELS), w is (m, KERNEL_D, KERNEL_H, KERNEL_W, CHANNELS), `partial` is (slices, pixels, m);
 // `pixels` is n * y_d * y_h * y_w, and m is even. With two spatial axes there is no d, and with one neither d nor h.
@@ -16,7 +16,7 @@ constexpr int BARRIERS_AT = STAGES * STAGE_BYTES;
 
 static_assert(!PINGPONG && SPLIT_K == 1 && PRODUCTS == 1);
 
-// Stores a thread's sums of an atom, whose first row and column of the matrix are at `origin`.
+// Stores a thread's sums of an atom (one wgmma tile), whose first row and column in the matrix are `origin`.
 __device__ __forceinline__ void store_atom(const float (&d)[COLUMNS / 2], f32* sums, int2 origin, int pixels, int m) {
     const int thread = threadIdx.x % 128;
     const int row = origin.x + thread / 32 * 16 + thread % 32 / 4, column = origin.y + thread % 4 * 2;

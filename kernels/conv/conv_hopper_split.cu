@@ -1,4 +1,5 @@
-// Convolutions of channels-last tensors by wgmma and TMA on Hopper (sm_90a): blocks of a cluster share a tile, each with a slice of k.
+// Convolutions of channels-last tensors by wgmma and TMA on Hopper (sm_90a): the blocks of a cluster share a tile, and
+// each sums over a slice of k.
 //
 //   y = epilogue(conv(x, w))
 //

@@ -41,7 +41,7 @@ static_assert((KERNEL_W - 1) * i64(DILATION_W) < -NOWHERE, "NOWHERE is far enoug
 
 using CopyW = TileCopy<W_ROWS, W_ROW_BYTES, i64(TRANSPOSED ? K : COLUMNS) * ITEM, W_COPY, false, TF32 && !TRANSPOSED>;
 
-// How far each tap of the filter lies from the first one.
+// The offset of each tap of the filter from the first tap.
 struct FilterTaps {
     static constexpr bool WHOLE = K % TILE_K == 0;
     __device__ __forceinline__ static int k() { return K; }
@@ -59,7 +59,7 @@ struct Operands {
         PixelCopy<FilterTaps> x;
         CopyW w;
     };
-    // Registers do not hold the elements of several stages.
+    // Stages in flight; one if copies go through registers, which cannot hold several stages.
     static constexpr int AHEAD = is_asynchronous(16) && X_COPY == 16 && W_COPY == 16 ? STAGES : 1;
 
     const Pixels& pixels;

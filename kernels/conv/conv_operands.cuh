@@ -1,14 +1,14 @@
-// Where the producer of gemm_hopper.cuh finds the operands of a convolution of one to three spatial axes:
-// x (n, d, h, w, c) by TMA's im2col mode.
+// The operands of a convolution with one to three spatial axes, as the producer of gemm_hopper.cuh loads them:
+// x (n, d, h, w, c) comes by TMA's im2col mode.
 //
 // The rows of the product are the pixels of y, images first; k counts the filter's taps, and within a tap the channels
-// of x. A block of k belongs to one tap: TILE_M pixels of x from the tile's first one on, moved by the tap's offset, with
-// zeros where they lie in the padding. Channels beyond c are zeros of both operands.
+// of x. A block of k belongs to one tap: TILE_M pixels of x from the tile's first one on, moved by the tap's offset;
+// pixels in the padding are zeros. Channels beyond c are zeros in both operands.
 //
 // Macros, besides those of gemm_hopper.cuh:
 //   CHANNELS            of x
 //   DIMS                spatial axes: 1 (W), 2 (H, W) or 3 (D, H, W)
-//   KERNEL_D, KERNEL_H, KERNEL_W    sizes of the filter, 1 for axes that there are not
+//   KERNEL_D, KERNEL_H, KERNEL_W    sizes of the filter, 1 for axes that are missing
 //   STRIDE_*, PAD_*, DILATION_*     by axis; PAD: elements before x
 #pragma once
 #include "gemm_hopper.cuh"
@@ -18,7 +18,7 @@ namespace {
 constexpr int CHANNEL_BLOCKS = (CHANNELS + K_BLOCK - 1) / K_BLOCK;
 constexpr int ALL_BLOCKS = KERNEL_D * KERNEL_H * KERNEL_W * CHANNEL_BLOCKS;
 
-// x and w at one tile. w has the dimensions channels, taps, filters.
+// Loads x and w for one tile. w has the dimensions channels, taps, filters.
 struct PixelOperands {
     const TensorMap &x, &w;
     int y_d, y_h, y_w;  // the sizes of y

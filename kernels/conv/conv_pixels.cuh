@@ -1,5 +1,5 @@
-// y of tiles of TP x TQ pixels, from the sums as mma.sync leaves them: the epilogue in registers, then whole vectors
-// through shared memory of each warp.
+// Stores y for tiles of TP x TQ pixels from sums in the layout of mma.sync: applies the epilogue in registers, and
+// writes whole vectors through each warp's shared memory.
 //
 // Macros:
 //   FILTERS   channels of y              TP, TQ   pixels of a tile along height and width
@@ -36,7 +36,7 @@ __device__ __forceinline__ void read_vector(const char* from, u32 (&words)[4]) {
     }
 }
 
-// What a warp does with the sums of its FILTER_TILES mma tiles of 8 filters, for 16 pixels of the tile at a time.
+// The output of a warp: its sums of FILTER_TILES mma tiles of 8 filters, for 16 pixels of the tile at a time.
 template <int FILTER_TILES>
 struct WarpOutput {
     static constexpr int STAGE_PITCH = FILTER_TILES * 8 * ITEM + 16;  // bytes of shared memory for a pixel
@@ -59,14 +59,14 @@ struct WarpOutput {
             }
     }
 
-    // The position in y of a pixel of the tile whose first pixel is at (p, q), or -1 if there is no such pixel.
+    // Returns the position in y of a pixel of the tile whose first pixel is at (p, q), or -1 if y has no such pixel.
     __device__ __forceinline__ i64 position(int image, int p, int q, int pixel) const {
         const int row = p + pixel / TQ, column = q + pixel % TQ;
         if (pixel >= TP * TQ || row >= height || column >= width) return -1;
         return ((i64(image) * height + row) * width + column) * FILTERS + first_filter;
     }
 
-    // The residual of two neighbouring filters.
+    // Loads the residual of two neighbouring filters.
     __device__ __forceinline__ void load_residual(i64 at, int filter, float (&to)[2]) const {
         if constexpr (HAS_RESIDUAL) {
             if constexpr (WIDTH > 1) {
@@ -83,7 +83,7 @@ struct WarpOutput {
         }
     }
 
-    // Finishes the sums of 16 pixels of the tile and stores them, through `stage` of the warp.
+    // Applies the epilogue to 16 pixels of the tile and stores them, through the warp's shared memory `stage`.
     __device__ __forceinline__ void store_pixels(const float (&sums)[FILTER_TILES][4], char* stage, int image, int p,
                                                  int q, int pixel) const {
         const int lane = threadIdx.x % 32;

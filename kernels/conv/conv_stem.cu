@@ -37,10 +37,10 @@
 
 constexpr int THREADS = 32 * WARPS_M * WARPS_N, PIXELS = TP * TQ;
 constexpr int ITEM = sizeof(T), EACH = 4 / ITEM;  // EACH: elements of a word
-constexpr bool SHIFTED = EACH == 2 && SW % 2;     // there is a shifted copy
+constexpr bool SHIFTED = EACH == 2 && SW % 2;     // the patch has a shifted copy
 
-// A pixel's columns begin LEAD columns before its first tap, so that they begin at a word; the patch begins EXTRA
-// columns before those of the first pixel, so that copies are aligned.
+// A pixel's columns begin LEAD columns before its first tap, so that they begin at a word. The patch begins EXTRA
+// columns before the first pixel's columns, so that copies are aligned.
 constexpr int LEAD = COPY > 1 && EACH == 2 ? PAD_W % 2 : 0;
 constexpr int EXTRA = (COPY - (PAD_W + LEAD) % COPY) % COPY;
 constexpr int ROW_WORDS = (LEAD + KW + EACH - 1) / EACH;  // words per pixel in a row of the patch
@@ -117,7 +117,7 @@ struct Image {
     }
 };
 
-// Makes the copy of a patch whose columns are shifted by one.
+// Writes the copy of a patch that is shifted by one column.
 __device__ __forceinline__ void shift(const u32* from, u32* to) {
     for (int i = threadIdx.x; i < PATCH - 1; i += THREADS) to[i] = from[i] >> 16 | from[i + 1] << 16;
 }
@@ -146,8 +146,8 @@ __device__ __forceinline__ void begin_weights(const T* w, int first_filter, T* t
 
 // ---- which filter is which column of an mma ----------------------------------------------------------------------
 
-// Of the sums of an mma tile a lane has two neighbouring columns. In a group of mma tiles, each lane gets as many
-// neighbouring filters as it has sums of a pixel there: 16 bytes of y in the groups of the largest size.
+// A lane has two neighbouring columns of the sums of an mma tile. In a group of mma tiles, filters are assigned so that
+// all sums of a lane for a pixel are neighbouring filters: 16 bytes of y in groups of the largest size.
 constexpr int LARGEST_GROUP = 8 / ITEM, IN_LARGEST = TILES_N / LARGEST_GROUP * LARGEST_GROUP;
 
 constexpr int group_size(int tile) {
@@ -160,7 +160,7 @@ constexpr int group_first(int tile) {
     return group_size(tile) == 2 ? IN_LARGEST : TILES_N - 1;
 }
 
-// The filter, counted from the warp's first, of a column of one of the warp's mma tiles.
+// Returns the filter of a column of one of the warp's mma tiles, counted from the warp's first filter.
 __device__ __forceinline__ int filter_of(int tile, int column) {
     const int first = group_first(tile);
     return first * 8 + column / 2 * (2 * group_size(tile)) + (tile - first) * 2 + column % 2;
@@ -204,7 +204,7 @@ struct Weights {
         else return nearest_tf32(bits(s));
     }
 
-    // What an mma reads of them: the words of the lane at k and at k + 4.
+    // Returns the weights that an mma takes from this lane: the words at k and at k + 4.
     __device__ __forceinline__ uint2 words(int k, int lane, int warp_n, int tile) const {
         const int filter = warp_n * (TILES_N * 8) + filter_of(tile, lane / 4);
         return make_uint2(word(word_of(k, lane % 4), filter), word(word_of(k + 4, lane % 4), filter));
@@ -215,7 +215,7 @@ struct Filters {
     uint2 held[HELD ? STEPS : 1][TILES_N];
     const uint2* from;  // the lane's weights, unless registers hold them
 
-    // Unless the weights are held, they go to `memory`, as the mma reads them.
+    // Loads the weights into registers if HELD, else to `memory` in the order in which the mma reads them.
     __device__ __forceinline__ void load(const Weights& weights, u32* memory) {
         const int lane = threadIdx.x % 32, warp_n = threadIdx.x / 32 % WARPS_N;
         if constexpr (HELD) {
@@ -240,7 +240,7 @@ struct Filters {
     }
 };
 
-// Which of the columns of word `word` of a row belong to a tap.
+// Returns a bit mask of the columns in word `word` of a row that belong to a tap.
 __device__ __forceinline__ u32 mask_of(int word) {
     if constexpr (EACH == 1) return 0xffffffffu;
     u32 mask = 0xffffffffu;
@@ -270,20 +270,20 @@ __device__ __forceinline__ u32 load_word(const u32* from, const WordOfPatch& at)
 
 struct Place { int row, column; };  // position in a tile
 
-// Pixel i of 16 that begin at a multiple of 16.
+// Returns the position of pixel i of the 16 pixels from `first` on, a multiple of 16.
 __device__ __forceinline__ Place place_of(int first, int i) {
     if constexpr (TQ % 16 == 0) return {first / TQ, first % TQ + i};
     else return {(first + i) / TQ, (first + i) % TQ};
 }
 
-// The first word of a pixel in the patch.
+// Returns the index of a pixel's first word in the patch.
 __device__ __forceinline__ int first_word(Place pixel) {
     const int column = EXTRA + pixel.column * SW, row = pixel.row * (SH * PITCH);
     if constexpr (SHIFTED) return row + column / 2 + (column % 2 ? PATCH_SPAN : 0);
     else return row + column / EACH;
 }
 
-// The sums of 16 pixels of the tile and of the warp's filters. The lane has those of two pixels.
+// Computes the sums of 16 pixels of the tile for the warp's filters. Each lane has the sums of two pixels.
 __device__ __forceinline__ void multiply_pixels(float (&sums)[TILES_N][4], const u32* patch, const Place (&pixels)[2],
                                                 const Filters& filters) {
     const int lane = threadIdx.x % 32;

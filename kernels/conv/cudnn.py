@@ -17,19 +17,19 @@ from onnxfuse.runtime.symint import is_symbolic
 log: Final = logging.getLogger("onnxfuse")
 
 MAX_ENGINES: Final = 3
-MAX_ENGINES_ASKED: Final = 12  # many of them differ in a knob only
+MAX_ENGINES_ASKED: Final = 12  # engines tried per convolution; many of them differ only in a knob
 MAX_WORKSPACE_BYTES: Final = 64 << 20
-CUDNN_ACTIVATIONS: Final = get_args(ConvolutionActivation)  # those that follow a convolution in one kernel
+CUDNN_ACTIVATIONS: Final = get_args(ConvolutionActivation)  # activations that cuDNN fuses with a convolution
 
 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
-    """Return the engines that cuDNN proposes for a convolution of at least one element, its first choice first.
+    """Return an implementation for each engine that cuDNN proposes for a non-empty convolution, in cuDNN's order.
 
-    Engines whose kernel cuDNN compiles when a plan is read are left out, because a new shape would wait for it for up
-    to some seconds in each process.  There is none if the library is missing or lacks the activation, if the GPU is of
-    another machine, for slopes of a PRelu, a scale or shift after the activation, an x in NCHW, a w in HWIO, for
-    misaligned operands, which its engines refuse when they run, and for a transposed convolution whose y has more
-    pixels beyond the filter's last position than a stride skips.
+    Engines whose kernel cuDNN compiles at run time are left out, because that would take up to some seconds for each
+    new shape in each process.  The list is empty if cuDNN is missing or lacks the activation, if the GPU is in another
+    machine, for slopes of a PRelu, for a scale or shift after the activation, for x in NCHW, for w in HWIO, for
+    misaligned operands, which engines reject at run time, and for a transposed convolution whose y extends further
+    beyond the filter's last position than a stride skips.
     """
     if (
         conv.x_nchw
@@ -51,7 +51,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
 
 def _is_gradient(conv: Conv) -> bool:
-    """Return whether a transposed convolution is the gradient of one, which reads y and computes as much as x is."""
+    """Return whether a transposed convolution is the gradient of a convolution from the sizes of y to those of x."""
     axes = zip(
         conv.sizes, conv.y_sizes, conv.kernel, conv.strides, conv.dilations, conv.pads_begin, conv.pads_end, strict=True
     )

@@ -17,22 +17,22 @@ from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
 from onnxfuse.runtime.symint import best_first, is_symbolic, maximum, minimum
 
 MAX_IMPLEMENTATIONS: Final = 6
-MAX_FEW: Final = 7  # configs for a convolution of dynamic sizes
-MAX_RESEMBLING: Final = 2  # among them, configs that differ only in the size of strips
-MAX_COLUMNS: Final = 32  # columns of a row of x that a thread holds, one mask bit each
-MAX_PIECE: Final = 8  # taps of a filter's row that are used at a time, where a loop goes through them
-MAX_UNROLLED: Final = 3200  # multiplications of a thread whose rows are unrolled: 50 KB of code
-MAX_REGISTERS: Final = 168  # per thread, as `registers` estimates them
-THREADS: Final = 256  # per block, about
-BLOCK_SHARED: Final = 32 << 10  # bytes of weights of a block, where channels can be divided so
+MAX_FEW: Final = 7  # configs offered for a convolution of dynamic sizes
+MAX_RESEMBLING: Final = 2  # at most so many of the MAX_FEW configs differ only in the size of strips
+MAX_COLUMNS: Final = 32  # columns of x that a thread holds; each has a bit in a 32-bit mask
+MAX_PIECE: Final = 8  # largest number of taps per step of the loop over a filter's row
+MAX_UNROLLED: Final = 3200  # multiplications per thread with unrolled rows: 50 KB of code
+MAX_REGISTERS: Final = 168  # registers per thread, as estimated by `registers`
+THREADS: Final = 256  # approximate threads per block
+BLOCK_SHARED: Final = 32 << 10  # bytes of weights per block, if the channels can be divided accordingly
 
-# Of an H200, for one multiprocessor and clock cycle; other GPUs are near enough to order configs.
-WARP_INSTRUCTIONS: Final = 3.4  # issued per cycle, at most 4
+# Rates of an H200 per multiprocessor and clock cycle; they order configs well enough on other GPUs.
+WARP_INSTRUCTIONS: Final = 3.4  # warp instructions issued per cycle; the hardware limit is 4
 L1_BYTES: Final = 110.0
 L2_BYTES: Final = 26.0
 MEMORY_BYTES: Final = 17.0
-NARROW_ACCESS: Final = {2: 1.25, 4: 1.05}  # slowdown of memory, by the bytes of an access
-MIN_WARPS: Final = 12  # warps per multiprocessor that hide latencies
+NARROW_ACCESS: Final = {2: 1.25, 4: 1.05}  # factor on the time of memory accesses, by bytes per access
+MIN_WARPS: Final = 12  # warps per multiprocessor that suffice to hide latencies
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ class DepthwiseConfig:
         return self.bx * self.bw * self.bh
 
     def resembles(self, other: DepthwiseConfig) -> bool:
-        """Return whether both go through the rows in the same way with accesses of the same size."""
+        """Return whether both configs loop over rows in the same way, with accesses of the same size."""
         return (self.vec, self.rolled) == (other.vec, other.rolled)
 
     def padded_taps(self, conv: Conv) -> int:
-        """Return the taps of the filter whose rows are whole pieces."""
+        """Return the number of taps when each row of the filter is padded to whole pieces."""
         _, _, kw = three(conv.kernel)
         return conv.taps // kw * -(-kw // self.piece) * self.piece
 
@@ -74,15 +74,15 @@ class DepthwiseConfig:
         return 4 * self.padded_taps(conv) * self.bx * self.vec
 
     def patches(self, conv: Conv) -> int:
-        """Return the number of blocks for each slice of channels."""
+        """Return the number of blocks per slice of channels."""
         depth, height, width = three(conv.y_sizes)
         return conv.n * depth * -(-height // (self.th * self.bh)) * -(-width // (self.tw * self.bw))
 
 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
-    """Return the ways to run it, the expected fastest first; none if it is not a depthwise convolution.
+    """Return the implementations, fastest expected first; none if the convolution is not depthwise.
 
-    There is none either for filters of so many taps that the weights of one channel exceed a block's shared memory.
+    The list is also empty if the weights of one channel exceed a block's shared memory.
     """
     if not is_supported(conv):
         return []
@@ -94,7 +94,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
 @functools.lru_cache(maxsize=512)
 def _few(problems: tuple[Conv, ...], device: Device) -> list[DepthwiseConfig]:
-    """Return a few configs for a convolution of dynamic sizes, one of which is good for any size."""
+    """Return a few configs for a convolution of dynamic sizes, at least one of which is fast at any size."""
     return few_fitting(problems, device, configs, cost, MAX_FEW)
 
 
@@ -134,7 +134,7 @@ def _arguments(conv: Conv) -> tuple[Argument, ...]:
 
 
 def configs(conv: Conv) -> list[DepthwiseConfig]:
-    """Return every config that is worth a look for these sizes."""
+    """Return all configs to rank by cost for these sizes."""
     _, height, width = three(conv.y_sizes)
     found = []
     for vec in access_sizes(conv):
@@ -145,7 +145,7 @@ def configs(conv: Conv) -> list[DepthwiseConfig]:
 
 
 def access_sizes(conv: Conv) -> Iterator[int]:
-    """Yield the elements of an access that divide the channels: at most 16 bytes, one if misaligned."""
+    """Yield the access widths in elements that divide the channels: at most 16 bytes; 1 if misaligned."""
     vec = VECTOR_BYTES // ITEM_BYTES[conv.dtype]
     while vec > 1:
         if conv.aligned and conv.c % vec == 0:
@@ -155,7 +155,7 @@ def access_sizes(conv: Conv) -> Iterator[int]:
 
 
 def _strips(conv: Conv, vec: int, tw: int, th: int) -> Iterator[DepthwiseConfig]:
-    """Yield the configs whose threads compute th x tw positions of `vec` channels, at most one for each way."""
+    """Yield at most one rolled and one unrolled config whose threads compute th x tw positions of `vec` channels."""
     (kd, kh, kw), (_, sh, _), (_, dh, _) = three(conv.kernel), three(conv.strides), three(conv.dilations)
     rows = (th - 1) * sh + (kh - 1) * dh + 1
     ways = []
@@ -181,25 +181,25 @@ def _strips(conv: Conv, vec: int, tw: int, th: int) -> Iterator[DepthwiseConfig]
 
 
 def _columns(conv: Conv, tw: int, piece: int) -> int:
-    """Return the columns of x from the first to the last that a piece of a strip reads."""
+    """Return the span, in columns of x, of all reads by a piece of a strip."""
     (_, _, sw), (_, _, dw) = three(conv.strides), three(conv.dilations)
     return (tw - 1) * sw + (piece - 1) * dw + 1
 
 
 def _used_columns(conv: Conv, tw: int, piece: int) -> int:
-    """Return how many of these columns are read."""
+    """Return how many columns within the span of `_columns` a piece of a strip reads."""
     (_, _, sw), (_, _, dw) = three(conv.strides), three(conv.dilations)
     return len({t * sw + s * dw for t in range(tw) for s in range(piece)})
 
 
 def _used_rows(conv: Conv, th: int) -> int:
-    """Return how many rows of x a strip reads, in all depths of the filter."""
+    """Return how many rows of x a strip reads, summed over the filter's depths."""
     (kd, kh, _), (_, sh, _), (_, dh, _) = three(conv.kernel), three(conv.strides), three(conv.dilations)
     return kd * len({t * sh + r * dh for t in range(th) for r in range(kh)})
 
 
 def block(conv: Conv, vec: int, tw: int, th: int, threads: int = THREADS) -> tuple[int, int, int]:
-    """Return the threads of a block along channels, width and height: few lanes idle, and a compact patch."""
+    """Return a block's threads along channels, width and height, chosen for few idle lanes and a compact patch."""
     vectors = conv.c // vec
     bx = min(range(min(vectors, 8), min(vectors, 32) + 1), key=lambda lanes: (-(-vectors // lanes) * lanes, -lanes))
     _, height, width = three(conv.y_sizes)
@@ -209,7 +209,7 @@ def block(conv: Conv, vec: int, tw: int, th: int, threads: int = THREADS) -> tup
         bh = min(strips_h, threads // bx // bw)
         covered = -(-strips_w // bw) * bw * -(-strips_h // bh) * bh / (strips_w * strips_h)
         idle = -(-bx * bw * bh // 32) * 32 / (bx * bw * bh)
-        small = max(1.0, 96 / (bx * bw * bh))  # blocks of one warp fill a multiprocessor badly
+        small = max(1.0, 96 / (bx * bw * bh))  # penalty: blocks of one warp leave a multiprocessor underused
         read = _patch_bytes(conv, tw * bw, th * bh) / (tw * bw * th * bh)
         value = covered * idle * small * (read + conv.taps)
         if value < least:
@@ -218,14 +218,14 @@ def block(conv: Conv, vec: int, tw: int, th: int, threads: int = THREADS) -> tup
 
 
 def _patch_bytes(conv: Conv, wide: int, high: int) -> float:
-    """Return the positions of x that `high` x `wide` positions of y read."""
+    """Return the number of positions of x that `high` x `wide` positions of y read."""
     (kd, kh, kw), (_, sh, sw), (_, dh, dw) = three(conv.kernel), three(conv.strides), three(conv.dilations)
     rows, columns = (high - 1) * sh + (kh - 1) * dh + 1, (wide - 1) * sw + (kw - 1) * dw + 1
     return float(kd * min(rows, high * kh) * min(columns, wide * kw))
 
 
 def registers(conv: Conv, config: DepthwiseConfig) -> int:
-    """Return about how many registers a thread takes."""
+    """Return an estimate of the registers per thread."""
     words = ITEM_BYTES[conv.dtype] / 4
     columns = _used_columns(conv, config.tw, config.piece)
     held = conv.taps * config.vec if not config.rolled and conv.taps * config.vec <= 36 else config.vec
@@ -234,7 +234,7 @@ def registers(conv: Conv, config: DepthwiseConfig) -> int:
 
 
 def cost(conv: Conv, config: DepthwiseConfig, device: Device) -> float:
-    """Return the expected clock cycles of a launch: the slowest of instructions, caches and memory, and some of all."""
+    """Estimate a launch's clock cycles: the largest of instructions, caches and memory, plus a share of all of them."""
     item = ITEM_BYTES[conv.dtype]
     blocks = config.patches(conv) * -(-conv.c // (config.vec * config.bx))
     warps = blocks * -(-config.threads // 32)
@@ -250,7 +250,7 @@ def cost(conv: Conv, config: DepthwiseConfig, device: Device) -> float:
     resident = min(2048 // config.threads, 65536 // (registers(conv, config) * config.threads)) * config.threads / 32
     per_chip = max(1.0, resident) * device.multiprocessors
     waves = warps / per_chip
-    several = minimum(1, math.floor(waves))  # 0 for less than one wave, which all multiprocessors share
+    several = minimum(1, math.floor(waves))  # 0 for less than one wave, 1 otherwise
     waves = maximum(1, waves + 0.3 * (math.ceil(waves) - waves))
     busy = min(1.0, max(1.0, resident) / MIN_WARPS)
     share = maximum(math.ceil(blocks / device.multiprocessors) * -(-config.threads // 32), MIN_WARPS / 2)

@@ -1,4 +1,4 @@
-"""The host side of conv_depthwise_mma.cu: depthwise convolutions of fp16 and bf16 by the matrix units."""
+"""The host side of conv_depthwise_mma.cu: depthwise convolutions of fp16 and bf16 on tensor cores."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from onnxfuse.runtime.plan import Device, Kernel, Launch
 from onnxfuse.runtime.symint import best_first, is_symbolic, maximum, minimum
 
 MAX_IMPLEMENTATIONS: Final = 4
-MAX_FEW: Final = 7  # configs for a convolution of dynamic sizes
-MAX_OF_BUFFERS: Final = 3  # among them, configs with the same number of patches
-MAX_PAIRS: Final = 28  # pairs of taps; a lane keeps the weights of each in two registers
-MAX_REGISTERS: Final = 160  # per thread, as `registers` estimates them
+MAX_FEW: Final = 7  # configs offered for a convolution of dynamic sizes
+MAX_OF_BUFFERS: Final = 3  # at most so many of the configs have the same number of buffers
+MAX_PAIRS: Final = 28  # pairs of taps; each takes two registers per lane for its weights
+MAX_REGISTERS: Final = 160  # registers per thread, as estimated by `registers`
 CHANNELS: Final = 8  # per warp
-WARPS: Final = (4, 16)  # per block: the fewest if there is enough work, and the most
+WARPS: Final = (4, 16)  # warps per block: the fewest if there is enough work, and the most
 STRIP_ROWS: Final = (1, 2, 4, 7, 8, 14)
-MAX_GROUPS_OF_FEW: Final = 3  # numbers of groups that are looked at for convolutions of dynamic sizes
-MIN_STRIP_ROWS: Final = 2  # for images of more than one row: a fragment of x serves several rows
+MAX_GROUPS_OF_FEW: Final = 3  # values of `groups` that are tried for convolutions of dynamic sizes
+MIN_STRIP_ROWS: Final = 2  # rows per strip, if images have several: a fragment of x then serves several rows
 GROUPS: Final = (1, 2, 3, 4, 5, 6, 8)
 TILE_COLUMNS: Final = (8, 16, 32, 56)
-ROW_COLUMNS: Final = (112, 224, 448)  # more widths for images of one row, whose filters are long
-MAX_IDLE: Final = 1.2  # rows, columns and groups that are computed, as a multiple of those that there are
-MAX_BLOCKS: Final = 65535  # on the second axis of a grid
+ROW_COLUMNS: Final = (112, 224, 448)  # additional tile widths for images of one row, whose filters are long
+MAX_IDLE: Final = 1.2  # largest ratio of computed to existing rows, columns or groups
+MAX_BLOCKS: Final = 65535  # blocks on the second axis of a grid
 REGISTERS: Final = 65536  # per multiprocessor
-RESIDENT: Final = (1536, 16)  # threads and blocks that a multiprocessor of any GPU from sm_80 on runs at a time
+RESIDENT: Final = (1536, 16)  # (threads, blocks) that a multiprocessor of every GPU from sm_80 on can hold
 
-# Of an H200, for one multiprocessor and clock cycle; other GPUs are near enough to order configs.
-PRODUCT_CYCLES: Final = 1.65  # per mma.m16n8k16
-WARP_INSTRUCTIONS: Final = 3.0  # issued per cycle, at most 4
+# Costs and rates of one multiprocessor of an H200; they order configs well enough on other GPUs.
+PRODUCT_CYCLES: Final = 1.65  # cycles per mma.m16n8k16
+WARP_INSTRUCTIONS: Final = 3.0  # warp instructions issued per cycle; the hardware limit is 4
 L2_BYTES: Final = 26.0
 MEMORY_BYTES: Final = 17.0
-SECTOR_BYTES: Final = 32  # the least that memory moves
-MIN_WARPS: Final = 10  # warps that hide latencies
-LOAD_CYCLES: Final = 1500  # until a patch has arrived, if nothing else is under way
-LONE_PRODUCT_CYCLES: Final = 9.0  # per mma, if its warp is alone
-LONE_COPY_CYCLES: Final = 50.0  # per copy of 16 bytes to or from shared memory in such a warp
-JOB_CYCLES: Final = 200  # per epilogue of two strips
-TILE_CYCLES: Final = 600  # two barriers, and the latencies of finishing and storing
+SECTOR_BYTES: Final = 32  # smallest unit of a memory access
+MIN_WARPS: Final = 10  # warps per multiprocessor that suffice to hide latencies
+LOAD_CYCLES: Final = 1500  # cycles until a patch arrives, if memory is idle otherwise
+LONE_PRODUCT_CYCLES: Final = 9.0  # cycles per mma, if only one warp is resident
+LONE_COPY_CYCLES: Final = 50.0  # cycles per 16-byte access to shared memory, if only one warp is resident
+JOB_CYCLES: Final = 200  # cycles per epilogue of two strips
+TILE_CYCLES: Final = 600  # cycles per tile for two barriers, and the latencies of epilogue and stores
 
 
 @dataclass(frozen=True)
@@ -72,20 +72,20 @@ class DepthwiseMmaConfig:
 
     @property
     def jobs(self) -> int:
-        """The pairs of strips of a tile, for each group."""
+        """The number of pairs of strips per tile and group of channels."""
         return (self.tp // self.th * -(-self.tq // 8) + 1) // 2
 
     def resembles(self, other: DepthwiseMmaConfig) -> bool:
-        """Return whether both copy the same patches, or compute strips of one size with as many buffers."""
+        """Return whether both configs copy the same patches, or have strips of the same size and as many buffers."""
         tile = (self.tp, self.tq, self.groups) == (other.tp, other.tq, other.groups)
         return self.buffers == other.buffers and (tile or self.th == other.th)
 
     def slices(self, conv: Conv) -> int:
-        """Return how many blocks share the channels."""
+        """Return the number of slices of channels, each of which has blocks of its own."""
         return -(-conv.c // (CHANNELS * self.groups))
 
     def tiles(self, conv: Conv) -> int:
-        """Return the number of tiles of all images."""
+        """Return the number of tiles in all images."""
         height, width = two(conv.y_sizes)
         return conv.n * -(-height // self.tp) * -(-width // self.tq)
 
@@ -95,14 +95,14 @@ class DepthwiseMmaConfig:
         return (self.tp - 1) * sh + (kh - 1) * dh + 1, (self.tq - 1) * sw + (kw - 1) * dw + 1
 
     def shared(self, conv: Conv) -> int:
-        """Return the bytes of dynamic shared memory: one or two patches, and finished results."""
+        """Return the bytes of dynamic shared memory per block: one or two patches, and the results of a tile."""
         rows, columns = self.rows_columns(conv)
         stride = two(conv.strides)[1]
         patch = self._plane(rows * -(-columns // stride) * stride)
         return VECTOR_BYTES * self.groups * (self.buffers * patch + self._plane(self.tp * self.tq))
 
     def _plane(self, pixels: int) -> int:
-        """Return the chunks of 16 bytes from plane to plane, as the function plane_chunks of conv_depthwise_mma.cu."""
+        """Return the distance of planes in chunks of 16 bytes, like plane_chunks of conv_depthwise_mma.cu."""
         step = -(-8 // self.groups)
         return pixels + (step - pixels) % 8
 
@@ -114,16 +114,16 @@ class DepthwiseMmaConfig:
         return max(1, min(by_shared, by_registers, most_threads // self.threads, most_blocks))
 
     def blocks(self, conv: Conv, device: Device) -> int:
-        """Return how many blocks go through the tiles of each slice of channels."""
+        """Return the number of blocks per slice of channels; each block loops over its tiles."""
         tiles: int = minimum(self.tiles(conv), MAX_BLOCKS)
         if self.buffers == 1:
             return tiles
         most = max(1, device.multiprocessors * self.resident(conv, device) // self.slices(conv))
-        return -(-tiles // -(-tiles // most))  # blocks have equal shares
+        return -(-tiles // -(-tiles // most))  # even out the tiles per block
 
 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
-    """Return the ways to run it, the expected fastest first; none if conv_depthwise_mma.cu does not compute it."""
+    """Return the implementations, fastest expected first; none if conv_depthwise_mma.cu does not support `conv`."""
     if not is_supported(conv, device):
         return []
     found = _few(usual(conv), device) if is_symbolic(conv.n, *conv.sizes) else fitting(configs(conv), conv, device)
@@ -139,7 +139,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
 @functools.lru_cache(maxsize=512)
 def _few(problems: tuple[Conv, ...], device: Device) -> list[DepthwiseMmaConfig]:
-    """Return a few configs for a convolution of dynamic sizes, one of which is good for any size."""
+    """Return a few configs for a convolution of dynamic sizes, at least one of which is fast at any size."""
     return few_fitting(problems, device, functools.partial(configs, thorough=False), cost, MAX_FEW)
 
 
@@ -157,18 +157,18 @@ def is_supported(conv: Conv, device: Device) -> bool:
 
 
 def pairs(conv: Conv) -> int:
-    """Return the pairs of taps: in each row of the filter, and in an odd last column."""
+    """Return the number of pairs of taps: along each row of the filter, and along an odd last column."""
     kh, kw = two(conv.kernel)
     return kh * (kw // 2) + (kh + 1) // 2 * (kw % 2)
 
 
 def registers(conv: Conv, th: int) -> int:
-    """Return about how many registers a thread takes, which are given out by eights: weights, sums, and x."""
+    """Return an estimate of the registers per thread, a multiple of 8: for weights, sums and x."""
     return -(-(2 * pairs(conv) + 6 * th + (36 if conv.residual else 30)) // 8) * 8
 
 
 def most_warps(conv: Conv, th: int) -> int:
-    """Return the warps of a multiprocessor that have enough registers; each of its quarters has its own."""
+    """Return how many warps the registers of a multiprocessor allow; each scheduler has a quarter of them."""
     return 4 * (REGISTERS // (4 * 32 * registers(conv, th)))
 
 
@@ -193,7 +193,7 @@ def implementation(conv: Conv, config: DepthwiseMmaConfig, device: Device) -> Im
 
 
 def configs(conv: Conv, thorough: bool = True) -> list[DepthwiseMmaConfig]:
-    """Return every config that is worth a look for these sizes; fewer of them, in less time, unless `thorough`."""
+    """Return the configs to rank by cost for these sizes; fewer of them, in less time, unless `thorough`."""
     height, width = two(conv.y_sizes)
     all_groups = conv.c // CHANNELS
     groups = [
@@ -221,18 +221,18 @@ def configs(conv: Conv, thorough: bool = True) -> list[DepthwiseMmaConfig]:
 
 
 def _fits(rows: int, height: int) -> bool:
-    """Return whether strips or tiles of so many rows waste few of them; the smallest strips always do."""
+    """Return whether dividing `height` into pieces of `rows` wastes few rows; always True for the smallest strips."""
     least = min(height, MIN_STRIP_ROWS)
     return rows == least or (rows > least and -(-height // rows) * rows <= MAX_IDLE * height)
 
 
 def _shares(width: int) -> tuple[int, ...]:
-    """Return a half and a third of a width, where they are whole strips."""
+    """Return a half and a third of a width, as far as these are whole strips."""
     return tuple(width // count for count in (2, 3) if width % count == 0 and width // count % 8 in (0, 6, 7))
 
 
 def cost(conv: Conv, config: DepthwiseMmaConfig, device: Device) -> float:
-    """Return the expected clock cycles of a launch, of the busiest multiprocessor."""
+    """Estimate the clock cycles of a launch on the multiprocessor with the most work."""
     compute, load = _tile_cycles(conv, config)
     rows, columns = config.rows_columns(conv)
     copies = config.groups * (rows * columns + config.tp * config.tq) / config.threads  # per thread
@@ -246,7 +246,7 @@ def cost(conv: Conv, config: DepthwiseMmaConfig, device: Device) -> float:
     compute = compute * (several + (1 - several) * idle)
     compute = compute * maximum(1.0, MIN_WARPS / (busy * config.threads / 32))
     both = (compute**3 + load**3) ** (1 / 3)
-    if config.buffers == 1:  # other blocks compute while one loads, unless all go in step
+    if config.buffers == 1:  # other blocks compute while one loads, unless all load at the same time
         share = -(-tiles // device.multiprocessors)
         in_step = -(-share // busy) * (LOAD_CYCLES + busy * load + maximum(alone, busy * compute))
         apart = (in_step + LOAD_CYCLES + maximum(alone, share * both)) / 2
@@ -260,9 +260,9 @@ def cost(conv: Conv, config: DepthwiseMmaConfig, device: Device) -> float:
 
 
 def _tile_cycles(conv: Conv, config: DepthwiseMmaConfig) -> tuple[float, float]:
-    """Return a tile's clock cycles on a multiprocessor that many warps keep busy, and the cycles of its copies.
+    """Return (cycles per tile on a busy multiprocessor, cycles of the tile's copies).
 
-    Of the first, that is most of the slowest of products, shared memory and instructions, and some of the others.
+    The first is dominated by the slowest of products, shared memory and instructions; the others add a share.
     """
     (kh, kw), (sh, _), (dh, _) = two(conv.kernel), two(conv.strides), two(conv.dilations)
     strips, pixels = config.groups * config.jobs, config.groups * config.tp * config.tq

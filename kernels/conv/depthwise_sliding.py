@@ -18,25 +18,25 @@ from onnxfuse.runtime.plan import Device, Kernel, Launch, Scalar
 from onnxfuse.runtime.symint import best_first, estimate, is_symbolic, maximum, minimum, without_soft_guards
 
 MAX_IMPLEMENTATIONS: Final = 3
-MAX_REGISTERS: Final = 184  # per thread, as `registers` estimates them
-THREADS: Final = 128  # per block, about: blocks of many registers are small, so that several fit
+MAX_REGISTERS: Final = 184  # registers per thread, as estimated by `registers`
+THREADS: Final = 128  # approximate threads per block; blocks are small, so that several fit despite many registers
 STRIP_COLUMNS: Final = (2, 4, 5, 7, 8, 14)
 MAX_VEC: Final = 4
-MAX_STRIPS: Final = 16  # strips that share the rows of an image
+MAX_STRIPS: Final = 16  # strips along the height of an image
 
-# Of an H200, for one multiprocessor and clock cycle; other GPUs are near enough to order configs.
-WARP_INSTRUCTIONS: Final = 0.8  # issued per cycle by each quarter of a multiprocessor
-START_CYCLES: Final = 3000  # from the launch until weights and the first row of x have arrived
-LOAD_CYCLES: Final = 700  # until a row of x has arrived
-ROW_INSTRUCTIONS: Final = 16  # per row of x, besides its products and loads
-RESIDENT_WARPS: Final = 64  # per multiprocessor, if registers suffice
+# Costs and rates of one multiprocessor of an H200; they order configs well enough on other GPUs.
+WARP_INSTRUCTIONS: Final = 0.8  # warp instructions issued per cycle by each scheduler (a quarter of a multiprocessor)
+START_CYCLES: Final = 3000  # cycles from the launch until weights and the first row of x arrive
+LOAD_CYCLES: Final = 700  # cycles until a row of x arrives
+ROW_INSTRUCTIONS: Final = 16  # instructions per row of x in addition to products and loads
+RESIDENT_WARPS: Final = 64  # warps per multiprocessor, if registers suffice
 
-MAX_SHARE: Final = 8  # blocks of a multiprocessor that are counted out
-SHARES: Final = (1, 2, 4)  # of them, where sizes are dynamic
-WIDTHS: Final = (4, 8, 16)  # widths of y that dynamic plans distinguish, because no strip may be wider
-MAX_FEW_ROWS: Final = 8  # the same, where those of one kernel that differ in the rows of strips count, too
-MAX_FEW: Final = 5  # configs of a convolution of dynamic sizes
-SHARED_UNIT: Final = 128  # bytes that a block's shared memory is a multiple of
+MAX_SHARE: Final = 8  # blocks per multiprocessor up to which `unused_shared` evens out their number
+SHARES: Final = (1, 2, 4)  # blocks per multiprocessor that are distinguished for dynamic sizes
+WIDTHS: Final = (4, 8, 16)  # widths of y that dynamic plans distinguish: no strip may be wider than y
+MAX_FEW_ROWS: Final = 8  # configs for dynamic sizes, if those that differ only in the rows of strips count separately
+MAX_FEW: Final = 5  # configs for dynamic sizes
+SHARED_UNIT: Final = 128  # bytes: the allocation unit of a block's shared memory
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class SlidingConfig:
 
     vec: int
     tw: int
-    rows: int  # the most rows of a strip
+    rows: int  # largest number of rows per strip
     ahead: int
     bx: int
     bw: int
@@ -62,23 +62,23 @@ class SlidingConfig:
         return self.bx * self.bw * self.bh
 
     def slices(self, conv: Conv) -> int:
-        """Return how many blocks share the channels."""
+        """Return the number of slices of channels, each of which has blocks of its own."""
         return -(-conv.c // (self.vec * self.bx))
 
     def patches(self, conv: Conv) -> int:
-        """Return the number of blocks for each slice of channels."""
+        """Return the number of blocks per slice of channels."""
         height, width = two(conv.y_sizes)
         return conv.n * -(-height // (self.strip_rows(conv) * self.bh)) * -(-width // (self.tw * self.bw))
 
     def strip_rows(self, conv: Conv) -> int:
-        """Return the rows of a strip: equal shares of an image, where it has more than a strip may have."""
+        """Return the rows per strip: the height of y, or an equal share of it if it exceeds `rows`."""
         height = two(conv.y_sizes)[0]
         rows: int = maximum(_least_rows(conv), -(-height // -(-height // self.rows)))
         return rows
 
 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
-    """Return the ways to run it, the expected fastest first; none if conv_depthwise_sliding.cu does not compute it."""
+    """Return the implementations, fastest expected first; none if conv_depthwise_sliding.cu does not support `conv`."""
     if not is_supported(conv):
         return []
     found = best_first(_given(conv, device), lambda config: cost(conv, config, device))
@@ -87,7 +87,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
         if not any((config.vec, config.tw) == (other.vec, other.tw) for other in chosen):
             chosen.append(config)
     first = [implementation(conv, config, device) for config in chosen[:1]]
-    with without_soft_guards(conv.n, *conv.sizes):  # only the first one's share of the blocks makes variants
+    with without_soft_guards(conv.n, *conv.sizes):  # only the first config adds guards on its number of blocks
         return first + [implementation(conv, config, device) for config in chosen[1:MAX_IMPLEMENTATIONS]]
 
 
@@ -99,17 +99,17 @@ def is_supported(conv: Conv) -> bool:
 
 
 def _least_rows(conv: Conv) -> int:
-    """Return the rows that a strip has at least."""
+    """Return the least number of rows per strip."""
     return max(1, two(conv.kernel)[0] - 1)
 
 
 def _given(conv: Conv, device: Device) -> list[SlidingConfig]:
-    """Return the configs that are worth a look; of a convolution of dynamic sizes few, one of which is good for any."""
+    """Return the configs to rank by cost; for dynamic sizes only a few, at least one of which is fast at any size."""
     if not is_symbolic(conv.n, *conv.sizes):
         return configs(conv)
     width = two(conv.y_sizes)[1]
     if is_symbolic(width):
-        width = next((least for least in reversed(WIDTHS) if width >= least), 0)  # few ranges: each makes variants
+        width = next((least for least in reversed(WIDTHS) if width >= least), 0)  # few ranges: each adds a variant
     return [config for config in _few(usual(conv), device) if width >= config.tw]
 
 
@@ -121,7 +121,7 @@ def _few(problems: tuple[Conv, ...], device: Device) -> list[SlidingConfig]:
 
     kernels = covering_subset_of_each(problems, configs, cost_if_taken, MAX_FEW)
     rows = sorted({config.rows for config in kernels} | {-(-two(conv.y_sizes)[0] // 2) for conv in problems[:1]})
-    every = [replace(config, rows=each) for config in kernels for each in rows]  # their rows are not constant
+    every = [replace(config, rows=each) for config in kernels for each in rows]  # rows are a kernel argument
     return few(list(dict.fromkeys(every)), problems, cost_if_taken, MAX_FEW_ROWS)
 
 
@@ -143,11 +143,11 @@ def implementation(conv: Conv, config: SlidingConfig, device: Device) -> Impleme
 
 
 def unused_shared(conv: Conv, config: SlidingConfig, device: Device) -> int:
-    """Return the bytes of shared memory that keep a multiprocessor from taking more than its share of the blocks.
+    """Return the bytes of unused shared memory to request, so that blocks spread evenly over multiprocessors.
 
-    The kernel reads and writes none of them.  Where all blocks run at a time, those multiprocessors that the kernel
-    before leaves first would otherwise take as many as fit, and the others none: on an H200, 192 blocks of two warps
-    took 12.3 us instead of the 6.2 that even shares take.
+    The kernel does not access them.  If all blocks fit on the GPU at once, the multiprocessors that the previous kernel
+    frees first would otherwise take as many blocks as fit, and others none.  On an H200, 192 blocks of two warps took
+    12.3 us that way, and 6.2 us with even shares.
     """
     blocks = math.ceil(config.patches(conv) * config.slices(conv) / device.multiprocessors)
     shares = SHARES if is_symbolic(blocks) else range(1, MAX_SHARE + 1)
@@ -159,7 +159,7 @@ def unused_shared(conv: Conv, config: SlidingConfig, device: Device) -> int:
 
 
 def configs(conv: Conv) -> list[SlidingConfig]:
-    """Return every config that is worth a look for these sizes."""
+    """Return all configs to rank by cost for these sizes."""
     height, width = two(conv.y_sizes)
     least, counts = _least_rows(conv), range(1, MAX_STRIPS + 1)
     rows = sorted({rows for count in counts if least <= (rows := -(-height // count)) <= height})
@@ -175,28 +175,28 @@ def configs(conv: Conv) -> list[SlidingConfig]:
 
 
 def _columns(conv: Conv, tw: int) -> int:
-    """Return the columns of x from the first to the last that a strip reads."""
+    """Return the span, in columns of x, of all reads by a strip."""
     (_, kw), (_, sw), (_, dw) = two(conv.kernel), two(conv.strides), two(conv.dilations)
     return (tw - 1) * sw + (kw - 1) * dw + 1
 
 
 def registers(conv: Conv, vec: int, tw: int, ahead: int) -> int:
-    """Return about how many registers a thread takes: weights, sums, a row of x, and those ahead as they are stored."""
+    """Estimate the registers per thread: weights, sums, a row of x in fp32, and the rows loaded ahead as stored."""
     kh, _ = two(conv.kernel)
     row = _columns(conv, tw) * (vec + ahead * -(-vec * ITEM_BYTES[conv.dtype] // 4))
     return (kh * tw + conv.taps) * vec + row + 24
 
 
 def _resident(conv: Conv, config: SlidingConfig) -> int:
-    """Return how many blocks run on a multiprocessor at a time, by their registers."""
+    """Return how many blocks can be resident on a multiprocessor, limited by registers."""
     held = -(-registers(conv, config.vec, config.tw, config.ahead) // 8) * 8
     return max(1, min(RESIDENT_WARPS, 65536 // (32 * held)) // -(-config.threads // 32))
 
 
 def cost(conv: Conv, config: SlidingConfig, device: Device) -> float:
-    """Return the expected clock cycles of a launch: for each row of x its instructions, or the wait for its loads.
+    """Estimate the clock cycles of a launch: for each row of x, the larger of its instructions and its load latency.
 
-    Memory is waited for where it is slower than all rows.
+    If memory traffic takes longer than all rows, its time counts instead.
     """
     kh, _ = two(conv.kernel)
     item, columns = ITEM_BYTES[conv.dtype], _columns(conv, config.tw)
@@ -206,13 +206,14 @@ def cost(conv: Conv, config: SlidingConfig, device: Device) -> float:
     instructions += x_rows * (columns * (2 + (config.vec if item == 2 else 0)) + ROW_INSTRUCTIONS)
     instructions += rows * config.tw * (2 + 3 * config.vec)
     warps, resident = -(-config.threads // 32), _resident(conv, config)
-    share = config.patches(conv) * config.slices(conv) / device.multiprocessors  # blocks of each
+    share = config.patches(conv) * config.slices(conv) / device.multiprocessors  # blocks per multiprocessor
     waves = math.ceil(share / resident)
     at_a_time = minimum(resident, math.ceil(share))
     several = minimum(1, waves - 1)  # 0 for one wave
     rounds = (1 - several) * 1.0 + several * (share + 0.5 * (waves * resident - share)) / at_a_time
-    # Warps of a quarter. Blocks whose warps do not share all quarters may meet in the same ones; half of them are taken
-    # to: 192 blocks of two warps take 8.6 us on an H200, where 384 of four, with as much to do, take 5.5.
+    # Warps per scheduler, of which a multiprocessor has four. Blocks of fewer than four warps may land on the same
+    # schedulers; half of them are assumed to. On an H200, 192 blocks of two warps take 8.6 us, and 384 blocks of four
+    # warps with as much work take 5.5.
     busy = (math.ceil(at_a_time * warps / 4) + at_a_time * math.ceil(warps / 4)) / 2
     row = maximum(LOAD_CYCLES / config.ahead, busy * instructions / x_rows / WARP_INSTRUCTIONS)
     operands = item * conv.c * (conv.n * math.prod(conv.sizes) + conv.pixels * (2 if conv.residual else 1))

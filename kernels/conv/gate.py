@@ -1,4 +1,4 @@
-"""Convolutions of an image times one number for each of its channels, the gate of a squeeze-and-excite block."""
+"""Convolutions of x * gate: the gate of a squeeze-and-excite block has one number per image and channel."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from onnxfuse.runtime.plan import Device, FusedNode, Launch, Plan, TensorSpec
 from onnxfuse.runtime.symint import estimate, for_later_plans
 
 GATE: Final = "gate"
-MAX_EACH: Final = 4  # plans with gate and product in one kernel, and plans of two launches
-# Microseconds on an H200, from 18 blocks of EfficientNet-B0 and MobileNetV3 with 32 images: of a channel_scale without
-# any bytes, and for each byte of x; and by how much an operation of a product takes longer in tiles of mma.sync with a
-# gate in front than in the fastest kernel without one. Of wgmma, clock cycles are estimated with and without a gate: 13
-# products of 224 to 1152 channels took at most 1.5 us longer with one, and 2.9 to 11 us after a channel_scale.
+MAX_EACH: Final = 4  # largest number of plans with gate and product in one kernel
+# Times in microseconds on an H200, fitted to 18 blocks of EfficientNet-B0 and MobileNetV3 with 32 images. SCALE_US is
+# the fixed time of a channel_scale, SCALE_BYTE_US its time per byte of x. GATE_FLOP_US is the additional time per
+# operation of a product by mma.sync with a gate, relative to the fastest kernel without one. For wgmma, clock cycles
+# are estimated with and without a gate: 13 products of 224 to 1152 channels took at most 1.5 us longer with a gate in
+# the kernel, and 2.9 to 11 us longer with a channel_scale before it.
 SCALE_US: Final = 1.3
 SCALE_BYTE_US: Final = 2 / 4.5e6
 GATE_FLOP_US: Final = 7e-9
-CYCLES_OF_US: Final = 1755  # clock cycles of an H200
-FEW_COLUMNS: Final = 40  # columns of y up to which memory is the limit
+CYCLES_OF_US: Final = 1755  # clock cycles of an H200 per microsecond
+FEW_COLUMNS: Final = 40  # columns of y up to which memory bandwidth is the limit, so that a gate costs no time
 
 
 def plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device, convolution: Planner) -> list[Plan]:
     """Return the plans of a pointwise convolution with a gate: in one launch, and as a channel_scale and a convolution.
 
-    `convolution` plans one without a gate.  Raises ValueError if shapes do not fit.
+    `convolution` plans the convolution without a gate.  Raises ValueError if shapes do not fit.
     """
     conv, y = conv_of(node, inputs, device)
     if not conv.pixels * conv.m:
@@ -62,7 +63,7 @@ def _is_expected_faster(conv: Conv, in_front: Implementation, device: Device) ->
 
 
 def in_two_steps(node: FusedNode, inputs: Sequence[TensorSpec], device: Device, convolution: Planner) -> list[Plan]:
-    """Return plans that store x times the gate in scratch memory, from which the convolution reads it."""
+    """Return plans of two launches: one writes x * gate to scratch memory, and a convolution reads that."""
     names = node.operands
     x, gate = names.index("x"), names.index(GATE)
     scale = FusedNode("channel_scale", node.name, ("x", GATE), {"activation": "none", "layout": "nhwc"},

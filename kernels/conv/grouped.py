@@ -1,4 +1,4 @@
-"""The host side of conv_grouped.cu: grouped convolutions of channels-last tensors, of few channels a group."""
+"""The host side of conv_grouped.cu: grouped convolutions of channels-last tensors with few channels per group."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from onnxfuse.kernels.tensors import ITEM_BYTES, VECTOR_BYTES
 from onnxfuse.runtime.plan import Device, Kernel, Launch
 from onnxfuse.runtime.symint import best_first, is_symbolic, maximum, minimum
 
-MAX_CHANNELS: Final = 64  # and filters per group; larger groups are matrix products of their own
+MAX_CHANNELS: Final = 64  # channels and filters per group; larger groups run as separate matrix products
 MAX_IMPLEMENTATIONS: Final = 4
 MAX_FEW: Final = 5  # configs for a convolution of dynamic sizes
-MAX_HELD: Final = 80  # registers of a thread that hold weights
-MAX_SUMS: Final = 64  # registers of a thread that hold sums
-WARPS: Final = (4, 8)  # per block
-M_TILES: Final = 2  # in conv_grouped.cu: mma tiles of 16 pixels that a warp computes at a time
+MAX_HELD: Final = 80  # registers per thread for weights
+MAX_SUMS: Final = 64  # registers per thread for sums
+WARPS: Final = (4, 8)  # warps per block
+M_TILES: Final = 2  # M_TILES of conv_grouped.cu: mma tiles of 16 pixels that a warp computes at a time
 TILE_ROWS: Final = (1, 2, 4, 7, 8, 14, 16)
 TILE_COLUMNS: Final = (7, 14, 16, 28, 32, 56)
-ROW_COLUMNS: Final = (112, 256, 512)  # more widths for images of one row
+ROW_COLUMNS: Final = (112, 256, 512)  # additional tile widths for images of one row
 REGISTERS: Final = 65536  # per multiprocessor
-MAX_RESEMBLING: Final = 2  # implementations that differ in nothing but the tile of pixels
+MAX_RESEMBLING: Final = 2  # implementations that differ only in the tile of pixels
 
-# Of an H200, for one multiprocessor.
-L2_BYTES: Final = 26.0  # per clock cycle
-SECTOR_BYTES: Final = 32  # the least that memory moves
-MIN_WARPS: Final = 12  # warps that hide latencies
-FIRST_CYCLES: Final = 2500  # before the first patch has arrived
+# Costs and rates of one multiprocessor of an H200.
+L2_BYTES: Final = 26.0  # bytes from L2 per clock cycle
+SECTOR_BYTES: Final = 32  # smallest unit of a memory access
+MIN_WARPS: Final = 12  # warps per multiprocessor that suffice to hide latencies
+FIRST_CYCLES: Final = 2500  # cycles until the first patch arrives
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class GroupedConfig:
         return 32 * self.warps_m * (self.block_groups // self.warp_groups)
 
     def resembles(self, other: GroupedConfig) -> bool:
-        """Return whether both divide the groups alike."""
+        """Return whether both configs divide the groups among blocks and warps alike."""
         return (self.block_groups, self.warp_groups) == (other.block_groups, other.warp_groups)
 
     def slices(self, conv: Conv) -> int:
-        """Return how many blocks share the groups."""
+        """Return the number of slices of groups, each of which has blocks of its own."""
         return conv.group // (self.merged * self.block_groups)
 
     def tiles(self, conv: Conv) -> int:
@@ -72,11 +72,11 @@ class GroupedConfig:
         return conv.n * -(-height // self.tp) * -(-width // self.tq)
 
     def steps(self, conv: Conv) -> int:
-        """Return the mma steps along k."""
+        """Return the number of mma steps along k."""
         return -(-conv.taps * self._group_bytes(conv) // (2 * VECTOR_BYTES))
 
     def filter_tiles(self, conv: Conv) -> int:
-        """Return the mma tiles of 8 filters of a merged group."""
+        """Return the number of mma tiles, of 8 filters each, per merged group."""
         return conv.m // conv.group * self.merged // 8
 
     def held(self, conv: Conv) -> bool:
@@ -84,7 +84,7 @@ class GroupedConfig:
         return 2 * self.steps(conv) * self.filter_tiles(conv) * self.warp_groups <= MAX_HELD
 
     def patch(self, conv: Conv) -> int:
-        """Return the bytes of shared memory of the part of x that a tile reads."""
+        """Return the bytes of shared memory per patch: the part of x that a tile reads."""
         (kh, kw), (sh, sw), (dh, dw) = two(conv.kernel), two(conv.strides), two(conv.dilations)
         rows, columns = (self.tp - 1) * sh + (kh - 1) * dh + 1, (self.tq - 1) * sw + (kw - 1) * dw + 1
         chunks = self.block_groups * self._group_bytes(conv) // VECTOR_BYTES
@@ -103,7 +103,7 @@ class GroupedConfig:
         return max(1, min(by_shared, REGISTERS // (self.threads * self.registers(conv))))
 
     def registers(self, conv: Conv) -> int:
-        """Return about how many registers a thread takes."""
+        """Return an estimate of the registers per thread."""
         filter_tiles = self.warp_groups * self.filter_tiles(conv)
         held = 2 * self.steps(conv) * filter_tiles if self.held(conv) else 0
         return held + (4 * M_TILES + 2) * filter_tiles + 84
@@ -114,7 +114,7 @@ class GroupedConfig:
 
 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
-    """Return the ways to run it, the expected fastest first; none if conv_grouped.cu does not compute it."""
+    """Return the implementations, fastest expected first; none if conv_grouped.cu does not support `conv`."""
     if not is_supported(conv, device):
         return []
     found = _few(usual(conv), device) if is_symbolic(conv.n, *conv.sizes) else fitting(configs(conv), conv, device)
@@ -125,7 +125,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
 @functools.lru_cache(maxsize=512)
 def _few(problems: tuple[Conv, ...], device: Device) -> list[GroupedConfig]:
-    """Return a few configs for a convolution of dynamic sizes, one of which is good for any size."""
+    """Return a few configs for a convolution of dynamic sizes, at least one of which is fast at any size."""
     return few_fitting(problems, device, functools.partial(configs, thorough=False), cost, MAX_FEW)
 
 
@@ -144,9 +144,9 @@ def is_supported(conv: Conv, device: Device) -> bool:
 
 
 def merged_groups(conv: Conv) -> int | None:
-    """Return how many groups make whole chunks of 16 bytes of channels and a multiple of 8 filters.
+    """Return how many groups to merge into one, for whole chunks of 16 bytes of channels and a multiple of 8 filters.
 
-    It is None if they do not divide all groups, or would be too large.
+    Return None if that number does not divide the groups, or merged groups would be too large.
     """
     channels, filters = conv.c // conv.group, conv.m // conv.group
     chunk = VECTOR_BYTES // ITEM_BYTES[conv.dtype]
@@ -172,14 +172,14 @@ def implementation(conv: Conv, config: GroupedConfig, device: Device) -> Impleme
     kernel = Kernel("conv_grouped", "conv_grouped", defines)
     blocks = max(1, device.multiprocessors * config.resident(conv, device) // config.slices(conv))
     tiles = config.tiles(conv)
-    grid = (-(-tiles // -(-tiles // blocks)), config.slices(conv), 1)  # blocks have equal shares
+    grid = (-(-tiles // -(-tiles // blocks)), config.slices(conv), 1)  # even out the tiles per block
     pdl = device.has_pdl
     launch = Launch(kernel, grid, (config.threads, 1, 1), arguments_of_image(conv), config.shared(conv), pdl=pdl)
     return Implementation(config.name, (launch,))
 
 
 def configs(conv: Conv, thorough: bool = True) -> list[GroupedConfig]:
-    """Return every config that is worth a look for these sizes; fewer of them, in less time, unless `thorough`."""
+    """Return the configs to rank by cost for these sizes; fewer of them, in less time, unless `thorough`."""
     merged = merged_groups(conv)
     if merged is None:
         return []
@@ -203,7 +203,7 @@ def configs(conv: Conv, thorough: bool = True) -> list[GroupedConfig]:
 
 
 def cost(conv: Conv, config: GroupedConfig, device: Device) -> float:
-    """Return the expected clock cycles of a multiprocessor, well enough to order configs."""
+    """Estimate the clock cycles of a multiprocessor, accurately enough to order configs."""
     blocks = max(1, device.multiprocessors * config.resident(conv, device) // config.slices(conv))
     rounds = -(-config.tiles(conv) // blocks)
     busy = minimum(blocks, config.tiles(conv)) * config.slices(conv) / device.multiprocessors
@@ -211,7 +211,7 @@ def cost(conv: Conv, config: GroupedConfig, device: Device) -> float:
     warps_pixels = -(-config.tp * config.tq // (16 * M_TILES * config.warps_m)) * config.warps_m
     warps_g = config.block_groups // config.warp_groups
     steps, filter_tiles = config.steps(conv), config.filter_tiles(conv)
-    reads = 4 * M_TILES + (0 if config.held(conv) else 2 * filter_tiles)  # cycles of shared memory for each step
+    reads = 4 * M_TILES + (0 if config.held(conv) else 2 * filter_tiles)  # shared-memory cycles per step
     products = 1.6 * M_TILES * filter_tiles
     narrow = max(1.0, SECTOR_BYTES / (config.warp_groups * filter_tiles * 8 * ITEM_BYTES[conv.dtype]))
     stores = 12 * M_TILES * filter_tiles * narrow

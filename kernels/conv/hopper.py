@@ -1,4 +1,4 @@
-"""The host side of the convolutions on Hopper's matrix units: which tiles, and where TMA finds x and w."""
+"""The host side of convolutions by wgmma on Hopper: chooses tiles and makes the tensor maps of x and w."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, VECTOR_BYTES, Defines
 from onnxfuse.runtime.plan import Argument, Device, Im2col, Scalar, TensorMap
 from onnxfuse.runtime.symint import best_first, is_symbolic, maximum
 
-K_BLOCK_BYTES: Final = (128, 64, 32)  # bytes of channels per block of k
+K_BLOCK_BYTES: Final = (128, 64, 32)  # bytes of channels per block of k; the widest first
 MAX_CONFIGS: Final = 6
-MAX_SLICED: Final = 2  # configs whose slices of k epilogue.cu adds up
-MAX_FEW_OF_PADS: Final = 2  # configs for each combination of dynamic pads, which are constants of the kernel
-MAX_CORNER: Final = {1: 32767, 2: 127, 3: 15}  # limit of TMA's corners, by the number of spatial axes
-MAX_OFFSET: Final = {1: 65534, 2: 254, 3: 30}  # limit of a filter tap's offset
+MAX_SLICED: Final = 2  # configs with slices of k, whose sums epilogue.cu adds up
+MAX_FEW_OF_PADS: Final = 2  # configs per combination of dynamic pads, which are macros of the kernel
+MAX_CORNER: Final = {1: 32767, 2: 127, 3: 15}  # largest corner offset of a TMA im2col box, by number of spatial axes
+MAX_OFFSET: Final = {1: 65534, 2: 254, 3: 30}  # largest offset of a filter tap in TMA, by number of spatial axes
 MAX_STRIDE: Final = 8
-WALK_CYCLES: Final = 4.1  # of TMA per pixel: tiles of 64 filters and 192 or 256 pixels take 4.4 in all on an H200
+WALK_CYCLES: Final = 4.1  # TMA cycles per pixel; tiles of 64 filters and 192 or 256 pixels take 4.4 in all on an H200
 CONFIGS: Final = (
     *hopper.CONFIGS,
     HopperConfig(256, 32),
@@ -50,12 +50,12 @@ CONFIGS: Final = (
 
 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
-    """Return the ways to run it, the expected fastest first; none for another GPU, dtype or kind of convolution."""
+    """Return the implementations, fastest expected first; none for another GPU, dtype or kind of convolution."""
     if not is_supported(conv, device):
         return []
     conv = plain_pads(conv)
     gemm = gemm_of_blocks(conv)
-    # Sums of a known number of slices need scratch memory of a known size.
+    # Sliced configs need scratch memory of a size that is known now, so they exclude dynamic sizes.
     sliced = [] if is_symbolic(conv.n, *conv.sizes) else hopper_slices.fitting(conv, gemm, device)
     best_sliced = sorted(sliced, key=lambda config: cycles(gemm, config, device))[:MAX_SLICED]
     every: list[HopperConfig | SlicedConfig] = [*fitting(conv, device), *best_sliced]
@@ -64,9 +64,9 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
 
 def fitting(conv: Conv, device: Device) -> list[HopperConfig]:
-    """Return the configs that registers, shared memory and the convolution have room for.
+    """Return the configs that fit into registers and shared memory, and suit the sizes of the convolution.
 
-    Of a convolution of dynamic sizes they are few, one of which is good for any size.
+    For dynamic sizes these are only a few, at least one of which is fast at any size.
     """
     most = MAX_FEW_OF_PADS if is_symbolic(*conv.pads_end) else MAX_CONFIGS
     configs = _few(usual(conv), device, most) if is_symbolic(conv.n, *conv.sizes) else CONFIGS
@@ -82,48 +82,48 @@ def _few(problems: tuple[Conv, ...], device: Device, most: int) -> list[HopperCo
 
 
 def cycles(gemm: Gemm, config: HopperConfig | SlicedConfig, device: Device) -> float:
-    """Estimate the clock cycles of a convolution, whose product is `gemm`."""
+    """Estimate the clock cycles of the convolution that is computed as the matrix product `gemm`."""
     if isinstance(config, SlicedConfig):
         return hopper_slices.cycles(gemm, config, device, WALK_CYCLES)
     return hopper.cycles(gemm, config, device, WALK_CYCLES)
 
 
 def is_supported(conv: Conv, device: Device) -> bool:
-    """Return whether the kernels take a convolution."""
+    """Return whether the kernels support `conv` on this device."""
     if device.arch != 90 or (conv.dtype == "float32" and not conv.tf32):
-        return False  # wgmma is an instruction of compute capability 90 alone, of 16-bit types and TF32
+        return False  # wgmma exists only on compute capability 90, for 16-bit types and TF32
     axes = len(conv.kernel)
     if conv.group != 1 or conv.x_nchw or conv.w_hwio or axes not in MAX_CORNER:
         return False
     vector = VECTOR_BYTES // ITEM_BYTES[conv.dtype]
     if not conv.aligned or conv.c % vector or (conv.dtype != "float32" and conv.m % vector):
-        return False  # TMA reads, and writes those of 16 bits, pixels that begin at multiples of 16 bytes
+        return False  # TMA needs pixels at multiples of 16 bytes: to read x, and to write y of 16-bit types
     if not conv.pixels * conv.m * conv.c * conv.taps or maximum(conv.pixels, conv.c * conv.taps) >= 2**31 - 2**16:
-        return False  # coordinates are ints
+        return False  # TMA coordinates are 32-bit integers
     reach = _reach(conv)
     corners = (*conv.pads_begin, *(abs(behind - far) for behind, far in zip(conv.pads_end, reach, strict=True)))
     return max(conv.strides) <= MAX_STRIDE and max(reach) <= MAX_OFFSET[axes] and maximum(*corners) <= MAX_CORNER[axes]
 
 
 def _reach(conv: Conv) -> list[int]:
-    """Return the pixels from the first tap of the filter to the last, on each spatial axis."""
+    """Return the distance in pixels from the first to the last tap of the filter, for each spatial axis."""
     return [(size - 1) * dilation for size, dilation in zip(conv.kernel, conv.dilations, strict=True)]
 
 
 def k_block(conv: Conv) -> int:
-    """Return the channels of a block of k: the size that leaves the fewest zeros after the last channel."""
+    """Return the channels per block of k: the size that needs the fewest zeros after the last channel."""
     blocks = (size // ITEM_BYTES[conv.dtype] for size in K_BLOCK_BYTES)
     return min(blocks, key=lambda size: (-(-conv.c // size) * size, -size))
 
 
 def gemm_of_blocks(conv: Conv) -> Gemm:
-    """Return the product of a convolution whose channels fill whole blocks of k."""
+    """Return the matrix product of the convolution, with its channels padded to whole blocks of k."""
     block = k_block(conv)
     return replace(as_gemm(conv), k=conv.taps * -(-conv.c // block) * block)
 
 
 def implementation(conv: Conv, config: HopperConfig | SlicedConfig, device: Device) -> Implementation:
-    """Return the one launch by that config, or two of slices of k."""
+    """Return the implementation of a config: one launch, or two with slices of k."""
     if isinstance(config, SlicedConfig):
         macros, maps = defines(hopper_slices.plain(conv), config.tile, device), operand_maps(conv, config.tile)
         sizes = three(conv.y_sizes)
@@ -159,12 +159,12 @@ def arguments(conv: Conv, config: HopperConfig) -> tuple[Argument, ...]:
 
 
 def operand_maps(conv: Conv, config: HopperConfig) -> tuple[TensorMap, TensorMap]:
-    """Return the maps of x and w."""
+    """Return the tensor maps of x and w."""
     return pixel_map(conv, config), weight_map(conv, config)
 
 
 def pixel_map(conv: Conv, config: HopperConfig) -> TensorMap:
-    """Return the map of x, whose loads take the pixels that one tap of the filter reads for a tile's rows."""
+    """Return the im2col tensor map of x: a load takes the pixels that one filter tap reads for the rows of a tile."""
     inward = conv.sizes[::-1]  # the innermost axis first
     walk = Im2col(
         tuple(-before for before in reversed(conv.pads_begin)),
@@ -177,7 +177,7 @@ def pixel_map(conv: Conv, config: HopperConfig) -> TensorMap:
 
 
 def weight_map(conv: Conv, config: HopperConfig) -> TensorMap:
-    """Return the map of w: channels, taps, filters."""
+    """Return the tensor map of w, with dimensions (channels, taps, filters)."""
     pitch = ITEM_BYTES[conv.dtype] * conv.c
     sizes, box = (conv.c, conv.taps, conv.m), (k_block(conv), 1, config.tile_n)
     return TensorMap(conv.w, _dtype(conv), sizes, (pitch, pitch * conv.taps), box, _swizzle(conv))

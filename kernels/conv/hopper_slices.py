@@ -1,4 +1,4 @@
-"""The host side of conv_hopper_slices.cu: convolutions of few tiles on Hopper, by blocks that have slices of k."""
+"""The host side of conv_hopper_slices.cu: convolutions with few tiles on Hopper, whose blocks each sum a slice of k."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Sca
 
 TILES: Final = (HopperConfig(128, 64), HopperConfig(128, 128), HopperConfig(128, 160), HopperConfig(256, 128))
 MAX_SLICES: Final = 16
-MIN_STEPS: Final = 4  # stages of k, in a slice
+MIN_STEPS: Final = 4  # stages of k per slice, at least
 
-# Cycles of a multiprocessor of an H200.
-START_CYCLES: Final = 1500  # until the first stage has arrived
-SECOND_LAUNCH_CYCLES: Final = 15000  # orders slices and clusters as measured: tests/kernels/test_first_plans.py
-SUM_BYTES: Final = 24  # bytes of sums and of epilogue.cu's operands per cycle
+# Costs in clock cycles of a multiprocessor of an H200.
+START_CYCLES: Final = 1500  # cycles until the first stage arrives
+SECOND_LAUNCH_CYCLES: Final = 15000  # ranks slices and clusters as measured: tests/kernels/test_first_plans.py
+SUM_BYTES: Final = 24  # bytes per cycle for sums and for the operands of epilogue.cu
 
 
 @dataclass(frozen=True)
 class SlicedConfig:
-    """The tile of a block, and the blocks that have a slice of k each."""
+    """The tile of a block, and the number of slices of k, each of which has a block of its own."""
 
     tile: HopperConfig
     slices: int
@@ -38,9 +38,9 @@ class SlicedConfig:
 
 
 def fitting(conv: Conv, gemm: Gemm, device: Device) -> list[SlicedConfig]:
-    """Return the configs where one of blocks without slices would leave multiprocessors idle; `gemm` is its product.
+    """Return the configs if blocks without slices would leave multiprocessors idle; `gemm` is the product of `conv`.
 
-    Sums of two columns are stored at a time, so that y has an even number of channels.
+    y must have an even number of channels, because two columns of sums are stored at a time.
     """
     if conv.program or conv.m % 2:
         return []
@@ -54,7 +54,7 @@ def fitting(conv: Conv, gemm: Gemm, device: Device) -> list[SlicedConfig]:
 
 
 def cycles(gemm: Gemm, config: SlicedConfig, device: Device, row_cycles: float) -> float:
-    """Estimate the clock cycles, for a comparison with other configs of Hopper."""
+    """Estimate the clock cycles of both launches, comparable to the estimates for other Hopper configs."""
     tile, slices = config.tile, config.slices
     steps = -(-gemm.k // (hopper.stage_k(gemm) * slices))
     stored = 4 * tile.tile_m * tile.tile_n
@@ -64,7 +64,7 @@ def cycles(gemm: Gemm, config: SlicedConfig, device: Device, row_cycles: float) 
 
 
 def plain(conv: Conv) -> Conv:
-    """Return the convolution without its epilogue, which is epilogue.cu's."""
+    """Return the convolution without its epilogue, which epilogue.cu applies."""
     return replace(
         conv, bias=None, slope=None, column_scale=None, column_shift=None, residual=None, activation="none",
         alpha=0.0, beta=0.0,
@@ -79,12 +79,12 @@ def implementation(
     operands: tuple[Argument, ...],
     sizes: tuple[int, ...],
 ) -> Implementation:
-    """Return the launches of the kernel and of epilogue.cu.
+    """Return the implementation of two launches: conv_hopper_slices.cu, and epilogue.cu after it.
 
     gemm      the product of the convolution, with its epilogue
     defines   the macros of the convolution without its epilogue
-    operands  the maps of x and w
-    sizes     of y on three axes
+    operands  the tensor maps of x and w
+    sizes     the sizes of y along three spatial axes
     """
     tile, slices = config.tile, config.slices
     stages = min(hopper.MAX_STAGES, (device.shared_per_block - hopper.BARRIER_BYTES) // hopper.stage_bytes(tile))

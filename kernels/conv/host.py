@@ -28,12 +28,13 @@ from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, FusedNode, Launch, Matmul, Plan, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans, is_symbolic
 
-# Of the implementations of a depthwise convolution that have several kernels.
+# The largest numbers of implementations to offer of one kernel, where several kernels compete.
 MAX_MMA: Final = 3
 MAX_DEPTHWISE: Final = 2
-MAX_OF_PRODUCTS: Final = 3  # kernels of convolutions for a pointwise one in float32
-# Matrix units compute the columns of y that a stride leaves out as well. For eight strided filters of 3x3 and 5x5, with
-# 64 to 672 channels and batch 32, they take 1.1 to 1.6 times as long as fma on an H200.
+MAX_OF_PRODUCTS: Final = 3  # convolution kernels for a pointwise convolution in float32
+# Taps of a strided depthwise convolution up to which CUDA cores come first. Tensor cores also compute the columns of y
+# that the stride skips: for eight strided filters of 3x3 and 5x5, with 64 to 672 channels and batch 32, they take 1.1
+# to 1.6 times as long as fma on an H200.
 FEW_STRIDED_TAPS: Final = 25
 
 
@@ -43,17 +44,17 @@ def _depthwise(conv: Conv, device: Device) -> list[Implementation]:
         general.reverse()
     kinds = [(depthwise_sliding.implementations, None), *general]
     every = [(found, most) for kind, most in kinds if (found := kind(conv, device))]
-    if len(every) == 1 or is_symbolic(conv.n, *conv.sizes):  # the first kind alone: a template has few kernels
+    if len(every) == 1 or is_symbolic(conv.n, *conv.sizes):  # only the first kind: dynamic plans have few kernels
         return every[0][0] if every else []
     return [way for found, most in every for way in found[:most]]
 
 
 def _pointwise(conv: Conv, device: Device) -> list[Implementation]:
-    """Return the ways to run a pointwise convolution as a product; in float32, also the ways of other convolutions.
+    """Return the implementations of a pointwise convolution as a product; in float32, also by convolution kernels.
 
-    The kernels of products leave TF32 on Hopper's matrix units to cuBLASLt. Those of convolutions are faster where k is
-    not the short side, on an H200 in us: 100352x64x256 40.7 and 47.7, 25088x128x512 22.8 and 26.8. 100352x256x64, which
-    mostly reads and writes y, takes 76.5 and 68.7.
+    The gemm kernels do not use wgmma in TF32 and leave that to cuBLASLt. The convolution kernels do, and are faster if
+    k is not the short side. Times on an H200, by convolution kernel and by cuBLASLt: 100352x64x256 40.7 and 47.7 us,
+    25088x128x512 22.8 and 26.8 us; but 100352x256x64, which mostly reads and writes y, 76.5 and 68.7 us.
     """
     products = matrix.implementations(conv, device)
     if not products or conv.dtype != "float32" or not _is_of_many_rows(products[0]):
@@ -72,7 +73,7 @@ def _is_of_many_rows(product: Implementation) -> bool:
     return isinstance(step, Matmul) or (isinstance(step, Launch) and step.kernel.source == "gemm_mma")
 
 
-# Kernels for one kind of convolution; at most one kind takes each convolution.  Then the kernels that take any.
+# Kernels for special kinds of convolution, of which at most one supports a given convolution; then general kernels.
 KINDS: Final[tuple[Callable[[Conv, Device], list[Implementation]], ...]] = (
     _pointwise,
     _depthwise,
@@ -104,9 +105,9 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
 
 
 def _of_programs(conv: Conv, device: Device) -> list[Implementation]:
-    """Return the ways to run a convolution with a program in its epilogue; none where a kernel without one is faster.
+    """Return the implementations with a program in the epilogue; none if a kernel without programs is faster.
 
-    That is so for the kernels of depthwise and grouped convolutions, and of stems.
+    The latter holds for depthwise and grouped convolutions, and for stems.
     """
     if conv.gate:
         return matrix.implementations(conv, device)
@@ -118,7 +119,7 @@ def _of_programs(conv: Conv, device: Device) -> list[Implementation]:
 
 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
-    """Return the ways to run a convolution with at least one element of y, the expected fastest first."""
+    """Return the implementations of a convolution with non-empty y, fastest expected first."""
     own = next((found for kind in KINDS if (found := kind(conv, device))), [])
-    dynamic = is_symbolic(conv.n, *conv.sizes)  # cuDNN is asked for engines by their numbers
+    dynamic = is_symbolic(conv.n, *conv.sizes)  # cuDNN proposes engines only for static sizes
     return with_library(own, [] if own and dynamic else cudnn.implementations(conv, device))

@@ -1,4 +1,4 @@
-"""A convolution as a matrix product, and by the kernels of the products where it is one."""
+"""View convolutions as matrix products, and run pointwise ones by the gemm kernels."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from onnxfuse.runtime.plan import Device
 
 
 def as_gemm(conv: Conv) -> Gemm:
-    """Return the product of a convolution of one group: its rows are pixels of y, and k counts taps and channels.
+    """Return the matrix product of a convolution with one group: rows are pixels of y, k runs over taps and channels.
 
-    x is the convolution's own x, so that only a pointwise convolution can run as this product.
+    The product's x is the x of the convolution, not gathered by taps, so only a pointwise convolution can run as it.
     """
     return Gemm(
         conv.pixels, conv.m, conv.taps * conv.c, conv.dtype, True, conv.aligned, x=conv.x, w=conv.w, y=conv.y,
@@ -26,8 +26,8 @@ def as_gemm(conv: Conv) -> Gemm:
 
 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
-    """Return the ways to run a pointwise convolution as a product; none for another one.
+    """Return the implementations of a pointwise convolution as a matrix product; none for other convolutions.
 
-    There may be none either where cuBLASLt is missing, as for float32 that must not be rounded to TF32.
+    The list may also be empty without cuBLASLt, such as for float32 that must not be rounded to TF32.
     """
     return implementations_if_any(as_gemm(conv), device) if conv.pointwise and not conv.w_hwio else []

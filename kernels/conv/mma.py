@@ -22,28 +22,28 @@ from onnxfuse.runtime.symint import best_first, is_symbolic, maximum
 
 MAX_DIMS: Final = 3  # spatial axes
 MAX_CONFIGS: Final = 6
-MAX_FEW: Final = 5  # configs for a convolution of dynamic sizes, besides the kernel that adds up sums
-FEW_SLICES: Final = (1, 3, 8)  # slices for dynamic sizes: each number is another kernel that adds them up
-SLICES: Final = (1, 2, 3, 4, 6, 8, 12, 16)  # slices of k, one for each block along z
+MAX_FEW: Final = 5  # configs for dynamic sizes, not counting the kernel that adds up sums
+FEW_SLICES: Final = (1, 3, 8)  # numbers of slices for dynamic sizes; each needs its own kernel to add them up
+SLICES: Final = (1, 2, 3, 4, 6, 8, 12, 16)  # numbers of slices of k; each slice has its own block along z
 MIN_SLICE_TILES: Final = 3  # tiles of k per slice
-MAX_CHUNKS: Final = {16: 8, 8: 8, 4: 6, 2: 4}  # of 16 bytes, that a thread's registers hold, by the bytes of a copy
+MAX_CHUNKS: Final = {16: 8, 8: 8, 4: 6, 2: 4}  # chunks of 16 bytes per thread, by bytes per copy
 
 # Costs and rates in clock cycles of one multiprocessor; they serve to order configs by expected time.
 MULTIPLY_BYTES: Final = 2048  # rows x columns x bytes of k that mma.sync multiplies per cycle
 TF32_MULTIPLY_BYTES: Final = 920  # the same in TF32: 128x128 blocks of 64 bytes take 1140 cycles on an H200
 EXACT_PRODUCTS: Final = 110  # fma instructions per cycle
-LOAD_BYTES: Final = 48  # from L2 per cycle
-COPY_CYCLES: Final = 0.09  # per copy to shared memory, whose address and bounds are computed
-STEP_CYCLES: Final = 220  # from one stage to the next, of a block that is alone
-BLOCK_CYCLES: Final = 1600  # per block, before the first stage arrives and after the last
-EPILOGUE_CYCLES: Final = 0.1  # per element of y
+LOAD_BYTES: Final = 48  # bytes from L2 per cycle
+COPY_CYCLES: Final = 0.09  # cycles per copy to shared memory, with its address and bounds check
+STEP_CYCLES: Final = 220  # cycles per stage, if the block is alone on a multiprocessor
+BLOCK_CYCLES: Final = 1600  # cycles per block before the first stage arrives and after the last
+EPILOGUE_CYCLES: Final = 0.1  # cycles per element of y
 SECOND_LAUNCH_CYCLES: Final = 2000
 PARTIAL_BYTES: Final = 24  # bytes of fp32 sums written or read per cycle
 
 
 @dataclass(frozen=True)
 class ConvConfig:
-    """The tile of a block of conv_mma.cu, and the slices of k, one for each block along z."""
+    """The tile of a block of conv_mma.cu, and the number of slices of k, which equals the blocks along z."""
 
     tile: MmaConfig
     slices: int = 1
@@ -64,7 +64,7 @@ MMA_TILES: Final = (
     MmaConfig(128, 32, 64, 5, 4, 1, min_blocks=4),
     MmaConfig(64, 32, 64, 6, 2, 1, min_blocks=6),
 )
-EXACT_TILES: Final = (  # each warp has 64 x 32
+EXACT_TILES: Final = (  # each warp computes 64 x 32 elements
     MmaConfig(128, 64, 64, 3, 2, 2, min_blocks=3),
     MmaConfig(64, 64, 64, 4, 1, 2, min_blocks=4),
     MmaConfig(128, 32, 64, 3, 2, 1, min_blocks=4),
@@ -72,9 +72,9 @@ EXACT_TILES: Final = (  # each warp has 64 x 32
 
 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
-    """Return the ways to run it, the expected fastest first.
+    """Return the implementations, fastest expected first.
 
-    There are none if x or y has no elements, for more than three spatial axes, and where 32 bits do not count pixels.
+    The list is empty if x or y is empty, for more than three spatial axes, and if pixel indices exceed 32 bits.
     """
     if not conv.pixels * conv.m * conv.c * conv.taps or len(conv.kernel) > MAX_DIMS or conv.pixels >= 2**31 - 2**16:
         return []
@@ -83,16 +83,16 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
 
 def is_exact(conv: Conv, device: Device) -> bool:
-    """Return whether products are by fma: mma.sync lacks the dtype, or would round it to TF32, which is not allowed."""
+    """Return whether products use fma, because mma.sync lacks the dtype or would round to TF32 against the settings."""
     if conv.dtype == "float16":
         return False
     return device.arch < MMA_ARCH or (conv.dtype == "float32" and not conv.tf32)
 
 
 def configs(conv: Conv, device: Device) -> list[ConvConfig]:
-    """Return the tiles that fit the device: each without slices of k, and with the number expected to be fastest.
+    """Return a config per tile that fits the device without slices of k, and one with the fastest number of slices.
 
-    Of a convolution of dynamic sizes they are few, one of which is good for any size.
+    For dynamic sizes these are only a few, at least one of which is fast at any size.
     """
     if is_symbolic(conv.n, *conv.sizes):
         return few_configs(usual(conv), device)
@@ -112,22 +112,22 @@ def _tiles(conv: Conv, device: Device) -> list[MmaConfig]:
 
 
 def _slices(conv: Conv, tile: MmaConfig, counts: Sequence[int]) -> list[int]:
-    """Return those numbers of slices of k that leave each enough of it."""
-    if conv.program:  # sums that epilogue.cu would add up
+    """Return the `counts` of slices that leave each slice at least MIN_SLICE_TILES tiles of k."""
+    if conv.program:  # programs run in the kernel's own epilogue, so without slices
         return [1]
     return [count for count in counts if count == 1 or k_tiles(conv, tile) >= count * MIN_SLICE_TILES]
 
 
 @functools.lru_cache(maxsize=512)
 def few_configs(problems: tuple[Conv, ...], device: Device) -> list[ConvConfig]:
-    """Return a few configs for convolutions that differ only in dynamic sizes; one of them is good for each."""
+    """Return a few configs for convolutions that differ only in dynamic sizes; for each, at least one is fast."""
     tiles = _tiles(problems[0], device)
     given = [ConvConfig(tile, count) for tile in tiles for count in _slices(problems[0], tile, FEW_SLICES)]
     return few(given, problems, lambda conv, config: cycles(conv, config, device), MAX_FEW)
 
 
 def implementation(conv: Conv, config: ConvConfig, device: Device) -> Implementation:
-    """Return one launch, or with slices of k one that leaves sums in scratch memory and one that adds them up."""
+    """Return one launch; or with slices of k, one that writes sums to scratch memory and one that adds them up."""
     tile, pdl = config.tile, device.has_pdl
     kernel = Kernel("conv_mma", "conv_mma", defines(conv, config, device))
     kernel, given = with_program(kernel, arguments(conv, config), conv.program)
@@ -144,7 +144,7 @@ def implementation(conv: Conv, config: ConvConfig, device: Device) -> Implementa
 
 
 def tile_count(conv: Conv, tile: MmaConfig) -> int:
-    """Return the number of tiles of y, of all groups."""
+    """Return the number of tiles of y in all groups."""
     return -(-conv.pixels // tile.tile_m) * -(-(conv.m // conv.group) // tile.tile_n) * conv.group
 
 
@@ -154,9 +154,9 @@ def k_tiles(conv: Conv, tile: MmaConfig) -> int:
 
 
 def cycles(conv: Conv, config: ConvConfig, device: Device) -> float:
-    """Estimate the clock cycles of a multiprocessor, well enough to order configs.
+    """Estimate the clock cycles of a multiprocessor, accurately enough to order configs.
 
-    Blocks that share a multiprocessor also share its throughput; a block that is alone waits for its own copies.
+    Resident blocks share the throughput of a multiprocessor; a block that is alone waits for its own copies.
     """
     tile = config.tile
     item = ITEM_BYTES[conv.dtype]
@@ -182,12 +182,12 @@ def cycles(conv: Conv, config: ConvConfig, device: Device) -> float:
 
 
 def resident_blocks(tile: MmaConfig, shared: int, device: Device) -> int:
-    """Return how many blocks, with so many bytes of shared memory, a multiprocessor holds: at most `min_blocks`."""
+    """Return how many blocks with `shared` bytes of shared memory fit on a multiprocessor, at most `min_blocks`."""
     return max(1, min(tile.min_blocks, (device.shared_per_block + RESERVED_BYTES) // (shared + RESERVED_BYTES)))
 
 
 def copy_bytes(conv: Conv) -> tuple[int, int]:
-    """Return the bytes of one copy of x and of w to shared memory."""
+    """Return (bytes per copy of x, bytes per copy of w) from global to shared memory."""
     channels, filters = conv.c // conv.group, conv.m // conv.group
     x = 1 if conv.x_nchw else channels
     w = filters if conv.w_hwio else conv.taps * channels
@@ -195,15 +195,15 @@ def copy_bytes(conv: Conv) -> tuple[int, int]:
 
 
 def _row_bytes(conv: Conv, row: int) -> int:
-    """Return the bytes of an access to rows of `row` elements: at most 16, one element if misaligned."""
+    """Return the bytes per access to rows of `row` elements: at most 16; one element if misaligned."""
     item = ITEM_BYTES[conv.dtype]
     return math.gcd(row * item, VECTOR_BYTES) if conv.aligned else item
 
 
 def _with_enough_threads(conv: Conv, tile: MmaConfig, device: Device) -> MmaConfig:
-    """Return a tile whose threads hold their share of a stage in registers: its addresses, or its elements.
+    """Return a tile with enough threads to hold addresses or elements of a stage in registers.
 
-    Without cp.async there are two stages, because the elements of only one are on their way.
+    Without cp.async the tile has two stages, because only one stage is in flight at a time.
     """
     if device.arch < MMA_ARCH:
         tile = replace(tile, stages=2)
@@ -235,7 +235,7 @@ def defines(conv: Conv, config: ConvConfig, device: Device) -> Defines:
         "SPLIT": int(config.slices > 1), "WIDTH": _row_bytes(conv, filters) // ITEM_BYTES[conv.dtype],
         "TILE_M": tile.tile_m, "TILE_N": tile.tile_n, "TILE_K_BYTES": tile.tile_k_bytes, "STAGES": tile.stages,
         "WARPS_M": tile.warps_m, "WARPS_N": tile.warps_n, "X_COPY": x_copy, "W_COPY": w_copy, "GROUP_M": GROUP_M,
-        "MIN_BLOCKS": tile.min_blocks if vectors else 1,  # narrow copies take registers
+        "MIN_BLOCKS": tile.min_blocks if vectors else 1,  # narrow copies need more registers
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""From a fused node to a Conv: the sizes, the operands' addresses, and the checks that shapes and dtypes fit."""
+"""Convert a fused node to a Conv: read sizes and operands, and check shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onnxfuse.runtime.symint import expect_equal, maximum
 
 EXPLICIT_PADS: Final = ("NOTSET", "VALID")
 AUTO_PADS: Final = (*EXPLICIT_PADS, "SAME_UPPER", "SAME_LOWER")
-BF16_ARCH: Final = 80  # the first compute capability whose matrix units have bf16
+BF16_ARCH: Final = 80  # the lowest compute capability with bf16 tensor cores
 
 
 def unsupported(
@@ -22,7 +22,7 @@ def unsupported(
 ) -> str | None:
     """Return why no kernel computes this convolution on this device; None if one does.
 
-    A node that names no layout has the first of `w_layouts`.
+    `w_layouts` are the supported layouts of w; the first is the default of a node without that attribute.
     """
     return (
         unsupported_dtype(node, input_dtypes)
@@ -83,7 +83,7 @@ def conv_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> tu
 
 
 class Geometry(NamedTuple):
-    """The sizes of a convolution, as Conv has them."""
+    """The sizes of a convolution; the fields are those of Conv."""
 
     n: int
     c: int
@@ -102,7 +102,7 @@ def with_operands(
     node: FusedNode, inputs: Sequence[TensorSpec], device: Device, geometry: Geometry, *,
     x_nchw: bool = False, w_hwio: bool = False, transposed: bool = False,
 ) -> tuple[Conv, TensorSpec]:  # fmt: skip
-    """Return the convolution of those sizes, and its output.  Raises ValueError if an operand has another shape."""
+    """Return the convolution with sizes `geometry`, and its output.  Raises ValueError if operands do not fit it."""
     y_shape = geometry.n, *geometry.y_sizes, geometry.m
     y = TensorSpec(y_shape, node.output_dtypes[0], all(tensor.aligned for tensor in inputs))
     alpha, beta = activation_parameters(node)
@@ -126,7 +126,7 @@ def with_operands(
 
 
 def _check_vectors(node: FusedNode, conv: Conv) -> None:
-    """Raise ValueError for vectors of channels that no epilogue takes."""
+    """Raise ValueError for combinations of channel vectors that no epilogue supports."""
     if (conv.activation == PRELU) != (conv.slope is not None):
         raise ValueError(f"{node_label(node)}: activation is {conv.activation}; required a slope for prelu alone")
     if conv.slope and conv.column_shift:
@@ -134,14 +134,14 @@ def _check_vectors(node: FusedNode, conv: Conv) -> None:
 
 
 def check_kernel_shape(node: FusedNode, kernel: tuple[int, ...]) -> None:
-    """Raise ValueError if the weights have other sizes than the node says."""
+    """Raise ValueError if `kernel` differs from the node's attribute kernel_shape."""
     declared = node.attributes.get("kernel_shape", list(kernel))
     if declared != list(kernel):
         raise ValueError(f"{node_label(node)}: w has taps {list(kernel)}; required kernel_shape, which is {declared}")
 
 
 def per_axis(node: FusedNode, attribute: str, rank: int) -> tuple[int, ...]:
-    """Return an attribute with a positive value for each spatial axis; ones if it is absent."""
+    """Return an attribute that has one positive value per spatial axis; ones if it is absent."""
     values = node.attributes.get(attribute, [1] * rank)
     if not isinstance(values, list) or len(values) != rank or any(value < 1 for value in values):
         raise ValueError(f"{node_label(node)}: {attribute} is {values}; required {rank} positive integers")
@@ -178,7 +178,7 @@ def _pads(
 
 
 def _pointer(node: FusedNode, name: str) -> Pointer:
-    """Return the address of an operand that the node has."""
+    """Return the pointer to an operand, which the node must have."""
     index = node.input_index(name)
     assert index is not None
     return Pointer("input", index)
@@ -187,7 +187,7 @@ def _pointer(node: FusedNode, name: str) -> Pointer:
 def _optional_pointer(
     node: FusedNode, inputs: Sequence[TensorSpec], name: str, shape: tuple[int, ...]
 ) -> Pointer | None:
-    """Return the address of an operand of that shape; None if it is absent.  Raises ValueError for another shape."""
+    """Return the pointer to an operand of shape `shape`; None if absent.  Raises ValueError for another shape."""
     found, index = operand_spec(node, inputs, name), node.input_index(name)
     if found is None or index is None:
         return None
@@ -198,10 +198,10 @@ def _optional_pointer(
 
 
 def _channels(node: FusedNode, inputs: Sequence[TensorSpec], name: str, geometry: Geometry) -> Pointer | None:
-    """Return the address of an operand with a number for each channel, in the shape of the unfused node's operand."""
+    """Return the pointer to an operand with one number per channel; it may keep the unfused node's broadcast shape."""
     return _optional_pointer(node, inputs, name, (geometry.m, *[1] * len(geometry.sizes)))
 
 
 def node_label(node: FusedNode) -> str:
-    """Return how errors name a node."""
+    """Return the name of a node for error messages."""
     return f"{node.fusion} '{node.name}'"

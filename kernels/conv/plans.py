@@ -1,4 +1,4 @@
-"""Choose the plans that the hosts of convolutions and of transposed convolutions offer."""
+"""Select the plans to offer for convolutions and transposed convolutions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import FusedNode, Plan, TensorSpec
 
 MAX_IMPLEMENTATIONS: Final = 8  # candidates; tuning compiles and times each of them
-MAX_LIBRARY: Final = 2  # the most of these that run by cuDNN
+MAX_LIBRARY: Final = 2  # at most so many of the candidates use cuDNN
 
 
 def plans(
     node: FusedNode, conv: Conv, y: TensorSpec, implementations: Callable[[], Sequence[Implementation]]
 ) -> list[Plan]:
-    """Return the plans of a node; one without steps if y is empty.  Raises ValueError if no kernel takes it."""
+    """Return the plans of a node; one plan without steps if y is empty.  Raises ValueError if no kernel supports it."""
     if not conv.pixels * conv.m:
         return [Plan((y,), ())]
     found = implementations()

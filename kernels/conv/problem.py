@@ -1,4 +1,4 @@
-"""A convolution of channels-last tensors with its epilogue, as the hosts of every convolution kernel see it."""
+"""The description of a channels-last convolution and its epilogue that the hosts of all convolution kernels share."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from onnxfuse.runtime.symint import is_symbolic
 class Conv:
     """y = activation(conv(x, w) + bias) * column_scale + column_shift + residual.
 
-    The residual comes before the activation where `residual_first`.  With a gate, which only a `pointwise` one has, x
-    is multiplied by it first, and rounded to its dtype.
+    With `residual_first`, the residual is added before the activation.  With a gate, which only `pointwise`
+    convolutions have, x is first multiplied by the gate and rounded to its dtype.
 
-    It is computed in fp32 and rounded once.  Sizes, strides and so on have one entry for each spatial axis, the
+    Arithmetic is in fp32, and results are rounded once.  Sizes, strides and so on have one entry per spatial axis, the
     innermost last: (H, W) in two dimensions.  x is (n, *sizes, c), or (n, c, *sizes) where `x_nchw`; y and residual are
     (n, *y_sizes, m); w is (m, *kernel, c / group), or (*kernel, c / group, m) where `w_hwio`.  All are contiguous.  An
-    operand that is None is absent.
+    absent operand is None.
 
-    Of a `transposed` one, which is ONNX's ConvTranspose, w is (c, *kernel, m / group), or (*kernel, m / group, c) where
-    `w_hwio`; its pads are cut off the result.
+    `transposed`: the operator is ONNX's ConvTranspose. Then w is (c, *kernel, m / group), or (*kernel, m / group, c)
+    where `w_hwio`, and the pads are cut off the result.
     """
 
-    n: int  # images
+    n: int  # batch size
     c: int  # channels of x
-    m: int  # channels of y: filters
+    m: int  # channels of y (filters)
     sizes: tuple[int, ...]  # spatial sizes of x
     y_sizes: tuple[int, ...]
     kernel: tuple[int, ...]
@@ -40,12 +40,12 @@ class Conv:
     pads_end: tuple[int, ...]
     group: int
     dtype: str  # dtype of all operands
-    aligned: bool  # every pointer is a multiple of 16 bytes
+    aligned: bool  # every address is a multiple of 16 bytes
     x: Pointer
     w: Pointer
     y: Pointer
     bias: Pointer | None = None  # m elements
-    slope: Pointer | None = None  # m slopes of a PRelu, which is the activation; not with a column_shift
+    slope: Pointer | None = None  # m slopes, if the activation is PRelu; excludes column_shift
     column_scale: Pointer | None = None  # m elements
     column_shift: Pointer | None = None  # m elements
     residual: Pointer | None = None
@@ -56,9 +56,9 @@ class Conv:
     x_nchw: bool = False
     w_hwio: bool = False
     tf32: bool = False  # float32 operands may be rounded to TF32
-    weights_constant: bool = False  # no kernel writes w
+    weights_constant: bool = False  # w is a constant of the model, which no kernel writes
     transposed: bool = False
-    program: EpilogueProgram | None = None  # operators that follow
+    program: EpilogueProgram | None = None  # elementwise operators applied to y before it is stored
     gate: Pointer | None = None  # (n, ones, c): a factor for each channel of an image of x
 
     @property
@@ -68,13 +68,13 @@ class Conv:
 
     @property
     def operands(self) -> tuple[Argument, ...]:
-        """The first arguments of kernels: x, w, the vectors of the epilogue, residual and y."""
+        """The first kernel arguments: x, w, the vectors of the epilogue, residual and y."""
         pointers = (self.x, self.w, self.bias, self.extra, self.column_scale, self.residual, self.y)
         return tuple(pointer or ABSENT for pointer in pointers)
 
     @property
     def pixels(self) -> int:
-        """The number of positions of y, of all images."""
+        """The number of pixels of y in all images."""
         return self.n * math.prod(self.y_sizes)
 
     @property
@@ -113,9 +113,9 @@ class Conv:
 
 
 def of_fewer_axes(conv: Conv) -> Conv:
-    """Return a convolution of three spatial axes as one of two, where one tap along axes lets it be one.
+    """Return a 3-D convolution as an equal 2-D one, if its filter has one tap along depth, or along height and width.
 
-    Convolutions over space alone have an image for each depth; to those over depth alone, pixels of a depth are a row.
+    With one tap along depth, each depth becomes an image. With taps along depth only, a depth's pixels become a row.
     """
     alone = [
         taps == stride == 1 and before == behind == 0
@@ -133,7 +133,7 @@ def of_fewer_axes(conv: Conv) -> Conv:
 
 
 def arguments_of_image(conv: Conv) -> tuple[Argument, ...]:
-    """Return the arguments of kernels of images: operands, alpha and beta, then n, and two each of sizes and pads."""
+    """Return the arguments of kernels with two spatial axes: operands, alpha, beta, n, sizes, y_sizes and pads."""
     sizes = (conv.n, *two(conv.sizes), *two(conv.y_sizes), *two(conv.pads_begin, missing=0))
     return (
         *conv.operands,
@@ -144,9 +144,9 @@ def arguments_of_image(conv: Conv) -> tuple[Argument, ...]:
 
 
 def plain_pads(conv: Conv) -> Conv:
-    """Return the convolution with plain integers for the padding in front, which some kernels hold as constants.
+    """Return the convolution with plain integers as `pads_begin`, which is a macro of some kernels.
 
-    Of auto_pad and dynamic sizes it is one of few numbers: guards say for which sizes.
+    With auto_pad and dynamic sizes it takes one of few values; guards restrict the sizes to those with this value.
     """
     reach = [(taps - 1) * dilation for taps, dilation in zip(conv.kernel, conv.dilations, strict=True)]
     begin = (
@@ -157,12 +157,12 @@ def plain_pads(conv: Conv) -> Conv:
 
 
 def two(values: tuple[int, ...], missing: int = 1) -> tuple[int, int]:
-    """Return the entries of height and width; `missing` is the entry of the height for a convolution over one axis."""
+    """Return the entries of height and width; the height of a 1-D convolution is `missing`."""
     height, width = (missing, *values)[-2:]
     return height, width
 
 
 def three(values: tuple[int, ...], missing: int = 1) -> tuple[int, int, int]:
-    """Return the entries of depth, height and width; `missing` is the entry of axes that the convolution lacks."""
+    """Return the entries of depth, height and width; axes that the convolution lacks get `missing`."""
     depth, height, width = (missing, missing, *values)[-3:]
     return depth, height, width

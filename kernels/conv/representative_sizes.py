@@ -1,4 +1,4 @@
-"""The sizes at which a convolution of dynamic sizes is looked at, to choose the kernels of its template."""
+"""Usual sizes of convolutions: the kernels of a plan for dynamic sizes are chosen by their cost at these sizes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from onnxfuse.runtime.expressions import Expressions, Values
 from onnxfuse.runtime.symint import SymInt
 
 DYNAMIC: Final = ("n", "sizes", "y_sizes", "pads_begin", "pads_end")  # the fields that depend on dynamic sizes
-BATCHES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)  # batch sizes, where nothing else is dynamic
-# Images, and pixels along an axis of two; an axis that is alone has the pixels of both, and three have as many as two.
+BATCHES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)  # batch sizes, if only the batch is dynamic
+# (images, pixels along each of two axes). A single axis has as many pixels as two axes together, and so do three axes.
 IMAGES: Final = ((1, 10), (1, 20), (1, 40), (1, 80), (1, 160), (1, 320), (8, 14), (8, 28), (8, 80), (32, 14), (32, 56))
 
 
 def usual(conv: Conv) -> tuple[Conv, ...]:
-    """Return the convolution at usual sizes, all of them plain; the convolution itself if it has no dynamic size."""
+    """Return the convolution at usual sizes, as plain integers; only the convolution itself if no size is dynamic."""
     given: tuple[Any, ...] = (conv.n, *conv.sizes)
     symbolic = [each for each in given if isinstance(each, SymInt)]
     if not symbolic:
@@ -45,7 +45,7 @@ def _sizes_of(rows: Expressions, value: Any) -> set[int]:
 
 
 def _at(conv: Conv, rows: Expressions, sizes: Mapping[int, Values], known: dict[int, Values], index: int) -> Conv:
-    """Return the convolution at the sizes of that index."""
+    """Return the convolution with the dynamic sizes replaced by their values number `index`."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""The configs of a kernel that fit into shared memory: all of them, or a few, one of which is good at any size."""
+"""Select the configs of a kernel that fit into shared memory: all, or for dynamic sizes a few good ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onnxfuse.runtime.plan import Device
 
 
 class HasSharedMemory(Protocol):
-    """A config that knows how much dynamic shared memory its blocks take."""
+    """A config whose `shared` returns the dynamic shared memory of its blocks."""
 
     def shared(self, conv: Conv) -> int:
         """Return the bytes of dynamic shared memory that a block takes."""
@@ -32,7 +32,7 @@ def few_fitting(
     cost: Callable[[Conv, Config, Device], float],
     most: int,
 ) -> list[Config]:
-    """Return a few configs for a convolution of dynamic sizes, one of which is good at any size.
+    """Return at most `most` configs for a convolution of dynamic sizes, at least one of which is fast at any size.
 
     problems  the convolution at usual sizes
     """

@@ -1,4 +1,4 @@
-"""The host side of conv_stem.cu: convolutions of images of few channels that are not channels last."""
+"""The host side of conv_stem.cu: convolutions of channels-first images with few channels."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from onnxfuse.kernels.tensors import ITEM_BYTES, VECTOR_BYTES
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
 from onnxfuse.runtime.symint import best_first, is_symbolic, maximum, minimum
 
-MMA_ARCH: Final = 80  # the first compute capability with bf16, TF32 and cp.async
+MMA_ARCH: Final = 80  # the lowest compute capability with bf16, TF32 and cp.async
 MAX_CHANNELS: Final = 4
 MAX_IMPLEMENTATIONS: Final = 4
 MAX_FEW: Final = 5  # configs for a convolution of dynamic sizes
-MAX_FEW_OF_WIDTH: Final = 3  # configs for a dynamic width, for each size of copies
-MAX_HELD: Final = 96  # registers of a thread that hold weights
+MAX_FEW_OF_WIDTH: Final = 3  # configs per copy size, if the width is dynamic
+MAX_HELD: Final = 96  # registers per thread for weights
 REGISTERS: Final = 65536  # per multiprocessor
 MAX_BLOCKS_BEFORE_HOPPER: Final = 3
-MAX_TILES_N: Final = 6  # mma tiles of 8 filters of a warp
+MAX_TILES_N: Final = 6  # mma tiles per warp, of 8 filters each
 WARPS: Final = 4
-TILE_BYTES: Final = 2 * 3 * 4  # of shared memory for the positions of two tiles
+TILE_BYTES: Final = 2 * 3 * 4  # bytes of shared memory for the positions of two tiles
 MAX_IMAGE: Final = 2**31 - 1  # elements of an image of x, and of y
 TILE_PIXELS: Final = (64, 512)  # pixels per block: the fewest and the most
 TILE_COLUMNS: Final = (16, 32, 56, 64, 80, 96, 112, 128)
-ROW_COLUMNS: Final = (256, 512)  # more widths for images of one row
-RESERVED_BYTES: Final = 1024  # of shared memory per block
+ROW_COLUMNS: Final = (256, 512)  # additional tile widths for images of one row
+RESERVED_BYTES: Final = 1024  # bytes of shared memory per block that the system reserves
 
 
 @dataclass(frozen=True)
@@ -63,16 +63,16 @@ class StemConfig:
 
 @dataclass(frozen=True)
 class _Geometry:
-    """The constants of conv_stem.cu that sizes of shared memory depend on; words have 32 bits."""
+    """Constants of conv_stem.cu from which shared memory sizes follow; words have 32 bits."""
 
     row_words: int
-    words: int  # words along k
+    words: int  # 32-bit words along k
     steps: int
-    patch: int  # words of a tile's patch, with its shifted copy
+    patch: int  # words per patch, including its shifted copy
 
 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
-    """Return the ways to run it, the expected fastest first; none if conv_stem.cu does not compute it."""
+    """Return the implementations, fastest expected first; none if conv_stem.cu does not support `conv`."""
     if not is_supported(conv, device):
         return []
     conv = plain_pads(conv)
@@ -81,8 +81,8 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
         return [implementation(conv, config, device) for config in given]
     fitting = sorted(_fitting(conv, device), key=lambda config: cost(conv, config, device))
     chosen: list[StemConfig] = []
-    launched = set()  # tiles and grids: a config that differs only in the bound on registers is the same way
-    for config in fitting:  # the best half for each bound on registers
+    launched = set()  # (tile, grid): configs that differ only in the register bound count once
+    for config in fitting:  # keep the best half for each register bound
         alike = sum(other.min_blocks == config.min_blocks for other in chosen)
         launch = (config.tp, config.tq, grid(conv, config, device))
         if alike < MAX_IMPLEMENTATIONS // 2 and launch not in launched:
@@ -92,19 +92,19 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
 
 def _fitting(conv: Conv, device: Device) -> list[StemConfig]:
-    """Return the configs that registers and shared memory have room for."""
+    """Return the configs that fit into registers and shared memory."""
     fitting = [config for config in configs(conv) if shared(conv, config) <= device.shared_per_block]
-    if not device.has_pdl:  # the compiler takes more registers there, and would spill
+    if not device.has_pdl:  # the compiler uses more registers there, and would spill
         fitting = [config for config in fitting if config.min_blocks <= MAX_BLOCKS_BEFORE_HOPPER]
     return fitting
 
 
 def _few_of(conv: Conv, device: Device) -> list[StemConfig]:
-    """Return a few configs for a convolution of dynamic sizes, one of which is good for any size."""
+    """Return a few configs for a convolution of dynamic sizes, at least one of which is fast at any size."""
     if not is_symbolic(conv.sizes[-1]):
         return _few(usual(conv), device, MAX_FEW)
     copy, vector, problems = _copy(conv), _vector(conv), []
-    for each in usual(conv):  # the width of their copies depends on chance
+    for each in usual(conv):  # the copy width of these sizes is arbitrary
         width = -(-each.sizes[-1] // vector) * vector + copy % vector
         problems.append(replace(each, sizes=(*each.sizes[:-1], width), pads_begin=conv.pads_begin))
     return _few(tuple(problems), device, MAX_FEW_OF_WIDTH)
@@ -154,13 +154,13 @@ def implementation(conv: Conv, config: StemConfig, device: Device) -> Implementa
 
 
 def resident(conv: Conv, config: StemConfig, device: Device) -> int:
-    """Return the blocks that a multiprocessor runs at a time."""
+    """Return how many blocks can be resident on a multiprocessor."""
     fitting = (device.shared_per_block + RESERVED_BYTES) // (shared(conv, config) + RESERVED_BYTES)
     return max(1, min(config.min_blocks, fitting))
 
 
 def grid(conv: Conv, config: StemConfig, device: Device) -> tuple[int, int, int]:
-    """Return the blocks that have equal shares of the tiles, and the slices of filters."""
+    """Return the grid: blocks with equal shares of the tiles along x, slices of filters along y."""
     slices, tiles = -(-conv.m // config.block_n), config.tiles(conv)
     blocks = max(1, device.multiprocessors * resident(conv, config, device) // slices)
     return -(-tiles // -(-tiles // blocks)), slices, 1
@@ -184,14 +184,14 @@ def _pad_w(conv: Conv) -> int:
 
 
 def _vector(conv: Conv) -> int:
-    """Return the elements of the widest access that the pointers are aligned for."""
+    """Return the elements of the widest access for which the addresses are aligned."""
     return VECTOR_BYTES // ITEM_BYTES[conv.dtype] if conv.aligned else 1
 
 
 def _copy(conv: Conv) -> int:
-    """Return the elements of x that are copied at a time: a divisor of its width, 16 bytes at most.
+    """Return the elements of x per copy: a divisor of its width, at most 16 bytes.
 
-    Where widths are dynamic, there are kernels for no more than three of them, because each is compiled.
+    For dynamic widths, at most three copy sizes are distinguished, because each is compiled.
     """
     copy, width = _vector(conv), conv.sizes[-1]
     while width % copy:
@@ -200,7 +200,7 @@ def _copy(conv: Conv) -> int:
 
 
 def _width(conv: Conv) -> int:
-    """Return the elements of an access to y."""
+    """Return the elements per access to y."""
     width = _vector(conv)
     while conv.m % width:
         width //= 2
@@ -213,20 +213,20 @@ def _held(conv: Conv, config: StemConfig) -> bool:
 
 
 def _held_registers(conv: Conv, config: StemConfig) -> int:
-    """Return the registers of a thread that hold the weights of its warp."""
+    """Return the registers per thread for the weights of its warp."""
     return 2 * _geometry(conv, config).steps * config.tiles_n
 
 
 def _bias_in_product(conv: Conv, config: StemConfig) -> bool:
-    """Return whether the bias is a weight: where k ends inside an mma, and the bias is not rounded to TF32."""
+    """Return whether the bias is added as a weight of the product: k ends inside an mma, and nothing becomes TF32."""
     return conv.bias is not None and conv.dtype != "float32" and _geometry(conv, config).words % 8 > 0
 
 
 def _registers(conv: Conv, config: StemConfig) -> int:
-    """Return about how many registers a thread takes."""
+    """Return an estimate of the registers per thread."""
     geometry = _geometry(conv, config)
     held = _held_registers(conv, config) if _held(conv, config) else 0
-    # Where a row of the filter is not a multiple of four words, lanes hold the offset of each word, and its mask.
+    # If a row of the filter is not a multiple of four words, each lane holds an offset and a mask per word.
     words = 0 if geometry.row_words % 4 == 0 or not held else geometry.steps * (2 if conv.dtype == "float32" else 4)
     vectors = bool(conv.bias and not _bias_in_product(conv, config)) + bool(conv.extra) + bool(conv.column_scale)
     others = 24 + (8 if conv.residual else 0) + (16 if conv.dtype == "float32" else 0)
@@ -252,9 +252,9 @@ def _geometry(conv: Conv, config: StemConfig) -> _Geometry:
 
 
 def shared(conv: Conv, config: StemConfig) -> int:
-    """Return the bytes of dynamic shared memory: weights, two patches, and where their tiles are."""
+    """Return the bytes of dynamic shared memory: weights, two patches, and the positions of their tiles."""
     geometry = _geometry(conv, config)
-    raw = config.block_n * conv.c * conv.taps * ITEM_BYTES[conv.dtype]  # the weights as they lie in w
+    raw = config.block_n * conv.c * conv.taps * ITEM_BYTES[conv.dtype]  # bytes of weights in the layout of w
     patches = 4 * 2 * geometry.patch
     if _held(conv, config):
         return raw + patches + TILE_BYTES
@@ -265,7 +265,7 @@ def shared(conv: Conv, config: StemConfig) -> int:
 
 
 def configs(conv: Conv) -> list[StemConfig]:
-    """Return every config that is worth a look for these sizes."""
+    """Return all configs to rank by cost for these sizes."""
     height, width = two(conv.y_sizes)
     n_tiles = -(-conv.m // 8)
     warps_n = 1 if n_tiles <= 4 else 2
@@ -274,7 +274,7 @@ def configs(conv: Conv) -> list[StemConfig]:
     if n_tiles == 8 * (n_tiles // 8):
         tiles_n = 4
     warps_m, found = WARPS // warps_n, []
-    step = _copy(conv)  # the kernel wants tq * sw to be a multiple of it
+    step = _copy(conv)  # the kernel needs tq * sw to be a multiple of this
     columns = (*TILE_COLUMNS, *(ROW_COLUMNS if height == 1 else ()))
     widths = {math.lcm(8, step), *(tq for tq in columns if tq < width + 8)}
     for tp, tq in itertools.product((1, 2, 4, 7, 8, 14, 16, 32, 64), sorted(widths)):
@@ -289,12 +289,13 @@ def configs(conv: Conv) -> list[StemConfig]:
 
 
 def cost(conv: Conv, config: StemConfig, device: Device) -> float:
-    """Return a number that orders configs: the pixels of the busiest multiprocessor, and the cost of their patches."""
+    """Return a relative cost: the pixels of the busiest multiprocessor, weighted by the cost of their patches."""
     (kh, kw), (sh, sw) = two(conv.kernel), two(conv.strides)
     blocks, slices, _ = grid(conv, config, device)
     shares, busiest = -(-config.tiles(conv) // blocks), -(-blocks * slices // device.multiprocessors)
     patch = ((config.tp - 1) * sh + kh) * ((config.tq - 1) * sw + kw) * conv.c
     weight = config.tp * config.tq * (conv.m + 24) + patch + 1000
-    # 7 x 7 / 2 of 32 x 3 x 224 x 224 to 64 took 9 % longer with two blocks on a multiprocessor than with three (H200).
+    # A 7x7 filter of stride 2 from 32x3x224x224 to 64 channels took 9 % longer with two resident blocks than with three
+    # on an H200.
     found: float = shares * busiest * weight * (1 + 1 / minimum(busiest, resident(conv, config, device)))
     return found

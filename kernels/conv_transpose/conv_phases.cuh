@@ -1,5 +1,5 @@
-// The taps of a transposed convolution's filter that a pixel of y meets. They depend on its coordinates modulo the
-// stride: on its phase.
+// The filter taps that contribute to a pixel of y in a transposed convolution. They depend on the pixel's phase: its
+// coordinates modulo the stride.
 #pragma once
 
 constexpr int common_divisor(int a, int b) { return b ? common_divisor(b, a % b) : a; }
@@ -10,7 +10,7 @@ struct AxisTaps {
     static constexpr int STEP = STRIDE / common_divisor(STRIDE, DILATION);  // distance from one tap to the next
     static constexpr int SHIFT = DILATION * STEP / STRIDE;                  // the next tap reads x this much earlier
     int first, count;                                                       // the first tap, and how many there are
-    int from;                                                               // where the first tap reads x
+    int from;                                                               // index in x that the first tap reads
 
     __device__ __forceinline__ AxisTaps(int y, int pad) : first(KERNEL) {
 #pragma unroll 1

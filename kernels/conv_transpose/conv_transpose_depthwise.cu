@@ -3,8 +3,8 @@
 //   y = epilogue(conv_transpose(x, w))    each channel of y reads the same channel of x
 //
 // A thread computes STRIDE_W neighbouring pixels of y, one of each phase along the width, of WIDTH neighbouring
-// channels. They begin at a multiple of STRIDE_W, counted from the padding before y on, so that it is known when
-// the kernel is compiled which phase a tap along the width belongs to and how far it moves x. A row of x that the
+// channels. They begin at a multiple of STRIDE_W, counted from the start of the padding before y. So the phase of
+// each tap along the width, and its offset in x, are compile-time constants. A row of x that the
 // pixels read is loaded once for all of them, and the loads of neighbouring threads overlap, so that L1 serves them.
 // Which taps along the depth and the height a row of y meets is found when the kernel runs (conv_phases.cuh).
 //

@@ -83,20 +83,20 @@ struct PhaseTaps {
         return at;
     }
 
-    // How far a tap reads from where the first one does.
+    // Returns the offset in x of a tap from the first tap.
     __device__ __forceinline__ Position operator()(unsigned tap) const {
         const Position at = index(tap);
         return {-at.d * decltype(d)::SHIFT, -at.h * decltype(h)::SHIFT, -at.w * decltype(w)::SHIFT};
     }
 
-    // The bytes of w from the first tap of the filter to a tap of the phase.
+    // Returns the bytes of w from the filter's first tap to a tap of the phase.
     __device__ __forceinline__ i64 offset(unsigned tap) const {
         const Position at = index(tap);
         return i64((d.tap(at.d) * KERNEL_H + h.tap(at.h)) * KERNEL_W + w.tap(at.w)) * (FILTERS * ITEM);
     }
 };
 
-// Copies w's share of a stage.
+// Copies the part of w in a stage.
 struct WeightCopy {
     CopyW tile;
 
@@ -129,7 +129,7 @@ struct Operands {
         PixelCopy<PhaseTaps> x;
         WeightCopy w;
     };
-    // Registers do not hold the elements of several stages.
+    // Stages in flight; one if copies go through registers, which cannot hold several stages.
     static constexpr int AHEAD = is_asynchronous(16) && X_COPY == 16 && W_COPY == 16 ? STAGES : 1;
 
     const Pixels& pixels;
@@ -147,7 +147,7 @@ struct Operands {
     }
 };
 
-// The pixel of y that a position of a phase is; -1 if y has none there.
+// Returns the pixel of y at a position of a phase; -1 if it lies outside of y.
 __device__ __forceinline__ int pixel_of(unsigned position, const Position& counts, const Position& y,
                                         const Position& phase) {
     const int w = position % counts.w * STRIDE_W + phase.w;
@@ -171,8 +171,8 @@ __device__ __forceinline__ int pixel_of(unsigned position, const Position& count
     return inside ? found + int(rest) * pitch : -1;
 }
 
-// Finishes WIDTH neighbouring sums of one column of the product on, or leaves them in `partial`. `pixel` is that of y
-// at the first column of its row of the product.
+// Applies the epilogue to WIDTH neighbouring sums and stores them, or writes the sums to `partial`. `pixel` is the
+// pixel of y at the first column of this row of the product.
 __device__ __forceinline__ void finish(const Epilogue& epilogue, f32* partial, const float* sum, int pixel, int group,
                                        int column, const Position& y) {
     int filter = column;
@@ -199,7 +199,7 @@ __device__ __forceinline__ void finish(const Epilogue& epilogue, f32* partial, c
     }
 }
 
-// The same for all sums of a tile, which begins at a column of the product; `pixels` has that of each row.
+// The same for all sums of a tile; `pixels` has the pixel of y for each row.
 __device__ __forceinline__ void finish_tile(const Epilogue& epilogue, f32* partial, const float* sums,
                                             const int* pixels, int group, int column, const Position& y) {
     constexpr int VECTORS = TILE_N / WIDTH;

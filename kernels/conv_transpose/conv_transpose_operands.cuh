@@ -1,5 +1,5 @@
-// Where the kernels of gemm_hopper_tiles.cuh find the operands and the results of a transposed convolution whose filter
-// is a multiple of the stride, so that all phases have equally many taps, and whose y is a multiple of the stride.
+// The operands and results of a transposed convolution for the kernels of gemm_hopper_tiles.cuh. The filter is a
+// multiple of the stride, so that all phases have equally many taps, and y is a multiple of the stride.
 //
 // The rows of the product are the positions of a phase, images first; its columns are those of all phases, FILTERS
 // each, and a tile belongs to one phase. k counts the taps of a phase, and within a tap the channels of x. A block of k
@@ -29,7 +29,7 @@ static_assert(KERNEL_H % STRIDE_H == 0 && KERNEL_W % STRIDE_W == 0, "phases have
 static_assert(FILTERS % PERIOD == 0 && PERIOD % 2 == 0, "pairs of column vectors");
 static_assert(FILTERS % TILE_N == 0 && SUBTILE_N == 64 && K_BLOCK == TILE_K && !TRANSPOSED, "see above");
 
-// x and w at one tile. w has the dimensions filters, taps, channels.
+// Loads x and w for one tile. w has the dimensions filters, taps, channels.
 struct PhaseOperands {
     const TensorMap &x, &w;
     int rows, row;  // positions along H and along W
@@ -62,7 +62,7 @@ struct PhaseOperands {
     }
 };
 
-// Subtiles of y and of the residual.
+// The coordinates of subtiles of y and of the residual.
 struct PhasePlace {
     int row, box;  // positions along W, and those of a box, which divide 64
 

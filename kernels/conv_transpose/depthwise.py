@@ -1,4 +1,4 @@
-"""The host side of conv_transpose_depthwise.cu."""
+"""The host side of conv_transpose_depthwise.cu: depthwise transposed convolutions on CUDA cores."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from onnxfuse.runtime.plan import Device, Kernel, Launch
 from onnxfuse.runtime.symint import estimate
 
 THREADS: Final = 128  # per block
-MAX_SUMS: Final = 64  # registers of a thread that hold sums
-MAX_WIDTHS: Final = 3  # vectors to choose from: the narrower, the more threads there are
+MAX_SUMS: Final = 64  # registers per thread for sums
+MAX_WIDTHS: Final = 3  # access widths to try; narrower accesses give more threads
 
 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
-    """Return the ways to run it, the expected fastest first; none unless it is depthwise, with its weights as hwoi."""
+    """Return the implementations, fastest expected first; none unless `conv` is depthwise with weights as hwoi."""
     if not conv.w_hwio or not conv.pixels * conv.c:
         return []
     found = [implementation(conv, width, device) for width in widths(conv)]
@@ -28,7 +28,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
 
 def widths(conv: Conv) -> list[int]:
-    """Return the elements of an access, the widest first."""
+    """Return the access widths to try, in elements, widest first."""
     item = ITEM_BYTES[conv.dtype]
     width = math.gcd(conv.c * item, VECTOR_BYTES) // item if conv.aligned else 1
     while width > 1 and width * conv.strides[-1] > MAX_SUMS:
@@ -37,7 +37,7 @@ def widths(conv: Conv) -> list[int]:
 
 
 def implementation(conv: Conv, width: int, device: Device) -> Implementation:
-    """Return the launch with accesses of `width` elements."""
+    """Return the implementation with accesses of `width` elements."""
     stride, pad, rows = conv.strides[-1], conv.pads_begin[-1], conv.n * math.prod(conv.y_sizes[:-1])
     strips = (conv.y_sizes[-1] - 1 + pad) // stride + 1 - pad // stride
     defines = {

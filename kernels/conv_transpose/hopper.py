@@ -24,14 +24,14 @@ from onnxfuse.kernels.tensors import ABSENT, Defines
 from onnxfuse.runtime.plan import Argument, Device, Im2col, Pointer, Scalar, TensorMap
 from onnxfuse.runtime.symint import best_first, is_symbolic, maximum
 
-MAX_CORNER: Final = CORNERS[2]  # pixels of one axis are a row here: TMA walks over two
+MAX_CORNER: Final = CORNERS[2]  # largest corner offset of TMA; 1-D convolutions run as 2-D ones with one row
 MAX_OFFSET: Final = OFFSETS[2]
-MAX_FEW: Final = 4  # configs of a convolution of dynamic sizes
-MIN_BOX: Final = 8  # positions: TMA's swizzle repeats after as many rows
+MAX_FEW: Final = 4  # configs offered for a convolution of dynamic sizes
+MIN_BOX: Final = 8  # positions per box: TMA's swizzle pattern repeats after 8 rows
 
 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
-    """Return the ways to run it, the expected fastest first; none for another GPU, dtype or kind."""
+    """Return the implementations, fastest expected first; none for another GPU, dtype or kind of convolution."""
     if why_not(conv, device):
         return []
     gemm = gemm_of_phases(widened(conv))
@@ -40,9 +40,9 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
 
 def fitting(conv: Conv, device: Device) -> list[HopperConfig]:
-    """Return the configs whose tiles belong to one phase, and that registers and shared memory have room for.
+    """Return the configs whose tiles each belong to one phase, and which fit into registers and shared memory.
 
-    Of a convolution of dynamic sizes they are few, one of which is good for any size.
+    For dynamic sizes these are only a few, at least one of which is fast at any size.
     """
     return _few(usual(conv), device) if is_symbolic(conv.n, *conv.sizes) else _fitting(conv, device)
 
@@ -61,7 +61,7 @@ def _fitting(conv: Conv, device: Device) -> list[HopperConfig]:
 
 
 def why_not(conv: Conv, device: Device) -> str | None:
-    """Return why the kernel does not take a transposed convolution; None if it does."""
+    """Return why the kernel does not support a transposed convolution; None if it does."""
     period, conv = conv.m, widened(conv)
     if device.arch != 90 or conv.dtype not in ("float16", "bfloat16"):
         return "wgmma multiplies 16-bit types on compute capability 90"
@@ -84,9 +84,10 @@ def why_not(conv: Conv, device: Device) -> str | None:
 
 
 def widened(conv: Conv) -> Conv:
-    """Return the same with one phase along the width, if each pixel of x gives whole pixels of y there.
+    """Return an equal convolution with one phase along the width, if each pixel of x gives whole pixels of y there.
 
-    Neighbouring pixels of y then count as one of all their filters, as they lie in memory, and so do those of w.
+    Neighbouring pixels of y then count as one pixel with all of their filters, which are contiguous in memory; so do
+    the taps of w.
     """
     stride = conv.strides[-1]
     is_whole = conv.kernel[-1] == stride and not conv.pads_begin[-1] and conv.y_sizes[-1] == conv.sizes[-1] * stride
@@ -98,21 +99,21 @@ def widened(conv: Conv) -> Conv:
 
 
 def counts(conv: Conv) -> tuple[int, int]:
-    """Return the positions of a phase along height and width."""
+    """Return the number of positions of a phase along height and along width."""
     (height, width), (down, right) = two(conv.y_sizes), two(conv.strides)
     return height // down, width // right
 
 
 def box(conv: Conv) -> int:
-    """Return the positions that TMA moves at a time: of one row, or all of several rows."""
+    """Return the positions per TMA box: part of one row, or several whole rows."""
     row = counts(conv)[1]
-    if is_symbolic(row):  # a box has plain integers
+    if is_symbolic(row):  # the sizes of a box are plain integers
         return next((size for size in (64, 32, 16, 8) if row % size == 0), 1)
     return SUBTILE if SUBTILE % row == 0 and row >= MIN_BOX else math.gcd(SUBTILE, row)
 
 
 def _walk(conv: Conv) -> Iterator[tuple[int, int, int]]:
-    """Yield for each axis where the walk over x begins and ends, relative to its ends, and the largest offset."""
+    """Yield per axis (begin, end, largest offset) of TMA's walk over x; begin and end are relative to the ends of x."""
     given = zip(
         *map(two, (conv.kernel, conv.strides, conv.sizes, conv.y_sizes)), two(conv.pads_begin, missing=0), strict=True
     )
@@ -122,14 +123,14 @@ def _walk(conv: Conv) -> Iterator[tuple[int, int, int]]:
 
 
 def gemm_of_phases(conv: Conv) -> Gemm:
-    """Return the product of whole blocks of k: its rows are positions, and its columns the filters of all phases."""
+    """Return the matrix product, k padded to whole blocks: rows are positions, columns the filters of all phases."""
     phases = math.prod(conv.strides)
     rows, k = conv.n * math.prod(counts(conv)), conv.taps // phases * -(-conv.c // TILE_K) * TILE_K
     return replace(as_gemm(conv), m=rows, n=phases * conv.m, k=k, transposed=False)
 
 
 def implementation(conv: Conv, config: HopperConfig, device: Device) -> Implementation:
-    """Return the one launch by that config."""
+    """Return the implementation of a config: one launch."""
     period, conv = conv.m, widened(conv)
     gemm, source = gemm_of_phases(conv), "conv_transpose_hopper"
     macros = {**defines(conv, config, device), "PERIOD": period}
@@ -138,7 +139,7 @@ def implementation(conv: Conv, config: HopperConfig, device: Device) -> Implemen
 
 
 def defines(conv: Conv, config: HopperConfig, device: Device) -> Defines:
-    """Return the macros of gemm_hopper.cuh and conv_transpose_operands.cuh, but PERIOD."""
+    """Return the macros of gemm_hopper.cuh and conv_transpose_operands.cuh, except PERIOD."""
     pads = two(conv.pads_begin, missing=0)
     geometry = {name: value for name, value in geometry_defines(conv).items() if "DILATION" not in name}
     return {
@@ -159,7 +160,7 @@ def arguments(conv: Conv, config: HopperConfig) -> tuple[Argument, ...]:
 
 
 def pixel_map(conv: Conv, config: HopperConfig) -> TensorMap:
-    """Return the map of x, whose loads take the pixels that one tap reads for a tile's rows."""
+    """Return the im2col tensor map of x: a load takes the pixels that one tap reads for the rows of a tile."""
     h, w = two(conv.sizes)
     down, right = _walk(conv)
     walk = Im2col((right[0], down[0]), (right[1], down[1]), (1, 1))
@@ -168,13 +169,13 @@ def pixel_map(conv: Conv, config: HopperConfig) -> TensorMap:
 
 
 def weight_map(conv: Conv) -> TensorMap:
-    """Return the map of w: filters, taps, channels."""
+    """Return the tensor map of w, with dimensions (filters, taps, channels)."""
     pitches = (2 * conv.m, 2 * conv.m * conv.taps)
     return TensorMap(conv.w, _dtype(conv), (conv.m, conv.taps, conv.c), pitches, (SUBTILE, 1, TILE_K), 128)
 
 
 def result_map(conv: Conv, pointer: Pointer) -> TensorMap:
-    """Return the map of y or of the residual: filters of the phases of a row, its positions, phases of rows, rows."""
+    """Return the tensor map of y or residual: (filters of a row's phases, positions in a row, phases of rows, rows)."""
     (down, right), (rows, row) = two(conv.strides), counts(conv)
     pixels = 2 * conv.m * two(conv.y_sizes)[1]  # bytes of a row of y
     sizes, pitches = (right * conv.m, row, down, conv.n * rows), (2 * conv.m * right, pixels, pixels * down)

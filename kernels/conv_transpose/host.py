@@ -33,14 +33,14 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
 
 
 def _of_programs(conv: Conv, device: Device) -> list[Implementation]:
-    """Return the ways to run one with a program in its epilogue, which the kernel of wgmma does not take."""
+    """Return the implementations with a program in the epilogue, which the wgmma kernel does not support."""
     return depthwise.implementations(conv, device) or mma.implementations(conv, device)
 
 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
-    """Return the ways to run a transposed convolution with at least one element of y, the expected fastest first."""
+    """Return the implementations of a transposed convolution with non-empty y, fastest expected first."""
     by_wgmma = hopper.implementations(conv, device)
-    if is_symbolic(conv.n, *conv.sizes):  # the first kind alone: a template has few kernels, and none of cuDNN's
+    if is_symbolic(conv.n, *conv.sizes):  # only the first kind: dynamic plans have few kernels, and none of cuDNN
         return by_wgmma or depthwise.implementations(conv, device) or mma.implementations(conv, device)
     others = depthwise.implementations(conv, device) or mma.implementations(conv, device)
     return with_library([*by_wgmma, *others], cudnn.implementations(conv, device))

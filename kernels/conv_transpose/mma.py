@@ -20,9 +20,9 @@ from onnxfuse.runtime.symint import best_first, is_symbolic, maximum
 
 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
-    """Return the ways to run it, the expected fastest first.
+    """Return the implementations, fastest expected first.
 
-    There are none if y has no elements, if weights are hwoi, and where 32 bits do not count pixels.
+    The list is empty if y is empty, if weights are in layout hwoi, and if pixel indices exceed 32 bits.
     """
     too_many = maximum(conv.pixels, positions(conv) * phases(conv)) >= 2**31 - 2**16
     if not conv.pixels * conv.m * conv.c * conv.taps or conv.w_hwio or too_many:
@@ -33,9 +33,9 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
 
 def configs(conv: Conv, device: Device) -> list[ConvConfig]:
-    """Return the tiles that fit the device, without slices of k and with the number expected to be fastest.
+    """Return a config per tile that fits the device without slices of k, and one with the fastest number of slices.
 
-    Of a convolution of dynamic sizes they are few, one of which is good for any size.
+    For dynamic sizes these are only a few, at least one of which is fast at any size.
     """
     if is_symbolic(conv.n, *conv.sizes):
         found = mma.few_configs(tuple(equivalent(each) for each in usual(conv)), device)
@@ -45,7 +45,7 @@ def configs(conv: Conv, device: Device) -> list[ConvConfig]:
 
 
 def implementation(conv: Conv, config: ConvConfig, device: Device) -> Implementation:
-    """Return one launch, or with slices of k one that leaves sums in scratch memory and one that adds them up."""
+    """Return one launch; or with slices of k, one that writes sums to scratch memory and one that adds them up."""
     tile, equal = config.tile, equivalent(conv)
     kernel = Kernel("conv_transpose_mma", "conv_transpose_mma", defines(conv, config, device))
     grid, threads = (tile_count(conv, tile), 1, config.slices), (32 * tile.warps_m * tile.warps_n, 1, 1)
@@ -63,7 +63,7 @@ def implementation(conv: Conv, config: ConvConfig, device: Device) -> Implementa
 
 
 def is_shuffled(conv: Conv) -> bool:
-    """Return whether each pixel of y reads one pixel of x, so that the phases of all are columns of one product."""
+    """Return whether each pixel of y reads one pixel of x, so that all phases are columns of one matrix product."""
     unpadded = not any(conv.pads_begin) and conv.y_sizes == tuple(
         size * stride for size, stride in zip(conv.sizes, conv.strides, strict=True)
     )
@@ -71,24 +71,24 @@ def is_shuffled(conv: Conv) -> bool:
 
 
 def phases(conv: Conv) -> int:
-    """Return how many products there are, each with positions of its own."""
+    """Return the number of matrix products: one per phase, or one for all phases if `is_shuffled`."""
     return 1 if is_shuffled(conv) else math.prod(conv.strides)
 
 
 def positions(conv: Conv) -> int:
-    """Return the rows of the product of one phase."""
+    """Return the number of rows of the product of one phase."""
     return conv.n * math.prod(-(-size // stride) for size, stride in zip(conv.y_sizes, conv.strides, strict=True))
 
 
 def columns(conv: Conv) -> int:
-    """Return the columns of the product of one group."""
+    """Return the number of columns of the product of one group."""
     return conv.m // conv.group * (conv.taps if is_shuffled(conv) else 1)
 
 
 def equivalent(conv: Conv) -> Conv:
-    """Return a convolution that takes as long: its rows are the rows of all phases, which have equally many taps.
+    """Return an ordinary convolution of about the same time, whose rows are the rows of all phases.
 
-    Where the strides and the dilations have a common divisor, phases without a tap are among them.
+    All phases count as having equally many taps. If strides and dilations have a common divisor, some phases have none.
     """
     count = phases(conv)
     taps = 1 if is_shuffled(conv) else max(1, round(conv.taps / count))
@@ -99,13 +99,13 @@ def equivalent(conv: Conv) -> Conv:
 
 
 def tile_count(conv: Conv, tile: MmaConfig) -> int:
-    """Return the number of tiles, of all groups and phases."""
+    """Return the number of tiles in all groups and phases."""
     rows, across = -(-positions(conv) // tile.tile_m), -(-columns(conv) // tile.tile_n)
     return rows * across * conv.group * phases(conv)
 
 
 def shared(tile: MmaConfig) -> int:
-    """Return the bytes of dynamic shared memory: the stages, and later the sums and a pixel of y for each row."""
+    """Return the bytes of dynamic shared memory: for the stages, and later for the sums and one pixel index per row."""
     sums = replace(tile, stages=0).shared(1)
     return max(tile.shared(1), sums + 4 * tile.tile_m)
 
@@ -114,7 +114,7 @@ def shared(tile: MmaConfig) -> int:
 
 
 def geometry_defines(conv: Conv) -> Defines:
-    """Return the macros of a filter, by axis."""
+    """Return the macros for filter size, stride and dilation along each axis."""
     given = {"KERNEL": conv.kernel, "STRIDE": conv.strides, "DILATION": conv.dilations}
     return {
         f"{name}_{axis}": value
@@ -128,7 +128,7 @@ def defines(conv: Conv, config: ConvConfig, device: Device) -> Defines:
     tile, equal, shuffled = config.tile, equivalent(conv), is_shuffled(conv)
     x_copy, w_copy = mma.copy_bytes(equal)
     filters, item = conv.m // conv.group, ITEM_BYTES[conv.dtype]
-    row = filters * conv.kernel[-1] if shuffled and not conv.program else filters  # an access may not leave it
+    row = filters * conv.kernel[-1] if shuffled and not conv.program else filters  # no access may cross its end
     vectors = min(x_copy, w_copy) == VECTOR_BYTES and device.arch >= MMA_ARCH
     return {
         **conv.epilogue_defines(), **geometry_defines(conv), "DIMS": len(conv.kernel),
@@ -137,12 +137,12 @@ def defines(conv: Conv, config: ConvConfig, device: Device) -> Defines:
         "WIDTH": math.gcd(row * item, VECTOR_BYTES) // item if conv.aligned else 1,
         "TILE_M": tile.tile_m, "TILE_N": tile.tile_n, "TILE_K_BYTES": tile.tile_k_bytes, "STAGES": tile.stages,
         "WARPS_M": tile.warps_m, "WARPS_N": tile.warps_n, "X_COPY": x_copy, "W_COPY": w_copy, "GROUP_M": GROUP_M,
-        "MIN_BLOCKS": mma.resident_blocks(tile, shared(tile), device) if vectors else 1,  # narrow copies take registers
+        "MIN_BLOCKS": mma.resident_blocks(tile, shared(tile), device) if vectors else 1,  # narrow copies need registers
     }  # fmt: skip
 
 
 def geometry_arguments(conv: Conv, *partial: Argument) -> tuple[Argument, ...]:
-    """Return the arguments of the kernels: operands, maybe an address of sums, alpha and beta, sizes and pads."""
+    """Return the kernel arguments: operands, `partial` (address of sums, if any), alpha, beta, sizes and pads."""
     sizes = (conv.n, *three(conv.sizes), *three(conv.y_sizes), *three(conv.pads_begin, missing=0))
     scalars = (Scalar(conv.alpha, "float32"), Scalar(conv.beta, "float32"))
     return (*conv.operands, *partial, *scalars, *(Scalar(size, "int32") for size in sizes))

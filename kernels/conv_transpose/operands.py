@@ -1,4 +1,4 @@
-"""From a fused node to a transposed Conv: its sizes, and the checks that shapes and dtypes fit."""
+"""Convert a fused node to a transposed Conv: read its sizes, and check shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from onnxfuse.runtime.plan import Device, FusedNode, TensorSpec
 from onnxfuse.runtime.symint import expect_equal, maximum
 
 MAX_DIMS: Final = 3  # spatial axes
-MAX_STRIDE: Final = 64  # stride along the width of a depthwise one: a thread computes as many pixels of y
+MAX_STRIDE: Final = 64  # largest stride along the width of a depthwise one: pixels of y per thread
 
 
 def unsupported(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
@@ -74,10 +74,10 @@ def _y_sizes(
     strides: Sequence[int],
     dilations: Sequence[int],
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return the sizes of y and the elements cut off before and after it, as onnxruntime understands ConvTranspose.
+    """Return (sizes of y, elements cut off before it, elements cut off after it), as onnxruntime defines ConvTranspose.
 
-    An `output_shape`, or `auto_pad` with the target size * stride, says how much is cut off in all, at least nothing;
-    where y is larger than the rest, elements that the filter does not reach are the bias alone.
+    `output_shape`, or `auto_pad` with the target size * stride, determines how many elements are cut off, at least 0.
+    If y is larger than the full result, elements that the filter does not reach equal the bias.
     """
     rank, auto_pad = len(sizes), node.text("auto_pad", "NOTSET")
     extra = _integers(node, "output_padding", rank) or [0] * rank
@@ -104,7 +104,7 @@ def _y_sizes(
 
 
 def _integers(node: FusedNode, attribute: str, rank: int) -> list[int]:
-    """Return an attribute with a value of at least 0 for each spatial axis; nothing if it is absent."""
+    """Return an attribute with one value of at least 0 per spatial axis; an empty list if it is absent."""
     values = node.attributes.get(attribute, [])
     if not isinstance(values, list) or len(values) not in (0, rank) or any(value < 0 for value in values):
         raise ValueError(f"{node_label(node)}: {attribute} is {values}; required {rank} integers of at least 0")

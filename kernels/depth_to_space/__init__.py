@@ -1,4 +1,4 @@
-"""DepthToSpace and SpaceToDepth of channels-last tensors: blocks of pixels that become channels, and back."""
+"""DepthToSpace and SpaceToDepth of channels-last tensors: move channels to blocks of pixels, and back."""
 
 from typing import Final
 

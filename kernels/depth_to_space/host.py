@@ -21,10 +21,10 @@ from onnxfuse.kernels.tensors import (
 )
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 
-MODES: Final = ("DCR", "CRD")  # in depth_to_space, channels of a deep pixel are (block, channel) or (channel, block)
+MODES: Final = ("DCR", "CRD")  # order of a deep pixel's channels: (block, channel) or (channel, block)
 MAX_BLOCK: Final = 8
-MAX_HELD: Final = 64  # elements of a thread
-THREADS: Final = 128  # per block
+MAX_HELD: Final = 64  # elements per thread
+THREADS: Final = 128  # threads per block
 
 
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
@@ -46,7 +46,7 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the one plan for x (n, height, width, channels).
 
-    Raises ValueError if x has other axes, or blocks do not divide them.
+    Raises ValueError if x has another rank, or if the block size does not divide its axes.
     """
     x, block = required_spec(node, inputs, "x"), node.integer("blocksize")
     to_space, pixels = node.fusion == "depth_to_space", block * block

@@ -19,7 +19,7 @@ static_assert(!BY_CHANNEL || TO_SPACE, "SpaceToDepth has one order");
 
 using Vector = Pack<T, WIDTH>;
 
-// The same channels of all pixels of a block, from `from` on, where the channels of a pixel lie one after the other.
+// Loads the same channels of all pixels of a block from a deep pixel in which each pixel's channels are contiguous.
 __device__ __forceinline__ void load_deep(Vector (&block)[PIXELS], const T* from) {
     if constexpr (!BY_CHANNEL) {
 #pragma unroll

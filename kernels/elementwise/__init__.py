@@ -1,4 +1,4 @@
-"""Kernels of elementwise functions: activations alone, after a bias, of a gate, and of channels that are scaled."""
+"""Elementwise kernels: activations alone, after a bias, of a gate, after a channel scale, and after batch norm."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""The plans of batch_norm_activation of channels-last tensors: batch_norm_activation.cu."""
+"""The plan of batch_norm_activation for channels-last tensors: batch_norm_activation.cu."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from onnxfuse.kernels.tensors import (
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 from onnxfuse.runtime.symint import estimate, is_symbolic
 
-LANES: Final = 32  # threads side by side in a pixel, at most
-THREADS: Final = 256  # the most per block
-MAX_PIXELS: Final = 8  # per thread
-BUSY_THREADS: Final = 1024  # per multiprocessor: with fewer, a thread has fewer pixels
+LANES: Final = 32  # largest number of threads per pixel
+THREADS: Final = 256  # largest number of threads per block
+MAX_PIXELS: Final = 8  # largest number of pixels per thread
+BUSY_THREADS: Final = 1024  # threads per multiprocessor below which threads get fewer pixels
 WEIGHTS: Final = ("scale", "bias", "mean", "var")
 
 
 def batch_norm_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the one plan for x (n, *spatial, channels) and four vectors of `channels` elements.
 
-    Raises ValueError if one of these has another number of elements.
+    Raises ValueError if a vector has another number of elements.
     """
     x, *weights = (required_spec(node, inputs, name) for name in ("x", *WEIGHTS))
     channels, pixels = element_count(weights[0]), math.prod(x.shape[:-1])
@@ -48,7 +48,7 @@ def batch_norm_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Devi
     lanes_c = math.ceil(vectors / math.ceil(vectors / LANES))
     lanes_p, blocks_c = THREADS // lanes_c, math.ceil(vectors / lanes_c)
     each = MAX_PIXELS
-    step = 4 if is_symbolic(pixels) else 2  # a kernel is compiled for each number, so there are fewer numbers
+    step = 4 if is_symbolic(pixels) else 2  # fewer choices, because each is compiled
     while each > 1 and estimate(pixels * vectors) < each * BUSY_THREADS * device.multiprocessors:
         each = max(1, each // step)
     blocks = blocks_c * math.ceil(pixels / (lanes_p * each))

@@ -1,4 +1,4 @@
-"""How elements are divided among threads: the host side of elementwise.cuh, and the parameters of activations."""
+"""The host side of elementwise.cuh: tilings of elements over threads, and the parameters of activations."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from onnxfuse.kernels.tensors import (
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Scalar, TensorSpec
 from onnxfuse.runtime.symint import always, estimate, is_symbolic, maximum, minimum
 
-THREADS: Final = 128  # per block
-SMALL_THREADS: Final = 256  # per block, where a tensor has few vectors
-SMALL_VECTORS: Final = 128  # per multiprocessor: with fewer vectors, narrower ones are 5-10 % faster
-SMALL_WIDTH: Final = 2  # elements; vectors are narrowed down to this
-RESIDENT_THREADS: Final = 2048  # per multiprocessor
+THREADS: Final = 128  # threads per block
+SMALL_THREADS: Final = 256  # threads per block, if a tensor has few vectors
+SMALL_VECTORS: Final = 128  # vectors per multiprocessor below which narrower vectors are 5-10 % faster
+SMALL_WIDTH: Final = 2  # elements per vector of small tensors, at least
+RESIDENT_THREADS: Final = 2048  # threads per multiprocessor
 
 
 @dataclass(frozen=True)
 class VectorTiling:
-    """The constants of elementwise.cuh: elements of a vector, threads of a block, vectors of a thread."""
+    """The macros of elementwise.cuh: elements per vector, threads per block, vectors per thread."""
 
     width: int
     threads: int
@@ -38,9 +38,9 @@ class VectorTiling:
 
 
 def vector_tiling(count: int, max_width: int, device: Device) -> VectorTiling:
-    """Return the tiling for `count` elements; one load takes at most `max_width` of them.
+    """Return the tiling for `count` elements, with at most `max_width` elements per load.
 
-    For a symbolic count, there are three: narrow vectors, wide ones, and two wide ones for a thread.
+    For a symbolic count, it is one of three: one narrow vector, one wide vector, or two wide vectors per thread.
     """
     small = SMALL_VECTORS * device.multiprocessors
     if is_symbolic(count):
@@ -57,7 +57,7 @@ def vector_tiling(count: int, max_width: int, device: Device) -> VectorTiling:
 
 
 def _vector_tiling_of_any_count(count: int, max_width: int, device: Device) -> VectorTiling:
-    """Return one of three tilings, which are right for every count: which of them is fast is an estimate."""
+    """Return one of three tilings by the estimated count; each is correct for every count."""
     vectors, resident = estimate(count // max_width), RESIDENT_THREADS * device.multiprocessors
     if vectors < SMALL_VECTORS * device.multiprocessors:
         return VectorTiling(min(max_width, SMALL_WIDTH), SMALL_THREADS, 1)
@@ -65,7 +65,7 @@ def _vector_tiling_of_any_count(count: int, max_width: int, device: Device) -> V
 
 
 def activation_parameters(node: FusedNode) -> tuple[float, float]:
-    """Return alpha and beta of the node's activation, which are its defaults where the node has no such attribute."""
+    """Return alpha and beta of the node's activation; without such attributes, the activation's defaults."""
     name = node.text("activation", "none")
     activation = ACTIVATIONS["leaky_relu" if name == PRELU else name]
     return node.number("alpha", activation.alpha), node.number("beta", activation.beta)
@@ -85,9 +85,9 @@ def element_plan(
     device: Device,
     multiples: Sequence[int] = (),
 ) -> Plan:
-    """Return a plan of one launch over all elements of `output`; inputs that have its shape are read once.
+    """Return a plan of one launch over all elements of `output`.
 
-    The width of a vector divides each of `multiples`; alignment and dtypes may ask for a narrower one.
+    The vector width divides each of `multiples`; alignment and dtypes may require a narrower one.
     """
     count = element_count(output)
     if not count:
@@ -113,8 +113,8 @@ def element_launch(
 ) -> Launch:
     """Return the launch of a kernel of elementwise.cuh.
 
-    `stream` is 1 where the output shall leave the L2 cache first; `largest` counts the elements of the largest tensor,
-    if that is not the output.
+    `stream` is 1 if the output is to be evicted from L2 first. `largest` is the element count of the largest tensor, if
+    that is not the output.
     """
     count = element_count(output)
     vectors, block = count // tiling.width, tiling.threads * tiling.chunks

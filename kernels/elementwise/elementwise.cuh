@@ -1,4 +1,4 @@
-// Elementwise kernels: each thread loads CHUNKS vectors, a block's width apart, before it computes the first.
+// Elementwise kernels: each thread loads CHUNKS vectors, which lie a block's width apart, before it computes the first.
 //
 //   WIDTH     elements of a vector access    CHUNKS  vectors per thread    THREADS  of a block
 //   WHOLE     1: every block has all its vectors

@@ -60,7 +60,7 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
 
 
 def _gated_plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
-    """Return the plan of gated_activation, whose gate and up may each be a slice of every row of an operand."""
+    """Return the plan of gated_activation; gate and up may each be a slice of the rows of an operand."""
     operands = {name: required_spec(node, inputs, name) for name in ("gate", "up")}
     shapes = {name: _sliced_shape(node, name, tensor) for name, tensor in operands.items()}
     if shapes["gate"] != shapes["up"]:
@@ -70,9 +70,9 @@ def _gated_plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -
     y = TensorSpec(shapes["gate"], node.output_dtypes[0], operands["gate"].aligned)
     row = math.prod(y.shape[-1:])
     if is_symbolic(row) and not any(f"{name}_offset" in node.attributes for name in operands):
-        row = 1  # rows do not matter without slices
+        row = 1  # without slices, row boundaries do not matter
     defines: Defines = {"Y_T": STORAGE[y.dtype], "ROW": row}
-    multiples: list[int] = []  # vectors divide all of these, so that none crosses the border of a slice
+    multiples: list[int] = []  # vectors divide these, so that none crosses a slice boundary
     for name, tensor in operands.items():
         operand_row, offset = _operand_row(node, name, tensor, row)
         define = name.upper()
@@ -84,7 +84,7 @@ def _gated_plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -
 
 
 def _sliced_shape(node: FusedNode, name: str, tensor: TensorSpec) -> tuple[int, ...]:
-    """Return the shape of the slice of an operand, its whole shape where the node has no offset for it."""
+    """Return the shape of an operand's slice; its whole shape if the node has no offset for it."""
     if f"{name}_offset" not in node.attributes:
         return tensor.shape
     offset, size = node.integer(f"{name}_offset"), node.integer("d")
@@ -96,7 +96,7 @@ def _sliced_shape(node: FusedNode, name: str, tensor: TensorSpec) -> tuple[int, 
 
 
 def _operand_row(node: FusedNode, name: str, tensor: TensorSpec, row: int) -> tuple[int, int]:
-    """Return the elements of a row of the operand, and how many of them come before its slice."""
+    """Return (elements per row of the operand, elements in a row before the slice)."""
     if f"{name}_offset" not in node.attributes:
         return row, 0
     return tensor.shape[-1], node.integer(f"{name}_offset")

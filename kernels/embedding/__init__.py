@@ -1,4 +1,4 @@
-"""Kernels of embeddings and the norm of them, in one launch."""
+"""Kernels that gather embeddings, add them and normalize the sum in one launch."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-// Norms along rows of a table, to which rows of up to two further tables or tensors are added first.
+// Norms of gathered table rows; rows of up to two further tables or tensors are added before the norm.
 //
 //   ADDENDS             rows that are added: 0 to 2
 //   FACTOR              1: the table's rows are multiplied by a number
@@ -19,12 +19,12 @@ using uint64_t = unsigned long long;
 #define RESIDUAL 0
 #include "norm.cuh"
 
-// How an addend broadcasts over (batch, seq) rows: it has a row for each, per position, per batch element, or for all.
+// How an addend broadcasts to (batch, seq) rows: it has one row per row, per position, per batch element, or in all.
 enum Broadcast { PER_ROW, PER_POSITION, PER_BATCH, PER_ALL };
 
 __device__ __align__(16) char zero_row[ROW * 4];  // zeros of any storage type
 
-// Where the rows of one addend come from. Ids below 0 count from the end of the table. An id outside of the table,
+// The source of the rows of one addend. Ids below 0 count from the end of the table. An id outside of the table,
 // which ONNX leaves undefined, gives zeros.
 template <class T, class Id, bool GATHERED, int BROADCAST, bool PRESENT = true>
 struct RowSource {
@@ -52,7 +52,7 @@ using Tokens = RowSource<TABLE_T, IDS_T, true, PER_ROW>;
 using Second = RowSource<TYPE_2, IDS_2_T, GATHERED_2, BROADCAST_2, (ADDENDS > 0)>;
 using Third = RowSource<TYPE_3, IDS_3_T, GATHERED_3, BROADCAST_3, (ADDENDS > 1)>;
 
-// A vector of one of the rows that are summed: 0 is the token's, 1 and 2 are addends.
+// A vector of one of the summed rows. NUMBER 0 is the row of the token, 1 and 2 are the addends.
 template <int NUMBER, class T, bool PRESENT = (NUMBER <= ADDENDS)>
 struct RowPack {
     Pack<T, WIDTH> values;

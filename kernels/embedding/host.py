@@ -26,15 +26,15 @@ from onnxfuse.kernels.tensors import (
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Plan, Pointer, Scalar, TensorSpec
 from onnxfuse.runtime.symint import expect_equal, is_symbolic
 
-IDS: Final = {"int32": "int32_t", "int64": "int64_t"}  # embedding.cuh's names
+IDS: Final = {"int32": "int32_t", "int64": "int64_t"}  # id types in embedding.cuh, by dtype
 TABLES: Final = (("table", "ids"), ("table_2", "ids_2"), ("table_3", "ids_3"))
 TENSORS: Final = ("added", "row")
-PER_ROW, PER_POSITION, PER_BATCH, PER_ALL = range(4)  # embedding.cuh's Broadcast
+PER_ROW, PER_POSITION, PER_BATCH, PER_ALL = range(4)  # values of the enum Broadcast in embedding.cuh
 
 
 @dataclass(frozen=True)
 class RowSource:
-    """Where the rows of one addend come from: a table that ids index, or a tensor.
+    """The source of the rows of one addend: a table with ids, or a tensor.
 
     `lead` is the shape of the ids, or the tensor's shape without its last axis.
     """
@@ -42,7 +42,7 @@ class RowSource:
     name: str
     values: TensorSpec
     lead: tuple[int, ...]
-    ids: str = ""  # the operand with the ids; "": the values are a tensor
+    ids: str = ""  # the operand with the ids; "": the source is a tensor
     ids_dtype: str = "int64"
 
 
@@ -60,9 +60,9 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit together.
 
-    The kernel of embedding_layer_norm takes (values, ids, number of table rows) of the tokens and of two addends, then
-    scale, bias, y, the sum, epsilon, seq and the number of rows; that of embedding_rms_norm takes the tokens, scale, y,
-    the sum, the factor, epsilon and the number of rows.
+    Arguments of embedding_layer_norm are (values, ids, number of table rows) for the tokens and for two addends, then
+    scale, bias, y, the sum, epsilon, seq and the number of rows. Arguments of embedding_rms_norm are the same three for
+    the tokens, then scale, y, the sum, the factor, epsilon and the number of rows.
     """
     ids, (tokens, *addends) = required_spec(node, inputs, "ids"), _sources(node, inputs)
     length, rows = tokens.values.shape[-1], math.prod(ids.shape)
@@ -95,11 +95,11 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
 def _tilings(
     rows: int, length: int, width: int, item_bytes: Sequence[int], weight_bytes: int, device: Device
 ) -> list[RowTiling]:
-    """Return the tilings of other norms; for three inputs one, as registers do not hold a persistent grid's next row.
+    """Return the same tilings as other norms; for three inputs only one, because a persistent grid lacks registers.
 
-    Three vectors are never all in registers as fp32 at once, so that a warp's row needs no more of these than with two
-    inputs, but for single elements of any number of rows. In large blocks, of which two are resident with fewer inputs,
-    threads get twice the registers.
+    The three inputs are never all in fp32 registers at once, so a warp's row needs no more registers than with two
+    inputs; the exception is single-element accesses with a symbolic number of rows. Large blocks, two of which are
+    resident with fewer inputs, have one resident block and twice the registers per thread.
     """
     if len(item_bytes) < 3:
         return norm_tilings(rows, length, width, item_bytes, weight_bytes, USUAL_THREADS, device)
@@ -111,7 +111,7 @@ def _tilings(
 
 
 def _sources(node: FusedNode, inputs: Sequence[TensorSpec]) -> list[RowSource]:
-    """Return the sources that are present, the tokens' table first."""
+    """Return the sources that the node has, the table of the tokens first."""
     found = []
     for name, ids_name in TABLES:
         if (table := operand_spec(node, inputs, name)) is not None:
@@ -122,7 +122,7 @@ def _sources(node: FusedNode, inputs: Sequence[TensorSpec]) -> list[RowSource]:
 
 
 def _check(node: FusedNode, inputs: Sequence[TensorSpec], sources: Sequence[RowSource], length: int) -> None:
-    """Raise ValueError unless rows and weights have `length` elements, and no more are added than the kernel adds."""
+    """Raise ValueError unless rows and weights have `length` elements, and the kernel supports so many addends."""
     if len(sources) > 1 + 2 * (node.fusion == "embedding_layer_norm"):
         raise ValueError(f"{node.fusion}: {', '.join(source.name for source in sources)} are too many to add")
     for source in sources:
@@ -136,9 +136,9 @@ def _check(node: FusedNode, inputs: Sequence[TensorSpec], sources: Sequence[RowS
 
 
 def _broadcast(node: FusedNode, source: RowSource, ids: tuple[int, ...]) -> int:
-    """Return how an addend, or its ids, broadcast over the ids of tokens, whose last axis is seq.
+    """Return the Broadcast value of an addend, or of its ids, relative to the token ids, whose last axis is seq.
 
-    The positions of a sequence may have a dynamic dim of their own, which equals seq in usual runs.
+    The positions may have a separate dynamic dim, which usually equals seq at run time.
     """
     lead = (1,) * (len(ids) - len(source.lead)) + source.lead
     if len(lead) == len(ids):
@@ -164,7 +164,7 @@ def _is_full(size: int, full: int) -> bool:
 
 
 def _types(node: FusedNode, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Defines:
-    """Return storage types of weights and outputs; the type of an absent operand does not matter."""
+    """Return the macros for storage types of weights and outputs; the type of an absent operand does not matter."""
     scale, bias = required_spec(node, inputs, "scale"), operand_spec(node, inputs, "bias")
     return {
         "SCALE_T": STORAGE[scale.dtype],

@@ -1,4 +1,4 @@
-"""Kernels of rows, each of which is reduced and then scaled: norms and softmax."""
+"""Kernels that reduce each row of a tensor and then scale it: norms and softmax."""
 
 from typing import Final
 

@@ -1,6 +1,6 @@
-"""How rows of a symbolic length are divided among threads: a tiling for each range of lengths, for rows.cuh.
+"""Tilings of rows.cuh for rows of symbolic length: one tiling for each range of lengths.
 
-A kernel has the length as an argument, and room for the longest row of its range.
+The kernel takes the length as an argument, and has registers for the longest row of its range.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from onnxfuse.kernels.tensors import VECTOR_BYTES
 from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.symint import estimate
 
-BLOCK_THREADS: Final = 256  # threads of a block that has a row in registers
-SINGLES_THREADS: Final = 128  # the same, of single elements
-WARP_ROW: Final = 32 * MAX_VALUES  # elements of the longest row of a warp
-BLOCK_ROW: Final = BLOCK_THREADS * MAX_VALUES  # elements of a block's longest row
+BLOCK_THREADS: Final = 256  # threads per block that keeps a row in registers
+SINGLES_THREADS: Final = 128  # the same for accesses of single elements
+WARP_ROW: Final = 32 * MAX_VALUES  # elements of the longest row that one warp keeps
+BLOCK_ROW: Final = BLOCK_THREADS * MAX_VALUES  # elements of the longest row that one block keeps
 
 
 def short_rows(length: int, width: int, device: Device, item_bytes: Sequence[int]) -> RowTiling:
-    """Return the tiling of rows that are mostly short, and of any width, such as scores along a sequence.
+    """Return the tiling for mostly short rows of arbitrary length, such as attention scores.
 
-    Most lengths of a sequence are not a multiple of a vector, so that rows of single elements have two ranges of their
-    own. Long rows, which share one kernel, are read twice, element by element.
+    Most sequence lengths are not multiples of a vector, so rows accessed by single elements have two ranges of their
+    own. Long rows share one kernel, which reads them twice, element by element.
     """
     if _within(length, SHORT_ROW):
         return _row_of_a_warp(SHORT_ROW, width, device, item_bytes)
-    if width == 1 and _within(length, WARP_ROW):  # a warp's threads would have 32 elements, each with an address
+    if width == 1 and _within(length, WARP_ROW):  # in a warp, each thread would have 32 elements, each with an address
         return RowTiling(1, SINGLES_THREADS, WARP_ROW // SINGLES_THREADS, longest=WARP_ROW)
     if _within(length, WARP_ROW):
         return _row_of_a_warp(WARP_ROW, width, device, item_bytes)
@@ -53,7 +53,7 @@ def short_rows(length: int, width: int, device: Device, item_bytes: Sequence[int
 
 
 def long_rows(length: int, width: int, device: Device, item_bytes: Sequence[int]) -> RowTiling:
-    """Return the tiling of rows that may be long, and are mostly whole vectors, such as the pixels of an image."""
+    """Return the tiling for rows that may be long and mostly have whole vectors, such as an image's pixels."""
     if width == 1:
         return _row_read_twice(width, 1)
     if _within(length, WARP_ROW):
@@ -71,14 +71,14 @@ def long_rows(length: int, width: int, device: Device, item_bytes: Sequence[int]
 
 
 def _within(length: int, longest: int) -> bool:
-    """Return whether a range is the one for a length: shorter rows are right in it as well, longer ones are not."""
+    """Return whether `length` is at most `longest`; a hard guard, because the range is correct only for such rows."""
     return bool(estimate(length) <= longest and length <= longest)
 
 
 def _row_of_a_warp(longest: int, width: int, device: Device, item_bytes: Sequence[int]) -> RowTiling:
     tiling = RowTiling(width, 32, longest // (32 * width), WARP_BLOCK_THREADS // 32, longest=longest)
     resident = resident_blocks(tiling, device, item_bytes, 0)
-    # Whether a vector exists is known at run time only, which takes registers where there are many.
+    # Bounds checks of vectors happen at run time, which takes registers if a thread has many vectors.
     return replace(tiling, min_blocks=resident if longest == SHORT_ROW else max(1, resident // 2))
 
 

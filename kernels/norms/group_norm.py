@@ -1,4 +1,4 @@
-"""The plan of group_norm, which normalizes groups of channels of channels-first tensors: group_norm.cu."""
+"""The plan of group_norm for channels-first tensors: group_norm.cu."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def group_norm_plan(
 ) -> Plan | None:
     """Return the plan for these shapes.  Raises ValueError if shapes do not fit together.
 
-    `both` are the node and the operators that have joined it; None if no kernel can hold these.
+    `both` has the node and the operators that joined it. Return None if no kernel can run these in its epilogue.
     """
     x, scale, bias = (required_spec(node, inputs, name) for name in ("x", "scale", "bias"))
     batch, channels = x.shape[:2]
@@ -58,7 +58,7 @@ def group_norm_plan(
     else:
         tiling = row_tiling(rows, length, width, device, item_bytes)
     tiling = (with_registers_to_spare(tiling) or tiling) if program else tiling
-    packs = spatial // tiling.width  # packs may be narrower
+    packs = spatial // tiling.width  # vectors per channel, of the tiling's width
     defines: Defines = {
         "X_T": STORAGE[x.dtype], "SCALE_T": STORAGE[scale.dtype], "BIAS_T": STORAGE[bias.dtype],
         "Y_T": STORAGE[y.dtype], "ROW": length, "STREAMED": streamed_rows([x, y], length, width), "GROUPS": groups,

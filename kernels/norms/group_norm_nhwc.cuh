@@ -1,9 +1,9 @@
 // Mean and variance of groups of channels of channels-last tensors: x is (n, pixels, CHANNELS).
 //
 // A block has SUBSET channels, which are whole groups of GROUP, of some pixels of one image: VECTORS threads side by
-// side in a pixel, and LANES_P such rows of threads. A group's moments are sums over the block of the differences from
-// one of its values, the shift, and of their squares. As that value is among those that are added up, the error of the
-// squares around the mean is at most that of a number as many times as large as there are values.
+// side in a pixel, and LANES_P such rows of threads. A block sums the differences of a group's values
+// from one of these values, the shift, and the squares of the differences. As the shift is one of the values, the
+// relative error of the sum of squares around the mean grows at most by a factor of the number of values.
 //
 //   WIDTH       channels of a vector access; divides SUBSET
 //   BLOCK       threads of a block: VECTORS * LANES_P, and idle ones up to a multiple of 32
@@ -25,10 +25,10 @@ static_assert(BLOCK % 32 == 0 && VECTORS * LANES_P <= BLOCK, "whole warps");
 
 constexpr int common_divisor(int a, int b) { return b ? common_divisor(b, a % b) : a; }
 
-constexpr int SPAN = common_divisor(GROUP, WIDTH);  // neighbouring channels of a thread that are of one group
+constexpr int SPAN = common_divisor(GROUP, WIDTH);  // neighbouring channels per thread within one group
 constexpr int SPANS = WIDTH / SPAN, GROUP_SPANS = GROUP / SPAN;
 
-// The threads that add up a block's part of a group: a power of two.
+// Returns how many threads add up a block's part of a group: a power of two.
 constexpr int group_lanes() {
     int lanes = 1;
     while (lanes < 32 && 2 * lanes * GROUPS <= BLOCK) lanes *= 2;
@@ -36,8 +36,8 @@ constexpr int group_lanes() {
 }
 constexpr int GROUP_LANES = group_lanes();
 
-// Rows of threads whose spans are left once `fold_rows` has added up the others. It does so where a span is a whole
-// group: the lanes of a group read rows there, and the spans of a column of rows lie in one bank of shared memory.
+// The number of rows of threads whose spans remain after `fold_rows` has added up the others. It folds rows if a span
+// is a whole group: the lanes of a group then read rows, and a column's spans lie in one bank of shared memory.
 constexpr int COLUMNS = SPANS * VECTORS;
 
 constexpr int folded_rows() {
@@ -89,7 +89,7 @@ struct Moments {
     }
 };
 
-// Sums two values over lanes that are neighbours.
+// Returns two sums over LANES neighbouring lanes.
 template <int LANES>
 __device__ __forceinline__ void sum_lanes(float& a, float& b) {
 #pragma unroll
@@ -99,8 +99,8 @@ __device__ __forceinline__ void sum_lanes(float& a, float& b) {
     }
 }
 
-// Adds up the spans of the rows of threads, so that those of the first FOLDED_ROWS are left: threads side by side read
-// columns side by side.
+// Adds up the spans of the rows of threads into the first FOLDED_ROWS rows. Neighbouring threads read neighbouring
+// columns.
 __device__ __forceinline__ void fold_rows(GroupMemory& memory) {
     for (int at = threadIdx.x; at < COLUMNS * FOLDED_ROWS; at += BLOCK) {
         const int column = at % COLUMNS, first = at / COLUMNS;
@@ -149,7 +149,7 @@ __device__ __forceinline__ void block_moments(GroupMemory& memory, const Thread&
     __syncthreads();
 }
 
-// What turns the elements of a thread's channels into results.
+// The factors and offsets that normalize the elements of a thread's channels.
 struct Normalization {
     Pack<SCALE_T, WIDTH> scale;
     Pack<BIAS_T, WIDTH> bias;

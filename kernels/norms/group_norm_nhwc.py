@@ -1,4 +1,4 @@
-"""The plans of group_norm of channels-last tensors: group_norm_nhwc.cu, or two launches for large images."""
+"""The plans of group_norm for channels-last tensors: group_norm_nhwc.cu, or two launches for large images."""
 
 from __future__ import annotations
 
@@ -27,38 +27,38 @@ from onnxfuse.kernels.tensors import (
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 from onnxfuse.runtime.symint import best_first, estimate, is_symbolic, maximum, minimum
 
-CLUSTER_ARCH: Final = 90  # the first compute capability with clusters
+CLUSTER_ARCH: Final = 90  # the lowest compute capability with thread block clusters
 CLUSTERS: Final = (1, 2, 4, 8)
-THREADS: Final = 512  # the most threads per block, where a pixel has no more vectors
+THREADS: Final = 512  # largest block, unless a pixel has more vectors
 MAX_THREADS: Final = 1024
-SECTOR_BYTES: Final = 32  # the unit in which memory moves bytes
-LINE_BYTES: Final = 128  # per line of the L2 cache
-MAX_MERGED: Final = 32  # groups per block of two launches with a line per pixel, as in a usual GroupNorm
-STATIC_BYTES: Final = 48 << 10  # of shared memory per block, without opting in
-MAX_CHUNKS: Final = 256  # chunks per image, in two launches
-CHUNK_PIXELS: Final = 2  # the fewest pixels per thread
-MAX_CANDIDATES: Final = 2  # candidates of one launch
-USUAL_IMAGES: Final = (1, 2, 8, 32)  # numbers of images for which tilings are chosen where they are symbolic
+SECTOR_BYTES: Final = 32  # smallest unit of a memory access
+LINE_BYTES: Final = 128  # bytes per L2 cache line
+MAX_MERGED: Final = 32  # groups per block in two launches
+STATIC_BYTES: Final = 48 << 10  # bytes of shared memory per block without opt-in
+MAX_CHUNKS: Final = 256  # largest number of chunks per image, in two launches
+CHUNK_PIXELS: Final = 2  # least number of pixels per thread of a chunk
+MAX_CANDIDATES: Final = 2  # largest number of candidates with one launch
+USUAL_IMAGES: Final = (1, 2, 8, 32)  # batch sizes for which tilings are chosen if the batch is symbolic
 USUAL_PIXELS: Final = (64, 256, 1024, 4096, 16384)
-MAX_USUAL_TILINGS: Final = 4  # each is a kernel
-LEAST_ROOM: Final = 24 << 10  # bytes of shared memory, from which an image of symbolic size gets a half of it or all
+MAX_USUAL_TILINGS: Final = 4  # tilings for symbolic sizes; each is a kernel to compile
+LEAST_ROOM: Final = 24 << 10  # least bytes of shared memory reserved for an image of symbolic size
 
-# What launches take, in microseconds, from an H200 with 21 shapes in fp16, from 1x32x32x512 to 1x512x512x128, in one
-# launch of up to three tilings and in two: two take 0.8 to 1.3 times their estimate. Of the 18 shapes whose way of the
-# lowest estimate was measured, it is the fastest for 17, and takes 1.03 times as long as that for the other.
-WAVE_US: Final = 3.2  # per wave of blocks, without bytes to move
+# Launch times in microseconds, fitted on an H200 to 21 shapes in fp16, from 1x32x32x512 to 1x512x512x128, each with one
+# launch (up to three tilings) and with two. Two launches take 0.8 to 1.3 times their estimate. For 18 shapes the plan
+# with the lowest estimate was measured: it is the fastest for 17, and takes 1.03 times as long as the fastest for one.
+WAVE_US: Final = 3.2  # fixed time per wave of blocks
 BYTES_PER_MULTIPROCESSOR: Final = 30e3
 BYTES_OF_MEMORY: Final = 4.2e6
-BARRIER_US: Final = 0.1  # per block of a cluster; makes the smaller of two equal clusters come first
-TWO_LAUNCHES_US: Final = 5.7  # without bytes to move
+BARRIER_US: Final = 0.1  # time per block of a cluster; ranks the smaller of two equal clusters first
+TWO_LAUNCHES_US: Final = 5.7  # fixed time of two launches
 BYTES_OF_TWO_LAUNCHES: Final = 3.4e6
-FULL_CLUSTER: Final = 2  # larger clusters do not fill the chip: in fours, 128 blocks take the time of two waves
-ROOM_OF_CLUSTERS: Final = 0.75  # share of multiprocessors that clusters occupy
+FULL_CLUSTER: Final = 2  # larger clusters do not fill the GPU: in clusters of four, 128 blocks take two waves
+ROOM_OF_CLUSTERS: Final = 0.75  # share of multiprocessors that larger clusters can occupy
 
 
 @dataclass(frozen=True)
 class GroupTiling:
-    """Channels of a block, rows of its threads, and blocks that share them."""
+    """The channels per block, the rows of threads in a block, and the blocks of a cluster, which share the pixels."""
 
     subset: int
     width: int
@@ -67,11 +67,11 @@ class GroupTiling:
 
     @property
     def threads(self) -> int:
-        """Return the threads of a block, with those that only make warps whole."""
+        """Return the threads per block, including idle ones that fill the last warp."""
         return math.ceil(self.subset // self.width * self.lanes_p / 32) * 32
 
     def group_floats(self, group: int) -> int:
-        """Return the floats of GroupMemory of group_norm_nhwc.cuh."""
+        """Return the number of floats in GroupMemory of group_norm_nhwc.cuh."""
         return 2 * self.lanes_p * self.subset // math.gcd(group, self.width) + 2 * (self.subset // group)
 
     def memory_bytes(self, group: int) -> int:
@@ -80,35 +80,35 @@ class GroupTiling:
         return math.ceil(floats / 4) * 16
 
     def pixel_bytes(self, pixels: int, item_bytes: int) -> int:
-        """Return the bytes of shared memory for a block's part of an image."""
+        """Return the bytes of shared memory for the block's share of an image's pixels."""
         slots = math.ceil(math.ceil(pixels / self.cluster) / self.lanes_p)
         return slots * self.threads * max(4, self.width * item_bytes)
 
 
 @dataclass(frozen=True)
 class GroupNorm:
-    """A group_norm of channels-last tensors with at least one element, as every kernel of it sees it."""
+    """The description of a non-empty channels-last group_norm that the hosts of all its kernels share."""
 
     images: int
     pixels: int
     channels: int
-    group: int  # channels of one
-    width: int  # elements of a vector
+    group: int  # channels per group
+    width: int  # elements per vector access
     y: TensorSpec
     item_bytes: int  # bytes per element of x
     defines: Defines
     operands: tuple[Argument, ...]
     epsilon: Scalar
     outputs: tuple[TensorSpec, ...]
-    program: EpilogueProgram | None = None  # operators that follow
+    program: EpilogueProgram | None = None  # elementwise operators applied to y before it is stored
 
     @property
     def target(self) -> Pointer:
-        """The output that is y."""
+        """The pointer to the output y."""
         return self.program.y if self.program else Pointer("output", 0)
 
     def with_program(self, launch: Launch) -> Launch:
-        """Return the launch that stores y, with the operators that follow."""
+        """Return the launch that stores y, extended by `program`."""
         return self.program.launch(launch) if self.program else launch
 
 
@@ -117,8 +117,8 @@ def group_norm_nhwc_plans(
 ) -> list[Plan]:
     """Return the plans for x (n, *spatial, channels), the expected fastest first.
 
-    `both` are the node and the operators that have joined it, which no kernel may be able to hold.  Raises ValueError
-    if shapes do not fit together.
+    `both` has the node and the operators that joined it; the list is empty if no kernel can run these in its epilogue.
+    Raises ValueError if shapes do not fit together.
     """
     x, scale, bias = (required_spec(node, inputs, name) for name in ("x", "scale", "bias"))
     images, channels, pixels = x.shape[0], x.shape[-1], math.prod(x.shape[1:-1])
@@ -184,9 +184,9 @@ def _one_launch_plan(norm: GroupNorm, tiling: GroupTiling, device: Device) -> Pl
 
 
 def _room(tiling: GroupTiling, kept: int, item_bytes: int, most: int) -> int:
-    """Return the shared memory for an image whose size is symbolic: the most, or a half of it, and so on.
+    """Return the bytes of shared memory to reserve for an image of symbolic size: `most`, or a half, or a quarter.
 
-    More than an image needs is right as well, so that only the upper bound is a hard guard.
+    Reserving more than an image needs is correct too, so only the upper bound on the size is a hard guard.
     """
     one = tiling.pixel_bytes(tiling.lanes_p * tiling.cluster, item_bytes)  # a pixel of each thread
     room = most // one
@@ -198,7 +198,7 @@ def _room(tiling: GroupTiling, kept: int, item_bytes: int, most: int) -> int:
 
 
 def _streamed(norm: GroupNorm, blocks_of_image: str) -> int | str:
-    """Return STREAMED, by the kernel's pixels and blocks if the numbers of them are symbolic."""
+    """Return the macro STREAMED; for symbolic sizes, an expression over the kernel's pixels and blocks."""
     pixel_bytes = norm.channels * (norm.item_bytes + ITEM_BYTES[norm.y.dtype])
     moved = norm.images * norm.pixels * pixel_bytes
     expression = f"u64(gridDim.x / ({blocks_of_image})) * pixels > {STREAMED_FROM_BYTES // pixel_bytes}"
@@ -206,12 +206,12 @@ def _streamed(norm: GroupNorm, blocks_of_image: str) -> int | str:
 
 
 def _chunks(norm: GroupNorm, tiling: GroupTiling, device: Device) -> int:
-    """Return the parts of an image; in the first of two launches, separate blocks sum each part."""
+    """Return the number of chunks per image; in the first of two launches, each chunk has its own blocks."""
     wanted = math.ceil(2 * device.multiprocessors / (norm.images * (norm.channels // tiling.subset)))
     each = maximum(CHUNK_PIXELS, math.ceil(norm.pixels / (tiling.lanes_p * minimum(MAX_CHUNKS, wanted))))
     chunks: int = math.ceil(
         norm.pixels / (tiling.lanes_p * each)
-    )  # each has as many pixels as the rows of threads take at a time
+    )  # a chunk has at least the pixels that the rows of threads take at a time
     return chunks
 
 
@@ -234,7 +234,7 @@ def _two_launch_plan(norm: GroupNorm, tiling: GroupTiling, chunks: int, device: 
 def one_launch_tilings(
     images: int, pixels: int, channels: int, group: int, width: int, item_bytes: int, device: Device
 ) -> list[GroupTiling]:
-    """Return the tilings whose blocks keep their part of an image in shared memory, the expected fastest first."""
+    """Return the tilings whose blocks keep their part of an image in shared memory, fastest expected first."""
     found: dict[GroupTiling, float] = {}
     for subset in _subsets(channels, group, width):
         vectors = subset // width
@@ -259,7 +259,7 @@ def _time(tiling: GroupTiling, images: int, pixels: int, channels: int, item_byt
     room = int(device.multiprocessors * share) * max(1, THREADS // tiling.threads)
     busy: float = maximum(
         math.ceil(blocks / room) * (WAVE_US + 2 * rows * sectors / BYTES_PER_MULTIPROCESSOR),
-        blocks * 2 * rows * bytes_of_pixel / BYTES_OF_MEMORY,  # each sector is moved once: its other half is then in L2
+        blocks * 2 * rows * bytes_of_pixel / BYTES_OF_MEMORY,  # each sector is moved once: L2 keeps its other half
     )
     return busy + BARRIER_US * tiling.cluster
 
@@ -267,7 +267,7 @@ def _time(tiling: GroupTiling, images: int, pixels: int, channels: int, item_byt
 def tilings_of_any_size(
     images: int, pixels: int, channels: int, group: int, width: int, item_bytes: int, device: Device
 ) -> list[GroupTiling]:
-    """Return the same for symbolic sizes: of a few tilings the one that is expected to be the fastest, if any fits."""
+    """Return, for symbolic sizes, a list with the fastest expected of a few tilings; empty if none fits."""
     sizes = (None if is_symbolic(images) else images, None if is_symbolic(pixels) else pixels)
     fitting = [
         tiling
@@ -281,9 +281,9 @@ def tilings_of_any_size(
 def _usual_tilings(
     images: int | None, pixels: int | None, channels: int, group: int, width: int, item_bytes: int, device: Device
 ) -> tuple[GroupTiling, ...]:
-    """Return the tilings that are the best for most of the usual sizes; a size that is None is not known.
+    """Return the tilings that are most often the best at the usual sizes; a size of None is unknown.
 
-    With an unknown number of pixels, a block has as many rows of threads as with many pixels.
+    If the number of pixels is unknown, blocks have as many rows of threads as for large images.
     """
     counts = Counter[GroupTiling]()
     for each_images, each_pixels in itertools.product(
@@ -298,8 +298,9 @@ def _usual_tilings(
 def two_launch_tiling(channels: int, group: int, width: int, item_bytes: int) -> GroupTiling | None:
     """Return the tiling of the two launches; None if a group has more channels than a block has threads for.
 
-    A block has as many channels as it has threads for. It has fewer, of a line at least, where it would merge the
-    partials of more than MAX_MERGED groups, because it reads those of all chunks. There are fewer chunks then as well.
+    A block has as many channels as its threads allow. If it would have more than MAX_MERGED groups, it has fewer, but
+    at least a cache line, because it must read and merge the partials of all chunks for each group. There are then
+    fewer chunks as well.
     """
     fitting = [
         tiling
@@ -315,7 +316,7 @@ def two_launch_tiling(channels: int, group: int, width: int, item_bytes: int) ->
 
 
 def _subsets(channels: int, group: int, width: int) -> Iterator[int]:
-    """Yield the numbers of channels that are whole groups and vectors, and divide all channels."""
+    """Yield the divisors of `channels` that consist of whole groups and whole vectors."""
     least = math.lcm(group, width)
     for count in range(1, channels // least + 1):
         if (channels // least) % count == 0 and channels % least == 0:

@@ -1,8 +1,8 @@
 // The second of two launches of group_norm for large images: it merges the `partials` that
 // group_norm_nhwc_statistics.cu left, and computes y = activation((x - mean) / sqrt(var + epsilon) * scale + bias).
 //
-// Blocks begin with the pixels that the first launch read last, which L2 may still have. Their first pixels are on their
-// way while partials are merged, by sums of differences from the first chunk's mean.
+// Blocks begin with the pixels that the first launch read last, which L2 may still have. They load their first pixels
+// while they merge partials, by sums of differences from the first chunk's mean.
 #include "group_norm_nhwc.cuh"
 
 constexpr int LOADS = 3;

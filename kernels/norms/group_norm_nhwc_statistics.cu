@@ -1,6 +1,6 @@
 // The first of two launches of group_norm for large images: means and squares of the groups of a chunk of pixels.
 //
-// `partials` is (n, groups, chunks): the mean of a chunk, and the sum of squares around it.
+// `partials` is (n, groups, chunks); each entry is the mean of a chunk and the sum of squares around this mean.
 #include "group_norm_nhwc.cuh"
 
 constexpr int LOADS = 4;

@@ -42,7 +42,7 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
 
 
 def _plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device, both: Joined | None = None) -> list[Plan]:
-    """Return the plans of one launch or two; `both` are the node and operators that its kernel may be able to hold."""
+    """Return the plans of a node; with `both`, those whose kernels also run the operators that joined it."""
     if node.fusion == "softmax":
         return [softmax_plan(node, inputs, device)]
     if node.fusion != "group_norm":

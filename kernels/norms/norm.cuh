@@ -1,4 +1,4 @@
-// Norms along rows with weights, with or without a residual that is added first.
+// Norms along rows with weights; a residual may be added first.
 //
 //   X_T ... SUM_T   storage types; those of absent operands do not matter
 //   RESIDUAL, BIAS  1: the operand is present    SUM  1: x + residual is an output
@@ -19,7 +19,7 @@ struct RawPack<true> {
 };
 
 // A row op of rows.cuh: y = (v - shift) * slope * scale + bias, where v is x, or x + residual, which is also written
-// where SUM is 1. A program makes other results of y (program.cuh).
+// where SUM is 1. A program may follow y (program.cuh).
 template <class Statistic, bool ADDS = RESIDUAL>
 struct Norm {
     using Partial = Statistic;

@@ -33,9 +33,9 @@ from onnxfuse.kernels.tensors import (
 )
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Plan, Pointer, Scalar, TensorSpec
 
-# At most, of a block that computes mean and variance, which is more work between barriers than a sum of squares:
-# 8192x8192 fp16 takes 67 us on an H200 with 256 threads, 81 with 512. With a residual in front, loads hide that work:
-# 131 us both ways.
+# Largest block for mean and variance, which take more work between barriers than a sum of squares: on an H200,
+# 8192x8192 fp16 takes 67 us with 256 threads, and 81 us with 512. If a residual is added first, its loads hide
+# that work: 131 us with either.
 MOMENTS_THREADS: Final = 256
 
 
@@ -44,11 +44,12 @@ def norm_candidates(
 ) -> list[Plan]:
     """Return the plans of a norm, the expected fastest first.  Raises ValueError if shapes do not fit together.
 
-    Kernels take the operands of the fusion, then y, the sum if the fusion adds, epsilon and the number of rows.  `both`
-    are the norm and the operators that have joined it, whose operands follow; no kernel may be able to hold these.
+    Kernel arguments are the operands of the fusion, y, the sum if the fusion adds, epsilon and the number of rows.
+    `both` has the norm and the operators that joined it, whose operands follow; the list is empty if no kernel can run
+    these operators in its epilogue.
     """
     x = required_spec(node, inputs, "x")
-    length = int(element_count(required_spec(node, inputs, "scale")))  # `int` fixes a symbolic length: ROW is constant
+    length = int(element_count(required_spec(node, inputs, "scale")))  # guards a symbolic length: ROW is constant
     rows = math.prod(x.shape[:-1])
     _check(node, inputs, x, x.shape[-1])
     results = outputs = tuple(TensorSpec(x.shape, dtype, x.aligned) for dtype in node.output_dtypes)
@@ -88,10 +89,11 @@ def norm_tilings(
     max_threads: int,
     device: Device,
 ) -> list[RowTiling]:
-    """Return tilings with a block for every row and with a persistent grid, the expected faster one first.
+    """Return two tilings, one block per row and a persistent grid, the expected faster one first.
 
-    Chained on an H200 in fp16, with a block for every row and persistent: 6304x768 layer_norm 4.7 and 3.8 us, 2048x2048
-    add_rms_norm 6.2 and 5.0, but 4096x768 add_layer_norm 4.3 and 4.2, and from memory 7.5 and 8.3.
+    Times in a chain of launches on an H200 in fp16, with one block per row and with a persistent grid: layer_norm of
+    6304x768 4.7 and 3.8 us, add_rms_norm of 2048x2048 6.2 and 5.0 us, add_layer_norm of 4096x768 4.3 and 4.2 us, and
+    7.5 and 8.3 us if its inputs are not in L2.
     """
     usual = row_tiling(rows, length, width, device, item_bytes, weight_bytes, max_threads)
     persistent = persistent_tiling(usual, rows, length, device, item_bytes, weight_bytes)
@@ -101,12 +103,12 @@ def norm_tilings(
 
 
 def weight_item_bytes(node: FusedNode, inputs: Sequence[TensorSpec]) -> int:
-    """Return the bytes of scale and bias for an element of a row."""
+    """Return the bytes of scale and bias per element of a row."""
     return sum(ITEM_BYTES[tensor.dtype] for tensor in present(node, inputs, "scale", "bias"))
 
 
 def present(node: FusedNode, inputs: Sequence[TensorSpec], *names: str) -> list[TensorSpec]:
-    """Return the specs of those operands that are present."""
+    """Return the specs of the operands in `names` that the node has."""
     return [found for name in names if (found := operand_spec(node, inputs, name)) is not None]
 
 
@@ -122,7 +124,7 @@ def _check(node: FusedNode, inputs: Sequence[TensorSpec], x: TensorSpec, length:
 
 
 def _types(node: FusedNode, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Defines:
-    """Return storage types and which operands are present; the type of an absent operand does not matter."""
+    """Return the macros for storage types and presence of operands; the type of an absent operand does not matter."""
     x, scale = required_spec(node, inputs, "x"), required_spec(node, inputs, "scale")
     residual, bias = operand_spec(node, inputs, "residual"), operand_spec(node, inputs, "bias")
     return {

@@ -2,8 +2,8 @@
 #pragma once
 #include "program.cuh"
 
-// Where weights are loaded along with the row, so are the program's operands of all packs; else each pack's are loaded
-// when its results are stored, because registers are few.
+// With PREFETCH_WEIGHTS, the program's operands of all packs are loaded along with the row. Otherwise the operands of
+// each pack are loaded when its results are stored, because registers are scarce.
 struct RowProgram {
     Program program;
     Program::OfRow of_row;

@@ -1,9 +1,9 @@
 // Reductions along rows: every row is read once, kept in registers, reduced, and written once.
 //
 // A row belongs to THREADS threads (a power of two: part of a warp, a warp, or a block of several) in each of CLUSTER
-// blocks. Each thread has CHUNKS packs of WIDTH elements. What a row op computes per thread, a Partial of a few floats,
+// blocks. Each thread has CHUNKS packs of WIDTH elements. The Partial that a row op computes per thread, a few floats,
 // is merged over the lanes by shuffles, then over warps and blocks through shared memory with one barrier.
-// A row too long for the registers of its threads is processed in batches of what fits. Between its two passes it is
+// A row too long for the registers of its threads is processed in batches that fit. Between its two passes it is
 // kept in shared memory (IN_SHARED), or it is read a second time.
 //
 //   ROW               elements of a row, see below           WIDTH    elements of a vector access; divides ROW
@@ -21,14 +21,14 @@
 //
 // Where the length of rows is an argument, ROW is `length`, a member of the row op, and
 //   BATCHED           1: a row may be longer than a batch; 0: no row is
-// FULL_BLOCKS is 0 where the number of rows is not known, and RELEASE may depend on gridDim. No output overlaps an input.
+// FULL_BLOCKS is 0 if the number of rows is unknown, and RELEASE may depend on gridDim. No output overlaps an input.
 //
 // A row op has
 //   LOCATES, void locate(row)                   called once before the packs of a row are fetched
 //   Raw fetch(row, pack)                        the loads of one pack
 //   void copy_async(raw, row, pack)             the same loads, to shared memory: copy_to_shared
 //   void convert(raw, row, pack, values, first) conversion to fp32; first: this is the first pass over the row
-//   void load_weights(k, row, pack)             loads of what depends on the index in the row only
+//   void load_weights(k, row, pack)             loads of operands that depend only on the index in the row
 //   Partial reduce_thread(values, exists)       the partial of the packs k for which exists(k)
 //   Partial::merge, merge_lanes, VALUES, load, save
 //   void set_statistics(partial)                takes the partial of the whole row
@@ -69,8 +69,8 @@ __device__ __forceinline__ Partial merge_across(Partial partial, int lanes, bool
     return partial;
 }
 
-// Returns the row's partial in every thread of the row. Rows use two `partials` in turn, so that one barrier is enough:
-// a thread that writes to one of them again has passed the barrier of the row between, before which all have read it.
+// Returns the row's partial in every thread of the row. Rows alternate between two `partials`, so that one barrier per
+// row is enough: between two uses of the same one lies the barrier of another row, and all threads read before it.
 template <class Partial>
 __device__ __forceinline__ Partial merge_row(Partial partial, float (&partials)[PARTIALS][Partial::VALUES]) {
     partial = merge_across(partial, LANES, true);
@@ -119,7 +119,7 @@ struct Rows {
     __device__ __forceinline__ int packs() const { return ROW / WIDTH; }
     __device__ __forceinline__ int batches() const { return (packs() + STRIDE * CHUNKS - 1) / (STRIDE * CHUNKS); }
 
-    // Where the last rows of the last block do not exist, their threads compute and store the last one once more.
+    // Returns an existing row: in the last block, threads without a row compute and store the last row once more.
     __device__ __forceinline__ long long existing(long long row) const {
         return ROWS_PER_BLOCK == 1 || FULL_BLOCKS || row < count ? row : count - 1;
     }

@@ -1,8 +1,8 @@
-"""How rows are divided among threads, warps, blocks and clusters: the host side of rows.cuh.
+"""Tilings that divide rows among threads, warps, blocks and clusters: the host side of rows.cuh.
 
-Where the number of rows is symbolic, there are fewer tilings, as each kernel of them is compiled before the first run.
-Every tiling is right for any number of rows, so that choices are soft guards.
-Where their length is, tilings come from any_length.py.
+If the number of rows is symbolic, fewer tilings are offered, because each is compiled before the first run. Every
+tiling is correct for any number of rows, so the choice adds only soft guards.
+If the length of rows is symbolic, tilings come from any_length.py.
 """
 
 from __future__ import annotations
@@ -22,60 +22,62 @@ from onnxfuse.kernels.tensors import (
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, TensorSpec
 from onnxfuse.runtime.symint import always, estimate, is_symbolic, minimum
 
-MAX_GRID: Final = 2**31 - 1  # blocks of a launch
-CLUSTER_ARCH: Final = 90  # compute capability from which blocks form clusters
-MAX_CLUSTER: Final = 8  # the portable limit
-MAX_THREADS: Final = 1024  # per block
+MAX_GRID: Final = 2**31 - 1  # largest number of blocks per launch
+CLUSTER_ARCH: Final = 90  # the lowest compute capability with thread block clusters
+MAX_CLUSTER: Final = 8  # blocks per cluster; the portable limit
+MAX_THREADS: Final = 1024  # threads per block
 
-# Values per thread live in fp32 registers beside their weights: 48 registers for 16 values, up to 80 for 32.
+# Limits on the values per thread. They are kept in fp32 registers together with their weights: 48 registers for 16
+# values, up to 80 for 32.
 USUAL_VALUES: Final = 16  # per thread
 MAX_VALUES: Final = 32  # per thread
-MAX_WARP_VALUES: Final = 32  # per thread, up to which a warp has the row to itself: no barrier
-MAX_PREFETCH_VALUES: Final = 16  # per thread, up to which there are registers for weights loaded along with the row
-MAX_WARP_PREFETCH_VALUES: Final = 24  # the same in a warp's row that nothing is added to
-MAX_BLOCK_VALUES: Final = 20  # per thread, in a block of 1024 threads, which have 64 registers each
-USUAL_THREADS: Final = 512  # per block, before threads take more values
-RESIDENT_BYTES: Final = 48 << 10  # bytes of rows to keep resident per multiprocessor, where registers are the limit
-WARP_BLOCK_THREADS: Final = 128  # per block whose rows belong to a warp or less
+MAX_WARP_VALUES: Final = 32  # per thread, up to which one warp has a row, without barriers
+MAX_PREFETCH_VALUES: Final = 16  # per thread, up to which registers can also hold weights loaded early
+MAX_WARP_PREFETCH_VALUES: Final = 24  # the same for a row of one warp without a residual
+MAX_BLOCK_VALUES: Final = 20  # per thread in blocks of 1024 threads, which have 64 registers each
+USUAL_THREADS: Final = 512  # threads per block, before threads take more values
+RESIDENT_BYTES: Final = 48 << 10  # bytes of rows to keep in flight per multiprocessor, if registers limit it
+WARP_BLOCK_THREADS: Final = 128  # threads per block if a row has one warp or less
 REGISTERS: Final = 65536  # per multiprocessor
-# (registers per thread, registers for data) where a thread holds a part of a row and loads the next
-# one's; addresses and sums need the others. A warp holds its row with the weights, a block without.
+# (registers per thread, registers for data) of persistent grids, whose threads hold their part of a row and load the
+# next row; addresses and sums take the other registers. A warp also holds its weights, a block does not.
 WARP_PERSISTENT_REGISTERS: Final = (128, 72)
 BLOCK_PERSISTENT_REGISTERS: Final = (64, 32)
-MAX_PERSISTENT_ROUNDS: Final = 4  # rows per resident block, up to which a persistent grid is expected to be faster
-ARCHS_OF_32_BLOCKS: Final = (80, 90, 100)  # compute capabilities with 32 resident blocks on a multiprocessor
-MAX_RESIDENT_BLOCKS: Final = 16  # per multiprocessor, on the others
-MIN_REGISTERS: Final = 64  # per thread, to which a kernel may be held: fewer would slow none down, but help none
+MAX_PERSISTENT_ROUNDS: Final = 4  # rows per resident block up to which a persistent grid is expected to be faster
+ARCHS_OF_32_BLOCKS: Final = (80, 90, 100)  # compute capabilities with 32 resident blocks per multiprocessor
+MAX_RESIDENT_BLOCKS: Final = 16  # resident blocks per multiprocessor on other GPUs
+MIN_REGISTERS: Final = 64  # registers per thread; a tighter bound would neither help nor hurt
 
-# Few rows: their latency is all that counts, so that many chunks are better than a wide block's barrier (33x1023 fp16,
-# layer_norm on an H200: 1.51 us with 128 threads, 1.65 with 512), and more blocks than threads without work
-# (64 rows of 40960, group_norm: 6.6 us in clusters of 8 with 128 threads, 13.3 in clusters of 4 with 1024).
+# Vectors per thread if there are few rows, where only latency counts. Many vectors per thread are then better than the
+# barrier of a large block (layer_norm of 33x1023 fp16 on an H200: 1.51 us with 128 threads, 1.65 us with 512), and many
+# small blocks better than few large ones (group_norm, 64 rows of 40960: 6.6 us in clusters of 8 blocks of 128 threads,
+# 13.3 us in clusters of 4 blocks of 1024).
 FEW_ROWS_CHUNKS: Final = 8
 FEW_ROWS_VALUES: Final = 40
 FEW_ROWS_THREADS: Final = 128
 
-# Short rows that are small altogether: narrower vectors for more threads or more loads of a thread at once (4096x64
-# fp16, layer_norm: 1.87 us with vectors of 2, 2.04 with 8).
+# Small tensors of short rows use narrower vectors, for more threads or more loads in flight per thread (layer_norm of
+# 4096x64 fp16: 1.87 us with vectors of 2, 2.04 us with vectors of 8).
 SMALL_ELEMENTS: Final = 1 << 19  # elements of all rows
 SHORT_ROW: Final = 256  # elements
 SHORT_ROW_WIDTH: Final = 2
 SHORT_ROW_VALUES: Final = 8
 
-# Long rows are kept in shared memory: 512x65536 fp16 takes 39 us on an H200, 43 in registers, because three blocks'
-# worth is on its way at once. With a residual there is twice as much to keep, and registers are faster.
-SHARED_BLOCKS: Final = ((512, 2), (256, 3))  # (threads, resident blocks) where one block has the row, where several do
+# Long rows are kept in shared memory, so that the loads of three blocks are in flight at once: 512x65536 fp16 takes
+# 39 us on an H200, and 43 us in registers. With a residual there are twice as many bytes, and registers are faster.
+SHARED_BLOCKS: Final = ((512, 2), (256, 3))  # (threads, resident blocks): if one block has a row, if several share it
 SHARED_CHUNKS: Final = 4
-SHARED_BYTES: Final = 64 << 10  # per block, so that three are resident
-SPARE_SHARED_BYTES: Final = 12 << 10  # per block, for partial sums
-CLUSTER_THREADS: Final = 512  # per block that shares its row with others in registers
+SHARED_BYTES: Final = 64 << 10  # bytes per block, so that three blocks are resident
+SPARE_SHARED_BYTES: Final = 12 << 10  # bytes per block for partial sums
+CLUSTER_THREADS: Final = 512  # threads per block of a cluster that keeps a row in registers
 CLUSTER_MIN_BLOCKS: Final = 2
-REREAD_THREADS: Final = 512  # per block whose rows are read twice
-REREAD_CHUNKS: Final = 8  # vectors per thread and batch; each needs its own addresses
+REREAD_THREADS: Final = 512  # threads per block that reads its rows twice
+REREAD_CHUNKS: Final = 8  # vectors per thread and batch if rows are read twice
 
 
 @dataclass(frozen=True)
 class RowTiling:
-    """The constants of rows.cuh."""
+    """The macros of rows.cuh that the host chooses, and the bound on the grid."""
 
     width: int
     threads: int
@@ -86,12 +88,12 @@ class RowTiling:
     persistent: bool = False
     in_shared: bool = False
     min_blocks: int = 1
-    max_blocks: int = MAX_GRID  # per launch; with fewer blocks than rows, blocks take further rows
-    longest: int | None = None  # elements of the longest row, where the length is symbolic; 0: there is no limit
+    max_blocks: int = MAX_GRID  # blocks per launch; if rows exceed this, blocks loop over rows
+    longest: int | None = None  # for a symbolic length, elements of the longest row; 0: no limit
 
     @property
     def defines(self) -> Defines:
-        """The tiling as compile-time constants."""
+        """The macros of the tiling."""
         return {
             "WIDTH": self.width,
             "THREADS": self.threads,
@@ -116,8 +118,9 @@ def row_tiling(
 ) -> RowTiling:
     """Return the tiling for `rows` rows of `length` elements; one load takes `width` of them.
 
-    An element takes `item_bytes` of each input, and `weight_bytes` of operands that all rows share. A block has at most
-    `max_threads`, as long as these can hold the row. Raises ValueError for a row of 2**31 elements or more.
+    `item_bytes` are the bytes per element of each input; `weight_bytes` are the bytes per element of operands that all
+    rows share. A block has at most `max_threads` threads, unless they cannot hold the row. Raises ValueError for rows
+    of 2**31 elements or more.
     """
     if length >= 2**31:
         raise ValueError(f"a row has {length} elements; the kernels take less than 2**31")
@@ -143,9 +146,9 @@ def row_tiling(
 def persistent_tiling(
     tiling: RowTiling, rows: int, length: int, device: Device, item_bytes: Sequence[int], weight_bytes: int
 ) -> RowTiling | None:
-    """Return the same tiling with resident blocks only, which load their next rows while they compute.
+    """Return the tiling with a persistent grid: only resident blocks, which load their next row while they compute.
 
-    None where each row has a block, where all rows are resident at once, and where registers cannot hold it all.
+    Return None if all rows are resident at once, or if the rows, the next rows and the weights exceed the registers.
     """
     is_warp, threads = tiling.threads <= 32, tiling.threads * tiling.rows_per_block
     registers, max_words = WARP_PERSISTENT_REGISTERS if is_warp else BLOCK_PERSISTENT_REGISTERS
@@ -158,7 +161,7 @@ def persistent_tiling(
         return None
     if estimate(_ceil_div(rows, tiling.rows_per_block)) <= max_blocks:
         return None
-    if not is_warp and (device.arch < 90 or max(item_bytes) > 2):  # these spill registers
+    if not is_warp and (device.arch < 90 or max(item_bytes) > 2):  # persistent blocks would spill registers here
         return None
     return replace(tiling, prefetch_weights=is_warp, min_blocks=resident, max_blocks=max_blocks)
 
@@ -166,23 +169,23 @@ def persistent_tiling(
 def persistent_is_faster(usual: RowTiling, persistent: RowTiling, rows: int, device: Device) -> bool:
     """Return whether a persistent grid is expected to be faster.
 
-    It is where the rows are not resident all at once, but not many times more.
+    This holds if not all rows are resident at once, but the rows are not many times the resident blocks either.
     """
     blocks = estimate(_ceil_div(rows, usual.rows_per_block))
     return bool(usual.min_blocks * device.multiprocessors < blocks <= MAX_PERSISTENT_ROUNDS * persistent.max_blocks)
 
 
 def with_registers_to_spare(tiling: RowTiling) -> RowTiling | None:
-    """Return a tiling for a kernel with a program; None if registers do not hold the program's operands."""
+    """Return the tiling with registers spared for the operands of a program; None if there are too few registers."""
     if tiling.threads <= 32:
         return tiling
     return None if tiling.max_blocks < MAX_GRID else replace(tiling, min_blocks=max(1, tiling.min_blocks - 1))
 
 
 def _rows_of_warps(rows: int, length: int, width: int, few: bool, adds: bool, device: Device) -> RowTiling:
-    """Return a tiling that gives each row a warp or less, with fewer rows in a block where blocks would be too few.
+    """Return a tiling with at most one warp per row, and fewer rows per block if there would be too few blocks.
 
-    Blocks have 32 to 128 threads; where the number of rows is symbolic, 64 or 128.
+    Blocks have 32 to 128 threads; if the number of rows is symbolic, 64 or 128.
     """
     threads, most, least = min(32, _next_power_of_two(length // width)), WARP_BLOCK_THREADS, 32
     if is_symbolic(rows) and not few:
@@ -204,9 +207,9 @@ def _rows_of_warps(rows: int, length: int, width: int, few: bool, adds: bool, de
 
 
 def resident_blocks(tiling: RowTiling, device: Device, item_bytes: Sequence[int], weight_bytes: int) -> int:
-    """Return the resident blocks per multiprocessor if registers hold each row (as inputs or fp32) and its weights."""
+    """Return how many blocks can be resident on a multiprocessor with their rows (as stored or fp32) and weights."""
     if device.arch < 80:
-        return 1  # the code for it needs more registers than are counted here
+        return 1  # its code needs more registers than are counted here
     words = max(4, sum(item_bytes)) + weight_bytes  # bytes per value
     registers = 16 + tiling.width * tiling.chunks * words // 4
     per_thread = max(MIN_REGISTERS, 8 * _ceil_div(registers, 8))
@@ -215,7 +218,7 @@ def resident_blocks(tiling: RowTiling, device: Device, item_bytes: Sequence[int]
 
 
 def _row_of_a_block(packs: int, width: int, threads: int) -> RowTiling:
-    """Return a tiling whose blocks each have one row in registers."""
+    """Return a tiling whose blocks each keep one row in registers."""
     chunks = _ceil_div(packs, threads)
     prefetch = chunks * width <= MAX_PREFETCH_VALUES
     resident = max(1, RESIDENT_BYTES // (threads * chunks * VECTOR_BYTES))
@@ -223,7 +226,7 @@ def _row_of_a_block(packs: int, width: int, threads: int) -> RowTiling:
 
 
 def _few_rows_of_clusters(packs: int, width: int, device: Device) -> RowTiling | None:
-    """Return a tiling of many small blocks to a row, then of larger ones; None if their registers cannot hold it."""
+    """Return a tiling for few rows: clusters of small blocks, else of larger ones; None if a row does not fit."""
     chunks = FEW_ROWS_VALUES // width
     cluster = cluster_size(packs / (FEW_ROWS_THREADS * chunks), device)
     threads = _next_power_of_two(packs / (cluster * chunks))
@@ -235,7 +238,7 @@ def _few_rows_of_clusters(packs: int, width: int, device: Device) -> RowTiling |
 
 
 def _many_rows_of_clusters(packs: int, width: int, item_bytes: Sequence[int], device: Device) -> RowTiling | None:
-    """Return a tiling of as many blocks to a row as leave a thread few enough values; None if the row is too long."""
+    """Return a tiling with enough blocks per row to fit the values into registers; None if the row is too long."""
     chunks = (MAX_VALUES if max(item_bytes) <= 2 else USUAL_VALUES) // width
     cluster = cluster_size(packs / (CLUSTER_THREADS * chunks), device)
     if not _fits(packs, CLUSTER_THREADS, chunks, cluster):
@@ -245,10 +248,10 @@ def _many_rows_of_clusters(packs: int, width: int, item_bytes: Sequence[int], de
 
 
 def _row_in_shared_memory(length: int, width: int, item_bytes: Sequence[int], device: Device) -> RowTiling:
-    """Return a tiling whose blocks keep the row in shared memory; else one whose blocks read the row twice.
+    """Return a tiling whose blocks keep the row in shared memory, or else read it twice.
 
-    The row is read twice where it does not fit, and where inputs differ in width: in shared memory a thread's vectors
-    of all inputs lie side by side, each of them at a multiple of its size.
+    The row is read twice if it does not fit, or if inputs differ in item size: in shared memory, a thread's vectors of
+    all inputs are adjacent, and each must be aligned to its size.
     """
     cluster = cluster_size(length * sum(item_bytes) / SHARED_BYTES, device)
     threads, resident = SHARED_BLOCKS[cluster > 1]
@@ -262,7 +265,7 @@ def _row_in_shared_memory(length: int, width: int, item_bytes: Sequence[int], de
 
 
 def shared_bytes(tiling: RowTiling, length: int, item_bytes: Sequence[int]) -> int:
-    """Return the shared memory of a block for its part of a row, with whole words for each input's vectors."""
+    """Return the bytes of shared memory per block for its part of a row; each input's vectors take whole words."""
     per_batch = tiling.chunks * tiling.threads
     slots = per_batch * _ceil_div(length // tiling.width, per_batch * tiling.cluster)
     return slots * sum(max(4, tiling.width * size) for size in item_bytes)
@@ -273,7 +276,7 @@ def _fits(packs: int, threads: int, chunks: int, cluster: int) -> bool:
 
 
 def cluster_size(wanted: float, device: Device) -> int:
-    """Return how many blocks share a row, where so many are wanted."""
+    """Return a valid cluster size for `wanted` blocks per row."""
     return min(MAX_CLUSTER if device.arch >= CLUSTER_ARCH else 1, _next_power_of_two(wanted))
 
 
@@ -290,9 +293,9 @@ def _ceil_div(number: int, divisor: int) -> int:
 
 
 def streamed_rows(tensors: Sequence[TensorSpec], length: int, width: int) -> int | str:
-    """Return STREAMED for tensors of these rows, by the kernel's arguments if it depends on symbolic sizes.
+    """Return the macro STREAMED for tensors of these rows; for symbolic sizes, an expression over kernel arguments.
 
-    It is 0 there for rows of single elements: to choose between two stores of each takes more registers than there are.
+    For symbolic sizes and single-element accesses it is 0, because a choice of two stores takes too many registers.
     """
     if width == 1:
         return is_streamed(tensors)
@@ -311,13 +314,13 @@ def row_launch(
     item_bytes: Sequence[int],
     device: Device,
 ) -> Launch:
-    """Return the launch of a kernel of rows.cuh; an element takes `item_bytes` of each input.
+    """Return the launch of a kernel of rows.cuh; `item_bytes` are the bytes per element of each input.
 
-    Raises ValueError if the number of rows is symbolic, and there are more than a launch has blocks for.
+    Raises ValueError if the number of rows is symbolic and the rows need more blocks than a launch can have.
     """
     groups, max_blocks = _ceil_div(rows, tiling.rows_per_block), min(tiling.max_blocks, MAX_GRID // tiling.cluster)
     many, constant = tiling.width * tiling.chunks > MAX_PREFETCH_VALUES, bool(defines["WEIGHTS_CONSTANT"])
-    prefetch = tiling.prefetch_weights and (constant or not many)  # loads that must precede the sum's store would spill
+    prefetch = tiling.prefetch_weights and (constant or not many)  # early weight loads may spill
     further = tiling.max_blocks < MAX_GRID if is_symbolic(rows) else groups > max_blocks
     if is_symbolic(rows) and not further and groups > max_blocks:
         raise ValueError(f"{kernel}: {rows} rows are more than a launch has blocks for")
@@ -339,9 +342,9 @@ def row_launch(
 
 
 def _whole_rows(tiling: RowTiling, rows: int, device: Device) -> Defines:
-    """Return whether all blocks are whole, and whether the next kernel starts early, by the number of rows.
+    """Return the macros FULL_BLOCKS and RELEASE, which depend on the number of rows.
 
-    Where the length is known, `row_tiling` has asked already whether rows are few.
+    If the length is known, `row_tiling` has already added a guard on whether there are few rows.
     """
     few, rest = 2 * device.multiprocessors, rows % tiling.rows_per_block
     if tiling.longest is None:

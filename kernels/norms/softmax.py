@@ -20,7 +20,7 @@ from onnxfuse.runtime.symint import is_symbolic
 
 
 def softmax_plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
-    """Return the plan for these shapes."""
+    """Return the plan of softmax for an input of this shape and dtype."""
     x = required_spec(node, inputs, "x")
     y = TensorSpec(x.shape, node.output_dtypes[0], x.aligned)
     length, rows = x.shape[-1], math.prod(x.shape[:-1])

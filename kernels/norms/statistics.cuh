@@ -1,7 +1,7 @@
 // The statistics of LayerNorm, GroupNorm and RMSNorm: Partials of rows.cuh.
 #pragma once
 
-constexpr float THREAD_ELEMENTS = float(CHUNKS) * WIDTH;  // per thread whose packs all exist
+constexpr float THREAD_ELEMENTS = float(CHUNKS) * WIDTH;  // elements of a thread whose packs all exist
 
 __device__ __forceinline__ float tree_sum(const float (&values)[WIDTH]) {
     float sums[WIDTH];

@@ -1,8 +1,8 @@
-// The mean of each window of channels-last tensors; windows are as pooling.cuh has them.
+// The mean of each window of channels-last tensors; windows are defined in pooling.cuh.
 //
 // The sum over a window is divided by the number of its elements inside x or, with COUNT_PADDING, inside x and its
-// padding: what a window has beyond the padding, as the last one of ceil_mode and one that is larger than x may, does
-// not count. A window without an element gives 0.
+// padding. Elements beyond the padding, as in the last window of ceil_mode or a window larger than x, do not count. A
+// window without an element gives 0.
 #include "pooling.cuh"
 
 struct Mean {

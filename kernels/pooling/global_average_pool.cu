@@ -1,4 +1,4 @@
-// y = factor * (sum of x over the pixels of each image); pixels are divided as global_pool.cuh has it.
+// y = factor * (sum of x over the pixels of each image); global_pool.cuh divides the pixels among threads.
 #include "global_pool.cuh"
 
 struct Mean {

@@ -1,4 +1,4 @@
-// The largest element of each channel of an image; pixels are divided as global_pool.cuh has it.
+// The largest element of each channel of an image; global_pool.cuh divides the pixels among threads.
 #include "largest.cuh"
 #include "global_pool.cuh"
 

@@ -13,7 +13,7 @@
 // A pooling op has
 //   static float initial()              the result over no pixels
 //   static float merge(float, float)
-//   float finish(float)                 the result from what all pixels make
+//   float finish(float)                 the result from the merged value of all pixels
 #pragma once
 #include "types.cuh"
 #include "cluster.cuh"

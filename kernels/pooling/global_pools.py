@@ -18,20 +18,20 @@ from onnxfuse.kernels.tensors import (
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 from onnxfuse.runtime.symint import estimate, is_symbolic, maximum
 
-CLUSTER_ARCH: Final = 90  # the first compute capability with clusters
-LINE_BYTES: Final = 128  # per pixel and block, where a pixel has so many
-MIN_THREADS, MAX_THREADS = 128, 512  # per block
-PIXELS_PER_THREAD: Final = 4  # a block has more threads while they have more pixels each
-DYNAMIC_THREADS: Final = 256  # per block, where the number of pixels is dynamic
-BUSY_THREADS: Final = 1024  # per multiprocessor: with fewer, an image's pixels are divided among blocks
+CLUSTER_ARCH: Final = 90  # the lowest compute capability with thread block clusters
+LINE_BYTES: Final = 128  # bytes per pixel and block, if a pixel has as many
+MIN_THREADS, MAX_THREADS = 128, 512  # threads per block
+PIXELS_PER_THREAD: Final = 4  # block size grows while each thread has more pixels than this
+DYNAMIC_THREADS: Final = 256  # threads per block, if the number of pixels is dynamic
+BUSY_THREADS: Final = 1024  # threads per multiprocessor below which several blocks share an image
 MAX_CLUSTER: Final = 8
-MAX_PARTS: Final = 32  # per image, where another launch merges them
+MAX_PARTS: Final = 32  # blocks per image, if another launch merges their results
 LOADS: Final = 4
 
 
 @dataclass(frozen=True)
 class GlobalTiling:
-    """Threads of a block along channels and pixels, and how many blocks share an image."""
+    """The threads of a block along channels and pixels, and the number of blocks that share an image."""
 
     lanes_c: int
     lanes_p: int
@@ -41,7 +41,7 @@ class GlobalTiling:
 def global_tiling(
     images: int, pixels: int, vectors: int, vector_bytes: int, max_parts: int, device: Device
 ) -> GlobalTiling:
-    """Return the tiling for `images` of `pixels` with so many vectors each."""
+    """Return the tiling for `images` images of `pixels` pixels, each with `vectors` vectors of channels."""
     lanes_c = min(32, LINE_BYTES // vector_bytes, 1 << (vectors - 1).bit_length())
     columns, parts = images * math.ceil(vectors / lanes_c), 1
     while True:
@@ -60,7 +60,7 @@ def global_tiling(
 def global_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the plans for x (n, *spatial, channels); y is (n, 1, ..., channels), or (n, channels) with keepdims 0.
 
-    The mean of no pixels is 0, and the largest of them -inf, as onnxruntime's reductions have it.  Raises ValueError if
+    For images without pixels the mean is 0 and the maximum -inf, as in onnxruntime's reductions.  Raises ValueError if
     x has no spatial axis.
     """
     x = required_spec(node, inputs, "x")
@@ -101,7 +101,7 @@ def _launch(
     cluster: int,
     device: Device,
 ) -> Launch:
-    """Return one launch; sums are multiplied by `factor`."""
+    """Return one launch of the pool; global_average_pool multiplies its sums by `factor`."""
     width = int(defines["WIDTH"])
     constants = {"LANES_C": tiling.lanes_c, "LANES_P": tiling.lanes_p, "LOADS": LOADS, "CLUSTER": cluster}
     kernel = Kernel(node.fusion, node.fusion, {**defines, **constants})

@@ -1,4 +1,4 @@
-// The pooling op of the largest element: what nothing makes is -inf, and a NaN makes NaN.
+// The pooling op of the maximum: the result over no elements is -inf, and over a NaN it is NaN.
 #pragma once
 #include "types.cuh"
 
@@ -15,6 +15,6 @@ struct Largest {
 #endif
     }
 
-    template <class... At>  // where the result lies, which makes no difference
+    template <class... At>  // the position of the result is unused
     __device__ __forceinline__ float finish(float largest, At...) const { return largest; }
 };

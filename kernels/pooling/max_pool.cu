@@ -1,7 +1,7 @@
-// The largest element of each window of channels-last tensors; windows are as pooling.cuh has them.
+// The largest element of each window of channels-last tensors; windows are defined in pooling.cuh.
 //
-// Padding counts as -inf, and a NaN in a window gives NaN. A window without an element, which needs dilations, gives the
-// smallest finite number of fp32, as onnxruntime has it: in 16 bits that is rounded to -inf.
+// Padding counts as -inf, and a NaN in a window gives NaN. A window without an element, possible with dilations, gives
+// the lowest finite number of fp32, as in onnxruntime: in 16 bits that is rounded to -inf.
 #include "largest.cuh"
 #include "pooling.cuh"
 

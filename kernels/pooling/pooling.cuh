@@ -1,8 +1,8 @@
 // Windows over channels-last tensors: x is (n, depth, height, width, channels), where depth or height may be 1.
 //
 // A thread computes TILE_H x TILE_W neighbouring results of WIDTH channels. It reads every element of their windows
-// once, row by row, reduces the row for each column of the tile, and merges that into the rows of the tile. What
-// neighbouring threads share comes from L1, so that a block is a tile of the image with few channels.
+// once, row by row, reduces the row for each column of the tile, and merges that into the rows of the tile. Elements
+// that neighbouring threads share come from L1, so a block is a tile of the image with few channels.
 //
 //   T            storage type of x and y             CHANNELS, WIDTH  channels, and channels of a vector access
 //   KERNEL_D, KERNEL_H, KERNEL_W, and likewise STRIDE_ and DILATION_
@@ -20,7 +20,7 @@
 
 constexpr int VECTORS = CHANNELS / WIDTH;
 constexpr int BLOCKS_C = (VECTORS + LANES_C - 1) / LANES_C;
-// What the windows of a tile span.
+// The rows and columns that the windows of a tile span.
 constexpr int ROWS_IN = (TILE_H - 1) * STRIDE_H + (KERNEL_H - 1) * DILATION_H + 1;
 constexpr int COLUMNS_IN = (TILE_W - 1) * STRIDE_W + (KERNEL_W - 1) * DILATION_W + 1;
 
@@ -48,7 +48,7 @@ __device__ __forceinline__ constexpr bool in_any_window(int offset) {
     return false;
 }
 
-// The elements of the window that begins at `start`, of those from `first` to before `end`.
+// Returns how many elements of the window at `start` lie in [first, end).
 template <int KERNEL, int DILATION>
 __device__ __forceinline__ int elements_inside(int start, int first, int end) {
     const int low = start < first ? (first - start + DILATION - 1) / DILATION : 0;

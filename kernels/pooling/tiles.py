@@ -1,4 +1,4 @@
-"""The plans of max_pool and average_pool: how results are divided among threads; the host side of pooling.cuh."""
+"""The plans of max_pool and average_pool, and the tilings of their results: the host side of pooling.cuh."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from onnxfuse.kernels.tensors import (
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 from onnxfuse.runtime.symint import estimate, is_symbolic
 
-TILES: Final = ((2, 2), (1, 2), (1, 1))  # rows and columns of results of a thread
-THREADS: Final = 128  # the most per block
-LINE_BYTES: Final = 128  # per pixel for neighbouring threads, where a pixel has so many
-BUSY_THREADS: Final = 256  # per multiprocessor: with fewer, tiles are made smaller
-LANES_W: Final = 8  # threads along a row, at most
-UNROLLED_LOADS: Final = 36  # loads of a tile's windows; the rows of larger windows are a loop
-MAX_CHUNK: Final = 9  # vectors of a row that a thread has in flight
+TILES: Final = ((2, 2), (1, 2), (1, 1))  # (rows, columns) of results per thread
+THREADS: Final = 128  # largest number of threads per block
+LINE_BYTES: Final = 128  # bytes per pixel for neighbouring threads, if a pixel has as many
+BUSY_THREADS: Final = 256  # threads per multiprocessor below which tiles are made smaller
+LANES_W: Final = 8  # largest number of threads along a row
+UNROLLED_LOADS: Final = 36  # loads per tile up to which window rows are unrolled
+MAX_CHUNK: Final = 9  # largest number of vectors of a row in flight per thread
 MAX_BLOCKS: Final = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Results of a thread, and threads of a block along channels, rows and columns."""
+    """The results per thread, and the threads of a block along channels, rows and columns."""
 
     tile_h: int
     tile_w: int
@@ -82,7 +82,7 @@ def window_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
         blocks = tiling.blocks(images, channels // width, planes, rows, columns)
         if blocks > MAX_BLOCKS:
             raise ValueError(f"{node.fusion}: y has shape {list(y.shape)}, which is more than one launch can compute")
-        read = planes.stride * rows.stride * columns.stride  # elements of x for each of y
+        read = planes.stride * rows.stride * columns.stride  # elements of x per element of y
         block_bytes = tiling.results(channels // width) * width * ITEM_BYTES[x.dtype] * (1 + read)
         kernel = Kernel(node.fusion, node.fusion, {
             **defines, **_loops(tiling, rows, columns),
@@ -102,8 +102,8 @@ def tilings(
 ) -> list[Tiling]:
     """Return the tilings to try.
 
-    Tiles of several results are for windows that overlap.  Those that leave the GPU enough threads come first, from the
-    largest tile to the smallest; the others follow, from the smallest to the largest.
+    Tiles of several results are offered only for overlapping windows.  Tilings with enough threads to fill the GPU come
+    first, from the largest tile to the smallest; the others follow, from the smallest tile to the largest.
     """
     found: dict[Tiling, int] = {}
     for tile_h, tile_w in TILES:
@@ -118,19 +118,19 @@ def tilings(
         threads = images * vectors * planes.y_size * across * down
         found[Tiling(tile_h, tile_w, lanes_c, lanes_w, lanes_h)] = threads
     busy = BUSY_THREADS * device.multiprocessors
-    enough = [tiling for tiling in found if estimate(found[tiling]) >= busy]  # TILES begins with the fewest threads
+    enough = [tiling for tiling in found if estimate(found[tiling]) >= busy]  # TILES is ordered by increasing threads
     return enough + [tiling for tiling in reversed(found) if tiling not in enough]
 
 
 def _is_several(size: int) -> bool:
-    """Return whether there are several; of a dynamic size, which usually is, True without a guard."""
+    """Return whether `size` exceeds 1; True for a dynamic size, without a guard."""
     return is_symbolic(size) or size > 1
 
 
 def even_lanes(extent: int, most: int, step: int = 1) -> int:
-    """Return the threads along an axis: at most `most`, and more than half of that, with the fewest left over.
+    """Return the threads along an axis: more than half of `most`, at most `most`, with the fewest idle threads.
 
-    `step` divides it: 2 vectors of 16 bytes are a sector of memory.  A dynamic extent has `most`.
+    The result is a multiple of `step`: 2 vectors of 16 bytes are a sector of memory.  For dynamic extents it is `most`.
     """
     if is_symbolic(extent):
         return most
@@ -140,12 +140,12 @@ def even_lanes(extent: int, most: int, step: int = 1) -> int:
 
 
 def _span(window: Window) -> int:
-    """Return the elements from the first to the last of a window."""
+    """Return the distance from a window's first element to its last, inclusive."""
     return (window.kernel - 1) * window.dilation + 1
 
 
 def _loops(tiling: Tiling, rows: Window, columns: Window) -> Defines:
-    """Return how many rows of a tile's windows are unrolled, and how many vectors of a row are loaded together."""
+    """Return the macros ROW_UNROLL (unrolled rows) and COLUMN_CHUNK (vectors of a row that are loaded together)."""
     rows_in = (tiling.tile_h - 1) * rows.stride + _span(rows)
     columns_in = (tiling.tile_w - 1) * columns.stride + _span(columns)
     unrolled = columns_in <= MAX_CHUNK and rows_in * columns_in <= UNROLLED_LOADS

@@ -1,8 +1,8 @@
-"""The windows of a pooling node: its attributes, the sizes of y and the padding, as onnxruntime computes them.
+"""The windows of a pooling node: read its attributes, and compute sizes of y and padding as onnxruntime does.
 
-A window may be larger than x with its padding.  onnxruntime rounds quotients towards 0, as C++ does, so that it still
-counts one window where the excess is less than the stride.  Where it counts fewer than 0, it raises an error, and so
-does `windows`.
+A window may be larger than the padded x.  onnxruntime rounds quotients towards 0, as C++ does, so it still counts one
+window if the excess is less than the stride.  If the count is negative, onnxruntime raises an error, and so does
+`windows`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Final
 from onnxfuse.runtime.plan import FusedNode
 from onnxfuse.runtime.symint import is_symbolic, maximum, minimum
 
-AXES: Final = (1, 2, 3)  # how many spatial axes a window may have
+AXES: Final = (1, 2, 3)  # supported numbers of spatial axes
 SAME: Final = ("SAME_UPPER", "SAME_LOWER")
 AUTO_PADS: Final = ("NOTSET", "VALID", *SAME)
 
 
 @dataclass(frozen=True)
 class Window:
-    """A window along one axis: y has `y_size` elements, and element i is of x[i * stride - pad_begin + k * dilation].
+    """A window along one axis: element i of y, of `y_size`, reduces x[i * stride - pad_begin + k * dilation].
 
-    k goes from 0 to `kernel` - 1; positions outside of x, which has `size` elements, are padding.
+    k runs from 0 to `kernel` - 1; positions outside of the `size` elements of x are padding.
     """
 
     size: int
@@ -35,11 +35,11 @@ class Window:
     pad_end: int = 0
 
 
-UNIT: Final = Window(1, 1, 1)  # for an axis that a node does not have
+UNIT: Final = Window(1, 1, 1)  # the window along an axis that the node lacks
 
 
 def unsupported_window(node: FusedNode) -> str | None:
-    """Say which attribute the kernels do not have; None if they have all."""
+    """Return a message that names an unsupported attribute; None if all are supported."""
     kernel = _integers(node, "kernel_shape", ())
     axes = len(kernel)
     if axes not in AXES:
@@ -56,9 +56,9 @@ def unsupported_window(node: FusedNode) -> str | None:
 
 
 def _unsupported_padding(node: FusedNode, kernel: Sequence[int]) -> str | None:
-    """Return why the kernel cannot take the padding that auto_pad may ask for; None if it can.
+    """Return why the kernel does not support the padding that auto_pad may need; None if it does.
 
-    That padding is negative where a stride passes the window.  At the end of x it then leaves elements out of a mean.
+    The padding is negative if the stride exceeds the window.  At the end of x it then excludes elements from a mean.
     """
     strides, dilations = (_integers(node, name, (1,) * len(kernel)) for name in ("strides", "dilations"))
     is_same = node.fusion == "average_pool" and node.text("auto_pad", "NOTSET") in SAME
@@ -73,8 +73,8 @@ def _unsupported_padding(node: FusedNode, kernel: Sequence[int]) -> str | None:
 def windows(node: FusedNode, shape: Sequence[int]) -> tuple[Window, ...]:
     """Return the windows along the spatial axes of x, which is (n, *spatial, channels).
 
-    Raises ValueError if x has other axes than the window, or its padded size is so far below that of the window that
-    onnxruntime raises an error, too.
+    Raises ValueError if x and the window have different numbers of axes, or if the padded x is so much smaller than the
+    window that onnxruntime raises an error, too.
     """
     kernel = _integers(node, "kernel_shape", ())
     axes = len(kernel)
@@ -98,7 +98,7 @@ def windows(node: FusedNode, shape: Sequence[int]) -> tuple[Window, ...]:
 
 
 def _integers(node: FusedNode, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
-    """Return an attribute that is a list of integers; `default` if it is absent or empty."""
+    """Return an attribute as a tuple of integers; `default` if it is absent or empty."""
     value = node.attributes.get(name) or default
     if not isinstance(value, list | tuple):
         raise TypeError(f"attribute {name} is {value!r}; required a list of integers")
@@ -106,10 +106,10 @@ def _integers(node: FusedNode, name: str, default: tuple[int, ...]) -> tuple[int
 
 
 def _automatic_pads(auto_pad: str, size: int, kernel: int, stride: int) -> tuple[int, int] | None:
-    """Return the padding before and after x that auto_pad asks for; None if it leaves that to pads.
+    """Return the padding before and after x by auto_pad; None if auto_pad refers to the attribute pads.
 
-    As in onnxruntime, the padding of SAME_UPPER and SAME_LOWER ignores dilations.  It is negative where the stride
-    passes the window, and is halved as C++ halves.
+    As in onnxruntime, the padding of SAME_UPPER and SAME_LOWER ignores dilations.  It is negative if the stride exceeds
+    the window, and halves are rounded towards 0 as in C++.
     """
     if auto_pad == "NOTSET":
         return None
@@ -131,7 +131,7 @@ def _output_size(size: int, kernel: int, stride: int, dilation: int, padding: tu
 
 
 def _divided(number: int, divisor: int) -> int:
-    """Return a quotient rounded towards 0, as C++ does; of a symbolic number it is one expression for all sizes."""
+    """Return the quotient rounded towards 0, as in C++; for a symbolic number, one expression valid for all sizes."""
     if divisor == 1 or (not is_symbolic(number) and number >= 0):
         return number // divisor
     quotient: int = maximum(number, 0) // divisor - maximum(-number, 0) // divisor

@@ -25,17 +25,17 @@ from onnxfuse.kernels.tensors import (
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 from onnxfuse.runtime.symint import estimate, is_symbolic, maximum
 
-LIKE: Final = "like"  # the operand whose shape has the sizes of y, where these are computed
+LIKE: Final = "like"  # an operand that only provides the sizes of y by its shape, if these are computed in the graph
 MODES: Final = ("nearest", "linear")
 COORDINATES: Final = ("half_pixel", "asymmetric", "pytorch_half_pixel", "align_corners")
 NEAREST: Final = ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
 DEFAULTS: Final = {"antialias": 0, "exclude_outside": 0, "keep_aspect_ratio_policy": "stretch", "axes": []}
-RANKS: Final = (3, 4, 5)  # ranks of x
-MAX_THREADS: Final = 256  # per block
-DYNAMIC_THREADS: Final = (64, 128)  # per block, where rows of y are dynamic
-BLOCKS: Final = "static_cast<u64>(gridDim.x) * gridDim.y"  # blocks per launch, as an expression of the kernel
-SPLIT: Final = 2.0**29 + 1  # leaves the upper 24 of 53 bits
-MAX_ROW_BLOCKS: Final = 65535  # blocks along y of a grid
+RANKS: Final = (3, 4, 5)  # supported ranks of x
+MAX_THREADS: Final = 256  # threads per block
+DYNAMIC_THREADS: Final = (64, 128)  # choices of threads per block, if rows of y are dynamic
+BLOCKS: Final = "static_cast<u64>(gridDim.x) * gridDim.y"  # number of blocks, as an expression in the kernel
+SPLIT: Final = 2.0**29 + 1  # factor of Dekker's splitting, which keeps the upper 24 of 53 bits
+MAX_ROW_BLOCKS: Final = 65535  # largest number of blocks along y of a grid
 
 
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
@@ -68,9 +68,9 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
 
 
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
-    """Return the one plan for x (n, *spatial, channels), and of `like` (0, *spatial of y), which is not read.
+    """Return the one plan for x (n, *spatial, channels); an operand `like` (0, *spatial of y) is not read.
 
-    Raises ValueError if scales, sizes or `like` are of another rank, or change n or channels.
+    Raises ValueError if scales, sizes or `like` have the wrong rank, or change n or channels.
     """
     x, like = required_spec(node, inputs, "x"), operand_spec(node, inputs, LIKE)
     scales, y_shape = _resized(node, x.shape) if like is None else _resized_as(like.shape, x.shape)
@@ -109,17 +109,17 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
 
 
 def _threads(vectors: int) -> int:
-    """Return the threads of a block for rows of so many vectors; of dynamic rows one of two numbers."""
+    """Return the threads per block for rows of `vectors` vectors; for dynamic rows, one of DYNAMIC_THREADS."""
     if is_symbolic(vectors):
         return min(DYNAMIC_THREADS) if estimate(vectors) <= min(DYNAMIC_THREADS) else max(DYNAMIC_THREADS)
     return min(MAX_THREADS, -(-vectors // 32) * 32)
 
 
 def _scaled(size: int, scale: float) -> int:
-    """Return the product of a size and a scale in float32, rounded down, as onnxruntime computes it.
+    """Return floor(size * scale), with the product in float32 as onnxruntime computes it.
 
-    Of a dynamic size, which is below 2^24, the exact product is rounded to the 24 bits of float32 as Dekker's splitting
-    does it, because expressions are of float64.
+    Expressions of dynamic sizes (below 2^24) use float64, so the exact product is rounded to the 24 bits of float32 by
+    Dekker's splitting.
     """
     if not is_symbolic(size):
         return int(np.float32(scale) * np.float32(size))
@@ -132,7 +132,7 @@ def _scaled(size: int, scale: float) -> int:
 
 
 def _resized(node: FusedNode, shape: Sequence[int]) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Return the scale of each axis and the shape of y, computed in float32 as onnxruntime computes them."""
+    """Return (scale of each axis, shape of y), computed in float32 as in onnxruntime."""
     scales, sizes = node.attributes.get("scales"), node.attributes.get("sizes")
     given = scales or sizes
     if not isinstance(given, list | tuple) or len(given) != len(shape):
@@ -143,12 +143,12 @@ def _resized(node: FusedNode, shape: Sequence[int]) -> tuple[tuple[float, ...], 
         exact = [float(np.float32(each)) for each in given]
         return tuple(exact), tuple(_scaled(size, scale) for scale, size in zip(exact, shape, strict=True))
     n, *spatial, channels = (int(each) for each in given)
-    y_shape = (n or shape[0], *spatial, channels or shape[-1])  # 0 stands for a size that stays and is not known
+    y_shape = (n or shape[0], *spatial, channels or shape[-1])  # 0: size unchanged and unknown
     return tuple(_ratio(to, size) for to, size in zip(y_shape, shape, strict=True)), y_shape
 
 
 def _resized_as(like: Sequence[int], shape: Sequence[int]) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Return the same where an operand has the sizes of y."""
+    """Return (scale of each axis, shape of y) for an operand `like` with the sizes of y."""
     if len(like) != len(shape) - 1 or len(shape) not in RANKS:
         raise ValueError(f"resize: x has shape {list(shape)} and {LIKE} {list(like)}; required one axis less, for n")
     y_shape = (shape[0], *like[1:], shape[-1])
@@ -156,7 +156,7 @@ def _resized_as(like: Sequence[int], shape: Sequence[int]) -> tuple[tuple[float,
 
 
 def _ratio(to: int, size: int) -> float:
-    """Return the quotient in float32; of a dynamic size in float64, which gives the same when it is rounded later."""
+    """Return to / size in float32; for dynamic sizes in float64, which later rounds to the same float32."""
     if is_symbolic(to, size):
         ratio: float = to / maximum(size, 1)
         return ratio

@@ -2,8 +2,8 @@
 // may be 1.
 //
 // Coordinates are computed in fp32, each operation rounded by itself, exactly as onnxruntime's CPU provider computes
-// them; along an axis of scale 1 they are the indices. A block computes a part of a row of y; what neighbouring results
-// share of x comes from L1 and L2.
+// them; along an axis of scale 1 they are the indices. A block computes a part of a row of y; elements of x that
+// neighbouring results share come from L1 and L2.
 //
 //   T                      storage type of x and y    WIDTH    elements of a vector access
 //   COORDINATE, NEAREST    functions below, by the names of ONNX's coordinate_transformation_mode and nearest_mode
@@ -17,7 +17,7 @@ static_assert(CHANNELS % WIDTH == 0, "a vector would cross pixels");
 
 namespace coordinate {
 
-// Of an index in y: the place in x. `scale` is that of the axis, `y_size` and `size` are its lengths.
+// Each maps an index in y to a coordinate in x. `scale` is the scale of the axis; `y_size` and `size` are its lengths.
 __device__ __forceinline__ float asymmetric(float index, float scale, int, int) { return __fdiv_rn(index, scale); }
 
 __device__ __forceinline__ float half_pixel(float index, float scale, int, int) {

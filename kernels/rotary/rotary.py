@@ -1,4 +1,4 @@
-"""The launch that rotates one tensor of heads, or queries and keys at once: the host side of rotary_embedding.cu."""
+"""The host side of rotary_embedding.cu: one launch rotates one tensor of heads, or queries and keys together."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from onnxfuse.runtime.plan import Device, Kernel, Launch, Scalar, TensorSpec, Va
 from onnxfuse.runtime.symint import estimate, gcd, is_symbolic, maximum
 
 THREADS: Final = 128  # per block
-THREAD_HEADS: Final = 2  # per thread, which reads its piece of the tables once for all of them
-MAX_ADJACENT_GROUPS: Final = 4  # in a block: 10.2 us on an H200 where one took 10.8 (2048x32x128, fp16)
-MIN_RESIDENT_THREADS: Final = 512  # per multiprocessor, before a thread takes a second head
-MEMORY_BYTES: Final = 24 << 20  # moved, from which data comes from memory: more threads gain more than fewer reads
+THREAD_HEADS: Final = 2  # heads per thread, which reads its piece of the tables once for all of them
+MAX_ADJACENT_GROUPS: Final = 4  # groups of heads per block: 10.2 us with 4 on an H200, 10.8 with 1 (2048x32x128, fp16)
+MIN_RESIDENT_THREADS: Final = 512  # threads per multiprocessor to reach before a thread takes a second head
+MEMORY_BYTES: Final = 24 << 20  # bytes from which data is not in L2: more threads then gain more than fewer table reads
 WARP: Final = 32
 
 
 @dataclass(frozen=True)
 class RotatedHeads:
-    """A tensor of heads: its address, the address of the result, and the scales that follow each head's norm."""
+    """A tensor of heads to rotate: its address, the result's address, and the scales of the RMS norm of each head."""
 
     heads: int
     x: HeadTensor
@@ -40,16 +40,16 @@ class RotatedHeads:
 
 @dataclass(frozen=True)
 class Rotary:
-    """A rotation of `rotated` of the `size` elements of every head, by tables of (1 or batch, 1 or heads, length, row).
+    """A rotation of the first `rotated` of `size` elements per head, by tables (1 or batch, 1 or heads, length, row).
 
-    The first `kept` rows stay as they are, and have no tables.
+    The first `kept` positions are copied unchanged, and have no rows in the tables.
     """
 
     batch: int
     length: int
     size: int
     rotated: int
-    tensors: tuple[RotatedHeads, ...]  # one or two
+    tensors: tuple[RotatedHeads, ...]  # one tensor, or queries and keys
     cos: Value
     sin: Value
     tables: TensorSpec  # the table of cos; sin has the same shape
@@ -57,9 +57,9 @@ class Rotary:
     x_dtype: str
     y_dtype: str
     aligned: bool  # inputs and tables begin at multiples of 16 bytes
-    whole_table: bool  # a row of the tables has `rotated` elements, else half as many
-    interleaved: bool = False  # pairs of x are neighbours
-    y_interleaved: bool = False  # pairs of y are
+    whole_table: bool  # table rows have `rotated` elements; else half as many
+    interleaved: bool = False  # the two elements of a pair are adjacent in x
+    y_interleaved: bool = False  # the two elements of a pair are adjacent in y
     kept: int = 0
     scale_dtype: str = ""  # dtype of the norm's scales; "" without a norm
     epsilon: float = 0.0
@@ -106,7 +106,7 @@ def launch(problem: Rotary, device: Device) -> Launch:
 
 
 def form_defines(problem: Rotary) -> Defines:
-    """Return the macros of rotation.cuh but WIDTH and LANES."""
+    """Return the macros of rotation.cuh, except WIDTH and LANES."""
     return {
         "X_T": STORAGE[problem.x_dtype], "COS_T": STORAGE[problem.tables.dtype], "SIN_T": STORAGE[problem.sin_dtype],
         "SCALE_T": STORAGE[problem.scale_dtype or "float32"], "SIZE": problem.size, "ROTATED": problem.rotated,
@@ -116,7 +116,7 @@ def form_defines(problem: Rotary) -> Defines:
 
 
 def _width(problem: Rotary) -> int:
-    """Return the elements of an access: at most 16 bytes, a divisor of all offsets and strides; 1 if misaligned."""
+    """Return the elements per access: at most 16 bytes, a divisor of all offsets and strides; 1 if misaligned."""
     if not problem.aligned:
         return 1
     all_heads = [heads for tensor in problem.tensors for heads in (tensor.x, tensor.y)]
@@ -128,7 +128,7 @@ def _width(problem: Rotary) -> int:
 
 
 def _max_index(problem: Rotary) -> Any:
-    """Return a bound on the index of every element of every tensor."""
+    """Return an upper bound on the element indices of all tensors."""
     return maximum(
         *(
             problem.batch * heads.batch_stride + problem.length * heads.row_stride + tensor.heads * heads.head_stride
@@ -139,5 +139,5 @@ def _max_index(problem: Rotary) -> Any:
 
 
 def _strides(heads: HeadTensor | None) -> Sequence[Scalar]:
-    """Return the strides as arguments; zeros where the tensor is absent."""
+    """Return the strides as kernel arguments; zeros if the tensor is absent."""
     return [Scalar(stride, "int64") for stride in (heads.strides if heads else (0, 0, 0))]

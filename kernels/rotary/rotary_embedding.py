@@ -12,11 +12,11 @@ from onnxfuse.kernels.tensors import ITEM_BYTES, differs_along, operand_pointer,
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, Pointer, TensorSpec
 
 LAYOUTS: Final = ("packed", "bshd", "bhsd")
-TABLE_AXES: Final = {"b": "1 or batch", "h": "heads", "s": "length", "d": "row", "1": "1"}  # letters of `table`
+TABLE_AXES: Final = {"b": "1 or batch", "h": "heads", "s": "length", "d": "row", "1": "1"}  # meaning of `table` letters
 
 
 def unsupported_rotary_embedding(node: FusedNode, input_dtypes: Sequence[str]) -> str | None:
-    """Return why no kernel runs a node of these dtypes; None if one does."""
+    """Return why no kernel runs a rotary_embedding node of these dtypes; None if one does."""
     layout = node.text("layout", "bhsd")
     if layout not in LAYOUTS:
         return f"rotary_embedding: layout is {layout}; the kernel has {', '.join(LAYOUTS)}"
@@ -26,7 +26,7 @@ def unsupported_rotary_embedding(node: FusedNode, input_dtypes: Sequence[str]) -
 
 
 def unsupported_rows(node: FusedNode) -> str | None:
-    """Return why no kernel keeps the first rows of a node; None if one does, or all are rotated."""
+    """Return why no kernel can leave the node's first rows unrotated; None if one can, or if all rows are rotated."""
     if node.text("first_rows", "rotated") == "kept" and "kept" not in node.attributes:
         return f"{node.fusion}: the number of rows that stay as they are is not known"
     return None
@@ -61,12 +61,12 @@ def rotary_embedding_plan(node: FusedNode, inputs: Sequence[TensorSpec], device:
 
 
 def kept_rows(node: FusedNode) -> int:
-    """Return the number of the first rows that stay as they are."""
+    """Return how many of the first rows (positions) stay unrotated."""
     return node.integer("kept", 0) if node.text("first_rows", "rotated") == "kept" else 0
 
 
 def table_spec(node: FusedNode, inputs: Sequence[TensorSpec], name: str) -> TensorSpec:
-    """Return a table as (1 or batch, 1 or heads, length, row), whatever axes it has in the graph."""
+    """Return the spec of a table as (1 or batch, 1 or heads, length, row), for any axes that it has in the graph."""
     spec, layout = required_spec(node, inputs, name), node.text("table", "bsd")
     sizes = dict(zip(layout, spec.shape, strict=False))
     if len(spec.shape) != len(layout) or sizes.get("1", 1) != 1:
@@ -76,7 +76,7 @@ def table_spec(node: FusedNode, inputs: Sequence[TensorSpec], name: str) -> Tens
 
 
 class RotaryForm(NamedTuple):
-    """How the pairs that are rotated lie in the tables, in x and in y: the fields of `Rotary` of these names."""
+    """The layout of the rotated pairs in the tables, in x and in y; the fields are those of `Rotary`."""
 
     whole_table: bool
     interleaved: bool
@@ -84,7 +84,7 @@ class RotaryForm(NamedTuple):
 
 
 def rotary_form(node: FusedNode, attribute: str) -> RotaryForm:
-    """Return the form of rotation that an attribute of the node names, as the model has it in the graph."""
+    """Return the RotaryForm that the node's `attribute` names."""
     found = node.text(attribute, "rotate_half")
     if found == "operator":
         interleaved = bool(node.integer("interleaved", 0))
@@ -93,7 +93,7 @@ def rotary_form(node: FusedNode, attribute: str) -> RotaryForm:
 
 
 def _axes(node: FusedNode, x: TensorSpec, layout: str, size: int) -> tuple[tuple[int, int, int], HeadTensor]:
-    """Return ((batch, length, heads), the address and strides of x)."""
+    """Return ((batch, length, heads), HeadTensor of x)."""
     if layout == "bhsd":
         batch, heads, length, _ = x.shape
     elif layout == "bshd":
@@ -116,16 +116,16 @@ def _axes(node: FusedNode, x: TensorSpec, layout: str, size: int) -> tuple[tuple
 
 
 def _contiguous_heads(layout: str, axes: tuple[int, int, int], size: int) -> HeadTensor:
-    """Return the address and strides of an output that has nothing but these heads."""
+    """Return the HeadTensor of a contiguous output with these heads."""
     _, length, heads = axes
     head, row = (length * size, size) if layout == "bhsd" else (size, heads * size)
     return HeadTensor(Pointer("output", 0), length * heads * size, head, row)
 
 
 def fitting_tables(cos: TensorSpec, sin: TensorSpec, axes: tuple[int, int, int], size: int, rotated: int) -> TensorSpec:
-    """Return cos, whose batch is 1 where all share the tables.
+    """Return the spec of cos, with batch 1 if all batch elements share the tables.
 
-    Raises ValueError unless tables fit axes (batch, heads, length) and the `rotated` of `size` elements of a head.
+    Raises ValueError unless both tables fit `axes` and the `rotated` of `size` elements per head.
     """
     batch, heads, length = axes
     if rotated % 2 or rotated > size:
@@ -142,5 +142,5 @@ def fitting_tables(cos: TensorSpec, sin: TensorSpec, axes: tuple[int, int, int],
 
 
 def _without_one_head(shape: tuple[object, ...]) -> tuple[object, ...]:
-    """Return the shape of a table without the axis for heads where all share the table."""
+    """Return the shape of a table without the axis of heads, if all heads share the table."""
     return (shape[0], *shape[2:]) if shape[1] == 1 else shape

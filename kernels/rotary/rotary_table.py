@@ -1,4 +1,4 @@
-"""The plan of rotary_table, cosines and sines of positions: rotary_table.cu."""
+"""The plan of rotary_table, which computes cosines and sines of positions: rotary_table.cu."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from onnxfuse.kernels.tensors import (
 )
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 
-POSITIONS: Final = {"int64": "long long", "int32": "int"}  # C++ types by dtype
+POSITIONS: Final = {"int64": "long long", "int32": "int"}  # C++ type of positions, by dtype
 THREADS: Final = 128  # per block
 
 
 def unsupported_rotary_table(node: FusedNode, input_dtypes: Sequence[str]) -> str | None:
-    """Return why no kernel runs a node of these dtypes; None if one does."""
+    """Return why no kernel runs a rotary_table node of these dtypes; None if one does."""
     found, *others = input_dtypes  # the positions come first
     if found not in POSITIONS:
         return f"{node.fusion}: positions are {found}; the kernel takes {', '.join(POSITIONS)}"

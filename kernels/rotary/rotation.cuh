@@ -5,7 +5,7 @@
 // A head has pieces: first those that are rotated, of two vectors of WIDTH elements, then the others, of one.
 //
 //   SIZE           elements of a head; the first ROTATED are rotated
-//   LANES          threads that share a head's pieces    NORM  1: each head is divided by its root mean square and scaled
+//   LANES          threads that share a head's pieces    NORM  1: each head is divided by its root mean square, scaled
 //   WIDTH          elements of a vector access; divides ROTATED / 2 and SIZE - ROTATED
 //   INTERLEAVED    1: the elements of a pair of x are neighbours; 0: they are ROTATED / 2 apart
 //   Y_INTERLEAVED  the same of y
@@ -47,7 +47,7 @@ __device__ __forceinline__ void interleave(float (&first)[WIDTH], float (&second
 struct Rotation {
     float cos_first[WIDTH], sin_first[WIDTH], cos_second[WIDTH], sin_second[WIDTH];
 
-    // `cos` and `sin`: the row of the tables.
+    // Loads the angles of a piece; `cos` and `sin` point to the row of the tables.
     __device__ __forceinline__ void load(const COS_T* cos, const SIN_T* sin, int piece) {
         int at;
         if constexpr (INSIDE && !WHOLE_TABLE) {
@@ -96,7 +96,7 @@ struct Rotation {
     }
 };
 
-// Whether the two vectors of a piece are neighbours. Neighbouring threads then read every other 16 bytes at once, which
+// Whether the two vectors of a piece are adjacent. Neighbouring threads then read every other 16 bytes at once, which
 // takes as long as if they read all; so vectors of whole pairs are HALF apart.
 constexpr bool X_ADJACENT = INTERLEAVED && !INSIDE, Y_ADJACENT = Y_INTERLEAVED && !INSIDE;
 
@@ -154,7 +154,7 @@ __device__ __forceinline__ float inverse_rms(const Vectors (&raw)[COUNT], int la
 }
 
 // Returns in `one` and `other` the vectors of a piece after norm and rotation; `factor` is one over the root mean
-// square. A piece that is not rotated has `one` alone, and rows that are not `turned` are not rotated at all.
+// square. A piece outside of the rotated elements has only `one`; a row with `turned` false is not rotated.
 __device__ __forceinline__ void turn(const Vectors& raw, const Piece& piece, float factor, const SCALE_T* scale,
                                      const Rotation& rotation, bool turned, float (&one)[WIDTH],
                                      float (&other)[WIDTH]) {

@@ -1,4 +1,4 @@
-"""The gates of squeeze-and-excite blocks: a mean over the pixels of an image, and two small products after it."""
+"""The gates of squeeze-and-excite blocks: the mean over the pixels of an image, then two small matrix products."""
 
 from typing import Final
 

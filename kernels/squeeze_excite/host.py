@@ -24,14 +24,15 @@ from onnxfuse.kernels.tensors import (
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 from onnxfuse.runtime.symint import estimate, expect_equal, maximum
 
-CLUSTER: Final = 8  # blocks that share images
-THREADS: Final = 256  # per block; with 512, 18 blocks of networks took 1.02 to 1.9 times as long
-IMAGES: Final = 1  # per cluster; with two, weights are read half as often, and launches took 1.1 to 1.4 times as long
+CLUSTER: Final = 8  # blocks per cluster, which shares IMAGES images
+THREADS: Final = 256  # threads per block; with 512, 18 blocks of networks took 1.02 to 1.9 times as long
+IMAGES: Final = 1  # images per cluster; two halve the reads of weights, but launches took 1.1 to 1.4 times as long
 LOADS: Final = 4
-MIN_PART: Final = 4  # vectors of a pixel that a block reads: 64 bytes, where a pixel has so many
-# Microseconds on an H200, from 18 blocks of EfficientNet-B0 and MobileNetV3 with 32 images: of both products; of the
-# mean at least, and for a byte beyond BYTES_OF_LAUNCH; of the one launch at least, for a byte, and for a round of rows
-# beyond two, which waits for weights. What one block reads of x in a microsecond is an estimate.
+MIN_PART: Final = 4  # least vectors of a pixel per block: 64 bytes, if a pixel has as many
+# Times in microseconds on an H200, fitted to 18 blocks of EfficientNet-B0 and MobileNetV3 with 32 images.
+# Three launches: PRODUCTS_US for both products; MEAN_US for the mean, plus MEAN_BYTE_US per byte above BYTES_OF_LAUNCH.
+# One launch: KERNEL_US, plus BYTE_US per byte, plus ROUND_US per round of weight rows beyond two. BLOCK_BYTE_US, the
+# time in which one block reads a byte of x, is an estimate.
 PRODUCTS_US: Final = 5.3
 MEAN_US: Final = 2.1
 MEAN_BYTE_US: Final = 1.35 / 3.5e6
@@ -44,7 +45,7 @@ BLOCK_BYTE_US: Final = 1 / 1.8e4
 
 @dataclass(frozen=True)
 class Problem:
-    """The sizes of a node."""
+    """The sizes of a squeeze_excite node, and the specs of x and the gate."""
 
     images: int
     pixels: int
@@ -82,9 +83,9 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
 
 
 def _is_expected_faster(problem: Problem, defines: Mapping[str, int | float | str]) -> bool:
-    """Return whether one launch with those macros is expected to be faster than three.
+    """Return whether one launch with the macros `defines` is expected to be faster than three.
 
-    For each of the 18 blocks, the measured times agree with this.
+    The measured times agree for each of the 18 blocks to which the constants were fitted.
     """
     image_bytes = problem.pixels * problem.channels * ITEM_BYTES[problem.x.dtype]
     every, of_block = estimate(problem.images * image_bytes), estimate(image_bytes) / CLUSTER
@@ -100,7 +101,7 @@ def _is_expected_faster(problem: Problem, defines: Mapping[str, int | float | st
 def problem_of(node: FusedNode, inputs: Sequence[TensorSpec]) -> Problem:
     """Return the sizes of a node.  Raises ValueError if shapes do not fit.
 
-    The weights are those of convolutions, (results, 1, ..., columns), or of products of rows, (results, columns).
+    The weights have the shape of convolutions, (results, 1, ..., columns), or of matrices, (results, columns).
     """
     x, w, w_2 = (required_spec(node, inputs, name) for name in ("x", "w", "w_2"))
     rank = len(x.shape)
@@ -123,7 +124,7 @@ def problem_of(node: FusedNode, inputs: Sequence[TensorSpec]) -> Problem:
 
 
 def in_one_launch(node: FusedNode, inputs: Sequence[TensorSpec], problem: Problem, device: Device) -> Plan | None:
-    """Return the plan of one launch; None where shared memory cannot hold the values that blocks exchange."""
+    """Return the plan of one launch; None if shared memory cannot hold the values that blocks exchange."""
     channels, squeezed = problem.channels, problem.squeezed
     w, w_2 = (required_spec(node, inputs, name) for name in ("w", "w_2"))
     width, width_2 = vector_width([problem.x, w], channels), vector_width([w_2], squeezed)
@@ -165,13 +166,13 @@ def _power_of_two(count: int) -> int:
 
 
 def _parameters(node: FusedNode, suffix: str) -> tuple[float, float]:
-    """Return alpha and beta of an activation."""
+    """Return alpha and beta of the activation with this suffix ("" or "_2")."""
     activation = ACTIVATIONS[node.text(f"activation{suffix}", "none")]
     return node.number(f"alpha{suffix}", activation.alpha), node.number(f"beta{suffix}", activation.beta)
 
 
 def _in_three_steps(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
-    """Return a plan of the mean and the two products."""
+    """Return the plans of three steps: the mean, and the two products as convolutions."""
     index, axes = {name: i for i, name in enumerate(node.operands)}, len(inputs[0].shape) - 2
     pool = FusedNode("global_average_pool", node.name, ("x",), {"layout": "nhwc"}, node.output_dtypes)
     plan, read = global_plans(pool, [inputs[index["x"]]], device)[0], [index["x"]]
@@ -188,7 +189,7 @@ def _in_three_steps(node: FusedNode, inputs: Sequence[TensorSpec], device: Devic
 
 
 def _product(node: FusedNode, suffix: str, rank: int) -> FusedNode:
-    """Return one of the products, a convolution of images of one pixel, which have so many spatial axes."""
+    """Return a product as a convolution of images with one pixel and `rank` spatial axes."""
     activation = {name: node.attributes[f"{name}{suffix}"] for name in ("activation", "alpha", "beta")
                   if f"{name}{suffix}" in node.attributes}  # fmt: skip
     attributes: dict[str, Any] = {

@@ -2,9 +2,9 @@
 // (n, pixels, CHANNELS), w (SQUEEZED, CHANNELS), w_2 (CHANNELS, SQUEEZED), and gate (n, CHANNELS).
 //
 // A cluster computes the gates of IMAGES images. Its blocks divide their channels among CHANNEL_PARTS and their pixels
-// among CLUSTER / CHANNEL_PARTS. Because the mean and the first product are linear, each block multiplies the columns of
-// w for its channels with the sums of its own pixels, and SQUEEZED numbers of each block are all that the blocks
-// exchange. Each then has all sums, and computes its share of the channels of the gate. Everything is in fp32.
+// among CLUSTER / CHANNEL_PARTS. Because the mean and the first product are linear, each block multiplies the columns
+// of w for its channels with the sums of its own pixels, and blocks exchange only these SQUEEZED numbers each. Each
+// block then has all sums, and computes its share of the channels of the gate. Everything is in fp32.
 //
 //   WIDTH, WIDTH_2   elements of a vector access to x and w, and to w_2
 //   LANES, LANES_2   threads that multiply a row of w, and of w_2: powers of two of at most 32
@@ -21,9 +21,9 @@ constexpr int VECTORS = CHANNELS / WIDTH;                                    // 
 constexpr int PART = (VECTORS + CHANNEL_PARTS - 1) / CHANNEL_PARTS;          // vectors of a pixel that a block reads
 constexpr int ROWS = PART < THREADS ? THREADS / PART : 1;                    // pixels that a block reads at once
 constexpr int PART_CHANNELS = PART * WIDTH;
-constexpr int SHARE = (CHANNELS + CLUSTER - 1) / CLUSTER;                    // channels of the gate that a block computes
+constexpr int SHARE = (CHANNELS + CLUSTER - 1) / CLUSTER;                    // channels of the gate per block
 constexpr int VECTORS_2 = SQUEEZED / WIDTH_2;
-constexpr int LINE = 128;                                                    // bytes that a prefetch brings
+constexpr int LINE = 128;                                                    // bytes per prefetch instruction
 
 static_assert(CHANNELS % WIDTH == 0 && SQUEEZED % WIDTH_2 == 0 && 32 % LANES == 0 && 32 % LANES_2 == 0);
 static_assert(CLUSTER % CHANNEL_PARTS == 0 && THREADS % 32 == 0);
@@ -36,7 +36,7 @@ struct Memory {
 };
 extern __shared__ uint4 squeeze_memory[];
 
-// The sum over `LANES_OF` neighbouring lanes, in each of them.
+// Returns the sum over `LANES_OF` neighbouring lanes to each of them.
 template <int LANES_OF>
 __device__ __forceinline__ float sum_of_lanes(float value) {
 #pragma unroll
@@ -44,7 +44,7 @@ __device__ __forceinline__ float sum_of_lanes(float value) {
     return value;
 }
 
-// Brings `count` rows of `bytes` to L2, which lie `pitch` bytes apart.
+// Prefetches `count` rows of `bytes` bytes, which lie `pitch` bytes apart, to L2.
 __device__ __forceinline__ void prefetch_rows(const char* from, int count, int bytes, int pitch) {
 #if __CUDA_ARCH__ >= 800
     if (bytes <= 0) return;
