@@ -190,6 +190,9 @@ def _body(model: Model, node: Node, target: _Target) -> Body:
     elif target.spatial or target.is_computed:
         before += _nodes_of_sizes(_axes(node, rank), target.spatial, rank)
         proto.input[3] = "sizes"
+    if len(proto.input) > 3 and proto.input[2] and not is_constant(node.inputs[2]):  # it is empty beside sizes
+        before.append(_constant("scales", np.zeros(0, np.float32)))
+        proto.input[2] = "scales"
     made = {name: name for each in before for name in each.output}
     constants = constants_of(model, node, {t.name for t in node.inputs}.difference(proto.input) | made.keys())
     found = body_of_node(proto, {proto.input[0]: "x", **made}, constants, model.graph.opset)

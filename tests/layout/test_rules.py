@@ -320,6 +320,15 @@ def test_a_constant_may_have_a_name_that_bodies_use() -> None:
     assert_same(model, result.model, **SIZES)
 
 
+def test_empty_scales_may_be_an_input_of_the_graph() -> None:
+    body = RESIZE.format(spatial="t = Identity (known)", more="", sizes="sizes").replace("(p, , , ", "(p, , scales, ")
+    model = between(body.replace("(p, , ", "(p, scales, "), f"{VECTORS}, float[0] scales", opset=11)
+    model.graph.input.append(onnx.helper.make_tensor_value_info("scales", onnx.TensorProto.FLOAT, [0]))
+    result = converted(model)
+    assert operators(result)["resize"] == 1, result.layout.ends
+    assert_same(model, result.model, **SIZES)
+
+
 def test_computed_sizes_cost_no_more_nodes() -> None:
     """Sizes that are joined of those of two images are taken from the second, without those of the first."""
     model = between(RESIZE.format(spatial="i = Shape (a) t = Slice (i, two, four)", more="", sizes="sizes"), VECTORS)
