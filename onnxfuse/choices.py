@@ -45,7 +45,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Choices:
-    """The choices for a model; a digest of its nodes identifies the model."""
+    """Which matches to apply to a model.  The digest of the model's nodes identifies it."""
 
     model: str
     digest: str

@@ -51,9 +51,9 @@ EXACT: Final = frozenset(
 
 
 def dtypes_of(operator: str) -> tuple[str, ...]:
-    """Return the dtypes that an operator's first input may have; empty if region programs lack the operator.
+    """Return the dtypes that region programs allow for an operator's first input; empty if they lack the operator.
 
-    A Constant, which has no input, is in every program.
+    Region programs may also contain a Constant.  It has no input, so callers treat it separately.
     """
     if operator in ACTIVATION_OF:
         return FLOATS[:-1]

@@ -69,7 +69,7 @@ class TritonSettings:
     """
 
     name: str | None = None  # the model's name; by default its file's name without suffix
-    served_from: str | None = None  # the repository's path on the server; by default as written
+    served_from: str | None = None  # the repository's path on the server; by default the path to which it is written
     # The largest batch that the server makes of requests, 0 for none; by default 0 unless all inputs and outputs have
     # the same dynamic first dim.
     max_batch_size: int | None = None

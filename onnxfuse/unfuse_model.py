@@ -101,7 +101,11 @@ def _in_operators(
 
 
 def _prepared(fused: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model with the opset imports of its bodies, without onnxfuse's, and with Transposes in bodies."""
+    """Return the model as it is before its bodies are inlined.
+
+    It imports the opsets of the bodies, and onnxfuse's only if some of its nodes have no body.  In the bodies of
+    channels-last concats and splits, Transposes surround a channels-first operator, as in other such bodies.
+    """
     joining = {node.op_type for node in nodes(fused.graph) if _fusion(node) in CHANNEL_FUSIONS}
     imported = {each.domain for each in fused.opset_import}
     result = copy_without(fused, "functions", "opset_import")

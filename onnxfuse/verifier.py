@@ -115,10 +115,10 @@ class Verifier:
             return None
 
     def verify_parts(self, result: FusedModel) -> PartsVerification:
-        """Compare each fused node with the nodes that it replaced, except parts that were found equal before.
+        """Compare fused nodes with the nodes that they replaced, except parts that were found equal before.
 
-        If the original does not run, fused nodes are compared on drawn values.  The same holds for fused nodes in a
-        body whose branch, or first iteration, does not run on the values of the graph around it.
+        If the original does not run, fused nodes are compared on random values.  So are fused nodes in the body of an
+        If, Loop or Scan, if that branch or the first iteration does not run on the values of the outer graph.
         """
         with self.timer.stage("verify"):
             try:

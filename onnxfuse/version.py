@@ -1,4 +1,4 @@
-"""The version of onnxfuse, which files and reports name: the git tag from which it was installed."""
+"""The version of onnxfuse in files and reports: the git tag from which it was installed."""
 
 from typing import Final
 

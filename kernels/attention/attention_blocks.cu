@@ -7,9 +7,15 @@
 //          wgmma accumulator of 64 x BLOCK_N, so that each thread of a consumer warpgroup loads the bits of its scores
 // Elements beyond the last query or key do not matter.
 //
-// Macros: BLOCK_N; WIDTH; WIDTH_DIVIDES 1 if it divides the strides and the number of keys, which may be an expression
-// over the arguments (elements are read one by one where it does not); MASK 1 boolean, 2 additive; INVERTED;
-// NEGLIGIBLE; MASK_T, the element type; MASK_KEY, the stride of keys, 0 or 1.
+// Macros:
+//   BLOCK_N, WIDTH  see above
+//   WIDTH_DIVIDES   1: WIDTH divides the strides and the number of keys; 0: elements are read one by one. It may be an
+//                   expression over the kernel's arguments
+//   MASK            1 boolean, 2 additive
+//   INVERTED        1: false elements of a boolean mask count, instead of true ones
+//   NEGLIGIBLE      the first pass treats elements of an additive mask up to this number as -inf
+//   MASK_T          the element type of the mask
+//   MASK_KEY        the mask's stride from key to key, 0 or 1
 #include "attention_blocks.cuh"
 
 constexpr bool BOOLEAN = MASK == 1;

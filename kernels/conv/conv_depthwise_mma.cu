@@ -159,7 +159,7 @@ struct Strip {
 // second. `plane` is that of the warp's channels in shared memory.
 __device__ __forceinline__ void multiply_strips(float (&sums)[TH][4], u32 plane, int job, const Weights& weights) {
     const int lane = threadIdx.x % 32;
-    const bool second_tap = lane >= 16;  // lane i addresses the row i % 16 of the tap i / 16 of a pair
+    const bool second_tap = lane >= 16;  // lane i passes ldmatrix the address of row i % 16 at tap i / 16 of a pair
     const u32 from = plane + Strip(min(job * 2 + lane / 8 % 2, STRIPS - 1)).chunk(lane % 8) * 16;
     const u32 along_column = from + (second_tap ? DH * PITCH * 16 : 0);
 #pragma unroll

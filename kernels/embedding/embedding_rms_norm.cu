@@ -1,7 +1,8 @@
 // embedding = table[ids] * factor; y = rms_norm(embedding), see rms_norm.cu. The embedding is written only if another
 // node reads it.
 //
-// The kernel moves 4 bytes an element in fp16 (6 with the embedding): a row of the table for each id, y, the embedding.
+// In fp16 the kernel moves 4 bytes per element: it reads a table row for each id, and writes y. It moves 6 bytes if it
+// also writes the embedding.
 #include "types.cuh"
 #include "rows.cuh"
 #include "embedding.cuh"

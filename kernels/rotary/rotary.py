@@ -40,9 +40,10 @@ class RotatedHeads:
 
 @dataclass(frozen=True)
 class Rotary:
-    """A rotation of the first `rotated` of `size` elements per head, by tables (1 or batch, 1 or heads, length, row).
+    """A rotation of the first `rotated` of the `size` elements of each head.
 
-    The first `kept` positions are copied unchanged, and have no rows in the tables.
+    The tables of cosines and sines have the shape (1 or batch, 1 or heads, length, row).  The first `kept` positions
+    are copied unchanged; the tables have no rows for them.
     """
 
     batch: int

@@ -98,7 +98,7 @@ class OneHead:
 
 @dataclass(frozen=True)
 class MergedAxes:
-    """Merges the axes `axis` and `axis + 1` of an attention's result in all tensors that have them."""
+    """Merges two axes in all tensors of an attention: the axes that are `axis` and `axis + 1` in its result."""
 
     graph: Graph
     shapes: ShapeInfo
@@ -152,9 +152,9 @@ class MergedAxes:
         return None if made is None else self._viewed(made, back)
 
     def _expanded(self, tensor: Tensor, full: Shape, at: int, wanted: Shape) -> Tensor | None:
-        """Return a tensor that is repeated along the two axes; dynamic sizes are read from the values' shape.
+        """Return a tensor expanded to the sizes `wanted` of the two axes; V's shape gives dynamic sizes at run time.
 
-        None where the values do not have these sizes.
+        None where V, the values of the attention, does not have such a size.
         """
         values, stem = self.last.inputs[1], f"{tensor.name}_merged"
         shape, target = self.shapes.shape(values), list[int | Tensor]([1] * len(full))

@@ -13,7 +13,7 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, op_of, producer
 from onnxfuse.passes.emit import emit
 
-SCORES: Final = ELEMENTWISE | {"Softmax"}  # the operators between the products
+SCORES: Final = ELEMENTWISE | {"Softmax"}  # operators between the two matrix products of an attention
 
 
 class Axes(Protocol):
@@ -28,7 +28,7 @@ class Axes(Protocol):
 
 @dataclass
 class NewAxes:
-    """Rewrites nodes with other axes; if one cannot be rewritten, the nodes written before it are dead."""
+    """Rewrites nodes with other axes; if one cannot be rewritten, the new nodes before it remain without consumers."""
 
     graph: Graph
     shapes: ShapeInfo

@@ -164,7 +164,7 @@ class _Substitution:
         return False
 
     def _result_among(self, op: str, inputs: Sequence[Tensor]) -> Tensor | None:
-        """Return the input that broadcasts to the result because the others do not change it; None if there is none."""
+        """Return the input that equals the result up to a broadcast, as the others are neutral; None if none does."""
         if op == "Where" and isinstance(condition := self._fill_value(inputs[0]), bool):
             return inputs[1 if condition else 2]
         if op not in NEUTRAL_MASKS:

@@ -67,7 +67,7 @@ class Compiled:
     seconds: float
     gpus: tuple[CompiledGpu, ...]
     left_out: tuple[LeftOut, ...]
-    bodies: Mapping[str, str]  # functions that run as bodies where there is no Python, and why
+    bodies: Mapping[str, str]  # functions that a process without Python runs as bodies, each with the reason
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class MatchContext(ABC):
         return self._numbers[tensor.name]
 
     def rank_raising_constant(self, node: Node) -> Constant | None:
-        """Return the one-element constant that has more axes than the other inputs, and adds them to the result."""
+        """Return the one-element constant whose rank is higher than the other inputs', and so is the result's rank."""
         numbers = [t for t in node.inputs if is_constant(t) and t.shape and math.prod(t.shape) == 1]
         if not numbers:
             return None

@@ -274,7 +274,7 @@ def can_write_views(source: Sequence[Size] | None, views: Sequence[View]) -> boo
 
 
 def write_views(graph: Graph, shapes: ShapeInfo, source: Tensor, views: Sequence[View], stem: str) -> Tensor | None:
-    """Apply the views to the source; return None, and write nothing, if a target would be computed at run time."""
+    """Apply the views to the source; return None, and write nothing, if a Reshape would need a computed target."""
     forms = _operators(shapes.shape(source), views)
     tensor, dtype = source, shapes.dtype(source)
     if None in forms:

@@ -1,4 +1,4 @@
-"""The order of a level's clusters: each cluster follows those that it reads, and merging keeps this order valid."""
+"""Keep the clusters of a level in order, also when two are merged: each cluster follows the clusters that it reads."""
 
 from __future__ import annotations
 

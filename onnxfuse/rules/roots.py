@@ -30,7 +30,7 @@ def power_of_mean(
 
 @rewrite(out="... 1")
 def kept_axis(x: Term = tensor("... d")) -> Rules:
-    """A reduction that drops the last axis before a view adds it back keeps it instead."""
+    """A reduction that drops the last axis, and a view that adds it back, become a reduction with keepdims=1."""
     for reduction in (op.ReduceMean, op.ReduceL2):
         dropped = reduction(x, axes=[-1], keepdims=0)
         yield rearrange(dropped, "... -> ... 1"), reduction(x, axes=[-1], keepdims=1)

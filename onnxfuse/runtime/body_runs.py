@@ -46,7 +46,7 @@ _lock: Final = threading.Lock()
 
 
 def keep_bodies(model: onnx.ModelProto, nodes: Iterable[tuple[FusedNode, onnx.NodeProto]], device: Device) -> None:
-    """Keep the bodies of a model's fused nodes, for runs in which a kernel fails; equal nodes have equal bodies."""
+    """Store the bodies of a model's fused nodes, which run where a kernel fails; equal nodes share one body."""
     functions = {each.name: each for each in model.functions if each.domain == DOMAIN}
     opsets = tuple((each.domain, each.version) for each in model.opset_import)
     for node, proto in nodes:

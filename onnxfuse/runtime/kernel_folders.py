@@ -101,7 +101,7 @@ def _own_folders() -> tuple[str, ...]:
 def _kernel_folders(own: tuple[str, ...], added: tuple[Path, ...]) -> tuple[KernelFolder, ...]:
     name = onnxfuse.kernels.__name__
     inside = [KernelFolder(path, _families(name, path, OWN), OWN) for path in map(Path, own)]
-    # A user may add the folder of a package that is installed in place; its families must not count twice.
+    # A user may add the folder in which an installed package lies: its families must not count twice.
     packages = [each for each in _of_packages() if each.folder.parent not in added]
     outside = [*packages, *map(_of_user, added)]
     if outside:

@@ -118,7 +118,7 @@ class FusedNode:
 
 @dataclass(frozen=True)
 class Kernel:
-    """An entry point of a .cu file, or of a text that a host has generated, with its compile-time constants."""
+    """An entry point of a .cu file or of generated CUDA source, with its compile-time constants."""
 
     source: str  # the file's stem, or the name of `text` in messages
     entry: str

@@ -13,7 +13,7 @@ from onnxfuse.spell_out.call import Call, Rule
 
 RULES = RuleTable[Rule]()
 
-READERS: Final = frozenset({"Attention", "com.microsoft::MultiHeadAttention"})  # fused, and read packed heads
+READERS: Final = frozenset({"Attention", "com.microsoft::MultiHeadAttention"})  # fusible with packed heads
 BY_HEADS: Final = "batch heads seq size"
 PACKED: Final = "batch seq (heads size)"
 

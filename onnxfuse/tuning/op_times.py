@@ -30,7 +30,7 @@ SECONDS_PER_OPERATOR: Final = {"kernel": 0.3, "body": 0.3, UNFUSED: 0.1}
 MIN_SHARED_WEIGHT_BYTES: Final = 64 * 2**20
 # Operators that do no work on a device, or do not work on tensors.
 UNTIMED: Final = re.compile("Constant|If|Loop|Random.*|Scan|Shape|Size|.*(Optional|Sequence|String).*")
-DESCRIPTIONS: Final = {"fusion", "operands", "output_types", "output_ranks", "attributes"}  # attributes for onnxfuse
+DESCRIPTIONS: Final = {"fusion", "operands", "output_types", "output_ranks", "attributes"}  # metadata of fused nodes
 Attribute = int | float | str | list[int] | list[float] | list[str]
 
 

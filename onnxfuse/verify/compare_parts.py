@@ -124,7 +124,7 @@ def compare_parts(
 
 
 def _needed(unfused: UnfusedGraph, part: Part) -> list[str]:
-    """Return the names of the tensors that a part reads, and whose values a run of the graph must give."""
+    """Return the names of the non-constant tensors that a part reads: a run of the graph must give their values."""
     return list(dict.fromkeys(name for name in (*part.operands, *part.leaves) if name not in unfused.constants))
 
 

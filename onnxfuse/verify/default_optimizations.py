@@ -52,7 +52,10 @@ def _changed(first: Reference) -> dict[str, str] | str:
 
 
 def _changed_if_unused_nodes_go(first: Reference) -> dict[str, str]:
-    """Remove the original's unused nodes; return how the optimizations then change its outputs, empty if it fails."""
+    """Return how the optimizations change each output of the original after its unused nodes are removed.
+
+    Empty if the original has no unused nodes, or does not run without them.
+    """
     used = without_unused_nodes(first.original)
     if used.graph.node == first.original.graph.node:
         return {}

@@ -21,8 +21,8 @@ from onnxfuse.verify.parts import Part, UnfusedGraph
 
 Feeds: TypeAlias = dict[str, Array]
 
-# Magnitudes of drawn values.  Large values saturate activations and reveal a missing rounding; in half precision, the
-# sum of 64 products of two such values is still finite.
+# Standard deviations of the two sets of drawn values.  Large values saturate activations and reveal a missing rounding;
+# in half precision, the sum of 64 products of two large values is still finite.
 DRAWN_MAGNITUDES: Final[Mapping[str, tuple[float, float]]] = {
     "float64": (1.0, 1000.0), "float32": (1.0, 1000.0), "float16": (1.0, 16.0), "bfloat16": (1.0, 16.0),
 }  # fmt: skip

@@ -112,7 +112,7 @@ def _is_added_to_scores(name: str, consumers: Mapping[str, Sequence[tuple[onnx.N
 
 
 def _links(model: onnx.ModelProto) -> _Links:
-    """Return the links of a model, its functions inlined."""
+    """Return the consumers, producers, shapes and constants of a model whose functions are inlined."""
     graph = _without_weights(model)
     constants = {t.name: t for t in model.graph.initializer}
     shapes = {name: tuple(t.dims) for name, t in constants.items()}
