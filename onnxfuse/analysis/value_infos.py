@@ -41,7 +41,7 @@ class ValueInfos:
         # Tools may record other shapes for ambiguous slices, and for the nodes after them, than onnxruntime computes.
         self.has_ambiguous_slices = hide_ambiguous_ends(light)
         graph = _inferred(light)
-        if _hide_results_of_branches(light, graph):
+        if _hide_wrong_results(light, graph):
             graph = _inferred(light)
         self._infos = {info.name: info for info in (*graph.value_info, *graph.output, *graph.input, *weights)}
         source = model.graph
@@ -93,24 +93,23 @@ def _inferred(model: onnx.ModelProto) -> onnx.GraphProto:
         return model.graph
 
 
-def _hide_results_of_branches(model: onnx.ModelProto, inferred: onnx.GraphProto) -> bool:
-    """Replace the outputs of Ifs before opset 11 by inputs without a shape; return whether there are any such Ifs.
+def _hide_wrong_results(model: onnx.ModelProto, inferred: onnx.GraphProto) -> bool:
+    """Replace outputs that onnx infers wrongly by inputs without a shape; return whether there are any.
 
-    For these Ifs, onnx infers the shape of one branch if it does not know the shape of the other.
+    For Ifs before opset 11, onnx infers the shape of one branch if it does not know the shape of the other.  For a
+    sequence that a Loop carries, it infers the elements' shape from the first iteration's sequence.
     """
-    opset = opset_of(model)
-    branching = [
-        node
-        for node in (model.graph.node if opset < BRANCHES_JOINED_SINCE else ())
-        if any(each.op_type == "If" for each in (node, *nodes(*subgraphs(node))))
-    ]
+    has_wrong_ifs = opset_of(model) < BRANCHES_JOINED_SINCE
     known = {info.name: info for info in (*inferred.value_info, *inferred.output)}
-    for node in branching:
+    found = False
+    for node in model.graph.node:
+        inside = any(each.op_type == "If" for each in (node, *nodes(*subgraphs(node)))) if has_wrong_ifs else False
         for i, name in enumerate(node.output):
-            if name:
-                node.output[i] = f"{name}::hidden"
-                model.graph.input.append(_without_shape(known.get(name, onnx.ValueInfoProto(name=name))))
-    return bool(branching)
+            info = known.get(name, onnx.ValueInfoProto(name=name))
+            if name and (inside or (node.op_type == "Loop" and info.type.HasField("sequence_type"))):
+                node.output[i], found = f"{name}::hidden", True
+                model.graph.input.append(_without_shape(info))
+    return found
 
 
 def _dim_names(infos: Iterable[onnx.ValueInfoProto]) -> set[str]:
@@ -164,6 +163,9 @@ def _hide_expand_targets(graph: onnx.GraphProto) -> None:
 
 
 def _without_shape(info: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
+    if info.type.HasField("sequence_type"):
+        elements = info.type.sequence_type.elem_type.tensor_type.elem_type
+        return onnx.helper.make_tensor_sequence_value_info(info.name, elements, None)
     if not info.type.HasField("tensor_type"):
         return info
     return onnx.helper.make_tensor_value_info(info.name, info.type.tensor_type.elem_type, None)

@@ -678,3 +678,19 @@ def test_of_invalid_nodes_nothing_is_known_and_passes_leave_them(inputs: str, no
     for apply_pass in PIPELINE:
         apply_pass(graph, shapes)
     assert [node.op for node in graph.nodes] == before
+
+
+def test_a_loop_may_carry_a_sequence_of_other_shapes() -> None:
+    """onnx gives the elements of a carried sequence the shape that they have before the first iteration."""
+    text = """<ir_version: 8, opset_import: ["" : 15]>
+      main (float[1,seq] x, float[3,2] w) => (float[1,2] y)
+      <int64 count = {3}, bool go = {1}, int64 last = {-1}, float[1,3] row = {1,2,3}>
+      {
+        before = SequenceConstruct (x)
+        after = Loop (count, go, before) <body = body (int64 i, bool on, seq(float[]) seen)
+          => (bool more, seq(float[]) grown) { more = Identity (on) grown = SequenceInsert (seen, row) }>
+        one = SequenceAt (after, last)
+        y = MatMul (one, w)
+      }"""
+    graph, shapes = inferred(onnx.parser.parse_model(text))
+    assert shapes.shape(graph.linked.inputs[0]) == (1, symbol("seq"))
