@@ -137,19 +137,21 @@ def without_min_constants(size: Size, names: Collection[str] | None = None) -> S
         return size
     if not any(isinstance(name, NonPolynomial) for monomial, _ in size.terms for name in monomial):
         return size
-    total: Size = 0
-    for monomial, coefficient in size.terms:
-        total = total + product(_symbol_without_min_constants(name, names) for name in monomial) * coefficient
-    return total
+    return _with_symbols(size, lambda name: _symbol_without_min_constants(name, names))
 
 
 def substituted(size: Size, values: Mapping[str, Size]) -> Size:
     """Return the size with symbols replaced: `values` maps a symbol's name to the size that replaces it."""
     if isinstance(size, int):
         return size
+    return _with_symbols(size, lambda name: _substituted_symbol(name, values))
+
+
+def _with_symbols(size: Dim, replacement: Callable[[str], Size]) -> Size:
+    """Return the size with each symbol replaced by the size that `replacement` returns for its name."""
     total: Size = 0
     for monomial, coefficient in size.terms:
-        total = total + product(_substituted_symbol(name, values) for name in monomial) * coefficient
+        total = total + product(map(replacement, monomial)) * coefficient
     return total
 
 
