@@ -11,7 +11,7 @@ from onnxfuse.runtime.plan import Plan, Pointer
 
 
 def chained(first: Plan, second: Plan, of_first: Sequence[int], of_second: Sequence[int | None]) -> Plan:
-    """Return the plan of two, the second of which reads the one output of the first and computes the outputs of both.
+    """Return the plan of two plans; the second reads the one output of the first and computes the outputs of both.
 
     `of_first` and `of_second` are the whole's inputs that they read, by their own; None is the first one's output.
     """

@@ -81,7 +81,7 @@ class DepthwiseMmaConfig:
         return self.buffers == other.buffers and (tile or self.th == other.th)
 
     def slices(self, conv: Conv) -> int:
-        """Return the number of slices of channels, each of which has blocks of its own."""
+        """Return the number of slices of channels; each slice has its own blocks."""
         return -(-conv.c // (CHANNELS * self.groups))
 
     def tiles(self, conv: Conv) -> int:
@@ -139,7 +139,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
 @functools.lru_cache(maxsize=512)
 def _few(problems: tuple[Conv, ...], device: Device) -> list[DepthwiseMmaConfig]:
-    """Return a few configs for a convolution of dynamic sizes, at least one of which is fast at any size."""
+    """Return a few configs for a convolution of dynamic sizes; one or more is fast at any size."""
     return few_fitting(problems, device, functools.partial(configs, thorough=False), cost, MAX_FEW)
 
 

@@ -62,7 +62,7 @@ class SlidingConfig:
         return self.bx * self.bw * self.bh
 
     def slices(self, conv: Conv) -> int:
-        """Return the number of slices of channels, each of which has blocks of its own."""
+        """Return the number of slices of channels; each slice has its own blocks."""
         return -(-conv.c // (self.vec * self.bx))
 
     def patches(self, conv: Conv) -> int:
@@ -104,7 +104,7 @@ def _least_rows(conv: Conv) -> int:
 
 
 def _given(conv: Conv, device: Device) -> list[SlidingConfig]:
-    """Return the configs to rank by cost; for dynamic sizes only a few, at least one of which is fast at any size."""
+    """Return the configs to rank by cost; for dynamic sizes only a few; one or more is fast at any size."""
     if not is_symbolic(conv.n, *conv.sizes):
         return configs(conv)
     width = two(conv.y_sizes)[1]

@@ -63,7 +63,7 @@ class GroupedConfig:
         return (self.block_groups, self.warp_groups) == (other.block_groups, other.warp_groups)
 
     def slices(self, conv: Conv) -> int:
-        """Return the number of slices of groups, each of which has blocks of its own."""
+        """Return the number of slices of groups; each slice has its own blocks."""
         return conv.group // (self.merged * self.block_groups)
 
     def tiles(self, conv: Conv) -> int:
@@ -125,7 +125,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
 @functools.lru_cache(maxsize=512)
 def _few(problems: tuple[Conv, ...], device: Device) -> list[GroupedConfig]:
-    """Return a few configs for a convolution of dynamic sizes, at least one of which is fast at any size."""
+    """Return a few configs for a convolution of dynamic sizes; one or more is fast at any size."""
     return few_fitting(problems, device, functools.partial(configs, thorough=False), cost, MAX_FEW)
 
 

@@ -26,7 +26,7 @@ SUM_BYTES: Final = 24  # bytes per cycle for sums and for the operands of epilog
 
 @dataclass(frozen=True)
 class SlicedConfig:
-    """The tile of a block, and the number of slices of k, each of which has a block of its own."""
+    """The tile of a block, and the number of slices of k; each slice has its own block."""
 
     tile: HopperConfig
     slices: int

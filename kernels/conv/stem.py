@@ -100,7 +100,7 @@ def _fitting(conv: Conv, device: Device) -> list[StemConfig]:
 
 
 def _few_of(conv: Conv, device: Device) -> list[StemConfig]:
-    """Return a few configs for a convolution of dynamic sizes, at least one of which is fast at any size."""
+    """Return a few configs for a convolution of dynamic sizes; one or more is fast at any size."""
     if not is_symbolic(conv.sizes[-1]):
         return _few(usual(conv), device, MAX_FEW)
     copy, vector, problems = _copy(conv), _vector(conv), []

@@ -42,7 +42,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 def fitting(conv: Conv, device: Device) -> list[HopperConfig]:
     """Return the configs whose tiles each belong to one phase, and which fit into registers and shared memory.
 
-    For dynamic sizes these are only a few, at least one of which is fast at any size.
+    For dynamic sizes these are only a few; one or more is fast at any size.
     """
     return _few(usual(conv), device) if is_symbolic(conv.n, *conv.sizes) else _fitting(conv, device)
 

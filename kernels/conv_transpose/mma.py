@@ -35,7 +35,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 def configs(conv: Conv, device: Device) -> list[ConvConfig]:
     """Return a config per tile that fits the device without slices of k, and one with the fastest number of slices.
 
-    For dynamic sizes these are only a few, at least one of which is fast at any size.
+    For dynamic sizes these are only a few; one or more is fast at any size.
     """
     if is_symbolic(conv.n, *conv.sizes):
         found = mma.few_configs(tuple(equivalent(each) for each in usual(conv)), device)
