@@ -1,6 +1,6 @@
 """The spellings of LayerNorm and RMSNorm, shared by the fusions with and without a preceding sum."""
 
-from onnxfuse.dsl import Term, either, float32, op, require
+from onnxfuse.dsl import Term, either, float32, op, require, when
 
 
 def require_epsilon() -> None:
@@ -19,7 +19,11 @@ def layer_normalized(x: Term, scale: Term, bias: Term, epsilon: Term) -> Term:
     return either(
         op.LayerNormalization(x, scale, bias, epsilon=epsilon),
         scaled + bias,
-        x32 * slope + (bias - mean * slope),
+        when(  # else it is NaN, where the other spellings are infinite
+            x32 * slope + (bias - mean * slope),
+            "no element of scale may be infinite or NaN",
+            lambda scale, is_finite: is_finite(scale),
+        ),
         scaled,
     )
 
