@@ -259,6 +259,7 @@ def _rotates(problem: Attention) -> bool:
         rotation is not None
         and problem.head_dim > MAX_ROTATED_BEFORE
         and rotation.aligned
+        and rotation.has_rows
         and rotation.rotated % (2 * hopper_rotation.WIDTH) == 0
         and _has_tensor_map(rotation.tensors[0].x, problem.queries, problem.heads, problem.batch)
     )

@@ -42,8 +42,8 @@ class RotatedHeads:
 class Rotary:
     """A rotation of the first `rotated` of the `size` elements of each head.
 
-    The tables of cosines and sines have the shape (1 or batch, 1 or heads, length, row).  The first `kept` positions
-    are copied unchanged; the tables have no rows for them.
+    The tables of cosines and sines have the shape (1 or batch, 1 or heads, 1 or length, row).  The first `kept`
+    positions are copied unchanged; the tables have no rows for them.
     """
 
     batch: int
@@ -65,6 +65,12 @@ class Rotary:
     scale_dtype: str = ""  # dtype of the norm's scales; "" without a norm
     epsilon: float = 0.0
 
+    @property
+    def has_rows(self) -> bool:
+        """Return whether each position has a row of the tables; else all positions share one."""
+        rows = self.tables.shape[2]
+        return is_symbolic(rows) or rows > 1
+
 
 def launch(problem: Rotary, device: Device) -> Launch:
     """Return the launch; the tensors must have elements."""
@@ -73,7 +79,8 @@ def launch(problem: Rotary, device: Device) -> Launch:
     lanes = pieces
     if problem.scale_dtype:
         lanes = min(WARP, 1 << (pieces - 1).bit_length())
-    heads, table_batch = [tensor.heads for tensor in problem.tensors], problem.tables.shape[0]
+    heads = [tensor.heads for tensor in problem.tensors]
+    table_batch, table_heads, *_ = problem.tables.shape
     threads_per_head = problem.batch * problem.length * lanes
     elements = problem.batch * problem.length * problem.size * sum(heads)
     moved = elements * (ITEM_BYTES[problem.x_dtype] + ITEM_BYTES[problem.y_dtype])
@@ -88,8 +95,8 @@ def launch(problem: Rotary, device: Device) -> Launch:
         **form_defines(problem), "Y_T": STORAGE[problem.y_dtype], "HEADS": heads[0], "MORE_HEADS": sum(heads[1:]),
         "THREAD_HEADS": thread_heads, "ADJACENT_GROUPS": math.gcd(groups, MAX_ADJACENT_GROUPS),
         "WIDTH": width, "LANES": lanes,
-        "TABLE_BATCHED": int(is_symbolic(table_batch) or table_batch > 1), "THREADS": THREADS,
-        "TABLE_BY_HEADS": int(problem.tables.shape[1] > 1), "KEPT": problem.kept,
+        "TABLE_BATCHED": int(is_symbolic(table_batch) or table_batch > 1), "TABLE_BY_HEADS": int(table_heads > 1),
+        "TABLE_BY_ROWS": int(problem.has_rows), "KEPT": problem.kept, "THREADS": THREADS,
         "STREAMED": macro(lambda: moved > STREAMED_FROM_BYTES, f"count > {streamed_threads}", moved),
         "INDEX": "u32" if _max_index(problem) < 2**31 else "u64",
     }  # fmt: skip

@@ -9,6 +9,7 @@
 //   LANES            with NORM a power of two up to 32
 //   TABLE_BATCHED    1: each element of the batch has tables of its own
 //   TABLE_BY_HEADS   1: each head of the first tensor has its own tables, and there is no second tensor
+//   TABLE_BY_ROWS    1: each position has a row of the tables; 0: all share one
 //   KEPT             first positions whose elements stay as they are, and for which tables have no rows
 //   and those of rotation.cuh
 #include "types.cuh"
@@ -82,8 +83,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const bool more = MORE_HEADS > 0 && group >= GROUPS;
     const int head = (more ? group - GROUPS : group) * THREAD_HEADS;
     const INDEX tables = TABLE_BATCHED ? batch : 0;  // tables before those of this batch element
-    const INDEX rows = seq - KEPT;
-    const INDEX table = ((TABLE_BY_HEADS ? tables * HEADS + head : tables) * rows + position - KEPT) * TABLE_ROW;
+    const INDEX rows = TABLE_BY_ROWS ? seq - KEPT : 1, row = TABLE_BY_ROWS ? position - KEPT : 0;
+    const INDEX table = ((TABLE_BY_HEADS ? tables * HEADS + head : tables) * rows + row) * TABLE_ROW;
     const bool turned = KEPT == 0 || position >= KEPT;
     const Strides from = more ? Strides{more_x_batch, more_x_head, more_x_row} : Strides{x_batch, x_head, x_row};
     const Strides to = more ? Strides{more_y_batch, more_y_head, more_y_row} : Strides{y_batch, y_head, y_row};

@@ -12,7 +12,8 @@ from onnxfuse.kernels.tensors import ITEM_BYTES, differs_along, operand_pointer,
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, Pointer, TensorSpec
 
 LAYOUTS: Final = ("packed", "bshd", "bhsd")
-TABLE_AXES: Final = {"b": "1 or batch", "h": "heads", "s": "length", "d": "row", "1": "1"}  # meaning of `table` letters
+# The meanings of the letters of `table`.
+TABLE_AXES: Final = {"b": "1 or batch", "h": "heads", "s": "1 or length", "d": "row", "1": "1"}
 
 
 def unsupported_rotary_embedding(node: FusedNode, input_dtypes: Sequence[str]) -> str | None:
@@ -123,7 +124,7 @@ def _contiguous_heads(layout: str, axes: tuple[int, int, int], size: int) -> Hea
 
 
 def fitting_tables(cos: TensorSpec, sin: TensorSpec, axes: tuple[int, int, int], size: int, rotated: int) -> TensorSpec:
-    """Return the spec of cos, with batch 1 if all batch elements share the tables.
+    """Return the spec of cos, with a size of 1 on the axes of the batch and of positions if it broadcasts along them.
 
     Raises ValueError unless both tables fit `axes` and the `rotated` of `size` elements per head.
     """
@@ -133,12 +134,13 @@ def fitting_tables(cos: TensorSpec, sin: TensorSpec, axes: tuple[int, int, int],
     if cos.shape != sin.shape:
         found, wanted = (list(_without_one_head(table.shape)) for table in (sin, cos))
         raise ValueError(f"rotary_embedding: sin has shape {found}; required {wanted}, as cos")
-    batched, row = differs_along(cos.shape[0], batch), cos.shape[-1]
-    if batched is None or cos.shape[1] not in (1, heads) or cos.shape[-2:] != (length, row):
-        own = (f"1 or {batch}", 1 if cos.shape[1] == 1 else heads, length, row)
+    of_batch, of_heads, of_rows, row = cos.shape
+    batched, by_rows = differs_along(of_batch, batch), differs_along(of_rows, length)
+    if batched is None or by_rows is None or of_heads not in (1, heads):
+        own = (f"1 or {batch}", 1 if of_heads == 1 else heads, f"1 or {length}", row)
         required = ", ".join(map(str, _without_one_head(own)))
         raise ValueError(f"rotary_embedding: cos has shape {list(_without_one_head(cos.shape))}; required ({required})")
-    return cos if batched else replace(cos, shape=(1, *cos.shape[1:]))
+    return replace(cos, shape=(of_batch if batched else 1, of_heads, of_rows if by_rows else 1, row))
 
 
 def _without_one_head(shape: tuple[object, ...]) -> tuple[object, ...]:

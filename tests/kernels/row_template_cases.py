@@ -307,8 +307,10 @@ def rotary_cases() -> Iterator[TemplateCase]:
     yield TemplateCase("rotary_embedding", {"x": (BATCH, 8, -2, 64), "cos": table, "sin": table},
                        lambda a: [rotate_half(a["x"], a["cos"], a["sin"])], by_heads)  # fmt: skip
     behind_one = {"layout": "bhsd", "first_rows": "kept", "kept": 1}
-    yield TemplateCase("rotary_embedding", {"x": (BATCH, 8, 38, 64), "cos": (1, 37, 64), "sin": (1, 37, 64)},
-                       _rotary_behind_one, behind_one)  # fmt: skip
+    for rows in (37, 1):
+        table = (1, rows, 64)
+        yield TemplateCase("rotary_embedding", {"x": (BATCH, 8, 38, 64), "cos": table, "sin": table},
+                           _rotary_behind_one, behind_one)  # fmt: skip
     yield TemplateCase("rotary_table", {"positions": (BATCH, SEQUENCE), "frequencies": (32,)}, _table,
                        {"angles": "twice"}, 2)  # fmt: skip
 

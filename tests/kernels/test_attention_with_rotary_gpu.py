@@ -36,6 +36,7 @@ class Rotation:
     norm: bool = False
     tables: int = 1  # 1, or one for each element of the batch
     kept: int = 0  # first rows that stay as they are
+    one_row: bool = False  # of the tables, for all rows
 
 
 def check(case: Case, rotation: Rotation, device: Device) -> None:
@@ -65,7 +66,7 @@ def preparation(case: Case, rotation: Rotation, rotated: int) -> dict[str, np.nd
     """Return cos and sin, and the scales of the norms if there are any."""
     random = np.random.default_rng(7)
     row = rotated // 2 if rotation.form == "operator" or rotation.form.startswith("complex") else rotated
-    angles = random.uniform(-3, 3, (rotation.tables, case.queries - rotation.kept, row))
+    angles = random.uniform(-3, 3, (rotation.tables, 1 if rotation.one_row else case.queries - rotation.kept, row))
     made = {"cos": np.cos(angles), "sin": np.sin(angles)}
     if rotation.norm:
         made |= {f"{name}_scale": random.uniform(0.5, 1.5, case.size) for name in "qk"}
@@ -134,6 +135,7 @@ FORMS = {
     "part of pairs, first rows kept, norm": Rotation("rotate_part_of_pairs", rotated=16, norm=True, kept=5),
     "pairs, first row kept": Rotation("rotate_pairs", kept=1),
     "complex pairs, first row kept, norm": Rotation("complex_pairs", norm=True, tables=2, kept=1),
+    "half, first row kept, one row of the tables of a batch": Rotation(kept=1, tables=2, one_row=True),
     "operator": Rotation("operator", tables=2),
     "operator, interleaved": Rotation("operator", interleaved=1, tables=2),
     "operator, part, norm": Rotation("operator", rotated=8, norm=True, tables=2),

@@ -105,19 +105,26 @@ def test_a_gate_that_is_a_slice_beside_a_whole_tensor(device: Device, dtype: str
 @pytest.mark.parametrize("table", ["bsd", "b1sd"])
 @pytest.mark.parametrize("layout", ["packed", "bshd", "bhsd"])
 @pytest.mark.parametrize(
-    ("batch", "tables", "heads", "seq", "size"),
-    [(2, 1, 3, 5, 6), (2, 2, 8, 33, 64), (1, 1, 32, 512, 128), (3, 1, 5, 7, 20), (0, 1, 4, 8, 64)],
+    ("batch", "tables", "rows", "heads", "seq", "size"),
+    [
+        (2, 1, 5, 3, 5, 6),
+        (2, 2, 33, 8, 33, 64),
+        (1, 1, 512, 32, 512, 128),
+        (3, 1, 7, 5, 7, 20),
+        (0, 1, 8, 4, 8, 64),
+        (3, 3, 1, 4, 9, 64),
+    ],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rotary_embedding(
-    device: Device, dtype: str, batch: int, tables: int, heads: int, seq: int, size: int, layout: str, table: str,
-    aligned: bool,
+    device: Device, dtype: str, batch: int, tables: int, rows: int, heads: int, seq: int, size: int, layout: str,
+    table: str, aligned: bool,
 ) -> None:  # fmt: skip
     x = normal((batch, heads, seq, size), dtype, 1)
-    cos, sin = (normal((tables, seq, size), dtype, seed) for seed in (2, 3))
-    rows = x.swapaxes(1, 2)
-    laid_out = {"bhsd": x, "bshd": rows, "packed": rows.reshape(batch, seq, heads * size)}[layout]
-    shape = (tables, seq, size) if table == "bsd" else (tables, 1, seq, size)
+    cos, sin = (normal((tables, rows, size), dtype, seed) for seed in (2, 3))
+    by_rows = x.swapaxes(1, 2)
+    laid_out = {"bhsd": x, "bshd": by_rows, "packed": by_rows.reshape(batch, seq, heads * size)}[layout]
+    shape = (tables, rows, size) if table == "bsd" else (tables, 1, rows, size)
     inputs = {"x": np.ascontiguousarray(laid_out), "cos": cos.reshape(shape), "sin": sin.reshape(shape)}
     (y,) = run("rotary_embedding", inputs, [dtype], device, aligned, layout=layout, table=table)
     angles = (angle.astype(np.float64)[:, None] for angle in (cos, sin))
