@@ -25,6 +25,8 @@ CONVOLUTIONS: Final = ("conv_bias_activation", "conv_transpose_bias_activation")
 def explanations(result: FusedModel, fusion: str | None = None, node: str | None = None) -> list[str]:
     """Return why a fusion does not apply, or why a node is not fused, in lines for each reason; nearest misses first.
 
+    For a rule, the nodes that it replaced come before.
+
     `result` must have been made with regions.  If neither a fusion nor a node is named, only the misses worth reading
     are returned.
     """
@@ -35,10 +37,17 @@ def explanations(result: FusedModel, fusion: str | None = None, node: str | None
         found += why_channels_first(result, fusion, node)
     if fusion is None:
         found += explain_stays(result.stays, node)
+    found += where_rewritten(result, fusion)
     if fusion != REGION:
         misses = nearest(result.missed if fusion or node else result.near(), fusion, node)
         found += [explain(miss) + "\n" for miss in misses]
     return found
+
+
+def where_rewritten(result: FusedModel, rule: str | None) -> list[str]:
+    """Return a line that names the nodes that a rule replaced; nothing if there are none."""
+    nodes = [node for _, each in result.everywhere() for name, node in each.graph.rewritten if name == rule]
+    return [printable(f"{rule}: applied at '{nodes[0]}'{_and_more(nodes[1:])}\n")] if nodes else []
 
 
 def explain(miss: Miss) -> str:
@@ -57,8 +66,7 @@ def explain_stays(stays: Iterable[Stays], node: str | None = None) -> list[str]:
         if node in (None, one.node):
             nodes.setdefault((one.op, one.reason), []).append(one.node)
     return [
-        printable(f"{op}: '{first}'{f' and {len(more)} more stay' if more else ' stays'} as written")
-        + f"\n  {printable(reason)}\n"
+        printable(f"{op}: '{first}'{_and_more(more, 'stay', 'stays')} as written") + f"\n  {printable(reason)}\n"
         for (op, reason), (first, *more) in nodes.items()
     ]
 
@@ -76,10 +84,15 @@ def why_channels_first(result: FusedModel, fusion: str | None = None, node: str 
         if node in (None, one.node, one.output, *replaced.get(one.node, ())):
             nodes.setdefault(one.reason, []).append(one.node)
     return [
-        printable(f"layout: '{first}'{f' and {len(more)} more are' if more else ' is'} channels-first")
-        + f"\n  {printable(reason)}\n"
+        printable(f"layout: '{first}'{_and_more(more, 'are', 'is')} channels-first") + f"\n  {printable(reason)}\n"
         for reason, (first, *more) in nodes.items()
     ]
+
+
+def _and_more(more: Sequence[str], verb: str = "", verb_of_one: str = "") -> str:
+    """Return the end of "'first' and 2 more are" for a list of others, and the verb that follows."""
+    told = [f"and {len(more)} more", verb] if more else [verb_of_one]
+    return "".join(f" {word}" for word in told if word)
 
 
 def _source(span: Span) -> list[str]:

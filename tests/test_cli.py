@@ -436,6 +436,9 @@ def test_rules_are_listed_shown_and_explained(tmp_path: Path) -> None:
     explained = run("explain", tmp_path / "m.onnx", "conv_to_matmul").stdout
     assert "conv_to_matmul: not at 'y' (3 of 3 nodes agree)" in explained
     assert "4 windows of 4 columns cover the width 12" in explained and "rules/convolutions.py:" in explained
+    onnx.save(parse(text.replace("[0, 4, 0, 0]", "[0, 0, 0, 0]")), tmp_path / "m.onnx")
+    applied = run("explain", tmp_path / "m.onnx", "conv_to_matmul").stdout
+    assert applied.startswith("conv_to_matmul: applied at 'y'") and "Nothing" not in applied
 
 
 @pytest.mark.parametrize("shown", ["attention", "layer_norm"])

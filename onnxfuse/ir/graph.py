@@ -85,6 +85,7 @@ class Graph:
     origins: dict[str, tuple[str, str]] = field(default_factory=dict)  # see `remember_origins`
     is_subgraph: bool = False
     scores: RewrittenScores = field(default_factory=RewrittenScores)
+    rewritten: list[tuple[str, str]] = field(default_factory=list)  # rules that were applied, with the replaced nodes
 
     @property
     def nodes(self) -> list[Node]:

@@ -80,6 +80,7 @@ def _apply(graph: Graph, shapes: ShapeInfo, matcher: Matcher, rule: Rewrite, roo
         return False
     value, label = builder.cast(builder.value(right), dtype), node_label(root.inputs[0])
     graph.scores.done |= softmaxes
+    graph.rewritten.append((rule.left.name, label))
     position = max(graph.position[node] for node in match.nodes)
     for node in match.nodes:
         node.inputs.clear()
