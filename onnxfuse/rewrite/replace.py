@@ -151,9 +151,11 @@ def put_call(graph: Graph, shapes: ShapeInfo, nodes: Iterable[Node], call: Funct
         node.inputs.clear()
         node.outputs.clear()
     made = graph.add_node(call.function, call.inputs, call.outputs, call.attributes, name=call.name, domain=DOMAIN)
-    # Types of inputs too, because the planner of kernels uses onnx's own inference, which knows fewer dims.
+    # Types of inputs too, because the planner of kernels uses onnx's own inference, which knows fewer dims.  Tensors of
+    # fixed names get no shape: branches of unequal shapes may read them, from which onnxruntime would infer these.
     for tensor in (*call.outputs, *(tensor for tensor in call.inputs if not is_constant(tensor))):
-        graph.record_type(tensor, shapes.dtype(tensor), shapes.shape(tensor))
+        shape = None if tensor.name in graph.fixed_names else shapes.shape(tensor)
+        graph.record_type(tensor, shapes.dtype(tensor), shape)
     return made
 
 

@@ -64,3 +64,24 @@ def test_branches_of_one_shape_are_fused() -> None:
     _, report = optimize(onnx.parser.parse_model(text), regions=False)
     assert report.counts == {"softmax": 1}
     assert report.verified.status == "verified"
+
+
+def test_a_fused_node_records_no_shape_of_a_tensor_that_unequal_branches_read() -> None:
+    """onnxruntime infers nothing of the Loop's result, and so accepts the If, unless a region records its input."""
+    text = """<ir_version: 8, opset_import: ["" : 10]> g (float[n] x, bool c) => (float y, float z)
+        <int64 two = {2}, bool yes = {1}> {
+        w = Loop (two, yes, x) <body = g (int64 i, bool go, float s) => (bool on, float t) {
+            on = Identity (go) t = Softplus (x) }>
+        y = If (c) <then_branch = g () => (float o) { o = Identity (w) },
+          else_branch = g () => (float p) { p = Unsqueeze <axes = [0]> (w) }>
+        k = Cast <to = 1> (c) e = Exp (w) z = Mul (e, k) }"""
+    before = onnx.parser.parse_model(text)
+    for value in (*before.graph.output, *(o for node in before.graph.node for a in node.attribute for o in a.g.output)):
+        value.type.tensor_type.ClearField("shape")
+    after, report = optimize(before, verify=False)
+    assert report.counts == {"region": 1}
+    x = np.array([0.5, -1.0], np.float32)
+    for flag in (False, True):
+        feeds = {"x": x, "c": np.array(flag)}
+        expected, found = (open_on_cpu(each, optimize=False).run(None, feeds) for each in (before, after))
+        assert [each.shape for each in found] == [each.shape for each in expected]
