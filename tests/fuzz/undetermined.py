@@ -20,10 +20,11 @@ from onnxfuse.verify.cpu_session import open_session, run
 FIRST_SLICE_WITH_STEPS = 10  # the opset
 SMALL = 1e-3  # a difference
 # Parts of errors from nodes that onnxruntime's optimizations write.  The first is of a branch whose quantized weight is
-# outside it; the second is of an RMSNorm whose data broadcasts to its scale.
+# outside it; the second of an RMSNorm whose data broadcasts to its scale; the third of a norm that begins with a Cast.
 ERRORS_OF_REWRITES = (
     "TransposeDQWeightsForMatMulNBits Missing required weight",
     "SimplifiedLayerNormalization node. Name:'/SimplifiedLayerNormFusion/'",
+    "(LayerNormalization) bound to different types",
 )
 
 
@@ -104,16 +105,20 @@ def expands_to_several_axes(model: onnx.ModelProto, error: str) -> bool:
 def confuses_optimizations(optimized: onnx.ModelProto, feeds: Mapping[str, Any], error: str) -> bool:
     """Return whether onnxruntime's optimizations are known to break the nodes of a model, whose session gave an error.
 
-    Its LayerNormFusion reads sqrt(var + epsilon) / (x - mean) as the inverse.  Its ReshapeFusion writes -1 for a size
-    that is computed, which Reshape refuses beside the size of an empty axis.
+    Its LayerNormFusion reads sqrt(var + epsilon) / (x - mean) as the inverse, and 2 ** x as x ** 2.  Its ReshapeFusion
+    writes -1 for a size that is computed, which Reshape refuses beside the size of an empty axis.
     """
     if any(part in error for part in ERRORS_OF_REWRITES):
         return True
     every = list(nodes(optimized.graph, *optimized.functions))
     made = {name: node.op_type for node in every for name in node.output}
     divides_root = any(node.op_type == "Div" and made.get(node.input[0]) == "Sqrt" for node in every)
+    given = {tensor.name for tensor in tensors(optimized.graph, *optimized.functions)}
+    has_constant_base = any(
+        node.op_type == "Pow" and (node.input[0] in given or made.get(node.input[0]) == "Constant") for node in every
+    )
     joins_target = any(node.op_type == "Reshape" and made.get(node.input[1]) == "Concat" for node in every)
-    return divides_root or (joins_target and any(np.size(each) == 0 for each in feeds.values()))
+    return divides_root or has_constant_base or (joins_target and any(np.size(each) == 0 for each in feeds.values()))
 
 
 def bounds_masks(optimized: onnx.ModelProto, half: str | None) -> bool:
