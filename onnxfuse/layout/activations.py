@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Final
 
 import onnx
@@ -43,10 +42,7 @@ def activations(joins: Joins) -> Iterator[Joined]:
         stated = {} if is_fused else following[0].attrs
         own: dict[str, AttributeValue] = {"activation": activation, **stated}
         body = chained(joins.bodies[gate.op], joins.bodies[end.op] if is_fused else _operators(following))
-        labels = [label for node in following for label in _replaced(joins, node)]
-        record = joins.records[gate.name]
-        record = replace(record, replaces=(*record.replaces, *labels), output=joins.original(end.outputs[0]))
-        yield Joined(nodes, gate, body, tuple(gate.inputs), with_attributes(gate, own), record)
+        yield Joined(nodes, gate, body, tuple(gate.inputs), with_attributes(gate, own))
 
 
 def _operators(nodes: Sequence[Node]) -> onnx.FunctionProto:
@@ -78,11 +74,6 @@ def _activation(joins: Joins, end: Node) -> tuple[tuple[Node, ...], str]:
 def _is_fused(node: Node) -> bool:
     """Return whether a node is a fused activation of several operators that follows no fused node."""
     return node.domain == DOMAIN and str_attribute(node, "fusion", "") == ALONE
-
-
-def _replaced(joins: Joins, node: Node) -> tuple[str, ...]:
-    """Return the labels of the original model's nodes that a node replaces."""
-    return joins.records[node.name].replaces if _is_fused(node) else (node.name or joins.original(node.outputs[0]),)
 
 
 def _is_gate(node: Node) -> bool:

@@ -122,14 +122,14 @@ def _write(
     }
     _compose(graph, shapes, writer, known)
     records = {one.node: one for one in (*recorded, *writer.fused)}
-    joins = Joins(graph, shapes, writer.originals, records, known, model.options.exclude)
+    joins = Joins(graph, shapes, writer.originals, records, writer.written, known, model.options.exclude)
     rules: list[Rule] = [partial(residuals, before=adds), activations, gates, squeezes]
     for rule in rules[:-1] if SQUEEZE in model.options.left_out else rules:
         joins.apply(rule)
     fused = {one.node: one for one in (*writer.fused, *joins.made)}
     present = set(graph.nodes)
     standing = tuple(end for node, end in ends.items() if node in present and op_of(node) == "Transpose")
-    count = writer.nodes - joins.vanished
+    count = len(writer.written & present)
     return LayoutResult(count, first, tuple(fused.values()), standing, originals=writer.originals)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Final
 
 from onnxfuse.analysis.shape_info import ShapeInfo
@@ -23,12 +22,8 @@ def gates(joins: Joins) -> Iterator[Joined]:
         gate = producer(node.inputs[0]) if is_pointwise(joins.shapes, node) else None
         if gate is None or not _is_plain(gate) or joins.graph.sole_consumer(gate.outputs[0]) is not node:
             continue
-        record, (x, factors) = joins.records[node.name], gate.inputs
-        record = replace(record, replaces=(*joins.records[gate.name].replaces, *record.replaces))
-        body = chained(joins.bodies[gate.op], joins.bodies[node.op])
-        yield Joined(
-            (gate, node), node, body, (x, *node.inputs[1:], factors), with_attributes(node, {}, OPERAND), record
-        )
+        body, (x, factors) = chained(joins.bodies[gate.op], joins.bodies[node.op]), gate.inputs
+        yield Joined((gate, node), node, body, (x, *node.inputs[1:], factors), with_attributes(node, {}, OPERAND))
 
 
 def _is_plain(node: Node) -> bool:

@@ -14,15 +14,14 @@ from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Node, Tensor
 from onnxfuse.layout.axes import Perm
-from onnxfuse.rewrite.replace import Fused, LocalFunctions, drop_functions
+from onnxfuse.rewrite.replace import FunctionCall, Fused, LocalFunctions, drop_functions, put_call
 
 
 @dataclass(frozen=True)
 class Joined:
     """Nodes to replace by one fused node, which gets the last node's output and the name of `named`, one of the nodes.
 
-    `attributes` holds the new node's fusion and the names of its operands, in the order of `inputs`.  `vanished` is the
-    number by which the count of channels-last nodes decreases.
+    `attributes` holds the new node's fusion and the names of its operands, in the order of `inputs`.
     """
 
     nodes: tuple[Node, ...]
@@ -30,8 +29,6 @@ class Joined:
     body: onnx.FunctionProto
     inputs: tuple[Tensor, ...]
     attributes: Mapping[str, AttributeValue]
-    record: Fused
-    vanished: int = 1
 
 
 @dataclass
@@ -39,19 +36,19 @@ class Joins:
     """A graph with channels-last images, while nodes in it are joined.
 
     `known` holds the tensors from before the layouts were assigned, and `originals` maps new tensors to those that they
-    are Transposes of.  `records` holds the records of fused nodes, by name.  `excluded` holds the nodes that must not
-    be joined, as (fusion, name of the output in the original model).
+    are Transposes of.  `records` holds the records of fused nodes, by name.  `written` holds the channels-last nodes.
+    `excluded` holds the nodes that must not be joined, as (fusion, name of the output in the original model).
     """
 
     graph: Graph
     shapes: ShapeInfo
     originals: MutableMapping[str, tuple[str, Perm]]
     records: dict[str, Fused]
+    written: set[Node]
     known: Collection[str] = frozenset()
     excluded: Collection[tuple[str, str]] = frozenset()
     bodies: Mapping[str, onnx.FunctionProto] = field(default_factory=dict)  # name -> function that fused nodes call
     made: list[Fused] = field(default_factory=list)  # records of joined nodes
-    vanished: int = 0  # how many channels-last nodes were joined away
 
     def apply(self, rule: Rule) -> None:
         """Replace the groups of nodes that a rule yields by one fused node each."""
@@ -69,17 +66,21 @@ class Joins:
         (output,), fusion = one.nodes[-1].outputs, str(one.attributes["fusion"])
         one.body.input[:] = str(one.attributes["operands"]).split()
         one.body.attribute[:] = sorted(one.attributes)
-        is_of_fusion = str_attribute(one.named, "fusion", "") == fusion
-        one.body.doc_string = self.bodies[one.named.op].doc_string if is_of_fusion else ""
-        for node in one.nodes:
-            node.inputs.clear()
-            node.outputs.clear()
-        op = function_name(functions, one.body, fusion)
-        self.graph.add_node(op, one.inputs, [output], one.attributes, name=one.named.name, domain=DOMAIN)
-        self.graph.record_type(output, self.shapes.dtype(output), self.shapes.shape(output))
-        self.records[one.record.node] = one.record
-        self.made.append(one.record)
-        self.vanished += one.vanished
+        is_of_fusion, known = str_attribute(one.named, "fusion", "") == fusion, self.records.get(one.named.name)
+        one.body.name, one.body.doc_string = fusion, self.bodies[one.named.op].doc_string if is_of_fusion else ""
+        labels = tuple(label for node in one.nodes for label in self._labels(node))
+        dims = known.dims if known and is_of_fusion else {}
+        record = Fused(fusion, one.named.name, labels, dims, self.original(output))
+        call = FunctionCall(functions.add(one.body), record.node, one.inputs, [output], one.attributes)
+        joined = put_call(self.graph, self.shapes, one.nodes, call)
+        self.written |= {joined} if one.named in self.written else set()
+        self.records[record.node] = record
+        self.made.append(record)
+
+    def _labels(self, node: Node) -> tuple[str, ...]:
+        """Return the labels of the original model's nodes that a node replaces; an operator replaces itself."""
+        record = self.records.get(node.name)
+        return record.replaces if record else (node.name or self.original(node.outputs[0]),)
 
     def original(self, tensor: Tensor) -> str:
         """Return the name of the original model's tensor that this tensor equals, perhaps in the other layout."""
@@ -105,13 +106,3 @@ def with_attributes(node: Node, own: Mapping[str, AttributeValue], *operands: st
     names = {*str_attribute(node, "attributes", "").split(), *own}
     every = " ".join((*operands_of(node), *operands))
     return {**node.attrs, "operands": every, "attributes": " ".join(sorted(names)), **own}
-
-
-def function_name(functions: LocalFunctions, body: onnx.FunctionProto, fusion: str) -> str:
-    """Return the name of the function with this body: an existing one, or a new one named after the fusion."""
-    for function in functions.graph.functions:
-        body.name = function.name
-        if body == function:
-            return function.name
-    body.name = fusion
-    return functions.add(body)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -22,7 +22,6 @@ from onnxfuse.layout.joins import Joined, Joins, operands_of, with_attributes
 from onnxfuse.layout.writer import image_rank
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.fold_shapes import reshape_target
-from onnxfuse.rewrite.replace import Fused
 
 CHANNELS_LAST: Final = (CONVOLUTION, GATE)  # fusions that have channels-last kernels only
 RESIDUAL: Final = "residual"  # the last operand of each of these fusions
@@ -71,15 +70,8 @@ def residuals(joins: Joins, before: Mapping[Node, Addition]) -> Iterator[Joined]
             if residual.name not in joins.originals and residual.name not in joins.known:
                 joins.originals[residual.name] = before[add].inputs[1 - index], perm
             x = product.inputs[0] if view is None else _reshaped_x(joins, product, view, compared)
-            record = joins.records.get(product.name) or Fused(
-                str_attribute(product, "fusion", ""), product.name, (product.name,), {}, original
-            )
-            yield Joined(
-                (product, add), product,
-                chained(joins.bodies[product.op], ADDED),
-                (x, *product.inputs[1:], residual), _attributes(product, joins.shapes.rank(add.outputs[0]) or 0),
-                replace(record, replaces=(*record.replaces, add.name or original), output=original), bool(perm),
-            )  # fmt: skip
+            body, attributes = chained(joins.bodies[product.op], ADDED), _attributes(joins.shapes, product, add)
+            yield Joined((product, add), product, body, (x, *product.inputs[1:], residual), attributes)
 
 
 def _product(joins: Joins, add: Node, index: int) -> tuple[Node | None, Node | None]:
@@ -152,9 +144,9 @@ def _reshaped_x(joins: Joins, product: Node, view: Node, compared: Collection[st
     return emit(graph, shapes, "Reshape", [x, stored], f"{x.name}_moved", shape, shapes.dtype(x))
 
 
-def _attributes(product: Node, rank: int) -> dict[str, AttributeValue]:
-    """Return a product's attributes after it takes a residual."""
-    own: dict[str, AttributeValue] = {"output_ranks": [rank]}
+def _attributes(shapes: ShapeInfo, product: Node, add: Node) -> dict[str, AttributeValue]:
+    """Return a product's attributes after it takes the residual of an Add."""
+    own: dict[str, AttributeValue] = {"output_ranks": [shapes.rank(add.outputs[0]) or 0]}
     if str_attribute(product, "fusion", "") in CHANNELS_LAST:
         has_activation = str_attribute(product, "activation", "none") != "none"
         own["residual_position"] = "after" if has_activation else "before"

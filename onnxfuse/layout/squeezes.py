@@ -22,8 +22,7 @@ from onnxfuse.layout.bodies import chained, with_operands
 from onnxfuse.layout.fusions import PRODUCT, SQUEEZE
 from onnxfuse.layout.gates import is_pointwise
 from onnxfuse.layout.joins import Joined, Joins, is_channels_last, operands_of
-from onnxfuse.passes.folded import node_label
-from onnxfuse.rewrite.replace import Fused, attributes_of
+from onnxfuse.rewrite.replace import attributes_of
 
 MEAN: Final = "global_average_pool"
 SECOND: Final = {"w": "w_2", "bias": "bias_2"}  # names of the second product's operands
@@ -59,15 +58,8 @@ def squeezes(joins: Joins) -> Iterator[Joined]:
     the kernel are added to `joins.originals`.
     """
     for one in _squeezes(joins):
-        attributes, parts = _attributes(one, joins.shapes), (one.mean, one.first, one.second)
-        replaced = [name for node in parts for name in joins.records[node.name].replaces]
-        output = joins.records[one.second.name].output
-        if one.views:
-            replaced += [node_label(node) for node in one.views]
-            output = joins.original(one.nodes[-1].outputs[0])
         inputs = (one.mean.inputs[0], *_weights(joins, one.first), *_weights(joins, one.second))
-        record = Fused(SQUEEZE, one.second.name, tuple(replaced), {}, output)
-        yield Joined(one.nodes, one.second, _body(one, joins), inputs, attributes, record, vanished=2)
+        yield Joined(one.nodes, one.second, _body(one, joins), inputs, _attributes(one, joins.shapes))
 
 
 # --- find squeezes ------------------------------------------------------------------------------------------------

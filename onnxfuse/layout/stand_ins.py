@@ -20,7 +20,6 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Node, Tensor
 from onnxfuse.layout.channel_rules import CHANNEL_FUSIONS
 from onnxfuse.layout.fusions import GATE
-from onnxfuse.layout.joins import function_name
 from onnxfuse.rewrite.replace import Fused, LocalFunctions, drop_functions
 
 FUSIONS: Final = frozenset({*CHANNEL_FUSIONS, GATE})
@@ -89,7 +88,8 @@ def put_back(graph: Graph, stand_ins: Sequence[StandIn]) -> list[Fused]:
             graph.linked.nodes.remove(one.node)
             body = onnx.FunctionProto()
             body.CopyFrom(one.body)
-            op = function_name(functions, body, one.record.fusion)
+            body.name = one.record.fusion
+            op = functions.add(body)
             graph.add_node(op, one.inputs, outputs, one.attributes, name=one.record.node, domain=DOMAIN)
             left.append(one.record)
     if stand_ins:

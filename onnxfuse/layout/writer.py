@@ -66,7 +66,7 @@ class Writer:
     borders: list[Border] = field(default_factory=list)
     # New tensor -> the tensor that it is a Transpose of, and the perm.
     originals: dict[str, tuple[str, Perm]] = field(default_factory=dict)
-    nodes: int = 0  # number of channels-last nodes
+    written: set[Node] = field(default_factory=set)  # the channels-last nodes
     vectors: dict[Hashable, Tensor] = field(default_factory=dict)  # permuted shapes and pads, cached
     _images: dict[str, Tensor] = field(default_factory=dict)  # channels-first name -> channels-last version
     # Channels-first name -> channels-last version that a node computes.
@@ -168,7 +168,6 @@ class Writer:
 
         An attribute with the value None is removed.
         """
-        self.nodes += 1
         attrs = {**node.attrs, **(attributes or {})}
         kept = {name: value for name, value in attrs.items() if value is not None}
         node.inputs.clear()
@@ -177,12 +176,12 @@ class Writer:
             node.inputs.extend(inputs)
             node.outputs.extend(outputs)
         else:
-            self.graph.add_node(node.op, inputs, outputs, kept, name=node.name, domain=node.domain or "")
+            node = self.graph.add_node(node.op, inputs, outputs, kept, name=node.name, domain=node.domain or "")
+        self.written.add(node)
 
     def call(self, node: Node, call: ImageCall) -> None:
         """Replace a node by the call of a channels-last function, which computes as many outputs as the body has."""
         body = call.body
-        self.nodes += 1
         outputs = node.outputs[: len(body.outputs)]
         ranks = [self.shapes.rank(output) or 0 for output in outputs]
         perms_of_outputs = {
@@ -206,7 +205,8 @@ class Writer:
             self.computed(tensor) if output in perms_of_outputs else tensor
             for output, tensor in zip(body.outputs, outputs, strict=True)
         ]
-        self.graph.add_node(self.functions.add(function), call.operands.values(), made, every, name=name, domain=DOMAIN)
+        op, inputs = self.functions.add(function), call.operands.values()
+        self.written.add(self.graph.add_node(op, inputs, made, every, name=name, domain=DOMAIN))
 
 
 def image_rank(shapes: ShapeInfo, tensor: Tensor) -> int:
