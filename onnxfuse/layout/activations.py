@@ -13,20 +13,11 @@ from onnxfuse.ir.node import AttributeValue, Node, consumers, op_of, producer
 from onnxfuse.layout.bodies import chained, function_of_nodes
 from onnxfuse.layout.fusions import GATE
 from onnxfuse.layout.joins import Joined, Joins, is_channels_last, with_attributes
+from onnxfuse.region_operators import ACTIVATION_OF
 
 ALONE: Final = "activation"  # fusion name of an activation that does not follow a fused node
-# Activations that are one operator with x as its only input: operator -> activation name.
-ACTIVATIONS: Final = {
-    "Elu": "elu",
-    "HardSigmoid": "hard_sigmoid",
-    "HardSwish": "hard_swish",
-    "LeakyRelu": "leaky_relu",
-    "Mish": "mish",
-    "Relu": "relu",
-    "Sigmoid": "sigmoid",
-    "Softplus": "softplus",
-    "Tanh": "tanh",
-}
+# Activations that are one operator with x as its only input: operator -> activation name.  A Gelu may be one of two.
+ACTIVATIONS: Final = {"Relu": "relu", "Tanh": "tanh", **ACTIVATION_OF, "Gelu": ""}
 # Activations that are x times a function of x: operator of that function -> activation name.
 PRODUCTS: Final = {"HardSigmoid": "scaled_hard_swish", "Sigmoid": "silu"}
 

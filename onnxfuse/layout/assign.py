@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Final
 
 from onnxfuse.algebra.operators import CONVOLUTIONS
@@ -20,7 +19,7 @@ from onnxfuse.layout.conversion import Conversion, Kind, LayoutOptions, Model
 from onnxfuse.layout.fusions import CONVOLUTION, LAYOUT_FUSIONS, SQUEEZE, TRANSPOSED_CONVOLUTION
 from onnxfuse.layout.gates import gates
 from onnxfuse.layout.joins import Joins, Rule
-from onnxfuse.layout.residuals import additions, residuals
+from onnxfuse.layout.residuals import residuals
 from onnxfuse.layout.rules import conversion
 from onnxfuse.layout.squeezes import squeezes
 from onnxfuse.layout.writer import Writer
@@ -109,7 +108,7 @@ def _write(
     """Make the `chosen` nodes channels-last, and return the result; `reasons` says why other nodes stay as they are."""
     graph, shapes, first = model.graph, model.shapes, node_label(chosen[0].node)
     drop_functions(graph, {one.node for one in chosen if one.kind is not Kind.NEUTRAL})
-    adds, known = additions(graph, shapes, {one.node for one in chosen}), frozenset(graph.names)
+    known = frozenset(graph.names)
     writer = Writer(graph, shapes, LocalFunctions(graph), frozenset(one.node for one in recorded))
     for one in chosen:
         one.write(writer)
@@ -123,7 +122,7 @@ def _write(
     _compose(graph, shapes, writer, known)
     records = {one.node: one for one in (*recorded, *writer.fused)}
     joins = Joins(graph, shapes, writer.originals, records, writer.written, known, model.options.exclude)
-    rules: list[Rule] = [partial(residuals, before=adds), activations, gates, squeezes]
+    rules: list[Rule] = [residuals, activations, gates, squeezes]
     for rule in rules[:-1] if SQUEEZE in model.options.left_out else rules:
         joins.apply(rule)
     fused = {one.node: one for one in (*writer.fused, *joins.made)}
@@ -152,10 +151,10 @@ def _answer(model: Model, node: Node, kept: Collection[str]) -> Conversion | str
 def _compose(graph: Graph, shapes: ShapeInfo, writer: Writer, known: Collection[str]) -> None:
     """Merge Transposes at borders with views of the model, so that both vanish.
 
-    A fused node may then read or compute another tensor with the same values; `writer.originals` records which one it
-    replaces.  Inputs in `known`, the tensors from before nodes became channels-last, are not recorded.
+    A fused node or an Add may then read or compute another tensor with the same values; `writer.originals` records
+    which one it replaces.  Inputs in `known`, the tensors from before nodes became channels-last, are not recorded.
     """
-    calls = [node for node in graph.nodes if node.domain == DOMAIN]
+    calls = [node for node in graph.nodes if node.domain == DOMAIN or op_of(node) == "Add"]
     before = [([t.name for t in node.inputs], [t.name for t in node.outputs]) for node in calls]
     compose_views(graph, shapes)
     for node, (inputs, outputs) in zip(calls, before, strict=True):

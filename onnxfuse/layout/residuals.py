@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,13 +13,10 @@ from onnxfuse.algebra.sizes import Shape
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import str_attribute
 from onnxfuse.ir.domain import DOMAIN
-from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant, op_of, producer
-from onnxfuse.layout.axes import Perm, to_last
 from onnxfuse.layout.bodies import chained, function_of_nodes
 from onnxfuse.layout.fusions import CONVOLUTION, GATE, PRODUCT
 from onnxfuse.layout.joins import Joined, Joins, operands_of, with_attributes
-from onnxfuse.layout.writer import image_rank
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.fold_shapes import reshape_target
 
@@ -31,70 +28,50 @@ OPS_OF_ONE_RANK: Final = frozenset({"Gemm", "Reshape"})  # operators that fix th
 
 @dataclass(frozen=True)
 class Addition:
-    """An Add before layouts were assigned: the names of its inputs, and the perm of its future Transposes."""
+    """A fused node that can add a residual itself.
 
-    inputs: tuple[str, ...]
-    perm: Perm
+    `moved` is None, or the shape to which x is reshaped in place of the Reshape after the node, and the target.
+    """
 
-
-def additions(graph: Graph, shapes: ShapeInfo, channels_last: Collection[Node]) -> dict[Node, Addition]:
-    """Return the Adds of a graph, before the nodes in `channels_last` become channels-last."""
-    return {
-        node: Addition(
-            tuple(t.name for t in node.inputs),
-            to_last(image_rank(shapes, node.outputs[0])) if node in channels_last else (),
-        )
-        for node in graph.nodes
-        if op_of(node) == "Add"
-    }
+    node: Node
+    residual: Tensor
+    moved: tuple[Shape, list[int]] | None = None
 
 
-def residuals(joins: Joins, before: Mapping[Node, Addition]) -> Iterator[Joined]:
+def residuals(joins: Joins) -> Iterator[Joined]:
     """Yield each fused node joined with an Add that can become its residual, because the shapes are equal.
 
-    Only Adds whose operands changed after fusing are joined; `before` holds the Adds as they were.  The Add must be the
-    only reader of the fused node's result.
+    The Add must be the only reader of the fused node's result.
     """
-    graph, compared = joins.graph, {*joins.known, *joins.originals}
-    for add in list(graph.nodes):
-        if add not in before or tuple(t.name for t in add.inputs) == before[add].inputs:
-            continue
-        original, ends = joins.original(add.outputs[0]), list[tuple[Node, Node | None, int]]()
-        for index in (0, 1):
-            product, view = _product(joins, add, index)
-            if product is not None and (str_attribute(product, "fusion", ""), original) not in joins.excluded:
-                ends.append((product, view, index))
-        if ends:  # of two candidates, the last one computed, so that the residual is ready when it starts
-            product, view, index = max(ends, key=lambda one: graph.position[one[0]])
-            residual, perm = add.inputs[1 - index], before[add].perm
-            if residual.name not in joins.originals and residual.name not in joins.known:
-                joins.originals[residual.name] = before[add].inputs[1 - index], perm
-            x = product.inputs[0] if view is None else _reshaped_x(joins, product, view, compared)
-            body, attributes = chained(joins.bodies[product.op], ADDED), _attributes(joins.shapes, product, add)
-            yield Joined((product, add), product, body, (x, *product.inputs[1:], residual), attributes)
+    graph, bodies, compared = joins.graph, joins.bodies, {*joins.known, *joins.originals}
+    for add in [node for node in graph.nodes if op_of(node) == "Add"]:
+        found = [one for pair in (add.inputs, add.inputs[::-1]) if (one := _addition(joins, add, *pair)) is not None]
+        if found:  # of two candidates, the last one computed, so that the residual is ready when it starts
+            one = max(found, key=lambda one: graph.position[one.node])
+            x, *others = one.node.inputs
+            x = _reshaped(joins, one.node, *one.moved, compared) if one.moved else x
+            body, attributes = chained(bodies[one.node.op], ADDED), _attributes(joins.shapes, one.node, add)
+            yield Joined((one.node, add), one.node, body, (x, *others, one.residual), attributes)
 
 
-def _product(joins: Joins, add: Node, index: int) -> tuple[Node | None, Node | None]:
-    """Return the fused node that computes operand `index` of an Add and can add the other operand instead.
-
-    Also return the Reshape between the node and the Add, or None.  Without such a node, both are None.
-    """
-    shapes, value, residual = joins.shapes, add.inputs[index], add.inputs[1 - index]
-    node, view = producer(value), None
+def _addition(joins: Joins, add: Node, value: Tensor, residual: Tensor) -> Addition | None:
+    """Return how the fused node that computes one operand of an Add, perhaps before a Reshape, can add the other."""
+    shapes, node, view = joins.shapes, producer(value), None
     if node is not None and op_of(node) == "Reshape":
         view, node = node, producer(node.inputs[0])
     if node is None or not _takes_a_residual(node) or node.op not in joins.bodies or is_constant(residual):
-        return None, None
+        return None
+    if (str_attribute(node, "fusion", ""), joins.original(add.outputs[0])) in joins.excluded:
+        return None
     if any(joins.graph.sole_consumer(tensor) is None for tensor in (value, node.outputs[0])):
-        return None, None
+        return None
     shape, dtype = shapes.shape(value), shapes.dtype(value)
     if shape is None or dtype != shapes.dtype(residual):
-        return None, None
+        return None
     if shape != shapes.shape(residual) or shape != shapes.shape(add.outputs[0]):
-        return None, None
-    if view is not None and _moved_view(shapes, node, view, joins.bodies[node.op]) is None:
-        return None, None
-    return node, view
+        return None
+    moved = _moved_view(shapes, node, view, joins.bodies[node.op]) if view is not None else None
+    return Addition(node, residual, moved) if view is None or moved is not None else None
 
 
 def _takes_a_residual(node: Node) -> bool:
@@ -122,16 +99,13 @@ def _moved_view(
     return None if target is None else (shape, target)
 
 
-def _reshaped_x(joins: Joins, product: Node, view: Node, compared: Collection[str]) -> Tensor:
-    """Return the product's x, reshaped so that its rows match the Reshape that follows the product.
+def _reshaped(joins: Joins, product: Node, shape: Shape, target: list[int], compared: Collection[str]) -> Tensor:
+    """Return the product's x, reshaped to `shape` by the Reshape target.
 
     This Reshape can also replace a Reshape before the product.  It does so only if the source of that Reshape is in
     `compared`: tensors whose values are available when the product is compared with the original.
     """
-    graph, shapes = joins.graph, joins.shapes
-    moved = _moved_view(shapes, product, view, joins.bodies[product.op])
-    assert moved is not None  # not None: `_product` checked it
-    x, (shape, target) = product.inputs[0], moved
+    graph, shapes, x = joins.graph, joins.shapes, product.inputs[0]
     before = producer(x)
     if before is not None and op_of(before) == "Reshape" and graph.sole_consumer(x) is product:
         source = before.inputs[0]
