@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,9 @@ from onnx import helper
 
 from onnxfuse.algebra.index_maps import inverse
 from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.graph import take_name
 from onnxfuse.layout.axes import Perm
+from onnxfuse.rewrite.chain_bodies import renamed
 
 
 @dataclass(frozen=True)
@@ -64,72 +65,17 @@ def channels_last_function(
     operands and outputs keep their layout.  `attributes` holds the names of the calling node's attributes.
     """
     taken = {*body.operands, *(each for node in body.nodes for each in (*node.input, *node.output))}
-    renamed, first, last, outputs = dict[str, str](), list[onnx.NodeProto](), list[onnx.NodeProto](), list[str]()
-    for operand in body.operands:
-        if operand in perms:
-            renamed[operand] = _new_name(f"{operand}_first", taken)
-            first.append(helper.make_node("Transpose", [operand], [renamed[operand]], perm=inverse(perms[operand])))
-    for output in body.outputs:
-        outputs.append(_new_name(f"{output}_last", taken) if output in output_perms else output)
-        if output in output_perms:
-            last.append(helper.make_node("Transpose", [output], [outputs[-1]], perm=output_perms[output]))
+    first = {name: take_name(taken, f"{name}_first") for name in body.operands if name in perms}
+    last = {name: take_name(taken, f"{name}_last") for name in body.outputs if name in output_perms}
+    nodes = [
+        *(helper.make_node("Transpose", [name], [new], perm=inverse(perms[name])) for name, new in first.items()),
+        *renamed(body.nodes, first),
+        *(helper.make_node("Transpose", [name], [new], perm=output_perms[name]) for name, new in last.items()),
+    ]
     return helper.make_function(
-        DOMAIN, name, list(body.operands), outputs, [*first, *_renamed(body.nodes, renamed), *last],
+        DOMAIN, name, list(body.operands), [last.get(name, name) for name in body.outputs], nodes,
         list(body.imports), sorted(attributes), doc_string=body.doc,
     )  # fmt: skip
-
-
-def function_of_nodes(operands: Sequence[str], *nodes: onnx.NodeProto) -> onnx.FunctionProto:
-    """Return a function of these ONNX operators, the last of which computes the result; see `chained`."""
-    return helper.make_function(DOMAIN, "", operands, list(nodes[-1].output), list(nodes), [])
-
-
-def chained(before: onnx.FunctionProto, after: onnx.FunctionProto, operand: str = "x") -> onnx.FunctionProto:
-    """Return a function in which the result of `before` becomes an operand of `after`; operands of one name are shared.
-
-    Values of `after` are numbered as in a fused function.
-    """
-    result = onnx.FunctionProto()
-    result.CopyFrom(before)
-    result.input.extend(name for name in after.input if name not in (operand, *before.input))
-    taken = {*result.input, *(name for node in before.node for name in (*node.input, *node.output))}
-    names = {operand: before.output[0]}
-    for name in (name for node in after.node for name in node.output):
-        names[name] = next(new for i in itertools.count(1) if (new := f"t{i}") not in taken)
-        taken.add(names[name])
-    result.node.extend(_renamed(after.node, names))
-    result.output[:] = [names[name] for name in after.output]
-    imported = {each.domain for each in before.opset_import}
-    result.opset_import.extend(each for each in after.opset_import if each.domain not in imported)
-    return result
-
-
-def with_operands(body: onnx.FunctionProto, names: Mapping[str, str]) -> onnx.FunctionProto:
-    """Return a body with operands renamed; no value of the body has one of the new names."""
-    result = onnx.FunctionProto()
-    result.CopyFrom(body)
-    result.input[:] = [names.get(name, name) for name in body.input]
-    del result.node[:]
-    result.node.extend(_renamed(body.node, names))
-    return result
-
-
-def _renamed(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> list[onnx.NodeProto]:
-    result = []
-    for node in nodes:
-        copy = onnx.NodeProto()
-        copy.CopyFrom(node)
-        copy.input[:] = [names.get(name, name) for name in node.input]
-        copy.output[:] = [names.get(name, name) for name in node.output]
-        result.append(copy)
-    return result
-
-
-def _new_name(stem: str, taken: set[str]) -> str:
-    while stem in taken:
-        stem += "_"
-    taken.add(stem)
-    return stem
 
 
 def _unnamed(tensor: onnx.TensorProto) -> onnx.TensorProto:

@@ -8,9 +8,9 @@ from typing import Final
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import int_attribute, ints_attribute, str_attribute
 from onnxfuse.ir.node import Node, producer
-from onnxfuse.layout.bodies import chained
 from onnxfuse.layout.fusions import CONVOLUTION, GATE
 from onnxfuse.layout.joins import Joined, Joins, is_channels_last, operands_of, with_attributes
+from onnxfuse.rewrite.chain_bodies import chained
 
 OPERAND: Final = "gate"  # a channel_scale's gate operand; a convolution that took in a gate has it as its last operand
 UNPADDED: Final = ("NOTSET", "VALID")  # values of auto_pad without padding

@@ -14,15 +14,15 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import str_attribute
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant, op_of, producer
-from onnxfuse.layout.bodies import chained, function_of_nodes
 from onnxfuse.layout.fusions import CONVOLUTION, GATE, PRODUCT
 from onnxfuse.layout.joins import Joined, Joins, operands_of, with_attributes
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.fold_shapes import reshape_target
+from onnxfuse.rewrite.chain_bodies import chained, function_of_nodes
 
 CHANNELS_LAST: Final = (CONVOLUTION, GATE)  # fusions that have channels-last kernels only
 RESIDUAL: Final = "residual"  # the last operand of each of these fusions
-ADDED: Final = function_of_nodes(["x", RESIDUAL], onnx.helper.make_node("Add", ["x", RESIDUAL], ["sum"], domain=""))
+ADDED: Final = function_of_nodes(["x", RESIDUAL], onnx.helper.make_node("Add", ["x", RESIDUAL], ["t1"], domain=""))
 OPS_OF_ONE_RANK: Final = frozenset({"Gemm", "Reshape"})  # operators that fix the rank of x in a body
 
 

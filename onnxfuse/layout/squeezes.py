@@ -18,10 +18,10 @@ from onnxfuse.ir.attributes import str_attribute
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import constant_value
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant, op_of, producer
-from onnxfuse.layout.bodies import chained, with_operands
 from onnxfuse.layout.fusions import PRODUCT, SQUEEZE
 from onnxfuse.layout.gates import is_pointwise
 from onnxfuse.layout.joins import Joined, Joins, is_channels_last, operands_of
+from onnxfuse.rewrite.chain_bodies import chained, with_operands
 from onnxfuse.rewrite.replace import attributes_of
 
 MEAN: Final = "global_average_pool"

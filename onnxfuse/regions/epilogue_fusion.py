@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import onnx
-from onnx import helper
 
 from onnxfuse.algebra.sizes import Shape, product
 from onnxfuse.ir.domain import DOMAIN
@@ -21,6 +20,7 @@ from onnxfuse.regions.formation import Formed
 from onnxfuse.regions.joining import Joining
 from onnxfuse.regions.steps import Step
 from onnxfuse.regions.write import body, measured_besides, order_by_reading, program
+from onnxfuse.rewrite.chain_bodies import chained
 from onnxfuse.rewrite.replace import FunctionCall, Fused, LocalFunctions, attributes_of, put_call
 
 
@@ -172,33 +172,11 @@ def write_epilogue_fusion(
     }
     operands = [str(maker.attrs["operands"]), *(f"x{i + 1}" for i in range(len(others)))]
     attributes = attributes_of(record.fusion, operands, [shapes.dtype(t) for t in outputs], own)
-    behind = body(graph, joined, formed.forms, [])
-    function = functions.add(_body(record.fusion, bodies[maker.op], behind, list(attributes)))
+    before = bodies[maker.op]
+    both = chained(before, body(graph, joined, formed.forms, []), "x0")
+    both.name, both.doc_string = record.fusion, f"{before.doc_string}\n\nElementwise operators follow."
+    both.attribute[:] = sorted(attributes)
     joining = tuple(node_label(node) for node in cluster.nodes)
-    put_call(graph, shapes, (maker, *cluster.nodes), FunctionCall(function, record.node, inputs, outputs, attributes))
+    call = FunctionCall(functions.add(both), record.node, inputs, outputs, attributes)
+    put_call(graph, shapes, (maker, *cluster.nodes), call)
     return replace(record, replaces=(*record.replaces, *joining), output=outputs[0].name, joined=joining)
-
-
-def _body(
-    fusion: str, product: onnx.FunctionProto, behind: onnx.FunctionProto, attributes: list[str]
-) -> onnx.FunctionProto:
-    """Return one function that chains two; the second reads the first one's result as its first input."""
-    taken = {*product.input, *(name for node in product.node for name in node.output)}
-    names = {behind.input[0]: product.output[0], "": ""}
-    inner = (name for node in behind.node for name in node.output)
-    for name in dict.fromkeys((*behind.input[1:], *inner)):
-        names[name] = name
-        while names[name] in taken:
-            names[name] += "_"
-    nodes = [*product.node]
-    for node in behind.node:
-        read, made = [names[name] for name in node.input], [names[name] for name in node.output]
-        nodes.append(helper.make_node(node.op_type, read, made))
-        nodes[-1].attribute.extend(node.attribute)
-    inputs = [*product.input, *(names[name] for name in behind.input[1:])]
-    outputs = [*(names[name] for name in behind.output), *product.output[1:]]
-    opsets = {each.domain: each for each in (*behind.opset_import, *product.opset_import)}
-    return helper.make_function(
-        DOMAIN, fusion, inputs, outputs, nodes, list(opsets.values()), sorted(attributes),
-        doc_string=f"{product.doc_string}\n\nElementwise operators follow.",
-    )  # fmt: skip

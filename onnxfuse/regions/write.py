@@ -23,6 +23,7 @@ from onnxfuse.regions.cluster import Cluster
 from onnxfuse.regions.computed import nodes_of
 from onnxfuse.regions.formation import Formed
 from onnxfuse.regions.steps import Step
+from onnxfuse.rewrite.chain_bodies import renamed
 from onnxfuse.rewrite.replace import REGION, FunctionCall, Fused, LocalFunctions, attributes_of, put_call
 
 DOC: Final = "Elementwise operators, index maps and reductions that one kernel runs."
@@ -100,13 +101,9 @@ def body(
 
 def _nodes_of(body: onnx.FunctionProto, inputs: list[str], outputs: list[str], stem: str) -> list[onnx.NodeProto]:
     """Return the nodes of a function, inlined for a call; the names of inner values begin with `stem`."""
-    names = {"": "", **dict(zip(body.input, inputs, strict=True)), **dict(zip(body.output, outputs, strict=True))}
-    found = list[onnx.NodeProto]()
-    for node in body.node:
-        read, made = ([names.setdefault(name, stem + name) for name in each] for each in (node.input, node.output))
-        found.append(helper.make_node(node.op_type, read, made, domain=node.domain))
-        found[-1].attribute.extend(node.attribute)
-    return found
+    names = {name: stem + name for node in body.node for name in node.output}
+    given = dict(zip((*body.input, *body.output), (*inputs, *outputs), strict=True))
+    return renamed(body.node, {**names, **given, "": ""})
 
 
 def write_region(

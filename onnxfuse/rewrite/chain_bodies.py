@@ -1,0 +1,61 @@
+"""Chain the functions of fused nodes, so that one function computes the results of several."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+import onnx
+from onnx import helper
+
+from onnxfuse.ir.domain import DOMAIN
+
+
+def function_of_nodes(operands: Sequence[str], *nodes: onnx.NodeProto) -> onnx.FunctionProto:
+    """Return a function of these ONNX operators, the last of which computes the result; see `chained`."""
+    return helper.make_function(DOMAIN, "", operands, list(nodes[-1].output), list(nodes), [])
+
+
+def chained(before: onnx.FunctionProto, after: onnx.FunctionProto, operand: str = "x") -> onnx.FunctionProto:
+    """Return a function in which the first result of `before` is an operand of `after`.
+
+    It has the other operands of both, and the results of `after` before the other results of `before`.  Where a name in
+    `after` has another meaning in `before`, it becomes t1, t2 and so on, as the values of fused functions are named.
+    """
+    result = onnx.FunctionProto()
+    result.CopyFrom(before)
+    taken = {*before.input, *(name for node in before.node for name in node.output)}
+    names = {operand: before.output[0], "": ""}
+    for name in (*after.input, *(name for node in after.node for name in node.output)):
+        if name not in names:
+            numbered = (f"t{i}" for i in itertools.count(1))
+            names[name] = name if name not in taken else next(new for new in numbered if new not in taken)
+            taken.add(names[name])
+    result.input.extend(names[name] for name in after.input if name != operand)
+    result.node.extend(renamed(after.node, names))
+    result.output[:] = [*(names[name] for name in after.output), *before.output[1:]]
+    imported = {each.domain for each in before.opset_import}
+    result.opset_import.extend(each for each in after.opset_import if each.domain not in imported)
+    return result
+
+
+def with_operands(body: onnx.FunctionProto, names: Mapping[str, str]) -> onnx.FunctionProto:
+    """Return a body with operands renamed; no value of the body has one of the new names."""
+    result = onnx.FunctionProto()
+    result.CopyFrom(body)
+    result.input[:] = [names.get(name, name) for name in body.input]
+    del result.node[:]
+    result.node.extend(renamed(body.node, names))
+    return result
+
+
+def renamed(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> list[onnx.NodeProto]:
+    """Return copies of nodes in which values have new names; values that are not in `names` keep theirs."""
+    result = []
+    for node in nodes:
+        copy = onnx.NodeProto()
+        copy.CopyFrom(node)
+        copy.input[:] = [names.get(name, name) for name in node.input]
+        copy.output[:] = [names.get(name, name) for name in node.output]
+        result.append(copy)
+    return result
