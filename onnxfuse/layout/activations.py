@@ -13,7 +13,7 @@ from onnxfuse.ir.node import AttributeValue, Node, consumers, op_of, producer
 from onnxfuse.layout.fusions import GATE
 from onnxfuse.layout.joins import Joined, Joins, is_channels_last, with_attributes
 from onnxfuse.region_operators import ACTIVATION_OF
-from onnxfuse.rewrite.chain_bodies import chained, function_of_nodes
+from onnxfuse.rewrite.chain_bodies import chained, function_of
 
 ALONE: Final = "activation"  # fusion name of an activation that does not follow a fused node
 # Activations that are one operator with x as its only input: operator -> activation name.  A Gelu may be one of two.
@@ -41,7 +41,7 @@ def _operators(nodes: Sequence[Node]) -> onnx.FunctionProto:
     product = [onnx.helper.make_node("Mul", ["x", "t1"], ["t2"], domain="")] if len(nodes) > 1 else []
     first = onnx.helper.make_node(op_of(nodes[0]), ["x"], ["t1"], domain="")
     first.attribute.extend(onnx.helper.make_attribute(name, value) for name, value in nodes[0].attrs.items())
-    return function_of_nodes(["x"], first, *product)
+    return function_of(["x"], [first, *product])
 
 
 def _activation(joins: Joins, end: Node) -> tuple[tuple[Node, ...], str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -14,9 +13,10 @@ from onnxfuse.ir.attributes import input_index, int_attribute
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.node import Node, Tensor
 from onnxfuse.layout.axes import last_axis, to_last
-from onnxfuse.layout.bodies import Body, body_of_function, channels_last_function
+from onnxfuse.layout.bodies import channels_last_function
 from onnxfuse.layout.conversion import Conversion, Kind, Model, fused_node
 from onnxfuse.layout.writer import ImageCall, image_rank
+from onnxfuse.rewrite.chain_bodies import function_of
 
 CHANNEL_FUSIONS: Final = frozenset({"concat", "split"})
 MAX_PARTS: Final = 32  # maximum number of tensors that a Concat joins or a Split computes
@@ -29,7 +29,7 @@ def concat(model: Model, node: Node) -> Conversion | None:
         return None
     operands = {f"x_{i}": tensor for i, tensor in enumerate(node.inputs)}
     inner = helper.make_node("Concat", list(operands), ["y"], axis=_last(model, node.inputs[0]))
-    body = Body(tuple(operands), (inner,), ("y",), (helper.make_opsetid("", model.graph.opset),))
+    body = function_of(list(operands), [inner], model.graph.opset)
     call = ImageCall("concat", body, operands, {"axis": -1}, is_channels_last=True)
     return fused_node(node, call, operands, Kind.NEUTRAL)
 
@@ -43,7 +43,7 @@ def split(model: Model, node: Node) -> Conversion | str | None:
     sizes = _channels(model, node.outputs)
     if sum(sizes) != _channels(model, [x])[0]:
         return "its parts do not make the channels of its image"
-    outputs, last = tuple(f"y_{i}" for i in range(len(sizes))), _last(model, x)
+    outputs, last = [f"y_{i}" for i in range(len(sizes))], _last(model, x)
     if input_index("Split", "split", opset) is None:
         inner = [helper.make_node("Split", ["x"], outputs, axis=last, split=sizes)]
     else:
@@ -52,7 +52,7 @@ def split(model: Model, node: Node) -> Conversion | str | None:
             helper.make_node("Constant", [], ["sizes"], value=stored),
             helper.make_node("Split", ["x", "sizes"], outputs, axis=last),
         ]
-    body = Body(("x",), tuple(inner), outputs, (helper.make_opsetid("", opset),))
+    body = function_of(["x"], inner, opset)
     call = ImageCall("split", body, {"x": x}, {"split": sizes, "axis": -1}, is_channels_last=True)
     return fused_node(node, call, "x", Kind.NEUTRAL)
 
@@ -63,16 +63,12 @@ def between_transposes(function: onnx.FunctionProto) -> onnx.FunctionProto:
     It joins or divides channels-first images, between Transposes.  When functions are expanded to operators again,
     these cancel with the Transposes of neighbouring nodes.
     """
-    body = body_of_function(function)
-    *constants, last = body.nodes
-    inner, axis = onnx.NodeProto(), next(each.i for each in last.attribute if each.name == "axis")
-    inner.CopyFrom(last)
-    next(each for each in inner.attribute if each.name == "axis").i = 1
-    perm = to_last(axis + 1)
-    return channels_last_function(
-        function.name, replace(body, nodes=(*constants, inner)), dict.fromkeys(body.operands, perm),
-        dict.fromkeys(body.outputs, perm), function.attribute,
-    )  # fmt: skip
+    body = onnx.FunctionProto()
+    body.CopyFrom(function)
+    axis = next(each for each in body.node[-1].attribute if each.name == "axis")
+    perm, axis.i = to_last(axis.i + 1), 1
+    perms = dict.fromkeys(body.input, perm), dict.fromkeys(body.output, perm)
+    return channels_last_function(body, *perms)
 
 
 def _are_of_channels(model: Model, axis: int, tensors: Sequence[Tensor]) -> bool:

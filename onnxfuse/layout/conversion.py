@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
 import onnx
-import onnx.numpy_helper
 
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.dtypes import Array
@@ -17,7 +16,7 @@ from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant
 from onnxfuse.ir.serde import node_proto
 from onnxfuse.layout.axes import to_last
-from onnxfuse.layout.bodies import Body, body_of_node
+from onnxfuse.layout.bodies import body_of_node
 from onnxfuse.layout.writer import ImageCall, Writer, image_rank
 
 Layout: TypeAlias = Literal["auto", "nchw", "nhwc"]
@@ -129,11 +128,11 @@ def fused_node(node: Node, call: ImageCall, images: Collection[str], kind: Kind 
 
     read = {call.operands[name].name for name in images}
     reads = tuple(i for i, tensor in enumerate(node.inputs) if tensor.name in read)
-    computes = tuple(range(len(call.body.outputs))) if call.attributes.get("keepdims", 1) else ()
+    computes = tuple(range(len(call.body.output))) if call.attributes.get("keepdims", 1) else ()
     return Conversion(node, kind, reads, computes, write, fusion=call.fusion)
 
 
-def body_of(model: Model, node: Node, operands: Mapping[str, Tensor]) -> Body | str:
+def body_of(model: Model, node: Node, operands: Mapping[str, Tensor]) -> onnx.FunctionProto | str:
     """Return a body with this node and its constants, whose inputs are `operands`; or why that is not possible."""
     names = {tensor.name: name for name, tensor in operands.items()}
     if len(names) < len(operands):
@@ -141,7 +140,7 @@ def body_of(model: Model, node: Node, operands: Mapping[str, Tensor]) -> Body | 
     return body_of_node(node_proto(model.graph, node), names, constants_of(model, node, names), model.graph.opset)
 
 
-def constants_of(model: Model, node: Node, besides: Collection[str]) -> list[onnx.TensorProto]:
-    """Return the constants that a node reads, except the tensors named in `besides`."""
-    others = {t.name: t for t in node.inputs if t.name and t.name not in besides and is_constant(t)}
-    return [onnx.numpy_helper.from_array(constant_value(model.graph, t), name) for name, t in others.items()]
+def constants_of(model: Model, node: Node, besides: Collection[str]) -> dict[str, Array]:
+    """Return the values of the constants that a node reads, by name, except the tensors named in `besides`."""
+    others = (t for t in node.inputs if t.name and t.name not in besides and is_constant(t))
+    return {t.name: constant_value(model.graph, t) for t in others}

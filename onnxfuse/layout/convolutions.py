@@ -9,7 +9,6 @@ from onnxfuse.ir.attributes import int_attribute, ints_attribute
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS, dtype_name
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant, op_of, producer
 from onnxfuse.layout.axes import IMAGE_RANKS, Perm, WeightLayout, to_first, to_last, weight_perm
-from onnxfuse.layout.bodies import body_of_function
 from onnxfuse.layout.conversion import Conversion, Kind, Model, body_of
 from onnxfuse.layout.fusions import CONVOLUTION, TRANSPOSED_CONVOLUTION
 from onnxfuse.layout.writer import ImageCall, Writer, image_rank
@@ -43,8 +42,7 @@ def fused_convolution(model: Model, node: Node, operands: Mapping[str, Tensor]) 
     """Return the conversion of a fused convolution, which keeps its attributes; or why it stays channels-first."""
     if reason := _stays(model, operands, node.outputs[0]):
         return reason
-    body = body_of_function(model.functions[node.op])
-    return _converted(node, ImageCall(str(node.attrs["fusion"]), body, operands, node.attrs))
+    return _converted(node, ImageCall(str(node.attrs["fusion"]), model.functions[node.op], operands, node.attrs))
 
 
 def _stays(model: Model, operands: Mapping[str, Tensor], y: Tensor) -> str:

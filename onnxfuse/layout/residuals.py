@@ -18,11 +18,11 @@ from onnxfuse.layout.fusions import CONVOLUTION, GATE, PRODUCT
 from onnxfuse.layout.joins import Joined, Joins, operands_of, with_attributes
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.fold_shapes import reshape_target
-from onnxfuse.rewrite.chain_bodies import chained, function_of_nodes
+from onnxfuse.rewrite.chain_bodies import chained, function_of
 
 CHANNELS_LAST: Final = (CONVOLUTION, GATE)  # fusions that have channels-last kernels only
 RESIDUAL: Final = "residual"  # the last operand of each of these fusions
-ADDED: Final = function_of_nodes(["x", RESIDUAL], onnx.helper.make_node("Add", ["x", RESIDUAL], ["t1"], domain=""))
+ADDED: Final = function_of(["x", RESIDUAL], [onnx.helper.make_node("Add", ["x", RESIDUAL], ["t1"], domain="")])
 OPS_OF_ONE_RANK: Final = frozenset({"Gemm", "Reshape"})  # operators that fix the rank of x in a body
 
 

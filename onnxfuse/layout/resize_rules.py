@@ -8,7 +8,7 @@ and costs nothing.  It lets a plan for symbolic sizes know the result's shape.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -23,10 +23,11 @@ from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant
 from onnxfuse.ir.serde import node_proto
 from onnxfuse.layout.axes import spatial_axes, to_last
-from onnxfuse.layout.bodies import Body, body_of_node
+from onnxfuse.layout.bodies import body_of_node
 from onnxfuse.layout.conversion import NOT_AN_IMAGE, Conversion, Kind, Model, constants_of
 from onnxfuse.layout.vectors import in_order
 from onnxfuse.layout.writer import ImageCall, Writer, image_rank
+from onnxfuse.rewrite.chain_bodies import function_of
 
 FUSION: Final = "resize"
 LIKE: Final = "like"  # name of the operand whose shape gives the sizes
@@ -174,7 +175,7 @@ def _empty(writer: Writer, sizes: Tensor, places: Mapping[int, int], dtype: int)
 # --- bodies ------------------------------------------------------------------------------------------------------
 
 
-def _body(model: Model, node: Node, target: _Target) -> Body:
+def _body(model: Model, node: Node, target: _Target) -> onnx.FunctionProto:
     """Return a body with the Resize, the constants that it reads, and nodes for sizes that are computed."""
     proto, rank = node_proto(model.graph, node), model.shapes.rank(node.inputs[0]) or 0
     del proto.output[1:]
@@ -196,8 +197,8 @@ def _body(model: Model, node: Node, target: _Target) -> Body:
     made = {name: name for each in before for name in each.output}
     constants = constants_of(model, node, {t.name for t in node.inputs}.difference(proto.input) | made.keys())
     found = body_of_node(proto, {proto.input[0]: "x", **made}, constants, model.graph.opset)
-    operands = ("x", LIKE) if target.is_computed else ("x",)
-    return replace(found, operands=operands, nodes=(*before, *found.nodes))
+    operands = ["x", LIKE] if target.is_computed else ["x"]
+    return function_of(operands, [*before, *found.node], model.graph.opset)
 
 
 def _nodes_of_sizes(axes: Sequence[int], spatial: Sequence[int], rank: int) -> list[onnx.NodeProto]:

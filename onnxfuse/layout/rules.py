@@ -12,7 +12,6 @@ from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, op_of, producer
 from onnxfuse.layout.axes import has_one_pixel, spatial_axes
-from onnxfuse.layout.bodies import body_of_function
 from onnxfuse.layout.channel_rules import concat, split
 from onnxfuse.layout.conversion import (
     NOT_AN_IMAGE,
@@ -57,7 +56,7 @@ def fused(model: Model, node: Node) -> Conversion | str:
         return "its fusion has no channels-last form"
     if not all(image_rank(model.shapes, tensor) for tensor in (*(operands[name] for name in images), *node.outputs)):
         return NOT_AN_IMAGE
-    return fused_node(node, ImageCall(fusion, body_of_function(model.functions[node.op]), operands, node.attrs), images)
+    return fused_node(node, ImageCall(fusion, model.functions[node.op], operands, node.attrs), images)
 
 
 def _element_by_element(model: Model, node: Node) -> Conversion | str:

@@ -21,7 +21,7 @@ from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant, op_of, p
 from onnxfuse.layout.fusions import PRODUCT, SQUEEZE
 from onnxfuse.layout.gates import is_pointwise
 from onnxfuse.layout.joins import Joined, Joins, is_channels_last, operands_of
-from onnxfuse.rewrite.chain_bodies import chained, with_operands
+from onnxfuse.rewrite.chain_bodies import chained, function_of, with_operands
 from onnxfuse.rewrite.replace import attributes_of
 
 MEAN: Final = "global_average_pool"
@@ -169,9 +169,7 @@ def _body(one: Squeeze, joins: Joins) -> onnx.FunctionProto:
 
 def _transposed() -> onnx.FunctionProto:
     """Return a function that transposes weights."""
-    return helper.make_function(
-        DOMAIN, "", ["w"], ["w_kn"], [helper.make_node("Transpose", ["w"], ["w_kn"], perm=SWAPPED)], []
-    )
+    return function_of(["w"], [helper.make_node("Transpose", ["w"], ["w_kn"], perm=SWAPPED)])
 
 
 def _reshaped(shapes: ShapeInfo, view: Node) -> onnx.FunctionProto:
@@ -184,4 +182,4 @@ def _reshaped(shapes: ShapeInfo, view: Node) -> onnx.FunctionProto:
         helper.make_node("Constant", [], ["shape"], value=target),
         helper.make_node("Reshape", ["x", "shape"], ["reshaped"]),
     ]
-    return helper.make_function(DOMAIN, "", ["x"], ["reshaped"], nodes, [])
+    return function_of(["x"], nodes)

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import onnx
 
 from onnxfuse.algebra.index_maps import transposed
 from onnxfuse.analysis.shape_inference import infer_node
@@ -23,7 +24,7 @@ from onnxfuse.layout.axes import (
     to_last,
     weight_perm,
 )
-from onnxfuse.layout.bodies import Body, channels_last_function
+from onnxfuse.layout.bodies import channels_last_function
 from onnxfuse.match.diagnostics import node_name
 from onnxfuse.rewrite.replace import Fused, LocalFunctions, attributes_of
 
@@ -47,7 +48,7 @@ class ImageCall:
     """
 
     fusion: str
-    body: Body
+    body: onnx.FunctionProto
     operands: Mapping[str, Tensor]
     attributes: Mapping[str, AttributeValue]
     perms: Mapping[str, Perm] = field(default_factory=dict)
@@ -182,20 +183,19 @@ class Writer:
     def call(self, node: Node, call: ImageCall) -> None:
         """Replace a node by the call of a channels-last function, which computes as many outputs as the body has."""
         body = call.body
-        outputs = node.outputs[: len(body.outputs)]
+        outputs = node.outputs[: len(body.output)]
         ranks = [self.shapes.rank(output) or 0 for output in outputs]
         perms_of_outputs = {
-            name: to_last(rank) for name, rank in zip(body.outputs, ranks, strict=True) if rank in IMAGE_RANKS
+            name: to_last(rank) for name, rank in zip(body.output, ranks, strict=True) if rank in IMAGE_RANKS
         }
         stated = "fusion", "operands", "output_types", "attributes"
         own = {name: value for name, value in call.attributes.items() if name not in stated}
         own |= {"layout": "nhwc", "output_ranks": ranks}
         every = attributes_of(call.fusion, call.operands, [self.shapes.dtype(output) for output in outputs], own)
-        inner = dict(zip(call.operands, body.operands, strict=True))
-        function = channels_last_function(
-            call.fusion, body, {inner[name]: perm for name, perm in call.perms.items()},
-            {} if call.is_channels_last else perms_of_outputs, list(every),
-        )  # fmt: skip
+        inner = dict(zip(call.operands, body.input, strict=True))
+        perms = {inner[name]: perm for name, perm in call.perms.items()}
+        function = channels_last_function(body, perms, {} if call.is_channels_last else perms_of_outputs)
+        function.name, function.attribute[:] = call.fusion, sorted(every)
         name = node.name if node.domain == DOMAIN else self.graph.unique_name(f"{node_name(outputs[0])}/{call.fusion}")
         if name not in self.recorded:
             self.fused.append(Fused(call.fusion, name, (node.name or outputs[0].name,), {}, outputs[0].name))
@@ -203,7 +203,7 @@ class Writer:
         node.outputs.clear()
         made = [
             self.computed(tensor) if output in perms_of_outputs else tensor
-            for output, tensor in zip(body.outputs, outputs, strict=True)
+            for output, tensor in zip(body.output, outputs, strict=True)
         ]
         op, inputs = self.functions.add(function), call.operands.values()
         self.written.add(self.graph.add_node(op, inputs, made, every, name=name, domain=DOMAIN))

@@ -11,9 +11,13 @@ from onnx import helper
 from onnxfuse.ir.domain import DOMAIN
 
 
-def function_of_nodes(operands: Sequence[str], *nodes: onnx.NodeProto) -> onnx.FunctionProto:
-    """Return a function of these ONNX operators, the last of which computes the result; see `chained`."""
-    return helper.make_function(DOMAIN, "", operands, list(nodes[-1].output), list(nodes), [])
+def function_of(operands: Sequence[str], nodes: Sequence[onnx.NodeProto], opset: int = 0) -> onnx.FunctionProto:
+    """Return a function of these ONNX operators, the last of which computes the results.
+
+    A function that follows another one in `chained` needs no opset.
+    """
+    imports = [helper.make_opsetid("", opset)] if opset else []
+    return helper.make_function(DOMAIN, "", operands, nodes[-1].output, nodes, imports)
 
 
 def chained(before: onnx.FunctionProto, after: onnx.FunctionProto, operand: str = "x") -> onnx.FunctionProto:
