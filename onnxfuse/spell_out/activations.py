@@ -2,61 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Final
+
 from onnxfuse.analysis.rules import RuleTable
 from onnxfuse.dsl.terms import Term
 from onnxfuse.dsl.words import op
+from onnxfuse.ir.node import op_of
 from onnxfuse.patterns._activations import gelu, gelu_tanh, quick_gelu, silu
-from onnxfuse.spell_out.call import Call, Rule
+from onnxfuse.spell_out.call import Call, Rule, known, stay_if
+from onnxfuse.spell_out.views import parts_of
 
 RULES = RuleTable[Rule]()
 
 
-@RULES.rule("com.microsoft::Gelu")
-def _gelu(call: Call) -> dict[int, Term]:
-    return {0: gelu(call.input(0))}
+OF_SUMS: Final[Mapping[str, Callable[[Term], Term]]] = {  # functions of the sum of the inputs
+    "com.microsoft::BiasAdd": lambda x: x,
+    "com.microsoft::BiasGelu": gelu,
+    "com.microsoft::FastGelu": gelu_tanh,
+    "com.microsoft::Gelu": gelu,
+}
 
 
-@RULES.rule("com.microsoft::BiasGelu")
-def _bias_gelu(call: Call) -> dict[int, Term]:
-    return {0: gelu(call.sum_of(0, 1))}
+@RULES.rule(*OF_SUMS)
+def _of_a_sum(call: Call) -> dict[int, Term]:
+    return {0: OF_SUMS[op_of(call.node)](call.sum_of(0, 1, 2))}
 
 
-@RULES.rule("com.microsoft::FastGelu")
-def _fast_gelu(call: Call) -> dict[int, Term]:
-    return {0: gelu_tanh(call.sum_of(0, 1))}
-
-
-@RULES.rule("com.microsoft::QuickGelu")
-def _quick_gelu(call: Call) -> dict[int, Term]:
-    alpha = call.number("alpha", 1.702)
-    return {0: _swish(call.input(0), alpha)}
-
-
-@RULES.rule("Swish")
-def _swish_operator(call: Call) -> dict[int, Term] | None:
-    alpha = call.number("alpha", 1.0)
-    return None if alpha == 1 else {0: _swish(call.input(0), alpha)}
-
-
-def _swish(x: Term, alpha: float) -> Term:
-    """Return x * sigmoid(alpha x)."""
+@RULES.rule("com.microsoft::QuickGelu", "Swish")
+def _swish(call: Call) -> dict[int, Term] | None:
+    """Spell out x * sigmoid(alpha x)."""
+    is_onnx, x = op_of(call.node) == "Swish", call.input(0)
+    alpha = call.attribute("alpha", 1.0 if is_onnx else 1.702)
     if alpha == 1:
-        return silu(x)
-    return quick_gelu(x) if abs(alpha - 1.702) < 1e-6 else x * op.Sigmoid(x * alpha)
+        return None if is_onnx else {0: silu(x)}
+    return {0: quick_gelu(x) if abs(alpha - 1.702) < 1e-6 else x * op.Sigmoid(x * alpha)}
 
 
 @RULES.rule("com.microsoft::BiasSplitGelu")
-def _bias_split_gelu(call: Call) -> dict[int, Term] | str:
-    shape = call.shape(0)
-    if shape is None or not isinstance(shape[-1], int) or shape[-1] % 2:
-        return "the number of its columns is not known, or odd"
-    half = shape[-1] // 2
-    total = call.sum_of(0, 1)
-    left = op.Slice(total, starts=[0], ends=[half], axes=[-1], steps=[1])
-    right = op.Slice(total, starts=[half], ends=[2 * half], axes=[-1], steps=[1])
+def _bias_split_gelu(call: Call) -> dict[int, Term]:
+    odd = "the number of its columns is not known, or odd"
+    columns = known((call.shape(0) or (None,))[-1], odd)
+    stay_if(columns % 2, odd)
+    left, right = parts_of(call.sum_of(0, 1), columns // 2, columns // 2)
     return {0: left * gelu(right)}
-
-
-@RULES.rule("com.microsoft::BiasAdd")
-def _bias_add(call: Call) -> dict[int, Term]:
-    return {0: call.sum_of(0, 1, 2)}

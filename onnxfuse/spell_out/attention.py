@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from onnx import TensorProto
@@ -13,7 +13,8 @@ from onnxfuse.analysis.rules import RuleTable
 from onnxfuse.dsl.terms import Term, as_term
 from onnxfuse.dsl.words import cast_like, op, rearrange, scaled
 from onnxfuse.patterns._attention import axis_size, causal_bias, causal_mask
-from onnxfuse.spell_out.call import Call, Rule
+from onnxfuse.spell_out.call import Call, NoSpelling, Rule, known, stay_if
+from onnxfuse.spell_out.views import join_heads, parts_of, split_heads
 
 RULES = RuleTable[Rule]()
 
@@ -23,245 +24,201 @@ LOWEST: Final[Mapping[int, float]] = {  # added to the scores of keys after thei
     TensorProto.FLOAT16: -65504.0,
     TensorProto.BFLOAT16: -3.3895313892515355e38,
 }
-HEADS: Final = "batch heads {rows} {size}"
 
 
-@dataclass
-class Padding:
-    """A padding mask: a term that is true where keys are kept, and the number added to the scores of others."""
-
-    counts: Term
-    number: float
-
-
-@dataclass
+@dataclass(frozen=True)
 class Heads:
-    """Queries, keys and values as (batch, heads, rows, size), and the biases and masks of the scores."""
+    """Queries, keys and values as (batch, heads, rows, size), and what the softmax needs besides masks and biases."""
 
     queries: Term
     keys: Term
     values: Term
     length: Term  # the number of keys
-    added: tuple[Term, ...] = ()
-    padding: Padding | None = None
     is_causal: bool = False
     softcap: float = 0.0
 
 
-def attended(call: Call, heads: Heads) -> Term:
-    """Return `softmax(scale * queries keys^T + added) values` as (batch, queries, heads * value_size)."""
-    size = call.dims["size"]
-    assert isinstance(size, int)
-    scale = call.scalar("scale", call.number("scale", 0.0) or size**-0.5)
+def attended(call: Call, heads: Heads, bias: int, mask: int | None = None) -> Term:
+    """Return `softmax(scale * queries keys^T + masks) values` as (batch, queries, heads * value_size).
+
+    `bias` and `mask` are the indices of inputs that are added to the scores and that hide keys, if they are present.
+    """
+    size = known(call.dims["size"], "the size of its heads is not known")
+    scale = call.scalar("scale", call.attribute("scale", 0.0) or size**-0.5)
     columns = op.Transpose(heads.keys, perm=[0, 1, 3, 2])
     scores: Term = scaled(op.MatMul(heads.queries, columns), scale)
     if heads.softcap:
         scores = op.Tanh(scores / heads.softcap) * heads.softcap
-    for term in (*heads.added, *_masks(call, heads, columns)):
+    if call.has(bias):
+        scores = scores + call.input(bias)
+    kept = None if mask is None or not call.has(mask) else _kept(call, mask, heads.length)
+    for term in _masks(call, heads, columns, kept):
         scores = scores + term
-    context = op.MatMul(op.Softmax(scores, axis=-1), heads.values)
-    return rearrange(context, "batch heads queries value_size -> batch queries (heads value_size)")
+    return join_heads(op.MatMul(op.Softmax(scores, axis=-1), heads.values), "queries", "value_size")
 
 
-def _masks(call: Call, heads: Heads, columns: Term) -> list[Term]:
-    """Return the terms that masks add to scores.
+def _masks(call: Call, heads: Heads, columns: Term, kept: Term | None) -> list[Term]:
+    """Return the terms that masks add to scores; `kept` is true where keys are kept by padding.
 
     A causal mask replaces the number that padding adds to a score.  If the padding number is so low that adding both
     numbers gives a third one, both masks become one mask, or a Where that selects one of the numbers.
     """
-    padding, lowest = heads.padding, LOWEST[call.dtype(0)]
-    hidden = [] if padding is None else [_added(padding.counts, padding.number, heads)]
+    number = call.attribute("mask_filter_value", MASK_FILTER)
+    hidden = [] if kept is None else [cast_like(op.Where(kept, 0.0, number), like=heads.keys)]
     if not heads.is_causal:
         return hidden
-    sizes = axis_size(heads.queries, 2), axis_size(columns, 3)
-    if padding is not None and padding.number < lowest / 2:
-        if padding.number == lowest:
-            return [causal_bias(*sizes, padding.counts, heads.queries, call.scalar("masked_score", lowest))]
-        return [op.Where(causal_mask(*sizes, as_term(None)), *hidden, cast_like(as_term(lowest), like=heads.keys))]
-    return [*hidden, causal_bias(*sizes, as_term(None), heads.queries, call.scalar("masked_score", lowest))]
+    nothing, sizes = as_term(None), (axis_size(heads.queries, 2), axis_size(columns, 3))
+    lowest = LOWEST.get(call.dtype(0), 0.0)  # operators of other dtypes stay
+    score = call.scalar("masked_score", lowest)
+    if kept is None or number >= lowest / 2:
+        return [*hidden, causal_bias(*sizes, nothing, heads.queries, score)]
+    if number == lowest:
+        return [causal_bias(*sizes, kept, heads.queries, score)]
+    return [op.Where(causal_mask(*sizes, nothing), *hidden, cast_like(as_term(lowest), like=heads.keys))]
 
 
-def _added(counts: Term, number: float, heads: Heads) -> Term:
-    return cast_like(op.Where(counts, 0.0, number), like=heads.keys)
-
-
-def split_heads(x: Term, rows: str, size: str) -> Term:
-    """Return (batch, rows, heads * size) as (batch, heads, rows, size)."""
-    return rearrange(x, f"batch {rows} (heads {size}) -> {HEADS.format(rows=rows, size=size)}")
-
-
-def columns_of(x: Term, start: int, count: int, axis: int = -1) -> Term:
-    """Return `count` columns of x from column `start` on."""
-    return op.Slice(x, starts=[start], ends=[start + count], axes=[axis], steps=[1])
-
-
-def sizes(call: Call, heads: int, hidden: Size, value_hidden: Size) -> str | None:
-    """Name the sizes of heads in `call.dims`; return the reason if they are not known."""
-    for name, whole in ("size", hidden), ("value_size", value_hidden):
-        if not isinstance(whole, int) or not heads or whole % heads:
-            return f"{whole} columns are no {heads} heads of known size"
-        call.dims[name] = whole // heads
-    call.dims["heads"] = heads
-    return None
-
-
-# --- masks ---------------------------------------------------------------------------------------------------------
-
-
-def padding(call: Call, index: int, heads: Heads) -> Padding | str:
-    """Return the padding mask that an input is, or the reason why it has no spelling.
+def _kept(call: Call, index: int, length: Term) -> Term:
+    """Return a term that is true where keys are kept.
 
     The input has 1 where a key is kept, per batch or per batch and query, or it is the number of kept keys.
     """
-    shape, mask = call.shape(index), call.input(index)
-    if shape is None or len(shape) not in (1, 2, 3) or (len(shape) > 1 and shape[-1] != call.dims["keys"]):
-        return f"its mask '{call.tensor(index).name}' has no shape that is known to be one of all keys"
+    name, mask = call.tensor(index).name, call.input(index)
+    no_mask = f"its mask '{name}' has no shape that is known to be one of all keys"
+    shape = call.axes(index, no_mask, 1, 2, 3)
     if len(shape) == 1:
-        if shape[0] != call.dims["batch"]:
-            return f"its mask '{call.tensor(index).name}' is one of places where keys begin and end"
-        places = op.Cast(op.Range(0, heads.length, 1), to=call.dtype(index))
-        counts: Term = op.Less(places, rearrange(mask, "batch -> batch 1 1 1"))
-    else:
-        axes = "batch keys -> batch 1 1 keys" if len(shape) == 2 else "batch queries keys -> batch 1 queries keys"
-        counts = rearrange(op.Greater(mask, 0), axes)
-    return Padding(counts, call.number("mask_filter_value", MASK_FILTER))
+        stay_if(shape[0] != call.dims["batch"], f"its mask '{name}' is one of places where keys begin and end")
+        places = op.Cast(op.Range(0, length, 1), to=call.dtype(index))
+        return op.Less(places, rearrange(mask, "batch -> batch 1 1 1"))
+    stay_if(shape[-1] != call.dims["keys"], no_mask)
+    axes = "batch keys -> batch 1 1 keys" if len(shape) == 2 else "batch queries keys -> batch 1 queries keys"
+    return rearrange(op.Greater(mask, 0), axes)
+
+
+# --- sizes ---------------------------------------------------------------------------------------------------------
+
+
+def _name_heads(call: Call, hidden: Size, value_hidden: Size) -> tuple[int, int]:
+    """Name the number and the sizes of the heads in so many columns; return the numbers of columns."""
+    heads = call.attribute("num_heads", 0)
+    size, value_size = (_size_of_head(columns, heads) for columns in (hidden, value_hidden))
+    call.dims |= {"heads": heads, "size": size, "value_size": value_size}
+    return heads * size, heads * value_size
+
+
+def _size_of_head(columns: Size, heads: int) -> int:
+    if not isinstance(columns, int) or not heads or columns % heads:
+        raise NoSpelling(f"{columns} columns are no {heads} heads of known size")
+    return columns // heads
+
+
+def name_keys(call: Call, past: int) -> None:
+    """Name the number of all keys: of the new ones, and of those of the past in the inputs `past` and `past + 1`."""
+    call.dims["keys"] = call.dims["new"]
+    stay_if(call.has(past) != call.has(past + 1), "it has a past of keys or of values alone")
+    if call.has(past):
+        call.dims["keys"] = call.axes(past, "its past has not four known axes", 4)[2] + call.dims["new"]
+
+
+def after_past(call: Call, past: int, x: Term) -> Term:
+    """Return new keys or values (batch, heads, rows, size) after those of the past, if there are any."""
+    return op.Concat(call.input(past), x, axis=2) if call.has(past) else x
 
 
 # --- Attention -----------------------------------------------------------------------------------------------------
 
 
 @RULES.rule("com.microsoft::Attention")
-def _attention(call: Call) -> dict[int, Term] | str:
-    shape, weights = call.shape(0), call.shape(1)
-    if call.has(4) or call.has(6):
-        return "its cache holds keys and values in one tensor"
-    if call.integer("do_rotary") or shape is None or weights is None or len(shape) != 3:
-        return "it rotates queries and keys" if call.integer("do_rotary") else "its input has not three known axes"
-    columns = weights[1]
-    parts = [int(each) for each in call.numbers("qkv_hidden_sizes")]
-    if not isinstance(columns, int) or (parts and (len(parts) != 3 or sum(parts) != columns or parts[0] != parts[1])):
-        return "its weights have not as many columns as queries, keys and values"
-    hidden, _, value_hidden = parts or [columns // 3] * 3
-    call.dims |= {"batch": shape[0], "queries": shape[1], "new": shape[1], "keys": shape[1]}
-    if reason := sizes(call, call.integer("num_heads"), hidden, value_hidden):
-        return reason
+def _attention(call: Call) -> dict[int, Term]:
+    stay_if(call.has(4) or call.has(6), "its cache holds keys and values in one tensor")
+    stay_if(call.attribute("do_rotary", 0), "it rotates queries and keys")
+    no_axes = "its input has not three known axes"
+    batch, rows, _ = call.axes(0, no_axes, 3)
+    _, columns = call.axes(1, no_axes, 2)
+    sizes = [int(each) for each in call.attribute("qkv_hidden_sizes", list[float]())]
+    if not isinstance(columns, int) or (sizes and (len(sizes) != 3 or sum(sizes) != columns or sizes[0] != sizes[1])):
+        raise NoSpelling("its weights have not as many columns as queries, keys and values")
+    sizes = sizes or [columns // 3] * 3
+    call.dims |= {"batch": batch, "queries": rows, "new": rows, "keys": rows}
+    _name_heads(call, sizes[0], sizes[2])
     packed: Term = op.MatMul(call.input(0), call.input(1))
-    packed = packed + call.input(2) if call.has(2) else packed
+    queries, keys, values = parts_of(packed + call.input(2) if call.has(2) else packed, *sizes)
     heads = Heads(
-        split_heads(columns_of(packed, 0, hidden), "queries", "size"),
-        split_heads(columns_of(packed, hidden, hidden), "new", "size"),
-        split_heads(columns_of(packed, 2 * hidden, value_hidden), "new", "value_size"),
+        split_heads(queries, "queries"),
+        split_heads(keys, "new"),
+        split_heads(values, "new", "value_size"),
         length=axis_size(call.input(0), 1),
-        is_causal=call.integer("unidirectional") == 1,
+        is_causal=call.attribute("unidirectional", 0) == 1,
     )
-    return _with_masks(call, heads, mask=3, bias=5)
-
-
-def _with_masks(call: Call, heads: Heads, mask: int, bias: int) -> dict[int, Term] | str:
-    """Return attention with the inputs `mask` and `bias` as its mask and bias, or the reason for no spelling."""
-    heads.added = (call.input(bias),) if call.has(bias) else ()
-    if call.has(mask):
-        found = padding(call, mask, heads)
-        if isinstance(found, str):
-            return found
-        heads.padding = found
-    return {0: attended(call, heads)}
+    return {0: attended(call, heads, bias=5, mask=3)}
 
 
 # --- MultiHeadAttention --------------------------------------------------------------------------------------------
 
 
 @RULES.rule("com.microsoft::MultiHeadAttention")
-def _multi_head_attention(call: Call) -> dict[int, Term] | str:
-    if call.has(8) or call.has(9):
-        return "it shares the memory of its cache"
-    return _multi_head(call, Inputs(bias=3, mask=4, added=5, past=6))
+def _multi_head_attention(call: Call) -> dict[int, Term]:
+    stay_if(call.has(8) or call.has(9), "it shares the memory of its cache")
+    return _multi_head(call, bias=3, mask=4, added=5, past=6)
 
 
 @RULES.rule("com.microsoft::DecoderMaskedMultiHeadAttention")
-def _decoder_masked_multi_head_attention(call: Call) -> dict[int, Term] | str:
-    if call.rank(1) != 4 or any(map(call.has, (5, 6, 8, 9))):  # only cross attention has a spelling
-        return "it shares the memory of its cache, or has beams"
-    return _multi_head(call, Inputs(bias=10, mask=3, added=4, past=5))
+def _decoder_masked_multi_head_attention(call: Call) -> dict[int, Term]:
+    is_cross = call.rank(1) == 4 and not any(map(call.has, (5, 6, 8, 9)))  # only cross attention has a spelling
+    stay_if(not is_cross, "it shares the memory of its cache, or has beams")
+    return _multi_head(call, bias=10, mask=3, added=4, past=5)
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """The indices of the inputs after queries, keys and values; past values are the input after past keys."""
-
-    bias: int
-    mask: int
-    added: int
-    past: int
-
-
-def _multi_head(call: Call, inputs: Inputs) -> dict[int, Term] | str:
-    found = _heads(call, inputs)
-    if isinstance(found, str):
-        return found
-    keys, values = found.keys, found.values
-    if call.has(inputs.past) != call.has(inputs.past + 1):
-        return "it has a past of keys or of values alone"
-    if call.has(inputs.past):
-        past = call.shape(inputs.past)
-        if past is None or len(past) != 4:
-            return "its past has not four known axes"
-        found.keys = op.Concat(call.input(inputs.past), keys, axis=2)
-        found.values = op.Concat(call.input(inputs.past + 1), values, axis=2)
-        found.length = axis_size(call.input(inputs.past), 2) + found.length
-        call.dims["keys"] = past[2] + call.dims["new"]
-    found.is_causal = call.integer("unidirectional") == 1
-    outputs = _with_masks(call, found, inputs.mask, inputs.added)
-    return outputs if isinstance(outputs, str) else {**outputs, 1: found.keys, 2: found.values}
+def _multi_head(call: Call, bias: int, mask: int, added: int, past: int) -> dict[int, Term]:
+    """Return the outputs; the parameters are indices of inputs, and past values are the input after past keys."""
+    new = _new_heads(call, bias)
+    name_keys(call, past)
+    heads = replace(
+        new,
+        keys=after_past(call, past, new.keys),
+        values=after_past(call, past + 1, new.values),
+        length=axis_size(call.input(past), 2) + new.length if call.has(past) else new.length,
+        is_causal=call.attribute("unidirectional", 0) == 1,
+    )
+    return {0: attended(call, heads, added, mask), 1: heads.keys, 2: heads.values}
 
 
-def _heads(call: Call, inputs: Inputs) -> Heads | str:
-    """Return queries, keys and values split into heads, with their biases, or the reason for no spelling."""
-    query, heads = call.shape(0), call.integer("num_heads")
+def _new_heads(call: Call, bias: int) -> Heads:
+    """Return queries, new keys and new values split into heads, with their biases."""
+    query, key, value = (call.shape(index) for index in range(3))
     if query is None:
-        return "the rank of its queries is not known"
+        raise NoSpelling("the rank of its queries is not known")
     call.dims |= {"batch": query[0], "queries": query[1]}
     if len(query) == 5:
-        return _packed_heads(call, query, 3, inputs)
-    key, value = call.shape(1), call.shape(2)
+        return _packed_heads(call, query, 3, bias)
     if len(query) == 3 and key is not None and len(key) == 5 and not call.has(2):
-        return _packed_heads(call, key, 2, inputs)
+        return _packed_heads(call, key, 2, bias)
     if len(query) != 3 or key is None or value is None or {len(key), len(value)} not in ({3}, {4}):
-        return "its queries, keys and values have no axes that have a spelling"
-    if reason := sizes(call, heads, query[2], value[2] if len(value) == 3 else value[3] * heads):
-        return reason
-    call.dims["new"] = call.dims["keys"] = key[1] if len(key) == 3 else key[2]
-    terms = [call.input(0), call.input(1), call.input(2)]
-    if call.has(inputs.bias):
-        if len(key) == 4:
-            return "it adds biases to keys that have heads already"
-        hidden, value_hidden = query[2], value[2]
-        assert isinstance(hidden, int) and isinstance(value_hidden, int)
-        places = (0, hidden), (hidden, hidden), (2 * hidden, value_hidden)
-        terms = [t + columns_of(call.input(inputs.bias), *place) for t, place in zip(terms, places, strict=True)]
-    if len(key) == 4:
-        return Heads(split_heads(terms[0], "queries", "size"), terms[1], terms[2], axis_size(call.input(1), 2))
-    return Heads(
-        split_heads(terms[0], "queries", "size"),
-        split_heads(terms[1], "new", "size"),
-        split_heads(terms[2], "new", "value_size"),
-        length=axis_size(call.input(1), 1),
-    )
+        raise NoSpelling("its queries, keys and values have no axes that have a spelling")
+    are_split = len(key) == 4
+    value_hidden = value[3] * call.attribute("num_heads", 0) if are_split else value[2]
+    hidden, value_columns = _name_heads(call, query[2], value_hidden)
+    call.dims["new"] = key[-2]
+    terms = [call.input(index) for index in range(3)]
+    if call.has(bias):
+        stay_if(are_split, "it adds biases to keys that have heads already")
+        biases = parts_of(call.input(bias), hidden, hidden, value_columns)
+        terms = [term + each for term, each in zip(terms, biases, strict=True)]
+    queries, keys, values = terms
+    if not are_split:
+        keys, values = split_heads(keys, "new"), split_heads(values, "new", "value_size")
+    return Heads(split_heads(queries, "queries"), keys, values, axis_size(call.input(1), 2 if are_split else 1))
 
 
-def _packed_heads(call: Call, shape: tuple[Size, ...], count: int, inputs: Inputs) -> Heads | str:
+def _packed_heads(call: Call, shape: tuple[Size, ...], count: int, bias: int) -> Heads:
     """Return the heads of packed (batch, rows, heads, 3, size) queries, keys and values; or 2 for keys and values."""
     _, rows, heads, parts, size = shape
-    if parts != count or not isinstance(heads, int) or not isinstance(size, int) or call.has(inputs.bias):
-        return "its packed queries, keys and values have a bias, or sizes that are not known"
-    call.dims |= {"new": rows, "keys": rows, "heads": heads, "size": size, "value_size": size}
-    index = 0 if count == 3 else 1
-    length = axis_size(call.input(index), 1)
-
-    def part(number: int, axis: str) -> Term:
-        taken = columns_of(call.input(index), number, 1, axis=3)
-        return rearrange(taken, f"batch {axis} heads 1 size -> {HEADS.format(rows=axis, size='size')}")
-
-    if count == 3:
-        return Heads(part(0, "queries"), part(1, "new"), part(2, "new"), length)
-    return Heads(split_heads(call.input(0), "queries", "size"), part(0, "new"), part(1, "new"), length)
+    no_sizes = "its packed queries, keys and values have a bias, or sizes that are not known"
+    stay_if(parts != count or call.has(bias), no_sizes)
+    call.dims |= {"new": rows, "heads": known(heads, no_sizes), "size": known(size, no_sizes), "value_size": size}
+    packed = call.input(0 if count == 3 else 1)
+    taken = parts_of(packed, *[1] * count, axis=3)
+    terms = [rearrange(part, "batch new heads 1 size -> batch heads new size") for part in taken]
+    if count == 2:
+        terms.insert(0, split_heads(call.input(0), "queries"))
+    queries, keys, values = terms
+    return Heads(queries, keys, values, axis_size(packed, 1))

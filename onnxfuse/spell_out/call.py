@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.dsl.spans import here
 from onnxfuse.dsl.terms import Capture, Term, as_term
 from onnxfuse.ir.graph import Graph
-from onnxfuse.ir.node import Constant, Node, Tensor, is_constant
+from onnxfuse.ir.node import Node, Tensor
+
+T = TypeVar("T")
+
+
+class NoSpelling(Exception):
+    """Raised by a rule for an operator that has no spelling, with the reason."""
+
+
+def stay_if(condition: object, reason: str) -> None:
+    """Raise NoSpelling with the reason if the condition holds."""
+    if condition:
+        raise NoSpelling(reason)
+
+
+def known(size: Size | None, reason: str) -> int:
+    """Return a size that must be a number.  Raises NoSpelling with the reason where it is none."""
+    if not isinstance(size, int):
+        raise NoSpelling(reason)
+    return size
 
 
 class Call:
@@ -18,7 +37,6 @@ class Call:
 
     dims        sizes by the names that terms use
     values      scalars by the names that terms use
-    choices     the selected variant of each `choose` in the terms
     may_remain  operators of the spelling that need not be fused, besides `spell_out.MAY_REMAIN`
     """
 
@@ -26,9 +44,7 @@ class Call:
         self.graph, self.shapes, self.node = graph, shapes, node
         self.dims: dict[str, Size] = {}
         self.values: dict[str, object] = {}
-        self.choices: dict[str, str] = {}
         self.may_remain: set[str] = set()
-        self._inputs: dict[int, Capture] = {}
 
     def has(self, index: int) -> bool:
         """Return whether the node has an input."""
@@ -42,15 +58,17 @@ class Call:
         return bool(output.outputs) or self.graph.is_kept(output)
 
     def input(self, index: int) -> Term:
-        """Return the term of an input; repeated calls return the same term."""
-        if index not in self._inputs:
-            self._inputs[index] = Capture(kind="tensor", name=input_name(index), span=here())
-        return self._inputs[index]
+        """Return the term of an input."""
+        return Capture(kind="tensor", name=input_name(index), span=here())
 
     def scalar(self, name: str, value: float) -> Capture:
         """Return the term of a scalar with this value."""
         self.values[name] = value
         return Capture(kind="scalar", name=name, span=here())
+
+    def epsilon(self, default: float) -> Term:
+        """Return the term of the attribute `epsilon`."""
+        return as_term(self.attribute("epsilon", default))
 
     def optional(self, index: int) -> Term:
         """Return the term of an input that may be left out, as an operator's optional input."""
@@ -67,16 +85,16 @@ class Call:
         """Return the tensor of an input."""
         return self.node.inputs[index]
 
-    def constant(self, index: int) -> Constant | None:
-        """Return the tensor of an input if it is a constant."""
-        if not self.has(index):
-            return None
-        tensor = self.node.inputs[index]
-        return tensor if is_constant(tensor) else None
-
     def shape(self, index: int) -> tuple[Size, ...] | None:
         """Return the shape of an input; None where its rank is unknown or the input is left out."""
         return self.shapes.shape(self.node.inputs[index]) if self.has(index) else None
+
+    def axes(self, index: int, reason: str, *ranks: int) -> tuple[Size, ...]:
+        """Return the shape of an input.  Raises NoSpelling with the reason unless its rank is one of `ranks`."""
+        shape = self.shape(index)
+        if shape is None or len(shape) not in ranks:
+            raise NoSpelling(reason)
+        return shape
 
     def rank(self, index: int) -> int | None:
         """Return the number of axes of an input; None where it is unknown or the input is left out."""
@@ -87,25 +105,10 @@ class Call:
         """Return the element type of an input, an onnx.TensorProto.DataType; 0 where it is unknown."""
         return self.shapes.dtype(self.node.inputs[index])
 
-    def number(self, name: str, default: float) -> float:
-        """Return an attribute that is a number."""
+    def attribute(self, name: str, default: T) -> T:
+        """Return an attribute; the default where it is absent or of another type."""
         value = self.node.attrs.get(name, default)
-        return value if isinstance(value, int | float) else default
-
-    def integer(self, name: str, default: int = 0) -> int:
-        """Return an attribute that is an integer."""
-        value = self.node.attrs.get(name, default)
-        return value if isinstance(value, int) else default
-
-    def numbers(self, name: str) -> list[float]:
-        """Return an attribute that is a list of numbers; an empty list where it is absent."""
-        value = self.node.attrs.get(name)
-        return [each for each in value if isinstance(each, int | float)] if isinstance(value, list) else []
-
-    def text(self, name: str, default: str = "") -> str:
-        """Return an attribute that is a string."""
-        value = self.node.attrs.get(name, default)
-        return value if isinstance(value, str) else default
+        return value if isinstance(value, type(default)) else default
 
 
 def input_name(index: int) -> str:
@@ -113,6 +116,6 @@ def input_name(index: int) -> str:
     return f"input_{index}"
 
 
-# A rule returns a term for each output index, or a sentence that says why the node stays, or None where patterns match
-# the node as it is.  If an output has no term, the node is spelled out only if nothing reads that output.
-Rule: TypeAlias = Callable[[Call], "dict[int, Term] | str | None"]
+# A rule returns a term for each output index, or None where patterns match the node as it is, or raises NoSpelling.  If
+# an output has no term, the node is spelled out only if nothing reads that output.
+Rule: TypeAlias = Callable[[Call], "dict[int, Term] | None"]

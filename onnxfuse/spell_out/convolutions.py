@@ -8,8 +8,9 @@ from onnxfuse.analysis.rules import RuleTable
 from onnxfuse.dsl.terms import Term
 from onnxfuse.dsl.words import op
 from onnxfuse.ir.node import op_of
-from onnxfuse.spell_out.call import Call, Rule
+from onnxfuse.spell_out.call import Call, Rule, stay_if
 from onnxfuse.spell_out.products import activated
+from onnxfuse.spell_out.views import channels_first, channels_last
 
 RULES = RuleTable[Rule]()
 
@@ -17,26 +18,25 @@ CONV_ATTRIBUTES: Final = ("auto_pad", "dilations", "group", "kernel_shape", "pad
 
 
 @RULES.rule("com.microsoft::FusedConv")
-def _fused_conv(call: Call) -> dict[int, Term] | str:
+def _fused_conv(call: Call) -> dict[int, Term]:
     product: Term = op.Conv(call.input(0), call.input(1), call.optional(2), **_attributes(call))
     total = product + call.input(3) if call.has(3) else product
-    return activated(total, call.text("activation"), call.numbers("activation_params"))
+    return {0: activated(call, total, call.attribute("activation_params", list[float]()))}
 
 
 @RULES.rule("com.microsoft::NhwcConv", "com.microsoft::NhwcFusedConv")
-def _nhwc_conv(call: Call) -> dict[int, Term] | str:
+def _nhwc_conv(call: Call) -> dict[int, Term]:
     """The weights of NhwcConv are (filters, height, width, channels); those of NhwcFusedConv are as in ONNX's Conv."""
-    if call.rank(0) != 4 or call.rank(1) != 4:
-        return "its image has not two spatial axes"
-    x = op.Transpose(call.input(0), perm=[0, 3, 1, 2])
+    stay_if(call.rank(0) != 4 or call.rank(1) != 4, "its image has not two spatial axes")
+    x = channels_first(call.input(0))
     w = call.input(1)
     if op_of(call.node) == "com.microsoft::NhwcConv":
-        w = op.Transpose(w, perm=[0, 3, 1, 2])
+        w = channels_first(w)
     total: Term = op.Conv(x, w, call.optional(2), **_attributes(call))
     if call.has(3):
-        total = total + op.Transpose(call.input(3), perm=[0, 3, 1, 2])
-    found = activated(total, call.text("activation"), call.numbers("activation_params"))
-    return found if isinstance(found, str) else {0: op.Transpose(found[0], perm=[0, 2, 3, 1])}
+        total = total + channels_first(call.input(3))
+    result = activated(call, total, call.attribute("activation_params", list[float]()))
+    return {0: channels_last(result)}
 
 
 def _attributes(call: Call) -> dict[str, Any]:

@@ -19,9 +19,10 @@ from onnxfuse.dsl.words import op, rearrange
 from onnxfuse.ir.attributes import tensor_attribute
 from onnxfuse.ir.node import Node, Tensor, op_of, producer
 from onnxfuse.patterns._attention import axis_size
-from onnxfuse.spell_out.attention import Heads, attended, columns_of
-from onnxfuse.spell_out.call import Call, Rule
+from onnxfuse.spell_out.attention import Heads, after_past, attended, name_keys
+from onnxfuse.spell_out.call import Call, NoSpelling, Rule, known, stay_if
 from onnxfuse.spell_out.rotary import Table, rotated
+from onnxfuse.spell_out.views import parts_of, split_heads
 
 RULES = RuleTable[Rule]()
 
@@ -37,65 +38,62 @@ UNIFORM: Final = VIEWS | {"Cast", "Tile"}  # if all elements of the input are on
 
 
 @RULES.rule("com.microsoft::GroupQueryAttention")
-def _group_query_attention(call: Call) -> dict[int, Term] | str:
-    if any(map(call.has, UNKNOWN_INPUTS)) or call.has(POSITIONS):
-        return "it has positions, a sink, norms, or a quantized cache"
+def _group_query_attention(call: Call) -> dict[int, Term]:
+    unknown = any(map(call.has, UNKNOWN_INPUTS)) or call.has(POSITIONS)
+    stay_if(unknown, "it has positions, a sink, norms, or a quantized cache")
     for name, usual in UNKNOWN_ATTRIBUTES.items():
-        if call.integer(name, usual[0]) not in usual:
-            return f"its attribute {name} is {call.integer(name)}"
-    if reason := _name_sizes(call) or _unequal_lengths(call):
-        return reason
-    queries, keys, values = _new_heads(call)
+        value = call.attribute(name, usual[0])
+        stay_if(value not in usual, f"its attribute {name} is {value}")
+    size = _name_sizes(call)
+    _check_lengths(call)
+    queries, keys, values = _new_heads(call, size)
     past: Term | int = axis_size(call.input(PAST_KEY), 2) if call.has(PAST_KEY) else 0
-    if call.integer("do_rotary"):
-        half, size = (call.shape(COS) or (None,))[-1], call.dims["size"]
-        if not isinstance(half, int) or not isinstance(size, int) or not 0 < 2 * half <= size:
-            return "its tables are not as wide as a part of its heads"
+    if call.attribute("do_rotary", 0):
+        half = (call.shape(COS) or (None,))[-1]
+        if not isinstance(half, int) or not 0 < 2 * half <= size:
+            raise NoSpelling("its tables are not as wide as a part of its heads")
         end = past + axis_size(call.input(QUERY), 1)
         places = op.Unsqueeze(op.Range(past, end, 1), axes=[0])
         cos, sin = Table(call.input(COS), places), Table(call.input(SIN), places)
         queries, keys = (rotated(x, cos, sin, half, size) for x in (queries, keys))
-    if call.has(PAST_KEY):
-        keys = op.Concat(call.input(PAST_KEY), keys, axis=2)
-        values = op.Concat(call.input(PAST_VALUE), values, axis=2)
+    keys, values = after_past(call, PAST_KEY, keys), after_past(call, PAST_VALUE, values)
     copies = "batch kv_heads keys size -> batch (kv_heads repeats) keys size"
-    heads = Heads(queries, rearrange(keys, copies), rearrange(values, copies), axis_size(keys, 2), is_causal=True)
-    heads.added, heads.softcap = (call.input(BIAS),) if call.has(BIAS) else (), call.number("softcap", 0.0)
-    return {0: attended(call, heads), 1: keys, 2: values}
+    heads = Heads(
+        queries, rearrange(keys, copies), rearrange(values, copies), axis_size(keys, 2), is_causal=True,
+        softcap=call.attribute("softcap", 0.0),
+    )  # fmt: skip
+    return {0: attended(call, heads, BIAS), 1: keys, 2: values}
 
 
-def _name_sizes(call: Call) -> str | None:
-    """Name the sizes of queries and keys in `call.dims`; return the reason if they are not known."""
-    query, past = call.shape(QUERY), call.shape(PAST_KEY)
-    heads, kv_heads = call.integer("num_heads"), call.integer("kv_num_heads")
-    if query is None or len(query) != 3 or not heads or not kv_heads or heads % kv_heads:
-        return "its queries have not three known axes, or its heads of keys do not serve as many queries each"
-    parts = heads if call.has(KEY) else heads + 2 * kv_heads
-    if not isinstance(query[2], int) or query[2] % parts:
-        return "the size of its heads is not known"
-    if call.has(PAST_KEY) and (past is None or len(past) != 4):
-        return "its past has not four known axes"
-    size, new = query[2] // parts, query[1]
+def _name_sizes(call: Call) -> int:
+    """Name the sizes of queries and keys; return the size of a head."""
+    reason = "its queries have not three known axes, or its heads of keys do not serve as many queries each"
+    batch, new, columns = call.axes(QUERY, reason, 3)
+    heads, kv_heads = call.attribute("num_heads", 0), call.attribute("kv_num_heads", 0)
+    stay_if(not heads or not kv_heads or heads % kv_heads, reason)
+    parts, no_size = heads if call.has(KEY) else heads + 2 * kv_heads, "the size of its heads is not known"
+    stay_if(known(columns, no_size) % parts, no_size)
+    size = known(columns, no_size) // parts
     call.dims |= {
-        "batch": query[0], "queries": new, "new": new, "heads": heads, "kv_heads": kv_heads, "size": size,
-        "value_size": size, "repeats": heads // kv_heads, "keys": new + past[2] if past else new,
+        "batch": batch, "queries": new, "new": new, "heads": heads, "kv_heads": kv_heads, "size": size,
+        "value_size": size, "repeats": heads // kv_heads,
     }  # fmt: skip
-    return None
+    name_keys(call, PAST_KEY)
+    return size
 
 
-def _unequal_lengths(call: Call) -> str | None:
-    """Return why a sequence may be shorter than past and new keys together; None if none can be."""
+def _check_lengths(call: Call) -> None:
+    """Raise NoSpelling if a sequence may be shorter than past and new keys together."""
     keys = call.dims["keys"]
     for index, length in (LENGTHS, keys - 1), (TOTAL, keys):
-        found = _number(call, call.tensor(index))
-        if found is None:
-            name, mask = call.tensor(index).name, _counted_mask(call.tensor(index))
-            if mask is not None:
-                return f"'{name}' counts '{mask.name}': new keys do not stand behind the past of sequences with padding"
-            return f"the shapes do not tell the lengths '{name}': sequences may be shorter, padded on the right"
-        if found != length:
-            return f"'{call.tensor(index).name}' is {found}; required {length}, past and new keys"
-    return None
+        tensor = call.tensor(index)
+        name, found, mask = tensor.name, _number(call, tensor), _counted_mask(tensor)
+        if found is None and mask is not None:
+            end = "new keys do not stand behind the past of sequences with padding"
+            raise NoSpelling(f"'{name}' counts '{mask.name}': {end}")
+        unknown = f"the shapes do not tell the lengths '{name}': sequences may be shorter, padded on the right"
+        stay_if(found is None, unknown)
+        stay_if(found != length, f"'{name}' is {found}; required {length}, past and new keys")
 
 
 def _number(call: Call, tensor: Tensor) -> Size | None:
@@ -146,20 +144,12 @@ def _before_casts(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _new_heads(call: Call) -> tuple[Term, Term, Term]:
+def _new_heads(call: Call, size: int) -> tuple[Term, Term, Term]:
     """Return the queries, keys and values of this step as (batch, heads, rows, size)."""
-    size, heads, kv_heads = call.dims["size"], call.dims["heads"], call.dims["kv_heads"]
-    parts = [call.input(QUERY)] * 3
     if call.has(KEY):
-        parts = [call.input(index) for index in (QUERY, KEY, VALUE)]
+        queries, keys, values = (call.input(index) for index in (QUERY, KEY, VALUE))
     else:
-        assert isinstance(size, int) and isinstance(heads, int) and isinstance(kv_heads, int)
-        wide, narrow = heads * size, kv_heads * size
-        places = (0, wide), (wide, narrow), (wide + narrow, narrow)
-        parts = [columns_of(part, *place) for part, place in zip(parts, places, strict=True)]
-    names = "heads", "kv_heads", "kv_heads"
-    queries, keys, values = (
-        rearrange(part, f"batch new ({name} size) -> batch {name} new size")
-        for part, name in zip(parts, names, strict=True)
-    )
-    return queries, keys, values
+        wide, narrow = call.attribute("num_heads", 0) * size, call.attribute("kv_num_heads", 0) * size
+        queries, keys, values = parts_of(call.input(QUERY), wide, narrow, narrow)
+    keys, values = (split_heads(x, "new", heads="kv_heads") for x in (keys, values))
+    return split_heads(queries, "new"), keys, values

@@ -11,7 +11,7 @@ from typing import Final
 from onnxfuse.analysis.rules import RuleTable
 from onnxfuse.dsl.terms import Term
 from onnxfuse.dsl.words import op
-from onnxfuse.spell_out.call import Call, Rule
+from onnxfuse.spell_out.call import Call, Rule, stay_if
 
 RULES = RuleTable[Rule]()
 
@@ -23,15 +23,15 @@ OPERATORS: Final = frozenset(
 
 
 @RULES.rule("SoftmaxCrossEntropyLoss")
-def _softmax_cross_entropy_loss(call: Call) -> dict[int, Term] | str:
-    if call.graph.opset < FIRST_OPSET_OF_ONE_AXIS and call.rank(0) != CLASSES + 1:
-        return "before opset 13, LogSoftmax is over all axes from one on"
+def _softmax_cross_entropy_loss(call: Call) -> dict[int, Term]:
+    over_all_axes = call.graph.opset < FIRST_OPSET_OF_ONE_AXIS and call.rank(0) != CLASSES + 1
+    stay_if(over_all_axes, "before opset 13, LogSoftmax is over all axes from one on")
     scores = op.LogSoftmax(call.input(0), axis=CLASSES)
     return {0: _loss(call, scores), 1: scores}
 
 
 @RULES.rule("NegativeLogLikelihoodLoss")
-def _negative_log_likelihood_loss(call: Call) -> dict[int, Term] | str:
+def _negative_log_likelihood_loss(call: Call) -> dict[int, Term]:
     return {0: _loss(call, call.input(0))}
 
 
@@ -42,7 +42,7 @@ def _loss(call: Call, scores: Term) -> Term:
     """
     call.may_remain |= OPERATORS
     labels = call.input(1)
-    ignored = op.Equal(labels, call.integer("ignore_index")) if "ignore_index" in call.node.attrs else None
+    ignored = op.Equal(labels, call.attribute("ignore_index", 0)) if "ignore_index" in call.node.attrs else None
     if ignored is not None:
         labels = op.Where(ignored, 0, labels)  # a label to be ignored may be out of range
     of_labels = op.GatherElements(scores, op.Unsqueeze(labels, axes=[CLASSES]), axis=CLASSES)
@@ -53,7 +53,7 @@ def _loss(call: Call, scores: Term) -> Term:
     if ignored is not None:
         losses = op.Where(ignored, 0.0, losses)
         weights = op.Where(ignored, 0.0, weights) if weights is not None else op.Cast(op.Not(ignored), to=call.dtype(0))
-    reduction = call.text("reduction", "mean")
+    reduction = call.attribute("reduction", "mean")
     if reduction == "none":
         return losses
     if reduction == "mean" and weights is None:

@@ -9,7 +9,9 @@ from onnxfuse.analysis.rules import RuleTable
 from onnxfuse.dsl.terms import Term
 from onnxfuse.dsl.words import op, rearrange
 from onnxfuse.patterns._attention import axis_size, causal_mask
-from onnxfuse.spell_out.call import Call, Rule
+from onnxfuse.spell_out.attention import after_past, name_keys
+from onnxfuse.spell_out.call import Call, NoSpelling, Rule, stay_if
+from onnxfuse.spell_out.views import join_heads, split_heads
 
 RULES = RuleTable[Rule]()
 
@@ -18,69 +20,57 @@ NEEDLESS = {"q_num_heads", "kv_num_heads", "softmax_precision"}  # not needed in
 
 
 @RULES.rule("Attention")
-def _attention(call: Call) -> dict[int, Term] | str | None:
-    shapes = [call.shape(index) for index in (Q, K, V)]
-    if None in shapes or {len(shape or ()) for shape in shapes} not in ({3}, {4}):
-        return "its queries, keys and values have not all three or all four known axes"
-    precision = call.integer("softmax_precision")
-    if precision not in (0, TensorProto.FLOAT, call.dtype(Q)):
-        return "its softmax has another precision"
-    if reason := _name_sizes(call):
-        return reason
+def _attention(call: Call) -> dict[int, Term] | None:
+    _name_sizes(call)
     extra = any(map(call.has, (PAST_KEY, PAST_VALUE, LENGTHS))) or not NEEDLESS.isdisjoint(call.node.attrs)
     if call.rank(Q) == 4 and call.dims["repeats"] == 1 and not extra:
         return None
     queries = _by_heads(call, Q, "queries", "heads", "size")
-    keys = _by_heads(call, K, "new", "kv_heads", "size")
-    values = _by_heads(call, V, "new", "kv_heads", "value_size")
-    if call.has(PAST_KEY):
-        keys = op.Concat(call.input(PAST_KEY), keys, axis=2)
-        values = op.Concat(call.input(PAST_VALUE), values, axis=2)
+    keys = after_past(call, PAST_KEY, _by_heads(call, K, "new", "kv_heads", "size"))
+    values = after_past(call, PAST_VALUE, _by_heads(call, V, "new", "kv_heads", "value_size"))
     mask = _mask(call, queries, keys)
-    if isinstance(mask, str):
-        return mask
-    named = (name for name in ("scale", "softcap") if name in call.node.attrs)
-    attributes = {str(name): call.number(name, 0.0) for name in named}
-    if call.integer("is_causal") and not call.has(PAST_KEY) and not call.has(LENGTHS):
+    numbers = {"scale", "softcap"} & call.node.attrs.keys()
+    attributes = {name: call.attribute(name, 0.0) for name in sorted(numbers)}
+    if call.attribute("is_causal", 0) and not call.has(PAST_KEY) and not call.has(LENGTHS):
         attributes["is_causal"] = 1
     many_keys, many_values = _repeated(call, keys, "size"), _repeated(call, values, "value_size")
     context = op.Attention(queries, many_keys, many_values, mask, **attributes)
-    packed = "batch heads queries value_size -> batch queries (heads value_size)"
-    return {0: rearrange(context, packed) if call.rank(Q) == 3 else context, 1: keys, 2: values}
+    joined = join_heads(context, "queries", "value_size") if call.rank(Q) == 3 else context
+    return {0: joined, 1: keys, 2: values}
 
 
-def _name_sizes(call: Call) -> str | None:
-    """Name the sizes of queries, keys and values in `call.dims`; return the reason if they are not known."""
-    (q, k, v), past = (call.shape(index) or () for index in (Q, K, V)), call.shape(PAST_KEY)
+def _name_sizes(call: Call) -> None:
+    """Name the sizes of queries, keys and values."""
+    no_axes = "its queries, keys and values have not all three or all four known axes"
+    q, k, v = (call.axes(index, no_axes, call.rank(Q) or 0) for index in (Q, K, V))
+    stay_if(len(q) not in (3, 4), no_axes)
+    other_precision = call.attribute("softmax_precision", 0) not in (0, TensorProto.FLOAT, call.dtype(Q))
+    stay_if(other_precision, "its softmax has another precision")
     heads: Size
     kv_heads: Size
     if len(q) == 3:
-        heads, kv_heads = call.integer("q_num_heads"), call.integer("kv_num_heads")
-        if not heads or not kv_heads:
-            return "it does not say how many heads there are"
-        size, value_size, rows, new = q[2] // heads, v[2] // kv_heads, q[1], k[1]
+        heads, kv_heads = call.attribute("q_num_heads", 0), call.attribute("kv_num_heads", 0)
+        stay_if(not heads or not kv_heads, "it does not say how many heads there are")
+        size, value_size = q[2] // heads, v[2] // kv_heads
     else:
-        heads, kv_heads, size, value_size, rows, new = q[1], k[1], q[3], v[3], q[2], k[2]
-    if not isinstance(size, int) or not isinstance(value_size, int):
-        return "the size of its heads is not known"
+        heads, kv_heads, size, value_size = q[1], k[1], q[3], v[3]
+    unknown = not isinstance(size, int) or not isinstance(value_size, int)
+    stay_if(unknown, "the size of its heads is not known")
     repeats = 1
     if heads != kv_heads:
         if not isinstance(heads, int) or not isinstance(kv_heads, int) or not kv_heads or heads % kv_heads:
-            return f"{heads} heads of queries are no multiple of {kv_heads} heads of keys"
+            raise NoSpelling(f"{heads} heads of queries are no multiple of {kv_heads} heads of keys")
         repeats = heads // kv_heads
-    if call.has(PAST_KEY) != call.has(PAST_VALUE) or (call.has(PAST_KEY) and (past is None or len(past) != 4)):
-        return "its past has not four known axes"
     call.dims |= {
-        "batch": q[0], "heads": heads, "queries": rows, "size": size, "kv_heads": kv_heads, "new": new,
-        "value_size": value_size, "repeats": repeats, "keys": new + past[2] if past else new,
+        "batch": q[0], "heads": heads, "queries": q[-2], "size": size, "kv_heads": kv_heads, "new": k[-2],
+        "value_size": value_size, "repeats": repeats,
     }  # fmt: skip
-    return None
+    name_keys(call, PAST_KEY)
 
 
 def _by_heads(call: Call, index: int, rows: str, heads: str, size: str) -> Term:
     """Return an input as (batch, heads, rows, size)."""
-    x = call.input(index)
-    return x if call.rank(index) == 4 else rearrange(x, f"batch {rows} ({heads} {size}) -> batch {heads} {rows} {size}")
+    return call.input(index) if call.rank(index) == 4 else split_heads(call.input(index), rows, size, heads)
 
 
 def _repeated(call: Call, x: Term, size: str) -> Term:
@@ -93,17 +83,17 @@ def _repeated(call: Call, x: Term, size: str) -> Term:
 # --- masks ---------------------------------------------------------------------------------------------------------
 
 
-def _mask(call: Call, queries: Term, keys: Term) -> Term | str:
-    """Return the mask, combined with those of a causal past and of key lengths, or the reason for no spelling."""
-    causal = call.integer("is_causal") == 1
+def _mask(call: Call, queries: Term, keys: Term) -> Term:
+    """Return the mask, combined with those of a causal past and of key lengths."""
+    causal = call.attribute("is_causal", 0) == 1
     given = call.optional(MASK)
     if not call.has(LENGTHS) and not (causal and call.has(PAST_KEY)):
         return given
-    if call.has(MASK) and call.dtype(MASK) != TensorProto.BOOL:
-        return "its mask of numbers stands beside a past or lengths that mask as well"
+    of_numbers = call.has(MASK) and call.dtype(MASK) != TensorProto.BOOL
+    stay_if(of_numbers, "its mask of numbers stands beside a past or lengths that mask as well")
     if not call.has(LENGTHS):
-        if call.dims["queries"] != call.dims["new"]:
-            return "it is causal with a past, and has not as many queries as new keys"
+        as_many = call.dims["queries"] == call.dims["new"]
+        stay_if(not as_many, "it is causal with a past, and has not as many queries as new keys")
         return causal_mask(axis_size(queries, 2), axis_size(keys, 2), given)
     counts = _within_length(call, causal)
     return op.And(counts, given) if call.has(MASK) else counts

@@ -9,26 +9,24 @@ from onnxfuse.analysis.rules import RuleTable
 from onnxfuse.dsl.terms import Term
 from onnxfuse.dsl.words import op
 from onnxfuse.patterns._activations import gelu_tanh
-from onnxfuse.spell_out.call import Call, Rule
+from onnxfuse.spell_out.call import Call, NoSpelling, Rule, known, stay_if
 
 RULES = RuleTable[Rule]()
 
 
 @RULES.rule("com.microsoft::FusedMatMul", "com.microsoft::TransposeMatMul")
-def _fused_matmul(call: Call) -> dict[int, Term] | str:
+def _fused_matmul(call: Call) -> dict[int, Term]:
     sides = []
     for index, side in (0, "A"), (1, "B"):
-        rank = call.rank(index)
-        if rank is None:
-            return f"the rank of '{call.tensor(index).name}' is not known"
+        rank = known(call.rank(index), f"the rank of '{call.tensor(index).name}' is not known")
         order = list(range(rank))
-        if call.integer(f"transBatch{side}") and rank > 2:  # the first axis moves before the last one
+        if call.attribute(f"transBatch{side}", 0) and rank > 2:  # the first axis moves before the last one
             order = [*order[1:-1], 0, order[-1]]
-        if call.integer(f"trans{side}") and rank > 1:
+        if call.attribute(f"trans{side}", 0) and rank > 1:
             order[-2:] = order[:-3:-1]
         moved = order != sorted(order)
         sides.append(op.Transpose(call.input(index), perm=order) if moved else call.input(index))
-    product, alpha = op.MatMul(*sides), call.number("alpha", 1.0)
+    product, alpha = op.MatMul(*sides), call.attribute("alpha", 1.0)
     return {0: product if alpha == 1 else product * alpha}
 
 
@@ -39,14 +37,13 @@ def _gemm_fast_gelu(call: Call) -> dict[int, Term]:
 
 
 @RULES.rule("com.microsoft::FusedGemm")
-def _fused_gemm(call: Call) -> dict[int, Term] | str:
-    product = op.Gemm(
-        call.input(0), call.input(1), call.optional(2), alpha=call.number("alpha", 1.0), beta=call.number("beta", 1.0),
-        transA=call.integer("transA"), transB=call.integer("transB"),
-    )  # fmt: skip
+def _fused_gemm(call: Call) -> dict[int, Term]:
+    defaults = {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0}
+    attributes = {name: call.attribute(name, default) for name, default in defaults.items()}
+    product = op.Gemm(call.input(0), call.input(1), call.optional(2), **attributes)
     names = (f"activation_{name}" for name in ("alpha", "beta", "gamma"))
-    parameters = [call.number(name, 0.0) for name in names if name in call.node.attrs]
-    return activated(product, call.text("activation"), parameters)
+    parameters = [call.attribute(name, 0.0) for name in names if name in call.node.attrs]
+    return {0: activated(call, product, parameters)}
 
 
 # --- activations by name -------------------------------------------------------------------------------------------
@@ -63,13 +60,13 @@ NAMED: Final[Mapping[str, Callable[..., Term]]] = {
 }
 
 
-def activated(x: Term, name: str, parameters: Sequence[float]) -> dict[int, Term] | str:
-    """Return the named activation of x as the first output (x itself for no name), or the reason for no spelling."""
+def activated(call: Call, x: Term, parameters: Sequence[float]) -> Term:
+    """Return x after the activation that the attribute `activation` names, if any."""
+    name = call.attribute("activation", "")
     if not name:
-        return {0: x}
-    if name not in NAMED:
-        return f"the activation {name} has no spelling here"
+        return x
+    stay_if(name not in NAMED, f"the activation {name} has no spelling here")
     try:
-        return {0: NAMED[name](x, *parameters)}
+        return NAMED[name](x, *parameters)
     except TypeError:
-        return f"{name} has {len(parameters)} parameters"
+        raise NoSpelling(f"{name} has {len(parameters)} parameters") from None

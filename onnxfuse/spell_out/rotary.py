@@ -7,15 +7,14 @@ from typing import Final
 
 from onnxfuse.analysis.rules import RuleTable
 from onnxfuse.dsl.terms import Term
-from onnxfuse.dsl.words import either, op, rearrange
+from onnxfuse.dsl.words import either, op
 from onnxfuse.ir.node import consumers, op_of
-from onnxfuse.spell_out.call import Call, Rule
+from onnxfuse.spell_out.call import Call, Rule, known, stay_if
+from onnxfuse.spell_out.views import join_heads, parts_of, split_heads
 
 RULES = RuleTable[Rule]()
 
 READERS: Final = frozenset({"Attention", "com.microsoft::MultiHeadAttention"})  # fusible with packed heads
-BY_HEADS: Final = "batch heads seq size"
-PACKED: Final = "batch seq (heads size)"
 
 
 @dataclass(frozen=True)
@@ -38,32 +37,28 @@ class Table:
 
 
 @RULES.rule("com.microsoft::RotaryEmbedding")
-def _contrib_rotary_embedding(call: Call) -> dict[int, Term] | str:
-    if call.integer("is_packed_batching") or call.number("scale", 1.0) != 1 or call.rank(1) != 2:
-        return "it scales, reads a ragged batch, or counts its positions from a first one"
-    if reason := _name_sizes(call, 2):
-        return reason
-    if call.rank(0) == 3 and not _is_read_by_attention(call):
-        return "its packed heads are not read by attention alone"
-    return _rotated(call, *(Table(call.input(index), call.input(1)) for index in (2, 3)))
+def _contrib_rotary_embedding(call: Call) -> dict[int, Term]:
+    other = call.attribute("is_packed_batching", 0) or call.attribute("scale", 1.0) != 1 or call.rank(1) != 2
+    stay_if(other, "it scales, reads a ragged batch, or counts its positions from a first one")
+    half, size = _name_sizes(call, 2)
+    stay_if(call.rank(0) == 3 and not _is_read_by_attention(call), "its packed heads are not read by attention alone")
+    cos, sin = (Table(call.input(index), call.input(1)) for index in (2, 3))
+    return {0: _rotated(call, cos, sin, half, size)}
 
 
 @RULES.rule("RotaryEmbedding")
-def _rotary_embedding(call: Call) -> dict[int, Term] | str | None:
-    rank, part = call.rank(0), call.integer("rotary_embedding_dim")
+def _rotary_embedding(call: Call) -> dict[int, Term] | None:
+    rank, part, interleaved = call.rank(0), call.attribute("rotary_embedding_dim", 0), call.attribute("interleaved", 0)
     packed_heads = rank == 3 and _is_read_by_attention(call)
-    if not call.has(3) and not packed_heads and not (part and rank == 4 and not call.integer("interleaved")):
+    if not call.has(3) and not packed_heads and not (part and rank == 4 and not interleaved):
         return None
-    if reason := _name_sizes(call, 1):
-        return reason
-    if not call.has(3):
-        return _rotated(call, Table(call.input(1)), Table(call.input(2)))
-    tables = Table(call.input(1), call.input(3)), Table(call.input(2), call.input(3))
+    half, size = _name_sizes(call, 1)
+    positions = call.input(3) if call.has(3) else None
+    cos, sin = (Table(call.input(index), positions) for index in (1, 2))
     if rank == 4 or packed_heads:
-        return _rotated(call, *tables)
-    cos, sin = (table.rows for table in tables)
-    heads, interleaved = call.integer("num_heads"), call.integer("interleaved")
-    return {0: op.RotaryEmbedding(call.input(0), cos, sin, num_heads=heads, interleaved=interleaved,
+        return {0: _rotated(call, cos, sin, half, size)}
+    heads = call.attribute("num_heads", 0)
+    return {0: op.RotaryEmbedding(call.input(0), cos.rows, sin.rows, num_heads=heads, interleaved=interleaved,
                                   rotary_embedding_dim=part)}  # fmt: skip
 
 
@@ -72,58 +67,44 @@ def _is_read_by_attention(call: Call) -> bool:
     return not call.graph.is_kept(output) and all(op_of(reader) in READERS for reader in consumers(output))
 
 
-def _name_sizes(call: Call, table: int) -> str | None:
-    """Name the sizes of the input and of half the rotated part; return the reason if they are not known."""
-    shape, widths = call.shape(0), call.shape(table)
-    if shape is None or widths is None or len(shape) not in (3, 4):
-        return "its input has not three or four known axes"
-    half, size, heads = widths[-1], shape[-1], call.integer("num_heads")
-    if not isinstance(size, int) or not isinstance(half, int) or half < 1:
-        return "the size of its heads or of its tables is not known"
+def _name_sizes(call: Call, table: int) -> tuple[int, int]:
+    """Name the sizes of the input; return half the size of the rotated part, and the size of a head."""
+    no_axes = "its input has not three or four known axes"
+    shape, widths = call.axes(0, no_axes, 3, 4), call.axes(table, no_axes, 2, 3)
+    unknown = "the size of its heads or of its tables is not known"
+    half, size, heads = known(widths[-1], unknown), known(shape[-1], unknown), call.attribute("num_heads", 0)
+    stay_if(half < 1, unknown)
     if len(shape) == 3:
         heads = heads or size // (2 * half)
         size = size // heads if heads and size % heads == 0 else 0
-    if 2 * half > size:
-        return "its tables are wider than its heads"
-    if call.integer("rotary_embedding_dim", 2 * half) not in (0, 2 * half):
-        return "its tables are not as wide as what it rotates"
-    rows = shape[2] if len(shape) == 4 else shape[1]
-    call.dims |= {"batch": shape[0], "seq": rows, "size": size, "half": half}
-    call.dims["heads"] = shape[1] if len(shape) == 4 else heads
-    return None
+    stay_if(2 * half > size, "its tables are wider than its heads")
+    width = call.attribute("rotary_embedding_dim", 0) or 2 * half
+    stay_if(width != 2 * half, "its tables are not as wide as what it rotates")
+    call.dims |= {"batch": shape[0], "seq": shape[-2], "size": size, "heads": heads if len(shape) == 3 else shape[1]}
+    return half, size
 
 
-def _rotated(call: Call, cos: Table, sin: Table) -> dict[int, Term] | str:
+def _rotated(call: Call, cos: Table, sin: Table, half: int, size: int) -> Term:
     """Return the input rotated by tables of (batch, seq, half); packed heads are split, rotated and packed again."""
-    packed, interleaved = call.rank(0) == 3, call.integer("interleaved") == 1
-    x = rearrange(call.input(0), f"{PACKED} -> {BY_HEADS}") if packed else call.input(0)
-    half, size = call.dims["half"], call.dims["size"]
-    assert isinstance(half, int) and isinstance(size, int)
-    if interleaved and 2 * half < size:
-        return "it rotates neighbours of a part of each head"
-    if interleaved and call.graph.opset < 23:
-        return "it rotates neighbours, which has a spelling from opset 23 on"
+    packed, interleaved = call.rank(0) == 3, call.attribute("interleaved", 0) == 1
+    stay_if(interleaved and 2 * half < size, "it rotates neighbours of a part of each head")
+    stay_if(interleaved and call.graph.opset < 23, "it rotates neighbours, which has a spelling from opset 23 on")
+    x = split_heads(call.input(0), "seq") if packed else call.input(0)
+    result = rotated(x, cos, sin, half, size)
     if 2 * half == size:
-        operator = op.RotaryEmbedding(x, cos.rows, sin.rows, interleaved=int(interleaved))
-        result = either(operator, rotated(x, cos, sin, half, size))
-    else:
-        result = rotated(x, cos, sin, half, size)
-    return {0: rearrange(result, f"{BY_HEADS} -> {PACKED}") if packed else result}
+        result = either(op.RotaryEmbedding(x, cos.rows, sin.rows, interleaved=int(interleaved)), result)
+    return join_heads(result, "seq") if packed else result
 
 
 def rotated(x: Term, cos: Table, sin: Table, half: int, size: int) -> Term:
     """Return x (batch, heads, rows, size) with the first 2 * half elements of each head rotated, in basic operators."""
     if 2 * half == size:
         return rotated_halves(x, cos, sin, half)
-    return op.Concat(rotated_halves(part_of(x, 0, 2 * half), cos, sin, half), part_of(x, 2 * half, size), axis=-1)
+    part, rest = parts_of(x, 2 * half, size - 2 * half)
+    return op.Concat(rotated_halves(part, cos, sin, half), rest, axis=-1)
 
 
 def rotated_halves(x: Term, cos: Table, sin: Table, half: int) -> Term:
     """Return x * cos + rotate_half(x) * sin."""
-    swapped = op.Concat(-part_of(x, half, 2 * half), part_of(x, 0, half), axis=-1)
-    return x * cos.wide_rows + swapped * sin.wide_rows
-
-
-def part_of(x: Term, start: int, end: int) -> Term:
-    """Return the elements of the last axis from `start` to `end`."""
-    return op.Slice(x, starts=[start], ends=[end], axes=[-1], steps=[1])
+    left, right = parts_of(x, half, half)
+    return x * cos.wide_rows + op.Concat(-right, left, axis=-1) * sin.wide_rows

@@ -36,7 +36,7 @@ from onnxfuse.spell_out import (
     products,
     rotary,
 )
-from onnxfuse.spell_out.call import Call, Rule, input_name
+from onnxfuse.spell_out.call import Call, NoSpelling, Rule, input_name, stay_if
 
 CONTRIB: Final = "com.microsoft::"
 RULES: Final = RuleTable[Rule]()
@@ -100,14 +100,16 @@ def spell_out(graph: Graph, shapes: ShapeInfo, keep: Collection[str] = frozenset
             continue
         call, label, output = Call(graph, shapes, node), node_label(node), node.outputs[0].name
         try:
-            found = _written(call, rule)
+            written = _written(call, rule)
+        except NoSpelling as error:
+            stays.append(Stays(op_of(node), label, str(error)))
         except Exception as error:
             shapes.note(f"spelling {op_of(node)} out", error)
-            found = f"its rule raised {type(error).__name__}"
-        if isinstance(found, str):
-            stays.append(Stays(op_of(node), label, found))
-        elif found is not None:
-            spelled.append(Spelled(op_of(node), label, output, _replace(call, found), frozenset(call.may_remain)))
+            stays.append(Stays(op_of(node), label, f"its rule raised {type(error).__name__}"))
+        else:
+            if written is not None:
+                made = _replace(call, *written)
+                spelled.append(Spelled(op_of(node), label, output, made, frozenset(call.may_remain)))
     if spelled:
         graph.remove_dead()
         graph.sort()
@@ -151,55 +153,40 @@ def in_terms_of_model(fused: Iterable[Fused], spelled: Iterable[Spelled]) -> tup
 # --- writing -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Written:
-    """The nodes of a spelling, and by output index of the operator, the names of their results."""
+def _written(call: Call, rule: Rule) -> tuple[Sequence[onnx.NodeProto], Mapping[int, str]] | None:
+    """Return the nodes of an operator's spelling, and the names of their results by output index.
 
-    nodes: Sequence[onnx.NodeProto]
-    outputs: Mapping[int, str]
-
-
-def _written(call: Call, rule: Rule) -> _Written | str | None:
-    """Return the nodes of an operator's spelling; the reason, or None, if it stays as it is."""
-    node, shapes = call.node, call.shapes
-    found = rule(call)
-    if not isinstance(found, dict):
-        return found
-    unknown = [t.name for t in node.inputs if t.name and not shapes.dtype(t)]
-    if unknown:
-        return f"the dtype of '{unknown[0]}' is not known"
-    outputs = {i: term for i, term in found.items() if call.is_read(i)}
-    lacking = [t.name for i, t in enumerate(node.outputs) if call.is_read(i) and i not in found]
-    if lacking:
-        return f"its output '{lacking[0]}' is read, which has no spelling"
-    dtype = shapes.dtype(node.outputs[0])
-    if dtype not in FUSIBLE_FLOATS:
-        return "its dtype is none that is fused"
-    builder = BodyBuilder(_variant(call, dtype))
-    if not all(map(builder.can_write, outputs.values())):
-        return f"opset {call.graph.opset} has no operators that compute it"
+    Returns None where patterns match the operator as it is.  Raises NoSpelling if it stays for another reason.
+    """
+    node, opset, found = call.node, call.graph.opset, rule(call)
+    if found is None:
+        return None
+    for tensor in node.inputs:
+        stay_if(tensor.name and not call.shapes.dtype(tensor), f"the dtype of '{tensor.name}' is not known")
+    outputs = {i: tensor for i, tensor in enumerate(node.outputs) if call.is_read(i)}
+    for i, tensor in outputs.items():
+        stay_if(i not in found, f"its output '{tensor.name}' is read, which has no spelling")
+    dtype = call.shapes.dtype(node.outputs[0])
+    stay_if(dtype not in FUSIBLE_FLOATS, "its dtype is none that is fused")
+    dtypes = {input_name(i): call.dtype(i) for i in range(len(node.inputs)) if call.has(i)}
+    builder = BodyBuilder(Variant(opset, dtypes, (dtype,), call.rank(0) or 0, call.values, call.dims))
+    no_way = not all(builder.can_write(found[i]) for i in outputs)
+    stay_if(no_way, f"opset {opset} has no operators that compute it")
     try:
-        names = {i: builder.cast(builder.value(term), dtype).name for i, term in outputs.items()}
+        names = {i: builder.cast(builder.value(found[i]), dtype).name for i in outputs}
     except PatternError as error:
-        return str(error)
-    return _Written(builder.nodes, names)
+        raise NoSpelling(str(error)) from error
+    return builder.nodes, names
 
 
-def _variant(call: Call, dtype: int) -> Variant:
-    tensors = enumerate(call.node.inputs)
-    dtypes = {input_name(i): call.shapes.dtype(tensor) for i, tensor in tensors if tensor.name}
-    rank = call.rank(0) or 0
-    return Variant(call.graph.opset, dtypes, (dtype,), rank, call.values, call.dims, call.choices)
-
-
-def _replace(call: Call, written: _Written) -> frozenset[str]:
+def _replace(call: Call, nodes: Sequence[onnx.NodeProto], results: Mapping[int, str]) -> frozenset[str]:
     """Replace an operator by the nodes of its spelling; return their names."""
     graph, node = call.graph, call.node
     label, outputs = node_label(node), list(node.outputs)
     operands: dict[str, Tensor] = {input_name(i): tensor for i, tensor in enumerate(node.inputs)}
     node.inputs.clear()
     node.outputs.clear()
-    ends = [(name, outputs[index]) for index, name in written.outputs.items()]
-    made = insert_nodes(graph, call.shapes, written.nodes, operands, ends, label)
+    ends = [(name, outputs[index]) for index, name in results.items()]
+    made = insert_nodes(graph, call.shapes, nodes, operands, ends, label)
     graph.linked.nodes.remove(node)
     return frozenset(each.name for each in made)

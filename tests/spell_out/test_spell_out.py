@@ -63,6 +63,14 @@ def test_an_operator_stays_that_normalizes_two_axes() -> None:
     assert [one.reason for one in report.stays] == ["it normalizes several axes, from axis 1 on"]
 
 
+def test_a_causal_attention_in_double_precision_stays() -> None:
+    text = """(double[2,5,8] x) => (double[2,5,8] y) <double[8,24] w, double[24] b>
+    { y = com.microsoft.Attention <num_heads = 2, unidirectional = 1> (x, w, b) }"""
+    _, report = optimize(parsed(text))
+    assert [one.reason for one in report.stays] == ["its dtype is none that is fused"]
+    assert not report.left_out
+
+
 def test_what_is_left_out_by_name_keeps_its_operator() -> None:
     text = """(float[2,5,8] x, float[2,5,8] k) => (float[2,5,8] y) <float[8] g, float[8] b>
     { y = com.microsoft.SkipLayerNormalization(x, k, g, b) }"""
