@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 import onnx
@@ -17,7 +17,7 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.control_flow.body import read_bodies, write_body
 from onnxfuse.half.choose import Known, choose
 from onnxfuse.half.masks import adding_masks, masked_inputs
-from onnxfuse.half.operators import BROADCAST_MAX_OPSET, READS_ANY, half_inputs, half_outputs, keeps_dtypes
+from onnxfuse.half.operators import READS_ANY, half_inputs, half_outputs, keeps_dtypes
 from onnxfuse.half.precision import FLOAT16, REAL, Kept
 from onnxfuse.half.scope import Scope
 from onnxfuse.half.weights import ScratchFolder
@@ -29,6 +29,7 @@ from onnxfuse.ir.serde import write_model
 from onnxfuse.passes.folded import node_label
 
 FLOAT = TensorProto.FLOAT
+IS_INF_OPSET: Final = 10  # the first opset with IsInf
 Io: TypeAlias = Literal["float32", "half"]
 
 
@@ -243,14 +244,17 @@ class _Part:
         return seen is not None and seen.lowest < lowest
 
     def _bounded(self, tensor: Tensor) -> Tensor:
-        """Return a tensor whose finite values stay finite in half precision."""
+        """Return a tensor whose finite values stay finite in half precision, and whose infinite ones stay infinite."""
         graph, lowest = self.graph, -self.known.precision.largest
         result = graph.variable(f"{tensor.name}_bounded")
-        if graph.opset < BROADCAST_MAX_OPSET:
+        if graph.opset < IS_INF_OPSET:
             graph.add_node("Clip", [tensor], [result], {"min": lowest})
-        else:
-            bound = graph.constant(f"{tensor.name}_lowest", np.array(lowest, np.float32))
-            graph.add_node("Max", [tensor, bound], [result])
+            return result
+        bound = graph.constant(f"{tensor.name}_lowest", np.array(lowest, np.float32))
+        finite, is_infinite = (graph.variable(f"{tensor.name}_{end}") for end in ("finite", "is_infinite"))
+        graph.add_node("Max", [tensor, bound], [finite])
+        graph.add_node("IsInf", [tensor], [is_infinite])
+        graph.add_node("Where", [is_infinite, tensor, finite], [result])
         return result
 
     def _weight(self, tensor: Constant, dtype: int) -> Constant:

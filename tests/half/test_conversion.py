@@ -571,6 +571,25 @@ def test_a_mask_that_callers_add_to_scores_stays_finite() -> None:
     assert np.isfinite(run(model, **feeds)[0]).all()
 
 
+def test_a_row_that_callers_mask_by_infinity_stays_without_numbers() -> None:
+    """PyTorch writes 0 for such a row, which it finds by IsNaN; equal weights would give it the mean of the values."""
+    text = """
+    masked (float[batch,4,4] scores, float[batch,4,4] mask) => (float[batch,4,4] y)
+    <float zero = {0}>
+    {
+      sum = Add (scores, mask)
+      p = Softmax <axis = -1> (sum)
+      nothing = IsNaN (p)
+      y = Where (nothing, zero, p)
+    }
+    """
+    mask = np.where(np.tri(4), 0, np.float32("-inf")).astype(np.float32)[None]
+    mask[:, 1], mask[:, 2, 1] = -np.inf, np.finfo(np.float32).min
+    feeds = {"scores": np.zeros((1, 4, 4), np.float32), "mask": mask}
+    model, _ = optimize(parse(text), dtype="float16", inputs=feeds)
+    np.testing.assert_allclose(run(model, **feeds)[0], run(parse(text), **feeds)[0], atol=1e-3)
+
+
 def test_masks_and_ranges_at_the_oldest_opset() -> None:
     """Opset 7 has no Where, and its Max takes equal shapes."""
     text = "masked (float[2,4] scores, float[2,4] mask) => (float[2,4] y) { s = Add (scores, mask)  y = Softmax (s) }"
