@@ -39,12 +39,13 @@ def _fold(graph: Graph, shapes: ShapeInfo, root: Node) -> list[Folded]:
         nodes.append(node)
     if not nodes or not 0 < factor < math.inf or not _is_mean_of_squares(graph, mean):
         return []
-    stem, at = root.outputs[0].name, int(is_constant(product.inputs[1]))
+    shape, stem, at = shapes.shape(mean), root.outputs[0].name, int(is_constant(product.inputs[1]))
+    if shape != shapes.shape(root.outputs[0]):  # a factor or an epsilon adds axes
+        return []
     weight = product.inputs[at]
     assert is_constant(weight)
     value: Array = constant_value(graph, weight)
     number = graph.constant(f"{stem}_epsilon", value.dtype.type(epsilon / factor).reshape(()))
-    shape = shapes.shape(root.outputs[0])
     root.inputs[0] = emit(graph, shapes, "Add", [mean, number], f"{stem}_of_mean", shape, FLOAT)
     product.inputs[at] = graph.constant(f"{weight.name}_scaled", (value / math.sqrt(factor)).astype(value.dtype))
     return [Folded("scale", node_label(node), node_label(product)) for node in nodes]
