@@ -60,6 +60,9 @@ class Run:
     float32_outputs: Mapping[str, object]
 
 
+RunAt: TypeAlias = Callable[[dict[str, int], dict[str, Array]], Run]
+
+
 @dataclass(frozen=True)
 class Reference:
     """The runs of the original, which the optimized model is compared with.
@@ -234,32 +237,38 @@ class _Original:
 
         left = draws(self.model, self.shapes, self.given)
         runs = _first_runs(left, run_at, tell, bool(self.given))
+        with suppress(VerificationError):  # a run took too long: the others may as well
+            self._run_more(runs, left, run_at, tell)
+        return runs, list(self._at_edges(runs, run_at, tell)) if self.edges else []
+
+    def _run_more(self, runs: list[Run], left: Iterator[Draw], run_at: RunAt, tell: Progress) -> None:
+        """Add the runs after the first ones to `runs`.  Raises VerificationError if one exceeds the time limit."""
+
+        def add(told: str, sizes: dict[str, int], feeds: dict[str, Array]) -> bool:
+            tell(f"run the original{told}")
+            try:
+                runs.append(run_at(sizes, feeds))
+            except VerificationError:
+                raise
+            except Exception:  # sizes and values that the model refuses are skipped
+                return False
+            return True
+
         first, last, may_show = runs[0], runs[-1], self._may_show_more(runs)
         for sizes, feeds in largest_first(self.model, self.folder, left) if may_show else ():
-            tell("run the original" + _named(sizes))
-            with suppress(Exception):  # sizes and values that the model refuses are skipped
-                runs.append(run_at(sizes, feeds))
+            if add(_named(sizes), sizes, feeds):
                 break
         if flags := inverted_flags(first.feeds, self.given):
-            tell("run the original with flags inverted")
-            with suppress(Exception):
-                runs.append(run_at(first.sizes, first.feeds | flags))
+            add(" with flags inverted", first.sizes, first.feeds | flags)
         for feeds in with_mask_rows(last.feeds, mask_inputs(self.model, self.given)) if self.mask_rows else ():
-            tell("run the original on masks that leave nothing")
-            with suppress(Exception):
-                runs.append(run_at(last.sizes, feeds))
+            add(" on masks that leave nothing", last.sizes, feeds)
         for kind in REDRAWS if may_show else ():
             feeds = redrawn(first.feeds, kind, self.given)
             if not feeds or not self._may_show_more(runs):
                 break
-            tell(f"run the original on {kind} values")
-            with suppress(Exception):
-                runs.append(run_at(first.sizes, first.feeds | feeds))
-        return runs, list(self._at_edges(runs, run_at, tell)) if self.edges else []
+            add(f" on {kind} values", first.sizes, first.feeds | feeds)
 
-    def _at_edges(
-        self, runs: Sequence[Run], run_at: Callable[[dict[str, int], dict[str, Array]], Run], tell: Progress
-    ) -> Iterator[Run]:
+    def _at_edges(self, runs: Sequence[Run], run_at: RunAt, tell: Progress) -> Iterator[Run]:
         """Yield the runs at sizes 0 and 1 that the model accepts; stop after MAX_SECONDS_AT_EDGES.
 
         If models run in this process, size 0 is skipped: some kernels of onnxruntime divide by it, which would crash
@@ -275,7 +284,7 @@ class _Original:
             tell("run the original" + _named(draw.sizes))
             try:
                 yield run_at(draw.sizes, draw.make())
-            except OnnxruntimeCrash:  # it would crash at other edge sizes too
+            except (OnnxruntimeCrash, VerificationError):  # it would crash, or take too long, at other edge sizes too
                 break
             except Exception:  # where the original fails, there is nothing to compare with
                 continue
@@ -290,9 +299,7 @@ def _named(sizes: Mapping[str, int]) -> str:
     return "".join(f", {name}={size}" for name, size in sizes.items())
 
 
-def _first_runs(
-    left: Iterator[Draw], run_at: Callable[[dict[str, int], dict[str, Array]], Run], tell: Progress, is_given: bool
-) -> list[Run]:
+def _first_runs(left: Iterator[Draw], run_at: RunAt, tell: Progress, is_given: bool) -> list[Run]:
     """Run the draws in order; return the first runs that succeed.  Raises VerificationError if none does."""
     runs: list[Run] = []
     failures: list[tuple[dict[str, int], str]] = []

@@ -11,7 +11,7 @@ import onnx.parser
 import pytest
 from exported_models import load_exported
 
-from onnxfuse import optimize
+from onnxfuse import VerificationError, optimize
 from onnxfuse.verify import own_process, reference
 from onnxfuse.verify.compare import compare
 from onnxfuse.verify.inputs import MAX_DIMS_AT_EDGES
@@ -143,3 +143,23 @@ def test_a_fusion_that_is_wrong_at_size_one_is_taken_back(tmp_path: Path) -> Non
 def test_exported_models_compute_the_same_at_sizes_of_0_and_1(name: str) -> None:
     _, report = optimize(load_exported(name))
     assert not report.dropped and report.verified.status == "verified"
+
+
+def test_a_run_that_exceeds_the_time_limit_is_the_last_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others would take as long: verification of a model with nested Scans took minutes."""
+    tried, usual = [], reference.run
+
+    def limited(session: object, feeds: dict[str, np.ndarray]) -> dict[str, object]:
+        tried.append(feeds["x"].shape[0])
+        if len(tried) > 2:
+            raise VerificationError("onnxruntime took more than 20 s")
+        return usual(session, feeds)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(reference, "run", limited)
+    source = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]> g (float[n] x, bool f) => (float[n] y)
+        { z = Sub (x, x) y = If (f) <then_branch = g () => (float[n] a) { a = Neg (z) },
+                                     else_branch = g () => (float[n] b) { b = Abs (z) }> }""")
+    found = run_original(source, None, {}, lambda line: None)
+    assert (len(found.runs), len(found.edges)) == (2, 0)
+    # Two usual runs, one at a larger size, one at an edge, and one with onnxruntime's optimizations.
+    assert tried == [2, 3, max(tried), 1, 2]
