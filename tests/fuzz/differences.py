@@ -12,7 +12,7 @@ from drafts import types
 from onnx import TensorProto
 
 RELATIVE = {"float64": 1e-5, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}  # of the largest value
-NOISE = {"": 6, "float16": 10, "bfloat16": 10}  # times as far as the original moves where it rounds otherwise
+NOISE = {"": 6, "float16": 16, "bfloat16": 16}  # times as far as the original moves where it rounds otherwise
 SMALLEST_FLOAT16 = 2.0**-20  # smaller differences count for nothing: the smallest subnormal is 2^-24
 MAX_STEPS = 3  # times as many values may be at another step of a quantizer as where the original rounds otherwise
 MAX_ROUNDED_OTHERWISE = 0.02  # of an output's values, where it rounds on purpose or to steps: equal ones move together

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from random import Random
 from typing import Any
@@ -20,6 +21,7 @@ WHOLE = 2  # the draw whose floats are whole numbers, so that many are equal
 SPECIAL_DRAWS = (1, 2)  # in which a model that is asked for special values gets them
 SHARE_OF_SPECIAL = 0.15  # of the elements
 DRAWABLE = set(onnx.TensorProto.DataType.values()) - {TensorProto.UNDEFINED, TensorProto.STRING}
+MAX_ELEMENTS = 2**24  # of an input
 UNKNOWN = "unknown"  # the symbol of dims that no model declares: 2 at first
 Dims = Mapping[str, Sequence[Dim]]
 
@@ -29,7 +31,7 @@ def draws(
 ) -> Iterator[dict[str, Any]]:
     """Yield inputs: at the first sizes of the symbols, at others, at 0 and 1 of some symbols, and of all of them.
 
-    There are none for a model whose inputs are no tensors of numbers.
+    There are none for a model whose inputs are no tensors of numbers, or have no sizes that can be drawn.
 
     sizes    the first sizes of the symbols
     dims     of inputs whose shapes the model does not declare
@@ -49,6 +51,8 @@ def draws(
         for each in model.graph.input:
             dtype = each.type.tensor_type.elem_type
             shape = tuple(kept[each.name].dims) if each.name in kept else shape_at(declared[each.name], now)
+            if min(shape, default=0) < 0 or math.prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
+                return
             feeds[each.name] = drawn(numbers, shape, dtype, SCALES[draw], whole=draw == WHOLE)
             if special and draw in SPECIAL_DRAWS and dtype in FLOATS:
                 feeds[each.name] = with_specials(numbers, feeds[each.name])

@@ -1,6 +1,7 @@
 """Files of strangers: models with fields that no exporter writes, given to the command line.
 
-It must end with one line and the exit code 1, or with a file that computes the same.  It must not end in a traceback,
+It must end with one line and the exit code 1 (2 if an option does not fit the model), or with a file that computes the
+same.  It must not end in a traceback,
 take more than MAX_BYTES, or print a control character.
 """
 
@@ -27,6 +28,7 @@ from onnxfuse.verify import own_process
 MAX_BYTES = 2 * 2**30  # that one command may take
 MAX_CHANGES = 3
 WRITTEN = (0, 3, 4)  # exit codes with which a file is written
+REFUSED = (1, 2)  # exit codes with which none is
 NAMES = ["\x1b]52;c;aGk=\x07", "\x1b[2J\x1b[H", "a\nError: b", "\u202egnp", "\x9b31m", "", " ", "x" * 100_000,
          "[red]x[/]", "../../up", "C:\\con", "a\0b", "onnxfuse", "%s%n{0}", "::"]  # fmt: skip
 Change = Callable[[Random, onnx.ModelProto], None]
@@ -75,11 +77,11 @@ def _of_result(command: str, result: Result, written: bool) -> Verdict | None:
     if odd:
         return Verdict("traceback", f"{command}: it prints the control character {odd[0]!r}")
     said = [line for line in result.stderr.splitlines() if line.strip()]
-    if result.exit_code == 1 and (len(said) != 1 or not said[0].startswith("error: ")):
+    if result.exit_code in REFUSED and (len(said) != 1 or not said[0].startswith("error: ")):
         return Verdict("traceback", f"{command}: it ends with {len(said)} lines: {' | '.join(said)[:200]}")
     if command == "optimize" and result.exit_code in WRITTEN and not written:
         return Verdict("traceback", f"{command}: it ends with {result.exit_code} and writes no file")
-    if result.exit_code not in (*WRITTEN, 1):
+    if result.exit_code not in (*WRITTEN, *REFUSED):
         return Verdict("traceback", f"{command}: it ends with {result.exit_code}: {' | '.join(said)[:200]}")
     return None
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.inliner
 from onnx import AttributeProto, TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.ops import op_conv_transpose
@@ -21,6 +22,7 @@ from onnxfuse.verify.cpu_session import open_session, run
 
 DTYPE_ATTRIBUTES = {"to", "dtype"}
 ROUNDING = 2.0**-50  # of float64, of the largest value on the way to a result
+NEAR_LARGEST = float(np.finfo(np.float32).max) / 2**10  # a sum or a product on the way to such a number may overflow
 LOST = 1e-6  # of a value: with more noise, float64 is no better than float32
 
 
@@ -42,15 +44,19 @@ def allow_exact(
     """Return wanted values, and what they are where they are rounded otherwise, for a model in which values overflow.
 
     A float that was found nearer to the exact one must be that one, unless float64 has lost it beside the `largest`
-    value on the way to the outputs.  Where the wanted one is no number and that value is beyond float32, the order of
-    sums decides what is found; with `hides_nan` it is 0 there.  Others, such as indices, may be as in float64.
+    value on the way to the outputs.  Where that value is beyond float32, the order of operations decides what is found:
+    where NaN is wanted, where it is found for 0, which an infinite number times 0 may be, and where no number is found
+    for one near the largest; with `hides_nan` where 0 is wanted.  Others, such as indices, may be as in
+    float64.
     """
     if not all(isinstance(each, np.ndarray) and each.shape == want.shape for each in (want, got, exact)):
         return want, list(near)
     if want.dtype != np.float32:
         return want, [*near, exact]
     with np.errstate(all="ignore"):
-        depends = (np.isnan(want) | (hides_nan & (want == 0))) & (largest > np.finfo(np.float32).max)
+        may_overflow = np.isfinite(want) & ~np.isfinite(got) & (np.abs(exact) > NEAR_LARGEST)
+        is_open = np.isnan(want) | ((want == 0) & (hides_nan | np.isnan(got))) | may_overflow
+        depends = is_open & (largest > np.finfo(np.float32).max)
         is_nearer = depends | np.isfinite(got) & np.isfinite(exact) & ~(np.abs(got - want) <= np.abs(got - exact))
         exact = np.where(depends | (ROUNDING * largest > LOST * np.abs(exact)), got, exact).astype(np.float32)
     want, *near = (np.where(is_nearer, exact, each) if each.shape == want.shape else each for each in (want, *near))
@@ -83,10 +89,9 @@ def _overflows(value: Any, exact: Any) -> bool:
 
 
 def _with_all_outputs(model: onnx.ModelProto) -> onnx.ModelProto:
-    result = onnx.ModelProto()
-    result.CopyFrom(model)
+    result = onnx.inliner.inline_local_functions(model)
     present = {o.name for o in model.graph.output}
-    made = dict.fromkeys(name for node in model.graph.node for name in node.output if name)
+    made = dict.fromkeys(name for node in result.graph.node for name in node.output if name)
     result.graph.output.extend(onnx.ValueInfoProto(name=name) for name in made if name not in present)
     return result
 

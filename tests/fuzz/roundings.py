@@ -14,12 +14,13 @@ from sessions import Session
 
 from onnxfuse.ir.execution_order import in_execution_order
 from onnxfuse.ir.inline_functions import inline_functions
-from onnxfuse.ir.protos import tensors
+from onnxfuse.ir.protos import nodes, tensors
 
 SHAKES, SHAKES_OF_CONVERSIONS = 4, 10  # half precision has larger tails
 ULP = 2.0**-23
 NO_RANDOM_NUMBERS = 22  # the opset from which on onnxruntime 1.32 has no kernel for RandomUniformLike
 ULPS = {TensorProto.FLOAT: ULP, TensorProto.FLOAT16: 2.0**-10}  # onnxruntime multiplies no bfloat16
+RESIZING = ("Resize", "Upsample")
 HALF_ULPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7}  # in these, a model that is converted to them rounds
 
 
@@ -34,6 +35,15 @@ def nudged(feeds: Mapping[str, Any], by: float) -> dict[str, Any]:
             new = np.asarray(value * (1 + 2 * by * signs), value.dtype)  # of a scalar it is no array
             moved[name] = new if value.dtype in kinds else value
     return moved
+
+
+def rounded_to(half: str, feeds: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs with each float32 rounded to a half precision, as a conversion to it does first."""
+    with np.errstate(all="ignore"):
+        return {
+            name: value.astype(half).astype(np.float32) if value.dtype == np.float32 else value
+            for name, value in feeds.items()
+        }
 
 
 def rounded_otherwise(
@@ -56,9 +66,13 @@ def rounded_otherwise(
 
 
 def _move_weights(model: onnx.ModelProto, numbers: np.random.Generator, ulps: Mapping[int, float]) -> None:
-    """Move weights as a conversion rounds them, each element by itself; single numbers stay, as exponents are such."""
+    """Move weights as a conversion rounds them, each element by itself.
+
+    Single numbers stay, as exponents are such, and scales of sizes, which moved ones would not fit.
+    """
+    scales = {name for node in nodes(model.graph) if node.op_type in RESIZING for name in node.input[1:]}
     for tensor in tensors(model.graph):
-        if tensor.data_type in ulps and tensor.dims:
+        if tensor.data_type in ulps and tensor.dims and tensor.name not in scales:
             array = numpy_helper.to_array(tensor)
             with np.errstate(all="ignore"):
                 moved = array * (1 + ulps[tensor.data_type] * numbers.uniform(-1, 1, array.shape))
@@ -70,10 +84,10 @@ def _shake(
     ulps: Mapping[int, float],
 ) -> None:  # fmt: skip
     known = {**outside, **types_in(graph)}
-    nodes = list(graph.node)
+    present = list(graph.node)
     del graph.node[:]
     del graph.value_info[:]
-    for node in nodes:
+    for node in present:
         moves = []
         for index, name in enumerate(node.output):
             typed = name if name in known or not node.domain else node.input[0]  # onnx types no others' operators
@@ -100,7 +114,8 @@ def _move(source: str, target: str, dtype: int, random: Random, opset: int, ulp:
     sines = [  # of numbers far apart, as onnxruntime draws none from opset 22 on
         _node("Size", target, "size", source), _node("Cast", target, "count", "::size", to=TensorProto.FLOAT),
         _node("Range", target, "numbers", "::zero", "::count", "::one"),
-        _node("Mul", target, "angles", "::numbers", "::apart"), _node("Sin", target, "drawn", "::angles"),
+        _node("Add", target, "from_one", "::numbers", "::one"), _node("Mul", target, "angles", "::from_one", "::apart"),
+        _node("Sin", target, "drawn", "::angles"),
         _node("Shape", target, "shape", source),
         _node("Reshape", target, "shaped", "::drawn", "::shape", allowzero=1),
     ]  # fmt: skip
@@ -108,8 +123,12 @@ def _move(source: str, target: str, dtype: int, random: Random, opset: int, ulp:
             for name, each in constants.items()]  # fmt: skip
     moved = [_node("Mul", target, "small", "::shaped", "::factor"), _node("Add", target, "wide", "::small", "::one"),
              _node("Cast", target, "moving", "::wide", to=dtype)]  # fmt: skip
-    nodes = sines if opset >= NO_RANDOM_NUMBERS else drawn
-    return [*made, *nodes, *moved, helper.make_node("Mul", [source, f"{target}::moving"], [target])]
+    return [
+        *made,
+        *(sines if opset >= NO_RANDOM_NUMBERS else drawn),
+        *moved,
+        helper.make_node("Mul", [source, f"{target}::moving"], [target]),
+    ]
 
 
 def _node(op: str, target: str, output: str, *inputs: str, **attributes: Any) -> onnx.NodeProto:

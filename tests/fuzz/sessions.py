@@ -16,7 +16,7 @@ class Session:
     """A model in onnxruntime, by default without optimizations; `error` is what it said last."""
 
     def __init__(self, model: onnx.ModelProto, optimize: bool = False) -> None:
-        self.error = ""
+        self.error, self.is_optimized = "", optimize
         self.session: Any = None
         try:
             self.session = open_session(model, None, optimize=optimize)
