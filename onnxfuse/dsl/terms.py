@@ -9,9 +9,10 @@ in words.py.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from numpy.typing import NDArray
 from onnx import TensorProto
@@ -220,6 +221,14 @@ class Writing(Protocol):
 # --- terms -------------------------------------------------------------------------------------------------------
 
 
+class Ending(NamedTuple):
+    """How a term may be computed: one of `ops` reads all of `parts`, at once or through the operators `between`."""
+
+    ops: frozenset[str]
+    parts: tuple[tuple[Ending, ...], ...] = ()  # the endings of each part that an operator computes
+    between: frozenset[str] = frozenset()
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Term:
     """A value in a pattern.  Terms are compared by identity: one term used twice is one value used twice."""
@@ -250,14 +259,9 @@ class Term:
         return union([part.root_ops for part in self.parts])
 
     @functools.cached_property
-    def computed_parts(self) -> tuple[Term, ...]:
-        """The parts that every match has, and that an operator computes."""
-        return tuple(part for part in self.parts if part.root_ops is not None and not part.is_optional)
-
-    @functools.cached_property
-    def deeper_ops(self) -> frozenset[str]:
-        """The operators that may lie between the node that computes the term and the nodes that compute its parts."""
-        return self.own_ops
+    def endings(self) -> tuple[Ending, ...] | None:
+        """The ways to compute the term; None if any operator can, or if none is needed."""
+        return None if self.root_ops is None else (Ending(self.root_ops),)
 
     @functools.cached_property
     def needed_ops(self) -> frozenset[str]:
@@ -384,6 +388,11 @@ def union(sets: Sequence[frozenset[str] | None]) -> frozenset[str] | None:
     return frozenset().union(*known) if len(known) == len(sets) else None
 
 
+def _computed(parts: Sequence[Term]) -> tuple[tuple[Ending, ...], ...]:
+    """Return the endings of the parts that every match has, and that an operator computes."""
+    return tuple(part.endings for part in parts if part.endings is not None and not part.is_optional)
+
+
 def _rarest(sets: Sequence[frozenset[str]]) -> frozenset[str]:
     """Return the non-empty set of operators that rules out the most models."""
     return min(filter(None, sets), key=lambda ops: (len(ops & COMMON_OPS), len(ops)), default=frozenset())
@@ -398,6 +407,14 @@ class Wrapper(Term):
     @property
     def parts(self) -> tuple[Term, ...]:
         return (self.inner,)
+
+    @functools.cached_property
+    def root_ops(self) -> frozenset[str] | None:
+        return self.inner.root_ops
+
+    @functools.cached_property
+    def endings(self) -> tuple[Ending, ...] | None:
+        return self.inner.endings
 
     @functools.cached_property
     def unwrapped(self) -> Term:
@@ -453,6 +470,11 @@ class Rearrange(Term):
     def root_ops(self) -> frozenset[str] | None:
         return union([self.inner.root_ops, VIEWS])
 
+    @functools.cached_property
+    def endings(self) -> tuple[Ending, ...] | None:
+        inner = self.inner.endings
+        return inner and (*inner, Ending(VIEWS, (inner,), VIEWS))
+
     @property
     def dim_specs(self) -> tuple[str, ...]:
         return (self.pattern,)
@@ -478,6 +500,11 @@ class Alternatives(Term):
     @property
     def parts(self) -> tuple[Term, ...]:
         return self.options
+
+    @functools.cached_property
+    def endings(self) -> tuple[Ending, ...] | None:
+        each = [option.endings for option in self.options]
+        return None if None in each else tuple(itertools.chain(*filter(None, each)))
 
     @functools.cached_property
     def needed_ops(self) -> frozenset[str]:
@@ -622,16 +649,16 @@ class Apply(Term):
         return frozenset(["Slice", "Split"]) if self.op == "Slice" else self.own_ops
 
     @functools.cached_property
+    def endings(self) -> tuple[Ending, ...] | None:
+        return (Ending(self.root_ops or self.own_ops, _computed(self.parts)),)
+
+    @functools.cached_property
     def needed_ops(self) -> frozenset[str]:
         return _rarest([*(part.needed_ops for part in self.parts), self.own_ops])
 
     @property
     def dim_specs(self) -> tuple[str, ...]:
         return tuple(str(found) for value in self.attributes.values() for found in sizes_in(value))
-
-    @functools.cached_property
-    def deeper_ops(self) -> frozenset[str]:
-        return frozenset()
 
     @property
     def attribute_captures(self) -> tuple[Capture, ...]:
@@ -661,9 +688,18 @@ class _Associative(Term):
     def own_nodes(self) -> int:
         return len(self.terms) - 1
 
+    @property
+    def has_number(self) -> bool:
+        """Whether one of the values is a number, which the inverse operator may combine with the others."""
+        return any(isinstance(t, Constant) or (isinstance(t, Capture) and t.kind == "scalar") for t in self.terms)
+
     @functools.cached_property
     def root_ops(self) -> frozenset[str] | None:
         return self.own_ops
+
+    @functools.cached_property
+    def endings(self) -> tuple[Ending, ...] | None:
+        return (Ending(self.own_ops, _computed(self.parts), self.own_ops),)
 
     @functools.cached_property
     def needed_ops(self) -> frozenset[str]:
@@ -676,7 +712,7 @@ class Sum(_Associative):
 
     @property
     def own_ops(self) -> frozenset[str]:
-        return frozenset(["Add", "Sub"])
+        return frozenset(["Add", "Sub"] if self.has_number else ["Add"])
 
     def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
         return m.match_associative(self, tensor, state)
@@ -691,7 +727,7 @@ class Product(_Associative):
 
     @property
     def own_ops(self) -> frozenset[str]:
-        return frozenset(["Mul", "Div"])
+        return frozenset(["Mul", "Div"] if self.has_number else ["Mul"])
 
     def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
         return m.match_associative(self, tensor, state)

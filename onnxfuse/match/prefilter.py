@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
+from typing import Final
 
 from onnxfuse.dsl.declaration import Fusion
-from onnxfuse.dsl.terms import Alternatives, Term, Wrapper
+from onnxfuse.dsl.terms import Alternatives, Ending, Term
 from onnxfuse.ir.node import Node, Tensor, op_of
 from onnxfuse.match.fusion_terms import fusion_terms
+
+MAX_DEPTH: Final = 4  # operators of a sum, a product or a chain of views that are followed
 
 
 def may_occur(fusion: Fusion, present: Set[str]) -> bool:
@@ -16,23 +19,31 @@ def may_occur(fusion: Fusion, present: Set[str]) -> bool:
     return not needed or not needed.isdisjoint(present)
 
 
-def may_be(term: Term, tensor: Tensor) -> bool:
-    """Return whether a tensor may match a term, judged by the operators that compute it and its producer's inputs."""
-    if term.root_ops is None:
-        return True
-    if not tensor.inputs or op_of(tensor.inputs[0]) not in term.root_ops:
+def may_be(endings: Sequence[Ending], tensor: Tensor) -> bool:
+    """Return whether a tensor may be computed in one of these ways, judged by the operators that compute it."""
+    if not tensor.inputs:
         return False
-    if isinstance(term, Wrapper):
-        return may_be(term.inner, tensor)
-    if isinstance(term, Alternatives):
-        return any(may_be(option, tensor) for option in term.options)
-    for part in term.computed_parts:
-        for each in tensor.inputs[0].inputs:  # parts of sums and of views may be deeper
-            if may_be(part, each) or (each.inputs and op_of(each.inputs[0]) in term.deeper_ops):
-                break
-        else:
-            return False
-    return True
+    node = tensor.inputs[0]
+    op = op_of(node)
+    for ending in endings:
+        if op in ending.ops:
+            for part in ending.parts:
+                if not _reads(node, part, ending.between, MAX_DEPTH):
+                    break
+            else:
+                return True
+    return False
+
+
+def _reads(node: Node, part: Sequence[Ending], between: Set[str], depth: int) -> bool:
+    """Return whether a node may read `part`, at once or through at least one of the operators `between`."""
+    for tensor in node.inputs:
+        if may_be(part, tensor):
+            return True
+        maker = tensor.inputs[0] if between and tensor.inputs else None
+        if maker is not None and op_of(maker) in between and (not depth or _reads(maker, part, between, depth - 1)):
+            return True
+    return False
 
 
 class Prefilter:

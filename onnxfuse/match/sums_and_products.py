@@ -75,7 +75,7 @@ class AssociativeMatcher:
         self.constant = self._total(constants) if constants else None
         self.values = [t for t in term.terms if not isinstance(t, Constant) and t is not self.scalar]
         self.values.sort(key=lambda value: not self._has_known_shape(value))
-        self.has_number = self.constant is not None or self.scalar is not None
+        self.has_number = term.has_number
         self.is_pair = len(self.values) == 2 and not self.has_number
         root_ops = m.prefilter.root_ops
         self.most_selective = min(filter(root_ops, self.values), key=lambda v: len(root_ops(v) or ()), default=None)

@@ -61,7 +61,7 @@ def _candidates(graph: Graph, shapes: ShapeInfo, rules: Sequence[Rewrite]) -> It
                 by_root[op].append((rule, matcher))
     for node in graph.nodes[::-1] if by_root.keys() & graph.operators else ():
         for rule, matcher in by_root.get(op_of(node), ()):
-            if node.outputs and may_be(rule.left.outputs[0], node.outputs[0]):
+            if node.outputs and may_be(rule.left.outputs[0].endings or (), node.outputs[0]):
                 yield node, rule, matcher
 
 
