@@ -12,7 +12,6 @@ from onnxfuse.passes.fold_constants import fold_constants
 from onnxfuse.passes.fold_pads import fold_pads
 from onnxfuse.passes.fold_quantized_weights import fold_quantized_weights
 from onnxfuse.passes.fold_shapes import fold_shapes
-from onnxfuse.passes.fold_variance_factor import fold_variance_factor
 from onnxfuse.passes.normalize import normalize
 from onnxfuse.passes.normalize_backward_slices import normalize_backward_slices
 from onnxfuse.passes.scatter_to_concat import scatter_to_concat
@@ -24,7 +23,7 @@ from onnxfuse.rules.activations import ACTIVATIONS
 from onnxfuse.rules.convolutions import PATCHES
 from onnxfuse.rules.masks import MASKED_SUMS, MASKS
 from onnxfuse.rules.no_ops import NO_OPS
-from onnxfuse.rules.roots import ROOTS
+from onnxfuse.rules.roots import ROOTS, VARIANCES
 
 # The passes in the order in which a round applies them.  Rounds follow each other until none of them changes anything.
 PIPELINE: tuple[Pass, ...] = (
@@ -47,7 +46,7 @@ PIPELINE: tuple[Pass, ...] = (
     fold_pads,  # after Transposes are composed; before the passes that check the pads of a convolution
     rules_pass("conv_to_matmul", PATCHES),  # writes products, so that the next pass can fold into their weights
     fold_batch_norm,
-    fold_variance_factor,
+    rules_pass("fold_variance_factor", VARIANCES),
     spread_affine,  # handles factors that fold_batch_norm could not fold
     split_packed_gate,  # last, after scales and biases of packed products are folded
 )

@@ -10,13 +10,13 @@ from onnxfuse.rules.activations import ACTIVATIONS
 from onnxfuse.rules.convolutions import PATCHES
 from onnxfuse.rules.masks import MASKED_SUMS, MASKS
 from onnxfuse.rules.no_ops import NO_OPS
-from onnxfuse.rules.roots import ROOTS
+from onnxfuse.rules.roots import ROOTS, VARIANCES
 
 SUBJECTS: Final[Mapping[str, tuple[Rewrite, ...]]] = {
     "activations": ACTIVATIONS,
     "convolutions": PATCHES,
     "masks": (*MASKED_SUMS, *MASKS),
     "operators in one form": NO_OPS,
-    "roots": ROOTS,
+    "roots": (*ROOTS, *VARIANCES),
 }
 RULES: Final[tuple[Rewrite, ...]] = tuple(rule for table in SUBJECTS.values() for rule in table)

@@ -7,7 +7,7 @@ from typing import Final
 
 from onnxfuse.dsl.declaration import Rewrite, Rules, require, rewrite
 from onnxfuse.dsl.terms import Term
-from onnxfuse.dsl.words import attribute, known, op, rearrange, scalar, tensor
+from onnxfuse.dsl.words import attribute, computed, either, known, op, rearrange, scalar, shared, tensor, weight, when
 
 
 @rewrite(example={"x": (2, 3, 4), "axes": [-1], "keepdims": 1})
@@ -36,4 +36,34 @@ def kept_axis(x: Term = tensor("... d")) -> Rules:
         yield rearrange(dropped, "... -> ... 1"), reduction(x, axes=[-1], keepdims=1)
 
 
+@rewrite(out="... d", example={"axes": [-1], "keepdims": 1})
+def variance_factor(
+    x: Term = tensor("... d"),
+    mean: Term = tensor(),
+    y: Term = tensor("... d"),
+    w: Term = weight("d"),
+    factor: Term = scalar(),
+    epsilon: Term = scalar(),
+    axes: Term = attribute(),
+    keepdims: Term = attribute(),
+) -> Rules:
+    """The factor of a variance goes into epsilon and the weight of the norm.
+
+    An unbiased variance, as torch.var computes it, is the mean of squares times n / (n - 1), and
+    `x / sqrt(factor * mean + epsilon) * w = x / sqrt(mean + epsilon / factor) * (w / sqrt(factor))`.
+    """
+    require("epsilon is above 0", lambda epsilon: 0 < epsilon < math.inf)
+    require("the factor is above 0", lambda factor: 0 < factor < math.inf)
+    squares = known(mean, op.ReduceMean(y**2, axes=axes, keepdims=keepdims))
+    root = op.Sqrt(shared(squares * factor + epsilon))
+    new_root = op.Sqrt(squares + computed(lambda epsilon, factor: epsilon / factor))
+    new_weight = op.Div(w, computed(lambda factor: math.sqrt(factor)))
+    norm = either(op.Div(x, root) * w, x * (1 / root) * w)
+    yield (
+        when(norm, "float32 holds the scaled numbers", lambda dtype: dtype == "float32"),
+        x / new_root * new_weight,
+    )
+
+
 ROOTS: Final[tuple[Rewrite, ...]] = (*power_of_mean, *kept_axis)
+VARIANCES: Final[tuple[Rewrite, ...]] = variance_factor
