@@ -554,6 +554,13 @@ def test_a_sequence_of_which_nothing_counts_has_finite_outputs() -> None:
     assert np.isfinite(run(model, **feeds)[0]).all()
 
 
+@pytest.mark.parametrize("name", ["llama_sdpa_ts", "gpt2_sdpa_ts"])
+def test_the_last_product_of_a_decoder_writes_float32_itself(name: str) -> None:
+    converted, _ = optimize(load_exported(f"{name}_fp32.onnx"), dtype="float16", verify=False)
+    assert converted.graph.node[-1].op_type.startswith("gemm_bias_activation")
+    assert converted.graph.node[-1].output[0] == "logits"
+
+
 def test_a_mask_that_callers_add_to_scores_stays_finite() -> None:
     text = """
     masked (float[batch,seq,seq] scores, float[batch,seq,seq] mask) => (float[batch,seq,seq] y)
