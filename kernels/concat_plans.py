@@ -1,4 +1,4 @@
-"""Plans one after the other: the second reads the first one's result from scratch memory."""
+"""Joins two plans into one that runs them in turn: the second reads the first one's result from scratch memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from onnxfuse.runtime.plan import Plan, Pointer
 
 
 def chained(first: Plan, second: Plan, of_first: Sequence[int], of_second: Sequence[int | None]) -> Plan:
-    """Return the plan of two plans; the second reads the one output of the first and computes the outputs of both.
+    """Return one plan that runs `first`, which has one output, and then `second`, which computes the whole's outputs.
 
-    `of_first` and `of_second` are the whole's inputs that they read, by their own; None is the first one's output.
+    Input i of `first` is the whole plan's input number `of_first[i]`. Input i of `second` is the whole plan's input
+    number `of_second[i]`, or the output of `first` if that is None.
     """
     (between,) = first.outputs
     kept = len(second.scratch)

@@ -1,4 +1,7 @@
-"""A few of many configs for a node of dynamic sizes, whose template has kernels that are all compiled at the start."""
+"""Chooses a few of many kernel configs for a node of dynamic sizes, because each one chosen is a kernel to compile.
+
+The template of such a node (its plans for all sizes) names these kernels, and all of them are compiled at the start.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,16 @@ Config = TypeVar("Config")
 Problem = TypeVar("Problem")
 
 SLACK: Final = 0.02  # share by which the best of the few may cost more than the best of all
-MAX_OF_PROBLEM: Final = 12  # configs that are good for one problem; some may be good for all
+MAX_OF_PROBLEM: Final = 12  # how many of the best configs of one problem are considered for all problems
 
 
 def few(
     configs: Sequence[Config], problems: Sequence[Problem], cost: Callable[[Problem, Config], float], most: int
 ) -> list[Config]:
-    """Return at most so many configs; for each problem, one of them costs little more than the best of all.
+    """Return at most `most` configs; for each problem, one of them should cost little more than the best of all.
 
-    The cost is infinite where a config does not take a problem.  Those that lower the mean most come first.
+    The cost is infinite if a config cannot run a problem.  Costs are divided by that of the problem's best config, and
+    configs that lower the mean most come first.
     """
     costs = np.array([[cost(problem, config) for problem in problems] for config in configs], dtype=np.float64)
     if not costs.size:
@@ -44,7 +48,10 @@ def covering_subset_of_each(
     most: int,
     looked_at: int = 4,
 ) -> list[Config]:
-    """Return the same of the best configs of some problems, where each problem has many configs of its own."""
+    """Return at most `most` configs as `few` does, where each problem has many configs of its own.
+
+    The candidates are the best configs of at most `looked_at` of the problems.
+    """
     found: dict[Config, None] = {}
     for problem in problems[:: -(-len(problems) // looked_at)]:
         best = heapq.nsmallest(MAX_OF_PROBLEM, configs(problem), key=lambda config: cost(problem, config))

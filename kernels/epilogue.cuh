@@ -19,7 +19,7 @@
 //
 // Macros, which epilogue_defines of kernels/epilogue.py sets:
 //   ELEMENT               storage type of y, residual and the column vectors: f32, f16 or bf16
-//   ACTIVATION, PRECISE   a function of activations.cuh, and the accuracy that ELEMENT can represent
+//   ACTIVATION, PRECISE   a function of activations.cuh; 1: as accurate as results in fp32 need, 0: in 16 bits
 //   GATED                 1: there is a second product
 //   HAS_BIAS HAS_COLUMN_SCALE HAS_RESIDUAL    1: the operand is present
 //   HAS_UP_BIAS HAS_SLOPE HAS_COLUMN_SHIFT    1: the operand is present, as the vector `extra`
@@ -59,7 +59,7 @@ __device__ __forceinline__ float epilogue_columns(float acc, float up, const Col
     return HAS_RESIDUAL && !RESIDUAL_FIRST && !PROGRAM_RESIDUAL ? y + residual : y;
 }
 
-// Pointers to the column vectors, for kernels by fragment, which load single columns.
+// Pointers to the column vectors, for kernels that hand over accumulators by fragment and load single columns.
 struct ColumnVectors {
     const T *bias, *extra, *scale;
 
@@ -122,7 +122,7 @@ struct Epilogue {
     float alpha, beta;
     Program program;
 
-    // The column vectors from `column` of a row of `columns` on.
+    // Loads the W elements of each column vector from `column` on; a row has `columns` columns.
     template <int W, bool WRAPS>
     __device__ __forceinline__ void load_columns(EpilogueLoads<W, WRAPS>& loads, int column,
                                                  int columns) const {
@@ -139,7 +139,8 @@ struct Epilogue {
         if constexpr (HAS_RESIDUAL) loads.residual = load_once<W>(residual + at);
     }
 
-    // STREAM: y leaves L2 first.
+    // Computes y from W accumulators and the loaded operands, and stores it at index `at`. STREAM: y is stored so that
+    // it is evicted from L2 first.
     template <bool STREAM, int W, bool WRAPS, class Index>
     __device__ __forceinline__ void finish(Index at, const EpilogueLoads<W, WRAPS>& loads, const float (&acc)[W],
                                            const float (&up)[W]) const {

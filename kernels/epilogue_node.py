@@ -19,7 +19,7 @@ from onnxfuse.runtime.plan import Device, FusedNode, Plan, Pointer, Step, Tensor
 
 REGION: Final = "region"  # the `fusion` of nodes that consist only of a program
 RESULT: Final = "x0"  # the product's result in the program; x1, x2, ... are the node's last operands
-MAX_TWO_STEPS: Final = 2  # maximum plans that compute the program in a separate launch
+MAX_TWO_STEPS: Final = 2  # maximum number of plans that compute the program in a separate launch
 Planner: TypeAlias = Callable[[FusedNode, Sequence[TensorSpec], Device], list[Plan]]
 
 
@@ -27,7 +27,7 @@ Planner: TypeAlias = Callable[[FusedNode, Sequence[TensorSpec], Device], list[Pl
 class Joined:
     """A node split in two: the product, and the region that reads its first result and the node's last operands.
 
-    What is called a product here may be a norm or an attention.  Its further results are the node's last outputs.
+    The product may also be a norm or an attention.  Its further results are the node's last outputs.
     """
 
     product: FusedNode
@@ -40,7 +40,7 @@ class Joined:
         return len(self.product.operands)
 
     def other_result(self, index: int) -> Pointer:
-        """Return the node's output that is the product's result `index`, which is not the first."""
+        """Return the node's output that holds result number `index` of the product; `index` is not 0."""
         return Pointer("output", len(self.outputs) + index - 1)
 
     def region_inputs(self, y: TensorSpec, inputs: Sequence[TensorSpec]) -> list[TensorSpec]:

@@ -28,8 +28,8 @@ from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, P
 from onnxfuse.runtime.symint import for_later_plans
 
 OPERANDS: Final = ("of_row", "of_columns", "of_elements")  # whether an operand has one value per row, column or element
-WORDS: Final = {"float16": 1, "bfloat16": 1, "float64": 4, "int64": 4}  # words per two elements; 2 for others
-MAX_EPILOGUES: Final = 8 - MAX_TWO_STEPS  # maximum candidates with the program in the epilogue
+WORDS: Final = {"float16": 1, "bfloat16": 1, "float64": 4, "int64": 4}  # 32-bit words per two elements; 2 for others
+MAX_EPILOGUES: Final = 8 - MAX_TWO_STEPS  # maximum number of plans with the program in the epilogue
 
 
 class Product(Protocol):
@@ -45,10 +45,11 @@ class Product(Protocol):
 
 
 Problem = TypeVar("Problem", bound=Product)
-WORD: Final = 2**31  # elements: indices have 64 bits from this size on
+WORD: Final = 2**31  # number of elements from which indices have 64 bits
 OUTPUT_REGISTERS: Final = 8  # per thread, for the values and addresses of each output that the program stores
-PRECISE_REGISTERS: Final = 40  # more per thread for an exact Tanh in float32
-KINDS: Final = (*OPERANDS, *(f"load_{each}" for each in OPERANDS), "reading", "computing", "storing")  # line kinds
+PRECISE_REGISTERS: Final = 40  # further registers per thread, for an exact Tanh in float32
+# The kinds of generated lines; all but "computing" are fields of TEXT, which has "lines" for that kind.
+KINDS: Final = (*OPERANDS, *(f"load_{each}" for each in OPERANDS), "reading", "computing", "storing")
 TEXT: Final = """\
 // {operators}
 #define HAS_PROGRAM 1
@@ -121,7 +122,7 @@ class EpilogueProgram:
     arguments: tuple[Argument, ...]  # arguments of the launch after the kernel's own
     y: Pointer  # the output that the kernel stores; any output if the program stores all
     residual: Pointer | None  # the operand that the kernel loads as its residual
-    registers: int  # per thread that holds the operands of eight groups of 2 x 2 elements, and stores outputs
+    registers: int  # per thread: for the operands of eight groups of 2 x 2 elements, and for stores of outputs
     dtype: str  # dtype of y
     is_precise: bool  # whether some output is float32
     element_bytes: int  # bytes of operands per element or column
@@ -164,9 +165,9 @@ def epilogue_program(
     """Return the program after a fused node with the result `y`, and all outputs' specs; None if no epilogue fits.
 
     `takes_residual`: the node has no residual, so the kernel can load an operand as one.  `stored` are further dtypes
-    that the kernel can store; without any, it must be able to leave all stores to the program.  `axes`: how
-    many of the last axes of y are its columns.  `strides`, in elements of y, of its batch, heads and queries, by
-    which attention locates results.  Raises ValueError if shapes do not fit.
+    that the kernel can store; if there are none, the kernel must be able to leave all stores to the program.  `axes`:
+    how many of the last axes of y are its columns.  `strides`: for attention, the strides of y's batch, heads and
+    queries in elements, by which its kernel locates results.  Raises ValueError if shapes do not fit.
     """
     program, sizes, specs = parse(both.behind), Sizes(), both.region_inputs(y, inputs)
     operands = {name: sizes.read(spec.shape) for name, spec in zip(both.behind.operands, specs, strict=True)}
@@ -213,9 +214,9 @@ def joined_plans(
 
 
 def _places(both: Joined, shapes: Shapes, axes: int) -> dict[str, Place] | None:
-    """Return the places in the result and in the outputs of the element at `row` and `column` of y.
+    """Return, for the result and each output, the place (one index per axis) of the element at `row`, `column` of y.
 
-    It is None if an output has other columns than y: some of its last axes must together be the columns of y.
+    Return None if an output has other columns than y: some of its last axes must together be the columns of y.
     """
     whole, sizes = shapes.of[RESULT], shapes.sizes
     if not whole:
@@ -260,7 +261,10 @@ class _Text:
         return writer
 
     def _reads(self) -> list[tuple[str, Place]]:
-        """Return the operands with the places that are read, including the product's result if it is read elsewhere."""
+        """Return each operand with each place at which it is read.
+
+        The product's result is among the operands if it is read at another place than that of the element computed.
+        """
         draft = self._writer(Arguments(self.shapes.sizes, False))
         for name in self.both.outputs:
             draft.value(name, self.places[name])
@@ -355,7 +359,7 @@ class _Text:
 
 
 def _parts(variable: str, dims: Shape) -> Place:
-    """Return the place along the axes `dims`, over whose flat index one variable runs."""
+    """Return the place, along the axes `dims`, of the element whose flat index over these axes is the variable."""
     whole = (product(dims),)
     return reshaped((variable_index(variable, *whole),), whole, dims)
 

@@ -1,4 +1,4 @@
-"""How an epilogue program reads W <= 8 adjacent columns of an operand, the first of which is a multiple of W."""
+"""How an epilogue program reads an operand for W <= 8 adjacent columns of y; the first column is a multiple of W."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ __device__ __forceinline__ u32 cluster_rank() {
     return rank;
 }
 
-// Waits for all threads of the cluster; what they wrote before is visible after.
+// Waits for all threads of the cluster; their earlier writes are then visible.
 __device__ __forceinline__ void cluster_barrier() {
     asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -52,8 +52,8 @@ __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
-// Called after barrier_init by the same thread: TMA and, after a barrier, other blocks of the cluster see the
-// mbarriers.
+// The thread that initialised the mbarriers calls this next. TMA then sees them, and other blocks of the cluster do
+// after a cluster barrier.
 __device__ __forceinline__ void barrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async;" ::: "memory");
@@ -135,7 +135,8 @@ __device__ __forceinline__ void load_im2col(const TensorMap& map, u32 to, u32 ba
 }
 #undef TMA_IM2COL
 
-// Stores a box; elements outside the tensor are not written. Ordinary stores to `from` need store_fence before.
+// Stores a box; elements outside the tensor are not written. Between ordinary stores to `from` and this, call
+// store_fence.
 #define TMA_STORE(rank, coordinates, ...)                                                                          \
     asm volatile("cp.async.bulk.tensor." rank ".global.shared::cta.bulk_group [%0, " coordinates "], [%1];"        \
                  ::"l"(&map), "r"(from), __VA_ARGS__ : "memory")
@@ -175,8 +176,8 @@ __device__ __forceinline__ void load_words(u32 from, float& first, float& second
 }
 
 // ---- 8 x 8 matrices of 16-bit elements between registers and shared memory ---------------------------------------
-// Lane i gives the address of row i % 8 of matrix i / 8; register j has elements 2 (lane % 4) and the next of row
-// lane / 4 of matrix j, as wgmma's accumulators have them.
+// Lane i gives the address of row i % 8 of matrix i / 8. Register j of a lane has elements c = 2 (lane % 4) and c + 1
+// of row lane / 4 of matrix j, as wgmma's accumulators have them.
 
 __device__ __forceinline__ void store_matrices(u32 to, const u32 (&words)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]),
@@ -191,11 +192,11 @@ __device__ __forceinline__ void load_matrices(u32 from, u32 (&words)[4]) {
 // ---- wgmma -------------------------------------------------------------------------------------------------------
 // d (64 x N, fp32) += a (64 x 16) b (16 x N), or for TF32 a (64 x 8) b (8 x N): 32 bytes of k.
 // Thread t of the warpgroup holds two rows, 16 (t / 32) + t % 32 / 4 and the row 8 below it. Of every 8 columns it
-// holds 2 (t % 4) and the next: d[4 j] and d[4 j + 1] belong to the upper row, d[4 j + 2] and d[4 j + 3] to the
-// lower row.
+// holds columns 2 (t % 4) and 2 (t % 4) + 1: d[4 j] and d[4 j + 1] belong to the upper row, d[4 j + 2] and d[4 j + 3]
+// to the lower row.
 
-// Returns the descriptor of an operand in shared memory, in rows of SWIZZLE bytes as TMA writes them; it begins at a
-// multiple of 8 rows.
+// Returns the descriptor of an operand in shared memory, in rows of SWIZZLE bytes as TMA writes them; the operand
+// begins at a multiple of 8 rows.
 //   contiguous along k:        `stride` from 8 rows of m or n to the next 8 (8 SWIZZLE); `leading` unused;
 //                              32 bytes of k further on: address + 32
 //   contiguous along m or n:   `leading` from SWIZZLE bytes of m or n to the next, `stride` from 8 rows of k to the
@@ -272,8 +273,9 @@ __device__ __forceinline__ void settle(const E*& pointer) {
 #define RESULTS_120 RESULTS_112, EIGHT(112)
 #define RESULTS_128 RESULTS_120, EIGHT(120)
 
-// wgmma<ALONG_N>(T(), d, a, b, accumulate): `a` a descriptor (contiguous along k) or registers, `b` a descriptor,
-// ALONG_N: b is contiguous along n. accumulate false: d is overwritten. The numbers: N / 2 and those after it.
+// wgmma<ALONG_N>(T(), d, a, b, accumulate): `a` is a descriptor (contiguous along k) or registers, and `b` is a
+// descriptor. ALONG_N: b is contiguous along n. accumulate false: d is overwritten. n0 to n6 are the numbers of the asm
+// operands that follow the N / 2 results: N / 2 and the six numbers after it.
 #define WGMMA(N, T, type, n0, n1, n2, n3, n4, n5, n6) \
     template <bool ALONG_N> \
     __device__ __forceinline__ void wgmma(T, float (&d)[N / 2], u64 a, u64 b, bool accumulate) { \
@@ -291,7 +293,8 @@ __device__ __forceinline__ void settle(const E*& pointer) {
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), \
                        "n"(int(ALONG_N))); \
     }
-// The same of fp32 as TMA rounds it to TF32; wgmma ignores the bits beyond. Both operands are contiguous along k.
+// The same for fp32 operands, which TMA has rounded to TF32; wgmma ignores their other bits. Both are contiguous along
+// k.
 #define WGMMA_TF32(N, n0, n1, n2, n3, n4, n5, n6) \
     template <bool ALONG_N> \
     __device__ __forceinline__ void wgmma(f32, float (&d)[N / 2], u64 a, u64 b, bool accumulate) { \

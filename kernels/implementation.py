@@ -1,4 +1,4 @@
-"""What the kernels of a family offer for one problem: named sequences of launches, which tuning compares."""
+"""The implementations that a family of kernels offers for one problem: sequences of launches, which tuning compares."""
 
 from __future__ import annotations
 

@@ -97,7 +97,8 @@ def is_released(blocks: int, device: Device) -> int | str:
 def is_streamed(tensors: Sequence[TensorSpec], expression: str = "0") -> int | str:
     """Return the macro STREAMED: 1 if the tensors exceed the bytes that L2 keeps for the next operator, else 0.
 
-    If dims are symbolic, return `expression`, which the kernel evaluates over its arguments; see `store_as`.
+    If dims are symbolic, return `expression`, which the kernel evaluates over its arguments; see `store_as` of
+    types.cuh.
     """
     moved = sum(element_count(tensor) * ITEM_BYTES[tensor.dtype] for tensor in tensors)
     return macro(lambda: moved > STREAMED_FROM_BYTES, expression, moved)

@@ -86,7 +86,7 @@ __device__ __forceinline__ unsigned narrow(f16, const float* from) {
     return word;
 }
 
-__device__ __forceinline__ unsigned nearest_bf16(float value) {  // sm_75 has no instruction for it
+__device__ __forceinline__ unsigned nearest_bf16(float value) {  // sm_75 has no instruction for this rounding
     const unsigned bits = __float_as_uint(value);
     return value != value ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
 }
@@ -238,8 +238,8 @@ __device__ __forceinline__ void store_as(bool leaving, T* to, const float (&valu
 
 // ---- copies to shared memory -------------------------------------------------------------------------------------
 
-// Starts a copy to shared memory; this thread may read it once wait_for_copies has returned. From sm_80 and 4 bytes on
-// it is asynchronous and takes no registers.
+// Starts a copy to shared memory; this thread may read the data once wait_for_copies has returned. From sm_80 on,
+// copies of 4 bytes or more are asynchronous and take no registers.
 template <int BYTES>
 __device__ __forceinline__ void copy_bytes(char* to, const char* from) {
 #if __CUDA_ARCH__ >= 800

@@ -1,8 +1,9 @@
-// The present caches of keys and values: the rows of the past caches, followed by the new rows, in one launch.
+// Writes the present caches of keys and values in one launch: the rows of the past caches, followed by the new rows.
 //
-// A block copies ACCESSES accesses of ACCESS_BYTES for each of its THREADS threads, all loads before the first store,
-// of the keys or of the values of one head. Each element is read and written once. If a past and its present are the
-// same memory, and a row has the same offset in both (`same_offsets`), only the new rows are written.
+// A block copies a chunk of the keys or of the values of one head: each of its THREADS threads makes ACCESSES accesses
+// of ACCESS_BYTES, all loads before the first store. Each element is read and written once. If a past cache and its
+// present cache are the same memory, and a row has the same offset in both (`same_offsets`), only the new rows are
+// written.
 //
 // Macros: T, the element type; HEAD_DIM and HEAD_DIM_V, the elements of a row of keys and of values; ACCESS_BYTES,
 // which divides a row; THREADS and ACCESSES.

@@ -36,7 +36,8 @@ __device__ __forceinline__ void put(unsigned char* to, const int (&kinds)[N]) {
         for (int w = 0; w < N / 4; ++w) reinterpret_cast<u32*>(to)[w] = words[w];
 }
 
-// The kinds of scores that a thread has found in its part of a tile.
+// Which statements hold for all mask elements that a thread has read: no score counts; all scores stay as they are;
+// each score stays or does not count.
 struct Left {
     bool none = true, all = true, plain = true;
 

@@ -1,6 +1,6 @@
-// Combining the results of blocks that share the keys of a head: in a cluster through distributed shared memory
-// (CLUSTER blocks; 0: as many as the launch says), or in scratch memory for attention_combine; a block that has all
-// keys writes its result itself.
+// Combines the results of the blocks that share the keys of a head: in a cluster through distributed shared memory
+// (CLUSTER blocks; 0: as many as the launch says), or through scratch memory, which attention_combine reads. A block
+// that has all keys writes its result itself.
 #pragma once
 
 #include "attention_mma.cuh"
@@ -35,7 +35,8 @@ __device__ __forceinline__ float load_peer(u32 address, int rank) {
     return value;
 }
 
-// The result of a block, combined from the results of its warps; it overwrites the first warp's in shared memory.
+// The result of a block, combined from the results of its warps. In shared memory it overwrites the first warp's
+// result.
 struct BlockResult {
     float *o, *top, *sum;
 

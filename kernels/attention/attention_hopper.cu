@@ -8,7 +8,7 @@
 //       their keys and values by TMA into two rings of STAGES stages. Each stage has two mbarriers: `full` (the bytes
 //       have arrived) and `empty` (all consumers have read it). Under a mask each stage of keys carries the number of
 //       its tile and the masking that it needs, and consumers take tiles until END; without a mask no tile is
-//       skipped, and they count.
+//       skipped, and consumers count the tiles themselves.
 //   Consumers  compute scores by wgmma from shared memory, apply cap, bias, mask and diagonal, run the online softmax
 //       (attention_hopper_scores.cuh), and multiply the weights, in registers, by the values. A tile's weights are
 //       multiplied by its values right after the next tile's scores, so that the warpgroups' products and softmaxes
@@ -16,10 +16,11 @@
 //       the other's products: 651 instead of 514 TFLOP/s on an H200 (two warpgroups, head_dim 128, 8192 keys).
 // The result goes through shared memory, where the queries were, and TMA stores it.
 //
-// Scores. With SCALE_IN_EXPONENT they are in units of q k^T and the scale goes into the exponent: what a mask adds is
-// divided by the scale. Otherwise, with a bias (without slopes) or a cap, they are in natural units; with LATE_CAP they
-// are the bare products of q and k until they become weights. With BIAS_FIRST the bias is one of slopes, the same for
-// all rows: the producer writes it beside the keys, and the accumulators of the tensor cores begin with it.
+// Scores. With SCALE_IN_EXPONENT, scores are in units of q k^T, and the exponent applies the scale: numbers that a mask
+// adds are divided by the scale. Otherwise, as with a cap or with a bias without slopes, scores are in natural units,
+// those of scale q k^T; with LATE_CAP they are the bare products of q and k until they become weights. With BIAS_FIRST,
+// the bias of a head is its slope times elements that are the same for all rows: the producer writes this bias beside
+// the keys, and the accumulators of the tensor cores begin with it.
 //
 // Masks. attention_blocks.cu has found the unmasked part of each tile; if the mask is the same for all queries, the
 // producer finds it itself. Fully masked tiles are skipped, and a mask's elements are read only if they
@@ -29,7 +30,7 @@
 //
 // Macros:
 //   T, HEAD_DIM, HEAD_DIM_V   element type; elements of a head of q and k, and of v
-//   WARPGROUPS, BLOCK_N, STAGES, PINGPONG   as above    BLOCKS_PER_SM  that must fit on a multiprocessor
+//   WARPGROUPS, BLOCK_N, STAGES, PINGPONG   as above    BLOCKS_PER_SM  blocks that must fit on a multiprocessor
 //   CAUSAL, SOFTCAP, BIAS     1: there is one           ZERO_MASKED_ROWS  rows without a key are 0, else NaN
 //   BIAS 2         the bias of a head is its slope, of type SLOPE_T, times the elements
 //   MASK   0 none, 1 boolean (INVERTED: false counts), 2 additive (elements up to NEGLIGIBLE are skipped at first)
@@ -121,8 +122,8 @@ struct RowResults {
     }
 };
 
-// Divides the rows by their sums and stores them through shared memory; TMA leaves out what lies beyond the last row
-// and column.
+// Divides the rows by their sums and stores them through shared memory; TMA leaves out elements beyond the last row and
+// column.
 __device__ __forceinline__ void write(const TensorMap& out, const WorkTile& at, u32 qo, int group, int queries,
                                       const float (&o)[RESULTS], Softmax& softmax, const Program& program) {
     const int lane = threadIdx.x % 32, line = threadIdx.x / 32 % 4 * 16 + lane / 4;
@@ -153,15 +154,16 @@ __device__ __forceinline__ void write(const TensorMap& out, const WorkTile& at, 
 // The main loop over the first `tiles` tiles, or those that the producer sends. Registers of products in flight stay
 // untouched until wgmma_wait.
 //
-// The keys of a stage are read once a product has been waited for, and k_taken releases the stage then. The bits and
-// bias stored with the keys are read by each warp separately, and each warp releases them: the last one in k_taken, the
-// others at once. The last thread of a warp does so, because racecheck records only the last thread that read a word,
-// and does not take __syncwarp as an order.
+// A stage's keys have been read once the product with them has been waited for; k_taken then releases the stage. Each
+// warp reads the bits or bias stored with the keys, and releases them separately: the last warp in k_taken, the other
+// warps at once in `read`. The last thread of a warp (with BIAS_FIRST, the last four threads) arrives at the barrier,
+// because compute-sanitizer's racecheck records only the last thread that read a word, and does not count __syncwarp as
+// ordering.
 __device__ __forceinline__ void consume(ScoreMod& score_mod, Softmax& softmax, float (&o)[RESULTS], float exponent,
                                         int tiles, u32 qo, u32 k_buffers, u32 v_buffers, Barriers& barriers,
                                         Ring& k_ring, Ring& v_ring) {
     const Cap& cap = score_mod.cap;
-    const auto read = [&] {  // what came with the keys
+    const auto read = [&] {  // releases the bits or bias that came with the keys
         __syncwarp();
         const bool tells = threadIdx.x % 32 >= (BIAS_FIRST ? 28 : 31) && threadIdx.x % 128 < 127;
         if (tells) barrier_arrive(shared_address(barriers.k_empty + k_ring.stage));

@@ -54,7 +54,8 @@ struct RowMask {
     }
 };
 
-// Writes the bias of the columns of each tile; the head's slope is in the units of the scores.
+// Loads the bias of a tile's columns, the slope times the elements, and stores it to shared memory. The slope is the
+// head's, in the units of the scores.
 struct ColumnBias {
     const Bias::Element* elements;
     float slope;
@@ -91,7 +92,8 @@ struct Producer {
     Ring k_ring, v_ring;
     int pending = -1;  // the tile whose values are copied next: keys are a tile ahead, as the products need them
 
-    // Writes the bias of a tile's columns with all lanes, each of which arrives; the leader does so in copy_keys.
+    // Writes the bias of a tile's columns with all lanes. Each lane then arrives at the stage's barrier k_full: the
+    // leader in copy_keys, the others here.
     __device__ __forceinline__ void write_bias(u32 tile, bool leader) {
         if constexpr (BIAS_FIRST) {
             float values[BIAS_WORDS];
@@ -133,8 +135,8 @@ struct Producer {
     }
 };
 
-// Copies the tiles that count among the first `tiles` and then, if a row needs a second pass, all of the first `all`
-// tiles.
+// Copies those of the first `tiles` tiles that count. If a row then needs a second pass, copies all of the first `all`
+// tiles. `leader`: whether this lane issues the copies.
 template <class Mask>
 __device__ __forceinline__ void produce(Producer& producer, Mask& mask, int tiles, int all, bool leader) {
     u32 bits[BIT_WORDS] = {};

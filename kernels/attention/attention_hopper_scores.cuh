@@ -1,7 +1,7 @@
 // The operations of attention_hopper.cu on a thread's scores: cap, bias, mask, limits and the online softmax.
 //
-// A thread holds scores of two rows, 8 apart: s[4 j], s[4 j + 1] are columns 8 j + 2 (lane % 4) and the next of the
-// first row, s[4 j + 2], s[4 j + 3] the same of the second.
+// A thread holds scores of two rows, 8 apart. With c = 8 j + 2 (lane % 4), s[4 j] and s[4 j + 1] are columns c and
+// c + 1 of the first row, and s[4 j + 2] and s[4 j + 3] are the same columns of the second row.
 #pragma once
 #include "attention_hopper_shape.cuh"
 
@@ -17,18 +17,18 @@ __device__ __forceinline__ float in_units(f16, float value, const ScoreUnits& un
     return SCALE_IN_EXPONENT ? value * units.unit : value;
 }
 
-// The addresses at which a thread reads a mask or bias: its two rows, or the last existing rows instead.
+// The addresses at which a thread reads a mask or bias for its two rows. Rows beyond the last query read the last row.
 template <class Tensor>
 struct Rows {
     const typename Tensor::Element* from;  // address in the first row
-    int next;                              // elements from there to the second row
-    bool in_pairs;  // whether two neighbours can be read as one word (or two, of fp32), where Tensor::PAIRS is 2
+    int next;                              // elements from the first row to the second
+    bool in_pairs;                         // whether one access can read two neighbours; used if Tensor::PAIRS is 2
 
     __device__ __forceinline__ Rows(const Tensor& tensor, const typename Tensor::Element* plane, int row,
                                     const Shape& shape) {
         const int first = min(row, shape.queries - 1), second = min(row + 8, shape.queries - 1);
         from = plane + first * tensor.query;
-        settle(from);  // else its terms are added for each tile: up to 4 % more instructions, and spills
+        settle(from);  // else the address is computed again for each tile: up to 4 % more instructions, and spills
         next = (second - first) * int(tensor.query);
         in_pairs = tensor.has_pairs(shape.keys);
     }
@@ -43,7 +43,7 @@ struct Fragment {
     static constexpr int COUNT = KEY ? KEYS / 8 : 1;
     Pack<E, 2> pairs[COUNT][ROW_COUNT];
 
-    // `first`: the thread's first key; `left`: keys from there on.
+    // `first`: the thread's first key; `left`: the number of keys from that one on.
     __device__ __forceinline__ void load(const Rows<Tensor>& rows, int first, int left) {
         const E* const from = rows.from + first * Tensor::KEY;
         if constexpr (Tensor::PAIRS < 2) load_elements<Tensor::PAIRS>(from, rows.next, left);
@@ -127,8 +127,8 @@ struct CapPolynomial {
 
 // The softcap. All fields but `limit` are for LATE_CAP, which applies the cap while products of q and k become weights.
 // Exponentials and reciprocals share one unit (16 per clock), which limits the kernel. If a polynomial holds for all
-// scores of a warp, it replaces the tanh, and takes only FMAs. hopper.py writes the fields in this order; parameters
-// take no registers.
+// scores of a warp, it replaces the tanh, and takes only FMAs. hopper.py writes the fields in this order. The struct is
+// a kernel parameter, so that its fields take no registers.
 struct Cap {
     float limit;
     float rate;     // 2 log2(e) scale / limit
@@ -164,7 +164,7 @@ struct ScoreMod {
     const u32* const bits_from;
     const Rows<Mask> mask;
     const Rows<Bias> bias;
-    const int group, column;        // column: in a tile
+    const int group, column;        // the warpgroup, and the thread's first column in a tile
     const int limit[2], unlimited;  // keys that each row sees, and keys that all rows of the warpgroup see
     const float reciprocal_limit;   // 1 / cap
     float masked = minus_infinity();
@@ -238,14 +238,14 @@ struct ScoreMod {
     __device__ __forceinline__ void to_natural_units(float (&s)[SCORES]) const {
 #pragma unroll
         for (int i = 0; i < SCORES; ++i) {
-            if (LATE_CAP && i % 8 == 0) __syncwarp();  // few tiles need it: it must not take more registers than others
+            if (LATE_CAP && i % 8 == 0) __syncwarp();  // limits the registers of this loop, which few tiles run
             s[i] *= units.scale;
             if (SOFTCAP) s[i] = cap.apply(s[i], reciprocal_limit);
         }
     }
 
-    // Returns whether the scores are in their units; with LATE_CAP they are products of q and k unless what is added
-    // needs their units.
+    // Returns whether the scores are in their units then. With LATE_CAP they stay bare products of q and k, unless a
+    // mask adds numbers to them or replaces them by a finite number.
     __device__ __forceinline__ bool apply(float (&s)[SCORES], u32 info) const {
         const int first = (info & END) * BLOCK_N + column;
         const bool in_units = !LATE_CAP || (SECOND_PASS && masked != minus_infinity()) || (ADDITIVE && kind(info) == 1);
@@ -271,7 +271,7 @@ struct ScoreMod {
         return in_units;
     }
 
-    // Adds `masked` to the scores that the mask or the diagonal leaves out.
+    // Adds `masked` to the scores that the mask (if `by_mask`) or the diagonal leaves out.
     __device__ __forceinline__ void add_masked(float (&s)[SCORES], int first, bool by_mask) const {
         if (!by_mask && first - column + BLOCK_N <= unlimited) return;
 #pragma unroll
@@ -284,10 +284,10 @@ struct ScoreMod {
 enum class Scores { IN_UNITS, PRODUCTS, SMALL_PRODUCTS, SMALLEST_PRODUCTS };
 
 // A row's reference is the score whose weight is 1. It need not be the largest score: weights above 1 are as exact in
-// fp16 and bf16, and results need no rescaling while the reference stays. So weights are computed with the current
-// references. Only if a thread's weights of a row add up to more than KEPT, the largest scores are determined and the
-// references raised. Without that step, the loop for 64 keys of 64 elements takes 200 instructions instead of 253. With
-// LAZY_RESCALE, a reference is raised only if weights would exceed 2^4.
+// fp16 and bf16 as smaller ones, and results need no rescaling while the reference stays. So weights are computed with
+// the current references. Only if a thread's weights of a row add up to more than KEPT, the largest scores are
+// determined and the references raised. A tile of 64 keys of 64 elements that skips this step takes 200 instructions
+// instead of 253. With LAZY_RESCALE, a reference is raised only if weights would exceed 2^4.
 //
 // For scores below -FAR, rounding the product of score and scale changes it so much that weights overflow
 // (SCALE_IN_EXPONENT). Only fully masked rows have such scores, and no row does under additive masks in fp16.

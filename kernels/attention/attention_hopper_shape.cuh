@@ -39,8 +39,8 @@ struct alignas(8) ScoreUnits {
     float second_pass_below;
 };
 
-// A mask or a bias. KEY, QUERY: whether it differs along keys and queries; PAIRS: whether two neighbouring keys are one
-// access, 2: if lengths are even.
+// A mask or a bias. KEY, QUERY: whether its elements differ along keys and along queries. PAIRS: whether one access
+// reads two neighbouring keys: 0 no, 1 yes, 2 if all strides and the number of keys are even.
 template <class E, int KEY_STRIDE, bool QUERY_DIFFERS, int READS_PAIRS>
 struct ScoreTensor {
     using Element = E;
@@ -79,7 +79,8 @@ struct BlockThreads {
     bool reallocate;                             // the producer's warpgroup gives registers to the consumers
     int consumer_registers, producer_registers;  // per thread after reallocation
 
-    // A block begins with an equal share of the registers for each thread.
+    // Returns whether the threads have exactly as many registers after reallocation as the block begins with: an equal
+    // share of the multiprocessor's registers for each thread.
     constexpr bool have_registers() const {
         return !reallocate || consumers * consumer_registers + 128 * producer_registers == 65536 / all / 8 * 8 * all;
     }
@@ -118,7 +119,8 @@ struct Ring {
 __device__ __forceinline__ u32 reread(const u32& word) { return *const_cast<const volatile u32*>(&word); }
 
 // Returns the work of a block. Blocks start in the order of their indices: `heads_in_l2` heads at a time, whose keys
-// and values fit into L2. Among these heads, rows with most keys come first, if a diagonal or a mask makes them differ.
+// and values fit into L2. Among the blocks of these heads, those with the most keys start first, if a diagonal or a
+// mask makes their numbers of keys differ.
 __device__ __forceinline__ WorkTile work_tile(u32 block, const Shape& shape) {
     const int tiles = (shape.queries + BLOCK_M - 1) / BLOCK_M;
     const int all = shape.heads * shape.batches;

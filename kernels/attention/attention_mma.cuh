@@ -22,10 +22,12 @@
 //   Q_IN_REGISTERS                 1: queries stay in registers
 //   ACCESS_BYTES                   of q, k and v: 16 unless rows or addresses are less aligned
 //   OUT_WIDTH                      elements of an access to the result
-//   MASK, BIAS                     kind of mask (an enum in attention_mma_tiles.cuh); 1: there is a bias, 2: the bias
-//                                  of a head is its slope, of type SLOPE_T, times the elements. Both also have
-//                                  _T, the element type; _BY_ROW, rows differ; _PAIRS, two keys are one access,
-//                                  which may be an expression over the parameters `p`
+//   MASK                           kind of mask (an enum in attention_mma_tiles.cuh)
+//   BIAS                           1: there is a bias; 2: the bias of a head is its slope, of type SLOPE_T, times the
+//                                  elements
+//   MASK_T, BIAS_T                 element types
+//   MASK_BY_ROW, BIAS_BY_ROW       1: the rows of a block read different elements
+//   MASK_PAIRS, BIAS_PAIRS         1: one access may read two keys; may be an expression over the parameters `p`
 //   CAUSAL, SOFTCAP                1: there is one
 //   ADD_MASKED_SCORE               the masked score is added to scores instead of replacing them
 //   ZERO_MASKED_ROWS               rows without a key are 0, else NaN
@@ -36,8 +38,8 @@
 
 #include "attention_mma_scores.cuh"
 
-// Whether fully visible tiles have separate code, without masking; for FP32 products of large heads, registers do not
-// suffice.
+// Whether there is separate code, without branches, for tiles in which some row sees each group of sixteen keys. For
+// FP32 products of large heads, registers do not suffice for it.
 constexpr bool HAS_WHOLE_TILE_CODE = MATH_KIND != FP32 || PV_SIZE <= 128;
 
 template <bool PART>

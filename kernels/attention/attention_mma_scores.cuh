@@ -33,8 +33,8 @@ struct ScoreElements {
         }
     }
 
-    // Loads the elements; `first` is the warp's first key, of `keys` in all, which lie `step` elements apart; `pairs`:
-    // two keys are one access.
+    // Loads the elements for the warp's keys, from key `first` on, as far as keys exist: the mask or bias has `keys`
+    // keys, `step` elements apart. `pairs`: one access may read two keys.
     __device__ __forceinline__ void fetch(int first, int keys, int step, bool pairs) {
         const int own = first + 2 * (threadIdx.x % 4);
         const bool whole = first + WARP_KEYS <= keys;
@@ -80,7 +80,7 @@ struct Scores {
     const Problem& p;
     int limits[M_TILES][2];  // a row sees the keys before its limit; ADD_MASKED_SCORE: `masked` is added to the others
     int last;                // the limit of the warp's last row; 0 if it has no rows
-    int unlimited;           // every row of the block sees the keys before it
+    int unlimited;           // every row of the block sees the keys before this one
 #if MASK
     ScoreElements<MASK_T, MASK_BY_ROW> mask;
 #endif
@@ -124,7 +124,7 @@ struct Scores {
         return (last - (tile * BLOCK_N + warp.n * WARP_KEYS) + 15) >> 4;
     }
 
-    // Starts the loads of mask and bias, which the first product hides.
+    // Starts the loads of mask and bias; the product of queries and keys hides their latency.
     __device__ __forceinline__ void fetch(int tile, const WarpState& warp) {
         [[maybe_unused]] const int first = tile * BLOCK_N + warp.n * WARP_KEYS;
 #if MASK

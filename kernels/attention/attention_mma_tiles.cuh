@@ -38,8 +38,8 @@ constexpr int Q_BYTES = BLOCK_M * K_ROW, K_BYTES = BLOCK_N * K_ROW, STAGE = K_BY
 
 static_assert(WARP_KEYS % (MATH_KIND == FP32 ? 8 : 16) == 0, "a warp takes keys by sixteens");
 
-// Finite scores in units of log2(e) stay above LOWEST, so that the sum of two of them is finite: a row whose scores are
-// all the lowest float32 has equal probabilities, and not none.
+// Finite scores in units of log2(e) stay above LOWEST, so that the sum of two of them is finite. So a row whose scores
+// are all the lowest float32 gets equal probabilities, rather than none.
 constexpr float LOWEST = -1.6e38f;
 
 extern __shared__ __align__(128) char shared_bytes[];
@@ -180,7 +180,7 @@ struct Problem {
         bias_key, queries, keys, kv_heads, row_tiles, causal, scale, masked, cap
 
 struct WorkTile {
-    int batch, kv, row, end;  // the first row; the block's rows see keys before `end` only
+    int batch, kv, row, end;  // kv: the key head; row: the first row; the block's rows see only keys before `end`
 };
 
 // seen_keys: the end of the keys that a query sees (last key + 1). last_key: the end of the keys that it reads.

@@ -233,7 +233,8 @@ struct WarpState {
                 for (int i = 0; i < 4; ++i) o[mt][vt][i] *= factors[mt][i / 2];
     }
 
-    // With SCALE_IN_EXPONENT scores and maxima still lack the scale, which is positive. Returns the factor for o.
+    // The softmax of one row. With SCALE_IN_EXPONENT, scores and maxima are not yet multiplied by the scale, which is
+    // positive. Returns the factor for o.
     __device__ __forceinline__ float row_softmax(float (&s)[KEY_TILES][4], int mt, int half, float scale) {
         float best[2] = {top[mt][half], s[0][2 * half]}, total[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -257,7 +258,7 @@ struct WarpState {
         return factor;
     }
 
-    // Returns whether one of this lane's rows (the block has `rows`) has no score above SECOND_PASS_BELOW.
+    // Returns whether one of this lane's rows has no score above SECOND_PASS_BELOW; the block has `rows` rows.
     __device__ __forceinline__ bool needs_second_pass(int rows) const {
         bool found = false;
 #pragma unroll

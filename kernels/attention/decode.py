@@ -79,7 +79,8 @@ def _implementations_of(
     """Return one implementation for each way to split the keys over blocks, fastest expected first."""
     heads, tiles = problem.batch * problem.kv_heads, -(-problem.keys // config.block_n)
     splits = maximum(1, minimum(MAX_SPLITS, device.multiprocessors // heads, tiles // MIN_TILES))
-    if estimate(splits) < 1.5:  # not 2, whose guard would accept one split where two are better
+    # A comparison with 2 would add a guard that accepts one split at sizes where two are better.
+    if estimate(splits) < 1.5:
         return [_one_block(problem, config, device, cache)] if cache else []
     clusters = _clusters(problem, tiles, device)
     in_clusters = [_in_cluster(problem, config, cluster, device, cache) for cluster in clusters]

@@ -25,16 +25,18 @@ L2_KEY_VALUE_BYTES: Final = 24 << 20  # bytes of keys and values for the heads t
 LOWEST: Final = -3.4028234663852886e38
 DIVISIBLE_SCALES: Final = (1e-6, 1e6)  # range of scales by which mask elements may be divided in fp32
 LOG2_E: Final = math.log2(math.e)
-# Odd polynomials that approximate tanh with an error of at most TANH_ERROR up to a limit of |x|, and are monotonic
-# everywhere. With a cap of 50 they change a score by 6e-5: an eighth of the error of rounding the weight to fp16.
+# (Limit of |x|, coefficients of x, x^3, ...): odd polynomials that approximate tanh with an error of at most TANH_ERROR
+# up to that limit, and are monotonic everywhere. With a cap of 50 they change a score by 6e-5: an eighth of the error
+# of rounding the weight to fp16.
 CAP_POLYNOMIALS: Final = (
     (0.4, (0.99997883, -0.33225425, 0.11942388)),
     (0.9, (0.99998674, -0.33298706, 0.13076786, -0.04593853, 0.00984349)),
 )
 TANH_ERROR: Final = 1.2e-6
-CAPS: Final = (24.0, 100.0)  # range of softcaps that use a polynomial; below, it rarely holds for all scores that count
-CAP_RATES: Final = (1e-4, 1e3)  # range of scale / cap for which its powers stay in the range of fp32
-KEPT: Final = 1024  # largest weight for which a row keeps its reference score
+# Range of softcaps that use a polynomial. Below it, the polynomial rarely holds for all scores that have a weight.
+CAPS: Final = (24.0, 100.0)
+CAP_RATES: Final = (1e-4, 1e3)  # range of scale / cap whose powers, as in the polynomials, stay in the range of fp32
+KEPT: Final = 1024  # a row keeps its reference score while a thread's weights of the row add up to at most this
 WEIGHTLESS: Final = 17.5  # -ln of a weight that rounds to 0: exp(-17.5) is below half of the smallest fp16 number
 NEGLIGIBLE_GAP: Final = 128.0  # score difference beyond which the lower score has no weight
 
@@ -108,14 +110,15 @@ CONFIGS: Final = {
         HopperAttentionConfig(1, 32, 2, relative_time=1.27),
     ),
 }
-CONFIGS_OF_DYNAMIC_LENGTH: Final = {64: 3, 128: 2, 192: 2, 256: 2}  # number by head dim; each is a kernel to compile
+# How many configs a node of dynamic length has, by the keys of CONFIGS; each is a kernel to compile.
+CONFIGS_OF_DYNAMIC_LENGTH: Final = {64: 3, 128: 2, 192: 2, 256: 2}
 BLOCK_OVERHEAD: Final = 300  # time to start and end a block, in units of the time per key
 TILE_OVERHEAD: Final = 24  # overhead per tile, in units of the time per key
 IDLE_SHARE: Final = 0.2  # cost of a free block slot, as a share of a resident block's time
 PROGRAM_REGISTERS: Final = 24  # per thread, for the operands that an epilogue program loads at once
 OTHER_REGISTERS: Final = 28  # per thread, for all but scores, weights, results, mask and bias
-ADD_MASKED_REGISTERS: Final = 8  # more registers per thread for ADD_MASKED_SCORE
-DYNAMIC_PAIRS_REGISTERS: Final = 16  # more per thread, if the kernel decides whether masks are read in pairs
+ADD_MASKED_REGISTERS: Final = 8  # further registers per thread, for ADD_MASKED_SCORE
+DYNAMIC_PAIRS_REGISTERS: Final = 16  # further ones per thread, if the kernel decides whether masks are read in pairs
 
 
 def implementations(problem: Attention, device: Device) -> list[Implementation]:
@@ -179,7 +182,9 @@ def _time(problem: Attention, config: HopperAttentionConfig, device: Device) -> 
     keys = problem.keys
     if problem.causal is None:
         waves = math.ceil(waves)
-    else:  # half of the keys and half of the tiles on the diagonal; short rows come last and fill gaps
+    # A causal mask leaves half of the keys, and half of the tiles on the diagonal. Blocks with few keys come last and
+    # fill gaps, so that waves are not rounded up.
+    else:
         keys = minimum(keys, (keys + 64 * config.warpgroups + config.block_n) // 2)
     keys = -(-keys // config.block_n) * (config.block_n + TILE_OVERHEAD) + BLOCK_OVERHEAD
     places = resident + IDLE_SHARE * (config.blocks - resident)
@@ -343,7 +348,7 @@ def _shared(problem: Attention, config: HopperAttentionConfig) -> int:
 
 
 def _begins_with_bias(problem: Attention) -> bool:
-    """Return whether the accumulators start from the bias of the columns (macro BIAS_FIRST)."""
+    """Return whether the accumulators start from the bias, which then is the same for all rows (macro BIAS_FIRST)."""
     bias = problem.bias
     if not (problem.slopes and bias):
         return False
@@ -440,7 +445,7 @@ def _score_argument(scores: ScoreTensor | None) -> Struct:
 
 
 def _heads_in_l2(problem: Attention) -> int:
-    """Return how many heads run at the same time: as many as have keys and values that fit into L2 together."""
+    """Return how many heads run at the same time: as many as those whose keys and values fit into L2 together."""
     if problem.causal is None and not (problem.mask and problem.mask.differs[2]):
         return 1
     key_value_bytes = 2 * problem.keys * (problem.head_dim + problem.head_dim_v) * problem.kv_heads / problem.heads

@@ -15,7 +15,7 @@ from onnxfuse.runtime.symint import estimate, for_later_plans
 
 MAX_IMPLEMENTATIONS: Final = 6  # candidates; tuning compiles and times each of them
 MAX_DECODE_ROWS: Final = 64  # largest number of rows (queries times query heads per key head) in one block
-MIN_DECODE_KEYS: Final = 512  # keys from which splitting them over several blocks pays for few queries
+MIN_DECODE_KEYS: Final = 512  # number of keys from which it pays, for few queries, to split them over several blocks
 # Queries from which Hopper's kernel comes first; see `_fills_hopper`.
 MIN_HOPPER_QUERIES: Final = 160
 MIN_WIDE_QUERIES: Final = 96  # queries, for heads of more than 64
@@ -48,10 +48,10 @@ def implementations(problem: Attention, device: Device) -> list[Implementation]:
 def _fills_hopper(problem: Attention) -> bool:
     """Return whether attention_hopper is expected to be faster than attention_mma.
 
-        Measured on an H200 in 218 cases: plain, causal, with a bias, a mask of keys or of rows, or shared key heads; 16
-    to 150 queries and as many keys; 12 to 384 heads of 64 or 128 elements. The chosen kernel takes 1.008 times as long
-    as the faster one in the geometric mean, and 1.44 times at most. With MIN_HOPPER_QUERIES for all cases it would take
-    1.20 and 2.2 times as long.
+    Measured on an H200 in 218 cases: plain, causal, with a bias, a mask of keys or of rows, or shared key heads; 16 to
+    150 queries and as many keys; 12 to 384 heads of 64 or 128 elements. The chosen kernel takes 1.008 times as long as
+    the faster one in the geometric mean, and 1.44 times at most. With MIN_HOPPER_QUERIES for all cases, these numbers
+    would be 1.20 and 2.2.
     """
     many = bool(estimate(problem.batch) * problem.heads >= MANY_HEADS)
     if _skips_tiles(problem):
@@ -64,11 +64,10 @@ def _fills_hopper(problem: Attention) -> bool:
 
 
 def _skips_tiles(problem: Attention) -> bool:
-    """Return whether masks of this shape usually skip whole tiles in models.
+    """Return whether masks of this shape usually let a kernel skip whole tiles in models.
 
-    Random masks, as in tuning, never do, so that their times mislead.
-
-    A mask that differs between heads acts as a bias, for which random values give fair times.
+    The random masks of tuning let it skip none, so that times measured with them mislead. A mask that differs between
+    heads acts as a bias, for which random values give fair times.
     """
     mask = problem.mask
     return bool(mask and mask.differs[2] and mask.key_stride and not mask.differs[1])

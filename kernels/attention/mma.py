@@ -23,7 +23,7 @@ MASK_STORAGE: Final = {**STORAGE, "bool": "b8"}
 MAX_CONFIGS: Final = 4
 REGISTERS: Final = 65536  # per multiprocessor
 CROWDED_REGISTERS: Final = 160  # registers per thread below which queries are read again for each tile of keys
-MIN_SPLIT_KEYS: Final = 1024  # keys from which few rows are left to decode.py, which splits the keys over blocks
+MIN_SPLIT_KEYS: Final = 1024  # number of keys above which warps share keys only if a key head has at most 64 rows
 
 
 @dataclass(frozen=True)

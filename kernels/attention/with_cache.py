@@ -1,4 +1,8 @@
-"""Attention over a growing cache: one launch attends and writes the present caches, or a first launch copies them."""
+"""Attention over a growing cache of keys and values.
+
+Either one launch computes the attention and writes the present caches, or a first launch writes the caches and the
+attention follows.
+"""
 
 from __future__ import annotations
 
@@ -120,9 +124,9 @@ def _attention_over(
 
 
 def _no_alias(node: FusedNode, cache: Cache) -> tuple[NoAlias, ...]:
-    """Return the constraints that no past overlaps a present cache.
+    """Return the constraints that no past cache overlaps a present cache.
 
-    A past may share the address of its own present cache if rows have the same offsets in both.
+    A past cache may share the address of its own present cache if rows have the same offsets in both.
     """
     pasts = list(enumerate(name for name, _ in PASTS))
     return tuple(

@@ -5,7 +5,7 @@
 // the part only once, before the preceding kernel has ended, and has all loads in flight together. Each element is
 // copied once, unchanged. Rows are read and written in whole lines.
 //
-//   T         storage type                          WIDTH    elements of a vector access, which divide all parts
+//   T         storage type                          WIDTH    elements of a vector access; divides all parts' channels
 //   STREAMED  1: written elements leave L2 first    RELEASE  1: the next kernel may start before this one stores
 //   INDEX     u32, or u64 where u32 cannot count all elements
 //
@@ -18,7 +18,8 @@ static_assert(CHANNELS % WIDTH == 0, "a vector would cross pixels");
 constexpr int MAX_PARTS = 32;          // pointers that a kernel takes
 constexpr u32 ROW = CHANNELS / WIDTH;  // vectors
 
-// The vector of this thread: the pixel, which is below a CHUNKS-th of all (rounded up), and the channel.
+// The place of this thread's first vector: its pixel, among the first CHUNKS-th (rounded up) of all pixels, and its
+// channel. The thread's next pixel is `pixels_apart` pixels later.
 struct Place {
     INDEX pixel, pixels_apart;
     u32 channel;
@@ -53,8 +54,8 @@ __device__ __forceinline__ Part<P> part_of(P* const (&parts)[MAX_PARTS], u32 cha
     return {data + (channel - begin), end - begin};
 }
 
-// Copies the vectors of a thread from one tensor to another; `from` and `to` are their places in the first pixel, and
-// the pitches are the channels of the tensors.
+// Copies the vectors of a thread from one tensor to another. `from` and `to` are the addresses of its channels in the
+// first pixel of these tensors, and the pitches are the tensors' numbers of channels.
 __device__ __forceinline__ void copy_pixels(const T* from, INDEX from_pitch, T* to, INDEX to_pitch, const Place& place,
                                             INDEX pixels) {
     wait_for_predecessor();

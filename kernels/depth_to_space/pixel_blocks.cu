@@ -1,4 +1,4 @@
-// Blocks of BLOCK x BLOCK pixels that become the channels of one pixel, and back, in channels-last tensors.
+// Moves blocks of BLOCK x BLOCK pixels to the channels of one pixel, or back, in channels-last tensors.
 //
 // The deep tensor is (n, height, width, BLOCK * BLOCK * CHANNELS), and the wide one (n, height * BLOCK, width * BLOCK,
 // CHANNELS). The channels of a deep pixel are (block row, block column, channel) or, with BY_CHANNEL, (channel, block
@@ -19,7 +19,8 @@ static_assert(!BY_CHANNEL || TO_SPACE, "SpaceToDepth has one order");
 
 using Vector = Pack<T, WIDTH>;
 
-// Loads the same channels of all pixels of a block from a deep pixel in which each pixel's channels are contiguous.
+// Loads the same WIDTH channels of all pixels of a block from a deep pixel. With BY_CHANNEL all these elements are
+// contiguous there, ordered by channel; otherwise the channels of each pixel are contiguous.
 __device__ __forceinline__ void load_deep(Vector (&block)[PIXELS], const T* from) {
     if constexpr (!BY_CHANNEL) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// y = activation(x), a function of activations.cuh; alpha and beta are its parameters, where it has some.
+// y = activation(x), a function of activations.cuh; alpha and beta are its parameters, if it has any.
 //
 // The kernel moves each element of x and y once, 4 bytes an element in fp16, and computes in fp32.
 #include "types.cuh"

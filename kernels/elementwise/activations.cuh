@@ -2,8 +2,8 @@
 //
 //   PRECISE  1: results are stored as fp32; 0: results are stored in 16 bits
 //
-// A NaN stays a NaN, and an infinity gives what the function's formula gives. Costs matter: at 4 TB/s of fp16 read and
-// written, an H200 has about 28 instructions an element in all before arithmetic, and not memory, is the limit.
+// A NaN stays a NaN, and an infinity gives the result of the function's formula. Costs matter: while an H200 reads and
+// writes fp16 at 4 TB/s, it can run about 28 instructions per element. With more, arithmetic is the limit, not memory.
 #pragma once
 
 namespace activate {
@@ -93,7 +93,8 @@ __device__ __forceinline__ float mish(float x, float, float) {
     return x != x ? x : x * (n * reciprocal(n + 2.0f));
 }
 
-// For 16-bit results: 1 - 2 / (1 + exp(2 x)), to 2e-7, or x near 0; the relative error is 4e-5 at most.
+// For 16-bit results: 1 - 2 / (1 + exp(2 x)), with an error of 2e-7, and x itself near 0. The relative error is at most
+// 4e-5.
 __device__ __forceinline__ float tanh_16(float x) {
     const float y = fmaf(-2.0f, reciprocal(1.0f + exp2_fast(2.0f * LOG2_E * x)), 1.0f);
     return fabsf(x) < 0.01f ? x : y;

@@ -24,7 +24,7 @@ from onnxfuse.runtime.symint import always, estimate, is_symbolic, maximum, mini
 THREADS: Final = 128  # threads per block
 SMALL_THREADS: Final = 256  # threads per block, if a tensor has few vectors
 SMALL_VECTORS: Final = 128  # vectors per multiprocessor below which narrower vectors are 5-10 % faster
-SMALL_WIDTH: Final = 2  # elements per vector of small tensors, at least
+SMALL_WIDTH: Final = 2  # least number of elements per vector of a small tensor; 1 if it has an odd number of elements
 RESIDENT_THREADS: Final = 2048  # threads per multiprocessor
 
 

@@ -1,6 +1,6 @@
 // Elementwise kernels: each thread loads CHUNKS vectors, which lie a block's width apart, before it computes the first.
 //
-//   WIDTH     elements of a vector access    CHUNKS  vectors per thread    THREADS  of a block
+//   WIDTH     elements of a vector access    CHUNKS  vectors per thread    THREADS  threads of a block
 //   WHOLE     1: every block has all its vectors
 //   REST      1: some elements are left over after the last whole vector; one more block computes them, one per thread
 //   RELEASE   1: the next kernel may start before this one stores

@@ -99,7 +99,7 @@ struct EmbeddingNorm : Norm<Statistic, false> {
     __device__ __forceinline__ void locate(long long row) {
         const long long one = tokens.row_index(row, seq), two = second.row_index(row, seq);
         const long long three = third.row_index(row, seq);
-        tokens.point_at(one);  // all ids are being loaded before one is needed
+        tokens.point_at(one);  // the loads of all ids are in flight before the first id is needed
         second.point_at(two);
         third.point_at(three);
     }

@@ -1,10 +1,11 @@
 // y = activation((x - mean) / sqrt(var + epsilon) * scale + bias) over groups of channels of x (n, c, ...).
 //
 // A group of an image is a row in memory: c / groups channels of SPATIAL elements. The kernel moves each element of x
-// and y once, 4 bytes an element in fp16, and computes in fp32, mean and variance as statistics.cuh's Moments.
+// and y once, 4 bytes an element in fp16, and computes in fp32; Moments of statistics.cuh are its mean and variance.
 //
-//   GROUPS         of an image    CHANNELS  of a group
-//   CHANNEL_PACKS  vectors of a channel, which no vector crosses; `packs`, a Divisor, where the length is an argument
+//   GROUPS         groups of an image    CHANNELS  channels of a group
+//   CHANNEL_PACKS  vectors of a channel, whose end no vector crosses: a number, or `packs`, a Divisor, if the length is
+//                  an argument
 #include "types.cuh"
 #include "activations.cuh"
 #include "program.cuh"

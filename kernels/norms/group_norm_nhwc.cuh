@@ -1,9 +1,10 @@
 // Mean and variance of groups of channels of channels-last tensors: x is (n, pixels, CHANNELS).
 //
-// A block has SUBSET channels, which are whole groups of GROUP, of some pixels of one image: VECTORS threads side by
-// side in a pixel, and LANES_P such rows of threads. A block sums the differences of a group's values
-// from one of these values, the shift, and the squares of the differences. As the shift is one of the values, the
-// relative error of the sum of squares around the mean grows at most by a factor of the number of values.
+// A block works on SUBSET channels, which are whole groups of GROUP channels, of some pixels of one image. VECTORS
+// threads side by side read a pixel, and a block has LANES_P such rows of threads. For each group, the block sums the
+// differences of the values from one of them, the shift, and the squares of these differences. As the shift is one of
+// the values, the relative error of the sum of squares around the mean grows at most by a factor of the number of
+// values.
 //
 //   WIDTH       channels of a vector access; divides SUBSET
 //   BLOCK       threads of a block: VECTORS * LANES_P, and idle ones up to a multiple of 32
@@ -36,8 +37,9 @@ constexpr int group_lanes() {
 }
 constexpr int GROUP_LANES = group_lanes();
 
-// The number of rows of threads whose spans remain after `fold_rows` has added up the others. It folds rows if a span
-// is a whole group: the lanes of a group then read rows, and a column's spans lie in one bank of shared memory.
+// A column is a span of channels, for each row of threads. FOLDED_ROWS is the number of rows whose spans remain after
+// `fold_rows` has added the other rows to them. Rows are folded only if a span is a whole group: each of the group's
+// lanes then reads another row of one column, and all spans of a column lie in one bank of shared memory.
 constexpr int COLUMNS = SPANS * VECTORS;
 
 constexpr int folded_rows() {
@@ -140,7 +142,7 @@ __device__ __forceinline__ void block_moments(GroupMemory& memory, const Thread&
         }
         sum_lanes<GROUP_LANES>(sum, squares);
         if (group < GROUPS && threadIdx.x % GROUP_LANES == 0) {
-            const float mean = __fdiv_rn(sum, fmaxf(float(pixels) * GROUP, 1.0f));  // around the shift
+            const float mean = __fdiv_rn(sum, fmaxf(float(pixels) * GROUP, 1.0f));  // of the differences
             memory.means[group] = shift + mean;
             const float around = fmaf(-sum, mean, squares);
             memory.squares[group] = around < 0.0f ? 0.0f : around;  // NaN stays

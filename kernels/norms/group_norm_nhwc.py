@@ -29,11 +29,11 @@ from onnxfuse.runtime.symint import best_first, estimate, is_symbolic, maximum, 
 
 CLUSTER_ARCH: Final = 90  # the lowest compute capability with thread block clusters
 CLUSTERS: Final = (1, 2, 4, 8)
-THREADS: Final = 512  # largest block, unless a pixel has more vectors
+THREADS: Final = 512  # largest number of threads per block, unless a pixel has more vectors
 MAX_THREADS: Final = 1024
 SECTOR_BYTES: Final = 32  # smallest unit of a memory access
 LINE_BYTES: Final = 128  # bytes per L2 cache line
-MAX_MERGED: Final = 32  # groups per block in two launches
+MAX_MERGED: Final = 32  # largest number of groups per block in two launches, if a cache line does not have more
 STATIC_BYTES: Final = 48 << 10  # bytes of shared memory per block without opt-in
 MAX_CHUNKS: Final = 256  # largest number of chunks per image, in two launches
 CHUNK_PIXELS: Final = 2  # least number of pixels per thread of a chunk
@@ -47,18 +47,22 @@ LEAST_ROOM: Final = 24 << 10  # least bytes of shared memory reserved for an ima
 # launch (up to three tilings) and with two. Two launches take 0.8 to 1.3 times their estimate. For 18 shapes the plan
 # with the lowest estimate was measured: it is the fastest for 17, and takes 1.03 times as long as the fastest for one.
 WAVE_US: Final = 3.2  # fixed time per wave of blocks
-BYTES_PER_MULTIPROCESSOR: Final = 30e3
-BYTES_OF_MEMORY: Final = 4.2e6
-BARRIER_US: Final = 0.1  # time per block of a cluster; ranks the smaller of two equal clusters first
+BYTES_PER_MULTIPROCESSOR: Final = 30e3  # bytes per microsecond
+BYTES_OF_MEMORY: Final = 4.2e6  # bytes per microsecond
+BARRIER_US: Final = 0.1  # time per block of a cluster; ranks the smaller of two clusters first if they are equal else
 TWO_LAUNCHES_US: Final = 5.7  # fixed time of two launches
-BYTES_OF_TWO_LAUNCHES: Final = 3.4e6
+BYTES_OF_TWO_LAUNCHES: Final = 3.4e6  # bytes per microsecond
 FULL_CLUSTER: Final = 2  # larger clusters do not fill the GPU: in clusters of four, 128 blocks take two waves
 ROOM_OF_CLUSTERS: Final = 0.75  # share of multiprocessors that larger clusters can occupy
 
 
 @dataclass(frozen=True)
 class GroupTiling:
-    """The channels per block, the rows of threads in a block, and the blocks of a cluster, which share the pixels."""
+    """How blocks divide an image among them.
+
+    A block has `subset` channels, accessed in vectors of `width`, and `lanes_p` rows of threads. The `cluster` blocks
+    of a cluster share the pixels.
+    """
 
     subset: int
     width: int
@@ -117,8 +121,8 @@ def group_norm_nhwc_plans(
 ) -> list[Plan]:
     """Return the plans for x (n, *spatial, channels), the expected fastest first.
 
-    `both` has the node and the operators that joined it; the list is empty if no kernel can run these in its epilogue.
-    Raises ValueError if shapes do not fit together.
+    `both` has the node and the operators that joined it; the list is empty if no kernel can run these operators in its
+    epilogue. Raises ValueError if shapes do not fit together.
     """
     x, scale, bias = (required_spec(node, inputs, name) for name in ("x", "scale", "bias"))
     images, channels, pixels = x.shape[0], x.shape[-1], math.prod(x.shape[1:-1])
@@ -267,7 +271,7 @@ def _time(tiling: GroupTiling, images: int, pixels: int, channels: int, item_byt
 def tilings_of_any_size(
     images: int, pixels: int, channels: int, group: int, width: int, item_bytes: int, device: Device
 ) -> list[GroupTiling]:
-    """Return, for symbolic sizes, a list with the fastest expected of a few tilings; empty if none fits."""
+    """Return a list of one tiling for symbolic sizes: of a few, the expected fastest.  It is empty if none fits."""
     sizes = (None if is_symbolic(images) else images, None if is_symbolic(pixels) else pixels)
     fitting = [
         tiling
@@ -298,9 +302,9 @@ def _usual_tilings(
 def two_launch_tiling(channels: int, group: int, width: int, item_bytes: int) -> GroupTiling | None:
     """Return the tiling of the two launches; None if a group has more channels than a block has threads for.
 
-    A block has as many channels as its threads allow. If it would have more than MAX_MERGED groups, it has fewer, but
-    at least a cache line, because it must read and merge the partials of all chunks for each group. There are then
-    fewer chunks as well.
+    A block has as many channels as its threads allow. If these are more than MAX_MERGED groups, it has fewer channels,
+    but at least a cache line of them: for each group, a block must read and merge the partials of all chunks. With
+    fewer channels per block, there are fewer chunks as well.
     """
     fitting = [
         tiling

@@ -44,9 +44,9 @@ def norm_candidates(
 ) -> list[Plan]:
     """Return the plans of a norm, the expected fastest first.  Raises ValueError if shapes do not fit together.
 
-    Kernel arguments are the operands of the fusion, y, the sum if the fusion adds, epsilon and the number of rows.
-    `both` has the norm and the operators that joined it, whose operands follow; the list is empty if no kernel can run
-    these operators in its epilogue.
+    Kernel arguments are the operands of the fusion, y, the sum if the fusion adds, epsilon and the number of rows, and
+    then the operands of the operators that joined the norm. `both` has the norm and these operators; the list is empty
+    if no kernel can run them in its epilogue.
     """
     x = required_spec(node, inputs, "x")
     length = int(element_count(required_spec(node, inputs, "scale")))  # guards a symbolic length: ROW is constant

@@ -1,13 +1,14 @@
 // Reductions along rows: every row is read once, kept in registers, reduced, and written once.
 //
 // A row belongs to THREADS threads (a power of two: part of a warp, a warp, or a block of several) in each of CLUSTER
-// blocks. Each thread has CHUNKS packs of WIDTH elements. The Partial that a row op computes per thread, a few floats,
-// is merged over the lanes by shuffles, then over warps and blocks through shared memory with one barrier.
+// blocks. Each thread has CHUNKS packs of WIDTH elements. A row op is the struct with the operations of one norm or
+// softmax. The Partial that it computes per thread, a few floats, is merged over the lanes by shuffles, then over warps
+// and blocks through shared memory with one barrier.
 // A row too long for the registers of its threads is processed in batches that fit. Between its two passes it is
 // kept in shared memory (IN_SHARED), or it is read a second time.
 //
 //   ROW               elements of a row, see below           WIDTH    elements of a vector access; divides ROW
-//   THREADS           per row and block                      CHUNKS   vectors per thread and batch
+//   THREADS           threads per row and block              CHUNKS   vectors per thread and batch
 //   ROWS_PER_BLOCK    rows side by side; 1 if THREADS > 32   CLUSTER  blocks that share a row (sm_90 and later)
 //   FULL_BLOCKS       1: ROWS_PER_BLOCK divides the number of rows
 //   PERSISTENT        1: blocks take further rows, and load the next one while they compute this one
@@ -15,8 +16,8 @@
 //   PREFETCH_WEIGHTS  1: weights are loaded along with the row, which hides their latency and costs registers
 //   WEIGHTS_CONSTANT  1: no kernel writes the weights
 //   RELEASE           1: the next kernel may start before this one stores
-//   IN_SHARED         1: CHUNKS * THREADS of Raw for every batch in dynamic shared memory keep the row; all loads of a
-//                     block are in flight at once, without registers
+//   IN_SHARED         1: dynamic shared memory keeps the row, as CHUNKS * THREADS structs Raw for every batch; all
+//                     loads of a block are in flight at once, and take no registers
 //   MIN_BLOCKS        blocks that must fit on a multiprocessor: a bound on registers
 //
 // Where the length of rows is an argument, ROW is `length`, a member of the row op, and
@@ -30,7 +31,7 @@
 //   void convert(raw, row, pack, values, first) conversion to fp32; first: this is the first pass over the row
 //   void load_weights(k, row, pack)             loads of operands that depend only on the index in the row
 //   Partial reduce_thread(values, exists)       the partial of the packs k for which exists(k)
-//   Partial::merge, merge_lanes, VALUES, load, save
+//   Partial::none, count, merge, merge_lanes, VALUES, load, save    as merge_across and merge_row use them
 //   void set_statistics(partial)                takes the partial of the whole row
 //   void store_result(row, k, pack, values)     computes and stores; values are as reduce_thread left them if
 //                                               IN_REGISTERS
@@ -69,8 +70,9 @@ __device__ __forceinline__ Partial merge_across(Partial partial, int lanes, bool
     return partial;
 }
 
-// Returns the row's partial in every thread of the row. Rows alternate between two `partials`, so that one barrier per
-// row is enough: between two uses of the same one lies the barrier of another row, and all threads read before it.
+// Returns the row's partial in every thread of the row. Rows alternate between two arrays `partials`, so that one
+// barrier per row is enough: before an array is written again, all threads have read it and passed the barrier of the
+// row between.
 template <class Partial>
 __device__ __forceinline__ Partial merge_row(Partial partial, float (&partials)[PARTIALS][Partial::VALUES]) {
     partial = merge_across(partial, LANES, true);
@@ -88,7 +90,7 @@ __device__ __forceinline__ Partial merge_row(Partial partial, float (&partials)[
         cluster_arrive();
         cluster_wait();
         constexpr int READERS = PARTIALS < 32 ? PARTIALS : 32;
-        constexpr int EACH = PARTIALS / READERS;  // merged as a tree, so that both sides have counted as many elements
+        constexpr int EACH = PARTIALS / READERS;  // merged as a tree, so that both sides have as many elements
         Partial read[EACH];
 #pragma unroll
         for (int i = 0; i < EACH; ++i) read[i] = Partial::load(partials[i * READERS + lane % READERS], partial.count());
@@ -184,7 +186,7 @@ struct Rows {
 
     template <bool WEIGHTS>
     __device__ __forceinline__ void store_result(long long row, int batch, float (&values)[CHUNKS][WIDTH]) const {
-        if constexpr (WEIGHTS) load_weights(row, batch);  // all in flight before the first is used
+        if constexpr (WEIGHTS) load_weights(row, batch);  // all loads are in flight before the first weight is used
 #pragma unroll
         for (int k = 0; k < CHUNKS; ++k)
             if (exists(batch, k)) op.store_result(row, k, pack_index(thread, batch, k), values[k]);

@@ -1,7 +1,8 @@
 """Tilings that divide rows among threads, warps, blocks and clusters: the host side of rows.cuh.
 
 If the number of rows is symbolic, fewer tilings are offered, because each is compiled before the first run. Every
-tiling is correct for any number of rows, so the choice adds only soft guards.
+tiling is correct for any number of rows. So the choice adds only soft guards: conditions on the sizes for which a plan
+is expected to be the fastest, not for which it is correct.
 If the length of rows is symbolic, tilings come from any_length.py.
 """
 
@@ -27,8 +28,8 @@ CLUSTER_ARCH: Final = 90  # the lowest compute capability with thread block clus
 MAX_CLUSTER: Final = 8  # blocks per cluster; the portable limit
 MAX_THREADS: Final = 1024  # threads per block
 
-# Limits on the values per thread. They are kept in fp32 registers together with their weights: 48 registers for 16
-# values, up to 80 for 32.
+# Limits on the values per thread. A thread keeps its values in fp32 registers, together with their weights: 48
+# registers for 16 values, up to 80 for 32.
 USUAL_VALUES: Final = 16  # per thread
 MAX_VALUES: Final = 32  # per thread
 MAX_WARP_VALUES: Final = 32  # per thread, up to which one warp has a row, without barriers
@@ -36,7 +37,7 @@ MAX_PREFETCH_VALUES: Final = 16  # per thread, up to which registers can also ho
 MAX_WARP_PREFETCH_VALUES: Final = 24  # the same for a row of one warp without a residual
 MAX_BLOCK_VALUES: Final = 20  # per thread in blocks of 1024 threads, which have 64 registers each
 USUAL_THREADS: Final = 512  # threads per block, before threads take more values
-RESIDENT_BYTES: Final = 48 << 10  # bytes of rows to keep in flight per multiprocessor, if registers limit it
+RESIDENT_BYTES: Final = 48 << 10  # bytes of rows in flight per multiprocessor, which bounds the registers per thread
 WARP_BLOCK_THREADS: Final = 128  # threads per block if a row has one warp or less
 REGISTERS: Final = 65536  # per multiprocessor
 # (registers per thread, registers for data) of persistent grids, whose threads hold their part of a row and load the
@@ -65,7 +66,7 @@ SHORT_ROW_VALUES: Final = 8
 
 # Long rows are kept in shared memory, so that the loads of three blocks are in flight at once: 512x65536 fp16 takes
 # 39 us on an H200, and 43 us in registers. With a residual there are twice as many bytes, and registers are faster.
-SHARED_BLOCKS: Final = ((512, 2), (256, 3))  # (threads, resident blocks): if one block has a row, if several share it
+SHARED_BLOCKS: Final = ((512, 2), (256, 3))  # (threads, resident blocks) if one block has a row; then if several do
 SHARED_CHUNKS: Final = 4
 SHARED_BYTES: Final = 64 << 10  # bytes per block, so that three blocks are resident
 SPARE_SHARED_BYTES: Final = 12 << 10  # bytes per block for partial sums
@@ -209,7 +210,7 @@ def _rows_of_warps(rows: int, length: int, width: int, few: bool, adds: bool, de
 def resident_blocks(tiling: RowTiling, device: Device, item_bytes: Sequence[int], weight_bytes: int) -> int:
     """Return how many blocks can be resident on a multiprocessor with their rows (as stored or fp32) and weights."""
     if device.arch < 80:
-        return 1  # its code needs more registers than are counted here
+        return 1  # code for these GPUs needs more registers than are counted here
     words = max(4, sum(item_bytes)) + weight_bytes  # bytes per value
     registers = 16 + tiling.width * tiling.chunks * words // 4
     per_thread = max(MIN_REGISTERS, 8 * _ceil_div(registers, 8))

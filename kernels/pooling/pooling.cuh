@@ -1,15 +1,16 @@
 // Windows over channels-last tensors: x is (n, depth, height, width, channels), where depth or height may be 1.
 //
 // A thread computes TILE_H x TILE_W neighbouring results of WIDTH channels. It reads every element of their windows
-// once, row by row, reduces the row for each column of the tile, and merges that into the rows of the tile. Elements
-// that neighbouring threads share come from L1, so a block is a tile of the image with few channels.
+// once, row by row, reduces the row for each column of the tile, and merges the results into the rows of the tile.
+// Elements that neighbouring threads share come from L1, so a block is a tile of the image with few channels.
 //
 //   T            storage type of x and y             CHANNELS, WIDTH  channels, and channels of a vector access
 //   KERNEL_D, KERNEL_H, KERNEL_W, and likewise STRIDE_ and DILATION_
-//   TILE_H, TILE_W    results of a thread            LANES_C, LANES_W, LANES_H  threads of a block: its x, y and z
-//   ROW_UNROLL, COLUMN_CHUNK  rows in flight together; vectors of a row that are
+//   TILE_H, TILE_W    results of a thread            LANES_C, LANES_W, LANES_H  threads of a block along x, y and z
+//   ROW_UNROLL   rows of x whose loads are in flight together
+//   COLUMN_CHUNK vectors of a row whose loads are in flight together
 //   STREAMED     1: y leaves L2 first                RELEASE  1: the next kernel may start before this one stores
-//   These two are numbers, or expressions that depend on the grid.
+//   STREAMED and RELEASE are numbers, or expressions that depend on the grid.
 //
 // A pooling op has
 //   static float initial()                  the result over no elements, and the value of padding
@@ -34,7 +35,8 @@ struct PoolSizes {
     int pad_d, pad_h, pad_w;         // before the first element
 };
 
-// Whether the element `offset` after the first one of a tile's windows belongs to window `index` of the tile.
+// Whether an element belongs to window `index` of a tile; `offset` is its distance from the first element of the tile's
+// first window, along one axis.
 template <int KERNEL, int STRIDE, int DILATION>
 __device__ __forceinline__ constexpr bool in_window(int offset, int index) {
     const int from_start = offset - index * STRIDE;

@@ -121,7 +121,10 @@ def _automatic_pads(auto_pad: str, size: int, kernel: int, stride: int) -> tuple
 
 
 def _output_size(size: int, kernel: int, stride: int, dilation: int, padding: tuple[int, int], ceil_mode: bool) -> int:
-    """Return the number of windows; with ceil_mode the last one may end outside the padding, but begins before it."""
+    """Return the number of windows.
+
+    With ceil_mode the last window may end beyond the padding after x, but it begins before that padding.
+    """
     room = size + sum(padding) - dilation * (kernel - 1) - 1
     if not ceil_mode:
         return _divided(room, stride) + 1

@@ -10,14 +10,15 @@
 //   LINEAR                 1: interpolate between the two nearest elements of each axis; 0: copy the nearest element
 //   HAS_DEPTH              0: depth is 1
 //   STREAMED               1: y leaves L2 first        RELEASE  1: the next kernel may start before this one stores
-//   These two are numbers, or expressions that depend on the grid.
+//   STREAMED and RELEASE are numbers, or expressions that depend on the grid.
 #include "types.cuh"
 
 static_assert(CHANNELS % WIDTH == 0, "a vector would cross pixels");
 
 namespace coordinate {
 
-// Each maps an index in y to a coordinate in x. `scale` is the scale of the axis; `y_size` and `size` are its lengths.
+// Each function maps an index in y to a coordinate in x, along an axis of scale `scale` that has `y_size` elements in y
+// and `size` elements in x.
 __device__ __forceinline__ float asymmetric(float index, float scale, int, int) { return __fdiv_rn(index, scale); }
 
 __device__ __forceinline__ float half_pixel(float index, float scale, int, int) {

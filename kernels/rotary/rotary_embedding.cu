@@ -1,16 +1,18 @@
 // y = x * cos + rotate_half(x) * sin for each head of one tensor, or of two that share the tables, as queries and keys
-// do; with NORM each head is divided by its root mean square and scaled first.
+// do. With NORM, each head is first divided by its root mean square and scaled.
 //
 // The kernel moves each element of x and y once, 4 bytes an element in fp16, and computes in fp32. A thread reads its
 // piece of the tables once for THREAD_HEADS heads.
 //
-//   HEADS            of the first tensor, MORE_HEADS of the second (0: there is none); THREAD_HEADS of them per thread
+//   HEADS            heads of the first tensor
+//   MORE_HEADS       heads of the second tensor; 0: there is none
+//   THREAD_HEADS     heads per thread
 //   ADJACENT_GROUPS  groups of THREAD_HEADS heads of one position side by side in a block; divides the number of groups
 //   LANES            with NORM a power of two up to 32
 //   TABLE_BATCHED    1: each element of the batch has tables of its own
 //   TABLE_BY_HEADS   1: each head of the first tensor has its own tables, and there is no second tensor
 //   TABLE_BY_ROWS    1: each position has a row of the tables; 0: all share one
-//   KEPT             first positions whose elements stay as they are, and for which tables have no rows
+//   KEPT             number of first positions whose elements stay as they are; tables have no rows for them
 //   and those of rotation.cuh
 #include "types.cuh"
 #include "rotation.cuh"

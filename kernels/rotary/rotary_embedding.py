@@ -12,7 +12,7 @@ from onnxfuse.kernels.tensors import ITEM_BYTES, differs_along, operand_pointer,
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, Pointer, TensorSpec
 
 LAYOUTS: Final = ("packed", "bshd", "bhsd")
-# The meanings of the letters of `table`.
+# The meanings of the letters of the attribute `table`, one for each axis of a table.
 TABLE_AXES: Final = {"b": "1 or batch", "h": "heads", "s": "1 or length", "d": "row", "1": "1"}
 
 
@@ -67,7 +67,7 @@ def kept_rows(node: FusedNode) -> int:
 
 
 def table_spec(node: FusedNode, inputs: Sequence[TensorSpec], name: str) -> TensorSpec:
-    """Return the spec of a table as (1 or batch, 1 or heads, length, row), for any axes that it has in the graph."""
+    """Return the spec of a table as (1 or batch, 1 or heads, length, row), whichever of these axes the graph's has."""
     spec, layout = required_spec(node, inputs, name), node.text("table", "bsd")
     sizes = dict(zip(layout, spec.shape, strict=False))
     if len(spec.shape) != len(layout) or sizes.get("1", 1) != 1:

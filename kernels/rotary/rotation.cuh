@@ -2,14 +2,15 @@
 //
 //   first, second = first cos - second sin, second cos + first sin
 //
-// A head has pieces: first those that are rotated, of two vectors of WIDTH elements, then the others, of one.
+// A head is divided into pieces: first those that are rotated, each of two vectors of WIDTH elements, then the others,
+// each of one vector.
 //
 //   SIZE           elements of a head; the first ROTATED are rotated
 //   LANES          threads that share a head's pieces    NORM  1: each head is divided by its root mean square, scaled
 //   WIDTH          elements of a vector access; divides ROTATED / 2 and SIZE - ROTATED
 //   INTERLEAVED    1: the elements of a pair of x are neighbours; 0: they are ROTATED / 2 apart
-//   Y_INTERLEAVED  the same of y
-//   WHOLE_TABLE    1: a row of the tables has ROTATED elements, in the order of a head's; 0: it has ROTATED / 2
+//   Y_INTERLEAVED  the same for y
+//   WHOLE_TABLE    1: a row of the tables has ROTATED elements, in the order of a head's elements; 0: ROTATED / 2
 //   X_T, COS_T, SIN_T, SCALE_T   element types of x, of the tables, and of the norm's scales
 #pragma once
 #include "types.cuh"
@@ -96,8 +97,9 @@ struct Rotation {
     }
 };
 
-// Whether the two vectors of a piece are adjacent. Neighbouring threads then read every other 16 bytes at once, which
-// takes as long as if they read all; so vectors of whole pairs are HALF apart.
+// Whether the two vectors of a piece are adjacent. If they are, neighbouring threads read every other vector (16 bytes)
+// at once, which takes as long as reading all of them. So the two vectors are HALF apart if each holds whole pairs
+// (INSIDE).
 constexpr bool X_ADJACENT = INTERLEAVED && !INSIDE, Y_ADJACENT = Y_INTERLEAVED && !INSIDE;
 
 // The two vectors of a piece: where each begins within a head, in x and in y.

@@ -25,11 +25,11 @@ from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, P
 from onnxfuse.runtime.symint import estimate, expect_equal, maximum
 
 CLUSTER: Final = 8  # blocks per cluster, which shares IMAGES images
-THREADS: Final = 256  # threads per block; with 512, 18 blocks of networks took 1.02 to 1.9 times as long
-IMAGES: Final = 1  # images per cluster; two halve the reads of weights, but launches took 1.1 to 1.4 times as long
+THREADS: Final = 256  # threads per block; with 512, the launches of 18 nodes took 1.02 to 1.9 times as long
+IMAGES: Final = 1  # images per cluster; 2 halve the reads of weights, but their launches took 1.1 to 1.4 times as long
 LOADS: Final = 4
 MIN_PART: Final = 4  # least vectors of a pixel per block: 64 bytes, if a pixel has as many
-# Times in microseconds on an H200, fitted to 18 blocks of EfficientNet-B0 and MobileNetV3 with 32 images.
+# Times in microseconds on an H200, fitted to 18 nodes of EfficientNet-B0 and MobileNetV3 with 32 images.
 # Three launches: PRODUCTS_US for both products; MEAN_US for the mean, plus MEAN_BYTE_US per byte above BYTES_OF_LAUNCH.
 # One launch: KERNEL_US, plus BYTE_US per byte, plus ROUND_US per round of weight rows beyond two. BLOCK_BYTE_US, the
 # time in which one block reads a byte of x, is an estimate.
@@ -85,7 +85,7 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
 def _is_expected_faster(problem: Problem, defines: Mapping[str, int | float | str]) -> bool:
     """Return whether one launch with the macros `defines` is expected to be faster than three.
 
-    The measured times agree for each of the 18 blocks to which the constants were fitted.
+    The measured times agree for each of the 18 nodes to which the constants were fitted.
     """
     image_bytes = problem.pixels * problem.channels * ITEM_BYTES[problem.x.dtype]
     every, of_block = estimate(problem.images * image_bytes), estimate(image_bytes) / CLUSTER

@@ -1,17 +1,18 @@
 // gate = activation_2(w_2 activation(w mean(x) + bias) + bias_2), with the mean over the pixels of each image: x is
 // (n, pixels, CHANNELS), w (SQUEEZED, CHANNELS), w_2 (CHANNELS, SQUEEZED), and gate (n, CHANNELS).
 //
-// A cluster computes the gates of IMAGES images. Its blocks divide their channels among CHANNEL_PARTS and their pixels
-// among CLUSTER / CHANNEL_PARTS. Because the mean and the first product are linear, each block multiplies the columns
-// of w for its channels with the sums of its own pixels, and blocks exchange only these SQUEEZED numbers each. Each
-// block then has all sums, and computes its share of the channels of the gate. Everything is in fp32.
+// A cluster computes the gates of IMAGES images. Their channels are divided into CHANNEL_PARTS parts and their pixels
+// into CLUSTER / CHANNEL_PARTS parts; each block reads one part of the channels in one part of the pixels. Because the
+// mean and the first product are linear, each block multiplies the columns of w for its channels by the sums over its
+// pixels, and sends only the SQUEEZED results to the other blocks. Each block then adds up all results, and computes
+// its share of the channels of the gate. All arithmetic is in fp32.
 //
 //   WIDTH, WIDTH_2   elements of a vector access to x and w, and to w_2
 //   LANES, LANES_2   threads that multiply a row of w, and of w_2: powers of two of at most 32
-//   THREADS          of a block
+//   THREADS          threads of a block
 //   LOADS            vectors of x that a thread has in flight
 //   ACTIVATION_1, ACTIVATION_2, HAS_BIAS, HAS_BIAS_2
-//   PREFETCHED       1: no kernel writes the weights, which come to L2 while the kernel waits for x
+//   PREFETCHED       1: no kernel writes the weights, so they are prefetched to L2 while the kernel waits for x
 #include "types.cuh"
 #include "activations.cuh"
 #include "cluster.cuh"
