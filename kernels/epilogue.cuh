@@ -3,19 +3,19 @@
 //   y = activation(acc + bias) [* (up + up_bias)] * column_scale + column_shift + residual, or, with RESIDUAL_FIRST,
 //   y = activation(acc + bias + residual) [* (up + up_bias)] * column_scale + column_shift
 //
-// All of it is computed in fp32 and rounded once, to ELEMENT. acc is the accumulator of an element of y; for a
-// gated product, up is the second product's. y and residual are row-major. A column is a position on
-// the last axis of y: an output feature of a product, a channel of a convolution. bias, up_bias, slope, column_scale
-// and column_shift have one value per column; residual has the shape of y. slope takes the place of the
-// activation's alpha, which makes a PRelu of leaky_relu. An epilogue has at most one of up_bias, slope and
-// column_shift, which kernels call `extra`.
+// All of it is computed in fp32 and rounded once, to ELEMENT. acc is the accumulator of an element of y; for a gated
+// product, up is the accumulator of the second product. y and residual are row-major. A column is a position on the
+// last axis of y: an output feature of a product, a channel of a convolution. bias, up_bias, slope, column_scale and
+// column_shift have one value per column; residual has the shape of y. slope takes the place of the activation's alpha,
+// which turns leaky_relu into a PRelu. An epilogue has at most one of up_bias, slope and column_shift, which kernels
+// call `extra`.
 //
 // A kernel hands over its accumulators in one of two ways:
-//   by row       It has those of W adjacent columns of one row, and calls Epilogue::finish, which loads the column
-//                vectors and the residual and stores y. load_columns and load_residual only load, for kernels that
-//                start these loads earlier.
-//   by fragment  It has accumulators in the layout of mma or wgmma, loads column vectors and residual in that layout
-//                itself, calls epilogue_columns for each accumulator and its residual, and stores y.
+//   by row       The kernel has the accumulators of W adjacent columns of one row, and calls Epilogue::finish, which
+//                loads the column vectors and the residual and stores y. load_columns and load_residual only load, for
+//                kernels that start these loads earlier.
+//   by fragment  The kernel has accumulators in the layout of mma or wgmma, loads column vectors and residual in that
+//                layout itself, calls epilogue_columns for each accumulator and its residual, and stores y.
 //
 // Macros, which epilogue_defines of kernels/epilogue.py sets:
 //   ELEMENT               storage type of y, residual and the column vectors: f32, f16 or bf16

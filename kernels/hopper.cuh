@@ -196,7 +196,7 @@ __device__ __forceinline__ void load_matrices(u32 from, u32 (&words)[4]) {
 // to the lower row.
 
 // Returns the descriptor of an operand in shared memory, in rows of SWIZZLE bytes as TMA writes them; the operand
-// begins at a multiple of 8 rows.
+// begins at a multiple of 8 rows. `stride` and `leading` are distances in bytes.
 //   contiguous along k:        `stride` from 8 rows of m or n to the next 8 (8 SWIZZLE); `leading` unused;
 //                              32 bytes of k further on: address + 32
 //   contiguous along m or n:   `leading` from SWIZZLE bytes of m or n to the next, `stride` from 8 rows of k to the

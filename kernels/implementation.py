@@ -11,8 +11,8 @@ from onnxfuse.runtime.plan import Step
 class Implementation:
     """One way to compute a problem, to be timed against others: the steps of a plan, without its outputs.
 
-    Scratch pointers count from the implementation's own first buffer. The one that runs has the plan's scratch memory
-    to itself.
+    Scratch pointers count from the implementation's own first buffer. The implementation that runs has the plan's
+    scratch memory to itself.
     """
 
     name: str  # the kernel and its tile sizes, for reports

@@ -29,7 +29,7 @@ struct RowMask {
     int keys, lane;
     Pack<Mask::Element, 1> next[BIT_WORDS];
 
-    __device__ __forceinline__ void ahead(int tile) {  // a tile's elements are loaded while the one before is copied
+    __device__ __forceinline__ void ahead(int tile) {  // loads a tile's elements while the tile before it is copied
 #pragma unroll
         for (int w = 0; w < BIT_WORDS; ++w)
             next[w] = load_mask<1>(mask + max(0, min(tile * BLOCK_N + w * 32 + lane, keys - 1)) * Mask::KEY);

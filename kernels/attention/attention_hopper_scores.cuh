@@ -136,7 +136,7 @@ struct Cap {
     CapPolynomial<3> smallest;
     CapPolynomial<5> small;
 
-    // The capped score in natural units; `reciprocal_limit` is 1 / limit.
+    // Returns the capped score in natural units; `reciprocal_limit` is 1 / limit.
     __device__ __forceinline__ float apply(float s, float reciprocal_limit) const {
         // tanh(x) = 1 - 2 / (1 + exp(2 x)), to 2e-7; the instruction tanh.approx is exact to 5e-4 only
         const float power = exp2_fast(2.0f * LOG2_E * s * reciprocal_limit);
@@ -244,8 +244,8 @@ struct ScoreMod {
         }
     }
 
-    // Returns whether the scores are in their units then. With LATE_CAP they stay bare products of q and k, unless a
-    // mask adds numbers to them or replaces them by a finite number.
+    // Applies these to the scores of a tile. Returns whether the scores are in their units then: with LATE_CAP they
+    // stay bare products of q and k, unless a mask adds numbers to them or replaces them by a finite number.
     __device__ __forceinline__ bool apply(float (&s)[SCORES], u32 info) const {
         const int first = (info & END) * BLOCK_N + column;
         const bool in_units = !LATE_CAP || (SECOND_PASS && masked != minus_infinity()) || (ADDITIVE && kind(info) == 1);

@@ -20,7 +20,7 @@
 //   M_TILES, WARPS_M, WARPS_N, BLOCK_N, STAGES    as above
 //   MIN_BLOCKS                     blocks that must fit on a multiprocessor
 //   Q_IN_REGISTERS                 1: queries stay in registers
-//   ACCESS_BYTES                   of q, k and v: 16 unless rows or addresses are less aligned
+//   ACCESS_BYTES                   bytes of an access to q, k and v: 16 unless rows or addresses are less aligned
 //   OUT_WIDTH                      elements of an access to the result
 //   MASK                           kind of mask (an enum in attention_mma_tiles.cuh)
 //   BIAS                           1: there is a bias; 2: the bias of a head is its slope, of type SLOPE_T, times the

@@ -7,7 +7,7 @@ struct WarpState {
     float o[M_TILES][V_TILES][4];  // not yet divided by the sums
     float top[M_TILES][2], sum[M_TILES][2];
     u32 queries[Q_IN_REGISTERS ? M_TILES : 1][Q_IN_REGISTERS ? QK_STEPS : 1][4];
-    int lane, group, quad, m, n;  // group: lane / 4, a row of eight; quad: lane % 4, two neighbouring columns
+    int lane, group, quad, m, n;  // group: lane / 4, the lane's row of eight; quad: lane % 4, its pair of columns
 
     __device__ __forceinline__ WarpState() {
         lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;

@@ -53,8 +53,11 @@ def implementations(problem: Attention, device: Device, cache: Cache | None = No
 
 
 def _configs(problem: Attention, rows: int, device: Device, cache: Cache | None) -> list[MmaAttentionConfig]:
-    """Return configs with sixteen rows per warp and four or eight warps; warps without rows of their own share keys."""
-    # Four warps serve dynamic numbers of rows from 17 on.
+    """Return configs of four or eight warps, or of fewer if registers do not suffice, with sixteen rows per warp.
+
+    If the rows need fewer warps than a block has, several warps have the same rows, and divide the keys of each tile.
+    """
+    # Two warps suffice only if there are at most 32 rows at all sizes.
     warps_m = 1 if rows <= 16 else 2 if always(lambda: rows <= 32, rows) else 4
     large = max(problem.head_dim, problem.head_dim_v) > 128
     if large and math_kind(problem, device) == "FP32":  # too few registers for warps that share keys

@@ -69,7 +69,11 @@ class HopperAttentionConfig:
 
     @property
     def registers(self) -> int:
-        """The registers of each consumer thread: CONSUMER_REGISTERS, or an equal share of a scheduler's registers."""
+        """The registers that each consumer thread has at least.
+
+        These are the fewest `consumer_registers` of attention_hopper_shape.cuh if registers are reallocated, else an
+        equal share of a scheduler's registers.
+        """
         if self.reallocates_registers:
             return {2: 224, 3: 160, 4: 112}[self.warpgroups]
         return min(255, 512 // math.ceil(self.blocks * self.threads / 128) // 8 * 8)
@@ -118,7 +122,7 @@ IDLE_SHARE: Final = 0.2  # cost of a free block slot, as a share of a resident b
 PROGRAM_REGISTERS: Final = 24  # per thread, for the operands that an epilogue program loads at once
 OTHER_REGISTERS: Final = 28  # per thread, for all but scores, weights, results, mask and bias
 ADD_MASKED_REGISTERS: Final = 8  # further registers per thread, for ADD_MASKED_SCORE
-DYNAMIC_PAIRS_REGISTERS: Final = 16  # further ones per thread, if the kernel decides whether masks are read in pairs
+DYNAMIC_PAIRS_REGISTERS: Final = 16  # per thread, if the kernel decides at run time whether masks are read in pairs
 
 
 def implementations(problem: Attention, device: Device) -> list[Implementation]:

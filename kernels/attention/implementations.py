@@ -18,7 +18,7 @@ MAX_DECODE_ROWS: Final = 64  # largest number of rows (queries times query heads
 MIN_DECODE_KEYS: Final = 512  # number of keys from which it pays, for few queries, to split them over several blocks
 # Queries from which Hopper's kernel comes first; see `_fills_hopper`.
 MIN_HOPPER_QUERIES: Final = 160
-MIN_WIDE_QUERIES: Final = 96  # queries, for heads of more than 64
+MIN_WIDE_QUERIES: Final = 96  # queries, for heads of more than 64 elements
 MIN_MANY_QUERIES: Final = 40  # queries, for many heads, counted over the batch
 MIN_MASKED_QUERIES: Final = 96  # queries, for many heads under a mask that attention_blocks.cu scans first
 MANY_HEADS: Final = 24

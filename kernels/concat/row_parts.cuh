@@ -32,7 +32,8 @@ struct Place {
     }
 };
 
-// The address of a channel of the first pixel in the part that contains it, and the number of channels of that part.
+// The part that contains a channel: the address of this channel in the part's first pixel, and the part's number of
+// channels.
 template <class P>
 struct Part {
     P* at;

@@ -86,7 +86,7 @@ __device__ __forceinline__ float scaled_hard_swish(float x, float alpha, float b
     return x * (gate < 0.0f ? 0.0f : gate > 1.0f ? 1.0f : gate);
 }
 
-// tanh(log(1 + e)) = n / (n + 2) with n = e (e + 2), which does not cancel; for x beyond 20 it is 1.
+// tanh(log(1 + e)) = n / (n + 2) with n = e (e + 2), which does not cancel. For x above 20 this quotient is 1.
 __device__ __forceinline__ float mish(float x, float, float) {
     const float e = exp2_fast(LOG2_E * fminf(x, 20.0f));
     const float n = e * (e + 2.0f);

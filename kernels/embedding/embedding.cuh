@@ -19,7 +19,8 @@ using uint64_t = unsigned long long;
 #define RESIDUAL 0
 #include "norm.cuh"
 
-// How an addend broadcasts to (batch, seq) rows: it has one row per row, per position, per batch element, or in all.
+// How an addend broadcasts to (batch, seq) rows: it has one row for each row, each position or each batch element, or
+// one row in all.
 enum Broadcast { PER_ROW, PER_POSITION, PER_BATCH, PER_ALL };
 
 __device__ __align__(16) char zero_row[ROW * 4];  // zeros of any storage type
@@ -81,7 +82,7 @@ struct RowPack<NUMBER, T, false> {
     __device__ __forceinline__ void add_to(float (&)[WIDTH]) const {}
 };
 
-// A row op of rows.cuh: the Norm of the sum, which is also written where SUM is 1.
+// A row op of rows.cuh: the Norm of the sum. With SUM, the sum is written as well.
 template <class Statistic>
 struct EmbeddingNorm : Norm<Statistic, false> {
     static constexpr bool LOCATES = true;

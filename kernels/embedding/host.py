@@ -98,8 +98,8 @@ def _tilings(
     """Return the same tilings as other norms; for three inputs only one, because a persistent grid lacks registers.
 
     The three inputs are never all in fp32 registers at once, so a warp's row needs no more registers than with two
-    inputs; the exception is single-element accesses with a symbolic number of rows. Larger blocks are resident one at a
-    time, with twice the registers per thread; with fewer inputs, two of them are.
+    inputs; the exception is single-element accesses with a symbolic number of rows. Of larger blocks, a multiprocessor
+    then holds one instead of two, so that each thread has twice the registers.
     """
     if len(item_bytes) < 3:
         return norm_tilings(rows, length, width, item_bytes, weight_bytes, USUAL_THREADS, device)

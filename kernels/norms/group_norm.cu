@@ -1,6 +1,6 @@
 // y = activation((x - mean) / sqrt(var + epsilon) * scale + bias) over groups of channels of x (n, c, ...).
 //
-// A group of an image is a row in memory: c / groups channels of SPATIAL elements. The kernel moves each element of x
+// A group of an image is a row in memory: CHANNELS channels, each with all pixels. The kernel moves each element of x
 // and y once, 4 bytes an element in fp16, and computes in fp32; Moments of statistics.cuh are its mean and variance.
 //
 //   GROUPS         groups of an image    CHANNELS  channels of a group

@@ -117,7 +117,8 @@ __device__ __forceinline__ void fold_rows(GroupMemory& memory) {
     __syncthreads();
 }
 
-// Sets memory.means to the means of the block's groups, over `pixels`, and memory.squares to the squares around these.
+// Sets memory.means to the means of the block's groups over `pixels` pixels, and memory.squares to the sums of squares
+// around these means.
 __device__ __forceinline__ void block_moments(GroupMemory& memory, const Thread& thread, const Moments& moments,
                                               const X_T* pixel, int pixels) {
     if (thread.active) {
@@ -170,7 +171,7 @@ struct Normalization {
             slopes[i] *= group_slopes[thread.group(i)];
         }
     }
-    // Stores the results of pixel number `pixel`; `channel` is the thread's.
+    // Stores the results of pixel number `pixel`, from the thread's first channel `channel` on.
     __device__ __forceinline__ void store_result(Y_T* y, u64 pixel, int channel, const Pack<X_T, WIDTH>& raw,
                                                  bool streamed, const Program& program) const {
         float values[WIDTH];

@@ -49,7 +49,7 @@ LEAST_ROOM: Final = 24 << 10  # least bytes of shared memory reserved for an ima
 WAVE_US: Final = 3.2  # fixed time per wave of blocks
 BYTES_PER_MULTIPROCESSOR: Final = 30e3  # bytes per microsecond
 BYTES_OF_MEMORY: Final = 4.2e6  # bytes per microsecond
-BARRIER_US: Final = 0.1  # time per block of a cluster; ranks the smaller of two clusters first if they are equal else
+BARRIER_US: Final = 0.1  # time per block of a cluster; of two tilings with equal times, ranks the smaller cluster first
 TWO_LAUNCHES_US: Final = 5.7  # fixed time of two launches
 BYTES_OF_TWO_LAUNCHES: Final = 3.4e6  # bytes per microsecond
 FULL_CLUSTER: Final = 2  # larger clusters do not fill the GPU: in clusters of four, 128 blocks take two waves
@@ -190,7 +190,8 @@ def _one_launch_plan(norm: GroupNorm, tiling: GroupTiling, device: Device) -> Pl
 def _room(tiling: GroupTiling, kept: int, item_bytes: int, most: int) -> int:
     """Return the bytes of shared memory to reserve for an image of symbolic size: `most`, or a half, or a quarter.
 
-    Reserving more than an image needs is correct too, so only the upper bound on the size is a hard guard.
+    Reserving more than an image needs is correct too. So only the upper bound on the size is a hard guard, a condition
+    without which the plan would be wrong.
     """
     one = tiling.pixel_bytes(tiling.lanes_p * tiling.cluster, item_bytes)  # a pixel of each thread
     room = most // one

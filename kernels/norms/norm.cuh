@@ -18,8 +18,8 @@ struct RawPack<true> {
     Pack<RESIDUAL_T, WIDTH> residual;
 };
 
-// A row op of rows.cuh: y = (v - shift) * slope * scale + bias, where v is x, or x + residual, which is also written
-// where SUM is 1. A program may follow y (program.cuh).
+// A row op of rows.cuh: y = (v - shift) * slope * scale + bias, where v is x, or x + residual. With SUM, v is written
+// as well. A program may follow y (program.cuh).
 template <class Statistic, bool ADDS = RESIDUAL>
 struct Norm {
     using Partial = Statistic;

@@ -19,7 +19,7 @@ __device__ __forceinline__ float tree_sum(const float (&values)[WIDTH]) {
 struct Moments {
     static constexpr bool CENTRED = true;
     static constexpr int VALUES = FULL ? 2 : 3;  // the number of elements is known where FULL
-    float mean, squares, number;                 // squares: the sum of (x - mean)^2; number: of elements
+    float mean, squares, number;                 // squares: the sum of (x - mean)^2; number: how many elements
 
     static __device__ __forceinline__ Moments none() { return {0.0f, 0.0f, 0.0f}; }
 

@@ -24,7 +24,9 @@ THREADS: Final = 128  # per block
 THREAD_HEADS: Final = 2  # heads per thread, which reads its piece of the tables once for all of them
 MAX_ADJACENT_GROUPS: Final = 4  # groups of heads per block: 10.2 us with 4 on an H200, 10.8 with 1 (2048x32x128, fp16)
 MIN_RESIDENT_THREADS: Final = 512  # threads per multiprocessor to reach before a thread takes a second head
-MEMORY_BYTES: Final = 24 << 20  # bytes from which data is not in L2: more threads then gain more than fewer table reads
+# Bytes of x and y above which they come from memory, not L2. A thread then takes only one head: having more threads
+# gains more than reading the tables less often.
+MEMORY_BYTES: Final = 24 << 20
 WARP: Final = 32
 
 

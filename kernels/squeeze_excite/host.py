@@ -26,7 +26,7 @@ from onnxfuse.runtime.symint import estimate, expect_equal, maximum
 
 CLUSTER: Final = 8  # blocks per cluster, which shares IMAGES images
 THREADS: Final = 256  # threads per block; with 512, the launches of 18 nodes took 1.02 to 1.9 times as long
-IMAGES: Final = 1  # images per cluster; 2 halve the reads of weights, but their launches took 1.1 to 1.4 times as long
+IMAGES: Final = 1  # images per cluster; with 2, reads of weights halve, but launches took 1.1 to 1.4 times as long
 LOADS: Final = 4
 MIN_PART: Final = 4  # least vectors of a pixel per block: 64 bytes, if a pixel has as many
 # Times in microseconds on an H200, fitted to 18 nodes of EfficientNet-B0 and MobileNetV3 with 32 images.

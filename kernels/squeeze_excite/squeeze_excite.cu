@@ -11,7 +11,7 @@
 //   LANES, LANES_2   threads that multiply a row of w, and of w_2: powers of two of at most 32
 //   THREADS          threads of a block
 //   LOADS            vectors of x that a thread has in flight
-//   ACTIVATION_1, ACTIVATION_2, HAS_BIAS, HAS_BIAS_2
+//   ACTIVATION_1, ACTIVATION_2   functions of activations.cuh    HAS_BIAS, HAS_BIAS_2   1: the operand is present
 //   PREFETCHED       1: no kernel writes the weights, so they are prefetched to L2 while the kernel waits for x
 #include "types.cuh"
 #include "activations.cuh"
@@ -57,7 +57,8 @@ __device__ __forceinline__ void prefetch_rows(const char* from, int count, int b
 #endif
 }
 
-// Adds the pixels [first, end) of an image to `to`; `x` is the block's first channel of its first pixel.
+// Writes the sums over the pixels [first, end) of an image to `to`, one for each channel of the block. `x` points to
+// the block's first channel of the image's first pixel, and `vectors` of the block's PART vectors exist.
 __device__ __forceinline__ void add_pixels(Memory& memory, const X_T* x, int first, int end, int vectors, float* to) {
     const int row = ROWS > 1 ? threadIdx.x / PART : 0;
     for (int vector = ROWS > 1 ? threadIdx.x % PART : threadIdx.x; vector < PART; vector += THREADS) {
