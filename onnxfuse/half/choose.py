@@ -34,7 +34,7 @@ from onnxfuse.passes.folded import node_label
 
 LARGE_MASK: Final = 1e4  # a constant this large that is added to scores is a mask: no score is near it
 LARGE_ANGLE: Final = 64.0  # radians; from here on, float16 rounds an angle by 0.03 or more
-BITS_LEFT: Final = 3  # a sum that cancellation leaves fewer correct bits stays in float32
+BITS_LEFT: Final = 3  # a sum with fewer correct bits than this after cancellation stays in float32
 
 CANNOT: Final = "{precision} is no dtype of this operator in opset {opset}"
 UNTYPED: Final = "the dtype of '{name}' is not known"
@@ -62,7 +62,7 @@ class Known:
     weights: Weights
     units: Sequence[Unit] = ()
     ranges: Mapping[str, Range] = field(default_factory=dict)
-    asked: Mapping[str, str] = field(default_factory=dict)  # nodes requested to stay in float32, by name: why
+    asked: Mapping[str, str] = field(default_factory=dict)  # by node: why it was requested to stay in float32
 
     @property
     def precision(self) -> Precision:
@@ -76,8 +76,8 @@ class Choice:
 
     by_rule: Mapping[Node, str]
     kept: Mapping[Node, str]  # nodes that stay because of their values
-    clamped: frozenset[str]
-    scores: frozenset[Node]
+    clamped: frozenset[str]  # the constants that are masks or bounds: their numbers beyond the range stay finite
+    scores: frozenset[Node]  # see `score_nodes`
 
     def is_wide(self, node: Node) -> bool:
         """Return whether a node computes in float32."""
@@ -130,7 +130,7 @@ def _by_rule(scope: Scope, known: Known, scores: frozenset[Node]) -> dict[Node, 
             found |= {each: ANGLE for each in _angle(scope, known, node) if each not in found}
     masks = _mask_chain(scope, scores)
     found |= {node: COUNTS for node in nodes if node in scope.counted and node not in found and node not in masks}
-    for node in reversed(nodes):  # a Cast comes where arithmetic ends, before views
+    for node in reversed(nodes):  # views after the arithmetic change to half precision: the Cast precedes them
         if found.get(node) in (COUNTS, ANGLE) and op_of(node) in (*MOVES, "Cast"):
             readers = [each for tensor in node.outputs for each in consumers(tensor)]
             is_read_wide = any(each in found or each.op in READS_ANY for each in readers)
@@ -207,7 +207,7 @@ def _members(scope: Scope, unit: Unit) -> dict[Node, None]:
 
 
 def _inside(scope: Scope, known: Known) -> dict[str, Unit]:
-    """Return the tensors internal to fused nodes, where they are in float32 or not rounded, with the unit of each."""
+    """Return the tensors internal to fused nodes, where they are in float32 or not rounded: the unit by tensor name."""
     found: dict[str, Unit] = {}
     for unit in known.units:
         members = _members(scope, unit)
@@ -327,7 +327,10 @@ def _by_weight(
 
 
 def _other_exponent(scope: Scope, known: Known, tensor: Constant) -> str:
-    """Name the exponent that half precision would round to an integer, so that negative bases give no NaN; else ""."""
+    """Describe an exponent that half precision would round to an integer; "" for none.
+
+    Negative bases give NaN for the exponent itself, and numbers for the integer.
+    """
     if constant_dtype(tensor) != TensorProto.FLOAT:
         return ""
     values = constant_value(scope.graph, tensor).reshape(-1)

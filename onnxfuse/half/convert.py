@@ -40,7 +40,7 @@ class Converted:
     model: onnx.ModelProto
     folder: Path | None
     nodes: int  # number of nodes that compute on floating-point numbers
-    kept: tuple[Kept, ...]  # because of their values
+    kept: tuple[Kept, ...]  # nodes that stay because of their values
     by_rule: tuple[Kept, ...]  # nodes that stay because of their operators
     types: Mapping[str, int]  # the dtypes that tensors of the main graph have now
     scratch: ScratchFolder | None = None
@@ -168,7 +168,7 @@ class _Part:
                 node.outputs[k] = self._output(tensor, dtype)
 
     def _with_attributes(self, node: Node, attributes: dict[str, AttributeValue]) -> Node:
-        """Return a node with other attributes in place of one."""
+        """Return a new node with other attributes and with the tensors of `node`, which it replaces."""
         inputs, outputs = list(node.inputs), list(node.outputs)
         node.inputs.clear()
         node.outputs.clear()

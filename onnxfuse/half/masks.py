@@ -64,6 +64,6 @@ def _leads_on(node: Node) -> bool:
 
 
 def bound_inputs(node: Node) -> list[Constant]:
-    """Return the constants that a node reads as bounds: beyond the range of half precision they bound nothing."""
+    """Return the constants that a node reads as bounds; a bound beyond the range of half precision has no effect."""
     places = BOUNDS.get(op_of(node), ())
     return [each for k, each in enumerate(node.inputs) if k in places and is_constant(each)]

@@ -26,7 +26,7 @@ MAX_SLICE: Final = 2**28  # bytes of weights per slice of the model
 MASKED: Final = 1e30  # numbers of at least this magnitude occur only in masks of scores
 Line: TypeAlias = tuple[str, list[str], str, dict[str, Any]]  # operator, inputs, label of the output, attributes
 
-KINDS: Final = ("lowest", "highest", "smallest")  # fields of Range; each tensor's range outputs are named after them
+KINDS: Final = ("lowest", "highest", "smallest")  # fields of Range, and names of the outputs that hold them
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def _range_nodes(name: str, opset: int) -> list[Line]:
 
 
 def _held(name: str, opset: int) -> list[Line]:
-    """Return the nodes that clamp a tensor to the bounds."""
+    """Return the nodes that clamp a tensor to the range from -MASKED to MASKED."""
     if opset < BROADCAST_MAX_OPSET:
         return [("Clip", [f"{name}::padded"], "held", {"min": -MASKED, "max": MASKED})]
     return [

@@ -18,9 +18,9 @@ from onnxfuse.verify.noise import move_by_rounding
 def with_moved_weights(
     plain: onnx.ModelProto, folder: Path | None, precision: Precision, draw: int
 ) -> tuple[onnx.ModelProto, Weights]:
-    """Return a model whose weights are moved by one rounding to half precision, and the folder that holds them.
+    """Return a model whose weights are moved by one rounding to half precision, and the object that has their folder.
 
-    draw  another one has other directions
+    draw  the number of the draw: each draw moves the values in other directions
     """
     weights = Weights(folder, precision)
     if has_external_data(plain):

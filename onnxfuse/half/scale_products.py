@@ -20,7 +20,7 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, is_constant, op_of
 from onnxfuse.passes.emit import emit
 
-ROOM: Final = 6  # bits between the smallest normal number and the largest of the scaled operand
+ROOM: Final = 6  # bits by which the scaled operand's largest number must exceed the smallest normal number
 
 
 def scale_products(shapes: ShapeInfo, ranges: Mapping[str, Range], weights: Weights) -> dict[str, Range]:

@@ -65,7 +65,7 @@ class Scope:
         return any(map(self.is_real, (*node.inputs, *node.outputs)))
 
     def behind(self, tensors: Iterable[Tensor], through: Callable[[Node], bool]) -> Iterator[Node]:
-        """Yield the producers of tensors, and of the inputs of those producers for which `through` holds, and so on."""
+        """Walk back from tensors: yield each producer for which `through` holds, and go on from its float inputs."""
         seen: set[Node] = set()
         work = list(tensors)
         while work:

@@ -15,7 +15,7 @@ from onnxfuse.ir.graph import constant_number
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 
 MEANS: Final = frozenset({"AveragePool", "GlobalAveragePool", "ReduceMean", "ReduceSum"})
-ON_THE_WAY: Final = REARRANGING | {"Div", "Mul"}  # between a mean and the difference; Div, Mul by constants
+ON_THE_WAY: Final = REARRANGING | {"Div", "Mul"}  # may lie between a mean and the difference; Div, Mul by constants
 
 
 def variance_nodes(scope: Scope) -> frozenset[Node]:
@@ -30,7 +30,7 @@ def variance_nodes(scope: Scope) -> frozenset[Node]:
         if node in found or not reads & inner or not is_arithmetic(node):
             continue
         if any(elements(each) > 1 for each in scope.real_inputs(node)):
-            continue  # the quotient ends at a multiplication by a scale
+            continue  # the part to keep in float32 ends before the multiplication by the norm's scale
         found.add(node)
         if reads <= inner:
             inner.add(node)

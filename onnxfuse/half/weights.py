@@ -25,7 +25,7 @@ from onnxfuse.verify.noise import move_by_rounding
 
 DATA_FILE: Final = "weights.data"
 MAX_PARAMETER: Final = 8  # elements; smaller constants may be parameters, such as the scales of a Resize
-CHECKED_AT_ONCE: Final = 2**22  # elements of a weight per step: float64 copies of a whole weight are large
+CHECKED_AT_ONCE: Final = 2**22  # elements of a weight per step: copies of a whole weight would be large
 
 
 class ScratchFolder:
@@ -44,7 +44,7 @@ class Weights:
     folder: Path | None
     precision: Precision
     scratch: ScratchFolder | None = None  # the folder of converted external weights
-    losses: dict[tuple[str, bool], str] = field(default_factory=dict)  # of checked weights, by name and `clamp`
+    losses: dict[tuple[str, bool], str] = field(default_factory=dict)  # results of `loss`, by name and `clamp`
     _end: int = 0
 
     def loss(self, graph: Graph, tensor: Constant, clamp: bool = False) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 def fewest(suffices: Callable[[int], bool], limit: int) -> int | None:
-    """Return about the smallest number up to `limit` that suffices, to within a quarter; None if `limit` does not.
+    """Return a number up to `limit` that suffices, at most about a quarter above the smallest; None if there is none.
 
     The number is doubled until it suffices, and then bisected.
     """

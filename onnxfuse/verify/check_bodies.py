@@ -1,4 +1,7 @@
-"""Check the bodies of fused nodes with ONNX's checker and its strict shape inference, on the operands of a call."""
+"""Check the bodies of fused nodes with ONNX's checker and its strict shape inference, on the operands of a call.
+
+The body of a fused node is the ONNX function that computes the same from standard operators.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def faults_of_bodies(model: onnx.ModelProto) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, node in first.items():
         inputs = [known.get(each) for each in dict.fromkeys(node.input) if each]
-        if None in inputs:  # its dtype is not known
+        if None in inputs:  # the dtype of an operand is not known
             continue
         call = copy_without(model, "graph", "functions")
         call.functions.extend([*(each for each in model.functions if each.domain != DOMAIN), bodies[name]])

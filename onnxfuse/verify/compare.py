@@ -185,10 +185,10 @@ def _open(source: Source, folder: Path | None) -> tuple[onnx.ModelProto, Path | 
 
 
 def _run_optimized(model: Prepared, reference: Reference) -> tuple[Reference, list[dict[str, object]], list[Result]]:
-    """Return the reference to compare with, and the optimized model's outputs for its usual runs and its edge runs.
+    """Return the reference to compare with, and the optimized model's outputs in the usual runs and the edge runs.
 
-    If the CPU provider has kernels for the original's bfloat16 nodes, but not for the optimized model's, both models
-    are compared in float32.
+    The edge runs are those at sizes 0 and 1; see `_outputs_of`.  If the CPU provider has kernels for the original's
+    bfloat16 nodes, but not for the optimized model's, both models are compared in float32.
     """
     try:
         return reference, *_outputs_of(_in_float32(model) if reference.in_float32 else model, reference)
@@ -205,7 +205,7 @@ def _in_float32(model: Prepared) -> Prepared:
 
 
 def _outputs_of(model: Prepared, reference: Reference) -> tuple[list[dict[str, object]], list[Result]]:
-    """Return the outputs of all usual runs, and for each edge run its outputs or onnxruntime's error."""
+    """Return the outputs of all usual runs, and for each run at sizes 0 and 1 its outputs or onnxruntime's error."""
     session = open_session(model, optimize=False)
 
     def outputs(each: Run) -> dict[str, object]:

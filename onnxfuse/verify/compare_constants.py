@@ -23,7 +23,7 @@ MAX_BYTES_COMPARED: Final = 64 * 2**20  # bytes of folded constants compared in 
 def wrong_constants(
     original: onnx.ModelProto, folder: Path | None, unfused: UnfusedGraph, feeds: Mapping[str, Array]
 ) -> dict[str, str]:
-    """Return the folded constants that differ from the original's results: a sentence by the constant's name.
+    """Return the names of the folded constants that differ from the original's results, each with a sentence.
 
     `feeds` are inputs on which the original runs: shape arithmetic may depend on them.  Raises VerificationError if the
     nodes that were folded do not run.

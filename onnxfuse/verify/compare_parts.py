@@ -1,4 +1,4 @@
-"""Compare each fused node with the nodes that it replaced, on values of a run and on drawn ones."""
+"""Compare each fused node with the nodes that it replaced, on values of a run and on drawn (random) values."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def compare_parts(
 
     `feeds` are inputs on which the original runs.  The parts are run on the values that `feeds` lead to, and on two
     sets of drawn values; only on drawn values if `feeds` is None, because the original does not run.  `progress` is
-    called with the number of parts compared, and of all parts.  With `numbers_for_nan` a fused node may have any
-    numbers where the nodes that it replaced give NaN.
+    called with the number of parts compared so far and the number of all parts.  With `numbers_for_nan` a fused node
+    may have any numbers where the nodes that it replaced give NaN.
     """
     wrong, unseen, equal = list[PartFinding](), list[PartFinding](), set[str]()
     try:
@@ -207,8 +207,8 @@ def _compare_part(
             compared |= _says_something(old)
             old = with_numbers_for_nan(old, new) if numbers_for_nan else old
             check = _Check(sessions, feeds, name, old, new, true if isinstance(true, np.ndarray) else None)
-            # In float16, the result of a fully masked row depends on whether scores near -65504 are rounded to it;
-            # onnxruntime rounds them only where no Casts cancel.
+            # In float16, the result of a fully masked row depends on whether scores near -65504 are rounded to that
+            # number.  onnxruntime rounds scores only where it does not remove a pair of Casts that cancel.
             is_determined = what != LEAVE_NOTHING or sessions.half != "float16"
             if fault := check.fault() if is_determined else check.misplaced():
                 return f"on {what} {fault}{_rounding_sentence(optimized, part)}"
@@ -232,7 +232,7 @@ def _given(unfused: UnfusedGraph, part: Part, values: Mapping[str, Array]) -> Fe
 
 @dataclass(frozen=True)
 class _Sessions:
-    """The fused node and the replaced nodes as models; `exact` evaluates the latter in float32."""
+    """The fused node and the replaced nodes as models; `exact` evaluates the replaced nodes in float32."""
 
     replaced: Session
     fused: Session
@@ -248,7 +248,7 @@ class _Sessions:
 
     @cached_property
     def in_float64(self) -> Session | None:
-        """A session of the replaced nodes in float64; None for half precision, and without float64 kernels."""
+        """A session of the replaced nodes in float64; None for half precision, or if a float64 kernel is missing."""
         if self.half:
             return None
         try:
@@ -258,7 +258,7 @@ class _Sessions:
 
     @cached_property
     def rounding(self) -> Session | None:
-        """A session of half-precision nodes in float32 with each result rounded; None for other precisions."""
+        """A session that runs half-precision nodes in float32 and rounds each result; None for other precisions."""
         return _open(model_that_rounds(self.model, self.rounded), self.folder) if self.rounded else None
 
 
@@ -306,7 +306,7 @@ def _open_replaced(model: onnx.ModelProto, folder: Path | None) -> Session:
 
 
 def _half(unfused: UnfusedGraph, part: Part) -> str:
-    """Return the coarsest half precision that a part computes in; "" where it only casts to it on the way."""
+    """Return the coarsest half precision that a part computes in; "" for a part that has at most Casts to one."""
     if not part.computes_in_half(unfused):
         return ""
     names = (*part.operands, *part.outputs, *(o for node in part.replaced for o in node.output))
@@ -395,8 +395,8 @@ class _Check:
         """Yield the error of the replaced nodes that is known so far, after each draw of moved operands.
 
         Operands move by one unit in the last place.  In half precision, movements are measured from the unmoved result,
-        because its error is much larger than one rounding; before that, the nodes run with each result rounded, as
-        other providers round it.
+        because its error is much larger than one rounding.  In half precision, the nodes first run once with each
+        result rounded, as providers other than the CPU's round it.
         """
         start = old if self.sessions.half else true
         found = float(_error(old, start).max(initial=0.0))
@@ -444,7 +444,7 @@ def _error(value: Array, true: Array) -> Array:
     """Return each element's distance from the true one; 0 where either is not finite."""
     result: Array = np.zeros(true.shape)
     where = np.isfinite(value) & np.isfinite(true)
-    with np.errstate(over="ignore"):  # an infinite error is one
+    with np.errstate(over="ignore"):  # an error may overflow to infinity
         result[where] = np.abs(value[where] - true[where])
     return result
 

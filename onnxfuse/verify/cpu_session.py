@@ -1,4 +1,4 @@
-"""Run a model in plain onnxruntime on the CPU, in a process of its own where `own_process` says so."""
+"""Run a model in plain onnxruntime on the CPU; within a block of `own_process`, in a process of its own."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def describe_misplaced(expected: Array, actual: Array, exact: Array, dtype: str)
     wrong = ~np.isfinite(old) & (old != new) & ~both_nan & ~(np.isfinite(true) & np.isfinite(new))
     wrong |= np.isfinite(old) & ~np.isfinite(new)
     if dtype in HALF_PRECISION.values():
-        with np.errstate(invalid="ignore"):  # the sign of NaN
+        with np.errstate(invalid="ignore"):  # NaN has no sign
             overflows = (np.abs(true) >= _largest_certain(dtype)) & (np.sign(new) == np.sign(true)) & np.isfinite(true)
         wrong &= ~(overflows & (np.isinf(old) | np.isinf(new)))
     for kind, where in (("NaN", wrong & (np.isnan(old) != np.isnan(new))), ("infinite values", wrong)):

@@ -1,4 +1,4 @@
-"""Draw the values on which a fused node is compared with the nodes that it replaced."""
+"""Draw the values (at random, with fixed seeds) on which a fused node is compared with the nodes that it replaced."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ MAX_ELEMENTS: Final = 2**28  # elements of a drawn tensor; more mean a wrong sha
 def operands_by_shape(unfused: UnfusedGraph, part: Part) -> Feeds:
     """Return values for a part's operands, drawn by dtype and symbolic shape, for a model that does not run.
 
-    Integers are 0 or 1, which index any table.  Raises VerificationError where a shape is unknown or too large, and
-    where the nodes that the part replaced read more than its operands and constants: such a tensor may be computed from
-    an operand.
+    Integers are 0 or 1, which index any table.  Raises VerificationError where a shape is unknown or too large.  It is
+    also raised where the replaced nodes read more than the part's operands and constants, because such a tensor may be
+    computed from an operand, and independent values would contradict each other.
     """
     for name in part.leaves:
         if name not in unfused.constants and name not in part.operands:
@@ -72,7 +72,7 @@ def _by_shape(name: str, shape: tuple[int, ...], dtype: int) -> Array:
 
 
 def draws(unfused: UnfusedGraph, part: Part, given: Feeds, *, runs: bool) -> Iterator[tuple[str, Feeds]]:
-    """Yield named sets of operand values: `given`, if it comes from a run; then drawn ones of magnitude 1 and large.
+    """Yield named sets of operand values: `given`, if a run computed them; then drawn values, small and then large.
 
     If operands are masks, draws with fully masked rows follow.  Integers keep the values of the run, and so do tensors
     that the replaced nodes read besides operands.  If such a tensor is floating-point, nothing is drawn, because it may

@@ -22,7 +22,7 @@ REORDERING_OPS: Final = VIEWS | {"Cast", "Clip", "Gather", "Slice"}
 ARITHMETIC_OPS: Final = {
     "Add", "Ceil", "Concat", "Div", "Floor", "Max", "Min", "Mod", "Mul", "ReduceMax", "ReduceMin", "Round", "Sub",
 }  # fmt: skip
-AFTER_SUMS: Final = {"Div", "Max", "Min", "Mul", "Where"}  # operators that may follow on scores after a mask was added
+AFTER_SUMS: Final = {"Div", "Max", "Min", "Mul", "Where"}  # may lie between the Add of a mask and the Softmax
 LOGICAL_OPS: Final = {*COMPARISONS, "And", "Not", "Or"}
 COUNTING_OPS: Final = {"CumSum", "NonZero", "Range"}  # old exporters spell Range as NonZero of ones
 INTEGERS: Final = {
@@ -31,18 +31,19 @@ INTEGERS: Final = {
 }  # fmt: skip
 MASK_DTYPES: Final = {TensorProto.BOOL, *FLOATS}  # dtypes of the Cast that follows a mask of integers
 
-# Operators and the number of their input that holds a length: 1 to the size of an axis.
+# Pairs of an operator and the index of its input that holds lengths, each from 1 to the size of an axis.
 LENGTH_INPUTS: Final = {
     ("Attention", 6), ("Div", 1), ("GRU", 4), ("LSTM", 4), ("Mod", 1), ("OneHot", 1), ("RNN", 4), ("Range", 1),
     ("ReverseSequence", 1), ("Slice", 2),
 }  # fmt: skip
-# Operators and the number of their input that holds a small positive number, the size of a result or a step.
+# Pairs of an operator and the index of its input that holds small positive numbers: sizes of a result, or steps.
 SIZE_INPUTS: Final = {
     ("BlackmanWindow", 0), ("CenterCropPad", 1), ("ConstantOfShape", 0), ("DFT", 1), ("Expand", 1),
     ("HammingWindow", 0), ("HannWindow", 0), ("Range", 0), ("Range", 2), ("Reshape", 1), ("Resize", 3), ("STFT", 1),
     ("STFT", 3), ("Slice", 1), ("Slice", 4), ("Split", 1), ("Tile", 1), ("TopK", 1),
 }  # fmt: skip
-TABLES: Final = {("EmbedLayerNormalization", 0): 2, ("EmbedLayerNormalization", 1): 4}  # index input: table input
+# By operator and index of the input that holds row numbers: the index of the input that holds the table.
+TABLES: Final = {("EmbedLayerNormalization", 0): 2, ("EmbedLayerNormalization", 1): 4}
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def added_to_scores(model: onnx.ModelProto) -> set[str]:
 
 
 def added_to_scores_by(computing: Iterable[onnx.NodeProto], names: Iterable[str]) -> set[str]:
-    """Return the tensors of `names` that nodes add to the input of a Softmax among them."""
+    """Return the tensors of `names` that the nodes `computing` add to the input of a Softmax, one of these nodes."""
     consumers: dict[str, list[tuple[onnx.NodeProto, int]]] = {}
     for node in computing:
         for index, name in enumerate(node.input):

@@ -43,7 +43,7 @@ DIM_SIZES = (
 # Tried after DIM_SIZES if a float input of at most three axes may hold audio samples.  The 1 is for a dim that may be
 # the batch size of another input, such as the state of a recurrent network.
 AUDIO_SIZES = tuple(((1,), (2**n, 1)) for n in range(8, 16))
-MAX_DIMS_AT_EDGES = 4  # dims set to 0 or 1 alone: a decoder's batch, length, cache length and one more
+MAX_DIMS_AT_EDGES = 4  # dims set to 0 or 1 one at a time: a decoder's batch, length, cache length and one more
 MAX_ELEMENTS_DRAWN = 2**22  # elements per input: an image of 1024 x 1024 in colors, or minutes of audio
 SLASH = r"(?<!/)/(?!/)"  # a division, which exporters write as // too
 # Words in the names of inputs that hold lengths, and of inputs that hold the size of an image.
@@ -152,9 +152,9 @@ def sizes_to_try(inputs: Sequence[Input], given: Mapping[str, Array]) -> Iterato
 def edge_sizes(
     inputs: Sequence[Input], given: Mapping[str, Array], usual: Mapping[str, int]
 ) -> Iterator[dict[str, int]]:
-    """Yield dim sizes that are 0, or 1, in all dynamic dims that no given array fixes; then in one such dim at a time.
+    """Yield sets of dim sizes with 1 or 0 in all free dims, then in one free dim while the others have `usual` sizes.
 
-    One at a time, only the first MAX_DIMS_AT_EDGES dims are 0 and 1, and the other dims have their `usual` sizes.
+    A dim is free if no given array fixes its size.  Only the first MAX_DIMS_AT_EDGES free dims are set one at a time.
     """
     zeros, ones = (_choose_sizes(inputs, ((size,), (size,)), given) for size in (0, 1))
     free = [name for name in usual if zeros[name] != ones[name]]
@@ -227,7 +227,7 @@ def _parsed(dim: int | str, single_names: frozenset[str]) -> Size:
     if "total" in dim and past in single_names and new in single_names:
         dim = f"{past} + {new}"
     if not single_names.issuperset(re.findall(r"[A-Za-z_]\w*", dim)) and re.search(f"-|{SLASH}", dim):
-        return symbol(dim)  # `decoder-length` is a name as well
+        return symbol(dim)  # such as `decoder-length`, which is one name and not a difference
     return parse_size(re.sub(SLASH, "//", dim).replace("-", " - "))
 
 
@@ -278,7 +278,7 @@ def _words(each: Input) -> set[str]:
 
 
 def _lengths(shape: tuple[int, ...], longest: int, cumulative: bool) -> Array:
-    """Return lengths from `longest` down, at least 1; if cumulative, the offsets of rows that follow each other."""
+    """Return lengths from `longest` down, at least 1; if `cumulative`, increasing offsets from 0 to `longest`."""
     count = math.prod(shape)
     if cumulative:
         return np.linspace(0, longest, count).round().reshape(shape)

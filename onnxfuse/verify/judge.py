@@ -15,8 +15,8 @@ from onnxfuse.verify.ties import are_ties, source_of_indices
 
 Results = Sequence[Mapping[str, object]]
 
-# An output may differ by this many times the original's own noise.  Fused nodes round elsewhere than onnxruntime's own
-# optimizations do, so they may move an output as far, and one sample of noise is seldom the largest.
+# An output may differ by this many times the original's own noise.  Fused nodes and onnxruntime's own optimizations
+# round at different places, and may move an output equally far.  One sample of noise is seldom the largest.
 NOISE_FACTOR: Final = 4.0
 MAX_NOISE: Final = 0.5  # relative to an output's largest value; a noisier output is not compared
 

@@ -1,4 +1,7 @@
-"""Choose larger inputs for an output that cannot be compared because it is constant, all NaN or the like."""
+"""Choose larger inputs for an output that cannot be compared because it is constant, all NaN or the like.
+
+A draw is a set of dim sizes, with a function that makes random inputs of these sizes.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,9 @@ from onnxfuse.verify.requested_shapes import Draw
 from onnxfuse.verify.required_sizes import inferred_shapes
 
 MAX_ELEMENTS_GIVEN: Final = 2**15  # elements per input: a second of audio, 1024 tokens
-# Elements of the largest computed tensor: room for the scores of twelve heads over 512 tokens.  Comparing an output of
-# four times as many takes 5 seconds and 1 GB, and a product of all audio samples with all others has 2^30.
+# Elements of the largest computed tensor: room for the scores of twelve heads over 512 tokens.  Comparing an output
+# with four times as many elements takes 5 seconds and 1 GB, and a product of all audio samples with all others has
+# 2^30 elements.
 MAX_ELEMENTS_COMPUTED: Final = 2**22
 
 

@@ -1,6 +1,7 @@
-"""Draw masks again, with rows that keep nothing, only the end, or all: rows of first draws always keep a beginning.
+"""Draw masks again, with rows that keep nothing, only their end, or everything.
 
-Attention treats fully masked rows differently from all others, and left padding under a causal mask makes such rows.
+Each row of the masks that are drawn first keeps at least its first element.  Attention treats fully masked rows
+differently from all others, and left padding under a causal mask makes such rows.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def _rows(shape: tuple[int, ...]) -> tuple[int, int] | None:
 
 
 def _drawn(value: Array, mask: Mask, rows: int, columns: int, first: int) -> Array:
-    """Return a mask whose row i is of the kind first + i."""
+    """Return a mask whose row i is of kind number (first + i) % KINDS, in the order of the comment at KINDS."""
     kept = np.array([0, (columns + 1) // 2, columns])[(first + np.arange(rows)) % KINDS]
     left = (np.arange(columns) >= columns - kept[:, None]).reshape(value.shape)
     if mask == "flags":

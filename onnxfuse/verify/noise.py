@@ -16,7 +16,7 @@ from onnxfuse.ir.dtypes import FLOAT_NAMES, FLOATS, Array
 from onnxfuse.ir.protos import replace_tensors
 
 ROUNDINGS: Final = {"float16": 2.0**-11, "bfloat16": 2.0**-8}  # the largest relative error of a rounding
-DRAWN_BLOCK: Final = 1_000_003  # numbers are drawn once and repeated; being prime, the count fits no axis
+DRAWN_BLOCK: Final = 1_000_003  # random numbers before they repeat; a prime, so that no axis has this period
 Move: TypeAlias = Callable[[str, Array], Array]  # maps a tensor's name and values to other values
 
 
@@ -26,7 +26,7 @@ def move_by_one_ulp(name: str, value: Array, draw: int = 0) -> Array:
     The lowest and the highest finite number and infinities stay: masks hold them, and one unit in their last place is
     larger than a score.
 
-    draw  another one has other directions
+    draw  the number of the draw: each draw moves the values in other directions
     """
     if value.dtype.name not in FLOAT_NAMES:
         return value
@@ -39,7 +39,7 @@ def move_by_one_ulp(name: str, value: Array, draw: int = 0) -> Array:
 def move_by_rounding(name: str, value: Array, rounding: float, draw: int = 0) -> Array:
     """Move each float32 value up or down by a relative error; return other dtypes unchanged.
 
-    draw  another one has other directions
+    draw  the number of the draw: each draw moves the values in other directions
     """
     if value.dtype != np.float32:
         return value

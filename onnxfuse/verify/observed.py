@@ -36,7 +36,7 @@ def what_hides(values: Sequence[object]) -> str:
         return "it is empty"
     size = sum(a.size for a in arrays)
     if size > SAMPLE and not _hidden([a.ravel()[:: size // SAMPLE] for a in arrays]):
-        return ""  # one part of the values that can be compared is enough
+        return ""  # if a sample of its values can be compared, the output can be
     return _hidden(arrays)
 
 

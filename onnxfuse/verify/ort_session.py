@@ -1,4 +1,7 @@
-"""Open and run models in onnxruntime on the CPU; it imports little, because every worker process starts with it."""
+"""Open and run models in onnxruntime on the CPU.
+
+This module imports little, because every worker process starts by importing it.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def start(source: bytes | str, folder: str | None, optimize: bool) -> ort.Infere
 
 
 def run(session: ort.InferenceSession, feeds: Mapping[str, npt.NDArray[Any]]) -> dict[str, object]:
-    """Return the outputs by name.  onnxruntime has no bfloat16 arrays, so these are passed as OrtValues."""
+    """Return the outputs by name.  onnxruntime takes no bfloat16 arrays, so those models get and give OrtValues."""
     names = [o.name for o in session.get_outputs()]
     feeds = {i.name: feeds[i.name] for i in session.get_inputs()}
     if not any("bfloat16" in each.type for each in (*session.get_inputs(), *session.get_outputs())):

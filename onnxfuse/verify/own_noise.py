@@ -22,7 +22,8 @@ from onnxfuse.verify.rounded_results import model_that_rounds
 # Relative error that a value may have after some roundings in another order, as after a fused node.
 SOME_ROUNDINGS: Final = 1e-6
 STEADY_DRAWS: Final = 8  # random draws of moved values: half move by one unit in the last place, half by SOME_ROUNDINGS
-INTEGERS_FACTOR: Final = 4.0  # times the elements of an output that differ between the original's own runs
+# An output may differ in this many times as many integers as it does between the original's own runs.
+INTEGERS_FACTOR: Final = 4.0
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def _that_rounds(model: onnx.ModelProto) -> onnx.ModelProto:
 def unsteady_outputs(
     reference: Reference, results: Sequence[Mapping[str, object]], errors: Sequence[OutputDifference]
 ) -> dict[str, str]:
-    """Return outputs whose shapes or integers differ no more than between runs of the original, each with the reason.
+    """Return outputs whose shapes or integers differ as much between runs of the original, each with the reason.
 
     For example, a rounding may change a quantized value by one step, and that step may decide the length of a result.
     The runs of the original have inputs and weights moved by a rounding; one more uses onnxruntime's graph

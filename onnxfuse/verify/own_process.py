@@ -1,4 +1,4 @@
-"""Run models in a process of its own: onnxruntime can crash on a model, or run for ever, and this process goes on."""
+"""Run models in a worker, a process of its own: onnxruntime may crash or hang there, while this process goes on."""
 
 from __future__ import annotations
 

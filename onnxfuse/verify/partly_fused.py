@@ -21,9 +21,9 @@ def partly_fused(
 ) -> onnx.GraphProto:
     """Return a fused graph with nodes of the original in place of the fused nodes whose names are `without`.
 
-    unfused    the graph as it was before fusing; the tensors that both graphs have, have the same names
-    originals  by tensor of the fused graph: the original's tensor of which it is a Transpose
-    around     the constants of the graphs around this one
+    unfused    the graph as it was before fusing; a tensor of both graphs has the same name in both
+    originals  by the name of a tensor of the fused graph: the original's tensor of which it is a Transpose
+    around     the names of the constants of the graphs around this one
     """
     given = {*around, *(t.name for t in fused.initializer), *(t.values.name for t in fused.sparse_initializer)}
     given |= {value.name for value in fused.input if value.name not in unfused.constants}

@@ -37,7 +37,7 @@ MAX_HASHED_BYTES = 4096  # per constant; larger constants are compared by name, 
 # optimized model has the tensor itself under another name.
 Original: TypeAlias = tuple[str, tuple[int, ...]]
 # A tensor's name in the optimized model, and the nodes, found only in that model, that compute an operand from it.  The
-# name is "" where they compute it from constants alone, such as a table in another layout.
+# name is "" where the nodes compute the operand from constants alone, such as a table in another layout.
 Derived: TypeAlias = tuple[str, tuple[onnx.NodeProto, ...]]
 
 
@@ -149,7 +149,7 @@ class Part:
 
     @property
     def nodes(self) -> list[onnx.NodeProto]:
-        """The fused node, with the nodes that compute its inputs from `operands`, and `outputs` from its outputs."""
+        """The nodes that compute the fused node's inputs from `operands`; this node; the nodes that give `outputs`."""
         before = [transpose(*self.originals[n], n) for n in dict.fromkeys(self._sources) if n in self.originals]
         before += [node for _, nodes in self.derived.values() for node in nodes]
         after = [
@@ -250,8 +250,8 @@ class _Derivations:
     def of(self, name: str) -> Derived | None:
         """Return the tensor and the nodes that compute an operand from it and from small constants.
 
-        The tensor is "" where the operand is a constant.  None where the original has the operand, or several tensors
-        are needed.
+        The tensor is "" where the operand is computed from constants alone.  The result is None where the original has
+        the operand, or where the operand is computed from several tensors.
         """
         if name in self.given:
             return None

@@ -88,7 +88,7 @@ class Reference:
     edges: Sequence[Run] = ()
     optimized: Mapping[str, object] | str = field(default_factory=dict)
     scales: Mapping[str, float] = field(default_factory=dict)  # by output: the least magnitude for relative errors
-    noise: dict[str, dict[str, float]] = field(default_factory=dict)  # by output and cause, as far as measured
+    noise: dict[str, dict[str, float]] = field(default_factory=dict)  # by cause and output, as far as measured
     by_optimizations: bool = True  # whether changes by onnxruntime's graph optimizations count as noise
 
     def open(self, model: onnx.ModelProto, *, optimize: bool = False) -> Session:
@@ -186,7 +186,7 @@ def run_original(
         return result
     try:
         tell("run the original in float32")
-        session = open_session(model_to_float32(model), folder, optimize=False)  # it would drop pairs of Casts
+        session = open_session(model_to_float32(model), folder, optimize=False)  # onnxruntime would drop pairs of Casts
         every = (*runs, *at_edges)
         exact = [replace(r, float32_outputs=run(session, arrays_to_float32(r.feeds))) for r in every]
     except Exception as error:
@@ -237,7 +237,7 @@ class _Original:
 
         left = draws(self.model, self.shapes, self.given)
         runs = _first_runs(left, run_at, tell, bool(self.given))
-        with suppress(VerificationError):  # a run took too long: the others may as well
+        with suppress(VerificationError):  # after a run that took too long, other runs may also take too long
             self._run_more(runs, left, run_at, tell)
         return runs, list(self._at_edges(runs, run_at, tell)) if self.edges else []
 

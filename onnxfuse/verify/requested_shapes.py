@@ -129,8 +129,8 @@ def parse_shapes(shapes: Sequence[str], inputs: Sequence[Input]) -> dict[str, tu
 def split_shapes(shapes: Sequence[str], inputs: Sequence[Input], size: str, example: str) -> dict[str, tuple[str, ...]]:
     """Split `input:8x512` into name and sizes.  The name may be left out if the model has one input.
 
-    size     the pattern of one size
-    example  of such a text, for the error
+    size     the regular expression of one size
+    example  an example of such a text, for the error message
 
     Raises UsageError for a text of another form, and for an input that is named twice.
     """

@@ -47,7 +47,7 @@ def spread(ranges: Mapping[str, Sequence[Range]], inputs: Sequence[Input]) -> li
 
 
 def ranges_of_dims(ranges: Mapping[str, Sequence[Range]], inputs: Sequence[Input]) -> dict[str, Range]:
-    """Return the ranges by the names of dims; static ones and those without a name are called "input[axis]".
+    """Return the ranges by the names of dims; static dims and dims without a name are called "input[axis]".
 
     Raises UsageError if a dim has two different ranges or a static one another size, and for an input that the model
     does not have.
@@ -78,7 +78,7 @@ def _dim_names(each: Input) -> list[str]:
 
 
 def _powers(low: int, high: int) -> Iterator[int]:
-    """Yield the powers of two from `low` to `high`, and these themselves, each once."""
+    """Yield `low`, `high` and the powers of two between them, each number once."""
     yield from {low, high, *(1 << i for i in range(high.bit_length()) if low <= 1 << i <= high)}
 
 

@@ -129,7 +129,7 @@ def _roundings(part: NodeContainer, by: Widening) -> dict[str, int]:
 
 
 def _round_again(part: onnx.GraphProto | onnx.FunctionProto, roundings: Mapping[str, int]) -> None:
-    """Insert a Cast to half precision before each Cast that used to round to it and is now to float32."""
+    """Insert a Cast to half precision before each Cast that had this dtype as `to` and now has float32."""
     if not roundings:
         return
     present = list(part.node)
