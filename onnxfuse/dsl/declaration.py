@@ -26,12 +26,12 @@ Body: TypeAlias = Callable[..., Term | tuple[Term, ...]]
 Rules: TypeAlias = Iterator[tuple[Term, Term]]  # pairs: a left side to match, and a right side that replaces it
 ExampleValue: TypeAlias = Sequence[int] | Number | str
 
-_guards: list[list[Guard]] = []  # per fusion whose body is running, innermost last: its conditions so far
+_guards: list[list[Guard]] = []  # for each fusion function that is running: its conditions so far
 
 
 @dataclass(frozen=True, eq=False)
 class Fusion:
-    """A declared fusion: the fused operator's parameters, and the terms of its outputs."""
+    """A declared fusion: the fused operator's parameters, and the terms of its outputs; see `fusion`."""
 
     name: str
     doc: str
@@ -78,8 +78,9 @@ def require(sentence: str, holds: Callable[..., bool]) -> None:
     `opset`.  `sentence` states the requirement, and may show these facts as {name}.  A parameter may also be a
     function.  is_multiple(a, b) returns whether operand a is operand b times a constant; share_symbols(m, n), whether
     two dimensions depend on a common symbol, so that they may be equal; is_ordinary(a, ...), whether the product of
-    operands holds no mask value.  `joined` is true if operators that follow join the fused node: a fusion that names it
-    is tried once more, without its other condition, on nodes that operators could join.
+    operands holds no mask value.  `joined` is true if elementwise operators that follow will join the fused node (see
+    `epilogue` in `fusion`).  A fusion whose condition names `joined` is first tried with False, and once more with True
+    on nodes that operators could join.
     """
     if not _guards:
         raise PatternError(f"{here()}: require() stands outside a fusion's body")
@@ -101,13 +102,15 @@ def fusion(
             values computed from an operand of the first output
     casts   absorb Casts between floating dtypes inside the match: the body states which values are computed in float32
     last    try the fusion only on nodes that other fusions leave, because they may be part of a larger match
-    channels_last  operands (n, channels, spatial axes ...) that a channels-last node reads channels-last, as its output
-            is then; the others it reads as they are.  Inside a channels-last region the fused node becomes such a node,
-            with the attribute layout="nhwc".  Without this, a region ends at the fusion
-    epilogue  with `--epilogues`, elementwise operators that read its first output join the fused node, which lists them
-            in the attribute `program`, reads their other operands after its own, through views of these too, and gives
-            their results in place of that output; "nhwc": only a channels-last node
-    example shapes of operands that neither `dims` nor a rearrange() tells, and values for attributes, for generated
+    channels_last  the operands of shape (n, channels, spatial axes ...) that become channels-last, together with the
+            output, where the layout stage makes a part of the graph channels-last.  The other operands keep their
+            layout, and the fused node gets the attribute layout="nhwc".  Without this argument, the fusion keeps its
+            layout, and a channels-last part of the graph ends at it
+    epilogue  whether elementwise operators that read the first output may join the fused node, with `--epilogues`.  The
+            node lists them in the attribute `program`.  It reads their other operands, or tensors of which these are
+            views, after its own operands, and computes their results in place of its first output.  "nhwc": operators
+            join only channels-last nodes
+    example  shapes of operands that neither `dims` nor a rearrange() tells, and values for attributes, for generated
             models: {"x": (2, 4, 6, 6), "w": (6, 4, 3, 3), "strides": [2, 1]}
 
     Raises PatternError where the declaration is wrong.

@@ -234,7 +234,7 @@ class Term:
     """A value in a pattern.  Terms are compared by identity: one term used twice is one value used twice."""
 
     span: Span
-    is_leaf: ClassVar[bool] = False  # whether it is matched against a tensor itself, not through Casts
+    is_leaf: ClassVar[bool] = False  # whether it matches the tensor itself, not the tensor before its Casts
 
     # --- how it is read, matched and written ---------------------------------------------------------------------
 
@@ -371,7 +371,7 @@ class Term:
 
 
 def walk(*roots: Term) -> Iterator[Term]:
-    """Yield every term below the roots, each once, parents first."""
+    """Yield the roots and every term below them, each once, parents first."""
     seen: set[int] = set()
     work = list(reversed(roots))
     while work:

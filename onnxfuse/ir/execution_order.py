@@ -35,7 +35,7 @@ def execution_order(needs: Sequence[Collection[str]], writes: Sequence[Collectio
     nodes of a cycle, and the nodes after it, are omitted.
     """
     producer_of = {name: i for i, names in enumerate(writes) for name in names if name}
-    # Per node: the number of producers still missing, and the nodes that read it.
+    # Per node: the number of its producers that are not in the order yet, and the nodes that read its outputs.
     missing, users = [], [list[int]() for _ in needs]
     for i, names in enumerate(needs):
         producers = {producer_of[name] for name in names if name in producer_of}

@@ -40,7 +40,7 @@ def extract(model: onnx.ModelProto, outputs: Sequence[str]) -> onnx.ModelProto:
 
 
 def without_unused_nodes(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model without nodes, and without functions' nodes, that no output depends on."""
+    """Return the model with its functions inlined, and without the nodes that no output depends on."""
     result = extract(inline_functions(model).model, [output.name for output in model.graph.output])
     del result.graph.output[:]
     result.graph.output.extend(model.graph.output)

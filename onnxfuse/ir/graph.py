@@ -20,7 +20,7 @@ from onnxfuse.ir.execution_order import execution_order, is_in_order, outer_read
 from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, consumers, has_subgraph, is_constant, op_of
 from onnxfuse.ir.protos import subgraphs
 
-OPSET_OF_UNCUT_SLICES: Final = 10  # the opset whose inference gives a Slice of a named size that same size
+OPSET_OF_UNCUT_SLICES: Final = 10  # in this opset, inference gives a Slice the named sizes of its input
 
 
 def take_name(names: set[str], stem: str) -> str:
@@ -38,7 +38,7 @@ class RewrittenScores:
     """The Softmaxes whose scores were rewritten to match attention patterns, by the names of their original outputs.
 
     `stay` holds the Softmaxes that did not become an attention in an earlier attempt, so their scores stay as they are.
-    `begun` maps the current output of a Softmax to its original output, if it was rewritten with other axes.
+    `begun` maps the current output of a Softmax to its original output, if the Softmax was rewritten with other axes.
     """
 
     stay: frozenset[str] = frozenset()
@@ -167,8 +167,9 @@ class Graph:
     def _dim_param(self, size: object) -> str | None:
         """Return the name of a size for a recorded type; None for an unknown size, whose text contains "?".
 
-        Also None if onnx's inference gives a Slice the size names of its input.  Otherwise onnxruntime would assume
-        that two Slices of a tensor are equally large, and fail where one reuses the other's memory.
+        Also None in the opset in which onnx's inference gives a Slice the named sizes of its input.  With names,
+        onnxruntime would assume that two Slices of a tensor are equally large, and fail where one reuses the other's
+        memory.
         """
         is_named = size is not None and "?" not in str(size) and self.opset != OPSET_OF_UNCUT_SLICES
         return str(size) if is_named else None

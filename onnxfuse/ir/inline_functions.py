@@ -27,7 +27,7 @@ from onnxfuse.ir.protos import (
 Key: TypeAlias = tuple[str, str, str]  # (domain, name, overload) of a function
 
 MAX_NODES_INLINED: Final = 100_000  # optimizing this many nodes takes about a minute; further functions are not inlined
-# Limit of the nodes in all functions; onnx's shape inference takes 33 us per node.
+# Limit of the nodes after all calls are expanded; onnx's shape inference takes 33 us per node.
 MAX_NODES_EXPANDED: Final = 1_000_000
 MAX_DEPTH: Final = 30  # limit of nested subgraphs; each takes 3 of the 100 message levels that protobuf reads
 # Functions in these domains may have a kernel in onnxruntime.
@@ -36,7 +36,7 @@ KERNEL_DOMAINS: Final = frozenset({DOMAIN, "com.microsoft"})
 
 @dataclass(frozen=True)
 class Inlined:
-    """A model after inlining, and the number of inlined calls; `kept` maps each function that stays to the reason."""
+    """A model after inlining, and the number of inlined calls; `kept` says in sentences why functions stay."""
 
     model: onnx.ModelProto
     calls: int = 0

@@ -40,8 +40,8 @@ def require_plain(path: Path) -> None:
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file atomically: write a temporary file beside it, then rename it.
 
-    It gets the permissions of the file that it replaces; a symbolic link is followed.  Raises OSError if writing fails,
-    if the path is not a plain file, or if the file is write-protected.
+    The new file gets the permissions of the file that it replaces; a symbolic link is followed.  Raises OSError if
+    writing fails, if the path is not a plain file, or if the file is write-protected.
     """
     check_replaceable(path)
     target = Path(os.path.realpath(path))

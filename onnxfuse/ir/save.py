@@ -29,16 +29,17 @@ TEMPORARY = re.compile(r"\.onnxfuse-[0-9a-f]{16}\.tmp")  # names of files that a
 
 
 def save(model: onnx.ModelProto, path: str | os.PathLike[str], *, folder: Path | None = None) -> None:
-    """Write the model completely or not at all; `path` may be the file that it was read from.
+    """Write the model completely or not at all; `path` may be the file that the model was read from.
 
     If tensors are external (relative to `folder`), or the model would exceed 2 GiB, a data file is written beside the
     model: `<path>.<digest of its content>.data`.  It holds the external tensors and every initializer of at least 1
     KiB.
 
     The write takes effect by one rename, of the model file: if the program is killed at any time, either the old model
-    and its data are there, or the new ones.  The old model's data file of such a name is removed last, unless another
-    file in the folder names it, as a copy of the old model does.  A symbolic link is followed.  `model` is not changed.
-    Raises ModelError if writing fails; an output that existed before is then unchanged.
+    and its data are there, or the new ones.  The old model's data file, if it has such a name, is removed last; it
+    stays if another file in the folder contains its name, as a copy of the old model does.  A symbolic link is
+    followed.  `model` is not changed.  Raises ModelError if writing fails; an output that existed before is then
+    unchanged.
     """
     target = Path(path)
     check_target(target)

@@ -142,9 +142,9 @@ def _rounding_cast(m: MatchContext, root: Tensor, state: State) -> Node | None:
 class _Rounding:
     """A Cast to half precision inside a match, with the dtypes before and after it.
 
-    The fused node does not round there.  That is fine where the graph merely computes in that dtype: the result leaves
-    the match in it, or operands before the Cast or of later nodes have it.  Where the result is cast to another dtype
-    again, as from float32 to float16 and back, the purpose of the Cast is to round.
+    The fused node does not round there.  That is fine where the graph merely computes in the Cast's dtype: the result
+    of the match has this dtype, or operands have it that are read before the Cast or combined with its result.  Where
+    the result is cast to another dtype again, as from float32 to float16 and back, the purpose of the Cast is to round.
     """
 
     def __init__(self, m: MatchContext, cast: Node, state: State, inside: Mapping[int, Node]) -> None:
@@ -250,7 +250,7 @@ def refusal(
         or _output_of_output(inside, outputs[0])
     )
     interior = (t for n in nodes for t in n.outputs if t is not outputs[0])
-    if found or all(id(reader) in inside for t in interior for reader in t.outputs):  # no operand depends on them
+    if found or all(id(reader) in inside for t in interior for reader in t.outputs):  # no operand depends on the nodes
         return found
     return _cycle(graph, nodes, operands)
 
@@ -272,7 +272,10 @@ def _is_needed(graph: Graph, tensor: Tensor, inside: set[int], read: set[int]) -
 
 
 def _stays(graph: Graph, reader: Node, inside: set[int], read: set[int], steps: int = MAX_VIEWS_FOLLOWED) -> bool:
-    """Return whether a node outside will stay; it dies if only nodes inside read its results, and not as operands."""
+    """Return whether a node outside the match will stay after the match is replaced.
+
+    It is removed if only nodes of the match, directly or after further nodes, read its results, and none is an operand.
+    """
     if not steps:
         return True
     return any(
@@ -323,7 +326,7 @@ def _output_of_output(inside: set[int], first: Tensor) -> Refusal | None:
 
 
 def _cycle(graph: Graph, nodes: Sequence[Node], operands: Mapping[str, Tensor]) -> Refusal | None:
-    """Refuse if an operand is computed from an output; nodes before the first matched one are not searched."""
+    """Refuse if an operand is computed from a matched node; nodes before the first matched one are not searched."""
     inside, first = set(nodes), min(graph.position[n] for n in nodes)
     seen: set[Node] = set()
     for name, operand in operands.items():

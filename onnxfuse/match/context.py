@@ -26,7 +26,7 @@ FLOAT32_TOLERANCE = 2e-5
 
 
 class MatchContext(ABC):
-    """One fusion on one graph."""
+    """The facts that the rules of matching share while one fusion is matched on one graph."""
 
     def __init__(self, graph: Graph, shapes: ShapeInfo, fusion: Fusion, joined: bool = False) -> None:
         """`joined` says whether later operators will be fused into the match."""
@@ -70,7 +70,7 @@ class MatchContext(ABC):
         return self._numbers[tensor.name]
 
     def rank_raising_constant(self, node: Node) -> Constant | None:
-        """Return the one-element constant whose rank is higher than the other inputs', and so is the result's rank."""
+        """Return the one-element constant that gives a node's result more axes than the other inputs have, or None."""
         numbers = [t for t in node.inputs if is_constant(t) and t.shape and math.prod(t.shape) == 1]
         if not numbers:
             return None
@@ -100,7 +100,8 @@ class MatchContext(ABC):
     def through_casts(self, tensor: Tensor, state: State, is_operand: bool = False) -> tuple[Tensor, State]:
         """Return the tensor before the Casts that the fusion absorbs, and the state with these Casts.
 
-        For an operand, only Casts to float32 are absorbed: others round it to the dtype that the kernel reads.
+        For an operand, only Casts to float32 are absorbed: other Casts round the operand to the dtype that the kernel
+        reads.
         """
         nodes = []
         while self.casts and (node := self.float_cast(tensor)):
@@ -111,7 +112,7 @@ class MatchContext(ABC):
         return tensor, state.with_nodes(nodes)
 
     def without_casts(self, tensor: Tensor, term: Term) -> tuple[Tensor, list[Node]]:
-        """Return the tensor before absorbed Casts, and the Casts; values of `term` with the same tensor are equal.
+        """Return the tensor before absorbed Casts, and the Casts; if it is the same, so are two values of `term`.
 
         For an operand, only Casts to float32 are absorbed.
         """

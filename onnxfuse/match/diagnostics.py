@@ -74,7 +74,7 @@ class NearestMiss:
 
 
 def origin(graph: Graph, tensor: Tensor) -> str:
-    """Describe the node that computes a tensor, or did before nodes were fused."""
+    """Describe the node that computes a tensor, or that computed it before nodes were fused."""
     node = producer(tensor)
     now = ("", "") if node is None else (op_of(node), node.name)
     op, name = graph.origins.get(tensor.name, now)

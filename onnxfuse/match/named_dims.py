@@ -105,7 +105,7 @@ def size_of(names: Sequence[str], known: Dims) -> Size | None:
 
 
 def with_sizes(size: Dim, known: Dims) -> Any:
-    """Return an attribute's size with known sizes substituted; a single name may also be any other attribute value."""
+    """Return an attribute's size with known sizes substituted; a single name may stand for any attribute value."""
     name = name_of(size)
     return substituted(size, known) if name is None else known[name]
 

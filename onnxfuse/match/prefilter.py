@@ -1,4 +1,4 @@
-"""Skip nodes before matching, by the operators that a fusion's terms can be computed by."""
+"""Skip nodes before matching: their operators must be among those that can compute a fusion's terms."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Prefilter:
         )
 
     def fitting(self, term: Alternatives, tensor: Tensor) -> Sequence[int]:
-        """Return the indices of the options that fit the tensor; except for Casts, they depend on its operator only."""
+        """Return the indices of the options that fit the tensor; except for a Cast, its operator alone decides."""
         key = id(term), op_of(tensor.inputs[0]) if tensor.inputs else ""
         if key not in self._fitting or key[1] == "Cast":
             self._fitting[key] = [i for i, option in enumerate(term.options) if self.fits(option, tensor)]

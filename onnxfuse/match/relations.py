@@ -17,13 +17,13 @@ from onnxfuse.match.context import MatchContext
 
 
 def is_multiple(value: Tensor, of: Tensor) -> bool:
-    """Return whether a value is another value multiplied or divided by a constant."""
+    """Return whether `value` is `of` multiplied or divided by a constant."""
     makers = [node for node in value.inputs if node.op in ("Mul", "Div")]
     return any(t is of for node in makers for t in node.inputs) and any(map(is_constant, makers[0].inputs))
 
 
 def share_symbols(left: Size, right: Size) -> bool:
-    """Return whether two dims share a symbol, so that they may be equal: s and the size min(512, s) of [:s] do."""
+    """Return whether two dims share a symbol, so that they may be equal, as s and the size min(512, s) of a slice."""
     return not {*symbols(left)}.isdisjoint(symbols(right))
 
 

@@ -11,7 +11,7 @@ from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.dsl.spans import Span
 from onnxfuse.ir.node import AttributeValue, Node, Tensor
 
-Dims: TypeAlias = Mapping[str, Any]  # a Size by name, and a tuple of Sizes by "..."
+Dims: TypeAlias = Mapping[str, Any]  # the Size of each name, and the tuple of Sizes that "..." stands for
 CapturedValue: TypeAlias = "AttributeValue | Tensor | None"
 
 

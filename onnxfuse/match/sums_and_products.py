@@ -81,7 +81,7 @@ class AssociativeMatcher:
         self.most_selective = min(filter(root_ops, self.values), key=lambda v: len(root_ops(v) or ()), default=None)
 
     def _has_known_shape(self, value: Term) -> bool:
-        """Return whether a value is an operand with dimensions of the output only, which exclude most tensors."""
+        """Return whether a value is an operand whose dimensions are all the output's: few tensors have these sizes."""
         leaf, out = value.unwrapped, self.m.fusion.out[0]
         return isinstance(leaf, Capture) and leaf.dims is not None and set(leaf.dims.split()) <= set(out.split())
 
@@ -149,7 +149,7 @@ class AssociativeMatcher:
             yield from self._assign(values, i + 1, after)
 
     def _check_numbers(self, numbers: list[StoredNumber], state: State) -> Iterator[State]:
-        """Yield the state if the collected numbers equal the constant; the term's scalar is bound to any excess."""
+        """Yield the state if the collected numbers equal the constant; a scalar of the term is bound to the excess."""
         found = self._total([value for value, _ in numbers])
         required = self._total([]) if self.constant is None else self.constant
         if self.scalar is not None and numbers:
