@@ -121,7 +121,8 @@ def is_nonnegative(size: Size) -> bool:
     Every dim of a tensor that has elements is 1 or more, and tensors without elements are never read.
     """
     above, terms = size, terms_of(size)
-    # The operands of these symbols stay as they are.
+    # Each name becomes name + 1, because it is 1 or more and a bound assumes 0 or more.  A size with NonPolynomial
+    # symbols stays as it is, because the names in their operands would not change.
     if not any(isinstance(name, NonPolynomial) for monomial, _ in terms for name in monomial):
         above = sum((product(symbol(name) + 1 for name in monomial) * factor for monomial, factor in terms), 0)
     low = lower_bound(above)

@@ -57,8 +57,8 @@ def offset(place: Place, axis: int, by: Size) -> Place:
 def reshaped(place: Place, shape: Shape, source: Shape) -> Place:
     """Return the input place that a Reshape from the shape `source` to `shape` reads for `place` in its output.
 
-    Axes are grouped from the last one on into the smallest blocks with as many elements in both shapes.  The index is
-    divided within each block only.
+    Axes are grouped, from the last one on, into the smallest blocks that have equally many elements in both shapes.
+    Indices are divided only within a block.
     """
     found: list[Index] = []
     own, other = list(range(len(shape))), list(range(len(source)))

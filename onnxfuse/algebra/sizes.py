@@ -4,7 +4,8 @@ A symbol stands for a size, so it is never negative.  An expression that is not 
 `Max(1, s)`, becomes a `NonPolynomial` symbol, which holds its operands.  Equal expressions become equal symbols.
 
 Expressions are limited: if the degree, the number of terms or a number exceeds the constants below, the expression
-becomes an unknown size named by its digest.  So arithmetic takes bounded time for any input.
+becomes an unknown size that is named by a digest of the expression.  Arithmetic therefore takes bounded time for any
+input.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The body of an If, Loop or Scan as a separate graph, in which the tensors that it captures are additional inputs.
 
-So every rewrite of the main graph can also be applied to a body.  A body knows the values of initializers outside it,
-but does not write them: so no initializer is duplicated.
+Every rewrite of the main graph can therefore also be applied to a body.  A body knows the values of initializers
+outside it, but does not write them, so that no initializer is duplicated.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _record_captured(outer: Graph, body: Body, written: onnx.GraphProto) -> None
 
 
 def _record_inputs(body: Body, written: onnx.GraphProto) -> None:
-    """Record the shapes of the body's inputs that hold in every iteration, where an exporter may record the first one.
+    """Record the shapes of the body's inputs that hold in every iteration; exporters may record the first one's.
 
     If the body already had fused nodes, its records are kept: an earlier optimization wrote them, and knew more.
     """
@@ -123,7 +123,7 @@ class _Surroundings:
         tensor = self.tensors.get(name)
         if (
             tensor is None and name in self.initializers and name not in self.graph.fixed_names
-        ):  # a caller may change this initializer
+        ):  # a caller may change an initializer with a fixed name
             return constant_of(self.initializers[name])
         return tensor if is_constant(tensor) else None
 
@@ -159,7 +159,7 @@ class _Surroundings:
         return Body(node, index, where, linked, shapes, captured, tuple(taken), begins)
 
     def _scope(self, names: Mapping[str, None]) -> OuterScope:
-        """Return the facts about these tensors of the graph; captured tensors are known as well as inputs."""
+        """Return the facts about these tensors of the graph; tensors that it captures itself are among its inputs."""
         shapes, dtypes, values = dict[str, Shape | None](), dict[str, int](), {}
         for name in names:
             tensor = self.tensors.get(name) or self.constant(name)
@@ -169,7 +169,10 @@ class _Surroundings:
         return OuterScope(shapes, {n: dtype for n, dtype in dtypes.items() if dtype}, values, self.shapes.numbers)
 
     def _is_shared(self, name: str) -> bool:
-        """Return whether a constant has readers besides one body: a copy changed for the body would be a second one."""
+        """Return whether a constant has readers besides one body: a changed copy for this body would take more memory.
+
+        The constant itself would have to stay for the other readers.
+        """
         tensor = self.tensors.get(name)
         is_read = tensor is not None and bool(tensor.outputs)
         return is_read or self.readers[name] > 1 or name in self.graph.fixed_names or name in self.graph.outputs

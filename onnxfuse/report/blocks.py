@@ -21,7 +21,8 @@ MAX_PERIOD: Final = 600  # nodes in one copy of a block
 MIN_SAVED: Final = 3  # a repeated block must save drawing at least so many nodes
 MAX_ITEMS: Final = 60  # nodes and blocks drawn side by side; more are divided into sections
 SECTION: Final = 36  # nodes and blocks in a section
-DISTANCES: Final = (4, 12, 40, None)  # nodes between readers from which on a value comes first; None: never
+# Tried in turn: a value comes first in the reading order if its readers lie this many nodes apart; None: no value does.
+DISTANCES: Final = (4, 12, 40, None)
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ def find_blocks(labels: Sequence[Hashable], reads: Sequence[Sequence[int]]) -> B
 def reading_order(reads: Sequence[Sequence[int]], ahead: Iterable[int]) -> list[int]:
     """Return the nodes in an order in which each follows its producers, directly after the last of them.
 
-    The order starts from nodes without consumers and goes back to their producers; `ahead` and its producers come
-    first.
+    The order starts from nodes without consumers and goes back to their producers.  The nodes `ahead` and their
+    producers precede all others.
     """
     read = {each for one in reads for each in one}
     roots = [*sorted(ahead), *(node for node in range(len(reads)) if node not in read)]

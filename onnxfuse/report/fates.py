@@ -77,7 +77,10 @@ def find_fates(graph: Rewritten, fused: Iterable[Fused], folded: Iterable[Folded
 def _follow_outputs(
     graph: Rewritten, records: Mapping[int, Fused], fates: Sequence[Fate], stands_for: list[int | None]
 ) -> None:
-    """For each new node, assign to it the unassigned old nodes between other new nodes' outputs and its own."""
+    """Assign old nodes without a new node to the new node that they help to compute.
+
+    Such nodes lie between the outputs of other new nodes and an output of this one.
+    """
     producer = {name: i for i, node in enumerate(graph.before.nodes) for name in node.outputs}
     ends: dict[int, list[int]] = defaultdict(list)  # for each new node, the old nodes that compute its outputs
     computed = set()

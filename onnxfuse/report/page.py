@@ -46,8 +46,8 @@ def write_summary(report: Shown) -> str:
 def data(report: Shown) -> dict[str, Any]:
     """Return the data that the page's script draws and searches, and from which it writes plans, as JSON values.
 
-    A match is a list: its fusion, node, output, body, dims and the nodes in its epilogue; "graphs" has the nodes that
-    it replaces.
+    A match is a list: its fusion, node, output, body, dims, the nodes in its epilogue, and the nodes that it replaces.
+    The last is empty if "graphs" has these nodes.
     """
     texts, facts = Table(), report.facts
     reasons = reasons_of(report)
@@ -107,7 +107,7 @@ def _templates() -> Environment:
 
 
 def _printable(value: object) -> object:
-    """Return the text of a template's value, escaped, because names in models may come from untrusted sources."""
+    """Return a template's value; a text gets escapes for non-printing characters, because it may quote a model."""
     return printable(value, keep="\n") if type(value) is str else value
 
 

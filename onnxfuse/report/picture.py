@@ -34,9 +34,9 @@ def picture(graph: Rewritten, fused: Sequence[Fused], folded: Iterable[Folded], 
     `fused` lists the fused nodes of all graphs.  "matches" maps the number of each one in this graph to its node after
     fusing, and to the nodes that it replaced: their numbers, or names for nodes made while the graph was simplified.
 
-    A node is a list: its label, operator, producers, attributes and output types; all texts except the label are
-    numbers in `texts`.  The lists of nodes before fusing end with their fate, a number in FATES, and the node that
-    represents them after fusing, or -1.
+    A node is a list: its label, operator, attributes, output types, types of weights, and producers; all texts except
+    the label are numbers in `texts`.  The lists of nodes before fusing end with their fate, a number in FATES, and the
+    node that represents them after fusing, or -1.
     """
     numbers = {id(one): i for i, one in enumerate(fused)}
     fates = find_fates(graph, [one for one in fused if one.where == graph.where], folded)

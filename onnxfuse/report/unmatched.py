@@ -17,7 +17,7 @@ MAX_NAMED = 5  # at most so many operators are named in a sentence
 
 
 def why_unmatched(fusions: Iterable[Fusion], missed: Iterable[Miss], present: Set[str]) -> dict[str, str]:
-    """Return for each fusion, by its name, why it matches nothing in a model of these operators."""
+    """Return for each fusion, by its name, why it matches nothing in a model with the operators `present`."""
     nearest: dict[str, Miss] = {}
     for miss in missed:
         nearest[miss.fusion.name] = max(nearest.get(miss.fusion.name, miss), miss, key=lambda one: one.matched)

@@ -1,4 +1,4 @@
-// The graphs before and after, their blocks, and where everything stands in the picture.
+// The graphs before and after fusing, their blocks, and the places of nodes and edges in the picture.
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const text = (number) => DATA.texts[number];
 const LABEL = 0, OP = 1, ATTRIBUTES = 2, TYPES = 3, WEIGHTS = 4, READS = 5, FATE = 6, STANDS_FOR = 7;  // columns of nodes
@@ -17,12 +17,12 @@ function widthOf(value, isName) {
 }
 
 const counted = (count, what, several) => `${count.toLocaleString("en")} ${count === 1 ? what : several || what + "s"}`;
-/** Return a text with what does not print, such as marks of direction, as escapes: names come from the model. */
+/** Return a text with non-printing characters, such as direction marks, as escapes: the model's names are untrusted. */
 const printable = (value) => String(value).replace(/[^\P{C}\n]|[\u2028\u2029]/gu, (c) => `\\u{${c.codePointAt(0).toString(16)}}`);
 const escaped = (value) => printable(value).replace(/[&<>"']/g, (c) => `&#${c.charCodeAt(0)};`);
 const cut = (value, length = MAX_CHARS) => value.length > length ? value.slice(0, length - 1) + "…" : value;
 
-/** Link one graph of the data: positions, who reads whom, what each node stands for, and the matches. */
+/** Link one graph of the data: positions, the nodes that each fused node replaced, both sides, and the matches. */
 function linked(graph) {
   const position = new Map(graph.order.map((node, i) => [node, i]));
   const made = new Map(Object.entries(graph.matches).map(([number, [after]]) => [after, Number(number)]));
@@ -161,7 +161,7 @@ function nodeUnit(graph, side, node) {
   return { kind: "node", node, name, sub, width, height: sub ? 40 : 26 };
 }
 
-/** Return what a fused node's box says in its second line: its sizes, and what it computes at its end. */
+/** Return the second line in the box of a fused node: its program or activation, and its sizes. */
 function subtitle(graph, node) {
   const match = graph.made.get(node);
   if (match === undefined) return "";

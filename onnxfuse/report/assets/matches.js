@@ -1,10 +1,10 @@
 // The list of matches, the search in it, and the plan that its switches make.
-const ROWS = 4, VARIANTS = 6, PART = 40;  // of a variant and of a fusion what is listed at first, and what a button adds
+const ROWS = 4, VARIANTS = 6, PART = 40;  // matches of a variant, variants of a fusion, at first; more per click
 const groups = [...document.querySelectorAll(".group")];
 const search = document.getElementById("search");
 const BY_FUSION = new Map(groups.map((group) => [group.dataset.fusion, MATCH.filter((match) => match.fusion === group.dataset.fusion)]));
 
-/** Return all that the search looks at in a match, made once. */
+/** Return the text of a match in which the search looks; it is made once. */
 function haystack(match) {
   match.haystack ??= [match.fusion, match.node, match.output, match.where, ...match.names, ...match.dims, ...match.attributes, ...match.types].join("\n").toLowerCase();
   return match.haystack;

@@ -1,11 +1,11 @@
-// The theme, the section that the reader is in, and the start of everything.
+// The theme, the link to the section in view, and the start of the other scripts.
 const THEMES = ["auto", "light", "dark"];
 const themeButton = document.getElementById("theme");
 
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
   themeButton.querySelector("span").textContent = theme;
-  try { localStorage.setItem("onnxfuse-theme", theme); } catch { /* a browser may keep nothing for files */ }
+  try { localStorage.setItem("onnxfuse-theme", theme); } catch { /* a browser may refuse storage to local files */ }
 }
 
 let theme = "auto";
@@ -22,7 +22,7 @@ const watch = new IntersectionObserver((entries) => {
 links.forEach((link) => watch.observe(document.querySelector(link.hash)));
 
 startMatches();
-setTimeout(() => {  // so that the page is seen before the picture is laid out
+setTimeout(() => {  // show the page first: laying out the picture takes time
   startPanes();
   document.documentElement.dataset.ready = "yes";
 });

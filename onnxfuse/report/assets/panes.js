@@ -3,7 +3,7 @@ const stage = document.getElementById("stage");
 const detail = document.getElementById("detail");
 const panes = Object.fromEntries([...document.querySelectorAll(".pane")].map((pane) => [pane.dataset.side, pane]));
 const MIN_SCALE = 0.15, MAX_SCALE = 3, READABLE = 0.7;
-const BUDGET = 160, MAX_DRAWN = 1500;  // nodes before fusing that are drawn at first, and when all is opened
+const BUDGET = 160, MAX_DRAWN = 1500;  // limits of the nodes drawn before fusing: at first, and after "Open all"
 const shown = { graph: GRAPHS[0], scale: { before: 1, after: 1 }, chosen: null, copy: 0, highlight: null };
 
 function classOf(graph, side, node) {
@@ -113,7 +113,7 @@ function zoom(side, factor, at) {
   scroll.scrollTop = y * scale - point.y;
 }
 
-/** Mark the chosen node, and on the other side what stands for it or what it stands for. */
+/** Mark the chosen node, and on the other side the nodes that it replaced, or the node that replaced it. */
 function mark() {
   const { graph, chosen, highlight } = shown;
   for (const side of ["before", "after"]) {
@@ -128,7 +128,7 @@ function mark() {
 
 const afterOf = (graph, side, node) => side === "after" ? node : graph.before[node][STANDS_FOR];
 
-/** Return the node that is drawn for a node: itself, or the one of the first copy of its block. */
+/** Return the node that is drawn for a node: itself, or its counterpart in the first copy of its block. */
 function drawnFor(graph, after) {
   let p = graph.sides.after.position(after), block = graph.root;
   const path = [];

@@ -1,4 +1,4 @@
-// The record of a node: what it is, what it replaced, and the small drawing of that.
+// The record of a node: its facts, the nodes that it replaced, and a small drawing of these.
 function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -32,7 +32,7 @@ const FATE_TEXTS = {
 
 const chips = (values) => values.length ? element("ul", { class: "chips" }, ...values.map((value) => element("li", {}, value))) : null;
 const part = (title, ...content) => content.some(Boolean) ? element("div", {}, element("h3", { class: "part" }, title), ...content) : null;
-/** Return a list of nodes, of which the first are shown at once. */
+/** Return a list of nodes; those after the first NODES_LISTED are folded away. */
 function nodeList(entries) {
   const rest = entries.slice(NODES_LISTED);
   const more = rest.length ? element("details", { class: "more" }, element("summary", {}, counted(rest.length, "more node")), element("ol", { start: NODES_LISTED + 1 }, ...rest)) : null;
@@ -41,13 +41,13 @@ function nodeList(entries) {
 
 const hueStyle = (fusion) => fusion in DATA.hues ? `--hue:${DATA.hues[fusion]}` : "";
 
-/** Return the attributes of a fused node that its sizes do not say already. */
+/** Return the attributes of a fused node, without those that are listed among its sizes. */
 function variantOf(match) {
   const sizes = new Set(match.dims.map((line) => line.split(" = ")[0]));
   return match.attributes.filter((line) => !sizes.has(line.split(" = ")[0]));
 }
 
-/** Return the attributes that tell one variant from others at a glance: none that say "nothing of this kind". */
+/** Return the attributes that tell variants apart at a glance, without values such as "none" or pads of 0. */
 function briefOf(match) {
   const plain = /^(none|NOTSET|before|\[?(1, )*1\]?|\[(0, )*0\])$/;
   return variantOf(match).filter((line) => {
@@ -63,7 +63,7 @@ function switchOf(match) {
   return input;
 }
 
-/** Return what is known of a match: sizes, variant, types, the nodes that it replaced, and their drawing. */
+/** Return the parts of a match's record: sizes, variant, types, the nodes that it replaced, and their drawing. */
 function matchRecord(match) {
   const { graph } = match;
   const operator = (i) => typeof i === "number" ? ` ${text(graph.before[i][OP])}` : " (made while the graph was simplified)";
