@@ -73,7 +73,7 @@ class Choices:
 
 
 def choices_of(fused: Iterable[Fused]) -> tuple[Choice, ...]:
-    """Return the matches of a run, all applied, in its order."""
+    """Return the matches of a run as choices, all applied, in the order in which the run found them."""
     nodes: dict[tuple[str, str], list[str]] = defaultdict(list)
     for one in fused:
         nodes[one.match, one.fusion] += one.replaces
@@ -154,7 +154,7 @@ class Chosen:
     seen: set[str] = field(default_factory=set)  # names of all matches that were found so far
 
     def __call__(self, result: FusedModel, settings: Settings) -> FusedModel | Settings:
-        """Return the model if none of its matches is switched off, else settings that keep their nodes unfused."""
+        """Return the model if none of its matches is switched off, else settings that keep those matches' nodes."""
         self.seen |= {one.match for one in result.fused}
         off = set(self.switched_off)
         new = [one for one in result.fused if one.match in off]

@@ -25,7 +25,7 @@ class FusedNode:
 
     where: str  # the graph's name in reports; "" for the main graph
     fused: Fused
-    function: str  # the name of its body
+    function: str  # the name of its body, the ONNX function that it calls
     is_transposed: bool  # whether it computes the Transpose of a tensor of the original
 
     def is_named(self, message: str) -> bool:
@@ -49,9 +49,9 @@ def find_culprits(result: FusedModel, differs: Verification, compare: Compare) -
     differs  how the model differs
     compare  compares a model with the original
 
-    Finding a culprit that onnxruntime's message names takes two comparisons; any other takes two more than the
-    logarithm of the number of fused nodes.  If two culprits have the same body, all nodes with that body count as
-    culprits.  The list is empty if the model differs even without fused nodes.
+    Finding a culprit that onnxruntime's message names takes two comparisons.  Any other takes about two more than the
+    binary logarithm of the number of fused nodes.  If two culprits have the same body, all nodes with that body count
+    as culprits.  The list is empty if the model differs even without fused nodes.
     """
     left = _fused_nodes(result)
     found: list[Culprit] = []

@@ -26,9 +26,9 @@ NO_OPERATOR: Final = "ONNX has no operator for it"
 
 
 def in_newest_opset(model: onnx.ModelProto, fuse: Callable[[onnx.ModelProto], FusedModel]) -> onnx.ModelProto:
-    """Convert a model to the opset in which it is fused; unchanged if it cannot be converted and need not be.
+    """Convert a model to the opset in which it is fused; return it unchanged if it cannot be converted and need not be.
 
-    fuse  makes fused nodes whose bodies are in standard operators
+    fuse  fuses a model so that the bodies of fused nodes, which are ONNX functions, have standard operators
 
     Raises ModelError if a node cannot be converted to the newest opset, although an operator to be written needs it.
     """

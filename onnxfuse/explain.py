@@ -25,7 +25,7 @@ CONVOLUTIONS: Final = ("conv_bias_activation", "conv_transpose_bias_activation")
 def explanations(result: FusedModel, fusion: str | None = None, node: str | None = None) -> list[str]:
     """Return why a fusion does not apply, or why a node is not fused, in lines for each reason; nearest misses first.
 
-    For a rule, the nodes that it replaced come before.
+    If `fusion` is the name of a rewrite rule, a line about the nodes that the rule replaced precedes the misses.
 
     `result` must have been made with regions.  If neither a fusion nor a node is named, only the misses worth reading
     are returned.
@@ -72,9 +72,10 @@ def explain_stays(stays: Iterable[Stays], node: str | None = None) -> list[str]:
 
 
 def why_channels_first(result: FusedModel, fusion: str | None = None, node: str | None = None) -> list[str]:
-    """Return why convolutions, or operators of a layout's fusion, are channels-first, in lines for each reason.
+    """Return why convolutions, or operators of a layout fusion, are channels-first, in lines for each reason.
 
-    `node` may also name a node that a fused convolution replaced, or the output of one.
+    A layout fusion replaces operators only where the layout stage makes them channels-last.  `node` may also name a
+    node that a fused convolution replaced, or the output of one.
     """
     nodes: dict[str, list[str]] = {}
     replaced = {one.node: one.replaces for one in result.fused}

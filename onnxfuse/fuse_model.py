@@ -90,7 +90,7 @@ class StageTimer:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
-Regions: TypeAlias = bool | Literal["apart"]  # whether to make regions; "apart": but no epilogues of products
+Regions: TypeAlias = bool | Literal["apart"]  # whether to make regions; "apart": regions, but no epilogues
 
 
 Scores: TypeAlias = frozenset[tuple[str, str]]  # Softmaxes, each by the name of its graph and of its output
@@ -104,10 +104,10 @@ class Settings:
     `operators` says which operators the bodies of fused nodes consist of.  `layout` and `regions` are as in `optimize`.
     `bodies` says whether bodies of If, Loop and Scan are fused; images in these stay channels-first.  `exclude` holds
     matches that stay unfused, as pairs of the fusion's name and the first output, and nodes that stay channels-first,
-    as pairs of LAYOUT and the first output.  `keep_names` are tensors that are neither folded nor fused over.
+    as pairs of LAYOUT and the first output.  `keep_names` are tensors that are neither folded nor fused away.
     `keep_nodes` maps a body to the labels of its nodes that no fusion, region or layout may take.  `keep_unfused` keeps
-    a copy of the graph before fusing, for the comparison by parts.  `left_out` names fusions made by layouts that are
-    not to be made, and `without_passes` names passes that are not applied.  `rules` are the rewrite rules whose misses
+    a copy of the graph before fusing, for the comparison by parts.  `left_out` names layout fusions that are not
+    made, and `without_passes` names passes that are not applied.  `rules` are the rewrite rules whose misses
     are recorded in addition to the misses of fusions.
     """
 
@@ -127,7 +127,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Learned:
-    """The steps and rewrites that a model is fused without, because earlier rounds failed or made nothing of them."""
+    """The steps and rewrites that a model is fused without: they raised in an earlier round, or led to no fusion."""
 
     raised: Mapping[str, LeftOut] = field(default_factory=dict)  # steps that raised, by name
     operators: Mapping[str, Stays] = field(default_factory=dict)  # operators not to be decomposed, by first output
@@ -171,14 +171,14 @@ class FusedModel:
     folded: tuple[Folded, ...] = ()
     fusing: FusionResult = field(default_factory=FusionResult)
     layout: LayoutResult = field(default_factory=LayoutResult)
-    without_regions: Traffic = NO_TRAFFIC  # the traffic if the nodes of regions stayed apart
+    without_regions: Traffic = NO_TRAFFIC  # the traffic if no regions were made
     regions: RegionResult = field(default_factory=RegionResult)
     unfused: UnfusedGraph | None = None  # the graph before fusing, for the comparison by parts
     spelling: SpelledOut = field(default_factory=SpelledOut)  # operators of other tools that were decomposed
-    left: Mapping[str, Stays] = field(default_factory=dict)  # decomposed, but not fused as a whole; by first output
-    scores_left: frozenset[str] = frozenset()  # Softmaxes whose scores were rewritten for an attention, in vain
+    left: Mapping[str, Stays] = field(default_factory=dict)  # by first output: decomposed, but not fused as a whole
+    scores_left: frozenset[str] = frozenset()  # Softmaxes whose scores were rewritten, but made no attention
     bodies: tuple[FusedBody, ...] = ()
-    inlined: Inlined | None = None  # the model's own functions
+    inlined: Inlined | None = None  # the result of inlining the model's own functions
     standard: onnx.ModelProto | None = None  # the model in ONNX's own operators, if requested
     left_out: tuple[LeftOut, ...] = ()  # steps that raised
 
@@ -204,7 +204,7 @@ class FusedModel:
 
     @property
     def fused_of_model(self) -> tuple[Fused, ...]:
-        """The same records; decomposed operators are listed as in the model, not as the nodes that replaced them."""
+        """The records of `fused`, which list decomposed operators in place of the nodes that they were written as."""
         return in_terms_of_model(self.fused, self.spelled)
 
     @property
@@ -262,7 +262,7 @@ def fuse_model(
 ) -> FusedModel:
     """Simplify and fuse a loaded model; repeat this without steps that raise, leave nodes over, or fail a check.
 
-    folder  where its external data lies
+    folder  where the model's external data lies
     checks  are called with the fused model in this order, until one returns other settings
 
     A step that raises is left out, and recorded in the result, unless the user can act on its error.  If an operator
@@ -387,7 +387,11 @@ class Stage:
 
 
 def keep_names(work: Work) -> None:
-    """Mark names to keep: those found wrong in earlier rounds, and branches that onnxruntime refuses once rewritten."""
+    """Mark the tensors that keep their names, and the Ifs and Softmaxes that must not be rewritten.
+
+    Tensors whose folding was wrong keep their names, and so do those that a branch reads which onnxruntime would
+    refuse after a rewrite.
+    """
     work.graph.fixed_names |= frozenset(work.settings.keep_names)
     work.graph.scores.stay = frozenset(name for where, name in work.learned.scores if where == work.where)
     with step(CONTROL_FLOW):
@@ -397,7 +401,7 @@ def keep_names(work: Work) -> None:
 
 
 def look_into_bodies(work: Work) -> None:
-    """Move values that a Loop does not change out of it, and infer the results of If, Loop and Scan."""
+    """Move values that a Loop or Scan does not change out of it, and infer the shapes of Loops' results."""
     if work.settings.bodies:
         invariants = read_invariants_outside(work.graph)
         work.found = replace(work.found, folded=(*work.found.folded, *invariants))
@@ -545,7 +549,7 @@ STAGES: Final = (
 def simplify(graph: Graph, shapes: ShapeInfo, without: Collection[str] = ()) -> list[Folded]:
     """Apply the passes of the pipeline round by round until none changes anything.  Returns the nodes that vanished.
 
-    Nodes that nothing reads go first, as passes remove them only where they change something.  Passes named in
+    Nodes that nothing reads are removed first, because passes remove them only after other changes.  Passes named in
     `without`, by their own names or their step names, are not applied.  Raises StepError for a pass that raises.
     """
     passes, late = (

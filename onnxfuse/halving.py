@@ -178,7 +178,7 @@ class Halving:
             return None
         with self.timer.stage("verify"):
             try:
-                # The converted model is compared with these runs, and float16 rounds scores of rows without a key.
+                # No extremes: float16 rounds the scores of fully masked rows, so the converted model differs there.
                 inputs = self.inputs or {}
                 return run_original(self.original, self.folder, inputs, self._tell, self.shapes, extremes=False)
             except VerificationError:
@@ -282,7 +282,7 @@ class Halving:
         if self._is_allowed(result):
             return first
         must = self.wanted.max_error is not None or not _is_finite(result)
-        limit = max(2, int((MAX_KEPT if must else MAX_WIDENED) * result.nodes))  # a tensor has a writer and a reader
+        limit = max(2, int((MAX_KEPT if must else MAX_WIDENED) * result.nodes))  # 2: a tensor's writer and reader
         tried: dict[int, HalfResult] = {0: result}
 
         def suffices(count: int) -> bool:
@@ -343,7 +343,7 @@ class Halving:
         assert self.converted is not None and self.reference is not None
         self._tell("errors")
         made = self._outputs(written, as_is=False)
-        if self.wanted.precision is FLOAT16:  # onnxruntime rounds at some float16 nodes, so a run shows NaN
+        if self.wanted.precision is FLOAT16:  # a run as it is shows NaN that come from onnxruntime's roundings
             made += self._outputs(written, as_is=True)
         errors = self._distances(made)
         found: tuple[HalfError, ...] = ()

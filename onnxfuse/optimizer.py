@@ -76,9 +76,10 @@ def optimize(
               24 ("standard"), for other runtimes; images then stay channels-first, and there are no regions
     layout    of images around convolutions: channels-last where that pays ("auto") or wherever possible, or
               channels-first
-    regions   whether connected operators that no pattern names become fused nodes where that should save traffic or
-              launches, or join the kernel of a product or convolution before them; the latter not if "apart"
-    plan      a file of `onnxfuse plan` for this model; nothing takes the nodes of a match that it switches off
+    regions   whether connected operators that no pattern names become fused nodes (regions) where that should save
+              traffic or launches, or join the kernel of a product or convolution before them.  "apart" makes regions,
+              and lets no operators join
+    plan      a file of `onnxfuse plan` for this model; the nodes of a match that it switches off stay unfused
     verify    run each fused node and the nodes that it replaced, and both models, in onnxruntime; undo fusions that
               differ
     inputs    arrays to verify with, by input name; others are generated
@@ -197,7 +198,7 @@ class _Job:
 
     @property
     def is_standard(self) -> bool:
-        """Whether ONNX's own operators stand for fusions."""
+        """Whether fusions are written as ONNX's own operators."""
         return self.settings.operators == "standard"
 
     def written(self, model: onnx.ModelProto) -> onnx.ModelProto:
@@ -207,7 +208,7 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Found:
-    """The fused model, the result of its verification, and the matches left out because of that or by a plan."""
+    """The fused model, the result of its verification, and the matches that this result or a plan left out."""
 
     model: FusedModel
     verified: Verification
@@ -220,7 +221,7 @@ class _Found:
 
     @property
     def before(self) -> FusedModel:
-        """The model before it was converted to half precision; the fused one where it was not."""
+        """The model before it was converted to half precision; the fused model where none was requested."""
         return self.halving.plain if self.halving else self.model
 
     @property

@@ -1,4 +1,7 @@
-"""The operators and dtypes that programs of regions may have, and for which kernels can be generated."""
+"""The operators and dtypes that programs of regions may have, and for which kernels can be generated.
+
+A region is a fused node made of connected operators that no pattern names.  Its program lists these operators.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ EXACT: Final = frozenset(
 
 
 def dtypes_of(operator: str) -> tuple[str, ...]:
-    """Return the dtypes that region programs allow for an operator's first input; empty if they lack the operator.
+    """Return the dtypes that region programs allow for an operator's first input; none for any other operator.
 
     Region programs may also contain a Constant.  It has no input, so callers treat it separately.
     """
@@ -62,7 +65,7 @@ def dtypes_of(operator: str) -> tuple[str, ...]:
     if operator in BITWISE:
         return INTEGERS
     if operator in SHIFTS:
-        return ("uint8",)  # ONNX shifts integers without a sign
+        return ("uint8",)  # BitShift takes unsigned integers only
     if operator in REDUCTIONS:
         return (*FLOATS, "int32", "int64")
     return DTYPES if operator in ELEMENTWISE | MAPS else ()

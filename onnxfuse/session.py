@@ -1,4 +1,7 @@
-"""onnxruntime sessions in which fused nodes run as kernels, or as bodies where no kernel fits or the body is faster."""
+"""onnxruntime sessions in which fused nodes run as kernels, or as bodies where no kernel fits or the body is faster.
+
+The body of a fused node is the model-local ONNX function that it calls.
+"""
 
 from __future__ import annotations
 
@@ -81,10 +84,11 @@ def InferenceSession(
     tune    "cached": earlier measurements decide between kernel and body, and between the plans of a kernel; nodes
             without measurements run as kernels, by the plans that are expected to be the fastest.
             "now": nodes without measurements are measured first, at the sizes of the model's inputs.
-            "background": as "cached"; while no run of such a session is in flight, a thread measures the plans of the
+            "background": as "cached"; while no session with this setting runs, a thread measures the plans of the
             kernels that run most, one node and shape after another, and later runs use the fastest. Their results
             may then differ by rounding. The thread ends with the last of these sessions. Nodes that run by a plan file
-            keep its plans. Nodes of a session with CUDA graphs keep theirs, too; later sessions use the results.
+            keep its plans. Nodes of a session with CUDA graphs keep their plans, too, but later sessions use the
+            measurements.
             "never": all nodes run as kernels, by the plans that are expected to be the fastest.
     shapes  for "now": the sizes of inputs with dynamic dims, as {"input_ids": (8, 512)}
     plans   a file that `onnxfuse compile` wrote, from which kernels are loaded instead of planned and compiled; by
@@ -273,7 +277,7 @@ class _Nodes:
     model: onnx.ModelProto
     calls: Sequence[Call]
     target: Target | NoTarget
-    given: Sequence[GivenTemplate | None]  # per node: its template from a plan file, if any
+    given: Sequence[GivenTemplate | None]  # per node: its template (plans for all sizes) from a plan file, if any
     reasons: Sequence[str | None] = ()  # per node: why its body runs; None if a kernel does
     preferred: Sequence[Preference | None] = ()  # per node: the choice by measurements, if there are any
 
@@ -287,7 +291,7 @@ class _Nodes:
 
         prefer     chooses by measurements; None if they are not used
         why_alike  why all nodes that call one function must run as kernels or all as bodies, as a sentence's end; None
-                   if not
+                   if some of them may run as kernels and others as bodies
         """
         reasons = require_bodies(self.calls, self._without_kernel())
         self.preferred = [None] * len(self.calls)
@@ -342,7 +346,10 @@ class _Nodes:
         return isinstance(self.target, Target) and why_body(call.node, self.target.device) is not None
 
     def any_fails(self) -> bool:
-        """Return whether a node runs as a kernel though all its kernels failed; plan files' kernels are compiled."""
+        """Return whether a node runs as a kernel though all its kernels failed to compile.
+
+        Nodes from plan files are not checked, because their kernels are compiled already.
+        """
         rows = zip(self.calls, self.reasons, self.given, strict=True)
         return any(why is None and given is None and self._fails(call) for call, why, given in rows)
 

@@ -134,7 +134,7 @@ def _shape_text(shapes: dict[str, Shape], name: str) -> str:
 
 
 def _kernels_text(call: Call, device: Device) -> Iterator[str]:
-    """Yield the CUDA source of each kernel of a region, with the sizes that its variants are chosen for.
+    """Yield the CUDA source of each kernel of a region, with the variants (plans for some sizes) that launch it.
 
     The headers types.cuh, activations.cuh and region.cuh of the package are left as #include lines.
     """

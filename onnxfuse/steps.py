@@ -13,7 +13,8 @@ from typing import Final, NoReturn, TypeVar
 from onnxfuse.errors import OnnxfuseError, described
 
 PACKAGE: Final = Path(__file__).parent
-OTHER_CODE: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})  # not onnxfuse's
+# The folders of code that belongs neither to onnxfuse nor to the user.
+OTHER_CODE: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 INLINING: Final = "inlining of functions"  # names of the steps that are not a pass, a decomposition or a fusion
 CONTROL_FLOW: Final = "fusing inside If, Loop and Scan"
@@ -28,7 +29,7 @@ T = TypeVar("T")
 
 
 class StepError(Exception):
-    """A step raised an exception that no user can act on; it is the cause of this one."""
+    """A step raised an exception that no user can act on; that exception is the `__cause__` of this one."""
 
     def __init__(self, step: str, cause: Exception) -> None:
         """Name the step, such as "pass fold_shapes"."""
@@ -38,7 +39,7 @@ class StepError(Exception):
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A step that raised, and was left out for that: its name, the exception, where it was raised, and the traceback.
+    """A step that was left out because it raised: its name, the exception, where it was raised, and the traceback.
 
     `where` is the innermost line of onnxfuse, or of a file with fusions of the user, as "onnxfuse/passes/emit.py:12".
     """
@@ -55,7 +56,7 @@ class LeftOut:
 
 @contextmanager
 def step(name: str) -> Iterator[None]:
-    """Raise StepError for an error of the block, unless the user can act on it, or a step inside has been named."""
+    """Raise StepError for an error of the block; pass on errors that the user can act on, and StepErrors."""
     try:
         yield
     except Exception as error:
@@ -84,7 +85,7 @@ def without_what_raises(attempt: Callable[[frozenset[str]], T]) -> tuple[T, tupl
 
 
 def also_raised(found: Mapping[str, LeftOut], error: StepError) -> dict[str, LeftOut]:
-    """Return the steps that raised, by their names, with one more; raise its exception if it was to be left out."""
+    """Return `found` with the step of `error` added; raise that step's exception if it is in `found` already."""
     assert isinstance(error.__cause__, Exception)
     if error.step in found:
         raise error.__cause__ from None

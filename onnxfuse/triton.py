@@ -81,12 +81,12 @@ def export_triton(
 ) -> Path:
     """Write a fused model into a model repository, and return its folder there.
 
-    plans  its plan file; by default the model's path with .plans appended
+    plans  the model's plan file; by default the model's path with .plans appended
 
     Raises UsageError if the model has no fused nodes, is already in the repository, or cannot have batches; if Triton
     does not accept its name or place; and if the plan file is missing, or lacks a node or a batch.  Raises ModelError
-    if config.pbtxt cannot describe the model, or its weights are missing or not in its folder; PlanFileError;
-    NativeError if the library is missing; OnnxfuseError if nothing can be written there.
+    if config.pbtxt cannot describe the model, or its weights are missing or not in its folder; PlanFileError if the
+    plan file cannot be read; NativeError if the library is missing; OnnxfuseError if writing to the repository fails.
     """
     model = read_model(source)
     if not (calls := read_calls(model)):
@@ -143,7 +143,8 @@ def _write(
     copies        files to copy, each with its name in the folder
     with_weights  a model to copy together with its external weights
 
-    Raises UsageError if something else is there, or a model that may not be replaced; OnnxfuseError if that fails.
+    Raises UsageError if `folder` exists and is not a model, or a model that may not be replaced; OnnxfuseError if
+    writing fails.
     """
     part, old = (folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.{end}") for end in ("part", "old"))
     try:

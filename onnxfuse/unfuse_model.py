@@ -103,8 +103,9 @@ def _in_operators(
 def _prepared(fused: onnx.ModelProto) -> onnx.ModelProto:
     """Return the model as it is before its bodies are inlined.
 
-    It imports the opsets of the bodies, and onnxfuse's only if some of its nodes have no body.  In the bodies of
-    channels-last concats and splits, Transposes surround a channels-first operator, as in other such bodies.
+    The result imports the opsets of the bodies, and onnxfuse's own only if some of its nodes have no body.  The bodies
+    of channels-last concats and splits become a channels-first operator between Transposes, which is the form of other
+    channels-last bodies.
     """
     joining = {node.op_type for node in nodes(fused.graph) if _fusion(node) in CHANNEL_FUSIONS}
     imported = {each.domain for each in fused.opset_import}

@@ -40,11 +40,12 @@ class Verifier:
     shapes: Sequence[str] = ()
     tolerance: float | None = None
     is_converted: bool = False  # whether the optimized models are in half precision
-    is_standard: bool = False  # they have ONNX operators; Attention gives 0 for the original's NaN
+    is_standard: bool = False  # whether they have ONNX's Attention, which gives 0 for some NaN of the original
     equal_parts: set[str] = field(default_factory=set)  # keys of the parts that were found equal
     raised: list[LeftOut] = field(default_factory=list)  # steps of the verification that raised
     _reference: Reference | VerificationError | None = None
-    _inside: tuple[FusedModel, Sequence[tuple[FusedModel, Feeds | None]]] | None = None  # of the last call
+    # The last argument and result of `_graphs_with_feeds`.
+    _inside: tuple[FusedModel, Sequence[tuple[FusedModel, Feeds | None]]] | None = None
 
     def reference(self) -> Reference:
         """Return runs of the original.  Raises VerificationError if it does not run."""
@@ -137,7 +138,7 @@ class Verifier:
             )
 
     def _compared_parts(self, graph: FusedModel, feeds: Feeds | None, is_main: bool) -> PartsVerification:
-        """Compare the parts of a graph; none where the comparison itself fails."""
+        """Compare the parts of a graph; if the comparison itself raises, all of them count as not compared."""
         try:
             return self._compare_parts(graph, feeds, is_main)
         except Exception as error:
