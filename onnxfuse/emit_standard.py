@@ -55,7 +55,7 @@ def needs_newer_opset(result: FusedModel, opset: int) -> bool:
 def in_standard_operators(fused: onnx.ModelProto, folder: Path | None, opset: int) -> tuple[onnx.ModelProto, Traffic]:
     """Return a fused model with operators in the place of its fused nodes, and its estimated traffic.
 
-    Its opset is the lowest that has all of its operators, but at least OLDEST and `opset`, the original's opset.
+    The result has the lowest opset with all of its operators, but at least OLDEST and `opset`, the original's opset.
     """
     standard, after = in_operators(fused, folder, merge_sizes=True)
     if opset:

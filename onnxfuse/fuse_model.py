@@ -389,8 +389,8 @@ class Stage:
 def keep_names(work: Work) -> None:
     """Mark the tensors that keep their names, and the Ifs and Softmaxes that must not be rewritten.
 
-    Tensors whose folding was wrong keep their names, and so do those that a branch reads which onnxruntime would
-    refuse after a rewrite.
+    Tensors whose folding was wrong keep their names.  So do the tensors that an If's branches read, if onnxruntime
+    would refuse the If after a rewrite of its branches.
     """
     work.graph.fixed_names |= frozenset(work.settings.keep_names)
     work.graph.scores.stay = frozenset(name for where, name in work.learned.scores if where == work.where)

@@ -217,7 +217,7 @@ class _Found:
     raised: tuple[LeftOut, ...] = ()  # the verification step, if it raised
     folder: Path | None = None  # the folder of its weights
     halving: Halving | None = None
-    half: HalfResult | None = None  # its errors in half precision
+    half: HalfResult | None = None  # the errors of the model in half precision
 
     @property
     def before(self) -> FusedModel:
@@ -527,7 +527,7 @@ class _Search:
     def _wrong_step(self, verifier: Verifier, result: FusedModel, settings: Settings) -> Dropped:
         """Return which step before fusing makes a model differ: the folding into weights, or a pass.
 
-        settings  fuse nothing
+        settings  settings that fuse nothing
 
         Raises VerificationError if no step does.
         """

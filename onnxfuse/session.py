@@ -84,11 +84,11 @@ def InferenceSession(
     tune    "cached": earlier measurements decide between kernel and body, and between the plans of a kernel; nodes
             without measurements run as kernels, by the plans that are expected to be the fastest.
             "now": nodes without measurements are measured first, at the sizes of the model's inputs.
-            "background": as "cached"; while no session with this setting runs, a thread measures the plans of the
-            kernels that run most, one node and shape after another, and later runs use the fastest. Their results
-            may then differ by rounding. The thread ends with the last of these sessions. Nodes that run by a plan file
-            keep its plans. Nodes of a session with CUDA graphs keep their plans, too, but later sessions use the
-            measurements.
+            "background": as "cached"; while no run of a session with this setting is in flight, a thread measures the
+            plans of the kernels that run most, one node and shape after another, and later runs use the fastest. Their
+            results may then differ by rounding. The thread ends with the last of these sessions. Nodes that run by a
+            plan file keep its plans. Nodes of a session with CUDA graphs keep their plans, too, but later sessions use
+            the measurements.
             "never": all nodes run as kernels, by the plans that are expected to be the fastest.
     shapes  for "now": the sizes of inputs with dynamic dims, as {"input_ids": (8, 512)}
     plans   a file that `onnxfuse compile` wrote, from which kernels are loaded instead of planned and compiled; by

@@ -86,9 +86,10 @@ def _record_captured(outer: Graph, body: Body, written: onnx.GraphProto) -> None
 
 
 def _record_inputs(body: Body, written: onnx.GraphProto) -> None:
-    """Record the shapes of the body's inputs that hold in every iteration; exporters may record the first one's.
+    """Record the shapes of the body's inputs that hold in every iteration.
 
-    If the body already had fused nodes, its records are kept: an earlier optimization wrote them, and knew more.
+    Exporters may have recorded the shapes of the first iteration.  If the body already had fused nodes, its records are
+    kept: an earlier optimization wrote them, and knew more.
     """
     if any(node.domain == DOMAIN for node in nodes(body.graph.model.graph)):
         return
@@ -190,7 +191,7 @@ def _model(
 ) -> onnx.ModelProto:
     """Return a body as a model, whose inputs are the body's own, followed by the tensors that it captures.
 
-    The carried inputs, `begun`, get no shape: from it, onnx would infer shapes that hold in the first iteration only.
+    The carried inputs, `begun`, get no shape: onnx would infer from it shapes that hold in the first iteration only.
     """
     result = copy_without(model, "graph", "functions")
     result.graph.CopyFrom(copy_without(graph, "input"))

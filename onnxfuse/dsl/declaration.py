@@ -2,9 +2,10 @@
 
 A rewrite rule is declared in the same words, as pairs of a left side to match and a right side to write in its place.
 
-The function runs once, on terms.  Python operators stand for the mathematics: `a * b * c` is a product in any order and
-grouping, `x / y` may be a Div or a product with the reciprocal, and `x**2` may be a Mul.  `op.Name(...)` stands for the
-ONNX operator `Name`, in the form that it has in the model's opset.  The other words are in words.py.
+The function runs once, on terms (symbolic values).  Python operators stand for the mathematics: `a * b * c` is a
+product in any order and grouping, `x / y` may be a Div or a product with the reciprocal, and `x**2` may be a Mul.
+`op.Name(...)` stands for the ONNX operator `Name`, in the form that it has in the model's opset.  The other words are
+in words.py.
 """
 
 from __future__ import annotations

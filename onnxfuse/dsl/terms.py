@@ -626,7 +626,7 @@ def sizes_in(value: object) -> Iterator[Dim]:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Apply(Term):
-    """An operator; `Name` of the ONNX domain or `domain::Name`."""
+    """An operator with its inputs and attributes; `op` is `Name` in the ONNX domain, else `domain::Name`."""
 
     op: str
     inputs: tuple[Term, ...]

@@ -171,7 +171,7 @@ class Output(Term):
 
 
 def results(node: Term, count: int) -> tuple[Output, ...]:
-    """Return the outputs, all of one dtype, of one operator; only for the `ort` or `standard` of stored()."""
+    """Return the outputs, all of one dtype, of one operator; only inside the `ort` or `standard` term of stored()."""
     if not isinstance(node, Apply):
         raise PatternError(f"{here()}: results() needs an operator as its first argument")
     return tuple(Output(inner=node, index=index, count=count, span=here()) for index in range(count))
@@ -180,7 +180,8 @@ def results(node: Term, count: int) -> tuple[Output, ...]:
 def size(name: str) -> Dim:
     """Return the size of a named dimension, for use in an operator's attribute: `starts=[size("d") // 2]`.
 
-    As a whole attribute (`num_groups=size("groups")`) it names the dimension, if nothing else does.
+    If it is a whole attribute (`num_groups=size("groups")`) and nothing else tells the size, the model's attribute
+    does.
     """
     return symbol(name)
 

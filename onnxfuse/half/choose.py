@@ -130,7 +130,7 @@ def _by_rule(scope: Scope, known: Known, scores: frozenset[Node]) -> dict[Node, 
             found |= {each: ANGLE for each in _angle(scope, known, node) if each not in found}
     masks = _mask_chain(scope, scores)
     found |= {node: COUNTS for node in nodes if node in scope.counted and node not in found and node not in masks}
-    for node in reversed(nodes):  # views after the arithmetic change to half precision: the Cast precedes them
+    for node in reversed(nodes):  # views after the last arithmetic are converted: a Cast precedes them
         if found.get(node) in (COUNTS, ANGLE) and op_of(node) in (*MOVES, "Cast"):
             readers = [each for tensor in node.outputs for each in consumers(tensor)]
             is_read_wide = any(each in found or each.op in READS_ANY for each in readers)
@@ -270,7 +270,10 @@ def _by_range(
 
 
 def describe_range(name: str, seen: Range, precision: Precision, is_score: bool) -> str:
-    """Return why half precision cannot hold a tensor; "" if it can.  Scores may be masked, by any number below 0."""
+    """Return why half precision cannot hold a tensor; "" if it can.
+
+    Masks may move scores below -LARGE_MASK; of such scores, only the highest counts.
+    """
     magnitude = seen.highest if is_score and seen.lowest < -LARGE_MASK else seen.magnitude
     if magnitude > precision.limit:
         return f"'{name}' reaches {magnitude:.3g}"

@@ -15,7 +15,8 @@ from onnxfuse.ir.protos import copy_without
 from onnxfuse.verify.cpu_session import open_session, run
 
 MAX_COMPARED_AT_ONCE: Final = 64  # number of tensors compared in one run
-FIRST_INFINITE: Final = 1e300  # more than any error, less than infinity
+# Divided by its place + 1, this is the error of a node with values that are not finite: more than any other error.
+FIRST_INFINITE: Final = 1e300
 AMPLIFIED: Final = 4.0  # a node amplifies an error if its own error exceeds this many times its inputs' error
 Model = tuple[onnx.ModelProto, Path | None]
 

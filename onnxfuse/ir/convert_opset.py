@@ -38,8 +38,8 @@ def convert_opset(model: onnx.ModelProto, opset: int, *, has_to_run: bool = True
     """Return a model converted to a newer opset; `model` is not changed.  Functions are inlined where possible.
 
     A model that has this opset, a newer one or none at all is returned as it is.  Raises ModelError, which names the
-    node, if a node cannot be expressed in the newer opset.  If the result `has_to_run`, it is also raised if
-    onnxruntime has no kernel for the converted node.  `state_ir_version` sets the IR version.
+    node, if a node cannot be expressed in the newer opset.  With `has_to_run`, it also raises ModelError if onnxruntime
+    has no kernel for the converted node.  `state_ir_version` sets the IR version.
     """
     old = opset_of(model)
     if old == 0 or old >= opset:

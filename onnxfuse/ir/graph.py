@@ -55,8 +55,8 @@ class RewrittenScores:
 class Graph:
     """A model's main graph or a subgraph, whose nodes are rewritten in place.
 
-    Its own subgraphs stay inside the messages of their nodes.  `functions`, `bodies` and `names` belong to the whole
-    model and are shared by all of its graphs.
+    Its own subgraphs stay inside the messages (NodeProtos) of their nodes.  `functions`, `bodies` and `names` belong to
+    the whole model and are shared by all of its graphs.
     """
 
     linked: graphsurgeon.LinkedGraph
@@ -219,7 +219,7 @@ class Graph:
             self.linked.nodes = [n for n in self.nodes if id(n) not in dead]
 
     def remember_origins(self) -> None:
-        """Record the operator and name of each tensor's producer, so that messages can name it after it was replaced.
+        """Record the operator and name of each tensor's producer, which reports name even after it was replaced.
 
         Origins that were recorded before are kept.
         """

@@ -151,7 +151,7 @@ class Place:
         return take_name(self.around.names, stem)
 
     def compute(self, op: str, inputs: Sequence[str], what: str, **attributes: Any) -> str:
-        """Insert a node before this one, and return the name of its result, which ends in `what`."""
+        """Insert a new node before the node of this place; return the name of its result, which ends in `what`."""
         result = self.name(f"{self.node.output[0]}_{what}")
         self.before.append(onnx.helper.make_node(op, inputs, [result], result, **attributes))
         return result

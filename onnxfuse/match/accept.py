@@ -88,7 +88,7 @@ def _bfloat16_too_early(m: MatchContext, nodes: Sequence[Node], state: State) ->
 def guard_holds(m: MatchContext, guard: Guard, root: Tensor, state: State, term: Term | None) -> bool:
     """Return whether a condition on the captured values is true; if it is false, its sentence is a miss of `term`.
 
-    If it cannot be decided because a fact is unknown, a miss is recorded even without `term`.
+    If the condition cannot be decided because a fact is unknown, a miss is recorded even without `term`.
     """
     known = {**state.dims, **state.values, **state.operands, **state.choices}
     known |= {"dtype": dtype_name(m.shapes.dtype(root)), "rank": m.shapes.rank(root), "opset": m.graph.opset}
@@ -155,7 +155,7 @@ class _Rounding:
         self._ends = {id(tensor) for tensor in state.operands.values()}
 
     def is_on_purpose(self, root_dtype: int) -> bool:
-        """Return whether the graph rounds here although neither its operands nor its result have that dtype."""
+        """Return whether the graph rounds here although neither operands nor the result have the Cast's dtype."""
         made = self._cast.outputs[0]
         if not self._is_cast_on(made, computed=True):
             return False
@@ -183,7 +183,7 @@ class _Rounding:
         return False
 
     def _meets_operand(self, tensor: Tensor) -> bool:
-        """Return whether an operator combines the tensor, or a view of it, with values of an operand of its dtype."""
+        """Return whether an operator combines the tensor, or a view of it, with an operand in the Cast's dtype."""
         for reader in tensor.outputs:
             if id(reader) not in self._inside:
                 continue

@@ -112,9 +112,10 @@ class MatchContext(ABC):
         return tensor, state.with_nodes(nodes)
 
     def without_casts(self, tensor: Tensor, term: Term) -> tuple[Tensor, list[Node]]:
-        """Return the tensor before absorbed Casts, and the Casts; if it is the same, so are two values of `term`.
+        """Return the tensor before the Casts that the fusion absorbs, and these Casts.
 
-        For an operand, only Casts to float32 are absorbed.
+        Two values of `term` count as one value if they come from the same tensor.  For an operand, only Casts to
+        float32 are absorbed.
         """
         casts = []
         while self.casts and (node := self.float_cast(tensor)):

@@ -14,10 +14,11 @@ from onnxfuse.ir.node import Tensor, is_constant, is_outer, op_of, producer
 from onnxfuse.match.named_dims import axes_of, size_of
 from onnxfuse.match.state import Dims, Miss, State
 
-# How much of the pattern matched at a failure, in ascending order: not even the number of axes; a part of a term; all
-# of a term, but a condition failed; all of the pattern, but it must not be replaced.
+# How much of the pattern matched at a failure, in ascending order.  "nothing": not even the number of axes.  "a part":
+# a part of a term.  "the term": all of a term, but a condition failed.  "the pattern": all of the pattern, but it must
+# not be replaced.
 Agreed: TypeAlias = Literal["nothing", "a part", "the term", "the pattern"]
-MAX_VALUE_CHARACTERS = 60  # of a value in a message
+MAX_VALUE_CHARACTERS = 60  # shown of a value in a message
 
 
 class NearestMiss:
@@ -30,7 +31,7 @@ class NearestMiss:
         self._sizes: dict[tuple[tuple[str, str], ...], int] = {}
 
     def forget(self) -> None:
-        """Begin at another tensor."""
+        """Drop the failures so far, before matching at another tensor."""
         self._best, self._refused = None, False
 
     def fail(

@@ -200,7 +200,7 @@ class Matcher(MatchContext):
     def _with_side_outputs(self, root: Tensor, state: State, index: int = 0) -> Iterator[State]:
         """Yield the state with the side outputs that are found: outputs that are not interior values of the first one.
 
-        Tensors of the first output's dtype are tried first, because a last Cast follows all outputs or none.
+        Tensors of the first output's dtype are tried first, because models cast either all outputs or none.
         """
         if index == len(self._side_outputs):
             yield state

@@ -132,7 +132,7 @@ def _attributes(m: MatchContext, term: Apply, node: Node, state: State) -> Itera
 
 def _is_default(m: MatchContext, node: Node, name: str) -> bool:
     value, usual = node.attrs[name], attribute_default(op_of(node), name, m.graph.opset)
-    if is_tensor(value):  # a tensor equals no number
+    if is_tensor(value):  # no attribute has a tensor as its default
         return False
     return bool(value == usual) or (usual is not None and _same_axis(m, node, name, value, usual))
 

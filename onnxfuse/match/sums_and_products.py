@@ -32,7 +32,7 @@ class Decompositions:
         self._known: dict[tuple[int, bool], Sequence[Decomposition]] = {}
 
     def forget(self) -> None:
-        """Begin at another tensor."""
+        """Clear the cache, before matching at another tensor."""
         self._known.clear()
 
     def of(self, tensor: Tensor, product: bool) -> Sequence[Decomposition]:

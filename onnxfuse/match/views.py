@@ -37,7 +37,7 @@ class ViewSources:
         self._known: dict[tuple[int, bool, bool], Sequence[ViewSource]] = {}
 
     def forget(self) -> None:
-        """Begin at another tensor."""
+        """Clear the cache, before matching at another tensor."""
         self._known.clear()
 
     def of(self, tensor: Tensor, *, scaling: bool, slicing: bool) -> Sequence[ViewSource]:
@@ -119,7 +119,7 @@ def _not_arranged(m: MatchContext, pattern: str, tensor: Tensor, source: Tensor,
 def _arrange(m: MatchContext, term: Rearrange, view: ViewSource, tensor: Tensor, state: State) -> State | None:
     """Return the state with the sizes, and the slice, with which the tensor is the arrangement of its source.
 
-    None if it is not.
+    None if the tensor is no such arrangement.
     """
     source, nodes, _ = view
     pattern, slice_name = term.pattern, term.slice_name

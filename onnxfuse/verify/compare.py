@@ -38,9 +38,9 @@ class Verification:
     """The result of a comparison: whether values agree (`passed`; None if none were compared), and the dim sizes used.
 
     `reason` says what differs or why nothing was compared, and how half precision was compared if not as usual.
-    `outputs` were compared; `not_compared` names the outputs and fused nodes that were not.  `equal_parts` counts the
-    fused nodes that equal the nodes that they replaced; it is 0 where whole models were compared.  `notes` are
-    sentences about the effect of onnxruntime's own graph optimizations on the original.
+    `outputs` has the errors of the compared outputs; `not_compared` names the outputs and fused nodes that were not.
+    `equal_parts` counts the fused nodes that equal the nodes that they replaced; it is 0 where whole models were
+    compared.  `notes` are sentences about the effect of onnxruntime's own graph optimizations on the original.
     """
 
     passed: bool | None
@@ -91,12 +91,12 @@ def compare(
 ) -> Verification:
     """Run both models at two sizes of every dynamic dim, and at sizes 0 and 1, and compare their outputs.
 
-    Both run without onnxruntime's graph optimizations, because these change some models, and once more with them: if
-    the original then runs, the optimized model must run too, and compute the same.  The tolerance of an output depends
-    on its dtype, or is `judge.NOISE_FACTOR` times the original's own noise; `tolerance` replaces both.  Half precision
-    is judged by the original evaluated in float32 (see `difference.TOLERANCES`).  A bfloat16 model that the CPU
-    provider cannot run is compared in float32.  `inputs` are used in place of generated inputs, and `shapes` sets the
-    sizes of generated ones, as "input:8x512".  `folder` is where the external data of a ModelProto lies; for
+    Both run without onnxruntime's graph optimizations, because these change some models, and once more with them.  If
+    the original runs with them, the optimized model must run too, and compute the same.  The tolerance of an output
+    depends on its dtype, or is `judge.NOISE_FACTOR` times the original's own noise; `tolerance` replaces both.  Half
+    precision is judged by the original evaluated in float32 (see `difference.TOLERANCES`).  A bfloat16 model that the
+    CPU provider cannot run is compared in float32.  `inputs` are used in place of generated inputs, and `shapes` sets
+    the sizes of generated ones, as "input:8x512".  `folder` is where the external data of a ModelProto lies; for
     `optimized` it is by default the folder of `original`.  `progress` is called with one line before each step.  Raises
     UsageError for inputs or shapes that the model does not take, ModelError if `original` cannot be read.
     """

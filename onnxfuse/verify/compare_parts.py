@@ -1,4 +1,7 @@
-"""Compare each fused node with the nodes that it replaced, on values of a run and on drawn (random) values."""
+"""Compare each fused node with the nodes that it replaced, on values of a run and on drawn (random) values.
+
+A part is a fused node together with the nodes that it replaced; see parts.py.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ if TYPE_CHECKING:
 PART_TOLERANCES: Final[Mapping[str, float]] = {
     "float64": 1e-12,  # 2^-53 = 1.1e-16, and sums of some thousand terms
     "float32": 1e-5,  # 2^-24 = 6e-8, and sums of some thousand terms in another order
-    "float16": 4e-3,  # 2^-11 = 4.9e-4: eight roundings; a fused node rounds once where its nodes rounded each time
+    "float16": 4e-3,  # 2^-11 = 4.9e-4: eight roundings; a fused node rounds once where the replaced nodes rounded often
     "bfloat16": 3.2e-2,  # 2^-8 = 3.9e-3: eight roundings, as for float16
 }
 # A part may differ by this many times the error of the replaced nodes themselves, measured on the operands and on
@@ -365,7 +368,7 @@ class _Check:
         return f"its output '{self.name}' differs in {found}" if found else ""
 
     def _in_float32(self) -> Array:
-        """Return the replaced nodes' output in float32; elements that are not finite are taken from the first run."""
+        """Return the replaced nodes' output in float32; elements that are not finite there come from `old`."""
         old = _wide(self.old)
         return old if self.exact is None else np.where(np.isfinite(_wide(self.exact)), _wide(self.exact), old)
 
@@ -377,7 +380,7 @@ class _Check:
         return result
 
     def _in_float64(self, old: Array) -> Array:
-        """Return the replaced nodes' output in float64; elements that are not finite are taken from the first run."""
+        """Return the replaced nodes' output in float64; elements that are not finite there come from `old`."""
         if self.sessions.in_float64 is None:
             return self._in_float32()
         try:

@@ -100,7 +100,7 @@ def _that_rounds(model: onnx.ModelProto) -> onnx.ModelProto:
 def unsteady_outputs(
     reference: Reference, results: Sequence[Mapping[str, object]], errors: Sequence[OutputDifference]
 ) -> dict[str, str]:
-    """Return outputs whose shapes or integers differ as much between runs of the original, each with the reason.
+    """Return outputs whose shapes or integers differ about as much between runs of the original itself, with reasons.
 
     For example, a rounding may change a quantized value by one step, and that step may decide the length of a result.
     The runs of the original have inputs and weights moved by a rounding; one more uses onnxruntime's graph

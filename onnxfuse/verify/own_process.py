@@ -34,7 +34,7 @@ class OnnxruntimeFailure(Exception):
 
 
 class OnnxruntimeCrash(OnnxruntimeFailure):
-    """The error that onnxruntime crashed and ended the worker; the text says with which signal or exit code."""
+    """Raised if onnxruntime crashed, which ended the worker; the text names the signal or the exit code."""
 
 
 class TimeLimitExceeded(VerificationError):
@@ -214,7 +214,8 @@ def current_worker() -> Worker | None:
 def own_process(timeout: float | None, *, at_once: bool = True) -> Iterator[None]:
     """Run models in a process of its own while the block runs, each step of at most `timeout` seconds.
 
-    With None they run in this process, without a limit.  The process is started `at_once`, or when a model is opened.
+    With None, models run in this process, without a limit.  The process is started `at_once`, or when a model is
+    opened.
     """
     if timeout is None or not enabled:
         yield

@@ -83,7 +83,7 @@ class Reference:
     not_compared: Mapping[str, str] = field(default_factory=dict)  # outputs that cannot be compared, and why
     random: frozenset[str] = frozenset()  # outputs whose values are new in every run
     numbers_for_nan: bool = False  # where the original gives NaN, any number passes
-    is_converted: bool = False  # the model was converted to half precision, so Casts of float32 inputs are ours
+    is_converted: bool = False  # the model was converted to half precision; Casts of float32 inputs come from that
     tolerance: float | None = None  # replaces the tolerances by dtype and by the original's noise
     edges: Sequence[Run] = ()
     optimized: Mapping[str, object] | str = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Reference:
     by_optimizations: bool = True  # whether changes by onnxruntime's graph optimizations count as noise
 
     def open(self, model: onnx.ModelProto, *, optimize: bool = False) -> Session:
-        """Open a variant of the original in the same way as the original: converted to float32 if that was."""
+        """Open a variant of the original; it is converted to float32 if the original was."""
         return open_session(model_to_float32(model) if self.in_float32 else model, self.folder, optimize=optimize)
 
     def run(self, session: Session, feeds: Mapping[str, Array]) -> dict[str, object]:
@@ -152,8 +152,8 @@ def run_original(
 
     `extremes` adds runs at sizes 0 and 1, one run with onnxruntime's graph optimizations, and runs on masks with fully
     masked rows.  Float16 models get no such masks: the result of a fully masked row depends on whether scores near
-    -65504 are rounded, and onnxruntime rounds them only where no Casts cancel.  Raises VerificationError if the
-    original runs at no sizes.
+    -65504 are rounded, and onnxruntime rounds scores only where it removes no pair of Casts.  Raises VerificationError
+    if the original runs at no sizes.
     """
     check_inputs(given, model_inputs(model))
     half, random = half_precision_of(model), random_outputs(model, given)
@@ -284,7 +284,7 @@ class _Original:
             tell("run the original" + _named(draw.sizes))
             try:
                 yield run_at(draw.sizes, draw.make())
-            except (OnnxruntimeCrash, VerificationError):  # it would crash, or take too long, at other edge sizes too
+            except (OnnxruntimeCrash, VerificationError):  # other edge sizes would crash or take too long as well
                 break
             except Exception:  # where the original fails, there is nothing to compare with
                 continue

@@ -30,7 +30,7 @@ class Draw:
 
 
 def draws(model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array]) -> Iterator[Draw]:
-    """Yield draws of inputs of these shapes; dims that these leave open have other sizes each time, larger ones last.
+    """Yield draws of inputs; dims that `shapes` leave open have other sizes in each draw, larger ones last.
 
     Raises UsageError for shapes that the model does not accept or that do not fit into memory.
     """
@@ -71,7 +71,7 @@ def _fitting(
 def feeds_to_try(
     model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array]
 ) -> Iterator[dict[str, Array]]:
-    """Yield inputs of these shapes; dims that these leave open have other sizes each time.
+    """Yield inputs of the requested shapes; dims that `shapes` leave open have other sizes each time.
 
     Raises UsageError for shapes that the model does not accept or that do not fit into memory.
     """

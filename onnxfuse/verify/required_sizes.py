@@ -1,6 +1,6 @@
 """Find the input sizes that a model's filters require: onnxruntime may run a Conv on images of other channel counts.
 
-Its blocked layout then reads past the end of memory, so sizes must not be found by trial.
+The blocked layout of its convolutions then reads past the end of memory, so sizes must not be found by trial.
 """
 
 from __future__ import annotations
