@@ -279,7 +279,8 @@ def fuse_model(
             if (result.all_left or result.all_scores_left) and learned.rounds < MAX_SPELLING_ROUNDS:
                 learned = _with_left(learned, result)
                 continue
-            noted = {one.step: one for _, each in result.everywhere() for one in each.left_out}  # for single nodes
+            # Steps that raised for single nodes, and were left out for these nodes only.
+            noted = {one.step: one for _, each in result.everywhere() for one in each.left_out}
             found: FusedModel | Settings = replace(result, left_out=(*learned.raised.values(), *noted.values()))
             for check in checks:
                 if isinstance(found, FusedModel):

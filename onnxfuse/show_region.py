@@ -25,7 +25,7 @@ from onnxfuse.runtime.support import why_no_kernel
 from onnxfuse.runtime.symint import Trace
 from onnxfuse.runtime.template import Template, Variant, concrete, make_template
 
-SHOWN_OPERATORS: Final = 6  # at most so many per region, in the list of all regions
+SHOWN_OPERATORS: Final = 6  # maximum number of operators shown per region, in the list of all regions
 DIVISIBLE: Final = 5040  # dynamic dims are assumed to be multiples of this size, which has many divisors
 
 

@@ -108,9 +108,9 @@ def fusion(
             layout, and the fused node gets the attribute layout="nhwc".  Without this argument, the fusion keeps its
             layout, and a channels-last part of the graph ends at it
     epilogue  whether elementwise operators that read the first output may join the fused node, with `--epilogues`.  The
-            node lists them in the attribute `program`.  It reads their other operands, or tensors of which these are
-            views, after its own operands, and computes their results in place of its first output.  "nhwc": operators
-            join only channels-last nodes
+            node lists them in the attribute `program`.  It reads their other operands, or the tensors that these are
+            views of, after its own operands, and computes their results in place of its first output.  "nhwc":
+            operators join only channels-last nodes
     example  shapes of operands that neither `dims` nor a rearrange() tells, and values for attributes, for generated
             models: {"x": (2, 4, 6, 6), "w": (6, 4, 3, 3), "strides": [2, 1]}
 

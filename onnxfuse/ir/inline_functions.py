@@ -64,8 +64,9 @@ def _inlined(
 ) -> onnx.ModelProto:
     """Return the model with all functions except `kept` inlined; weights are not read.
 
-    onnx's inliner skips functions whose opset number differs from the model's.  The number alone may differ, because
-    onnx and onnxruntime refuse functions whose operators the two opsets define differently; so it is aligned first.
+    onnx's inliner skips functions whose opset number differs from the model's, so functions get the model's number
+    first.  No operator changes its meaning by that: onnx and onnxruntime refuse functions whose operators the two
+    opsets define differently.
     """
     light = copy_without(without_initializers(model), "functions")
     needed = _reached(functions, kept)
@@ -181,7 +182,7 @@ def check_expanded(model: onnx.ModelProto, name: str) -> None:
 
 
 def _depth(part: NodeContainer, depths: Mapping[Key, int]) -> int:
-    """Return the depth of nested subgraphs in a graph or function after inlining; `depths` gives that of functions."""
+    """Return the depth of nested subgraphs in a graph or function after inlining; `depths` has those of functions."""
     found = 0
     for node in part.node:
         called = depths.get((node.domain, node.op_type, node.overload), 0)

@@ -19,7 +19,7 @@ from onnxfuse.ir.graphsurgeon import export_node, link, share_constant, share_va
 from onnxfuse.ir.node import Constant, Node, OuterVariable, is_constant
 from onnxfuse.ir.protos import copy_without, graphs, opset_of, overridable_initializers
 
-# In a graph, nodes that are in our domain but not fused get this domain instead.  They are written with their own.
+# In a graph, nodes of our domain that are not fused have this domain instead.  They are written in our domain again.
 FOREIGN = f"not {DOMAIN}"
 MIN_SHARED_BYTES = 2**20  # bytes; the value of a constant at least this large is freed after it was written
 

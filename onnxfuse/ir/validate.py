@@ -23,7 +23,7 @@ PACKED_BITS: Final = {"UINT4": 4, "INT4": 4, "FLOAT4E2M1": 4, "UINT2": 2, "INT2"
 MAX_DENSE_BYTES: Final = 2**31  # maximum bytes of a sparse tensor after onnxruntime makes it dense
 MAX_RANK: Final = 64  # the maximum rank of numpy's arrays
 MAX_ELEMENTS: Final = 2**62  # maximum elements of a tensor, so that numpy can hold its byte count
-CONSTANT_VALUES: Final = {  # attributes of a Constant, exactly one of which holds its value, and their types
+CONSTANT_VALUES: Final = {  # attributes of a Constant, and their types; exactly one of them holds its value
     "value": AttributeProto.TENSOR,
     "sparse_value": AttributeProto.SPARSE_TENSOR,
     "value_float": AttributeProto.FLOAT,

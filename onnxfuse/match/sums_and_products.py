@@ -171,5 +171,5 @@ class AssociativeMatcher:
         return math.prod(numbers) if self.product else math.fsum(numbers)
 
     def _usable(self, decompositions: Sequence[Decomposition]) -> Sequence[Decomposition]:
-        """Return the decompositions; those with a number only if the term has a number."""
+        """Return the decompositions that the term can match: those with a number only if the term has a number."""
         return decompositions if self.has_number else [one for one in decompositions if not one.numbers]

@@ -119,7 +119,7 @@ def _not_arranged(m: MatchContext, pattern: str, tensor: Tensor, source: Tensor,
 def _arrange(m: MatchContext, term: Rearrange, view: ViewSource, tensor: Tensor, state: State) -> State | None:
     """Return the state with the sizes, and the slice, with which the tensor is the arrangement of its source.
 
-    None if the tensor is no such arrangement.
+    None if the tensor is not this arrangement.
     """
     source, nodes, _ = view
     pattern, slice_name = term.pattern, term.slice_name

@@ -18,7 +18,7 @@ from onnxfuse.rewrite.select import has_softmax
 from onnxfuse.spell_out import Stays
 from onnxfuse.verify.compare import Verification
 
-MAX_SHOWN: Final = 10  # at most so many operators, reasons or outputs, unless the user asks for all
+MAX_SHOWN: Final = 10  # maximum number of operators, reasons or outputs, unless the user asks for all
 
 
 def operator_table(operators: Sequence[OperatorCount], everything: bool) -> Table | None:

@@ -13,7 +13,7 @@ from onnxfuse.match import Miss
 from onnxfuse.match.prefilter import may_occur
 from onnxfuse.rewrite.replace import REGION
 
-MAX_NAMED = 5  # at most so many operators are named in a sentence
+MAX_NAMED = 5  # maximum number of operators that a sentence names
 
 
 def why_unmatched(fusions: Iterable[Fusion], missed: Iterable[Miss], present: Set[str]) -> dict[str, str]:

@@ -100,7 +100,7 @@ def unfused_graph(graph: Graph, shapes: ShapeInfo) -> UnfusedGraph:
 
 
 def _ordinary(graph: Graph, shapes: ShapeInfo) -> Iterator[str]:
-    """Yield the addends that hold no mask values such as -inf, and the tensors of which they are views."""
+    """Yield the addends that hold no mask values such as -inf, and the tensors that they are views of."""
     bounds, seen = Bounds(shapes), set[str]()
     for tensor in (each for node in graph.nodes if op_of(node) == "Add" for each in node.inputs):
         while tensor.name not in seen and bounds.of(tensor) < MASKS_FROM:
@@ -207,7 +207,7 @@ def distinct_parts(
     """Return the parts: one for each group of fused nodes that differ only in the names of their tensors.
 
     `replaced` maps a fused node's name to the names, or first outputs, of the nodes that it replaced.  `originals` maps
-    a tensor of the optimized model to the original's tensor of which it is a Transpose.
+    a tensor of the optimized model to the original's tensor whose Transpose it is.
     """
     originals = originals or {}
     parts: dict[str, Part] = {}

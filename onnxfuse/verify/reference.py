@@ -87,8 +87,8 @@ class Reference:
     tolerance: float | None = None  # replaces the tolerances by dtype and by the original's noise
     edges: Sequence[Run] = ()
     optimized: Mapping[str, object] | str = field(default_factory=dict)
-    scales: Mapping[str, float] = field(default_factory=dict)  # by output: the least magnitude for relative errors
-    noise: dict[str, dict[str, float]] = field(default_factory=dict)  # by cause and output, as far as measured
+    scales: Mapping[str, float] = field(default_factory=dict)  # by output: errors are relative to at least this
+    noise: dict[str, dict[str, float]] = field(default_factory=dict)  # by cause and output: how far the output moves
     by_optimizations: bool = True  # whether changes by onnxruntime's graph optimizations count as noise
 
     def open(self, model: onnx.ModelProto, *, optimize: bool = False) -> Session:
