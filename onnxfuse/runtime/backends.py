@@ -18,12 +18,12 @@ class Backend:
     """The functions that onnxfuse needs for a provider; any thread may call them."""
 
     no_gpu: Callable[[], str | None]  # why kernels cannot run here; None if they can
-    unavailable: Callable[[], str | None]  # why they cannot be compiled here; None if they can
+    unavailable: Callable[[], str | None]  # why kernels cannot be compiled here; None if they can
     gpu_count: Callable[[], int]
     device: Callable[[int], Device]
     load: Callable[[Kernel, int], LoadedKernel]
     machine_code: Callable[[Kernel, Device], bytes]
-    cannot_time: Callable[[], str | None]  # why nothing can be timed here; None if it can
+    cannot_time: Callable[[], str | None]  # why kernels cannot be timed here; None if they can
 
 
 BACKENDS: Final[dict[str, Backend]] = {

@@ -1,8 +1,8 @@
-"""Run bodies of nodes inside the runs of a session: where no kernel compiles, onnxruntime's own operators run.
+"""Run a fused node as its body, the ONNX function that the node calls, where planning or compiling a kernel failed.
 
-A body is a session of its own, with one node that calls the function.  It runs on the stream of the node, and does not
-wait for it, so that a CUDA graph captures its kernels too.  Each stream has its own session, because the runs of a
-session share its memory.
+The body runs inside a run of the user's session, but in a session of its own, whose model is one call of the function.
+Its work is started on the node's stream and not waited for, so that a CUDA graph captures the body's kernels too.  Each
+stream has its own session, because the runs of a session share its memory.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from onnxfuse.runtime.plan import Device, FusedNode, TensorSpec
 if TYPE_CHECKING:
     import onnxruntime as ort
 
-DEVICE_TYPES: Final = {"CPUExecutionProvider": "cpu"}  # device type of memory, by provider; others use GPU memory
+DEVICE_TYPES: Final = {"CPUExecutionProvider": "cpu"}  # by provider: the type of its memory; others use GPU memory
 
 
 @dataclass(frozen=True)
 class Body:
-    """A node, the functions of its model that it calls, and the operator sets of these, as bytes: no model is kept."""
+    """A node and the functions that it calls, as bytes, with the opset imports of its model; the model is not kept."""
 
     node: bytes
     functions: tuple[bytes, ...]
@@ -41,7 +41,7 @@ class Body:
 
 
 _bodies: Final[dict[Place, Body]] = {}
-_sessions: Final[dict[int, dict[tuple[int, tuple[int, ...]], ort.InferenceSession]]] = {}  # by node, stream and ranks
+_sessions: Final[dict[int, dict[tuple[int, tuple[int, ...]], ort.InferenceSession]]] = {}  # by node, stream, ranks
 _lock: Final = threading.Lock()
 
 
@@ -79,7 +79,7 @@ def has_body(node: FusedNode, device: Device) -> bool:
 
 
 def run_body(request: BodyRequest, node: FusedNode, device: Device) -> None:
-    """Start the body of a node on its stream, and hand over its outputs.  Passes on onnxruntime's errors."""
+    """Start the body of a node on the node's stream, and copy its outputs.  Passes on onnxruntime's errors."""
     given, provider = request.node.inputs, request.node.provider
     session = _session(request, _bodies[place_of(node, device)], given)
     binding, kind = session.io_binding(), DEVICE_TYPES.get(provider, "cuda")
@@ -108,7 +108,7 @@ def _session(request: BodyRequest, body: Body, inputs: Sequence[TensorSpec]) -> 
         if key not in of_node:
             options = _onnxruntime().SessionOptions()
             options.log_severity_level = 3
-            options.enable_mem_pattern = False  # else the second run allocates anew, perhaps during a graph's capture
+            options.enable_mem_pattern = False  # otherwise the second run allocates, maybe while a graph is captured
             of_node[key] = _onnxruntime().InferenceSession(
                 model_of(body, inputs).SerializeToString(), options, [(request.node.provider, _options(request))]
             )

@@ -18,7 +18,7 @@ LINK_FLAGS = ("-ldl", "-Wl,-z,nodelete")
 
 
 def compiler() -> str | None:
-    """Return the C++ compiler: $CXX, or the first of c++, g++ and clang++ that is installed; None without any."""
+    """Return the C++ compiler: $CXX, or the first of c++, g++ and clang++ that is installed; None if none is."""
     names = [os.environ.get("CXX") or "c++", "c++", "g++", "clang++"]
     return next((found for name in names if (found := shutil.which(name))), None)
 

@@ -1,6 +1,6 @@
 """Where onnxfuse keeps files between processes: machine code and measurements.
 
-Machine code is run as it is read, so nothing is read from a folder that another user could have written to.
+Cached machine code is run, so nothing is read from a folder that another user could have written to.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _warned: Final[set[str]] = set()
 def cache_folder() -> Path | None:
     """Return $ONNXFUSE_CACHE_DIR, or the folder onnxfuse in $XDG_CACHE_HOME or in ~/.cache.
 
-    Returns None, after a warning, without a home, and for a folder that others can write to.
+    Returns None, after a warning, if the user has no home directory, or if others can write to the folder.
     """
     folder = _named_folder()
     return folder if folder and is_trusted(folder) else None
@@ -36,9 +36,9 @@ def is_trusted(path: Path) -> bool:
 
 
 def why_untrusted(path: Path) -> str | None:
-    """Return why users other than this one and root can write to a file or folder, as a sentence; None if not.
+    """Return why users other than this one and root can write to a file or folder, as a sentence; None if they cannot.
 
-    Also returns None if it is missing, and on Windows, which has other permissions.
+    Also returns None if the path does not exist, and on Windows, which has other permissions.
     """
     if not hasattr(os, "geteuid"):
         return None
@@ -82,7 +82,7 @@ def _named_folder() -> Path | None:
 
 
 def warn_once(message: str) -> None:
-    """Log a warning unless it was logged before: a model has hundreds of nodes."""
+    """Log a warning unless it was logged before, because each of a model's hundreds of nodes may cause it."""
     if message not in _warned:
         _warned.add(message)
         log.warning(message)

@@ -1,4 +1,4 @@
-"""The inputs of a model's fused nodes as templates have them: dynamic dims are numbered."""
+"""Convert the inputs of a model's fused nodes to the form of plan templates, in which dynamic dims are numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onnxfuse.runtime.planner import Dims
 
 
 def inputs_of(call: Call) -> tuple[TensorSpec, ...] | None:
-    """Return the inputs of a node, with -1 - k for its dynamic dims; None if a rank or a dtype is unknown."""
+    """Return the inputs of a node, with -1 - k for dynamic dim number k; None if a rank or a dtype is unknown."""
     dims = dims_of(call.shapes)
     if dims is None or None in call.dtypes:
         return None
@@ -19,9 +19,9 @@ def inputs_of(call: Call) -> tuple[TensorSpec, ...] | None:
 
 
 def dims_of(shapes: Sequence[NamedShape | None]) -> Dims | None:
-    """Return shapes in which -1 - k replaces the name of dynamic dim k; dims are numbered in order of first use.
+    """Return the shapes with -1 - k in place of the name of dynamic dim number k; None if a rank is unknown.
 
-    None is returned if a rank is unknown.
+    Dynamic dims are numbered in order of first use.
     """
     numbers = {name: -1 - number for number, name in enumerate(dim_names(shapes))}
     known = [

@@ -13,14 +13,14 @@ from onnxfuse.runtime.cache_folder import cache_folder, is_trusted, make_folder,
 from onnxfuse.runtime.nvrtc import arch_name, compile_cubin, compile_flags, compiler_version, kernel_text
 from onnxfuse.runtime.plan import Kernel
 
-MAX_BYTES: Final = 2**28  # of the largest file that is read
-DIGEST_BYTES: Final = 32  # a SHA-256 before the code, so that a damaged file is compiled again
+MAX_BYTES: Final = 2**28  # the size of the largest file that is read
+DIGEST_BYTES: Final = 32  # the SHA-256 before the code, by which a damaged file is recognized
 
 
 def cached_cubin(kernel: Kernel, arch: int) -> bytes:
-    """Return a kernel's machine code for compute capability `arch`; compile it unless the folder has it.
+    """Return a kernel's machine code for compute capability `arch`; compile it unless the cache has it.
 
-    If the folder cannot be written, nothing is cached.  Raises KernelError if the kernel does not compile.
+    If the cache folder cannot be written to, nothing is cached.  Raises KernelError if the kernel does not compile.
     """
     path = _path(kernel, arch)
     if path and (code := _read(path)):

@@ -1,4 +1,4 @@
-"""CuPy, which times kernels and bodies; sessions do not need it."""
+"""Load CuPy, through which kernels and the bodies of fused nodes are timed; sessions do not need it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cupy_module() -> Any:
 
 
 def unavailable() -> str | None:
-    """Return why nothing can be timed here; None if it can."""
+    """Return why CuPy cannot time kernels here; None if it can."""
     try:
         count = cupy_module().cuda.runtime.getDeviceCount()
     except ImportError as error:

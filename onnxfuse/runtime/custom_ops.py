@@ -1,4 +1,4 @@
-"""Register the functions that run as kernels with session options, as custom operators of a provider."""
+"""Add custom operators to session options: one for each function of a model whose calls run as kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from onnxfuse.runtime.target import NoTarget, PlanChoice, Target, native_library
 
 @dataclass(frozen=True)
 class _Registration:
-    """The operators that session options have registered, and their settings."""
+    """The operators that were registered with some session options, and the settings of their sessions."""
 
     ops: frozenset[str]
     settings: int  # flags: native.TF32 and the flags after it
@@ -37,8 +37,8 @@ def register_operators(
     bodies  functions that must not be registered, because their bodies run
     choice  which candidate plans of a kernel run
 
-    Raises UsageError if these options have registered operators that do not fit, OnnxfuseError if onnxruntime refuses
-    the operators.
+    Raises UsageError if operators that were registered with these options before do not fit, OnnxfuseError if
+    onnxruntime refuses the operators.
     """
     calls_of_op = {call.op: [c for c in calls if c.op == call.op] for call in calls}
     with _lock:

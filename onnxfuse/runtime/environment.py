@@ -26,7 +26,7 @@ KERNEL_SUFFIXES: Final = {".py", ".cu", ".cuh"}
 LIBRARY_PACKAGES: Final = ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 DRIVER_VERSION_FILE: Final = Path("/proc/driver/nvidia/version")
 BOOLEAN_TEXTS: Final = {"True": "1", "true": "1", "False": "0", "false": "0"}  # as onnxruntime reads them
-# Defaults of the CUDA provider's options that are not "0".
+# The defaults of those options of the CUDA provider whose default is not "0".
 OPTION_DEFAULTS: Final = {"cudnn_conv_algo_search": "EXHAUSTIVE", "cudnn_conv_use_max_workspace": "1"}
 BOOLEANS: Final = ("0", "1", *BOOLEAN_TEXTS)
 # Options of the CUDA provider of onnxruntime 1.23 to 1.32, and their possible values; None if any value is possible.
@@ -137,10 +137,10 @@ def library_versions() -> str:
 
 
 def kernels_digest() -> str:
-    """Return a digest of the sources and hosts of all kernels, which does not depend on where they are installed.
+    """Return a digest of the CUDA and Python files of all kernels, which does not depend on where they are installed.
 
-    For a package it covers the family's folder and the package's version, which represents everything else that the
-    host imports.
+    For kernels of an installed package, the digest also covers the package's version, because their Python files may
+    import other files of the package.
     """
     return _digest_of_folders(tuple((each.origin.package, each.folder) for each in kernel_folders()))
 

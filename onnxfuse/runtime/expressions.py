@@ -13,7 +13,10 @@ from numpy.typing import NDArray
 
 
 class Op(IntEnum):
-    """An operation; native/expressions.cc has the same numbers.  Operations from REAL_CONSTANT on give real numbers."""
+    """The operation of an expression (op, a, b); native/expressions.cc has the same numbers.
+
+    The results of REAL_CONSTANT and of the operations after it are real numbers, all others are integers.
+    """
 
     CONSTANT = 0  # an integer, in `a`
     SIZE = 1  # the size number `a`
@@ -44,7 +47,7 @@ class Op(IntEnum):
     REAL_MAXIMUM = 26
     POWER = 27
 
-    __hash__ = int.__hash__  # faster than an enum's own hash, which is Python code: a trace hashes thousands
+    __hash__ = int.__hash__  # an enum's own hash is slow Python code, and a host's trace hashes thousands
 
 
 LEAVES: Final = (Op.CONSTANT, Op.SIZE, Op.REAL_CONSTANT)
@@ -167,9 +170,10 @@ class Expressions:
         return f"{op.name.lower()}({self.text(a)}, {self.text(b)})"
 
     def miss(self, number: int, answer: bool, values: Sequence[Values]) -> Values:
-        """Return how far the sides of a comparison are from an answer: the greater over the lesser, minus 1.
+        """Return how far the sides of a comparison are from an answer: the greater side over the lesser, minus 1.
 
-        It is 0 where the comparison has that answer, and infinite where a side is not positive or not real.
+        The result is 0 where the comparison has that answer.  Elsewhere it is infinite if the sides are integers, or if
+        one of them is not positive.
         """
         op, a, b = self.rows[number]
         right = values[number].astype(bool) == answer
@@ -181,7 +185,11 @@ class Expressions:
         return np.where(right, 0.0, np.where(less > 0, _divide(greater, less) - 1, np.inf))
 
     def value(self, number: int, sizes: Mapping[int, Values], known: dict[int, Values]) -> Values:
-        """Return the values of one expression; `sizes` holds arrays as for `evaluate`, `known` caches values."""
+        """Return the values of one expression.
+
+        sizes  arrays of values by the number of the size, as for `evaluate`
+        known  the values of expressions that earlier calls computed, by number; new ones are added
+        """
         if number not in known:
             op, a, b = self.rows[number]
             if op is Op.SIZE:
@@ -200,7 +208,7 @@ class Expressions:
         """
         values = known if known is not None else []
         shape = sizes[0].shape if sizes else (1,)
-        with np.errstate(all="ignore"):  # an expression may have no value where its guards do not hold
+        with np.errstate(all="ignore"):  # an expression may have no value where the guards of its plan do not hold
             for op, a, b in self.rows[len(values) :]:
                 if op is Op.CONSTANT:
                     values.append(np.full(shape, a, np.int64))

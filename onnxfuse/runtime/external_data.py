@@ -50,9 +50,9 @@ def configured_folder(options: ort.SessionOptions) -> Path | None:
 def external_data_folder(folder: Path | None, options: ort.SessionOptions, *, shared: bool) -> Iterator[None]:
     """Set the folder in which a session that is made from bytes finds its weights.
 
-    If `folder` is None or the options name a folder, they stay as they are. `shared` options may serve another model
-    next, so the folder is removed from them at the end; onnxruntime logs a warning about that. Threads with the same
-    options wait here for each other, because a session would otherwise find the weights of another thread's model.
+    If `folder` is None or the options name a folder, the options are not changed. `shared` options may serve another
+    model next, so the folder is removed from them at the end; onnxruntime logs a warning about that. Threads with the
+    same options wait here for each other, because a session would otherwise find the weights of another thread's model.
     """
     with _lock:
         own_lock = _lock_of_options.setdefault(options, threading.Lock())

@@ -129,9 +129,10 @@ def attribute_kinds(calls: Collection[Call]) -> str:
 
 
 def split_functions(model: onnx.ModelProto, calls: Collection[Call], whole: onnx.ModelProto) -> onnx.ModelProto:
-    """Make these nodes of the model call renamed copies of their functions in `whole`, the model with its weights.
+    """Make some nodes call renamed copies of their functions, so that they run as bodies while others run as kernels.
 
-    Returns `whole`.
+    calls  the nodes, as they were read from `model`
+    whole  the same model with all its weights; its nodes are changed, and it is returned
     """
     ids = {id(call.proto) for call in calls}
     renamed: dict[str, str] = {}
@@ -167,7 +168,7 @@ def _all_nodes(nodes: Collection[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
 def _nodes(
     graph: onnx.GraphProto, scope: ChainMap[str, Type], constants: AbstractSet[str] = frozenset()
 ) -> Iterator[tuple[onnx.NodeProto, Types]]:
-    """Yield every node with the types of the tensors visible to it; `constants` name those that never change."""
+    """Yield every node with the types of the tensors visible to it; `constants` names tensors that never change."""
     types = scope.new_child()
     for info in (*graph.input, *graph.value_info, *graph.output):
         tensor = info.type.tensor_type

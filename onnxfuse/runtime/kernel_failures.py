@@ -43,7 +43,7 @@ def place_of(node: FusedNode, device: Device) -> Place:
 
 
 def note(node: FusedNode, device: Device, error: BaseException, instead: Instead) -> None:
-    """Record and log that a kernel of a node failed, unless a recorded failure already left it as few kernels."""
+    """Record and log that a kernel of a node failed, unless a failure with at least as severe results is recorded."""
     order, place = list(TEXTS), place_of(node, device)
     first = OnnxfuseError(first_line(Exception(*error.args)))  # only the first of the compiler's lines
     failure = Failure(instead, f"{type(error).__name__}: {first}")
@@ -56,11 +56,11 @@ def note(node: FusedNode, device: Device, error: BaseException, instead: Instead
 
 
 def failure_of(place: Place) -> Failure | None:
-    """Return the failure of the nodes of a place; None if nothing failed."""
+    """Return the recorded failure of the nodes with this key; None if nothing failed."""
     return _failures.get(place)
 
 
 def why_body(node: FusedNode, device: Device) -> str | None:
-    """Return why no kernel can run a node at any sizes, as was found before; None if a kernel may."""
+    """Return why no kernel can run a node at any sizes, if an earlier failure showed that; None if a kernel may."""
     failure = _failures.get(place_of(node, device)) if _failures else None
     return failure.error if failure and failure.instead == "body always" else None

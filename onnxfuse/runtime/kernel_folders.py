@@ -33,7 +33,7 @@ _added: Final[list[Path]] = []  # the folders that `add_kernels` was given
 class Origin:
     """The origin of kernels, as text for messages."""
 
-    name: str  # the start of a message
+    name: str  # the subject of a message, such as "folder 'x'"
     remedy: str = ""  # the end of a message: advice for a user who cannot change the kernels
     package: str = ""  # name and version of the installed package that they come with
 

@@ -1,4 +1,7 @@
-"""Templates whose kernels are loaded on a GPU, so that nodes of sessions can run them."""
+"""Templates whose kernels are loaded on a GPU, so that nodes of sessions can run them.
+
+A template has the plans of a node for all sizes: one variant for each range of sizes.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ class GivenTemplate:
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """The inputs that it is for; dynamic dim k is -1 - k."""
+        """The inputs that the template is for; dynamic dim number k is -1 - k."""
         return self.words.inputs
 
     def data(self) -> bytes:
@@ -85,7 +88,7 @@ class PreparedTemplate:
         self.situation: Final = situation
         self.kernels: dict[str, LoadedKernel] = {}  # by Kernel.key
         self._backend, self._lock = backend, threading.RLock()
-        self.is_loaded_later = False  # whether threads load the kernels that the first runs do not need
+        self.is_loaded_later = False  # background threads load kernels that first runs do not need
         self._data = b""
         self._absent: set[str] = set()  # Kernel.key of kernels that have handle 0 in `_data`: not loaded yet
         self.refused: dict[str, OnnxfuseError] = {}  # kernels that cannot be loaded, by Kernel.key
@@ -114,8 +117,8 @@ class PreparedTemplate:
     def load(self, steps: Iterable[Launch], goes_on: Callable[[], bool]) -> None:
         """Load the kernels of some launches, and allow them the shared memory and the cluster sizes of these launches.
 
-        Nothing is done if `goes_on` says that they are no longer wanted.  Variants that need a kernel which cannot be
-        loaded are dropped, after a warning.
+        `goes_on` returns False if the kernels are no longer wanted; then nothing is done.  Variants that need a kernel
+        which cannot be loaded are dropped, after a warning.
         """
         ordinal = self.situation.device.ordinal
         for step in steps if goes_on() else ():
@@ -155,8 +158,8 @@ class PreparedTemplate:
         """Return the template's bytes for the native library, with its kernels loaded.
 
         If a variant is given and other kernels are loaded later, only its kernels are loaded now.  Kernels that are not
-        loaded are 0 in the bytes, and a node that needs one of them asks again.  Variants whose kernels cannot be
-        loaded are dropped.
+        loaded have the handle 0 in the bytes, and a node that needs one of them requests the template again.  Variants whose
+        kernels cannot be loaded are dropped.
         """
         with self._lock:
             if self._data and not self._absent:
@@ -171,7 +174,7 @@ class PreparedTemplate:
         return self._bytes(set())
 
     def _bytes(self, wanted: set[str]) -> bytes:
-        """Return the template's bytes; encode them again if a `wanted` kernel, loaded by now, is absent from them."""
+        """Return the template's bytes; encode them again if they lack a `wanted` kernel that was loaded since."""
         with self._lock:
             if not self._data or self._absent & wanted:
                 for variant in self.template.variants:

@@ -1,4 +1,7 @@
-"""Load the native library, which implements the fused ops for onnxruntime, and answer its requests for plans."""
+"""Load the native library, which implements the fused ops for onnxruntime, and answer its requests.
+
+The library requests templates (the plans of a node for all sizes), and runs of bodies (the ONNX functions of nodes).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ MEASURE: Final = 4
 COUNT_RUNS: Final = 8
 CUDA_GRAPH: Final = 16
 ALL_KERNELS: Final = 32  # a flag of requests, not of sessions
-SHARED: Final = 64  # a flag of sessions
+SHARED: Final = 64  # a flag of sessions: aim="throughput"
 PACKAGE: Final = Path(__file__).parent
 HINT: Final = "install a C++17 compiler and run `python -m onnxfuse.runtime.build_native`"
 
@@ -76,7 +79,7 @@ class _Interrupt(ctypes.Structure):  # Interrupt in native/python.h
 class Request:
     """A request of the native library for a template, because a node has none for its inputs."""
 
-    kernel: int  # identifies the node of this session until it is dropped
+    kernel: int  # identifies the node of a session until the session ends
     provider: str
     op: str
     node: str
@@ -99,7 +102,7 @@ class BodyRequest:
     node: Request
     inputs: tuple[int, ...]  # addresses of the operands
     stream: int  # the CUDA stream on which the node runs
-    put: Callable[[int, Sequence[int], int], None]  # makes output i of this shape, and copies it from an address
+    put: Callable[[int, Sequence[int], int], None]  # makes output i of a shape, and copies its data from an address
 
 
 AnswerRequest = Callable[[Request], bytes | None]  # the bytes of a template; None if the node's body must run
@@ -257,7 +260,7 @@ def new_nodes() -> list[Request]:
 def take_runs(kernel: int) -> list[tuple[tuple[TensorSpec, ...], int]]:
     """Return the inputs at which a node, or an equal one, ran since the last call, and how often.
 
-    There are none if its session is gone, or does not count its runs.
+    The list is empty if the node's session is gone, or does not count its runs.
     """
     rows: list[tuple[list[int], int]] = []
     load().onnxfuse_take_runs(kernel, _RUNS(lambda key, size, runs: rows.append((key[:size], runs))))

@@ -28,7 +28,7 @@ PTXAS_REPORT: Final = re.compile(
 )
 INCLUDE: Final = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"[^\n]*$', re.MULTILINE)
 PRAGMA_ONCE: Final = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[^\n]*$", re.MULTILINE)
-_texts: Final[dict[tuple[str, tuple[Path, ...]], tuple[str, dict[Path, int]]]] = {}  # sources, and mtimes of files
+_texts: Final[dict[tuple[str, tuple[Path, ...]], tuple[str, dict[Path, int]]]] = {}  # texts, and mtimes of their files
 
 
 # --- the source of a kernel ------------------------------------------------------------------------------------------
@@ -96,7 +96,12 @@ def _with_headers(path: Path, seen: set[Path]) -> str:
 
 
 def _expanded(text: str, name: str, path: Path | None, seen: set[Path]) -> str:
-    """Return a text, of the file `path` if given; headers that are not in `seen` replace their include lines."""
+    """Return a text with the headers in place of its include lines; headers in `seen` are not repeated.
+
+    name  the name of the text in the compiler's messages
+    path  the file that has the text; None if the text was generated
+    seen  the files that the result holds already; the headers that are inserted are added to it
+    """
     parts, end = [f'#line 1 "{name}"\n'], 0
     for include in INCLUDE.finditer(text):
         header = _find_header(include[1], path)

@@ -1,5 +1,7 @@
 """Plans: how a fused node runs for one combination of input shapes, as data that C++ runs without Python.
 
+The host of a kernel, which is a Python module (see hosts.py), makes the plans of the fused nodes that the kernel runs.
+
 plan_bytes.py writes the fields of steps as words, in the order in which they are declared here and native/steps.cc
 reads them.
 """
@@ -14,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.dtypes import dtype_name
 
-RESERVED_ATTRIBUTES: Final = ("fusion", "operands", "output_types", "attributes")  # hosts read fields of FusedNode
+RESERVED_ATTRIBUTES: Final = ("fusion", "operands", "output_types", "attributes")  # not in FusedNode.attributes
 PDL_ARCH: Final = 90  # the first compute capability with programmatic dependent launch
 NO_GPU: Final = -1  # the ordinal of a GPU that this machine need not have
 Aim: TypeAlias = Literal["latency", "throughput"]  # a session's aim: fast single runs, or many runs at once
@@ -29,7 +31,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: str
     aligned: bool = True  # the data starts at a multiple of 16 bytes; False for all inputs if an output's data does not
-    constant: bool = False  # the model holds the values, so that every node reads its own from memory, not the L2 cache
+    constant: bool = False  # the model holds the values; each node has its own, which are rarely in the L2 cache
 
 
 @dataclass(frozen=True)
@@ -41,18 +43,18 @@ class Device:
     multiprocessors: int
     shared_per_block: int  # bytes of dynamic shared memory that a block may opt in to
     tf32: bool = True  # the session allows float32 matrix products to round their operands to TF32
-    shared: bool = False  # other runs use the GPU at the same time, so that plans should leave them a large part
-    # Which of the machine's GPUs it is, so that hosts can ask its libraries; NO_GPU if they cannot.
+    shared: bool = False  # other runs use the GPU at the same time, so that plans should leave a large part to them
+    # Which of the machine's GPUs it is, so that hosts can query cuBLASLt and cuDNN on it; NO_GPU if they cannot.
     ordinal: int = field(default=0, compare=False)
 
     @property
     def has_pdl(self) -> bool:
-        """Whether it has programmatic dependent launch: see Launch."""
+        """Whether the GPU has programmatic dependent launch: see Launch."""
         return self.arch >= PDL_ARCH
 
     @property
     def is_here(self) -> bool:
-        """Whether it is a GPU of this machine."""
+        """Whether this machine has the GPU."""
         return self.ordinal != NO_GPU
 
 
@@ -155,8 +157,8 @@ class Im2col:
     """The walk of a tensor map over the pixels of a convolution, as in cuTensorMapEncodeIm2col.
 
     The dimensions of the map are channels, one to three spatial axes, images.  Every field has a value for each spatial
-    axis, the innermost first.  A load takes pixels from `lower` to the size plus `upper`, `steps` apart, and goes on
-    with the next row and the next image; a filter's tap is an offset that the load adds.
+    axis, the innermost first.  Along an axis, a load visits the pixels from `lower` to the size plus `upper`, `steps`
+    apart; it continues in the next row and the next image.  The load adds the offset of one element of the filter.
     """
 
     lower: tuple[int, ...]  # the first pixel: minus the padding before
@@ -176,7 +178,7 @@ class TensorMap:
     dtype: Dtype  # float16, bfloat16, float32, uint8, or tfloat32: float32, rounded to TF32 by loads
     sizes: tuple[int, ...]  # elements, one to five dimensions
     strides: tuple[int, ...]  # multiples of 16
-    box: tuple[int, ...]  # elements, at most 256 each; with `im2col`, channels and pixels
+    box: tuple[int, ...]  # elements, at most 256 each; with `im2col`: how many channels and how many pixels
     swizzle: Literal[0, 32, 64, 128] = 0  # bytes; the box's innermost dimension must not be wider
     im2col: Im2col | None = None
 
@@ -333,7 +335,7 @@ class NoAlias:
 class Plan:
     """Output shapes, steps in order, and sizes of scratch buffers in bytes; no steps if outputs have no elements."""
 
-    WORD_ORDER: ClassVar = ("outputs", "scratch", "steps", "no_alias")  # of the words: steps refer to scratch
+    WORD_ORDER: ClassVar = ("outputs", "scratch", "steps", "no_alias")  # scratch first: steps refer to it
 
     outputs: tuple[TensorSpec, ...]
     steps: tuple[Step, ...]

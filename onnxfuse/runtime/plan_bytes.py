@@ -34,7 +34,7 @@ ALIGNED: Final = 1  # flags of an input
 CONSTANT: Final = 2
 
 
-Writer: TypeAlias = Callable[[Any], Iterable[Any]]  # yields integers, symbolic or not, and kernels for functions
+Writer: TypeAlias = Callable[[Any], Iterable[Any]]  # yields words: integers, symbolic or not, and Kernels
 
 
 def plan_bytes(plan: Plan, functions: Sequence[int]) -> bytes:
@@ -49,7 +49,7 @@ def plan_bytes(plan: Plan, functions: Sequence[int]) -> bytes:
 
 
 def plan_words(plan: Plan) -> list[Any]:
-    """Return the words of a plan: symbolic integers where they depend on sizes, kernels in place of functions."""
+    """Return the words of a plan: symbolic integers where they depend on sizes, Kernels in place of CUfunctions."""
     return [PLAN_MARK, *_writer(Plan)(plan)]
 
 

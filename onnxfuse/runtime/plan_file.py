@@ -1,5 +1,7 @@
 """Plan files: templates with the machine code of their kernels, for GPUs of some kinds.
 
+A template has the plans of a fused node for all sizes; a kind of GPU is everything that plans depend on.
+
 The native library reads the same files (native/plan_file.h), so they are made of 64-bit words and of strings.  A string
 is preceded by its length and padded to whole words:
 
@@ -45,7 +47,7 @@ MAGIC: Final = b"onnxplan"
 FORMAT: Final = 9  # kPlanFileFormat in native/plan_file.h
 LIBRARIES: Final = ("cublaslt", "cudnn")  # libraries whose versions are words of the file
 DIGEST_BYTES: Final = 32
-MAX_BYTES: Final = 2**31  # of the largest file that is read
+MAX_BYTES: Final = 2**31  # the size of the largest file that is read
 MAX_SHARED_BYTES: Final = 1 << 20  # per block: more than any GPU has
 MAX_CLUSTER: Final = 64  # blocks: more than any GPU allows
 
@@ -71,10 +73,10 @@ class SavedTemplate:
     device: Device  # its kind: see gpu_kinds.py
     tf32: bool  # whether it is for sessions that allow TF32
     shared: bool  # whether it is for sessions with aim="throughput"
-    node: bytes  # node_identity
+    node: bytes  # the result of node_identity
     words: TemplateWords  # its functions are indices into `kernels`
     kernels: tuple[KernelCode, ...]
-    libraries: Mapping[str, bool] = field(default_factory=dict)  # called by its plans; True if they name algorithms
+    libraries: Mapping[str, bool] = field(default_factory=dict)  # that its plans call; True: they name algorithms
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Make the plan templates of sessions' nodes, when a session is made or when a node gets inputs of new shapes."""
+"""Make the plan templates of sessions' nodes, when a session is made or when a node gets inputs of new shapes.
+
+A template has the plans of a node for all sizes of its dynamic dims: one variant for each range of sizes.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ class Verdicts(Protocol):
     def inputs_measured(
         self, situation: Situation, inputs: Sequence[TensorSpec], /
     ) -> Iterable[tuple[TensorSpec, ...]]:
-        """Return the inputs with these dims at which a node's plans were measured."""
+        """Return the inputs at which a node's plans were measured; some may not fit `inputs`, so that callers check."""
 
     def choose(
         self, plans: Sequence[Plan], situation: Situation, inputs: Sequence[TensorSpec], measure: bool, /
@@ -50,7 +53,7 @@ class TemplateSource(Protocol):
     """A plan file for GPUs of one kind."""
 
     def find(self, situation: Situation, inputs: Sequence[TensorSpec], /) -> GivenTemplate | None:
-        """Return its template for a node's inputs, in which dynamic dims may be -1 - k; None if it has none."""
+        """Return the file's template for inputs whose dynamic dim number k may be -1 - k; None if there is none."""
 
 
 PlanFileKey = tuple[Path, str, Device]  # path, provider, and kind of GPU
@@ -104,7 +107,8 @@ class Planner:
         with self._lock:
             of_node = self._node(request).templates
             given = None if request.measure else self._template_of_files(situation, request.inputs)
-            if given is not None and given not in of_node and given.loads():  # a node that has it lacks these sizes
+            # A node that already has the template of a file asks because the template has no plan for these sizes.
+            if given is not None and given not in of_node and given.loads():
                 of_node.append(given)
                 return given.data()
             prepared = self._template_for(situation, request.inputs)
@@ -126,11 +130,11 @@ class Planner:
     ) -> tuple[PreparedTemplate, bytes]:
         """Return a template that has a plan for these sizes, and its bytes, with the kernels of that plan loaded.
 
-        This is `prepared`, with one more variant if needed.  Where only a library that plans for single shapes can run
-        the node, it is a template for these sizes alone.  If a plan's kernels cannot be loaded, the next correct plan
-        is used.
+        The template is `prepared`, which gets one more variant if needed.  If the host has plans only for known sizes,
+        as for the calls of a library, the result is a template for these sizes alone.  If a plan's kernels cannot be
+        loaded, the next correct plan is used.
 
-        Raises KernelError or NativeError if there is none, and the host's errors.
+        Raises KernelError or NativeError if the kernels of no plan can be loaded, and the host's errors.
         """
         while True:
             variant = prepared.template.chosen(sizes)
@@ -147,10 +151,11 @@ class Planner:
                 return prepared, data
 
     def mend(self, prepared: PreparedTemplate) -> None:
-        """If none of a template's kernels could be loaded, give it its host's next plans for the sizes that were tried.
+        """If none of a template's kernels could be loaded, add its host's next plans for the sizes of the dropped ones.
 
-        If these fail too, the node runs as its body at all sizes from the next session on.  This does not apply if the
-        GPU refused to load compiled code, because it may only lack memory for a while.
+        If these plans fail too, the node runs as its body (the ONNX function that it calls) at all sizes, from the next
+        session on.  If all kernels compiled, but the GPU refused to load them, nothing is done: the GPU may only lack
+        memory for a while.
         """
         errors = prepared.refused.values()
         if prepared.kernels or not any(isinstance(each, KernelError) for each in errors):
@@ -184,12 +189,12 @@ class Planner:
                 of_node.append(dims)
 
     def given_template(self, situation: Situation, inputs: Sequence[TensorSpec]) -> GivenTemplate | None:
-        """Return the template of a plan file for inputs whose dynamic dims may be -1 - k; None if no file has one."""
+        """Return a plan file's template for inputs whose dynamic dim number k may be -1 - k; None if there is none."""
         with self._lock:
             return self._template_of_files(situation, inputs)
 
     def prepare(self, situation: Situation, inputs: Sequence[TensorSpec]) -> PreparedTemplate:
-        """Make the template of inputs whose dynamic dims are -1 - k, but load none of its kernels yet.
+        """Make the template of inputs whose dynamic dim number k is -1 - k, but load none of its kernels yet.
 
         Raises the host's error if it has no plan for any sizes.
         """
@@ -243,7 +248,7 @@ class Planner:
     def take_runs(self) -> Iterator[tuple[PreparedTemplate, tuple[int, ...], int]]:
         """Yield template, sizes and number of the counted runs of nodes since the last call.
 
-        Nodes that run by templates of plan files are left out, and so are sizes that have a template of their own.
+        Nodes that have only templates of plan files are left out.  The sizes are () for a template of known sizes.
         """
         for kernel, node in list(self._nodes.items()):
             templates = [each for each in node.templates if isinstance(each, PreparedTemplate)]
@@ -284,7 +289,7 @@ class Planner:
     def _template_for(self, situation: Situation, inputs: Sequence[TensorSpec]) -> PreparedTemplate:
         """Return the template for a run's inputs: with the model's dynamic dims if they are known, else with none.
 
-        It also has no dynamic dims if the host has no plan for the model's.
+        The template also has no dynamic dims if the host has plans only for known sizes.
         """
         for dims in self._patterns.get(signature(situation.node, (), situation.device), ()):
             if len(dims) == len(inputs):
@@ -297,11 +302,11 @@ class Planner:
     def new_template(
         self, situation: Situation, inputs: Sequence[TensorSpec], samples: Sequence[Sequence[int]] = ()
     ) -> PreparedTemplate:
-        """Make a template of inputs whose dynamic dims are -1 - k, with the plans that were measured to be fastest.
+        """Make a template of inputs whose dynamic dim number k is -1 - k; it prefers plans that measurements preferred.
 
-        samples  combinations of sizes that it is made for; if there are none, the usual spread of sizes
+        samples  combinations of sizes that the template is made for; if there are none, the usual spread of sizes
 
-        Raises the host's error if it has a plan for no sample.
+        Raises the host's error if the host has a plan for no sample.
         """
         host, node, device = _host_of(situation), situation.node, situation.device
         if why := host.supports(node, tuple(spec.dtype for spec in inputs), device):
@@ -317,10 +322,10 @@ class Planner:
         return prepared
 
     def _measured(self, prepared: PreparedTemplate, sizes: tuple[int, ...]) -> PreparedTemplate:
-        """Return a template for these sizes alone, so that the node asks again at others.
+        """Return a template for these sizes alone, so that the node requests another one at other sizes.
 
-        It has the fastest of the host's plans, which are measured now unless they were before.  The fastest is also
-        added to `prepared`, the template for all sizes.
+        It has the fastest of the host's plans, which are measured now unless they were measured before.  The fastest is
+        also added to `prepared`, the template for all sizes.
         """
         template, situation = prepared.template, prepared.situation
         is_known = any(each.tuned and each.hints == sizes for each in template.variants)

@@ -1,4 +1,7 @@
-"""Make the templates of a session's nodes, and compile their kernels, while onnxruntime makes the session."""
+"""Make the plan templates of a session's nodes, and compile their kernels, while onnxruntime makes the session.
+
+A template has the plans of a node for all sizes of its dynamic dims.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ Made: TypeAlias = list[tuple[Situation, PreparedTemplate | GivenTemplate]]  # no
 
 @contextmanager
 def preparation(calls: Sequence[Call], target: Target | NoTarget, choice: PlanChoice) -> Iterator[None]:
-    """Prepare the nodes that run as kernels in a thread, while the body of the `with` runs; its end waits for it.
+    """Prepare the nodes that run as kernels, in a thread, while the `with` block runs; its end waits for the thread.
 
     Kernels that first runs rarely need are compiled in the background afterwards; a run that needs one waits for it.
 

@@ -13,7 +13,8 @@ MAX_SAMPLES: Final = 1024  # combinations of sizes at which a template must have
 LARGEST_SIZE: Final = 1 << 16  # the largest sample of a dim
 HALVED_ONCE: Final = {26, 194, 1538}  # sizes divisible by 2 but not by 4, which affect the width of memory accesses
 USUAL: Final = 128  # the usual size of a dim
-MAX_SIZES_WITH_ZEROS: Final = 4  # dims, several of which may be 0; each set of zeros may need a kernel of its own
+# With more dims, at most one of them is 0 in a sample, because each set of zeros may need a kernel of its own.
+MAX_SIZES_WITH_ZEROS: Final = 4
 
 
 def usual_samples(count: int) -> Iterator[tuple[int, ...]]:
@@ -23,11 +24,11 @@ def usual_samples(count: int) -> Iterator[tuple[int, ...]]:
         return
     per_octave = next((n for n in (8, 4, 2, 1) if len(_spread(n)) ** count <= MAX_SAMPLES), 1)
     spread = coarse = _spread(per_octave)
-    while len(coarse) ** count > 4 * MAX_SAMPLES:  # odd sizes are left out first, then the largest or every second
+    while len(coarse) ** count > 4 * MAX_SAMPLES:  # keep the powers of two; then leave out the largest or every second
         powers = [size for size in coarse if not size & (size - 1)]
         coarse = powers if len(powers) < len(coarse) else coarse[:-1] if count < 4 else coarse[::2]
     yield from itertools.product(sorted(coarse, key=is_unusual), repeat=count)
-    if len(coarse) < len(spread):  # `coarse` has hardly any odd sizes, and few small products
+    if len(coarse) < len(spread):  # `coarse` has few odd sizes, and few combinations with a small product
         chance = random.Random(0)
         yield from (tuple(chance.choices(spread, k=count)) for _ in range(MAX_SAMPLES))
         for axis, size in itertools.product(range(count), spread):
@@ -54,7 +55,7 @@ def is_unusual(size: int) -> tuple[bool, float]:
 
 
 def _spread(per_octave: int) -> list[int]:
-    """Return sizes from 1 on: `per_octave` of them, and an odd one, in each octave."""
+    """Return sizes from 1 on: in each octave `per_octave` of them and an odd one, and HALVED_ONCE."""
     found = {1, 2, 3}
     octave = 4
     while octave <= LARGEST_SIZE:

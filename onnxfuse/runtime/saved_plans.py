@@ -18,7 +18,7 @@ from onnxfuse.runtime.run_plan import LIBRARIES, libraries_of
 from onnxfuse.runtime.template_key import Situation
 from onnxfuse.runtime.template_words import words_of
 
-Progress = Callable[[int, int], None]  # called with the number of compiled kernels and the number of all
+Progress = Callable[[int, int], None]  # called with the numbers of compiled kernels and of all kernels
 Codes = dict[tuple[int, str], bytes]  # cubins by compute capability and Kernel.key
 
 

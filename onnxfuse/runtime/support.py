@@ -1,4 +1,7 @@
-"""Find which fused nodes of a model kernels can run, and why they cannot run the others."""
+"""Find which fused nodes of a model kernels can run, and why kernels cannot run the others.
+
+The other nodes run as their bodies: the ONNX functions that they call.
+"""
 
 from __future__ import annotations
 

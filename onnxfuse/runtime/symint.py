@@ -1,7 +1,8 @@
 """Symbolic integers: a host that computes with them makes a plan for all sizes at once.
 
-A host is written as if sizes were plain numbers.  For a plan template, dynamic sizes are `SymInt`s: each has a value
-(the hint) and an expression over the sizes.  Arithmetic makes expressions.  A comparison returns its answer for the
+A host, which is the Python module that makes a kernel's plans, is written as if sizes were plain numbers.  For a plan
+template, which has plans for all sizes, dynamic sizes are `SymInt`s: each has a value (the hint) and an expression over
+the sizes.  Arithmetic makes expressions.  A comparison returns its answer for the
 hints, and becomes a guard: the plan that the host then returns is valid for all sizes for which the guards hold.  Using
 a symbolic integer as a plain one (an index, a compile-time constant) adds a guard that it equals its hint.
 
@@ -44,7 +45,10 @@ class Trace:
         return cast(int, SymInt(self, self.expressions.number(Op.SIZE, index), hint))
 
     def fix(self, value: SymInt, where: str = "") -> int:
-        """Guard that a symbolic integer equals its hint, and return the hint; `where` is its use, else the caller."""
+        """Guard that a symbolic integer equals its hint, and return it.
+
+        where  names the use of the integer in `fixed`; by default, the line of the host's code is named
+        """
         same = self.expressions.number(Op.EQUAL, value.number, self.expressions.constant(value.hint))
         if same not in self.hard:
             self.hard[same] = True
@@ -137,7 +141,7 @@ _COMPUTE: Final[Mapping[Op, Callable[[Any, Any], Any]]] = {  # computes an opera
     Op.MODULO: operator.mod, Op.MINIMUM: min, Op.MAXIMUM: max, Op.LESS: operator.lt, Op.LESS_EQUAL: operator.le,
     Op.EQUAL: operator.eq, Op.REAL_DIVIDE: operator.truediv, Op.POWER: operator.pow,
 }  # fmt: skip
-_REAL: Final[Mapping[Op, Op]] = {  # the operation on real numbers, by operation on integers
+_REAL: Final[Mapping[Op, Op]] = {  # by operation on integers: the same operation on real numbers
     Op.ADD: Op.REAL_ADD, Op.SUBTRACT: Op.REAL_SUBTRACT, Op.MULTIPLY: Op.REAL_MULTIPLY, Op.MINIMUM: Op.REAL_MINIMUM,
     Op.MAXIMUM: Op.REAL_MAXIMUM, Op.LESS: Op.REAL_LESS, Op.LESS_EQUAL: Op.REAL_LESS_EQUAL, Op.EQUAL: Op.REAL_EQUAL,
     Op.REAL_DIVIDE: Op.REAL_DIVIDE, Op.POWER: Op.POWER,
@@ -300,7 +304,7 @@ def divisor_of(rows: Expressions, number: int) -> int:
 
 
 def _divided(rows: Expressions, number: int, divisor: int) -> int | None:
-    """Return the number of a product divided by `divisor`, if that divides a constant factor of it; else None."""
+    """Return the number of the quotient of a product that has a constant factor divisible by `divisor`; else None."""
     op, a, b = rows.rows[number]
     if op is not Op.MULTIPLY:
         return None
@@ -338,14 +342,14 @@ def _pairwise(op: Op, a: Any, b: Any) -> Any:
 
 
 def minimum(first: Any, *others: Any) -> Any:
-    """Return the least of some numbers as an expression; `min` would add guards for which of them it is."""
+    """Return the least of some numbers as an expression; Python's `min` would add guards for which one it is."""
     for each in others:
         first = _pairwise(Op.MINIMUM, first, each)
     return first
 
 
 def maximum(first: Any, *others: Any) -> Any:
-    """Return the greatest of some numbers as an expression; `max` would add guards for which of them it is."""
+    """Return the greatest of some numbers as an expression; Python's `max` would add guards for which one it is."""
     for each in others:
         first = _pairwise(Op.MAXIMUM, first, each)
     return first
@@ -386,7 +390,7 @@ def without_soft_guards(*values: Any) -> Iterator[None]:
 
 @contextmanager
 def for_later_plans(*values: Any) -> Iterator[None]:
-    """Make a host's plans after the first: choices among them add no guards, and hard guards apply to them alone.
+    """Inside this context, make the plans after the first: their order adds no guards, hard guards are theirs alone.
 
     `values` are symbolic sizes; without any, nothing changes.
     """
@@ -404,7 +408,7 @@ def for_later_plans(*values: Any) -> Iterator[None]:
 
 
 def expect_equal(first: Any, second: Any) -> bool:
-    """Return whether two sizes that are usually equal are so here, such as a mask's length and the number of keys.
+    """Return whether two sizes are equal that usually are, such as a mask's length and the number of keys.
 
     If they differ and one of them is just a dynamic dim, the template's later samples give that dim the other size.
     """
@@ -435,8 +439,8 @@ def always(condition: Callable[[], Any], *values: Any) -> bool:
 def best_first(items: Iterable[T], cost: Callable[[T], Any], slack: float = SLACK) -> list[T]:
     """Return the items by their cost, the lowest first; a soft guard says for which sizes the first is good enough.
 
-    It is good enough where its cost exceeds the lowest by a fraction of at most `slack`, so that a template needs few
-    of the items.
+    An item is good enough where its cost exceeds the lowest one by a fraction of at most `slack`.  With some slack, a
+    template needs plans for few of the items.
     """
     costs = [(cost(item), item) for item in items]
     ordered = sorted(costs, key=lambda pair: _hint(pair[0]))

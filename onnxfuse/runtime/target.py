@@ -24,8 +24,8 @@ from onnxfuse.runtime.plan import Aim, Device
 from onnxfuse.runtime.planner import planner
 
 ProviderOptions = Mapping[str, object]
-# Which candidate of a kernel runs: the first, the one that was measured to be the fastest, or one that is measured now.
-# "observed" is like "known", but runs are counted, so that candidates can be measured between them.
+# Which of a kernel's candidate plans runs: the first, the one that earlier measurements found to be the fastest, or the
+# one that is found now.  "observed" is like "known", but runs are counted, so that plans can be measured between them.
 PlanChoice = Literal["first", "known", "measured", "observed"]
 Providers = Sequence[str | tuple[str, ProviderOptions]]
 _working_providers: Final[set[tuple[str, int]]] = set()

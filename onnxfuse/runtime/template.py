@@ -54,7 +54,7 @@ class Variant:
 
 @dataclass(frozen=True, eq=False)
 class Template:
-    """The variants of a node for inputs whose dynamic dims are -1 - k, where k is the number of a size."""
+    """The variants of a node for inputs whose dynamic dim number k is -1 - k; equal dims have one number."""
 
     node: FusedNode
     inputs: tuple[TensorSpec, ...]
@@ -129,7 +129,7 @@ def make_template(
     device: Device,
     given: Sequence[Sequence[int]] = (),
 ) -> Template:
-    """Return the template of a node whose dynamic dims are -1 - k; without them it has one variant.
+    """Return the template of a node whose dynamic dim number k is -1 - k; without dynamic dims it has one variant.
 
     The host plans at sample combinations of sizes: the usual spread, or first the `given` ones, which then are the only
     ones that count in the choice between plans.  It plans at a sample if the guards of no earlier variant hold there.
@@ -170,8 +170,8 @@ def make_template(
 def candidates_at(host: Host, template: Template, sizes: Sequence[int], record: Trace | None = None) -> list[Variant]:
     """Return all plans that a host offers at these sizes, the expected fastest first.
 
-    `record`, an empty trace, gets the guards of that answer.  Raises the host's errors, and ValueError if the host uses
-    a number that depends on dynamic sizes as a plain one.
+    `record`, an empty trace, receives the guards of these plans.  Raises the host's errors, and ValueError if the host
+    uses a number that depends on dynamic sizes as a plain one.
     """
     record = record or Trace(template.expressions)
     symbolic = [record.size(i, size) for i, size in enumerate(sizes)]
@@ -254,7 +254,7 @@ def _integer(value: T, where: str) -> T:
 class _Samples:
     """Combinations of sizes: those that count in the choice between a template's plans, and others.
 
-    `left` says which of them still need a variant.
+    `left` marks the combinations that still need a variant.
     """
 
     def __init__(self, template: Template, given: Sequence[Sequence[int]]) -> None:
@@ -275,7 +275,7 @@ class _Samples:
         self.values: list[Values] = []
 
     def take(self) -> tuple[int, ...] | None:
-        """Return the next combination that is left, and remove it from those; None if none is left."""
+        """Return the next combination that is left, and mark it as done; None if none is left."""
         if not self.left.any():
             return None
         at = int(np.argmax(self.left))
@@ -283,7 +283,11 @@ class _Samples:
         return tuple(map(int, self.columns[:, at]))
 
     def cover(self, variants: Iterable[Variant]) -> None:
-        """Leave out combinations where these variants' guards hold, and uncounted ones where they are fast enough."""
+        """Leave out the combinations for which these variants suffice.
+
+        A variant suffices where its guards hold.  For combinations that do not count, it also suffices if it is correct
+        and its loss is at most MAX_LOSS_ELSEWHERE.
+        """
         for each in variants if len(self.columns) else ():
             loss = self._loss(each)
             self.leave_out(each.guards)

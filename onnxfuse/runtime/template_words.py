@@ -1,6 +1,8 @@
 """Write templates as 64-bit words, and read the parts that Python changes: their functions and their variants.
 
-The native library checks the words of plans, when it first makes a plan of a template.
+A template has the plans of a fused node for all sizes; each plan with its range of sizes is a variant.  The words of a
+plan that depend on sizes, and its CUfunctions, are filled in by patches.  The native library checks the words of plans
+when it first makes a plan of a template.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ FUNCTION: Final = 1
 
 @dataclass(frozen=True)
 class VariantWords:
-    """A variant: the sizes at which it was chosen, whether by measuring, and all its words."""
+    """A variant: the sizes at which it was chosen, whether it was chosen by measuring, and all its words."""
 
     hints: tuple[int, ...]
     tuned: bool
@@ -62,9 +64,9 @@ class TemplateWords:
         return replace(self, functions=tuple(functions))
 
     def for_inputs(self, inputs: Sequence[TensorSpec]) -> TemplateWords | None:
-        """Return the template specialized to `inputs`, in which dynamic dim k may be -1 - k; None if it does not fit.
+        """Return the template for `inputs`, in which dynamic dim number k may be -1 - k; None if it does not fit them.
 
-        Inputs may be aligned or constant even if the template does not require that.
+        The inputs may be aligned or constant where the template's are not.
         """
         if len(inputs) != len(self.inputs):
             return None
