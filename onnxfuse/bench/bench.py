@@ -224,7 +224,7 @@ class _Runner:
 
     provider: Provider
     progress: Progress
-    cuda_graph: bool  # whether they also run with CUDA graphs
+    cuda_graph: bool  # whether the models also run with CUDA graphs
     tune: TunePolicy
 
     @property
@@ -256,17 +256,17 @@ class _Runner:
     def expected(
         self, model: onnx.ModelProto, folder: Path | None, feeds: dict[str, Array], first: BoundSession
     ) -> _Expected:
-        """Return the original's outputs, and its outputs in float32 if it computes in less and can run in float32."""
+        """Return the original's outputs, and if it computes in lower precision, also its outputs in float32."""
         outputs, half = first.outputs(), half_precision_of(model)
         if half:
             return _Expected(outputs, self._in_float32(model, folder, feeds), half, half_precision_tensors(model))
         if self.provider == "cpu" or not has_products(model):
             return _Expected(outputs, {}, "", set())
-        exact = self._in_float32(model, folder, feeds)  # our kernels use TF32 if the session allows it, cuDNN sometimes
+        exact = self._in_float32(model, folder, feeds)  # our kernels use TF32 if it is allowed, cuDNN sometimes
         return _Expected(outputs, exact, TF32, set(exact))
 
     def _in_float32(self, model: onnx.ModelProto, folder: Path | None, feeds: dict[str, Array]) -> dict[str, Array]:
-        """Return the outputs of the original in float32, without TF32; none if it does not run in float32."""
+        """Return the outputs of the original in float32, without TF32; an empty dict if it does not run in float32."""
         self.progress("run in float32", 0, 0)
         with suppress(Exception):  # on failure, outputs are compared with the original's own only
             options = {"use_tf32": 0} if self.provider == "cuda" else {}

@@ -107,7 +107,10 @@ def _outcome(each: Contender) -> str:
 
 
 def _ops(ops: Sequence[OpTime], on_gpu: bool) -> list[RenderableType]:
-    """Return a table of the fused nodes by fusion and inputs; on GPUs, with kernels' times and shares of a copy."""
+    """Return a table of the fused nodes by fusion and inputs.
+
+    On a GPU, it has the times of kernels, and the time of a copy of as many bytes as a share of the node's time.
+    """
     names = ("kernel us", "body us", "MB", "of a copy") if on_gpu else ("us each", "MB")
     table = columns("Fused operators", "nodes", *names)
     for op in ops[:MAX_OPERATORS_SHOWN]:
@@ -139,7 +142,7 @@ def total_of(ops: Sequence[OpTime]) -> float:
 
 
 def _inputs(op: OpTime) -> str:
-    """Return the dims and dtypes of the inputs; if all have one dtype, it is named once."""
+    """Return the dims and dtypes of the inputs; a dtype that all inputs have is named once."""
     pairs = [shape.partition(" ") for shape in op.shapes]
     dtypes = {dtype for _, _, dtype in pairs if dtype}
     if len(dtypes) == 1:
@@ -172,7 +175,7 @@ def bars_of_models(contenders: Sequence[Contender]) -> Iterator[Bar]:
 
 
 def bars_of_ops(ops: Sequence[OpTime], on_gpu: bool = True) -> Iterator[Bar]:
-    """Yield the microseconds of all nodes of each fused operator, on a GPU as kernels and as bodies."""
+    """Yield for each fused operator the sum of its nodes' microseconds, on a GPU as kernels and as bodies."""
     for op in (each for each in ops if each.how != UNFUSED):
         label = f"{len(op.nodes)} {op.fusion}, {op.shapes[0] if op.shapes else ''}"
         pairs: tuple[tuple[BarKind, str, float | None], ...] = (

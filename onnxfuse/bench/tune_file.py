@@ -31,7 +31,7 @@ from onnxfuse.verify.inputs import model_inputs
 from onnxfuse.verify.requested_shapes import feeds_of_known_sizes
 from onnxfuse.verify.shape_ranges import is_range, parse_ranges, spread
 
-if TYPE_CHECKING:  # it imports onnxruntime, which session.py asks for in a sentence
+if TYPE_CHECKING:  # target.py imports onnxruntime; if that is missing, session.py says so
     from onnxfuse.runtime.target import ProviderOptions
 
 GIVE_SIZES: Final = "--shape input:8x512, or inputs: --input x.npz"

@@ -1,4 +1,7 @@
-"""`onnxfuse compile`: make the templates of a fused model, compile their kernels, and write both to a plan file."""
+"""`onnxfuse compile`: make the templates of a fused model, compile their kernels, and write both to a plan file.
+
+A template has the plans of a node for all sizes: one variant for each range of sizes.
+"""
 
 from __future__ import annotations
 
@@ -172,10 +175,10 @@ def _summary(file: PlanFile) -> Callable[[Device], CompiledGpu]:
 
 @dataclass(frozen=True)
 class _Planned:
-    """The templates of a model's nodes for one GPU, and why some have none."""
+    """The templates of a model's nodes for one GPU, and why some nodes have none."""
 
     device: Device
-    of_nodes: Sequence[Sequence[PreparedTemplate]]  # per node: one for aligned memory, and one for any if needed
+    of_nodes: Sequence[Sequence[PreparedTemplate]]  # per node: one for aligned memory, maybe another one
     reasons: Sequence[str | None]  # per node: why it has no template; None if it has one
     calls: Sequence[Call]
 
@@ -185,7 +188,7 @@ class _Planned:
         return list({id(each): each for of_node in self.of_nodes for each in of_node}.values())
 
     def that_compiles(self) -> _Planned:
-        """Return the same without nodes that have a kernel which does not compile: they run as their bodies."""
+        """Return this without the templates of nodes that have a kernel that does not compile; these run as bodies."""
         failed = [next((error for t in own for error in t.refused.values()), None) for own in self.of_nodes]
         reasons = [
             why or (f"a kernel of it fails: {error.args[0].splitlines()[0]}" if error else None)
@@ -202,10 +205,10 @@ class _Planned:
 
 
 def _plan(task: _Task, device: Device) -> _Planned:
-    """Make the templates of a model's nodes for a GPU; equal nodes share one.
+    """Make the templates of a model's nodes for a GPU; equal nodes share a template.
 
-    A node that reads an input of the model or writes an output has a second one, because the memory that a program
-    binds to these need not begin at a multiple of 16 bytes.
+    A node that reads an input of the model or writes an output of it has a second template for unaligned memory,
+    because the memory that a program binds need not begin at a multiple of 16 bytes.
     """
     reasons = require_bodies(task.calls, [why_no_kernel(call, device) for call in task.calls])
     outside = {each.name for each in (*task.model.graph.input, *task.model.graph.output)}

@@ -16,7 +16,7 @@ from onnxfuse.runtime.fused_calls import Call
 from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.plan_file import PlanFile, node_identity
 
-OTHER_SIZES: Final = (1, 13, 128)  # sizes that are tried for dynamic dims that do not get a wanted size
+OTHER_SIZES: Final = (1, 13, 128)  # sizes that are tried for dynamic dims to which no size is given
 
 
 @dataclass(frozen=True)

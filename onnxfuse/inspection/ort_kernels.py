@@ -1,4 +1,4 @@
-"""Look up which operators have kernels in onnxruntime's CUDA provider, in a file by benchmarks/ort_kernels.py."""
+"""Look up which operators have kernels in onnxruntime's CUDA provider: benchmarks/ort_kernels.py lists them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ ORT_DOMAINS: Final = ("com.microsoft", "ai.onnx.ml")  # operator domains of onnx
 class OrtKernels:
     """The kernels of one version of onnxruntime.
 
-    `cuda` maps an operator to its kernels.  Each has the first and the last operator version that it supports (0 if the
-    kernel is for the newest version), and the dtypes that it accepts at an input ("0") or writes at an output ("out
-    0").  `cpu` has the versions of CPU kernels, for operators that ONNX defines as functions of other operators.
+    `cuda` maps an operator to its kernels.  A kernel has the first and the last operator version that it supports, and
+    the dtypes that it accepts at an input ("0") or writes at an output ("out 0").  The last version is 0 if the kernel
+    supports only the first.  `cpu` has the versions of CPU kernels, for operators that ONNX defines as functions of
+    other operators.
     """
 
     version: str

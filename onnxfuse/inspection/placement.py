@@ -2,7 +2,7 @@
 
 The rules are those of onnxruntime's partitioning (GetCpuPreferredNodes in fallback_cpu_capability.cc, and
 transformer_memcpy.cc): a node without a CUDA kernel runs on the host; so does a node that reads only shapes, small
-constants and outputs of such nodes, unless its CUDA kernel reads all of these inputs on the host anyway.
+constants and the outputs of other such nodes, unless its CUDA kernel reads these inputs on the host anyway.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from onnxfuse.ir.node import Node, Tensor, consumers, has_subgraph, is_constant,
 from onnxfuse.ir.protos import ONNX_DOMAINS
 from onnxfuse.regions.host import HOST_INPUTS, SEEDS
 
-SMALL: Final = 100  # a constant of at most so many elements may be read on the host
+SMALL: Final = 100  # the most elements of a constant that may be read on the host
 # Inputs, other than shapes, that CUDA kernels read on the host: axes and other parameters, and values for control flow.
 MORE_HOST_INPUTS: Final[Mapping[str, range]] = {
     **{f"Reduce{name}": range(1, 2) for name in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum",

@@ -158,8 +158,8 @@ class PreparedTemplate:
         """Return the template's bytes for the native library, with its kernels loaded.
 
         If a variant is given and other kernels are loaded later, only its kernels are loaded now.  Kernels that are not
-        loaded have the handle 0 in the bytes, and a node that needs one of them requests the template again.  Variants whose
-        kernels cannot be loaded are dropped.
+        loaded have the handle 0 in the bytes, and a node that needs one of them requests the template again.  Variants
+        whose kernels cannot be loaded are dropped.
         """
         with self._lock:
             if self._data and not self._absent:

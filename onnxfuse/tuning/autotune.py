@@ -38,10 +38,10 @@ class Trial(Protocol[Outputs]):
         """Return the seconds of one run of each plan; the plans are timed in turns."""
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Give the scratch memory back to the GPU."""
 
 
-# Makes a trial of plans for these inputs; the trial passes its work on the GPU to Alone, piece by piece.
+# Makes a trial of plans for these inputs; the trial has its work on the GPU called by the `Alone`, piece by piece.
 MakeTrial = Callable[[Sequence[TensorSpec], Sequence[Plan], Device, Alone], Trial[Any]]
 
 
@@ -114,10 +114,10 @@ def fastest_plan(
     environment: Environment,
     subject: Data,
 ) -> int | None:
-    """Return the index of the plan that an earlier measurement found to be fastest, else measure now.
+    """Return the index of the fastest plan, by an earlier measurement, or else by measuring now.
 
     Returns None if there is no earlier measurement and nothing can be measured, as without `make_trial`.  `subject`
-    is equal for equal nodes.
+    describes the node; equal nodes have equal subjects.
     """
     indices = {plan_digest(plan): i for i, plan in reversed(list(enumerate(plans)))}
     named = {digest: plans[i] for digest, i in sorted(indices.items(), key=lambda item: item[1])}

@@ -68,7 +68,7 @@ class TimedModel:
         return ordinal_of(self.options)
 
     def start(self, settings: SessionSettings | None = None, *, cuda_graph: bool = False) -> ort.InferenceSession:
-        """Start a session; without settings, all nodes run as their bodies in plain onnxruntime."""
+        """Start a session; without settings, all nodes run as their bodies (ONNX functions) in plain onnxruntime."""
         options = {**self.options, **({"enable_cuda_graph": 1} if cuda_graph else {})}
         open_session = partial(self.open_fused, settings=settings) if settings else None
         return start_session(self.model, self.folder, self.provider, open_session, options=options)

@@ -19,7 +19,7 @@ from onnxfuse.runtime.environment import Environment
 
 FORMAT: Final = 1  # the format of the files
 MAX_BYTES: Final = 2**24  # per file; most have about 2 kB
-SESSION_SETTINGS: Final = ("options", "optimization", "tf32")  # the keys of an environment that a session decides
+SESSION_SETTINGS: Final = ("options", "optimization", "tf32")  # keys of an environment whose values a session decides
 Data = Mapping[str, object]  # data that JSON can hold
 
 
@@ -90,7 +90,7 @@ def lookup(environment: Environment, subject: Data) -> list[Measurement]:
 
 
 def is_empty() -> bool:
-    """Return whether there are no measurements at all, so that callers need not find out what they would depend on."""
+    """Return whether there are no measurements at all; callers then need not determine an environment for `lookup`."""
     folder = _measurements()
     try:
         return not any(_unwritten.values()) and not (folder and any(folder.iterdir()))

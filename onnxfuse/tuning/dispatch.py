@@ -1,4 +1,7 @@
-"""Choose between kernel and body for the fused nodes of a session, by earlier measurements."""
+"""Choose between kernel and body for the fused nodes of a session, by earlier measurements.
+
+A node's body is the ONNX function that it calls, which onnxruntime runs with its own operators.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
     from onnxfuse.runtime.target import PlanChoice
 
 log: Final = logging.getLogger("onnxfuse")
-# Ignore measurements, use them, make missing ones before the session runs, or make them between its runs.
+# In this order: ignore measurements, use them, make missing ones before the session runs, make them between its runs.
 TunePolicy = Literal["never", "cached", "now", "background"]
 Mode = Literal["plain", "cuda graph"]  # the mode of a session
 PLAIN: Final = "plain"
@@ -116,10 +119,11 @@ class SessionSettings:
 def cached_preferences(
     model: onnx.ModelProto, calls: Sequence[Call], environment: Environment, mode: Mode, per_node: bool = True
 ) -> list[Preference | None]:
-    """Return for each fused node whether measurements prefer its kernel; None if it was not measured.
+    """Return for each fused node whether measurements prefer its kernel to its body; None if it was not measured.
 
     If the whole model was timed, in this mode or else in the other one, its fastest variant decides: all kernels,
-    all bodies, or the mix in which each node runs in its faster way. Times at several shapes are summed.
+    all bodies, or the mix in which each node runs in the way that is faster for it alone. Times at several shapes are
+    summed.
     Without `per_node`, all nodes that call one function must run alike, and a mix in which they do not is ignored.
     """
     alone = preferences_by_node(model, calls, environment, per_node)
@@ -265,7 +269,7 @@ def measurements_of_model(environment: Environment, model: onnx.ModelProto, mode
 
 
 def mix_name(alone: Sequence[Preference | None]) -> str:
-    """Name the variant in which each node runs as it prefers; another mix has another name."""
+    """Name the variant of the model in which each node runs in its preferred way; another mix has another name."""
     kernels = [each is None or each.kernel for each in alone]
     return f"mix {_digest(repr(kernels).encode())[:12]}"
 

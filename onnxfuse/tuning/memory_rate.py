@@ -14,8 +14,8 @@ from onnxfuse.runtime.cupy_backend import retry_without_disk_cache
 from onnxfuse.tuning.bound_session import Provider
 from onnxfuse.tuning.timing import interleaved
 
-MIN_COPY_BYTES: Final = 64 * 2**20  # read and written: a smaller copy measures the launch
-MAX_COPY_BYTES: Final = 2**30  # a larger copy is no faster
+MIN_COPY_BYTES: Final = 64 * 2**20  # read plus written; the time of a smaller copy is mostly that of its launch
+MAX_COPY_BYTES: Final = 2**30  # a larger copy does not reach a higher rate
 
 
 def cache_eviction(provider: Provider, ordinal: int = 0) -> Callable[[], None]:
@@ -46,9 +46,9 @@ def _cuda_eviction(ordinal: int) -> Callable[[], None]:
 
 
 def copy_rate(provider: Provider, moved: int) -> float | None:
-    """Return the bytes per second, read plus written, of a copy that moves `moved` bytes in all.
+    """Return the bytes per second, read plus written, of a copy that reads and writes `moved` bytes together.
 
-    The size is kept between MIN_COPY_BYTES and MAX_COPY_BYTES.  Returns None on CUDA without CuPy.
+    The sum is kept between MIN_COPY_BYTES and MAX_COPY_BYTES.  Returns None on CUDA without CuPy.
     """
     try:
         return _rate(provider, max(MIN_COPY_BYTES, min(MAX_COPY_BYTES, moved)) // 2)

@@ -1,4 +1,7 @@
-"""Time each operator of a model alone: a fused one as a kernel and as its body, and a copy of as many bytes."""
+"""Time each operator of a model alone, and a copy of as many bytes.
+
+A fused node is timed as a kernel and as its body, the ONNX function that it calls.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from onnxfuse.tuning.memory_rate import cache_eviction, copy_rate
 from onnxfuse.tuning.timing import interleaved, runs_within
 
 UNFUSED: Final = "onnxruntime"  # how an unfused node runs
-COPIES: Final = 9  # of an operator in one graph: a node's time is an eighth of the time of eight further copies
+COPIES: Final = 9  # copies of an operator in one graph: the time of a node is an eighth of what 8 more copies add
 SECONDS_PER_OPERATOR: Final = {"kernel": 0.3, "body": 0.3, UNFUSED: 0.1}
 # Copies of an operator share weights larger than this. Smaller ones could stay in a cache: an H200's L2 has 60 MiB.
 MIN_SHARED_WEIGHT_BYTES: Final = 64 * 2**20
@@ -42,7 +45,7 @@ class OpTime:
     nodes: tuple[str, ...]
     shapes: tuple[str, ...]  # shapes of the inputs, such as "4096x768 float16"
     attributes: Mapping[str, Attribute]
-    how: str  # kernel, body, or UNFUSED: its time is in `body`
+    how: str  # kernel, body, or UNFUSED; the time of an unfused node is in `body`
     why: str
     bytes: int
     kernel: float | None = None

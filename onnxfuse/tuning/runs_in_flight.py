@@ -9,9 +9,9 @@ from typing import Final, Protocol, TypeVar
 
 T = TypeVar("T")
 
-QUIET_SECONDS: Final = 0.02  # required since the last run ended: a server with denser requests is not disturbed
-PATIENCE_SECONDS: Final = 2.0  # longest wait for that while a trial holds memory
-MAX_ATTEMPTS: Final = 10  # at a piece of work that is repeated because runs began meanwhile
+QUIET_SECONDS: Final = 0.02  # without a run, before work may start: a server with denser requests is not disturbed
+PATIENCE_SECONDS: Final = 2.0  # the longest wait for QUIET_SECONDS without a run, while a trial holds memory
+MAX_ATTEMPTS: Final = 10  # calls of one piece of work, which is repeated if a run began meanwhile
 
 
 class Alone(Protocol):
@@ -29,7 +29,7 @@ class MeasuringStopped(BaseException):
 
 
 def at_once(work: Callable[[], T]) -> T:
-    """Call `work` at once and return its result: no run is in flight that it would slow down."""
+    """Call `work` at once and return its result: an `Alone` for processes in which no run can be in flight."""
     return work()
 
 

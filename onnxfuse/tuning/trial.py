@@ -48,7 +48,7 @@ class GpuTrial:
         ready: Callable[[Plan], ReadyPlan],
         alone: Alone = at_once,
     ) -> None:
-        """Open a stream and a memory pool; `ready` compiles a plan for the device, `alone` runs the work on it."""
+        """Open a stream and a memory pool; `ready` compiles a plan for the device, `alone` calls work on the device."""
         self._cupy: Any = cupy_module()
         self._inputs, self._outputs, self._device, self._compile = tuple(inputs), plans[0].outputs, device, ready
         self._alone = alone
@@ -107,7 +107,7 @@ class GpuTrial:
             except MeasuringStopped as stopped:
                 raise stopped.with_traceback(None) from None  # its frames hold a graph
             finally:
-                graphs.clear()  # now, while this thread is relaxed; later, captures of other threads may forbid it
+                graphs.clear()  # now, inside `relaxed`; later, other threads' captures may forbid it
             self._sets = []  # the runs have overwritten their inputs
             return [statistics.median(each) for each in times]
 
@@ -128,7 +128,7 @@ class GpuTrial:
         with self._on_device():
             inputs, outputs = self._memory(1)[0]
             for buffer, spec in zip(outputs, self._outputs, strict=True):
-                buffer.memset_async(0xFF, size_of(spec), self._stream)  # memory that a plan leaves must not look right
+                buffer.memset_async(0xFF, size_of(spec), self._stream)  # an element that a plan leaves out is wrong
             self._start(plan, (inputs, outputs))
             pairs = zip(outputs, self._outputs, strict=True)
             copies = [retry_without_disk_cache(partial(self._array, buffer, spec)) for buffer, spec in pairs]
@@ -149,7 +149,7 @@ class GpuTrial:
         return self._plans[key]
 
     def _captured(self, plan: Plan, sets: Sequence[Buffers]) -> Any:
-        """Capture a CUDA graph of several runs: each uses the next constants and reads the last one's outputs."""
+        """Capture a CUDA graph of several runs: each uses the next constants and reads the previous run's outputs."""
         self._start(plan, sets[0])  # a first run may allocate memory or load code
         self._stream.synchronize()
         self._stream.begin_capture(CAPTURE_MODE_RELAXED)
@@ -209,7 +209,7 @@ class GpuTrial:
         return self._sets[:count]
 
     def _swapped(self, memory: Buffers) -> Buffers:
-        """Return the buffers with chained inputs and outputs swapped, so that a run reads the last one's outputs."""
+        """Return the buffers with chained inputs and outputs swapped: a run then reads the previous run's outputs."""
         inputs, outputs = map(list, memory)
         for output, source in self._chained:
             inputs[source], outputs[output] = outputs[output], inputs[source]
@@ -288,7 +288,7 @@ def _terms(constant: TensorSpec) -> int:
 
 
 def _runs(sets: Sequence[Buffers]) -> int:
-    """Return the runs of a plan in a CUDA graph: an even number, so that a replay starts where the last one ended."""
+    """Return how many runs of a plan a CUDA graph has: an even number, because replays begin with unswapped buffers."""
     return max(MIN_LAUNCHES_PER_GRAPH, len(sets) + len(sets) % 2)
 
 

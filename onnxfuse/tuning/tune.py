@@ -1,4 +1,7 @@
-"""Measure kernel against body, for each distinct fused node and for the whole model, for later sessions to use."""
+"""Measure kernel against body, for each distinct fused node and for the whole model, for later sessions to use.
+
+A node's body is the ONNX function that it calls, which onnxruntime runs with its own operators.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +110,7 @@ def tune(
 
     fused     CUDA graphs are timed as well, whatever its provider options are
     original  the model before it was fused, which is timed too, but never chosen
-    others    make inputs of other sizes, at which the plans of the kernels are measured, too
+    others    functions that make inputs of other sizes, at which the plans of the kernels are measured, too
 
     Raises UsageError where nothing can be tuned, OnnxfuseError where the model does not load with these options. The
     result says why a variant that does not run was left out. If the kernels of a model do not run, nothing is kept
@@ -250,7 +253,9 @@ def _time_model(task: _Task, mode: Mode, original: onnx.ModelProto | None) -> Mo
 
 
 def _variants(task: _Task, mode: Mode, original: onnx.ModelProto | None) -> dict[str, Callable[[], BoundSession]]:
-    """Return functions that load all bodies, all kernels, and a mix of each node's faster way if it differs from both.
+    """Return functions that load the model's variants: all bodies, all kernels, each node in its faster way, original.
+
+    Each node in its faster way is a variant only if it differs from the first two.
 
     Raises onnxruntime's error if the bodies do not run.
     """
@@ -302,5 +307,5 @@ def _keep_model(task: _Task, times: ModelTimes) -> bool:
 
 
 def _is_known(task: _Task) -> bool:
-    """Return whether the whole model was timed at these shapes in plain mode; not every model can be captured."""
+    """Return whether the whole model was timed at these shapes in plain mode, which every model can run in."""
     return cache.lookup_case(task.environment, model_subject(task.timed.model), _model_case(task, PLAIN)) is not None

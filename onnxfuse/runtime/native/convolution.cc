@@ -16,7 +16,7 @@ using Sizes = std::vector<int64_t>;
 
 constexpr int64_t kAlignment = 16;  // bytes; of inputs and outputs if the convolution says that they are aligned
 enum TensorId : int64_t { kX = 1, kW = 2, kY = 3, kBias = 4, kResidual = 5, kFirstVirtual = 16 };
-// cuDNN calls B the more precise estimate; the fallback has engines for convolutions that neither knows.
+// Mode B is the more precise estimate, says cuDNN; the fallback has engines for convolutions that A and B do not know.
 constexpr CudnnHeuristicMode kHeuristicModes[] = {kHeuristicB, kHeuristicA, kHeuristicFallback};
 
 const char* name_of(CudnnDataType type) {
@@ -286,8 +286,8 @@ CudnnEngine words_of(const Cudnn& cudnn, const CudnnDescriptor& config) {
 bool is_precise(const Convolution& convolution, const std::vector<int>& notes) {
   const bool exact = convolution.type == kCudnnFloat32 && !convolution.tf32;
   return std::none_of(notes.begin(), notes.end(), [&](int note) {
-    // Sums in the order in which blocks end are made in y's dtype; the errors of FFT and Winograd are relative to the
-    // largest of many pixels.
+    // Nondeterministic engines add partial sums in the order in which blocks end, and in y's dtype.  The errors of FFT
+    // and Winograd are relative to the largest of many pixels, not to each pixel.
     const bool other_sums = note == kNoteReducedPrecisionReduction || note == kNoteNondeterministic ||
                             note == kNoteFft || note == kNoteWinograd;
     return other_sums || (exact && (note == kNoteTensorCore || note == kNoteDownConvertInputs));

@@ -72,7 +72,7 @@ class CudnnConvolution {
 
  private:
   static constexpr size_t kMaxTensors = 5;
-  // Addresses of x, w, y, and then of bias and residual if they are present; the last is the workspace's.
+  // Addresses of x, w, y, and then of bias and residual if they are present; the last entry is the workspace's address.
   using Addresses = std::array<void*, kMaxTensors + 1>;
 
   CudnnConvolution(const Convolution& convolution, int device, std::vector<CudnnDescriptor> plan);
@@ -83,7 +83,8 @@ class CudnnConvolution {
   const int device_;
   const std::vector<CudnnDescriptor> plan_;  // the descriptors that the execution plan was made from, and then the plan
   // cuDNN does not promise that threads may run one execution plan at one time, so each run holds the mutex while it
-  // starts.  It also guards the addresses of the last run, which the next one often uses again, and their descriptor.
+  // starts.  The mutex also guards the addresses of the last run and their descriptor (cuDNN's variant pack), which the
+  // next run often uses again.
   mutable std::mutex mutex_;
   mutable Addresses addresses_{};
   mutable std::optional<CudnnDescriptor> pack_;

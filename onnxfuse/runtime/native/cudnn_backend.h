@@ -157,8 +157,9 @@ struct Cudnn {
   int (*cudnnBackendExecute)(void* handle, void* plan, void* variant_pack);
 };
 
-// A handle of a device for this thread alone, as long as this object lives; then it returns to the device's pool, which
-// grows to the largest number of threads that used handles at one time.  The device's context must be current.
+// A cuDNN handle of a device for this thread alone.  When this object is deleted, the handle returns to the device's
+// pool, which grows to the largest number of threads that used handles at one time.  The device's context must be
+// current.
 class CudnnHandle {
  public:
   CudnnHandle(const Cudnn& cudnn, int device);
@@ -200,7 +201,7 @@ class CudnnDescriptor {
   // Returns false, instead of throwing, if cuDNN does not support the content of the descriptor.
   bool finalize_if_supported();
 
-  // Reads up to `room` elements and returns how many there are of them.
+  // Reads up to `room` elements and returns how many it has read.
   int64_t get(CudnnAttribute attribute, CudnnType type, int64_t room, void* elements) const;
   int64_t get_int64(CudnnAttribute attribute) const;
 

@@ -60,7 +60,7 @@ struct Driver {
   Function load(const void* image, const char* entry, void** module) const;
   // Allows launches with this much dynamic shared memory and, if `large_cluster`, clusters of more than 8 blocks.
   void configure(Function function, uint32_t shared, bool large_cluster) const;
-  // Returns the parameters of a function; nothing if the driver cannot tell them (before CUDA 12.4).
+  // Returns the sizes of a function's parameters; nothing if the driver cannot report them (before CUDA 12.4).
   std::optional<Parameters> parameters_of(Function function) const;
   void unload(void* module) const;
   // Throws "<what> failed: CUDA_ERROR_… (…)" unless the code is 0.

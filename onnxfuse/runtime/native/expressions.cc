@@ -50,8 +50,8 @@ int64_t modulo(int64_t a, int64_t b) {
   return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
 }
 
-// Returns an integer that a real number was rounded to; `overflowed` becomes true if it does not fit.  It is 0 for NaN
-// and infinity, as after a division by 0, which a plan's guards exclude.
+// Converts a real number without a fraction to an integer; `overflowed` becomes true if the number does not fit.  The
+// result is 0 for NaN and infinity, as after a division by 0, which a plan's guards exclude.
 int64_t integer(double value, bool& overflowed) {
   if (!std::isfinite(value)) return 0;
   if (value >= -9e18 && value <= 9e18) return static_cast<int64_t>(value);

@@ -1,4 +1,4 @@
-// The templates of plan files that nodes of sessions run by, with their kernels loaded on a GPU.
+// Templates of plan files (the plans of a node for all sizes) that sessions use, with their kernels loaded on a GPU.
 #pragma once
 
 #include <memory>
@@ -23,7 +23,7 @@ using PlanFiles = std::vector<std::shared_ptr<const PlanFile>>;
 // Returns text such as "a.plans (for NVIDIA H200 (sm_90, 132 multiprocessors)), b.plans (for ...)".
 std::string describe(const PlanFiles& files);
 
-// Returns the templates that files have for nodes of this identity on a GPU, which equal nodes share.  Loads their
+// Returns the templates that files have for nodes of this identity on a GPU; equal nodes share them.  Loads their
 // kernels.  Throws std::runtime_error if a file was made for another cuBLASLt or cuDNN, or if a kernel or a plan cannot
 // be loaded.
 std::vector<std::shared_ptr<const GivenTemplate>> given_templates(const PlanFiles& files, const std::string& node,

@@ -148,7 +148,7 @@ class ReusedTensors {
   }
 };
 
-constexpr size_t kMaxInputsOfBody = 1024;  // inputs that a node remembers to run as its body
+constexpr size_t kMaxInputsOfBody = 1024;  // inputs for which a node stores that its body must run
 
 // The destination of the outputs of a node's body.
 struct BodyOutputs {
@@ -184,7 +184,7 @@ struct BodyOutputs {
   }
 };
 
-// Returns the key of the same inputs without their alignment: the key of the plan for unaligned outputs.
+// Returns the key of the same inputs, marked as unaligned: by it, the plan for unaligned outputs is found.
 Key without_alignment(Key key) {
   for (size_t at = 0; at + 2 < key.size(); at += 3 + static_cast<size_t>(key[at + 2])) key[at + 1] &= ~kAligned;
   return key;
@@ -294,8 +294,8 @@ std::string FusedKernel::describe(const Key* key) const {
   return text + ")";
 }
 
-// Whether a session allows TF32 is known only when a node runs.  Its aim is known only through Python; without Python,
-// plans for either aim are used, those of the first file first.
+// A node learns only when it runs whether its session allows TF32.  The session's aim is known only through Python;
+// without Python, plans for either aim are used, those of the first file first.
 void FusedKernel::choose_given(const OrtKernelContext* context) {
   bool tf32 = setup_.settings & kTf32;
   if (!setup_.asks_python) {
@@ -366,7 +366,7 @@ std::shared_ptr<Template> FusedKernel::ask(const Key& key, Stream stream, int se
   }
   if (const std::optional<std::string> bytes = ask_for_plan(request_for(key, settings))) return add(*bytes);
   std::unique_lock<std::shared_mutex> lock(mutex_);
-  if (of_body_.size() >= kMaxInputsOfBody) of_body_.clear();  // Python will answer again
+  if (of_body_.size() >= kMaxInputsOfBody) of_body_.clear();  // Python is asked again for these inputs
   of_body_.insert(key);
   return nullptr;
 }
@@ -399,7 +399,7 @@ std::shared_ptr<Template> FusedKernel::add(const std::string& bytes) {
   const auto is_replaced = [&](const auto& each) { return each->is_for_inputs_of(*added); };
   templates_.erase(std::remove_if(templates_.begin(), templates_.end(), is_replaced), templates_.end());
   templates_.insert(templates_.begin(), added);
-  of_body_.clear();  // the template may have plans for them
+  of_body_.clear();  // the template may have plans for these inputs
   return added;
 }
 
@@ -440,7 +440,7 @@ void FusedKernel::compute(OrtKernelContext* context) {
     tensors.read_inputs(ort_, context, constants_);
     Stream stream = nullptr;
     check(ort_, ort_.KernelContext_GetGPUComputeStream(context, &stream));
-    std::optional<RelaxedCapture> relaxed;  // until a new plan's first launches are done, because they may load code
+    std::optional<RelaxedCapture> relaxed;  // while a new plan is made and first launched: both may load code
     const auto plan_of = [&](const Key& key) {
       SharedPlan plan = known(key);
       if (plan || runs_body(key)) return plan;

@@ -1,4 +1,5 @@
-// A fused node of one session, which holds its plans and runs them.
+// A fused node of one session, which holds its plans and runs them.  Its templates have its plans for all sizes.  Its
+// body is the ONNX function that the node calls, and runs where no kernel can.
 #pragma once
 
 #include <functional>
@@ -31,7 +32,7 @@ void check(const Ort& ort, OrtStatus* status);
 // The setup that the nodes of sessions with equal settings share.
 struct Setup {
   std::string provider;
-  PlanFiles files;  // their templates are preferred
+  PlanFiles files;  // searched before Python is asked
   bool asks_python = false;  // whether Python makes templates that the files lack
   int settings = 0;          // flags of the session, repeated in requests to Python
 };
@@ -66,7 +67,8 @@ class FusedKernel {
   void read_node(const OrtKernelInfo* info);
   void take_templates(const OrtKernelInfo* info, const std::vector<AttributeName>& names);
   void choose_given(const OrtKernelContext* context);
-  // Returns the first plan that a fitting template gives by `plan`, which is known_plan or plan of Template; else null.
+  // Calls `plan`, which is Template::known_plan or Template::plan, on the fitting templates until one returns a plan.
+  // Returns null if none does.
   SharedPlan first_fit(const Templates& templates, const Key& key, SharedPlan (Template::*plan)(const Key&)) const;
   // Returns null unless a call of `make` has made the plan for these inputs.
   SharedPlan known(const Key& key);
@@ -93,7 +95,7 @@ class FusedKernel {
   Templates templates_;      // shared by equal nodes; the newest is the first
   std::set<Key> of_body_;    // inputs for which the body must run, by Python's answer
   std::vector<std::shared_ptr<const GivenTemplate>> given_;  // the templates of plan files
-  std::once_flag given_are_chosen_;                          // once those for the session's TF32 are in templates_
+  std::once_flag given_are_chosen_;                          // when choose_given has added them to templates_
 };
 
 }  // namespace onnxfuse

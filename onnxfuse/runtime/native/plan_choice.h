@@ -28,9 +28,9 @@ struct Runnable {
   std::string left_out;  // the names of operators that only some GPUs have plans for, if all must have them
 };
 
-// Finds plan files by `plans` (setting), or beside this library: <library>.plans, or else all *.plans in its folder.
+// Finds plan files by the setting `plans`, or beside this library: <library>.plans, or else all *.plans in its folder.
 // Returns the files for the GPUs of this process and the operators that some GPU, or, if `on_all`, every GPU, has plans
-// for.  Throws std::runtime_error if there are none.
+// for.  Throws std::runtime_error if there are no such files or operators.
 Runnable find_runnable(const Ort& ort, const OrtSessionOptions* options, bool on_all);
 
 }  // namespace onnxfuse

@@ -16,7 +16,7 @@ struct Pointer {
   uint64_t offset;  // bytes
 };
 
-// The memory of one run, which turns pointers into addresses.
+// The memory of one run, which converts pointers of a plan to addresses.
 struct Memory {
   void* const* inputs;
   void* const* outputs;

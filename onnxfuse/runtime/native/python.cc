@@ -14,14 +14,14 @@ std::atomic<const Interrupt*> interrupt{nullptr};
 
 // Raises KeyboardInterrupt in Python's main thread.
 //
-// onnxruntime turns every failure of a node into an ordinary exception, which a program may catch and pass over; but
+// onnxruntime reports every failure of a node as an ordinary exception, which a program may catch and ignore; but
 // a KeyboardInterrupt or SystemExit that Python code raised during planning must stop the program nevertheless.  The
 // exception is set on the main thread's state, here, because:
 //  - Inside the callback it would be raised in the callback's own code, and ctypes would discard it.
 //  - It is set before onnxruntime sees the error.  If the main thread runs the session, which is in C++ until then,
 //    Python raises it at the first call or loop in the code that receives the error.
 //  - PyErr_SetInterrupt, which simulates Ctrl-C, does nothing if SIGINT is ignored, as it is in jobs that a shell
-//    script starts in the background; such a program went on.
+//    script starts in the background: such a program did not stop.
 void interrupt_main_thread() {
   const Interrupt* python = interrupt;
   if (!python) return;

@@ -1,4 +1,4 @@
-// The calls into Python: make a plan, run a body, forget a kernel, interrupt the program.
+// The calls into Python: make a template, run a body (a node's ONNX function), forget a node, interrupt the program.
 #pragma once
 
 #include <cstdint>
@@ -12,9 +12,10 @@ constexpr int kTf32 = 1, kCountRuns = 8, kShared = 64;
 // Flag of a request: all kernels of the template must be loaded, not only those for these shapes.
 constexpr int kAllKernels = 32;
 
-// A request to Python for a template, as a node gets new input shapes.  native_library.py declares the same layout.
+// A request to Python for a template (the plans of a node for all sizes), because a node gets new input shapes.
+// native_library.py declares the same layout.
 struct PlanRequest {
-  uint64_t kernel;  // identifies the node of a session until Python is told that it is dropped
+  uint64_t kernel;  // identifies the node of a session until DropCallback reports that it is gone
   const char* provider;
   const char* op;
   const char* node;
@@ -36,8 +37,8 @@ struct BodyRequest {
   void* outputs;
 };
 
-// Replies with a template and returns 0, returns kBody if the node's body must run for these inputs, or replies with the
-// text of an error and returns another number: kInterrupt if the error was KeyboardInterrupt or SystemExit.
+// Replies with a template and returns 0, or returns kBody if the node's body must run for these inputs, or replies with
+// the text of an error and returns another number: kInterrupt if the error was KeyboardInterrupt or SystemExit.
 using PlanCallback = int (*)(const PlanRequest*, void* reply);
 // Starts a node's body, and calls `put` for its outputs; returns as PlanCallback does.
 using BodyCallback = int (*)(const BodyRequest*, void* reply);
@@ -56,8 +57,8 @@ struct Interrupt {
 
 // The pointers must stay valid until other ones, or null pointers, replace them.
 void set_callbacks(PlanCallback plan, BodyCallback body, DropCallback drop, const Interrupt* interrupt);
-// Returns the bytes of a template, or nothing if the node's body must run; throws std::runtime_error with Python's text.
-// The caller may hold no lock.
+// Returns the bytes of a template, or nothing if the node's body must run.  Throws std::runtime_error with Python's
+// text.  The caller may hold no lock.
 std::optional<std::string> ask_for_plan(const PlanRequest& request);
 // Throws std::runtime_error with Python's text.  The caller may hold no lock.
 void start_body(const BodyRequest& request);

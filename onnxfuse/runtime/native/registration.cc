@@ -27,8 +27,8 @@ struct Prepared {
 };
 thread_local std::optional<Prepared> prepared;
 
-// The operators and domains that sessions point to.  Sessions with equal setups and ops share them, so that registering
-// again costs nothing.
+// The operators and domains that sessions point to.  Sessions with equal setups and operators share them, so that
+// registering them again allocates nothing.
 struct Registry {
   using SetupKey = std::tuple<const void*, std::string, int, bool, PlanFiles>;
   std::mutex mutex;

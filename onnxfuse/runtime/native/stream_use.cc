@@ -11,10 +11,10 @@ namespace {
 // A stream that was launched to this long ago may still have work.
 constexpr int64_t kLately = 200'000;  // nanoseconds
 constexpr int64_t kNever = -kLately;
-constexpr int kDevices = 64;  // those with larger numbers share the last entry
+constexpr int kDevices = 64;  // GPUs with larger numbers share the last entry
 
-// Threads that change it at once may mistake each other's launches for their own.  This only affects whether kernels
-// start early.
+// The last launches on one GPU.  Threads that change them at the same time may mistake each other's launches for their
+// own; this only affects whether kernels start early.
 struct alignas(64) Use {
   std::atomic<Stream> stream{nullptr};  // the last one that was launched to
   std::atomic<int64_t> at{kNever};      // the time of that launch

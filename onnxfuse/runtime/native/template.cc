@@ -14,13 +14,13 @@ namespace onnxfuse {
 namespace {
 
 constexpr int64_t kMaxWords = 1 << 20;
-constexpr size_t kFewPlans = 32;  // plans of a template that is used at few shapes
+constexpr size_t kFewPlans = 32;  // a template with more plans is used at many shapes: see Template::add
 constexpr double kMaxTunedDistance = 1.0;  // as MAX_TUNED_DISTANCE of onnxfuse.runtime.template
-// A key-value cache that grows to this many tokens gives as many shapes, again and again.
+// A key-value cache that grows to this many tokens has as many shapes, which each generated text needs again.
 std::atomic<size_t> max_recent_plans{4096};
 std::atomic<int64_t> plan_count{0}, plans_freed{0};
 
-// The distance of sizes from a variant's sizes: the sum of their ratios' logarithms to base 2.
+// Returns the distance of sizes from a variant's hints: the sum of the absolute logarithms of their ratios to base 2.
 double distance(const std::vector<int64_t>& sizes, const std::vector<int64_t>& hints) {
   double sum = 0.0;
   for (size_t i = 0; i < sizes.size(); ++i) {
@@ -30,7 +30,7 @@ double distance(const std::vector<int64_t>& sizes, const std::vector<int64_t>& h
   return sum;
 }
 
-// Returns the parameters of a function, if it is compiled already and the driver can tell them.
+// Returns the parameters of a function, if it is compiled already and the driver can report them.
 std::optional<Parameters> parameters_of(int64_t function, int device) {
   if (!function) return std::nullopt;
   const Driver& driver = Driver::get();
@@ -223,7 +223,7 @@ Template::SharedPlan Template::make(const Key& key) const {
   const std::shared_ptr<Plan> plan(new Plan(read_plan(bytes, types_of(key), output_dtypes_, device_)), free);
   ++plan_count;
   check_functions(*plan);
-  if (!holds_constants(key)) {  // a kernel that starts early would read them while the previous kernel writes them
+  if (!holds_constants(key)) {  // a kernel that starts early would read inputs while they are written
     for (Step& step : plan->steps) {
       if (auto* launch = std::get_if<Launch>(&step)) launch->config.pdl = false;
     }
@@ -291,7 +291,7 @@ Template::SharedPlan Template::add(const Key& key, SharedPlan plan) {
   if (recent_.size() >= max_recent_plans) {
     dropped_ = std::exchange(earlier_, std::exchange(recent_, {}));
   }
-  return recent_.emplace(key, std::move(plan)).first->second;  // keeps the plan of a thread that was faster
+  return recent_.emplace(key, std::move(plan)).first->second;  // keeps the plan that a faster thread has added
 }
 
 }  // namespace onnxfuse

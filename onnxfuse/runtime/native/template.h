@@ -1,4 +1,4 @@
-// A plan template: the plans of a fused node for all sizes of its dynamic dims.
+// A plan template: the plans of a fused node for all sizes of its dynamic dims, as variants with guards on the sizes.
 #pragma once
 
 #include <functional>
@@ -33,8 +33,9 @@ class Template {
   // Returns the CUfunction for the word of a function in a template.
   using FunctionOf = std::function<int64_t(int64_t)>;
 
-  // Reads a template from its words.  Functions are CUfunctions there, unless `function_of` is given, and 0 if they are
-  // still being compiled.  Throws std::runtime_error that names the fault if the words are malformed.
+  // Reads a template from its words.  Each function in the words is a CUfunction, or 0 if it is still being compiled;
+  // if `function_of` is given, it converts the words to CUfunctions.  Throws std::runtime_error that names the fault if
+  // the words are malformed.
   Template(std::string_view bytes, std::vector<int64_t> output_dtypes, int device, const FunctionOf& function_of = {});
   Template(const Template&) = delete;
   Template& operator=(const Template&) = delete;
@@ -50,7 +51,8 @@ class Template {
   bool fits(const Key& key, Fit fit = Fit::kExact) const;
 
   // Returns the plan for inputs that fit; null if no variant is for their sizes, or if a function of that variant was
-  // still being compiled when the template was made: its maker has a newer one then.  Throws what `read_plan` throws.
+  // still being compiled when the template was made, so that Python must be asked for a newer one.  Throws what
+  // `read_plan` throws.
   SharedPlan plan(const Key& key);
 
   // Returns the same plan if a call of `plan` has made it before, and null otherwise.
@@ -80,6 +82,7 @@ class Template {
   };
   enum class Word { kExact, kFlags, kDim };
   enum class PatchKind { kExpression, kFunction };
+  // Fills in a word of a variant's plan: the value of an expression, or a function.
   struct Patch {
     size_t word;
     PatchKind kind;
@@ -87,7 +90,7 @@ class Template {
   };
   struct Variant {
     std::vector<int64_t> hints;  // sizes at which it was chosen
-    bool tuned;                  // whether by measuring; then it is preferred at sizes near the hints
+    bool tuned;                  // whether it was chosen by measuring; then it is preferred near the hints
     std::vector<Guard> hard, soft;
     std::vector<int64_t> words;
     std::vector<Patch> patches;
@@ -112,10 +115,10 @@ class Template {
   std::vector<size_t> places_;  // by number of a size: its first word in the pattern
   std::optional<Expressions> expressions_;
   std::vector<int64_t> functions_;
-  std::vector<std::optional<Parameters>> parameters_;  // by function; nothing where the driver cannot tell
+  std::vector<std::optional<Parameters>> parameters_;  // by function; nothing where the driver cannot report them
   std::vector<Variant> variants_;
   std::shared_mutex mutex_;  // guards the plans
-  Plans recent_, earlier_;   // a full recent_ becomes earlier_, which becomes dropped_; a used plan moves back
+  Plans recent_, earlier_;   // a full recent_ becomes earlier_, and that dropped_; a used plan returns to recent_
   Plans dropped_;            // plans that are still to be freed
 };
 

@@ -47,7 +47,7 @@ class WordReader {
     const size_t left = bytes_.size() - position_;
     const size_t size = count(what, static_cast<int64_t>(left ? left - kWord : 0));
     const std::string_view found = bytes_.substr(position_, size);
-    position_ += (size + kWord - 1) / kWord * kWord;  // a multiple of a word is left, so that this much is there
+    position_ += (size + kWord - 1) / kWord * kWord;  // whole words are left, so that the padding is there
     return found;
   }
   bool at_end() const { return position_ == bytes_.size(); }
