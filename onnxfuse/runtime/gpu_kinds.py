@@ -2,7 +2,8 @@
 
 A plan is correct on every GPU of its compute capability that allows the shared memory per block and the cluster sizes
 of its launches, because no kernel waits for blocks of other clusters.  The number of multiprocessors decides grids and
-choices between variants: on a GPU with another number these are still correct, but may not be the fastest.
+choices between plans: on a GPU with another number, the plan that was chosen is still correct, but maybe not the
+fastest.
 """
 
 from __future__ import annotations

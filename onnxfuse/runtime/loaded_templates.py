@@ -31,7 +31,7 @@ log: Final = logging.getLogger("onnxfuse")
 class GivenTemplate:
     """A template of a plan file for nodes on one GPU; its kernels are loaded when they are first needed.
 
-    They stay loaded as long as this object lives.
+    The kernels stay loaded as long as this object lives.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ def source_text(stem: str) -> str:
 
 
 def kernel_text(kernel: Kernel) -> str:
-    """Return the source text of a kernel, with its headers in it: its own text, or its file's."""
+    """Return the source text of a kernel, generated or from its .cu file, with the headers in it."""
     return _expanded(kernel.text, f"{kernel.source}.cu", None, set()) if kernel.text else source_text(kernel.source)
 
 
@@ -118,7 +118,7 @@ def _expanded(text: str, name: str, path: Path | None, seen: set[Path]) -> str:
 
 @dataclass(frozen=True)
 class Cubin:
-    """Machine code for one architecture, and ptxas's figures for the kernel's entry; they are -1 if it reports none."""
+    """Machine code for one architecture, and ptxas's figures for the kernel's entry, or -1 if it reports none."""
 
     code: bytes
     registers: int  # per thread

@@ -234,7 +234,7 @@ class Matrix:
     rows: int
     columns: int
     stride: int
-    batch_stride: int = 0  # elements from one product of the batch to the next; 0 if all share the matrix
+    batch_stride: int = 0  # elements from one product of the batch to the next; 0 if all products share the matrix
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ ConvolutionActivation: TypeAlias = Literal[
 class Convolution:
     """A convolution by cuDNN 9: y = activation(conv(x, w) + bias + residual).
 
-    It is y = activation(conv(x, w) + bias) + residual unless `residual_first`.  Sums are in fp32, and y is rounded
+    Unless `residual_first`, y = activation(conv(x, w) + bias) + residual.  Sums are in fp32, and y is rounded
     once.  Sizes, strides and so on have one entry for each of one to three spatial axes, the innermost last.  x is
     (n, *sizes, c), and y and residual are (n, *y_sizes, m); unless `channels_last`, they are (n, c, *sizes) and
     (n, m, *y_sizes).  w is (m, *kernel, c / group), or (m, c / group, *kernel) unless `w_channels_last`.  All
@@ -323,7 +323,7 @@ Step: TypeAlias = Launch | Matmul | Convolution
 class NoAlias:
     """An input and an output that may not overlap in memory, except at the same start address if `same_start`.
 
-    A caller who binds memory of their own may overlap them; the node then raises an error.
+    A program that binds memory of its own may make an input and an output overlap; the node then raises an error.
     """
 
     input: int

@@ -76,7 +76,8 @@ class SavedTemplate:
     node: bytes  # the result of node_identity
     words: TemplateWords  # its functions are indices into `kernels`
     kernels: tuple[KernelCode, ...]
-    libraries: Mapping[str, bool] = field(default_factory=dict)  # that its plans call; True: they name algorithms
+    # Libraries that its plans call; True if a plan names an algorithm or an engine of the library.
+    libraries: Mapping[str, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ class Planner:
         situation = _situation(request)
         try:
             return self._template_bytes(request, situation)
-        except Exception as error:  # hosts, which may be other packages', can raise anything
+        except Exception as error:  # hosts, which may come from other packages, can raise anything
             if request.measure or not body_runs.has_body(situation.node, situation.device):
                 raise
             kernel_failures.note(situation.node, situation.device, error, "body")
@@ -258,7 +258,7 @@ class Planner:
                     yield (*found, runs)
 
     def complete(self, prepared: PreparedTemplate, only_observed: bool = False) -> None:
-        """Send a template in its present state, with all its kernels, to the nodes that run by it.
+        """Send a template in its present state, with all its kernels, to the nodes that use it.
 
         only_observed  leave out nodes whose runs are not counted, and those of sessions that capture CUDA graphs
 
@@ -302,7 +302,9 @@ class Planner:
     def new_template(
         self, situation: Situation, inputs: Sequence[TensorSpec], samples: Sequence[Sequence[int]] = ()
     ) -> PreparedTemplate:
-        """Make a template of inputs whose dynamic dim number k is -1 - k; it prefers plans that measurements preferred.
+        """Make a template of inputs whose dynamic dim number k is -1 - k.
+
+        Near sizes at which plans were measured, the template uses the fastest of them.
 
         samples  combinations of sizes that the template is made for; if there are none, the usual spread of sizes
 

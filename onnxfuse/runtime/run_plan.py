@@ -89,10 +89,10 @@ class ReadyPlan:
 
 
 def algorithms(matmul: Matmul, ordinal: int, max_count: int) -> list[Algorithm]:
-    """Return up to `max_count` algorithms of cuBLASLt for a product, the best by its own estimate first.
+    """Return up to `max_count` algorithms of cuBLASLt for a product, the best by cuBLASLt's estimate first.
 
-    They need at most `matmul.workspace_bytes`; its `workspace` and `algorithm` do not matter. The list is empty if
-    cuBLASLt has none. Raises NativeError if cuBLASLt is missing.
+    They need at most `matmul.workspace_bytes`; `matmul.workspace` and `matmul.algorithm` do not matter. The list is
+    empty if cuBLASLt has none. Raises NativeError if cuBLASLt is missing.
     """
     library, data = cublaslt(), matmul_bytes(matmul)
     width = ALGORITHM_WORDS + 1  # an algorithm and its workspace
@@ -103,14 +103,14 @@ def algorithms(matmul: Matmul, ordinal: int, max_count: int) -> list[Algorithm]:
 
 
 def convolution_engines(convolution: Convolution, ordinal: int, max_count: int) -> list[Engine]:
-    """Return up to `max_count` engines of cuDNN for a convolution, the best by its own estimate first.
+    """Return up to `max_count` engines of cuDNN for a convolution, the best by cuDNN's estimate first.
 
-    They need at most `convolution.workspace_bytes`; its `workspace` and `engine` do not matter.  Engines whose results
-    are less precise than sums in fp32 are left out, and without `tf32` those that round float32 operands.  The list is
-    empty if cuDNN has none.  Raises NativeError if cuDNN is missing.
+    They need at most `convolution.workspace_bytes`; the convolution's `workspace` and `engine` do not matter.  Engines
+    whose results are less precise than sums in fp32 are left out, and without `tf32` those that round float32 operands.
+    The list is empty if cuDNN has none.  Raises NativeError if cuDNN is missing.
     """
     library, data = cudnn(), convolution_bytes(convolution)
-    width = 3 + MAX_ENGINE_WORDS  # workspace, whether it compiles, and how many of the words after them are used
+    width = 3 + MAX_ENGINE_WORDS  # the workspace, whether the engine compiles, and the number of its words; its words
     words, found = (ctypes.c_int64 * (width * max_count))(), ctypes.c_int()
     native.check(library.onnxfuse_engines(ordinal, data, len(data), max_count, width, words, ctypes.byref(found)))
     rows = [words[i * width : (i + 1) * width] for i in range(found.value)]
@@ -127,8 +127,8 @@ def open_libraries(plan: Plan) -> None:
 def cublaslt() -> ctypes.CDLL:
     """Return the native library with the driver and cuBLASLt open.
 
-    It uses the cuBLASLt that this process has loaded, which is onnxruntime's, or else an installed one.
-    Raises NativeError if there is none.
+    The cuBLASLt is the one that this process has loaded, which is onnxruntime's, or else an installed one.
+    Raises NativeError if there is neither.
     """
     names, folders = CUBLASLT_NAMES, ("cu13", "cublas")
     if why := _refusal("onnxfuse_open_cublaslt", "ONNXFUSE_LIBCUBLASLT", names, folders):
@@ -148,8 +148,8 @@ def cublaslt_version() -> int:
 def cudnn() -> ctypes.CDLL:
     """Return the native library with the driver and cuDNN 9 open.
 
-    It uses the cuDNN that this process has loaded, which is onnxruntime's, or else an installed one.
-    Raises NativeError if there is none.
+    The cuDNN is the one that this process has loaded, which is onnxruntime's, or else an installed one.
+    Raises NativeError if there is neither.
     """
     if why := _refusal("onnxfuse_open_cudnn", "ONNXFUSE_LIBCUDNN", CUDNN_NAMES, ("cudnn",)):
         what = "install nvidia-cudnn-cu13, or name it in ONNXFUSE_LIBCUDNN"

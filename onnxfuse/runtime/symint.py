@@ -2,9 +2,9 @@
 
 A host, which is the Python module that makes a kernel's plans, is written as if sizes were plain numbers.  For a plan
 template, which has plans for all sizes, dynamic sizes are `SymInt`s: each has a value (the hint) and an expression over
-the sizes.  Arithmetic makes expressions.  A comparison returns its answer for the
-hints, and becomes a guard: the plan that the host then returns is valid for all sizes for which the guards hold.  Using
-a symbolic integer as a plain one (an index, a compile-time constant) adds a guard that it equals its hint.
+the sizes.  Arithmetic makes expressions.  A comparison returns its answer for the hints, and becomes a guard: the plan
+that the host then returns is valid for all sizes for which the guards hold.  Using a symbolic integer as a plain
+one (an index or a compile-time constant) adds a guard that it equals its hint.
 
 Real numbers are estimates: comparing them adds a soft guard, which says for which sizes the host would choose this
 plan, not for which it is correct.  `estimate` converts an integer to one.  PyTorch's compiler uses the same idea and

@@ -82,7 +82,7 @@ def find_target(
 ) -> Target | NoTarget:
     """Return where a session with these options and providers runs kernels, or why it runs none.
 
-    This does not check whether kernels can be compiled there, because those of plan files are compiled already.
+    The function does not check whether kernels can be compiled there, because kernels of plan files need no compiler.
     """
     if not providers and options.has_providers():
         return NoTarget("the providers were added to the session options; name them in `providers`")

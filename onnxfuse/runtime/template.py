@@ -68,7 +68,7 @@ class Template:
         return list({repr(kernel): kernel for each in self.variants for kernel in each.kernels}.values())
 
     def chosen(self, sizes: Sequence[int]) -> Variant | None:
-        """Return the variant that the native library uses for these sizes; None if it has none for them."""
+        """Return the variant that the native library uses for these sizes; None if no variant is correct for them."""
         values = self.expressions.evaluate([np.array([size]) for size in sizes])
         right = [each for each in self.variants if holds(values, each.hard).all()]
 
@@ -132,10 +132,10 @@ def make_template(
     """Return the template of a node whose dynamic dim number k is -1 - k; without dynamic dims it has one variant.
 
     The host plans at sample combinations of sizes: the usual spread, or first the `given` ones, which then are the only
-    ones that count in the choice between plans.  It plans at a sample if the guards of no earlier variant hold there.
-    At a sample that does not count, it plans only if no earlier variant is correct and fast enough.
+    ones that count in the choice between plans.  The host plans at a sample if the guards of no earlier variant hold
+    there; at a sample that does not count, only if no earlier variant is correct and fast enough.
 
-    Raises the host's error if it has plans only for sizes at which outputs have no elements.
+    Raises the host's error if the host has plans only for sizes at which outputs have no elements.
     """
     template = Template(node, tuple(inputs), device, Expressions())
     ties, error = template.expressions.ties, None

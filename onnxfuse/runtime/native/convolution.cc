@@ -125,7 +125,8 @@ class Graph {
     shape.set(Attribute::kConvolutionPadsEnd, at_least_two(conv.pads_end, 0));
     if (!shape.finalize_if_supported()) return false;
     void* const x = add_operand(kX, conv.x, joined(conv.n, conv.c, conv.sizes), conv.channels_last);
-    // A transposed convolution is the gradient of one that reads y and writes x, whose filters have y's channels.
+    // A transposed convolution is the data gradient of a convolution that reads y and writes x.  Its w is the w of that
+    // convolution, whose filters have y's channels.
     const Sizes w_dims = conv.transposed ? joined(conv.c, conv.m / conv.group, conv.kernel)
                                          : joined(conv.m, conv.c / conv.group, conv.kernel);
     void* const w = add_operand(kW, conv.w, w_dims, conv.w_channels_last);
@@ -332,7 +333,8 @@ Engine engine_for(const Cudnn& cudnn, const CudnnDescriptor& operations, const C
   return made;
 }
 
-// Adds the engine's execution plan and returns its workspace in bytes.  Throws std::runtime_error if there is none.
+// Adds the engine's execution plan and returns its workspace in bytes.  Throws std::runtime_error if cuDNN cannot make
+// the plan.
 uint64_t add_plan(const Cudnn& cudnn, const CudnnHandle& handle, Engine& engine) {
   CudnnDescriptor plan(cudnn, CudnnDescriptorType::kExecutionPlan);
   plan.set(Attribute::kExecutionPlanHandle, Type::kHandle, handle.get());
@@ -343,8 +345,8 @@ uint64_t add_plan(const Cudnn& cudnn, const CudnnHandle& handle, Engine& engine)
   return static_cast<uint64_t>(std::max<int64_t>(0, workspace));
 }
 
-// Returns an engine's workspace in bytes, from its execution plan unless that would compile a kernel.  Throws
-// std::runtime_error if there is none.
+// Returns an engine's workspace in bytes, from its execution plan unless making the plan would compile a kernel.
+// Throws std::runtime_error if cuDNN cannot make the plan.
 uint64_t workspace_of(const Cudnn& cudnn, const CudnnHandle& handle, Engine& engine) {
   constexpr size_t kVersionOfConfigWorkspace = 9'02'00;
   if (!engine.compiles || cudnn.cudnnGetVersion() < kVersionOfConfigWorkspace) return add_plan(cudnn, handle, engine);

@@ -31,9 +31,9 @@ Nodes& nodes() {
 
 constexpr uintptr_t kAlignment = 16;  // bytes
 
-// Returns for each input whether the model holds its values.  Only the choice between plans depends on it;
-// therefore an input counts as computed if onnxruntime reports an error about it.  The values are not read: they may be
-// on the GPU.
+// Returns for each input whether the model holds its values.  If onnxruntime reports an error about an input, the input
+// counts as computed, because plans for computed inputs are also correct for constants.  The values are not read: they
+// may be on the GPU.
 std::vector<bool> constants_of(const Ort& ort, const OrtKernelInfo* info) {
   size_t count = 0;
   check(ort, ort.KernelInfo_GetInputCount(info, &count));

@@ -53,7 +53,7 @@ class FusedKernel {
   // Returns the nodes of all sessions that ask Python for templates and have none yet.
   static std::vector<NewNode> new_nodes();
 
-  // Calls `function` with the node that has this number, unless it is gone; it is not deleted meanwhile.
+  // Calls `function` with the node that has this number, unless the node is gone; it is not deleted during the call.
   static void with(uint64_t id, const std::function<void(FusedKernel&)>& function);
   // Returns the inputs at which the node, or an equal one, ran since the last call, and how often, if runs are counted.
   std::vector<std::pair<Key, uint64_t>> take_runs();

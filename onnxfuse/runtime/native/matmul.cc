@@ -34,7 +34,8 @@ uint32_t alignment_of(const Matmul& matmul, const Matrix& matrix) {
   return alignment_of(matmul, matrix.pointer, matrix.type);
 }
 
-// Split-k sums are formed in float32; 16-bit results exclude the schemes that form them in the output.
+// The partial products of split-k algorithms must be added in float32.  If the result has 16 bits, the schemes that add
+// them in the output are excluded.
 uint32_t reductions_of(const Matmul& matmul) {
   return matmul.y.type == kFloat32 ? kReduceInPlace | kReduceComputeType | kReduceOutputType : kReduceComputeType;
 }

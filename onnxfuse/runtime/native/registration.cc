@@ -116,7 +116,7 @@ OrtStatus* refuse_runtime(const OrtApiBase& base, const std::exception& error) {
 using namespace onnxfuse;
 
 // onnxruntime calls this for a library of custom operators.  If Python has called onnxfuse_prepare in the same thread,
-// it registers what Python named, and otherwise the operators of plan files.
+// this function registers the operators that Python named, and otherwise those of plan files.
 ONNXFUSE_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
   const std::optional<Prepared> what = std::exchange(prepared, std::nullopt);
   try {

@@ -45,8 +45,8 @@ class Template {
                                           int device);
 
   // Inputs may differ from the template's in the sizes of dynamic dims.  With kBetter, they may also be aligned or
-  // constant where the template's are not, because its plans do not rely on that.  With kNotConstant, they may also be
-  // not constant: then no kernel of a plan starts while the previous kernel runs.
+  // constant where the template's are not, for which the template's plans are correct too.  With kNotConstant, they may
+  // also be computed where the template's are constant; then no kernel of a plan starts while the previous kernel runs.
   enum class Fit { kExact, kBetter, kNotConstant };
   bool fits(const Key& key, Fit fit = Fit::kExact) const;
 
@@ -68,8 +68,8 @@ class Template {
   // Whether the other template is for the same inputs.
   bool is_for_inputs_of(const Template& other) const { return pattern_ == other.pattern_; }
 
-  // A template that is used at many sizes keeps the plans of the last `count` sizes.  It holds up to twice as many, and
-  // frees older ones one after the other.  Returns the earlier count.
+  // A template that is used at many sizes keeps the plans of the last `count` sizes.  The template holds up to
+  // twice as many plans, and frees older ones one after the other.  Returns the earlier count.
   static size_t set_max_recent_plans(size_t count);
   // How many plans all templates have made, and how many of these exist.
   static int64_t plans_made();
