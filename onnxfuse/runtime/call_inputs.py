@@ -1,4 +1,4 @@
-"""Convert the inputs of a model's fused nodes to the form of plan templates, in which dynamic dims are numbers."""
+"""Convert the inputs of a model's fused nodes to the form of plan templates, in which dynamic dims are numbered."""
 
 from __future__ import annotations
 

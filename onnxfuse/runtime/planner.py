@@ -151,11 +151,11 @@ class Planner:
                 return prepared, data
 
     def mend(self, prepared: PreparedTemplate) -> None:
-        """If none of a template's kernels could be loaded, add its host's next plans for the sizes of the dropped ones.
+        """Give a template the host's next plans if none of its kernels could be loaded.
 
-        If these plans fail too, the node runs as its body (the ONNX function that it calls) at all sizes, from the next
-        session on.  If all kernels compiled, but the GPU refused to load them, nothing is done: the GPU may only lack
-        memory for a while.
+        The next plans are made for the sizes of the variants that were dropped.  If these plans fail too, the node runs
+        as its body (the ONNX function that it calls) at all sizes, from the next session on.  Nothing is done if all
+        kernels compiled, but the GPU refused to load them, because it may only lack memory for a while.
         """
         errors = prepared.refused.values()
         if prepared.kernels or not any(isinstance(each, KernelError) for each in errors):
@@ -304,7 +304,7 @@ class Planner:
     ) -> PreparedTemplate:
         """Make a template of inputs whose dynamic dim number k is -1 - k.
 
-        Near sizes at which plans were measured, the template uses the fastest of them.
+        Near sizes at which plans were measured, the template uses the plan that was the fastest.
 
         samples  combinations of sizes that the template is made for; if there are none, the usual spread of sizes
 

@@ -45,7 +45,7 @@ class Trace:
         return cast(int, SymInt(self, self.expressions.number(Op.SIZE, index), hint))
 
     def fix(self, value: SymInt, where: str = "") -> int:
-        """Guard that a symbolic integer equals its hint, and return it.
+        """Guard that a symbolic integer equals its hint, and return the hint.
 
         where  names the use of the integer in `fixed`; by default, the line of the host's code is named
         """
@@ -304,7 +304,7 @@ def divisor_of(rows: Expressions, number: int) -> int:
 
 
 def _divided(rows: Expressions, number: int, divisor: int) -> int | None:
-    """Return the number of the quotient of a product that has a constant factor divisible by `divisor`; else None."""
+    """Return the number of an expression divided by `divisor`; None if it has no constant factor that permits it."""
     op, a, b = rows.rows[number]
     if op is not Op.MULTIPLY:
         return None
@@ -390,9 +390,10 @@ def without_soft_guards(*values: Any) -> Iterator[None]:
 
 @contextmanager
 def for_later_plans(*values: Any) -> Iterator[None]:
-    """Inside this context, make the plans after the first: their order adds no guards, hard guards are theirs alone.
+    """Make a host's plans after the first one inside this context.
 
-    `values` are symbolic sizes; without any, nothing changes.
+    Comparisons of estimates, which order these plans, add no guards; hard guards apply only to these plans.  `values`
+    are symbolic sizes; without any, nothing changes.
     """
     trace = next((each.trace for each in values if isinstance(each, Symbolic)), None)
     if trace is None:
@@ -408,7 +409,7 @@ def for_later_plans(*values: Any) -> Iterator[None]:
 
 
 def expect_equal(first: Any, second: Any) -> bool:
-    """Return whether two sizes are equal that usually are, such as a mask's length and the number of keys.
+    """Return whether two sizes are equal; usually they are, as are a mask's length and the number of keys.
 
     If they differ and one of them is just a dynamic dim, the template's later samples give that dim the other size.
     """

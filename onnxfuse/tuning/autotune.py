@@ -41,7 +41,7 @@ class Trial(Protocol[Outputs]):
         """Give the scratch memory back to the GPU."""
 
 
-# Makes a trial of plans for these inputs; the trial has its work on the GPU called by the `Alone`, piece by piece.
+# Makes a trial of plans for these inputs; `Alone` calls the trial's work on the GPU, piece by piece.
 MakeTrial = Callable[[Sequence[TensorSpec], Sequence[Plan], Device, Alone], Trial[Any]]
 
 
@@ -99,9 +99,10 @@ def inputs_of_case(case: Data) -> tuple[TensorSpec, ...]:
 
 
 def inputs_of_trial(node: FusedNode, inputs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """Return the inputs with past caches marked as constants.
+    """Return the inputs with past key-value caches marked as constants.
 
-    A trial keeps constants out of the L2 cache; likewise, a layer's past cache is not in the L2 cache when it runs.
+    A trial keeps constants out of the L2 cache.  In a model, a layer's key-value cache is not there either when the
+    layer runs.
     """
     pairs = zip(node.operands, inputs, strict=True)
     return [replace(spec, constant=spec.constant or name.startswith("past_")) for name, spec in pairs]

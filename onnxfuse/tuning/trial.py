@@ -128,7 +128,7 @@ class GpuTrial:
         with self._on_device():
             inputs, outputs = self._memory(1)[0]
             for buffer, spec in zip(outputs, self._outputs, strict=True):
-                buffer.memset_async(0xFF, size_of(spec), self._stream)  # an element that a plan leaves out is wrong
+                buffer.memset_async(0xFF, size_of(spec), self._stream)  # unwritten elements must not look right
             self._start(plan, (inputs, outputs))
             pairs = zip(outputs, self._outputs, strict=True)
             copies = [retry_without_disk_cache(partial(self._array, buffer, spec)) for buffer, spec in pairs]

@@ -95,7 +95,7 @@ class FusedKernel {
   Templates templates_;      // shared by equal nodes; the newest is the first
   std::set<Key> of_body_;    // inputs for which the body must run, by Python's answer
   std::vector<std::shared_ptr<const GivenTemplate>> given_;  // the templates of plan files
-  std::once_flag given_are_chosen_;                          // when choose_given has added them to templates_
+  std::once_flag given_are_chosen_;                          // set when choose_given has added them to templates_
 };
 
 }  // namespace onnxfuse

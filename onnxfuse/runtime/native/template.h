@@ -68,8 +68,8 @@ class Template {
   // Whether the other template is for the same inputs.
   bool is_for_inputs_of(const Template& other) const { return pattern_ == other.pattern_; }
 
-  // A template that is used at many sizes keeps the plans of the last `count` sizes.  The template holds up to
-  // twice as many plans, and frees older ones one after the other.  Returns the earlier count.
+  // A template that is used at many sizes keeps the plans of the last `count` sizes.  The template holds up to twice
+  // as many plans, and frees older ones one after the other.  Returns the earlier count.
   static size_t set_max_recent_plans(size_t count);
   // How many plans all templates have made, and how many of these exist.
   static int64_t plans_made();
@@ -118,7 +118,7 @@ class Template {
   std::vector<std::optional<Parameters>> parameters_;  // by function; nothing where the driver cannot report them
   std::vector<Variant> variants_;
   std::shared_mutex mutex_;  // guards the plans
-  Plans recent_, earlier_;   // a full recent_ becomes earlier_, and that dropped_; a used plan returns to recent_
+  Plans recent_, earlier_;   // a full recent_ becomes earlier_, earlier_ becomes dropped_; recent_ gets used plans again
   Plans dropped_;            // plans that are still to be freed
 };
 
