@@ -118,7 +118,7 @@ class Template {
   std::vector<std::optional<Parameters>> parameters_;  // by function; nothing where the driver cannot report them
   std::vector<Variant> variants_;
   std::shared_mutex mutex_;  // guards the plans
-  Plans recent_, earlier_;   // a full recent_ becomes earlier_, earlier_ becomes dropped_; recent_ gets used plans again
+  Plans recent_, earlier_;   // a full recent_ becomes earlier_, earlier_ becomes dropped_; recent_ gets used plans
   Plans dropped_;            // plans that are still to be freed
 };
 
