@@ -144,7 +144,7 @@ def _masks(queries: Term, rows: tuple[Term, Term], scores: Scores, has_past: boo
     keep, added = _kept(counts, scores), _added(queries, counts, scores)
     yield _Mask(None, None, "every query sees every key", sees_all)
     yield _Mask(None, 1, "each query sees the keys up to its own", _ends_level if has_past else _is_square)
-    yield _Mask(scores.mask, scores.is_causal, "an Attention that is not causal behind a past", _is_operator(has_past))
+    yield _Mask(scores.mask, scores.is_causal, "an Attention that is not causal and has a past", _is_operator(has_past))
     counted = of_all_pairs(keep, *rows)
     yield _Mask(counted, scores.is_causal, "a mask that is true where a key counts", _is_kept(has_past))
     yield _Mask(of_all_pairs(added, *rows), None, ADDED, adding_is_exact)

@@ -85,7 +85,7 @@ def standard_outputs(
 
 
 @fusion(
-    out=("batch queries (heads value_size)", "past_key, with k behind it", "past_value, with v behind it"),
+    out=("batch queries (heads value_size)", "past_key, followed by k", "past_value, followed by v"),
     casts=True,
     example={"is_causal": 1, "softcap": 2.0},
 )

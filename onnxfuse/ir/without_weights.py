@@ -96,7 +96,7 @@ class _Message:
 
     def _require_end(self, end: int) -> None:
         if self._at != end:
-            raise ValueError("a field ends behind its message")
+            raise ValueError("a field ends after its message")
 
     def _scalar(self, kind: int) -> bytes:
         if kind == VARINT:

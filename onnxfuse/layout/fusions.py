@@ -25,7 +25,7 @@ class LayoutFusion:
 LAYOUT_FUSIONS: Final[Mapping[str, LayoutFusion]] = {
     "average_pool": LayoutFusion("AveragePool of a channels-last image.", ("AveragePool",)),
     "channel_scale": LayoutFusion(
-        "A channels-last image times one number for each of its channels, with a residual and an activation behind it."
+        "A channels-last image times one number for each of its channels, with a residual and an activation after it."
     ),
     "concat": LayoutFusion("Channels-last images, joined along their channels.", ("Concat",)),
     "depth_to_space": LayoutFusion("DepthToSpace of a channels-last image.", ("DepthToSpace",)),

@@ -61,7 +61,7 @@ def has_several_scales(model: Model, node: Node) -> str:
 
 def flattens(model: Model, node: Node) -> str:
     """Return why a Softmax that flattens axes (before opset 13) stays channels-first; else ""."""
-    return "it flattens the axes behind its own in this opset" if model.graph.opset < 13 else ""
+    return "it flattens the axes after its own in this opset" if model.graph.opset < 13 else ""
 
 
 def changes_axes(model: Model, node: Node) -> str:

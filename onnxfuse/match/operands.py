@@ -116,7 +116,7 @@ def match_causal(
     numbers = None if score is None else two_numbers(m.index_analysis, tensor)
     where = m.index_analysis.value(tensor) if score is None else None if numbers is None else numbers.where
     if where != causal_mask_value(*shape[-2:]) or (numbers is not None and numbers.here != 0.0):
-        m.fail(term, state, lambda: f"'{tensor.name}' is not known to leave out the keys behind a query, and no others")
+        m.fail(term, state, lambda: f"'{tensor.name}' is not known to leave out the keys after a query, and no others")
         return
     state = state._replace(dims=dims)
     yield from m.bind_value(score, numbers.elsewhere, state) if score and numbers else (state,)
