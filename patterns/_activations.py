@@ -49,7 +49,7 @@ def mish(x: Term) -> Term:
     return either(op.Mish(x), x * op.Tanh(op.Softplus(x)))
 
 
-SPELLINGS: Final[Mapping[str, Callable[[Term, Term | None, Term | None], Term]]] = {  # each of x, alpha and beta
+SPELLINGS: Final[Mapping[str, Callable[[Term, Term | None, Term | None], Term]]] = {  # called with x, alpha and beta
     "relu": lambda x, alpha, beta: op.Relu(x),
     "gelu": lambda x, alpha, beta: gelu(x),
     "gelu_tanh": lambda x, alpha, beta: gelu_tanh(x),
@@ -69,7 +69,7 @@ SPELLINGS: Final[Mapping[str, Callable[[Term, Term | None, Term | None], Term]]]
 
 
 def spelled(names: Iterable[str], x: Term, alpha: Term | None = None, beta: Term | None = None) -> dict[str, Term]:
-    """Return each named activation of x by its name, in the order of the table of activations."""
+    """Return the named activations of x as a dict by name, in the order of `ACTIVATIONS`."""
     wanted = set(names)
     return {name: SPELLINGS[name](x, alpha, beta) for name in ACTIVATIONS if name in wanted}
 
@@ -80,6 +80,6 @@ def activation(x: Term, alpha: Term, beta: Term, **others: Term) -> Term:
 
 
 def gate_activation(x: Term) -> Term:
-    """Return a choice of the activations that gated units use: SiLU first, which most models have."""
+    """Return a choice of the activations that gated units use; SiLU is tried first, because most models use it."""
     gated = spelled((a.name for a in ACTIVATIONS.values() if a.gated), x)
     return choose("activation", silu=gated.pop("silu"), **gated)

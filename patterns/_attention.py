@@ -21,7 +21,7 @@ from onnxfuse.dsl import (
 SCORES: Final = "batch? heads? queries? keys??"
 SLOPES: Final = "heads 1 1"
 POSITIONS: Final = "batch? 1 queries? keys??"
-BIASED: Final = ("slopes", "position")  # the labels of `bias_kind` with a bias
+BIASED: Final = ("slopes", "position")  # the labels of the choice `bias_kind` that add a bias
 INFINITY: Final = float("inf")
 SWALLOWS_SCORES: Final = -1e30  # in float32, adding a finite score to a value below this does not change the value
 LOWEST_FLOAT16: Final = -65504.0
@@ -59,9 +59,10 @@ def require_grouped_heads() -> None:
 
 
 def layouts(name: str, x: Term, rows: str, heads: str, size: str, result: str) -> dict[str, Term]:
-    """Return x in each layout that kernels read without a copy, by its label, rearranged to the axes `result`.
+    """Return the layouts of x that kernels read without a copy, as a dict by label; each has the axes `result`.
 
-    `rows`, `heads` and `size` name the dimensions of x; `name` is the name of x as a slice of a packed product.
+    `rows`, `heads` and `size` name the dimensions of x.  `name` names x where it may be a slice of a packed product,
+    such as one product of queries, keys and values.
     """
     return {
         "packed": rearrange(packed_slice(x, name), f"batch {rows} ({heads} {size}) -> {result}"),
@@ -92,7 +93,7 @@ def value_rows(v: Term, result: str, rows: str = "keys") -> Term:
 
 
 def in_layout(context: Term, axes: str) -> Term:
-    """Return a choice `out_layout` of the layouts in which readers take the result, which has the axes `axes`."""
+    """Return a choice `out_layout` of the layouts in which consumers may read `context`, whose axes are `axes`."""
     return choose(
         "out_layout",
         packed=rearrange(context, f"{axes} -> batch queries (heads value_size)"),
@@ -115,15 +116,15 @@ def axis_size(x: Term, axis: int) -> Term:
 def causal_bias(queries: Term, keys: Term, mask: Term, like: Term, masked_score: Term) -> Term:
     """Return the bias of a causal mask: 0 where a key counts, `masked_score` where it does not.
 
-    `queries` and `keys` are their numbers.  The last query is aligned with the last key.  A key counts if it does not
-    come after its query and the boolean mask, where there is one, is true.
+    `queries` and `keys` are the numbers of queries and keys.  The last query is aligned with the last key.  A key
+    counts if it does not come after its query and the boolean mask, where there is one, is true.
     """
     alone = causal(op.Where(_up_to_diagonal(queries, keys), 0.0, masked_score), "queries keys", masked_score)
     return cast_like(either(op.Where(_causal_and(queries, keys, mask), 0.0, masked_score), alone), like=like)
 
 
 def causal_mask(queries: Term, keys: Term, mask: Term) -> Term:
-    """Return where a key counts, as `causal_bias` has it, as a boolean tensor."""
+    """Return a boolean tensor that is true where a key counts, by the rule of `causal_bias`."""
     return either(_causal_and(queries, keys, mask), causal(_up_to_diagonal(queries, keys), "queries keys"))
 
 
@@ -132,7 +133,7 @@ def _causal_and(queries: Term, keys: Term, mask: Term) -> Term:
 
 
 def _up_to_diagonal(queries: Term, keys: Term) -> Term:
-    """Return (queries, keys) booleans: whether key j of k is at most j = i + k - q for query i of q."""
+    """Return a (queries, keys) boolean tensor, true for query i and key j if j <= i + keys - queries."""
     last_key = op.Unsqueeze(op.Range(keys - queries, keys, 1), axes=[1])
     return op.LessOrEqual(op.Range(0, keys, 1), last_key)
 
@@ -183,10 +184,10 @@ def attend(queries: Term, columns: Term, keys: Term, values: Term, scores: Score
     """Return softmax(scale * queries columns + bias + mask) values, in operators or as ONNX's own Attention.
 
     Where `capped` is tanh, scores are cap * tanh(scale * queries columns) before bias and mask.  Where `bias_kind` is
-    slopes, the bias is slopes * positions: a number of each head times one of each key, or of each query and key.
+    slopes, the bias is slopes * positions: one number per head times one number per key, or per query and key.
     Where `fully_masked` is cleared, probabilities of masked keys are 0 in fully masked rows, too.
 
-    All are (batch, heads, rows, size); `columns` are the keys transposed.
+    Queries, keys and values are (batch, heads, rows, size); `columns` are the keys transposed, with the rows last.
     """
     uncapped = scaled(op.MatMul(queries, columns), scores.scale)
     capped = scores.cap * op.Tanh(uncapped)

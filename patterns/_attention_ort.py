@@ -1,14 +1,17 @@
 """The bodies of attention in onnxruntime's own operators, MultiHeadAttention and GroupQueryAttention.
 
+A body is the ONNX function that a fused node runs where no kernel can.
+
 MultiHeadAttention takes (batch, length, heads * size), as many key heads as query heads, and a bias of four axes whose
 last two are not broadcast; a causal mask is an attribute.
 
 GroupQueryAttention takes key heads without repeating them, and the past of a cache as separate inputs.  It is
-causal, masks keys by -inf, and has no mask operand: padding is given as lengths of rows that end early, but the
-contents of a mask are known only when the model runs.  So it serves decoders that were exported without a padding
-mask.  onnxruntime 1.23 refuses a bias on CUDA.  The CUDA provider has no kernel for float32, the CPU provider none for
-bfloat16.  It fails without queries, an empty batch ends the process on the CPU, and with a past it takes several
-queries of one batch only; so batch and queries must be known, and the past need not be.
+causal, masks keys by -inf, and has no mask operand.  It takes padding as the length of each row, which cannot be had
+from a mask whose contents are known only when the model runs.  So GroupQueryAttention serves decoders that were
+exported without a padding mask.  onnxruntime 1.23 refuses a bias on CUDA.  The CUDA provider has no kernel for float32,
+the CPU provider none for bfloat16.  The operator fails if there are no queries, and an empty batch ends the process on
+the CPU.  With a past, it takes several queries only if the batch size is 1.  So the batch size and the number of
+queries must be known; the length of the past need not be.
 """
 
 from typing import Final
@@ -45,9 +48,10 @@ BEFORE_ATTENTION: Final = {"cos", "sin", "q_scale", "k_scale"}  # operands of ro
 def group_query_attention(
     queries: Term, keys: Term, values: Term, scores: Scores, past: tuple[Term | None, Term | None] = (None, None)
 ) -> tuple[Term, Term, Term]:
-    """Return result, keys and values of GroupQueryAttention, where it computes the fused attention of QUERIES.
+    """Return result, keys and values of GroupQueryAttention, where that operator computes the fused attention.
 
-    `keys` and `values` have the axes GROUPED_KEYS and GROUPED_VALUES; with a past, they hold only this step's rows.
+    `queries`, `keys` and `values` have the axes QUERIES, GROUPED_KEYS and GROUPED_VALUES; with a past, `keys` and
+    `values` hold only this step's rows.
     The past and the returned caches are (batch, kv_heads, rows, size).
     """
     rows = axis_size(queries, 1) if past[0] is None else axis_size(past[0], 2) + axis_size(queries, 1)
@@ -101,7 +105,7 @@ def _is_causal(
 
 
 def has_no_weight(masked_score: float, dtype: str) -> bool:
-    """Return whether a score to which this is added has weight 0 in a row that has another score.
+    """Return whether adding `masked_score` to a score gives it weight 0 in a row with at least one unmasked score.
 
     In float16, the lowest number qualifies, because scores of one row do not differ by 65,000.
     """
@@ -117,7 +121,10 @@ def attention_dtypes(dtypes: dict[str, str]) -> set[str]:
 
 
 def multi_head_attention(queries: Term, keys: Term, values: Term, scores: Scores) -> Term:
-    """Return the fused attention of QUERIES, KEYS and VALUES as MultiHeadAttention, where that computes the same."""
+    """Return the fused attention as MultiHeadAttention, where that computes the same.
+
+    `queries`, `keys` and `values` have the axes QUERIES, KEYS and VALUES.
+    """
 
     def operator(*inputs: Term | None, **attributes: int) -> Term:
         return contrib.MultiHeadAttention(
@@ -204,7 +211,10 @@ def mask_and_bias(queries: Term, rows: tuple[Term, Term], scores: Scores) -> Ter
 
 
 def of_all_pairs(bias: Term, queries: Term, keys: Term) -> Term:
-    """Return the bias of scores as (batch or 1, heads or 1, queries, keys); the counts are (1,) tensors."""
+    """Return the bias of scores, expanded to (batch or 1, heads or 1, queries, keys).
+
+    `queries` and `keys` are the numbers of queries and keys, as tensors of shape (1,).
+    """
     return either(
         op.Expand(bias, shape=[1, 1, size("queries"), size("keys")]),
         op.Expand(bias, op.Concat(full(1, "2"), queries, keys, axis=0)),
@@ -216,9 +226,9 @@ def _rows(x: Term) -> Term:
 
 
 def _zero_where_all_masked(context: Term, bias: Term) -> Term:
-    """Return 0 for a row of scores that are all -inf, as after a softmax whose NaNs are replaced by 0.
+    """Return `context` with 0 for each query whose scores are all -inf, as a softmax gives with its NaNs replaced by 0.
 
-    The Slice does nothing but in onnxruntime 1.31, whose reductions keep the size of the axis where a tensor is empty.
+    The Slice changes nothing except in onnxruntime 1.31, where a reduction of an empty tensor keeps the axis's size.
     """
     largest = op.Slice(op.ReduceMax(bias, axes=[-1]), starts=[0], ends=[1], axes=[-1], steps=[1])
     counts = op.Transpose(op.Greater(largest, -INFINITY), perm=[0, 2, 1, 3])

@@ -1,5 +1,7 @@
 """The bodies of attention with ONNX's own Attention, of opset 23, after a RotaryEmbedding if there is one.
 
+A body is the ONNX function that a fused node runs where no kernel can.
+
 Attention reads key heads without repeating them, and a cache's past as separate inputs.  Two forms that its definition
 allows are not written, because onnxruntime's CPU kernel refuses them: a scale that is not positive, and masks that
 broadcast along queries or keys.  If a row's mask is entirely the lowest number of its dtype, that kernel gives 0
@@ -87,7 +89,8 @@ def _attended(
     rows = _size(queries, axis), _size(keys, axis)
     if past:
         rows = rows[0], _size(past[0], 2) + rows[1]
-    # The operator divides by softcap inside tanh.  In a product of parameters, absent ones are left out.
+    # The operator divides scores by its softcap inside tanh, so the scale contains `cap`, too.  A product of parameters
+    # leaves out those that are absent.
     attributes = {"scale": scores.scale * scores.cap, "softcap": scores.softcap * scores.cap, **heads}
     precision = when(
         as_term(TensorProto.FLOAT), "a softmax in float32", lambda dtypes, dtype: _is_in("float16", dtypes, dtype)
@@ -139,7 +142,7 @@ class _Mask(NamedTuple):
 
 
 def _masks(queries: Term, rows: tuple[Term, Term], scores: Scores, has_past: bool) -> Iterator[_Mask]:
-    """Yield the masks that Attention may have; `rows` are the numbers of queries and keys, of one element each."""
+    """Yield the masks that Attention may have; `rows` are the numbers of queries and keys, as tensors of shape (1,)."""
     counts = op.Squeeze(rows[0], axes=[0]), op.Squeeze(rows[1], axes=[0])
     keep, added = _kept(counts, scores), _added(queries, counts, scores)
     yield _Mask(None, None, "every query sees every key", sees_all)
@@ -195,7 +198,7 @@ def _is_kept(has_past: bool) -> Callable[..., bool]:
 
 
 def _added(queries: Term, rows: tuple[Term, Term], scores: Scores) -> Term:
-    """Return the additive mask of scores, whose numbers are above the lowest number of the dtype."""
+    """Return the additive mask of scores; its finite numbers are above the lowest number of the dtype."""
     swallowing = cast_like(op.Where(_kept(rows, scores), 0.0, LOWEST_ADDED["float32"]), like=queries)
     whole = mask_and_bias(queries, rows, scores)
     clipped = (

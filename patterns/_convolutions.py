@@ -12,7 +12,7 @@ def per_channel(value: Term) -> Term:
 def finished(
     product: Term, residual: Term, slope: Term, column_scale: Term, column_shift: Term, alpha: Term, beta: Term
 ) -> Term:
-    """Return activation(product + residual) * column_scale + column_shift, or with the residual for the shift.
+    """Return activation(product + residual) * column_scale + column_shift, or with the residual in place of the shift.
 
     `slope` is the slope of a PRelu.
     """

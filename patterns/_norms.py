@@ -19,7 +19,7 @@ def layer_normalized(x: Term, scale: Term, bias: Term, epsilon: Term) -> Term:
     return either(
         op.LayerNormalization(x, scale, bias, epsilon=epsilon),
         scaled + bias,
-        when(  # else it is NaN, where the other spellings are infinite
+        when(  # an infinite scale makes this spelling NaN where the others are infinite
             x32 * slope + (bias - mean * slope),
             "no element of scale may be infinite or NaN",
             lambda scale, is_finite: is_finite(scale),

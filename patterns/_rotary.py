@@ -17,9 +17,10 @@ def require_cos_batch() -> None:
 
 
 def rotated_rows(x: Term, axes: str, rotate: Callable[[Term, str], dict[str, Term]]) -> dict[str, Term]:
-    """Return x rotated by `rotate` along these axes, by label; the first `kept` rows may stay as they are.
+    """Return the forms of x rotated, as a dict by label; the first `kept` rows may stay as they are.
 
-    Vision transformers leave class tokens and registers unrotated: these precede the patches and have no positions.
+    `rotate` returns the forms for a tensor and its axes.  Vision transformers leave class tokens and registers
+    unrotated: these precede the patches and have no positions.
     """
     names = axes.split()
     at = next(i for i, name in enumerate(names[1:], start=1) if not name.endswith("heads"))
@@ -34,13 +35,15 @@ def rotated_rows(x: Term, axes: str, rotate: Callable[[Term, str], dict[str, Ter
 
 
 def rotated(x: Term, cos: Term, sin: Term, axes: str, *, of_heads: bool = False) -> dict[str, Term]:
-    """Return x * cos + turned(x) * sin by its label, for x of these axes: three, in any order, and the size of a head.
+    """Return the forms of the rotation x * cos + turned(x) * sin, as a dict by label.
 
-    With `of_heads` each head may have tables of its own.
+    `axes` names the axes of x: three, in any order, and then the size of a head.  With `of_heads` each head may have
+    tables of its own.  turned(x) replaces each pair of elements (a, b) by (-b, a).
 
-    rotate_half turns all elements of a head, whose halves are pairs; rotate_part turns the first `rotated` ones.
-    rotate_pairs and rotate_part_of_pairs do the same where neighbours are pairs.  The forms complex_… multiply pairs as
-    complex numbers: tables have a column for each pair, and complex_pairs_to_halves reads neighbours and gives halves.
+    rotate_half rotates all elements of a head, and pairs the elements of its first half with those of its second half;
+    rotate_part does so with the first `rotated` elements of a head.  rotate_pairs and rotate_part_of_pairs do the same
+    with pairs of neighbours.  The forms complex_… multiply pairs as complex numbers: tables have a column for each
+    pair, and complex_pairs_to_halves reads pairs of neighbours and returns them as halves.
     """
     require("{rotated} of {size} elements are rotated: a part", _is_part)
     require("{size} elements are {pairs} pairs", lambda size, pairs: pairs is None or 2 * pairs == size)
@@ -77,7 +80,7 @@ def is_sum(rows: object, kept: object, patches: object) -> bool:
 
 
 def _is_part(rotated: object, size: object) -> bool:
-    """Return whether fewer elements are rotated than a head has, or for symbols whether they differ."""
+    """Return whether fewer elements are rotated than a head has; for symbolic sizes, whether the two sizes differ."""
     if isinstance(rotated, int) and isinstance(size, int):
         return rotated < size
     return rotated is None or rotated != size
@@ -117,7 +120,7 @@ def _stacked(parts: Iterable[Term], leading: str, count: str) -> Term:
 
 
 def _per_head(table: Term, axes: str, count: str, of_heads: bool) -> Term:
-    """Return a table of `count` columns for a tensor with these axes, of size 1 where it broadcasts over the heads.
+    """Return a table of `count` columns, rearranged to broadcast to a tensor with these axes.
 
     With `of_heads` there are also layouts for tables that have as many heads as the tensor.
     """
@@ -136,5 +139,5 @@ def _per_head(table: Term, axes: str, count: str, of_heads: bool) -> Term:
             "bhsd": rearrange(table, f"cos_batch {heads} -> cos_batch {each}"),
             "hsd": rearrange(table, f"{heads} -> {each}"),
         }
-    last = "b1sd" if names[1] == "1" else "bs1d"  # the label for a table of any other layout, by a view
+    last = "b1sd" if names[1] == "1" else "bs1d"  # tried last: it also takes a view of any other layout
     return choose("table", **{label: layouts[label] for label in sorted(layouts, key=lambda label: label == last)})

@@ -44,9 +44,9 @@ def attention(
 
     Each key and value head serves `repeats` query heads (Ainslie et al. 2023, arXiv:2305.13245).
 
-    `mask_kind` causal adds `masked_score` where a key comes after its query, and where the mask is false, which is then
-    optional and boolean; the last query is aligned with the last key.  `form` operator is ONNX's own Attention,
-    whose scale is 1 / sqrt(size) by default; causal_operator is the same under a causal mask.
+    `mask_kind` causal adds `masked_score` where a key comes after its query; the last query is aligned with the last
+    key.  A causal node may also have a boolean mask, and then adds `masked_score` where that is false.  `form` operator
+    is ONNX's own Attention, whose scale is 1 / sqrt(size) by default; causal_operator is the same under a causal mask.
 
     With `--fallback ort` the body is com.microsoft.MultiHeadAttention or, with softcap, GroupQueryAttention, where
     these compute the same; docs/decisions/fallback-ort.md lists the forms that they do not take, and

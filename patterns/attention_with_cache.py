@@ -68,7 +68,7 @@ def cache_rows(cache: Term, size: str, result: str) -> Term:
 def standard_outputs(
     q: Term, k: Term, v: Term, past: tuple[Term, Term], present: tuple[Term, Term], scores: Scores
 ) -> tuple[Term, ...]:
-    """Return the outputs with ONNX's Attention, which appends to caches of bhsd and reads whole ones of bshd."""
+    """Return the outputs with ONNX's Attention: it appends rows to bhsd caches, and reads bshd caches as a whole."""
     queries = query_rows(q, "batch heads queries size")
     keys, values = (HEADS_FIRST.format(rows="{rows}", size=size) for size in ("size", "value_size"))
     new = key_rows(k, keys.format(rows="new"), "new"), value_rows(v, values.format(rows="new"), "new")

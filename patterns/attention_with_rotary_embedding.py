@@ -64,7 +64,10 @@ def normalized_heads(name: str, x: Term, rows: str, heads: str, scale: Term, eps
 
 
 def by_rotary(x: Term, cos: Term, sin: Term, axes: str, interleaved: Term, num_heads: Term) -> Term:
-    """Return x, of these axes, rotated in several operators or by ONNX's RotaryEmbedding with half the tables."""
+    """Return x, which has these axes, rotated in several operators or by ONNX's RotaryEmbedding.
+
+    RotaryEmbedding reads tables of half as many columns.
+    """
     rows = axes.split()[2]
     tables = (rearrange(table, f"cos_batch {rows} half -> cos_batch {rows} half") for table in (cos, sin))
     operator = op.RotaryEmbedding(x, *tables, interleaved=interleaved, num_heads=num_heads)
@@ -75,7 +78,7 @@ def by_rotary(x: Term, cos: Term, sin: Term, axes: str, interleaved: Term, num_h
 def by_operator(
     x: Term, plain: Term, cos: Term, sin: Term, axes: str, interleaved: Term, **heads: AttributeValue
 ) -> Term:
-    """Return x, of these axes, rotated by ONNX's RotaryEmbedding, or `plain`, which is x rotated."""
+    """Return x, which has these axes, rotated by ONNX's RotaryEmbedding, or `plain`: x rotated in several operators."""
     at, rows = next((i, name) for i, name in enumerate(axes.split()) if name in ("queries", "keys"))
     tables = (for_batch(rearrange(t, f"cos_batch {rows} half -> cos_batch {rows} half"), x) for t in (cos, sin))
     operator = op.RotaryEmbedding(x, *tables, interleaved=interleaved, **heads)
@@ -91,7 +94,7 @@ def by_operators(
     interleaved: Term,
     scores: Scores,
 ) -> Term:
-    """Return the attention as ONNX's Attention, of queries and keys as its RotaryEmbedding rotates them if that can."""
+    """Return the attention as ONNX's Attention; ONNX's RotaryEmbedding rotates queries and keys where it can."""
     q, k, v = by_heads
     rotated_q, rotated_k = rotated_heads
     apart = (
@@ -142,7 +145,7 @@ def attention_with_rotary_embedding(
     No other node reads the rotated values: keys that also go to a cache are rotated by a rotary_embedding.  With
     `first_rows` kept the first `kept` rows of queries and keys are not rotated: class tokens have no position.
 
-    With `--fallback ort` NaN and infinite inputs reach the elements that attention() says.
+    With `--fallback ort`, NaN and infinite inputs spread to the same elements of the result as in attention().
     """
     require_grouped_heads()
     require("{queries} queries are rotated as {keys} keys are", lambda queries, keys: queries == keys)

@@ -1,4 +1,4 @@
-"""A BatchNormalization that no weights beside it could take up, and the activation that follows it."""
+"""A BatchNormalization that could not be folded into adjacent weights, and the activation that follows it."""
 
 from onnxfuse.dsl import Term, attribute, fusion, op, scalar, tensor, weight
 from onnxfuse.patterns._activations import activation
@@ -18,8 +18,8 @@ def batch_norm_activation(
 ) -> Term:
     """y = activation((x - mean) * scale / sqrt(var + epsilon) + bias)
 
-    Networks that normalize before a convolution have it, such as DenseNet.  `momentum` changes nothing: it is for
-    training, and declared so that a node may have any.
+    Networks that normalize before a convolution, such as DenseNet, contain this operator.  `momentum` changes nothing:
+    only training uses it, and it is declared so that nodes with any momentum match.
     """
     normalized = op.BatchNormalization(x, scale, bias, mean, var, epsilon=epsilon, momentum=momentum)
     return activation(normalized, alpha, beta)

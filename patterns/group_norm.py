@@ -35,7 +35,7 @@ def standardized(rows: Term, axes: list[int], epsilon: Term) -> Term:
 
 
 def per_channel(value: Term, to: str = "") -> Term:
-    """Return a weight that has an axis of size 1 for each axis of x after the channels, with the axes `to`."""
+    """Return a weight that has an axis of size 1 for each axis of x after the channels, with the axes `to` if given."""
     layouts = [(rank, first + "channels" + " 1" * (rank - 2)) for rank in RANKS for first in ("", "1 ")]
     return either(*(of_rank(rank, rearrange(value, f"{axes} -> {to or axes}")) for rank, axes in layouts))
 
@@ -98,7 +98,7 @@ def group_norm(
     normalized = choose(
         "scale_layout",
         broadcast=stored(
-            broadcast_bias + broadcast_scale * spatial,  # this order rules out most nodes early
+            broadcast_bias + broadcast_scale * spatial,  # with the bias first, most nodes mismatch early
             standard=group_operator(*reshaped),
         ),
         channels=group_operator(*by_channel),

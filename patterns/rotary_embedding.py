@@ -33,8 +33,9 @@ def rotary_embedding(
 ) -> Term:
     """y = x * cos + turned(x) * sin, of each head or of its first elements (Su et al. 2021, arXiv:2104.09864)
 
-    Pairs of elements are the halves of a head, or neighbours (rotate_pairs).  In the forms complex_… tables have half
-    the columns, and pairs are multiplied by cos + i sin; complex_pairs_to_halves reads neighbours.  Each head has
+    turned(x) replaces each pair (a, b) by (-b, a).  A pair has an element of each half of a head, or two neighbours
+    (rotate_pairs).  In the forms complex_… tables have half the columns, and pairs are multiplied by cos + i sin;
+    complex_pairs_to_halves reads pairs of neighbours and writes them as halves.  Each head has
     tables of its own where `table` is hsd or bhsd, as with learnt frequencies (Heo et al. 2024, arXiv:2403.13298).
     With `first_rows` kept the first `kept` rows, such as class tokens, stay as they are and have no tables.  y is
     (batch, heads, seq, size), or (batch, seq, heads, size) with `order` rows_first.  x may be a slice of a packed

@@ -14,8 +14,8 @@ def rotary_table(
 ) -> tuple[Term, Term]:
     """cos, sin = cos(angles) * factor, sin(angles) * factor
 
-    angles = positions * frequencies, or twice that, concatenated (Su et al. 2021, arXiv:2104.09864).  Positions are
-    integers of shape (batch, seq) or (seq); the frequencies may be a column.
+    angles = positions * frequencies, or two copies of that product, concatenated (Su et al. 2021, arXiv:2104.09864).
+    Positions are integers of shape (batch, seq) or (seq); the frequencies may be a column.
     """
 
     def positions_as(axes: str) -> Term:

@@ -1,7 +1,7 @@
 // The part of a row of x that a thread of a depthwise kernel reads, for a strip of TW positions of y.
 //
 // Macros:
-//   CHANNELS, VEC       channels of x, and elements of an access, which divide them
+//   CHANNELS, VEC       channels of x, and elements of an access; VEC divides CHANNELS
 //   TW, SW, DW          positions of y along the width, and the filter's stride and dilation there
 //   PIECE               taps of a row of the filter that are used at a time
 #pragma once

@@ -2,20 +2,21 @@
 //
 //   y = epilogue(conv(x, w))    each channel of y reads the same channel of x; sums are in fp32
 //
-// An mma adds two taps of 16 positions of y and 8 channels: a row of its A is one position's x of 8 channels at the
-// first tap, then at the second; B is two diagonal matrices, of the weights of these channels at each of the taps. So
-// every product is exact, as in fp32, and no element is converted. Taps are paired along a row of the filter; those of
-// an odd last column are paired along the column, where the last one may be left over and has a partner of weight 0.
+// An mma adds two taps of 16 positions of y and 8 channels. A row of its operand A is, for one position, x of these
+// channels at the first tap, then at the second tap. B is two diagonal matrices, one for each tap: the weights of these
+// channels. So every product is exact, as in fp32, and no element is converted. Taps are paired along a row of the
+// filter. If the number of columns is odd, the taps of the last column are paired along that column; if its last tap
+// has no partner, it is paired with a weight of 0.
 //
 // A block has BLOCK_GROUPS x 8 channels and goes through tiles of TP x TQ positions of y:
-//   1. cp.async copies the part of x that a tile reads, its patch, to shared memory: with BUFFERS 2 while the tile
-//      before is computed; with 1 other blocks compute meanwhile. What lies outside x is zero there. A plane holds
-//      the chunks of 16 bytes, of 8 channels, of all pixels; in a row, first those of columns that are multiples of SW,
-//      then those of remainder 1 and so on. So neighbouring positions of y read neighbouring chunks at every tap,
-//      without bank conflicts.
-//   2. A warp has 8 channels and keeps their weights in registers: lane i has those of channel i / 4 if they lie on the
-//      diagonal there, else zeros. It computes two strips of TH x 8 positions at a time. A fragment of a row of x
-//      serves every row of the strip that reads it.
+//   1. cp.async copies the part of x that a tile reads, its patch, to shared memory. With BUFFERS 2, that happens while
+//      the previous tile is computed; with BUFFERS 1, other blocks compute meanwhile. Elements outside x are zero. A
+//      plane of the patch holds chunks of 16 bytes: 8 channels of every pixel. In a row of a plane, the columns that
+//      are multiples of SW come first, then those of remainder 1, and so on. So neighbouring positions of y read
+//      neighbouring chunks at every tap, without bank conflicts.
+//   2. A warp has 8 channels and keeps their weights in registers: lane i has the weights of channel i / 4 if its
+//      elements of B are on the diagonals, else zeros. The warp computes two strips of TH x 8 positions at a time. A
+//      fragment of a row of x serves every row of the strip that reads it.
 //   3. The sums are finished in registers, and stored through shared memory, so that all channels of the block leave
 //      together.
 //
@@ -96,7 +97,7 @@ struct Image {
     __device__ __forceinline__ void begin(u32 to, Place place) const {
         const int top = place.row * SH - pad_h, left = place.column * SW - pad_w;
         const T* from = x + i64(place.image) * height * width * CHANNELS + first_group * 8;
-        // Unrolled, the offsets of its copies would stay in registers from tile to tile; there are too few registers.
+        // If this loop were unrolled, offsets of copies would stay in registers from tile to tile, which are too few.
 #pragma unroll 1
         for (int i = threadIdx.x; i < ROWS * COLUMNS * BLOCK_GROUPS; i += THREADS) {
             const int pixel = i / BLOCK_GROUPS, group = i % BLOCK_GROUPS;
@@ -155,8 +156,8 @@ struct Strip {
     __device__ __forceinline__ int chunk(int at) const { return row * SH * PITCH + min(column + at, TQ - 1); }
 };
 
-// Adds the products of two strips, whose positions are rows of A: 0 to 7 are columns of the first, 8 to 15 of the
-// second. `plane` is that of the warp's channels in shared memory.
+// Adds the products of two strips, whose positions are the rows of A: rows 0 to 7 are the columns of the first strip,
+// and rows 8 to 15 those of the second. `plane` is the address of the plane of the warp's channels.
 __device__ __forceinline__ void multiply_strips(float (&sums)[TH][4], u32 plane, int job, const Weights& weights) {
     const int lane = threadIdx.x % 32;
     const bool second_tap = lane >= 16;  // lane i passes ldmatrix the address of row i % 16 at tap i / 16 of a pair

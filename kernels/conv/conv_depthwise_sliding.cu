@@ -4,12 +4,12 @@
 //   y = epilogue(conv(x, w))    each channel of y reads the same channel of x
 //
 // A thread computes a strip of `strip_rows` x TW positions of y of VEC neighbouring channels, and keeps the weights of
-// these channels in registers. It slides down the rows of x: a row is loaded while those before are used, widened to
-// fp32 once, and added to the KH rows of y that read it; it completes the oldest of them. The sums of row r of
-// the filter move to row r + 1 with their first product, which reads one register and writes another, so that the loop
-// over rows needs neither copies nor unrolling. The first and the last KH - 1 rows contribute to fewer rows of the
-// strip and have separate code: a branch per row of the filter makes the compiler copy all sums. Loads overlap with
-// those of neighbouring threads of the block, which is a patch of BH x BW such strips, and are served by L1 there.
+// these channels in registers. It slides down the rows of x: a row is loaded while earlier rows are used, is widened to
+// fp32 once, and is added to the KH rows of y that read it. That completes the oldest of these rows. The sums of row r
+// of the filter move to row r + 1 with their first product, which reads one register and writes another, so that the
+// loop over rows needs neither copies nor unrolling. The first and the last KH - 1 rows contribute to fewer rows of the
+// strip and have separate code: a branch per row of the filter makes the compiler copy all sums. A block is a patch of
+// BH x BW such strips: neighbouring threads read some elements of x in common, which come from L1.
 //
 // A strip has at least KH - 1 rows, and y is no smaller than a strip.
 //

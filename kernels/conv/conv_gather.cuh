@@ -18,7 +18,7 @@ constexpr int NOWHERE = -(1 << 30);  // a coordinate that lies outside the image
 
 static_assert(CHANNELS * ITEM % X_COPY == 0 && (!X_NCHW || X_COPY == ITEM), "a copy is of one tap");
 
-// Along D, H and W; an axis that the convolution lacks is 0 and not read.
+// Coordinates along D, H and W; for an axis that the convolution lacks, the coordinate is 0 and not read.
 struct Position { int d, h, w; };
 
 struct Shape {
@@ -44,7 +44,8 @@ struct Shape {
     }
 };
 
-// The positions of a tile; a thread copies every CHUNK_ROWS-th of them: the pixels of y, or of one phase of y.
+// The positions of a tile: pixels of y, or of one phase of y (conv_phases.cuh). A thread copies every CHUNK_ROWS-th of
+// them.
 struct Pixels {
     static constexpr int CHUNKS = TILE_K_BYTES / 16, CHUNK_ROWS = THREADS / CHUNKS;
     static constexpr int EACH = (TILE_M + CHUNK_ROWS - 1) / CHUNK_ROWS;
@@ -53,13 +54,13 @@ struct Pixels {
     const char* x;  // the group's first channel of the first pixel
     Shape shape;
     const char* corners[EACH];  // address at which each pixel's first tap reads; may lie outside x
-    Position at[EACH];          // the coordinates there
+    Position at[EACH];          // the coordinates at these addresses
 
     __device__ __forceinline__ static int chunk() { return threadIdx.x % CHUNKS; }
     __device__ __forceinline__ static int row(int i) { return threadIdx.x / CHUNKS + i * CHUNK_ROWS; }
     __device__ __forceinline__ static bool is_in_tile(int i) { return TILE_M % CHUNK_ROWS == 0 || row(i) < TILE_M; }
 
-    // The bytes from the first channel of an image's first pixel to that of another pixel.
+    // The bytes from the first channel of an image's first pixel to the first channel of another pixel.
     __device__ __forceinline__ i64 offset(const Position& pixel) const {
         return shape.index(pixel) * (X_NCHW ? 1 : GROUPS * CHANNELS) * ITEM;
     }
@@ -104,7 +105,7 @@ struct PixelCopy {
     struct Piece {
         Position tap;
         i64 offset;   // distance from the corner of a pixel
-        bool exists;  // k goes that far
+        bool exists;  // whether the piece lies within k
 
         __device__ __forceinline__ Piece(const Pixels& pixels, const Taps& taps, int k) {
             const unsigned channel = unsigned(k) % CHANNELS;

@@ -10,14 +10,16 @@
 //   2. Each warp has WARP_GROUPS groups and 32 pixels at a time. Weights are in its registers, or in shared memory.
 //   3. It finishes its sums in registers and stores them through shared memory of its own (conv_pixels.cuh).
 //
-// Where a group's channels are not whole chunks, or its filters not a multiple of 8, several groups are one here
-// (MERGED), with weights of zero between them; an infinity then becomes NaN in the groups that it is merged with.
+// Where a group's channels are not whole chunks, or its filters not a multiple of 8, several groups of the model are
+// one group of this kernel (MERGED), with weights of zero between them. An infinity of one of them then makes NaN in
+// the others.
 //
 // Macros:
-//   CHANNELS, FILTERS    channels of x and of y, all in all
-//   GROUP_CHANNELS, GROUP_FILTERS    of a group in the model    MERGED    groups of the model in one of this kernel
+//   CHANNELS, FILTERS    channels of x and of y, of all groups
+//   GROUP_CHANNELS, GROUP_FILTERS    the same of one group of the model
+//   MERGED               groups of the model that are one group of this kernel
 //   KH, KW, SH, SW, DH, DW    filter sizes, strides, dilations
-//   BLOCK_GROUPS, WARP_GROUPS    (merged) groups of a block, which divide all, and of a warp
+//   BLOCK_GROUPS, WARP_GROUPS    (merged) groups of a block and of a warp; BLOCK_GROUPS divides their number
 //   WARPS_M              warps along pixels; there are BLOCK_GROUPS / WARP_GROUPS along groups
 //   TP, TQ               pixels of a tile along height and width
 //   HELD                 1: weights are kept in registers, 0: in shared memory
@@ -39,7 +41,7 @@ constexpr int TILES_N = WIDE / 8;  // mma tiles of 8 filters of a group
 constexpr int M_TILES = 2;         // mma tiles of 16 pixels that a warp computes at a time
 constexpr int ROWS = (TP - 1) * SH + (KH - 1) * DH + 1, COLUMNS = (TQ - 1) * SW + (KW - 1) * DW + 1;
 constexpr int BLOCK_CHUNKS = BLOCK_GROUPS * TAP_CHUNKS;  // per pixel of the patch
-constexpr int PITCH = (BLOCK_CHUNKS | 1) * 16;  // bytes from pixel to pixel: eight fall into different banks if SW is 1
+constexpr int PITCH = (BLOCK_CHUNKS | 1) * 16;  // bytes per pixel: eight pixels fall into different banks if SW is 1
 constexpr int PATCH = ROWS * COLUMNS * PITCH;
 constexpr int WEIGHT_WORDS = BLOCK_GROUPS * STEPS * TILES_N * 64;
 
@@ -197,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         wait_for_copies();
-        __syncthreads();  // the patch has arrived, and nobody reads the one before
+        __syncthreads();  // the patch has arrived, and no thread reads the previous one any more
         if (tile + int(gridDim.x) < tiles) of.begin(patches + (1 - current) * PATCH, tile + gridDim.x);
         const u32 patch = shared_address(patches + current * PATCH) + warp_g * (WARP_GROUPS * TAP_CHUNKS * 16);
         current = 1 - current;

@@ -10,7 +10,7 @@
 // With SPLIT, the blocks along z each sum over a slice of k, and leave fp32 sums for epilogue.cu to add up.
 //
 // Macros:
-//   KERNEL_D, KERNEL_H, KERNEL_W, STRIDE_*, DILATION_*    of the filter, by axis
+//   KERNEL_D, KERNEL_H, KERNEL_W, STRIDE_*, DILATION_*    sizes, strides and dilations of the filter, by axis
 //   FILTERS            channels of y in one group
 //   TRANSPOSED         1: w is (filters, taps, channels), 0: (taps, channels, filters)
 //   EXACT              1: products by fma, 0: by mma.sync

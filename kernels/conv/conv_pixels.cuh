@@ -12,7 +12,7 @@
 
 constexpr int ITEM = sizeof(T);
 
-// Two elements on their way to shared memory, and WIDTH elements on their way back.
+// Writes two elements to shared memory; read_vector reads WIDTH elements from it.
 __device__ __forceinline__ void write_pair(char* to, const u32* words) {
     if constexpr (ITEM == 4) *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
     else *reinterpret_cast<u32*>(to) = words[0];
@@ -46,7 +46,7 @@ struct WarpOutput {
     const T* residual;
     T* y;
     float alpha, beta;
-    int height, width, first_filter;  // of the warp
+    int height, width, first_filter;  // sizes of y, and the warp's first filter
     ColumnValues<2> values[FILTER_TILES];
 
     __device__ __forceinline__ void load_columns() {

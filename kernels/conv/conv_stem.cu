@@ -5,25 +5,25 @@
 //
 // It is a matrix product of pixels x (channels, filter) with (channels, filter) x FILTERS. A block goes through tiles
 // of TP x TQ pixels, and keeps its weights all the time:
-//   1. The part of x that a tile reads, its patch, is copied to shared memory as it is, while the tile before is
-//      computed. What lies outside x is zero there.
+//   1. The part of x that a tile reads, its patch, is copied to shared memory as it is, while the previous tile is
+//      computed. Elements outside x are zero.
 //   2. Along k, an mma reads words of 32 bits: two neighbouring columns of x of a 16-bit type, or one column of fp32.
 //      The words that a pixel reads from a row of the patch lie one after the other, ROW_WORDS of them, so that a
 //      fragment is four loads of words and the patch is never rearranged. Where pixels begin at odd columns (SW is odd,
 //      16-bit types), they read a second copy of the patch that is shifted by one column.
 //   3. Words may hold columns that belong to no tap: they are masked, so that infinities there do no harm.
-//   4. Where k ends inside an mma, the bias is the weight of a word of value one after the last tap.
+//   4. Where k ends inside an mma, the bias can be one more weight after the last tap, of a word with the value one.
 //   5. Filters are assigned to the columns of the mma tiles so that the sums of a lane belong to neighbouring filters:
 //      a lane finishes them in registers and stores whole vectors.
 //
 // Macros:
 //   CHANNELS, FILTERS   channels of x and of y           KH, KW, SH, SW    filter sizes and strides
 //   PAD_W               columns of padding on the left
-//   COPY                elements of x that are copied at a time: they divide its width and TQ SW
+//   COPY                elements of x that are copied at a time; divides the width of x and TQ SW
 //   TP, TQ              pixels of a tile along height and width; TP TQ is a multiple of 16 WARPS_M
 //   WARPS_M, WARPS_N    warps along pixels and filters   TILES_N           mma tiles of 8 filters of a warp
 //   HELD                1: weights are kept in registers, 0: in shared memory
-//   BIAS_IN_PRODUCT     1: the bias is such a weight, and HAS_BIAS is 0; not for fp32, which an mma rounds
+//   BIAS_IN_PRODUCT     1: the bias is a weight (step 4), and HAS_BIAS is 0; not for fp32, which an mma rounds
 //   WIDTH               elements of an access to y: divides FILTERS
 //   W_HWIO              1: w is (KH, KW, CHANNELS, FILTERS); 0: (FILTERS, KH, KW, CHANNELS)
 //   W_COPY              elements of w that are copied at a time; divides FILTERS if W_HWIO
@@ -48,14 +48,14 @@ constexpr int WORDS = CHANNELS * KH * ROW_WORDS, STEPS = (WORDS + 7) / 8;
 constexpr int ROWS = (TP - 1) * SH + KH;
 constexpr int COLUMNS = (EXTRA + (TQ - 1) * SW + ROW_WORDS * EACH + (SHIFTED ? 2 : 0) + 7) / 8 * 8;
 
-// Words of a row of the patch. Where the lanes of a load read two rows, they find them in different banks.
+// Returns the words from row to row of the patch. If the lanes of a load read two rows, these are in different banks.
 constexpr int pitch_of(int words) {
     while (ROW_WORDS % 4 && (words % 32 < 12 || words % 32 > 20)) words += 4;
     return words;
 }
 constexpr int PITCH = pitch_of(COLUMNS / EACH);
 constexpr int PATCH = CHANNELS * ROWS * PITCH;                             // words
-constexpr int PATCH_SPAN = SHIFTED ? (PATCH + 15) / 32 * 32 + 16 : PATCH;  // other banks for the copy
+constexpr int PATCH_SPAN = SHIFTED ? (PATCH + 15) / 32 * 32 + 16 : PATCH;  // the shifted copy is in other banks
 constexpr int BUFFER = SHIFTED ? 2 * PATCH_SPAN : PATCH_SPAN;
 
 constexpr int BLOCK_N = WARPS_N * TILES_N * 8, TAPS = CHANNELS * KH * KW;
@@ -69,7 +69,7 @@ static_assert(EXTRA % EACH == 0 && PATCH % 4 == 0 && PATCH_SPAN % 4 == 0, "words
 
 // ---- global memory -> shared memory ------------------------------------------------------------------------------
 
-// Copies N elements, or zeroes them unless they exist. Single elements of 16 bits go through registers, at once.
+// Copies N elements, or zeroes them unless they exist. Single elements of 16 bits go through registers, synchronously.
 template <int N>
 __device__ __forceinline__ void copy_elements(T* to, const T* from, bool exist) {
     if constexpr (N * ITEM >= 4) {
@@ -81,7 +81,7 @@ __device__ __forceinline__ void copy_elements(T* to, const T* from, bool exist) 
     }
 }
 
-struct Tile { int image, p, q; };  // position of its first pixel
+struct Tile { int image, p, q; };  // its image, and the row and column of its first pixel
 
 struct Image {
     const T* x;
@@ -168,8 +168,8 @@ __device__ __forceinline__ int filter_of(int tile, int column) {
 
 // ---- words along k -----------------------------------------------------------------------------------------------
 
-// The row of the filter and the word in it that a lane of four reads; k is that of the first. line counts
-// (channel, row of the filter).
+// A word along k. `line` counts (channel, row of the filter), and `word` the words of such a row. word_of returns the
+// word that one of four lanes reads, given the index k of the first lane's word.
 struct Word {
     int line, word;
 
@@ -187,7 +187,8 @@ struct Weights {
     const T *raw, *bias;
     int first_filter;  // of the block
 
-    // Two weights of a 16-bit type or one of fp32; zero where no tap is. Filters count from the block's first.
+    // Returns two weights of a 16-bit type or one of fp32; zeros where there is no tap. `filter` counts from the first
+    // filter of the block.
     __device__ __forceinline__ u32 word(Word at, int filter) const {
         if (at.is_bias()) {
             const int each = first_filter + filter;
@@ -249,7 +250,7 @@ __device__ __forceinline__ u32 mask_of(int word) {
     return mask;
 }
 
-// The offset of a word from a pixel's first word, the bits of it that count, and the bits that are set besides.
+// The offset of a word from a pixel's first word, a mask of its bits that belong to taps, and bits to set in addition.
 struct WordOfPatch {
     int offset;
     u32 mask, constant;
@@ -270,7 +271,7 @@ __device__ __forceinline__ u32 load_word(const u32* from, const WordOfPatch& at)
 
 struct Place { int row, column; };  // position in a tile
 
-// Returns the position of pixel i of the 16 pixels from `first` on, a multiple of 16.
+// Returns the position of pixel i of the 16 pixels from `first` on, where `first` is a multiple of 16.
 __device__ __forceinline__ Place place_of(int first, int i) {
     if constexpr (TQ % 16 == 0) return {first / TQ, first % TQ + i};
     else return {(first + i) / TQ, (first + i) % TQ};
@@ -310,7 +311,7 @@ struct Output {
     const T* residual;
     T* y;
     float alpha, beta;
-    int height, width, first_filter;  // of the warp
+    int height, width, first_filter;  // sizes of y, and the warp's first filter
     ColumnValues<2> values[TILES_N];
 
     __device__ __forceinline__ void load_columns(const ColumnVectors& vectors) {
@@ -323,9 +324,9 @@ struct Output {
             }
     }
 
-    // Finishes the sums of a pixel and the lane's filters and stores them, those of one group of mma tiles after the
-    // other; at: the position in y and residual of the pixel and the warp's first filter; half: the pixel of the lane's
-    // two.
+    // Finishes and stores a pixel's sums for the lane's filters: those of the group of mma tiles from FIRST on, and
+    // then of the later groups. `at` is the index, in y and the residual, of the pixel and the warp's first filter;
+    // `half` says which of the lane's two pixels it is.
     template <int FIRST = 0>
     __device__ __forceinline__ void store_pixel(const float (&sums)[TILES_N][4], i64 at, int half) const {
         constexpr int SIZE = group_size(FIRST), VECTOR = 2 * SIZE < WIDTH ? 2 * SIZE : WIDTH;
@@ -346,7 +347,7 @@ struct Output {
         if constexpr (FIRST + SIZE < TILES_N) store_pixel<FIRST + SIZE>(sums, at, half);
     }
 
-    // The same for the two pixels of the lane.
+    // Finishes and stores the sums of the lane's two pixels, as far as these are in y.
     __device__ __forceinline__ void store_pixels(const float (&sums)[TILES_N][4], const Tile& tile,
                                                  const Place (&pixels)[2]) const {
         const i64 origin = ((i64(tile.image) * height + tile.p) * width + tile.q) * FILTERS + first_filter;
@@ -365,7 +366,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     extern __shared__ __align__(16) char memory[];
     u32* weights = reinterpret_cast<u32*>(memory);
     u32* patches = weights + WEIGHT_WORDS;
-    Tile* ahead = reinterpret_cast<Tile*>(patches + PATCH_WORDS);  // one per patch; registers could not hold them all
+    Tile* ahead = reinterpret_cast<Tile*>(patches + PATCH_WORDS);  // the tile of each patch: registers are too few
     T* raw = reinterpret_cast<T*>(HELD ? weights : patches);       // where the patches will be, unless weights are held
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_filter = blockIdx.y * BLOCK_N;
 
@@ -399,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
     for (int index = blockIdx.x; index < tiles;) {
         wait_for_copies();
-        __syncthreads();  // the patch has arrived, and nobody reads the one before
+        __syncthreads();  // the patch has arrived, and no thread reads the previous one any more
         index += gridDim.x;
         if (index < tiles) begin_patch(1 - current, index);
         const Tile tile = ahead[current];

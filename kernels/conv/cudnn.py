@@ -27,9 +27,9 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
     Engines whose kernel cuDNN compiles at run time are left out, because that would take up to some seconds for each
     new shape in each process.  The list is empty if cuDNN is missing or lacks the activation, if the GPU is in another
-    machine, for slopes of a PRelu, for a scale or shift after the activation, for x in NCHW, for w in HWIO, for
-    misaligned operands, which engines reject at run time, and for a transposed convolution whose y extends further
-    beyond the filter's last position than a stride skips.
+    machine, for slopes of a PRelu, for a scale, a shift or further operators after the activation, for dynamic sizes,
+    for x in NCHW, for w in HWIO, for misaligned operands, which engines reject at run time, and for a transposed
+    convolution that is not the gradient of a convolution.
     """
     if (
         conv.x_nchw
@@ -51,7 +51,10 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
 
 def _is_gradient(conv: Conv) -> bool:
-    """Return whether a transposed convolution is the gradient of a convolution from the sizes of y to those of x."""
+    """Return whether a transposed convolution is the gradient of a convolution from the sizes of y to those of x.
+
+    It is not if y extends further beyond the filter's last position than a stride skips.
+    """
     axes = zip(
         conv.sizes, conv.y_sizes, conv.kernel, conv.strides, conv.dilations, conv.pads_begin, conv.pads_end, strict=True
     )

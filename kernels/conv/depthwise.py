@@ -18,7 +18,7 @@ from onnxfuse.runtime.symint import best_first, is_symbolic, maximum, minimum
 
 MAX_IMPLEMENTATIONS: Final = 6
 MAX_FEW: Final = 7  # configs offered for a convolution of dynamic sizes
-MAX_RESEMBLING: Final = 2  # at most so many of the MAX_FEW configs differ only in the size of strips
+MAX_RESEMBLING: Final = 2  # maximum implementations that differ only in the sizes of strips and blocks
 MAX_COLUMNS: Final = 32  # columns of x that a thread holds; each has a bit in a 32-bit mask
 MAX_PIECE: Final = 8  # largest number of taps per step of the loop over a filter's row
 MAX_UNROLLED: Final = 3200  # multiplications per thread with unrolled rows: 50 KB of code
@@ -94,7 +94,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
 @functools.lru_cache(maxsize=512)
 def _few(problems: tuple[Conv, ...], device: Device) -> list[DepthwiseConfig]:
-    """Return a few configs for a convolution of dynamic sizes; one or more is fast at any size."""
+    """Return a few configs for a convolution of dynamic sizes; at least one of them is fast at any size."""
     return few_fitting(problems, device, configs, cost, MAX_FEW)
 
 
@@ -181,13 +181,13 @@ def _strips(conv: Conv, vec: int, tw: int, th: int) -> Iterator[DepthwiseConfig]
 
 
 def _columns(conv: Conv, tw: int, piece: int) -> int:
-    """Return the span, in columns of x, of all reads by a piece of a strip."""
+    """Return the columns of x from the first to the last that a strip reads by `piece` taps of a filter's row."""
     (_, _, sw), (_, _, dw) = three(conv.strides), three(conv.dilations)
     return (tw - 1) * sw + (piece - 1) * dw + 1
 
 
 def _used_columns(conv: Conv, tw: int, piece: int) -> int:
-    """Return how many columns within the span of `_columns` a piece of a strip reads."""
+    """Return how many of the `_columns` a strip reads; strides and dilations may skip some."""
     (_, _, sw), (_, _, dw) = three(conv.strides), three(conv.dilations)
     return len({t * sw + s * dw for t in range(tw) for s in range(piece)})
 
@@ -234,7 +234,7 @@ def registers(conv: Conv, config: DepthwiseConfig) -> int:
 
 
 def cost(conv: Conv, config: DepthwiseConfig, device: Device) -> float:
-    """Estimate a launch's clock cycles: the largest of instructions, caches and memory, plus a share of all of them."""
+    """Estimate a launch's clock cycles: the longest of instructions, caches and memory, plus a little of the others."""
     item = ITEM_BYTES[conv.dtype]
     blocks = config.patches(conv) * -(-conv.c // (config.vec * config.bx))
     warps = blocks * -(-config.threads // 32)

@@ -19,7 +19,7 @@ from onnxfuse.runtime.symint import best_first, is_symbolic, maximum, minimum
 
 MAX_IMPLEMENTATIONS: Final = 4
 MAX_FEW: Final = 7  # configs offered for a convolution of dynamic sizes
-MAX_OF_BUFFERS: Final = 3  # at most so many of the configs have the same number of buffers
+MAX_OF_BUFFERS: Final = 3  # maximum implementations with the same number of buffers
 MAX_PAIRS: Final = 28  # pairs of taps; each takes two registers per lane for its weights
 MAX_REGISTERS: Final = 160  # registers per thread, as estimated by `registers`
 CHANNELS: Final = 8  # per warp
@@ -76,7 +76,7 @@ class DepthwiseMmaConfig:
         return (self.tp // self.th * -(-self.tq // 8) + 1) // 2
 
     def resembles(self, other: DepthwiseMmaConfig) -> bool:
-        """Return whether both configs copy the same patches, or have strips of the same size and as many buffers."""
+        """Return whether both configs have equally many buffers, and either the same tiles or equally high strips."""
         tile = (self.tp, self.tq, self.groups) == (other.tp, other.tq, other.groups)
         return self.buffers == other.buffers and (tile or self.th == other.th)
 
@@ -139,7 +139,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
 @functools.lru_cache(maxsize=512)
 def _few(problems: tuple[Conv, ...], device: Device) -> list[DepthwiseMmaConfig]:
-    """Return a few configs for a convolution of dynamic sizes; one or more is fast at any size."""
+    """Return a few configs for a convolution of dynamic sizes; at least one of them is fast at any size."""
     return few_fitting(problems, device, functools.partial(configs, thorough=False), cost, MAX_FEW)
 
 
@@ -227,7 +227,7 @@ def _fits(rows: int, height: int) -> bool:
 
 
 def _shares(width: int) -> tuple[int, ...]:
-    """Return a half and a third of a width, as far as these are whole strips."""
+    """Return a half and a third of a width, as far as these are integers and nearly whole strips of 8 columns."""
     return tuple(width // count for count in (2, 3) if width % count == 0 and width // count % 8 in (0, 6, 7))
 
 

@@ -104,12 +104,12 @@ def _least_rows(conv: Conv) -> int:
 
 
 def _given(conv: Conv, device: Device) -> list[SlidingConfig]:
-    """Return the configs to rank by cost; for dynamic sizes only a few; one or more is fast at any size."""
+    """Return the configs to rank by cost; for dynamic sizes only a few, so that one or more is fast at any size."""
     if not is_symbolic(conv.n, *conv.sizes):
         return configs(conv)
     width = two(conv.y_sizes)[1]
     if is_symbolic(width):
-        width = next((least for least in reversed(WIDTHS) if width >= least), 0)  # few ranges: each adds a variant
+        width = next((least for least in reversed(WIDTHS) if width >= least), 0)  # few ranges: each adds plans
     return [config for config in _few(usual(conv), device) if width >= config.tw]
 
 

@@ -125,7 +125,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
 @functools.lru_cache(maxsize=512)
 def _few(problems: tuple[Conv, ...], device: Device) -> list[GroupedConfig]:
-    """Return a few configs for a convolution of dynamic sizes; one or more is fast at any size."""
+    """Return a few configs for a convolution of dynamic sizes; at least one of them is fast at any size."""
     return few_fitting(problems, device, functools.partial(configs, thorough=False), cost, MAX_FEW)
 
 

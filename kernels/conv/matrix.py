@@ -14,7 +14,8 @@ from onnxfuse.runtime.plan import Device
 def as_gemm(conv: Conv) -> Gemm:
     """Return the matrix product of a convolution with one group: rows are pixels of y, k runs over taps and channels.
 
-    The product's x is the x of the convolution, not gathered by taps, so only a pointwise convolution can run as it.
+    The product's x is the x of the convolution, not gathered by taps, so only pointwise convolutions can run as this
+    product.
     """
     return Gemm(
         conv.pixels, conv.m, conv.taps * conv.c, conv.dtype, True, conv.aligned, x=conv.x, w=conv.w, y=conv.y,

@@ -92,7 +92,7 @@ def is_exact(conv: Conv, device: Device) -> bool:
 def configs(conv: Conv, device: Device) -> list[ConvConfig]:
     """Return a config per tile that fits the device without slices of k, and one with the fastest number of slices.
 
-    For dynamic sizes these are only a few; one or more is fast at any size.
+    For dynamic sizes these are only a few; at least one of them is fast at any size.
     """
     if is_symbolic(conv.n, *conv.sizes):
         return few_configs(usual(conv), device)

@@ -198,7 +198,7 @@ def _optional_pointer(
 
 
 def _channels(node: FusedNode, inputs: Sequence[TensorSpec], name: str, geometry: Geometry) -> Pointer | None:
-    """Return the pointer to an operand with one number per channel; it may keep the unfused node's broadcast shape."""
+    """Return the pointer to an operand with one number per channel, which has the shape (m, 1, ...); None if absent."""
     return _optional_pointer(node, inputs, name, (geometry.m, *[1] * len(geometry.sizes)))
 
 

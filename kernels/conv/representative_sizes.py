@@ -45,7 +45,7 @@ def _sizes_of(rows: Expressions, value: Any) -> set[int]:
 
 
 def _at(conv: Conv, rows: Expressions, sizes: Mapping[int, Values], known: dict[int, Values], index: int) -> Conv:
-    """Return the convolution with the dynamic sizes replaced by their values number `index`."""
+    """Return the convolution with each dynamic size replaced by number `index` of its values."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, tuple):

@@ -32,7 +32,7 @@ def few_fitting(
     cost: Callable[[Conv, Config, Device], float],
     most: int,
 ) -> list[Config]:
-    """Return at most `most` configs for a convolution of dynamic sizes; one or more is fast at any size.
+    """Return at most `most` configs for a convolution of dynamic sizes; at least one of them is fast at any size.
 
     problems  the convolution at usual sizes
     """

@@ -94,17 +94,17 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 def _fitting(conv: Conv, device: Device) -> list[StemConfig]:
     """Return the configs that fit into registers and shared memory."""
     fitting = [config for config in configs(conv) if shared(conv, config) <= device.shared_per_block]
-    if not device.has_pdl:  # the compiler uses more registers there, and would spill
+    if not device.has_pdl:  # before Hopper, the compiler uses more registers, and would spill
         fitting = [config for config in fitting if config.min_blocks <= MAX_BLOCKS_BEFORE_HOPPER]
     return fitting
 
 
 def _few_of(conv: Conv, device: Device) -> list[StemConfig]:
-    """Return a few configs for a convolution of dynamic sizes; one or more is fast at any size."""
+    """Return a few configs for a convolution of dynamic sizes; at least one of them is fast at any size."""
     if not is_symbolic(conv.sizes[-1]):
         return _few(usual(conv), device, MAX_FEW)
     copy, vector, problems = _copy(conv), _vector(conv), []
-    for each in usual(conv):  # the copy width of these sizes is arbitrary
+    for each in usual(conv):  # with a width that has the same copy size as the width of `conv`
         width = -(-each.sizes[-1] // vector) * vector + copy % vector
         problems.append(replace(each, sizes=(*each.sizes[:-1], width), pads_begin=conv.pads_begin))
     return _few(tuple(problems), device, MAX_FEW_OF_WIDTH)

@@ -4,7 +4,7 @@
 
 constexpr int common_divisor(int a, int b) { return b ? common_divisor(b, a % b) : a; }
 
-// The taps r of one axis for which (y + pad - r * DILATION) is a multiple of STRIDE; r reads x at that multiple.
+// The taps r of one axis for which y + pad - r * DILATION is a multiple of STRIDE; tap r reads x at the quotient.
 template <int KERNEL, int STRIDE, int DILATION>
 struct AxisTaps {
     static constexpr int STEP = STRIDE / common_divisor(STRIDE, DILATION);  // distance from one tap to the next

@@ -3,13 +3,14 @@
 //   y = epilogue(conv_transpose(x, w))    each channel of y reads the same channel of x
 //
 // A thread computes STRIDE_W neighbouring pixels of y, one of each phase along the width, of WIDTH neighbouring
-// channels. They begin at a multiple of STRIDE_W, counted from the start of the padding before y. So the phase of
-// each tap along the width, and its offset in x, are compile-time constants. A row of x that the
-// pixels read is loaded once for all of them, and the loads of neighbouring threads overlap, so that L1 serves them.
+// channels. These pixels begin at a multiple of STRIDE_W, counted from the start of the padding before y. So the phase
+// of each tap along the width, and its offset in x, are compile-time constants. A row of x that the pixels read is
+// loaded once for all of them, and the loads of neighbouring threads overlap, so that L1 serves them.
 // Which taps along the depth and the height a row of y meets is found when the kernel runs (conv_phases.cuh).
 //
 // Macros:
-//   KERNEL_D, KERNEL_H, KERNEL_W, STRIDE_*, DILATION_*    of the filter, by axis; 1 for axes that are missing
+//   KERNEL_D, KERNEL_H, KERNEL_W, STRIDE_*, DILATION_*    sizes, strides and dilations of the filter, by axis; 1 for
+//                      axes that are missing
 //   CHANNELS           of x and y; w is (taps, CHANNELS)
 //   WIDTH              elements of an access: divides CHANNELS
 //   THREADS            of a block

@@ -3,19 +3,19 @@
 //
 //   y = epilogue(conv_transpose(x, w))
 //
-// The pixels of y fall into phases by their coordinates modulo the stride, and all pixels of a phase meet the same taps
-// of the filter (conv_phases.cuh). So a phase is a convolution of x at unit stride with every STEP-th tap, whose
+// The pixels of y fall into phases by their coordinates modulo the stride, and all pixels of a phase read x by the same
+// taps of the filter (conv_phases.cuh). So a phase is a convolution of x at unit stride with every STEP-th tap, whose
 // results lie STRIDE apart in y:
-//   rows of the product are the positions of a phase, of all images; phases have equally many, and those beyond the end
-//   of y are computed and not stored; columns are the filters of one group; k runs over the taps of the phase and,
-//   within a tap, over the channels of the group.
+//   - Rows of the product are the positions of a phase in all images. All phases have equally many positions; results
+//     at positions beyond the end of y are not stored.
+//   - Columns are the filters of one group.
+//   - k runs over the taps of the phase and, within a tap, over the channels of the group.
 // Tap j of a phase is tap first + j * STEP of the filter, so that w is read where it lies. Blocks of all phases of the
 // same rows run together, and find x in L2.
 //
-// SHUFFLED: the filter is as large as the stride, and there is no padding. Then each phase has one tap, and all read
-// the same x: the columns are those of all phases, and the product is x w with w as it lies, (channels, taps *
-// filters). Its columns are scattered to the pixels of their phases. Those of one row of y are neighbours in y as they
-// are in w.
+// SHUFFLED: the filter is as large as the stride, and there is no padding. Then each phase has one tap, and all phases
+// read the same x. So there is one product for all phases: x w, with w as it lies, (channels, taps * filters). Its
+// columns are scattered to the pixels of their phases; columns of one row of y are neighbours in y as they are in w.
 //
 // Elementwise operators that joined the node run in the epilogue, where each access belongs to one pixel of y.
 //
@@ -23,14 +23,14 @@
 // blocks along z each sum over a slice of k, and leave fp32 sums in the layout of y for epilogue.cu to add up.
 //
 // Macros:
-//   KERNEL_D, KERNEL_H, KERNEL_W, STRIDE_*, DILATION_*    of the filter, by axis
+//   KERNEL_D, KERNEL_H, KERNEL_W, STRIDE_*, DILATION_*    sizes, strides and dilations of the filter, by axis
 //   FILTERS            channels of y in one group; w is (GROUPS * CHANNELS, taps, FILTERS)
 //   SHUFFLED, SPLIT    1: as above
 //   EXACT              1: products by fma, 0: by mma.sync
 //   W_COPY             bytes of a copy of w to shared memory: 16, 8, 4, or 2; they divide the bytes of WIDE columns
 //   GROUP_M            rows of tiles that are computed before the next ones
 //   MIN_BLOCKS         blocks that must fit on a multiprocessor: a bound on registers
-//   WIDTH              elements of an access to y and the residual; divides FILTERS, or with SHUFFLED those of a row
+//   WIDTH              elements of an access to y and the residual; divides FILTERS, or with SHUFFLED ROW
 //   and those of conv_gather.cuh, of gemm_mma.cuh, with TRANSPOSED 0, and of epilogue.cuh
 #include "types.cuh"
 #include "epilogue.cuh"
@@ -47,7 +47,7 @@ using Sums = MmaSums;
 constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W, COLUMNS = GROUPS * FILTERS;  // columns of y
 constexpr int PHASES = SHUFFLED ? 1 : STRIDE_D * STRIDE_H * STRIDE_W;
 constexpr int ROW = KERNEL_W * FILTERS;                    // with SHUFFLED, columns that are neighbours in y
-constexpr int WIDE = SHUFFLED ? TAPS * FILTERS : FILTERS;  // columns of the product, of a group
+constexpr int WIDE = SHUFFLED ? TAPS * FILTERS : FILTERS;  // columns of a group's product
 constexpr int TILES_N = (WIDE + TILE_N - 1) / TILE_N;
 constexpr int SUMS_BYTES = 4 * TILE_M * SUMS_PITCH;
 constexpr i64 LINE = i64(TAPS) * FILTERS * ITEM;  // bytes of w from channel to channel
@@ -100,7 +100,7 @@ struct PhaseTaps {
 struct WeightCopy {
     CopyW tile;
 
-    // `w` is the group's first channel at the first tap and the block's first column; `bytes` are left from there on.
+    // `w` is the group's first channel at the first tap and the block's first column; from there on, `bytes` are left.
     __device__ __forceinline__ void begin(const PhaseTaps& taps, unsigned to, const char* w, int k, i64 bytes) {
         if constexpr (SHUFFLED) {
             tile.begin(to, w + k * LINE, CHANNELS - k, bytes);
@@ -199,7 +199,7 @@ __device__ __forceinline__ void finish(const Epilogue& epilogue, f32* partial, c
     }
 }
 
-// The same for all sums of a tile; `pixels` has the pixel of y for each row.
+// Calls finish for all sums of a tile; `pixels` has the pixel of y for each row.
 __device__ __forceinline__ void finish_tile(const Epilogue& epilogue, f32* partial, const float* sums,
                                             const int* pixels, int group, int column, const Position& y) {
     constexpr int VECTORS = TILE_N / WIDTH;

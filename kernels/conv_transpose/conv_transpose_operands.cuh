@@ -3,17 +3,17 @@
 //
 // The rows of the product are the positions of a phase, images first; its columns are those of all phases, FILTERS
 // each, and a tile belongs to one phase. k counts the taps of a phase, and within a tap the channels of x. A block of k
-// belongs to one tap: TILE_M pixels of x by TMA's im2col mode, which walks over x from the first pixel that any phase
-// reads for its first position; the offset of its instruction says how far a tap lies from there. Channels beyond c are
-// zeros.
+// belongs to one tap: TMA loads TILE_M pixels of x in im2col mode. Its walk over x begins at the first pixel that any
+// phase reads for its first position; the offset in the instruction says how far the tap lies from there. Channels
+// beyond c are zeros.
 //
 // y and the residual are tensors (images * positions along H, STRIDE_H, positions along W, STRIDE_W * FILTERS). A
 // subtile of 64 positions is moved in boxes that end where rows of positions end.
 //
 // Macros, besides those of gemm_hopper.cuh, where TRANSPOSED is 0:
 //   CHANNELS, FILTERS   of x and of y; w is (CHANNELS, taps, FILTERS)
-//   PERIOD              column vectors repeat after as many filters: FILTERS, or a divisor of it where pixels of y that
-//                       are neighbours along W count as one of so many more filters
+//   PERIOD              the number of filters after which column vectors repeat: FILTERS; or a divisor of it, if
+//                       neighbouring pixels of y along W count as one pixel with the filters of all
 //   KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W, PAD_H, PAD_W    PAD: rows and columns that are cut off before y
 #pragma once
 #include "gemm_hopper_tiles.cuh"
@@ -34,7 +34,7 @@ struct PhaseOperands {
     const TensorMap &x, &w;
     int rows, row;  // positions along H and along W
     int image, h, w_at, column;
-    int ahead_h, ahead_w;  // the phase's first pixel of y, counted from where the filter's first tap lies
+    int ahead_h, ahead_w;  // the phase's first pixel of y, counted from the start of the elements that PAD cuts off
 
     __device__ __forceinline__ void begin(int2 origin) {
         const int above = origin.x / row, phase = origin.y / FILTERS;
@@ -64,7 +64,7 @@ struct PhaseOperands {
 
 // The coordinates of subtiles of y and of the residual.
 struct PhasePlace {
-    int row, box;  // positions along W, and those of a box, which divide 64
+    int row, box;  // positions along W; positions of a box, which divide 64
 
     template <class Move>
     __device__ __forceinline__ void each_box(int2 origin, Move move) const {

@@ -42,7 +42,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 def fitting(conv: Conv, device: Device) -> list[HopperConfig]:
     """Return the configs whose tiles each belong to one phase, and which fit into registers and shared memory.
 
-    For dynamic sizes these are only a few; one or more is fast at any size.
+    For dynamic sizes these are only a few; at least one of them is fast at any size.
     """
     return _few(usual(conv), device) if is_symbolic(conv.n, *conv.sizes) else _fitting(conv, device)
 
@@ -84,7 +84,7 @@ def why_not(conv: Conv, device: Device) -> str | None:
 
 
 def widened(conv: Conv) -> Conv:
-    """Return an equal convolution with one phase along the width, if each pixel of x gives whole pixels of y there.
+    """Return an equal convolution with one phase along the width, if each pixel of y reads one pixel of x there.
 
     Neighbouring pixels of y then count as one pixel with all of their filters, which are contiguous in memory; so do
     the taps of w.

@@ -33,7 +33,10 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
 
 
 def _of_programs(conv: Conv, device: Device) -> list[Implementation]:
-    """Return the implementations with a program in the epilogue, which the wgmma kernel does not support."""
+    """Return the implementations with a program, which is code of operators that joined the node, in the epilogue.
+
+    The wgmma kernel does not support programs.
+    """
     return depthwise.implementations(conv, device) or mma.implementations(conv, device)
 
 

@@ -35,7 +35,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 def configs(conv: Conv, device: Device) -> list[ConvConfig]:
     """Return a config per tile that fits the device without slices of k, and one with the fastest number of slices.
 
-    For dynamic sizes these are only a few; one or more is fast at any size.
+    For dynamic sizes these are only a few; at least one of them is fast at any size.
     """
     if is_symbolic(conv.n, *conv.sizes):
         found = mma.few_configs(tuple(equivalent(each) for each in usual(conv)), device)
@@ -128,7 +128,7 @@ def defines(conv: Conv, config: ConvConfig, device: Device) -> Defines:
     tile, equal, shuffled = config.tile, equivalent(conv), is_shuffled(conv)
     x_copy, w_copy = mma.copy_bytes(equal)
     filters, item = conv.m // conv.group, ITEM_BYTES[conv.dtype]
-    row = filters * conv.kernel[-1] if shuffled and not conv.program else filters  # no access may cross its end
+    row = filters * conv.kernel[-1] if shuffled and not conv.program else filters  # no access crosses a row's end
     vectors = min(x_copy, w_copy) == VECTOR_BYTES and device.arch >= MMA_ARCH
     return {
         **conv.epilogue_defines(), **geometry_defines(conv), "DIMS": len(conv.kernel),

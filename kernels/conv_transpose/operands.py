@@ -21,7 +21,7 @@ from onnxfuse.runtime.plan import Device, FusedNode, TensorSpec
 from onnxfuse.runtime.symint import expect_equal, maximum
 
 MAX_DIMS: Final = 3  # spatial axes
-MAX_STRIDE: Final = 64  # largest stride along the width of a depthwise one: pixels of y per thread
+MAX_STRIDE: Final = 64  # largest stride along the width, if depthwise: a thread computes as many pixels of y
 
 
 def unsupported(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:

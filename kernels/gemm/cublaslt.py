@@ -36,7 +36,7 @@ def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
     """Return the algorithms that cuBLASLt proposes for a Gemm of at least one element, its first choice first.
 
     If cuBLASLt lacks the epilogue, it stores a 16-bit product in fp32, so that the result is rounded once.  The list is
-    empty if the library is missing, the GPU is in another machine, or the product has a program.
+    empty if the library is missing, the GPU is in another machine, or further operators joined the epilogue.
     """
     if gemm.program or not (device.is_here and _is_available()):
         return []
@@ -64,8 +64,8 @@ def _is_available() -> bool:
 def _algorithms(matmul: Matmul, device: Device) -> list[run_plan.Algorithm]:
     """Return the algorithms that cuBLASLt proposes, best first.
 
-    If sizes are symbolic, it is a single algorithm without words: the native library calls cuBLASLt's heuristic once it
-    knows the sizes.
+    If sizes are symbolic, the list has one algorithm without a description (`words`): the native library calls
+    cuBLASLt's heuristic once it knows the sizes.
     """
     if is_symbolic(*(size for matrix in (matmul.x, matmul.w) for size in (matrix.rows, matrix.columns))):
         return [run_plan.Algorithm((), matmul.workspace_bytes)]

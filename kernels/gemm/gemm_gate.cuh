@@ -32,7 +32,7 @@ struct GateRows {
             }
     }
 
-    // Loads the factors of the step that begins at `from`; factors beyond k are zeros. WHOLE: the step ends before k.
+    // Loads the factors of the step that begins at `from`; factors beyond k are zeros. WHOLE: the step ends within k.
     template <bool WHOLE = false>
     __device__ __forceinline__ void load(unsigned (&to)[COUNT][4], int from) const {
         const int left = k - from - int(threadIdx.x) % 4 * EACH;  // elements of k from this thread's first one on

@@ -181,7 +181,7 @@ struct NoResults {
 template <class Operands, class InRing = NoResults>
 __device__ __forceinline__ void produce(Operands operands, u32 shared, const Barriers& barriers, const Tiles& tiles,
                                         int2 range, const InRing& results = {}) {
-    int ahead = 0;  // number of stages whose weights are already loading, but not yet x
+    int ahead = 0;  // number of stages whose weights are loading, while their x is not
     if (WEIGHTS_CONSTANT && tiles.first() < tiles.count()) {
         operands.begin(tiles.origin(tiles.first()));
         for (; ahead < min(STAGES, range.y - range.x); ++ahead) {
@@ -217,8 +217,8 @@ __device__ __forceinline__ void produce(Operands operands, u32 shared, const Bar
 // ---- the consumers ----------------------------------------------------------------------------------------------
 
 // Named barriers 1 to CONSUMERS join the threads of one consumer. With PINGPONG, the next two signal which consumer
-// may multiply. They are needed because a consumer has not waited for the other consumer's stages, and could not tell
-// the present phase of an mbarrier from the last but one.
+// may multiply. The mbarriers of the stages do not suffice for this: a consumer does not wait for the stages of the
+// other consumer, and so could not tell the present phase of an mbarrier from the last but one, of equal parity.
 __device__ __forceinline__ int turn(int consumer) { return 1 + CONSUMERS + consumer; }
 
 __device__ __forceinline__ u64 with_low(u64 descriptor, u32 low) { return (descriptor >> 32) << 32 | low; }

@@ -1,8 +1,8 @@
 // Tiles of y by wgmma and TMA on Hopper (sm_90a). Blocks are persistent: each takes every gridDim.x-th tile.
 // Threads load the epilogue's operands and store y.
 //
-// gemm_hopper.cuh has the producer and the multiplication. This variant is for fp32: if shared memory held
-// tiles of y, it would leave little to the ring. Four lanes store 32 bytes of a row, a whole sector of L2.
+// gemm_hopper.cuh has the producer and the multiplication. This variant is for fp32: tiles of y in shared memory would
+// leave little of it for the ring. Four lanes store 32 bytes of a row, a whole sector of L2.
 //
 // Macros: those of gemm_hopper.cuh.
 #pragma once
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int BARRIERS_AT = STAGES * STAGE_BYTES;
 constexpr int EIGHTS = TILE_N / 8;  // groups of eight columns per thread in an atom
-// The groups whose operands are loaded before the first one is finished, limited by registers.
+// The number of groups whose operands are loaded before the first group is finished, limited by registers.
 constexpr int FETCHED = CONSUMERS == 3 ? 2 : ATOMS * EIGHTS > 24 || EIGHTS % 8 ? 4 : 8;
 
 static_assert(SPLIT_K == 1 && PRODUCTS == 1 && !GATED);

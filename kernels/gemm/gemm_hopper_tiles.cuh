@@ -6,8 +6,9 @@
 //      if TILE_N is not a multiple of 64).
 //   2. After the multiplication it stores the column vectors in shared memory. Each thread reads the values for the
 //      columns of its accumulators from there.
-//   3. It applies the epilogue (epilogue.cuh, by fragment), reads the residual by ldmatrix and writes the result in its
-//      place by stmatrix. TMA stores the subtiles while the next tile is multiplied, without elements beyond y.
+//   3. It applies the epilogue, in the way "by fragment" of epilogue.cuh. It reads the residual by ldmatrix and writes
+//      the result in its place by stmatrix. TMA stores the subtiles, except elements outside y, while the next tile is
+//      multiplied.
 // With RESULTS_IN_RING, the producer loads the residual into the stage after the tile's last one; y replaces it there.
 // With STORE_BY_THREADS, step 3 ends with stores by threads, row by row in words, because rows of y are not aligned.
 //
@@ -86,7 +87,7 @@ struct Results {
     const T* bias[PRODUCTS];  // OPTIONAL_BIAS: may be null
 };
 
-// Called by a warp: stores a row of a subtile; y has `left` elements of it. `word` holds the lane's two elements,
+// Called by a warp: stores the first `left` elements of a subtile's row. `word` holds the lane's two elements,
 // and `before` the two elements of the previous lane, where lane 0 follows the last lane. Elements are stored in pairs
 // that begin at multiples of 4 bytes: if a row begins between such multiples, the first lane stores both of its ends.
 [[maybe_unused]] __device__ __forceinline__ void store_row(u32 word, u32 before, T* to, int left) {
@@ -118,7 +119,7 @@ struct Output {
     const Program& program;
     const TensorMap& residual;
     const char* results;    // the subtiles in shared memory, with TMA's swizzle
-    u32 subtiles;           // their 32-bit address
+    u32 subtiles;           // the 32-bit address of the subtiles
     u32 lane_offset;        // offset of this lane's row of an 8 x 8 matrix in a subtile
     const float2* vectors;  // the column vectors in shared memory
     u32 residual_full;      // mbarrier: the tile's residual has arrived
@@ -288,7 +289,7 @@ __device__ __forceinline__ void consume(const Place& place, const Results& resul
         origin.x += above;
         const int product = weights.find(origin.y);
         if (HAS_RESIDUAL && !RESULTS_IN_RING && thread == 0) {
-            if (!PINGPONG) hopper::barrier_wait(barriers.full(ring.at), ring.parity);  // the operands come first
+            if (!PINGPONG) hopper::barrier_wait(barriers.full(ring.at), ring.parity);  // operands before the residual
             output.fetch_residual(origin);
         }
         Vectors fetched;

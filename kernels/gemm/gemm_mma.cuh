@@ -39,8 +39,8 @@ constexpr bool TF32 = ITEM == 4;
 
 // ---- global memory -> shared memory ------------------------------------------------------------------------------
 
-// swizzled_offset; or with PAIRS, an offset with which four rows of two columns fall into different banks, as TF32
-// fragments of a k x n weight are read.
+// Returns swizzled_offset; or, with PAIRS, an offset with which two adjacent chunks of four rows fall into different
+// banks, because a warp reads TF32 fragments of a k x n weight from these.
 template <int ROW_BYTES, bool PAIRS>
 __device__ __forceinline__ int weight_offset(int row, int chunk) {
     if constexpr (PAIRS) return row * ROW_BYTES + ((chunk ^ (row & 3) << 1) << 4);
@@ -222,7 +222,7 @@ struct MmaSums {
     }
 };
 
-// The main loop: multiplies the tiles of k from `first` on until `last`. Each thread's last barrier comes before its
+// The main loop: multiplies the tiles of k from `first` to before `last`. Each thread's last barrier comes before its
 // last multiplications. Operands has
 //   Stage                  the elements that a thread holds while a stage is copied
 //   begin(stage, to, k)    starts the copies of the stage that begins at k, to the address `to` in shared memory

@@ -29,7 +29,7 @@ struct Matrix {
         u32 pairs[PAIRS][2];
         if (!constant) wait_for_predecessor();
 #pragma unroll
-        for (int i = 0; i < 2 * PAIRS; ++i) {  // beyond the row's end, the last element again: a conditional load waits
+        for (int i = 0; i < 2 * PAIRS; ++i) {  // beyond the end, the last element: a conditional load would wait
             const u32 column = first + i / 2 * 64 + i % 2;
             pairs[i / 2][i % 2] = load_cached<1>(source + min(column, u32(columns) - 1)).words[0];
         }

@@ -33,7 +33,7 @@ constexpr int THREADS = 32 * WARPS_N * WARPS_K;
 constexpr int SUMS = TRANSPOSED ? LOADS : VECTOR;  // sums per thread and row of x
 using Sums = float[WEIGHTS][ROWS][SUMS];
 
-// Loads COUNT elements, or returns zeros unless `inside`. In that case it loads from `instead` and ignores the result,
+// Returns COUNT elements if they are `inside`, else zeros. For these it loads from `instead` and ignores the result,
 // because a conditional load would wait for the previous one. KEEP: other threads read the same elements.
 template <int COUNT, bool KEEP>
 __device__ __forceinline__ Pack<T, COUNT> load_or_zero(bool inside, const T* from, const T* instead) {
@@ -50,7 +50,7 @@ struct Operands {
     const T *x, *w[WEIGHTS], *first[WEIGHTS];
     int rows, columns;
 
-    // For rows beyond the last, it loads the last row: their sums are not stored.
+    // Rows beyond the last one get the elements of the last row: their sums are not stored.
     template <int COUNT>
     __device__ __forceinline__ Pack<T, COUNT> load_x(int row, int k, bool inside) const {
         return load_or_zero<COUNT, true>(inside, x + i64(ROWS == 1 ? 0 : min(row, rows - 1)) * K + k, x);

@@ -26,12 +26,14 @@ GROUP_ROWS: Final = 2048  # rows of y that are computed before the next columns
 CLUSTER_CYCLES: Final = 2700  # extra time if blocks of a cluster share a tile: they start late and wait for each other
 TURN_CYCLES: Final = 25  # extra time per step if one consumer multiplies at a time: steps do not overlap
 SHARED_TILE_CYCLES: Final = 300  # extra time per tile whose consumers begin and end together
-PROGRAM_REGISTERS: Final = 64  # per thread, beside accumulators and a program's operands; with fewer, registers spill
+# Registers per thread, beside accumulators and operands of a program, which is code of operators that joined the
+# epilogue; with fewer, registers spill.
+PROGRAM_REGISTERS: Final = 64
 ROW_REGISTERS: Final = 2  # per thread, for a 2-byte operand with one number per row
 MAX_ACCUMULATORS_OF_THREADS: Final = 128  # maximum accumulators per thread that loads fp32 operands of the epilogue
 GATE_STEP_CYCLES: Final = 80.0  # extra time per stage of k for a gate
 RESERVED_BYTES: Final = 1024  # bytes of shared memory that the runtime reserves per block
-HALF_SHARE: Final = 0.85  # rate of a block's products beside another block on the multiprocessor, relative to alone
+HALF_SHARE: Final = 0.85  # part of a multiprocessor that a block takes for its products while another runs beside it
 START_CYCLES: Final = 2000.0  # from a block's start on a multiprocessor to its first products
 L2_BYTES: Final = 3950  # bytes per cycle that all multiprocessors together read from L2
 ALONE_SHARE: Final = 0.15  # weight of a product's latency in its cost for a shared GPU
@@ -135,7 +137,8 @@ def cycles(gemm: Gemm, config: HopperConfig, device: Device, row_cycles: float =
     to 262144 and k from 64 to 8192. The config with the lowest estimate takes 1.0 % longer than the fastest in the
     geometric mean, and 9 % at most; for twelve others in TF32, 1.1 %. CLUSTER_CYCLES is from 112 products and
     convolutions of convolutional networks, with m from 196 to 25088. GATE_STEP_CYCLES is from nine configs at each of
-    13 products with m from 1568 to 25088 and n from 40 to 896, with 0.9 % and 5 %.
+    13 products with m from 1568 to 25088 and n from 40 to 896; there the config with the lowest estimate takes 0.9 %
+    longer than the fastest in the geometric mean, and 5 % at most.
     """
     mainloop, epilogue = _tile_cycles(gemm, config, row_cycles)
     if config.split_k > 1:  # blocks exchange their sums, and large clusters start late
@@ -177,8 +180,9 @@ def _tile_cycles(gemm: Gemm, config: HopperConfig, row_cycles: float) -> tuple[f
 def shared_cycles(gemm: Gemm, config: HopperConfig, device: Device) -> float:
     """Estimate a product's share of a GPU that other runs use too, in clock cycles of the whole GPU.
 
-    It is the time for which its blocks occupy multiprocessors, plus the time of its reads from L2, which runs share.
-    A part of the product's own latency is added, so that configs with very few blocks are not chosen.
+    The share is the time for which the product's blocks occupy multiprocessors, plus the time of its reads from L2,
+    which all runs use.  A part of the product's own latency is added, so that configs with very few blocks are not
+    chosen.
     """
     tiles, alone = tile_count(gemm, config), cycles(gemm, config, device)
     if config.split_k > 1:

@@ -19,7 +19,7 @@ from onnxfuse.kernels.tensors import required_spec
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans
 
-MAX_GROUPED: Final = 4  # maximum of the MAX_IMPLEMENTATIONS that compute all products in one launch
+MAX_GROUPED: Final = 4  # of MAX_IMPLEMENTATIONS, the maximum number that compute all products in one launch
 SUFFIXES: Final = ("", "_2", "_3")  # suffixes of the operands and attributes of the first, second and third product
 
 
@@ -52,7 +52,7 @@ def product_nodes(node: FusedNode) -> list[FusedNode]:
 
 
 def _in_one_launch(gemms: Sequence[Gemm], device: Device) -> list[Implementation]:
-    """Return implementations that compute all products in one launch, whose last tiles leave the GPU idle only once."""
+    """Return implementations that compute all products in one launch, so that the GPU drains once, not per product."""
     gemm = group(gemms)
     if not gemm:
         return []

@@ -62,7 +62,7 @@ def _behind_a_gate(gemm: Gemm, device: Device) -> list[Implementation]:
     """Return the implementations of a product whose x is multiplied by a gate first.
 
     With few columns, memory is the limit, and mma.sync comes closer to it, as more of its tiles are resident. Times on
-    an H200 in us by mma.sync, by wgmma, and as a channel_scale and the product: 100352x24x144 17.2, 18.6 and 27.7;
+    an H200 in us by mma.sync, by wgmma, and as two nodes, channel_scale and product: 100352x24x144 17.2, 18.6 and 27.7;
     25088x40x240 9.8, 8.1 and 13.6.
     """
     few = gemm.n <= FEW_COLUMNS_OF_GATES
@@ -76,8 +76,8 @@ def _behind_a_gate(gemm: Gemm, device: Device) -> list[Implementation]:
 def _is_copied(gemm: Gemm, wgmma: Implementation) -> bool:
     """Return whether wgmma needs a copy of the operands first, without which other kernels load single elements.
 
-    16x4095x4095 takes 109 us without the copy, and 34 with it.  For a single step of k, it is
-    slower: 32x240x10 takes 2.15 us without and 2.99 with it.
+    16x4095x4095 takes 109 us without the copy, and 34 with it.  For a single step of k, the copy does not pay:
+    32x240x10 takes 2.15 us without it, and 2.99 with it.
     """
     return len(wgmma.steps) > 1 and gemm.k >= hopper.TILE_K
 
@@ -103,7 +103,7 @@ def _is_split(wgmma: Implementation) -> bool:
 def _has_empty_tiles(gemm: Gemm) -> bool:
     """Return whether many rows have so few columns that cuBLASLt is expected to be faster than wgmma.
 
-    False for a symbolic number of rows: then the library's plans are guarded like other later plans.
+    The result is False for a symbolic number of rows: then cuBLASLt's plans are guarded like other later plans.
     """
     few = gemm.n <= FEW_COLUMNS or (gemm.k <= SHORT_K and gemm.n <= COLUMNS_OF_SHORT_K)
     return few and not is_symbolic(gemm.m) and gemm.m >= MANY_ROWS

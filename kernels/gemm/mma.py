@@ -122,7 +122,7 @@ def gate_cost(gemm: Gemm, config: MmaConfig, device: Device) -> float:
 
 
 def implementation(gemm: Gemm, config: MmaConfig, device: Device, copied: bool = False) -> Implementation:
-    """Return one launch with `config`, or with more threads if needed; `copied`: a launch first copies x and w."""
+    """Return the launch with `config`, or with more threads if needed; if `copied`, after one that copies x and w."""
     gemm, copies = padded(gemm, residual=False) if copied else (gemm, [])
     config = _with_enough_threads(gemm, config, copied)
     kernel = Kernel("gemm_mma", "gemm_mma", _defines(gemm, config, copied))

@@ -178,12 +178,12 @@ def _joined_by_lanes(
 
 
 def padded(writer: ValueWriter, operation: Operation, inner: Place) -> Reference:
-    """Write the value of a Pad with a constant: the input's element at `inner`, or the constant if that is outside."""
+    """Write the value of a Pad with a constant: the input's element at `inner`, or the constant outside the input."""
     x, limits = operation.inputs[0], list[tuple[int, str, Size]]()
     value = literal(operation.attributes.get("value", 0), writer.program.dtypes[x])
     for axis, (index, dim) in enumerate(zip(inner, writer.shapes.of[x], strict=True)):
         if index.is_below(0) or index.is_below(dim) is False:
-            return Reference(value)  # a Slice takes padding alone
+            return Reference(value)  # a Slice leaves nothing but padding
         low_high = index.range
         if not (low_high and is_nonnegative(low_high[0])):
             limits.append((axis, ">=", 0))

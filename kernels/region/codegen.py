@@ -1,4 +1,7 @@
-"""Writes the code of a kernel: each value of the program, at the place where it is first needed."""
+"""Writes the code of a kernel: each value of the region's program, at the line where it is first needed.
+
+A place is the position of an element in a tensor: an index along each axis, as an expression in loop variables.
+"""
 
 from __future__ import annotations
 
@@ -51,18 +54,18 @@ class Writer:
     depth: int = 1
     names: dict[str, int] = field(default_factory=dict)  # number of uses per name or prefix
     conditions: int = 0  # number of open branches
-    masks: list[str] = field(default_factory=list)  # bool arrays: lanes that need the code; the last one counts
+    masks: list[str] = field(default_factory=list)  # open masks: bool arrays, true for lanes that need the code
     scopes: list[dict[Any, Reference]] = field(default_factory=lambda: [{}])
     kept: dict[Any, None] = field(default_factory=dict)  # all keys that any scope has had
     masked_scopes: list[int] = field(default_factory=list)  # indices of the scopes that masks opened
     found: list[tuple[Instance, bool]] = field(default_factory=list)  # reductions written as loops of one thread
-    stored_read: list[tuple[Key, Index]] = field(default_factory=list)  # stored reductions that were read; where
+    stored_read: list[tuple[Key, Index]] = field(default_factory=list)  # stored reductions that were read, and where
     accesses: list[tuple[str, Index]] = field(default_factory=list)
-    vectors: list[tuple[str, Place]] = field(default_factory=list)  # operands read as whole vectors; where
+    vectors: list[tuple[str, Place]] = field(default_factory=list)  # operands read as whole vectors, at which place
     bounds: list[tuple[Index, Size]] = field(default_factory=list)  # comparisons of an index with a size, in branches
     instructions: int = 0  # estimated instructions of the operators written
     shared_bytes: int = 0  # bytes of shared memory that the block uses
-    row_bytes: int = 0  # bytes of memory that keep a row
+    row_bytes: int = 0  # bytes of shared memory that keep operands of a row
     within: Within | None = None  # a bound on an index that holds at the next line
     dependencies: dict[tuple[str, Place], frozenset[str]] = field(default_factory=dict)  # by value: its variables
 
@@ -258,7 +261,7 @@ class Writer:
         return self.declare(kind, text, True, name=self.name_of(name))
 
     def _load_step(self, name: str, address: Index, step: int) -> Reference:
-        """Load the first lane's element, and the last lane's for all lanes from the next multiple of `step` on."""
+        """Load the first lane's element for lanes below the next multiple of `step`, the last lane's for the rest."""
         kind, lanes = NUMBER[self.program.dtypes[name]], self.lanes
         variable = next(each for each in address.atoms() if each.kind == "variable" and each.name == lanes.variable)
         own = variable_index(lanes.variable, variable.extent)
@@ -288,7 +291,7 @@ class Writer:
         if operation.name in OF_ANGLES and NUMBER[dtypes[0]] == "float":
             given = [self._angle(given[0])]
         lanes = [each.lane for each in given]
-        if masked and operation.name in ("Div", "Mod") and target not in FLOATS:  # such lanes may divide by 0
+        if masked and operation.name in ("Div", "Mod") and target not in FLOATS:  # masked lanes may divide by 0
             lanes[1] = f"({self.masks[-1]}[j] ? {lanes[1]} : 1)"
         text = self.rounded(name, expression(operation, lanes, dtypes, target, nearest))
         varies = any(each.varies for each in given) or masked
@@ -328,7 +331,7 @@ class Writer:
         if chosen is None:
             text = f"gathered<{kind}>({reference.lane}, {self.arguments.size(dim)})"
             chosen = self.keep(key, self.declare(kind, text, reference.varies, masked=reference.masked))
-        own = self.lanes.variables  # the lanes differ in a variable of the code, or share one number
+        own = self.lanes.variables  # an index with a value per lane varies with these; one shared by all lanes does not
         variables = variables | own if chosen.varies else variables - own
         atom = Atom("value", dim, chosen.text, varies=tuple(sorted(variables)))
         return self.value(x, (*place[:axis], Index(0, ((atom, 1),)), *place[end:]))
@@ -362,7 +365,7 @@ class Writer:
         return self.declare(NUMBER[target], text, varies, masked, self.name_of(name), operation.name)
 
     def _stored(self, instance: Instance) -> Reference:
-        """Read the accumulator of a reduction that an earlier launch computed, and merge its shares."""
+        """Read the accumulator of a reduction of an earlier launch: merge the shares that several blocks stored."""
         each = self.stored[instance.key]
         address, kind = flat(place_in(instance), each.shape), instance.accumulator(self.program)
         self.stored_read.append((instance.key, address))

@@ -31,7 +31,8 @@ BYTE_COST: Final = 7  # instructions that an H200 issues (30 T/s) while it moves
 LINE_BYTES: Final = 128
 SECTOR_BYTES: Final = 32
 WHOLE_SECTOR_LINES: Final = 0.5  # lines that the L1 cache could read while a whole sector is stored
-PART_SECTOR_LINES: Final = 1.5  # the same for a part of a sector: an MAE's patches take 21.5 us so, 13.7 in whole ones
+# The same while a part of a sector is stored: an MAE's patches take 21.5 us in parts of sectors, 13.7 us in whole ones.
+PART_SECTOR_LINES: Final = 1.5
 EXCHANGED: Final = 3  # accesses per vector that threads exchange: to shared memory, from there, and to the output
 WARP: Final = 32
 
@@ -106,7 +107,7 @@ def _stored_lines(
 def _touched(
     address: Index, variables: tuple[Variable, ...], lanes: Lanes, access_bytes: int, item_bytes: int, unit: int
 ) -> Mapping[int, int]:
-    """Return the bytes that one access of a warp touches in each unit of memory, for a warp amid the elements."""
+    """Return the bytes that one access of a warp touches in each unit of memory; the warp is the middle one of all."""
     step = 1 if lanes.scattered else lanes.width
     first = math.prod(typical(each.extent) for each in variables) // step // 2 // WARP * WARP
     found = dict[int, int]()

@@ -64,7 +64,7 @@ def dominant_part(nest: Nest, program: Program, shapes: Shapes) -> DominantPart 
 
 
 def _is_readable(nest: Nest, found: DominantPart, program: Program, shapes: Shapes) -> bool:
-    """Return whether the part's loads are in bounds for all elements, and it has no further choice among parts."""
+    """Return whether the part's loads are in bounds for all elements, and its values depend on no further branch."""
     writer = draft(program, shapes, {})
     writer.within = found.within
     for name in nest.outputs:

@@ -179,7 +179,7 @@ class ElementsText:
         self._put_by_block({name: Reference(array) for name, array in found.items()})
 
     def _put_by_block(self, values: Mapping[str, Reference]) -> None:
-        """Write stores of a block's contiguous results, for which neighbouring threads exchange theirs."""
+        """Write the exchange of a block's contiguous results among its threads, and their stores in adjacent chunks."""
         writer, threads, count = self.writer, self.tiling.threads, self.tiling.width * self.tiling.repeats
         for number, (i, name) in enumerate((i, n) for i, n in enumerate(writer.program.outputs) if n in values):
             dtype = writer.program.dtypes[name]

@@ -36,8 +36,8 @@ class NestText:
     ) -> None:
         """Take the nest, its tiling, and the writer that gets the lines.
 
-        `release` is code that lets the next kernel start before the stores; `leaving`: whether outputs leave L2 first.
-        `own` are the reductions that the nest stores.
+        `release` and `leaving` are C++ conditions: whether the next kernel may start before the stores, and whether
+        the L2 cache evicts outputs first.  `own` are the reductions that the nest stores.
         """
         self.nest, self.tiling, self.writer, self.own = nest, tiling, writer, own
         self.release, self.leaving = release, leaving
@@ -48,7 +48,7 @@ class NestText:
         self.held: dict[str, dict[tuple[str, Place], str]] = {}  # by list: vectors in registers, and their names
         self.kept = RowCacheText(nest, tiling, writer, self._enter)
         self.batched: dict[int, list[tuple[str, Place]]] = {}  # by index of a loop: vectors that are loaded in batches
-        self.ahead: list[tuple[str, Place]] = []  # vectors that the loop that stores a tile reads
+        self.ahead: list[tuple[str, Place]] = []  # vectors that are read in the loop that stores a tile
         self.number = 0  # index of the next loop
         self.instructions = 0  # estimate for all loops, not unrolled
 
@@ -146,7 +146,7 @@ class NestText:
         return self.tiling.lanes if isinstance(self.tiling, Rows) and self.tiling.lanes else self.tiling.threads
 
     def _held_width(self, name: str) -> int:
-        """Return the elements per vector of a list that registers hold."""
+        """Return the number of elements per vector of a list, if registers or shared memory hold its vectors."""
         if name in self.shifted:
             return self.shifted[name].width
         return self.tiling.width if isinstance(self.tiling, Columns) else self._width_along(name)
@@ -185,7 +185,7 @@ class NestText:
         return found
 
     def _head(self, name: str) -> tuple[str, str]:
-        """Write the numbers of elements before shifted vectors and of vectors; return both variables' names."""
+        """Write two variables: the numbers of elements before shifted vectors, and of vectors.  Return their names."""
         writer, lanes = self.writer, self.shifted[name]
         assert lanes.rest is not None
         head, count = writer.new_name("head"), writer.new_name("count")
@@ -279,13 +279,13 @@ class NestText:
             self.writer.keep(key, Reference(f"{text}[k]", varies=True))
 
     def _most_rounds(self) -> int:
-        """Return the maximum rounds per batch; the code contains a batch twice, and its loads apart."""
+        """Return the maximum rounds per batch; the 3 counts the two copies of a batch in the code, and their loads."""
         return MAX_INSTRUCTIONS // (3 * max(1, self.instructions))
 
     def _batches(self, name: str, start: str, step: str, head: str, count: str) -> Iterator[None]:
-        """Write a loop over batches of rounds, which load all vectors first, and a loop over the other rounds.
+        """Write a loop over whole batches of rounds, and a last batch in which each thread skips rounds after its end.
 
-        In the last batch, not all threads have all rounds.
+        A batch first loads the vectors of all its rounds.
         """
         writer, width, before = self.writer, self._held_width(name), self.writer.lanes
         keys, at = self.batched[self.number], writer.new_name("at")

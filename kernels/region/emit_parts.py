@@ -36,7 +36,7 @@ class PartsText:
         return self.writer.arguments.size(self.vectors(self.nest.count(name), width))
 
     def split(self, name: str, variables: Sequence[Variable], width: int) -> None:
-        """Write variables as parts of the number `name`, which counts vectors of `width` along the last variable."""
+        """Write variables as parts of the flat index `name`; it counts vectors of `width` along the last variable."""
         writer, left = self.writer, f"{name}[j]" if self.writer.lanes.scattered else name
         first, *others = variables
         for variable in reversed(others):

@@ -20,10 +20,10 @@ Vector: TypeAlias = tuple[str, Place]  # an operand, and the place of the vector
 
 
 class RowCacheText:
-    """Writes the copies and reads of a row's vectors.  A thread only reads vectors that it copied: without barriers."""
+    """Writes the copies and reads of a row's vectors.  A thread reads what it copied itself, so it needs no barrier."""
 
     def __init__(self, nest: Nest, tiling: Tiling, writer: Writer, enter: Callable[[str, str, str], None]) -> None:
-        """Take the nest, its tiling and the writer; `enter` writes the variables of a list at a vector after a head."""
+        """Take the nest, its tiling and the writer; `enter` writes a list's variables at a vector after a head."""
         self.nest, self.tiling, self.writer, self.enter = nest, tiling, writer, enter
         self.memory = tiling.memory if isinstance(tiling, Rows) else 0
         self.vectors: dict[str, dict[Vector, str]] = {}  # by list: its vectors, and the names of their arrays

@@ -41,7 +41,7 @@ def layout(sides: tuple[int, int], width: int, store_width: int) -> tuple[int, i
     """Return the pitch of a tile's rows in words, and the skews: padding after every 32 rows or columns.
 
     A row lies along the last variable.  Threads of a warp write one vector of a column each, and read one vector of a
-    row each; the layout has the fewest bank conflicts in both.
+    row each; the layout has the fewest bank conflicts in the write and the read together.
     """
     rows, columns = sides
 
@@ -105,7 +105,7 @@ class TileText:
 
     @contextmanager
     def stored(self) -> Iterator[None]:
-        """Write the loop that stores a tile by vectors along the last variable; it knows the staged values."""
+        """Write the loop that stores a tile by vectors along the last variable; staged values are known inside it."""
         writer, width = self.writer, self.tiling.store_width
         with self._loop(self.last, self.across, width, *reversed(self.tiling.sides)):
             for key, name in self.ahead.items():

@@ -51,8 +51,8 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
         return [Plan(outputs, ())]
     largest = maximum(*(sizes.value(count) for count in dict.fromkeys(map(product, shapes.of.values()))))
     region = Region(program, shapes, aligned, device, is_wide=not largest < WORD - MAX_BEYOND)
-    # Tensors with more than 2^31 elements are rare: their template gets only the variants that are necessary, none for
-    # speed.
+    # Tensors with more than 2^31 elements are rare.  A template, which holds the plans of a node for all sizes, gets
+    # only the plans that are necessary for such tensors, and none for speed.
     with without_soft_guards(*([largest] if region.is_wide else [])):
         return [plan_of(region, stages_of(region, list(groups.values())), inputs, outputs)]
 

@@ -26,7 +26,7 @@ class Lanes:
     variable: str = ""
     width: int = 1
     scattered: frozenset[str] = frozenset()
-    rest: Index | None = None  # the address at variable 0: `rest` plus lane 0's variable is a multiple of the width
+    rest: Index | None = None  # the address at variable 0; `rest` plus lane 0's variable divides by the width
     linear: Index | None = None  # the flat index of an element: `at[j]` in the code, or `at` times the width
 
     @property
@@ -64,7 +64,7 @@ class Lanes:
         return step if step >= self.width and all(each % step == 0 for each in divisors or ()) else 0
 
     def _divisors(self, index: Index) -> list[int] | None:
-        """Return the divisors of the lanes' variable in an index; None if the index also depends on it otherwise."""
+        """Return the divisors of the lanes' variable in an index; None if not all its uses there are quotients."""
         found = list[int]()
         for atom, _ in index.terms:
             if self.variable not in (atom.of.variables() if atom.of else {atom.name, *atom.varies}):

@@ -22,7 +22,7 @@ from onnxfuse.region_operators import REDUCTIONS
 from onnxfuse.runtime.symint import estimate
 
 Keys: TypeAlias = tuple[Key, ...]  # keys of the reductions that one nest stores
-MIN_STORED_ELEMENTS: Final = 32  # per reduction that no row shares: below this, each reading thread loops over them
+MIN_STORED_ELEMENTS: Final = 32  # of a reduction in `Nest.inner`: over fewer, each thread that reads it loops
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def stages_of(region: Region, groups: Sequence[Sequence[str]]) -> Stages:
 
 
 def _grouped(program: Program, shapes: Shapes, groups: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Merge groups of outputs into one nest each if they have equally many elements and then read operands once."""
+    """Merge groups of outputs with equally many elements, if one nest for both reads fewer bytes than two nests."""
     found, left = list[list[str]](), [list(each) for each in groups]
     while left:
         own = left.pop(0)
@@ -125,7 +125,8 @@ def _joined(region: Region, rows: Nest, other: Nest, stored: StoredByKey) -> Nes
 def _shape_of_rows(region: Region, rows: Nest, other: Nest) -> Shape | None:
     """Return a shape in the axes of `other` whose elements are those that `rows` computes, in the same order; or None.
 
-    It is None unless `rows` only reduces values over some of these axes, and the values have the same size along each.
+    The result is None unless `rows` only reduces values over some axes of `other`, and these values have the same sizes
+    as `other`.
     """
     instances = [each for level in rows.levels for each in level]
     if not instances or rows.inner or rows.row_outputs or rows.lists[ELEMENTS]:
@@ -151,7 +152,7 @@ def _stored_nest(region: Region, keys: Keys, found: StoredByKey) -> Nest:
 
 
 def _with_common_rows(region: Region, own: Mapping[Keys, Nest], found: StoredByKey) -> dict[Keys, Nest]:
-    """Return nests; one that reduces rows is merged into one that stores the reductions of the same rows that it reads.
+    """Merge each nest into the nest that stores the reductions that it reads, if both reduce the same rows.
 
     One launch then computes all these reductions, and reads each row once.
     """
@@ -225,8 +226,9 @@ def _in_order(region: Region, nests: Sequence[Nest], own: Mapping[Keys, Nest], f
 def _is_merged(keys: Keys, own: Mapping[Keys, Nest], nests: Sequence[Nest]) -> bool:
     """Return whether a separate launch merges the shares of a reduction before other launches read it.
 
-    It does not if the reduction has a single place: each reading block merges its shares.  Nor if all readers compute
-    one element per place: each thread merges the shares of its place.
+    Shares are the partial results of several blocks.  No launch merges them if the reduction has a single place: each
+    block that reads it merges its shares.  Neither does one if all readers compute one element per place: each thread
+    merges the shares of its place.
     """
     places = own[keys].count(ROWS)
     readers = [nest for nest in (*nests, *own.values()) if nest.reads & set(keys)]

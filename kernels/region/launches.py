@@ -114,7 +114,7 @@ def _body(
     stored: Mapping[Key, Stored],
     given: tuple[str, str],
 ) -> tuple[str, int]:
-    """Return the code of all works, of which each block runs one, and the bytes of dynamic shared memory."""
+    """Return the code, in which each block runs one of the works, and the bytes of dynamic shared memory."""
     lines, before, begin, shared, row_bytes = list[str](), 0, "", 0, 0
     for i, work in enumerate(works):
         end = before + blocks[i]

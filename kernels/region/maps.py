@@ -16,7 +16,7 @@ from onnxfuse.kernels.region.sizes import Sizes
 def source(operation: Operation, output: str, place: Place, shapes: Shapes) -> Place:
     """Return the place in an operation's only input that the element at `place` of its output reads.
 
-    It takes all operators that only move elements, except Concat and gathers.  For a Pad with a constant, the result
+    The operation may be any that only moves elements, except Concat and gathers.  For a Pad with a constant, the result
     may lie outside the input.
     """
     given, name = [shapes.of[each] for each in operation.inputs], operation.name
@@ -64,7 +64,10 @@ def _padded(operation: Operation, place: Place, given: Sequence[Shape], sizes: S
 
 
 def is_inside(place: Place, shape: Shape) -> bool:
-    """Return whether index ranges prove that a place is in a tensor, which may be empty if it is gathered from."""
+    """Return whether index ranges prove that a place is in a tensor.
+
+    They cannot prove it if an axis of the tensor that a gathered index points into may be empty.
+    """
     limits = [index.range for index in place]
     known = all(each is not None and is_nonnegative(each[0]) for each in limits)
     gathered = (atom.extent for index in place for atom in index.atoms() if atom.kind == "value")

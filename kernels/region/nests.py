@@ -1,7 +1,7 @@
 """Loop nests over the elements of a region's outputs, with the variables that are later divided among threads.
 
-A nest computes outputs of one shape.  Its variables are first the axes of these outputs.  If all
-elements along some axes read the same results of reductions, these axes are the elements of a row, and the nest's other
+A nest computes outputs of one shape.  Its variables are at first the axes of these outputs.  If all elements along some
+axes read the same results of reductions, they are a row: these axes count the elements of a row, and the nest's other
 axes count the rows.  Variables are then split and merged until, where possible, the addresses that are read are sums
 of multiples of variables.
 """
@@ -50,12 +50,12 @@ class Nest:
     shape: Shape
     lists: Mapping[str, tuple[Variable, ...]]
     places: Mapping[str, Index]
-    levels: tuple[tuple[Instance, ...], ...] = ()  # reductions that rows share; each reads reductions of earlier levels
+    levels: tuple[tuple[Instance, ...], ...] = ()  # reductions of whole rows; each may read earlier levels
     accesses: tuple[tuple[str, Index], ...] = ()  # operands that are read, with their addresses; "" means the outputs
     bounds: tuple[tuple[Index, Size], ...] = ()  # indices, each with a size that it is compared with
     row_outputs: Mapping[str, Shape] = field(default_factory=dict)  # outputs with one element per row
     stores: tuple[Instance, ...] = ()  # reductions whose accumulators the nest stores, one per place
-    inner: tuple[Instance, ...] = ()  # reductions that no row shares: each thread computes them alone
+    inner: tuple[Instance, ...] = ()  # other reductions: each thread computes its own alone
     stored_read: tuple[tuple[Key, Index], ...] = ()  # reductions of earlier launches, and the indices read
     instructions: int = 0  # estimate per element
 
@@ -159,7 +159,7 @@ def _made(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> 
 
 
 def _with_levels(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
-    """Add the reductions that rows share: they are outside branches, and their places depend on the outputs' axes."""
+    """Add the reductions of whole rows: those outside branches whose places depend on the outputs' axes alone."""
     writer = draft(program, shapes, stored)
     for name in (*nest.outputs, *nest.row_outputs):
         writer.value(name, nest.place_of(name, shapes))
@@ -313,7 +313,7 @@ def _with_merged(nest: Nest, high: Variable, low: Variable) -> Nest:
 
 
 def _with_variables(nest: Nest, old: tuple[Variable, ...], new: tuple[Variable, ...], by: Mapping[str, Index]) -> Nest:
-    """Replace adjacent variables `old` of a list by `new`; `by` has the old ones as indices of the new ones."""
+    """Replace adjacent variables `old` of a list by `new`; `by` expresses each old variable in the new ones."""
     lists = {}
     for name, variables in nest.lists.items():
         found: list[Variable] = []

@@ -32,7 +32,7 @@ MATH: Final = {  # functions of the C library; their float variants have the suf
     "Floor": "floor", "Ceil": "ceil", "Round": "rint",
 }  # fmt: skip
 OF_ANGLES: Final = {"Sin": "sine", "Cos": "cosine"}  # for float, both use the same reduction of the angle
-QUOTIENTS: Final = {  # for floats, if the last bit does not matter
+QUOTIENTS: Final = {  # for floats, within 2 units in the last place; with the prefix nearest_, rounded correctly
     "Div": "quotient({}, {})", "Reciprocal": "quotient({one}, {})", "Sqrt": "root({})",
     "Softsign": "quotient({0}, {one} + magnitude({0}))",
 }  # fmt: skip

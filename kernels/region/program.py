@@ -54,7 +54,7 @@ class Program:
 
     @functools.cached_property
     def read_by_steps(self) -> frozenset[str]:
-        """The values on which discontinuous operators depend, for whose results the last bit may matter."""
+        """The values on which results of discontinuous operators depend: the last bit of these values may matter."""
         found: set[str] = set()
         for each in reversed(self.operations):
             is_cut = each.name == "Cast" and self.dtypes[each.outputs[0]] not in FLOATS

@@ -103,7 +103,7 @@ def term(instance: Instance, value: str) -> str:
 
 
 def finished(operation: Operation, accumulator: str, own: str, count: str, number: str, nearest: bool) -> str:
-    """Return an operator's result from an accumulator; `own` is Softmax's element.  `nearest` is as in operators.py."""
+    """Return an operator's result from an accumulator; `own` is Softmax's element, `nearest` as in `expression`."""
     name, total = operation.name, f"{accumulator}.total"
     if name == "ReduceMean":
         is_float = number in ("float", "double")

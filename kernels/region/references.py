@@ -90,7 +90,7 @@ class ValueWriter(Protocol):
         """Return an unused name for a variable that holds a value or an operand's element."""
 
     def address(self, pointer: str, index: Index, in_lane: bool = False) -> str:
-        """Return the address of the element at an index from a pointer on."""
+        """Return the address of an element, whose index counts from a pointer."""
 
     def declared(self, name: str, varies: bool) -> Reference:
         """Declare a variable for a value without an initializer."""

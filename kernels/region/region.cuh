@@ -63,7 +63,8 @@ __device__ __forceinline__ void put_packed(T* to, const Pack<T, N>& packed) {
     copy_elements<u32, N * int(sizeof(T)) / 4>(aligned.words, reinterpret_cast<u32*>(to));
 }
 
-// Closes a group of copies to shared memory: those started since the last call are later waited for together.
+// Closes a group of asynchronous copies to shared memory: those started since the last call, which are waited for
+// together.
 __device__ __forceinline__ void commit_copies() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -213,7 +214,7 @@ __device__ __forceinline__ float nearest_quotient(float a, float b) {
 }
 __device__ __forceinline__ double nearest_quotient(double a, double b) { return a / b; }
 
-// The same for a divisor whose reciprocal is known; both must be far from the overflow and underflow of float.
+// The nearest quotient by a number whose reciprocal is known; number and reciprocal must neither over- nor underflow.
 __device__ __forceinline__ float divided(float a, float by, float inverse) {
     const float q = a * inverse, better = fmaf(fmaf(-by, q, a), inverse, q);
     return fabsf(q) < LARGEST ? better : q;
@@ -254,7 +255,7 @@ struct Angle {
 };
 
 // Reduces an angle above 71476 by a multiplication with 2 / pi in 64 bits (Payne and Hanek). It is not inlined, because
-// few angles need it and each lane would repeat its 60 instructions. Kernels with wgmma inline it: they must not call.
+// few angles need it and each lane would repeat its 60 instructions. Kernels with wgmma must inline all functions.
 #ifdef HAS_PROGRAM
 __device__ __forceinline__
 #else
@@ -350,7 +351,8 @@ __device__ __forceinline__ T power_of_integer(T base, double exponent) { return 
 template <class T>
 __device__ __forceinline__ T selu(T x, T alpha, T gamma) { return gamma * (x > T(0) ? x : alpha * T(expm1(x))); }
 
-// The index of Gather, from -size to size - 1, as one >= 0; others are an error in the model, and are clamped.
+// Returns an index of Gather, from -size to size - 1, as an index >= 0. Other indices, which are errors in the model,
+// are clamped.
 template <class T>
 __device__ __forceinline__ T gathered(T at, T size) {
     if (at < 0) at += size;
@@ -429,7 +431,7 @@ struct Min {
 };
 
 // The maximum of numbers and the sum of exp(x - maximum), in one pass with one exponential per number. `top` is finite
-// even if all are -inf, and the sum is NaN if one of them is inf or NaN.
+// even if all numbers are -inf, and the sum is NaN if a number is inf or NaN.
 template <class T>
 struct Online {
     T top = T(-LARGEST), sum = T(0);
@@ -502,7 +504,7 @@ __device__ __forceinline__ void merge_block(A& own, u64* memory) {
     for (int i = 1; i < THREADS / 32; ++i) own.merge(slots[i]);
 }
 
-// Merges the accumulators of columns in a fixed order; each thread has partial ones for WIDTH columns.
+// Merges the accumulators of columns in a fixed order; each thread has the partial results of WIDTH columns.
 template <class A, int WIDTH, int COLUMNS, int PARTS>
 __device__ __forceinline__ void merge_columns(A* own, u64* memory, int column, int part) {
     A* slots = reinterpret_cast<A*>(memory) + column;
@@ -521,7 +523,7 @@ __device__ __forceinline__ void merge_columns(A* own, u64* memory, int column, i
     for (int j = 0; j < WIDTH; ++j) own[j] = slots[j * COLUMNS];
 }
 
-// ---- accumulators in scratch memory, by the blocks that shared a row ---------------------------------------------
+// ---- accumulators in scratch memory, one for each block that shared a row ----------------------------------------
 
 // Merges the accumulators of a row: the first one is at index `first`, each next one `step` further.
 template <class A>

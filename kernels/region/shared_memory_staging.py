@@ -15,7 +15,10 @@ from onnxfuse.region_operators import ELEMENTWISE
 
 
 def staged_values(nest: Nest, across: Variable, program: Program, shapes: Shapes) -> list[tuple[str, Place]]:
-    """Return the values, with places, to compute along `across`: the largest ones without loads along the last axis."""
+    """Return the values, with places, that a tile computes along `across` and keeps in shared memory.
+
+    They are the values nearest to the outputs whose computation loads no operand along the last variable.
+    """
     found: dict[tuple[str, Place], None] = {}
     for name in nest.outputs:
         found |= dict.fromkeys(_staged(name, nest.place_of(name, shapes), nest, across, program, shapes))

@@ -36,7 +36,7 @@ MAX_WIDTH: Final = 8  # maximum elements per vector
 THREADS: Final = 128  # threads per block
 ROW_THREADS: Final = 256  # threads per block, if threads exchange partial results
 MAX_SERIAL: Final = 8  # maximum elements of a short row, which one thread reduces alone
-MAX_WARP_ELEMENTS: Final = 1024  # maximum elements of a row for one warp; a block has a longer row
+MAX_WARP_ELEMENTS: Final = 1024  # maximum elements of a row for one warp; a block computes a longer row
 FEW_ROWS: Final = 4  # rows per multiprocessor: below this number, rows count as few
 MANY_ROUNDS_FEW_ROWS: Final = 8  # replaces FEW_ROWS if a lane would have more than MAX_WARP_ROUNDS vectors of a row
 FEW_ROWS_WARP_ELEMENTS: Final = 256  # replaces MAX_WARP_ELEMENTS if rows are few
@@ -47,7 +47,7 @@ KEPT_DTYPES: Final = ("float16", "bfloat16", "float32")
 COPYING_ARCH: Final = 80  # compute capability from which on copies to shared memory take no registers
 MIN_COPIED: Final = 4  # minimum bytes of an asynchronous copy to shared memory
 SPARE_BYTES: Final = 2048  # bytes of shared memory per block that remain beside its row
-MIN_SHIFTED: Final = 2048  # elements per row from which on vectors are shifted
+MIN_SHIFTED: Final = 2048  # elements per row from which on vectors are shifted: they begin at a row's first aligned one
 MAX_WARP_ROUNDS: Final = 8  # maximum vectors of a row per lane, if lanes of one warp share the row
 ROUND_COST: Final = 16  # estimated instructions per vector of a row that a lane reads
 EXCHANGE_COST: Final = 8  # estimated instructions to merge the results of two lanes
@@ -60,7 +60,7 @@ MANY_BLOCKS: Final = 2  # wanted blocks of columns per multiprocessor; vectors a
 MIN_SHARED_ELEMENTS: Final = 32  # elements per row from which on several threads share a row of columns
 MIN_SHARES: Final = 4  # blocks per row: fewer do not pay for the extra launch that merges their results
 MIN_NARROW_SHARES: Final = (
-    2  # replaces MIN_SHARES if rows have no vectors, but a launch after the reduction would have them
+    2  # replaces MIN_SHARES if rows are read by single elements; a launch after the reduction may then use vectors
 )
 MIN_DIVIDED_ROUNDS: Final = 32  # vectors per thread: with fewer, one block reduces the whole row
 MAX_CHAIN: Final = 3  # levels of reductions of dynamic length: with more, blocks do not share rows
@@ -71,7 +71,7 @@ MIN_ROUNDS: Final = 4  # minimum vectors per thread of a block that has a share 
 Repeats: TypeAlias = tuple[str, int]  # a variable, and the number of its neighbouring values per thread
 ONCE: Final[Repeats] = ("", 1)
 MAX_REPEATS: Final = 8
-REPEATING_THREADS: Final = 1024  # minimum threads per multiprocessor if each computes several values of a variable
+REPEATING_THREADS: Final = 1024  # minimum threads per multiprocessor if each has several values of a variable
 AHEAD_THREADS: Final = 256  # the same minimum if each thread first loads its operands at all values of the variable
 AHEAD_BYTES: Final = 128  # maximum bytes per thread that are loaded ahead
 SCATTERING_THREADS: Final = 1024  # threads per multiprocessor: with fewer, each thread gets fewer scattered elements
@@ -155,7 +155,7 @@ def _elements(nest: Nest, region: Region) -> Elements:
         width = width if is_symbolic(count) else _narrowed(count, width, device, SCATTERING_THREADS)
         return Elements(THREADS, width, is_scattered=True)
     variables = nest.lists[ELEMENTS]
-    # If there are several variables, the width divides the last one, even if only a product's divisor is known.
+    # With several variables, the width divides the last one, although `sizes` does not record divisors of products.
     has_tail = width > 1 and len(variables) == 1 and sizes.divisor(variables[0].extent) % width != 0
     ahead = repeats > 1 and not is_between and _are_few(count, width * repeats, device)
     return Elements(THREADS, width, False, repeated, repeats, ahead, has_tail)
@@ -220,7 +220,7 @@ def _shifted(nest: Nest, name: str, region: Region) -> Lanes | None:
         return None
     width = min(MAX_WIDTH, VECTOR_BYTES // max(along, key=lambda each: each.moved).item_bytes)
     rest = replaced(along[0].address, {variables[0].name: NOTHING})
-    if any(atom.kind == "value" for atom in rest.atoms()):  # the head comes before loads of a gathered row's index
+    if any(atom.kind == "value" for atom in rest.atoms()):  # vectors are found before Gathers load indices
         return None
     lanes = Lanes(variables[0].name, width, rest=rest)
     return lanes if all(lanes.are_contiguous(each.address, region.sizes) for each in along) else None
@@ -268,9 +268,10 @@ def _columns(nest: Nest, name: str, region: Region) -> Columns:
 
 
 def _may_share(nest: Nest, length: int) -> bool:
-    """Return whether blocks may share rows of this length, for which a template needs more kernels.
+    """Return whether blocks may share rows of this length.
 
-    It needs two per reduction that reads others.  Rows that are counted by two dynamic dims are rarely few.
+    If the length is dynamic, a template, which has the plans for all sizes, needs more kernels: two per reduction that
+    reads others.  Rows that are counted by two dynamic dims are rarely so few that blocks should share them.
     """
     dims = {name for monomial, _ in terms_of(nest.count(ROWS)) for name in monomial}
     return not is_symbolic(length) or (len(nest.levels) <= MAX_CHAIN and len(dims) < MANY_DIMS)
@@ -332,7 +333,7 @@ def _store_width(nest: Nest, region: Region) -> int:
 
 
 def fastest_variables(nest: Nest, region: Region, stored: StoredByKey) -> Nest:
-    """Return a nest without reductions with the variables, and their order, that make an element cheapest."""
+    """Return a nest with the variables, and their order, that make an element cheapest; with reductions, unchanged."""
     if nest.levels or nest.stores or len(nest.lists[ELEMENTS]) < 2 or _tile(nest, region):
         return nest
     others = [flattened(nest, region.program, region.shapes, stored), *_turned(nest, region)]
@@ -343,7 +344,7 @@ def fastest_variables(nest: Nest, region: Region, stored: StoredByKey) -> Nest:
     def taken(each: Nest) -> tuple[float, int]:
         own, lanes, repeats = _best_lanes(each, region)
         short = interleaved(each)
-        if short and short.name == repeats[0]:  # if memory-bound, fewer instructions than with one variable
+        if short and short.name == repeats[0]:  # at equal cost, it takes fewer instructions than one variable
             order = 1
         else:
             order = 0 if each is nest and repeats == ONCE else 2 if repeats == ONCE else 3
@@ -389,7 +390,7 @@ def _best_lanes(nest: Nest, region: Region) -> tuple[float, Lanes, Repeats]:
 
 
 def _repeats(nest: Nest, width: int, region: Region) -> Iterator[Repeats]:
-    """Yield variables, each with its number of values per thread, with which operands are loaded less often.
+    """Yield variables, each with a number of its values per thread, for which operands are loaded less often.
 
     At each step all lanes of a warp have the same value of the variable, so that accesses stay as contiguous as before.
     At least half of the threads that the GPU can hold must remain, and loads must not be in a branch, so that all loads
@@ -454,7 +455,8 @@ def _bytes_along(nest: Nest, variable: Variable, region: Region) -> int:
 def of_one_block(tilings: Sequence[Tiling]) -> list[Tiling]:
     """Return tilings with equally many threads per block, because one launch runs the blocks of all nests.
 
-    With several nests, none keeps rows in shared memory: all blocks would get as much, and few would be resident.
+    With several nests, none keeps rows in shared memory: all blocks of the launch would reserve that memory, and few
+    blocks would be resident.
     """
     threads = max(each.threads for each in tilings)
 
@@ -479,7 +481,7 @@ def _narrowed(count: int, width: int, device: Device, vectors: int = SMALL_VECTO
 
 
 def _prefers_columns(nest: Nest, name: str, region: Region) -> bool:
-    """Return whether adjacent threads get adjacent rows: because more accesses are contiguous so, or rows are short."""
+    """Return whether adjacent threads get adjacent rows: if more accesses are then contiguous, or if rows are short."""
     rows, elements = nest.lists[ROWS], nest.lists[name]
     if not rows:
         return False
@@ -492,10 +494,11 @@ def _prefers_columns(nest: Nest, name: str, region: Region) -> bool:
 def width_along(nest: Nest, name: str | Variable, region: Region, split_by: SplitBy = "") -> int:
     """Return the elements per vector along a variable, or along the last variable of a list.
 
-    The width divides the variable's extent.  Among such widths, it is the one with which whole vectors move most bytes;
-    of equal ones, the widest.  Stores and branches must not split
-    its vectors, unless `split_by` is "branches", which allows branches to, or "stores", which allows both.  A vector
-    of the operand with the most bytes has at most 16 bytes; vectors of other operands may take several loads.
+    The width divides the variable's extent, unless the nest has only this variable: then single elements follow the
+    last vector.  The result is the width with which whole vectors move the most bytes; among equals, the widest.
+    Neither stores nor branches may split a vector, unless `split_by` is "branches", which allows branches to split it,
+    or "stores", which allows both.  A vector of the operand with the most bytes has at most 16 bytes; vectors of other
+    operands may take several loads.
     """
     last = name if isinstance(name, Variable) else next(reversed(nest.lists[name]), None)
     if last is None or not region.aligned:
@@ -526,7 +529,7 @@ def _all_widths(widest: int) -> Iterator[int]:
 
 
 def _widths(extent: Size, widest: int, sizes: Sizes) -> Iterator[int]:
-    """Yield widths that divide an extent, the widest first; may add a guard that one divides a dynamic dim."""
+    """Yield widths that divide an extent, the widest first; may add a guard that `widest` divides a dynamic extent."""
     known = sizes.divisor(extent)
     if known % widest and not isinstance(extent, int) and sizes.value(extent) % widest == 0:
         sizes.note_divisor(extent, widest)
