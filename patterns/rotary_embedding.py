@@ -35,12 +35,12 @@ def rotary_embedding(
 
     turned(x) replaces each pair (a, b) by (-b, a).  A pair has an element of each half of a head, or two neighbours
     (rotate_pairs).  In the forms complex_… tables have half the columns, and pairs are multiplied by cos + i sin;
-    complex_pairs_to_halves reads pairs of neighbours and writes them as halves.  Each head has
-    tables of its own where `table` is hsd or bhsd, as with learnt frequencies (Heo et al. 2024, arXiv:2403.13298).
-    With `first_rows` kept the first `kept` rows, such as class tokens, stay as they are and have no tables.  y is
-    (batch, heads, seq, size), or (batch, seq, heads, size) with `order` rows_first.  x may be a slice of a packed
-    product of queries, keys and values.  `--emit standard` writes ONNX's RotaryEmbedding where heads share tables, and
-    the columns of cos and sin are known to repeat.
+    complex_pairs_to_halves reads pairs of neighbours and writes them as halves.  Each head has tables of its own where
+    `table` is hsd or bhsd, as with learnt frequencies (Heo et al. 2024, arXiv:2403.13298).  With `first_rows` kept the
+    first `kept` rows, such as class tokens, stay as they are and have no tables.  y is (batch, heads, seq, size), or
+    (batch, seq, heads, size) with `order` rows_first.  x may be a slice of a packed product of queries, keys and
+    values.  `--emit standard` writes ONNX's RotaryEmbedding where heads share tables, and the columns of cos and sin
+    are known to repeat.
     """
     require_cos_batch()
     require("{seq} rows are {kept} that stay and {patches} more", lambda seq, kept, patches: is_sum(seq, kept, patches))

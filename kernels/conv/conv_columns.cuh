@@ -2,7 +2,7 @@
 //
 // Macros:
 //   CHANNELS, VEC       channels of x, and elements of an access; VEC divides CHANNELS
-//   TW, SW, DW          positions of y along the width, and the filter's stride and dilation there
+//   TW, SW, DW          positions of y, and the filter's stride and dilation, along the width
 //   PIECE               taps of a row of the filter that are used at a time
 #pragma once
 #include "types.cuh"
@@ -43,7 +43,7 @@ struct Row {
         }
     }
 
-    // The same, with a faster path if all columns are inside.
+    // Does the same as load_some, but faster if all columns are inside.
     __device__ __forceinline__ void load(const T* from, u32 inside) {
         if (inside != ALL_COLUMNS) return load_some(from, inside);
 #pragma unroll

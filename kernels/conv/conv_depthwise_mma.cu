@@ -26,8 +26,8 @@
 // Macros:
 //   CHANNELS             channels of x and y, a multiple of 8
 //   KH, KW, SH, SW, DH, DW    filter sizes, strides, dilations
-//   BLOCK_GROUPS, WARPS_M      warps of a block: groups of 8 channels, and those that share the strips of a group
-//   TP, TQ, TH           rows and columns of y of a tile, and rows of a strip, which divide those of a tile
+//   BLOCK_GROUPS, WARPS_M      groups of 8 channels of a block, and warps that share the strips of a group
+//   TP, TQ, TH           rows and columns of y of a tile, and rows of a strip; TH divides TP
 //   BUFFERS              patches in shared memory: 2 or 1
 //   W_HWIO               1: w is (KH, KW, CHANNELS); 0: (CHANNELS, KH, KW)
 //   WEIGHTS_CONSTANT     1: no kernel writes w
@@ -97,7 +97,7 @@ struct Image {
     __device__ __forceinline__ void begin(u32 to, Place place) const {
         const int top = place.row * SH - pad_h, left = place.column * SW - pad_w;
         const T* from = x + i64(place.image) * height * width * CHANNELS + first_group * 8;
-        // If this loop were unrolled, offsets of copies would stay in registers from tile to tile, which are too few.
+        // If this loop were unrolled, the offsets of copies would take too many registers from tile to tile.
 #pragma unroll 1
         for (int i = threadIdx.x; i < ROWS * COLUMNS * BLOCK_GROUPS; i += THREADS) {
             const int pixel = i / BLOCK_GROUPS, group = i % BLOCK_GROUPS;
@@ -124,7 +124,8 @@ struct Weights {
     u32 pairs[PAIRS][2];
 
     __device__ __forceinline__ void load(const T* w, int group) {
-        const int lane = threadIdx.x % 32, channel = lane / 4;  // k is lane % 4 * 2, and one more in the upper half
+        // A lane's word has k = lane % 4 * 2 in its lower half, and the next k in its upper half.
+        const int lane = threadIdx.x % 32, channel = lane / 4;
         const bool diagonal = lane % 4 == channel / 2 && group < ALL_GROUPS;
 #pragma unroll
         for (int i = 0; i < PAIRS * 2; ++i) pairs[i / 2][i % 2] = 0;

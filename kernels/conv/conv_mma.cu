@@ -59,7 +59,7 @@ struct Operands {
         PixelCopy<FilterTaps> x;
         CopyW w;
     };
-    // Stages in flight; one if copies go through registers, which cannot hold several stages.
+    // Copies may go through registers unless all have 16 bytes; these cannot hold the elements of several stages.
     static constexpr int AHEAD = is_asynchronous(16) && X_COPY == 16 && W_COPY == 16 ? STAGES : 1;
 
     const Pixels& pixels;

@@ -1,4 +1,4 @@
-"""Convolutions by cuDNN, with the epilogue in its own kernel."""
+"""Convolutions by cuDNN, whose kernels compute the epilogue, too."""
 
 from __future__ import annotations
 

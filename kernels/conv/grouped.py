@@ -28,7 +28,7 @@ TILE_ROWS: Final = (1, 2, 4, 7, 8, 14, 16)
 TILE_COLUMNS: Final = (7, 14, 16, 28, 32, 56)
 ROW_COLUMNS: Final = (112, 256, 512)  # additional tile widths for images of one row
 REGISTERS: Final = 65536  # per multiprocessor
-MAX_RESEMBLING: Final = 2  # implementations that differ only in the tile of pixels
+MAX_RESEMBLING: Final = 2  # maximum implementations that divide groups alike
 
 # Costs and rates of one multiprocessor of an H200.
 L2_BYTES: Final = 26.0  # bytes from L2 per clock cycle

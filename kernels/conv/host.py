@@ -73,7 +73,8 @@ def _is_of_many_rows(product: Implementation) -> bool:
     return isinstance(step, Matmul) or (isinstance(step, Launch) and step.kernel.source == "gemm_mma")
 
 
-# Kernels for special kinds of convolution, of which at most one supports a given convolution; then general kernels.
+# First the kernels for special kinds of convolution: at most one kernel of these supports a given convolution.  Then
+# the general kernels.
 KINDS: Final[tuple[Callable[[Conv, Device], list[Implementation]], ...]] = (
     _pointwise,
     _depthwise,

@@ -6,7 +6,8 @@
 // channels. These pixels begin at a multiple of STRIDE_W, counted from the start of the padding before y. So the phase
 // of each tap along the width, and its offset in x, are compile-time constants. A row of x that the pixels read is
 // loaded once for all of them, and the loads of neighbouring threads overlap, so that L1 serves them.
-// Which taps along the depth and the height a row of y meets is found when the kernel runs (conv_phases.cuh).
+// The taps along the depth and the height that contribute to a row of y are found when the kernel runs
+// (conv_phases.cuh).
 //
 // Macros:
 //   KERNEL_D, KERNEL_H, KERNEL_W, STRIDE_*, DILATION_*    sizes, strides and dilations of the filter, by axis; 1 for

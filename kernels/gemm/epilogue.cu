@@ -5,8 +5,8 @@
 // the end of a row. The products are fp32, so that y is rounded once. In fp16 the kernel moves 6 bytes per element,
 // 4 more for a second product and 2 more for a residual; the column vectors come from L1.
 //
-// Macros: COLUMNS, the columns of all matrices; SLICES, the number of partial sums per element, whose matrices follow
-// each other in memory (1 with GATED); and the macros of epilogue.cuh and of elementwise.cuh.
+// Macros: COLUMNS, the columns of all matrices; SLICES, the number of matrices of partial sums, one after the other in
+// memory (1 with GATED); and the macros of epilogue.cuh and of elementwise.cuh.
 #include "types.cuh"
 #include "epilogue.cuh"
 #include "elementwise.cuh"

@@ -20,7 +20,7 @@
 //   STAGES      number of stages of the ring
 //   K_BLOCK     elements of k per block of a stage: 128, 64 or 32 bytes. Below 128 only if TRANSPOSED and not GATED
 //   SPLIT_K     blocks per cluster, which share a tile; each has a slice of k. 1 except in gemm_hopper_split.cu
-//   PRODUCTS    number of products of x, each with its own weight, n, y and bias: 1 to 3. If above 1, it is not GATED,
+//   PRODUCTS    number of products of x, each with its own weight, n, y and bias: 1 to 3. If above 1, GATED is 0,
 //               and the epilogue has at most a bias
 //   STORE_BY_THREADS   0: n is a multiple of 8, and TMA stores y. 1: rows of y begin at any element, and threads store
 //               them; the column vectors begin anywhere too. Operands that TMA reads have rows of multiples of 16 bytes

@@ -101,7 +101,7 @@ struct Results {
 }
 
 // Loads and stores the subtile of y or of the residual at row and column `origin`, and maps columns to elements of the
-// column vectors. This one is for matrices; convolutions have their own.
+// column vectors. This class is for matrices and convolutions; transposed convolutions have PhasePlace.
 struct MatrixPlace {
     __device__ __forceinline__ void load(const TensorMap& from, u32 to, u32 full, int2 origin) const {
         hopper::load(from, to, full, origin.y, origin.x);

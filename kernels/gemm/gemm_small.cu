@@ -2,9 +2,9 @@
 //
 //   y = activation(x w + bias) [* (x up + up_bias)] * column_scale + column_shift + residual
 //
-// The time is that of reading the weights once, so they go from memory to registers in accesses of 16 bytes, many in
-// flight, and shared memory holds sums only. A block computes ROWS rows and TILE columns of y; WARPS_N warps divide the
-// columns and WARPS_K warps divide k.
+// The kernel takes as long as reading the weights once, so they go from memory to registers in accesses of 16 bytes,
+// many in flight, and shared memory holds sums only. A block computes ROWS rows and TILE columns of y; WARPS_N warps
+// divide the columns and WARPS_K warps divide k.
 //   - If w is n x k (LanesAlongK), a warp has LOADS columns; its lanes divide k, each with UNROLL vectors in flight.
 //   - If w is k x n (LanesAlongN), LANES lanes lie along n, and each reads LOADS adjacent rows of w, so that x is read
 //     in vectors too; the other lanes of the warp read other rows.
@@ -33,8 +33,8 @@ constexpr int THREADS = 32 * WARPS_N * WARPS_K;
 constexpr int SUMS = TRANSPOSED ? LOADS : VECTOR;  // sums per thread and row of x
 using Sums = float[WEIGHTS][ROWS][SUMS];
 
-// Returns COUNT elements if they are `inside`, else zeros. For these it loads from `instead` and ignores the result,
-// because a conditional load would wait for the previous one. KEEP: other threads read the same elements.
+// Returns COUNT elements at `from` if `inside`. Otherwise it loads from `instead` and returns zeros, because a
+// conditional load would wait for the previous one. KEEP: other threads read the same elements.
 template <int COUNT, bool KEEP>
 __device__ __forceinline__ Pack<T, COUNT> load_or_zero(bool inside, const T* from, const T* instead) {
     const T* source = inside ? from : instead;

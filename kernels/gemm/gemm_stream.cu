@@ -2,7 +2,7 @@
 //
 //   y = activation(x w + bias) [* (x up + up_bias)] * column_scale + column_shift + residual
 //
-// The time is that of reading the weights once. So the kernel keeps nearly as many bytes in flight as a multiprocessor
+// The kernel takes as long as reading the weights once. So it keeps nearly as many bytes in flight as a multiprocessor
 // can have, and no warp waits for another one before its sums are complete:
 //   1. Each warp has a ring of STAGES stages in shared memory. Its first lane fills them by TMA, an mbarrier
 //      signals that a stage has arrived, and only this warp multiplies it, by mma.sync. A stage is 128 bytes of k:
@@ -209,7 +209,7 @@ struct Exchange {
             : "memory");
     }
 
-    // Sends the block's sums to the blocks that finish them; returns when this block has received its own.
+    // Sends the block's sums to the blocks that finish them; returns when all sums for this block have arrived.
     __device__ __forceinline__ void swap(const float* staged, int rank, int rows) const {
         for (int at = threadIdx.x; at < WEIGHTS * rows * (TILE_N / 4); at += THREADS) {
             const int line = at / (TILE_N / 4), column = at % (TILE_N / 4) * 4;

@@ -162,7 +162,7 @@ def least_cycles(gemm: Gemm, device: Device) -> float:
 def step_cycles(config: HopperConfig, row_cycles: float = 0.0) -> float:
     """Estimate the clock cycles per stage of k; `row_cycles` is as in `cycles`."""
     rows, columns = config.tile_m, config.tile_n
-    multiply = rows * columns * TILE_K / 2048  # the same for TF32, with half as many elements per stage
+    multiply = rows * columns * TILE_K / 2048  # also for TF32, with half as many elements per stage
     shared = 2 * rows + columns + rows * columns / 64  # 128 bytes each: TMA's writes, and reads by wgmmas of 64 rows
     load = (rows + columns) * ROW_BYTES / 56  # L2 delivers 56 bytes per cycle
     return max(0.95 * multiply + 0.4 * shared, load, row_cycles * rows) + TURN_CYCLES * config.pingpong

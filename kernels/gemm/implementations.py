@@ -103,7 +103,8 @@ def _is_split(wgmma: Implementation) -> bool:
 def _has_empty_tiles(gemm: Gemm) -> bool:
     """Return whether many rows have so few columns that cuBLASLt is expected to be faster than wgmma.
 
-    The result is False for a symbolic number of rows: then cuBLASLt's plans are guarded like other later plans.
+    The result is False for a symbolic number of rows: cuBLASLt's plans then come later, and their guards (conditions on
+    the sizes) restrict these plans alone.
     """
     few = gemm.n <= FEW_COLUMNS or (gemm.k <= SHORT_K and gemm.n <= COLUMNS_OF_SHORT_K)
     return few and not is_symbolic(gemm.m) and gemm.m >= MANY_ROWS

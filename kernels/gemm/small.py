@@ -1,4 +1,4 @@
-"""Chooses kernels for products of a few rows, whose time is that of reading the weights."""
+"""Chooses kernels for products of a few rows, which take as long as reading the weights."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def _tile_count(gemm: Gemm, tile_m: int, tile_n: int) -> int:
 
 
 def _row_count(gemm: Gemm, tile_m: int) -> int:
-    """Return the number of rows of tiles; it is 1 whenever the host chose tile_m for this number of rows."""
+    """Return the number of rows of tiles: the plain number 1 if one tile has all rows of x."""
     return 1 if gemm.m <= tile_m else -(-gemm.m // tile_m)
 
 

@@ -59,7 +59,7 @@ class Writer:
     kept: dict[Any, None] = field(default_factory=dict)  # all keys that any scope has had
     masked_scopes: list[int] = field(default_factory=list)  # indices of the scopes that masks opened
     found: list[tuple[Instance, bool]] = field(default_factory=list)  # reductions written as loops of one thread
-    stored_read: list[tuple[Key, Index]] = field(default_factory=list)  # stored reductions that were read, and where
+    stored_read: list[tuple[Key, Index]] = field(default_factory=list)  # reads of stored reductions: key, and index
     accesses: list[tuple[str, Index]] = field(default_factory=list)
     vectors: list[tuple[str, Place]] = field(default_factory=list)  # operands read as whole vectors, at which place
     bounds: list[tuple[Index, Size]] = field(default_factory=list)  # comparisons of an index with a size, in branches

@@ -99,7 +99,7 @@ class ElementsText:
         }
 
     def _repeated(self, variables: Sequence[Variable]) -> None:
-        """Write vectors at several values of a variable, after the values that do not depend on it."""
+        """Write vectors at several values of the repeated variable, after the code that does not depend on it."""
         writer, width, repeats = self.writer, self.tiling.width, self.tiling.repeats
         (repeated,) = (each for each in variables if each.name == self.tiling.repeated)
         first = Variable(f"{repeated.name}_first", writer.shapes.sizes.quotient(repeated.extent, repeats))

@@ -1,4 +1,8 @@
-"""Writes the code of a loop nest: the threads of each row, the loops, and the exchange between threads."""
+"""Writes the code of a loop nest: the threads of each row, the loops, and the exchange between threads.
+
+A list is one of `Nest.lists`: the variables of rows, of a row's elements, or of other elements that are reduced.  In a
+round of a loop over a list, each thread that shares a row computes one vector.
+"""
 
 from __future__ import annotations
 
@@ -279,7 +283,7 @@ class NestText:
             self.writer.keep(key, Reference(f"{text}[k]", varies=True))
 
     def _most_rounds(self) -> int:
-        """Return the maximum rounds per batch; the 3 counts the two copies of a batch in the code, and their loads."""
+        """Return the maximum rounds per batch; the 3 is for two copies of a batch in the code, and for its loads."""
         return MAX_INSTRUCTIONS // (3 * max(1, self.instructions))
 
     def _batches(self, name: str, start: str, step: str, head: str, count: str) -> Iterator[None]:

@@ -1,4 +1,7 @@
-"""Writes a nest's variables, which are quotients and remainders of a thread's flat index."""
+"""Writes a nest's variables, which are quotients and remainders of a thread's flat index.
+
+A list is one of `Nest.lists`: the variables of rows, of a row's elements, or of other elements that are reduced.
+"""
 
 from __future__ import annotations
 

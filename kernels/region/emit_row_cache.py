@@ -1,4 +1,7 @@
-"""Writes the cache of rows in shared memory: vectors that several loops read are copied there before the first loop."""
+"""Writes the cache of rows in shared memory: vectors that several loops read are copied there before the first loop.
+
+A list is one of `Nest.lists`: the variables that such a loop runs over.
+"""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Lanes:
     variable: str = ""
     width: int = 1
     scattered: frozenset[str] = frozenset()
-    rest: Index | None = None  # the address at variable 0; `rest` plus lane 0's variable divides by the width
+    rest: Index | None = None  # the address at variable 0; plus lane 0's variable, it is a multiple of the width
     linear: Index | None = None  # the flat index of an element: `at[j]` in the code, or `at` times the width
 
     @property
@@ -54,7 +54,7 @@ class Lanes:
         return not self.vary(difference) or (self.rest is None and self.are_contiguous(difference, sizes))
 
     def step_of(self, address: Index) -> int:
-        """Return the length of runs of neighbours that share an address if a vector meets at most two runs; else 0.
+        """Return the length of runs of neighbours that share an address if a vector spans at most two runs; else 0.
 
         An example is a column that is broadcast along rows, if vectors cross rows: its address depends only on
         quotients by multiples of a row's length.

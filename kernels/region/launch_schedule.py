@@ -22,7 +22,7 @@ from onnxfuse.region_operators import REDUCTIONS
 from onnxfuse.runtime.symint import estimate
 
 Keys: TypeAlias = tuple[Key, ...]  # keys of the reductions that one nest stores
-MIN_STORED_ELEMENTS: Final = 32  # of a reduction in `Nest.inner`: over fewer, each thread that reads it loops
+MIN_STORED_ELEMENTS: Final = 32  # of a reduction in `Nest.inner`; with fewer, each reading thread computes it
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _with_rows(region: Region, nests: Sequence[Nest], stored: StoredByKey) -> li
 
 
 def _joined(region: Region, rows: Nest, other: Nest, stored: StoredByKey) -> Nest | None:
-    """Return one nest for the outputs of two nests, of which `rows` has one element per row of `other`; or None."""
+    """Return one nest for the outputs of two nests, where `rows` has one element per row of `other`; or None."""
     program, shapes = region.program, region.shapes
     shape = _shape_of_rows(region, rows, other)
     if shape is None or other.inner:

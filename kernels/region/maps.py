@@ -66,7 +66,7 @@ def _padded(operation: Operation, place: Place, given: Sequence[Shape], sizes: S
 def is_inside(place: Place, shape: Shape) -> bool:
     """Return whether index ranges prove that a place is in a tensor.
 
-    They cannot prove it if an axis of the tensor that a gathered index points into may be empty.
+    Axes that are indexed by loaded values must be known to have elements.
     """
     limits = [index.range for index in place]
     known = all(each is not None and is_nonnegative(each[0]) for each in limits)

@@ -50,7 +50,7 @@ class Nest:
     shape: Shape
     lists: Mapping[str, tuple[Variable, ...]]
     places: Mapping[str, Index]
-    levels: tuple[tuple[Instance, ...], ...] = ()  # reductions of whole rows; each may read earlier levels
+    levels: tuple[tuple[Instance, ...], ...] = ()  # reductions with one result per row; each may read earlier levels
     accesses: tuple[tuple[str, Index], ...] = ()  # operands that are read, with their addresses; "" means the outputs
     bounds: tuple[tuple[Index, Size], ...] = ()  # indices, each with a size that it is compared with
     row_outputs: Mapping[str, Shape] = field(default_factory=dict)  # outputs with one element per row
@@ -159,7 +159,7 @@ def _made(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> 
 
 
 def _with_levels(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
-    """Add the reductions of whole rows: those outside branches whose places depend on the outputs' axes alone."""
+    """Add the reductions with one result per row: outside branches, at places that depend only on the outputs' axes."""
     writer = draft(program, shapes, stored)
     for name in (*nest.outputs, *nest.row_outputs):
         writer.value(name, nest.place_of(name, shapes))

@@ -89,7 +89,7 @@ class Sizes:
         return divisor(size, self.divisors)
 
     def note_divisor(self, size: Size, by: int) -> None:
-        """Record that `by` divides a size, as a divisor of the size's symbol if it has only one."""
+        """Record that `by` divides a size, if the size has a single symbol: as a divisor of that symbol."""
         match size:
             case Dim(terms=(((name,), factor),)):
                 self.divisors[name] = math.lcm(self.divisors.get(name, 1), by // math.gcd(by, factor))

@@ -1,4 +1,7 @@
-"""Divides a nest among threads: by rows or by elements, and with which width of vectors."""
+"""Divides a nest among threads, by rows or by elements, and chooses the width of vectors.
+
+A list is one of `Nest.lists`: the variables of rows, of a row's elements, or of other elements that are reduced.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,8 @@ KEPT_DTYPES: Final = ("float16", "bfloat16", "float32")
 COPYING_ARCH: Final = 80  # compute capability from which on copies to shared memory take no registers
 MIN_COPIED: Final = 4  # minimum bytes of an asynchronous copy to shared memory
 SPARE_BYTES: Final = 2048  # bytes of shared memory per block that remain beside its row
-MIN_SHIFTED: Final = 2048  # elements per row from which on vectors are shifted: they begin at a row's first aligned one
+# Elements per row from which on vectors are shifted: they begin at the first element of a row that is aligned.
+MIN_SHIFTED: Final = 2048
 MAX_WARP_ROUNDS: Final = 8  # maximum vectors of a row per lane, if lanes of one warp share the row
 ROUND_COST: Final = 16  # estimated instructions per vector of a row that a lane reads
 EXCHANGE_COST: Final = 8  # estimated instructions to merge the results of two lanes
@@ -86,7 +90,7 @@ class Tiling:
     """
 
     threads: int  # number of threads per block
-    shares: Size = field(default=1, kw_only=True)  # number of blocks that share a row, or a block's columns
+    shares: Size = field(default=1, kw_only=True)  # number of blocks that share one row, or the same columns
 
 
 @dataclass(frozen=True)
