@@ -17,10 +17,9 @@ from onnxfuse.passes.normalize_backward_slices import normalize_backward_slices
 from onnxfuse.passes.scatter_to_concat import scatter_to_concat
 from onnxfuse.passes.sizes_of_operands import sizes_of_operands
 from onnxfuse.passes.split_packed_gate import split_packed_gate
-from onnxfuse.passes.spread_affine import spread_affine
 from onnxfuse.rewrite.apply_rules import rules_pass
 from onnxfuse.rules.activations import ACTIVATIONS
-from onnxfuse.rules.convolutions import PATCHES
+from onnxfuse.rules.convolutions import AFFINE, PATCHES
 from onnxfuse.rules.masks import MASKED_SUMS, MASKS
 from onnxfuse.rules.no_ops import NO_OPS
 from onnxfuse.rules.roots import ROOTS, VARIANCES
@@ -47,7 +46,7 @@ PIPELINE: tuple[Pass, ...] = (
     rules_pass("conv_to_matmul", PATCHES),  # writes products, so that the next pass can fold into their weights
     fold_batch_norm,
     rules_pass("fold_variance_factor", VARIANCES),
-    spread_affine,  # handles factors that fold_batch_norm could not fold
+    rules_pass("spread_affine", AFFINE),  # handles factors that fold_batch_norm could not fold
     split_packed_gate,  # last, after scales and biases of packed products are folded
 )
 # The passes that are applied once no other pass changes anything, because they rewrite only the remaining nodes.

@@ -7,14 +7,14 @@ from typing import Final
 
 from onnxfuse.dsl.declaration import Rewrite
 from onnxfuse.rules.activations import ACTIVATIONS
-from onnxfuse.rules.convolutions import PATCHES
+from onnxfuse.rules.convolutions import AFFINE, PATCHES
 from onnxfuse.rules.masks import MASKED_SUMS, MASKS
 from onnxfuse.rules.no_ops import NO_OPS
 from onnxfuse.rules.roots import ROOTS, VARIANCES
 
 SUBJECTS: Final[Mapping[str, tuple[Rewrite, ...]]] = {
     "activations": ACTIVATIONS,
-    "convolutions": PATCHES,
+    "convolutions": (*PATCHES, *AFFINE),
     "masks": (*MASKED_SUMS, *MASKS),
     "operators in one form": NO_OPS,
     "roots": (*ROOTS, *VARIANCES),

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import Final
 
+from onnxfuse.algebra.operators import CONVOLUTIONS
 from onnxfuse.dsl.declaration import Rewrite, Rules, require, rewrite
 from onnxfuse.dsl.terms import Term
-from onnxfuse.dsl.words import attribute, either, op, rearrange, size, tensor, weight
+from onnxfuse.dsl.words import attribute, either, known, op, rearrange, scalar, size, tensor, weight
+from onnxfuse.patterns._activations import spelled
+
+# Activations that one operator computes, or a product with one.
+ONE_OPERATOR: Final = (
+    "relu", "silu", "hard_swish", "scaled_hard_swish", "mish", "sigmoid", "tanh", "softplus", "clip", "leaky_relu",
+    "elu", "hard_sigmoid",
+)  # fmt: skip
 
 
 @rewrite(out="batch (down across) channels", example={"pads": [0, 0, 0, 0], "dilations": [1, 1], "auto_pad": "NOTSET"})
@@ -50,4 +58,40 @@ def conv_to_matmul(
     )
 
 
+IMAGE: Final = "batch channels height width"
+
+
+@rewrite(out=IMAGE)
+def spread_affine(
+    activated: Term = tensor(IMAGE),
+    image: Term = tensor(IMAGE),
+    residual: Term = tensor(IMAGE, optional=True),
+    slope: Term = tensor("channels 1 1", optional=True),
+    alpha: Term = scalar(optional=True),
+    beta: Term = scalar(optional=True),
+    approximate: Term = attribute(),
+    number: Term = scalar(),
+    row: Term = weight("1 channels 1 1"),
+    scale: Term = weight("channels 1 1", optional=True),
+) -> Rules:
+    """Numbers that scale and shift the activation of a convolution are repeated into vectors over its channels.
+
+    PaddlePaddle models have such an affine block of two learnt numbers after an activation, where it cannot be folded
+    into the convolution's weights.  The fused convolution takes vectors over channels, of shape (channels, 1, 1).
+    """
+    require("a convolution computes the image", lambda image, is_made_by: is_made_by(image, *CONVOLUTIONS))
+    require("there are several channels", lambda channels: isinstance(channels, int) and channels > 1)
+    total = either(image + residual, image)
+    usual = (*spelled(ONE_OPERATOR, total, alpha, beta).values(), op.Gelu(total, approximate=approximate))
+    shifted = known(activated, either(*usual))
+    scaled = known(activated, either(*usual, op.PRelu(total, slope)))
+    repeated, squeezed = op.Expand(number, shape=[size("channels"), 1, 1]), op.Squeeze(row, axes=[0])
+    yield scaled * number, scaled * repeated
+    yield scaled * row, scaled * squeezed
+    shifted = either(shifted * scale, shifted)
+    yield shifted + number, shifted + repeated
+    yield shifted + row, shifted + squeezed
+
+
+AFFINE: Final[tuple[Rewrite, ...]] = spread_affine
 PATCHES: Final[tuple[Rewrite, ...]] = conv_to_matmul
