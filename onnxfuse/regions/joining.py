@@ -53,7 +53,9 @@ class Joining:
     def match_at(self, tensor: Tensor) -> Match | None:
         """Return the match that ends at a tensor and pays only if operators join it; None if there is none."""
         maker = producer(tensor)
-        for matcher in self._matchers if maker is not None else ():
+        if maker is None:
+            return None
+        for matcher in self._matchers:
             if op_of(maker) not in matcher.prefilter.fusion_root_ops:
                 continue
             match = matcher.at(tensor)
