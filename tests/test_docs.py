@@ -34,6 +34,14 @@ def test_the_catalogue_is_up_to_date() -> None:
     assert page.read_text(encoding="utf-8") == catalogue_page(builtin()), advice
 
 
+def test_source_lines_that_pages_show_are_in_the_files() -> None:
+    source = re.compile(r"--> (\S+):(\d+)\n +\|\n +\2 \| (.*)\n")
+    shown = [each for page in PAGES for each in source.findall(page.read_text(encoding="utf-8"))]
+    assert shown
+    for path, number, line in shown:
+        assert (ROOT / path).read_text("utf-8").splitlines()[int(number) - 1] == line, f"{path}:{number}"
+
+
 def test_the_tables_of_the_pages_are_what_was_measured() -> None:
     stale = [page.name for page in pages() if filled(text := page.read_text(encoding="utf-8")) != text]
     assert stale == [], "run `python docs/site/tables.py`"

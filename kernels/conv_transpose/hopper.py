@@ -77,7 +77,7 @@ def why_not(conv: Conv, device: Device) -> str | None:
     if box(conv) < MIN_BOX:
         return f"a box has at least {MIN_BOX} positions of a row, or of several whole rows"
     if is_symbolic(*conv.pads_begin):
-        return "what is cut off in front of y is a constant of the kernel"
+        return "the number of elements that pads cut off before y is a constant of the kernel"
     if any(maximum(-begin, begin, -end, end) > MAX_CORNER or reach > MAX_OFFSET for begin, end, reach in _walk(conv)):
         return f"a walk begins and ends within {MAX_CORNER} pixels of the image, and offsets are at most {MAX_OFFSET}"
     return None
