@@ -15,21 +15,20 @@ from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.rules import RuleTable, axes_parameter
 from onnxfuse.analysis.shape_info import CannotInfer
 from onnxfuse.dsl.terms import Term
-from onnxfuse.dsl.words import op, rearrange
+from onnxfuse.dsl.words import op
 from onnxfuse.ir.attributes import tensor_attribute
 from onnxfuse.ir.node import Node, Tensor, op_of, producer
 from onnxfuse.patterns._attention import axis_size
 from onnxfuse.spell_out.attention import Heads, after_past, attended, name_keys
 from onnxfuse.spell_out.call import Call, NoSpelling, Rule, known, stay_if
 from onnxfuse.spell_out.rotary import Table, rotated
-from onnxfuse.spell_out.views import parts_of, split_heads
+from onnxfuse.spell_out.views import parts_of, repeat_heads, split_heads
 
 RULES = RuleTable[Rule]()
 
-QUERY, KEY, VALUE, PAST_KEY, PAST_VALUE, LENGTHS, TOTAL, COS, SIN, POSITIONS, BIAS = range(11)
-UNKNOWN_INPUTS: Final = range(
-    11, 17
-)  # a sink, scales of a quantized cache, norms of queries and keys, lengths of queries
+QUERY, KEY, VALUE, PAST_KEY, PAST_VALUE, LENGTHS, TOTAL, COS, SIN, _, BIAS = range(11)
+# Positions, a sink, scales of a quantized cache, norms of queries and keys, and lengths of queries.
+UNKNOWN_INPUTS: Final = (9, *range(11, 17))
 UNKNOWN_ATTRIBUTES: Final = {  # by attribute: the values that have no effect
     "local_window_size": (-1,), "smooth_softmax": (-1, 0), "causal": (1,), "sliding_window_cache": (0,),
     "kv_cache_bit_width": (0,), "rotary_interleaved": (0,),
@@ -39,8 +38,7 @@ UNIFORM: Final = VIEWS | {"Cast", "Tile"}  # if all elements of the input are on
 
 @RULES.rule("com.microsoft::GroupQueryAttention")
 def _group_query_attention(call: Call) -> dict[int, Term]:
-    unknown = any(map(call.has, UNKNOWN_INPUTS)) or call.has(POSITIONS)
-    stay_if(unknown, "it has positions, a sink, norms, or a quantized cache")
+    stay_if(any(map(call.has, UNKNOWN_INPUTS)), "it has positions, a sink, norms, or a quantized cache")
     for name, usual in UNKNOWN_ATTRIBUTES.items():
         value = call.attribute(name, usual[0])
         stay_if(value not in usual, f"its attribute {name} is {value}")
@@ -57,11 +55,8 @@ def _group_query_attention(call: Call) -> dict[int, Term]:
         cos, sin = Table(call.input(COS), places), Table(call.input(SIN), places)
         queries, keys = (rotated(x, cos, sin, half, size) for x in (queries, keys))
     keys, values = after_past(call, PAST_KEY, keys), after_past(call, PAST_VALUE, values)
-    copies = "batch kv_heads keys size -> batch (kv_heads repeats) keys size"
-    heads = Heads(
-        queries, rearrange(keys, copies), rearrange(values, copies), axis_size(keys, 2), is_causal=True,
-        softcap=call.attribute("softcap", 0.0),
-    )  # fmt: skip
+    length, softcap = axis_size(keys, 2), call.attribute("softcap", 0.0)
+    heads = Heads(queries, repeat_heads(keys), repeat_heads(values), length, is_causal=True, softcap=softcap)
     return {0: attended(call, heads, BIAS), 1: keys, 2: values}
 
 

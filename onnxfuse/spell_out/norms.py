@@ -1,4 +1,4 @@
-"""Norms with a sum before them, of channels-last images, or over several axes."""
+"""Norms with a sum before them, of embeddings, of channels-last images, or over several axes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onnxfuse.ir.node import Tensor, op_of, producer
 from onnxfuse.patterns._activations import silu
 from onnxfuse.patterns._norms import layer_normalized, rms_normalized
 from onnxfuse.spell_out.call import Call, NoSpelling, Rule, stay_if
-from onnxfuse.spell_out.views import channels_first, channels_last
+from onnxfuse.spell_out.views import channels_first, channels_last, parts_of
 
 RULES = RuleTable[Rule]()
 
@@ -75,6 +75,36 @@ def _normalization_of_several_axes(call: Call) -> dict[int, Term] | None:
     is_rms, epsilon = op_of(call.node) == "RMSNormalization", call.epsilon(1e-5)
     normalized = rms_normalized(rows, scale, epsilon) if is_rms else layer_normalized(rows, scale, shift, epsilon)
     return {0: rearrange(normalized, f"{front} ({back}) -> {front} {back}")}
+
+
+# --- embeddings ----------------------------------------------------------------------------------------------------
+
+
+@RULES.rule("com.microsoft::EmbedLayerNormalization")
+def _embed_layer_normalization(call: Call) -> dict[int, Term]:
+    reason = "its ids have not two known axes, or it has segments without a table"
+    _, columns = call.axes(0, reason, 2)
+    stay_if(call.has(1) != call.has(4), reason)
+    total: Term = op.Gather(call.input(2), call.input(0))
+    if call.has(8):
+        total = total + op.Gather(call.input(3), call.input(8))
+    elif isinstance(columns, int):
+        total = total + parts_of(call.input(3), columns, axis=0)[0]
+    else:
+        length = op.Gather(op.Shape(call.input(0)), 1)
+        total = total + op.Gather(call.input(3), op.Range(0, length, 1))
+    if call.has(1):
+        total = total + op.Gather(call.input(4), call.input(1))
+    normalized = layer_normalized(total, call.input(5), call.input(6), call.epsilon(1e-12))
+    return {0: normalized, 1: _lengths(call), 2: total}
+
+
+def _lengths(call: Call) -> Term:
+    """Return how many ids of each sequence the mask keeps; 0 if there is no mask."""
+    if not call.has(7):
+        return op.Gather(op.Sub(call.input(0), call.input(0)), 0, axis=1)
+    counts = op.Cast(op.Equal(call.input(7), 1), to=call.dtype(7))
+    return op.ReduceSum(counts, axes=[1], keepdims=0)
 
 
 # --- GroupNorm -----------------------------------------------------------------------------------------------------

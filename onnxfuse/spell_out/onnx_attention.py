@@ -11,7 +11,7 @@ from onnxfuse.dsl.words import op, rearrange
 from onnxfuse.patterns._attention import axis_size, causal_mask
 from onnxfuse.spell_out.attention import after_past, name_keys
 from onnxfuse.spell_out.call import Call, NoSpelling, Rule, stay_if
-from onnxfuse.spell_out.views import join_heads, split_heads
+from onnxfuse.spell_out.views import join_heads, repeat_heads, split_heads
 
 RULES = RuleTable[Rule]()
 
@@ -33,8 +33,7 @@ def _attention(call: Call) -> dict[int, Term] | None:
     attributes = {name: call.attribute(name, 0.0) for name in sorted(numbers)}
     if call.attribute("is_causal", 0) and not call.has(PAST_KEY) and not call.has(LENGTHS):
         attributes["is_causal"] = 1
-    many_keys, many_values = _repeated(call, keys, "size"), _repeated(call, values, "value_size")
-    context = op.Attention(queries, many_keys, many_values, mask, **attributes)
+    context = op.Attention(queries, repeat_heads(keys), repeat_heads(values, "value_size"), mask, **attributes)
     joined = join_heads(context, "queries", "value_size") if call.rank(Q) == 3 else context
     return {0: joined, 1: keys, 2: values}
 
@@ -71,13 +70,6 @@ def _name_sizes(call: Call) -> None:
 def _by_heads(call: Call, index: int, rows: str, heads: str, size: str) -> Term:
     """Return an input as (batch, heads, rows, size)."""
     return call.input(index) if call.rank(index) == 4 else split_heads(call.input(index), rows, size, heads)
-
-
-def _repeated(call: Call, x: Term, size: str) -> Term:
-    """Return keys or values with each head repeated for the query heads that share it."""
-    if call.dims["repeats"] == 1:
-        return x
-    return rearrange(x, f"batch kv_heads keys {size} -> batch (kv_heads repeats) keys {size}")
 
 
 # --- masks ---------------------------------------------------------------------------------------------------------

@@ -27,8 +27,6 @@ from onnxfuse.rewrite.variant import Variant
 from onnxfuse.spell_out import (
     activations,
     attention,
-    convolutions,
-    embeddings,
     group_query_attention,
     losses,
     norms,
@@ -40,10 +38,7 @@ from onnxfuse.spell_out.call import Call, NoSpelling, Rule, input_name, stay_if
 
 CONTRIB: Final = "com.microsoft::"
 RULES: Final = RuleTable[Rule]()
-for _family in (
-    activations, attention, convolutions, embeddings, group_query_attention, losses, norms, onnx_attention, products,
-    rotary,
-):  # fmt: skip
+for _family in activations, attention, group_query_attention, losses, norms, onnx_attention, products, rotary:
     RULES.update(_family.RULES)
 
 # Operators of a spelling that need not be fused, because they only move or mask elements.  Operators on integers and

@@ -24,6 +24,11 @@ def join_heads(x: Term, rows: str, size: str = "size") -> Term:
     return rearrange(x, f"batch heads {rows} {size} -> batch {rows} (heads {size})")
 
 
+def repeat_heads(x: Term, size: str = "size") -> Term:
+    """Return keys or values with each head repeated for the query heads that share it."""
+    return rearrange(x, f"batch kv_heads keys {size} -> batch (kv_heads repeats) keys {size}")
+
+
 def channels_first(image: Term) -> Term:
     """Return an image (n, h, w, channels) as (n, channels, h, w)."""
     return op.Transpose(image, perm=[0, 3, 1, 2])
