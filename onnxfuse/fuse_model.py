@@ -35,7 +35,6 @@ from onnxfuse.ir.serde import write_model
 from onnxfuse.layout.assign import LAYOUT, LayoutResult, assign_layouts
 from onnxfuse.layout.conversion import Layout, LayoutOptions
 from onnxfuse.layout.fusions import CONVOLUTION, GATE
-from onnxfuse.layout.stand_ins import put_back, stand_in
 from onnxfuse.match import Miss
 from onnxfuse.passes import Folded, Pass
 from onnxfuse.passes.folded import node_label
@@ -46,7 +45,7 @@ from onnxfuse.regions.joining import Joining
 from onnxfuse.report.traffic import Traffic, estimate_traffic
 from onnxfuse.rewrite.apply_rules import near_misses
 from onnxfuse.rewrite.make_keys_row_major import make_keys_row_major
-from onnxfuse.rewrite.replace import Fused, LocalFunctions
+from onnxfuse.rewrite.replace import Fused, LocalFunctions, write_deferred
 from onnxfuse.rewrite.select import FusionResult, Selection, fuse, leave_none, nearness
 from onnxfuse.spell_out import Spelled, SpelledOut, Stays, in_terms_of_model, left_over, spell_out
 from onnxfuse.steps import (
@@ -495,11 +494,12 @@ def form_regions(work: Work) -> None:
     graph, fusing, made, after = work.graph, work.found.fusing, RegionResult(), work.traffic()
     work.found = replace(work.found, without_regions=after)
     known = _standing(graph, (*fusing.fused, *work.found.layout.fused))  # layouts have replaced some of the fused nodes
+    if work.settings.regions and not work.found.left:
+        with step(REGIONS):
+            made = assign_regions(work.joining, known)
+        known = _standing(graph, known)  # without norms and deferred operators that became parts of regions
+    write_deferred(graph, work.shapes)
     if work.settings.regions:
-        if not work.found.left:
-            with step(REGIONS):
-                made = _regions(work, known)
-            known = _standing(graph, known)  # without norms that became parts of regions
         if work.defer_to_regions.has_left:
             last = [fusion for fusion in work.settings.fusions if fusion.last]
             rest = fuse(graph, work.shapes, last, work.selection).fused
@@ -509,14 +509,6 @@ def form_regions(work: Work) -> None:
     records = {one.node: one for one in (*known, *made.fused)}
     fusing = replace(fusing, fused=tuple(records.values()))
     work.found = replace(work.found, fusing=fusing, regions=made, after=after)
-
-
-def _regions(work: Work, known: Collection[Fused]) -> RegionResult:
-    """Make regions, also of operators in channels-last form; `known` are the records of fused nodes."""
-    stand_ins = stand_in(work.graph, known)
-    made = assign_regions(work.joining, known)
-    fused_again = {name for one in put_back(work.graph, stand_ins) for name in one.replaces}
-    return replace(made, reasons={node: why for node, why in made.reasons.items() if node not in fused_again})
 
 
 def _standing(graph: Graph, fused: Collection[Fused]) -> tuple[Fused, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -51,6 +51,18 @@ class RewrittenScores:
         return self.begun.get(name, name)
 
 
+@dataclass(frozen=True)
+class Deferred:
+    """A fused node that is to replace an operator of the same name: the name of its function, and its attributes.
+
+    `inputs` holds, for each operand, the index of the operator's input.
+    """
+
+    function: str
+    attributes: Mapping[str, AttributeValue]
+    inputs: Sequence[int]
+
+
 @dataclass
 class Graph:
     """A model's main graph or a subgraph, whose nodes are rewritten in place.
@@ -85,6 +97,7 @@ class Graph:
     origins: dict[str, tuple[str, str]] = field(default_factory=dict)  # see `remember_origins`
     is_subgraph: bool = False
     scores: RewrittenScores = field(default_factory=RewrittenScores)
+    deferred: dict[Node, Deferred] = field(default_factory=dict)  # operators to fuse, unless regions take them
     rewritten: list[tuple[str, str]] = field(default_factory=list)  # rules that were applied, with the replaced nodes
 
     @property

@@ -7,11 +7,9 @@ from typing import Final
 
 import onnx
 
-from onnxfuse.ir.attributes import str_attribute
-from onnxfuse.ir.domain import DOMAIN
-from onnxfuse.ir.node import AttributeValue, Node, consumers, op_of, producer
+from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, op_of, producer
 from onnxfuse.layout.fusions import GATE
-from onnxfuse.layout.joins import Joined, Joins, is_channels_last, with_attributes
+from onnxfuse.layout.joins import Call, Joined, Joins
 from onnxfuse.region_operators import ACTIVATION_OF
 from onnxfuse.rewrite.chain_bodies import chained, function_of
 
@@ -25,15 +23,13 @@ PRODUCTS: Final = {"HardSigmoid": "scaled_hard_swish", "Sigmoid": "silu"}
 def activations(joins: Joins) -> Iterator[Joined]:
     """Yield each channels-last gate joined with the activation of its result, which nothing else reads."""
     for end in joins.graph.nodes:
-        nodes, activation = _activation(joins, end)
-        if not activation or (GATE, joins.original(end.outputs[0])) in joins.excluded:
+        gate, following, activation = _activation(joins, end)
+        if gate is None or (GATE, joins.original(end.outputs[0])) in joins.excluded:
             continue
-        gate, *following = nodes
-        is_fused = _is_fused(end)
-        stated = {} if is_fused else following[0].attrs
-        own: dict[str, AttributeValue] = {"activation": activation, **stated}
-        body = chained(joins.bodies[gate.op], joins.bodies[end.op] if is_fused else _operators(following))
-        yield Joined(nodes, gate, body, tuple(gate.inputs), with_attributes(gate, own))
+        fused = joins.call(end)
+        own: dict[str, AttributeValue] = {"activation": activation, **({} if fused else following[0].attrs)}
+        body, inputs = chained(gate.body, fused.body if fused else _operators(following)), tuple(gate.operands.values())
+        yield Joined((gate.node, *following), gate, body, inputs, gate.with_attributes(own))
 
 
 def _operators(nodes: Sequence[Node]) -> onnx.FunctionProto:
@@ -44,28 +40,25 @@ def _operators(nodes: Sequence[Node]) -> onnx.FunctionProto:
     return function_of(["x"], [first, *product])
 
 
-def _activation(joins: Joins, end: Node) -> tuple[tuple[Node, ...], str]:
-    """Return the gate and the activation nodes that `end` completes, and the activation's name; else () and ""."""
-    graph = joins.graph
-    activation = ACTIVATIONS.get(op_of(end)) or (str_attribute(end, "activation", "") if _is_fused(end) else "")
+def _activation(joins: Joins, end: Node) -> tuple[Call | None, tuple[Node, ...], str]:
+    """Return the gate, the activation nodes that `end` completes, and the activation's name; else None, () and ""."""
+    graph, fused = joins.graph, joins.call(end)
+    activation = fused.activation if fused and fused.fusion == ALONE else ACTIVATIONS.get(op_of(end))
     if activation:
-        gate = producer(end.inputs[0])
-        if gate is not None and _is_gate(gate) and graph.sole_consumer(gate.outputs[0]) is end:
-            return (gate, end), activation
+        gate = _gate(joins, end.inputs[0])
+        if gate is not None and graph.sole_consumer(end.inputs[0]) is end:
+            return gate, (end,), activation
     for x, other in (end.inputs, end.inputs[::-1]) if op_of(end) == "Mul" else ():
-        gate, factor = producer(x), producer(other)
-        if gate is None or factor is None or op_of(factor) not in PRODUCTS or not _is_gate(gate):
+        gate, factor = _gate(joins, x), producer(other)
+        if gate is None or factor is None or op_of(factor) not in PRODUCTS:
             continue
         read = {*consumers(x)} == {factor, end} and not graph.is_kept(x)
         if read and factor.inputs[0] is x and graph.sole_consumer(other) is end:
-            return (gate, factor, end), PRODUCTS[op_of(factor)]
-    return (), ""
+            return gate, (factor, end), PRODUCTS[op_of(factor)]
+    return None, (), ""
 
 
-def _is_fused(node: Node) -> bool:
-    """Return whether a node is a fused activation of several operators that follows no fused node."""
-    return node.domain == DOMAIN and str_attribute(node, "fusion", "") == ALONE
-
-
-def _is_gate(node: Node) -> bool:
-    return is_channels_last(node, GATE) and str_attribute(node, "activation", "") == "none"
+def _gate(joins: Joins, tensor: Tensor) -> Call | None:
+    """Return the channels-last gate that computes a tensor, if it has no activation."""
+    gate = joins.call(producer(tensor))
+    return gate if gate is not None and gate.is_channels_last(GATE) and gate.activation == "none" else None

@@ -83,6 +83,8 @@ def assign_layouts(
     Between channels-last nodes, Transposes vanish, so further fusions become possible.  A product or convolution takes
     in the Add of a residual that it then meets.  So does a channel gate, together with the activation after it.  A
     pointwise convolution takes in the gate that it reads.  `recorded` holds the records of the existing fused nodes.
+
+    Nodes in `graph.deferred` have records, too; `write_deferred` makes them fused nodes.
     """
     if options.layout == "nchw":
         return LayoutResult()
@@ -121,11 +123,13 @@ def _write(
     }
     _compose(graph, shapes, writer, known)
     records = {one.node: one for one in (*recorded, *writer.fused)}
-    joins = Joins(graph, shapes, writer.originals, records, writer.written, known, model.options.exclude)
+    joins = Joins(writer, records, known, model.options.exclude)
     rules: list[Rule] = [residuals, activations, gates, squeezes]
     for rule in rules[:-1] if SQUEEZE in model.options.left_out else rules:
         joins.apply(rule)
     fused = {one.node: one for one in (*writer.fused, *joins.made)}
+    graph.linked.nodes.sort(key=lambda node: node in graph.deferred)  # these run as late as their readers allow
+    graph.sort()
     present = set(graph.nodes)
     standing = tuple(end for node, end in ends.items() if node in present and op_of(node) == "Transpose")
     count = len(writer.written & present)
@@ -154,7 +158,7 @@ def _compose(graph: Graph, shapes: ShapeInfo, writer: Writer, known: Collection[
     A fused node or an Add may then read or compute another tensor with the same values; `writer.originals` records
     which one it replaces.  Inputs in `known`, the tensors from before nodes became channels-last, are not recorded.
     """
-    calls = [node for node in graph.nodes if node.domain == DOMAIN or op_of(node) == "Add"]
+    calls = [node for node in graph.nodes if node.domain == DOMAIN or node in graph.deferred or op_of(node) == "Add"]
     before = [([t.name for t in node.inputs], [t.name for t in node.outputs]) for node in calls]
     compose_views(graph, shapes)
     for node, (inputs, outputs) in zip(calls, before, strict=True):

@@ -119,12 +119,16 @@ def stored(stem: str, value: Array) -> Made:
 
 
 def fused_node(node: Node, call: ImageCall, images: Collection[str], kind: Kind = Kind.WRAPPED) -> Conversion:
-    """Return the conversion to a call of a fused node; its operands in `images` become channels-last."""
+    """Return the conversion to a call of a fused node; its operands in `images` become channels-last.
+
+    Neutral nodes are fused once regions are formed.
+    """
 
     def write(writer: Writer) -> None:
         given = {name: writer.image(tensor) if name in images else tensor for name, tensor in call.operands.items()}
         perms = {name: to_last(image_rank(writer.shapes, call.operands[name])) for name in images}
-        writer.call(node, replace(call, operands=given, perms={} if call.is_channels_last else perms))
+        call_of_images = replace(call, operands=given, perms={} if call.is_channels_last else perms)
+        writer.call(node, call_of_images, deferred=kind is Kind.NEUTRAL)
 
     read = {call.operands[name].name for name in images}
     reads = tuple(i for i, tensor in enumerate(node.inputs) if tensor.name in read)

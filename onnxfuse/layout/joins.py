@@ -2,59 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import onnx
 
-from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.ir.attributes import str_attribute
 from onnxfuse.ir.domain import DOMAIN
-from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Node, Tensor
-from onnxfuse.layout.axes import Perm
+from onnxfuse.layout.writer import Writer
 from onnxfuse.rewrite.replace import FunctionCall, Fused, LocalFunctions, drop_functions, put_call
 
 
 @dataclass(frozen=True)
 class Joined:
-    """Nodes to replace by one fused node, which gets the last node's output and the name of `named`, one of the nodes.
+    """Nodes to replace by one fused node, which gets the last node's output and the name of `named`, one of them.
 
     `attributes` holds the new node's fusion and the names of its operands, in the order of `inputs`.
     """
 
     nodes: tuple[Node, ...]
-    named: Node
+    named: Call
     body: onnx.FunctionProto
     inputs: tuple[Tensor, ...]
     attributes: Mapping[str, AttributeValue]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A fused node, which is written or deferred: its operands by name, its attributes and its function."""
+
+    node: Node
+    operands: Mapping[str, Tensor]
+    attributes: Mapping[str, AttributeValue]
+    body: onnx.FunctionProto
+
+    @property
+    def fusion(self) -> str:
+        """The name of the fusion."""
+        return str(self.attributes["fusion"])
+
+    @property
+    def activation(self) -> str:
+        """The name of the activation; "none" if there is none."""
+        return str(self.attributes.get("activation", "none"))
+
+    def is_channels_last(self, fusion: str) -> bool:
+        """Return whether it is a channels-last node of this fusion."""
+        layouts = self.attributes.get("layout"), self.attributes.get("x_layout", "nhwc")
+        return self.fusion == fusion and set(layouts) == {"nhwc"}
+
+    def with_attributes(self, own: Mapping[str, AttributeValue], *operands: str) -> dict[str, AttributeValue]:
+        """Return its attributes, with the values in `own` replaced or added, and with `operands` appended."""
+        names = {*str(self.attributes.get("attributes", "")).split(), *own}
+        every = " ".join((*self.operands, *operands))
+        return {**self.attributes, "operands": every, "attributes": " ".join(sorted(names)), **own}
 
 
 @dataclass
 class Joins:
     """A graph with channels-last images, while nodes in it are joined.
 
-    `known` holds the tensors from before the layouts were assigned, and `originals` maps new tensors to those that they
-    are Transposes of.  `records` holds the records of fused nodes, by name.  `written` holds the channels-last nodes.
-    `excluded` holds the nodes that must not be joined, as (fusion, name of the output in the original model).
+    `writer` has made the images, and `known` holds the tensors from before.  `records` holds the records of fused
+    nodes, by name.  `excluded` holds the nodes that must not be joined, as (fusion, name of the output in the original
+    model).
     """
 
-    graph: Graph
-    shapes: ShapeInfo
-    originals: MutableMapping[str, tuple[str, Perm]]
+    writer: Writer
     records: dict[str, Fused]
-    written: set[Node]
     known: Collection[str] = frozenset()
     excluded: Collection[tuple[str, str]] = frozenset()
     bodies: Mapping[str, onnx.FunctionProto] = field(default_factory=dict)  # name -> function that fused nodes call
     made: list[Fused] = field(default_factory=list)  # records of joined nodes
 
+    def __post_init__(self) -> None:
+        """Take the writer's graph and shapes."""
+        self.graph, self.shapes, self.originals = self.writer.graph, self.writer.shapes, self.writer.originals
+
+    def call(self, node: Node | None) -> Call | None:
+        """Return a fused node, also one that is deferred; None for an operator, or if the function is not known."""
+        later = self.graph.deferred.get(node) if node is not None else None
+        if node is None or (later is None and node.domain != DOMAIN):
+            return None
+        function, attributes = (later.function, later.attributes) if later else (node.op, node.attrs)
+        inputs = [node.inputs[i] for i in later.inputs] if later else node.inputs
+        body, names = self.bodies.get(function), _operands(attributes)
+        if body is None or len(names) != len(inputs):
+            return None
+        return Call(node, dict(zip(names, inputs, strict=True)), attributes, body)
+
     def apply(self, rule: Rule) -> None:
         """Replace the groups of nodes that a rule yields by one fused node each."""
         self.bodies = {f.name: f for f in self.graph.functions if f.domain == DOMAIN}
         found = list(rule(self))
-        drop_functions(self.graph, {node for one in found for node in one.nodes})
+        joined = {node for one in found for node in one.nodes}
+        self.graph.deferred = {node: one for node, one in self.graph.deferred.items() if node not in joined}
+        drop_functions(self.graph, joined)
         functions = LocalFunctions(self.graph)
         for one in found:
             self._put(functions, one)
@@ -63,18 +106,18 @@ class Joins:
             self.graph.sort()
 
     def _put(self, functions: LocalFunctions, one: Joined) -> None:
-        (output,), fusion = one.nodes[-1].outputs, str(one.attributes["fusion"])
-        one.body.input[:] = str(one.attributes["operands"]).split()
+        (output,), fusion, named = one.nodes[-1].outputs, str(one.attributes["fusion"]), one.named
+        one.body.name, one.body.doc_string = fusion, named.body.doc_string if named.fusion == fusion else ""
+        one.body.input[:] = _operands(one.attributes)
         one.body.attribute[:] = sorted(one.attributes)
-        is_of_fusion, known = str_attribute(one.named, "fusion", "") == fusion, self.records.get(one.named.name)
-        one.body.name, one.body.doc_string = fusion, self.bodies[one.named.op].doc_string if is_of_fusion else ""
+        known, name = self.records.get(named.node.name), named.node.name
         labels = tuple(label for node in one.nodes for label in self._labels(node))
-        dims = known.dims if known and is_of_fusion else {}
-        record = Fused(fusion, one.named.name, labels, dims, self.original(output))
-        call = FunctionCall(functions.add(one.body), record.node, one.inputs, [output], one.attributes)
+        dims = known.dims if known and named.fusion == fusion else {}
+        record = Fused(fusion, name, labels, dims, self.original(output))
+        call = FunctionCall(functions.add(one.body), name, one.inputs, [output], one.attributes)
         joined = put_call(self.graph, self.shapes, one.nodes, call)
-        self.written |= {joined} if one.named in self.written else set()
-        self.records[record.node] = record
+        self.writer.written |= {joined} if named.node in self.writer.written else set()
+        self.records[name] = record
         self.made.append(record)
 
     def _labels(self, node: Node) -> tuple[str, ...]:
@@ -90,19 +133,5 @@ class Joins:
 Rule: TypeAlias = Callable[[Joins], Iterator[Joined]]
 
 
-def operands_of(node: Node) -> list[str]:
-    """Return the names of a fused node's operands."""
-    return str_attribute(node, "operands", "").split()
-
-
-def is_channels_last(node: Node, fusion: str) -> bool:
-    """Return whether a node is a channels-last node of this fusion."""
-    layouts = str_attribute(node, "layout", ""), str_attribute(node, "x_layout", "nhwc")
-    return node.domain == DOMAIN and str_attribute(node, "fusion", "") == fusion and set(layouts) == {"nhwc"}
-
-
-def with_attributes(node: Node, own: Mapping[str, AttributeValue], *operands: str) -> dict[str, AttributeValue]:
-    """Return a fused node's attributes, with the values in `own` replaced or added, and with `operands` appended."""
-    names = {*str_attribute(node, "attributes", "").split(), *own}
-    every = " ".join((*operands_of(node), *operands))
-    return {**node.attrs, "operands": every, "attributes": " ".join(sorted(names)), **own}
+def _operands(attributes: Mapping[str, AttributeValue]) -> list[str]:
+    return str(attributes.get("operands", "")).split()

@@ -11,11 +11,9 @@ import onnx
 
 from onnxfuse.algebra.sizes import Shape
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.ir.attributes import str_attribute
-from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant, op_of, producer
 from onnxfuse.layout.fusions import CONVOLUTION, GATE, PRODUCT
-from onnxfuse.layout.joins import Joined, Joins, operands_of, with_attributes
+from onnxfuse.layout.joins import Call, Joined, Joins
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.fold_shapes import reshape_target
 from onnxfuse.rewrite.chain_bodies import chained, function_of
@@ -33,7 +31,7 @@ class Addition:
     `moved` is None, or the shape to which x is reshaped in place of the Reshape after the node, and the target.
     """
 
-    node: Node
+    call: Call
     residual: Tensor
     moved: tuple[Shape, list[int]] | None = None
 
@@ -43,15 +41,15 @@ def residuals(joins: Joins) -> Iterator[Joined]:
 
     The Add must be the only reader of the fused node's result.
     """
-    graph, bodies, compared = joins.graph, joins.bodies, {*joins.known, *joins.originals}
+    graph, compared = joins.graph, {*joins.known, *joins.originals}
     for add in [node for node in graph.nodes if op_of(node) == "Add"]:
         found = [one for pair in (add.inputs, add.inputs[::-1]) if (one := _addition(joins, add, *pair)) is not None]
         if found:  # of two candidates, the last one computed, so that the residual is ready when it starts
-            one = max(found, key=lambda one: graph.position[one.node])
-            x, *others = one.node.inputs
-            x = _reshaped(joins, one.node, *one.moved, compared) if one.moved else x
-            body, attributes = chained(bodies[one.node.op], ADDED), _attributes(joins.shapes, one.node, add)
-            yield Joined((one.node, add), one.node, body, (x, *others, one.residual), attributes)
+            one = max(found, key=lambda one: graph.position[one.call.node])
+            call, (x, *others) = one.call, one.call.operands.values()
+            x = _reshaped(joins, call.node, *one.moved, compared) if one.moved else x
+            body, attributes = chained(call.body, ADDED), _attributes(joins.shapes, call, add)
+            yield Joined((call.node, add), call, body, (x, *others, one.residual), attributes)
 
 
 def _addition(joins: Joins, add: Node, value: Tensor, residual: Tensor) -> Addition | None:
@@ -59,9 +57,10 @@ def _addition(joins: Joins, add: Node, value: Tensor, residual: Tensor) -> Addit
     shapes, node, view = joins.shapes, producer(value), None
     if node is not None and op_of(node) == "Reshape":
         view, node = node, producer(node.inputs[0])
-    if node is None or not _takes_a_residual(node) or node.op not in joins.bodies or is_constant(residual):
+    call = joins.call(node)
+    if node is None or call is None or not _takes_a_residual(call) or is_constant(residual):
         return None
-    if (str_attribute(node, "fusion", ""), joins.original(add.outputs[0])) in joins.excluded:
+    if (call.fusion, joins.original(add.outputs[0])) in joins.excluded:
         return None
     if any(joins.graph.sole_consumer(tensor) is None for tensor in (value, node.outputs[0])):
         return None
@@ -70,27 +69,23 @@ def _addition(joins: Joins, add: Node, value: Tensor, residual: Tensor) -> Addit
         return None
     if shape != shapes.shape(residual) or shape != shapes.shape(add.outputs[0]):
         return None
-    moved = _moved_view(shapes, node, view, joins.bodies[node.op]) if view is not None else None
-    return Addition(node, residual, moved) if view is None or moved is not None else None
+    moved = _moved_view(shapes, call, view) if view is not None else None
+    return Addition(call, residual, moved) if view is None or moved is not None else None
 
 
-def _takes_a_residual(node: Node) -> bool:
-    operands = operands_of(node) if node.domain == DOMAIN else []
-    if RESIDUAL in operands or len(operands) != len(node.inputs) or len(node.outputs) != 1:
+def _takes_a_residual(call: Call) -> bool:
+    if RESIDUAL in call.operands or len(call.node.outputs) != 1:
         return False
-    fusion = str_attribute(node, "fusion", "")
-    return fusion == PRODUCT or (fusion in CHANNELS_LAST and str_attribute(node, "layout", "nchw") == "nhwc")
+    return call.fusion == PRODUCT or (call.fusion in CHANNELS_LAST and call.attributes.get("layout") == "nhwc")
 
 
-def _moved_view(
-    shapes: ShapeInfo, product: Node, view: Node, body: onnx.FunctionProto
-) -> tuple[Shape, list[int]] | None:
+def _moved_view(shapes: ShapeInfo, call: Call, view: Node) -> tuple[Shape, list[int]] | None:
     """Return a new shape for x and its Reshape's target, if reshaping x can replace the Reshape after a product.
 
     None where the rows differ, the target is not constant, or the body works for one rank only.
     """
-    x, y, result = (shapes.shape(t) for t in (product.inputs[0], product.outputs[0], view.outputs[0]))
-    if str_attribute(product, "fusion", "") != PRODUCT or OPS_OF_ONE_RANK & {node.op_type for node in body.node}:
+    x, y, result = (shapes.shape(t) for t in (call.node.inputs[0], call.node.outputs[0], view.outputs[0]))
+    if call.fusion != PRODUCT or OPS_OF_ONE_RANK & {node.op_type for node in call.body.node}:
         return None
     if not (x and y and result) or y[-1] != result[-1] or len(result) < 3 or x[:-1] != y[:-1]:
         return None
@@ -118,10 +113,9 @@ def _reshaped(joins: Joins, product: Node, shape: Shape, target: list[int], comp
     return emit(graph, shapes, "Reshape", [x, stored], f"{x.name}_moved", shape, shapes.dtype(x))
 
 
-def _attributes(shapes: ShapeInfo, product: Node, add: Node) -> dict[str, AttributeValue]:
-    """Return a product's attributes after it takes the residual of an Add."""
+def _attributes(shapes: ShapeInfo, call: Call, add: Node) -> dict[str, AttributeValue]:
+    """Return a node's attributes after it takes the residual of an Add."""
     own: dict[str, AttributeValue] = {"output_ranks": [shapes.rank(add.outputs[0]) or 0]}
-    if str_attribute(product, "fusion", "") in CHANNELS_LAST:
-        has_activation = str_attribute(product, "activation", "none") != "none"
-        own["residual_position"] = "after" if has_activation else "before"
-    return with_attributes(product, own, RESIDUAL)
+    if call.fusion in CHANNELS_LAST:
+        own["residual_position"] = "before" if call.activation == "none" else "after"
+    return call.with_attributes(own, RESIDUAL)

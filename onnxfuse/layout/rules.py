@@ -25,7 +25,6 @@ from onnxfuse.layout.conversion import (
 )
 from onnxfuse.layout.convolutions import convolution, fused_convolution
 from onnxfuse.layout.fusions import CONVOLUTION, GATE, TRANSPOSED_CONVOLUTION
-from onnxfuse.layout.joins import operands_of
 from onnxfuse.layout.neutral_rules import NEUTRAL_RULES, integers, second_is_read
 from onnxfuse.layout.resize_rules import resize
 from onnxfuse.layout.writer import ImageCall, image_rank
@@ -48,7 +47,7 @@ def fused(model: Model, node: Node) -> Conversion | str:
         return "it is channels-last already"
     if fusion in NEUTRAL_FUSIONS:
         return _element_by_element(model, node)
-    operands = dict(zip(operands_of(node), node.inputs, strict=True))
+    operands = dict(zip(str_attribute(node, "operands", "").split(), node.inputs, strict=True))
     if fusion in (CONVOLUTION, TRANSPOSED_CONVOLUTION):
         return fused_convolution(model, node, operands)
     images = [name for name in model.options.channels_last.get(fusion, ()) if name in operands]

@@ -14,13 +14,11 @@ from onnx import helper
 from onnxfuse.activations import PRELU
 from onnxfuse.algebra.operators import REGROUPING
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.ir.attributes import str_attribute
-from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import constant_value
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant, op_of, producer
 from onnxfuse.layout.fusions import PRODUCT, SQUEEZE
-from onnxfuse.layout.gates import is_pointwise
-from onnxfuse.layout.joins import Joined, Joins, is_channels_last, operands_of
+from onnxfuse.layout.gates import pointwise
+from onnxfuse.layout.joins import Call, Joined, Joins
 from onnxfuse.rewrite.chain_bodies import chained, function_of, with_operands
 from onnxfuse.rewrite.replace import attributes_of
 
@@ -37,17 +35,15 @@ class Squeeze:
     Matrix products need views between images of one pixel and rows.  Convolutions of images of one pixel need none.
     """
 
-    mean: Node
-    first: Node
-    second: Node
+    mean: Call
+    first: Call
+    second: Call
     views: tuple[Node, ...] = ()
 
     @property
     def nodes(self) -> tuple[Node, ...]:
         """All nodes; the last one computes the gate."""
-        fused = (self.mean, self.first, self.second)
-        last = self.views[-1:]
-        return (*(node for node in (*fused, *self.views[:-1]) if node not in last), *last)
+        return self.mean.node, self.first.node, self.second.node, *self.views
 
 
 def squeezes(joins: Joins) -> Iterator[Joined]:
@@ -58,8 +54,8 @@ def squeezes(joins: Joins) -> Iterator[Joined]:
     the kernel are added to `joins.originals`.
     """
     for one in _squeezes(joins):
-        inputs = (one.mean.inputs[0], *_weights(joins, one.first), *_weights(joins, one.second))
-        yield Joined(one.nodes, one.second, _body(one, joins), inputs, _attributes(one, joins.shapes))
+        inputs = (one.mean.operands["x"], *_weights(joins, one.first), *_weights(joins, one.second))
+        yield Joined(one.nodes, one.second, _body(one, joins.shapes), inputs, _attributes(one, joins.shapes))
 
 
 # --- find squeezes ------------------------------------------------------------------------------------------------
@@ -68,28 +64,34 @@ def squeezes(joins: Joins) -> Iterator[Joined]:
 def _squeezes(joins: Joins) -> Iterator[Squeeze]:
     graph, shapes = joins.graph, joins.shapes
     for node in graph.nodes:
-        found = _of_images(shapes, node) or _of_rows(joins, node)
+        found = _of_images(joins, node) or _of_rows(joins, node)
         if found is None:
             continue
-        image, gate = shapes.shape(found.mean.inputs[0]), shapes.shape(node.outputs[0])
+        image, gate = shapes.shape(found.mean.operands["x"]), shapes.shape(node.outputs[0])
         inner = (tensor for each in found.nodes[:-1] for tensor in each.outputs)
         alone = all(graph.sole_consumer(tensor) in found.nodes for tensor in inner)
         if alone and image and gate and isinstance(gate[-1], int) and image[-1] == gate[-1]:
             yield found
 
 
-def _of_images(shapes: ShapeInfo, second: Node) -> Squeeze | None:
+def _of_images(joins: Joins, node: Node) -> Squeeze | None:
     """Return the squeeze whose second product is this convolution of images of one pixel; None if there is none."""
-    first = producer(second.inputs[0]) if _is_convolution(shapes, second) else None
-    mean = producer(first.inputs[0]) if first is not None and _is_convolution(shapes, first) else None
-    if first is None or mean is None or not is_channels_last(mean, MEAN):
+    second = _convolution(joins, node)
+    first = _convolution(joins, producer(node.inputs[0])) if second is not None else None
+    mean = joins.call(producer(first.operands["x"])) if first is not None else None
+    if first is None or second is None or mean is None or not mean.is_channels_last(MEAN):
         return None
     return Squeeze(mean, first, second)
 
 
-def _is_convolution(shapes: ShapeInfo, node: Node) -> bool:
-    plain = operands_of(node) in (["x", "w"], ["x", "w", "bias"])
-    return plain and is_pointwise(shapes, node) and str_attribute(node, "activation", "none") != PRELU
+def _convolution(joins: Joins, node: Node | None) -> Call | None:
+    call = pointwise(joins, node)
+    return call if call is not None and _is_plain(call) and call.activation != PRELU else None
+
+
+def _is_plain(call: Call) -> bool:
+    """Return whether a product has no fused operator after its activation."""
+    return list(call.operands) in (["x", "w"], ["x", "w", "bias"])
 
 
 def _of_rows(joins: Joins, view: Node) -> Squeeze | None:
@@ -97,18 +99,16 @@ def _of_rows(joins: Joins, view: Node) -> Squeeze | None:
     shapes = joins.shapes
     if op_of(view) not in REGROUPING or not _joins_axes(shapes, view.inputs[:1], view.outputs):
         return None
-    if view.outputs[0].name not in joins.originals:
+    second = _product(joins, producer(view.inputs[0])) if view.outputs[0].name in joins.originals else None
+    first = _product(joins, producer(second.operands["x"])) if second is not None else None
+    if first is None or second is None:
         return None
-    second = producer(view.inputs[0])
-    first = producer(second.inputs[0]) if second is not None and _is_product(shapes, second) else None
-    if second is None or first is None or not _is_product(shapes, first):
-        return None
-    before = producer(first.inputs[0])
-    views: tuple[Node, ...] = (view,)
+    before, views = producer(first.operands["x"]), [view]
     if before is not None and op_of(before) in REGROUPING and _joins_axes(shapes, before.outputs, before.inputs[:1]):
-        views = (before, view)
+        views = [before, view]
         before = producer(before.inputs[0])
-    return None if before is None or not is_channels_last(before, MEAN) else Squeeze(before, first, second, views)
+    mean = joins.call(before)
+    return Squeeze(mean, first, second, tuple(views)) if mean is not None and mean.is_channels_last(MEAN) else None
 
 
 def _joins_axes(shapes: ShapeInfo, rows: Sequence[Tensor], images: Sequence[Tensor]) -> bool:
@@ -119,52 +119,54 @@ def _joins_axes(shapes: ShapeInfo, rows: Sequence[Tensor], images: Sequence[Tens
     return image == (row[0], *(1,) * (len(image) - 2), row[1])
 
 
-def _is_product(shapes: ShapeInfo, node: Node) -> bool:
-    """Return whether a node multiplies rows by constant weights, with no fused operator after its activation."""
-    plain = operands_of(node) in (["x", "w"], ["x", "w", "bias"]) and len(operands_of(node)) == len(node.inputs)
-    is_product = node.domain == DOMAIN and str_attribute(node, "fusion", "") == PRODUCT
-    ranks = [shapes.rank(tensor) for tensor in node.inputs]
-    return plain and is_product and is_constant(node.inputs[1]) and ranks == [2, 2, 1][: len(ranks)]
+def _product(joins: Joins, node: Node | None) -> Call | None:
+    """Return a node if it multiplies rows by constant weights, with no fused operator after its activation."""
+    call = joins.call(node)
+    if call is None or call.fusion != PRODUCT or not _is_plain(call) or not is_constant(call.operands["w"]):
+        return None
+    ranks = [joins.shapes.rank(tensor) for tensor in call.operands.values()]
+    return call if ranks == [2, 2, 1][: len(ranks)] else None
 
 
 # --- write the fused node -----------------------------------------------------------------------------------------
 
 
-def _is_swapped(node: Node) -> bool:
+def _is_swapped(product: Call) -> bool:
     """Return whether the weights of a product have the order (k, n)."""
-    return str_attribute(node, "weight_layout", "nk") == "kn"
+    return product.attributes.get("weight_layout") == "kn"
 
 
-def _weights(joins: Joins, node: Node) -> list[Tensor]:
+def _weights(joins: Joins, product: Call) -> list[Tensor]:
     """Return the operands of a product other than x; its weights have one row per result."""
-    w = node.inputs[1]
-    if not _is_swapped(node) or not is_constant(w):
-        return list(node.inputs[1:])
+    _, w, *others = product.operands.values()
+    if not _is_swapped(product) or not is_constant(w):
+        return [w, *others]
     stored = joins.graph.constant(f"{w.name}/nk", np.ascontiguousarray(constant_value(joins.graph, w).T))
     joins.originals[stored.name] = w.name, SWAPPED
-    return [stored, *node.inputs[2:]]
+    return [stored, *others]
 
 
 def _attributes(one: Squeeze, shapes: ShapeInfo) -> dict[str, AttributeValue]:
     first, second = one.first, one.second
-    own: dict[str, AttributeValue] = {name: one.mean.attrs[name] for name in ("layout", "output_ranks")}
+    own: dict[str, AttributeValue] = {name: one.mean.attributes[name] for name in ("layout", "output_ranks")}
     if one.views:
         own["output_ranks"] = [len(shapes.shape(one.nodes[-1].outputs[0]) or ())]
-    own |= {name: first.attrs[name] for name in ACTIVATION if name in first.attrs}
-    own |= {f"{name}_2": second.attrs[name] for name in ACTIVATION if name in second.attrs}
-    operands = [*operands_of(first), *(SECOND[name] for name in operands_of(second)[1:])]
-    types: list[int] = second.attrs["output_types"]  # type: ignore[assignment]
+    own |= {name: first.attributes[name] for name in ACTIVATION if name in first.attributes}
+    own |= {f"{name}_2": second.attributes[name] for name in ACTIVATION if name in second.attributes}
+    operands = [*first.operands, *(SECOND[name] for name in second.operands if name != "x")]
+    types: list[int] = second.attributes["output_types"]  # type: ignore[assignment]
     return attributes_of(SQUEEZE, operands, types, own)
 
 
-def _body(one: Squeeze, joins: Joins) -> onnx.FunctionProto:
+def _body(one: Squeeze, shapes: ShapeInfo) -> onnx.FunctionProto:
     products = [
-        chained(_transposed(), joins.bodies[node.op], "w") if _is_swapped(node) else joins.bodies[node.op]
-        for node in (one.first, one.second)
+        chained(_transposed(), product.body, "w") if _is_swapped(product) else product.body
+        for product in (one.first, one.second)
     ]
-    views = [_reshaped(joins.shapes, view) for view in one.views]
-    chain = [joins.bodies[one.mean.op], *views[:-1], products[0], with_operands(products[1], SECOND), *views[-1:]]
-    return functools.reduce(chained, chain)
+    views = [_reshaped(shapes, view) for view in one.views]
+    return functools.reduce(
+        chained, [one.mean.body, *views[:-1], products[0], with_operands(products[1], SECOND), *views[-1:]]
+    )
 
 
 def _transposed() -> onnx.FunctionProto:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import onnx
+import onnx.numpy_helper
 
 from onnxfuse.algebra.index_maps import transposed
 from onnxfuse.analysis.shape_inference import infer_node
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.domain import DOMAIN
-from onnxfuse.ir.graph import Graph, constant_value
+from onnxfuse.ir.graph import Deferred, Graph, constant_value
 from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, is_constant
 from onnxfuse.layout.axes import (
     IMAGE_RANKS,
@@ -180,8 +181,11 @@ class Writer:
             node = self.graph.add_node(node.op, inputs, outputs, kept, name=node.name, domain=node.domain or "")
         self.written.add(node)
 
-    def call(self, node: Node, call: ImageCall) -> None:
-        """Replace a node by the call of a channels-last function, which computes as many outputs as the body has."""
+    def call(self, node: Node, call: ImageCall, *, deferred: bool = False) -> None:
+        """Replace a node by the call of a channels-last function, which computes as many outputs as the body has.
+
+        With `deferred`, the last operator of the body, which must work on channels-last images, replaces it for now.
+        """
         body = call.body
         outputs = node.outputs[: len(body.output)]
         ranks = [self.shapes.rank(output) or 0 for output in outputs]
@@ -205,8 +209,24 @@ class Writer:
             self.computed(tensor) if output in perms_of_outputs else tensor
             for output, tensor in zip(body.output, outputs, strict=True)
         ]
-        op, inputs = self.functions.add(function), call.operands.values()
-        self.written.add(self.graph.add_node(op, inputs, made, every, name=name, domain=DOMAIN))
+        op = self.functions.add(function)
+        if deferred:
+            new = self._operator(call, made, name)
+            read = list(body.node[-1].input)
+            self.graph.deferred[new] = Deferred(op, every, [read.index(operand) for operand in body.input])
+        else:
+            new = self.graph.add_node(op, call.operands.values(), made, every, name=name, domain=DOMAIN)
+        self.written.add(new)
+
+    def _operator(self, call: ImageCall, outputs: Sequence[Tensor], name: str) -> Node:
+        """Add the last operator of a call's body, with the constants before it."""
+        *constants, last = call.body.node
+        tensors = dict(zip(call.body.input, call.operands.values(), strict=True))
+        for each in constants:
+            value = onnx.numpy_helper.to_array(each.attribute[0].t)
+            tensors[each.output[0]] = self.graph.constant(f"{name}/{each.output[0]}", value)
+        attributes = {each.name: onnx.helper.get_attribute_value(each) for each in last.attribute}
+        return self.graph.add_node(last.op_type, [tensors[n] for n in last.input], outputs, attributes, name=name)
 
 
 def image_rank(shapes: ShapeInfo, tensor: Tensor) -> int:

@@ -30,10 +30,10 @@ def assign_regions(joining: Joining, fused: Collection[Fused] = ()) -> RegionRes
     """Replace the regions of a sorted graph by fused nodes, or fuse them into existing fused nodes; return the records.
 
     `joining` holds the graph, and says which fused nodes take operators.  `fused` holds the records of existing fused
-    nodes.
+    nodes, and of operators that become fused nodes if no region takes them.
     """
     graph, formed = joining.graph, form_regions(joining.graph, joining.shapes, joining.keep)
-    joins, apart = dict[str, tuple[Join, Fused]](), list[Cluster]()  # joins: by the name of the fused node's result
+    joins, apart = dict[str, Join](), list[Cluster]()  # joins: by the name of the fused node's result
     records, work = {one.node: one for one in fused}, deque((*formed.regions, *formed.others))
     while work:
         cluster = work.popleft()
@@ -41,9 +41,8 @@ def assign_regions(joining: Joining, fused: Collection[Fused] = ()) -> RegionRes
             continue
         order_by_reading(cluster, formed.forms)
         join = find_epilogue_fusion(formed, cluster, joining, joins)
-        record = _record(formed, join, records, joining) if join is not None else None
-        if join is not None and record is not None:
-            joins[join.result.name] = join, record
+        if join is not None and _is_made(formed, join, records, joining):
+            joins[join.result.name] = join
             if join.apart is not None:
                 formed.merging.clusters.split(join.cluster, join.apart)
                 work.append(join.apart)
@@ -55,19 +54,19 @@ def assign_regions(joining: Joining, fused: Collection[Fused] = ()) -> RegionRes
         order_by_reading(cluster, formed.forms)
     bodies = {f.name: f for f in graph.functions if f.domain == DOMAIN}
     if (joins or norms) and not graph.is_subgraph:
-        drop_functions(graph, {*norms, *(join.result.inputs[0] for join, _ in joins.values())})
+        drop_functions(graph, {*norms, *(join.result.inputs[0] for join in joins.values())})
     functions = LocalFunctions(graph)
-    made = [write_epilogue_fusion(formed, join, record, functions, bodies) for join, record in joins.values()]
+    made = [write_epilogue_fusion(formed, join, functions, bodies, records) for join in joins.values()]
     made += [write_region(formed, cluster, functions, bodies, records) for cluster in apart]
     if made:
         graph.remove_dead()
         graph.sort()
-    inside = {label for one in made for label in (*one.replaces, *one.joined)}
-    return RegionResult(tuple(made), {label: why for label, why in formed.reasons.items() if label not in inside})
+    known = {*records, *(label for one in made for label in (*one.replaces, *one.joined))}
+    return RegionResult(tuple(made), {label: why for label, why in formed.reasons.items() if label not in known})
 
 
 def _with_norms(
-    formed: Formed, apart: Collection[Cluster], joining: Joining, joins: dict[str, tuple[Join, Fused]]
+    formed: Formed, apart: Collection[Cluster], joining: Joining, joins: dict[str, Join]
 ) -> tuple[list[Cluster], list[Node]]:
     """Return clusters, each merged with the norms that should be computed with it, and all these norms.
 
@@ -76,8 +75,7 @@ def _with_norms(
     """
     found, norms = list[Cluster](), list[Node]()
     for cluster in apart:
-        by_result = {name: join for name, (join, _) in joins.items()}
-        both, taken = with_norms(formed, cluster, joining, by_result)
+        both, taken = with_norms(formed, cluster, joining, joins)
         for norm in taken:
             joins.pop(norm.outputs[0].name, None)
         found.append(both)
@@ -88,16 +86,17 @@ def _with_norms(
     return found, norms
 
 
-def _record(formed: Formed, join: Join, records: Mapping[str, Fused], joining: Joining) -> Fused | None:
-    """Return the record of the fused node that a cluster joins, made now if needed; None if it must not join."""
+def _is_made(formed: Formed, join: Join, records: dict[str, Fused], joining: Joining) -> bool:
+    """Return whether a cluster may join a fused node, which is made now, with its record, if it is a match."""
     (maker,) = join.result.inputs
     record = records.get(maker.name)
     fusion = join.match.fusion.name if join.match else record.fusion if record else ""
     if (fusion, next(iter(join.cluster.outputs))) in joining.exclude:
-        return None
+        return False
     if join.match is None:
-        return record
+        return record is not None
     made = joining.replace(join.match)
     if made is not None:
         formed.merging.level[join.result.inputs[0]] = formed.merging.level[maker]
-    return made
+        records[made.node] = made
+    return made is not None

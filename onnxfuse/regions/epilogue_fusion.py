@@ -13,13 +13,12 @@ from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, producer
 from onnxfuse.match import Match
-from onnxfuse.passes.folded import node_label
 from onnxfuse.region_operators import ELEMENTWISE, PRODUCTS, VIEWS
 from onnxfuse.regions.cluster import MAX_OPERANDS, MAX_OUTPUTS, Cluster
 from onnxfuse.regions.formation import Formed
 from onnxfuse.regions.joining import Joining
 from onnxfuse.regions.steps import Step
-from onnxfuse.regions.write import body, measured_besides, order_by_reading, program
+from onnxfuse.regions.write import body, labels, measured_besides, order_by_reading, program
 from onnxfuse.rewrite.chain_bodies import chained
 from onnxfuse.rewrite.replace import FunctionCall, Fused, LocalFunctions, attributes_of, put_call
 
@@ -150,15 +149,20 @@ def _is_read_in_place(step: Step) -> bool:
 
 
 def write_epilogue_fusion(
-    formed: Formed, join: Join, record: Fused, functions: LocalFunctions, bodies: Mapping[str, onnx.FunctionProto]
+    formed: Formed,
+    join: Join,
+    functions: LocalFunctions,
+    bodies: Mapping[str, onnx.FunctionProto],
+    records: Mapping[str, Fused],
 ) -> Fused:
     """Replace the nodes of a cluster, and the fused node whose result they join, by one node; return its record.
 
-    `record` is the old fused node's record, and `bodies` holds the functions that fused nodes call.  The graph must be
-    sorted afterwards.
+    `bodies` holds the functions that fused nodes call, and `records` the records of nodes.  The graph must be sorted
+    afterwards.
     """
     graph, shapes, cluster, result = formed.merging.graph, formed.merging.clusters.shapes, join.cluster, join.result
     (maker,) = result.inputs
+    record = records[maker.name]
     others = {**cluster.operands, **measured_besides(cluster, formed.forms)}
     others.pop(result.name)
     is_read_elsewhere = any(node not in cluster.nodes for node in consumers(result))
@@ -176,7 +180,7 @@ def write_epilogue_fusion(
     both = chained(before, body(graph, joined, formed.forms, []), "x0")
     both.name, both.doc_string = record.fusion, f"{before.doc_string}\n\nElementwise operators follow."
     both.attribute[:] = sorted(attributes)
-    joining = tuple(node_label(node) for node in cluster.nodes)
+    joining = tuple(label for node in cluster.nodes for label in labels(node, records))
     call = FunctionCall(functions.add(both), record.node, inputs, outputs, attributes)
     put_call(graph, shapes, (maker, *cluster.nodes), call)
     return replace(record, replaces=(*record.replaces, *joining), output=outputs[0].name, joined=joining)

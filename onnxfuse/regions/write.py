@@ -128,16 +128,17 @@ def write_region(
     operands = [f"x{i}" for i in range(len(region.operands))]
     attributes = attributes_of(REGION, operands, [shapes.dtype(t) for t in outputs], own)
     function = functions.add(body(graph, region, forms, list(attributes), bodies))
-    replaced = tuple(
-        label
-        for node in region.nodes
-        for label in (records[node.name].replaces if node.name in records else (node_label(node),))
-    )
+    replaced = tuple(label for node in region.nodes for label in labels(node, records))
     name = graph.unique_name(f"{node_name(outputs[0])}/{REGION}")
     put_call(
         graph, shapes, region.nodes, FunctionCall(function, name, list(region.operands.values()), outputs, attributes)
     )
     return Fused(REGION, name, replaced, {}, outputs[0].name)
+
+
+def labels(node: Node, records: Mapping[str, Fused]) -> tuple[str, ...]:
+    """Return the labels of the nodes that a node stands for; `records` holds the records of fused nodes, by name."""
+    return records[node.name].replaces if node.name in records else (node_label(node),)
 
 
 def measured_besides(region: Cluster, forms: Mapping[Node, tuple[Step, ...]]) -> dict[str, Tensor]:

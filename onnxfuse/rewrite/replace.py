@@ -96,6 +96,7 @@ def drop_functions(graph: Graph, called: Collection[Node]) -> None:
     """
     present = {(f.domain, f.name) for f in graph.model.functions}
     used = {node.op for node in graph.nodes if node.domain == DOMAIN and node not in called}
+    used |= {one.function for one in graph.deferred.values()}
     inner = [part for node in graph.nodes if has_subgraph(node) for part in subgraphs(graph.protos[id(node)][1])]
     used |= {node.op_type for node in nodes(*graph.functions, *inner) if node.domain == DOMAIN}
     graph.functions[:] = [
@@ -157,6 +158,20 @@ def put_call(graph: Graph, shapes: ShapeInfo, nodes: Iterable[Node], call: Funct
         shape = None if tensor.name in graph.fixed_names else shapes.shape(tensor)
         graph.record_type(tensor, shapes.dtype(tensor), shape)
     return made
+
+
+def write_deferred(graph: Graph, shapes: ShapeInfo) -> None:
+    """Replace the deferred operators that are still in the graph by their fused nodes."""
+    deferred, present = graph.deferred, set(graph.nodes)
+    for node, one in deferred.items():
+        if node in present:
+            inputs, outputs = [node.inputs[i] for i in one.inputs], list(node.outputs)
+            put_call(graph, shapes, [node], FunctionCall(one.function, node.name, inputs, outputs, one.attributes))
+    if deferred:
+        graph.deferred = {}
+        drop_functions(graph, ())
+        graph.remove_dead()
+        graph.sort()
 
 
 def attributes_of(
