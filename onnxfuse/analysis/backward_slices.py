@@ -1,4 +1,7 @@
-"""Backward Slices whose end is the largest integer: empty in ONNX, but up to the first element in onnxruntime."""
+"""Backward Slices, with a negative step, whose end is the largest integer.
+
+By the ONNX specification such a Slice is empty; in onnxruntime it extends to the first element.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,9 @@ def has_steps(node: onnx.NodeProto) -> bool:
 def hide_ambiguous_ends(model: onnx.ModelProto) -> bool:
     """Replace the ambiguous ends of Slices by an undefined value, so that onnx infers only the rank of their outputs.
 
-    Constants are found by name at any depth; if two constants share a name, a Slice may be hidden needlessly.  In the
-    opset whose inference gives a Slice the sizes of its input, all ends are hidden.  Returns whether any Slice had an
-    ambiguous end.
+    Constant ends and steps are looked up by name in the graph, its subgraphs and the functions; if two constants share
+    a name, an end may be replaced needlessly.  In opset 10, where onnx's inference gives a Slice the named sizes of its
+    input, all ends are replaced.  Returns whether any Slice had an ambiguous end.
     """
     slices = [node for node in nodes(model.graph, *model.functions) if has_steps(node)]
     wanted = {node.input[i] for node in slices for i in (ENDS, STEPS)}
@@ -57,7 +60,7 @@ def hide_ambiguous_ends(model: onnx.ModelProto) -> bool:
 
 
 def _constants(model: onnx.ModelProto) -> Iterator[tuple[str, Iterable[int]]]:
-    """Yield the name and the numbers of each integer constant, at any depth."""
+    """Yield the name and the numbers of each integer constant in the graph, its subgraphs and the functions."""
     for part in graphs(model.graph, *model.functions):
         for tensor in part.initializer if isinstance(part, onnx.GraphProto) else ():
             yield tensor.name, _integers(tensor)

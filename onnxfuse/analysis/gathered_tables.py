@@ -13,9 +13,10 @@ def gathered_tables(
     """Return a map from the index of each gathered input to the index of the input that holds its row numbers.
 
     op      the operator as `op_of` names it
-    axis    the operator's attribute `axis`: a Gather counts where it is 0 or absent, along the rows
+    axis    the operator's attribute `axis`; only a Gather along the rows is reported, whose `axis` is 0 or None
     inputs  the node's inputs; optional ones at the end may be left out
-    body    the function that the node calls, whose Gathers count; None for an operator that is not a function
+    body    the function that the node calls; the Gathers in it are searched for those that read the function's inputs.
+            None for an operator that is not a function
     """
     if body is None:
         return {0: 1} if op == "Gather" and not axis else {}

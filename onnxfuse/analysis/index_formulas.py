@@ -21,14 +21,14 @@ from onnxfuse.ir.node import Tensor
 
 @dataclass(frozen=True)
 class AtMostZero:
-    """A boolean tensor that is true where the expression is 0 or less."""
+    """A boolean tensor that is true where the formula `index` is 0 or less."""
 
     index: Index
 
 
 @dataclass(frozen=True)
 class GatheredElement:
-    """The tensor gathered from another tensor at these indices, one expression per axis of that tensor."""
+    """A tensor whose elements are gathered from the tensor `name`, at `indices`: one formula per axis of that tensor."""
 
     name: str
     indices: tuple[Index, ...]
@@ -94,7 +94,7 @@ def negated(value: Value) -> Value | None:
 
 
 def causal_mask_value(queries: Size, keys: Size) -> Value:
-    """Return a causal mask [..., queries, keys] as a formula: true up to the diagonal that ends in its last corner."""
+    """Return the formula of a causal mask [..., queries, keys]: true up to the diagonal that ends at the last element."""
     return less_or_equal(axis_index(-1, keys), axis_index(-2, queries), queries - keys)
 
 

@@ -18,8 +18,8 @@ from onnxfuse.ir.graph import constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer
 
 MASKS_FROM: Final = 1e30  # numbers of at least this magnitude count as masks: a score added to one vanishes
-# Assumed bound of the results of matrix products and norms.  Rewrites of attention rely on scores vanishing beside a
-# mask.
+# Assumed bound of the results of matrix products and norms.  Rewrites of attention rely on it: a score within this
+# bound vanishes when a mask's number is added.
 LARGEST_OF_PRODUCTS: Final = 1e12
 LARGEST_FLOAT32: Final = float(np.finfo(np.float32).max)
 MAX_DEPTH: Final = 24  # maximum number of nodes followed back from a tensor
@@ -34,7 +34,8 @@ NORMALIZED: Final = PRODUCTS | {"LayerNormalization"}
 def is_ordinary(shapes: ShapeInfo, *tensors: Tensor) -> bool:
     """Return whether the product of tensors stays so small that it vanishes when a mask's large number is added.
 
-    Results of matrix products count as small, like scores.  A floating-point input of the graph may hold a mask.
+    Results of matrix products count as small, like scores.  A floating-point input of the graph does not, because it
+    may hold a mask.
     """
     bounds = Bounds(shapes)
     return math.prod(max(1.0, bounds.of(each)) for each in tensors) < MASKS_FROM
@@ -116,7 +117,7 @@ class Bounds:
         return math.inf if rule is None else rule(self, node)
 
     def of_product(self, node: Node) -> float:
-        """Return the bound of a Mul's result; infinity for 0 times infinity."""
+        """Return the bound of a Mul's result; infinity if one factor has no bound, even if the other factor is 0."""
         first, second = map(self.of, node.inputs)
         return math.inf if math.inf in (first, second) else first * second
 

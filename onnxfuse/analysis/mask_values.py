@@ -1,7 +1,8 @@
 """The contents of integer and boolean tensors, as formulas over the indices of their own elements.
 
 Exporters compute attention masks from ranges: they compare the position of a key with the position of a query, and
-gather a padding mask at positions that are ranges of its own axes.  `IndexAnalysis` follows these computations.
+gather the elements of a padding mask at indices that are ranges over its axes.  `IndexAnalysis` follows these
+computations.
 
 Axes are counted from the last, -1, so that broadcasting does not change a formula.
 """
@@ -149,7 +150,10 @@ class IndexAnalysis:
         return found if isinstance(found, Index) else None
 
     def element(self, tensor: Tensor, indices: Sequence[Index]) -> GatheredElement | None:
-        """Return the element of a tensor at `indices`, traced through views before it to their source."""
+        """Return the element of a tensor at `indices`; if views compute the tensor, the element of their source.
+
+        None where an index may be negative.
+        """
         if any((low := bounds(index)[0]) is None or low < 0 for index in indices):
             return None  # a negative index would count from the end
         while (node := producer(tensor)) is not None and op_of(node) in REGROUPING:
@@ -202,8 +206,8 @@ def _sliced(analysis: IndexAnalysis, node: Node, before: Shape, after: Shape) ->
 def _cast(analysis: IndexAnalysis, node: Node) -> Value | None:
     """Return the contents of a Cast's output; None where they are not known.
 
-    Followed are integers cast to integers, booleans cast to booleans or numbers, and uniform or two-number tensors cast
-    to booleans.
+    They are known for integers cast to integers, for booleans cast to booleans or integers, and for uniform or
+    two-number tensors cast to booleans.
     """
     to = analysis.shapes.dtype(node.outputs[0])
     if analysis.shapes.dtype(node.inputs[0]) not in ANALYZED_DTYPES:
@@ -277,7 +281,7 @@ def _gather_nd(analysis: IndexAnalysis, node: Node) -> Value | None:
     columns, rank = analysis.index_columns.get(node.inputs[1].name, ()), analysis.shapes.rank(node.inputs[0])
     if int_attribute(node, "batch_dims", 0) or not columns or len(columns) != rank:
         return None
-    # The columns have a last axis of size 1, which the result lacks, so all other axes move by one.
+    # The columns have a last axis of size 1, which the result lacks, so axis -2 of a column is axis -1 of the result.
     indices = [shifted(column, 1) for column in columns if isinstance(column, Index)]
     return analysis.element(node.inputs[0], indices) if len(indices) == rank else None
 

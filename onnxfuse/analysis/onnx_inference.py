@@ -22,7 +22,7 @@ def infer_by_onnx(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
     found = schema(op_of(node), shapes.graph.opset)
     if found is None or has_subgraph(node):
         raise CannotInfer
-    if op_of(node) == "Expand" and shapes.graph.opset < EXPAND_BOUNDED_SINCE:  # our own rule tells as much
+    if op_of(node) == "Expand" and shapes.graph.opset < EXPAND_BOUNDED_SINCE:  # the shape rule of Expand infers as much
         raise CannotInfer
     proto = export_node(node)
     inputs = [tensor for tensor in node.inputs if tensor.name]

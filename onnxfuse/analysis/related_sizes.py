@@ -13,10 +13,10 @@ from onnxfuse.ir.node import Node, op_of
 
 
 def relate_sizes(shapes: ShapeInfo, node: Node) -> None:
-    """Record, for each unknown size of a node's outputs without a relation, a size that is about as large.
+    """For each unknown size of a node's outputs that has no estimate yet, record a size that is about as large.
 
-    For a Reshape, it is the source's element count divided by the other sizes.  Otherwise it is the size of the same
-    axis in an input of the same rank.
+    For a Reshape, that is the source's element count divided by the other sizes.  For other operators, it is the size
+    of the same axis in an input of the same rank.
     """
     for output in node.outputs:
         shape = shapes.shape(output) if output.name else None
@@ -47,8 +47,8 @@ def _same_axis(shapes: ShapeInfo, node: Node, shape: Shape, axis: int) -> Size |
 def _rest(shapes: ShapeInfo, node: Node, shape: Shape, axis: int) -> Size | None:
     """Return the size of a Reshape's axis from the element count and all other sizes, rounded up.
 
-    None if another size is unknown.  It is rounded up because assumed sizes may not divide evenly, and the view should
-    not look smaller than its source.
+    None if another size is unknown.  The quotient is rounded up because assumed sizes may not divide evenly, and the
+    view should not look smaller than its source.
     """
     source, others = shapes.shape(node.inputs[0]), (*shape[:axis], *shape[axis + 1 :])
     are_known = all(not name or name in shapes.related for name in map(_unknown, others))

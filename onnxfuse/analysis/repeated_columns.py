@@ -15,7 +15,7 @@ from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, produce
 
 # How columns repeat: the second half equals the first, or each pair of neighbours is equal.
 HALVES, PAIRS = "halves", "pairs"
-COLUMNS = "_columns"  # suffix to an operand's name: the fused node's attribute that says how its columns repeat
+COLUMNS = "_columns"  # a fused node's attribute `<operand>_columns` says how the columns of that operand repeat
 ELEMENTWISE: Final = frozenset({"Add", "Cast", "Cos", "Div", "Identity", "Mul", "Neg", "Sin", "Sub"})
 MOVING: Final = VIEWS | {"Gather", "Slice"}
 MAX_DEPTH: Final = 24  # maximum number of nodes between a table and the node that repeats its columns
@@ -38,7 +38,7 @@ def repeat_columns(value: Array, columns: str) -> Array:
 
 
 def _repeats(shapes: ShapeInfo, tensor: Tensor, kind: str, depth: int) -> bool:
-    """Return whether the columns repeat as `kind` says; a number that is the same for all columns also does."""
+    """Return whether the columns repeat as `kind` says; so does a single column, which is broadcast to all columns."""
     if is_constant(tensor):
         return _constant_repeats(shapes, tensor, kind)
     node, size = producer(tensor), _last_size(shapes, tensor)

@@ -58,7 +58,7 @@ def softmaxes_after(tensor: Tensor) -> list[Node]:
 
 
 def computes_probabilities(tensor: Tensor) -> bool:
-    """Return whether a tensor is the output of a Softmax, or is computed from one element by element."""
+    """Return whether a tensor is the output of a Softmax, or is computed from it by elementwise operators."""
     node = producer(tensor)
     while node is not None and op_of(node) in ELEMENTWISE:
         node = next((made for each in reversed(node.inputs) if (made := producer(each)) is not None), None)
@@ -80,7 +80,7 @@ def is_batched_product(shapes: ShapeInfo, node: Node | None) -> bool:
 
 
 def rewritable_softmaxes(graph: Graph, add: Node) -> set[str]:
-    """Return the names of the Softmaxes of an Add's result; an empty set if the scores of any of them must stay."""
+    """Return the names of the Softmaxes after an Add; an empty set if the scores of any of them must not be rewritten."""
     found = {graph.scores.name(each) for each in softmaxes_after(add.outputs[0])}
     return found if graph.scores.stay.isdisjoint(found) else set()
 
@@ -100,7 +100,10 @@ def is_product_of_slopes(shapes: ShapeInfo, bias: Tensor) -> bool:
 
 
 def is_factored_bias(shapes: ShapeInfo, node: Node) -> bool:
-    """Return whether a node computes a bias that is slopes times positions, or is the Mul before that bias's Cast."""
+    """Return whether a node computes a bias, slopes times positions, that is added to scores which may be rewritten.
+
+    If a Cast follows the product of slopes and positions, both the Mul and the Cast are such nodes.
+    """
     output = node.outputs[0] if node.outputs else None  # a node without outputs has been folded to a constant
     if output is None or not is_product_of_slopes(shapes, output):
         return False

@@ -2,7 +2,7 @@
 
 A shape comes from the rules of `shape_rules` and `value_rules`, else from onnx's inference of the single node, else
 from onnx's inference of the whole model.  The shapes that the exporter recorded may belong to other inputs than the
-model has now.  They are used only for operators of other domains without a rule.  They are not used at all if any
+model has now.  They are used only for operators outside the ONNX domain that have no rule, and not at all if any
 record contradicts an inferred shape, or if the model has a Slice whose size runtimes disagree about.
 
 Operators also constrain the sizes of their inputs.  A table of 512 positions, sliced to [:seq], has Min(512, seq) rows;
@@ -84,7 +84,7 @@ def infer_behind(shapes: ShapeInfo, changed: Collection[Node]) -> None:
     for node in shapes.graph.nodes:
         if node in changed or not moved.isdisjoint(shapes.graph.reads(node)):
             moved.update(tensor.name for tensor in node.outputs)
-            if not _is_foreign(shapes, node):  # nothing new is known about it
+            if not _is_foreign(shapes, node):  # the outputs of operators outside the ONNX domain keep their shapes
                 infer_node(shapes, node)
                 behind.append(node)
     _correct_records(shapes, behind)

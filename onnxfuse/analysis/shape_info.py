@@ -287,7 +287,7 @@ def exact_elements(value: Array) -> Array | None:
         if not np.all(is_integer):
             return None
         value = whole.astype(np.int64)
-    return value.astype(object)  # not via a list, which would lose axes: for the shape [3, 0, 1], it is [[], [], []]
+    return value.astype(object)  # a list would lose axes: that of an array [3, 0, 1] is [[], [], []]
 
 
 def number_range(dtype: int) -> tuple[int, int]:

@@ -15,7 +15,7 @@ AxisRanges: TypeAlias = dict[int, tuple[int, int]]  # axis -> (first element, nu
 
 
 def slice_ranges(shapes: ShapeInfo, node: Node, output: Tensor) -> AxisRanges:
-    """Return the ranges, by axis, that `output` of a `SLICING` node takes from the node's first input.
+    """Return the ranges, by axis, that `output` of a Slice, Split or Gather takes from the node's first input.
 
     Raises CannotInfer unless `output` is known to hold a nonempty range of adjacent elements along each axis.
     """

@@ -95,7 +95,7 @@ def _computed(analysis: Formulas, tensor: Tensor, steps: int) -> TwoNumbers | No
 
 
 def _in_one_form(numbers: TwoNumbers) -> TwoNumbers:
-    """Return the same tensor with its condition negated, if needed, so that the last axis has a positive factor."""
+    """Return the same tensor with its condition negated if the last axis has a negative factor in the formula."""
     if isinstance(numbers.where, bool):
         return numbers
     last = numbers.where.index.factor("-1")
@@ -104,7 +104,10 @@ def _in_one_form(numbers: TwoNumbers) -> TwoNumbers:
 
 
 def _constant(analysis: Formulas, tensor: Constant) -> TwoNumbers | None:
-    """Return the two numbers of a constant that has one up to a diagonal of its last two axes, and one above it."""
+    """Return the two numbers of a constant that holds one up to a diagonal of its last two axes, and the other above.
+
+    None for any other constant.
+    """
     size = math.prod(tensor.shape)
     if len(tensor.shape) < 2 or size != math.prod(tensor.shape[-2:]) or not 1 < size <= MAX_ELEMENTS:
         return None
@@ -193,7 +196,7 @@ def _viewed(analysis: Formulas, node: Node, steps: int) -> TwoNumbers | None:
 
 
 def _arithmetic(analysis: Formulas, node: Node, steps: int) -> TwoNumbers | None:
-    """Return the two numbers after an arithmetic operation with a number."""
+    """Return the two numbers after an arithmetic operation whose other operand is filled with one number."""
     if len(node.inputs) != 2:
         return None
     function = ARITHMETIC[op_of(node)]
@@ -228,7 +231,7 @@ def _mapped(
     with np.errstate(all="ignore"):
         made = [np.asarray(function(before.type(x))) for x in (numbers.here, numbers.elsewhere)]
         if after.kind in "iu" and not all(np.iinfo(after).min <= float(x) <= np.iinfo(after).max for x in made):
-            return None  # runtimes convert it to different integers
+            return None  # runtimes convert numbers out of range to different integers
         here, elsewhere = (float(x.astype(after)) for x in made)
     return TwoNumbers(numbers.where, here, elsewhere)
 

@@ -96,7 +96,7 @@ def _integers_if_known(shapes: ShapeInfo, node: Node, name: str) -> list[Size] |
 def _clamped_start(start: Size | None, size: Size, step: Size) -> Size | None:
     """Return the start; for a backward slice, at least `-size`.
 
-    ONNX clamps such a start to the first element, and Python would return an empty slice.
+    ONNX clamps a smaller start to the first element; Python would return an empty slice for it.
     """
     if isinstance(start, int) and isinstance(size, int) and isinstance(step, int) and step < 0:
         return max(start, -size)
@@ -118,7 +118,7 @@ def _slice_size(size: Size, start: Size | None, end: Size | None, step: Size) ->
     if (start, end) == (0, 1) or (start == -1 and last == size):
         return minimum(1, size)  # `minimum` instead of 1: an empty axis gives no element
     length, low = last - first, lower_bound(last - first)
-    # x[1:] of `s` elements is assumed to have s - 1 elements: s is never 0, for which that would be -1.
+    # Of s elements, x[1:] is assumed to have s - 1.  For s = 0 that would be -1, but s is assumed not to be 0.
     return ((length if low is not None and low >= -1 else maximum(0, length)) + step - 1) // step
 
 

@@ -101,7 +101,10 @@ def _is_never_empty(size: Size) -> bool:
 
 
 def _remaining_size(shapes: ShapeInfo, shape: Shape, others: Sequence[Size]) -> Size | None:
-    """Return the element count of a shape divided by other sizes; equal sizes cancel first, even unknown ones."""
+    """Return the element count of a shape divided by other sizes; None if it is not divisible or not known.
+
+    Equal sizes cancel first, even unknown ones.
+    """
     rest, divisors = cancelled(shape, others)
     if 0 in divisors:
         return None
@@ -110,7 +113,10 @@ def _remaining_size(shapes: ShapeInfo, shape: Shape, others: Sequence[Size]) -> 
 
 
 def _cannot_be_limited(dividend: Size, divisor: Size) -> Iterator[str]:
-    """Yield the `Min` symbol of a dividend like `Min(512, seq)` with divisor `seq`: 512 is no multiple if seq > 512."""
+    """Yield the `Min` symbols whose limit never applies, because otherwise the divisor would not divide the dividend.
+
+    For example, if `seq` divides `Min(512, seq)`, then seq <= 512: a larger seq does not divide 512.
+    """
     names = set(limited_sizes(dividend, least=1))
     is_product = not isinstance(dividend, int) and len(dividend.terms) == 1
     if is_product and names and without_min_constants(dividend, names) == divisor:

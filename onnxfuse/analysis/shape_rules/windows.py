@@ -38,7 +38,7 @@ def _conv(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
 def _nhwc_conv(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
     """Return the output shape.
 
-    NhwcConv has weights (filters, height, width, channels); those of NhwcFusedConv are in ONNX's order.
+    The weights of NhwcConv are (filters, height, width, channels); those of NhwcFusedConv are in the order of Conv.
     """
     image, weight = input_shape(shapes, node), input_shape(shapes, node, 1)
     kernel = weight[1:-1] if op_of(node) == "com.microsoft::NhwcConv" else weight[2:]
@@ -112,7 +112,7 @@ def _conv_transpose(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
     sizes: list[Size | None] = []
     for i, size in enumerate(spatial):
         window = (kernel[i] - 1) * dilations[i] + 1 + output_padding[i]
-        # SAME gives size * stride, but the padding is never negative where windows cover less than the stride.
+        # SAME gives size * stride elements.  A window smaller than the stride gives fewer: padding is never negative.
         padding = maximum(0, window - strides[i]) if is_same else pads[i] + pads[i + rank]
         sizes.append((size - 1) * strides[i] + window - padding)
     channels = weight[1] * int_attribute(node, "group", 1)
