@@ -28,7 +28,7 @@ class AtMostZero:
 
 @dataclass(frozen=True)
 class GatheredElement:
-    """A tensor whose elements are gathered from the tensor `name`, at `indices`: one formula per axis of that tensor."""
+    """A tensor whose elements are gathered from the tensor `name` at `indices`, one formula per axis of that one."""
 
     name: str
     indices: tuple[Index, ...]
@@ -94,7 +94,7 @@ def negated(value: Value) -> Value | None:
 
 
 def causal_mask_value(queries: Size, keys: Size) -> Value:
-    """Return the formula of a causal mask [..., queries, keys]: true up to the diagonal that ends at the last element."""
+    """Return the formula of a causal mask [..., queries, keys]: true up to the diagonal through the last element."""
     return less_or_equal(axis_index(-1, keys), axis_index(-2, queries), queries - keys)
 
 

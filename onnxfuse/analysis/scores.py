@@ -80,7 +80,7 @@ def is_batched_product(shapes: ShapeInfo, node: Node | None) -> bool:
 
 
 def rewritable_softmaxes(graph: Graph, add: Node) -> set[str]:
-    """Return the names of the Softmaxes after an Add; an empty set if the scores of any of them must not be rewritten."""
+    """Return the names of the Softmaxes after an Add; an empty set if the scores of any of them must not change."""
     found = {graph.scores.name(each) for each in softmaxes_after(add.outputs[0])}
     return found if graph.scores.stay.isdisjoint(found) else set()
 

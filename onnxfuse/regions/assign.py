@@ -20,7 +20,11 @@ from onnxfuse.rewrite.replace import Fused, LocalFunctions, drop_functions
 
 @dataclass(frozen=True)
 class RegionResult:
-    """The records of regions and of nodes that took in operators; `reasons` maps other nodes' labels to reasons."""
+    """The result of forming regions.
+
+    `fused` holds the records of new regions, and of fused nodes that operators joined.  `reasons` maps the label of
+    each other node to the reason why it is in no region.
+    """
 
     fused: tuple[Fused, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
@@ -29,15 +33,15 @@ class RegionResult:
 def assign_regions(joining: Joining, fused: Collection[Fused] = ()) -> RegionResult:
     """Replace the regions of a sorted graph by fused nodes, or fuse them into existing fused nodes; return the records.
 
-    `joining` holds the graph, and says which fused nodes take operators.  `fused` holds the records of existing fused
-    nodes, and of operators that become fused nodes if no region takes them.
+    `joining` holds the graph, and says which fused nodes operators may join.  `fused` holds the records of existing
+    fused nodes, and of operators that become fused nodes if no region takes them.
     """
     graph, formed = joining.graph, form_regions(joining.graph, joining.shapes, joining.keep)
     joins, apart = dict[str, Join](), list[Cluster]()  # joins: by the name of the fused node's result
     records, work = {one.node: one for one in fused}, deque((*formed.regions, *formed.others))
     while work:
         cluster = work.popleft()
-        if not all(node.outputs for node in cluster.nodes):  # a join that was made since has replaced some of its nodes
+        if not all(node.outputs for node in cluster.nodes):  # an earlier join fused a match with some of them
             continue
         order_by_reading(cluster, formed.forms)
         join = find_epilogue_fusion(formed, cluster, joining, joins)
@@ -70,8 +74,8 @@ def _with_norms(
 ) -> tuple[list[Cluster], list[Node]]:
     """Return clusters, each merged with the norms that should be computed with it, and all these norms.
 
-    `apart` holds clusters that join no fused node.  If operators were to join such a norm, they become part of the
-    cluster instead, and are removed from `joins`.
+    `apart` holds clusters that join no fused node.  If `joins` has a join of operators with such a norm, it is removed
+    from there, and the operators become part of the cluster.
     """
     found, norms = list[Cluster](), list[Node]()
     for cluster in apart:
@@ -87,7 +91,10 @@ def _with_norms(
 
 
 def _is_made(formed: Formed, join: Join, records: dict[str, Fused], joining: Joining) -> bool:
-    """Return whether a cluster may join a fused node, which is made now, with its record, if it is a match."""
+    """Return whether the cluster of a planned join may join the fused node.
+
+    If the join has a match, the match is first replaced by a fused node, whose record is added to `records`.
+    """
     (maker,) = join.result.inputs
     record = records.get(maker.name)
     fusion = join.match.fusion.name if join.match else record.fusion if record else ""

@@ -1,8 +1,10 @@
 """Move borders between regions: operators that compute a large tensor move to its readers if that saves bytes.
 
 Regions grow in execution order, so the Sub of `x - mean(x)` joins the mean.  If a reduction over other rows reads the
-difference, it is written and read again.  With the Sub in the reader's region, x is read instead.  If several regions
-read the tensor, each gets a copy of the operators.
+difference, the difference is written to memory and read again.  With the Sub in the reader's region, x is read instead.
+If several regions read the tensor, each gets a copy of the operators.
+
+A cluster is a group of nodes that will become one region.  Only clusters of one level (see `levels.py`) exchange nodes.
 """
 
 from __future__ import annotations
@@ -34,7 +36,11 @@ class Border:
 
 @dataclass(frozen=True)
 class Move:
-    """A planned move: the operators that move to a tensor's readers, and the clusters before and after."""
+    """A planned move of operators to a tensor's readers.
+
+    After the move, `left` is the cluster that computed the tensor, and `readers` are the clusters that compute and read
+    it now.
+    """
 
     nodes: Sequence[Node]  # in execution order
     staying: Set[Node]  # operators that also stay, because their cluster needs them for something else
@@ -45,8 +51,8 @@ class Move:
 def settle_borders(clusters: Clusters, level: dict[Node, int], reasons: dict[str, str]) -> None:
     """Move operators from the clusters that compute large tensors to those that read them, if that saves bytes.
 
-    `reasons` receives, by node label, why the remaining nodes may be in no region. Tensors are visited from last to
-    first, because moving a producer can remove other readers of an earlier tensor.
+    A node that a move leaves behind may be in no region afterwards; `reasons` receives the reason, by the node's label.
+    Tensors are visited from last to first, because moving a producer can remove other readers of an earlier tensor.
     """
     for node in reversed(list(clusters.graph.nodes)):
         for tensor in node.outputs if node in clusters.of else ():
@@ -99,7 +105,11 @@ def _best_move(clusters: Clusters, border: Border) -> Move | None:
 
 
 def _ends(clusters: Clusters, border: Border) -> Iterator[list[Node]]:
-    """Yield growing groups of the last operators before a tensor; each adds the producer of the largest tensor read."""
+    """Yield growing groups of the last operators before a border's tensor.
+
+    Each group adds one operator to the group before it: among the producers that may move, the one of the largest
+    tensor that the group reads.
+    """
     found = [border.tensor.inputs[0]]
     while len(found) <= MAX_MOVED:
         yield found
@@ -113,7 +123,7 @@ def _ends(clusters: Clusters, border: Border) -> Iterator[list[Node]]:
 
 
 def _moves(clusters: Clusters, border: Border, node: Node) -> bool:
-    """Return whether an operator of the cluster before a border may move: it is elementwise or a free view."""
+    """Return whether a node may move: the border's own cluster has it, and it is elementwise or moves no element."""
     return clusters.of.get(node) is border.own and (node.op in POINTWISE or op_of(node) in FREE)
 
 
@@ -141,7 +151,11 @@ def _saved(clusters: Clusters, border: Border, nodes: Sequence[Node]) -> int:
 
 
 def _staying(clusters: Clusters, border: Border, nodes: Sequence[Node]) -> set[Node]:
-    """Return the operators whose results are also needed elsewhere than by a tensor's readers."""
+    """Return those of `nodes` that must stay as well.
+
+    They are those whose result must keep its name, or is read by a node that stays or does not belong to `nodes`.  Of
+    the border's tensor, only the readers in its own cluster count.
+    """
     going, staying = set(nodes), set[Node]()
     for node in reversed(nodes):
         for tensor in node.outputs:
@@ -156,7 +170,7 @@ def _staying(clusters: Clusters, border: Border, nodes: Sequence[Node]) -> set[N
 
 def _apply(clusters: Clusters, level: dict[Node, int], border: Border, move: Move) -> None:
     """Apply a move: the first reader gets the operators, or copies of operators that stay; other readers get copies."""
-    # Last to first: the first reader's inputs change if it gets copies too.
+    # The first reader comes last: its copies become inputs of moved operators, which the other readers must copy first.
     for i, reader in reversed(list(enumerate(move.readers))):
         copied = [node for node in move.nodes if i or node in move.staying]
         if copied:

@@ -38,7 +38,7 @@ class Cluster:
     nodes: list[Node]  # in execution order
     operands: dict[str, Tensor]
     outputs: dict[str, Tensor]
-    steps: int
+    steps: int  # number of operators in the region's program
     operations: float  # total number of operations
     cost: float  # time, in bytes that an H200 could move in it
     is_free: bool  # True if it has no operator that takes time at run time
@@ -49,7 +49,11 @@ class Cluster:
 
 @dataclass
 class Clusters:
-    """Creates, merges and splits clusters of a graph's nodes."""
+    """Creates, merges and splits clusters of a graph's nodes.
+
+    `forms` maps each node that may be in a region to its steps, the operators of a region's program that compute it.
+    `of` maps a node to its cluster.
+    """
 
     graph: Graph
     shapes: ShapeInfo
@@ -165,8 +169,9 @@ class Clusters:
     def _cost(self, cluster: Cluster) -> float:
         """Return a cluster's cost: the larger of its memory time and its compute time, plus its launch.
 
-        Kernels compute while they move data.  On an H200, regions of benchmarks/regions.py whose repeated operations
-        take more than a tenth of a copy's time take 1.06 times the larger of the two times, and 0.89 times their sum.
+        Kernels compute while they move data.  In benchmarks/regions.py, some regions spend on repeated operations more
+        than a tenth of the time of a copy of the same bytes.  On an H200, they take 1.06 times the larger of memory
+        time and compute time, and 0.89 times the sum of both.
         """
         if cluster.is_free:
             return 0.0
@@ -179,12 +184,15 @@ class Clusters:
         return sum(OPERATIONS.get(step.op, 1) for step in self.forms[node])
 
     def _evaluations(self, node: Node) -> int:
-        """Return the number of elements that a node computes, or reduces, if it does so once for each."""
+        """Return the number of elements that a node computes, or reduces, with each element counted once."""
         tensors = node.inputs[:1] if any(map(is_reduction, self.forms[node])) else node.outputs
         return max(map(self.count, tensors), default=0)
 
     def _operations(self, cluster: Cluster, kinds: Mapping[str, Kind]) -> float:
-        """Return a cluster's operations, where an operand's elements are recomputed for each element that uses them."""
+        """Return the number of operations of a cluster that recomputes inner values for each element that uses them.
+
+        Values that exist once for each reduced row are computed once.
+        """
         needed: dict[str, float] = {name: float(self.count(t)) for name, t in cluster.outputs.items()}
         total = 0.0
         for node in reversed(cluster.nodes):

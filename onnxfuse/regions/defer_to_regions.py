@@ -29,8 +29,8 @@ class DeferToRegions:
     """Decides whether a match is left to regions, because its nodes can join a neighbour in a region or a fused node.
 
     Fused alone, such a match (a softmax, an activation) would read or write a tensor that a common region does not.
-    `joining` says which fused nodes take elementwise operators, as far as no layout decides it.  `spelled` holds the
-    names of nodes whose match must be fused.
+    `joining` says which fused nodes elementwise operators may join.  Fusions that allow it in one layout only are not
+    considered here, because layouts are assigned later.  `spelled` holds the names of nodes whose match must be fused.
     """
 
     joining: Joining

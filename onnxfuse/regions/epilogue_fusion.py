@@ -41,12 +41,12 @@ def find_epilogue_fusion(
 ) -> Join | None:
     """Return how a cluster can join a fused node; None if it cannot.
 
-    `joining` says which fused nodes take operators, and `taken` holds results that other clusters already join.
-    Operators of the cluster that depend on the fused node's result must be elementwise or Reshapes, and their outputs
-    must have as many elements.  The producers of their other operands also join, if they are elementwise or views and
-    nothing else reads them.
+    `joining` says which fused nodes operators may join, and `taken` has the names of results that other clusters join.
+    Operators of the cluster that depend on the fused node's result must be elementwise or only regroup axes, and their
+    outputs must have its rows (see `_has_rows_of`).  Operators of the cluster that compute their other operands also
+    join, if they are elementwise or views and nothing else reads them.
 
-    The result may also be read elsewhere, or be a graph output; then the joined node still computes it.
+    The fused node's result may also be read elsewhere, or be a graph output; then the joined node still computes it.
     """
     if cluster.is_free:
         return None
@@ -78,10 +78,10 @@ def find_epilogue_fusion(
 def _closes_no_cycle(
     maker: Node, cluster: Cluster, forms: Mapping[Node, tuple[Step, ...]], level: Mapping[Node, int]
 ) -> bool:
-    """Return whether joining a cluster with the node before it cannot close a cycle.
+    """Return whether joining a cluster with `maker`, whose result it reads, cannot close a cycle.
 
-    It cannot if the node has one result, and only the cluster reads it.  Otherwise, all other operands of the cluster
-    must be of a lower level than the node; then no combination of joins can close a cycle.
+    No cycle is possible if `maker` has one result, and only the cluster reads it.  Otherwise, the producers of all
+    other operands of the cluster must be of a lower level than `maker`; then no combination of joins can close a cycle.
     """
     result = maker.outputs[0]
     if len(maker.outputs) == 1 and all(node in cluster.nodes for node in consumers(result)):
@@ -92,7 +92,10 @@ def _closes_no_cycle(
 
 
 def _join(formed: Formed, cluster: Cluster, result: Tensor) -> Join | None:
-    """Return the part of a cluster that can join the node of a result; None if there is none, or it does not pay."""
+    """Return how a part of a cluster can join the node that computes `result`.
+
+    None if no part can, or if the part reads from the rest as many bytes as the result has, or more.
+    """
     graph, clusters, forms = formed.merging.graph, formed.merging.clusters, formed.forms
     shapes = clusters.shapes
     part, made = set[Node](), {result.name}
@@ -132,7 +135,7 @@ def _keeps_order(step: Step) -> bool:
 def _has_rows_of(shape: Shape | None, result: Shape | None) -> bool:
     """Return whether a shape has a result's element count, and trailing axes that multiply to the result's last axis.
 
-    Then each row of the result is one row of the shape, however its axes are divided.
+    Then each row of the result (its last axis) is a run of adjacent elements in the other shape, over one axis or more.
     """
     if not shape or not result:
         return shape == result
@@ -157,8 +160,8 @@ def write_epilogue_fusion(
 ) -> Fused:
     """Replace the nodes of a cluster, and the fused node whose result they join, by one node; return its record.
 
-    `bodies` holds the functions that fused nodes call, and `records` the records of nodes.  The graph must be sorted
-    afterwards.
+    `bodies` holds the functions that fused nodes call, by name, and `records` the records of fused nodes, by the node's
+    name.  The graph must be sorted afterwards.
     """
     graph, shapes, cluster, result = formed.merging.graph, formed.merging.clusters.shapes, join.cluster, join.result
     (maker,) = result.inputs

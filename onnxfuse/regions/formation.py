@@ -1,4 +1,7 @@
-"""Form regions: merge the nodes that patterns left over, level by level, where that saves bytes or launches."""
+"""Form regions: merge the nodes that patterns left over, level by level, where that saves bytes or launches.
+
+A level, a number that `levels.py` gives to each node, keeps merged nodes from closing a cycle.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +41,13 @@ class Formed:
 
 @dataclass
 class Merging:
-    """Merges clusters of the same level."""
+    """Merges clusters of the same level: `level` holds the level of each node, as `levels` returns it."""
 
     graph: Graph
     clusters: Clusters
     level: dict[Node, int]
     reasons: dict[str, str]  # node label -> why the node stays separate
-    _front: int = 0  # the place before all others
+    _front: int = 0  # decreases with each `move`: the place before all other clusters
 
     def with_neighbours(self, node: Node, neighbours: Callable[[Cluster], Iterable[Cluster]]) -> bool:
         """Merge a node's cluster with neighbours of its level, largest gain first; return whether any was merged."""
@@ -134,7 +137,10 @@ def is_worth_it(cluster: Cluster) -> bool:
 
 
 def _merge_all(merging: Merging) -> None:
-    """Merge the nodes in execution order, and then the resulting clusters with later clusters that read them."""
+    """Merge the nodes in execution order, and then the resulting clusters with later clusters that read them.
+
+    For the second part, a cluster moves to the latest level at which it can be computed, and back if it is not merged.
+    """
     clusters = merging.clusters
     for node in merging.graph.nodes:
         if node in clusters.forms:

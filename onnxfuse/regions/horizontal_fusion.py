@@ -18,7 +18,10 @@ MAX_OPEN: Final = 8  # maximum number of groups of a level that are compared wit
 
 @dataclass
 class Group:
-    """Small clusters of one level and one step, which do not depend on each other."""
+    """Small clusters that do not depend on each other: they have one level, and in it one step.
+
+    Steps number the clusters of a level in the order of their dependencies; see `_groups`.
+    """
 
     step: int
     clusters: list[Cluster] = field(default_factory=list)
@@ -48,7 +51,7 @@ class Group:
 def share_launches(formed: Formed, apart: Collection[Cluster]) -> list[Cluster]:
     """Merge clusters of a level that read the same tensors, or are small and independent; return all clusters.
 
-    `apart` holds the clusters that join no fused node; a cluster may have one operator.
+    `apart` holds the clusters that join no fused node; some may consist of a single operator.
     """
     merging, clusters = formed.merging, formed.merging.clusters
     by_level = defaultdict[int, dict[Cluster, None]](dict)

@@ -20,9 +20,9 @@ class Joining:
     """Decides which fused nodes elementwise operators may join, and fuses matches that pay only with such operators.
 
     `fusions` holds the fusions whose nodes operators may join, if the fusion's declaration allows it.  `exclude` holds
-    (fusion or REGION, first output) of matches that stay unfused and of regions that are not formed.  For operators
-    that must not join a fused node, it holds (that node's fusion, their first output).  `keep` holds the labels of
-    nodes that must be in no match and no region.
+    pairs: (fusion or REGION, first output) for a match that stays unfused or a region that is not formed, and (fusion
+    of the node, first output of the operators) for operators that must not join a fused node.  `keep` holds the labels
+    of nodes that must be in no match and no region.
     """
 
     graph: Graph

@@ -1,4 +1,4 @@
-"""Merge fused norms into regions, so that the region computes a norm's input while the norm reads its rows."""
+"""Merge fused norms into the regions that compute their inputs or move their rows, so that one kernel does both."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from onnxfuse.regions.write import measured_besides, order_by_reading
 
 NORMS: Final = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
 FLOAT: Final = int(TensorProto.FLOAT)
-MOVED: Final = "#moved"  # name of the moved rows, if rows are moved before the norm
+MOVED: Final = "#moved"  # name of the value with the moved rows, if rows are moved before the norm
 ROW_MAPS: Final = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Split", "Concat")
 
 
@@ -31,8 +31,9 @@ def with_norms(
 ) -> tuple[Cluster, list[Node]]:
     """Return a cluster merged with the fused norms that read its results, where that pays; and these norms.
 
-    `joining` says which fused nodes take operators.  `joins` holds the planned joins, by the name of the result that
-    they read: operators that were to join such a norm become part of the cluster too.
+    `joining` says which fused nodes operators may join.  `joins` holds the planned joins of operators with fused nodes,
+    by the name of the result that the operators read.  Operators that were to join such a norm become part of the
+    cluster too.
     """
     taken = list[Node]()
     if cluster.is_free or not all(map(_keeps_last_axis, _steps(formed, cluster))):
@@ -50,9 +51,9 @@ def _steps(formed: Formed, cluster: Cluster) -> Iterator[Step]:
 
 
 def _keeps_last_axis(step: Step) -> bool:
-    """Return whether elements that are adjacent along the last axis stay adjacent, so that rows are read as vectors.
+    """Return whether elements adjacent along the last axis stay adjacent in a step, so that rows are read as vectors.
 
-    Otherwise (after some Transposes) rows are read element by element; then a separate launch is faster.
+    Otherwise, as after some Transposes, rows are read element by element, and a separate launch for the norm is faster.
     """
     if step.op == "Transpose":
         perm: list[int] = step.attributes["perm"]  # type: ignore[assignment]
@@ -75,7 +76,8 @@ def _norms_behind(formed: Formed, cluster: Cluster, joining: Joining) -> list[No
 def _merged(formed: Formed, joining: Joining, cluster: Cluster, norm: Node, join: Join | None) -> Cluster | None:
     """Return a cluster merged with a norm that reads its result, and with the norm's join; None if they stay separate.
 
-    Everything else that they read must be of a lower level than the cluster, so that no path leads from it to them.
+    All other tensors that the norm and the join read must come from nodes of a lower level than the cluster's.  Then no
+    path leads from the cluster through other nodes to the norm or the join.
     """
     merging, clusters, level = formed.merging, formed.merging.clusters, formed.merging.level
     steps = norm_steps(merging.graph, clusters.shapes, norm)
@@ -103,7 +105,7 @@ def _merged(formed: Formed, joining: Joining, cluster: Cluster, norm: Node, join
 
 
 def _belong(merging: Merging, cluster: Cluster, level: int) -> None:
-    """Assign nodes to a cluster, and to its level."""
+    """Assign the nodes of a cluster to it, and move the cluster to a level."""
     merging.clusters.split(cluster)
     merging.move(cluster, level)
 
@@ -155,7 +157,7 @@ def _renamed(step: Step, names: Mapping[str, str]) -> Step:
 
 
 def _moves_rows(shapes: ShapeInfo, node: Node, steps: Iterable[Step]) -> bool:
-    """Return whether a node moves whole rows along the last axis, and changes nothing within them."""
+    """Return whether a node moves whole rows of the last axis, and changes nothing within them."""
     before, after = shapes.shape(node.inputs[0]), [shapes.shape(output) for output in node.outputs]
     if not before or any(not shape or shape[-1] != before[-1] for shape in after):
         return False
@@ -172,7 +174,7 @@ def _is_along_last(step: Step, rank: int) -> bool:
 def norm_steps(graph: Graph, shapes: ShapeInfo, norm: Node, moved: Tensor | None = None) -> tuple[Step, ...] | None:
     """Return the steps of a fused norm, which compute in float32; None if one of its weights is not a vector.
 
-    With `moved`, it reads its rows from the value MOVED, and its result is the tensor `moved`.
+    With `moved`, the norm reads its rows from the value MOVED, and its result is the tensor `moved`.
     """
     operands: dict[str, Tensor] = dict(zip(str(norm.attrs["operands"]).split(), norm.inputs, strict=True))
     rank = shapes.rank(moved or operands["x"])

@@ -1,4 +1,8 @@
-"""Keep the clusters of a level in order, also when two are merged: each cluster follows the clusters that it reads."""
+"""Keep the clusters of a level in order, also when two are merged: each cluster follows the clusters that it reads.
+
+Levels (see `levels.py`) exclude cycles through nodes outside of regions; the order of a level's clusters, their places,
+excludes cycles through other clusters.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +87,7 @@ def _between(first: Cluster, last: Cluster, start: Cluster, neighbours: Neighbou
 def set_places(clusters: Clusters, level: Mapping[Node, int], of_level: Iterable[Cluster]) -> list[Cluster]:
     """Assign new places to all clusters of a level, close to the order of their first nodes; return them in order."""
     left = {each: len(set(read_by(clusters, level, each))) for each in of_level}
-    # Copies share the position of their original.
+    # Clusters get numbers, because copies of a node share its position.
     in_order = sorted(left, key=lambda each: clusters.graph.position[each.nodes[0]])
     number = {each: i for i, each in enumerate(in_order)}
     work = [number[each] for each in in_order if not left[each]]

@@ -72,7 +72,7 @@ def kinds_of(
             if rows not in (None, found) or kinds.get(node.inputs[0].name) is Kind.ROW:
                 return None
             rows = found
-            gives_rows = reduction.op in SOFTMAXES or node.domain == DOMAIN  # such a fused node is a norm
+            gives_rows = reduction.op in SOFTMAXES or node.domain == DOMAIN  # fused nodes inside regions are norms
             kinds[node.outputs[0].name] = Kind.ELEMENT if gives_rows else Kind.ROW
             continue
         behind = {t.name for t in node.inputs if t.name in kinds}
@@ -91,7 +91,7 @@ def _axes(step: Step) -> tuple[int, ...]:
 
 
 def _kind_behind(shapes: ShapeInfo, node: Node, rows: Rows, kinds: Mapping[str, Kind]) -> Kind | None:
-    """Return the kind of a node's result if it reads values after a reduction; None if it moves their rows."""
+    """Return the kind of the result of a node that reads values after a reduction; None if it moves the rows."""
     out = shapes.shape(node.outputs[0])
     if out is None or len(node.outputs) > 1:
         return None
@@ -115,7 +115,7 @@ def _kind_behind(shapes: ShapeInfo, node: Node, rows: Rows, kinds: Mapping[str, 
 
 
 def _takes_one_of_each_row(shapes: ShapeInfo, node: Node, rows: Rows, kinds: Mapping[str, Kind]) -> bool:
-    """Return whether a GatherElements takes one element per row, as for the scores of labels."""
+    """Return whether a GatherElements takes one element per row, for example the score of each row's label."""
     data, indices = node.inputs
     axis = node.attrs.get("axis", 0)
     is_along = isinstance(axis, int) and rows.axes == (axis % len(rows.shape),)

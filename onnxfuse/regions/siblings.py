@@ -32,10 +32,11 @@ def merge_siblings(
     among: Iterable[Cluster],
     is_wanted: Callable[[Tensor], bool] = lambda tensor: True,
 ) -> list[Cluster]:
-    """Merge clusters of one level that read a wanted tensor in its own order; return the resulting clusters.
+    """Merge clusters of one level that read the same tensor in its own order; return the resulting clusters.
 
-    Readers of the largest tensor are merged first.  The clusters must have places in the order of their level.
-    `reasons` maps node labels to the reasons why nodes are in no region; reasons found here replace less specific ones.
+    Only tensors for which `is_wanted` is true count, the largest first.  In each level, the place of a cluster must be
+    after the places of the clusters that it reads.  `reasons` maps node labels to the reasons why nodes are in no
+    region; reasons found here replace less specific ones.
     """
     in_order = sorted(among, key=lambda each: (level[each.nodes[0]], each.place))
     readers, tensors = defaultdict[str, list[Cluster]](list), dict[str, Tensor]()
@@ -81,7 +82,11 @@ def _merge(clusters: Clusters, level: Mapping[Node, int], a: Cluster, b: Cluster
 
 
 def _is_read_in_order(clusters: Clusters, tensor: Tensor, cluster: Cluster) -> bool:
-    """Return whether a cluster reads a tensor in order: it reduces its rows, or computes an output elementwise."""
+    """Return whether a cluster reads a tensor in its own order.
+
+    It does if it reduces the tensor's rows, or if it computes an output of the same sizes from the tensor by
+    elementwise operators and Reshapes alone.
+    """
     dims = _dims(clusters, tensor)
     names = {tensor.name}
     for node in cluster.nodes if dims else ():

@@ -37,9 +37,10 @@ class StaysOut(Exception):
 
 @dataclass(frozen=True)
 class Step:
-    """An operator of a region's program.  Values are names of the graph's tensors, or `#0`, `#1`, ... inside one node.
+    """An operator of a region's program.  One step or several compute a node of the graph.
 
-    The last inputs may be tensors whose elements are not read: the step's attributes are expressions over their dims.
+    Inputs and outputs are names of the graph's tensors, or `#0`, `#1`, ... for values between the steps of a node.  The
+    last inputs may be tensors whose elements are not read: the step's attributes are expressions over their dims.
     """
 
     op: str

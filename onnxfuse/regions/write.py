@@ -1,4 +1,4 @@
-"""Write regions into a model: a function with the original nodes, and a node whose program does the same."""
+"""Write regions into a model: a function with the original nodes, and a node with a program that computes the same."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def body(
     attributes: list[str],
     bodies: Mapping[str, onnx.FunctionProto] | None = None,
 ) -> onnx.FunctionProto:
-    """Return a function with the nodes of a region; it also holds the constants that are not operands.
+    """Return the body of a region: a function that holds its nodes, so that the region can run without a kernel.
 
-    It also holds the nodes that compute sizes from dims.  Fused nodes in the region are expanded to the nodes of their
-    functions, which are in `bodies`.
+    The function also holds the constants that are not operands, and the nodes that compute sizes from dims.  Fused
+    nodes in the region are expanded to the nodes of their functions, which are in `bodies`.
     """
     names = {name: f"x{i}" for i, name in enumerate(region.operands)}
     nodes: list[onnx.NodeProto] = []
@@ -115,8 +115,8 @@ def write_region(
 ) -> Fused:
     """Replace the nodes of a region by a call of its function, and return its record.
 
-    The graph must be sorted afterwards.  `bodies` holds the functions of fused nodes in the region, and `records`, by
-    their names, which nodes they have replaced.
+    The graph must be sorted afterwards.  `bodies` holds the functions of fused nodes in the region.  `records` maps the
+    names of such nodes to their records, which list the nodes that they have replaced.
     """
     graph, shapes, forms = formed.merging.graph, formed.merging.clusters.shapes, formed.forms
     region = replace(region, operands=region.operands | measured_besides(region, forms))
