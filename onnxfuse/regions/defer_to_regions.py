@@ -96,7 +96,7 @@ def _nodes_up_to_operands(match: Match) -> set[Node]:
 
 def _siblings(graph: Graph, match: Match, inside: Set[Node]) -> Iterator[Node]:
     """Yield operators that read an operand of a match elementwise or reduce it, and can run before the match."""
-    position = graph.position  # new nodes have no position
+    position = graph.position  # nodes that were added since the graph was sorted have no position
     first = min(position.get(node, 0) for node in inside)
     for tensor in match.operands.values():
         for node in consumers(tensor) if not is_constant(tensor) else ():

@@ -80,7 +80,7 @@ class Merging:
         return None
 
     def latest(self, cluster: Cluster) -> int:
-        """Return the latest level at which a cluster can be computed; its own level if that is not known."""
+        """Return the latest level at which a cluster can be computed; its present level if some reader is unknown."""
         readers = [node for tensor in cluster.outputs.values() for node in consumers(tensor)]
         if not readers or any(self.graph.is_fixed(name) for name in cluster.outputs):
             return self.level[cluster.nodes[0]]

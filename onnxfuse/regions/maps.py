@@ -1,4 +1,4 @@
-"""Region steps of operators that only move elements."""
+"""Writes operators that only move elements as steps, the operators of a region's program (see `steps.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Region steps of elementwise operators."""
+"""Writes elementwise operators as steps, the operators of a region's program (see `steps.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Region steps of reductions, and of operators that combine a reduction with elementwise steps."""
+"""Writes reductions as steps, the operators of a region's program (see `steps.py`).
+
+Among them are operators that combine a reduction with elementwise operators, such as Softmax and ReduceLogSum.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The rows of a region with reductions: all reductions must be over the same axes of the same shape."""
+"""The rows of a region with reductions: all reductions must be over the same axes of the same shape.
+
+A row consists of the elements that a reduction combines.
+"""
 
 from __future__ import annotations
 

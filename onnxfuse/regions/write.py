@@ -30,7 +30,7 @@ DOC: Final = "Elementwise operators, index maps and reductions that one kernel r
 
 
 def program(shapes: ShapeInfo, region: Cluster, forms: Mapping[Node, tuple[Step, ...]]) -> str:
-    """Return the program of a region as compact JSON; its operands are x0, x1, ... in the region's order."""
+    """Return the program of a region as compact JSON; x0, x1, ... are its operands in their order."""
     names = {name: f"x{i}" for i, name in enumerate(region.operands)}
     dtypes = {names[name]: dtype_name(shapes.dtype(tensor)) for name, tensor in region.operands.items()}
     constants: dict[tuple[object, ...], str] = {}
