@@ -115,8 +115,8 @@ def write_region(
 ) -> Fused:
     """Replace the nodes of a region by a call of its function, and return its record.
 
-    The graph must be sorted afterwards.  `bodies` holds the functions of fused nodes in the region.  `records` maps the
-    names of such nodes to their records, which list the nodes that they have replaced.
+    The graph must be sorted afterwards.  `bodies` holds the functions of fused nodes in the region, and `records` the
+    records of nodes by name, as for `labels`.
     """
     graph, shapes, forms = formed.merging.graph, formed.merging.clusters.shapes, formed.forms
     region = replace(region, operands=region.operands | measured_besides(region, forms))
@@ -137,7 +137,10 @@ def write_region(
 
 
 def labels(node: Node, records: Mapping[str, Fused]) -> tuple[str, ...]:
-    """Return the labels of the nodes that a node stands for; `records` holds the records of fused nodes, by name."""
+    """Return the labels of the original nodes that a node replaces; its own label if it has no record in `records`.
+
+    `records` holds the records of fused nodes, by the node's name.
+    """
     return records[node.name].replaces if node.name in records else (node_label(node),)
 
 
