@@ -16,12 +16,12 @@ from onnxfuse.passes.normalize import normalize
 from onnxfuse.passes.normalize_backward_slices import normalize_backward_slices
 from onnxfuse.passes.scatter_to_concat import scatter_to_concat
 from onnxfuse.passes.sizes_of_operands import sizes_of_operands
-from onnxfuse.passes.split_packed_gate import split_packed_gate
 from onnxfuse.rewrite.apply_rules import rules_pass
 from onnxfuse.rules.activations import ACTIVATIONS
 from onnxfuse.rules.convolutions import AFFINE, PATCHES
 from onnxfuse.rules.masks import MASKED_SUMS, MASKS
 from onnxfuse.rules.no_ops import NO_OPS
+from onnxfuse.rules.products import GATES
 from onnxfuse.rules.roots import ROOTS, VARIANCES
 
 # The passes in the order in which a round applies them.  Rounds follow each other until none of them changes anything.
@@ -47,7 +47,7 @@ PIPELINE: tuple[Pass, ...] = (
     fold_batch_norm,
     rules_pass("fold_variance_factor", VARIANCES),
     rules_pass("spread_affine", AFFINE),  # handles factors that fold_batch_norm could not fold
-    split_packed_gate,  # last, after scales and biases of packed products are folded
+    rules_pass("split_packed_gate", GATES),  # last, after scales and biases of packed products are folded
 )
 # The passes that are applied once no other pass changes anything, because they rewrite only the remaining nodes.
 LATE_PASSES: tuple[Pass, ...] = (add_heads_axis,)

@@ -25,9 +25,10 @@ Relation: TypeAlias = Callable[..., bool]  # tests operands, or two sizes
 #   is_triangle(a)       operand a is known to be true up to a diagonal, and false above it
 #   is_made_by(a, *ops)  one of the operators computes operand a
 #   has_readers(a)       more than one node reads operand a
+#   is_read_once(a)      one node reads operand a, and no subgraph or output
 RELATIONS: Final = (
     "is_multiple", "share_symbols", "is_ordinary", "is_bounded", "is_finite", "broadcasts_to", "begins_with_one",
-    "holds_zero_or_one", "is_triangle", "is_made_by", "has_readers",
+    "holds_zero_or_one", "is_triangle", "is_made_by", "has_readers", "is_read_once",
 )  # fmt: skip
 
 

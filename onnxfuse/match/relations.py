@@ -61,6 +61,11 @@ def has_readers(value: Tensor) -> bool:
     return len(value.outputs) > 1
 
 
+def is_read_once(m: MatchContext, value: Tensor) -> bool:
+    """Return whether one node reads a value, and neither a subgraph nor an output of the graph needs it."""
+    return len(value.outputs) == 1 and not m.graph.is_kept(value)
+
+
 def relations(m: MatchContext) -> Mapping[str, Relation]:
     """Return the functions that conditions may call, by name."""
     return {
@@ -75,4 +80,5 @@ def relations(m: MatchContext) -> Mapping[str, Relation]:
         "is_triangle": partial(is_triangle, m),
         "is_made_by": is_made_by,
         "has_readers": has_readers,
+        "is_read_once": partial(is_read_once, m),
     }

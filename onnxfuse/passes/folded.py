@@ -11,7 +11,7 @@ from onnxfuse.ir.node import Node
 class Folded:
     """A node that vanished, and the node or tensor that its effect was folded into."""
 
-    # constant, shape, batch_norm, scale, bias, cast, half, pad, branch (an If whose condition is known), or carried
+    # constant, shape, batch_norm, scale, bias, cast, pad, branch (an If whose condition is known), or carried
     # (a tensor that no iteration of a Loop changes)
     kind: str
     node: str  # the label of the node

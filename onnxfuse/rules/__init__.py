@@ -10,6 +10,7 @@ from onnxfuse.rules.activations import ACTIVATIONS
 from onnxfuse.rules.convolutions import AFFINE, PATCHES
 from onnxfuse.rules.masks import MASKED_SUMS, MASKS
 from onnxfuse.rules.no_ops import NO_OPS
+from onnxfuse.rules.products import GATES
 from onnxfuse.rules.roots import ROOTS, VARIANCES
 
 SUBJECTS: Final[Mapping[str, tuple[Rewrite, ...]]] = {
@@ -17,6 +18,7 @@ SUBJECTS: Final[Mapping[str, tuple[Rewrite, ...]]] = {
     "convolutions": (*PATCHES, *AFFINE),
     "masks": (*MASKED_SUMS, *MASKS),
     "operators in one form": NO_OPS,
+    "products": GATES,
     "roots": (*ROOTS, *VARIANCES),
 }
 RULES: Final[tuple[Rewrite, ...]] = tuple(rule for table in SUBJECTS.values() for rule in table)

@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 from onnx_models import apply, assert_same, ops, parse
 
-from onnxfuse.passes.split_packed_gate import split_packed_gate
+from onnxfuse.rewrite.apply_rules import rules_pass
+from onnxfuse.rules.products import GATES
 
 RANDOM = np.random.default_rng(3)
 WEIGHTS = {
     "w": RANDOM.standard_normal((8, 6)).astype(np.float32),
     "b": RANDOM.standard_normal(6).astype(np.float32),
     "i0": np.array([0]), "i2": np.array([2]), "i3": np.array([3]), "end": np.array([2**63 - 1]), "last": np.array([-1]),
-    "cuts": np.array([3, 3]), "odd": np.array([2, 4]), "three": np.float32(3),
+    "cuts": np.array([3, 3]), "odd": np.array([2, 4]), "factor": np.float32(1.702),
 }  # fmt: skip
 
 
@@ -22,9 +23,9 @@ def check(nodes: str, rest: str, outputs: str = "(y)") -> None:
     words = set(nodes.replace("(", " ").replace(")", " ").replace(",", " ").split())
     used = {name: value for name, value in WEIGHTS.items() if name in words}
     model = parse(f"(float[N,5,8] x) => {outputs} {{ {nodes} }}", **used)
-    after, (folded,) = apply(model, split_packed_gate)
+    after, (count,) = apply(model, rules_pass("split_packed_gate", GATES))
     assert ops(after) == rest
-    assert bool(folded) == (ops(model) != rest)
+    assert bool(count) == (ops(model) != rest)
     assert_same(model, after, (2, 5, 8))
 
 
@@ -33,7 +34,7 @@ def check(nodes: str, rest: str, outputs: str = "(y)") -> None:
     [
         (
             "p = MatMul (x, w) g, u = Split<axis=-1> (p, cuts) s = Sigmoid (g) a = Mul (g, s) y = Mul (a, u)",
-            "MatMul Sigmoid Mul MatMul Mul",
+            "MatMul MatMul Sigmoid Mul Mul",
         ),
         (
             "p = MatMul (x, w) u, g = Split<axis=2> (p, cuts) s = Relu (g) y = Mul (u, s)",
@@ -42,11 +43,12 @@ def check(nodes: str, rest: str, outputs: str = "(y)") -> None:
         (
             "p = MatMul (x, w) q = Add (b, p) g = Slice (q, i0, i3, last) u = Slice (q, i3, end, last) "
             "s = Gelu (g) y = Mul (s, u)",
-            "MatMul Add Gelu MatMul Add Mul",
+            "MatMul Add MatMul Add Gelu Mul",
         ),
         (
-            "p = MatMul (x, w) g, u = Split<axis=-1> (p, cuts) t = Mul (g, three) s = Tanh (t) y = Mul (s, u)",
-            "MatMul Mul Tanh MatMul Mul",
+            "p = MatMul (x, w) g, u = Split<axis=-1> (p, cuts) t = Mul (g, factor) s = Sigmoid (t) a = Mul (g, s) "
+            "y = Mul (a, u)",
+            "MatMul MatMul Mul Sigmoid Mul Mul",
         ),
     ],
 )
@@ -65,7 +67,7 @@ def test_gated_halves_become_products(nodes: str, rest: str) -> None:
         "p = MatMul (x, w) g, u = Split<axis=-1>(p, cuts) s = Relu (g) m = Mul (s, u) t = ReduceSum (w) y = Add (m, t)",
         # the halves do not gate each other
         "p = MatMul (x, w) g, u = Split<axis=-1> (p, cuts) s = Relu (g) y = Add (s, u)",
-        # the factor is not an elementwise function of the other half
+        # the factor is not a function of the other half that gated products are fused with
         "p = MatMul (x, w) g, u = Split<axis=-1> (p, cuts) s = Softmax (g) y = Mul (s, u)",
         # rows are sliced, not columns
         "p = MatMul (x, w) g = Slice (p, i0, i2, i2) u = Slice (p, i3, end, i2) s = ReduceSum (g) y = Mul (s, u)",
