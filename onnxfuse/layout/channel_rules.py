@@ -11,10 +11,10 @@ from onnx import helper
 
 from onnxfuse.ir.attributes import input_index, int_attribute
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
-from onnxfuse.ir.node import Node, Tensor
+from onnxfuse.ir.node import AttributeValue, Node, Tensor
 from onnxfuse.layout.axes import last_axis, to_last
 from onnxfuse.layout.bodies import channels_last_function
-from onnxfuse.layout.conversion import Conversion, Kind, Model, fused_node
+from onnxfuse.layout.conversion import Conversion, Model, fused_node
 from onnxfuse.layout.writer import ImageCall, image_rank
 from onnxfuse.rewrite.chain_bodies import function_of
 
@@ -30,8 +30,8 @@ def concat(model: Model, node: Node) -> Conversion | None:
     operands = {f"x_{i}": tensor for i, tensor in enumerate(node.inputs)}
     inner = helper.make_node("Concat", list(operands), ["y"], axis=_last(model, node.inputs[0]))
     body = function_of(list(operands), [inner], model.graph.opset)
-    call = ImageCall("concat", body, operands, {"axis": -1}, is_channels_last=True)
-    return fused_node(node, call, operands, Kind.NEUTRAL)
+    call = ImageCall("concat", body, operands, {"axis": -1}, operands, is_channels_last=True, is_deferred=True)
+    return fused_node(node, call)
 
 
 def split(model: Model, node: Node) -> Conversion | str | None:
@@ -53,8 +53,8 @@ def split(model: Model, node: Node) -> Conversion | str | None:
             helper.make_node("Split", ["x", "sizes"], outputs, axis=last),
         ]
     body = function_of(["x"], inner, opset)
-    call = ImageCall("split", body, {"x": x}, {"split": sizes, "axis": -1}, is_channels_last=True)
-    return fused_node(node, call, "x", Kind.NEUTRAL)
+    own: dict[str, AttributeValue] = {"split": sizes, "axis": -1}
+    return fused_node(node, ImageCall("split", body, {"x": x}, own, is_channels_last=True, is_deferred=True))
 
 
 def between_transposes(function: onnx.FunctionProto) -> onnx.FunctionProto:

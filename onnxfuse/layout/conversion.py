@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
 from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
@@ -15,7 +15,6 @@ from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant
 from onnxfuse.ir.serde import node_proto
-from onnxfuse.layout.axes import to_last
 from onnxfuse.layout.bodies import body_of_node
 from onnxfuse.layout.writer import ImageCall, Writer, image_rank
 
@@ -118,19 +117,14 @@ def stored(stem: str, value: Array) -> Made:
     return lambda writer: writer.graph.constant(stem, value)
 
 
-def fused_node(node: Node, call: ImageCall, images: Collection[str], kind: Kind = Kind.WRAPPED) -> Conversion:
-    """Return the conversion to a call of a fused node; its operands in `images` become channels-last.
-
-    Neutral nodes are fused once regions are formed.
-    """
+def fused_node(node: Node, call: ImageCall) -> Conversion:
+    """Return the conversion to a call of a fused node."""
 
     def write(writer: Writer) -> None:
-        given = {name: writer.image(tensor) if name in images else tensor for name, tensor in call.operands.items()}
-        perms = {name: to_last(image_rank(writer.shapes, call.operands[name])) for name in images}
-        call_of_images = replace(call, operands=given, perms={} if call.is_channels_last else perms)
-        writer.call(node, call_of_images, deferred=kind is Kind.NEUTRAL)
+        writer.call(node, call)
 
-    read = {call.operands[name].name for name in images}
+    kind = Kind.NEUTRAL if call.is_deferred else Kind.WRAPPED
+    read = {call.operands[name].name for name in call.images}
     reads = tuple(i for i, tensor in enumerate(node.inputs) if tensor.name in read)
     computes = tuple(range(len(call.body.output))) if call.attributes.get("keepdims", 1) else ()
     return Conversion(node, kind, reads, computes, write, fusion=call.fusion)

@@ -8,7 +8,7 @@ from typing import Final
 from onnxfuse.ir.attributes import int_attribute, ints_attribute
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS, dtype_name
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant, op_of, producer
-from onnxfuse.layout.axes import IMAGE_RANKS, Perm, WeightLayout, to_first, to_last, weight_perm
+from onnxfuse.layout.axes import IMAGE_RANKS, WeightLayout, to_first, weight_perm
 from onnxfuse.layout.conversion import Conversion, Kind, Model, body_of
 from onnxfuse.layout.fusions import CONVOLUTION, TRANSPOSED_CONVOLUTION
 from onnxfuse.layout.writer import ImageCall, Writer, image_rank
@@ -68,16 +68,16 @@ def _converted(node: Node, call: ImageCall) -> Conversion:
     assert is_constant(w)
     is_transposed, is_depthwise = call.fusion == TRANSPOSED_CONVOLUTION, w.shape[1] == 1 and w.shape[0] == group > 1
     is_stem = not is_transposed and group == 1 and w.shape[1] <= MAX_STEM_CHANNELS and not _is_transposed(x)
-    w_layout, rank = WEIGHT_LAYOUTS[is_transposed, is_depthwise], len(w.shape)
+    w_layout = WEIGHT_LAYOUTS[is_transposed, is_depthwise]
     index = {name: i for i, name in enumerate(call.operands)}
 
     def write(writer: Writer) -> None:
         x_first = is_stem and not writer.is_computed_last(x)
         images = [name for name in ("x", "residual") if name in index and not (name == "x" and x_first)]
-        given = {name: writer.image(tensor) if name in images else tensor for name, tensor in call.operands.items()}
+        operands = {**call.operands, "w": writer.weight(w, w_layout)}
         own = {**call.attributes, "w_layout": w_layout, **({"x_layout": "nchw"} if x_first else {})}
-        perms: dict[str, Perm] = {**dict.fromkeys(images, to_last(rank)), "w": weight_perm(w_layout, rank)}
-        writer.call(node, ImageCall(call.fusion, call.body, {**given, "w": writer.weight(w, w_layout)}, own, perms))
+        perms = {"w": weight_perm(w_layout, len(w.shape))}
+        writer.call(node, ImageCall(call.fusion, call.body, operands, own, images, perms))
 
     reads = tuple(index[name] for name in ("x", "residual") if name in index and not (name == "x" and is_stem))
     return Conversion(node, Kind.CONVOLUTION, reads, (0,), write, reads_either=(index["x"],) if is_stem else ())

@@ -66,10 +66,10 @@ def resize(model: Model, node: Node) -> Conversion | str:
     own |= {**_coordinates(model, node), **target.attributes}
 
     def write(writer: Writer) -> None:
-        given = {"x": writer.image(x)}
+        given = {"x": x}
         if target.is_computed:
             given[LIKE] = _empty(writer, node.inputs[3], _places(node, len(before)), model.shapes.dtype(x))
-        writer.call(node, ImageCall(FUSION, body, given, own, {"x": to_last(len(before))}))
+        writer.call(node, ImageCall(FUSION, body, given, own))
 
     return Conversion(node, Kind.WRAPPED, (0,), (0,), write, fusion=FUSION)
 

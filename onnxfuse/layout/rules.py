@@ -16,7 +16,6 @@ from onnxfuse.layout.channel_rules import concat, split
 from onnxfuse.layout.conversion import (
     NOT_AN_IMAGE,
     Conversion,
-    Kind,
     Model,
     Rule,
     body_of,
@@ -55,7 +54,7 @@ def fused(model: Model, node: Node) -> Conversion | str:
         return "its fusion has no channels-last form"
     if not all(image_rank(model.shapes, tensor) for tensor in (*(operands[name] for name in images), *node.outputs)):
         return NOT_AN_IMAGE
-    return fused_node(node, ImageCall(fusion, model.functions[node.op], operands, node.attrs), images)
+    return fused_node(node, ImageCall(fusion, model.functions[node.op], operands, node.attrs, images))
 
 
 def _element_by_element(model: Model, node: Node) -> Conversion | str:
@@ -138,9 +137,7 @@ def _fused(
     if isinstance(body, str):
         return body
     images = list(operands) if is_gate else ["x"]
-    return fused_node(
-        node, ImageCall(fusion, body, operands, attributes), images, Kind.NEUTRAL if is_gate else Kind.WRAPPED
-    )
+    return fused_node(node, ImageCall(fusion, body, operands, attributes, images, is_deferred=is_gate))
 
 
 def _follows_a_norm(model: Model, node: Node, x: Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,17 +43,21 @@ class Border:
 class ImageCall:
     """A call of a channels-last function.
 
-    `operands` maps operand names of the body to the tensors that the call reads.  `perms` maps the names of transposed
-    operands to their perms.  `attributes` holds the fused node's attributes except `fusion`.  Outputs of the body with
-    the axes of images are channels-first, unless `is_channels_last`.
+    `operands` maps operand names of the body to the tensors that the call reads; `images` names those that become
+    channels-last, and `perms` maps the names of other transposed operands to their perms.  `attributes` holds the fused
+    node's attributes except `fusion`.  Images in the body are channels-first, unless `is_channels_last`.
+
+    If `is_deferred`, the body's last operator works on channels-last images as it is, and regions may take it.
     """
 
     fusion: str
     body: onnx.FunctionProto
     operands: Mapping[str, Tensor]
     attributes: Mapping[str, AttributeValue]
+    images: Collection[str] = ("x",)
     perms: Mapping[str, Perm] = field(default_factory=dict)
     is_channels_last: bool = False
+    is_deferred: bool = False
 
 
 @dataclass
@@ -181,11 +185,8 @@ class Writer:
             node = self.graph.add_node(node.op, inputs, outputs, kept, name=node.name, domain=node.domain or "")
         self.written.add(node)
 
-    def call(self, node: Node, call: ImageCall, *, deferred: bool = False) -> None:
-        """Replace a node by the call of a channels-last function, which computes as many outputs as the body has.
-
-        With `deferred`, the last operator of the body, which must work on channels-last images, replaces it for now.
-        """
+    def call(self, node: Node, call: ImageCall) -> None:
+        """Replace a node by the call of a channels-last function, which computes as many outputs as the body has."""
         body = call.body
         outputs = node.outputs[: len(body.output)]
         ranks = [self.shapes.rank(output) or 0 for output in outputs]
@@ -196,9 +197,10 @@ class Writer:
         own = {name: value for name, value in call.attributes.items() if name not in stated}
         own |= {"layout": "nhwc", "output_ranks": ranks}
         every = attributes_of(call.fusion, call.operands, [self.shapes.dtype(output) for output in outputs], own)
-        inner = dict(zip(call.operands, body.input, strict=True))
-        perms = {inner[name]: perm for name, perm in call.perms.items()}
-        function = channels_last_function(body, perms, {} if call.is_channels_last else perms_of_outputs)
+        operands = {name: self.image(t) if name in call.images else t for name, t in call.operands.items()}
+        perms = {**call.perms, **{name: to_last(image_rank(self.shapes, call.operands[name])) for name in call.images}}
+        inner = {new: perms[name] for name, new in zip(operands, body.input, strict=True) if name in perms}
+        function = body if call.is_channels_last else channels_last_function(body, inner, perms_of_outputs)
         function.name, function.attribute[:] = call.fusion, sorted(every)
         name = node.name if node.domain == DOMAIN else self.graph.unique_name(f"{node_name(outputs[0])}/{call.fusion}")
         if name not in self.recorded:
@@ -210,18 +212,20 @@ class Writer:
             for output, tensor in zip(body.output, outputs, strict=True)
         ]
         op = self.functions.add(function)
-        if deferred:
-            new = self._operator(call, made, name)
+        if call.is_deferred:
+            new = self._operator(body, operands, made, name)
             read = list(body.node[-1].input)
             self.graph.deferred[new] = Deferred(op, every, [read.index(operand) for operand in body.input])
         else:
-            new = self.graph.add_node(op, call.operands.values(), made, every, name=name, domain=DOMAIN)
+            new = self.graph.add_node(op, operands.values(), made, every, name=name, domain=DOMAIN)
         self.written.add(new)
 
-    def _operator(self, call: ImageCall, outputs: Sequence[Tensor], name: str) -> Node:
-        """Add the last operator of a call's body, with the constants before it."""
-        *constants, last = call.body.node
-        tensors = dict(zip(call.body.input, call.operands.values(), strict=True))
+    def _operator(
+        self, body: onnx.FunctionProto, operands: Mapping[str, Tensor], outputs: Sequence[Tensor], name: str
+    ) -> Node:
+        """Add the last operator of a body, with the constants before it."""
+        *constants, last = body.node
+        tensors = dict(zip(body.input, operands.values(), strict=True))
         for each in constants:
             value = onnx.numpy_helper.to_array(each.attribute[0].t)
             tensors[each.output[0]] = self.graph.constant(f"{name}/{each.output[0]}", value)
