@@ -42,7 +42,7 @@ def _swish(call: Call) -> dict[int, Term] | None:
 @RULES.rule("com.microsoft::BiasSplitGelu")
 def _bias_split_gelu(call: Call) -> dict[int, Term]:
     odd = "the number of its columns is not known, or odd"
-    columns = known((call.shape(0) or (None,))[-1], odd)
-    stay_if(columns % 2, odd)
-    left, right = parts_of(call.sum_of(0, 1), columns // 2, columns // 2)
+    half, rest = divmod(known((call.shape(0) or (None,))[-1], odd), 2)
+    stay_if(rest, odd)
+    left, right = parts_of(call.sum_of(0, 1), half, half)
     return {0: left * gelu(right)}

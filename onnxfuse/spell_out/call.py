@@ -26,7 +26,7 @@ def stay_if(condition: object, reason: str) -> None:
 
 
 def known(size: Size | None, reason: str) -> int:
-    """Return a size that must be a number.  Raises NoSpelling with the reason where it is none."""
+    """Return a size that must be a number.  Raises NoSpelling with the reason where it is not one."""
     if not isinstance(size, int):
         raise NoSpelling(reason)
     return size
@@ -49,13 +49,6 @@ class Call:
     def has(self, index: int) -> bool:
         """Return whether the node has an input."""
         return index < len(self.node.inputs) and bool(self.node.inputs[index].name)
-
-    def is_read(self, index: int) -> bool:
-        """Return whether anything reads an output."""
-        if index >= len(self.node.outputs) or not self.node.outputs[index].name:
-            return False
-        output = self.node.outputs[index]
-        return bool(output.outputs) or self.graph.is_kept(output)
 
     def input(self, index: int) -> Term:
         """Return the term of an input."""

@@ -63,12 +63,12 @@ def _group_query_attention(call: Call) -> dict[int, Term]:
 def _name_sizes(call: Call) -> int:
     """Name the sizes of queries and keys; return the size of a head."""
     reason = "its queries have not three known axes, or its heads of keys do not serve as many queries each"
-    batch, new, columns = call.axes(QUERY, reason, 3)
+    batch, new, width = call.axes(QUERY, reason, 3)
     heads, kv_heads = call.attribute("num_heads", 0), call.attribute("kv_num_heads", 0)
     stay_if(not heads or not kv_heads or heads % kv_heads, reason)
-    parts, no_size = heads if call.has(KEY) else heads + 2 * kv_heads, "the size of its heads is not known"
-    stay_if(known(columns, no_size) % parts, no_size)
-    size = known(columns, no_size) // parts
+    no_size = "the size of its heads is not known"
+    size, rest = divmod(known(width, no_size), heads if call.has(KEY) else heads + 2 * kv_heads)
+    stay_if(rest, no_size)
     call.dims |= {
         "batch": batch, "queries": new, "new": new, "heads": heads, "kv_heads": kv_heads, "size": size,
         "value_size": size, "repeats": heads // kv_heads,

@@ -153,20 +153,20 @@ def _written(call: Call, rule: Rule) -> tuple[Sequence[onnx.NodeProto], Mapping[
 
     Returns None where patterns match the operator as it is.  Raises NoSpelling if it stays for another reason.
     """
-    node, opset, found = call.node, call.graph.opset, rule(call)
+    node, graph, found = call.node, call.graph, rule(call)
     if found is None:
         return None
     for tensor in node.inputs:
         stay_if(tensor.name and not call.shapes.dtype(tensor), f"the dtype of '{tensor.name}' is not known")
-    outputs = {i: tensor for i, tensor in enumerate(node.outputs) if call.is_read(i)}
+    outputs = {i: each for i, each in enumerate(node.outputs) if each.name and (each.outputs or graph.is_kept(each))}
     for i, tensor in outputs.items():
         stay_if(i not in found, f"its output '{tensor.name}' is read, which has no spelling")
     dtype = call.shapes.dtype(node.outputs[0])
     stay_if(dtype not in FUSIBLE_FLOATS, "its dtype is none that is fused")
     dtypes = {input_name(i): call.dtype(i) for i in range(len(node.inputs)) if call.has(i)}
-    builder = BodyBuilder(Variant(opset, dtypes, (dtype,), call.rank(0) or 0, call.values, call.dims))
+    builder = BodyBuilder(Variant(graph.opset, dtypes, (dtype,), call.rank(0) or 0, call.values, call.dims))
     no_way = not all(builder.can_write(found[i]) for i in outputs)
-    stay_if(no_way, f"opset {opset} has no operators that compute it")
+    stay_if(no_way, f"opset {graph.opset} has no operators that compute it")
     try:
         names = {i: builder.cast(builder.value(found[i]), dtype).name for i in outputs}
     except PatternError as error:
