@@ -23,8 +23,8 @@ def few(
 ) -> list[Config]:
     """Return at most `most` configs; for each problem, one of them should cost little more than the best of all.
 
-    The cost is infinite if a config cannot run a problem.  Costs are divided by that of the problem's best config, and
-    configs that lower the mean most come first.
+    The cost is infinite if a config cannot run a problem.  Each cost is divided by the cost of the problem's best
+    config.  Configs are chosen one after the other: the next one is the config that lowers the mean cost the most.
     """
     costs = np.array([[cost(problem, config) for problem in problems] for config in configs], dtype=np.float64)
     if not costs.size:

@@ -19,7 +19,7 @@
 //
 // Macros, which epilogue_defines of kernels/epilogue.py sets:
 //   ELEMENT               storage type of y, residual and the column vectors: f32, f16 or bf16
-//   ACTIVATION, PRECISE   a function of activations.cuh; 1: as accurate as results in fp32 need, 0: in 16 bits
+//   ACTIVATION, PRECISE   a function of activations.cuh; 1: as accurate as fp32 results need, 0: as 16-bit results
 //   GATED                 1: there is a second product
 //   HAS_BIAS HAS_COLUMN_SCALE HAS_RESIDUAL    1: the operand is present
 //   HAS_UP_BIAS HAS_SLOPE HAS_COLUMN_SHIFT    1: the operand is present, as the vector `extra`
@@ -172,7 +172,7 @@ struct Epilogue {
         finish<false>(row * columns + column, loads, acc, up);
     }
 
-    // The same for W accumulators in shared memory; the second product's accumulators lie `up` floats after them.
+    // Does the same from W accumulators in shared memory; the second product's accumulators lie `up` floats after them.
     template <int W>
     __device__ __forceinline__ void finish(const float* acc, int up, long long row, int column, int columns) const {
         float values[W], ups[W];

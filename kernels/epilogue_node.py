@@ -18,7 +18,7 @@ from onnxfuse.kernels.tensors import ITEM_BYTES, element_count
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, Pointer, Step, TensorSpec
 
 REGION: Final = "region"  # the `fusion` of nodes that consist only of a program
-RESULT: Final = "x0"  # the product's result in the program; x1, x2, ... are the node's last operands
+RESULT: Final = "x0"  # the program's name for the product's result; x1, x2, ... are the node's last operands
 MAX_TWO_STEPS: Final = 2  # maximum number of plans that compute the program in a separate launch
 Planner: TypeAlias = Callable[[FusedNode, Sequence[TensorSpec], Device], list[Plan]]
 

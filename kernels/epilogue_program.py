@@ -48,7 +48,7 @@ Problem = TypeVar("Problem", bound=Product)
 WORD: Final = 2**31  # number of elements from which indices have 64 bits
 OUTPUT_REGISTERS: Final = 8  # per thread, for the values and addresses of each output that the program stores
 PRECISE_REGISTERS: Final = 40  # further registers per thread, for an exact Tanh in float32
-# The kinds of generated lines; all but "computing" are fields of TEXT, which has "lines" for that kind.
+# The kinds of generated lines. Each is a field of TEXT, except "computing", whose lines are in the field "lines".
 KINDS: Final = (*OPERANDS, *(f"load_{each}" for each in OPERANDS), "reading", "computing", "storing")
 TEXT: Final = """\
 // {operators}
@@ -263,7 +263,7 @@ class _Text:
     def _reads(self) -> list[tuple[str, Place]]:
         """Return each operand with each place at which it is read.
 
-        The product's result is among the operands if it is read at another place than that of the element computed.
+        The product's result is among the operands if it is read at another place than the computed element's.
         """
         draft = self._writer(Arguments(self.shapes.sizes, False))
         for name in self.both.outputs:

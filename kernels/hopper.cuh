@@ -170,7 +170,8 @@ __device__ __forceinline__ void store_word(u32 to, u32 word) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
 }
 
-// Loads two neighbouring words. The asm is volatile: loading again costs less than copying registers.
+// Loads two neighbouring words. The asm is volatile, so that each use loads again: that costs less than copying
+// registers.
 __device__ __forceinline__ void load_words(u32 from, float& first, float& second) {
     asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "r"(from) : "memory");
 }

@@ -52,10 +52,10 @@ def attention(
     these compute the same; docs/decisions/fallback-ort.md lists the forms that they do not take, and
     docs/decisions/standard-operators.md the forms that ONNX's Attention, which `--emit standard` writes, does not take.
 
-    That body adds masks, so it gives NaN for rows in which a masked score is NaN or infinite.  Where `fully_masked` is
-    zero, as after a softmax whose NaNs are replaced by 0, it gives 0 for rows that are masked, whatever keys and values
-    are, and NaN for rows in which a score is NaN.  Where `fully_masked` is cleared, probabilities of masked keys are 0,
-    so that fully masked rows give 0 as well.
+    The body of `--fallback ort` adds masks, so it gives NaN for rows in which a masked score is NaN or infinite.  Where
+    `fully_masked` is zero, as after a softmax whose NaNs are replaced by 0, that body gives 0 for fully masked rows,
+    whatever keys and values are, and NaN for rows in which a score is NaN.  Where `fully_masked` is cleared,
+    probabilities of masked keys are 0, so that fully masked rows give 0 as well.
     """
     require_grouped_heads()
     scores = Scores(mask, bias, slopes, positions, scale, masked_score, is_causal, softcap, cap)

@@ -34,10 +34,11 @@ def conv_bias_activation(
     pads: Term = attribute(),
     strides: Term = attribute(),
 ) -> Term:
-    """y = activation(conv(x, w) + bias + residual) * column_scale + column_shift, or with the residual for the shift
+    """y = activation(conv(x, w) + bias + residual) * column_scale + column_shift; the residual may come last instead
 
-    The residual is added before the activation in a ResNet, and last in the bottlenecks of YOLO.  column_scale
-    and column_shift are the affine block after the activations of PaddlePaddle's models; slope is the slope of a PRelu.
+    The residual is added before the activation in a ResNet, and last, in place of column_shift, in the bottlenecks of
+    YOLO.  column_scale and column_shift are the affine block after the activations of PaddlePaddle's models; slope is
+    the slope of a PRelu.
     """
     product = op.Conv(
         x,

@@ -38,10 +38,10 @@ def conv_transpose_bias_activation(
     pads: Term = attribute(),
     strides: Term = attribute(),
 ) -> Term:
-    """y = activation(conv_transpose(x, w) + bias + residual) * column_scale + column_shift, as conv_bias_activation
+    """y = activation(conv_transpose(x, w) + bias + residual) * column_scale + column_shift
 
-    Decoders enlarge images with it.  w is (channels, filters / group, spatial...), as in ONNX.  The residual is an
-    image of the enlarged size, which an encoder computed; it may be added in the end, in place of the shift.
+    Decoders enlarge images with this operator.  w is (channels, filters / group, spatial...), as in ONNX.  The residual
+    is an image of the enlarged size, which an encoder computed; it may be added in the end, in place of the shift.
     """
     product = op.ConvTranspose(
         x,

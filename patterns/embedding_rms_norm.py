@@ -1,4 +1,4 @@
-"""RMSNorm of embeddings; the second output are the embeddings, which the next residual connection reads."""
+"""RMSNorm of embeddings; the second output is the embeddings, which the next residual connection reads."""
 
 from onnxfuse.dsl import Term, choose, fusion, op, scalar, tensor, weight
 from onnxfuse.patterns._norms import require_epsilon, rms_normalized

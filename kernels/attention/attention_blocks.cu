@@ -13,14 +13,14 @@
 //                   expression over the kernel's arguments
 //   MASK            1 boolean, 2 additive
 //   INVERTED        1: false elements of a boolean mask count, instead of true ones
-//   NEGLIGIBLE      the first pass treats elements of an additive mask up to this number as -inf
+//   NEGLIGIBLE      attention_hopper.cu treats elements of an additive mask up to this number as -inf in its first pass
 //   MASK_T          the element type of the mask
 //   MASK_KEY        the mask's stride from key to key, 0 or 1
 #include "attention_blocks.cuh"
 
 constexpr bool BOOLEAN = MASK == 1;
 constexpr int BIT_WORDS = (BLOCK_N / 2 + 31) / 32;  // per thread, as in attention_hopper.cu
-constexpr u32 ONE = sizeof(MASK_T) == 4 ? ~0u : (1u << 8 * sizeof(MASK_T)) - 1;  // mask of one element in a word
+constexpr u32 ONE = sizeof(MASK_T) == 4 ? ~0u : (1u << 8 * sizeof(MASK_T)) - 1;  // the bits of one element in a word
 constexpr int PITCH = BLOCK_N + 16;  // bytes between rows, so that eight rows are in different banks
 
 // Stores a byte for each score: 1 if it counts, else 0.
@@ -72,7 +72,7 @@ __device__ __forceinline__ Left read_tile(const MASK_T* from, long long query_st
             const int access = (batch + i) * 128 + threadIdx.x, row = access / LANES, column = access % LANES * N;
             const bool inside = first_row + row < queries && first_key + column < keys;
             int kinds[N], one[1];
-            if (equal(elements[i])) {  // true of most masks in models
+            if (equal(elements[i])) {  // so they are in most accesses to masks of models
                 mask_kinds(Pack<MASK_T, 1>{{elements[i].words[0] & ONE}}, one);
                 left.take(inside, one[0]);
 #pragma unroll

@@ -41,7 +41,7 @@ static_assert(KEPT_ROWS == 0 || INTERLEAVED == Y_INTERLEAVED, "elements that sta
 // The work of one thread: LANES neighbouring threads share a query, and each has several of a warpgroup's 64 queries.
 // The threads are neighbours because a warp that reads parts of table rows pays for whole 128-byte lines.
 class QueryRotation {
-    static constexpr int PIECES_OF_ROW = NORM ? PIECES : ROTATED_PIECES;  // pieces that change
+    static constexpr int PIECES_OF_ROW = NORM ? PIECES : ROTATED_PIECES;  // pieces (see rotation.cuh) that change
     static constexpr int OF_THREAD = (PIECES_OF_ROW + LANES - 1) / LANES;
     static constexpr int ROWS = 64 * LANES / 128, NEXT_ROW = 128 / LANES;  // per thread
     static constexpr int ANGLE_WORDS = OF_THREAD * (TABLE_ROW / HALF * WIDTH * (sizeof(COS_T) + sizeof(SIN_T)) / 4);

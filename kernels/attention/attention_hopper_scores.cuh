@@ -175,7 +175,7 @@ struct ScoreMod {
     Fragment<Bias, BLOCK_N> added_bias;
     u32 bits[BIT_WORDS];
 
-    // `first`: the first row of the warpgroup; `row`: the first of the thread.
+    // `first`: the first row of the warpgroup; `row`: the first row of the thread.
     __device__ __forceinline__ ScoreMod(const Shape& shape, const ScoreUnits& units, const Cap& cap, const u32* bits,
                                         const Rows<Mask>& mask, const Rows<Bias>& bias, int group, int first, int row)
         : keys(shape.keys), units(units), cap(cap), bits_from(bits), mask(mask), bias(bias), group(group),
@@ -244,8 +244,9 @@ struct ScoreMod {
         }
     }
 
-    // Applies these to the scores of a tile. Returns whether the scores are in their units then: with LATE_CAP they
-    // stay bare products of q and k, unless a mask adds numbers to them or replaces them by a finite number.
+    // Applies cap, bias, mask and limits to the scores of a tile. Returns whether the scores are in the units of
+    // ScoreUnits afterwards: with LATE_CAP they stay bare products of q and k, unless a mask adds numbers to them or
+    // replaces them by a finite number.
     __device__ __forceinline__ bool apply(float (&s)[SCORES], u32 info) const {
         const int first = (info & END) * BLOCK_N + column;
         const bool in_units = !LATE_CAP || (SECOND_PASS && masked != minus_infinity()) || (ADDITIVE && kind(info) == 1);
@@ -348,7 +349,8 @@ struct Softmax {
         }
     }
 
-    // The same with LATE_CAP; `in_units`: the scores already are in their units. Returns the form of the scores.
+    // Raises the rows' references as above, but with LATE_CAP. `in_units`: the scores are no longer bare products of q
+    // and k. Returns the form of the scores.
     __device__ __forceinline__ Scores raise(const float (&s)[SCORES], const Cap& cap, bool in_units,
                                             float (&factor)[2]) {
         bool small = true, smallest = true;

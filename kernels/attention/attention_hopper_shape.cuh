@@ -48,7 +48,7 @@ struct ScoreTensor {
     static constexpr bool QUERY = QUERY_DIFFERS;
 
     const E* elements;
-    long long batch, head, query;  // strides in elements; 0 if all share them
+    long long batch, head, query;  // strides in elements; 0 along an axis on which all elements are equal
 
     __device__ __forceinline__ const E* plane(int b, int h) const { return elements + b * batch + h * head; }
     __device__ __forceinline__ bool has_pairs(int keys) const { return (batch | head | query | keys) % 2 == 0; }
@@ -60,7 +60,7 @@ using Bias = ScoreTensor<BIAS_T, BIAS_KEY, BIAS_QUERY, BIAS_PAIRS>;
 struct MaskTiles {
     const unsigned char* flags;
     const u32* bits;
-    int batch, head;  // strides in planes of tiles; 0 if all share them
+    int batch, head;  // strides in planes of tiles; 0 along an axis on which all planes are equal
 };
 
 // ---- constants that follow from the macros ------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 // If WARPS_N > 1, warps of a block share the keys of each tile, and their results meet in shared memory: short
 // sequences have too few rows to occupy the chip otherwise. With SECOND_PASS a block skips the tiles beyond the
 // diagonal of a causal mask whose masked scores are finite, and begins again with all tiles if one of its rows has no
-// score above SECOND_PASS_BELOW. Beside a score above it, masked scores have no weight.
+// score above SECOND_PASS_BELOW. If a row has a score above that number, its masked scores have no weight.
 #include "attention_mma.cuh"
 #include "attention_mma_shares.cuh"
 

@@ -38,8 +38,8 @@
 
 #include "attention_mma_scores.cuh"
 
-// Whether there is separate code, without branches, for tiles in which some row sees each group of sixteen keys. For
-// FP32 products of large heads, registers do not suffice for it.
+// Whether there is separate code, without branches, for tiles in which each group of sixteen keys is visible to some
+// row. For FP32 products of large heads, registers do not suffice for this code.
 constexpr bool HAS_WHOLE_TILE_CODE = MATH_KIND != FP32 || PV_SIZE <= 128;
 
 template <bool PART>

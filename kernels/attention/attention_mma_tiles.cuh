@@ -183,7 +183,8 @@ struct WorkTile {
     int batch, kv, row, end;  // kv: the key head; row: the first row; the block's rows see only keys before `end`
 };
 
-// seen_keys: the end of the keys that a query sees (last key + 1). last_key: the end of the keys that it reads.
+// Both return the end of a range of keys (last key + 1). seen_keys: the keys that a query sees. last_key: the keys that
+// it reads; these are all keys if masked scores are finite and there is no second pass.
 __device__ __forceinline__ int seen_keys(int query, int keys, int causal) {
     return CAUSAL ? min(keys, query + causal + 1) : keys;
 }

@@ -20,7 +20,7 @@ struct WarpState {
         }
     }
 
-    // Returns the row in the block of half `half` of accumulator `mt`.
+    // Returns the row of the block that this lane has in accumulator `mt`: the upper row (`half` 0) or the lower (1).
     __device__ __forceinline__ int row(int mt, int half) const { return (m * M_TILES + mt) * 16 + half * 8 + group; }
 
     __device__ __forceinline__ void load_queries(u32 (&a)[4], u32 tile, int mt, int step) const {
@@ -37,7 +37,7 @@ struct WarpState {
         }
     }
 
-    // Scores of a tile. PART: only the first `live` groups of sixteen keys count; the scores of the others are 0.
+    // Computes the scores of a tile. PART: only the first `live` groups of sixteen keys count; the other scores are 0.
     template <bool PART>
     __device__ __forceinline__ void scores(float (&s)[M_TILES][KEY_TILES][4], u32 q_tile, u32 k_tile, int live) const {
 #pragma unroll

@@ -70,8 +70,8 @@ def launch(problem: Attention, mask: ScoreTensor, block_n: int, flags: Pointer, 
 def _width(problem: Attention, mask: ScoreTensor, block_n: int) -> tuple[int, int | str]:
     """Return (elements per access to the mask, the macro WIDTH_DIVIDES).
 
-    No access crosses the last key or the middle of a tile's row. For dynamic lengths the first number is that of the
-    widest access, which the kernel makes only if the expression WIDTH_DIVIDES is true.
+    No access crosses the last key or the middle of a tile's row. For dynamic lengths the first number is the maximum;
+    the kernel makes such wide accesses only if the expression WIDTH_DIVIDES is true.
     """
     if not (mask.aligned and mask.key_stride):
         return 1, 1

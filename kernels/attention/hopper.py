@@ -114,7 +114,7 @@ CONFIGS: Final = {
         HopperAttentionConfig(1, 32, 2, relative_time=1.27),
     ),
 }
-# How many configs a node of dynamic length has, by the keys of CONFIGS; each is a kernel to compile.
+# The number of configs that a node of dynamic length gets, by the keys of CONFIGS; each config is a kernel to compile.
 CONFIGS_OF_DYNAMIC_LENGTH: Final = {64: 3, 128: 2, 192: 2, 256: 2}
 BLOCK_OVERHEAD: Final = 300  # time to start and end a block, in units of the time per key
 TILE_OVERHEAD: Final = 24  # overhead per tile, in units of the time per key

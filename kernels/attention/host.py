@@ -1,6 +1,6 @@
 """The plans of attention nodes: plain attention, attention over a growing cache, and attention after rotary embedding.
 
-Elementwise operators may have joined the node, except over a cache.
+The elementwise operators that follow an attention may have been fused into the node, unless it has a cache.
 """
 
 from __future__ import annotations

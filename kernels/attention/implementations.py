@@ -66,8 +66,8 @@ def _fills_hopper(problem: Attention) -> bool:
 def _skips_tiles(problem: Attention) -> bool:
     """Return whether masks of this shape usually let a kernel skip whole tiles in models.
 
-    The random masks of tuning let it skip none, so that times measured with them mislead. A mask that differs between
-    heads acts as a bias, for which random values give fair times.
+    The random masks of tuning let a kernel skip no tiles, so that times measured with these masks mislead. A mask that
+    differs between heads acts as a bias, for which random values give fair times.
     """
     mask = problem.mask
     return bool(mask and mask.differs[2] and mask.key_stride and not mask.differs[1])

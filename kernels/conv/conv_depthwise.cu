@@ -2,10 +2,10 @@
 //
 //   y = epilogue(conv(x, w))    each channel of y reads the same channel of x
 //
-// A thread computes TH x TW positions of y of VEC neighbouring channels. It goes through the rows of x that these
-// positions read: it loads the columns of a row, widens them to fp32 once, and adds them to every position of y that
-// they belong to. AHEAD rows are being loaded while one is used. A block is a patch of BH x BW such strips:
-// neighbouring threads read some elements of x in common, which come from L1.
+// A thread computes a strip: TH x TW positions of y of VEC neighbouring channels. It goes through the rows of x that
+// these positions read: it loads the columns of a row, widens them to fp32 once, and adds their products to every
+// position of y that reads them. AHEAD rows are being loaded while one is used. A block is a patch of BH x BW such
+// strips: neighbouring threads read some elements of x in common, which come from L1.
 // The block's weights lie in shared memory in fp32; threads keep the weights of small filters in registers.
 //
 // There are two ways through the rows:
@@ -29,7 +29,7 @@
 #include "conv_columns.cuh"
 
 constexpr int THREADS = BX * BW * BH, SLICE = BX * VEC;                      // channels of a block
-constexpr int PIECES = (KW + PIECE - 1) / PIECE, ROW_TAPS = PIECES * PIECE;  // of a row of the filter; with padding
+constexpr int PIECES = (KW + PIECE - 1) / PIECE, ROW_TAPS = PIECES * PIECE;  // per filter row; ROW_TAPS with padding
 constexpr int TAPS = KD * KH * ROW_TAPS;
 constexpr int ROWS = (TH - 1) * SH + (KH - 1) * DH + 1;  // rows of x that a strip reads, unless ROLLED
 constexpr int PLANE = VEC < 4 ? VEC : 4;                 // channels of a load from shared memory

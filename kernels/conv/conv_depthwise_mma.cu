@@ -228,7 +228,7 @@ struct Output {
     int height, width, first_group;  // sizes of the image, and the block's first group
     ColumnValues<2> values;
 
-    // `channel` is the first of the lane's two.
+    // `channel` is the first of the lane's two channels.
     __device__ __forceinline__ void load_columns(int channel) {
         if (channel >= CHANNELS) return;
 #pragma unroll

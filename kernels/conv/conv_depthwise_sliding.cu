@@ -66,7 +66,8 @@ struct Weights {
 struct Sums {
     float rows[KH][TW][VEC];
 
-    // Adds the products of a row of x and row `r` of the filter to the sums after the previous row of x.
+    // Adds the products of a row of x and row `r` of the filter. The sums so far are those that the previous row of x
+    // left in row r - 1.
     __device__ __forceinline__ void add(int r, const float (&values)[COLUMNS][VEC], const Weights& weights) {
 #pragma unroll
         for (int s = 0; s < KW; ++s)

@@ -5,7 +5,7 @@
 // padding become zero. A copy never crosses from tap to tap, because the channels of a group are whole copies.
 //
 // Macros, besides those of gemm_mma.cuh:
-//   DIMS               spatial axes: 1 (W), 2 (H, W) or 3 (D, H, W); sizes of others are 1 and not read
+//   DIMS               spatial axes: 1 (W), 2 (H, W) or 3 (D, H, W); sizes of missing axes are 1 and not read
 //   GROUPS, CHANNELS   groups; channels of x in one group
 //   X_NCHW             1: x is (N, C, spatial...), 0: (N, spatial..., C)
 //   X_COPY             bytes of a copy to shared memory: 16, 8, 4, or 2; they divide the bytes of a group's channels
@@ -95,7 +95,7 @@ struct Pixels {
 // Copies the part of x in a stage. The class Taps has
 //   WHOLE      every k of a stage exists
 //   k()        the number of elements along k
-//   (index)    the offset of a tap from the first tap
+//   operator() the offset of a tap, given its index, from the first tap
 template <class Taps>
 struct PixelCopy {
     static constexpr bool THROUGH_REGISTERS = !is_asynchronous(X_COPY);

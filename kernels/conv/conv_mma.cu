@@ -59,12 +59,12 @@ struct Operands {
         PixelCopy<FilterTaps> x;
         CopyW w;
     };
-    // Copies may go through registers unless all have 16 bytes; these cannot hold the elements of several stages.
+    // Copies of fewer than 16 bytes may go through registers, which cannot hold the elements of several stages.
     static constexpr int AHEAD = is_asynchronous(16) && X_COPY == 16 && W_COPY == 16 ? STAGES : 1;
 
     const Pixels& pixels;
     const char* w;  // address of the block's first column
-    int columns;    // columns of the group from there on
+    int columns;    // number of the group's columns from the block's first column on
 
     __device__ __forceinline__ void begin(Stage& stage, unsigned to, int k) const {
         stage.x.begin(pixels, FilterTaps{}, to, k);

@@ -6,7 +6,7 @@
 // pixels in the padding are zeros. Channels beyond c are zeros in both operands.
 //
 // Macros, besides those of gemm_hopper.cuh:
-//   CHANNELS            of x
+//   CHANNELS            channels of x
 //   DIMS                spatial axes: 1 (W), 2 (H, W) or 3 (D, H, W)
 //   KERNEL_D, KERNEL_H, KERNEL_W    sizes of the filter, 1 for axes that are missing
 //   STRIDE_*, PAD_*, DILATION_*     by axis; PAD: elements before x

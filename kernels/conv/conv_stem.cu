@@ -81,7 +81,7 @@ __device__ __forceinline__ void copy_elements(T* to, const T* from, bool exist) 
     }
 }
 
-struct Tile { int image, p, q; };  // its image, and the row and column of its first pixel
+struct Tile { int image, p, q; };  // the tile's image, and the row and column of its first pixel
 
 struct Image {
     const T* x;
@@ -185,7 +185,7 @@ __device__ __forceinline__ Word word_of(int k, int lane) {
 // The block's weights in shared memory, and the bias.
 struct Weights {
     const T *raw, *bias;
-    int first_filter;  // of the block
+    int first_filter;  // the block's first filter
 
     // Returns two weights of a 16-bit type or one of fp32; zeros where there is no tap. `filter` counts from the first
     // filter of the block.
@@ -367,7 +367,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     u32* weights = reinterpret_cast<u32*>(memory);
     u32* patches = weights + WEIGHT_WORDS;
     Tile* ahead = reinterpret_cast<Tile*>(patches + PATCH_WORDS);  // the tile of each patch: registers are too few
-    T* raw = reinterpret_cast<T*>(HELD ? weights : patches);       // where the patches will be, unless weights are held
+    T* raw = reinterpret_cast<T*>(HELD ? weights : patches);       // weights as they lie in w; patches overwrite them
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_filter = blockIdx.y * BLOCK_N;
 
     const Image of{x, height, width, pad_h, (out_height + TP - 1) / TP, (out_width + TQ - 1) / TQ};

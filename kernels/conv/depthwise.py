@@ -209,7 +209,7 @@ def block(conv: Conv, vec: int, tw: int, th: int, threads: int = THREADS) -> tup
         bh = min(strips_h, threads // bx // bw)
         covered = -(-strips_w // bw) * bw * -(-strips_h // bh) * bh / (strips_w * strips_h)
         idle = -(-bx * bw * bh // 32) * 32 / (bx * bw * bh)
-        small = max(1.0, 96 / (bx * bw * bh))  # penalty: blocks of one warp leave a multiprocessor underused
+        small = max(1.0, 96 / (bx * bw * bh))  # penalty: below 96 threads, a multiprocessor is underused
         read = _patch_bytes(conv, tw * bw, th * bh) / (tw * bw * th * bh)
         value = covered * idle * small * (read + conv.taps)
         if value < least:

@@ -104,7 +104,7 @@ def _few_of(conv: Conv, device: Device) -> list[StemConfig]:
     if not is_symbolic(conv.sizes[-1]):
         return _few(usual(conv), device, MAX_FEW)
     copy, vector, problems = _copy(conv), _vector(conv), []
-    for each in usual(conv):  # with a width that has the same copy size as the width of `conv`
+    for each in usual(conv):  # change the width to one with the same copy size as the width of `conv`
         width = -(-each.sizes[-1] // vector) * vector + copy % vector
         problems.append(replace(each, sizes=(*each.sizes[:-1], width), pads_begin=conv.pads_begin))
     return _few(tuple(problems), device, MAX_FEW_OF_WIDTH)
@@ -176,7 +176,7 @@ def _arguments(conv: Conv) -> tuple[Argument, ...]:
     )
 
 
-# ---- what the kernel derives from its macros ---------------------------------------------------------------------
+# ---- numbers that the kernel derives from its macros -------------------------------------------------------------
 
 
 def _pad_w(conv: Conv) -> int:

@@ -12,9 +12,9 @@
 // Macros:
 //   KERNEL_D, KERNEL_H, KERNEL_W, STRIDE_*, DILATION_*    sizes, strides and dilations of the filter, by axis; 1 for
 //                      axes that are missing
-//   CHANNELS           of x and y; w is (taps, CHANNELS)
+//   CHANNELS           channels of x and y; w is (taps, CHANNELS)
 //   WIDTH              elements of an access: divides CHANNELS
-//   THREADS            of a block
+//   THREADS            threads of a block
 //   WEIGHTS_CONSTANT   1: no kernel writes w
 //   and those of epilogue.cuh
 #include "types.cuh"

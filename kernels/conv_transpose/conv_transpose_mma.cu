@@ -30,7 +30,7 @@
 //   W_COPY             bytes of a copy of w to shared memory: 16, 8, 4, or 2; they divide the bytes of WIDE columns
 //   GROUP_M            rows of tiles that are computed before the next ones
 //   MIN_BLOCKS         blocks that must fit on a multiprocessor: a bound on registers
-//   WIDTH              elements of an access to y and the residual; divides FILTERS, or with SHUFFLED ROW
+//   WIDTH              elements of an access to y and the residual; divides FILTERS; with SHUFFLED, divides ROW instead
 //   and those of conv_gather.cuh, of gemm_mma.cuh, with TRANSPOSED 0, and of epilogue.cuh
 #include "types.cuh"
 #include "epilogue.cuh"
@@ -100,7 +100,8 @@ struct PhaseTaps {
 struct WeightCopy {
     CopyW tile;
 
-    // `w` is the group's first channel at the first tap and the block's first column; from there on, `bytes` are left.
+    // `w` is the group's first channel at the first tap and the block's first column; a row has `bytes` bytes from this
+    // column on.
     __device__ __forceinline__ void begin(const PhaseTaps& taps, unsigned to, const char* w, int k, i64 bytes) {
         if constexpr (SHUFFLED) {
             tile.begin(to, w + k * LINE, CHANNELS - k, bytes);
@@ -129,13 +130,13 @@ struct Operands {
         PixelCopy<PhaseTaps> x;
         WeightCopy w;
     };
-    // Copies may go through registers unless all have 16 bytes; these cannot hold the elements of several stages.
+    // Copies of fewer than 16 bytes may go through registers, which cannot hold the elements of several stages.
     static constexpr int AHEAD = is_asynchronous(16) && X_COPY == 16 && W_COPY == 16 ? STAGES : 1;
 
     const Pixels& pixels;
     const PhaseTaps& taps;
     const char* w;  // the group's first channel at the block's first column
-    int columns;    // columns of the group from there on
+    int columns;    // number of the group's columns from the block's first column on
 
     __device__ __forceinline__ void begin(Stage& stage, unsigned to, int k) const {
         stage.x.begin(pixels, taps, to, k);

@@ -11,7 +11,7 @@
 // subtile of 64 positions is moved in boxes that end where rows of positions end.
 //
 // Macros, besides those of gemm_hopper.cuh, where TRANSPOSED is 0:
-//   CHANNELS, FILTERS   of x and of y; w is (CHANNELS, taps, FILTERS)
+//   CHANNELS, FILTERS   channels of x and of y; w is (CHANNELS, taps, FILTERS)
 //   PERIOD              the number of filters after which column vectors repeat: FILTERS; or a divisor of it, if
 //                       neighbouring pixels of y along W count as one pixel with the filters of all
 //   KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W, PAD_H, PAD_W    PAD: rows and columns that are cut off before y

@@ -84,7 +84,7 @@ def why_not(conv: Conv, device: Device) -> str | None:
 
 
 def widened(conv: Conv) -> Conv:
-    """Return an equal convolution with one phase along the width, if each pixel of y reads one pixel of x there.
+    """Return an equal convolution with one phase along the width, if a pixel of y reads one pixel of x along this axis.
 
     Neighbouring pixels of y then count as one pixel with all of their filters, which are contiguous in memory; so do
     the taps of w.

@@ -97,9 +97,9 @@ def _tilings(
 ) -> list[RowTiling]:
     """Return the same tilings as other norms; for three inputs only one, because a persistent grid lacks registers.
 
-    The three inputs are never all in fp32 registers at once, so a warp's row needs no more registers than with two
-    inputs; the exception is single-element accesses with a symbolic number of rows. Of larger blocks, a multiprocessor
-    then holds one instead of two, so that each thread has twice the registers.
+    The three inputs are never all in fp32 registers at once. So a row of one warp needs no more registers than with two
+    inputs, except for single-element accesses with a symbolic number of rows. If a row has several warps, three inputs
+    leave one resident block per multiprocessor in place of two, so that each thread has twice the registers.
     """
     if len(item_bytes) < 3:
         return norm_tilings(rows, length, width, item_bytes, weight_bytes, USUAL_THREADS, device)

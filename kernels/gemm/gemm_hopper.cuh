@@ -171,7 +171,7 @@ struct Gate {
 
 // ---- the producer ------------------------------------------------------------------------------------------------
 
-// Fills the stage for the results of a tile: here with nothing.
+// Fills the stage that later holds a tile's results; this default stores nothing in it.
 struct NoResults {
     __device__ __forceinline__ void fill(u32 stage, u32 full, int2 origin) const {}
 };
@@ -314,7 +314,7 @@ struct ProgramLoads<true, COUNT> {
     Program::OfColumns<2> of_columns[COUNT];
     Program::OfElements<2> of_elements[COUNT][2];
     long long at;              // the index of the first element of y
-    int rows, columns, pitch;  // rows and columns of y from there on, and elements per row
+    int rows, columns, pitch;  // rows and columns of y from this element on, and elements per row
 
     // `from` is the first row and column; y has m rows and n columns.
     __device__ __forceinline__ void load(const Program& program, int2 from, int m, int n) {

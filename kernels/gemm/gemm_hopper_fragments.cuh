@@ -22,7 +22,7 @@ struct Fragment {
     Pair bias, extra, scale, residual[2];
     ProgramLoads<HAS_PROGRAM, 1> loads;
 
-    // Returns the number of columns of y from this one on in row i; 0 beyond the last row.
+    // Returns the number of columns of y from the fragment's first one on, in its row i; 0 if y has no such row.
     __device__ __forceinline__ int left(const FragmentOutput& of, int i) const {
         return row + 8 * i < of.m ? of.n - column : 0;
     }

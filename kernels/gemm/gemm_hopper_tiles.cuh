@@ -234,7 +234,7 @@ struct Output {
     }
 };
 
-// Fills the stage for the results of a tile with its residual.
+// Fills the stage that later holds a tile's results with the tile's residual.
 template <class Place>
 struct ResidualInRing {
     const Place& place;
@@ -289,7 +289,7 @@ __device__ __forceinline__ void consume(const Place& place, const Results& resul
         origin.x += above;
         const int product = weights.find(origin.y);
         if (HAS_RESIDUAL && !RESULTS_IN_RING && thread == 0) {
-            if (!PINGPONG) hopper::barrier_wait(barriers.full(ring.at), ring.parity);  // operands before the residual
+            if (!PINGPONG) hopper::barrier_wait(barriers.full(ring.at), ring.parity);  // load operands first
             output.fetch_residual(origin);
         }
         Vectors fetched;

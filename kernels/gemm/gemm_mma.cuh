@@ -40,7 +40,7 @@ constexpr bool TF32 = ITEM == 4;
 // ---- global memory -> shared memory ------------------------------------------------------------------------------
 
 // Returns swizzled_offset; or, with PAIRS, an offset with which two adjacent chunks of four rows fall into different
-// banks, because a warp reads TF32 fragments of a k x n weight from these.
+// banks, because a warp reads a TF32 fragment of a k x n weight from such chunks.
 template <int ROW_BYTES, bool PAIRS>
 __device__ __forceinline__ int weight_offset(int row, int chunk) {
     if constexpr (PAIRS) return row * ROW_BYTES + ((chunk ^ (row & 3) << 1) << 4);

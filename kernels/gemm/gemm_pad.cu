@@ -21,7 +21,7 @@ struct Matrix {
 
     __device__ __forceinline__ u32 segments() const { return (u32(columns) + SEGMENT - 1) / SEGMENT; }
 
-    // Copies segment `index` of rows * segments().
+    // Copies segment number `index` of the matrix, which has rows * segments() segments.
     __device__ __forceinline__ void copy(u32 index, bool constant) const {
         const u32 row = index / segments(), first = index % segments() * SEGMENT + threadIdx.x % 32 * 2;
         const f16* source = from + u64(row) * columns;
@@ -29,7 +29,7 @@ struct Matrix {
         u32 pairs[PAIRS][2];
         if (!constant) wait_for_predecessor();
 #pragma unroll
-        for (int i = 0; i < 2 * PAIRS; ++i) {  // beyond the end, the last element: a conditional load would wait
+        for (int i = 0; i < 2 * PAIRS; ++i) {  // reads the last element beyond the row's end: an `if` would delay loads
             const u32 column = first + i / 2 * 64 + i % 2;
             pairs[i / 2][i % 2] = load_cached<1>(source + min(column, u32(columns) - 1)).words[0];
         }

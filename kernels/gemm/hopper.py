@@ -214,12 +214,12 @@ def fits(gemm: Gemm, config: HopperConfig, device: Device) -> bool:
     if config.half and (stores_by_threads(gemm) or gemm.gate):
         return False  # only TMA can store from the ring; gates are untested
     if config.half and config.accumulators == 128 and gemm.column_shift:
-        return False  # with a Gelu before it, two registers would spill
+        return False  # with a Gelu before the shift, two registers would spill
     if gemm.dtype == "float32":
         return config.accumulators <= MAX_ACCUMULATORS_OF_THREADS
     vectors = column_vectors(gemm) + bool(gemm.residual)
     if config.pingpong and config.tile_m * config.tile_n > 128 * 128 and (vectors > 2 or gemm.gate):
-        return False  # their loads, or fragments of x, would not fit into registers beside the accumulators
+        return False  # loaded vectors, or fragments of x, would not fit into registers beside the accumulators
     narrow = tile_columns(gemm, config) % SUBTILE  # threads only store rows of whole subtiles
     if narrow and (gemm.up or not gemm.transposed or stores_by_threads(gemm)):
         return False
@@ -240,8 +240,9 @@ def _has_registers(gemm: Gemm, config: HopperConfig, subtiles: int = 1) -> bool:
 def blocks_beyond_room(gemm: Gemm, config: HopperConfig, device: Device) -> int:
     """Return the number of blocks that would wait for others, if clusters share tiles; no block waits if it is <= 0.
 
-    Clusters of more than two blocks do not fill the GPU: 128x2048x2048 took 13.3 us with 128 blocks in fours,
-    8.8 with 64 in pairs; a convolution of 512x1280x11520 took 49.6 us with 120 blocks in threes, 35.6 with 80 in pairs.
+    Clusters of more than two blocks do not fill the GPU.  128x2048x2048 took 13.3 us with 128 blocks in clusters of
+    four, and 8.8 with 64 blocks in clusters of two.  A convolution of 512x1280x11520 took 49.6 us with 120 blocks in
+    clusters of three, and 35.6 with 80 blocks in clusters of two.
     """
     room = device.multiprocessors if config.split_k == 2 else device.multiprocessors * 3 // 4
     return tile_count(gemm, config) * config.split_k - room

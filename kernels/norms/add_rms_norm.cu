@@ -1,7 +1,7 @@
 // sum = x + residual; y = rms_norm(sum), see rms_norm.cu. The sum is written only if another node reads it.
 //
 // The kernel moves 8 bytes an element in fp16 (6 without the sum): x, residual, y and sum once each.
-// It normalizes the sum in fp32, before that is rounded to its storage type.
+// It normalizes the sum in fp32, before the sum is rounded to its storage type.
 #include "types.cuh"
 #include "rows.cuh"
 #include "norm.cuh"

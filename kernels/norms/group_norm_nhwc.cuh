@@ -37,9 +37,10 @@ constexpr int group_lanes() {
 }
 constexpr int GROUP_LANES = group_lanes();
 
-// A column is a span of channels, for each row of threads. FOLDED_ROWS is the number of rows whose spans remain after
+// A span is SPAN neighbouring channels of one thread. GroupMemory::spans holds the sums of spans: a matrix with a row
+// for each row of threads, and a column for each span of a row. FOLDED_ROWS is the number of rows that remain after
 // `fold_rows` has added the other rows to them. Rows are folded only if a span is a whole group: each of the group's
-// lanes then reads another row of one column, and all spans of a column lie in one bank of shared memory.
+// lanes then reads another row of one column, and a column lies in one bank of shared memory.
 constexpr int COLUMNS = SPANS * VECTORS;
 
 constexpr int folded_rows() {
@@ -63,7 +64,8 @@ struct Thread {
     __device__ __forceinline__ int group(int i) const { return (vector * WIDTH + i) / GROUP; }
 };
 
-// The sums of a thread's channels. `pixel` is the block's first pixel, whose first channel of each group is its shift.
+// The sums of a thread's channels. `pixel` is the block's first pixel; its first channel of a group is the group's
+// shift.
 struct Moments {
     float shifts[SPANS], sums[SPANS], squares[SPANS];
 
@@ -91,7 +93,7 @@ struct Moments {
     }
 };
 
-// Returns two sums over LANES neighbouring lanes.
+// Replaces a and b by their sums over LANES neighbouring lanes.
 template <int LANES>
 __device__ __forceinline__ void sum_lanes(float& a, float& b) {
 #pragma unroll
@@ -143,7 +145,7 @@ __device__ __forceinline__ void block_moments(GroupMemory& memory, const Thread&
         }
         sum_lanes<GROUP_LANES>(sum, squares);
         if (group < GROUPS && threadIdx.x % GROUP_LANES == 0) {
-            const float mean = __fdiv_rn(sum, fmaxf(float(pixels) * GROUP, 1.0f));  // of the differences
+            const float mean = __fdiv_rn(sum, fmaxf(float(pixels) * GROUP, 1.0f));  // mean of the differences
             memory.means[group] = shift + mean;
             const float around = fmaf(-sum, mean, squares);
             memory.squares[group] = around < 0.0f ? 0.0f : around;  // NaN stays

@@ -52,7 +52,7 @@ BYTES_OF_MEMORY: Final = 4.2e6  # bytes per microsecond
 BARRIER_US: Final = 0.1  # time per block of a cluster; of two tilings with equal times, ranks the smaller cluster first
 TWO_LAUNCHES_US: Final = 5.7  # fixed time of two launches
 BYTES_OF_TWO_LAUNCHES: Final = 3.4e6  # bytes per microsecond
-FULL_CLUSTER: Final = 2  # larger clusters do not fill the GPU: in clusters of four, 128 blocks take two waves
+FULL_CLUSTER: Final = 2  # largest cluster that fills the GPU: in clusters of four, 128 blocks take two waves
 ROOM_OF_CLUSTERS: Final = 0.75  # share of multiprocessors that larger clusters can occupy
 
 
@@ -272,7 +272,7 @@ def _time(tiling: GroupTiling, images: int, pixels: int, channels: int, item_byt
 def tilings_of_any_size(
     images: int, pixels: int, channels: int, group: int, width: int, item_bytes: int, device: Device
 ) -> list[GroupTiling]:
-    """Return a list of one tiling for symbolic sizes: of a few, the expected fastest.  It is empty if none fits."""
+    """Return the tiling that is expected to be the fastest of a few, for symbolic sizes; an empty list if none fits."""
     sizes = (None if is_symbolic(images) else images, None if is_symbolic(pixels) else pixels)
     fitting = [
         tiling

@@ -90,7 +90,7 @@ __device__ __forceinline__ Partial merge_row(Partial partial, float (&partials)[
         cluster_arrive();
         cluster_wait();
         constexpr int READERS = PARTIALS < 32 ? PARTIALS : 32;
-        constexpr int EACH = PARTIALS / READERS;  // merged as a tree, so that both sides have as many elements
+        constexpr int EACH = PARTIALS / READERS;  // merged as a tree: both operands of a merge cover equally many
         Partial read[EACH];
 #pragma unroll
         for (int i = 0; i < EACH; ++i) read[i] = Partial::load(partials[i * READERS + lane % READERS], partial.count());
@@ -126,7 +126,7 @@ struct Rows {
         return ROWS_PER_BLOCK == 1 || FULL_BLOCKS || row < count ? row : count - 1;
     }
 
-    // True at compile time for all but the last packs of a row of known length.
+    // Whether the row has pack k of a batch; known at compile time for all but the last packs of a row of known length.
     __device__ __forceinline__ bool exists(int batch, int k) const {
 #ifdef BATCHED
         const bool whole = false;

@@ -47,7 +47,7 @@ BLOCK_PERSISTENT_REGISTERS: Final = (64, 32)
 MAX_PERSISTENT_ROUNDS: Final = 4  # rows per resident block up to which a persistent grid is expected to be faster
 ARCHS_OF_32_BLOCKS: Final = (80, 90, 100)  # compute capabilities with 32 resident blocks per multiprocessor
 MAX_RESIDENT_BLOCKS: Final = 16  # resident blocks per multiprocessor on other GPUs
-MIN_REGISTERS: Final = 64  # registers per thread; a tighter bound would neither help nor hurt
+MIN_REGISTERS: Final = 64  # least registers to assume per thread; counting fewer would neither help nor hurt
 
 # Vectors per thread if there are few rows, where only latency counts. Many vectors per thread are then better than the
 # barrier of a large block (layer_norm of 33x1023 fp16 on an H200: 1.51 us with 128 threads, 1.65 us with 512), and many

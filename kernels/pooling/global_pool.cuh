@@ -1,8 +1,8 @@
 // One number for the pixels of each image and channel, for x (n, pixels, channels) and y (n, channels).
 //
 // An image's pixels are divided among `parts` blocks, and a block has LANES_C vectors of channels. Each thread merges
-// every LANES_P-th pixel of its part in fp32; lanes, warps and the blocks of a cluster are then merged. Where blocks
-// form no cluster, y is (n, parts, channels), which another launch merges.
+// every LANES_P-th pixel of its part in fp32; lanes, warps and the blocks of a cluster are then merged. If these
+// blocks do not form a cluster, y is (n, parts, channels), which another launch merges.
 //
 //   CHANNELS, WIDTH  channels, and channels of a vector access
 //   LANES_C          threads side by side in a pixel, a power of two of at most 32

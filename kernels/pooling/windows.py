@@ -21,9 +21,10 @@ AUTO_PADS: Final = ("NOTSET", "VALID", *SAME)
 
 @dataclass(frozen=True)
 class Window:
-    """A window along one axis: element i of y, of `y_size`, reduces x[i * stride - pad_begin + k * dilation].
+    """A window along one axis: element i of y reduces x[i * stride - pad_begin + k * dilation] over k.
 
-    k runs from 0 to `kernel` - 1; positions outside of the `size` elements of x are padding.
+    k runs from 0 to `kernel` - 1, and i from 0 to `y_size` - 1; positions outside of the `size` elements of x are
+    padding.
     """
 
     size: int

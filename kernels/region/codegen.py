@@ -61,7 +61,7 @@ class Writer:
     found: list[tuple[Instance, bool]] = field(default_factory=list)  # reductions written as loops of one thread
     stored_read: list[tuple[Key, Index]] = field(default_factory=list)  # reads of stored reductions: key, and index
     accesses: list[tuple[str, Index]] = field(default_factory=list)
-    vectors: list[tuple[str, Place]] = field(default_factory=list)  # operands read as whole vectors, at which place
+    vectors: list[tuple[str, Place]] = field(default_factory=list)  # operands read as whole vectors, with places
     bounds: list[tuple[Index, Size]] = field(default_factory=list)  # comparisons of an index with a size, in branches
     instructions: int = 0  # estimated instructions of the operators written
     shared_bytes: int = 0  # bytes of shared memory that the block uses
@@ -125,7 +125,7 @@ class Writer:
         return name if count == 1 else f"{name}_{count}"
 
     def name_of(self, value: str) -> str:
-        """Return an unused name for a variable that holds a value or, with a number after it, an operand's element."""
+        """Return an unused name for the variable of a computed value or of an operand's element (with a number)."""
         return self.own_name(value) if value in self.program.producers else self.new_name(f"{value}_")
 
     def shared(self, size: int) -> str:
@@ -261,7 +261,7 @@ class Writer:
         return self.declare(kind, text, True, name=self.name_of(name))
 
     def _load_step(self, name: str, address: Index, step: int) -> Reference:
-        """Load the first lane's element for lanes below the next multiple of `step`, the last lane's for the rest."""
+        """Load the first lane's element for the lanes before a multiple of `step`, and the last lane's for the rest."""
         kind, lanes = NUMBER[self.program.dtypes[name]], self.lanes
         variable = next(each for each in address.atoms() if each.kind == "variable" and each.name == lanes.variable)
         own = variable_index(lanes.variable, variable.extent)
@@ -391,7 +391,7 @@ class Writer:
         seen = len(self.vectors)
         with self.loops(coordinates, extents):
             self.add(instance, accumulator, coordinates)
-        del self.vectors[seen:]  # their addresses use these loops' variables, so no code outside can read them
+        del self.vectors[seen:]  # no other code can read vectors whose addresses use these loops' variables
         self.found.append((instance, self.conditions > 0))
         return self.keep(instance, replace(accumulator, masked=bool(self.masks)))
 

@@ -31,7 +31,8 @@ BYTE_COST: Final = 7  # instructions that an H200 issues (30 T/s) while it moves
 LINE_BYTES: Final = 128
 SECTOR_BYTES: Final = 32
 WHOLE_SECTOR_LINES: Final = 0.5  # lines that the L1 cache could read while a whole sector is stored
-# The same while a part of a sector is stored: an MAE's patches take 21.5 us in parts of sectors, 13.7 us in whole ones.
+# The same while a part of a sector is stored: the patches of a masked autoencoder (MAE) take 21.5 us in parts of
+# sectors, and 13.7 us in whole ones.
 PART_SECTOR_LINES: Final = 1.5
 EXCHANGED: Final = 3  # accesses per vector that threads exchange: to shared memory, from there, and to the output
 WARP: Final = 32

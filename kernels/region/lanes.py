@@ -21,12 +21,13 @@ class Lanes:
     """The variable along which a vector lies, and the vector's width; in lane j, the variable is larger by j.
 
     `scattered` are variables that are arrays in the generated code: the elements of different lanes are far apart.
+    Shifted vectors begin after a row's first elements: `rest` plus lane 0's variable is a multiple of the width.
     """
 
     variable: str = ""
     width: int = 1
     scattered: frozenset[str] = frozenset()
-    rest: Index | None = None  # the address at variable 0; plus lane 0's variable, it is a multiple of the width
+    rest: Index | None = None  # of shifted vectors: the address where the variable is 0
     linear: Index | None = None  # the flat index of an element: `at[j]` in the code, or `at` times the width
 
     @property
@@ -64,7 +65,7 @@ class Lanes:
         return step if step >= self.width and all(each % step == 0 for each in divisors or ()) else 0
 
     def _divisors(self, index: Index) -> list[int] | None:
-        """Return the divisors of the lanes' variable in an index; None if not all its uses there are quotients."""
+        """Return the divisors of the lanes' variable in an index; None if it also occurs outside of quotients there."""
         found = list[int]()
         for atom, _ in index.terms:
             if self.variable not in (atom.of.variables() if atom.of else {atom.name, *atom.varies}):

@@ -22,7 +22,9 @@ from onnxfuse.region_operators import REDUCTIONS
 from onnxfuse.runtime.symint import estimate
 
 Keys: TypeAlias = tuple[Key, ...]  # keys of the reductions that one nest stores
-MIN_STORED_ELEMENTS: Final = 32  # of a reduction in `Nest.inner`; with fewer, each reading thread computes it
+# Elements from which on a separate launch computes a reduction of `Nest.inner`; with fewer, each thread that reads the
+# reduction computes it.
+MIN_STORED_ELEMENTS: Final = 32
 
 
 @dataclass(frozen=True)

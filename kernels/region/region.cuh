@@ -165,8 +165,8 @@ __device__ __forceinline__ float smaller(float a, float b) {
 }
 #endif
 #if __CUDA_ARCH__ >= 900
-// These compare unsigned words, because ptxas of CUDA 13.0 loses the minus in max(max(a, -b), c) of signed words, for
-// which it emits VIMNMX3.
+// The variants for int compare unsigned words, because ptxas of CUDA 13.0 loses the minus in max(max(a, -b), c) of
+// signed words, for which it emits VIMNMX3.
 constexpr u32 SIGN = 0x80000000u;
 template <>
 __device__ __forceinline__ int larger(int a, int b) {

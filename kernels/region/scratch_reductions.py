@@ -22,9 +22,9 @@ from onnxfuse.kernels.region.shapes import Shapes
 class Stored:
     """A reduction at all places along its kept axes, with accumulators in scratch memory.
 
-    The elements that one result reduces are a row.  Each of `shares` blocks reduced a part of it.  The accumulators of
-    one row are contiguous, so that a warp or a block merges them.  If `is_across`, the accumulators of one share of all
-    rows are contiguous instead, so that each thread merges one row.
+    The elements that are reduced to one result are a row.  Each of `shares` blocks reduces a part of the row and stores
+    an accumulator.  The accumulators of one row are contiguous, so that a warp or a block merges them.  If `is_across`,
+    the accumulators of the same part of all rows are contiguous instead, so that each thread merges one row.
     """
 
     pointer: str

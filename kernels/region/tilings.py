@@ -59,7 +59,7 @@ MAX_TILED_WORDS: Final = 8  # maximum words per element of a tile in shared memo
 MIN_TILED: Final = 8  # minimum elements along each axis that is tiled
 TILE_COST: Final = 30  # estimated instructions per element of a tile
 CHEAPER: Final = 0.9  # a variant is chosen only if it costs less than this share of the default's cost
-COLUMNS: Final = 32  # adjacent threads of a block, if the block's other threads share the same rows
+COLUMNS: Final = 32  # adjacent threads of a block with different rows; the block's other threads share these rows
 MANY_BLOCKS: Final = 2  # wanted blocks of columns per multiprocessor; vectors are narrowed until there are so many
 MIN_SHARED_ELEMENTS: Final = 32  # elements per row from which on several threads share a row of columns
 MIN_SHARES: Final = 4  # blocks per row: fewer do not pay for the extra launch that merges their results
@@ -348,7 +348,7 @@ def fastest_variables(nest: Nest, region: Region, stored: StoredByKey) -> Nest:
     def taken(each: Nest) -> tuple[float, int]:
         own, lanes, repeats = _best_lanes(each, region)
         short = interleaved(each)
-        if short and short.name == repeats[0]:  # at equal cost, it takes fewer instructions than one variable
+        if short and short.name == repeats[0]:  # at equal cost, fewer instructions than one variable
             order = 1
         else:
             order = 0 if each is nest and repeats == ONCE else 2 if repeats == ONCE else 3
@@ -358,7 +358,7 @@ def fastest_variables(nest: Nest, region: Region, stored: StoredByKey) -> Nest:
 
 
 def _turned(nest: Nest, region: Region) -> Iterator[Nest]:
-    """Yield a nest whose innermost variable is the one along which most bytes are read, unless it already is.
+    """Yield a nest whose innermost variable is the one along which most bytes are read; nothing if `nest` is such.
 
     Then operands are loaded as vectors, and element stores of neighbouring threads are adjacent.
     """

@@ -24,7 +24,7 @@ from onnxfuse.kernels.tensors import (
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 from onnxfuse.runtime.symint import estimate, expect_equal, maximum
 
-CLUSTER: Final = 8  # blocks per cluster, which shares IMAGES images
+CLUSTER: Final = 8  # blocks per cluster, which computes the gates of IMAGES images
 THREADS: Final = 256  # threads per block; with 512, the launches of 18 nodes took 1.02 to 1.9 times as long
 IMAGES: Final = 1  # images per cluster; with 2, reads of weights halve, but launches took 1.1 to 1.4 times as long
 LOADS: Final = 4
