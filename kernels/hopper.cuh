@@ -294,8 +294,8 @@ __device__ __forceinline__ void settle(const E*& pointer) {
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), \
                        "n"(int(ALONG_N))); \
     }
-// The same for fp32 operands, which TMA has rounded to TF32; wgmma ignores their other bits. Both are contiguous along
-// k.
+// The same as WGMMA for fp32 operands, which TMA has rounded to TF32; wgmma ignores their other bits. Both operands are
+// contiguous along k.
 #define WGMMA_TF32(N, n0, n1, n2, n3, n4, n5, n6) \
     template <bool ALONG_N> \
     __device__ __forceinline__ void wgmma(f32, float (&d)[N / 2], u64 a, u64 b, bool accumulate) { \

@@ -30,9 +30,9 @@ struct Program {  // without operators
     // Returns the position in y at which a query's results of one head begin, for attention.
     __device__ __forceinline__ Located locate(int batch, int head, int query) const { return {}; }
 
-    // These load the operands for a row, for columns or for elements. The row lies in y only if `inside`; only the
-    // first `left` of the W columns lie in y. ALIGNED: all rows of y begin at multiples of W elements. `at` is the
-    // index of the first element.
+    // The overloads of load read the operands for a row, for columns or for elements. The row lies in y only if
+    // `inside`; only the first `left` of the W columns lie in y. ALIGNED: all rows of y begin at multiples of W
+    // elements. `at` is the index of the first element.
     __device__ __forceinline__ void load(OfRow&, int row, bool inside) const {}
     template <bool ALIGNED, int W>
     __device__ __forceinline__ void load(OfColumns<W>&, int column, int left) const {}

@@ -151,8 +151,8 @@ def _swallows(masked_score: float, dtype: str) -> bool:
 def masked(biased: Term, queries: Term, columns: Term, scores: Scores) -> Term:
     """Return scores under a choice `mask_kind` of masks.
 
-    A boolean mask is true where a key counts; an inverted one is true where it does not; a causal one adds
-    `masked_score` above the diagonal, and where the boolean mask, if there is one, is false.
+    A boolean mask is true where a key counts, and an inverted mask where it does not count.  A causal mask adds
+    `masked_score` above the diagonal and, if there is a boolean mask too, where that is false.
     """
     mask, masked_score = scores.mask, scores.masked_score
     keep = shared(op.Where(mask, 0.0, masked_score))

@@ -49,8 +49,8 @@ def attention(
     is ONNX's own Attention, whose scale is 1 / sqrt(size) by default; causal_operator is the same under a causal mask.
 
     With `--fallback ort` the body is com.microsoft.MultiHeadAttention or, with softcap, GroupQueryAttention, where
-    these compute the same; docs/decisions/fallback-ort.md lists the forms that they do not take, and
-    docs/decisions/standard-operators.md the forms that ONNX's Attention, which `--emit standard` writes, does not take.
+    these compute the same; docs/decisions/fallback-ort.md lists the forms that they do not take.  `--emit standard`
+    writes ONNX's Attention; docs/decisions/standard-operators.md lists the forms that this operator does not take.
 
     The body of `--fallback ort` adds masks, so it gives NaN for rows in which a masked score is NaN or infinite.  Where
     `fully_masked` is zero, as after a softmax whose NaNs are replaced by 0, that body gives 0 for fully masked rows,

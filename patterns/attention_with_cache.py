@@ -107,13 +107,13 @@ def attention_with_cache(
 ) -> tuple[Term, Term, Term]:
     """attention(q, present_key, present_value), where present_key is past_key and k, present_value is past_value and v
 
-    Caches are (batch, kv_heads, rows, size), `cache_layout` bhsd, or (batch, rows, kv_heads, size), bshd.  Where a
-    caller binds a past and its present to one address, and the rows of the past stay where they are (one batch, and
-    one key head or bshd), only new rows are written; a node refuses other overlaps when it runs.  A cache of fixed
+    Caches are (batch, kv_heads, rows, size) with `cache_layout` bhsd, and (batch, rows, kv_heads, size) with bshd.  A
+    caller may bind a past and its present to one address.  If the rows of the past then stay where they are (one batch,
+    and one key head or bshd), only new rows are written; a node refuses other overlaps when it runs.  A cache of fixed
     size, into which rows are scattered, is not fused.
 
     With `--fallback ort` the body is com.microsoft.GroupQueryAttention, where that computes the same, and otherwise
-    the body of attention(); docs/decisions/fallback-ort.md lists the forms that it does not take.
+    the body of attention(); docs/decisions/fallback-ort.md lists the forms that GroupQueryAttention does not take.
     """
     require_grouped_heads()
     require("{keys} keys are {past} of the past and {new} more", lambda keys, past, new: keys == past + new)

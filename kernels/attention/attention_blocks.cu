@@ -19,7 +19,7 @@
 #include "attention_blocks.cuh"
 
 constexpr bool BOOLEAN = MASK == 1;
-constexpr int BIT_WORDS = (BLOCK_N / 2 + 31) / 32;  // per thread, as in attention_hopper.cu
+constexpr int BIT_WORDS = (BLOCK_N / 2 + 31) / 32;  // words of mask bits per thread, as in attention_hopper.cu
 constexpr u32 ONE = sizeof(MASK_T) == 4 ? ~0u : (1u << 8 * sizeof(MASK_T)) - 1;  // the bits of one element in a word
 constexpr int PITCH = BLOCK_N + 16;  // bytes between rows, so that eight rows are in different banks
 
@@ -72,7 +72,7 @@ __device__ __forceinline__ Left read_tile(const MASK_T* from, long long query_st
             const int access = (batch + i) * 128 + threadIdx.x, row = access / LANES, column = access % LANES * N;
             const bool inside = first_row + row < queries && first_key + column < keys;
             int kinds[N], one[1];
-            if (equal(elements[i])) {  // so they are in most accesses to masks of models
+            if (equal(elements[i])) {  // most accesses to masks of models find equal elements
                 mask_kinds(Pack<MASK_T, 1>{{elements[i].words[0] & ONE}}, one);
                 left.take(inside, one[0]);
 #pragma unroll

@@ -17,16 +17,16 @@
 // The result goes through shared memory, where the queries were, and TMA stores it.
 //
 // Scores. With SCALE_IN_EXPONENT, scores are in units of q k^T, and the exponent applies the scale: numbers that a mask
-// adds are divided by the scale. Otherwise, as with a cap or with a bias without slopes, scores are in natural units,
-// those of scale q k^T; with LATE_CAP they are the bare products of q and k until they become weights. With BIAS_FIRST,
-// the bias of a head is its slope times elements that are the same for all rows: the producer writes this bias beside
-// the keys, and the accumulators of the tensor cores begin with it.
+// adds are divided by the scale. Otherwise (for example with a cap, or with a bias without slopes) scores are in
+// natural units, those of scale q k^T. With LATE_CAP, scores stay bare products of q and k until they become weights.
+// With BIAS_FIRST, the bias of a head is its slope times elements that are the same for all rows. The producer then
+// writes the bias beside the keys, and the accumulators of the tensor cores begin with it.
 //
 // Masks. attention_blocks.cu has found the unmasked part of each tile; if the mask is the same for all queries, the
 // producer finds it itself. Fully masked tiles are skipped, and a mask's elements are read only if they
 // change scores that count. If masked scores are finite (SECOND_PASS), a row without a score above
-// `second_pass_below` may need skipped tiles: the warpgroups vote, and the whole block begins again with all tiles,
-// with ADD_MASKED_SCORE also those beyond the diagonal.
+// `second_pass_below` may need skipped tiles. If a warpgroup has such a row, it votes for a second pass, and the whole
+// block begins again with all tiles: with ADD_MASKED_SCORE, tiles beyond the diagonal are among them.
 //
 // Macros:
 //   T, HEAD_DIM, HEAD_DIM_V   element type; elements of a head of q and k, and of v

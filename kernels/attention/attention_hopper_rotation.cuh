@@ -98,7 +98,7 @@ public:
     }
 
     // Rotates the warpgroup's queries, which must have arrived; wgmma may read them afterwards. `barrier`: a named
-    // barrier of its 128 threads.
+    // barrier of the warpgroup's 128 threads.
     __device__ __forceinline__ void apply(char* queries, int barrier) {
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {

@@ -219,7 +219,7 @@ struct ScoreMod {
     }
 
     // With LATE_MASK registers have no room for a mask's elements during the products. They are loaded afterwards, a
-    // few at a time; only tiles of kind 1 need any.
+    // few at a time; only tiles of kind 1 need mask elements.
     __device__ __forceinline__ void add_mask(float (&s)[SCORES], int first) const {
         if constexpr (ADDITIVE && LATE_MASK) {
             constexpr int KEYS_AT_ONCE = 32 / sizeof(Mask::Element);
@@ -452,7 +452,7 @@ struct Softmax {
         }
     }
 
-    // Returns the sum over the whole row, from all of its lanes.
+    // Returns the sum of the row's weights, added up over all lanes that share the row.
     __device__ __forceinline__ float total(int r) const {
         const float pair = sum[r] + __shfl_xor_sync(0xffffffffu, sum[r], 1);
         return pair + __shfl_xor_sync(0xffffffffu, pair, 2);

@@ -48,7 +48,7 @@ struct ScoreTensor {
     static constexpr bool QUERY = QUERY_DIFFERS;
 
     const E* elements;
-    long long batch, head, query;  // strides in elements; 0 along an axis on which all elements are equal
+    long long batch, head, query;  // strides in elements; 0 along an axis that broadcasts
 
     __device__ __forceinline__ const E* plane(int b, int h) const { return elements + b * batch + h * head; }
     __device__ __forceinline__ bool has_pairs(int keys) const { return (batch | head | query | keys) % 2 == 0; }
@@ -60,7 +60,7 @@ using Bias = ScoreTensor<BIAS_T, BIAS_KEY, BIAS_QUERY, BIAS_PAIRS>;
 struct MaskTiles {
     const unsigned char* flags;
     const u32* bits;
-    int batch, head;  // strides in planes of tiles; 0 along an axis on which all planes are equal
+    int batch, head;  // strides in planes of tiles; 0 along an axis that broadcasts
 };
 
 // ---- constants that follow from the macros ------------------------------------------------------------------------
@@ -104,7 +104,7 @@ struct WorkTile { int first, head, batch, key_head; };
 struct Barriers {
     u64 queries, vote, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     u32 tile[STAGES], bits[STAGES][ROW_MASK ? BIT_WORDS : 1];                  // info and mask bits of a stage of keys
-    u32 second_pass;                                                           // 1: a warpgroup has voted for it
+    u32 second_pass;                                                           // 1: a warpgroup has voted for one
     alignas(8) float bias[BIAS_FIRST ? STAGES : 1][BIAS_FIRST ? BLOCK_N : 2];  // one per column, in the scores' units
 };
 

@@ -28,7 +28,7 @@ CLUSTERS: Final = (2, 4, 8)  # blocks per cluster; eight is the portable limit, 
 # in clusters of 4, and 1/4 faster than in clusters of 8.
 BUSY_SHARE: Final = 0.9
 MAX_ROWS: Final = 64  # rows per block, queries x query heads per key head: four warps of sixteen
-MIN_TILES: Final = 2  # tiles of keys per block; with fewer, the block's start and end cost more than it saves
+MIN_TILES: Final = 2  # tiles of keys per block; with fewer, a block takes longer to start and end than it saves
 MAX_SPLITS: Final = 64
 MIN_ROWS_OF_EIGHT_WARPS: Final = 1024  # cache rows from which eight warps per block have enough to copy
 COMBINE_THREADS: Final = 128

@@ -169,8 +169,8 @@ def _few(problem: Attention, configs: list[HopperAttentionConfig], limit: int) -
     if problem.bias and problem.mask and problem.mask_kind == "additive":
         configs = [_with_room(problem, config) for config in configs]
     if problem.mask and problem.mask.differs[2] and limit < 256:
-        # Each tile size needs its own attention_blocks kernel. Such masks are mostly causal, for which tiles of 64 x 64
-        # take 1 to 2 % more time than the best size; for other masks they take 7 % more at head_dim 64, 5 % at 128.
+        # Each tile size needs its own attention_blocks kernel. Such masks are mostly causal. For causal masks, tiles of
+        # 64 x 64 take 1 to 2 % more time than the best size; for others, 7 % more at head_dim 64 and 5 % at 128.
         small = [config for config in configs if (config.warpgroups, config.block_n) == (1, 64)]
         return small or configs[:1]
     if problem.causal is not None and limit == 64:

@@ -15,7 +15,7 @@ from onnxfuse.runtime.symint import estimate, for_later_plans
 
 MAX_IMPLEMENTATIONS: Final = 6  # candidates; tuning compiles and times each of them
 MAX_DECODE_ROWS: Final = 64  # largest number of rows (queries times query heads per key head) in one block
-MIN_DECODE_KEYS: Final = 512  # number of keys from which it pays, for few queries, to split them over several blocks
+MIN_DECODE_KEYS: Final = 512  # number of keys from which several blocks share the keys of few queries
 # Queries from which Hopper's kernel comes first; see `_fills_hopper`.
 MIN_HOPPER_QUERIES: Final = 160
 MIN_WIDE_QUERIES: Final = 96  # queries, for heads of more than 64 elements

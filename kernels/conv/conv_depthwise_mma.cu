@@ -39,7 +39,7 @@
 
 constexpr int THREADS = 32 * BLOCK_GROUPS * WARPS_M, ALL_GROUPS = CHANNELS / 8;
 constexpr int ROWS = (TP - 1) * SH + (KH - 1) * DH + 1, COLUMNS = (TQ - 1) * SW + (KW - 1) * DW + 1;
-constexpr int SPAN = (COLUMNS + SW - 1) / SW, PITCH = SPAN * SW;  // chunks of one remainder, and of a row of the patch
+constexpr int SPAN = (COLUMNS + SW - 1) / SW, PITCH = SPAN * SW;  // chunks of one column remainder, and of a patch row
 
 // Returns the distance of planes in chunks. Lanes read or write all groups of a pixel before the next pixel; the
 // distance gives eight neighbouring lanes as few bank conflicts as possible.
@@ -152,8 +152,8 @@ struct Strip {
 
     __device__ __forceinline__ explicit Strip(int strip) : row(strip / STRIPS_W * TH), column(strip % STRIPS_W * 8) {}
 
-    // Returns the chunk of a plane that column `at` of the strip reads at the first tap of its first row. If the tile
-    // has no such column, its last column counts.
+    // Returns the chunk of a plane that column `at` of the strip reads at the first tap of its first row. Columns
+    // beyond the tile read the same chunk as its last column.
     __device__ __forceinline__ int chunk(int at) const { return row * SH * PITCH + min(column + at, TQ - 1); }
 };
 
@@ -181,7 +181,7 @@ __device__ __forceinline__ void multiply_strips(float (&sums)[TH][4], u32 plane,
             }
         }
         if (KW % 2 == 0 || !is_read(row, 2)) continue;
-        u32 a[4];  // the second tap of the last row has weight 0: it reads that row again
+        u32 a[4];  // in the last row, the second tap has weight 0 and reads the same row again
         load_matrices<false>(a, (row + DH < STRIP_ROWS ? along_column : from) + (row * PITCH + tap_chunk(KW - 1)) * 16);
 #pragma unroll
         for (int t = 0; t < TH; ++t) {
@@ -202,8 +202,8 @@ __device__ __forceinline__ bool has_nan(const float (&sums)[TH][4]) {
     return found;
 }
 
-// The sums of one position for two neighbouring channels, each from its own channel alone; x at the position's first
-// tap lies at `from`.
+// Computes the sums of one position for two neighbouring channels, each only from elements of its own channel; x at the
+// position's first tap lies at `from`.
 __device__ __forceinline__ void sum_apart(float (&sums)[2], const char* from, const T* w, int channel) {
     sums[0] = sums[1] = 0.0f;
 #pragma unroll 1

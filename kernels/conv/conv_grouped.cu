@@ -79,7 +79,8 @@ struct Image {
 // Stores the block's weights as the mma reads them: for each group, step and tile of 8 filters two words of each lane.
 // Neighbouring threads read neighbouring channels of a tap.
 __device__ __forceinline__ void store_weights(const T* w, int first_filter, u32* to) {
-    constexpr int TAP_WORDS = DEPTH / EACH, WORDS = STEPS * 8;  // per filter: of a tap; of all taps, padded
+    // Words per filter: TAP_WORDS of one tap, WORDS of all taps with padding.
+    constexpr int TAP_WORDS = DEPTH / EACH, WORDS = STEPS * 8;
 #pragma unroll 4
     for (int i = threadIdx.x; i < BLOCK_GROUPS * WIDE * WORDS; i += THREADS) {
         const int word = i % WORDS, n = i / WORDS % WIDE, group = i / (WORDS * WIDE);

@@ -367,7 +367,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     u32* weights = reinterpret_cast<u32*>(memory);
     u32* patches = weights + WEIGHT_WORDS;
     Tile* ahead = reinterpret_cast<Tile*>(patches + PATCH_WORDS);  // the tile of each patch: registers are too few
-    T* raw = reinterpret_cast<T*>(HELD ? weights : patches);       // weights as they lie in w; patches overwrite them
+    T* raw = reinterpret_cast<T*>(HELD ? weights : patches);       // weights as in w, in the patches' place unless HELD
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_filter = blockIdx.y * BLOCK_N;
 
     const Image of{x, height, width, pad_h, (out_height + TP - 1) / TP, (out_width + TQ - 1) / TQ};

@@ -26,10 +26,10 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
     """Return an implementation for each engine that cuDNN proposes for a non-empty convolution, in cuDNN's order.
 
     Engines whose kernel cuDNN compiles at run time are left out, because that would take up to some seconds for each
-    new shape in each process.  The list is empty if cuDNN is missing or lacks the activation, if the GPU is in another
-    machine, for slopes of a PRelu, for a scale, a shift or further operators after the activation, for dynamic sizes,
-    for x in NCHW, for w in HWIO, for misaligned operands, which engines reject at run time, and for a transposed
-    convolution that is not the gradient of a convolution.
+    new shape in each process.  The list is empty if cuDNN is missing or lacks the activation, or if the GPU is in
+    another machine.  It is also empty for slopes of a PRelu, for a scale, a shift or further operators after the
+    activation, for dynamic sizes, for x in NCHW, for w in HWIO, for misaligned operands (engines reject these at run
+    time), and for a transposed convolution that is not the gradient of a convolution.
     """
     if (
         conv.x_nchw

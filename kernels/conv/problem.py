@@ -94,7 +94,7 @@ class Conv:
 
     @property
     def pointwise(self) -> bool:
-        """Whether every pixel of y reads one pixel of x, at the same position, so that it is a matrix product."""
+        """Whether every pixel of y reads one pixel of x, at the same position: the convolution is a matrix product."""
         unpadded = not any(self.pads_begin) and not any(self.pads_end)
         return self.taps == 1 and unpadded and set(self.strides) <= {1} and self.group == 1 and not self.x_nchw
 

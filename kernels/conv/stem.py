@@ -189,7 +189,7 @@ def _vector(conv: Conv) -> int:
 
 
 def _copy(conv: Conv) -> int:
-    """Return the elements of x per copy: a divisor of its width, at most 16 bytes.
+    """Return the elements of x per copy: a divisor of the width of x, at most 16 bytes.
 
     For dynamic widths, at most three copy sizes are distinguished, because each is compiled.
     """

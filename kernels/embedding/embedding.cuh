@@ -60,7 +60,7 @@ struct RowPack {
 
     __device__ __forceinline__ void fetch(const T* from, int pack) {
         if constexpr (NUMBER == 0) values = load_once<WIDTH>(from + pack * WIDTH);
-        else values = load_cached<WIDTH>(from + pack * WIDTH);  // other rows add it, too
+        else values = load_cached<WIDTH>(from + pack * WIDTH);  // other rows add this vector, too
     }
 
     __device__ __forceinline__ void copy_async(const T* from, int pack) {

@@ -122,7 +122,7 @@ def _sources(node: FusedNode, inputs: Sequence[TensorSpec]) -> list[RowSource]:
 
 
 def _check(node: FusedNode, inputs: Sequence[TensorSpec], sources: Sequence[RowSource], length: int) -> None:
-    """Raise ValueError unless rows and weights have `length` elements, and the kernel supports so many addends."""
+    """Raise ValueError unless rows and weights have `length` elements, and there are as few addends as kernels take."""
     if len(sources) > 1 + 2 * (node.fusion == "embedding_layer_norm"):
         raise ValueError(f"{node.fusion}: {', '.join(source.name for source in sources)} are too many to add")
     for source in sources:

@@ -218,7 +218,7 @@ __device__ __forceinline__ void produce(Operands operands, u32 shared, const Bar
 
 // Named barriers 1 to CONSUMERS join the threads of one consumer. With PINGPONG, the next two signal which consumer
 // may multiply. The mbarriers of the stages do not suffice for this: a consumer does not wait for the stages of the
-// other consumer, and so could not tell the present phase of an mbarrier from the last but one, of equal parity.
+// other consumer, so it could not tell an mbarrier's present phase from the phase before the last, of equal parity.
 __device__ __forceinline__ int turn(int consumer) { return 1 + CONSUMERS + consumer; }
 
 __device__ __forceinline__ u64 with_low(u64 descriptor, u32 low) { return (descriptor >> 32) << 32 | low; }

@@ -2,8 +2,8 @@
 // products were stored.
 //
 // A stage also holds the factors for its elements of k: one row per image, for GATE_IMAGES images from the tile's first
-// image on. wgmma takes x from registers: a warp loads fragments of x and of the factors by ldmatrix, where each
-// row of x uses the row of its image, while earlier wgmmas are in flight.
+// image on. wgmma takes x from registers: while earlier wgmmas are in flight, a warp loads fragments of x and of the
+// factors by ldmatrix. For each row of x, it loads the row of factors of the image to which that row belongs.
 //
 // Macros: those of gemm_hopper.cuh. T has 16 bits, GATED is 0, and a block of k is a whole stage.
 #pragma once
@@ -32,7 +32,8 @@ __device__ __forceinline__ void multiply_gated(float (&d)[ATOMS][COLUMNS / 2], R
         hopper::matrix_descriptor<ROW_BYTES>(shared + X_BYTES, TRANSPOSED ? 16 : TILE_K * ROW_BYTES, 8 * ROW_BYTES);
     constexpr int W_STEP = (TRANSPOSED ? K_BYTES : 16 * ROW_BYTES) / 16;  // in units of 16 bytes
     const u32 w_low = u32(w);
-    // The addresses of this lane's row of x in each atom, and of its factors, at its chunk of the first step.
+    // For each atom: the addresses of this lane's row of x and of the row's factors, at the lane's chunk of the first
+    // step.
     const int own = first_row + thread / 32 * 16 + lane % 16;
     u32 x[ATOMS], factors[ATOMS];
 #pragma unroll
@@ -58,7 +59,7 @@ __device__ __forceinline__ void multiply_gated(float (&d)[ATOMS][COLUMNS / 2], R
                     hopper::load_matrices(x[atom] + stage ^ (first + i) * K_BYTES, loaded[i][atom]);
                     hopper::load_matrices(factors[atom] + stage ^ (first + i) * K_BYTES, by[i][atom]);
                 }
-            hopper::wgmma_wait<1>();  // for all but the last group: the fragments of these are overwritten next
+            hopper::wgmma_wait<1>();  // for all groups but the last: their fragments are overwritten next
             if (first == TOGETHER && block > 0 && thread == 0) hopper::barrier_arrive(before);
             u32(&products)[TOGETHER][ATOMS][4] = fragments[first / TOGETHER % 2];
 #pragma unroll

@@ -44,8 +44,8 @@ __device__ __forceinline__ Pack<T, COUNT> load_or_zero(bool inside, const T* fro
     return loaded;
 }
 
-// The operands from a thread's first row and column on, the number of rows and columns from there on, and the starts
-// of the weights.
+// The operands from a thread's first row and column on, and how many rows and columns follow. `first` points to the
+// first element of each weight.
 struct Operands {
     const T *x, *w[WEIGHTS], *first[WEIGHTS];
     int rows, columns;

@@ -19,7 +19,7 @@ from onnxfuse.kernels.tensors import required_spec
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans
 
-MAX_GROUPED: Final = 4  # of MAX_IMPLEMENTATIONS, the maximum number that compute all products in one launch
+MAX_GROUPED: Final = 4  # maximum implementations that compute all products in one launch
 SUFFIXES: Final = ("", "_2", "_3")  # suffixes of the operands and attributes of the first, second and third product
 
 

@@ -71,7 +71,7 @@ def long_rows(length: int, width: int, device: Device, item_bytes: Sequence[int]
 
 
 def _within(length: int, longest: int) -> bool:
-    """Return whether `length` is at most `longest`; adds a hard guard, as the tiling is correct only for such rows."""
+    """Return whether `length` is at most `longest`.  Adds a hard guard: the tiling is correct only for such rows."""
     return bool(estimate(length) <= longest and length <= longest)
 
 

@@ -90,7 +90,7 @@ __device__ __forceinline__ Partial merge_row(Partial partial, float (&partials)[
         cluster_arrive();
         cluster_wait();
         constexpr int READERS = PARTIALS < 32 ? PARTIALS : 32;
-        constexpr int EACH = PARTIALS / READERS;  // merged as a tree: both operands of a merge cover equally many
+        constexpr int EACH = PARTIALS / READERS;  // merged as a tree: two operands have equally many elements
         Partial read[EACH];
 #pragma unroll
         for (int i = 0; i < EACH; ++i) read[i] = Partial::load(partials[i * READERS + lane % READERS], partial.count());

@@ -32,10 +32,10 @@ MAX_THREADS: Final = 1024  # threads per block
 # registers for 16 values, up to 80 for 32.
 USUAL_VALUES: Final = 16  # per thread
 MAX_VALUES: Final = 32  # per thread
-MAX_WARP_VALUES: Final = 32  # per thread, up to which one warp has a row, without barriers
-MAX_PREFETCH_VALUES: Final = 16  # per thread, up to which registers can also hold weights loaded early
+MAX_WARP_VALUES: Final = 32  # values per thread up to which one warp has a whole row and needs no barrier
+MAX_PREFETCH_VALUES: Final = 16  # values per thread up to which registers can also hold weights loaded early
 MAX_WARP_PREFETCH_VALUES: Final = 24  # the same for a row of one warp without a residual
-MAX_BLOCK_VALUES: Final = 20  # per thread in blocks of 1024 threads, which have 64 registers each
+MAX_BLOCK_VALUES: Final = 20  # values per thread in blocks of 1024 threads, where a thread has 64 registers
 USUAL_THREADS: Final = 512  # threads per block, before threads take more values
 RESIDENT_BYTES: Final = 48 << 10  # bytes of rows in flight per multiprocessor, which bounds the registers per thread
 WARP_BLOCK_THREADS: Final = 128  # threads per block if a row has one warp or less
@@ -50,9 +50,9 @@ MAX_RESIDENT_BLOCKS: Final = 16  # resident blocks per multiprocessor on other G
 MIN_REGISTERS: Final = 64  # least registers to assume per thread; counting fewer would neither help nor hurt
 
 # Vectors per thread if there are few rows, where only latency counts. Many vectors per thread are then better than the
-# barrier of a large block (layer_norm of 33x1023 fp16 on an H200: 1.51 us with 128 threads, 1.65 us with 512), and many
-# small blocks better than few large ones (group_norm, 64 rows of 40960: 6.6 us in clusters of 8 blocks of 128 threads,
-# 13.3 us in clusters of 4 blocks of 1024).
+# barrier of a large block: layer_norm of 33x1023 fp16 on an H200 takes 1.51 us with 128 threads, and 1.65 with 512.
+# Many small blocks are better than few large ones: group_norm of 64 rows of 40960 takes 6.6 us in clusters of 8 blocks
+# of 128 threads, and 13.3 us in clusters of 4 blocks of 1024 threads.
 FEW_ROWS_CHUNKS: Final = 8
 FEW_ROWS_VALUES: Final = 40
 FEW_ROWS_THREADS: Final = 128

@@ -67,7 +67,7 @@ class Writer:
     shared_bytes: int = 0  # bytes of shared memory that the block uses
     row_bytes: int = 0  # bytes of shared memory that keep operands of a row
     within: Within | None = None  # a bound on an index that holds at the next line
-    dependencies: dict[tuple[str, Place], frozenset[str]] = field(default_factory=dict)  # by value: its variables
+    dependencies: dict[tuple[str, Place], frozenset[str]] = field(default_factory=dict)  # by value: variables it reads
 
     def copy(self) -> Writer:
         """Return a writer for the same program that has written nothing."""
@@ -397,7 +397,7 @@ class Writer:
 
     @contextmanager
     def loops(self, coordinates: Sequence[Index], extents: Sequence[Size]) -> Iterator[None]:
-        """Write nested loops over variables, in a block of its own."""
+        """Write nested loops over variables, in a block of their own."""
         with ExitStack() as opened:
             opened.enter_context(self.block(""))
             for index, extent in zip(coordinates, extents, strict=True):

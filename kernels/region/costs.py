@@ -39,7 +39,7 @@ WARP: Final = 32
 
 
 def cost(nest: Nest, lanes: Lanes, region: Region, repeated: str = "", repeats: int = 1) -> float:
-    """Return the cost of an element: the instructions that could issue during its slowest resource's time.
+    """Return the cost of an element: how many instructions could issue while its slowest resource is busy.
 
     The resources are memory bandwidth, the L1 cache, and the issue of instructions.  A thread takes at least as long as
     THREAD_COST instructions, because it waits for memory.  Each thread has vectors at `repeats` neighbouring values of
@@ -108,7 +108,7 @@ def _stored_lines(
 def _touched(
     address: Index, variables: tuple[Variable, ...], lanes: Lanes, access_bytes: int, item_bytes: int, unit: int
 ) -> Mapping[int, int]:
-    """Return the bytes that one access of a warp touches in each unit of memory; the warp is the middle one of all."""
+    """Return the bytes that one access of a warp touches in each unit of memory; the warp is the one in the middle."""
     step = 1 if lanes.scattered else lanes.width
     first = math.prod(typical(each.extent) for each in variables) // step // 2 // WARP * WARP
     found = dict[int, int]()

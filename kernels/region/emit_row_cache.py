@@ -23,7 +23,7 @@ Vector: TypeAlias = tuple[str, Place]  # an operand, and the place of the vector
 
 
 class RowCacheText:
-    """Writes the copies and reads of a row's vectors.  A thread reads what it copied itself, so it needs no barrier."""
+    """Writes the copies and reads of a row's vectors.  A thread reads only its own copies, so it needs no barrier."""
 
     def __init__(self, nest: Nest, tiling: Tiling, writer: Writer, enter: Callable[[str, str, str], None]) -> None:
         """Take the nest, its tiling and the writer; `enter` writes a list's variables at a vector after a head."""

@@ -110,7 +110,7 @@ def _with_rows(region: Region, nests: Sequence[Nest], stored: StoredByKey) -> li
 
 
 def _joined(region: Region, rows: Nest, other: Nest, stored: StoredByKey) -> Nest | None:
-    """Return one nest for the outputs of two nests, where `rows` has one element per row of `other`; or None."""
+    """Return one nest for all outputs of `other` and `rows`, which has one element per row of `other`; or None."""
     program, shapes = region.program, region.shapes
     shape = _shape_of_rows(region, rows, other)
     if shape is None or other.inner:

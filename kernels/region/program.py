@@ -19,7 +19,7 @@ from onnxfuse.algebra.operators import DISCONTINUOUS
 from onnxfuse.region_operators import DTYPES, EXACT, FLOATS, HALVES, dtypes_of
 from onnxfuse.runtime.plan import FusedNode
 
-VALUE_NAME: Final = re.compile(r"[a-z]+[0-9]+")  # it becomes a C++ name; model files are untrusted
+VALUE_NAME: Final = re.compile(r"[a-z]+[0-9]+")  # names appear in C++, and model files are untrusted
 SHIFTS: Final = ("LEFT", "RIGHT")
 PAD_MODES: Final = ("constant", "reflect", "edge", "wrap")
 MAX_OPERANDS: Final = 64  # maximum operands of a kernel
