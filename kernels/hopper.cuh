@@ -135,8 +135,8 @@ __device__ __forceinline__ void load_im2col(const TensorMap& map, u32 to, u32 ba
 }
 #undef TMA_IM2COL
 
-// Stores a box; elements outside the tensor are not written. Between ordinary stores to `from` and this, call
-// store_fence.
+// Stores a box; elements outside the tensor are not written. Threads call store_fence after their ordinary stores to
+// `from`, before this store.
 #define TMA_STORE(rank, coordinates, ...)                                                                          \
     asm volatile("cp.async.bulk.tensor." rank ".global.shared::cta.bulk_group [%0, " coordinates "], [%1];"        \
                  ::"l"(&map), "r"(from), __VA_ARGS__ : "memory")

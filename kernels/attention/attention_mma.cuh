@@ -32,8 +32,8 @@
 //   ADD_MASKED_SCORE               the masked score is added to scores instead of replacing them
 //   ZERO_MASKED_ROWS               rows without a key are 0, else NaN
 //   SECOND_PASS, SECOND_PASS_BELOW see attention_mma.cu
-//   SCALE_IN_EXPONENT              scores are scaled when they are exponentiated: the scale is positive, and nothing
-//                                  but -inf replaces a score
+//   SCALE_IN_EXPONENT              scores are scaled when they are exponentiated; then the scale must be positive, and
+//                                  only -inf may replace a score
 #pragma once
 
 #include "attention_mma_scores.cuh"

@@ -57,7 +57,7 @@ def _plans(
 
 
 def _joined_candidates(both: Joined, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
-    """Return the plans of an attention with joined operators, which run in its kernels or in a launch after it.
+    """Return the plans of an attention with operators fused into it, which run in its kernels or in a launch after it.
 
     attention_hopper stores only the dtype of q. If this kernel is expected to be the fastest, and the output that an
     attention kernel stores has another dtype, plans with two launches come first.

@@ -100,7 +100,8 @@ def _ranked_for_dynamic_sizes(
 ) -> list[MmaAttentionConfig]:
     """Return the configs; the first is the largest one without idle warps and with enough blocks for the GPU.
 
-    Few configs are tested, because each test on a dynamic size adds a guard that narrows the range of sizes.
+    Few configs are tested, because each test on a dynamic size adds a guard, a condition on the sizes for which the
+    plan is used.
     """
     rows, heads = estimate(problem.queries * problem.gqa_group), estimate(problem.kv_heads * problem.batch)
     if is_symbolic(rows):  # also offer blocks of 128 and of 64 rows

@@ -46,7 +46,7 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
 
 
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
-    """Return the one plan.
+    """Return the one plan of a concat or split, in a list.
 
     concat: each operand is (*pixels, its channels), and y is (*pixels, all channels).  split: x is (*pixels, channels),
     and the attribute `split` has the channels of each output.

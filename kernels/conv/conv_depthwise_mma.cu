@@ -119,7 +119,7 @@ __device__ __forceinline__ u32 load_weight(const T* w, int tap, int channel) {
         .words[0];
 }
 
-// B of each pair of taps: two registers of a lane, for the taps of the pair.
+// The operand B for each pair of taps: a lane has two registers, one for each tap of the pair.
 struct Weights {
     u32 pairs[PAIRS][2];
 

@@ -87,7 +87,8 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
         if not any((config.vec, config.tw) == (other.vec, other.tw) for other in chosen):
             chosen.append(config)
     first = [implementation(conv, config, device) for config in chosen[:1]]
-    with without_soft_guards(conv.n, *conv.sizes):  # only the first config adds guards on its number of blocks
+    # Only the first config adds soft guards: conditions on its number of blocks for which it is expected to be fast.
+    with without_soft_guards(conv.n, *conv.sizes):
         return first + [implementation(conv, config, device) for config in chosen[1:MAX_IMPLEMENTATIONS]]
 
 

@@ -146,7 +146,8 @@ def arguments_of_image(conv: Conv) -> tuple[Argument, ...]:
 def plain_pads(conv: Conv) -> Conv:
     """Return the convolution with plain integers as `pads_begin`, which is a macro of some kernels.
 
-    With auto_pad and dynamic sizes, a pad takes one of few values; guards restrict the plan to sizes with this value.
+    With auto_pad and dynamic sizes, a pad takes one of few values.  Guards (conditions on the sizes) restrict the plan
+    to sizes with this value.
     """
     reach = [(taps - 1) * dilation for taps, dilation in zip(conv.kernel, conv.dilations, strict=True)]
     begin = (

@@ -14,7 +14,7 @@ from onnxfuse.runtime.symint import SymInt
 
 DYNAMIC: Final = ("n", "sizes", "y_sizes", "pads_begin", "pads_end")  # the fields that depend on dynamic sizes
 BATCHES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)  # batch sizes, if only the batch is dynamic
-# (images, pixels along each of two axes). A single axis has as many pixels as two axes together, and so do three axes.
+# (images, pixels along each of two axes). A single axis, or three axes together, have as many pixels as the two axes.
 IMAGES: Final = ((1, 10), (1, 20), (1, 40), (1, 80), (1, 160), (1, 320), (8, 14), (8, 28), (8, 80), (32, 14), (32, 56))
 
 

@@ -71,7 +71,10 @@ def long_rows(length: int, width: int, device: Device, item_bytes: Sequence[int]
 
 
 def _within(length: int, longest: int) -> bool:
-    """Return whether `length` is at most `longest`.  Adds a hard guard: the tiling is correct only for such rows."""
+    """Return whether `length` is at most `longest`.
+
+    Adds a hard guard, a condition without which the plan would be wrong: the tiling is correct only for such rows.
+    """
     return bool(estimate(length) <= longest and length <= longest)
 
 

@@ -31,8 +31,8 @@ def group_norm_plan(
 ) -> Plan | None:
     """Return the plan for these shapes.  Raises ValueError if shapes do not fit together.
 
-    `both` has the node and the operators that joined it. Return None if no kernel can run these operators in its
-    epilogue.
+    `both` has the node and the elementwise operators that were fused into it. Return None if no kernel can run these
+    operators in its epilogue.
     """
     x, scale, bias = (required_spec(node, inputs, name) for name in ("x", "scale", "bias"))
     batch, channels = x.shape[:2]

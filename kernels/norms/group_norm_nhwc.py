@@ -121,8 +121,8 @@ def group_norm_nhwc_plans(
 ) -> list[Plan]:
     """Return the plans for x (n, *spatial, channels), the expected fastest first.
 
-    `both` has the node and the operators that joined it; the list is empty if no kernel can run these operators in its
-    epilogue. Raises ValueError if shapes do not fit together.
+    `both` has the node and the elementwise operators that were fused into it. The list is empty if no kernel can run
+    these operators in its epilogue. Raises ValueError if shapes do not fit together.
     """
     x, scale, bias = (required_spec(node, inputs, name) for name in ("x", "scale", "bias"))
     images, channels, pixels = x.shape[0], x.shape[-1], math.prod(x.shape[1:-1])

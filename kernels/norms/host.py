@@ -42,7 +42,7 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
 
 
 def _plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device, both: Joined | None = None) -> list[Plan]:
-    """Return the plans of a node; with `both`, those whose kernels also run the operators that joined it."""
+    """Return the plans of a node; with `both`, plans whose kernels also run the operators that were fused into it."""
     if node.fusion == "softmax":
         return [softmax_plan(node, inputs, device)]
     if node.fusion != "group_norm":

@@ -58,7 +58,8 @@ class Writer:
     scopes: list[dict[Any, Reference]] = field(default_factory=lambda: [{}])
     kept: dict[Any, None] = field(default_factory=dict)  # all keys that any scope has had
     masked_scopes: list[int] = field(default_factory=list)  # indices of the scopes that masks opened
-    found: list[tuple[Instance, bool]] = field(default_factory=list)  # reductions written as loops of one thread
+    # Reductions that are written as loops of one thread, and whether the loop is in a branch.
+    found: list[tuple[Instance, bool]] = field(default_factory=list)
     stored_read: list[tuple[Key, Index]] = field(default_factory=list)  # reads of stored reductions: key, and index
     accesses: list[tuple[str, Index]] = field(default_factory=list)
     vectors: list[tuple[str, Place]] = field(default_factory=list)  # operands read as whole vectors, with places

@@ -17,7 +17,10 @@ from onnxfuse.runtime.symint import SymInt, is_symbolic, maximum, minimum
 
 @dataclass
 class Sizes:
-    """The values of dynamic dims.  Comparisons of symbolic values add guards to the plan, as in runtime/symint.py."""
+    """The values of dynamic dims.
+
+    Comparisons of symbolic values add guards, conditions on the sizes, to the plan, as in runtime/symint.py.
+    """
 
     values: dict[str, int] = field(default_factory=dict)  # by symbol: its value, a symbolic integer
     divisors: dict[str, int] = field(default_factory=dict)  # by symbol: a known divisor
