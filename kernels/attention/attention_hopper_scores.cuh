@@ -291,7 +291,7 @@ enum class Scores { IN_UNITS, PRODUCTS, SMALL_PRODUCTS, SMALLEST_PRODUCTS };
 // instead of 253. With LAZY_RESCALE, a reference is raised only if weights would exceed 2^4.
 //
 // For scores below -FAR, rounding the product of score and scale changes it so much that weights overflow
-// (SCALE_IN_EXPONENT). Only fully masked rows have such scores, and no row does under additive masks in fp16.
+// (SCALE_IN_EXPONENT). Only fully masked rows have such scores; under additive masks in fp16, no row has them.
 constexpr float FAR = 1e7f;
 template <class E> constexpr bool IS_HALF = false;
 template <> constexpr bool IS_HALF<f16> = true;

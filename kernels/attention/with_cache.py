@@ -102,8 +102,8 @@ def cached_attention(
         grown[node.operands.index(name)] = present
     problem, y = attention_of(_attention_over(node, ("k", "v"), caches, masks=True), grown, device)
     k, v = (replace(each, pointer=Pointer("output", i)) for i, each in enumerate((problem.k, problem.v), 1))
-    # For a dynamic batch this is an expression with value 1 or 0, which adds no guard (a condition
-    # on the sizes) to the plan; a batch of 0 counts as 1.
+    # For a dynamic batch this is an expression with value 1 or 0, which adds no guard (a condition on the sizes) to the
+    # plan; a batch of 0 counts as 1.
     one_batch = cast(bool, 1 // maximum(problem.batch, 1)) if is_symbolic(problem.batch) else problem.batch <= 1
     same_offsets = one_batch if problem.kv_heads == 1 or _cache_layout(node) == "bshd" else False
     item = ITEM_BYTES[problem.dtype]

@@ -61,7 +61,7 @@ TILE_COST: Final = 30  # estimated instructions per element of a tile
 CHEAPER: Final = 0.9  # a variant is chosen only if it costs less than this share of the default's cost
 COLUMNS: Final = 32  # adjacent threads of a block with different rows; the block's other threads share these rows
 MANY_BLOCKS: Final = 2  # wanted blocks of columns per multiprocessor; vectors are narrowed until there are so many
-MIN_SHARED_ELEMENTS: Final = 32  # elements per row from which on threads share the rows of a Columns
+MIN_SHARED_ELEMENTS: Final = 32  # elements per row from which on several threads share a row, in Columns
 MIN_SHARES: Final = 4  # blocks per row: fewer do not pay for the extra launch that merges their results
 MIN_NARROW_SHARES: Final = (
     2  # replaces MIN_SHARES if rows are read by single elements; a launch after the reduction may then use vectors

@@ -31,7 +31,7 @@ static_assert(CLUSTER % CHANNEL_PARTS == 0 && THREADS % 32 == 0);
 
 struct Memory {
     float rows[ROWS][PART_CHANNELS];          // sums over every ROWS-th pixel of an image
-    float sums[IMAGES][PART_CHANNELS];        // over this block's pixels
+    float sums[IMAGES][PART_CHANNELS];        // sums over this block's pixels
     float parts[CLUSTER][IMAGES][SQUEEZED];   // parts of the first product, one from each block
     float squeezed[IMAGES][SQUEEZED];
 };
