@@ -59,7 +59,7 @@ def declared(module: ModuleType) -> list[Fusion]:
 
 
 def from_folder(folder: Path) -> list[Fusion]:
-    """Return the fusions declared in a folder's Python files, except those whose names begin with "_".
+    """Return the fusions declared in a folder's Python files, except files whose names begin with "_".
 
     Raises UsageError if the folder does not exist or declares no fusion, PatternError if a file fails to run.
     """

@@ -222,7 +222,7 @@ class Writing(Protocol):
 
 
 class Ending(NamedTuple):
-    """How a term may be computed: one of `ops` reads all of `parts`, at once or through the operators `between`."""
+    """How a term may be computed: one of `ops` reads all of `parts`, directly or through the operators `between`."""
 
     ops: frozenset[str]
     parts: tuple[tuple[Ending, ...], ...] = ()  # the endings of each part that an operator computes
@@ -437,7 +437,7 @@ class Wrapper(Term):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PackedSlice(Wrapper):
-    """Inside a Rearrange: its source, or a range of elements on the source's last axis."""
+    """The source of a Rearrange, or a range of elements on the source's last axis."""
 
     name: str
 

@@ -207,7 +207,10 @@ def _members(scope: Scope, unit: Unit) -> dict[Node, None]:
 
 
 def _inside(scope: Scope, known: Known) -> dict[str, Unit]:
-    """Return the tensors internal to fused nodes, where they are in float32 or not rounded: the unit by tensor name."""
+    """Return the unit of each tensor that only nodes of one unit compute and read, by the tensor's name.
+
+    The fused node keeps such a tensor in float32, or does not round it.
+    """
     found: dict[str, Unit] = {}
     for unit in known.units:
         members = _members(scope, unit)
@@ -332,7 +335,7 @@ def _by_weight(
 def _other_exponent(scope: Scope, known: Known, tensor: Constant) -> str:
     """Describe an exponent that half precision would round to an integer; "" for none.
 
-    Negative bases give NaN for the exponent itself, and numbers for the integer.
+    A negative base gives NaN with the exponent itself, and a number with the integer.
     """
     if constant_dtype(tensor) != TensorProto.FLOAT:
         return ""

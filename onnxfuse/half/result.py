@@ -55,7 +55,7 @@ class HalfResult:
     bytes_after: int
     errors: tuple[HalfError, ...] = ()
     max_error: float | None = None
-    note: str = ""  # how the errors were measured if not as usual, or why they were not
+    note: str = ""  # how the errors were measured if not as usual, or why they were not measured
     scratch: ScratchFolder | None = None  # the folder of converted external weights
     added_masks: int = 0  # softmaxes whose fully masked rows have other weights than in float32
 

@@ -60,7 +60,10 @@ def _squared(scope: Scope, node: Node) -> Tensor | None:
 
 
 def _behind_mean(scope: Scope, tensor: Tensor) -> tuple[Sequence[Node], Tensor]:
-    """Return the nodes that compute a mean, scaled or viewed, and the tensor averaged; no nodes if it is not a mean."""
+    """Return the nodes that compute a mean, and the tensor that they average; no nodes if `tensor` is not a mean.
+
+    The mean may be scaled, or may pass through views.
+    """
     members = list(_chain(scope, tensor))
     last = max((k for k, node in enumerate(members) if node.op in MEANS), default=-1)
     members = members[: last + 1]

@@ -34,7 +34,7 @@ def is_whole(node: onnx.NodeProto, body: onnx.FunctionProto | None) -> bool:
 def check_version(model: onnx.ModelProto) -> None:
     """Raise ModelError for a model that has operators of onnxfuse in a newer version than this one.
 
-    Exception: version 1000.  An onnxruntime session writes it for every domain that is registered in the process.
+    Version 1000 is accepted, because an onnxruntime session writes it for every domain registered in the process.
     """
     has_fused = any(map(is_fused, nodes(model.graph, *model.functions)))
     for opset in model.opset_import if has_fused else ():

@@ -16,7 +16,7 @@ from onnxfuse.match.named_dims import unify
 from onnxfuse.match.scaling import unscaled
 from onnxfuse.match.state import Dims, State
 
-MAX_NODES_OF_A_WEIGHT = 16  # constant folding is advised if at most so many nodes compute a weight
+MAX_NODES_OF_A_WEIGHT = 16  # constant folding is advised if at most this many nodes compute a weight
 
 
 def match_capture(m: MatchContext, term: Capture, tensor: Tensor, state: State) -> Iterator[State]:

@@ -36,7 +36,7 @@ def may_be(endings: Sequence[Ending], tensor: Tensor) -> bool:
 
 
 def _reads(node: Node, part: Sequence[Ending], between: Set[str], depth: int) -> bool:
-    """Return whether a node may read `part`, at once or through at least one of the operators `between`."""
+    """Return whether a node may read `part`, directly or through one or more of the operators `between`."""
     for tensor in node.inputs:
         if may_be(part, tensor):
             return True

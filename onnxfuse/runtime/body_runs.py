@@ -27,7 +27,7 @@ from onnxfuse.runtime.plan import Device, FusedNode, TensorSpec
 if TYPE_CHECKING:
     import onnxruntime as ort
 
-DEVICE_TYPES: Final = {"CPUExecutionProvider": "cpu"}  # by provider: the type of its memory; others use GPU memory
+DEVICE_TYPES: Final = {"CPUExecutionProvider": "cpu"}  # type of memory by provider; others use the GPU's
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _session(request: BodyRequest, body: Body, inputs: Sequence[TensorSpec]) -> 
         if key not in of_node:
             options = _onnxruntime().SessionOptions()
             options.log_severity_level = 3
-            options.enable_mem_pattern = False  # otherwise the second run allocates, maybe while a graph is captured
+            options.enable_mem_pattern = False  # a pattern allocates in the second run, maybe during a capture
             of_node[key] = _onnxruntime().InferenceSession(
                 model_of(body, inputs).SerializeToString(), options, [(request.node.provider, _options(request))]
             )

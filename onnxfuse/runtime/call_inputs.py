@@ -10,7 +10,7 @@ from onnxfuse.runtime.planner import Dims
 
 
 def inputs_of(call: Call) -> tuple[TensorSpec, ...] | None:
-    """Return the inputs of a node, with -1 - k for dynamic dim number k; None if a rank or a dtype is unknown."""
+    """Return a node's inputs, with dynamic dim number k written as -1 - k; None if a rank or a dtype is unknown."""
     dims = dims_of(call.shapes)
     if dims is None or None in call.dtypes:
         return None

@@ -34,11 +34,11 @@ def register_operators(
 ) -> None:
     """Register the functions that `calls` name as operators of the target's provider; any thread may call this.
 
-    bodies  functions that must not be registered, because their bodies run
+    bodies  functions that must not be registered, because their nodes run as bodies
     choice  which candidate plans of a kernel run
 
-    Raises UsageError if operators that were registered with these options before do not fit, OnnxfuseError if
-    onnxruntime refuses the operators.
+    Raises UsageError if the options already have operators, and these do not fit the calls or the settings;
+    OnnxfuseError if onnxruntime refuses the operators.
     """
     calls_of_op = {call.op: [c for c in calls if c.op == call.op] for call in calls}
     with _lock:

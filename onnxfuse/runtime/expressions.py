@@ -170,7 +170,7 @@ class Expressions:
         return f"{op.name.lower()}({self.text(a)}, {self.text(b)})"
 
     def miss(self, number: int, answer: bool, values: Sequence[Values]) -> Values:
-        """Return how far the sides of a comparison are from an answer: the greater side over the lesser, minus 1.
+        """Return how far a comparison is from giving `answer`: its greater side divided by its lesser one, minus 1.
 
         The result is 0 where the comparison has that answer.  Elsewhere it is infinite if the sides are integers, or if
         one of them is not positive.

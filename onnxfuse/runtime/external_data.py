@@ -29,7 +29,7 @@ def external_files(model: onnx.ModelProto) -> set[str]:
 
 
 def file_outside(folder: Path, files: Iterable[str]) -> str | None:
-    """Return a file that is not below the folder once links are followed; None if all are.
+    """Return a file that is not below the folder once links are followed; None if all files are below it.
 
     onnxruntime follows links out of the folder if it loads a model by its path, but not if it loads bytes.
     """

@@ -35,7 +35,7 @@ class Origin:
 
     name: str  # the subject of a message, such as "folder 'x'"
     remedy: str = ""  # the end of a message: advice for a user who cannot change the kernels
-    package: str = ""  # name and version of the installed package that they come with
+    package: str = ""  # name and version of the installed package that the kernels come with
 
     def error(self, what: str, repair: str) -> KernelError:
         """Return the error that says what is wrong with these kernels, and what to do about it."""
@@ -150,7 +150,7 @@ def _families(package: str, folder: Path, origin: Origin) -> tuple[Family, ...]:
 
 
 def _family(module: ModuleType, origin: Origin) -> Family:
-    """Return the family that its `__init__.py` describes.  Raises KernelError if it does not name its fusions."""
+    """Return the family that a module describes.  Raises KernelError if the module does not name its fusions."""
     fusions = getattr(module, "FUSIONS", None)
     if not isinstance(fusions, tuple | list) or not fusions or not all(isinstance(each, str) for each in fusions):
         name = module.__name__.rpartition(".")[2]

@@ -53,7 +53,7 @@ class GivenTemplate:
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """The inputs that the template is for; dynamic dim number k is -1 - k."""
+        """The inputs that the template is for; dynamic dim number k is written as -1 - k."""
         return self.words.inputs
 
     def data(self) -> bytes:
@@ -106,7 +106,10 @@ class PreparedTemplate:
             yield from (step for step in variant.plan.steps if isinstance(step, Launch))
 
     def missing(self) -> dict[str, list[Launch]]:
-        """Return the launches, by Kernel.key, whose kernels are not loaded or not yet allowed such launches."""
+        """Return the launches that cannot start yet, by Kernel.key.
+
+        The kernel of such a launch is not loaded, or is not yet allowed its shared memory and cluster size.
+        """
         found: dict[str, list[Launch]] = {}
         for step in self.launches():
             key = step.kernel.key
@@ -146,11 +149,11 @@ class PreparedTemplate:
         return next((self.refused[key] for key in keys if key in self.refused), None)
 
     def keys(self) -> set[str]:
-        """Return the kernels of all variants, by Kernel.key."""
+        """Return the keys (`Kernel.key`) of the kernels of all variants."""
         return {step.kernel.key for step in self.launches()}
 
     def keys_at(self, points: Iterable[Sequence[int]]) -> set[str]:
-        """Return the kernels of the variants that are chosen at some combinations of sizes, by Kernel.key."""
+        """Return the keys (`Kernel.key`) of the kernels that the variants chosen at some combinations of sizes need."""
         chosen = (self.template.chosen(sizes) for sizes in points)
         return {kernel.key for each in chosen if each for kernel in each.kernels}
 
@@ -194,7 +197,7 @@ def load_all(
 ) -> None:
     """Load the kernels of some templates, compiling in several threads while further templates are made.
 
-    wanted   returns the kernels of a template to load, by Kernel.key
+    wanted   returns the keys (`Kernel.key`) of those kernels of a template that must be loaded
     threads  the maximum number of threads; None for the number of processors
     goes_on  returns, when a kernel's turn comes, whether it is still wanted
     """

@@ -30,7 +30,7 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     dtype: str
-    aligned: bool = True  # the data starts at a multiple of 16 bytes; False for all inputs if an output's data does not
+    aligned: bool = True  # the data starts at a multiple of 16 bytes; False for all inputs if some output's does not
     constant: bool = False  # the model holds the values; each node has its own, which are rarely in the L2 cache
 
 
@@ -335,7 +335,7 @@ class NoAlias:
 class Plan:
     """Output shapes, steps in order, and sizes of scratch buffers in bytes; no steps if outputs have no elements."""
 
-    WORD_ORDER: ClassVar = ("outputs", "scratch", "steps", "no_alias")  # scratch first: steps refer to it
+    WORD_ORDER: ClassVar = ("outputs", "scratch", "steps", "no_alias")  # steps refer to scratch
 
     outputs: tuple[TensorSpec, ...]
     steps: tuple[Step, ...]

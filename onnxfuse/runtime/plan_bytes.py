@@ -72,8 +72,9 @@ def packed(words: Iterable[int]) -> bytes:
 def _writer(kind: Any) -> Writer:
     """Return the function that writes a value of a type, as native/steps.cc reads it.
 
-    It writes the fields of a dataclass in order; a tuple of any length after its length; a value that may be None after
-    a 1, and None as 0; and a value of one of several dataclasses after the index of its type.
+    The words of a dataclass are its fields in order; of a tuple of any length, its length and its items; of a value
+    that may be None, 1 and the value, or 0; and of a value of one of several dataclasses, the index of its type and the
+    value.
     """
     if kind in WRITERS:
         return WRITERS[kind]

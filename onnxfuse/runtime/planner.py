@@ -29,7 +29,7 @@ from onnxfuse.runtime.template_key import Situation, signature
 log: Final = logging.getLogger("onnxfuse")
 MAX_UNUSED_TEMPLATES: Final = 512  # templates that are kept for nodes that have not run yet, or whose sessions ended
 MAX_PATTERNS: Final = 64  # patterns of dims that are kept for equal nodes
-Dims = tuple[tuple[int, ...], ...]  # dims of each input of a node; -1 - k is the dynamic size number k
+Dims = tuple[tuple[int, ...], ...]  # dims of each input of a node; dynamic size number k is written as -1 - k
 
 
 class Verdicts(Protocol):
@@ -53,7 +53,7 @@ class TemplateSource(Protocol):
     """A plan file for GPUs of one kind."""
 
     def find(self, situation: Situation, inputs: Sequence[TensorSpec], /) -> GivenTemplate | None:
-        """Return the file's template for inputs whose dynamic dim number k may be -1 - k; None if there is none."""
+        """Return the file's template for inputs, whose dynamic dim number k may be written as -1 - k, or None."""
 
 
 PlanFileKey = tuple[Path, str, Device]  # path, provider, and kind of GPU
@@ -189,12 +189,12 @@ class Planner:
                 of_node.append(dims)
 
     def given_template(self, situation: Situation, inputs: Sequence[TensorSpec]) -> GivenTemplate | None:
-        """Return a plan file's template for inputs whose dynamic dim number k may be -1 - k; None if there is none."""
+        """Return a plan file's template for inputs, whose dynamic dim number k may be written as -1 - k, or None."""
         with self._lock:
             return self._template_of_files(situation, inputs)
 
     def prepare(self, situation: Situation, inputs: Sequence[TensorSpec]) -> PreparedTemplate:
-        """Make the template of inputs whose dynamic dim number k is -1 - k, but load none of its kernels yet.
+        """Make the template of inputs whose dynamic dim number k is written as -1 - k; load none of its kernels yet.
 
         Raises the host's error if it has no plan for any sizes.
         """
@@ -246,7 +246,7 @@ class Planner:
         return list(found.values())
 
     def take_runs(self) -> Iterator[tuple[PreparedTemplate, tuple[int, ...], int]]:
-        """Yield template, sizes and number of the counted runs of nodes since the last call.
+        """Yield the runs of nodes that were counted since the last call: template, sizes and number of runs.
 
         Nodes that have only templates of plan files are left out.  The sizes are () for a template of known sizes.
         """
@@ -302,13 +302,13 @@ class Planner:
     def new_template(
         self, situation: Situation, inputs: Sequence[TensorSpec], samples: Sequence[Sequence[int]] = ()
     ) -> PreparedTemplate:
-        """Make a template of inputs whose dynamic dim number k is -1 - k.
+        """Make a template of inputs whose dynamic dim number k is written as -1 - k.
 
         Near sizes at which plans were measured, the template uses the plan that was the fastest.
 
         samples  combinations of sizes that the template is made for; if there are none, the usual spread of sizes
 
-        Raises the host's error if the host has a plan for no sample.
+        Raises the host's error if the host has no plan for any sample.
         """
         host, node, device = _host_of(situation), situation.node, situation.device
         if why := host.supports(node, tuple(spec.dtype for spec in inputs), device):

@@ -376,7 +376,10 @@ def is_symbolic(*values: Any) -> bool:
 
 @contextmanager
 def without_soft_guards(*values: Any) -> Iterator[None]:
-    """Compare estimates of these values' sizes without adding guards, to order the plans after the first."""
+    """Inside this context, comparisons of estimates add no guards; `values` are the symbolic sizes that they use.
+
+    A host enters it to order its plans after the first one.
+    """
     traces = {id(each.trace): each.trace for each in values if isinstance(each, Symbolic)}
     before = {key: trace.is_choosing for key, trace in traces.items()}
     for trace in traces.values():

@@ -54,7 +54,7 @@ class Variant:
 
 @dataclass(frozen=True, eq=False)
 class Template:
-    """The variants of a node for inputs whose dynamic dim number k is -1 - k; equal dims have one number."""
+    """The variants of a node for inputs whose dynamic dim number k is written as -1 - k; equal dims have one number."""
 
     node: FusedNode
     inputs: tuple[TensorSpec, ...]
@@ -85,7 +85,7 @@ class Template:
         return min((each for each in right if not each.tuned), key=cost, default=tuned)
 
     def loss(self, variant: Variant, values: Sequence[Values]) -> Values:
-        """Return how much slower than its own choice a host expects a variant to be: 0 where the soft guards hold.
+        """Return how much slower a host expects a variant to be than the host's choice: 0 where the soft guards hold.
 
         `values` are the values of all expressions.  The loss is infinite for sizes at which the plan is not correct.
         """
@@ -129,11 +129,12 @@ def make_template(
     device: Device,
     given: Sequence[Sequence[int]] = (),
 ) -> Template:
-    """Return the template of a node whose dynamic dim number k is -1 - k; without dynamic dims it has one variant.
+    """Return the template of a node whose dynamic dim number k is written as -1 - k; without such dims: one variant.
 
-    The host plans at sample combinations of sizes: the usual spread, or first the `given` ones, which then are the only
-    ones that count in the choice between plans.  The host plans at a sample if the guards of no earlier variant hold
-    there; at a sample that does not count, only if no earlier variant is correct and fast enough.
+    The host plans at samples, which are combinations of sizes: the `given` samples, the usual spread, and samples with
+    zeros.  In the choice between plans, only the given samples count, or without any, only the usual spread.  The host
+    plans at a sample if the guards of no earlier variant hold there; at a sample that does not count, only if no
+    earlier variant is correct and fast enough.
 
     Raises the host's error if the host has plans only for sizes at which outputs have no elements.
     """
@@ -275,7 +276,7 @@ class _Samples:
         self.values: list[Values] = []
 
     def take(self) -> tuple[int, ...] | None:
-        """Return the next combination that is left, and mark it as done; None if none is left."""
+        """Return the next combination that `left` marks, and remove the mark; None if none is marked."""
         if not self.left.any():
             return None
         at = int(np.argmax(self.left))
@@ -333,7 +334,10 @@ class _Samples:
 
 
 def _columns(rows: Sequence[Sequence[int]], places: Sequence[int], count: int) -> Values:
-    """Return an array of `count` sizes, with a column per combination; sizes that `rows` lacks are 1."""
+    """Return an array with a row for each of `count` sizes and a column for each combination, an item of `rows`.
+
+    `places` are the numbers of the sizes that a combination has; all other sizes are 1.
+    """
     found = np.ones((count, len(rows)), np.int64)
     found[list(places)] = np.array(rows, np.int64).reshape(len(rows), len(places)).T
     return found

@@ -64,9 +64,10 @@ class TemplateWords:
         return replace(self, functions=tuple(functions))
 
     def for_inputs(self, inputs: Sequence[TensorSpec]) -> TemplateWords | None:
-        """Return the template for `inputs`, in which dynamic dim number k may be -1 - k; None if it does not fit them.
+        """Return the template for `inputs`; None if it does not fit them.
 
-        The inputs may be aligned or constant where the template's are not.
+        Dynamic dim number k of the inputs may be written as -1 - k.  The inputs may be aligned or constant where those
+        of the template are not.
         """
         if len(inputs) != len(self.inputs):
             return None
@@ -100,7 +101,7 @@ class TemplateWords:
 def words_of(template: Template, functions: Mapping[str, int]) -> TemplateWords:
     """Return the words of a template; `functions` are the CUfunction handles of its kernels by `Kernel.key`."""
     indices = {key: i for i, key in enumerate(functions)}
-    variants = tuple(_words_of_variant(each, indices) for each in template.variants)  # first: may add expressions
+    variants = tuple(_words_of_variant(each, indices) for each in template.variants)  # may add expressions
     rows = template.expressions.rows
     expressions = packed([len(rows), *(word for op, a, b in rows for word in (int(op), a, b))])
     return TemplateWords(template.inputs, expressions, tuple(functions.values()), variants)

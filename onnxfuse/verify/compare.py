@@ -53,7 +53,10 @@ class Verification:
 
     @property
     def status(self) -> Literal["verified", "partly", "none", "failed"]:
-        """Return "verified" if everything was compared and agrees, "partly" if only some outputs were compared."""
+        """Return "verified" if everything was compared and agrees, "partly" if only a part of it was compared.
+
+        Returns "none" if nothing was compared, and "failed" if something differs.
+        """
         if self.passed is None:
             return "none"
         if not self.passed:
@@ -175,7 +178,7 @@ def _verdict(errors: Sequence[OutputDifference], reference: Reference) -> Verifi
 
 
 def nothing_compared(original: onnx.ModelProto, error: VerificationError) -> Verification:
-    """Return the verification of a model whose outputs could not be computed, and why."""
+    """Return the verification of a model whose outputs could not be computed; it says why."""
     outputs = tuple(NotCompared(output.name, str(error)) for output in original.graph.output)
     return Verification(None, (), str(error), (), outputs)
 

@@ -309,7 +309,7 @@ def _open_replaced(model: onnx.ModelProto, folder: Path | None) -> Session:
 
 
 def _half(unfused: UnfusedGraph, part: Part) -> str:
-    """Return the coarsest half precision that a part computes in; "" for a part that has at most Casts to one."""
+    """Return the coarsest half precision that a part computes in; "" if it computes in none, or only casts to one."""
     if not part.computes_in_half(unfused):
         return ""
     names = (*part.operands, *part.outputs, *(o for node in part.replaced for o in node.output))

@@ -20,7 +20,7 @@ TF32 = "tf32"  # the precision of float32 products on CUDA, unless the session's
 # rounding is not a standard: onnxruntime's CPU provider puts Casts around most float16 nodes and drops pairs of them,
 # so where it rounds depends on the neighbouring nodes.  Merely folding the shape arithmetic of the Reshapes moved an
 # output of float16 ViTs by 1.8e-3 (onnxruntime 1.31), without a change of arithmetic.  Against the float32 evaluation,
-# the exported float16 transformers are off by 4.8e-4 to 1.5e-3, optimized by 3.8e-4 to 1.9e-3.
+# the exported float16 transformers are off by 4.8e-4 to 1.5e-3, and the optimized ones by 3.8e-4 to 1.9e-3.
 TOLERANCES: Mapping[str, float] = {
     "float64": 1e-12,  # 2^-53 = 1.1e-16: sums of some thousand terms in another order; fusions leave float64 alone
     "float32": 1e-5,  # 2^-24 = 6e-8: some hundred roundings in another order

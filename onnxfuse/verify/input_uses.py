@@ -84,7 +84,7 @@ def added_to_scores(model: onnx.ModelProto) -> set[str]:
 
 
 def added_to_scores_by(computing: Iterable[onnx.NodeProto], names: Iterable[str]) -> set[str]:
-    """Return the tensors of `names` that the nodes `computing` add to the input of a Softmax, one of these nodes."""
+    """Return the tensors of `names` that some nodes, `computing`, add to the input of a Softmax among these nodes."""
     consumers: dict[str, list[tuple[onnx.NodeProto, int]]] = {}
     for node in computing:
         for index, name in enumerate(node.input):

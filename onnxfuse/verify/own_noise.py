@@ -42,8 +42,8 @@ def measure_noise(reference: Reference, names: Sequence[str]) -> dict[str, float
 
     The causes are: inputs and weights that move by one unit in the last place; onnxruntime's graph optimizations, if
     `reference.by_optimizations`; float32 inputs that move by one rounding to half precision, if the model was converted
-    to it; and the rounding of each result, where bfloat16 is compared in float32.  If the NaN or infinite values of an
-    output move, its noise is not measured.
+    to it; and the rounding of each result, where bfloat16 is compared in float32.  A run that changes where an output
+    is NaN or infinite does not count for this output.
     """
     found = dict.fromkeys(names, 0.0)
     for cause in _causes(reference):

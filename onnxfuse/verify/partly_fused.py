@@ -19,7 +19,7 @@ def partly_fused(
     without: Collection[str],
     around: Collection[str] = (),
 ) -> onnx.GraphProto:
-    """Return a fused graph with nodes of the original in place of the fused nodes whose names are `without`.
+    """Return a fused graph with nodes of the original in place of the fused nodes whose names `without` holds.
 
     unfused    the graph as it was before fusing; a tensor of both graphs has the same name in both
     originals  by the name of a tensor of the fused graph: the original's tensor whose Transpose it is

@@ -149,7 +149,7 @@ class Part:
 
     @property
     def nodes(self) -> list[onnx.NodeProto]:
-        """The nodes that compute the fused node's inputs from `operands`; this node; the nodes that give `outputs`."""
+        """The fused node, after the nodes that make its inputs from `operands`, before those that make `outputs`."""
         before = [transpose(*self.originals[n], n) for n in dict.fromkeys(self._sources) if n in self.originals]
         before += [node for _, nodes in self.derived.values() for node in nodes]
         after = [

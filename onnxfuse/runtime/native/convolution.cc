@@ -14,7 +14,7 @@ using Attribute = CudnnAttribute;
 using Type = CudnnType;
 using Sizes = std::vector<int64_t>;
 
-constexpr int64_t kAlignment = 16;  // bytes; of inputs and outputs if the convolution says that they are aligned
+constexpr int64_t kAlignment = 16;  // of inputs and outputs, in bytes, if the convolution says that they are aligned
 enum TensorId : int64_t { kX = 1, kW = 2, kY = 3, kBias = 4, kResidual = 5, kFirstVirtual = 16 };
 // Mode B is the more precise estimate, says cuDNN; the fallback has engines for convolutions that A and B do not know.
 constexpr CudnnHeuristicMode kHeuristicModes[] = {kHeuristicB, kHeuristicA, kHeuristicFallback};

@@ -19,7 +19,7 @@ class Expressions {
   // an integer does not fit into 64 bits.
   std::vector<int64_t> evaluate(const std::vector<int64_t>& sizes, bool& overflowed) const;
 
-  // Returns how far the sides of a comparison are from an answer: the greater side over the lesser, minus 1.  The
+  // Returns how far a comparison is from giving `answer`: its greater side divided by its lesser one, minus 1.  The
   // result is 0 if the comparison has that answer.  Otherwise it is infinite if the sides are integers, or if one of
   // them is not positive.  `values` are the values of all expressions.
   double miss(size_t expression, bool answer, const std::vector<int64_t>& values) const;

@@ -148,7 +148,7 @@ class ReusedTensors {
   }
 };
 
-constexpr size_t kMaxInputsOfBody = 1024;  // inputs for which a node stores that its body must run
+constexpr size_t kMaxInputsOfBody = 1024;  // keys for which a node stores that its body must run
 
 // The destination of the outputs of a node's body.
 struct BodyOutputs {
@@ -184,7 +184,7 @@ struct BodyOutputs {
   }
 };
 
-// Returns the key of the same inputs, marked as unaligned: by it, the plan for unaligned outputs is found.
+// Returns the key of the same inputs, marked as unaligned.  Under this key, the plan for unaligned outputs is found.
 Key without_alignment(Key key) {
   for (size_t at = 0; at + 2 < key.size(); at += 3 + static_cast<size_t>(key[at + 2])) key[at + 1] &= ~kAligned;
   return key;

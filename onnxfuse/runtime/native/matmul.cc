@@ -7,7 +7,7 @@
 namespace onnxfuse {
 namespace {
 
-constexpr uint64_t kAlignment = 16;  // bytes; of inputs and outputs if the product says that they are aligned
+constexpr uint64_t kAlignment = 16;  // of inputs and outputs, in bytes, if the product says that they are aligned
 
 const char* name_of(DataType type) {
   return type == kFloat16 ? "float16" : type == kBfloat16 ? "bfloat16" : "float32";
@@ -35,7 +35,7 @@ uint32_t alignment_of(const Matmul& matmul, const Matrix& matrix) {
 }
 
 // The partial products of split-k algorithms must be added in float32.  If the result has 16 bits, the schemes that add
-// them in the output are excluded.
+// them in the result's memory or dtype are excluded.
 uint32_t reductions_of(const Matmul& matmul) {
   return matmul.y.type == kFloat32 ? kReduceInPlace | kReduceComputeType | kReduceOutputType : kReduceComputeType;
 }

@@ -22,7 +22,7 @@ namespace {
 
 constexpr std::string_view kMagic = "onnxplan";
 constexpr size_t kFormatAt = 8, kDigestAt = 16, kBodyAt = 48;  // bytes from the file's start
-constexpr int64_t kMaxShared = 1 << 20, kMaxCluster = 64;      // far above what GPUs have
+constexpr int64_t kMaxShared = 1 << 20, kMaxCluster = 64;      // far above all GPUs' limits
 constexpr int64_t kAllLibraries = kCallsCublasLt | kNamesAlgorithm | kCallsCudnn | kNamesEngine;
 constexpr auto kMaxWord = std::numeric_limits<int64_t>::max();
 

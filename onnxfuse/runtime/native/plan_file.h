@@ -40,8 +40,8 @@ struct PlanFile {
   static std::shared_ptr<const PlanFile> load(const std::string& path);
 
   // Returns the index in `devices` of the kind whose plans a GPU runs: its own kind, or else the most similar kind of
-  // the same compute capability, if the GPU has the shared memory that the kernels of that kind need, and if their
-  // clusters are not larger than every GPU with clusters can run.
+  // the same compute capability, if the GPU has the shared memory that the kernels of that kind need, and if none of
+  // their clusters has more than kMaxPortableCluster blocks.
   std::optional<size_t> kind_for(const DeviceKind& here) const;
 
   // Returns whether a GPU can run a template of the kind that kind_for chose: library algorithms fit only one kind.

@@ -14,7 +14,7 @@ constexpr int64_t kMaxMapSize = int64_t{1} << 32;
 
 Dim read_dim(WordReader& reader, const char* what, int64_t x, int64_t y, int64_t z) {
   const auto size = [&](int64_t max) { return static_cast<uint32_t>(reader.next(what, 1, max)); };
-  const uint32_t first = size(x), second = size(y);  // in order
+  const uint32_t first = size(x), second = size(y);  // x and y are read before z
   return {first, second, size(z)};
 }
 
@@ -349,7 +349,7 @@ void read_engine(WordReader& reader, Convolution& conv) {
   conv.engine.resize(reader.count("the number of an engine's words", kMaxEngineWords));
   if (!conv.engine.empty() && conv.engine.size() % 2 == 0) malformed("a knob of an engine has no value");
   for (size_t i = 0; i < conv.engine.size(); ++i) {
-    const bool is_value = i > 0 && i % 2 == 0;  // of a knob; the others are the engine's index and the knobs' types
+    const bool is_value = i > 0 && i % 2 == 0;  // a knob's value; other words are the engine's index or types
     constexpr int64_t kMaxNumber = std::numeric_limits<int32_t>::max();
     conv.engine[i] = is_value ? static_cast<int64_t>(reader.bits("a knob's value"))
                               : reader.next("an engine's index or a knob's type", 0, kMaxNumber);

@@ -16,7 +16,7 @@ constexpr int kDevices = 64;  // GPUs with larger numbers share the last entry
 // The last launches on one GPU.  Threads that change them at the same time may mistake each other's launches for their
 // own; this only affects whether kernels start early.
 struct alignas(64) Use {
-  std::atomic<Stream> stream{nullptr};  // the last one that was launched to
+  std::atomic<Stream> stream{nullptr};  // the stream of the last launch
   std::atomic<int64_t> at{kNever};      // the time of that launch
   std::atomic<int64_t> others_at{kNever};  // the time of the last launch to another stream
 };

@@ -16,7 +16,7 @@ namespace {
 constexpr int64_t kMaxWords = 1 << 20;
 constexpr size_t kFewPlans = 32;  // a template with more plans is used at many shapes: see Template::add
 constexpr double kMaxTunedDistance = 1.0;  // as MAX_TUNED_DISTANCE of onnxfuse.runtime.template
-// A key-value cache that grows to this many tokens has as many shapes, which each generated text needs again.
+// A key-value cache that grows to this many tokens has as many shapes.  Each generated text needs all of them again.
 std::atomic<size_t> max_recent_plans{4096};
 std::atomic<int64_t> plan_count{0}, plans_freed{0};
 
@@ -38,7 +38,7 @@ std::optional<Parameters> parameters_of(int64_t function, int device) {
   return driver.parameters_of(reinterpret_cast<Function>(function));
 }
 
-// The driver copies as many bytes of each argument as the parameter has.
+// Checks that no argument is smaller than its parameter, because the driver copies as many bytes as the parameter has.
 void check_arguments(const Launch& launch, const Parameters& parameters) {
   if (launch.starts.size() != parameters.size()) {
     malformed("a launch has " + std::to_string(launch.starts.size()) + " arguments, its function takes " +

@@ -110,7 +110,7 @@ class Template {
 
   const std::vector<int64_t> output_dtypes_;
   const int device_;
-  Key pattern_;  // as the inputs' words, with -1 - k for size number k
+  Key pattern_;  // the words of the inputs, with -1 - k for size number k
   std::vector<Word> kinds_;     // of the pattern's words
   std::vector<size_t> places_;  // by number of a size: its first word in the pattern
   std::optional<Expressions> expressions_;
