@@ -23,7 +23,7 @@ class Activation:
     name: str
     formula: Callable[[Array, float, float], Array]  # the reference in NumPy, of x, alpha and beta
     source: str  # where the formula is defined: an ONNX operator, or a paper
-    alpha: float = 0.0  # defaults of alpha and beta in ONNX, if it has these parameters
+    alpha: float = 0.0  # defaults of alpha and beta in ONNX, if the operator has these parameters
     beta: float = 0.0
     parameters: tuple[str, ...] = ()  # which of "alpha" and "beta" the function has
     gated: bool = False  # whether gated units use it, as activation(gate) * up

@@ -49,9 +49,9 @@ def find_culprits(result: FusedModel, differs: Verification, compare: Compare) -
     differs  how the model differs
     compare  compares a model with the original
 
-    Finding a culprit that onnxruntime's message names takes two comparisons.  Any other takes about two more than the
-    binary logarithm of the number of fused nodes.  If two culprits have the same body, all nodes with that body count
-    as culprits.  The list is empty if the model differs even without fused nodes.
+    Finding a culprit that onnxruntime's message names takes two comparisons.  Finding any other takes about two
+    comparisons more than the binary logarithm of the number of fused nodes.  If two culprits have the same body, all
+    nodes with that body count as culprits.  The list is empty if the model differs even without fused nodes.
     """
     left = _fused_nodes(result)
     found: list[Culprit] = []

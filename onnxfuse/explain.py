@@ -91,7 +91,7 @@ def why_channels_first(result: FusedModel, fusion: str | None = None, node: str 
 
 
 def _and_more(more: Sequence[str], verb: str = "", verb_of_one: str = "") -> str:
-    """Return the end of "'first' and 2 more are" for a list of others, and the verb that follows."""
+    """Return the words after "'first'" in a text such as "'first' and 2 more are": the number of others, and a verb."""
     told = [f"and {len(more)} more", verb] if more else [verb_of_one]
     return "".join(f" {word}" for word in told if word)
 

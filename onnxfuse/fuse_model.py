@@ -63,7 +63,7 @@ from onnxfuse.steps import (
 from onnxfuse.verify.parts import UnfusedGraph, unfused_graph
 
 MAX_SIMPLIFY_ROUNDS = 4
-MAX_SPELLING_ROUNDS = 4  # after so many rounds, decomposed operators that are still not fused are kept as they were
+MAX_SPELLING_ROUNDS = 4  # after this many rounds, decomposed operators that are still not fused are kept as they were
 T = TypeVar("T")
 Progress: TypeAlias = Callable[[str, int, int], None]  # called with the stage, the amount done and the total
 
@@ -77,7 +77,7 @@ class StageTimer:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Add the duration of the block to the stage's seconds; without a name, its parts are timed by themselves."""
+        """Add the duration of the block to the stage's seconds; without a name, the block's parts time themselves."""
         if not name:
             yield
             return
@@ -174,7 +174,7 @@ class FusedModel:
     regions: RegionResult = field(default_factory=RegionResult)
     unfused: UnfusedGraph | None = None  # the graph before fusing, for the comparison by parts
     spelling: SpelledOut = field(default_factory=SpelledOut)  # operators of other tools that were decomposed
-    left: Mapping[str, Stays] = field(default_factory=dict)  # by first output: decomposed, but not fused as a whole
+    left: Mapping[str, Stays] = field(default_factory=dict)  # by first output: operators decomposed, but not fused
     scores_left: frozenset[str] = frozenset()  # Softmaxes whose scores were rewritten, but made no attention
     bodies: tuple[FusedBody, ...] = ()
     inlined: Inlined | None = None  # the result of inlining the model's own functions
@@ -468,7 +468,7 @@ def fuse_matches(work: Work) -> None:
 def lay_images_out(work: Work) -> None:
     """Make parts of the graph around convolutions channels-last."""
     settings = work.settings
-    if any(fusion.name == CONVOLUTION for fusion in settings.fusions):  # a channels-last Conv is one of these
+    if any(fusion.name == CONVOLUTION for fusion in settings.fusions):  # a channels-last Conv is such a node
         channels_last = {fusion.name: fusion.channels_last for fusion in settings.fusions}
         standing = {*settings.exclude, *_kept_outputs(work.graph, settings.fusions, work.keep)}
         options = LayoutOptions(settings.layout, channels_last, standing, settings.left_out)

@@ -1,4 +1,4 @@
-"""Convert a model to half precision, measure its error, and keep more nodes in float32 until that is allowed."""
+"""Convert a model to half precision, measure its error, and keep more nodes in float32 until the error is allowed."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ from onnxfuse.verify.rounded_results import model_that_rounds
 from onnxfuse.verify.widen import arrays_to_float32, half_precision_of, model_to_float32
 
 BFLOAT16_OPSET: Final = 13  # the first opset with operators in bfloat16
-# The opsets that a model is raised to: 14 is the first whose Reshape tells a size of 0 from a copied one, and 22 the
-# first with convolutions in bfloat16.
+# The opsets that a model is raised to: 14 is the first whose Reshape distinguishes a size of 0 from a copied size, and
+# 22 is the first with convolutions in bfloat16.
 RAISED_OPSETS: Final = range(14, 23)
 DRAWS_TRIED: Final = 8  # sizes at which a model is tried to observe ranges, if it is not verified
 RUNS: Final = 2  # runs of the model in which ranges of tensors are recorded

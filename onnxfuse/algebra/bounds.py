@@ -22,7 +22,7 @@ from onnxfuse.algebra.sizes import (
     terms_of,
 )
 
-MAX_OPERANDS = 8  # only so many operands of a `Max` or `Min` are compared with each other
+MAX_OPERANDS = 8  # operands of a `Max` or `Min`; if there are more, they are not compared with each other
 MAX_SUBSTITUTIONS = 4
 SizeBounds: TypeAlias = tuple[int | None, int | None]  # (lower bound, upper bound); None: not known
 

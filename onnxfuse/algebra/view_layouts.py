@@ -2,8 +2,8 @@
 
 A layout lists, for each axis of a view, its sub-axes, outermost first.  A sub-axis is a part of a source axis with a
 size and a stride, like h and d in einops' (h d).  The view "b s (h d) -> b h s d" has the layout [[b], [h], [s], [d]].
-There, h lies on source axis 2 with d's size as its stride, and d lies on source axis 2 with stride 1.  Two chains of
-views are equivalent exactly if their layouts are equal after `coalesce`.  Sizes may be symbolic.
+In this layout, h lies on source axis 2 with d's size as its stride, and d lies on source axis 2 with stride 1.  Two
+chains of views are equivalent exactly if their layouts are equal after `coalesce`.  Sizes may be symbolic.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def _outcome(each: Contender) -> str:
 def _ops(ops: Sequence[OpTime], on_gpu: bool) -> list[RenderableType]:
     """Return a table of the fused nodes by fusion and inputs.
 
-    On a GPU, it has the times of kernels, and the time of a copy of as many bytes as a share of the node's time.
+    On a GPU, it has the times of kernels and bodies, and the share of a node's time that a copy of as many bytes takes.
     """
     names = ("kernel us", "body us", "MB", "of a copy") if on_gpu else ("us each", "MB")
     table = columns("Fused operators", "nodes", *names)

@@ -23,7 +23,7 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node
 
 CARRIED: Final = "carried_"  # prefix of the names of sizes that differ between iterations
-MAX_ROUNDS: Final = 8  # after so many rounds, the shapes of carried values count as unknown
+MAX_ROUNDS: Final = 8  # after this many rounds, the shapes of carried values count as unknown
 
 CarriedAxis: TypeAlias = tuple[str, int]  # (name of a carried value, axis)
 

@@ -18,7 +18,7 @@ def summary(fusion: Fusion) -> str:
 
 
 def variants(fusion: Fusion) -> dict[str, list[str]]:
-    """Return the attributes that tell variants of the fused node apart, each with its possible values."""
+    """Return the attributes that distinguish variants of the fused node, each with its possible values."""
     found: dict[str, list[str]] = {}
     for term in walk(*fusion.outputs):
         if isinstance(term, Alternatives) and term.name is not None:

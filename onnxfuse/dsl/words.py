@@ -180,8 +180,8 @@ def results(node: Term, count: int) -> tuple[Output, ...]:
 def size(name: str) -> Dim:
     """Return the size of a named dimension, for use in an operator's attribute: `starts=[size("d") // 2]`.
 
-    If it is a whole attribute (`num_groups=size("groups")`) and nothing else tells the size, the model's attribute
-    does.
+    If it is a whole attribute (`num_groups=size("groups")`) and nothing else in the match determines the size, the
+    model's attribute does.
     """
     return symbol(name)
 

@@ -15,7 +15,7 @@ from onnxfuse.ir.graph import constant_number
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 
 MEANS: Final = frozenset({"AveragePool", "GlobalAveragePool", "ReduceMean", "ReduceSum"})
-ON_THE_WAY: Final = REARRANGING | {"Div", "Mul"}  # may lie between a mean and the difference; Div, Mul by constants
+ON_THE_WAY: Final = REARRANGING | {"Div", "Mul"}  # operators between a mean and the difference; Div, Mul by constants
 
 
 def variance_nodes(scope: Scope) -> frozenset[Node]:

@@ -30,8 +30,8 @@ from onnxfuse.report.blocks import Blocks, Item, find_blocks
 DATA_DEPENDENT: Final = frozenset(
     {"Compress", "NonMaxSuppression", "NonZero", "Unique"}
 )  # operators whose output shapes depend on values that the GPU computes
-MAX_NAMED: Final = 3  # at most so many nodes are named in a sentence
-MIN_COVERED: Final = 16  # a repeated block is reported if its copies have at least so many nodes
+MAX_NAMED: Final = 3  # at most this many nodes are named in a sentence
+MIN_COVERED: Final = 16  # a repeated block is reported if its copies have at least this many nodes together
 MANY_BYTES: Final = 1 << 20  # bytes of float32 weights; from here on, half precision is suggested
 
 

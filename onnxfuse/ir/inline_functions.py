@@ -155,8 +155,8 @@ def _called_first(inner: Mapping[Key, Counter[Key]]) -> list[Key]:
 def check_expanded(model: onnx.ModelProto, name: str) -> None:
     """Raise ModelError if expanding all calls, also of fused operators, gives too many nodes or too deep nesting.
 
-    onnx's shape inference visits all expanded nodes.  They can grow exponentially: if each of 60 functions calls the
-    next one twice, their number doubles 60 times.  A cycle of calls, which no runtime accepts, is not expanded.
+    onnx's shape inference visits all expanded nodes.  Their number can grow exponentially: if each of 60 functions
+    calls the next one twice, it doubles 60 times.  A cycle of calls, which no runtime accepts, is not expanded.
     """
     if not model.functions:
         return

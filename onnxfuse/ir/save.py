@@ -32,8 +32,8 @@ def save(model: onnx.ModelProto, path: str | os.PathLike[str], *, folder: Path |
     """Write the model completely or not at all; `path` may be the file that the model was read from.
 
     If tensors are external (relative to `folder`), or the model would exceed 2 GiB, a data file is written beside the
-    model: `<path>.<digest of its content>.data`.  It holds the external tensors and every initializer of at least 1
-    KiB.
+    model: `<path>.<digest of its content>.data`.  The data file holds the external tensors and every initializer of at
+    least 1 KiB.
 
     The write takes effect by one rename, of the model file: if the program is killed at any time, either the old model
     and its data are there, or the new ones.  The old model's data file, if it has such a name, is removed last; it

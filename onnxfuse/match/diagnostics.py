@@ -18,7 +18,7 @@ from onnxfuse.match.state import Dims, Miss, State
 # a part of a term.  "the term": all of a term, but a condition failed.  "the pattern": all of the pattern, but it must
 # not be replaced.
 Agreed: TypeAlias = Literal["nothing", "a part", "the term", "the pattern"]
-MAX_VALUE_CHARACTERS = 60  # shown of a value in a message
+MAX_VALUE_CHARACTERS = 60  # characters of a value that a message shows
 
 
 class NearestMiss:

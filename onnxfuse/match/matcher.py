@@ -41,7 +41,7 @@ from onnxfuse.match.views import ViewSources, match_rearrange
 from onnxfuse.steps import raise_of
 
 MAX_SIDE_OUTPUT_COMBINATIONS = 8  # choices of side outputs that are tried for one State
-MAX_STEPS_PER_TENSOR = 20_000  # a bound on backtracking, far above what the patterns need
+MAX_STEPS_PER_TENSOR = 20_000  # a bound on backtracking; the patterns need far fewer steps
 
 
 class Matcher(MatchContext):

@@ -10,7 +10,7 @@ from onnxfuse.dsl.terms import Alternatives, Ending, Term
 from onnxfuse.ir.node import Node, Tensor, op_of
 from onnxfuse.match.fusion_terms import fusion_terms
 
-MAX_DEPTH: Final = 4  # operators of a sum, a product or a chain of views that are followed
+MAX_DEPTH: Final = 4  # how many operators of a sum, a product or a chain of views are followed
 
 
 def may_occur(fusion: Fusion, present: Set[str]) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 from onnxfuse.ir.dtypes import Array
 
 MAX_PERIOD: Final = 600  # nodes in one copy of a block
-MIN_SAVED: Final = 3  # a repeated block must save drawing at least so many nodes
+MIN_SAVED: Final = 3  # a repeated block must save drawing at least this many nodes
 MAX_ITEMS: Final = 60  # nodes and blocks drawn side by side; more are divided into sections
 SECTION: Final = 36  # nodes and blocks in a section
 # Tried in turn: a value comes first in the reading order if its readers lie this many nodes apart; None: no value does.

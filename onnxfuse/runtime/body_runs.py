@@ -108,7 +108,7 @@ def _session(request: BodyRequest, body: Body, inputs: Sequence[TensorSpec]) -> 
         if key not in of_node:
             options = _onnxruntime().SessionOptions()
             options.log_severity_level = 3
-            options.enable_mem_pattern = False  # a pattern allocates in the second run, maybe during a capture
+            options.enable_mem_pattern = False  # patterns allocate memory in the second run, maybe during a capture
             of_node[key] = _onnxruntime().InferenceSession(
                 model_of(body, inputs).SerializeToString(), options, [(request.node.provider, _options(request))]
             )
@@ -129,7 +129,7 @@ def _options(request: BodyRequest) -> dict[str, Any]:
 
 
 def model_of(body: Body, inputs: Sequence[TensorSpec]) -> onnx.ModelProto:
-    """Return a model of this one node, with inputs i0, i1, ... of these dtypes and ranks."""
+    """Return a model whose only node is the body's, with inputs i0, i1, ... of these dtypes and ranks."""
     node = onnx.NodeProto.FromString(body.node)
     types = next(list(each.ints) for each in node.attribute if each.name == "output_types")
     given = [

@@ -13,7 +13,7 @@ from typing import Final
 
 log: Final = logging.getLogger("onnxfuse")
 PRIVATE: Final = 0o700  # the mode of a new cache folder
-READABLE: Final = 0o755  # the mode of folders inside it allows no more than this
+READABLE: Final = 0o755  # folders inside the cache folder allow no more than this mode
 _warned: Final[set[str]] = set()
 
 

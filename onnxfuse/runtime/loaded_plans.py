@@ -139,7 +139,7 @@ class _Source:
             raise PlanFileError(f"{path}: {what}; make it again, with --aim or --option use_tf32=")
 
     def find(self, situation: Situation, inputs: Sequence[TensorSpec]) -> GivenTemplate | None:
-        """Return the template for inputs, in which dynamic dim number k may be written as -1 - k; None without one."""
+        """Return the template, or None, for inputs whose dynamic dim number k may be written as -1 - k."""
         if [situation.provider, gpu_kind(situation.device)] != self._where:
             return None
         found: list[tuple[SavedTemplate, TemplateWords]] = []

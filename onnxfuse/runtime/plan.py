@@ -36,7 +36,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU and the settings of a session on it: what plans depend on besides the node."""
+    """A GPU and the settings of a session on it: all that plans depend on besides the node and its inputs."""
 
     name: str
     arch: int  # compute capability as a number: 75, 80, 90, 120
@@ -312,7 +312,7 @@ class Convolution:
     workspace: Pointer | None = None
     workspace_bytes: int = 0
     # The global index of one of cuDNN's engines, and then the type and value of each of its knobs; () for cuDNN's first
-    # choice.  They hold for one version of cuDNN and one kind of GPU.
+    # choice.  An engine and its knobs are for one version of cuDNN and one kind of GPU.
     engine: tuple[int, ...] = ()
 
 
@@ -335,7 +335,7 @@ class NoAlias:
 class Plan:
     """Output shapes, steps in order, and sizes of scratch buffers in bytes; no steps if outputs have no elements."""
 
-    WORD_ORDER: ClassVar = ("outputs", "scratch", "steps", "no_alias")  # steps refer to scratch
+    WORD_ORDER: ClassVar = ("outputs", "scratch", "steps", "no_alias")  # scratch precedes steps, which refer to it
 
     outputs: tuple[TensorSpec, ...]
     steps: tuple[Step, ...]

@@ -53,7 +53,7 @@ class TemplateSource(Protocol):
     """A plan file for GPUs of one kind."""
 
     def find(self, situation: Situation, inputs: Sequence[TensorSpec], /) -> GivenTemplate | None:
-        """Return the file's template for inputs, whose dynamic dim number k may be written as -1 - k, or None."""
+        """Return the file's template, or None, for inputs whose dynamic dim number k may be written as -1 - k."""
 
 
 PlanFileKey = tuple[Path, str, Device]  # path, provider, and kind of GPU
@@ -189,7 +189,7 @@ class Planner:
                 of_node.append(dims)
 
     def given_template(self, situation: Situation, inputs: Sequence[TensorSpec]) -> GivenTemplate | None:
-        """Return a plan file's template for inputs, whose dynamic dim number k may be written as -1 - k, or None."""
+        """Return a plan file's template, or None, for inputs whose dynamic dim number k may be written as -1 - k."""
         with self._lock:
             return self._template_of_files(situation, inputs)
 

@@ -24,7 +24,7 @@ def usual_samples(count: int) -> Iterator[tuple[int, ...]]:
         return
     per_octave = next((n for n in (8, 4, 2, 1) if len(_spread(n)) ** count <= MAX_SAMPLES), 1)
     spread = coarse = _spread(per_octave)
-    while len(coarse) ** count > 4 * MAX_SAMPLES:  # keep the powers of two; then leave out the largest or every second
+    while len(coarse) ** count > 4 * MAX_SAMPLES:  # keep only powers of two; then drop the largest or every second
         powers = [size for size in coarse if not size & (size - 1)]
         coarse = powers if len(powers) < len(coarse) else coarse[:-1] if count < 4 else coarse[::2]
     yield from itertools.product(sorted(coarse, key=is_unusual), repeat=count)

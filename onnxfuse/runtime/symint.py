@@ -36,7 +36,7 @@ class Trace:
     expressions: Expressions
     hard: dict[int, bool] = field(default_factory=dict)  # guards: expressions and their required answers
     soft: dict[int, bool] = field(default_factory=dict)
-    later: dict[int, bool] = field(default_factory=dict)  # hard guards of only the plans after the first
+    later: dict[int, bool] = field(default_factory=dict)  # hard guards that only the plans after the first need
     fixed: dict[str, int] = field(default_factory=dict)  # where a size was used as a plain integer, and its value
     is_choosing: bool = True  # comparisons of estimates become soft guards; see `without_soft_guards`
 
@@ -136,7 +136,7 @@ class Symbolic:
         return self.trace.expressions.text(self.number)
 
 
-_COMPUTE: Final[Mapping[Op, Callable[[Any, Any], Any]]] = {  # computes an operation for the trace's sizes
+_COMPUTE: Final[Mapping[Op, Callable[[Any, Any], Any]]] = {  # by operation: a function that computes it on hints
     Op.ADD: operator.add, Op.SUBTRACT: operator.sub, Op.MULTIPLY: operator.mul, Op.FLOOR_DIVIDE: operator.floordiv,
     Op.MODULO: operator.mod, Op.MINIMUM: min, Op.MAXIMUM: max, Op.LESS: operator.lt, Op.LESS_EQUAL: operator.le,
     Op.EQUAL: operator.eq, Op.REAL_DIVIDE: operator.truediv, Op.POWER: operator.pow,

@@ -101,7 +101,7 @@ class TemplateWords:
 def words_of(template: Template, functions: Mapping[str, int]) -> TemplateWords:
     """Return the words of a template; `functions` are the CUfunction handles of its kernels by `Kernel.key`."""
     indices = {key: i for i, key in enumerate(functions)}
-    variants = tuple(_words_of_variant(each, indices) for each in template.variants)  # may add expressions
+    variants = tuple(_words_of_variant(each, indices) for each in template.variants)  # first, as it adds expressions
     rows = template.expressions.rows
     expressions = packed([len(rows), *(word for op, a, b in rows for word in (int(op), a, b))])
     return TemplateWords(template.inputs, expressions, tuple(functions.values()), variants)

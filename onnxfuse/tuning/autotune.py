@@ -41,7 +41,7 @@ class Trial(Protocol[Outputs]):
         """Give the scratch memory back to the GPU."""
 
 
-# Makes a trial of plans for these inputs; `Alone` calls the trial's work on the GPU, piece by piece.
+# Makes a trial of plans for these inputs.  The last argument calls each piece of the trial's work on the GPU.
 MakeTrial = Callable[[Sequence[TensorSpec], Sequence[Plan], Device, Alone], Trial[Any]]
 
 

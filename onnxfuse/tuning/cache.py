@@ -30,10 +30,10 @@ class Measurement:
     case: Data
     chosen: str
     seconds: Mapping[str, float]
-    measured: str  # ISO 8601, UTC
+    measured: str  # the time of the measurement, as ISO 8601 in UTC
 
 
-_unwritten: Final[dict[str, dict[str, Measurement]]] = {}  # by digests of subject and case, for this process
+_unwritten: Final[dict[str, dict[str, Measurement]]] = {}  # kept in this process, by digests of subject and case
 
 
 def store(environment: Environment, subject: Data, case: Data, chosen: str, seconds: Mapping[str, float]) -> bool:

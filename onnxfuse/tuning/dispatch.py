@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log: Final = logging.getLogger("onnxfuse")
 # In this order: ignore measurements, use them, make missing ones before the session runs, make them between its runs.
 TunePolicy = Literal["never", "cached", "now", "background"]
-Mode = Literal["plain", "cuda graph"]  # the mode of a session
+Mode = Literal["plain", "cuda graph"]  # how a session runs: normally, or by a captured CUDA graph
 PLAIN: Final = "plain"
 CUDA_GRAPH: Final = "cuda graph"
 ALL_KERNELS: Final = "kernels"  # variants of a whole model; a third variant runs each node in its faster way

@@ -14,7 +14,7 @@ from onnxfuse.runtime.cupy_backend import retry_without_disk_cache
 from onnxfuse.tuning.bound_session import Provider
 from onnxfuse.tuning.timing import interleaved
 
-MIN_COPY_BYTES: Final = 64 * 2**20  # read plus written; the time of a smaller copy is mostly that of its launch
+MIN_COPY_BYTES: Final = 64 * 2**20  # read plus written; a smaller copy takes little longer than its launch
 MAX_COPY_BYTES: Final = 2**30  # a larger copy does not reach a higher rate
 
 

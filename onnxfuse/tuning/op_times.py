@@ -27,7 +27,7 @@ from onnxfuse.tuning.memory_rate import cache_eviction, copy_rate
 from onnxfuse.tuning.timing import interleaved, runs_within
 
 UNFUSED: Final = "onnxruntime"  # how an unfused node runs
-COPIES: Final = 9  # copies of an operator in one graph: the time of a node is an eighth of what 8 more copies add
+COPIES: Final = 9  # copies of an operator in one graph: a node takes an eighth of the time that 8 more copies add
 SECONDS_PER_OPERATOR: Final = {"kernel": 0.3, "body": 0.3, UNFUSED: 0.1}
 # Copies of an operator share weights larger than this. Smaller ones could stay in a cache: an H200's L2 has 60 MiB.
 MIN_SHARED_WEIGHT_BYTES: Final = 64 * 2**20
@@ -50,7 +50,7 @@ class OpTime:
     bytes: int
     kernel: float | None = None
     body: float | None = None
-    share: float | None = None  # rate of moving its bytes, as a share of the rate of a copy of as many bytes
+    share: float | None = None  # the rate at which it moves its bytes, relative to a copy of as many bytes
     cuda_graph: bool = False  # whether it was timed in a CUDA graph
     error: str = ""  # why it was not timed
 
@@ -231,7 +231,7 @@ def _timed(op: _Operator, row: OpTime, cuda_graph: bool) -> OpTime:
     try:
         bound = [_bound(op, copies, kind == "kernel", cuda_graph) for kind, copies in counts]
     except Exception:  # a body with a node on the CPU cannot be captured
-        if not cuda_graph or row.how == UNFUSED:  # an unfused node on the CPU would time the transfers
+        if not cuda_graph or row.how == UNFUSED:  # with an unfused node on the CPU, transfers would be timed
             raise
         return _timed(op, row, False)
     count = runs_within(SECONDS_PER_OPERATOR[row.how] / sum(copies for _, copies in counts), bound[0].run)

@@ -9,7 +9,7 @@ from typing import Final, Protocol, TypeVar
 
 T = TypeVar("T")
 
-QUIET_SECONDS: Final = 0.02  # without a run, before work may start: a server with denser requests is not disturbed
+QUIET_SECONDS: Final = 0.02  # without a run before work may start; servers with denser requests are not disturbed
 PATIENCE_SECONDS: Final = 2.0  # the longest wait for QUIET_SECONDS without a run, while a trial holds memory
 MAX_ATTEMPTS: Final = 10  # calls of one piece of work, which is repeated if a run began meanwhile
 

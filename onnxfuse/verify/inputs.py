@@ -89,7 +89,7 @@ def load_inputs(path: str | os.PathLike[str], model: onnx.ModelProto) -> dict[st
     for each in wanted:
         if each.name not in arrays:
             raise UsageError(f"'{path}' has no input '{each.name}'{_similar(each.name, list(arrays))}")
-        if each.dtype == ml_dtypes.bfloat16 and arrays[each.name].dtype == np.dtype("V2"):  # how an .npz file stores it
+        if each.dtype == ml_dtypes.bfloat16 and arrays[each.name].dtype == np.dtype("V2"):  # bfloat16 in .npz files
             arrays[each.name] = arrays[each.name].view(ml_dtypes.bfloat16)
     check_inputs(arrays, wanted)
     return arrays

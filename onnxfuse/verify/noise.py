@@ -16,7 +16,7 @@ from onnxfuse.ir.dtypes import FLOAT_NAMES, FLOATS, Array
 from onnxfuse.ir.protos import replace_tensors
 
 ROUNDINGS: Final = {"float16": 2.0**-11, "bfloat16": 2.0**-8}  # the largest relative error of a rounding
-DRAWN_BLOCK: Final = 1_000_003  # random numbers before they repeat; a prime, so that no axis has this period
+DRAWN_BLOCK: Final = 1_000_003  # after this many, random numbers repeat; a prime, so that no axis has this period
 Move: TypeAlias = Callable[[str, Array], Array]  # maps a tensor's name and values to other values
 
 

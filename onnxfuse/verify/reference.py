@@ -83,7 +83,7 @@ class Reference:
     not_compared: Mapping[str, str] = field(default_factory=dict)  # outputs that cannot be compared, and why
     random: frozenset[str] = frozenset()  # outputs whose values are new in every run
     numbers_for_nan: bool = False  # where the original gives NaN, any number passes
-    is_converted: bool = False  # the model was converted to half precision; Casts of float32 inputs come from that
+    is_converted: bool = False  # the model was converted to half precision, which added Casts of float32 inputs
     tolerance: float | None = None  # replaces the tolerances by dtype and by the original's noise
     edges: Sequence[Run] = ()
     optimized: Mapping[str, object] | str = field(default_factory=dict)

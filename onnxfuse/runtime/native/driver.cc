@@ -207,7 +207,7 @@ std::optional<Parameters> Driver::parameters_of(Function function) const {
   size_t offset = 0, size = 0;
   int code = 0;
   while ((code = cuFuncGetParamInfo(function, found.size(), &offset, &size)) == 0) found.push_back(size);
-  if (code != kInvalidValue) return std::nullopt;  // returned after the last parameter
+  if (code != kInvalidValue) return std::nullopt;  // kInvalidValue follows the last parameter
   return found;
 }
 

@@ -24,7 +24,7 @@ struct LaunchConfig {
   Dim grid, block;
   uint32_t shared;   // bytes of dynamic shared memory
   uint32_t cluster;  // blocks, along x
-  bool pdl;          // programmatic dependent launch: it may start while the kernel before it ends
+  bool pdl;          // programmatic dependent launch: the kernel may start while the one before it ends
 };
 
 // The properties that two GPUs must share to run the same plans.

@@ -24,7 +24,7 @@ struct PlanRequest {
   const int64_t* key;
   uint64_t key_size;
   int32_t device;
-  int32_t settings;  // of the session, as onnxfuse_prepare received them, and of the request
+  int32_t settings;  // flags of the session, as onnxfuse_prepare received them, and of the request
 };
 
 // A request to Python to run the body of a node.  native_library.py declares the same layout.

@@ -193,7 +193,7 @@ const Template::Variant* Template::choose(const std::vector<int64_t>& sizes,
       tuned.offer(variant, {away, 0.0});
       continue;
     }
-    double loss = 0.0;  // how much slower than its choice the host expects this variant to be
+    double loss = 0.0;  // how much slower the host expects this variant to be than the host's choice
     for (const Guard& guard : variant.soft) {
       loss = std::max(loss, expressions_->miss(guard.expression, guard.answer, values));
     }

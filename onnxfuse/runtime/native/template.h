@@ -111,7 +111,7 @@ class Template {
   const std::vector<int64_t> output_dtypes_;
   const int device_;
   Key pattern_;  // the words of the inputs, with -1 - k for size number k
-  std::vector<Word> kinds_;     // of the pattern's words
+  std::vector<Word> kinds_;     // the kinds of the pattern's words
   std::vector<size_t> places_;  // by number of a size: its first word in the pattern
   std::optional<Expressions> expressions_;
   std::vector<int64_t> functions_;
