@@ -70,7 +70,7 @@ Progress: TypeAlias = Callable[[str, int, int], None]  # called with the stage, 
 
 @dataclass
 class StageTimer:
-    """Measures the seconds of every stage, and reports the stage that begins to `progress`."""
+    """Measures the seconds of every stage, and calls `progress` when a stage begins."""
 
     progress: Progress = lambda stage, done, of: None
     seconds: dict[str, float] = field(default_factory=dict)
@@ -401,7 +401,7 @@ def keep_names(work: Work) -> None:
 
 
 def look_into_bodies(work: Work) -> None:
-    """Move values that a Loop or Scan does not change out of it, and infer the shapes of Loops' results."""
+    """Take values that a Loop or Scan leaves unchanged from the graph around it; infer the shapes of Loops' results."""
     if work.settings.bodies:
         invariants = read_invariants_outside(work.graph)
         work.found = replace(work.found, folded=(*work.found.folded, *invariants))

@@ -396,7 +396,7 @@ class Halving:
 
     @cached_property
     def _queue(self) -> list[str]:
-        """The nodes in the order in which to keep them in float32: suspects, or without any the last nodes first."""
+        """The nodes in the order in which to keep them in float32: suspects, or if none, the last nodes first."""
         assert self.converted is not None and self.reference is not None
         feeds, converted = self.reference.runs[0].feeds, self.converted
         half, given = model_that_rounds(converted.model, converted.types), arrays_to_float32(self.feeds(feeds))

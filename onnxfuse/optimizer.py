@@ -74,7 +74,7 @@ def optimize(
     fallback  operators that the bodies of fused nodes consist of: standard ONNX, or also onnxruntime's own
     emit      the form of a fusion in the result: a node that calls a function, or ONNX's own operators of opset 23 or
               24 ("standard"), for other runtimes; images then stay channels-first, and there are no regions
-    layout    of images around convolutions: channels-last where that pays ("auto") or wherever possible, or
+    layout    the layout of images around convolutions: channels-last where that pays ("auto") or wherever possible, or
               channels-first
     regions   whether connected operators that no pattern names become fused nodes (regions) where that should save
               traffic or launches, or join the kernel of a product or convolution before them.  "apart" makes regions,

@@ -154,8 +154,8 @@ def solve_sizes(
 def arrangement_layout(arrangement: Arrangement, sizes: Mapping[str, Size], pitch: Size | None = None) -> ViewLayout:
     """Return the layout of an arrangement's result, coalesced.
 
-    `pitch` is for sources with gaps: the distance, in elements, from the start of one run of the last name of the last
-    source axis to the start of the next.  None means that the runs are adjacent.
+    The last name of the last source axis stands for runs of elements.  `pitch` is the distance, in elements, from the
+    start of one run to the start of the next, for sources with gaps.  None means that the runs are adjacent.
     """
     sub_axes: dict[str, SubAxis] = {}
     for i, names in enumerate(arrangement.source):

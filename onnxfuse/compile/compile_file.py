@@ -188,7 +188,7 @@ class _Planned:
         return list({id(each): each for of_node in self.of_nodes for each in of_node}.values())
 
     def that_compiles(self) -> _Planned:
-        """Return this without the templates of nodes that have a kernel that does not compile; these run as bodies."""
+        """Return this without the templates of nodes whose kernels do not all compile; these nodes run as bodies."""
         failed = [next((error for t in own for error in t.refused.values()), None) for own in self.of_nodes]
         reasons = [
             why or (f"a kernel of it fails: {error.args[0].splitlines()[0]}" if error else None)

@@ -50,7 +50,7 @@ class Weights:
     def loss(self, graph: Graph, tensor: Constant, clamp: bool = False) -> str:
         """Return why a weight must stay as it is, as the end of a sentence; "" where half precision holds it.
 
-        In masks and bounds (`clamp`), numbers beyond the range may become the largest or lowest number in it.
+        In masks and bounds (`clamp`), numbers beyond the range may become the largest or lowest number of the range.
         """
         if constant_dtype(tensor) != onnx.TensorProto.FLOAT:
             return ""

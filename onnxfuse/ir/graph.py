@@ -161,7 +161,7 @@ class Graph:
         return node
 
     def set_attribute(self, node: Node, name: str, value: int | list[int]) -> None:
-        """Change an attribute of a node, and of the message that it was read from, because the message is written."""
+        """Change an attribute of a node, and of the message that it was read from and will be written from."""
         node.attrs[name] = value
         if id(node) in self.protos:
             changed = onnx.NodeProto()

@@ -143,7 +143,7 @@ class _Rounding:
     """A Cast to half precision inside a match, with the dtypes before and after it.
 
     The fused node does not round there.  That is fine where the graph merely computes in the Cast's dtype: the result
-    of the match has this dtype, or operands have it that are read before the Cast or combined with its result.  Where
+    of the match has this dtype, or operands that are read before the Cast or combined with its result have it.  Where
     the result is cast to another dtype again, as from float32 to float16 and back, the purpose of the Cast is to round.
     """
 
@@ -167,7 +167,7 @@ class _Rounding:
         return root_dtype != self._dtype and not self._meets_operand(made)
 
     def _is_cast_on(self, tensor: Tensor, *, computed: bool) -> bool:
-        """Return whether a Cast inside changes the dtype again, after views only or (`computed`) any operators."""
+        """Return whether a Cast inside the match changes the dtype again, after views or (`computed`) any operators."""
         seen, work = set[int](), [tensor]
         while work:
             for reader in work.pop().outputs:

@@ -105,7 +105,7 @@ def match_causal(
 ) -> Iterator[State]:
     """Yield the state if the tensor is known to hide exactly the keys after each query.
 
-    Without `score`, the tensor is true where a key is kept.  With it, it is 0 there and the number `score` elsewhere.
+    Without `score`, the tensor is true where a key is kept.  With `score`, it is 0 there and `score` elsewhere.
     """
     shape = m.shapes.shape(tensor)
     dims = None if shape is None else unify(spec, shape[-2:], state.dims)

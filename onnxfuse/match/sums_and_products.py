@@ -149,7 +149,7 @@ class AssociativeMatcher:
             yield from self._assign(values, i + 1, after)
 
     def _check_numbers(self, numbers: list[StoredNumber], state: State) -> Iterator[State]:
-        """Yield the state if the collected numbers equal the constant; a scalar of the term is bound to the excess."""
+        """Yield the state if the collected numbers equal the constant; a scalar of the term is bound to the rest."""
         found = self._total([value for value, _ in numbers])
         required = self._total([]) if self.constant is None else self.constant
         if self.scalar is not None and numbers:

@@ -18,7 +18,7 @@ CONSTANT_KINDS: Final = frozenset({"constant", "shape", "branch", "carried"})  #
 
 @dataclass(frozen=True)
 class Fates:
-    """The fate of each node of a graph, by its index there, and the node of the new graph that represents it.
+    """The fate of each node of a graph, by the node's index, and the node of the new graph that represents it.
 
     fused     a fused node computes it
     weights   its effect is folded into the weights of the node that represents it

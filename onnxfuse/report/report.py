@@ -86,7 +86,7 @@ class Subgraph:
 
 @dataclass(frozen=True)
 class Report:
-    """What `optimize` did to a model.  `to_json()` names the fields."""
+    """The record of one optimization.  `to_json()` names the fields."""
 
     input: Mapping[str, str | int | None]
     output: Mapping[str, str | int | None]

@@ -56,7 +56,7 @@ def why_untrusted(path: Path) -> str | None:
 def make_folder(folder: Path) -> None:
     """Make a folder of the cache, and its parents.  Raises OSError if that fails.
 
-    Only this user can read them, unless the cache folder existed before and lets others read.
+    Only this user can read the new folders, unless the cache folder existed before and lets others read.
     """
     root = cache_folder()
     if root is None or not folder.is_relative_to(root):

@@ -40,7 +40,7 @@ def _path(kernel: Kernel, arch: int) -> Path | None:
 
 
 def _read(path: Path) -> bytes:
-    """Return the code of a file; nothing if there is none, it is damaged, or others can write to it."""
+    """Return the code of a file; empty if the file is missing or damaged, or if others can write to it."""
     if not is_trusted(path):
         return b""
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Ask the CUDA driver which GPUs this machine has, without importing CuPy, which takes longer than everything else."""
+"""Ask the CUDA driver which GPUs this machine has, without CuPy, whose import takes more time than all other work."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class Expressions:
         return found
 
     def constant(self, value: int) -> int:
-        """Return the number of an integer.  Raises ValueError if it does not fit into 64 bits."""
+        """Return the number of the expression that is this integer.  Raises ValueError if 64 bits do not hold it."""
         if not -(1 << 63) <= value < 1 << 63:
             raise ValueError(f"sizes as large as {value} do not fit into 64 bits")
         return self.number(Op.CONSTANT, value)

@@ -79,7 +79,7 @@ class GivenTemplate:
 class PreparedTemplate:
     """A template, and the kernels of its variants, which stay loaded as long as this object lives.
 
-    CUDA graphs of a session may launch the kernels of any plan that its nodes have had.
+    They stay, because the CUDA graphs of a session may launch the kernels of any plan that its nodes have had.
     """
 
     def __init__(self, template: Template, backend: Backend, situation: Situation) -> None:
@@ -160,9 +160,9 @@ class PreparedTemplate:
     def data(self, variant: Variant | None = None) -> bytes:
         """Return the template's bytes for the native library, with its kernels loaded.
 
-        If a variant is given and other kernels are loaded later, only its kernels are loaded now.  Kernels that are not
-        loaded have the handle 0 in the bytes, and a node that needs one of them requests the template again.  Variants
-        whose kernels cannot be loaded are dropped.
+        If a variant is given, and background threads load other kernels later, only the variant's kernels are loaded
+        now.  Kernels that are not loaded have the handle 0 in the bytes, and a node that needs one of them requests the
+        template again.  Variants whose kernels cannot be loaded are dropped.
         """
         with self._lock:
             if self._data and not self._absent:

@@ -189,9 +189,9 @@ def _declare(library: ctypes.CDLL) -> None:
 def connect(library: ctypes.CDLL, answer: AnswerRequest, run_body: RunBody, forget: ForgetNode) -> None:
     """Make the library call `answer` for plans, `run_body` to run bodies, and `forget` for nodes that are gone.
 
-    It does so until Python exits. An exception of `answer` or `run_body` becomes an onnxruntime error. A program may
-    catch that error, so KeyboardInterrupt and SystemExit also raise KeyboardInterrupt in the main thread:
-    native/python.cc says how.
+    The library makes these calls until Python exits. An exception of `answer` or `run_body` becomes an onnxruntime
+    error. A program may catch that error, so KeyboardInterrupt and SystemExit also raise KeyboardInterrupt in the main
+    thread: native/python.cc says how.
     """
 
     def replied(call: Callable[[], bytes | None], reply: int, without: int) -> int:

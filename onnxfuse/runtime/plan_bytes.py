@@ -40,7 +40,7 @@ Writer: TypeAlias = Callable[[Any], Iterable[Any]]  # yields words: integers, sy
 def plan_bytes(plan: Plan, functions: Sequence[int]) -> bytes:
     """Return a plan as 64-bit words; `functions` are the CUfunction handles of its launches, in order.
 
-    Raises ValueError if their number differs from that of the launches.
+    Raises ValueError if there are more or fewer handles than launches.
     """
     words, handles = plan_words(plan), iter(functions)
     if (launches := sum(isinstance(word, Kernel) for word in words)) != len(functions):
@@ -72,8 +72,8 @@ def packed(words: Iterable[int]) -> bytes:
 def _writer(kind: Any) -> Writer:
     """Return the function that writes a value of a type, as native/steps.cc reads it.
 
-    The words of a dataclass are its fields in order; of a tuple of any length, its length and its items; of a value
-    that may be None, 1 and the value, or 0; and of a value of one of several dataclasses, the index of its type and the
+    It writes a dataclass as its fields, in order; a tuple of any length as its length and its items; a value that may
+    be None as 1 and the value, or as 0; and a value of one of several dataclasses as the index of its type and the
     value.
     """
     if kind in WRITERS:

@@ -122,7 +122,7 @@ def node_identity(node: FusedNode) -> bytes:
 
 
 def check_plan_target(target: Path, model: Path | None = None) -> None:
-    """Raise PlanFileError if writing a plan file would replace a file of another kind, or `model`, which is read."""
+    """Raise PlanFileError if writing a plan file would replace a file of another kind, or the model file `model`."""
     if not target.is_file():
         return
     if model and model.exists() and target.samefile(model):

@@ -38,12 +38,12 @@ class Verdicts(Protocol):
     def inputs_measured(
         self, situation: Situation, inputs: Sequence[TensorSpec], /
     ) -> Iterable[tuple[TensorSpec, ...]]:
-        """Return the inputs at which a node's plans were measured; some may not fit `inputs`, so that callers check."""
+        """Return the inputs at which a node's plans were measured; callers must check whether they fit `inputs`."""
 
     def choose(
         self, plans: Sequence[Plan], situation: Situation, inputs: Sequence[TensorSpec], measure: bool, /
     ) -> int | None:
-        """Return the index of the plan that was measured to be the fastest; None if none was.
+        """Return the index of the plan that was measured to be the fastest; None if no plan was measured.
 
         measure  whether the plans may be measured now
         """
@@ -196,7 +196,7 @@ class Planner:
     def prepare(self, situation: Situation, inputs: Sequence[TensorSpec]) -> PreparedTemplate:
         """Make the template of inputs whose dynamic dim number k is written as -1 - k; load none of its kernels yet.
 
-        Raises the host's error if it has no plan for any sizes.
+        Raises the host's error if the host has no plan for any sizes.
         """
         with self._lock:
             key = situation.key(inputs)
@@ -231,7 +231,7 @@ class Planner:
                 self._node(request).templates.append(template)
 
     def _node(self, request: native.Request) -> _SessionNode:
-        """Return the node of a request; remember it if it is new."""
+        """Return the node of a request, which is added if it is new."""
         counts = request.count_runs
         return self._nodes.setdefault(request.kernel, _SessionNode(counts, counts and not request.cuda_graph))
 

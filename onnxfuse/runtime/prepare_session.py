@@ -28,7 +28,7 @@ Made: TypeAlias = list[tuple[Situation, PreparedTemplate | GivenTemplate]]  # no
 
 @contextmanager
 def preparation(calls: Sequence[Call], target: Target | NoTarget, choice: PlanChoice) -> Iterator[None]:
-    """Prepare the nodes that run as kernels, in a thread, while the `with` block runs; its end waits for the thread.
+    """Prepare the nodes that run as kernels, in a thread, while the `with` block runs; then wait for the thread.
 
     Kernels that first runs rarely need are compiled in the background afterwards; a run that needs one waits for it.
 

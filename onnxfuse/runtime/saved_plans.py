@@ -103,7 +103,7 @@ def plan_file_of(
 ) -> PlanFile:
     """Return a plan file; of several templates for one node and equal inputs, it has the one with the most variants.
 
-    There are several if equal nodes run on several GPUs, or in sessions with and without measurements.
+    There are several templates if equal nodes run on several GPUs, or in sessions with and without measurements.
     """
     found: dict[tuple[object, ...], SavedTemplate] = {}
     for each in templates:

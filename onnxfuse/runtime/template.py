@@ -94,7 +94,7 @@ class Template:
 
 
 def distance(sizes: Sequence[int], hints: Sequence[int]) -> float:
-    """Return how far sizes are from a variant's hints: the sum of their ratios' logarithms to base 2."""
+    """Return how far sizes are from a variant's hints: the sum of the absolute logarithms of their ratios to base 2."""
     return float(sum(abs(np.log2(max(1, a)) - np.log2(max(1, b))) for a, b in zip(sizes, hints, strict=True)))
 
 
@@ -129,12 +129,12 @@ def make_template(
     device: Device,
     given: Sequence[Sequence[int]] = (),
 ) -> Template:
-    """Return the template of a node whose dynamic dim number k is written as -1 - k; without such dims: one variant.
+    """Return the template of a node for inputs whose dynamic dim number k is written as -1 - k.
 
-    The host plans at samples, which are combinations of sizes: the `given` samples, the usual spread, and samples with
-    zeros.  In the choice between plans, only the given samples count, or without any, only the usual spread.  The host
-    plans at a sample if the guards of no earlier variant hold there; at a sample that does not count, only if no
-    earlier variant is correct and fast enough.
+    Without dynamic dims, the template has one variant.  The host plans at samples, which are combinations of sizes: the
+    `given` samples, the usual spread, and samples with zeros.  In the choice between plans, only the given samples
+    count, or without any, only the usual spread.  The host plans at a sample if the guards of no earlier variant hold
+    there; at a sample that does not count, only if no earlier variant is correct and fast enough.
 
     Raises the host's error if the host has plans only for sizes at which outputs have no elements.
     """

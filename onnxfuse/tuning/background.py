@@ -28,7 +28,7 @@ Sizes = tuple[int, ...]
 
 
 class BackgroundTuning:
-    """Measures between the runs of sessions, in a thread that lives as long as one of them."""
+    """Measures between the runs of sessions, in a thread that lives as long as one of these sessions."""
 
     def __init__(self) -> None:
         """Start no thread yet: there are no sessions."""

@@ -48,7 +48,7 @@ def _cuda_eviction(ordinal: int) -> Callable[[], None]:
 def copy_rate(provider: Provider, moved: int) -> float | None:
     """Return the bytes per second, read plus written, of a copy that reads and writes `moved` bytes together.
 
-    The sum is kept between MIN_COPY_BYTES and MAX_COPY_BYTES.  Returns None on CUDA without CuPy.
+    `moved` is raised to MIN_COPY_BYTES or lowered to MAX_COPY_BYTES if needed.  Returns None on CUDA without CuPy.
     """
     try:
         return _rate(provider, max(MIN_COPY_BYTES, min(MAX_COPY_BYTES, moved)) // 2)

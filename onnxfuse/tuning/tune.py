@@ -108,7 +108,7 @@ def tune(
 ) -> Tuning:
     """Measure a fused model on its inputs and keep the measurements, which later sessions on this GPU use.
 
-    fused     CUDA graphs are timed as well, whatever its provider options are
+    fused     the model, which is also timed in CUDA graphs, whatever its provider options are
     original  the model before it was fused, which is timed too, but never chosen
     others    functions that make inputs of other sizes, at which the plans of the kernels are measured, too
 

@@ -398,8 +398,8 @@ class _Check:
         """Yield the error of the replaced nodes that is known so far, after each draw of moved operands.
 
         Operands move by one unit in the last place.  In half precision, movements are measured from the unmoved result,
-        because its error is much larger than one rounding.  In half precision, the nodes first run once with each
-        result rounded, as providers other than the CPU's round it.
+        because the error of that result is much larger than one rounding.  In half precision, the nodes also run once
+        before the draws, with each result rounded, as providers other than the CPU's round it.
         """
         start = old if self.sessions.half else true
         found = float(_error(old, start).max(initial=0.0))

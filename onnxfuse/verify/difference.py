@@ -43,7 +43,7 @@ class OutputDifference:
 
     `max_rel` is relative to the output's largest magnitude, mask values such as -3.4e38 aside.  For an output that is
     computed in or from half precision, or by products in TF32, it is the error against the original evaluated in
-    float32, and `original_rel` is the original's own error against that; `original_rel` is None for other outputs.
+    float32, and `original_rel` is the original's own error against the same; it is None for other outputs.
     """
 
     name: str

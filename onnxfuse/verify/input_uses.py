@@ -50,7 +50,7 @@ TABLES: Final = {("EmbedLayerNormalization", 0): 2, ("EmbedLayerNormalization", 
 class Use:
     """How a model uses the values of an integer input.
 
-    "row": they index a table of `number` rows.  "mask": they are compared or turned into floats.  "length": they count
+    "row": they index a table of `number` rows.  "mask": they are compared, or cast to floats.  "length": they count
     elements along an axis.  "size": they are the size of a result, or a step.  "equal": the model compares them with
     the constant `number`, such as a sampling rate.
     """

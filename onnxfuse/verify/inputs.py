@@ -54,7 +54,7 @@ SMALL_SIZE = 2  # the value of an input that holds a size about which nothing el
 
 @dataclass(frozen=True)
 class Input:
-    """A graph input; each dim is a size, or the name or expression of one."""
+    """A graph input; each dim is a size, or the name or expression of a size."""
 
     name: str
     dtype: np.dtype[Any]
@@ -289,8 +289,8 @@ def _counted_size(each: Input, inputs: Sequence[Input], shapes: Mapping[str, tup
     """Return the size of the axis that a length counts.
 
     The axis belongs to the input that the length is named after, else to the first input with as many rows as there are
-    lengths, else to the first input of several axes.  In that input, it is the longest dynamic axis after the batch, or
-    else the longest static one.
+    lengths, else to the first input of several axes.  In that input, the axis is the longest dynamic one after the
+    batch, or else the longest static one.
     """
     words = sorted(LENGTH_WORDS, key=len, reverse=True)
     stem = re.sub(f"_?({'|'.join(words)})(?![a-z])", "", each.name.lower())

@@ -55,7 +55,7 @@ def random_outputs(model: onnx.ModelProto, given: Mapping[str, Array]) -> dict[s
 def _sentence(
     model: onnx.ModelProto, node: onnx.NodeProto, given: Mapping[str, Array], functions: Mapping[str, str]
 ) -> str | None:
-    """Return a sentence about the random node that a node is, or has in its subgraphs or functions; else None."""
+    """Return a sentence on a node that draws numbers, or has such nodes in subgraphs or functions; None for others."""
     for inner in nodes(OneNode((node,))):
         called = functions.get(f"{inner.domain}::{inner.op_type}")
         if called or _draws(model, inner, given):

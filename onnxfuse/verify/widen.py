@@ -210,7 +210,7 @@ def _attribute(node: onnx.NodeProto, attribute: AttributeProto, by: Widening) ->
 
 
 def _initializers(graph: onnx.GraphProto, by: Widening) -> None:
-    """Convert initializers; an external one is renamed instead, and the output of a Cast of it gets the old name."""
+    """Convert initializers; an external one is renamed instead, and a Cast of it writes a tensor of the old name."""
     casts = {}
     for tensor in graph.initializer:
         if not uses_external_data(tensor):
