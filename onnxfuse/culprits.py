@@ -30,7 +30,7 @@ class FusedNode:
 
     def is_named(self, message: str) -> bool:
         """Return whether a message of onnxruntime names the node or its function."""
-        names = self.fused.node, self.function  # the name of a node ends with its fusion's name
+        names = self.fused.node, self.function  # node names end with a fusion's name, so one may end another
         return any(re.search(rf"(?<![\w/]){re.escape(name)}(?!\w)", message) for name in names)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 Item = TypeVar("Item")
-# The pieces of a sentence: quoted names, numbers, and the text between.  Similar sentences differ in the first two.
+# The pieces of a sentence: quoted names, numbers, and the text between.  Similar sentences differ in names and numbers.
 PIECE: Final = re.compile(r"'[^']*'|(?<![\w.])-?\d[\w.+-]*|[^'\d]+|.")
 REQUIRED: Final = "; required"
 

@@ -44,7 +44,7 @@ Progress: TypeAlias = Callable[[str], None]
 
 RUNS_COMPARED = 2  # number of usual runs, with different sizes of the dynamic dims
 # If onnxruntime refuses a run at this size or a larger one, and only after this many seconds, no larger size is tried:
-# it would take longer, and more memory.  Attention over 32768 positions has 4 GB of scores for each head.
+# that would take longer, and more memory.  Attention over 32768 positions has 4 GB of scores for each head.
 LARGE_SIZE, MAX_SECONDS_REFUSED = 1024, 1.0
 MAX_CRASHES = 3  # after this many crashes of onnxruntime, no other size is tried
 MAX_SECONDS_AT_EDGES = 30.0  # time limit for the original's runs at sizes 0 and 1

@@ -16,7 +16,8 @@ using Sizes = std::vector<int64_t>;
 
 constexpr int64_t kAlignment = 16;  // of inputs and outputs, in bytes, if the convolution says that they are aligned
 enum TensorId : int64_t { kX = 1, kW = 2, kY = 3, kBias = 4, kResidual = 5, kFirstVirtual = 16 };
-// Mode B is the more precise estimate, says cuDNN; the fallback has engines for convolutions that A and B do not know.
+// According to cuDNN, mode B is the more precise estimate.  The fallback has engines for convolutions that A and B do
+// not know.
 constexpr CudnnHeuristicMode kHeuristicModes[] = {kHeuristicB, kHeuristicA, kHeuristicFallback};
 
 const char* name_of(CudnnDataType type) {
@@ -66,7 +67,7 @@ class Graph {
       : cudnn_(cudnn), convolution_(convolution) {
     supported_ = add_operations() && add_graph(handle);
   }
-  // Whether cuDNN accepts the operations; nothing else may be called otherwise.
+  // Whether cuDNN accepts the operations; if it does not, no other method may be called.
   bool supported() const { return supported_; }
   const CudnnDescriptor& operations() const { return descriptors_.back(); }
   std::vector<CudnnDescriptor> release() { return std::move(descriptors_); }

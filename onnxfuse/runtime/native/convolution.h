@@ -67,7 +67,7 @@ class CudnnConvolution {
   static std::unique_ptr<const CudnnConvolution> make(const Convolution& convolution, int device);
   void run(const Memory& memory, Stream stream) const;
   // Returns up to `max_count` engines within the convolution's workspace, the best by cuDNN's own estimate first; none
-  // if cuDNN cannot compute the convolution.  Nothing is compiled, so an engine that compiles may still fail to.
+  // if cuDNN cannot compute the convolution.  Nothing is compiled yet, so an engine's kernel may still fail to compile.
   static std::vector<ProposedEngine> engines(const Convolution& convolution, int device, int max_count);
 
  private:

@@ -37,7 +37,8 @@ int64_t float_bits(double value) {
   return word;
 }
 
-// Rounds down and has the sign of the divisor, as in Python; 0 if the divisor is 0, which a plan's guards exclude.
+// As in Python, floor_divide rounds down, and the result of modulo has the sign of the divisor.  Both return 0 if the
+// divisor is 0, which a plan's guards exclude.
 int64_t floor_divide(int64_t a, int64_t b) {
   if (b == 0) return 0;
   if (b == -1) return a == std::numeric_limits<int64_t>::min() ? a : -a;

@@ -24,7 +24,7 @@ struct StoredKernel {
   uint32_t cluster;
 };
 
-// A template for nodes of one identity on GPUs of one kind; its functions are kernels by number.
+// A template for nodes of one identity on GPUs of one kind; its functions are numbers of kernels.
 struct StoredTemplate {
   size_t device;
   bool tf32;                     // whether it is for sessions that allow TF32
@@ -35,8 +35,8 @@ struct StoredTemplate {
 constexpr int64_t kCallsCublasLt = 1, kNamesAlgorithm = 2, kCallsCudnn = 4, kNamesEngine = 8;
 
 struct PlanFile {
-  // Returns the content of a file: the same object as long as the file does not change.  Throws std::runtime_error that
-  // begins with the path if it cannot be read, is not a plan file, is damaged or is of another format.
+  // Returns the content of a file: the same object as long as the file does not change.  Throws std::runtime_error,
+  // whose text begins with the path, if the file cannot be read, is not a plan file, is damaged or has another format.
   static std::shared_ptr<const PlanFile> load(const std::string& path);
 
   // Returns the index in `devices` of the kind whose plans a GPU runs: its own kind, or else the most similar kind of

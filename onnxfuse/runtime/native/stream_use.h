@@ -6,7 +6,7 @@
 namespace onnxfuse {
 
 // Records that kernels start on a stream of the device now.  Returns whether any started on another stream lately.
-// Several threads may call it at once.
+// Several threads may call the function at once.
 bool shares_device(int device, Stream stream);
 
 }  // namespace onnxfuse
