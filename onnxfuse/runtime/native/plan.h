@@ -18,7 +18,7 @@ namespace onnxfuse {
 
 constexpr int64_t kPlanMark = 0x6f6e6678'0007;  // "onfx", format 7
 constexpr size_t kMaxArguments = 64;
-constexpr size_t kMaxArgumentWords = 512;  // of all arguments except tensor maps: 4096 bytes, the limit of kernel parameters
+constexpr size_t kMaxArgumentWords = 512;  // the 4096 bytes that kernel parameters may take; tensor maps not counted
 constexpr size_t kMaxTensorMaps = 8;  // per launch; each takes 128 of the 4096 bytes that kernel parameters may take
 constexpr int64_t kMaxRank = 64;
 
