@@ -31,12 +31,20 @@ def inverse(perm: Sequence[int]) -> tuple[int, ...]:
 
 
 def squeezed(items: Sequence[T], axes: Collection[int]) -> tuple[T, ...]:
-    """Return a shape after a Squeeze of `axes`, or the input place of an element of an Unsqueeze's output."""
+    """Return the items without those at `axes`.
+
+    If the items are a shape, this is the shape after a Squeeze; if they are the place of an element in the output of an
+    Unsqueeze, it is the element's place in the input.
+    """
     return tuple(each for axis, each in enumerate(items) if axis not in axes)
 
 
 def unsqueezed(items: Sequence[T], axes: Collection[int], new: T) -> tuple[T, ...]:
-    """Return a shape after an Unsqueeze (`new` is 1), or the input place of an element of a Squeeze's output."""
+    """Return the items with `new` inserted at `axes`.
+
+    If the items are a shape and `new` is 1, this is the shape after an Unsqueeze; if they are the place of an element
+    in the output of a Squeeze and `new` is 0, it is the element's place in the input.
+    """
     left = iter(items)
     return tuple(new if axis in axes else next(left) for axis in range(len(items) + len(axes)))
 

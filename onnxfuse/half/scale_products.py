@@ -24,7 +24,7 @@ ROOM: Final = 6  # bits by which the scaled operand's largest number must exceed
 
 
 def scale_products(shapes: ShapeInfo, ranges: Mapping[str, Range], weights: Weights) -> dict[str, Range]:
-    """Bring products with weights into range; return the ranges of the new tensors by name, maybe empty.
+    """Bring products with weights into range; return the ranges of the new tensors, if any, by name.
 
     Weights that half precision cannot hold are left as they are.
     """

@@ -16,7 +16,7 @@ SCALINGS: Final = frozenset({"Mul", "Div"})
 
 
 def scale_queries(shapes: ShapeInfo, ranges: Mapping[str, Range], weights: Weights) -> dict[str, Range]:
-    """Scale queries so that scores are in range; return the ranges of the scaled queries by name, maybe empty.
+    """Scale queries so that scores are in range; return the ranges of the scaled queries, if any, by name.
 
     MatMul(q, k) * s becomes MatMul(q * s, k), as the bodies and kernels of fused attention compute it.
     """

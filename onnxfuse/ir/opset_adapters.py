@@ -161,7 +161,7 @@ class Place:
         return self.compute("Constant", [], what, value=onnx.numpy_helper.from_array(value))
 
     def to_input(self, index: int, value: Array, what: str) -> None:
-        """Make a value the input at `index`; missing inputs before it are filled with omitted ones."""
+        """Add a value as the input at `index`; inputs before it that the node does not list are added as omitted."""
         self.node.input.extend([""] * (index - len(self.node.input)))
         self.node.input.append(self.constant(value, what))
 

@@ -163,7 +163,7 @@ def _declare_functions(model: onnx.ModelProto) -> None:
 def _drop_constant_inputs(model: onnx.ModelProto, constants: set[str]) -> None:
     """Remove initializers from the graph inputs of a model before IR version 4, and set its version to 4.
 
-    Before version 4, every initializer is also an input.  Since version 4, callers may override initializers that are.
+    Before version 4, every initializer is also an input.  Since version 4, callers may override those that are inputs.
     """
     if model.ir_version < 4:
         inputs = [i for i in model.graph.input if i.name not in constants]

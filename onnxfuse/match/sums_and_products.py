@@ -81,7 +81,7 @@ class AssociativeMatcher:
         self.most_selective = min(filter(root_ops, self.values), key=lambda v: len(root_ops(v) or ()), default=None)
 
     def _has_known_shape(self, value: Term) -> bool:
-        """Return whether a value is an operand with only dimensions of the output: few tensors have these sizes."""
+        """Return whether a value is an operand whose dimensions the output has too: few tensors have these sizes."""
         leaf, out = value.unwrapped, self.m.fusion.out[0]
         return isinstance(leaf, Capture) and leaf.dims is not None and set(leaf.dims.split()) <= set(out.split())
 

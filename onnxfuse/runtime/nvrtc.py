@@ -178,7 +178,7 @@ def unavailable() -> str | None:
 
 
 def compiler_version() -> tuple[int, ...]:
-    """Return NVRTC's version.  Raises KernelError if cuda-bindings and CuPy, or the library itself, are missing."""
+    """Return NVRTC's version.  Raises KernelError if the library, or a package that calls it, is missing."""
     return _version(*_nvrtc())
 
 

@@ -22,7 +22,7 @@ from onnxfuse.verify.rounded_results import model_that_rounds
 # Relative error that a value may have after some roundings in another order, as after a fused node.
 SOME_ROUNDINGS: Final = 1e-6
 STEADY_DRAWS: Final = 8  # random draws of moved values: half move by one unit in the last place, half by SOME_ROUNDINGS
-# An output may differ in this many times the number of integers that differ between the original's own runs.
+# How many integers of an output may differ, as a multiple of how many differ between the original's own runs.
 INTEGERS_FACTOR: Final = 4.0
 
 

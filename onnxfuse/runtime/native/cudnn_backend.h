@@ -190,7 +190,7 @@ class CudnnDescriptor {
   void set(CudnnAttribute attribute, int64_t value) { set(attribute, CudnnType::kInt64, 1, &value); }
   void set(CudnnAttribute attribute, float value) { set(attribute, CudnnType::kFloat, 1, &value); }
   void set(CudnnAttribute attribute, bool value) { set(attribute, CudnnType::kBoolean, 1, &value); }
-  // A number of the enumeration that `type` names.
+  // Sets a number of the enumeration that `type` names.
   void set(CudnnAttribute attribute, CudnnType type, int value) { set(attribute, type, 1, &value); }
   void set(CudnnAttribute attribute, CudnnType type, void* value) { set(attribute, type, 1, &value); }
   void set(CudnnAttribute attribute, const CudnnDescriptor& value) {

@@ -103,7 +103,7 @@ OrtStatus* refuse_runtime(const OrtApiBase& base, const std::exception& error) {
       warn("all fused nodes", error.what());
       return nullptr;
     }
-  } catch (const std::exception&) {  // the environment has an unknown setting
+  } catch (const std::exception&) {  // the environment variable has another value than refuse or body
   }
   const auto* slots = static_cast<void* const*>(base.GetApi(1));  // CreateStatus is the first function of every version
   const std::string text = utf8(std::string("onnxfuse: ") + error.what());
