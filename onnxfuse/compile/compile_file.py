@@ -110,7 +110,7 @@ def compile_file(
 ) -> Compiled:
     """Compile a fused model into a plan file.
 
-    Raises UsageError for a model without fused nodes, sizes that it does not have, and unknown GPUs and options,
+    Raises UsageError for a model without fused nodes, sizes of dims that it lacks, and unknown GPUs and options,
     KernelError without a compiler, OnnxfuseError if no node has a kernel, PlanFileError if the file cannot be
     written, or would replace one that is not a plan file.
     """

@@ -19,7 +19,7 @@ ON_THE_WAY: Final = REARRANGING | {"Div", "Mul"}  # operators between a mean and
 
 
 def variance_nodes(scope: Scope) -> frozenset[Node]:
-    """Return the nodes of variances that are written in this way, from the squares to where other data joins."""
+    """Return the nodes of variances written as mean(x²) - mean(x)², from the squares to where other data joins."""
     found: set[Node] = set()
     for node in scope.graph.nodes:
         if op_of(node) == "Sub":

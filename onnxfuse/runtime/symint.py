@@ -393,7 +393,7 @@ def without_soft_guards(*values: Any) -> Iterator[None]:
 
 @contextmanager
 def for_later_plans(*values: Any) -> Iterator[None]:
-    """Make a host's plans after the first one inside this context.
+    """Return a context in which a host makes its plans after the first one.
 
     Comparisons of estimates, which order these plans, add no guards; hard guards apply only to these plans.  `values`
     are symbolic sizes; without any, nothing changes.
