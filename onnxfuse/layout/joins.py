@@ -11,7 +11,7 @@ import onnx
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.node import AttributeValue, Node, Tensor
 from onnxfuse.layout.writer import Writer
-from onnxfuse.rewrite.replace import FunctionCall, Fused, LocalFunctions, drop_functions, put_call
+from onnxfuse.rewrite.replace import FunctionCall, Fused, LocalFunctions, drop_functions, labels, put_call
 
 
 @dataclass(frozen=True)
@@ -111,19 +111,14 @@ class Joins:
         one.body.input[:] = _operands(one.attributes)
         one.body.attribute[:] = sorted(one.attributes)
         known, name = self.records.get(named.node.name), named.node.name
-        labels = tuple(label for node in one.nodes for label in self._labels(node))
+        replaced = tuple(label for node in one.nodes for label in labels(node, self.records))
         dims = known.dims if known and named.fusion == fusion else {}
-        record = Fused(fusion, name, labels, dims, self.original(output))
+        record = Fused(fusion, name, replaced, dims, self.original(output))
         call = FunctionCall(functions.add(one.body), name, one.inputs, [output], one.attributes)
         joined = put_call(self.graph, self.shapes, one.nodes, call)
         self.writer.written |= {joined} if named.node in self.writer.written else set()
         self.records[name] = record
         self.made.append(record)
-
-    def _labels(self, node: Node) -> tuple[str, ...]:
-        """Return the labels of the original model's nodes that a node replaces; an operator replaces itself."""
-        record = self.records.get(node.name)
-        return record.replaces if record else (node.name or self.original(node.outputs[0]),)
 
     def original(self, tensor: Tensor) -> str:
         """Return the name of the original model's tensor that this tensor equals, perhaps in the other layout."""

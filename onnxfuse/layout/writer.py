@@ -27,6 +27,7 @@ from onnxfuse.layout.axes import (
 )
 from onnxfuse.layout.bodies import channels_last_function
 from onnxfuse.match.diagnostics import node_name
+from onnxfuse.passes.folded import node_label
 from onnxfuse.rewrite.replace import Fused, LocalFunctions, attributes_of
 
 
@@ -172,10 +173,10 @@ class Writer:
     ) -> None:
         """Change the inputs and outputs of a node; if attributes change, a new node replaces it.
 
-        An attribute with the value None is removed.
+        An attribute with the value None is removed.  A node without a name gets its label as its name.
         """
         attrs = {**node.attrs, **(attributes or {})}
-        kept = {name: value for name, value in attrs.items() if value is not None}
+        kept, node.name = {name: value for name, value in attrs.items() if value is not None}, node_label(node)
         node.inputs.clear()
         node.outputs.clear()
         if attributes is None:

@@ -18,9 +18,9 @@ from onnxfuse.regions.cluster import MAX_OPERANDS, MAX_OUTPUTS, Cluster
 from onnxfuse.regions.formation import Formed
 from onnxfuse.regions.joining import Joining
 from onnxfuse.regions.steps import Step
-from onnxfuse.regions.write import body, labels, measured_besides, order_by_reading, program
+from onnxfuse.regions.write import body, measured_besides, order_by_reading, program
 from onnxfuse.rewrite.chain_bodies import chained
-from onnxfuse.rewrite.replace import FunctionCall, Fused, LocalFunctions, attributes_of, put_call
+from onnxfuse.rewrite.replace import FunctionCall, Fused, LocalFunctions, attributes_of, labels, put_call
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,12 @@ from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant
 from onnxfuse.ir.serde import node_proto
 from onnxfuse.match.diagnostics import node_name
-from onnxfuse.passes.folded import node_label
 from onnxfuse.regions.cluster import Cluster
 from onnxfuse.regions.computed import nodes_of
 from onnxfuse.regions.formation import Formed
 from onnxfuse.regions.steps import Step
 from onnxfuse.rewrite.chain_bodies import renamed
-from onnxfuse.rewrite.replace import REGION, FunctionCall, Fused, LocalFunctions, attributes_of, put_call
+from onnxfuse.rewrite.replace import REGION, FunctionCall, Fused, LocalFunctions, attributes_of, labels, put_call
 
 DOC: Final = "Elementwise operators, index maps and reductions that one kernel runs."
 
@@ -134,14 +133,6 @@ def write_region(
         graph, shapes, region.nodes, FunctionCall(function, name, list(region.operands.values()), outputs, attributes)
     )
     return Fused(REGION, name, replaced, {}, outputs[0].name)
-
-
-def labels(node: Node, records: Mapping[str, Fused]) -> tuple[str, ...]:
-    """Return the labels of the original nodes that a node replaces; its own label if it has no record in `records`.
-
-    `records` holds the records of fused nodes, by the node's name.
-    """
-    return records[node.name].replaces if node.name in records else (node_label(node),)
 
 
 def measured_besides(region: Cluster, forms: Mapping[Node, tuple[Step, ...]]) -> dict[str, Tensor]:

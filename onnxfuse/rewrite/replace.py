@@ -23,6 +23,7 @@ from onnxfuse.ir.protos import nodes, subgraphs
 from onnxfuse.match import Match, Miss
 from onnxfuse.match.accept import MOVING_OPS, needed_outputs
 from onnxfuse.match.diagnostics import node_name
+from onnxfuse.passes.folded import node_label
 from onnxfuse.rewrite.function_body import function, is_static
 from onnxfuse.rewrite.variant import Variant
 from onnxfuse.steps import step
@@ -51,6 +52,14 @@ class Fused:
 def count_replaced(fused: Iterable[Fused]) -> int:
     """Return how many nodes were replaced; a node that several regions compute counts once."""
     return len({(one.where, label) for one in fused for label in one.replaces})
+
+
+def labels(node: Node, records: Mapping[str, Fused]) -> tuple[str, ...]:
+    """Return the labels of the original nodes that a node replaces; its own label if it has no record in `records`.
+
+    `records` holds the records of fused nodes, by the node's name.
+    """
+    return records[node.name].replaces if node.name in records else (node_label(node),)
 
 
 @dataclass

@@ -38,6 +38,8 @@ def test_regions_take_what_is_beside_elementwise_operators(body: str) -> None:
     last, first = (converted(source, layout, regions=True) for layout in ("nhwc", "nchw"))
     found = operators(last)
     assert found["region"] == 1 and not {"concat", "split", "channel_scale", "Split", "Concat"} & found.keys()
+    (region,) = (one for one in last.fused if one.fusion == "region")
+    assert set(region.replaces) <= {name for node in source.graph.node for name in node.output} | {"Transpose"}
     assert last.after.launches - found["Transpose"] <= first.after.launches
     assert_same(source, last.model, **SIZES)
     assert optimize(source, layout="nhwc", timeout=None)[1].verified.status == "verified"
