@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
@@ -30,7 +30,7 @@ AttributeValue: TypeAlias = "Term | Dim | Number | str | Sequence[Number | Dim] 
 OperatorSet: TypeAlias = Literal["onnx", "ort", "standard"]  # which operators a body may have; see words.stored
 Literals: TypeAlias = float | NDArray[Any]  # one number, or an array; it takes the dtype of the other operand
 
-# Operators that most models have, or that differ between spellings: their absence from a model rules out few fusions.
+# Operators that most models have, or that differ between spellings: their absence from a model says little.
 COMMON_OPS = VIEWS | {"Add", "Mul", "Sub", "Div", "Neg", "Cast", "Pow", "Sqrt", "Slice", "Where"}
 
 
@@ -264,9 +264,9 @@ class Term:
         return None if self.root_ops is None else (Ending(self.root_ops),)
 
     @functools.cached_property
-    def needed_ops(self) -> frozenset[str]:
-        """A set of operators; every spelling of the term contains at least one of them.  Empty if unknown."""
-        return _rarest([part.needed_ops for part in self.parts])
+    def needed_ops(self) -> frozenset[frozenset[str]]:
+        """Sets without COMMON_OPS: every spelling of the term contains at least one operator of each."""
+        return frozenset().union(*(part.needed_ops for part in self.parts))
 
     @property
     def unwrapped(self) -> Term:
@@ -393,9 +393,9 @@ def _computed(parts: Sequence[Term]) -> tuple[tuple[Ending, ...], ...]:
     return tuple(part.endings for part in parts if part.endings is not None and not part.is_optional)
 
 
-def _rarest(sets: Sequence[frozenset[str]]) -> frozenset[str]:
-    """Return the non-empty set of operators that rules out the most models."""
-    return min(filter(None, sets), key=lambda ops: (len(ops & COMMON_OPS), len(ops)), default=frozenset())
+def smallest(sets: Iterable[frozenset[str]]) -> frozenset[str]:
+    """Return the set with the fewest operators."""
+    return min(sets, key=lambda ops: (len(ops), sorted(ops)))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -507,9 +507,10 @@ class Alternatives(Term):
         return None if None in each else tuple(itertools.chain(*filter(None, each)))
 
     @functools.cached_property
-    def needed_ops(self) -> frozenset[str]:
+    def needed_ops(self) -> frozenset[frozenset[str]]:
         each = [option.needed_ops for option in self.options]
-        return frozenset().union(*each) if all(each) else frozenset()
+        one_of_each = [frozenset().union(*map(smallest, each))] if all(each) else []
+        return frozenset.intersection(*each).union(one_of_each)
 
     def _count_nodes(self, choices: Mapping[str, str], seen: set[int]) -> int:
         if self.name is not None and self.name in choices:
@@ -653,8 +654,9 @@ class Apply(Term):
         return (Ending(self.root_ops or self.own_ops, _computed(self.parts)),)
 
     @functools.cached_property
-    def needed_ops(self) -> frozenset[str]:
-        return _rarest([*(part.needed_ops for part in self.parts), self.own_ops])
+    def needed_ops(self) -> frozenset[frozenset[str]]:
+        own = () if self.op in COMMON_OPS else (self.own_ops,)
+        return frozenset(own).union(*(part.needed_ops for part in self.parts))
 
     @property
     def dim_specs(self) -> tuple[str, ...]:
@@ -700,10 +702,6 @@ class _Associative(Term):
     @functools.cached_property
     def endings(self) -> tuple[Ending, ...] | None:
         return (Ending(self.own_ops, _computed(self.parts), self.own_ops),)
-
-    @functools.cached_property
-    def needed_ops(self) -> frozenset[str]:
-        return _rarest([*(part.needed_ops for part in self.parts), self.own_ops])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

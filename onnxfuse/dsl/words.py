@@ -359,7 +359,7 @@ class Causal(Term):
         return None
 
     @functools.cached_property
-    def needed_ops(self) -> frozenset[str]:
+    def needed_ops(self) -> frozenset[frozenset[str]]:
         return frozenset()
 
     def _count_nodes(self, choices: object, seen: object) -> int:

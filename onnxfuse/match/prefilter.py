@@ -14,9 +14,8 @@ MAX_DEPTH: Final = 4  # how many operators of a sum, a product or a chain of vie
 
 
 def may_occur(fusion: Fusion, present: Set[str]) -> bool:
-    """Return whether a graph with the operators `present` may have a match: it needs one of `needed_ops`."""
-    needed = fusion.outputs[0].needed_ops
-    return not needed or not needed.isdisjoint(present)
+    """Return whether a graph with the operators `present` may have a match: it has one of each set of `needed_ops`."""
+    return not any(map(present.isdisjoint, fusion.outputs[0].needed_ops))
 
 
 def may_be(endings: Sequence[Ending], tensor: Tensor) -> bool:

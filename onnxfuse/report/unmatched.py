@@ -7,10 +7,10 @@ from collections.abc import Iterable, Set
 import onnx
 
 from onnxfuse.dsl.declaration import Fusion
+from onnxfuse.dsl.terms import smallest
 from onnxfuse.layout.assign import LayoutResult
 from onnxfuse.layout.fusions import CONVOLUTION, LayoutFusion
 from onnxfuse.match import Miss
-from onnxfuse.match.prefilter import may_occur
 from onnxfuse.rewrite.replace import REGION
 
 MAX_NAMED = 5  # maximum number of operators that a sentence names
@@ -46,8 +46,8 @@ def _why(fusion: Fusion, nearest: Miss | None, present: Set[str]) -> str:
     if nearest is not None and nearest.matched:
         agree = f"{nearest.matched} of {nearest.of} nodes agree"
         return f"it comes nearest at '{nearest.node}', where {agree}: {nearest.reason}"
-    needed = sorted(fusion.outputs[0].needed_ops)
-    if needed and not may_occur(fusion, present):
+    if lacking := [*filter(present.isdisjoint, fusion.outputs[0].needed_ops)]:
+        needed = sorted(smallest(lacking))
         some = f"{', '.join(needed[:MAX_NAMED])}{' and others' if len(needed) > MAX_NAMED else ''}"
         return f"it needs {'one of ' if len(needed) > 1 else ''}{some}, and the model has none"
     return f"no node of the model is how it ends; `onnxfuse show {fusion.name}` prints its pattern"
