@@ -196,7 +196,7 @@ def _same_axis(m: MatchContext, node: Node, name: str, found: Any, required: Any
     """Return whether two values of `axis` or `axes` are equal after negative axes are resolved."""
     if name not in ("axis", "axes") or not node.inputs:
         return False
-    rank = m.shapes.rank(node.inputs[0])
+    rank = m.shapes.rank(node.outputs[0] if op_of(node) == "Unsqueeze" else node.inputs[0])
     if rank is None or isinstance(found, bool) or found is None or required is None:
         return False
     try:

@@ -538,6 +538,19 @@ def test_an_attribute_that_is_not_mentioned_must_have_its_default() -> None:
     assert not is_fused(with_axis, nodes, opset=13, i0=np.array([0]), i1=np.array([1]))
 
 
+@fusion(out="n n")
+def with_column(x=tensor("n"), y=tensor("n n")):
+    """x as a column, plus y"""
+    return op.Add(op.Unsqueeze(x, axes=[1]), y)
+
+
+def test_axes_of_unsqueeze_are_those_of_its_result() -> None:
+    nodes = """r = ReduceMax<axes=[0], keepdims=0>(a) t = Transpose(a) s = MatMul(t, b)
+        col = Unsqueeze(r, axes) y = Add(col, s)"""
+    for axis, fits in ((1, True), (-1, True), (0, False), (-2, False)):
+        assert is_fused(with_column, nodes, opset=13, axes=np.array([axis])) == fits, axis
+
+
 @fusion(out="n d")
 def with_axis(x=tensor("n d")):
     """x - mean(x)"""
