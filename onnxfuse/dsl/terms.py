@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeAlias
 from numpy.typing import NDArray
 from onnx import TensorProto
 
-from onnxfuse.algebra.operators import VIEWS
+from onnxfuse.algebra.operators import COMMUTATIVE, VIEWS
 from onnxfuse.algebra.sizes import Dim
 from onnxfuse.dsl.guards import Guard
 from onnxfuse.dsl.spans import Span, here
@@ -225,7 +225,7 @@ class Ending(NamedTuple):
     """How a term may be computed: one of `ops` reads all of `parts`, directly or through the operators `between`."""
 
     ops: frozenset[str]
-    parts: tuple[tuple[Ending, ...], ...] = ()  # the endings of each part that an operator computes
+    parts: tuple[tuple[tuple[Ending, ...], slice], ...] = ()  # the endings of each computed part, and its inputs
     between: frozenset[str] = frozenset()
 
 
@@ -388,9 +388,16 @@ def union(sets: Sequence[frozenset[str] | None]) -> frozenset[str] | None:
     return frozenset().union(*known) if len(known) == len(sets) else None
 
 
-def _computed(parts: Sequence[Term]) -> tuple[tuple[Ending, ...], ...]:
-    """Return the endings of the parts that every match has, and that an operator computes."""
-    return tuple(part.endings for part in parts if part.endings is not None and not part.is_optional)
+def _computed(parts: Sequence[Term], in_order: bool = False) -> tuple[tuple[tuple[Ending, ...], slice], ...]:
+    """Return the endings of the parts that every match has, and that an operator computes, with their inputs.
+
+    With `in_order`, a part is not before its own place; it is later where attributes of the term are inputs.
+    """
+    return tuple(
+        (part.endings, slice(index if in_order else 0, None))
+        for index, part in enumerate(parts)
+        if part.endings is not None and not part.is_optional
+    )
 
 
 def smallest(sets: Iterable[frozenset[str]]) -> frozenset[str]:
@@ -473,7 +480,7 @@ class Rearrange(Term):
     @functools.cached_property
     def endings(self) -> tuple[Ending, ...] | None:
         inner = self.inner.endings
-        return inner and (*inner, Ending(VIEWS, (inner,), VIEWS))
+        return inner and (*inner, Ending(VIEWS, ((inner, slice(1)),), VIEWS))
 
     @property
     def dim_specs(self) -> tuple[str, ...]:
@@ -651,7 +658,7 @@ class Apply(Term):
 
     @functools.cached_property
     def endings(self) -> tuple[Ending, ...] | None:
-        return (Ending(self.root_ops or self.own_ops, _computed(self.parts)),)
+        return (Ending(self.root_ops or self.own_ops, _computed(self.parts, self.op not in COMMUTATIVE)),)
 
     @functools.cached_property
     def needed_ops(self) -> frozenset[frozenset[str]]:

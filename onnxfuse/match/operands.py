@@ -61,8 +61,11 @@ def _unified(m: MatchContext, spec: str, term: Capture, tensor: Tensor, state: S
     readings = dict.fromkeys((shape, tuple(map(without_min_constants, shape)))) if "?" in spec else (shape,)
     found = [dims for sizes in readings if (dims := unify(spec, sizes, state.dims)) is not None]
     if not found:
-        wanted = spec_text(spec, state.dims)
-        m.fail(term, state, lambda: f"'{tensor.name}' has shape ({shape_text(shape)}); required ({wanted})")
+        m.fail(
+            term,
+            state,
+            lambda: f"'{tensor.name}' has shape ({shape_text(shape)}); required ({spec_text(spec, state.dims)})",
+        )
     return found
 
 

@@ -42,7 +42,8 @@ def match_operator(m: MatchContext, term: Apply, tensor: Tensor, state: State) -
     state, factor = state.with_nodes([node]), state.factor
     if term.op not in LINEAR:  # factors of its inputs do not scale the result
         state = state._replace(factor=None)
-    inputs = [t for i, t in enumerate(node.inputs) if _input_name(m, term.op, i) not in term.attributes]
+    named = term.attributes
+    inputs = [t for i, t in enumerate(node.inputs) if not named or _input_name(m, term.op, i) not in named]
     orders = [inputs]
     if term.op in COMMUTATIVE and len(inputs) == 2:
         orders.append(inputs[::-1])

@@ -26,21 +26,23 @@ def may_be(endings: Sequence[Ending], tensor: Tensor) -> bool:
     op = op_of(node)
     for ending in endings:
         if op in ending.ops:
-            for part in ending.parts:
-                if not _reads(node, part, ending.between, MAX_DEPTH):
+            for part, place in ending.parts:
+                if not _reads(node.inputs[place], part, ending.between, MAX_DEPTH):
                     break
             else:
                 return True
     return False
 
 
-def _reads(node: Node, part: Sequence[Ending], between: Set[str], depth: int) -> bool:
-    """Return whether a node may read `part`, directly or through one or more of the operators `between`."""
-    for tensor in node.inputs:
+def _reads(inputs: Sequence[Tensor], part: Sequence[Ending], between: Set[str], depth: int) -> bool:
+    """Return whether an input may be `part`, directly or through one or more of the operators `between`."""
+    for tensor in inputs:
         if may_be(part, tensor):
             return True
         maker = tensor.inputs[0] if between and tensor.inputs else None
-        if maker is not None and op_of(maker) in between and (not depth or _reads(maker, part, between, depth - 1)):
+        if maker is None or op_of(maker) not in between:
+            continue
+        if not depth or _reads(maker.inputs, part, between, depth - 1):
             return True
     return False
 
