@@ -9,7 +9,8 @@ from typing import TypeAlias
 import numpy as np
 from onnx import TensorProto
 
-from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
+from onnxfuse.analysis.slice_ranges import slice_ranges
 from onnxfuse.ir.attributes import attribute_or_input, int_attribute
 from onnxfuse.ir.dtypes import is_exact_cast
 from onnxfuse.ir.graph import Graph, constant_value
@@ -144,10 +145,35 @@ def _remove_if_same_shape(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _remove_slice(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Remove a Slice with positive steps that takes all elements."""
+    """Remove a Slice with positive steps that takes all elements, or exactly one input of a Concat."""
     steps = attribute_or_input(graph, node, "steps")
     forward = steps is None or (isinstance(steps, list) and all(isinstance(step, int) and step > 0 for step in steps))
-    return forward and _remove_if_same_shape(graph, shapes, node)
+    if forward and _remove_if_same_shape(graph, shapes, node):
+        return True
+    part = _sliced_part(shapes, node)
+    return part is not None and _remove(graph, shapes, node, part)
+
+
+def _sliced_part(shapes: ShapeInfo, node: Node) -> Tensor | None:
+    """Return the input of a Concat that a Slice of the Concat takes; None if it takes any other elements."""
+    concat, whole = producer(node.inputs[0]), shapes.shape(node.inputs[0])
+    if concat is None or op_of(concat) != "Concat" or whole is None:
+        return None
+    try:
+        ((axis, taken),) = slice_ranges(shapes, node, node.outputs[0]).items()
+    except (CannotInfer, ValueError):  # unknown, or not along one axis
+        return None
+    sizes = [None if shape is None else shape[axis] for shape in map(shapes.shape, concat.inputs)]
+    if axis != int_attribute(concat, "axis", 0) % len(whole):
+        return None
+    start = 0
+    for part, size in zip(concat.inputs, sizes, strict=True):
+        if not isinstance(size, int):
+            return None
+        if taken == (start, size):
+            return part
+        start += size
+    return None
 
 
 def _remove_pad(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:

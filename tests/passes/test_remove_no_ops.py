@@ -17,7 +17,7 @@ from onnxfuse.rules.no_ops import NO_OPS
 CONSTANTS = {
     "one": np.float32(1), "zero": np.float32(0), "one11": np.ones((1, 1), np.float32), "ones": np.ones(8, np.float32),
     "one5": np.ones((1, 1, 1, 1, 1), np.float32), "i0": np.array([0]), "i1": np.array([1]), "i2": np.array([2]),
-    "end": np.array([2**63 - 1]), "minus1": np.array([-1]), "none": np.zeros(6, np.int64),
+    "i8": np.array([8]), "end": np.array([2**63 - 1]), "minus1": np.array([-1]), "none": np.zeros(6, np.int64),
     "shift": np.array([1, 0, 0, -1, 0, 0]), "off": np.array(False), "on": np.array(True), "ratio": np.float32(0.5),
     "keep": np.array([1, 1, 1]), "twice": np.array([1, 2, 1]),
 }  # fmt: skip
@@ -81,6 +81,9 @@ def test_an_identity_keeps_an_output_apart_whose_shape_is_only_declared(declared
         ("a = Slice(x, i0, end, i1) y = Abs(a)", "Abs"),
         ("a = Slice(x, i1, end, i1) y = Abs(a)", "Slice Abs"),
         ("a = Slice(x, minus1, minend, i1, minus1) y = Abs(a)", "Slice Abs"),
+        ("a = Relu(x) b = Concat<axis=-1>(x, a) c = Slice(b, i8, end, i2) y = Abs(c)", "Relu Abs"),
+        ("a = Relu(x) b = Concat<axis=-1>(x, a) c = Slice(b, i1, i8, i2) y = Abs(c)", "Relu Concat Slice Abs"),
+        ("a = Relu(x) b = Concat<axis=0>(x, a) c = Slice(b, i0, i8, i2) y = Abs(c)", "Relu Concat Abs"),
         ("a = Pad(x, none) y = Abs(a)", "Abs"),
         ("a = Pad(x, shift) y = Abs(a)", "Pad Abs"),
         ("a = Concat<axis=1>(x) y = Abs(a)", "Abs"),
