@@ -5,7 +5,6 @@ from __future__ import annotations
 from onnxfuse.attention import ATTENTION, SCORE_PASSES, add_heads_axis
 from onnxfuse.passes import Pass
 from onnxfuse.passes.canonicalize_rotary_pairs import canonicalize_rotary_pairs
-from onnxfuse.passes.canonicalize_rotations import canonicalize_rotations
 from onnxfuse.passes.einsum_to_matmul import einsum_to_matmul
 from onnxfuse.passes.fold_batch_norm import fold_batch_norm
 from onnxfuse.passes.fold_constants import fold_constants
@@ -23,6 +22,7 @@ from onnxfuse.rules.masks import MASKED_SUMS, MASKS
 from onnxfuse.rules.no_ops import NO_OPS
 from onnxfuse.rules.products import GATES
 from onnxfuse.rules.roots import ROOTS, VARIANCES
+from onnxfuse.rules.rotations import ROTATIONS
 
 # The passes in the order in which a round applies them.  Rounds follow each other until none of them changes anything.
 PIPELINE: tuple[Pass, ...] = (
@@ -39,8 +39,8 @@ PIPELINE: tuple[Pass, ...] = (
     rules_pass("write_masked_sums", MASKED_SUMS),
     rules_pass("merge_fills", MASKS),  # before canonicalize_scores writes fills as sums
     *ATTENTION,  # after normalize, which composes views
-    canonicalize_rotations,
-    canonicalize_rotary_pairs,
+    canonicalize_rotary_pairs,  # writes the slices that the next rules match
+    rules_pass("write_rotations", ROTATIONS),
     rules_pass("recognize_activations", ACTIVATIONS),  # before fold_batch_norm takes their scales
     fold_pads,  # after Transposes are composed; before the passes that check the pads of a convolution
     rules_pass("conv_to_matmul", PATCHES),  # writes products, so that the next pass can fold into their weights

@@ -66,9 +66,9 @@ def rotated(x: Term, cos: Term, sin: Term, axes: str, *, of_heads: bool = False)
         "rotate_part": op.Concat(by_table(first, _turned_halves(first, part), part), rest, axis=-1),
         "rotate_pairs": by_table(x, _turned_pairs(x, leading, "pairs"), whole),
         "rotate_part_of_pairs": op.Concat(by_table(first, _turned_pairs(first, leading, "part"), part), rest, axis=-1),
-        "complex_halves": op.Concat(*complex_product(*_halves(x, whole)), axis=-1),
-        "complex_pairs": _stacked(complex_product(*_pairs(x)), leading, "half"),
-        "complex_pairs_to_halves": op.Concat(*complex_product(*_pairs(x)), axis=-1),
+        "complex_halves": op.Concat(*complex_product(*halves(x, whole)), axis=-1),
+        "complex_pairs": _stacked(complex_product(*pairs(x)), leading, "half"),
+        "complex_pairs_to_halves": op.Concat(*complex_product(*pairs(x)), axis=-1),
     }
 
 
@@ -88,17 +88,18 @@ def _is_part(rotated: object, size: object) -> bool:
 
 def _turned_halves(x: Term, count: str) -> Term:
     """Return the concatenation (-second half, first half) of the last axis, which has `count` elements."""
-    first, second = _halves(x, count)
+    first, second = halves(x, count)
     return op.Concat(-second, first, axis=-1)
 
 
-def _halves(x: Term, count: str) -> tuple[Term, Term]:
+def halves(x: Term, count: str) -> tuple[Term, Term]:
+    """Return both halves of the last axis, which has `count` elements."""
     half = size(count) // 2
     first = op.Slice(x, starts=[0], ends=[half], axes=[-1], steps=[1])
     return first, op.Slice(x, starts=[half], ends=[END], axes=[-1], steps=[1])
 
 
-def _pairs(x: Term) -> tuple[Term, Term]:
+def pairs(x: Term) -> tuple[Term, Term]:
     """Return two tensors: the first and the second elements of all pairs of neighbours on the last axis."""
     first, second = (op.Slice(x, starts=[i], ends=[END], axes=[-1], steps=[2]) for i in (0, 1))
     return first, second
@@ -109,7 +110,7 @@ def _turned_pairs(x: Term, leading: str, count: str) -> Term:
 
     `leading` names the axes before it.
     """
-    first, second = _pairs(x)
+    first, second = pairs(x)
     return _stacked((-second, first), leading, count)
 
 

@@ -20,6 +20,8 @@ Relation: TypeAlias = Callable[..., bool]  # tests operands, or two sizes
 #   is_bounded(a)        no element of operand a is infinite or NaN, assuming that products are finite
 #   is_finite(a)         operand a is a constant without NaN and infinity
 #   broadcasts_to(a, b)  the shape of operand a broadcasts to the shape of b without changing it
+#   is_table(a, b)       operand a, which broadcasts to operand b, has an axis of rows and is smaller
+#   are_slices_of_one(a, ..., of=x)  operands are slices of one tensor (x, if given), or views of such slices
 #   begins_with_one(a)   operand a has several axes, the first of them of size 1
 #   holds_zero_or_one(a)  each element of operand a is known to be 0 or 1
 #   is_triangle(a)       operand a is known to be true up to a diagonal, and false above it
@@ -27,8 +29,9 @@ Relation: TypeAlias = Callable[..., bool]  # tests operands, or two sizes
 #   has_readers(a)       more than one node reads operand a
 #   is_read_once(a)      one node reads operand a, and no subgraph or output
 RELATIONS: Final = (
-    "is_multiple", "share_symbols", "is_ordinary", "is_bounded", "is_finite", "broadcasts_to", "begins_with_one",
-    "holds_zero_or_one", "is_triangle", "is_made_by", "has_readers", "is_read_once",
+    "is_multiple", "share_symbols", "is_ordinary", "is_bounded", "is_finite", "broadcasts_to", "is_table",
+    "are_slices_of_one", "begins_with_one", "holds_zero_or_one", "is_triangle", "is_made_by", "has_readers",
+    "is_read_once",
 )  # fmt: skip
 
 
@@ -80,5 +83,5 @@ class Guard:
             return unknown
 
 
-def _unrelated(*values: object) -> bool:
+def _unrelated(*values: object, **options: object) -> bool:
     return False

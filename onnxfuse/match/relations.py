@@ -7,12 +7,13 @@ from functools import partial
 
 import numpy as np
 
+from onnxfuse.algebra.operators import REARRANGING, SLICING
 from onnxfuse.algebra.sizes import Size, symbols
 from onnxfuse.analysis.index_formulas import AtMostZero
 from onnxfuse.analysis.magnitudes import holds_zero_or_one, is_bounded, is_ordinary
 from onnxfuse.dsl.guards import Relation
 from onnxfuse.ir.graph import constant_value
-from onnxfuse.ir.node import Tensor, is_constant, op_of
+from onnxfuse.ir.node import Tensor, is_constant, op_of, producer
 from onnxfuse.match.context import MatchContext
 
 
@@ -38,6 +39,26 @@ def broadcasts_to(m: MatchContext, value: Tensor, to: Tensor) -> bool:
     if shape is None or whole is None or len(shape) > len(whole):
         return False
     return all(size in (1, other) for size, other in zip(shape, whole[len(whole) - len(shape) :], strict=True))
+
+
+def is_table(m: MatchContext, value: Tensor, of: Tensor) -> bool:
+    """Return whether a value that broadcasts to another one has an axis of rows, and is smaller."""
+    shape = m.shapes.shape(value)
+    return shape is not None and len(shape) > 1 and shape != m.shapes.shape(of)
+
+
+def are_slices_of_one(*values: Tensor, of: Tensor | None = None) -> bool:
+    """Return whether values are slices of one tensor (`of`, if given), or views of such slices."""
+    sources = [_sliced(each) for each in values]
+    whole = sources[0] if of is None else of
+    return whole is not None and all(each is whole for each in sources)
+
+
+def _sliced(value: Tensor) -> Tensor | None:
+    """Return the tensor that a value is a slice of, perhaps with views after it; None if it is no slice."""
+    while (node := producer(value)) is not None and op_of(node) in REARRANGING:
+        value = node.inputs[0]
+    return None if node is None or op_of(node) not in SLICING else node.inputs[0]
 
 
 def begins_with_one(m: MatchContext, value: Tensor) -> bool:
@@ -75,6 +96,8 @@ def relations(m: MatchContext) -> Mapping[str, Relation]:
         "is_bounded": partial(is_bounded, m.shapes),
         "is_finite": partial(is_finite, m),
         "broadcasts_to": partial(broadcasts_to, m),
+        "is_table": partial(is_table, m),
+        "are_slices_of_one": are_slices_of_one,
         "begins_with_one": partial(begins_with_one, m),
         "holds_zero_or_one": partial(holds_zero_or_one, m.shapes),
         "is_triangle": partial(is_triangle, m),

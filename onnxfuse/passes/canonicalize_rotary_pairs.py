@@ -1,8 +1,7 @@
 """Write rotary embedding of adjacent pairs in a head with the slices that patterns match.
 
 Where a model reshapes heads to (..., pairs, 2) and takes either column, as torch's `unbind` does, a Slice of every
-other element replaces this.  Where one Concat joins the unrotated part of a head and both halves of the rotated part,
-the halves get a Concat of their own.
+other element replaces this.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import numpy as np
 from onnxfuse.algebra.operators import SLICING
 from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
 from onnxfuse.analysis.slice_ranges import slice_ranges
-from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, op_of, producer
@@ -28,11 +26,9 @@ MAX_INT64: Final = np.iinfo(np.int64).max  # the end of a Slice that takes the r
 
 @graph_pass(opset=13)  # from this opset on, the axes of Unsqueeze are an input
 def canonicalize_rotary_pairs(graph: Graph, shapes: ShapeInfo) -> int:
-    """Rewrite columns of pairs, and Concats that join more than a rotation.  Returns the number of changes."""
+    """Rewrite columns of pairs; return the number of changes."""
     columns = [(node, made) for node in graph.nodes if op_of(node) in SLICING for made in node.outputs]
-    count = sum(_slice_instead(graph, shapes, node, made) for node, made in columns)
-    count += sum(_separate_rotated(graph, shapes, node) for node in list(graph.nodes) if op_of(node) == "Concat")
-    return count
+    return sum(_slice_instead(graph, shapes, node, made) for node, made in columns)
 
 
 def _slice_instead(graph: Graph, shapes: ShapeInfo, node: Node, made: Tensor) -> bool:
@@ -64,33 +60,3 @@ def _slice_instead(graph: Graph, shapes: ShapeInfo, node: Node, made: Tensor) ->
     if len(shape) == len(pairs):
         column = emit(graph, shapes, "Unsqueeze", [column, inputs[2]], f"{stem}_column", shape, dtype)
     return graph.replace(made, column)
-
-
-def _separate_rotated(graph: Graph, shapes: ShapeInfo, concat: Node) -> bool:
-    """Join the last two inputs of a Concat in a separate Concat if they are a rotation; return whether they are."""
-    if len(concat.inputs) <= 2:
-        return False
-    *rest, first, second = concat.inputs
-    shape = shapes.shape(first)
-    if shape is None or shapes.shape(second) != shape or int_attribute(concat, "axis", 0) not in (-1, len(shape) - 1):
-        return False
-    if not _is_rotation(first, second):
-        return False
-    joined = (*shape[:-1], shape[-1] * 2)
-    stem, dtype = f"{concat.outputs[0].name}_rotated", shapes.dtype(first)
-    rotated = emit(graph, shapes, "Concat", [first, second], stem, joined, dtype, {"axis": -1})
-    concat.inputs = [*rest, rotated]
-    return True
-
-
-def _is_rotation(first: Tensor, second: Tensor) -> bool:
-    """Return whether the tensors are `a * c - b * s` and `b * c + a * s`."""
-    difference, total = producer(first), producer(second)
-    if difference is None or total is None or (op_of(difference), op_of(total)) != ("Sub", "Add"):
-        return False
-    products = [producer(each) for node in (difference, total) for each in node.inputs]
-    if any(node is None or op_of(node) != "Mul" for node in products):
-        return False
-    names = [frozenset(each.name for each in node.inputs) for node in products if node is not None]
-    read = [set(names[0] | names[1]), set(names[2] | names[3])]
-    return read[0] == read[1] and len(read[0]) == 4 and len(set(names)) == 4

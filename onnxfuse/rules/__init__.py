@@ -12,6 +12,7 @@ from onnxfuse.rules.masks import MASKED_SUMS, MASKS
 from onnxfuse.rules.no_ops import NO_OPS
 from onnxfuse.rules.products import GATES
 from onnxfuse.rules.roots import ROOTS, VARIANCES
+from onnxfuse.rules.rotations import ROTATIONS
 
 SUBJECTS: Final[Mapping[str, tuple[Rewrite, ...]]] = {
     "activations": ACTIVATIONS,
@@ -20,5 +21,6 @@ SUBJECTS: Final[Mapping[str, tuple[Rewrite, ...]]] = {
     "operators in one form": NO_OPS,
     "products": GATES,
     "roots": (*ROOTS, *VARIANCES),
+    "rotations": ROTATIONS,
 }
 RULES: Final[tuple[Rewrite, ...]] = tuple(rule for table in SUBJECTS.values() for rule in table)

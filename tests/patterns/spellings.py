@@ -209,6 +209,12 @@ def _dtype(spelling: Spelling, operand: Capture) -> int:
     return spelling.dtype
 
 
+def _output_dtype(spelling: Spelling, output: Term) -> int:
+    """Return the variant's dtype, or the dtype that the output is cast to."""
+    is_cast = isinstance(output, Apply) and output.op == "Cast"
+    return output.attributes["to"] if is_cast else spelling.dtype
+
+
 def _viewed(cast: Apply) -> Sequence[Term]:
     """Return the terms below a Cast, if only views are between it and the operands."""
     below = every_term(cast.inputs)
@@ -454,7 +460,7 @@ def _variant(
 ) -> Variant:
     dtypes = {c.name: _dtype(spelling, c) for c in operands(spelling)}
     rank = _rank(spelling.fusion, len(dims.get("...", ())))
-    out = (spelling.dtype,) * len(spelling.outputs)
+    out = tuple(_output_dtype(spelling, term) for term in spelling.outputs)
     named = {operand: term.inner.name for operand, term in _parted(spelling).items()}
     found_numbers = {
         f"{named[operand]}_{word}": number

@@ -1,0 +1,231 @@
+"""Write rotations of pairs (both halves of a head, or adjacent elements) in the two forms that patterns match.
+
+These are `x * cos + turned(x) * sin`, where turned(x) is `-b, a` of the first elements a of all pairs and the second
+ones b, and the product of complex numbers `a cos - b sin, b cos + a sin`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from onnx import TensorProto
+
+from onnxfuse.dsl.declaration import Rewrite, Rules, require, rewrite
+from onnxfuse.dsl.terms import Term
+from onnxfuse.dsl.words import attribute, choose, either, float32, known, op, rearrange, shared, tensor, when
+from onnxfuse.patterns._rotary import halves, pairs
+
+HEADS: Final = "batch heads rows size"
+PART: Final = "batch heads rows pairs"  # of the first or the second elements of all pairs
+TABLE: Final = "batch? heads? rows? size"
+HALF_TABLE: Final = "batch? heads? rows? pairs"
+ROWS: Final = "1 rows size"
+AXES_ARE_INPUTS: Final = "the axes of Squeeze and Unsqueeze are inputs", lambda opset: opset >= 13
+OF_ONE: Final = "a and b are slices of one tensor", lambda a, b, are_slices_of_one: are_slices_of_one(a, b)
+OF_X: Final = "a and b are slices of x", lambda x, a, b, are_slices_of_one: are_slices_of_one(a, b, of=x)
+TWO: Final = "{size} elements are {pairs} pairs", lambda size, pairs: pairs is None or 2 * pairs == size
+
+
+def _by_halves(a: Term, b: Term) -> Term:
+    return op.Concat(a, b, axis=-1)
+
+
+def _by_columns(a: Term, b: Term) -> Term:
+    return op.Concat(op.Unsqueeze(a, axes=[-1]), op.Unsqueeze(b, axes=[-1]), axis=-1)
+
+
+def _by_pairs(a: Term, b: Term) -> Term:
+    return rearrange(_by_columns(a, b), f"{PART} 2 -> batch heads rows (pairs 2)")
+
+
+def _joined(a: Term, b: Term) -> Term:
+    """Return the tensor of which a and b are the first and the second elements of all pairs."""
+    return choose("pairs_are", halves=_by_halves(a, b), neighbours=_by_pairs(a, b))
+
+
+@rewrite(example={"x": (2, 5, 4), "axes": [1]})
+def negated_table(x: Term = tensor(), axes: Term = attribute()) -> Rules:
+    """A tensor is negated before axes are added, so that both tables of a rotation keep the same views."""
+    require("the axes are known", lambda axes: axes is not None)
+    require("it is added to tables of heads", lambda rank: rank == 4)
+    yield -shared(op.Unsqueeze(x, axes=axes)), op.Unsqueeze(-x, axes=axes)
+
+
+# --- x * cos + turned(x) * sin -------------------------------------------------------------------------------------
+
+
+@rewrite(out=HEADS)
+def cast_before_turned(x: Term = tensor(HEADS)) -> Rules:
+    """A turned tensor that is cast to float32 is cast before it is turned, as x is."""
+    require(*AXES_ARE_INPUTS)
+    require(*TWO)
+    require("x is not wider", lambda dtypes: dtypes["x"] in ("float32", "float16", "bfloat16"))
+    wide = float32(x)
+    for joined, (a, b), (wide_a, wide_b) in (
+        (_by_halves, halves(x, "size"), halves(wide, "size")),
+        (_by_pairs, pairs(x), pairs(wide)),
+    ):
+        yield op.Cast(joined(-b, a), to=TensorProto.FLOAT), joined(-wide_b, wide_a)
+        yield op.Cast(joined(b, -a), to=TensorProto.FLOAT), joined(wide_b, -wide_a)
+
+
+@rewrite(out=HEADS)
+def table_of_turned(
+    turned: Term = tensor(HEADS),
+    a: Term = tensor(PART),
+    b: Term = tensor(PART),
+    sin: Term = tensor(TABLE),
+    factor: Term = tensor(TABLE),
+    rest: Term = tensor(HEADS),
+) -> Rules:
+    """A turned tensor is `-b, a`, is multiplied by one table, and is not subtracted: the table is negated instead."""
+    require(*AXES_ARE_INPUTS)
+    require(*TWO)
+    require(*OF_ONE)
+    require("sin is a table", lambda turned, sin, is_table: is_table(sin, turned))
+    require("factor is a table", lambda turned, factor, is_table: factor is None or is_table(factor, turned))
+    forward, back, written = known(turned, _joined(-b, a)), known(turned, _joined(b, -a)), _joined(-b, a)
+    scaled = op.Mul(sin, factor)
+    yield op.Mul(back, sin), written * -sin
+    yield op.Mul(op.Mul(forward, sin), factor), written * scaled
+    yield op.Mul(op.Mul(back, sin), factor), written * -scaled
+    yield op.Sub(rest, op.Mul(forward, sin)), rest + written * -sin
+    yield op.Sub(rest, op.Mul(op.Mul(forward, sin), factor)), rest + written * -scaled
+    yield op.Sub(rest, op.Mul(back, sin)), rest + written * sin
+    yield op.Sub(rest, op.Mul(op.Mul(back, sin), factor)), rest + written * scaled
+
+
+@rewrite(out=HEADS)
+def table_of_x(
+    across: Term = tensor(HEADS),
+    x: Term = tensor(HEADS),
+    a: Term = tensor(PART),
+    b: Term = tensor(PART),
+    sin: Term = tensor(TABLE),
+    cos: Term = tensor(TABLE),
+    scale: Term = tensor(TABLE),
+    more: Term = tensor(TABLE, optional=True),
+) -> Rules:
+    """The x that is turned is multiplied by one table."""
+    require(*AXES_ARE_INPUTS)
+    require(*TWO)
+    require(*OF_X)
+    require("cos is a table", lambda x, cos, is_table: is_table(cos, x))
+    require("scale is a table", lambda x, scale, is_table: is_table(scale, x))
+    require("more is a table", lambda x, more, is_table: more is None or is_table(more, x))
+    rotated, product = known(across, op.Mul(_joined(-b, a), sin)), either(op.Mul(x, more), x)
+    yield op.Add(op.Mul(op.Mul(product, cos), scale), rotated), op.Mul(product, op.Mul(cos, scale)) + rotated
+
+
+@rewrite(out=HEADS)
+def tables_of_three_axes(
+    x: Term = tensor(HEADS),
+    a: Term = tensor(PART),
+    b: Term = tensor(PART),
+    cos: Term = tensor(TABLE),
+    sin: Term = tensor(TABLE, optional=True),
+    cos_rows: Term = tensor(ROWS),
+    sin_rows: Term = tensor(ROWS, optional=True),
+) -> Rules:
+    """Tables lose an axis of size 1 before their rows."""
+    require(*AXES_ARE_INPUTS)
+    require(*TWO)
+    require(*OF_X)
+    turned, cos_plain, sin_plain = _joined(-b, a), op.Squeeze(cos_rows, axes=[0]), op.Squeeze(sin_rows, axes=[0])
+    across = op.Mul(turned, choose("sin_axes", rows=sin_rows, plain=sin))
+    yield op.Add(op.Mul(cos_rows, x), across), x * cos_plain + turned * choose("sin_axes", rows=sin_plain, plain=sin)
+    yield op.Add(op.Mul(sin_rows, turned), op.Mul(x, cos)), x * cos + turned * sin_plain
+
+
+# --- a cos - b sin, b cos + a sin ----------------------------------------------------------------------------------
+
+
+def _complex_product(a: Term, b: Term, cos: Term, sin: Term) -> tuple[Term, Term]:
+    return a * cos - b * sin, b * cos + a * sin
+
+
+def _spellings(total: Term, factor: Term, table: Term) -> tuple[list[Term], list[Term]]:
+    """Return the spellings of `total + factor * table` and of `total - factor * table`, the usual ones first."""
+    product = factor * table
+    negated = (-product, shared(-factor) * table, factor * shared(-table))
+    added = [total + product, *(op.Sub(total, each) for each in negated)]
+    return added, [op.Sub(total, product), *(total + each for each in negated), -op.Sub(product, total)]
+
+
+def _rotation(a: Term, b: Term, cos: Term, sin: Term) -> tuple[Term, Term]:
+    """Return both parts of a complex product in any spelling; `back` are those with the other sign of sin."""
+    added, subtracted = _spellings(a * cos, b, sin)
+    real = choose("real", usual=subtracted[0], odd=either(*subtracted[1:]), back=either(*added))
+    added, subtracted = _spellings(b * cos, a, sin)
+    return real, choose("imaginary", usual=added[0], odd=either(*added[1:]), back=either(*subtracted))
+
+
+def _written(a: Term, b: Term, cos: Term, sin: Term) -> tuple[Term, Term]:
+    """Return both parts of the complex product that `_rotation` found, as patterns match it."""
+    return _complex_product(a, b, cos, choose("real", usual=sin, odd=sin, back=-sin))
+
+
+def _is_rotation(real: str, imaginary: str) -> bool:
+    return (real == "back") == (imaginary == "back")
+
+
+@rewrite(out="batch heads rows whole")
+def joined_rotation(
+    rest: Term = tensor("batch heads rows others"),
+    a: Term = tensor(PART),
+    b: Term = tensor(PART),
+    cos: Term = tensor(HALF_TABLE),
+    sin: Term = tensor(HALF_TABLE),
+) -> Rules:
+    """A Concat of a part that is not rotated and both halves of a rotation has the halves in a Concat of their own."""
+    require(*AXES_ARE_INPUTS)
+    found = when(op.Concat(rest, *_rotation(a, b, cos, sin), axis=-1), "the halves are a rotation", _is_rotation)
+    yield found, op.Concat(rest, _by_halves(*_written(a, b, cos, sin)), axis=-1)
+
+
+@rewrite(out=f"{PART} 2")
+def complex_columns(
+    a: Term = tensor(f"{PART} 1"),
+    b: Term = tensor(f"{PART} 1"),
+    cos: Term = tensor(f"{HALF_TABLE} 1"),
+    sin: Term = tensor(f"{HALF_TABLE} 1"),
+) -> Rules:
+    """Where pairs have an axis of size 1 for their columns, this axis is added after the products."""
+    require(*AXES_ARE_INPUTS)
+    require(*OF_ONE)
+    require("cos and sin are tables", lambda a, cos, sin, is_table: is_table(cos, a) and is_table(sin, a))
+    found = when(_by_halves(*_rotation(a, b, cos, sin)), "the columns are a rotation", _is_rotation)
+    yield found, _by_columns(*_written(*(op.Squeeze(each, axes=[-1]) for each in (a, b, cos, sin))))
+
+
+@rewrite(out="batch heads rows whole")
+def complex_in_one_form(
+    a: Term = tensor(PART),
+    b: Term = tensor(PART),
+    cos: Term = tensor(HALF_TABLE, optional=True),
+    sin: Term = tensor(HALF_TABLE, optional=True),
+    cos_rows: Term = tensor("1 rows pairs", optional=True),
+    sin_rows: Term = tensor("1 rows pairs", optional=True),
+) -> Rules:
+    """A product of complex numbers in another spelling, or with the other sign of the sines, is a rotation."""
+    require(*AXES_ARE_INPUTS)
+    require(*OF_ONE)
+    require("cos is a table", lambda a, cos, is_table: cos is None or is_table(cos, a))
+    require("sin is a table", lambda a, sin, is_table: sin is None or is_table(sin, a))
+    found = choose("cos_axes", rows=cos_rows, plain=cos), choose("sin_axes", rows=sin_rows, plain=sin)
+    cos_written = choose("cos_axes", rows=op.Squeeze(cos_rows, axes=[0]), plain=cos)
+    sin_written = choose("sin_axes", rows=op.Squeeze(sin_rows, axes=[0]), plain=sin)
+    other = when(
+        _joined(*_rotation(a, b, *found)),
+        "it is a rotation in another form",
+        lambda real, imaginary, cos_axes, sin_axes: (
+            _is_rotation(real, imaginary) and {real, imaginary, cos_axes, sin_axes} != {"usual", "plain"}
+        ),
+    )
+    yield other, _joined(*_written(a, b, cos_written, sin_written))
+
+
+ROTATIONS: Final[tuple[Rewrite, ...]] = (
+    *negated_table, *cast_before_turned, *table_of_turned, *table_of_x, *tables_of_three_axes, *joined_rotation,
+    *complex_columns, *complex_in_one_form,
+)  # fmt: skip
