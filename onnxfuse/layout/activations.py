@@ -28,8 +28,8 @@ def activations(joins: Joins) -> Iterator[Joined]:
             continue
         fused = joins.call(end)
         own: dict[str, AttributeValue] = {"activation": activation, **({} if fused else following[0].attrs)}
-        body, inputs = chained(gate.body, fused.body if fused else _operators(following)), tuple(gate.operands.values())
-        yield Joined((gate.node, *following), gate, body, inputs, gate.with_attributes(own))
+        body = chained(gate.body, fused.body if fused else _operators(following))
+        yield Joined((gate.node, *following), gate, body, gate.operands, own)
 
 
 def _operators(nodes: Sequence[Node]) -> onnx.FunctionProto:

@@ -22,9 +22,8 @@ def gates(joins: Joins) -> Iterator[Joined]:
         gate = joins.call(producer(node.inputs[0])) if call is not None else None
         if call is None or gate is None or not _is_plain(gate) or joins.graph.sole_consumer(node.inputs[0]) is not node:
             continue
-        body, (x, factors) = chained(gate.body, call.body), gate.operands.values()
-        inputs = (x, *node.inputs[1:], factors)
-        yield Joined((gate.node, node), call, body, inputs, call.with_attributes({}, OPERAND))
+        operands = {**call.operands, **gate.operands}  # the gate is the last one, and its x replaces the convolution's
+        yield Joined((gate.node, node), call, chained(gate.body, call.body), operands, {})
 
 
 def _is_plain(gate: Call) -> bool:

@@ -11,21 +11,31 @@ import onnx
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.node import AttributeValue, Node, Tensor
 from onnxfuse.layout.writer import Writer
-from onnxfuse.rewrite.replace import FunctionCall, Fused, LocalFunctions, drop_functions, labels, put_call
+from onnxfuse.rewrite.replace import (
+    FunctionCall,
+    Fused,
+    LocalFunctions,
+    attributes_of,
+    drop_functions,
+    labels,
+    put_call,
+)
 
 
 @dataclass(frozen=True)
 class Joined:
     """Nodes to replace by one fused node, which gets the last node's output and the name of `named`, one of them.
 
-    `attributes` holds the new node's fusion and the names of its operands, in the order of `inputs`.
+    The new node has the fusion of `named` and its attributes, with those in `own` replaced or added.  If `fusion` is
+    given, the new node has this fusion, and only the attributes in `own`.
     """
 
     nodes: tuple[Node, ...]
     named: Call
     body: onnx.FunctionProto
-    inputs: tuple[Tensor, ...]
-    attributes: Mapping[str, AttributeValue]
+    operands: Mapping[str, Tensor]
+    own: Mapping[str, AttributeValue]
+    fusion: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,12 +61,6 @@ class Call:
         """Return whether it is a channels-last node of this fusion."""
         layouts = self.attributes.get("layout"), self.attributes.get("x_layout", "nhwc")
         return self.fusion == fusion and set(layouts) == {"nhwc"}
-
-    def with_attributes(self, own: Mapping[str, AttributeValue], *operands: str) -> dict[str, AttributeValue]:
-        """Return its attributes, with the values in `own` replaced or added, and with `operands` appended."""
-        names = {*str(self.attributes.get("attributes", "")).split(), *own}
-        every = " ".join((*self.operands, *operands))
-        return {**self.attributes, "operands": every, "attributes": " ".join(sorted(names)), **own}
 
 
 @dataclass
@@ -86,7 +90,7 @@ class Joins:
             return None
         function, attributes = (later.function, later.attributes) if later else (node.op, node.attrs)
         inputs = [node.inputs[i] for i in later.inputs] if later else node.inputs
-        body, names = self.bodies.get(function), _operands(attributes)
+        body, names = self.bodies.get(function), _words(attributes, "operands")
         if body is None or len(names) != len(inputs):
             return None
         return Call(node, dict(zip(names, inputs, strict=True)), attributes, body)
@@ -106,15 +110,17 @@ class Joins:
             self.graph.sort()
 
     def _put(self, functions: LocalFunctions, one: Joined) -> None:
-        (output,), fusion, named = one.nodes[-1].outputs, str(one.attributes["fusion"]), one.named
-        one.body.name, one.body.doc_string = fusion, named.body.doc_string if named.fusion == fusion else ""
-        one.body.input[:] = _operands(one.attributes)
-        one.body.attribute[:] = sorted(one.attributes)
+        (output,), named, fusion = one.nodes[-1].outputs, one.named, one.fusion or one.named.fusion
         known, name = self.records.get(named.node.name), named.node.name
+        kept = {} if one.fusion else {each: named.attributes[each] for each in _words(named.attributes, "attributes")}
+        own = {**kept, **one.own, "output_ranks": [self.shapes.rank(output) or 0]}
+        attributes = attributes_of(fusion, one.operands, [self.shapes.dtype(output)], own)
+        one.body.name, one.body.doc_string = fusion, "" if one.fusion else named.body.doc_string
+        one.body.input[:], one.body.attribute[:] = list(one.operands), sorted(attributes)
         replaced = tuple(label for node in one.nodes for label in labels(node, self.records))
-        dims = known.dims if known and named.fusion == fusion else {}
+        dims = known.dims if known and not one.fusion else {}
         record = Fused(fusion, name, replaced, dims, self.original(output))
-        call = FunctionCall(functions.add(one.body), name, one.inputs, [output], one.attributes)
+        call = FunctionCall(functions.add(one.body), name, list(one.operands.values()), [output], attributes)
         joined = put_call(self.graph, self.shapes, one.nodes, call)
         self.writer.written |= {joined} if named.node in self.writer.written else set()
         self.records[name] = record
@@ -128,5 +134,5 @@ class Joins:
 Rule: TypeAlias = Callable[[Joins], Iterator[Joined]]
 
 
-def _operands(attributes: Mapping[str, AttributeValue]) -> list[str]:
-    return str(attributes.get("operands", "")).split()
+def _words(attributes: Mapping[str, AttributeValue], name: str) -> list[str]:
+    return str(attributes.get(name, "")).split()

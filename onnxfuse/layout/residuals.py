@@ -11,7 +11,7 @@ import onnx
 
 from onnxfuse.algebra.sizes import Shape
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant, op_of, producer
+from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 from onnxfuse.layout.fusions import CONVOLUTION, GATE, PRODUCT
 from onnxfuse.layout.joins import Call, Joined, Joins
 from onnxfuse.passes.emit import emit
@@ -46,10 +46,12 @@ def residuals(joins: Joins) -> Iterator[Joined]:
         found = [one for pair in (add.inputs, add.inputs[::-1]) if (one := _addition(joins, add, *pair)) is not None]
         if found:  # of two candidates, the last one computed, so that the residual is ready when it starts
             one = max(found, key=lambda one: graph.position[one.call.node])
-            call, (x, *others) = one.call, one.call.operands.values()
-            x = _reshaped(joins, call.node, *one.moved, compared) if one.moved else x
-            body, attributes = chained(call.body, ADDED), _attributes(joins.shapes, call, add)
-            yield Joined((call.node, add), call, body, (x, *others, one.residual), attributes)
+            call, operands = one.call, {**one.call.operands, RESIDUAL: one.residual}
+            if one.moved:
+                operands["x"] = _reshaped(joins, call.node, *one.moved, compared)
+            position = {"residual_position": "before" if call.activation == "none" else "after"}
+            own = position if call.fusion in CHANNELS_LAST else {}
+            yield Joined((call.node, add), call, chained(call.body, ADDED), operands, own)
 
 
 def _addition(joins: Joins, add: Node, value: Tensor, residual: Tensor) -> Addition | None:
@@ -111,11 +113,3 @@ def _reshaped(joins: Joins, product: Node, shape: Shape, target: list[int], comp
             x, target = source, whole
     stored = graph.constant(f"{x.name}_shape", np.array(target, np.int64))
     return emit(graph, shapes, "Reshape", [x, stored], f"{x.name}_moved", shape, shapes.dtype(x))
-
-
-def _attributes(shapes: ShapeInfo, call: Call, add: Node) -> dict[str, AttributeValue]:
-    """Return a node's attributes after it takes the residual of an Add."""
-    own: dict[str, AttributeValue] = {"output_ranks": [shapes.rank(add.outputs[0]) or 0]}
-    if call.fusion in CHANNELS_LAST:
-        own["residual_position"] = "before" if call.activation == "none" else "after"
-    return call.with_attributes(own, RESIDUAL)

@@ -20,7 +20,6 @@ from onnxfuse.layout.fusions import PRODUCT, SQUEEZE
 from onnxfuse.layout.gates import pointwise
 from onnxfuse.layout.joins import Call, Joined, Joins
 from onnxfuse.rewrite.chain_bodies import chained, function_of, with_operands
-from onnxfuse.rewrite.replace import attributes_of
 
 MEAN: Final = "global_average_pool"
 SECOND: Final = {"w": "w_2", "bias": "bias_2"}  # names of the second product's operands
@@ -54,8 +53,9 @@ def squeezes(joins: Joins) -> Iterator[Joined]:
     the kernel are added to `joins.originals`.
     """
     for one in _squeezes(joins):
-        inputs = (one.mean.operands["x"], *_weights(joins, one.first), *_weights(joins, one.second))
-        yield Joined(one.nodes, one.second, _body(one, joins.shapes), inputs, _attributes(one, joins.shapes))
+        second = {SECOND[name]: tensor for name, tensor in _weights(joins, one.second).items()}
+        operands = {"x": one.mean.operands["x"], **_weights(joins, one.first), **second}
+        yield Joined(one.nodes, one.second, _body(one, joins.shapes), operands, _attributes(one), SQUEEZE)
 
 
 # --- find squeezes ------------------------------------------------------------------------------------------------
@@ -136,26 +136,21 @@ def _is_swapped(product: Call) -> bool:
     return product.attributes.get("weight_layout") == "kn"
 
 
-def _weights(joins: Joins, product: Call) -> list[Tensor]:
+def _weights(joins: Joins, product: Call) -> dict[str, Tensor]:
     """Return the operands of a product other than x; its weights have one row per result."""
-    _, w, *others = product.operands.values()
+    operands, w = {name: tensor for name, tensor in product.operands.items() if name != "x"}, product.operands["w"]
     if not _is_swapped(product) or not is_constant(w):
-        return [w, *others]
+        return operands
     stored = joins.graph.constant(f"{w.name}/nk", np.ascontiguousarray(constant_value(joins.graph, w).T))
     joins.originals[stored.name] = w.name, SWAPPED
-    return [stored, *others]
+    return {**operands, "w": stored}
 
 
-def _attributes(one: Squeeze, shapes: ShapeInfo) -> dict[str, AttributeValue]:
+def _attributes(one: Squeeze) -> dict[str, AttributeValue]:
     first, second = one.first, one.second
-    own: dict[str, AttributeValue] = {name: one.mean.attributes[name] for name in ("layout", "output_ranks")}
-    if one.views:
-        own["output_ranks"] = [len(shapes.shape(one.nodes[-1].outputs[0]) or ())]
+    own = {"layout": one.mean.attributes["layout"]}
     own |= {name: first.attributes[name] for name in ACTIVATION if name in first.attributes}
-    own |= {f"{name}_2": second.attributes[name] for name in ACTIVATION if name in second.attributes}
-    operands = [*first.operands, *(SECOND[name] for name in second.operands if name != "x")]
-    types: list[int] = second.attributes["output_types"]  # type: ignore[assignment]
-    return attributes_of(SQUEEZE, operands, types, own)
+    return own | {f"{name}_2": second.attributes[name] for name in ACTIVATION if name in second.attributes}
 
 
 def _body(one: Squeeze, shapes: ShapeInfo) -> onnx.FunctionProto:
