@@ -11,7 +11,7 @@ from onnxfuse.analysis.shape_inference import infer_node
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.graphsurgeon import new_variable
-from onnxfuse.ir.node import AttributeValue, Node, Tensor
+from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant
 
 
 def insert_nodes(
@@ -28,7 +28,7 @@ def insert_nodes(
     operands  the tensors that the nodes read, by the names of the values in `protos`
     outputs   pairs of the name of a value and the tensor that it becomes; a value that is an operand, or becomes a
               second tensor, gets an Identity
-    label     the prefix of new names
+    label     the prefix of new names; results of constants alone are named after the first operand
     """
     tensors = dict(operands)
     computed = {name for proto in protos for name in proto.output}
@@ -44,7 +44,9 @@ def insert_nodes(
         if proto.op_type == "Constant":
             tensors[proto.output[0]] = graph.constant(f"{label}/constant", to_array(proto.attribute[0].t))
         else:
-            made.append(_append(graph, proto, label, tensors, ends))
+            of_constants = all(is_constant(tensors[name]) for name in proto.input if name)
+            first = operands.get(proto.input[0]) if proto.input and of_constants else None
+            made.append(_append(graph, proto, label, label if first is None else first.name, tensors, ends))
     for name, tensor in copies:
         made.append(graph.add_node("Identity", [tensors[name]], [tensor], name=graph.unique_name(f"{label}/Identity")))
     for node in made:
@@ -53,10 +55,11 @@ def insert_nodes(
 
 
 def _append(
-    graph: Graph, proto: onnx.NodeProto, label: str, tensors: dict[str, Tensor], ends: Mapping[str, Tensor]
+    graph: Graph, proto: onnx.NodeProto, label: str, stem: str, tensors: dict[str, Tensor], ends: Mapping[str, Tensor]
 ) -> Node:
+    """Append a node with a name that begins with `label`, and outputs whose names begin with `stem`."""
     for name in proto.output:
-        tensors[name] = ends[name] if name in ends else graph.variable(f"{label}/{proto.op_type}_output")
+        tensors[name] = ends[name] if name in ends else graph.variable(f"{stem}/{proto.op_type}_output")
     inputs = [tensors[name] if name else new_variable("") for name in proto.input]
     attributes = {each.name: _attribute(each) for each in proto.attribute}
     name = graph.unique_name(f"{label}/{proto.op_type}")
