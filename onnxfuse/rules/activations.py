@@ -9,8 +9,8 @@ from onnxfuse.dsl.declaration import Rewrite, Rules, require, rewrite
 from onnxfuse.dsl.terms import Term
 from onnxfuse.dsl.words import choose, computed, either, op, scalar, tensor, weight
 
-# Producers that a HardSigmoid is fused with.  After others it is not written, because not every CUDA provider has a
-# kernel for it alone.
+# Producers that a HardSigmoid is fused with.  After other producers no HardSigmoid is written, because not every CUDA
+# provider has a kernel for a HardSigmoid alone.
 FUSED_PRODUCERS: Final = ("Conv", "Gemm", "MatMul", "BatchNormalization", "Add", "Sub", "Mul")
 UNIT_ROUNDING: Final = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 IMAGE: Final = (2, 4, 3, 5)  # the shape in examples
@@ -18,7 +18,10 @@ SLOPES_BROADCAST: Final = "the slopes broadcast to x", lambda slope, x, broadcas
 
 
 def _hard_sigmoid(x: Term, slope: Term, offset: Term, top: Term) -> tuple[Term, Term]:
-    """Return clip(slope x + offset, 0, top) as exporters write it, and the HardSigmoid that equals it over top."""
+    """Return `clip(slope x + offset, 0, top)` as exporters write it, and the HardSigmoid of the same x.
+
+    The HardSigmoid equals the clipped value divided by top.
+    """
     require("x is fused with its activation", lambda x, is_made_by: is_made_by(x, *FUSED_PRODUCERS))
     require(
         "slope and offset are finite, and top is above 0",
@@ -40,7 +43,7 @@ def hard_sigmoid(
 ) -> Rules:
     """`clip(slope x + offset, 0, 1)` of an x with other consumers is a HardSigmoid.
 
-    If x has no other consumers, slope and offset are folded into the operator that computes it instead.
+    If x has no other consumers, slope and offset are instead folded into the operator that computes x.
     """
     require("x has other readers", lambda x, has_readers: has_readers(x))
     require("top is 1", lambda top: top == 1)
@@ -56,7 +59,10 @@ def scaled_hard_sigmoid(
     top: Term = scalar(),
     inverse: Term = scalar(),
 ) -> Rules:
-    """`clip(slope x + offset, 0, top) / top`, alone or times another tensor, with the division at any place."""
+    """`clip(slope x + offset, 0, top) / top`, alone or times another tensor, is a HardSigmoid.
+
+    In a product with another tensor, the division may be applied to any factor or to the product.
+    """
     require(
         "the factor is 1 / top",
         lambda inverse, top, dtype: inverse is not None and abs(inverse * top - 1) <= UNIT_ROUNDING[dtype],

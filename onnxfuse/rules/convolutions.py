@@ -10,7 +10,7 @@ from onnxfuse.dsl.terms import Term
 from onnxfuse.dsl.words import attribute, either, known, op, rearrange, scalar, size, tensor, weight
 from onnxfuse.patterns._activations import spelled
 
-# Activations that one operator computes, or a product with one.
+# Activations that ONNX has as one operator, or that are a product of x and one operator.
 ONE_OPERATOR: Final = (
     "relu", "silu", "hard_swish", "scaled_hard_swish", "mish", "sigmoid", "tanh", "softplus", "clip", "leaky_relu",
     "elu", "hard_sigmoid",

@@ -1,4 +1,4 @@
-"""Write fills of scores under masks (a Where with a number) in one form."""
+"""Write masked attention scores in one form: a fill, which is a Where that selects either the scores or a number."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SCORES: Final = (2, 3, 4, 5)
 def merge_fills(a: Term = tensor(), b: Term = tensor(), scores: Term = tensor(), number: Term = scalar()) -> Rules:
     """Two fills with the same number, each under its mask, are one fill under both masks.
 
-    If both conditions are true where scores are filled, and one is a triangle, both are negated, because a fused
-    attention recognizes a causal mask that is true where scores are kept.
+    If both conditions are true where scores are replaced by the number, and one condition is a triangle (a causal
+    mask), both are negated, because a fused attention recognizes a causal mask that is true where scores are kept.
     """
     require(
         "both masks broadcast to the scores",
@@ -38,9 +38,10 @@ def merge_fills(a: Term = tensor(), b: Term = tensor(), scores: Term = tensor(),
 
 @rewrite(of_scores=True, example={"scores": SCORES, "mask": (2, 1, 4, 5), "number": -10000.0})
 def masked_sum(scores: Term = tensor(), mask: Term = tensor(), number: Term = scalar()) -> Rules:
-    """Scores times a mask of 0 and 1, plus a number where the mask is 0 (GPT), are a fill.
+    """`scores * mask + (1 - mask) * number`, for a mask of 0 and 1 (GPT), is a fill.
 
-    The product is the finite score or 0, and the addend is 0 or the number.
+    Where the mask is 1, the sum is the score plus 0.  Where the mask is 0, the sum is 0 plus the number, because scores
+    are finite.
     """
     require("the mask holds 0 and 1", lambda mask, holds_zero_or_one: holds_zero_or_one(mask))
     require("the mask broadcasts to the scores", lambda mask, scores, broadcasts_to: broadcasts_to(mask, scores))
@@ -55,8 +56,9 @@ def masked_sum(scores: Term = tensor(), mask: Term = tensor(), number: Term = sc
 def limited_sum(scores: Term = tensor(), mask: Term = tensor(), number: Term = scalar()) -> Rules:
     """`Max(scores + mask, number)` is `scores + Max(mask, number)` if the number is lower than any score (OPT).
 
-    Infinite scores change.  A finite mask needs no Max.  Scores that another mask may have made extreme are left alone:
-    their sum with the mask may be -inf, which the Max makes equal to the score of a key that one mask hides.
+    Infinite scores give another result than before.  If the mask is finite, the Max is removed.  The rule does not
+    apply to scores to which another mask may have been added: where both masks hide a key, the sum may be -inf, which
+    the Max makes equal to the score of a key that only one mask hides.
     """
     require("the number swallows scores that are added to it", lambda number: number < SWALLOWS_SCORES)
     require("scores hold no numbers of masks", lambda scores, is_ordinary: is_ordinary(scores))

@@ -17,7 +17,7 @@ ROWS: Final = (2, 3, 4)
 def subtracted_maximum(x: Term = tensor(), axis: Term = attribute()) -> Rules:
     """A Softmax subtracts the maximum of each row itself, so an explicit subtraction is removed.
 
-    Rows that begin with infinity, or hold nothing but -infinity, are NaN with and without the subtraction.
+    Rows that hold infinity, or nothing but -infinity, become NaN with and without the subtraction.
     """
     require("it is over the last axis", lambda axis, rank, opset: (axis or (-1 if opset > 12 else 1)) in (-1, rank - 1))
     require("x is not wider", lambda dtypes: dtypes["x"] in ("float32", "float16", "bfloat16"))

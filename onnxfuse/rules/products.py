@@ -14,10 +14,10 @@ from onnxfuse.patterns._activations import gate_activation
 def split_packed_gate(
     x: Term = tensor("... k"), w: Term = weight("k columns"), bias: Term = weight("columns", optional=True)
 ) -> Rules:
-    """A product that packs the gate and the up projection, as in Phi-3, becomes one product for each.
+    """A product that packs the gate and the up projection, as in Phi-3, becomes two products, one for each.
 
-    A fused gated product never writes its two halves to memory.  The halves of the weight replace the weight in the
-    file.
+    Both products are then fused with their gate, and their results are never written to memory.  In the file, the two
+    halves of the weight replace the whole weight.
     """
     n = size("n")
     require("{columns} columns are two times {n}", lambda columns, n: columns == 2 * n)

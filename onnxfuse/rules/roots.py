@@ -47,7 +47,7 @@ def variance_factor(
     axes: Term = attribute(),
     keepdims: Term = attribute(),
 ) -> Rules:
-    """The factor of a variance goes into epsilon and the weight of the norm.
+    """The factor of a variance is moved into epsilon and into the weight of the norm.
 
     An unbiased variance, as torch.var computes it, is the mean of squares times n / (n - 1), and
     `x / sqrt(factor * mean + epsilon) * w = x / sqrt(mean + epsilon / factor) * (w / sqrt(factor))`.
