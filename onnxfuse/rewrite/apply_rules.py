@@ -38,7 +38,7 @@ def rules_pass(name: str, rules: Sequence[Rewrite]) -> Pass:
 
 
 def near_misses(graph: Graph, shapes: ShapeInfo, rules: Sequence[Rewrite]) -> list[Miss]:
-    """Return why rules do not match in a sorted graph, at all nodes whose operators fit the end of a rule."""
+    """Return the misses of rules in a sorted graph: why each does not match at nodes where its left side may end."""
     tried = (matcher.at(node.outputs[0]) for node, _, matcher in _candidates(graph, shapes, rules))
     return [found for found in tried if isinstance(found, Miss)]
 
@@ -52,7 +52,7 @@ def _apply_rules(graph: Graph, shapes: ShapeInfo, rules: Sequence[Rewrite]) -> i
 
 
 def _candidates(graph: Graph, shapes: ShapeInfo, rules: Sequence[Rewrite]) -> Iterator[tuple[Node, Rewrite, Matcher]]:
-    """Yield nodes, from outputs to inputs, with each rule that may end there, until the node is replaced."""
+    """Yield nodes, from outputs to inputs, with each rule whose left side may end there, until the node is replaced."""
     by_root: dict[str, list[tuple[Rewrite, Matcher]]] = defaultdict(list)
     for rule in rules:
         if may_occur(rule.left, graph.operators):
@@ -67,7 +67,11 @@ def _candidates(graph: Graph, shapes: ShapeInfo, rules: Sequence[Rewrite]) -> It
 
 
 def _apply(graph: Graph, shapes: ShapeInfo, matcher: Matcher, rule: Rewrite, root: Tensor) -> bool:
-    """Replace a match of the left side by the right side; return whether it matched and the opset could write it."""
+    """Replace a match of the left side by the right side; return whether that was done.
+
+    Nothing is replaced if the left side does not match, if the opset cannot express the right side, or if the rule
+    rewrites attention scores and these scores must not change.
+    """
     match, right = matcher.at(root), rule.right
     if not isinstance(match, Match):
         return False

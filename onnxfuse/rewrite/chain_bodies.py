@@ -14,7 +14,7 @@ from onnxfuse.ir.domain import DOMAIN
 def function_of(operands: Sequence[str], nodes: Sequence[onnx.NodeProto], opset: int = 0) -> onnx.FunctionProto:
     """Return a function of these ONNX operators, the last of which computes the results.
 
-    A function that follows another one in `chained` needs no opset.
+    The opset may be left out if the function becomes the `after` of `chained`.
     """
     imports = [helper.make_opsetid("", opset)] if opset else []
     return helper.make_function(DOMAIN, "", operands, nodes[-1].output, nodes, imports)
@@ -23,8 +23,9 @@ def function_of(operands: Sequence[str], nodes: Sequence[onnx.NodeProto], opset:
 def chained(before: onnx.FunctionProto, after: onnx.FunctionProto, operand: str = "x") -> onnx.FunctionProto:
     """Return a function in which the first result of `before` is an operand of `after`.
 
-    It has the other operands of both, and the results of `after` before the other results of `before`.  Where a name in
-    `after` has another meaning in `before`, it becomes t1, t2 and so on, as the values of fused functions are named.
+    The returned function has the other operands of both.  It has the results of `after`, and then all results of
+    `before` but the first.  If a name of `after` is taken in `before`, it is replaced by t1, t2 and so on, like the
+    names in the functions of fused nodes.
     """
     result = onnx.FunctionProto()
     result.CopyFrom(before)

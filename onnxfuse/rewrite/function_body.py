@@ -1,4 +1,7 @@
-"""A fusion's terms as ONNX nodes: the body of the fused operator, in one opset, for one variant and its dtypes."""
+"""Writes a fusion's terms as ONNX nodes: the body, the ONNX function that a fused node can run as.
+
+A body is written for one `Variant`, which says the opset, the dtypes, and the captured values, sizes and choices.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +117,7 @@ class BodyBuilder:
 
     def can_write(self, term: Term) -> bool:
         """Return whether the opset has the operators of a term, and its required operands are present."""
-        if id(term) not in self._can_write:  # nested alternatives would check each term a thousand times
+        if id(term) not in self._can_write:  # without this cache, nested alternatives would check a term 1000 times
             self._can_write[id(term)] = term, term.can_write(self)
         return self._can_write[id(term)][1]
 
@@ -230,7 +233,10 @@ class BodyBuilder:
         )  # fmt: skip
 
     def _has(self, term: Apply) -> bool:
-        """Return whether the opset has the operator, for bfloat16 if it reads that, as few older operators do."""
+        """Return whether the opset has the operator, and has it for bfloat16 if the term's first input is bfloat16.
+
+        Few operators of older opsets accept bfloat16.
+        """
         found = schema(term.op, self.opset)
         if found is None or self._lacks_steps(term):
             return False
@@ -245,7 +251,11 @@ class BodyBuilder:
         return self.opset < FIRST_STEPS and isinstance(steps, Sequence) and any(step != 1 for step in steps)
 
     def _dtype(self, term: Term) -> int | None:
-        """Return the dtype that a term will have: of its first operand, or of a cast, Shape or comparison before."""
+        """Return the dtype that a term will have, or None if it is not known.
+
+        It is the dtype of the first operand, or the result's dtype of a cast, Shape or comparison between that operand
+        and the term.
+        """
         if isinstance(term, Precision):
             return TensorProto.FLOAT if term.like is None else self._dtype(term.like)
         if isinstance(term, Capture):
@@ -327,7 +337,7 @@ class BodyBuilder:
         return Value(made.output[index], first.dtype)
 
     def write_associative(self, op: str, terms: Sequence[Term]) -> Value:
-        """Combine the terms from the left; numbers are stored only once the dtype of the other operand is known."""
+        """Combine the terms from the left; a number becomes a Constant when the dtype of the other operand is known."""
         numbers = [term.number(self) for term in terms]
         items = [self.value(term) if number is None else number for term, number in zip(terms, numbers, strict=True)]
         whole = items[0]

@@ -3,8 +3,10 @@
 Scores are the product of queries and of keys as (batch, heads, size, keys).  Patterns look through the views before
 these keys for a layout in which the elements of a key are adjacent, such as "batch keys (heads size)".  Sometimes there
 is none: a convolution gives images, whose keys are columns already, and some models reshape keys to five axes.  Then
-the keys get new views that pass through one of these layouts.  If a Reshape of the source gives one, nothing is copied.
-Otherwise one Transpose copies the keys, but never a cache.
+the keys get new views that pass through one of these layouts.  If a Reshape of the source gives such a layout, nothing
+is copied.  Otherwise a Transpose copies the keys, unless they are a cache.
+
+In this file, "rows" are keys in one of these layouts, and "columns" are keys as the scores read them.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ RANK: Final = 4
 def make_keys_row_major(
     graph: Graph, shapes: ShapeInfo, fusions: Sequence[Fusion], keep: Set[str] = frozenset()
 ) -> int:
-    """Rewrite the keys of attentions that only match with such views.  Returns the number of attentions.
+    """Rewrite the keys of attentions that match a pattern only then.  Returns the number of these attentions.
 
     `keep` holds the labels of nodes that are not fused.
     """
@@ -50,14 +52,14 @@ def make_keys_row_major(
     chosen = [fusion for fusion in fusions if has_softmax(fusion) and may_occur(fusion, present)] if pairs else []
     matchers = [Matcher(graph, shapes, fusion) for fusion in chosen]
     count = sum(_settle(graph, shapes, matchers, *pair) for pair in pairs) if matchers else 0
-    if matchers:  # nodes that were written in vain are dead
+    if matchers:  # removes the views that were written for attentions that still do not match
         graph.remove_dead()
         graph.sort()
     return count
 
 
 def _settle(graph: Graph, shapes: ShapeInfo, matchers: Sequence[Matcher], end: Node, scores: Node) -> bool:
-    """Rewrite the keys of the attention that ends in `end` if only this makes it match; return whether it does."""
+    """Rewrite the keys of the attention that ends in `end` if it matches only then; return whether that was done."""
     columns = scores.inputs[1]
     written = None if _matches(matchers, end) else _through_rows(graph, shapes, columns)
     if written is None:
@@ -105,7 +107,10 @@ def _reads_rows(graph: Graph, shapes: ShapeInfo, columns: Tensor) -> bool:
 
 
 def _through_rows(graph: Graph, shapes: ShapeInfo, columns: Tensor) -> Tensor | None:
-    """Return the same keys viewed through rows, with as few copies as possible; None where targets are not constant."""
+    """Return the same keys as views of rows, with as few copies as possible.
+
+    Returns None if a shape is unknown, if the views cannot be written, or if a cache would be copied.
+    """
     shape, chain = shapes.shape(columns), scaled_chain_to(graph, shapes, columns)
     if shape is None:
         return None

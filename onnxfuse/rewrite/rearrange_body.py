@@ -103,7 +103,10 @@ def reshape_targets(builder: ViewBuilder, term: Rearrange) -> tuple[Target | Non
 
 
 def _arrangement(builder: ViewBuilder, term: Rearrange) -> tuple[Arrangement, list[str]]:
-    """Return the arrangement after a slice is taken, and the names of its left side."""
+    """Return the arrangement after a slice is taken, and the names of its left side.
+
+    A slice of several runs already has an axis for each name of the packed axis (see `_packed_slice`).
+    """
     arrangement, name = parse_arrangement(term.pattern, builder.leading_rank), term.slice_name
     if name is not None and builder.captured_number(f"{name}_pitch") is not None:
         *others, last = arrangement.source
@@ -190,10 +193,10 @@ def _target(
 def _with_placeholders(
     target: Sequence[int | None], wanted: Sequence[tuple[str, ...]], present: Sequence[tuple[str, ...]]
 ) -> list[int | None] | None:
-    """Return the target with 0 instead of -1, and placeholders before it, so that 0 has the index that it copies from.
+    """Return a target without -1: each unknown size is a 0, which copies the size of the input's axis of equal index.
 
-    If another size is 0 at run time, -1 could be any number, and runtimes refuse it.  None where placeholders cannot
-    move a 0 to its index.
+    Placeholders before a 0 move it to the index of the axis that it copies.  Returns None where they cannot.  A -1 is
+    avoided because runtimes refuse it if another size is 0 at run time: it could then be any number.
     """
     result: list[int | None] = []
     for size, names in zip(target, wanted, strict=True):
@@ -206,7 +209,7 @@ def _with_placeholders(
 
 
 def _ones(wanted: Sequence[tuple[str, ...]], present: Sequence[tuple[str, ...]]) -> Ones | None:
-    """Return the axes of size 1 in which two shapes differ, so that no Reshape is needed; None if others differ."""
+    """Return the axes of size 1 of two shapes, so that no Reshape is needed; None if their other axes differ."""
     if [names for names in wanted if names] != [names for names in present if names]:
         return None
     squeezed, new = (tuple(i for i, names in enumerate(axes) if not names) for axes in (present, wanted))

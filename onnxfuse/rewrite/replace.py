@@ -99,7 +99,7 @@ class LocalFunctions:
 
 
 def drop_functions(graph: Graph, called: Collection[Node]) -> None:
-    """Remove functions that fusing added and that only the nodes in `called` call: these will call other functions.
+    """Remove functions that fusing added and that only the nodes in `called` call, as these nodes get other functions.
 
     The graph must be the main one, so that calls in all subgraphs are known.
     """
@@ -161,8 +161,9 @@ def put_call(graph: Graph, shapes: ShapeInfo, nodes: Iterable[Node], call: Funct
         node.inputs.clear()
         node.outputs.clear()
     made = graph.add_node(call.function, call.inputs, call.outputs, call.attributes, name=call.name, domain=DOMAIN)
-    # Types of inputs too, because the planner of kernels uses onnx's own inference, which knows fewer dims.  Tensors of
-    # fixed names get no shape: branches of unequal shapes may read them, from which onnxruntime would infer these.
+    # The types of inputs are recorded too, because the planner of kernels uses onnx's own inference, which finds fewer
+    # dims.  Tensors with fixed names get no shape: an If may read them in branches of different shapes, and onnxruntime
+    # refuses such an If if it can infer both shapes.
     for tensor in (*call.outputs, *(tensor for tensor in call.inputs if not is_constant(tensor))):
         shape = None if tensor.name in graph.fixed_names else shapes.shape(tensor)
         graph.record_type(tensor, shapes.dtype(tensor), shape)
