@@ -28,7 +28,7 @@ class AtMostZero:
 
 @dataclass(frozen=True)
 class GatheredElement:
-    """A tensor whose elements are gathered from the tensor `name` at `indices`, one formula per axis of that one."""
+    """A tensor whose elements are gathered from the tensor `name` at `indices`: one formula per axis of `name`."""
 
     name: str
     indices: tuple[Index, ...]

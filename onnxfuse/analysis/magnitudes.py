@@ -17,7 +17,7 @@ from onnxfuse.ir.dtypes import INTEGER_RANGES
 from onnxfuse.ir.graph import constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer
 
-MASKS_FROM: Final = 1e30  # numbers of at least this magnitude count as masks: a score added to one vanishes
+MASKS_FROM: Final = 1e30  # numbers of at least this magnitude count as masks: a score vanishes when one is added
 # Assumed bound of the results of matrix products and norms.  Rewrites of attention rely on it: a score within this
 # bound vanishes when a mask's number is added.
 LARGEST_OF_PRODUCTS: Final = 1e12
@@ -34,8 +34,8 @@ NORMALIZED: Final = PRODUCTS | {"LayerNormalization"}
 def is_ordinary(shapes: ShapeInfo, *tensors: Tensor) -> bool:
     """Return whether the product of tensors stays so small that it vanishes when a mask's large number is added.
 
-    Results of matrix products count as small, like scores.  A floating-point input of the graph does not, because it
-    may hold a mask.
+    Results of matrix products, such as scores, count as small.  A floating-point input of the graph does not count as
+    small, because it may hold a mask.
     """
     bounds = Bounds(shapes)
     return math.prod(max(1.0, bounds.of(each)) for each in tensors) < MASKS_FROM

@@ -95,7 +95,8 @@ class IndexAnalysis:
     def _read_constant(self, tensor: Constant) -> Value | None:
         """Return the contents of a constant that is uniform, counts up along one axis, or is true up to a diagonal.
 
-        It may count in steps greater than 1, as the indices of every second element do.  None for any other constant.
+        A constant may count up in steps greater than 1, like the indices of every second element.  Returns None for any
+        other constant.
         """
         dtype = self.shapes.dtype(tensor)
         max_elements = MAX_MASK_ELEMENTS if dtype == TensorProto.BOOL else MAX_INDEX_ELEMENTS

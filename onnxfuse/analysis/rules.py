@@ -16,8 +16,8 @@ from onnxfuse.ir.node import Node, op_of, producer
 ShapeRule: TypeAlias = Callable[[ShapeInfo, Node], "tuple[Size | None, ...] | list[PartialShape | None]"]
 # A value rule returns the output's value, or a list with one value per output: arrays of int, bool and Dim objects.
 ValueRule: TypeAlias = Callable[[ShapeInfo, Node], "Array | list[Array]"]
-# Both raise CannotInfer where the answer is unknown.  They do not guess: if an answer depends on a symbol's value, as
-# in `s == 1`, it is unknown.
+# Rules of both kinds raise CannotInfer where the answer is unknown.  They do not guess: if an answer depends on the
+# value of a symbol s, as `s == 1` does, it is unknown.
 
 
 class _Known(Protocol):
@@ -87,7 +87,7 @@ def input_vector(shapes: ShapeInfo, node: Node, index: int = 0) -> list[Size]:
 
 
 def integers(shapes: ShapeInfo, node: Node, name: str) -> list[Size] | None:
-    """Return a parameter, an attribute or an input, as a list of integers and sizes; None where it is absent.
+    """Return a parameter (an attribute or an input) as a list of integers and sizes; None where it is absent.
 
     Raises CannotInfer where it is an input whose value is not known.
     """

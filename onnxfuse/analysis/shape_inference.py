@@ -37,7 +37,7 @@ MAX_ROUNDS = 4  # maximum number of inference rounds; each may find new constrai
 
 
 def read_and_infer(model: onnx.ModelProto, folder: Path | None) -> ShapeInfo:
-    """Read and sort a model's main graph, and return the facts about its tensors; these include the graph.
+    """Read and sort a model's main graph, and return the facts about its tensors; the graph is their attribute `graph`.
 
     Raises ModelError for a graph with a cycle, and for fused nodes of another version.
     """

@@ -287,7 +287,7 @@ def exact_elements(value: Array) -> Array | None:
         if not np.all(is_integer):
             return None
         value = whole.astype(np.int64)
-    return value.astype(object)  # a list would lose axes: that of an array [3, 0, 1] is [[], [], []]
+    return value.astype(object)  # `tolist` would lose axes: an array of shape [3, 0, 1] becomes [[], [], []]
 
 
 def number_range(dtype: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from onnxfuse.analysis.shape_rules.slices import slice_bounds, split_sizes
 from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.node import Node, Tensor, op_of
 
-AxisRanges: TypeAlias = dict[int, tuple[int, int]]  # axis -> (first element, number of elements after it)
+AxisRanges: TypeAlias = dict[int, tuple[int, int]]  # axis -> (index of the first element, number of elements)
 
 
 def slice_ranges(shapes: ShapeInfo, node: Node, output: Tensor) -> AxisRanges:
