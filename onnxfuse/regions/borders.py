@@ -21,7 +21,7 @@ from onnxfuse.regions.pointwise import POINTWISE
 from onnxfuse.regions.steps import Step
 
 MAX_MOVED: Final = 8  # maximum number of operators moved to the readers of a tensor
-MAX_READERS: Final = 4  # maximum number of regions that receive them
+MAX_READERS: Final = 4  # maximum number of regions that receive the moved operators
 MIN_SAVED: Final = 1 / 16  # minimum saving, as a share of the regions' cost without launches
 
 

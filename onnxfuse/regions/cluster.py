@@ -21,7 +21,7 @@ MAX_STEPS, MAX_OPERANDS, MAX_OUTPUTS = 64, 24, 8
 NOTHING_BESIDE: Final = "nothing beside it can be merged with it"  # reason why a node is in no region
 LAUNCH_BYTES: Final = 8_000_000  # bytes equivalent to a launch: an H200 moves them in 2 us, at 4 TB/s
 OPERATIONS_PER_BYTE: Final = 8  # operations that take as long as moving one byte, at 32 Tflop/s
-# Operations per element that a step computes or reduces; 1 for other operators.
+# Number of operations for each element that a step computes or reduces; other operators count as one operation.
 OPERATIONS: Final[Mapping[str, int]] = {
     **dict.fromkeys(("Constant", "Identity", "Reshape", "Squeeze", "Unsqueeze"), 0),
     **dict.fromkeys(("Div", "Sqrt", "Reciprocal", "Exp", "Log", "Tanh", "Sin", "Cos", "Sigmoid", "Softplus"), 8),
@@ -170,8 +170,8 @@ class Clusters:
         """Return a cluster's cost: the larger of its memory time and its compute time, plus its launch.
 
         Kernels compute while they move data.  In benchmarks/regions.py, some regions spend on repeated operations more
-        than a tenth of the time of a copy of the same bytes.  On an H200, they take 1.06 times the larger of memory
-        time and compute time, and 0.89 times the sum of both.
+        than a tenth of the time of a copy of the same bytes.  On an H200, these regions take 1.06 times the larger of
+        memory time and compute time, and 0.89 times the sum of both.
         """
         if cluster.is_free:
             return 0.0

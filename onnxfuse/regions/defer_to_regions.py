@@ -29,8 +29,9 @@ class DeferToRegions:
     """Decides whether a match is left to regions, because its nodes can join a neighbour in a region or a fused node.
 
     Fused alone, such a match (a softmax, an activation) would read or write a tensor that a common region does not.
-    `joining` says which fused nodes elementwise operators may join.  Fusions that allow it in one layout only are not
-    considered here, because layouts are assigned later.  `spelled` holds the names of nodes whose match must be fused.
+    `joining` says which fused nodes elementwise operators may join.  Fusions that allow a join in one layout only are
+    not considered here, because layouts are assigned later.  `spelled` holds the names of the nodes that an operator of
+    another tool was written as; matches of such nodes are not left to regions.
     """
 
     joining: Joining

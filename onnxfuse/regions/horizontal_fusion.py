@@ -18,7 +18,7 @@ MAX_OPEN: Final = 8  # maximum number of groups of a level that are compared wit
 
 @dataclass
 class Group:
-    """Small clusters that do not depend on each other: they have one level, and in it one step.
+    """Small clusters that do not depend on each other: they have the same level, and the same step in this level.
 
     Steps number the clusters of a level in the order of their dependencies; see `_groups`.
     """

@@ -53,7 +53,10 @@ def merge_siblings(
 def _merge_readers(
     clusters: Clusters, level: Mapping[Node, int], reasons: dict[str, str], tensor: Tensor, readers: Iterable[Cluster]
 ) -> None:
-    """Merge clusters that read a tensor in its own order; each joins the first of the last few that accepts it."""
+    """Merge clusters that read a tensor in its own order.
+
+    Each cluster is merged with the first that it can be merged with among the last MAX_OPEN clusters before it.
+    """
     found = list[Cluster]()
     for cluster in dict.fromkeys(clusters.of[each.nodes[0]] for each in readers):
         if not _is_read_in_order(clusters, tensor, cluster):
