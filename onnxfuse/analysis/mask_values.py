@@ -207,7 +207,7 @@ def _sliced(analysis: IndexAnalysis, node: Node, before: Shape, after: Shape) ->
 def _cast(analysis: IndexAnalysis, node: Node) -> Value | None:
     """Return the contents of a Cast's output; None where they are not known.
 
-    They are known for integers cast to integers, for booleans cast to booleans or integers, and for uniform or
+    The contents are known for integers cast to integers, for booleans cast to booleans or integers, and for uniform or
     two-number tensors cast to booleans.
     """
     to = analysis.shapes.dtype(node.outputs[0])

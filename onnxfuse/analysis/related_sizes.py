@@ -1,6 +1,6 @@
 """Estimates of unknown sizes: about as large as the sizes that they were computed from.
 
-They serve cost estimates only.  For example, an unknown size after a computed Pad is estimated by the size before it,
+These estimates are only used for costs.  For example, an unknown size after a computed Pad is estimated by the size before it,
 although the Pad could make the axis of any size.
 """
 

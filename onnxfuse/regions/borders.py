@@ -153,8 +153,8 @@ def _saved(clusters: Clusters, border: Border, nodes: Sequence[Node]) -> int:
 def _staying(clusters: Clusters, border: Border, nodes: Sequence[Node]) -> set[Node]:
     """Return those of `nodes` that must stay as well.
 
-    They are those whose result must keep its name, or is read by a node that stays or does not belong to `nodes`.  Of
-    the border's tensor, only the readers in its own cluster count.
+    A node must stay if its result must keep its name, or if the result is read by a node that stays or does not belong
+    to `nodes`.  Of the readers of the border's tensor, only those in its own cluster count.
     """
     going, staying = set(nodes), set[Node]()
     for node in reversed(nodes):

@@ -94,7 +94,8 @@ def _closes_no_cycle(
 def _join(formed: Formed, cluster: Cluster, result: Tensor) -> Join | None:
     """Return how a part of a cluster can join the node that computes `result`.
 
-    None if no part can, or if the part reads from the rest as many bytes as the result has, or more.
+    Returns None if no part can join, or if the part would read at least as many bytes from the rest of the cluster as
+    the result has.
     """
     graph, clusters, forms = formed.merging.graph, formed.merging.clusters, formed.forms
     shapes = clusters.shapes

@@ -87,7 +87,7 @@ def _merge(clusters: Clusters, level: Mapping[Node, int], a: Cluster, b: Cluster
 def _is_read_in_order(clusters: Clusters, tensor: Tensor, cluster: Cluster) -> bool:
     """Return whether a cluster reads a tensor in its own order.
 
-    It does if it reduces the tensor's rows, or if it computes an output of the same sizes from the tensor by
+    A cluster does so if it reduces the tensor's rows, or if it computes an output of the same sizes from the tensor by
     elementwise operators and Reshapes alone.
     """
     dims = _dims(clusters, tensor)

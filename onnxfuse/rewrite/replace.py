@@ -171,7 +171,7 @@ def put_call(graph: Graph, shapes: ShapeInfo, nodes: Iterable[Node], call: Funct
 
 
 def write_deferred(graph: Graph, shapes: ShapeInfo) -> None:
-    """Replace the deferred operators that are still in the graph by their fused nodes."""
+    """Replace the operators in `graph.deferred` that no region took, and are still in the graph, by fused nodes."""
     deferred, present = graph.deferred, set(graph.nodes)
     for node, one in deferred.items():
         if node in present:
@@ -240,9 +240,9 @@ def _asked_by_others(fusion: Fusion) -> frozenset[str]:
 def _is_in_float32(shapes: ShapeInfo, match: Match, dtypes: Set[int]) -> bool:
     """Return whether the body must compute in float32, although its operands or outputs are in half precision.
 
-    It must if both half precisions occur, because neither can hold the values of the other.  It also must if tensors
-    are bfloat16 but the replaced nodes compute nothing in bfloat16: onnxruntime's CPU provider lacks most operators in
-    bfloat16, so that a body in bfloat16 would not run where the replaced nodes do.
+    The body must do so if both half precisions occur, because neither can hold the values of the other.  The body must
+    also do so if tensors are bfloat16 but the replaced nodes compute nothing in bfloat16: onnxruntime's CPU provider
+    lacks most operators in bfloat16, so that a body in bfloat16 would not run where the replaced nodes do.
     """
     if TensorProto.BFLOAT16 not in dtypes:
         return False
