@@ -1,7 +1,7 @@
 """Estimates of unknown sizes: about as large as the sizes that they were computed from.
 
-These estimates are only used for costs.  For example, an unknown size after a computed Pad is estimated by the size before it,
-although the Pad could make the axis of any size.
+Only costs are computed from these estimates.  For example, an unknown size after a computed Pad is estimated by the
+size before the Pad, although the Pad could make the axis of any size.
 """
 
 from __future__ import annotations

@@ -95,7 +95,10 @@ def _computed(analysis: Formulas, tensor: Tensor, steps: int) -> TwoNumbers | No
 
 
 def _in_one_form(numbers: TwoNumbers) -> TwoNumbers:
-    """Return the same tensor with its condition negated if the last axis has a negative factor in the formula."""
+    """Return the same tensor with a condition whose formula has no negative factor of the last axis, if possible.
+
+    If the condition is negated for this, the two numbers are swapped.
+    """
     if isinstance(numbers.where, bool):
         return numbers
     last = numbers.where.index.factor("-1")

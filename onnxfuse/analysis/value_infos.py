@@ -15,7 +15,7 @@ from onnxfuse.algebra.sizes import UNKNOWN, Size
 from onnxfuse.analysis.backward_slices import hide_ambiguous_ends
 from onnxfuse.ir.protos import ONNX_DOMAINS, nodes, opset_of, overridable_initializers, subgraphs
 
-MAX_COPIED_BYTES = 1024  # onnx's shape inference reads only small constants: it gets a copy without larger ones
+MAX_COPIED_BYTES = 1024  # onnx's shape inference reads only small constants, so it gets a model without larger ones
 EXPAND_BOUNDED_SINCE = 13  # opset; before it, onnx makes one dimension per element of a target, even for 10^9 elements
 INVENTED: Final = re.compile(r"unk__\d+")  # names that inferences give to unknown sizes
 BRANCHES_JOINED_SINCE = 11  # opset; before it, onnx's inference may use the shape of only one branch of an If

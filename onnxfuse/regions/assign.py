@@ -74,8 +74,8 @@ def _with_norms(
 ) -> tuple[list[Cluster], list[Node]]:
     """Return clusters, each merged with the norms that should be computed with it, and all these norms.
 
-    `apart` holds clusters that join no fused node.  If `joins` has a join of operators with such a norm, it is removed
-    from there, and the operators become part of the cluster.
+    `apart` holds clusters that join no fused node.  If operators were to join such a norm, their join is removed from
+    `joins`, and the operators become part of the cluster.
     """
     found, norms = list[Cluster](), list[Node]()
     for cluster in apart:

@@ -176,7 +176,7 @@ def _apply(clusters: Clusters, level: dict[Node, int], border: Border, move: Mov
         if copied:
             copies = _copies(clusters, reader, copied)
             level.update(dict.fromkeys(copies, level[border.tensor.inputs[0]]))
-    left = clusters.part(move.left.nodes)  # it may have fewer outputs now, because copies read other copies
+    left = clusters.part(move.left.nodes)  # may have fewer outputs than `move.left`, because copies read other copies
     for before, after in zip((border.own, *border.readers), (left, *move.readers), strict=True):
         after.place = before.place
         clusters.split(after)

@@ -60,9 +60,9 @@ def _if_empty(
 ) -> tuple[Size | None, ...]:
     """Return the shape after a Reshape to a target with a -1; sizes that an empty axis could change become unknown.
 
-    For example, [-1, n] reshapes (n, 2) to (2, n), but (0, 2) to (0, 2), because a 0 in the target copies the source's
-    size.  If the -1 joins or splits axes, as [-1, seq, 8] does with (batch, heads, seq, 8), empty axes are ignored:
-    exported models rely on the usual result, and fail for empty axes.
+    For example, the target [-1, n] reshapes (n, 2) to (2, n); but if n is 0, it reshapes (0, 2) to (0, 2), because a 0
+    in the target copies the size of the source's axis.  If the -1 joins or splits axes, as [-1, seq, 8] does with
+    (batch, heads, seq, 8), empty axes are ignored: exported models rely on the usual result, and fail for empty axes.
     """
     usual = [size for size in result if size is not None]
     is_regrouped = len(usual) == len(result) and reshape(identity(source or ()), usual) is not None
@@ -76,7 +76,7 @@ def _if_empty(
 
 
 def tells_empty_axes(reshape: Node, target: Sequence[Size], source: Shape | None) -> bool:
-    """Return whether a Reshape with a -1 either fails or gives its target's sizes when a target size is 0.
+    """Return whether a Reshape to a target with a -1 gives the target's sizes, or fails, even if one of them is 0.
 
     With `allowzero`, onnxruntime divides by the product of the nonzero sizes, so each size that may be 0 must also be
     in the source.
@@ -88,7 +88,10 @@ def tells_empty_axes(reshape: Node, target: Sequence[Size], source: Shape | None
 
 
 def _copies_empty(size: Size, source: Shape | None, axis: int) -> bool:
-    """Return whether a target size is never 0, or is 0 only together with the source size that a 0 copies."""
+    """Return whether a target size is never 0, or is 0 only if the source's axis of equal index is empty, too.
+
+    A 0 in the target copies the size of that axis.
+    """
     if isinstance(size, int) or _is_never_empty(size):
         return True
     if source is None or axis >= len(source):  # the Reshape fails where the source has no such axis
