@@ -1,4 +1,4 @@
-"""Activations together with the sum before them, and gates."""
+"""Spelling rules of activations, alone or of a sum, and of gated activations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onnxfuse.spell_out.views import parts_of
 RULES = RuleTable[Rule]()
 
 
-OF_SUMS: Final[Mapping[str, Callable[[Term], Term]]] = {  # functions of the sum of the inputs
+OF_SUMS: Final[Mapping[str, Callable[[Term], Term]]] = {  # by operator: its function of the sum of its inputs
     "com.microsoft::BiasAdd": lambda x: x,
     "com.microsoft::BiasGelu": gelu,
     "com.microsoft::FastGelu": gelu_tanh,

@@ -1,4 +1,7 @@
-"""onnxruntime's attention: of queries, keys and values, or of an input and the weights that project it to them."""
+"""Spelling rules of onnxruntime's attention operators.
+
+They read queries, keys and values, or an input and the weights that project it to queries, keys and values.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from onnxfuse.spell_out.views import join_heads, parts_of, split_heads
 RULES = RuleTable[Rule]()
 
 MASK_FILTER: Final = -10000.0  # added to the scores of keys that padding hides
-LOWEST: Final[Mapping[int, float]] = {  # added to the scores of keys after their query
+LOWEST: Final[Mapping[int, float]] = {  # by dtype: the number that is added to the scores of keys after their query
     TensorProto.FLOAT: -3.4028234663852886e38,
     TensorProto.FLOAT16: -65504.0,
     TensorProto.BFLOAT16: -3.3895313892515355e38,
@@ -41,7 +44,8 @@ class Heads:
 def attended(call: Call, heads: Heads, bias: int, mask: int | None = None) -> Term:
     """Return `softmax(scale * queries keys^T + masks) values` as (batch, queries, heads * value_size).
 
-    `bias` and `mask` are the indices of inputs that are added to the scores and that hide keys, if they are present.
+    `bias` is the index of the input that is added to the scores, and `mask` the index of the input that hides keys.
+    Either input may be absent.
     """
     size = known(call.dims["size"], "the size of its heads is not known")
     scale = call.scalar("scale", call.attribute("scale", 0.0) or size**-0.5)
@@ -60,8 +64,8 @@ def attended(call: Call, heads: Heads, bias: int, mask: int | None = None) -> Te
 def _masks(call: Call, heads: Heads, columns: Term, kept: Term | None) -> list[Term]:
     """Return the terms that masks add to scores; `kept` is true where keys are kept by padding.
 
-    A causal mask replaces the number that padding adds to a score.  If the padding number is so low that adding both
-    numbers gives a third one, both masks become one mask, or a Where that selects one of the numbers.
+    A key that both masks hide gets the number of the causal mask.  If the number of the padding is so low that the sum
+    of both is another number, both masks become one mask, or a Where that selects one of the two numbers.
     """
     number = call.attribute("mask_filter_value", MASK_FILTER)
     hidden = [] if kept is None else [cast_like(op.Where(kept, 0.0, number), like=heads.keys)]
@@ -80,7 +84,8 @@ def _masks(call: Call, heads: Heads, columns: Term, kept: Term | None) -> list[T
 def _kept(call: Call, index: int, length: Term) -> Term:
     """Return a term that is true where keys are kept.
 
-    The input has 1 where a key is kept, per batch or per batch and query, or it is the number of kept keys.
+    The mask has 1 where a key is kept, for each batch or for each batch and query; or it holds each batch's number of
+    kept keys.
     """
     name, mask = call.tensor(index).name, call.input(index)
     no_mask = f"its mask '{name}' has no shape that is known to be one of all keys"
@@ -98,7 +103,10 @@ def _kept(call: Call, index: int, length: Term) -> Term:
 
 
 def _name_heads(call: Call, hidden: Size, value_hidden: Size) -> tuple[int, int]:
-    """Name the number and the sizes of the heads in so many columns; return the numbers of columns."""
+    """Store the number and the sizes of heads in `call.dims`; return the columns of all keys and of all values.
+
+    `hidden` and `value_hidden` are the same numbers of columns, which may be symbolic.
+    """
     heads = call.attribute("num_heads", 0)
     size, value_size = (_size_of_head(columns, heads) for columns in (hidden, value_hidden))
     call.dims |= {"heads": heads, "size": size, "value_size": value_size}
@@ -112,7 +120,10 @@ def _size_of_head(columns: Size, heads: int) -> int:
 
 
 def name_keys(call: Call, past: int) -> None:
-    """Name the number of all keys: of the new ones, and of those of the past in the inputs `past` and `past + 1`."""
+    """Store the number of keys in `call.dims`: of the new keys and, if the node has a past, of the past keys.
+
+    The input `past` has the past keys, and the input after it the past values.
+    """
     call.dims["keys"] = call.dims["new"]
     stay_if(call.has(past) != call.has(past + 1), "it has a past of keys or of values alone")
     if call.has(past):
@@ -120,7 +131,7 @@ def name_keys(call: Call, past: int) -> None:
 
 
 def after_past(call: Call, past: int, x: Term) -> Term:
-    """Return new keys or values (batch, heads, rows, size) after those of the past, if there are any."""
+    """Return the past keys or values followed by the new ones, x (batch, heads, rows, size); only x without a past."""
     return op.Concat(call.input(past), x, axis=2) if call.has(past) else x
 
 
@@ -169,7 +180,10 @@ def _decoder_masked_multi_head_attention(call: Call) -> dict[int, Term]:
 
 
 def _multi_head(call: Call, bias: int, mask: int, added: int, past: int) -> dict[int, Term]:
-    """Return the outputs; the parameters are indices of inputs, and past values are the input after past keys."""
+    """Return the outputs.  The parameters are indices of inputs.
+
+    The input `added` is added to the scores.  The input `past` has the past keys, and the input after it past values.
+    """
     new = _new_heads(call, bias)
     name_keys(call, past)
     heads = replace(
@@ -210,7 +224,10 @@ def _new_heads(call: Call, bias: int) -> Heads:
 
 
 def _packed_heads(call: Call, shape: tuple[Size, ...], count: int, bias: int) -> Heads:
-    """Return the heads of packed (batch, rows, heads, 3, size) queries, keys and values; or 2 for keys and values."""
+    """Return the heads of a packed input of queries, keys and values, or of queries and packed keys and values.
+
+    The packed input has the shape (batch, rows, heads, count, size), with a count of 3 or 2.
+    """
     _, rows, heads, parts, size = shape
     no_sizes = "its packed queries, keys and values have a bias, or sizes that are not known"
     stay_if(parts != count or call.has(bias), no_sizes)

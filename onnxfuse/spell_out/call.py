@@ -64,7 +64,7 @@ class Call:
         return as_term(self.attribute("epsilon", default))
 
     def optional(self, index: int) -> Term:
-        """Return the term of an input that may be left out, as an operator's optional input."""
+        """Return the term of an input; if the node lacks it, a term that stands for an omitted input."""
         return self.input(index) if self.has(index) else as_term(None)
 
     def sum_of(self, *indices: int) -> Term:

@@ -1,9 +1,9 @@
-"""onnxruntime's GroupQueryAttention, where all sequences are as long as the tensors.
+"""The spelling rule of onnxruntime's GroupQueryAttention, for sequences that are all as long as the tensors.
 
 The operator reads the length of each sequence, so that sequences may be padded on the right, and caches may be longer
-than their contents.  It equals the attention of fusions, over past and new keys, only if all sequences of the batch are
-as long as the past and the new keys together.  This must follow from the model's shapes, or from a mask of ones that
-the model builds and counts; a mask that is a graph input may have fewer ones.
+than their contents.  It equals the attention that fusions match, over past and new keys, only if all sequences of the
+batch are as long as the past and the new keys together.  This must follow from the model's shapes, or from a mask of
+ones that the model builds and counts.  A mask that is a graph input is not enough, because it may have fewer ones.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from onnxfuse.spell_out.views import parts_of, repeat_heads, split_heads
 RULES = RuleTable[Rule]()
 
 QUERY, KEY, VALUE, PAST_KEY, PAST_VALUE, LENGTHS, TOTAL, COS, SIN, _, BIAS = range(11)
-# Positions, a sink, scales of a quantized cache, norms of queries and keys, and lengths of queries.
+# Inputs without a spelling: positions, a sink, scales of a quantized cache, norms of queries and keys, and lengths of
+# queries.
 UNKNOWN_INPUTS: Final = (9, *range(11, 17))
 UNKNOWN_ATTRIBUTES: Final = {  # by attribute: the values that have no effect
     "local_window_size": (-1,), "smooth_softmax": (-1, 0), "causal": (1,), "sliding_window_cache": (0,),
     "kv_cache_bit_width": (0,), "rotary_interleaved": (0,),
 }  # fmt: skip
-UNIFORM: Final = VIEWS | {"Cast", "Tile"}  # if all elements of the input are one number, so are those of the result
+UNIFORM: Final = VIEWS | {"Cast", "Tile"}  # if all elements of the input are equal, all elements of the result are
 
 
 @RULES.rule("com.microsoft::GroupQueryAttention")
@@ -61,7 +62,7 @@ def _group_query_attention(call: Call) -> dict[int, Term]:
 
 
 def _name_sizes(call: Call) -> int:
-    """Name the sizes of queries and keys; return the size of a head."""
+    """Store the sizes of queries and keys in `call.dims`; return the size of a head."""
     reason = "its queries have not three known axes, or its heads of keys do not serve as many queries each"
     batch, new, width = call.axes(QUERY, reason, 3)
     heads, kv_heads = call.attribute("num_heads", 0), call.attribute("kv_num_heads", 0)

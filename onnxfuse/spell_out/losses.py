@@ -1,7 +1,7 @@
-"""The losses of classifiers, for which onnxruntime has no kernels: it spells them out itself.
+"""Spelling rules of the losses of classifiers, for which onnxruntime has no kernels: it spells them out itself.
 
-So all nodes of the spelling may remain unfused without a loss.  Regions take the labels' scores from the softmax of the
-same rows, so that the logarithms of all classes are not written to memory.
+So the spelling costs nothing, even if none of its nodes is fused.  A region computes the LogSoftmax and takes each
+label's score from it, so that the logarithms of all classes are not written to memory.
 """
 
 from __future__ import annotations

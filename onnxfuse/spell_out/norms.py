@@ -1,4 +1,4 @@
-"""Norms with a sum before them, of embeddings, of channels-last images, or over several axes."""
+"""Spelling rules of norms: after a sum, of embeddings, of channels-last images, or over several axes."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _group_norm(call: Call) -> dict[int, Term]:
     if op_of(call.node) == "com.microsoft::SkipGroupNorm":
         skip = _skipped(call, is_last)
         image = image + rearrange(call.input(4), CHANNELS) + skip if call.has(4) else image + skip
-        call.may_remain.add("Add")  # of a time embedding, which exports add in a separate node, too
+        call.may_remain.add("Add")  # the Add of a time embedding, which is often a separate node in exports
     normalized = _normalized_groups(call, image)
     result = cast_like(silu(normalized) if call.attribute("activation", 0) else normalized, like=image)
     return {0: channels_last(result), 1: channels_last(image)} if is_last else {0: result, 1: image}
@@ -142,7 +142,7 @@ def _group_normalization(call: Call) -> dict[int, Term] | None:
 
 
 def _name_groups(call: Call, attribute: str, is_last: bool = False) -> None:
-    """Name the sizes of an image whose channels are as many groups as an attribute says."""
+    """Store the sizes of an image in `call.dims`; the attribute says how many groups its channels form."""
     batch, *others = call.axes(0, "its image has not four axes", 4)
     channels, groups = others.pop(2 if is_last else 0), call.attribute(attribute, 0)
     if not isinstance(channels, int) or not groups or channels % groups:

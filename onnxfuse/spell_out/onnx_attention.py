@@ -1,4 +1,4 @@
-"""ONNX's Attention: with packed heads, fewer heads of keys, a past, or lengths of keys."""
+"""The spelling rule of ONNX's Attention with packed heads, fewer heads of keys, a past, or lengths of keys."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _attention(call: Call) -> dict[int, Term] | None:
 
 
 def _name_sizes(call: Call) -> None:
-    """Name the sizes of queries, keys and values."""
+    """Store the sizes of queries, keys and values in `call.dims`."""
     no_axes = "its queries, keys and values have not all three or all four known axes"
     q, k, v = (call.axes(index, no_axes, call.rank(Q) or 0) for index in (Q, K, V))
     stay_if(len(q) not in (3, 4), no_axes)
@@ -76,7 +76,7 @@ def _by_heads(call: Call, index: int, rows: str, heads: str, size: str) -> Term:
 
 
 def _mask(call: Call, queries: Term, keys: Term) -> Term:
-    """Return the mask, combined with those of a causal past and of key lengths."""
+    """Return the mask that the node reads, combined with the masks of a causal past and of key lengths."""
     causal = call.attribute("is_causal", 0) == 1
     given = call.optional(MASK)
     if not call.has(LENGTHS) and not (causal and call.has(PAST_KEY)):
@@ -95,7 +95,7 @@ def _within_length(call: Call, causal: bool) -> Term:
     """Return a mask of keys within each sequence's length, and, if causal, not after their query."""
     places = op.Range(0, axis_size(call.input(K), 2 if call.rank(K) == 4 else 1), 1)
     lengths = rearrange(call.input(LENGTHS), "batch -> batch 1 1 1")
-    if not causal:  # onnxruntime requires a row for each query
+    if not causal:  # onnxruntime requires a mask with a row for each query
         return rearrange(op.Less(places, lengths), "batch 1 1 keys -> batch 1 queries keys")
     rows = axis_size(call.input(Q), 2 if call.rank(Q) == 4 else 1)
     behind = rearrange(op.Range(1, rows + 1, 1), "queries -> queries 1")

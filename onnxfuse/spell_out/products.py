@@ -1,4 +1,7 @@
-"""Products and convolutions with transposed or scaled operands, channels-last images, a residual or an activation."""
+"""Spelling rules of matrix products and convolutions.
+
+These have transposed or scaled operands, channels-last images, a residual or an activation.
+"""
 
 from __future__ import annotations
 

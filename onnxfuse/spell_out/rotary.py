@@ -1,4 +1,4 @@
-"""Rotary embedding: with tables gathered by position, of packed heads, and of a part of each head."""
+"""Spelling rules of rotary embeddings: with tables gathered by position, of packed heads, or of a part of each head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from onnxfuse.spell_out.views import join_heads, parts_of, split_heads
 
 RULES = RuleTable[Rule]()
 
-READERS: Final = frozenset({"Attention", "com.microsoft::MultiHeadAttention"})  # fusible with packed heads
+# A rotation of packed heads is split into heads only if no other operators read it: then attention is fused with it.
+READERS: Final = frozenset({"Attention", "com.microsoft::MultiHeadAttention"})
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def _is_read_by_attention(call: Call) -> bool:
 
 
 def _name_sizes(call: Call, table: int) -> tuple[int, int]:
-    """Name the sizes of the input; return half the size of the rotated part, and the size of a head."""
+    """Store the sizes of the input in `call.dims`; return half the rotated part's size, and the size of a head."""
     no_axes = "its input has not three or four known axes"
     shape, widths = call.axes(0, no_axes, 3, 4), call.axes(table, no_axes, 2, 3)
     unknown = "the size of its heads or of its tables is not known"

@@ -44,7 +44,8 @@ for _family in activations, attention, group_query_attention, losses, norms, onn
 # Operators of a spelling that need not be fused, because they only move or mask elements.  Operators on integers and
 # booleans need not be fused either.
 MAY_REMAIN: Final = VIEWS | SLICING | {"Cast", "Concat", "Where"}
-SUMS_AND_FACTORS: Final = frozenset({"Add", "Div", "Mul", "Sub"})  # in so many fusions that misses explain nothing
+# So many fusions have these operators that misses at them explain nothing.
+SUMS_AND_FACTORS: Final = frozenset({"Add", "Div", "Mul", "Sub"})
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def spell_out(graph: Graph, shapes: ShapeInfo, keep: Collection[str] = frozenset
     for node in list(graph.nodes):
         rule = RULES.get(op_of(node))
         if spelled and node.outputs and not shapes.dtype(node.outputs[0]):
-            infer_node(shapes, node)  # a spelling may make the types of its inputs known
+            infer_node(shapes, node)  # the spelling of a node before it may have made the types of its inputs known
         if rule is None or not node.outputs or node.outputs[0].name in keep:
             continue
         call, label, output = Call(graph, shapes, node), node_label(node), node.outputs[0].name
@@ -112,7 +113,7 @@ def spell_out(graph: Graph, shapes: ShapeInfo, keep: Collection[str] = frozenset
 
 
 def left_over(graph: Graph, shapes: ShapeInfo, spelled_out: SpelledOut, fusing: FusionResult) -> dict[str, Stays]:
-    """Return the operators with unfused nodes that compute in their spelling, by first output, with the reason."""
+    """Return the spelled-out operators of which a computing node was not fused, by first output, with the reason."""
     computing = (node for node in graph.nodes if op_of(node) not in MAY_REMAIN)
     remaining = {
         node.name: op_of(node) for node in computing if any(shapes.dtype(tensor) in FLOATS for tensor in node.outputs)
@@ -138,7 +139,7 @@ def _nearest_miss(names: Set[str], missed: Iterable[Miss]) -> str:
 
 
 def in_terms_of_model(fused: Iterable[Fused], spelled: Iterable[Spelled]) -> tuple[Fused, ...]:
-    """Return the fused nodes with the names of the spelled-out operators instead of the nodes that replaced these."""
+    """Return the fused nodes, which name spelled-out operators instead of the nodes that replaced these operators."""
     operators = {name: one.node for one in spelled for name in one.made}
     return tuple(
         replace(one, replaces=tuple(dict.fromkeys(operators.get(name, name) for name in one.replaces))) for one in fused
