@@ -18,10 +18,10 @@ from onnxfuse.attention.unbroadcast_masks import unbroadcast_masks
 from onnxfuse.passes import Pass
 
 ATTENTION: tuple[Pass, ...] = (
-    orient_products,  # its Transposes compose with those around it in the next round
+    orient_products,  # the Transposes that it writes compose with views around them in the next round
     merge_window_axes,
     regroup_addends,  # so that the scores keep one shape up to the Softmax
-    split_merged_heads,  # its views compose with those around them
+    split_merged_heads,  # the views that it writes compose with views around them
     merge_value_products,  # needs four axes
     canonicalize_scores,  # needs four axes
     extract_alibi,  # biases are separate addends by then

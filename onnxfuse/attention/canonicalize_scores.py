@@ -5,13 +5,15 @@ other orders: they scale the sum of a product and a mask, replace scores under o
 tensors, replace a bias of heads under a mask before they add it (Falcon), or replace scores under two masks one after
 the other (x-transformers).
 
-This pass distributes factors over sums.  It sums up the addends first: tensors with an axis for heads, and all others.
-A factor per head, as in cosine attention, moves to the queries.  A causal mask that replaces scores becomes a mask that
-is added, because kernels compute the numbers of an added causal mask from positions instead of reading them.
+This pass distributes factors over sums.  It adds the addends to each other before it adds them to the scores: one sum
+for tensors with an axis for heads, and one for all others.  A factor per head, as in cosine attention, moves to the
+queries.  A causal mask that replaces scores becomes a mask that is added, because kernels compute the numbers of an
+added causal mask from positions instead of reading them.
 
-A key that two masks hide must keep its score: in a row where all keys are hidden, as left padding makes them, it still
-has weight, and the sum of two lowest numbers is -inf, while one of them is finite.  So a mask that replaces scores is
-added only if its number swallows every score, and it replaces the masks before it.
+A key that two masks hide must keep the score that one mask gives it.  In a row whose keys are all hidden, as in left
+padding, hidden keys still have weight.  The lowest finite number gives such a weight, but the sum of two lowest numbers
+is -inf.  So a mask that replaces scores is added only if its number swallows every score, and it replaces the masks
+before it.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from onnxfuse.passes.graph_pass import graph_pass
 from onnxfuse.passes.scale_operand import scale_operand
 from onnxfuse.patterns._attention import SWALLOWS_SCORES
 
-MAX_ADDENDS: Final = 2  # tensors that a fused attention adds to scores
+MAX_ADDENDS: Final = 2  # maximum number of tensors that a fused attention adds to scores
 QUERIES_AXIS: Final = -2
 # By operator: pairs of the input that may be scores and the other input, which is added, multiplied or filled in.
 OPERANDS: Final = {
@@ -170,9 +172,10 @@ def parse_scores(graph: Graph, shapes: ShapeInfo, tensor: Tensor, steps: int = M
 
 
 def _masked_bias(graph: Graph, shapes: ShapeInfo, tensor: Tensor) -> tuple[Addend, Mask] | None:
-    """Return the bias of heads and the mask without heads that a Where joins, if its number swallows scores.
+    """Return the bias and the mask if a tensor is a bias whose hidden elements a Where replaces by a number.
 
-    The bias must be the same for all queries: with any other bias, a kernel reads the joined tensor faster.
+    The bias must have an axis for heads, the mask must have none, and the number must swallow scores.  The bias must be
+    the same for all queries: with any other bias, a kernel reads the result of the Where faster than bias and mask.
     """
     node = producer(tensor)
     if node is None or op_of(node) != "Where" or _has_heads(shapes.shape(node.inputs[0])):
@@ -196,7 +199,10 @@ def _has_heads(shape: Sequence[Size] | None) -> bool:
 
 
 def _is_replaced_after_diagonal(shapes: ShapeInfo, analysis: Callable[[], IndexAnalysis], scores: Scores) -> bool:
-    """Return whether the last step replaces scores by a causal mask, after sums with ordinary tensors of heads only."""
+    """Return whether the last step is a causal mask that replaces scores, after sums with biases of heads only.
+
+    These biases must hold no number of a mask.
+    """
     *others, mask = scores.steps
     sizes = shapes.shape(scores.product)
     if not isinstance(mask, Mask) or mask.is_added or not mask.swallows or sizes is None:
@@ -252,7 +258,7 @@ class _Writer:
     plain: Tensor | None = None  # the sum of the other addends
 
     def scores(self, scores: Scores, inner: Sequence[Addend | Mask], mask: Mask | None) -> Tensor:
-        """Return the product plus at most two tensors, or plus at most one and with a mask that replaces scores."""
+        """Return the product plus at most two tensors, or plus at most one under a mask that replaces scores."""
         total, stem = self._times(scores.product, scores.factor), f"{self.end.name}_masked"
         for step in inner:
             self._add(step)
@@ -267,7 +273,11 @@ class _Writer:
         return total if mask is None else self._where(mask, total, stem)
 
     def _may_be_added(self) -> bool:
-        """Return whether adding the mask is exact, and better than replacing scores: see `causal` in patterns."""
+        """Return whether adding the mask is exact, and better than replacing scores.
+
+        Adding is better if there are addends of both kinds.  Without addends for all heads, it is better for a causal
+        mask, because kernels compute its numbers from positions.
+        """
         if self.of_heads is not None and not is_ordinary(self.shapes, self.of_heads):
             return False
         return (self.of_heads is not None) if self.plain is not None else self.is_causal
@@ -284,7 +294,7 @@ class _Writer:
             self.plain = self._sum(self.plain, tensor)
 
     def _replace(self, mask: Mask) -> None:
-        """Replace hidden elements of one of the sums by the mask's number; the other sum must be ordinary."""
+        """Replace hidden elements of one of the sums by the mask's number; the other sum must hold no mask's number."""
         is_ordinary_of_heads, is_ordinary_plain = (
             each is None or is_ordinary(self.shapes, each) for each in (self.of_heads, self.plain)
         )

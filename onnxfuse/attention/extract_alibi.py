@@ -34,7 +34,7 @@ from onnxfuse.passes.compose_views import added_ones
 from onnxfuse.passes.emit import emit, unsqueezed
 from onnxfuse.passes.graph_pass import graph_pass
 
-MAX_TABLE_ELEMENTS: Final = 2**24  # of a table of all heads; larger ones are left alone
+MAX_TABLE_ELEMENTS: Final = 2**24  # maximum number of elements of a table of all heads; larger tables are left alone
 EPSILON: Final = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
@@ -131,7 +131,7 @@ class _Biases:
         return None
 
     def _of_heads(self, tensor: Tensor, axis: int) -> Array | None:
-        """Return the elements of a finite constant whose axes other than `axis` have size 1; None for others."""
+        """Return the elements of a finite constant whose axes other than `axis` have size 1; None for other tensors."""
         if not is_constant(tensor) or len(tensor.shape) < -axis or tensor.shape[axis] != math.prod(tensor.shape):
             return None
         value = constant_value(self.graph, tensor).reshape(-1)

@@ -1,15 +1,16 @@
 """Give every attention four axes: (batch, heads, rows, columns).
 
 Vision models compute attention in windows, groups or units of pooled queries, with q, k and v of (batch, windows,
-heads, rows, size).  Two of the axes before the rows are merged, usually the first two.  The second and the third are
-merged where a Transpose of the result moves the second axis next to the size, so that it is the axis of heads, or both
-of them, so that they are groups of heads that share their keys.  Tensors that the computation reads are reshaped, and
-so is its result; these Reshapes compose with the views around them.
+heads, rows, size).  Two of the three axes before the rows are merged, usually the first two.  If a Transpose of the
+result moves the second axis next to the size, this is the axis of heads; if it moves the second and the third axis
+there, these are groups of heads that share their keys.  In both cases, the second and the third axis are merged.
+Tensors that the computation reads are reshaped, and so is its result; these Reshapes compose with the views around
+them.
 
 Attention of one head is often written as softmax(q k^T) v of (batch, rows, size), as in the middle of a variational
 autoencoder, or with a module for each head.  It gets an axis of size 1 for heads, and one for the batch if there is
-none.  This happens only once no other pass changes anything, because (batch * heads, rows, size) is split before that
-where the model tells the number of heads.
+none.  This happens only once no other pass changes anything, because another pass splits (batch * heads, rows, size)
+if the model tells the number of heads.
 """
 
 from __future__ import annotations
@@ -152,9 +153,10 @@ class MergedAxes:
         return None if made is None else self._viewed(made, back)
 
     def _expanded(self, tensor: Tensor, full: Shape, at: int, wanted: Shape) -> Tensor | None:
-        """Return a tensor expanded to the sizes `wanted` of the two axes; V's shape gives dynamic sizes at run time.
+        """Return a tensor whose two axes are expanded to the sizes `wanted`.
 
-        None where V, the values of the attention, does not have such a size.
+        Dynamic sizes are read at run time from the shape of V, the values of the attention.  Returns None where V does
+        not have such a size.
         """
         values, stem = self.last.inputs[1], f"{tensor.name}_merged"
         shape, target = self.shapes.shape(values), list[int | Tensor]([1] * len(full))
@@ -190,7 +192,10 @@ class MergedAxes:
         return None if 0 in wanted else self._viewed(tensor, View(None, wanted))
 
     def _merged_before_slice(self, source: Tensor, views: tuple[View, ...]) -> tuple[Tensor, tuple[View, ...]]:
-        """Slice a packed product of three axes instead of more, because patterns read such a slice without a copy."""
+        """Merge the axes of a packed product to three before it is sliced, because patterns read such a slice in place.
+
+        Returns the new source and views, or the given ones if `source` is no such slice.
+        """
         node, shape = producer(source), self.shapes.shape(source)
         whole = None if node is None or op_of(node) not in SLICING else self.shapes.shape(node.inputs[0])
         if node is None or whole is None or shape is None or len(whole) < RANK or shape[:-1] != whole[:-1]:

@@ -18,7 +18,7 @@ from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
 from onnxfuse.passes.emit import emit, integers, unsqueezed, write
 from onnxfuse.passes.graph_pass import graph_pass
 
-MAX_SIZE: Final = 256  # elements per head of values that attention kernels support
+MAX_SIZE: Final = 256  # maximum number of elements per head of values that attention kernels support
 
 
 @graph_pass(opset=13)  # from this opset on, the axes of Unsqueeze are an input
@@ -62,7 +62,11 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, probabilities: Tensor) -> bool:
 
 
 def _joined(graph: Graph, shapes: ShapeInfo, values: list[Tensor], stem: str, total: int) -> Tensor:
-    """Return values joined along the last axis, before heads are repeated if all values repeat them equally often."""
+    """Return values joined along the last axis.
+
+    If all values repeat their heads equally often, the tensors before the repetition are joined, and then the heads are
+    repeated.
+    """
     sources = [_unrepeated(shapes, each) for each in values]
     known = [source for source in sources if source is not None]
     counts = {found[1] for source in known if (found := shapes.shape(source)) is not None}

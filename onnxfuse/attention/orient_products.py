@@ -65,7 +65,7 @@ def _probabilities_first(graph: Graph, shapes: ShapeInfo, product: Node) -> bool
     node, result, columns = producer(right), product.outputs[0], shapes.shape(right)
     if node is None or columns is None or (shapes.rank(left) or 0) < 2:
         return False
-    is_one = columns[-2:] == (1, 1)  # then it is its own transpose
+    is_one = columns[-2:] == (1, 1)  # a matrix of one element is its own transpose
     probabilities = node.inputs[0] if _is_swap(shapes, node) else right if is_one else None
     if probabilities is None or not computes_probabilities(probabilities) or computes_probabilities(left):
         return False
@@ -75,13 +75,13 @@ def _probabilities_first(graph: Graph, shapes: ShapeInfo, product: Node) -> bool
 
 
 def _product_of_rows(graph: Graph, shapes: ShapeInfo, swap: Node) -> bool:
-    """Compute scores in the order that a Transpose gives them; return whether they come from a product."""
+    """Compute scores directly in the layout that the Transpose `swap` gives them; return whether that was possible."""
     rows = _scores_of_rows(graph, shapes, swap.inputs[0])
     return rows is not None and graph.replace(swap.outputs[0], rows)
 
 
 def _scores_of_rows(graph: Graph, shapes: ShapeInfo, scores: Tensor) -> Tensor | None:
-    """Return scores with their last two axes swapped, computed in that order from a product; None if there is none.
+    """Return scores computed from a product with the last two axes swapped; None if no product computes them.
 
     Nothing else may read the tensors between.  A Transpose between them is replaced by its input.
     """

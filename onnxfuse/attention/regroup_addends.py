@@ -1,9 +1,11 @@
 """Add tensors to scores in their own shape, where a model reshapes the scores to more axes for the sum, and back.
 
-Windows of an image that was shifted have a mask each (Swin), which is added to scores of (batch, windows, heads, rows,
-columns) and then (batch * windows, heads, rows, columns) again.  Positions along height and width (SAM, MViT) are added
-to scores with two axes for each of rows and columns.  The addends are reshaped instead.  Before that, where axes are
-joined and an addend differs along one of them, it is expanded along the others.
+In Swin, each window of a shifted image has a mask.  The scores are reshaped to (batch, windows, heads, rows, columns),
+the masks are added, and the sum is reshaped to (batch * windows, heads, rows, columns) again.  In SAM and MViT, biases
+of positions along height and width are added to scores with two axes for each of rows and columns.
+
+This pass reshapes the addends instead of the scores.  If a Reshape merges several axes and an addend differs along one
+of them, the addend is first expanded along the others.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from onnxfuse.passes.sizes_of_operands import origin_of_size
 
 @graph_pass(opset=8)  # the first opset with Expand
 def regroup_addends(graph: Graph, shapes: ShapeInfo) -> int:
-    """Rewrite every Reshape that is followed by Adds and a Reshape back.  Returns their number."""
+    """Rewrite every Reshape that is followed by Adds and a Reshape back; return how many were rewritten."""
     return sum(_rewrite(graph, shapes, node) for node in list(graph.nodes) if op_of(node) == "Reshape")
 
 
 def _rewrite(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
-    """Add tensors after the second Reshape instead of before it; return whether that was possible."""
+    """Add tensors to the source of the first Reshape instead of to its result; return whether that was possible."""
     first, addends = _reshaped_sum(graph, last.inputs[0]) or (None, [])
     if first is None or not addends:
         return False
@@ -41,7 +43,7 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
     if added is None or split is None or groups is None or shapes.shape(end) != shape or len(added) > len(split):
         return False
     added = (1,) * (len(split) - len(added)) + added
-    differs = {i: any(added[j] != 1 for j in group) for group in groups for i in group}  # on an axis joined with i
+    differs = {i: any(added[j] != 1 for j in group) for group in groups for i in group}  # on an axis merged with i
     expanded = tuple(size if differs[i] else 1 for i, size in enumerate(split))
     view = View(None, tuple(product(expanded[i] for i in group) for group in groups))
     repeats = [size if size != found else 1 for size, found in zip(expanded, added, strict=True)]
@@ -56,7 +58,7 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
 
 
 def _reshaped_sum(graph: Graph, tensor: Tensor) -> tuple[Node, list[Tensor]] | None:
-    """Return the Reshape of scores that a tensor sums up with other tensors, and these tensors.
+    """Return the Reshape of scores whose result is an addend of a tensor, and the other addends.
 
     None where there is no such Reshape, or other nodes read the sums.
     """
@@ -73,7 +75,7 @@ def _reshaped_sum(graph: Graph, tensor: Tensor) -> tuple[Node, list[Tensor]] | N
 
 
 def _groups(shape: Shape, split: Shape) -> list[list[int]] | None:
-    """Return, for each axis of `shape`, the axes of `split` that it is split into; None where axes are joined."""
+    """Return, for each axis of `shape`, the axes of `split` that it is split into; None if `split` merges axes."""
     groups: list[list[int]] = []
     axis = 0
     for size in shape:
@@ -90,9 +92,10 @@ def _groups(shape: Shape, split: Shape) -> list[list[int]] | None:
 def _target(
     graph: Graph, shapes: ShapeInfo, source: Tensor, repeats: Sequence[Size], groups: list[list[int]], split: Shape
 ) -> Tensor | None:
-    """Return the target of an Expand; a dynamic size is an axis of `source`, divided by its other parts in `split`.
+    """Return the target of an Expand along axes of `split`.
 
-    None where several sizes are dynamic, or one of the other parts is.
+    A dynamic size is computed: the size of an axis of `source`, divided by the sizes of the other axes of `split` that
+    this axis is split into.  Returns None where several sizes are dynamic, or one of these other sizes is dynamic.
     """
     open_axes = [i for i, size in enumerate(repeats) if not isinstance(size, int)]
     sizes: list[int | Tensor] = [size if isinstance(size, int) else 1 for size in repeats]

@@ -35,7 +35,7 @@ from onnxfuse.passes.emit import emit, integers, joined_sizes, sizes_along
 from onnxfuse.passes.fold_shapes import reshape_target
 from onnxfuse.passes.graph_pass import graph_pass
 
-RANK: Final = 3  # of the tensors that are split
+RANK: Final = 3  # rank of the tensors whose first axis is split
 ALLOWZERO_OPSET: Final = 14  # the first opset with `allowzero`: a 0 in a target is then a size, not a copy
 THROUGH: Final = SCORES | {"MatMul"}
 
@@ -81,7 +81,7 @@ def _parts_of_first_axis(shape: Sequence[Size], views: Sequence[View]) -> tuple[
 
 @dataclass
 class SplitHeads:
-    """Splits the first axis of (batch * heads, rows, columns), and collects the nodes that can be rewritten so."""
+    """Splits the first axis of (batch * heads, rows, columns), and collects the nodes that can have four axes."""
 
     graph: Graph
     shapes: ShapeInfo
@@ -128,7 +128,10 @@ class SplitHeads:
         return shape is not None and (len(shape) < RANK or (len(shape) == RANK and shape[0] == 1))
 
     def _farthest_view(self, tensor: Tensor) -> tuple[Tensor, tuple[View, ...], list[Node]] | None:
-        """Return how views of the farthest possible source give a tensor its first axis split; see `farthest_view`."""
+        """Return the farthest tensor from which views give `tensor` with its first axis split, and these views.
+
+        Also returns the products with a number on the way; see `farthest_view`.
+        """
         node, shape = producer(tensor), self.shapes.shape(tensor)
         if node is None or shape is None or op_of(node) not in REARRANGING or not self._has_first_axis(tensor):
             return None

@@ -1,9 +1,9 @@
 """Shrink masks: where a mask is constant along an axis, store it with size 1 there and let its consumers broadcast it.
 
 A padding mask gathered at the ranges of its own axes becomes a Reshape of itself.  `And(x, range >= 0)` becomes `x`;
-if `x` has fewer axes than the And, the consumers broadcast it.  A mask that is true everywhere vanishes.  The embedding
-of token types that are all 0 becomes one row.  Operators that broadcast read the input of an Expand instead of its
-result, for example where F.normalize of PyTorch divides by the norms of rows.
+if `x` has fewer axes than the And, the consumers broadcast it.  A mask that is true everywhere is removed.  The
+embedding of token types that are all 0 becomes one row.  Operators that broadcast read the input of an Expand instead
+of its result, for example where F.normalize of PyTorch divides by the norms of rows.
 
 Where axes of size 1 are added to the result of an And or Or, they are added to its operands instead, so that each
 operand is a mask of the shape that broadcasts to the scores.
@@ -76,7 +76,7 @@ class _Substitution:
         return False
 
     def _substitute(self, node: Node, tensor: Tensor | None) -> bool:
-        """Replace the node's output by a tensor of the same shape, or remember the smaller tensor for its consumers."""
+        """Replace the node's output by a tensor of the same shape, or store a smaller tensor for its consumers."""
         output = node.outputs[0]
         if tensor is None:
             return False
@@ -92,7 +92,8 @@ class _Substitution:
         sizes, shape = self.shapes.shape(value.tensor), self.shapes.shape(output)
         if sizes is None or shape is None:
             return None
-        axes = [int(index.terms[0][0].name) if index.terms else 0 for index in value.indices]  # in the output; 0: none
+        # For each index, the (negative) axis of the output along which it counts; 0 if it is constant.
+        axes = [int(index.terms[0][0].name) if index.terms else 0 for index in value.indices]
         triples = zip(value.indices, axes, sizes, strict=True)
         takes_all = all(index == axis_index(axis, size) for index, axis, size in triples)
         used = [axis for axis in axes if axis]
@@ -164,7 +165,10 @@ class _Substitution:
         return False
 
     def _result_among(self, op: str, inputs: Sequence[Tensor]) -> Tensor | None:
-        """Return the input that equals the result up to a broadcast, as the others are neutral; None if none does."""
+        """Return the input that equals the result up to broadcasting, because the other inputs are neutral.
+
+        Returns None if there is no such input.
+        """
         if op == "Where" and isinstance(condition := self._fill_value(inputs[0]), bool):
             return inputs[1 if condition else 2]
         if op not in NEUTRAL_MASKS:
