@@ -1,7 +1,7 @@
 """Write rotary embedding of adjacent pairs in a head with the slices that patterns match.
 
 Where a model reshapes heads to (..., pairs, 2) and takes either column, as torch's `unbind` does, a Slice of every
-other element replaces this.
+other element replaces the Reshape and the column.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from onnxfuse.passes.emit import emit
 from onnxfuse.passes.fold_shapes import reshape_target
 from onnxfuse.passes.graph_pass import graph_pass
 
-RANK: Final = 5  # of heads reshaped to pairs: batch, heads, rows, pairs and 2
+RANK: Final = 5  # minimum rank of heads reshaped to pairs: batch, heads, rows, pairs and 2
 MAX_INT64: Final = np.iinfo(np.int64).max  # the end of a Slice that takes the rest of its axis
 
 
@@ -32,7 +32,10 @@ def canonicalize_rotary_pairs(graph: Graph, shapes: ShapeInfo) -> int:
 
 
 def _slice_instead(graph: Graph, shapes: ShapeInfo, node: Node, made: Tensor) -> bool:
-    """Replace a column of (..., pairs, 2) by a Slice of the tensor before the Reshape; return whether it was one."""
+    """Replace `made` by a Slice of the tensor before the Reshape if it is a column of (..., pairs, 2).
+
+    Returns whether it was replaced.
+    """
     reshape = producer(node.inputs[0])
     if reshape is None or op_of(reshape) != "Reshape" or shapes.dtype(made) not in FUSIBLE_FLOATS:
         return False

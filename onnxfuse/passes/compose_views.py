@@ -37,8 +37,9 @@ def compose_views(graph: Graph, shapes: ShapeInfo) -> int:
     """Replace chains of views by shorter ones: no view, or as few as possible of Reshape > Transpose > Reshape.
 
     Sizes may be symbolic; a chain stays if a Reshape in its place would need a target that is computed at run time.
-    A chain that ends in the Reshape before the InstanceNormalization of a GroupNorm stays too: the norm's result gets
-    back the shape from before this Reshape, which may be a view itself.  Returns the number of replaced chains.
+    A chain that ends in the Reshape before the InstanceNormalization of a GroupNorm stays too: the pattern of GroupNorm
+    requires that this Reshape reads a tensor with the axes of the norm's final result, and that tensor may be a view.
+    Returns the number of replaced chains.
     """
     views = [node for node in graph.nodes if op_of(node) in REARRANGING and not _makes_rows_of_groups(node)]
     return sum(_shorten(graph, shapes, node) for node in reversed(views))  # from the end: longest chains first
@@ -60,7 +61,7 @@ def _shorten(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
         shape = shapes.shape(source)
         if shape is None or result is None or any(size == 0 for size in (*shape, *result)):
             continue
-        if removed == 1 and shape != result:  # one node can only be replaced by none
+        if removed == 1 and shape != result:  # no chain is shorter than one node, except no view at all
             continue
         known = [view for view in views[start:] if view is not None]
         if len(known) < len(nodes) or not gives_shape_if_empty(shapes, nodes):
@@ -83,7 +84,10 @@ def shorter_chain(source: tuple[Size, ...], chain: tuple[View, ...]) -> tuple[Vi
 
 
 def _shorter_chains(source: tuple[Size, ...], chain: tuple[View, ...], removed: int) -> list[tuple[View, ...]]:
-    """Return chains that may replace `chain`, shortest first: fewer views than the `removed` nodes that then vanish."""
+    """Return chains that may replace `chain`, shortest first.
+
+    They have fewer views than `removed`, the number of nodes that the replacement removes.
+    """
     max_rank = max((len(view.perm) for view in chain if view.perm is not None), default=0)
     return [
         candidate
@@ -102,7 +106,7 @@ def view_of(shapes: ShapeInfo, node: Node) -> View | None:
 
 
 def chain_to(last: Node) -> list[Node]:
-    """Return the chain of views that ends in this one, from the source on."""
+    """Return the chain of views that ends in the node `last`, in execution order."""
     chain: list[Node] = []
     node: Node | None = last
     while node is not None and op_of(node) in REARRANGING and node.inputs and len(chain) < MAX_CHAIN_NODES:
@@ -216,7 +220,7 @@ def _replace(graph: Graph, shapes: ShapeInfo, last: Node, source: Tensor, views:
 
 
 def scaled_chain_to(graph: Graph, shapes: ShapeInfo, tensor: Tensor) -> list[Node]:
-    """Return the chain of views and of products with a number that ends in a tensor, from the source on."""
+    """Return the chain of views and of products with a number that computes a tensor, in execution order."""
     chain: list[Node] = []
     node = producer(tensor)
     while node is not None and len(chain) < MAX_CHAIN_NODES:
@@ -298,7 +302,7 @@ def _operators(source: Sequence[Size] | None, views: Sequence[View]) -> list[tup
 def _operator(shape: Sequence[Size] | None, view: View) -> tuple[str, list[int]] | None:
     """Return the operator that computes a view of a tensor of that shape, and its perm, target or axes.
 
-    None where a Reshape would need a computed target, and more changes than axes of size 1.
+    None where a Reshape would need a computed target, and the shapes differ in more than axes of size 1.
     """
     if view.perm:
         return "Transpose", list(view.perm)

@@ -1,12 +1,12 @@
-"""Write every Einsum that is a Transpose, or one matrix product, in these operators and Reshape.
+"""Replace every Einsum that is a Transpose or one matrix product by Transpose, MatMul and Reshape nodes.
 
 The axes of a product of two operands are of four kinds: *batch* axes are in both operands and the result, *rows* in the
 left operand and the result, *columns* in the right operand and the result, and *inner* axes are summed up.  MatMul has
-any number of *leading* axes: batch axes, and rows other than the last, over which the right operand broadcasts.  They
-keep the order that they have in the result, and where there are batch axes the operand that has the result's last axis
-is the right one, so that the result needs no Transpose if its own last two axes are a row and a column.  Several inner
-axes, or several columns of an operand without batch axes, are merged, and the result is reshaped back.  The number of
-axes that an ellipsis stands for follows from the operands' ranks.
+any number of *leading* axes: batch axes, and rows other than the last, over which the right operand broadcasts.
+Leading axes keep their order in the result.  If there are batch axes, the operand that has the result's last axis
+becomes the right operand.  Then the product needs no Transpose if the last two axes of the result are a row and a
+column.  Several inner axes, or several columns of an operand without batch axes, are merged, and the product is
+reshaped back.  The number of axes that an ellipsis stands for follows from the operands' ranks.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Axes:
 
 @graph_pass(opset=12)  # the first opset with Einsum
 def einsum_to_matmul(graph: Graph, shapes: ShapeInfo) -> int:
-    """Rewrite every Einsum that can be rewritten.  Returns their number."""
+    """Rewrite every Einsum that can be rewritten; return how many were rewritten."""
     einsums = [node for node in graph.nodes if op_of(node) == "Einsum"]
     return sum(_rewrite(graph, shapes, node) for node in einsums)
 

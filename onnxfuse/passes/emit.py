@@ -1,4 +1,4 @@
-"""Nodes that passes add to a graph."""
+"""Functions with which passes add nodes and constants to a graph."""
 
 from __future__ import annotations
 

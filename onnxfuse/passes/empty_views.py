@@ -1,7 +1,8 @@
 """The shapes that chains of views give where an axis is empty, which may differ from the inferred ones.
 
-A 0 in the target of a Reshape copies the size of the source's axis.  So [-1, n] of (n, 6) is (6, n), but (0, 6) of
-(0, 6), so that no chain of other views can replace a chain with such a Reshape there.
+A 0 in the target of a Reshape copies the size of the source's axis.  So a Reshape to [-1, n] gives (n, 6) the shape
+(6, n), but if n is 0, the target [-1, 0] gives (0, 6) the shape (0, 6).  No chain of other views does both, so no other
+chain can replace a chain with such a Reshape.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ USUAL_SIZES: Final = (5, 7, 11, 13, 17, 19)  # primes, so that no size is a mult
 
 
 def gives_shape_if_empty(shapes: ShapeInfo, chain: Sequence[Node]) -> bool:
-    """Return whether a chain of views fails, or gives the shape that is inferred, where any one size is 0.
+    """Return whether a chain of views either fails or gives the inferred shape whenever one dynamic size is 0.
 
-    Two sizes of 0 at the same time are not tried: there, exported models themselves give other shapes than inferred.
+    Two sizes of 0 at the same time are not tried, because exported models themselves then give other shapes than the
+    inferred ones.
     """
     if all(_is_plain(shapes, node) for node in chain):
         return True

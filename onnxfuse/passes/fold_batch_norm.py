@@ -1,8 +1,8 @@
 """Fold BatchNormalization, and constant scales and biases per channel, into the weights of a linear node beside them.
 
-Conv, ConvTranspose, Gemm and MatMul are linear.  So `y = x * scale + shift` per channel after such a node can be folded
-into its weights, and before it too unless it pads its input.  The arithmetic is done in float64 and rounded once.
-Nothing is folded if the rounded weights would overflow or vanish.
+Conv, ConvTranspose, Gemm and MatMul are linear.  So a step `y = x * scale + shift` per channel after such a node can be
+folded into the node's weights.  A step before the node can be folded, too, unless the node pads its input.  The
+arithmetic is done in float64 and rounded once.  Nothing is folded if the rounded weights would overflow or vanish.
 """
 
 from __future__ import annotations
@@ -106,7 +106,10 @@ def _fold_behind_transpose(graph: Graph, shapes: ShapeInfo, node: Node, channels
 
 
 def _steps_after(graph: Graph, shapes: ShapeInfo, node: Node, start: Tensor, channels: Channels) -> list[AffineStep]:
-    """Return the steps from `start` on, the output or a Transpose of it, up to the last result of the same dtype."""
+    """Return the steps after `start`, up to the last result that has the same dtype as `start`.
+
+    `start` is the output of the linear node, or a Transpose of this output.
+    """
     steps: list[AffineStep] = []
     end = start
     dtype = shapes.dtype(end)

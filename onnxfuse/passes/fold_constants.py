@@ -50,10 +50,11 @@ SIZED_BY_VALUE = frozenset({"ConstantOfShape", "Expand", "Range", "Tile"})  # sm
 def fold_constants(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
     """Turn Constant nodes, known shape arithmetic, and nodes that read only constants into initializers.
 
-    Results of more than MAX_GROWTH_BYTES are not folded if they would make the file larger.  Only matrix products may,
-    by MAX_PRODUCTS_GROWTH: DeBERTa projects its table of relative positions in every layer.  Sizes are compared over
-    whole groups of connected nodes: NFNet standardizes the filters of each convolution in several nodes, whose results
-    replace the filters.  Nodes that read large weights from an external file are not folded.
+    Results of more than MAX_GROWTH_BYTES are not folded if they would make the file larger.  Only the results of matrix
+    products may make the file larger, by MAX_PRODUCTS_GROWTH in all: DeBERTa projects its table of relative positions
+    in every layer.  Sizes are compared over whole groups of connected nodes: NFNet standardizes the filters of each
+    convolution in several nodes, whose results replace the filters.  Nodes that read large weights from an external
+    file are not folded.
     """
     return [*_fold_constant_nodes(graph, shapes), *_fold_known_values(graph, shapes), *_fold_evaluated(graph, shapes)]
 
@@ -182,9 +183,10 @@ def _groups(nodes: Sequence[Node]) -> list[list[Node]]:
 
 
 def _is_no_larger(graph: Graph, shapes: ShapeInfo, group: Sequence[Node]) -> bool:
-    """Return whether folding a group of nodes makes the file no larger, with intermediate results that are no larger.
+    """Return whether folding a group of nodes does not make the file larger.
 
-    The results that other nodes read replace the constants that only the group reads.
+    The results that other nodes read replace the constants that only the group reads.  No result, not even an
+    intermediate one, may have more bytes than these constants together.
     """
     own = {id(node) for node in group}
     read = {id(t): t for node in group for t in node.inputs if is_constant(t)}.values()
@@ -296,7 +298,7 @@ def _run_in_float32(shapes: ShapeInfo, node: Node, operator: _Operator, inputs: 
 
 
 def _depends_on_runtime(node: Node, inputs: list[Array | None]) -> bool:
-    """Return whether runtimes may give different results: ONNX leaves them open, or onnxruntime deviates from ONNX."""
+    """Return whether results depend on the runtime: ONNX does not define them, or onnxruntime deviates from ONNX."""
     op, (first, *others) = op_of(node), inputs
     if first is None:
         return False

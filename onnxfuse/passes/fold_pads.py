@@ -68,7 +68,7 @@ def _replace(graph: Graph, node: Node, inputs: Sequence[Tensor], attributes: Map
 
 
 def _transposed(graph: Graph, shapes: ShapeInfo, transpose: Node, source: Tensor) -> Tensor:
-    """Return the same Transpose of another tensor."""
+    """Return `source` after a Transpose with the perm of `transpose`."""
     shape, dtype = shapes.shape(source), shapes.dtype(source)
     perm = perm_of(transpose, len(shape or ()))
     new = None if shape is None else [shape[axis] for axis in perm]

@@ -87,7 +87,7 @@ def _constant_reshape_target(graph: Graph, shapes: ShapeInfo, node: Node, wanted
 
 
 def _constant_expand_target(graph: Graph, shapes: ShapeInfo, node: Node, wanted: list[Size]) -> list[int] | None:
-    """Write 1 for symbolic sizes that equal the input's axis, which Expand keeps; None if there are other ones."""
+    """Write 1 for symbolic sizes that equal the input's axis, which Expand keeps; None if other sizes are symbolic."""
     shape = shapes.shape(node.inputs[0])
     if shape is None:
         return None
@@ -98,7 +98,10 @@ def _constant_expand_target(graph: Graph, shapes: ShapeInfo, node: Node, wanted:
 
 
 def _constant_slice_ends(graph: Graph, shapes: ShapeInfo, node: Node, wanted: list[Size]) -> list[int] | None:
-    """Write MAX_INT64 for ends of forward slices that equal the size of their axis; None if there are other ones."""
+    """Write MAX_INT64 for symbolic ends of forward slices that equal the size of their axis.
+
+    Returns None if other ends are symbolic.
+    """
     shape = shapes.shape(node.inputs[0])
     axes = shapes.value(node.inputs[3]) if len(node.inputs) > 3 and node.inputs[3].name else np.arange(len(wanted))
     steps = shapes.value(node.inputs[4]) if len(node.inputs) > 4 and node.inputs[4].name else np.ones(len(wanted))

@@ -17,7 +17,8 @@ from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of
 from onnxfuse.passes.fold_constants import MAX_GROWTH_BYTES
 
-LARGE_INPUT = 2.0**16  # an input up to this size must not overflow with rescaled weights; float16 has none above it
+# Inputs up to this magnitude must not overflow with rescaled weights.  Numbers in float16 are below it.
+LARGE_INPUT = 2.0**16
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Compute equal sizes once, such as the rows of two tensors, and from the graph's inputs where these have them."""
+"""Compute equal sizes, such as the numbers of rows of two tensors, only once, and from graph inputs if possible."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def merge_equal_sizes(graph: Graph, shapes: ShapeInfo) -> None:
 
 
 def _read_from_inputs(graph: Graph, shapes: ShapeInfo) -> None:
-    """Take single sizes from graph inputs that have them, so that no tensor inside is read for its shape alone."""
+    """Read single sizes from graph inputs that have them, so that no other tensor is read for its shape alone."""
     sources = {
         str(size): (tensor, axis)
         for tensor in reversed(graph.linked.inputs)

@@ -1,7 +1,7 @@
-"""Write the end of a backward Slice that runtimes disagree about as onnxruntime's kernels read it.
+"""Where runtimes disagree about the end of a backward Slice, write the end that onnxruntime's kernels take.
 
 A backward slice to INT32_MAX or INT64_MAX is empty in ONNX, but goes to the first element in onnxruntime's kernel.
-However, onnxruntime plans which tensors share memory as if it were empty.  Such a model runs, or ends in "Shape
+However, onnxruntime plans which tensors share memory as if the slice were empty.  Such a model runs, or ends in "Shape
 mismatch attempting to re-use buffer", depending on its other nodes and on whether the shape of the sliced tensor is
 known.  Removing unused nodes, or folding the target of a Reshape, was enough to break it.
 """

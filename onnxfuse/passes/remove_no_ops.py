@@ -30,10 +30,11 @@ def remove_no_ops(graph: Graph, shapes: ShapeInfo) -> int:
 
 
 def _remove(graph: Graph, shapes: ShapeInfo, node: Node, source: Tensor) -> bool:
-    """Replace the node's output by `source`; False if both names must stay.
+    """Replace the node's output by `source`; return False, and change nothing, if both names must stay.
 
-    They also stay where the node's output is a graph output that declares more dims than are known of `source`: other
-    consumers of `source` would then read a tensor with these dims, and onnxruntime refuses them if the dims are wrong.
+    Both names also stay where the node's output is a graph output that declares more dims than are known of `source`:
+    other consumers of `source` would then read a tensor with these dims, and onnxruntime refuses these consumers if the
+    dims are wrong.
     """
     output = node.outputs[0]
     if graph.is_kept(output) and len(source.outputs) > 1 and _says_more(shapes, output, source):
@@ -65,7 +66,8 @@ def _replace_node(
 def _remove_identity(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     """Remove an Identity, but not one between a Transpose that a Gemm reads too and a graph output.
 
-    onnxruntime 1.31 merges a Transpose before a Gemm into the Gemm, and loses a graph output that it computes.
+    onnxruntime 1.31 merges a Transpose before a Gemm into the Gemm, and loses a graph output that this Transpose
+    computes.
     """
     source = node.inputs[0]
     transpose = producer(source)
@@ -233,7 +235,7 @@ def _flatten_weight(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _read_shape_of_indices(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Read the Shape of gathered rows from the indices instead, if its consumers take only sizes that these have.
+    """Read the Shape of gathered rows from the indices, if its consumers take only sizes of axes of the indices.
 
     Then an embedding can be fused even though its sizes are read.
     """

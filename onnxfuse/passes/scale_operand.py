@@ -12,7 +12,7 @@ def scale_operand(graph: Graph, shapes: ShapeInfo, product: Node, scaling: Node)
     """Write `MatMul(a, b) * s` as `MatMul(a * s, b)`, and return `a * s`.  The result and the nodes keep their names.
 
     product  the MatMul, whose result no other node reads
-    scaling  the Mul, or the Div by s, that reads it
+    scaling  the Mul, or the Div by s, that reads this result
     """
     operand, end = product.inputs[0], scaling.outputs[0]
     scaled = graph.variable(f"{end.name}_queries")

@@ -1,8 +1,9 @@
 """Replace assignments to slices that write all of a tensor by a Concat of the assigned values.
 
-`x[:, :, a:b] = y` is exported as a ScatterND whose indices are ranges: along one axis from a to b, and whole along the
-others.  Where such nodes write all of a tensor, its values before do not matter.  For `x[..., ::2] = y` and
-`x[..., 1::2] = z`, y and z get a new axis, along which they are joined, so that their elements alternate.
+`x[:, :, a:b] = y` is exported as a ScatterND whose indices are ranges: from a to b along one axis, and over the whole
+length of the others.  Where such nodes write all of a tensor, the values that it had before do not matter.  For
+`x[..., ::2] = y` and `x[..., 1::2] = z`, y and z get a new axis, along which they are joined, so that their elements
+alternate.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from onnxfuse.passes.emit import emit
 from onnxfuse.passes.fold_shapes import reshape_target
 from onnxfuse.passes.graph_pass import graph_pass
 
-MAX_ASSIGNMENTS: Final = 8  # to one tensor; more are not looked at
+MAX_ASSIGNMENTS: Final = 8  # maximum number of assignments to one tensor that are followed
 
 
 class Assignment(NamedTuple):
@@ -39,7 +40,7 @@ class Assignment(NamedTuple):
 
 @graph_pass()
 def scatter_to_concat(graph: Graph, shapes: ShapeInfo) -> int:
-    """Replace every ScatterND that ends a chain of assignments to all of a tensor.  Returns their number."""
+    """Replace every ScatterND that ends a chain of assignments to all of a tensor; return how many were replaced."""
     scatters = [node for node in graph.nodes if op_of(node) == "ScatterND"]
     if not scatters:
         return 0
@@ -130,7 +131,10 @@ def _are_adjacent(shapes: ShapeInfo, parts: Sequence[Assignment], axis: int, siz
 
 
 def _assignment(shapes: ShapeInfo, indices: IndexAnalysis, node: Node) -> Assignment | None:
-    """Return the assignment of a ScatterND whose indices are a range of one axis and whole along others; else None."""
+    """Return the assignment of a ScatterND whose indices are a range of one axis and all of each other axis.
+
+    Returns None for any other ScatterND.
+    """
     data, places, updates = node.inputs
     shape, grid = shapes.shape(data), shapes.shape(places)
     if shape is None or grid is None or str_attribute(node, "reduction", "none") != "none":

@@ -39,7 +39,7 @@ def sizes_of_operands(graph: Graph, shapes: ShapeInfo) -> int:
     """Replace the Shape of a product or elementwise result by the Shape of the tensor that its sizes come from.
 
     The Shape of a view stays: without it the view could be composed with others into one whose target is computed.
-    Returns the number of sizes, or groups of sizes, that are read elsewhere.
+    Returns the number of sizes, or groups of sizes, that are now read from another tensor.
     """
     origins = Origins(shapes)
     nodes = [node for node in graph.nodes if op_of(node) == "Shape" and _is_inside(producer(node.inputs[0]))]
@@ -52,7 +52,7 @@ def _is_inside(node: Node | None) -> bool:
 
 
 def _read_elsewhere(graph: Graph, shapes: ShapeInfo, origins: Origins, shape: Node) -> int:
-    """Replace a Shape by others, separately for each consumer; return for how many."""
+    """Replace a Shape by Shapes of other tensors, separately for each consumer; return the number of replacements."""
     tensor, whole = shape.inputs[0], shape.outputs[0]
     sizes = shapes.shape(tensor)
     if sizes is None:
@@ -110,7 +110,10 @@ def _written(
 
 
 def _of_one_tensor(shapes: ShapeInfo, picked: Sequence[Origin]) -> Sequence[Origin]:
-    """Return sizes that equal the whole shape of one tensor as axes of this tensor, numbers included."""
+    """Return sizes that are the whole shape of one tensor as the axes of this tensor; other sizes are unchanged.
+
+    Sizes that are numbers then become axes, too.
+    """
     source = next((each[0] for each in picked if not isinstance(each, int)), None)
     shape = None if source is None else shapes.shape(source)
     if source is None or shape is None or len(shape) != len(picked):
