@@ -1,4 +1,7 @@
-"""Fuse activations, and the residuals that they add, into the channel gates before them."""
+"""Fuse activations, and the residuals that they add, into the channel gates before them.
+
+A channel gate multiplies each channel of an image by one number.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from onnxfuse.region_operators import ACTIVATION_OF
 from onnxfuse.rewrite.chain_bodies import chained, function_of
 
 ALONE: Final = "activation"  # fusion name of an activation that does not follow a fused node
-# Activations that are one operator with x as its only input: operator -> activation name.  A Gelu may be one of two.
+# Activations that are one operator with x as its only input: operator -> activation name.  A Gelu has no name here and
+# is not fused, because it may be either of two activations.
 ACTIVATIONS: Final = {"Relu": "relu", "Tanh": "tanh", **ACTIVATION_OF, "Gelu": ""}
 # Activations that are x times a function of x: operator of that function -> activation name.
 PRODUCTS: Final = {"HardSigmoid": "scaled_hard_swish", "Sigmoid": "silu"}
@@ -41,7 +45,7 @@ def _operators(nodes: Sequence[Node]) -> onnx.FunctionProto:
 
 
 def _activation(joins: Joins, end: Node) -> tuple[Call | None, tuple[Node, ...], str]:
-    """Return the gate, the activation nodes that `end` completes, and the activation's name; else None, () and ""."""
+    """Return the gate, the activation nodes that `end` completes, and the activation's name; (None, (), "") if none."""
     graph, fused = joins.graph, joins.call(end)
     activation = fused.activation if fused and fused.fusion == ALONE else ACTIVATIONS.get(op_of(end))
     if activation:

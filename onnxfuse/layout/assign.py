@@ -80,11 +80,12 @@ def assign_layouts(
 ) -> LayoutResult:
     """Make regions of a sorted graph channels-last: all that can be (`nhwc`), or those where it pays (`auto`).
 
-    Between channels-last nodes, Transposes vanish, so further fusions become possible.  A product or convolution takes
-    in the Add of a residual that it then meets.  So does a channel gate, together with the activation after it.  A
-    pointwise convolution takes in the gate that it reads.  `recorded` holds the records of the existing fused nodes.
+    Between channels-last nodes, Transposes vanish, so further fusions become possible.  A product or convolution is
+    fused with the Add of a residual that then reads its result.  So is a channel gate (a product of an image and one
+    number per channel), together with the activation after it.  A pointwise convolution is fused with the gate that it
+    reads.  `recorded` holds the records of the existing fused nodes.
 
-    Nodes in `graph.deferred` have records, too; `write_deferred` makes them fused nodes.
+    Nodes in `graph.deferred`, which regions may still take, have records, too; `write_deferred` makes them fused nodes.
     """
     if options.layout == "nchw":
         return LayoutResult()
@@ -128,7 +129,7 @@ def _write(
     for rule in rules[:-1] if SQUEEZE in model.options.left_out else rules:
         joins.apply(rule)
     fused = {one.node: one for one in (*writer.fused, *joins.made)}
-    graph.linked.nodes.sort(key=lambda node: node in graph.deferred)  # these run as late as their readers allow
+    graph.linked.nodes.sort(key=lambda node: node in graph.deferred)  # deferred nodes run as late as readers allow
     graph.sort()
     present = set(graph.nodes)
     standing = tuple(end for node, end in ends.items() if node in present and op_of(node) == "Transpose")
@@ -155,8 +156,9 @@ def _answer(model: Model, node: Node, kept: Collection[str]) -> Conversion | str
 def _compose(graph: Graph, shapes: ShapeInfo, writer: Writer, known: Collection[str]) -> None:
     """Merge Transposes at borders with views of the model, so that both vanish.
 
-    A fused node or an Add may then read or compute another tensor with the same values; `writer.originals` records
-    which one it replaces.  Inputs in `known`, the tensors from before nodes became channels-last, are not recorded.
+    A fused node or an Add may then read or compute another tensor with the same values; `writer.originals` maps this
+    tensor to the one that it replaces.  Inputs in `known`, the tensors from before nodes became channels-last, are not
+    recorded.
     """
     calls = [node for node in graph.nodes if node.domain == DOMAIN or node in graph.deferred or op_of(node) == "Add"]
     before = [([t.name for t in node.inputs], [t.name for t in node.outputs]) for node in calls]
@@ -199,8 +201,8 @@ def _why_border(graph: Graph, tensor: Tensor, inward: bool, reasons: Mapping[Nod
 def _beside(tensor: Tensor, inward: bool, reasons: Mapping[Node, str]) -> Node | None:
     """Return the producer of a tensor, or the consumer that decides its layout; None if there is none.
 
-    Among several consumers, one without a channels-last form decides.  A Shape never decides, because it follows the
-    others.
+    Among several consumers, one without a channels-last form decides.  A Shape never decides, because it reads either
+    layout.
     """
     if inward:
         return producer(tensor)

@@ -60,8 +60,8 @@ def split(model: Model, node: Node) -> Conversion | str | None:
 def between_transposes(function: onnx.FunctionProto) -> onnx.FunctionProto:
     """Return the function of a concat or split in the form that other channels-last nodes have.
 
-    It joins or divides channels-first images, between Transposes.  When functions are expanded to operators again,
-    these cancel with the Transposes of neighbouring nodes.
+    The returned function joins or divides channels-first images, between Transposes.  When functions are expanded to
+    operators again, these Transposes cancel with those of neighbouring nodes.
     """
     body = onnx.FunctionProto()
     body.CopyFrom(function)

@@ -1,18 +1,18 @@
 """Choose the nodes that become channels-last: connected regions around convolutions, trimmed to save Transposes.
 
 A region starts as all connected nodes with a channels-last form, including a convolution.  A tensor that is computed in
-one layout and read in the other needs a Transpose, which reads and writes its bytes.  The Transpose costs nothing if it
-cancels with adjacent views, or merges with views that move the tensor anyway.  Then the region is trimmed, first in
-execution order and then against it.  A neutral node leaves if that adds no bytes of Transposes, and a node with its own
-kernel, such as a pool, leaves if that saves bytes.
+one layout and read in the other needs a Transpose, the border of the region, which reads and writes its bytes.  The
+border costs nothing if it cancels with adjacent views, or merges with views that move the tensor anyway.  Then the
+region is trimmed, first in execution order and then against it.  A neutral node, whose operator works in either layout,
+leaves if that adds no bytes of Transposes, and a node with its own kernel, such as a pool, leaves if that saves bytes.
 
 Without a convolution, nodes with kernels (such as pools) form a region if Transposes of the model vanish: a model of
 channels-last images has Transposes around each of these nodes.
 
-With `auto`, a region is kept under two conditions.  One of its convolutions must compute more than a gate's single
-pixel.  Its Transposes must move at most MAX_BORDER_SHARE of the bytes that its convolutions read and write: a Transpose
-runs as fast as a copy, and channels-first convolutions take about twice as long as channels-last ones (ResNet-50 in
-float16, batch 32, on an H200: 3.68 and 2.13 ms in onnxruntime).
+With `auto`, a region is kept under two conditions.  One of its convolutions must compute more than one pixel; those of
+a channel gate compute one.  Its Transposes must move at most MAX_BORDER_SHARE of the bytes that its convolutions read
+and write: a Transpose runs as fast as a copy, and channels-first convolutions take about twice as long as channels-last
+ones (ResNet-50 in float16, batch 32, on an H200: 3.68 and 2.13 ms in onnxruntime).
 """
 
 from __future__ import annotations

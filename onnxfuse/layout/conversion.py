@@ -22,9 +22,9 @@ Layout: TypeAlias = Literal["auto", "nchw", "nhwc"]
 
 
 class Kind(Enum):
-    """What becoming channels-last means for a node."""
+    """How a node becomes channels-last."""
 
-    CONVOLUTION = auto()  # a convolution: it becomes faster
+    CONVOLUTION = auto()  # it is a convolution, which becomes faster
     WRAPPED = auto()  # the node's function transposes, but its kernel works without Transposes
     NEUTRAL = auto()  # the same operator works in either layout
 

@@ -13,7 +13,8 @@ from onnxfuse.layout.conversion import Conversion, Kind, Model, body_of
 from onnxfuse.layout.fusions import CONVOLUTION, TRANSPOSED_CONVOLUTION
 from onnxfuse.layout.writer import ImageCall, Writer, image_rank
 
-# Images with up to so many channels are read channels-first, because a Transpose would cost more.
+# A stem is a convolution of an image with at most this many channels.  It reads the image channels-first if no node
+# computes the image channels-last, because a Transpose would cost more.
 MAX_STEM_CHANNELS: Final = 4
 # (is transposed, is depthwise) -> layout; in hwio and hwoi, weights of neighbouring channels are adjacent
 WEIGHT_LAYOUTS: Final[Mapping[tuple[bool, bool], WeightLayout]] = {

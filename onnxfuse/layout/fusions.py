@@ -16,7 +16,11 @@ SQUEEZE: Final = "squeeze_excite"
 
 @dataclass(frozen=True)
 class LayoutFusion:
-    """The description of such a fusion, and the operators that it replaces, if the description does not name them."""
+    """A fusion that layouts create.
+
+    `operators` holds the operators that it replaces, which messages name to say why a model has no such node.  It is
+    empty where one operator does not tell, like the Mul of a channel_scale.
+    """
 
     summary: str
     operators: tuple[str, ...] = ()

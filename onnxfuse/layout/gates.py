@@ -1,4 +1,7 @@
-"""Fuse channel gates into the pointwise convolutions that read them."""
+"""Fuse channel gates into the pointwise convolutions that read them.
+
+A channel gate multiplies each channel of an image by one number.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from onnxfuse.layout.fusions import CONVOLUTION, GATE
 from onnxfuse.layout.joins import Call, Joined, Joins
 from onnxfuse.rewrite.chain_bodies import chained
 
-OPERAND: Final = "gate"  # a channel_scale's gate operand; a convolution that took in a gate has it as its last operand
+# The operand with the factors of the channels: of a channel_scale, and (as the last operand) of a convolution that a
+# gate was fused into.
+OPERAND: Final = "gate"
 UNPADDED: Final = ("NOTSET", "VALID")  # values of auto_pad without padding
 
 
@@ -22,7 +27,7 @@ def gates(joins: Joins) -> Iterator[Joined]:
         gate = joins.call(producer(node.inputs[0])) if call is not None else None
         if call is None or gate is None or not _is_plain(gate) or joins.graph.sole_consumer(node.inputs[0]) is not node:
             continue
-        operands = {**call.operands, **gate.operands}  # the gate is the last one, and its x replaces the convolution's
+        operands = {**call.operands, **gate.operands}  # with the x of the gate, and its factors as the last operand
         yield Joined((gate.node, node), call, chained(gate.body, call.body), operands, {})
 
 

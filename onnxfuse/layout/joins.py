@@ -26,8 +26,8 @@ from onnxfuse.rewrite.replace import (
 class Joined:
     """Nodes to replace by one fused node, which gets the last node's output and the name of `named`, one of them.
 
-    The new node has the fusion of `named` and its attributes, with those in `own` replaced or added.  If `fusion` is
-    given, the new node has this fusion, and only the attributes in `own`.
+    The new node has the fusion and the attributes of `named`, with the attributes in `own` replaced or added.  If
+    `fusion` is given, the new node has this fusion, and only the attributes in `own`.
     """
 
     nodes: tuple[Node, ...]
@@ -40,7 +40,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Call:
-    """A fused node, which is written or deferred: its operands by name, its attributes and its function."""
+    """A fused node, or an operator that may become one (see `Deferred`): operands by name, attributes and function."""
 
     node: Node
     operands: Mapping[str, Tensor]
@@ -67,9 +67,9 @@ class Call:
 class Joins:
     """A graph with channels-last images, while nodes in it are joined.
 
-    `writer` has made the images, and `known` holds the tensors from before.  `records` holds the records of fused
-    nodes, by name.  `excluded` holds the nodes that must not be joined, as (fusion, name of the output in the original
-    model).
+    `writer` has made the images, and `known` holds the names of the tensors that existed before.  `records` holds the
+    records of fused nodes, by name.  `excluded` holds the nodes that must not be joined, as (fusion, name of the output
+    in the original model).
     """
 
     writer: Writer
@@ -84,7 +84,7 @@ class Joins:
         self.graph, self.shapes, self.originals = self.writer.graph, self.writer.shapes, self.writer.originals
 
     def call(self, node: Node | None) -> Call | None:
-        """Return a fused node, also one that is deferred; None for an operator, or if the function is not known."""
+        """Return a fused or deferred node as a Call; None for any other operator, or if its function is not known."""
         later = self.graph.deferred.get(node) if node is not None else None
         if node is None or (later is None and node.domain != DOMAIN):
             return None

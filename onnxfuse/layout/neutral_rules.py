@@ -22,7 +22,7 @@ from onnxfuse.layout.writer import Writer, image_rank
 
 
 def integers(model: Model, node: Node, name: str) -> list[int] | None:
-    """Return a parameter, an attribute or constant input, as a list of integers; None if it is not one."""
+    """Return a parameter (an attribute or a constant input) that is a list of integers; None if it is not."""
     found = attribute_or_input(model.graph, node, name)
     if not isinstance(found, list) or not all(isinstance(number, int) for number in found):
         return None
@@ -32,9 +32,10 @@ def integers(model: Model, node: Node, name: str) -> list[int] | None:
 def moved(
     model: Model, node: Node, axis: int | None = None, why_not: Callable[[Model, Node], str] = lambda model, node: ""
 ) -> Conversion | str:
-    """Return the conversion of an operator on one image; its axis, `axis` if the attribute is absent, is permuted.
+    """Return the conversion of an operator on one image.
 
-    `why_not` returns the reason why the operator depends on the layout, or "".
+    `axis` is the default of the operator's attribute `axis`, which is permuted; None if the operator has no such
+    attribute.  `why_not` returns the reason why the operator depends on the layout, or "".
     """
     if not (rank := image_rank(model.shapes, node.inputs[0])):
         return NOT_AN_IMAGE

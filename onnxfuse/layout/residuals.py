@@ -44,7 +44,7 @@ def residuals(joins: Joins) -> Iterator[Joined]:
     graph, compared = joins.graph, {*joins.known, *joins.originals}
     for add in [node for node in graph.nodes if op_of(node) == "Add"]:
         found = [one for pair in (add.inputs, add.inputs[::-1]) if (one := _addition(joins, add, *pair)) is not None]
-        if found:  # of two candidates, the last one computed, so that the residual is ready when it starts
+        if found:  # of two candidates, the one that is computed last, so that the other operand is ready before
             one = max(found, key=lambda one: graph.position[one.call.node])
             call, operands = one.call, {**one.call.operands, RESIDUAL: one.residual}
             if one.moved:

@@ -181,7 +181,7 @@ def _body(model: Model, node: Node, target: _Target) -> onnx.FunctionProto:
     del proto.output[1:]
     before: list[onnx.NodeProto] = []
     if model.graph.opset >= BEFORE_COORDINATES and node.inputs[1].name and not is_constant(node.inputs[1]):
-        before.append(_constant("roi", np.zeros(0, np.float32)))  # only tf_crop_and_resize uses it
+        before.append(_constant("roi", np.zeros(0, np.float32)))  # only the mode tf_crop_and_resize reads the roi
         proto.input[1] = "roi"
     if target.factors:
         scales = np.array([1.0, 1.0, *target.factors], np.float32)[_axes(node, rank)]
@@ -191,7 +191,7 @@ def _body(model: Model, node: Node, target: _Target) -> onnx.FunctionProto:
     elif target.spatial or target.is_computed:
         before += _nodes_of_sizes(_axes(node, rank), target.spatial, rank)
         proto.input[3] = "sizes"
-    if len(proto.input) > 3 and proto.input[2] and not is_constant(node.inputs[2]):  # it is empty beside sizes
+    if len(proto.input) > 3 and proto.input[2] and not is_constant(node.inputs[2]):  # scales are empty beside sizes
         before.append(_constant("scales", np.zeros(0, np.float32)))
         proto.input[2] = "scales"
     made = {name: name for each in before for name in each.output}

@@ -1,4 +1,7 @@
-"""Channels-last rules for all operators: each becomes a fused node that has a kernel, or stays the same operator."""
+"""Channels-last rules for all operators.
+
+An operator becomes a fused node that has a kernel, or stays the same operator on channels-last images.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +121,7 @@ def batch_norm(model: Model, node: Node) -> Conversion | str:
 def mul(model: Model, node: Node) -> Conversion | str | None:
     """Return the conversion of a Mul of an image by one number per channel to a channel_scale.
 
-    A product that is the only reader of a norm's result, as in FiLM and AdaIN, stays: the norm's kernel can compute it
+    A Mul that is the only reader of a norm's result, as in FiLM and AdaIN, stays: the norm's kernel can compute the Mul
     together with the Add that follows.
     """
     shapes, (a, b) = model.shapes, node.inputs

@@ -1,4 +1,4 @@
-"""Permute vectors of integers, such as pads and sizes, to the order of channels-last axes; one or two per axis."""
+"""Permute vectors with one or two integers per axis, such as sizes and pads, to the order of channels-last axes."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ class ImageCall:
     channels-last, and `perms` maps the names of other transposed operands to their perms.  `attributes` holds the fused
     node's attributes except `fusion`.  Images in the body are channels-first, unless `is_channels_last`.
 
-    If `is_deferred`, the body's last operator works on channels-last images as it is, and regions may take it.
+    If `is_deferred`, the body's last operator is written in place of the call, so that regions may take it.  It works
+    on channels-last images as it is.
     """
 
     fusion: str
