@@ -1,7 +1,7 @@
 """Write rotations of pairs (both halves of a head, or adjacent elements) in the two forms that patterns match.
 
-These are `x * cos + turned(x) * sin`, where turned(x) is `-b, a` of the first elements a of all pairs and the second
-ones b, and the product of complex numbers `a cos - b sin, b cos + a sin`.
+For the first elements a and the second elements b of all pairs in x, the two forms are `x * cos + turned(x) * sin`,
+where turned(x) joins -b and a, and the product of complex numbers `a cos - b sin, b cos + a sin`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _joined(a: Term, b: Term) -> Term:
 
 @rewrite(example={"x": (2, 5, 4), "axes": [1]})
 def negated_table(x: Term = tensor(), axes: Term = attribute()) -> Rules:
-    """A tensor is negated before axes are added, so that both tables of a rotation keep the same views."""
+    """A tensor is negated before an Unsqueeze, not after it, so that both tables of a rotation keep the same views."""
     require("the axes are known", lambda axes: axes is not None)
     require("it is added to tables of heads", lambda rank: rank == 4)
     yield -shared(op.Unsqueeze(x, axes=axes)), op.Unsqueeze(-x, axes=axes)
@@ -56,7 +56,7 @@ def negated_table(x: Term = tensor(), axes: Term = attribute()) -> Rules:
 
 @rewrite(out=HEADS)
 def cast_before_turned(x: Term = tensor(HEADS)) -> Rules:
-    """A turned tensor that is cast to float32 is cast before it is turned, as x is."""
+    """Where turned(x) is cast to float32, x is cast before it is turned."""
     require(*AXES_ARE_INPUTS)
     require(*TWO)
     require("x is not wider", lambda dtypes: dtypes["x"] in ("float32", "float16", "bfloat16"))
@@ -78,7 +78,10 @@ def table_of_turned(
     factor: Term = tensor(TABLE),
     rest: Term = tensor(HEADS),
 ) -> Rules:
-    """A turned tensor is `-b, a`, is multiplied by one table, and is not subtracted: the table is negated instead."""
+    """A turned tensor is written as `-b, a` times one table, and is added.
+
+    Where a model has `b, -a`, or subtracts the turned tensor, the table is negated.  Two tables are multiplied first.
+    """
     require(*AXES_ARE_INPUTS)
     require(*TWO)
     require(*OF_ONE)
@@ -106,7 +109,7 @@ def table_of_x(
     scale: Term = tensor(TABLE),
     more: Term = tensor(TABLE, optional=True),
 ) -> Rules:
-    """The x that is turned is multiplied by one table."""
+    """Where x is multiplied by several tables, such as cos and the scale of xPos, the tables are multiplied first."""
     require(*AXES_ARE_INPUTS)
     require(*TWO)
     require(*OF_X)
@@ -153,7 +156,7 @@ def _spellings(total: Term, factor: Term, table: Term) -> tuple[list[Term], list
 
 
 def _rotation(a: Term, b: Term, cos: Term, sin: Term) -> tuple[Term, Term]:
-    """Return both parts of a complex product in any spelling; `back` are those with the other sign of sin."""
+    """Return both parts of a complex product in any spelling; the label `back` means the other sign of sin."""
     added, subtracted = _spellings(a * cos, b, sin)
     real = choose("real", usual=subtracted[0], odd=either(*subtracted[1:]), back=either(*added))
     added, subtracted = _spellings(b * cos, a, sin)
@@ -177,7 +180,7 @@ def joined_rotation(
     cos: Term = tensor(HALF_TABLE),
     sin: Term = tensor(HALF_TABLE),
 ) -> Rules:
-    """A Concat of a part that is not rotated and both halves of a rotation has the halves in a Concat of their own."""
+    """Where a Concat joins an unrotated part and both halves of a rotation, the halves get a Concat of their own."""
     require(*AXES_ARE_INPUTS)
     found = when(op.Concat(rest, *_rotation(a, b, cos, sin), axis=-1), "the halves are a rotation", _is_rotation)
     yield found, op.Concat(rest, _by_halves(*_written(a, b, cos, sin)), axis=-1)
