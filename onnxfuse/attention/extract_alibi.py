@@ -2,8 +2,8 @@
 
 Attention with linear biases (Press et al. 2022, arXiv:2108.12409) adds slope[head] * position to scores.  Models write
 the product before Casts, Reshapes and Slices (Bloom), or store it as a table of all heads, which is cut to length
-(MPT).  It becomes `Mul(slopes, positions)` right before the Add.  The slopes have the shape (heads, 1, 1), and the
-positions are the same for all heads, so that attention reads only the slopes and one table of positions.
+(MPT).  The bias becomes `Mul(slopes, positions)` right before the Add.  The slopes have the shape (heads, 1, 1), and
+the positions are the same for all heads, so that attention reads only the slopes and one table of positions.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ Tensors that the computation reads are reshaped, and so is its result; these Res
 them.
 
 Attention of one head is often written as softmax(q k^T) v of (batch, rows, size), as in the middle of a variational
-autoencoder, or with a module for each head.  It gets an axis of size 1 for heads, and one for the batch if there is
-none.  This happens only once no other pass changes anything, because another pass splits (batch * heads, rows, size)
-if the model tells the number of heads.
+autoencoder, or with a module for each head.  Such an attention gets an axis of size 1 for heads, and one for the batch
+if there is none.  These axes are added only once no other pass changes anything, because another pass splits
+(batch * heads, rows, size) if the model tells the number of heads.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class MergedAxes:
     def _merged_before_slice(self, source: Tensor, views: tuple[View, ...]) -> tuple[Tensor, tuple[View, ...]]:
         """Merge the axes of a packed product to three before it is sliced, because patterns read such a slice in place.
 
-        Returns the new source and views, or the given ones if `source` is no such slice.
+        Returns the new source and views, or the given ones if `source` is not such a slice.
         """
         node, shape = producer(source), self.shapes.shape(source)
         whole = None if node is None or op_of(node) not in SLICING else self.shapes.shape(node.inputs[0])

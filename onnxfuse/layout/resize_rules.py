@@ -1,8 +1,8 @@
 """Rules for Resize and Upsample of spatial axes: their functions transpose, but their kernel does not.
 
 The new size is an attribute of the node, as scales or sizes.  If the sizes are computed at run time, the node gets an
-operand `like` without elements, whose shape is (0, *spatial).  It is a Reshape of an empty constant to the given sizes,
-and costs nothing.  It lets a plan for symbolic sizes know the result's shape.
+operand `like` without elements, whose shape is (0, *spatial).  This operand is a Reshape of an empty constant to the
+given sizes, and costs nothing.  From its shape, a plan for symbolic sizes knows the result's shape.
 """
 
 from __future__ import annotations

@@ -41,7 +41,10 @@ def eliminate_common_subexpressions(graph: Graph, shapes: ShapeInfo) -> int:
 
 
 def _merge(graph: Graph, kept: Node, node: Node) -> bool:
-    """Replace the outputs of `node` by those of `kept`; False, with no change, if two of them must keep their names."""
+    """Replace the outputs of `node` by those of `kept`; return whether that was possible.
+
+    If an output and its replacement must both keep their names, nothing changes.
+    """
     pairs = list(zip(list(node.outputs), list(kept.outputs), strict=True))
     if any(graph.is_kept(old) and graph.is_kept(new) for old, new in pairs):
         return False

@@ -116,7 +116,10 @@ def _constant(graph: Graph, node: Node, index: int) -> Array | None:
 
 
 def _scale_and_zero(graph: Graph, node: Node, values: Array) -> tuple[Array | None, Array]:
-    """Return the scale and the zero point, shaped to broadcast; no scale if it is per block, 0, or not finite."""
+    """Return the scale and the zero point, shaped to broadcast.
+
+    The scale is None if it is computed or given per block, if it is 0 or not finite, or if it does not fit the axis.
+    """
     scale, zero = _constant(graph, node, 1), _constant(graph, node, 2)
     offset: Array = np.zeros((), np.int64) if zero is None else zero.astype(np.int64)
     if scale is None or scale.dtype.name not in FLOATS or int_attribute(node, "block_size", 0):

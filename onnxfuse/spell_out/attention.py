@@ -62,7 +62,7 @@ def attended(call: Call, heads: Heads, bias: int, mask: int | None = None) -> Te
 
 
 def _masks(call: Call, heads: Heads, columns: Term, kept: Term | None) -> list[Term]:
-    """Return the terms that masks add to scores; `kept` is true where keys are kept by padding.
+    """Return the terms that masks add to scores; `kept` is true for keys that padding does not hide.
 
     A key that both masks hide gets the number of the causal mask.  If the number of the padding is so low that the sum
     of both is another number, both masks become one mask, or a Where that selects one of the two numbers.
@@ -72,7 +72,7 @@ def _masks(call: Call, heads: Heads, columns: Term, kept: Term | None) -> list[T
     if not heads.is_causal:
         return hidden
     nothing, sizes = as_term(None), (axis_size(heads.queries, 2), axis_size(columns, 3))
-    lowest = LOWEST.get(call.dtype(0), 0.0)  # operators of other dtypes stay
+    lowest = LOWEST.get(call.dtype(0), 0.0)  # operators of other dtypes are not spelled out
     score = call.scalar("masked_score", lowest)
     if kept is None or number >= lowest / 2:
         return [*hidden, causal_bias(*sizes, nothing, heads.queries, score)]

@@ -1,9 +1,10 @@
 """The spelling rule of onnxruntime's GroupQueryAttention, for sequences that are all as long as the tensors.
 
 The operator reads the length of each sequence, so that sequences may be padded on the right, and caches may be longer
-than their contents.  It equals the attention that fusions match, over past and new keys, only if all sequences of the
-batch are as long as the past and the new keys together.  This must follow from the model's shapes, or from a mask of
-ones that the model builds and counts.  A mask that is a graph input is not enough, because it may have fewer ones.
+than their contents.  The operator equals the attention that fusions match, over past and new keys, only if all
+sequences of the batch are as long as the past and the new keys together.  These lengths must follow from the model's
+shapes, or from a mask of ones that the model builds and counts.  A mask that is a graph input is not enough, because
+it may have fewer ones.
 """
 
 from __future__ import annotations

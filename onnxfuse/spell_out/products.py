@@ -1,6 +1,6 @@
 """Spelling rules of matrix products and convolutions.
 
-These have transposed or scaled operands, channels-last images, a residual or an activation.
+The operators have transposed or scaled operands, channels-last images, a residual or an activation.
 """
 
 from __future__ import annotations
