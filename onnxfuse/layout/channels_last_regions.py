@@ -1,7 +1,7 @@
 """Choose the nodes that become channels-last: connected regions around convolutions, trimmed to save Transposes.
 
 A region starts as all connected nodes with a channels-last form, including a convolution.  A tensor that is computed in
-one layout and read in the other needs a Transpose, the border of the region, which reads and writes its bytes.  The
+one layout and read in the other needs a Transpose, called a border here, which reads and writes the tensor's bytes.  A
 border costs nothing if it cancels with adjacent views, or merges with views that move the tensor anyway.  Then the
 region is trimmed, first in execution order and then against it.  A neutral node, whose operator works in either layout,
 leaves if that adds no bytes of Transposes, and a node with its own kernel, such as a pool, leaves if that saves bytes.

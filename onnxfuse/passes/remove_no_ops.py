@@ -163,7 +163,7 @@ def _sliced_part(shapes: ShapeInfo, node: Node) -> Tensor | None:
         return None
     try:
         ((axis, taken),) = slice_ranges(shapes, node, node.outputs[0]).items()
-    except (CannotInfer, ValueError):  # unknown, or not along one axis
+    except (CannotInfer, ValueError):  # the ranges are unknown, or not along one axis
         return None
     sizes = [None if shape is None else shape[axis] for shape in map(shapes.shape, concat.inputs)]
     if axis != int_attribute(concat, "axis", 0) % len(whole):

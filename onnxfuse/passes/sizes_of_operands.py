@@ -38,7 +38,7 @@ Origin: TypeAlias = "tuple[Tensor, int] | int"  # a size: a tensor and its axis,
 def sizes_of_operands(graph: Graph, shapes: ShapeInfo) -> int:
     """Replace the Shape of a product or elementwise result by the Shape of the tensor that its sizes come from.
 
-    The Shape of a view stays: without it the view could be composed with others into one whose target is computed.
+    The Shape of a view stays: otherwise the view could be composed with others into a view whose target is computed.
     Returns the number of sizes, or groups of sizes, that are now read from another tensor.
     """
     origins = Origins(shapes)

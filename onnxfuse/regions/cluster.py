@@ -44,7 +44,8 @@ class Cluster:
     is_free: bool  # True if it has no operator that takes time at run time
     rows: Rows | None  # the rows that it reduces, if any
     repeats: bool  # True if a value may be computed more than once per element
-    place: int = 0  # position among its level's clusters; each cluster follows those that it reads
+    # Position among the clusters of its level (see `levels.py`); each cluster follows the clusters that it reads.
+    place: int = 0
 
 
 @dataclass
