@@ -138,6 +138,7 @@ class Learned:
         return replace(
             settings,
             fusions=[fusion for fusion in settings.fusions if fusion.step not in self.raised],
+            rules=[rule for rule in settings.rules if rule.left.step not in self.raised],
             regions=REGIONS not in self.raised and settings.regions,
             bodies=CONTROL_FLOW not in self.raised and settings.bodies,
             without_passes={*settings.without_passes, *self.raised},

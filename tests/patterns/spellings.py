@@ -370,6 +370,13 @@ def build(spelling: Spelling) -> Unfused:
     return spelling.unfused
 
 
+class _VariantOfFiniteWeights(Variant):
+    """A variant of a model whose weights are finite, as those of generated models are."""
+
+    def holds(self, guard: Guard) -> bool:
+        return guard.check(self._known, {"is_finite": lambda weight: weight is not None})
+
+
 def _build(spelling: Spelling) -> Unfused:
     shapes = {c.name: _axes(spelling, c) for c in operands(spelling)}
     known: dict[str, Any] = {}
@@ -470,7 +477,8 @@ def _variant(
     }
     runs = {named[operand]: part["width"] // part["pitch"] for operand, part in parts.items() if "pitch" in part}
     dims = {**dims, **{f"{name}_blocks": count for name, count in runs.items()}}
-    return Variant(spelling.opset, dtypes, out, rank, {**_values(spelling), **found_numbers}, dims, chosen(spelling))
+    values = {**_values(spelling), **found_numbers}
+    return _VariantOfFiniteWeights(spelling.opset, dtypes, out, rank, values, dims, chosen(spelling))
 
 
 def _dims_by_example(spelling: Spelling) -> dict[str, Any]:

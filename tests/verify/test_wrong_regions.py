@@ -71,19 +71,26 @@ def infinite(tail: Tail, y: str) -> str:
 HIDING: list[Hide] = [infinite, empty, masked, index_of_largest, random]
 
 
+def changed(
+    right: Callable[..., FunctionProto], change: Callable[[FunctionProto], bool]
+) -> Callable[..., FunctionProto]:
+    """Return a function that makes a body as `right` does, and changes it."""
+
+    def wrong(*arguments: object) -> FunctionProto:
+        body = right(*arguments)
+        change(body)
+        return body
+
+    return wrong
+
+
 @pytest.fixture
 def wrong_body(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[FunctionProto], bool]], None]:
     """Return a function that lets the stored bodies of regions be changed, and those of operators that join nodes."""
-    right = write.body
 
     def install(change: Callable[[FunctionProto], bool]) -> None:
-        def changed(*arguments: object) -> FunctionProto:
-            body = right(*arguments)  # type: ignore[arg-type]
-            change(body)
-            return body
-
-        monkeypatch.setattr(write, "body", changed)
-        monkeypatch.setattr(epilogue_fusion, "body", changed)
+        for module, name in ((write, "body"), (epilogue_fusion, "chained")):
+            monkeypatch.setattr(module, name, changed(getattr(module, name), change))
 
     return install
 
