@@ -52,8 +52,8 @@ struct Left {
 template <int N>
 __device__ __forceinline__ Left read_tile(const MASK_T* from, long long query_stride, int first_row, int queries,
                                           int first_key, int keys, unsigned char* counts) {
-    constexpr int LANES = BLOCK_N / N;                                       // threads to a row
-    constexpr int ACCESSES = 64 * LANES / 128;                               // per thread
+    constexpr int LANES = BLOCK_N / N;                                       // threads per row
+    constexpr int ACCESSES = 64 * LANES / 128;                               // accesses per thread
     constexpr int BATCH = ACCESSES <= 16 ? ACCESSES : ACCESSES % 8 ? 4 : 8;  // accesses in flight
     static_assert(64 * LANES % 128 == 0 && ACCESSES % BATCH == 0, "each thread has as many accesses, in whole batches");
     Left left;
@@ -72,7 +72,7 @@ __device__ __forceinline__ Left read_tile(const MASK_T* from, long long query_st
             const int access = (batch + i) * 128 + threadIdx.x, row = access / LANES, column = access % LANES * N;
             const bool inside = first_row + row < queries && first_key + column < keys;
             int kinds[N], one[1];
-            if (equal(elements[i])) {  // most accesses to masks of models find equal elements
+            if (equal(elements[i])) {  // in masks of models, most vectors have equal elements
                 mask_kinds(Pack<MASK_T, 1>{{elements[i].words[0] & ONE}}, one);
                 left.take(inside, one[0]);
 #pragma unroll

@@ -79,7 +79,7 @@ __device__ __forceinline__ void write_cluster(const BlockResult& share, const Ou
     }
 }
 
-// Writes the block's result to scratch memory: BLOCK_M rows of HEAD_DIM_V floats, and the maximum and the sum of each.
+// Writes the block's result to scratch memory: BLOCK_M rows of HEAD_DIM_V floats, and each row's maximum and sum.
 __device__ __forceinline__ void write_partial(const WarpResults& results, int count, float* partial, float2* totals) {
     partial += (i64)blockIdx.x * BLOCK_M * HEAD_DIM_V, totals += (i64)blockIdx.x * BLOCK_M;
     for (int i = threadIdx.x; i < count * OUT_VECTORS; i += THREADS) {
@@ -93,7 +93,8 @@ __device__ __forceinline__ void write_partial(const WarpResults& results, int co
     }
 }
 
-// The block has slice `split` of `splits` slices of the keys. If `partial` is null, the slices form one cluster.
+// Writes the rows of the block that computed slice `split` of `splits` slices of the keys. If `partial` is null and
+// there are several slices, their blocks form one cluster.
 __device__ __forceinline__ void write_rows(const WarpState& warp, const Out& out, int split, int splits, float* partial,
                                            float2* totals) {
     const WarpResults results;

@@ -22,16 +22,16 @@
 // With BIAS_FIRST, the bias of a head is its slope times elements that are the same for all rows. The producer then
 // writes the bias beside the keys, and the accumulators of the tensor cores begin with it.
 //
-// Masks. attention_blocks.cu has found the unmasked part of each tile; if the mask is the same for all queries, the
-// producer finds it itself. Fully masked tiles are skipped, and a mask's elements are read only if they
-// change scores that count. If masked scores are finite (SECOND_PASS), a row without a score above
+// Masks. attention_blocks.cu has found the unmasked part of each tile. If the mask is the same for all queries, the
+// producer finds the unmasked parts instead. Fully masked tiles are skipped, and a mask's elements are read only if
+// they change scores that count. If masked scores are finite (SECOND_PASS), a row without a score above
 // `second_pass_below` may need skipped tiles. If a warpgroup has such a row, it votes for a second pass, and the whole
 // block begins again with all tiles: with ADD_MASKED_SCORE, tiles beyond the diagonal are among them.
 //
 // Macros:
 //   T, HEAD_DIM, HEAD_DIM_V   element type; elements of a head of q and k, and of v
 //   WARPGROUPS, BLOCK_N, STAGES, PINGPONG   as above    BLOCKS_PER_SM  blocks that must fit on a multiprocessor
-//   CAUSAL, SOFTCAP, BIAS     1: there is one           ZERO_MASKED_ROWS  rows without a key are 0, else NaN
+//   CAUSAL, SOFTCAP, BIAS     1: the problem has one    ZERO_MASKED_ROWS  rows without a key are 0, else NaN
 //   BIAS 2         the bias of a head is its slope, of type SLOPE_T, times the elements
 //   MASK   0 none, 1 boolean (INVERTED: false counts), 2 additive (elements up to NEGLIGIBLE are skipped at first)
 //   ADD_MASKED_SCORE, SECOND_PASS, SCALE_IN_EXPONENT, LATE_CAP   as above
@@ -151,8 +151,8 @@ __device__ __forceinline__ void write(const TensorMap& out, const WorkTile& at, 
     }
 }
 
-// The main loop over the first `tiles` tiles, or those that the producer sends. Registers of products in flight stay
-// untouched until wgmma_wait.
+// The main loop: without a mask over the first `tiles` tiles, under a mask over the tiles that the producer sends.
+// Registers of products in flight stay untouched until wgmma_wait.
 //
 // A stage's keys have been read once the product with them has been waited for; k_taken then releases the stage. Each
 // warp reads the bits or bias stored with the keys, and releases them separately: the last warp in k_taken, the other

@@ -54,8 +54,8 @@ struct RowMask {
     }
 };
 
-// Loads the bias of a tile's columns, the slope times the elements, and stores it to shared memory. The slope is the
-// head's, in the units of the scores.
+// Loads the bias of a tile's columns and stores it to shared memory. The bias is the slope of the head, in the units of
+// the scores, times the elements.
 struct ColumnBias {
     const Bias::Element* elements;
     float slope;
@@ -76,7 +76,7 @@ struct ColumnBias {
     }
 };
 
-// Returns the number of tiles that the diagonal lets the block's rows see.
+// Returns the number of tiles of keys that the block's rows see: under a causal mask, those up to the diagonal.
 __device__ __forceinline__ int tiles_of(const Shape& shape, int first) {
     int keys = shape.keys;
     if (CAUSAL) keys = min(keys, min(first + BLOCK_M, shape.queries) + shape.causal);

@@ -28,7 +28,7 @@ struct RotationTables {
 };
 
 #if !ROTATED
-struct QueryRotation {  // the queries stay as they are
+struct QueryRotation {  // without a rotation, the queries stay as they are
     __device__ __forceinline__ QueryRotation(const RotationTables&, int, const Shape&, int) {}
     __device__ __forceinline__ void apply(char*, int) {}
 };
@@ -38,12 +38,13 @@ struct QueryRotation {  // the queries stay as they are
 static_assert(WIDTH == 8 && LANES >= 2 && LANES <= 8, "vectors are swizzled, and the threads of a row are in a warp");
 static_assert(KEPT_ROWS == 0 || INTERLEAVED == Y_INTERLEAVED, "elements that stay as they are do not move");
 
-// The work of one thread: LANES neighbouring threads share a query, and each has several of a warpgroup's 64 queries.
-// The threads are neighbours because a warp that reads parts of table rows pays for whole 128-byte lines.
+// The work of one thread: LANES threads share a query, and each thread has several of a warpgroup's 64 queries. The
+// threads that share a query are neighbours: a warp's reads of tables cost whole 128-byte lines, even for a part of
+// one.
 class QueryRotation {
     static constexpr int PIECES_OF_ROW = NORM ? PIECES : ROTATED_PIECES;  // pieces (see rotation.cuh) that change
     static constexpr int OF_THREAD = (PIECES_OF_ROW + LANES - 1) / LANES;
-    static constexpr int ROWS = 64 * LANES / 128, NEXT_ROW = 128 / LANES;  // per thread
+    static constexpr int ROWS = 64 * LANES / 128, NEXT_ROW = 128 / LANES;  // a thread's rows; their distance
     static constexpr int ANGLE_WORDS = OF_THREAD * (TABLE_ROW / HALF * WIDTH * (sizeof(COS_T) + sizeof(SIN_T)) / 4);
     static constexpr int IN_REGISTERS = ANGLE_WORDS < 64 ? 64 / ANGLE_WORDS : 1;  // rows whose angles are in registers
     static constexpr int AT_ONCE = ROWS < IN_REGISTERS ? ROWS : IN_REGISTERS;
@@ -52,7 +53,7 @@ class QueryRotation {
     const COS_T* cos;  // table row of the warpgroup's first query
     const SIN_T* sin;
     int row, lane;    // the thread's first row in the warpgroup, and its lane
-    int first, last;  // rows from `first` to `last` are rotated
+    int first, last;  // the rows from `first` to `last`, both included, are rotated
     Rotation angles[AT_ONCE][OF_THREAD];
 
     __device__ __forceinline__ bool turned(int r) const {

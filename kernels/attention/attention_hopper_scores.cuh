@@ -7,8 +7,8 @@
 
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
-// Converts an addend of a score to the score's units: with SCALE_IN_EXPONENT those of q k^T, in which -3.4e38 may
-// overflow.
+// Converts a number that is added to a score to the score's units. With SCALE_IN_EXPONENT these are the units of q k^T.
+// A finite number stays finite: the conversion of -3.4e38 could otherwise overflow.
 template <class E>
 __device__ __forceinline__ float in_units(E, float value, const ScoreUnits& units) {
     return !SCALE_IN_EXPONENT ? value : value == minus_infinity() ? value : fmaxf(value * units.unit, units.lowest);
@@ -28,7 +28,7 @@ struct Rows {
                                     const Shape& shape) {
         const int first = min(row, shape.queries - 1), second = min(row + 8, shape.queries - 1);
         from = plane + first * tensor.query;
-        settle(from);  // else the address is computed again for each tile: up to 4 % more instructions, and spills
+        settle(from);  // otherwise each tile computes the address again: up to 4 % more instructions, and spills
         next = (second - first) * int(tensor.query);
         in_pairs = tensor.has_pairs(shape.keys);
     }
@@ -132,7 +132,7 @@ struct CapPolynomial {
 struct Cap {
     float limit;
     float rate;     // 2 log2(e) scale / limit
-    float highest;  // if a row's reference is at most this score, weights of at most KEPT imply that `smallest` holds
+    float highest;  // up to this reference of a row, products beyond smallest.largest have weights above KEPT
     CapPolynomial<3> smallest;
     CapPolynomial<5> small;
 
@@ -225,7 +225,7 @@ struct ScoreMod {
             constexpr int KEYS_AT_ONCE = 32 / sizeof(Mask::Element);
 #pragma unroll
             for (int k = 0; k < BLOCK_N; k += KEYS_AT_ONCE) {
-                __syncwarp();  // else all loads come first, into more registers than exist
+                __syncwarp();  // otherwise the compiler moves all loads here, and lacks registers
                 Fragment<Mask, KEYS_AT_ONCE> added;
                 added.load(mask, first + k, keys - first - k);
                 added.add(s + k / 2, units);
@@ -303,8 +303,9 @@ struct Softmax {
     float scaled[2];              // the rows' references as exponents of 2
     bool keeps = false;           // whether the references of the warp may be kept
 
-    // Computes packed weights from scores with the current references, without determining the largest score. Returns
-    // false, and changes nothing else, if the warp's weights are so large that a reference must be raised.
+    // Computes packed weights from scores with the current references, without determining the largest score, and adds
+    // them to the sums. If the warp's weights are so large that a reference must be raised, returns false, and leaves
+    // the sums unchanged.
     __device__ __forceinline__ bool keep(const float (&s)[SCORES], u32 (&p)[BLOCK_N / 16][4], float scale,
                                          const Cap& cap) {
         float more[2] = {0.0f, 0.0f};

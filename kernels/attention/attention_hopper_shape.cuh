@@ -8,8 +8,8 @@ using namespace hopper;
 constexpr int BLOCK_M = WARPGROUPS * 64;
 constexpr int K_STEPS = (HEAD_DIM + 15) / 16;
 constexpr int VALUE_COLUMNS = (HEAD_DIM_V + 15) / 16 * 16;
-constexpr int SCORES = BLOCK_N / 2;         // per thread
-constexpr int RESULTS = VALUE_COLUMNS / 2;  // per thread
+constexpr int SCORES = BLOCK_N / 2;         // scores per thread
+constexpr int RESULTS = VALUE_COLUMNS / 2;  // elements of the result per thread
 constexpr int K_PANELS = (HEAD_DIM + 63) / 64;
 constexpr int V_PANELS = (HEAD_DIM_V + 63) / 64;
 constexpr int QO_PANELS = K_PANELS > V_PANELS ? K_PANELS : V_PANELS;  // panels of the queries, and later of the result
@@ -23,7 +23,7 @@ constexpr u32 V_STAGE = V_PANELS * PANEL;
 
 struct Shape {
     int queries, keys, heads;
-    int repeats;  // query heads to a key head
+    int repeats;  // query heads per key head
     int batches;
     int causal;       // query i sees the keys up to i + causal
     int heads_in_l2;  // heads whose blocks begin together: see work_tile
@@ -93,8 +93,8 @@ constexpr BlockThreads block_threads(int warpgroups, bool reallocate, bool row_m
 constexpr BlockThreads BLOCK = block_threads(WARPGROUPS, WARPGROUPS > 1 && BLOCKS_PER_SM == 1, ROW_MASK);
 static_assert(BLOCK.have_registers(), "no thread waits for registers that do not exist");
 
-constexpr int BIT_WORDS = ((ROW_MASK ? BLOCK_N : SCORES) + 31) / 32;  // per row, or per thread
-constexpr int BIAS_WORDS = (BLOCK_N + 31) / 32;                       // per lane of the producer
+constexpr int BIT_WORDS = ((ROW_MASK ? BLOCK_N : SCORES) + 31) / 32;  // of a tile if ROW_MASK, else of a thread
+constexpr int BIAS_WORDS = (BLOCK_N + 31) / 32;                       // columns per lane of the producer
 constexpr int KINDS = 24;  // the bit of a stage's info at which the tile's kinds begin, 2 bits for each warpgroup
 constexpr u32 EACH_GROUP = 0x55;
 constexpr u32 END = (1u << KINDS) - 1;
@@ -104,7 +104,7 @@ struct WorkTile { int first, head, batch, key_head; };
 struct Barriers {
     u64 queries, vote, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     u32 tile[STAGES], bits[STAGES][ROW_MASK ? BIT_WORDS : 1];                  // info and mask bits of a stage of keys
-    u32 second_pass;                                                           // 1: a warpgroup has voted for one
+    u32 second_pass;                                                           // 1: a warpgroup has voted for it
     alignas(8) float bias[BIAS_FIRST ? STAGES : 1][BIAS_FIRST ? BLOCK_N : 2];  // one per column, in the scores' units
 };
 

@@ -28,7 +28,7 @@
 //   MASK_T, BIAS_T                 element types
 //   MASK_BY_ROW, BIAS_BY_ROW       1: the rows of a block read different elements
 //   MASK_PAIRS, BIAS_PAIRS         1: one access may read two keys; may be an expression over the parameters `p`
-//   CAUSAL, SOFTCAP                1: there is one
+//   CAUSAL, SOFTCAP                1: the problem has one
 //   ADD_MASKED_SCORE               the masked score is added to scores instead of replacing them
 //   ZERO_MASKED_ROWS               rows without a key are 0, else NaN
 //   SECOND_PASS, SECOND_PASS_BELOW see attention_mma.cu

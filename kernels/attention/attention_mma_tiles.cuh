@@ -39,7 +39,7 @@ constexpr int Q_BYTES = BLOCK_M * K_ROW, K_BYTES = BLOCK_N * K_ROW, STAGE = K_BY
 static_assert(WARP_KEYS % (MATH_KIND == FP32 ? 8 : 16) == 0, "a warp takes keys by sixteens");
 
 // Finite scores in units of log2(e) stay above LOWEST, so that the sum of two of them is finite. So a row whose scores
-// are all the lowest float32 gets equal probabilities, rather than none.
+// are all the lowest float32 gets equal probabilities, instead of counting as fully masked.
 constexpr float LOWEST = -1.6e38f;
 
 extern __shared__ __align__(128) char shared_bytes[];
@@ -80,7 +80,7 @@ constexpr bool ASYNC = MATH_KIND != FP32 && ACCESS_BYTES >= 4 || MATH_KIND == FP
 constexpr bool ASYNC = false;
 #endif
 
-// Copies ACCESS_BYTES bytes to shared memory, or zeros unless `inside`.
+// Copies ACCESS_BYTES bytes to shared memory; writes zeros if `inside` is false.
 __device__ __forceinline__ void copy(u32 to, const T* from, bool inside) {
     constexpr int EACH = ACCESS_BYTES / sizeof(T);
     if constexpr (ASYNC) {
@@ -183,8 +183,8 @@ struct WorkTile {
     int batch, kv, row, end;  // kv: the key head; row: the first row; the block's rows see only keys before `end`
 };
 
-// Both return the end of a range of keys (last key + 1). seen_keys: the keys that a query sees. last_key: the keys that
-// it reads; these are all keys if masked scores are finite and there is no second pass.
+// seen_keys and last_key return the end of a range of keys (last key + 1). seen_keys: the keys that a query sees.
+// last_key: the keys that a query reads, which are all keys if masked scores are finite and there is no second pass.
 __device__ __forceinline__ int seen_keys(int query, int keys, int causal) {
     return CAUSAL ? min(keys, query + causal + 1) : keys;
 }

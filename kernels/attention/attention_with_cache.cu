@@ -8,7 +8,7 @@
 // Macros: those of attention_decode.cu.
 #include "attention_decode.cuh"
 
-constexpr bool LARGE_HEAD_DIM = PV_SIZE > 128;  // registers allow less unrolling
+constexpr bool LARGE_HEAD_DIM = PV_SIZE > 128;  // loops are unrolled less, to save registers
 
 // The cache of a head: the rows of the past, followed by the new rows.
 struct Cache {

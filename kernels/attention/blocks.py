@@ -16,8 +16,8 @@ THREADS: Final = 128
 
 # Two limits for an additive mask, by dtype. In the first pass, scores whose mask element is at most the first limit are
 # skipped. If a row's best score does not exceed the second limit, a second pass takes the skipped scores into account.
-# No score can make up for the distance between the two limits: fp16 numbers near 2e4 are 16 apart, and fp32 numbers
-# near 5e7 are 4 apart.
+# Scores are assumed not to differ by as much as the two limits do: numbers of that size are too coarse for a softmax,
+# because fp16 numbers near 2e4 are 16 apart, and fp32 numbers near 5e7 are 4 apart.
 NEGLIGIBLE: Final = {"float16": (-3e4, -1e4), "bfloat16": (-1e8, -5e7), "float32": (-1e8, -5e7)}
 
 

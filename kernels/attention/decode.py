@@ -82,8 +82,8 @@ def _implementations_of(
     """Return one implementation for each way to split the keys over blocks, fastest expected first."""
     heads, tiles = problem.batch * problem.kv_heads, -(-problem.keys // config.block_n)
     splits = maximum(1, minimum(MAX_SPLITS, device.multiprocessors // heads, tiles // MIN_TILES))
-    # Comparing `splits` itself with 2 would add a guard, a condition on the sizes for which the plan is used. A plan of
-    # one split would then serve sizes where two are better.
+    # For dynamic sizes, this comparison adds a soft guard: a condition on the sizes for which the plan is expected to
+    # be fast. With a limit of 2, sizes with two splits would count as just as good for a plan of one split.
     if estimate(splits) < 1.5:
         return [_one_block(problem, config, device, cache)] if cache else []
     clusters = _clusters(problem, tiles, device)

@@ -17,7 +17,7 @@ from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer, Scalar, Struc
 from onnxfuse.runtime.symint import always, best_first, is_symbolic, maximum, minimum
 
 PANEL: Final = 64  # columns per panel of shared memory: 128 bytes
-ALIGNMENT: Final = 8  # elements that divide every stride: tensor maps need multiples of 16 bytes
+ALIGNMENT: Final = 8  # every stride is a multiple of this number of elements: TMA needs multiples of 16 bytes
 BARRIER_BYTES: Final = 512  # bytes of shared memory reserved for mbarriers
 MAX_ROTATED_BEFORE: Final = 64  # head_dim up to which a separate launch rotates the queries
 LAZY_RESCALE_FROM: Final = 0  # for a larger head_dim_v, results are rescaled only if a row's maximum grows by much
@@ -35,7 +35,7 @@ CAP_POLYNOMIALS: Final = (
 TANH_ERROR: Final = 1.2e-6
 # Range of softcaps that use a polynomial. Below it, the polynomial rarely holds for all scores that have a weight.
 CAPS: Final = (24.0, 100.0)
-CAP_RATES: Final = (1e-4, 1e3)  # range of scale / cap whose powers, as in the polynomials, stay in the range of fp32
+CAP_RATES: Final = (1e-4, 1e3)  # range of scale / cap in which the polynomials' coefficients stay in fp32's range
 KEPT: Final = 1024  # a row keeps its reference score while a thread's weights of the row add up to at most this
 WEIGHTLESS: Final = 17.5  # -ln of a weight that rounds to 0: exp(-17.5) is below half of the smallest fp16 number
 NEGLIGIBLE_GAP: Final = 128.0  # score difference beyond which the lower score has no weight
@@ -169,8 +169,9 @@ def _few(problem: Attention, configs: list[HopperAttentionConfig], limit: int) -
     if problem.bias and problem.mask and problem.mask_kind == "additive":
         configs = [_with_room(problem, config) for config in configs]
     if problem.mask and problem.mask.differs[2] and limit < 256:
-        # Each tile size needs its own attention_blocks kernel. Such masks are mostly causal. For causal masks, tiles of
-        # 64 x 64 take 1 to 2 % more time than the best size; for others, 7 % more at head_dim 64 and 5 % at 128.
+        # Each tile size needs its own attention_blocks kernel, so one size is chosen. Masks that differ between queries
+        # are mostly causal. For causal masks, tiles of 64 x 64 take 1 to 2 % more time than the best size; for other
+        # masks, 7 % more at head_dim 64 and 5 % at 128.
         small = [config for config in configs if (config.warpgroups, config.block_n) == (1, 64)]
         return small or configs[:1]
     if problem.causal is not None and limit == 64:
@@ -340,7 +341,7 @@ def _launch(
 
 
 def _program_pairs(program: EpilogueProgram) -> int:
-    """Return how many pairs of columns of a row have their program operands in PROGRAM_REGISTERS at once."""
+    """Return for how many pairs of columns of a row PROGRAM_REGISTERS hold the program's operands at once."""
     of_pair = max(1, program.registers // 16)
     return max(pairs for pairs in (1, 2, 4, 8) if pairs == 1 or pairs * of_pair <= PROGRAM_REGISTERS)
 
@@ -449,7 +450,10 @@ def _score_argument(scores: ScoreTensor | None) -> Struct:
 
 
 def _heads_in_l2(problem: Attention) -> int:
-    """Return how many heads run at the same time: as many as those whose keys and values fit into L2 together."""
+    """Return how many heads run at the same time: as many as have keys and values that fit into L2 together.
+
+    Return 1 if all queries have equally many keys.
+    """
     if problem.causal is None and not (problem.mask and problem.mask.differs[2]):
         return 1
     key_value_bytes = 2 * problem.keys * (problem.head_dim + problem.head_dim_v) * problem.kv_heads / problem.heads

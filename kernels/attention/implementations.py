@@ -18,9 +18,9 @@ MAX_DECODE_ROWS: Final = 64  # largest number of rows (queries times query heads
 MIN_DECODE_KEYS: Final = 512  # number of keys from which several blocks share the keys of few queries
 # Queries from which Hopper's kernel comes first; see `_fills_hopper`.
 MIN_HOPPER_QUERIES: Final = 160
-MIN_WIDE_QUERIES: Final = 96  # queries, for heads of more than 64 elements
-MIN_MANY_QUERIES: Final = 40  # queries, for many heads, counted over the batch
-MIN_MASKED_QUERIES: Final = 96  # queries, for many heads under a mask that attention_blocks.cu scans first
+MIN_WIDE_QUERIES: Final = 96  # the same for heads of more than 64 elements
+MIN_MANY_QUERIES: Final = 40  # the same for at least MANY_HEADS heads, counted over the batch
+MIN_MASKED_QUERIES: Final = 96  # the same for as many heads, under a mask that attention_blocks.cu scans first
 MANY_HEADS: Final = 24
 
 
@@ -48,10 +48,10 @@ def implementations(problem: Attention, device: Device) -> list[Implementation]:
 def _fills_hopper(problem: Attention) -> bool:
     """Return whether attention_hopper is expected to be faster than attention_mma.
 
-    Measured on an H200 in 218 cases: plain, causal, with a bias, a mask of keys or of rows, or shared key heads; 16 to
-    150 queries and as many keys; 12 to 384 heads of 64 or 128 elements. The chosen kernel takes 1.008 times as long as
-    the faster one in the geometric mean, and 1.44 times at most. With MIN_HOPPER_QUERIES for all cases, these numbers
-    would be 1.20 and 2.2.
+    The choice was measured on an H200 in 218 cases: plain, causal, with a bias, a mask of keys or of rows, or shared
+    key heads; 16 to 150 queries and as many keys; 12 to 384 heads of 64 or 128 elements. The chosen kernel takes 1.008
+    times as long as the faster one in the geometric mean, and 1.44 times at most. With MIN_HOPPER_QUERIES for all
+    cases, these numbers would be 1.20 and 2.2.
     """
     many = bool(estimate(problem.batch) * problem.heads >= MANY_HEADS)
     if _skips_tiles(problem):

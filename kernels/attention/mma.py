@@ -75,7 +75,10 @@ def _implementation(problem: Attention, config: MmaAttentionConfig, device: Devi
 
 
 def _ranked(problem: Attention, device: Device) -> list[MmaAttentionConfig]:
-    """Return the configs in order: first without idle warps, then with enough blocks for the GPU, then larger tiles."""
+    """Return the configs sorted by three criteria: no idle warps; enough blocks for the GPU; larger tiles.
+
+    Among configs with too few blocks, those with the most blocks come first.
+    """
     rows = problem.queries * problem.gqa_group
     configs = list(_configs(max(problem.head_dim, problem.head_dim_v), math_kind(problem, device)))
 
@@ -203,7 +206,7 @@ def bias_macro(problem: Attention) -> int:
 
 
 def _scales_in_exponent(problem: Attention) -> bool:
-    """Return whether the scale can be applied to scores as late as in the exponent (macro SCALE_IN_EXPONENT)."""
+    """Return whether scores can stay unscaled until they are exponentiated (macro SCALE_IN_EXPONENT)."""
     replaced = problem.mask_kind in ("boolean", "inverted") and problem.masked_score > -math.inf
     added = problem.add_masked_score or problem.mask_kind == "additive"
     changed = replaced or added or problem.bias is not None or problem.softcap != 0

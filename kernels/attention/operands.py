@@ -124,7 +124,7 @@ def attention_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
         causal=_causal(node, kind, q.length, keys),
         add_masked_score=kind == "causal",
         softcap=node.number("softcap", 0.0) if operator else cap,
-        # ONNX's Attention gives 0 for rows without a key, and so does a product over no keys at all.
+        # ONNX's Attention gives 0 for rows without a key. If there are no keys at all, every product with v is 0.
         zero_masked_rows=operator or node.attributes.get("fully_masked") in ("zero", "cleared") or keys == 0,
         tf32=device.tf32, out_dtype=y.dtype if y.dtype != tensors["q"].dtype else "",
     )  # fmt: skip

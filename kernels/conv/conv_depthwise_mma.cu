@@ -39,7 +39,8 @@
 
 constexpr int THREADS = 32 * BLOCK_GROUPS * WARPS_M, ALL_GROUPS = CHANNELS / 8;
 constexpr int ROWS = (TP - 1) * SH + (KH - 1) * DH + 1, COLUMNS = (TQ - 1) * SW + (KW - 1) * DW + 1;
-constexpr int SPAN = (COLUMNS + SW - 1) / SW, PITCH = SPAN * SW;  // chunks of one column remainder, and of a patch row
+// SPAN: chunks of a row of a plane whose columns have the same remainder by SW. PITCH: chunks of a row of a plane.
+constexpr int SPAN = (COLUMNS + SW - 1) / SW, PITCH = SPAN * SW;
 
 // Returns the distance of planes in chunks. Lanes read or write all groups of a pixel before the next pixel; the
 // distance gives eight neighbouring lanes as few bank conflicts as possible.

@@ -8,8 +8,8 @@
 // fp32 once, and is added to the KH rows of y that read it. That completes the oldest of these rows. The sums of row r
 // of the filter move to row r + 1 with their first product, which reads one register and writes another, so that the
 // loop over rows needs neither copies nor unrolling. The first and the last KH - 1 rows contribute to fewer rows of the
-// strip and have separate code: a branch per row of the filter makes the compiler copy all sums. A block is a patch of
-// BH x BW such strips: neighbouring threads read some elements of x in common, which come from L1.
+// strip and have separate code, because a branch per row of the filter makes the compiler copy all sums. A block is a
+// patch of BH x BW such strips: neighbouring threads read some elements of x in common, which come from L1.
 //
 // A strip has at least KH - 1 rows, and y is no smaller than a strip.
 //
@@ -66,8 +66,8 @@ struct Weights {
 struct Sums {
     float rows[KH][TW][VEC];
 
-    // Adds the products of a row of x and row `r` of the filter. The sums so far are those that the previous row of x
-    // left in row r - 1.
+    // Adds the products of a row of x and row `r` of the filter to the sums that the previous row of x left in row
+    // r - 1, and writes the new sums to row r.
     __device__ __forceinline__ void add(int r, const float (&values)[COLUMNS][VEC], const Weights& weights) {
 #pragma unroll
         for (int s = 0; s < KW; ++s)
@@ -151,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         if constexpr (HAS_RESIDUAL) epilogue.residual += out_pitch;
     };
 #pragma unroll
-    for (int i = 0; i < KH - 1; ++i) {  // the first rows of y begin
+    for (int i = 0; i < KH - 1; ++i) {  // rows of x that complete no row of y yet
         float values[COLUMNS][VEC];
         next_row(values);
 #pragma unroll
@@ -166,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         finish_row();
     }
 #pragma unroll
-    for (int i = 0; i < KH - 1; ++i) {  // the last rows of y end
+    for (int i = 0; i < KH - 1; ++i) {  // rows of x with which no row of y begins any more
         float values[COLUMNS][VEC];
         next_row(values, i + AHEAD < KH - 1);
 #pragma unroll

@@ -1,4 +1,4 @@
-// Grouped convolutions of channels-last tensors, of few channels a group, by mma.sync from sm_80 on: fp16, bf16, and
+// Grouped convolutions of channels-last tensors with few channels per group, by mma.sync from sm_80 on: fp16, bf16, and
 // fp32 rounded to TF32. One group is one matrix product, of pixels x (taps, channels) with (taps, channels) x filters.
 //
 //   y = epilogue(conv(x, w))    one or two spatial axes
@@ -10,16 +10,16 @@
 //   2. Each warp has WARP_GROUPS groups and 32 pixels at a time. Weights are in its registers, or in shared memory.
 //   3. It finishes its sums in registers and stores them through shared memory of its own (conv_pixels.cuh).
 //
-// Where a group's channels are not whole chunks, or its filters not a multiple of 8, several groups of the model are
-// one group of this kernel (MERGED), with weights of zero between them. An infinity of one of them then makes NaN in
-// the others.
+// If a group's channels do not fill whole chunks, or the number of its filters is not a multiple of 8, several groups
+// of the model are one group of this kernel (MERGED), with weights of zero between them. An infinity in one of the
+// merged groups then makes NaN in the others.
 //
 // Macros:
 //   CHANNELS, FILTERS    channels of x and of y, of all groups
-//   GROUP_CHANNELS, GROUP_FILTERS    the same of one group of the model
+//   GROUP_CHANNELS, GROUP_FILTERS    channels of x and of y, of one group of the model
 //   MERGED               groups of the model that are one group of this kernel
 //   KH, KW, SH, SW, DH, DW    filter sizes, strides, dilations
-//   BLOCK_GROUPS, WARP_GROUPS    (merged) groups of a block and of a warp; BLOCK_GROUPS divides their number
+//   BLOCK_GROUPS, WARP_GROUPS    (merged) groups of a block and of a warp; BLOCK_GROUPS divides all groups
 //   WARPS_M              warps along pixels; there are BLOCK_GROUPS / WARP_GROUPS along groups
 //   TP, TQ               pixels of a tile along height and width
 //   HELD                 1: weights are kept in registers, 0: in shared memory
@@ -40,7 +40,7 @@ constexpr int TAP_CHUNKS = DEPTH / CHUNK, CHUNKS = KH * KW * TAP_CHUNKS, STEPS =
 constexpr int TILES_N = WIDE / 8;  // mma tiles of 8 filters of a group
 constexpr int M_TILES = 2;         // mma tiles of 16 pixels that a warp computes at a time
 constexpr int ROWS = (TP - 1) * SH + (KH - 1) * DH + 1, COLUMNS = (TQ - 1) * SW + (KW - 1) * DW + 1;
-constexpr int BLOCK_CHUNKS = BLOCK_GROUPS * TAP_CHUNKS;  // per pixel of the patch
+constexpr int BLOCK_CHUNKS = BLOCK_GROUPS * TAP_CHUNKS;  // chunks per pixel of the patch
 constexpr int PITCH = (BLOCK_CHUNKS | 1) * 16;  // bytes per pixel: eight pixels fall into different banks if SW is 1
 constexpr int PATCH = ROWS * COLUMNS * PITCH;
 constexpr int WEIGHT_WORDS = BLOCK_GROUPS * STEPS * TILES_N * 64;
@@ -131,7 +131,7 @@ __device__ __forceinline__ int chunk_offset(int group, int chunk) {
 
 using Sums = float[WARP_GROUPS * TILES_N][4];
 
-// Adds the products of 16 M_TILES pixels of the tile, from `pixel` on, with the filters of the warp's group `group`.
+// Adds the products of 16 * M_TILES pixels of the tile, from `pixel` on, with the filters of the warp's group `group`.
 __device__ __forceinline__ void multiply_group(Sums (&sums)[M_TILES], u32 patch, int pixel, int group,
                                                const Filters& filters) {
     const int lane = threadIdx.x % 32;

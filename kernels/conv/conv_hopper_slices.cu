@@ -7,8 +7,8 @@
 // x is (n, d, h, w, CHANNELS), w is (m, KERNEL_D, KERNEL_H, KERNEL_W, CHANNELS), `partial` is (slices, pixels, m);
 // `pixels` is n * y_d * y_h * y_w, and m is even. With two spatial axes there is no d, and with one neither d nor h.
 //
-// Macros: those of gemm_hopper.cuh and of conv_operands.cuh; TRANSPOSED, not GATED, one product, not PINGPONG. There
-// are no more slices than stages of k.
+// Macros: those of gemm_hopper.cuh and of conv_operands.cuh. TRANSPOSED is 1, GATED and PINGPONG are 0, and PRODUCTS
+// is 1. There are at most as many slices as stages of k.
 #include "gemm_hopper.cuh"
 #include "conv_operands.cuh"
 

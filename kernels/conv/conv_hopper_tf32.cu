@@ -5,7 +5,7 @@
 // x is (n, d, h, w, CHANNELS), y and residual are (n, y_d, y_h, y_w, m), w is (m, KERNEL_D, KERNEL_H, KERNEL_W,
 // CHANNELS); `pixels` is n * y_d * y_h * y_w. With two spatial axes there is no d, and with one neither d nor h.
 //
-// Macros: those of gemm_hopper.cuh and of conv_operands.cuh; TRANSPOSED, not GATED, one product.
+// Macros: those of gemm_hopper.cuh and of conv_operands.cuh. TRANSPOSED is 1, GATED is 0, and PRODUCTS is 1.
 #include "gemm_hopper_threads.cuh"
 #include "conv_operands.cuh"
 

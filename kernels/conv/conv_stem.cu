@@ -12,7 +12,8 @@
 //      fragment is four loads of words and the patch is never rearranged. Where pixels begin at odd columns (SW is odd,
 //      16-bit types), they read a second copy of the patch that is shifted by one column.
 //   3. Words may hold columns that belong to no tap: they are masked, so that infinities there do no harm.
-//   4. Where k ends inside an mma, the bias can be one more weight after the last tap, of a word with the value one.
+//   4. If the last mma has room after the last tap, the bias can be one more weight, by which a word of value one is
+//      multiplied.
 //   5. Filters are assigned to the columns of the mma tiles so that the sums of a lane belong to neighbouring filters:
 //      a lane finishes them in registers and stores whole vectors.
 //
@@ -366,8 +367,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     extern __shared__ __align__(16) char memory[];
     u32* weights = reinterpret_cast<u32*>(memory);
     u32* patches = weights + WEIGHT_WORDS;
-    Tile* ahead = reinterpret_cast<Tile*>(patches + PATCH_WORDS);  // the tile of each patch: registers are too few
-    T* raw = reinterpret_cast<T*>(HELD ? weights : patches);       // weights as in w, in the patches' place unless HELD
+    Tile* ahead = reinterpret_cast<Tile*>(patches + PATCH_WORDS);  // each patch's tile; kept here to save registers
+    T* raw = reinterpret_cast<T*>(HELD ? weights : patches);       // in w's layout; unless HELD, in the patches' memory
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_filter = blockIdx.y * BLOCK_N;
 
     const Image of{x, height, width, pad_h, (out_height + TP - 1) / TP, (out_width + TQ - 1) / TQ};

@@ -53,8 +53,8 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 def _is_gradient(conv: Conv) -> bool:
     """Return whether a transposed convolution is the gradient of a convolution from the sizes of y to those of x.
 
-    That convolution would read y and have as many results as x has elements.  It has more of them if y extends beyond
-    the filter's last position by a stride or more.
+    That convolution would read y, and its result would have the sizes of x.  Return False if its result would be larger
+    than x, because y extends beyond the filter's last position by a stride or more.
     """
     axes = zip(
         conv.sizes, conv.y_sizes, conv.kernel, conv.strides, conv.dilations, conv.pads_begin, conv.pads_end, strict=True

@@ -181,7 +181,7 @@ def _strips(conv: Conv, vec: int, tw: int, th: int) -> Iterator[DepthwiseConfig]
 
 
 def _columns(conv: Conv, tw: int, piece: int) -> int:
-    """Return the columns of x from the first to the last that a strip reads by `piece` taps of a filter's row."""
+    """Return how many columns of x lie from the first to the last that a strip reads by `piece` taps of a row."""
     (_, _, sw), (_, _, dw) = three(conv.strides), three(conv.dilations)
     return (tw - 1) * sw + (piece - 1) * dw + 1
 

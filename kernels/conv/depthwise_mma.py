@@ -22,7 +22,7 @@ MAX_FEW: Final = 7  # configs offered for a convolution of dynamic sizes
 MAX_OF_BUFFERS: Final = 3  # maximum implementations with the same number of buffers
 MAX_PAIRS: Final = 28  # pairs of taps; each takes two registers per lane for its weights
 MAX_REGISTERS: Final = 160  # registers per thread, as estimated by `registers`
-CHANNELS: Final = 8  # per warp
+CHANNELS: Final = 8  # channels per warp
 WARPS: Final = (4, 16)  # warps per block: the fewest if there is enough work, and the most
 STRIP_ROWS: Final = (1, 2, 4, 7, 8, 14)
 MAX_GROUPS_OF_FEW: Final = 3  # values of `groups` that are tried for convolutions of dynamic sizes
@@ -168,7 +168,7 @@ def registers(conv: Conv, th: int) -> int:
 
 
 def most_warps(conv: Conv, th: int) -> int:
-    """Return how many warps the registers of a multiprocessor allow; each scheduler has a quarter of them."""
+    """Return how many warps the registers of a multiprocessor allow; each scheduler has a quarter of the registers."""
     return 4 * (REGISTERS // (4 * 32 * registers(conv, th)))
 
 
@@ -227,7 +227,7 @@ def _fits(rows: int, height: int) -> bool:
 
 
 def _shares(width: int) -> tuple[int, ...]:
-    """Return a half and a third of a width, as far as these are integers and nearly whole strips of 8 columns."""
+    """Return width / 2 and width / 3: each only if it is an integer, and the last of its strips of 8 is nearly full."""
     return tuple(width // count for count in (2, 3) if width % count == 0 and width // count % 8 in (0, 6, 7))
 
 
@@ -235,14 +235,14 @@ def cost(conv: Conv, config: DepthwiseMmaConfig, device: Device) -> float:
     """Estimate the clock cycles of a launch on the multiprocessor with the most work."""
     compute, load = _tile_cycles(conv, config)
     rows, columns = config.rows_columns(conv)
-    copies = config.groups * (rows * columns + config.tp * config.tq) / config.threads  # per thread
+    copies = config.groups * (rows * columns + config.tp * config.tq) / config.threads  # copies per thread
     blocks, tiles = config.blocks(conv, device) * config.slices(conv), config.tiles(conv) * config.slices(conv)
     resident = config.resident(conv, device)
-    busy = maximum(1, minimum(resident, -(-blocks // device.multiprocessors)))  # blocks at a time
+    busy = maximum(1, minimum(resident, -(-blocks // device.multiprocessors)))  # blocks per multiprocessor
     several = minimum(1, busy - 1)  # 0 for one block
     alone = -(-config.jobs // config.warps_m) * (config.th * pairs(conv) * LONE_PRODUCT_CYCLES + JOB_CYCLES)
     alone += copies * LONE_COPY_CYCLES + TILE_CYCLES
-    idle = -(-config.jobs // config.warps_m) * config.warps_m / config.jobs  # warps without a job
+    idle = -(-config.jobs // config.warps_m) * config.warps_m / config.jobs  # above 1 if warps lack a job
     compute = compute * (several + (1 - several) * idle)
     compute = compute * maximum(1.0, MIN_WARPS / (busy * config.threads / 32))
     both = (compute**3 + load**3) ** (1 / 3)

@@ -212,9 +212,9 @@ def cost(conv: Conv, config: SlidingConfig, device: Device) -> float:
     at_a_time = minimum(resident, math.ceil(share))
     several = minimum(1, waves - 1)  # 0 for one wave
     rounds = (1 - several) * 1.0 + several * (share + 0.5 * (waves * resident - share)) / at_a_time
-    # Warps per scheduler, of which a multiprocessor has four. Blocks of fewer than four warps may land on the same
-    # schedulers; half of them are assumed to. On an H200, 192 blocks of two warps take 8.6 us, and 384 blocks of four
-    # warps with as much work take 5.5.
+    # Warps per scheduler; a multiprocessor has four schedulers. Blocks of fewer than four warps may all use the same
+    # schedulers: the estimate is the mean of this case and an even distribution. On an H200, 192 blocks of two warps
+    # take 8.6 us, and 384 blocks of four warps with as much work take 5.5.
     busy = (math.ceil(at_a_time * warps / 4) + at_a_time * math.ceil(warps / 4)) / 2
     row = maximum(LOAD_CYCLES / config.ahead, busy * instructions / x_rows / WARP_INSTRUCTIONS)
     operands = item * conv.c * (conv.n * math.prod(conv.sizes) + conv.pixels * (2 if conv.residual else 1))

@@ -33,9 +33,9 @@ FEW_COLUMNS: Final = 40  # columns of y up to which memory bandwidth is the limi
 
 
 def plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device, convolution: Planner) -> list[Plan]:
-    """Return the plans of a pointwise convolution with a gate: in one launch, and as channel_scale and convolution.
+    """Return the plans of a pointwise convolution with a gate: plans of one launch and plans of two.
 
-    A channel_scale is the product x * gate as a kernel of its own.
+    Of two launches, the first is a channel_scale, which computes x * gate, and the second is the convolution.
     `convolution` plans the convolution without a gate.  Raises ValueError if shapes do not fit.
     """
     conv, y = conv_of(node, inputs, device)

@@ -28,7 +28,7 @@ TILE_ROWS: Final = (1, 2, 4, 7, 8, 14, 16)
 TILE_COLUMNS: Final = (7, 14, 16, 28, 32, 56)
 ROW_COLUMNS: Final = (112, 256, 512)  # additional tile widths for images of one row
 REGISTERS: Final = 65536  # per multiprocessor
-MAX_RESEMBLING: Final = 2  # maximum implementations that divide groups alike
+MAX_RESEMBLING: Final = 2  # maximum implementations that divide groups in the same way
 
 # Costs and rates of one multiprocessor of an H200.
 L2_BYTES: Final = 26.0  # bytes from L2 per clock cycle
@@ -59,7 +59,7 @@ class GroupedConfig:
         return 32 * self.warps_m * (self.block_groups // self.warp_groups)
 
     def resembles(self, other: GroupedConfig) -> bool:
-        """Return whether both configs divide the groups among blocks and warps alike."""
+        """Return whether both configs divide the groups among blocks and warps in the same way."""
         return (self.block_groups, self.warp_groups) == (other.block_groups, other.warp_groups)
 
     def slices(self, conv: Conv) -> int:

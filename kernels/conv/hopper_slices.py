@@ -20,7 +20,7 @@ MIN_STEPS: Final = 4  # stages of k per slice, at least
 
 # Costs in clock cycles of a multiprocessor of an H200.
 START_CYCLES: Final = 1500  # cycles until the first stage arrives
-SECOND_LAUNCH_CYCLES: Final = 15000  # ranks slices and clusters as measured: tests/kernels/test_first_plans.py
+SECOND_LAUNCH_CYCLES: Final = 15000  # so that slices and clusters rank as tests/kernels/test_first_plans.py says
 SUM_BYTES: Final = 24  # bytes per cycle for sums and for the operands of epilogue.cu
 
 
@@ -38,9 +38,9 @@ class SlicedConfig:
 
 
 def fitting(conv: Conv, gemm: Gemm, device: Device) -> list[SlicedConfig]:
-    """Return the configs if blocks without slices would leave multiprocessors idle; `gemm` is the product of `conv`.
+    """Return the configs of at least two slices whose blocks all run at once; `gemm` is the product of `conv`.
 
-    y must have an even number of channels, because two columns of sums are stored at a time.
+    The list is empty for an odd number of channels of y, because two columns of sums are stored at a time.
     """
     if conv.program or conv.m % 2:
         return []

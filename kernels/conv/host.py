@@ -28,7 +28,7 @@ from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, FusedNode, Launch, Matmul, Plan, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans, is_symbolic
 
-# The largest numbers of implementations to offer of one kernel, where several kernels compete.
+# The largest number of implementations to offer of each kernel, where several kernels compete.
 MAX_MMA: Final = 3
 MAX_DEPTHWISE: Final = 2
 MAX_OF_PRODUCTS: Final = 3  # convolution kernels for a pointwise convolution in float32
@@ -73,8 +73,8 @@ def _is_of_many_rows(product: Implementation) -> bool:
     return isinstance(step, Matmul) or (isinstance(step, Launch) and step.kernel.source == "gemm_mma")
 
 
-# First the kernels for special kinds of convolution: at most one kernel of these supports a given convolution.  Then
-# the general kernels.
+# The kernels for special kinds of convolution come first; at most one of these supports a given convolution.  The
+# general kernels follow.
 KINDS: Final[tuple[Callable[[Conv, Device], list[Implementation]], ...]] = (
     _pointwise,
     _depthwise,

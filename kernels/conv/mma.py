@@ -83,7 +83,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
 
 def is_exact(conv: Conv, device: Device) -> bool:
-    """Return whether products use fma, because mma.sync lacks the dtype or would round to TF32 against the settings."""
+    """Return whether products must use fma: mma.sync lacks the dtype, or rounds to TF32, which is not allowed."""
     if conv.dtype == "float16":
         return False
     return device.arch < MMA_ARCH or (conv.dtype == "float32" and not conv.tf32)

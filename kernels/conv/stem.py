@@ -82,7 +82,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
     fitting = sorted(_fitting(conv, device), key=lambda config: cost(conv, config, device))
     chosen: list[StemConfig] = []
     launched = set()  # (tile, grid): configs that differ only in the register bound count once
-    for config in fitting:  # keep the best half for each register bound
+    for config in fitting:  # keep the best for each register bound: half of all that are kept
         alike = sum(other.min_blocks == config.min_blocks for other in chosen)
         launch = (config.tp, config.tq, grid(conv, config, device))
         if alike < MAX_IMPLEMENTATIONS // 2 and launch not in launched:

@@ -1,10 +1,10 @@
-// y = activation(gate) * up: SwiGLU, GEGLU and the like. Gate and up are each a tensor, or a slice of every row of one.
+// y = activation(gate) * up: SwiGLU, GEGLU and the like. Gate and up are each a tensor or a slice of its rows.
 //
 // The kernel moves each element of gate, up and y once, 6 bytes an element in fp16, computes in fp32 and rounds once.
 //
 //   ROW                     elements of a row of y
-//   GATE_ROW, UP_ROW        elements of a row of the tensor; equal to ROW if there is no slice
-//   GATE_OFFSET, UP_OFFSET  elements of such a row before the slice
+//   GATE_ROW, UP_ROW        elements of a row of the whole tensor; equal to ROW if there is no slice
+//   GATE_OFFSET, UP_OFFSET  elements of a row of the whole tensor before the slice
 #include "types.cuh"
 #include "activations.cuh"
 #include "elementwise.cuh"

@@ -19,8 +19,8 @@ using uint64_t = unsigned long long;
 #define RESIDUAL 0
 #include "norm.cuh"
 
-// How an addend broadcasts to (batch, seq) rows: it has one row for each row, each position or each batch element, or
-// one row in all.
+// How an addend broadcasts to (batch, seq) rows: it has a row for each of them, a row for each position, a row for each
+// batch element, or a single row.
 enum Broadcast { PER_ROW, PER_POSITION, PER_BATCH, PER_ALL };
 
 __device__ __align__(16) char zero_row[ROW * 4];  // zeros of any storage type

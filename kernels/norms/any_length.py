@@ -43,7 +43,7 @@ def short_rows(length: int, width: int, device: Device, item_bytes: Sequence[int
     """
     if _within(length, SHORT_ROW):
         return _row_of_a_warp(SHORT_ROW, width, device, item_bytes)
-    if width == 1 and _within(length, WARP_ROW):  # in a warp, each thread would have 32 elements, each with an address
+    if width == 1 and _within(length, WARP_ROW):  # in one warp, each thread would hold 32 addresses
         return RowTiling(1, SINGLES_THREADS, WARP_ROW // SINGLES_THREADS, longest=WARP_ROW)
     if _within(length, WARP_ROW):
         return _row_of_a_warp(WARP_ROW, width, device, item_bytes)
@@ -63,7 +63,7 @@ def long_rows(length: int, width: int, device: Device, item_bytes: Sequence[int]
     cluster = cluster_size(MAX_CLUSTER, device)
     threads, resident = SHARED_BLOCKS[cluster > 1]
     chunks = min(SHARED_CHUNKS if cluster > 1 else 2, MAX_VALUES // width)
-    batch = threads * chunks * width  # elements
+    batch = threads * chunks * width  # elements per batch
     longest = SHARED_BYTES // (batch * sum(item_bytes)) * batch * cluster
     if _within(length, longest):
         return RowTiling(width, threads, chunks, 1, cluster, in_shared=True, min_blocks=resident, longest=longest)

@@ -4,8 +4,8 @@
 // and y once, 4 bytes an element in fp16, and computes in fp32; Moments of statistics.cuh are its mean and variance.
 //
 //   GROUPS         groups of an image    CHANNELS  channels of a group
-//   CHANNEL_PACKS  vectors of a channel, whose end no vector crosses: a number, or `packs`, a Divisor, if the length is
-//                  an argument
+//   CHANNEL_PACKS  vectors of a channel; no vector crosses a channel's end. CHANNEL_PACKS is a number; if the length is
+//                  an argument, it is `packs`, a Divisor
 #include "types.cuh"
 #include "activations.cuh"
 #include "program.cuh"

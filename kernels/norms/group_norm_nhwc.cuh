@@ -1,10 +1,10 @@
 // Mean and variance of groups of channels of channels-last tensors: x is (n, pixels, CHANNELS).
 //
 // A block works on SUBSET channels, which are whole groups of GROUP channels, of some pixels of one image. VECTORS
-// threads side by side read a pixel, and a block has LANES_P such rows of threads. For each group, the block sums the
-// differences of the values from one of them, the shift, and the squares of these differences. As the shift is one of
-// the values, the relative error of the sum of squares around the mean grows at most by a factor of the number of
-// values.
+// threads side by side read a pixel, and a block has LANES_P such rows of threads. For each group, one of its values is
+// the shift. The block adds up the differences of all values from the shift, and the squares of these differences.
+// Because the shift is one of the values, the relative error of the sum of squares around the mean grows at most by a
+// factor of the number of values.
 //
 //   WIDTH       channels of a vector access; divides SUBSET
 //   BLOCK       threads of a block: VECTORS * LANES_P, and idle ones up to a multiple of 32
@@ -64,8 +64,8 @@ struct Thread {
     __device__ __forceinline__ int group(int i) const { return (vector * WIDTH + i) / GROUP; }
 };
 
-// The sums of a thread's channels. `pixel` is the block's first pixel; its first channel of a group is the group's
-// shift.
+// The sums of a thread's channels. `pixel` is the block's first pixel; a group's first channel in this pixel is the
+// group's shift.
 struct Moments {
     float shifts[SPANS], sums[SPANS], squares[SPANS];
 

@@ -188,8 +188,9 @@ def _one_launch_plan(norm: GroupNorm, tiling: GroupTiling, device: Device) -> Pl
 
 
 def _room(tiling: GroupTiling, kept: int, item_bytes: int, most: int) -> int:
-    """Return the bytes of shared memory to reserve for an image of symbolic size: `most`, or a half, or a quarter.
+    """Return the bytes of shared memory to reserve for an image of symbolic size, at most `most`.
 
+    `most` is halved as long as the image is expected to fit into the half and more than LEAST_ROOM is reserved.
     Reserving more than an image needs is correct too. So only the upper bound on the size is a hard guard, a condition
     without which the plan would be wrong.
     """
@@ -264,7 +265,7 @@ def _time(tiling: GroupTiling, images: int, pixels: int, channels: int, item_byt
     room = int(device.multiprocessors * share) * max(1, THREADS // tiling.threads)
     busy: float = maximum(
         math.ceil(blocks / room) * (WAVE_US + 2 * rows * sectors / BYTES_PER_MULTIPROCESSOR),
-        blocks * 2 * rows * bytes_of_pixel / BYTES_OF_MEMORY,  # each sector is moved once: L2 keeps its other half
+        blocks * 2 * rows * bytes_of_pixel / BYTES_OF_MEMORY,  # L2 holds a sector's halves: memory moves it once
     )
     return busy + BARRIER_US * tiling.cluster
 

@@ -2,7 +2,7 @@
 // group_norm_nhwc_statistics.cu left, and computes y = activation((x - mean) / sqrt(var + epsilon) * scale + bias).
 //
 // Blocks begin with the pixels that the first launch read last, which L2 may still have. They load their first pixels
-// while they merge partials. For this they sum differences from the first chunk's mean.
+// while they merge partials. To merge, they sum the differences of the chunks' means from the first chunk's mean.
 #include "group_norm_nhwc.cuh"
 
 constexpr int LOADS = 3;

@@ -72,7 +72,7 @@ __device__ __forceinline__ Partial merge_across(Partial partial, int lanes, bool
 
 // Returns the row's partial in every thread of the row. Rows alternate between two arrays `partials`, so that one
 // barrier per row is enough: before an array is written again, all threads have read it and passed the barrier of the
-// row between.
+// row in between.
 template <class Partial>
 __device__ __forceinline__ Partial merge_row(Partial partial, float (&partials)[PARTIALS][Partial::VALUES]) {
     partial = merge_across(partial, LANES, true);
@@ -90,7 +90,7 @@ __device__ __forceinline__ Partial merge_row(Partial partial, float (&partials)[
         cluster_arrive();
         cluster_wait();
         constexpr int READERS = PARTIALS < 32 ? PARTIALS : 32;
-        constexpr int EACH = PARTIALS / READERS;  // merged as a tree: two operands have equally many elements
+        constexpr int EACH = PARTIALS / READERS;  // a lane's partials, merged as a tree of equal halves
         Partial read[EACH];
 #pragma unroll
         for (int i = 0; i < EACH; ++i) read[i] = Partial::load(partials[i * READERS + lane % READERS], partial.count());

@@ -34,7 +34,7 @@ USUAL_VALUES: Final = 16  # per thread
 MAX_VALUES: Final = 32  # per thread
 MAX_WARP_VALUES: Final = 32  # values per thread up to which one warp has a whole row and needs no barrier
 MAX_PREFETCH_VALUES: Final = 16  # values per thread up to which registers can also hold weights loaded early
-MAX_WARP_PREFETCH_VALUES: Final = 24  # the same for a row of one warp without a residual
+MAX_WARP_PREFETCH_VALUES: Final = 24  # the same limit for a row of one warp without a residual
 MAX_BLOCK_VALUES: Final = 20  # values per thread in blocks of 1024 threads, where a thread has 64 registers
 USUAL_THREADS: Final = 512  # threads per block, before threads take more values
 RESIDENT_BYTES: Final = 48 << 10  # bytes of rows in flight per multiprocessor, which bounds the registers per thread
@@ -47,7 +47,7 @@ BLOCK_PERSISTENT_REGISTERS: Final = (64, 32)
 MAX_PERSISTENT_ROUNDS: Final = 4  # rows per resident block up to which a persistent grid is expected to be faster
 ARCHS_OF_32_BLOCKS: Final = (80, 90, 100)  # compute capabilities with 32 resident blocks per multiprocessor
 MAX_RESIDENT_BLOCKS: Final = 16  # resident blocks per multiprocessor on other GPUs
-MIN_REGISTERS: Final = 64  # least registers to assume per thread; counting fewer would neither help nor hurt
+MIN_REGISTERS: Final = 64  # least registers to assume per thread; a lower limit gives no better tilings
 
 # Vectors per thread if there are few rows, where only latency counts. Many vectors per thread are then better than the
 # barrier of a large block: layer_norm of 33x1023 fp16 on an H200 takes 1.51 us with 128 threads, and 1.65 with 512.
@@ -66,7 +66,7 @@ SHORT_ROW_VALUES: Final = 8
 
 # Long rows are kept in shared memory, so that the loads of three blocks are in flight at once: 512x65536 fp16 takes
 # 39 us on an H200, and 43 us in registers. With a residual there are twice as many bytes, and registers are faster.
-SHARED_BLOCKS: Final = ((512, 2), (256, 3))  # (threads, resident blocks) if one block has a row; if several do
+SHARED_BLOCKS: Final = ((512, 2), (256, 3))  # (threads, resident blocks): for rows of one block, of several
 SHARED_CHUNKS: Final = 4
 SHARED_BYTES: Final = 64 << 10  # bytes per block, so that three blocks are resident
 SPARE_SHARED_BYTES: Final = 12 << 10  # bytes per block for partial sums

@@ -1,7 +1,8 @@
 // y = exp(x - max(x)) / sum(exp(x - max(x))) over the last axis.
 //
-// The kernel moves each element of x and y once, 4 bytes an element in fp16, and takes one exponential an element: each
-// warp subtracts its own maximum, and the factor that divides by the sum corrects for the maximum of the row.
+// The kernel moves each element of x and y once, 4 bytes an element in fp16, and takes one exponential an element. Each
+// warp subtracts its own maximum. The factor that divides a warp's results by the row's sum also accounts for the
+// difference between the warp's maximum and the row's.
 // A row of -inf, or one with +inf or NaN, gives NaN, as the formula does.
 #include "types.cuh"
 #include "rows.cuh"

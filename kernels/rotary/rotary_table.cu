@@ -1,4 +1,5 @@
-// Cosines and sines of position * frequency, with each row REPEATS times side by side. A thread computes one angle.
+// Cosines and sines of position * frequency. A row has the values of a position, REPEATS times one after another. A
+// thread computes one angle.
 //
 // The product is rounded to fp32 as the operators round it; positions of a long context need the exact range reduction
 // of sincosf. Tables are small compared with the tensors that they rotate: the gain is one launch in place of six.

@@ -20,13 +20,15 @@ constexpr int ROTATED_PIECES = HALF / WIDTH;
 constexpr int PIECES = ROTATED_PIECES + (SIZE - ROTATED) / WIDTH;
 constexpr int STEPS = (PIECES + LANES - 1) / LANES;  // pieces of a thread
 constexpr int TABLE_ROW = WHOLE_TABLE ? ROTATED : HALF;
-constexpr bool INSIDE = INTERLEAVED && Y_INTERLEAVED && WIDTH > 1;  // a pair lies in one vector, of x and of y
+// Whether one vector of x, and one vector of y, holds both elements of a pair.
+constexpr bool INSIDE = INTERLEAVED && Y_INTERLEAVED && WIDTH > 1;
 constexpr bool TABLE_OF_PAIRS = WHOLE_TABLE && INTERLEAVED && !INSIDE;
-constexpr int TO_SECOND = TABLE_OF_PAIRS ? WIDTH : WHOLE_TABLE ? HALF : 0;  // offset of the second half in the tables
+constexpr int TO_SECOND = TABLE_OF_PAIRS ? WIDTH : WHOLE_TABLE ? HALF : 0;  // offset of `second`'s angles
 
 static_assert(HALF % WIDTH == 0 && (SIZE - ROTATED) % WIDTH == 0, "a piece is of one kind");
 
-// Sorts two vectors first0 second0 first1 second1 ... into first and second.
+// Deinterleaves two vectors that hold first0 second0 first1 second1 ...: writes the first elements of all pairs to
+// `first`, and the second elements to `second`.
 __device__ __forceinline__ void deinterleave(float (&first)[WIDTH], float (&second)[WIDTH]) {
     float both[2 * WIDTH];
 #pragma unroll

@@ -28,7 +28,7 @@ CLUSTER: Final = 8  # blocks per cluster, which computes the gates of IMAGES ima
 THREADS: Final = 256  # threads per block; with 512, the launches of 18 nodes took 1.02 to 1.9 times as long
 IMAGES: Final = 1  # images per cluster; with 2, reads of weights halve, but launches took 1.1 to 1.4 times as long
 LOADS: Final = 4
-MIN_PART: Final = 4  # least vectors of a pixel per block: 64 bytes, if a pixel has as many
+MIN_PART: Final = 4  # least vectors of a pixel that a block reads (64 bytes), unless a pixel has fewer
 # Times in microseconds on an H200, fitted to 18 nodes of EfficientNet-B0 and MobileNetV3 with 32 images.
 # Three launches: PRODUCTS_US for both products; MEAN_US for the mean, plus MEAN_BYTE_US per byte above BYTES_OF_LAUNCH.
 # One launch: KERNEL_US, plus BYTE_US per byte, plus ROUND_US per round of weight rows beyond two. BLOCK_BYTE_US, the
