@@ -1,7 +1,7 @@
 // Writes the present caches of keys and values in one launch: the rows of the past caches, followed by the new rows.
 //
-// A block copies a chunk of the keys or of the values of one head: each of its THREADS threads makes ACCESSES accesses
-// of ACCESS_BYTES, all loads before the first store. Each element is read and written once. If a past cache and its
+// A block copies a chunk of the keys or of the values of one head: each of its THREADS threads loads ACCESSES vectors
+// of ACCESS_BYTES bytes before it stores the first. Each element is read and written once. If a past cache and its
 // present cache are the same memory, and a row has the same offset in both (`same_offsets`), only the new rows are
 // written.
 //

@@ -31,7 +31,7 @@ __device__ __forceinline__ void mask_kinds(const Pack<E, N>& elements, int (&kin
 template <class E, int N>
 __device__ __forceinline__ bool equal(const Pack<E, N>& elements) {
     if constexpr (N == 1) return true;
-    constexpr u32 EACH = sizeof(E) == 4 ? 1 : sizeof(E) == 2 ? 0x10001 : 0x1010101;  // factor that repeats an element
+    constexpr u32 EACH = sizeof(E) == 4 ? 1 : sizeof(E) == 2 ? 0x10001 : 0x1010101;  // element * EACH fills a word
     constexpr u32 ONE = sizeof(E) == 4 ? ~0u : (1u << 8 * sizeof(E)) - 1, ALL = N * sizeof(E) == 2 ? 0xffff : ~0u;
     const u32 first = (elements.words[0] & ONE) * EACH & ALL;
     bool same = true;

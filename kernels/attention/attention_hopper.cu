@@ -31,7 +31,8 @@
 // Macros:
 //   T, HEAD_DIM, HEAD_DIM_V   element type; elements of a head of q and k, and of v
 //   WARPGROUPS, BLOCK_N, STAGES, PINGPONG   as above    BLOCKS_PER_SM  blocks that must fit on a multiprocessor
-//   CAUSAL, SOFTCAP, BIAS     1: the problem has one    ZERO_MASKED_ROWS  rows without a key are 0, else NaN
+//   CAUSAL, SOFTCAP, BIAS     1: the attention has a diagonal, a cap, a bias
+//   ZERO_MASKED_ROWS          1: rows without a key are 0; 0: they are NaN
 //   BIAS 2         the bias of a head is its slope, of type SLOPE_T, times the elements
 //   MASK   0 none, 1 boolean (INVERTED: false counts), 2 additive (elements up to NEGLIGIBLE are skipped at first)
 //   ADD_MASKED_SCORE, SECOND_PASS, SCALE_IN_EXPONENT, LATE_CAP   as above

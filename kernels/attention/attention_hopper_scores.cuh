@@ -290,8 +290,8 @@ enum class Scores { IN_UNITS, PRODUCTS, SMALL_PRODUCTS, SMALLEST_PRODUCTS };
 // determined and the references raised. A tile of 64 keys of 64 elements that skips this step takes 200 instructions
 // instead of 253. With LAZY_RESCALE, a reference is raised only if weights would exceed 2^4.
 //
-// For scores below -FAR, rounding the product of score and scale changes it so much that weights overflow
-// (SCALE_IN_EXPONENT). Only fully masked rows have such scores; under additive masks in fp16, no row has them.
+// With SCALE_IN_EXPONENT, scores below -FAR need separate code: rounding their products with the scale would make
+// weights overflow. Only fully masked rows have such scores; under additive masks in fp16, no row has them.
 constexpr float FAR = 1e7f;
 template <class E> constexpr bool IS_HALF = false;
 template <> constexpr bool IS_HALF<f16> = true;

@@ -93,8 +93,9 @@ constexpr BlockThreads block_threads(int warpgroups, bool reallocate, bool row_m
 constexpr BlockThreads BLOCK = block_threads(WARPGROUPS, WARPGROUPS > 1 && BLOCKS_PER_SM == 1, ROW_MASK);
 static_assert(BLOCK.have_registers(), "no thread waits for registers that do not exist");
 
-constexpr int BIT_WORDS = ((ROW_MASK ? BLOCK_N : SCORES) + 31) / 32;  // of a tile if ROW_MASK, else of a thread
-constexpr int BIAS_WORDS = (BLOCK_N + 31) / 32;                       // columns per lane of the producer
+// Words of mask bits: of a tile if ROW_MASK, else of a thread.
+constexpr int BIT_WORDS = ((ROW_MASK ? BLOCK_N : SCORES) + 31) / 32;
+constexpr int BIAS_WORDS = (BLOCK_N + 31) / 32;  // columns of a tile whose bias a lane of the producer loads
 constexpr int KINDS = 24;  // the bit of a stage's info at which the tile's kinds begin, 2 bits for each warpgroup
 constexpr u32 EACH_GROUP = 0x55;
 constexpr u32 END = (1u << KINDS) - 1;

@@ -4,12 +4,12 @@
 // (row r is query r / GQA_GROUP of head r % GQA_GROUP), so that a tile of keys is loaded once for all of them. A block
 // has WARPS_M * M_TILES * 16 rows; a warp has M_TILES * 16 of them, and one WARPS_N-th of the keys of every tile.
 //
-// One step of the loop, for a tile of BLOCK_N keys and values, all threads alike:
+// One step of the loop, which all threads run for a tile of BLOCK_N keys and values:
 //   1. Wait for the tile's copies (cp.async), and for all warps to have read the tile before it; start the copies of
 //      the tile STAGES - 1 ahead (attention_mma_tiles.cuh).
 //   2. Scores s = q k^T by mma (attention_mma_warp.cuh); the elements of mask and bias are loaded meanwhile.
 //   3. Softcap, bias, mask, causal limits (attention_mma_scores.cuh).
-//   4. Online softmax, then o += p v, with p in registers as the product left it.
+//   4. Online softmax, then o += p v, with p in the registers in which step 2 left the scores.
 // Scores are in units of log2(e), so that probabilities are powers of two.
 //
 // Macros (compile-time constants; lengths and strides are arguments):
@@ -28,7 +28,7 @@
 //   MASK_T, BIAS_T                 element types
 //   MASK_BY_ROW, BIAS_BY_ROW       1: the rows of a block read different elements
 //   MASK_PAIRS, BIAS_PAIRS         1: one access may read two keys; may be an expression over the parameters `p`
-//   CAUSAL, SOFTCAP                1: the problem has one
+//   CAUSAL, SOFTCAP                1: the attention has a diagonal, a cap
 //   ADD_MASKED_SCORE               the masked score is added to scores instead of replacing them
 //   ZERO_MASKED_ROWS               rows without a key are 0, else NaN
 //   SECOND_PASS, SECOND_PASS_BELOW see attention_mma.cu

@@ -57,7 +57,7 @@ def _configs(problem: Attention, rows: int, device: Device, cache: Cache | None)
 
     If the rows need fewer warps than a block has, several warps have the same rows, and divide the keys of each tile.
     """
-    # Two warps suffice only if there are at most 32 rows at all sizes.
+    # Two warps suffice only if there are at most 32 rows for all values of dynamic sizes.
     warps_m = 1 if rows <= 16 else 2 if always(lambda: rows <= 32, rows) else 4
     large = max(problem.head_dim, problem.head_dim_v) > 128
     if large and math_kind(problem, device) == "FP32":  # too few registers for warps that share keys

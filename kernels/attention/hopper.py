@@ -452,7 +452,7 @@ def _score_argument(scores: ScoreTensor | None) -> Struct:
 def _heads_in_l2(problem: Attention) -> int:
     """Return how many heads run at the same time: as many as have keys and values that fit into L2 together.
 
-    Return 1 if all queries have equally many keys.
+    Return 1 if no diagonal or mask makes the queries' numbers of keys differ.
     """
     if problem.causal is None and not (problem.mask and problem.mask.differs[2]):
         return 1

@@ -44,7 +44,7 @@ struct FmaSums {
     }
 
     __device__ __forceinline__ void add(unsigned stage) {
-#pragma unroll 1  // otherwise the compiler moves loads ahead, for which registers are too few
+#pragma unroll 1  // otherwise the compiler moves loads ahead, and registers do not suffice
         for (int step = 0; step < TILE_K / FMA_K; ++step) {
             float x[8][FMA_K];
 #pragma unroll

@@ -1,8 +1,8 @@
 // The gather of x for convolution kernels with the main loop of gemm_mma.cuh. The rows of the product are positions of
-// the filter in all images; k runs over taps of the filter and, within a tap, over the channels of the
-// group. A thread copies chunks of one position along k for several rows, so that it finds the tap and the channel once
-// for all of them. For each row it holds the address and the coordinates that the first tap reads. Elements in the
-// padding become zero. A copy never crosses from tap to tap, because X_COPY divides the channels of a group.
+// the filter in all images; k runs over taps of the filter and, within a tap, over the channels of the group. A thread
+// copies chunks of one position along k for several rows, so that it finds the tap and the channel once for all of
+// them. For each row it holds the address and the coordinates that the first tap reads. Elements in the padding become
+// zero. A copy never crosses from tap to tap, because X_COPY divides the bytes of a group's channels.
 //
 // Macros, besides those of gemm_mma.cuh:
 //   DIMS               spatial axes: 1 (W), 2 (H, W) or 3 (D, H, W); sizes of missing axes are 1 and not read

@@ -4,9 +4,9 @@
 //   y = epilogue(conv(x, w))    one or two spatial axes
 //
 // A block has BLOCK_GROUPS groups and goes through tiles of TP x TQ pixels:
-//   1. The part of x that a tile reads, its patch, is copied to shared memory by cp.async, while the tile before is
-//      computed. Elements outside x are zero. A tap of a tile is the patch at another offset, so that ldmatrix
-//      reads fragments straight from it: chunks of 16 bytes are neighbouring channels of a pixel at one tap.
+//   1. The part of x that a tile reads, its patch, is copied to shared memory by cp.async, while the previous tile
+//      is computed. Elements outside x are zero. Each tap reads the patch at another offset, so that ldmatrix reads
+//      fragments straight from the patch: chunks of 16 bytes are neighbouring channels of a pixel at one tap.
 //   2. Each warp has WARP_GROUPS groups and 32 pixels at a time. Weights are in its registers, or in shared memory.
 //   3. It finishes its sums in registers and stores them through shared memory of its own (conv_pixels.cuh).
 //

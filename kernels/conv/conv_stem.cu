@@ -11,11 +11,11 @@
 //      The words that a pixel reads from a row of the patch lie one after the other, ROW_WORDS of them, so that a
 //      fragment is four loads of words and the patch is never rearranged. Where pixels begin at odd columns (SW is odd,
 //      16-bit types), they read a second copy of the patch that is shifted by one column.
-//   3. Words may hold columns that belong to no tap: they are masked, so that infinities there do no harm.
+//   3. Words may hold columns that belong to no tap: these columns are masked, so that their infinities do no harm.
 //   4. If the last mma has room after the last tap, the bias can be one more weight, by which a word of value one is
 //      multiplied.
 //   5. Filters are assigned to the columns of the mma tiles so that the sums of a lane belong to neighbouring filters:
-//      a lane finishes them in registers and stores whole vectors.
+//      a lane finishes its sums in registers and stores whole vectors.
 //
 // Macros:
 //   CHANNELS, FILTERS   channels of x and of y           KH, KW, SH, SW    filter sizes and strides

@@ -227,7 +227,7 @@ def _fits(rows: int, height: int) -> bool:
 
 
 def _shares(width: int) -> tuple[int, ...]:
-    """Return width / 2 and width / 3: each only if it is an integer, and the last of its strips of 8 is nearly full."""
+    """Return width / 2 and width / 3: each only if it is an integer whose last strip of 8 columns is nearly full."""
     return tuple(width // count for count in (2, 3) if width % count == 0 and width // count % 8 in (0, 6, 7))
 
 

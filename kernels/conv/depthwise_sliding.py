@@ -195,9 +195,9 @@ def _resident(conv: Conv, config: SlidingConfig) -> int:
 
 
 def cost(conv: Conv, config: SlidingConfig, device: Device) -> float:
-    """Estimate the clock cycles of a launch: for each row of x, the larger of its instructions and its load latency.
+    """Estimate the clock cycles of a launch: for each row of x, its instructions or its load, whichever takes longer.
 
-    If memory traffic takes longer than all rows, its time counts instead.
+    If memory traffic takes longer than all rows, the time of this traffic counts instead.
     """
     kh, _ = two(conv.kernel)
     item, columns = ITEM_BYTES[conv.dtype], _columns(conv, config.tw)

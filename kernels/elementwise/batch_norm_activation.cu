@@ -1,7 +1,8 @@
 // y = activation((x - mean) * scale / sqrt(var + epsilon) + bias) for x (pixels, CHANNELS).
 //
 // The kernel moves each element of x and y once, 4 bytes an element in fp16. In fp32 it computes x * slope + offset,
-// with slope = scale / sqrt(var + epsilon) and offset = bias - mean * slope, once for the PIXELS pixels of a thread.
+// with slope = scale / sqrt(var + epsilon) and offset = bias - mean * slope. A thread computes slope and offset once
+// for all of its PIXELS pixels.
 //
 //   LANES_C, LANES_P  threads of a block along vectors of channels and along pixels
 //   STREAMED, RELEASE, WEIGHTS_CONSTANT  as in elementwise.cuh and rows.cuh

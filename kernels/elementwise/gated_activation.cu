@@ -1,4 +1,5 @@
-// y = activation(gate) * up: SwiGLU, GEGLU and the like. Gate and up are each a tensor or a slice of its rows.
+// y = activation(gate) * up: SwiGLU, GEGLU and the like. Gate and up are each a whole tensor, or a slice of every row
+// of a tensor.
 //
 // The kernel moves each element of gate, up and y once, 6 bytes an element in fp16, computes in fp32 and rounds once.
 //

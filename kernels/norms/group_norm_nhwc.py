@@ -265,7 +265,8 @@ def _time(tiling: GroupTiling, images: int, pixels: int, channels: int, item_byt
     room = int(device.multiprocessors * share) * max(1, THREADS // tiling.threads)
     busy: float = maximum(
         math.ceil(blocks / room) * (WAVE_US + 2 * rows * sectors / BYTES_PER_MULTIPROCESSOR),
-        blocks * 2 * rows * bytes_of_pixel / BYTES_OF_MEMORY,  # L2 holds a sector's halves: memory moves it once
+        # If two blocks use the halves of a sector, memory still moves the sector once, because L2 keeps it.
+        blocks * 2 * rows * bytes_of_pixel / BYTES_OF_MEMORY,
     )
     return busy + BARRIER_US * tiling.cluster
 

@@ -66,7 +66,7 @@ SHORT_ROW_VALUES: Final = 8
 
 # Long rows are kept in shared memory, so that the loads of three blocks are in flight at once: 512x65536 fp16 takes
 # 39 us on an H200, and 43 us in registers. With a residual there are twice as many bytes, and registers are faster.
-SHARED_BLOCKS: Final = ((512, 2), (256, 3))  # (threads, resident blocks): for rows of one block, of several
+SHARED_BLOCKS: Final = ((512, 2), (256, 3))  # (threads, resident blocks): one block per row, several blocks per row
 SHARED_CHUNKS: Final = 4
 SHARED_BYTES: Final = 64 << 10  # bytes per block, so that three blocks are resident
 SPARE_SHARED_BYTES: Final = 12 << 10  # bytes per block for partial sums

@@ -1,8 +1,9 @@
 // Cosines and sines of position * frequency. A row has the values of a position, REPEATS times one after another. A
 // thread computes one angle.
 //
-// The product is rounded to fp32 as the operators round it; positions of a long context need the exact range reduction
-// of sincosf. Tables are small compared with the tensors that they rotate: the gain is one launch in place of six.
+// The product is rounded to fp32 as the replaced ONNX operators round it. Positions of a long context need the exact
+// range reduction of sincosf. Tables are small compared with the tensors that they rotate: the gain is one launch in
+// place of six.
 #include "types.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) rotary_table(
