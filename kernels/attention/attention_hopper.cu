@@ -155,11 +155,11 @@ __device__ __forceinline__ void write(const TensorMap& out, const WorkTile& at, 
 // The main loop: without a mask over the first `tiles` tiles, under a mask over the tiles that the producer sends.
 // Registers of products in flight stay untouched until wgmma_wait.
 //
-// A stage's keys have been read once the product with them has been waited for; k_taken then releases the stage. Each
-// warp reads the bits or bias stored with the keys, and releases them separately: the last warp in k_taken, the other
-// warps at once in `read`. The last thread of a warp (with BIAS_FIRST, the last four threads) arrives at the barrier,
-// because compute-sanitizer's racecheck records only the last thread that read a word, and does not count __syncwarp as
-// ordering.
+// After wgmma_wait for the product with a stage's keys, these keys have been read: k_taken then releases the stage.
+// Each warp reads the bits or bias stored with the keys, and releases them separately: the last warp in k_taken, the
+// other warps at once in `read`. The last thread of a warp (with BIAS_FIRST, the last four threads) arrives at the
+// barrier, because compute-sanitizer's racecheck records only the last thread that read a word, and does not count
+// __syncwarp as ordering.
 __device__ __forceinline__ void consume(ScoreMod& score_mod, Softmax& softmax, float (&o)[RESULTS], float exponent,
                                         int tiles, u32 qo, u32 k_buffers, u32 v_buffers, Barriers& barriers,
                                         Ring& k_ring, Ring& v_ring) {

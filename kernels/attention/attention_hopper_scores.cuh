@@ -165,7 +165,7 @@ struct ScoreMod {
     const Rows<Mask> mask;
     const Rows<Bias> bias;
     const int group, column;        // the warpgroup, and the thread's first column in a tile
-    const int limit[2], unlimited;  // keys that each row sees, and keys that all rows of the warpgroup see
+    const int limit[2], unlimited;  // number of keys that each row sees, and that all rows see
     const float reciprocal_limit;   // 1 / cap
     float masked = minus_infinity();
     float slope = 0.0f;  // the head's slope, in the scores' units
@@ -418,7 +418,8 @@ struct Softmax {
         return fmaxf(best, __shfl_xor_sync(0xffffffffu, best, 2));
     }
 
-    // Raises the maximum of row r to a score, and returns the maximum before that.
+    // Raises the maximum of row r to a score, and returns the previous maximum. With LAZY_RESCALE, the maximum stays if
+    // weights remain at most 2^4.
     __device__ __forceinline__ float raise(int r, float to, float scale) {
         const float before = top[r], best = fmaxf(before, to);
         const bool stays = LAZY_RESCALE && (best - before) * (SCALE_IN_EXPONENT ? scale : LOG2_E) <= 4.0f;

@@ -78,9 +78,10 @@ __device__ __forceinline__ float softcapped(float score, float cap) {  // cap * 
 // Applies softcap, bias, mask and limits to the scores of a warp.
 struct Scores {
     const Problem& p;
-    int limits[M_TILES][2];  // a row sees the keys before its limit; ADD_MASKED_SCORE: other scores get `masked` added
-    int last;                // the limit of the warp's last row; 0 if it has no rows
-    int unlimited;           // every row of the block sees the keys before this one
+    // A row sees the keys before its limit. With ADD_MASKED_SCORE, `masked` is added to the scores of the other keys.
+    int limits[M_TILES][2];
+    int last;       // the limit of the warp's last row; 0 if it has no rows
+    int unlimited;  // every row of the block sees the keys before this one
 #if MASK
     ScoreElements<MASK_T, MASK_BY_ROW> mask;
 #endif

@@ -1,5 +1,5 @@
-// Writes results to memory: from the registers of a warp, or combined from several warps that share the keys, each with
-// its own maximum and sum.
+// Writes results to memory: those in the registers of one warp, or the combined results of several warps that share the
+// keys. Each of these warps has its own maximum and sum.
 #pragma once
 
 #include "attention_mma.cuh"

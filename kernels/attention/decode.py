@@ -24,8 +24,8 @@ from onnxfuse.runtime.symint import always, estimate, for_later_plans, gcd, is_s
 
 CLUSTER_ARCH: Final = 90  # the lowest compute capability with thread block clusters
 CLUSTERS: Final = (2, 4, 8)  # blocks per cluster; eight is the portable limit, and sixteen were slower
-# The least share of multiprocessors that must have a block. On an H200, 64 heads run 1/5 faster in clusters of 2 than
-# in clusters of 4, and 1/4 faster than in clusters of 8.
+# The least share of multiprocessors that must have a block for clusters to come first. On an H200, 64 heads run 1/5
+# faster in clusters of 2 than in clusters of 4, and 1/4 faster than in clusters of 8.
 BUSY_SHARE: Final = 0.9
 MAX_ROWS: Final = 64  # rows per block, queries x query heads per key head: four warps of sixteen
 MIN_TILES: Final = 2  # tiles of keys per block; with fewer, a block takes longer to start and end than it saves

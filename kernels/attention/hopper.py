@@ -150,7 +150,7 @@ def implementations(problem: Attention, device: Device) -> list[Implementation]:
 
 
 def _limit(problem: Attention, device: Device) -> int:
-    """Return the smallest key of CONFIGS that is at least head_dim_v and whose first config fits; else the largest."""
+    """Return the smallest key of CONFIGS from head_dim_v on whose first config fits; the largest key if none fits."""
     limits = [limit for limit in CONFIGS if problem.head_dim_v <= limit]
     return next((limit for limit in limits if _fits(problem, CONFIGS[limit][0], device)), limits[-1])
 

@@ -28,7 +28,7 @@ PASTS: Final = (("past_key", "k"), ("past_value", "v"))  # (operand of a past ca
 
 
 def unsupported_cache(node: FusedNode, input_dtypes: Sequence[str]) -> str | None:
-    """Return why no kernel computes attention over these caches; None if one does."""
+    """Return why no kernel computes attention over the node's caches; None if one does."""
     choices = {"cache_layout": tuple(ROW_AXIS), "k_layout": LAYOUTS, "v_layout": LAYOUTS}
     for choice, known in choices.items():
         if why := unsupported_choice(node, choice, known, known[0]):

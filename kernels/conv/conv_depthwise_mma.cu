@@ -17,8 +17,8 @@
 //   2. A warp has 8 channels and keeps their weights in registers: lane i has the weights of channel i / 4 if its
 //      elements of B are on the diagonals, else zeros. The warp computes two strips of TH x 8 positions at a time. A
 //      fragment of a row of x serves every row of the strip that reads it.
-//   3. The sums are finished in registers, and stored through shared memory, so that all channels of the block leave
-//      together.
+//   3. The sums are finished in registers, and stored through shared memory, so that all channels of the block are
+//      written together.
 //
 // A zero of B times an infinity or NaN of a neighbouring channel is NaN. So a strip that has a NaN is computed again,
 // one channel at a time.

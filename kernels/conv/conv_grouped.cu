@@ -8,7 +8,7 @@
 //      is computed. Elements outside x are zero. Each tap reads the patch at another offset, so that ldmatrix reads
 //      fragments straight from the patch: chunks of 16 bytes are neighbouring channels of a pixel at one tap.
 //   2. Each warp has WARP_GROUPS groups and 32 pixels at a time. Weights are in its registers, or in shared memory.
-//   3. It finishes its sums in registers and stores them through shared memory of its own (conv_pixels.cuh).
+//   3. The warp finishes its sums in registers and stores them through shared memory of its own (conv_pixels.cuh).
 //
 // If a group's channels do not fill whole chunks, or the number of its filters is not a multiple of 8, several groups
 // of the model are one group of this kernel (MERGED), with weights of zero between them. An infinity in one of the

@@ -1,7 +1,7 @@
 // Elementwise kernels: each thread loads CHUNKS vectors, which lie a block's width apart, before it computes the first.
 //
 //   WIDTH     elements of a vector access    CHUNKS  vectors per thread    THREADS  threads of a block
-//   WHOLE     1: every block has all its vectors
+//   WHOLE     1: every thread has CHUNKS vectors; 0: some threads have fewer
 //   REST      1: some elements are left over after the last whole vector; one more block computes them, one per thread
 //   RELEASE   1: the next kernel may start before this one stores
 //   STREAMED  1: outputs leave the L2 cache first        INDEX  u32, or u64 where u32 cannot count all elements

@@ -138,7 +138,7 @@ def _check(node: FusedNode, inputs: Sequence[TensorSpec], sources: Sequence[RowS
 def _broadcast(node: FusedNode, source: RowSource, ids: tuple[int, ...]) -> int:
     """Return the Broadcast value of an addend, or of its ids, relative to the token ids, whose last axis is seq.
 
-    The positions may have a separate dynamic dim, which usually equals seq at run time.
+    The number of positions may be another dynamic dim than seq; usually both are equal at run time.
     """
     lead = (1,) * (len(ids) - len(source.lead)) + source.lead
     if len(lead) == len(ids):

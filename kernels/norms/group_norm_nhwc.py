@@ -33,7 +33,7 @@ THREADS: Final = 512  # largest number of threads per block, unless a pixel has 
 MAX_THREADS: Final = 1024
 SECTOR_BYTES: Final = 32  # smallest unit of a memory access
 LINE_BYTES: Final = 128  # bytes per L2 cache line
-MAX_MERGED: Final = 32  # largest number of groups per block in two launches, if a cache line does not have more
+MAX_MERGED: Final = 32  # largest number of groups per block in two launches, unless a cache line has more
 STATIC_BYTES: Final = 48 << 10  # bytes of shared memory per block without opt-in
 MAX_CHUNKS: Final = 256  # largest number of chunks per image, in two launches
 CHUNK_PIXELS: Final = 2  # least number of pixels per thread of a chunk
@@ -41,7 +41,7 @@ MAX_CANDIDATES: Final = 2  # largest number of candidates with one launch
 USUAL_IMAGES: Final = (1, 2, 8, 32)  # batch sizes for which tilings are chosen if the batch is symbolic
 USUAL_PIXELS: Final = (64, 256, 1024, 4096, 16384)
 MAX_USUAL_TILINGS: Final = 4  # tilings for symbolic sizes; each is a kernel to compile
-LEAST_ROOM: Final = 24 << 10  # least bytes of shared memory reserved for an image of symbolic size
+LEAST_ROOM: Final = 24 << 10  # bytes of shared memory up to which `_room` does not halve what it reserves
 
 # Launch times in microseconds, fitted on an H200 to 21 shapes in fp16, from 1x32x32x512 to 1x512x512x128, each with one
 # launch (up to three tilings) and with two. Two launches take 0.8 to 1.3 times their estimate. For 18 shapes the plan

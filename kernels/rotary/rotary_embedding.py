@@ -67,7 +67,7 @@ def kept_rows(node: FusedNode) -> int:
 
 
 def table_spec(node: FusedNode, inputs: Sequence[TensorSpec], name: str) -> TensorSpec:
-    """Return the spec of a table with four axes, (1 or batch, 1 or heads, length, row); the graph's may have fewer."""
+    """Return the spec of a table, extended to the four axes (1 or batch, 1 or heads, 1 or length, row)."""
     spec, layout = required_spec(node, inputs, name), node.text("table", "bsd")
     sizes = dict(zip(layout, spec.shape, strict=False))
     if len(spec.shape) != len(layout) or sizes.get("1", 1) != 1:
