@@ -11,9 +11,10 @@
 //       skipped, and consumers count the tiles themselves.
 //   Consumers  compute scores by wgmma from shared memory, apply cap, bias, mask and diagonal, run the online softmax
 //       (attention_hopper_scores.cuh), and multiply the weights, in registers, by the values. A tile's weights are
-//       multiplied by its values right after the next tile's scores, so that the warpgroups' products and softmaxes
-//       alternate. With PINGPONG the warpgroups issue their products in turns, so that one's softmax overlaps with
-//       the other's products: 651 instead of 514 TFLOP/s on an H200 (two warpgroups, head_dim 128, 8192 keys).
+//       multiplied by its values right after the product for the next tile's scores, so that the warpgroups' products
+//       and softmaxes alternate. With PINGPONG the warpgroups issue their products in turns, so that one's softmax
+//       overlaps with the other's products: 651 instead of 514 TFLOP/s on an H200 (two warpgroups, head_dim 128, 8192
+//       keys).
 // The result goes through shared memory, where the queries were, and TMA stores it.
 //
 // Scores. With SCALE_IN_EXPONENT, scores are in units of q k^T, and the exponent applies the scale: numbers that a mask

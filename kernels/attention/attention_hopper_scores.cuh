@@ -333,13 +333,14 @@ struct Softmax {
         for (int r = 0; r < 2; ++r) {
             scaled[r] = __fmul_rn(reference(r), SCALE_IN_EXPONENT ? scale : LOG2_E);
             may &= top[r] > minus_infinity() && !is_far(top[r], scale);
-            if (!SCALE_IN_EXPONENT) may &= fabsf(top[r]) < 1000.0f;  // else rounding `scaled` would change weights
+            if (!SCALE_IN_EXPONENT) may &= fabsf(top[r]) < 1000.0f;  // beyond, rounding `scaled` would change weights
             if (LATE_CAP) may &= top[r] >= cap.smallest.lowest && top[r] <= cap.highest;
         }
         keeps = __all_sync(0xffffffffu, may);
     }
 
-    // Raises the rows' references to this tile's scores; writes to `factor` the factors for earlier sums and results.
+    // Raises the rows' references to the largest scores of this tile, if these are larger. Writes to `factor` the
+    // factors for earlier sums and results.
     __device__ __forceinline__ void raise(const float (&s)[SCORES], float scale, float (&factor)[2]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -350,8 +351,8 @@ struct Softmax {
         }
     }
 
-    // Raises the rows' references as above, but with LATE_CAP. `in_units`: the scores are no longer bare products of q
-    // and k. Returns the form of the scores.
+    // With LATE_CAP, raises the rows' references to this tile's scores and writes `factor`. `in_units`: the scores are
+    // no longer bare products of q and k. Returns the form of the scores.
     __device__ __forceinline__ Scores raise(const float (&s)[SCORES], const Cap& cap, bool in_units,
                                             float (&factor)[2]) {
         bool small = true, smallest = true;

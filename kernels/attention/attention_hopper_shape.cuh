@@ -77,7 +77,7 @@ constexpr bool BIAS_FIRST = BIAS == 2 && SCALE_IN_EXPONENT && Bias::KEY && !Bias
 struct BlockThreads {
     int consumers, all;
     bool reallocate;                             // the producer's warpgroup gives registers to the consumers
-    int consumer_registers, producer_registers;  // per thread after reallocation
+    int consumer_registers, producer_registers;  // registers per thread after reallocation
 
     // Returns whether the threads have exactly as many registers after reallocation as the block begins with: an equal
     // share of the multiprocessor's registers for each thread.

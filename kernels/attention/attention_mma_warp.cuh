@@ -198,7 +198,7 @@ struct WarpState {
                             a[mt][half] = __shfl_sync(0xffffffffu, p[mt][t][2 * half + c], lane / 4 * 4 + from);
 #pragma unroll
                     for (int vt = 0; vt < V_TILES; ++vt) {
-                        if (vt % 8 == 0) __syncwarp();  // else all loads move ahead and exceed the registers
+                        if (vt % 8 == 0) __syncwarp();  // otherwise all loads move ahead and exceed the registers
                         const float2 b = shared_float2(tile + (t * 8 + 2 * from + c) * V_ROW + (vt * 8 + 2 * quad) * 4);
 #pragma unroll
                         for (int mt = 0; mt < M_TILES; ++mt)

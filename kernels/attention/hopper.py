@@ -119,10 +119,10 @@ CONFIGS_OF_DYNAMIC_LENGTH: Final = {64: 3, 128: 2, 192: 2, 256: 2}
 BLOCK_OVERHEAD: Final = 300  # time to start and end a block, in units of the time per key
 TILE_OVERHEAD: Final = 24  # overhead per tile, in units of the time per key
 IDLE_SHARE: Final = 0.2  # cost of a free block slot, as a share of a resident block's time
-PROGRAM_REGISTERS: Final = 24  # per thread, for the operands that an epilogue program loads at once
-OTHER_REGISTERS: Final = 28  # per thread, for all but scores, weights, results, mask and bias
+PROGRAM_REGISTERS: Final = 24  # registers per thread, for the operands that an epilogue program loads at once
+OTHER_REGISTERS: Final = 28  # registers per thread, for all but scores, weights, results, mask and bias
 ADD_MASKED_REGISTERS: Final = 8  # further registers per thread, for ADD_MASKED_SCORE
-DYNAMIC_PAIRS_REGISTERS: Final = 16  # per thread, if the kernel decides at run time whether masks are read in pairs
+DYNAMIC_PAIRS_REGISTERS: Final = 16  # registers per thread, if masks may or may not be read in pairs at run time
 
 
 def implementations(problem: Attention, device: Device) -> list[Implementation]:
@@ -353,7 +353,7 @@ def _shared(problem: Attention, config: HopperAttentionConfig) -> int:
 
 
 def _begins_with_bias(problem: Attention) -> bool:
-    """Return whether the accumulators start from the bias, which then is the same for all rows (macro BIAS_FIRST)."""
+    """Return whether the accumulators start from the bias (macro BIAS_FIRST); it must be the same for all rows."""
     bias = problem.bias
     if not (problem.slopes and bias):
         return False

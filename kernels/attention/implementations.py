@@ -18,9 +18,9 @@ MAX_DECODE_ROWS: Final = 64  # largest number of rows (queries times query heads
 MIN_DECODE_KEYS: Final = 512  # number of keys from which several blocks share the keys of few queries
 # Queries from which Hopper's kernel comes first; see `_fills_hopper`.
 MIN_HOPPER_QUERIES: Final = 160
-MIN_WIDE_QUERIES: Final = 96  # the same for heads of more than 64 elements
-MIN_MANY_QUERIES: Final = 40  # the same for at least MANY_HEADS heads, counted over the batch
-MIN_MASKED_QUERIES: Final = 96  # the same for as many heads, under a mask that attention_blocks.cu scans first
+MIN_WIDE_QUERIES: Final = 96  # queries from which Hopper's kernel comes first for heads of more than 64 elements
+MIN_MANY_QUERIES: Final = 40  # least queries for Hopper's kernel, with MANY_HEADS or more heads over the batch
+MIN_MASKED_QUERIES: Final = 96  # least queries for Hopper's kernel, with as many heads and a mask to scan first
 MANY_HEADS: Final = 24
 
 

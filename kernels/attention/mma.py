@@ -21,7 +21,7 @@ LOWEST: Final = -1.6e38  # lowest score in units of log2(e): LOWEST of attention
 MASK_MACROS: Final = {"none": 0, "boolean": 1, "inverted": 2, "additive": 3}
 MASK_STORAGE: Final = {**STORAGE, "bool": "b8"}
 MAX_CONFIGS: Final = 4
-REGISTERS: Final = 65536  # per multiprocessor
+REGISTERS: Final = 65536  # registers per multiprocessor
 CROWDED_REGISTERS: Final = 160  # registers per thread below which queries are read again for each tile of keys
 MIN_SPLIT_KEYS: Final = 1024  # number of keys above which warps share keys only if a key head has at most 64 rows
 
@@ -150,7 +150,7 @@ def shared_item_bytes(problem: Attention, device: Device) -> int:
 
 
 def shared_bytes(problem: Attention, config: MmaAttentionConfig, device: Device, combines: bool) -> int:
-    """Return the bytes of shared memory of a block; with `combines`, the warps combine their results there."""
+    """Return the bytes of shared memory of a block; with `combines`, its warps combine their results in this memory."""
     kind, item = math_kind(problem, device), shared_item_bytes(problem, device)
     k_row = _odd_sixteens(_round_up(problem.head_dim, {"HALF": 16, "TF32": 8, "FP32": 4}[kind]) * item)
     head_dim_v = _round_up(problem.head_dim_v, 16 if kind == "HALF" else 8)

@@ -49,8 +49,8 @@ def with_cache_candidates(node: FusedNode, inputs: Sequence[TensorSpec], device:
     no_alias = _no_alias(node, cache)
     if 0 in outputs[0].shape:
         return [_of_outputs(node, Plan(outputs, copy, no_alias=no_alias))]
-    # A single launch writes only the keys that it reads, so it must read all of them. Under a causal mask it does so
-    # only with add_masked_score.
+    # A single launch writes only the keys that it reads, so it must read all keys. Under a causal mask it reads all
+    # keys only with add_masked_score.
     reads_all_keys = (problem.causal is None or problem.add_masked_score) and problem.keys == cache.rows
     found = decode.implementations(problem, device, cache)[: MAX_IMPLEMENTATIONS - 1] if reads_all_keys else []
     with for_later_plans(*problem.sizes) if found else nullcontext():

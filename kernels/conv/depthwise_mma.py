@@ -32,7 +32,7 @@ TILE_COLUMNS: Final = (8, 16, 32, 56)
 ROW_COLUMNS: Final = (112, 224, 448)  # additional tile widths for images of one row, whose filters are long
 MAX_IDLE: Final = 1.2  # largest ratio of computed to existing rows, columns or groups
 MAX_BLOCKS: Final = 65535  # blocks on the second axis of a grid
-REGISTERS: Final = 65536  # per multiprocessor
+REGISTERS: Final = 65536  # registers per multiprocessor
 RESIDENT: Final = (1536, 16)  # (threads, blocks) that a multiprocessor of every GPU from sm_80 on can hold
 
 # Costs and rates of one multiprocessor of an H200; they order configs well enough on other GPUs.

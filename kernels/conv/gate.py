@@ -52,7 +52,7 @@ def plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device, convolu
 def _is_expected_faster(conv: Conv, in_front: Implementation, device: Device) -> bool:
     """Return whether a kernel with the gate before the product is expected to be faster than two launches."""
     step, gemm = in_front.steps[-1], matrix.as_gemm(conv)
-    flops, stored = 2 * conv.c * conv.m, conv.c * ITEM_BYTES[conv.dtype]  # per pixel
+    flops, stored = 2 * conv.c * conv.m, conv.c * ITEM_BYTES[conv.dtype]  # operations, bytes per pixel
     if conv.m <= FEW_COLUMNS:
         longer = 0.0
     elif isinstance(step, Launch) and step.kernel.source == "gemm_mma":

@@ -27,7 +27,7 @@ M_TILES: Final = 2  # M_TILES of conv_grouped.cu: mma tiles of 16 pixels that a 
 TILE_ROWS: Final = (1, 2, 4, 7, 8, 14, 16)
 TILE_COLUMNS: Final = (7, 14, 16, 28, 32, 56)
 ROW_COLUMNS: Final = (112, 256, 512)  # additional tile widths for images of one row
-REGISTERS: Final = 65536  # per multiprocessor
+REGISTERS: Final = 65536  # registers per multiprocessor
 MAX_RESEMBLING: Final = 2  # maximum implementations that divide groups in the same way
 
 # Costs and rates of one multiprocessor of an H200.

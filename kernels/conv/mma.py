@@ -30,7 +30,7 @@ MAX_CHUNKS: Final = {16: 8, 8: 8, 4: 6, 2: 4}  # chunks of 16 bytes per thread, 
 
 # Costs and rates in clock cycles of one multiprocessor; they serve to order configs by expected time.
 MULTIPLY_BYTES: Final = 2048  # rows x columns x bytes of k that mma.sync multiplies per cycle
-TF32_MULTIPLY_BYTES: Final = 920  # the same in TF32: 128x128 blocks of 64 bytes take 1140 cycles on an H200
+TF32_MULTIPLY_BYTES: Final = 920  # MULTIPLY_BYTES in TF32: 128x128 blocks of 64 bytes take 1140 cycles on an H200
 EXACT_PRODUCTS: Final = 110  # fma instructions per cycle
 LOAD_BYTES: Final = 48  # bytes from L2 per cycle
 COPY_CYCLES: Final = 0.09  # cycles per copy to shared memory, with its address and bounds check

@@ -30,7 +30,7 @@ from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.symint import estimate
 
 BLOCK_THREADS: Final = 256  # threads per block that keeps a row in registers
-SINGLES_THREADS: Final = 128  # the same for accesses of single elements
+SINGLES_THREADS: Final = 128  # threads per block that keeps a row of single elements in registers
 WARP_ROW: Final = 32 * MAX_VALUES  # elements of the longest row that one warp keeps
 BLOCK_ROW: Final = BLOCK_THREADS * MAX_VALUES  # elements of the longest row that one block keeps
 

@@ -18,7 +18,7 @@
 
 constexpr int VECTORS = SUBSET / WIDTH;
 constexpr int SUBSETS = CHANNELS / SUBSET;
-constexpr int GROUPS = SUBSET / GROUP;  // per block
+constexpr int GROUPS = SUBSET / GROUP;  // groups per block
 constexpr int WARPS = BLOCK / 32;
 
 static_assert(SUBSET % WIDTH == 0 && SUBSET % GROUP == 0 && CHANNELS % SUBSET == 0, "whole vectors and groups");

@@ -30,16 +30,16 @@ MAX_THREADS: Final = 1024  # threads per block
 
 # Limits on the values per thread. A thread keeps its values in fp32 registers, together with their weights: 48
 # registers for 16 values, up to 80 for 32.
-USUAL_VALUES: Final = 16  # per thread
-MAX_VALUES: Final = 32  # per thread
+USUAL_VALUES: Final = 16  # values per thread
+MAX_VALUES: Final = 32  # values per thread
 MAX_WARP_VALUES: Final = 32  # values per thread up to which one warp has a whole row and needs no barrier
 MAX_PREFETCH_VALUES: Final = 16  # values per thread up to which registers can also hold weights loaded early
-MAX_WARP_PREFETCH_VALUES: Final = 24  # the same limit for a row of one warp without a residual
+MAX_WARP_PREFETCH_VALUES: Final = 24  # MAX_PREFETCH_VALUES for a row of one warp without a residual
 MAX_BLOCK_VALUES: Final = 20  # values per thread in blocks of 1024 threads, where a thread has 64 registers
 USUAL_THREADS: Final = 512  # threads per block, before threads take more values
 RESIDENT_BYTES: Final = 48 << 10  # bytes of rows in flight per multiprocessor, which bounds the registers per thread
 WARP_BLOCK_THREADS: Final = 128  # threads per block if a row has one warp or less
-REGISTERS: Final = 65536  # per multiprocessor
+REGISTERS: Final = 65536  # registers per multiprocessor
 # (registers per thread, registers for data) of persistent grids, whose threads hold their part of a row and load the
 # next row; addresses and sums take the other registers. A warp also holds its weights, a block does not.
 WARP_PERSISTENT_REGISTERS: Final = (128, 72)
@@ -170,7 +170,7 @@ def persistent_tiling(
 def persistent_is_faster(usual: RowTiling, persistent: RowTiling, rows: int, device: Device) -> bool:
     """Return whether a persistent grid is expected to be faster.
 
-    This holds if not all rows are resident at once, but the rows are not many times the resident blocks either.
+    It is faster if not all rows are resident at once, but the rows are not many times the resident blocks either.
     """
     blocks = estimate(_ceil_div(rows, usual.rows_per_block))
     return bool(usual.min_blocks * device.multiprocessors < blocks <= MAX_PERSISTENT_ROUNDS * persistent.max_blocks)

@@ -16,7 +16,7 @@ from onnxfuse.kernels.tensors import (
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 
 POSITIONS: Final = {"int64": "long long", "int32": "int"}  # C++ type of positions, by dtype
-THREADS: Final = 128  # per block
+THREADS: Final = 128  # threads per block
 
 
 def unsupported_rotary_table(node: FusedNode, input_dtypes: Sequence[str]) -> str | None:

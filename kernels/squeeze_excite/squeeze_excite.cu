@@ -18,7 +18,7 @@
 #include "cluster.cuh"
 
 constexpr int PIXEL_PARTS = CLUSTER / CHANNEL_PARTS;
-constexpr int VECTORS = CHANNELS / WIDTH;                                    // per pixel
+constexpr int VECTORS = CHANNELS / WIDTH;                                    // vectors per pixel
 constexpr int PART = (VECTORS + CHANNEL_PARTS - 1) / CHANNEL_PARTS;          // vectors of a pixel that a block reads
 constexpr int ROWS = PART < THREADS ? THREADS / PART : 1;                    // pixels that a block reads at once
 constexpr int PART_CHANNELS = PART * WIDTH;
