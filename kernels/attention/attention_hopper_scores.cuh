@@ -428,7 +428,7 @@ struct Softmax {
         return before;
     }
 
-    // Returns the score of row r whose weight is 1; 0 instead of -inf, because -inf - -inf would be NaN.
+    // Returns the score of row r whose weight is 1. If it is -inf, returns 0, because -inf - -inf would be NaN.
     __device__ __forceinline__ float reference(int r) const { return top[r] == minus_infinity() ? 0.0f : top[r]; }
 
     __device__ __forceinline__ static bool is_far(float reference, float scale) {

@@ -122,7 +122,7 @@ IDLE_SHARE: Final = 0.2  # cost of a free block slot, as a share of a resident b
 PROGRAM_REGISTERS: Final = 24  # registers per thread, for the operands that an epilogue program loads at once
 OTHER_REGISTERS: Final = 28  # registers per thread, for all but scores, weights, results, mask and bias
 ADD_MASKED_REGISTERS: Final = 8  # further registers per thread, for ADD_MASKED_SCORE
-DYNAMIC_PAIRS_REGISTERS: Final = 16  # registers per thread, if masks may or may not be read in pairs at run time
+DYNAMIC_PAIRS_REGISTERS: Final = 16  # registers per thread, if the kernel decides at run time how to read masks
 
 
 def implementations(problem: Attention, device: Device) -> list[Implementation]:

@@ -125,7 +125,7 @@ struct Weights {
     u32 pairs[PAIRS][2];
 
     __device__ __forceinline__ void load(const T* w, int group) {
-        // A lane's word has k = lane % 4 * 2 in its lower half, and the next k in its upper half.
+        // The lower half of a lane's word is row k = lane % 4 * 2 of its tap's matrix, and the upper half is row k + 1.
         const int lane = threadIdx.x % 32, channel = lane / 4;
         const bool diagonal = lane % 4 == channel / 2 && group < ALL_GROUPS;
 #pragma unroll

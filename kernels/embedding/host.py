@@ -61,8 +61,8 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit together.
 
     Arguments of embedding_layer_norm are (values, ids, number of table rows) for the tokens and for two addends, then
-    scale, bias, y, the sum, epsilon, seq and the number of rows. Arguments of embedding_rms_norm are the same three for
-    the tokens, then scale, y, the sum, the factor, epsilon and the number of rows.
+    scale, bias, y, the sum, epsilon, seq and the number of rows. Arguments of embedding_rms_norm are (values, ids,
+    number of table rows) for the tokens, then scale, y, the sum, the factor, epsilon and the number of rows.
     """
     ids, (tokens, *addends) = required_spec(node, inputs, "ids"), _sources(node, inputs)
     length, rows = tokens.values.shape[-1], math.prod(ids.shape)

@@ -35,7 +35,7 @@ struct Softmax {
     Y_T* y;
     int length;
     bool streamed;
-    float own_top;  // the maximum subtracted in this thread's exponentials
+    float own_top;  // the maximum that this thread has subtracted from x in its exponentials
     float top, factor;
 
     __device__ __forceinline__ Raw fetch(long long row, int pack) const {

@@ -69,7 +69,7 @@ class Rotary:
 
     @property
     def has_rows(self) -> bool:
-        """Return whether each position has a row of the tables; else all positions share one."""
+        """Return whether each position has a row of the tables; otherwise all positions share one row."""
         rows = self.tables.shape[2]
         return is_symbolic(rows) or rows > 1
 
