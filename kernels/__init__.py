@@ -1,1 +1,1 @@
-"""CUDA kernels of the fusions: a folder for each family, with its `FUSIONS`, its `host.py` and its .cu files."""
+"""CUDA kernels of the fusions: a folder per family, with .cu files, `host.py`, and `FUSIONS` (the fusions it runs)."""

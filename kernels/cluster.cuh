@@ -13,7 +13,8 @@ __device__ __forceinline__ unsigned cluster_rank() {
     return rank;
 }
 
-// The two halves of a barrier over all blocks of the cluster; for one block, cluster_wait is a block barrier.
+// The two halves of a barrier over all blocks of the cluster. With CLUSTER 1, cluster_arrive does nothing, and
+// cluster_wait is __syncthreads.
 __device__ __forceinline__ void cluster_arrive() {
     if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
@@ -23,7 +24,7 @@ __device__ __forceinline__ void cluster_wait() {
     else __syncthreads();
 }
 
-// Stores `value` at this shared memory address in block `rank` of the cluster.
+// Stores `value` in the shared memory of block `rank` of the cluster, at the same offset as `address` in this block's.
 __device__ __forceinline__ void store_peer(float* address, unsigned rank, float value) {
     if constexpr (CLUSTER > 1) {
         const unsigned own = static_cast<unsigned>(__cvta_generic_to_shared(address));

@@ -48,9 +48,9 @@ def covering_subset_of_each(
     most: int,
     looked_at: int = 4,
 ) -> list[Config]:
-    """Return at most `most` configs as `few` does, where each problem has many configs of its own.
+    """Return at most `most` configs, chosen by `few`; the function `configs` returns the configs of a problem.
 
-    The candidates are the best configs of at most `looked_at` of the problems.
+    Not all configs are compared: the candidates are the best configs of at most `looked_at` problems.
     """
     found: dict[Config, None] = {}
     for problem in problems[:: -(-len(problems) // looked_at)]:

@@ -63,7 +63,7 @@ __device__ __forceinline__ float epilogue_columns(float acc, float up, const Col
 struct ColumnVectors {
     const T *bias, *extra, *scale;
 
-    // Loads the vectors at `column` as the values with index i.
+    // Loads the elements at `column` of all column vectors into element i of `values`.
     template <int W>
     __device__ __forceinline__ void load(ColumnValues<W>& values, int i, int column) const {
         if constexpr (HAS_BIAS) values.bias[i] = value(bias + column);
@@ -172,7 +172,8 @@ struct Epilogue {
         finish<false>(row * columns + column, loads, acc, up);
     }
 
-    // Does the same from W accumulators in shared memory; the second product's accumulators lie `up` floats after them.
+    // Computes and stores W elements like `finish`, from W accumulators in shared memory; the second product's
+    // accumulators lie `up` floats after these.
     template <int W>
     __device__ __forceinline__ void finish(const float* acc, int up, long long row, int column, int columns) const {
         float values[W], ups[W];

@@ -1,8 +1,8 @@
 """Nodes into which elementwise operators were fused: the attribute `program` lists these operators.
 
-Such a node is a product, a norm or an attention, followed by any elementwise operators.  A kernel computes them in its
-epilogue if it can hold them (epilogue_program.py).  Otherwise the plan of the node without them runs first, and then
-the plan of a region that computes them.
+Such a node is a product, a norm or an attention, followed by any elementwise operators.  A kernel computes these
+operators in its epilogue if it supports them (epilogue_program.py).  Otherwise the node is split: the plan of the node
+without the operators runs first, and then the plan of a region, a generated kernel that computes the operators.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def unsupported(
     device: Device,
     supports: Callable[[FusedNode, Sequence[str], Device], str | None],
 ) -> str | None:
-    """Return why no kernel can run a node, None if one can; `supports` returns this for the node's product."""
+    """Return why no kernel can run a node, None if one can; `supports` returns the same for the product alone."""
     try:
         both = joined(node)
     except ValueError as error:
@@ -90,7 +90,7 @@ def unsupported(
 
 
 def in_two_steps(both: Joined, inputs: Sequence[TensorSpec], device: Device, plans: Planner) -> list[Plan]:
-    """Return the product's plans, which `plans` returns, each followed by the plan of the region.
+    """Return plans that run the product, planned by the function `plans`, and then the region.
 
     Raises ValueError if shapes do not fit.
     """
@@ -131,7 +131,7 @@ def _one_after_the_other(both: Joined, inputs: Sequence[TensorSpec], device: Dev
 
 
 def moved(step: Step, to: Callable[[Pointer], Pointer]) -> Step:
-    """Return a step in which `to` has replaced each pointer."""
+    """Return a step in which each pointer p is replaced by to(p)."""
 
     def each(value: Any) -> Any:
         if isinstance(value, Pointer):

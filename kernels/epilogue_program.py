@@ -1,4 +1,4 @@
-"""Generates the elementwise operators after a fused node as C++ that its kernel calls: the `Program` of program.cuh.
+"""Generates C++ for the elementwise operators after a fused node: the `Program` of program.cuh, which its kernel calls.
 
 Operands of the program are broadcast to the shape of y, or read through views such as Transpose and Slice.
 """
@@ -122,10 +122,10 @@ class EpilogueProgram:
     arguments: tuple[Argument, ...]  # arguments of the launch after the kernel's own
     y: Pointer  # the output that the kernel stores; any output if the program stores all
     residual: Pointer | None  # the operand that the kernel loads as its residual
-    registers: int  # per thread: for the operands of eight groups of 2 x 2 elements, and for stores of outputs
+    registers: int  # registers per thread: for operands of eight groups of 2 x 2 elements, and for stores of outputs
     dtype: str  # dtype of y
     is_precise: bool  # whether some output is float32
-    element_bytes: int  # bytes of operands per element or column
+    element_bytes: int  # sum of the bytes per value of operands that have one value per element or per column
 
     def kernel(self, kernel: Kernel) -> Kernel:
         """Return a kernel with the program in its epilogue."""
@@ -162,12 +162,13 @@ def epilogue_program(
     axes: int = 1,
     strides: tuple[int, int, int] | None = None,
 ) -> tuple[EpilogueProgram, tuple[TensorSpec, ...]] | None:
-    """Return the program after a fused node with the result `y`, and all outputs' specs; None if no epilogue fits.
+    """Return (program after a fused node with result `y`, specs of all outputs), or None if no epilogue can run it.
 
-    `takes_residual`: the node has no residual, so the kernel can load an operand as one.  `stored` are further dtypes
-    that the kernel can store; if there are none, the kernel must be able to leave all stores to the program.  `axes`:
-    how many of the last axes of y are its columns.  `strides`: for attention, the strides of y's batch, heads and
-    queries in elements, by which its kernel locates results.  Raises ValueError if shapes do not fit.
+    `takes_residual`: the node has no residual, so the kernel can load an operand as one.  `stored` are the dtypes other
+    than y's that the kernel can store.  If `stored` is empty and no output has y's dtype, the program stores all
+    outputs; the kernel must support that.  `axes`: how many of the last axes of y are its columns.  `strides`: for
+    attention, the strides of y's batch, heads and queries in elements, by which its kernel locates results.  Raises
+    ValueError if shapes do not fit.
     """
     program, sizes, specs = parse(both.behind), Sizes(), both.region_inputs(y, inputs)
     operands = {name: sizes.read(spec.shape) for name, spec in zip(both.behind.operands, specs, strict=True)}
@@ -216,7 +217,8 @@ def joined_plans(
 def _places(both: Joined, shapes: Shapes, axes: int) -> dict[str, Place] | None:
     """Return, for the result and each output, the place (one index per axis) of the element at `row`, `column` of y.
 
-    Return None if an output has other columns than y: some of its last axes must together be the columns of y.
+    Return None if an output does not have the columns of y: the product of some last axes must equal y's number of
+    columns.
     """
     whole, sizes = shapes.of[RESULT], shapes.sizes
     if not whole:

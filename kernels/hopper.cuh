@@ -52,8 +52,8 @@ __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
-// The thread that initialised the mbarriers calls this next. TMA then sees them, and other blocks of the cluster do
-// after a cluster barrier.
+// The thread that initialised the mbarriers calls this next. TMA then sees the mbarriers. Other blocks of the cluster
+// see them after a cluster barrier.
 __device__ __forceinline__ void barrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async;" ::: "memory");
@@ -78,7 +78,7 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
                  : "memory");
 }
 
-// Stores to the shared memory of block `rank` of the cluster; `address` is the same place's address in this block.
+// Stores to the shared memory of block `rank` of the cluster, at the place that has `address` in this block.
 __device__ __forceinline__ void store_at(u32 address, u32 rank, const float (&values)[4]) {
     asm volatile("{ .reg .b32 remote;\n"
                  "mapa.shared::cluster.u32 remote, %0, %1;\n"

@@ -1,4 +1,5 @@
-// y (pixels, CHANNELS) is the concatenation of PARTS tensors x0, x1, ... along channels; the other pointers are null.
+// y (pixels, CHANNELS) is the concatenation of PARTS tensors x0, x1, ... along channels; the pointers after the last of
+// these tensors are null.
 //
 // A thread writes vectors of y, so that neighbouring threads write a whole row.
 #include "row_parts.cuh"

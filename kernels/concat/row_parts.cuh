@@ -1,9 +1,10 @@
 // Rows of CHANNELS elements, one per pixel, that are divided among PARTS tensors: the i-th tensor has the channels from
 // the i-th number of BEGINS up to the next number, for all pixels.
 //
-// A thread copies one vector of channels for CHUNKS pixels, which lie a CHUNKS-th of all pixels apart. So it looks up
-// the part only once, before the preceding kernel has ended, and has all loads in flight together. Each element is
-// copied once, unchanged. Rows are read and written in whole lines.
+// A thread copies one vector of channels for CHUNKS pixels. The distance between these pixels is the number of all
+// pixels divided by CHUNKS. As all of them use the same channels, the thread looks up the part only once, before the
+// preceding kernel has ended, and has all loads in flight together. Each element is copied once, unchanged. Rows are
+// read and written in whole lines.
 //
 //   T         storage type                          WIDTH    elements of a vector access; divides all parts' channels
 //   STREAMED  1: written elements leave L2 first    RELEASE  1: the next kernel may start before this one stores
@@ -18,8 +19,8 @@ static_assert(CHANNELS % WIDTH == 0, "a vector would cross pixels");
 constexpr int MAX_PARTS = 32;          // pointers that a kernel takes
 constexpr u32 ROW = CHANNELS / WIDTH;  // vectors
 
-// The place of this thread's first vector: its pixel, among the first CHUNKS-th (rounded up) of all pixels, and its
-// channel. The thread's next pixel is `pixels_apart` pixels later.
+// The place of this thread's first vector: a channel, and a pixel below `pixels_apart`, which is the number of all
+// pixels divided by CHUNKS, rounded up. The thread's next pixel is `pixels_apart` pixels later.
 struct Place {
     INDEX pixel, pixels_apart;
     u32 channel;
@@ -55,8 +56,8 @@ __device__ __forceinline__ Part<P> part_of(P* const (&parts)[MAX_PARTS], u32 cha
     return {data + (channel - begin), end - begin};
 }
 
-// Copies the vectors of a thread from one tensor to another. `from` and `to` are the addresses of its channels in the
-// first pixel of these tensors, and the pitches are the tensors' numbers of channels.
+// Copies the vectors of a thread from one tensor to another. `from` and `to` are the addresses of the thread's first
+// channel in the first pixel of either tensor. The pitches are the numbers of channels of the two tensors.
 __device__ __forceinline__ void copy_pixels(const T* from, INDEX from_pitch, T* to, INDEX to_pitch, const Place& place,
                                             INDEX pixels) {
     wait_for_predecessor();

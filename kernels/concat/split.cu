@@ -1,4 +1,5 @@
-// x (pixels, CHANNELS) is split along channels into PARTS tensors y0, y1, ...; the other pointers are null.
+// x (pixels, CHANNELS) is split along channels into PARTS tensors y0, y1, ...; the pointers after the last of these
+// tensors are null.
 //
 // A thread reads vectors of x, so that neighbouring threads read a whole row.
 #include "row_parts.cuh"

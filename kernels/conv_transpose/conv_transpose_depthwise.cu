@@ -29,8 +29,8 @@ static_assert(CHANNELS % WIDTH == 0, "a pixel is whole vectors");
 
 using Row = float[STRIDE_W][WIDTH];
 
-// Adds the products of a row of x to the pixels of y. `at` is the last pixel of x that they read; x and w begin at the
-// thread's channels.
+// Adds the products of a row of x to the pixels of y. `at` is the last pixel of x that these pixels of y read; x and w
+// begin at the thread's channels.
 __device__ __forceinline__ void add_row(Row& sums, const T* x, const T* w, int at, int width) {
 #pragma unroll
     for (int offset = 0; offset < OFFSETS; ++offset) {

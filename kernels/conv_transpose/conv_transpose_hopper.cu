@@ -2,8 +2,9 @@
 //
 //   y = epilogue(conv_transpose(x, w))
 //
-// x is (n, h, w, CHANNELS), y and residual are (n, rows * STRIDE_H, row * STRIDE_W, FILTERS); `positions` is
-// n * rows * row, and `columns` is FILTERS times the number of phases.
+// x is (n, h, w, CHANNELS); y and residual are (n, rows * STRIDE_H, row * STRIDE_W, FILTERS). A phase has `rows`
+// positions along H and `row` along W. `positions` is n * rows * row, and `columns` is FILTERS times the number of
+// phases.
 //
 // Macros: those of gemm_hopper.cuh and of conv_transpose_operands.cuh; not GATED, one product.
 #include "conv_transpose_operands.cuh"

@@ -14,8 +14,9 @@
 // same rows run together, and find x in L2.
 //
 // SHUFFLED: the filter is as large as the stride, and there is no padding. Then each phase has one tap, and all phases
-// read the same x. So there is one product for all phases: x w, with w as it lies, (channels, taps * filters). Its
-// columns are scattered to the pixels of their phases; columns of one row of y are neighbours in y as they are in w.
+// read the same x. So there is one product x w for all phases, where w is read as a matrix (channels, taps * filters)
+// without a copy. Columns of the product are scattered to the pixels of their phases. Columns that belong to one row of
+// y are neighbours in w and also in y.
 //
 // Elementwise operators that joined the node run in the epilogue, where each access belongs to one pixel of y.
 //
@@ -96,7 +97,7 @@ struct PhaseTaps {
     }
 };
 
-// Copies the part of w in a stage.
+// Copies the part of w that belongs to one stage.
 struct WeightCopy {
     CopyW tile;
 

@@ -1,11 +1,12 @@
-// The operands and results of a transposed convolution for the kernels of gemm_hopper_tiles.cuh. The filter is a
-// multiple of the stride, so that all phases have equally many taps, and y is a multiple of the stride.
+// The operands and results of a transposed convolution for the kernels of gemm_hopper_tiles.cuh. Along each axis, the
+// sizes of the filter and of y are multiples of the stride, so that all phases have equally many taps and equally many
+// pixels.
 //
 // The rows of the product are the positions of a phase, images first; its columns are those of all phases, FILTERS
 // each, and a tile belongs to one phase. k counts the taps of a phase, and within a tap the channels of x. A block of k
-// belongs to one tap: TMA loads TILE_M pixels of x in im2col mode. Its walk over x begins at the first pixel that any
-// phase reads for its first position; the offset in the instruction says how far the tap lies from there. Channels
-// beyond c are zeros.
+// belongs to one tap: TMA loads TILE_M pixels of x in im2col mode. The walk of TMA over x begins at the first pixel
+// that any phase reads for its first position. The offset in the instruction is the distance from this pixel to the
+// pixel of the tap. Channels beyond CHANNELS are zeros.
 //
 // y and the residual are tensors (images * positions along H, STRIDE_H, positions along W, STRIDE_W * FILTERS). A
 // subtile of 64 positions is moved in boxes that end where rows of positions end.
@@ -23,7 +24,7 @@ namespace {
 constexpr int CHANNEL_BLOCKS = (CHANNELS + TILE_K - 1) / TILE_K;
 constexpr int TAPS_H = KERNEL_H / STRIDE_H, TAPS_W = KERNEL_W / STRIDE_W;  // per phase
 constexpr int ALL_BLOCKS = TAPS_H * TAPS_W * CHANNEL_BLOCKS;
-constexpr int FROM_H = PAD_H / STRIDE_H - (TAPS_H - 1), FROM_W = PAD_W / STRIDE_W - (TAPS_W - 1);  // where walks begin
+constexpr int FROM_H = PAD_H / STRIDE_H - (TAPS_H - 1), FROM_W = PAD_W / STRIDE_W - (TAPS_W - 1);  // TMA's first pixel
 
 static_assert(KERNEL_H % STRIDE_H == 0 && KERNEL_W % STRIDE_W == 0, "phases have equally many taps");
 static_assert(FILTERS % PERIOD == 0 && PERIOD % 2 == 0, "pairs of column vectors");
@@ -64,7 +65,7 @@ struct PhaseOperands {
 
 // The coordinates of subtiles of y and of the residual.
 struct PhasePlace {
-    int row, box;  // positions along W; positions of a box, which divide 64
+    int row, box;  // positions along W, and positions per box, a divisor of 64
 
     template <class Move>
     __device__ __forceinline__ void each_box(int2 origin, Move move) const {

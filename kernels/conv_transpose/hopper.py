@@ -86,8 +86,8 @@ def why_not(conv: Conv, device: Device) -> str | None:
 def widened(conv: Conv) -> Conv:
     """Return an equal convolution with one phase along the width, if a pixel of y reads one pixel of x along this axis.
 
-    Neighbouring pixels of y then count as one pixel with all of their filters, which are contiguous in memory; so do
-    the taps of w.
+    A group of neighbouring pixels of y then counts as one pixel with the filters of all of them, which are contiguous
+    in memory.  In the same way, the taps of w along the width count as one tap.
     """
     stride = conv.strides[-1]
     is_whole = conv.kernel[-1] == stride and not conv.pads_begin[-1] and conv.y_sizes[-1] == conv.sizes[-1] * stride
@@ -99,7 +99,7 @@ def widened(conv: Conv) -> Conv:
 
 
 def counts(conv: Conv) -> tuple[int, int]:
-    """Return the number of positions of a phase along height and along width."""
+    """Return how many positions a phase has along the height, and how many along the width."""
     (height, width), (down, right) = two(conv.y_sizes), two(conv.strides)
     return height // down, width // right
 

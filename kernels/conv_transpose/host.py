@@ -43,7 +43,7 @@ def _of_programs(conv: Conv, device: Device) -> list[Implementation]:
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
     """Return the implementations of a transposed convolution with non-empty y, fastest expected first."""
     by_wgmma = hopper.implementations(conv, device)
-    if is_symbolic(conv.n, *conv.sizes):  # only the first kind: dynamic plans have few kernels, and none of cuDNN
+    if is_symbolic(conv.n, *conv.sizes):  # one kind of kernel, without cuDNN: dynamic plans need few kernels
         return by_wgmma or depthwise.implementations(conv, device) or mma.implementations(conv, device)
     others = depthwise.implementations(conv, device) or mma.implementations(conv, device)
     return with_library([*by_wgmma, *others], cudnn.implementations(conv, device))

@@ -45,7 +45,10 @@ def configs(conv: Conv, device: Device) -> list[ConvConfig]:
 
 
 def implementation(conv: Conv, config: ConvConfig, device: Device) -> Implementation:
-    """Return one launch; or with slices of k, one that writes sums to scratch memory and one that adds them up."""
+    """Return one launch.
+
+    With slices of k there are two: one writes the slices' sums to scratch memory, and the other one adds them up.
+    """
     tile, equal = config.tile, equivalent(conv)
     kernel = Kernel("conv_transpose_mma", "conv_transpose_mma", defines(conv, config, device))
     grid, threads = (tile_count(conv, tile), 1, config.slices), (32 * tile.warps_m * tile.warps_n, 1, 1)

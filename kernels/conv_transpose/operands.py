@@ -21,7 +21,7 @@ from onnxfuse.runtime.plan import Device, FusedNode, TensorSpec
 from onnxfuse.runtime.symint import expect_equal, maximum
 
 MAX_DIMS: Final = 3  # spatial axes
-MAX_STRIDE: Final = 64  # largest stride along the width, if depthwise: a thread computes as many pixels of y
+MAX_STRIDE: Final = 64  # largest stride along the width, if depthwise: the number of pixels that a thread computes
 
 
 def unsupported(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
@@ -76,8 +76,9 @@ def _y_sizes(
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Return (sizes of y, elements cut off before it, elements cut off after it), as onnxruntime defines ConvTranspose.
 
-    `output_shape`, or `auto_pad` with the target size * stride, determines how many elements are cut off, at least 0.
-    If y is larger than the full result, elements that the filter does not reach equal the bias.
+    With `output_shape`, elements are cut off until y has these sizes.  Otherwise SAME_UPPER and SAME_LOWER cut off
+    elements until y has the sizes of x times the strides, and the pads are used in all other cases.  No elements are
+    cut off if y is to be larger than the full result; then its elements that the filter does not reach equal the bias.
     """
     rank, auto_pad = len(sizes), node.text("auto_pad", "NOTSET")
     extra = _integers(node, "output_padding", rank) or [0] * rank

@@ -19,8 +19,8 @@ static_assert(!BY_CHANNEL || TO_SPACE, "SpaceToDepth has one order");
 
 using Vector = Pack<T, WIDTH>;
 
-// Loads the same WIDTH channels of all pixels of a block from a deep pixel. With BY_CHANNEL all these elements are
-// contiguous there, ordered by channel; otherwise the channels of each pixel are contiguous.
+// Loads the same WIDTH channels of all pixels of a block from a deep pixel. With BY_CHANNEL, the deep pixel has all
+// these elements contiguous and ordered by channel. Otherwise only the WIDTH channels of one pixel are contiguous.
 __device__ __forceinline__ void load_deep(Vector (&block)[PIXELS], const T* from) {
     if constexpr (!BY_CHANNEL) {
 #pragma unroll

@@ -18,7 +18,7 @@
 //               0: the consumers share a tile; each computes an equal part of its rows (CUTLASS: cooperative)
 //   CONSUMERS   number of warpgroups that multiply: 2; 3 if they share a tile; 1 if two blocks share a multiprocessor
 //   STAGES      number of stages of the ring
-//   K_BLOCK     elements of k per block of a stage: 128, 64 or 32 bytes. Below 128 only if TRANSPOSED and not GATED
+//   K_BLOCK     elements of k per block of a stage. They take 128 bytes or, if TRANSPOSED and not GATED, 128, 64 or 32
 //   SPLIT_K     blocks per cluster, which share a tile; each has a slice of k. 1 except in gemm_hopper_split.cu
 //   PRODUCTS    number of products of x, each with its own weight, n, y and bias: 1 to 3. If above 1, GATED is 0,
 //               and the epilogue has at most a bias
@@ -118,7 +118,8 @@ __device__ __forceinline__ Value pick(const Value (&of)[PRODUCTS], int product) 
     return found;
 }
 
-// The weights of all products. Their tiles lie side by side: columns count over all products.
+// The weights of all products. The tiles of the products lie side by side, so that a column's number counts the columns
+// of earlier products too.
 struct Weights {
     const TensorMap* maps[PRODUCTS];
     int n[PRODUCTS];
@@ -181,7 +182,7 @@ struct NoResults {
 template <class Operands, class InRing = NoResults>
 __device__ __forceinline__ void produce(Operands operands, u32 shared, const Barriers& barriers, const Tiles& tiles,
                                         int2 range, const InRing& results = {}) {
-    int ahead = 0;  // number of stages whose weights are loading, while their x is not
+    int ahead = 0;  // number of stages whose weights are already being loaded, but whose x is not
     if (WEIGHTS_CONSTANT && tiles.first() < tiles.count()) {
         operands.begin(tiles.origin(tiles.first()));
         for (; ahead < min(STAGES, range.y - range.x); ++ahead) {
@@ -218,7 +219,8 @@ __device__ __forceinline__ void produce(Operands operands, u32 shared, const Bar
 
 // Named barriers 1 to CONSUMERS join the threads of one consumer. With PINGPONG, the next two signal which consumer
 // may multiply. The mbarriers of the stages do not suffice for this: a consumer does not wait for the stages of the
-// other consumer, so it could not tell an mbarrier's present phase from the phase before the last, of equal parity.
+// other consumer, so it could not distinguish an mbarrier's present phase from the phase two before it, which has the
+// same parity.
 __device__ __forceinline__ int turn(int consumer) { return 1 + CONSUMERS + consumer; }
 
 __device__ __forceinline__ u64 with_low(u64 descriptor, u32 low) { return (descriptor >> 32) << 32 | low; }

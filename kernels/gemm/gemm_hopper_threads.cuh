@@ -2,7 +2,7 @@
 // Threads load the epilogue's operands and store y.
 //
 // gemm_hopper.cuh has the producer and the multiplication. This variant is for fp32: tiles of y in shared memory would
-// leave little of it for the ring. Four lanes store 32 bytes of a row, a whole sector of L2.
+// leave little of that memory for the ring. Four lanes store 32 bytes of a row, a whole sector of L2.
 //
 // Macros: those of gemm_hopper.cuh.
 #pragma once

@@ -65,8 +65,8 @@ struct Vectors {
     }
 };
 
-// Reads the column values of a thread's accumulators in a subtile: two columns of every eight. This comes before the
-// first store_matrices, which later reads would have to wait for.
+// Reads the column values of a thread's accumulators in a subtile: two columns of every eight. The kernel calls this
+// before the first store_matrices, because reads after it would have to wait for it.
 __device__ __forceinline__ void read_column_values(const float2* vectors, int column,
                                                    ColumnValues<2> (&values)[SUBTILE_N / 8]) {
     const float2* at = vectors + column / 2;
@@ -289,7 +289,7 @@ __device__ __forceinline__ void consume(const Place& place, const Results& resul
         origin.x += above;
         const int product = weights.find(origin.y);
         if (HAS_RESIDUAL && !RESULTS_IN_RING && thread == 0) {
-            if (!PINGPONG) hopper::barrier_wait(barriers.full(ring.at), ring.parity);  // operands arrive first
+            if (!PINGPONG) hopper::barrier_wait(barriers.full(ring.at), ring.parity);  // operands come before it
             output.fetch_residual(origin);
         }
         Vectors fetched;

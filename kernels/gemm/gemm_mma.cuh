@@ -39,16 +39,16 @@ constexpr bool TF32 = ITEM == 4;
 
 // ---- global memory -> shared memory ------------------------------------------------------------------------------
 
-// Returns swizzled_offset; or, with PAIRS, an offset with which two adjacent chunks of four rows fall into different
-// banks, because a warp reads a TF32 fragment of a k x n weight from such chunks.
+// Returns the offset of a chunk in a row of weights: swizzled_offset, unless PAIRS. PAIRS is for TF32 weights k x n,
+// where a warp reads a fragment from two adjacent chunks of four rows: all eight chunks fall into different banks.
 template <int ROW_BYTES, bool PAIRS>
 __device__ __forceinline__ int weight_offset(int row, int chunk) {
     if constexpr (PAIRS) return row * ROW_BYTES + ((chunk ^ (row & 3) << 1) << 4);
     else return swizzled_offset<ROW_BYTES>(row, chunk);
 }
 
-// Loads a chunk in pieces of COPY bytes. `inside` returns whether the piece at an offset exists, else it is zeros;
-// `address` returns where it is.
+// Loads a chunk in pieces of COPY bytes. `inside` returns whether the piece at an offset lies inside the matrix; other
+// pieces become zeros. `address` returns the address of a piece.
 template <int COPY, class Inside, class Address>
 __device__ __forceinline__ void fetch_chunk(unsigned (&words)[4], Inside inside, Address address) {
     if constexpr (COPY == 2) {
@@ -222,8 +222,8 @@ struct MmaSums {
     }
 };
 
-// The main loop: multiplies the tiles of k from `first` to before `last`. Each thread's last barrier comes before its
-// last multiplications. Operands has
+// The main loop: multiplies the tiles of k from `first` to before `last`. There is no barrier after the last
+// multiplications: the caller needs one before it overwrites the stages. Operands has
 //   Stage                  the elements that a thread holds while a stage is copied
 //   begin(stage, to, k)    starts the copies of the stage that begins at k, to the address `to` in shared memory
 //   end(stage, to)         stores the elements that went through registers

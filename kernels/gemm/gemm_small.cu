@@ -2,9 +2,9 @@
 //
 //   y = activation(x w + bias) [* (x up + up_bias)] * column_scale + column_shift + residual
 //
-// The kernel takes as long as reading the weights once, so they go from memory to registers in accesses of 16 bytes,
-// many in flight, and shared memory holds sums only. A block computes ROWS rows and TILE columns of y; WARPS_N warps
-// divide the columns and WARPS_K warps divide k.
+// The kernel takes as long as reading the weights once. So weights go from memory to registers in accesses of 16 bytes,
+// many of them in flight at once, and shared memory holds only sums. A block computes ROWS rows and TILE columns of y;
+// WARPS_N warps divide the columns and WARPS_K warps divide k.
 //   - If w is n x k (LanesAlongK), a warp has LOADS columns; its lanes divide k, each with UNROLL vectors in flight.
 //   - If w is k x n (LanesAlongN), LANES lanes lie along n, and each reads LOADS adjacent rows of w, so that x is read
 //     in vectors too; the other lanes of the warp read other rows.
@@ -44,13 +44,13 @@ __device__ __forceinline__ Pack<T, COUNT> load_or_zero(bool inside, const T* fro
     return loaded;
 }
 
-// The operands from a thread's first row and column on, and how many rows and columns follow. `first` points to the
-// first element of each weight.
+// The operands from a thread's first row and column on; `rows` and `columns` count the rest of y from there. `first`
+// points to the first element of each weight.
 struct Operands {
     const T *x, *w[WEIGHTS], *first[WEIGHTS];
     int rows, columns;
 
-    // Rows beyond the last one get the elements of the last row: their sums are not stored.
+    // Loads elements of a row of x; for rows beyond the last one, whose sums are not stored, elements of the last row.
     template <int COUNT>
     __device__ __forceinline__ Pack<T, COUNT> load_x(int row, int k, bool inside) const {
         return load_or_zero<COUNT, true>(inside, x + i64(ROWS == 1 ? 0 : min(row, rows - 1)) * K + k, x);

@@ -24,7 +24,7 @@ MAX_CONFIGS: Final = 4
 BARRIER_BYTES: Final = 256  # bytes of shared memory reserved for mbarriers
 GROUP_ROWS: Final = 2048  # rows of y that are computed before the next columns
 CLUSTER_CYCLES: Final = 2700  # extra time if blocks of a cluster share a tile: they start late and wait for each other
-TURN_CYCLES: Final = 25  # extra time per step if one consumer multiplies at a time: steps do not overlap
+TURN_CYCLES: Final = 25  # extra time per step if only one consumer multiplies at a time: its steps do not overlap
 SHARED_TILE_CYCLES: Final = 300  # extra time per tile whose consumers begin and end together
 # Registers per thread, beside accumulators and operands of a program, which is code of operators that joined the
 # epilogue; with fewer, registers spill.
@@ -33,7 +33,7 @@ ROW_REGISTERS: Final = 2  # per thread, for a 2-byte operand with one number per
 MAX_ACCUMULATORS_OF_THREADS: Final = 128  # maximum accumulators per thread that loads fp32 operands of the epilogue
 GATE_STEP_CYCLES: Final = 80.0  # extra time per stage of k for a gate
 RESERVED_BYTES: Final = 1024  # bytes of shared memory that the runtime reserves per block
-HALF_SHARE: Final = 0.85  # part of a multiprocessor that a block takes for its products while another runs beside it
+HALF_SHARE: Final = 0.85  # share of a multiprocessor's time that a block's main loop takes, if two blocks run on it
 START_CYCLES: Final = 2000.0  # from a block's start on a multiprocessor to its first products
 L2_BYTES: Final = 3950  # bytes per cycle that all multiprocessors together read from L2
 ALONE_SHARE: Final = 0.15  # weight of a product's latency in its cost for a shared GPU
@@ -96,9 +96,9 @@ CONFIGS: Final = (
     HopperConfig(128, 128, split_k=4),
 )
 # Configs for GPUs that several runs share: while one block starts, waits or ends, a block of any stream multiplies.
-# With 4 and 8 threads on a session of a BERT-base, an H200 answers 1761 and 1712 requests/s with CONFIGS, 1832 and 1936
-# with these, and 1793 and 1814 with the cheapest of both. A mix is probably slower because a whole-multiprocessor block
-# waits until two half blocks have ended.
+# An H200 answers requests to one session of BERT-base, from 4 threads and from 8 threads, at these rates per second:
+# 1761 and 1712 with CONFIGS, 1832 and 1936 with HALF_CONFIGS, 1793 and 1814 if each product takes the cheapest of both
+# lists. A mix is probably slower because a whole-multiprocessor block waits until two half blocks have ended.
 HALF_CONFIGS: Final = tuple(HopperConfig(*tile, half=True) for tile in ((128, 128), (64, 128), (128, 64), (64, 64)))
 
 
@@ -129,16 +129,16 @@ def stage_k(gemm: Gemm) -> int:
 
 
 def cycles(gemm: Gemm, config: HopperConfig, device: Device, row_cycles: float = 0.0) -> float:
-    """Estimate the clock cycles of a product without its launch; the fastest config is usually among the three lowest.
+    """Estimate a product's clock cycles without its launch; the fastest config is usually among the lowest three.
 
-    row_cycles: minimum cycles of TMA per row of x in a stage
+    `row_cycles` is the minimum number of cycles that TMA takes per row of x in a stage.
 
     The constants are of an H200: two to six configs were timed for each of 92 products and convolutions with m from 128
     to 262144 and k from 64 to 8192. The config with the lowest estimate takes 1.0 % longer than the fastest in the
-    geometric mean, and 9 % at most; for twelve others in TF32, 1.1 %. CLUSTER_CYCLES is from 112 products and
-    convolutions of convolutional networks, with m from 196 to 25088. GATE_STEP_CYCLES is from nine configs at each of
-    13 products with m from 1568 to 25088 and n from 40 to 896; there the config with the lowest estimate takes 0.9 %
-    longer than the fastest in the geometric mean, and 5 % at most.
+    geometric mean, and 9 % at most.  The mean is 1.1 % for twelve other products in TF32. CLUSTER_CYCLES is from 112
+    products and convolutions of convolutional networks, with m from 196 to 25088. GATE_STEP_CYCLES is from nine configs
+    at each of 13 products with m from 1568 to 25088 and n from 40 to 896; there the config with the lowest estimate
+    takes 0.9 % longer than the fastest in the geometric mean, and 5 % at most.
     """
     mainloop, epilogue = _tile_cycles(gemm, config, row_cycles)
     if config.split_k > 1:  # blocks exchange their sums, and large clusters start late
@@ -209,7 +209,7 @@ def fits(gemm: Gemm, config: HopperConfig, device: Device) -> bool:
             return False
     if not _has_registers(gemm, config) or stages(gemm, config, device) < MIN_STAGES:
         return False
-    if gemm.gate and (GATE_IMAGES - 1) * gemm.gate_rows < config.tile_m - 1:  # a tile could have rows of more images
+    if gemm.gate and (GATE_IMAGES - 1) * gemm.gate_rows < config.tile_m - 1:  # a tile could span too many images
         return False
     if config.half and (stores_by_threads(gemm) or gemm.gate):
         return False  # only TMA can store from the ring; gates are untested
@@ -238,7 +238,7 @@ def _has_registers(gemm: Gemm, config: HopperConfig, subtiles: int = 1) -> bool:
 
 
 def blocks_beyond_room(gemm: Gemm, config: HopperConfig, device: Device) -> int:
-    """Return the number of blocks that would wait for others, if clusters share tiles; no block waits if it is <= 0.
+    """Return how many blocks would wait for others, if clusters share tiles; a result <= 0 means that no block waits.
 
     Clusters of more than two blocks do not fill the GPU.  128x2048x2048 took 13.3 us with 128 blocks in clusters of
     four, and 8.8 with 64 blocks in clusters of two.  A convolution of 512x1280x11520 took 49.6 us with 120 blocks in
@@ -254,7 +254,7 @@ def tile_count(gemm: Gemm, config: HopperConfig) -> int:
 
 
 def stores_by_threads(gemm: Gemm) -> bool:
-    """Return whether threads must store y: some product's rows are not aligned for TMA, or for pairs in fp32."""
+    """Return whether threads must store y: the rows of y are not aligned for TMA or, in fp32, for pairs."""
     if gemm.dtype == "float32":
         return not gemm.aligned or gemm.n % 2 > 0
     return not gemm.aligned or any(each.n < padded_columns(each.n, each.dtype) for each in gemm.products)
@@ -298,7 +298,7 @@ def stages(gemm: Gemm, config: HopperConfig, device: Device) -> int:
 
 
 def implementation(gemm: Gemm, config: HopperConfig, device: Device) -> Implementation:
-    """Return one launch of the kernel; a launch of gemm_pad.cu comes first if TMA cannot read the operands as they are.
+    """Return one launch of the kernel, after a launch of gemm_pad.cu if TMA cannot read the operands as they are.
 
     With split_k, the residual needs no copy, because threads read it instead of TMA.
     """
@@ -394,6 +394,6 @@ def tensor_map(gemm: Gemm, pointer: Pointer, sizes: tuple[int, int], box: tuple[
 
 
 def group_m(gemm: Gemm, config: HopperConfig) -> int:
-    """Return the rows of tiles computed before the next columns; many rows per group mean few reads of weights."""
+    """Return how many rows of tiles are computed before the next columns; more rows mean fewer reads of weights."""
     rows, limit = -(-gemm.m // config.tile_m), max(1, GROUP_ROWS // config.tile_m)
     return -(-rows // -(-rows // limit))

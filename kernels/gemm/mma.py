@@ -122,7 +122,10 @@ def gate_cost(gemm: Gemm, config: MmaConfig, device: Device) -> float:
 
 
 def implementation(gemm: Gemm, config: MmaConfig, device: Device, copied: bool = False) -> Implementation:
-    """Return the launch with `config`, or with more threads if needed; if `copied`, after one that copies x and w."""
+    """Return the launch with `config`, or with more threads if needed.
+
+    If `copied`, a launch that copies x and w to padded rows comes first.
+    """
     gemm, copies = padded(gemm, residual=False) if copied else (gemm, [])
     config = _with_enough_threads(gemm, config, copied)
     kernel = Kernel("gemm_mma", "gemm_mma", _defines(gemm, config, copied))
@@ -181,7 +184,7 @@ def _defines(gemm: Gemm, config: MmaConfig, copied: bool) -> Defines:
 
 
 def row_bytes(gemm: Gemm, row: int, widest: int) -> int:
-    """Return the bytes per access to rows of `row` elements: at most `widest`, and one element if misaligned."""
+    """Return the bytes per access to rows of `row` elements: at most `widest`, or one element if misaligned."""
     item = ITEM_BYTES[gemm.dtype]
     if not gemm.aligned:
         return item

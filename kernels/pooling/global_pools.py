@@ -19,7 +19,7 @@ from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, P
 from onnxfuse.runtime.symint import estimate, is_symbolic, maximum
 
 CLUSTER_ARCH: Final = 90  # the lowest compute capability with thread block clusters
-LINE_BYTES: Final = 128  # bytes per pixel and block, if a pixel has as many
+LINE_BYTES: Final = 128  # maximum bytes of a pixel that one block reads
 MIN_THREADS, MAX_THREADS = 128, 512  # threads per block
 PIXELS_PER_THREAD: Final = 4  # block size grows while each thread has more pixels than this
 DYNAMIC_THREADS: Final = 256  # threads per block, if the number of pixels is dynamic

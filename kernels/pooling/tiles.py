@@ -24,7 +24,7 @@ from onnxfuse.runtime.symint import estimate, is_symbolic
 
 TILES: Final = ((2, 2), (1, 2), (1, 1))  # (rows, columns) of results per thread
 THREADS: Final = 128  # largest number of threads per block
-LINE_BYTES: Final = 128  # bytes per pixel for neighbouring threads, if a pixel has as many
+LINE_BYTES: Final = 128  # maximum bytes of a pixel that the threads of one block read
 BUSY_THREADS: Final = 256  # threads per multiprocessor below which tiles are made smaller
 LANES_W: Final = 8  # largest number of threads along a row
 UNROLLED_LOADS: Final = 36  # loads per tile up to which window rows are unrolled

@@ -66,7 +66,7 @@ class Arguments:
 
 
 def in_parentheses(text: str) -> str:
-    """Return an expression in parentheses; a word, a number, or one call or cast of these needs none."""
+    """Return an expression in parentheses, or unchanged if it is a single word or number, or a single call or cast."""
     depth = 0
     for i, letter in enumerate(text):
         depth += (letter in "([{") - (letter in ")]}")

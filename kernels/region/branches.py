@@ -1,7 +1,7 @@
 """Writes code that branches on an element's position: the parts of a Concat, and the inside of a Pad.
 
-If all lanes of a vector are in the same part, the code is a branch.  Otherwise each part is computed for the lanes that
-need it, and each lane selects among the parts.
+A lane is one element of the vector that a thread computes.  If all lanes of a vector are in the same part, the code is
+a branch.  Otherwise each part is computed for the lanes that need it, and each lane selects among the parts.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def joined(writer: ValueWriter, operation: Operation, name: str, place: Place) -
 
 
 def _moved(writer: ValueWriter, name: str, place: Place) -> Moved | None:
-    """Return from where a value is loaded if operators only move it; None if it is computed."""
+    """Return from where a value is loaded, if operators only move it; None if an operator computes it."""
     operation = writer.program.producers.get(name)
     if operation is None:
         return name, flat(place, writer.shapes.of[name])
@@ -183,7 +183,7 @@ def padded(writer: ValueWriter, operation: Operation, inner: Place) -> Reference
     value = literal(operation.attributes.get("value", 0), writer.program.dtypes[x])
     for axis, (index, dim) in enumerate(zip(inner, writer.shapes.of[x], strict=True)):
         if index.is_below(0) or index.is_below(dim) is False:
-            return Reference(value)  # a Slice leaves nothing but padding
+            return Reference(value)  # a Slice of the Pad's result has only padding
         low_high = index.range
         if not (low_high and is_nonnegative(low_high[0])):
             limits.append((axis, ">=", 0))

@@ -56,7 +56,7 @@ class Writer:
     conditions: int = 0  # number of open branches
     masks: list[str] = field(default_factory=list)  # open masks: bool arrays, true for lanes that need the code
     scopes: list[dict[Any, Reference]] = field(default_factory=lambda: [{}])
-    kept: dict[Any, None] = field(default_factory=dict)  # all keys that any scope has had
+    kept: dict[Any, None] = field(default_factory=dict)  # every key that was ever recorded
     masked_scopes: list[int] = field(default_factory=list)  # indices of the scopes that masks opened
     # Reductions that are written as loops of one thread, and whether the loop is in a branch.
     found: list[tuple[Instance, bool]] = field(default_factory=list)
@@ -140,7 +140,10 @@ class Writer:
         return f"row_memory + {begin // VECTOR_BYTES}"
 
     def known(self, key: Any) -> Reference | None:
-        """Return the variable that holds a key's value at the next line; None if there is none."""
+        """Return the variable that holds a key's value at the next line, None if none does.
+
+        A key is the (name, place) of a value, the `Instance` of a reduction, or a tuple for another shared result.
+        """
         return next((scope[key] for scope in reversed(self.scopes) if key in scope), None)
 
     def values(self) -> list[tuple[str, Place]]:
@@ -148,7 +151,10 @@ class Writer:
         return [key for key in self.kept if isinstance(key, tuple) and len(key) == 2]
 
     def keep(self, key: Any, reference: Reference) -> Reference:
-        """Record that a variable holds a value from here on; if all lanes have the value, also after the masks end."""
+        """Record that a variable holds a key's value.
+
+        The record ends with the current block.  It outlives open masks if the variable is right in all lanes.
+        """
         scope = len(self.scopes) - 1
         while not reference.masked and scope in self.masked_scopes:
             scope -= 1
@@ -332,7 +338,7 @@ class Writer:
         if chosen is None:
             text = f"gathered<{kind}>({reference.lane}, {self.arguments.size(dim)})"
             chosen = self.keep(key, self.declare(kind, text, reference.varies, masked=reference.masked))
-        own = self.lanes.variables  # an index with a value per lane varies with these; one shared by all lanes does not
+        own = self.lanes.variables  # a gathered index depends on the lanes' variables if it has a value per lane
         variables = variables | own if chosen.varies else variables - own
         atom = Atom("value", dim, chosen.text, varies=tuple(sorted(variables)))
         return self.value(x, (*place[:axis], Index(0, ((atom, 1),)), *place[end:]))

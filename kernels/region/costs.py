@@ -31,8 +31,8 @@ BYTE_COST: Final = 7  # instructions that an H200 issues (30 T/s) while it moves
 LINE_BYTES: Final = 128
 SECTOR_BYTES: Final = 32
 WHOLE_SECTOR_LINES: Final = 0.5  # lines that the L1 cache could read while a whole sector is stored
-# The same while a part of a sector is stored: the patches of a masked autoencoder (MAE) take 21.5 us in parts of
-# sectors, and 13.7 us in whole ones.
+# Lines that the L1 cache could read while a part of a sector is stored. The patches of a masked autoencoder (MAE) take
+# 21.5 us if sectors are stored in parts, and 13.7 us if they are stored whole.
 PART_SECTOR_LINES: Final = 1.5
 EXCHANGED: Final = 3  # accesses per vector that threads exchange: to shared memory, from there, and to the output
 WARP: Final = 32
@@ -99,7 +99,7 @@ def _parts(access: Access, lanes: Lanes, shapes: Shapes) -> tuple[int, int]:
 def _stored_lines(
     address: Index, variables: tuple[Variable, ...], lanes: Lanes, access_bytes: int, item_bytes: int
 ) -> float:
-    """Return how many lines could be read while a warp stores; partly written sectors take longer than whole ones."""
+    """Return how many lines the L1 cache could read while a warp stores; parts of sectors take longer than whole ones."""
     found = _touched(address, variables, lanes, access_bytes, item_bytes, SECTOR_BYTES)
     return sum(WHOLE_SECTOR_LINES if written >= SECTOR_BYTES else PART_SECTOR_LINES for written in found.values())
 
@@ -108,7 +108,10 @@ def _stored_lines(
 def _touched(
     address: Index, variables: tuple[Variable, ...], lanes: Lanes, access_bytes: int, item_bytes: int, unit: int
 ) -> Mapping[int, int]:
-    """Return the bytes that one access of a warp touches in each unit of memory; the warp is the one in the middle."""
+    """Return the bytes that one access of a warp touches, by unit of memory.
+
+    A unit has `unit` bytes.  The warp is the one that computes the elements in the middle.
+    """
     step = 1 if lanes.scattered else lanes.width
     first = math.prod(typical(each.extent) for each in variables) // step // 2 // WARP * WARP
     found = dict[int, int]()

@@ -20,7 +20,7 @@ MIN_PERIOD: Final = 32  # minimum number of elements along the axis
 
 @dataclass(frozen=True)
 class DominantPart:
-    """In each row of `period` contiguous elements, those from `begin` to before `end` are computed alike."""
+    """One code path computes the elements from `begin` to before `end` of each row of `period` contiguous elements."""
 
     index: Index  # the position of an element in its row
     begin: int

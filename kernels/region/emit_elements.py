@@ -58,7 +58,7 @@ class ElementsText:
         self.store.write()
 
     def _alike(self, variable: Variable, alike: DominantPart) -> None:
-        """Write vectors as if the dominant part had all elements; then some threads compute one other element each.
+        """Write vectors as if all elements were in the dominant part; then some threads compute one other element each.
 
         The vectors overwrite the other elements with wrong values.  So the same block stores the right ones afterwards.
         """
@@ -149,7 +149,7 @@ class ElementsText:
         """Write the values that do not depend on a variable, before the loop over it."""
         writer = self.writer
         for name, place in self._trial().values():
-            # A place with a loaded index contains a variable of the trial, which this writer does not have.
+            # A place with a loaded index names a variable that only the trial's writer has declared.
             is_read = any(atom.kind == "value" for index in place for atom in index.atoms())
             if not is_read and not any(repeated.name in index.variables() for index in place):
                 writer.value(name, place)

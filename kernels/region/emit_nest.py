@@ -189,7 +189,10 @@ class NestText:
         return found
 
     def _head(self, name: str) -> tuple[str, str]:
-        """Write two variables: the numbers of elements before shifted vectors, and of vectors.  Return their names."""
+        """Write two variables: how many elements precede the shifted vectors, and how many such vectors follow.
+
+        Return the names of both variables.
+        """
         writer, lanes = self.writer, self.shifted[name]
         assert lanes.rest is not None
         head, count = writer.new_name("head"), writer.new_name("count")
@@ -215,7 +218,7 @@ class NestText:
             self._load(self.held[name])
 
     def _columns(self, tiling: Columns) -> None:
-        """Write rows that are adjacent in memory; threads without a row compute the last one, and store nothing."""
+        """Write rows that are adjacent in memory; threads without a row compute the last row, and do not store it."""
         nest, writer = self.nest, self.writer
         parts, bound = self.row_threads, self.parts.bound(ROWS, tiling.width)
         writer.line(f"const int column = threadIdx.x % {tiling.columns}, part = threadIdx.x / {tiling.columns};")
@@ -256,7 +259,7 @@ class NestText:
         """Write a loop over the elements of a list, by vectors along its last variable unless vectors lie across rows.
 
         If registers hold vectors of the list, the loop is unrolled and reads these registers, unless it `fills` them.
-        Shifted vectors begin after `head` elements; there are `count` of them.
+        If vectors are shifted, `head` elements precede them, and `count` is the number of vectors.
         """
         writer, before = self.writer, self.writer.lanes
         seen, at, held = len(writer.vectors), writer.new_name("at"), self.held.get(name, {})
@@ -283,7 +286,10 @@ class NestText:
             self.writer.keep(key, Reference(f"{text}[k]", varies=True))
 
     def _most_rounds(self) -> int:
-        """Return the maximum rounds per batch; the 3 is for two copies of a batch in the code, and for its loads."""
+        """Return the maximum rounds per batch.
+
+        A batch counts three times: the code has two copies of it, and its loads.
+        """
         return MAX_INSTRUCTIONS // (3 * max(1, self.instructions))
 
     def _batches(self, name: str, start: str, step: str, head: str, count: str) -> Iterator[None]:

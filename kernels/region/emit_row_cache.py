@@ -26,7 +26,11 @@ class RowCacheText:
     """Writes the copies and reads of a row's vectors.  A thread reads only its own copies, so it needs no barrier."""
 
     def __init__(self, nest: Nest, tiling: Tiling, writer: Writer, enter: Callable[[str, str, str], None]) -> None:
-        """Take the nest, its tiling and the writer; `enter` writes a list's variables at a vector after a head."""
+        """Take the nest, its tiling and the writer.
+
+        `enter(name, at, head)` writes the variables of list `name` at vector number `at`, where `head` elements precede
+        the first vector of a row.
+        """
         self.nest, self.tiling, self.writer, self.enter = nest, tiling, writer, enter
         self.memory = tiling.memory if isinstance(tiling, Rows) else 0
         self.vectors: dict[str, dict[Vector, str]] = {}  # by list: its vectors, and the names of their arrays

@@ -22,7 +22,7 @@ def chunk_of(count: int, dtype: str) -> int:
 
 
 def interleaved_lanes(short: Variable, lanes: Lanes) -> Lanes:
-    """Return lanes along the same variable, as many as a thread can compute at all values of the short variable."""
+    """Return `lanes`, narrowed until a thread can compute the lanes' elements at all values of the short variable."""
     width = lanes.width
     while width > 1 and width * (number_of(short.extent) or 1) > MAX_INTERLEAVED:
         width //= 2

@@ -27,7 +27,7 @@ class Lanes:
     variable: str = ""
     width: int = 1
     scattered: frozenset[str] = frozenset()
-    rest: Index | None = None  # of shifted vectors: the address where the variable is 0
+    rest: Index | None = None  # for shifted vectors: the address of the element where the variable is 0
     linear: Index | None = None  # the flat index of an element: `at[j]` in the code, or `at` times the width
 
     @property
@@ -55,7 +55,7 @@ class Lanes:
         return not self.vary(difference) or (self.rest is None and self.are_contiguous(difference, sizes))
 
     def step_of(self, address: Index) -> int:
-        """Return the length of runs of neighbours that share an address if a vector spans at most two runs; else 0.
+        """Return how many neighbouring elements share an address, if a vector has at most two addresses; else 0.
 
         An example is a column that is broadcast along rows, if vectors cross rows: its address depends only on
         quotients by multiples of a row's length.
@@ -65,7 +65,7 @@ class Lanes:
         return step if step >= self.width and all(each % step == 0 for each in divisors or ()) else 0
 
     def _divisors(self, index: Index) -> list[int] | None:
-        """Return the divisors of the lanes' variable in an index; None if it also occurs outside of quotients there."""
+        """Return the divisors of the lanes' variable in an index; None if it is in a term that is not a quotient."""
         found = list[int]()
         for atom, _ in index.terms:
             if self.variable not in (atom.of.variables() if atom.of else {atom.name, *atom.varies}):

@@ -94,7 +94,7 @@ def _share_reads(program: Program, shapes: Shapes, own: Sequence[str], other: Se
 
 
 def _with_rows(region: Region, nests: Sequence[Nest], stored: StoredByKey) -> list[Nest]:
-    """Return nests; a nest that computes one element per row is merged into another nest that reads the same rows.
+    """Merge nests that compute one element per row into other nests that read the same rows.
 
     The rows are then read once, or a second time from the L1 cache.
     """
@@ -110,7 +110,7 @@ def _with_rows(region: Region, nests: Sequence[Nest], stored: StoredByKey) -> li
 
 
 def _joined(region: Region, rows: Nest, other: Nest, stored: StoredByKey) -> Nest | None:
-    """Return one nest for all outputs of `other` and `rows`, which has one element per row of `other`; or None."""
+    """Return one nest for the outputs of `other` and of `rows`, one element per row of `other`; None if impossible."""
     program, shapes = region.program, region.shapes
     shape = _shape_of_rows(region, rows, other)
     if shape is None or other.inner:
@@ -125,10 +125,10 @@ def _joined(region: Region, rows: Nest, other: Nest, stored: StoredByKey) -> Nes
 
 
 def _shape_of_rows(region: Region, rows: Nest, other: Nest) -> Shape | None:
-    """Return a shape in the axes of `other` whose elements are those that `rows` computes, in the same order; or None.
+    """Return the shape that the outputs of `rows` have in the axes of `other`: 1 along the axes that are reduced.
 
-    The result is None unless `rows` only reduces values over some axes of `other`, and these values have the same sizes
-    as `other`.
+    The result is None unless `rows` has only reductions over the same axes, of values that have the shape of `other`
+    (apart from axes of size 1).
     """
     instances = [each for level in rows.levels for each in level]
     if not instances or rows.inner or rows.row_outputs or rows.lists[ELEMENTS]:
@@ -228,9 +228,9 @@ def _in_order(region: Region, nests: Sequence[Nest], own: Mapping[Keys, Nest], f
 def _is_merged(keys: Keys, own: Mapping[Keys, Nest], nests: Sequence[Nest]) -> bool:
     """Return whether a separate launch merges the shares of a reduction before other launches read it.
 
-    Shares are the partial results of several blocks.  No launch merges them if the reduction has a single place: each
-    block that reads it merges its shares.  Neither does one if all readers compute one element per place: each thread
-    merges the shares of its place.
+    Shares are the partial results of several blocks.  There is no such launch in two cases.  If the reduction has a
+    single place, each block that reads the result merges the shares.  If all readers compute one element per place,
+    each thread merges the shares of its place.
     """
     places = own[keys].count(ROWS)
     readers = [nest for nest in (*nests, *own.values()) if nest.reads & set(keys)]

@@ -159,7 +159,7 @@ def _made(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> 
 
 
 def _with_levels(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
-    """Add the reductions with one result per row: outside branches, at places that depend only on the outputs' axes."""
+    """Add the reductions with one result per row: outside branches, and placed only by the axes of the outputs."""
     writer = draft(program, shapes, stored)
     for name in (*nest.outputs, *nest.row_outputs):
         writer.value(name, nest.place_of(name, shapes))
@@ -198,7 +198,7 @@ def flattened(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey,
 
 
 def with_row_outputs(nests: Sequence[Nest], program: Program, shapes: Shapes, stored: StoredByKey) -> list[Nest]:
-    """Return nests; a nest that computes one element per row is merged into a nest with the same rows."""
+    """Merge nests that compute one element per row into nests with the same rows."""
     found = list(nests)
     for nest in nests:
         if nest.levels and not nest.inner and not nest.lists[ELEMENTS]:
@@ -242,7 +242,7 @@ def _refined(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) 
 
 
 def traced(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
-    """Return a nest with the accesses, bounds and instructions of its code, found by a draft."""
+    """Return a nest with the accesses, bounds and instructions of its code, as recorded by a draft."""
     writer = draft(program, shapes, stored)
     for level in nest.levels:
         for instance in level:
@@ -269,7 +269,7 @@ def _indices(nest: Nest) -> Iterator[Index]:
 
 
 def _splits(nest: Nest) -> Iterator[tuple[Variable, Size]]:
-    """Yield variables that indices divide, each with the divisor by which to split it."""
+    """Yield variables that occur in quotients or remainders, each with the extent `part` by which to split it."""
     variables = {each.name: each for of in nest.lists.values() for each in of}
     for atom in dict.fromkeys(atom for index in _indices(nest) for atom in index.atoms()):
         if atom.kind not in ("div", "mod") or atom.of is None:
@@ -299,7 +299,7 @@ def _mergeable(nest: Nest) -> Iterator[tuple[Variable, Variable]]:
 
 
 def _merges(index: Index, high: Variable, low: Variable) -> bool:
-    """Return whether an index depends on two variables as on one: a step of the first is the second's whole extent."""
+    """Return whether an index contains two variables only as high * (extent of low) + low, so that they can be merged."""
     if index.factor(high.name) != index.factor(low.name) * low.extent:
         return False
     inner = [atom for atom, _ in index.terms if atom.kind != "variable"]

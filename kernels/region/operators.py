@@ -32,7 +32,7 @@ MATH: Final = {  # functions of the C library; their float variants have the suf
     "Floor": "floor", "Ceil": "ceil", "Round": "rint",
 }  # fmt: skip
 OF_ANGLES: Final = {"Sin": "sine", "Cos": "cosine"}  # for float, both use the same reduction of the angle
-QUOTIENTS: Final = {  # for floats, within 2 units in the last place; nearest_… are closer
+QUOTIENTS: Final = {  # for floats, within 2 units in the last place; the variants nearest_… are closer
     "Div": "quotient({}, {})", "Reciprocal": "quotient({one}, {})", "Sqrt": "root({})",
     "Softsign": "quotient({0}, {one} + magnitude({0}))",
 }  # fmt: skip
@@ -85,8 +85,9 @@ def expression(
 ) -> str:
     """Return the C++ expression of an operator; `given` are its inputs' expressions, and `dtypes` their dtypes.
 
-    The inputs of Sin and Cos in float are reduced angles.  Quotients and roots of floats are correctly rounded if
-    `nearest`, except for rare quotients, which are adjacent numbers; and otherwise within 2 units in the last place.
+    The inputs of Sin and Cos in float are reduced angles.  If `nearest`, quotients and roots of floats are correctly
+    rounded, except that rare quotients are adjacent to the correctly rounded number.  If not, they are within 2 units
+    in the last place.
     """
     name, of = operation.name, dtypes[0]
     single = "f" if NUMBER[of] == "float" else ""

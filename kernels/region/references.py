@@ -20,8 +20,8 @@ class Reference:
     """A value in the generated code: a C++ variable, or an array with one element per lane of a vector."""
 
     text: str
-    varies: bool = False  # it is an array with one element per lane
-    masked: bool = False  # lanes that do not need the value may hold a wrong one
+    varies: bool = False  # whether the variable is an array with one element per lane
+    masked: bool = False  # whether lanes that do not need the value may hold a wrong one
 
     @property
     def lane(self) -> str:
@@ -29,7 +29,7 @@ class Reference:
         return f"{self.text}[j]" if self.varies else self.text
 
     def where(self, masked: bool) -> Reference:
-        """Return the same variable; `masked`: lanes that do not need the value may hold a wrong one."""
+        """Return this reference with `masked` set: whether lanes that do not need the value may hold a wrong one."""
         return replace(self, masked=masked)
 
     def of_text(self, text: str) -> Reference:

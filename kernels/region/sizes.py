@@ -70,13 +70,13 @@ class Sizes:
         return self.named(f"(({size}) / ({by}))", a // b)
 
     def computed(self, operator: str, a: Size, b: Size) -> Size:
-        """Return the result of //, %, max or min; it is a new symbol unless it is a polynomial."""
+        """Return the result of //, %, max or min: a new symbol, unless the result is a polynomial."""
         exact = divide(a, b) if operator in ("//", "%") else None
         if exact is not None:
             return exact if operator == "//" else 0
         x, y = self.value(a), self.value(b)
         found = {"//": floordiv, "%": mod, "max": maximum, "min": minimum}[operator](x, y)
-        if found == 0:  # symbols are at least 1, so 0 cannot become one
+        if found == 0:  # symbols are at least 1, so 0 gets none
             return 0
         name = f"{operator}(({a}), ({b}))"
         return self.named(name, found) if found > 0 else -self.named(f"-{name}", -found)
@@ -92,7 +92,10 @@ class Sizes:
         return divisor(size, self.divisors)
 
     def note_divisor(self, size: Size, by: int) -> None:
-        """Record that `by` divides a size, if the size has a single symbol: as a divisor of that symbol."""
+        """Record that `by` divides a size.
+
+        The record is a divisor of the size's symbol; there is none unless the size is a number times one symbol.
+        """
         match size:
             case Dim(terms=(((name,), factor),)):
                 self.divisors[name] = math.lcm(self.divisors.get(name, 1), by // math.gcd(by, factor))

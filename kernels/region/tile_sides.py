@@ -11,7 +11,7 @@ from onnxfuse.runtime.symint import is_symbolic
 TILE_AREA: Final = 4096  # maximum elements of a tile, if each takes one word of shared memory
 MIN_TILE_AREA: Final = 1024
 TILE_ROUNDS: Final = 4  # maximum vectors that each thread reads, or stores, per tile
-TILE_BLOCKS: Final = 16  # tiles per multiprocessor: tiles are halved until there are so many
+TILE_BLOCKS: Final = 16  # wanted tiles per multiprocessor; tiles are halved until there are enough
 MAX_TILE_WASTE: Final = 1.15  # maximum ratio of the length that tiles cover to the axis; above it, tiles are not square
 TILE_STEP: Final = 8  # the sides of a tile are multiples of this number of elements
 

@@ -60,11 +60,11 @@ MIN_TILED: Final = 8  # minimum elements along each axis that is tiled
 TILE_COST: Final = 30  # estimated instructions per element of a tile
 CHEAPER: Final = 0.9  # a variant is chosen only if it costs less than this share of the default's cost
 COLUMNS: Final = 32  # adjacent threads of a block with different rows; the block's other threads share these rows
-MANY_BLOCKS: Final = 2  # wanted blocks of columns per multiprocessor; vectors are narrowed until there are so many
+MANY_BLOCKS: Final = 2  # wanted blocks of columns per multiprocessor; vectors are narrowed until there are enough
 MIN_SHARED_ELEMENTS: Final = 32  # elements per row from which on several threads share a row, in Columns
 MIN_SHARES: Final = 4  # blocks per row: fewer do not pay for the extra launch that merges their results
 MIN_NARROW_SHARES: Final = (
-    2  # replaces MIN_SHARES if rows are read by single elements; a launch after the reduction may then use vectors
+    2  # replaces MIN_SHARES if rows are read by single elements: the launch that reads the result may use vectors
 )
 MIN_DIVIDED_ROUNDS: Final = 32  # vectors per thread: with fewer, one block reduces the whole row
 MAX_CHAIN: Final = 3  # levels of reductions of dynamic length: with more, blocks do not share rows
@@ -76,9 +76,9 @@ Repeats: TypeAlias = tuple[str, int]  # a variable, and the number of its neighb
 ONCE: Final[Repeats] = ("", 1)
 MAX_REPEATS: Final = 8
 REPEATING_THREADS: Final = 1024  # minimum threads per multiprocessor if each has several values of a variable
-AHEAD_THREADS: Final = 256  # the same minimum if each thread first loads its operands at all values of the variable
+AHEAD_THREADS: Final = 256  # replaces REPEATING_THREADS if each thread first loads its operands at all of the values
 AHEAD_BYTES: Final = 128  # maximum bytes per thread that are loaded ahead
-SCATTERING_THREADS: Final = 1024  # threads per multiprocessor: with fewer, each thread gets fewer scattered elements
+SCATTERING_THREADS: Final = 1024  # wanted threads per multiprocessor; with fewer, each thread gets fewer elements
 SplitBy: TypeAlias = Literal["", "branches", "stores"]
 
 
@@ -159,7 +159,8 @@ def _elements(nest: Nest, region: Region) -> Elements:
         width = width if is_symbolic(count) else _narrowed(count, width, device, SCATTERING_THREADS)
         return Elements(THREADS, width, is_scattered=True)
     variables = nest.lists[ELEMENTS]
-    # With several variables, the width divides the last one, although `sizes` does not record divisors of products.
+    # With several variables there is no tail, because the width divides the last one. `sizes` could not tell: it has no
+    # divisors of products.
     has_tail = width > 1 and len(variables) == 1 and sizes.divisor(variables[0].extent) % width != 0
     ahead = repeats > 1 and not is_between and _are_few(count, width * repeats, device)
     return Elements(THREADS, width, False, repeated, repeats, ahead, has_tail)
@@ -224,7 +225,7 @@ def _shifted(nest: Nest, name: str, region: Region) -> Lanes | None:
         return None
     width = min(MAX_WIDTH, VECTOR_BYTES // max(along, key=lambda each: each.moved).item_bytes)
     rest = replaced(along[0].address, {variables[0].name: NOTHING})
-    if any(atom.kind == "value" for atom in rest.atoms()):  # vectors are found before Gathers load indices
+    if any(atom.kind == "value" for atom in rest.atoms()):  # the shift is computed before Gathers load indices
         return None
     lanes = Lanes(variables[0].name, width, rest=rest)
     return lanes if all(lanes.are_contiguous(each.address, region.sizes) for each in along) else None
@@ -274,8 +275,9 @@ def _columns(nest: Nest, name: str, region: Region) -> Columns:
 def _may_share(nest: Nest, length: int) -> bool:
     """Return whether blocks may share rows of this length.
 
-    If the length is dynamic, a template, which has the plans for all sizes, needs more kernels: two per reduction that
-    reads others.  Rows that are counted by two dynamic dims are rarely so few that blocks should share them.
+    If the length is dynamic, a template, which has the plans for all sizes, needs more kernels: two for each reduction
+    that reads results of other reductions.  Rows that are counted by two dynamic dims are rarely so few that blocks
+    should share them.
     """
     dims = {name for monomial, _ in terms_of(nest.count(ROWS)) for name in monomial}
     return not is_symbolic(length) or (len(nest.levels) <= MAX_CHAIN and len(dims) < MANY_DIMS)
@@ -337,7 +339,10 @@ def _store_width(nest: Nest, region: Region) -> int:
 
 
 def fastest_variables(nest: Nest, region: Region, stored: StoredByKey) -> Nest:
-    """Return a nest with the variables, and their order, that make an element cheapest; with reductions, unchanged."""
+    """Return a nest with the variables, and their order, that make an element cheapest.
+
+    A nest with reductions is returned unchanged.
+    """
     if nest.levels or nest.stores or len(nest.lists[ELEMENTS]) < 2 or _tile(nest, region):
         return nest
     others = [flattened(nest, region.program, region.shapes, stored), *_turned(nest, region)]
@@ -348,7 +353,7 @@ def fastest_variables(nest: Nest, region: Region, stored: StoredByKey) -> Nest:
     def taken(each: Nest) -> tuple[float, int]:
         own, lanes, repeats = _best_lanes(each, region)
         short = interleaved(each)
-        if short and short.name == repeats[0]:  # at equal cost, fewer instructions than one variable
+        if short and short.name == repeats[0]:  # at equal cost, before nests with one variable: fewer instructions
             order = 1
         else:
             order = 0 if each is nest and repeats == ONCE else 2 if repeats == ONCE else 3
@@ -358,9 +363,9 @@ def fastest_variables(nest: Nest, region: Region, stored: StoredByKey) -> Nest:
 
 
 def _turned(nest: Nest, region: Region) -> Iterator[Nest]:
-    """Yield a nest whose innermost variable is the one along which most bytes are read; nothing if `nest` is such.
+    """Yield a nest whose innermost variable is the one along which most bytes are read; nothing if that is the order.
 
-    Then operands are loaded as vectors, and element stores of neighbouring threads are adjacent.
+    In that nest, operands are loaded as vectors, and neighbouring threads store neighbouring elements.
     """
     variables, last = nest.lists[ELEMENTS], nest.lists[ELEMENTS][-1]
     loads = [each for each in accesses(nest, region.program) if each.operand]
@@ -371,7 +376,7 @@ def _turned(nest: Nest, region: Region) -> Iterator[Nest]:
 
 
 def _best_lanes(nest: Nest, region: Region) -> tuple[float, Lanes, Repeats]:
-    """Return the least cost of an element of a nest without reductions, and the lanes and repeats that have it."""
+    """Return the least cost of an element of a nest without reductions, and the lanes and repeats with this cost."""
     variables = nest.lists[ELEMENTS]
     name, names = (variables[-1].name if variables else ""), frozenset(each.name for each in variables)
     whole = Lanes(name, width_along(nest, ELEMENTS, region))
@@ -394,7 +399,7 @@ def _best_lanes(nest: Nest, region: Region) -> tuple[float, Lanes, Repeats]:
 
 
 def _repeats(nest: Nest, width: int, region: Region) -> Iterator[Repeats]:
-    """Yield variables, each with a number of its values per thread, for which operands are loaded less often.
+    """Yield repeats that save loads: a variable, and a number of its values that each thread computes.
 
     At each step all lanes of a warp have the same value of the variable, so that accesses stay as contiguous as before.
     At least half of the threads that the GPU can hold must remain, and loads must not be in a branch, so that all loads

@@ -69,7 +69,7 @@ def is_side_by_side(address: Index, variable: Variable) -> bool:
 
 
 def with_contiguous_last(nest: Nest, program: Program) -> Nest:
-    """Make the variable along which most bytes are contiguous the innermost of each list, if a nest has reductions."""
+    """Reorder each list of a nest with reductions: last comes the variable along which most bytes are contiguous."""
     lists = {
         name: tuple(sorted(variables, key=lambda each: each == _most_contiguous(nest, variables, program)))
         for name, variables in nest.lists.items()
