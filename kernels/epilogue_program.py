@@ -28,7 +28,7 @@ from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, P
 from onnxfuse.runtime.symint import for_later_plans
 
 OPERANDS: Final = ("of_row", "of_columns", "of_elements")  # whether an operand has one value per row, column or element
-WORDS: Final = {"float16": 1, "bfloat16": 1, "float64": 4, "int64": 4}  # 32-bit words per two elements; 2 for others
+WORDS: Final = {"float16": 1, "bfloat16": 1, "float64": 4, "int64": 4}  # 32-bit words per 2 elements; others: 2
 MAX_EPILOGUES: Final = 8 - MAX_TWO_STEPS  # maximum number of plans with the program in the epilogue
 
 
@@ -134,7 +134,7 @@ class EpilogueProgram:
                       self.text.replace("{source}", kernel.source))  # fmt: skip
 
     def launch(self, launch: Launch) -> Launch:
-        """Return the launch of a norm or an attention, extended by the program, as accurate as y's dtype needs."""
+        """Return the launch of a norm or an attention, extended by the program, which is precise if y is float32."""
         defines = {"PRECISE": int(self.dtype == "float32"), **launch.kernel.defines}
         kernel, arguments = with_program(replace(launch.kernel, defines=defines), launch.arguments, self)
         return replace(launch, kernel=kernel, arguments=arguments)

@@ -42,7 +42,7 @@ def _without_remainders(index: Index) -> Index:
 
 
 def _is_one_of_all(atom: Atom) -> bool:
-    """Return whether an atom (a variable or function of an index) is a quotient that all W columns have in common."""
+    """Return whether an atom (a variable or function of an index) is a quotient with one value for all W columns."""
     if atom.kind != "div" or atom.of is None:
         return False
     inner = _without_remainders(atom.of)

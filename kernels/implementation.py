@@ -11,7 +11,7 @@ from onnxfuse.runtime.plan import Step
 class Implementation:
     """One way to compute a problem, to be timed against others: the steps of a plan, without its outputs.
 
-    Scratch pointers count from the implementation's own first buffer. The implementation that runs has the plan's
+    Each implementation numbers its scratch buffers from 0, because only one implementation runs, and has the plan's
     scratch memory to itself.
     """
 

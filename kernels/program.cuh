@@ -3,7 +3,7 @@
 //
 // A kernel calls the program on results in fp32, and stores the returned values as y. The program itself loads its
 // other operands and stores the other outputs. If no output has a dtype that the kernel stores, the program stores all
-// of them. A column is a position on the last axis of y.
+// outputs. A column is a position on the last axis of y.
 //   HAS_PROGRAM           1: there are operators
 //   STORES_Y              1: the kernel stores y; 0: the program stores all outputs
 //   PROGRAM_PARAMETERS    parameters that follow the kernel's own

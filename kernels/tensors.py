@@ -46,9 +46,9 @@ def unsupported_choice(node: FusedNode, choice: str, known: Sequence[str], defau
 def vector_width(tensors: Sequence[TensorSpec], *extents: int, weights: Sequence[TensorSpec] = ()) -> int:
     """Return the elements per vector access: a divisor of every extent, at most 16 bytes in each of `tensors`.
 
-    The width is 1 if any tensor is misaligned.  For symbolic extents, it is the widest one or a width that divides
-    them for all sizes.  `weights` must be aligned too, but their vectors may exceed 16 bytes: they come from a cache,
-    so that a second access costs little.
+    The width is 1 if any tensor is misaligned.  If extents are symbolic, a guard records whether the widest width
+    divides them; if it does not, a width is returned that divides them for all sizes.  `weights` must be aligned too,
+    but their vectors may exceed 16 bytes: they come from a cache, so that a second access costs little.
     """
     if not all(tensor.aligned for tensor in (*tensors, *weights)):
         return 1
@@ -66,7 +66,7 @@ def known_equal(first: Sequence[int], second: Sequence[int]) -> bool:
 def differs_along(found: int, wanted: int) -> bool | None:
     """Return True if an operand axis of `found` elements matches `wanted`, False if it broadcasts, None if neither.
 
-    A dynamic axis equal to `wanted` returns True: if it has one element, any stride is right.
+    The result is True for a dynamic axis that equals `wanted`: even if it has one element, any stride is right.
     """
     if always(lambda: found == 1, found):
         return False

@@ -23,7 +23,7 @@
 
 using i64 = long long;
 
-constexpr int VECTORS = CHANNELS / WIDTH;                            // per pixel
+constexpr int VECTORS = CHANNELS / WIDTH;                            // vectors per pixel
 constexpr int OFFSETS = (KERNEL_W - 1) * DILATION_W / STRIDE_W + 1;  // pixels of a row of x that a thread reads
 static_assert(CHANNELS % WIDTH == 0, "a pixel is whole vectors");
 

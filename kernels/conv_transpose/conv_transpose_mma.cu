@@ -29,10 +29,10 @@
 //   SHUFFLED, SPLIT    1: as above
 //   EXACT              1: products by fma, 0: by mma.sync
 //   W_COPY             bytes of a copy of w to shared memory: 16, 8, 4, or 2; they divide the bytes of WIDE columns
-//   GROUP_M            rows of tiles that are computed before the next ones
+//   GROUP_M            rows of tiles that are computed before the next rows of tiles
 //   MIN_BLOCKS         blocks that must fit on a multiprocessor: a bound on registers
 //   WIDTH              elements of an access to y and the residual; divides FILTERS; with SHUFFLED, divides ROW instead
-//   and those of conv_gather.cuh, of gemm_mma.cuh, with TRANSPOSED 0, and of epilogue.cuh
+//   and the macros of conv_gather.cuh, of gemm_mma.cuh (TRANSPOSED is 0) and of epilogue.cuh
 #include "types.cuh"
 #include "epilogue.cuh"
 #include "gemm_mma.cuh"
@@ -47,11 +47,11 @@ using Sums = MmaSums;
 
 constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W, COLUMNS = GROUPS * FILTERS;  // columns of y
 constexpr int PHASES = SHUFFLED ? 1 : STRIDE_D * STRIDE_H * STRIDE_W;
-constexpr int ROW = KERNEL_W * FILTERS;                    // with SHUFFLED, columns that are neighbours in y
+constexpr int ROW = KERNEL_W * FILTERS;                    // with SHUFFLED, columns that are contiguous in y
 constexpr int WIDE = SHUFFLED ? TAPS * FILTERS : FILTERS;  // columns of a group's product
 constexpr int TILES_N = (WIDE + TILE_N - 1) / TILE_N;
 constexpr int SUMS_BYTES = 4 * TILE_M * SUMS_PITCH;
-constexpr i64 LINE = i64(TAPS) * FILTERS * ITEM;  // bytes of w from channel to channel
+constexpr i64 LINE = i64(TAPS) * FILTERS * ITEM;  // bytes of w from one channel of x to the next
 
 static_assert(!TRANSPOSED && !X_NCHW, "w has a row for each channel, and x is channels-last");
 static_assert((SHUFFLED ? ROW : FILTERS) % WIDTH == 0 && TILE_N % WIDTH == 0, "a row of a tile is whole vectors");

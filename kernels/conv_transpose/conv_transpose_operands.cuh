@@ -22,7 +22,7 @@
 namespace {
 
 constexpr int CHANNEL_BLOCKS = (CHANNELS + TILE_K - 1) / TILE_K;
-constexpr int TAPS_H = KERNEL_H / STRIDE_H, TAPS_W = KERNEL_W / STRIDE_W;  // per phase
+constexpr int TAPS_H = KERNEL_H / STRIDE_H, TAPS_W = KERNEL_W / STRIDE_W;  // taps per phase
 constexpr int ALL_BLOCKS = TAPS_H * TAPS_W * CHANNEL_BLOCKS;
 constexpr int FROM_H = PAD_H / STRIDE_H - (TAPS_H - 1), FROM_W = PAD_W / STRIDE_W - (TAPS_W - 1);  // TMA's first pixel
 

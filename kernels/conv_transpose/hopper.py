@@ -40,9 +40,9 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
 
 def fitting(conv: Conv, device: Device) -> list[HopperConfig]:
-    """Return the configs whose tiles each belong to one phase, and which fit into registers and shared memory.
+    """Return the configs that fit into registers and shared memory, and each of whose tiles belongs to one phase.
 
-    For dynamic sizes these are only a few; at least one of them is fast at any size.
+    If sizes are dynamic, only a few configs are returned; at any size, at least one of them is fast.
     """
     return _few(usual(conv), device) if is_symbolic(conv.n, *conv.sizes) else _fitting(conv, device)
 
@@ -175,7 +175,11 @@ def weight_map(conv: Conv) -> TensorMap:
 
 
 def result_map(conv: Conv, pointer: Pointer) -> TensorMap:
-    """Return the tensor map of y or residual: (filters of a row's phases, positions in a row, phases of rows, rows)."""
+    """Return the tensor map of y or residual.
+
+    Its dimensions, innermost first, are the phases along the width with their filters, the positions along the width,
+    the phases along the height, and the positions along the height of all images.
+    """
     (down, right), (rows, row) = two(conv.strides), counts(conv)
     pixels = 2 * conv.m * two(conv.y_sizes)[1]  # bytes of a row of y
     sizes, pitches = (right * conv.m, row, down, conv.n * rows), (2 * conv.m * right, pixels, pixels * down)

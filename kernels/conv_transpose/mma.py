@@ -22,7 +22,7 @@ from onnxfuse.runtime.symint import best_first, is_symbolic, maximum
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
     """Return the implementations, fastest expected first.
 
-    The list is empty if y is empty, if weights are in layout hwoi, and if pixel indices exceed 32 bits.
+    The list is empty if y is empty, if weights are in layout hwoi, or if pixel indices exceed 32 bits.
     """
     too_many = maximum(conv.pixels, positions(conv) * phases(conv)) >= 2**31 - 2**16
     if not conv.pixels * conv.m * conv.c * conv.taps or conv.w_hwio or too_many:
@@ -33,9 +33,9 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
 
 def configs(conv: Conv, device: Device) -> list[ConvConfig]:
-    """Return a config per tile that fits the device without slices of k, and one with the fastest number of slices.
+    """Return configs for each tile that fits the device: without slices of k, and with the fastest number of slices.
 
-    For dynamic sizes these are only a few; at least one of them is fast at any size.
+    If sizes are dynamic, only a few configs are returned; at any size, at least one of them is fast.
     """
     if is_symbolic(conv.n, *conv.sizes):
         found = mma.few_configs(tuple(equivalent(each) for each in usual(conv)), device)

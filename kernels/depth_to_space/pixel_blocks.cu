@@ -52,10 +52,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) pixel_blocks(const T* x, T
     const long long at = (long long)blockIdx.x * THREADS + threadIdx.x;
     if (at >= count) return;
     wait_for_predecessor();
-    const long long pixel = at / VECTORS, row = pixel / width;  // in the deep tensor; rows count over all images
+    const long long pixel = at / VECTORS, row = pixel / width;  // in the deep tensor; rows are counted over all images
     const int channel = int(at - pixel * VECTORS) * WIDTH, column = int(pixel - row * width);
     const long long deep = pixel * (PIXELS * CHANNELS) + channel * (BY_CHANNEL ? PIXELS : 1);
-    const long long pitch = (long long)width * (BLOCK * CHANNELS);  // of the wide tensor's rows, in elements
+    const long long pitch = (long long)width * (BLOCK * CHANNELS);  // elements per row of the wide tensor
     const long long wide = row * BLOCK * pitch + (long long)column * (BLOCK * CHANNELS) + channel;
 
     Vector block[PIXELS];

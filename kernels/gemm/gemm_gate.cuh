@@ -1,5 +1,6 @@
 // The main loop of gemm_mma.cuh with a gate before it: the `pixels` rows of x that belong to an image share k
-// factors. Elements of x are multiplied by their factors and rounded to T, as if the products were stored.
+// factors. Elements of x are multiplied by their factors and rounded to T, as if a separate kernel had stored the gated
+// x.
 //
 // A thread loads the factors of a step of k while the previous step is multiplied. They come from L1: a block reads the
 // factors of its rows into L1 while the first copies of x are in flight.
@@ -74,7 +75,7 @@ struct GatedSums {
     const T* gate;
     int row, m, pixels;  // the block's first row, the rows of x, and the rows per image
     GateRows<MMA_M, COPY> factors;
-    int k = 0;  // where the next tile to add begins
+    int k = 0;  // position along k of the next tile to add
 
     // Finds the addresses of the rows' factors, and reads the block's factors into L1.
     __device__ __forceinline__ void prepare() {

@@ -89,7 +89,7 @@ __device__ __forceinline__ void sync_blocks() {
 // The index of this thread's warpgroup; the shuffle tells the compiler that it is uniform in a warp.
 __device__ __forceinline__ int warpgroup() { return __shfl_sync(0xffffffff, threadIdx.x / 128, 0); }
 
-// A position in a ring of SIZE buffers, and the parity of the completed rounds.
+// A position in a ring of SIZE buffers, and the number of completed rounds modulo 2.
 template <int SIZE>
 struct Ring {
     int at = 0;

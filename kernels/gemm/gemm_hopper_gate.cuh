@@ -1,5 +1,5 @@
-// The multiplication of gemm_hopper.cuh with a gate: x is first multiplied by factors and rounded to T, as if these
-// products were stored.
+// The multiplication of gemm_hopper.cuh with a gate: x is first multiplied by factors and rounded to T, as if a
+// separate kernel had stored the gated x.
 //
 // A stage also holds the factors for its elements of k: one row per image, for GATE_IMAGES images from the tile's first
 // image on. wgmma takes x from registers: while earlier wgmmas are in flight, a warp loads fragments of x and of the

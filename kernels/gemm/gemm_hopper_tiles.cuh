@@ -201,7 +201,7 @@ struct Output {
         if constexpr (STORES_Y) store_tile(y, origin, m, n);
     }
 
-    template <class Y>  // a template, so that only the branch for Result compiles
+    template <class Y>  // a template, so that the branch for the other type of y is not compiled
     __device__ __forceinline__ void store_tile(Y y, int2 origin, int m, int n) const {
         if constexpr (STORE_BY_THREADS) {
             const int lane = thread % 32, warp = thread / 32;

@@ -26,8 +26,8 @@ GROUP_ROWS: Final = 2048  # rows of y that are computed before the next columns
 CLUSTER_CYCLES: Final = 2700  # extra time if blocks of a cluster share a tile: they start late and wait for each other
 TURN_CYCLES: Final = 25  # extra time per step if only one consumer multiplies at a time: its steps do not overlap
 SHARED_TILE_CYCLES: Final = 300  # extra time per tile whose consumers begin and end together
-# Registers per thread, beside accumulators and operands of a program, which is code of operators that joined the
-# epilogue; with fewer, registers spill.
+# Registers that a thread needs besides its accumulators and the operands of a program; with fewer, registers spill. A
+# program is the code of operators that joined the epilogue.
 PROGRAM_REGISTERS: Final = 64
 ROW_REGISTERS: Final = 2  # per thread, for a 2-byte operand with one number per row
 MAX_ACCUMULATORS_OF_THREADS: Final = 128  # maximum accumulators per thread that loads fp32 operands of the epilogue
@@ -274,7 +274,7 @@ def tile_columns(gemm: Gemm, config: HopperConfig) -> int:
 def fixed_bytes(gemm: Gemm, config: HopperConfig) -> int:
     """Return the bytes of shared memory that a block needs besides its ring of stages."""
     if config.split_k > 1:
-        eights = config.tile_m // SUBTILE // config.consumers * tile_columns(gemm, config) // 8  # per thread
+        eights = config.tile_m // SUBTILE // config.consumers * tile_columns(gemm, config) // 8  # groups per thread
         sums = (config.split_k - 1) * -(-eights // config.split_k) * gemm.weight_count
         return sums * config.consumers * 128 * 16 + BARRIER_BYTES
     if gemm.dtype == "float32":  # in fp32, results and column vectors stay in registers

@@ -148,7 +148,7 @@ def shape_defines(gemm: Gemm, columns: int) -> Defines:
 
 
 def _with_enough_threads(gemm: Gemm, config: MmaConfig, copied: bool) -> MmaConfig:
-    """Return a config with shorter stages or more threads, if registers could not hold a thread's part of a stage."""
+    """Return `config`, with shorter stages or more threads if registers could not hold a thread's part of a stage."""
     limit = MAX_CHUNKS[min(_copy_bytes(gemm, copied))]
     if config.chunks(gemm.weight_count) > limit and config.tile_k_bytes > 64:
         config = replace(config, tile_k_bytes=64, stages=2 * config.stages)

@@ -1,8 +1,9 @@
 // Windows over channels-last tensors: x is (n, depth, height, width, channels), where depth or height may be 1.
 //
 // A thread computes TILE_H x TILE_W neighbouring results of WIDTH channels. It reads every element of their windows
-// once, row by row, reduces the row for each column of the tile, and merges the results into the rows of the tile.
-// Elements that neighbouring threads share come from L1, so a block is a tile of the image with few channels.
+// once, one row of x after the other. It reduces a row of x to one value for each column of the tile, and merges these
+// values into the rows of the tile whose windows contain this row of x. Elements that neighbouring threads share come
+// from L1, so a block is a tile of the image with few channels.
 //
 //   T            storage type of x and y             CHANNELS, WIDTH  channels, and channels of a vector access
 //   KERNEL_D, KERNEL_H, KERNEL_W, and likewise STRIDE_ and DILATION_

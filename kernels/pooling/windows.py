@@ -1,8 +1,8 @@
 """The windows of a pooling node: read its attributes, and compute sizes of y and padding as onnxruntime does.
 
 A window may be larger than the padded x.  onnxruntime rounds quotients towards 0, as C++ does, so it still counts one
-window if the excess is less than the stride.  If the count is negative, onnxruntime raises an error, and so does
-`windows`.
+window if the window exceeds the padded x by less than the stride.  If the count is negative, onnxruntime raises an
+error, and so does `windows`.
 """
 
 from __future__ import annotations

@@ -268,7 +268,7 @@ class Writer:
         return self.declare(kind, text, True, name=self.name_of(name))
 
     def _load_step(self, name: str, address: Index, step: int) -> Reference:
-        """Load the first lane's element for the lanes before a multiple of `step`, and the last lane's for the rest."""
+        """Load two elements: lane 0's, for the lanes before a multiple of `step`, and the last lane's, for the rest."""
         kind, lanes = NUMBER[self.program.dtypes[name]], self.lanes
         variable = next(each for each in address.atoms() if each.kind == "variable" and each.name == lanes.variable)
         own = variable_index(lanes.variable, variable.extent)

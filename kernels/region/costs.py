@@ -1,8 +1,9 @@
 """Estimates the cost per element of a nest without reductions, to choose among vectors and scattered lanes.
 
 An access of a warp takes one cycle of the L1 cache per line of 128 bytes that it touches; an instruction takes a
-quarter of a cycle.  If each thread reads eight 64-bit integers, 16 lines are touched four times.  This model predicts
-the times of such kernels on an H200 within 10 % (a causal mask with padding: 37 us; the bias of Swin's windows: 13 us).
+quarter of a cycle.  For example, if each thread reads eight adjacent 64-bit integers, the warp makes four accesses,
+each of which touches 16 lines.  This model predicts the times of such kernels on an H200 within 10 % (a causal mask
+with padding: 37 us; the bias of Swin's windows: 13 us).
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def cost(nest: Nest, lanes: Lanes, region: Region, repeated: str = "", repeats: 
 
 
 def cost_of_bytes(nest: Nest, region: Region) -> float:
-    """Return the number of instructions that issue while an element's bytes move; each operand counts at most once."""
+    """Return how many instructions issue while an element's bytes move; no operand counts for more than its size."""
     moved: dict[str, int] = {}
     for each in accesses(nest, region.program):
         moved[each.operand] = moved.get(each.operand, 0) + each.moved
@@ -99,7 +100,7 @@ def _parts(access: Access, lanes: Lanes, shapes: Shapes) -> tuple[int, int]:
 def _stored_lines(
     address: Index, variables: tuple[Variable, ...], lanes: Lanes, access_bytes: int, item_bytes: int
 ) -> float:
-    """Return how many lines the L1 cache could read while a warp stores; parts of sectors take longer than whole ones."""
+    """Return how many lines the L1 cache could read while a warp stores; parts of sectors take longer."""
     found = _touched(address, variables, lanes, access_bytes, item_bytes, SECTOR_BYTES)
     return sum(WHOLE_SECTOR_LINES if written >= SECTOR_BYTES else PART_SECTOR_LINES for written in found.values())
 

@@ -66,7 +66,7 @@ def layout(sides: tuple[int, int], width: int, store_width: int) -> tuple[int, i
 
 
 class TileText:
-    """Writes the loops of a block over its tile; the tile's position is known."""
+    """Writes the loops of a block over its tile, after the code that computes the tile's position."""
 
     def __init__(self, nest: Nest, tiling: Tile, writer: Writer) -> None:
         """Take the nest, its tiling, and the writer that gets the lines."""

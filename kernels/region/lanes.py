@@ -18,7 +18,7 @@ def variable_of(index: Index, name: str) -> Index:
 
 @dataclass(frozen=True)
 class Lanes:
-    """The variable along which a vector lies, and the vector's width; in lane j, the variable is larger by j.
+    """The variable along which a vector lies, and the vector's width; lane j has the variable's value in lane 0 plus j.
 
     `scattered` are variables that are arrays in the generated code: the elements of different lanes are far apart.
     Shifted vectors begin after a row's first elements: `rest` plus lane 0's variable is a multiple of the width.
@@ -28,7 +28,7 @@ class Lanes:
     width: int = 1
     scattered: frozenset[str] = frozenset()
     rest: Index | None = None  # for shifted vectors: the address of the element where the variable is 0
-    linear: Index | None = None  # the flat index of an element: `at[j]` in the code, or `at` times the width
+    linear: Index | None = None  # flat index of an element: in the code `at[j]` if scattered, else `at` * width
 
     @property
     def variables(self) -> frozenset[str]:

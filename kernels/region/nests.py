@@ -299,7 +299,7 @@ def _mergeable(nest: Nest) -> Iterator[tuple[Variable, Variable]]:
 
 
 def _merges(index: Index, high: Variable, low: Variable) -> bool:
-    """Return whether an index contains two variables only as high * (extent of low) + low, so that they can be merged."""
+    """Return whether an index contains two variables only as high * (extent of low) + low, and they can be merged."""
     if index.factor(high.name) != index.factor(low.name) * low.extent:
         return False
     inner = [atom for atom, _ in index.terms if atom.kind != "variable"]

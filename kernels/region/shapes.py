@@ -181,7 +181,7 @@ def _padded(operation: Operation, x: Shape, pads: Sequence[Size]) -> Shape:
 
 
 def _taken(name: str, dim: Size, found: Shape) -> Shape:
-    """Return `found`, the shape of elements taken along a dim.  Raises ValueError if the dim has none to take."""
+    """Return `found`, the shape of elements taken along a dim.  Raises ValueError if the dim is 0."""
     if dim == 0 and 0 not in found:
         raise ValueError(f"region: {name} takes elements of an axis that has none")
     return found

@@ -28,7 +28,7 @@ def _parts(line: str) -> Iterator[str]:
 def _broken(text: str, indent: str, behind: str) -> Iterator[str]:
     """Yield the lines of a wrapped text; the first one is indented by `indent`, the others by `behind`."""
     while len(indent) + len(text) > COLUMNS and " " in text:
-        end = text.rfind(" ", 0, min(COLUMNS - len(indent), len(text) - 2) + 1)  # no line is a brace alone
+        end = text.rfind(" ", 0, min(COLUMNS - len(indent), len(text) - 2) + 1)  # so that no line is just a brace
         end = end if end > 0 else text.index(" ")
         yield f"{indent}{text[:end]}"
         indent, text = behind, text[end + 1 :]

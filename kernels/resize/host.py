@@ -143,7 +143,7 @@ def _resized(node: FusedNode, shape: Sequence[int]) -> tuple[tuple[float, ...], 
         exact = [float(np.float32(each)) for each in given]
         return tuple(exact), tuple(_scaled(size, scale) for scale, size in zip(exact, shape, strict=True))
     n, *spatial, channels = (int(each) for each in given)
-    y_shape = (n or shape[0], *spatial, channels or shape[-1])  # 0: the same size as x, which the node may not know
+    y_shape = (n or shape[0], *spatial, channels or shape[-1])  # 0 means the size of x, which the node may not know
     return tuple(_ratio(to, size) for to, size in zip(y_shape, shape, strict=True)), y_shape
 
 

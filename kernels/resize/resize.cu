@@ -2,7 +2,7 @@
 // may be 1.
 //
 // Coordinates are computed in fp32, each operation rounded by itself, exactly as onnxruntime's CPU provider computes
-// them; along an axis of scale 1 they are the indices. A block computes a part of a row of y; elements of x that
+// them; along an axis of scale 1, coordinates equal indices. A block computes a part of a row of y; elements of x that
 // neighbouring results share come from L1 and L2.
 //
 //   T                      storage type of x and y    WIDTH    elements of a vector access
