@@ -1,1 +1,1 @@
-"""CUDA kernels of the fusions: a folder per family, with .cu files, `host.py`, and `FUSIONS` (the fusions it runs)."""
+"""CUDA kernels of the fusions: a folder per family, with .cu files, `host.py`, and the fusions' names as `FUSIONS`."""

@@ -20,7 +20,7 @@ def epilogue_defines(
     residual_first: bool = False,
     optional_bias: bool = False,
 ) -> Defines:
-    """Return the macros of epilogue.cuh for a result y of `dtype`; each flag says whether that operand is present.
+    """Return the macros of epilogue.cuh for a y of `dtype`; a flag is true if the operand of its name is present.
 
     A `slope` is the alpha of each column of a PRelu.  There is at most one of up_bias, slope and column_shift.
     `residual_first`: the residual is added before the activation.  `optional_bias`: the launch computes several

@@ -10,8 +10,8 @@
 //     at positions beyond the end of y are not stored.
 //   - Columns are the filters of one group.
 //   - k runs over the taps of the phase and, within a tap, over the channels of the group.
-// Tap j of a phase is tap first + j * STEP of the filter, so that w is read where it lies. Blocks of all phases of the
-// same rows run together, and find x in L2.
+// Tap j of a phase is tap first + j * STEP of the filter, so that w is read where it lies. Blocks that compute the same
+// rows for different phases run at about the same time, so that they find x in L2.
 //
 // SHUFFLED: the filter is as large as the stride, and there is no padding. Then each phase has one tap, and all phases
 // read the same x. So there is one product x w for all phases, where w is read as a matrix (channels, taps * filters)
@@ -29,7 +29,7 @@
 //   SHUFFLED, SPLIT    1: as above
 //   EXACT              1: products by fma, 0: by mma.sync
 //   W_COPY             bytes of a copy of w to shared memory: 16, 8, 4, or 2; they divide the bytes of WIDE columns
-//   GROUP_M            rows of tiles that are computed before the next rows of tiles
+//   GROUP_M            rows of tiles per group; groups are computed one after the other
 //   MIN_BLOCKS         blocks that must fit on a multiprocessor: a bound on registers
 //   WIDTH              elements of an access to y and the residual; divides FILTERS; with SHUFFLED, divides ROW instead
 //   and the macros of conv_gather.cuh, of gemm_mma.cuh (TRANSPOSED is 0) and of epilogue.cuh

@@ -289,7 +289,7 @@ __device__ __forceinline__ void consume(const Place& place, const Results& resul
         origin.x += above;
         const int product = weights.find(origin.y);
         if (HAS_RESIDUAL && !RESULTS_IN_RING && thread == 0) {
-            if (!PINGPONG) hopper::barrier_wait(barriers.full(ring.at), ring.parity);  // operands come before it
+            if (!PINGPONG) hopper::barrier_wait(barriers.full(ring.at), ring.parity);  // the residual comes later
             output.fetch_residual(origin);
         }
         Vectors fetched;

@@ -125,7 +125,7 @@ def _address(writer: ValueWriter, choice: Choice, in_lane: bool) -> str:
 
 
 def _chosen(writer: ValueWriter, moved: Moved, text_of: Callable[[Load], str], in_lane: bool) -> str:
-    """Return an expression that selects the text of the part that contains the index."""
+    """Return an expression that selects one part's text: that of the part that contains the index."""
     if not isinstance(moved, Choice):
         return text_of(moved)
     *parts, (last, _) = moved.parts

@@ -315,7 +315,7 @@ class Writer:
         return found
 
     def declared(self, name: str, varies: bool) -> Reference:
-        """Declare a variable for a value without an initializer."""
+        """Declare a variable for a value, but do not initialize it."""
         found = Reference(self.name_of(name), varies)
         self.line(f"{NUMBER[self.program.dtypes[name]]} {found.text}{f'[{self.lanes.width}]' if varies else ''};")
         return found

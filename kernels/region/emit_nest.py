@@ -177,7 +177,11 @@ class NestText:
         self.writer.line(f"const {self.type} row = exists ? own : {bound} - 1;")
 
     def repeated(self) -> dict[str, dict[tuple[str, Place], str]]:
-        """Return the vectors that several loops over a list read, if registers can hold a thread's part of them."""
+        """Return the vectors that registers hold, by list, with their names.
+
+        They are the vectors that several loops over a list read, or all that a loop reads if a thread runs several
+        rounds of it.  Lists whose vectors do not fit into registers are missing.
+        """
         found: dict[str, dict[tuple[str, Place], str]] = {}
         for name in dict.fromkeys(name for name, _ in self.reads):
             counts = Counter(key for own, keys in self.reads if own == name for key in dict.fromkeys(keys))
@@ -237,7 +241,7 @@ class NestText:
             self.store.write("exists && part == 0" if parts > 1 else "exists")
 
     def _shared_block(self) -> str:
-        """Return the index of a block's rows, and write the index of its share of these rows."""
+        """Return the index of the rows that a block computes; write the index of the block's share of these rows."""
         if self.tiling.shares == 1:
             return f"({self.type})block"
         arguments, shares = self.writer.arguments, self.tiling.shares
@@ -288,7 +292,7 @@ class NestText:
     def _most_rounds(self) -> int:
         """Return the maximum rounds per batch.
 
-        A batch counts three times: the code has two copies of it, and its loads.
+        The instructions of a round count three times: for the two copies of a batch in the code, and for its loads.
         """
         return MAX_INSTRUCTIONS // (3 * max(1, self.instructions))
 

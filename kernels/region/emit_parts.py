@@ -35,11 +35,11 @@ class PartsText:
         return divide(extent, width) or sizes.named(f"({extent}) / {width}", sizes.value(extent) // width)
 
     def bound(self, name: str, width: int) -> str:
-        """Return the number of vectors that a list's variables count."""
+        """Return the number of vectors of `width` elements in a list."""
         return self.writer.arguments.size(self.vectors(self.nest.count(name), width))
 
     def split(self, name: str, variables: Sequence[Variable], width: int) -> None:
-        """Write variables as parts of the flat index `name`; it counts vectors of `width` along the last variable."""
+        """Write variables as parts of the flat index `name`, in units of `width` values of the last variable."""
         writer, left = self.writer, f"{name}[j]" if self.writer.lanes.scattered else name
         first, *others = variables
         for variable in reversed(others):

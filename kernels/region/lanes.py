@@ -18,7 +18,7 @@ def variable_of(index: Index, name: str) -> Index:
 
 @dataclass(frozen=True)
 class Lanes:
-    """The variable along which a vector lies, and the vector's width; lane j has the variable's value in lane 0 plus j.
+    """The variable along which a vector lies, and the vector's width; from lane to lane, the variable increases by 1.
 
     `scattered` are variables that are arrays in the generated code: the elements of different lanes are far apart.
     Shifted vectors begin after a row's first elements: `rest` plus lane 0's variable is a multiple of the width.

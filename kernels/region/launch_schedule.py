@@ -51,7 +51,7 @@ class Stages:
 
 
 def stages_of(region: Region, groups: Sequence[Sequence[str]]) -> Stages:
-    """Return the launches that compute the outputs; `groups` are the outputs by shape."""
+    """Return the launches that compute the outputs; each of `groups` has the outputs of one shape."""
     program, shapes, found = region.program, region.shapes, dict[Key, Stored]()
     groups = _grouped(program, shapes, groups)
     while True:

@@ -55,7 +55,7 @@ class Nest:
     bounds: tuple[tuple[Index, Size], ...] = ()  # indices, each with a size that it is compared with
     row_outputs: Mapping[str, Shape] = field(default_factory=dict)  # outputs with one element per row
     stores: tuple[Instance, ...] = ()  # reductions whose accumulators the nest stores, one per place
-    inner: tuple[Instance, ...] = ()  # other reductions: each thread computes its own alone
+    inner: tuple[Instance, ...] = ()  # other reductions, each computed by the single thread that needs it
     stored_read: tuple[tuple[Key, Index], ...] = ()  # reductions of earlier launches, and the indices read
     instructions: int = 0  # estimate per element
 
@@ -65,7 +65,7 @@ class Nest:
         return self._place_in(self.shape)
 
     def place_of(self, name: str, shapes: Shapes) -> Place:
-        """Return the place in the output `name` of the element that is computed."""
+        """Return the place, in the output `name`, of the element that is computed."""
         own, shape = self.row_outputs.get(name, self.shape), shapes.of[name]
         return self._place_in(own) if own == shape else reshaped(self._place_in(own), own, shape)
 
@@ -299,7 +299,7 @@ def _mergeable(nest: Nest) -> Iterator[tuple[Variable, Variable]]:
 
 
 def _merges(index: Index, high: Variable, low: Variable) -> bool:
-    """Return whether an index contains two variables only as high * (extent of low) + low, and they can be merged."""
+    """Return whether an index contains two variables only as high * (extent of low) + low, so they can be merged."""
     if index.factor(high.name) != index.factor(low.name) * low.extent:
         return False
     inner = [atom for atom, _ in index.terms if atom.kind != "variable"]

@@ -93,7 +93,7 @@ class ValueWriter(Protocol):
         """Return the address of an element, whose index counts from a pointer."""
 
     def declared(self, name: str, varies: bool) -> Reference:
-        """Declare a variable for a value without an initializer."""
+        """Declare a variable for a value, but do not initialize it."""
 
     def assign(self, to: Reference, value: Reference) -> None:
         """Write the assignment of a value to an already declared variable."""

@@ -50,7 +50,7 @@ __device__ __forceinline__ typename Number<T>::Type load_one(const T* from) {
     return values[0];
 }
 
-// Reads a pack of elements without conversion; its address is a multiple of its size or of 16 bytes.
+// Reads a pack of elements without conversion; its address is a multiple of its size, or of 16 bytes if it is larger.
 template <class T, int N>
 __device__ __forceinline__ Pack<T, N> read_packed(const Pack<T, N>& from) {
     alignas(16) Pack<T, N> found;

@@ -12,7 +12,7 @@ TILE_AREA: Final = 4096  # maximum elements of a tile, if each takes one word of
 MIN_TILE_AREA: Final = 1024
 TILE_ROUNDS: Final = 4  # maximum vectors that each thread reads, or stores, per tile
 TILE_BLOCKS: Final = 16  # wanted tiles per multiprocessor; tiles are halved until there are enough
-MAX_TILE_WASTE: Final = 1.15  # maximum ratio of the length that tiles cover to the axis; above it, tiles are not square
+MAX_TILE_WASTE: Final = 1.15  # maximum length that tiles cover, divided by the axis's; above it, tiles are not square
 TILE_STEP: Final = 8  # the sides of a tile are multiples of this number of elements
 
 
@@ -36,7 +36,7 @@ def tile_sides(across: Size, last: Size, area: int) -> tuple[int, int]:
 
 
 def _longest(one: Size, other: Size, area: int) -> tuple[int, int]:
-    """Return the sides of a tile that is as long as possible along the first axis, beside a short second axis."""
+    """Return the sides of a tile of about `area` elements; the first side is longer if the second axis is short."""
     square = 1 << (area.bit_length() - 1) // 2
     first = _side(one, square)
     if _covered(one, first) > MAX_TILE_WASTE * (number_of(one) or first):
