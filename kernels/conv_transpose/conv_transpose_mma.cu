@@ -28,7 +28,7 @@
 //   FILTERS            channels of y in one group; w is (GROUPS * CHANNELS, taps, FILTERS)
 //   SHUFFLED, SPLIT    1: as above
 //   EXACT              1: products by fma, 0: by mma.sync
-//   W_COPY             bytes of a copy of w to shared memory: 16, 8, 4, or 2; they divide the bytes of WIDE columns
+//   W_COPY             bytes of a copy of w to shared memory: 16, 8, 4 or 2, a divisor of the bytes of WIDE columns
 //   GROUP_M            rows of tiles per group; groups are computed one after the other
 //   MIN_BLOCKS         blocks that must fit on a multiprocessor: a bound on registers
 //   WIDTH              elements of an access to y and the residual; divides FILTERS; with SHUFFLED, divides ROW instead

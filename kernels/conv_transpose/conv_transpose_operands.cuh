@@ -13,8 +13,8 @@
 //
 // Macros, besides those of gemm_hopper.cuh, where TRANSPOSED is 0:
 //   CHANNELS, FILTERS   channels of x and of y; w is (CHANNELS, taps, FILTERS)
-//   PERIOD              the number of filters after which column vectors repeat: FILTERS; or a divisor of it, if
-//                       neighbouring pixels of y along W count as one pixel with the filters of all
+//   PERIOD              the number of filters after which column vectors repeat: FILTERS, unless neighbouring pixels
+//                       of y along W count as one pixel. Then it is the number of filters of one of these pixels
 //   KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W, PAD_H, PAD_W    PAD: rows and columns that are cut off before y
 #pragma once
 #include "gemm_hopper_tiles.cuh"

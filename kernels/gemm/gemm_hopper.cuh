@@ -22,10 +22,10 @@
 //   SPLIT_K     blocks per cluster, which share a tile; each has a slice of k. 1 except in gemm_hopper_split.cu
 //   PRODUCTS    number of products of x, each with its own weight, n, y and bias: 1 to 3. If above 1, GATED is 0,
 //               and the epilogue has at most a bias
-//   STORE_BY_THREADS   0: n is a multiple of 8, and TMA stores y. 1: rows of y begin at any element, and threads store
-//               them; the column vectors begin anywhere too. Operands that TMA reads have rows of multiples of 16 bytes
+//   STORE_BY_THREADS   0: n is a multiple of 8, and TMA stores y. 1: rows of y and the column vectors may begin
+//               at any element, and threads store y. Operands that TMA reads have rows of multiples of 16 bytes
 //   WEIGHTS_CONSTANT   1: no kernel writes the weights, so the first stages are read before the previous kernel ends
-//   X_GATE      1: x is multiplied by a gate first (gemm_hopper_gate.cuh). 0, or not defined: it is not
+//   X_GATE      1: x is multiplied by a gate first (gemm_hopper_gate.cuh). 0, or not defined: no gate
 //   and the macros of epilogue.cuh
 #pragma once
 #include "types.cuh"

@@ -6,7 +6,7 @@
 // from L1, so a block is a tile of the image with few channels.
 //
 //   T            storage type of x and y             CHANNELS, WIDTH  channels, and channels of a vector access
-//   KERNEL_D, KERNEL_H, KERNEL_W, and likewise STRIDE_ and DILATION_
+//   KERNEL_*, STRIDE_*, DILATION_*, with the suffixes D, H and W
 //   TILE_H, TILE_W    results of a thread            LANES_C, LANES_W, LANES_H  threads of a block along x, y and z
 //   ROW_UNROLL   rows of x whose loads are in flight together
 //   COLUMN_CHUNK vectors of a row whose loads are in flight together

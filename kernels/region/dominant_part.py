@@ -34,18 +34,18 @@ class DominantPart:
 
     @property
     def others(self) -> int:
-        """The number of other elements in a row."""
+        """The number of elements of a row outside the part."""
         return self.period - (self.end - self.begin)
 
     def count(self, elements: int) -> int:
-        """Return the maximum number of other elements in the rows that `elements` contiguous elements touch."""
+        """Return the maximum of elements outside the part in the rows that `elements` contiguous elements touch."""
         return (-(-elements // self.period) + 1) * self.others
 
 
 def dominant_part(nest: Nest, program: Program, shapes: Shapes) -> DominantPart | None:
     """Return the dominant part of a nest with one variable; None if no part has nearly all elements.
 
-    The operands that this part reads must be readable at the other elements too, because vectors contain both.
+    The operands that this part reads must also be readable at elements outside the part, because vectors contain both.
     """
     indices = {index for index, _ in nest.bounds}
     if len(indices) != 1 or len(nest.lists[ELEMENTS]) != 1 or nest.stores or nest.levels or nest.inner or nest.reads:

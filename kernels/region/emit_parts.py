@@ -13,7 +13,7 @@ from onnxfuse.kernels.region.nests import Nest, Variable
 
 
 class PartsText:
-    """Writes a nest's variables, and the number of vectors in a list of them."""
+    """Writes a nest's variables, and the number of vectors in a list of variables."""
 
     def __init__(self, nest: Nest, writer: Writer) -> None:
         """Take the nest, and the writer that gets the lines."""

@@ -1,4 +1,4 @@
-"""Finds the values of a tile that go through shared memory: they are read along another variable than stored."""
+"""Finds the values of a tile that go through shared memory: read along one variable, and stored along another."""
 
 from __future__ import annotations
 

@@ -159,8 +159,8 @@ def _elements(nest: Nest, region: Region) -> Elements:
         width = width if is_symbolic(count) else _narrowed(count, width, device, SCATTERING_THREADS)
         return Elements(THREADS, width, is_scattered=True)
     variables = nest.lists[ELEMENTS]
-    # With several variables there is no tail, because the width divides the last one. `sizes` could not tell: it has no
-    # divisors of products.
+    # With several variables there is no tail, because the width divides the last one. `sizes.divisor` would not find
+    # the width in a product of several extents.
     has_tail = width > 1 and len(variables) == 1 and sizes.divisor(variables[0].extent) % width != 0
     ahead = repeats > 1 and not is_between and _are_few(count, width * repeats, device)
     return Elements(THREADS, width, False, repeated, repeats, ahead, has_tail)
@@ -297,7 +297,7 @@ def _shares(blocks: int, rounds: int, region: Region, most: int = MAX_SHARES, fe
 
 
 def _tile(nest: Nest, region: Region) -> Tile | None:
-    """Return the tiling by tiles of an elementwise nest that reads along another variable than it stores; else None."""
+    """Return the tiling by tiles of an elementwise nest that reads and stores along different variables; else None."""
     variables = nest.lists[ELEMENTS]
     if nest.levels or nest.stores or len(variables) < 2 or _most_lanes(nest) < TILE_AREA // THREADS:
         return None
