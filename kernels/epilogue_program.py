@@ -134,7 +134,7 @@ class EpilogueProgram:
                       self.text.replace("{source}", kernel.source))  # fmt: skip
 
     def launch(self, launch: Launch) -> Launch:
-        """Return the launch of a norm or an attention, extended by the program, which is precise if y is float32."""
+        """Return the launch of a norm or an attention, extended by the program, with precise functions for float32."""
         defines = {"PRECISE": int(self.dtype == "float32"), **launch.kernel.defines}
         kernel, arguments = with_program(replace(launch.kernel, defines=defines), launch.arguments, self)
         return replace(launch, kernel=kernel, arguments=arguments)

@@ -160,8 +160,8 @@ __device__ __forceinline__ void store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-// Makes a thread's ordinary accesses to shared memory visible to TMA and wgmma; each writer calls it before the
-// barrier.
+// Makes a thread's ordinary accesses to shared memory visible to TMA and wgmma; each writer calls it before the barrier
+// that precedes their reads.
 __device__ __forceinline__ void store_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- words of shared memory --------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ __device__ __forceinline__ void settle(const E*& pointer) {
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), \
                        "n"(int(ALONG_N))); \
     }
-// The same as WGMMA for fp32 operands, which TMA has rounded to TF32; wgmma ignores their other bits. Both operands are
+// Like WGMMA, but for fp32 operands, which TMA has rounded to TF32; wgmma ignores their other bits. Both operands are
 // contiguous along k.
 #define WGMMA_TF32(N, n0, n1, n2, n3, n4, n5, n6) \
     template <bool ALONG_N> \

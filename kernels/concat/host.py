@@ -77,7 +77,7 @@ def _joined(node: FusedNode, inputs: Sequence[TensorSpec]) -> TensorSpec:
 
 
 def _divided(node: FusedNode, x: TensorSpec) -> tuple[TensorSpec, ...]:
-    """Return the specs of the outputs.  Raises ValueError if their channels do not add up to x."""
+    """Return the specs of the outputs.  Raises ValueError if their channels do not add up to those of x."""
     sizes = node.attributes.get("split")
     count = len(node.output_dtypes)
     if not isinstance(sizes, list | tuple) or len(sizes) != count or not x.shape or sum(sizes) != x.shape[-1]:

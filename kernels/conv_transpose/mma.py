@@ -45,9 +45,9 @@ def configs(conv: Conv, device: Device) -> list[ConvConfig]:
 
 
 def implementation(conv: Conv, config: ConvConfig, device: Device) -> Implementation:
-    """Return one launch.
+    """Return the implementation of a config: one launch, or two launches with slices of k.
 
-    With slices of k there are two: one writes the slices' sums to scratch memory, and the other one adds them up.
+    The first of two launches writes the slices' sums to scratch memory, and the second adds them up.
     """
     tile, equal = config.tile, equivalent(conv)
     kernel = Kernel("conv_transpose_mma", "conv_transpose_mma", defines(conv, config, device))

@@ -22,7 +22,7 @@ MIN_STAGES: Final = 3
 MAX_STAGES: Final = 12
 MAX_CONFIGS: Final = 4
 BARRIER_BYTES: Final = 256  # bytes of shared memory reserved for mbarriers
-GROUP_ROWS: Final = 2048  # rows of y that are computed before the next columns
+GROUP_ROWS: Final = 2048  # rows of y in a group of tiles; tiles are computed down the columns of a group
 CLUSTER_CYCLES: Final = 2700  # extra time if blocks of a cluster share a tile: they start late and wait for each other
 TURN_CYCLES: Final = 25  # extra time per step if only one consumer multiplies at a time: its steps do not overlap
 SHARED_TILE_CYCLES: Final = 300  # extra time per tile whose consumers begin and end together
@@ -135,7 +135,7 @@ def cycles(gemm: Gemm, config: HopperConfig, device: Device, row_cycles: float =
 
     The constants are of an H200: two to six configs were timed for each of 92 products and convolutions with m from 128
     to 262144 and k from 64 to 8192. The config with the lowest estimate takes 1.0 % longer than the fastest in the
-    geometric mean, and 9 % at most.  The mean is 1.1 % for twelve other products in TF32. CLUSTER_CYCLES is from 112
+    geometric mean, and 9 % at most.  For twelve other problems in TF32, the mean is 1.1 %. CLUSTER_CYCLES is from 112
     products and convolutions of convolutional networks, with m from 196 to 25088. GATE_STEP_CYCLES is from nine configs
     at each of 13 products with m from 1568 to 25088 and n from 40 to 896; there the config with the lowest estimate
     takes 0.9 % longer than the fastest in the geometric mean, and 5 % at most.
@@ -394,6 +394,6 @@ def tensor_map(gemm: Gemm, pointer: Pointer, sizes: tuple[int, int], box: tuple[
 
 
 def group_m(gemm: Gemm, config: HopperConfig) -> int:
-    """Return how many rows of tiles are computed before the next columns; more rows mean fewer reads of weights."""
+    """Return the rows of tiles in a group; tiles are computed down its columns, so that blocks share weights in L2."""
     rows, limit = -(-gemm.m // config.tile_m), max(1, GROUP_ROWS // config.tile_m)
     return -(-rows // -(-rows // limit))

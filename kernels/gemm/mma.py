@@ -18,7 +18,7 @@ MMA_ARCH: Final = 80  # the first compute capability with bf16, TF32 and cp.asyn
 SUMS_PADDING: Final = 8  # floats of padding per row of sums: SUMS_PITCH - TILE_N of gemm_mma.cuh
 MAX_CHUNKS: Final = {16: 12, 8: 8, 4: 6, 2: 5}  # chunks of 16 bytes that a thread's registers hold, by bytes per copy
 RESERVED_BYTES: Final = 1024  # bytes of shared memory reserved per block
-GROUP_M: Final = 8  # rows of tiles that are computed before the next columns
+GROUP_M: Final = 8  # rows of tiles in a group; tiles are computed down the columns of a group
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class MmaConfig:
         return max(stages, 4 * weights * self.tile_m * (self.tile_n + SUMS_PADDING))
 
     def chunks(self, weights: int) -> int:
-        """Return how many chunks of 16 bytes of a stage a thread copies."""
+        """Return how many 16-byte chunks of a stage each thread copies."""
         chunks = (self.tile_m + weights * self.tile_n) * self.tile_k_bytes // VECTOR_BYTES
         return chunks // (32 * self.warps_m * self.warps_n)
 

@@ -7,7 +7,7 @@
 
 struct Mean {
     PoolSizes sizes;
-    int end_d, end_h, end_w;  // elements before these indices count
+    int end_d, end_h, end_w;  // only elements before these indices count
 
     static __device__ __forceinline__ float initial() { return 0.0f; }
     static __device__ __forceinline__ float merge(float a, float b) { return a + b; }

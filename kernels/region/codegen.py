@@ -68,7 +68,7 @@ class Writer:
     shared_bytes: int = 0  # bytes of shared memory that the block uses
     row_bytes: int = 0  # bytes of shared memory that keep operands of a row
     within: Within | None = None  # a bound on an index that holds at the next line
-    dependencies: dict[tuple[str, Place], frozenset[str]] = field(default_factory=dict)  # by value: variables it reads
+    dependencies: dict[tuple[str, Place], frozenset[str]] = field(default_factory=dict)  # by value: its variables
 
     def copy(self) -> Writer:
         """Return a writer for the same program that has written nothing."""
@@ -372,7 +372,7 @@ class Writer:
         return self.declare(NUMBER[target], text, varies, masked, self.name_of(name), operation.name)
 
     def _stored(self, instance: Instance) -> Reference:
-        """Read the accumulator of a reduction of an earlier launch: merge the shares that several blocks stored."""
+        """Read the accumulator that an earlier launch stored, or merge the shares of it that several blocks stored."""
         each = self.stored[instance.key]
         address, kind = flat(place_in(instance), each.shape), instance.accumulator(self.program)
         self.stored_read.append((instance.key, address))

@@ -29,7 +29,7 @@ class DominantPart:
 
     @property
     def within(self) -> Within:
-        """The bounds on the index that hold for these elements."""
+        """The bounds on the index that hold for the part's elements."""
         return Within(self.index, self.begin, self.end)
 
     @property
@@ -38,7 +38,7 @@ class DominantPart:
         return self.period - (self.end - self.begin)
 
     def count(self, elements: int) -> int:
-        """Return the maximum of elements outside the part in the rows that `elements` contiguous elements touch."""
+        """Return the maximum number of elements that lie outside the part, in rows touched by `elements` neighbours."""
         return (-(-elements // self.period) + 1) * self.others
 
 

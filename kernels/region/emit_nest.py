@@ -249,7 +249,7 @@ class NestText:
         return arguments.quotient("block", shares)
 
     def _shared(self, start: str, step: int) -> tuple[str, str]:
-        """Return a thread's first element and its step, for a block that has only a share of the elements."""
+        """Return a thread's first element and its step to the next, in a block that has a share of the elements."""
         if self.tiling.shares == 1:
             return start, str(step)
         return f"share * {step} + {start}", f"{step} * {self.writer.arguments.size(self.tiling.shares)}"

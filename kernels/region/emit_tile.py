@@ -88,7 +88,7 @@ class TileText:
     def read_ahead(self, vectors: Sequence[tuple[str, Place]]) -> None:
         """Write the loads of vectors that the storing loop reads, as many as registers hold.
 
-        They are then in flight while the block waits at its barrier.
+        The loads are then in flight while the block waits at its barrier.
         """
         writer, width = self.writer, self.tiling.store_width
         sides = reversed(self.tiling.sides)

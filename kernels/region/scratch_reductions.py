@@ -1,8 +1,8 @@
 """Reductions whose accumulators are in scratch memory: one launch computes them, and later launches read them.
 
 A reduction is stored if the threads that read it would compute it too slowly.  There are two cases: rows are so few
-that their blocks leave most of the GPU idle; or each thread reads the reduction at another place and would reduce all
-elements alone.
+that their blocks leave most of the GPU idle; or each thread reads the reduction at a different place and would reduce
+all elements alone.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Sizes:
             return exact if operator == "//" else 0
         x, y = self.value(a), self.value(b)
         found = {"//": floordiv, "%": mod, "max": maximum, "min": minimum}[operator](x, y)
-        if found == 0:  # symbols are at least 1, so 0 gets none
+        if found == 0:  # symbols are at least 1, so 0 gets no symbol
             return 0
         name = f"{operator}(({a}), ({b}))"
         return self.named(name, found) if found > 0 else -self.named(f"-{name}", -found)
