@@ -37,7 +37,7 @@ from onnxfuse.verify.requested_shapes import describe_feeds, feeds_to_try
 from onnxfuse.verify.widen import arrays_to_float32, half_precision_of, half_precision_tensors, model_to_float32
 
 SCHEMA: Final = 1  # the version of the JSON's fields
-SECONDS_PER_MODEL: Final = 2.0  # spent on the runs of each mode, unless their number is given
+SECONDS_PER_MODEL: Final = 2.0  # time spent on the runs of each mode, unless the number of runs is given
 LARGE_COPY_BYTES: Final = 2**29
 PRODUCTS: Final = frozenset({
     "Conv", "ConvTranspose", "Gemm", "MatMul", "Einsum", "Attention", "MultiHeadAttention", "GroupQueryAttention",
@@ -52,9 +52,9 @@ class Contender:
 
     name: str
     mode: Mode
-    times: RunTimes | None = None  # None if it did not run
-    agrees: bool | None = None  # whether its outputs are those of the original; None if it did not run
-    reason: str = ""  # why it does not agree, or did not run
+    times: RunTimes | None = None  # None if the model did not run in this mode
+    agrees: bool | None = None  # whether the outputs equal the original's; None if the model did not run
+    reason: str = ""  # why the outputs are wrong, or why the model did not run
     speed_up: float | None = None  # relative to the original in the same mode, if the outputs of both are right
 
     def to_json(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Bench:
     inputs: Mapping[str, str]
     counts: Mapping[str, int]
     contenders: tuple[Contender, ...]
-    ops: tuple[OpTime, ...]  # fused operators, and those that were not fused
+    ops: tuple[OpTime, ...]  # fused and unfused operators
     copy_rate: float | None  # bytes per second of a large copy
     ops_error: str = ""  # why no operator was timed alone
 
@@ -112,7 +112,7 @@ class BenchSettings:
     """How a model is timed: its inputs, the models to compare with, the provider and the number of runs."""
 
     patterns: Iterable[str | os.PathLike[str]] = ()  # folders with further fusions
-    shapes: Sequence[str] = ()  # sizes of dynamic dims, as "input:8x512"; verification chooses the others
+    shapes: Sequence[str] = ()  # sizes of dynamic dims, as "input:8x512"; other dims get sizes as in verification
     inputs: Mapping[str, Array] = field(default_factory=dict)  # inputs to run on, instead of generated ones
     against: Sequence[str | os.PathLike[str]] = ()  # further models with the same inputs and outputs
     runs: int | None = None  # number of runs of each model and mode; by default as many as fit into two seconds
@@ -161,7 +161,7 @@ def _load(path: Path, inputs: Mapping[str, Array]) -> tuple[onnx.ModelProto, Pat
 
 
 def _named(against: Sequence[str | os.PathLike[str]]) -> dict[str, Path]:
-    """Name the other models by their files' names, or by their paths where a name is not unique."""
+    """Return the other models by name: the name of the file, or its path if two files have one name."""
     paths = list(dict.fromkeys(map(Path, against)))
     names = [path.name for path in paths]
     return {str(path) if names.count(path.name) > 1 else path.name: path for path in paths}
@@ -174,7 +174,10 @@ def _timed(
     first: BoundSession,
     runs: int | None,
 ) -> tuple[tuple[Contender, ...], Mapping[tuple[str, Mode], BoundSession]]:
-    """Time models, the original first, and compare their outputs; also return the sessions that run."""
+    """Time models, the first of which is the original, and compare their outputs.
+
+    Returns the results, and the sessions of the models that run.
+    """
     (base, original, folder), *_ = models
     expected = runner.expected(original, folder, feeds, first)
     bound, failed = runner.start(models, base, feeds, first)
@@ -187,7 +190,7 @@ def _timed(
 def _fused(
     path: Path, model: onnx.ModelProto, patterns: Iterable[str | os.PathLike[str]], progress: Progress
 ) -> tuple[onnx.ModelProto, dict[str, int]]:
-    """Fuse the model unless it has fused nodes; return it with the number of its fused nodes by fusion."""
+    """Fuse the model unless it has fused nodes; return it, and the number of fused nodes of each fusion."""
     if not any(map(is_fused, nodes(model.graph))):
         fused, report = optimize(path, patterns=patterns, verify=False, progress=progress)
         return fused, report.counts
@@ -262,13 +265,14 @@ class _Runner:
             return _Expected(outputs, self._in_float32(model, folder, feeds), half, half_precision_tensors(model))
         if self.provider == "cpu" or not has_products(model):
             return _Expected(outputs, {}, "", set())
-        exact = self._in_float32(model, folder, feeds)  # our kernels use TF32 if it is allowed, cuDNN sometimes
+        # Where TF32 is allowed, our kernels always use it, but cuDNN only sometimes: its rounding must be tolerated.
+        exact = self._in_float32(model, folder, feeds)
         return _Expected(outputs, exact, TF32, set(exact))
 
     def _in_float32(self, model: onnx.ModelProto, folder: Path | None, feeds: dict[str, Array]) -> dict[str, Array]:
         """Return the outputs of the original in float32, without TF32; an empty dict if it does not run in float32."""
         self.progress("run in float32", 0, 0)
-        with suppress(Exception):  # on failure, outputs are compared with the original's own only
+        with suppress(Exception):  # if this fails, outputs are compared only with those of the model as it is
             options = {"use_tf32": 0} if self.provider == "cuda" else {}
             session = start_session(model_to_float32(model), folder, self.provider, options=options)
             wide = bind(session, arrays_to_float32(feeds), self.provider)
@@ -322,7 +326,7 @@ def has_products(model: onnx.ModelProto) -> bool:
 
 
 def with_speed_ups(contenders: Sequence[Contender], base: str) -> Iterator[Contender]:
-    """Yield the contenders; those with right outputs get their speed-up over the original in the same mode."""
+    """Yield the contenders; set the speed-up over the original in the same mode where both outputs are right."""
     usable = {each.mode: each.times.median for each in contenders if each.name == base and each.agrees and each.times}
     for each in contenders:
         if each.name != base and each.agrees and each.times and each.mode in usable:
@@ -333,7 +337,7 @@ def with_speed_ups(contenders: Sequence[Contender], base: str) -> Iterator[Conte
 def _op_times(
     fused: TimedModel, runner: _Runner, bound: Mapping[tuple[str, Mode], BoundSession]
 ) -> tuple[list[OpTime], str]:
-    """Time each operator alone; the second result says why none was timed."""
+    """Time each operator alone; the second result says why no operator was timed, and is else empty."""
     session = bound.get(("fused", PLAIN))
     dispatches = explain_session(session.session) if session else ()
     try:

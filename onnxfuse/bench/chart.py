@@ -33,7 +33,7 @@ text {{ font: 13px system-ui, sans-serif; fill: currentColor; }}
 {charts}
 </body></html>
 """
-LONGEST_BAR, CHARACTER, MARGIN, ROW_HEIGHT, BAR_HEIGHT = 440, 7.6, 16, 26, 16  # pixels; CHARACTER: width at 13 px
+LONGEST_BAR, CHARACTER, MARGIN, ROW_HEIGHT, BAR_HEIGHT = 440, 7.6, 16, 26, 16  # pixels; CHARACTER: width of a letter
 MAX_OPERATORS_SHOWN: Final = 12  # number of rows shown in the terminal
 COLORS: Final = {"plain": "#8a94a6", "fused": "#2f6fde", "wrong": "#c9463d"}
 BarKind = Literal["plain", "fused", "wrong"]
@@ -107,9 +107,10 @@ def _outcome(each: Contender) -> str:
 
 
 def _ops(ops: Sequence[OpTime], on_gpu: bool) -> list[RenderableType]:
-    """Return a table of the fused nodes by fusion and inputs.
+    """Return a table of the fused nodes, with a row for each fusion and shape of inputs.
 
-    On a GPU, it has the times of kernels and bodies, and the share of a node's time that a copy of as many bytes takes.
+    On a GPU, the table has the times of kernels and bodies.  A further column has the time of a copy of as many bytes,
+    as a share of the node's time.
     """
     names = ("kernel us", "body us", "MB", "of a copy") if on_gpu else ("us each", "MB")
     table = columns("Fused operators", "nodes", *names)
@@ -125,7 +126,7 @@ def _ops(ops: Sequence[OpTime], on_gpu: bool) -> list[RenderableType]:
 
 
 def _others(fused: Sequence[OpTime], others: Sequence[OpTime]) -> list[RenderableType]:
-    """Return a table of the unfused operators, with a row for each kind, and the sums."""
+    """Return a table of the unfused operators by kind, and a line with the sums of fused and of unfused times."""
     table = columns("Other operators", "nodes", "us of all")
     kinds = {op.fusion: [each for each in others if each.fusion == op.fusion] for op in others}
     totals = {kind: total_of(each) for kind, each in kinds.items()}
@@ -175,7 +176,7 @@ def bars_of_models(contenders: Sequence[Contender]) -> Iterator[Bar]:
 
 
 def bars_of_ops(ops: Sequence[OpTime], on_gpu: bool = True) -> Iterator[Bar]:
-    """Yield for each fused operator the sum of its nodes' microseconds, on a GPU as kernels and as bodies."""
+    """Yield the summed microseconds of the nodes of each fused operator; on a GPU, one bar each for kernel and body."""
     for op in (each for each in ops if each.how != UNFUSED):
         label = f"{len(op.nodes)} {op.fusion}, {op.shapes[0] if op.shapes else ''}"
         pairs: tuple[tuple[BarKind, str, float | None], ...] = (

@@ -31,7 +31,7 @@ from onnxfuse.verify.inputs import model_inputs
 from onnxfuse.verify.requested_shapes import feeds_of_known_sizes
 from onnxfuse.verify.shape_ranges import is_range, parse_ranges, spread
 
-if TYPE_CHECKING:  # target.py imports onnxruntime; if that is missing, session.py says so
+if TYPE_CHECKING:  # target.py must not be imported before session.py, which reports a missing onnxruntime
     from onnxfuse.runtime.target import ProviderOptions
 
 GIVE_SIZES: Final = "--shape input:8x512, or inputs: --input x.npz"
@@ -98,7 +98,7 @@ def tuning_tables(tuning: Tuning) -> Group:
 
 
 def _nodes(tuning: Tuning) -> Table:
-    """Return a table with a row for each kind of node, with its inputs under its fusion."""
+    """Return a table with a row for each kind of node, which names the fusion and, below it, the inputs."""
     table = columns("Fused nodes", "nodes", "kernel us", "body us", "chosen")
     for op in tuning.ops:
         times = ["-" if value is None else f"{1e6 * value:.2f}" for value in (op.kernel, op.body)]

@@ -36,7 +36,7 @@ from onnxfuse.verify.inputs import model_inputs
 from onnxfuse.verify.shape_ranges import Range, parse_ranges, ranges_of_dims
 
 Progress = Callable[[str, int, int], None]
-planner.verdicts = MeasuredVerdicts()  # the planner itself does not read measurements
+planner.verdicts = MeasuredVerdicts()  # the planner then chooses between plans by earlier measurements
 UNKNOWN_RANKS: Final = "the rank of an operand is not known, so that it is planned when it first runs"
 
 
@@ -83,10 +83,10 @@ class CompileSettings:
 
     archs: Sequence[str] = ()  # compute capabilities, such as "sm_90"
     gpus: Sequence[str] = ()  # names of GPUs; their number of multiprocessors affects the choice between plans
-    shapes: Sequence[str] = ()  # sizes of inputs for which plans are chosen, as "input:1..8x1..512"; others run too
+    shapes: Sequence[str] = ()  # sizes to choose plans for, as "input:1..8x1..512"; other sizes run, too
     provider: str = CUDA
-    # The provider's options in later sessions: use_tf32 always matters, others only where measurements on this
-    # machine are used.
+    # The provider's options in later sessions.  use_tf32 always matters; the other options matter only if earlier
+    # measurements on this machine are used.
     options: Mapping[str, object] = field(default_factory=dict)
     aim: Aim = "latency"
 
@@ -110,9 +110,9 @@ def compile_file(
 ) -> Compiled:
     """Compile a fused model into a plan file.
 
-    Raises UsageError for a model without fused nodes, sizes of dims that it lacks, and unknown GPUs and options,
-    KernelError without a compiler, OnnxfuseError if no node has a kernel, PlanFileError if the file cannot be
-    written, or would replace one that is not a plan file.
+    Raises UsageError if the model has no fused nodes, if sizes are given for inputs or dims that it does not have, and
+    for unknown GPUs and options; KernelError if there is no compiler; OnnxfuseError if no node has a kernel;
+    PlanFileError if the plan file cannot be written, or would replace a file that is not a plan file.
     """
     start = time.perf_counter()
     check_options(settings.options)
@@ -148,7 +148,7 @@ def compile_file(
 
 
 def _devices(settings: CompileSettings) -> list[Device]:
-    """Return the GPUs to compile for, with the settings of sessions.  Raises UsageError where none is known."""
+    """Return the GPUs to compile for, with the settings of sessions.  Raises UsageError if there is none."""
     backend = backend_of(settings.provider)
     why = backend.no_gpu()
     present = [] if why else list(dict.fromkeys(map(backend.device, range(backend.gpu_count()))))
@@ -184,11 +184,11 @@ class _Planned:
 
     @property
     def templates(self) -> list[PreparedTemplate]:
-        """The templates of all nodes, each of them once."""
+        """The templates of all nodes; a template that several nodes share is listed once."""
         return list({id(each): each for of_node in self.of_nodes for each in of_node}.values())
 
     def that_compiles(self) -> _Planned:
-        """Return this without the templates of nodes whose kernels do not all compile; these nodes run as bodies."""
+        """Return self without the templates of nodes with a kernel that does not compile; such nodes run as bodies."""
         failed = [next((error for t in own for error in t.refused.values()), None) for own in self.of_nodes]
         reasons = [
             why or (f"a kernel of it fails: {error.args[0].splitlines()[0]}" if error else None)
@@ -247,10 +247,10 @@ def _template(
 
 
 def _bodies(task: _Task, found: Sequence[_Planned]) -> dict[str, str]:
-    """Return the functions that run as their bodies where there is no Python, and why.
+    """Return the functions whose nodes run as bodies in a process without Python, each with the reason.
 
-    Without Python, all nodes of a function run the same way: as bodies if any of them has no kernel on one of the
-    GPUs, or is faster as its body.
+    A body is the ONNX function that a node calls.  Without Python, all nodes of a function run the same way: as bodies
+    if any of them has no kernel on one of the GPUs, or is faster as its body.
     """
     bodies: dict[str, str] = {}
     for each in found:
@@ -267,6 +267,6 @@ def _bodies(task: _Task, found: Sequence[_Planned]) -> dict[str, str]:
 
 
 def _operators(calls: Sequence[Call], bodies: Mapping[str, str]) -> list[str]:
-    """Return the lines that the native library registers: one per function that runs as kernels, with attributes."""
+    """Return a line for each function that runs as kernels: its name and attributes, for the native library."""
     ops = sorted({call.op for call in calls} - bodies.keys())
     return [f"{op} {attribute_kinds([call for call in calls if call.op == op])}" for op in ops]

@@ -33,7 +33,7 @@ def without_plans(
 ) -> Iterator[NoPlan]:
     """Yield the nodes without a plan at one of the `wanted` sizes of `dims`, each with the first such size.
 
-    dims    names of dims of the model's inputs that all get the wanted size; other dims get OTHER_SIZES in turn
+    dims    names of dims of the model's inputs that all get the wanted size; other dims get each of OTHER_SIZES
 
     Nodes whose operators the file does not name are left out, because their bodies run.
     """
@@ -58,7 +58,10 @@ def without_plans(
 
 
 def _sizes(call: Call, dims: Collection[str], wanted: Sequence[int]) -> list[Values]:
-    """Return an array for each dynamic dim of a node: its sizes at every wanted size, combined with OTHER_SIZES."""
+    """Return an array for each dynamic dim of a node: its sizes for all pairs of a wanted size and one of OTHER_SIZES.
+
+    In a pair, the names in `dims` have the wanted size, and all other names have the other size.
+    """
     points = [(size, other) for size in wanted for other in OTHER_SIZES]
     parsed = [parse_size(name) for name in dim_names(call.shapes)]
     names = {name for size in parsed for name in symbols(size)}

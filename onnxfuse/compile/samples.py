@@ -13,7 +13,7 @@ from onnxfuse.verify.shape_ranges import Range
 
 
 def samples_within(dims: Sequence[str], ranges: Mapping[str, Range]) -> list[tuple[int, ...]]:
-    """Return combinations of sizes of a node's dynamic dims, common ones first; an empty list if no range names a dim.
+    """Return combinations of sizes of a node's dynamic dims, common sizes first; an empty list if no dim has a range.
 
     dims    the names of the dims, or expressions over names such as "past + sequence"
     ranges  the smallest and the largest size of dims of the model's inputs, by name

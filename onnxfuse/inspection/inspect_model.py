@@ -32,7 +32,7 @@ DATA_DEPENDENT: Final = frozenset(
 )  # operators whose output shapes depend on values that the GPU computes
 MAX_NAMED: Final = 3  # at most this many nodes are named in a sentence
 MIN_COVERED: Final = 16  # a repeated block is reported if its copies have at least this many nodes together
-MANY_BYTES: Final = 1 << 20  # bytes of float32 weights; from here on, half precision is suggested
+MANY_BYTES: Final = 1 << 20  # half precision is suggested from this many bytes of float32 weights on
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Look up which operators have kernels in onnxruntime's CUDA provider: benchmarks/ort_kernels.py lists them."""
+"""Look up which operators have kernels in onnxruntime's CUDA provider; benchmarks/ort_kernels.py writes the list."""
 
 from __future__ import annotations
 

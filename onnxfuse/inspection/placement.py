@@ -40,7 +40,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Placement:
-    """The nodes that run on the host, in two groups.  Neither has nodes that onnxruntime folds into constants."""
+    """The nodes that run on the host, in two groups; nodes that onnxruntime folds into constants are in neither."""
 
     without_kernel: Mapping[Node, str]  # nodes on the host, and why the CUDA provider cannot run them
     shape_nodes: frozenset[Node]  # nodes on the host, because they compute shapes

@@ -40,5 +40,5 @@ BACKENDS: Final[dict[str, Backend]] = {
 
 
 def device_of(provider: str, ordinal: int, tf32: bool, shared: bool = False) -> Device:
-    """Return a GPU with a session's settings."""
+    """Return a GPU of this machine, with a session's settings: TF32, and whether other runs share the GPU."""
     return replace(BACKENDS[provider].device(ordinal), tf32=tf32, shared=shared, ordinal=ordinal)

@@ -18,7 +18,7 @@ _exits: Final = threading.Event()
 
 
 def compile_in_background(templates: Sequence[PreparedTemplate]) -> None:
-    """Start loading the missing kernels of these templates in a thread; nodes get them when all are loaded."""
+    """Start a thread that loads the missing kernels of these templates, and then sends the templates to their nodes."""
     if any(template.missing() for template in templates):
         thread = threading.Thread(target=_load, args=(templates,), name="onnxfuse later kernels", daemon=True)
         _working.add(thread)

@@ -27,12 +27,12 @@ from onnxfuse.runtime.plan import Device, FusedNode, TensorSpec
 if TYPE_CHECKING:
     import onnxruntime as ort
 
-DEVICE_TYPES: Final = {"CPUExecutionProvider": "cpu"}  # type of memory by provider; others use the GPU's
+DEVICE_TYPES: Final = {"CPUExecutionProvider": "cpu"}  # type of memory by provider; other providers use GPU memory
 
 
 @dataclass(frozen=True)
 class Body:
-    """A node and the functions that it calls, as bytes, with the opset imports of its model; the model is not kept."""
+    """A node and the functions that it calls, as bytes, with opset imports, so that the model need not be kept."""
 
     node: bytes
     functions: tuple[bytes, ...]
@@ -108,7 +108,8 @@ def _session(request: BodyRequest, body: Body, inputs: Sequence[TensorSpec]) -> 
         if key not in of_node:
             options = _onnxruntime().SessionOptions()
             options.log_severity_level = 3
-            options.enable_mem_pattern = False  # patterns allocate memory in the second run, maybe during a capture
+            # With memory patterns, the second run allocates memory, maybe while a CUDA graph is captured.
+            options.enable_mem_pattern = False
             of_node[key] = _onnxruntime().InferenceSession(
                 model_of(body, inputs).SerializeToString(), options, [(request.node.provider, _options(request))]
             )
@@ -129,7 +130,7 @@ def _options(request: BodyRequest) -> dict[str, Any]:
 
 
 def model_of(body: Body, inputs: Sequence[TensorSpec]) -> onnx.ModelProto:
-    """Return a model whose only node is the body's, with inputs i0, i1, ... of these dtypes and ranks."""
+    """Return a model whose only node is `body.node`, with inputs i0, i1, ... of these dtypes and ranks."""
     node = onnx.NodeProto.FromString(body.node)
     types = next(list(each.ints) for each in node.attribute if each.name == "output_types")
     given = [

@@ -13,7 +13,7 @@ from typing import Final
 
 log: Final = logging.getLogger("onnxfuse")
 PRIVATE: Final = 0o700  # the mode of a new cache folder
-READABLE: Final = 0o755  # folders inside the cache folder allow no more than this mode
+READABLE: Final = 0o755  # folders inside the cache folder have these permissions at most
 _warned: Final[set[str]] = set()
 
 
@@ -44,7 +44,7 @@ def why_untrusted(path: Path) -> str | None:
         return None
     try:
         found = path.stat()
-    except OSError:  # reading or making it raises an error that says more
+    except OSError:  # reading or making the path raises an error that says more
         return None
     if found.st_uid not in (os.geteuid(), 0):
         return f"it belongs to user {found.st_uid}"

@@ -22,7 +22,7 @@ class _Registration:
     """The operators that were registered with some session options, and the settings of their sessions."""
 
     ops: frozenset[str]
-    settings: int  # flags: native.TF32 and the flags after it
+    settings: int  # flags of native_library.py: TF32, VERDICTS and so on
 
 
 _registrations: Final[weakref.WeakKeyDictionary[ort.SessionOptions, _Registration]] = weakref.WeakKeyDictionary()
@@ -35,9 +35,9 @@ def register_operators(
     """Register the functions that `calls` name as operators of the target's provider; any thread may call this.
 
     bodies  functions that must not be registered, because their nodes run as bodies
-    choice  which candidate plans of a kernel run
+    choice  which of a kernel's candidate plans runs
 
-    Raises UsageError if the options already have operators, and these do not fit the calls or the settings;
+    Raises UsageError if the options already have operators that do not fit the calls or the settings;
     OnnxfuseError if onnxruntime refuses the operators.
     """
     calls_of_op = {call.op: [c for c in calls if c.op == call.op] for call in calls}

@@ -25,7 +25,7 @@ ALL_OPTIMIZATIONS: Final = "ORT_ENABLE_ALL"  # onnxruntime's default level of gr
 KERNEL_SUFFIXES: Final = {".py", ".cu", ".cuh"}
 LIBRARY_PACKAGES: Final = ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 DRIVER_VERSION_FILE: Final = Path("/proc/driver/nvidia/version")
-BOOLEAN_TEXTS: Final = {"True": "1", "true": "1", "False": "0", "false": "0"}  # as onnxruntime reads them
+BOOLEAN_TEXTS: Final = {"True": "1", "true": "1", "False": "0", "false": "0"}  # texts that mean true or false
 # The defaults of those options of the CUDA provider whose default is not "0".
 OPTION_DEFAULTS: Final = {"cudnn_conv_algo_search": "EXHAUSTIVE", "cudnn_conv_use_max_workspace": "1"}
 BOOLEANS: Final = ("0", "1", *BOOLEAN_TEXTS)
@@ -71,7 +71,7 @@ def kernel_environment(provider: str, device: Device) -> Environment:
 def session_environment(
     provider: str, device: Device, options: Mapping[str, object], optimization: str = ALL_OPTIMIZATIONS
 ) -> Environment:
-    """Return `kernel_environment` and the settings that decide which of its own kernels onnxruntime runs.
+    """Return `kernel_environment`, and the settings of a session on which the choice of onnxruntime's kernels depends.
 
     options       the provider's options; ignored ones and those at their defaults are left out
     optimization  the level of onnxruntime's graph optimization

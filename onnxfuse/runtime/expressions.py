@@ -32,7 +32,7 @@ class Op(IntEnum):
     EQUAL = 11
     GCD = 12
     CEILING = 13  # rounds a real number up to an integer; 0 if it is infinite or NaN, as after a division by 0
-    FLOOR = 14  # rounds down, with the same exceptions
+    FLOOR = 14  # rounds a real number down to an integer; 0 if it is infinite or NaN
     FLOAT_BITS = 15  # the bits of a real number rounded to float32, as an integer
     REAL_LESS = 16
     REAL_LESS_EQUAL = 17
@@ -47,7 +47,7 @@ class Op(IntEnum):
     REAL_MAXIMUM = 26
     POWER = 27
 
-    __hash__ = int.__hash__  # an enum's own hash is slow Python code, and a host's trace hashes thousands
+    __hash__ = int.__hash__  # an enum's own hash is slow Python code, and making a template calls it thousands of times
 
 
 LEAVES: Final = (Op.CONSTANT, Op.SIZE, Op.REAL_CONSTANT)
@@ -124,7 +124,8 @@ class Expressions:
     def __init__(self) -> None:
         """Start without expressions."""
         self.rows: list[tuple[Op, int, int]] = []
-        self.ties: dict[int, int] = {}  # sizes that usually equal an expression of other sizes; see symint.expect_equal
+        # By the number of a size: the number of an expression that it usually equals.  See symint.expect_equal.
+        self.ties: dict[int, int] = {}
         self._numbers: dict[tuple[Op, int, int], int] = {}
 
     def number(self, op: Op, a: int = 0, b: int = 0) -> int:

@@ -65,7 +65,7 @@ class Call:
 
 
 def read_model(source: str | Path | bytes | onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model; if it is read here, large weights have no values.  Raises ModelError if it cannot be read."""
+    """Return the model; if `source` is a path or bytes, without large weights.  Raises ModelError if reading fails."""
     return source if isinstance(source, onnx.ModelProto) else read_without_weights(source)
 
 

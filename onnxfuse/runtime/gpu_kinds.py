@@ -67,7 +67,7 @@ def nearest_kinds(kinds: Iterable[Device], here: Device) -> list[Device]:
 
 
 def plans_alike(kind: Device, here: Device) -> bool:
-    """Return whether hosts plan the same for two kinds of GPUs: only their names may differ."""
+    """Return whether the same plans are made for two kinds of GPUs: they may differ only in their names."""
     return replace(kind, name=here.name) == here
 
 
@@ -85,10 +85,10 @@ def why_too_large(kernels: Iterable[KernelCode], kind: Device, here: Device) -> 
 
 
 def named_gpus(archs: Sequence[str], names: Sequence[str], present: Sequence[Device]) -> list[Device]:
-    """Return the GPUs of these names, and the usual GPU of each compute capability that none of them has.
+    """Return the GPUs with these names, and a GPU for each further compute capability in `archs`.
 
-    A GPU that is present is preferred to one that is only known.  Raises UsageError for a name or a capability that
-    no such GPU has.
+    A GPU that is present is preferred to one that is only known.  Raises UsageError for a compute capability that no
+    GPU has, and for a name that matches no GPU or several different ones.
     """
     known = [*present, *(device for device in KNOWN_GPUS if device not in present)]
     found = [_by_name(name, known) for name in names]
@@ -114,7 +114,7 @@ def _usual(arch: int, known: Sequence[Device]) -> Device:
 
 
 def _by_name(name: str, known: Sequence[Device]) -> Device:
-    """Return the GPU of a name; an abbreviated name is accepted if hosts plan alike for every GPU that it matches."""
+    """Return the GPU of a name; an abbreviation is accepted if all GPUs that it matches get the same plans."""
     exact = [device for device in known if device.name.casefold() == name.casefold()]
     found = exact or [device for device in known if _words(name) <= _words(device.name)]
     if not (found and (exact or all(plans_alike(device, found[0]) for device in found))):

@@ -38,7 +38,7 @@ _lock: Final = threading.Lock()
 
 
 def place_of(node: FusedNode, device: Device) -> Place:
-    """Return a key that is equal for nodes that run by the same kernels."""
+    """Return a key that is equal for nodes that the same kernels run."""
     return signature(node, (), device), device.name, device.ordinal
 
 
@@ -61,6 +61,6 @@ def failure_of(place: Place) -> Failure | None:
 
 
 def why_body(node: FusedNode, device: Device) -> str | None:
-    """Return why no kernel can run a node at any sizes, if an earlier failure showed that; None if a kernel may."""
+    """Return the earlier error that showed that no kernel can run a node at any sizes; None if there was none."""
     failure = _failures.get(place_of(node, device)) if _failures else None
     return failure.error if failure and failure.instead == "body always" else None

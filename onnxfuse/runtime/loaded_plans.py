@@ -93,7 +93,8 @@ def _for_gpu(path: Path, file: PlanFile, here: Device) -> list[SavedTemplate]:
             return found
         level = logging.INFO if plans_alike(kind, here) else logging.WARNING
         log.log(level, "%s, for which its plans are right, but may not be the fastest", made_for)
-        return [each for each in found if not any(each.libraries.values())]  # library algorithms fit one kind only
+        # An algorithm of cuBLASLt or an engine of cuDNN is for one kind of GPU only.
+        return [each for each in found if not any(each.libraries.values())]
     raise PlanFileError(made_for + (f"; {why}" if why else ""))
 
 
@@ -101,7 +102,7 @@ def _stamp(path: Path) -> tuple[int, ...]:
     """Return a stamp of a file that changes when it is written."""
     try:
         found = path.stat()
-    except OSError:  # reading it raises an error that says more
+    except OSError:  # reading the file raises an error that says more
         return ()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
@@ -139,7 +140,7 @@ class _Source:
             raise PlanFileError(f"{path}: {what}; make it again, with --aim or --option use_tf32=")
 
     def find(self, situation: Situation, inputs: Sequence[TensorSpec]) -> GivenTemplate | None:
-        """Return the template, or None, for inputs whose dynamic dim number k may be written as -1 - k."""
+        """Return the file's template for these inputs, or None; dynamic dim number k may be written as -1 - k."""
         if [situation.provider, gpu_kind(situation.device)] != self._where:
             return None
         found: list[tuple[SavedTemplate, TemplateWords]] = []

@@ -42,7 +42,7 @@ class GivenTemplate:
         situation: Situation,
         load: Callable[[KernelCode], LoadedKernel],
     ) -> None:
-        """Take the plan file, the words of its template that nodes use, and the function that loads a kernel."""
+        """Take the plan file, the saved template, its encoding for the nodes, and the function that loads a kernel."""
         self.path: Final = path
         self.saved: Final = saved
         self.words: Final = words
@@ -106,7 +106,7 @@ class PreparedTemplate:
             yield from (step for step in variant.plan.steps if isinstance(step, Launch))
 
     def missing(self) -> dict[str, list[Launch]]:
-        """Return the launches that cannot start yet, by Kernel.key.
+        """Return the launches that cannot start yet, listed under the `Kernel.key` of their kernel.
 
         The kernel of such a launch is not loaded, or is not yet allowed its shared memory and cluster size.
         """
@@ -144,7 +144,7 @@ class PreparedTemplate:
             self._data = b""
 
     def error_of(self, variant: Variant) -> OnnxfuseError | None:
-        """Return why a variant cannot run; None if all its kernels may be loaded."""
+        """Return the error of a kernel of a variant that cannot be loaded; None if no kernel has failed so far."""
         keys = (kernel.key for kernel in variant.kernels)
         return next((self.refused[key] for key in keys if key in self.refused), None)
 
@@ -195,7 +195,7 @@ def load_all(
     threads: int | None = None,
     goes_on: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Load the kernels of some templates, compiling in several threads while further templates are made.
+    """Load the kernels of templates; threads compile them while the iteration makes further templates.
 
     wanted   returns the keys (`Kernel.key`) of those kernels of a template that must be loaded
     threads  the maximum number of threads; None for the number of processors
@@ -209,7 +209,7 @@ def load_all(
                 if key not in of_template:
                     continue
                 code = template.situation.device.ordinal, key
-                length = 0 if code in compiled else _length(steps[0].kernel)  # 0: another template compiles it
+                length = 0 if code in compiled else _length(steps[0].kernel)  # 0: compiled for an earlier template
                 compiled.add(code)
                 pool.add(length, partial(template.load, steps, goes_on))
 

@@ -20,7 +20,7 @@ from onnxfuse.runtime.plan import Attribute, TensorSpec
 from onnxfuse.runtime.plan_bytes import read_attributes, read_inputs
 
 ABI: Final = 14  # onnxfuse_abi in native/exports.cc
-TF32: Final = 1  # flags of a session's settings
+TF32: Final = 1  # this and the next four are flags of a session's settings
 VERDICTS: Final = 2
 MEASURE: Final = 4
 COUNT_RUNS: Final = 8
@@ -102,7 +102,7 @@ class BodyRequest:
     node: Request
     inputs: tuple[int, ...]  # addresses of the operands
     stream: int  # the CUDA stream on which the node runs
-    put: Callable[[int, Sequence[int], int], None]  # makes output i of a shape, and copies its data from an address
+    put: Callable[[int, Sequence[int], int], None]  # (i, shape, address): makes output i and copies its data
 
 
 AnswerRequest = Callable[[Request], bytes | None]  # the bytes of a template; None if the node's body must run

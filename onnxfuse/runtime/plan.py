@@ -30,8 +30,10 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     dtype: str
-    aligned: bool = True  # the data starts at a multiple of 16 bytes; False for all inputs if some output's does not
-    constant: bool = False  # the model holds the values; each node has its own, which are rarely in the L2 cache
+    # The data starts at a multiple of 16 bytes.  If an output's data does not, all inputs are marked as unaligned.
+    aligned: bool = True
+    # The model holds the values.  They are rarely in the L2 cache, because each node has constants of its own.
+    constant: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Device:
     shared_per_block: int  # bytes of dynamic shared memory that a block may opt in to
     tf32: bool = True  # the session allows float32 matrix products to round their operands to TF32
     shared: bool = False  # other runs use the GPU at the same time, so that plans should leave a large part to them
-    # Which of the machine's GPUs it is, so that hosts can query cuBLASLt and cuDNN on it; NO_GPU if they cannot.
+    # The GPU's number on this machine, so that hosts can query cuBLASLt and cuDNN on it; NO_GPU if they cannot.
     ordinal: int = field(default=0, compare=False)
 
     @property
@@ -158,12 +160,13 @@ class Im2col:
 
     The dimensions of the map are channels, one to three spatial axes, images.  Every field has a value for each spatial
     axis, the innermost first.  Along an axis, a load visits the pixels from `lower` to the size plus `upper`, `steps`
-    apart; it continues in the next row and the next image.  The load adds the offset of one element of the filter.
+    apart; after a row or an image, it continues with the next one.  It adds the offset of one element of the filter to
+    the position of each pixel.
     """
 
     lower: tuple[int, ...]  # the first pixel: minus the padding before
     upper: tuple[int, ...]  # relative to the last pixel: the padding after minus (filter size - 1) * dilation
-    steps: tuple[int, ...]  # pixels from one to the next: the convolution's strides, 1 to 8
+    steps: tuple[int, ...]  # distances between visited pixels: the convolution's strides, 1 to 8
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,7 @@ class TensorMap:
     sizes: tuple[int, ...]  # elements, one to five dimensions
     strides: tuple[int, ...]  # multiples of 16
     box: tuple[int, ...]  # elements, at most 256 each; with `im2col`: how many channels and how many pixels
-    swizzle: Literal[0, 32, 64, 128] = 0  # bytes; the box's innermost dimension must not be wider
+    swizzle: Literal[0, 32, 64, 128] = 0  # bytes; if not 0, the box's innermost dimension must not be wider
     im2col: Im2col | None = None
 
 
@@ -274,13 +277,16 @@ ConvolutionActivation: TypeAlias = Literal[
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution by cuDNN 9: y = activation(conv(x, w) + bias + residual).
+    """A convolution by cuDNN 9.
 
-    Unless `residual_first`, y = activation(conv(x, w) + bias) + residual.  Sums are in fp32, and y is rounded
-    once.  Sizes, strides and so on have one entry for each of one to three spatial axes, the innermost last.  x is
-    (n, *sizes, c), and y and residual are (n, *y_sizes, m); unless `channels_last`, they are (n, c, *sizes) and
-    (n, m, *y_sizes).  w is (m, *kernel, c / group), or (m, c / group, *kernel) unless `w_channels_last`.  All
-    tensors are contiguous.  A `transposed` convolution is ONNX's ConvTranspose: w has c filters of m / group channels.
+    If `residual_first`, y = activation(conv(x, w) + bias + residual).  Otherwise, y = activation(conv(x, w) + bias) +
+    residual.  Sums are in fp32, and y is rounded once.
+
+    Sizes, strides and so on have one entry for each of one to three spatial axes, the innermost last.  If
+    `channels_last`, x is (n, *sizes, c), and y and residual are (n, *y_sizes, m).  Otherwise, x is (n, c, *sizes), and
+    y and residual are (n, m, *y_sizes).  w is (m, *kernel, c / group) if `w_channels_last`, else
+    (m, c / group, *kernel).  All tensors are contiguous.  A `transposed` convolution is ONNX's ConvTranspose: w has c
+    filters of m / group channels.
     """
 
     n: int

@@ -68,9 +68,9 @@ class KernelCode:
 
 @dataclass(frozen=True, eq=False)
 class SavedTemplate:
-    """A template for nodes of one identity, with the machine code of its kernels for one kind of GPU."""
+    """A template for nodes with equal attributes, with the machine code of its kernels for one kind of GPU."""
 
-    device: Device  # its kind: see gpu_kinds.py
+    device: Device  # the kind of GPU: see gpu_kinds.py
     tf32: bool  # whether it is for sessions that allow TF32
     shared: bool  # whether it is for sessions with aim="throughput"
     node: bytes  # the result of node_identity

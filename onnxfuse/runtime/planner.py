@@ -53,7 +53,7 @@ class TemplateSource(Protocol):
     """A plan file for GPUs of one kind."""
 
     def find(self, situation: Situation, inputs: Sequence[TensorSpec], /) -> GivenTemplate | None:
-        """Return the file's template, or None, for inputs whose dynamic dim number k may be written as -1 - k."""
+        """Return the file's template for these inputs, or None; dynamic dim number k may be written as -1 - k."""
 
 
 PlanFileKey = tuple[Path, str, Device]  # path, provider, and kind of GPU
@@ -131,8 +131,8 @@ class Planner:
         """Return a template that has a plan for these sizes, and its bytes, with the kernels of that plan loaded.
 
         The template is `prepared`, which gets one more variant if needed.  If the host has plans only for known sizes,
-        as for the calls of a library, the result is a template for these sizes alone.  If a plan's kernels cannot be
-        loaded, the next correct plan is used.
+        as it has where it calls a library, the result is a template for these sizes alone.  If the kernels of a plan
+        cannot be loaded, the next correct plan is used.
 
         Raises KernelError or NativeError if the kernels of no plan can be loaded, and the host's errors.
         """
@@ -189,7 +189,7 @@ class Planner:
                 of_node.append(dims)
 
     def given_template(self, situation: Situation, inputs: Sequence[TensorSpec]) -> GivenTemplate | None:
-        """Return a plan file's template, or None, for inputs whose dynamic dim number k may be written as -1 - k."""
+        """Return a plan file's template for these inputs, or None; dynamic dim number k may be written as -1 - k."""
         with self._lock:
             return self._template_of_files(situation, inputs)
 

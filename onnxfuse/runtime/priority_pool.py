@@ -15,9 +15,9 @@ _Task = Callable[[], None]
 
 
 class PriorityThreadPool:
-    """A context manager whose end waits for its tasks, and raises the first error that one of them raised.
+    """A context manager that waits for its tasks at its end, and then raises the first error of a task.
 
-    If its body raises an error, tasks that have not begun are dropped.
+    If the `with` block raises an error, tasks that have not begun are dropped.
     """
 
     def __init__(self, threads: int | None = None) -> None:

@@ -91,8 +91,8 @@ class ReadyPlan:
 def algorithms(matmul: Matmul, ordinal: int, max_count: int) -> list[Algorithm]:
     """Return up to `max_count` algorithms of cuBLASLt for a product, the best by cuBLASLt's estimate first.
 
-    They need at most `matmul.workspace_bytes`; `matmul.workspace` and `matmul.algorithm` do not matter. The list is
-    empty if cuBLASLt has none. Raises NativeError if cuBLASLt is missing.
+    The algorithms need at most `matmul.workspace_bytes`; `matmul.workspace` and `matmul.algorithm` do not matter. The
+    list is empty if cuBLASLt has none. Raises NativeError if cuBLASLt is missing.
     """
     library, data = cublaslt(), matmul_bytes(matmul)
     width = ALGORITHM_WORDS + 1  # an algorithm and its workspace
@@ -105,9 +105,9 @@ def algorithms(matmul: Matmul, ordinal: int, max_count: int) -> list[Algorithm]:
 def convolution_engines(convolution: Convolution, ordinal: int, max_count: int) -> list[Engine]:
     """Return up to `max_count` engines of cuDNN for a convolution, the best by cuDNN's estimate first.
 
-    They need at most `convolution.workspace_bytes`; the convolution's `workspace` and `engine` do not matter.  Engines
-    whose results are less precise than sums in fp32 are left out, and without `tf32` those that round float32 operands.
-    The list is empty if cuDNN has none.  Raises NativeError if cuDNN is missing.
+    The engines need at most `convolution.workspace_bytes`; the convolution's `workspace` and `engine` do not matter.
+    Engines whose results are less precise than sums in fp32 are left out.  Without `tf32`, engines that round float32
+    operands are left out, too.  The list is empty if cuDNN has none.  Raises NativeError if cuDNN is missing.
     """
     library, data = cudnn(), convolution_bytes(convolution)
     width = 3 + MAX_ENGINE_WORDS  # workspace, whether the engine compiles, and its number of words; then its words
@@ -169,7 +169,7 @@ class Library:
     """A library that steps of plans call."""
 
     name: str
-    open: Callable[[], object]  # raises NativeError if it is missing
+    open: Callable[[], object]  # raises NativeError if the library is missing
     version: Callable[[], int]
 
 
@@ -191,7 +191,7 @@ def libraries_of(steps: Iterable[Step]) -> dict[str, bool]:
 
 
 def _refusal(function: str, variable: str, names: Sequence[str], folders: Sequence[str]) -> str | None:
-    """Make the native library open the first library that it can; return None, or why it could open none."""
+    """Make the native library open the first of several libraries that loads; return why none did, None if one did."""
     open_library = getattr(native.driver(), function)
     chosen = os.environ.get(variable)
     refusals = []

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-MAX_SAMPLES: Final = 1024  # combinations of sizes at which a template must have the host's own choice
+MAX_SAMPLES: Final = 1024  # about the largest number of samples, which are combinations of sizes
 LARGEST_SIZE: Final = 1 << 16  # the largest sample of a dim
 HALVED_ONCE: Final = {26, 194, 1538}  # sizes divisible by 2 but not by 4, which affect the width of memory accesses
 USUAL: Final = 128  # the usual size of a dim
@@ -18,17 +18,18 @@ MAX_SIZES_WITH_ZEROS: Final = 4
 
 
 def usual_samples(count: int) -> Iterator[tuple[int, ...]]:
-    """Yield combinations of `count` sizes: powers of two and numbers between them, odd ones too, common ones first."""
+    """Yield combinations of `count` sizes, common sizes first: powers of two, and even and odd numbers between them."""
     if not count:
         yield ()
         return
     per_octave = next((n for n in (8, 4, 2, 1) if len(_spread(n)) ** count <= MAX_SAMPLES), 1)
     spread = coarse = _spread(per_octave)
-    while len(coarse) ** count > 4 * MAX_SAMPLES:  # keep only powers of two; then drop the largest or every second
+    while len(coarse) ** count > 4 * MAX_SAMPLES:  # first drop all but powers of two, then the largest or every second
         powers = [size for size in coarse if not size & (size - 1)]
         coarse = powers if len(powers) < len(coarse) else coarse[:-1] if count < 4 else coarse[::2]
     yield from itertools.product(sorted(coarse, key=is_unusual), repeat=count)
-    if len(coarse) < len(spread):  # `coarse` has few odd sizes, and few combinations with a small product
+    # `coarse` has hardly any odd sizes, and its combinations rarely have a small product: add some that do.
+    if len(coarse) < len(spread):
         chance = random.Random(0)
         yield from (tuple(chance.choices(spread, k=count)) for _ in range(MAX_SAMPLES))
         for axis, size in itertools.product(range(count), spread):
@@ -36,7 +37,7 @@ def usual_samples(count: int) -> Iterator[tuple[int, ...]]:
 
 
 def samples_with_zeros(count: int) -> Iterator[tuple[int, ...]]:
-    """Yield combinations of `count` sizes with one 0, or, if `count` is small, with one or more."""
+    """Yield combinations of `count` sizes, one of which is 0; if `count` is small, also with more zeros."""
     for axis in range(count):
         yield tuple(0 if i == axis else USUAL for i in range(count))
     if 0 < count <= MAX_SIZES_WITH_ZEROS:
@@ -55,7 +56,7 @@ def is_unusual(size: int) -> tuple[bool, float]:
 
 
 def _spread(per_octave: int) -> list[int]:
-    """Return sizes from 1 on: in each octave `per_octave` of them and an odd one, and HALVED_ONCE."""
+    """Return sizes from 1 on: in each octave, `per_octave` even steps and an odd size; also HALVED_ONCE."""
     found = {1, 2, 3}
     octave = 4
     while octave <= LARGEST_SIZE:

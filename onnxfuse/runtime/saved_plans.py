@@ -23,10 +23,10 @@ Codes = dict[tuple[int, str], bytes]  # cubins by compute capability and Kernel.
 
 
 def save_plans(path: str | Path, provider: str = CUDA, device_id: int = 0) -> int:
-    """Write the templates of the nodes of this process's sessions on GPUs like `device_id`; return how many.
+    """Write the templates of the nodes of this process's sessions on GPUs like `device_id`.
 
-    Templates that came from plan files are among them.  Raises PlanFileError if the file cannot be written,
-    UsageError for a provider that has no kernels.
+    Returns the number of templates, which include those that came from plan files.  Raises PlanFileError if the
+    file cannot be written, UsageError for a provider that has no kernels.
     """
     backend = backend_of(provider)
     kind = gpu_kind(backend.device(device_id))

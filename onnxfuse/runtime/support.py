@@ -14,7 +14,7 @@ from onnxfuse.runtime.plan import Device
 
 
 def why_not_as_kernel(call: Call) -> str | None:
-    """Return why no kernel could replace a node in a session, whatever kernels there are; None if one could."""
+    """Return why a session cannot run a node as a kernel, even if there is a kernel for it; None if it can."""
     if call.in_function:
         return "it stands inside a function"
     if "" in call.proto.output:

@@ -47,7 +47,7 @@ class Trace:
     def fix(self, value: SymInt, where: str = "") -> int:
         """Guard that a symbolic integer equals its hint, and return the hint.
 
-        where  names the use of the integer in `fixed`; by default, the line of the host's code is named
+        where  the key under which `fixed` stores the hint; by default, the line of the host's code
         """
         same = self.expressions.number(Op.EQUAL, value.number, self.expressions.constant(value.hint))
         if same not in self.hard:
@@ -342,14 +342,14 @@ def _pairwise(op: Op, a: Any, b: Any) -> Any:
 
 
 def minimum(first: Any, *others: Any) -> Any:
-    """Return the least of some numbers as an expression; Python's `min` would add guards for which one it is."""
+    """Return the least of some numbers as an expression; Python's `min` would compare them, which adds guards."""
     for each in others:
         first = _pairwise(Op.MINIMUM, first, each)
     return first
 
 
 def maximum(first: Any, *others: Any) -> Any:
-    """Return the greatest of some numbers as an expression; Python's `max` would add guards for which one it is."""
+    """Return the greatest of some numbers as an expression; Python's `max` would compare them, which adds guards."""
     for each in others:
         first = _pairwise(Op.MAXIMUM, first, each)
     return first
@@ -412,9 +412,10 @@ def for_later_plans(*values: Any) -> Iterator[None]:
 
 
 def expect_equal(first: Any, second: Any) -> bool:
-    """Return whether two sizes are equal; usually they are, as are a mask's length and the number of keys.
+    """Return whether two sizes are equal that usually are, such as a mask's length and the number of keys.
 
-    If they differ and one of them is just a dynamic dim, the template's later samples give that dim the other size.
+    If they differ and one of them is a dynamic dim, not an expression, later samples of the template set that dim to
+    the other size.
     """
     equal = bool(first == second)
     if not equal:

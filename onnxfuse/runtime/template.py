@@ -36,10 +36,10 @@ class Variant:
 
     plan: Plan
     hard: tuple[tuple[int, bool], ...]  # expressions and the answers that make the plan correct
-    soft: tuple[tuple[int, bool], ...]  # expressions and the answers that make it the host's choice
-    hints: tuple[int, ...]  # sizes at which it was chosen
+    soft: tuple[tuple[int, bool], ...]  # expressions and the answers that make the plan the host's choice
+    hints: tuple[int, ...]  # sizes at which the plan was chosen
     fixed: tuple[tuple[str, int], ...]  # where the host used a size as a plain integer, and its value
-    tuned: bool = False  # it was chosen by measuring, and is preferred at sizes near its hints
+    tuned: bool = False  # the plan was chosen by measuring, and is preferred at sizes near its hints
 
     @property
     def guards(self) -> tuple[tuple[int, bool], ...]:
@@ -94,7 +94,7 @@ class Template:
 
 
 def distance(sizes: Sequence[int], hints: Sequence[int]) -> float:
-    """Return how far sizes are from a variant's hints: the sum of the absolute logarithms of their ratios to base 2."""
+    """Return how far sizes are from a variant's hints: the sum of |log2(size / hint)|."""
     return float(sum(abs(np.log2(max(1, a)) - np.log2(max(1, b))) for a, b in zip(sizes, hints, strict=True)))
 
 
@@ -109,7 +109,7 @@ def with_sizes(inputs: Sequence[TensorSpec], sizes: Sequence[int]) -> tuple[Tens
 
 
 def sizes_of(inputs: Sequence[TensorSpec], found: Sequence[TensorSpec]) -> tuple[int, ...] | None:
-    """Return the sizes of a template's dynamic dims in the inputs `found`; None if these do not fit the template's."""
+    """Return the sizes of a template's dynamic dims in the inputs `found`; None if `found` does not fit `inputs`."""
     if len(inputs) != len(found):
         return None
     sizes: dict[int, int] = {}
@@ -132,9 +132,9 @@ def make_template(
     """Return the template of a node for inputs whose dynamic dim number k is written as -1 - k.
 
     Without dynamic dims, the template has one variant.  The host plans at samples, which are combinations of sizes: the
-    `given` samples, the usual spread, and samples with zeros.  In the choice between plans, only the given samples
-    count, or without any, only the usual spread.  The host plans at a sample if the guards of no earlier variant hold
-    there; at a sample that does not count, only if no earlier variant is correct and fast enough.
+    `given` samples, the usual spread, and samples with zeros.  Only the given samples count in the choice between
+    plans; if none are given, only the usual spread counts.  At a sample that counts, the host plans unless the guards
+    of an earlier variant hold.  At any other sample, it plans only if no earlier variant is correct and fast enough.
 
     Raises the host's error if the host has plans only for sizes at which outputs have no elements.
     """
@@ -154,7 +154,7 @@ def make_template(
         if variant:
             template.variants.append(variant)
             samples.cover([variant])
-        else:  # the host refuses wherever it gets the same answers
+        else:  # the host has no plan for any sizes for which its comparisons have the same answers
             samples.leave_out((*record.hard.items(), *record.soft.items()))
         if len(template.variants) >= MAX_VARIANTS:
             for each in template.variants:
@@ -222,7 +222,10 @@ def concrete(plan: T) -> T:
 
 
 def _finished(plan: Plan) -> Plan:
-    """Return a plan as templates hold it: without steps if there is nothing to compute, and with plain constants."""
+    """Return a plan as templates hold it, with plain integers for compile-time constants.
+
+    The plan has no steps if there is nothing to compute.
+    """
     if all(0 in output.shape for output in plan.outputs):
         return replace(plan, steps=())
     return replace(plan, steps=tuple(_plain(step) if isinstance(step, Launch) else step for step in plan.steps))
@@ -266,7 +269,8 @@ class _Samples:
         points = [_columns(given, range(count), count)] if given else []
         for more in usual_samples, samples_with_zeros:
             columns = _columns([*more(len(free))], free, count)
-            for i, number in reversed(rows.ties.items()):  # a tie depends on no size that was tied before it
+            # The last tie comes first: earlier ties may depend on its size, but it depends on none of their sizes.
+            for i, number in reversed(rows.ties.items()):
                 columns[i] = rows.evaluate(list(columns))[number]
             points.append(columns)
         self.template, self.columns = template, np.concatenate(points, axis=1)
@@ -334,7 +338,7 @@ class _Samples:
 
 
 def _columns(rows: Sequence[Sequence[int]], places: Sequence[int], count: int) -> Values:
-    """Return an array with a row for each of `count` sizes and a column for each combination, an item of `rows`.
+    """Return an array with a row for each of `count` sizes and a column for each combination in `rows`.
 
     `places` are the numbers of the sizes that a combination has; all other sizes are 1.
     """

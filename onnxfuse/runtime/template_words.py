@@ -23,7 +23,7 @@ from onnxfuse.runtime.template import Template, Variant, holds, sizes_of
 from onnxfuse.runtime.word_reader import WORD, WordReader
 
 TEMPLATE_MARK: Final = 0x6F6E66740001  # kTemplateMark in native/template.h
-EXPRESSION: Final = 0  # kinds of patches: Template::PatchKind in native/template.h
+EXPRESSION: Final = 0  # this and FUNCTION are kinds of patches: Template::PatchKind in native/template.h
 FUNCTION: Final = 1
 
 
@@ -60,7 +60,7 @@ class TemplateWords:
         return b"".join((head, self.expressions, functions, *(each.data for each in self.variants)))
 
     def with_functions(self, functions: Sequence[int]) -> TemplateWords:
-        """Return the template with other functions, as many as it has."""
+        """Return the template with other functions; their number must be the same."""
         return replace(self, functions=tuple(functions))
 
     def for_inputs(self, inputs: Sequence[TensorSpec]) -> TemplateWords | None:
@@ -101,7 +101,8 @@ class TemplateWords:
 def words_of(template: Template, functions: Mapping[str, int]) -> TemplateWords:
     """Return the words of a template; `functions` are the CUfunction handles of its kernels by `Kernel.key`."""
     indices = {key: i for i, key in enumerate(functions)}
-    variants = tuple(_words_of_variant(each, indices) for each in template.variants)  # first, as it adds expressions
+    # The variants come first, because encoding them adds expressions.
+    variants = tuple(_words_of_variant(each, indices) for each in template.variants)
     rows = template.expressions.rows
     expressions = packed([len(rows), *(word for op, a, b in rows for word in (int(op), a, b))])
     return TemplateWords(template.inputs, expressions, tuple(functions.values()), variants)

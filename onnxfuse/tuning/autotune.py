@@ -72,7 +72,7 @@ class MeasuredVerdicts:
     ) -> int | None:
         """Return the index of the fastest of a node's plans by earlier measurements, or by measuring now if `measure`.
 
-        Raises MeasuringStopped where `alone` does.
+        Passes on MeasuringStopped, which the `alone` of __init__ may raise.
         """
         device, of_trial = situation.device, inputs_of_trial(situation.node, inputs)
         make = trials.get(situation.provider) if measure else None
@@ -117,8 +117,8 @@ def fastest_plan(
 ) -> int | None:
     """Return the index of the fastest plan, by an earlier measurement, or else by measuring now.
 
-    Returns None if there is no earlier measurement and nothing can be measured, as without `make_trial`.  `subject`
-    describes the node; equal nodes have equal subjects.
+    Returns None if there is no earlier measurement and nothing can be measured, for example because
+    `make_trial` is None.  `subject` describes the node; equal nodes have equal subjects.
     """
     indices = {plan_digest(plan): i for i, plan in reversed(list(enumerate(plans)))}
     named = {digest: plans[i] for digest, i in sorted(indices.items(), key=lambda item: item[1])}
@@ -145,7 +145,7 @@ def plan_digest(plan: Plan) -> str:
 
 
 def _measure(plans: Sequence[Plan], make_trial: Callable[[Sequence[Plan]], Trial[Any]]) -> dict[str, float]:
-    """Return the seconds, by digest, of the plans that run and compute the same; empty if nothing can be measured."""
+    """Return the seconds, by digest, of the plans that run and have equal outputs; empty if no plan can be timed."""
     trial: Trial[Any] | None = None
     log.info("%d candidates are compiled and timed, once on GPUs of this kind", len(plans))
     try:

@@ -37,7 +37,7 @@ class BackgroundTuning:
         self.forget()
 
     def forget(self) -> None:
-        """Reset, as a forked process must, because it has none of its parent's threads."""
+        """Start again without sessions, because a forked process has none of its parent's threads."""
         self.runs.forget()
         self._lock = threading.Lock()
         self._stop = threading.Event()

@@ -25,7 +25,7 @@ Data = Mapping[str, object]  # data that JSON can hold
 
 @dataclass(frozen=True)
 class Measurement:
-    """How long each variant of a subject ran in one case, such as at one combination of shapes, and which is chosen."""
+    """The times of the variants of a node or model in one case, such as at some shapes, and the chosen variant."""
 
     case: Data
     chosen: str
@@ -61,7 +61,7 @@ def _write(measurement: Measurement, environment: Environment, subject: Data) ->
     if folder is None:
         return False
     record = {"format": FORMAT, "environment": environment, "subject": subject, **asdict(measurement)}
-    part = folder / f"{uuid.uuid4().hex}.part"  # not a tempfile, which other users may not read
+    part = folder / f"{uuid.uuid4().hex}.part"  # not by tempfile, whose files other users cannot read
     try:
         make_folder(folder)
         with part.open("x", encoding="utf-8") as file:
@@ -147,9 +147,9 @@ def _digest(value: object) -> str:
 
 
 def other_session_settings(here: Environment, subject: Data) -> Data | None:
-    """Return session settings, different from these, for which the subject was measured; None if there are none.
+    """Return session settings other than those in `here` with which the subject was measured; None if there are none.
 
-    Everything else that times depend on must be the same as here.
+    Only measurements count whose environment equals `here` in everything else.
     """
     folder = _measurements()
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):

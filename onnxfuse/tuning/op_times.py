@@ -50,7 +50,7 @@ class OpTime:
     bytes: int
     kernel: float | None = None
     body: float | None = None
-    share: float | None = None  # the rate at which it moves its bytes, relative to a copy of as many bytes
+    share: float | None = None  # the time of a copy of as many bytes, as a share of the operator's time
     cuda_graph: bool = False  # whether it was timed in a CUDA graph
     error: str = ""  # why it was not timed
 
@@ -99,13 +99,13 @@ def op_times(
     unfused: bool = False,
     choice: PlanChoice = "measured",
 ) -> list[OpTime]:
-    """Time the fused nodes of a model's main graph on their values in a run; slowest first.
+    """Time the fused nodes of a model's main graph on the values that they have in a run; return the slowest first.
 
     dispatches    how the nodes run in a session of the model
     cuda_graph    time in a CUDA graph, where the operator can be captured
     only_kernels  leave out the nodes that run as their bodies
     unfused       also time the unfused nodes
-    choice        which candidate plans of a kernel run
+    choice        which of a kernel's candidate plans runs
     """
     model, how = whole.model, {each.node: each for each in dispatches}
     chosen = [n for n in model.graph.node if is_fused(n) or (unfused and not UNTIMED.fullmatch(n.op_type))]
@@ -221,10 +221,11 @@ def _bytes(value: Value) -> int:
 
 
 def _timed(op: _Operator, row: OpTime, cuda_graph: bool) -> OpTime:
-    """Time kernel and body in turns, each as one copy and as COPIES copies in a graph, with a cold cache at the start.
+    """Time kernel and body in turns, each in a graph with one copy of the operator and in one with COPIES copies.
 
-    The difference is the time of the further copies. They read weights from memory, as in a model whose weights exceed
-    the cache, and activations from wherever a chain of nodes leaves them.
+    The cache is cold when a graph starts.  The time of a node is the difference between the two graphs, divided by the
+    number of further copies. These copies read weights from memory, as in a model whose weights exceed the cache, and
+    activations from wherever a chain of nodes leaves them.
     """
     kinds = ("kernel", "body") if row.how == "kernel" else ("body",)
     counts = [(kind, copies) for kind in kinds for copies in (1, COPIES)]

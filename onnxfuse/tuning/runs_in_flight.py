@@ -9,7 +9,7 @@ from typing import Final, Protocol, TypeVar
 
 T = TypeVar("T")
 
-QUIET_SECONDS: Final = 0.02  # without a run before work may start; servers with denser requests are not disturbed
+QUIET_SECONDS: Final = 0.02  # work starts after this time without a run, and never where runs are more frequent
 PATIENCE_SECONDS: Final = 2.0  # the longest wait for QUIET_SECONDS without a run, while a trial holds memory
 MAX_ATTEMPTS: Final = 10  # calls of one piece of work, which is repeated if a run began meanwhile
 
@@ -42,7 +42,7 @@ class RunsInFlight:
         self.forget()
 
     def forget(self) -> None:
-        """Count from 0 again, as a forked process must: its only thread has none of these runs."""
+        """Count from 0 again, because a forked process has none of its parent's runs."""
         self._lock = threading.Lock()
         self._running = self._begun = 0
         self._ended = float("-inf")
@@ -60,7 +60,7 @@ class RunsInFlight:
             self._ended = time.monotonic()
 
     def alone(self, work: Callable[[], T]) -> T:
-        """Call `work` while no run is in flight, again if one began meanwhile, and return its result.
+        """Call `work` while no run is in flight, and return its result; call it again if a run began meanwhile.
 
         Raises MeasuringStopped if runs leave no time for that.
         """

@@ -21,7 +21,7 @@ from onnxfuse.tuning.runs_in_flight import Alone, MeasuringStopped, at_once
 
 MAX_SCRATCH_BYTES: Final = 4 * 2**30  # or half of the free memory, if that is less
 MAX_CONSTANT_SETS: Final = 256
-MIN_LAUNCHES_PER_GRAPH: Final = 8  # starting a CUDA graph takes about 10 us
+MIN_LAUNCHES_PER_GRAPH: Final = 8  # they share the time of starting the graph, about 10 us
 WARM_UP_REPLAYS: Final = 2
 MIN_ROUNDS, MAX_ROUNDS = 5, 20  # rounds of replaying the graph of each plan
 SECONDS_PER_PLAN: Final = 0.05
@@ -105,7 +105,7 @@ class GpuTrial:
                         which = (turn + step) % len(plans)
                         times[which].append(self._time(graphs[which]) / runs)
             except MeasuringStopped as stopped:
-                raise stopped.with_traceback(None) from None  # its frames hold a graph
+                raise stopped.with_traceback(None) from None  # without the traceback, whose frames hold a graph
             finally:
                 graphs.clear()  # now, inside `relaxed`; later, other threads' captures may forbid it
             self._sets = []  # the runs have overwritten their inputs
@@ -180,7 +180,10 @@ class GpuTrial:
             return min(MAX_SCRATCH_BYTES, int(self._cupy.cuda.runtime.memGetInfo()[0]) // 2)
 
     def _count(self) -> int:
-        """Return how many sets of constants fill twice the L2 cache; 1 if they are too small to matter."""
+        """Return how many sets of constants fill twice the L2 cache; 1 if that takes more than MAX_CONSTANT_SETS.
+
+        The result is lower if memory does not hold as many sets.
+        """
         if not self._constant_bytes:
             return 1
         with self._on_device():
@@ -220,11 +223,12 @@ class GpuTrial:
         return self._pool.malloc(size_of(spec) + 16) + (0 if spec.aligned else itemsize(spec))
 
     def _filled(self, spec: TensorSpec, number: int) -> Any:
-        """Allocate a tensor of normal values that differ by `number`, of random booleans, or of zeros for integers.
+        """Allocate a tensor of normally distributed values, random booleans or integer zeros.
 
-        Integers may be indices.  The values of constant matrices and filters are so small that products and
-        convolutions keep the magnitude of their inputs, because runs read the outputs of the run before, and infinite
-        values take other branches of kernels.
+        Tensors with different `number`s get different values.  Integers are 0, because they may be indices.  The values
+        of constant matrices and filters are so small that products and convolutions keep the magnitude of their inputs.
+        Otherwise, values would become infinite, because each run reads the outputs of the run before, and kernels take
+        other branches for infinite values.
         """
         buffer, size = self._allocate(spec), size_of(spec)
         if spec.dtype not in TOLERANCE and spec.dtype != "bool":
@@ -240,7 +244,10 @@ class GpuTrial:
         return buffer
 
     def _random_values(self, dtype: str, terms: int) -> Any:
-        """Return RANDOM_VALUES values on the GPU; a sum of `terms` products with normal values has variance one."""
+        """Return RANDOM_VALUES normally distributed values on the GPU, divided by the square root of `terms`.
+
+        A sum of `terms` products of these values with standard normal values then has variance one.
+        """
         if (dtype, terms) not in self._random:
             values = np.random.default_rng(0).standard_normal(RANDOM_VALUES) / math.sqrt(terms)
             host = values > 0 if dtype == "bool" else values.astype(NUMPY_DTYPES.get(dtype, dtype))
@@ -276,10 +283,10 @@ def _chained(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Ite
 
 
 def _terms(constant: TensorSpec) -> int:
-    """Return how many products a sum over a constant matrix or filter has, at most; 1 for vectors.
+    """Return how many products with elements of a constant matrix or filter are added at most; 1 for vectors.
 
-    The largest axis of a filter is taken as its output channels: where a run reads the output of the run before, there
-    are as many output channels as input channels, or one filter for each channel.
+    The largest axis of a filter is taken as its output channels.  That is right where a run reads the previous run's
+    output, because there are then as many output channels as input channels, or one filter for each channel.
     """
     if len(constant.shape) < 2:
         return 1
@@ -288,7 +295,7 @@ def _terms(constant: TensorSpec) -> int:
 
 
 def _runs(sets: Sequence[Buffers]) -> int:
-    """Return how many runs of a plan a CUDA graph has: an even number, because replays begin with unswapped buffers."""
+    """Return how many runs of a plan a CUDA graph has: an even number, because every second run has swapped buffers."""
     return max(MIN_LAUNCHES_PER_GRAPH, len(sets) + len(sets) % 2)
 
 

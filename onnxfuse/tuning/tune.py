@@ -235,7 +235,7 @@ def _keep_node(task: _Task, row: OpTime, bodies: Mapping[str, str]) -> bool:
 
 
 def _time_model(task: _Task, mode: Mode, original: onnx.ModelProto | None) -> ModelTimes:
-    """Time all variants in turns; one after the other if memory does not hold all of them."""
+    """Time all variants in turns, or one after the other if memory does not hold all of them."""
     task.timed.progress(f"time the model ({mode})", 0, 0)
     try:
         variants = _variants(task, mode, original)
@@ -275,7 +275,7 @@ def _variants(task: _Task, mode: Mode, original: onnx.ModelProto | None) -> dict
 
 
 def _seconds_in_turns(variants: Mapping[str, Callable[[], BoundSession]], mode: Mode) -> dict[str, float] | None:
-    """Return the median seconds of the variants that run; None where several do not fit into memory together.
+    """Return the median seconds of the variants that run; None if memory does not hold all variants at once.
 
     Raises onnxruntime's error if the bodies do not run.
     """

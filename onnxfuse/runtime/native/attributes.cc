@@ -18,7 +18,8 @@ void append_header(std::string& text, const AttributeName& attribute, size_t cou
   const auto items = static_cast<uint32_t>(count);
   append(text, &size, sizeof size);
   text += attribute.name;
-  text += count || attribute.type != 'F' ? attribute.type : 'I';  // in Python, an empty list has no type
+  // An empty list of floats is written as one of ints, because Python cannot tell the two apart.
+  text += count || attribute.type != 'F' ? attribute.type : 'I';
   append(text, &items, sizeof items);
 }
 

@@ -31,9 +31,9 @@ std::string text_attribute(const Ort& ort, const OrtKernelInfo* info, const char
 // then as many int64, float32 or bytes.
 std::string read_attributes(const Ort& ort, const OrtKernelInfo* info, const std::vector<AttributeName>& names);
 
-// Returns the bytes that name a node in plan files: `read_attributes` in the order of the names, without `attributes`,
-// as `node_identity` in plan_file.py writes them.  Throws std::runtime_error if the node has an attribute that `names`
-// does not have.
+// Returns the bytes that identify a node in plan files, as `node_identity` in plan_file.py writes them: the result of
+// `read_attributes` for all names in alphabetical order, except the attribute `attributes`.  Throws std::runtime_error
+// if the node has an attribute that is not in `names`.
 std::string node_identity(const Ort& ort, const OrtKernelInfo* info, std::vector<AttributeName> names);
 
 }  // namespace onnxfuse

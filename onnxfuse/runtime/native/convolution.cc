@@ -192,7 +192,7 @@ class Graph {
     pointwise.set(Attribute::kPointwiseMathPrecision, Type::kDataType, int{kCudnnFloat32});
   }
 
-  // Adds an operation on the last result and, unless it is null, on `operand`.
+  // Adds an operation whose operands are the last result and, unless it is null, `operand`.
   bool add_pointwise(CudnnDescriptor& mode, void* operand, bool last) {
     void* const mode_raw = mode.raw();
     if (!mode.finalize_if_supported()) return false;
@@ -244,7 +244,7 @@ class Graph {
   bool supported_ = false;
   int64_t next_virtual_ = kFirstVirtual;
   void* result_ = nullptr;         // the tensor that the last operation writes
-  std::vector<void*> operations_;  // in order
+  std::vector<void*> operations_;  // in the order in which they run
   std::vector<CudnnDescriptor> descriptors_;
 };
 

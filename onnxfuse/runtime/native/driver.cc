@@ -195,7 +195,7 @@ Function Driver::load(const void* image, const char* entry, void** module) const
 }
 
 void Driver::configure(Function function, uint32_t shared, bool large_cluster) const {
-  if (shared) {  // even less than 48 KB may need the attribute, because static memory counts against these 48 KB too
+  if (shared) {  // less than 48 KB may need the attribute, too, because static memory counts against the same 48 KB
     check(cuFuncSetAttribute(function, kMaxDynamicShared, static_cast<int>(shared)), "cuFuncSetAttribute");
   }
   if (large_cluster) check(cuFuncSetAttribute(function, kNonPortableCluster, 1), "cuFuncSetAttribute");
@@ -207,7 +207,7 @@ std::optional<Parameters> Driver::parameters_of(Function function) const {
   size_t offset = 0, size = 0;
   int code = 0;
   while ((code = cuFuncGetParamInfo(function, found.size(), &offset, &size)) == 0) found.push_back(size);
-  if (code != kInvalidValue) return std::nullopt;  // kInvalidValue follows the last parameter
+  if (code != kInvalidValue) return std::nullopt;  // the driver's answer after the last one
   return found;
 }
 

@@ -19,7 +19,8 @@ ONNXFUSE_EXPORT void onnxfuse_reply(void* reply, const char* bytes, size_t size)
 // Sets how many recently used plans a template keeps, and returns the earlier number.
 ONNXFUSE_EXPORT size_t onnxfuse_keep_plans(size_t count) { return Template::set_max_recent_plans(count); }
 
-// Calls `each` with the inputs, as words, at which a node or an equal one ran since the last call, and how often.
+// Calls `each` for all inputs (as words) at which a node or an equal one ran since the last call, with the number of
+// runs.
 ONNXFUSE_EXPORT void onnxfuse_take_runs(uint64_t kernel, void (*each)(const int64_t* key, size_t size, uint64_t runs)) {
   std::vector<std::pair<Key, uint64_t>> found;
   FusedKernel::with(kernel, [&](FusedKernel& node) { found = node.take_runs(); });
@@ -28,7 +29,8 @@ ONNXFUSE_EXPORT void onnxfuse_take_runs(uint64_t kernel, void (*each)(const int6
 
 // Calls `each` with the nodes that have no templates yet, as requests without inputs.
 ONNXFUSE_EXPORT void onnxfuse_new_nodes(void (*each)(const PlanRequest*)) {
-  for (const NewNode& node : FusedKernel::new_nodes()) {  // without the lock, because deleting a node takes it
+  // No lock is held in this loop, because `each` may delete a node, which takes the lock.
+  for (const NewNode& node : FusedKernel::new_nodes()) {
     const PlanRequest request{node.id, node.provider.c_str(), node.op.c_str(), node.node.c_str(),
                               node.attributes.data(), node.attributes.size(), nullptr, 0, node.device, node.settings};
     each(&request);

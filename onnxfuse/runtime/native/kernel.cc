@@ -148,7 +148,7 @@ class ReusedTensors {
   }
 };
 
-constexpr size_t kMaxInputsOfBody = 1024;  // keys for which a node stores that its body must run
+constexpr size_t kMaxInputsOfBody = 1024;  // most keys for which a node stores that its body must run
 
 // The destination of the outputs of a node's body.
 struct BodyOutputs {
@@ -184,14 +184,14 @@ struct BodyOutputs {
   }
 };
 
-// Returns the key of the same inputs, marked as unaligned.  Under this key, the plan for unaligned outputs is found.
+// Returns the key of the same inputs, marked as unaligned: the key of the plan for unaligned outputs.
 Key without_alignment(Key key) {
   for (size_t at = 0; at + 2 < key.size(); at += 3 + static_cast<size_t>(key[at + 2])) key[at + 1] &= ~kAligned;
   return key;
 }
 
-// Scratch memory from onnxruntime's arena, which the run's stream may use after its earlier work.  It is freed when
-// this object is deleted.
+// Scratch memory from onnxruntime's arena, for the work that this run starts on its stream.  It is freed when this
+// object is deleted.
 class Scratch {
  public:
   Scratch(const Ort& ort, OrtKernelContext* context, OrtAllocator* allocator, const OrtMemoryInfo* memory, size_t bytes)
@@ -294,8 +294,8 @@ std::string FusedKernel::describe(const Key* key) const {
   return text + ")";
 }
 
-// A node learns only when it runs whether its session allows TF32.  The session's aim is known only through Python;
-// without Python, plans for either aim are used, those of the first file first.
+// A node learns only when it runs whether its session allows TF32.  Only Python knows the session's aim.  Without
+// Python, plans for either aim are used, and those of earlier files are preferred.
 void FusedKernel::choose_given(const OrtKernelContext* context) {
   bool tf32 = setup_.settings & kTf32;
   if (!setup_.asks_python) {
@@ -322,7 +322,8 @@ FusedKernel::SharedPlan FusedKernel::first_fit(const Templates& templates, const
                                                SharedPlan (Template::*plan)(const Key&)) const {
   using Fit = Template::Fit;
   for (const Fit fit : {Fit::kExact, Fit::kBetter, Fit::kNotConstant}) {
-    // Templates from Python fit exactly.  kBetter is tried only for plan files, kNotConstant only without Python.
+    // Templates that Python made fit exactly, those of plan files may fit less closely.  kNotConstant is not tried if
+    // Python can make a template that fits better.
     if (setup_.asks_python && (fit == Fit::kNotConstant || (given_.empty() && fit != Fit::kExact))) break;
     for (const auto& each : templates) {
       if (!each->fits(key, fit)) continue;
@@ -349,8 +350,8 @@ FusedKernel::SharedPlan FusedKernel::make(const Key& key, Stream stream) {
     throw std::runtime_error("plan files have no plan for these inputs: " + onnxfuse::describe(setup_.files) +
                              "; make them again with these shapes");
   }
-  // Python loads the kernels of the variant that it would choose.  If its arithmetic chooses another variant than ours,
-  // the second request loads all kernels.
+  // Python loads only the kernels of the variant that it would choose for these inputs.  If rounding makes this library
+  // choose another variant, the second request makes Python load all kernels.
   for (const int settings : {0, kAllKernels}) {
     const std::shared_ptr<Template> added = ask(key, stream, settings);
     if (!added) return nullptr;

@@ -107,7 +107,8 @@ Plan read_plan(const std::string& bytes, const std::vector<TensorType>& inputs,
     plan.scratch_bytes += (static_cast<uint64_t>(size) + kScratchAlignment - 1) / kScratchAlignment * kScratchAlignment;
     extents.of[2].push_back({size, true});
   }
-  bool any_aligned = inputs.empty();  // the key of unaligned outputs has no aligned input: see without_alignment
+  // Outputs are unaligned if no input is aligned, because without_alignment makes the key for unaligned outputs.
+  bool any_aligned = inputs.empty();
   for (const TensorType& type : inputs) {
     extents.of[0].push_back({type.bytes(), type.aligned});
     any_aligned = any_aligned || type.aligned;

@@ -21,7 +21,7 @@ std::atomic<const Interrupt*> interrupt{nullptr};
 //  - It is set before onnxruntime sees the error.  If the main thread runs the session, which is in C++ until then,
 //    Python raises it at the first call or loop in the code that receives the error.
 //  - PyErr_SetInterrupt, which simulates Ctrl-C, does nothing if SIGINT is ignored, as it is in jobs that a shell
-//    script starts in the background: such a program did not stop.
+//    script starts in the background: such a program would not stop.
 void interrupt_main_thread() {
   const Interrupt* python = interrupt;
   if (!python) return;

@@ -128,8 +128,8 @@ ONNXFUSE_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const O
   }
 }
 
-// Sets what the thread's next RegisterCustomOps registers: lines as `read_operators` reads them, and flags of the
-// session, which requests for plans repeat.
+// Sets the operators that the thread's next RegisterCustomOps registers.  `operators` has the lines that
+// `read_operators` reads; `settings` are flags of the session, which its requests for plans repeat.
 ONNXFUSE_EXPORT void onnxfuse_prepare(const char* provider, const char* operators, int settings) {
   prepared = Prepared{provider, operators, settings};
 }

@@ -20,7 +20,7 @@ constexpr double kMaxTunedDistance = 1.0;  // as MAX_TUNED_DISTANCE of onnxfuse.
 std::atomic<size_t> max_recent_plans{4096};
 std::atomic<int64_t> plan_count{0}, plans_freed{0};
 
-// Returns the distance of sizes from a variant's hints: the sum of the absolute logarithms of their ratios to base 2.
+// Returns the distance of sizes from a variant's hints: the sum of |log2(size / hint)|.
 double distance(const std::vector<int64_t>& sizes, const std::vector<int64_t>& hints) {
   double sum = 0.0;
   for (size_t i = 0; i < sizes.size(); ++i) {
@@ -145,7 +145,7 @@ int64_t Template::plans_alive() { return plan_count - plans_freed; }
 
 size_t Template::set_max_recent_plans(size_t count) { return max_recent_plans.exchange(count); }
 
-// Whether inputs are constant where the pattern's are.
+// Whether all inputs that must be constant for this template are constant in `key`.
 bool Template::holds_constants(const Key& key) const {
   for (size_t i = 0; i < key.size(); ++i) {
     if (kinds_[i] == Word::kFlags && (pattern_[i] & ~key[i] & kConstant)) return false;

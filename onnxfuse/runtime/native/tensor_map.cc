@@ -12,7 +12,8 @@ constexpr int kFillZero = 0;
 }  // namespace
 
 void encode(const Driver& driver, const TensorMap& map, void* start, EncodedTensorMap& encoded) {
-  // Rows whose stride is a multiple of 256 bytes are fetched into the L2 cache in pieces of 256 bytes, others of 128.
+  // Rows whose stride is a multiple of 256 bytes are fetched into the L2 cache in pieces of 256 bytes, other rows in
+  // pieces of 128 bytes.
   const bool whole_256 = map.rank > 1 && map.strides[0] % 256 == 0;
   const int promotion = whole_256 ? kPromotion256 : kPromotion128;
   if (map.im2col) {
