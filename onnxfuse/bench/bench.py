@@ -53,7 +53,7 @@ class Contender:
     name: str
     mode: Mode
     times: RunTimes | None = None  # None if the model did not run in this mode
-    agrees: bool | None = None  # whether the outputs equal the original's; None if the model did not run
+    agrees: bool | None = None  # whether the outputs agree with the original's; None if the model did not run
     reason: str = ""  # why the outputs are wrong, or why the model did not run
     speed_up: float | None = None  # relative to the original in the same mode, if the outputs of both are right
 

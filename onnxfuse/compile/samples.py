@@ -1,4 +1,4 @@
-"""Choose the sizes at which a node's template is made from the sizes that a user gives for the model's inputs."""
+"""Choose the sizes at which a template is made, within the sizes that a user gives for the model's inputs."""
 
 from __future__ import annotations
 

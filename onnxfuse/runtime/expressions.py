@@ -27,7 +27,7 @@ class Op(IntEnum):
     MODULO = 6  # has the sign of the divisor, as in Python; 0 if the divisor is 0
     MINIMUM = 7
     MAXIMUM = 8
-    LESS = 9  # 1 or 0, like the next two
+    LESS = 9  # 1 if true, else 0; also for the next two
     LESS_EQUAL = 10
     EQUAL = 11
     GCD = 12

@@ -25,7 +25,7 @@ T = TypeVar("T")
 MAX_VARIANTS: Final = 48  # variants made for speed; more are made only for sizes at which none of these is correct
 MAX_ALL_VARIANTS: Final = 96
 MAX_LOSS: Final = 0.03  # largest estimated loss of time at a sample, as a fraction, for which a kernel is left out
-MAX_MEAN_LOSS: Final = 0.001  # the largest mean of these losses over all samples
+MAX_MEAN_LOSS: Final = 0.001  # largest mean loss over all samples for which a kernel is left out
 MAX_LOSS_ELSEWHERE: Final = 1.0  # the largest loss at sizes that do not count in the choice between plans
 MAX_TUNED_DISTANCE: Final = 1.0  # a measured plan is preferred within this distance of its sizes: a factor of two
 

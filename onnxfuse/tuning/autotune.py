@@ -50,7 +50,7 @@ def gpu_trial(inputs: Sequence[TensorSpec], plans: Sequence[Plan], device: Devic
     return GpuTrial(inputs, plans, device, lambda plan: ready_plan(plan, inputs, device.ordinal), alone)
 
 
-trials: Final[dict[str, MakeTrial]] = {CUDA: gpu_trial}  # by provider; candidates are not timed on others
+trials: Final[dict[str, MakeTrial]] = {CUDA: gpu_trial}  # by provider; on other providers, plans are not timed
 
 
 class MeasuredVerdicts:

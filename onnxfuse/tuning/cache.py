@@ -33,7 +33,7 @@ class Measurement:
     measured: str  # the time of the measurement, as ISO 8601 in UTC
 
 
-_unwritten: Final[dict[str, dict[str, Measurement]]] = {}  # kept in this process, by digests of subject and case
+_unwritten: Final[dict[str, dict[str, Measurement]]] = {}  # lost when this process ends; by digests of subject and case
 
 
 def store(environment: Environment, subject: Data, case: Data, chosen: str, seconds: Mapping[str, float]) -> bool:

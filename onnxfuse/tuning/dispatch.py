@@ -103,7 +103,7 @@ class FoundPlans:
     """The plan file of a session."""
 
     path: Path
-    is_named: bool  # whether the argument `plans` names it; otherwise it is beside the model
+    is_named: bool  # whether the argument `plans` names the file; otherwise it lies beside the model
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class SessionSettings:
     """How the fused nodes of a session run."""
 
     prefer: Prefer | None  # chooses kernel or body per node; None runs every node with a kernel as a kernel
-    choice: PlanChoice  # which candidate plans of a kernel run
+    choice: PlanChoice  # which of a kernel's candidate plans runs
     plan_file: FoundPlans | None = None  # used if it fits
     aim: Aim = "latency"  # the aim of InferenceSession
 

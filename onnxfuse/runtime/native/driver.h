@@ -47,7 +47,7 @@ struct Driver {
   static void open();
   // Opens libcuda; later calls with the same path do nothing.  Throws std::runtime_error.
   static void open(const std::string& path);
-  // Throws std::runtime_error if it has not been opened.
+  // Throws std::runtime_error if `open` has not been called.
   static const Driver& get();
 
   int device_count() const;

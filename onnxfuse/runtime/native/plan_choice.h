@@ -14,8 +14,8 @@ namespace onnxfuse {
 // Returns an empty string if neither is set.  `ort` may be null: then only the environment counts.
 std::string setting(const Ort* ort, const OrtSessionOptions* options, const char* name);
 
-// Returns whether `missing` is "body": where plans are missing, the bodies of fused nodes run.  The alternative, which
-// is the default, is "refuse".  Throws std::runtime_error for another word.
+// Returns whether the bodies of fused nodes run where plans are missing: whether the setting `missing` is "body".  Its
+// default is "refuse".  Throws std::runtime_error if the setting has another value.
 bool bodies_may_run(const Ort* ort, const OrtSessionOptions* options);
 
 // Returns the files that the config entry onnxfuse.plans names, separated by colons; throws what PlanFile::load throws.
@@ -25,12 +25,12 @@ PlanFiles configured_files(const Ort& ort, const OrtSessionOptions* options);
 struct Runnable {
   PlanFiles files;
   std::vector<OperatorName> operators;
-  std::string left_out;  // the names of operators that only some GPUs have plans for, if all must have them
+  std::string left_out;  // if `on_all`: the names of operators for which only some GPUs have plans
 };
 
 // Finds plan files by the setting `plans`, or beside this library: <library>.plans, or else all *.plans in its folder.
-// Returns the files for the GPUs of this process and the operators that some GPU, or, if `on_all`, every GPU, has plans
-// for.  Throws std::runtime_error if there are no such files or operators.
+// Returns the files for the GPUs of this process, and the operators for which these GPUs have plans: every GPU if
+// `on_all`, else at least one.  Throws std::runtime_error if there are no such files or operators.
 Runnable find_runnable(const Ort& ort, const OrtSessionOptions* options, bool on_all);
 
 }  // namespace onnxfuse

@@ -24,7 +24,7 @@ struct StoredKernel {
   uint32_t cluster;
 };
 
-// A template for nodes of one identity on GPUs of one kind; its functions are numbers of kernels.
+// A template for nodes with equal attributes on GPUs of one kind; its functions are indices into PlanFile::kernels.
 struct StoredTemplate {
   size_t device;
   bool tf32;                     // whether it is for sessions that allow TF32
@@ -40,11 +40,12 @@ struct PlanFile {
   static std::shared_ptr<const PlanFile> load(const std::string& path);
 
   // Returns the index in `devices` of the kind whose plans a GPU runs: its own kind, or else the most similar kind of
-  // the same compute capability, if the GPU has the shared memory that the kernels of that kind need, and if none of
-  // their clusters has more than kMaxPortableCluster blocks.
+  // the same compute capability, if the GPU has the shared memory that the kernels of that kind need, and if these
+  // kernels have no cluster of more than kMaxPortableCluster blocks.
   std::optional<size_t> kind_for(const DeviceKind& here) const;
 
-  // Returns whether a GPU can run a template of the kind that kind_for chose: library algorithms fit only one kind.
+  // Returns whether a GPU can run a template that was made for the kind that kind_for chose.  If that is not the GPU's
+  // own kind, the template may name no algorithm of cuBLASLt and no engine of cuDNN.
   bool runs(const StoredTemplate& stored, const DeviceKind& here) const;
 
   std::string path;

@@ -30,7 +30,7 @@ struct PlanRequest {
 // A request to Python to run the body of a node.  native_library.py declares the same layout.
 struct BodyRequest {
   const PlanRequest* node;
-  void* const* inputs;  // their addresses, in the order of the key
+  void* const* inputs;  // the addresses of the inputs, in the order of the key
   void* stream;
   // Makes an output of this shape, and starts to copy it from `source`.  Returns whether that worked.
   int (*put)(void* outputs, uint64_t index, const int64_t* shape, uint64_t rank, const void* source);
@@ -40,7 +40,7 @@ struct BodyRequest {
 // Replies with a template and returns 0, or returns kBody if the node's body must run for these inputs, or replies with
 // the text of an error and returns another number: kInterrupt if the error was KeyboardInterrupt or SystemExit.
 using PlanCallback = int (*)(const PlanRequest*, void* reply);
-// Starts a node's body, and calls `put` for its outputs; returns as PlanCallback does.
+// Starts a node's body, and calls `put` for its outputs; replies and returns as PlanCallback does.
 using BodyCallback = int (*)(const BodyRequest*, void* reply);
 using DropCallback = void (*)(uint64_t kernel);
 constexpr int kInterrupt = 2, kBody = 3;

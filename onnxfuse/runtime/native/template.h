@@ -44,9 +44,10 @@ class Template {
   static std::shared_ptr<Template> shared(const std::string& bytes, const std::vector<int64_t>& output_dtypes,
                                           int device);
 
-  // Inputs may differ from the template's in the sizes of dynamic dims.  With kBetter, they may also be aligned or
-  // constant where the template's are not, for which the template's plans are correct too.  With kNotConstant, they may
-  // also be computed where the template's are constant; then no kernel of a plan starts while the previous kernel runs.
+  // How inputs may differ from the template's inputs.  kExact: only in the sizes of dynamic dims.  kBetter: they may
+  // also be aligned or constant where the template's inputs are not, because plans are correct for such inputs, too.
+  // kNotConstant: they may also be computed where the template's inputs are constant.  For such inputs, no kernel of a
+  // plan starts while the previous kernel runs.
   enum class Fit { kExact, kBetter, kNotConstant };
   bool fits(const Key& key, Fit fit = Fit::kExact) const;
 
@@ -55,14 +56,14 @@ class Template {
   // `read_plan` throws.
   SharedPlan plan(const Key& key);
 
-  // Returns the same plan if a call of `plan` has made it before, and null otherwise.
+  // Returns the plan for these inputs if a call of `plan` has made it before, else null.
   SharedPlan known_plan(const Key& key);
 
   // Makes a plan at the sizes of the first variant, so that its faults are found before the first run.  Throws what
   // `plan` throws.
   void try_plan();
 
-  // Returns the inputs of the plans that ran since the last call, and how often; runs of dropped plans are not counted.
+  // Returns the inputs of the plans that ran since the last call, and the numbers of runs, except of dropped plans.
   std::vector<std::pair<Key, uint64_t>> take_runs();
 
   // Whether the other template is for the same inputs.
@@ -89,8 +90,8 @@ class Template {
     size_t index;
   };
   struct Variant {
-    std::vector<int64_t> hints;  // sizes at which it was chosen
-    bool tuned;                  // whether it was chosen by measuring; then it is preferred near the hints
+    std::vector<int64_t> hints;  // sizes at which the plan was chosen
+    bool tuned;                  // whether the plan was chosen by measuring; then it is preferred near the hints
     std::vector<Guard> hard, soft;
     std::vector<int64_t> words;
     std::vector<Patch> patches;
@@ -104,7 +105,8 @@ class Template {
   const Variant* choose(const std::vector<int64_t>& sizes, const std::vector<int64_t>& values) const;
   SharedPlan make(const Key& key) const;
   bool holds_constants(const Key& key) const;
-  // Throws std::runtime_error for a launch of another function, or with other arguments than the function takes.
+  // Throws std::runtime_error if a launch has a function that is not the template's, or arguments that the function
+  // does not take.
   void check_functions(const Plan& plan) const;
   SharedPlan add(const Key& key, SharedPlan plan);  // the caller holds the lock
 
@@ -118,7 +120,8 @@ class Template {
   std::vector<std::optional<Parameters>> parameters_;  // by function; nothing where the driver cannot report them
   std::vector<Variant> variants_;
   std::shared_mutex mutex_;  // guards the plans
-  Plans recent_, earlier_;   // a full recent_ becomes earlier_, earlier_ becomes dropped_; recent_ gets used plans
+  // Plans move to recent_ when they are used.  If recent_ is full, it becomes earlier_, and earlier_ becomes dropped_.
+  Plans recent_, earlier_;
   Plans dropped_;            // plans that are still to be freed
 };
 

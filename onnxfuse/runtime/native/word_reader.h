@@ -16,8 +16,8 @@ constexpr int64_t kMaxBytes = int64_t{1} << 46;  // of a tensor or buffer
   throw std::runtime_error("the plan is malformed: " + what);
 }
 
-// Reads bytes that must outlive it.  Every method throws std::runtime_error that names `what` if the word is missing or
-// not allowed.
+// Reads words from bytes, which must outlive the reader.  Every method throws std::runtime_error that names `what` if
+// the word is missing or not allowed.
 class WordReader {
  public:
   explicit WordReader(std::string_view bytes) : bytes_(bytes) {
