@@ -164,8 +164,8 @@ class Im2col:
     the position of each pixel.
     """
 
-    lower: tuple[int, ...]  # the first pixel: minus the padding before
-    upper: tuple[int, ...]  # relative to the last pixel: the padding after minus (filter size - 1) * dilation
+    lower: tuple[int, ...]  # the first pixel: minus the padding at the beginning
+    upper: tuple[int, ...]  # relative to the last pixel: the padding at the end minus (filter size - 1) * dilation
     steps: tuple[int, ...]  # distances between visited pixels: the convolution's strides, 1 to 8
 
 

@@ -60,7 +60,10 @@ def require_bodies(calls: Sequence[Call], reasons: Sequence[str | None]) -> list
 
 
 def make_alike(calls: Sequence[Call], reasons: list[str | None], why: str) -> None:
-    """Make nodes that call one function run alike: as bodies if one of them does; `why` ends the reason."""
+    """Add reasons so that all nodes that call one function run as bodies if one of them does not run as a kernel.
+
+    `why` is the end of each added reason.
+    """
     bodies = {call.op: call.node.name for call, reason in zip(calls, reasons, strict=True) if reason}
     for i, call in enumerate(calls):
         if reasons[i] is None and call.op in bodies:

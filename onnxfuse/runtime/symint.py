@@ -304,7 +304,7 @@ def divisor_of(rows: Expressions, number: int) -> int:
 
 
 def _divided(rows: Expressions, number: int, divisor: int) -> int | None:
-    """Return the number of an expression divided by `divisor`; None if it has no constant factor that permits it."""
+    """Return the number of an expression divided by `divisor`; None if `divisor` divides no constant factor."""
     op, a, b = rows.rows[number]
     if op is not Op.MULTIPLY:
         return None
@@ -376,9 +376,9 @@ def is_symbolic(*values: Any) -> bool:
 
 @contextmanager
 def without_soft_guards(*values: Any) -> Iterator[None]:
-    """Inside this context, comparisons of estimates add no guards; `values` are the symbolic sizes that they use.
+    """Inside this context, comparisons of estimates add no guards; `values` are the symbolic sizes of the estimates.
 
-    A host enters it to order its plans after the first one.
+    A host enters the context to order its plans after the first one.
     """
     traces = {id(each.trace): each.trace for each in values if isinstance(each, Symbolic)}
     before = {key: trace.is_choosing for key, trace in traces.items()}
@@ -396,7 +396,7 @@ def for_later_plans(*values: Any) -> Iterator[None]:
     """Return a context in which a host makes its plans after the first one.
 
     Comparisons of estimates, which order these plans, add no guards; hard guards apply only to these plans.  `values`
-    are symbolic sizes; without any, nothing changes.
+    are symbolic sizes; if there are none, the context has no effect.
     """
     trace = next((each.trace for each in values if isinstance(each, Symbolic)), None)
     if trace is None:

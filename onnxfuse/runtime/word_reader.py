@@ -9,7 +9,7 @@ WORD: Final = 8  # bytes
 
 
 class WordReader:
-    """Reads words of some data; every method raises ValueError if they are missing or not allowed."""
+    """Reads words of some data; every method raises ValueError if its words are missing or not allowed."""
 
     def __init__(self, data: bytes) -> None:
         """Begin at the first word."""

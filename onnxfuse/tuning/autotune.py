@@ -41,7 +41,8 @@ class Trial(Protocol[Outputs]):
         """Give the scratch memory back to the GPU."""
 
 
-# Makes a trial of plans for these inputs.  The last argument calls each piece of the trial's work on the GPU.
+# Makes a trial of plans for these inputs.  The last argument is a function through which the trial calls each piece of
+# its work on the GPU.
 MakeTrial = Callable[[Sequence[TensorSpec], Sequence[Plan], Device, Alone], Trial[Any]]
 
 
@@ -57,7 +58,7 @@ class MeasuredVerdicts:
     """The planner's `Verdicts`, from measurements of nodes' plans on this machine."""
 
     def __init__(self, alone: Alone = at_once) -> None:
-        """Run each piece of measuring work on the GPU through `alone`."""
+        """Measure nothing yet; `alone` will call each piece of work on the GPU."""
         self._alone = alone
 
     def inputs_measured(self, situation: Situation, inputs: Sequence[TensorSpec]) -> list[tuple[TensorSpec, ...]]:

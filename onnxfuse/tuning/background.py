@@ -81,7 +81,10 @@ class BackgroundTuning:
                 log.warning("tune='background' measures nothing more: %s", why)
 
     def _stays(self, why: str | None) -> bool:
-        """Return whether the thread still has sessions; if not, the next session starts another thread."""
+        """Return whether the thread goes on: it has sessions, and no error (`why`) ended it.
+
+        If it does not, the next session starts another thread.
+        """
         with self._lock:
             if self._goes_on() and not why:
                 return True

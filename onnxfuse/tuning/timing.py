@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-MIN_RUNS: Final = 10  # by default, in `runs_within`
+MIN_RUNS: Final = 10  # this and MAX_RUNS are defaults of `runs_within`
 MAX_RUNS: Final = 200
 
 
@@ -39,7 +39,7 @@ class RunTimes:
 def interleaved(
     runs: Sequence[Callable[[], None]], count: int, before: Callable[[], None] = lambda: None
 ) -> list[RunTimes]:
-    """Time each callable `count` times, in turns: changing clocks and noise then affect all of them alike.
+    """Time each callable `count` times, in turns, so that changing clocks and noise affect all callables equally.
 
     `before` precedes every run and is not timed.
     """

@@ -19,7 +19,7 @@ from onnxfuse.runtime.plan import Device, Plan, TensorSpec
 from onnxfuse.runtime.run_plan import ReadyPlan
 from onnxfuse.tuning.runs_in_flight import Alone, MeasuringStopped, at_once
 
-MAX_SCRATCH_BYTES: Final = 4 * 2**30  # or half of the free memory, if that is less
+MAX_SCRATCH_BYTES: Final = 4 * 2**30  # most bytes that a trial allocates, unless half of the free memory is less
 MAX_CONSTANT_SETS: Final = 256
 MIN_LAUNCHES_PER_GRAPH: Final = 8  # they share the time of starting the graph, about 10 us
 WARM_UP_REPLAYS: Final = 2

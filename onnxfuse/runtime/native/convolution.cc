@@ -284,7 +284,7 @@ CudnnEngine words_of(const Cudnn& cudnn, const CudnnDescriptor& config) {
   return words;
 }
 
-// Whether results have the error of sums in float32, or in TF32 where the convolution allows it.
+// Whether results are as precise as sums in float32, or in TF32 if the convolution allows TF32.
 bool is_precise(const Convolution& convolution, const std::vector<int>& notes) {
   const bool exact = convolution.type == kCudnnFloat32 && !convolution.tf32;
   return std::none_of(notes.begin(), notes.end(), [&](int note) {
@@ -300,7 +300,7 @@ bool is_precise(const Convolution& convolution, const std::vector<int>& notes) {
 struct Engine {
   std::vector<CudnnDescriptor> descriptors;  // the last one is the configuration, or the plan once it is made
   std::vector<int> notes;
-  bool compiles = false;  // an execution plan's kernel is compiled when the plan is made, which takes a second or two
+  bool compiles = false;  // whether making the execution plan compiles its kernel, which takes a second or two
 };
 
 // Throws std::runtime_error if cuDNN does not have the engine or a knob.

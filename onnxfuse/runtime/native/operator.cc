@@ -47,10 +47,10 @@ FusedOp::FusedOp(const Ort& ort_functions, Setup of_sessions, std::string op_nam
   version = kCustomOpVersion;
   GetName = [](const OrtCustomOp* op) { return self(op).name.c_str(); };
   GetExecutionProviderType = [](const OrtCustomOp* op) { return self(op).setup.provider.c_str(); };
-  GetInputType = GetOutputType = [](const OrtCustomOp*, size_t) { return 0; };  // undefined: any type
+  GetInputType = GetOutputType = [](const OrtCustomOp*, size_t) { return 0; };  // 0 (undefined): any type
   GetInputTypeCount = GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return 1; };
   GetInputCharacteristic = GetOutputCharacteristic = [](const OrtCustomOp*, size_t) -> int { return kVariadic; };
-  GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };  // memory of the provider's device
+  GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };  // 0: memory of the provider's device
   GetVariadicInputMinArity = GetVariadicOutputMinArity = [](const OrtCustomOp*) { return 1; };
   GetVariadicInputHomogeneity = GetVariadicOutputHomogeneity = [](const OrtCustomOp*) { return 0; };
   GetStartVersion = [](const OrtCustomOp*) { return 1; };

@@ -149,7 +149,7 @@ constexpr int64_t kPointer = 0, kScalar = 1, kTensorMap = 2, kStruct = 3;  // al
 constexpr int64_t kInt64 = 1, kFloat32Scalar = 2;  // numbers of Scalar.type; 0 is int32
 
 // Reads a pointer or scalar into the launch's values, at the first multiple of its size from byte `at` on.  Returns the
-// byte where it ends.
+// index of the byte after it.
 size_t read_value(WordReader& reader, const Extents& extents, int64_t kind, size_t at, Launch& launch) {
   const bool is_small = kind == kScalar && reader.next("a scalar's type", 0, kFloat32Scalar) != kInt64;
   const size_t size = is_small ? 4 : 8;
