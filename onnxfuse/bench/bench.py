@@ -1,4 +1,4 @@
-"""Time a model and the same model fused side by side, compare their outputs, and time each operator."""
+"""Time a model and its fused version side by side, compare their outputs, and time each operator."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Bench:
 
     @property
     def passed(self) -> bool:
-        """Whether every model ran with the right outputs; failing to run as a CUDA graph does not count."""
+        """Whether every model ran with the right outputs; a model passes even if it does not run as a CUDA graph."""
         return all(each.agrees or (each.agrees is None and each.mode != PLAIN) for each in self.contenders)
 
     def to_json(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class BenchSettings:
 def bench(
     model: str | os.PathLike[str], settings: BenchSettings, progress: Progress = lambda stage, done, of: None
 ) -> Bench:
-    """Time a model and the same model fused, in turns, on inputs and outputs that stay on the device.
+    """Time a model and its fused version in turns, on inputs and outputs that stay on the device.
 
     An unfused model is fused here; a fused model is compared with itself running as bodies.
 
@@ -265,7 +265,7 @@ class _Runner:
             return _Expected(outputs, self._in_float32(model, folder, feeds), half, half_precision_tensors(model))
         if self.provider == "cpu" or not has_products(model):
             return _Expected(outputs, {}, "", set())
-        # Where TF32 is allowed, our kernels always use it, but cuDNN only sometimes: its rounding must be tolerated.
+        # Where TF32 is allowed, our kernels use it, but cuDNN only sometimes, so the error of TF32 is tolerated.
         exact = self._in_float32(model, folder, feeds)
         return _Expected(outputs, exact, TF32, set(exact))
 

@@ -117,7 +117,7 @@ class _Source:
     def __init__(
         self, key: PlanFileKey, stamp: tuple[int, ...], file: PlanFile, templates: Sequence[SavedTemplate]
     ) -> None:
-        """Take the templates, which GPUs of the key's kind can run."""
+        """Take those templates of the file that GPUs of the key's kind can run."""
         self.stamp, self.file, self.templates = stamp, file, templates
         self._path, *self._where = key
         self._lock = threading.Lock()

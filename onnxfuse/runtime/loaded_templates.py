@@ -144,7 +144,7 @@ class PreparedTemplate:
             self._data = b""
 
     def error_of(self, variant: Variant) -> OnnxfuseError | None:
-        """Return the error of a kernel of a variant that cannot be loaded; None if no kernel has failed so far."""
+        """Return why one of a variant's kernels cannot be loaded; None if none of them has failed so far."""
         keys = (kernel.key for kernel in variant.kernels)
         return next((self.refused[key] for key in keys if key in self.refused), None)
 

@@ -124,7 +124,7 @@ class FusedNode:
 class Kernel:
     """An entry point of a .cu file or of generated CUDA source, with its compile-time constants."""
 
-    source: str  # the file's stem, or the name of `text` in messages
+    source: str  # the stem of the .cu file, or the name that messages use for `text`
     entry: str
     defines: Mapping[str, int | float | str] = field(default_factory=dict)
     arch_specific: bool = False  # needs instructions that only one architecture has, as sm_90a does
@@ -173,7 +173,7 @@ class Im2col:
 class TensorMap:
     """A CUtensorMap that is passed by value, as `const __grid_constant__`; a run supplies the address.
 
-    Sizes, strides and box count from the innermost dimension, as in cuTensorMapEncodeTiled. `strides` are in bytes and
+    Sizes, strides and box begin with the innermost dimension, as in cuTensorMapEncodeTiled. `strides` are in bytes and
     leave out the innermost dimension, whose stride is one element. Elements outside `sizes` are read as zero.
     """
 

@@ -64,7 +64,7 @@ class _SessionNode:
     """A node of a session."""
 
     counts_runs: bool  # whether its runs are counted, so that its plans are measured between runs
-    may_change: bool  # whether later runs may use other plans, because no CUDA graph holds its present ones
+    may_change: bool  # whether later runs may use other plans: no CUDA graph holds the present ones
     templates: list[PreparedTemplate | GivenTemplate] = field(default_factory=list)
 
 

@@ -60,7 +60,7 @@ def require_bodies(calls: Sequence[Call], reasons: Sequence[str | None]) -> list
 
 
 def make_alike(calls: Sequence[Call], reasons: list[str | None], why: str) -> None:
-    """Add reasons so that all nodes that call one function run as bodies if one of them does not run as a kernel.
+    """Add reasons so that all nodes that call one function run as bodies if one of them has a reason.
 
     `why` is the end of each added reason.
     """

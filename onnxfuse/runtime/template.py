@@ -26,7 +26,7 @@ MAX_VARIANTS: Final = 48  # variants made for speed; more are made only for size
 MAX_ALL_VARIANTS: Final = 96
 MAX_LOSS: Final = 0.03  # largest estimated loss of time at a sample, as a fraction, for which a kernel is left out
 MAX_MEAN_LOSS: Final = 0.001  # largest mean loss over all samples for which a kernel is left out
-MAX_LOSS_ELSEWHERE: Final = 1.0  # the largest loss at sizes that do not count in the choice between plans
+MAX_LOSS_ELSEWHERE: Final = 1.0  # largest loss of a variant at a sample that does not count
 MAX_TUNED_DISTANCE: Final = 1.0  # a measured plan is preferred within this distance of its sizes: a factor of two
 
 
@@ -248,7 +248,7 @@ def _plain(step: Launch) -> Launch:
 
 
 def _integer(value: T, where: str) -> T:
-    """Return a value, or the hint of a symbolic integer, which is then fixed at `where`."""
+    """Return a plain value as it is; fix a symbolic integer, named `where`, and return its hint: see Trace.fix."""
     return cast(T, value.trace.fix(value, where)) if isinstance(value, SymInt) else value
 
 
@@ -262,7 +262,7 @@ class _Samples:
     """
 
     def __init__(self, template: Template, given: Sequence[Sequence[int]]) -> None:
-        """Make the given samples count, or else the usual ones; `samples_with_zeros` never count."""
+        """Collect samples: the given ones count, or else the usual ones; samples with zeros never count."""
         rows = template.expressions
         count = size_count(template.inputs)
         free = [i for i in range(count) if i not in rows.ties]

@@ -238,7 +238,7 @@ def node_subject(call: Call, bodies: Mapping[str, str]) -> Data:
 
 
 def body_digests(model: onnx.ModelProto) -> dict[str, str]:
-    """Return a digest of each function's body by the function's name, which the digest leaves out."""
+    """Return a digest of each function's body by the function's name; the digest does not depend on the name."""
     result = {}
     for function in model.functions:
         if function.domain == DOMAIN:
@@ -269,7 +269,7 @@ def measurements_of_model(environment: Environment, model: onnx.ModelProto, mode
 
 
 def mix_name(alone: Sequence[Preference | None]) -> str:
-    """Name the variant of the model in which each node runs in its preferred way; another mix has another name."""
+    """Name the variant of the model in which each node runs in its preferred way; each mix has a name of its own."""
     kernels = [each is None or each.kernel for each in alone]
     return f"mix {_digest(repr(kernels).encode())[:12]}"
 

@@ -232,7 +232,7 @@ def _timed(op: _Operator, row: OpTime, cuda_graph: bool) -> OpTime:
     try:
         bound = [_bound(op, copies, kind == "kernel", cuda_graph) for kind, copies in counts]
     except Exception:  # a body with a node on the CPU cannot be captured
-        if not cuda_graph or row.how == UNFUSED:  # with an unfused node on the CPU, transfers would be timed
+        if not cuda_graph or row.how == UNFUSED:  # unfused nodes on the CPU: transfers would be timed
             raise
         return _timed(op, row, False)
     count = runs_within(SECONDS_PER_OPERATOR[row.how] / sum(copies for _, copies in counts), bound[0].run)

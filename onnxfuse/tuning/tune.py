@@ -1,4 +1,4 @@
-"""Measure kernel against body, for each distinct fused node and for the whole model, for later sessions to use.
+"""Time each distinct fused node and the whole model, as kernels and as bodies, for later sessions to use.
 
 A node's body is the ONNX function that it calls, which onnxruntime runs with its own operators.
 """
@@ -59,7 +59,7 @@ from onnxfuse.verify.requested_shapes import describe_feeds, feeds_of_known_size
 log: Final = logging.getLogger("onnxfuse")
 # Messages of CUDA, of onnxruntime's allocator, and about its gpu_mem_limit.
 OUT_OF_MEMORY: Final = re.compile("out of memory|failed to allocate|smaller than requested", re.IGNORECASE)
-SECONDS_PER_VARIANT: Final = 2.0  # spent on runs of the whole model
+SECONDS_PER_VARIANT: Final = 2.0  # time spent on the runs of a variant of the whole model
 NOT_FOR_TIMING: Final = ("enable_cuda_graph", "user_compute_stream", "has_user_compute_stream")  # provider options
 ORIGINAL: Final = "original"  # a variant that is timed, but never chosen
 MEASURED: Final = SessionSettings(all_kernels, "measured")
@@ -217,7 +217,7 @@ def _measure_plans(task: _Task, others: Sequence[Callable[[], Mapping[str, Array
 
 
 def _time_nodes(task: _Task, dispatches: Sequence[NodeDispatch]) -> tuple[list[OpTime], str]:
-    """Time each distinct node that has a kernel; the second result says why none was timed."""
+    """Time each distinct node that has a kernel; the second result says why no node was timed, and is else empty."""
     try:
         return op_times(task.timed, dispatches, CUDA_GRAPH in task.modes, only_kernels=True), ""
     except Exception as error:  # such as too little memory for all values at once; the whole model is still timed
@@ -255,7 +255,7 @@ def _time_model(task: _Task, mode: Mode, original: onnx.ModelProto | None) -> Mo
 def _variants(task: _Task, mode: Mode, original: onnx.ModelProto | None) -> dict[str, Callable[[], BoundSession]]:
     """Return functions that load the model's variants: all bodies, all kernels, each node in its faster way, original.
 
-    Each node in its faster way is a variant only if it differs from the first two.
+    The third variant is left out if it equals one of the first two.
 
     Raises onnxruntime's error if the bodies do not run.
     """

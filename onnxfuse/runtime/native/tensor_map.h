@@ -11,7 +11,7 @@ namespace onnxfuse {
 constexpr uint32_t kMaxTensorMapRank = 5;
 constexpr uint32_t kMaxSpatialRank = kMaxTensorMapRank - 2;
 
-// Sizes, strides and box count from the innermost dimension.  With `im2col`, the box is a number of channels and a
+// Sizes, strides and box begin with the innermost dimension.  With `im2col`, the box is a number of channels and a
 // number of pixels; `lower`, `upper` and the element strides between the first and the last one describe the walk over
 // the spatial axes.
 struct TensorMap {
