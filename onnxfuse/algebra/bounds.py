@@ -51,7 +51,7 @@ def minimum(*sizes: Size) -> Size:
 
 
 def _divided(size: Dim) -> Size:
-    """Return a size `n*a` with a single term as `a`; return any other size unchanged."""
+    """Return `a` for a size `n*a`, a number n > 1 times a product a of symbols; return other sizes unchanged."""
     ((monomial, factor), *others) = size.terms
     is_multiple = not others and monomial and factor > 1 and (lower_bound(size) or 0) >= 0
     return size // factor if is_multiple else size
@@ -87,8 +87,8 @@ def _lower_bound(size: Dim, substitutions: int) -> int | None:
 def _bound_of_quotients(size: Dim, substitutions: int) -> int | None:
     """Return a lower bound that uses the bounds of quotients by numbers: `a//4` is at most a/4 and at least (a - 3)/4.
 
-    Example: `h//2 - 2*(h//4)`, the padding of an image that was halved and doubled.  It is at least -1/2, and so at
-    least 0.
+    Example: `h//2 - 2*(h//4)`, the padding of an image that was halved and doubled, is at least -1/2.  Because it is an
+    integer, it is at least 0.
     """
     quotients: dict[str, tuple[Size, int]] = {}
     for name in (monomial[0] for monomial, _ in size.terms if len(monomial) == 1):
@@ -121,8 +121,8 @@ def is_nonnegative(size: Size) -> bool:
     Every dim of a tensor that has elements is 1 or more, and tensors without elements are never read.
     """
     above, terms = size, terms_of(size)
-    # Each name becomes name + 1, because it is 1 or more and a bound assumes 0 or more.  A size with NonPolynomial
-    # symbols stays as it is, because the names in their operands would not change.
+    # Each name is replaced by name + 1: a name stands for 1 or more, but `lower_bound` assumes only 0 or more.  A size
+    # with NonPolynomial symbols stays as it is, because the names in the operands of these symbols would not change.
     if not any(isinstance(name, NonPolynomial) for monomial, _ in terms for name in monomial):
         above = sum((product(symbol(name) + 1 for name in monomial) * factor for monomial, factor in terms), 0)
     low = lower_bound(above)
@@ -173,9 +173,9 @@ _OPERATIONS: Final[Mapping[str, Callable[..., Size]]] = {
 
 
 def solved(size: Size, number: int) -> tuple[str, int] | None:
-    """Return the only symbol of a size and the number that it must be for the size to equal `number`.
+    """Return the only symbol of a size, and the value of this symbol with which the size equals `number`.
 
-    None where the size depends on other symbols too, or where no number of at least 1 solves the equation.
+    None where the size depends on several symbols, or where no integer of at least 1 is such a value.
     """
     if isinstance(size, int):
         return None
@@ -187,7 +187,7 @@ def solved(size: Size, number: int) -> tuple[str, int] | None:
 
 
 def limited_sizes(size: Size, least: int) -> Iterator[str]:
-    """Yield the names of the symbols of a size that are a `Min` with a number of at least `least`."""
+    """Yield the names of those `Min` symbols of a size, such as `Min(512, seq)`, whose numbers are all >= `least`."""
     for name in () if isinstance(size, int) else (name for monomial, _ in size.terms for name in monomial):
         numbers = name.args if isinstance(name, NonPolynomial) and name.op == "Min" else ()
         if numbers and all(arg >= least for arg in numbers if isinstance(arg, int)):
@@ -215,7 +215,7 @@ def _extreme(op: str, sizes: Iterable[Size], beats: Callable[[Size, Size], bool]
 
 
 def _monomial_bounds(monomial: Monomial) -> SizeBounds:
-    """Return the bounds of a product of symbols: the products of their bounds, if none of them may be negative."""
+    """Return the bounds of a product of symbols: if no symbol may be negative, the products of the symbols' bounds."""
     low, high = 1, 1
     has_upper_bound = True
     for name in monomial:

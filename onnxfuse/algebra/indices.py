@@ -19,8 +19,8 @@ class Atom:
     """A number from 0 to `extent` - 1: a variable, or a function of an index.
 
     `kind` is "variable", "value" (read from memory while the kernel runs), "div" or "mod" (quotient or remainder by the
-    size `by`), or one of the padding modes "reflect", "edge" and "wrap" (the element of a dim of size `by` that the
-    padding repeats).
+    size `by`), or one of the padding modes "reflect", "edge" and "wrap" (the place, in a dim of size `by`, of the
+    element that the padding repeats).
     """
 
     kind: str
@@ -28,7 +28,7 @@ class Atom:
     name: str = ""  # the name, if this is a variable or value
     of: Index | None = None
     by: Size = 1
-    varies: tuple[str, ...] = ()  # names of the variables that a value depends on
+    varies: tuple[str, ...] = ()  # for a value: names of the variables on which it depends
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Index:
 
     @property
     def range(self) -> tuple[Size, Size] | None:
-        """The least and the greatest value that the ranges of the atoms allow; None if a sign is unknown."""
+        """The least and the greatest value that the atoms' ranges allow; None if the sign of a factor is unknown."""
         low = high = self.constant
         for atom, factor in self.terms:
             if is_nonnegative(factor):
@@ -81,7 +81,7 @@ class Index:
         return found
 
     def atoms(self) -> Iterator[Atom]:
-        """Yield the atoms of the index, and the atoms inside their own indices."""
+        """Yield the atoms of the index, each followed by the atoms of the index that it is a function of, if any."""
         for atom, _ in self.terms:
             yield atom
             if atom.of:
@@ -176,7 +176,10 @@ def _merged(constant: Size, terms: Iterable[tuple[Atom, Size]]) -> Index:
 
 
 def _put_together(atom: Atom, factor: Size, sums: Mapping[Atom, Size]) -> tuple[Atom, Index] | None:
-    """Return the term that merges with a remainder, and their sum: the divided index, or a larger remainder of it."""
+    """Return a term of `sums` that can be merged with the remainder `atom`, and the index that replaces both.
+
+    `n * (x // n) + x % n` becomes x, and `n * ((x // n) % m) + x % n` becomes `x % (n * m)`, both times `factor`.
+    """
     assert atom.of is not None
     above = _quotient(atom.of, atom.by).terms[0][0]
     if sums.get(above) == factor * atom.by:
@@ -188,7 +191,7 @@ def _put_together(atom: Atom, factor: Size, sums: Mapping[Atom, Size]) -> tuple[
 
 
 def replaced(index: Index, by: Mapping[str, Index]) -> Index:
-    """Return an index with variables replaced by the indices that `by` maps their names to, simplified again."""
+    """Replace the variables of an index by indices, which `by` holds by name, and return the simplified result."""
     found = Index(index.constant)
     for atom, factor in index.terms:
         found = found + _replaced_atom(atom, by) * factor

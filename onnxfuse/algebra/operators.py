@@ -10,7 +10,7 @@ from typing import Final
 
 # --- operators that move elements ----------------------------------------------------------------------------------
 
-# The axes change, the order of elements in memory does not.
+# These operators change the axes, but not the order of elements in memory.
 REGROUPING: Final = frozenset({"Flatten", "Reshape", "Squeeze", "Unsqueeze"})
 REARRANGING: Final = REGROUPING | {"Transpose"}  # each input element occurs exactly once in the result
 VIEWS: Final = REARRANGING | {"Expand", "Identity"}  # each element of the result is an element of the only data input

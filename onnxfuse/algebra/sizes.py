@@ -114,7 +114,7 @@ def symbol(name: str) -> Dim:
 
 
 def non_polynomial(op: str, *args: Size) -> Dim:
-    """Return the symbol for `op` (one of `//`, `%`, `Max`, `Min`) of sizes; an unknown size if its text is too long."""
+    """Return the symbol for `//`, `%`, `Max` or `Min` of sizes; an unknown size if the symbol's text is too long."""
     name = NonPolynomial(op, args)
     return symbol(name) if len(name) <= MAX_TEXT else _unknown(name)
 
@@ -273,7 +273,7 @@ def _size(terms: dict[Monomial, int]) -> Size:
             return Dim((kept[0],))
     elif len(kept) <= MAX_TERMS and all(len(m) <= MAX_DEGREE and abs(c) <= MAX_COEFFICIENT for m, c in kept):
         return Dim(tuple(sorted(kept, key=_order)))
-    # The coefficients, of any length, become part of the digest.
+    # The digested text includes the coefficients; unlike `str`, `hex` accepts integers of any length.
     return _unknown(str([(monomial, hex(coefficient)) for monomial, coefficient in sorted(kept)]))
 
 

@@ -154,8 +154,8 @@ def solve_sizes(
 def arrangement_layout(arrangement: Arrangement, sizes: Mapping[str, Size], pitch: Size | None = None) -> ViewLayout:
     """Return the layout of an arrangement's result, coalesced.
 
-    The last name of the last source axis stands for runs of elements.  `pitch` is the distance, in elements, from the
-    start of one run to the start of the next, for sources with gaps.  None means that the runs are adjacent.
+    Along the last source axis, the elements that its last name counts form runs.  `pitch` is the distance, in elements,
+    from the start of one run to the start of the next; None means that no gaps lie between the runs.
     """
     sub_axes: dict[str, SubAxis] = {}
     for i, names in enumerate(arrangement.source):

@@ -47,7 +47,7 @@ class Commands(click.Group):
 
 @contextmanager
 def _told_in_one_line(context: click.Context | None = None) -> Iterator[None]:
-    """Print an error as one line, with --debug its traceback too, and exit."""
+    """If the block raises an error, print it as one line, preceded by its traceback with --debug, and exit."""
     try:
         yield
     except click.ClickException as error:  # click prints its message, which may quote untrusted file names

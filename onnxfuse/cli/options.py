@@ -124,7 +124,7 @@ verify_options = together(
 
 
 def given_regions(regions: bool, epilogues: bool) -> Regions:
-    """Return the argument `regions` of `optimize` that --regions and --epilogues together stand for."""
+    """Return the value of the argument `regions` of `optimize` that --regions and --epilogues together select."""
     return "apart" if regions and not epilogues else regions
 
 

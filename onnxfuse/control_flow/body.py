@@ -36,7 +36,7 @@ class Body:
     where: str  # the body's name in reports, such as "the else branch of If 'x'"
     graph: Graph
     shapes: ShapeInfo
-    captured: frozenset[str]  # outer tensors that the body reads, without constants
+    captured: frozenset[str]  # the outer tensors, except constants, that the body reads
     taken: tuple[onnx.NodeProto, ...]  # Ifs that were removed from the body because their conditions are known
     # Maps each carried or scanned input of the body to its initial tensor, and to the axis if it is a slice of that
     # tensor.
@@ -51,7 +51,7 @@ class Body:
 
 
 def read_bodies(graph: Graph, shapes: ShapeInfo, ops: Collection[str] = CONTROL_FLOW) -> Iterator[Body]:
-    """Yield the bodies of a sorted graph's Ifs, Loops and Scans, or only of operators in `ops`, before any changes."""
+    """Yield the bodies of a sorted graph's Ifs, Loops and Scans, or only of operators in `ops`, not yet rewritten."""
     found = [node for node in graph.nodes if has_subgraph(node) and is_control_flow(graph.protos[id(node)][1])]
     found = [node for node in found if op_of(node) in ops]
     surroundings = _Surroundings(graph, shapes) if found else None
@@ -88,8 +88,8 @@ def _record_captured(outer: Graph, body: Body, written: onnx.GraphProto) -> None
 def _record_inputs(body: Body, written: onnx.GraphProto) -> None:
     """Record the shapes of the body's inputs that hold in every iteration.
 
-    Exporters may have recorded the shapes of the first iteration.  If the body already had fused nodes, its records are
-    kept: an earlier optimization wrote them, and knew more.
+    Exporters may have recorded the shapes of the first iteration.  If the body already had fused nodes, the recorded
+    shapes stay: an earlier optimization recorded them, and it knew more about the shapes.
     """
     if any(node.domain == DOMAIN for node in nodes(body.graph.model.graph)):
         return
@@ -160,7 +160,10 @@ class _Surroundings:
         return Body(node, index, where, linked, shapes, captured, tuple(taken), begins)
 
     def _scope(self, names: Mapping[str, None]) -> OuterScope:
-        """Return the facts about these tensors of the graph; tensors that it captures itself are among its inputs."""
+        """Return the facts about the tensors with these names.
+
+        If the graph is itself a body, the tensors that it captures are among its inputs, so their facts are known too.
+        """
         shapes, dtypes, values = dict[str, Shape | None](), dict[str, int](), {}
         for name in names:
             tensor = self.tensors.get(name) or self.constant(name)
@@ -170,9 +173,9 @@ class _Surroundings:
         return OuterScope(shapes, {n: dtype for n, dtype in dtypes.items() if dtype}, values, self.shapes.numbers)
 
     def _is_shared(self, name: str) -> bool:
-        """Return whether a constant has readers besides one body: a changed copy for this body would take more memory.
+        """Return whether a constant has other readers than one body, so that the body must not change it.
 
-        The constant itself would have to stay for the other readers.
+        The constant itself would have to stay for the other readers, and the changed copy would take more memory.
         """
         tensor = self.tensors.get(name)
         is_read = tensor is not None and bool(tensor.outputs)
@@ -191,7 +194,7 @@ def _model(
 ) -> onnx.ModelProto:
     """Return a body as a model, whose inputs are the body's own, followed by the tensors that it captures.
 
-    The carried inputs, `begun`, get no shape: onnx would infer from it shapes that hold in the first iteration only.
+    The carried inputs, `begun`, get no shape: it may hold in the first iteration only, as would all that onnx infers.
     """
     result = copy_without(model, "graph", "functions")
     result.graph.CopyFrom(copy_without(graph, "input"))

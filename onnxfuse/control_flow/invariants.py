@@ -63,7 +63,10 @@ def _invariants(graph: Graph, node: Node, body: onnx.GraphProto) -> dict[int, Te
 
 
 def _is_lost(tensor: Tensor) -> bool:
-    """Return whether onnxruntime 1.31 loses a captured tensor: it removes the second of two Casts in a row."""
+    """Return whether the second of two Casts in a row computes a tensor; onnxruntime 1.31 removes this Cast.
+
+    It does so even if a body captures the tensor.
+    """
     node = producer(tensor)
     made = producer(node.inputs[0]) if node is not None and op_of(node) == "Cast" else None
     return made is not None and op_of(made) == "Cast"

@@ -50,13 +50,14 @@ def _changed(
 ) -> dict[str, Shape | None]:
     """Return the new shapes of carried values that the body changes, with names for the changed sizes.
 
-    A changed rank gives None.  `named` holds the sizes that already have such names; new names are added to it.
+    A value whose rank changes gets the shape None.  `named` holds the sizes named in earlier rounds, and then also
+    the new ones.
     """
     tensors = graph.linked.tensors()
     changed: dict[str, Shape | None] = {}
     steps: dict[Size, dict[Size, list[CarriedAxis]]] = defaultdict(
         lambda: defaultdict(list)
-    )  # [size before an iteration][size after it]: the carried axes
+    )  # steps[before][after]: the carried axes whose size an iteration changes from `before` to `after`
     for begun, ended in pairs:
         before, after = scope.shapes.get(begun), shapes.shape(tensors[ended]) if ended in tensors else None
         if before is not None and (after is None or len(after) != len(before)):
@@ -77,7 +78,7 @@ def _renamed(
 ) -> dict[CarriedAxis, Dim]:
     """Return new names for changed sizes, by carried axis; sizes that were equal and change equally share a name.
 
-    If a size that already has such a name changes in several ways, it keeps its name where it changes in the first way.
+    If axes share a name from an earlier round, but change in several ways, only those of the first way keep the name.
     """
     renamed: dict[CarriedAxis, Dim] = {}
     for old, following in steps.items():

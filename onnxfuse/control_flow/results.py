@@ -26,7 +26,8 @@ def infer_results(graph: Graph, shapes: ShapeInfo) -> None:
 def _results(body: Body, shapes: ShapeInfo) -> dict[int, Shape | None]:
     """Return the shapes of a Loop's outputs, by the tensor's id: final carried values, and stacked scan outputs.
 
-    After zero iterations, onnxruntime's stacked output has size 0 on every axis whose size is not a number.
+    After zero iterations, onnxruntime's stacked output has size 0 on every axis whose size is not a number, so the size
+    of such an axis is unknown.
     """
     inputs, results = body.graph.linked.inputs, body.result_shapes
     carried = len(body.node.inputs) - 2

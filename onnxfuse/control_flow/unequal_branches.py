@@ -15,8 +15,8 @@ from onnxfuse.ir.node import Node
 def keep_unequal_branches(graph: Graph, shapes: ShapeInfo) -> Collection[Node]:
     """Return the Ifs whose branches must stay unchanged, and protect the tensors that these branches read.
 
-    Rewriting a branch that computes the target of a Reshape can let onnxruntime infer the branch's shape.  Before opset
-    11 it then refuses the If, because the other branch has a different shape.
+    If a branch that computes the target of a Reshape is rewritten, onnxruntime may become able to infer the branch's
+    shape.  Before opset 11, onnxruntime then refuses the If, because the other branch has a different shape.
     """
     if graph.opset >= BRANCHES_JOINED_SINCE:
         return ()
@@ -29,7 +29,7 @@ def keep_unequal_branches(graph: Graph, shapes: ShapeInfo) -> Collection[Node]:
 
 
 def _are_equal(first: list[Shape | None], *others: list[Shape | None]) -> bool:
-    """Return whether the results of all branches agree: they have the same known ranks, and no two numbers differ."""
+    """Return whether the results of all branches have the same known ranks, and no axis has two different numbers."""
     return all(_is_one(*pair) for other in others for pair in zip(first, other, strict=True))
 
 

@@ -111,5 +111,5 @@ def require_known(name: str, names: Sequence[str]) -> None:
 
 
 def by_name(fusions: Iterable[Fusion]) -> tuple[Fusion, ...]:
-    """Return the fusions in alphabetical order; of several with one name the last, so users can replace fusions."""
+    """Return the fusions in alphabetical order; of fusions with one name, only the last: users can replace fusions."""
     return tuple(f for _, f in sorted({f.name: f for f in fusions}.items()))

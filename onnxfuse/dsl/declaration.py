@@ -76,12 +76,14 @@ def require(sentence: str, holds: Callable[..., bool]) -> None:
 
     The parameters of `holds` name the facts that it needs: dimensions, scalars, choices and operands of the fusion (an
     absent operand is None), `dtype` and `rank` of the first output, `dtypes` of the operands by name, or the model's
-    `opset`.  `sentence` states the requirement, and may show these facts as {name}.  A parameter may also be a
-    function.  is_multiple(a, b) returns whether operand a is operand b times a constant; share_symbols(m, n), whether
-    two dimensions depend on a common symbol, so that they may be equal; is_ordinary(a, ...), whether the product of
-    operands holds no mask value.  `joined` is true if elementwise operators that follow will join the fused node (see
-    `epilogue` in `fusion`).  A fusion whose condition names `joined` is first tried with False, and once more with True
-    on nodes that operators could join.
+    `opset`.  `sentence` states the requirement, and may show these facts as {name}.
+
+    A parameter may also be one of the functions in guards.RELATIONS, such as is_multiple(a, b), which returns whether
+    operand a is operand b times a constant.
+
+    The parameter `joined` is true if elementwise operators that follow will join the fused node (see `epilogue` in
+    `fusion`).  A fusion whose condition names `joined` is first tried with False.  It is tried once more, with True, on
+    nodes that operators could join.
     """
     if not _guards:
         raise PatternError(f"{here()}: require() stands outside a fusion's body")

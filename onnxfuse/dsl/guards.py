@@ -20,14 +20,14 @@ Relation: TypeAlias = Callable[..., bool]  # tests operands, or two sizes
 #   is_bounded(a)        no element of operand a is infinite or NaN, assuming that products are finite
 #   is_finite(a)         operand a is a constant without NaN and infinity
 #   broadcasts_to(a, b)  the shape of operand a broadcasts to the shape of b without changing it
-#   is_table(a, b)       operand a, which broadcasts to operand b, has an axis of rows and is smaller
+#   is_table(a, b)       operand a, which broadcasts to operand b, has two or more axes and a different shape
 #   are_slices_of_one(a, ..., of=x)  operands are slices of one tensor (x, if given), or views of such slices
-#   begins_with_one(a)   operand a has several axes, the first of them of size 1
+#   begins_with_one(a)   operand a has two or more axes, and its first axis has size 1
 #   holds_zero_or_one(a)  each element of operand a is known to be 0 or 1
 #   is_triangle(a)       operand a is known to be true up to a diagonal, and false above it
 #   is_made_by(a, *ops)  one of the operators computes operand a
 #   has_readers(a)       more than one node reads operand a
-#   is_read_once(a)      one node reads operand a, and no subgraph or output
+#   is_read_once(a)      one node reads operand a, no subgraph reads it, and it is not a graph output
 RELATIONS: Final = (
     "is_multiple", "share_symbols", "is_ordinary", "is_bounded", "is_finite", "broadcasts_to", "is_table",
     "are_slices_of_one", "begins_with_one", "holds_zero_or_one", "is_triangle", "is_made_by", "has_readers",
@@ -65,7 +65,7 @@ class Guard:
     def answer(
         self, known: Mapping[str, object], relations: Mapping[str, Relation] = MappingProxyType({})
     ) -> bool | str:
-        """Return whether the condition holds, or the name of an unknown fact on which that depends.
+        """Return whether the condition holds, or else the name of an unknown fact that decides whether it does.
 
         An operand, scalar or size that is absent, so that `known` lacks its name or has None, is passed as None.  A
         condition on the rank holds only for known ranks.  A relation that is missing in `relations` holds for no

@@ -225,7 +225,7 @@ class Ending(NamedTuple):
     """How a term may be computed: one of `ops` reads all of `parts`, directly or through the operators `between`."""
 
     ops: frozenset[str]
-    parts: tuple[tuple[tuple[Ending, ...], slice], ...] = ()  # the endings of each computed part, and its inputs
+    parts: tuple[tuple[tuple[Ending, ...], slice], ...] = ()  # per computed part: its endings and possible inputs
     between: frozenset[str] = frozenset()
 
 
@@ -255,17 +255,17 @@ class Term:
 
     @functools.cached_property
     def root_ops(self) -> frozenset[str] | None:
-        """The operators that can compute the term; None if any can, or if none is needed, as for an operand."""
+        """The operators that can compute the term; None if any operator, or none, may compute it, as for an operand."""
         return union([part.root_ops for part in self.parts])
 
     @functools.cached_property
     def endings(self) -> tuple[Ending, ...] | None:
-        """The ways to compute the term; None if any operator can, or if none is needed."""
+        """The ways to compute the term; None wherever `root_ops` is None."""
         return None if self.root_ops is None else (Ending(self.root_ops),)
 
     @functools.cached_property
     def needed_ops(self) -> frozenset[frozenset[str]]:
-        """Sets without COMMON_OPS: every spelling of the term contains at least one operator of each."""
+        """Sets of operators without COMMON_OPS; every spelling of the term contains an operator of each set."""
         return frozenset().union(*(part.needed_ops for part in self.parts))
 
     @property
@@ -296,7 +296,7 @@ class Term:
     def count_nodes(self, choices: Mapping[str, str], seen: set[int]) -> int:
         """Return about how many nodes the term matches, without the nodes of terms in `seen`.
 
-        Counts its longest spelling, and the variant that `choices` names or else the longest.
+        Of several spellings, it counts the longest; of several variants, the one in `choices`, or else the longest.
         """
         if id(self) in seen:
             return 0
@@ -305,7 +305,7 @@ class Term:
 
     @functools.cached_property
     def unshared_count(self) -> int:
-        """The number of nodes of the longest spelling, counting a term once for each position that it has."""
+        """The number of nodes of the longest spelling; a term is counted again for each place where it occurs."""
         return self.own_nodes + sum(part.unshared_count for part in self.parts)
 
     def _count_nodes(self, choices: Mapping[str, str], seen: set[int]) -> int:
@@ -389,9 +389,10 @@ def union(sets: Sequence[frozenset[str] | None]) -> frozenset[str] | None:
 
 
 def _computed(parts: Sequence[Term], in_order: bool = False) -> tuple[tuple[tuple[Ending, ...], slice], ...]:
-    """Return the endings of the parts that every match has, and that an operator computes, with their inputs.
+    """Return, for each part that every match has and that an operator computes, its endings and its possible inputs.
 
-    With `in_order`, a part is not before its own place; it is later where attributes of the term are inputs.
+    With `in_order`, part i is input i of the operator or a later one, because attributes of the term may be inputs
+    before it.  Otherwise, a part may be any input.
     """
     return tuple(
         (part.endings, slice(index if in_order else 0, None))
@@ -578,7 +579,7 @@ class Capture(Term):
 class Constant(Term):
     """A number that the model must hold as a constant of one element.
 
-    A factor that a pattern divides by is matched as its reciprocal, `value`, and written as a Div by `divisor`.
+    If a pattern divides by a number, its reciprocal, `value`, is matched as a factor; `divisor` is written in a Div.
     """
 
     value: Number
@@ -699,7 +700,7 @@ class _Associative(Term):
 
     @property
     def has_number(self) -> bool:
-        """Whether one of the values is a number, which the inverse operator may combine with the others."""
+        """Whether one of the values is a number; then a Sub in a sum, or a Div in a product, may apply it."""
         return any(isinstance(t, Constant) or (isinstance(t, Capture) and t.kind == "scalar") for t in self.terms)
 
     @functools.cached_property

@@ -76,10 +76,10 @@ def tensor(dims: str | None = None, *, optional: bool = False) -> Capture:
     """Declare an input of the fused operator.
 
     `dims` names its axes, for example "... d": a name stands for one size throughout the fusion, "..." for any
-    leading axes (the same throughout), `name?` for that size, 1, or an axis that is absent, and a number for itself.
-    `name??` also matches an unknown size if a product of the fusion sums over the axis to which the tensor broadcasts:
-    models with another size there would not run.  Without `dims`, a rearrange() of the tensor names them.  Raises
-    PatternError if `dims` has anything else.
+    leading axes (the same throughout), and a number for an axis of that size.  `name?` stands for an axis of the named
+    size or of size 1, or for no axis.  `name??` also matches an axis of unknown size, if it broadcasts to an axis over
+    which a product of the fusion sums: a model in which the unknown size is another one would not run.  Without `dims`,
+    a rearrange() of the tensor names the axes.  Raises PatternError if `dims` has anything else.
     """
     _check_dims(dims)
     return Capture(kind="tensor", dims=dims, optional=optional, span=here())
@@ -103,9 +103,9 @@ def _check_dims(dims: str | None) -> None:
 def scalar(*, if_absent: Number | None = None, optional: bool = False) -> Capture:
     """Declare a number, which becomes an attribute of the fused node.
 
-    In the model it is a constant of one element, or an operator's attribute.  A model without it is a match only with
-    `optional=True`, where the fused node has no such attribute, or with `if_absent=1e-5`, where the attribute is 1e-5.
-    Choose `if_absent` so that the spellings without the number compute the same as the others with this number.
+    In the model it is a constant of one element, or an operator's attribute.  A model without this number matches only
+    with `optional=True`, where the fused node has no such attribute, or with `if_absent=1e-5`, where the attribute is
+    1e-5.  Choose `if_absent` so that the spellings without a number compute the same as the others with `if_absent`.
     """
     return Capture(kind="scalar", if_absent=if_absent, optional=optional or if_absent is not None, span=here())
 
@@ -180,8 +180,8 @@ def results(node: Term, count: int) -> tuple[Output, ...]:
 def size(name: str) -> Dim:
     """Return the size of a named dimension, for use in an operator's attribute: `starts=[size("d") // 2]`.
 
-    If it is a whole attribute (`num_groups=size("groups")`) and nothing else in the match determines the size, the
-    model's attribute does.
+    If the size is a whole attribute (`num_groups=size("groups")`), and nothing else in the match determines the size,
+    the value of the model's attribute determines it.
     """
     return symbol(name)
 
@@ -224,7 +224,7 @@ class Choose(Alternatives):
 def choose(name: str, **options: Term) -> Term:
     """Return a value that differs between variants of the fused operator; the options are tried in order.
 
-    The label of the one found becomes the attribute `name` of the fused node.
+    The label of the option that matches becomes the attribute `name` of the fused node.
     """
     return Choose(name=name, options=tuple(options.values()), labels=tuple(options), span=here())
 
@@ -270,10 +270,10 @@ def rearrange(value: Term, pattern: str) -> Term:
 def packed_slice(value: Term, name: str) -> Term:
     """Return, inside rearrange(), `value` or a slice of it that Slices, Splits or Gathers take from its last axis.
 
-    If the last axis is "(a b)", each of the `a` runs of `b` elements may be one of several adjacent runs.  For a slice,
-    attributes of the fused node describe its place: `<name>_offset` is the number of elements on the axis before the
-    first run, `<name>_pitch` the distance in elements between the starts of two runs, if it is not `b`, and
-    `<name>_blocks` the number of blocks of that size on the axis.
+    If the last axis is "(a b)", a slice consists of `a` runs of `b` elements, with equal gaps or none between the runs.
+    Attributes of the fused node describe the place of a slice: `<name>_offset` is the number of elements on the axis
+    before the first run.  If there are gaps, `<name>_pitch` is the distance in elements between the starts of two runs,
+    and `<name>_blocks` is the number of blocks of `<name>_pitch` elements on the axis.
     """
     return PackedSlice(inner=value, name=name, span=here())
 
@@ -491,7 +491,7 @@ def cast_like(value: Term, like: Term) -> Term:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Stored(Wrapper):
-    """A value that is matched as `inner`; bodies that may have certain operators store another value for it."""
+    """A value that is matched as `inner`; a body whose operator set is a key of `others` stores that term instead."""
 
     others: Mapping[OperatorSet, Term]
 

@@ -130,7 +130,7 @@ def _by_rule(scope: Scope, known: Known, scores: frozenset[Node]) -> dict[Node, 
             found |= {each: ANGLE for each in _angle(scope, known, node) if each not in found}
     masks = _mask_chain(scope, scores)
     found |= {node: COUNTS for node in nodes if node in scope.counted and node not in found and node not in masks}
-    for node in reversed(nodes):  # views after the last arithmetic are converted: a Cast precedes them
+    for node in reversed(nodes):  # views after the last arithmetic are converted, so a Cast precedes them
         if found.get(node) in (COUNTS, ANGLE) and op_of(node) in (*MOVES, "Cast"):
             readers = [each for tensor in node.outputs for each in consumers(tensor)]
             is_read_wide = any(each in found or each.op in READS_ANY for each in readers)
@@ -147,7 +147,10 @@ def _is_small(known: Known, tensor: Tensor) -> bool:
 
 
 def _can(scope: Scope, known: Known, node: Node) -> bool:
-    """Return whether an operator accepts half precision at all inputs and outputs that may change."""
+    """Return whether an operator accepts half precision at one input and at one output that may change, if any may.
+
+    If input 0 may change, the operator must accept half precision there.
+    """
     if op_of(node) in READS_ANY:
         return True
     inputs = half_inputs(op_of(node), len(node.inputs), scope.graph.opset, known.precision)
@@ -275,7 +278,7 @@ def _by_range(
 def describe_range(name: str, seen: Range, precision: Precision, is_score: bool) -> str:
     """Return why half precision cannot hold a tensor; "" if it can.
 
-    Masks may move scores below -LARGE_MASK; of such scores, only the highest counts.
+    If a mask has moved scores below -LARGE_MASK, only the highest score counts.
     """
     magnitude = seen.highest if is_score and seen.lowest < -LARGE_MASK else seen.magnitude
     if magnitude > precision.limit:
@@ -335,7 +338,7 @@ def _by_weight(
 def _other_exponent(scope: Scope, known: Known, tensor: Constant) -> str:
     """Describe an exponent that half precision would round to an integer; "" for none.
 
-    A negative base gives NaN with the exponent itself, and a number with the integer.
+    A negative base to the power of the original exponent is NaN; to the power of the integer, it is a number.
     """
     if constant_dtype(tensor) != TensorProto.FLOAT:
         return ""

@@ -221,7 +221,7 @@ class _Part:
             return tensor
         if (tensor.name, dtype) not in self.casts:
             source, result = tensor, self._variable(tensor, dtype)
-            is_float16 = present == TensorProto.FLOAT16  # its range fits into bfloat16
+            is_float16 = present == TensorProto.FLOAT16  # float16's range fits into bfloat16
             if dtype == self.half and not is_float16 and reader is not None and self._may_be_mask(tensor, reader):
                 source = self._bounded(self._read(tensor, FLOAT))
             self.casts[tensor.name, dtype] = self._cast(source, result, dtype)
@@ -244,7 +244,10 @@ class _Part:
         return seen is not None and seen.lowest < lowest
 
     def _bounded(self, tensor: Tensor) -> Tensor:
-        """Return a tensor whose finite values stay finite in half precision, and whose infinite ones stay infinite."""
+        """Return a tensor in which half precision's lowest number replaces all lower finite numbers.
+
+        -inf stays as it is, except before opset IS_INF_OPSET.
+        """
         graph, lowest = self.graph, -self.known.precision.largest
         result = graph.variable(f"{tensor.name}_bounded")
         if graph.opset < IS_INF_OPSET:

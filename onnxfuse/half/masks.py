@@ -34,15 +34,15 @@ def masked_inputs(node: Node) -> list[Tensor]:
 def adding_masks(scope: Scope, is_lowest: Callable[[Tensor], bool], is_wide: Callable[[Node], bool]) -> Iterator[Node]:
     """Yield the softmaxes and attentions in half precision whose masks are added to scores, not put in their place.
 
-    In a fully masked row, such a sum in float16 still depends on the scores, while in float32 only the mask's number is
-    left.
+    In a fully masked row, the sum of score and mask still depends on the score in float16; in float32, the sum is the
+    mask's number.
 
     is_lowest  whether a tensor holds numbers below the range of half precision
     is_wide    whether a node stays in float32
     """
     for node in scope.graph.nodes:
         masked = masked_inputs(node)
-        if not node.op.endswith("Attention"):  # these operators add the mask that they read
+        if not node.op.endswith("Attention"):  # an Attention adds its mask itself; a softmax does not
             chain = scope.behind(masked, _leads_on)
             masked = [t for each in chain if not is_wide(each) and _adds_to_scores(scope, each) for t in each.inputs]
         if not is_wide(node) and _reaches(scope, masked, is_lowest):
@@ -54,7 +54,7 @@ def _adds_to_scores(scope: Scope, node: Node) -> bool:
 
 
 def _reaches(scope: Scope, tensors: Sequence[Tensor], is_lowest: Callable[[Tensor], bool]) -> bool:
-    """Return whether the lowest numbers are in these tensors, or in tensors from which mask operators compute them."""
+    """Return whether `is_lowest` holds for a tensor, or for a tensor from which mask operators compute it."""
     read = (each for node in scope.behind(tensors, _leads_on) for each in node.inputs)
     return any(map(is_lowest, (*tensors, *read)))
 

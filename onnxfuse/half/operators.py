@@ -22,8 +22,8 @@ WITHOUT_BFLOAT16: Final = frozenset({  # operators of CONTRIB that onnxruntime 1
     "BiasAdd", "BiasSplitGelu", "EmbedLayerNormalization", "FusedConv", "FusedGemm", "GroupNorm", "NhwcConv",
     "SkipGroupNorm",
 })  # fmt: skip
-# Operators that onnxruntime inlines by their ONNX definition if it has no kernel: the first opset in which the
-# operators of that definition accept the dtype.
+# By operator and dtype: the first opset in which the operator accepts the dtype.  onnxruntime has no kernel for these
+# pairs; it inlines the operator's ONNX definition, whose own operators accept the dtype only from that opset on.
 DEFINED_SINCE: Final = {
     ("Gelu", "float16"): 9, ("FastGelu", "bfloat16"): 13, ("Gelu", "bfloat16"): 13, ("QuickGelu", "bfloat16"): 13,
     ("Clip", "bfloat16"): 16, ("SoftmaxCrossEntropyLoss", "bfloat16"): 16,
@@ -61,7 +61,7 @@ ELEMENTWISE: Final = frozenset({
     "Pow", "Reciprocal", "Relu", "Round", "Sigmoid", "Sign", "Softmax", "LogSoftmax", "Sqrt", "Sub", "Sum", "Tanh",
     "Where",
 })  # fmt: skip
-FILLS: Final = frozenset({"Cast", "Constant", "ConstantOfShape"})  # they write the dtype that an attribute names
+FILLS: Final = frozenset({"Cast", "Constant", "ConstantOfShape"})  # operators with an attribute for the output dtype
 BROADCAST_MAX_OPSET: Final = 8  # the first opset whose Max and Min take operands of different shapes
 READS_ANY: Final = frozenset({"Cast", "Shape", "Size", "IsNaN", "IsInf"})  # operators that read any dtype
 

@@ -114,7 +114,7 @@ class _Observer:
         self.found[name] = self.found[name].joined(seen) if name in self.found else seen
 
     def run(self, piece: Sequence[onnx.NodeProto], live: Sequence[dict[str, object]], later: set[str]) -> None:
-        """Run some nodes on the live tensors, record the ranges of their results, and keep those read later."""
+        """Run some nodes on the live tensors, record the ranges of their results, and keep the results in `later`."""
         made = [name for node in piece for name in node.output if name]
         watched = [name for name in made if self.types.get(name, 0) in REAL]
         carried = [name for name in made if name in later]
@@ -137,7 +137,7 @@ class _Observer:
         watched: Sequence[str],
         carried: Sequence[str],
     ) -> onnx.ModelProto:
-        """Return a model of some nodes, whose outputs are the ranges of their results and the results read later."""
+        """Return a model of some nodes; its outputs are the ranges of `watched` tensors, and the `carried` tensors."""
         result, source = copy_without(self.model, "graph"), self.model.graph
         graph, read = result.graph, {name for node in piece for name in reads(node)}
         graph.name = "slice"

@@ -42,8 +42,8 @@ class HalfError:
 class HalfResult:
     """A model in half precision: the nodes that stayed in float32, and the errors of its outputs.
 
-    `nodes` counts the nodes that compute on floating-point numbers before fusing.  `kept` stayed in float32 because of
-    their values, and `by_rule` because of their operators.
+    `nodes` counts the nodes that compute on floating-point numbers before fusing.  `kept` lists the nodes that stayed
+    in float32 because of their values; `by_rule` counts those that stayed because of their operators, by reason.
     """
 
     dtype: str
@@ -66,7 +66,7 @@ class HalfResult:
 
     @property
     def unusual(self) -> HalfError | None:
-        """The output whose error exceeds the noise by the most; None if the noise explains all errors."""
+        """The output whose error exceeds its noise by the largest factor; None if the noise explains all errors."""
         found = [each for each in self.errors if not each.is_usual(self.dtype)]
         return max(found, key=lambda each: each.error / (each.noise or ROUNDINGS[self.dtype]), default=None)
 

@@ -44,7 +44,7 @@ def scale_products(shapes: ShapeInfo, ranges: Mapping[str, Range], weights: Weig
 
 
 def _bits(graph: Graph, ranges: Mapping[str, Range], weights: Weights, node: Node) -> int:
-    """Return k if the product should be divided by 2^k; 0 if scaling is not worth it."""
+    """Return k if the operand should be scaled by 2^-k; 0 if the product is in range, or scaling would lose bits."""
     precision, weight = weights.precision, node.inputs[1]
     read, written = ranges.get(node.inputs[0].name), ranges.get(node.outputs[0].name)
     if not is_constant(weight) or read is None or written is None or not written.magnitude > precision.limit:

@@ -48,7 +48,7 @@ class Scope:
         return bool(tensor.name) and self.shapes.dtype(tensor) in REAL
 
     def untyped(self, node: Node) -> str:
-        """Return a tensor that a node reads or writes whose dtype is not known; "" if there is none."""
+        """Return the name of a tensor of unknown dtype that a node reads or writes; "" if there is none."""
         tensors = (*node.inputs, *node.outputs)
         return next((each.name for each in tensors if each.name and not self.shapes.dtype(each)), "")
 

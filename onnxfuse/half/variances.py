@@ -38,7 +38,7 @@ def variance_nodes(scope: Scope) -> frozenset[Node]:
 
 
 def _variance(scope: Scope, node: Node) -> set[Node]:
-    """Return the nodes that compute the variance that ends with `node`; empty if the node is not such a difference."""
+    """Return the nodes that compute the variance whose last node is `node`; none if `node` computes no variance."""
     of_squares, square = map(producer, node.inputs)
     if of_squares is None or square is None or (mean := _squared(scope, square)) is None:
         return set()

@@ -25,7 +25,7 @@ def int_attribute(node: Node, name: str, default: int | None = None) -> int | No
 
 
 def flag_attribute(node: Node, name: str, default: bool) -> bool:
-    """Return whether an int attribute is 1; `default` where it is absent.  Like onnxruntime, 2 and -1 count as 0."""
+    """Return whether an int attribute is 1; `default` where it is absent.  As in onnxruntime, 2 and -1 count as 0."""
     return int_attribute(node, name, int(default)) == 1
 
 

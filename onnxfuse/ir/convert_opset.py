@@ -60,7 +60,7 @@ def convert_opset(model: onnx.ModelProto, opset: int, *, has_to_run: bool = True
 
 
 def describe_change(original: onnx.ModelProto, converted: onnx.ModelProto, reason: str) -> str:
-    """Return a sentence for users which says that, and why, the converted model differs from the original."""
+    """Return a sentence for users: the converted model differs from the original, for this reason."""
     old, new = opset_of(original), opset_of(converted)
     return f"raising the opset from {old} to {new} changed the model: {reason}; please report this model"
 
@@ -98,7 +98,7 @@ def _as_model(function: onnx.FunctionProto) -> onnx.ModelProto:
 
 
 def _drop_constant_inputs(model: onnx.ModelProto, source: onnx.ModelProto) -> None:
-    """Remove initializers from the inputs of a model that had an IR version below 4, where none can be overridden."""
+    """Remove the initializers that no caller can override from the inputs of a model; raise its IR version to 4."""
     constants = {tensor.name for tensor in source.graph.initializer} - overridable_initializers(source)
     inputs = [each for each in model.graph.input if each.name not in constants]
     del model.graph.input[:]

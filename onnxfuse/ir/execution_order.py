@@ -20,7 +20,7 @@ def reads(node: onnx.NodeProto) -> Iterator[str]:
 def outer_reads(graph: onnx.GraphProto) -> Iterator[str]:
     """Yield the names of tensors that a subgraph captures: it reads them, and does not define them.
 
-    If the subgraph defines a name itself, the name means its own tensor, even if the outer graph has one of that name.
+    A name that the subgraph defines means the subgraph's own tensor, even if the outer graph has a tensor of that name.
     """
     own = defined_names(graph)
     for node in graph.node:

@@ -232,7 +232,7 @@ class Graph:
             self.linked.nodes = [n for n in self.nodes if id(n) not in dead]
 
     def remember_origins(self) -> None:
-        """Record the operator and name of each tensor's producer, which reports name even after it was replaced.
+        """Record the operator and name of each tensor's producer, so that reports can name it after it was replaced.
 
         Origins that were recorded before are kept.
         """

@@ -31,8 +31,8 @@ class LinkedGraph(Protocol):
 class IdentityNode(gs.Node):  # type: ignore[misc]
     """A node that equals only itself.
 
-    graphsurgeon's nodes are compared by content, also on each removal from a list: that is slow, and wrong among
-    unnamed nodes.
+    graphsurgeon compares nodes by content, even to remove a node from a list.  This is slow, and it takes different
+    unnamed nodes for the same.
     """
 
     __eq__ = object.__eq__
@@ -54,7 +54,7 @@ def link(model: onnx.ModelProto, overridable: Iterable[str]) -> LinkedGraph:
     for part in (graph, *inner):
         for node in part.nodes:
             node.__class__ = IdentityNode
-    for part in inner:  # last, because two branches may hold nodes that are equal but not identical
+    for part in inner:  # after the loop above: without IdentityNode, equal nodes of two branches would be confused
         for node in part.nodes:
             node.inputs.clear()
     return graph  # type: ignore[no-any-return]

@@ -119,9 +119,10 @@ def _reached(functions: Mapping[Key, onnx.FunctionProto], kept: Collection[Key])
 def _too_many(
     model: onnx.ModelProto, functions: Mapping[Key, onnx.FunctionProto], kept: Collection[Key]
 ) -> dict[Key, str]:
-    """Return the functions to keep, largest first, so that inlining the rest stays within the limit; with the reasons.
+    """Return which functions to keep, each with the reason, so that the rest adds at most MAX_NODES_INLINED nodes.
 
-    Returns all functions if some call each other in a cycle, which no runtime accepts.
+    The functions whose calls add the most nodes are kept first.  All functions are kept if some call each other in a
+    cycle, which no runtime accepts.
     """
     inner = {key: _calls(function, functions) for key, function in functions.items()}
     try:
@@ -156,7 +157,7 @@ def check_expanded(model: onnx.ModelProto, name: str) -> None:
     """Raise ModelError if expanding all calls, also of fused operators, gives too many nodes or too deep nesting.
 
     onnx's shape inference visits all expanded nodes.  Their number can grow exponentially: if each of 60 functions
-    calls the next one twice, it doubles 60 times.  A cycle of calls, which no runtime accepts, is not expanded.
+    calls the next one twice, the number doubles 60 times.  A cycle of calls, which no runtime accepts, is not expanded.
     """
     if not model.functions:
         return
@@ -182,7 +183,7 @@ def check_expanded(model: onnx.ModelProto, name: str) -> None:
 
 
 def _depth(part: NodeContainer, depths: Mapping[Key, int]) -> int:
-    """Return the depth of nested subgraphs in a graph or function after inlining; `depths` has those of functions."""
+    """Return the depth of nested subgraphs in a graph or function after inlining; `depths` is that of functions."""
     found = 0
     for node in part.node:
         called = depths.get((node.domain, node.op_type, node.overload), 0)

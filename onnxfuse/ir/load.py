@@ -62,9 +62,9 @@ def load(source: str | os.PathLike[str] | bytes | onnx.ModelProto) -> tuple[onnx
 
 
 def _without_references(model: onnx.ModelProto, name: str) -> onnx.ModelProto:
-    """Return the model without references to function attributes outside functions, which onnxruntime ignores.
+    """Return the model without `ref_attr_name` in nodes outside functions, where onnxruntime ignores it.
 
-    An attribute with such a reference keeps its own value.  Raises ModelError where it has no value.
+    Such an attribute, which refers to a function's attribute, keeps its own value.  Raises ModelError if it has none.
     """
     found = [(node, a) for node in nodes(model.graph) for a in node.attribute if a.ref_attr_name]
     for node, attribute in found:
@@ -112,7 +112,7 @@ def _check(model: onnx.ModelProto, folder: Path | None, name: str) -> None:
     _check_operators(model, name)
     outline = replace_tensors(model, _without_values)
     _hide_from_checker(outline)
-    if outline.ir_version == 3:  # ONNX's checker requires initializers to be inputs there; onnxruntime does not
+    if outline.ir_version == 3:  # ONNX's checker requires initializers to be inputs in version 3; onnxruntime doesn't
         outline.ir_version = 4
     for value in outline.graph.output:
         if not value.HasField("type"):  # onnxruntime infers the type

@@ -81,7 +81,7 @@ class Surroundings:
 
     @cached_property
     def constants(self) -> dict[str, Array]:
-        """The values of small constants, by name; without names that stand for several tensors."""
+        """The values of small constants, by name; a name that several graphs define is left out."""
         found = {each.name: each for part in graphs(self.model.graph) for each in part.initializer}
         variable = overridable_initializers(self.model)
         for node in nodes(self.model.graph):
@@ -96,7 +96,7 @@ class Surroundings:
 
     @cached_property
     def types(self) -> dict[str, onnx.TypeProto]:
-        """The types of tensors that onnx infers, by name; without names that stand for several tensors."""
+        """The types of tensors that onnx infers, by name; a name that several graphs define is left out."""
         light = without_initializers(self.model)
         given = {each.name for each in light.graph.input}
         light.graph.input.extend(
@@ -297,7 +297,7 @@ def _resize(place: Place) -> None:
 
 
 def _one_of_both(place: Place) -> None:
-    """Omit empty scales if sizes are given, and omit an empty region: both are optional in the newer opset."""
+    """Omit the scales if sizes are given, and omit an empty region: both are optional in the newer opset."""
     inputs = place.node.input
     if len(inputs) > 3 and inputs[3]:
         inputs[2] = ""

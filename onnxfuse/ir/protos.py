@@ -28,7 +28,7 @@ class NodeContainer(Protocol):
 
 @dataclass(frozen=True)
 class OneNode:
-    """A container of one node that refers to the node; a FunctionProto would copy it with its tensors."""
+    """A container that refers to one node without copying it; a FunctionProto would copy the node and its tensors."""
 
     node: tuple[onnx.NodeProto]
     value_info: tuple[onnx.ValueInfoProto, ...] = ()
@@ -116,7 +116,7 @@ def copy_without(message: Message, *fields: str) -> Message:
 
 
 def without_initializers(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy of a model without the dense initializers of its main graph; they are not read."""
+    """Return a copy of a model without the dense initializers of its main graph, whose values are not read."""
     copy = copy_without(model, "graph")
     copy.graph.CopyFrom(copy_without(model.graph, "initializer"))
     return copy

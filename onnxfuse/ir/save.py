@@ -120,7 +120,7 @@ def _digest(path: Path) -> str:
 
 
 def _writer_of_tensors(file: BinaryIO, folder: Path | None) -> Callable[[onnx.TensorProto], onnx.TensorProto]:
-    """Return a function that appends a tensor's values to the file, and returns a tensor that refers to them there.
+    """Return a function that appends a tensor's values to the file, and returns a tensor that refers to the file.
 
     If several tensors share a range of a file, the range is copied once.
     """

@@ -21,7 +21,7 @@ MAX_PERIOD: Final = 600  # nodes in one copy of a block
 MIN_SAVED: Final = 3  # a repeated block must save drawing at least this many nodes
 MAX_ITEMS: Final = 60  # nodes and blocks drawn side by side; more are divided into sections
 SECTION: Final = 36  # nodes and blocks in a section
-# Tried in turn: a value comes first in the reading order if its readers lie this many nodes apart; None: no value does.
+# Tried in turn: a node comes first in the reading order if readers of its value lie so many nodes apart; None: no node.
 DISTANCES: Final = (4, 12, 40, None)
 
 
@@ -103,7 +103,7 @@ def reading_order(reads: Sequence[Sequence[int]], ahead: Iterable[int]) -> list[
 
 
 def _shared_values(labels: Array, reads: Sequence[Sequence[int]], order: Sequence[int], distance: int) -> Set[int]:
-    """Return the nodes whose values equal nodes in distant positions read, such as a mask that all layers share."""
+    """Return the nodes whose values are read by nodes of one label that lie far apart, such as a mask of all layers."""
     position = {node: i for i, node in enumerate(order)}
     readers: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for node, inputs in enumerate(reads):
@@ -113,7 +113,7 @@ def _shared_values(labels: Array, reads: Sequence[Sequence[int]], order: Sequenc
 
 
 def _drawn(items: Iterable[Item]) -> int:
-    """Return how many shapes the items need: one per node, and one more per repeated block."""
+    """Return how many boxes a drawing of the items needs: one per node, and one more per repeated block."""
     return sum(1 if isinstance(item, int) else 1 + _drawn(item.items) for item in items)
 
 
@@ -166,10 +166,10 @@ def _longest_run(labels: Array, reads: Sequence[Sequence[int]], start: int, end:
 
 
 def _exact_run(labels: Array, reads: Sequence[Sequence[int]], run: _Run, end: int) -> _Run | None:
-    """Shift the run to where the fewest values enter a copy; None if no shift has copies that are linked alike.
+    """Return the run, shifted so that few values enter a copy; None if no shift gives copies that are linked alike.
 
-    Labels repeat from `run.start` on for some more nodes than the copies have, so the first copy may start at several
-    nodes.
+    The repeated labels may go on after the last copy, so the first copy may also start at a later node.  Of the shifts
+    with the most copies, the one is chosen with which the fewest values enter a copy.
     """
     period = run.period
     last = run.start + run.copies * period

@@ -33,7 +33,7 @@ class Fates:
     fates: tuple[Fate, ...]
     stands_for: tuple[int | None, ...]
     records: Mapping[int, Fused]  # the record of each fused node, by its index in the new graph
-    replaced: Mapping[int, tuple[int | str, ...]]  # by the same index: old nodes, or names of intermediate nodes
+    replaced: Mapping[int, tuple[int | str, ...]]  # by the same index: the replaced old nodes, or their names
 
     @property
     def counts(self) -> dict[Fate, int]:
@@ -79,7 +79,7 @@ def _follow_outputs(
 ) -> None:
     """Assign old nodes without a new node to the new node that they help to compute.
 
-    Such nodes lie between the outputs of other new nodes and an output of this one.
+    An old node is assigned to a new one if it lies between the outputs of other new nodes and an output of this one.
     """
     producer = {name: i for i, node in enumerate(graph.before.nodes) for name in node.outputs}
     ends: dict[int, list[int]] = defaultdict(list)  # for each new node, the old nodes that compute its outputs

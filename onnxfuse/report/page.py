@@ -47,7 +47,7 @@ def data(report: Shown) -> dict[str, Any]:
     """Return the data that the page's script draws and searches, and from which it writes plans, as JSON values.
 
     A match is a list: its fusion, node, output, body, dims, the nodes in its epilogue, and the nodes that it replaces.
-    The last is empty if "graphs" has these nodes.
+    The list of replaced nodes is empty if "graphs" has them.
     """
     texts, facts = Table(), report.facts
     reasons = reasons_of(report)

@@ -55,7 +55,7 @@ QUANTIZED: Final = (  # prefixes of the names of operators on quantized tensors
 class Dropped:
     """A step that was taken back, and why: a fusion, the layout, a pass, or the folding into weights or constants.
 
-    `node` is "" where it was taken back everywhere.
+    `node` is "" if the step was taken back for all nodes.
     """
 
     fusion: str
@@ -76,7 +76,7 @@ class RegionGain:
 
 @dataclass(frozen=True)
 class Subgraph:
-    """A body of an If, Loop or Scan: its number of nodes before and after, and of fused nodes by fusion."""
+    """A body of an If, Loop or Scan: how many nodes it has before and after, and how many fused nodes per fusion."""
 
     where: str
     nodes_before: int
@@ -121,7 +121,7 @@ class Report:
 
     @property
     def regions(self) -> RegionGain:
-        """The counts of regions, and the traffic that they save after all other fusions."""
+        """The counts of regions, and the traffic that regions save in addition to all other fusions."""
         fused = [one for one in self.fused if one.fusion == REGION]
         apart = self.without_regions or self.after
         return RegionGain(

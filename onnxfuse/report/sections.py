@@ -161,7 +161,7 @@ class MissGroup:
 
     @property
     def unfused(self) -> int:
-        """The number of these nodes that are in no other fused node."""
+        """The number of nodes of the group that no other fusion has fused."""
         return len(self.nodes) - sum(self.fused_as.values())
 
     @property

@@ -24,7 +24,7 @@ class Similar(Generic[Item]):
 def group(
     items: Iterable[Item], sentence: Callable[[Item], str], key: Callable[[Item], Hashable] = lambda item: None
 ) -> list[Similar[Item]]:
-    """Return the items in groups of similar sentences and equal keys, the largest first, else in their order."""
+    """Return groups of items with similar sentences and equal keys: the largest first, equally large ones in order."""
     groups: dict[Hashable, list[tuple[tuple[str, ...], Item]]] = {}
     for item in items:
         text = sentence(item)

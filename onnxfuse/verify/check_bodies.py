@@ -21,7 +21,7 @@ ERRORS: Final = (onnx.checker.ValidationError, onnx.shape_inference.InferenceErr
 def faults_of_bodies(model: onnx.ModelProto) -> dict[str, str]:
     """Return ONNX's objections to the function bodies of fused nodes in a model's main graph, by the body's name.
 
-    A body is checked with the operands of its first call, if the dtypes of these are recorded.
+    A body is checked with the operands of its first call, if the dtypes of these operands are recorded.
     """
     bodies = {body.name: body for body in model.functions if body.domain == DOMAIN}
     first = {node.op_type: node for node in reversed(model.graph.node) if node.domain == DOMAIN}

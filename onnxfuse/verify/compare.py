@@ -178,7 +178,7 @@ def _verdict(errors: Sequence[OutputDifference], reference: Reference) -> Verifi
 
 
 def nothing_compared(original: onnx.ModelProto, error: VerificationError) -> Verification:
-    """Return the verification of a model whose outputs could not be computed; it says why."""
+    """Return the verification of a model whose outputs could not be computed; `error` says why."""
     outputs = tuple(NotCompared(output.name, str(error)) for output in original.graph.output)
     return Verification(None, (), str(error), (), outputs)
 
@@ -226,7 +226,7 @@ def _outputs_of(model: Prepared, reference: Reference) -> tuple[list[dict[str, o
 def _fail_changed_dtypes(
     before: onnx.ModelProto, after: onnx.ModelProto, errors: tuple[OutputDifference, ...]
 ) -> tuple[OutputDifference, ...]:
-    """Mark outputs whose declared dtype changed as failed; models converted to float32 do not show such a change."""
+    """Mark outputs whose declared dtype changed as failed: a comparison in float32 does not notice such a change."""
     old, new = ({o.name: o.type.tensor_type.elem_type for o in m.graph.output} for m in (before, after))
     name_of = onnx.TensorProto.DataType.Name
     changed = {n: f"output '{n}' is {name_of(new[n])}; the original has {name_of(t)}" for n, t in old.items()

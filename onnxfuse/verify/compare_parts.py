@@ -57,8 +57,8 @@ PART_TOLERANCES: Final[Mapping[str, float]] = {
 # operands moved by one unit in the last place.  If attention scores are in the millions and two are nearly equal, the
 # probabilities move by more than any fixed tolerance.  The direction is random, so one draw may miss it: of five draws
 # on 1025 tokens, one moved a result by 0.0005, one by 0.07, and three by 0.7 to 1.3.  A gate that multiplies large
-# values amplifies the error of its own sigmoid, which a run in float64 shows, and in half precision the rounding of
-# each result.
+# values amplifies the error of its own sigmoid, which a run in float64 shows.  In half precision, the gate also
+# amplifies the rounding of each result.
 NOISE_FACTOR: Final = 8.0
 NOISE_DRAWS: Final = 6
 
@@ -89,10 +89,11 @@ def compare_parts(
     *,
     numbers_for_nan: bool = False,
 ) -> PartsVerification:
-    """Run each part and the nodes that it replaced, in plain onnxruntime without its graph optimizations.
+    """Compare the two sides of each part, both run in plain onnxruntime without its graph optimizations.
 
-    `feeds` are inputs on which the original runs.  The parts are run on the values that `feeds` lead to, and on two
-    sets of drawn values; only on drawn values if `feeds` is None, because the original does not run.  `progress` is
+    `feeds` are inputs on which the original runs.  The parts are run on the values that their operands have in that
+    run, and on two sets of drawn values.  If `feeds` is None, because the original does not run, the parts are run only
+    on drawn values.  `progress` is
     called with the number of parts compared so far and the number of all parts.  With `numbers_for_nan` a fused node
     may have any numbers where the nodes that it replaced give NaN.
     """
@@ -139,7 +140,7 @@ def values_of_run(unfused: UnfusedGraph, names: Iterable[str], feeds: Mapping[st
     needed = list(dict.fromkeys(names))
     values = {name: feeds[name] for name in needed if name in feeds}
     wanted, folder = [name for name in needed if name not in values], unfused.graph.folder
-    if wanted:  # the model is freed before it runs: its weights are in the session
+    if wanted:  # the model is freed before the session, which holds its weights, runs
         try:
             results = run(_open(_model_of_run(unfused, wanted), folder), feeds)
         except OnnxruntimeFailure:
@@ -241,7 +242,7 @@ class _Sessions:
     fused: Session
     exact: Session | None
     half: str  # the half precision by which errors are judged, "" for none
-    in_float32: bool  # whether both are converted, because onnxruntime's CPU provider cannot run them in bfloat16
+    in_float32: bool  # whether both models are in float32, because the CPU provider cannot run them in bfloat16
     model: onnx.ModelProto  # a model of the replaced nodes
     rounded: Mapping[str, int]  # the half-precision tensors that `model` computes, and their dtypes
     folder: Path | None

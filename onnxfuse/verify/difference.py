@@ -32,7 +32,7 @@ TOLERANCES: Mapping[str, float] = {
 }  # every other dtype is exact: integers, booleans and strings have no roundings
 
 # From these magnitudes on a value can only come from a mask: -3.4e38, or -65504 in float16.  Such values would make
-# every error look small, so their errors are relative to themselves.
+# every error look small, so the error of such a value is relative to the value itself.
 MASK_MAGNITUDE = 1e30
 MASK_MAGNITUDES: Mapping[str, float] = {"float16": 3e4}
 
@@ -43,7 +43,8 @@ class OutputDifference:
 
     `max_rel` is relative to the output's largest magnitude, mask values such as -3.4e38 aside.  For an output that is
     computed in or from half precision, or by products in TF32, it is the error against the original evaluated in
-    float32, and `original_rel` is the original's own error against the same; it is None for other outputs.
+    float32, and `original_rel` is the original's own error against that evaluation.  For other outputs, `original_rel`
+    is None.
     """
 
     name: str
@@ -156,9 +157,9 @@ def with_numbers_for_nan(expected: Array, actual: Array) -> Array:
 def describe_misplaced(expected: Array, actual: Array, exact: Array, dtype: str) -> str:
     """Return where NaN or infinite values appeared or vanished, as the end of a sentence; '' for nowhere.
 
-    Such values may vanish if the float32 evaluation is finite there.  They may not appear, with one exception: if
-    `dtype` is a half precision and the float32 evaluation is within rounding of its largest number, or beyond it, a
-    value may be infinite or not, depending on where it is rounded.
+    Such values may vanish where the float32 evaluation is finite.  They may not appear, with one exception: if `dtype`
+    is a half precision, a number of the float32 evaluation that exceeds the largest number of `dtype`, or nearly equals
+    it, may become infinite or not.
     """
     old, new, true = _as_double(expected), _as_double(actual), _as_double(exact)
     both_nan = np.isnan(old) & np.isnan(new)
@@ -181,7 +182,7 @@ def _largest_certain(dtype: str) -> float:
 
 
 def _measure_errors(expected: Array, actual: Array, exact: Array, mask: float, least: float) -> _Errors:
-    """Measure errors against `exact`, or against `expected` where only that is finite."""
+    """Measure errors against `exact`, or against `expected` where only `expected` is finite."""
     old, new, true = _as_double(expected), _as_double(actual), _as_double(exact)
     true = np.where(np.isfinite(true), true, old)
     size = np.where(np.isfinite(true), np.abs(true), 0.0)

@@ -37,9 +37,9 @@ MAX_ELEMENTS: Final = 2**28  # elements of a drawn tensor; more mean a wrong sha
 def operands_by_shape(unfused: UnfusedGraph, part: Part) -> Feeds:
     """Return values for a part's operands, drawn by dtype and symbolic shape, for a model that does not run.
 
-    Integers are 0 or 1, which index any table.  Raises VerificationError where a shape is unknown or too large.  It is
-    also raised where the replaced nodes read more than the part's operands and constants, because such a tensor may be
-    computed from an operand, and independent values would contradict each other.
+    Integers are 0 or 1, which are valid indices of nearly any table.  Raises VerificationError where a shape is unknown
+    or too large.  It is also raised where the replaced nodes read a tensor that is neither an operand nor a constant:
+    that tensor may be computed from an operand, and independently drawn values would contradict each other.
     """
     for name in part.leaves:
         if name not in unfused.constants and name not in part.operands:

@@ -93,7 +93,7 @@ def added_to_scores_by(computing: Iterable[onnx.NodeProto], names: Iterable[str]
 
 
 def _is_added_to_scores(name: str, consumers: Mapping[str, Sequence[tuple[onnx.NodeProto, int]]]) -> bool:
-    """Return whether a tensor reaches a Softmax through views and sums alone, not through products or the like."""
+    """Return whether an Add reads a tensor, or a view of it, and leads to a Softmax by views, sums and AFTER_SUMS."""
     work, seen = [(name, False)], {(name, False)}
     while work:
         tensor, is_added = work.pop()

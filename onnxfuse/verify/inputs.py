@@ -251,7 +251,7 @@ def _generate_input(
     numeric = each.dtype.kind in "iuf" and kind != "row" and "position" not in each.name.lower()
     if numeric and _is_length(each, use):
         lengths = _lengths(shape, _counted_size(each, inputs, shapes), "cu" in words)
-        # Lengths in floats are shares of the longest one.
+        # Lengths of a float dtype are fractions of the longest length.
         return (lengths / max(1, lengths.max(initial=1)) if each.dtype.kind == "f" else lengths).astype(each.dtype)
     if numeric and words & SIZE_WORDS and shape and shape[-1] == 2:
         return np.broadcast_to(_size_of_image(inputs, shapes), shape).astype(each.dtype)
@@ -289,8 +289,8 @@ def _counted_size(each: Input, inputs: Sequence[Input], shapes: Mapping[str, tup
     """Return the size of the axis that a length counts.
 
     The axis belongs to the input that the length is named after, else to the first input with as many rows as there are
-    lengths, else to the first input of several axes.  In that input, the axis is the longest dynamic one after the
-    batch, or else the longest static one.
+    lengths, else to the first input of several axes.  Of that input's axes after the batch, the longest dynamic axis is
+    chosen, or the longest static axis if none is dynamic.
     """
     words = sorted(LENGTH_WORDS, key=len, reverse=True)
     stem = re.sub(f"_?({'|'.join(words)})(?![a-z])", "", each.name.lower())
@@ -329,7 +329,7 @@ def _noise(each: Input, shape: tuple[int, ...], rows: int) -> Array:
 
 
 def _prefix_mask(shape: tuple[int, ...]) -> Array:
-    """Return a mask whose rows keep prefixes of different lengths: at least one element, and not all of two or more."""
+    """Return a mask whose rows keep prefixes of different lengths, at least one element and, of several, not all."""
     if not shape or shape[-1] < 2:
         return np.ones(shape, bool)
     last = shape[-1]

@@ -23,8 +23,8 @@ Move: TypeAlias = Callable[[str, Array], Array]  # maps a tensor's name and valu
 def move_by_one_ulp(name: str, value: Array, draw: int = 0) -> Array:
     """Move each floating-point value up or down by one unit in the last place; return other dtypes unchanged.
 
-    The lowest and the highest finite number and infinities stay: masks hold them, and one unit in their last place is
-    larger than a score.
+    The lowest and the highest finite number stay, because masks hold them, and one unit in their last place is larger
+    than a score.  Infinities stay, too.
 
     draw  the number of the draw: each draw moves the values in other directions
     """

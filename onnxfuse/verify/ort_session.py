@@ -43,7 +43,7 @@ def start(source: bytes | str, folder: str | None, optimize: bool) -> ort.Infere
 
 
 def run(session: ort.InferenceSession, feeds: Mapping[str, npt.NDArray[Any]]) -> dict[str, object]:
-    """Return the outputs by name.  onnxruntime takes no bfloat16 arrays, so those models get and give OrtValues."""
+    """Return the outputs by name.  onnxruntime takes no bfloat16 arrays, so bfloat16 passes as OrtValues."""
     names = [o.name for o in session.get_outputs()]
     feeds = {i.name: feeds[i.name] for i in session.get_inputs()}
     if not any("bfloat16" in each.type for each in (*session.get_inputs(), *session.get_outputs())):

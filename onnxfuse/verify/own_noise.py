@@ -34,7 +34,7 @@ class _Cause:
     model: Callable[[], onnx.ModelProto]
     move: Move
     optimize: bool = False
-    of_half_alone: bool = False  # whether it moves only values that are computed in or from half precision
+    of_half_alone: bool = False  # whether the cause affects only values that are computed in or from half precision
 
 
 def measure_noise(reference: Reference, names: Sequence[str]) -> dict[str, float]:
@@ -103,8 +103,8 @@ def unsteady_outputs(
     """Return outputs whose shapes or integers differ about as much between runs of the original itself, with reasons.
 
     For example, a rounding may change a quantized value by one step, and that step may decide the length of a result.
-    The runs of the original have inputs and weights moved by a rounding; one more uses onnxruntime's graph
-    optimizations, if `reference.by_optimizations`.
+    In these runs, inputs and weights of the original are moved by a rounding.  If `reference.by_optimizations`, one
+    more run uses onnxruntime's graph optimizations.
     """
     pairs = list(zip(reference.runs, results, strict=True))
     differ = {each.name: max(_elements_off(one.outputs[each.name], new.get(each.name)) for one, new in pairs)

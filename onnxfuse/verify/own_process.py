@@ -42,11 +42,11 @@ class TimeLimitExceeded(VerificationError):
 
 
 class Worker:
-    """A process that opens and runs models.  It is started again after a model has ended it."""
+    """A process that opens and runs models.  If a model ends it, the next request starts a new process."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
-        self.ended = 0  # number of worker processes that have ended so far, and with them their sessions
+        self.ended = 0  # number of worker processes that have ended so far; their sessions ended with them
         self.closed: list[int] = []  # numbers of sessions that the worker can drop
         self._numbers = itertools.count()
         self._process: subprocess.Popen[bytes] | None = None
@@ -63,7 +63,7 @@ class Worker:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", START_WORKER, paths],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in a terminal reaches this process alone, which ends the worker
+                start_new_session=True,  # Ctrl-C in a terminal reaches only this process, which then ends the worker
             )  # fmt: skip
         except OSError as error:
             raise NothingRunsError(f"the process that runs models cannot be started: {error}; "
@@ -191,7 +191,7 @@ class WorkerSession:
         self._ended = self._worker.ended
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, object]:
-        """Return the outputs by name; opens the model again if another one, or another run, ended the worker."""
+        """Return the outputs by name; opens the model again if the worker has ended since, whatever ended it."""
         if self._ended != self._worker.ended:
             self._open()
         outputs: dict[str, object] = self._worker.ask("run", self._number, dict(feeds))
@@ -214,8 +214,8 @@ def current_worker() -> Worker | None:
 def own_process(timeout: float | None, *, at_once: bool = True) -> Iterator[None]:
     """Run models in a process of its own while the block runs, each step of at most `timeout` seconds.
 
-    With None, models run in this process, without a limit.  The process is started `at_once`, or when a model is
-    opened.
+    If `timeout` is None, models run in this process, without a limit.  The other process is started `at_once`, or when
+    the first model is opened.
     """
     if timeout is None or not enabled:
         yield

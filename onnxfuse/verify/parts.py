@@ -33,8 +33,8 @@ TABLES: Final = ("cos", "sin")  # names of operands that hold cosines and sines
 MAX_HASHED_BYTES = 4096  # per constant; larger constants are compared by name, not by value
 
 
-# A tensor's name in the original, and the perm of the Transpose that the optimized model has in its place; () if the
-# optimized model has the tensor itself under another name.
+# A tensor of the original that the optimized model holds in another layout: the tensor's name in the original, and the
+# perm that transposes it to that layout, or () if the optimized model only renames the tensor.
 Original: TypeAlias = tuple[str, tuple[int, ...]]
 # A tensor's name in the optimized model, and the nodes, found only in that model, that compute an operand from it.  The
 # name is "" where the nodes compute the operand from constants alone, such as a table in another layout.
@@ -239,7 +239,7 @@ def distinct_parts(
 
 
 class _Derivations:
-    """Finds how operands that only the optimized model has are computed: by Reshapes, or from reordered sizes."""
+    """Finds how the operands that only the optimized model has are computed, such as Reshapes or reordered sizes."""
 
     def __init__(self, unfused: UnfusedGraph, optimized: onnx.ModelProto, originals: Mapping[str, Original]) -> None:
         """Treat the tensors that the original has, in this or another layout, as the start of derivations."""
@@ -248,7 +248,7 @@ class _Derivations:
         self.constants = {tensor.name: tensor for tensor in optimized.graph.initializer}
 
     def of(self, name: str) -> Derived | None:
-        """Return the tensor and the nodes that compute an operand from it and from small constants.
+        """Return a tensor, and the nodes that compute the operand `name` from that tensor and small constants.
 
         The tensor is "" where the operand is computed from constants alone.  The result is None where the original has
         the operand, or where the operand is computed from several tensors.
@@ -317,7 +317,7 @@ def _between(
     """Return the nodes between the operands and the outputs of a fused node, and the other tensors that these read.
 
     The walk goes back from the outputs.  It also passes through views, Casts and scalings if these lead to an operand,
-    and stops at other tensors.  An output that is an operand in another layout has no nodes.
+    and stops at other tensors.  An output that is an operand in another layout needs no nodes.
     """
     ends, gone = set(fused.input), set(replaced)
     distances: dict[tuple[str, int], bool] = {}

@@ -43,8 +43,9 @@ if TYPE_CHECKING:
 Progress: TypeAlias = Callable[[str], None]
 
 RUNS_COMPARED = 2  # number of usual runs, with different sizes of the dynamic dims
-# If onnxruntime refuses a run at this size or a larger one, and only after this many seconds, no larger size is tried:
-# that would take longer, and more memory.  Attention over 32768 positions has 4 GB of scores for each head.
+# If onnxruntime takes more than MAX_SECONDS_REFUSED seconds to refuse a run with a size of LARGE_SIZE or more, no further
+# size is tried, because that may take longer, and more memory.  Attention over 32768 positions has 4 GB of scores for
+# each head.
 LARGE_SIZE, MAX_SECONDS_REFUSED = 1024, 1.0
 MAX_CRASHES = 3  # after this many crashes of onnxruntime, no other size is tried
 MAX_SECONDS_AT_EDGES = 30.0  # time limit for the original's runs at sizes 0 and 1
@@ -226,9 +227,9 @@ class _Original:
         """Run the original, or its float32 version; return the usual runs, and the runs at sizes 0 and 1.
 
         The usual runs use the first sizes at which the model runs, two sets of sizes if dims are dynamic.  One more run
-        inverts boolean flags, which choose between branches, and `mask_rows` adds masks with fully masked rows.  While
-        an output that depends on drawn inputs cannot be compared, a larger size and other values follow; outputs in
-        `random` are never compared.  Raises VerificationError if the model runs at no sizes.
+        inverts boolean flags, which choose between branches, and `mask_rows` adds runs on masks with fully masked rows.
+        While an output that depends on drawn inputs cannot be compared, runs at a larger size and on other values
+        follow.  Outputs in `random` are never compared.  Raises VerificationError if the model runs at no sizes.
         """
         session = _session_of_original(model)
 

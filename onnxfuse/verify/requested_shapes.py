@@ -51,7 +51,7 @@ def edge_draws(
 def _fitting(
     model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array]
 ) -> tuple[list[Input], Mapping[str, Array], Callable[[Mapping[str, int]], dict[str, Array]]]:
-    """Return a model's inputs, arrays for the known shapes, and a function from the other dims' sizes to inputs.
+    """Return a model's inputs, arrays of the known shapes, and a function that makes inputs from the other dims' sizes.
 
     Raises UsageError for shapes that the model does not accept or that do not fit into memory.
     """

@@ -1,6 +1,6 @@
-"""Find the input sizes that a model's filters require: onnxruntime may run a Conv on images of other channel counts.
+"""Find the input sizes that a model's filters require: onnxruntime may run a Conv on a wrong number of channels.
 
-The blocked layout of its convolutions then reads past the end of memory, so sizes must not be found by trial.
+onnxruntime's convolutions in a blocked layout then read past the end of memory, so sizes must not be found by trial.
 """
 
 from __future__ import annotations
