@@ -33,8 +33,8 @@ def inverse(perm: Sequence[int]) -> tuple[int, ...]:
 def squeezed(items: Sequence[T], axes: Collection[int]) -> tuple[T, ...]:
     """Return the items without those at `axes`.
 
-    If the items are a shape, this is the shape after a Squeeze; if they are the place of an element in the output of an
-    Unsqueeze, it is the element's place in the input.
+    If the items are a shape, the result is the shape after a Squeeze.  If the items are the place of an element in the
+    output of an Unsqueeze, the result is the element's place in the input.
     """
     return tuple(each for axis, each in enumerate(items) if axis not in axes)
 
@@ -42,8 +42,8 @@ def squeezed(items: Sequence[T], axes: Collection[int]) -> tuple[T, ...]:
 def unsqueezed(items: Sequence[T], axes: Collection[int], new: T) -> tuple[T, ...]:
     """Return the items with `new` inserted at `axes`.
 
-    If the items are a shape and `new` is 1, this is the shape after an Unsqueeze; if they are the place of an element
-    in the output of a Squeeze and `new` is 0, it is the element's place in the input.
+    If the items are a shape and `new` is 1, the result is the shape after an Unsqueeze.  If the items are the place of
+    an element in the output of a Squeeze and `new` is 0, the result is the element's place in the input.
     """
     left = iter(items)
     return tuple(new if axis in axes else next(left) for axis in range(len(items) + len(axes)))

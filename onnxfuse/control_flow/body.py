@@ -194,7 +194,8 @@ def _model(
 ) -> onnx.ModelProto:
     """Return a body as a model, whose inputs are the body's own, followed by the tensors that it captures.
 
-    The carried inputs, `begun`, get no shape: it may hold in the first iteration only, as would all that onnx infers.
+    The carried inputs, `begun`, get no shape.  Their initial shapes, and the shapes that onnx would infer from these,
+    may hold in the first iteration only.
     """
     result = copy_without(model, "graph", "functions")
     result.graph.CopyFrom(copy_without(graph, "input"))

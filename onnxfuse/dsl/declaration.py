@@ -102,7 +102,7 @@ def fusion(
     """Declare a fusion.
 
     out     dimensions of the output or outputs; further outputs are interior values that other nodes may read, or
-            values computed from an operand of the first output
+            values computed from an operand from which the first output is computed, too
     casts   absorb Casts between floating dtypes inside the match: the body states which values are computed in float32
     last    try the fusion only on nodes that other fusions leave, because they may be part of a larger match
     channels_last  the operands of shape (n, channels, spatial axes ...) that become channels-last, together with the

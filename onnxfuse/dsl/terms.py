@@ -78,7 +78,7 @@ class Matching(Protocol[TensorT, StateT]):
         ...
 
     def fitting(self, term: Alternatives, tensor: TensorT) -> Sequence[int]:
-        """Return the indices of the options that can end with the operator that computes the tensor."""
+        """Return the indices of the options whose last operator may be the one that computes the tensor."""
         ...
 
     def holds(self, guard: Guard, state: StateT, term: Term | None = None) -> bool:
@@ -110,7 +110,7 @@ class Matching(Protocol[TensorT, StateT]):
         ...
 
     def match_scaled(self, term: Term, inner: Term, scale: Capture, tensor: TensorT, state: StateT) -> Iterator[StateT]:
-        """Match `inner` times a scalar; the factors may be anywhere in the expression."""
+        """Match `inner` times a scalar; the model may apply factors of the scalar anywhere in the expression."""
         ...
 
     def match_full(self, term: Term, value: Number, dims: str, tensor: TensorT, state: StateT) -> Iterator[StateT]:

@@ -260,7 +260,7 @@ def when(value: Term, sentence: str, holds: Callable[..., bool]) -> Term:
 
 
 def rearrange(value: Term, pattern: str) -> Term:
-    """Return `value` with its axes rearranged, as in einops: "b s (h d) -> b h s d"; a name new on the right repeats.
+    """Return `value` with its axes rearranged, as in einops: "b s (h d) -> b h s d"; a name only on the right repeats.
 
     Matches any chain of Reshape, Transpose, Squeeze, Unsqueeze, Flatten and Expand that does the same.
     """
@@ -280,7 +280,7 @@ def packed_slice(value: Term, name: str) -> Term:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Scaled(Term):
-    """A value times a scalar; the factors may be anywhere in the (bi)linear expression."""
+    """A value times a scalar; the model may apply factors of the scalar anywhere in the (bi)linear expression."""
 
     inner: Term
     scale: Capture
@@ -301,7 +301,7 @@ class Scaled(Term):
 
 
 def scaled(value: Term, scale: Term) -> Term:
-    """Return `value * scale`, whose factors may be on either side of the MatMul and of rearrangements inside."""
+    """Return `value * scale`; the model may apply factors of `scale` before or after a MatMul and rearrangements."""
     if not isinstance(scale, Capture) or scale.kind != "scalar":
         raise PatternError(f"{here()}: scaled() needs a scalar parameter as its second argument")
     return Scaled(inner=value, scale=scale, span=here())

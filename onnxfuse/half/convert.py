@@ -208,7 +208,7 @@ class _Part:
         return found or self.scope.shapes.dtype(tensor)
 
     def _source(self, tensor: Tensor) -> Tensor:
-        """Return the tensor to read in place of another: the input of a removed Cast."""
+        """Return the input of a removed Cast, if the tensor was its output; else the tensor itself."""
         return self.sources.get(tensor.name, tensor)
 
     def _read(self, tensor: Tensor, dtype: int, reader: Node | None = None) -> Tensor:

@@ -22,8 +22,8 @@ WITHOUT_BFLOAT16: Final = frozenset({  # operators of CONTRIB that onnxruntime 1
     "BiasAdd", "BiasSplitGelu", "EmbedLayerNormalization", "FusedConv", "FusedGemm", "GroupNorm", "NhwcConv",
     "SkipGroupNorm",
 })  # fmt: skip
-# By operator and dtype: the first opset in which the operator accepts the dtype.  onnxruntime has no kernel for these
-# pairs; it inlines the operator's ONNX definition, whose own operators accept the dtype only from that opset on.
+# By operator and dtype: the first opset in which the operator accepts the dtype even without a kernel in onnxruntime.
+# onnxruntime then inlines the operator's ONNX definition, whose own operators accept the dtype from that opset on.
 DEFINED_SINCE: Final = {
     ("Gelu", "float16"): 9, ("FastGelu", "bfloat16"): 13, ("Gelu", "bfloat16"): 13, ("QuickGelu", "bfloat16"): 13,
     ("Clip", "bfloat16"): 16, ("SoftmaxCrossEntropyLoss", "bfloat16"): 16,

@@ -18,7 +18,7 @@ from onnxfuse.verify.noise import move_by_rounding
 def with_moved_weights(
     plain: onnx.ModelProto, folder: Path | None, precision: Precision, draw: int
 ) -> tuple[onnx.ModelProto, Weights]:
-    """Return a model with weights moved by one rounding to half precision, and the Weights that own its data folder.
+    """Return a model with weights moved by one rounding to half precision, and the object that keeps its data folder.
 
     draw  the number of the draw: each draw moves the values in other directions
     """

@@ -33,7 +33,7 @@ class Fates:
     fates: tuple[Fate, ...]
     stands_for: tuple[int | None, ...]
     records: Mapping[int, Fused]  # the record of each fused node, by its index in the new graph
-    replaced: Mapping[int, tuple[int | str, ...]]  # by the same index: the replaced old nodes, or their names
+    replaced: Mapping[int, tuple[int | str, ...]]  # by the same index: the replaced nodes' indices, or names
 
     @property
     def counts(self) -> dict[Fate, int]:

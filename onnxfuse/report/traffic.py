@@ -25,7 +25,10 @@ class Traffic:
 
 
 def estimate_traffic(graph: Graph, shapes: ShapeInfo) -> Traffic:
-    """Return the traffic of a graph; dynamic dims get assumed sizes, tensors of unknown rank or dtype 0 bytes."""
+    """Return the traffic of a graph; dynamic dims get assumed sizes.
+
+    A tensor of unknown rank or dtype counts as 0 bytes.
+    """
     total, launches = 0, 0
     sizes: dict[object, int] = {}
     bodies = {f"{f.domain}::{f.name}": f for f in graph.functions}

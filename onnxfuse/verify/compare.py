@@ -38,7 +38,7 @@ class Verification:
     """The result of a comparison: whether values agree (`passed`; None if none were compared), and the dim sizes used.
 
     `reason` says what differs or why nothing was compared, and how half precision was compared if not as usual.
-    `outputs` has the errors of the compared outputs; `not_compared` names the outputs and fused nodes that were not.
+    `outputs` has the errors of the compared outputs; `not_compared` names outputs and fused nodes left out.
     `equal_parts` counts the fused nodes that equal the nodes that they replaced; it is 0 where whole models were
     compared.  `notes` are sentences about the effect of onnxruntime's own graph optimizations on the original.
     """

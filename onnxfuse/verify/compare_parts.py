@@ -89,13 +89,12 @@ def compare_parts(
     *,
     numbers_for_nan: bool = False,
 ) -> PartsVerification:
-    """Compare the two sides of each part, both run in plain onnxruntime without its graph optimizations.
+    """Compare each part: run its fused node and the nodes that it replaced, without onnxruntime's graph optimizations.
 
     `feeds` are inputs on which the original runs.  The parts are run on the values that their operands have in that
     run, and on two sets of drawn values.  If `feeds` is None, because the original does not run, the parts are run only
-    on drawn values.  `progress` is
-    called with the number of parts compared so far and the number of all parts.  With `numbers_for_nan` a fused node
-    may have any numbers where the nodes that it replaced give NaN.
+    on drawn values.  `progress` is called with the number of parts compared so far and the number of all parts.  With
+    `numbers_for_nan` a fused node may have any numbers where the nodes that it replaced give NaN.
     """
     wrong, unseen, equal = list[PartFinding](), list[PartFinding](), set[str]()
     try:

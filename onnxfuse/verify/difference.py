@@ -95,7 +95,7 @@ def compare_output(
 
 
 def largest_value(value: object) -> float:
-    """Return the largest finite magnitude of a floating-point output, values of masks aside; 0 where there is none."""
+    """Return the largest finite magnitude in a floating-point output, except mask values; 0 if there is no other."""
     if isinstance(value, list):
         return max(map(largest_value, value), default=0.0)
     if not isinstance(value, np.ndarray) or str(value.dtype) not in TOLERANCES:
@@ -158,8 +158,8 @@ def describe_misplaced(expected: Array, actual: Array, exact: Array, dtype: str)
     """Return where NaN or infinite values appeared or vanished, as the end of a sentence; '' for nowhere.
 
     Such values may vanish where the float32 evaluation is finite.  They may not appear, with one exception: if `dtype`
-    is a half precision, a number of the float32 evaluation that exceeds the largest number of `dtype`, or nearly equals
-    it, may become infinite or not.
+    is a half precision, a value may be infinite where the float32 evaluation exceeds, or nearly equals, the largest
+    number of `dtype`.
     """
     old, new, true = _as_double(expected), _as_double(actual), _as_double(exact)
     both_nan = np.isnan(old) & np.isnan(new)

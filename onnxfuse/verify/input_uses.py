@@ -93,7 +93,10 @@ def added_to_scores_by(computing: Iterable[onnx.NodeProto], names: Iterable[str]
 
 
 def _is_added_to_scores(name: str, consumers: Mapping[str, Sequence[tuple[onnx.NodeProto, int]]]) -> bool:
-    """Return whether an Add reads a tensor, or a view of it, and leads to a Softmax by views, sums and AFTER_SUMS."""
+    """Return whether a tensor, or a view of it, is added to the input of a Softmax.
+
+    Between the Add and the Softmax, only views, sums and operators of AFTER_SUMS may lie.
+    """
     work, seen = [(name, False)], {(name, False)}
     while work:
         tensor, is_added = work.pop()

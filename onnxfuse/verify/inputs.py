@@ -190,7 +190,7 @@ def generate_inputs(
 def _choose_sizes(
     inputs: Sequence[Input], choices: tuple[tuple[int, ...], tuple[int, ...]], given: Mapping[str, Array]
 ) -> dict[str, int]:
-    """Return a size for every name among the dims: from the given arrays, else from `choices` (axis 0, other axes)."""
+    """Return a size for every named dim: from the given arrays, else from `choices` (for axis 0, for other axes)."""
     single_names = _single_names(inputs)
     sizes: dict[str, int] = {}
     for each in inputs:
@@ -329,7 +329,10 @@ def _noise(each: Input, shape: tuple[int, ...], rows: int) -> Array:
 
 
 def _prefix_mask(shape: tuple[int, ...]) -> Array:
-    """Return a mask whose rows keep prefixes of different lengths, at least one element and, of several, not all."""
+    """Return a mask whose rows keep prefixes of different lengths.
+
+    A row keeps at least its first element, and a row of two or more elements does not keep its last.
+    """
     if not shape or shape[-1] < 2:
         return np.ones(shape, bool)
     last = shape[-1]

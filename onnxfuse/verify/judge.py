@@ -50,7 +50,7 @@ def _excused(errors: Sequence[OutputDifference], hidden: Mapping[str, str]) -> t
 def _allow_noise(
     reference: Reference, errors: Sequence[OutputDifference]
 ) -> tuple[tuple[OutputDifference, ...], dict[str, str]]:
-    """Judge the outputs that differ a second time, by a tolerance that the original's own noise sets.
+    """Judge again the outputs that differ, now by a tolerance that the original's own noise sets.
 
     Also returns the outputs that are not compared, with reasons: their noise is above MAX_NOISE.
     """

@@ -54,7 +54,7 @@ class Worker:
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
     def start(self) -> None:
-        """Start the process, which imports onnxruntime while this one does something else."""
+        """Start the process, which imports onnxruntime while the present process goes on."""
         if not sys.executable:
             raise NothingRunsError("Python does not know the path of its interpreter, so no process can be started; "
                                     "pass timeout=None to run models in this process")  # fmt: skip
@@ -148,7 +148,7 @@ class Worker:
         self.ended += 1
         self.closed = []
         for pipe in (process.stdin, process.stdout):
-            with suppress(OSError):  # flushing unsent data to an ended process
+            with suppress(OSError):  # closing a pipe flushes it, which fails if the process has ended
                 if pipe is not None:
                     pipe.close()
         try:

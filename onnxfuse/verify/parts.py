@@ -239,7 +239,7 @@ def distinct_parts(
 
 
 class _Derivations:
-    """Finds how the operands that only the optimized model has are computed, such as Reshapes or reordered sizes."""
+    """Finds how operands that only the optimized model has are computed, such as by Reshapes or from reordered sizes."""
 
     def __init__(self, unfused: UnfusedGraph, optimized: onnx.ModelProto, originals: Mapping[str, Original]) -> None:
         """Treat the tensors that the original has, in this or another layout, as the start of derivations."""

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 Progress: TypeAlias = Callable[[str], None]
 
 RUNS_COMPARED = 2  # number of usual runs, with different sizes of the dynamic dims
-# If onnxruntime takes more than MAX_SECONDS_REFUSED seconds to refuse a run with a size of LARGE_SIZE or more, no further
+# If onnxruntime takes more than MAX_SECONDS_REFUSED seconds to refuse a run with a size >= LARGE_SIZE, no further
 # size is tried, because that may take longer, and more memory.  Attention over 32768 positions has 4 GB of scores for
 # each head.
 LARGE_SIZE, MAX_SECONDS_REFUSED = 1024, 1.0

@@ -49,8 +49,8 @@ def spread(ranges: Mapping[str, Sequence[Range]], inputs: Sequence[Input]) -> li
 def ranges_of_dims(ranges: Mapping[str, Sequence[Range]], inputs: Sequence[Input]) -> dict[str, Range]:
     """Return the ranges by the names of dims; static dims and dims without a name are called "input[axis]".
 
-    Raises UsageError if a dim has two different ranges, if a static dim has another size, and for an input that the
-    model does not have.
+    Raises UsageError if a dim has two different ranges, if a range differs from the size of a static dim, and for an
+    input that the model does not have.
     """
     of_dims: dict[str, Range] = {}
     known = {each.name: each for each in inputs}
