@@ -1,7 +1,7 @@
 """Index arithmetic: sums of variables with factors, where quotients and remainders appear only if they do not cancel.
 
 An index is computed from the variables of a loop nest.  Quotient and remainder by a size cancel where they are combined
-again (a Reshape splits an axis that another Reshape merges), or where the ranges of variables give their values.
+again (a Reshape splits an axis that another Reshape merges), or where the ranges of the variables determine both.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def check_is_not_data(source: Path, target: Path) -> None:
 
 
 def given_inputs(npz: Path | None, model: Path) -> dict[str, Array] | None:
-    """Read the inputs of a model from the file of --input; None without it.  Raises UsageError if they do not fit."""
+    """Read a model's inputs from the file of --input; None without a file.  Raises UsageError if they do not fit."""
     from onnxfuse.ir.load import load
     from onnxfuse.verify.inputs import load_inputs
 

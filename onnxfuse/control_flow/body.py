@@ -102,7 +102,7 @@ def _record_inputs(body: Body, written: onnx.GraphProto) -> None:
 
 
 class _Surroundings:
-    """A graph, and by name the tensors and constants that its bodies may read."""
+    """A graph, with the tensors and constants, by name, that its bodies may read."""
 
     def __init__(self, graph: Graph, shapes: ShapeInfo) -> None:
         self.graph, self.shapes = graph, shapes

@@ -29,7 +29,7 @@ CarriedAxis: TypeAlias = tuple[str, int]  # (name of a carried value, axis)
 
 
 def infer_repeated(graph: Graph, node: Node, body: onnx.GraphProto, scope: OuterScope) -> ShapeInfo:
-    """Return the facts about the tensors of a body, whose graph is sorted, that hold in every iteration."""
+    """Return the facts about a body's tensors that hold in every iteration; the body's graph is sorted."""
     names = [value.name for value in body.input]
     results = [value.name for value in body.output][leading_results(node) :]
     pairs = list(zip(carried(node, names), results, strict=False))

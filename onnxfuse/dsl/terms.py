@@ -124,7 +124,7 @@ class Matching(Protocol[TensorT, StateT]):
         ...
 
     def is_widened(self, term: Term, tensor: TensorT, state: StateT) -> bool:
-        """Return whether a tensor is cast to float32; if so, record a miss of the term."""
+        """Return whether a tensor is the result of a Cast to float32; if so, record a miss of the term."""
         ...
 
 

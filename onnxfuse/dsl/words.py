@@ -128,7 +128,7 @@ class _Operator(Protocol):
 
 
 class _Operators:
-    """The operators of a domain: `op.Name(inputs …, attribute=…)` is `Name`; an input None is left out."""
+    """The operators of a domain: `op.Name(inputs …, attribute=…)` is `Name`; an input that is None is left out."""
 
     def __init__(self, domain: str = "") -> None:
         self._prefix = f"{domain}::" if domain else ""
@@ -456,7 +456,7 @@ def known(operand: Term, value: Term) -> Term:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Unrounded(Wrapper):
-    """A value that matches only without a Cast to float32, so that it does not come from a narrower dtype."""
+    """A value that matches only if no Cast to float32 computes it: the Cast's input would be rounded."""
 
     def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
         if not m.is_widened(self, tensor, state):
@@ -464,7 +464,7 @@ class Unrounded(Wrapper):
 
 
 def unrounded(value: Term) -> Term:
-    """Return a value that its consumer must not cast to float32: a model may have rounded it before on purpose."""
+    """Return a value that no Cast to float32 may compute: the model may have rounded the Cast's input on purpose."""
     return Unrounded(inner=value, span=here())
 
 

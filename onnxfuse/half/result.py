@@ -20,7 +20,7 @@ ADDED_MASKS: Final = "where all keys of a row are masked, {} weights them by the
 
 @dataclass(frozen=True)
 class HalfError:
-    """How far an output is from float32, relative to its largest value.
+    """How far an output is from the same output in float32, relative to its largest value.
 
     For the measurement, nodes compute in float32, and each node's output is rounded to half precision, as kernels round
     it: onnxruntime's CPU provider has few half-precision operators, and does not round between most of them.  `noise`

@@ -39,7 +39,7 @@ def convert_opset(model: onnx.ModelProto, opset: int, *, has_to_run: bool = True
 
     A model that has this opset, a newer one or none at all is returned as it is.  Raises ModelError, which names the
     node, if a node cannot be expressed in the newer opset.  With `has_to_run`, it also raises ModelError if onnxruntime
-    has no kernel for the converted node.  `state_ir_version` sets the IR version.
+    has no kernel for the converted node.  The caller has to set the IR version by `state_ir_version`.
     """
     old = opset_of(model)
     if old == 0 or old >= opset:

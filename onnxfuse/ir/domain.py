@@ -32,7 +32,7 @@ def is_whole(node: onnx.NodeProto, body: onnx.FunctionProto | None) -> bool:
 
 
 def check_version(model: onnx.ModelProto) -> None:
-    """Raise ModelError for a model that has operators of onnxfuse in a newer version than this one.
+    """Raise ModelError for a model whose operators of onnxfuse have a newer version than DOMAIN_VERSION.
 
     Version 1000 is accepted, because an onnxruntime session writes it for every domain registered in the process.
     """

@@ -117,7 +117,7 @@ class Graph:
         return tensor.name in self.outputs or self.is_fixed(tensor.name)
 
     def is_fixed(self, name: str) -> bool:
-        """Return whether a tensor must keep its name for another reason than being an output of the graph."""
+        """Return whether a tensor must keep its name, even if it is not an output of the graph."""
         return name in self.captured or name in self.fixed_names
 
     def must_be_computed(self, tensor: Tensor) -> bool:

@@ -36,9 +36,9 @@ def save(model: onnx.ModelProto, path: str | os.PathLike[str], *, folder: Path |
     least 1 KiB.
 
     The write takes effect by one rename, of the model file: if the program is killed at any time, either the old model
-    and its data are there, or the new ones.  The old model's data file, if it has such a name, is removed last; it
-    stays if another file in the folder contains its name, as a copy of the old model does.  A symbolic link is
-    followed.  `model` is not changed.  Raises ModelError if writing fails; an output that existed before is then
+    and its data are there, or the new ones.  The old model's data file, if it has such a name, is removed last,
+    unless another file in the folder contains the data file's name, as a copy of the old model does.  A symbolic link
+    is followed.  `model` is not changed.  Raises ModelError if writing fails; an output that existed before is then
     unchanged.
     """
     target = Path(path)

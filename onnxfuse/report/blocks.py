@@ -53,7 +53,7 @@ def find_blocks(labels: Sequence[Hashable], reads: Sequence[Sequence[int]]) -> B
     """Return the repeated blocks of an acyclic graph.
 
     labels  the properties that equal nodes share, such as the operator and its attributes
-    reads   for each node the producers of its inputs, input by input
+    reads   for each node, the producers of its inputs, in the order of the inputs
     """
     interned: dict[Hashable, int] = {}
     numbers = np.array([interned.setdefault(label, len(interned)) for label in labels], np.int64)

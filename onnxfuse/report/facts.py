@@ -70,7 +70,7 @@ def _weight_bytes(model: onnx.ModelProto) -> int:
 
 @functools.cache
 def _versions() -> Mapping[str, str]:
-    """Return the versions of onnxfuse, and of those packages it works with that are installed."""
+    """Return the versions of onnxfuse, and of the installed packages that it works with."""
     found = {"onnxfuse": __version__}
     for package in "onnx", "onnxruntime", "onnxruntime-gpu":
         try:

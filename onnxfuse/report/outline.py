@@ -43,7 +43,7 @@ class Outline:
 class Rewritten:
     """A graph before and after fusing: the main graph, or a body of an If, Loop or Scan.
 
-    `originals` maps a tensor of the second graph to the tensor of the first that it holds in another layout.
+    `originals` maps a tensor of the graph after fusing to the tensor before fusing that it holds in another layout.
     """
 
     where: str

@@ -31,9 +31,9 @@ class Table:
 def picture(graph: Rewritten, fused: Sequence[Fused], folded: Iterable[Folded], texts: Table) -> dict[str, Any]:
     """Return both graphs, the fate of each node, and the repeated blocks of the graph after fusing.
 
-    `fused` lists the fused nodes of all graphs.  "matches" maps the number of each fused node of this graph to its
-    node after fusing, and to the nodes that it replaced: their numbers, or names for nodes made while the graph was
-    simplified.
+    `fused` lists the fused nodes of all graphs.  "matches" maps the index, in `fused`, of each fused node of this graph
+    to the index of its node after fusing, and to the nodes that it replaced: their indices, or names for nodes made
+    while the graph was simplified.
 
     A node is a list: its label, operator, attributes, output types, types of weights, and producers; all texts except
     the label are numbers in `texts`.  The lists of nodes before fusing end with their fate, a number in FATES, and the

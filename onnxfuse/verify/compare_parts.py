@@ -368,7 +368,7 @@ class _Check:
         return f"its output '{self.name}' differs in {found}" if found else ""
 
     def _in_float32(self) -> Array:
-        """Return the replaced nodes' output in float32; elements that are not finite there come from `old`."""
+        """Return the replaced nodes' output in float32; elements that are not finite in float32 come from `old`."""
         old = _wide(self.old)
         return old if self.exact is None else np.where(np.isfinite(_wide(self.exact)), _wide(self.exact), old)
 
@@ -380,7 +380,7 @@ class _Check:
         return result
 
     def _in_float64(self, old: Array) -> Array:
-        """Return the replaced nodes' output in float64; elements that are not finite there come from `old`."""
+        """Return the replaced nodes' output in float64; elements that are not finite in float64 come from `old`."""
         if self.sessions.in_float64 is None:
             return self._in_float32()
         try:

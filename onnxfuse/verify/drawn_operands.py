@@ -31,7 +31,7 @@ LEAVE_NOTHING: Final = "masks that leave nothing"
 
 # Sizes for symbolic dims, assigned in the order of their names; all differ, so that exchanged dims are noticed.
 SYMBOL_SIZES: Final = (2, 3, 5, 7, 4, 6, 9, 11)
-MAX_ELEMENTS: Final = 2**28  # elements of a drawn tensor; more mean a wrong shape, or take too long
+MAX_ELEMENTS: Final = 2**28  # elements of a drawn tensor; a larger shape is wrong, or would take too long
 
 
 def operands_by_shape(unfused: UnfusedGraph, part: Part) -> Feeds:

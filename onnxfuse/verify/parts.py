@@ -239,7 +239,7 @@ def distinct_parts(
 
 
 class _Derivations:
-    """Finds how operands that only the optimized model has are computed, such as by Reshapes or from reordered sizes."""
+    """Finds how operands that only the optimized model has are computed: by Reshapes, or from reordered sizes."""
 
     def __init__(self, unfused: UnfusedGraph, optimized: onnx.ModelProto, originals: Mapping[str, Original]) -> None:
         """Treat the tensors that the original has, in this or another layout, as the start of derivations."""
@@ -264,7 +264,7 @@ class _Derivations:
         return (min(sources, default=""), tuple(made.values())) if len(sources) < 2 and sources <= self.given else None
 
     def _sources(self, name: str, made: dict[str, onnx.NodeProto]) -> set[str]:
-        """Return the tensors from which `name` is computed; add the nodes to `made`, in order, by first output."""
+        """Return the tensors from which `name` is computed; add the nodes between to `made`, by first output, in order."""
         constant, node = self.constants.get(name), self.nodes.get(name)
         if constant is not None and constant.ByteSize() <= MAX_HASHED_BYTES:
             made[name] = self._constant(name)
