@@ -34,7 +34,8 @@ def is_whole(node: onnx.NodeProto, body: onnx.FunctionProto | None) -> bool:
 def check_version(model: onnx.ModelProto) -> None:
     """Raise ModelError for a model whose operators of onnxfuse have a newer version than DOMAIN_VERSION.
 
-    Version 1000 is accepted, because an onnxruntime session writes it for every domain registered in the process.
+    A model without fused nodes may import any version: onnxruntime sessions write version 1000 for every domain that is
+    registered in the process.
     """
     has_fused = any(map(is_fused, nodes(model.graph, *model.functions)))
     for opset in model.opset_import if has_fused else ():

@@ -37,7 +37,7 @@ def move_by_one_ulp(name: str, value: Array, draw: int = 0) -> Array:
 
 
 def move_by_rounding(name: str, value: Array, rounding: float, draw: int = 0) -> Array:
-    """Move each float32 value up or down by a relative error; return other dtypes unchanged.
+    """Move each float32 value up or down by `rounding` times the value; return other dtypes unchanged.
 
     draw  the number of the draw: each draw moves the values in other directions
     """

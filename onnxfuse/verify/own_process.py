@@ -82,8 +82,8 @@ class Worker:
     def ask(self, action: str, number: int, *arguments: object) -> Any:
         """Return the answer to a request.
 
-        Raises OnnxruntimeFailure for what onnxruntime raises, OnnxruntimeCrash where it ends the worker,
-        TimeLimitExceeded, and VerificationError if the worker cannot start.
+        Raises OnnxruntimeFailure for what onnxruntime raises, OnnxruntimeCrash if it ends the worker, TimeLimitExceeded
+        if the answer takes too long, and VerificationError if the worker cannot start.
         """
         if self._process is None:
             self.start()

@@ -22,7 +22,7 @@ def partly_fused(
     """Return a fused graph with nodes of the original in place of the fused nodes whose names `without` holds.
 
     unfused    the graph as it was before fusing; a tensor of both graphs has the same name in both
-    originals  by the name of a tensor of the fused graph: the original's tensor whose Transpose it is
+    originals  maps a tensor of the fused graph, by name, to the original's tensor and the perm that transposes it
     around     the names of the constants of the graphs around this one
     """
     given = {*around, *(t.name for t in fused.initializer), *(t.values.name for t in fused.sparse_initializer)}

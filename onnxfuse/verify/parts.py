@@ -264,7 +264,7 @@ class _Derivations:
         return (min(sources, default=""), tuple(made.values())) if len(sources) < 2 and sources <= self.given else None
 
     def _sources(self, name: str, made: dict[str, onnx.NodeProto]) -> set[str]:
-        """Return the tensors from which `name` is computed; add the nodes between to `made`, by first output, in order."""
+        """Return the tensors from which `name` is computed; add the nodes between, by first output, to `made`."""
         constant, node = self.constants.get(name), self.nodes.get(name)
         if constant is not None and constant.ByteSize() <= MAX_HASHED_BYTES:
             made[name] = self._constant(name)

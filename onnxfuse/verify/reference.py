@@ -1,8 +1,8 @@
 """Run the original, as the reference that optimized models are compared with.
 
 It runs without onnxruntime's graph optimizations, because these change some models.  Its dynamic dims get two sets of
-sizes, and the sizes 0 and 1.  Further inputs follow while an output is all NaN, constant or the like, so that comparing
-it would prove nothing.
+sizes, and the sizes 0 and 1.  Further inputs follow while an output is all NaN, constant or the like, because
+comparing such an output would prove nothing.
 """
 
 from __future__ import annotations

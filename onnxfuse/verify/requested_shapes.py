@@ -93,7 +93,7 @@ def _usage_error_for_sizes() -> Iterator[None]:
 
 
 def describe_failures(failures: Sequence[tuple[Mapping[str, int], str]], given: bool) -> str:
-    """Return why a model runs at none of the sizes that were tried, each with the error of its run."""
+    """Return a text about the sizes at which a model does not run, with the first and the last error."""
     (_, first), (sizes, last) = failures[0], failures[-1]
     which = "the given" if given else "generated"
     tried = ""

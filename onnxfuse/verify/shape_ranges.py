@@ -31,7 +31,7 @@ def _range(name: str, text: str) -> Range:
 
 
 def spread(ranges: Mapping[str, Sequence[Range]], inputs: Sequence[Input]) -> list[list[str]]:
-    """Return shapes as `--shape` takes them, at powers of two within the ranges and at their ends, the largest first.
+    """Return shapes as `--shape` takes them, at the ends of the ranges and the powers of two in them, largest first.
 
     Dims of one name have one size.  Raises UsageError if a named dim has two different ranges, and if there are more
     than MAX_SPREAD combinations.
