@@ -17,11 +17,11 @@ Array: TypeAlias = npt.NDArray[np.floating]
 class Activation:
     """An elementwise function of x and at most two numbers, alpha and beta.
 
-    `name` is its label in the attribute `activation` of fused nodes, and its function in activations.cuh.
+    `name` is its label in the attribute `activation` of fused nodes, and the name of its function in activations.cuh.
     """
 
     name: str
-    formula: Callable[[Array, float, float], Array]  # the reference in NumPy, of x, alpha and beta
+    formula: Callable[[Array, float, float], Array]  # NumPy reference with the arguments x, alpha and beta
     source: str  # where the formula is defined: an ONNX operator, or a paper
     alpha: float = 0.0  # defaults of alpha and beta in ONNX, if the operator has these parameters
     beta: float = 0.0
@@ -104,6 +104,6 @@ _TABLE: Final = (
 
 ACTIVATIONS: Final[Mapping[str, Activation]] = {activation.name: activation for activation in _TABLE}
 
-# ONNX PRelu: leaky_relu with one alpha per channel, which is an operand of the fused node.  It is not in the table,
-# because its parameter is a tensor; fusions of convolutions and matrix products support it in addition to the table.
+# ONNX PRelu: leaky_relu with one alpha per channel.  PRelu is not in ACTIVATIONS, because its alpha is a tensor: an
+# operand of the fused node.  Fusions of convolutions and matrix products support it in addition to ACTIVATIONS.
 PRELU: Final = "prelu"

@@ -1,10 +1,10 @@
-"""The matches of a model that are to be applied, in the file of `onnxfuse plan` and `onnxfuse optimize --plan`.
+"""Which matches of a model to apply: the file that `onnxfuse plan` writes and `onnxfuse optimize --plan` reads.
 
 Elsewhere in the code, a plan says how a kernel runs a node; the users' term "plan" corresponds to `Choices` here.
 
 A match is named by its fusion and by its last tensor in the original model.  The name is the same in every run.
 Matches of the same name in several bodies of If, Loop and Scan are switched together.  A match that the file does not
-list is applied, as it is without a file.
+list is applied; without a file, all matches are applied.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FORMAT: Final = "onnxfuse-plan"
 VERSION: Final = 1
 ADVICE: Final = "make it again with `onnxfuse plan`"
 MAX_BYTES: Final = 2**28  # per file; the file of a model with 100,000 nodes has about 10 MB
-MAX_COMPARED: Final = 200  # characters of a name that are compared: the time grows with the product of both lengths
+MAX_COMPARED: Final = 200  # characters of a name compared with others; the time grows with the product of lengths
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Chosen:
 
 
 def _with_nodes(kept: Mapping[str, Collection[str]], matches: Iterable[Fused]) -> dict[str, frozenset[str]]:
-    """Return `kept`, node labels by body, with the labels of the nodes that the matches replace added."""
+    """Return the node labels in `kept`, by body, plus the labels of the nodes that the matches replace."""
     found = {where: set(labels) for where, labels in kept.items()}
     for one in matches:
         found.setdefault(one.where, set()).update(one.replaces)

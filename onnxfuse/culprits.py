@@ -30,7 +30,8 @@ class FusedNode:
 
     def is_named(self, message: str) -> bool:
         """Return whether a message of onnxruntime names the node or its function."""
-        names = self.fused.node, self.function  # node names end with a fusion's name, so one may end another
+        # Node names end with the name of a fusion, so one name may be the end of another: search for whole names.
+        names = self.fused.node, self.function
         return any(re.search(rf"(?<![\w/]){re.escape(name)}(?!\w)", message) for name in names)
 
 
@@ -74,7 +75,10 @@ def find_culprits(result: FusedModel, differs: Verification, compare: Compare) -
 
 
 def _first_bad(left: Sequence[FusedNode], good: int, is_bad: Callable[[Sequence[FusedNode]], bool]) -> int:
-    """Return the least n >= `good` for which the first n + 1 nodes together are bad; all nodes together are bad."""
+    """Return the least n >= `good` such that the first n + 1 nodes together are bad.
+
+    All nodes together must be bad.
+    """
     low, high = good, len(left)
     while high - low > 1:
         middle = (low + high) // 2

@@ -26,11 +26,11 @@ NO_OPERATOR: Final = "ONNX has no operator for it"
 
 
 def in_newest_opset(model: onnx.ModelProto, fuse: Callable[[onnx.ModelProto], FusedModel]) -> onnx.ModelProto:
-    """Convert a model to the opset in which it is fused; return it unchanged if it cannot be converted and need not be.
+    """Return a model converted to opset NEWEST; unchanged if that fails and no operator to be written needs it.
 
     fuse  fuses a model so that the bodies of fused nodes, which are ONNX functions, have standard operators
 
-    Raises ModelError if a node cannot be converted to the newest opset, although an operator to be written needs it.
+    Raises ModelError if a node cannot be converted, and an operator to be written needs a newer opset than the model's.
     """
     try:
         return convert_opset(model, NEWEST)
@@ -53,9 +53,10 @@ def needs_newer_opset(result: FusedModel, opset: int) -> bool:
 
 
 def in_standard_operators(fused: onnx.ModelProto, folder: Path | None, opset: int) -> tuple[onnx.ModelProto, Traffic]:
-    """Return a fused model with operators in the place of its fused nodes, and its estimated traffic.
+    """Return a fused model in which ONNX's operators replace the fused nodes, and its estimated traffic.
 
-    The result has the lowest opset with all of its operators, but at least OLDEST and `opset`, the original's opset.
+    The result has the lowest opset that defines all of its operators, but at least OLDEST and `opset`, which is the
+    original's opset.
     """
     standard, after = in_operators(fused, folder, merge_sizes=True)
     if opset:

@@ -23,7 +23,7 @@ CONVOLUTIONS: Final = ("conv_bias_activation", "conv_transpose_bias_activation")
 
 
 def explanations(result: FusedModel, fusion: str | None = None, node: str | None = None) -> list[str]:
-    """Return why a fusion does not apply, or why a node is not fused, in lines for each reason; nearest misses first.
+    """Return why a fusion does not apply, or why a node is not fused: one text per reason, the nearest misses first.
 
     If `fusion` is the name of a rewrite rule, a line about the nodes that the rule replaced precedes the misses.
 
@@ -60,7 +60,7 @@ def explain(miss: Miss) -> str:
 
 
 def explain_stays(stays: Iterable[Stays], node: str | None = None) -> list[str]:
-    """Return why composite operators of other tools were not decomposed, in lines for each reason."""
+    """Return why composite operators of other tools were not decomposed: one text per reason."""
     nodes: dict[tuple[str, str], list[str]] = {}
     for one in stays:
         if node in (None, one.node):
@@ -72,7 +72,7 @@ def explain_stays(stays: Iterable[Stays], node: str | None = None) -> list[str]:
 
 
 def why_channels_first(result: FusedModel, fusion: str | None = None, node: str | None = None) -> list[str]:
-    """Return why convolutions, or operators of a layout fusion, are channels-first, in lines for each reason.
+    """Return why convolutions, or operators of a layout fusion, are channels-first: one text per reason.
 
     A layout fusion replaces operators only where the layout stage makes them channels-last.  `node` may also name a
     node that a fused convolution replaced, or the output of one.

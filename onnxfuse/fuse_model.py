@@ -184,7 +184,7 @@ class FusedModel:
 
     @property
     def written(self) -> onnx.ModelProto:
-        """The model that is written: the one with fused nodes, or in ONNX's own operators in their place."""
+        """The model to write: with fused nodes or, if requested, with ONNX's own operators in their place."""
         return self.standard or self.model
 
     def everywhere(self, where: str = "") -> Iterator[tuple[str, FusedModel]]:
@@ -204,7 +204,7 @@ class FusedModel:
 
     @property
     def fused_of_model(self) -> tuple[Fused, ...]:
-        """The records of `fused`, which list decomposed operators in place of the nodes that they were written as."""
+        """The records of `fused`, with decomposed operators in place of the nodes that they were decomposed into."""
         return in_terms_of_model(self.fused, self.spelled)
 
     @property
@@ -224,7 +224,7 @@ class FusedModel:
 
     @property
     def all_left(self) -> dict[str, Stays]:
-        """All operators that were decomposed but not fused as a whole: the reason by the first output."""
+        """All operators that were decomposed but not fused as a whole, with the reasons, by the first output's name."""
         return {name: one for _, each in self.everywhere() for name, one in each.left.items()}
 
     @property
@@ -260,7 +260,7 @@ def fuse_model(
     timer: StageTimer | None = None,
     checks: Sequence[Check] = (),
 ) -> FusedModel:
-    """Simplify and fuse a loaded model; repeat this without steps that raise, leave nodes over, or fail a check.
+    """Simplify and fuse a loaded model; repeat this without the steps that raised, led to no fusion or failed a check.
 
     folder  where the model's external data lies
     checks  are called with the fused model in this order, until one returns other settings
@@ -291,9 +291,10 @@ def fuse_model(
 
 
 def _with_left(learned: Learned, result: FusedModel) -> Learned:
-    """Return `learned` with the decomposed operators and rewritten scores that were not fused: these keep their form.
+    """Return `learned` plus the decomposed operators and rewritten scores that were not fused.
 
-    After the last round, all decomposed operators and rewritten scores keep their form.
+    These will keep their original form.  After MAX_SPELLING_ROUNDS rounds, all decomposed operators and rewritten
+    scores keep their original form.
     """
     operators, scores = {**learned.operators, **result.all_left}, learned.scores | result.all_scores_left
     if learned.rounds + 1 == MAX_SPELLING_ROUNDS:
@@ -402,7 +403,7 @@ def keep_names(work: Work) -> None:
 
 
 def look_into_bodies(work: Work) -> None:
-    """Take values that a Loop or Scan leaves unchanged from the graph around it; infer the shapes of Loops' results."""
+    """Replace values that a Loop or Scan carries unchanged by their initial values; infer shapes of Loop results."""
     if work.settings.bodies:
         invariants = read_invariants_outside(work.graph)
         work.found = replace(work.found, folded=(*work.found.folded, *invariants))
@@ -469,7 +470,7 @@ def fuse_matches(work: Work) -> None:
 def lay_images_out(work: Work) -> None:
     """Make parts of the graph around convolutions channels-last."""
     settings = work.settings
-    if any(fusion.name == CONVOLUTION for fusion in settings.fusions):  # a channels-last Conv is such a node
+    if any(fusion.name == CONVOLUTION for fusion in settings.fusions):  # Convs get this fusion
         channels_last = {fusion.name: fusion.channels_last for fusion in settings.fusions}
         standing = {*settings.exclude, *_kept_outputs(work.graph, settings.fusions, work.keep)}
         options = LayoutOptions(settings.layout, channels_last, standing, settings.left_out)
@@ -580,7 +581,7 @@ def pass_step(apply_pass: Callable[..., object]) -> str:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Pause Python's garbage collector in the block: scanning many long-lived objects takes a quarter of the time."""
+    """Pause Python's garbage collector in the block: scanning long-lived objects takes a quarter of the run time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

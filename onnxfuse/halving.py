@@ -121,7 +121,7 @@ class Halving:
         return raised
 
     def _in_first_opset(self) -> onnx.ModelProto:
-        """Return the model in the first opset in which its operators accept the dtype, except those that never do.
+        """Return the model in the first opset whose operators accept the dtype; operators that never do are ignored.
 
         If a node cannot be converted to that opset, an older one is used.
         """
@@ -178,7 +178,7 @@ class Halving:
             return None
         with self.timer.stage("verify"):
             try:
-                # No extremes: float16 rounds the scores of fully masked rows, so the converted model differs there.
+                # No extreme inputs: float16 rounds the scores of fully masked rows, whose results therefore differ.
                 inputs = self.inputs or {}
                 return run_original(self.original, self.folder, inputs, self._tell, self.shapes, extremes=False)
             except VerificationError:
@@ -306,7 +306,7 @@ class Halving:
         return made, last
 
     def _is_allowed(self, result: HalfResult) -> bool:
-        """Return whether no error is larger than max_error, or unusual where none was given."""
+        """Return whether no error is larger than max_error; if max_error was not given, whether no error is unusual."""
         if self.wanted.max_error is None:
             return result.unusual is None
         return all(each.error <= self.wanted.max_error for each in result.errors)
@@ -343,7 +343,7 @@ class Halving:
         assert self.converted is not None and self.reference is not None
         self._tell("errors")
         made = self._outputs(written, as_is=False)
-        if self.wanted.precision is FLOAT16:  # a run as it is shows NaN that come from onnxruntime's roundings
+        if self.wanted.precision is FLOAT16:  # run unchanged, it shows NaN from onnxruntime's own roundings
             made += self._outputs(written, as_is=True)
         errors = self._distances(made)
         found: tuple[HalfError, ...] = ()
@@ -396,7 +396,7 @@ class Halving:
 
     @cached_property
     def _queue(self) -> list[str]:
-        """The nodes in the order in which to keep them in float32: suspects, or if none, the last nodes first."""
+        """The nodes in the order in which to keep them in float32: the suspects, then the others, last nodes first."""
         assert self.converted is not None and self.reference is not None
         feeds, converted = self.reference.runs[0].feeds, self.converted
         half, given = model_that_rounds(converted.model, converted.types), arrays_to_float32(self.feeds(feeds))

@@ -37,8 +37,8 @@ def hide_ambiguous_ends(model: onnx.ModelProto) -> bool:
     """Replace the ambiguous ends of Slices by an undefined value, so that onnx infers only the rank of their outputs.
 
     Constant ends and steps are looked up by name in the graph, its subgraphs and the functions; if two constants share
-    a name, an end may be replaced needlessly.  In opset 10, where onnx's inference gives a Slice the named sizes of its
-    input, all ends are replaced.  Returns whether any Slice had an ambiguous end.
+    a name, an end may be replaced needlessly.  In opset 10, all ends are replaced, because onnx's inference then gives
+    a Slice's output the named sizes of the uncut input.  Returns whether any Slice had an ambiguous end.
     """
     slices = [node for node in nodes(model.graph, *model.functions) if has_steps(node)]
     wanted = {node.input[i] for node in slices for i in (ENDS, STEPS)}

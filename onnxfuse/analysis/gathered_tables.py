@@ -15,8 +15,8 @@ def gathered_tables(
     op      the operator as `op_of` names it
     axis    the operator's attribute `axis`; only a Gather along the rows is reported, whose `axis` is 0 or None
     inputs  the node's inputs; optional ones at the end may be left out
-    body    the function that the node calls; the Gathers in it are searched for those that read the function's inputs.
-            None for an operator that is not a function
+    body    the function that the node calls; a Gather in it is reported if the table and the row numbers are both
+            inputs of the function.  None for an operator that is not a function
     """
     if body is None:
         return {0: 1} if op == "Gather" and not axis else {}

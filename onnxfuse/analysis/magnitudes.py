@@ -53,7 +53,7 @@ def holds_zero_or_one(shapes: ShapeInfo, tensor: Tensor, steps: int = MAX_DEPTH)
             return False
         try:
             values = constant_value(shapes.graph, tensor)
-        except ModelError:  # the file with its data cannot be read
+        except ModelError:  # the file with the constant's data cannot be read
             return False
         return values.dtype.kind in "fiu" and bool(np.all((values == 0) | (values == 1)))
     node = producer(tensor)

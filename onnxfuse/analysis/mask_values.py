@@ -56,7 +56,7 @@ class IndexAnalysis:
         """Analyze the nodes of the graph in order."""
         self.graph, self.shapes, self.note = graph, shapes, shapes.note
         self.values: dict[str, Value | None] = {}
-        self.numbers: dict[str, TwoNumbers | None] = {}  # tensors of two numbers, of any dtype; filled on demand
+        self.numbers: dict[str, TwoNumbers | None] = {}  # tensors with two distinct values; filled on demand
         self.index_columns: dict[str, tuple[Value | None, ...]] = {}  # the joined columns of each Concat, for GatherND
         for node in graph.nodes:
             rule, output = RULES.get(op_of(node)), node.outputs[0] if len(node.outputs) == 1 else None
@@ -104,7 +104,7 @@ class IndexAnalysis:
             return None
         try:
             value = constant_value(self.graph, tensor)
-        except ModelError:  # the file with its data cannot be read
+        except ModelError:  # the file with the constant's data cannot be read
             return None
         first = value.reshape(-1)[0].item()
         if np.all(value == first):
@@ -132,7 +132,7 @@ class IndexAnalysis:
             return None
         try:
             number = constant_value(self.graph, stored)
-        except ModelError:  # the file with its data cannot be read
+        except ModelError:  # the file with the constant's data cannot be read
             return None
         found: bool | int | float | None = None if number.dtype == object else number.reshape(()).item()
         return found
@@ -207,8 +207,8 @@ def _sliced(analysis: IndexAnalysis, node: Node, before: Shape, after: Shape) ->
 def _cast(analysis: IndexAnalysis, node: Node) -> Value | None:
     """Return the contents of a Cast's output; None where they are not known.
 
-    The contents are known for integers cast to integers, for booleans cast to booleans or integers, and for uniform or
-    two-number tensors cast to booleans.
+    They are known for integers cast to integers, and for booleans cast to booleans or integers.  For casts of other
+    tensors to booleans, they are known if all elements are equal, or if each is one of two numbers (see `two_numbers`).
     """
     to = analysis.shapes.dtype(node.outputs[0])
     if analysis.shapes.dtype(node.inputs[0]) not in ANALYZED_DTYPES:
@@ -296,7 +296,7 @@ def _gather(analysis: IndexAnalysis, node: Node) -> Value | None:
 
 
 def _gather_elements(analysis: IndexAnalysis, node: Node) -> Value | None:
-    """Return the contents of a GatherElements whose data are uniform: the same uniform value."""
+    """Return the contents of a GatherElements if all elements of its data are equal; otherwise None."""
     index = analysis.index(node)
     return index if index is not None and not index.terms else None
 

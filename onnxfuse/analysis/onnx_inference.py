@@ -22,7 +22,8 @@ def infer_by_onnx(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
     found = schema(op_of(node), shapes.graph.opset)
     if found is None or has_subgraph(node):
         raise CannotInfer
-    if op_of(node) == "Expand" and shapes.graph.opset < EXPAND_BOUNDED_SINCE:  # the shape rule of Expand infers as much
+    # Before this opset, onnx may make 10^9 dimensions for an Expand; the shape rule of Expand infers as much as onnx.
+    if op_of(node) == "Expand" and shapes.graph.opset < EXPAND_BOUNDED_SINCE:
         raise CannotInfer
     proto = export_node(node)
     inputs = [tensor for tensor in node.inputs if tensor.name]

@@ -1,4 +1,4 @@
-"""Finds attention scores: the nodes between the product of queries and keys, a Softmax, and the product with values."""
+"""Finds attention scores: the nodes from the product of queries and keys to the Softmax and the product with values."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def nodes_before(tensor: Tensor, through: Collection[str] = ELEMENTWISE, steps: 
 
 
 def is_computed_from_product(tensor: Tensor, through: Collection[str] = ELEMENTWISE) -> bool:
-    """Return whether a tensor is a product of two computed tensors, or computed from one by operators in `through`."""
+    """Return whether a tensor is a product of two computed tensors, or is computed from such a product by `through`."""
     return any(
         op_of(node) == "MatMul" and not any(map(is_constant, node.inputs)) for node in nodes_before(tensor, through)
     )
@@ -102,7 +102,7 @@ def is_product_of_slopes(shapes: ShapeInfo, bias: Tensor) -> bool:
 def is_factored_bias(shapes: ShapeInfo, node: Node) -> bool:
     """Return whether a node computes a bias, slopes times positions, that is added to scores which may be rewritten.
 
-    If a Cast follows the product of slopes and positions, both the Mul and the Cast are such nodes.
+    If a Cast follows the product of slopes and positions, the result is true for both the Mul and the Cast.
     """
     output = node.outputs[0] if node.outputs else None  # a node without outputs has been folded to a constant
     if output is None or not is_product_of_slopes(shapes, output):

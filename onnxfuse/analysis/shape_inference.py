@@ -37,7 +37,7 @@ MAX_ROUNDS = 4  # maximum number of inference rounds; each may find new constrai
 
 
 def read_and_infer(model: onnx.ModelProto, folder: Path | None) -> ShapeInfo:
-    """Read and sort a model's main graph, and return the facts about its tensors; the graph is their attribute `graph`.
+    """Read and sort a model's main graph, and return the facts about its tensors; `ShapeInfo.graph` is the graph.
 
     Raises ModelError for a graph with a cycle, and for fused nodes of another version.
     """
@@ -49,8 +49,8 @@ def read_and_infer(model: onnx.ModelProto, folder: Path | None) -> ShapeInfo:
 def infer_shapes(graph: Graph, strict: bool = False, scope: OuterScope | None = None) -> ShapeInfo:
     """Infer the tensors of a sorted graph, correct wrong shapes that the model records, and return the facts.
 
-    With `strict`, errors of rules are raised; otherwise the outputs of that node stay unknown.  `scope` holds the facts
-    about a subgraph's inputs.
+    With `strict`, an error of a rule is raised; otherwise the outputs of the node with the error stay unknown.  `scope`
+    holds the facts about a subgraph's inputs.
     """
     shapes = _inferred(ShapeInfo(graph, strict, scope=scope))
     for _ in range(MAX_ROUNDS - 1):
@@ -93,9 +93,9 @@ def infer_behind(shapes: ShapeInfo, changed: Collection[Node]) -> None:
 def _correct_records(shapes: ShapeInfo, nodes: Iterable[Node]) -> None:
     """Correct recorded types that are wrong, or that have a symbol where inference found a number.
 
-    Unproven names of sizes are removed from the records between nodes, because onnxruntime assumes that equal names are
-    equal sizes, and reuses memory accordingly.  A model with fused nodes keeps its names: they were proved when it was
-    written.
+    Unproven names of sizes are removed from the recorded shapes of computed tensors, because onnxruntime assumes that
+    equal names are equal sizes, and reuses memory accordingly.  A model with fused nodes keeps its names: they were
+    proved when it was written.
     """
     is_optimized = any(function.domain == DOMAIN for function in shapes.graph.model.functions)
     inputs = ((tensor, False) for tensor in shapes.graph.linked.inputs)

@@ -50,8 +50,8 @@ class Learned:
     """Facts about sizes that the operators of a model imply, because they could not run otherwise.
 
     `not_limited` names symbols such as `Min(512, seq)` whose limit never applies.  `numbers` maps a symbol to the
-    number that it must equal, such as the channels of a Conv's image.  `unknown` maps a key, which describes the origin
-    of a size, to its unknown symbol.  `related` maps an unknown symbol to a size that is about as large.
+    number that it must equal, such as the channels of a Conv's image.  `unknown` maps the origin of an unknown size,
+    described by a key, to the symbol of this size.  `related` maps an unknown symbol to a size that is about as large.
     """
 
     not_limited: frozenset[str] = frozenset()
@@ -147,7 +147,7 @@ class ShapeInfo:
             return None
         try:
             return exact_elements(constant_value(self.graph, tensor))
-        except ModelError:  # the file with its data cannot be read
+        except ModelError:  # the file with the constant's data cannot be read
             return None
 
     def record(self, tensor: Tensor, shape: Sequence[Size] | None, dtype: int) -> None:
@@ -235,8 +235,8 @@ class ShapeInfo:
     def contradicts_record(self, name: str, *, zeros_count: bool = False) -> bool:
         """Return whether a tensor's inferred shape proves that the recorded shape belongs to other inputs.
 
-        PyTorch records 0 for sizes that it does not know.  So a wrong 0 is no proof against other records, and is
-        ignored unless `zeros_count`.
+        PyTorch records 0 for sizes that it does not know.  A wrong 0 therefore does not show that the other recorded
+        sizes are wrong, too, and is ignored unless `zeros_count`.
         """
         found, recorded = self._shapes.get(name), self.infos.recorded_shape(name)
         if found is None or recorded is None:
@@ -251,7 +251,7 @@ class ShapeInfo:
         """Return the recorded shape of a tensor with each unproven name replaced by None.
 
         Returns None where all names are proved, or there is no record.  The record of a `foreign` operator's output may
-        be the only source of its sizes, so only names that an inference invented are removed there.
+        be the only source of its sizes, so from this record, only names that an inference invented are removed.
         """
         recorded = self.infos.recorded_names(name)
         if recorded is None:
@@ -300,8 +300,8 @@ def number_range(dtype: int) -> tuple[int, int]:
 def _fits(value: Array, dtype: int) -> bool:
     """Return whether the dtype holds every number among the elements, and every coefficient of a symbolic size.
 
-    If a floating-point dtype holds the result of an integer operation, it computes that result exactly.  The sizes that
-    symbols stand for are assumed to be in range.
+    If a floating-point dtype can represent the result of an integer operation, the operation in this dtype is exact.
+    The sizes that symbols stand for are assumed to be in range.
     """
     low, high = number_range(dtype)
     numbers = (n for e in value.flat for n in ((e,) if isinstance(e, int) else (c for _, c in e.terms)))

@@ -10,14 +10,14 @@ from onnx import helper
 from onnxfuse.algebra.sizes import Size, evaluate, symbols
 from onnxfuse.analysis.shape_info import ShapeInfo
 
-ASSUMED_BATCH, ASSUMED_SIZE = 1, 128  # assumed sizes of dynamic dims: with "batch" in the name, and others
+ASSUMED_BATCH, ASSUMED_SIZE = 1, 128  # assumed for dynamic dims: with "batch" in the name, and others
 
 
 def tensor_bytes(shapes: ShapeInfo, shape: Sequence[Size] | None, dtype: int, first_axis: int = 0) -> int:
     """Return the bytes of a tensor of this shape, not counting the axes before `first_axis`.
 
-    `dtype` is an onnx.TensorProto.DataType.  A tensor of unknown rank or dtype counts as 0 bytes.  A named dynamic dim
-    has one assumed size; an unknown dim is estimated from the sizes that it was computed from.
+    `dtype` is an onnx.TensorProto.DataType.  A tensor of unknown rank or dtype counts as 0 bytes.  For a named dynamic
+    dim, `assumed_size` is used; an unknown dim is estimated from the sizes that it was computed from.
     """
     if shape is None or not dtype:
         return 0

@@ -95,7 +95,7 @@ def _computed(analysis: Formulas, tensor: Tensor, steps: int) -> TwoNumbers | No
 
 
 def _in_one_form(numbers: TwoNumbers) -> TwoNumbers:
-    """Return the same tensor with a condition whose formula has no negative factor of the last axis, if possible.
+    """Return the same tensor with a condition in whose formula the last axis has no negative factor, if possible.
 
     If the condition is negated for this, the two numbers are swapped.
     """
@@ -107,16 +107,16 @@ def _in_one_form(numbers: TwoNumbers) -> TwoNumbers:
 
 
 def _constant(analysis: Formulas, tensor: Constant) -> TwoNumbers | None:
-    """Return the two numbers of a constant that holds one up to a diagonal of its last two axes, and the other above.
+    """Return the two numbers of a constant that holds one of them up to a diagonal, and the other above the diagonal.
 
-    None for any other constant.
+    The diagonal lies in the last two axes.  Returns None for any other constant.
     """
     size = math.prod(tensor.shape)
     if len(tensor.shape) < 2 or size != math.prod(tensor.shape[-2:]) or not 1 < size <= MAX_ELEMENTS:
         return None
     try:
         values = constant_value(analysis.graph, tensor)
-    except ModelError:  # the file with its data cannot be read
+    except ModelError:  # the file with the constant's data cannot be read
         return None
     if values.dtype.kind not in "biuf":
         return None

@@ -94,7 +94,7 @@ def _inferred(model: onnx.ModelProto) -> onnx.GraphProto:
 
 
 def _hide_wrong_results(model: onnx.ModelProto, inferred: onnx.GraphProto) -> bool:
-    """Replace outputs that onnx infers wrongly by inputs without a shape; return whether there are any.
+    """Replace outputs that onnx infers wrongly by inputs without a shape; return whether any was replaced.
 
     For Ifs before opset 11, onnx infers the shape of one branch if it does not know the shape of the other.  For a
     sequence that a Loop carries, it infers the elements' shape from the first iteration's sequence.

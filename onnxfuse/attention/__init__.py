@@ -25,7 +25,7 @@ ATTENTION: tuple[Pass, ...] = (
     merge_value_products,  # needs four axes
     canonicalize_scores,  # needs four axes
     extract_alibi,  # biases are separate addends by then
-    unbroadcast_masks,  # last: it reads the index arithmetic of masks through constants and views
+    unbroadcast_masks,  # last, because it follows the index arithmetic of masks through constants and views
 )
 # The passes that rewrite scores; they may change the results where a masked score is not finite.
 SCORE_PASSES = frozenset({"canonicalize_scores", "extract_alibi", "write_masked_sums"})

@@ -1,9 +1,9 @@
 """Write the scores that a Softmax reads in the order that patterns match.
 
-Patterns match scores that are scaled at the product, then get at most one bias and, at the end, one mask.  Models write
-other orders: they scale the sum of a product and a mask, replace scores under one mask and add another one, add three
-tensors, replace a bias of heads under a mask before they add it (Falcon), or replace scores under two masks one after
-the other (x-transformers).
+Patterns match a product of queries and keys that is first scaled, then gets at most one bias and, at the end, one mask.
+Models write other orders: they scale the sum of a product and a mask, replace the scores that one mask hides and add
+another mask, add three tensors, replace the hidden elements of a bias of heads before they add the bias (Falcon), or
+replace the scores that two masks hide one after the other (x-transformers).
 
 This pass distributes factors over sums.  It adds the addends to each other before it adds them to the scores: one sum
 for tensors with an axis for heads, and one for all others.  A factor per head, as in cosine attention, moves to the
@@ -12,8 +12,8 @@ added causal mask from positions instead of reading them.
 
 A key that two masks hide must keep the score that one mask gives it.  In a row whose keys are all hidden, as in left
 padding, hidden keys still have weight.  The lowest finite number gives such a weight, but the sum of two lowest numbers
-is -inf.  So a mask that replaces scores is added only if its number swallows every score, and it replaces the masks
-before it.
+is -inf.  So a mask that replaces scores is added only if its number swallows every score, which means that the sum of
+both is the number, and it replaces the masks before it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores as a product times a number and the steps after it; `nodes` compute the steps in order."""
+    """Scores as a product times `factor`, with `steps` after it; `nodes` compute them from the product, in order."""
 
     product: Tensor
     factor: float = 1.0
@@ -105,7 +105,7 @@ class Scores:
 
 @graph_pass(opset=9)  # from this opset on, Where broadcasts
 def canonicalize_scores(graph: Graph, shapes: ShapeInfo) -> int:
-    """Rewrite scores in an order that patterns do not match.  Returns the number of rewritten scores."""
+    """Rewrite the scores whose order patterns do not match.  Returns the number of rewritten scores."""
     analysis = cache(partial(IndexAnalysis, graph, shapes))  # computed on demand, because few models need it
     count = 0
     for node in softmaxes_of_attention(graph):
@@ -199,9 +199,9 @@ def _has_heads(shape: Sequence[Size] | None) -> bool:
 
 
 def _is_replaced_after_diagonal(shapes: ShapeInfo, analysis: Callable[[], IndexAnalysis], scores: Scores) -> bool:
-    """Return whether the last step is a causal mask that replaces scores, after sums with biases of heads only.
+    """Return whether the last step is a causal mask that replaces scores, and all earlier steps add biases of heads.
 
-    These biases must hold no number of a mask.
+    Such a bias has an axis for heads.  It must not hold a mask's number.
     """
     *others, mask = scores.steps
     sizes = shapes.shape(scores.product)
@@ -258,7 +258,7 @@ class _Writer:
     plain: Tensor | None = None  # the sum of the other addends
 
     def scores(self, scores: Scores, inner: Sequence[Addend | Mask], mask: Mask | None) -> Tensor:
-        """Return the product plus at most two tensors, or plus at most one under a mask that replaces scores."""
+        """Return the product plus at most two tensors; with a mask that replaces scores, plus at most one tensor."""
         total, stem = self._times(scores.product, scores.factor), f"{self.end.name}_masked"
         for step in inner:
             self._add(step)
@@ -275,8 +275,8 @@ class _Writer:
     def _may_be_added(self) -> bool:
         """Return whether adding the mask is exact, and better than replacing scores.
 
-        Adding is better if there are addends of both kinds.  Without addends for all heads, it is better for a causal
-        mask, because kernels compute its numbers from positions.
+        Adding is better if some addends have an axis for heads and others have none.  If all of them have this axis,
+        adding is better for a causal mask, because kernels compute its numbers from positions.
         """
         if self.of_heads is not None and not is_ordinary(self.shapes, self.of_heads):
             return False

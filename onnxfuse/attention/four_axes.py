@@ -1,16 +1,16 @@
 """Give every attention four axes: (batch, heads, rows, columns).
 
 Vision models compute attention in windows, groups or units of pooled queries, with q, k and v of (batch, windows,
-heads, rows, size).  Two of the three axes before the rows are merged, usually the first two.  If a Transpose of the
-result moves the second axis next to the size, this is the axis of heads; if it moves the second and the third axis
-there, these are groups of heads that share their keys.  In both cases, the second and the third axis are merged.
+heads, rows, size).  Two of the three axes before the rows are merged: usually the first two, in two cases the second
+and the third.  If a Transpose of the result moves only the second axis next to the size, the second axis is the axis of
+heads.  If the Transpose moves the second and the third axis next to the size, both are groups of heads that share keys.
 Tensors that the computation reads are reshaped, and so is its result; these Reshapes compose with the views around
 them.
 
 Attention of one head is often written as softmax(q k^T) v of (batch, rows, size), as in the middle of a variational
 autoencoder, or with a module for each head.  Such an attention gets an axis of size 1 for heads, and one for the batch
 if there is none.  These axes are added only once no other pass changes anything, because another pass splits
-(batch * heads, rows, size) if the model tells the number of heads.
+(batch * heads, rows, size) if the model states the number of heads.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class MergedAxes:
 
     @cached_property
     def axis(self) -> int:
-        """1 where a Transpose of the result moves axis 1, or axes 1 and 2, next to the size; else 0."""
+        """The first merged axis: 1 if a Transpose of the result moves axis 1, or 1 and 2, next to the size, else 0."""
         for reader in consumers(self.last.outputs[0]):
             perm = ints_attribute(reader, "perm", ()) if op_of(reader) == "Transpose" else []
             if len(perm) == RANK + 1 and perm[-1] == RANK and (perm[-2] == 1 or perm[-3:-1] == [1, 2]):
@@ -192,9 +192,10 @@ class MergedAxes:
         return None if 0 in wanted else self._viewed(tensor, View(None, wanted))
 
     def _merged_before_slice(self, source: Tensor, views: tuple[View, ...]) -> tuple[Tensor, tuple[View, ...]]:
-        """Merge the axes of a packed product to three before it is sliced, because patterns read such a slice in place.
+        """Reshape a packed product to three axes before `source` is sliced from its last axis.
 
-        Returns the new source and views, or the given ones if `source` is not such a slice.
+        Patterns read a slice of three axes in place.  Returns the new source and views, or the given ones if `source`
+        is not such a slice.
         """
         node, shape = producer(source), self.shapes.shape(source)
         whole = None if node is None or op_of(node) not in SLICING else self.shapes.shape(node.inputs[0])

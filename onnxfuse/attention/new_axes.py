@@ -67,7 +67,7 @@ class NewAxes:
 def nodes_from_product(tensor: Tensor, is_part: Callable[[Tensor, Node], bool]) -> dict[int, Node]:
     """Return the nodes that compute a tensor from a product, by the ids of their outputs; empty without a product.
 
-    `is_part` decides whether the node that computes a tensor may be one of them.
+    `is_part` is called with a tensor and its producer, and decides whether the producer may be one of these nodes.
     """
     found: dict[int, Node | None] = {}
 
@@ -76,7 +76,7 @@ def nodes_from_product(tensor: Tensor, is_part: Callable[[Tensor, Node], bool]) 
             node = producer(tensor)
             leads = node is not None and is_part(tensor, node)
             if node is not None and leads and op_of(node) != "MatMul":
-                leads = any([*map(leads_to_product, node.inputs)])  # a list, so that all are recorded
+                leads = any([*map(leads_to_product, node.inputs)])  # a list, so that `any` visits all inputs
             found[id(tensor)] = node if leads else None
         return found[id(tensor)] is not None
 

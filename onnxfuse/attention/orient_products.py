@@ -1,10 +1,10 @@
 """Rewrite attentions that are computed transposed, so that scores have a row for each query, as patterns require.
 
 Models whose keys and values are images multiply values by transposed probabilities: `v p^T` is the transpose of
-`p v^T`.  Some compute the scores with a row for each key, `k q^T`, and take the Softmax over the rows, or transpose
-them before it.  This pass makes the scores `q k^T`, takes the Softmax over the last axis, and makes the probabilities
-the left operand of the product with values.  Queries, keys, values and the result are transposed instead, and these
-Transposes compose with the views around them.
+`p v^T`.  Some models compute the scores with a row for each key, `k q^T`, and take the Softmax over the rows, or
+transpose the scores before the Softmax.  This pass makes the scores `q k^T`, takes the Softmax over the last axis, and
+makes the probabilities the left operand of the product with values.  Queries, keys, values and the result are
+transposed instead, and these Transposes compose with the views around them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def orient_products(graph: Graph, shapes: ShapeInfo) -> int:
 
 
 def _over_last_axis(graph: Graph, shapes: ShapeInfo, softmax: Node) -> bool:
-    """Replace a Softmax over rows by one over the last axis of transposed scores; return whether it was replaced."""
+    """Replace a Softmax over rows by a Softmax over the last axis of transposed scores; return whether it was done."""
     result, shape = softmax.outputs[0], shapes.shape(softmax.inputs[0])
     axis = int_attribute(softmax, "axis", -1)
     if shape is None or axis not in (-2, len(shape) - 2) or not _is_read_by_column(graph, shapes, result):
@@ -83,7 +83,8 @@ def _product_of_rows(graph: Graph, shapes: ShapeInfo, swap: Node) -> bool:
 def _scores_of_rows(graph: Graph, shapes: ShapeInfo, scores: Tensor) -> Tensor | None:
     """Return scores computed from a product with the last two axes swapped; None if no product computes them.
 
-    Nothing else may read the tensors between.  A Transpose between them is replaced by its input.
+    Each tensor from the product to `scores` must have only one consumer.  A Transpose of the last two axes between
+    them is replaced by its input.
     """
 
     def is_part(tensor: Tensor, node: Node) -> bool:

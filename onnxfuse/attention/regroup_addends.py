@@ -43,7 +43,8 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
     if added is None or split is None or groups is None or shapes.shape(end) != shape or len(added) > len(split):
         return False
     added = (1,) * (len(split) - len(added)) + added
-    differs = {i: any(added[j] != 1 for j in group) for group in groups for i in group}  # on an axis merged with i
+    # By axis of `split`: whether the addends differ along this axis, or along another axis of its group.
+    differs = {i: any(added[j] != 1 for j in group) for group in groups for i in group}
     expanded = tuple(size if differs[i] else 1 for i, size in enumerate(split))
     view = View(None, tuple(product(expanded[i] for i in group) for group in groups))
     repeats = [size if size != found else 1 for size, found in zip(expanded, added, strict=True)]

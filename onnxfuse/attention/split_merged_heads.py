@@ -94,7 +94,7 @@ class SplitHeads:
         return {key: node for key, node in self._inside.items() if node is not None}
 
     def are_read_by(self, chain: Sequence[Node]) -> bool:
-        """Return whether the nodes include a product, and only they, the views of `chain` and Shapes read them."""
+        """Return whether `nodes` include a MatMul, and nothing reads their results but `nodes`, `chain` and Shapes."""
         nodes = [*self.nodes.values()]
         has_product = any(op_of(node) == "MatMul" for node in nodes)
         return has_product and are_read_by(self.graph, [*nodes, *chain[:-1]], {*nodes, *chain}, besides=("Shape",))
@@ -113,7 +113,7 @@ class SplitHeads:
         return self._inside[id(tensor)] is not None
 
     def _can_write(self, tensor: Tensor, of_product: bool) -> bool:
-        """Return whether an operand can get the new axes; for a product, only by views whose targets are constants."""
+        """Return whether an operand can get the new axes; a product's operand only by views with constant targets."""
         if self.is_inside(tensor) or self._farthest_view(tensor) is not None:
             return True
         can_reshape = isinstance(self.parts[1], int) and self._has_first_axis(tensor)
@@ -149,7 +149,7 @@ class SplitHeads:
             return self._reshaped(tensor)
         source, views, scalings = found
         made = write_views(self.graph, self.shapes, source, views, f"{source.name}_heads")
-        assert made is not None  # the views were chosen so that constants suffice
+        assert made is not None  # the targets of these views are constants
         return write_scalings(self.graph, self.shapes, made, scalings)
 
     def _reshaped(self, tensor: Tensor) -> Tensor:

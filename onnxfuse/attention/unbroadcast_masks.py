@@ -1,9 +1,9 @@
 """Shrink masks: where a mask is constant along an axis, store it with size 1 there and let its consumers broadcast it.
 
-A padding mask gathered at the ranges of its own axes becomes a Reshape of itself.  `And(x, range >= 0)` becomes `x`;
-if `x` has fewer axes than the And, the consumers broadcast it.  A mask that is true everywhere is removed.  The
-embedding of token types that are all 0 becomes one row.  Operators that broadcast read the input of an Expand instead
-of its result, for example where F.normalize of PyTorch divides by the norms of rows.
+If all elements of a padding mask are gathered in order, the result becomes a Reshape of the mask.  `And(x, range >= 0)`
+becomes `x`; if `x` has fewer axes than the And, the consumers broadcast it.  A mask that is true everywhere is removed.
+The embedding of token types that are all 0 becomes one row.  Operators that broadcast read the input of an Expand
+instead of its result, for example where F.normalize of PyTorch divides by the norms of rows.
 
 Where axes of size 1 are added to the result of an And or Or, they are added to its operands instead, so that each
 operand is a mask of the shape that broadcasts to the scores.
@@ -41,7 +41,7 @@ NEUTRAL_MASKS = {"And": True, "Or": False, "Add": 0, "Mul": 1}
 
 @graph_pass()
 def unbroadcast_masks(graph: Graph, shapes: ShapeInfo) -> int:
-    """Make elementwise operators read the smallest tensor that broadcasts alike; return the number of changes."""
+    """Make elementwise operators read smaller tensors that broadcast to their operands; return how many changes."""
     substitution = _Substitution(graph, shapes)
     return sum(substitution.visit(node) for node in list(graph.nodes) if len(node.outputs) == 1)
 
@@ -125,7 +125,7 @@ class _Substitution:
         return self.graph.constant(f"{table.name}_row", constant_value(self.graph, table)[row])
 
     def _move_axes_before(self, joined: Node, view: Node) -> bool:
-        """Add the axes of size 1 that `view` adds to the result of an And or Or to its operands instead."""
+        """Where `view` adds axes of size 1 to the result of an And or Or, add them to the operands instead."""
         output = view.outputs[0]
         found = [self.shapes.shape(t) for t in (joined.outputs[0], output, *joined.inputs)]
         known = [shape for shape in found if shape is not None]

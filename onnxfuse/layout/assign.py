@@ -81,9 +81,9 @@ def assign_layouts(
     """Make regions of a sorted graph channels-last: all that can be (`nhwc`), or those where it pays (`auto`).
 
     Between channels-last nodes, Transposes vanish, so further fusions become possible.  A product or convolution is
-    fused with the Add of a residual that then reads its result.  So is a channel gate (a product of an image and one
-    number per channel), together with the activation after it.  A pointwise convolution is fused with the gate that it
-    reads.  `recorded` holds the records of the existing fused nodes.
+    fused with the Add of a residual, if no Transpose is left between them.  A channel gate (a product of an image and
+    one number per channel) is fused with such an Add, too, and with the activation after it.  A pointwise convolution
+    is fused with the gate that it reads.  `recorded` holds the records of the existing fused nodes.
 
     Nodes in `graph.deferred`, which regions may still take, have records, too; `write_deferred` makes them fused nodes.
     """
@@ -157,8 +157,8 @@ def _compose(graph: Graph, shapes: ShapeInfo, writer: Writer, known: Collection[
     """Merge Transposes at borders with views of the model, so that both vanish.
 
     A fused node or an Add may then read or compute another tensor with the same values; `writer.originals` maps this
-    tensor to the one that it replaces.  Inputs in `known`, the tensors from before nodes became channels-last, are not
-    recorded.
+    tensor to the one that it replaces.  An input is not recorded if it is in `known`, the names of the tensors that
+    existed before any node became channels-last.
     """
     calls = [node for node in graph.nodes if node.domain == DOMAIN or node in graph.deferred or op_of(node) == "Add"]
     before = [([t.name for t in node.inputs], [t.name for t in node.outputs]) for node in calls]

@@ -231,7 +231,7 @@ class Regions:
             first, last = self._reads(node, use.tensor)
             if any(each is use.tensor for each in node.inputs):
                 use.last_readers += by * last
-                # A node that becomes channels-first then reads the tensor channels-first.
+                # Outside of `members`, the node counts as one channels-first reader; as a member, as `first` (0 or 1).
                 use.first_readers += by * (first - 1)
             if self._computes(node, use.tensor):
                 use.computed_last = by > 0
@@ -239,7 +239,7 @@ class Regions:
     # --- whether a region pays ---------------------------------------------------------------------------------------
 
     def _has_kernels(self, region: Iterable[Node]) -> bool:
-        """Return whether the region has a node with its own channels-last kernel, such as a pool, but not a mean."""
+        """Return whether a node of the region that is not a reduction has its own channels-last kernel, as pools do."""
         return any(self.conversions[n].kind is not Kind.NEUTRAL and op_of(n) not in REDUCTIONS for n in region)
 
     def _border(self, region: Iterable[Node]) -> int:
@@ -267,7 +267,7 @@ class Regions:
         return Refused(convolutions, border, moved, widest.tensor, not widest.computed_last)
 
     def _is_gate(self, node: Node) -> bool:
-        """Return whether a convolution reads images of one pixel, as in a channel gate: it is a matrix product."""
+        """Return whether a convolution is a matrix product of images of one pixel, as in a channel gate."""
         kernel = ints_attribute(node, "kernel_shape")
         rank = self.model.shapes.rank(node.outputs[0])
         weights = next((t.shape for t in node.inputs if is_constant(t) and len(t.shape) == rank), ())

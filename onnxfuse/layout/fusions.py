@@ -18,8 +18,8 @@ SQUEEZE: Final = "squeeze_excite"
 class LayoutFusion:
     """A fusion that layouts create.
 
-    `operators` holds the operators that it replaces, which messages name to say why a model has no such node.  It is
-    empty where one operator does not tell, like the Mul of a channel_scale.
+    `operators` holds the operators that the fusion replaces; messages name them to explain why a model has no node of
+    this fusion.  It is empty if an operator alone does not determine the fusion, like the Mul of a channel_scale.
     """
 
     summary: str

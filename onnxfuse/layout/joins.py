@@ -24,10 +24,10 @@ from onnxfuse.rewrite.replace import (
 
 @dataclass(frozen=True)
 class Joined:
-    """Nodes to replace by one fused node, which gets the last node's output and the name of `named`, one of them.
+    """Nodes to replace by one fused node, which computes the last node's output.
 
-    The new node has the fusion and the attributes of `named`, with the attributes in `own` replaced or added.  If
-    `fusion` is given, the new node has this fusion, and only the attributes in `own`.
+    `named` is one of the replaced nodes.  The new node has its name, its fusion and its attributes, with the attributes
+    in `own` replaced or added.  If `fusion` is given, the new node has this fusion, and only the attributes in `own`.
     """
 
     nodes: tuple[Node, ...]

@@ -22,7 +22,7 @@ from onnxfuse.layout.writer import Writer, image_rank
 
 
 def integers(model: Model, node: Node, name: str) -> list[int] | None:
-    """Return a parameter (an attribute or a constant input) that is a list of integers; None if it is not."""
+    """Return a parameter (an attribute or a constant input) that is a list of integers; None if there is none."""
     found = attribute_or_input(model.graph, node, name)
     if not isinstance(found, list) or not all(isinstance(number, int) for number in found):
         return None
@@ -55,7 +55,10 @@ def second_is_read(model: Model, node: Node) -> str:
 
 
 def has_several_scales(model: Model, node: Node) -> str:
-    """Return why a quantized tensor with more than one scale stays: the scales may belong to channels; else ""."""
+    """Return why a node with several quantization scales stays channels-first; else "".
+
+    The scales may belong to channels.
+    """
     of_one = (is_constant(tensor) and math.prod(tensor.shape) == 1 for tensor in node.inputs[1:] if tensor.name)
     return "" if all(of_one) else "it has more than one scale"
 
@@ -198,8 +201,8 @@ def reshape(model: Model, node: Node) -> Conversion | str:
         return "it does not keep both its images and its channels"
 
     def new_target(writer: Writer) -> Tensor:
-        # A 0 copies the size at its index.  This works for spatial axes, whose index decreases by 1 on both sides, but
-        # not for channels.
+        # A 0 copies the size at its index.  This works for spatial axes, whose indices decrease by 1 in both the image
+        # and the target, but not for channels.
         value = writer.shapes.exact_value(target)
         known = {} if value is not None and value[1] == channels else {1: channels}
         return in_order(writer, target, to_last(len(after)), known)

@@ -28,7 +28,7 @@ OPS_OF_ONE_RANK: Final = frozenset({"Gemm", "Reshape"})  # operators that fix th
 class Addition:
     """A fused node that can add a residual itself.
 
-    `moved` is None, or the shape to which x is reshaped in place of the Reshape after the node, and the target.
+    If reshaping x replaces a Reshape after the node, `moved` holds the new shape of x and its Reshape's target.
     """
 
     call: Call
@@ -55,7 +55,7 @@ def residuals(joins: Joins) -> Iterator[Joined]:
 
 
 def _addition(joins: Joins, add: Node, value: Tensor, residual: Tensor) -> Addition | None:
-    """Return how the fused node that computes one operand of an Add, perhaps before a Reshape, can add the other."""
+    """Return how the fused node that computes `value`, perhaps before a Reshape, can add `residual`; else None."""
     shapes, node, view = joins.shapes, producer(value), None
     if node is not None and op_of(node) == "Reshape":
         view, node = node, producer(node.inputs[0])

@@ -2,7 +2,7 @@
 
 The new size is an attribute of the node, as scales or sizes.  If the sizes are computed at run time, the node gets an
 operand `like` without elements, whose shape is (0, *spatial).  This operand is a Reshape of an empty constant to the
-given sizes, and costs nothing.  From its shape, a plan for symbolic sizes knows the result's shape.
+given sizes, and costs nothing.  A plan for symbolic sizes takes the result's spatial sizes from the shape of `like`.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _unsupported(model: Model, node: Node) -> str:
 
 
 def _coordinates(model: Model, node: Node) -> dict[str, AttributeValue]:
-    """Return the attributes that say which pixels are read, where the operator names them differently or not at all."""
+    """Return the attributes that say which pixels are read, if the kernel's differ from those of the operator."""
     if model.graph.opset < BEFORE_COORDINATES:
         smaller = any(scale < 1 for scale in _scales(model, node).values())
         return {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "ceil" if smaller else "floor"}

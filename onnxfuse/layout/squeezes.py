@@ -112,7 +112,7 @@ def _of_rows(joins: Joins, view: Node) -> Squeeze | None:
 
 
 def _joins_axes(shapes: ShapeInfo, rows: Sequence[Tensor], images: Sequence[Tensor]) -> bool:
-    """Return whether these are rows (n, channels) and channels-last images of one pixel with the same elements."""
+    """Return whether `rows[0]` has the shape (n, channels), and `images[0]` has (n, 1, ..., 1, channels)."""
     (row, image) = (shapes.shape(tensors[0]) if tensors else None for tensors in (rows, images))
     if row is None or image is None or len(row) != 2 or len(image) < 3:
         return False

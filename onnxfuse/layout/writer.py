@@ -44,12 +44,12 @@ class Border:
 class ImageCall:
     """A call of a channels-last function.
 
-    `operands` maps operand names of the body to the tensors that the call reads; `images` names those that become
-    channels-last, and `perms` maps the names of other transposed operands to their perms.  `attributes` holds the fused
-    node's attributes except `fusion`.  Images in the body are channels-first, unless `is_channels_last`.
+    `operands` maps operand names of the body to the tensors that the call reads; `images` names the operands that
+    become channels-last, and `perms` maps the names of other transposed operands to their perms.  `attributes` holds
+    the fused node's attributes except `fusion`.  Images in the body are channels-first, unless `is_channels_last`.
 
-    If `is_deferred`, the body's last operator is written in place of the call, so that regions may take it.  It works
-    on channels-last images as it is.
+    If `is_deferred`, the body's last operator is written in place of the call, so that regions may take it.  This
+    operator works on channels-last images unchanged.
     """
 
     fusion: str

@@ -76,10 +76,10 @@ def _if_empty(
 
 
 def tells_empty_axes(reshape: Node, target: Sequence[Size], source: Shape | None) -> bool:
-    """Return whether a Reshape to a target with a -1 gives the target's sizes, or fails, even if one of them is 0.
+    """Return whether a Reshape to a target with a -1 gives the target's sizes, or fails, for empty axes as well.
 
-    With `allowzero`, onnxruntime divides by the product of the nonzero sizes, so each size that may be 0 must also be
-    in the source.
+    With `allowzero`, onnxruntime computes the size at the -1 as the element count divided by the product of the nonzero
+    sizes, so each size that may be 0 must also be in the source.
     """
     if flag_attribute(reshape, "allowzero", False):
         rest, divisors = cancelled(source or (), [size for size in target if size != -1])
@@ -88,9 +88,9 @@ def tells_empty_axes(reshape: Node, target: Sequence[Size], source: Shape | None
 
 
 def _copies_empty(size: Size, source: Shape | None, axis: int) -> bool:
-    """Return whether a target size is never 0, or is 0 only if the source's axis of equal index is empty, too.
+    """Return whether a target size is never 0, or is 0 only if the source's axis of the same index is empty, too.
 
-    A 0 in the target copies the size of that axis.
+    In the second case, the 0 in the target is correct, because it copies the size of this axis.
     """
     if isinstance(size, int) or _is_never_empty(size):
         return True

@@ -60,7 +60,7 @@ def _global_pool(shapes: ShapeInfo, node: Node) -> Shape:
 
 @RULES.rule("STFT")
 def _short_time_fourier_transform(shapes: ShapeInfo, node: Node) -> Shape:
-    """Return the shape with unknown numbers of frames and bins: onnx confuses one- and two-sided spectra."""
+    """Return the shape with unknown numbers of frames and bins, because onnx confuses one- and two-sided spectra."""
     name = node.outputs[0].name
     return (input_shape(shapes, node)[0], shapes.unknown(name, 1), shapes.unknown(name, 2), 2)
 
@@ -112,7 +112,8 @@ def _conv_transpose(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
     sizes: list[Size | None] = []
     for i, size in enumerate(spatial):
         window = (kernel[i] - 1) * dilations[i] + 1 + output_padding[i]
-        # SAME gives size * stride elements.  A window smaller than the stride gives fewer: padding is never negative.
+        # With SAME, the output has size * stride elements.  It has fewer if the window is smaller than the stride,
+        # because padding is never negative.
         padding = maximum(0, window - strides[i]) if is_same else pads[i] + pads[i + rank]
         sizes.append((size - 1) * strides[i] + window - padding)
     channels = weight[1] * int_attribute(node, "group", 1)
@@ -159,11 +160,11 @@ def _resize(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
 
 
 def _scales(shapes: ShapeInfo, node: Node) -> Sequence[Size | float]:
-    """Return the scale of each axis: any number from a constant, but only integers from a computed tensor."""
+    """Return the scale of each axis: any number if `scales` is constant, but only integers if it is computed."""
     scales = attribute_or_input(shapes.graph, node, "scales")
     if isinstance(scales, list):
         numbers = [scale for scale in scales if isinstance(scale, int | float)]
-        if len(numbers) != len(scales):  # the tensor has several axes
+        if len(numbers) != len(scales):  # nested lists: `scales` has several axes
             raise CannotInfer
         return numbers
     if isinstance(scales, AtRunTime):
