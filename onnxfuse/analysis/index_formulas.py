@@ -45,7 +45,7 @@ def axis_index(axis: int, size: Size) -> Index:
 
 
 def place_in(shape: Shape) -> Place:
-    """Return the formulas of an element's own indices in a tensor of this shape."""
+    """Return, for each axis of a tensor of this shape, the formula of an element's index along the axis."""
     return tuple(axis_index(axis - len(shape), size) for axis, size in enumerate(shape))
 
 

@@ -59,9 +59,9 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
 
 
 def _reshaped_sum(graph: Graph, tensor: Tensor) -> tuple[Node, list[Tensor]] | None:
-    """Return the Reshape of scores whose result is an addend of a tensor, and the other addends.
+    """Return the Reshape of scores from which only Adds compute `tensor`, and the other tensors that they add.
 
-    None where there is no such Reshape, or other nodes read the sums.
+    Returns None where there is no such Reshape, or other nodes read the sums.
     """
     node = producer(tensor)
     if node is None or graph.sole_consumer(tensor) is None:

@@ -39,7 +39,10 @@ def _in_order(writer: Writer, vector: Tensor, places: Sequence[int | None], know
 
 
 def _elements(writer: Writer, vector: Tensor, count: int) -> list[Element]:
-    """Return the first `count` or more elements of a vector; those of a Concat or Gather refer to its inputs."""
+    """Return the first `count` or more elements of a vector.
+
+    Elements that a Concat or Gather copies are given as elements of its inputs.
+    """
     if is_constant(vector):
         return [int(number) for number in constant_value(writer.graph, vector).tolist()]
     node = producer(vector)
