@@ -90,8 +90,9 @@ def optimize(
     dtype     the half precision that the model is converted to; nodes that overflow or lose too much stay in float32.
               External weights then lie in `report.folder`, as long as the report exists
     io        the dtype of floating-point inputs and outputs where the model is converted: float32, or `dtype` ("half")
-    max_error the largest relative error that is allowed against float32; as many nodes stay in float32 as that takes.
-              By default up to a tenth of them stay so that errors are within three times the noise of half precision
+    max_error the largest relative error that is allowed against float32; as many nodes stay in float32 as are needed
+              for it.  By default, nodes stay in float32 until errors are within three times the noise of half
+              precision, but at most a tenth of all nodes
     progress  called with the stage, the amount of it that is done, and the total amount
 
     Returns the model, whose fused nodes call model-local functions, and the report.  Raises ModelError for a model that
@@ -202,7 +203,7 @@ class _Job:
         return self.settings.operators == "standard"
 
     def written(self, model: onnx.ModelProto) -> onnx.ModelProto:
-        """Return the model to write for a model with fused nodes: itself, or in ONNX's own operators."""
+        """Return the model to write for a model with fused nodes: the same, or one in ONNX's own operators."""
         return in_standard_operators(model, self.folder, self.opset)[0] if self.is_standard else model
 
 
@@ -215,13 +216,13 @@ class _Found:
     taken_back: TakenBack
     switched_off: tuple[str, ...] = ()
     raised: tuple[LeftOut, ...] = ()  # the verification step, if it raised
-    folder: Path | None = None  # the folder of its weights
+    folder: Path | None = None  # the folder of the fused model's weights
     halving: Halving | None = None
     half: HalfResult | None = None  # the errors of the model in half precision
 
     @property
     def before(self) -> FusedModel:
-        """The model before it was converted to half precision; the fused model where none was requested."""
+        """The model before its conversion to half precision; `model` if no conversion was requested."""
         return self.halving.plain if self.halving else self.model
 
     @property
@@ -349,7 +350,7 @@ def _assumed_sizes(model: onnx.ModelProto) -> dict[str, int]:
 def _unmatched(
     result: FusedModel, fusions: Sequence[Fusion], only: Sequence[str], told: Collection[str]
 ) -> dict[str, str]:
-    """Return why fusions named by `only` match nothing, by the fusion's name; without the fusions in `told`."""
+    """Return why fusions named by `only` match nothing, by the fusion's name; fusions in `told` are left out."""
     made = {*told, *(one.fusion for one in result.fused)}
     lacking = [fusion for fusion in fusions if fusion.name in only and fusion.name not in made]
     present = {node.op_type for node in nodes(result.model.graph)} if lacking else set()
@@ -482,7 +483,7 @@ class _Search:
         return replace(result, standard=standard, after=after)
 
     def __call__(self, result: FusedModel, settings: Settings) -> FusedModel | Settings:
-        """Return the fused model if it agrees with the original, else settings without something found wrong."""
+        """Return the fused model if it agrees with the original; else settings that leave out what was found wrong."""
         return self.taken_back.applied(settings) if self._takes_back(result, settings) else result
 
     def _takes_back(self, result: FusedModel, settings: Settings) -> bool:
@@ -508,7 +509,10 @@ class _Search:
         return False
 
     def _take_cause(self, verifier: Verifier, result: FusedModel, settings: Settings, verified: Verification) -> None:
-        """Take back the cause if a model differs although its fused nodes seem equal: nodes, the layout, or a pass."""
+        """Take back the nodes, the layout, the bodies or the pass that make a model differ.
+
+        This is for a model that differs although none of its fused nodes was found wrong when compared alone.
+        """
         culprits = verifier.culprits(result, verified, self.job.written)
         is_of_layout = result.layout.nodes and not (culprits and all(one.differs_alone for one in culprits))
         if is_of_layout and not self._differs(verifier, replace(settings, layout="nchw")):
@@ -532,7 +536,7 @@ class _Search:
         Raises VerificationError if no step does.
         """
         differs = verifier.verify(self.fuse(settings).written)
-        if differs.passed is not False:  # then the fusions' standard operators are the cause
+        if differs.passed is not False:  # without fusions it does not differ: ONNX's own operators are wrong
             reason = verifier.verify(result.written).reason
             if not result.fused:
                 text = "operators that were spelled out changed the model"
@@ -557,7 +561,7 @@ class _Search:
 
 
 def _invalid(result: FusedModel) -> Iterator[tuple[Fused, bool, str]]:
-    """Yield the fused nodes whose bodies ONNX refuses, whether they compute a Transpose, and why."""
+    """Yield the fused nodes whose bodies ONNX refuses; whether each computes a Transpose; and why ONNX refuses it."""
     records = {(one.where, one.node): one for one in result.fused}
     for where, graph in result.everywhere():
         faults = faults_of_bodies(graph.model)

@@ -16,7 +16,7 @@ KERNELS: Final = "onnxfuse.kernels"  # the group of entry points that name famil
 
 @dataclass(frozen=True)
 class Extension:
-    """An entry point of a package in one of the two groups."""
+    """An entry point by which a package adds fusions (group PATTERNS) or kernels (group KERNELS)."""
 
     entry: EntryPoint
 

@@ -46,7 +46,7 @@ class Scores(NamedTuple):
 
 
 def require_grouped_heads() -> None:
-    """Require the same number of query heads per key head; the products may broadcast a single key head."""
+    """Require that each key head serves `repeats` query heads, or that the products broadcast a single key head."""
     require(
         "{heads} query heads are {kv_heads} key heads times {repeats}, or one key head is broadcast",
         lambda heads, kv_heads, repeats: (

@@ -184,7 +184,7 @@ def adding_is_exact(form: str, mask_kind: str, fully_masked: str, masked_score: 
 
 
 def mask_and_bias(queries: Term, rows: tuple[Term, Term], scores: Scores) -> Term:
-    """Return the additive mask plus the bias; a boolean mask replaces the bias, which may be a mask itself.
+    """Return the mask plus the bias; where a boolean mask hides a key, `masked_score` replaces the bias.
 
     `rows` are the numbers of queries and keys.
     """

@@ -133,7 +133,7 @@ def _size(x: Term, axis: int) -> Term:
 
 
 class _Mask(NamedTuple):
-    """A mask and an is_causal for Attention, and the condition under which they equal the fused node's masks."""
+    """The mask and the attribute is_causal of an Attention, and the condition under which they fit the fused node."""
 
     mask: Term | None
     is_causal: AttributeValue
@@ -154,7 +154,10 @@ def _masks(queries: Term, rows: tuple[Term, Term], scores: Scores, has_past: boo
 
 
 def _is_operator(has_past: bool) -> Callable[..., bool]:
-    """Return the condition under which an Attention's own mask can be reused: a past would shift a causal mask."""
+    """Return the condition under which the node was an Attention whose mask and is_causal can be written again.
+
+    With a past, is_causal must be 0, because the past would shift a causal mask.
+    """
     return lambda form, is_causal: form == "operator" and not (has_past and is_causal)
 
 
@@ -171,7 +174,7 @@ def _ends_level(
     form: str, mask_kind: str, bias_kind: str, masked_score: float, dtype: str, mask: object, queries: object,
     new: object,
 ) -> bool:  # fmt: skip
-    """Return whether the only mask is a causal one, with as many queries as new keys after the past."""
+    """Return whether the only mask is a causal one, and there are as many queries as keys after those of the past."""
     return _is_square(form, mask_kind, bias_kind, masked_score, dtype, mask, queries, new)
 
 

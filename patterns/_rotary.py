@@ -17,7 +17,7 @@ def require_cos_batch() -> None:
 
 
 def rotated_rows(x: Term, axes: str, rotate: Callable[[Term, str], dict[str, Term]]) -> dict[str, Term]:
-    """Return the forms of x rotated, as a dict by label; the first `kept` rows may stay as they are.
+    """Return the forms of x rotated, as a dict by label; most may also leave the first `kept` rows unrotated.
 
     `rotate` returns the forms for a tensor and its axes.  Vision transformers leave class tokens and registers
     unrotated: these precede the patches and have no positions.
@@ -41,9 +41,9 @@ def rotated(x: Term, cos: Term, sin: Term, axes: str, *, of_heads: bool = False)
     tables of its own.  turned(x) replaces each pair of elements (a, b) by (-b, a).
 
     rotate_half rotates all elements of a head, and pairs the elements of its first half with those of its second half;
-    rotate_part does so with the first `rotated` elements of a head.  rotate_pairs and rotate_part_of_pairs do the same
-    with pairs of neighbours.  The forms complex_… multiply pairs as complex numbers: tables have a column for each
-    pair, and complex_pairs_to_halves reads pairs of neighbours and returns them as halves.
+    rotate_part rotates only the first `rotated` elements of a head.  rotate_pairs and rotate_part_of_pairs are like
+    rotate_half and rotate_part, but a pair is two neighbours.  The forms complex_… multiply pairs as complex numbers:
+    tables have a column for each pair.  complex_pairs_to_halves reads pairs of neighbours and returns them as halves.
     """
     require("{rotated} of {size} elements are rotated: a part", _is_part)
     require("{size} elements are {pairs} pairs", lambda size, pairs: pairs is None or 2 * pairs == size)

@@ -105,7 +105,7 @@ def attention_with_cache(
     is_causal: Term = attribute(),
     softcap: Term = attribute(),
 ) -> tuple[Term, Term, Term]:
-    """attention(q, present_key, present_value), where present_key is past_key and k, present_value is past_value and v
+    """attention(q, present_key, present_value): present_key is past_key followed by k, and present_value likewise
 
     Caches are (batch, kv_heads, rows, size) with `cache_layout` bhsd, and (batch, rows, kv_heads, size) with bshd.  A
     caller may bind a past and its present to one address.  If the rows of the past then stay where they are (one batch,

@@ -35,7 +35,7 @@ def standardized(rows: Term, axes: list[int], epsilon: Term) -> Term:
 
 
 def per_channel(value: Term, to: str = "") -> Term:
-    """Return a weight that has an axis of size 1 for each axis of x after the channels, with the axes `to` if given."""
+    """Return a weight per channel, in a shape that broadcasts to x; with `to`, it is rearranged to these axes."""
     layouts = [(rank, first + "channels" + " 1" * (rank - 2)) for rank in RANKS for first in ("", "1 ")]
     return either(*(of_rank(rank, rearrange(value, f"{axes} -> {to or axes}")) for rank, axes in layouts))
 

@@ -69,9 +69,10 @@ def _outputs(m: MatchContext, root: Tensor, state: State) -> tuple[Tensor, ...] 
 
 
 def _bfloat16_too_early(m: MatchContext, nodes: Sequence[Node], state: State) -> str | None:
-    """Return why a function cannot contain these nodes in an opset without bfloat16; None if it can.
+    """Return why a function cannot contain `nodes`: a tensor is bfloat16 in an opset without bfloat16; None if it can.
 
-    onnxruntime runs such nodes in a graph, but in a function it checks their types against the operators' schemas.
+    onnxruntime refuses a bfloat16 node of these opsets in a function, where it checks types against the operators'
+    schemas, but may run the same node in a graph.
     """
     if m.graph.opset >= BFLOAT16_OPSET:
         return None
@@ -106,7 +107,7 @@ def guard_holds(m: MatchContext, guard: Guard, root: Tensor, state: State, term:
 
 
 def _unknown(fact: str, root: Tensor) -> str:
-    """Return the sentence that a fact used by a condition is unknown."""
+    """Return the sentence of a miss which says that a condition needs a fact that is unknown."""
     return f"the {fact} of '{root.name}' is not known" if fact in ("rank", "dtype") else f"{fact} is not known"
 
 
@@ -142,9 +143,10 @@ def _rounding_cast(m: MatchContext, root: Tensor, state: State) -> Node | None:
 class _Rounding:
     """A Cast to half precision inside a match, with the dtypes before and after it.
 
-    The fused node does not round there.  That is fine where the graph merely computes in the Cast's dtype: the result
-    of the match has this dtype, or operands that are read before the Cast or combined with its result have it.  Where
-    the result is cast to another dtype again, as from float32 to float16 and back, the purpose of the Cast is to round.
+    The fused node does not round where the Cast does.  That is fine if the graph merely computes in the Cast's dtype.
+    It does so if the result of the match has this dtype, or if an operand of this dtype is read before the Cast or
+    combined with the Cast's result.  If the Cast's result is cast to another dtype again, as from float32 to float16
+    and back, the purpose of the Cast is to round.
     """
 
     def __init__(self, m: MatchContext, cast: Node, state: State, inside: Mapping[int, Node]) -> None:
@@ -167,7 +169,10 @@ class _Rounding:
         return root_dtype != self._dtype and not self._meets_operand(made)
 
     def _is_cast_on(self, tensor: Tensor, *, computed: bool) -> bool:
-        """Return whether a Cast inside the match changes the dtype again, after views or (`computed`) any operators."""
+        """Return whether another Cast inside the match changes the dtype of the tensor again.
+
+        Only views may be between the tensor and that Cast; with `computed`, any operators may be.
+        """
         seen, work = set[int](), [tensor]
         while work:
             for reader in work.pop().outputs:
@@ -258,7 +263,7 @@ def refusal(
 def needed_outputs(
     graph: Graph, nodes: Sequence[Node], outputs: Sequence[Tensor], operands: Mapping[str, Tensor]
 ) -> list[Tensor]:
-    """Return the outputs up to the last one that is read outside; the first one is always needed."""
+    """Return `outputs` up to the last one that nodes other than `nodes` read; the first output is always returned."""
     inside, read = {id(n) for n in nodes}, {id(t) for t in operands.values()}
     needed = list(outputs)
     while len(needed) > 1 and not _is_needed(graph, needed[-1], inside, read):
@@ -274,7 +279,8 @@ def _is_needed(graph: Graph, tensor: Tensor, inside: set[int], read: set[int]) -
 def _stays(graph: Graph, reader: Node, inside: set[int], read: set[int], steps: int = MAX_VIEWS_FOLLOWED) -> bool:
     """Return whether a node outside the match will stay after the match is replaced.
 
-    It is removed if only nodes of the match, directly or after further nodes, read its results, and none is an operand.
+    The node is removed if its results are not operands of the match, and all nodes that read them belong to the match
+    or are removed as well.
     """
     if not steps:
         return True
@@ -289,7 +295,7 @@ def _stays(graph: Graph, reader: Node, inside: set[int], read: set[int], steps: 
 def _read_outside(
     graph: Graph, nodes: Sequence[Node], inside: set[int], outputs: Sequence[Tensor], read: set[int]
 ) -> Refusal | None:
-    """Refuse if a node outside needs an interior value, because this value would vanish."""
+    """Refuse if a node outside the match reads an interior value of it, because the fused node does not compute it."""
     allowed = {t.name for t in outputs}
     for node in nodes:
         for tensor in node.outputs:

@@ -87,7 +87,7 @@ class MatchContext(ABC):
     # --- Casts ---------------------------------------------------------------------------------------------------
 
     def float_cast(self, tensor: Tensor) -> Node | None:
-        """Return the Cast between floating dtypes that computes a tensor; None where another operator does."""
+        """Return the Cast between floating dtypes that computes a tensor; None if another operator computes it."""
         node = producer(tensor)
         if node is None or op_of(node) != "Cast":
             return None
@@ -114,8 +114,8 @@ class MatchContext(ABC):
     def without_casts(self, tensor: Tensor, term: Term) -> tuple[Tensor, list[Node]]:
         """Return the tensor before the Casts that the fusion absorbs, and these Casts.
 
-        Two values of `term` count as one value if they come from the same tensor.  For an operand, only Casts to
-        float32 are absorbed.
+        If `term` is an operand, only Casts to float32 are absorbed.  Where `term` occurs several times in a pattern,
+        two tensors count as one value of the term if they are Casts of one tensor.
         """
         casts = []
         while self.casts and (node := self.float_cast(tensor)):

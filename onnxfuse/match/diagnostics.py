@@ -1,4 +1,4 @@
-"""The texts of misses: the failure where most of a pattern agreed, and words for tensors, shapes and values."""
+"""The texts of misses: the failed check up to which most of a pattern matched, and words for tensors and shapes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_VALUE_CHARACTERS = 60  # characters of a value that a message shows
 
 
 class NearestMiss:
-    """The failure of one fusion at one tensor where most nodes agreed."""
+    """Of all failed attempts to match one fusion at one tensor, the attempt in which most nodes matched."""
 
     def __init__(self, fusion: Fusion) -> None:
         self.fusion = fusion
@@ -60,7 +60,7 @@ class NearestMiss:
         return Miss(self.fusion, node_name(tensor), len(names), size, sentence, span, names, hint, self._refused)
 
     def miss_at_once(self, sentence: str, tensor: Tensor, hint: str = "") -> Miss:
-        """Return a miss at a tensor without having tried to match."""
+        """Return a miss for a tensor at which matching is not even tried."""
         size = self._size({})
         return Miss(self.fusion, node_name(tensor), 0, size, lambda: sentence, self.fusion.span, (), hint)
 

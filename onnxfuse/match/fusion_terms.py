@@ -24,7 +24,7 @@ class FusionTerms:
 
     visible: Mapping[int, Term]  # each term without the wrappers that matching ignores
     repeated: Set[int]  # terms that occur several times, or are outputs: each must be one tensor
-    root_ops: Mapping[int, frozenset[str] | None]  # the operators that can compute a term; None where any can
+    root_ops: Mapping[int, frozenset[str] | None]  # the operators that may compute a term; None if any may
     fusion_root_ops: frozenset[str]  # operators of the first output, and Cast if the fusion absorbs Casts
     side_outputs: tuple[SideOutput, ...]
     views_of_operands: Set[int]  # terms that are an operand, or only views of one
@@ -32,7 +32,7 @@ class FusionTerms:
 
 @functools.lru_cache(maxsize=MAX_FUSIONS)
 def fusion_terms(fusion: Fusion) -> FusionTerms:
-    """Return the facts about a fusion.  Raises PatternError if the fusion may be just one of its operands."""
+    """Return the facts about a fusion.  Raises PatternError if its first output may be an operand itself."""
     terms = list(walk(*fusion.outputs))
     root_ops = {id(term): term.root_ops for term in terms}
     for term in _factors(terms):
@@ -67,7 +67,10 @@ def _without_remarks(term: Term) -> Term:
 
 
 def _factors(terms: Sequence[Term]) -> Iterator[Term]:
-    """Yield the terms inside scaled() that may carry a factor: the parts of the scaled product, down to operators."""
+    """Yield the terms inside scaled() that a Mul or Div by a number may compute, because scaled() collects factors.
+
+    The search begins at the operands of the scaled operator, and stops at the operators before them.
+    """
     work = [part for term in terms if isinstance(term, Scaled) for part in term.inner.unwrapped.parts]
     while work:
         term = work.pop()

@@ -113,7 +113,7 @@ class Matcher(MatchContext):
         return self.match(term, tensor, state) if isinstance(term, Wrapper) else self._match_once(term, tensor, state)
 
     def _match_once(self, term: Term, tensor: Tensor, state: State) -> Iterator[State]:
-        """Match a term; if it occurs several times, only against the value that it already has."""
+        """Match a term; if it occurs several times and has a tensor already, only this tensor matches."""
         self._steps += 1
         if self._steps > MAX_STEPS_PER_TENSOR:
             return iter(())
@@ -156,13 +156,13 @@ class Matcher(MatchContext):
         return match_constant(self, term, tensor, state)
 
     def match_full(self, term: Term, value: Number, dims: str, tensor: Tensor, state: State) -> Iterator[State]:
-        """Match a constant of these dimensions in which all elements are `value`."""
+        """Match a constant of the dimensions `dims` in which all elements are `value`."""
         return match_full(self, term, value, dims, tensor, state)
 
     def match_causal(
         self, term: Term, dims: str, score: Capture | None, tensor: Tensor, state: State
     ) -> Iterator[State]:
-        """Match a causal mask of these dimensions: a boolean one, or one that adds `score`."""
+        """Match a causal mask of the dimensions `dims`: a boolean mask or, with `score`, an additive one."""
         return match_causal(self, term, dims, score, tensor, state)
 
     def is_widened(self, term: Term, tensor: Tensor, state: State) -> bool:

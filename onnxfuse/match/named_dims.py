@@ -35,12 +35,12 @@ def _token(text: str) -> Token:
 
 @functools.lru_cache(maxsize=4096)  # called for every fusion at every node, with the few shapes of a model
 def unify_first(spec: str, shape: tuple[Size, ...]) -> Dims:
-    """Return the sizes of the names in `spec`, which describes `shape`; empty if they contradict each other."""
+    """Return the sizes that `shape` gives the names in `spec`; empty if `shape` does not fit `spec`."""
     return unify(spec, shape, {}) or {}
 
 
 def unify(spec: str, shape: Sequence[Size], known: Dims) -> Dims | None:
-    """Return `known` with the sizes of the names in `spec`, which describes `shape`; None if they contradict."""
+    """Return `known` and the sizes that `shape` gives the names in `spec`; None if `shape` contradicts one of them."""
     head, dots, tail = _parsed(spec)
     dims = dict(known)
     if not dots:
@@ -97,7 +97,7 @@ def arranged_axes_fit(side: str, shape: Sequence[Size], known: Dims) -> bool:
 
 
 def size_of(names: Sequence[str], known: Dims) -> Size | None:
-    """Return the size of an axis composed of names; None if one is unknown, or is "...", which is several axes."""
+    """Return the size of an axis composed of names; None if a name is "...", or its size is unknown."""
     if "..." in names:
         return None
     sizes = [int(name) if name.isdecimal() else known.get(name) for name in names]

@@ -51,7 +51,7 @@ def _unified(m: MatchContext, spec: str, term: Capture, tensor: Tensor, state: S
     """Return the ways to bind the names of an operand's dimensions; empty if its shape does not agree.
 
     An operand that broadcasts may be a slice [:s] of a table of 64 rows, whose size is Min(64, s).  If it must agree
-    with an axis of size s, the model only runs where Min(64, s) is s, so the size is also tried without the 64.
+    with an axis of size s, the model only runs where Min(64, s) is s, so s itself is tried as well.
     """
     shape = m.shapes.shape(tensor)
     if shape is None:
@@ -108,7 +108,7 @@ def match_causal(
 ) -> Iterator[State]:
     """Yield the state if the tensor is known to hide exactly the keys after each query.
 
-    Without `score`, the tensor is true where a key is kept.  With `score`, it is 0 there and `score` elsewhere.
+    Without `score`, the tensor is true where a key is kept.  With `score`, it is 0 where a key is kept, else `score`.
     """
     shape = m.shapes.shape(tensor)
     dims = None if shape is None else unify(spec, shape[-2:], state.dims)

@@ -77,7 +77,7 @@ def _match_split(m: MatchContext, term: Apply, tensor: Tensor, node: Node, state
 
 
 def _with_size(wanted: object, value: object, state: State) -> State:
-    """Return the state with the dimension d bound for an attribute [size("d")], unless it is bound already."""
+    """Return the state; if `wanted` is [size("d")] and d is not bound yet, d is bound to the number in `value`."""
     if not isinstance(wanted, list) or not isinstance(value, list) or len(wanted) != 1 or len(value) != 1:
         return state
     (item,) = wanted

@@ -14,12 +14,15 @@ MAX_DEPTH: Final = 4  # how many operators of a sum, a product or a chain of vie
 
 
 def may_occur(fusion: Fusion, present: Set[str]) -> bool:
-    """Return whether a graph with the operators `present` may have a match: it has one of each set of `needed_ops`."""
+    """Return whether a graph with the operators `present` may have a match.
+
+    At least one operator of each set in the `needed_ops` of the fusion's first output must be present.
+    """
     return not any(map(present.isdisjoint, fusion.outputs[0].needed_ops))
 
 
 def may_be(endings: Sequence[Ending], tensor: Tensor) -> bool:
-    """Return whether a tensor may be computed in one of these ways, judged by the operators that compute it."""
+    """Return whether a tensor may be computed in one of the ways `endings`, judged by the operators that compute it."""
     if not tensor.inputs:
         return False
     node = tensor.inputs[0]
@@ -35,7 +38,7 @@ def may_be(endings: Sequence[Ending], tensor: Tensor) -> bool:
 
 
 def _reads(inputs: Sequence[Tensor], part: Sequence[Ending], between: Set[str], depth: int) -> bool:
-    """Return whether an input may be `part`, directly or through one or more of the operators `between`."""
+    """Return whether `part` may compute one of `inputs`, perhaps with some of the operators `between` after it."""
     for tensor in inputs:
         if may_be(part, tensor):
             return True
@@ -58,7 +61,7 @@ class Prefilter:
         self._fitting: dict[tuple[int, str], Sequence[int]] = {}
 
     def root_ops(self, term: Term) -> frozenset[str] | None:
-        """Return the operators that can compute a term of this fusion; None where any can."""
+        """Return the operators that can compute a term of this fusion; None if any operator may compute it."""
         return self._root_ops[id(term)]
 
     def fits(self, term: Term, tensor: Tensor) -> bool:
@@ -72,7 +75,7 @@ class Prefilter:
         )
 
     def fitting(self, term: Alternatives, tensor: Tensor) -> Sequence[int]:
-        """Return the indices of the options that fit the tensor; except for a Cast, its operator alone decides."""
+        """Return the indices of the options that fit; cached by the tensor's operator, unless that is a Cast."""
         key = id(term), op_of(tensor.inputs[0]) if tensor.inputs else ""
         if key not in self._fitting or key[1] == "Cast":
             self._fitting[key] = [i for i, option in enumerate(term.options) if self.fits(option, tensor)]

@@ -42,7 +42,7 @@ def broadcasts_to(m: MatchContext, value: Tensor, to: Tensor) -> bool:
 
 
 def is_table(m: MatchContext, value: Tensor, of: Tensor) -> bool:
-    """Return whether a value that broadcasts to another one has an axis of rows, and is smaller."""
+    """Return whether a value, which broadcasts to `of`, has at least two axes and another shape than `of`."""
     shape = m.shapes.shape(value)
     return shape is not None and len(shape) > 1 and shape != m.shapes.shape(of)
 
@@ -55,7 +55,7 @@ def are_slices_of_one(*values: Tensor, of: Tensor | None = None) -> bool:
 
 
 def _sliced(value: Tensor) -> Tensor | None:
-    """Return the tensor that a value is a slice of, perhaps with views after it; None if it is no slice."""
+    """Return the tensor that a value, or the source of its views, is a slice of; None if neither is a slice."""
     while (node := producer(value)) is not None and op_of(node) in REARRANGING:
         value = node.inputs[0]
     return None if node is None or op_of(node) not in SLICING else node.inputs[0]

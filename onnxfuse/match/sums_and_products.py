@@ -81,7 +81,10 @@ class AssociativeMatcher:
         self.most_selective = min(filter(root_ops, self.values), key=lambda v: len(root_ops(v) or ()), default=None)
 
     def _has_known_shape(self, value: Term) -> bool:
-        """Return whether a value is an operand whose dimensions the output has too: few tensors have these sizes."""
+        """Return whether a value is an operand all of whose named dimensions the output has, too.
+
+        Their sizes are known when the value is matched, so few tensors fit, and such values are matched first.
+        """
         leaf, out = value.unwrapped, self.m.fusion.out[0]
         return isinstance(leaf, Capture) and leaf.dims is not None and set(leaf.dims.split()) <= set(out.split())
 
@@ -149,7 +152,10 @@ class AssociativeMatcher:
             yield from self._assign(values, i + 1, after)
 
     def _check_numbers(self, numbers: list[StoredNumber], state: State) -> Iterator[State]:
-        """Yield the state if the collected numbers equal the constant; a scalar of the term is bound to the rest."""
+        """Yield the state if the total of the collected numbers equals the term's constant.
+
+        If the term has a scalar, that is bound to the number by which the total differs from the constant.
+        """
         found = self._total([value for value, _ in numbers])
         required = self._total([]) if self.constant is None else self.constant
         if self.scalar is not None and numbers:

@@ -117,9 +117,9 @@ def _not_arranged(m: MatchContext, pattern: str, tensor: Tensor, source: Tensor,
 
 
 def _arrange(m: MatchContext, term: Rearrange, view: ViewSource, tensor: Tensor, state: State) -> State | None:
-    """Return the state with the sizes, and the slice, with which the tensor is the arrangement of its source.
+    """Return the state with the sizes, and perhaps a slice, bound so that the arrangement gives the tensor.
 
-    None if the tensor is not this arrangement.
+    Returns None if the term's arrangement of the view's source does not give the tensor.
     """
     source, nodes, _ = view
     pattern, slice_name = term.pattern, term.slice_name
@@ -205,7 +205,7 @@ def packed_slice(
     tensor: Tensor,
     known: Mapping[str, Size],
 ) -> FoundSlice | None:
-    """Return the slice of the source's last axis that the tensor is an arrangement of; None if there is none."""
+    """Return the slice of the source's last axis whose arrangement is the tensor; None if there is none."""
     start, end = m.shapes.shape(source), m.shapes.shape(tensor)
     assert start is not None and end is not None
     axis, found = len(start) - 1, _layout_and_offsets(m, start, chain, tensor)
@@ -238,7 +238,7 @@ def _is_within(width: int, offset: int, count: int, run: int, pitch: int) -> boo
 def _layout_and_offsets(
     m: MatchContext, shape: Sequence[Size], chain: Sequence[Node], tensor: Tensor
 ) -> tuple[layouts.ViewLayout, dict[int, int]] | None:
-    """Return the layout of the chain's result in a source of `shape`, and the index of its first element by axis."""
+    """Return the layout of the chain's result in a source of `shape`, and by axis the index where its slice begins."""
     layout: layouts.ViewLayout | None = layouts.identity(shape)
     offsets: dict[int, int] = {}
     for node, after in zip(chain, (*chain[1:], None), strict=True):

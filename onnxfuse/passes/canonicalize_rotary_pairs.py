@@ -1,7 +1,7 @@
-"""Write rotary embedding of adjacent pairs in a head with the slices that patterns match.
+"""Rewrite rotary embeddings of adjacent pairs so that Slices take the elements of each pair, as in the patterns.
 
-Where a model reshapes heads to (..., pairs, 2) and takes either column, as torch's `unbind` does, a Slice of every
-other element replaces the Reshape and the column.
+Some models reshape heads to (..., pairs, 2) and then take a column, as torch's `unbind` does.  A Slice that takes every
+other element of a head replaces the Reshape and the operator that takes the column.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_INT64: Final = np.iinfo(np.int64).max  # the end of a Slice that takes the r
 
 @graph_pass(opset=13)  # from this opset on, the axes of Unsqueeze are an input
 def canonicalize_rotary_pairs(graph: Graph, shapes: ShapeInfo) -> int:
-    """Rewrite columns of pairs; return the number of changes."""
+    """Replace columns of tensors (..., pairs, 2) by Slices; return the number of changes."""
     columns = [(node, made) for node in graph.nodes if op_of(node) in SLICING for made in node.outputs]
     return sum(_slice_instead(graph, shapes, node, made) for node, made in columns)
 

@@ -61,7 +61,7 @@ def _shorten(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
         shape = shapes.shape(source)
         if shape is None or result is None or any(size == 0 for size in (*shape, *result)):
             continue
-        if removed == 1 and shape != result:  # no chain is shorter than one node, except no view at all
+        if removed == 1 and shape != result:  # one node is the shortest chain, unless it changes nothing
             continue
         known = [view for view in views[start:] if view is not None]
         if len(known) < len(nodes) or not gives_shape_if_empty(shapes, nodes):
@@ -241,9 +241,10 @@ def _is_scaling(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 def farthest_view(
     graph: Graph, shapes: ShapeInfo, tensor: Tensor, last: View
 ) -> tuple[Tensor, tuple[View, ...], list[Node]] | None:
-    """Return the farthest source from which views with constant targets give the view `last` of `tensor`.
+    """Return the farthest tensor from which views with constant targets compute the view `last` of `tensor`.
 
-    Also returns the fewest such views, and the products with a number on the way, which the views leave out.
+    Also returns the fewest such views, and the nodes on the way that multiply or divide by a number.  The views do not
+    contain these products, so the caller has to apply them to the result.
     """
     chain = scaled_chain_to(graph, shapes, tensor)
     for start, first in enumerate(chain):
@@ -300,9 +301,9 @@ def _operators(source: Sequence[Size] | None, views: Sequence[View]) -> list[tup
 
 
 def _operator(shape: Sequence[Size] | None, view: View) -> tuple[str, list[int]] | None:
-    """Return the operator that computes a view of a tensor of that shape, and its perm, target or axes.
+    """Return the operator that computes a view of a tensor of `shape`, and the operator's perm, target or axes.
 
-    None where a Reshape would need a computed target, and the shapes differ in more than axes of size 1.
+    Returns None if a Reshape would need a computed target, and the shapes differ in more than axes of size 1.
     """
     if view.perm:
         return "Transpose", list(view.perm)

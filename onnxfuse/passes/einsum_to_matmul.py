@@ -113,7 +113,7 @@ def _product(
     if any(sizes.setdefault(axis, size) != size for axis, size in zip(right, shapes[1], strict=True)):
         return None  # an axis broadcasts, or its sizes are not known to be equal
     shared = [axis for axis in left if axis in right]
-    if result[-1:] in left and any(axis in result for axis in shared):  # the result ends with a row
+    if result[-1:] in left and any(axis in result for axis in shared):  # the last axis of the result is a row axis
         return _product_in_order(write, inputs[::-1], (right, left), result, sizes)
     return _product_in_order(write, inputs, letters, result, sizes)
 

@@ -93,7 +93,7 @@ def _reshaped(shapes: ShapeInfo, node: Node, shape: Sequence[int], numbers: Mapp
         if others != count:
             raise CannotInfer
         return target
-    if allows_zero and others == 0:  # onnxruntime divides the products of the sizes other than 0
+    if allows_zero and others == 0:  # onnxruntime leaves out sizes of 0 where it computes the -1
         count, others = (math.prod(size for size in part if size and size != -1) for part in (shape, target))
     if others == 0 or count % others:
         raise CannotInfer

@@ -32,7 +32,7 @@ from onnxfuse.passes.linear_weights import (
     set_weights,
 )
 
-FOLDED_KINDS = {  # by operator, the kind that reports name
+FOLDED_KINDS = {  # operator -> the kind of folding, as reports name it
     "BatchNormalization": "batch_norm", "Mul": "scale", "Div": "scale", "Add": "bias", "Sub": "bias", "Cast": "cast",
 }  # fmt: skip
 
@@ -229,7 +229,7 @@ def _add_bias(graph: Graph, shapes: ShapeInfo, node: Node, end: Tensor, new: Res
 
 
 def _read_step(graph: Graph, node: Node, source: Tensor, channels: Channels) -> AffineStep | None:
-    """Return the node as a scale and a shift of `source` per channel; None if it is neither."""
+    """Return the node as a scale and a shift of `source` per channel; None if it is no such step."""
     if op_of(node) not in FOLDED_KINDS or op_of(node) == "Cast":
         return None
     if op_of(node) == "BatchNormalization":

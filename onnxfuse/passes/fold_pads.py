@@ -26,7 +26,7 @@ Sizes: TypeAlias = Sequence[tuple[int, int]]  # per axis, the elements added at 
 
 @dataclass(frozen=True)
 class Window:
-    """A node that can pad instead of a Pad, the Transpose between them if there is one, and new attributes."""
+    """A node that can pad its input itself, the Transpose between the Pad and it (if any), and its new attributes."""
 
     node: Node
     transpose: Node | None

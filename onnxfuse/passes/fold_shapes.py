@@ -61,7 +61,7 @@ def reshape_target(shape: Sequence[Size] | None, wanted: Sequence[Size]) -> list
 
 
 def _target(sizes: Sequence[Size], wanted: Sequence[Size], *, infers_a_size: bool) -> list[int] | None:
-    """Return a target as `reshape_target` does, but allow 0 in `wanted`, and -1 beside it if `infers_a_size`."""
+    """Return a target like `reshape_target`, but allow a 0 in `wanted` and, with `infers_a_size`, a -1 beside a 0."""
     target: list[int] = []
     for i, size in enumerate(wanted):
         if isinstance(size, int):

@@ -64,7 +64,7 @@ def input_channels(graph: Graph, shapes: ShapeInfo, node: Node) -> Channels | No
 
 
 def is_linear(node: Node) -> bool:
-    """Return whether input 0 is multiplied by constant weights that are not empty and divisible by `group`."""
+    """Return whether a node multiplies input 0 by constant weights: not empty, and split evenly into its groups."""
     if op_of(node) not in LINEAR or not is_constant(node.inputs[1]):
         return False
     shape, groups = weight_of(node).shape, int_attribute(node, "group", 1)
@@ -104,7 +104,7 @@ def scale_outputs(graph: Graph, node: Node, channels: Channels, scale: Array, sh
 
 
 def scale_inputs(graph: Graph, node: Node, channels: Channels, scale: Array, shift: Array) -> RescaledWeights | None:
-    """Return new weights with which the node applies the old ones to `input * scale + shift`; None if not possible."""
+    """Return weights that give for an input what the old ones give for `input * scale + shift`; None if impossible."""
     bias = _read_bias(graph, node)
     if bias is None or (shift.any() and not turns_shift_into_bias(graph, node)):
         return None
@@ -138,7 +138,8 @@ def set_weights(graph: Graph, node: Node, new: RescaledWeights) -> None:
 def read_per_channel(graph: Graph, tensor: Tensor, channels: Channels) -> Array | None:
     """Return the values of a constant with one element, or one per channel, in float64; None for any other tensor.
 
-    Also None for a constant that would change the shape of the tensor with the channels by broadcasting.
+    Also returns None if the constant has more axes than the tensor that it scales or shifts, because broadcasting would
+    add axes to the tensor.
     """
     if not is_constant(tensor) or len(tensor.shape) > (1 if channels.rank is None else channels.rank):
         return None
@@ -166,7 +167,7 @@ def _read_blocks(graph: Graph, node: Node) -> Array:
 
 
 def _read_bias(graph: Graph, node: Node) -> Array | None:
-    """Return the bias in float64, or 0 if the node has none; None if it is not constant, or multiplied by 0."""
+    """Return the bias in float64, or 0 if the node has none; None if it is not constant, or a Gemm's beta is 0."""
     if op_of(node) == "Gemm" and number_parameter(graph, node, "beta") == 0:
         return None
     if op_of(node) == "MatMul" or len(node.inputs) < 3 or not node.inputs[2].name:

@@ -54,7 +54,7 @@ def _settle(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _settled(ends: Array | None, steps: Array | None, dtype: np.dtype[Any]) -> Array | None:
-    """Return the ends of a Slice with ambiguous ones replaced; None if there are none, or ends or steps are unknown."""
+    """Return the ends of a Slice with ambiguous ends replaced; None if no end is ambiguous, or any value is unknown."""
     if ends is None or steps is None or not ends.shape == steps.shape == (ends.size,):
         return None
     ambiguous = [is_ambiguous_end(end, step) for end, step in zip(ends.tolist(), steps.tolist(), strict=True)]

@@ -32,9 +32,9 @@ def remove_no_ops(graph: Graph, shapes: ShapeInfo) -> int:
 def _remove(graph: Graph, shapes: ShapeInfo, node: Node, source: Tensor) -> bool:
     """Replace the node's output by `source`; return False, and change nothing, if both names must stay.
 
-    Both names also stay where the node's output is a graph output that declares more dims than are known of `source`:
-    other consumers of `source` would then read a tensor with these dims, and onnxruntime refuses these consumers if the
-    dims are wrong.
+    The node also stays if its output is a graph output that declares more dims than are known of `source`, and other
+    nodes read `source`, too.  They would then read a tensor with the declared dims, which may be wrong, and onnxruntime
+    refuses nodes whose inputs have wrong dims.
     """
     output = node.outputs[0]
     if graph.is_kept(output) and len(source.outputs) > 1 and _says_more(shapes, output, source):
@@ -64,7 +64,7 @@ def _replace_node(
 
 
 def _remove_identity(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Remove an Identity, but not one between a Transpose that a Gemm reads too and a graph output.
+    """Remove an Identity, unless it copies a Transpose's result to a graph output, and a Gemm reads this result.
 
     onnxruntime 1.31 merges a Transpose before a Gemm into the Gemm, and loses a graph output that this Transpose
     computes.
@@ -83,7 +83,7 @@ def _remove_of_one_input(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _remove_empty_inputs(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Remove the inputs of a Concat that are empty, such as the rest of a rotary embedding of whole heads."""
+    """Remove empty inputs of a Concat, such as the unrotated part of heads where a rotary embedding rotates all."""
     axis = int_attribute(node, "axis", 1)
     found = [shapes.shape(t) for t in node.inputs]
     if any(shape is not None and not -len(shape) <= axis < len(shape) for shape in found):
@@ -112,7 +112,7 @@ def _remove_dropout(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _simplify_cast(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Remove a Cast to the dtype of its input; make a Cast after an exact Cast read the input of the exact one."""
+    """Remove a Cast to the dtype of its input; if a Cast reads an exact Cast, make it read the latter's input."""
     source, wanted = node.inputs[0], shapes.dtype(node.outputs[0])
     if wanted and shapes.dtype(source) == wanted:
         return _remove(graph, shapes, node, source)

@@ -76,8 +76,8 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, indices: IndexAnalysis, last: Node
 def _stack(graph: Graph, shapes: ShapeInfo, result: Tensor, parts: Sequence[Assignment], axis: int) -> bool:
     """Interleave the parts along an axis, if they write all of it; return whether they do.
 
-    Where a Transpose moves the axis back to the end after the ScatterND, the parts are interleaved in that order of
-    axes.
+    If a Transpose after the ScatterND moves the axis to the end, the parts are first transposed in the same way.  The
+    result is transposed back, and this Transpose and the one that reads it cancel.
     """
     shape, step, dtype = shapes.shape(result), parts[0].step, shapes.dtype(result)
     assert shape is not None
@@ -160,7 +160,7 @@ def _assignment(shapes: ShapeInfo, indices: IndexAnalysis, node: Node) -> Assign
 
 
 def _range_of(column: Value | None, axis: int, width: object) -> tuple[int, int] | None:
-    """Return the first index and the step of indices that count up along an axis; None where they do not."""
+    """Return the first index and the step of indices that count up along an axis; None if they do not count up."""
     if not isinstance(column, Index) or not isinstance(column.constant, int) or column.constant < 0:
         return None
     if width == 1:

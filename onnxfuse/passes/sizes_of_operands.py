@@ -28,7 +28,8 @@ from onnxfuse.passes.graph_pass import graph_pass
 
 RANGE_OPSET: Final = 15  # from this opset on, Shape may give the sizes of some axes only
 MIN_RANK: Final = 3  # lowest rank of scores
-KEEPING_ORDER: Final = frozenset({"Concat", "Pad", "Slice", "Split"})  # axes keep their index, and most their size
+# Operators in whose results each axis has its index in the input, and most axes have their size in the input.
+KEEPING_ORDER: Final = frozenset({"Concat", "Pad", "Slice", "Split"})
 BROADCASTING: Final = frozenset(op for op, rule in SHAPE_RULES.items() if rule is SHAPE_RULES["Add"])
 SAME_SHAPE: Final = frozenset(op for op, rule in SHAPE_RULES.items() if rule is SHAPE_RULES["Softmax"])
 Origin: TypeAlias = "tuple[Tensor, int] | int"  # a size: a tensor and its axis, or a number
@@ -110,9 +111,9 @@ def _written(
 
 
 def _of_one_tensor(shapes: ShapeInfo, picked: Sequence[Origin]) -> Sequence[Origin]:
-    """Return sizes that are the whole shape of one tensor as the axes of this tensor; other sizes are unchanged.
+    """If the sizes are the whole shape of one tensor, return all of them as axes of this tensor.
 
-    Sizes that are numbers then become axes, too.
+    This includes sizes that are given as numbers.  Any other sizes are returned unchanged.
     """
     source = next((each[0] for each in picked if not isinstance(each, int)), None)
     shape = None if source is None else shapes.shape(source)

@@ -41,7 +41,7 @@ def assign_regions(joining: Joining, fused: Collection[Fused] = ()) -> RegionRes
     records, work = {one.node: one for one in fused}, deque((*formed.regions, *formed.others))
     while work:
         cluster = work.popleft()
-        if not all(node.outputs for node in cluster.nodes):  # an earlier join fused a match with some nodes
+        if not all(node.outputs for node in cluster.nodes):  # an earlier join has removed nodes, as parts of its match
             continue
         order_by_reading(cluster, formed.forms)
         join = find_epilogue_fusion(formed, cluster, joining, joins)

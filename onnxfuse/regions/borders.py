@@ -151,10 +151,10 @@ def _saved(clusters: Clusters, border: Border, nodes: Sequence[Node]) -> int:
 
 
 def _staying(clusters: Clusters, border: Border, nodes: Sequence[Node]) -> set[Node]:
-    """Return those of `nodes` that must stay as well.
+    """Return those of `nodes` that must also stay in their cluster, so that the readers get copies.
 
     A node must stay if its result must keep its name, or if the result is read by a node that stays or does not belong
-    to `nodes`.  Of the readers of the border's tensor, only those in its own cluster count.
+    to `nodes`.  For the border's tensor, only readers in the cluster that computes it count.
     """
     going, staying = set(nodes), set[Node]()
     for node in reversed(nodes):
@@ -183,7 +183,7 @@ def _apply(clusters: Clusters, level: dict[Node, int], border: Border, move: Mov
 
 
 def _copies(clusters: Clusters, reader: Cluster, nodes: Sequence[Node]) -> list[Node]:
-    """Replace nodes of a cluster by copies, and return these; other clusters keep reading the original nodes."""
+    """Replace nodes of a cluster by copies, and return the copies; other clusters keep reading the original nodes."""
     graph, shapes, forms = clusters.graph, clusters.shapes, clusters.forms
     made, renamed = dict[Node, Node](), dict[str, Tensor]()
     for node in nodes:

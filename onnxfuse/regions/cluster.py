@@ -185,7 +185,7 @@ class Clusters:
         return sum(OPERATIONS.get(step.op, 1) for step in self.forms[node])
 
     def _evaluations(self, node: Node) -> int:
-        """Return the number of elements that a node computes, or reduces, with each element counted once."""
+        """Return the number of elements that a node computes (a reduction: that it reads), each counted once."""
         tensors = node.inputs[:1] if any(map(is_reduction, self.forms[node])) else node.outputs
         return max(map(self.count, tensors), default=0)
 

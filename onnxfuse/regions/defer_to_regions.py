@@ -28,7 +28,8 @@ MAX_VIEWS = 4  # maximum number of views between a match and a neighbouring oper
 class DeferToRegions:
     """Decides whether a match is left to regions, because its nodes can join a neighbour in a region or a fused node.
 
-    Fused alone, such a match (a softmax, an activation) would read or write a tensor that a common region does not.
+    Fused alone, such a match (a softmax, an activation) would read or write a tensor in memory, which is
+    not needed if one fused node computes both the match and the neighbour.
     `joining` says which fused nodes elementwise operators may join.  Fusions that allow a join in one layout only are
     not considered here, because layouts are assigned later.  `spelled` holds the names of the nodes that an operator of
     another tool was written as; matches of such nodes are not left to regions.
@@ -96,7 +97,7 @@ def _nodes_up_to_operands(match: Match) -> set[Node]:
 
 
 def _siblings(graph: Graph, match: Match, inside: Set[Node]) -> Iterator[Node]:
-    """Yield operators that read an operand of a match elementwise or reduce it, and can run before the match."""
+    """Yield elementwise operators and reductions that read an operand of a match, and can run before the match."""
     position = graph.position  # nodes that were added since the graph was sorted have no position
     first = min(position.get(node, 0) for node in inside)
     for tensor in match.operands.values():

@@ -43,8 +43,8 @@ def find_epilogue_fusion(
 
     `joining` says which fused nodes operators may join, and `taken` has the names of results that other clusters join.
     Operators of the cluster that depend on the fused node's result must be elementwise or only regroup axes, and their
-    outputs must have its rows (see `_has_rows_of`).  Operators of the cluster that compute their other operands also
-    join, if they are elementwise or views and nothing else reads them.
+    outputs must have the rows of this result (see `_has_rows_of`).  Operators of the cluster that compute the other
+    operands of these operators join as well, if they are elementwise or views and nothing else reads them.
 
     The fused node's result may also be read elsewhere, or be a graph output; then the joined node still computes it.
     """

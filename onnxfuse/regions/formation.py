@@ -139,7 +139,8 @@ def is_worth_it(cluster: Cluster) -> bool:
 def _merge_all(merging: Merging) -> None:
     """Merge the nodes in execution order, and then the resulting clusters with later clusters that read them.
 
-    For the second part, a cluster moves to the latest level at which it can be computed, and back if it is not merged.
+    Before a cluster is merged with its readers, it moves to the latest level at which it can be computed, and back to
+    its own level if none of them can be merged with it.
     """
     clusters = merging.clusters
     for node in merging.graph.nodes:

@@ -20,7 +20,8 @@ MAX_OPEN: Final = 8  # maximum number of groups of a level that are compared wit
 class Group:
     """Small clusters that do not depend on each other: they have the same level, and the same step in this level.
 
-    Steps number the clusters of a level in the order of their dependencies; see `_groups`.
+    In this file, the step of a cluster is a number: each cluster has a higher step than the clusters of its level that
+    it reads (see `_groups`).
     """
 
     step: int
@@ -33,7 +34,10 @@ class Group:
         self.operands.update(cluster.operands)
 
     def takes(self, cluster: Cluster) -> bool:
-        """Return whether the group with another cluster is small enough for one region, and reduces the same rows."""
+        """Return whether another cluster may join the group.
+
+        The group must then be small enough for one region, and all its reductions must be over the same rows.
+        """
         every = [*self.clusters, cluster]
         rows = [one.rows for one in every if one.rows is not None]
         return (
@@ -94,7 +98,7 @@ def _groups(merging: Merging, in_order: Sequence[Cluster], small: Collection[Clu
 
 
 def _latest_steps(merging: Merging, in_order: Sequence[Cluster]) -> dict[Cluster, int]:
-    """Return the last step that each cluster can have, if there are as many steps as clusters."""
+    """Return the highest step that each cluster can have, if no step may exceed the number of clusters."""
     found = dict[Cluster, int]()
     for cluster in reversed(in_order):
         behind = (found[each] - 1 for each in readers_of(merging.clusters, merging.level, cluster))

@@ -19,10 +19,10 @@ from onnxfuse.rewrite.replace import REGION, Fused, LocalFunctions, replace_matc
 class Joining:
     """Decides which fused nodes elementwise operators may join, and fuses matches that pay only with such operators.
 
-    `fusions` holds the fusions whose nodes operators may join, if the fusion's declaration allows it.  `exclude` holds
-    pairs: (fusion or REGION, first output) for a match that stays unfused or a region that is not formed, and (fusion
-    of the node, first output of the operators) for operators that must not join a fused node.  `keep` holds the labels
-    of nodes that must be in no match and no region.
+    Operators may join a node of one of `fusions` if the fusion's declaration allows it.  `exclude` holds pairs.
+    (fusion, first output) is a match that stays unfused, and (REGION, first output) a region that is not formed.  With
+    (fusion of a node, first output of operators), the operators must not join the node.  `keep` holds the labels of
+    nodes that must be in no match and no region.
     """
 
     graph: Graph

@@ -105,7 +105,7 @@ def _merged(formed: Formed, joining: Joining, cluster: Cluster, norm: Node, join
 
 
 def _belong(merging: Merging, cluster: Cluster, level: int) -> None:
-    """Assign the nodes of a cluster to it, and move the cluster to a level."""
+    """Record that the nodes of a cluster belong to it now, and move the cluster to a level."""
     merging.clusters.split(cluster)
     merging.move(cluster, level)
 
@@ -136,7 +136,7 @@ def with_moved_norm(formed: Formed, cluster: Cluster, joining: Joining) -> tuple
 
 
 def _moved_norm(formed: Formed, cluster: Cluster, joining: Joining) -> Node | None:
-    """Return the norm whose rows a cluster moves, if nothing else reads its result; None if there is none."""
+    """Return the norm whose rows a cluster moves, if only the cluster reads the norm's result; else None."""
     if cluster.is_free or len(cluster.operands) != 1 or len(cluster.outputs) != 1:
         return None
     graph, clusters = formed.merging.graph, formed.merging.clusters

@@ -87,7 +87,7 @@ def _between(first: Cluster, last: Cluster, start: Cluster, neighbours: Neighbou
 def set_places(clusters: Clusters, level: Mapping[Node, int], of_level: Iterable[Cluster]) -> list[Cluster]:
     """Assign new places to all clusters of a level, close to the order of their first nodes; return them in order."""
     left = {each: len(set(read_by(clusters, level, each))) for each in of_level}
-    # Clusters get numbers, because copies of a node share its position.
+    # The heap holds numbers of clusters.  Positions of first nodes are not unique, because copies share a position.
     in_order = sorted(left, key=lambda each: clusters.graph.position[each.nodes[0]])
     number = {each: i for i, each in enumerate(in_order)}
     work = [number[each] for each in in_order if not left[each]]

@@ -55,7 +55,8 @@ def _merge_readers(
 ) -> None:
     """Merge clusters that read a tensor in its own order.
 
-    Each cluster is merged with the first that it can be merged with among the last MAX_OPEN clusters before it.
+    For each cluster, the last MAX_OPEN clusters before it are tried in order; the first with which it can be merged is
+    taken.
     """
     found = list[Cluster]()
     for cluster in dict.fromkeys(clusters.of[each.nodes[0]] for each in readers):

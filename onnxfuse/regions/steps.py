@@ -49,7 +49,7 @@ class Step:
     attributes: Mapping[str, Value]
     dtype: int  # dtype of the outputs
     measured: tuple[Tensor, ...] = ()  # tensors whose dims the attributes read, except the first input
-    computed: tuple[ComputedInput, ...] = ()  # the node's inputs that these attributes replace
+    computed: tuple[ComputedInput, ...] = ()  # inputs of the node that hold sizes; attributes replace them
 
 
 @dataclass
@@ -133,7 +133,7 @@ class Steps:
             return None
         values = found if isinstance(found, list) else [found]
         numbers = [int(each) for each in values if isinstance(each, int | float)]
-        if len(numbers) < len(values):  # in a model whose types do not match
+        if len(numbers) < len(values):  # the model is invalid: some are not numbers
             raise StaysOut(f"its {name} are no numbers")
         return numbers
 

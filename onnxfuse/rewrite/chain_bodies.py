@@ -12,7 +12,7 @@ from onnxfuse.ir.domain import DOMAIN
 
 
 def function_of(operands: Sequence[str], nodes: Sequence[onnx.NodeProto], opset: int = 0) -> onnx.FunctionProto:
-    """Return a function of these ONNX operators, the last of which computes the results.
+    """Return a function that consists of `nodes`; the last node computes the function's results.
 
     The opset may be left out if the function becomes the `after` of `chained`.
     """

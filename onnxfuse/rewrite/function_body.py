@@ -193,14 +193,14 @@ class BodyBuilder:
         return size
 
     def full(self, value: Number, dims: str) -> Array:
-        """Return an array of these dimensions in which all elements are `value`."""
+        """Return an array in which all elements are `value`; its shape is the sizes of `dims` that are numbers."""
         sizes = [self.size(name) for name in dims.split()]
         return np.full([size for size in sizes if is_static(size)], value)
 
     # --- nodes ---------------------------------------------------------------------------------------------------
 
     def node(self, op: str, inputs: Sequence[Value | None], dtype: int, **attributes: Any) -> Value:
-        """Append a node with one output of that dtype."""
+        """Append a node with one output of dtype `dtype`, and return the output."""
         self._count += 1
         name = f"t{self._count}"
         domain, _, op_type = op.rpartition("::")
@@ -253,8 +253,8 @@ class BodyBuilder:
     def _dtype(self, term: Term) -> int | None:
         """Return the dtype that a term will have, or None if it is not known.
 
-        It is the dtype of the first operand, or the result's dtype of a cast, Shape or comparison between that operand
-        and the term.
+        A cast, a Shape or an operator with boolean results determines its own dtype.  Any other term has the dtype of
+        its first part whose dtype is known.
         """
         if isinstance(term, Precision):
             return TensorProto.FLOAT if term.like is None else self._dtype(term.like)
@@ -266,7 +266,7 @@ class BodyBuilder:
         return next((dtype for part in parts if (dtype := self._dtype(part)) is not None), None)
 
     def _is_static(self, wanted: object) -> bool:
-        """Return whether an attribute can be written: not if it depends on sizes that are only known at run time."""
+        """Return whether an attribute can be written: it depends on no size that is known only at run time."""
         if isinstance(wanted, list):
             return all(map(self._is_static, wanted))
         return not isinstance(wanted, Dim) or is_static(self._attribute(wanted))

@@ -28,7 +28,8 @@ def insert_nodes(
     operands  the tensors that the nodes read, by the names of the values in `protos`
     outputs   pairs of the name of a value and the tensor that it becomes; a value that is an operand, or becomes a
               second tensor, gets an Identity
-    label     the prefix of new names; a result of constants alone is named after its first operand
+    label     the prefix of new names; only the outputs of a node that reads nothing but constants are named after its
+              first operand instead
     """
     tensors = dict(operands)
     computed = {name for proto in protos for name in proto.output}

@@ -41,7 +41,7 @@ RANK: Final = 4
 def make_keys_row_major(
     graph: Graph, shapes: ShapeInfo, fusions: Sequence[Fusion], keep: Set[str] = frozenset()
 ) -> int:
-    """Rewrite the keys of attentions that match a pattern only then.  Returns the number of these attentions.
+    """Rewrite the keys of attentions that match a pattern only with rewritten keys; return how many were rewritten.
 
     `keep` holds the labels of nodes that are not fused.
     """
@@ -59,7 +59,10 @@ def make_keys_row_major(
 
 
 def _settle(graph: Graph, shapes: ShapeInfo, matchers: Sequence[Matcher], end: Node, scores: Node) -> bool:
-    """Rewrite the keys of the attention that ends in `end` if it matches only then; return whether that was done."""
+    """Rewrite the keys of the attention that ends in `end` if it matches only with rewritten keys.
+
+    Returns whether the keys were rewritten.
+    """
     columns = scores.inputs[1]
     written = None if _matches(matchers, end) else _through_rows(graph, shapes, columns)
     if written is None:

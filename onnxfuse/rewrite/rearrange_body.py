@@ -19,7 +19,7 @@ PLACEHOLDER: Final = None  # an axis of size 1 that a Squeeze removes again
 
 @dataclass(frozen=True)
 class Ones:
-    """Axes of size 1 to remove (indices before), and axes of size 1 to add (indices after)."""
+    """Axes of size 1 to remove (their indices in the input), and to add (their indices in the result)."""
 
     squeezed: tuple[int, ...]
     new: tuple[int, ...]
@@ -58,7 +58,7 @@ class ViewBuilder(Protocol):
         ...
 
     def node(self, op: str, inputs: Sequence[Value | None], dtype: int, **attributes: Any) -> Value:
-        """Append a node with one output of that dtype."""
+        """Append a node with one output of dtype `dtype`, and return the output."""
         ...
 
 
@@ -195,8 +195,9 @@ def _with_placeholders(
 ) -> list[int | None] | None:
     """Return a target without -1: each unknown size is a 0, which copies the size of the input's axis of equal index.
 
-    Placeholders before a 0 move it to the index of the axis that it copies.  Returns None where they cannot.  A -1 is
-    avoided because runtimes refuse it if another size is 0 at run time: it could then be any number.
+    Placeholders before a 0 move it to the index of the axis that it copies.  Returns None if this axis is absent or has
+    a lower index.  A -1 is avoided because runtimes refuse it if another size is 0 at run time: the -1 could then be
+    any number.
     """
     result: list[int | None] = []
     for size, names in zip(target, wanted, strict=True):
@@ -209,7 +210,10 @@ def _with_placeholders(
 
 
 def _ones(wanted: Sequence[tuple[str, ...]], present: Sequence[tuple[str, ...]]) -> Ones | None:
-    """Return the axes of size 1 of two shapes, so that no Reshape is needed; None if their other axes differ."""
+    """Return the axes of size 1 to remove and to add where two shapes differ only in such axes; else None.
+
+    A Squeeze and an Unsqueeze then replace the Reshape.
+    """
     if [names for names in wanted if names] != [names for names in present if names]:
         return None
     squeezed, new = (tuple(i for i, names in enumerate(axes) if not names) for axes in (present, wanted))

@@ -99,7 +99,7 @@ class LocalFunctions:
 
 
 def drop_functions(graph: Graph, called: Collection[Node]) -> None:
-    """Remove functions that fusing added and that only the nodes in `called` call, as these nodes get other functions.
+    """Remove functions that fusing added and that only the nodes in `called` call, before these get other functions.
 
     The graph must be the main one, so that calls in all subgraphs are known.
     """
@@ -227,7 +227,7 @@ def _variant(graph: Graph, shapes: ShapeInfo, match: Match, outputs: list[Tensor
 
 @functools.cache
 def _asked_by_others(fusion: Fusion) -> frozenset[str]:
-    """Return the names that conditions use in the `others` of stored() terms."""
+    """Return the names that conditions ask for in bodies of other operator sets (the `others` of stored() terms)."""
     found: dict[int, Term] = {}
     work = list(fusion.outputs)
     while work:

@@ -19,8 +19,9 @@ SCORES: Final = (2, 3, 4, 5)
 def merge_fills(a: Term = tensor(), b: Term = tensor(), scores: Term = tensor(), number: Term = scalar()) -> Rules:
     """Two fills with the same number, each under its mask, are one fill under both masks.
 
-    If both conditions are true where scores are replaced by the number, and one condition is a triangle (a causal
-    mask), both are negated, because a fused attention recognizes a causal mask that is true where scores are kept.
+    If both conditions are true where the number replaces scores, the new condition is Or(a, b).  But if a or b is a
+    triangle (a causal mask), the new condition is And(Not(a), Not(b)), which is true where scores are kept, because a
+    fused attention recognizes a causal mask only in this form.
     """
     require(
         "both masks broadcast to the scores",
@@ -57,8 +58,8 @@ def limited_sum(scores: Term = tensor(), mask: Term = tensor(), number: Term = s
     """`Max(scores + mask, number)` is `scores + Max(mask, number)` if the number is lower than any score (OPT).
 
     Infinite scores give another result than before.  If the mask is finite, the Max is removed.  The rule does not
-    apply to scores to which another mask may have been added: where both masks hide a key, the sum may be -inf, which
-    the Max makes equal to the score of a key that only one mask hides.
+    apply to scores to which another mask may have been added.  Where both masks hide a key, the sum may be -inf, and
+    the Max then gives the key the same score as a key that only one mask hides.
     """
     require("the number swallows scores that are added to it", lambda number: number < SWALLOWS_SCORES)
     require("scores hold no numbers of masks", lambda scores, is_ordinary: is_ordinary(scores))

@@ -16,7 +16,7 @@ from onnxfuse.dsl.words import attribute, choose, either, float32, known, op, re
 from onnxfuse.patterns._rotary import halves, pairs
 
 HEADS: Final = "batch heads rows size"
-PART: Final = "batch heads rows pairs"  # of the first or the second elements of all pairs
+PART: Final = "batch heads rows pairs"  # shape of the first (or the second) elements of all pairs
 TABLE: Final = "batch? heads? rows? size"
 HALF_TABLE: Final = "batch? heads? rows? pairs"
 ROWS: Final = "1 rows size"

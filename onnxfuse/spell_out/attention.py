@@ -64,8 +64,9 @@ def attended(call: Call, heads: Heads, bias: int, mask: int | None = None) -> Te
 def _masks(call: Call, heads: Heads, columns: Term, kept: Term | None) -> list[Term]:
     """Return the terms that masks add to scores; `kept` is true for keys that padding does not hide.
 
-    A key that both masks hide gets the number of the causal mask.  If the number of the padding is so low that the sum
-    of both is another number, both masks become one mask, or a Where that selects one of the two numbers.
+    Usually each mask is a term of its own, which adds a number to the scores of the keys that it hides.  If the number
+    of the padding is nearly as low as that of the causal mask, only the causal mask's number is added where both masks
+    hide a key: there is one mask if the numbers are equal, else a Where that selects one of the numbers.
     """
     number = call.attribute("mask_filter_value", MASK_FILTER)
     hidden = [] if kept is None else [cast_like(op.Where(kept, 0.0, number), like=heads.keys)]
@@ -103,9 +104,9 @@ def _kept(call: Call, index: int, length: Term) -> Term:
 
 
 def _name_heads(call: Call, hidden: Size, value_hidden: Size) -> tuple[int, int]:
-    """Store the number and the sizes of heads in `call.dims`; return the columns of all keys and of all values.
+    """Store the number and the sizes of heads in `call.dims`; return the column counts of keys and of values as ints.
 
-    `hidden` and `value_hidden` are the same numbers of columns, which may be symbolic.
+    `hidden` and `value_hidden` are these counts, over all heads.  Raises NoSpelling if one of them is symbolic.
     """
     heads = call.attribute("num_heads", 0)
     size, value_size = (_size_of_head(columns, heads) for columns in (hidden, value_hidden))

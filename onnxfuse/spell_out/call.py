@@ -33,10 +33,12 @@ def known(size: Size | None, reason: str) -> int:
 
 
 class Call:
-    """A node to be spelled out: its inputs are terms, and a rule sets the values of other names in terms.
+    """A node to be spelled out, as a spelling rule sees it: the rule reads the node's inputs as terms.
 
-    dims        sizes by the names that terms use
-    values      scalars by the names that terms use
+    The rule stores the sizes and the scalars that its terms mention by name.
+
+    dims        sizes by name
+    values      scalars by name
     may_remain  operators of the spelling that need not be fused, besides `spell_out.MAY_REMAIN`
     """
 

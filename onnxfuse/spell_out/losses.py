@@ -1,6 +1,7 @@
-"""Spelling rules of the losses of classifiers, for which onnxruntime has no kernels: it spells them out itself.
+"""Spelling rules of the losses of classifiers.
 
-So the spelling costs nothing, even if none of its nodes is fused.  A region computes the LogSoftmax and takes each
+onnxruntime has no kernels for these losses, and spells them out itself.  So a spelling written here makes no model
+slower, even if none of its nodes is fused.  A region computes the LogSoftmax and takes each
 label's score from it, so that the logarithms of all classes are not written to memory.
 """
 

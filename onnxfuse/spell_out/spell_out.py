@@ -113,7 +113,10 @@ def spell_out(graph: Graph, shapes: ShapeInfo, keep: Collection[str] = frozenset
 
 
 def left_over(graph: Graph, shapes: ShapeInfo, spelled_out: SpelledOut, fusing: FusionResult) -> dict[str, Stays]:
-    """Return the spelled-out operators of which a computing node was not fused, by first output, with the reason."""
+    """Return, by first output, the spelled-out operators that were not fully fused, with the reason.
+
+    Nodes of a spelling that need not be fused (see `MAY_REMAIN`) do not count.
+    """
     computing = (node for node in graph.nodes if op_of(node) not in MAY_REMAIN)
     remaining = {
         node.name: op_of(node) for node in computing if any(shapes.dtype(tensor) in FLOATS for tensor in node.outputs)
