@@ -146,8 +146,8 @@ def _settings(
 ) -> Settings:
     """Return the settings that these arguments of `optimize` stand for.
 
-    If `only` names fusions that layouts make, layouts make only these.  Raises UsageError for an unknown fusion or
-    layout.
+    If `only` names fusions that the layout step makes, that step makes only these.  Raises UsageError for an unknown
+    fusion or layout.
     """
     if layout not in get_args(Layout):
         raise UsageError(f"layout is 'auto', 'nchw' or 'nhwc', not '{layout}'")
@@ -209,7 +209,7 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Found:
-    """The fused model, the result of its verification, and the matches that this result or a plan left out."""
+    """The fused model, the result of its verification, and the matches left out because of this result or of a plan."""
 
     model: FusedModel
     verified: Verification
@@ -340,7 +340,7 @@ def _report(job: _Job, path: str | None, found: _Found) -> Report:
 
 
 def _assumed_sizes(model: onnx.ModelProto) -> dict[str, int]:
-    """Return the sizes that the estimate assumes for the dynamic dims of a model's inputs, by their names."""
+    """Return, by name, the sizes that the traffic estimate assumes for the dynamic dims of a model's inputs."""
     dims = [dim for value in model.graph.input for dim in value.type.tensor_type.shape.dim]
     named = {dim.dim_param: assumed_size(dim.dim_param) for dim in dims if dim.dim_param}
     has_others = any(dim.WhichOneof("value") is None for dim in dims)

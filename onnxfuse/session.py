@@ -290,8 +290,8 @@ class _Nodes:
         """Choose between kernel and body for each node.
 
         prefer     chooses by measurements; None if they are not used
-        why_alike  why all nodes that call one function must run as kernels or all as bodies, as a sentence's end; None
-                   if some of them may run as kernels and others as bodies
+        why_alike  why nodes that call the same function must all run as kernels or all as bodies, as a sentence's end;
+                   None if some of them may run as kernels and others as bodies
         """
         reasons = require_bodies(self.calls, self._without_kernel())
         self.preferred = [None] * len(self.calls)

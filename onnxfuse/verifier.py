@@ -44,7 +44,7 @@ class Verifier:
     equal_parts: set[str] = field(default_factory=set)  # keys of the parts that were found equal
     raised: list[LeftOut] = field(default_factory=list)  # steps of the verification that raised
     _reference: Reference | VerificationError | None = None
-    # The last argument and result of `_graphs_with_feeds`.
+    # The argument of the last call of `_graphs_with_feeds`, and its result.
     _inside: tuple[FusedModel, Sequence[tuple[FusedModel, Feeds | None]]] | None = None
 
     def reference(self) -> Reference:
@@ -84,7 +84,7 @@ class Verifier:
         return wrong
 
     def _graphs_with_feeds(self, result: FusedModel) -> Sequence[tuple[FusedModel, Feeds | None]]:
-        """Return the main graph and all bodies, each with inputs on which it runs; None where none are known."""
+        """Return the main graph and all bodies, each with inputs on which it runs; None if no such inputs are known."""
         if self._inside is None or self._inside[0] is not result:
             try:
                 feeds: Feeds | None = self.reference().runs[0].feeds

@@ -87,9 +87,10 @@ def _bfloat16_too_early(m: MatchContext, nodes: Sequence[Node], state: State) ->
 
 
 def guard_holds(m: MatchContext, guard: Guard, root: Tensor, state: State, term: Term | None) -> bool:
-    """Return whether a condition on the captured values is true; if it is false, its sentence is a miss of `term`.
+    """Return whether a condition on the captured values is true.
 
-    If the condition cannot be decided because a fact is unknown, a miss is recorded even without `term`.
+    If it is false and `term` is given, its sentence is recorded as a miss of `term`.  If it cannot be decided because a
+    fact is unknown, a miss is recorded even if no `term` is given.
     """
     known = {**state.dims, **state.values, **state.operands, **state.choices}
     known |= {"dtype": dtype_name(m.shapes.dtype(root)), "rank": m.shapes.rank(root), "opset": m.graph.opset}
@@ -120,7 +121,7 @@ def _dtype_name(m: MatchContext, tensor: Tensor) -> str:
 
 
 def _lossy_precision(m: MatchContext, root: Tensor, state: State) -> str | None:
-    """Return why the fused node would be less precise than the match, or lose a rounding; None if it is equivalent."""
+    """Return why the fused node would be less precise than the match, or leave out an intended rounding; else None."""
     rounding = _rounding_cast(m, root, state)
     if rounding is not None:
         made = rounding.outputs[0]
@@ -324,7 +325,7 @@ def _operand_inside(inside: set[int], operands: Mapping[str, Tensor]) -> Refusal
 
 
 def _output_of_output(inside: set[int], first: Tensor) -> Refusal | None:
-    """Refuse if another output is computed from the first one, as for `a` and `a + b`: it would be computed twice."""
+    """Refuse if another output is computed from the first one, as for `a` and `a + b`: `a` would be computed twice."""
     reader = next((r for r in first.outputs if id(r) in inside), None)
     if reader is None:
         return None

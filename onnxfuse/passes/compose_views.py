@@ -174,7 +174,7 @@ def equivalent_chains(source: tuple[Size, ...], chain: tuple[View, ...]) -> tupl
 
 
 def _perm_of_source(source: Sequence[Size], layout: ViewLayout) -> tuple[int, ...] | None:
-    """Return the perm that gives the layout from the source's own axes; None if it needs other axes."""
+    """Return the perm of a Transpose of the source that gives the layout; None if a Reshape is needed as well."""
     ones = [i for i, size in enumerate(source) if size == 1]
     perm = []
     for axis in layout:

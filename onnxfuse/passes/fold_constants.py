@@ -216,9 +216,10 @@ def _constants(graph: Graph) -> list[Tensor]:
 def _growth(
     graph: Graph, shapes: ShapeInfo, node: Node, output_bytes: list[int | None], folded_bytes: dict[int, int | None]
 ) -> float:
-    """Return by how many bytes folding the node makes the file larger; 0 if its outputs are small, infinity if unknown.
+    """Return by how many bytes folding the node makes the file larger; 0 if its outputs are small.
 
-    The inputs that only this node reads are not stored any more.
+    Inputs that only this node reads are subtracted, because they are not stored any more.  Infinity means that the node
+    must not be folded: it reads a large external weight, or its outputs have unknown sizes and may be large.
     """
     freed = 0
     for tensor in node.inputs:

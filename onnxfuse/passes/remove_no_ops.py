@@ -203,8 +203,8 @@ def _simplify_arithmetic(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 def _remove_neutral(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     """Remove `x * 1`, `x / 1`, `x + 0` and `x - 0` where the scalar does not change the shape.
 
-    Only scalars count: a vector of ones is the weight of a norm.  `x + 0` turns -0 into +0, but no runtime promises
-    that.
+    Only scalars count: a vector of ones is the weight of a norm.  `x + 0` is removed although it turns -0 into +0,
+    because no runtime promises to do so.
     """
     op = op_of(node)
     if graph.opset < 7:

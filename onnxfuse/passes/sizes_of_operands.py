@@ -187,9 +187,10 @@ class Origins:
 
 
 def _candidates(shapes: ShapeInfo, node: Node, axis: int, rank: int) -> Iterator[tuple[Tensor, int]]:
-    """Yield operands and their axes that may give an axis of the result its size; the first of equal size is taken.
+    """Yield operands and their axes that may give an axis of the result its size.
 
-    `rank` is the rank of the result.  The index of an axis that an operand does not have is out of range.
+    The caller takes the first axis whose size is equal.  `rank` is the rank of the result.  If an operand lacks the
+    axis, the yielded index is out of range.
     """
     op, first, behind = op_of(node), node.inputs[0] if node.inputs else None, axis - rank
 

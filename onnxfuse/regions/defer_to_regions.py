@@ -28,11 +28,11 @@ MAX_VIEWS = 4  # maximum number of views between a match and a neighbouring oper
 class DeferToRegions:
     """Decides whether a match is left to regions, because its nodes can join a neighbour in a region or a fused node.
 
-    Fused alone, such a match (a softmax, an activation) would read or write a tensor in memory, which is
-    not needed if one fused node computes both the match and the neighbour.
-    `joining` says which fused nodes elementwise operators may join.  Fusions that allow a join in one layout only are
-    not considered here, because layouts are assigned later.  `spelled` holds the names of the nodes that an operator of
-    another tool was written as; matches of such nodes are not left to regions.
+    Fused alone, such a match (a softmax, an activation) would read or write a tensor in memory.  This tensor is not
+    needed if one fused node computes both the match and the neighbour.  `joining` says which fused nodes elementwise
+    operators may join.  Fusions that allow a join in one layout only are not considered here, because layouts are
+    assigned later.  `spelled` holds the names of nodes that replace an operator of another tool (see `spell_out`);
+    matches of such nodes are not left to regions.
     """
 
     joining: Joining

@@ -94,7 +94,7 @@ def _axes(step: Step) -> tuple[int, ...]:
 
 
 def _kind_behind(shapes: ShapeInfo, node: Node, rows: Rows, kinds: Mapping[str, Kind]) -> Kind | None:
-    """Return the kind of the result of a node that reads values after a reduction; None if it moves the rows."""
+    """Return the kind of a node's result if its operands depend on reductions; None if the node moves rows."""
     out = shapes.shape(node.outputs[0])
     if out is None or len(node.outputs) > 1:
         return None

@@ -34,9 +34,9 @@ def merge_siblings(
 ) -> list[Cluster]:
     """Merge clusters of one level that read the same tensor in its own order; return the resulting clusters.
 
-    Only tensors for which `is_wanted` is true count, the largest first.  In each level, the place of a cluster must be
-    after the places of the clusters that it reads.  `reasons` maps node labels to the reasons why nodes are in no
-    region; reasons found here replace less specific ones.
+    Only tensors for which `is_wanted` is true are considered, the largest first.  In each level, the place of a cluster
+    must be after the places of the clusters that it reads.  `reasons` maps node labels to the reasons why nodes are in
+    no region; reasons found here replace less specific ones.
     """
     in_order = sorted(among, key=lambda each: (level[each.nodes[0]], each.place))
     readers, tensors = defaultdict[str, list[Cluster]](list), dict[str, Tensor]()

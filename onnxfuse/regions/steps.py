@@ -92,7 +92,7 @@ class Steps:
         return self.shapes.dtype(self.node.outputs[0])
 
     def data(self, index: int, rank_beside: int = 0) -> str:
-        """Return the value of an input; a constant of one element becomes a number.
+        """Return the name of an input's value; for a constant of one element, a step that holds the number is added.
 
         `rank_beside` is the rank of the other operands: a constant of a higher rank is reshaped to keep its axes.
         """
@@ -104,7 +104,7 @@ class Steps:
         return number if rank <= rank_beside else self.emit("Reshape", [number], shape=[1] * rank)
 
     def elementwise(self, indices: Sequence[int]) -> list[str]:
-        """Return the values of inputs that are broadcast with each other."""
+        """Return the names of the values of inputs that are broadcast with each other, as `data` does."""
         ranks = {i: self.rank(i) for i in indices}
         single = {i for i in indices if is_constant(t := self.node.inputs[i]) and math.prod(t.shape) == 1}
         beside = max((rank for i, rank in ranks.items() if i not in single), default=0)

@@ -355,7 +355,7 @@ class BodyBuilder:
         return left * right if op == "Mul" else left + right
 
     def _promoted(self, values: Sequence[Value | Literals | None]) -> list[Value | None]:
-        """Return all values in the widest floating dtype among them; numbers with integer operands become integers."""
+        """Return all values in the widest floating dtype among them; if operands are integers, so are the numbers."""
         found = [v.dtype for v in values if isinstance(v, Value) and v.dtype != TensorProto.BOOL]
         widest = max(found, key=lambda dtype: FLOAT_BITS.get(dtype, 0), default=int(TensorProto.FLOAT))
         return [

@@ -77,7 +77,7 @@ def _is_product(node: Node) -> bool:
 
 
 def _is_behind(node: Node, wanted: Callable[[Node], bool], *, first: bool = False) -> bool:
-    """Return whether a node depends on a wanted one, with no product between, in at most MAX_NODES_BETWEEN nodes."""
+    """Return whether a node depends on a wanted node, with no product between; visits MAX_NODES_BETWEEN at most."""
     work, seen = list(node.inputs[:1] if first else node.inputs), set[int]()
     while work and len(seen) < MAX_NODES_BETWEEN:
         made = producer(work.pop(0))

@@ -193,7 +193,7 @@ def complex_columns(
     cos: Term = tensor(f"{HALF_TABLE} 1"),
     sin: Term = tensor(f"{HALF_TABLE} 1"),
 ) -> Rules:
-    """Where pairs have an axis of size 1 for their columns, this axis is added after the products."""
+    """Where all tensors of a rotation have a last axis of size 1, this axis is added after the products instead."""
     require(*AXES_ARE_INPUTS)
     require(*OF_ONE)
     require("cos and sin are tables", lambda a, cos, sin, is_table: is_table(cos, a) and is_table(sin, a))

@@ -85,8 +85,8 @@ def _masks(call: Call, heads: Heads, columns: Term, kept: Term | None) -> list[T
 def _kept(call: Call, index: int, length: Term) -> Term:
     """Return a term that is true where keys are kept.
 
-    The mask has 1 where a key is kept, for each batch or for each batch and query; or it holds each batch's number of
-    kept keys.
+    The operator's mask has one of three forms: (batch, keys) or (batch, queries, keys), above 0 where a key is kept, or
+    (batch), the number of kept keys, which come first.
     """
     name, mask = call.tensor(index).name, call.input(index)
     no_mask = f"its mask '{name}' has no shape that is known to be one of all keys"
@@ -104,7 +104,7 @@ def _kept(call: Call, index: int, length: Term) -> Term:
 
 
 def _name_heads(call: Call, hidden: Size, value_hidden: Size) -> tuple[int, int]:
-    """Store the number and the sizes of heads in `call.dims`; return the column counts of keys and of values as ints.
+    """Store the number and the sizes of heads in `call.dims`; return the column counts of keys and of values.
 
     `hidden` and `value_hidden` are these counts, over all heads.  Raises NoSpelling if one of them is symbolic.
     """

@@ -1,8 +1,8 @@
 """Spelling rules of the losses of classifiers.
 
 onnxruntime has no kernels for these losses, and spells them out itself.  So a spelling written here makes no model
-slower, even if none of its nodes is fused.  A region computes the LogSoftmax and takes each
-label's score from it, so that the logarithms of all classes are not written to memory.
+slower, even if none of its nodes is fused.  A region computes the LogSoftmax and takes each label's score from it, so
+that the logarithms of all classes are not written to memory.
 """
 
 from __future__ import annotations
