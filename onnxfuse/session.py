@@ -193,10 +193,10 @@ def register(
 ) -> tuple[NodeDispatch, ...]:
     """Register kernels with session options, for sessions that onnxruntime opens with this model and these providers.
 
-    `tune`, `shapes`, `plans` and `aim` are as in `InferenceSession`, but `tune` may not be "background", because the
-    runs of a session that onnxruntime makes are not counted. Because the model stays as it is, either all nodes
-    that call one function run as kernels or none does. Give onnxruntime.InferenceSession enable_fallback=0, so that it
-    shows why CUDA failed.
+    `tune`, `shapes`, `plans` and `aim` are as in `InferenceSession`, but `tune` may not be "background", which
+    measures while no run is in flight: runs of sessions that onnxruntime opens are not counted. Because the model
+    stays as it is, either all nodes that call one function run as kernels or none does. Give
+    onnxruntime.InferenceSession enable_fallback=0, so that it shows why CUDA failed.
 
     Returns how each fused node will run.
 

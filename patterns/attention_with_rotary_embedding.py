@@ -140,7 +140,7 @@ def attention_with_rotary_embedding(
     num_heads: Term = attribute(),
     kv_num_heads: Term = attribute(),
 ) -> Term:
-    """attention(rotary_embedding(q), rotary_embedding(k), v), for q and k or, where they have scales, their RMS norms
+    """attention(rotary_embedding(q), rotary_embedding(k), v); where q or k has a scale, its RMS norm is rotated
 
     No other node reads the rotated values: keys that also go to a cache are rotated by a rotary_embedding.  With
     `first_rows` kept the first `kept` rows of queries and keys are not rotated: class tokens have no position.

@@ -218,7 +218,7 @@ class _Rounding:
 def _float32_product(m: MatchContext, root: Tensor, state: State) -> Node | None:
     """Return a matrix product of two operands cast to float32 whose result is then narrowed; None if there is none.
 
-    float32 holds products that exceed the range of the narrower dtype.
+    The model multiplies in float32 on purpose: the product may exceed the range of the narrower dtype.
     """
     for node in state.nodes.values():
         wider = op_of(node) == "MatMul" and m.shapes.dtype(node.outputs[0]) != m.shapes.dtype(root)

@@ -1,4 +1,4 @@
-"""Skip nodes before matching: their operators must be among those that can compute a fusion's terms."""
+"""Skip nodes that cannot match: the operator of a node must be one that can compute the fusion's term."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def input_channels(graph: Graph, shapes: ShapeInfo, node: Node) -> Channels | No
 
 
 def is_linear(node: Node) -> bool:
-    """Return whether a node multiplies input 0 by constant weights: not empty, and split evenly into its groups."""
+    """Return whether a node multiplies input 0 by constant weights that are not empty and fit its groups."""
     if op_of(node) not in LINEAR or not is_constant(node.inputs[1]):
         return False
     shape, groups = weight_of(node).shape, int_attribute(node, "group", 1)

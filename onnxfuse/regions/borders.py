@@ -123,7 +123,7 @@ def _ends(clusters: Clusters, border: Border) -> Iterator[list[Node]]:
 
 
 def _moves(clusters: Clusters, border: Border, node: Node) -> bool:
-    """Return whether a node may move: the border's own cluster has it, and it is elementwise or moves no element."""
+    """Return whether a node may move: it is in the border's own cluster, and is elementwise or moves no element."""
     return clusters.of.get(node) is border.own and (node.op in POINTWISE or op_of(node) in FREE)
 
 

@@ -113,7 +113,7 @@ class Clusters:
             self.split(self.part(sorted(nodes, key=self.graph.position.__getitem__)))
 
     def split(self, *parts: Cluster) -> None:
-        """Replace a cluster by its parts."""
+        """Assign the nodes of each part to this part, in place of the cluster that they belonged to."""
         self.of.update((node, part) for part in parts for node in part.nodes)
 
     def bytes(self, tensor: Tensor) -> int:
@@ -170,9 +170,9 @@ class Clusters:
     def _cost(self, cluster: Cluster) -> float:
         """Return a cluster's cost: the larger of its memory time and its compute time, plus its launch.
 
-        Kernels compute while they move data.  In benchmarks/regions.py, some regions spend on repeated operations more
-        than a tenth of the time of a copy of the same bytes.  On an H200, these regions take 1.06 times the larger of
-        memory time and compute time, and 0.89 times the sum of both.
+        Kernels compute while they move data.  In benchmarks/regions.py, the repeated operations of some regions take
+        more than a tenth of the time of a copy of the same bytes.  On an H200, these regions take 1.06 times the larger
+        of memory time and compute time, and 0.89 times the sum of both.
         """
         if cluster.is_free:
             return 0.0

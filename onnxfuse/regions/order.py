@@ -1,7 +1,7 @@
 """Keep the clusters of a level in order, also when two are merged: each cluster follows the clusters that it reads.
 
-Levels (see `levels.py`) exclude cycles through nodes outside of regions; the order of a level's clusters, their places,
-excludes cycles through other clusters.
+Levels (see `levels.py`) exclude cycles through nodes outside of regions.  The order of the clusters of a level, given
+by their places, excludes cycles through other clusters.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def _matches(matchers: Sequence[Matcher], end: Node) -> bool:
 
 
 def _scores(end: Node) -> Node | None:
-    """Return the nearest product before the one that ends an attention, on the side of the probabilities."""
+    """Return the product that computes the scores: the nearest one before the first operand of `end`, if any."""
     work, seen = [end.inputs[0]], set[int]()
     while work and len(seen) < MAX_NODES_BETWEEN:
         node = producer(work.pop(0))

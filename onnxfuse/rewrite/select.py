@@ -19,7 +19,7 @@ from onnxfuse.match.prefilter import may_occur
 from onnxfuse.passes.folded import node_label
 from onnxfuse.rewrite.replace import REGION, Fused, LocalFunctions, replace_match
 
-MAX_NODES_BETWEEN = 24  # visited on the way from a product of an attention to its Softmax, or to the other product
+MAX_NODES_BETWEEN = 24  # nodes visited on the way from a product of an attention to its Softmax or other product
 NEAR_MISS_SHARE = 0.3  # a miss is reported if at least this share of the pattern's nodes matched
 
 

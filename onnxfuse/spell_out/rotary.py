@@ -14,7 +14,8 @@ from onnxfuse.spell_out.views import join_heads, parts_of, split_heads
 
 RULES = RuleTable[Rule]()
 
-# A rotation of packed heads is split into heads only if no other operators read it: then attention is fused with it.
+# A rotation of packed heads is split into heads only if all its readers are of these operators, because attention is
+# then fused with it.
 READERS: Final = frozenset({"Attention", "com.microsoft::MultiHeadAttention"})
 
 
@@ -27,7 +28,7 @@ class Table:
 
     @property
     def rows(self) -> Term:
-        """The rows for the input, of shape (batch, seq, half)."""
+        """The rows of the table by which the input is rotated, of shape (batch, seq, half)."""
         return self.values if self.positions is None else op.Gather(self.values, self.positions)
 
     @property
