@@ -401,7 +401,7 @@ class TakenBack:
     dropped: list[Dropped] = field(default_factory=list)  # everything that was taken back, for the report
     names: set[str] = field(default_factory=set)  # names of fusions, passes, the layout and the folding into weights
     constants: set[str] = field(default_factory=set)  # names of tensors that are not folded
-    matches: dict[tuple[str, str], int] = field(default_factory=dict)  # the round in which each was taken back
+    matches: dict[tuple[str, str], int] = field(default_factory=dict)  # match -> the round that took it back
     rounds: int = 0  # rounds that took matches back
 
     @property

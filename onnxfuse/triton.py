@@ -287,7 +287,7 @@ def _tensors(values: Sequence[onnx.ValueInfoProto]) -> Iterator[_Tensor]:
 
 
 def _batch_size(tensors: Sequence[_Tensor], wanted: int | None) -> int:
-    """Return the largest batch that Triton makes.  Raises UsageError if one is wanted and a first dim is not dynamic."""
+    """Return the largest batch for Triton to make.  Raises UsageError if one is wanted and a first dim is static."""
     unfit = next((tensor.name for tensor in tensors if tensor.batch is None), None)
     if wanted is None:
         is_one = len({tensor.batch for tensor in tensors if tensor.batch}) <= 1

@@ -101,7 +101,7 @@ def _in_operators(
 
 
 def _prepared(fused: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model as it is before its bodies are inlined.
+    """Return the model, prepared for the inlining of its bodies.
 
     The result imports the opsets of the bodies, and onnxfuse's own only if some of its nodes have no body.  The bodies
     of channels-last concats and splits become a channels-first operator between Transposes, which is the form of other

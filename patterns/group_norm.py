@@ -98,7 +98,7 @@ def group_norm(
     normalized = choose(
         "scale_layout",
         broadcast=stored(
-            broadcast_bias + broadcast_scale * spatial,  # with the bias first, most nodes mismatch early
+            broadcast_bias + broadcast_scale * spatial,  # the bias is matched first: most nodes fail there
             standard=group_operator(*reshaped),
         ),
         channels=group_operator(*by_channel),

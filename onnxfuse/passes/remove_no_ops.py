@@ -20,7 +20,7 @@ from onnxfuse.passes.graph_pass import graph_pass
 RewriteRule: TypeAlias = Callable[[Graph, ShapeInfo, Node], bool]  # a rule returns whether it changed the graph
 
 NEUTRAL_SCALARS = {"Mul": 1, "Div": 1, "Add": 0, "Sub": 0}
-MAX_WEIGHT_RANK = 3  # rank of the tensor that the weight scales or shifts: batch, sequence, features
+MAX_WEIGHT_RANK = 3  # the highest rank of a tensor that a weight scales or shifts: batch, sequence, features
 
 
 @graph_pass()

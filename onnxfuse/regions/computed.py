@@ -36,7 +36,7 @@ class ComputedInput:
     name: str
     dtype: int
     is_scalar: bool
-    sizes: tuple[Expression, ...]  # expressions in which tensors have names
+    sizes: tuple[Expression, ...]  # expressions that identify tensors by name
 
 
 def expression_of(size: Size, dims: Mapping[Size, Expression]) -> Expression:
