@@ -487,7 +487,7 @@ class _Search:
         return self.taken_back.applied(settings) if self._takes_back(result, settings) else result
 
     def _takes_back(self, result: FusedModel, settings: Settings) -> bool:
-        """Take back one kind of fault, if there is any; return whether something was taken back."""
+        """Take back the faults of one kind, if there are any; return whether something was taken back."""
         if invalid := list(_invalid(result)):
             self.taken_back.take_matches(invalid)
             return True

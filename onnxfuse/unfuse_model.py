@@ -47,7 +47,7 @@ def unfuse(
     model stay.
 
     Returns the model, which has no operators of onnxfuse, and the comparison with the fused one.  Raises ModelError if
-    the model cannot be read or has no fused node, UsageError for inputs or shapes that it does not take,
+    the model cannot be read or has no fused node, UsageError for inputs or shapes that do not fit the model,
     VerificationError if the models differ.
     """
     fused, folder = load(model)

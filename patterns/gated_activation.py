@@ -6,7 +6,7 @@ from onnxfuse.patterns._activations import gate_activation
 
 @fusion(out="... d", last=True)
 def gated_activation(gate: Term = tensor(), up: Term = tensor()) -> Term:
-    """y = activation(gate) * up (Shazeer 2020, arXiv:2002.05202); either may be a slice of each row of its operand"""
+    """y = activation(gate) * up (Shazeer 2020, arXiv:2002.05202); gate and up may be slices of an operand's rows"""
     require(
         "gate and up are two values, not {gate} twice",
         lambda gate, up, gate_offset, up_offset: gate is not up or gate_offset != up_offset,

@@ -1,4 +1,4 @@
-"""Match a fusion's terms by backtracking: every way yields a State, and the first accepted one wins."""
+"""Match a fusion's terms by backtracking: each way to match yields a State; the first that is accepted is the Match."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def gives_shape_if_empty(shapes: ShapeInfo, chain: Sequence[Node]) -> bool:
             for node in chain:
                 shape = _viewed(shapes, node, shape, numbers)
             expected = [evaluate(size, numbers) for size in result]
-        except (CannotInfer, IndexError, KeyError, ZeroDivisionError):  # the chain fails there
+        except (CannotInfer, IndexError, KeyError, ZeroDivisionError):  # the chain fails at these sizes
             continue
         if shape != expected:
             return False

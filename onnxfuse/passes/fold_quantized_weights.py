@@ -70,7 +70,7 @@ def _are_weights(graph: Graph, tensor: Tensor) -> bool:
 
 
 def _value(graph: Graph, node: Node) -> Array | None:
-    """Return the result of onnxruntime for a DequantizeLinear; None for other dtypes, and for one scale per block."""
+    """Return onnxruntime's result for a DequantizeLinear of `INTEGERS`; None for others, and for scales per block."""
     source = producer(node.inputs[0])
     values = _constant(graph, node, 0) if source is None else _quantized(graph, source)
     if values is None or values.dtype.name not in INTEGERS or not _is_plain(graph, node):

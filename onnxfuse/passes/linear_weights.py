@@ -205,5 +205,5 @@ def _rounded(graph: Graph, node: Node, blocks: Array | None, bias: Array) -> Res
 
 
 def _largest_sum(dtype: np.dtype[Any]) -> float:
-    """Return the largest number of the dtype that sums up products: float64 for float64, else float32."""
+    """Return the largest number of the dtype in which products are summed: float64 for float64, else float32."""
     return float(np.finfo(np.float64 if dtype == np.float64 else np.float32).max)

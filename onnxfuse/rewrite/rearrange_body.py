@@ -88,7 +88,7 @@ def write_rearrange(builder: ViewBuilder, term: Rearrange) -> Value:
 def reshape_targets(builder: ViewBuilder, term: Rearrange) -> tuple[Target | None, Target | None]:
     """Return the targets of the Reshape that splits axes and of the Reshape that merges them.
 
-    None is a target that cannot be written, because two of its sizes are unknown.
+    A target is None if it cannot be written, because two of its sizes are unknown.
     """
     arrangement, split = _arrangement(builder, term)
     order = [name for names in arrangement.result for name in names]

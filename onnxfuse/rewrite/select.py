@@ -103,10 +103,10 @@ class Selection:
     """Which matches may be replaced, and the operators of the bodies.
 
     operators  the set of operators that bodies may have
-    contrib    names of nodes that a body may replace with operators of com.microsoft in any case
+    contrib    names of nodes that a body may replace with operators of com.microsoft, whatever `operators` says
     exclude    matches that are not replaced, as pairs of the fusion's name and the first output's name
     keep       labels of nodes that no match may contain
-    leave      decides which matches are not replaced, among fusions that are tried last
+    leave      says whether a match of a fusion that is tried last is not replaced
     """
 
     operators: OperatorSet = "onnx"
@@ -239,7 +239,7 @@ class _Sweep:
 
 
 def _is_intact(graph: Graph, match: Match) -> bool:
-    """Return whether a match is still possible after the fusions since it was found."""
+    """Return whether a match is still possible; other matches may have been replaced since it was found."""
     return all(n.outputs for n in match.nodes) and not refusal(graph, match.nodes, match.outputs, match.operands)
 
 

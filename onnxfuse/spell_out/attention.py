@@ -132,7 +132,7 @@ def name_keys(call: Call, past: int) -> None:
 
 
 def after_past(call: Call, past: int, x: Term) -> Term:
-    """Return the past keys or values followed by the new ones, x (batch, heads, rows, size); only x without a past."""
+    """Return the past keys or values followed by the new ones, x (batch, heads, rows, size); x if there is no past."""
     return op.Concat(call.input(past), x, axis=2) if call.has(past) else x
 
 
