@@ -20,9 +20,9 @@ from onnxfuse import optimize
 NODES = 5_000
 COUNTED = 2_000  # nodes of the model whose calls for each node are counted, with CPython 3.11
 COUNTED_OF_REGIONS = 600  # nodes of models that are hard to form regions of
-CALLS = {  # allowed; the elementwise model takes 1,533, the decoder 1,974, the last four 2,118, 2,632, 1,831 and 1,784
-    "transformer": 1_600, "decoder": 2_050, "elementwise": 1_560,
-    "normalized in turns": 2_200, "differences in turns": 2_740, "embeddings": 1_860, "readers of one": 1_850,
+CALLS = {  # allowed; found are, in this order, 1,480, 2,036, 1,236, 2,131, 2,535, 1,823 and 1,802
+    "transformer": 1_520, "decoder": 2_050, "elementwise": 1_270,
+    "normalized in turns": 2_180, "differences in turns": 2_590, "embeddings": 1_860, "readers of one": 1_840,
 }  # fmt: skip
 ALL = {**MODELS, **OF_REGIONS}
 
