@@ -269,7 +269,7 @@ def fuse_model(
     was decomposed, or the scores of an attention rewritten, and no fusion followed, the original form is kept.
     """
     timer, learned = timer or StageTimer(), Learned()
-    with _no_garbage_collection():
+    with no_garbage_collection():
         while True:
             try:
                 result = _fuse_once(model, folder, learned.applied(settings), learned, timer)
@@ -580,7 +580,7 @@ def pass_step(apply_pass: Callable[..., object]) -> str:
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Pause Python's garbage collector in the block: scanning long-lived objects takes a quarter of the run time."""
     enabled = gc.isenabled()
     gc.disable()

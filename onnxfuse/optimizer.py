@@ -18,7 +18,16 @@ from onnxfuse.dsl import catalogue
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.emit_standard import in_newest_opset, in_standard_operators, needs_newer_opset, what_was_written
 from onnxfuse.errors import ModelError, UsageError, VerificationError
-from onnxfuse.fuse_model import Check, FusedModel, Progress, Regions, Settings, StageTimer, fuse_model
+from onnxfuse.fuse_model import (
+    Check,
+    FusedModel,
+    Progress,
+    Regions,
+    Settings,
+    StageTimer,
+    fuse_model,
+    no_garbage_collection,
+)
 from onnxfuse.half.result import HalfResult
 from onnxfuse.halving import Halving, Request, request
 from onnxfuse.ir.convert_opset import describe_change
@@ -314,6 +323,7 @@ def _check_converted(verifier: Verifier, source: onnx.ModelProto) -> None:
 # --- the report -----------------------------------------------------------------------------------------------------
 
 
+@no_garbage_collection()
 def _report(job: _Job, path: str | None, found: _Found) -> Report:
     """Return the report, without parts that raised while they were made."""
     original, result, raised = job.original, found.model, list(found.left_out)
