@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
+from onnx import TensorProto
+
 from onnxfuse.algebra.sizes import Shape
 from onnxfuse.ir.attributes import int_attribute, str_attribute
 from onnxfuse.ir.domain import DOMAIN
@@ -31,6 +33,7 @@ from onnxfuse.layout.neutral_rules import NEUTRAL_RULES, integers, second_is_rea
 from onnxfuse.layout.resize_rules import resize
 from onnxfuse.layout.writer import ImageCall, image_rank
 
+BFLOAT16_OPSET: Final = 13  # the first opset whose Transpose takes bfloat16
 MAX_BLOCK: Final = 8  # largest block side, in pixels, for which DepthToSpace and SpaceToDepth have a kernel
 NORM: Final = "group_norm"  # a fusion whose kernel can take the operators after it as epilogue
 # Elementwise fusions: unless they read slices, their functions work unchanged in either layout.
@@ -180,6 +183,9 @@ def conversion(model: Model, node: Node) -> Conversion | str:
 
     A node becomes a fused node if there is a kernel, else the same operator if that works in either layout.
     """
+    moved = (*node.inputs, *node.outputs)
+    if model.graph.opset < BFLOAT16_OPSET and any(model.shapes.dtype(t) == TensorProto.BFLOAT16 for t in moved):
+        return f"Transpose takes no bfloat16 before opset {BFLOAT16_OPSET}"
     if node.domain == DOMAIN:
         return fused(model, node)
     answer = "its operator has no channels-last form"

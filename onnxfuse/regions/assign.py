@@ -62,7 +62,11 @@ def assign_regions(joining: Joining, fused: Collection[Fused] = ()) -> RegionRes
     functions = LocalFunctions(graph)
     made = [write_epilogue_fusion(formed, join, functions, bodies, records) for join in joins.values()]
     made += [write_region(formed, cluster, functions, bodies, records) for cluster in apart]
-    if made:
+    copies = [each for each in formed.merging.clusters.copies if each.outputs]  # those that no region took
+    for copy in copies:
+        graph.names.add(copy.name)  # the original has it
+        copy.name = graph.unique_name(copy.name)
+    if made or copies:
         graph.remove_dead()
         graph.sort()
     known = {*records, *(label for one in made for label in (*one.replaces, *one.joined))}

@@ -195,6 +195,7 @@ def _copies(clusters: Clusters, reader: Cluster, nodes: Sequence[Node]) -> list[
             node.op, node.inputs, outputs, node.attrs, name=node_label(node), domain=node.domain or ""
         )
         graph.position[copied], forms[copied] = graph.position[node], forms[node]
+        clusters.copies.append(copied)
         made[node] = copied
     reader.nodes = [made.get(node, node) for node in reader.nodes]
     names = {name: tensor.name for name, tensor in renamed.items()}

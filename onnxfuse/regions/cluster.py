@@ -53,13 +53,15 @@ class Clusters:
     """Creates, merges and splits clusters of a graph's nodes.
 
     `forms` maps each node that may be in a region to its steps, the operators of a region's program that compute it.
-    `of` maps a node to its cluster.
+    `of` maps a node to its cluster.  `copies` are nodes that were copied into other clusters; until the regions are
+    written, they have the labels of the originals.
     """
 
     graph: Graph
     shapes: ShapeInfo
     forms: dict[Node, tuple[Step, ...]]
     of: dict[Node, Cluster] = field(default_factory=dict)
+    copies: list[Node] = field(default_factory=list)
     _counts: dict[str, int] = field(default_factory=dict)
     _bytes: dict[str, int] = field(default_factory=dict)
 

@@ -561,3 +561,9 @@ def test_huge_sizes_are_not_inferred() -> None:
     assert verdict.kind == "idle", verdict
     model.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(np.array([1]), "huge"))
     assert "q" in types(model)
+
+
+@pytest.mark.parametrize("seed", [700001058, 700004317])
+def test_seeds_that_found_faults(seed: int) -> None:
+    """A Transpose of bfloat16 before opset 13, and copies of an Identity that no region takes."""
+    assert case_of(seed).verdict().kind == "same"
