@@ -47,7 +47,8 @@ def explanations(result: FusedModel, fusion: str | None = None, node: str | None
 def where_rewritten(result: FusedModel, rule: str | None) -> list[str]:
     """Return a line that names the nodes that a rule replaced; nothing if there are none."""
     nodes = [node for _, each in result.everywhere() for name, node in each.graph.rewritten if name == rule]
-    return [printable(f"{rule}: applied at '{nodes[0]}'{_and_more(nodes[1:])}\n")] if nodes else []
+    more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
+    return [printable(f"{rule}: applied at '{nodes[0]}'{more}\n")] if nodes else []
 
 
 def explain(miss: Miss) -> str:
@@ -66,7 +67,8 @@ def explain_stays(stays: Iterable[Stays], node: str | None = None) -> list[str]:
         if node in (None, one.node):
             nodes.setdefault((one.op, one.reason), []).append(one.node)
     return [
-        printable(f"{op}: '{first}'{_and_more(more, 'stay', 'stays')} as written") + f"\n  {printable(reason)}\n"
+        printable(f"{op}: '{first}'{f' and {len(more)} more stay' if more else ' stays'} as written")
+        + f"\n  {printable(reason)}\n"
         for (op, reason), (first, *more) in nodes.items()
     ]
 
@@ -85,15 +87,10 @@ def why_channels_first(result: FusedModel, fusion: str | None = None, node: str 
         if node in (None, one.node, one.output, *replaced.get(one.node, ())):
             nodes.setdefault(one.reason, []).append(one.node)
     return [
-        printable(f"layout: '{first}'{_and_more(more, 'are', 'is')} channels-first") + f"\n  {printable(reason)}\n"
+        printable(f"layout: '{first}'{f' and {len(more)} more are' if more else ' is'} channels-first")
+        + f"\n  {printable(reason)}\n"
         for reason, (first, *more) in nodes.items()
     ]
-
-
-def _and_more(more: Sequence[str], verb: str = "", verb_of_one: str = "") -> str:
-    """Return the words after "'first'" in a text such as "'first' and 2 more are": the number of others, and a verb."""
-    told = [f"and {len(more)} more", verb] if more else [verb_of_one]
-    return "".join(f" {word}" for word in told if word)
 
 
 def _source(span: Span) -> list[str]:

@@ -229,7 +229,7 @@ def _add_bias(graph: Graph, shapes: ShapeInfo, node: Node, end: Tensor, new: Res
 
 
 def _read_step(graph: Graph, node: Node, source: Tensor, channels: Channels) -> AffineStep | None:
-    """Return the node as a scale and a shift of `source` per channel; None if it is no such step."""
+    """Return the node as a scale and a shift of `source` per channel; None for any other node."""
     if op_of(node) not in FOLDED_KINDS or op_of(node) == "Cast":
         return None
     if op_of(node) == "BatchNormalization":

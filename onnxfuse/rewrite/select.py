@@ -141,7 +141,7 @@ def fuse(
         while nodes:
             new = sweep.run(nodes)
             fused += new
-            # A replaced node may have been the outside reader because of which a complete match was refused.
+            # A complete match is refused if a node outside reads its tensors; such a node may have been replaced now.
             refused = {miss.node for miss in sweep.misses.values() if miss.complete} if new else set()
             nodes = [n for n in graph.nodes[::-1] if (n.name or n.outputs[0].name) in refused]
     remaining = frozenset(n.name or n.outputs[0].name for n in graph.nodes)

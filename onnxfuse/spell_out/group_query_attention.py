@@ -86,7 +86,7 @@ def _check_lengths(call: Call) -> None:
         tensor = call.tensor(index)
         name, found, mask = tensor.name, _number(call, tensor), _counted_mask(tensor)
         if found is None and mask is not None:
-            end = "new keys do not stand behind the past of sequences with padding"
+            end = "new keys do not follow the past of sequences with padding"
             raise NoSpelling(f"'{name}' counts '{mask.name}': {end}")
         unknown = f"the shapes do not tell the lengths '{name}': sequences may be shorter, padded on the right"
         stay_if(found is None, unknown)

@@ -129,7 +129,7 @@ def _group_norm(call: Call) -> dict[int, Term]:
 
 def _skipped(call: Call, is_last: bool) -> Term:
     """Return the tensor that a SkipGroupNorm adds to its image, channels first."""
-    skip, axes = call.input(3), call.axes(3, "what is added to its image has not two or four axes", 2, 4)
+    skip, axes = call.input(3), call.axes(3, "the tensor added to its image does not have two or four axes", 2, 4)
     if len(axes) == 2:
         return op.Unsqueeze(skip, axes=[2, 3])
     return channels_first(skip) if is_last else skip

@@ -164,9 +164,9 @@ def _written(call: Call, rule: Rule) -> tuple[Sequence[onnx.NodeProto], Mapping[
         stay_if(tensor.name and not call.shapes.dtype(tensor), f"the dtype of '{tensor.name}' is not known")
     outputs = {i: each for i, each in enumerate(node.outputs) if each.name and (each.outputs or graph.is_kept(each))}
     for i, tensor in outputs.items():
-        stay_if(i not in found, f"its output '{tensor.name}' is read, which has no spelling")
+        stay_if(i not in found, f"its output '{tensor.name}' is read, and the output has no spelling")
     dtype = call.shapes.dtype(node.outputs[0])
-    stay_if(dtype not in FUSIBLE_FLOATS, "its dtype is none that is fused")
+    stay_if(dtype not in FUSIBLE_FLOATS, "no fusion takes its dtype")
     dtypes = {input_name(i): call.dtype(i) for i in range(len(node.inputs)) if call.has(i)}
     builder = BodyBuilder(Variant(graph.opset, dtypes, (dtype,), call.rank(0) or 0, call.values, call.dims))
     no_way = not all(builder.can_write(found[i]) for i in outputs)

@@ -228,7 +228,7 @@ def compare_on(
     infers no rows for a Slice that has some, nothing of what is expanded, nothing of what a Loop without iterations
     computes, or nothing of an output that is declared falsely, a reduction of a scalar along axes, and a PRelu whose
     slopes are larger than its data (undetermined.py); that without its optimizations 1.31 loses what a branch reads
-    behind two Casts of an initializer; how groups of one element and rows that vary little round; few steps of
+    after two Casts of an initializer; how groups of one element and rows that vary little round; few steps of
     quantizers with its optimizations; the shape of the rows of a Loop without iterations; and what its own
     optimizations change in the original too, as it is or without the nodes that nothing reads, or are known to take for
     something else.
