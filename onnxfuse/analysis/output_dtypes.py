@@ -20,13 +20,16 @@ _CONSTANT_DTYPES = {
 _ONNXRUNTIME_SOURCES = {  # by operator: inputs to take the first output's dtype from, instead of input 0
     "com.microsoft::QuantizeLinear": (2,), "com.microsoft::DequantizeLinear": (1,),
     "com.microsoft::MatMulIntegerToFloat": (2,), "com.microsoft::EmbedLayerNormalization": (2,),
+    "com.microsoft::GatherBlockQuantized": (2,),
 }  # fmt: skip
 
-_OUTPUTS_OF_ONE_DTYPE = {  # by operator: further outputs with the same dtype as the first output
-    "com.microsoft::SkipLayerNormalization": (3,), "com.microsoft::SkipSimplifiedLayerNormalization": (3,),
-    "com.microsoft::EmbedLayerNormalization": (2,), "com.microsoft::SkipGroupNorm": (1,),
-    "com.microsoft::Attention": (1,), "com.microsoft::MultiHeadAttention": (1, 2),
-    "com.microsoft::GroupQueryAttention": (1, 2), "com.microsoft::DecoderMaskedMultiHeadAttention": (1, 2),
+_CACHES: dict[int, tuple[int, ...]] = {1: (0,), 2: (0,)}  # keys and values
+_FURTHER_OUTPUTS: dict[str, dict[int, tuple[int, ...]]] = {  # by operator and output: inputs to take the dtype from
+    "com.microsoft::SkipLayerNormalization": {3: (0,)}, "com.microsoft::SkipSimplifiedLayerNormalization": {3: (0,)},
+    "com.microsoft::EmbedLayerNormalization": {2: (2,)}, "com.microsoft::SkipGroupNorm": {1: (0,)},
+    "com.microsoft::Attention": {1: (0,)}, "com.microsoft::MultiHeadAttention": _CACHES,
+    "com.microsoft::DecoderMaskedMultiHeadAttention": _CACHES, "com.microsoft::SparseAttention": _CACHES,
+    "com.microsoft::GroupQueryAttention": {1: (3, 0), 2: (4, 0)},  # a past may be quantized
 }  # fmt: skip
 
 
@@ -66,9 +69,8 @@ class _Source:
 def _dtype_source(op: str, opset: int, index: int) -> _Source:
     found = schema(op, opset)
     if found is None:  # an operator of onnxruntime, in its own domain or in the ONNX domain
-        inputs = _ONNXRUNTIME_SOURCES.get(op, (0,))
-        known = index == 0 or index in _OUTPUTS_OF_ONE_DTYPE.get(op, ())
-        return _Source(inputs) if known and op in SHAPE_RULES else _Source()
+        inputs = _FURTHER_OUTPUTS.get(op, {}).get(index, ()) if index else _ONNXRUNTIME_SOURCES.get(op, (0,))
+        return _Source(inputs) if op in SHAPE_RULES else _Source()
     if not found.outputs:
         return _Source()
     formal_output = found.outputs[min(index, len(found.outputs) - 1)]

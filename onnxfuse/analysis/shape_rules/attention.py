@@ -32,7 +32,7 @@ def _by_heads(shapes: ShapeInfo, node: Node, index: int, heads_attribute: str) -
 
 @RULES.rule(
     "com.microsoft::MultiHeadAttention", "com.microsoft::Attention", "com.microsoft::GroupQueryAttention",
-    "com.microsoft::DecoderMaskedMultiHeadAttention",
+    "com.microsoft::DecoderMaskedMultiHeadAttention", "com.microsoft::SparseAttention",
 )  # fmt: skip
 def _contrib_attention(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
     query = input_shape(shapes, node)
@@ -42,7 +42,7 @@ def _contrib_attention(shapes: ShapeInfo, node: Node) -> list[PartialShape | Non
     if op_of(node) == "com.microsoft::Attention":
         sizes = ints_attribute(node, "qkv_hidden_sizes")
         hidden = sizes[-1] if sizes else input_shape(shapes, node, 1)[1] // 3
-    elif op_of(node) == "com.microsoft::GroupQueryAttention":
+    elif op_of(node) in ("com.microsoft::GroupQueryAttention", "com.microsoft::SparseAttention"):
         heads, kv_heads = (required(int_attribute(node, name)) for name in ("num_heads", "kv_num_heads"))
         hidden = query[2] if has_input(node, 1) else query[2] // (heads + 2 * kv_heads) * heads
     else:

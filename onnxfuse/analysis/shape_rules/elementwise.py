@@ -63,7 +63,7 @@ def _broadcasting(shapes: ShapeInfo, node: Node) -> Shape:
     "Selu", "Shrink", "Sigmoid", "Sign", "Sin", "Sinh", "Softmax", "Softplus", "Softsign", "Sqrt", "Swish", "Tan",
     "Tanh", "TensorScatter", "ThresholdedRelu", "Trilu", "com.microsoft::FastGelu", "com.microsoft::Gelu",
     "com.microsoft::QuickGelu", "com.microsoft::RotaryEmbedding", "com.microsoft::GroupNorm",
-    "com.microsoft::SkipGroupNorm",
+    "com.microsoft::SkipGroupNorm", "com.microsoft::MoE", "com.microsoft::QMoE",
     "SimplifiedLayerNormalization", "com.microsoft::SimplifiedLayerNormalization", "com.microsoft::BiasSoftmax",
     "com.microsoft::QuantizeLinear", "com.microsoft::DequantizeLinear",
     # Operators that onnxruntime registers in the ONNX domain: removed before opset 9, or used by its own fusions.

@@ -34,8 +34,8 @@ def _matmul(shapes: ShapeInfo, node: Node) -> Shape:
     return (*broadcast(shapes, a[:-2], b[:-2]), *a[-2:-1], *(b[-1:] if len(b) > 1 else ()))
 
 
-@RULES.rule("com.microsoft::MatMulNBits")
-def _matmul_nbits(shapes: ShapeInfo, node: Node) -> Shape:
+@RULES.rule("com.microsoft::MatMulNBits", "com.microsoft::MatMulBnb4")
+def _matmul_of_packed_weight(shapes: ShapeInfo, node: Node) -> Shape:
     return (*input_shape(shapes, node)[:-1], required(int_attribute(node, "N", 0) or None))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+from onnx import TensorProto
+
 from onnxfuse.algebra.bounds import lower_bound, maximum, minimum, upper_bound
 from onnxfuse.algebra.sizes import Shape, Size
 from onnxfuse.analysis.backward_slices import TO_THE_END, is_ambiguous_end
@@ -136,6 +138,15 @@ def _position(bound: Size, size: Size) -> Size | None:
 def _gather(shapes: ShapeInfo, node: Node) -> Shape:
     data, indices = input_shape(shapes, node), input_shape(shapes, node, 1)
     axis = normalize_axis(int_attribute(node, "axis", 0), len(data))
+    return (*data[:axis], *indices, *data[axis + 1 :])
+
+
+@RULES.rule("com.microsoft::GatherBlockQuantized")
+def _gather_block_quantized(shapes: ShapeInfo, node: Node) -> Shape:
+    data, indices = input_shape(shapes, node), input_shape(shapes, node, 1)
+    axis = normalize_axis(int_attribute(node, "gather_axis", 0), len(data))
+    if shapes.dtype(node.inputs[0]) == TensorProto.UINT8:  # whose bytes hold several elements of the last axis
+        data = (*data[:-1], data[-1] * (8 // int_attribute(node, "bits", 4)))
     return (*data[:axis], *indices, *data[axis + 1 :])
 
 
