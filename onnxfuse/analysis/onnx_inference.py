@@ -22,8 +22,9 @@ def infer_by_onnx(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
     found = schema(op_of(node), shapes.graph.opset)
     if found is None or has_subgraph(node):
         raise CannotInfer
-    # Before this opset, onnx may make 10^9 dimensions for an Expand; the shape rule of Expand infers as much as onnx.
-    if op_of(node) == "Expand" and shapes.graph.opset < EXPAND_BOUNDED_SINCE:
+    # The shape rules of these two infer as much as onnx, which ends the process at a Slice of an axis of negative size,
+    # and which may make 10^9 dimensions for an Expand before this opset.
+    if op_of(node) == "Slice" or (op_of(node) == "Expand" and shapes.graph.opset < EXPAND_BOUNDED_SINCE):
         raise CannotInfer
     proto = export_node(node)
     inputs = [tensor for tensor in node.inputs if tensor.name]

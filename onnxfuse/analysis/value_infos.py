@@ -12,8 +12,8 @@ from onnx import TensorProto
 
 from onnxfuse.algebra.size_parser import is_name, parse_size
 from onnxfuse.algebra.sizes import UNKNOWN, Size
-from onnxfuse.analysis.backward_slices import hide_ambiguous_ends
 from onnxfuse.ir.protos import ONNX_DOMAINS, nodes, opset_of, overridable_initializers, subgraphs
+from onnxfuse.ir.slices import hide_ends
 
 MAX_COPIED_BYTES = 1024  # onnx's shape inference reads only small constants, so it gets a model without larger ones
 EXPAND_BOUNDED_SINCE = 13  # opset; before it, onnx makes one dimension per element of a target, even for 10^9 elements
@@ -39,7 +39,7 @@ class ValueInfos:
         self._names_of_inputs, self._names = _dim_names(model.graph.input), _recorded_names(model.graph)
         light, weights = _without_weights(model)
         # Tools may record other shapes for ambiguous slices, and for the nodes after them, than onnxruntime computes.
-        self.has_ambiguous_slices = hide_ambiguous_ends(light)
+        self.has_ambiguous_slices = hide_ends(light)
         graph = _inferred(light)
         if _hide_wrong_results(light, graph):
             graph = _inferred(light)

@@ -26,6 +26,7 @@ from onnxfuse.algebra.operators import RANDOM
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.graph import take_name
 from onnxfuse.ir.protos import graphs, nodes, overridable_initializers, without_initializers
+from onnxfuse.ir.slices import hide_ends
 
 MAX_READ: Final = 64  # maximum number of elements of constants that adapters read, such as the scales of all axes
 SINCE_OPTIONAL_ROI: Final = 13  # the first opset in which a Resize by scales may omit the region input
@@ -104,6 +105,7 @@ class Surroundings:
             for each in self.model.graph.initializer
             if each.name not in given
         )
+        hide_ends(light)
         with suppress(Exception):  # inference may raise any error; then only recorded types are used
             light = onnx.shape_inference.infer_shapes(light)
         values = [each for part in graphs(light.graph) for each in (*part.input, *part.output, *part.value_info)]

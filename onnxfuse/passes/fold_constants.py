@@ -15,7 +15,6 @@ import onnx
 from onnx.reference import ReferenceEvaluator
 
 from onnxfuse.algebra.operators import MATRIX_PRODUCTS
-from onnxfuse.analysis.backward_slices import is_ambiguous_end
 from onnxfuse.analysis.scores import is_factored_bias
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import int_attribute
@@ -24,6 +23,7 @@ from onnxfuse.ir.graph import Graph, array_of, constant_value
 from onnxfuse.ir.graphsurgeon import make_constant, stored_value
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of
 from onnxfuse.ir.serde import node_proto
+from onnxfuse.ir.slices import is_ambiguous_end
 from onnxfuse.passes.folded import Folded, node_label
 from onnxfuse.passes.graph_pass import graph_pass
 

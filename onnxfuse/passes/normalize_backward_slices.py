@@ -16,7 +16,6 @@ import numpy as np
 import onnx
 import onnx.numpy_helper
 
-from onnxfuse.analysis.backward_slices import ENDS, STEPS, has_steps, is_ambiguous_end
 from onnxfuse.analysis.shape_inference import infer_behind
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.errors import ModelError
@@ -24,6 +23,7 @@ from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.graph import Graph, array_of
 from onnxfuse.ir.node import Node, has_subgraph, is_constant, op_of
 from onnxfuse.ir.protos import ONNX_DOMAINS, NodeContainer, OneNode, nodes, overridable_initializers, subgraphs
+from onnxfuse.ir.slices import ENDS, STEPS, has_steps, is_ambiguous_end
 from onnxfuse.passes.fold_constants import value_of_constant_node
 from onnxfuse.passes.graph_pass import graph_pass
 

@@ -14,6 +14,7 @@ import onnx.shape_inference
 from onnxfuse.errors import first_line
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.protos import copy_without
+from onnxfuse.ir.slices import hide_ends
 
 ERRORS: Final = (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError)
 
@@ -47,6 +48,7 @@ def _fault(call: onnx.ModelProto) -> str:
     """Return ONNX's objection to a model of one node and its body, which is the last function; "" for none."""
     try:
         onnx.checker.check_function(call.functions[-1])
+        hide_ends(call)
         onnx.shape_inference.infer_shapes(call, check_type=True, strict_mode=True)
     except ERRORS as error:
         return first_line(error)

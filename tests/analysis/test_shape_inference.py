@@ -13,6 +13,7 @@ from exported_models import load_exported, read_index
 from onnx import TensorProto
 from runtimes import open_on_cpu
 
+from onnxfuse import optimize
 from onnxfuse.algebra.size_parser import parse_size
 from onnxfuse.algebra.sizes import Size, evaluate, is_known, symbol, symbols
 from onnxfuse.analysis.shape_inference import infer_node, infer_shapes
@@ -718,3 +719,31 @@ def test_a_loop_may_carry_a_sequence_of_other_shapes() -> None:
       }"""
     graph, shapes = inferred(onnx.parser.parse_model(text))
     assert shapes.shape(graph.linked.inputs[0]) == (1, symbol("seq"))
+
+
+NEGATIVE_SIZES = {
+    "a Pad that cuts off more than there is": (17, "float[2, 3] x", 1, "int64[4] p = {0, -9, 0, 0}", "Pad (x, p)"),
+    "an Upsample by -1": (9, "float[2, 3] x", 1, "float[2] p = {1, -1}", "Upsample (x, p)"),
+    "a Resize by -1": (19, "float[2, 3] x", 1, "float[2] p = {1, -1}", "Resize (x, , p)"),
+    "a ConvTranspose that pads more than there is": (
+        17, "float[1, 1, 4, 3] x", 3, "float[1, 1, 1, 2] p = {1, 1}", "ConvTranspose <pads = [0, 9, 0, 9]> (x, p)",
+    ),
+    "a Conv whose kernel is larger than the image": (
+        17, "float[1, 1, 4, 3] x", 3, "float[1, 1, 1, 9] p = {1, 1, 1, 1, 1, 1, 1, 1, 1}", "Conv (x, p)",
+    ),
+    "an input of negative size": (17, "float[1, 4, -2, 2] x", 2, "float p = {1}", "Mul (x, p)"),
+    "the same before opset 10": (9, "float[1, 4, -2, 2] x", 2, "float p = {1}", "Mul (x, p)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NEGATIVE_SIZES)
+def test_a_slice_along_an_axis_of_negative_size_does_not_end_the_process(case: str) -> None:
+    opset, given, axis, constant, node = NEGATIVE_SIZES[case]
+    bounds = "".join(f", int64[1] {name} = {{{value}}}" for name, value in (("s", 3), ("e", 2), ("a", axis), ("t", 1)))
+    cut = "Slice (r, s, e, a, t)" if opset >= 10 else f"Slice <starts = [3], ends = [2], axes = [{axis}]> (r)"
+    nodes = f"r = {node} z = {cut} y = Relu (z)"
+    text = f'<ir_version: 8, opset_import: ["": {opset}]> g ({given}) => (float y) <{constant}{bounds}> {{ {nodes} }}'
+    model = onnx.parser.parse_model(text)
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    _, report = optimize(model, verify=False)
+    assert report.to_json()["input"]["nodes"] == 3

@@ -8,11 +8,11 @@ from onnx import TensorProto
 
 from onnxfuse.algebra.bounds import lower_bound, maximum, minimum, upper_bound
 from onnxfuse.algebra.sizes import Shape, Size
-from onnxfuse.analysis.backward_slices import TO_THE_END, is_ambiguous_end
 from onnxfuse.analysis.rules import RuleTable, ShapeRule, axes_parameter, input_shape, integers, normalize_axis
 from onnxfuse.analysis.shape_info import CannotInfer, PartialShape, ShapeInfo
 from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.node import Node
+from onnxfuse.ir.slices import TO_THE_END, is_ambiguous_end
 
 RULES = RuleTable[ShapeRule]()
 SliceBounds: TypeAlias = "tuple[Size | None, Size | None, Size]"  # (start, end, step); None: not known

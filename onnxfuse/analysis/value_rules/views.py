@@ -7,7 +7,6 @@ import math
 import numpy as np
 
 from onnxfuse.algebra.sizes import product
-from onnxfuse.analysis.backward_slices import is_ambiguous_end
 from onnxfuse.analysis.rules import RuleTable, ValueRule, input_shape, input_value, integers, normalize_axis
 from onnxfuse.analysis.shape_info import MAX_VALUE_ELEMENTS, CannotInfer, ShapeInfo, exact_elements
 from onnxfuse.analysis.shape_rules.fills import range_length
@@ -15,6 +14,7 @@ from onnxfuse.analysis.shape_rules.slices import slice_bounds, split_sizes
 from onnxfuse.ir.attributes import flag_attribute, int_attribute, ints_attribute, tensor_attribute
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.node import Node
+from onnxfuse.ir.slices import is_ambiguous_end
 
 RULES = RuleTable[ValueRule]()
 

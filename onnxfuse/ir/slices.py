@@ -1,6 +1,7 @@
-"""Backward Slices, with a negative step, whose end is the largest integer.
+"""Slices as onnx's inference and onnxruntime read them.
 
-By the ONNX specification such a Slice is empty; in onnxruntime it extends to the first element.
+A backward Slice, with a negative step, whose end is the largest integer is empty by the ONNX specification; in
+onnxruntime it extends to the first element.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import onnx
 import onnx.numpy_helper
 from onnx.external_data_helper import uses_external_data
 
-from onnxfuse.ir.graph import OPSET_OF_UNCUT_SLICES
 from onnxfuse.ir.protos import ONNX_DOMAINS, graphs, nodes
 
 # Exporters write this number, or the largest int64, as the end of a slice up to the last element.
@@ -28,35 +28,41 @@ def is_ambiguous_end(end: object, step: object) -> bool:
     return isinstance(step, int) and step < 0 and end in (TO_THE_END, 2**63 - 1)
 
 
+def is_slice(node: onnx.NodeProto) -> bool:
+    """Return whether a node is ONNX's Slice."""
+    return node.op_type == "Slice" and node.domain in ONNX_DOMAINS
+
+
 def has_steps(node: onnx.NodeProto) -> bool:
     """Return whether a node is a Slice with a `steps` input."""
-    return node.op_type == "Slice" and node.domain in ONNX_DOMAINS and len(node.input) > STEPS
+    return is_slice(node) and len(node.input) > STEPS
 
 
-def hide_ambiguous_ends(model: onnx.ModelProto) -> bool:
-    """Replace the ambiguous ends of Slices by an undefined value, so that onnx infers only the rank of their outputs.
+def hide_ends(model: onnx.ModelProto) -> bool:
+    """Replace the ends of Slices by undefined values, so that onnx infers only the ranks of their outputs.
 
-    Constant ends and steps are looked up by name in the graph, its subgraphs and the functions; if two constants share
-    a name, an end may be replaced needlessly.  In opset 10, all ends are replaced, because onnx's inference then gives
-    a Slice's output the named sizes of the uncut input.  Returns whether any Slice had an ambiguous end.
+    `analysis/shape_rules` infers their sizes.  With the ends, onnx's inference ends the process where it takes the size
+    of a sliced axis to be negative; in opset 10, it gives outputs the named sizes of the uncut input.
+
+    Returns whether the end of any Slice is ambiguous.  Constant ends and steps are looked up by name in the graph, its
+    subgraphs and the functions; if two constants share a name, the answer may be true needlessly.
     """
-    slices = [node for node in nodes(model.graph, *model.functions) if has_steps(node)]
-    wanted = {node.input[i] for node in slices for i in (ENDS, STEPS)}
+    slices = [node for node in nodes(model.graph, *model.functions) if is_slice(node)]
+    wanted = {node.input[i] for node in slices if has_steps(node) for i in (ENDS, STEPS)}
     numbers: dict[str, set[int]] = {}
     for name, found in _constants(model) if wanted else ():
         if name in wanted:
             numbers.setdefault(name, set()).update(found)
-    count = 0
+    is_any_ambiguous = False
     for node in slices:
-        ends, steps = (numbers.get(node.input[i], ()) for i in (ENDS, STEPS))
-        if any(is_ambiguous_end(end, step) for end in ends for step in steps):
+        if has_steps(node):
+            ends, steps = (numbers.get(node.input[i], ()) for i in (ENDS, STEPS))
+            is_any_ambiguous |= any(is_ambiguous_end(end, step) for end in ends for step in steps)
+        if len(node.input) > ENDS:
             node.input[ENDS] = f"{node.input[ENDS]}::hidden"
-            count += 1
-    if any(each.domain in ONNX_DOMAINS and each.version == OPSET_OF_UNCUT_SLICES for each in model.opset_import):
-        for node in nodes(model.graph, *model.functions):
-            if node.op_type == "Slice" and node.domain in ONNX_DOMAINS and "::hidden" not in node.input[ENDS]:
-                node.input[ENDS] = f"{node.input[ENDS]}::hidden"
-    return count > 0
+        else:  # before opset 10, starts and ends are attributes
+            del node.attribute[:]
+    return is_any_ambiguous
 
 
 def _constants(model: onnx.ModelProto) -> Iterator[tuple[str, Iterable[int]]]:
