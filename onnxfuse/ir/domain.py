@@ -11,6 +11,7 @@ from onnxfuse.ir.protos import nodes
 
 DOMAIN: str = "onnxfuse"
 DOMAIN_VERSION: int = 1
+UNVERSIONED: Final = 1000  # the version that onnxruntime writes for every domain that is registered in its process
 TEXTS: Final = frozenset({"fusion", "operands"})  # string attributes of every fused node
 
 
@@ -34,12 +35,11 @@ def is_whole(node: onnx.NodeProto, body: onnx.FunctionProto | None) -> bool:
 def check_version(model: onnx.ModelProto) -> None:
     """Raise ModelError for a model whose operators of onnxfuse have a newer version than DOMAIN_VERSION.
 
-    A model without fused nodes may import any version: onnxruntime sessions write version 1000 for every domain that is
-    registered in the process.
+    A model without fused nodes may import any version, and every model the version that onnxruntime writes.
     """
     has_fused = any(map(is_fused, nodes(model.graph, *model.functions)))
     for opset in model.opset_import if has_fused else ():
-        if opset.domain == DOMAIN and opset.version > DOMAIN_VERSION:
+        if opset.domain == DOMAIN and opset.version > DOMAIN_VERSION and opset.version != UNVERSIONED:
             raise ModelError(
                 f"the model uses version {opset.version} of the operators of domain {DOMAIN}; this onnxfuse supports "
                 f"version {DOMAIN_VERSION}: install a newer onnxfuse"

@@ -14,7 +14,7 @@ from runtimes import open_on_cpu
 from onnxfuse import optimize, unfuse
 from onnxfuse.cli import main
 from onnxfuse.errors import ModelError
-from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.domain import DOMAIN, is_fused
 from onnxfuse.optimizer import find_matches
 from onnxfuse.runtime.fused_calls import read_calls
 
@@ -78,6 +78,16 @@ def test_a_newer_version_of_others_is_none_of_ours() -> None:
     newer = model_of(ATTRIBUTES["a fusion that is none"], version=7)
     with pytest.raises(ModelError, match="uses version 7 of the operators"):
         optimize(newer)
+
+
+def test_a_fused_model_may_have_the_version_that_onnxruntime_writes() -> None:
+    fused, report = optimize(model_of({}), layout="nhwc", verify=False)
+    assert report.counts
+    for opset in fused.opset_import:
+        if opset.domain == DOMAIN:
+            opset.version = 1000
+    again, _ = optimize(fused, verify=False)
+    assert any(map(is_fused, again.graph.node))
 
 
 def test_there_is_nothing_to_unfuse_in_a_function_of_others() -> None:
