@@ -1,11 +1,9 @@
-"""A small kernel in sessions on a GPU: CUDA graphs, threads, plan files, and what a launch costs."""
+"""A small kernel in sessions on a GPU: CUDA graphs, threads and plan files."""
 
 from __future__ import annotations
 
 import dataclasses
-import time
 import weakref
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -289,53 +287,3 @@ def test_sessions_come_and_go_without_a_leak() -> None:
 
     free = [free_after(5), *(free_after(100) for _ in range(3))]
     assert min(before - after for before, after in pairwise(free)) < 32 << 20, "or others allocated all the time"
-
-
-def microseconds(run: Callable[[], Any], repeats: int) -> float:
-    """Return the least of 9 samples of one run's time, because others may use the GPU at the same time."""
-    for _ in range(20):
-        run()
-    samples = []
-    for _ in range(9):
-        start = time.perf_counter()
-        for _ in range(repeats):
-            run()
-        samples.append((time.perf_counter() - start) / repeats * 1e6)
-    return min(samples)
-
-
-def add_relu(nodes: int) -> bytes:
-    """Return a chain of fused nodes that add a bias and apply Relu."""
-    names = ["x", *(f"t{i}" for i in range(1, nodes)), "y"]
-    chain = "\n".join(f"s{i} = Add(scale, {x}) {y} = Relu(s{i})" for i, (x, y) in enumerate(pairwise(names)))
-    ones = ", ".join(["1"] * 128)
-    text = (
-        f'<ir_version: 8, opset_import: ["" : 17]>\n'
-        f"g (float[1, 128] x) => (float[1, 128] y) <float[128] scale = {{{ones}}}> {{ {chain} }}"
-    )
-    fused, report = onnxfuse.optimize(onnx.parser.parse_model(text), verify=False, regions=False)
-    assert report.counts == {"bias_activation": nodes}
-    return bytes(fused.SerializeToString())
-
-
-@pytest.mark.parametrize("graph", [False, True])
-def test_a_node_costs_no_more_than_an_add(graph: bool) -> None:
-    """Measure the cost of one more node in a chain of small tensors; -s shows it."""
-    options = {"enable_cuda_graph": "1"} if graph else {}
-    chains = {
-        "Add": lambda nodes: model(nodes=nodes, op="Add", d=128),
-        "bare kernel": lambda nodes: model(nodes=nodes, steps=0, d=128),
-        "bias_activation": add_relu,
-    }
-    costs = {}
-    for name, chain in chains.items():
-        times = {}
-        for nodes in (1, 201):
-            run = session(chain(nodes), how=None if name == "Add" else "kernel", **options)
-            given = feed(1, 128)
-            binding, _, _ = bound(run, {each.name: given[each.name] for each in run.get_inputs()})
-            times[nodes] = microseconds(lambda run=run, binding=binding: run.run_with_iobinding(binding), 50)
-        costs[name] = (times[201] - times[1]) / 200
-    print(f"\n{'in a CUDA graph' if graph else 'launched'}, us a node: {costs}")
-    assert costs["bias_activation"] < (1.05 if graph else 1.5) * costs["Add"]
-    assert costs["bare kernel"] < 1.5 * costs["Add"]
