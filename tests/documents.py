@@ -46,6 +46,7 @@ NOT_RUN = {  # beginnings of commands, and why no test runs them
     "_ONNXFUSE_COMPLETE": "test_docs.py asks the program what it completes",
     "python tests/sanitize.py": "it takes the GPU tests through compute-sanitizer",
     "python tests/fuzz/": "tests/fuzz/test_fuzz.py runs less of it",
+    "python models/genai.py": "it needs PyTorch and onnxruntime-genai",
     "python models/survey.py": "it needs PyTorch and hours",
     "cd ": "the tests start in the folder",
     ".ci/wheels": "it takes minutes; the workflow of wheels runs it",

@@ -43,7 +43,13 @@ SIZE_INPUTS: Final = {
     ("STFT", 3), ("Slice", 1), ("Slice", 4), ("Split", 1), ("Tile", 1), ("TopK", 1),
 }  # fmt: skip
 # By operator and index of the input that holds row numbers: the index of the input that holds the table.
-TABLES: Final = {("EmbedLayerNormalization", 0): 2, ("EmbedLayerNormalization", 1): 4}
+TABLES: Final = {
+    ("EmbedLayerNormalization", 0): 2, ("EmbedLayerNormalization", 1): 4, ("GatherBlockQuantized", 1): 0,
+    ("GroupQueryAttention", 9): 7,
+}  # fmt: skip
+# Inputs of GroupQueryAttention: the number of keys of each sequence, minus 1; and the number of keys of the longest.
+KEY_COUNTS: Final = {("GroupQueryAttention", 5): -1, ("GroupQueryAttention", 6): 0}
+QUERY, PAST_KEY = 0, 3  # inputs of GroupQueryAttention
 
 
 @dataclass(frozen=True)
@@ -52,15 +58,17 @@ class Use:
 
     "row": they index a table of `number` rows.  "mask": they are compared, or cast to floats.  "length": they count
     elements along an axis.  "size": they are the size of a result, or a step.  "equal": the model compares them with
-    the constant `number`, such as a sampling rate.
+    the constant `number`, such as a sampling rate.  "keys": they are `number` plus the keys of GroupQueryAttention, old
+    and new, which the axes in `axes` count.  "ones": a mask whose ones are such a number of keys.
     """
 
-    kind: Literal["row", "mask", "length", "size", "equal"]
+    kind: Literal["row", "mask", "length", "size", "equal", "keys", "ones"]
     number: int = 0
+    axes: tuple[tuple[str, int], ...] = ()  # of inputs of the model: name and axis
 
 
 @dataclass(frozen=True)
-class _Links:
+class Links:
     """The nodes of a graph, its subgraphs and functions, by their inputs and outputs; and the known constants."""
 
     consumers: Mapping[str, list[tuple[onnx.NodeProto, int]]]
@@ -68,10 +76,14 @@ class _Links:
     shapes: Mapping[str, tuple[int, ...]]
     constants: Mapping[str, TensorProto]
 
+    def is_input(self, name: str) -> bool:
+        """Return whether a tensor is an input of the model."""
+        return name not in self.producers and name not in self.constants
+
 
 def integer_uses(model: onnx.ModelProto) -> dict[str, Use]:
     """Return the uses of integer inputs by name; inputs with an unrecognised use are left out."""
-    links = _links(model)
+    links = links_of(model)
     inputs = [v for v in model.graph.input if v.type.tensor_type.elem_type in INTEGERS]
     found = {value.name: _use(value, links) for value in inputs if value.name not in links.constants}
     return {name: use for name, use in found.items() if use is not None}
@@ -115,7 +127,7 @@ def _is_added_to_scores(name: str, consumers: Mapping[str, Sequence[tuple[onnx.N
     return False
 
 
-def _links(model: onnx.ModelProto) -> _Links:
+def links_of(model: onnx.ModelProto) -> Links:
     """Return the consumers, producers, shapes and constants of a model whose functions are inlined."""
     graph = _without_weights(model)
     constants = {t.name: t for t in model.graph.initializer}
@@ -131,13 +143,15 @@ def _links(model: onnx.ModelProto) -> _Links:
         for index, name in enumerate(node.input):
             consumers.setdefault(name, []).append((node, index))
         producers.update((name, node) for name in node.output)
-    return _Links(consumers, producers, shapes, constants)
+    return Links(consumers, producers, shapes, constants)
 
 
-def _use(value: onnx.ValueInfoProto, links: _Links) -> Use | None:
+def _use(value: onnx.ValueInfoProto, links: Links) -> Use | None:
     dims = value.type.tensor_type.shape.dim
     few = len(dims) < 2 or dims[-1].dim_value == 1  # one number, or one per batch element
     found = list(_uses(value.name, links))
+    if counts := [use for use in found if use.kind in ("keys", "ones")]:
+        return counts[0]
     rows = [use.number for use in found if use.kind == "row"]
     if rows:
         return Use("row", min(rows))
@@ -146,7 +160,7 @@ def _use(value: onnx.ValueInfoProto, links: _Links) -> Use | None:
     return next((kinds[kind] for kind in order if kind in kinds), None)
 
 
-def _uses(name: str, links: _Links) -> Iterator[Use]:
+def _uses(name: str, links: Links) -> Iterator[Use]:
     """Yield the uses of a tensor's values by its consumers; lengths are followed through arithmetic, too."""
     work, seen = [(name, True)], {name}
     while work:
@@ -156,6 +170,10 @@ def _uses(name: str, links: _Links) -> Iterator[Use]:
             table = _table_rows(node, index, numbers, links) if unchanged else None
             if table is not None:
                 yield Use("row", table)
+            elif (node.op_type, index) in KEY_COUNTS and unchanged:
+                yield Use("keys", KEY_COUNTS[node.op_type, index], tuple(axes_of_keys(node, links)))
+            elif node.op_type == "ReduceSum" and index == 0 and _counts_keys(node.output[0], links):
+                yield Use("ones")
             elif (node.op_type, index) in LENGTH_INPUTS or _compares_with_range(node, index, links):
                 yield Use("length")
             elif (node.op_type, index) in SIZE_INPUTS:
@@ -172,7 +190,7 @@ def _uses(name: str, links: _Links) -> Iterator[Use]:
                 seen.update(node.output)
 
 
-def _table_rows(node: onnx.NodeProto, index: int, numbers: Mapping[str, int], links: _Links) -> int | None:
+def _table_rows(node: onnx.NodeProto, index: int, numbers: Mapping[str, int], links: Links) -> int | None:
     """Return the number of rows of the table that the node reads at the positions in its input `index`."""
     if node.op_type in ("Gather", "GatherElements") and index == 1:
         name, axis = node.input[0], numbers.get("axis", 0)
@@ -184,7 +202,36 @@ def _table_rows(node: onnx.NodeProto, index: int, numbers: Mapping[str, int], li
     return table[axis] if table and axis < len(table) else None
 
 
-def _compares_with_range(node: onnx.NodeProto, index: int, links: _Links) -> bool:
+def axes_of_keys(node: onnx.NodeProto, links: Links) -> Iterator[tuple[str, int]]:
+    """Yield the model's inputs and their axes whose sizes are the past and the new keys of a GroupQueryAttention."""
+    past = node.input[PAST_KEY] if len(node.input) > PAST_KEY else ""
+    if past and links.is_input(past):
+        yield past, 2
+    work, seen = [node.input[QUERY]], set[str]()
+    while work:
+        name = work.pop(0)
+        if name and links.is_input(name):
+            yield name, 1
+            return
+        seen.add(name)
+        producer = links.producers.get(name)
+        work += [each for each in producer.input if each not in seen] if producer is not None else []
+
+
+def _counts_keys(name: str, links: Links) -> bool:
+    """Return whether a sum, minus 1 and cast, is a number of keys of GroupQueryAttention."""
+    work, seen = [name], {name}
+    while work:
+        for node, index in links.consumers.get(work.pop(), ()):
+            if (node.op_type, index) in KEY_COUNTS:
+                return True
+            if node.op_type in REORDERING_OPS | ARITHMETIC_OPS:
+                work += [each for each in node.output if each not in seen]
+                seen.update(node.output)
+    return False
+
+
+def _compares_with_range(node: onnx.NodeProto, index: int, links: Links) -> bool:
     """Return whether the node compares its input `index` with 0, 1, 2, ..., as models do to make masks from lengths."""
     if node.op_type not in ORDERINGS:
         return False
@@ -208,7 +255,7 @@ def _counts(constant: TensorProto | None) -> bool:
     return values.ndim > 0 and values.shape[-1] > 1 and bool((values == range(values.shape[-1])).all())
 
 
-def _constant(name: str, links: _Links) -> int:
+def _constant(name: str, links: Links) -> int:
     """Return the value of a constant of one integer; 0 for anything else."""
     values = _integers(links.constants.get(name))
     return int(values.reshape(-1)[0]) if values.size == 1 else 0

@@ -150,11 +150,15 @@ def sizes_to_try(inputs: Sequence[Input], given: Mapping[str, Array]) -> Iterato
 
 
 def edge_sizes(
-    inputs: Sequence[Input], given: Mapping[str, Array], usual: Mapping[str, int]
+    inputs: Sequence[Input],
+    given: Mapping[str, Array],
+    usual: Mapping[str, int],
+    steps: Sequence[Mapping[str, int]] = (),
 ) -> Iterator[dict[str, int]]:
     """Yield sets of dim sizes with 1 or 0 in all free dims, then in one free dim while the others have `usual` sizes.
 
     A dim is free if no given array fixes its size.  Only the first MAX_DIMS_AT_EDGES free dims are set one at a time.
+    The sizes in `steps` follow, each with the sizes of a line of DIM_SIZES, where they are of free dims.
     """
     zeros, ones = (_choose_sizes(inputs, ((size,), (size,)), given) for size in (0, 1))
     free = [name for name in usual if zeros[name] != ones[name]]
@@ -164,6 +168,9 @@ def edge_sizes(
     yield zeros
     for name in free[:MAX_DIMS_AT_EDGES] if len(free) > 1 else ():
         yield from ({**usual, name: size} for size in (1, 0))
+    for choices, step in zip(DIM_SIZES, steps, strict=False):
+        if step.keys() <= set(free):
+            yield {**_choose_sizes(inputs, choices, given), **step}
 
 
 def _is_big(each: Input, sizes: Mapping[str, int], single_names: frozenset[str]) -> bool:
@@ -244,6 +251,10 @@ def _generate_input(
         return np.full(shape, "a", object)
     kind = use.kind if use else ""
     words = _words(each)
+    if kind == "ones":
+        return np.ones(shape, each.dtype)
+    if use and kind == "keys":
+        return np.full(shape, use.number + sum(shapes[name][axis] for name, axis in use.axes)).astype(each.dtype)
     if is_mask(each, uses):
         return _prefix_mask(shape).astype(each.dtype)
     if use and kind == "equal":
@@ -265,6 +276,8 @@ def _generate_input(
 def is_mask(each: Input, uses: Mapping[str, Use]) -> bool:
     """Return whether an input's name or use says that it is a mask."""
     use, name = uses.get(each.name), each.name.lower()
+    if use is not None and use.kind == "ones":
+        return False
     is_used = use is not None and use.kind == "mask" and not _is_length(each, use) and "position" not in name
     return "mask" in name or is_used
 

@@ -16,7 +16,7 @@ from onnxfuse.errors import UsageError, first_line
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.verify.input_uses import integer_uses
 from onnxfuse.verify.inputs import Input, check_inputs, edge_sizes, generate_inputs, model_inputs, sizes_to_try
-from onnxfuse.verify.required_sizes import with_required_sizes
+from onnxfuse.verify.required_sizes import Required, required_sizes
 
 GIVE_INPUTS = "give inputs or sizes that the model accepts: --input x.npz, --shape input:8x512"
 
@@ -34,8 +34,8 @@ def draws(model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Arr
 
     Raises UsageError for shapes that the model does not accept or that do not fit into memory.
     """
-    wanted, known, make = _fitting(model, shapes, given)
-    for sizes in sizes_to_try(wanted, known):
+    required, known, make = _fitting(model, shapes, given)
+    for sizes in sizes_to_try(required.inputs, known):
         yield Draw(sizes, partial(make, sizes))
 
 
@@ -43,19 +43,20 @@ def edge_draws(
     model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array], usual: Mapping[str, int]
 ) -> Iterator[Draw]:
     """Yield draws with sizes 0 and 1 for dims that neither shapes nor arrays fix; the other dims are as in `usual`."""
-    wanted, known, make = _fitting(model, shapes, given)
-    for sizes in edge_sizes(wanted, known, usual):
+    required, known, make = _fitting(model, shapes, given)
+    for sizes in edge_sizes(required.inputs, known, usual, required.steps):
         yield Draw(sizes, partial(make, sizes))
 
 
 def _fitting(
     model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array]
-) -> tuple[list[Input], Mapping[str, Array], Callable[[Mapping[str, int]], dict[str, Array]]]:
+) -> tuple[Required, Mapping[str, Array], Callable[[Mapping[str, int]], dict[str, Array]]]:
     """Return a model's inputs, arrays of the known shapes, and a function that makes inputs from the other dims' sizes.
 
     Raises UsageError for shapes that the model does not accept or that do not fit into memory.
     """
-    wanted = with_required_sizes(model, model_inputs(model))
+    required = required_sizes(model, model_inputs(model))
+    wanted = required.inputs
     check_inputs(given, wanted)
     requested = parse_shapes(shapes, wanted)
     dtypes = {each.name: each.dtype for each in wanted}
@@ -65,7 +66,7 @@ def _fitting(
     if requested:  # without requested shapes, arrays that seem inconsistent may still fit the model
         _check_names(requested | {name: value.shape for name, value in given.items()}, wanted)
     uses = integer_uses(model)
-    return wanted, {**empty, **given}, lambda sizes: generate_inputs(wanted, sizes, uses, given, requested)
+    return required, {**empty, **given}, lambda sizes: generate_inputs(wanted, sizes, uses, given, requested)
 
 
 def feeds_to_try(

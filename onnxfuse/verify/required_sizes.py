@@ -1,12 +1,13 @@
-"""Find the input sizes that a model's filters require: onnxruntime may run a Conv on a wrong number of channels.
+"""Find the input sizes that a model's operators require, where they must not, or can hardly, be found by trial.
 
-onnxruntime's convolutions in a blocked layout then read past the end of memory, so sizes must not be found by trial.
+onnxruntime may run a Conv on a wrong number of channels: its convolutions in a blocked layout then read past the end of
+memory.  GroupQueryAttention takes a past only if its heads fit, and if all layers and the mask agree on its length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -15,20 +16,40 @@ import onnx
 from onnxfuse.analysis.shape_inference import read_and_infer
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.errors import ModelError
+from onnxfuse.ir.attributes import int_attribute
+from onnxfuse.ir.node import Node, op_of
 from onnxfuse.ir.protos import nodes
+from onnxfuse.verify.input_uses import PAST_KEY, QUERY, axes_of_keys, integer_uses, links_of
 from onnxfuse.verify.inputs import Input
 
 OPERATORS: Final = frozenset({"Conv", "ConvTranspose", "FusedConv"})
+CACHED: Final = "GroupQueryAttention"
+KEY, PAST_VALUE = 1, 4  # inputs of GroupQueryAttention
+PAST, NEW = "past_length", "new_length"  # names for dims without one
 
 
-def with_required_sizes(model: onnx.ModelProto, inputs: Sequence[Input]) -> list[Input]:
-    """Return the inputs of a model; dims for which only one size is possible are replaced by that number."""
+@dataclass(frozen=True)
+class Required:
+    """The inputs of a model; dims for which only one size is possible are that number, and equal dims have one name.
+
+    `steps` are sizes that a model with a cache is also to run at, with several sequences: a prompt, and one token.
+    Together with a past, onnxruntime's CPU provider takes several tokens of one sequence only.
+    """
+
+    inputs: list[Input]
+    steps: tuple[Mapping[str, int], ...] = ()
+
+
+def required_sizes(model: onnx.ModelProto, inputs: Sequence[Input]) -> Required:
+    """Return the inputs of a model with the sizes that its convolutions, and attention with a cache, require."""
     has_dynamic = any(isinstance(dim, str) for each in inputs for dim in each.dims[1:])
-    if not has_dynamic or not any(node.op_type in OPERATORS for node in nodes(model.graph)):
-        return list(inputs)
+    found = {node.op_type for node in nodes(model.graph, *model.functions)} if has_dynamic else set[str]()
+    if not found & {*OPERATORS, CACHED}:
+        return Required(list(inputs))
     shapes = inferred_shapes(model, None)
     known = {} if shapes is None else {tensor.name: shapes.shape(tensor) for tensor in shapes.graph.linked.inputs}
-    return [_completed(each, known.get(each.name)) for each in inputs]
+    completed = [_completed(each, known.get(each.name)) for each in inputs]
+    return Required(completed) if shapes is None or CACHED not in found else _with_cache(model, completed, shapes)
 
 
 def _completed(each: Input, known: Sequence[object] | None) -> Input:
@@ -36,6 +57,55 @@ def _completed(each: Input, known: Sequence[object] | None) -> Input:
         return each
     pairs = zip(each.dims, known, strict=True)
     return replace(each, dims=tuple(size if isinstance(size, int) else dim for dim, size in pairs))
+
+
+def _with_cache(model: onnx.ModelProto, inputs: list[Input], shapes: ShapeInfo) -> Required:
+    """Return inputs whose pasts have the heads of their GroupQueryAttention and one length, by which masks are longer.
+
+    A name of a dim stands for the same size in all inputs.
+    """
+    known, links, uses = {each.name: each for each in inputs}, links_of(model), integer_uses(model)
+    attention = next((node for node in links.producers.values() if node.op_type == CACHED), None)
+    axes = [] if attention is None else [(known[name], axis) for name, axis in axes_of_keys(attention, links)]
+    if len(axes) != 2 or any(len(each.dims) <= axis for each, axis in axes):
+        return Required(inputs)
+    (cache, past_axis), (tokens, new_axis) = axes
+    past, new = (
+        dim if not isinstance(dim, str) or dim.isidentifier() else name
+        for dim, name in ((cache.dims[past_axis], PAST), (tokens.dims[new_axis], NEW))
+    )
+    sizes: dict[str, int | str] = {}
+    for name, dims in _dims_of_pasts(shapes, cache.dims[0], past):
+        if name in known and len(known[name].dims) == len(dims):
+            sizes |= {dim: to for dim, to in zip(known[name].dims, dims, strict=True) if isinstance(dim, str) and to}
+    sizes |= {dim: new for dim in tokens.dims[new_axis : new_axis + 1] if isinstance(dim, str)}
+    total = past + new if isinstance(past, int) and isinstance(new, int) else f"{past} + {new}"
+    for each in inputs:
+        if each.name in uses and uses[each.name].kind == "ones" and len(each.dims) == 2:
+            sizes |= {dim: total for dim in each.dims[1:] if isinstance(dim, str) and dim not in (past, new)}
+    renamed = [
+        replace(each, dims=tuple(sizes.get(dim, dim) if isinstance(dim, str) else dim for dim in each.dims))
+        for each in inputs
+    ]
+    steps = ({past: 0}, {new: 1}) if isinstance(past, str) and isinstance(new, str) else ()
+    return Required(renamed, steps)
+
+
+def _dims_of_pasts(shapes: ShapeInfo, batch: int | str, past: int | str) -> Iterator[tuple[str, tuple[int | str, ...]]]:
+    """Yield the name and the dims of each past of keys or values; 0 stands for a size that is not known."""
+    for node in shapes.graph.nodes:
+        if op_of(node) == f"com.microsoft::{CACHED}" and len(node.inputs) > PAST_VALUE:
+            heads = int_attribute(node, "kv_num_heads", 0)
+            for tensor in node.inputs[PAST_KEY : PAST_VALUE + 1]:
+                yield tensor.name, (batch, heads, past, _head_size(shapes, node))
+
+
+def _head_size(shapes: ShapeInfo, node: Node) -> int:
+    """Return the size of a head of GroupQueryAttention; 0 where it is not known."""
+    heads, kv_heads = int_attribute(node, "num_heads", 0), int_attribute(node, "kv_num_heads", 0)
+    width = (shapes.shape(node.inputs[QUERY]) or (None,))[-1]
+    parts = heads if node.inputs[KEY].name else heads + 2 * kv_heads
+    return width // parts if isinstance(width, int) and parts else 0
 
 
 def inferred_shapes(model: onnx.ModelProto, folder: Path | None) -> ShapeInfo | None:

@@ -1,0 +1,106 @@
+"""Test that inputs drawn for models with GroupQueryAttention fit together: pasts, masks, lengths and positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+from genai_graphs import load_genai
+
+import onnxfuse
+from onnxfuse.verify import own_process
+from onnxfuse.verify.reference import Reference, run_original
+
+
+@pytest.fixture(autouse=True)
+def models_run_in_their_own_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Otherwise no size is 0."""
+    monkeypatch.setattr(own_process, "enabled", True)
+    with own_process.own_process(60):
+        yield
+
+
+LAYER = """
+  QUERY = MatMul(x, w)
+  y, pk, pv = com.microsoft.GroupQueryAttention<num_heads = 4, kv_num_heads = 2, do_rotary = 1>
+      (QUERY, , , k0, v0, lengths, total, cos, sin, PLACES)
+  z, qk, qv = com.microsoft.GroupQueryAttention<num_heads = 4, kv_num_heads = 2, do_rotary = 1>
+      (QUERY, , , k1, v1, lengths, total, cos, sin, PLACES)
+  u = Add(y, z)"""
+
+
+def layers(signature: str, before: str = "", places: str = "") -> onnx.ModelProto:
+    """Return two attentions over one input x, or a sum of words, with heads of 16 elements."""
+    body = before + LAYER.replace("QUERY", "q").replace("PLACES", places)
+    model = onnx.parser.parse_model(f"""
+        <ir_version: 9, opset_import: ["" : 20, "com.microsoft" : 1]>
+        g ({signature}) => (float[b, s, 64] u, float[n, 2, m, 16] pk, float[n, 2, m, 16] qk)
+        <float[32, 128] w, float[40, 8] cos, float[40, 8] sin, float[50, 32] words> {{ {body} }}""")
+    random = np.random.default_rng(0)
+    for value in model.graph.value_info:
+        shape = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        array = random.standard_normal(shape).astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, value.name))
+    del model.graph.value_info[:]
+    return model
+
+
+def reference(model: onnx.ModelProto) -> Reference:
+    return run_original(model, None, {}, lambda line: None)
+
+
+@pytest.mark.parametrize("name", ["int4.onnx", "fp16.onnx"])
+def test_a_model_of_genai_runs(name: str) -> None:
+    found = reference(load_genai(name))
+    assert [run.sizes["past_sequence_length"] for run in found.runs] == [3, 4]
+    for run in (*found.runs, *found.edges):
+        (batch, new), past = run.feeds["input_ids"].shape, run.feeds["past_key_values.1.value"].shape
+        assert past == (batch, 2, run.sizes["past_sequence_length"], 32)
+        assert (run.feeds["attention_mask"] == 1).all() and run.feeds["attention_mask"].shape == (batch, new + past[2])
+        assert run.feeds["input_ids"].max() < 256
+    several = {(run.feeds["input_ids"].shape, run.sizes["past_sequence_length"]) for run in found.edges}
+    assert {((2, 5), 0), ((3, 1), 4)} <= several, "a prompt and a token of several sequences"
+
+
+@pytest.mark.parametrize("name", ["int4.onnx", "fp16.onnx"])
+def test_an_optimized_model_of_genai_is_compared(name: str) -> None:
+    verified = onnxfuse.optimize(load_genai(name))[1].verified
+    assert verified.status == "verified" and len(verified.outputs) == 5
+
+
+PASTS = "float[b, 2, p, d] k0, float[b, 2, p, d] v0, float[c, 2, r, e] k1, float[?, 2, ?, ?] v1"
+
+
+def test_lengths_that_are_inputs_count_past_and_new_keys() -> None:
+    model = layers(f"float[b, s, 32] x, {PASTS}, int32[b] lengths, int32 total, int64[b, s] places", places="places")
+    for run in reference(model).runs:
+        (batch, new, _), past = run.feeds["x"].shape, run.feeds["k0"].shape[2]
+        assert {run.feeds[name].shape for name in ("k0", "v0", "k1", "v1")} == {(batch, 2, past, 16)} and past
+        assert run.feeds["total"] == past + new and (run.feeds["lengths"] == past + new - 1).all()
+        assert run.feeds["places"].max() < 40
+
+
+COUNTED = """
+  x = Gather(words, ids)  one = Constant<value_ints = [1]>()  i = Constant<value_int = 1>()
+  sum = ReduceSum<keepdims = 0>(mask, one)  less = Sub(sum, one)  lengths = Cast<to = 6>(less)
+  shape = Shape(mask)  columns = Gather(shape, i)  total = Cast<to = 6>(columns)"""
+
+
+@pytest.mark.parametrize("dim", ["columns", "total_sequence_length", "?"])
+def test_a_mask_that_is_counted_has_ones_for_past_and_new_keys(dim: str) -> None:
+    model = layers(f"int64[b, s] ids, int64[b, {dim}] mask, {PASTS}", COUNTED)
+    for run in reference(model).runs:
+        (batch, new), past = run.feeds["ids"].shape, run.feeds["k1"].shape[2]
+        assert run.feeds["mask"].shape == (batch, past + new) and (run.feeds["mask"] == 1).all()
+        assert run.feeds["ids"].max() < 50
+
+
+def test_a_mask_that_divides_is_not_counted() -> None:
+    model = onnx.parser.parse_model("""
+        <ir_version: 9, opset_import: ["" : 20]>
+        g (float[b, s] x, int64[b, s] mask) => (float[b, s] y) {
+          one = Constant<value_ints = [1]>()  sum = ReduceSum(mask, one)  n = Cast<to = 1>(sum)  y = Div(x, n) }""")
+    assert [(run.feeds["mask"] == 0).any() for run in reference(model).runs[:2]] == [True, True]
