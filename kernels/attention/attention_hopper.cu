@@ -87,7 +87,8 @@ constexpr int PAIRS = VALUE_COLUMNS / 8;  // pairs of columns per row and thread
 #define PROGRAM_PAIRS 1
 #endif
 
-// Applies the program to the results of a row; its operands are loaded for PROGRAM_PAIRS pairs of columns at once.
+// Applies the program (the operators fused after the attention) to the results of a row. The program's operands are
+// loaded for PROGRAM_PAIRS pairs of columns at once.
 struct RowResults {
     const Program& program;
     program::Located to;
@@ -100,7 +101,7 @@ struct RowResults {
         : program(program), to(program.locate(at.batch, at.head, query)), inside(query < queries) {
         if constexpr (HAS_PROGRAM) program.load(of_row, to.row, inside);
     }
-    // Loads the program's operands for several pairs, before the first of these pairs is stored.
+    // Loads the operands of the fused program for several pairs of columns, before the first of these pairs is stored.
     __device__ __forceinline__ void load(int first) {
         if constexpr (HAS_PROGRAM) {
 #pragma unroll

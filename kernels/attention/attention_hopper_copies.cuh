@@ -90,7 +90,9 @@ struct Producer {
     Barriers& barriers;
     const ColumnBias& bias;
     Ring k_ring, v_ring;
-    int pending = -1;  // the tile whose values are copied next; keys are copied a tile ahead, as products run
+    // The tile whose values are copied next. Its keys have been copied, because consumers multiply a tile's keys before
+    // they multiply the values of the tile before it.
+    int pending = -1;
 
     // Writes the bias of a tile's columns with all lanes. Each lane then arrives at the stage's barrier k_full: the
     // leader in copy_keys, the others here.

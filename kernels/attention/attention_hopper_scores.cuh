@@ -105,13 +105,13 @@ struct Fragment {
 template <int TERMS>
 struct CapPolynomial {
     float largest;  // largest product for which the polynomial holds
-    float lowest;   // if a row's reference is at least this score, products below -largest have no weight
+    float lowest;   // products below -largest have no weight if the row's reference (weight 1) is at least this score
     float terms[TERMS];
 
     __device__ __forceinline__ bool holds(float product, float reference) const {
         return product <= largest && reference >= lowest;
     }
-    // Returns the weight of a product; `from` is log2(e) times the row's reference.
+    // Returns the weight of a product; `from` is log2(e) times the row's reference, the score whose weight is 1.
     __device__ __forceinline__ float weight(float product, float from) const {
         const float square = product * product;
         float sum = terms[TERMS - 1];
@@ -131,8 +131,10 @@ struct CapPolynomial {
 // a kernel parameter, so that its fields take no registers.
 struct Cap {
     float limit;
-    float rate;     // 2 log2(e) scale / limit
-    float highest;  // up to this reference of a row, products beyond smallest.largest have weights above KEPT
+    float rate;  // 2 log2(e) scale / limit
+    // If a row's reference (the score of weight 1) is at most `highest`, products above smallest.largest have weights
+    // above KEPT.
+    float highest;
     CapPolynomial<3> smallest;
     CapPolynomial<5> small;
 
@@ -301,7 +303,7 @@ struct Softmax {
     float top[2] = {minus_infinity(), minus_infinity()};
     float sum[2] = {0.0f, 0.0f};  // sums over this thread's columns
     float scaled[2];              // the rows' references as exponents of 2
-    bool keeps = false;           // whether the references of the warp may be kept
+    bool keeps = false;           // whether all rows of the warp may keep their references for the next tile
 
     // Computes packed weights from scores with the current references, without determining the largest score, and adds
     // them to the sums. If the warp's weights are so large that a reference must be raised, returns false, and leaves
@@ -326,7 +328,7 @@ struct Softmax {
         return true;
     }
 
-    // Finds out whether the references of the warp may be kept for the next tile.
+    // Decides whether all rows of the warp may keep their references (the scores of weight 1) for the next tile.
     __device__ __forceinline__ void decide(float scale, const Cap& cap) {
         bool may = true;
 #pragma unroll

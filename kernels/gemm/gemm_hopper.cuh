@@ -18,7 +18,7 @@
 //               0: the consumers share a tile; each computes an equal part of its rows (CUTLASS: cooperative)
 //   CONSUMERS   number of warpgroups that multiply: 2; 3 if they share a tile; 1 if two blocks share a multiprocessor
 //   STAGES      number of stages of the ring
-//   K_BLOCK     elements of k per block of a stage. They take 128 bytes or, if TRANSPOSED and not GATED, 128, 64 or 32
+//   K_BLOCK     elements of k per block of a stage: 128 bytes, or also 64 or 32 bytes if TRANSPOSED and not GATED
 //   SPLIT_K     blocks per cluster, which share a tile; each has a slice of k. 1 except in gemm_hopper_split.cu
 //   PRODUCTS    number of products of x, each with its own weight, n, y and bias: 1 to 3. If above 1, GATED is 0,
 //               and the epilogue has at most a bias
@@ -217,10 +217,10 @@ __device__ __forceinline__ void produce(Operands operands, u32 shared, const Bar
 
 // ---- the consumers ----------------------------------------------------------------------------------------------
 
-// Named barriers 1 to CONSUMERS join the threads of one consumer. With PINGPONG, the next two signal which consumer
-// may multiply. The mbarriers of the stages do not suffice for this: a consumer does not wait for the stages of the
-// other consumer, so it could not distinguish an mbarrier's present phase from the phase two before it, which has the
-// same parity.
+// Named barriers 1 to CONSUMERS join the threads of one consumer. With PINGPONG, two more named barriers signal which
+// consumer may multiply. The mbarriers of the stages do not suffice for this: a consumer does not wait for the stages
+// of the other consumer, so it could not distinguish an mbarrier's present phase from the phase two before it, which
+// has the same parity.
 __device__ __forceinline__ int turn(int consumer) { return 1 + CONSUMERS + consumer; }
 
 __device__ __forceinline__ u64 with_low(u64 descriptor, u32 low) { return (descriptor >> 32) << 32 | low; }
@@ -301,8 +301,8 @@ __device__ __forceinline__ void finish_four(const float* d, const float* up, con
     for (int i = 0; i < 4; ++i) y[i] = epilogue_columns(d[i], up[i], values, i % 2, y[i], alpha, beta);
 }
 
-// The program's operands for COUNT groups of four results of a thread, as in finish_four: two columns of two rows. The
-// groups are eight columns apart.
+// A thread's operands of the program, the operators that joined the epilogue. They are for COUNT groups of four
+// results: two columns of two rows, as in finish_four. The groups are eight columns apart.
 template <bool PRESENT, int COUNT>
 struct ProgramLoads {
     __device__ __forceinline__ void load(const Program& program, int2 at, int m, int n) {}
@@ -333,7 +333,7 @@ struct ProgramLoads<true, COUNT> {
         }
     }
 
-    // Replaces group i's results of the product by the program's results.
+    // Applies the program (the operators that joined the epilogue) to the results of group i, in place.
     __device__ __forceinline__ void apply(const Program& program, float (&y)[4], const float* residual, int i) const {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {

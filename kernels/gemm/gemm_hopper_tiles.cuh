@@ -13,7 +13,8 @@
 // With STORE_BY_THREADS, step 3 ends with stores by threads, row by row in words, because rows of y are not aligned.
 //
 // Macros: those of gemm_hopper.cuh, and
-//   PROGRAM_AHEAD   1: the program's operands for a subtile are loaded while the previous subtile is finished
+//   PROGRAM_AHEAD   1: a subtile's operands of the program (the operators that joined the epilogue) are loaded while
+//                   the previous subtile is finished
 #pragma once
 #include "gemm_hopper.cuh"
 #include "gemm_hopper_gate.cuh"
@@ -78,7 +79,7 @@ __device__ __forceinline__ void read_column_values(const float2* vectors, int co
     }
 }
 
-// The program's operands for a thread's accumulators in a subtile.
+// A thread's operands, in a subtile, of the program (the operators that joined the epilogue).
 using SubtileLoads = ProgramLoads<HAS_PROGRAM, SUBTILE_N / 8>;
 
 // The y and the bias of each product.
@@ -131,7 +132,7 @@ struct Output {
         return {origin.x + i / SUBTILE_COLUMNS * 64, origin.y + i % SUBTILE_COLUMNS * SUBTILE_N};
     }
 
-    // Called by one thread: once TMA has read the last tile's results, loads this tile's residual over them.
+    // Called by one thread: once TMA has read the previous tile's results, overwrites them by this tile's residual.
     __device__ __forceinline__ void fetch_residual(int2 origin) const {
         hopper::store_wait_read<0>();
         hopper::barrier_arrive_expect(residual_full, SUBTILES * SUBTILE_BYTES);
@@ -140,7 +141,7 @@ struct Output {
             place.load(residual, subtiles + i * SUBTILE_BYTES, residual_full, subtile_at(origin, i));
     }
 
-    // Loads the program's operands for subtile i, if it exists.
+    // Loads the operands of the epilogue's program for subtile i, if there is a subtile i.
     __device__ __forceinline__ void load_program(SubtileLoads& loads, int2 origin, int i, int m, int n) const {
         if (i >= SUBTILES) return;
         const int2 at = subtile_at(origin, i);
@@ -289,7 +290,7 @@ __device__ __forceinline__ void consume(const Place& place, const Results& resul
         origin.x += above;
         const int product = weights.find(origin.y);
         if (HAS_RESIDUAL && !RESULTS_IN_RING && thread == 0) {
-            if (!PINGPONG) hopper::barrier_wait(barriers.full(ring.at), ring.parity);  // the residual comes later
+            if (!PINGPONG) hopper::barrier_wait(barriers.full(ring.at), ring.parity);  // first x and w
             output.fetch_residual(origin);
         }
         Vectors fetched;
@@ -308,7 +309,7 @@ __device__ __forceinline__ void consume(const Place& place, const Results& resul
             hopper::barrier_wait(barriers.full(ring.at), ring.parity);
             output.subtiles = shared + ring.at * STAGE_BYTES;
         }
-        if (!HAS_RESIDUAL && thread == 0) hopper::store_wait_read<0>();  // TMA has read the last tile's results
+        if (!HAS_RESIDUAL && thread == 0) hopper::store_wait_read<0>();  // until TMA has read the last results
         if (VECTORS > 0 && thread < TILE_N / 2) fetched.put(vectors + thread);
         if (VECTORS > 0 || !HAS_RESIDUAL) hopper::named_barrier(output.named, 128);
         output.finish(d, pick(results.y, product), origin, m, pick(weights.n, product), alpha, beta);

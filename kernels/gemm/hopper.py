@@ -163,7 +163,8 @@ def step_cycles(config: HopperConfig, row_cycles: float = 0.0) -> float:
     """Estimate the clock cycles per stage of k; `row_cycles` is as in `cycles`."""
     rows, columns = config.tile_m, config.tile_n
     multiply = rows * columns * TILE_K / 2048  # also for TF32, with half as many elements per stage
-    shared = 2 * rows + columns + rows * columns / 64  # 128 bytes each: TMA's writes, and reads by wgmmas of 64 rows
+    # Accesses of 128 bytes: TMA writes rows of x and columns of w. A wgmma reads its 64 rows of x and all columns of w.
+    shared = 2 * rows + columns + rows * columns / 64
     load = (rows + columns) * ROW_BYTES / 56  # L2 delivers 56 bytes per cycle
     return max(0.95 * multiply + 0.4 * shared, load, row_cycles * rows) + TURN_CYCLES * config.pingpong
 
@@ -227,10 +228,11 @@ def fits(gemm: Gemm, config: HopperConfig, device: Device) -> bool:
 
 
 def _has_registers(gemm: Gemm, config: HopperConfig, subtiles: int = 1) -> bool:
-    """Return whether registers hold a program's operands for `subtiles` subtiles, beside the accumulators.
+    """Return whether registers hold the accumulators, and the epilogue program's operands for `subtiles` subtiles.
 
-    With at most one column vector, a program without operands needs no more registers than the fixed epilogue.  If the
-    product has no residual, the program may also read one number per row.
+    A program consists of operators that joined the epilogue.  With at most one column vector, a program without
+    operands needs no more registers than the fixed epilogue.  If the product has no residual, the same is true for a
+    program that reads one number per row.
     """
     read = gemm.program.registers * subtiles if gemm.program else 0
     is_little = read <= (0 if gemm.residual else ROW_REGISTERS) and column_vectors(gemm) < 2

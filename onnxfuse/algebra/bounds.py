@@ -51,7 +51,7 @@ def minimum(*sizes: Size) -> Size:
 
 
 def _divided(size: Dim) -> Size:
-    """Return `a` for a size `n*a`, a number n > 1 times a product a of symbols; return other sizes unchanged."""
+    """Divide a size `n*a` by n, for a number n > 1 and a product a of symbols; return any other size unchanged."""
     ((monomial, factor), *others) = size.terms
     is_multiple = not others and monomial and factor > 1 and (lower_bound(size) or 0) >= 0
     return size // factor if is_multiple else size
@@ -97,7 +97,7 @@ def _bound_of_quotients(size: Dim, substitutions: int) -> int | None:
     if not quotients:
         return None
     factor = math.lcm(*(number for _, number in quotients.values()))
-    total: Size = 0  # at most `factor` times the size
+    total: Size = 0  # a polynomial without these quotients that is at most `factor` times the size
     for monomial, coefficient in size.terms:
         if len(monomial) == 1 and monomial[0] in quotients:
             a, number = quotients[monomial[0]]
@@ -215,7 +215,11 @@ def _extreme(op: str, sizes: Iterable[Size], beats: Callable[[Size, Size], bool]
 
 
 def _monomial_bounds(monomial: Monomial) -> SizeBounds:
-    """Return the bounds of a product of symbols: if no symbol may be negative, the products of the symbols' bounds."""
+    """Return the bounds of a product of symbols.
+
+    If no symbol may be negative, they are the products of the symbols' bounds; otherwise only the bounds of a single
+    symbol are known.
+    """
     low, high = 1, 1
     has_upper_bound = True
     for name in monomial:
@@ -230,7 +234,7 @@ def _monomial_bounds(monomial: Monomial) -> SizeBounds:
 
 def _symbol_bounds(name: str) -> SizeBounds:
     if not isinstance(name, NonPolynomial):
-        return None if name.startswith(TOO_LARGE) else 0, None  # symbols for too large expressions may be negative
+        return None if name.startswith(TOO_LARGE) else 0, None  # a symbol for a too large expression may be negative
     lows, highs = [lower_bound(arg) for arg in name.args], [upper_bound(arg) for arg in name.args]
     known_lows, known_highs = [x for x in lows if x is not None], [x for x in highs if x is not None]
     if name.op == "Max":
@@ -246,7 +250,7 @@ def _modulo_bounds(divisor: Size) -> SizeBounds:
 
 
 def _quotient_bounds(low: int | None, high: int | None, divisor: Size) -> SizeBounds:
-    if isinstance(divisor, int):  # positive, because `floor_divide` normalizes signs
+    if isinstance(divisor, int):  # such a divisor is positive, because `floor_divide` normalizes signs
         return None if low is None else low // divisor, None if high is None else high // divisor
     divisor_low = lower_bound(divisor)
     if divisor_low is None or divisor_low < 0:

@@ -191,7 +191,7 @@ def _put_together(atom: Atom, factor: Size, sums: Mapping[Atom, Size]) -> tuple[
 
 
 def replaced(index: Index, by: Mapping[str, Index]) -> Index:
-    """Replace the variables of an index by indices, which `by` holds by name, and return the simplified result."""
+    """Return the simplified index in which each variable is replaced by the index that `by` maps its name to."""
     found = Index(index.constant)
     for atom, factor in index.terms:
         found = found + _replaced_atom(atom, by) * factor

@@ -154,8 +154,8 @@ def solve_sizes(
 def arrangement_layout(arrangement: Arrangement, sizes: Mapping[str, Size], pitch: Size | None = None) -> ViewLayout:
     """Return the layout of an arrangement's result, coalesced.
 
-    Along the last source axis, the elements that its last name counts form runs.  `pitch` is the distance, in elements,
-    from the start of one run to the start of the next; None means that no gaps lie between the runs.
+    With `pitch`, the last source axis is wider than the arrangement says: if it is "(h d)", its h runs of d elements
+    start `pitch` elements apart, with gaps between them.  Without `pitch`, the runs are adjacent.
     """
     sub_axes: dict[str, SubAxis] = {}
     for i, names in enumerate(arrangement.source):

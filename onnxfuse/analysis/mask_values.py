@@ -151,7 +151,7 @@ class IndexAnalysis:
         return found if isinstance(found, Index) else None
 
     def element(self, tensor: Tensor, indices: Sequence[Index]) -> GatheredElement | None:
-        """Return the element of a tensor at `indices`; if views compute the tensor, the element of their source.
+        """Return the element of a tensor at `indices`; for a result of views, return the element of the views' source.
 
         None where an index may be negative.
         """

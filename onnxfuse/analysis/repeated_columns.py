@@ -38,7 +38,7 @@ def repeat_columns(value: Array, columns: str) -> Array:
 
 
 def _repeats(shapes: ShapeInfo, tensor: Tensor, kind: str, depth: int) -> bool:
-    """Return whether the columns repeat as `kind` says; a single column also does, because broadcasting repeats it."""
+    """Return whether the columns repeat as `kind` says; a single column counts as repeated, because it broadcasts."""
     if is_constant(tensor):
         return _constant_repeats(shapes, tensor, kind)
     node, size = producer(tensor), _last_size(shapes, tensor)

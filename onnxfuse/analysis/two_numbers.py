@@ -95,9 +95,9 @@ def _computed(analysis: Formulas, tensor: Tensor, steps: int) -> TwoNumbers | No
 
 
 def _in_one_form(numbers: TwoNumbers) -> TwoNumbers:
-    """Return the same tensor with a condition in whose formula the last axis has no negative factor, if possible.
+    """Return the same tensor, described by a condition whose formula gives the last axis no negative factor.
 
-    If the condition is negated for this, the two numbers are swapped.
+    If the given condition has a negative factor there, it is negated, if possible, and the two numbers are swapped.
     """
     if isinstance(numbers.where, bool):
         return numbers

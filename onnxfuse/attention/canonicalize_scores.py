@@ -12,8 +12,9 @@ added causal mask from positions instead of reading them.
 
 A key that two masks hide must keep the score that one mask gives it.  In a row whose keys are all hidden, as in left
 padding, hidden keys still have weight.  The lowest finite number gives such a weight, but the sum of two lowest numbers
-is -inf.  So a mask that replaces scores is added only if its number swallows every score, which means that the sum of
-both is the number, and it replaces the masks before it.
+is -inf.  So a mask that replaces scores becomes an added mask only if its number swallows every score, which means that
+the sum of the number and a score is the number.  Where this mask hides a key, its number also replaces the numbers of
+the masks before it.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class OneHead:
     result: Shape  # the shape of the attention's result
 
     def shape(self, shape: Shape) -> Shape:
-        """Return a shape of two or three axes with the new ones."""
+        """Return a shape of two or three axes with the new axes added."""
         batch: Shape = (1,) if len(shape) < RANK - 1 else shape[:1]
         return (*batch, 1, *shape[-2:])
 

@@ -83,8 +83,8 @@ def _product_of_rows(graph: Graph, shapes: ShapeInfo, swap: Node) -> bool:
 def _scores_of_rows(graph: Graph, shapes: ShapeInfo, scores: Tensor) -> Tensor | None:
     """Return scores computed from a product with the last two axes swapped; None if no product computes them.
 
-    Each tensor from the product to `scores` must have only one consumer.  A Transpose of the last two axes between
-    them is replaced by its input.
+    Each tensor from the product to `scores` must have only one consumer.  If a Transpose of the last two axes lies
+    between the product and `scores`, its input replaces its result.
     """
 
     def is_part(tensor: Tensor, node: Node) -> bool:

@@ -28,7 +28,7 @@ from onnxfuse.passes.folded import node_label
 from onnxfuse.rewrite.replace import Fused, LocalFunctions, drop_functions
 
 LAYOUT: Final = "layout"  # this step's name in reports
-MAX_NODES_BETWEEN: Final = 8  # maximum number of nodes between a border and the node that a reason names
+MAX_NODES_BETWEEN: Final = 8  # maximum number of nodes from a region's end to the node whose reason explains this end
 MIN_OPSET: Final = 9  # functions need integer Constant nodes, which exist since this opset
 
 
@@ -170,7 +170,7 @@ def _compose(graph: Graph, shapes: ShapeInfo, writer: Writer, known: Collection[
             if name != old and name not in writer.originals:
                 identity: Perm = ()
                 original = writer.originals.get(old, (old, identity))
-                if original[0] != name:  # if equal, both layouts are one tensor: one pixel, one channel
+                if original[0] != name:  # with one pixel or one channel, one tensor has both layouts
                     writer.originals[name] = original
 
 

@@ -57,11 +57,12 @@ class _Use:
     tensor: Tensor
     bytes: int
     computed_last: bool = False
-    first_readers: int = 0  # nodes that read it channels-first; plus 1 if it must keep its name
+    first_readers: int = 0  # number of nodes that read the tensor channels-first; plus 1 if its name must be kept
     last_readers: int = 0
-    # Bytes of the model's Transposes after it that cancel with the border, if it is computed channels-last.
+    # If the tensor is computed channels-last: bytes of the model's Transposes after it that cancel with its border, the
+    # Transpose to the other layout.
     saved_behind: int = 0
-    # Bytes of the model's Transposes before it that cancel with the border; None if the border stays.
+    # Bytes of the model's Transposes before the tensor that cancel with its border; None if the border stays.
     saved_before: int | None = None
 
     def cost(self) -> int:
@@ -140,7 +141,7 @@ class Regions:
         return use
 
     def _reads(self, node: Node, tensor: Tensor) -> tuple[bool, bool]:
-        """Return two flags: whether a member reads a tensor channels-first, and whether it reads it channels-last."""
+        """Return whether a node, once it is channels-last, reads a tensor channels-first, and whether channels-last."""
         one = self.conversions[node]
         indices = {i for i, each in enumerate(node.inputs) if each is tensor}
         return bool(indices.difference(one.reads, one.reads_either)), bool(indices.intersection(one.reads))

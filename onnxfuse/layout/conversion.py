@@ -43,7 +43,7 @@ class Conversion:
     computes: tuple[int, ...]
     write: Callable[[Writer], None]
     reads_either: tuple[int, ...] = ()
-    fusion: str = ""  # fusion of the node it becomes; "" if it stays an operator
+    fusion: str = ""  # fusion of the fused node that replaces the node; "" if the node stays an operator
 
 
 @dataclass(frozen=True)

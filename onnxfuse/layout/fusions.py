@@ -1,4 +1,4 @@
-"""Fusions of single operators on channels-last images; they are created by layouts, not by patterns."""
+"""Fusions of single operators on channels-last images; the layout step creates them, no pattern does."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-# Names of pattern fusions that layouts handle, and of fusions in which layouts join several nodes.
+# Fusion names: of pattern fusions that have channels-last forms, and of fusions that the layout step makes of several
+# nodes.
 PRODUCT: Final = "gemm_bias_activation"
 CONVOLUTION: Final = "conv_bias_activation"
 TRANSPOSED_CONVOLUTION: Final = "conv_transpose_bias_activation"
@@ -16,7 +17,7 @@ SQUEEZE: Final = "squeeze_excite"
 
 @dataclass(frozen=True)
 class LayoutFusion:
-    """A fusion that layouts create.
+    """A fusion that the layout step creates.
 
     `operators` holds the operators that the fusion replaces; messages name them to explain why a model has no node of
     this fusion.  It is empty if an operator alone does not determine the fusion, like the Mul of a channel_scale.

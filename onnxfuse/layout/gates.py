@@ -27,7 +27,7 @@ def gates(joins: Joins) -> Iterator[Joined]:
         gate = joins.call(producer(node.inputs[0])) if call is not None else None
         if call is None or gate is None or not _is_plain(gate) or joins.graph.sole_consumer(node.inputs[0]) is not node:
             continue
-        operands = {**call.operands, **gate.operands}  # the gate's x replaces x; its factors come last
+        operands = {**call.operands, **gate.operands}  # the gate's x replaces the convolution's x
         yield Joined((gate.node, node), call, chained(gate.body, call.body), operands, {})
 
 

@@ -58,7 +58,7 @@ class Call:
         return str(self.attributes.get("activation", "none"))
 
     def is_channels_last(self, fusion: str) -> bool:
-        """Return whether it is a channels-last node of this fusion."""
+        """Return whether the call is a channels-last node of this fusion."""
         layouts = self.attributes.get("layout"), self.attributes.get("x_layout", "nhwc")
         return self.fusion == fusion and set(layouts) == {"nhwc"}
 

@@ -28,7 +28,8 @@ OPS_OF_ONE_RANK: Final = frozenset({"Gemm", "Reshape"})  # operators that fix th
 class Addition:
     """A fused node that can add a residual itself.
 
-    If reshaping x replaces a Reshape after the node, `moved` holds the new shape of x and its Reshape's target.
+    If the node's operand x can be reshaped in place of the result, `moved` holds the new shape of x, and the target of
+    the Reshape that gives x this shape.
     """
 
     call: Call
@@ -44,7 +45,7 @@ def residuals(joins: Joins) -> Iterator[Joined]:
     graph, compared = joins.graph, {*joins.known, *joins.originals}
     for add in [node for node in graph.nodes if op_of(node) == "Add"]:
         found = [one for pair in (add.inputs, add.inputs[::-1]) if (one := _addition(joins, add, *pair)) is not None]
-        if found:  # of two candidates, the one that is computed last, so that the other operand is ready before
+        if found:  # of two fused nodes, choose the later one, so that its residual is computed before it
             one = max(found, key=lambda one: graph.position[one.call.node])
             call, operands = one.call, {**one.call.operands, RESIDUAL: one.residual}
             if one.moved:
@@ -82,7 +83,7 @@ def _takes_a_residual(call: Call) -> bool:
 
 
 def _moved_view(shapes: ShapeInfo, call: Call, view: Node) -> tuple[Shape, list[int]] | None:
-    """Return a new shape for x and its Reshape's target, if reshaping x can replace the Reshape after a product.
+    """Return the new shape of x and its Reshape's target, if x can be reshaped in place of the product's result.
 
     None where the rows differ, the target is not constant, or the body works for one rank only.
     """
@@ -97,7 +98,7 @@ def _moved_view(shapes: ShapeInfo, call: Call, view: Node) -> tuple[Shape, list[
 
 
 def _reshaped(joins: Joins, product: Node, shape: Shape, target: list[int], compared: Collection[str]) -> Tensor:
-    """Return the product's x, reshaped to `shape` by the Reshape target.
+    """Return the product's x, reshaped to `shape` by a Reshape with the target `target`.
 
     This Reshape can also replace a Reshape before the product.  It does so only if the source of that Reshape is in
     `compared`: tensors whose values are available when the product is compared with the original.

@@ -154,7 +154,7 @@ class AssociativeMatcher:
     def _check_numbers(self, numbers: list[StoredNumber], state: State) -> Iterator[State]:
         """Yield the state if the total of the collected numbers equals the term's constant.
 
-        If the term has a scalar, that is bound to the number by which the total differs from the constant.
+        If the term has a scalar, the scalar is bound to the number by which the total differs from the constant.
         """
         found = self._total([value for value, _ in numbers])
         required = self._total([]) if self.constant is None else self.constant

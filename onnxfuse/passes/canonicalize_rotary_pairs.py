@@ -32,9 +32,9 @@ def canonicalize_rotary_pairs(graph: Graph, shapes: ShapeInfo) -> int:
 
 
 def _slice_instead(graph: Graph, shapes: ShapeInfo, node: Node, made: Tensor) -> bool:
-    """Replace `made` by a Slice of the tensor before the Reshape if it is a column of (..., pairs, 2).
+    """Replace `made`, if it is a column of a tensor (..., pairs, 2), by a Slice of the tensor before the Reshape.
 
-    Returns whether it was replaced.
+    Returns whether `made` was replaced.
     """
     reshape = producer(node.inputs[0])
     if reshape is None or op_of(reshape) != "Reshape" or shapes.dtype(made) not in FUSIBLE_FLOATS:

@@ -150,7 +150,7 @@ def _product_in_order(
 
 @dataclass(frozen=True)
 class _Writer:
-    """Writes the nodes of one Einsum."""
+    """Writes the nodes that replace one Einsum."""
 
     graph: Graph
     shapes: ShapeInfo

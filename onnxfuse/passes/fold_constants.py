@@ -162,7 +162,7 @@ def _of_constants(graph: Graph, shapes: ShapeInfo) -> list[Node]:
         if not _is_foldable(op_of(node)) or not node.inputs or any(map(graph.must_be_computed, node.outputs)):
             continue
         if op_of(node) in ("Mul", "Cast") and is_factored_bias(shapes, node):
-            continue  # attention reads fewer bytes if it reads the two factors
+            continue  # a fused attention reads fewer bytes if it reads the bias as two factors: slopes and positions
         if all(not t.name or id(t) in made or is_constant(t) for t in node.inputs):
             found.append(node)
             made.update(map(id, node.outputs))
@@ -324,7 +324,10 @@ def _depends_on_runtime(node: Node, inputs: list[Array | None]) -> bool:
 
 
 def _agrees(shapes: ShapeInfo, tensor: Tensor, value: Array) -> bool:
-    """Return whether a value has the dtype and shape inferred for the tensor; it must be small if no shape is known."""
+    """Return whether a value has the dtype and shape that are inferred for the tensor.
+
+    If no shape is known, the value must be small.
+    """
     shape, dtype = shapes.shape(tensor), shapes.dtype(tensor)
     if dtype not in (0, onnx.helper.np_dtype_to_tensor_dtype(value.dtype)):
         return False

@@ -26,7 +26,7 @@ Sizes: TypeAlias = Sequence[tuple[int, int]]  # per axis, the elements added at 
 
 @dataclass(frozen=True)
 class Window:
-    """A node that can pad its input itself, the Transpose between the Pad and it (if any), and its new attributes."""
+    """A node that can pad its input itself, with its new attributes, and any Transpose between the Pad and the node."""
 
     node: Node
     transpose: Node | None
@@ -96,7 +96,7 @@ def _are_integers(value: object) -> TypeGuard[list[int]]:
 
 
 def _value(graph: Graph, pad: Node) -> float | None:
-    """Return the number that a Pad adds; None where it is computed, or the mode copies elements."""
+    """Return the number with which a Pad fills; None where this number is computed, or the mode copies elements."""
     if str_attribute(pad, "mode", "constant") != "constant":
         return None
     found = attribute_or_input(graph, pad, "value" if graph.opset < FIRST_WITH_INPUTS else "constant_value")

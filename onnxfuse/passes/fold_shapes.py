@@ -87,7 +87,10 @@ def _constant_reshape_target(graph: Graph, shapes: ShapeInfo, node: Node, wanted
 
 
 def _constant_expand_target(graph: Graph, shapes: ShapeInfo, node: Node, wanted: list[Size]) -> list[int] | None:
-    """Write 1 for symbolic sizes that equal the input's axis, which Expand keeps; None if other sizes are symbolic."""
+    """Return the target with 1 for each symbolic size that the input's axis already has; an Expand keeps such axes.
+
+    Returns None if any other size is symbolic.
+    """
     shape = shapes.shape(node.inputs[0])
     if shape is None:
         return None
@@ -98,9 +101,9 @@ def _constant_expand_target(graph: Graph, shapes: ShapeInfo, node: Node, wanted:
 
 
 def _constant_slice_ends(graph: Graph, shapes: ShapeInfo, node: Node, wanted: list[Size]) -> list[int] | None:
-    """Write MAX_INT64 for symbolic ends of forward slices that equal the size of their axis.
+    """Return the ends with MAX_INT64 for each symbolic end of a forward slice that equals the size of its axis.
 
-    Returns None if other ends are symbolic.
+    Returns None if any other end is symbolic.
     """
     shape = shapes.shape(node.inputs[0])
     axes = shapes.value(node.inputs[3]) if len(node.inputs) > 3 and node.inputs[3].name else np.arange(len(wanted))

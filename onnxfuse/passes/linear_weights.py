@@ -104,7 +104,10 @@ def scale_outputs(graph: Graph, node: Node, channels: Channels, scale: Array, sh
 
 
 def scale_inputs(graph: Graph, node: Node, channels: Channels, scale: Array, shift: Array) -> RescaledWeights | None:
-    """Return weights that give for an input what the old ones give for `input * scale + shift`; None if impossible."""
+    """Return weights with which the node computes from `input` its present result for `input * scale + shift`.
+
+    None where that is not possible.
+    """
     bias = _read_bias(graph, node)
     if bias is None or (shift.any() and not turns_shift_into_bias(graph, node)):
         return None

@@ -15,7 +15,7 @@ FIRST_FLATTEN_FROM_END = 11  # the first opset in which the axis of Flatten may 
 
 
 def normalize(graph: Graph, shapes: ShapeInfo) -> int:
-    """Apply the three passes until none of them changes anything; return the number of changes."""
+    """Remove no-ops, compose views and merge equal nodes until nothing changes; return the number of changes."""
     total = _write_usual_attributes(graph, shapes)
     for _ in range(MAX_NORMALIZE_ROUNDS):
         changes = remove_no_ops(graph, shapes) + compose_views(graph, shapes)

@@ -76,8 +76,8 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, indices: IndexAnalysis, last: Node
 def _stack(graph: Graph, shapes: ShapeInfo, result: Tensor, parts: Sequence[Assignment], axis: int) -> bool:
     """Interleave the parts along an axis, if they write all of it; return whether they do.
 
-    If a Transpose after the ScatterND moves the axis to the end, the parts are first transposed in the same way.  The
-    result is transposed back, and this Transpose and the one that reads it cancel.
+    If a Transpose after the ScatterND moves the axis to the end, the parts are first transposed in the same way, and
+    their Concat is transposed back.  The last Transpose and the one after the ScatterND cancel.
     """
     shape, step, dtype = shapes.shape(result), parts[0].step, shapes.dtype(result)
     assert shape is not None

@@ -145,7 +145,7 @@ def _run(graph: Graph, shapes: ShapeInfo, run: Sequence[Origin], stem: str, rank
 
 
 def _is_range(graph: Graph, shapes: ShapeInfo, run: Sequence[Origin]) -> bool:
-    """Return whether one Shape gives the sizes: all of them, or adjacent ones if the opset's Shape has a range."""
+    """Return whether one Shape gives the sizes: they are a whole shape, or adjacent axes that a Shape can select."""
     found = [each for each in run if not isinstance(each, int)]
     axes = [axis for _, axis in found]
     is_whole = axes == [*range(shapes.rank(found[0][0]) or 0)]

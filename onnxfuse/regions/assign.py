@@ -37,11 +37,12 @@ def assign_regions(joining: Joining, fused: Collection[Fused] = ()) -> RegionRes
     fused nodes, and of operators that become fused nodes if no region takes them.
     """
     graph, formed = joining.graph, form_regions(joining.graph, joining.shapes, joining.keep)
-    joins, apart = dict[str, Join](), list[Cluster]()  # joins: by the name of the fused node's result
+    # `joins` maps the name of a fused node's result to a planned join; `apart` has clusters that join no fused node.
+    joins, apart = dict[str, Join](), list[Cluster]()
     records, work = {one.node: one for one in fused}, deque((*formed.regions, *formed.others))
     while work:
         cluster = work.popleft()
-        if not all(node.outputs for node in cluster.nodes):  # an earlier join has removed nodes, as parts of its match
+        if not all(node.outputs for node in cluster.nodes):  # an earlier join fused a match with some of these nodes
             continue
         order_by_reading(cluster, formed.forms)
         join = find_epilogue_fusion(formed, cluster, joining, joins)
@@ -62,9 +63,9 @@ def assign_regions(joining: Joining, fused: Collection[Fused] = ()) -> RegionRes
     functions = LocalFunctions(graph)
     made = [write_epilogue_fusion(formed, join, functions, bodies, records) for join in joins.values()]
     made += [write_region(formed, cluster, functions, bodies, records) for cluster in apart]
-    copies = [each for each in formed.merging.clusters.copies if each.outputs]  # those that no region took
+    copies = [each for each in formed.merging.clusters.copies if each.outputs]  # only copies that no region took
     for copy in copies:
-        graph.names.add(copy.name)  # the original has it
+        graph.names.add(copy.name)  # until now, the copy has the name of the original node
         copy.name = graph.unique_name(copy.name)
     if made or copies:
         graph.remove_dead()
@@ -76,7 +77,7 @@ def assign_regions(joining: Joining, fused: Collection[Fused] = ()) -> RegionRes
 def _with_norms(
     formed: Formed, apart: Collection[Cluster], joining: Joining, joins: dict[str, Join]
 ) -> tuple[list[Cluster], list[Node]]:
-    """Return clusters, each merged with the norms that should be computed with it, and all these norms.
+    """Merge each cluster with the fused norms that should be computed with it; return the clusters and all these norms.
 
     `apart` holds clusters that join no fused node.  If operators were to join such a norm, their join is removed from
     `joins`, and the operators become part of the cluster.

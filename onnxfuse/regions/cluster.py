@@ -33,16 +33,16 @@ OPERATIONS: Final[Mapping[str, int]] = {
 
 @dataclass(eq=False)
 class Cluster:
-    """Nodes that are merged, with the values that enter and leave them.  It equals only itself, so it can be a key."""
+    """Nodes that will become one region, with their operands and results; compared by identity, so usable as a key."""
 
     nodes: list[Node]  # in execution order
     operands: dict[str, Tensor]
     outputs: dict[str, Tensor]
     steps: int  # number of operators in the region's program
     operations: float  # total number of operations
-    cost: float  # time, in bytes that an H200 could move in it
+    cost: float  # estimated time, as the number of bytes that an H200 could move in this time
     is_free: bool  # True if it has no operator that takes time at run time
-    rows: Rows | None  # the rows that it reduces, if any
+    rows: Rows | None  # the shape and axes that its reductions reduce; None without reductions
     repeats: bool  # True if a value may be computed more than once per element
     # Position among the clusters of its level (see `levels.py`); each cluster follows the clusters that it reads.
     place: int = 0
@@ -187,7 +187,7 @@ class Clusters:
         return sum(OPERATIONS.get(step.op, 1) for step in self.forms[node])
 
     def _evaluations(self, node: Node) -> int:
-        """Return the number of elements that a node computes (a reduction: that it reads), each counted once."""
+        """Return the number of elements that a node computes; for a reduction, the number of elements that it reads."""
         tensors = node.inputs[:1] if any(map(is_reduction, self.forms[node])) else node.outputs
         return max(map(self.count, tensors), default=0)
 

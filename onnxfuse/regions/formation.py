@@ -47,7 +47,7 @@ class Merging:
     clusters: Clusters
     level: dict[Node, int]
     reasons: dict[str, str]  # node label -> why the node stays separate
-    _front: int = 0  # decreases with each `move`: the place before all other clusters
+    _front: int = 0  # the lowest place so far: `move` decreases it to place a cluster before all other clusters
 
     def with_neighbours(self, node: Node, neighbours: Callable[[Cluster], Iterable[Cluster]]) -> bool:
         """Merge a node's cluster with neighbours of its level, largest gain first; return whether any was merged."""
@@ -72,7 +72,7 @@ class Merging:
         return sorted(found, key=lambda each: each[1].cost - each[0].cost)
 
     def _both(self, node: Node, own: Cluster, other: Cluster) -> Cluster | None:
-        """Return the merged cluster of two; None, with the reason stored, if merging is impossible or does not pay."""
+        """Return two clusters merged into one; None, with the reason stored, if that is impossible or does not pay."""
         both = self.clusters.merged(other, own)
         if isinstance(both, Cluster):
             return both
@@ -140,7 +140,7 @@ def _merge_all(merging: Merging) -> None:
     """Merge the nodes in execution order, and then the resulting clusters with later clusters that read them.
 
     Before a cluster is merged with its readers, it moves to the latest level at which it can be computed, and back to
-    its own level if none of them can be merged with it.
+    its own level if no reader can be merged with it.
     """
     clusters = merging.clusters
     for node in merging.graph.nodes:

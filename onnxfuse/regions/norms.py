@@ -29,7 +29,7 @@ ROW_MAPS: Final = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Spl
 def with_norms(
     formed: Formed, cluster: Cluster, joining: Joining, joins: Mapping[str, Join]
 ) -> tuple[Cluster, list[Node]]:
-    """Return a cluster merged with the fused norms that read its results, where that pays; and these norms.
+    """Merge a cluster with the fused norms that read its results, where that pays; return it and the merged norms.
 
     `joining` says which fused nodes operators may join.  `joins` holds the planned joins of operators with fused nodes,
     by the name of the result that the operators read.  Operators that were to join such a norm become part of the
@@ -74,7 +74,9 @@ def _norms_behind(formed: Formed, cluster: Cluster, joining: Joining) -> list[No
 
 
 def _merged(formed: Formed, joining: Joining, cluster: Cluster, norm: Node, join: Join | None) -> Cluster | None:
-    """Return a cluster merged with a norm that reads its result, and with the norm's join; None if they stay separate.
+    """Return a cluster merged with a norm that reads its result; None if they stay separate.
+
+    `join` holds the operators that were to join the norm, if there are any; they are merged with the cluster, too.
 
     All other tensors that the norm and the join read must come from nodes of a lower level than the cluster's.  Then no
     path leads from the cluster through other nodes to the norm or the join.
@@ -111,10 +113,10 @@ def _belong(merging: Merging, cluster: Cluster, level: int) -> None:
 
 
 def with_moved_norm(formed: Formed, cluster: Cluster, joining: Joining) -> tuple[Cluster, list[Node]]:
-    """Return a cluster that moves rows of a norm, as a window partition does, merged with that norm; and the norm.
+    """Merge a cluster that only moves the rows of a norm's result, as a window partition does, with this norm.
 
-    A norm of moved rows equals the moved rows of a norm, so the program moves the rows first.  `joining` is as in
-    `with_norms`.
+    Returns the cluster and the merged norm, if any.  A norm of moved rows equals the moved rows of a norm, so the
+    program moves the rows first.  `joining` is as in `with_norms`.
     """
     norm = _moved_norm(formed, cluster, joining)
     if norm is None or not joining.may_be_region(cluster.outputs):

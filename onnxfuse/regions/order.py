@@ -38,7 +38,7 @@ def readers_of(clusters: Clusters, level: Mapping[Node, int], own: Cluster) -> I
 
 
 def place_of_both(clusters: Clusters, level: Mapping[Node, int], a: Cluster, b: Cluster) -> int | None:
-    """Return the place for the merged cluster of two clusters of a level, after making room for it.
+    """Return the place for the cluster that two clusters of a level are merged into, after making room for it.
 
     Returns None, and moves nothing, if one of them depends on the other through a third cluster: merging would close a
     cycle.  Also returns None if more than MAX_VISITED clusters would have to be visited.

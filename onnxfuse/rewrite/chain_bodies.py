@@ -1,4 +1,4 @@
-"""Chain the functions of fused nodes, so that one function computes the results of several."""
+"""Chain the functions of fused nodes: make one function that computes the results of two functions in sequence."""
 
 from __future__ import annotations
 

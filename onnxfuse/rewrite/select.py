@@ -35,8 +35,8 @@ class FusionResult:
     def near(self) -> list[Miss]:
         """Return the misses worth reading, nearest first: many nodes matched, and no other fusion took the node.
 
-        Every attention that is not fused has one miss: the one where most nodes matched.  A fusion that is tried last
-        has no miss at a node in a region, because a region does as much in one launch.
+        Every attention that is not fused has one miss: the one where most nodes matched.  If a node is in a region,
+        misses of the fusions that are tried last are left out, because a region does as much in one launch.
         """
         taken = {n for one in self.fused if one.fusion != REGION for n in one.replaces if n not in one.joined}
         in_regions = {n for one in self.fused for n in one.replaces} - taken
@@ -90,7 +90,7 @@ def _is_behind(node: Node, wanted: Callable[[Node], bool], *, first: bool = Fals
     return False
 
 
-Leave: TypeAlias = Callable[[Match], bool]  # whether not to replace a match
+Leave: TypeAlias = Callable[[Match], bool]  # a function that returns whether a match is left as it is
 
 
 def leave_none(match: Match) -> bool:
@@ -106,7 +106,7 @@ class Selection:
     contrib    names of nodes that a body may replace with operators of com.microsoft, whatever `operators` says
     exclude    matches that are not replaced, as pairs of the fusion's name and the first output's name
     keep       labels of nodes that no match may contain
-    leave      says whether a match of a fusion that is tried last is not replaced
+    leave      a function that returns whether a match is left as it is; only asked for the fusions that are tried last
     """
 
     operators: OperatorSet = "onnx"

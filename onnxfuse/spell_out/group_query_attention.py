@@ -126,7 +126,7 @@ def _sum_of_axis(call: Call, node: Node, number: Size) -> Size | None:
 
 
 def _counted_mask(tensor: Tensor) -> Tensor | None:
-    """Return the mask whose elements are summed up to the lengths, as exporters write it; None if there is none."""
+    """Return the mask whose rows are summed to compute the lengths, as exporters write it; None if there is none."""
     while (node := producer(tensor)) is not None and op_of(node) in UNIFORM | {"Add", "ReduceSum", "Sub"}:
         if op_of(node) == "ReduceSum":
             return _before_casts(node.inputs[0])

@@ -34,7 +34,8 @@ def _skip_simplified_layer_normalization(call: Call) -> dict[int, Term]:
 def _sum(call: Call, bias: int) -> Term:
     """Return the sum of the first two inputs and the bias.
 
-    If only the second input is the result of a matrix product, the bias is added to it first; else to the first input.
+    The bias is first added to one of the inputs: to the second if only the second is a matrix product's result, else to
+    the first.
     """
     products = [_is_product(call.tensor(index)) for index in (0, 1)]
     return call.sum_of(1, bias, 0) if products == [False, True] else call.sum_of(0, bias, 1)

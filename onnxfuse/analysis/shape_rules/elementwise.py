@@ -32,7 +32,7 @@ def broadcast_sizes(shapes: ShapeInfo, a: Size, b: Size) -> Size:
         return b if a == 1 else a
     for size in (a, b):  # sizes that broadcast are equal, or one of them is 1
         low = lower_bound(size)
-        if (low is not None and low > 1) or divisor(size) > 1:  # not 1: for example an even size
+        if (low is not None and low > 1) or divisor(size) > 1:  # then this size is not 1; an even size, for example
             return size
     # If `Min(512, seq)` (a slice of a table) is broadcast with `seq`, both are equal or the table has one row.
     for limited, size in ((b, a), (a, b)):

@@ -120,7 +120,8 @@ def _slice_size(size: Size, start: Size | None, end: Size | None, step: Size) ->
     if (start, end) == (0, 1) or (start == -1 and last == size):
         return minimum(1, size)  # `minimum` instead of 1: an empty axis gives no element
     length, low = last - first, lower_bound(last - first)
-    # Of s elements, x[1:] is assumed to have s - 1.  For s = 0 that would be -1, but s is assumed not to be 0.
+    # If x has s elements, x[1:] is assumed to have s - 1 elements.  This number is wrong (-1) only for s = 0, which is
+    # assumed not to occur.
     return ((length if low is not None and low >= -1 else maximum(0, length)) + step - 1) // step
 
 
