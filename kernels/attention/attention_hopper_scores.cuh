@@ -20,7 +20,7 @@ __device__ __forceinline__ float in_units(f16, float value, const ScoreUnits& un
 // The addresses at which a thread reads a mask or bias for its two rows. Rows beyond the last query read the last row.
 template <class Tensor>
 struct Rows {
-    const typename Tensor::Element* from;  // address in the first row
+    const typename Tensor::Element* from;  // the thread's address in its first row
     int next;                              // elements from the first row to the second
     bool in_pairs;                         // whether one access can read two neighbours; used if Tensor::PAIRS is 2
 
@@ -302,7 +302,7 @@ constexpr bool FAR_SCORES = SECOND_PASS && (ADD_MASKED_SCORE || !IS_HALF<Mask::E
 struct Softmax {
     float top[2] = {minus_infinity(), minus_infinity()};
     float sum[2] = {0.0f, 0.0f};  // sums over this thread's columns
-    float scaled[2];              // the rows' references as exponents of 2
+    float scaled[2];              // the rows' references (the scores of weight 1), as exponents of 2
     bool keeps = false;           // whether all rows of the warp may keep their references for the next tile
 
     // Computes packed weights from scores with the current references, without determining the largest score, and adds
@@ -335,7 +335,7 @@ struct Softmax {
         for (int r = 0; r < 2; ++r) {
             scaled[r] = __fmul_rn(reference(r), SCALE_IN_EXPONENT ? scale : LOG2_E);
             may &= top[r] > minus_infinity() && !is_far(top[r], scale);
-            if (!SCALE_IN_EXPONENT) may &= fabsf(top[r]) < 1000.0f;  // beyond, rounding `scaled` would change weights
+            if (!SCALE_IN_EXPONENT) may &= fabsf(top[r]) < 1000.0f;  // above, rounding `scaled` changes weights
             if (LATE_CAP) may &= top[r] >= cap.smallest.lowest && top[r] <= cap.highest;
         }
         keeps = __all_sync(0xffffffffu, may);

@@ -32,10 +32,10 @@ struct Shape {
 // Constants of the scores, all but `scale` in the units of the scores. The first two, which every mask element needs,
 // are loaded together.
 struct alignas(8) ScoreUnits {
-    float unit;    // a score of 1 in natural units
+    float unit;    // the score that is 1 in natural units
     float lowest;  // the lowest finite score
     float scale;
-    float masked;  // a masked score, in the second pass
+    float masked;  // the masked score (a number) in the second pass
     float second_pass_below;
 };
 
@@ -95,7 +95,7 @@ static_assert(BLOCK.have_registers(), "no thread waits for registers that do not
 
 // Words of mask bits: of a tile if ROW_MASK, else of a thread.
 constexpr int BIT_WORDS = ((ROW_MASK ? BLOCK_N : SCORES) + 31) / 32;
-constexpr int BIAS_WORDS = (BLOCK_N + 31) / 32;  // columns of a tile whose bias a lane of the producer loads
+constexpr int BIAS_WORDS = (BLOCK_N + 31) / 32;  // number of columns of a tile whose bias a lane of the producer loads
 constexpr int KINDS = 24;  // the bit of a stage's info at which the tile's kinds begin, 2 bits for each warpgroup
 constexpr u32 EACH_GROUP = 0x55;
 constexpr u32 END = (1u << KINDS) - 1;

@@ -70,7 +70,7 @@ __device__ __forceinline__ void attend(WarpState& warp, const Source& tiles) {
 #pragma unroll 1
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
         wait_copies<STAGES - 2>();
-        __syncthreads();  // this tile has arrived, and no warp reads the one before it any more
+        __syncthreads();  // then the tile has arrived, and no warp reads the previous tile any more
         if (Q_IN_REGISTERS && tile == tiles.begin) warp.keep_queries(q_tile);
         tiles.load(tile + STAGES - 1);
         tiles.landed(tile);

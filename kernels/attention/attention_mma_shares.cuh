@@ -12,7 +12,7 @@ constexpr int OUT_VECTORS = HEAD_DIM_V / OUT_WIDTH;
 struct Out {
     OUT_T* to;
     i64 head, row;
-    int first, count;  // rows
+    int first, count;  // the first row, and the number of rows
     int batch, first_head;
     Program program;
 

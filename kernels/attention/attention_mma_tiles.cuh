@@ -3,8 +3,8 @@
 
 #include "attention_results.cuh"
 
-enum { HALF, TF32, FP32 };                   // MATH_KIND
-enum { NONE, BOOLEAN, INVERTED, ADDITIVE };  // MASK
+enum { HALF, TF32, FP32 };                   // values of the macro MATH_KIND
+enum { NONE, BOOLEAN, INVERTED, ADDITIVE };  // values of the macro MASK
 
 struct b8 { unsigned char bits; };
 

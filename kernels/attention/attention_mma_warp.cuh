@@ -1,10 +1,10 @@
-// A warp's share of a tile: the two matrix products in their three kinds, and the online softmax between them.
+// A warp's share of a tile: the two matrix products, for each MATH_KIND, and the online softmax between them.
 #pragma once
 
 #include "attention_mma_products.cuh"
 
 struct WarpState {
-    float o[M_TILES][V_TILES][4];  // not yet divided by the sums
+    float o[M_TILES][V_TILES][4];  // results, not yet divided by the sums
     float top[M_TILES][2], sum[M_TILES][2];
     u32 queries[Q_IN_REGISTERS ? M_TILES : 1][Q_IN_REGISTERS ? QK_STEPS : 1][4];
     int lane, group, quad, m, n;  // group: lane / 4, the lane's row of eight; quad: lane % 4, its pair of columns
@@ -125,7 +125,7 @@ struct WarpState {
         }
     }
 
-    // o += p v
+    // Adds the product p v of probabilities and values to o.
     template <bool PART>
     __device__ __forceinline__ void values(const float (&p)[M_TILES][KEY_TILES][4], u32 v_tile, int live) {
         const u32 tile = v_tile + n * WARP_KEYS * V_ROW;

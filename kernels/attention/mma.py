@@ -87,7 +87,7 @@ def _ranked(problem: Attention, device: Device) -> list[MmaAttentionConfig]:
         enough = blocks >= device.multiprocessors
         return (config.block_m > _round_up(rows, 16), not enough, -config.block_m if enough else -blocks)
 
-    if problem.mask or problem.bias or problem.add_masked_score:  # mask, bias or row limits take registers too
+    if problem.mask or problem.bias or problem.add_masked_score:  # these take registers for elements or row limits, too
         configs = [config for config in configs if config.m_tiles == 1]
     if problem.add_masked_score or _differs_by_row(problem, problem.mask) or _differs_by_row(problem, problem.bias):
         configs = [config for config in configs if config.warps_m <= 4]

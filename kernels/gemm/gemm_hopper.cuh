@@ -45,7 +45,7 @@ constexpr int BLOCKS = TILE_K / K_BLOCK;              // blocks of k per stage
 constexpr int BLOCK_ROW_BYTES = sizeof(T) * K_BLOCK;  // the span of TMA's swizzle
 constexpr int COLUMNS = TILE_N * (1 + GATED);         // columns of accumulators: first for w, then for up
 constexpr int CONSUMER_ROWS = PINGPONG ? TILE_M : TILE_M / CONSUMERS;  // rows of a tile that a consumer computes
-constexpr int ATOMS = CONSUMER_ROWS / 64;                              // wgmmas of 64 rows, one above the other
+constexpr int ATOMS = CONSUMER_ROWS / 64;                              // wgmmas of 64 rows that cover a consumer's rows
 // Registers per thread. A block uses at most the 65536 of a multiprocessor: 128 * (40 + 2 * 232) or
 // 128 * (32 + 3 * 160); or at most half of them: 128 * (40 + 216).
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;

@@ -290,7 +290,8 @@ __device__ __forceinline__ void consume(const Place& place, const Results& resul
         origin.x += above;
         const int product = weights.find(origin.y);
         if (HAS_RESIDUAL && !RESULTS_IN_RING && thread == 0) {
-            if (!PINGPONG) hopper::barrier_wait(barriers.full(ring.at), ring.parity);  // first x and w
+            // The residual is loaded after the tile's first x and w.
+            if (!PINGPONG) hopper::barrier_wait(barriers.full(ring.at), ring.parity);
             output.fetch_residual(origin);
         }
         Vectors fetched;

@@ -29,7 +29,7 @@ struct Matrix {
         u32 pairs[PAIRS][2];
         if (!constant) wait_for_predecessor();
 #pragma unroll
-        for (int i = 0; i < 2 * PAIRS; ++i) {  // beyond the row, repeats its last element: an `if` would delay loads
+        for (int i = 0; i < 2 * PAIRS; ++i) {  // after the row's end, load its last element: an `if` would delay loads
             const u32 column = first + i / 2 * 64 + i % 2;
             pairs[i / 2][i % 2] = load_cached<1>(source + min(column, u32(columns) - 1)).words[0];
         }

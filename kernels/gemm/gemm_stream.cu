@@ -41,13 +41,13 @@ constexpr int STEPS = ROW_BYTES / 32;                   // mmas along k in a sta
 constexpr int MMA_N = TILE_N / 16, MMA_M = TILE_M / 8;  // mma tiles
 constexpr int PANEL = TILE_N < 64 ? TILE_N : 64;        // columns of a TMA box if w is k x n
 constexpr int W_ROW = TRANSPOSED ? ROW_BYTES : PANEL * sizeof(T);
-constexpr int PANEL_BYTES = TILE_K * W_ROW;  // if w is k x n
+constexpr int PANEL_BYTES = TILE_K * W_ROW;  // bytes of a panel's box, if w is k x n
 constexpr int X_BYTES = TILE_M * ROW_BYTES, W_BYTES = TILE_N * ROW_BYTES, STAGE = X_BYTES + WEIGHTS * W_BYTES;
 constexpr int RING = STAGES * STAGE;
 constexpr int SUMS_PITCH = TILE_N + 4;  // floats per row: elements that a warp stores at once fall into different banks
 constexpr int TILES_K = (K + TILE_K - 1) / TILE_K;
 constexpr int OWN_COLUMNS = TILE_N / CLUSTER;                              // columns that a block finishes
-constexpr int EXCHANGE = CLUSTER > 1 ? WEIGHTS * TILE_M * TILE_N * 4 : 0;  // bytes of all blocks' sums of own columns
+constexpr int EXCHANGE = CLUSTER > 1 ? WEIGHTS * TILE_M * TILE_N * 4 : 0;  // bytes of the cluster's sums of OWN_COLUMNS
 
 static_assert(sizeof(T) == 2, "ldmatrix moves 16-bit elements");
 static_assert(OWN_COLUMNS % 4 == 0 && OWN_COLUMNS % WIDTH == 0, "vectors end with a block's columns");

@@ -29,7 +29,7 @@ SHARED_TILE_CYCLES: Final = 300  # extra time per tile whose consumers begin and
 # Registers that a thread needs besides its accumulators and the operands of a program; with fewer, registers spill. A
 # program is the code of operators that joined the epilogue.
 PROGRAM_REGISTERS: Final = 64
-ROW_REGISTERS: Final = 2  # per thread, for a 2-byte operand with one number per row
+ROW_REGISTERS: Final = 2  # registers per thread for a 2-byte operand with one number per row
 MAX_ACCUMULATORS_OF_THREADS: Final = 128  # maximum accumulators per thread that loads fp32 operands of the epilogue
 GATE_STEP_CYCLES: Final = 80.0  # extra time per stage of k for a gate
 RESERVED_BYTES: Final = 1024  # bytes of shared memory that the runtime reserves per block

@@ -25,10 +25,10 @@ class Atom:
 
     kind: str
     extent: Size
-    name: str = ""  # the name, if this is a variable or value
+    name: str = ""  # the name of a variable or value
     of: Index | None = None
     by: Size = 1
-    varies: tuple[str, ...] = ()  # for a value: names of the variables on which it depends
+    varies: tuple[str, ...] = ()  # names of the variables on which a value depends
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from onnxfuse.ir.dtypes import INTEGER_RANGES
 from onnxfuse.ir.graph import constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer
 
-MASKS_FROM: Final = 1e30  # numbers of at least this magnitude count as masks: a score vanishes when one is added
+MASKS_FROM: Final = 1e30  # numbers of at least this magnitude count as masks: added to a score, they swallow it
 # Assumed bound of the results of matrix products and norms.  Rewrites of attention rely on it: a score within this
 # bound vanishes when a mask's number is added.
 LARGEST_OF_PRODUCTS: Final = 1e12

@@ -57,7 +57,7 @@ class IndexAnalysis:
         self.graph, self.shapes, self.note = graph, shapes, shapes.note
         self.values: dict[str, Value | None] = {}
         self.numbers: dict[str, TwoNumbers | None] = {}  # tensors with two distinct values; filled on demand
-        self.index_columns: dict[str, tuple[Value | None, ...]] = {}  # the joined columns of each Concat, for GatherND
+        self.index_columns: dict[str, tuple[Value | None, ...]] = {}  # columns, for GatherND, by Concat result
         for node in graph.nodes:
             rule, output = RULES.get(op_of(node)), node.outputs[0] if len(node.outputs) == 1 else None
             if rule is not None and output is not None and shapes.dtype(output) in ANALYZED_DTYPES:
@@ -199,7 +199,7 @@ def _sliced(analysis: IndexAnalysis, node: Node, before: Shape, after: Shape) ->
     for axis, (start, _, step) in slice_bounds(analysis.shapes, node, before).items():
         least = None if start is None else lower_bound(start)
         if start is None or least is None or least < 0 or not isinstance(step, int) or step < 1:
-            return None  # the start counts from the end, or may do so
+            return None  # the start may count from the end
         ranges[axis] = start, step
     return sliced(place_in(after), ranges)
 

@@ -17,14 +17,14 @@ _CONSTANT_DTYPES = {
     "value_float": TensorProto.FLOAT, "value_int": TensorProto.INT64, "value_string": TensorProto.STRING,
 }  # fmt: skip
 
-_ONNXRUNTIME_SOURCES = {  # by operator: inputs to take the first output's dtype from, instead of input 0
+_ONNXRUNTIME_SOURCES = {  # by operator: the inputs, instead of input 0, that give the first output its dtype
     "com.microsoft::QuantizeLinear": (2,), "com.microsoft::DequantizeLinear": (1,),
     "com.microsoft::MatMulIntegerToFloat": (2,), "com.microsoft::EmbedLayerNormalization": (2,),
     "com.microsoft::GatherBlockQuantized": (2,),
 }  # fmt: skip
 
 _CACHES: dict[int, tuple[int, ...]] = {1: (0,), 2: (0,)}  # keys and values
-_FURTHER_OUTPUTS: dict[str, dict[int, tuple[int, ...]]] = {  # by operator and output: inputs to take the dtype from
+_FURTHER_OUTPUTS: dict[str, dict[int, tuple[int, ...]]] = {  # by operator and output: inputs that give the dtype
     "com.microsoft::SkipLayerNormalization": {3: (0,)}, "com.microsoft::SkipSimplifiedLayerNormalization": {3: (0,)},
     "com.microsoft::EmbedLayerNormalization": {2: (2,)}, "com.microsoft::SkipGroupNorm": {1: (0,)},
     "com.microsoft::Attention": {1: (0,)}, "com.microsoft::MultiHeadAttention": _CACHES,

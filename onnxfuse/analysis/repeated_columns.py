@@ -89,7 +89,7 @@ def _keeps_rows(shapes: ShapeInfo, node: Node, size: int) -> bool:
     """Return whether a node that moves elements keeps the rows of its first input intact."""
     source = node.inputs[0]
     if _last_size(shapes, source) != size:
-        return op_of(node) == "Expand"  # an Expand repeats one column
+        return op_of(node) == "Expand"  # the Expand repeats the only column, so all columns are equal
     perm = node.attrs.get("perm")
     return op_of(node) != "Transpose" or (isinstance(perm, Sequence) and perm[-1] == len(perm) - 1)
 

@@ -100,7 +100,7 @@ def integers(shapes: ShapeInfo, node: Node, name: str) -> list[Size] | None:
             raise CannotInfer
         found = value.tolist()
     numbers = found if isinstance(found, list) else [found]
-    if not all(isinstance(number, int | Dim) for number in numbers):  # a tensor of several axes, or fractions
+    if not all(isinstance(number, int | Dim) for number in numbers):  # the parameter has several axes, or fractions
         raise CannotInfer
     return cast("list[Size]", numbers)
 

@@ -86,7 +86,7 @@ class ShapeInfo:
         self.infos = infos or ValueInfos(graph.model)
         self.uses_records = infos is not None
         self.not_limited = set(self.known.not_limited)  # this set also gets the names that this inference finds
-        self._with_numbers: set[str] = set()  # tensors whose shapes had symbols replaced by numbers
+        self._with_numbers: set[str] = set()  # names of tensors in whose shapes a number replaced a symbol
         self._required: dict[str, set[int]] = {name: {number} for name, number in self.known.numbers.items()}
         self._unknown, self.related = self.known.unknown, self.known.related
         self.numbers, self.is_repeated = scope.numbers, scope.is_repeated

@@ -16,9 +16,9 @@ from onnxfuse.ir.protos import ONNX_DOMAINS, nodes, opset_of, overridable_initia
 from onnxfuse.ir.slices import hide_ends
 
 MAX_COPIED_BYTES = 1024  # onnx's shape inference reads only small constants, so it gets a model without larger ones
-EXPAND_BOUNDED_SINCE = 13  # opset; before it, onnx makes one dimension per element of a target, even for 10^9 elements
+EXPAND_BOUNDED_SINCE = 13  # before this opset, onnx makes a dimension per element of a target, even for 10^9 elements
 INVENTED: Final = re.compile(r"unk__\d+")  # names that inferences give to unknown sizes
-BRANCHES_JOINED_SINCE = 11  # opset; before it, onnx's inference may use the shape of only one branch of an If
+BRANCHES_JOINED_SINCE = 11  # before this opset, onnx's inference may use the shape of only one branch of an If
 ONNX_FAILURES = (
     onnx.shape_inference.InferenceError, onnx.checker.ValidationError, ValueError, RuntimeError, TypeError,
 )  # fmt: skip

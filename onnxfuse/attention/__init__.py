@@ -20,7 +20,7 @@ from onnxfuse.passes import Pass
 ATTENTION: tuple[Pass, ...] = (
     orient_products,  # the Transposes that it writes compose with views around them in the next round
     merge_window_axes,
-    regroup_addends,  # so that the scores keep one shape up to the Softmax
+    regroup_addends,  # makes scores keep one shape up to the Softmax
     split_merged_heads,  # the views that it writes compose with views around them
     merge_value_products,  # needs four axes
     canonicalize_scores,  # needs four axes

@@ -86,7 +86,7 @@ class SplitHeads:
     graph: Graph
     shapes: ShapeInfo
     parts: tuple[Size, Size]
-    _inside: dict[int, Node | None] = field(default_factory=dict)  # by the output's id; None: cannot be rewritten
+    _inside: dict[int, Node | None] = field(default_factory=dict)  # node by its output's id; None: cannot be rewritten
 
     @property
     def nodes(self) -> dict[int, Node]:

@@ -53,7 +53,7 @@ class _Substitution:
         """Analyze the integer and boolean tensors of a sorted graph."""
         self.graph, self.shapes = graph, shapes
         self.indices = IndexAnalysis(graph, shapes)
-        self.smaller: dict[str, Tensor] = {}  # by the name of the tensor that each can replace
+        self.smaller: dict[str, Tensor] = {}  # smaller tensor by the name of the tensor that it can replace
 
     def visit(self, node: Node) -> bool:
         """Find a substitute for the node's output; return whether it replaces that output everywhere."""

@@ -254,7 +254,7 @@ def _take(writer: Writer, source: Tensor, places: Array, output: Tensor) -> None
 
 
 NEUTRAL_RULES: Final[dict[str, Rule]] = {
-    **dict.fromkeys(UNARY, partial(moved, why_not=second_is_read)),  # the inputs after the first are scalars
+    **dict.fromkeys(UNARY, partial(moved, why_not=second_is_read)),  # their inputs after the first are scalars
     **dict.fromkeys(BROADCASTING, broadcasting),
     **dict.fromkeys(REDUCTIONS, reduction),
     "Concat": concat,

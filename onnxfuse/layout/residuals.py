@@ -19,7 +19,7 @@ from onnxfuse.passes.fold_shapes import reshape_target
 from onnxfuse.rewrite.chain_bodies import chained, function_of
 
 CHANNELS_LAST: Final = (CONVOLUTION, GATE)  # fusions that have channels-last kernels only
-RESIDUAL: Final = "residual"  # the last operand of each of these fusions
+RESIDUAL: Final = "residual"  # the last operand of every fusion that can add a residual
 ADDED: Final = function_of(["x", RESIDUAL], [onnx.helper.make_node("Add", ["x", RESIDUAL], ["t1"], domain="")])
 OPS_OF_ONE_RANK: Final = frozenset({"Gemm", "Reshape"})  # operators that fix the rank of x in a body
 

@@ -22,7 +22,7 @@ from onnxfuse.layout.joins import Call, Joined, Joins
 from onnxfuse.rewrite.chain_bodies import chained, function_of, with_operands
 
 MEAN: Final = "global_average_pool"
-SECOND: Final = {"w": "w_2", "bias": "bias_2"}  # names of the second product's operands
+SECOND: Final = {"w": "w_2", "bias": "bias_2"}  # names for the second product's operands in the fused node
 ACTIVATION: Final = ("activation", "alpha", "beta")
 SWAPPED: Final = (1, 0)  # the perm from weights (k, n) to (n, k), which the kernel reads
 

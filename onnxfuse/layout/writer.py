@@ -70,11 +70,11 @@ class Writer:
     shapes: ShapeInfo
     functions: LocalFunctions
     recorded: frozenset[str]  # names of fused nodes that already have a record
-    fused: list[Fused] = field(default_factory=list)  # records of the other fused nodes
+    fused: list[Fused] = field(default_factory=list)  # records of fused nodes that had no record
     borders: list[Border] = field(default_factory=list)
     # New tensor -> the tensor that it is a Transpose of, and the perm.
     originals: dict[str, tuple[str, Perm]] = field(default_factory=dict)
-    written: set[Node] = field(default_factory=set)  # the channels-last nodes
+    written: set[Node] = field(default_factory=set)  # the nodes that were written channels-last
     vectors: dict[Hashable, Tensor] = field(default_factory=dict)  # permuted shapes and pads, cached
     _images: dict[str, Tensor] = field(default_factory=dict)  # channels-first name -> channels-last version
     # Channels-first name -> channels-last version that a node computes.

@@ -24,7 +24,7 @@ class FusionTerms:
 
     visible: Mapping[int, Term]  # each term without the wrappers that matching ignores
     repeated: Set[int]  # terms that occur several times, or are outputs: each must be one tensor
-    root_ops: Mapping[int, frozenset[str] | None]  # the operators that may compute a term; None if any may
+    root_ops: Mapping[int, frozenset[str] | None]  # the operators that may compute a term; None: any operator
     fusion_root_ops: frozenset[str]  # operators of the first output, and Cast if the fusion absorbs Casts
     side_outputs: tuple[SideOutput, ...]
     views_of_operands: Set[int]  # terms that are an operand, or only views of one

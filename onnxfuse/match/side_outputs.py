@@ -9,7 +9,7 @@ from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.dsl.terms import Capture, Term, walk
 from onnxfuse.ir.node import Tensor, op_of
 
-MAX_DEPTH = 7  # nodes from a shared operand to an output, as in rotary_table: Cast, MatMul, Transpose, Concat …
+MAX_DEPTH = 7  # maximum nodes from a shared operand to an output, as in rotary_table: Cast, MatMul, Transpose, Concat …
 MAX_TENSORS_PER_DEPTH = 64  # tensors that are visited per depth
 
 
@@ -17,8 +17,8 @@ class SideOutput(NamedTuple):
     """An output that is not an interior value of the first one."""
 
     term: Term
-    operands: tuple[str, ...]  # operands that it shares with the first output
-    ops: frozenset[str]  # the operators of its terms
+    operands: tuple[str, ...]  # operands that the side output shares with the first output
+    ops: frozenset[str]  # the operators of the side output's terms
 
 
 def side_outputs(fusion: Fusion) -> tuple[SideOutput, ...]:

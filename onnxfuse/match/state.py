@@ -18,12 +18,12 @@ CapturedValue: TypeAlias = "AttributeValue | Tensor | None"
 class State(NamedTuple):
     """The captures so far.  A State is immutable, so that backtracking can continue from it."""
 
-    terms: Mapping[int, Tensor] = MappingProxyType({})  # by the id of the term
+    terms: Mapping[int, Tensor] = MappingProxyType({})  # the tensor of each matched term, by the term's id
     values: Mapping[str, CapturedValue] = MappingProxyType({})
     operands: Mapping[str, Tensor] = MappingProxyType({})
     dims: Dims = MappingProxyType({})
     choices: Mapping[str, str] = MappingProxyType({})
-    nodes: Mapping[int, Node] = MappingProxyType({})  # by the id of the node: nodes that will be replaced
+    nodes: Mapping[int, Node] = MappingProxyType({})  # nodes that will be replaced, by their ids
     kept: Mapping[int, Node] = MappingProxyType({})  # nodes that are only looked through, and stay for other readers
     factor: float | None = None  # the product of the scalars met so far, while inside scaled()
 

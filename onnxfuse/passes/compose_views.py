@@ -61,7 +61,7 @@ def _shorten(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
         shape = shapes.shape(source)
         if shape is None or result is None or any(size == 0 for size in (*shape, *result)):
             continue
-        if removed == 1 and shape != result:  # one node is the shortest chain, unless it changes nothing
+        if removed == 1 and shape != result:  # a chain of one node is replaced only if it changes nothing
             continue
         known = [view for view in views[start:] if view is not None]
         if len(known) < len(nodes) or not gives_shape_if_empty(shapes, nodes):

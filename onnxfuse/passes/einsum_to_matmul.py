@@ -34,7 +34,7 @@ class Axes:
     """The axes of a product by kind, as letters of the equation, in the order that they have in the result."""
 
     batch: str
-    leading: str  # batch axes, and all rows but the last
+    leading: str  # batch axes, and all row axes but the last
     row: str  # the last row axis
     columns: str
     inner: str

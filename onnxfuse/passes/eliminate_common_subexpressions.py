@@ -20,8 +20,8 @@ MAX_COMPARED_BYTES = 4096  # constants up to this size are compared by value, la
 @graph_pass()
 def eliminate_common_subexpressions(graph: Graph, shapes: ShapeInfo) -> int:
     """Merge equal nodes of a sorted graph; return how many were removed."""
-    first: dict[Hashable, Node] = {}  # by coarse key: exact keys are costly, and few nodes share a coarse one
-    exact: dict[Hashable, Node] = {}  # by exact key, computed only for nodes that share a coarse key
+    first: dict[Hashable, Node] = {}  # first node by coarse key; few nodes share such a key, and exact keys are costly
+    exact: dict[Hashable, Node] = {}  # first node by exact key, which only nodes that share a coarse key have
     has_exact: set[Node] = set()
     constant_keys: dict[int, Hashable] = {}
     count = 0

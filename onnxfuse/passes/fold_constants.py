@@ -171,7 +171,7 @@ def _of_constants(graph: Graph, shapes: ShapeInfo) -> list[Node]:
 
 def _groups(nodes: Sequence[Node]) -> list[list[Node]]:
     """Return the connected groups of nodes, in order: no node reads a result of another group."""
-    group_of: dict[int, list[Node]] = {}  # by the node's id
+    group_of: dict[int, list[Node]] = {}  # a node's group, by the node's id
     producers = {id(tensor): node for node in nodes for tensor in node.outputs}
     for node in nodes:
         group_of[id(node)] = own = [node]

@@ -21,7 +21,7 @@ from onnxfuse.passes.folded import Folded, node_label
 from onnxfuse.passes.graph_pass import graph_pass
 
 FIRST_WITH_INPUTS: Final = 11  # the first opset in which pads are an input
-Sizes: TypeAlias = Sequence[tuple[int, int]]  # per axis, the elements added at the beginning and at the end
+Sizes: TypeAlias = Sequence[tuple[int, int]]  # per axis: numbers of elements added at the beginning and at the end
 
 
 @dataclass(frozen=True)

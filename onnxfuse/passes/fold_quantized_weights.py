@@ -25,7 +25,8 @@ IN_INTEGERS: Final = ("DynamicQuantize", "QLinear", "ConvInteger", "MatMulIntege
 INTEGERS: Final = ("int8", "uint8", "int32")
 FLOATS: Final = ("float32", "float16")
 FIRST_WITH_PRECISION: Final = 23  # the opset in which QuantizeLinear has an attribute `precision`
-VIEWS: Final = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Identity", "Cast"})  # on the way to a Conv
+# Operators through which quantized weights may pass on their way to a Conv.
+VIEWS: Final = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Identity", "Cast"})
 
 
 @graph_pass()

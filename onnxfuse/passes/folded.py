@@ -11,8 +11,8 @@ from onnxfuse.ir.node import Node
 class Folded:
     """A node that vanished, and the node or tensor that its effect was folded into."""
 
-    # constant, shape, batch_norm, scale, bias, cast, pad, branch (an If whose condition is known), or carried
-    # (a tensor that no iteration of a Loop changes)
+    # The kind of folding: constant, shape, batch_norm, scale, bias, cast, pad, branch (an If whose condition is known),
+    # or carried (a tensor that no iteration of a Loop changes).
     kind: str
     node: str  # the label of the node
     into: str  # the name of a tensor, or the label of a node

@@ -27,7 +27,7 @@ def graph_pass(opset: int = 1) -> Callable[[Change[Changes]], Change[Changes]]:
         @wraps(change)
         def apply(graph: Graph, shapes: ShapeInfo) -> Changes:
             if graph.opset < opset:
-                return returned()  # 0, or an empty list
+                return returned()  # no changes: 0, or an empty list
             count = len(graph.nodes)
             changes = change(graph, shapes)
             if changes or len(graph.nodes) != count:

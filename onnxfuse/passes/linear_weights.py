@@ -26,7 +26,7 @@ class Channels:
     """The channels of the input or of the output of a linear node."""
 
     rank: int | None  # the tensor's rank; None if unknown
-    axis_from_end: int  # 1 is the last axis
+    axis_from_end: int  # the channel axis, counted from the end: 1 is the last axis
     count: int
 
 

@@ -123,7 +123,7 @@ def _constants(graph: Graph, part: Part, names: Collection[str], overridable: Co
     found: dict[str, Array | None] = {}
     for tensor in _initializers(part):
         if tensor.name in names and tensor.name not in overridable:
-            with suppress(ModelError):  # the file with its data cannot be read
+            with suppress(ModelError):  # the file with the constant's data cannot be read
                 found[tensor.name] = array_of(graph.folder, tensor)
     for node in part.node:
         if node.op_type == "Constant" and node.domain in ONNX_DOMAINS and node.output[0] in names:

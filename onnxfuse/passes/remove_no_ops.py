@@ -87,7 +87,7 @@ def _remove_empty_inputs(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     axis = int_attribute(node, "axis", 1)
     found = [shapes.shape(t) for t in node.inputs]
     if any(shape is not None and not -len(shape) <= axis < len(shape) for shape in found):
-        return False  # the model is invalid; the runtime reports it
+        return False  # the model is invalid, which the runtime reports
     filled = [t for t, shape in zip(node.inputs, found, strict=True) if shape is None or shape[axis] != 0]
     if not filled or len(filled) == len(node.inputs):
         return _remove_of_one_input(graph, shapes, node)
@@ -163,7 +163,7 @@ def _sliced_part(shapes: ShapeInfo, node: Node) -> Tensor | None:
         return None
     try:
         ((axis, taken),) = slice_ranges(shapes, node, node.outputs[0]).items()
-    except (CannotInfer, ValueError):  # the ranges are unknown, or not along one axis
+    except (CannotInfer, ValueError):  # the node's ranges are unknown, or lie along several axes
         return None
     sizes = [None if shape is None else shape[axis] for shape in map(shapes.shape, concat.inputs)]
     if axis != int_attribute(concat, "axis", 0) % len(whole):

@@ -157,7 +157,7 @@ class Origins:
     """The tensors that the sizes of other tensors come from."""
 
     shapes: ShapeInfo
-    _known: dict[tuple[int, int], Origin] = field(default_factory=dict)  # by the tensor's id and the axis
+    _known: dict[tuple[int, int], Origin] = field(default_factory=dict)  # by the tensor's id and axis
 
     def of(self, tensor: Tensor, axis: int) -> Origin:
         """Return the tensor nearest to the graph's inputs that a size comes from, and its axis; or a constant size."""

@@ -43,7 +43,7 @@ class Move:
     """
 
     nodes: Sequence[Node]  # in execution order
-    staying: Set[Node]  # operators that also stay, because their cluster needs them for something else
+    staying: Set[Node]  # those of `nodes` that also stay, because their cluster computes other results from them
     left: Cluster
     readers: Sequence[Cluster]
 
@@ -170,7 +170,8 @@ def _staying(clusters: Clusters, border: Border, nodes: Sequence[Node]) -> set[N
 
 def _apply(clusters: Clusters, level: dict[Node, int], border: Border, move: Move) -> None:
     """Apply a move: the first reader gets the operators, or copies of operators that stay; other readers get copies."""
-    # The first reader comes last: its copies become inputs of moved operators, which the other readers must copy first.
+    # The first reader comes last: copies that it gets become inputs of the operators that move to it, and the other
+    # readers must copy these operators before that.
     for i, reader in reversed(list(enumerate(move.readers))):
         copied = [node for node in move.nodes if i or node in move.staying]
         if copied:

@@ -41,8 +41,8 @@ class Cluster:
     steps: int  # number of operators in the region's program
     operations: float  # total number of operations
     cost: float  # estimated time, as the number of bytes that an H200 could move in this time
-    is_free: bool  # True if it has no operator that takes time at run time
-    rows: Rows | None  # the shape and axes that its reductions reduce; None without reductions
+    is_free: bool  # True if none of the operators takes time at run time
+    rows: Rows | None  # the shape and the axes that the reductions reduce; None without reductions
     repeats: bool  # True if a value may be computed more than once per element
     # Position among the clusters of its level (see `levels.py`); each cluster follows the clusters that it reads.
     place: int = 0

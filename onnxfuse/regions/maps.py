@@ -141,7 +141,7 @@ def _tile(s: Steps) -> None:
 def _blocks(s: Steps, split: Sequence[Size], perm: list[int], joined: Sequence[Size]) -> None:
     """Write a rearrangement of blocks as Reshape, Transpose and Reshape."""
     first, last = ([s.size(size) for size in target] for target in (split, joined))
-    data = s.data(0)  # also the second input of the last Reshape, which reads its dims
+    data = s.data(0)  # the last Reshape also reads the dims of `data`
     moved = s.emit("Transpose", [s.emit("Reshape", [data], shape=first)], perm=perm)
     s.end("Reshape", [moved, data], shape=[by_index(each, lambda _: 1) for each in last])
 

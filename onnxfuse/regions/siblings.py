@@ -16,7 +16,7 @@ from onnxfuse.regions.order import merge
 from onnxfuse.regions.pointwise import POINTWISE
 from onnxfuse.regions.rows import is_reduction
 
-MAX_OPEN: Final = 4  # maximum number of readers of a tensor that are compared with the next one
+MAX_OPEN: Final = 4  # maximum number of earlier readers of a tensor with which a reader is compared
 
 
 def is_of_fused(tensor: Tensor) -> bool:

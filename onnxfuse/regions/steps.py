@@ -133,7 +133,7 @@ class Steps:
             return None
         values = found if isinstance(found, list) else [found]
         numbers = [int(each) for each in values if isinstance(each, int | float)]
-        if len(numbers) < len(values):  # the model is invalid: some are not numbers
+        if len(numbers) < len(values):  # the model is invalid: some values are not numbers
             raise StaysOut(f"its {name} are no numbers")
         return numbers
 

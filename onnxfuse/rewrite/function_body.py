@@ -218,7 +218,7 @@ class BodyBuilder:
 
     def constant(self, value: Literals | Sequence[Size], dtype: int) -> Value:
         """Return the value of a new Constant node; before opset 9, integers and booleans need a Cast after it."""
-        if self.opset < 9 and dtype not in FLOATS:  # Constant had floating-point values only
+        if self.opset < 9 and dtype not in FLOATS:  # in these opsets, a Constant holds floating-point numbers only
             return self.node("Cast", [self.constant(value, TensorProto.DOUBLE)], dtype, to=dtype)
         array = np.asarray(value).astype(helper.tensor_dtype_to_np_dtype(dtype))
         return self.node("Constant", [], dtype, value=numpy_helper.from_array(array))

@@ -38,8 +38,8 @@ class Fused:
     fusion: str
     node: str
     replaces: tuple[str, ...]
-    dims: Mapping[str, int | str]  # sizes, or formulas of symbolic ones
-    output: str  # the tensor that it computes, which has the same name in the original
+    dims: Mapping[str, int | str]  # sizes by name; a symbolic size is a formula
+    output: str  # the tensor that the node computes, which has the same name in the original
     where: str = ""  # "the body of Loop 'x'", or "" for the main graph
     joined: tuple[str, ...] = ()  # the part of `replaces` that regions added as an epilogue, outside of any pattern
 

@@ -21,7 +21,7 @@ from onnxfuse.spell_out.views import join_heads, parts_of, split_heads
 
 RULES = RuleTable[Rule]()
 
-MASK_FILTER: Final = -10000.0  # added to the scores of keys that padding hides
+MASK_FILTER: Final = -10000.0  # the number that is added to the scores of keys that padding hides
 LOWEST: Final[Mapping[int, float]] = {  # by dtype: the number that is added to the scores of keys after their query
     TensorProto.FLOAT: -3.4028234663852886e38,
     TensorProto.FLOAT16: -65504.0,

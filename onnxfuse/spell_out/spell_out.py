@@ -55,7 +55,7 @@ class Spelled:
     op: str
     node: str
     output: str
-    made: frozenset[str]  # names of the nodes that replace it
+    made: frozenset[str]  # names of the nodes that replace the operator
     may_remain: frozenset[str] = frozenset()  # operators of these nodes that need not be fused
 
 
@@ -91,7 +91,7 @@ def spell_out(graph: Graph, shapes: ShapeInfo, keep: Collection[str] = frozenset
     for node in list(graph.nodes):
         rule = RULES.get(op_of(node))
         if spelled and node.outputs and not shapes.dtype(node.outputs[0]):
-            infer_node(shapes, node)  # an earlier spelling may have made the types of its inputs known
+            infer_node(shapes, node)  # an earlier spelling may have made the types of this node's inputs known
         if rule is None or not node.outputs or node.outputs[0].name in keep:
             continue
         call, label, output = Call(graph, shapes, node), node_label(node), node.outputs[0].name

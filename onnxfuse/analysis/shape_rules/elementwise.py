@@ -34,7 +34,7 @@ def broadcast_sizes(shapes: ShapeInfo, a: Size, b: Size) -> Size:
         low = lower_bound(size)
         if (low is not None and low > 1) or divisor(size) > 1:  # then this size is not 1; an even size, for example
             return size
-    # If `Min(512, seq)` (a slice of a table) is broadcast with `seq`, both are equal or the table has one row.
+    # If `Min(512, seq)` (rows sliced from a table) broadcasts with `seq`, both sizes are equal, or there is one row.
     for limited, size in ((b, a), (a, b)):
         if without_min_constants(limited) == size:
             shapes.not_limited.update(limited_sizes(limited, least=2))
@@ -66,7 +66,8 @@ def _broadcasting(shapes: ShapeInfo, node: Node) -> Shape:
     "com.microsoft::SkipGroupNorm", "com.microsoft::MoE", "com.microsoft::QMoE",
     "SimplifiedLayerNormalization", "com.microsoft::SimplifiedLayerNormalization", "com.microsoft::BiasSoftmax",
     "com.microsoft::QuantizeLinear", "com.microsoft::DequantizeLinear",
-    # Operators that onnxruntime registers in the ONNX domain: removed before opset 9, or used by its own fusions.
+    # Operators that onnxruntime registers in the ONNX domain, although ONNX removed them before opset 9, or for its own
+    # fusions.
     "Affine", "ImageScaler", "ParametricSoftplus", "Scale", "ScaledTanh",
 )  # fmt: skip
 def _same_as_first_input(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:

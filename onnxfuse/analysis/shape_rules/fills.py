@@ -39,7 +39,7 @@ def _constant(shapes: ShapeInfo, node: Node) -> Shape:
     tensor = tensor_attribute(node, "value")
     if tensor is not None:
         return tensor.shape
-    if len(node.attrs) != 1:  # sparse values, which graphsurgeon leaves out
+    if len(node.attrs) != 1:  # the node has a sparse value, which graphsurgeon leaves out
         raise CannotInfer
     (value,) = node.attrs.values()
     return (len(value),) if isinstance(value, list) else ()

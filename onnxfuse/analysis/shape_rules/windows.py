@@ -164,7 +164,7 @@ def _scales(shapes: ShapeInfo, node: Node) -> Sequence[Size | float]:
     scales = attribute_or_input(shapes.graph, node, "scales")
     if isinstance(scales, list):
         numbers = [scale for scale in scales if isinstance(scale, int | float)]
-        if len(numbers) != len(scales):  # nested lists: `scales` has several axes
+        if len(numbers) != len(scales):  # some elements are lists: `scales` has several axes
             raise CannotInfer
         return numbers
     if isinstance(scales, AtRunTime):

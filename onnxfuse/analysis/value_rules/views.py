@@ -56,7 +56,7 @@ def _constant(shapes: ShapeInfo, node: Node) -> Array:
     elif len(node.attrs) == 1:
         (value,) = node.attrs.values()
         found = exact_elements(np.asarray(value)) if not isinstance(value, str) else None
-    else:  # a sparse value, which graphsurgeon leaves out
+    else:  # the node has a sparse value, which graphsurgeon leaves out
         found = None
     if found is None:
         raise CannotInfer
