@@ -1,4 +1,4 @@
-"""Lower and upper bounds of symbolic sizes, and the functions that need them: the maximum and minimum of sizes."""
+"""Lower and upper bounds of symbolic sizes; the maximum and the minimum of sizes, which are found by these bounds."""
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ def lower_bound(size: Size) -> int | None:
 
 @functools.lru_cache(maxsize=65536)  # cached, because the same operands occur in many sizes
 def _lower_bound(size: Dim, substitutions: int) -> int | None:
-    """Return a lower bound; replace at most `substitutions` nested `Max`, `Min` and quotients by their own bounds."""
+    """Return a lower bound of a size, found by at most `substitutions` replacements, one after the other.
+
+    Each of them replaces a `Max`, a `Min` or the quotients in the size by a bound.
+    """
     total: int | None = 0
     for monomial, coefficient in size.terms:
         low = _monomial_bounds(monomial)[0 if coefficient > 0 else 1]
@@ -217,8 +220,8 @@ def _extreme(op: str, sizes: Iterable[Size], beats: Callable[[Size, Size], bool]
 def _monomial_bounds(monomial: Monomial) -> SizeBounds:
     """Return the bounds of a product of symbols.
 
-    If no symbol may be negative, they are the products of the symbols' bounds; otherwise only the bounds of a single
-    symbol are known.
+    If no symbol may be negative, the bounds are the products of the symbols' bounds; otherwise only the bounds of a
+    single symbol are known.
     """
     low, high = 1, 1
     has_upper_bound = True

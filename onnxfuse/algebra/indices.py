@@ -81,7 +81,7 @@ class Index:
         return found
 
     def atoms(self) -> Iterator[Atom]:
-        """Yield the atoms of the index, each followed by the atoms of the index that it is a function of, if any."""
+        """Yield the atoms of the index; after an atom that is a function of another index, yield that index's atoms."""
         for atom, _ in self.terms:
             yield atom
             if atom.of:

@@ -13,7 +13,7 @@ def gathered_tables(
     """Return a map from the index of each gathered input to the index of the input that holds its row numbers.
 
     op      the operator as `op_of` names it
-    axis    the operator's attribute `axis`; only a Gather along the rows is reported, whose `axis` is 0 or None
+    axis    the operator's attribute `axis`; a Gather is reported only if it gathers rows, so that this is 0 or None
     inputs  the node's inputs; optional ones at the end may be left out
     body    the function that the node calls; a Gather in it is reported if the table and the row numbers are both
             inputs of the function.  None for an operator that is not a function

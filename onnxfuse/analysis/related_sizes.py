@@ -15,8 +15,8 @@ from onnxfuse.ir.node import Node, op_of
 def relate_sizes(shapes: ShapeInfo, node: Node) -> None:
     """For each unknown size of a node's outputs that has no estimate yet, record a size that is about as large.
 
-    For a Reshape, that is the source's element count divided by the other sizes.  For other operators, it is the size
-    of the same axis in an input of the same rank.
+    For a Reshape, the recorded size is the source's element count divided by the other sizes.  For other operators, it
+    is the size of the same axis in an input of the same rank.
     """
     for output in node.outputs:
         shape = shapes.shape(output) if output.name else None

@@ -44,7 +44,7 @@ class RuleTable(dict[str, Rule], Generic[Rule]):
 
 
 def apply_rule(rule: Callable[[Known, Node], T] | None, known: Known, node: Node) -> T | None:
-    """Return a rule's answer; None if there is no rule, or it raises CannotInfer.
+    """Return a rule's answer; None if there is no rule, or the rule raises CannotInfer.
 
     Any other error of a rule is noted, and also gives None.
     """

@@ -38,7 +38,7 @@ def nodes_before(tensor: Tensor, through: Collection[str] = ELEMENTWISE, steps: 
 
 
 def is_computed_from_product(tensor: Tensor, through: Collection[str] = ELEMENTWISE) -> bool:
-    """Return whether a tensor is a product of two computed tensors, or is computed from such a product by `through`."""
+    """Return whether a tensor is a product of two computed tensors; the operators `through` may follow the product."""
     return any(
         op_of(node) == "MatMul" and not any(map(is_constant, node.inputs)) for node in nodes_before(tensor, through)
     )

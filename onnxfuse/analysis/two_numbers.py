@@ -97,7 +97,8 @@ def _computed(analysis: Formulas, tensor: Tensor, steps: int) -> TwoNumbers | No
 def _in_one_form(numbers: TwoNumbers) -> TwoNumbers:
     """Return the same tensor, described by a condition whose formula gives the last axis no negative factor.
 
-    If the given condition has a negative factor there, it is negated, if possible, and the two numbers are swapped.
+    If the last axis has a negative factor in the given condition, the condition is negated, if possible, and the two
+    numbers are swapped.
     """
     if isinstance(numbers.where, bool):
         return numbers

@@ -69,7 +69,7 @@ def _outputs(m: MatchContext, root: Tensor, state: State) -> tuple[Tensor, ...] 
 
 
 def _bfloat16_too_early(m: MatchContext, nodes: Sequence[Node], state: State) -> str | None:
-    """Return why a function cannot contain `nodes`: a tensor is bfloat16 in an opset without bfloat16; None if it can.
+    """Return why a function cannot contain `nodes` (a tensor is bfloat16 in an opset without bfloat16), or None.
 
     onnxruntime refuses a bfloat16 node of these opsets in a function, where it checks types against the operators'
     schemas, but may run the same node in a graph.
@@ -89,8 +89,8 @@ def _bfloat16_too_early(m: MatchContext, nodes: Sequence[Node], state: State) ->
 def guard_holds(m: MatchContext, guard: Guard, root: Tensor, state: State, term: Term | None) -> bool:
     """Return whether a condition on the captured values is true.
 
-    If it is false and `term` is given, its sentence is recorded as a miss of `term`.  If it cannot be decided because a
-    fact is unknown, a miss is recorded even if no `term` is given.
+    If the condition is false and `term` is given, the condition's sentence is recorded as a miss of `term`.  If the
+    condition cannot be decided because a fact is unknown, a miss is recorded even if no `term` is given.
     """
     known = {**state.dims, **state.values, **state.operands, **state.choices}
     known |= {"dtype": dtype_name(m.shapes.dtype(root)), "rank": m.shapes.rank(root), "opset": m.graph.opset}
@@ -144,9 +144,9 @@ def _rounding_cast(m: MatchContext, root: Tensor, state: State) -> Node | None:
 class _Rounding:
     """A Cast to half precision inside a match, with the dtypes before and after it.
 
-    The fused node does not round where the Cast does.  That is fine if the graph merely computes in the Cast's dtype.
-    It does so if the result of the match has this dtype, or if an operand of this dtype is read before the Cast or
-    combined with the Cast's result.  If the Cast's result is cast to another dtype again, as from float32 to float16
+    The fused node does not round where the Cast does.  That is fine if the graph merely computes in the Cast's dtype:
+    if the result of the match has this dtype, or if an operand of this dtype is read before the Cast or combined with
+    the Cast's result.  If the Cast's result is cast to another dtype again, as from float32 to float16
     and back, the purpose of the Cast is to round.
     """
 
@@ -216,7 +216,7 @@ class _Rounding:
 
 
 def _float32_product(m: MatchContext, root: Tensor, state: State) -> Node | None:
-    """Return a matrix product of two operands cast to float32 whose result is then narrowed; None if there is none.
+    """Return a product of two operands that were cast to float32, if its result is cast to a narrower dtype; else None.
 
     The model multiplies in float32 on purpose: the product may exceed the range of the narrower dtype.
     """

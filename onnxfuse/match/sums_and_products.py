@@ -81,9 +81,9 @@ class AssociativeMatcher:
         self.most_selective = min(filter(root_ops, self.values), key=lambda v: len(root_ops(v) or ()), default=None)
 
     def _has_known_shape(self, value: Term) -> bool:
-        """Return whether a value is an operand all of whose named dimensions the output has, too.
+        """Return whether a value is an operand whose named dimensions all occur in the output, too.
 
-        Their sizes are known when the value is matched, so few tensors fit, and such values are matched first.
+        The sizes of these dimensions are known when the value is matched.  Few tensors fit it, so it is matched first.
         """
         leaf, out = value.unwrapped, self.m.fusion.out[0]
         return isinstance(leaf, Capture) and leaf.dims is not None and set(leaf.dims.split()) <= set(out.split())

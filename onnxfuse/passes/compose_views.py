@@ -145,7 +145,7 @@ def layout_of(source: Sequence[Size], chain: Sequence[View]) -> ViewLayout | Non
 
 @functools.lru_cache(maxsize=4096)  # the blocks of a model repeat their chains
 def equivalent_chains(source: tuple[Size, ...], chain: tuple[View, ...]) -> tuple[tuple[View, ...], ...]:
-    """Return chains of the same effect, shortest first."""
+    """Return chains with the same effect as `chain` on a tensor of shape `source`, shortest first."""
     layout, result = layout_of(source, chain), chain[-1].shape
     if layout is None:
         return ()
@@ -267,7 +267,7 @@ def write_scalings(graph: Graph, shapes: ShapeInfo, tensor: Tensor, scalings: Se
 
 
 def written_from(source: tuple[Size, ...], views: tuple[View, ...]) -> tuple[View, ...] | None:
-    """Return the fewest views of the same effect whose targets are constants; None if there are none."""
+    """Return the fewest views with the effect of `views` and with constant targets; None if there are none."""
     if any(size == 0 for size in (*source, *views[-1].shape)):
         return None
     return next((each for each in equivalent_chains(source, views) if can_write_views(source, each)), None)
@@ -319,7 +319,7 @@ def _operator(shape: Sequence[Size] | None, view: View) -> tuple[str, list[int]]
 
 
 def added_ones(shorter: Sequence[Size], longer: Sequence[Size]) -> list[int] | None:
-    """Return the axes of size 1 by which the longer shape differs from the shorter; None if they differ otherwise."""
+    """Return the axes of size 1 by which the longer shape differs from the shorter; None if other axes differ."""
     rest, axes = list(shorter), list[int]()
     for axis, size in enumerate(longer):
         if rest and size == rest[0]:

@@ -51,7 +51,7 @@ class Axes:
 
     @property
     def right_leading(self) -> str:
-        """The leading axes from the first batch axis on.  Along those that are rows, the right operand has size 1."""
+        """The leading axes from the first batch axis on; the right operand has size 1 along their row axes."""
         first = min((self.leading.index(axis) for axis in self.batch), default=len(self.leading))
         return self.leading[first:]
 

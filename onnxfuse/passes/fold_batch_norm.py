@@ -147,7 +147,7 @@ def _is_worth_folding(node: Node, steps: list[AffineStep]) -> bool:
 
 
 def _fold_before(graph: Graph, shapes: ShapeInfo, node: Node) -> list[Folded]:
-    """Fold the steps that compute the node's input: as many of the last ones as can be folded exactly.
+    """Fold the steps that compute the node's input: as many of the last steps as can be folded exactly.
 
     Only BatchNormalization and steps that start at a graph input are folded: other scales before a node are the affine
     part of a norm or the 0.5 of a GELU, which belong to the operators before them.
@@ -247,7 +247,7 @@ def _read_step(graph: Graph, node: Node, source: Tensor, channels: Channels) -> 
 
 
 def _read_batch_norm(graph: Graph, node: Node, source: Tensor, channels: Channels) -> AffineStep | None:
-    """Return a BatchNormalization in inference mode, whose channels are on axis 1, as a step; None for any other."""
+    """Return a BatchNormalization in inference mode, whose channels are on axis 1, as a step; else None."""
     constants = [t for t in node.inputs[1:5] if is_constant(t)]
     if node.inputs[0] is not source or len(constants) < len(node.inputs[1:5]):
         return None

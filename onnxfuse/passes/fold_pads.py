@@ -1,6 +1,6 @@
 """Fold a Pad into the pads of the convolutions and pools that read it.
 
-TensorFlow's converters write such a Pad before strided convolutions, and other exporters before causal ones.  A Conv
+TensorFlow's converters write a Pad before strided convolutions, and other exporters before causal convolutions.  A Conv
 and an AveragePool pad with zeros.  A MaxPool pads with -inf, so zeros fit only if no element of its image is negative.
 """
 

@@ -71,7 +71,7 @@ def _are_weights(graph: Graph, tensor: Tensor) -> bool:
 
 
 def _value(graph: Graph, node: Node) -> Array | None:
-    """Return onnxruntime's result for a DequantizeLinear of `INTEGERS`; None for others, and for scales per block."""
+    """Return onnxruntime's result for a DequantizeLinear of `INTEGERS`; None for other nodes, or scales per block."""
     source = producer(node.inputs[0])
     values = _constant(graph, node, 0) if source is None else _quantized(graph, source)
     if values is None or values.dtype.name not in INTEGERS or not _is_plain(graph, node):
@@ -84,7 +84,7 @@ def _value(graph: Graph, node: Node) -> Array | None:
 
 
 def _quantized(graph: Graph, node: Node) -> Array | None:
-    """Return the result of onnxruntime for a QuantizeLinear of float32 or float16 to 8 bits; None for others.
+    """Return the result of onnxruntime for a QuantizeLinear of float32 or float16 to 8 bits; None for other nodes.
 
     From opset 23 on, which has an attribute for the precision, the quotient of float16 is rounded to float16.
     """

@@ -17,8 +17,8 @@ Change: TypeAlias = Callable[[Graph, ShapeInfo], Changes]
 def graph_pass(opset: int = 1) -> Callable[[Change[Changes]], Change[Changes]]:
     """Make a pass of a function that changes a sorted graph in place and returns its changes.
 
-    In graphs below `opset` the pass changes nothing.  If the function changed anything, or added nodes that no change
-    used, unread nodes are removed and the graph is sorted.
+    In graphs below `opset` the pass changes nothing.  If the function changed the graph, or added nodes and then did
+    not use them, unread nodes are removed and the graph is sorted.
     """
 
     def declare(change: Change[Changes]) -> Change[Changes]:

@@ -30,7 +30,7 @@ def remove_no_ops(graph: Graph, shapes: ShapeInfo) -> int:
 
 
 def _remove(graph: Graph, shapes: ShapeInfo, node: Node, source: Tensor) -> bool:
-    """Replace the node's output by `source`; return False, and change nothing, if both names must stay.
+    """Replace the node's output by `source`; return False, and change nothing, if both must keep their names.
 
     The node also stays if its output is a graph output that declares more dims than are known of `source`, and other
     nodes read `source`, too.  They would then read a tensor with the declared dims, which may be wrong, and onnxruntime
@@ -112,7 +112,7 @@ def _remove_dropout(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _simplify_cast(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Remove a Cast to the dtype of its input; if a Cast reads an exact Cast, make it read the latter's input."""
+    """Remove a Cast to the dtype of its input; make a Cast that reads a lossless Cast read that Cast's input."""
     source, wanted = node.inputs[0], shapes.dtype(node.outputs[0])
     if wanted and shapes.dtype(source) == wanted:
         return _remove(graph, shapes, node, source)
@@ -252,7 +252,7 @@ def _read_shape_of_indices(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _axes_read(graph: Graph, node: Node) -> Iterable[int]:
-    """Return the indices of the sizes that a consumer of a Shape takes; [-1] if it may take any."""
+    """Return the indices of the sizes that a consumer of a Shape takes; [-1] if it may take any size."""
     if op_of(node) != "Gather" or not is_constant(indices := node.inputs[1]):
         return [-1]
     axes: list[int] = constant_value(graph, indices).reshape(-1).tolist()

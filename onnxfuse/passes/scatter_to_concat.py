@@ -105,7 +105,7 @@ def _stack(graph: Graph, shapes: ShapeInfo, result: Tensor, parts: Sequence[Assi
 
 
 def _order_with_axis_last(tensor: Tensor, rank: int, axis: int) -> list[int]:
-    """Return the perm of a Transpose that reads the tensor and moves this axis last; the identity if none does."""
+    """Return the perm of a Transpose that reads the tensor and moves this axis last; the identity without one."""
     orders = [ints_attribute(reader, "perm") for reader in consumers(tensor) if op_of(reader) == "Transpose"]
     return next((order for order in orders if order is not None and order[-1] == axis), list(range(rank)))
 

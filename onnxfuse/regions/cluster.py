@@ -115,7 +115,7 @@ class Clusters:
             self.split(self.part(sorted(nodes, key=self.graph.position.__getitem__)))
 
     def split(self, *parts: Cluster) -> None:
-        """Assign the nodes of each part to this part, in place of the cluster that they belonged to."""
+        """Make each part the cluster of its nodes, in place of the cluster that these nodes belonged to."""
         self.of.update((node, part) for part in parts for node in part.nodes)
 
     def bytes(self, tensor: Tensor) -> int:

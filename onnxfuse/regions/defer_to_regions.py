@@ -30,7 +30,7 @@ class DeferToRegions:
 
     Fused alone, such a match (a softmax, an activation) would read or write a tensor in memory.  This tensor is not
     needed if one fused node computes both the match and the neighbour.  `joining` says which fused nodes elementwise
-    operators may join.  Fusions that allow a join in one layout only are not considered here, because layouts are
+    operators may join.  Fused nodes that operators may join in one layout only are not considered, because layouts are
     assigned later.  `spelled` holds the names of nodes that replace an operator of another tool (see `spell_out`);
     matches of such nodes are not left to regions.
     """

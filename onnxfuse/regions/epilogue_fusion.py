@@ -1,4 +1,4 @@
-"""Fuse elementwise operators into the fused node whose result they read; they become its kernel's epilogue."""
+"""Fuse elementwise operators into the fused node whose result they read, as the epilogue of its kernel."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from onnxfuse.rewrite.replace import FunctionCall, Fused, LocalFunctions, attrib
 
 @dataclass(frozen=True)
 class Join:
-    """A planned join of a cluster, or of a part of it, with the fused node that computes `result`.
+    """A plan to replace a cluster, or a part of it, and the fused node that computes `result` by one fused node.
 
-    `apart` holds the rest of a cluster that joins in part only.
+    If only a part of the cluster joins the fused node, `apart` holds the rest of the cluster.
     """
 
     result: Tensor
@@ -81,7 +81,7 @@ def _closes_no_cycle(
     """Return whether joining a cluster with `maker`, whose result it reads, cannot close a cycle.
 
     No cycle is possible if `maker` has one result, and only the cluster reads it.  Otherwise, the producers of all
-    other operands of the cluster must be of a lower level than `maker`; then no combination of joins can close a cycle.
+    other operands of the cluster must be of a lower level than `maker`.  Then no combination of joins closes a cycle.
     """
     result = maker.outputs[0]
     if len(maker.outputs) == 1 and all(node in cluster.nodes for node in consumers(result)):

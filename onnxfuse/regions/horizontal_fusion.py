@@ -36,7 +36,7 @@ class Group:
     def takes(self, cluster: Cluster) -> bool:
         """Return whether another cluster may join the group.
 
-        The group must then be small enough for one region, and all its reductions must be over the same rows.
+        With the cluster, the group must be small enough for one region, and its reductions must be over the same rows.
         """
         every = [*self.clusters, cluster]
         rows = [one.rows for one in every if one.rows is not None]

@@ -20,9 +20,9 @@ class Joining:
     """Decides which fused nodes elementwise operators may join, and fuses matches that pay only with such operators.
 
     Operators may join a node of one of `fusions` if the fusion's declaration allows it.  `exclude` holds pairs.
-    (fusion, first output) is a match that stays unfused, and (REGION, first output) a region that is not formed.  With
-    (fusion of a node, first output of operators), the operators must not join the node.  `keep` holds the labels of
-    nodes that must be in no match and no region.
+    (fusion, first output) is a match that stays unfused, and (REGION, first output) a region that is not formed.
+    (fusion of a node, first output of operators) means that the operators must not join the node.  `keep` holds the
+    labels of nodes that must be in no match and no region.
     """
 
     graph: Graph

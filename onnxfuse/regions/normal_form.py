@@ -70,7 +70,7 @@ def _require_declared(steps: Steps) -> None:
 
 @functools.cache
 def _declared_types(op: str, opset: int) -> tuple[tuple[frozenset[str], ...], tuple[frozenset[str], ...]]:
-    """Return the types that an operator's inputs and outputs may have.  Raises StaysOut if the opset lacks it."""
+    """Return the types that the inputs and outputs of an operator may have.  Raises StaysOut if the opset lacks it."""
     found = schema(op, opset)
     if found is None:
         raise StaysOut(f"opset {opset} does not have it")

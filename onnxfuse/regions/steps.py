@@ -168,7 +168,7 @@ class Steps:
             raise StaysOut(f"its {name} depends on {error.args[0]}, which is no dim of a tensor in front") from error
 
     def _indexed(self, expression: Expression, sources: Sequence[Tensor]) -> Expression:
-        """Return an expression with tensors as input indices; record the tensors it reads besides the first input."""
+        """Return an expression with tensors as input indices; record which tensors besides the first input it reads."""
         first, by_name = self.node.inputs[0].name, {each.name: each for each in sources}
         self._measured |= {name: by_name[name] for name in tensors_in(expression) if name != first}
         return by_index(expression, lambda name: 0 if name == first else 1 + list(self._measured).index(name))

@@ -143,7 +143,7 @@ def measured_besides(region: Cluster, forms: Mapping[Node, tuple[Step, ...]]) ->
 
 
 def order_by_reading(region: Cluster, forms: Mapping[Node, tuple[Step, ...]]) -> None:
-    """Reorder a region's operands in the order of reading, and its outputs in the order of computing."""
+    """Sort a region's operands by when its steps first read them, and its outputs by when its steps compute them."""
     read = dict.fromkeys(name for node in region.nodes for step in forms[node] for name in step.inputs)
     made = dict.fromkeys(t.name for node in region.nodes for t in node.outputs)
     region.operands = {name: region.operands[name] for name in read if name in region.operands}

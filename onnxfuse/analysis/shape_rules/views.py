@@ -76,10 +76,10 @@ def _if_empty(
 
 
 def tells_empty_axes(reshape: Node, target: Sequence[Size], source: Shape | None) -> bool:
-    """Return whether a Reshape to a target with a -1 gives the target's sizes, or fails, for empty axes as well.
+    """Return whether a Reshape to a target with a -1 either gives the target's sizes or fails, also for empty axes.
 
     With `allowzero`, onnxruntime computes the size at the -1 as the element count divided by the product of the nonzero
-    sizes, so each size that may be 0 must also be in the source.
+    sizes, so each target size that may be 0 must also be a size of the source.
     """
     if flag_attribute(reshape, "allowzero", False):
         rest, divisors = cancelled(source or (), [size for size in target if size != -1])
