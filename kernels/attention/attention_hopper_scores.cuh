@@ -221,7 +221,7 @@ struct ScoreMod {
     }
 
     // With LATE_MASK registers have no room for a mask's elements during the products. They are loaded afterwards, a
-    // few at a time; only tiles of kind 1 need mask elements.
+    // few at a time; only tiles of kind 1 (some scores change) need mask elements.
     __device__ __forceinline__ void add_mask(float (&s)[SCORES], int first) const {
         if constexpr (ADDITIVE && LATE_MASK) {
             constexpr int KEYS_AT_ONCE = 32 / sizeof(Mask::Element);
@@ -305,9 +305,9 @@ struct Softmax {
     float scaled[2];              // the rows' references (the scores of weight 1), as exponents of 2
     bool keeps = false;           // whether all rows of the warp may keep their references for the next tile
 
-    // Computes packed weights from scores with the current references, without determining the largest score, and adds
-    // them to the sums. If the warp's weights are so large that a reference must be raised, returns false, and leaves
-    // the sums unchanged.
+    // Computes packed weights from scores with the current references (the scores of weight 1), without determining the
+    // largest score, and adds the weights to the sums. If they are so large that a reference must be raised, returns
+    // false, and leaves the sums unchanged.
     __device__ __forceinline__ bool keep(const float (&s)[SCORES], u32 (&p)[BLOCK_N / 16][4], float scale,
                                          const Cap& cap) {
         float more[2] = {0.0f, 0.0f};
@@ -341,8 +341,8 @@ struct Softmax {
         keeps = __all_sync(0xffffffffu, may);
     }
 
-    // Raises the rows' references to the largest scores of this tile, if these are larger. Writes to `factor` the
-    // factors for earlier sums and results.
+    // Raises the rows' references (the scores of weight 1) to the largest scores of this tile, if these are larger.
+    // Writes to `factor` the factors for earlier sums and results.
     __device__ __forceinline__ void raise(const float (&s)[SCORES], float scale, float (&factor)[2]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -353,8 +353,8 @@ struct Softmax {
         }
     }
 
-    // With LATE_CAP, raises the rows' references to this tile's scores and writes `factor`. `in_units`: the scores are
-    // no longer bare products of q and k. Returns the form of the scores.
+    // With LATE_CAP, raises the rows' references (the scores of weight 1) to this tile's scores and writes `factor`.
+    // `in_units`: the scores are no longer bare products of q and k. Returns the form of the scores.
     __device__ __forceinline__ Scores raise(const float (&s)[SCORES], const Cap& cap, bool in_units,
                                             float (&factor)[2]) {
         bool small = true, smallest = true;

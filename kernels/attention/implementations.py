@@ -19,8 +19,8 @@ MIN_DECODE_KEYS: Final = 512  # number of keys from which several blocks share t
 # Queries from which Hopper's kernel comes first; see `_fills_hopper`.
 MIN_HOPPER_QUERIES: Final = 160
 MIN_WIDE_QUERIES: Final = 96  # queries from which Hopper's kernel comes first for heads of more than 64 elements
-MIN_MANY_QUERIES: Final = 40  # the same, with at least MANY_HEADS heads in all batches
-MIN_MASKED_QUERIES: Final = 96  # the same, with MANY_HEADS heads and a mask that attention_blocks.cu scans
+MIN_MANY_QUERIES: Final = 40  # MIN_HOPPER_QUERIES for at least MANY_HEADS heads over the batch
+MIN_MASKED_QUERIES: Final = 96  # MIN_HOPPER_QUERIES for MANY_HEADS heads and a mask that attention_blocks.cu scans
 MANY_HEADS: Final = 24
 
 

@@ -40,7 +40,7 @@ class ScoreTensor:
     def reads_pairs(self, dynamic: int | str, *extents: int) -> int | str:
         """Return the value of a macro: 1 if one access can read two keys (all strides and `extents` are even), else 0.
 
-        If it depends on dynamic sizes, the value is `dynamic`, an expression that the kernel evaluates.
+        If the answer depends on dynamic sizes, the value is `dynamic`, an expression that the kernel evaluates.
         """
         numbers = (*self.strides, *extents)
         if self.key_stride != 1 or not self.aligned or any(number % 2 for number in numbers if isinstance(number, int)):

@@ -67,7 +67,7 @@ struct Vectors {
 };
 
 // Reads the column values of a thread's accumulators in a subtile: two columns of every eight. The kernel calls this
-// before the first store_matrices, because reads after it would have to wait for it.
+// before the first store_matrices, because later reads would have to wait for that store.
 __device__ __forceinline__ void read_column_values(const float2* vectors, int column,
                                                    ColumnValues<2> (&values)[SUBTILE_N / 8]) {
     const float2* at = vectors + column / 2;

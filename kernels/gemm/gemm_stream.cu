@@ -14,8 +14,8 @@
 //   4. All threads run the epilogue, in the way "by row" of epilogue.cuh.
 //
 // 1x4096x4096 in fp16 takes 8.5 us on an H200 (n x k; 9.0 as k x n), and 10.6 without programmatic dependent launch.
-// Its 33.5 MB take 8.0 us at the rate of a long copy. A kernel that only reads these bytes takes 7.4, and 9.3 without
-// programmatic dependent launch.
+// The 33.5 MB of w take 8.0 us at the rate of a long copy. A kernel that only reads them takes 7.4 us, and 9.3 us
+// without programmatic dependent launch.
 //
 // Macros:
 //   GEMM_N, GEMM_K   n and k; m is an argument    TRANSPOSED  1: w and up are n x k, 0: k x n

@@ -129,7 +129,9 @@ def stage_k(gemm: Gemm) -> int:
 
 
 def cycles(gemm: Gemm, config: HopperConfig, device: Device, row_cycles: float = 0.0) -> float:
-    """Estimate a product's clock cycles without its launch; the fastest config is usually among the lowest three.
+    """Estimate a product's clock cycles without its launch.
+
+    The fastest config is usually among the three configs with the lowest estimates.
 
     `row_cycles` is the minimum number of cycles that TMA takes per row of x in a stage.
 
@@ -256,7 +258,7 @@ def tile_count(gemm: Gemm, config: HopperConfig) -> int:
 
 
 def stores_by_threads(gemm: Gemm) -> bool:
-    """Return whether threads must store y: the rows of y are not aligned for TMA or, in fp32, for pairs."""
+    """Return whether threads must store y: its rows are not aligned for TMA or, in fp32, for stores of two elements."""
     if gemm.dtype == "float32":
         return not gemm.aligned or gemm.n % 2 > 0
     return not gemm.aligned or any(each.n < padded_columns(each.n, each.dtype) for each in gemm.products)
@@ -302,7 +304,7 @@ def stages(gemm: Gemm, config: HopperConfig, device: Device) -> int:
 def implementation(gemm: Gemm, config: HopperConfig, device: Device) -> Implementation:
     """Return one launch of the kernel, after a launch of gemm_pad.cu if TMA cannot read the operands as they are.
 
-    With split_k, the residual needs no copy, because threads read it instead of TMA.
+    With split_k, the residual needs no copy, because threads read it, not TMA.
     """
     gemm, copies = padded(gemm, residual=config.split_k == 1)
     source = "gemm_hopper_split" if config.split_k > 1 else "gemm_hopper"
@@ -396,6 +398,6 @@ def tensor_map(gemm: Gemm, pointer: Pointer, sizes: tuple[int, int], box: tuple[
 
 
 def group_m(gemm: Gemm, config: HopperConfig) -> int:
-    """Return the rows of tiles in a group; tiles are computed down its columns, so that blocks share weights in L2."""
+    """Return the rows of tiles in a group; tiles run down a group's columns, so that blocks share weights in L2."""
     rows, limit = -(-gemm.m // config.tile_m), max(1, GROUP_ROWS // config.tile_m)
     return -(-rows // -(-rows // limit))

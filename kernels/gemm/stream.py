@@ -121,7 +121,7 @@ def _in_flight(gemm: Gemm, config: StreamConfig, device: Device) -> int:
 
 
 def _rank(gemm: Gemm, config: StreamConfig, device: Device) -> int:
-    """Return the amount of weights in flight; halved for clusters of more than two, unless all weights are in flight.
+    """Return the amount of weights in flight; halved for clusters of over two blocks, unless all weights are in flight.
 
     Some blocks of large clusters start late: 16x2048x8192 on an H200 takes 12.7 us in clusters of eight, 10.4 in pairs.
     """
@@ -134,7 +134,7 @@ def _tile_count(gemm: Gemm, tile_m: int, tile_n: int) -> int:
 
 
 def _row_count(gemm: Gemm, tile_m: int) -> int:
-    """Return the number of rows of tiles: the plain number 1 if one tile has all rows of x."""
+    """Return the number of rows of tiles; 1, even if m is symbolic, where one tile has all rows of x."""
     return 1 if gemm.m <= tile_m else -(-gemm.m // tile_m)
 
 

@@ -38,7 +38,10 @@ def orient_products(graph: Graph, shapes: ShapeInfo) -> int:
 
 
 def _over_last_axis(graph: Graph, shapes: ShapeInfo, softmax: Node) -> bool:
-    """Replace a Softmax over rows by a Softmax over the last axis of transposed scores; return whether it was done."""
+    """Replace a Softmax over rows by a Softmax over the last axis of transposed scores.
+
+    Returns whether the Softmax was replaced.
+    """
     result, shape = softmax.outputs[0], shapes.shape(softmax.inputs[0])
     axis = int_attribute(softmax, "axis", -1)
     if shape is None or axis not in (-2, len(shape) - 2) or not _is_read_by_column(graph, shapes, result):
@@ -52,7 +55,7 @@ def _over_last_axis(graph: Graph, shapes: ShapeInfo, softmax: Node) -> bool:
 
 
 def _is_read_by_column(graph: Graph, shapes: ShapeInfo, probabilities: Tensor) -> bool:
-    """Return whether the only consumers of probabilities are products that sum over their rows, or Transposes."""
+    """Return whether all consumers are Transposes, or products that sum over the rows of the probabilities."""
     return not graph.is_kept(probabilities) and all(
         _is_swap(shapes, reader) or (op_of(reader) == "MatMul" and reader.inputs[0] is not probabilities)
         for reader in consumers(probabilities)
@@ -60,7 +63,7 @@ def _is_read_by_column(graph: Graph, shapes: ShapeInfo, probabilities: Tensor) -
 
 
 def _probabilities_first(graph: Graph, shapes: ShapeInfo, product: Node) -> bool:
-    """Write `x p^T` as the transpose of `p x^T`, where p are probabilities; return whether it was rewritten."""
+    """Write `x p^T` as the transpose of `p x^T`, where p are probabilities; return whether that was done."""
     left, right = product.inputs
     node, result, columns = producer(right), product.outputs[0], shapes.shape(right)
     if node is None or columns is None or (shapes.rank(left) or 0) < 2:

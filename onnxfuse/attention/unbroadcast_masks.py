@@ -41,7 +41,7 @@ NEUTRAL_MASKS = {"And": True, "Or": False, "Add": 0, "Mul": 1}
 
 @graph_pass()
 def unbroadcast_masks(graph: Graph, shapes: ShapeInfo) -> int:
-    """Make elementwise operators read smaller tensors that broadcast to their operands; return how many changes."""
+    """Make elementwise operators read smaller tensors that broadcast to the operands; return the number of changes."""
     substitution = _Substitution(graph, shapes)
     return sum(substitution.visit(node) for node in list(graph.nodes) if len(node.outputs) == 1)
 

@@ -1,4 +1,4 @@
-"""Fuse activations, and the residuals that they add, into the channel gates before them.
+"""Fuse activations into the channel gates whose results they read.
 
 A channel gate multiplies each channel of an image by one number.
 """
@@ -45,7 +45,7 @@ def _operators(nodes: Sequence[Node]) -> onnx.FunctionProto:
 
 
 def _activation(joins: Joins, end: Node) -> tuple[Call | None, tuple[Node, ...], str]:
-    """Return the gate, the nodes of the activation that ends with `end`, and its name; (None, (), "") if none."""
+    """Return the gate, the nodes of the activation that ends with `end`, and its name; (None, (), "") if no gate."""
     graph, fused = joins.graph, joins.call(end)
     activation = fused.activation if fused and fused.fusion == ALONE else ACTIVATIONS.get(op_of(end))
     if activation:

@@ -23,7 +23,7 @@ WEIGHT_LAYOUTS: Final[Mapping[tuple[bool, bool], WeightLayout]] = {
 
 
 def convolution(model: Model, node: Node) -> Conversion | str:
-    """Return the conversion of a Conv or ConvTranspose to a fused node without an activation; or why it stays."""
+    """Return the conversion of a Conv or ConvTranspose to a fused node without an activation, or why the node stays."""
     operands = {name: t for name, t in zip(("x", "w", "bias"), node.inputs, strict=False) if t.name}
     if reason := _stays(model, operands, node.outputs[0]):
         return reason

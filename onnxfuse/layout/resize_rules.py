@@ -90,7 +90,7 @@ def _unsupported(model: Model, node: Node) -> str:
 
 
 def _coordinates(model: Model, node: Node) -> dict[str, AttributeValue]:
-    """Return attributes that say which pixels the kernel reads, where the operator's own attributes do not fit it."""
+    """Return attributes that tell the kernel which pixels to read, where the operator's own attributes do not."""
     if model.graph.opset < BEFORE_COORDINATES:
         smaller = any(scale < 1 for scale in _scales(model, node).values())
         return {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "ceil" if smaller else "floor"}

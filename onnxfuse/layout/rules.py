@@ -64,7 +64,7 @@ def fused(model: Model, node: Node) -> Conversion | str:
 
 
 def _element_by_element(model: Model, node: Node) -> Conversion | str:
-    """Return the conversion of an elementwise fusion, or why it stays.
+    """Return the conversion of an elementwise fused node, or why the node stays channels-first.
 
     All operands must be images of one rank.  The attribute d, if there is one, is the size of their last axis.
     """
