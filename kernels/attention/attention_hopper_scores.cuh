@@ -158,7 +158,7 @@ struct Cap {
     }
 };
 
-// Applies cap, bias, mask, diagonal and the end of the keys to a thread's scores.
+// Applies cap, bias and mask to a thread's scores, and excludes the keys beyond the diagonal and after the last key.
 struct ScoreMod {
     const int keys;
     const ScoreUnits& units;
@@ -335,7 +335,7 @@ struct Softmax {
         for (int r = 0; r < 2; ++r) {
             scaled[r] = __fmul_rn(reference(r), SCALE_IN_EXPONENT ? scale : LOG2_E);
             may &= top[r] > minus_infinity() && !is_far(top[r], scale);
-            if (!SCALE_IN_EXPONENT) may &= fabsf(top[r]) < 1000.0f;  // above, rounding `scaled` changes weights
+            if (!SCALE_IN_EXPONENT) may &= fabsf(top[r]) < 1000.0f;  // above 1000, rounding `scaled` changes weights
             if (LATE_CAP) may &= top[r] >= cap.smallest.lowest && top[r] <= cap.highest;
         }
         keeps = __all_sync(0xffffffffu, may);

@@ -35,7 +35,7 @@ COMBINE_THREADS: Final = 128
 
 
 def implementations(problem: Attention, device: Device, cache: Cache | None = None) -> list[Implementation]:
-    """Return the implementations, fastest expected first; none for many rows, few keys or no tensor cores.
+    """Return the implementations, the expected fastest first; none for many rows, few keys or no tensor cores.
 
     With a `cache`, k and v of the problem are the present caches, which the kernel also writes; any number of keys is
     then accepted.
@@ -79,7 +79,7 @@ def _configs(problem: Attention, rows: int, device: Device, cache: Cache | None)
 def _implementations_of(
     problem: Attention, config: MmaAttentionConfig, device: Device, cache: Cache | None
 ) -> list[Implementation]:
-    """Return one implementation for each way to split the keys over blocks, fastest expected first."""
+    """Return one implementation for each way to split the keys over blocks, the expected fastest first."""
     heads, tiles = problem.batch * problem.kv_heads, -(-problem.keys // config.block_n)
     splits = maximum(1, minimum(MAX_SPLITS, device.multiprocessors // heads, tiles // MIN_TILES))
     # For dynamic sizes, this comparison adds a soft guard: a condition on the sizes for which the plan is expected to

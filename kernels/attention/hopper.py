@@ -126,7 +126,7 @@ DYNAMIC_PAIRS_REGISTERS: Final = 16  # registers per thread, if the kernel decid
 
 
 def implementations(problem: Attention, device: Device) -> list[Implementation]:
-    """Return the implementations, fastest expected first; none if GPU, dtype, sizes or alignment do not allow any."""
+    """Return the implementations, the expected fastest first; none if GPU, dtype, sizes or alignment exclude them."""
     if device.arch != 90 or not _is_supported(problem):
         return []
     if problem.mask_kind == "additive" and problem.mask and problem.mask.differs[1] and problem.bias is None:
@@ -353,7 +353,7 @@ def _shared(problem: Attention, config: HopperAttentionConfig) -> int:
 
 
 def _begins_with_bias(problem: Attention) -> bool:
-    """Return whether the accumulators start from the bias (macro BIAS_FIRST); it must be the same for all rows."""
+    """Return whether the accumulators start from the bias (macro BIAS_FIRST), which must be equal for all rows."""
     bias = problem.bias
     if not (problem.slopes and bias):
         return False

@@ -1,4 +1,4 @@
-"""All implementations of an Attention on a GPU, fastest expected first."""
+"""All implementations of an Attention on a GPU, the expected fastest first."""
 
 from __future__ import annotations
 

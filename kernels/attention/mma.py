@@ -54,7 +54,7 @@ class MmaAttentionConfig:
 
 
 def implementations(problem: Attention, device: Device) -> list[Implementation]:
-    """Return the implementations, fastest expected first; none if head dims are too large for this GPU."""
+    """Return the implementations, the expected fastest first; none if head dims are too large for this GPU."""
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
         return []
     found = (fitted(problem, config, device) for config in _ranked(problem, device))

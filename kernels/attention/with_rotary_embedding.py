@@ -60,7 +60,7 @@ def unsupported_rotary(node: FusedNode, input_dtypes: Sequence[str]) -> str | No
 def rotary_candidates(
     node: FusedNode, inputs: Sequence[TensorSpec], problem: Attention, out: TensorSpec, device: Device
 ) -> list[Plan]:
-    """Return the plans of a node with at least one key, fastest expected first; none if no kernel supports the heads.
+    """Return the plans of a node with at least one key, the expected fastest first; none if no kernel takes the heads.
 
     Raises ValueError if the tables do not fit.
     """

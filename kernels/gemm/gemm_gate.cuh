@@ -68,7 +68,7 @@ __device__ __forceinline__ void multiply_fragments(unsigned (&x)[COUNT][4], cons
         for (int part = 0; part < 4; ++part) x[i][part] = multiply_words(T(), x[i][part], factors[i][part]);
 }
 
-// MmaSums for gated x, over tiles of k in order. COPY: alignment in bytes of each image's factors.
+// MmaSums for a gated x; the tiles of k must be added in order. COPY: alignment in bytes of each image's factors.
 template <int COPY>
 struct GatedSums {
     MmaSums sums;

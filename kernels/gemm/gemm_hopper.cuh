@@ -42,7 +42,7 @@ constexpr int ROW_BYTES = 128;  // bytes per row of a box that TMA swizzles
 constexpr int TILE_K = ROW_BYTES / sizeof(T);
 constexpr int K_BYTES = 32;                           // bytes of k per wgmma
 constexpr int BLOCKS = TILE_K / K_BLOCK;              // blocks of k per stage
-constexpr int BLOCK_ROW_BYTES = sizeof(T) * K_BLOCK;  // the span of TMA's swizzle
+constexpr int BLOCK_ROW_BYTES = sizeof(T) * K_BLOCK;  // bytes of a row, within which TMA swizzles
 constexpr int COLUMNS = TILE_N * (1 + GATED);         // columns of accumulators: first for w, then for up
 constexpr int CONSUMER_ROWS = PINGPONG ? TILE_M : TILE_M / CONSUMERS;  // rows of a tile that a consumer computes
 constexpr int ATOMS = CONSUMER_ROWS / 64;                              // wgmmas of 64 rows that cover a consumer's rows
@@ -315,7 +315,7 @@ struct ProgramLoads<true, COUNT> {
     Program::OfRow of_row[2];
     Program::OfColumns<2> of_columns[COUNT];
     Program::OfElements<2> of_elements[COUNT][2];
-    long long at;              // the index of the first element of y
+    long long at;              // the index, in y, of the thread's first element
     int rows, columns, pitch;  // rows and columns of y from this element on, and elements per row
 
     // `from` is the first row and column; y has m rows and n columns.

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int THREADS = CONSUMERS * 128;
 constexpr int EIGHTS = ATOMS * TILE_N / 8;                    // groups of eight columns per thread, over all atoms
-constexpr int OWN_EIGHTS = (EIGHTS + SPLIT_K - 1) / SPLIT_K;  // groups that a block finishes; the last block: or fewer
+constexpr int OWN_EIGHTS = (EIGHTS + SPLIT_K - 1) / SPLIT_K;  // groups that a block finishes; the last may have fewer
 constexpr int SUMS_AT = STAGES * STAGE_BYTES;
 constexpr int SUMS_BYTES = (SPLIT_K - 1) * OWN_EIGHTS * (1 + GATED) * THREADS * 16;
 constexpr int BARRIERS_AT = SUMS_AT + SUMS_BYTES;

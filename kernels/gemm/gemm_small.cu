@@ -50,7 +50,8 @@ struct Operands {
     const T *x, *w[WEIGHTS], *first[WEIGHTS];
     int rows, columns;
 
-    // Loads elements of a row of x; for rows beyond the last one, whose sums are not stored, elements of the last row.
+    // Loads elements of a row of x. For rows beyond the last one, whose sums are not stored, it loads elements of the
+    // last row.
     template <int COUNT>
     __device__ __forceinline__ Pack<T, COUNT> load_x(int row, int k, bool inside) const {
         return load_or_zero<COUNT, true>(inside, x + i64(ROWS == 1 ? 0 : min(row, rows - 1)) * K + k, x);

@@ -63,8 +63,7 @@ def _behind_a_gate(gemm: Gemm, device: Device) -> list[Implementation]:
 
     With few columns, memory is the limit, and mma.sync comes closer to this limit, because more of its tiles are
     resident. Times on an H200 in us by mma.sync, by wgmma, and as two nodes, channel_scale and product:
-    100352x24x144 17.2, 18.6 and 27.7;
-    25088x40x240 9.8, 8.1 and 13.6.
+    100352x24x144 17.2, 18.6 and 27.7; 25088x40x240 9.8, 8.1 and 13.6.
     """
     few = gemm.n <= FEW_COLUMNS_OF_GATES
     with for_later_plans(gemm.m if few else 0):

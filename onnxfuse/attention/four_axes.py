@@ -192,7 +192,7 @@ class MergedAxes:
         return None if 0 in wanted else self._viewed(tensor, View(None, wanted))
 
     def _merged_before_slice(self, source: Tensor, views: tuple[View, ...]) -> tuple[Tensor, tuple[View, ...]]:
-        """Reshape a packed product to three axes before `source` is sliced from its last axis.
+        """If `source` is a slice of the last axis of a packed product, slice the product after a Reshape to three axes.
 
         Patterns read a slice of three axes in place.  Returns the new source and views, or the given ones if `source`
         is not such a slice.

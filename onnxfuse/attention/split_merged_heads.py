@@ -94,7 +94,7 @@ class SplitHeads:
         return {key: node for key, node in self._inside.items() if node is not None}
 
     def are_read_by(self, chain: Sequence[Node]) -> bool:
-        """Return whether `nodes` include a MatMul, and nothing reads their results but `nodes`, `chain` and Shapes."""
+        """Return whether `nodes` include a MatMul, and only `nodes`, `chain` and Shape nodes read their results."""
         nodes = [*self.nodes.values()]
         has_product = any(op_of(node) == "MatMul" for node in nodes)
         return has_product and are_read_by(self.graph, [*nodes, *chain[:-1]], {*nodes, *chain}, besides=("Shape",))

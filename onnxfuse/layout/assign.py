@@ -27,7 +27,7 @@ from onnxfuse.passes.compose_views import compose_views
 from onnxfuse.passes.folded import node_label
 from onnxfuse.rewrite.replace import Fused, LocalFunctions, drop_functions
 
-LAYOUT: Final = "layout"  # this step's name in reports
+LAYOUT: Final = "layout"  # the name of the layout step in reports
 MAX_NODES_BETWEEN: Final = 8  # maximum number of nodes from a region's end to the node whose reason explains this end
 MIN_OPSET: Final = 9  # functions need integer Constant nodes, which exist since this opset
 

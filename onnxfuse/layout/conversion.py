@@ -52,8 +52,8 @@ class LayoutOptions:
 
     `channels_last` maps each fusion with a channels-last form to the operands that it reads channels-last.  `exclude`
     holds (LAYOUT, name of the first output) for nodes that stay channels-first.  It also holds (fusion of the fused
-    node, name of the output) for operators that must not join that node.  `left_out` holds fusions that must
-    not be created.
+    node, name of the output) for operators that must not join that node.  `left_out` holds fusions that must not be
+    created.
     """
 
     layout: Layout

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-# Fusion names: of pattern fusions that have channels-last forms, and of fusions that the layout step makes of several
-# nodes.
+# Fusion names: of pattern fusions that the layout step handles, and of fusions that it makes of several nodes.
 PRODUCT: Final = "gemm_bias_activation"
 CONVOLUTION: Final = "conv_bias_activation"
 TRANSPOSED_CONVOLUTION: Final = "conv_transpose_bias_activation"

@@ -198,7 +198,7 @@ class Matcher(MatchContext):
     # --- outputs beside the first --------------------------------------------------------------------------------
 
     def _with_side_outputs(self, root: Tensor, state: State, index: int = 0) -> Iterator[State]:
-        """Yield the state with the side outputs that are found: outputs that are not interior values of the first one.
+        """Yield the state with the side outputs that are found: outputs outside of the first output's subgraph.
 
         Tensors of the first output's dtype are tried first, because models cast either all outputs or none.
         """

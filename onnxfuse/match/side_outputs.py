@@ -1,4 +1,4 @@
-"""Side outputs: outputs of a fusion that are not interior values of the first one, but share operands with it."""
+"""Side outputs: outputs of a fusion that are not interior values of its first output, but share operands with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_TENSORS_PER_DEPTH = 64  # tensors that are visited per depth
 
 
 class SideOutput(NamedTuple):
-    """An output that is not an interior value of the first one."""
+    """An output of a fusion that is not an interior value of the fusion's first output."""
 
     term: Term
     operands: tuple[str, ...]  # operands that the side output shares with the first output
@@ -22,7 +22,7 @@ class SideOutput(NamedTuple):
 
 
 def side_outputs(fusion: Fusion) -> tuple[SideOutput, ...]:
-    """Return the outputs that are not interior values of the first one."""
+    """Return the outputs of a fusion that are not interior values of its first output."""
     inside = {id(term) for term in walk(fusion.outputs[0])}
     shared = {term.name for term in walk(fusion.outputs[0]) if isinstance(term, Capture) and term.kind == "tensor"}
     found = []

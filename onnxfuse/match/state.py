@@ -28,7 +28,7 @@ class State(NamedTuple):
     factor: float | None = None  # the product of the scalars met so far, while inside scaled()
 
     def with_nodes(self, nodes: Sequence[Node], *, keep: bool = False) -> State:
-        """Return the state with more nodes, which are replaced or (`keep`) only looked through."""
+        """Return the state with more nodes that will be replaced or, with `keep`, that are only looked through."""
         if not nodes:
             return self
         new = {id(n): n for n in nodes}
@@ -69,10 +69,10 @@ class Match:
     dims: Dims
     choices: Mapping[str, str]
     nodes: tuple[Node, ...]
-    has_side_outputs: bool = False  # whether an output is not an interior value of the first: see side_outputs.py
+    has_side_outputs: bool = False  # whether an output is a side output: see side_outputs.py
 
 
-class Miss(NamedTuple):  # most attempts give one; a NamedTuple takes a quarter of the time of a frozen dataclass
+class Miss(NamedTuple):  # most attempts give a Miss; a NamedTuple takes a quarter of the time of a frozen dataclass
     """Why a fusion does not apply at a tensor: `matched` of about `of` nodes agreed."""
 
     fusion: Fusion

@@ -83,7 +83,7 @@ class AssociativeMatcher:
     def _has_known_shape(self, value: Term) -> bool:
         """Return whether a value is an operand whose named dimensions all occur in the output, too.
 
-        The sizes of these dimensions are known when the value is matched.  Few tensors fit it, so it is matched first.
+        Their sizes are known when the value is matched, so that few tensors fit it.  Such values are matched first.
         """
         leaf, out = value.unwrapped, self.m.fusion.out[0]
         return isinstance(leaf, Capture) and leaf.dims is not None and set(leaf.dims.split()) <= set(out.split())

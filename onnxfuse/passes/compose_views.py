@@ -26,13 +26,13 @@ MAX_CHAIN_NODES = 16
 
 @dataclass(frozen=True)
 class View:
-    """A Transpose by `perm`, or a Reshape where that is None, with the shape of the result."""
+    """A Transpose by `perm`, or a Reshape where `perm` is None; `shape` is the shape of the result."""
 
     perm: tuple[int, ...] | None
     shape: tuple[Size, ...]
 
 
-@graph_pass(opset=5)  # before, the target of Reshape was an attribute
+@graph_pass(opset=5)  # before opset 5, the target of Reshape was an attribute
 def compose_views(graph: Graph, shapes: ShapeInfo) -> int:
     """Replace chains of views by shorter ones: no view, or as few as possible of Reshape > Transpose > Reshape.
 

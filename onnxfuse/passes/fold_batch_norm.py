@@ -47,7 +47,7 @@ class AffineStep:
     shift: Array
 
 
-@graph_pass(opset=7)  # before, BatchNormalization had other attributes, and broadcasting other rules
+@graph_pass(opset=7)  # before opset 7, BatchNormalization had other attributes, and broadcasting other rules
 def fold_batch_norm(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
     """Fold affine steps per channel into constant weights; return the nodes that vanished."""
     folded: list[Folded] = []

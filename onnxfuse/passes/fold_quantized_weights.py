@@ -86,7 +86,8 @@ def _value(graph: Graph, node: Node) -> Array | None:
 def _quantized(graph: Graph, node: Node) -> Array | None:
     """Return the result of onnxruntime for a QuantizeLinear of float32 or float16 to 8 bits; None for other nodes.
 
-    From opset 23 on, which has an attribute for the precision, the quotient of float16 is rounded to float16.
+    From opset 23 on, QuantizeLinear has an attribute for the precision, and the quotient of float16 numbers is rounded
+    to float16.
     """
     values, zero_point = _constant(graph, node, 0), _constant(graph, node, 2)
     dtype = np.dtype(np.uint8) if zero_point is None else zero_point.dtype

@@ -38,8 +38,8 @@ class Border:
 class Move:
     """A planned move of operators to a tensor's readers.
 
-    After the move, `left` is the cluster that computed the tensor, and `readers` are the clusters that compute and read
-    it now.
+    After the move, `left` is the cluster that computed the tensor before, and `readers` are the clusters that compute
+    and read the tensor now.
     """
 
     nodes: Sequence[Node]  # in execution order

@@ -48,7 +48,7 @@ def normal_form(graph: Graph, shapes: ShapeInfo, node: Node) -> tuple[Step, ...]
 
 
 def _is_tiled_half(steps: Steps) -> bool:
-    """Return whether a node tiles a constant in half precision; onnxruntime has no kernel to fold this."""
+    """Return whether a node tiles a constant in half precision; onnxruntime has no kernel to fold the Tile."""
     return op_of(steps.node) == "Tile" and dtype_name(steps.dtype()) in HALVES
 
 

@@ -39,7 +39,7 @@ def _by_pairs(a: Term, b: Term) -> Term:
 
 
 def _joined(a: Term, b: Term) -> Term:
-    """Return the tensor of which a and b are the first and the second elements of all pairs."""
+    """Return the tensor whose pairs have their first elements in a and their second elements in b."""
     return choose("pairs_are", halves=_by_halves(a, b), neighbours=_by_pairs(a, b))
 
 

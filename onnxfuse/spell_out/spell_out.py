@@ -70,7 +70,7 @@ class Stays:
 
 @dataclass(frozen=True)
 class SpelledOut:
-    """The operators that were spelled out, and those that have a rule but were not."""
+    """The operators that were spelled out, and the operators that have a rule but were not spelled out."""
 
     spelled: tuple[Spelled, ...] = ()
     stays: tuple[Stays, ...] = ()

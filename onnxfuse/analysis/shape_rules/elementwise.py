@@ -66,8 +66,8 @@ def _broadcasting(shapes: ShapeInfo, node: Node) -> Shape:
     "com.microsoft::SkipGroupNorm", "com.microsoft::MoE", "com.microsoft::QMoE",
     "SimplifiedLayerNormalization", "com.microsoft::SimplifiedLayerNormalization", "com.microsoft::BiasSoftmax",
     "com.microsoft::QuantizeLinear", "com.microsoft::DequantizeLinear",
-    # Operators that onnxruntime registers in the ONNX domain, although ONNX removed them before opset 9, or for its own
-    # fusions.
+    # Operators that onnxruntime registers in the ONNX domain: ONNX removed some of them before opset 9, and the others
+    # are used by onnxruntime's own fusions.
     "Affine", "ImageScaler", "ParametricSoftplus", "Scale", "ScaledTanh",
 )  # fmt: skip
 def _same_as_first_input(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
