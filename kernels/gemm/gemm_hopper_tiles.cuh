@@ -37,7 +37,7 @@ using Result = const TensorMap*;
 namespace {
 
 constexpr int SUBTILE_N = TILE_N % 64 ? 32 : 64;
-constexpr int SUBTILE_ROW_BYTES = 2 * SUBTILE_N;  // the span of TMA's swizzle
+constexpr int SUBTILE_ROW_BYTES = 2 * SUBTILE_N;  // bytes of a row, within which TMA swizzles
 constexpr int SUBTILE_COLUMNS = TILE_N / SUBTILE_N;
 constexpr int SUBTILES = ATOMS * SUBTILE_COLUMNS;  // subtiles per tile in a consumer's rows
 static_assert(sizeof(T) == 2 && (!STORE_BY_THREADS || SUBTILE_N == 64));

@@ -113,7 +113,7 @@ class SplitHeads:
         return self._inside[id(tensor)] is not None
 
     def _can_write(self, tensor: Tensor, of_product: bool) -> bool:
-        """Return whether an operand can get the new axes; a product's operand only by views with constant targets."""
+        """Return whether an operand can get the new axes; for a product, only by views with constant targets."""
         if self.is_inside(tensor) or self._farthest_view(tensor) is not None:
             return True
         can_reshape = isinstance(self.parts[1], int) and self._has_first_axis(tensor)
