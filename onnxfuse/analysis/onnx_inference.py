@@ -22,8 +22,8 @@ def infer_by_onnx(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
     found = schema(op_of(node), shapes.graph.opset)
     if found is None or has_subgraph(node):
         raise CannotInfer
-    # The shape rules of these two infer as much as onnx, which ends the process at a Slice of an axis of negative size,
-    # and which may make 10^9 dimensions for an Expand before this opset.
+    # The shape rules of Slice and Expand infer as much as onnx.  At a Slice of an axis of negative size, onnx ends the
+    # process; for an Expand before opset EXPAND_BOUNDED_SINCE, it may make 10^9 dimensions.
     if op_of(node) == "Slice" or (op_of(node) == "Expand" and shapes.graph.opset < EXPAND_BOUNDED_SINCE):
         raise CannotInfer
     proto = export_node(node)

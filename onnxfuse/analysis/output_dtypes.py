@@ -23,7 +23,7 @@ _ONNXRUNTIME_SOURCES = {  # by operator: the inputs, instead of input 0, that gi
     "com.microsoft::GatherBlockQuantized": (2,),
 }  # fmt: skip
 
-_CACHES: dict[int, tuple[int, ...]] = {1: (0,), 2: (0,)}  # keys and values
+_CACHES: dict[int, tuple[int, ...]] = {1: (0,), 2: (0,)}  # for operators whose outputs 1 and 2 are keys and values
 _FURTHER_OUTPUTS: dict[str, dict[int, tuple[int, ...]]] = {  # by operator and output: inputs that give the dtype
     "com.microsoft::SkipLayerNormalization": {3: (0,)}, "com.microsoft::SkipSimplifiedLayerNormalization": {3: (0,)},
     "com.microsoft::EmbedLayerNormalization": {2: (2,)}, "com.microsoft::SkipGroupNorm": {1: (0,)},
