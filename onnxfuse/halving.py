@@ -343,7 +343,7 @@ class Halving:
         assert self.converted is not None and self.reference is not None
         self._tell("errors")
         made = self._outputs(written, as_is=False)
-        if self.wanted.precision is FLOAT16:  # run unchanged, it shows NaN from onnxruntime's own roundings
+        if self.wanted.precision is FLOAT16:  # onnxruntime's own float16 results may be NaN, which this run shows
             made += self._outputs(written, as_is=True)
         errors = self._distances(made)
         found: tuple[HalfError, ...] = ()

@@ -178,7 +178,7 @@ class _Planned:
     """The templates of a model's nodes for one GPU, and why some nodes have none."""
 
     device: Device
-    of_nodes: Sequence[Sequence[PreparedTemplate]]  # per node: one for aligned memory, maybe one for unaligned
+    of_nodes: Sequence[Sequence[PreparedTemplate]]  # per node: a template for aligned memory, maybe one for unaligned
     reasons: Sequence[str | None]  # per node: why it has no template; None if it has one
     calls: Sequence[Call]
 

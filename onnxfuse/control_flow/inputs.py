@@ -34,7 +34,7 @@ def known_inputs(shapes: ShapeInfo, node: Node, body: onnx.GraphProto) -> dict[s
     if op_of(node) == "Loop":
         for name, dtype in zip(names[:2], (int(TensorProto.INT64), int(TensorProto.BOOL)), strict=False):
             dims = declared[name].shape.dim
-            # These inputs are scalars; some exporters declare them with the shape [1].
+            # The iteration number and the condition are scalars; some exporters declare them with the shape [1].
             single = declared[name].HasField("shape") and len(dims) <= 1
             known[name] = ((1,) * len(dims) if single else None), dtype
     elif op_of(node) == "Scan":

@@ -63,9 +63,9 @@ def _invariants(graph: Graph, node: Node, body: onnx.GraphProto) -> dict[int, Te
 
 
 def _is_lost(tensor: Tensor) -> bool:
-    """Return whether the second of two Casts in a row computes a tensor; onnxruntime 1.31 removes this Cast.
+    """Return whether a tensor is the result of the second of two Casts in a row.
 
-    It does so even if a body captures the tensor.
+    onnxruntime 1.31 removes the second Cast, even if a body captures its result.
     """
     node = producer(tensor)
     made = producer(node.inputs[0]) if node is not None and op_of(node) == "Cast" else None

@@ -48,7 +48,7 @@ def _branch(node: onnx.NodeProto, flag: bool) -> onnx.GraphProto | None:
 
 
 def _take(graph: onnx.GraphProto, node: onnx.NodeProto, branch: onnx.GraphProto) -> None:
-    """Append the nodes of a branch to a graph, and an Identity from each of its results to that output of the If."""
+    """Append the nodes of a branch to a graph, and an Identity from each result of the branch to the If's output."""
     graph.node.extend(branch.node)
     graph.initializer.extend(branch.initializer)
     graph.sparse_initializer.extend(branch.sparse_initializer)

@@ -141,15 +141,16 @@ def _by_rule(scope: Scope, known: Known, scores: frozenset[Node]) -> dict[Node, 
 
 
 def _is_small(known: Known, tensor: Tensor) -> bool:
-    """Return whether the integers that a Cast reads were, in all runs, exact in half precision."""
+    """Return whether half precision represents the integers that a Cast read in all runs exactly."""
     seen = known.ranges.get(tensor.name)
     return seen is not None and seen.magnitude <= EXACT_INTEGERS[known.precision.number]
 
 
 def _can(scope: Scope, known: Known, node: Node) -> bool:
-    """Return whether an operator accepts half precision at one input and at one output that may change, if any may.
+    """Return whether an operator accepts half precision at an input and at an output.
 
-    If input 0 may change, the operator must accept half precision there.
+    Only the inputs and outputs whose dtype may change are considered; if there are none, nothing is required.  If the
+    dtype of input 0 may change, the operator must accept half precision at input 0.
     """
     if op_of(node) in READS_ANY:
         return True
@@ -176,7 +177,7 @@ def _angle(scope: Scope, known: Known, node: Node) -> Iterator[Node]:
 
 
 def _mask_chain(scope: Scope, scores: frozenset[Node]) -> set[Node]:
-    """Return the nodes that make an additive mask from integers or booleans: they are exact in half precision."""
+    """Return the nodes that make additive masks from integers or booleans: such masks are exact in half precision."""
     members = {node for node in scores if node in scope.counted or not scope.real_outputs(node)}
     masks: list[Tensor] = []
     large: set[Node | None] = set()
@@ -204,15 +205,16 @@ def _fills_mask(scope: Scope, node: Node) -> bool:
 
 
 def _members(scope: Scope, unit: Unit) -> dict[Node, None]:
-    """Return the nodes of a unit, in execution order."""
+    """Return the nodes of a unit, which one fused node replaces, in execution order."""
     found = {node for name in unit.nodes for node in scope.labeled.get(name, ())}
     return dict.fromkeys(sorted(found, key=scope.graph.position.__getitem__))
 
 
 def _inside(scope: Scope, known: Known) -> dict[str, Unit]:
-    """Return the unit of each tensor that only nodes of one unit compute and read, by the tensor's name.
+    """Return the tensors that only nodes of one unit compute and read, by name, each with that unit.
 
-    The fused node keeps such a tensor in float32, or does not round it.
+    A unit is the nodes that one fused node replaces.  The fused node keeps such a tensor in float32, or does not round
+    it.
     """
     found: dict[str, Unit] = {}
     for unit in known.units:
@@ -338,7 +340,8 @@ def _by_weight(
 def _other_exponent(scope: Scope, known: Known, tensor: Constant) -> str:
     """Describe an exponent that half precision would round to an integer; "" for none.
 
-    A negative base to the power of the original exponent is NaN; to the power of the integer, it is a number.
+    The rounding would change results: a negative base to the power of the original exponent is NaN, but the power of
+    the integer is a number.
     """
     if constant_dtype(tensor) != TensorProto.FLOAT:
         return ""

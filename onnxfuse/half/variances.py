@@ -19,7 +19,10 @@ ON_THE_WAY: Final = REARRANGING | {"Div", "Mul"}  # operators between a mean and
 
 
 def variance_nodes(scope: Scope) -> frozenset[Node]:
-    """Return the nodes of variances written as mean(x²) - mean(x)², from the squares to where other data joins."""
+    """Return the nodes of variances written as mean(x²) - mean(x)², and the arithmetic that follows them.
+
+    The arithmetic ends with the first node that also reads other data, or before the first node that reads a weight.
+    """
     found: set[Node] = set()
     for node in scope.graph.nodes:
         if op_of(node) == "Sub":

@@ -21,7 +21,8 @@ MAX_PERIOD: Final = 600  # nodes in one copy of a block
 MIN_SAVED: Final = 3  # a repeated block must save drawing at least this many nodes
 MAX_ITEMS: Final = 60  # nodes and blocks drawn side by side; more are divided into sections
 SECTION: Final = 36  # nodes and blocks in a section
-# Tried in turn: a node comes first in the reading order if readers of its value lie so many nodes apart; None: no node.
+# Tried in turn.  If nodes with one label read a value and lie at least so many nodes apart, the node that computes the
+# value comes first in the reading order; with None, no node is put first.
 DISTANCES: Final = (4, 12, 40, None)
 
 
@@ -166,7 +167,9 @@ def _longest_run(labels: Array, reads: Sequence[Sequence[int]], start: int, end:
 
 
 def _exact_run(labels: Array, reads: Sequence[Sequence[int]], run: _Run, end: int) -> _Run | None:
-    """Return the run, shifted so that few values enter a copy; None if no shift gives copies that are linked alike.
+    """Return the run, shifted so that few values enter a copy.
+
+    Returns None if at no shift the corresponding nodes of all copies read corresponding nodes.
 
     The repeated labels may go on after the last copy, so the first copy may also start at a later node.  Of the shifts
     with the most copies, the one is chosen with which the fewest values enter a copy.

@@ -41,7 +41,8 @@ class Body:
 
 
 _bodies: Final[dict[Place, Body]] = {}
-_sessions: Final[dict[int, dict[tuple[int, tuple[int, ...]], ort.InferenceSession]]] = {}  # by node, stream, ranks
+# By the node's number, and then by the stream and the ranks of the inputs.
+_sessions: Final[dict[int, dict[tuple[int, tuple[int, ...]], ort.InferenceSession]]] = {}
 _lock: Final = threading.Lock()
 
 

@@ -36,7 +36,7 @@ def is_trusted(path: Path) -> bool:
 
 
 def why_untrusted(path: Path) -> str | None:
-    """Return why users other than this one and root can write to a file or folder, as a sentence; None if they cannot.
+    """Return why a file or folder cannot be trusted, as a sentence; None if only this user and root can write to it.
 
     Also returns None if the path does not exist, and on Windows, which has other permissions.
     """

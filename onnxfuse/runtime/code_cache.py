@@ -51,7 +51,7 @@ def _read(path: Path) -> bytes:
 
 
 def _write(path: Path, code: bytes) -> None:
-    part = path.with_name(f"{uuid.uuid4().hex}.part")  # other processes may write the same file at this time
+    part = path.with_name(f"{uuid.uuid4().hex}.part")  # a new name, because other processes may write the same file now
     try:
         make_folder(path.parent)
         part.write_bytes(hashlib.sha256(code).digest() + code)

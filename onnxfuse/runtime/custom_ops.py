@@ -34,7 +34,7 @@ def register_operators(
 ) -> None:
     """Register the functions that `calls` name as operators of the target's provider; any thread may call this.
 
-    bodies  functions that must not be registered, because their nodes run as bodies
+    bodies  functions that must not be registered, because their nodes run as bodies: as the model's ONNX functions
     choice  which of a kernel's candidate plans runs
 
     Raises UsageError if the options already have operators that do not fit the calls or the settings;
@@ -71,7 +71,7 @@ def registered_operators(options: ort.SessionOptions) -> frozenset[str]:
 def _refuse_clash(
     registered: _Registration, target: Target | NoTarget, ops: Collection[str], bodies: set[str], choice: PlanChoice
 ) -> None:
-    """Raise UsageError if session options that have operators of another model cannot serve this model too."""
+    """Raise UsageError if session options with operators of another model do not fit this model and its settings."""
     if clash := sorted(registered.ops & bodies) or sorted(set(ops) - registered.ops):
         is_registered = clash[0] in registered.ops
         what = "as a kernel, but here its body" if is_registered else "not as a kernel, but here its kernel"

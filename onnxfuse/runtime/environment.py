@@ -41,8 +41,8 @@ OPTIONS: Final[dict[str, tuple[str, ...] | None]] = {
         ("device_id", "gpu_mem_limit", "sdpa_kernel", "tunable_op_max_tuning_duration_ms", "user_compute_stream",
          "default_memory_arena_cfg", "gpu_external_alloc", "gpu_external_free", "gpu_external_empty_cache")),
 }  # fmt: skip
-# Options of the CUDA provider that do not change which kernels onnxruntime runs, or that are recorded elsewhere: the
-# first three are part of `kernel_environment` or of the mode that was measured.
+# Options of the CUDA provider that do not change which kernels onnxruntime runs, or that are recorded elsewhere:
+# `kernel_environment` records the first two, and a measurement's mode (plain or CUDA graph) the third.
 IGNORED_OPTIONS: Final = {
     "device_id", "use_tf32", "enable_cuda_graph",
     "user_compute_stream", "has_user_compute_stream", "use_ep_level_unified_stream", "do_copy_in_default_stream",

@@ -80,7 +80,10 @@ def _divide(a: Values, b: Values) -> Values:
 
 
 def _integer(a: Values) -> Values:
-    """Convert integral real numbers to int64; infinities and NaNs, which a plan's guards exclude, become 0."""
+    """Convert integral real numbers to int64; infinities and NaNs become 0.
+
+    The guards of a plan (the conditions under which it is correct) exclude sizes that give such values.
+    """
     return np.where(np.isfinite(a), a, 0).astype(np.int64)
 
 
@@ -124,7 +127,7 @@ class Expressions:
     def __init__(self) -> None:
         """Start without expressions."""
         self.rows: list[tuple[Op, int, int]] = []
-        # By the number of a size: the number of an expression that it usually equals.  See symint.expect_equal.
+        # The number of the expression that a size usually equals, by the size's number: see symint.expect_equal.
         self.ties: dict[int, int] = {}
         self._numbers: dict[tuple[Op, int, int], int] = {}
 
@@ -171,10 +174,10 @@ class Expressions:
         return f"{op.name.lower()}({self.text(a)}, {self.text(b)})"
 
     def miss(self, number: int, answer: bool, values: Sequence[Values]) -> Values:
-        """Return how far a comparison is from giving `answer`: its greater side divided by its lesser one, minus 1.
+        """Return how far a comparison is from giving `answer`: the greater operand divided by the lesser one, minus 1.
 
-        The result is 0 where the comparison has that answer.  Elsewhere it is infinite if the sides are integers, or if
-        one of them is not positive.
+        The result is 0 where the comparison gives that answer.  Elsewhere the result is infinite if the operands are
+        integers, or if one of them is not positive.
         """
         op, a, b = self.rows[number]
         right = values[number].astype(bool) == answer

@@ -61,7 +61,7 @@ def describe(device: Device) -> str:
 
 
 def nearest_kinds(kinds: Iterable[Device], here: Device) -> list[Device]:
-    """Return the kinds whose machine code this GPU runs, the most similar first: `here` itself if it is among them."""
+    """Return the kinds of GPUs whose code this GPU runs: `here` first, if it is listed, then the most similar ones."""
     same = [kind for kind in kinds if kind.arch == here.arch]
     return sorted(same, key=lambda kind: (kind != here, abs(kind.multiprocessors - here.multiprocessors)))
 
@@ -114,7 +114,7 @@ def _usual(arch: int, known: Sequence[Device]) -> Device:
 
 
 def _by_name(name: str, known: Sequence[Device]) -> Device:
-    """Return the GPU of a name; an abbreviation is accepted if all GPUs that it matches get the same plans."""
+    """Return the GPU with a name; an abbreviation is accepted if all GPUs that it matches get the same plans."""
     exact = [device for device in known if device.name.casefold() == name.casefold()]
     found = exact or [device for device in known if _words(name) <= _words(device.name)]
     if not (found and (exact or all(plans_alike(device, found[0]) for device in found))):

@@ -101,7 +101,7 @@ def _own_folders() -> tuple[str, ...]:
 def _kernel_folders(own: tuple[str, ...], added: tuple[Path, ...]) -> tuple[KernelFolder, ...]:
     name = onnxfuse.kernels.__name__
     inside = [KernelFolder(path, _families(name, path, OWN), OWN) for path in map(Path, own)]
-    # A user may add the folder in which an installed package lies: its families must not count twice.
+    # A user may add the folder in which an installed package lies: the package's families must not count twice.
     packages = [each for each in _of_packages() if each.folder.parent not in added]
     outside = [*packages, *map(_of_user, added)]
     if outside:
@@ -121,7 +121,7 @@ def _of_packages() -> Iterator[KernelFolder]:
 
 
 def _of_user(folder: Path) -> KernelFolder:
-    """Return the families in a user's folder, as subpackages of a namespace package that is made for it."""
+    """Return the families in a user's folder, as subpackages of a namespace package that is made for the folder."""
     name = f"onnxfuse_kernels_{hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]}"
     if name not in sys.modules:
         spec = ModuleSpec(name, None, is_package=True)

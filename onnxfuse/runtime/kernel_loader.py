@@ -48,15 +48,15 @@ _lock = threading.RLock()
 
 
 def load_cubin(code: bytes, entry: str, ordinal: int) -> LoadedKernel:
-    """Load machine code on the GPU with that number, and return its entry.  Raises NativeError."""
+    """Load machine code on GPU number `ordinal`, and return the kernel `entry`.  Raises NativeError."""
     module, function = native.load_function(native.driver(), ordinal, code, entry)
     return LoadedKernel(function, _Module(ordinal, module))
 
 
 def load_kernel(kernel: Kernel, ordinal: int) -> LoadedKernel:
-    """Return the kernel, loaded on that GPU; equal kernels share one object while it is in use.
+    """Return a kernel, loaded on GPU number `ordinal`; equal kernels share one object while it is in use.
 
-    Raises KernelError if it does not compile, NativeError if it cannot be loaded.
+    Raises KernelError if the kernel does not compile, NativeError if it cannot be loaded.
     """
     key = (ordinal, kernel.entry, (arch_name(kernel, 0), *compile_flags(kernel)), kernel_text(kernel))
     with _lock:
@@ -82,5 +82,5 @@ def load_kernel(kernel: Kernel, ordinal: int) -> LoadedKernel:
 
 
 def machine_code(kernel: Kernel, device: Device) -> bytes:
-    """Return the kernel's cubin for that GPU's architecture.  Raises KernelError if it does not compile."""
+    """Return a kernel's cubin for the architecture of a GPU.  Raises KernelError if the kernel does not compile."""
     return cached_cubin(kernel, device.arch)

@@ -81,7 +81,10 @@ def _open(path: Path, key: PlanFileKey) -> _Source:
 
 
 def _for_gpu(path: Path, file: PlanFile, here: Device) -> list[SavedTemplate]:
-    """Return the templates that this GPU runs.  Raises PlanFileError if there are none for GPUs like it."""
+    """Return the templates of a file that the GPU `here` can run.
+
+    Raises PlanFileError if the file was made for no kind of GPU whose machine code this GPU can run.
+    """
     made_for = f"{path}: made for {', '.join(map(describe, file.devices)) or 'no GPU'}, this GPU is {describe(here)}"
     why = None
     for kind in nearest_kinds(file.devices, here):
@@ -93,7 +96,7 @@ def _for_gpu(path: Path, file: PlanFile, here: Device) -> list[SavedTemplate]:
             return found
         level = logging.INFO if plans_alike(kind, here) else logging.WARNING
         log.log(level, "%s, for which its plans are right, but may not be the fastest", made_for)
-        # An algorithm of cuBLASLt or an engine of cuDNN is for one kind of GPU only.
+        # Leave out templates that name an algorithm of cuBLASLt or an engine of cuDNN: it is for one kind of GPU only.
         return [each for each in found if not any(each.libraries.values())]
     raise PlanFileError(made_for + (f"; {why}" if why else ""))
 
@@ -117,7 +120,7 @@ class _Source:
     def __init__(
         self, key: PlanFileKey, stamp: tuple[int, ...], file: PlanFile, templates: Sequence[SavedTemplate]
     ) -> None:
-        """Take those templates of the file that GPUs of the key's kind can run."""
+        """Take a file's content and stamp, and `templates`: those that GPUs of the kind in `key` can run."""
         self.stamp, self.file, self.templates = stamp, file, templates
         self._path, *self._where = key
         self._lock = threading.Lock()

@@ -42,7 +42,11 @@ class GivenTemplate:
         situation: Situation,
         load: Callable[[KernelCode], LoadedKernel],
     ) -> None:
-        """Take the plan file, the saved template, its encoding for the nodes, and the function that loads a kernel."""
+        """Take a template of the plan file `path`; `words` encode it for the inputs of the nodes that will use it.
+
+        situation  the nodes' attributes and GPU, and the settings of their session
+        load       loads a kernel on that GPU
+        """
         self.path: Final = path
         self.saved: Final = saved
         self.words: Final = words
@@ -77,20 +81,21 @@ class GivenTemplate:
 
 
 class PreparedTemplate:
-    """A template, and the kernels of its variants, which stay loaded as long as this object lives.
+    """A template, and the kernels of its variants: its plans, each for a range of sizes.
 
-    They stay, because the CUDA graphs of a session may launch the kernels of any plan that its nodes have had.
+    The kernels stay loaded as long as this object lives, because the CUDA graphs of a session may launch the kernels of
+    any plan that the session's nodes have had.
     """
 
     def __init__(self, template: Template, backend: Backend, situation: Situation) -> None:
         """Load nothing yet."""
         self.template: Final = template
         self.situation: Final = situation
-        self.kernels: dict[str, LoadedKernel] = {}  # by Kernel.key
+        self.kernels: dict[str, LoadedKernel] = {}  # the loaded kernels, by their `Kernel.key`
         self._backend, self._lock = backend, threading.RLock()
         self.is_loaded_later = False  # background threads load kernels that first runs do not need
         self._data = b""
-        self._absent: set[str] = set()  # Kernel.key of kernels that have handle 0 in `_data`: not loaded yet
+        self._absent: set[str] = set()  # keys of the kernels whose handle is 0 in `_data`: they were not loaded yet
         self.refused: dict[str, OnnxfuseError] = {}  # kernels that cannot be loaded, by Kernel.key
         self.dropped: list[Variant] = []  # variants that need a refused kernel
 
@@ -195,11 +200,11 @@ def load_all(
     threads: int | None = None,
     goes_on: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Load the kernels of templates; threads compile them while the iteration makes further templates.
+    """Load the kernels of templates; threads compile them while iterating over `templates` makes further templates.
 
     wanted   returns the keys (`Kernel.key`) of those kernels of a template that must be loaded
     threads  the maximum number of threads; None for the number of processors
-    goes_on  returns, when a kernel's turn comes, whether it is still wanted
+    goes_on  called when a kernel's turn comes; returns whether kernels are still wanted
     """
     compiled: set[tuple[int, str]] = set()
     with PriorityThreadPool(threads) as pool:

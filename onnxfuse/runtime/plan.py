@@ -32,7 +32,7 @@ class TensorSpec:
     dtype: str
     # The data starts at a multiple of 16 bytes.  If an output's data does not, all inputs are marked as unaligned.
     aligned: bool = True
-    # The model holds the values.  They are rarely in the L2 cache, because each node has constants of its own.
+    # The model holds the values, which are then rarely in the L2 cache, because each node has constants of its own.
     constant: bool = False
 
 
@@ -62,7 +62,7 @@ class Device:
 
 @dataclass(frozen=True)
 class FusedNode:
-    """A fused node as its host sees it."""
+    """A fused node as its host, the Python module that makes its plans, sees it."""
 
     fusion: str
     name: str
@@ -160,8 +160,8 @@ class Im2col:
 
     The dimensions of the map are channels, one to three spatial axes, images.  Every field has a value for each spatial
     axis, the innermost first.  Along an axis, a load visits the pixels from `lower` to the size plus `upper`, `steps`
-    apart; after a row or an image, it continues with the next one.  It adds the offset of one element of the filter to
-    the position of each pixel.
+    apart; after a row or an image, it continues with the next one.  The load adds the offset of one element of the
+    filter to the position of each pixel.
     """
 
     lower: tuple[int, ...]  # the first pixel: minus the padding at the beginning
@@ -327,7 +327,7 @@ Step: TypeAlias = Launch | Matmul | Convolution
 
 @dataclass(frozen=True)
 class NoAlias:
-    """An input and an output that may not overlap in memory, except at the same start address if `same_start`.
+    """An input and an output that must not overlap in memory; if `same_start`, they may start at the same address.
 
     A program that binds memory of its own may make an input and an output overlap; the node then raises an error.
     """

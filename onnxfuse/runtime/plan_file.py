@@ -1,6 +1,7 @@
 """Plan files: templates with the machine code of their kernels, for GPUs of some kinds.
 
-A template has the plans of a fused node for all sizes; a kind of GPU is everything that plans depend on.
+A template has the plans of a fused node for all sizes.  GPUs are of one kind if all properties that plans depend on are
+equal.
 
 The native library reads the same files (native/plan_file.h), so they are made of 64-bit words and of strings.  A string
 is preceded by its length and padded to whole words:

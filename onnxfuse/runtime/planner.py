@@ -130,9 +130,9 @@ class Planner:
     ) -> tuple[PreparedTemplate, bytes]:
         """Return a template that has a plan for these sizes, and its bytes, with the kernels of that plan loaded.
 
-        The template is `prepared`, which gets one more variant if needed.  If the host has plans only for known sizes,
-        as it has where it calls a library, the result is a template for these sizes alone.  If the kernels of a plan
-        cannot be loaded, the next correct plan is used.
+        The template is `prepared`, which gets one more variant (a plan for a range of sizes) if needed.  If the host
+        (the module that makes the plans) has plans only for known sizes, as a host that calls a library has, the result
+        is a template for these sizes alone.  If the kernels of a plan cannot be loaded, the next correct plan is used.
 
         Raises KernelError or NativeError if the kernels of no plan can be loaded, and the host's errors.
         """
@@ -154,8 +154,8 @@ class Planner:
         """Give a template the host's next plans if none of its kernels could be loaded.
 
         The next plans are made for the sizes of the variants that were dropped.  If these plans fail too, the node runs
-        as its body (the ONNX function that it calls) at all sizes, from the next session on.  Nothing is done if all
-        kernels compiled, but the GPU refused to load them, because it may only lack memory for a while.
+        as its body (the ONNX function that it calls) at all sizes, from the next session on.  If all kernels compiled
+        and only the GPU refused to load them, nothing is done: the GPU may lack memory for a while.
         """
         errors = prepared.refused.values()
         if prepared.kernels or not any(isinstance(each, KernelError) for each in errors):
@@ -287,9 +287,10 @@ class Planner:
         return not sizes <= given.words.tuned_sizes
 
     def _template_for(self, situation: Situation, inputs: Sequence[TensorSpec]) -> PreparedTemplate:
-        """Return the template for a run's inputs: with the model's dynamic dims if they are known, else with none.
+        """Return the template for a run's inputs, with the model's dynamic dims if these are known.
 
-        The template also has no dynamic dims if the host has plans only for known sizes.
+        If they are not known, or if the host (the module that makes the plans) has plans only for known sizes, the
+        template is for these inputs alone.
         """
         for dims in self._patterns.get(signature(situation.node, (), situation.device), ()):
             if len(dims) == len(inputs):

@@ -24,7 +24,7 @@ class PriorityThreadPool:
         """Set the largest number of threads, by default the number of processors; start none yet."""
         self._max_threads = threads or min(MAX_THREADS, os.cpu_count() or 1)
         self._tasks: queue.PriorityQueue[tuple[int, int, _Task | None]] = queue.PriorityQueue()
-        self._numbers = count()  # among tasks of equal length, the one that was added first comes first
+        self._numbers = count()  # of tasks of equal length, the one that was added first runs first
         self._threads: list[threading.Thread] = []
         self._errors: list[BaseException] = []
 

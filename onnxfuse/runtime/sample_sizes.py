@@ -24,11 +24,14 @@ def usual_samples(count: int) -> Iterator[tuple[int, ...]]:
         return
     per_octave = next((n for n in (8, 4, 2, 1) if len(_spread(n)) ** count <= MAX_SAMPLES), 1)
     spread = coarse = _spread(per_octave)
-    while len(coarse) ** count > 4 * MAX_SAMPLES:  # first drop all but powers of two, then the largest or every second
+    # If there are too many combinations, keep only powers of two.  If these are still too many, leave out the largest
+    # size again and again, or every second size if `count` is 4 or more.
+    while len(coarse) ** count > 4 * MAX_SAMPLES:
         powers = [size for size in coarse if not size & (size - 1)]
         coarse = powers if len(powers) < len(coarse) else coarse[:-1] if count < 4 else coarse[::2]
     yield from itertools.product(sorted(coarse, key=is_unusual), repeat=count)
-    # `coarse` has hardly any odd sizes, and its combinations rarely have a small product: add some that do.
+    # `coarse` has hardly any odd sizes, and the product of a combination of its sizes is rarely small.  Add random
+    # combinations of all sizes, and combinations in which all sizes but one are 1.
     if len(coarse) < len(spread):
         chance = random.Random(0)
         yield from (tuple(chance.choices(spread, k=count)) for _ in range(MAX_SAMPLES))
@@ -51,7 +54,7 @@ def sizes_between(low: int, high: int, per_octave: int) -> list[int]:
 
 
 def is_unusual(size: int) -> tuple[bool, float]:
-    """Return a sort key that puts common sizes first: powers of two before others, those near USUAL first."""
+    """Return a sort key that puts common sizes first: powers of two before others, and of each the nearest to USUAL."""
     return size & (size - 1) != 0, abs(float(np.log2(max(1, size))) - np.log2(USUAL))
 
 

@@ -7,8 +7,8 @@ that the host then returns is valid for all sizes for which the guards hold.  Us
 one (an index or a compile-time constant) adds a guard that it equals its hint.
 
 Real numbers are estimates: comparing them adds a soft guard, which says for which sizes the host would choose this
-plan, not for which it is correct.  `estimate` converts an integer to one.  PyTorch's compiler uses the same idea and
-the same names.
+plan, not for which it is correct.  `estimate` converts an integer to a real number.  PyTorch's compiler uses the same
+idea and the same names.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HERE: Final = Path(__file__).name
 
 @dataclass
 class Trace:
-    """The comparisons of sizes that a host makes while it plans for the sizes in the hints."""
+    """The comparisons that a host (the module that makes plans) makes while it plans for sizes equal to the hints."""
 
     expressions: Expressions
     hard: dict[int, bool] = field(default_factory=dict)  # guards: expressions and their required answers
@@ -79,7 +79,7 @@ class Symbolic:
         raise NotImplementedError
 
     def _compare(self, op: Op, other: Any, swap: bool = False) -> Any:
-        """Return the answer of a comparison of integers, which becomes a guard."""
+        """Return the answer of a comparison of integers; the comparison becomes a guard, a condition of the plan."""
         raise NotImplementedError
 
     def __add__(self, other: Any) -> Any:
@@ -412,7 +412,7 @@ def for_later_plans(*values: Any) -> Iterator[None]:
 
 
 def expect_equal(first: Any, second: Any) -> bool:
-    """Return whether two sizes are equal that usually are, such as a mask's length and the number of keys.
+    """Return whether two sizes are equal; usually they are, as a mask's length and the number of keys are.
 
     If they differ and one of them is a dynamic dim, not an expression, later samples of the template set that dim to
     the other size.
@@ -437,7 +437,10 @@ def _tie(size: SymInt, other: int | SymInt) -> bool:
 
 
 def always(condition: Callable[[], Any], *values: Any) -> bool:
-    """Return whether a condition on plain values holds; False, without a guard, if one of them is symbolic."""
+    """Return whether a condition on plain values holds.
+
+    If one of `values` is symbolic, the result is False, and no guard is added.
+    """
     return not is_symbolic(*values) and bool(condition())
 
 
@@ -451,7 +454,7 @@ def best_first(items: Iterable[T], cost: Callable[[T], Any], slack: float = SLAC
     ordered = sorted(costs, key=lambda pair: _hint(pair[0]))
     symbolic = next((each for each, _ in costs if is_symbolic(each)), None)
     if symbolic is not None and symbolic.trace.is_choosing and len(costs) > 1:
-        # The minimum is over the items in their own order, so that its expression is equal for all hints.
+        # The minimum is over the items in the given order, not by cost, so that its expression is equal for all hints.
         _ = ordered[0][0] * 1.0 <= minimum(*(each for each, _ in costs)) * (1.0 + slack)
     return [item for _, item in ordered]
 

@@ -24,8 +24,9 @@ from onnxfuse.runtime.plan import Aim, Device
 from onnxfuse.runtime.planner import planner
 
 ProviderOptions = Mapping[str, object]
-# Which of a kernel's candidate plans runs: the first, the one that earlier measurements found to be the fastest, or the
-# one that is found now.  "observed" is like "known", but runs are counted, so that plans can be measured between them.
+# Which of a kernel's candidate plans runs: the first, the fastest one by earlier measurements ("known"), or the fastest
+# one by measurements that are made now if there are no earlier ones ("measured").  "observed" is like "known", but runs
+# are counted, so that plans can be measured between them.
 PlanChoice = Literal["first", "known", "measured", "observed"]
 Providers = Sequence[str | tuple[str, ProviderOptions]]
 _working_providers: Final[set[tuple[str, int]]] = set()

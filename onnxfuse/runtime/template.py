@@ -1,4 +1,7 @@
-"""Plan templates: plans of a fused node for all sizes of its dynamic dims, as variants with guards on the sizes."""
+"""Plan templates: plans of a fused node for all sizes of its dynamic dims.
+
+A template consists of variants, which are plans with guards: conditions on the sizes.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ MAX_VARIANTS: Final = 48  # variants made for speed; more are made only for size
 MAX_ALL_VARIANTS: Final = 96
 MAX_LOSS: Final = 0.03  # largest estimated loss of time at a sample, as a fraction, for which a kernel is left out
 MAX_MEAN_LOSS: Final = 0.001  # largest mean loss over all samples for which a kernel is left out
-MAX_LOSS_ELSEWHERE: Final = 1.0  # largest loss of a variant at a sample that does not count
+MAX_LOSS_ELSEWHERE: Final = 1.0  # largest loss at samples that do not count in the choice between plans
 MAX_TUNED_DISTANCE: Final = 1.0  # a measured plan is preferred within this distance of its sizes: a factor of two
 
 
@@ -54,7 +57,10 @@ class Variant:
 
 @dataclass(frozen=True, eq=False)
 class Template:
-    """The variants of a node for inputs whose dynamic dim number k is written as -1 - k; equal dims have one number."""
+    """The variants (plans for ranges of sizes) of a node, and its inputs, whose dynamic dim number k is -1 - k.
+
+    Equal dims have one number.
+    """
 
     node: FusedNode
     inputs: tuple[TensorSpec, ...]
@@ -269,7 +275,8 @@ class _Samples:
         points = [_columns(given, range(count), count)] if given else []
         for more in usual_samples, samples_with_zeros:
             columns = _columns([*more(len(free))], free, count)
-            # The last tie comes first: earlier ties may depend on its size, but it depends on none of their sizes.
+            # Ties are applied in reverse order: the expression of an earlier tie may contain the size of a later tie,
+            # but not the other way round.
             for i, number in reversed(rows.ties.items()):
                 columns[i] = rows.evaluate(list(columns))[number]
             points.append(columns)

@@ -41,8 +41,8 @@ class Trial(Protocol[Outputs]):
         """Give the scratch memory back to the GPU."""
 
 
-# Makes a trial of plans for these inputs.  The last argument is a function through which the trial calls each piece of
-# its work on the GPU.
+# Makes a trial from inputs, plans and a GPU.  The last argument is a function through which the trial calls each piece
+# of its work on the GPU.
 MakeTrial = Callable[[Sequence[TensorSpec], Sequence[Plan], Device, Alone], Trial[Any]]
 
 
@@ -94,7 +94,7 @@ def _case(inputs: Sequence[TensorSpec], digests: Sequence[str]) -> Data:
 
 
 def inputs_of_case(case: Data) -> tuple[TensorSpec, ...]:
-    """Return the inputs of a measured case."""
+    """Return the inputs that the case of a measurement records."""
     rows = cast(list[tuple[str, list[int], bool, bool]], case["inputs"])
     return tuple(TensorSpec(tuple(shape), dtype, aligned, constant) for dtype, shape, aligned, constant in rows)
 
@@ -102,8 +102,8 @@ def inputs_of_case(case: Data) -> tuple[TensorSpec, ...]:
 def inputs_of_trial(node: FusedNode, inputs: Sequence[TensorSpec]) -> list[TensorSpec]:
     """Return the inputs with past key-value caches marked as constants.
 
-    A trial keeps constants out of the L2 cache.  In a model, a layer's key-value cache is not there either when the
-    layer runs.
+    A trial keeps constants out of the L2 cache.  In a model, a layer's key-value cache is not in the L2 cache either
+    when the layer runs.
     """
     pairs = zip(node.operands, inputs, strict=True)
     return [replace(spec, constant=spec.constant or name.startswith("past_")) for name, spec in pairs]

@@ -35,7 +35,7 @@ PROVIDERS: Final[Mapping[Provider, str]] = {"cpu": "CPUExecutionProvider", "cuda
 NO_NUMPY_DTYPE: Final = ("float8", "float4", "int4", "int2")  # element types that OrtValue.numpy does not convert
 WARM_UP_RUNS: Final = 3  # with CUDA graphs, the first of them runs the model twice and captures it
 ProvidersWithOptions = Sequence[tuple[str, Mapping[str, str]]]
-Progress = Callable[[str, int, int], None]  # called with the stage, the number of steps done, and of all steps
+Progress = Callable[[str, int, int], None]  # called with the stage, and the numbers of steps done and of all steps
 Open = Callable[[str | bytes, ort.SessionOptions, ProvidersWithOptions], ort.InferenceSession]
 
 
@@ -79,7 +79,7 @@ class TimedModel:
         shapes: Mapping[str, Sequence[int]] | None = None,
         buffers: Mapping[str, str] | None = None,
     ) -> BoundSession:
-        """Bind a session to these inputs and to its outputs: see `bind`."""
+        """Bind a session of the model to the model's inputs and outputs: see `bind`."""
         return bind(session, self.feeds, self.provider, shapes, self.ordinal, buffers)
 
 

@@ -25,7 +25,7 @@ Data = Mapping[str, object]  # data that JSON can hold
 
 @dataclass(frozen=True)
 class Measurement:
-    """The times of the variants of a node or model in one case, such as at some shapes, and the chosen variant."""
+    """The times of the variants of a node or model in one case (its shapes and mode), and the chosen variant."""
 
     case: Data
     chosen: str

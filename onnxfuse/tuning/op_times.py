@@ -183,7 +183,7 @@ def _type(value: Value) -> tuple[tuple[int, ...], int]:
 
 
 def _untimed(op: _Operator, how: str, why: str) -> OpTime:
-    """Return the operator's row without its times."""
+    """Return the OpTime of an operator before it is timed; `why` says why it runs in the way `how`."""
     node = op.nodes[0]
     weights = {t.name: t for t in (*op.model.graph.initializer, *_constants(op.model))}
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
@@ -224,15 +224,15 @@ def _timed(op: _Operator, row: OpTime, cuda_graph: bool) -> OpTime:
     """Time kernel and body in turns, each in a graph with one copy of the operator and in one with COPIES copies.
 
     The cache is cold when a graph starts.  The time of a node is the difference between the two graphs, divided by the
-    number of further copies. These copies read weights from memory, as in a model whose weights exceed the cache, and
-    activations from wherever a chain of nodes leaves them.
+    number of further copies. The further copies read weights from memory, as in a model whose weights exceed the cache,
+    and activations from wherever a chain of nodes leaves them.
     """
     kinds = ("kernel", "body") if row.how == "kernel" else ("body",)
     counts = [(kind, copies) for kind in kinds for copies in (1, COPIES)]
     try:
         bound = [_bound(op, copies, kind == "kernel", cuda_graph) for kind, copies in counts]
     except Exception:  # a body with a node on the CPU cannot be captured
-        if not cuda_graph or row.how == UNFUSED:  # unfused nodes on the CPU: transfers would be timed
+        if not cuda_graph or row.how == UNFUSED:  # without a graph, an unfused node's transfers to the CPU would count
             raise
         return _timed(op, row, False)
     count = runs_within(SECONDS_PER_OPERATOR[row.how] / sum(copies for _, copies in counts), bound[0].run)

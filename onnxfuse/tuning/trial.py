@@ -107,8 +107,8 @@ class GpuTrial:
             except MeasuringStopped as stopped:
                 raise stopped.with_traceback(None) from None  # without the traceback, whose frames hold a graph
             finally:
-                graphs.clear()  # now, inside `relaxed`; later, other threads' captures may forbid it
-            self._sets = []  # the runs have overwritten their inputs
+                graphs.clear()  # here, inside of `relaxed`, because captures of other threads may forbid it elsewhere
+            self._sets = []  # not used again, because the runs have overwritten their inputs
             return [statistics.median(each) for each in times]
 
     def close(self) -> None:
@@ -208,11 +208,11 @@ class GpuTrial:
                 self._filled(spec, number + i) if spec.constant else first[i] for i, spec in enumerate(self._inputs)
             ]
             self._sets.append((inputs, outputs))
-        self._stream.synchronize()  # with programmatic dependent launch, kernels may read constants early
+        self._stream.synchronize()  # a kernel that starts early would read constants before they are filled
         return self._sets[:count]
 
     def _swapped(self, memory: Buffers) -> Buffers:
-        """Return the buffers with chained inputs and outputs swapped: a run then reads the previous run's outputs."""
+        """Return the buffers, each output swapped with the input that it can be: a run then reads the last outputs."""
         inputs, outputs = map(list, memory)
         for output, source in self._chained:
             inputs[source], outputs[output] = outputs[output], inputs[source]
@@ -283,7 +283,7 @@ def _chained(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Ite
 
 
 def _terms(constant: TensorSpec) -> int:
-    """Return how many products with elements of a constant matrix or filter are added at most; 1 for vectors.
+    """Return how many products with elements of a constant matrix or filter a sum has at most; 1 for vectors.
 
     The largest axis of a filter is taken as its output channels.  That is right where a run reads the previous run's
     output, because there are then as many output channels as input channels, or one filter for each channel.

@@ -54,18 +54,18 @@ PART_TOLERANCES: Final[Mapping[str, float]] = {
     "bfloat16": 3.2e-2,  # 2^-8 = 3.9e-3: eight roundings, as for float16
 }
 # A part may differ by this many times the error of the replaced nodes themselves, measured on the operands and on
-# operands moved by one unit in the last place.  If attention scores are in the millions and two are nearly equal, the
-# probabilities move by more than any fixed tolerance.  The direction is random, so one draw may miss it: of five draws
-# on 1025 tokens, one moved a result by 0.0005, one by 0.07, and three by 0.7 to 1.3.  A gate that multiplies large
-# values amplifies the error of its own sigmoid, which a run in float64 shows.  In half precision, the gate also
-# amplifies the rounding of each result.
+# operands moved by one unit in the last place.  If attention scores are in the millions and two are nearly equal, such
+# movements change the probabilities by more than any fixed tolerance.  Operands move in random directions, so one draw
+# of directions may not show the change: of five draws on 1025 tokens, one moved a result by 0.0005, one by 0.07, and
+# three by 0.7 to 1.3.  A gate that multiplies large values amplifies the error of its own sigmoid, which a run in
+# float64 shows.  In half precision, the gate also amplifies the rounding of each result.
 NOISE_FACTOR: Final = 8.0
 NOISE_DRAWS: Final = 6
 
 
 @dataclass(frozen=True)
 class PartFinding:
-    """A part, with a sentence on how it differs or why it was not compared."""
+    """A part (a fused node and the nodes that it replaced), with a sentence on how it differs or was not compared."""
 
     part: Part
     reason: str

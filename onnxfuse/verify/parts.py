@@ -49,7 +49,7 @@ class UnfusedGraph:
     nodes: tuple[onnx.NodeProto, ...]
     constants: Mapping[str, Constant]
     types: Mapping[str, tuple[int, Shape | None]]  # the dtype and the symbolic shape of every tensor
-    ordinary: frozenset[str] = frozenset()  # addends that hold no mask values such as -inf
+    ordinary: frozenset[str] = frozenset()  # operands of Adds that hold no mask values such as -inf
 
     @cached_property
     def producer(self) -> dict[str, onnx.NodeProto]:
@@ -100,7 +100,7 @@ def unfused_graph(graph: Graph, shapes: ShapeInfo) -> UnfusedGraph:
 
 
 def _ordinary(graph: Graph, shapes: ShapeInfo) -> Iterator[str]:
-    """Yield the addends that hold no mask values such as -inf, and the tensors that they are views of."""
+    """Yield the operands of Adds that hold no mask values such as -inf, and the tensors that they are views of."""
     bounds, seen = Bounds(shapes), set[str]()
     for tensor in (each for node in graph.nodes if op_of(node) == "Add" for each in node.inputs):
         while tensor.name not in seen and bounds.of(tensor) < MASKS_FROM:
@@ -239,10 +239,10 @@ def distinct_parts(
 
 
 class _Derivations:
-    """Finds how operands that only the optimized model has are computed: by Reshapes, or from reordered sizes."""
+    """Finds the nodes that compute operands that only the optimized model has, such as Reshapes of other tensors."""
 
     def __init__(self, unfused: UnfusedGraph, optimized: onnx.ModelProto, originals: Mapping[str, Original]) -> None:
-        """Treat the tensors that the original has, in this or another layout, as the start of derivations."""
+        """Derive operands from the tensors that the original also has, be it in another layout."""
         self.given = {*unfused.types, *originals}
         self.nodes = {name: n for n in optimized.graph.node if not n.domain for name in n.output}
         self.constants = {tensor.name: tensor for tensor in optimized.graph.initializer}

@@ -88,7 +88,7 @@ class Reference:
     tolerance: float | None = None  # replaces the tolerances by dtype and by the original's noise
     edges: Sequence[Run] = ()
     optimized: Mapping[str, object] | str = field(default_factory=dict)
-    scales: Mapping[str, float] = field(default_factory=dict)  # by output: errors are relative to at least this
+    scales: Mapping[str, float] = field(default_factory=dict)  # by output: the least value to which errors are relative
     noise: dict[str, dict[str, float]] = field(default_factory=dict)  # by cause and output: how far the output moves
     by_optimizations: bool = True  # whether changes by onnxruntime's graph optimizations count as noise
 
@@ -206,7 +206,7 @@ def _run_optimized_by_onnxruntime(model: Prepared, first: Run, tell: Progress) -
 
 
 def _hidden_outputs(runs: Sequence[Run], random: Collection[str]) -> dict[str, str]:
-    """Return the outputs, except `random` ones, that cannot be compared (all NaN, constant, ...), each with why."""
+    """Return the outputs, except `random` ones, that cannot be compared (all NaN, constant, ...), with the reasons."""
     reasons = {n: what_hides([r.outputs[n] for r in runs]) for n in runs[0].outputs if n not in random}
     return {name: reason for name, reason in reasons.items() if reason}
 

@@ -17,7 +17,7 @@ def values_needed(body: Body) -> set[str]:
 
 
 def first_feeds(body: Body, values: Mapping[str, Array]) -> dict[str, Array] | None:
-    """Return the inputs of the first iteration, or of a branch, even if it is not taken; None if a value is unknown.
+    """Return the inputs of a body's first iteration, or of an If's branch, taken or not; None if a value is unknown.
 
     `values` holds tensors of the outer graph by name.
     """

@@ -14,7 +14,7 @@ using Attribute = CudnnAttribute;
 using Type = CudnnType;
 using Sizes = std::vector<int64_t>;
 
-constexpr int64_t kAlignment = 16;  // of inputs and outputs, in bytes, if the convolution says that they are aligned
+constexpr int64_t kAlignment = 16;  // bytes; inputs and outputs of an `aligned` convolution start at multiples of this
 enum TensorId : int64_t { kX = 1, kW = 2, kY = 3, kBias = 4, kResidual = 5, kFirstVirtual = 16 };
 // According to cuDNN, mode B is the more precise estimate.  The fallback has engines for convolutions that A and B do
 // not know.
@@ -24,8 +24,8 @@ const char* name_of(CudnnDataType type) {
   return type == kCudnnFloat16 ? "float16" : type == kCudnnBfloat16 ? "bfloat16" : "float32";
 }
 
-// Returns values for two or three spatial axes, as cuDNN requires: a single axis gets another one before it, with the
-// value `first`.
+// Returns values for two or three spatial axes, as cuDNN requires: if there is a value for one axis only, `first` is
+// put before that value.
 Sizes at_least_two(const Sizes& values, int64_t first) {
   return values.size() > 1 ? values : Sizes{first, values.front()};
 }
@@ -50,7 +50,7 @@ Sizes strides_of(const Sizes& dims, bool channels_last) {
   return strides;
 }
 
-// Returns the largest power of two, up to 16, that is known to divide the address.
+// Returns the largest power of two, up to 16, that is known to divide the address of a tensor.
 int64_t alignment_of(const Convolution& convolution, const Pointer& pointer) {
   const bool aligned = convolution.aligned || pointer.kind == MemoryKind::kScratch;
   const int64_t start = aligned ? kAlignment : convolution.element_bytes();
@@ -126,8 +126,8 @@ class Graph {
     shape.set(Attribute::kConvolutionPadsEnd, at_least_two(conv.pads_end, 0));
     if (!shape.finalize_if_supported()) return false;
     void* const x = add_operand(kX, conv.x, joined(conv.n, conv.c, conv.sizes), conv.channels_last);
-    // A transposed convolution is the data gradient of a convolution that reads y and writes x.  Its w is the w of that
-    // convolution, whose filters have y's channels.
+    // A transposed convolution is the data gradient of a convolution that reads y and writes x.  Both have the same w.
+    // The first two dims of w are therefore the channels of x, and those of y in one group.
     const Sizes w_dims = conv.transposed ? joined(conv.c, conv.m / conv.group, conv.kernel)
                                          : joined(conv.m, conv.c / conv.group, conv.kernel);
     void* const w = add_operand(kW, conv.w, w_dims, conv.w_channels_last);
@@ -303,7 +303,8 @@ struct Engine {
   bool compiles = false;  // whether making the execution plan compiles its kernel, which takes a second or two
 };
 
-// Throws std::runtime_error if cuDNN does not have the engine or a knob.
+// Returns the engine that `words` name, with its knobs.  Throws std::runtime_error if cuDNN does not have the engine or
+// a knob.
 Engine engine_for(const Cudnn& cudnn, const CudnnDescriptor& operations, const CudnnEngine& words) {
   Engine made;
   CudnnDescriptor engine(cudnn, CudnnDescriptorType::kEngine);

@@ -52,7 +52,7 @@ void find_all(void* library, Cudnn& cudnn) {
 }
 
 struct HandlePool {
-  std::vector<void*> unused;  // has room for all handles that were made, so that giving one back never fails
+  std::vector<void*> unused;  // has room for all handles that were made, so that giving a handle back never fails
   size_t made = 0;
 };
 

@@ -207,7 +207,7 @@ std::optional<Parameters> Driver::parameters_of(Function function) const {
   size_t offset = 0, size = 0;
   int code = 0;
   while ((code = cuFuncGetParamInfo(function, found.size(), &offset, &size)) == 0) found.push_back(size);
-  if (code != kInvalidValue) return std::nullopt;  // the driver's answer after the last one
+  if (code != kInvalidValue) return std::nullopt;  // the code for an index after the last parameter
   return found;
 }
 

@@ -19,8 +19,8 @@ ONNXFUSE_EXPORT void onnxfuse_reply(void* reply, const char* bytes, size_t size)
 // Sets how many recently used plans a template keeps, and returns the earlier number.
 ONNXFUSE_EXPORT size_t onnxfuse_keep_plans(size_t count) { return Template::set_max_recent_plans(count); }
 
-// Calls `each` for all inputs (as words) at which a node or an equal one ran since the last call, with the number of
-// runs.
+// Calls `each` for all inputs at which a node, or a node equal to it, ran since the last call.  The arguments of `each`
+// are the inputs as words, and the number of runs with these inputs.
 ONNXFUSE_EXPORT void onnxfuse_take_runs(uint64_t kernel, void (*each)(const int64_t* key, size_t size, uint64_t runs)) {
   std::vector<std::pair<Key, uint64_t>> found;
   FusedKernel::with(kernel, [&](FusedKernel& node) { found = node.take_runs(); });

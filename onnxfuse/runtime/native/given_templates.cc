@@ -47,7 +47,8 @@ namespace {
 // Cubins and templates that are loaded on GPUs, as long as some node holds them.  The caller holds the mutex.
 struct Loaded {
   std::mutex mutex;
-  std::map<std::tuple<const PlanFile*, size_t, int>, std::weak_ptr<const Module>> modules;  // by code and device
+  // The keys of both maps are: the plan file, the index of the cubin or template in the file, and the device.
+  std::map<std::tuple<const PlanFile*, size_t, int>, std::weak_ptr<const Module>> modules;
   std::map<std::tuple<const PlanFile*, size_t, int>, std::weak_ptr<const GivenTemplate>> templates;
 
   std::shared_ptr<const Module> module(const PlanFile& file, size_t code, int device) {

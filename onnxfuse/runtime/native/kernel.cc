@@ -19,7 +19,7 @@ namespace {
 std::atomic<uint64_t> next_id{1};
 std::atomic<int64_t> alive_count{0};
 
-// The nodes of all sessions by number.  Its mutex is held while a node is used from outside its session.
+// The nodes of all sessions by number.  The mutex is held while other code than a node's session uses the node.
 struct Nodes {
   std::mutex mutex;
   std::map<uint64_t, FusedKernel*> by_id;
@@ -126,8 +126,8 @@ struct Tensors {
   }
 };
 
-// A thread's Tensors, whose memory its next run reuses.  Python may start a run while it plans for another run of
-// the thread; the inner run gets Tensors of its own.
+// A thread's Tensors; the thread's next run reuses their memory.  Python may start a run while it plans for another run
+// of the same thread; the inner run gets Tensors of its own.
 class ReusedTensors {
  public:
   ReusedTensors() {
@@ -148,7 +148,7 @@ class ReusedTensors {
   }
 };
 
-constexpr size_t kMaxInputsOfBody = 1024;  // most keys for which a node stores that its body must run
+constexpr size_t kMaxInputsOfBody = 1024;  // a node stores at most so many keys of inputs for which its body runs
 
 // The destination of the outputs of a node's body.
 struct BodyOutputs {
@@ -294,8 +294,9 @@ std::string FusedKernel::describe(const Key* key) const {
   return text + ")";
 }
 
-// A node learns only when it runs whether its session allows TF32.  Only Python knows the session's aim.  Without
-// Python, plans for either aim are used, and those of earlier files are preferred.
+// Adds the templates of plan files that fit the session to the node's templates.  Whether the session allows TF32 is
+// known only when the node runs, and the session's aim (latency or throughput) only to Python.  Without Python,
+// templates for either aim are used, and a file's templates precede those of the files after it.
 void FusedKernel::choose_given(const OrtKernelContext* context) {
   bool tf32 = setup_.settings & kTf32;
   if (!setup_.asks_python) {
@@ -322,8 +323,8 @@ FusedKernel::SharedPlan FusedKernel::first_fit(const Templates& templates, const
                                                SharedPlan (Template::*plan)(const Key&)) const {
   using Fit = Template::Fit;
   for (const Fit fit : {Fit::kExact, Fit::kBetter, Fit::kNotConstant}) {
-    // Templates that Python made fit exactly, those of plan files may fit less closely.  kNotConstant is not tried if
-    // Python can make a template that fits better.
+    // A template that Python made must fit exactly; one from a plan file may fit less closely.  Templates that only fit
+    // as kNotConstant are not used if Python can make one that fits better.
     if (setup_.asks_python && (fit == Fit::kNotConstant || (given_.empty() && fit != Fit::kExact))) break;
     for (const auto& each : templates) {
       if (!each->fits(key, fit)) continue;
@@ -350,8 +351,8 @@ FusedKernel::SharedPlan FusedKernel::make(const Key& key, Stream stream) {
     throw std::runtime_error("plan files have no plan for these inputs: " + onnxfuse::describe(setup_.files) +
                              "; make them again with these shapes");
   }
-  // Python loads only the kernels of the variant that it would choose for these inputs.  If rounding makes this library
-  // choose another variant, the second request makes Python load all kernels.
+  // At the first request, Python loads only the kernels of the variant that it would choose for these inputs.  If
+  // rounding makes this library choose another variant, a second request makes Python load all kernels.
   for (const int settings : {0, kAllKernels}) {
     const std::shared_ptr<Template> added = ask(key, stream, settings);
     if (!added) return nullptr;
@@ -441,7 +442,7 @@ void FusedKernel::compute(OrtKernelContext* context) {
     tensors.read_inputs(ort_, context, constants_);
     Stream stream = nullptr;
     check(ort_, ort_.KernelContext_GetGPUComputeStream(context, &stream));
-    std::optional<RelaxedCapture> relaxed;  // while a new plan is made and first launched: both may load code
+    std::optional<RelaxedCapture> relaxed;  // set while a new plan is made and first launched, as both may load code
     const auto plan_of = [&](const Key& key) {
       SharedPlan plan = known(key);
       if (plan || runs_body(key)) return plan;

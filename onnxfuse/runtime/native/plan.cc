@@ -107,7 +107,8 @@ Plan read_plan(const std::string& bytes, const std::vector<TensorType>& inputs,
     plan.scratch_bytes += (static_cast<uint64_t>(size) + kScratchAlignment - 1) / kScratchAlignment * kScratchAlignment;
     extents.of[2].push_back({size, true});
   }
-  // Outputs are unaligned if no input is aligned, because without_alignment makes the key for unaligned outputs.
+  // If all inputs are marked as unaligned, the outputs may be unaligned, too: without_alignment sets these marks in the
+  // key of the plan for unaligned outputs.
   bool any_aligned = inputs.empty();
   for (const TensorType& type : inputs) {
     extents.of[0].push_back({type.bytes(), type.aligned});

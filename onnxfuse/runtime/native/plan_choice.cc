@@ -28,7 +28,7 @@ std::string config_entry(const Ort& ort, const OrtSessionOptions* options, const
   check(ort, ort.GetSessionConfigEntry(options, key.c_str(), nullptr, &size));
   std::string value(size, '\0');
   check(ort, ort.GetSessionConfigEntry(options, key.c_str(), value.data(), &size));
-  return value.c_str();  // without the terminating zero
+  return value.c_str();  // drops the terminating zero, which onnxruntime has written into `value`
 }
 
 std::vector<std::string> split(const std::string& paths) {

@@ -15,13 +15,13 @@ std::atomic<const Interrupt*> interrupt{nullptr};
 // Raises KeyboardInterrupt in Python's main thread.
 //
 // onnxruntime reports every failure of a node as an ordinary exception, which a program may catch and ignore; but
-// a KeyboardInterrupt or SystemExit that Python code raised during planning must stop the program nevertheless.  The
-// exception is set on the main thread's state, here, because:
-//  - Inside the callback it would be raised in the callback's own code, and ctypes would discard it.
-//  - It is set before onnxruntime sees the error.  If the main thread runs the session, which is in C++ until then,
-//    Python raises it at the first call or loop in the code that receives the error.
-//  - PyErr_SetInterrupt, which simulates Ctrl-C, does nothing if SIGINT is ignored, as it is in jobs that a shell
-//    script starts in the background: such a program would not stop.
+// a KeyboardInterrupt or SystemExit that Python code raised during planning must stop the program nevertheless.  So the
+// exception is set on the state of the main thread, and set in this function:
+//  - The callback cannot set it: Python would raise it in the callback's own code, and ctypes would discard it.
+//  - At this point, onnxruntime has not seen the error yet.  If the main thread runs the session, it executes C++ until
+//    the error arrives; Python then raises the exception at the first call or loop of the code that receives the error.
+//  - PyErr_SetInterrupt, which simulates Ctrl-C, is not enough: it does nothing if SIGINT is ignored, as it is in jobs
+//    that a shell script starts in the background.
 void interrupt_main_thread() {
   const Interrupt* python = interrupt;
   if (!python) return;

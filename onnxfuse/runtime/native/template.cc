@@ -16,7 +16,7 @@ namespace {
 constexpr int64_t kMaxWords = 1 << 20;
 constexpr size_t kFewPlans = 32;  // a template with more plans is used at many shapes: see Template::add
 constexpr double kMaxTunedDistance = 1.0;  // as MAX_TUNED_DISTANCE of onnxfuse.runtime.template
-// A key-value cache that grows to this many tokens has as many shapes.  Each generated text needs all of them again.
+// A key-value cache that grows to this many tokens has as many shapes, and runs through them again in each new text.
 std::atomic<size_t> max_recent_plans{4096};
 std::atomic<int64_t> plan_count{0}, plans_freed{0};
 
@@ -193,7 +193,9 @@ const Template::Variant* Template::choose(const std::vector<int64_t>& sizes,
       tuned.offer(variant, {away, 0.0});
       continue;
     }
-    double loss = 0.0;  // how much slower the host expects this variant to be than the host's choice
+    // How much slower this variant is than the host's first choice, by the estimates of the host, which is the Python
+    // module that makes the plans.
+    double loss = 0.0;
     for (const Guard& guard : variant.soft) {
       loss = std::max(loss, expressions_->miss(guard.expression, guard.answer, values));
     }
@@ -223,7 +225,7 @@ Template::SharedPlan Template::make(const Key& key) const {
   const std::shared_ptr<Plan> plan(new Plan(read_plan(bytes, types_of(key), output_dtypes_, device_)), free);
   ++plan_count;
   check_functions(*plan);
-  if (!holds_constants(key)) {  // a kernel that starts early would read inputs while they are written
+  if (!holds_constants(key)) {  // a kernel that starts early reads constants at once; here, earlier nodes compute some
     for (Step& step : plan->steps) {
       if (auto* launch = std::get_if<Launch>(&step)) launch->config.pdl = false;
     }
